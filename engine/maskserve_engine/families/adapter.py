@@ -48,7 +48,7 @@ class EditRow(Row, Protocol):
 
 
 class AnchoredEditRow(EditRow, AnchoredRow, Protocol):
-    """An edit that has anchors of its own."""
+    """An edit with refresh steps."""
 
 
 class PrimingRow(Row, Protocol):
@@ -65,7 +65,7 @@ class Adapter(Protocol):
     device: torch.device
     blocks: int
     entry_blocks: int
-    """Number of blocks in an entry, including feature maps behind the transformer blocks."""
+    """Number of blocks in an entry, including feature maps after the transformer blocks."""
     entry_halves: int
     """2 where both passes of guided steps have their own entries, else 1."""
     anchor_tolerance: float
@@ -135,13 +135,13 @@ class Adapter(Protocol):
         Args:
             job: the edit, preferably prepared with the same `noise_seed`.
             noise_seed: seed of the template's noise.
-            schedule: what it keeps beside the entries; None: nothing (as in families
-                without `ModelSpec.refresh_stride`).
+            schedule: schedule of its step cache beside the entries; None: it has none (as in
+                families without `ModelSpec.refresh_stride`).
         """
         ...
 
     def anchored_row(self, job: EditJob, plan: RefreshSchedule) -> AnchoredEditRow:
-        """Return a row whose own refresh steps serve its other steps
+        """Return a row whose steps read the step cache that its refresh steps fill
         (`ModelSpec.refresh_stride`).
         """
         ...
@@ -255,5 +255,5 @@ class Adapter(Protocol):
     def session(self) -> AbstractContextManager[object]: ...
 
     def release(self) -> None:
-        """Free what was kept of the last step's rows."""
+        """Free the state kept for the last step's rows."""
         ...

@@ -1,10 +1,10 @@
 """ControlNets beside the rows of a batch: the part that all families share.
 
 Before a step each net runs once, over all rows that use it; its outputs, times the row's scale, are
-added behind blocks of the base. Beside a cached row a net computes all tokens at the row's refresh
+added after blocks of the base. Beside a cached row a net computes all tokens at the row's refresh
 steps (`RefreshSchedule`) and keeps a step cache with the edit, because a template's entries do not
-depend on the control picture; at the steps between it computes the base's computed tokens. How a
-net runs, and what it keeps, is the family's (`Nets.outputs`).
+depend on the control picture; at the steps between it computes the base's computed tokens. The
+family defines how a net runs and what it keeps (`Nets.outputs`).
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ OnComplete = Callable[[Sequence[tuple[RowControl[Any], Sequence[int]]]], None]
 
 
 class Nets(ABC, Generic[I]):
-    """ControlNets beside a batch, while the same rows go on."""
+    """ControlNets beside a batch, while its rows are the same."""
 
     in_parts: ClassVar[bool]
     """Whether the base can use complete residuals while later blocks of a net run."""
@@ -279,7 +279,7 @@ Send = Callable[[Sequence[Residual]], None]
 
 
 class NetBatch:
-    """ControlNets beside the rows of one batch, while the same rows go on."""
+    """ControlNets beside the rows of one batch, while these are the same."""
 
     def __init__(self, nets: Nets[Any]) -> None:
         self._nets = nets
@@ -304,7 +304,7 @@ class NetBatch:
         remaining: list[Residual] = []
         for number, row in enumerate(
             controlled_rows
-        ):  # a deeper net ran before the last, or nothing is told
+        ):  # a deeper net ran before the last, or none called back
             places = sorted(row.control.passes[0].added.keys() - sent_places[number])
             remaining += self._residuals(number, row.control, places)
         if remaining:

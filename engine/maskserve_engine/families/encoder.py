@@ -85,7 +85,7 @@ class TextEncoder:
             truncation=True,
             return_tensors="pt",
         ).input_ids
-        if self.model.device.type != "meta":  # else its layers' hooks fetch what they are given
+        if self.model.device.type != "meta":  # with `meta` weights hooks move the input
             ids = ids.to(self.model.device)
         return self.model(ids, output_hidden_states=hidden_states)
 
@@ -136,7 +136,7 @@ class Encoder(ABC):
         from diffusers.models.unets.unet_2d_blocks import DownEncoderBlock2D
 
         self.spec, self.vae = spec, vae
-        self._device, self._dtype = vae.device, vae.dtype  # for each it walks all its modules
+        self._device, self._dtype = vae.device, vae.dtype  # each look-up walks all modules
         masked = spec.semantics.masked_picture
         self.has_pieces = masked and plain_resnets(vae.encoder.down_blocks, DownEncoderBlock2D)
         """Whether the model takes a masked picture that can be encoded in pieces."""
@@ -235,7 +235,7 @@ class Encoder(ABC):
     @property
     @abstractmethod
     def text_encoders(self) -> dict[str, TextEncoder]:
-        """All of them, by their folders' names."""
+        """Return the text encoders, by folder name."""
 
     @property
     def text_models(self) -> dict[str, Any]:

@@ -38,7 +38,7 @@ DENSE_ONLY = "this model is served dense only, as its second attentions have no 
 
 
 def check_family(config: Config, spec: ModelSpec) -> None:
-    """Check that no setting is made that the model does not have.
+    """Check that the configuration has no setting that the model does not have.
 
     Raises:
         ConfigError: it is a setting of other families, the cache of a model without one, or

@@ -88,7 +88,7 @@ _LAUNCHES = {"double": (14.4, 21.4, 16.4), "single": (7.1, 14.1, 9.1)}
 """Kernels of a block, counted on a device without memory (`bench kernel_table`)."""
 _LAUNCHES_OUTSIDE = 11.0
 _RECORDED_LAUNCHES = {name: (0.0, counts[1], 2.0) for name, counts in _LAUNCHES.items()}
-"""Kernels with CUDA graphs: one that places entries, and the piece of a graph behind it. Projected
+"""Kernels with CUDA graphs: one that places entries, and the piece of a graph after it. Projected
 blocks are not recorded."""
 _RECORDED_OUTSIDE = 18.0
 _OUT_LAUNCHES = 1.0
@@ -163,7 +163,7 @@ def flux_work(
         before=(embed,),
         after=FixedWork(row=4.0 * h * h, token=2.0 * h * out, launches=outside),
         restore_ends=False,
-        # What a block holds, the model's input and output, and all blocks' shifts, scales, gates.
+        # Tensors of a block, the model's input and output, and all blocks' shifts, scales, gates.
         peak_row=tokens * (peak_token + channels + out) + PRECOMPUTED_STEPS * vectors,
         peak_text=peak_token,
         peak_once=(VECTORS_AT_ONCE - PRECOMPUTED_STEPS) * vectors,

@@ -14,7 +14,7 @@ from maskserve_engine.spec.model_spec import ModelSpec
 from maskserve_engine.stages.loader import load_part
 
 _LAYERS = (9, 18, 27)
-"""Layers whose states the pipeline stacks; layers behind the last one are not computed."""
+"""Layers whose states the pipeline stacks; layers after the last one are not computed."""
 
 
 class Flux2Encoder(OneTextEncoder):
@@ -46,8 +46,7 @@ class Flux2Encoder(OneTextEncoder):
 
 
 def first_layers(config: Config, name: str, cls: Any) -> Any:
-    """Load the model without the layers behind the last one that is read, at least a quarter
-    of it.
+    """Load the model without the layers after the last one that is read, at least a quarter of it.
     """
     model = load_part(config, name, cls)
     backbone = getattr(

@@ -48,7 +48,7 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelSpec:
     epsilon = float(vae.get("batch_norm_eps", 1e-4))
     latents = with_statistics(latent_space(vae), folder / "vae", epsilon)
     semantics, index = PIPELINES[pipeline], read_json(folder / "model_index.json")
-    # The pipeline with exact references has no other models, and no word for it.
+    # The pipeline with exact references has only distilled models, and does not say so.
     distilled = semantics.exact or bool(index.get("is_distilled", False))
     return ModelSpec(
         family="flux2",

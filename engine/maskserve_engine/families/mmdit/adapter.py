@@ -75,7 +75,7 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
         placed_bytes: `[cache] placed_bytes`.
         outside_noise: `[model] outside_noise`.
         graphs: `[engine] flux_cuda_graphs`; keys and values are then placed anew at each step.
-        own_rule: when rows refresh, and how they keep the result.
+        refresh_rule: how rows fill their step caches.
     """
 
     family: ClassVar[FamilyModule]
@@ -165,7 +165,7 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
     @staticmethod
     @abstractmethod
     def places_of(model: Any) -> Mapping[str, Place]:
-        """Where the layers that a LoRA may change lie in the weights."""
+        """Return the places in the weights of the layers that a LoRA may change."""
 
     def blank_prompt(self, tokens: int) -> Conditioning:
         width = self.spec.denoiser["joint_attention_dim"]
@@ -321,7 +321,7 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
         with torch.inference_mode():
             ready = self._preparation.prepared(job)
             inner, ring, selection = self._preparation.split(job, leaves_ring=plan.ring)
-            [ids] = selection.levels  # its text, all of it, is what its own anchors keep
+            [ids] = selection.levels  # the step cache keeps all of its text
             ids = np.concatenate((ring, ids[: len(ids) - self._preparation.picture_words(job)]))
             active, index = map(torch.from_numpy, (inner, ids))
             start = ready.inputs.start
@@ -424,7 +424,7 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
         return (row.latents, row.memory, *outside_latents)
 
     def follow(self, row: Row, carried: tuple[Any, ...], steps: int) -> None:
-        self.release()  # the row's batch holds for where it was
+        self.release()  # the batch was packed for the row's earlier step
         row.step = steps
         if isinstance(row, FlowRow):
             (row.latents, row.memory, *outside_latents), row.moved = carried, None
@@ -434,7 +434,7 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
             if row.step_cache is not None:
                 self.attach_step_cache(
                     row, row.step_cache.plan
-                )  # what it has kept is of other steps
+                )  # its step caches belong to other steps
 
     def low_rank(self, factors: Mapping[str, Factors]) -> LowRankSet:
         with torch.inference_mode():
@@ -447,12 +447,12 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
             and row.step_cache is not None
             and row.step_cache.plan.looks_ahead
         ):
-            self.attach_step_cache(row, row.step_cache.plan)  # foreseen without them
+            self.attach_step_cache(row, row.step_cache.plan)  # computed without them
         if row.references is not None and isinstance(row.references.entry, AnchorEntry):
             row.references.entry = None  # made without them
         changed = {place for adapter, _ in changed_adapters for place in adapter.updates}
         if not any(place.startswith(self.text_places) for place in changed):
-            return  # what the row keeps of its prompt is as it was
+            return  # its prompt's tokens have not changed
         grid = grid_of(job)
         with torch.inference_mode():
             if isinstance(row, FlowPrimingRow):

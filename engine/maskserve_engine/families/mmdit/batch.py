@@ -1,4 +1,4 @@
-"""The running batch of a flow-matching transformer, packed once for as long as its rows go on.
+"""The running batch of a flow-matching transformer, packed once while its rows are the same.
 
 Between steps only latents and timesteps change. Packing anew at each step, row by row, costs more
 than the rest of a step outside the model. So the rows' latents are views of the packed tokens,
@@ -94,7 +94,7 @@ class FlowBatch(ReusableBatch[Row, W]):
         super().__init__(rows)
         self._frozen = _frozen(rows)
         self._guided = tuple((i, row.negative) for i, row in enumerate(rows) if row.negative)
-        """Index and negative prompt of rows with a second pass; second passes are packed behind all
+        """Index and negative prompt of rows with a second pass; second passes are packed after all
         rows."""
         foreseen = [
             (i, lookahead_input)
@@ -105,8 +105,8 @@ class FlowBatch(ReusableBatch[Row, W]):
         """Row index of each lookahead pass; these are packed last."""
         self.precomputed = self.precomputed_steps(len(rows) + len(self._guided))
         back = rows[0].step % self.precomputed if len(rows) == 1 else 0
-        """Products of other shapes round differently. So what is computed ahead for a lone row
-        covers the same steps wherever among them the row was packed."""
+        """Products of other shapes round differently. So a lone row's vectors are computed for the
+        same groups of steps, at whichever step it was packed."""
         self.steps = back + min(row.steady for row in rows)
         """Number of steps that are laid out: the next ones, and `back` before them."""
         self._begin = rows[0].step - back
@@ -129,7 +129,7 @@ class FlowBatch(ReusableBatch[Row, W]):
         needs_eager = self.packed.residuals or self.packed.sees_fixed or self.packed.primes
         narrow = self.packed.layout.narrow
         longest = max(end - begin for begin, end in narrow.all_keys.k_spans)
-        few = narrow.row_stream.spans[-1][1] <= longest  # more keep the device busy by themselves
+        few = narrow.row_stream.spans[-1][1] <= longest  # more tokens keep the device busy
         self._recorded = few and all(row.recorded for row in rows) and not needs_eager
         extra_passes = [*(i for i, _ in self._guided), *self._lookahead_rows]
         self._packed_adapters = (*self._adapters, *(self._adapters[i] for i in extra_passes))
@@ -184,7 +184,7 @@ class FlowBatch(ReusableBatch[Row, W]):
             velocity = forward(model_step, self.packed, kinds)
         if self._guided:
             self._guide(velocity)
-        if self._still is not None:  # behind guidance, whose rule may divide by an answer's length
+        if self._still is not None:  # after guidance, whose rule may divide by an answer's length
             velocity.index_fill_(0, self._still, 0.0)
         for steered in self._steered:
             steered.steer(velocity)
@@ -227,7 +227,7 @@ class FlowBatch(ReusableBatch[Row, W]):
 
     @abstractmethod
     def at_step(self, weights: W, vectors: Any) -> Transformer:
-        """The transformer at a step, of its `vectors`."""
+        """Return the transformer at a step, with its `vectors`."""
 
     def _share_with(self, exchange: Exchange, weights: W) -> RankShare | _Passes:
         """Return this rank's share. If every row has two passes, two ranks deal them: one exchange
@@ -345,7 +345,7 @@ class _Passes:
 
     Args:
         whole: the batch.
-        rows: rows of the batch; their second passes are packed behind their first passes.
+        rows: rows of the batch; their second passes are packed after their first passes.
         guided: rows that have second passes.
         lookahead_rows: row of each lookahead pass; each runs on the rank of the pass that reads it.
         exchange: connects the ranks.

@@ -89,7 +89,7 @@ class Vectors:
             torch.cat((timed[0], zero[0]))
             for timed, zero in zip(self.double, at_zero.double, strict=True)
         ]
-        # Nobody reads what the last layer makes of such tokens.
+        # The last layer's result for timeless tokens is not read.
         double = tuple((image, text) for image, (_, text) in zip(images, self.double, strict=True))
         return Vectors(double, (), torch.cat((self.last, self.last)))
 
@@ -202,7 +202,7 @@ def stream_post(
     assert up is not None
     assert down is not None
     fp8 = isinstance(up, Fp8Linear)
-    half = x.dtype == torch.float16  # whose streams are clipped before the next norm
+    half = x.dtype == torch.float16  # its streams are clipped before the next norm
     x, normed = add_gated(x, gate, out(attended, rows), None if half else Norm(shift, scale, fp8))
     if half:
         x = clip(x)
@@ -343,7 +343,7 @@ class FluxStep:
         image_alone: bool,
     ) -> tuple[Tensor, Tensor, Any]:
         block = self.blocks[number]
-        half = image.dtype == torch.float16  # whose streams are clipped before the next norm
+        half = image.dtype == torch.float16  # its streams are clipped before the next norm
         if isinstance(block, Double):
             behind = number + 1 if continues and not half else None
             c, x, ahead = self._after_streams(block, carried, attended, packing, behind)
@@ -366,8 +366,8 @@ class FluxStep:
             else:
                 hidden = block.out(quantised_gelu(up, attended))
         else:
-            # Nobody needs the values any more: in their place what was found needs not be joined by
-            # a copy of all, which takes more than the copy of itself.
+            # The values are not needed any more. Written in their place, the output of attention
+            # needs no copy that joins both, which would cost more.
             values, up = joined.tensor_split((attended.shape[1],), dim=1)
             values.copy_(attended)
             if self.gated:

@@ -44,14 +44,14 @@ class FluxControlNet:
     hint_embedder: Linear
     """Embeds the control picture's tokens: [N, width] from [N, in_channels]."""
     outs: tuple[Linear, ...]
-    """The output layer behind each block."""
+    """The output layer after each block."""
     modes: Tensor | None
     """[modes, width] of a union net: a text token that names the kind of control picture."""
     channels: int
     base: tuple[int, int]
     """Numbers of the base's double and single blocks."""
     places: tuple[tuple[int, ...], ...]
-    """For each block of the net, the base's blocks behind which its output is added."""
+    """For each block of the net, the base's blocks after which its output is added."""
     shallower: dict[tuple[int, int], FluxControlNet] = field(default_factory=dict)
 
     @classmethod
@@ -223,8 +223,8 @@ class FluxNets(Nets[FluxNetInput]):
     def _vectors_of(
         self, net: FluxControlNet, same: Sequence[NetRequest[FluxNetInput]], packed: Packed
     ) -> Vectors:
-        """Return the step's vectors, computed for up to AHEAD steps at once. A lone row always gets
-        the same groups of steps, because products of other shapes round differently.
+        """Return the step's vectors, computed for several steps at once. A lone row always gets the
+        same groups of steps, because products of other shapes round differently.
         """
         first = same[0].row
         key, step = (id(net), *(id(request.net_input) for request in same)), first.step

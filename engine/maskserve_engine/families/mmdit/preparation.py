@@ -418,7 +418,7 @@ class FlowPreparation:
 
     def _cached_selection(self, job: EditJob, active: TokenIds) -> Selection:
         """Return the tokens that a cached row does not compute: image tokens, the context, then
-        tokens of the prompt's picture.
+        shown tokens.
         """
         height, width = grid_of(job)
         tokens = height * width * (1 + self._spec.semantics.context) + self.picture_words(job)

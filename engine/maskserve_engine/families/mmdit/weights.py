@@ -63,8 +63,7 @@ class StreamWeights(NamedTuple):
     out: Linear | None
     up: Linear | None
     down: Linear | None
-    """`out`, `up` and `down` are None where nothing reads the stream behind the block's
-    attention."""
+    """`out`, `up` and `down` are None if no layer reads the stream after the block's attention."""
 
 
 class Double(NamedTuple):
@@ -155,7 +154,7 @@ def _form(block: Double | Single, device: torch.device) -> Form:
     if isinstance(block, Double):
         products = block.text.qkv, block.image.qkv
     else:
-        products = block.qkv_up, block.out  # one tells of both: how its input is to lie
+        products = block.qkv_up, block.out  # both need the same layout of their input
     if all(isinstance(product, Fp8Linear) for product in products):
         return "fp8"
     return "epilogues" if in_epilogues(*products, device=device) else "plain"

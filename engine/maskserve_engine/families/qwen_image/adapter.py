@@ -51,7 +51,7 @@ class QwenImageAdapter(FluxAdapter):
         return bool(self.model.zero_cond_t)
 
     def positions(self, height: int, width: int, text: int) -> Tensor:
-        """Return the factors of pictures, centred at 0, and of the text behind them on their
+        """Return the factors of pictures, centred at 0, and of the text after them on their
         diagonal.
         """
         pictures = [(1, height, width)] * (1 + self.spec.semantics.reference)

@@ -5,7 +5,7 @@ attends to those before it, pictures also to all of themselves, and all but the 
 at time 0. So steps compute the picture only. The reference's keys and values follow from the
 source, and a template caches them; those of words are computed once per edit.
 
-On the first axis of positions the model puts a picture behind everything before it. Here the
+On the first axis of positions the model puts a picture after everything that precedes it. Here the
 picture is at 0, and the reference as far before it as without a prompt. Attention sees the keys of
 the sequence rotated back by the prompt's number of tokens.
 """
@@ -104,7 +104,7 @@ class QwenImage21Adapter(FluxAdapter):
     def words(
         self, job: EditJob, prompt: FlowPrompt, references: References | None
     ) -> FixedWords | None:
-        """Return the words of a prompt, which stand behind the reference."""
+        """Return the words of a prompt, which follow the reference."""
         assert references is not None
         assert references.before is not None
         count, begin = len(prompt.embeds), len(references.before) + max(grid_of(job))

@@ -66,7 +66,7 @@ def fixed_words_entry(weights: QwenImage21Weights, words: FixedWords) -> AnchorE
             BlockEntry(None, *(encode(tokens.flatten(1), "model") for tokens in (k, v)))
         )
         if number + 1 == len(weights.blocks):
-            break  # nobody reads the text behind the last block
+            break  # no block reads the text after the last one
         keys, values = k.new_empty(2, visible_tokens + len(words), *k.shape[1:])
         if slots is not None:
             scatter_kv([tokens.source(number) for tokens in words.pictures], (keys, values), slots)

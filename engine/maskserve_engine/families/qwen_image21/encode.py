@@ -23,13 +23,13 @@ from maskserve_engine.stages.loader import load_plain
 
 @dataclass(frozen=True, slots=True)
 class _SentenceEncoder(TextEncoder):
-    """A text encoder that puts prompts behind a picture, in its pipeline's template."""
+    """A text encoder that puts prompts after a picture, in its pipeline's template."""
 
     pipeline: Any
     """The pipeline, which has the template and reads prompts; it has no other parts."""
 
     def read_of(self, prompt: str) -> TokensRead:
-        """Return the token counts behind the picture."""
+        """Return the token counts after the picture."""
         pipeline = self.pipeline
         input_ids = self.tokenizer(
             pipeline.prompt_template_ti2i.format(prompt), verbose=False
@@ -72,8 +72,8 @@ class QwenImage21Encoder(OneTextEncoder):
         raise AssertionError("each prompt is about a picture")
 
     def encode_prompt(self, prompt: str, pixels: NDArray[np.uint8] | None = None) -> Conditioning:
-        """Return `prompt_embeds` [T, width] of the words behind the picture, and the states of
-        those before it. Long prompts are cut, unlike in the pipeline.
+        """Return `prompt_embeds` [T, width] of the words after the picture, and the states of those
+        before it. Long prompts are cut, unlike in the pipeline.
         """
         assert pixels is not None, "the prompt is about a picture"
         check_prompt(prompt)

@@ -38,7 +38,7 @@ class QwenImage21Weights(FluxWeights):
     """[in] float32 norm of a prompt's states."""
     text_epsilon: float
     text_out: Linear
-    """Layer behind `context_embedder` and GELU."""
+    """Layer after `context_embedder` and GELU."""
 
     def embedded(self, states: Tensor) -> Tensor:
         """Return [T, width] tokens of a prompt at the first block, from its states [T, in]."""
@@ -111,7 +111,7 @@ _OUTSIDE = {
 def places_of(model: Any) -> dict[str, Place]:
     stacks = {"transformer_blocks": ("double_blocks", _OF_BLOCK)}
     places = places_in(model, model.inner_dim, stacks, _OUTSIDE)
-    # What is multiplied by the gates stands beside them.
+    # The values that gates multiply lie beside them.
     gates = {name: place for name, place in places.items() if name.endswith("gate_layer")}
     for name, place in gates.items():
         places[name.replace("gate_layer", "proj")] = place._replace(begin=place.shape[0])

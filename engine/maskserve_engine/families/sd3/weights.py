@@ -1,6 +1,6 @@
 """The weights of an SD3Transformer2DModel, in the form of FLUX.1's blocks.
 
-Differences from FLUX.1: some blocks have a second attention, the last one drops its text behind
+Differences from FLUX.1: some blocks have a second attention, the last one drops its text after
 attention, and a token's position is added to it once.
 """
 

@@ -66,7 +66,7 @@ class UnetAdapter(Stepping[Row, UnetWeights], OpenedRows):
         halo: `[cache] conv_halo`.
         outside_noise: `[model] outside_noise`.
         graphs: `[engine] cuda_graphs`.
-        own_rule: when rows refresh, and how they keep the result.
+        refresh_rule: how rows fill their step caches.
     """
 
     anchor_tolerance = 1.0
@@ -285,7 +285,7 @@ class UnetAdapter(Stepping[Row, UnetWeights], OpenedRows):
         return None if missed else (row.state,)
 
     def follow(self, row: UnetRow | UnetPrimingRow, carried: tuple[Any, ...], steps: int) -> None:
-        self.release()  # the row's batch holds for where it was
+        self.release()  # the batch was packed for the row's earlier step
         row.step = steps
         if isinstance(row, UnetRow):
             (row.state,) = carried
@@ -298,7 +298,7 @@ class UnetAdapter(Stepping[Row, UnetWeights], OpenedRows):
     def attach(self, row: Any, job: EditJob, adapters: Adapters) -> None:
         row.adapters = adapters
         if isinstance(row, UnetRow) and row.plan is not None and row.plan.looks_ahead:
-            row.begin_anew()  # foreseen without them
+            row.begin_anew()  # its lookahead was computed without them
         with torch.inference_mode():
             row.change_prompts(lambda prompt: self._changed(prompt, adapters))
 

@@ -1,4 +1,4 @@
-"""The running batch: passes packed once for as long as the same rows go on."""
+"""The running batch: passes packed once while its rows are the same."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class UnetBatch(ReusableBatch[Row, UnetWeights]):
     def __init__(self, rows: Sequence[Row]) -> None:
         super().__init__(rows)
         row_passes = [row.passes() for row in rows]
-        # Rows with a tile come behind the others, which share every convolution.
+        # Rows with a tile follow the others, which share every convolution.
         order = sorted(range(len(rows)), key=lambda i: row_passes[i][0].surroundings is not None)
         self._order, row_passes = [rows[i] for i in order], [row_passes[i] for i in order]
         self._passes = [len(passes) for passes in row_passes]

@@ -41,7 +41,7 @@ class UnetAnchors(StepCache):
         surroundings: StepCacheSurroundings | None,
     ) -> None:
         super().__init__(plan)
-        self.text = False  # it is in attention of its own, and its keys and values do not change
+        self.text = False  # text has its own attention, and its keys and values do not change
         self._number, self._selection, self._halves = number, selection, halves
         self._surroundings = surroundings
 

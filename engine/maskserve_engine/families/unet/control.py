@@ -1,9 +1,9 @@
 """ControlNetModels beside a UNet, over the passes of the rows that have control.
 
-A net is a copy of the UNet's way down and its middle; its feature maps, each through a convolution,
-are added to those of the base. It runs by the same walk (`forward`). Beside a cached row its stacks
-compute the base's computed tokens, and its convolutions the whole picture. Of the cached tokens it
-keeps keys, values, and the stacks' outputs.
+A net is a copy of the UNet's down blocks and middle block; its feature maps, each through a
+convolution, are added to those of the base. It runs by the same walk (`forward`). Beside a cached
+row its stacks compute the base's computed tokens, and its convolutions the whole picture. Of the
+cached tokens it keeps keys, values, and the stacks' outputs.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from maskserve_engine.layers.scatter_kv import KvSource
 class UnetControlNet:
     weights: UnetWeights
     outs: tuple[Any, ...]
-    """The convolution behind each feature map, the middle's last."""
+    """The convolution after each feature map, the middle's last."""
     levels: tuple[int, ...]
 
     @classmethod
@@ -144,7 +144,7 @@ class NetAnchors(StepCache):
         self, plan: RefreshSchedule, cached_ids: Sequence[Tensor], levels: Sequence[int]
     ) -> None:
         super().__init__(plan)
-        self.text = False  # a UNet's is in attention of its own
+        self.text = False  # a UNet's text has its own attention
         self._ids, self._levels = cached_ids, levels
         self.now = 0.0
 

@@ -47,8 +47,8 @@ class PassInput:
 
 
 class PackedPasses:
-    """The passes of all rows, while the same rows go on. Those of one row are adjacent, those with
-    a tile come last.
+    """The passes of all rows, while these are the same. Those of one row are adjacent, those with a
+    tile come last.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ def maps_of_net(
     timesteps: Tensor,
     captures: Sequence[tuple[int, int, StackCapture]],
 ) -> list[Tensor]:
-    """Return the feature maps of a ControlNet: a UNet's way down and its middle.
+    """Return the feature maps of a ControlNet: a UNet's down blocks and middle block.
 
     Args:
         weights: weights of the net.
@@ -293,8 +293,8 @@ class _Walk:
         return cls(packed, kinds, captures, embedding, groups, weights.layers, asking)
 
     def walk_down(self, weights: UnetWeights, x: Maps) -> list[Maps]:
-        """Return the skip connections (`joined`), then the middle's output, from the maps behind
-        `conv_in`.
+        """Return the skip connections (`joined`), then the middle block's output, from the maps
+        after `conv_in`.
         """
         model = weights.model
         maps = [x]
@@ -399,14 +399,14 @@ class _Walk:
 
     def joined(self, x: Maps, skips: list[Maps]) -> Maps:
         """Concatenate the last skip connection. ControlNets' residuals are read only here, because
-        the nets may run beside the way down.
+        the nets may run beside the down blocks.
         """
         skip = skips.pop()
         skip = self.with_residuals(len(skips), skip)
         return [torch.cat(pair, dim=1) for pair in zip(x, skip, strict=True)]
 
     def _convolve(self, norm: Any, activate: Any, conv: Any, x: Maps) -> None:
-        """Apply GroupNorm, activation and 3x3 convolution, in place, so that no map is held longer
+        """Apply GroupNorm, activation and 3x3 convolution, in place, so that no map is kept longer
         than needed.
         """
         site, canvases = self._site(x), self.canvases

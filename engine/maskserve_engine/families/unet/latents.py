@@ -20,7 +20,9 @@ from maskserve_engine.stages.latents import joins
 
 
 class PackedLatents:
-    """Latents of some rows of one shape, with their samplers' memory, while these rows go on."""
+    """Latents of some rows of one shape, with their samplers' memory, while these rows are the
+    same.
+    """
 
     def __init__(self, rows: Sequence[UnetRow]) -> None:
         self._rows, self._begins = tuple(rows), tuple([row.step for row in rows])
@@ -48,7 +50,7 @@ class PackedLatents:
     def advance(self, answers: Sequence[Tensor]) -> None:
         """Take the samplers' step, after `samples`; `answers` are [passes, C, h, w] of each row."""
         answer = torch.stack([row_answers[0] for row_answers in answers])
-        if self._guided:  # a row that is not is led away from its own answer, by nothing
+        if self._guided:  # an unguided row is led away from its own answer, by nothing
             away = torch.stack([row_answers[-1] for row_answers in answers])
             answer = away + self._guides * (answer - away)
         if any(row.extrapolated is not None for row in self._rows):

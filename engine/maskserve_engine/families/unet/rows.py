@@ -1,4 +1,4 @@
-"""UNet rows: one edit or one template being primed, with all the state between its steps."""
+"""UNet rows: an edit, or a template being primed, with its state between steps."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Guidance:
 
 @dataclass(frozen=True, slots=True)
 class UnetInactive:
-    """A cached row's tokens outside the mask."""
+    """The cached tokens of a row, and its computed tokens' ids."""
 
     active: Mapping[int, Ids]
     """Level → [n] ids of the computed tokens, in host memory, where batches are packed."""
@@ -71,7 +71,7 @@ class UnetInactive:
 
 @dataclass(frozen=True, slots=True)
 class TemplateTokens:
-    """`stack.InactivePassTokens` of one pass of a row; it follows the row's step."""
+    """`stack.InactivePassTokens` of one pass of a row, at the row's present step."""
 
     row: UnetRow
     half: int
@@ -195,8 +195,8 @@ class UnetRow:
 
     @property
     def lookahead_step(self) -> int | None:
-        """Refresh step to compute beside the next step: the first one behind it, once the line from
-        the last one ends here; None: none.
+        """Refresh step that the next step computes ahead: the first one after it, once the row has
+        arrived at the last one in its step cache. None: there is none.
         """
         plan = self.plan
         if plan is None or not plan.looks_ahead or self.entry is None:

@@ -59,9 +59,9 @@ kernel_table`)."""
 _END_LAUNCHES = (0.0, 5.0, 5.0)
 """Additional kernels of a stack's last block, which splits and rejoins its tokens."""
 _RECORDED_LAUNCHES, _RECORDED_ENDS, _RECORDED_SAMPLING = (0.0, 40.0, 2.0), (0.0, 5.0, 2.0), 10.0
-"""The same with CUDA graphs: kernels that place cached activations, and the piece behind them.
-Steps with projected blocks are not recorded; their numbers stand for the kernels outside the
-blocks, too."""
+"""The same with CUDA graphs: kernels that place cached activations, and the piece after them. Steps
+with projected blocks are not recorded; their numbers stand for the kernels outside the blocks, too.
+"""
 _RESNET_LAUNCHES, _STACK_LAUNCHES, _SAMPLING_LAUNCHES = 11.0, 6.0, 27.0
 """Kernels of a ResNet, of a stack outside its blocks, and of a step's input, embeddings and
 sampler."""
@@ -144,7 +144,7 @@ class _Walk:
     """FLOPs per position of each level since the last stack began."""
     maps: list[FeatureMap] = field(default_factory=list)
     waiting: list[float] = field(default_factory=list)
-    """Elements of each tensor that waits for the way up, or that the present layer reads."""
+    """Elements of each tensor that waits for an up block, or that the present layer reads."""
     peak: float = 0.0
     """Largest number of elements held at once."""
 
@@ -169,7 +169,7 @@ class _Walk:
         return walk
 
     def down(self, config: dict[str, Any]) -> None:
-        """Walk the way down and the middle, which a ControlNet has, too."""
+        """Walk through the down blocks and the middle block, which a ControlNet has, too."""
         channels = self.channels
         self.linear(channels[0], self.embedding)
         self.linear(self.embedding, self.embedding)
@@ -352,7 +352,7 @@ def _module_of(block: str) -> str:
 
 def lora_work(base: ModelWork, layers: Mapping[str, int]) -> ModelWork:
     """Return the work that a LoRA adds; `layers` are elements of its factors, by dotted layer name.
-    Work in convolutions is counted behind the last stack.
+    Work in convolutions is counted after the last stack.
     """
     bottom = len(base.tokens) - 1
     blocks: list[Counter[str]] = [Counter() for _ in base.blocks]
@@ -408,7 +408,7 @@ def control_work(
     walk.convolves_outputs = True
     walk.down(config)
     walk.conv(len(walk.channels) - 1, walk.channels[-1], walk.channels[-1], side=1)
-    # The picture is as large as the first map; the middle speaks, too.
+    # The picture is as large as the first map; the middle block has a residual, too.
     residual_numbers = sum(walk.waiting) + walk.channels[-1] * walk.areas[-1]
     return ModelWork(
         family="unet",
@@ -481,7 +481,7 @@ def read(folder: Path, _: str, native_resolution: int) -> ModelSpec:
         denoiser=unet,
         control=CONTROL,
         refresh_stride=REFRESH_STRIDES[semantics],
-        leaves_text=False,  # none stands among the tokens
+        leaves_text=False,  # text is not among the tokens
         refresh_growth=_REFRESH_GROWTH[semantics],
         second_order_refresh=semantics == INPAINT,
         refresh_evenly_over=_REFRESH_EVENLY_OVER[semantics],

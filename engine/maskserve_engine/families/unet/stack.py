@@ -54,7 +54,7 @@ class InactivePassTokens(Protocol):
         Args:
             block: number of the block in the UNet.
             part: `h`, hidden states at the block's input; `kv`, keys and values; `end`, hidden
-                states behind a stack's last block.
+                states after a stack's last block.
             positions: [m] indices among the cached tokens; None: all.
         """
         ...
@@ -64,7 +64,7 @@ class StackCapture(Capture, Protocol):
     """Also receives the stacks' outputs, and the feature maps between stacks."""
 
     def end(self, block: int, output: Tensor, /) -> None:
-        """Receive [tokens, width] behind the stack that ends with `block`; only valid during the
+        """Receive [tokens, width] after the stack that ends with `block`; only valid during the
         call.
         """
         ...
@@ -179,8 +179,8 @@ class Stack:
         self.level, self.text = level, text
         self.captures, self.kinds = captures, kinds
         self.place, self.empty = place, empty
-        self.sparse: Sparse | None = None  # while inactive tokens are left out
-        self.left: Tensor | None = None  # the inactive tokens at the next block's input, at hand
+        self.sparse: Sparse | None = None  # while cached tokens are left out
+        self.left: Tensor | None = None  # cached tokens at the next block's input, if computed
 
     def run(
         self,
@@ -231,7 +231,7 @@ class Stack:
         tokens = transformer_block(
             block, number, tokens, at.segments, at.cross, self.text, fill, see
         )
-        self.left = None  # the inactive tokens are a block behind now
+        self.left = None  # the cached tokens lag one block now
         return tokens
 
     def _widen_or_narrow(self, number: int, tokens: Tensor) -> Tensor:
@@ -243,7 +243,7 @@ class Stack:
         elif not dense and self.sparse is None:
             self.sparse = self.level.sparse
             assert self.sparse is not None
-            # What was computed is nearer to the edit than an entry, and loads nothing.
+            # Computed hidden states are nearer to the edit than an entry, and need no load.
             feature_tokens, all_tokens = self.sparse.computed, tokens
             tokens = all_tokens.index_select(0, feature_tokens.core)
             if self.kinds[number] == "project":
@@ -298,7 +298,9 @@ class Stack:
         return keys_values.index_copy_(1, keys.core, computed.transpose(0, 1))
 
     def _capture(self, number: int, tokens: Tensor) -> Callable[[Tensor, Tensor], None]:
-        """Give recorded rows their hidden states; return what will give them keys and values."""
+        """Give recorded rows their hidden states; return the function that gives them keys and
+        values.
+        """
         captures = self._captured_parts()
         for capture, at in captures:
             capture.hidden(number, tokens[at])

@@ -197,7 +197,7 @@ class TemplateSurroundings(Surroundings):
         for read, (to_ring, to_moments) in room.places.items():
             place = self.tile[read.level]
             frame = place.frame(strided=read.strided)
-            if frame.whole:  # nothing travels, and nothing of it is read
+            if frame.whole:  # the ring lies beyond the picture and is not read
                 continue
             (coded,), ids = entry.wait_whole(self._maps[read.number], "map")
             box_positions = None if read.strided else frame.box
@@ -239,7 +239,7 @@ class TemplateSurroundings(Surroundings):
         (coded,) = entry.wait(self._maps[read.number], "map")
         halves = len(self._moments.data) // len(self._maps)
         channels = coded.data.shape[1] * (2 if coded.format == "int4" else 1)
-        if frame.whole:  # nothing travels, and nothing of it is read
+        if frame.whole:  # the ring lies beyond the picture and is not read
             ring = coded.data.new_zeros(halves, channels, len(frame.ring), dtype=self._dtype)
             return Around(ring, None)
         region = coded.data.new_empty(len(coded.data), channels, dtype=self._dtype)
@@ -286,7 +286,7 @@ class CopiedSurroundings:
         entry = other.entry
         if self._of() is entry:
             return
-        self._of = lambda: None  # until all of it is there
+        self._of = lambda: None  # until all of it is copied
         if not other.read_all(self._room):
             for number, level, strided in self._room.around:
                 other.around(number, level, strided=strided)

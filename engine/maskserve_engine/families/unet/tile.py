@@ -1,4 +1,4 @@
-"""Where a row's convolutions are computed: at each level the mask's box and a halo round it.
+"""The tile on which a row's convolutions run: at each level the mask's box and a halo round it.
 
 | what a convolution reads          zeros beyond the picture's edge
 |   ring: of the template         |

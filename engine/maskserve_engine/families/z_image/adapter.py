@@ -59,7 +59,7 @@ class ZImagePreparation(FlowPreparation):
 class ZImageAdapter(FlowAdapter[ZImageWeights]):
     """Steps rows of Z-Image edits over one ZImageTransformer2DModel.
 
-    The model pads a prompt to a multiple of 32 tokens and puts the picture behind it on the first
+    The model pads a prompt to a multiple of 32 tokens and puts the picture after it on the first
     axis of positions. Here the picture is at 0 and the prompt before it, which attention does not
     distinguish: so a picture's entries do not depend on the prompt's length. A picture is padded,
     too, and its pads stay at the model's position, before the prompt.
@@ -137,8 +137,7 @@ def positions_of(height: int, width: int, text: int, pads: int) -> Tensor:
 
 
 def rotary(model: Any, places: Tensor, device: torch.device) -> Tensor:
-    """Return [N, head_dim / 2] complex factors of positions [N, 3]; negative ones rotate the other
-    way.
+    """Return [N, head_dim / 2] complex factors of positions [N, 3]; negative ones rotate backwards.
     """
     factors = model.rope_embedder(places.abs().to(device))
     sizes = torch.tensor([size // 2 for size in model.axes_dims])

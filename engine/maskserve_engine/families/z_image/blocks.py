@@ -50,7 +50,7 @@ def vectors(weights: ZImageWeights, timesteps: Tensor) -> tuple[ZImageVectors, .
     rows = [(row, row + 1) for row in range(timesteps.shape[1])]
     half = _TIMES // 2
     steps = torch.arange(half, dtype=torch.float32, device=timesteps.device)
-    # The model is told how much is done, not how much is left.
+    # The model takes the share of denoising that is done, not the share that is left.
     angles = (1000.0 - timesteps)[..., None] * torch.exp(-math.log(10000.0) * steps / half)
     time_features = torch.cat((angles.cos(), angles.sin()), dim=-1).to(weights.dtype)
     first, second = weights.time_embedder

@@ -87,7 +87,7 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelSpec:
         stride=1 if turbo else _STRIDE,
         dense_steps=DenseSteps(prompt=1, side=1),
         refresh_stride=0.0,
-        leaves_text=False,  # which its first blocks do not see
+        leaves_text=False,  # its first blocks do not see the text
         true_cfg=False,
         denoiser=as_flux(transformer),
         control=None,

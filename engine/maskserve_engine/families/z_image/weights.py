@@ -32,7 +32,7 @@ class ZImageBlock(NamedTuple):
     up: Linear
     down: Linear
     norms: tuple[Tensor, Tensor, Tensor, Tensor]
-    """[width] each: before and behind attention, before and behind the feed-forward part."""
+    """[width] each: before and after attention, before and after the feed-forward part."""
 
 
 @dataclass(frozen=True)
