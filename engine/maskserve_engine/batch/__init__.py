@@ -1,1 +1,1 @@
-"""The running batch: how rows are packed, and what is kept between their steps."""
+"""The running batch: how rows are packed, and the state kept between their steps."""

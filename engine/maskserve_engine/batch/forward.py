@@ -87,7 +87,7 @@ class Transformer(Protocol):
             image: [N_image, width], image stream; or [N, width] in row order.
             packing: layout of the rows.
             cis: [N, head_dim / 2] complex rotary factors in row order.
-            lookahead: what `post` of the previous block returned for this one; None: nothing.
+            lookahead: third result of `post` of the previous block; None: it returned nothing.
             room: [N or more, 3 · width] buffer for queries, keys and values of a lone row, if
                 `writes`; None: allocate.
 

@@ -154,7 +154,9 @@ class _Recording(AtOnce):
         self._capture.begin()
 
     def empty(self, like: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Return one buffer per shape for all blocks: the graph holds what an action writes to."""
+        """Return one buffer per shape for all blocks: the graph keeps the buffers that actions
+        write to.
+        """
         name = shape, like.dtype
         if name not in self._buffers:
             self._buffers[name] = self._all.of(len(self._buffers), like, shape)

@@ -435,7 +435,7 @@ class InactiveTokens(Protocol):
 
     @property
     def entry(self) -> object:
-        """Identifies what this step reads; a different object as soon as that changes."""
+        """Identifies the entry that this step reads; a different object as soon as that changes."""
         ...
 
     def source(self, block: int, part: str) -> KvSource:
@@ -452,7 +452,7 @@ class FixedTokens(Protocol):
 
     @property
     def entry(self) -> object:
-        """Identifies what this step reads, as for `InactiveTokens`."""
+        """Identifies the entry that this step reads, as for `InactiveTokens`."""
         ...
 
     def source(self, block: int) -> KvSource:

@@ -107,7 +107,7 @@ class GangExchange:
 
 def share_of(length: int, rank: int, count: int) -> Span:
     """Return [begin, end) of a rank's share of `length` tokens or heads. Shares differ by at most
-    one, and rank 0, which reports what a step has read, has no fewer than any other.
+    one, and rank 0, which reports a step's reads, has no fewer than any other.
     """
     return -(-length * rank // count), -(-length * (rank + 1) // count)
 

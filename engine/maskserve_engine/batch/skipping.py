@@ -1,8 +1,8 @@
 """FirstBlockCache's rule, row by row (diffusers has it for whole batches: first_block_cache.py).
 
-If the first block adds nearly what it added when the other blocks were last computed, the step
-skips these and adds their last result again. Each row decides for itself, whatever rows share its
-batch.
+If the first block's residual is nearly the same as when the other blocks were last computed, the
+step skips these and adds their last result again. Each row decides for itself, whatever rows share
+its batch.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ class AnchorLine:
         return _weight(self.sigmas, self.power, sigma)
 
 
-@lru_cache(maxsize=256)  # each block of each row asks at each step
+@lru_cache(maxsize=256)  # each block of each row calls it at each step
 def _weight(sigmas: tuple[float, ...], power: float, sigma: float) -> float:
     if len(sigmas) < 2 or not power:
         return 0.0
@@ -132,7 +132,7 @@ class _Refreshed:
 
 
 class StepCache:
-    """Captures what the refresh steps of one pass leave (`packing.Capture`)."""
+    """The step cache of one pass; captures its refresh steps (`packing.Capture`)."""
 
     def __init__(self, plan: RefreshSchedule) -> None:
         self.plan = plan
@@ -273,7 +273,7 @@ class StepCache:
     def _keep(self, block: int, part: str, tensors: Sequence[Tensor]) -> None:
         """Keep [tokens, width] tensors of a part of a block.
 
-        A step that is retried after a failed batch keeps what its first attempt left.
+        A step that is retried after a failed batch keeps the tensors of its first attempt.
         """
         if self._reads and self._share != self._has:
             self._lost = self._step  # the step itself still reads the cached share
@@ -353,7 +353,7 @@ class StepCache:
         return self._line.weight(sigma)
 
     def standing(self, sigma: float) -> object:
-        """Return an object that identifies what `source` gives at `sigma`."""
+        """Return an object that identifies the result of `source` at `sigma`."""
         return sigma if self.weight(sigma) else self._line
 
     @property
@@ -489,8 +489,8 @@ class StepCacheReader:
     def turn_to(
         self, step: int, *, heads: Heads | None = None, by_rank: bool = False
     ) -> StepCacheEntry | None:
-        """Return what `step` reads between refresh steps; None: it has to compute all tokens,
-        because the cache was lost with a rank or holds another share.
+        """Return the entry that `step` reads between refresh steps. None: the step has to compute
+        all tokens, because the cache was lost with a rank or has another share.
         """
         share = None if heads is None else heads[:2]
         complete = [step_cache.whole(share, by_rank=by_rank) for step_cache in self._row.anchors]

@@ -120,7 +120,7 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 class HostCopy:
     """Asynchronous host copy of a float32 tensor, as it is when the work queued so far is done.
 
-    One thread makes it and goes on at once; another may call `array`, which waits.
+    One thread makes it and continues at once; another may call `array`, which waits.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -141,7 +141,7 @@ class HostCopy:
         return array
 
     def finite(self) -> bool:
-        """Return whether all numbers are finite. Waits as `array` does; the device is not asked for
-        more work.
+        """Return whether all numbers are finite. Waits as `array` does; the device does no more
+        work for it.
         """
         return bool(np.isfinite(self.array()).all())

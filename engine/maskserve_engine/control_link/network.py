@@ -153,7 +153,8 @@ class Wire:
             remaining = remaining[count:]
 
     def end(self) -> None:
-        """End the connection and wake whoever waits at either end; may be called on any thread."""
+        """End the connection and wake threads that wait at either end; may be called on any thread.
+        """
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -171,7 +172,7 @@ def room_for(part: RequestedRow | AddedPart, slots: RowSlots | None) -> Tensor:
 
     Args:
         part: the row's part of the message.
-        slots: the row's slots; None: the row is closed and nobody reads the tensor.
+        slots: the row's slots; None: the row is closed and the tensor is not read.
 
     Raises:
         Lost: the part describes no tensor, or one that is too large.

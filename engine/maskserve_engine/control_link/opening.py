@@ -43,7 +43,6 @@ class OpeningMessage(msgspec.Struct, frozen=True):
     controls: tuple[OpenedControl, ...]
     """ControlNets that act on the row."""
     timesteps: tuple[float, ...]
-    """Timesteps of all steps."""
     schedule: RefreshSchedule
     """Schedule of the row's refresh steps, as in `families.control.RowControl`."""
     active: int = 0

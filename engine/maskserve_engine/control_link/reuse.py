@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 class SentRequest(NamedTuple):
     number: int
-    """Number of the request."""
     step: int
     """Step whose timestep and scales the nets were given."""
     computed: int

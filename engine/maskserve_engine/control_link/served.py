@@ -57,7 +57,7 @@ class ServiceCalls(Protocol):
 
 
 class ControlLost(EngineFailed):
-    """The service has ended or is frozen; the edit cannot go on."""
+    """The service has ended or is frozen; the edit cannot continue."""
 
 
 class RowRequest(NamedTuple):
@@ -81,7 +81,6 @@ class LookaheadRequest(NamedTuple):
     """All tokens of a row at a later refresh step, computed by lookahead."""
 
     step: int
-    """The refresh step."""
     sample: Tensor
     computed: int
     """Tokens that the base computes (`transport.RequestedRow.computed`)."""
@@ -416,8 +415,7 @@ class Link:
         self._calls.call(op, arrays, self._patience_s)
 
     def _settle(self) -> None:
-        """Wait for pending copies before a call after which the service may overwrite what it
-        lends.
+        """Wait for pending copies before a call after which the service may overwrite lent memory.
         """
         if self.messages.lent is not None:
             self.messages.lent.settle()

@@ -104,7 +104,7 @@ class SharedSlot(Slot):
                 self._map = mmap.mmap(opened, size)
             finally:
                 os.close(opened)
-                if self._removed:  # meanwhile, by another thread: no process reads what is written
+                if self._removed:  # by another thread meanwhile; no process reads it
                     self.remove()
         return self._map
 

@@ -29,7 +29,6 @@ unknown hosts first. If all links have proved their key, the new link is refused
 _PROOF_S = 2.0
 """Seconds in which a denoiser must prove that it knows its session's key."""
 _MOST_HOSTS = 1024
-"""Most hosts remembered."""
 _AGAIN_S = 0.2
 
 

@@ -48,7 +48,7 @@ _ROW_NAME = re.compile(r"[\w-]{1,200}")
 
 
 class ServiceNetLoader(ControlNetLoader):
-    """Loader of nets that workers name; they may have them in folders of their own."""
+    """Loader of nets that workers name; workers may have other folders."""
 
     def _check(self, net: KnownControlNet, item: ResolvedControl) -> None:
         """Compare the contents of the files: times of files on another host differ."""
@@ -62,7 +62,6 @@ class ServiceNetLoader(ControlNetLoader):
 @dataclass(slots=True, eq=False)
 class OpenRow:
     family_row: Any
-    """The family's row."""
     slots: RowSlots
     nets: tuple[str, ...]
 
@@ -241,7 +240,7 @@ class DenoiserSessions:
                 raise EngineFailed("a row was asked for that is not open") from None
 
     def end(self, name: str) -> None:
-        """End the session of a denoiser that has gone, with its rows."""
+        """End the session of a denoiser that has left, with its rows."""
         with self._door:
             session = self._forget(name)
         for name, row in () if session is None else session.rows.items():

@@ -193,7 +193,7 @@ class Adapter(Protocol):
         ...
 
     def opening(self, row: Any, job: EditJob) -> Opening | None:
-        """Return what a ControlNet service needs of a row that has taken no step; None: no control
+        """Return the data of a row without steps that a ControlNet service needs; None: no control
         is active. Its nets have the job's controls, in order.
         """
         ...
@@ -223,9 +223,9 @@ class Adapter(Protocol):
         Args:
             rows: rows of equal `batch_key`.
             plan: how rows that read entries run each block; None: no row reads any.
-            reads: entry of each row, None for one that computes all tokens. The step waits for
-                each part when it needs it (`Handle.wait`). Without `reads` each row reads what
-                it read before, at first nothing.
+            reads: entry of each row, None for one that computes all tokens. The step waits for each
+                part when it needs it (`Handle.wait`). Without `reads` each row reads the same entry
+                as before, at first none.
             exchange: connects the ranks that take this step together, with equal arguments and
                 rows; None: one rank takes it alone.
 
@@ -241,8 +241,8 @@ class Adapter(Protocol):
         ...
 
     def carried(self, row: Any) -> tuple[Any, ...] | None:
-        """Return what `follow` needs of a row between two steps: numbers, and tensors on its
-        device. None: the row cannot move to another process and has to restart there.
+        """Return the state of a row between two steps that `follow` needs: numbers, and tensors on
+        its device. None: the row cannot move to another process and has to restart there.
         """
         ...
 

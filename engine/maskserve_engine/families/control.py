@@ -211,7 +211,7 @@ def _add(added: dict[int, Tensor], places: Sequence[int], sample: Tensor) -> Non
         added[place] = sample if previous is None else previous + sample
 
 
-# Nets over rows whose base is in another process: what a ControlNet service asks of a family.
+# Nets over rows whose base is in another process: the part of a family for ControlNet services.
 
 
 class NetRow(Protocol):

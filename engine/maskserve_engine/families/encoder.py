@@ -154,7 +154,7 @@ class Encoder(ABC):
         Args:
             pixels: [H, W, 3] source at model resolution.
             edit_mask: [H, W], above 0 = edit.
-            prompt: any text; what exceeds the text encoders is cut, as in diffusers.
+            prompt: any text; it is cut to the text encoders' length, as in diffusers.
             negative_prompt: any text; None: no negative prompt.
         """
         moments, masked = self.moments(pixels), NO_MOMENTS
@@ -186,7 +186,9 @@ class Encoder(ABC):
             return list(self._all_moments(torch.cat(blanked)))
 
     def template(self, pixels: NDArray[np.uint8]) -> TemplateEncoding:
-        """Return the source's moments, bit for bit as `moments`, and what `masked_pieces` needs."""
+        """Return the source's moments, bit for bit as `moments`, and the data that `masked_pieces`
+        needs.
+        """
         factor = self.spec.vae_scale_factor
         size = pixels.shape[0] // factor, pixels.shape[1] // factor
         if not self.has_pieces or is_tiled(self.vae, size, self.spec.latents):

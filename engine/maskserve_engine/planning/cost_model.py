@@ -76,7 +76,7 @@ class CostModel:
 
 
 def from_json(values: Mapping[str, Any] | str | bytes) -> CostModel:
-    """Read what `CostModel.to_json` wrote, as an object or its text.
+    """Read the result of `CostModel.to_json`, as an object or its text.
 
     Raises:
         ValueError: another version, or not a cost model.

@@ -1,4 +1,4 @@
-"""Counted work of one denoising step: FLOPs per block and kind, from a model's config alone.
+"""Counted work of one denoising step: FLOPs per block and kind, from a model's config only.
 
 A multiply-add counts as two FLOPs; norms, activations, softmax and rotary embeddings count as
 nothing, as in torch's own counter. FlashPS Table 1 gives the leading terms; here are all of them,
@@ -120,7 +120,7 @@ class Added:
 
     @classmethod
     def by(cls, loras: Iterable[ModelWork], totals: Totals) -> Added:
-        """Return what these LoRAs, at least one, add to all rows of `totals`."""
+        """Return the FLOPs that these LoRAs, at least one, add to all rows of `totals`."""
         parts = [
             cls(
                 lora.block_flops(totals),

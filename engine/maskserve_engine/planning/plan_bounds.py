@@ -5,10 +5,10 @@ one another, a steady step would take max(all loads, all compute), and only the 
 per sort and kind would matter. Those numbers are few enough to look at all of them. Spreading
 the kinds evenly over the step then usually reaches that bound, which proves the plan optimal.
 
-What is loaded follows from the counts: within a stack whose entries are equally large, loading
-`h` for a dense block is paid back by the next `project` block, which finds its cached states
-present, or by the stack's end. Only a stack that needs nothing at its end keeps the gift of its
-start, where cached states are present: one `h`.
+The counts determine the loads. Within a stack whose entries are equally large, a dense block's load
+of `h` is saved by the next `project` block, whose cached states are then present, or by the stack's
+end. Only a stack that needs nothing at its end saves one `h` more: at its start cached states are
+present.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Counted:
     bound: float
     """No steady step is shorter, in seconds."""
     plans: Iterator[list[int]]
-    """Kinds per block of plans that may reach the bound, most even first, made when asked for."""
+    """Kinds per block of plans that may reach the bound, most even first, made lazily."""
 
 
 def sorts_of(items: Sequence[Item]) -> list[Sort]:

@@ -1,11 +1,11 @@
 """Which blocks of a step run dense, project K and V from `h`, or take them ready (`kv`).
 
-FlashPS Algorithm 1 walks the blocks once and keeps the cheaper of two choices at each. This
-planner is exact over unequal blocks and three kinds. It walks the blocks too, but keeps, for
-cached tokens' hidden states present and absent separately, every pair of clocks (load stream,
-compute stream) that no other pair beats on both: later blocks only add and take maxima of the
-clocks, so a pair that is beaten stays beaten. Lower bounds on what the rest of the step costs, from
-Lagrangian weights on the two clocks, cut the pairs that can no longer win.
+FlashPS Algorithm 1 walks the blocks once and keeps the cheaper of two choices at each. This planner
+is exact over unequal blocks and three kinds. It walks the blocks too, but keeps, for cached tokens'
+hidden states present and absent separately, every pair of clocks (load stream, compute stream) that
+no other pair beats on both: later blocks only add and take maxima of the clocks, so a pair that is
+beaten stays beaten. Lower bounds on the costs of the rest of the step, from Lagrangian weights on
+the two clocks, cut the pairs that can no longer win.
 
 Two questions are answered:
 
@@ -96,7 +96,7 @@ class _Candidate(NamedTuple):
 
 
 class _Search:
-    """One planning problem; holds what its searches share."""
+    """One planning problem, with the data that its searches share."""
 
     def __init__(self, costs: StepCosts) -> None:
         self.items = items_of(costs)
@@ -380,7 +380,7 @@ class PlanCache:
             subject: everything else that costs depend on (model, size, cost model's sequence
                 number, budget, format, what has arrived), compared as it is.
             totals: finite numbers of at least 0, made by `plan_totals`.
-            build: makes the costs; called on a miss alone.
+            build: makes the costs; called only on a miss.
             lead: seconds of loads done before the step begins (see `plan`); None: the same step
                 repeated.
         """

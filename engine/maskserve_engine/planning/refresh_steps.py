@@ -34,7 +34,6 @@ class RefreshRule(NamedTuple):
 
 
 REFRESH_RULE = RefreshRule()
-"""Default rule."""
 
 
 def refresh_steps(

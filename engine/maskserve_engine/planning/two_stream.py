@@ -10,10 +10,9 @@ Two streams, two clocks: `F`, when the load stream is done with everything up to
 The host is a third clock: it launches the step's kernels one after the other, ahead of the device
 where it can. So a step takes at least as long as launching all of its kernels.
 
-Without `head_start` this is the recursion of FlashPS Algorithm 1. `head_start` bounds what is
-loaded for blocks that have not begun, so a plan that computes first and loads later pays for it.
-The lead of a step is t - F at its start: the loads that the slack of the step before has already
-done.
+Without `head_start` this is the recursion of FlashPS Algorithm 1. `head_start` bounds the loads for
+blocks that have not begun, so a plan that computes first and loads later pays for it. The lead of a
+step is t - F at its start: the loads that the slack of the step before has already done.
 
 The recursion only adds and takes maxima, so a whole step is one 2x2 matrix over (max, +), and
 steps repeated with one plan settle at its eigenvalue: the steady seconds per step.

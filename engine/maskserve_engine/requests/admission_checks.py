@@ -1,4 +1,4 @@
-"""Admission checks: what an edit needs before it gets a row.
+"""Admission checks: the conditions that an edit meets before it is queued.
 
 A check lets an edit pass, names the resources that it waits for, or refuses it. Checks run in
 order; after a wait an edit starts again at the first check.
@@ -32,7 +32,7 @@ _STARTS_MOST = 5
 
 class AdmissionCheck(Protocol):
     def missing(self, edit: RequestState) -> Sequence[Resource]:
-        """Return what the edit has to wait for; empty: it passes.
+        """Return the resources that the edit has to wait for; empty: it passes.
 
         Raises:
             MaskserveError: the edit is refused.
@@ -88,7 +88,7 @@ class PlanChosen:
 
 
 class DoneInTime:
-    """Refuses an edit that would miss its due time; asked once."""
+    """Refuses an edit that would miss its due time; checks each edit once."""
 
     def __init__(self, in_time: InTime, table: RequestTable) -> None:
         self._in_time, self._table = in_time, table

@@ -33,7 +33,7 @@ _WAITING = 8
 _REMEMBERED = 4096
 """Templates whose drift is kept."""
 _LABELLED = 64
-"""Templates with a histogram of their own on the metrics page."""
+"""Most templates with a histogram on the metrics page."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,5 @@
-"""LoRAs and ControlNets of edits, from acceptance to the end: which are loaded, what they add to an
-edit's work and cache key, and when its row gets them.
+"""LoRAs and ControlNets of edits, from acceptance to the end: which are loaded, which work and
+cache key an edit has with them, and when its row gets them.
 
 Used by the engine thread only.
 """

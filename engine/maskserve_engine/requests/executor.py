@@ -264,8 +264,8 @@ class Executor(Protocol):
     def load(
         self, reads: Sequence[Read], devices: tuple[int, ...] = (0,)
     ) -> Mapping[str, LoadState]:
-        """Request what each row's next step reads, on the devices that will take it. Rows that are
-        missing from the result compute all tokens in that step.
+        """Request the entry that each row's next step reads, on the devices that will take it. Rows
+        that are missing from the result compute all tokens in that step.
         """
         ...
 

@@ -285,7 +285,7 @@ class RequestManager:
         return tuple([edit.status() for edit in running]), self._waiting
 
     def _start(self, edit: RequestState) -> None:
-        """Queue an edit, or let it wait for what the first failing admission check names.
+        """Queue an edit, or let it wait for the resources that an admission check names.
 
         Raises:
             MaskserveError: it is refused.

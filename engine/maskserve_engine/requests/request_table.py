@@ -25,7 +25,7 @@ class RequestTable:
 
     Args:
         scheduler: queue of the edits that need a row.
-        residency: resource cache, which knows what edits wait for.
+        residency: resources of the worker, and the edits that wait for them.
         step_seconds: predicts an edit's seconds per step for its ticket.
     """
 

@@ -62,7 +62,7 @@ class EditWork:
     `still_flops`.
     """
     controls: ControlWork | None = None
-    """Work of its ControlNets; None: none acts, or nobody counts them."""
+    """Work of its ControlNets; None: none acts, or they are not counted."""
     between: Totals | None = None
     """Sums of a step between refresh steps; None: it has no refresh steps."""
     still_flops: float = 0.0
@@ -306,7 +306,7 @@ class EntryReads:
         return reads
 
     def without_text(self, step: int) -> bool:
-        """Whether a step that reads keys and values alone leaves the text out."""
+        """Whether a step that reads only keys and values leaves the text out."""
         return self.text is not None and step not in self.text
 
     def anchor_due(self, step: int) -> bool:
@@ -462,7 +462,6 @@ class RequestState:
     loads: RowLoads | None = None
     """Loads of a cached row that has ended."""
     step_cache_bytes: int = 0
-    """Most bytes of its step cache."""
     tally: StepTally = field(default_factory=StepTally)
     overflowed: int | None = None
     """Step whose preview was not finite, as the output thread has seen; None: none was."""

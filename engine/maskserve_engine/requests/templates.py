@@ -131,7 +131,7 @@ class ReuseCounter:
 
     def put_off(self, key: str) -> None:
         """Put off a template that could not be primed, until it has been used twice as often."""
-        if key in self._counts:  # else nobody has edited it yet
+        if key in self._counts:  # otherwise no edit has used it yet
             self._retry_at[key] = 2 * self._counts[key]
 
     def may_prime(self, key: str) -> bool:
@@ -179,7 +179,7 @@ class Pins:
         return bool(keys)
 
     def primed(self, template_id: str, key: str) -> None:
-        """Pin complete entries if a template of theirs is pinned and there is room."""
+        """Pin complete entries if a template that has them is pinned and there is room."""
         for name in sharing(template_id, self._keys):
             if self._has_room(name, self._owners[name]):
                 self._keys[name].add(key)
@@ -394,7 +394,9 @@ class TemplateCache:
             self.store.evict(priming.key)
 
     def evict(self, template_id: str) -> int:
-        """Evict a template's entries; return their bytes. Running rows keep what they read."""
+        """Evict a template's entries; return their bytes. Running rows keep the entries that they
+        read.
+        """
         self.pins.unpin(template_id)
         return sum(
             self.store.evict(key)

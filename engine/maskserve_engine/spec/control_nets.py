@@ -1,8 +1,8 @@
 """ControlNets that edits may name: a folder for each, as diffusers saves them.
 
 A ControlNet has gigabytes, and a deployment a handful: they lie in a folder of the host (or a
-volume that is mounted there), are looked up when an edit names one, and are read by the denoiser
-alone, when it first needs them.
+volume that is mounted there), are looked up when an edit names one, and are read only by the
+denoiser, when it first needs them.
 """
 
 from __future__ import annotations

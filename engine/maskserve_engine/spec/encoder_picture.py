@@ -30,7 +30,7 @@ class EncoderPicture:
     most: int
     """Most pixels of the picture that is cut."""
     area: int = 0
-    """Pixels to which the picture is resized before; 0: it is what the denoiser sees."""
+    """Pixels to which the picture is resized before; 0: it has the denoiser's size."""
     replaced: bool = False
     """Whether the denoiser has the picture's latents in place of these tokens."""
 

@@ -1,4 +1,4 @@
-"""Pricing from counted work and a cost model: what a worker publishes for routers."""
+"""Pricing from counted work and a cost model, which a worker publishes for routers."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def pricing_of(
     """Return the pricing of a worker whose cached rows read keys and values.
 
     Exact for FLUX. For UNets computed tokens are counted at the finest level, and a mask touches
-    relatively more tokens on coarser ones: routing compares like with like. What rows with tiles
-    load of feature maps is not counted.
+    relatively more tokens on coarser ones: routing compares like with like. Feature maps that rows
+    with tiles load are not counted.
 
     Args:
         work: the model at the image's size.
@@ -51,7 +51,7 @@ def pricing_of(
         halves: entries kept per token.
         controls: the ControlNets' work at that size, by name.
         anchored: share of its steps at which a net beside a cached row computes all tokens.
-        lora: what a LoRA adds to `work`, and its file's bytes (`registry.typical_lora`).
+        lora: work that a LoRA adds, and its file's bytes (`registry.typical_lora`).
         text_shares: share of its steps in which a cached row computes its text.
         leaves_ring: whether the other steps also leave out the ring.
     """

@@ -74,7 +74,7 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
         sampler: computes schedules; it steps no row.
         placed_bytes: `[cache] placed_bytes`.
         outside_noise: `[model] outside_noise`.
-        graphs: `[engine] flux_cuda_graphs`; keys and values are then placed anew at each step.
+        graphs: `[engine] flux_cuda_graphs`; keys and values are then placed again at each step.
         refresh_rule: how rows fill their step caches.
     """
 
@@ -156,7 +156,7 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
     @staticmethod
     @abstractmethod
     def transformer() -> Any:
-        """The diffusers class of its model; imported when first asked for."""
+        """The diffusers class of its model; imported when first needed."""
 
     @abstractmethod
     def weights_of(self, model: Any, placed_bytes: int, graphs: Graphs | None) -> W:

@@ -1,6 +1,6 @@
 """The running batch of a flow-matching transformer, packed once while its rows are the same.
 
-Between steps only latents and timesteps change. Packing anew at each step, row by row, costs more
+Between steps only latents and timesteps change. Packing again at each step, row by row, costs more
 than the rest of a step outside the model. So the rows' latents are views of the packed tokens,
 where the sampler's step is one operation for all rows, and inputs of the steps ahead are laid out
 when rows are packed.
@@ -259,7 +259,7 @@ class FlowBatch(ReusableBatch[Row, W]):
         changes += [[0.0] * self.steps for _ in self._guided]  # second passes follow their rows
         ahead = [self._anchor_of(i) for i in self._lookahead_rows]
         times += [[step.timestep] * self.steps for _, step in ahead]
-        changes += [[1.0] * self.steps for _ in ahead]  # what moves is the velocity
+        changes += [[1.0] * self.steps for _ in ahead]  # the velocity moves them
         by_step = [torch.tensor(times).T.contiguous(), torch.tensor(changes).T.contiguous()]
         timesteps, all_changes = to_device(by_step, self.packed.tokens.device)
         self.timesteps = timesteps
@@ -351,7 +351,7 @@ class _Passes:
         exchange: connects the ranks.
 
     Raises:
-        ValueError: a row records what it computes.
+        ValueError: a row has a capture.
     """
 
     def __init__(

@@ -34,7 +34,6 @@ from maskserve_engine.layers.low_rank import Adapters, Place
 from maskserve_engine.spec.family import FamilyModule
 
 _ROTARY_BASE = 10_000.0
-"""Base of the rotary angles."""
 
 
 class QwenImage21Batch(FluxBatch):

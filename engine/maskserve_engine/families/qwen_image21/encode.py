@@ -60,7 +60,7 @@ class QwenImage21Encoder(OneTextEncoder):
             tokenizer="processor",
         )
         pictures = load_plain(config, "processor", Qwen2VLImageProcessorPil)
-        pictures.do_resize = False  # sides are multiples of what it cuts
+        pictures.do_resize = False  # sides are multiples of its cells
         processor = picture_processor(Qwen3VLProcessor, pictures, text.tokenizer)
         pipeline = QwenImage21Pipeline(
             scheduler=None, vae=None, transformer=None, text_encoder=text.model,

@@ -29,7 +29,7 @@ class UnetAnchors(StepCache):
     """Step cache of one pass (`stack.StackCapture`).
 
     Cached tokens are kept as they leave a stack's last block. The stack adds them to its input map,
-    so what is extrapolated is the change of that map.
+    so the cache extrapolates the change of that map.
     """
 
     def __init__(

@@ -41,7 +41,7 @@ class Extrapolated:
 
 @dataclass(eq=False)
 class _Moment:
-    """Identifies what a row's step reads: a new one at each step."""
+    """Identifies the surroundings that a row's step reads: a new object at each step."""
 
     step: int
 

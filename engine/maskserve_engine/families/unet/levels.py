@@ -12,7 +12,7 @@ whose convolutions run on a tile has features in its box only.
 
 Where steps are recorded (`batch.graphs`), a cached pass computes a bucket's number of tokens, so
 that a few numbers determine the shapes of all tensors. The extra token is a cached one, and its
-result is overwritten by what the cache restores.
+result is overwritten from the cache.
 """
 
 from __future__ import annotations

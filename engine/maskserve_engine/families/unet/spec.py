@@ -146,7 +146,7 @@ class _Walk:
     waiting: list[float] = field(default_factory=list)
     """Elements of each tensor that waits for an up block, or that the present layer reads."""
     peak: float = 0.0
-    """Largest number of elements held at once."""
+    """Largest number of elements at one time."""
 
     @classmethod
     def of(cls, config: dict[str, Any], height: int, width: int) -> _Walk:
@@ -213,7 +213,7 @@ class _Walk:
         return work
 
     def hold(self, level: int, channels: int) -> None:
-        """Account for `channels` held beside the kept tensors."""
+        """Account for `channels` beside the kept tensors."""
         self.peak = max(self.peak, sum(self.waiting) + channels * self.areas[level])
 
     def keep(self, level: int, channels: int) -> None:

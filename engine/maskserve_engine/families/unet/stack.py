@@ -43,7 +43,7 @@ class PlaceInactive(Protocol):
 
 
 class InactivePassTokens(Protocol):
-    """A cached pass's cached tokens, with what the plan's blocks may read of them.
+    """A cached pass's cached tokens, with the parts that the plan's blocks may read.
 
     Blocks are numbered over the whole UNet, in the order they run.
     """

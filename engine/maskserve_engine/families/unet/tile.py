@@ -223,8 +223,8 @@ def _box(active: Ids, size: tuple[int, int], halo: int) -> TileBox:
 
 
 def _bucketed(boxes: Sequence[TileBox], sizes: Sequence[tuple[int, int]]) -> list[TileBox]:
-    """Round boxes' sides up to buckets; a coarser box still covers what is upsampled to a finer
-    one.
+    """Round boxes' sides up to buckets; a coarser box still covers the positions that are upsampled
+    to a finer one.
     """
     bucketed: list[TileBox] = []
     for box, size in zip(boxes, sizes, strict=True):

@@ -1,4 +1,6 @@
-"""Which tokens a cached UNet row computes, and what it reads of an entry for the others."""
+"""The tokens that a cached UNet row computes, and the parts of an entry that it reads for the
+others.
+"""
 
 from __future__ import annotations
 
