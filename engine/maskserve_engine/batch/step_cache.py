@@ -1,11 +1,11 @@
 """A row's step cache: keys and values from its refresh steps, for the steps between them.
 
-At a refresh step the row computes all tokens, as a dense row does, and keeps each block's keys and
+At a refresh step the row computes all tokens, as a dense row does. It keeps each block's keys and
 values of the tokens that other steps do not compute: the cached image tokens and, by the schedule,
 the text. The first step is a refresh step. Later ones are computed by lookahead: when the row
-arrives at a refresh step, its step runs a second pass with all tokens as they will be at the next
-refresh step if the model's last answer holds. Keys and values of the steps between are interpolated
-over sigma, linearly or to second order.
+arrives at a refresh step, its step runs a second pass for the next refresh step, with all tokens as
+the model's last answer predicts them. Keys and values of the steps between are interpolated over
+sigma, linearly or to second order.
 
 Without lookahead, refresh steps are the row's own dense steps, and later steps extrapolate from the
 last two. A UNet's row extrapolates the ends of stacks, too. So the edit needs no template, no

@@ -3,8 +3,8 @@
 On one host a slot is a file in memory: one process writes there, the other reads. Over a network
 each end has its own memory, and messages carry the bytes (`network`). Messages (`transport`), each
 with the number of its request, say which tensors a slot holds and whether these are complete. In
-each direction a row has two slots for its steps, so that one step's tensors are written while those
-of the step before are read, and one for its lookahead.
+each direction a row has one slot for its lookahead and two for its steps: one step's tensors are
+written while those of the step before are read.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Before a step each net runs once, over all rows that use it; its outputs, times the row's scale, are
 added after blocks of the base. Beside a cached row a net computes all tokens at the row's refresh
-steps (`RefreshSchedule`) and keeps a step cache with the edit, because a template's entries do not
-depend on the control picture; at the steps between it computes the base's computed tokens. The
+steps (`RefreshSchedule`) and fills a step cache of the edit, because a template's entries do not
+depend on the control picture. At the steps between it computes the base's computed tokens. The
 family defines how a net runs and what it keeps (`Nets.outputs`).
 """
 

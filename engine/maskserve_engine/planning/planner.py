@@ -1,11 +1,11 @@
 """Which blocks of a step run dense, project K and V from `h`, or take them ready (`kv`).
 
 FlashPS Algorithm 1 walks the blocks once and keeps the cheaper of two choices at each. This planner
-is exact over unequal blocks and three kinds. It walks the blocks too, but keeps, for cached tokens'
-hidden states present and absent separately, every pair of clocks (load stream, compute stream) that
-no other pair beats on both: later blocks only add and take maxima of the clocks, so a pair that is
-beaten stays beaten. Lower bounds on the costs of the rest of the step, from Lagrangian weights on
-the two clocks, cut the pairs that can no longer win.
+is exact over unequal blocks and three kinds. It walks the blocks, too, but keeps every pair of
+clocks (load stream, compute stream) that no other pair beats on both, separately for cached tokens'
+hidden states present and absent: later blocks only add and take maxima of the clocks, so a pair
+that is beaten stays beaten. Lower bounds on the costs of the rest of the step, from Lagrangian
+weights on the two clocks, cut the pairs that can no longer win.
 
 Two questions are answered:
 

@@ -49,7 +49,7 @@ def refresh_steps(
             parts have equally many steps.
         growth: ratio of each part's length to the one before, for rows with lookahead, whose steps
             lie between refresh steps. The last part, after all refresh steps, is then half as long
-            as the others on average, and the second step, which computes the lookahead, is no
+            as the others on average. The second step, which computes the first lookahead, is no
             refresh step. 0: rows have no lookahead.
     """
     steps, parts = len(sigmas), np.ones(count)

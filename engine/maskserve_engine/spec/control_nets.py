@@ -1,8 +1,8 @@
 """ControlNets that edits may name: a folder for each, as diffusers saves them.
 
-A ControlNet has gigabytes, and a deployment a handful: they lie in a folder of the host (or a
-volume that is mounted there), are looked up when an edit names one, and are read only by the
-denoiser, when it first needs them.
+A ControlNet has gigabytes, and a deployment a handful: they lie in a folder of the host, or in a
+mounted volume. A net is looked up when an edit names it. Only the denoiser reads it, when it first
+needs it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The weights of a Flux2Transformer2DModel, in the form of FLUX.1's blocks.
 
-Differences from FLUX.1: blocks of a kind share their shifts, scales and gates, activations are
-gated, single blocks have one product on each side of attention, and there is no bias and no pooled
+Differences from FLUX.1: blocks of a kind share their shifts, scales and gates, and activations are
+gated. Single blocks have one product on each side of attention. There is no bias and no pooled
 prompt.
 """
 

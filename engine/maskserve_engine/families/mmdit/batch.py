@@ -2,8 +2,8 @@
 
 Between steps only latents and timesteps change. Packing again at each step, row by row, costs more
 than the rest of a step outside the model. So the rows' latents are views of the packed tokens,
-where the sampler's step is one operation for all rows, and inputs of the steps ahead are laid out
-when rows are packed.
+where the sampler's step is one operation for all rows. Inputs of the steps ahead are laid out when
+rows are packed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The weights of a QwenImage21Transformer2DModel, in the form of FLUX.1's blocks.
 
 Differences from FLUX.1: blocks have one stream, here the image stream (text is computed once and is
-in no stream), share their scales and gates, and have no shifts; there is no bias and no pooled
+in no stream), share their scales and gates, and have no shifts. There is no bias and no pooled
 prompt.
 """
 
