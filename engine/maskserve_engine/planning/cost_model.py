@@ -48,11 +48,11 @@ class CostModel:
                 raise ValueError(f"loads: no tier {tier!r}; accepted: {', '.join(TIERS)}")
 
     def step_seconds(self, flops: float) -> float:
-        """Seconds of a step of `flops` FLOPs, loads aside."""
+        """Return the seconds of a step of `flops` FLOPs, without loads."""
         return self.compute.seconds(flops)
 
     def load_seconds(self, tier: str, size: float) -> float:
-        """Seconds of one transfer of `size` bytes from `tier`; nothing takes no time.
+        """Return the seconds of one transfer of `size` bytes from `tier`; 0 for 0 bytes.
 
         Raises:
             ValueError: no numbers for the tier.

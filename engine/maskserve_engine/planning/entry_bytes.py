@@ -40,7 +40,7 @@ FORMATS = {
 def block_bytes(
     work: ModelWork, inactive: Sequence[tuple[float, ...]], fmt: EntryFormat, *, copies: int = 1
 ) -> Floats:
-    """Bytes that rows load for each block: columns `h` and `kv`, `[blocks, 2]`.
+    """Return the bytes that rows load for each block: columns `h` and `kv`, `[blocks, 2]`.
 
     Args:
         work: the model at the image's size.

@@ -282,7 +282,7 @@ class ModelWork:
         return replace(self, tokens=(base_tokens + tokens,), context=context, peak_row=peak)
 
     def totals(self, rows: Sequence[RowTokens]) -> Totals:
-        """The sums of `rows`.
+        """Return the sums of `rows`.
 
         Raises:
             ValueError: a row without one count per level, or above the level's tokens.
@@ -324,7 +324,7 @@ class ModelWork:
         )
 
     def block_flops(self, totals: Totals) -> Floats:
-        """FLOPs of every block for the whole batch, `[blocks, len(KINDS)]`."""
+        """Return the FLOPs of every block for the whole batch, `[blocks, len(KINDS)]`."""
         cached = self.coefficients * totals.cached[self.levels]
         spare = cached[:, _SPARE]
         project = cached.sum(axis=1)
@@ -335,7 +335,7 @@ class ModelWork:
         return flops
 
     def fixed_flops(self, totals: Totals, *, dense: bool = False) -> Floats:
-        """FLOPs before each stack and, last, after the final one: `[stacks + 1]`."""
+        """Return the FLOPs before each stack and, last, after the final one: `[stacks + 1]`."""
         if dense:
             tokens = totals.dense[0, 1]
             positions: Sequence[float] = [totals.rows * n for n in self.tokens]
@@ -349,7 +349,9 @@ class ModelWork:
     def batch_flops(
         self, cached: Totals | None, kinds: Sequence[str], dense: Totals | None
     ) -> float:
-        """FLOPs of one step of cached rows whose block i runs as `kinds[i]`, beside dense ones."""
+        """Return the FLOPs of one step of cached rows whose block i runs as `kinds[i]`, beside
+        dense ones.
+        """
         flops = 0.0
         if cached is not None:
             blocks = self.block_flops(cached)
@@ -401,7 +403,7 @@ class ModelWork:
         return float(self.launches[np.arange(len(of_kinds)), of_kinds].sum()) + self.fixed_launches
 
     def step_flops(self, rows: Sequence[RowTokens], kind: str = "kv") -> float:
-        """FLOPs of one step of `rows` with every block run as `kind`."""
+        """Return the FLOPs of one step of `rows` with every block run as `kind`."""
         totals = self.totals(rows)
         blocks = self.block_flops(totals)[:, KINDS.index(kind)].sum()
         return float(blocks + self.fixed_flops(totals, dense=kind == "dense").sum())

@@ -100,7 +100,7 @@ def counted(
     near = np.flatnonzero(steps <= steps[best] * (1 + tolerance / 2))
 
     def counts_at(picks: NDArray[np.intp]) -> list[NDArray[np.int64]]:
-        """Counts per sort, `[picks, 3]` each."""
+        """Return the counts per sort, `[picks, 3]` each."""
         left, right = np.divmod(picks, len(last))
         rows = [c[left] for c in chosen] + [right]
         return [front[0][row] for front, row in zip(fronts, rows, strict=True)]
@@ -156,7 +156,8 @@ def best_weight(sorts: Sequence[Sort], fixed: float, start: float) -> float:
 
 
 def _gift(items: Sequence[Item]) -> float | None:
-    """Seconds of loads that stack starts save at most; `None` if a stack's entries differ."""
+    """Return the most seconds of loads that stack starts save; `None` if a stack's entries differ.
+    """
     gift, size = 0.0, -1.0
     for item in items:
         if size < 0:
@@ -177,7 +178,8 @@ def _counts(n: int) -> NDArray[np.int64]:
 
 
 def _front_of(sort: Sort) -> tuple[NDArray[np.int64], Floats]:
-    """Counts of one sort that no others beat on loads and compute, and those two sums."""
+    """Return the counts of one sort that no others beat on loads and compute, and those two sums.
+    """
     counts = _counts(len(sort.blocks))
     if math.isinf(sort.kv):
         counts = counts[counts[:, KV] == 0]
@@ -198,7 +200,8 @@ def _pareto(costs: Floats) -> NDArray[np.intp]:
 
 
 def _spread(items: Sequence[Item], sorts: Sequence[Sort], counts: Sequence[list[int]]) -> list[int]:
-    """Each sort's kinds as evenly spaced as they can be; `project` goes first on equal terms."""
+    """Return each sort's kinds, spaced as evenly as possible; `project` goes first on equal terms.
+    """
     kinds = [DENSE] * sum(item.block >= 0 for item in items)
     for sort, targets in zip(sorts, counts, strict=True):
         assigned, total = [0, 0, 0], len(sort.blocks)

@@ -109,7 +109,7 @@ class _Search:
         self.sorts: list[Sort] = []
 
     def step(self, lead: float, tolerance: float) -> tuple[list[int], float]:
-        """`(kinds, lower bound)` of one step from `lead`."""
+        """Return `(kinds, lower bound)` of one step from `lead`."""
         lead, goal = min(lead, self.head_start), 1 + tolerance
         best = _Candidate(INF, [])
         for kinds in self.plain:
@@ -126,7 +126,7 @@ class _Search:
         return explored.kinds, explored.value
 
     def steady(self, tolerance: float, intervals: int) -> tuple[list[int], float]:
-        """`(kinds, lower bound)` of the step repeated."""
+        """Return `(kinds, lower bound)` of the step repeated."""
         goal = 1 + max(tolerance, 1e-9)
         best = self._rated(self.plain[0])
         if best.value <= self.least * goal:
@@ -183,7 +183,7 @@ class _Search:
     def _explore(
         self, lead: float, offset: float, head_start: float, below: float
     ) -> _Candidate | None:
-        """The plan with the least max(t, F + offset) at its end, from (F, t) = (-lead, 0).
+        """Return the plan with the least max(t, F + offset) at its end, from (F, t) = (-lead, 0).
 
         Returns:
             `None` if no plan's value is below `below`.
@@ -275,8 +275,9 @@ class _Search:
         return _Candidate(value, kinds[::-1])
 
     def _remaining_costs(self, weight: float, offset: float) -> list[tuple[float, float]]:
-        """Per place in the step, for cached states (absent, present): a lower bound on what
-        the rest adds to weight * F + (1 - weight) * t, streams not waiting for one another.
+        """Return, per place in the step, for cached states (absent, present), a lower bound on the
+        costs that the rest adds to weight * F + (1 - weight) * t, streams not waiting for one
+        another.
         """
         compute_weight = 1 - weight
         absent = present = weight * offset + compute_weight * self.after
@@ -301,7 +302,7 @@ def _least(a: _Candidate, b: _Candidate) -> _Candidate:
 
 
 def _front(states: list[Any]) -> list[Any]:
-    """The states that no other beats on both clocks."""
+    """Return the states that no other beats on both clocks."""
     if len(states) < 2:
         return states
     states.sort(key=itemgetter(0))
@@ -352,7 +353,7 @@ class PlanCache:
     def __init__(
         self, capacity: int = 4096, steps_per_octave: int = 16, tolerance: float = TOLERANCE
     ) -> None:
-        """A cache of `capacity` plans; totals within 2^(1/steps_per_octave) of one another may
+        """Make a cache of `capacity` plans; totals within 2^(1/steps_per_octave) of one another may
         share one (16: 4.4 %).
         """
         if capacity < 1 or steps_per_octave < 1:

@@ -84,7 +84,7 @@ class StepCosts:
             raise ValueError("launching: must be finite and at least 0")
 
     def host(self, kinds: Sequence[int]) -> float:
-        """Seconds in which the host launches all kernels of a step."""
+        """Return the seconds in which the host launches all kernels of a step."""
         blocks = self.launching[np.arange(len(kinds)), list(kinds)]
         return float(blocks.sum()) + self.launching_fixed
 
@@ -228,7 +228,8 @@ def head_start_of(costs: StepCosts) -> float:
 
 
 def actions(items: Sequence[Item], kinds: Sequence[int]) -> list[tuple[float, float, float]]:
-    """`(before, load, compute)` of every item when block i runs as `kinds[i]` (index in KINDS).
+    """Return `(before, load, compute)` of every item when block i runs as `kinds[i]` (index in
+    KINDS).
 
     Hidden states of cached tokens are present at the start, after dense blocks and after stack
     ends.
@@ -245,7 +246,8 @@ def actions(items: Sequence[Item], kinds: Sequence[int]) -> list[tuple[float, fl
 def run(
     steps: Sequence[tuple[float, float, float]], after: float, head_start: float, lead: float
 ) -> tuple[float, float]:
-    """`(F, t)` at the end of a step that starts at t = 0 with `lead` seconds of loads done."""
+    """Return `(F, t)` at the end of a step that starts at t = 0 with `lead` seconds of loads done.
+    """
     f, t = -min(lead, head_start), 0.0
     for fixed, load, compute in steps:
         t += fixed
@@ -259,7 +261,7 @@ def run(
 def period(
     steps: Sequence[tuple[float, float, float]], after: float, head_start: float
 ) -> tuple[float, float]:
-    """`(seconds per step, lead)` of a plan repeated for ever."""
+    """Return `(seconds per step, lead)` of a plan repeated for ever."""
     # Far below every other time, standing for "does not depend on this clock".
     never = -1e9
     ff, tf = _column(steps, after, head_start, 0.0, never)

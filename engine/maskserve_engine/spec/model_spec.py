@@ -173,7 +173,7 @@ class ModelSpec:
         return self.semantics.context
 
     def text_tokens(self, configured: int) -> int:
-        """Text tokens of a prompt, given `[model] max_sequence_length`."""
+        """Return the text tokens of a prompt, given `[model] max_sequence_length`."""
         return (self.tokenizer_length or configured) + self.text_besides
 
     def encoder_picture_tokens(self, height: int, width: int) -> int:
@@ -195,11 +195,11 @@ class ModelSpec:
         return 0 if tokens % self.padded_to == 0 else words + -words % self.padded_to
 
     def guidance_default(self, configured: float) -> float:
-        """The scale of an edit that names none, given `[model] guidance_scale`."""
+        """Return the scale of an edit that names none, given `[model] guidance_scale`."""
         return configured or self.defaults.guidance_scale
 
     def steps_default(self, configured: int) -> int:
-        """The steps of an edit that names none, given `[model] num_inference_steps`."""
+        """Return the steps of an edit that names none, given `[model] num_inference_steps`."""
         return configured or self.defaults.num_inference_steps
 
     @property
@@ -262,7 +262,7 @@ def check_served(*requirements: tuple[str, Any, Any]) -> None:
 
 
 def least_steps(sampler: Mapping[str, Any]) -> int:
-    """`ModelSpec.least_steps` of a sampler's scheduler_config.json."""
+    """Return `ModelSpec.least_steps` of a sampler's scheduler_config.json."""
     return 2 if sampler.get("shift_terminal") else 1
 
 

@@ -156,7 +156,7 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
     @staticmethod
     @abstractmethod
     def transformer() -> Any:
-        """The diffusers class of its model; imported when first needed."""
+        """Return the diffusers class of its model; imported when first needed."""
 
     @abstractmethod
     def weights_of(self, model: Any, placed_bytes: int, graphs: Graphs | None) -> W:
