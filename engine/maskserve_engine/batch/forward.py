@@ -141,7 +141,8 @@ class Transformer(Protocol):
         ...
 
     def last(self, image: Tensor, stream: Stream) -> Tensor:
-        """Apply the layers after the blocks to image tokens [N, width]; return [N, out_channels].
+        """Apply the layers after the blocks to image tokens [N, width]; return [N,
+        out_channels].
         """
         ...
 
@@ -447,7 +448,8 @@ class State:
         return kv
 
     def capture(self, index: int) -> CaptureKeys:
-        """Give captures their hidden states; return the function that gives them keys and values.
+        """Give captures their hidden states; return the function that gives them keys and
+        values.
         """
         packing, captures = self.packing, self.packed.captures
         lines = packing.text, packing.row_stream.spans, packing.image_stream.spans

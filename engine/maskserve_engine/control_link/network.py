@@ -153,7 +153,8 @@ class Wire:
             remaining = remaining[count:]
 
     def end(self) -> None:
-        """End the connection and wake threads that wait at either end; may be called on any thread.
+        """End the connection and wake threads that wait at either end; may be called on any
+        thread.
         """
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)

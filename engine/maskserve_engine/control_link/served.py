@@ -415,7 +415,8 @@ class Link:
         self._calls.call(op, arrays, self._patience_s)
 
     def _settle(self) -> None:
-        """Wait for pending copies before a call after which the service may overwrite lent memory.
+        """Wait for pending copies before a call after which the service may overwrite lent
+        memory.
         """
         if self.messages.lent is not None:
             self.messages.lent.settle()

@@ -244,7 +244,8 @@ def _listener(address: str) -> socket.socket | None:
 
 
 def _shape_of(config: Config) -> Config:
-    """Return the base's configuration with shapes only (device `meta`), to which nets are fitted.
+    """Return the base's configuration with shapes only (device `meta`), to which nets are
+    fitted.
     """
     model = replace(
         config.model,

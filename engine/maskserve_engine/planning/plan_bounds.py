@@ -156,7 +156,8 @@ def best_weight(sorts: Sequence[Sort], fixed: float, start: float) -> float:
 
 
 def _gift(items: Sequence[Item]) -> float | None:
-    """Return the most seconds of loads that stack starts save; `None` if a stack's entries differ.
+    """Return the most seconds of loads that stack starts save; `None` if a stack's entries
+    differ.
     """
     gift, size = 0.0, -1.0
     for item in items:
@@ -178,7 +179,8 @@ def _counts(n: int) -> NDArray[np.int64]:
 
 
 def _front_of(sort: Sort) -> tuple[NDArray[np.int64], Floats]:
-    """Return the counts of one sort that no others beat on loads and compute, and those two sums.
+    """Return the counts of one sort that no others beat on loads and compute, and those two
+    sums.
     """
     counts = _counts(len(sort.blocks))
     if math.isinf(sort.kv):
@@ -200,7 +202,8 @@ def _pareto(costs: Floats) -> NDArray[np.intp]:
 
 
 def _spread(items: Sequence[Item], sorts: Sequence[Sort], counts: Sequence[list[int]]) -> list[int]:
-    """Return each sort's kinds, spaced as evenly as possible; `project` goes first on equal terms.
+    """Return each sort's kinds, spaced as evenly as possible; `project` goes first on equal
+    terms.
     """
     kinds = [DENSE] * sum(item.block >= 0 for item in items)
     for sort, targets in zip(sorts, counts, strict=True):

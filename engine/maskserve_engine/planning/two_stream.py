@@ -246,7 +246,8 @@ def actions(items: Sequence[Item], kinds: Sequence[int]) -> list[tuple[float, fl
 def run(
     steps: Sequence[tuple[float, float, float]], after: float, head_start: float, lead: float
 ) -> tuple[float, float]:
-    """Return `(F, t)` at the end of a step that starts at t = 0 with `lead` seconds of loads done.
+    """Return `(F, t)` at the end of a step that starts at t = 0 with `lead` seconds of loads
+    done.
     """
     f, t = -min(lead, head_start), 0.0
     for fixed, load, compute in steps:

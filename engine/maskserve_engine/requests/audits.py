@@ -178,7 +178,8 @@ class Audits:
 def drift_of(
     cached: NDArray[np.float32], dense: NDArray[np.float32], edit_mask: NDArray[np.uint8]
 ) -> float:
-    """Return the difference of latents [C, h, w] under the mask [H, W], relative to the dense ones.
+    """Return the difference of latents [C, h, w] under the mask [H, W], relative to the dense
+    ones.
     """
     _, h, w = dense.shape
     height, width = edit_mask.shape

@@ -92,7 +92,8 @@ class RowReport(NamedTuple):
     selection: bytes = b""
     """Digest of a cached row's selection: equal for rows that read the same tokens."""
     schedule: RefreshSchedule | None = None
-    """Schedule of a cached row's step cache; None: there was no room for it, or none was planned.
+    """Schedule of a cached row's step cache; None: there was no room for it, or none was
+    planned.
     """
 
 
@@ -228,7 +229,8 @@ class Executor(Protocol):
         ...
 
     def attach(self, row: str, adapters: Sequence[tuple[str, float]]) -> None:
-        """Compute a row's next steps with these adapters, each with its scale, and with no others.
+        """Compute a row's next steps with these adapters, each with its scale, and with no
+        others.
         """
         ...
 

@@ -46,7 +46,8 @@ class Flux2Encoder(OneTextEncoder):
 
 
 def first_layers(config: Config, name: str, cls: Any) -> Any:
-    """Load the model without the layers after the last one that is read, at least a quarter of it.
+    """Load the model without the layers after the last one that is read, at least a quarter of
+    it.
     """
     model = load_part(config, name, cls)
     backbone = getattr(

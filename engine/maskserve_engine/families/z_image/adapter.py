@@ -137,7 +137,8 @@ def positions_of(height: int, width: int, text: int, pads: int) -> Tensor:
 
 
 def rotary(model: Any, places: Tensor, device: torch.device) -> Tensor:
-    """Return [N, head_dim / 2] complex factors of positions [N, 3]; negative ones rotate backwards.
+    """Return [N, head_dim / 2] complex factors of positions [N, 3]; negative ones rotate
+    backwards.
     """
     factors = model.rope_embedder(places.abs().to(device))
     sizes = torch.tensor([size // 2 for size in model.axes_dims])
