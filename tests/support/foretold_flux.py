@@ -197,7 +197,7 @@ class ForetoldFlux:
 
     def _foreseen(self, given: dict[str, Any], idle: Tensor) -> dict[str, Tensor] | None:
         """Inputs of the lookahead call; None: this step has no lookahead."""
-        step, at = self.step, self.own.refresh_before(self.step)
+        step, at = self.step, self.own.next_refresh(self.step)
         if not (self.own.looks_ahead and step and step in self.own.computed_at and at is not None):
             return None
         moved, self.state.sigma, self.state.anchor = self.answers[-1].clone(), self.sigmas[at], True

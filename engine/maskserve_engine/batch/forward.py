@@ -76,7 +76,7 @@ class Transformer(Protocol):
         image: Tensor,
         packing: Packing,
         cis: Tensor,
-        lookahead: Any,
+        carried: Any,
         room: Tensor | None,
     ) -> tuple[Tensor, Tensor, Any]:
         """Compute the part of a block before attention.
@@ -87,7 +87,7 @@ class Transformer(Protocol):
             image: [N_image, width], image stream; or [N, width] in row order.
             packing: layout of the rows.
             cis: [N, head_dim / 2] complex rotary factors in row order.
-            lookahead: third result of `post` of the previous block; None: it returned nothing.
+            carried: third result of `post` of the previous block; None: it returned nothing.
             room: [N or more, 3 · width] buffer for queries, keys and values of a lone row, if
                 `writes`; None: allocate.
 
@@ -204,7 +204,7 @@ class State:
         self.whole = packed
         self.carried: tuple[int, Tensor] | None = None
         self.joined = False  # one stream in row order, no longer two
-        self.lookahead: Any = None  # passed from the last block to the next one
+        self.block_state: Any = None  # passed from the last block to the next one
         self.room: Tensor | None = None  # buffer with the present block's keys and values
         self.stream: Stream = self.layout.narrow.image_stream  # of the computed image tokens
         self.text: Tensor
@@ -261,8 +261,8 @@ class State:
         if fill is not None and self.model.writes[number]:
             self.room = self.room_for()
         capture = self.capture(number) if self.packed.primes else None
-        streams, ahead = (self.text, self.image), self.lookahead
-        self.lookahead = None
+        streams, ahead = (self.text, self.image), self.block_state
+        self.block_state = None
         pre = self.model.pre(number, *streams, self.packing, self.cis, ahead, self.room)
         qk, v, post_inputs = pre
         del pre, ahead
@@ -271,7 +271,7 @@ class State:
         del qk, v  # the values may be a view of their whole product, seven widths of each token
         # No layer reads the text after the last block. (With several rows it lies between images.)
         image_only = self.joined and self.packing.in_front and number + 1 == self.model.block_count
-        *behind, self.lookahead = self.model.post(
+        *behind, self.block_state = self.model.post(
             number,
             *streams,
             attended,

@@ -80,7 +80,7 @@ class RefreshSchedule:
         """Steps that compute a refresh step: their own, or a later one by lookahead."""
         return lookahead_steps_of(self.anchors) if self.looks_ahead else self.anchors
 
-    def refresh_before(self, step: int) -> int | None:
+    def next_refresh(self, step: int) -> int | None:
         """Return the first refresh step after `step`; None: there is none."""
         return min(
             (refresh_step for refresh_step in self.anchors if refresh_step > step), default=None
@@ -432,7 +432,7 @@ def without_text(
     return replace(row, text=row.text[:0], cis=computed, cached=cached_tokens)
 
 
-def lookahead_input(
+def input_between_refreshes(
     row: RowInput, cis: Tensor, cache: StepCache, sigma: Callable[[], float]
 ) -> RowInput:
     """Return the input of a pass between refresh steps, given its input with the text."""

@@ -96,9 +96,7 @@ class ControlWork:
             cached: whether the base reads cached tokens in it.
             foresaw: whether the row computes a lookahead beside it.
         """
-        ahead = (
-            self.schedule.refresh_before(step) if self.schedule is not None and foresaw else None
-        )
+        ahead = self.schedule.next_refresh(step) if self.schedule is not None and foresaw else None
         total = 0.0
         for control, (dense, active) in zip(self.controls, self.flops, strict=True):
             if ahead is not None and scale_at(control, ahead, self.steps):

@@ -20,7 +20,7 @@ from torch import Tensor
 from maskserve_engine.base.job import ControlInput
 from maskserve_engine.batch.forward import State
 from maskserve_engine.batch.packing import Packed, RowInput
-from maskserve_engine.batch.step_cache import StepCache, lookahead_input
+from maskserve_engine.batch.step_cache import StepCache, input_between_refreshes
 from maskserve_engine.batch.transfer import to_device
 from maskserve_engine.control_link.opening import Opening
 from maskserve_engine.families.control import Controlled, NetOutput, NetRequest, Nets, RowControl
@@ -264,7 +264,9 @@ def _net_input(request: NetRequest[FluxNetInput]) -> RowInput:
             replace(net_tokens, tokens=net_tokens.tokens[:computed], cis=cis)
         )
         [previous_cache] = request.cached
-        return lookahead_input(computed_input, cached_cis, previous_cache, lambda: row.timesteps[0])
+        return input_between_refreshes(
+            computed_input, cached_cis, previous_cache, lambda: row.timesteps[0]
+        )
     row_input = request.net_input.of(net_tokens)
     if not request.keeps:
         return row_input

@@ -12,7 +12,12 @@ from torch import Tensor
 from maskserve_common.contracts.keys import STILL, Anchor
 from maskserve_engine.batch.packing import FixedTokens, InactiveTokens, RowInput, RowResiduals
 from maskserve_engine.batch.skipping import FirstBlockCache
-from maskserve_engine.batch.step_cache import Entry, StepCache, lookahead_input, without_text
+from maskserve_engine.batch.step_cache import (
+    Entry,
+    StepCache,
+    input_between_refreshes,
+    without_text,
+)
 from maskserve_engine.batch.transfer import HostCopy
 from maskserve_engine.cache.entries import AnchorEntry, Recorder
 from maskserve_engine.cache.loader import Selection
@@ -398,7 +403,7 @@ class FlowRow:
         ):
             return None
         return (
-            step_cache.plan.refresh_before(self.step)
+            step_cache.plan.next_refresh(self.step)
             if step_cache.reaches >= self.walk_sigma()
             else None
         )
@@ -478,7 +483,7 @@ class FlowRow:
         if self.entry is None:
             row_input = self._whole(row_input, inactive, self.step)
         elif cache is not None and self.anchored:
-            return lookahead_input(row_input, inactive.cis, cache, self.walk_sigma)
+            return input_between_refreshes(row_input, inactive.cis, cache, self.walk_sigma)
         else:
             cached_tokens = self._cached(inactive, cache)
             if cache is not None and not self._whole_step:

@@ -61,7 +61,7 @@ class UnetAdapter(Stepping[Row, UnetWeights], OpenedRows):
         model: UNet2DConditionModel in eval mode.
         sampler: the pipeline's sampler.
         exact_vae: whether the pipeline runs the VAE in float32 whatever the model's dtype.
-        entries_with_loras: whether the negative pass of guided steps has its own entries, if they
+        cfg_entries: whether the negative pass of guided steps has its own entries, if they
             would differ (`[cache] cfg_entries`).
         halo: `[cache] conv_halo`.
         outside_noise: `[model] outside_noise`.
@@ -80,7 +80,7 @@ class UnetAdapter(Stepping[Row, UnetWeights], OpenedRows):
         sampler: Any,
         *,
         exact_vae: bool,
-        entries_with_loras: bool = False,
+        cfg_entries: bool = False,
         halo: int = 0,
         outside_noise: str = "auto",
         graphs: bool = False,
@@ -95,7 +95,7 @@ class UnetAdapter(Stepping[Row, UnetWeights], OpenedRows):
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
         self.weight_bytes = module_bytes(model)
-        self.entry_halves = 2 if entries_with_loras and spec.zeros_for_empty_prompt else 1
+        self.entry_halves = 2 if cfg_entries and spec.zeros_for_empty_prompt else 1
         self._halo, self._refresh_rule = halo, refresh_rule
         self._places = places_of(model)
         counted = self._make_work(1, 1)
@@ -136,7 +136,7 @@ class UnetAdapter(Stepping[Row, UnetWeights], OpenedRows):
             ),
             load_sampler(config, spec),
             exact_vae=spec.micro_conditioning and bool(vae.get("force_upcast", True)),
-            entries_with_loras=config.cache.cfg_entries == "own",
+            cfg_entries=config.cache.cfg_entries == "own",
             halo=config.cache.conv_halo,
             outside_noise=outside_noise(config),
             graphs=recorded_rows(config) > 0,

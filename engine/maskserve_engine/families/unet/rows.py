@@ -201,7 +201,7 @@ class UnetRow:
         plan = self.plan
         if plan is None or not plan.looks_ahead or self.entry is None:
             return None
-        return plan.refresh_before(self.step) if self.anchors[0].reaches >= self.sigma else None
+        return plan.next_refresh(self.step) if self.anchors[0].reaches >= self.sigma else None
 
     @property
     def steps(self) -> int:
