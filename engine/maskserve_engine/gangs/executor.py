@@ -163,7 +163,7 @@ class GangExecutor:
     def load_lora(self, adapter: str, factors: Mapping[str, Factors]) -> int:
         nbytes = self._adapter.low_rank(factors).nbytes  # or it does not fit
         self._adapters[adapter] = factors  # first: a rank that returns now has it from there
-        self._on_all("bring", adapter, factors)
+        self._on_all("load_lora", adapter, factors)
         return nbytes
 
     def drop(self, adapter: str) -> None:
@@ -520,7 +520,7 @@ class GangExecutor:
             self._starts.pop(device, None)
             self._living[device] = process
             for adapter, factors in list(self._adapters.items()):
-                process.call("bring", adapter, factors)
+                process.call("load_lora", adapter, factors)
             for net, folder in list(self._nets.items()):
                 process.call("load_net", net, folder)
             self._meet()

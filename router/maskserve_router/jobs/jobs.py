@@ -245,10 +245,12 @@ class Jobs:
             ) from None
         except QuotaReached as reached:
             most = getattr(client.daily, reached.name)
-            quota_unit = reached.name.replace("_", "-")
+            unit = "jobs"
+            if reached.name != "jobs":
+                unit = f"{reached.name.replace('_', '-')} of jobs"
             raise RetryLater(
-                f"key {client.name} has used its {most:g} {quota_unit} of jobs for today; the next "
-                "day begins at 0:00 UTC",
+                f"key {client.name} has used its limit of {most:g} {unit} for today; the next day "
+                "begins at 0:00 UTC",
                 86_400 - time.time() % 86_400,
             ) from None
         self._wake.set()

@@ -140,7 +140,7 @@ async def test_errors_are_mapped_like_the_blocking_clients() -> None:
                 with pytest.raises(Overloaded, match="full"):
                     await ask(client, streaming)
             with pytest.raises(InvalidRequest, match="MASK"):
-                await client.edit(IMAGES[0], b"no image", "x")
+                await client.edit(IMAGES[0], b"not an image", "x")
             with pytest.raises(InvalidRequest, match="SETTINGS"):
                 await client.edit(*IMAGES, "x", seed=-1)
     with FakeServer(hang_up=True) as worker:
@@ -149,7 +149,7 @@ async def test_errors_are_mapped_like_the_blocking_clients() -> None:
                 await ask(client, True)
     with FakeServer(garble=True) as worker:
         async with AsyncClient(worker.url) as client:
-            with pytest.raises(EngineFailed, match="no image"):
+            with pytest.raises(EngineFailed, match="not an image"):
                 await client.edit(*IMAGES, "x")
 
 

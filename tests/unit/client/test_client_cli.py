@@ -357,7 +357,10 @@ def test_nobody_there_is_3(folder: Path, capsys: Capture) -> None:
     ("words", "says"),
     [
         (["--image", "none.png", "--mask", "m.png", "--out", "b.png"], "none.png: No such file"),
-        (["--image", "a.png", "--mask", "m.png", "--out", "b.gif"], "--out: b.gif has another"),
+        (
+            ["--image", "a.png", "--mask", "m.png", "--out", "b.gif"],
+            "--out: b.gif has an unknown suffix",
+        ),
         (["--image", "a.png", "--mask", "m.png", "--out", "no/b.png"], "there is no folder no"),
         (["--image", "a.png", "--mask", "a.png", "--out", "b.png", "--seed", "-1"], "seed"),
         (["--image", "m.png", "--mask", "t.png", "--out", "b.png"], "MASK"),

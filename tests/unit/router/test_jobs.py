@@ -279,7 +279,7 @@ async def test_a_key_gives_no_more_than_it_may_in_a_day(tmp_path: Path, bound: s
         await client.give(form(**fields))
         status, body, headers = await client.call("POST", "", form(**fields))
         assert status == 429
-        assert "key a may give 1" in body["error"]["message"]
+        assert "key a has used its limit of 1" in body["error"]["message"]
         assert int(headers["retry-after"]) > 0
 
 

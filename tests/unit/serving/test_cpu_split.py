@@ -54,7 +54,9 @@ def test_on_gpus_it_is_one(tmp_path: Path) -> None:
     assert messages == ["devices per worker: 1, as it has GPUs"]
 
 
-@pytest.mark.parametrize(("err", "words"), [("Traceback\nno memory", "no memory"), ("", "word")])
+@pytest.mark.parametrize(
+    ("err", "words"), [("Traceback\nno memory", "no memory"), ("", "without a message")]
+)
 def test_a_model_that_cannot_be_tried_is_named(tmp_path: Path, err: str, words: str) -> None:
     with pytest.raises(ServeError, match=f"--devices-per-worker auto: .*{words}"):
         tried_devices(ServeOptions("m"), {"model": {"path": str(tmp_path)}}, Trial(err=err, code=1))

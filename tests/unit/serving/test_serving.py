@@ -684,7 +684,7 @@ def test_a_client_s_install_says_what_serving_needs() -> None:
             "--workflows: is an option of the router; accepted: together with --router",
         ),
         ({"workflows": Path("nosuch"), "router": True}, "--workflows: nosuch is not there"),
-        ({"router_config": Path("r.toml")}, "--router-config: is a router's"),
+        ({"router_config": Path("r.toml")}, "--router-config: is an option of the router"),
         ({"router_config": Path("r.toml"), "router": True}, "--router-config: r.toml is not there"),
         ({"nodes": Path()}, "--nodes: . is a folder; accepted: a file"),
         ({"config": Path("nosuch")}, "--config: nosuch is not there; accepted: a file"),

@@ -166,7 +166,7 @@ def test_the_status_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert memory_table.text() in capsys.readouterr().out
     assert "cache       0.00  reserved: 5 templates of 0.0 MiB" in memory_table.text()
     assert "adapters" not in memory_table.text()
-    assert "\n  weights     0.00  taken: the denoiser's\n" in memory_table.text()
+    assert "\n  weights     0.00  taken: the denoiser\n" in memory_table.text()
     assert "\n  step        0.00  reserved: 8 rows\n" in memory_table.text()
     with_loras = structs.replace(memory_table, adapters=2**31)
     assert "\n  adapters    2.00  reserved: LoRAs of edits\n" in with_loras.text()
