@@ -27,6 +27,8 @@ from tests.support.calls import (
 
 # Two seconds and more on the fastest of machines, if nobody stops it.
 LONG = {"num_inference_steps": 1000}
+WHOLE = {"cache": "off", "crop_to_mask": "off"}
+"""All tokens of the picture at every step: seconds, also on a fast machine."""
 # A cancel is seen within two looks of the front and two steps of the engine, on a busy machine.
 SOON_S = 2.0
 
@@ -178,12 +180,11 @@ def test_more_edits_than_triton_has_threads_by_default_are_all_cancelled(grpc: G
 
 
 def test_neighbours_of_a_cancelled_edit_finish(grpc: Grpc) -> None:
-    expected, _ = grpc.edit(plain_edit(num_inference_steps=30))
+    seconds_long = plain_edit(128, 128, **LONG, **WHOLE)  # it has to be seen beside the other
+    expected, _ = grpc.edit(seconds_long)
     answers: list[Any] = []
-    waiting = threading.Thread(
-        target=lambda: answers.append(grpc.edit(plain_edit(num_inference_steps=30)))
-    )
-    pending = grpc.begin(plain_edit(**LONG, request_id="neighbour"))
+    waiting = threading.Thread(target=lambda: answers.append(grpc.edit(seconds_long)))
+    pending = grpc.begin(plain_edit(512, 512, **LONG, **WHOLE, request_id="neighbour"))
     waiting.start()
     eventually("both run", lambda: len(running(grpc)) == 2)
     pending.call.cancel()
@@ -194,7 +195,7 @@ def test_neighbours_of_a_cancelled_edit_finish(grpc: Grpc) -> None:
 
 def test_a_closed_http_infer_runs_out_without_harm(grpc: Grpc, worker: WorkerProcess) -> None:
     """Triton does not tell of it: the edit is finished for nobody."""
-    inputs = plain_edit(num_inference_steps=30, request_id="gone")
+    inputs = plain_edit(128, 128, **LONG, **WHOLE, request_id="gone")
     values = [
         {"name": name, "shape": [1], "datatype": "BYTES", "data": [text]}
         for name, text in texts(inputs).items()

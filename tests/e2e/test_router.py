@@ -447,7 +447,7 @@ def ids(status: dict[str, Any]) -> set[str]:
 
 
 def test_edits_belong_to_the_key_that_sent_them(keyed: RouterSite) -> None:
-    picture, mask = encode(scene(256, 256)), encode(blob_mask(256, 256))
+    picture, mask = encode(scene(512, 512)), encode(blob_mask(512, 512))
     with held_by(keyed, "ann") as ann, held_by(keyed, "bob") as bob, held_by(keyed, "ops") as ops:
 
         def long_edit(client: Client) -> str:
