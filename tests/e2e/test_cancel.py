@@ -15,6 +15,8 @@ import pytest
 from maskserve_common.liveness import signed_in
 from maskserve_serving.worker import WorkerProcess
 from tests.support.calls import (
+    LONG,
+    WHOLE,
     Grpc,
     InferenceServerException,
     Stream,
@@ -25,10 +27,6 @@ from tests.support.calls import (
     texts,
 )
 
-# Two seconds and more on the fastest of machines, if nobody stops it.
-LONG = {"num_inference_steps": 1000}
-WHOLE = {"cache": "off", "crop_to_mask": "off"}
-"""All tokens of the picture at every step: seconds, also on a fast machine."""
 # A cancel is seen within two looks of the front and two steps of the engine, on a busy machine.
 SOON_S = 2.0
 

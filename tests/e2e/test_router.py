@@ -40,6 +40,8 @@ from maskserve_serving.supervisor import Supervisor
 from maskserve_serving.worker import WorkerProcess
 from tests.fakes.pictures import blob_mask, encode, scene
 from tests.support.calls import (
+    LONG,
+    WHOLE,
     Grpc,
     Http,
     InferenceServerException,
@@ -55,7 +57,6 @@ from tests.support.draws import fresh_rng
 from tests.support.faults.cluster_faults import Cluster, Fault, faults, try_fault
 from tests.support.faults.judged_load import LOST, WRONG, known_edits
 
-LONG = {"num_inference_steps": 1000}
 SOON_S = 3.0
 SHORT = ("clients that leave at random", "router killed and started again")
 """Faults that are tried in each run; tests/unit/router loses workers, test_serve.py kills one."""
@@ -458,7 +459,7 @@ def test_edits_belong_to_the_key_that_sent_them(keyed: RouterSite) -> None:
                     "a star",
                     request_id="mine",
                     cache="off",
-                    crop_to_mask="off",
+                    **WHOLE,
                     **LONG,
                 )
             except Cancelled:

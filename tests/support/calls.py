@@ -26,6 +26,11 @@ from tests.fakes.pictures import blob_mask, encode, scene
 from tests.support.eventually import eventually
 
 Pixels = npt.NDArray[np.uint8]
+LONG = {"num_inference_steps": 1000}
+"""Settings of an edit with as many steps as there may be."""
+WHOLE = {"crop_to_mask": "off"}
+"""Setting of an edit that computes its whole picture: with `LONG` and 128 pixels it takes a second,
+with 512 pixels many, also on a fast machine."""
 
 
 def edit_inputs(
@@ -56,7 +61,9 @@ def stream(url: str) -> Iterator[Stream]:
 
 
 __all__ = [
+    "LONG",
     "TIMEOUT_S",
+    "WHOLE",
     "Answer",
     "Grpc",
     "Http",

@@ -17,6 +17,7 @@ from maskserve_common.imaging.images import encode_image
 from maskserve_common.liveness import signed_in
 from maskserve_common.status import RowStatus, StatusReader, WorkerStatus
 from maskserve_serving.worker import WorkerProcess
+from tests.support.calls import WHOLE
 
 _POLL_S = 0.01
 
@@ -32,7 +33,7 @@ class Site:
 
     def inputs(self, request_id: str, **settings: Any) -> dict[str, bytes]:
         """The four tensors of a long edit. Its template belongs to no other edit."""
-        long = {"num_inference_steps": self.steps, "cache": "off", "crop_to_mask": "off"}
+        long = {"num_inference_steps": self.steps, "cache": "off", **WHOLE}
         settings = {"seed": 1, **long, **settings}
         return {
             "IMAGE": self._image,
