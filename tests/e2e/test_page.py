@@ -16,6 +16,7 @@ from playwright.sync_api import Browser, FloatRect, Page, expect
 
 from maskserve_serving.worker import WorkerProcess
 from tests.fakes.pictures import encode, scene
+from tests.support.calls import LONG
 from tests.support.page import (
     chromium,
     is_edit,
@@ -130,6 +131,8 @@ def test_a_mask_is_painted_and_the_picture_comes(page: Page, tmp_path: Path) -> 
     expect(page.locator("#done")).not_to_be_visible()
     expect(page.locator("#stop")).not_to_be_visible()
     expect(page.locator("#chips")).to_have_count(0)  # words are of models that know few
+    page.get_by_role("button", name="More").click()
+    page.get_by_label("Steps").fill(str(LONG["num_inference_steps"]))  # Stop has to be seen
     page.get_by_label("What to paint there").fill("a red star")
     page.keyboard.press("Enter")  # as good as the button
     expect(page.locator("#stop")).to_be_visible()
