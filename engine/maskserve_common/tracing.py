@@ -15,7 +15,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -108,36 +108,6 @@ class Tracer:
                     span.add_event(name, timestamp=at_ns)
                 _finish(span, stage.attributes, stage.error)
                 span.end(stage.end_ns)
-
-    def recorded(
-        self, name: str, work: Callable[[Any], dict[str, Any]], output: str = ""
-    ) -> Callable[[Any], dict[str, Any]]:
-        """Return `work`, which makes a request's outputs, with a span around it.
-
-        Args:
-            name: name of the span.
-            work: function of a Triton request.
-            output: name of an output; if it is empty (an event that passes through), nothing is
-                recorded.
-        """
-        if self._tracer is None:
-            return work
-
-        def run(request: Any) -> dict[str, Any]:
-            parent = ""
-            with _harmless():
-                parent = parent_of(request)
-            begin = time.time_ns()
-            try:
-                outputs = work(request)
-            except Exception as error:
-                self.record(parent, [Stage(name, begin, time.time_ns(), error=error)])
-                raise
-            if not output or len(outputs[output]):
-                self.record(parent, [Stage(name, begin, time.time_ns())])
-            return outputs
-
-        return run
 
     def close(self) -> None:
         """Send the remaining spans, for a moment at most."""

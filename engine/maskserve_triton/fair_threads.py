@@ -1,8 +1,9 @@
-"""Threads that several keys share: no key uses all, and none waits behind another's jobs."""
+"""Threads that several keys share: no key waits behind another's jobs."""
 
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,21 +12,33 @@ from maskserve_common.shares import Full, Shares
 
 
 class FairThreads:
-    """Runs jobs by the rules of `maskserve_common.shares`: a key may have as many threads as it
-    leaves free, and the next free thread goes to the key with fewest.
+    """Runs jobs by the rules of `maskserve_common.shares`: the next free thread goes to the key
+    with fewest, and a key may have as many threads as it leaves free.
 
     Args:
         threads: number of threads.
-        most_waiting: jobs that may wait for a thread; each key has a share of these, too.
+        most_waiting: jobs that may wait for a thread; each key has a share of these, too. None:
+            any number, for callers that bound it themselves.
         name: name of the threads.
         nice: niceness of the threads, 0 to 19.
+        short_jobs: whether jobs end by themselves soon. One key alone may then use all threads.
     """
 
-    def __init__(self, threads: int, most_waiting: int, name: str, nice: int = 0) -> None:
+    def __init__(
+        self,
+        threads: int,
+        most_waiting: int | None,
+        name: str,
+        nice: int = 0,
+        *,
+        short_jobs: bool = False,
+    ) -> None:
         # On Linux a thread has a niceness of its own.
         self._threads = ThreadPoolExecutor(threads, name, os.nice, (nice,))
         self._lock = threading.Lock()
-        self._busy, self._queued = Shares(threads), Shares(most_waiting)
+        self._busy = Shares(threads)
+        self._queued = Shares(sys.maxsize if most_waiting is None else most_waiting)
+        self._short_jobs = short_jobs
         self._waiting: list[tuple[Hashable, Callable[[], None]]] = []
 
     def submit(self, key: Hashable, job: Callable[[], None]) -> None:
@@ -53,10 +66,15 @@ class FairThreads:
     def _dispatch(self) -> None:
         for queued_job in self._busy.fair_order(self._waiting, lambda waiting: waiting[0]):
             key, job = queued_job
-            try:
-                self._busy.take(key)
-            except Full:
-                continue
+            if self._short_jobs:
+                if self._busy.total == self._busy.budget:
+                    return
+                self._busy.book(key)
+            else:
+                try:
+                    self._busy.take(key)
+                except Full:
+                    continue
             self._waiting.remove(queued_job)
             self._queued.give_back(key)
             self._threads.submit(self._run, key, job)

@@ -35,8 +35,7 @@ from maskserve_common.files.store import FileStore
 from maskserve_common.tracing import TRACEPARENT, parent_of
 from maskserve_triton.answer import Answer, answer_all
 from maskserve_triton.stage_requests import NO_PIXELS, PRIMING_PROMPT, REVISION
-from maskserve_triton.sync_execute import Outputs, failed_event
-from maskserve_triton.tensor_io import relayed, view_array
+from maskserve_triton.tensor_io import Outputs, failed_event, relayed, view_array
 from maskserve_triton.together import batched
 
 log = logging.getLogger("maskserve")

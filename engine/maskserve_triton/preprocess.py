@@ -5,6 +5,7 @@ It refuses pictures that cannot be edited; the front has refused everything else
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ from maskserve_common.imaging.images import (
     encode_png,
     is_base64_text,
     model_size,
+    read_size,
     resize,
 )
 from maskserve_common.imaging.masks import (
@@ -137,6 +139,30 @@ def prepare_edit(
         request.to_json(), source_bytes, weights, decoded, source.colour.pack()
     )
     return PreparedEdit(pixels, edit, controls, request, context)
+
+
+def pixels_of(
+    pictures: Sequence[bytes | memoryview],
+    accepted: AcceptedEdit,
+    config: Config,
+    find_template: FindTemplate,
+) -> int:
+    """Return the number of pixels of an edit's pictures, read from their headers.
+
+    Args:
+        pictures: bytes of IMAGE, MASK and CONTROL.
+        accepted: the edit without its pictures.
+        config: configuration of the worker.
+        find_template: reads a registered template.
+
+    Raises:
+        InvalidRequest: a header cannot be read.
+    """
+    named = accepted.settings.template_id
+    scope = scope_of(accepted.settings.request_id or "")
+    template = find_template(named, scope) if named and not pictures[0] else None
+    encoded = [picture for picture in (template, *pictures) if picture]
+    return sum(math.prod(read_size(picture, "IMAGE", config.limits)) for picture in encoded)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,7 @@ from maskserve_engine.stages.unused_libraries import hide_unused_libraries
 from maskserve_triton.decoder import EditDecoder, ToDecode
 from maskserve_triton.encoder import EditEncoder, ToEncode
 from maskserve_triton.stage_requests import NO_PIXELS, PRIMING_PROMPT, check_revision
-from maskserve_triton.sync_execute import Outputs, failed_event
-from maskserve_triton.tensor_io import read_bytes
+from maskserve_triton.tensor_io import Outputs, failed_event, read_bytes
 from maskserve_triton.together import Together, view_item
 
 

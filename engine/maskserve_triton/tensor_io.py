@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from maskserve_common.contracts.meta import failed_meta
 from maskserve_common.contracts.tensors import Tensor, text
 from maskserve_common.errors import (
     AdapterNotFound,
@@ -20,12 +22,15 @@ from maskserve_common.errors import (
     Overloaded,
     Refused,
     TemplateNotFound,
+    guarded,
     hidden,
     split_code,
 )
 from maskserve_common.logs import about
 
 log = logging.getLogger("maskserve")
+Outputs = dict[str, Any]
+"""Values of a response's tensors, by name."""
 
 # Our code -> attribute of pb_utils.TritonError. TRITON-2.51: there is no code for a deadline or an
 # exhausted resource; UNAVAILABLE is the nearest that says "another time may do".
@@ -144,6 +149,19 @@ def error_response(api: Any, error: MaskserveError) -> Any:
     """A Triton response that carries `error`, with the nearest of Triton's codes."""
     code = getattr(api.TritonError, _TRITON_CODES[error.code])
     return api.InferenceResponse(output_tensors=[], error=api.TritonError(str(error), code))
+
+
+def failed_event(meta: bytes, error: Exception) -> bytes:
+    """Return META that reports an event of the denoiser's whose decoding failed.
+
+    A Triton error would not arrive before the edit's last event has gone, which may be held back
+    until this event arrives (acks.py).
+    """
+    try:
+        request_id = str(json.loads(meta)["request_id"])
+    except (ValueError, KeyError, TypeError):
+        request_id = ""  # not an event of the denoiser's
+    return failed_meta(guarded(request_id, error), request_id)
 
 
 def relayed(text: str, request_id: str) -> MaskserveError:

@@ -16,8 +16,7 @@ import numpy.typing as npt
 
 from maskserve_common.errors import guarded
 from maskserve_common.tracing import Stage, Tracer, parent_of
-from maskserve_triton.sync_execute import Outputs
-from maskserve_triton.tensor_io import error_response, response, view_array
+from maskserve_triton.tensor_io import Outputs, error_response, response, view_array
 
 T = TypeVar("T")
 

@@ -92,7 +92,7 @@ def test_python_models(name: str) -> None:
     [group] = config.instance_group
     kind = group.Kind.Name(group.kind)
     assert kind == ("KIND_MODEL" if name in ON_DEVICE else "KIND_CPU")
-    assert group.count == (2 if name in ("preprocess", "postprocess") else 1)
+    assert group.count == 1
     assert (FILES[name].parent / "1" / "model.py").is_file()
 
 

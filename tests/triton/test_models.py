@@ -34,7 +34,7 @@ from maskserve_common.liveness import signed_in
 from maskserve_triton.controlnet_calls import ControlNetCalls
 from maskserve_triton.tensor_io import read_elements, tensor
 from maskserve_triton.worker_model import WorkerModel
-from tests.fakes.pb_utils import FakeTriton, InferenceResponse
+from tests.fakes.pb_utils import FakeTriton, InferenceResponse, Request
 from tests.support.certificates import write_signer
 
 ROOT = Path(__file__).parents[2]
@@ -94,6 +94,12 @@ def outputs(model: str, response: InferenceResponse) -> dict[str, np.ndarray]:
     return arrays
 
 
+def respond(model: Any, *requests: Request) -> list[InferenceResponse]:
+    """Return the responses of a model that answers late."""
+    model.execute(list(requests))
+    return [request.sender.wait() for request in requests]
+
+
 def pictures() -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(3)
     source = rng.integers(0, 256, (50, 70, 3), dtype=np.uint8)
@@ -112,7 +118,7 @@ def test_an_edit_passes_through_pre_and_postprocess(
         MASK=encode_image(mask, "png"),
         ACCEPTED=AcceptedEdit("a red star", settings, 123).to_json(),
     )
-    [response] = load("preprocess").execute([request])
+    [response] = respond(load("preprocess"), request)
     prepared = outputs("preprocess", response)
     edit = EditRequest.from_json(prepared["REQUEST"][0])
     assert (edit.seed, edit.request_id, edit.accepted_ns) == (5, "mine", 123)
@@ -131,7 +137,7 @@ def test_an_edit_passes_through_pre_and_postprocess(
         META=b'{"event": "progress", "step": 1}',
         CONTEXT=NOTHING,
     )
-    final_response, passing = post.execute([final, progress])
+    final_response, passing = respond(post, final, progress)
     image = np.asarray(Image.open(io.BytesIO(outputs("postprocess", final_response)["IMAGE"][0])))
     assert np.array_equal(image[mask == 0], source[mask == 0])
     assert (image[mask == 255] == 0).all()
@@ -162,7 +168,7 @@ def test_a_picture_is_signed_and_shown_to_the_check(
             MASK=encode_image(mask, "png"),
             ACCEPTED=AcceptedEdit(prompt, settings, 123).to_json(),
         )
-        [response] = pre.execute([request])
+        [response] = respond(pre, request)
         prepared = outputs("preprocess", response)
         edit = EditRequest.from_json(prepared["REQUEST"][0])
         final = api.request(
@@ -170,7 +176,7 @@ def test_a_picture_is_signed_and_shown_to_the_check(
             META=final_meta(edit, "w", "m", {}, {}),
             CONTEXT=prepared["CONTEXT"],
         )
-        [final_response] = post.execute([final])
+        [final_response] = respond(post, final)
         return final_response
 
     image = outputs("postprocess", answered("a circle"))["IMAGE"][0]
@@ -193,7 +199,7 @@ def test_one_bad_request_leaves_its_neighbours_alone(
         api.request(**{**good, "IMAGE": b"hello"}),
         api.request(**good),
     ]
-    first, bad, last = load("preprocess").execute(requests)
+    first, bad, last = respond(load("preprocess"), *requests)
     outputs("preprocess", first)
     outputs("preprocess", last)
     assert bad.error().message().startswith("[INVALID_REQUEST] IMAGE: is not an image")
@@ -211,7 +217,7 @@ def test_what_postprocess_cannot_do_is_an_event_and_hidden(
     broken = api.request(
         PIXELS=np.zeros((8, 8, 3), np.uint8), META=meta, CONTEXT=np.zeros(9, np.uint8)
     )
-    [response] = load("postprocess").execute([broken])
+    [response] = respond(load("postprocess"), broken)
     assert response.text("IMAGE") == b""
     event = json.loads(response.text("META"))
     assert (event["event"], event["request_id"]) == ("failed", request_id)

@@ -25,8 +25,7 @@ from maskserve_common.tracing import make_tracer
 from maskserve_triton import forwarded_stages as stages
 from maskserve_triton.forwarded_stages import ForwardedDecoder, ForwardedEncoder, ForwardedStage
 from maskserve_triton.stage_requests import NO_PIXELS, PRIMING_PROMPT, check_revision
-from maskserve_triton.sync_execute import Outputs, failed_event
-from maskserve_triton.tensor_io import read_bytes
+from maskserve_triton.tensor_io import Outputs, failed_event, read_bytes
 from maskserve_triton.together import Together, batched, view_item
 from tests.fakes.pb_utils import FakeTriton, Request
 from tests.support.draws import fresh_rng

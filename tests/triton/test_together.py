@@ -11,8 +11,7 @@ import pytest
 from maskserve_common.config import Config
 from maskserve_common.errors import InvalidRequest
 from maskserve_common.tracing import make_tracer
-from maskserve_triton.sync_execute import Outputs
-from maskserve_triton.tensor_io import read_bytes
+from maskserve_triton.tensor_io import Outputs, read_bytes
 from maskserve_triton.together import Together, batched, view_item
 from tests.fakes.pb_utils import FakeTriton, Request
 

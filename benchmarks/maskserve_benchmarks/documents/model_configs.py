@@ -53,7 +53,7 @@ def config_text(name: str) -> str:
     else:
         config.backend = "python"
         kind = "KIND_MODEL" if contract.on_device else "KIND_CPU"
-        config.instance_group.add(count=contract.instances, kind=kind)
+        config.instance_group.add(count=1, kind=kind)
         if contract.decoupled:
             config.model_transaction_policy.decoupled = True
         if contract.together:

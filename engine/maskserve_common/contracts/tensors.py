@@ -37,7 +37,6 @@ class Contract:
     """Whether it answers a request with any number of responses."""
     on_device: bool = False
     """Whether it places itself on the device; else it runs on the CPU."""
-    instances: int = 1
     together: int = 0
     """Most waiting requests that one `execute` gets, of any shapes; no request waits for others.
     Triton then puts a batch dimension of 1 before the dims of each tensor, within the ensemble,
@@ -123,11 +122,10 @@ CONTRACTS: dict[str, Contract] = {
         decoupled=True,
     ),
     "preprocess": Contract(
-        "Decodes, checks and resizes on the CPU. Two processes: one large image does not hold up "
-        "the next.",
+        "Decodes, checks and resizes on the CPU, in threads. Default mode with a late answer: one "
+        "large image does not hold up the next.",
         _PIPELINE_IN,
         (PIXELS, EDIT_MASK, CONTROLS, REQUEST, CONTEXT),
-        instances=2,
     ),
     "encoder": Contract(
         "KIND_MODEL: the model places itself, on the GPU if there is one.",
@@ -165,11 +163,10 @@ CONTRACTS: dict[str, Contract] = {
         together=8,
     ),
     "postprocess": Contract(
-        "Two processes: encoding one large image does not hold up the next. The fronts drop events "
-        "that are overtaken.",
+        "Encodes in threads. Default mode with a late answer: one large image does not hold up the "
+        "next. The fronts drop events that are overtaken.",
         (DRAWN, META, CONTEXT),
         _CLIENT_OUT,
-        instances=2,
     ),
     "control": Contract(
         "Operations on the worker; answers status from a file, without waiting for the engine.",

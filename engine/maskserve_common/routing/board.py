@@ -19,7 +19,7 @@ from maskserve_common.contracts.keys import entries_id
 from maskserve_common.contracts.tiers import DEVICE, HOST, TIERS
 from maskserve_common.routing.predict import predicted_seconds
 from maskserve_common.routing.profile import Profile
-from maskserve_common.routing.view import Edit, WorkerView
+from maskserve_common.routing.view import SPARE_PLACES, Edit, WorkerView
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Flags: TypeAlias = npt.NDArray[np.bool_]
@@ -86,7 +86,7 @@ class Board:
             setattr(self, name, new)
 
         larger("_costs", (len(_COLUMNS),), np.float64)
-        larger("_flags", (5,), np.bool_)  # ready, takes, plain, all templates, there
+        larger("_flags", (6,), np.bool_)  # ready, takes, plain, all templates, there, takes a first
         larger("_model", (), np.intp)
         larger("_urgency", (2,), np.float64)
         larger("_free_at", (2,), np.int64)
@@ -153,10 +153,11 @@ class Board:
         fits = len(profile.knots) <= _KNOTS
         self._flags[number] = (
             view.ready,
-            view.ready and len(view.waiting) < (view.max_waiting or view.free_rows),
+            view.ready and view.free_places > 0,
             fits and not pricing.degrees,
             view.templates is None,
             view.ready if accepts is None else accepts,
+            view.ready and view.free_places + SPARE_PLACES > 0,
         )
         self._model[number] = self._models.setdefault(view.model, len(self._models))
         self._urgency[number] = view.lowest_priority, view.latest_due
@@ -196,7 +197,7 @@ class Board:
 
     def taking(self, edit: Edit) -> Rows:
         """Return the workers that have a place for the edit."""
-        return self._of_model(edit, self._flags[:, 1])
+        return self._of_model(edit, self._flags[:, 5 if edit.first_of_key else 1])
 
     def _of_model(self, edit: Edit, flags: Flags) -> Rows:
         if edit.model:

@@ -15,6 +15,10 @@ from maskserve_common.contracts.tiers import DEVICE, HOST, TIERS
 from maskserve_common.routing.adapters import AdapterView
 from maskserve_common.routing.profile import Profile, RowLoad, build_profile
 
+SPARE_PLACES = 2
+"""Places of a worker, beyond all others, for edits of keys that have no edit at a worker. Without
+them, such a key waits until an edit of a busy key has ended."""
+
 
 @dataclass(frozen=True, slots=True)
 class Edit:
@@ -53,6 +57,8 @@ class Edit:
     due: float = math.inf
     """Due time on the policies' clock; workers give rows to the most urgent first. Infinite: none,
     and it comes after all others."""
+    first_of_key: bool = False
+    """Whether no edit of its key is at a worker: it may take a spare place."""
 
     def active(self, ring_share: float | None, lookahead: float = 0.0) -> float:
         """Tokens that a step of a cached row computes, on average: of `Pricing.rings`."""
@@ -115,6 +121,11 @@ class WorkerView:
         """Rows that the first waiting edits get at once."""
         return max(self.devices * self.max_rows - len(self.running), 0)
 
+    @property
+    def free_places(self) -> int:
+        """Edits that may be sent to it, beside spare places."""
+        return (self.max_waiting or self.free_rows) - len(self.waiting)
+
     def profile_of(self, waiting: tuple[RowLoad, ...]) -> Profile:
         """Return the profile of the worker's work if `waiting` were all edits that wait."""
         stride = self.devices
@@ -126,7 +137,8 @@ class WorkerView:
 
     def takes(self, edit: Edit) -> bool:
         """Whether the worker may be given `edit`."""
-        return self.serves(edit) and len(self.waiting) < (self.max_waiting or self.free_rows)
+        spare_places = SPARE_PLACES if edit.first_of_key else 0
+        return self.serves(edit) and self.free_places + spare_places > 0
 
     def tier_of(self, template_id: str) -> str | None:
         """The nearest tier that has the template's entries, or `None`."""

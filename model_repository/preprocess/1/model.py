@@ -11,10 +11,10 @@ from maskserve_common.contracts.tensors import CONTROL
 from maskserve_common.files.values import Values
 from maskserve_common.tracing import make_tracer
 from maskserve_engine.families.specs import load_spec
-from maskserve_triton.preprocess import prepare_edit
-from maskserve_triton.sync_execute import respond
+from maskserve_triton.picture_threads import PictureJob, PictureThreads
+from maskserve_triton.preprocess import pixels_of, prepare_edit
 from maskserve_triton.templates import templates_of
-from maskserve_triton.tensor_io import read_bytes, read_elements
+from maskserve_triton.tensor_io import Outputs, read_bytes, read_elements
 from maskserve_triton.worker_model import WorkerModel
 
 
@@ -23,33 +23,42 @@ class TritonPythonModel(WorkerModel):
 
     def open(self, config: Config) -> None:
         model = config.model
-        self._facts = load_spec(model.path, model.native_resolution)
+        self._spec = load_spec(model.path, model.native_resolution)
         self._values = Values(config.values)
         self._templates = templates_of(config, self._values)
         self._tracer = make_tracer(config, "preprocess")
-        self._work = self._tracer.recorded("preprocess", self._prepare)
+        self._threads = PictureThreads(pb_utils, self._tracer, "preprocess", self._read)
 
-    def execute(self, requests: list[Any]) -> list[Any]:
-        return respond(pb_utils, requests, self._work)
+    def execute(self, requests: list[Any]) -> None:
+        self._threads.execute(requests)
 
     def close(self) -> None:
+        self._threads.close()
         self._tracer.close()
 
-    def _prepare(self, request: Any) -> dict[str, Any]:
+    def _read(self, request: Any) -> PictureJob:
         accepted = AcceptedEdit.from_json(read_bytes(pb_utils, request, "ACCEPTED"))
         scope = scope_of(accepted.settings.request_id or "")
+        image, mask = (read_bytes(pb_utils, request, name) for name in ("IMAGE", "MASK"))
+        pictures = [image, mask, *read_elements(pb_utils, request, CONTROL)]
 
-        def read(element: bytes) -> bytes | memoryview:
-            return self._values.read(element, scope)
+        def read() -> list[bytes | memoryview]:
+            return [self._values.read(element, scope) for element in pictures]
 
+        def pixels() -> int:
+            return pixels_of(read(), accepted, self._config, self._templates.get)
+
+        return PictureJob(scope, pixels, lambda: self._prepared(accepted, *read()))
+
+    def _prepared(
+        self,
+        accepted: AcceptedEdit,
+        image: bytes | memoryview,
+        mask: bytes | memoryview,
+        *control: bytes | memoryview,
+    ) -> Outputs:
         prepared = prepare_edit(
-            read(read_bytes(pb_utils, request, "IMAGE")),
-            read(read_bytes(pb_utils, request, "MASK")),
-            accepted,
-            self._facts,
-            self._config,
-            self._templates.get,
-            [read(raw_element) for raw_element in read_elements(pb_utils, request, CONTROL)],
+            image, mask, accepted, self._spec, self._config, self._templates.get, control
         )
         return {
             "PIXELS": prepared.pixels,

@@ -357,6 +357,7 @@ class Dispatcher:
         """
         roster = self._pool.roster
         board = roster.board(now)
+        edit = replace(edit, first_of_key=self._pending.is_first(call.request_id, edit))
 
         def predicted_s(number: int, queue: Sequence[Edit] = ()) -> float:
             return roster.worker(number).least_s(edit, now, queue=queue, primed=call.primed)

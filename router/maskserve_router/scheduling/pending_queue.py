@@ -1,9 +1,11 @@
 """The queue of edits that wait for a place at a worker.
 
 The next place goes to the key that has the fewest edits at workers of that model
-(`maskserve_common.shares`). Among a key's own edits, the one that must begin first to be in time is
-next. An edit without a due time counts as due PATIENCE_S after it arrived, as at workers. Each step
-of priority counts as `aging_s` seconds, so an edit of low priority is not overtaken for ever.
+(`maskserve_common.shares`). A key that has none there may also take a spare place, so that it does
+not wait for edits of others to end. Among a key's own edits, the one that must begin first to be in
+time is next. An edit without a due time counts as due PATIENCE_S after it arrived, as at workers.
+Each step of priority counts as `aging_s` seconds, so an edit of low priority is not overtaken for
+ever.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import asyncio
 import time
 from bisect import insort
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from maskserve_common.contracts.keys import scope_of
 from maskserve_common.errors import Cancelled, DeadlineExceeded
@@ -121,6 +123,10 @@ class PendingQueue:
             for timer in timers:
                 timer.cancel()
 
+    def is_first(self, request_id: str, edit: Edit) -> bool:
+        """Return whether no edit of the key and model of this edit is at a worker."""
+        return not self._sent.in_use(_key_of(request_id, edit))
+
     def before(
         self, request_id: str, edit: Edit, arrival: float, starts_by: float | None
     ) -> list[Edit]:
@@ -160,28 +166,37 @@ class PendingQueue:
         """Send every waiting edit for which a worker has a place, in the order of turns."""
         if not self._waiting:
             return
-        edits = {waiting.edit.model: waiting.edit for waiting in self._waiting}
-        full = {model for model, edit in edits.items() if self._full(edit)}
-        if all(waiting.edit.model in full and not waiting.avoid for waiting in self._waiting):
+        kinds = {self._kind(waiting): waiting for waiting in self._waiting}
+        full = {kind for kind, waiting in kinds.items() if self._full(self._as_sent(waiting))}
+        if all(self._kind(waiting) in full and not waiting.avoid for waiting in self._waiting):
             return
         for waiting in self._sent.fair_order(self._waiting, lambda waiting: waiting.owner):
             if waiting.place.done():
                 continue  # it has just ended, and `enter` drops it
-            if waiting.edit.model in full and not waiting.avoid:
+            kind = self._kind(waiting)
+            if kind in full and not waiting.avoid:
                 continue
             try:
                 sent_edit = self._send(waiting)
             except NoWorkerAvailable as none:
                 if none.full and not waiting.avoid:
-                    full.add(waiting.edit.model)
+                    full.add(kind)
                 if none.full or waiting.hopes:
                     continue
                 waiting.place.set_exception(none)
             else:
                 waiting.place.set_result(sent_edit)
-                if self._full(waiting.edit):
-                    full.add(waiting.edit.model)
+                if self._full(sent_edit.edit):
+                    full.add(kind)
             self._drop(waiting)
+
+    def _kind(self, waiting: Waiting) -> tuple[str, bool]:
+        """Return the edit's model and whether it may take a spare place."""
+        return waiting.edit.model, self.is_first(waiting.request_id, waiting.edit)
+
+    def _as_sent(self, waiting: Waiting) -> Edit:
+        _, first = self._kind(waiting)
+        return replace(waiting.edit, first_of_key=True) if first else waiting.edit
 
     def _full(self, edit: Edit) -> bool:
         """Return whether workers serve the edit's model and none of them has a place."""
@@ -189,7 +204,7 @@ class PendingQueue:
         return not len(board.taking(edit)) and len(board.serving(edit)) > 0
 
     def _send(self, waiting: Waiting) -> Sent:
-        now_s, edit = time.monotonic(), waiting.edit
+        now_s, edit = time.monotonic(), self._as_sent(waiting)
         worker = self._chosen(edit, now_s, waiting.avoid)
         predicted = worker.predict(edit, now_s)
         sent_edit = Sent(waiting.request_id, edit, worker, now_s, predicted, listed_at=now_s)

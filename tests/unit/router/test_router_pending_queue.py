@@ -140,6 +140,7 @@ async def test_forty_urgent_edits_of_one_key_do_not_hold_up_another_keys_one():
     queue = PendingQueue(pool, make_policy("mask_aware"), 5.0, lambda _: None)
     urgent, plain = Edit(4, 1, 9, priority=100, model="m"), Edit(4, 1, 9, model="m")
     first = await queue.enter("greedy!first", urgent, 0.0, None)
+    spare = [await queue.enter(f"{key}!one", plain, 0.0, None) for key in "ab"]
     order: list[str] = []
 
     async def wait(name: str, edit: Edit, arrival: float) -> None:
@@ -152,8 +153,30 @@ async def test_forty_urgent_edits_of_one_key_do_not_hold_up_another_keys_one():
     waiting.append(asyncio.ensure_future(wait("modest!two", plain, 2.0)))
     await asyncio.sleep(0)
     assert len(queue) == 42
-    queue.leave(first)
+    for sent_edit in (first, *spare):
+        queue.leave(sent_edit)
     await asyncio.gather(*waiting)
     assert order.index("modest!one") == 0
     assert order.index("modest!two") <= 2
+    await worker.upstream.close()
+
+
+async def test_a_key_with_nothing_at_a_worker_does_not_wait_for_edits_of_a_busy_key():
+    pool, worker = full_pool(1)
+    queue = PendingQueue(pool, make_policy("mask_aware"), 5.0, lambda _: None)
+    edit = Edit(4, 1, 9, model="m")
+    busy = await queue.enter("busy!1", edit, 0.0, None)
+    busy_again = asyncio.ensure_future(queue.enter("busy!2", edit, 0.0, None))
+    await asyncio.sleep(0)
+    assert not busy_again.done()
+    spare = [await asyncio.wait_for(queue.enter(f"{key}!1", edit, 0.0, None), 30) for key in "ab"]
+    # Spare places are few: the next key waits, and so does a second edit of one that has an edit.
+    waiting = [asyncio.ensure_future(queue.enter(name, edit, 0.0, None)) for name in ("c!1", "a!2")]
+    await asyncio.sleep(0)
+    assert not any(place.done() for place in waiting)
+    for sent_edit in (busy, *spare):
+        queue.leave(sent_edit)
+    for sent_edit in await asyncio.gather(busy_again, *waiting):
+        queue.leave(sent_edit)
+    assert not worker.sent
     await worker.upstream.close()
