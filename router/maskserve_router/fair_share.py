@@ -9,6 +9,7 @@ much of the process is therefore not read from for a while: its data waits at th
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from bisect import insort
 from collections.abc import AsyncIterator, Callable
@@ -31,6 +32,8 @@ _MOST_S = 1.6
 """Processor seconds of the last 16 s up to which a key is read from at once: a tenth."""
 _ENTRY_S = 0.05
 """Seconds booked for a message that waited before it was read, so that the key's next one waits."""
+_NICE = 5
+"""Niceness of the threads for long work: the loop, and workers on this host, go first."""
 _STATEMENTS = 4
 """Threads that query a database."""
 _CALL_S = 0.002
@@ -100,8 +103,10 @@ class FairPlaces:
 class _Threads:
     """Threads that keys take in turn."""
 
-    def __init__(self, threads: int, name: str) -> None:
-        self.pool, self.places = ThreadPoolExecutor(threads, name), FairPlaces(threads)
+    def __init__(self, threads: int, name: str, nice: int = 0) -> None:
+        # On Linux a thread has a niceness of its own.
+        self.pool = ThreadPoolExecutor(threads, name, os.nice, (nice,))
+        self.places = FairPlaces(threads)
 
 
 class FairShare:
@@ -112,7 +117,7 @@ class FairShare:
     """
 
     def __init__(self, threads: int) -> None:
-        self._work = _Threads(threads, "turns")
+        self._work = _Threads(threads, "turns", _NICE)
         self._statements = _Threads(_STATEMENTS, "statements")
         self._locked = ThreadPoolExecutor(1, "locked")
         self._used, self._at = KeyWork(), time.monotonic()
