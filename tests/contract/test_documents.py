@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from maskserve_studies.workflow_plans.tables import gains_table, rates_table
 ROOT = Path(__file__).resolve().parents[2]
 TEXTS = sorted(
     p
-    for folder in ("*.md", "docs/**/*.md", "assets/**/*.md", "studies/**/*.md")
+    for folder in ("*.md", "docs/**/*.md", "assets/**/*.md", "studies/**/*.md", "*/README.md")
     for p in ROOT.glob(folder)
     if ".venv" not in p.parts
 )
@@ -46,12 +47,57 @@ def test_what_one_version_of_triton_needs_is_marked(folder: str) -> None:
         assert text.count("2.51") == text.count("TRITON-2.51: "), path
 
 
+@cache
+def anchors(page: Path) -> set[str]:
+    """The names by which GitHub links to a page's headings; equal ones are numbered."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    names: list[str] = []
+    for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE):
+        words = re.sub(r"\]\([^)]*\)", "", heading).strip().lower()
+        names.append(re.sub(r"[^\w\- ]", "", words).replace(" ", "-"))
+    numbered = {f"{name}-{k}" for name in names for k in range(1, names.count(name))}
+    return {*names, *numbered}
+
+
+def broken_links(page: Path) -> list[str]:
+    """Links of a page to files that are not there, or to headings that their page has not."""
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if link.startswith(("http://", "https://", "mailto:")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        if not target.exists() or (
+            anchor and target.suffix == ".md" and anchor not in anchors(target)
+        ):
+            broken.append(link)
+    return broken
+
+
 @pytest.mark.parametrize("text", TEXTS, ids=lambda p: str(p.relative_to(ROOT)))
 def test_links_between_documents_lead_somewhere(text: Path) -> None:
-    for link in re.findall(r"\]\(([^)\s]+)\)", text.read_text(encoding="utf-8")):
-        if not link.startswith(("http://", "https://", "#", "mailto:")):
-            target = text.parent / link.split("#")[0]
-            assert target.exists(), f"{text.name}: {link}"
+    assert broken_links(text) == []
+
+
+def test_a_link_to_a_heading_that_is_not_there_is_found(tmp_path: Path) -> None:
+    other = "# LoRAs: `a`, b\n```\n# no heading\n```\n## Same\n## Same\n"
+    (tmp_path / "other.md").write_text(other)
+    page = tmp_path / "page.md"
+    links = "#here other.md#loras-a-b other.md#same-1 #there other.md#no-heading none.md"
+    page.write_text("# Here\n" + "".join(f"[x]({link})\n" for link in links.split()))
+    assert broken_links(page) == ["#there", "other.md#no-heading", "none.md"]
+
+
+PLACES = ("benchmarks", "client", "clients", "deploy", "engine", "router", "serving", "studies")
+LINKED = re.compile(r"docs/([\w/-]+\.md)#([\w-]+)")
+
+
+@pytest.mark.parametrize("folder", PLACES)
+def test_headings_that_code_names_are_there(folder: str) -> None:
+    suffixes = (".py", ".toml", ".yaml", ".yml")
+    files = [f for f in (ROOT / folder).rglob("*") if f.suffix in suffixes]
+    named = {m for f in files for m in LINKED.findall(f.read_text(encoding="utf-8"))}
+    assert [m for m in named if m[1] not in anchors(ROOT / "docs" / m[0])] == []
 
 
 DECISIONS = sorted(ROOT.glob("docs/adr/**/0*.md"))

@@ -36,10 +36,13 @@ def page(report: Figures) -> str:
         "processor's time taken by others). Do not edit: the command writes it.",
         "",
         "Load by perf_analyzer over gRPC. Every system serves the same edits (production mask "
-        "ratios, mean 0.11; four pictures, whose templates are primed) in a Triton of the same "
-        "build on the same machine, in turn. *diffusers' pipeline* is FluxFillPipeline in a Triton "
-        "Python model with dynamic batching, tuned as below. What these numbers say about a GPU: "
-        "[below](#reading-these-numbers).",
+        "ratios, mean 0.11; four pictures, whose templates are primed) in the same Triton, in "
+        "turn. *diffusers' pipeline* is FluxFillPipeline in a Triton Python model with dynamic "
+        "batching.",
+        "",
+        "*Good*: the share answered within twice what the pipeline takes alone. *Waits*: mean ms "
+        "until an edit has a row of maskserve's, or is in a call of the pipeline. *Like it*: SSIM "
+        "and dB in the mask against the pipeline's own whole picture of the same seed.",
         "",
         f"**At saturation {summary['throughput_vs_diffusers']:g} times the edits per second of "
         "diffusers' pipeline with the larger model** (bar 3), "
@@ -73,10 +76,8 @@ def _queue(report: Figures, summary: Figures) -> list[str]:
     single_ms = systems["maskserve"]["alone"]["mean_ms"]
     return [
         f"An edit of ours takes {maskserve_ms / 1e3:.2f} s there and {single_ms / 1e3:.2f} s "
-        "alone, so it "
-        f"hardly waits. What is left of the ratio is the pipeline's {pipeline_ms / 1e3:.1f} s, "
-        "in calls "
-        "of several edits and waiting for one; the longer the rate is held, the longer."
+        f"alone, one of the pipeline's {pipeline_ms / 1e3:.1f} s; the longer the rate is held, "
+        "the longer."
     ]
 
 
@@ -90,11 +91,9 @@ def _products(report: Figures) -> list[str]:
     )
     return [
         "",
-        f"On this processor maskserve's products are [oneDNN's](../../decisions/devices.md"
-        f"#on-cpus), where torch's own, which the pipeline runs, are MKL's. So its dense "
-        f"edits, too, are {dense / pipeline_rate:.2f} times as many as the pipeline's with the "
-        "larger "
-        "model: that part of all ratios here is no reuse, and other processors do not have it.",
+        "On this processor maskserve's products are [oneDNN's](../../decisions/devices.md"
+        f"#on-cpus), so its dense edits of the larger model are {dense / pipeline_rate:.2f} times "
+        "as many as the pipeline's: that part of the ratios is no reuse.",
     ]
 
 
@@ -104,10 +103,7 @@ def _model(told: str, model: Figures) -> list[str]:
         f"## {told}",
         "",
         f"Pictures of {model['pictures']}, {model['edits_per_run']} edits a run, "
-        f"{_rounds(model['rounds'])}. *Good*: the share answered within {model['slo_ms']:.0f} ms, "
-        "twice what diffusers' pipeline takes alone. *Waits*: mean ms until an edit has a row of "
-        "maskserve's, or is in a call of the pipeline. *Like it*: SSIM and dB in the mask against "
-        "the pipeline's own whole picture of the same seed.",
+        f"{_rounds(model['rounds'])}.",
         "",
         f"| system | edits/s, 8 in flight (rounds) | pictures never seen, {UNSEEN_STEPS} steps | "
         "alone ms | like it |",
@@ -127,10 +123,8 @@ def _model(told: str, model: Figures) -> list[str]:
         pipeline_rate = unseen["diffusers"]
         lines += [
             "",
-            f"Of pictures that nobody has sent before maskserve answers "
-            f"{unseen['maskserve'] / pipeline_rate:.2f} times as many edits as the pipeline; where "
-            f"templates are primed, at as many steps, {unseen['primed'] / pipeline_rate:.2f} "
-            "times as "
+            f"Pictures never seen: {unseen['maskserve'] / pipeline_rate:.2f} times the pipeline's "
+            f"edits; primed, at as many steps, {unseen['primed'] / pipeline_rate:.2f} times as "
             f"many ({unseen['primed']:.2f} edits/s).",
         ]
     if "saturated public" in model["systems"]["diffusers"]:
@@ -160,15 +154,14 @@ def _model(told: str, model: Figures) -> list[str]:
             lines.append(f"| {system['label']} | {times} | {run['good_share']:.0%} |")
     lines += [
         "",
-        "How maskserve shared the cores, edits/s with 8 in flight, medians of three turns; the "
-        "first way, the default, ran unless another had over 5 % more:",
+        "Ways to share the cores, edits/s with 8 in flight, medians of three turns; the first, "
+        "the default, runs unless another has over 5 % more:",
         "",
     ]
     lines += [f"- {way}: {rate:.2f}" for way, rate in model["own_tuning"].items()]
     if not model["tuning"]:
-        lines += ["", "The pipeline ran as two instances of one thread, in batches of up to 4;"]
-        link = "`make bench-full` ([results](../rivals-full/results.json)) tunes it here, too."
-        return [*lines, link, ""]
+        lines += ["", "The pipeline ran as two instances of one thread, in batches of up to 4."]
+        return [*lines, ""]
     lines += ["", "How the pipeline was tuned, edits/s with 8 in flight:", ""]
     lines += ["| batch | delay ms | instances | threads each | edits/s |", "|---|---|---|---|---|"]
     for tuning in model["tuning"]:
@@ -217,11 +210,8 @@ def _studies(report: Figures) -> list[str]:
             lines += [
                 f"Two workers that share the cores behind a router (Fig. 16), the public mix, "
                 f"{routed['edits']} edits a run at {routed['sent_per_s']:.2f}/s "
-                f"({routed['load']:g} of what both can do), P95 by policy: {p95}. What one leaves "
-                "idle the other uses, so here a policy matters little; with a device for each "
-                "worker it does "
-                "([emulated workers](../../benchmarks.md#a-router), "
-                "[simulated ones](../../decisions/routing.md)).",
+                f"({routed['load']:g} of what both can do), P95 by policy: {p95}. With a device "
+                "for each worker a policy matters more ([simulated](../../decisions/routing.md)).",
                 "",
             ]
         if "loras" in studies:
@@ -229,14 +219,12 @@ def _studies(report: Figures) -> list[str]:
                 studies["loras"][key] for key in ("diffusers", "maskserve")
             )
             lines += [
-                f"With one of eight LoRAs of rank 16 on 95 % of the edits, popular ones more often "
-                "(Katz's shares), edits/s with 8 in flight: diffusers' pipeline "
-                f"{pipeline_rate:.2f} (one "
-                f"set of adapters per call), maskserve {maskserve_rate:.2f} (any mix in a batch): "
+                "One of eight LoRAs of rank 16 on 95 % of the edits (Katz's shares), edits/s with "
+                f"8 in flight: diffusers' pipeline {pipeline_rate:.2f} (one set per call), maskserve "
+                f"{maskserve_rate:.2f} (any mix in a batch): "
                 f"{maskserve_rate / pipeline_rate:.2f} times.",
                 "",
             ]
-    lines += [SIMULATED.format(**report["simulated"]), ""]
     return lines
 
 
@@ -254,49 +242,17 @@ def _rounds(count: int) -> str:
     return "one round" if count == 1 else f"medians of {count} rounds"
 
 
-SIMULATED = """**Simulated**, since one machine cannot show it
-([how, and how far it agrees with the paper](../../decisions/simulator.md)): at FlashPS's case of
-section 6.4 (one FLUX worker, 0.5 edits per second, half of a dense step fixed, text computed in
-each step) static batching has
-{p95_vs_static:.0%} more P95 than ours (bar 35 %) and image work inside the step loop
-{p95_vs_strawman:.0%} more (bar 40 %). Half of a step is a share that was fitted to the paper's
-figure: at the 6 % of [an H200's recorded steps](../../gpu.md#measured-on-an-h200) static batching
-has {p95_vs_static_h200:+.0%}. Eight workers at 95 % load, public mix: mask-aware routing's
-P95 is {p95_vs_least_requests:.0%} under that of least requests in flight (bar 26 %) and
-{p95_vs_round_robin:.0%} under round robin. The paper's request-level rule counts what was assigned,
-which is round robin's information; the number in flight tells of slow workers, too, and is a far
-stronger rival ([why](../../decisions/routing.md)). On two cores both
-are [measured](../../benchmarks.md#flashpss-comparisons), and gain far less."""
+READING = """## Reading these numbers
 
-READING = """## Measured elsewhere
-
-[Pictures by class](../../benchmarks.md#what-caching-costs-in-quality) (FlashPS Table 2), loads
-beside computation (Fig. 4: [the plan](../../decisions/plan.md#in-the-step-loop)), overheads
-(section 6.6: [serving](../../benchmarks.md#what-serving-adds),
-[a router](../../benchmarks.md#a-router)),
-[routing](../../decisions/routing.md) (Fig. 16),
-[LoRAs](../../benchmarks.md#rows-with-loras) and
-[ControlNets](../../benchmarks.md#cached-rows-with-a-controlnet) by the step, due times
-[measured](../../benchmarks.md#on-a-real-worker-of-two-devices) and
-[simulated](../../benchmarks.md#due-times-on-eight-devices), and [GPUs, counted](../../gpu.md).
-
-## Reading these numbers
-
-- **A CPU is bound by FLOPs.** A step of eight rows takes eight times as long as one of one, so
-  batching gains little and what a mask saves in FLOPs is what is gained. On a GPU batching gains
-  more, and a single cached row less than its FLOPs say: [gpu.md](../../gpu.md).
+- **A CPU is bound by FLOPs**: batching gains little, and what a mask saves in FLOPs is what is
+  gained. On a GPU batching gains more, a single cached row less ([gpu.md](../../gpu.md)).
 - **The limit.** With these masks a cached step has {limit} of a dense one's FLOPs where no ring is
-  computed; ring, text tokens and what surrounds the steps take the rest. maskserve reaches
-  {of_limit:.0%} of that limit over its own dense rows.
-- **The larger model has random weights**: *like it* says only how far cached activations are from
-  computed ones. Judge pictures by the demo model's table and [benchmarks.md](../../benchmarks.md).
-- **Crops** see less of the picture, and crops of several sizes do not share a batch.
+  computed; maskserve reaches {of_limit:.0%} of that limit over its own dense rows.
+- **The larger model has random weights**: judge pictures by the demo model's table and
+  [by class](../../benchmarks.md#what-caching-costs-in-quality).
 - **Where we lose**: FirstBlockCache leaves whole steps out, and is faster than cached rows of a
   model as small as the demo's, at the likeness that stands beside it; both together
-  (`first_block_threshold`) are the fastest. A worker of one process has one batch on all cores,
-  whose threads wait for one another (`--devices-per-worker 2` shares them otherwise). Masks of more
-  than nine tenths run dense by rule. With no concurrency and a small model, Triton's and our own
-  processes cost more than a script with the pipeline in it."""
+  (`first_block_threshold`) are the fastest. Masks of more than nine tenths run dense by rule."""
 
 
 def plot_throughput(report: Figures, path: Path) -> None:

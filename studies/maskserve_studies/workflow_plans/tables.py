@@ -16,12 +16,7 @@ Report = dict[str, Any]
 def rates_table(report: Report) -> str:
     """Rates: the median over the seeds, with the least and the greatest."""
     names = [*MONOLITHS, "ours", "lego_at_ours"]
-    rates_by_name = (
-        report["rates"]
-        | {f"S4, {name}": of for name, of in report["sweeps"].items()}
-        | {f"{name} by turns": of for name, of in report["by_turns"].items()}
-        | {"S4, masks": report["masks"]}
-    )
+    rates_by_name = report["rates"] | {"S4, masks": report["masks"]}
     lines = [
         [name, *(_spread(of.get(system, ())) for system in names)]
         for name, of in rates_by_name.items()
@@ -31,13 +26,13 @@ def rates_table(report: Report) -> str:
 
 def gains_table(report: Report) -> str:
     """Our gain over planned monoliths under each set of assumptions: the rate in times. For one
-    setting also due times, bursts and devices of both systems. The seeds are those of
+    setting also due times, bursts and devices of both systems. Medians over the seeds of
     `rates_table`.
     """
     lines = []
     for name, results in report["assumed"].items():
         rates = [
-            _spread([o / p if p else None for o, p in zip(of["ours"], of["planned"], strict=True)])
+            _median([o / p if p else None for o, p in zip(of["ours"], of["planned"], strict=True)])
             for of in results["rates"].values()
         ]
         pairs = []
@@ -45,24 +40,34 @@ def gains_table(report: Report) -> str:
             columns = [
                 [item[figure][name] for item in results[GAINS_OF]] for name in ("planned", "ours")
             ]
-            pairs.append(" / ".join(_spread(item, ".3g") for item in columns))
+            pairs.append(" / ".join(_median(item, ".3g") for item in columns))
         lines.append([name, *rates, *pairs])
     head = [f"{GAINS_OF}: due", "CV", "devices"]
     return _table(["assumed", *report["rates"], *head], lines)
 
 
-def _spread(found: Sequence[float | None], digits: str = ".2f") -> str:
-    """The median with the least and the greatest. None means that no value meets the bar, which is
-    worse than all values.
-    """
-    values = [math.inf if value is None else value for value in found]
+def _median(found: Sequence[float | None], digits: str = ".2f") -> str:
+    """The median. None means that no value meets the bar, which is worse than all values."""
+    return _text(statistics.median(_values(found)), digits)
+
+
+def _spread(found: Sequence[float | None]) -> str:
+    """The median with the least and the greatest."""
+    values = _values(found)
     if not values:
         return ""
     middle, least, most = (
-        f"{number:{digits}}" if 0.0 < number < math.inf else "none"
-        for number in (statistics.median(values), min(values), max(values))
+        _text(number, ".2f") for number in (statistics.median(values), min(values), max(values))
     )
     return middle if least == most else f"{middle} ({least}-{most})"
+
+
+def _values(found: Sequence[float | None]) -> list[float]:
+    return [math.inf if value is None else value for value in found]
+
+
+def _text(number: float, digits: str) -> str:
+    return f"{number:{digits}}" if 0.0 < number < math.inf else "none"
 
 
 def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
