@@ -29,10 +29,9 @@ MEANINGS: dict[Status, str] = {
 }
 HEAD = """# What of the papers is here
 
-`python scripts/bench papers` generates this page from [papers.toml](papers.toml): each mechanism,
-figure, table and algorithm of four papers, and what maskserve has of it. Links lead to the command,
-hardware and date of a figure. **No whole edit was timed on a GPU**: measured figures are from CPUs,
-except for [steps on one H200](gpu.md#measured-on-an-h200).
+`python scripts/bench papers` generates this page from [papers.toml](papers.toml). Links lead to the
+command, hardware and date of a figure. **No whole edit was timed on a GPU**: measured figures are
+from CPUs, except for [steps on one H200](gpu.md#measured-on-an-h200).
 """
 
 

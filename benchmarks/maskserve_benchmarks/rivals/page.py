@@ -220,8 +220,8 @@ def _studies(report: Figures) -> list[str]:
             )
             lines += [
                 "One of eight LoRAs of rank 16 on 95 % of the edits (Katz's shares), edits/s with "
-                f"8 in flight: diffusers' pipeline {pipeline_rate:.2f} (one set per call), maskserve "
-                f"{maskserve_rate:.2f} (any mix in a batch): "
+                f"8 in flight: diffusers' pipeline {pipeline_rate:.2f} (one set per call), "
+                f"maskserve {maskserve_rate:.2f} (any mix in a batch): "
                 f"{maskserve_rate / pipeline_rate:.2f} times.",
                 "",
             ]

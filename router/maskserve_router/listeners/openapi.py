@@ -20,7 +20,7 @@ from maskserve_workflows.plan import INPUT_KINDS
 Json = dict[str, Any]
 _PICTURE = {"type": "string", "contentMediaType": "application/octet-stream", "format": "binary"}
 _ERROR_STATUSES = (400, 401, 404, 413, 429, 503, 504)
-"""Error statuses that any call may have (docs/operate.md#errors)."""
+"""Error statuses that any call may have (docs/api.md#errors)."""
 _MODEL = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
 _TEMPLATE = {
     "name": "template_id",
