@@ -1,5 +1,5 @@
 """Count what edits cost at a model's native size, from the shapes of its folder: FLOPs of steps and
-of whole edits, and bytes of entries. docs/models.md has the first two tables. A folder needs no
+of whole edits, and bytes of entries. docs/models.md has the table of edits. A folder needs no
 weights.
 
     python scripts/bench model_counts
