@@ -38,8 +38,8 @@ class ModelConfig(Table, frozen=True):
     revision: str = ""
     """Hub revision; empty: the default branch."""
     variant: Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_-]*\Z")] = ""
-    """Variant of the weight files, such as `fp16` (`model.fp16.safetensors`). Empty, or for a part
-    without it: the files without a variant, or the only variant."""
+    """Variant of the weight files, such as `fp16`. Empty, or for a part without it: the files
+    without a variant, or the only variant."""
     device: Device = "auto"
     """Device of the denoiser; N counts the worker's own GPUs."""
     encoder_device: Device = ""
@@ -50,18 +50,17 @@ class ModelConfig(Table, frozen=True):
     """`auto`: float32 on CPU, bfloat16 on CUDA."""
     weights: WeightForm = "bf16"
     """Form of the weights in the denoiser's transformer blocks. `bf16`: as the folder has them, in
-    `dtype`. The other forms are made at start and need the extra `quantised`: `fp8`, `int8` and
-    `int8-dynamic` (which also multiplies in int8) take a byte per weight, `nf4` half a byte and a
-    bit."""
+    `dtype`. Others need the extra `quantised`: `fp8`, `int8` and `int8-dynamic` (which also
+    multiplies in int8) take a byte per weight, `nf4` half a byte."""
     gguf: str = ""
-    """GGUF file whose weights replace the transformer of a FLUX folder; products keep its form. It
-    needs the extra `quantised`, and excludes other `weights` and `fuse_loras`."""
+    """GGUF file whose weights replace the transformer of a FLUX folder. Needs the extra
+    `quantised`; excludes other `weights` and `fuse_loras`."""
     t5_weights: Literal["bf16", "int8"] = "bf16"
     """Form of a T5's weights. `bf16`: as the folder has them; `int8`: a byte per weight, with the
     extra `quantised`."""
     t5_offload: bool = False
-    """Keep a T5 in host memory, and copy it to its device layer by layer for each new prompt. Not
-    with `t5_weights` = `int8`."""
+    """Keep a T5 in host memory and copy it layer by layer for each new prompt. Not with
+    `t5_weights` = `int8`."""
     fuse_loras: tuple[str, ...] = ()
     """LoRAs that are added to the weights at start, for every edit: FILE or FILE:SCALE."""
     native_resolution: Annotated[int, Meta(ge=0, le=8192)] = 0
@@ -73,18 +72,17 @@ class ModelConfig(Table, frozen=True):
     guidance_scale: Annotated[float, Meta(ge=0.0, le=1000.0)] = 0.0
     """Default guidance; 0: the default of the diffusers pipeline."""
     mask_ring: Annotated[int, Meta(ge=0, le=64)] = 1
-    """Default width in tokens of the ring around the mask that a cached edit also computes. FLUX
-    Fill with a template has at least two in steps that compute the text (`[cache] own_text`)."""
+    """Default width in tokens of the ring around the mask that a cached edit also computes; at
+    least two for FLUX Fill with a template in steps that compute the text."""
     outside_noise: Literal["auto", "template", "edit"] = "auto"
     """Noise outside the mask, for models that blend the source in. `template`: the same for every
     edit of a picture, so that cached and dense edits agree; `edit`: as in diffusers; `auto`: `edit`
-    if the edit has `cache` = `off` or the worker has no cache, else `template`."""
+    with `cache` = `off` or without a cache, else `template`."""
     first_block_threshold: Annotated[float, Meta(ge=0.0, le=10.0)] = 0.0
     """FLUX: default `first_block_threshold` of edits. A step skips its other blocks if its first
     block's change is below it (FirstBlockCache); 0 skips none."""
     torch_threads: Annotated[int, Meta(ge=0, le=1024)] = 0
-    """Most CPU threads of the denoiser; 0: all. Steps use no more than they keep busy; those of a
-    small model use one."""
+    """Most CPU threads of the denoiser; 0: all. Steps use no more than they keep busy."""
 
 
 class LimitsConfig(Table, frozen=True):
@@ -115,22 +113,21 @@ class EngineConfig(Table, frozen=True):
     max_rows: Annotated[int, Meta(ge=1, le=256)] = 8
     """Rows of the running batch."""
     batching: Literal["continuous", "static"] = "continuous"
-    """`continuous`: an edit joins the running batch at any step. `static`: the waiting edits form a
-    batch, and no edit joins until all have ended. It is slower, for comparison, and excludes the
-    policies `deadline` and `rounds`."""
+    """`continuous`: an edit joins the running batch at any step. `static`, for comparison: none
+    joins until all have ended; excludes the policies `deadline` and `rounds`."""
     devices: Literal[1, 2, 4, 8] = 1
     """Devices of this worker; each has the whole model and its own process."""
     policy: Literal["spread", "deadline", "rounds", "cfg"] = "spread"
-    """How a worker uses several devices. `spread`: each device has its own batch. `deadline`: each
-    step of a FLUX edit gets as many devices as its due time needs, and small edits share one.
-    `rounds`: the same, decided only when a round starts, as in TetriServe. `cfg`: each of two
-    devices computes one pass of classifier-free guidance."""
+    """How a worker uses several devices. `spread`: each has its own batch. `deadline`: a step of a
+    FLUX edit gets as many devices as its due time needs. `rounds`: the same, decided when a round
+    starts, as in TetriServe. `cfg`: each of two devices computes one pass of classifier-free
+    guidance."""
     round_steps: Annotated[int, Meta(ge=1, le=1000)] = 5
     """Steps of a round under `rounds`: of the slowest edit, on the number of devices that makes it
     fastest."""
     costs: str = ""
-    """JSON file of `scripts/bench profile_costs`: measured costs that price steps from the start.
-    Empty: an estimate, until the worker has its own measurements."""
+    """JSON file of `scripts/bench profile_costs` that prices steps from the start. Empty: an
+    estimate, until the worker has measured."""
     max_waiting: Annotated[int, Meta(ge=1, le=10**6)] = 256
     """Edits that wait for a row; further edits are refused."""
     drain_grace_s: Annotated[float, Meta(ge=0, le=3600)] = 60.0
@@ -140,8 +137,8 @@ class EngineConfig(Table, frozen=True):
     heartbeat_timeout_s: Annotated[float, Meta(ge=0.2, le=600)] = 10.0
     """Seconds of silence after which the engine counts as hung."""
     stuck_timeout_s: Annotated[float, Meta(ge=1, le=86400)] = 120.0
-    """Seconds after which a worker counts as stuck: no edit under way finishes, or a front does not
-    answer the supervisor. It must exceed the time to encode or decode one picture."""
+    """Seconds without a finished edit, or without a front's answer to the supervisor, after which a
+    worker counts as stuck; more than one picture takes to encode or decode."""
     watch_interval_s: Annotated[float, Meta(ge=0.001, le=1)] = 0.02
     """Seconds between a front's checks for a cancel; longer if steps are longer."""
     warm_up: bool = True
@@ -150,10 +147,10 @@ class EngineConfig(Table, frozen=True):
     cuda_graphs: bool = True
     """Record UNet steps as CUDA graphs on GPUs; a record takes as much memory as a step."""
     flux_cuda_graphs: bool = True
-    """Record FLUX steps of up to one dense row's tokens as CUDA graphs; larger steps do not wait
-    for the host anyway. Cached rows then compute up to an eighth more tokens. Not recorded: edits
-    that are `reproducible` or have LoRAs, ControlNets or a `first_block_threshold`, and all edits
-    if `placed_bytes` is set or the worker has several `devices`."""
+    """Record FLUX steps of up to one dense row's tokens as CUDA graphs; cached rows then compute up
+    to an eighth more tokens. Not recorded: edits that are `reproducible` or have LoRAs, ControlNets
+    or a `first_block_threshold`, and all if `placed_bytes` is set or the worker has several
+    `devices`."""
     front_threads: Annotated[int, Meta(ge=1, le=4096)] = 64
     """Edits that one front serves at once."""
 
@@ -164,18 +161,18 @@ class CacheConfig(Table, frozen=True):
     enabled: bool = True
     """Prime templates and serve cached rows."""
     budget_bytes: Annotated[int, Meta(ge=0, le=2**50)] = 0
-    """Bytes on the device for entries and for loads of rows. 0: 80 % (GPU) or a quarter (CPU) of
-    the memory beside weights, stages and the largest step."""
+    """Bytes on the device for entries and loads. 0: 80 % (GPU) or a quarter (CPU) of the memory
+    beside weights, stages and the largest step."""
     host_dir: str = ""
     """Folder of the host tier, on a tmpfs that the host's workers share; empty: none."""
     host_bytes: Annotated[int, Meta(ge=0, le=2**50)] = 0
     """Bytes of the host tier; 0: half of the free space."""
     register_host: bool = True
-    """Let a GPU read host tier files itself (cudaHostRegister), if they lie on a tmpfs and this is
-    faster than a core that gathers them."""
+    """Let a GPU read host tier files on a tmpfs itself (cudaHostRegister) where this is faster than
+    a core that gathers them."""
     disk_dir: str = ""
-    """Folder of the disk tier; empty: none. If the file does not name one, `maskserve serve` takes
-    `entries` in the user's cache folder (`--entries DIR`: another; `''`: none)."""
+    """Folder of the disk tier; empty: none. `maskserve serve` then takes `entries` in the user's
+    cache folder (`--entries DIR`: another; `''`: none)."""
     disk_bytes: Annotated[int, Meta(ge=0, le=2**53)] = 0
     """Bytes of the disk tier; 0: half of the free space."""
     remote_url: str = ""
@@ -185,44 +182,41 @@ class CacheConfig(Table, frozen=True):
     remote_patience_s: Annotated[float, Meta(ge=0.01, le=3600.0)] = 10.0
     """Seconds that an edit waits for its template from the remote tier."""
     entry_kind: Literal["kv", "h", "both", "auto"] = "kv"
-    """Content of entries, per block. `auto`: the kind that the planner would read at a mask ratio
-    of 0.2 from the host tier."""
+    """Content of entries, per block. `auto`: the kind that the planner would read from the host
+    tier at a mask ratio of 0.2."""
     cfg_entries: Literal["shared", "own"] = "shared"
     """Entries under classifier-free guidance. `shared`: both passes read the same; `own`: the
-    negative pass reads entries primed without a prompt, at twice the bytes."""
+    negative pass has its own, at twice the bytes."""
     plan: Literal["auto", "fixed"] = "auto"
     """`auto`: each step loads, projects or computes blocks, whichever is fastest; `fixed`: every
     block reads its entry."""
     conv_halo: Annotated[int, Meta(ge=0, le=64)] = 0
     """UNets: positions around the mask's box, at each level, on which cached rows convolve; outside
-    they read the template's feature maps, which are also kept. It needs `entry_kind` `kv` and fixes
-    the `plan`. 0: the whole picture; for rows with refresh steps, one position."""
+    they read the template's feature maps. Needs `entry_kind` `kv` and fixes the `plan`. 0: the
+    whole picture; for rows with refresh steps, one position."""
     entry_format: EntryFormat = "int4"
     """Storage format of entries."""
     placed_bytes: Annotated[int, Meta(ge=-1, le=2**50)] = -1
-    """FLUX: bytes of decoded keys and values of the running cached rows that stay from step to
-    step, if all blocks fit. -1: 64 MiB on a GPU, 256 MiB on a CPU."""
+    """FLUX: bytes of decoded keys and values of cached rows that stay from step to step, if all
+    blocks fit. -1: 64 MiB on a GPU, 256 MiB on a CPU."""
     stride: Annotated[int, Meta(ge=0, le=1000)] = 0
-    """Steps of the priming schedule that share an anchor. 0: the model's number: all steps for FLUX
-    Fill, 7 for others."""
+    """Steps of the priming schedule that share an anchor. 0: all steps for FLUX Fill, 7 for other
+    models."""
     dense_steps: Annotated[int, Meta(ge=-1, le=1000)] = -1
-    """First steps of a cached edit that compute all tokens; for FLUX Fill the last of them gives
-    the residual correction of later entries. -1: the model's number: none for FLUX Fill and UNets;
-    for others one, if the edit has ten steps or more and either a prompt or computed tokens along a
+    """First steps of a cached edit that compute all tokens. -1: none for FLUX Fill and UNets; for
+    others one, if the edit has ten steps or more and either a prompt or computed tokens along a
     whole side of the picture."""
     own_anchors: Annotated[float, Meta(ge=-1.0, le=1.0)] = -1.0
-    """Distance between an edit's refresh steps, as a share of its steps. A refresh step computes
-    all tokens, also in ControlNets; the steps between read the step cache. An edit refreshes if its
+    """Distance between an edit's refresh steps, as a share of its steps. An edit refreshes if its
     template is not ready; with FLUX base models, FLUX.2 klein (not 9B-KV) and UNets also if it is,
-    unless it has `cache: require` or `reproducible`. It runs dense if refreshing is as much work.
-    -1: the model's share; 0: an edit without a template runs dense."""
+    unless it has `cache: require` or `reproducible`. -1: the model's share; 0: an edit without a
+    template runs dense."""
     own_format: Literal["auto", "model", "int8", "float8", "int4"] = "auto"
-    """Storage format of the step cache. `auto`: int8 on a GPU; the model's precision on a CPU,
-    where decoding int8 takes up to a tenth of a step."""
+    """Storage format of the step cache. `auto`: int8 on a GPU, the model's precision on a CPU."""
     own_text: Literal["frozen", "computed"] = "frozen"
-    """Text, and for FLUX Fill and klein the ring, in steps between refresh steps, also with a
-    template that has keys and values of all blocks. `frozen`: interpolated between refresh steps,
-    and `plan` is `fixed`; `computed`: computed at each step."""
+    """Text, and for FLUX Fill and klein the ring, between refresh steps, also with a template of
+    `kv` entries. `frozen`: interpolated, and `plan` is `fixed`; `computed`: computed at each
+    step."""
     dense_above_ratio: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.9
     """Mask ratio from which a row runs dense, even on a hit and with `cache: require`."""
     priming_share: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.25
@@ -250,12 +244,11 @@ class StagesConfig(Table, frozen=True):
     """`[stages]`: the encoder and the decoder."""
 
     service: str = ""
-    """Address (HOST:PORT, gRPC) of a stage service that encodes and decodes for all workers of the
-    host (`maskserve serve --stages-device`); the other keys and the devices of `[model]` then apply
-    to it. Empty: each worker has its own stages."""
+    """Address (HOST:PORT, gRPC) of a stage service for all workers of the host (`maskserve serve
+    --stages-device`); the other keys then apply to it. Empty: each worker has its own stages."""
     service_timeout_s: Annotated[float, Meta(ge=0.1, le=50.0)] = 30.0
-    """Seconds that edits wait for a silent service, for example while it restarts. Then they fail,
-    and the worker takes none until it is back."""
+    """Seconds that edits wait for a silent service. Then they fail, and the worker takes none until
+    it is back."""
     prompt_bytes: Annotated[int, Meta(ge=0, le=2**40)] = 2**28
     """Bytes of prompt embeddings that the encoder keeps; FLUX.1's takes 8 MB. 0: none."""
     template_bytes: Annotated[int, Meta(ge=0, le=2**40)] = 2**29
@@ -263,27 +256,25 @@ class StagesConfig(Table, frozen=True):
     0: none."""
     encode_halo: Annotated[int, Meta(ge=0, le=64)] = 2
     """Latents around the mask that are encoded with it, if a Fill model's masked picture equals the
-    template elsewhere. 0: all is encoded, as for `reproducible` edits and `cache` `off`."""
+    template elsewhere. 0: all, as for `reproducible` edits and `cache` `off`."""
     decode_halo: Annotated[int, Meta(ge=0, le=64)] = 4
     """Positions around a cached edit's pasted area that are decoded with it, at each level of the
-    VAE. 0: all is decoded, as for dense and reproducible edits."""
+    VAE. 0: all, as for dense and reproducible edits."""
     decode_bytes: Annotated[int, Meta(ge=0, le=2**40)] = 2**26
     """Bytes of template norms that the decoder keeps for `decode_halo`; FLUX.1's take 2 MB."""
     vae_batches: Literal["auto", "on", "off"] = "auto"
-    """Pass several waiting pictures of one size through the VAE in one call, up to the area of 1024
-    x 1024; pictures of `reproducible` edits go alone. `auto`: on a GPU."""
+    """Pass waiting pictures of one size through the VAE in one call, up to the area of 1024 x 1024,
+    except `reproducible` edits. `auto`: on a GPU."""
     vae_tiles: Literal["auto", "on", "off"] = "auto"
     """Let the VAE take pictures with a side above its `sample_size` in tiles, as diffusers'
-    `enable_tiling` does; the halos then have no effect. `auto`: if the model's native size is above
-    1536."""
+    `enable_tiling`; without halos. `auto`: if the model's native size is above 1536."""
 
 
 class SloConfig(Table, frozen=True):
     """`[slo]`: due times of responses."""
 
     enabled: bool = False
-    """Give edits without `deadline_ms` a due time by their size. Such an edit goes on when it is
-    late (`on_late: finish`)."""
+    """Give edits without `deadline_ms` a due time by their size; they go on when late."""
     seconds_256: Annotated[float, Meta(gt=0.0, le=86400.0)] = 1.5
     """Seconds from acceptance to response for edits of up to 256 x 256 model pixels."""
     seconds_512: Annotated[float, Meta(gt=0.0, le=86400.0)] = 2.0
@@ -311,9 +302,9 @@ class AdaptersConfig(Table, frozen=True):
     """`[adapters]`: the LoRAs that edits may name."""
 
     store: str = ""
-    """Folder or fsspec URL (s3://bucket/folder). Adapter NAME is the file NAME.safetensors, or a
-    folder NAME with pytorch_lora_weights.safetensors or PEFT's two files. A name has letters A to
-    Z, digits, '.', '_' and '-'. Empty: no adapters."""
+    """Folder or fsspec URL (s3://bucket/folder) of NAME.safetensors, or folders NAME with
+    pytorch_lora_weights.safetensors or PEFT's two files. A name has letters A to Z, digits, '.',
+    '_' and '-'. Empty: no adapters."""
     rescan_s: Annotated[float, Meta(ge=0.05, le=86400.0)] = 10.0
     """Seconds between two listings of the store."""
     timeout_s: Annotated[float, Meta(ge=0.05, le=3600.0)] = 20.0
@@ -335,7 +326,7 @@ class AdaptersConfig(Table, frozen=True):
     """Largest rank of an adapter."""
     profiles: str = ""
     """JSON file: for each adapter, the sigma down to which an edit with `adapters: fast` may run
-    without it. An adapter that is not in it is waited for."""
+    without it. Others are waited for."""
     entries: Literal["own", "base"] = "own"
     """Cached activations of edits with adapters: `own`, primed with the adapters; `base`, the
     model's."""
@@ -349,23 +340,23 @@ class ControlsConfig(Table, frozen=True):
     device_bytes: Annotated[int, Meta(ge=2**10, le=2**50)] = 2**33
     """Bytes of ControlNets on the denoiser's device."""
     unequal_depths: Literal["each", "shallowest"] = "each"
-    """FLUX: for an edit whose ControlNets have different numbers of blocks. `each`: each net's
-    outputs spread over the model as if it were alone; `shallowest`: as in diffusers, which drops
-    outputs deeper than the shallowest net."""
+    """FLUX: for ControlNets with different numbers of blocks. `each`: each net's outputs spread
+    over the model as if it were alone; `shallowest`: as in diffusers, which drops deeper
+    outputs."""
     service: str = ""
     """Address (HOST:PORT, gRPC) of a ControlNet service (`maskserve serve --controlnet-device`);
     empty: ControlNets run beside the base. Residuals come through memory from a loopback address,
-    otherwise over TCP."""
+    else over TCP."""
     service_timeout_s: Annotated[float, Meta(ge=0.1, le=600.0)] = 5.0
     """Seconds of silence of the service after which its edits fail; less than `[engine]
-    heartbeat_timeout_s`. Over a network, a step's residuals must come in this time."""
+    heartbeat_timeout_s`."""
     listen: str = ""
-    """HOST:PORT (TCP) at which a service accepts denoisers of other hosts; `maskserve serve
-    --workers 0 --controlnet-device` sets it. Empty: only those of its own host."""
+    """HOST:PORT (TCP) at which a service accepts denoisers of other hosts (`maskserve serve
+    --workers 0 --controlnet-device` sets it). Empty: only its own host's."""
     ipc_bytes: Annotated[int, Meta(ge=0, le=2**50)] = 0
     """Device bytes through which a service on a GPU sends residuals to denoisers on its host's GPUs
-    (CUDA IPC). Residuals without room, or that cannot be read there, pass through host memory; with
-    0, all do. Tested between processes of one GPU, not of several."""
+    (CUDA IPC); those without room pass through host memory. Tested between processes of one GPU,
+    not of several."""
 
 
 class NodesConfig(Table, frozen=True):
@@ -410,8 +401,8 @@ class ValuesConfig(Table, frozen=True):
     """
 
     folder: str = ""
-    """Folder in memory that all of them on this host share, also for kept results. Empty: values
-    pass as bytes, and results are each worker's; `maskserve serve --router` sets one."""
+    """Folder in memory that all of them on this host share, also for kept results (`maskserve serve
+    --router` sets one). Empty: values pass as bytes, and results are each worker's."""
     max_bytes: Annotated[int, Meta(ge=0, le=2**50)] = 2 * 2**30
     """Most bytes of all values; keys share them. A value without room passes as bytes."""
     least_bytes: Annotated[int, Meta(ge=1, le=2**40)] = 2**18

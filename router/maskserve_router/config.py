@@ -45,8 +45,8 @@ class Listen(Table, frozen=True):
     admin_port: Port = 8082
     """The operators' port; 0 takes a free one."""
     admin_names: tuple[str, ...] = ()
-    """Host names that requests to the operators' port may use, beside addresses, names without a
-    dot and the machine's own; `.example.com` means all names below it. Other names get 403."""
+    """Host names for the operators' port, beside addresses, names without a dot and the machine's
+    own; `.example.com` means all names below it. Others get 403."""
     tls_cert: str = ""
     """PEM file of the certificate chain; with `tls_key`, both clients' ports speak TLS. The router
     loads changes of both files within seconds."""
@@ -93,8 +93,8 @@ class Routing(Table, frozen=True):
     policy: str = "mask_aware"
     """`mask_aware`, `least_requests`, `least_tokens` or `round_robin`."""
     order: Literal["slack", "fcfs"] = "slack"
-    """Order of a key's waiting work. `slack`: first the edit that must begin first to be in time;
-    without a due time it counts as due two minutes after arrival. `fcfs`: by arrival."""
+    """Order of a key's waiting work. `slack`: first the edit that must begin first to be in time
+    (without a due time: two minutes after arrival). `fcfs`: by arrival."""
     default_model: str = ""
     """Model for edits that name none; empty: the model of more than half of the workers."""
     remembered_images: Count = 65_536
@@ -111,11 +111,11 @@ class AdmissionBounds(Table, frozen=True):
     it leaves free."""
     max_bytes: Bytes = 640 * MIB
     """Bytes of requests and answers under way; a key may have as many as it leaves free. An
-    answer's bytes are reserved before its edit is sent, by pixels and format. With keys, at least
-    four times `[http] max_body_bytes`."""
+    answer's bytes are reserved before its edit is sent. With keys, at least four times `[http]
+    max_body_bytes`."""
     waiting_per_worker: Annotated[int, Meta(ge=0, le=10**6)] = 8
-    """Edits that wait at a worker for a row; further edits wait in the router, most urgent first.
-    0: an edit is sent once a row is free."""
+    """Edits that wait at a worker for a row; further ones wait in the router. 0: an edit is sent
+    once a row is free."""
     aging_s: Seconds = 5.0
     """Seconds of waiting that count as much as one step of priority."""
     deadline_slack: Annotated[float, Meta(ge=1, le=100)] = 1.5
@@ -163,7 +163,7 @@ class Http(Table, frozen=True):
     """Seconds that an idle connection is kept, longer than load balancers keep it."""
     max_connections: Count = 4096
     """Most connections, and at most half of the process's descriptors. Beyond, the longest silent
-    connection of the address with the most is closed."""
+    one of the address with the most is closed."""
     cors_origins: tuple[Annotated[str, Meta(pattern=ORIGIN, description=ORIGINS)], ...] = ()
     """Origins whose pages may call the clients' port from a browser, such as
     `https://app.example.com`; `*`: all. Cookies are not accepted."""
@@ -185,8 +185,7 @@ class JobsConfig(Table, frozen=True):
     """False: jobs are refused with an error that says so."""
     database: str = ""
     """SQLite file, or a URL such as `postgresql+psycopg://user:password@host/name` that several
-    routers may share. Empty: a file named after the port in the user's state folder
-    (`$XDG_STATE_HOME/maskserve`)."""
+    routers may share. Empty: a file in the user's state folder (`$XDG_STATE_HOME/maskserve`)."""
     database_file: str = ""
     """File that holds the value of `database`, such as a mounted secret."""
     running: Annotated[int, Meta(ge=1, le=4096)] = 16
@@ -199,8 +198,8 @@ class JobsConfig(Table, frozen=True):
     """Finished jobs kept per key; beyond, the oldest goes. A key may have as many unfinished
     jobs."""
     max_bytes: Bytes = 4096 * MIB
-    """Bytes of all jobs: half for requests, half for results. A key may have as much of each half
-    as it leaves free; a job waits until its result has room."""
+    """Bytes of all jobs: half for requests, half for results; a key may have as much of each as it
+    leaves free."""
     lease_s: Annotated[float, Meta(ge=0.5, le=3600)] = 15.0
     """Seconds of silence after which a router loses its jobs; another router runs them again."""
     retries: Annotated[int, Meta(ge=0, le=100)] = 5
@@ -239,7 +238,7 @@ class Grpc(Table, frozen=True):
     """Seconds after which a connection without a call is closed; clients reopen it."""
     max_calls: Count = 1280
     """Most open calls; a client (a key's holder, or an address) may have as many as it leaves free.
-    Beyond, the longest silent call ends for another client's."""
+    Beyond, the longest silent call ends."""
     silence_s: Seconds = 300.0
     """Seconds of silence after which a call with nothing under way ends."""
     max_age_s: Annotated[float, Meta(ge=0, le=86_400)] = 0.0

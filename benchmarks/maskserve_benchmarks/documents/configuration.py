@@ -129,7 +129,8 @@ def _key(field: types.Field, sentences: dict[str, str]) -> str:
 
 def _table(doc: str | None, rows: list[str]) -> Iterator[str]:
     if doc:
-        name, _, says = doc.partition(": ")
+        name, _, says = " ".join(doc.split()).partition(": ")
+        says = re.sub(r"docs/([\w.-]+)((?:#[\w-]+)?)", r"[\1](\1\2)", says)
         yield f"\n## {name}\n\n{says[:1].upper()}{says[1:]}\n"
     yield "\n" + COLUMNS + "".join(rows)
 

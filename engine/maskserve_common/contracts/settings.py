@@ -166,8 +166,7 @@ class EditSettings(Table, frozen=True):
     """Steps of the full schedule; by default the model's."""
     guidance_scale: Guidance | None = None
     """How closely the edit follows the prompt; by default the model's. SDXL, SD 2.1, SD 3.5,
-    Chroma, klein's base models and Z-Image use classifier-free guidance: above 1 (Z-Image: 0) each
-    step runs the model twice."""
+    Chroma, klein's base models and Z-Image run the model twice per step above 1 (Z-Image: 0)."""
     true_cfg_scale: Annotated[float, Meta(ge=1, le=100)] | None = None
     """FLUX.1 (not Fill) and Qwen-Image: how strongly the edit avoids the negative prompt. Above 1
     each step runs the model twice; 1 is off."""
@@ -189,11 +188,11 @@ class EditSettings(Table, frozen=True):
     """Width in pixels, outside the mask, in which the edit fades into the source."""
     mask_ring: Annotated[int, Meta(ge=0, le=64)] | None = None
     """Width in tokens of the ring around the mask that a cached edit also computes and does not
-    paste; by default the model's (1)."""
+    paste; by default the model's."""
     crop_to_mask: CropMode = "auto"
     """`on`: the model sees only a window around the mask, as sharp as the source; `off`: the whole
     picture; `auto`: the window, if the source exceeds the model's area and the window is under half
-    of it. META's `window` names it."""
+    of it."""
     crop_padding: Annotated[float, Meta(ge=0, le=4096)] = 0.25
     """Margin of that window: below 1 a share of the mask's longer side, from 1 on pixels."""
     expand: Margins = (0, 0, 0, 0)
@@ -207,7 +206,7 @@ class EditSettings(Table, frozen=True):
     output_quality: Annotated[int, Meta(ge=0, le=100)] | None = None
     """Quality of JPEG (default 95) and WebP (default lossless); not for PNG."""
     background: Background = "auto"
-    """Result of a transparent source. `auto`: transparent outside the mask, in PNG and WebP;
+    """Of a transparent source. `auto`: transparent outside the mask, in PNG and WebP;
     `transparent`: the same, and JPEG is refused; `opaque`: not transparent."""
     output_encoding: OutputEncoding = "auto"
     """`raw` bytes or `base64` text; `auto`: as MASK came (JSON carries only text)."""
@@ -216,20 +215,19 @@ class EditSettings(Table, frozen=True):
     preview_every: Annotated[int, Meta(ge=0, le=1000)] = 0
     """Send a preview image every so many steps; 0 sends none (`edit_stream`)."""
     cache: CacheMode = "auto"
-    """Where steps read cached tokens. `auto`: the template's cached activations, or the edit's own
-    refresh steps; `own`: only refresh steps; `off`: nowhere, so the picture is that of the
-    diffusers pipeline for its seed; `require`: the edit waits for its template, or runs dense if
-    META's `dense_for` says so."""
+    """Where steps read cached tokens. `auto`: the template's activations, or the edit's own refresh
+    steps; `own`: only refresh steps; `off`: nowhere, for the picture of the diffusers pipeline;
+    `require`: the edit waits for its template, or runs dense if META's `dense_for` says so."""
     reproducible: bool = False
     """Equal requests give equal pixels, bit for bit, at any load and on every worker of one kind.
-    The edit waits for its template and runs cached, or dense if META's `dense_for` says so. Without
-    a way to get its template, it ends with an error."""
+    The edit waits for its template, or ends with an error without a way to get it; it runs dense if
+    META's `dense_for` says so."""
     loras: LoraSettings = ()
     """LoRAs of the edit: `name`, and `scale` (1 by default, -100 to 100)."""
     adapters: AdapterMode = "exact"
     """`exact`: steps wait for LoRAs and ControlNets; `fast`: the first steps may run without LoRAs,
-    and a step may use a ControlNet service's output of the step before (docs/adr/0039). A
-    reproducible edit is exact."""
+    and a step may use a ControlNet service's output of the step before. A reproducible edit is
+    exact."""
     controls: ControlSettings = ()
     """ControlNets of the edit: `name`, `scale` (1 by default, -10 to 10), `start` and `end` (share
     of the steps, 0 to 1), `image` (index in CONTROL; by default its own) and `mode` (of union
@@ -247,11 +245,11 @@ class EditSettings(Table, frozen=True):
     """`drop`: a late edit ends with an error, and is refused at once if it cannot be in time;
     `finish`: it goes on."""
     reuse: ReuseMode = "exact"
-    """FLUX, `elastic`: an edit that would be late may skip steps, compute another ring around the
-    mask, or refresh less often. It needs `reuse_floor`."""
+    """FLUX, `elastic`: an edit that would be late may skip steps, compute another ring, or refresh
+    less often. It needs `reuse_floor`."""
     reuse_floor: Annotated[float, Meta(ge=0, le=100)] | None = None
-    """With `reuse` `elastic`: the lowest quality of a late edit, in dB in the mask against a dense
-    edit, as measured on the demo models."""
+    """Lowest quality of a late edit with `reuse` `elastic`, in dB in the mask against a dense edit,
+    as measured on the demo models."""
     priority: Annotated[int, Meta(ge=PRIORITIES[0], le=PRIORITIES[1])] = 0
     """Order of a key's waiting edits: each unit counts as five seconds of waiting."""
     request_id: RequestId | None = None
