@@ -13,8 +13,8 @@ COMMANDS = {
     # Steps of the model.
     "step": "steps.step",
     "profile_costs": "steps.profile_costs",
-    "bytes_table": "steps.bytes_table",
-    "model_counts": "steps.model_counts",
+    "bytes_table": "maskserve_studies.model_counts.entry_bytes",
+    "model_counts": "maskserve_studies.model_counts.command",
     # Whole edits.
     "bench_edit": "edits.edit",
     "overhead": "edits.overhead",
@@ -23,18 +23,18 @@ COMMANDS = {
     "way_of_an_edit": "edits.way_of_an_edit",
     # Routers and many workers.
     "router": "routers.router_added",
-    "routing": "routers.routing",
-    "router_scale": "routers.router_scale",
-    "job_history": "routers.job_history",
-    "scale": "emulated.scale",
+    "routing": "maskserve_studies.router_limits.decisions",
+    "router_scale": "maskserve_studies.router_limits.workers",
+    "job_history": "maskserve_studies.router_limits.job_history",
+    "scale": "maskserve_studies.router_limits.hosts",
     # Load.
     "end_to_end": "rivals.end_to_end",
     "perf_analyzer": "perf.command",
     "soak": "soaking.command",
     # The quality of pictures.
-    "eval_quality": "quality.command",
-    "eval_unet_quality": "quality.unet_command",
-    "eval_demo_model": "demo_model.eval_command",
+    "eval_quality": "maskserve_studies.quality.command",
+    "eval_unet_quality": "maskserve_studies.quality.unet_command",
+    "eval_demo_model": "maskserve_studies.demo_model.command",
     # The code itself.
     "module_index": "documents.module_index",
     "check_words": "documents.words",

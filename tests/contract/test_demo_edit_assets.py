@@ -10,7 +10,7 @@ from diffusers import Flux2KleinInpaintPipeline
 from PIL import Image
 
 from maskserve_benchmarks.checkout import DEMO_MODEL
-from maskserve_benchmarks.demo_model.reference_edits import MAX_LENGTH, named_edits
+from maskserve_studies.demo_model.reference_edits import MAX_LENGTH, named_edits
 from maskserve_common.contracts.settings import EditSettings
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.families.specs import load_spec

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from maskserve_benchmarks.documents.module_index import code_lines, modules, packages
-from maskserve_benchmarks.steps.bytes_table import table, unet_table
+from maskserve_studies.model_counts.entry_bytes import table, unet_table
 from maskserve_common.contracts.operations import OPERATIONS
 from maskserve_common.contracts.settings import EditSettings
 from maskserve_common.errors import CODES

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from maskserve_benchmarks.checkout import CHECKOUT
-from maskserve_benchmarks.demo_model.named import held_out_clicks, held_out_scenes, iou
-from maskserve_benchmarks.demo_model.node_judges import enlarged_db
+from maskserve_studies.demo_model.named import held_out_clicks, held_out_scenes, iou
+from maskserve_studies.demo_model.node_judges import enlarged_db
 from maskserve_common.config_file import config_of
 from maskserve_common.imaging.images import encode_png
 from maskserve_engine.nodes.registry import open_nodes

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from maskserve_benchmarks.checkout import DEMO_MODEL
-from maskserve_benchmarks.second_host import can_have_one, second_host
+from maskserve_studies.workflows.second_host import can_have_one, second_host
 from maskserve_client.client import Client
 from maskserve_common.errors import EngineFailed
 from tests.fakes.pictures import encode, scene

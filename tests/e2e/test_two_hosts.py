@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 
 from maskserve_benchmarks.router_site import RouterSite
-from maskserve_benchmarks.second_host import SecondHost, can_have_one, second_host
+from maskserve_studies.workflows.second_host import SecondHost, can_have_one, second_host
 from maskserve_client.client import Client
 from maskserve_common.errors import EngineFailed, MaskserveError, Overloaded
 from maskserve_serving.options import ServeOptions

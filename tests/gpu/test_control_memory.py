@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from maskserve_benchmarks.steps.replay import refreshed_every
-from maskserve_benchmarks.steps.service_process import PATIENCE_S, PipeCalls, service_process
+from maskserve_studies.adapters.service_process import PATIENCE_S, PipeCalls, service_process
 from maskserve_common.config_file import config_of
 from maskserve_common.errors import EngineFailed
 from maskserve_engine.base.job import ControlInput

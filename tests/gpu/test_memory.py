@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from maskserve_benchmarks.steps.live_bytes import peak_bytes
+from maskserve_studies.kernels.live_bytes import peak_bytes
 from maskserve_benchmarks.steps.step_rig import Bench
 from maskserve_engine.families.registry import load_adapter
 from maskserve_engine.fitting import memory

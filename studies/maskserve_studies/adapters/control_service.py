@@ -18,7 +18,7 @@ import torch
 from diffusers import ControlNetModel
 
 from maskserve_benchmarks.steps.replay import refreshed_every
-from maskserve_benchmarks.steps.service_process import PATIENCE_S, alone_on, service_process
+from maskserve_studies.adapters.service_process import PATIENCE_S, alone_on, service_process
 from maskserve_benchmarks.steps.unet_rig import TEXT, UNETS, UnetBench
 from maskserve_benchmarks.timing import Timer
 from maskserve_engine.base.job import ControlInput

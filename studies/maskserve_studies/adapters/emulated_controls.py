@@ -35,7 +35,7 @@ import torch
 
 from maskserve_benchmarks.published_models import SDXL
 from maskserve_benchmarks.steps.replay import refreshed_every
-from maskserve_benchmarks.steps.service_process import PipeCalls, service_process
+from maskserve_studies.adapters.service_process import PipeCalls, service_process
 from maskserve_benchmarks.steps.unet_rig import UNETS
 from maskserve_common.contracts.settings import AdapterMode
 from maskserve_engine.control_link.opening import OpenedControl, Opening, OpeningMessage

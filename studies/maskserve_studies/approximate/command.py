@@ -29,8 +29,8 @@ from torch import Tensor
 from maskserve_benchmarks.checkout import DEMO_MODEL
 from maskserve_benchmarks.demo_model.palette import COLOURS, SHAPES
 from maskserve_benchmarks.demo_model.scenes import Edit, held_out_edits
-from maskserve_benchmarks.quality.metrics import Picture, compare, summary
-from maskserve_benchmarks.quality.systems import Rig
+from maskserve_studies.quality.metrics import Picture, compare, summary
+from maskserve_studies.quality.systems import Rig
 from maskserve_benchmarks.reports import about, table, write_json
 from maskserve_benchmarks.timing import hardware
 from maskserve_engine.base.job import EditJob

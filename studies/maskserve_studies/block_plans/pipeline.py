@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from maskserve_benchmarks.machine import machine
 from maskserve_benchmarks.reports import about, table, write_json
-from maskserve_benchmarks.steps.algorithm_1 import algorithm_1
+from maskserve_studies.block_plans.algorithm_1 import algorithm_1
 from maskserve_benchmarks.steps.replay import in_memory, plan_of_kinds
 from maskserve_benchmarks.steps.step_rig import PRESETS, Bench
 from maskserve_common.contracts.keys import Anchor

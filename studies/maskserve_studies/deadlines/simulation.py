@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from maskserve_benchmarks.simulator.gangs import (
+from maskserve_studies.deadlines.gangs import (
     MIXES,
     SIZES,
     Fixed,
@@ -26,7 +26,7 @@ from maskserve_benchmarks.simulator.gangs import (
     simulate,
     step_times,
 )
-from maskserve_benchmarks.simulator.small_instances import optimum, small_instance
+from maskserve_studies.deadlines.small_instances import optimum, small_instance
 from maskserve_benchmarks.simulator.workload import Workload
 from maskserve_benchmarks.simulator.workload import draw as draw_masks
 from maskserve_engine.planning.degree_costs import DEGREES

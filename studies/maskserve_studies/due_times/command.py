@@ -45,7 +45,7 @@ from maskserve_benchmarks.edits.edit import large_model
 from maskserve_benchmarks.machine import machine, stolen_s
 from maskserve_benchmarks.perf.inputs import Edit, InputOptions, find_photos, make_edits
 from maskserve_benchmarks.perf.server import Server, own_workers
-from maskserve_benchmarks.simulator.gangs import Fixed
+from maskserve_studies.deadlines.gangs import Fixed
 from maskserve_benchmarks.simulator.workload import draw_gaps
 from maskserve_benchmarks.steps import profile_costs
 from maskserve_client import Client, MaskserveError

@@ -50,7 +50,7 @@ import torch
 
 from maskserve_benchmarks.checkout import CHECKOUT, DEMO_MODEL
 from maskserve_benchmarks.reports import write_json
-from maskserve_benchmarks.steps.live_bytes import peak_bytes
+from maskserve_studies.kernels.live_bytes import peak_bytes
 from maskserve_benchmarks.steps.step import kept, measure, stepping
 from maskserve_benchmarks.steps.step_rig import NO_TEXT, PRESETS, Bench
 from maskserve_benchmarks.steps.unet_rig import UNETS, UnetBench

@@ -25,7 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import T5Config, T5EncoderModel
 
 from maskserve_benchmarks.published_models import FLUX_DEV, FLUX_VAE, SDXL, T5_XXL
-from maskserve_benchmarks.steps.kernel_counts import (
+from maskserve_studies.kernels.kernel_counts import (
     NEEDED,
     SDXL_GUIDED,
     TABLE,
@@ -33,7 +33,7 @@ from maskserve_benchmarks.steps.kernel_counts import (
     moved_bytes,
     unet_step,
 )
-from maskserve_benchmarks.steps.launch_log import WEIGHTS
+from maskserve_studies.kernels.launch_log import WEIGHTS
 from maskserve_common.contracts.reuse_levels import refresh_count
 from maskserve_common.contracts.semantics import FILL
 from maskserve_engine.families.flux.spec import REFRESH_STRIDES as FLUX_STRIDES

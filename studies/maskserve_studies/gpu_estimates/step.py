@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from maskserve_benchmarks.steps.kernel_counts import (
+from maskserve_studies.kernels.kernel_counts import (
     DOUBLE,
     NEEDED,
     SINGLE,

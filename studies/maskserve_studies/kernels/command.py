@@ -24,7 +24,7 @@ import argparse
 import json
 
 from maskserve_benchmarks.reports import write_json
-from maskserve_benchmarks.steps.kernel_counts import (
+from maskserve_studies.kernels.kernel_counts import (
     CASES,
     GROUPS,
     NEEDED,

@@ -19,7 +19,7 @@ from diffusers.utils import logging
 from PIL import Image, ImageDraw
 
 from maskserve_benchmarks.checkout import DEMO_MODEL
-from maskserve_benchmarks.demo_model.evaluation import run_edits
+from maskserve_studies.demo_model.evaluation import run_edits
 from maskserve_benchmarks.demo_model.scenes import Edit, Picture, fill, to_bytes
 from maskserve_studies.photo_model.edits import KINDS, SIZE, PhotoEdit, photo_edits
 from maskserve_studies.photo_model.judge import psnr, rim_step, shown

@@ -25,10 +25,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from maskserve_benchmarks.checkout import DEMO_MODEL
-from maskserve_benchmarks.demo_model.looks import LOOKS, edits_with
+from maskserve_studies.demo_model.looks import LOOKS, edits_with
 from maskserve_benchmarks.demo_model.scenes import Edit, held_out_edits
-from maskserve_benchmarks.quality.metrics import Quality, compare, summary
-from maskserve_benchmarks.quality.systems import Rig
+from maskserve_studies.quality.metrics import Quality, compare, summary
+from maskserve_studies.quality.systems import Rig
 from maskserve_benchmarks.reports import write_json
 from maskserve_engine.adapters.lora_file import read_lora
 from maskserve_engine.base.job import EditJob

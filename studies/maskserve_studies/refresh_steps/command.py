@@ -43,13 +43,13 @@ from typing import Any
 import torch
 
 from maskserve_benchmarks.checkout import DEMO_MODEL, DEMO_UNET
-from maskserve_benchmarks.demo_model.edit_classes import CLASSES, edits_of
+from maskserve_studies.demo_model.edit_classes import CLASSES, edits_of
 from maskserve_benchmarks.edits.direct import Direct
 from maskserve_benchmarks.edits.lora_edits import LORAS, demo_edits, write_loras
-from maskserve_benchmarks.quality.choices import default
-from maskserve_benchmarks.quality.metrics import EditQuality, by_class, compare
-from maskserve_benchmarks.quality.own_anchors import beside_template, edited, served
-from maskserve_benchmarks.quality.systems import Rig
+from maskserve_studies.quality.choices import default
+from maskserve_studies.quality.metrics import EditQuality, by_class, compare
+from maskserve_studies.quality.own_anchors import beside_template, edited, served
+from maskserve_studies.quality.systems import Rig
 from maskserve_benchmarks.reports import about, write_json
 from maskserve_benchmarks.steps.step import kept, stepping
 from maskserve_benchmarks.steps.step_rig import NO_TEXT, Bench

@@ -19,7 +19,7 @@ from diffusers.models.attention_processor import AttnProcessor
 from torch import nn
 
 from maskserve_benchmarks.checkout import DEMO_MODEL, DEMO_UNET
-from maskserve_benchmarks.demo_model.evaluation import run_edits
+from maskserve_studies.demo_model.evaluation import run_edits
 from maskserve_benchmarks.demo_model.prompts import MAX_SEQUENCE_LENGTH
 from maskserve_benchmarks.demo_model.scenes import Edit, Picture
 from maskserve_studies.training import transformer, unet

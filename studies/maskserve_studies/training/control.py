@@ -16,7 +16,7 @@ import torch
 from diffusers.utils import logging
 
 from maskserve_benchmarks.checkout import CHECKOUT
-from maskserve_benchmarks.demo_model.outlines import (
+from maskserve_studies.demo_model.outlines import (
     ENOUGH_IOU,
     OutlinedEdit,
     draw_outlined,

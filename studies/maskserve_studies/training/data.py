@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 
 from maskserve_benchmarks.demo_model.palette import COLOURS, SHAPES
 from maskserve_benchmarks.demo_model.prompts import SAME
-from maskserve_benchmarks.demo_model.relations import (
+from maskserve_studies.demo_model.relations import (
     RELATIONS,
     Wish,
     draw_wish,
     make_relational_scene,
 )
 from maskserve_benchmarks.demo_model.scenes import Mask, Scene, finish, make_scene, to_bytes
-from maskserve_benchmarks.demo_model.structures import STRUCTURES, make_structure
+from maskserve_studies.demo_model.structures import STRUCTURES, make_structure
 from maskserve_studies.training.transformer import pack, pack_mask
 from maskserve_studies.training.vae import to_tensor
 

@@ -31,9 +31,9 @@ from torch import nn
 from torch.nn import functional
 
 from maskserve_benchmarks.checkout import CHECKOUT, DEMO_MODEL
-from maskserve_benchmarks.demo_model.evaluation import verdicts_of
+from maskserve_studies.demo_model.evaluation import verdicts_of
 from maskserve_benchmarks.demo_model.palette import COLOURS, SHAPES
-from maskserve_benchmarks.demo_model.reference_edits import (
+from maskserve_studies.demo_model.reference_edits import (
     MAX_LENGTH,
     ObjectScene,
     PlacedObject,

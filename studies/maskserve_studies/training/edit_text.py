@@ -19,7 +19,7 @@ from torch.nn import functional
 from transformers import Qwen2TokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from maskserve_benchmarks.demo_model.palette import COLOURS, SHAPES
-from maskserve_benchmarks.demo_model.reference_edits import (
+from maskserve_studies.demo_model.reference_edits import (
     MAX_LENGTH,
     SIDES,
     NamedWish,

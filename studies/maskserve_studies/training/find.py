@@ -25,8 +25,8 @@ from transformers import (
 )
 
 from maskserve_benchmarks.checkout import CHECKOUT, DEMO_MODEL
-from maskserve_benchmarks.demo_model.named import NamedScene, draw_named
-from maskserve_benchmarks.demo_model.node_judges import SIDE, found_iou
+from maskserve_studies.demo_model.named import NamedScene, draw_named
+from maskserve_studies.demo_model.node_judges import SIDE, found_iou
 from maskserve_benchmarks.demo_model.palette import COLOURS, SHAPES
 from maskserve_benchmarks.demo_model.prompts import phrase
 from maskserve_studies.training.loop import Step, Training, node_options

@@ -16,7 +16,7 @@ from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
 
 from maskserve_benchmarks.checkout import CHECKOUT
-from maskserve_benchmarks.demo_model.looks import (
+from maskserve_studies.demo_model.looks import (
     LOOKS,
     colours_of,
     edits_with,

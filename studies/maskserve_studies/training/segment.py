@@ -25,8 +25,8 @@ from transformers import (
 from transformers.models.sam.image_processing_pil_sam import SamImageProcessorPil
 
 from maskserve_benchmarks.checkout import CHECKOUT
-from maskserve_benchmarks.demo_model.named import NamedScene, draw_named
-from maskserve_benchmarks.demo_model.node_judges import SIDE, clicked_iou
+from maskserve_studies.demo_model.named import NamedScene, draw_named
+from maskserve_studies.demo_model.node_judges import SIDE, clicked_iou
 from maskserve_benchmarks.demo_model.scenes import Mask
 from maskserve_studies.training.loop import Step, Training, node_options
 from maskserve_studies.training.muon import optimisers

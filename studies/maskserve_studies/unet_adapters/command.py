@@ -26,11 +26,11 @@ import torch
 from numpy.typing import NDArray
 
 from maskserve_benchmarks.checkout import CHECKOUT
-from maskserve_benchmarks.demo_model import looks, outlines
-from maskserve_benchmarks.demo_model.edit_classes import CLASSES, edits_of
+from maskserve_studies.demo_model import looks, outlines
+from maskserve_studies.demo_model.edit_classes import CLASSES, edits_of
 from maskserve_benchmarks.demo_model.scenes import Edit, place
 from maskserve_benchmarks.edits.direct import Direct
-from maskserve_benchmarks.quality.metrics import by_class, compare
+from maskserve_studies.quality.metrics import by_class, compare
 from maskserve_benchmarks.recording.edits import encoded
 from maskserve_benchmarks.reports import about, write_json
 from maskserve_benchmarks.timing import hardware

@@ -47,12 +47,12 @@ import torch
 from PIL import Image
 
 from maskserve_benchmarks.checkout import CHECKOUT, DEMO_MODEL
-from maskserve_benchmarks.demo_model.looks import edits_with, followed
-from maskserve_benchmarks.demo_model.named import held_out_scenes
-from maskserve_benchmarks.demo_model.node_judges import enlarged_db, found_iou
+from maskserve_studies.demo_model.looks import edits_with, followed
+from maskserve_studies.demo_model.named import held_out_scenes
+from maskserve_studies.demo_model.node_judges import enlarged_db, found_iou
 from maskserve_benchmarks.demo_model.scenes import Picture, draw_background, to_bytes
 from maskserve_benchmarks.reports import about, write_json
-from maskserve_benchmarks.second_host import can_have_one, second_host
+from maskserve_studies.workflows.second_host import can_have_one, second_host
 from maskserve_benchmarks.soaking.sampler import sample_process
 from maskserve_benchmarks.timing import hardware
 from maskserve_client.client import Client

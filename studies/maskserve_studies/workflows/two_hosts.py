@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from maskserve_benchmarks.checkout import CHECKOUT, DEMO_MODEL
-from maskserve_benchmarks.second_host import SecondHost
+from maskserve_studies.workflows.second_host import SecondHost
 from maskserve_benchmarks.timing import rates_in_turn
 from maskserve_client.client import Client
 from maskserve_common.config import ValuesConfig

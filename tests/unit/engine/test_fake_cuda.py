@@ -15,8 +15,8 @@ import torch
 from diffusers import FluxTransformer2DModel
 
 from maskserve_benchmarks.published_models import SD21
-from maskserve_benchmarks.steps.fake_cuda import DEVICE, FakeCuda, fake_weights
-from maskserve_benchmarks.steps.kernel_counts import (
+from maskserve_studies.kernels.fake_cuda import DEVICE, FakeCuda, fake_weights
+from maskserve_studies.kernels.kernel_counts import (
     CASES,
     MIXED,
     TABLE,

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from maskserve_benchmarks.steps.fake_cuda import DEVICE, FakeCuda, fake_weights
+from maskserve_studies.kernels.fake_cuda import DEVICE, FakeCuda, fake_weights
 from maskserve_engine.base.mailbox import OutputThread
 from maskserve_engine.batch.sequence_parallel import Exchange
 from maskserve_engine.cache.store import Store

@@ -15,15 +15,15 @@ import torch
 from diffusers import AutoencoderKL
 from msgspec import structs
 
-from maskserve_benchmarks.steps.fake_cuda import DEVICE, FakeCuda
-from maskserve_benchmarks.steps.kernel_counts import (
+from maskserve_studies.kernels.fake_cuda import DEVICE, FakeCuda
+from maskserve_studies.kernels.kernel_counts import (
     MIXED,
     Case,
     fake_bench,
     kinds_of,
     make_rows,
 )
-from maskserve_benchmarks.steps.live_bytes import LiveBytes
+from maskserve_studies.kernels.live_bytes import LiveBytes
 from maskserve_benchmarks.steps.step_rig import Bench
 from maskserve_benchmarks.steps.unet_rig import TEXT, UNETS, UnetBench
 from maskserve_client import commands

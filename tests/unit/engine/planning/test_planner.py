@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maskserve_benchmarks.published_models import FLUX_DEV, SDXL
-from maskserve_benchmarks.steps.algorithm_1 import algorithm_1
+from maskserve_studies.block_plans.algorithm_1 import algorithm_1
 from maskserve_common.line_fit import Line
 from maskserve_engine.families.flux.spec import flux_work
 from maskserve_engine.families.unet.spec import unet_work

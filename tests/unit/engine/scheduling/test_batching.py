@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from maskserve_benchmarks.simulator.gangs import GangCosts, Load, draw, simulate, step_times
+from maskserve_studies.deadlines.gangs import GangCosts, Load, draw, simulate, step_times
 from maskserve_engine.scheduling.gangs.batching import Batching
 from maskserve_engine.scheduling.gangs.deadline import Deadline
 from maskserve_engine.scheduling.gangs.rounds import Rounds

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from maskserve_benchmarks.simulator.gangs import (
+from maskserve_studies.deadlines.gangs import (
     SIZES,
     Fixed,
     GangCosts,
@@ -17,7 +17,7 @@ from maskserve_benchmarks.simulator.gangs import (
     simulate,
     step_times,
 )
-from maskserve_benchmarks.simulator.small_instances import optimum, small_instance
+from maskserve_studies.deadlines.small_instances import optimum, small_instance
 from maskserve_engine.planning.degree_costs import DEGREES
 from maskserve_engine.scheduling.gangs.deadline import Deadline
 from maskserve_engine.scheduling.gangs.rounds import Option, Rounds, knapsack

@@ -10,7 +10,7 @@ import pytest
 import torch
 from diffusers import FluxTransformer2DModel
 
-from maskserve_benchmarks.steps.live_bytes import LiveBytes
+from maskserve_studies.kernels.live_bytes import LiveBytes
 from maskserve_common.config import Config, ConfigError, sharing_the_device
 from maskserve_engine.families.registry import FAMILIES
 from maskserve_engine.families.specs import load_spec

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from maskserve_benchmarks.checkout import DEMO_MODEL
 from maskserve_benchmarks.demo_model.scenes import held_out_edits
-from maskserve_benchmarks.quality.systems import Rig
+from maskserve_studies.quality.systems import Rig
 from maskserve_studies.approximate.command import SKIPPED, STEPS, Trial, turned
 
 

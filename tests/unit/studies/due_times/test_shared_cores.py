@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from maskserve_benchmarks.simulator.gangs import Fixed, simulate
+from maskserve_studies.deadlines.gangs import Fixed, simulate
 from maskserve_engine.scheduling.gangs.batching import Batching
 from maskserve_engine.scheduling.gangs.deadline import Deadline
 from maskserve_engine.scheduling.gangs.scheduler import GangScheduler

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from maskserve_benchmarks.checkout import DEMO_MODEL
-from maskserve_benchmarks.steps.fake_cuda import FakeCuda
+from maskserve_studies.kernels.fake_cuda import FakeCuda
 from maskserve_benchmarks.steps.step import rest_time
 from maskserve_benchmarks.steps.step_rig import Bench
 from maskserve_benchmarks.timing import Timer

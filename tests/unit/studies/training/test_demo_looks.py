@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from maskserve_benchmarks.checkout import DEMO_MODEL
-from maskserve_benchmarks.demo_model.looks import LOOKS, edits_with, followed
+from maskserve_studies.demo_model.looks import LOOKS, edits_with, followed
 from maskserve_benchmarks.demo_model.scenes import Edit, Picture, fill, held_out_edits, place
-from maskserve_benchmarks.quality.adapters import AdapterRig, asked_of, judged
-from maskserve_benchmarks.quality.systems import Rig
+from maskserve_studies.quality.adapters import AdapterRig, asked_of, judged
+from maskserve_studies.quality.systems import Rig
 from maskserve_studies.training.bases import FluxBase
 from maskserve_studies.training.lora import ADAPTERS, share_followed
 from tests.support.examples import number

@@ -14,17 +14,17 @@ import numpy as np
 import pytest
 import torch
 
-from maskserve_benchmarks.demo_model.edit_classes import CLASSES, edits_of
-from maskserve_benchmarks.demo_model.reference_edits import (
+from maskserve_studies.demo_model.edit_classes import CLASSES, edits_of
+from maskserve_studies.demo_model.reference_edits import (
     NAMED_CLASSES,
     named_class,
     package_photographs,
 )
 from maskserve_benchmarks.demo_model.scenes import PHOTOS
-from maskserve_benchmarks.quality.choices import CacheChoice, default, first_looks, published
-from maskserve_benchmarks.quality.command import Run, flux_facts
-from maskserve_benchmarks.quality.own_anchors import table as own_table
-from maskserve_benchmarks.quality.systems import Rig
+from maskserve_studies.quality.choices import CacheChoice, default, first_looks, published
+from maskserve_studies.quality.command import Run, flux_facts
+from maskserve_studies.quality.own_anchors import table as own_table
+from maskserve_studies.quality.systems import Rig
 from maskserve_engine.spec.model_spec import ALL_STEPS
 from tests.fakes.tiny_flux2 import build_tiny_flux2
 from tests.fakes.tiny_qwen_image import EDIT, build_tiny_qwen_image

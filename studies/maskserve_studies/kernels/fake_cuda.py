@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
-from maskserve_benchmarks.steps.launch_log import Log, Recorder, place_of
+from maskserve_studies.kernels.launch_log import Log, Recorder, place_of
 from maskserve_engine.batch.graphs import CudaCapture
 from maskserve_engine.cache.loader import LinkRates
 from maskserve_engine.fitting import entry_store

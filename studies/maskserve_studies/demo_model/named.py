@@ -10,7 +10,7 @@ from typing import Final
 
 import numpy as np
 
-from maskserve_benchmarks.demo_model.looks import HOLE
+from maskserve_studies.demo_model.looks import HOLE
 from maskserve_benchmarks.demo_model.palette import COLOURS, SHAPES, coverage
 from maskserve_benchmarks.demo_model.scenes import (
     MIN_CONTRAST,

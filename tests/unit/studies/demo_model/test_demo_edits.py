@@ -4,19 +4,19 @@ import numpy as np
 import pytest
 from scipy.ndimage import distance_transform_edt
 
-from maskserve_benchmarks.demo_model.edit_classes import CLASSES, edit_classes, edits_of
-from maskserve_benchmarks.demo_model.hard_edits import MASKS
-from maskserve_benchmarks.demo_model.judge import judge
+from maskserve_studies.demo_model.edit_classes import CLASSES, edit_classes, edits_of
+from maskserve_studies.demo_model.hard_edits import MASKS
+from maskserve_studies.demo_model.judge import judge
 from maskserve_benchmarks.demo_model.palette import COLOURS, SHAPES
 from maskserve_benchmarks.demo_model.prompts import SAME, every_phrase
-from maskserve_benchmarks.demo_model.relations import (
+from maskserve_studies.demo_model.relations import (
     FAR,
     RELATIONS,
     draw_wish,
     make_relational_scene,
 )
 from maskserve_benchmarks.demo_model.scenes import fill
-from maskserve_benchmarks.demo_model.structures import STRUCTURES
+from maskserve_studies.demo_model.structures import STRUCTURES
 
 SIZE = (128, 128)
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from maskserve_benchmarks.demo_model.scenes import Edit
-from maskserve_benchmarks.quality.metrics import Picture
+from maskserve_studies.quality.metrics import Picture
 
 
 def published(

@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 from PIL import Image, ImageFilter
 
-from maskserve_benchmarks.demo_model.judge import MAX_COLOUR_DISTANCE, MIN_IOU, judge, match
+from maskserve_studies.demo_model.judge import MAX_COLOUR_DISTANCE, MIN_IOU, judge, match
 from maskserve_benchmarks.demo_model.palette import COLOURS, SHAPES, coverage
 from maskserve_benchmarks.demo_model.scenes import (
     MIN_CONTRAST,

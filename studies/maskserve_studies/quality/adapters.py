@@ -16,13 +16,13 @@ import numpy as np
 from diffusers import ControlNetModel, FluxControlNetModel
 from numpy.typing import NDArray
 
-from maskserve_benchmarks.demo_model import looks, outlines
+from maskserve_studies.demo_model import looks, outlines
 from maskserve_benchmarks.demo_model.scenes import Edit
-from maskserve_benchmarks.quality.choices import default
-from maskserve_benchmarks.quality.late_control import held as late_held
-from maskserve_benchmarks.quality.late_control import late
-from maskserve_benchmarks.quality.metrics import EditQuality, by_class, compare
-from maskserve_benchmarks.quality.systems import Rig
+from maskserve_studies.quality.choices import default
+from maskserve_studies.quality.late_control import held as late_held
+from maskserve_studies.quality.late_control import late
+from maskserve_studies.quality.metrics import EditQuality, by_class, compare
+from maskserve_studies.quality.systems import Rig
 from maskserve_engine.adapters.lora_file import read_lora
 from maskserve_engine.base.job import ControlInput, EditJob
 from maskserve_engine.families.mmdit.control import FluxControlNet

@@ -27,12 +27,12 @@ import torch
 from numpy.typing import NDArray
 
 from maskserve_benchmarks.checkout import DEMO_MODEL
-from maskserve_benchmarks.demo_model.edit_classes import CLASSES, edits_of
+from maskserve_studies.demo_model.edit_classes import CLASSES, edits_of
 from maskserve_benchmarks.demo_model.scenes import Edit
 from maskserve_benchmarks.edits.direct import job_of, request_of
 from maskserve_benchmarks.machine import processor
-from maskserve_benchmarks.quality.metrics import EditQuality, Picture, by_class, compare
-from maskserve_benchmarks.quality.report import table
+from maskserve_studies.quality.metrics import EditQuality, Picture, by_class, compare
+from maskserve_studies.quality.report import table
 from maskserve_benchmarks.steps.replay import Replay
 from maskserve_common.config_file import config_of
 from maskserve_common.contracts.keys import anchor_steps

@@ -12,8 +12,8 @@ from functools import cache, partial
 import torch
 
 from maskserve_benchmarks.checkout import CHECKOUT
-from maskserve_benchmarks.steps.fake_cuda import DEVICE, FakeCuda, fake_weights
-from maskserve_benchmarks.steps.launch_log import WEIGHTS, Log
+from maskserve_studies.kernels.fake_cuda import DEVICE, FakeCuda, fake_weights
+from maskserve_studies.kernels.launch_log import WEIGHTS, Log
 from maskserve_benchmarks.steps.replay import in_memory
 from maskserve_benchmarks.steps.step_rig import Bench, build_model
 from maskserve_benchmarks.steps.unet_rig import UnetBench, build_unet

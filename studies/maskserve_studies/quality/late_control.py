@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from maskserve_benchmarks.demo_model.scenes import Edit
-from maskserve_benchmarks.quality.choices import CacheChoice
-from maskserve_benchmarks.quality.metrics import Picture, compare, summary
-from maskserve_benchmarks.quality.systems import Rig
-from maskserve_benchmarks.steps.service_process import ServiceHere
+from maskserve_studies.quality.choices import CacheChoice
+from maskserve_studies.quality.metrics import Picture, compare, summary
+from maskserve_studies.quality.systems import Rig
+from maskserve_studies.adapters.service_process import ServiceHere
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.cache.entries import AnchorEntry
 

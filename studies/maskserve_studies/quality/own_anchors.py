@@ -13,10 +13,10 @@ from typing import Any
 from msgspec import structs
 
 from maskserve_benchmarks.demo_model.scenes import Edit
-from maskserve_benchmarks.quality.choices import FLUX_STEPS, FLUX_TEXT, CacheChoice
-from maskserve_benchmarks.quality.choices import flux as published_flux
-from maskserve_benchmarks.quality.metrics import by_class, compare
-from maskserve_benchmarks.quality.systems import BATCH, Picture, Rig
+from maskserve_studies.quality.choices import FLUX_STEPS, FLUX_TEXT, CacheChoice
+from maskserve_studies.quality.choices import flux as published_flux
+from maskserve_studies.quality.metrics import by_class, compare
+from maskserve_studies.quality.systems import BATCH, Picture, Rig
 from maskserve_benchmarks.steps.replay import plan_of_kinds
 from maskserve_common.config import Config
 from maskserve_common.contracts.reuse_levels import refresh_count

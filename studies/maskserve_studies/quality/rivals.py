@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from maskserve_benchmarks.quality.metrics import Picture
+from maskserve_studies.quality.metrics import Picture
 
 ByClass = dict[str, list[Picture]]
 _PROBE = 1

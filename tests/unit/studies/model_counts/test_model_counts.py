@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from maskserve_benchmarks.checkout import CHECKOUT
-from maskserve_benchmarks.steps.model_counts import (
+from maskserve_studies.model_counts.command import (
     MODELS,
     RATIOS,
     Counted,

@@ -6,7 +6,7 @@ import itertools
 import random
 from collections.abc import Sequence
 
-from maskserve_benchmarks.simulator.gangs import SIZES
+from maskserve_studies.deadlines.gangs import SIZES
 from maskserve_engine.scheduling.step_scheduler import Ticket
 
 _STEPS = 50

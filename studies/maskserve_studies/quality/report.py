@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from maskserve_benchmarks.demo_model.scenes import Edit
-from maskserve_benchmarks.quality.metrics import Picture
+from maskserve_studies.quality.metrics import Picture
 
 _COLUMNS = (
     ("ssim", "SSIM"),

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFilter
 
-from maskserve_benchmarks.demo_model.judge import judge
+from maskserve_studies.demo_model.judge import judge
 from maskserve_benchmarks.demo_model.palette import COLOURS, SHAPES
 from maskserve_benchmarks.demo_model.scenes import (
     draw_object,

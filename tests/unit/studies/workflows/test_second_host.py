@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from maskserve_benchmarks.second_host import can_have_one, second_host
+from maskserve_studies.workflows.second_host import can_have_one, second_host
 
 pytestmark = pytest.mark.skipif(not can_have_one(), reason="needs root and iproute2")
 

@@ -18,11 +18,11 @@ from diffusers.utils import logging
 from numpy.typing import NDArray
 
 from maskserve_benchmarks.checkout import DEMO_MODEL
-from maskserve_benchmarks.demo_model.edit_classes import edits_of
-from maskserve_benchmarks.demo_model.evaluation import run_edits, verdicts_of
-from maskserve_benchmarks.demo_model.relations import RELATIONS
+from maskserve_studies.demo_model.edit_classes import edits_of
+from maskserve_studies.demo_model.evaluation import run_edits, verdicts_of
+from maskserve_studies.demo_model.relations import RELATIONS
 from maskserve_benchmarks.demo_model.scenes import Edit, Picture, fill
-from maskserve_benchmarks.demo_model.structures import STRUCTURES
+from maskserve_studies.demo_model.structures import STRUCTURES
 from maskserve_benchmarks.machine import machine
 from maskserve_benchmarks.reports import about, table, write_json
 

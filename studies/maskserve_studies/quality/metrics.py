@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from scipy.ndimage import distance_transform_cdt
 from skimage.metrics import structural_similarity
 
-from maskserve_benchmarks.demo_model.judge import judge
+from maskserve_studies.demo_model.judge import judge
 from maskserve_benchmarks.demo_model.scenes import Edit
 
 Picture = NDArray[np.uint8]

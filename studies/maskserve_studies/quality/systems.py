@@ -18,8 +18,8 @@ from PIL import Image
 
 from maskserve_benchmarks.demo_model.scenes import Edit
 from maskserve_benchmarks.edits.direct import job_of, request_of
-from maskserve_benchmarks.quality.choices import CacheChoice, schedule
-from maskserve_benchmarks.quality.thinning import references_alone, references_computed, thinned
+from maskserve_studies.quality.choices import CacheChoice, schedule
+from maskserve_studies.quality.thinning import references_alone, references_computed, thinned
 from maskserve_benchmarks.steps.replay import Replay
 from maskserve_common.config_file import config_of
 from maskserve_common.contracts.keys import anchor_steps

@@ -17,10 +17,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from maskserve_benchmarks.demo_model.hard_edits import MASKS, hard_edits
-from maskserve_benchmarks.demo_model.relations import RELATIONS, relational_edits
+from maskserve_studies.demo_model.hard_edits import MASKS, hard_edits
+from maskserve_studies.demo_model.relations import RELATIONS, relational_edits
 from maskserve_benchmarks.demo_model.scenes import Edit, held_out_edits
-from maskserve_benchmarks.demo_model.structures import STRUCTURES, structure_edits
+from maskserve_studies.demo_model.structures import STRUCTURES, structure_edits
 
 CLASSES: Final = ("named", *RELATIONS, *STRUCTURES, *MASKS)
 

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from maskserve_benchmarks.checkout import DEMO_MODEL
-from maskserve_benchmarks.demo_model.edit_classes import CLASSES, edits_of
-from maskserve_benchmarks.demo_model.relations import RELATIONS
+from maskserve_studies.demo_model.edit_classes import CLASSES, edits_of
+from maskserve_studies.demo_model.relations import RELATIONS
 from maskserve_benchmarks.demo_model.scenes import Edit
-from maskserve_benchmarks.quality.choices import FLUX_STEPS, CacheChoice, default, frontier
-from maskserve_benchmarks.quality.metrics import RIM, compare, rim_errors, summary
-from maskserve_benchmarks.quality.systems import Picture, Rig
+from maskserve_studies.quality.choices import FLUX_STEPS, CacheChoice, default, frontier
+from maskserve_studies.quality.metrics import RIM, compare, rim_errors, summary
+from maskserve_studies.quality.systems import Picture, Rig
 
 BAR = 40.0
 """dB inside the mask, against our dense rows."""

@@ -49,23 +49,23 @@ import numpy as np
 import torch
 
 from maskserve_benchmarks.checkout import DEMO_MODEL
-from maskserve_benchmarks.demo_model.edit_classes import CLASSES, edits_of
-from maskserve_benchmarks.demo_model.evaluation import run_edits
-from maskserve_benchmarks.demo_model.reference_edits import (
+from maskserve_studies.demo_model.edit_classes import CLASSES, edits_of
+from maskserve_studies.demo_model.evaluation import run_edits
+from maskserve_studies.demo_model.reference_edits import (
     NAMED_CLASSES,
     named_class,
     package_photographs,
 )
 from maskserve_benchmarks.demo_model.scenes import Edit
-from maskserve_benchmarks.quality.adapters import AdapterRig, asked_of, judged
-from maskserve_benchmarks.quality.choices import CacheChoice, default, first_looks, frontier
-from maskserve_benchmarks.quality.choices import published as published_work
-from maskserve_benchmarks.quality.metrics import Picture, by_class, compare, rim_errors
-from maskserve_benchmarks.quality.own_anchors import table as own_table
-from maskserve_benchmarks.quality.published import missing, published
-from maskserve_benchmarks.quality.report import draw_worst, plot_frontier, plot_rim, table
-from maskserve_benchmarks.quality.rivals import first_block_cache
-from maskserve_benchmarks.quality.systems import Rig
+from maskserve_studies.quality.adapters import AdapterRig, asked_of, judged
+from maskserve_studies.quality.choices import CacheChoice, default, first_looks, frontier
+from maskserve_studies.quality.choices import published as published_work
+from maskserve_studies.quality.metrics import Picture, by_class, compare, rim_errors
+from maskserve_studies.quality.own_anchors import table as own_table
+from maskserve_studies.quality.published import missing, published
+from maskserve_studies.quality.report import draw_worst, plot_frontier, plot_rim, table
+from maskserve_studies.quality.rivals import first_block_cache
+from maskserve_studies.quality.systems import Rig
 from maskserve_benchmarks.reports import about, write_json
 from maskserve_benchmarks.timing import hardware
 from maskserve_engine.base.job import EditJob

@@ -1,0 +1,1 @@
+"""How much work do published models take?"""

@@ -1,0 +1,1 @@
+"""How many workers, decisions and jobs does one router bear?"""
