@@ -20,9 +20,9 @@ COMMANDS = {
     "overhead": "edits.overhead",
     "every_edit": "edits.every_edit",
     "fuzz_headers": "edits.fuzz_headers",
-    "way_of_an_edit": "edits.way_of_an_edit",
+    "code_path": "edits.code_path",
     # Routers and many workers.
-    "router": "routers.router_added",
+    "router": "edits.router_overhead",
     "routing": "maskserve_studies.router_limits.decisions",
     "router_scale": "maskserve_studies.router_limits.workers",
     "job_history": "maskserve_studies.router_limits.job_history",
@@ -30,7 +30,7 @@ COMMANDS = {
     # Load.
     "end_to_end": "rivals.end_to_end",
     "perf_analyzer": "perf.command",
-    "soak": "soaking.command",
+    "soak": "soak.command",
     # The quality of pictures.
     "eval_quality": "maskserve_studies.quality.command",
     "eval_unet_quality": "maskserve_studies.quality.unet_command",
@@ -64,7 +64,7 @@ COMMANDS = {
     "profile_lora": "maskserve_studies.profile_lora.command",
     "unet_adapters": "maskserve_studies.unet_adapters.command",
     # Studies of the quality of pictures.
-    "own_anchors": "maskserve_studies.refresh_steps.command",
+    "refresh_steps": "maskserve_studies.refresh_steps.command",
     "approximate": "maskserve_studies.approximate.command",
     "pieces": "maskserve_studies.vae_pieces.command",
     "windows": "maskserve_studies.windows.command",

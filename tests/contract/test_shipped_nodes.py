@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from maskserve_benchmarks.checkout import CHECKOUT
-from maskserve_studies.demo_model.named import held_out_clicks, held_out_scenes, iou
+from maskserve_studies.demo_model.named_scenes import held_out_clicks, held_out_scenes, iou
 from maskserve_studies.demo_model.node_judges import enlarged_db
 from maskserve_common.config_file import config_of
 from maskserve_common.imaging.images import encode_png

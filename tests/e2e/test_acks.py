@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import tritonclient.grpc as triton_grpc
 
-from maskserve_benchmarks.probing.calls import tensors
+from maskserve_benchmarks.triton_calls import tensors
 from maskserve_common.config import Config
 from maskserve_serving.command import command, environment
 from maskserve_serving.heartbeat import is_ready

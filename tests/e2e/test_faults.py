@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from maskserve_benchmarks.probing.calls import Stream
+from maskserve_benchmarks.triton_calls import Stream
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
 from maskserve_serving.supervisor import Supervisor

@@ -31,7 +31,7 @@ from maskserve_benchmarks.checkout import CHECKOUT
 from maskserve_benchmarks.perf.errors import PerfError
 from maskserve_benchmarks.perf.tool import find_tool
 from maskserve_benchmarks.router_site import RouterSite
-from maskserve_benchmarks.soaking.visitor import DONE
+from maskserve_benchmarks.soak.visitor import DONE
 from maskserve_client import Client
 from maskserve_common.errors import Cancelled, InvalidRequest, TemplateNotFound
 from maskserve_serving.options import ServeOptions

@@ -17,7 +17,7 @@ from PIL import Image
 from playwright.sync_api import expect
 
 from maskserve_studies.demo_model.judge import judge
-from maskserve_studies.demo_model.named import iou
+from maskserve_studies.demo_model.named_scenes import iou
 from maskserve_benchmarks.demo_model.palette import COLOURS, coverage
 from maskserve_benchmarks.demo_model.scenes import PHOTOS
 from maskserve_client import Client, InvalidRequest, Masks

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from maskserve_benchmarks.soaking.run import MIX, Report, SoakOptions, soak, summary
+from maskserve_benchmarks.soak.run import MIX, Report, SoakOptions, soak, summary
 
 
 def run(model: Path, out: Path, minutes: float, sample_s: float) -> Report:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from maskserve_benchmarks.soaking import bad_input
-from maskserve_benchmarks.soaking.pictures import png_chunk, png_file
+from maskserve_benchmarks.soak import bad_input
+from maskserve_benchmarks.soak.pictures import png_chunk, png_file
 from tests.fakes.corpus.encoding import webp_canvas, webp_of
 from tests.fakes.pictures import blob_mask, encode, scene
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageOps
 
-from maskserve_benchmarks.soaking.pictures import png_file
+from maskserve_benchmarks.soak.pictures import png_file
 
 Bytes3D = npt.NDArray[np.uint8]
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from tritonclient.utils import InferenceServerException
 
-from maskserve_benchmarks.probing.calls import (
+from maskserve_benchmarks.triton_calls import (
     TIMEOUT_S,
     Answer,
     Grpc,
@@ -21,7 +21,7 @@ from maskserve_benchmarks.probing.calls import (
     tensors,
     texts,
 )
-from maskserve_benchmarks.probing.calls import decode as pixels
+from maskserve_benchmarks.triton_calls import decode as pixels
 from tests.fakes.pictures import blob_mask, encode, scene
 from tests.support.eventually import eventually
 

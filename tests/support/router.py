@@ -15,7 +15,7 @@ import grpc
 import grpc.aio
 from tritonclient.grpc import service_pb2 as pb
 
-from maskserve_benchmarks.emulated.worker import EmulatedWorker
+from maskserve_benchmarks.emulator.worker import EmulatedWorker
 from maskserve_benchmarks.simulator.hardware import Hardware
 from maskserve_common.imaging.containers import PNG_SIGNATURE
 from maskserve_router.config import router_config_of

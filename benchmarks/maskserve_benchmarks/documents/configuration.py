@@ -15,7 +15,7 @@ import msgspec
 from msgspec import inspect as types
 
 from maskserve_benchmarks.checkout import CHECKOUT
-from maskserve_benchmarks.documents.written import check_only
+from maskserve_benchmarks.documents.check_flag import check_only
 from maskserve_common.config import Config
 from maskserve_common.contracts.settings import EditSettings
 from maskserve_common.reading import Table, sentences

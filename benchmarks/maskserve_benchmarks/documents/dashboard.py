@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from maskserve_benchmarks.checkout import CHECKOUT
-from maskserve_benchmarks.documents.written import check_only
+from maskserve_benchmarks.documents.check_flag import check_only
 
 FILE = CHECKOUT / "deploy" / "grafana" / "dashboards" / "maskserve.json"
 _SOURCE = {"type": "prometheus", "uid": "prometheus"}

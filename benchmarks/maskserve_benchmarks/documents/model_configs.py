@@ -15,7 +15,7 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2 as config_pb
 
 from maskserve_benchmarks.checkout import CHECKOUT
-from maskserve_benchmarks.documents.written import check_only
+from maskserve_benchmarks.documents.check_flag import check_only
 from maskserve_common.contracts.tensors import (
     CONTRACTS,
     ENSEMBLE,

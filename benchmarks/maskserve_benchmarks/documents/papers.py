@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from maskserve_benchmarks.checkout import CHECKOUT
-from maskserve_benchmarks.documents.written import check_only
+from maskserve_benchmarks.documents.check_flag import check_only
 from maskserve_benchmarks.reports import table
 
 TABLE = CHECKOUT / "docs" / "papers.toml"

@@ -42,7 +42,7 @@ from PIL import Image
 from maskserve_benchmarks.checkout import CHECKOUT, DEMO_MODEL
 from maskserve_benchmarks.machine import machine, stolen_s
 from maskserve_benchmarks.perf.inputs import Edit, InputOptions, draw_mask, find_photos, make_edits
-from maskserve_benchmarks.probing.calls import Grpc, decode
+from maskserve_benchmarks.triton_calls import Grpc, decode
 from maskserve_benchmarks.reports import write_json
 from maskserve_common.config import cores
 from maskserve_common.config_file import config_of

@@ -44,7 +44,7 @@ from maskserve_benchmarks.demo_model.scenes import held_out_edits
 from maskserve_benchmarks.edits.admission import measure_admission
 from maskserve_benchmarks.edits.direct import Direct, Edit
 from maskserve_benchmarks.edits.path import measure_path, timed
-from maskserve_benchmarks.probing.calls import Answer, Grpc, answer_of, tensors
+from maskserve_benchmarks.triton_calls import Answer, Grpc, answer_of, tensors
 from maskserve_benchmarks.reports import about, write_json
 from maskserve_benchmarks.timing import hardware
 from maskserve_common.config import Config, cores

@@ -14,8 +14,8 @@ import numpy as np
 from PIL import Image
 
 from maskserve_benchmarks.checkout import CHECKOUT, DEMO_MODEL
-from maskserve_benchmarks.soaking.bad_input import BAD_REQUESTS
-from maskserve_benchmarks.soaking.pictures import Picture, draw
+from maskserve_benchmarks.soak.bad_input import BAD_REQUESTS
+from maskserve_benchmarks.soak.pictures import Picture, draw
 
 Way = Literal["grpc", "http", "stream"]
 PROMPT = "a red star"

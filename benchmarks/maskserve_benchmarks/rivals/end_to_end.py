@@ -41,10 +41,10 @@ from maskserve_benchmarks.perf.inputs import Edit
 from maskserve_benchmarks.perf.load import Load
 from maskserve_benchmarks.perf.results import Stamps
 from maskserve_benchmarks.perf.tool import Tool, find_tool
-from maskserve_benchmarks.probing.calls import decode
+from maskserve_benchmarks.triton_calls import decode
 from maskserve_benchmarks.reports import write_json
 from maskserve_benchmarks.rivals import one_model
-from maskserve_benchmarks.rivals.measuring import (
+from maskserve_benchmarks.rivals.measurement import (
     IN_FLIGHT,
     SLO,
     TUNINGS,

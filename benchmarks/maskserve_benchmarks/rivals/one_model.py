@@ -22,7 +22,7 @@ from maskserve_benchmarks.perf.inputs import Edit, draw_mask
 from maskserve_benchmarks.perf.load import Load
 from maskserve_benchmarks.perf.results import Stamps
 from maskserve_benchmarks.perf.server import Server, own_server, own_workers
-from maskserve_benchmarks.rivals.measuring import (
+from maskserve_benchmarks.rivals.measurement import (
     IN_FLIGHT,
     UNSEEN_STEPS,
     WARM,

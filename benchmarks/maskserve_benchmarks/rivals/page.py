@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from maskserve_benchmarks.rivals.measuring import UNSEEN_STEPS
+from maskserve_benchmarks.rivals.measurement import UNSEEN_STEPS
 
 Figures = Mapping[str, Any]
 MODELS = {

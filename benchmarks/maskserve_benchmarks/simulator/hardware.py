@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from maskserve_benchmarks.counted import tile_bytes
+from maskserve_benchmarks.step_counts import tile_bytes
 from maskserve_benchmarks.published_models import FLUX_FILL_FACTS, SD21_FACTS, SDXL_FACTS
 from maskserve_common.config import CacheConfig, Config, ModelConfig
 from maskserve_common.contracts.keys import anchor_steps

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from maskserve_benchmarks.counted import flop_limit
+from maskserve_benchmarks.step_counts import flop_limit
 from maskserve_benchmarks.machine import processor
 from maskserve_benchmarks.published_models import FLUX_DEV
 from maskserve_common.line_fit import Line

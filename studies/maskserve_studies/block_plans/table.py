@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from maskserve_benchmarks.counted import flop_limit
+from maskserve_benchmarks.step_counts import flop_limit
 from maskserve_benchmarks.published_models import FLUX_DEV, SDXL
 from maskserve_studies.block_plans.algorithm_1 import algorithm_1
 from maskserve_common.line_fit import Line

@@ -18,7 +18,7 @@ from transformers import (
     Swin2SRForImageSuperResolution,
 )
 
-from maskserve_studies.demo_model.named import disc, held_out_clicks, held_out_scenes, iou
+from maskserve_studies.demo_model.named_scenes import disc, held_out_clicks, held_out_scenes, iou
 from maskserve_benchmarks.demo_model.scenes import HELD_OUT_PHOTO, PHOTOS, Picture
 
 SIDE: Final = 128

@@ -28,7 +28,7 @@ from maskserve_benchmarks.perf.server import Server
 from maskserve_benchmarks.perf.tool import find_tool
 from maskserve_benchmarks.reports import about, table, write_json
 from maskserve_benchmarks.rivals import one_model
-from maskserve_benchmarks.rivals.measuring import Bench, Figures, Plan
+from maskserve_benchmarks.rivals.measurement import Bench, Figures, Plan
 from maskserve_benchmarks.timing import hardware
 
 PLANS: Final = {

@@ -61,7 +61,7 @@ from maskserve_studies.quality.adapters import AdapterRig, asked_of, judged
 from maskserve_studies.quality.choices import CacheChoice, default, first_looks, frontier
 from maskserve_studies.quality.choices import published as published_work
 from maskserve_studies.quality.metrics import Picture, by_class, compare, rim_errors
-from maskserve_studies.quality.own_anchors import table as own_table
+from maskserve_studies.quality.refresh_steps import table as own_table
 from maskserve_studies.quality.published import missing, published
 from maskserve_studies.quality.report import draw_worst, plot_frontier, plot_rim, table
 from maskserve_studies.quality.rivals import first_block_cache

@@ -1,7 +1,7 @@
 """Measure edits whose rows have refresh steps: how near they are to dense edits, and what they
 cost.
 
-    python scripts/bench own_anchors --json own.json
+    python scripts/bench refresh_steps --json own.json
 
 `summary` compares them with our dense rows (`--n` edits of each of 12 classes, 20 steps, dB in the
 mask):
@@ -48,7 +48,7 @@ from maskserve_benchmarks.edits.direct import Direct
 from maskserve_benchmarks.edits.lora_edits import LORAS, demo_edits, write_loras
 from maskserve_studies.quality.choices import default
 from maskserve_studies.quality.metrics import EditQuality, by_class, compare
-from maskserve_studies.quality.own_anchors import beside_template, edited, served
+from maskserve_studies.quality.refresh_steps import beside_template, edited, served
 from maskserve_studies.quality.systems import Rig
 from maskserve_benchmarks.reports import about, write_json
 from maskserve_benchmarks.steps.step import kept, stepping

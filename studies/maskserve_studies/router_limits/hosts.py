@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 
 from maskserve_benchmarks.checkout import CHECKOUT
-from maskserve_benchmarks.emulated.worker import EmulatedWorker
+from maskserve_benchmarks.emulator.worker import EmulatedWorker
 from maskserve_benchmarks.machine import machine
 from maskserve_benchmarks.simulator.capacity import at_load
 from maskserve_benchmarks.simulator.cluster import Cluster

@@ -30,7 +30,7 @@ from typing import Any, Final
 import numpy as np
 from PIL import Image
 
-from maskserve_benchmarks.emulated.worker import EmulatedWorker
+from maskserve_benchmarks.emulator.worker import EmulatedWorker
 from maskserve_benchmarks.router_site import RouterSite
 from maskserve_router.jobs.store import open_store
 from maskserve_router.keys import scope_of_key

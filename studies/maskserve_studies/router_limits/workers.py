@@ -23,7 +23,7 @@ import msgspec
 from msgspec import structs
 from tritonclient.grpc import service_pb2 as pb
 
-from maskserve_benchmarks.emulated.server import SERVICE, answer_of
+from maskserve_benchmarks.emulator.server import SERVICE, answer_of
 from maskserve_benchmarks.machine import machine
 from maskserve_benchmarks.reports import about, table, write_json
 from maskserve_common.contracts.pricing import Pricing

@@ -17,7 +17,7 @@ from torch.nn import functional
 from transformers import Swin2SRConfig, Swin2SRForImageSuperResolution, Swin2SRImageProcessor
 
 from maskserve_benchmarks.checkout import CHECKOUT
-from maskserve_studies.demo_model.named import draw_named
+from maskserve_studies.demo_model.named_scenes import draw_named
 from maskserve_studies.demo_model.node_judges import enlarged_db, halved
 from maskserve_benchmarks.demo_model.scenes import HELD_OUT_PHOTO, PHOTOS, Picture
 from maskserve_studies.training.loop import Step, Training, node_options

@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from maskserve_benchmarks.checkout import CHECKOUT, DEMO_MODEL
-from maskserve_studies.demo_model.named import NamedScene, draw_named
+from maskserve_studies.demo_model.named_scenes import NamedScene, draw_named
 from maskserve_studies.demo_model.node_judges import SIDE, found_iou
 from maskserve_benchmarks.demo_model.palette import COLOURS, SHAPES
 from maskserve_benchmarks.demo_model.prompts import phrase

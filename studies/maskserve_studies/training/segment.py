@@ -25,7 +25,7 @@ from transformers import (
 from transformers.models.sam.image_processing_pil_sam import SamImageProcessorPil
 
 from maskserve_benchmarks.checkout import CHECKOUT
-from maskserve_studies.demo_model.named import NamedScene, draw_named
+from maskserve_studies.demo_model.named_scenes import NamedScene, draw_named
 from maskserve_studies.demo_model.node_judges import SIDE, clicked_iou
 from maskserve_benchmarks.demo_model.scenes import Mask
 from maskserve_studies.training.loop import Step, Training, node_options

@@ -48,19 +48,19 @@ from PIL import Image
 
 from maskserve_benchmarks.checkout import CHECKOUT, DEMO_MODEL
 from maskserve_studies.demo_model.looks import edits_with, followed
-from maskserve_studies.demo_model.named import held_out_scenes
+from maskserve_studies.demo_model.named_scenes import held_out_scenes
 from maskserve_studies.demo_model.node_judges import enlarged_db, found_iou
 from maskserve_benchmarks.demo_model.scenes import Picture, draw_background, to_bytes
 from maskserve_benchmarks.reports import about, write_json
 from maskserve_studies.workflows.second_host import can_have_one, second_host
-from maskserve_benchmarks.soaking.sampler import sample_process
+from maskserve_benchmarks.soak.sampler import sample_process
 from maskserve_benchmarks.timing import hardware
 from maskserve_client.client import Client
 from maskserve_common.imaging.images import encode_png
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
 from maskserve_serving.supervisor import Supervisor
-from maskserve_studies.workflows.by_name import by_name
+from maskserve_studies.workflows.value_passing import by_name
 from maskserve_studies.workflows.due_plans import due_plans
 from maskserve_studies.workflows.shared_stages import stages_edits, stages_memory
 from maskserve_studies.workflows.two_hosts import two_hosts, two_hosts_control

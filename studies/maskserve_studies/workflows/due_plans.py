@@ -34,8 +34,8 @@ import psutil
 from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_benchmarks.checkout import CHECKOUT
-from maskserve_benchmarks.emulated.server import SERVICE
-from maskserve_benchmarks.emulated.worker import EmulatedWorker
+from maskserve_benchmarks.emulator.server import SERVICE
+from maskserve_benchmarks.emulator.worker import EmulatedWorker
 from maskserve_benchmarks.router_site import RouterSite
 from maskserve_benchmarks.simulator.hardware import Hardware
 from maskserve_client import wire

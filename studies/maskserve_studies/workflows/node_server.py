@@ -13,7 +13,7 @@ import grpc
 import msgspec
 from tritonclient.grpc import service_pb2 as pb
 
-from maskserve_benchmarks.emulated.server import Context, answer_of, server_of
+from maskserve_benchmarks.emulator.server import Context, answer_of, server_of
 from maskserve_common.contracts import bytes_tensor
 from maskserve_workflows.nodes import NODE_TYPES
 from maskserve_workflows.wire import (

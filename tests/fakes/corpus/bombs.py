@@ -7,7 +7,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterator
 
-from maskserve_benchmarks.soaking.pictures import png_file
+from maskserve_benchmarks.soak.pictures import png_file
 from tests.fakes.corpus.case import Case, Refused
 from tests.fakes.corpus.encoding import (
     GREY,

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from maskserve_benchmarks.soaking.pictures import png_chunk
+from maskserve_benchmarks.soak.pictures import png_chunk
 from tests.fakes.corpus.case import Case, Pixels, damaged, refused, works
 from tests.fakes.corpus.encoding import (
     GREY,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from tritonclient.utils import InferenceServerException
 
 from maskserve_benchmarks.checkout import CHECKOUT
-from maskserve_benchmarks.probing.calls import CLIENT_TIMEOUT, Grpc, Stream, reason, texts
+from maskserve_benchmarks.triton_calls import CLIENT_TIMEOUT, Grpc, Stream, reason, texts
 from tests.support.faults.worker_site import Site, until
 
 _PATIENCE_S = 60.0
@@ -23,7 +23,7 @@ _DEADLINE_S = 1.0
 _BENCHMARKS = CHECKOUT / "benchmarks"
 _CHILD = """
 import json, sys, time
-from maskserve_benchmarks.probing.calls import Grpc, Stream
+from maskserve_benchmarks.triton_calls import Grpc, Stream
 url, front, texts = json.load(sys.stdin)
 inputs = {name: text.encode() for name, text in texts.items()}
 if front == "edit":

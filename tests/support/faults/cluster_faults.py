@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import psutil
 
 from maskserve_benchmarks.router_site import RouterSite
-from maskserve_benchmarks.soaking.load import Load
+from maskserve_benchmarks.soak.load import Load
 from maskserve_common.liveness import signed_in
 from maskserve_serving.supervisor import Supervisor
 from maskserve_serving.worker import WorkerProcess

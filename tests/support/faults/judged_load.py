@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from maskserve_benchmarks.probing.calls import (
+from maskserve_benchmarks.triton_calls import (
     CLIENT_CANCELLED,
     CLIENT_TIMEOUT,
     Answer,
@@ -25,7 +25,7 @@ from maskserve_benchmarks.probing.calls import (
     decode,
     reason,
 )
-from maskserve_benchmarks.soaking.visitor import DONE, Unexpected
+from maskserve_benchmarks.soak.visitor import DONE, Unexpected
 
 Pixels = npt.NDArray[np.uint8]
 PATIENCE_S = 60.0

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from geventhttpclient.response import HTTPConnectionClosed
 from tritonclient.utils import InferenceServerException
 
-from maskserve_benchmarks.probing.calls import Grpc, Http, Stream
+from maskserve_benchmarks.triton_calls import Grpc, Http, Stream
 from maskserve_serving.supervisor import STEADY_S
 from tests.support.faults.sabotage import ORDER
 from tests.support.faults.worker_site import Site, until

@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 from tritonclient.utils import InferenceServerException
 
-from maskserve_benchmarks.probing.calls import Grpc
+from maskserve_benchmarks.triton_calls import Grpc
 from maskserve_common.imaging.images import encode_image
 from maskserve_common.liveness import signed_in
 from maskserve_common.status import RowStatus, StatusReader, WorkerStatus

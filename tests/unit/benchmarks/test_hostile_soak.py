@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from maskserve_benchmarks.soaking import attacks
-from maskserve_benchmarks.soaking.hostile import (
+from maskserve_benchmarks.soak import attacks
+from maskserve_benchmarks.soak.hostile import (
     MISSED,
     NOT_JUDGED,
     Book,

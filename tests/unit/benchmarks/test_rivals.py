@@ -12,7 +12,7 @@ from PIL import Image
 
 from maskserve_benchmarks.perf.results import Stamps
 from maskserve_benchmarks.rivals.end_to_end import chosen, summary_of
-from maskserve_benchmarks.rivals.measuring import TUNINGS, summed, systems, waited_ms, within
+from maskserve_benchmarks.rivals.measurement import TUNINGS, summed, systems, waited_ms, within
 from maskserve_benchmarks.rivals.page import page, write_page
 from maskserve_benchmarks.rivals.pipeline_model import crop_box
 from maskserve_benchmarks.rivals.server import Rival

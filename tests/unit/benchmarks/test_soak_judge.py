@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from maskserve_benchmarks.soaking.judge import Bar, judge_answers, judge_growth, judge_rest, steady
-from maskserve_benchmarks.soaking.ledger import Window
-from maskserve_benchmarks.soaking.sampler import ProcessSample, Sample, drifts, rollup
+from maskserve_benchmarks.soak.judge import Bar, judge_answers, judge_growth, judge_rest, steady
+from maskserve_benchmarks.soak.ledger import Window
+from maskserve_benchmarks.soak.sampler import ProcessSample, Sample, drifts, rollup
 
 HOUR_S = 3600.0
 EVERY_S = 5.0

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from maskserve_benchmarks.checkout import DEMO_MODEL
-from maskserve_benchmarks.soaking.ledger import Ledger
-from maskserve_benchmarks.soaking.load import Load
-from maskserve_benchmarks.soaking.run import SoakOptions, soak, template_bytes, write_config
+from maskserve_benchmarks.soak.ledger import Ledger
+from maskserve_benchmarks.soak.load import Load
+from maskserve_benchmarks.soak.run import SoakOptions, soak, template_bytes, write_config
 from maskserve_common.config_file import config_of
 from maskserve_engine.families.registry import load_adapter
 from maskserve_engine.stages.loader import dtype_of

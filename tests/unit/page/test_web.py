@@ -18,7 +18,7 @@ import pytest
 from PIL import Image
 
 from maskserve_benchmarks.demo_model.palette import COLOURS, SHAPES
-from maskserve_benchmarks.soaking.pictures import png_file
+from maskserve_benchmarks.soak.pictures import png_file
 from maskserve_client.events import EditResult, Event, Progress
 from maskserve_common.contracts.settings import parse_settings
 from maskserve_common.errors import InvalidRequest, Overloaded, TemplateNotFound

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2 as pb
 
-from maskserve_benchmarks.emulated.server import answer_of
+from maskserve_benchmarks.emulator.server import answer_of
 from maskserve_common.contracts.pricing import Pricing
 from maskserve_common.contracts.status_record import RowStatus, Served, ValuesHeld
 from maskserve_common.errors import CODES, MaskserveError

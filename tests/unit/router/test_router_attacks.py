@@ -23,7 +23,7 @@ import grpc.aio
 import pytest
 from tritonclient.grpc import service_pb2 as pb
 
-from maskserve_benchmarks.soaking.pictures import png_file
+from maskserve_benchmarks.soak.pictures import png_file
 from maskserve_common.config import LimitsConfig
 from maskserve_common.contracts import bytes_tensor
 from maskserve_common.contracts.settings import parse_settings

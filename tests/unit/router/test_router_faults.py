@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from maskserve_benchmarks.emulated.worker import KEPT
+from maskserve_benchmarks.emulator.worker import KEPT
 from maskserve_benchmarks.simulator.hardware import Hardware
 from maskserve_router.operations.control import cluster_status
 from tests.support.router import SIDE, calling, cluster, control_request, edit, until

@@ -16,7 +16,7 @@ import pytest
 import trustme
 
 import maskserve_router.router as router_module
-from maskserve_benchmarks.emulated.worker import EmulatedWorker
+from maskserve_benchmarks.emulator.worker import EmulatedWorker
 from maskserve_common.config import ConfigError
 from maskserve_router.config import check_change, load_router_config, router_config_of
 from maskserve_router.router import Router

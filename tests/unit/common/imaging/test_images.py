@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageFile
 
-from maskserve_benchmarks.soaking.pictures import png_file
+from maskserve_benchmarks.soak.pictures import png_file
 from maskserve_common.config import LimitsConfig
 from maskserve_common.contracts.keys import TEMPLATE_ID, entries_id, template_id
 from maskserve_common.errors import InvalidRequest

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from maskserve_benchmarks.soaking.pictures import png_file
+from maskserve_benchmarks.soak.pictures import png_file
 from maskserve_common.config_file import config_of
 from maskserve_common.errors import InvalidRequest
 from maskserve_common.imaging.images import encode_png

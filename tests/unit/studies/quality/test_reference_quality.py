@@ -23,7 +23,7 @@ from maskserve_studies.demo_model.reference_edits import (
 from maskserve_benchmarks.demo_model.scenes import PHOTOS
 from maskserve_studies.quality.choices import CacheChoice, default, first_looks, published
 from maskserve_studies.quality.command import Run, flux_facts
-from maskserve_studies.quality.own_anchors import table as own_table
+from maskserve_studies.quality.refresh_steps import table as own_table
 from maskserve_studies.quality.systems import Rig
 from maskserve_engine.spec.model_spec import ALL_STEPS
 from tests.fakes.tiny_flux2 import build_tiny_flux2

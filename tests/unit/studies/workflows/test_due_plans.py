@@ -8,8 +8,8 @@ import grpc
 import grpc.aio
 import pytest
 
-from maskserve_benchmarks.emulated.server import SERVICE
-from maskserve_benchmarks.emulated.worker import EmulatedWorker
+from maskserve_benchmarks.emulator.server import SERVICE
+from maskserve_benchmarks.emulator.worker import EmulatedWorker
 from maskserve_benchmarks.simulator.hardware import Hardware
 from maskserve_router.config import WorkflowFiles
 from maskserve_router.fair_share import FairShare

@@ -32,7 +32,7 @@ import numpy as np
 from PIL import Image
 from tritonclient.grpc import service_pb2 as pb
 
-from maskserve_benchmarks.soaking.pictures import draw, png_file
+from maskserve_benchmarks.soak.pictures import draw, png_file
 from maskserve_common.contracts import bytes_tensor
 from maskserve_common.files.sockets import short_path
 

@@ -29,8 +29,8 @@ import grpc.aio
 import numpy as np
 from tritonclient.grpc import service_pb2 as pb
 
-from maskserve_benchmarks.emulated.server import SERVICE, server_of
-from maskserve_benchmarks.emulated.worker import EmulatedWorker
+from maskserve_benchmarks.emulator.server import SERVICE, server_of
+from maskserve_benchmarks.emulator.worker import EmulatedWorker
 from maskserve_benchmarks.machine import machine
 from maskserve_benchmarks.reports import about, table, write_json
 from maskserve_benchmarks.router_site import RouterSite

@@ -36,11 +36,11 @@ import psutil
 from msgspec import toml
 
 from maskserve_benchmarks.checkout import CHECKOUT
-from maskserve_benchmarks.probing.calls import Grpc
-from maskserve_benchmarks.soaking import attacks
-from maskserve_benchmarks.soaking.pictures import Album, Pixels
-from maskserve_benchmarks.soaking.run import SoakOptions, write_config
-from maskserve_benchmarks.soaking.visitor import Unexpected, check
+from maskserve_benchmarks.triton_calls import Grpc
+from maskserve_benchmarks.soak import attacks
+from maskserve_benchmarks.soak.pictures import Album, Pixels
+from maskserve_benchmarks.soak.run import SoakOptions, write_config
+from maskserve_benchmarks.soak.visitor import Unexpected, check
 from maskserve_engine.families.specs import load_spec
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import STRIDE, free_base_port

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
-from maskserve_benchmarks.soaking.visitor import Unexpected
+from maskserve_benchmarks.soak.visitor import Unexpected
 
 
 class Client(Protocol):

@@ -35,9 +35,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from maskserve_benchmarks.checkout import DEMO_MODEL
-from maskserve_benchmarks.soaking.attacks import ATTACKS
-from maskserve_benchmarks.soaking.hostile import NOT_JUDGED, PASSED, hostile_soak
-from maskserve_benchmarks.soaking.run import Report, SoakOptions, drift, soak, summary
+from maskserve_benchmarks.soak.attacks import ATTACKS
+from maskserve_benchmarks.soak.hostile import NOT_JUDGED, PASSED, hostile_soak
+from maskserve_benchmarks.soak.run import Report, SoakOptions, drift, soak, summary
 from maskserve_serving.errors import ServeError
 from maskserve_serving.stop_signals import StopSignals
 

@@ -11,8 +11,8 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from maskserve_benchmarks.soaking.judge import GROWTH
-from maskserve_benchmarks.soaking.sampler import Sample
+from maskserve_benchmarks.soak.judge import GROWTH
+from maskserve_benchmarks.soak.sampler import Sample
 
 _SIZE = (8.0, 14.5)
 _DPI = 90

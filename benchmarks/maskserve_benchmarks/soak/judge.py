@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from maskserve_benchmarks.soaking.sampler import Sample
+from maskserve_benchmarks.soak.sampler import Sample
 
 WARM_UP_SHARE = 0.2
 """Share of the run that counts as warm-up: pools grow to the largest need, kernels are chosen, the

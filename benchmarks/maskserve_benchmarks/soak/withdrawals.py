@@ -8,14 +8,14 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from maskserve_benchmarks.probing.calls import (
+from maskserve_benchmarks.triton_calls import (
     CLIENT_CANCELLED,
     CLIENT_TIMEOUT,
     TIMEOUT_S,
     Http,
     Stream,
 )
-from maskserve_benchmarks.soaking.visitor import Visitor, ended, must, operate
+from maskserve_benchmarks.soak.visitor import Visitor, ended, must, operate
 
 _SOON_S = 0.6
 """Time within which a visitor cancels."""

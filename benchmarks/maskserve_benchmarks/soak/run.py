@@ -14,9 +14,9 @@ from typing import Any
 
 import tomli_w
 
-from maskserve_benchmarks.soaking import visits, withdrawals
-from maskserve_benchmarks.soaking.bad_input import bad_input, bad_operation
-from maskserve_benchmarks.soaking.judge import (
+from maskserve_benchmarks.soak import visits, withdrawals
+from maskserve_benchmarks.soak.bad_input import bad_input, bad_operation
+from maskserve_benchmarks.soak.judge import (
     WARM_UP_SHARE,
     Bar,
     judge_answers,
@@ -24,11 +24,11 @@ from maskserve_benchmarks.soaking.judge import (
     judge_rest,
     steady,
 )
-from maskserve_benchmarks.soaking.ledger import Ledger
-from maskserve_benchmarks.soaking.load import Load
-from maskserve_benchmarks.soaking.pictures import Album
-from maskserve_benchmarks.soaking.sampler import Sample, Sampler
-from maskserve_benchmarks.soaking.visitor import Keepsakes, Visitor
+from maskserve_benchmarks.soak.ledger import Ledger
+from maskserve_benchmarks.soak.load import Load
+from maskserve_benchmarks.soak.pictures import Album
+from maskserve_benchmarks.soak.sampler import Sample, Sampler
+from maskserve_benchmarks.soak.visitor import Keepsakes, Visitor
 from maskserve_common.config import Config, cores
 from maskserve_engine.families.specs import counted_work, load_spec
 from maskserve_engine.planning.entry_bytes import FORMATS, entry_bytes
@@ -287,7 +287,7 @@ def _judge(
             f"{options.model.name}: {options.visitors} visitors, {served:.0f} edits in "
             f"{samples[-1].time_s / 60:.0f} min"
         )
-        from maskserve_benchmarks.soaking.plots import plot
+        from maskserve_benchmarks.soak.plots import plot
 
         plot(samples, late[0].time_s, title, options.out / "soak.png")
     return report

@@ -1,8 +1,8 @@
 """Count the files and functions of the product that one edit enters, with all stages in one
 process.
 
-scripts/bench way_of_an_edit --json
-scripts/bench way_of_an_edit --calls 30      # the functions entered most often
+scripts/bench code_path --json
+scripts/bench code_path --calls 30      # the functions entered most often
 
 An edit of the demo model of 4 steps: dense, and a hit of a template that is cached. Of three edits
 of a kind the one with the fewest calls is told, as the engine's threads also do what is not the

@@ -9,8 +9,8 @@ from functools import partial
 
 import numpy as np
 
-from maskserve_benchmarks.soaking.pictures import draw, encode, png_file
-from maskserve_benchmarks.soaking.visitor import Visitor, refused
+from maskserve_benchmarks.soak.pictures import draw, encode, png_file
+from maskserve_benchmarks.soak.visitor import Visitor, refused
 
 _SIZE = (40, 56)
 

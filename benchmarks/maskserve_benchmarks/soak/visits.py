@@ -9,8 +9,8 @@ from __future__ import annotations
 import base64
 import time
 
-from maskserve_benchmarks.probing.calls import Stream
-from maskserve_benchmarks.soaking.visitor import (
+from maskserve_benchmarks.triton_calls import Stream
+from maskserve_benchmarks.soak.visitor import (
     DONE,
     Unexpected,
     Visitor,

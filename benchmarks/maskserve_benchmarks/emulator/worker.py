@@ -18,7 +18,7 @@ import msgspec
 from msgspec import structs
 from tritonclient.grpc import service_pb2 as pb
 
-from maskserve_benchmarks.emulated.server import Context, answer_of, server_of
+from maskserve_benchmarks.emulator.server import Context, answer_of, server_of
 from maskserve_benchmarks.simulator.hardware import Hardware
 from maskserve_common.config import LimitsConfig
 from maskserve_common.contracts.settings import EditSettings, parse_settings

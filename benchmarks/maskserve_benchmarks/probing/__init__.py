@@ -1,1 +1,0 @@
-"""Calls to a running worker with Triton's own client, for scripts and tests."""

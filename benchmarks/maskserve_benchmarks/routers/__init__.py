@@ -1,1 +1,0 @@
-"""Routers: times of decisions, polls and passed edits."""

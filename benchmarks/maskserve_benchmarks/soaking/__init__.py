@@ -1,4 +1,0 @@
-"""A worker under mixed load for a long time, and the judge of what it holds.
-
-`scripts/bench soak` is the command; tests use `maskserve_benchmarks.soaking.run.soak`.
-"""
