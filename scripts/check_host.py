@@ -1,20 +1,20 @@
 #!/usr/bin/env python3
-"""Whether this machine can set maskserve up: one sentence per thing that is missing.
+"""Check whether this machine can set maskserve up, and print one sentence per missing thing.
 
-Runs before anything is installed, under whatever Python the machine has, so it uses the standard
-library alone and nothing recent of the language.
+The script runs before anything is installed, under any Python of the machine, so it uses only the
+standard library and no recent syntax.
 """
 
 import importlib.util
 import sys
 from collections.abc import Iterator
 
-# What the versions in constraints.txt have wheels for.
+# Versions of Python with wheels for constraints.txt.
 OLDEST, NEWEST = (3, 11), (3, 12)
 
 
 def problems() -> Iterator[str]:
-    """Yields one sentence for each thing that is missing."""
+    """Yield one sentence for each missing thing."""
     python_version = f"{sys.version_info[0]}.{sys.version_info[1]}"
     if not OLDEST <= sys.version_info[:2] <= NEWEST:
         yield (
@@ -38,7 +38,7 @@ def problems() -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    found = list(problems())
-    for problem in found:
-        print("maskserve: " + problem, file=sys.stderr)
-    sys.exit(1 if found else 0)
+    sentences = list(problems())
+    for sentence in sentences:
+        print("maskserve: " + sentence, file=sys.stderr)
+    sys.exit(1 if sentences else 0)

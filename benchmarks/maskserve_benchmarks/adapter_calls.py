@@ -1,4 +1,4 @@
-"""Calls of adapters as often as Katz measured them (§3.1)."""
+"""Calls of adapters with the frequencies that Katz measured (§3.1)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def popularity(service: Service) -> NDArray[np.float64]:
     return shares
 
 
-def drawn(service: Service, calls: int, seed: int) -> list[int]:
+def draw_calls(service: Service, calls: int, seed: int) -> list[int]:
     """Draw the adapter of each call."""
     rng = np.random.default_rng(seed)
     draws: list[int] = rng.choice(service.adapters, calls, p=popularity(service)).tolist()

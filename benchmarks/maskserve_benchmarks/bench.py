@@ -13,29 +13,18 @@ COMMANDS = {
     # Steps of the model.
     "step": "steps.step",
     "profile_costs": "steps.profile_costs",
-    "bytes_table": "maskserve_studies.model_counts.entry_bytes",
-    "model_counts": "maskserve_studies.model_counts.command",
     # Whole edits.
     "bench_edit": "edits.edit",
     "overhead": "edits.overhead",
+    "router": "edits.router_overhead",
     "every_edit": "edits.every_edit",
     "fuzz_headers": "edits.fuzz_headers",
-    "code_path": "edits.code_path",
-    # Routers and many workers.
-    "router": "edits.router_overhead",
-    "routing": "maskserve_studies.router_limits.decisions",
-    "router_scale": "maskserve_studies.router_limits.workers",
-    "job_history": "maskserve_studies.router_limits.job_history",
-    "scale": "maskserve_studies.router_limits.hosts",
     # Load.
     "end_to_end": "rivals.end_to_end",
     "perf_analyzer": "perf.command",
     "soak": "soak.command",
-    # The quality of pictures.
-    "eval_quality": "maskserve_studies.quality.command",
-    "eval_unet_quality": "maskserve_studies.quality.unet_command",
-    "eval_demo_model": "maskserve_studies.demo_model.command",
     # The code itself.
+    "code_path": "edits.code_path",
     "module_index": "documents.module_index",
     "check_words": "documents.words",
     "record_edits": "recording.command",
@@ -48,6 +37,8 @@ COMMANDS = {
     "check_install": "documents.install_check",
     "demo": "demo",
     # Studies of steps and of their plans.
+    "bytes_table": "maskserve_studies.model_counts.entry_bytes",
+    "model_counts": "maskserve_studies.model_counts.command",
     "pipeline": "maskserve_studies.block_plans.pipeline",
     "plan_table": "maskserve_studies.block_plans.table",
     "plan_counts": "maskserve_studies.block_plans.counts",
@@ -64,12 +55,19 @@ COMMANDS = {
     "profile_lora": "maskserve_studies.profile_lora.command",
     "unet_adapters": "maskserve_studies.unet_adapters.command",
     # Studies of the quality of pictures.
+    "eval_quality": "maskserve_studies.quality.command",
+    "eval_unet_quality": "maskserve_studies.quality.unet_command",
+    "eval_demo_model": "maskserve_studies.demo_model.command",
     "refresh_steps": "maskserve_studies.refresh_steps.command",
     "approximate": "maskserve_studies.approximate.command",
     "pieces": "maskserve_studies.vae_pieces.command",
     "windows": "maskserve_studies.windows.command",
     "eval_photo_model": "maskserve_studies.photo_model.command",
-    # Studies of many workers, and of workflows.
+    # Studies of routers, of many workers and of workflows.
+    "routing": "maskserve_studies.router_limits.decisions",
+    "router_scale": "maskserve_studies.router_limits.workers",
+    "scale": "maskserve_studies.router_limits.hosts",
+    "job_history": "maskserve_studies.router_limits.job_history",
     "simulate_cluster": "maskserve_studies.cluster.command",
     "flashps": "maskserve_studies.flashps.command",
     "due_times": "maskserve_studies.due_times.command",
@@ -86,7 +84,7 @@ COMMANDS = {
     "train_demo_edit": "maskserve_studies.training.edit",
     "train_photo_model": "maskserve_studies.training.photo",
 }
-"""Command → its module: a name in this package, or a full dotted name. Each module has a `main()`
+"""Command → module: a name in this package, or a full dotted name. Each module has a `main()`
 that reads `sys.argv`; the first paragraph of its docstring describes the command."""
 
 _USAGE = """\
@@ -101,7 +99,7 @@ def main() -> int:
     """
     name, flags = (sys.argv[1] if sys.argv[1:] else ""), sys.argv[2:]
     if name in ("--list", "--help", "-h"):
-        print("\n".join(_listed()) if name == "--list" else _USAGE)
+        print("\n".join(_listing()) if name == "--list" else _USAGE)
         return 0
     if name not in COMMANDS:
         print(f"bench: there is no {name!r}\n{_USAGE}" if name else _USAGE, file=sys.stderr)
@@ -123,7 +121,7 @@ def module_of(name: str) -> str:
     return module if module.startswith("maskserve_") else f"maskserve_benchmarks.{module}"
 
 
-def _listed() -> list[str]:
+def _listing() -> list[str]:
     width = max(map(len, COMMANDS))
     return [f"{name:{width}}  {_summary(module_of(name))}" for name in COMMANDS]
 

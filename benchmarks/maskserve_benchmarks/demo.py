@@ -72,8 +72,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=1)
     add("--out", type=Path, default=Path("demo-output"), help="folder for the pictures")
     options = parser.parse_args(argv)
-    named = ASSETS / Path(options.model).name  # its prompts name objects in the picture
-    inputs = named if named.is_dir() else ASSETS
+    model_inputs = ASSETS / Path(options.model).name  # its prompts name objects in the picture
+    inputs = model_inputs if model_inputs.is_dir() else ASSETS
     options.image = options.image or find_source(inputs)
     options.mask = options.mask or inputs / "mask.png"
     options.prompt = options.prompt or (inputs / "prompt.txt").read_text().strip()
@@ -125,12 +125,12 @@ def compare(client: Client, image: Path, options: argparse.Namespace, first: Edi
         print(f"cache: {meta['cache']}; every step computed all {total} tokens")
         return
     # The first edit of a shape also prepares kernels, so both modes are timed on their second edit.
-    ways = {}
+    repeats = {}
     for cache in ("off", "auto", "off", "auto"):
-        ways[cache] = client.edit(
+        repeats[cache] = client.edit(
             image, options.mask, options.prompt, seed=options.seed, cache=cache
         )
-    dense, repeat_meta = ways["off"], ways["auto"].meta
+    dense, repeat_meta = repeats["off"], repeats["auto"].meta
     saved = dense.meta["timings_ms"]["denoise"] / repeat_meta["timings_ms"]["denoise"]
     difference = np.abs(np.asarray(dense.image, int) - np.asarray(first.image, int))
     inside = upright(options.mask, "L").point(lambda value: 255 * (value >= 128))
@@ -152,8 +152,8 @@ def compare(client: Client, image: Path, options: argparse.Namespace, first: Edi
 
 def upright(path: Path, mode: str) -> Image.Image:
     """Return a picture as a viewer shows it, read without the server's code."""
-    with Image.open(path) as opened:
-        return ImageOps.exif_transpose(opened).convert(mode)
+    with Image.open(path) as image:
+        return ImageOps.exif_transpose(image).convert(mode)
 
 
 def show(out: Path, source: Image.Image, mask: Image.Image, result: EditResult) -> None:

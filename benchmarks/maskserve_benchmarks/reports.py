@@ -24,7 +24,7 @@ def write_json(report: Any, file: Path | None) -> None:
     """Write a report if there is a file to write to; a list of numbers or words takes one line."""
     if file is not None:
         text = json.dumps(report, indent=2)
-        text = re.sub(r"\[\n[^][{}]*\]", lambda found: json.dumps(json.loads(found.group())), text)
+        text = re.sub(r"\[\n[^][{}]*\]", lambda match: json.dumps(json.loads(match.group())), text)
         file.write_text(text + "\n", encoding="utf-8")
 
 

@@ -39,7 +39,7 @@ def test_what_is_simulated_says_from_which_inputs(paper: Paper) -> None:
     without = [
         part.part
         for part in simulated
-        if not re.search(r"\bfrom\b|assumed|counted|as published|published shares", part.here)
+        if not re.search(r"\bfrom\b|assumed|counted|as published|published shares", part.support)
     ]
     assert not without
 
@@ -49,14 +49,14 @@ def test_what_is_simulated_says_from_which_inputs(paper: Paper) -> None:
     [
         {"status": "deviates"},
         {"decision": "adr/0024-loras-per-row.md"},
-        {"here": ""},
+        {"support": ""},
         {"status": "illustration"},
         {"status": "works"},
         {"note": "x"},
     ],
 )
 def test_a_part_that_is_not_whole_is_refused(changed: dict[str, str]) -> None:
-    part = {"part": "Fig. 1", "what": "a thing", "status": "default", "here": "there"}
+    part = {"part": "Fig. 1", "content": "a thing", "status": "default", "support": "a setting"}
     assert msgspec.convert(part, Part).status == "default"
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert(part | changed, Part)

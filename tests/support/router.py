@@ -86,7 +86,7 @@ class Faulty(EmulatedWorker):
         """Ids of the edits that run or wait here."""
         return set(self._edits)
 
-    def told(self, operation: dict[str, Any]) -> bytes:
+    def control_answer(self, operation: dict[str, Any]) -> bytes:
         match operation:
             case {"op": "status"} if self.silent:
                 return b""
@@ -103,7 +103,7 @@ class Faulty(EmulatedWorker):
                 names = sorted(self.templates)
                 listed = [{"template_id": n, "registered": True, "entries": []} for n in names]
                 return json.dumps({"templates": listed}).encode()
-        return super().told(operation)
+        return super().control_answer(operation)
 
     async def _infer(self, raw: bytes, context: Any) -> bytes:
         await self._awake.wait()

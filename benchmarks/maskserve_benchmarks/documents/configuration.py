@@ -2,7 +2,7 @@
 nodes in docs/workflows.md.
 
 python scripts/bench config_reference            # after a change of a key or a setting
-python scripts/bench config_reference --check    # exit code 1 if a document is another
+python scripts/bench config_reference --check    # exit code 1 if a document is stale
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ are those of the worker, above.
 EDIT_SETTINGS = """
 # Settings of an edit
 
-Keys of the tensor SETTINGS and form fields of OpenAI's API; [api.md](api.md#settings) says how each
+Keys of the tensor SETTINGS and form fields of OpenAI's API; [api.md](api.md#settings) description how each
 API takes them.
 
 """
@@ -54,17 +54,17 @@ NODES = re.compile(r"^\| node \| takes .*\n(?:\|.*\n)+", re.MULTILINE)
 """The table of nodes in docs/workflows.md."""
 
 
-def tables(whole: type[Table], besides: type[Table] = Table) -> Iterator[str]:
-    """Yield the keys that have no table, then each table except those of `besides`."""
+def tables(struct: type[Table], excluded: type[Table] = Table) -> Iterator[str]:
+    """Yield the keys that have no table, then each table except those of `excluded`."""
     struct_types: list[type] = []
     plain = []
-    for field in types.type_info(whole).fields:  # type: ignore[attr-defined]
+    for field in types.type_info(struct).fields:  # type: ignore[attr-defined]
         kind = field.type.item_type if isinstance(field.type, types.VarTupleType) else field.type
         if isinstance(kind, types.StructType):
-            if kind.cls not in get_type_hints(besides).values():
+            if kind.cls not in get_type_hints(excluded).values():
                 struct_types.append(kind.cls)
         else:
-            plain.append(_key(field, sentences(whole)))
+            plain.append(_key(field, sentences(struct)))
     yield from _table("", plain)
     for table in struct_types:
         fields = types.type_info(table).fields  # type: ignore[attr-defined]
@@ -81,33 +81,33 @@ def with_nodes(text: str) -> str:
     """Return docs/workflows.md with a freshly generated table of node types."""
     rows = []
     for kind in NODE_TYPES.values():
-        takes = [
+        inputs = [
             f"{name}: {port}" + (", or none" if name in kind.optional else "")
             for name, port in kind.inputs.items()
         ]
         fields = () if kind.name == EDIT else kind.settings.__struct_fields__
-        takes += [f"`{name}=`" for name in fields]
-        gives = [
+        inputs += [f"`{name}=`" for name in fields]
+        outputs = [
             port if name == port else f"`.{name}`: {port}" for name, port in kind.outputs.items()
         ]
         about = kind.about.replace("\n", " ")
-        runs = "a worker" if kind.model == EDIT else f"`{kind.model}`"
+        runner = "a worker" if kind.model == EDIT else f"`{kind.model}`"
         rows.append(
-            f"| `{kind.name}` | {'; '.join(takes)} | {', '.join(gives)} | {runs} | {about} |\n"
+            f"| `{kind.name}` | {'; '.join(inputs)} | {', '.join(outputs)} | {runner} | {about} |\n"
         )
     table = "| node | takes | gives | run by | |\n|---|---|---|---|---|\n" + "".join(rows)
     return NODES.sub(lambda _: table, text)
 
 
-def _kind(found: types.Type) -> tuple[types.Type, str]:
+def _kind(field_type: types.Type) -> tuple[types.Type, str]:
     """Return a type without None, and the accepted values in words."""
-    if isinstance(found, types.Metadata):
-        kind, description = _kind(found.type)
-        return kind, description or (found.extra_json_schema or {}).get("description", "")
-    if isinstance(found, types.UnionType):
-        [inner] = [kind for kind in found.types if not isinstance(kind, types.NoneType)]
+    if isinstance(field_type, types.Metadata):
+        kind, description = _kind(field_type.type)
+        return kind, description or (field_type.extra_json_schema or {}).get("description", "")
+    if isinstance(field_type, types.UnionType):
+        [inner] = [kind for kind in field_type.types if not isinstance(kind, types.NoneType)]
         return _kind(inner)
-    return found, ""
+    return field_type, ""
 
 
 def _key(field: types.Field, sentences: dict[str, str]) -> str:
@@ -129,14 +129,14 @@ def _key(field: types.Field, sentences: dict[str, str]) -> str:
 
 def _table(doc: str | None, rows: list[str]) -> Iterator[str]:
     if doc:
-        name, _, says = " ".join(doc.split()).partition(": ")
-        says = re.sub(r"docs/([\w.-]+)((?:#[\w-]+)?)", r"[\1](\1\2)", says)
-        yield f"\n## {name}\n\n{says[:1].upper()}{says[1:]}\n"
+        name, _, description = " ".join(doc.split()).partition(": ")
+        description = re.sub(r"docs/([\w.-]+)((?:#[\w-]+)?)", r"[\1](\1\2)", description)
+        yield f"\n## {name}\n\n{description[:1].upper()}{description[1:]}\n"
     yield "\n" + COLUMNS + "".join(rows)
 
 
-def _row(key: str, default: str, accepted: str, says: str) -> str:
-    return f"| `{key}` | {default} | {accepted} | {says.replace('|', chr(92) + '|')} |\n"
+def _row(key: str, default: str, accepted: str, description: str) -> str:
+    return f"| `{key}` | {default} | {accepted} | {description.replace('|', chr(92) + '|')} |\n"
 
 
 def _toml(value: Any) -> str:

@@ -1,7 +1,7 @@
 """Write Grafana's dashboard of the metrics that workers and routers publish.
 
 python scripts/bench dashboard            # after a change of a panel
-python scripts/bench dashboard --check    # exit code 1 if the file is another
+python scripts/bench dashboard --check    # exit code 1 if the file is stale
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Panel(NamedTuple):
     """Unit in Grafana's spelling: `s`, `percentunit`, `bytes`, `short`, `ops`."""
     queries: dict[str, str]
     """Legend → PromQL."""
-    says: str
+    description: str
     stat: bool = False
 
 
@@ -46,8 +46,8 @@ def _quantiles(metric: str) -> dict[str, str]:
 _ENDS = "edit_ends_total"
 _DONE = _rate(_ENDS, '{outcome="done"}')
 _HITS, _MISSES = _rate("cache_hits_total"), _rate("cache_misses_total")
-_OWN = _rate("cache_own_total")
-_WANTED = f"({_HITS} + {_OWN} + {_MISSES})"
+_REFRESHES = _rate("cache_own_total")
+_LOOKUPS = f"({_HITS} + {_REFRESHES} + {_MISSES})"
 _SLO = "slo_total"
 ROWS: dict[str, Sequence[Panel]] = {
     "Overview": (
@@ -78,14 +78,14 @@ ROWS: dict[str, Sequence[Panel]] = {
         Panel(
             "Cached hits",
             "percentunit",
-            {"": f"{_HITS} / {_WANTED}"},
+            {"": f"{_HITS} / {_LOOKUPS}"},
             "Edits that read their template, as a share of hits, refresh steps and misses.",
             stat=True,
         ),
         Panel(
             "Refresh steps",
             "percentunit",
-            {"": f"{_OWN} / {_WANTED}"},
+            {"": f"{_REFRESHES} / {_LOOKUPS}"},
             "Edits that used refresh steps, as a share of the same edits.",
             stat=True,
         ),
@@ -200,7 +200,7 @@ ROWS: dict[str, Sequence[Panel]] = {
             "ops",
             {
                 "hit {{tier}}": _rate("cache_hits_total", by="tier"),
-                "refresh steps": _OWN,
+                "refresh steps": _REFRESHES,
                 "miss": _MISSES,
             },
             "Hits by the tier of the template, edits with refresh steps, and misses.",
@@ -394,14 +394,14 @@ def dashboard() -> dict[str, Any]:
     panels: list[dict[str, Any]] = []
     y = 0
     for title, row in ROWS.items():
-        at = {"x": 0, "y": y, "w": _WIDTH, "h": 1}
-        panels.append({"type": "row", "title": title, "gridPos": at, "panels": []})
+        position = {"x": 0, "y": y, "w": _WIDTH, "h": 1}
+        panels.append({"type": "row", "title": title, "gridPos": position, "panels": []})
         y += 1
         width, height = _WIDTH // min(len(row), 4), 4 if row[0].stat else _HEIGHT
         for index, panel in enumerate(row):
             line, column = divmod(index, _WIDTH // width)
-            at = {"x": column * width, "y": y + line * height, "w": width, "h": height}
-            panels.append(_panel(panel, at))
+            position = {"x": column * width, "y": y + line * height, "w": width, "h": height}
+            panels.append(_panel(panel, position))
         y += height * -(-len(row) // (_WIDTH // width))
     for number, panel_json in enumerate(panels, 1):
         panel_json["id"] = number
@@ -416,12 +416,12 @@ def dashboard() -> dict[str, Any]:
     }
 
 
-def _panel(panel: Panel, at: dict[str, int]) -> dict[str, Any]:
+def _panel(panel: Panel, position: dict[str, int]) -> dict[str, Any]:
     return {
         "type": "stat" if panel.stat else "timeseries",
         "title": panel.title,
-        "description": panel.says,
-        "gridPos": at,
+        "description": panel.description,
+        "gridPos": position,
         "datasource": _SOURCE,
         "fieldConfig": {"defaults": {"unit": panel.unit, "min": 0}, "overrides": []},
         "targets": [

@@ -1,9 +1,9 @@
 """Check whether each extra and each image can be installed from the public index.
 
-A machine's own settings for pip can hide a conflict, for its index may serve other builds of torch.
-So nothing of them is used here. Only metadata is read and nothing is installed. Versions that fit
-all extras and images together fit each of them: only where there are none, each is asked for by
-itself. What was found good is remembered in .cache/ until one of the files that say it changes.
+A machine's settings for pip can hide a conflict, because its index may have other builds of torch;
+so the check ignores them. It reads metadata and installs nothing. Versions that fit all extras and
+images together fit each of them; only if there are none, each is checked by itself. A success is
+noted in .cache/ until one of the files in `SOURCES` changes.
 
     python scripts/bench check_install
 """
@@ -26,7 +26,7 @@ PYTHONS = ("3.11", "3.12")
 GOOD = ROOT / ".cache" / "install-checked"
 
 
-def wanted() -> Iterator[tuple[str, list[str]]]:
+def installations() -> Iterator[tuple[str, list[str]]]:
     """Yield each combination that users install: a name, and the requirements in pip's syntax."""
     sys.path.insert(0, str(ROOT / "deploy"))
     from requirements import requirements  # type: ignore[import-not-found]
@@ -63,16 +63,16 @@ def conflict(requirements: list[str], constraints: Path, python: str) -> str:
 
 
 def conflicts(
-    asked: dict[str, list[str]],
+    requirement_sets: dict[str, list[str]],
     constraints: Path,
     reason: Callable[[list[str], Path, str], str] = conflict,
 ) -> list[str]:
     """Return a text for each set that cannot be installed: its name and the reason."""
-    together = sorted({line for lines in asked.values() for line in lines})
+    union = sorted({line for lines in requirement_sets.values() for line in lines})
     with ThreadPoolExecutor(8) as pool:  # most of the time goes into waiting for the index
-        at_once = pool.map(lambda python: reason(together, constraints, python), PYTHONS)
+        at_once = pool.map(lambda python: reason(union, constraints, python), PYTHONS)
         pythons = [python for python, why in zip(PYTHONS, at_once, strict=True) if why]
-        cases = [(name, lines, python) for name, lines in asked.items() for python in pythons]
+        cases = [(name, lines, python) for name, lines in requirement_sets.items() for python in pythons]
         reasons = pool.map(lambda one: reason(one[1], constraints, one[2]), cases)
         return [
             f"{name} cannot be installed on Python {python}:\n{why}"
@@ -87,7 +87,7 @@ def main() -> int:
     digest = hashlib.sha256(content).hexdigest()
     if GOOD.exists() and GOOD.read_text() == digest:
         return 0
-    problems = conflicts(dict(wanted()), ROOT / "constraints.txt")
+    problems = conflicts(dict(installations()), ROOT / "constraints.txt")
     for sentence in problems:
         print(sentence, file=sys.stderr)
     if not problems:

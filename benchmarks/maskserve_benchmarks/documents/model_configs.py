@@ -1,7 +1,7 @@
 """Write every config.pbtxt from the declared tensors (maskserve_common.contracts.tensors).
 
 python scripts/bench model_configs            # after a change
-python scripts/bench model_configs --check    # exit code 1 if a file is not what would be written
+python scripts/bench model_configs --check    # exit code 1 if a file is stale
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from maskserve_common.contracts.tensors import (
     ensemble_steps,
 )
 
-_MADE = "Made by scripts/bench model_configs from maskserve_common/contracts/tensors.py."
+_NOTICE = "Made by scripts/bench model_configs from maskserve_common/contracts/tensors.py."
 _TYPES = {"BYTES": "TYPE_STRING", "UINT8": "TYPE_UINT8", "FP32": "TYPE_FP32"}
 _WIDTH = 100
 ALL = {**CONTRACTS, **SERVICES}
@@ -59,7 +59,7 @@ def config_text(name: str) -> str:
         if contract.together:
             config.max_batch_size = contract.together
             config.dynamic_batching.SetInParent()
-    lines = [*_comment(contract.about), *_comment(_MADE), ""]
+    lines = [*_comment(contract.about), *_comment(_NOTICE), ""]
     body: str = text_format.MessageToString(config, use_short_repeated_primitives=True)
     return "\n".join(lines) + body
 

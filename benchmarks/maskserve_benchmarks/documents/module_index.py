@@ -27,9 +27,9 @@ def modules(package: Path) -> dict[str, str]:
     summaries = {}
     for path in sorted(package.rglob("*.py")):
         if path.name != "__init__.py":
-            says = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-            first = says.split("\n\n")[0].replace("\n", " ").rstrip(".")
-            summaries[path.relative_to(package).as_posix()] = first
+            docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+            summary = docstring.split("\n\n")[0].replace("\n", " ").rstrip(".")
+            summaries[path.relative_to(package).as_posix()] = summary
     return summaries
 
 
@@ -59,8 +59,8 @@ def main() -> int:
         print(
             f"## {package.absolute().relative_to(CHECKOUT)}\n\n| module | lines | |\n|---|---|---|"
         )
-        for name, says in modules(package).items():
+        for name, summary in modules(package).items():
             lines = code_lines((package / name).read_text(encoding="utf-8"))
-            print(f"| `{name}` | {lines} | {says} |")
+            print(f"| `{name}` | {lines} | {summary} |")
         print()
     return 0

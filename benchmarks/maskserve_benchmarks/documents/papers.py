@@ -1,7 +1,7 @@
-"""Write docs/papers.md: which parts of four papers work here, how, and what is missing.
+"""Write docs/papers.md: the parts of four papers that work here, how, and the missing ones.
 
 python scripts/bench papers            # after a change of docs/papers.toml
-python scripts/bench papers --check    # exit code 1 if the document is another
+python scripts/bench papers --check    # exit code 1 if the document is stale
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ class Part(msgspec.Struct, forbid_unknown_fields=True):
     """A mechanism or a figure of the paper."""
 
     part: Annotated[str, Meta(min_length=2)]
-    what: Annotated[str, Meta(min_length=2)]
+    content: Annotated[str, Meta(min_length=2)]
     status: Status
-    here: str = ""
+    support: str = ""
     decision: str = ""
     """The document below docs/ that says why the project decided otherwise."""
 
     def __post_init__(self) -> None:
         if (self.status == "deviates") != bool(self.decision):
             raise ValueError(f"{self.part}: what deviates, and nothing else, has a decision")
-        if (self.status == "illustration") == bool(self.here):
+        if (self.status == "illustration") == bool(self.support):
             raise ValueError(f"{self.part}: all but illustrations say what is here")
 
 
@@ -89,8 +89,8 @@ def document() -> str:
 
 def _row(part: Part) -> list[str]:
     why = f"[why]({part.decision})" if part.decision else ""
-    location = f"{part.here} ({why})" if why and part.here else part.here or why
-    return [part.part, part.what, part.status, location]
+    location = f"{part.support} ({why})" if why and part.support else part.support or why
+    return [part.part, part.content, part.status, location]
 
 
 def main() -> int:

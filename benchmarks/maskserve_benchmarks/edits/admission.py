@@ -1,8 +1,9 @@
-"""The time that an edit's admission takes on the engine's thread, which asks for no step meanwhile.
+"""Measure the time that an edit's admission takes on the engine's thread, which runs no step
+meanwhile.
 
-FLUX.1 Fill of its true size at 1024x1024 on torch's device `meta`, which computes nothing: as with
-a GPU, the host packs a row's tensors for one transfer, asks for operations, and waits for none. In
-turn with edits that draw and pack only when they are admitted.
+The model is FLUX.1 Fill in its true size at 1024x1024, on torch's device `meta`, which computes
+nothing. As with a GPU, the host packs a row's tensors for one transfer, launches operations and
+waits for none. Edits that are prepared before admission take turns with edits that are not.
 """
 
 from __future__ import annotations
@@ -43,18 +44,18 @@ def measure_admission(rounds: int) -> dict[str, dict[str, float]]:
     """
     engine = meta_engine()
     _prime(engine, large_job("auto", 0))
-    ways = [(kind, prepared) for kind in _KINDS for prepared in (True, False)]
-    timings: dict[tuple[str, bool], list[dict[str, float]]] = {way: [] for way in ways}
+    cases = [(kind, prepared) for kind in _KINDS for prepared in (True, False)]
+    timings: dict[tuple[str, bool], list[dict[str, float]]] = {case: [] for case in cases}
     for number in range(rounds + 1):
-        for kind, prepared in ways:
+        for kind, prepared in cases:
             job = large_job(_KINDS[kind], number)
             timings[kind, prepared].append(_admit(engine, job, kind, prepared=prepared))
     return {
         f"{kind}, {'' if prepared else 'not '}prepared": {
-            name: round(statistics.median(timing[name] for timing in way_timings[1:]), 3)
-            for name in way_timings[0]
+            name: round(statistics.median(timing[name] for timing in case_timings[1:]), 3)
+            for name in case_timings[0]
         }
-        for (kind, prepared), way_timings in timings.items()
+        for (kind, prepared), case_timings in timings.items()
     }
 
 
@@ -79,17 +80,17 @@ def large_job(cache: CacheMode, seed: int) -> EditJob:
     pixels, mask = np.zeros((_SIDE, _SIDE, 3), np.uint8), np.zeros((_SIDE, _SIDE), np.uint8)
     mask[_MASKED, _MASKED] = 255
 
-    def drawn(*shape: int) -> Any:
+    def noise(*shape: int) -> Any:
         return rng.standard_normal(shape, np.float32)
 
     return EditJob(
         request=request_of(pixels, "", settings, seed, f"{cache}-{seed}"),
         edit_mask=mask,
-        moments=drawn(2 * facts.latent_channels, side, side),
-        masked_moments=drawn(2 * facts.latent_channels, side, side),
+        moments=noise(2 * facts.latent_channels, side, side),
+        masked_moments=noise(2 * facts.latent_channels, side, side),
         conditioning={
-            "prompt_embeds": drawn(_TEXT, facts.denoiser["joint_attention_dim"]),
-            "pooled": drawn(facts.denoiser["pooled_projection_dim"]),
+            "prompt_embeds": noise(_TEXT, facts.denoiser["joint_attention_dim"]),
+            "pooled": noise(facts.denoiser["pooled_projection_dim"]),
         },
     )
 
@@ -114,7 +115,7 @@ def _admit(engine: Engine, job: EditJob, kind: str, *, prepared: bool) -> dict[s
         value = call()
         return 1e3 * (time.thread_time() - begin), value
 
-    prepare = engine.prepared if prepared else lambda given: given
+    prepare = engine.prepared if prepared else lambda unprepared: unprepared
     adapter = engine.adapter
     prepare_ms, ready = timed(lambda: RequestState.of(prepare(job), lambda event: None, adapter))
     with torch.inference_mode():

@@ -4,9 +4,9 @@ process.
 scripts/bench code_path --json
 scripts/bench code_path --calls 30      # the functions entered most often
 
-An edit of the demo model of 4 steps: dense, and a hit of a template that is cached. Of three edits
-of a kind the one with the fewest calls is told, as the engine's threads also do what is not the
-edit's.
+The edit has 4 steps of the demo model and runs dense, or reads its template's entries. Each kind
+runs three times and the run with the fewest calls counts, because the engine's threads also do
+other work.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _KINDS = {"dense": "off", "cached": "require"}
 _TIMES = 3
 
 
-class Entered:
+class CallCounter:
     """Counts calls of the product's functions in every thread that starts after it."""
 
     def __init__(self) -> None:
         self.calls: Counter[CodeType] = Counter()
         self._counting = False
 
-    def __enter__(self) -> Entered:
+    def __enter__(self) -> CallCounter:
         threading.setprofile(self._event)
         sys.setprofile(self._event)
         return self
@@ -48,7 +48,7 @@ class Entered:
         sys.setprofile(None)
         threading.setprofile(None)
 
-    def during(self, work: Any) -> Counter[CodeType]:
+    def count(self, work: Any) -> Counter[CodeType]:
         """Return the calls made while `work` runs."""
         self.calls = Counter()
         self._counting = True
@@ -76,14 +76,14 @@ def measure() -> dict[str, Counter[CodeType]]:
     mask[40:80, 40:72] = 255
     edit = (encode_png(pixels), encode_png(mask), "a red star")
     counts_by_kind = {}
-    with Entered() as entered:
+    with CallCounter() as counter:
         worker = Direct(config_of({"model": {"path": str(DEMO_MODEL)}}))
         worker.engine.cache.prompt = lambda: worker.encoder.priming_prompt()
         for kind, cache in _KINDS.items():
             settings = {"num_inference_steps": STEPS, "cache": cache, "seed": 1}
             worker.edit(edit, settings)  # primes the template, and fills caches
             counts = [
-                entered.during(lambda a=settings: worker.edit(edit, a)) for _ in range(_TIMES)
+                counter.count(lambda a=settings: worker.edit(edit, a)) for _ in range(_TIMES)
             ]
             counts_by_kind[kind] = min(counts, key=Counter.total)
         worker.engine.close(grace_s=1.0)
@@ -98,7 +98,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object, of the cached hit")
+    parser.add_argument("--json", action="store_true", help="print the counts as one JSON object")
     parser.add_argument("--calls", type=int, default=0, help="functions to list")
     options = parser.parse_args()
     counts_by_kind = measure()

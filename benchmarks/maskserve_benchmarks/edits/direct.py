@@ -111,12 +111,12 @@ class Direct:
             self.engine.submit(job, sink)
             return times
 
-        ended = [submit(job) for job in jobs]
+        end_times = [submit(job) for job in jobs]
         for _ in jobs:
             finished_jobs.acquire()
         if failed:
             raise RuntimeError(str(failed[0].error))
-        return ended
+        return end_times
 
     def jobs(self, edits: list[Edit], settings: dict[str, Any]) -> list[EditJob]:
         edit_jobs = []

@@ -1,15 +1,16 @@
-"""Measure the time and the bytes of each part of a whole edit, beside diffusers' pipeline in the
-same run.
+"""Measure the time and the bytes of each part of a whole edit, and compare them with diffusers'
+pipeline in the same run.
 
 A real Triton serves the demo model and a larger one of random weights (FLUX Fill of width 512, 2+4
-blocks, 256 x 256 pixels). Measured are edits/s with one and with eight at a time, CPU milliseconds
-per edit of each of the worker's processes, what META says of the stages, and the bytes that the
-ensemble's models hand to one another: for production masks and single mask ratios, hot templates
-(registered and primed) and cold ones (never seen before). Beside it, in turn: a worker whose steps
-run in a process per core, as `--devices-per-worker auto` chooses where that serves more; a worker
-with all of `[stages]` switched off, which says what keeping and cutting save outside of the steps;
-and FluxFillPipeline with batches of eight, which is what another server would do, in one process
-with all cores and in a process per core.
+blocks, 256 x 256 pixels). The command measures edits/s with one and with eight in flight, CPU
+milliseconds per edit of each process, META's times of the stages, and the bytes that the ensemble's
+models pass to one another. It does so for production masks and for single mask ratios, with hot
+templates (registered and primed) and cold ones (new to the worker). These systems take turns:
+
+- a worker with one process;
+- a worker whose steps run in a process per core, as with `--devices-per-worker auto`;
+- a worker without `[stages]`, which shows what stored and partial stages save;
+- FluxFillPipeline with batches of eight, in one process with all cores and in a process per core.
 
     python scripts/bench bench_edit --quick --json edit.json
 """
@@ -195,7 +196,7 @@ def worker_of(
             site.grpc.close()
 
 
-def drawn_edits(size: int, count: int, templates: int) -> list[Edit]:
+def production_edits(size: int, count: int, templates: int) -> list[Edit]:
     """Return edits with production masks."""
     options = InputOptions(size, count, templates, settings={"cache": "auto"})
     return make_edits(options, find_photos(CHECKOUT / "assets"))
@@ -212,7 +213,7 @@ def with_ratio(edits: Sequence[Edit], size: int, ratio: float) -> list[Edit]:
     return masked_edits
 
 
-def never_seen(edits: Sequence[Edit], seed: int) -> list[Edit]:
+def cold_edits(edits: Sequence[Edit], seed: int) -> list[Edit]:
     """Return the same edits, each with a picture and a prompt of its own."""
     rng, fresh_edits = np.random.default_rng(seed), []
     for number, edit in enumerate(edits):
@@ -223,7 +224,7 @@ def never_seen(edits: Sequence[Edit], seed: int) -> list[Edit]:
     return fresh_edits
 
 
-def handed_over(model: Path, edit: Edit) -> Figures:
+def tensor_bytes(model: Path, edit: Edit) -> Figures:
     """Return the bytes of the tensors that the ensemble's models pass to one another for an edit.
     Each tensor is written to shared memory once, and each model that takes it reads it there.
     """
@@ -354,10 +355,10 @@ def measure_model(
         rounds: rounds in which workers and the pipeline take turns.
         sweep: whether to also measure mask ratios and cold templates.
     """
-    edits = drawn_edits(size, 8 * scale, 4)
+    edits = production_edits(size, 8 * scale, 4)
     small = with_ratio(edits, size, 0.1)
-    report: Figures = {"pictures": f"{size}x{size}", "bytes": handed_over(model, edits[0])}
-    ways = {
+    report: Figures = {"pictures": f"{size}x{size}", "bytes": tensor_bytes(model, edits[0])}
+    cases = {
         "one": (edits[: 2 * scale], 1),
         "eight": (edits, 8),
         "small_one": (small[: 2 * scale], 1),
@@ -381,31 +382,31 @@ def measure_model(
         for pipeline in pipelines.values():
             pipeline.run(0)
         runs: dict[str, dict[str, list[Figures]]] = {
-            name: {way: [] for way in ways} for name in sites
+            name: {case: [] for case in cases} for name in sites
         }
         batches: dict[str, list[Figures]] = {name: [] for name in pipelines}
         for number in range(rounds):
-            for way, (way_edits, concurrent) in ways.items():
+            for case, (case_edits, concurrent) in cases.items():
                 for name, site in sites.items():
-                    runs[name][way].append(site.run(way_edits, concurrent))
+                    runs[name][case].append(site.run(case_edits, concurrent))
             for name, pipeline in pipelines.items():
                 batches[name].append(pipeline.run(number))
         for name in sites:
-            report[name] = {way: median_of(runs[name][way]) for way in ways}
+            report[name] = {case: median_of(runs[name][case]) for case in cases}
         report["diffusers"] = {name: median_of(batches[name]) for name in pipelines}
         active = report["hot"]["eight"]["active_tokens"]
         report["steps_flop_limit"] = round(flop_limit(model, size, active), 2)
         print(json.dumps({name: report[name] for name in (*sites, "diffusers")}), flush=True)
         if sweep:
-            report |= over_masks(sites["hot"], edits, size, scale)
+            report |= measure_masks(sites["hot"], edits, size, scale)
     return report
 
 
-def over_masks(site: Site, edits: Sequence[Edit], size: int, scale: int) -> Figures:
+def measure_masks(site: Site, edits: Sequence[Edit], size: int, scale: int) -> Figures:
     """Measure cold templates, and hot ones by mask ratio."""
     cold = {
-        "one": site.run(never_seen(edits[: 2 * scale], 1), 1),
-        "eight": site.run(never_seen(edits, 2), 8),
+        "one": site.run(cold_edits(edits[: 2 * scale], 1), 1),
+        "eight": site.run(cold_edits(edits, 2), 8),
     }
     by_ratio = {}
     for ratio in RATIOS:
@@ -443,13 +444,13 @@ def summary_of(reports: dict[str, Figures]) -> Figures:
             f"steps_flop_limit_{name}": report["steps_flop_limit"],
         }
         outside = {
-            way: report["hot"][way]["cpu_ms_outside_steps"]
-            / report["off"][way]["cpu_ms_outside_steps"]
-            for way in ("small_one", "small_eight")
+            case: report["hot"][case]["cpu_ms_outside_steps"]
+            / report["off"][case]["cpu_ms_outside_steps"]
+            for case in ("small_one", "small_eight")
         }
         key = "outside_steps_ratio" + (f"_{name}" if name != "demo" else "")
         figures[key] = round(statistics.mean(outside.values()), 3)
-        figures |= {f"{key}_{way}": round(value, 3) for way, value in outside.items()}
+        figures |= {f"{key}_{case}": round(value, 3) for case, value in outside.items()}
     return figures
 
 
@@ -480,8 +481,8 @@ def main() -> int:
                 model = DEMO_MODEL if demo else large_model(folder / "model")
                 rounds = 1 if args.quick else ROUNDS
                 size = 128 if demo else 256
-                measured = measure_model(model, size, folder / part, scale, rounds, sweep=demo)
-                report[part] = {**about, **measured}
+                figures = measure_model(model, size, folder / part, scale, rounds, sweep=demo)
+                report[part] = {**about, **figures}
     if {"demo", "large"} <= report.keys():
         report["summary"] = summary_of({name: report[name] for name in ("demo", "large")})
         print(json.dumps(report["summary"]), flush=True)

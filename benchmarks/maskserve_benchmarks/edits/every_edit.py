@@ -1,10 +1,9 @@
 """Send edits of every mask size and number of steps through a real Triton. Each edit must end with
 a picture, or with an error that names the cause.
 
-Pictures are drawn anew for each edit, so no template is there, and then sent again with `cache:
-require`, so each is read from one, and with `cache: off`. Larger pictures are edited whole and in
-a window round the mask. Several edits run at a time. Exits with 1 if an answer is the server's
-fault.
+Each picture is new to the worker: the first edit has no template. The same edit then runs with
+`cache: require` and with `cache: off`. Larger pictures are edited whole and in a window round the
+mask. Several edits run at a time. The exit code is 1 if an answer is the server's fault.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ CROPS = ("off", "on")
 _TIMEOUT_S = 600.0
 
 
-class Asked(NamedTuple):
+class EditCase(NamedTuple):
     """One edit to send."""
 
     size: tuple[int, int]
@@ -58,11 +57,11 @@ class Asked(NamedTuple):
     """The setting `crop_to_mask`."""
 
 
-class Ended(NamedTuple):
+class CaseResult(NamedTuple):
     """The result of one edit."""
 
-    asked: Asked
-    way: str
+    case: EditCase
+    outcome: str
     """META's `cache` and `dense_for`, or the error's code."""
     sentence: str = ""
     fault: bool = False
@@ -86,7 +85,7 @@ def main() -> int:
     args = parser.parse_args()
     models: dict[str, dict[str, Any]] = {}
     for folder in args.models:
-        began, ends, stopped = time.monotonic(), list[Ended](), ""
+        began, ends, stopped = time.monotonic(), list[CaseResult](), ""
         try:
             ends += edits(folder, args)
         except ServeError as error:
@@ -98,22 +97,22 @@ def main() -> int:
     return int(any(model["faults"] for model in models.values()))
 
 
-def summary(ends: list[Ended], stopped: str, seconds: float) -> dict[str, Any]:
+def summary(ends: list[CaseResult], stopped: str, seconds: float) -> dict[str, Any]:
     """Return a model's results as plain data. `stopped` says why the model could not be served."""
     return {
         "edits": len(ends),
         "seconds": round(seconds, 1),
         "pictures": sum(not end.sentence for end in ends),
-        "ways": dict(sorted(Counter(f"{end.asked.cache}: {end.way}" for end in ends).items())),
+        "outcomes": dict(sorted(Counter(f"{end.case.cache}: {end.outcome}" for end in ends).items())),
         "refused": dict(Counter(end.sentence for end in ends if end.sentence and not end.fault)),
         "faults": [
             *([[stopped]] if stopped else ()),
-            *([*end.asked, end.sentence] for end in ends if end.fault),
+            *([*end.case, end.sentence] for end in ends if end.fault),
         ],
     }
 
 
-def cases(args: argparse.Namespace) -> Iterator[tuple[Asked, ...]]:
+def cases(args: argparse.Namespace) -> Iterator[tuple[EditCase, ...]]:
     """Yield the edits. Edits of one picture come together and run one after the other."""
     rng, side = np.random.default_rng(args.seed), args.size
     grid = [(side, side)], args.steps, ("auto",)
@@ -123,10 +122,10 @@ def cases(args: argparse.Namespace) -> Iterator[tuple[Asked, ...]]:
             ratios = args.ratios[nth % 3 :: 3] if steps > _LONG else args.ratios
             for ratio in ratios:
                 shape = str(rng.choice(["square", "band"]))
-                yield tuple(Asked(size, shape, ratio, steps, cache, crop) for cache in args.caches)
+                yield tuple(EditCase(size, shape, ratio, steps, cache, crop) for cache in args.caches)
 
 
-def edits(folder: Path, args: argparse.Namespace) -> Iterator[Ended]:
+def edits(folder: Path, args: argparse.Namespace) -> Iterator[CaseResult]:
     """Serve a model and edit drawn pictures of it."""
     rng = np.random.default_rng(args.seed)
     with tempfile.TemporaryDirectory() as logs, ThreadPoolExecutor(args.together) as threads:
@@ -135,18 +134,18 @@ def edits(folder: Path, args: argparse.Namespace) -> Iterator[Ended]:
         )
         with Supervisor(options) as site, Client(site.workers[0].grpc_url) as client:
 
-            def ends(of_one: tuple[Asked, ...], source: Image.Image) -> list[Ended]:
-                return [_edit(client, source, asked) for asked in of_one]
+            def ends(picture_cases: tuple[EditCase, ...], source: Image.Image) -> list[CaseResult]:
+                return [_edit(client, source, case) for case in picture_cases]
 
             pictures = [
-                (of_one, Image.fromarray(_picture(rng, of_one[0].size))) for of_one in cases(args)
+                (picture_cases, Image.fromarray(_picture(rng, picture_cases[0].size))) for picture_cases in cases(args)
             ]
-            for of_one in threads.map(ends, *zip(*pictures, strict=True)):
-                yield from of_one
+            for picture_cases in threads.map(ends, *zip(*pictures, strict=True)):
+                yield from picture_cases
 
 
-def _edit(client: Client, source: Image.Image, asked: Asked) -> Ended:
-    mask = Image.fromarray(mask_of(asked))
+def _edit(client: Client, source: Image.Image, case: EditCase) -> CaseResult:
+    mask = Image.fromarray(mask_of(case))
     try:
         result = client.edit(
             source,
@@ -154,25 +153,25 @@ def _edit(client: Client, source: Image.Image, asked: Asked) -> Ended:
             "a red star",
             timeout=_TIMEOUT_S,
             seed=1,
-            num_inference_steps=asked.steps,
-            cache=asked.cache,
-            crop_to_mask=asked.crop,
+            num_inference_steps=case.steps,
+            cache=case.cache,
+            crop_to_mask=case.crop,
         )
     except MaskserveError as error:
         refused = isinstance(error, InvalidRequest)
-        return Ended(asked, error.code, str(error), fault=not refused)
+        return CaseResult(case, error.code, str(error), fault=not refused)
     meta = result.meta
-    return Ended(asked, " ".join((meta["cache"], meta.get("dense_for", ""))).strip())
+    return CaseResult(case, " ".join((meta["cache"], meta.get("dense_for", ""))).strip())
 
 
-def mask_of(asked: Asked) -> NDArray[np.uint8]:
+def mask_of(case: EditCase) -> NDArray[np.uint8]:
     """Return a mask [height, width] with 255 in the requested share: in the middle, or from side to
     side.
     """
-    width, height = asked.size
+    width, height = case.size
     mask = np.zeros((height, width), np.uint8)
-    share = asked.ratio if asked.shape == "band" else asked.ratio**0.5
-    wide = width if asked.shape == "band" else round(width * share)
+    share = case.ratio if case.shape == "band" else case.ratio**0.5
+    wide = width if case.shape == "band" else round(width * share)
     high = max(1, round(height * share))
     left, top = (width - wide) // 2, (height - high) // 2
     mask[top : top + high, left : left + wide] = 255
@@ -188,9 +187,9 @@ def _picture(rng: np.random.Generator, size: tuple[int, int]) -> NDArray[np.uint
 def _print(name: str, model: dict[str, Any]) -> None:
     faults = len(model["faults"])
     print(f"{name}: {model['edits']} edits, {model['seconds']} s, {faults} faults of the server")
-    for way, count in model["ways"].items():
-        print(f"  cache: {way}: {count}")
+    for outcome, count in model["outcomes"].items():
+        print(f"  cache: {outcome}: {count}")
     for sentence, count in model["refused"].items():
         print(f"  {count} refused: {sentence}")
-    for *asked, sentence in model["faults"][:10]:
-        print(f"  FAULT {asked}: {sentence}", flush=True)
+    for *case, sentence in model["faults"][:10]:
+        print(f"  FAULT {case}: {sentence}", flush=True)

@@ -4,11 +4,11 @@ must be read or refused with an error, in bounded time and memory.
     scripts/bench fuzz_headers --form safetensors --minutes 10 --seed 1
     scripts/bench fuzz_headers --form gguf --minutes 10 --seed 1
 
-Files begin as whole ones, so that damage reaches what lies deep. Each goes the way that a file of
-that form goes in a worker: of a LoRA the catalogue's reading, then the check of its values and the
-reading for an edit; of a GGUF file the look over its header, then its library's reader. The result
-tells how many were read and refused, the longest time of one, by how much the process grew, and the
-sentences; files that broke a rule are kept in --keep, and the command then ends with 1.
+Each file starts as a valid one, so that damage also reaches its inner parts. The command reads it
+as a worker does: a LoRA by the catalogue, by the check of its values and by the loader; a GGUF file
+by the check of its header and by its library. The result has the numbers of files that were read
+and refused, the longest time, the growth of the process, and the error messages. A file that breaks
+a rule is stored in --keep, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def ggufs() -> list[bytes]:
     return files
 
 
-def damaged(raw: bytes, head: int, rng: np.random.Generator) -> bytes:
+def with_faults(raw: bytes, head: int, rng: np.random.Generator) -> bytes:
     """Return the file with one to four faults, most of them in its first `head` bytes."""
     data = bytearray(raw)
     for _ in range(int(rng.integers(1, 5))):
@@ -142,13 +142,13 @@ def damaged(raw: bytes, head: int, rng: np.random.Generator) -> bytes:
     return bytes(data)
 
 
-def look_at_lora(base: BaseLayers, bounds: Bounds, model: str) -> Callable[[Path], None]:
+def lora_reader(base: BaseLayers, bounds: Bounds, model: str) -> Callable[[Path], None]:
     """Return a function that reads a LoRA file as a worker does. It raises ValueError with a
     sentence if the worker refuses the file.
     """
     from maskserve_engine.adapters.lora_file import read_lora
 
-    def look(path: Path) -> None:
+    def read_file(path: Path) -> None:
         nbytes = path.stat().st_size
         with path.open("rb") as opened:
             head = head_of(reader_of(opened), nbytes)
@@ -158,10 +158,10 @@ def look_at_lora(base: BaseLayers, bounds: Bounds, model: str) -> Callable[[Path
         check_file(path, base, max_bytes=bounds.max_bytes, max_rank=bounds.max_rank)
         read_lora(path, base, model)
 
-    return look
+    return read_file
 
 
-def look_at_gguf(path: Path) -> None:
+def read_gguf(path: Path) -> None:
     """Read a GGUF file as a worker does, and turn any error into one sentence."""
     from maskserve_engine.stages.quantise import BAD_FILE, gguf_tensors
 
@@ -185,44 +185,44 @@ def main() -> int:
     options = parser.parse_args()
     if options.form == "safetensors":
         base = BaseLayers.of_folder(options.model)
-        look = look_at_lora(base, Bounds(options.model, "", 2**30, 256), options.model)
+        read_file = lora_reader(base, Bounds(options.model, "", 2**30, 256), options.model)
         whole = loras()
         heads = [8 + int.from_bytes(raw[:8], "little") for raw in whole]
     else:
-        look, whole = look_at_gguf, ggufs()
+        read_file, whole = read_gguf, ggufs()
         heads = [max(64, len(raw) // 2) for raw in whole]
-    print(json.dumps(fuzzed(options, look, whole, heads), indent=1))
+    print(json.dumps(fuzz(options, read_file, whole, heads), indent=1))
     return 0
 
 
-def fuzzed(
-    options: argparse.Namespace, look: Callable[[Path], None], whole: list[bytes], heads: list[int]
+def fuzz(
+    options: argparse.Namespace, read_file: Callable[[Path], None], whole: list[bytes], heads: list[int]
 ) -> dict[str, Any]:
     """Read damaged files and return the counts. Exit with 1 if a rule is broken."""
     rng, sentences, broken = np.random.default_rng(options.seed), Counter[str](), list[str]()
     read, worst, files = 0, 0.0, 0
 
-    def over(*_: object) -> None:
+    def raise_too_long(*_: object) -> None:
         raise TooLong
 
-    signal.signal(signal.SIGALRM, over)
+    signal.signal(signal.SIGALRM, raise_too_long)
     with tempfile.TemporaryDirectory(
         dir="/dev/shm" if Path("/dev/shm").is_dir() else None
     ) as folder:
         path = Path(folder, f"x.{options.form}")
         for raw in whole:  # imports the libraries and reads valid files first
             path.write_bytes(raw)
-            look(path)
+            read_file(path)
         initial_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         end = time.monotonic() + 60 * options.minutes
         while time.monotonic() < end:
             number = int(rng.integers(len(whole)))
-            raw = damaged(whole[number], heads[number], rng)
+            raw = with_faults(whole[number], heads[number], rng)
             path.write_bytes(raw)
             files, began, why = files + 1, time.perf_counter(), ""
             signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
             try:
-                look(path)
+                read_file(path)
                 read += 1
             except ValueError as error:
                 why = str(error)
@@ -240,13 +240,13 @@ def fuzzed(
             if broken and options.keep and broken[-1].startswith(f"{files}:"):
                 options.keep.mkdir(parents=True, exist_ok=True)
                 (options.keep / f"{options.seed}-{files}.{options.form}").write_bytes(raw)
-        grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - initial_kib) * 1024
-    if grown > LIMIT_BYTES:
-        broken.append(f"the process grew by {grown} bytes")
+        growth = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - initial_kib) * 1024
+    if growth > LIMIT_BYTES:
+        broken.append(f"the process grew by {growth} bytes")
     report = {
         "form": options.form, "seed": options.seed, "minutes": options.minutes, "files": files,
         "read": read, "refused": sum(sentences.values()), "longest_s": round(worst, 4),
-        "grown_mib": round(grown / 2**20, 1), "sentences": len(sentences),
+        "grown_mib": round(growth / 2**20, 1), "sentences": len(sentences),
         "most": sentences.most_common(12), "broken": broken[:20], "broken_count": len(broken),
     }  # fmt: skip
     if broken:

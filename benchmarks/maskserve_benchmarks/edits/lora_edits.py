@@ -1,10 +1,10 @@
 """Edits per second of the demo model with LoRAs: any mix in a batch, and one LoRA per batch.
 
-16 cached edits that are there at once, eight LoRAs, two edits of each. *One per batch* is what a
-server does that holds one adapter at a time: it serves the edits of one LoRA before those of the
-next. The LoRAs are the demo model's own two, each four times with other scales of its weights.
-`plain_vs_pairs` is what larger batches gain by themselves: all edits at once over two at a time,
-without LoRAs. `lora_edits_count` is the ratio that the FLOPs of the steps alone allow.
+Sixteen cached edits arrive at once, two for each of eight LoRAs. *One per batch* is a server that
+has one adapter at a time: it serves the edits of one LoRA before those of the next. The LoRAs are
+the demo model's two, each four times with other scales of its weights. `plain_vs_pairs` is the gain
+of larger batches by themselves: all edits at once over two at a time, without LoRAs.
+`lora_edits_count` is the ratio that the FLOPs of the steps alone allow.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from maskserve_engine.requests.state import EditWork
 from maskserve_lora.lora_header import by_module
 
 LORAS, EDITS = 8, 16
-_OWN = ("hollow", "ninth-colour")
+_DEMO_LORAS = ("hollow", "ninth-colour")
 
 
 def lora_edits(args: argparse.Namespace) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def lora_edits(args: argparse.Namespace) -> dict[str, Any]:
             edits = demo_edits(EDITS)
             plain = [_job(worker, n, edit, None) for n, edit in enumerate(edits)]
             mixed = [_job(worker, n, edit, names[n % LORAS]) for n, edit in enumerate(edits)]
-            ways = {
+            batchings = {
                 "none": [plain],
                 "mixed": [mixed],
                 "one": [mixed[n::LORAS] for n in range(LORAS)],
@@ -64,33 +64,33 @@ def lora_edits(args: argparse.Namespace) -> dict[str, Any]:
                 for jobs in batches:
                     worker.run(jobs)
 
-            counted = [
-                _counted(worker, mixed[n], Path(folder, f"{names[n]}.safetensors"))
+            flop_ratios = [
+                _flop_ratio(worker, mixed[n], Path(folder, f"{names[n]}.safetensors"))
                 for n in range(LORAS)
             ]
             for _ in range(2):  # a template's second edit with its LoRA primes it
-                for batches in ways.values():
+                for batches in batchings.values():
                     serve(batches)
-            took: dict[str, list[float]] = {way: [] for way in ways}
+            times: dict[str, list[float]] = {batching: [] for batching in batchings}
             for _ in range(args.repeat):
-                for way, batches in ways.items():
+                for batching, batches in batchings.items():
                     clock = time.process_time if args.clock == "cpu" else time.perf_counter
                     begin = clock()
                     serve(batches)
-                    took[way].append(clock() - begin)
+                    times[batching].append(clock() - begin)
         finally:
             worker.engine.close(grace_s=1.0)
-    seconds = {way: statistics.median(samples) for way, samples in took.items()}
+    seconds = {batching: statistics.median(samples) for batching, samples in times.items()}
     return {
         "lora_edits_per_second": round(EDITS / seconds["mixed"], 2),
         "lora_edits_ratio": round(seconds["none"] / seconds["mixed"], 3),
-        "lora_edits_count": round(statistics.mean(counted), 3),
+        "lora_edits_count": round(statistics.mean(flop_ratios), 3),
         "lora_vs_one_per_batch": round(seconds["one"] / seconds["mixed"], 3),
         "plain_vs_pairs": round(seconds["pairs"] / seconds["none"], 3),
     }
 
 
-def _counted(worker: Direct, job: EditJob, file: Path) -> float:
+def _flop_ratio(worker: Direct, job: EditJob, file: Path) -> float:
     """Return the FLOPs of an edit's cached step over those of the same step with a LoRA."""
     adapter = worker.engine.adapter
     work = adapter.work(*job.moments.shape[1:])
@@ -108,7 +108,7 @@ def write_loras(folder: Path) -> list[str]:
     """Write `LORAS` LoRAs of the demo model to `folder` and return their names."""
     names = []
     for number in range(LORAS):
-        adapter_file = CHECKOUT / "assets" / "adapters" / f"{_OWN[number % len(_OWN)]}.safetensors"
+        adapter_file = CHECKOUT / "assets" / "adapters" / f"{_DEMO_LORAS[number % len(_DEMO_LORAS)]}.safetensors"
         with safe_open(adapter_file, "pt") as file:
             weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             metadata = file.metadata()

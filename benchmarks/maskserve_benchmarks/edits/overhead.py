@@ -3,17 +3,16 @@ the parts.
 
 Three measurements with the demo model, dense rows (`cache: off`), and one without:
 
-1. path: one edit through Triton (tritonclient, gRPC, `edit`) against codec, encoder, engine,
-   decoder and codec called one after the other in this process; in turn, medians, and their
-   difference. Both begin with encoded images and end with one. Beside it, of Triton's path, what
-   no model says it spent (META): it moves less from run to run than a difference of two sums. A
-   virtual machine loses time to its neighbours, the path through several processes most: how much
-   is reported, and the same figures for the rounds that lost least.
-2. step: of a step of 8 rows in the engine's loop, everything that is not the model.
-3. throughput: 8 edits at once against one at a time through Triton, beside the FLOP limit: a
-   matrix product's measured FLOP/s over the counted FLOPs of an edit.
-4. admission: what an edit of FLUX.1 Fill at 1024x1024 takes of the engine's thread before its first
-   step, which the steps of others wait for (`admission`); `--admission` measures nothing else.
+1. path: one edit through Triton (tritonclient, gRPC, `edit`), and codec, encoder, engine, decoder
+   and codec called one after the other in this process. Both take turns; the result has their
+   medians and the difference. It also has the part of Triton's time that no model reports in META,
+   which varies less between runs. The host of a virtual machine takes time away, most from a path
+   through several processes. The result has that share, and the figures of the quietest rounds.
+2. step: the time of a step of 8 rows in the engine's loop outside the model.
+3. throughput: 8 edits at once and one at a time through Triton, with the FLOP limit: a matrix
+   product's FLOP/s over the counted FLOPs of an edit.
+4. admission: the time of the engine's thread that an edit of FLUX.1 Fill at 1024x1024 takes before
+   its first step, while the steps of other edits wait; `--admission` measures nothing else.
 
     python scripts/bench overhead --json overhead.json
 """
@@ -85,9 +84,9 @@ def _call(client: Grpc, edit: Edit, settings: dict[str, Any]) -> Answer:
 class Clock:
     """Adds up the time spent in functions; each is an attribute of an object or a module."""
 
-    def __init__(self, *named: tuple[Any, str]) -> None:
+    def __init__(self, *functions: tuple[Any, str]) -> None:
         self.seconds = 0.0
-        self._originals = [(owner, name, getattr(owner, name)) for owner, name in named]
+        self._originals = [(owner, name, getattr(owner, name)) for owner, name in functions]
         for owner, name, function in self._originals:
             setattr(owner, name, self._clocked(function))
 
@@ -96,9 +95,9 @@ class Clock:
             setattr(owner, name, function)
 
     def _clocked(self, function: Any) -> Any:
-        def call(*args: Any, **named: Any) -> Any:
+        def call(*args: Any, **functions: Any) -> Any:
             begin = time.perf_counter()
-            out = function(*args, **named)
+            out = function(*args, **functions)
             self.seconds += time.perf_counter() - begin
             return out
 
@@ -130,11 +129,11 @@ def measure_step(direct: Direct, edits: list[Edit], steps: int) -> dict[str, Any
     publisher = direct.engine._publisher
     publish = publisher.publish
 
-    def published(state: State) -> None:  # once in every turn
+    def publish_and_mark(state: State) -> None:  # once in every turn
         publish(state)
         marks.append((time.perf_counter(), inner.seconds, outer.seconds))
 
-    publisher.publish = published  # type: ignore[method-assign]
+    publisher.publish = publish_and_mark  # type: ignore[method-assign]
     try:
         # All eight edits are in the inbox before the loop looks, so every step has eight rows.
         direct.engine.ask(partial(time.sleep, 0.3))
@@ -150,8 +149,8 @@ def measure_step(direct: Direct, edits: list[Edit], steps: int) -> dict[str, Any
         if pair[1][1] > pair[0][1]
     ][2:-1]  # the first turns make the rows, the last sends the responses
 
-    def median(of: Callable[[float, float, float], float]) -> float:
-        return round(statistics.median(of(*turn) for turn in turns), 3)
+    def median(figure: Callable[[float, float, float], float]) -> float:
+        return round(statistics.median(figure(*turn) for turn in turns), 3)
 
     return {
         "rows": statistics.mean(f.meta["batch_mean"] for f in finals),

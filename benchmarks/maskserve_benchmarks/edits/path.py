@@ -59,11 +59,11 @@ def measure_path(
         stages = sum(meta["timings_ms"][stage] for stage in STAGES)
         rounds.append(Round(through, straight, stages, 1e3 * (stolen_s() - stolen)))
     del rounds[:2]  # warm-up
-    took = sum(sample.through + sample.straight for sample in rounds)
-    calm = sorted(rounds, key=lambda each: each.stolen)[: max(1, count // 4)]
+    total_ms = sum(sample.through + sample.straight for sample in rounds)
+    calm = sorted(rounds, key=lambda sample: sample.stolen)[: max(1, count // 4)]
     return {
         "rounds": count,
-        "stolen_share": round(sum(sample.stolen for sample in rounds) / took / cores(), 4),
+        "stolen_share": round(sum(sample.stolen for sample in rounds) / total_ms / cores(), 4),
         **_medians(rounds),
         "calmest_quarter": {
             "most_stolen_ms": round(calm[-1].stolen, 1),
@@ -73,8 +73,8 @@ def measure_path(
 
 
 def _medians(rounds: list[Round]) -> dict[str, Any]:
-    def median(of: Callable[[Round], float]) -> float:
-        return round(statistics.median(map(of, rounds)), 2)
+    def median(figure: Callable[[Round], float]) -> float:
+        return round(statistics.median(map(figure, rounds)), 2)
 
     through, straight = median(lambda r: r.through), median(lambda r: r.straight)
     return {
@@ -90,6 +90,6 @@ def _medians(rounds: list[Round]) -> dict[str, Any]:
 def _interval(rounds: list[Round]) -> list[float]:
     """Return the 95 % confidence interval of the difference of medians (bootstrap)."""
     pairs = np.array([(sample.through, sample.straight) for sample in rounds])
-    drawn = np.random.default_rng(0).integers(0, len(rounds), (2000, len(rounds)))
-    added = np.subtract(*np.moveaxis(np.median(pairs[drawn], axis=1), 1, 0))
+    resamples = np.random.default_rng(0).integers(0, len(rounds), (2000, len(rounds)))
+    added = np.subtract(*np.moveaxis(np.median(pairs[resamples], axis=1), 1, 0))
     return [round(float(end), 2) for end in np.percentile(added, (2.5, 97.5))]

@@ -2,9 +2,10 @@
 
     python scripts/bench router --json docs/benchmarks/router.json
 
-The worker answers at once, so nothing hides what the way costs. Calls go to the worker, through
-the router, and through a proxy that does nothing but pass bytes on by grpc.aio, in turn: whatever
-else the machine does, it does to all three. The proxy says what of the added time is gRPC's.
+The worker answers at once, so that no other work hides the router's time. Calls to the worker,
+calls through the router, and calls through a proxy that only passes bytes on by grpc.aio take
+turns, so that other load on the machine affects all three. The proxy shows gRPC's part of the added
+time.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ SIZES: Final = {"1 KB": 1_000, "1.5 MB": 1_500_000}
 BARS_MS: Final = {"1 KB": 2.0, "1.5 MB": 8.0}
 REQUESTS_PER_S: Final = 400.0
 IN_FLIGHT: Final = 16
-WAYS: Final = ("direct", "proxy", "router")
+PATHS: Final = ("direct", "proxy", "router")
 _INFER: Final = f"/{SERVICE}/ModelInfer"
 _OPTIONS: Final = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
 _CALLS: Final = {"1 KB": 400, "1.5 MB": 120}
@@ -145,16 +146,16 @@ def measure(calls: dict[str, int], load_s: float) -> Figures:
         requests = [edit_request(picture_of(size), 100 + n) for n in range(_MASKS)]
         with (
             process_of(serve_worker, bytes(size)) as address,
-            process_of(serve_proxy, address) as bare,
+            process_of(serve_proxy, address) as proxy_address,
             tempfile.TemporaryDirectory() as folder,
             RouterSite([address], Path(folder), {"admission": dict(_ADMISSION)}) as site,
         ):
-            addresses = dict(zip(WAYS, (address, bare, site.grpc_url), strict=True))
+            addresses = dict(zip(PATHS, (address, proxy_address, site.grpc_url), strict=True))
             added[name] = asyncio.run(_added(addresses, requests, calls[name]))
             if name == "1 KB":
                 rates = {
-                    way: round(asyncio.run(_rate(addresses[way], requests, load_s)), 1)
-                    for way in WAYS
+                    path: round(asyncio.run(_rate(addresses[path], requests, load_s)), 1)
+                    for path in PATHS
                 }
     return {"added_ms": added, "requests_per_s": rates}
 
@@ -163,20 +164,20 @@ async def _added(addresses: dict[str, str], requests: Sequence[bytes], calls: in
     """Return the median milliseconds of each way, and the difference of router and proxy to direct
     calls.
     """
-    times: dict[str, list[float]] = {way: [] for way in addresses}
+    times: dict[str, list[float]] = {path: [] for path in addresses}
     async with AsyncExitStack() as channels:
         stubs = {}
-        for way, address in addresses.items():
+        for path, address in addresses.items():
             channel = grpc.aio.insecure_channel(address, _OPTIONS)
             await channels.enter_async_context(channel)
-            stubs[way] = channel.unary_unary(_INFER)
+            stubs[path] = channel.unary_unary(_INFER)
         for number in range(calls):
-            for way, call in stubs.items():
+            for path, call in stubs.items():
                 begin = time.perf_counter()
                 await call(requests[number % len(requests)])
-                times[way].append(1e3 * (time.perf_counter() - begin))
-    p50 = {way: statistics.median(samples) for way, samples in times.items()}
-    figures = {f"{way}_p50": value for way, value in p50.items()}
+                times[path].append(1e3 * (time.perf_counter() - begin))
+    p50 = {path: statistics.median(samples) for path, samples in times.items()}
+    figures = {f"{path}_p50": value for path, value in p50.items()}
     figures |= {"p50": p50["router"] - p50["direct"], "of_it_grpc": p50["proxy"] - p50["direct"]}
     return {name: round(value, 3) for name, value in figures.items()}
 
@@ -218,16 +219,16 @@ def lines(report: Figures) -> str:
     rows = [
         [
             f"{size} (p50)",
-            *(f"{figures[f'{way}_p50']:.2f} ms" for way in WAYS),
+            *(f"{figures[f'{path}_p50']:.2f} ms" for path in PATHS),
             f"**{figures['p50']:.2f} ms**",
             f"{BARS_MS[size]:g} ms",
         ]
         for size, figures in report["added_ms"].items()
     ]
-    direct, proxy, router = (f"{report['requests_per_s'][way]:.0f}/s" for way in WAYS)
+    direct, proxy, router = (f"{report['requests_per_s'][path]:.0f}/s" for path in PATHS)
     under_load = [f"1 KB, {IN_FLIGHT} at a time", direct, proxy, f"**{router}**", ""]
     rows.append([*under_load, f"{REQUESTS_PER_S:g}/s"])
-    columns = ["request and answer", *WAYS, "added by the router", "bar"]
+    columns = ["request and answer", *PATHS, "added by the router", "bar"]
     return table(columns, rows)
 
 

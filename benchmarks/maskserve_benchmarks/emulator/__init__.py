@@ -1,1 +1,1 @@
-"""Emulated workers for measuring and testing the router: real gRPC, a clock instead of a device."""
+"""Emulated workers, which measure and test the router: real gRPC, and a clock instead of a device."""

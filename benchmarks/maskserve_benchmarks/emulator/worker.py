@@ -1,7 +1,7 @@
 """An emulated worker: a real gRPC server and the production step scheduler, with steps that last as
 long as the model of a device says. It edits nothing.
 
-Its model's picture is of as many pixels as tokens, so a mask says its tokens by itself.
+Its model has one token per pixel, so the mask's pixels are the computed tokens.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Edit:
     done: asyncio.Future[None] = field(default_factory=asyncio.Future)
 
 
-KEPT = "a" * 32
+RESULT_ID = "a" * 32
 """Name under which a result is kept, if the edit asks for it."""
 
 
@@ -121,13 +121,13 @@ class EmulatedWorker:
             for tensor, content in zip(message.inputs, message.raw_input_contents, strict=True)
         }
         if message.model_name == "control":
-            result = self.told(msgspec.json.decode(inputs["OP"]))
+            result = self.control_answer(msgspec.json.decode(inputs["OP"]))
             return answer_of("control", {"RESULT": [result]})
         settings = parse_settings(inputs["SETTINGS"])
-        queued = 0.0
+        wait_s = 0.0
         if self._hardware is not None:
             try:
-                queued = await self._edit(inputs["MASK"], settings, self._hardware)
+                wait_s = await self._edit(inputs["MASK"], settings, self._hardware)
             except DeadlineExceeded as late:
                 problem = f"[{late.code}] {late}"
                 await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, problem)
@@ -135,8 +135,8 @@ class EmulatedWorker:
             "event": "final",
             "template_id": settings.template_id or "0" * 32,
             "seed": settings.seed,
-            "timings_ms": {"queue": 1e3 * queued},
-            **({"result_template_id": KEPT} if settings.keep_result else {}),
+            "timings_ms": {"queue": 1e3 * wait_s},
+            **({"result_template_id": RESULT_ID} if settings.keep_result else {}),
         }
         picture = self.picture(settings)
         return answer_of("edit", {"IMAGE": [picture], "META": [msgspec.json.encode(meta)]})
@@ -152,15 +152,15 @@ class EmulatedWorker:
             answer = pb.ModelInferResponse.FromString(await self._infer(raw, context))
             yield pb.ModelStreamInferResponse(infer_response=answer).SerializeToString()
 
-    def told(self, operation: dict[str, Any]) -> bytes:
+    def control_answer(self, operation: dict[str, Any]) -> bytes:
         """Return the response of `control`."""
         if operation["op"] != "status":
             return b"{}"
         running = {ticket.request_id for ticket in self._running} & self._edits.keys()
         changes = None
         if "templates" in operation:
-            listed = msgspec.json.encode(self._status.templates)
-            self._listings.take(memoryview(listed))
+            listings = msgspec.json.encode(self._status.templates)
+            self._listings.take(memoryview(listings))
             changes = self._listings.changes(operation["templates"])
         record = structs.replace(
             self._status,

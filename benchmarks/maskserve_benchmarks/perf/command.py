@@ -6,8 +6,8 @@
 
 Measures `edit` over HTTP and gRPC and `edit_stream` over gRPC streaming, against a worker of its
 own or a running one, and prints a table. perf_analyzer is installed in .cache on first use.
-Latencies are to the answer. With --progress edit_stream sends a response per step; the time to the
-first one is then in the table and the JSON too.
+A latency ends with the final answer. With --progress edit_stream sends a response per step; the
+table and the JSON then also have the time to the first response.
 """
 
 from __future__ import annotations

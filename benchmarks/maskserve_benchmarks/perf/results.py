@@ -131,9 +131,9 @@ def parse_stamps(export: bytes) -> Stamps:
     return Stamps(*zip(*ordered, strict=True))
 
 
-def _meta(found: Sequence[bytes]) -> dict[str, Any]:
+def _meta(matches: Sequence[bytes]) -> dict[str, Any]:
     """Return the last META of a request."""
-    return dict(json.loads(json.loads(found[-1]))) if found else {}
+    return dict(json.loads(json.loads(matches[-1]))) if matches else {}
 
 
 def parse_errors(output: str) -> list[str]:

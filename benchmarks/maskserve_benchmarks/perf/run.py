@@ -23,7 +23,7 @@ from maskserve_benchmarks.perf.results import (
 from maskserve_benchmarks.perf.tool import Tool
 from maskserve_client.interrupts import deferred
 
-_AGAIN = 2
+_RETRIES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ def measure(tool: Tool, measurement: Measurement) -> Outcome:
         PerfError: perf_analyzer ended without its report, or its output is unknown.
     """
     outcome = measure_once(tool, measurement)
-    for _ in range(_AGAIN):
+    for _ in range(_RETRIES):
         if outcome.late:
             print(f"{measurement.target}: {outcome.errors[0]}, once more", flush=True)
             outcome = measure_once(tool, measurement)
@@ -132,14 +132,14 @@ def measure(tool: Tool, measurement: Measurement) -> Outcome:
 def measure_once(
     tool: Tool,
     measurement: Measurement,
-    started: Callable[[Tool, list[str]], subprocess.Popen[str]] = start,
+    launch: Callable[[Tool, list[str]], subprocess.Popen[str]] = start,
 ) -> Outcome:
     """Run perf_analyzer. On an interruption, stop it before the interruption continues.
 
     Args:
         tool: perf_analyzer.
         measurement: the run to make.
-        started: starts perf_analyzer with arguments.
+        launch: starts perf_analyzer with arguments.
 
     Raises:
         PerfError: perf_analyzer ended without its report, or its output is unknown.
@@ -149,11 +149,11 @@ def measure_once(
         arguments = measurement.arguments(Path(scratch))
         words = [Path(word).name if os.path.isabs(word) else word for word in arguments]
         command = " ".join(["perf_analyzer", *words])
-        written = ["--verbose-csv", "-f", str(report), "--profile-export-file", str(export)]
+        output_options = ["--verbose-csv", "-f", str(report), "--profile-export-file", str(export)]
         process: subprocess.Popen[str] | None = None
         try:
             with deferred():
-                process = started(tool, [*arguments, *written])
+                process = launch(tool, [*arguments, *output_options])
             output, _ = process.communicate(timeout=measurement.limit_s)
         except subprocess.TimeoutExpired:
             late = f"not done after {measurement.limit_s:g} s"

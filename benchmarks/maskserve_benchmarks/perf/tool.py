@@ -65,18 +65,18 @@ class Tool:
         return env
 
 
-def find_tool(given: Path | None, cache_dir: Path) -> Tool:
+def find_tool(program: Path | None, cache_dir: Path) -> Tool:
     """Return the given program, else a working one on PATH, else the one in `cache_dir`, installed
     once.
 
     Raises:
         PerfError: the given program does not run, or none can be installed.
     """
-    if given is not None:
-        if not given.is_file():
-            raise PerfError(f"--tool: there is no file {given}")
+    if program is not None:
+        if not program.is_file():
+            raise PerfError(f"--tool: there is no file {program}")
         try:
-            return _checked(given.resolve(), None, "")
+            return _checked(program.resolve(), None, "")
         except PerfError as error:
             raise PerfError(f"--tool: {error}") from error
     on_path = shutil.which(NAME)
@@ -116,7 +116,7 @@ def _checked(binary: Path, libraries: Path | None, version: str) -> Tool:
     """Start the tool once, and return it if that succeeds."""
     tool = Tool(binary, libraries, version)
     try:
-        ran = subprocess.run(
+        process = subprocess.run(
             [str(binary), "--version"],
             env=tool.environment(),
             capture_output=True,
@@ -126,10 +126,10 @@ def _checked(binary: Path, libraries: Path | None, version: str) -> Tool:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise PerfError(f"{binary} does not start: {error}") from error
-    if ran.returncode != 0:
-        why = _last_line(ran.stderr) or f"exit code {ran.returncode}"
+    if process.returncode != 0:
+        why = _last_line(process.stderr) or f"exit code {process.returncode}"
         raise PerfError(f"{binary} does not start: {why}")
-    version_text = _last_line(ran.stdout + ran.stderr)
+    version_text = _last_line(process.stdout + process.stderr)
     if not version_text.startswith("Perf Analyzer"):
         raise PerfError(f"{binary} is not {NAME}")
     return tool if version else Tool(binary, libraries, version_text)
@@ -206,9 +206,9 @@ def _from_debian(package: str, name: str, target: Path, scratch: Path) -> None:
     raise PerfError(f"the package {package} has no {name}")
 
 
-def _download(program: str, command: list[str], what: str, folder: Path) -> None:
+def _download(program: str, command: list[str], requirement: str, folder: Path) -> None:
     try:
-        ran = subprocess.run(
+        process = subprocess.run(
             command,
             cwd=folder,
             capture_output=True,
@@ -218,10 +218,10 @@ def _download(program: str, command: list[str], what: str, folder: Path) -> None
         )
     except subprocess.TimeoutExpired:
         limit = f"{_DOWNLOAD_LIMIT_S:g} s"
-        raise PerfError(f"{program} did not download {what} within {limit}") from None
-    if ran.returncode != 0:
-        why = _last_line(ran.stderr).removeprefix("ERROR: ") or f"exit code {ran.returncode}"
-        raise PerfError(f"{program} cannot download {what}: {why}")
+        raise PerfError(f"{program} did not download {requirement} within {limit}") from None
+    if process.returncode != 0:
+        why = _last_line(process.stderr).removeprefix("ERROR: ") or f"exit code {process.returncode}"
+        raise PerfError(f"{program} cannot download {requirement}: {why}")
 
 
 def _last_line(text: str) -> str:

@@ -1,19 +1,19 @@
-"""Record what workers answer to some 90 fixed edits, and compare it with an earlier record.
+"""Record the answers of workers to some 90 fixed edits, and compare them with an earlier record.
 
-Two versions of the code that should answer alike are compared byte by byte. Dense and cached edits,
-streams with previews, templates by name, refusals and operations are sent one after the other; the
-record holds digests of each IMAGE and of its pixels, the error's text, and META without times. One
-worker after the other is asked: `demo` and `unet`, with LoRAs and ControlNets, and `ranks`, of two
-devices.
+The comparison is byte by byte, for two versions of the code that should answer alike. The command
+sends dense and cached edits, streams with previews, templates by name, invalid edits and
+operations, one after the other. The record has digests of each IMAGE and of its pixels, the text of
+each error, and META without times. The workers are `demo` and `unet`, with LoRAs and ControlNets,
+and `ranks`, which has two devices.
 
     scripts/bench record_edits --out before.json
     scripts/bench record_edits --compare before.json     # exit code 1 if anything differs
     scripts/bench record_edits --only unet --compare before.json
 
-`--url` names a worker that has just started, of any version, to be asked what the one of `--only`
-is asked: only Triton's own client speaks to it.
-A record holds on one machine only: another CPU rounds floats otherwise, and another version of
-torch or Pillow may.
+`--url` names a worker of any version that has just started; it gets the edits of the worker that
+`--only` names, from Triton's own client.
+A record is valid on one machine only: another CPU rounds floats differently, and so may another
+version of torch or Pillow.
 """
 
 from __future__ import annotations

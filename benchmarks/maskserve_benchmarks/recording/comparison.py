@@ -35,7 +35,7 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any], where: str 
         elif isinstance(old, dict) and isinstance(new, dict):
             lines += differences(old, new, f"{path}: ")
         elif key not in before or key not in after or old != new:
-            lines.append(f"{path}: {_shown(before, key)} before, {_shown(after, key)} now")
+            lines.append(f"{path}: {_text(before, key)} before, {_text(after, key)} now")
     return lines
 
 
@@ -61,5 +61,5 @@ def _apart(old: npt.NDArray[np.uint8], new: npt.NDArray[np.uint8]) -> str:
     return f"{(levels > 0).sum()} of {levels.size} samples differ, by up to {levels.max()} of 255"
 
 
-def _shown(record: Mapping[str, Any], key: str) -> str:
+def _text(record: Mapping[str, Any], key: str) -> str:
     return json.dumps(record[key])[:200] if key in record else "nothing"

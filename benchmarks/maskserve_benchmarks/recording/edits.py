@@ -17,10 +17,10 @@ from maskserve_benchmarks.checkout import CHECKOUT, DEMO_MODEL
 from maskserve_benchmarks.soak.bad_input import BAD_REQUESTS
 from maskserve_benchmarks.soak.pictures import Picture, draw
 
-Way = Literal["grpc", "http", "stream"]
+Protocol = Literal["grpc", "http", "stream"]
 PROMPT = "a red star"
 # Seeds of pictures: dense edits, templates of the cache, registered templates.
-_DENSE, _CACHED, _REGISTERED, _BESIDE = 1000, 2000, 3000, 4000
+_DENSE, _CACHED, _REGISTERED, _ADAPTED = 1000, 2000, 3000, 4000
 TEMPLATES = (draw(_REGISTERED, 128, 128), draw(_REGISTERED + 1, 96, 160, 0.15))
 """Pictures that are registered and primed before the edits."""
 
@@ -30,7 +30,7 @@ class Case:
     """One edit of a record."""
 
     name: str
-    way: Way
+    protocol: Protocol
     inputs: dict[str, bytes]
     """IMAGE, MASK, PROMPT, SETTINGS, and CONTROL if there is a control picture."""
 
@@ -53,20 +53,20 @@ def cases(template_ids: Sequence[str]) -> list[Case]:
     Args:
         template_ids: the worker's ids of TEMPLATES.
     """
-    edit_cases = [*_dense(), *_masks(), *_outputs(), *_cached(), *_named(template_ids), *_streams()]
-    return [*edit_cases, *_refused()]
+    edit_cases = [*_dense_edits(), *_mask_edits(), *_output_edits(), *_cached_edits(), *_template_edits(template_ids), *_stream_edits()]
+    return [*edit_cases, *_refused_edits()]
 
 
-def _beside(lora: str, net: str, outline: Callable[[Picture], bytes]) -> list[Case]:
+def _adapter_edits(lora: str, net: str, outline: Callable[[Picture], bytes]) -> list[Case]:
     """Return edits with a LoRA, with a ControlNet, and with both: dense, cached, and with new and
     known templates.
     """
-    picture, edit_cases = draw(_BESIDE, 128, 128), []
-    ways: tuple[tuple[str, dict[str, Any]], ...] = (
+    picture, edit_cases = draw(_ADAPTED, 128, 128), []
+    adapters: tuple[tuple[str, dict[str, Any]], ...] = (
         ("lora", {"loras": [{"name": lora, "scale": 0.8}]}),
         ("control", {"controls": [{"name": net, "image": 0, "end": 0.8}]}),
     )
-    for name, adapter_settings in (*ways, ("both", ways[0][1] | ways[1][1])):
+    for name, adapter_settings in (*adapters, ("both", adapters[0][1] | adapters[1][1])):
         for cache in ("off", "require"):
             case = _case(
                 f"{name}-{cache}", picture, cache=cache, **adapter_settings, num_inference_steps=8
@@ -80,21 +80,21 @@ def _beside(lora: str, net: str, outline: Callable[[Picture], bytes]) -> list[Ca
 def _outline(picture: Picture) -> bytes:
     """Return the rim of the masked box, white on black."""
     left, top, right, bottom = picture.box
-    drawn = np.zeros_like(picture.pixels)
-    drawn[top:bottom, left:right] = 255
-    drawn[top + 3 : bottom - 3, left + 3 : right - 3] = 0
-    return encoded(drawn, "PNG")
+    rim = np.zeros_like(picture.pixels)
+    rim[top:bottom, left:right] = 255
+    rim[top + 3 : bottom - 3, left + 3 : right - 3] = 0
+    return encode(rim, "PNG")
 
 
-def _plainly(template_ids: Sequence[str]) -> list[Case]:
+def _common_edits(template_ids: Sequence[str]) -> list[Case]:
     """Return some edits of each kind that every model and any number of devices accepts."""
-    picture = draw(_BESIDE + 1, 128, 128)
+    picture = draw(_ADAPTED + 1, 128, 128)
     edit_cases = [
         _case("dense", picture),
         _case("dense-no-prompt", picture, prompt=""),
-        _case("dense-wide", draw(_BESIDE + 2, 96, 160), num_inference_steps=7),
+        _case("dense-wide", draw(_ADAPTED + 2, 96, 160), num_inference_steps=7),
         _case("cached", picture, cache="require", num_inference_steps=8),
-        _case("cached-half", draw(_BESIDE + 3, 128, 128, 0.5), cache="require"),
+        _case("cached-half", draw(_ADAPTED + 3, 128, 128, 0.5), cache="require"),
         _case("stream", picture, "stream", progress=True, preview_every=2, num_inference_steps=6),
     ]
     for i, name in enumerate(template_ids):
@@ -109,28 +109,28 @@ def _config(**tables: Mapping[str, object]) -> str:
     return "\n".join((*lines, ""))
 
 
-_BESIDE_MODEL = {
+_ADAPTER_FOLDERS = {
     "adapters": {"store": str(CHECKOUT / "assets" / "adapters")},
     "controls": {"folder": str(CHECKOUT / "assets" / "controlnets")},
 }
 SITES = {
     "demo": Site(
         DEMO_MODEL,
-        _config(**_BESIDE_MODEL),
-        lambda ids: [*cases(ids), *_beside("hollow", "outline", _outline)],
+        _config(**_ADAPTER_FOLDERS),
+        lambda ids: [*cases(ids), *_adapter_edits("hollow", "outline", _outline)],
     ),
     "unet": Site(
         CHECKOUT / "assets" / "models" / "demo-unet",
-        _config(**_BESIDE_MODEL),
-        lambda ids: [*_plainly(ids), *_beside("unet-ninth-colour", "unet-outline", _outline)],
+        _config(**_ADAPTER_FOLDERS),
+        lambda ids: [*_common_edits(ids), *_adapter_edits("unet-ninth-colour", "unet-outline", _outline)],
     ),
-    "ranks": Site(DEMO_MODEL, _config(engine={"policy": "deadline"}), _plainly, devices=2),
+    "ranks": Site(DEMO_MODEL, _config(engine={"policy": "deadline"}), _common_edits, devices=2),
 }
 """All workers of a whole record, recorded one after the other."""
 
 
 def _case(
-    name: str, picture: Picture, way: Way = "grpc", prompt: str = PROMPT, **settings: Any
+    name: str, picture: Picture, protocol: Protocol = "grpc", prompt: str = PROMPT, **settings: Any
 ) -> Case:
     all_settings = {
         "seed": 7,
@@ -145,14 +145,14 @@ def _case(
         "PROMPT": prompt.encode(),
         "SETTINGS": json.dumps(all_settings).encode(),
     }
-    return Case(name, way, inputs)
+    return Case(name, protocol, inputs)
 
 
 def _with(case: Case, **inputs: bytes) -> Case:
     return replace(case, inputs={**case.inputs, **inputs})
 
 
-def _dense() -> Iterator[Case]:
+def _dense_edits() -> Iterator[Case]:
     sizes = ((128, 128), (256, 256), (64, 200), (301, 77), (1, 1), (3, 50))
     for i, (height, width) in enumerate(sizes):
         yield _case(f"dense-{height}x{width}", draw(_DENSE + i, height, width), seed=i)
@@ -167,7 +167,7 @@ def _dense() -> Iterator[Case]:
     yield _case("dense-large-seed", square, "http", seed=2**63 - 1, priority=5, deadline_ms=600_000)
 
 
-def _masks() -> Iterator[Case]:
+def _mask_edits() -> Iterator[Case]:
     numbers = count(_DENSE + 20)
     borders: tuple[dict[str, Any], ...] = (
         {"mask_dilate": 9},
@@ -193,20 +193,20 @@ def _transparent(picture: Picture) -> bytes:
     mask[..., 3] = 255
     mask[top:bottom, left:right, 3] = 0
     mask[top:bottom, left : (left + right) // 2, :3] = 255
-    return encoded(mask, "PNG")
+    return encode(mask, "PNG")
 
 
-def _outputs() -> Iterator[Case]:
+def _output_edits() -> Iterator[Case]:
     picture = draw(_DENSE + 40, 100, 132)
     for form in ("jpeg", "webp"):
         yield _case(f"output-{form}", picture, output_format=form)
     yield _case("output-base64", picture, "http", output_encoding="base64")
     for kind in ("JPEG", "WEBP"):
         case = _case(f"source-{kind.lower()}", picture, "http")
-        yield _with(case, IMAGE=encoded(picture.pixels, kind))
+        yield _with(case, IMAGE=encode(picture.pixels, kind))
 
 
-def _cached() -> Iterator[Case]:
+def _cached_edits() -> Iterator[Case]:
     picture = draw(_CACHED, 128, 128)
     for sight in ("first", "second", "third"):
         yield _case(f"cached-{sight}-sight", picture, cache="auto")
@@ -226,7 +226,7 @@ def _cached() -> Iterator[Case]:
     yield _case("cached-all", draw(_CACHED + 9, 96, 96, 1.0), cache="require")
 
 
-def _named(template_ids: Sequence[str]) -> Iterator[Case]:
+def _template_edits(template_ids: Sequence[str]) -> Iterator[Case]:
     for i, (picture, name) in enumerate(zip(TEMPLATES, template_ids, strict=True)):
         yield _case(f"template-{i}-cached", picture, "http", template_id=name, cache="auto")
         yield _case(f"template-{i}-dense", picture, template_id=name)
@@ -235,7 +235,7 @@ def _named(template_ids: Sequence[str]) -> Iterator[Case]:
     yield _with(case, MASK=draw(_REGISTERED + 2, 128, 128, 0.1).mask)
 
 
-def _streams() -> Iterator[Case]:
+def _stream_edits() -> Iterator[Case]:
     picture = draw(_DENSE + 50, 128, 128)
     steps: dict[str, Any] = {"num_inference_steps": 8}
     yield _case("stream-plain", picture, "stream", **steps)
@@ -246,7 +246,7 @@ def _streams() -> Iterator[Case]:
 
 
 # Fields that BAD_REQUESTS get wrong: the first bad request for each field is sent.
-_BAD: tuple[tuple[str, Way], ...] = (
+_BAD: tuple[tuple[str, Protocol], ...] = (
     ("IMAGE", "grpc"),
     ("MASK", "http"),
     ("PROMPT", "stream"),
@@ -258,17 +258,17 @@ _BAD: tuple[tuple[str, Way], ...] = (
 )
 
 
-def _refused() -> Iterator[Case]:
-    for field, way in _BAD:
+def _refused_edits() -> Iterator[Case]:
+    for field, protocol in _BAD:
         bad = next(bad for bad in BAD_REQUESTS if bad.field == field)
-        yield Case(f"refused-{field}", way, dict(bad.inputs))
+        yield Case(f"refused-{field}", protocol, dict(bad.inputs))
     picture = draw(_DENSE + 60, 64, 64)
     yield _case("refused-negative-prompt", picture, negative_prompt="blue", true_cfg_scale=2.0)
     yield _case("refused-guidance", picture, guidance_scale=3.5)
     yield _case("refused-true-cfg", picture, "stream", true_cfg_scale=2.0)
 
 
-def encoded(pixels: Any, kind: str) -> bytes:
+def encode(pixels: Any, kind: str) -> bytes:
     out = io.BytesIO()
     Image.fromarray(pixels).save(out, kind)
     return out.getvalue()

@@ -75,12 +75,12 @@ class Recorder:
         self._http.close()
 
     def _edit(self, case: Case) -> dict[str, Any]:
-        if case.way == "stream":
-            return self._streamed(case)
-        client = self._http if case.way == "http" else self._grpc
+        if case.protocol == "stream":
+            return self._stream(case)
+        client = self._http if case.protocol == "http" else self._grpc
         return answer_digest(client.edit(case.inputs))
 
-    def _streamed(self, case: Case) -> dict[str, Any]:
+    def _stream(self, case: Case) -> dict[str, Any]:
         """Return the final answer, with the earlier events by kind and step."""
         events: dict[str, Any] = {}
         with closing(Stream(self._stream_url)) as stream:
@@ -118,9 +118,9 @@ class Recorder:
             time.sleep(_SETTLE_S / 6)
 
 
-def _refusable(call: Callable[[Any], dict[str, Any]], asked: Any) -> dict[str, Any]:
+def _refusable(call: Callable[[Any], dict[str, Any]], argument: Any) -> dict[str, Any]:
     try:
-        return call(asked)
+        return call(argument)
     except InferenceServerException as error:
         return {"error": error.message()}
 

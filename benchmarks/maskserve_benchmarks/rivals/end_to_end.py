@@ -1,15 +1,15 @@
-"""Measure edits per second and latencies beside the alternatives that people would use, on one
+"""Compare edits per second and latencies with the alternatives that people would use, on one
 machine.
 
     make bench          # quick: 18 minutes on a 2-core AMD EPYC (2026-11-27), 34 on an Intel Xeon
     make bench-full     # more edits, rounds and rates: an hour and a half
 
-Every system answers perf_analyzer's edits over gRPC: production mask ratios, a few templates that
-are primed. First both are tuned by edits per second with 8 in flight: the rival's batch, delay,
-instances and threads, and how maskserve shares the cores (`chosen`). Then, in turn and in rounds:
-edits per second at saturation (8 in flight), one edit alone, and Poisson arrivals at shares of what
-the tuned rival can do. Then the studies (`one_model`): batch sizes, mask ratios, parts left out,
-LoRAs. Writes results.json, the plots and the page.
+Every system answers perf_analyzer's edits over gRPC, with production mask ratios and a few primed
+templates. Both sides are tuned first, by edits per second with 8 in flight: the rival's batch,
+delay, instances and threads, and the way in which maskserve shares the cores (`best_share`). Then
+the systems take turns in rounds: saturation (8 in flight), one edit alone, and Poisson arrivals at
+shares of the rival's rate. Closer studies follow (`one_model`): batch sizes, mask ratios, workers
+without a part, LoRAs. The command writes results.json, the plots and the page.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ The other bars hold for simulated figures."""
 _TURNS = 3
 _CLEARLY = 1.05
 """Ratio of rates from which the faster side wins; below it the result is a draw."""
-_BOTH = ("production", "public")
+_MIXES = ("production", "public")
 _CURVES: dict[str, Any] = {
     "batches": (1, 2, 4, 8),
     "ratios": (0.05, 0.1, 0.2, 0.35, 0.5, 0.8),
@@ -100,29 +100,29 @@ QUICK = {
 }  # fmt: skip
 FULL = {
     "demo": Plan(
-        128, 48, 8, 3, (0.5, 0.8, 1.0, 1.5), 48, 240.0, TUNINGS, _BOTH, rings=(0, 2), routed=True,
+        128, 48, 8, 3, (0.5, 0.8, 1.0, 1.5), 48, 240.0, TUNINGS, _MIXES, rings=(0, 2), routed=True,
         loras=True, unseen=48, **_CURVES,
     ),
     "bench": Plan(
-        256, 16, 3, 2, (0.5, 1.0), 30, 600.0, TUNINGS, _BOTH, judged=4, everywhere=False,
+        256, 16, 3, 2, (0.5, 1.0), 30, 600.0, TUNINGS, _MIXES, judged=4, everywhere=False,
         rings=(0, 2), unseen=32, **_CURVES,
     ),
 }  # fmt: skip
 
 
-def ways_to_share(store: Path) -> dict[str, one_model.Tables]:
+def core_shares(store: Path) -> dict[str, one_model.Tables]:
     """Return configurations of maskserve's worker, by the way in which it shares the cores.
 
     Args:
         store: folder of LoRAs.
     """
     processes = max(n for n in (1, 2, 4, 8) if n <= cores())
-    ways = {"one process with all cores": 1}
+    shares = {"one process with all cores": 1}
     if processes > 1:
-        ways[f"a process per core (--devices-per-worker {processes})"] = processes
+        shares[f"a process per core (--devices-per-worker {processes})"] = processes
     return {
-        way: {"engine": {"devices": devices}, "adapters": {"store": str(store)}}
-        for way, devices in ways.items()
+        share: {"engine": {"devices": devices}, "adapters": {"store": str(store)}}
+        for share, devices in shares.items()
     }
 
 
@@ -132,28 +132,28 @@ def rates_of(benches: Mapping[str, Bench]) -> dict[str, float]:
     """
     for bench in benches.values():
         for mix in bench.plan.mixes:  # the second edit of a template primes it
-            bench.ours.warm(2 * bench.edits(mix)[:WARM])
-    turns = {way: list[float]() for way in benches}
+            bench.worker.warm(2 * bench.edits(mix)[:WARM])
+    turns = {share: list[float]() for share in benches}
     for _ in range(_TURNS):
-        for way, bench in benches.items():
-            rate = bench.saturated(System("maskserve", way), IN_FLIGHT, bench.plan.edits)
-            turns[way].append(rate)
-    for way, rates in turns.items():
-        say(f"  {way:45} {' '.join(f'{rate:.2f}' for rate in rates)} edits/s")
-    return {way: statistics.median(rates) for way, rates in turns.items()}
+        for share, bench in benches.items():
+            rate = bench.saturated(System("maskserve", share), IN_FLIGHT, bench.plan.edits)
+            turns[share].append(rate)
+    for share, rates in turns.items():
+        say(f"  {share:45} {' '.join(f'{rate:.2f}' for rate in rates)} edits/s")
+    return {share: statistics.median(rates) for share, rates in turns.items()}
 
 
-def chosen(rates: Mapping[str, float]) -> str:
+def best_share(rates: Mapping[str, float]) -> str:
     """Return the way to share the cores for the measurement. It is the first way, the default of
     operators, unless another way has clearly more edits per second. The choice changes latencies
     far more than rates, so a draw must not decide it.
     """
     default, *_ = rates
-    fastest = max(rates, key=lambda way: rates[way])
+    fastest = max(rates, key=lambda share: rates[share])
     return fastest if rates[fastest] > _CLEARLY * rates[default] else default
 
 
-def tuned(bench: Bench) -> tuple[Rival, list[Figures]]:
+def tune_rival(bench: Bench) -> tuple[Rival, list[Figures]]:
     """Return the rival with most edits per second at saturation, and the figures of all."""
     results, tunings = [], bench.plan.tunings
     for tuning in tunings:
@@ -182,27 +182,27 @@ def measure_model(name: str, tool: Tool, folder: Path, plan: Plan) -> Figures:
     store.mkdir()
     loras = write_loras(store) if plan.loras else []
     rivals = list(variants().values())
-    rivals += [with_loras(item, store) for item in rivals if item.way == "whole"]
+    rivals += [with_loras(item, store) for item in rivals if item.mode == "whole"]
     with ExitStack() as running:
         rivals_server = running.enter_context(rival_server(model, rivals, folder))
         say(f"{name}: maskserve, {IN_FLIGHT} in flight")
-        shared, benches = ways_to_share(store), dict[str, Bench]()
-        for number, (way, tables) in enumerate(shared.items()):
+        shares, benches = core_shares(store), dict[str, Bench]()
+        for number, (share, tables) in enumerate(shares.items()):
             own_folder = folder / f"maskserve{number}"
             server = running.enter_context(one_model.worker(model, own_folder, tables))
-            benches[way] = Bench(tool, server, rivals_server, plan, own_folder)
+            benches[share] = Bench(tool, server, rivals_server, plan, own_folder)
         own_rates = rates_of(benches)
-        best_way = chosen(own_rates)
-        bench = benches.pop(best_way)
+        share_name = best_share(own_rates)
+        bench = benches.pop(share_name)
         say(f"{name}: diffusers' pipeline, {IN_FLIGHT} in flight")
-        best, tuning = tuned(bench) if len(plan.tunings) > 1 else (plan.tunings[0], [])
-        measured = systems(best, name, plan.rings)
-        runs: dict[str, dict[str, list[Stamps]]] = {item.key: {} for item in measured}
-        drawn = bench.edits("production")
-        judged, pictures = drawn[: plan.judged], dict[str, list[Any]]()
+        best, tuning = tune_rival(bench) if len(plan.tunings) > 1 else (plan.tunings[0], [])
+        all_systems = systems(best, name, plan.rings)
+        runs: dict[str, dict[str, list[Stamps]]] = {item.key: {} for item in all_systems}
+        edits = bench.edits("production")
+        judged, pictures = edits[: plan.judged], dict[str, list[Any]]()
         for number in range(plan.rounds):
             rate = 0.0
-            for system in measured:
+            for system in all_systems:
                 with bench.serving(system):
                     rate = take_turn(bench, system, runs[system.key], rate)
                     if not number:
@@ -210,32 +210,32 @@ def measure_model(name: str, tool: Tool, folder: Path, plan: Plan) -> Figures:
                 saturated = runs[system.key]["saturated production"][-1].answered_per_s
                 say(f"  round {number + 1}: {system.label:30} {saturated:.2f} edits/s")
         whole, maskserve_system = (
-            measured[0],
-            next(item for item in measured if item.key == "maskserve"),
+            all_systems[0],
+            next(item for item in all_systems if item.key == "maskserve"),
         )
-        dense = next(item for item in measured if item.key == "dense")
-        looked: Figures = {}
+        dense = next(item for item in all_systems if item.key == "dense")
+        studies: Figures = {}
         say(f"{name}: studies")
         if plan.unseen:
             say("  pictures never seen")
-            looked["unseen"] = one_model.of_unseen_pictures(bench, [whole, dense, maskserve_system])
+            studies["unseen"] = one_model.unseen_pictures(bench, [whole, dense, maskserve_system])
         if plan.batches:
             say("  batch sizes")
-            looked["batch_size"] = one_model.by_batch_size(bench, [whole, dense, maskserve_system])
+            studies["batch_size"] = one_model.by_batch_size(bench, [whole, dense, maskserve_system])
         if plan.ratios:
             say("  mask ratios")
-            looked["mask_ratio"] = one_model.by_mask_ratio(bench, [whole, dense, maskserve_system])
+            studies["mask_ratio"] = one_model.by_mask_ratio(bench, [whole, dense, maskserve_system])
         if plan.ablation:
             say("  parts left out")
-            looked["ablation"] = one_model.ablation(bench, model, folder, shared[best_way], benches)
+            studies["ablation"] = one_model.ablation(bench, model, folder, shares[share_name], benches)
         if plan.routed:
             say("  policies of routing")
-            looked["routing"] = one_model.by_policy(bench, model, folder)
+            studies["routing"] = one_model.by_policy(bench, model, folder)
         if plan.loras:
             say("  LoRAs")
             assert whole.rival is not None
             pipeline = replace(whole, rival=with_loras(whole.rival, store))
-            looked["loras"] = one_model.with_loras(bench, [pipeline, maskserve_system], loras)
+            studies["loras"] = one_model.with_loras(bench, [pipeline, maskserve_system], loras)
     slo_ms = SLO * statistics.median(s.latencies().mean for s in runs["diffusers"]["alone"])
     return {
         "pictures": f"{plan.size}x{plan.size}",
@@ -244,15 +244,15 @@ def measure_model(name: str, tool: Tool, folder: Path, plan: Plan) -> Figures:
         "tuning": tuning,
         "own_tuning": own_rates,
         "slo_ms": round(slo_ms, 1),
-        "flop_limit": round(flop_limit(model, drawn), 2),
-        "studies": looked,
+        "flop_limit": round(flop_limit(model, edits), 2),
+        "studies": studies,
         "systems": {
             item.key: {
                 "label": item.label,
                 **summed(runs[item.key], slo_ms),
-                "likeness": alike(judged, pictures[item.key], pictures["diffusers"]),
+                "likeness": likeness(judged, pictures[item.key], pictures["diffusers"]),
             }
-            for item in measured
+            for item in all_systems
         },
     }
 
@@ -289,7 +289,7 @@ def take_turn(bench: Bench, system: System, runs: dict[str, list[Stamps]], rate:
     return rate
 
 
-def alike(edits: Sequence[Edit], pictures: Sequence[Any], reference: Sequence[Any]) -> Figures:
+def likeness(edits: Sequence[Edit], pictures: Sequence[Any], reference: Sequence[Any]) -> Figures:
     """Compare pictures in the mask with the rival's whole pictures."""
     ssim, psnr = [], []
     for edit, picture, reference_picture in zip(edits, pictures, reference, strict=True):
@@ -337,26 +337,26 @@ def summary_of(report: Mapping[str, Any]) -> Figures:
         )
         return round(float(ratio), 2)
 
-    saturated = "saturated production"
-    throughput = times(bench, saturated, "edits_per_s")
+    kind_name = "saturated production"
+    throughput = times(bench, kind_name, "edits_per_s")
     return {
         "throughput_vs_diffusers": throughput,
-        "throughput_vs_diffusers_demo": times(demo, saturated, "edits_per_s"),
-        "throughput_vs_dense": times(bench, saturated, "edits_per_s", "dense"),
-        "throughput_vs_crop": times(bench, saturated, "edits_per_s", "crop"),
-        **_of_unseen(report["bench"], ""),
-        **_of_unseen(report["demo"], "_demo"),
+        "throughput_vs_diffusers_demo": times(demo, kind_name, "edits_per_s"),
+        "throughput_vs_dense": times(bench, kind_name, "edits_per_s", "dense"),
+        "throughput_vs_crop": times(bench, kind_name, "edits_per_s", "crop"),
+        **_unseen_figures(report["bench"], ""),
+        **_unseen_figures(report["demo"], "_demo"),
         "mean_latency_vs_diffusers_at_saturation": times(bench, "rate 1", "mean_ms"),
         "saturated_for_s": bench["diffusers"]["rate 1"]["seconds"],
         "ssim_in_mask": demo["maskserve"]["likeness"]["ssim_in_mask"],
         "of_flop_limit": round(
-            times(bench, saturated, "edits_per_s", "dense") / report["bench"]["flop_limit"], 2
+            times(bench, kind_name, "edits_per_s", "dense") / report["bench"]["flop_limit"], 2
         ),
         **report["simulated"],
     }
 
 
-def _of_unseen(model: Figures, name: str) -> dict[str, float]:
+def _unseen_figures(model: Figures, name: str) -> dict[str, float]:
     """Return the figures of the study of new pictures, if there was one."""
     rates = model["studies"].get("unseen")
     if rates is None:
@@ -388,7 +388,7 @@ def main() -> int:
     results = out / "results.json"
     if args.page:
         report = json.loads(results.read_text(encoding="utf-8"))
-        report["simulated"] = one_model.simulated()
+        report["simulated"] = one_model.simulate()
         report["summary"] = summary_of(report)
         write_json(report, results)
         write_page(report, out)
@@ -416,7 +416,7 @@ def main() -> int:
     }
     if plans.keys() <= report.keys():
         say("simulated")
-        report["simulated"] = one_model.simulated()
+        report["simulated"] = one_model.simulate()
         report["summary"] = summary_of(report)
         write_page(report, out)
         print(json.dumps(report["summary"], indent=2), flush=True)

@@ -61,7 +61,7 @@ TUNINGS = (
 )
 
 
-WAYS = {
+MODES = {
     "whole": ("diffusers", "diffusers' pipeline"),
     "first_block_cache": ("first_block", f"the same, FirstBlockCache {THRESHOLD}"),
     "crop": ("crop", "the same, only a crop"),
@@ -72,10 +72,10 @@ WAYS = {
 def variants() -> dict[tuple[str, str], Rival]:
     """Return each mode in each tuning, by their names."""
     return {
-        (way, tuning.name): replace(
-            tuning, name=f"{way}_{tuning.name}", way=way, threshold=THRESHOLD
+        (mode, tuning.name): replace(
+            tuning, name=f"{mode}_{tuning.name}", mode=mode, threshold=THRESHOLD
         )
-        for way in WAYS
+        for mode in MODES
         for tuning in TUNINGS
     }
 
@@ -84,18 +84,18 @@ def systems(tuning: Rival, model: str, rings: Sequence[int]) -> list[System]:
     """Return the systems in the order of the paper's comparison. The larger model has random
     weights, which cannot show an acceptable threshold, so it runs without FirstBlockCache.
     """
-    compared = [
-        System(key, label, rival=variants()[way, tuning.name])
-        for way, (key, label) in WAYS.items()
+    all_systems = [
+        System(key, label, rival=variants()[mode, tuning.name])
+        for mode, (key, label) in MODES.items()
         if model == "demo" or key != "first_block"
     ]
-    compared.append(System("dense", "maskserve, all tokens", {"cache": "off"}))
-    compared.append(System("maskserve", "maskserve"))
+    all_systems.append(System("dense", "maskserve, all tokens", {"cache": "off"}))
+    all_systems.append(System("maskserve", "maskserve"))
     if model == "demo":
         skipping = {"first_block_threshold": THRESHOLD}
-        compared.append(System("skipping", f"maskserve, FirstBlockCache {THRESHOLD}", skipping))
-    compared += [System(f"ring{n}", f"maskserve, ring {n}", {"mask_ring": n}) for n in rings]
-    return compared
+        all_systems.append(System("skipping", f"maskserve, FirstBlockCache {THRESHOLD}", skipping))
+    all_systems += [System(f"ring{n}", f"maskserve, ring {n}", {"mask_ring": n}) for n in rings]
+    return all_systems
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,21 +145,21 @@ class Bench:
 
     Args:
         tool: perf_analyzer.
-        ours: maskserve's worker.
-        theirs: the rivals' Triton; None: only maskserve is measured.
+        worker: maskserve's worker.
+        rivals: the rivals' Triton; None: only maskserve is measured.
         plan: extent of the measurement.
         folder: folder for files.
     """
 
     def __init__(
-        self, tool: Tool, ours: Server, theirs: RivalServer | None, plan: Plan, folder: Path
+        self, tool: Tool, worker: Server, rivals: RivalServer | None, plan: Plan, folder: Path
     ) -> None:
-        self._tool, self.ours, self._theirs = tool, ours, theirs
+        self._tool, self.worker, self._rivals = tool, worker, rivals
         self.plan, self._folder = plan, folder
 
-    def at(self, ours: Server, folder: Path) -> Bench:
+    def at(self, worker: Server, folder: Path) -> Bench:
         """Return the same bench with another worker of maskserve."""
-        return Bench(self._tool, ours, self._theirs, self.plan, folder)
+        return Bench(self._tool, worker, self._rivals, self.plan, folder)
 
     def saturated(
         self,
@@ -180,8 +180,8 @@ class Bench:
         if system.rival is None:
             yield
             return
-        assert self._theirs is not None
-        with self._theirs.serving(system.rival):
+        assert self._rivals is not None
+        with self._rivals.serving(system.rival):
             yield
 
     def edits(self, mix: str) -> list[Edit]:
@@ -231,15 +231,15 @@ class Bench:
     def _address(self, system: System) -> tuple[str, str]:
         """Return the model's name, and gRPC's host:port."""
         if system.rival is None:
-            return "edit", self.ours.grpc
-        assert self._theirs is not None
-        return system.rival.name, self._theirs.grpc
+            return "edit", self.worker.grpc
+        assert self._rivals is not None
+        return system.rival.name, self._rivals.grpc
 
     def pictures(self, system: System, edits: Sequence[Edit]) -> list[Any]:
         """Return the system's pictures of the edits, requested one after the other."""
         shape = [1] if system.rival is None else [1, 1]
         front, url = self._address(system)
-        made = []
+        pictures = []
         with grpc_client.InferenceServerClient(url) as client:
             for edit in edits:
                 system_edit = replace(edit, settings={**system.settings, **edit.settings})
@@ -249,11 +249,11 @@ class Bench:
                     tensor.set_data_from_numpy(np.array([value], object).reshape(shape))
                     inputs.append(tensor)
                 answer = client.infer(front, inputs).as_numpy("IMAGE")
-                made.append(decode(answer.reshape(-1)[0]))
-        return made
+                pictures.append(decode(answer.reshape(-1)[0]))
+        return pictures
 
 
-def summed(runs: Mapping[str, Sequence[Stamps]], slo_ms: float) -> Figures:
+def run_figures(runs: Mapping[str, Sequence[Stamps]], slo_ms: float) -> Figures:
     """Return for each kind of run the medians over rounds, and the spread of the rounds."""
     figures: Figures = {}
     for kind, stamps in runs.items():

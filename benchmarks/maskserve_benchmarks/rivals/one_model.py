@@ -1,8 +1,8 @@
-"""Closer measurements of one model: pictures never seen, batch sizes, mask ratios, parts left out,
+"""Closer measurements of one model: new pictures, batch sizes, mask ratios, workers without a part,
 LoRAs.
 
-FlashPS Figs. 14 and 15 and its ablation, with real workers; Katz's adapters beside. What systems
-are compared takes turns inside each round, as everywhere.
+They repeat FlashPS's Figs. 14 and 15 and its ablation with real workers, and serve LoRAs as often
+as Katz measured. Systems that are compared take turns inside each round.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import tomli_w
 
-from maskserve_benchmarks.adapter_calls import SERVICES, drawn
+from maskserve_benchmarks.adapter_calls import SERVICES, draw_calls
 from maskserve_benchmarks.perf.inputs import Edit, draw_mask
 from maskserve_benchmarks.perf.load import Load
 from maskserve_benchmarks.perf.results import Stamps
@@ -29,7 +29,7 @@ from maskserve_benchmarks.rivals.measurement import (
     Bench,
     Figures,
     System,
-    summed,
+    run_figures,
 )
 from maskserve_benchmarks.router_site import RouterSite
 from maskserve_benchmarks.simulator.bars import (
@@ -46,11 +46,11 @@ Tables = Mapping[str, Mapping[str, Any]]
 POLICIES = ("round_robin", "least_requests", "mask_aware")
 ROUTED_LOAD = 0.8
 """Load behind the router, as a share of the capacity of two workers."""
-ROUTED = 3
+ROUTING_REPEATS = 3
 """Times that the edits of a run are sent: P95 needs many edits."""
 LORA_SHARE = 0.95
 """Share of production's edits that have a LoRA (Katz, section 3.1)."""
-OTHERWISE: Mapping[str, dict[str, Any]] = {
+VARIANTS: Mapping[str, dict[str, Any]] = {
     "no batches: one edit at a time in each process": {"engine": {"max_rows": 1}},
     "no planner: every block takes its entry": {"cache": {"plan": "fixed"}},
     "weights of 8 bits (--weights int8)": {"model": {"weights": "int8"}},
@@ -85,7 +85,7 @@ def by_mask_ratio(bench: Bench, systems: Sequence[System]) -> Figures:
     return figures
 
 
-def of_unseen_pictures(bench: Bench, systems: Sequence[System]) -> Figures:
+def unseen_pictures(bench: Bench, systems: Sequence[System]) -> Figures:
     """Return edits per second at saturation by system, when each edit has a new picture. Values are
     medians over as many rounds as other edits have. The result also has maskserve with primed
     templates at the same number of steps.
@@ -122,7 +122,7 @@ def ablation(
     model: Path,
     folder: Path,
     tables: Tables,
-    others: Mapping[str, Bench],
+    running_benches: Mapping[str, Bench],
 ) -> Figures:
     """Measure maskserve in other configurations: edits per second at saturation and milliseconds of
     one edit alone, medians over rounds.
@@ -133,15 +133,15 @@ def ablation(
         folder: folder for files; each worker has its own below.
         tables: configuration of the bench's worker; each other configuration differs only in the
             part that its name says.
-        others: workers that already run, by name of their configuration.
+        running_benches: workers that already run, by name of their configuration.
     """
     with ExitStack() as running:
-        benches = {"maskserve": bench, **others}
-        for number, (name, changed) in enumerate(OTHERWISE.items()):
+        benches = {"maskserve": bench, **running_benches}
+        for number, (name, overrides) in enumerate(VARIANTS.items()):
             worker_folder = folder / f"otherwise{number}"
             merged = {
-                table: {**tables.get(table, {}), **changed.get(table, {})}
-                for table in {**tables, **changed}
+                table: {**tables.get(table, {}), **overrides.get(table, {})}
+                for table in {**tables, **overrides}
             }
             server = running.enter_context(worker(model, worker_folder, merged))
             server.warm(2 * bench.edits("production")[:WARM])
@@ -206,11 +206,11 @@ def by_policy(bench: Bench, model: Path, folder: Path) -> Figures:
         load = Load("request_rate", ROUTED_LOAD * full)
         for _ in range(bench.plan.study_rounds):
             for policy, policy_bench in benches.items():
-                stamps = policy_bench.run(system, load, ROUTED * len(edits), edits)
+                stamps = policy_bench.run(system, load, ROUTING_REPEATS * len(edits), edits)
                 p95[policy].append(stamps.latencies().p95)
     return {
         "sent_per_s": round(load.value, 3),
-        "edits": ROUTED * len(edits),
+        "edits": ROUTING_REPEATS * len(edits),
         "load": ROUTED_LOAD,
         "p95_ms": {policy: round(statistics.median(values), 1) for policy, values in p95.items()},
     }
@@ -248,7 +248,7 @@ def by_batching(bench: Bench, model: Path, folder: Path, tables: Tables) -> Figu
                     runs[name]["run"].append(worker_bench.run(system, load, bench.plan.paced))
             figures[f"{share:g}"] = {"sent_per_s": round(load.value, 3)} | {
                 name: {
-                    key: summed(stamps, 0.0)["run"][key]
+                    key: run_figures(stamps, 0.0)["run"][key]
                     for key in ("mean_ms", "p50_ms", "p95_ms", "waited_ms")
                 }
                 for name, stamps in runs.items()
@@ -261,7 +261,7 @@ def with_loras(bench: Bench, systems: Sequence[System], names: Sequence[str]) ->
     production.
     """
     edits = edits_with_loras(bench, names)
-    bench.ours.warm(2 * edits)
+    bench.worker.warm(2 * edits)
     figures: Figures = {}
     for system in systems:
         with bench.serving(system):
@@ -278,7 +278,7 @@ def edits_with_loras(bench: Bench, names: Sequence[str]) -> list[Edit]:
     """
     edits = bench.edits("production")
     rng = np.random.default_rng(0)
-    calls = drawn(SERVICES[1], len(edits), 0)
+    calls = draw_calls(SERVICES[1], len(edits), 0)
     lora_edits = []
     for edit, call in zip(edits, calls, strict=True):
         loras = [{"name": names[call % len(names)], "scale": 0.8}]
@@ -287,7 +287,7 @@ def edits_with_loras(bench: Bench, names: Sequence[str]) -> list[Edit]:
     return lora_edits
 
 
-def simulated() -> Figures:
+def simulate() -> Figures:
     """Simulate what one machine cannot show: batching and routing at a production rate.
 
     The first case is that of FlashPS section 6.4: one FLUX worker and 0.5 edits per second. Half of

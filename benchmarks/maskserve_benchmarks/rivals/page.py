@@ -14,7 +14,7 @@ MODELS = {
     "demo": "The demo model (FLUX Fill of width 128, 2 + 4 blocks), 20 steps",
 }
 _COLOURS = {"diffusers": "0.45", "first_block": "0.6", "crop": "0.75", "dense": "tab:blue"}
-_OURS = "tab:orange"
+_MASKSERVE_COLOUR = "tab:orange"
 _TIMES = ("mean", "p50", "p95", "p99", "waited")
 
 
@@ -97,10 +97,10 @@ def _products(report: Figures) -> list[str]:
     ]
 
 
-def _model(told: str, model: Figures) -> list[str]:
+def _model(title: str, model: Figures) -> list[str]:
     kinds = [kind for kind in model["systems"]["diffusers"] if kind.startswith("rate ")]
     lines = [
-        f"## {told}",
+        f"## {title}",
         "",
         f"Pictures of {model['pictures']}, {model['edits_per_run']} edits a run, "
         f"{_rounds(model['rounds'])}.",
@@ -228,11 +228,11 @@ def _studies(report: Figures) -> list[str]:
     return lines
 
 
-def _by(found: Figures, systems: Figures, axis: str, form: str) -> list[str]:
+def _by(figures: Figures, systems: Figures, axis: str, form: str) -> list[str]:
     """Return a table with one line per system."""
-    points = list(next(iter(found.values())))
+    points = list(next(iter(figures.values())))
     lines = [f"| {axis} | {' | '.join(points)} |", "|---" * (len(points) + 1) + "|"]
-    for key, values in found.items():
+    for key, values in figures.items():
         cells = " | ".join(form.format(values[point]) for point in points)
         lines.append(f"| {systems[key]['label']} | {cells} |")
     return [*lines, ""]
@@ -266,7 +266,7 @@ def plot_throughput(report: Figures, path: Path) -> None:
         bars = ax.barh(
             [systems[key]["label"] for key in keys],
             rates,
-            color=[_COLOURS.get(key, _OURS) for key in keys],
+            color=[_COLOURS.get(key, _MASKSERVE_COLOUR) for key in keys],
         )
         ax.bar_label(bars, [f"{rate:.2f}" for rate in rates], padding=3)
         ax.set_title(title.split(",")[0].split(" (")[0], fontsize=10)
@@ -287,13 +287,13 @@ def plot_latency(report: Figures, path: Path) -> None:
         for index, (key, system) in enumerate(systems.items()):
             if not all(kind in system for kind in kinds):
                 continue
-            at = [place + index * width for place in range(len(kinds))]
+            positions = [place + index * width for place in range(len(kinds))]
             mean = [system[kind]["mean_ms"] / 1e3 for kind in kinds]
             p95 = [system[kind]["p95_ms"] / 1e3 for kind in kinds]
-            colour = _COLOURS.get(key, _OURS)
+            colour = _COLOURS.get(key, _MASKSERVE_COLOUR)
             alpha = 1.0 if key in ("maskserve", *_COLOURS) else 0.5
-            ax.bar(at, p95, width, color=colour, alpha=0.3 * alpha)
-            ax.bar(at, mean, width, color=colour, alpha=alpha, label=system["label"])
+            ax.bar(positions, p95, width, color=colour, alpha=0.3 * alpha)
+            ax.bar(positions, mean, width, color=colour, alpha=alpha, label=system["label"])
         sent_rates = [systems["diffusers"][kind]["sent_per_s"] for kind in kinds]
         ax.set_xticks(
             [place + 0.4 - width / 2 for place in range(len(kinds))],
@@ -311,7 +311,7 @@ def plot_latency(report: Figures, path: Path) -> None:
 
 def plot_studies(report: Figures, path: Path) -> None:
     """Plot the studies of Figs. 14 and 15 for each model, side by side."""
-    drawn = [
+    panels = [
         (report[name], study, axis, unit, scale)
         for study, axis, unit, scale in (
             ("batch_size", "edits in flight", "edits/s", 1.0),
@@ -321,14 +321,14 @@ def plot_studies(report: Figures, path: Path) -> None:
         if study in report[name]["studies"]
     ]
     pyplot = _pyplot()
-    figure, grid = pyplot.subplots(1, len(drawn), figsize=(5.5 * len(drawn), 3.4), squeeze=False)
-    for ax, (model, study, axis, unit, scale) in zip(grid[0], drawn, strict=True):
+    figure, grid = pyplot.subplots(1, len(panels), figsize=(5.5 * len(panels), 3.4), squeeze=False)
+    for ax, (model, study, axis, unit, scale) in zip(grid[0], panels, strict=True):
         for key, values in model["studies"][study].items():
             ax.plot(
                 [float(point) for point in values],
                 [scale * value for value in values.values()],
                 marker="o",
-                color=_COLOURS.get(key, _OURS),
+                color=_COLOURS.get(key, _MASKSERVE_COLOUR),
                 label=model["systems"][key]["label"],
             )
         ax.set_xlabel(axis)

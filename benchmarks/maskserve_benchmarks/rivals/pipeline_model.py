@@ -1,14 +1,13 @@
-"""diffusers' own pipeline as a Triton model with dynamic batching: the first thing that most people
-would write.
+"""diffusers' pipeline as a Triton model with dynamic batching: the usual first solution.
 
-A request has the tensors of maskserve's `edit`. Triton hands over what waits, up to the model's
-`max_batch_size`; edits of one size run as one call of the pipeline, and answers are pasted into
-their sources. Parameters of config.pbtxt:
+A request has the tensors of maskserve's `edit`. Triton passes on the waiting requests, up to the
+model's `max_batch_size`. Edits of one size run as one call of the pipeline, and the results are
+pasted into their sources. Parameters of config.pbtxt:
 
 - `model`: folder; `threads`: of torch.
-- `way`: `whole` computes the whole picture; `first_block_cache` with diffusers' FirstBlockCache at
-  `threshold`, one decision for a batch; `crop` only a square round the mask, which is what editors
-  call "only masked" or crop and stitch.
+- `mode`: `whole` computes the whole picture; `first_block_cache` does so with diffusers'
+  FirstBlockCache at `threshold`, with one decision for a batch; `crop` computes only a square round
+  the mask, which editors call "only masked" or crop and stitch.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _MARGIN = 0.25
 sees."""
 
 
-class Asked(NamedTuple):
+class PipelineEdit(NamedTuple):
     """An edit."""
 
     image: Image.Image
@@ -63,7 +62,7 @@ class PipelineModel:
         parameters = json.loads(args["model_config"])["parameters"]
         settings = {name: value["string_value"] for name, value in parameters.items()}
         torch.set_num_threads(int(settings["threads"]))
-        self.way = settings["way"]
+        self.mode = settings["mode"]
         self.pipe = FluxFillPipeline.from_pretrained(settings["model"])
         self.pipe.set_progress_bar_config(disable=True)
         tables = tomllib.loads(
@@ -74,18 +73,18 @@ class PipelineModel:
         if self.loras:
             for file in sorted(Path(settings["loras"]).glob("*.safetensors")):
                 self.pipe.load_lora_weights(file, adapter_name=file.stem)
-        if self.way == "first_block_cache":
-            _cached(self.pipe.transformer, float(settings["threshold"]))
+        if self.mode == "first_block_cache":
+            _add_cache(self.pipe.transformer, float(settings["threshold"]))
 
     def execute(self, requests: list[Any]) -> list[Any]:
         """Serve requests; the interface is that of Triton's Python backend."""
         begin = time.perf_counter()
         edits = [self._read(_texts(request, self.utils)) for request in requests]
-        alike: dict[tuple[int, Any], list[int]] = defaultdict(list)
+        groups: dict[tuple[int, Any], list[int]] = defaultdict(list)
         for number, edit in enumerate(edits):
-            alike[edit.box[2] - edit.box[0], edit.loras].append(number)
+            groups[edit.box[2] - edit.box[0], edit.loras].append(number)
         answers: list[Any] = [None] * len(edits)
-        for (side, loras), numbers in alike.items():
+        for (side, loras), numbers in groups.items():
             self._adapt(loras)
             for number, picture in zip(
                 numbers, self._run(side, [edits[n] for n in numbers]), strict=True
@@ -102,15 +101,15 @@ class PipelineModel:
         ]
         return self.utils.InferenceResponse(tensors)
 
-    def _read(self, texts: dict[str, bytes]) -> Asked:
+    def _read(self, texts: dict[str, bytes]) -> PipelineEdit:
         settings = json.loads(texts["SETTINGS"])
         image = Image.open(io.BytesIO(texts["IMAGE"])).convert("RGB")
         mask = Image.open(io.BytesIO(texts["MASK"])).convert("L")
         steps = settings.get("num_inference_steps") or self.defaults["num_inference_steps"]
-        box = crop_box(mask) if self.way == "crop" else (0, 0, *image.size)
+        box = crop_box(mask) if self.mode == "crop" else (0, 0, *image.size)
         loras = tuple([(lora["name"], lora["scale"]) for lora in settings.get("loras", ())])
         prompt = texts["PROMPT"].decode()
-        return Asked(image, mask, prompt, int(settings["seed"]), steps, box, loras)
+        return PipelineEdit(image, mask, prompt, int(settings["seed"]), steps, box, loras)
 
     def _adapt(self, loras: tuple[tuple[str, float], ...]) -> None:
         """Set the LoRAs. Adapters are state of the whole pipeline."""
@@ -122,7 +121,7 @@ class PipelineModel:
         else:
             self.pipe.disable_lora()
 
-    def _run(self, side: int, edits: list[Asked]) -> list[bytes]:
+    def _run(self, side: int, edits: list[PipelineEdit]) -> list[bytes]:
         pictures = self.pipe(
             prompt=[edit.prompt for edit in edits],
             image=[edit.image.crop(edit.box) for edit in edits],
@@ -133,7 +132,7 @@ class PipelineModel:
             max_sequence_length=self.defaults["max_sequence_length"],
             generator=[torch.Generator("cpu").manual_seed(edit.seed) for edit in edits],
         ).images
-        return [_pasted(edit, picture) for edit, picture in zip(edits, pictures, strict=True)]
+        return [_paste(edit, picture) for edit, picture in zip(edits, pictures, strict=True)]
 
 
 def crop_box(mask: Image.Image) -> tuple[int, int, int, int]:
@@ -150,9 +149,9 @@ def crop_box(mask: Image.Image) -> tuple[int, int, int, int]:
     return x, y, x + side, y + side
 
 
-def _pasted(edit: Asked, made: Image.Image) -> bytes:
+def _paste(edit: PipelineEdit, picture: Image.Image) -> bytes:
     out = edit.image.copy()
-    out.paste(made, edit.box[:2], edit.mask.crop(edit.box).point(lambda v: 255 * (v > 127)))
+    out.paste(picture, edit.box[:2], edit.mask.crop(edit.box).point(lambda v: 255 * (v > 127)))
     file = io.BytesIO()
     out.save(file, "PNG")
     return file.getvalue()
@@ -166,7 +165,7 @@ def _texts(request: Any, utils: Any) -> dict[str, bytes]:
     }
 
 
-def _cached(transformer: Any, threshold: float) -> None:
+def _add_cache(transformer: Any, threshold: float) -> None:
     """Add a cache context: FluxFillPipeline does not name one, and forgets it at the end of every
     call.
     """

@@ -1,4 +1,4 @@
-"""A Triton server with rivals: models that it loads and unloads when asked."""
+"""A Triton server of rivals, which it loads and unloads on request."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Rival:
     """A tuned model of `pipeline_model`."""
 
     name: str
-    way: str
+    mode: str
     batch: int = 8
     """`max_batch_size`."""
     delay_ms: int = 0
@@ -63,7 +63,7 @@ class Rival:
         )
         parameter_values = {
             "model": model,
-            "way": self.way,
+            "mode": self.mode,
             "threads": self.threads,
             "threshold": self.threshold,
             "loras": self.loras,

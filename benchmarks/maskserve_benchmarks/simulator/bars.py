@@ -1,4 +1,4 @@
-"""Comparisons of routing policies and ways of batching, run with stated seeds.
+"""Comparisons of routing policies and kinds of batching, run with stated seeds.
 
 Every comparison serves the same edits at the same times under each policy (common random numbers),
 so the noise of a margin is that of its differences from seed to seed.
@@ -25,8 +25,7 @@ SEEDS = (1, 2, 3)
 ROUND_ROBIN_BAR = 0.40
 POLICY_NAMES = ("round_robin", "least_requests", "least_tokens", "mask_aware")
 PAPER = {"static": 0.35, "strawman": 0.40}
-"""How far P95 of the other ways to batch is above that of continuous batching, as a share (FlashPS
-§6.4)."""
+"""P95 of other kinds of batching above that of continuous batching, as a share (FlashPS §6.4)."""
 SMALL_BATCHES_IDLE = 1 / 3
 """`Hardware.overhead` at which a FLUX row of mask ratio 0.2 is 1.9 x as fast as a dense one, as in
 FlashPS Fig. 15; counted FLOPs alone give 3.5 x."""

@@ -1,4 +1,4 @@
-"""The most that a worker can serve, so that a rate can be given as a load."""
+"""The largest rate of a worker, by which a load is a share of it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def capacity(hardware: Hardware, workload: Workload, max_rows: int = 8) -> float
     600 edits of the workload's mix arrive at once. The rate counts from the 60th to the 540th
     finished edit, so that the batch is full throughout.
     """
-    return _measured(hardware, workload.mix, workload.steps, workload.controlled, max_rows)
+    return _capacity(hardware, workload.mix, workload.steps, workload.controlled, max_rows)
 
 
 @cache
-def _measured(
+def _capacity(
     hardware: Hardware, mix: str, steps: tuple[int, ...], controlled: float, max_rows: int
 ) -> float:
     workload = Workload(_EDITS, 1e9, mix, steps, controlled=controlled)

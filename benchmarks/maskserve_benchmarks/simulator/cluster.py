@@ -41,7 +41,7 @@ class Cluster:
                     scenario,
                     self.hosts[i // per_host] if self.hosts else None,
                     self._events.at,
-                    self._ended,
+                    self._count_answer,
                     seed * 1000 + i,
                     step_policy,
                 )
@@ -63,15 +63,15 @@ class Cluster:
     def _arrive(self, now: float, request: object) -> None:
         assert isinstance(request, Request)
         cacheable = self.hardware.cacheable(request.active)
-        own_steps = len(self.hardware.own_steps(request.steps)) if cacheable else 0
+        refresh_count = len(self.hardware.refresh_steps(request.steps)) if cacheable else 0
         edit = Edit(
             request.steps,
             request.active,
             self.hardware.tokens,
             request.template,
             cache=cacheable,
-            refresh_steps=own_steps,
-            always_refreshes=own_steps > 0 and self.hardware.facts.refreshes_over_template,
+            refresh_steps=refresh_count,
+            always_refreshes=refresh_count > 0 and self.hardware.facts.refreshes_over_template,
             inner_tokens=request.masked,
             ring_tokens=self.hardware.ring_tokens(request.masked),
             adapters=request.loras,
@@ -79,14 +79,14 @@ class Cluster:
         )
         views = [worker.view() for worker in self.workers.values()]
         try:
-            chosen = self.policy.choose(edit, views, now)
-            view = next(view for view in views if view.worker == chosen)
+            worker_name = self.policy.choose(edit, views, now)
+            view = next(view for view in views if view.worker == worker_name)
             predicted = predicted_seconds(edit, view, now)
-            self.jobs.append(self.workers[chosen].send(request, edit, predicted, now))
+            self.jobs.append(self.workers[worker_name].send(request, edit, predicted, now))
         except (NoWorkerAvailable, Overloaded):
             self.refused.append(request)
 
-    def _ended(self, job: Job, when: float) -> None:
+    def _count_answer(self, job: Job, when: float) -> None:
         self.answers += 1
 
 

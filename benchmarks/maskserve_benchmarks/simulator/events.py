@@ -11,18 +11,18 @@ class Events:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self._coming: list[tuple[float, int, Callable[..., None], object]] = []
+        self._pending: list[tuple[float, int, Callable[..., None], object]] = []
         self._number = 0
 
     def at(self, when: float, method: Callable[..., None], argument: object) -> None:
         """Schedule a call of `method(when, argument)`."""
-        heapq.heappush(self._coming, (when, self._number, method, argument))
+        heapq.heappush(self._pending, (when, self._number, method, argument))
         self._number += 1
 
     def run(self) -> None:
         """Run until no event is left."""
-        while self._coming:
-            when, _, method, argument = heapq.heappop(self._coming)
+        while self._pending:
+            when, _, method, argument = heapq.heappop(self._pending)
             if when < self.now:
                 raise RuntimeError(f"an event of {when} at {self.now}")
             self.now = when

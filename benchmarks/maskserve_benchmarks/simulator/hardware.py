@@ -172,7 +172,7 @@ class Hardware:
         K and V.
         """
         if active not in self._loads:
-            self._loads[active] = float(self._moved(active)[:, 1].sum())
+            self._loads[active] = float(self._block_loads(active)[:, 1].sum())
         return self._loads[active]
 
     def cacheable(self, active: int) -> bool:
@@ -185,7 +185,7 @@ class Hardware:
         side = math.sqrt(masked) + 2 * (self.facts.refresh_ring or 0)
         return min(round(side**2), self.tokens) - masked
 
-    def own_steps(self, steps: int) -> frozenset[int]:
+    def refresh_steps(self, steps: int) -> frozenset[int]:
         """Return the refresh steps of an edit of `steps` steps whose template is not available."""
         count = refresh_count(steps, refresh_stride(self.config, self.facts))
         if not count:
@@ -193,7 +193,7 @@ class Hardware:
         growth = self.facts.refresh_growth
         return lookahead_steps_of(refresh_steps(count, range(steps, 0, -1), 0.0, growth=growth))
 
-    def step_seconds(self, cached: int, active: int, dense: int, own: int = 0) -> float:
+    def step_seconds(self, cached: int, active: int, dense: int, step_cache_rows: int = 0) -> float:
         """Return the seconds of a step of `cached` rows with `active` tokens in all and `dense`
         rows.
 
@@ -201,12 +201,12 @@ class Hardware:
             cached: number of cached rows.
             active: computed tokens of the cached rows.
             dense: number of dense rows.
-            own: number of cached rows that read their own step cache, so they load nothing.
+            step_cache_rows: number of cached rows that read their step cache and load nothing.
         """
         active = min(-(-active // QUANTUM) * QUANTUM, cached * self.tokens)
-        key = (cached, active, dense, own)
+        key = (cached, active, dense, step_cache_rows)
         if key not in self._seconds:
-            self._seconds[key] = self._planned(*key)
+            self._seconds[key] = self._planned_seconds(*key)
         return self._seconds[key]
 
     def control_seconds(self, active: int, *, cached: bool) -> float:
@@ -217,7 +217,7 @@ class Hardware:
         """Return the seconds that LoRAs of `nbytes` bytes add to a row's step."""
         return self.pricing.lora_seconds(nbytes, active, self.tokens, cached=cached)
 
-    def _planned(self, cached: int, active: int, dense: int, own: int) -> float:
+    def _planned_seconds(self, cached: int, active: int, dense: int, step_cache_rows: int) -> float:
         full = self.work.row_at(1.0, self.text)
         if not cached:
             return self.costs.step_seconds(self.work.step_flops([full] * dense, "dense"))
@@ -225,14 +225,14 @@ class Hardware:
         costs = step_costs(
             self.work,
             self.work.totals(
-                [self._row(active / cached, self.text_shares.refresh)] * own
-                + [self._row(active / cached, self.text_shares.template)] * (cached - own)
+                [self._row(active / cached, self.text_shares.refresh)] * step_cache_rows
+                + [self._row(active / cached, self.text_shares.template)] * (cached - step_cache_rows)
             ),
             self.costs,
-            {"host": self._moved(active / cached) * (cached - own)},
+            {"host": self._block_loads(active / cached) * (cached - step_cache_rows)},
             dense=self.work.totals([full] * dense) if dense else None,
         )
-        if self.halo or own or self.text_shares.template < 1.0:  # every block reads its entry
+        if self.halo or step_cache_rows or self.text_shares.template < 1.0:  # every block reads its entry
             return evaluate(costs, ("kv",) * len(self.work.blocks)).latency
         return plan(costs, tolerance=0.001).latency
 
@@ -255,7 +255,7 @@ class Hardware:
             return row
         return replace(row, text=text_share * text, text_read=(1.0 - text_share) * text)
 
-    def _moved(self, active: float) -> Floats:
+    def _block_loads(self, active: float) -> Floats:
         """Return the bytes of `h` and `kv` per step of one row, [blocks, 2]."""
         row = self._row(active)
         spare = tuple(n - a for n, a in zip(self.work.tokens, row.active, strict=True))

@@ -26,7 +26,7 @@ class Job:
     ended: float = math.nan
     outcome: str = ""
     """`done` or `expired`; empty until the edit ends."""
-    own: frozenset[int] = frozenset()
+    refresh_steps: frozenset[int] = frozenset()
     """Refresh steps of the edit, if it has any: it computes all tokens there."""
     predicted: float = math.nan
     """Predicted seconds from `sent` until the denoising ends, at the time of the choice of
@@ -34,9 +34,9 @@ class Job:
     tokens_done: int = 0
 
     @property
-    def at_anchor(self) -> bool:
+    def at_refresh_step(self) -> bool:
         """Return whether its next step is a refresh step."""
-        return self.request.steps - self.left in self.own
+        return self.request.steps - self.left in self.refresh_steps
 
     @property
     def begun(self) -> bool:

@@ -49,9 +49,9 @@ class WorkerLoras:
         self._tiers, self._at = tiers, at
         self._source = _Source(self, tiers.host_slots)
         budget = {LORAS.name: tiers.slots * NBYTES}
-        residency = Residency(1, budget, lambda gone: self._books.dropped(gone))
+        residency = Residency(1, budget, lambda evicted: self._loras.dropped(evicted))
         config = Config(model=ModelConfig(dtype="bfloat16"))  # bytes = file size
-        self._books = Loras(config, residency, self._source, lambda *_: None, Observations())
+        self._loras = Loras(config, residency, self._source, lambda *_: None, Observations())
         self._costs = LORAS.estimates
         """Costs that a worker reports before it has measured; every load takes exactly what routing
         expects."""
@@ -61,18 +61,18 @@ class WorkerLoras:
         self.loads: dict[str, int] = {"host": 0, "storage": 0}
 
     def hold(self, edit: str, names: tuple[str, ...], now: float) -> float:
-        """Keep LoRAs for an edit until `let_go`; return the time at which all of them are ready.
+        """Keep LoRAs for an edit until `release`; return the time at which all of them are ready.
 
         Raises:
             Overloaded: there is no room besides the LoRAs of edits in flight.
         """
         self._now = now
-        self._books.hold(edit, [Lora(name=name, version=name) for name in names])
+        self._loras.hold(edit, [Lora(name=name, version=name) for name in names])
         return max((self._arrivals.get(name, now) for name in names), default=now)
 
-    def let_go(self, edit: str, now: float) -> None:
+    def release(self, edit: str, now: float) -> None:
         self._now = now
-        self._books.release(edit)
+        self._loras.release(edit)
 
     def view(self) -> AdapterView | None:
         """Return the LoRAs as a worker's record lists them for routers; None: routers do not know
@@ -80,23 +80,23 @@ class WorkerLoras:
         """
         if not self._tiers.known:
             return None
-        adapters = {adapter.name: adapter for adapter in self._books.listed()}
-        return AdapterView(adapters, self._costs, self._books.typical_bytes())
+        adapters = {adapter.name: adapter for adapter in self._loras.listed()}
+        return AdapterView(adapters, self._costs, self._loras.typical_bytes())
 
     def begin_load(self, lora: Lora) -> None:
         """Start a load; the resource cache calls this through its source."""
         source = self._source.where(lora.name)
         self.loads[source] += 1
         self._arrivals[lora.name] = self._now + self._costs[source].seconds(NBYTES)
-        self._at(self._arrivals[lora.name], self._come, (lora, source))
+        self._at(self._arrivals[lora.name], self._finish_load, (lora, source))
 
-    def _come(self, now: float, came: object) -> None:
-        assert isinstance(came, tuple)
-        lora, source = came
+    def _finish_load(self, now: float, load: object) -> None:
+        assert isinstance(load, tuple)
+        lora, source = load
         seconds = self._costs[source].seconds(NBYTES)
         del self._arrivals[lora.name]
         self._source.keep(lora.name)
-        self._books.arrived(lora, Loaded("", NBYTES, seconds, NBYTES, source))
+        self._loras.arrived(lora, Loaded("", NBYTES, seconds, NBYTES, source))
 
 
 class _Source:
@@ -106,18 +106,18 @@ class _Source:
 
     def __init__(self, owner: WorkerLoras, slots: int) -> None:
         self._owner, self._slots = owner, slots
-        self._held: OrderedDict[str, AdapterFile] = OrderedDict()
-        self._listed: tuple[AdapterFile, ...] = ()
+        self._on_host: OrderedDict[str, AdapterFile] = OrderedDict()
+        self._files: tuple[AdapterFile, ...] = ()
 
     def where(self, name: str) -> str:
-        return "host" if name in self._held else "storage"
+        return "host" if name in self._on_host else "storage"
 
     def keep(self, name: str) -> None:
-        self._held[name] = AdapterFile(Path(name), name, name, "", NBYTES, 0.0)
-        self._held.move_to_end(name)
-        if len(self._held) > self._slots:
-            self._held.popitem(last=False)
-        self._listed = tuple(self._held.values())
+        self._on_host[name] = AdapterFile(Path(name), name, name, "", NBYTES, 0.0)
+        self._on_host.move_to_end(name)
+        if len(self._on_host) > self._slots:
+            self._on_host.popitem(last=False)
+        self._files = tuple(self._on_host.values())
 
     def file_bytes(self, lora: Lora) -> int:
         return NBYTES
@@ -126,7 +126,7 @@ class _Source:
         return NBYTES
 
     def on_host(self) -> tuple[AdapterFile, ...]:
-        return self._listed
+        return self._files
 
     def load(self, lora: Lora, done: Callable[[Loaded | MaskserveError], None]) -> None:
         self._owner.begin_load(lora)

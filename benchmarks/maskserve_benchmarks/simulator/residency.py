@@ -33,7 +33,7 @@ class Host:
     clock: Callable[[], float]
     memory: MemoryTier = field(init=False)
     disk: MemoryTier = field(init=False)
-    seen: set[str] = field(default_factory=set)
+    missed: set[str] = field(default_factory=set)
     """Templates that missed once: the next miss primes them."""
     priming: set[str] = field(default_factory=set)
     fetching: dict[str, float] = field(default_factory=dict)
@@ -78,26 +78,26 @@ class Host:
             self.fetches += 1
         return self.fetching[template]
 
-    def fetched(self, template: str) -> None:
+    def end_fetch(self, template: str) -> None:
         """End a fetch; the template may have been kept meanwhile."""
         self.fetching.pop(template, None)
         self.keep(template, self.memory)
 
-    def wants_priming(self, template: str) -> bool:
+    def should_prime(self, template: str) -> bool:
         """Return whether to prime a template after a miss. Priming starts at the second miss,
         because an image that occurs once is not worth it (design §4).
         """
         if template in self.priming or template in self._names["host"]:
             return False
-        if template not in self.seen:
-            self.seen.add(template)
+        if template not in self.missed:
+            self.missed.add(template)
             return False
         self.priming.add(template)
         return True
 
     def primed(self, template: str) -> None:
         self.priming.discard(template)
-        self.seen.discard(template)
+        self.missed.discard(template)
         self.keep(template, self.memory, self.disk)
 
 

@@ -87,9 +87,9 @@ def check_conserved(cluster: Cluster, requests: Sequence[Request]) -> None:
     The worker itself checks at each step that it is not over capacity.
     """
 
-    def must(holds: bool, what: str) -> None:
+    def must(holds: bool, rule: str) -> None:
         if not holds:
-            raise NotConserved(what)
+            raise NotConserved(rule)
 
     ended = sorted([j.request.number for j in cluster.jobs] + [r.number for r in cluster.refused])
     must(ended == [r.number for r in requests], "each edit is sent or refused, once")
@@ -118,7 +118,7 @@ def measure(cluster: Cluster, requests: Sequence[Request], seed: int) -> Result:
     done_jobs = [j for j in jobs if j.outcome == "done"]
     latencies = np.array([j.ended - j.request.arrival for j in done_jobs] or [math.nan])
     good = sum(
-        j.ended - j.request.arrival <= scenario.slo * _alone(scenario, cluster.hardware, j)
+        j.ended - j.request.arrival <= scenario.slo * _lone_seconds(scenario, cluster.hardware, j)
         for j in done_jobs
     )
     window = requests[-1].arrival - requests[first].arrival
@@ -153,7 +153,7 @@ def measure(cluster: Cluster, requests: Sequence[Request], seed: int) -> Result:
     )
 
 
-def _alone(scenario: Scenario, hardware: Hardware, job: Job) -> float:
+def _lone_seconds(scenario: Scenario, hardware: Hardware, job: Job) -> float:
     """Return the seconds that the edit takes on an idle worker that holds its template."""
     active = job.request.active
     cached = hardware.cacheable(active)

@@ -39,7 +39,7 @@ class Worker:
         scenario: Scenario,
         host: Host | None,
         at: At,
-        ended: Callable[[Job, float], None],
+        on_end: Callable[[Job, float], None],
         seed: int,
         policy: MakePolicy = StepScheduler,
     ) -> None:
@@ -58,13 +58,13 @@ class Worker:
         self.intervals: list[tuple[float, float]] = []
         """(start, end) of every busy period."""
         self._at = at
-        self._ended = ended
+        self._on_end = on_end
         self._random = random.Random(seed)
         self._assigned: dict[str, Job] = {}
         self._primes: dict[str, _Prime] = {}
         self._gate: list[Job] = []
         """Static batching: ready edits that wait for the end of the batch."""
-        self._held: list[Job] = []
+        self._finished: list[Job] = []
         """Static batching: finished edits that wait for the end of the batch."""
         self._stepping: tuple[Run, ...] | None = None
         self._step_began = 0.0
@@ -112,7 +112,7 @@ class Worker:
         row, fetch, hit = self._admission(edit, controlled=request.controlled)
         cached = row.tokens < edit.total_tokens
         refresh_steps = (
-            self.hardware.own_steps(edit.steps) if cached and not hit else frozenset[int]()
+            self.hardware.refresh_steps(edit.steps) if cached and not hit else frozenset[int]()
         )
         job = Job(
             request,
@@ -122,7 +122,7 @@ class Worker:
             row,
             now,
             edit.steps,
-            own=refresh_steps,
+            refresh_steps=refresh_steps,
             predicted=predicted,
         )
         self._assigned[number] = job
@@ -156,12 +156,12 @@ class Worker:
 
     def _fetched(self, now: float, template: object) -> None:
         assert self.host is not None
-        self.host.fetched(str(template))
+        self.host.end_fetch(str(template))
 
     def _missed(self, template: str, now: float) -> None:
         self.misses += 1
         assert self.host is not None
-        if self.host.wants_priming(template):
+        if self.host.should_prime(template):
             name, tokens = f"prime:{template}", self.hardware.tokens
             steps = self.hardware.anchors
             self.scheduler.submit(Ticket(name, steps, tokens, tokens, now, background=True))
@@ -256,13 +256,13 @@ class Worker:
         for ticket in running:
             job = self._assigned.get(ticket.request_id)
             reads = ticket.active_tokens < ticket.total_tokens
-            if not reads or (job is not None and job.at_anchor):
+            if not reads or (job is not None and job.at_refresh_step):
                 dense += 1
                 if not reads or (job is not None and not job.begun):
                     continue  # later refresh steps are computed beside the step that reaches them
             cached += 1
             active += ticket.active_tokens
-            if job is not None and job.own:
+            if job is not None and job.refresh_steps:
                 refresh_rows += 1
             else:
                 self.loaded_bytes += self.hardware.load_bytes(ticket.active_tokens)
@@ -291,10 +291,10 @@ class Worker:
         for run in runs:
             for _ in range(run.steps):
                 self._run_stepped(self._left(run, 0), now)
-        if self._held and not len(self.scheduler):
-            for job in self._held:
+        if self._finished and not len(self.scheduler):
+            for job in self._finished:
                 self._finish(job, now)
-            self._held = []
+            self._finished = []
         self._begin(now)
 
     def _run_stepped(self, rows: tuple[Ticket, ...], now: float) -> None:
@@ -311,7 +311,7 @@ class Worker:
                 self.scheduler.finish(ticket.request_id)
                 job.denoised = now
                 if self.scenario.batching == "static":
-                    self._held.append(job)
+                    self._finished.append(job)
                 else:
                     self._finish(job, now)
 
@@ -339,12 +339,12 @@ class Worker:
     def _end(self, job: Job, outcome: str, when: float) -> None:
         del self._assigned[str(job.request.number)]
         if self.loras:
-            self.loras.let_go(str(job.request.number), when)
+            self.loras.release(str(job.request.number), when)
         self._view = None
         if job.outcome:
             raise RuntimeError(f"edit {job.request.number} ended twice")
-        job.outcome, job.ended = outcome, when
-        self._ended(job, when)
+        job.outcome, job.on_end = outcome, when
+        self._on_end(job, when)
 
     def check_empty(self) -> None:
         """Check that no work is left after the last event.
@@ -353,7 +353,7 @@ class Worker:
             RuntimeError: some work is left.
         """
         self.scheduler.check_integrity()
-        if self._assigned or self._gate or self._held or len(self.scheduler):
+        if self._assigned or self._gate or self._finished or len(self.scheduler):
             raise RuntimeError(f"{self.name}: work is left: {len(self._assigned)} edits")
         for (_, end), (start, _) in pairwise(self.intervals):
             if start < end:

@@ -132,16 +132,16 @@ def draw(workload: Workload, tokens: int, seed: int) -> list[Request]:
     shape = 1.0 / workload.burst**2
     gaps = arrivals.gamma(shape, 1.0 / (shape * workload.rate), n)
     ratios = MIXES[workload.mix].ratios(masks.random(n))
-    ringed = (np.sqrt(ratios * tokens) + 2 * workload.ring) ** 2
-    active = np.clip(np.round(ringed), 1, tokens).astype(int)
+    with_ring = (np.sqrt(ratios * tokens) + 2 * workload.ring) ** 2
+    active = np.clip(np.round(with_ring), 1, tokens).astype(int)
     masked = np.clip(np.round(ratios * tokens), 1, active).astype(int)
-    drawn = templates.choice(workload.templates, n, p=_zipf(workload.templates, workload.zipf))
+    template_ids = templates.choice(workload.templates, n, p=_zipf(workload.templates, workload.zipf))
     counts = steps.choice(np.array(workload.steps), n)
     controlled = nets.random(n) < workload.controlled
     has_lora = adapters.random(n) < workload.with_lora
     lora_ids = adapters.choice(workload.loras, n, p=_zipf(workload.loras, workload.lora_zipf))
     when = np.cumsum(gaps)
-    columns = (when, counts, active, masked, drawn, controlled, has_lora, lora_ids)
+    columns = (when, counts, active, masked, template_ids, controlled, has_lora, lora_ids)
     return [
         Request(
             i,

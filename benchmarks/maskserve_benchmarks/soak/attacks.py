@@ -1,7 +1,7 @@
-"""Attacks of one client on all others, each bounded in time and count, on this machine alone.
+"""Attacks of one client on all other clients, each bounded in time and count, on this machine alone.
 
-They run in a process of their own, at a low priority: what is measured beside them is what they do
-to the server, and not that they have the cores.
+They run in a separate process at low priority, so that honest edits show the attacks' effect on the
+server and not a lack of cores.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Target:
     """A picture that other clients have registered, too."""
     shared_id: str = ""
     """Template id of that picture."""
-    others: tuple[str, ...] = ()
+    other_keys: tuple[str, ...] = ()
     """Further keys of the attacker, for attacks that need more than one key allows."""
 
 
@@ -79,8 +79,8 @@ async def run(target: Target, until: float, report: Path, names: Sequence[str] =
     """Run the named attacks, or all, again and again until the time `until`. Write the results to a
     file.
     """
-    chosen = [attack for attack in ATTACKS if not names or attack.__name__ in names]
-    counts_by_attack: dict[str, Counter[str]] = {attack.__name__: Counter() for attack in chosen}
+    selected = [attack for attack in ATTACKS if not names or attack.__name__ in names]
+    counts_by_attack: dict[str, Counter[str]] = {attack.__name__: Counter() for attack in selected}
 
     async def again(attack: Attack, rng: random.Random) -> None:
         while time.time() < until:
@@ -92,7 +92,7 @@ async def run(target: Target, until: float, report: Path, names: Sequence[str] =
             await asyncio.sleep(rng.uniform(1.0, 5.0))
 
     await asyncio.gather(
-        *(again(chosen_attack, random.Random(i)) for i, chosen_attack in enumerate(chosen))
+        *(again(attack, random.Random(i)) for i, attack in enumerate(selected))
     )
     report.write_text(json.dumps(counts_by_attack, indent=2), encoding="utf-8")
 
@@ -117,8 +117,8 @@ def main(
 
 @cache
 def picture() -> tuple[bytes, bytes]:
-    drawn = draw(99, 64, 64)
-    return drawn.image, drawn.mask
+    small = draw(99, 64, 64)
+    return small.image, small.mask
 
 
 def edit(
@@ -168,7 +168,7 @@ async def calls(
         return list(await asyncio.gather(*map(one, requests)))
 
 
-async def asked(
+async def http_status(
     port: int, path: str, body: bytes, headers: dict[str, str], method: str = "POST"
 ) -> str:
     """Send one HTTP request; return the status of its response, or that there was none."""
@@ -196,7 +196,7 @@ def _key(target: Target, **more: str) -> dict[str, str]:
 
 
 async def a_withdrawn_key(target: Target) -> Iterable[str]:
-    return [await asked(target.http, "/v1/models", b"", {"x-api-key": target.withdrawn}, "GET")]
+    return [await http_status(target.http, "/v1/models", b"", {"x-api-key": target.withdrawn}, "GET")]
 
 
 # Shares
@@ -275,7 +275,7 @@ def _zipped(size: int) -> bytes:
 async def inflating_bodies(target: Target) -> Iterable[str]:
     headers = _key(target, **{"Content-Encoding": "gzip"})
     path, body = "/v2/models/edit/infer", _zipped(159 * _MIB)
-    return await asyncio.gather(*(asked(target.http, path, body, headers) for _ in range(30)))
+    return await asyncio.gather(*(http_status(target.http, path, body, headers) for _ in range(30)))
 
 
 @cache
@@ -286,7 +286,7 @@ def _many_values() -> bytes:
 async def json_of_many_values(target: Target) -> Iterable[str]:
     paths = ("/v2/models/edit/infer", "/v2/models/edit/generate", "/v1/images/edits")
     headers = _key(target, **{"Content-Type": "application/json"})
-    return [await asked(target.http, path, _many_values(), headers) for path in paths]
+    return [await http_status(target.http, path, _many_values(), headers) for path in paths]
 
 
 async def messages_of_many_fields(target: Target) -> Iterable[str]:
@@ -319,12 +319,12 @@ async def pictures_by_url(target: Target) -> Iterable[str]:
     url = {"image_url": "https://192.88.99.1/a.png"}
     body = json.dumps({"prompt": "x", "images": [url], "mask": url}).encode()
     headers = _key(target, **{"Content-Type": "application/json"})
-    return [await asked(target.http, "/v1/images/edits", body, headers) for _ in range(20)]
+    return [await http_status(target.http, "/v1/images/edits", body, headers) for _ in range(20)]
 
 
 async def damaged_loras(target: Target) -> Iterable[str]:
-    named = [{"name": DAMAGED}]
-    return await calls(target, [edit(loras=named), operation("adapter_check", name=DAMAGED)])
+    loras = [{"name": DAMAGED}]
+    return await calls(target, [edit(loras=loras), operation("adapter_check", name=DAMAGED)])
 
 
 def damage_lora(folder: Path, number: int) -> None:
@@ -339,8 +339,8 @@ async def loras_that_change(target: Target) -> Iterable[str]:
     damage_lora(target.loras, time.time_ns())
     with suppress(FileExistsError):
         (target.loras / "passwd.safetensors").symlink_to("/etc/passwd")
-    listed = operation("adapters")
-    return await calls(target, [listed, edit(loras=[{"name": "passwd"}])])
+    listing = operation("adapters")
+    return await calls(target, [listing, edit(loras=[{"name": "passwd"}])])
 
 
 async def control_nets(target: Target) -> Iterable[str]:
@@ -370,7 +370,7 @@ async def jobs_and_lists_of_them(target: Target) -> Iterable[str]:
     """Send jobs that end at once, while sixteen connections list them."""
     image, mask = (base64.b64encode(data).decode() for data in picture())
     url = "data:image/png;base64,"
-    asked_for = {
+    job_request = {
         "prompt": "mine",
         "images": [{"image_url": url + image}],
         "mask": {"image_url": url + mask},
@@ -378,14 +378,14 @@ async def jobs_and_lists_of_them(target: Target) -> Iterable[str]:
         "loras": [{"name": "nowhere"}],
     }
     body, kind = (
-        json.dumps(asked_for).encode(),
+        json.dumps(job_request).encode(),
         _key(target, **{"Content-Type": "application/json"}),
     )
-    statuses = [await asked(target.http, "/v1/jobs", body, kind) for _ in range(30)]
+    statuses = [await http_status(target.http, "/v1/jobs", body, kind) for _ in range(30)]
 
     async def lists() -> list[str]:
         path = "/v1/jobs?limit=100"
-        return [await asked(target.http, path, b"", _key(target), "GET") for _ in range(10)]
+        return [await http_status(target.http, path, b"", _key(target), "GET") for _ in range(10)]
 
     listed = await asyncio.gather(*(lists() for _ in range(16)))
     return [*statuses, *(end for ends in listed for end in ends)]
@@ -448,7 +448,7 @@ async def large_answers(target: Target) -> Iterable[str]:
         finally:
             writer.close()
 
-    return await asyncio.gather(*map(one, (target.key, *target.others)))
+    return await asyncio.gather(*map(one, (target.key, *target.other_keys)))
 
 
 async def _read_whole(reader: asyncio.StreamReader) -> str:
@@ -508,7 +508,7 @@ async def headers_for_workers(target: Target) -> Iterable[str]:
         {"x-own-bin": "A"},
         {"traceparent": "x"},
     )
-    ends = [await asked(target.http, path, body, _key(target, **more)) for more in header_sets]
+    ends = [await http_status(target.http, path, body, _key(target, **more)) for more in header_sets]
     metadata = (("x-api-key", target.key), ("x-own", "a" * 20_000))
     async with grpc.aio.insecure_channel(f"127.0.0.1:{target.grpc}") as channel:
         for _ in range(8):
@@ -522,7 +522,7 @@ async def headers_for_workers(target: Target) -> Iterable[str]:
 async def shared_memory_of_a_worker(target: Target) -> Iterable[str]:
     region = json.dumps({"key": "/x", "offset": 0, "byte_size": 8}).encode()
     path = "/v2/systemsharedmemory/region/x/register"
-    return [await asked(target.worker_http, path, region, {})]
+    return [await http_status(target.worker_http, path, region, {})]
 
 
 async def wrong_tensors(target: Target) -> Iterable[str]:
@@ -539,17 +539,17 @@ async def wrong_tensors(target: Target) -> Iterable[str]:
 async def large_pictures_of_the_page(target: Target) -> Iterable[str]:
     """Send twenty pictures of 49 megapixels, as the page's own script does."""
     port, ask = target.page, f"http://127.0.0.1:{target.page}/config"
-    config = json.loads(await asyncio.to_thread(_fetched, ask))
+    config = json.loads(await asyncio.to_thread(_fetch, ask))
     names = {
         component["props"].get("elem_id"): component["id"] for component in config["components"]
     }
     ends = []
     for number in range(20):
         file = base64.b64encode(_huge_mask() + bytes([number])).decode()
-        called = {"session_hash": "x", "component_id": names["editor"], "fn_name": "take"}
-        body = json.dumps({**called, "data": file}).encode()
+        call = {"session_hash": "x", "component_id": names["editor"], "fn_name": "take"}
+        body = json.dumps({**call, "data": file}).encode()
         path, kind = "/gradio_api/component_server", {"Content-Type": "application/json"}
-        ends.append(await asked(port, path, body, kind))
+        ends.append(await http_status(port, path, body, kind))
     return ends
 
 
@@ -557,13 +557,13 @@ async def other_sites_at_the_page(target: Target) -> Iterable[str]:
     port, evil = target.page, {"Origin": "https://evil.example.com"}
     large = {"Content-Type": "application/json"}
     return [
-        await asked(port, "/config", b"", evil, "GET"),
-        await asked(port, "/gradio_api/upload", bytes(_MIB), {}),
-        await asked(port, "/gradio_api/component_server", bytes(100 * _MIB), large),
+        await http_status(port, "/config", b"", evil, "GET"),
+        await http_status(port, "/gradio_api/upload", bytes(_MIB), {}),
+        await http_status(port, "/gradio_api/component_server", bytes(100 * _MIB), large),
     ]
 
 
-def _fetched(url: str) -> bytes:
+def _fetch(url: str) -> bytes:
     with urllib.request.urlopen(url, timeout=_PATIENCE_S) as answer:
         return bytes(answer.read())
 
@@ -607,7 +607,7 @@ async def silent_connections(target: Target) -> Iterable[str]:
 
 
 async def requests_without_a_key(target: Target) -> Iterable[str]:
-    requests = (asked(target.http, "/v2/models/edit/infer", b"{}", {}) for _ in range(50))
+    requests = (http_status(target.http, "/v2/models/edit/infer", b"{}", {}) for _ in range(50))
     return await asyncio.gather(*requests)
 
 

@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 
 from maskserve_benchmarks.soak.pictures import draw, encode, png_file
-from maskserve_benchmarks.soak.visitor import Visitor, refused
+from maskserve_benchmarks.soak.visitor import Visitor, must_refuse
 
 _SIZE = (40, 56)
 
@@ -83,7 +83,7 @@ def bad_settings() -> dict[str, tuple[bytes, str]]:
         "a list": ([], "SETTINGS"),
     }
     return {
-        **dumped(values),
+        **with_json(values),
         "not JSON": (b"{seed: 1}", "SETTINGS"),
         "not UTF-8": (b'{"model": "\xff"}', "SETTINGS"),
         "deeply nested": (b"[" * 30_000, "SETTINGS"),
@@ -91,7 +91,7 @@ def bad_settings() -> dict[str, tuple[bytes, str]]:
     }
 
 
-def dumped(values: Mapping[str, tuple[object, str]]) -> dict[str, tuple[bytes, str]]:
+def with_json(values: Mapping[str, tuple[object, str]]) -> dict[str, tuple[bytes, str]]:
     """Return the same with values as JSON."""
     return {name: (json.dumps(value).encode(), field) for name, (value, field) in values.items()}
 
@@ -102,8 +102,8 @@ BAD_REQUESTS = bad_requests()
 def bad_input(visitor: Visitor) -> str:
     """Send three bad requests."""
     for bad in visitor.rng.sample(BAD_REQUESTS, 3):
-        way = visitor.http.edit if visitor.rng.random() < 0.5 else visitor.grpc.edit
-        refused(partial(way, bad.inputs), bad.code, bad.field)
+        send = visitor.http.edit if visitor.rng.random() < 0.5 else visitor.grpc.edit
+        must_refuse(partial(send, bad.inputs), bad.code, bad.field)
     return "refused"
 
 
@@ -111,8 +111,8 @@ def bad_operation(visitor: Visitor) -> str:
     """Send operations with missing or invalid names."""
     control, unknown = visitor.grpc.control, "0" * 32
     op = visitor.rng.choice(("prime", "pin", "evict"))
-    refused(lambda: control(op, template_id=unknown), "TEMPLATE_NOT_FOUND", "OP.template_id")
-    refused(lambda: control(op, template_id="../x"), "INVALID_REQUEST", "OP.template_id")
-    refused(lambda: control("register", image="bm8="), "INVALID_REQUEST", "OP.image")
-    refused(lambda: control("reboot"), "INVALID_REQUEST", "OP.op")
+    must_refuse(lambda: control(op, template_id=unknown), "TEMPLATE_NOT_FOUND", "OP.template_id")
+    must_refuse(lambda: control(op, template_id="../x"), "INVALID_REQUEST", "OP.template_id")
+    must_refuse(lambda: control("register", image="bm8="), "INVALID_REQUEST", "OP.image")
+    must_refuse(lambda: control("reboot"), "INVALID_REQUEST", "OP.op")
     return "refused"

@@ -1,29 +1,30 @@
 """Load a worker for a long time with every kind of request, and check that its memory, threads and
 files stay as they were.
 
-Starts a worker with a small cache, and as many clients as keep its rows full (in the first minute
-twice as many): edits of hot, new and forgotten templates, streams, odd sizes, templates by name,
-edits withdrawn in every way, bad input, operations. Every answer is checked. Memory, shared memory,
-file handles, threads, rows, templates and pins are sampled; after the warm-up none may grow (memory
-by 2 % at most), and at the end nothing may be left in flight, running or pinned.
+The command starts a worker with a small cache, and as many clients as keep its rows full (twice as
+many in the first minute). They send edits of hot, new and evicted templates, streams, unusual
+sizes, templates by name, edits that they withdraw, bad input and operations, and check every
+answer. Samples have memory, shared memory, file handles, threads, rows, templates and pins. After
+the warm-up none of these may grow (memory by 2 % at most), and at the end nothing may be in flight,
+running or pinned.
 
     python scripts/bench soak --minutes 60 --out soak-output --json soak.json
 
-With --hostile a router stands before the worker, three honest clients with keys edit at random
-times, and a fourth key attacks in every known way; the JSON's `summary` has `lost`, `wrong`,
-`p95_ratio` (of honest edits, attacked against alone), `router_mib`, `restarts`, `ejections`,
-`internal_errors` of the router, and the shares of the processor that the attackers and processes of
-others took. Where others took over 15 % the run is not judged, but for wrong pixels, internal
-errors and memory: the exit code is 3.
+With --hostile there is also a router. Three honest clients with keys edit at random times, and a
+fourth key attacks in every known way. The JSON's `summary` has `lost`, `wrong`, `p95_ratio` (honest
+edits under attack over honest edits alone), `router_mib`, `restarts`, `ejections`,
+`internal_errors` of the router, and the processor's shares of the attackers and of other processes.
+If other processes took over 15 %, only wrong pixels, internal errors and memory are judged, and the
+exit code is 3.
 
     python scripts/bench soak --hostile --minutes 10 --json hostile.json
 
-`stages_ms` and `cpu_s` of the same file say where the time went, and `--attacks` or `--without`
-find out which attack takes it.
+`stages_ms` and `cpu_s` of the same file show the time by stage and process; `--attacks` and
+`--without` choose attacks.
 
-Writes samples.jsonl, summary.json, soak.png, config.toml and the worker's log into the folder. The
-exit code is 0 if every bar holds, 1 if one is missed, 2 if the worker does not start. Ctrl-C ends
-the load early and judges what there is; before the worker is ready it stops that.
+The folder gets samples.jsonl, summary.json, soak.png, config.toml and the worker's log. The exit
+code is 0 if every bar holds, 1 if one is missed, 2 if the worker does not start. Ctrl-C ends the
+load early, and the samples so far are judged; before the worker is ready it stops the worker.
 """
 
 from __future__ import annotations
@@ -58,15 +59,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.hostile:
             names = [attack.__name__ for attack in ATTACKS]
-            chosen = [name for name in args.attacks or names if name not in args.without]
-            return hostile(options, args.json, chosen)
+            names = [name for name in args.attacks or names if name not in args.without]
+            return hostile(options, args.json, names)
         report = soak(options, StopSignals())
     except ServeError as error:
         print(f"soak.py: {error}", file=sys.stderr)
         return 2
-    written = json.dumps(summary(options, report), indent=2) + "\n"
+    summary_text = json.dumps(summary(options, report), indent=2) + "\n"
     for path in {options.out / "summary.json", args.json or options.out / "summary.json"}:
-        path.write_text(written, encoding="utf-8")
+        path.write_text(summary_text, encoding="utf-8")
     show(report)
     print(f"written: {options.out}", flush=True)
     return 0 if report.passed else 1

@@ -1,8 +1,8 @@
-"""A whole server under attack, beside three clients with keys of their own who just edit.
+"""A server under attack, while three honest clients send edits.
 
-A supervisor runs a worker and a router. The honest clients are alone before and behind the minutes
-in which one key attacks in every way of `attacks.ATTACKS`: what else the machine does then counts
-on both sides. Each honest edit is reproducible and is held against the first of its kind, bit for
+A supervisor runs a worker and a router. One key runs all of `attacks.ATTACKS` for some minutes; the
+honest clients are alone before and after these minutes, so that other load on the machine counts
+on both sides. Each honest edit is reproducible, and must equal the first edit of its kind bit for
 bit.
 """
 
@@ -87,11 +87,11 @@ class Book:
             self.lost += [lost] if lost else []
             self.wrong += [wrong] if wrong else []
 
-    def time_went(self, seconds: float, stages_ms: dict[str, float]) -> None:
+    def add_times(self, seconds: float, stages_ms: dict[str, float]) -> None:
         """Add the time of one edit, by stage."""
-        named = {name: ms for name, ms in stages_ms.items() if name != "load_stall"}
+        stages = {name: ms for name, ms in stages_ms.items() if name != "load_stall"}
         with self.lock:
-            self.stages_ms.update({**named, "elsewhere": 1e3 * seconds - sum(named.values())})
+            self.stages_ms.update({**stages, "elsewhere": 1e3 * seconds - sum(stages.values())})
 
     def means(self) -> dict[str, int]:
         """Return the mean milliseconds of an edit in each stage."""
@@ -105,7 +105,7 @@ class Book:
         return statistics.quantiles(self.seconds, n=20, method="inclusive")[-1]
 
 
-class Honest:
+class HonestClient:
     """One honest client: edits arrive at random times (Poisson), whatever came before."""
 
     def __init__(self, name: str, url: str, album: Album, firsts: dict[int, Pixels]) -> None:
@@ -119,12 +119,12 @@ class Honest:
 
     def edit_until(self, end: float, stop: StopSignals | threading.Event, book: Book) -> None:
         """Send edits until the time `end` of the monotonic clock; return when all are answered."""
-        under_way = []
+        pending_edits = []
         while time.monotonic() + (gap := self._rng.expovariate(1 / _EVERY_S)) < end:
             if stop.wait(gap):
                 break
-            under_way.append(self._pool.submit(self.edit, self._rng.randrange(_KINDS), book))
-        for edit in under_way:
+            pending_edits.append(self._pool.submit(self.edit, self._rng.randrange(_KINDS), book))
+        for edit in pending_edits:
             edit.result()
 
     def close(self) -> None:
@@ -167,7 +167,7 @@ class Honest:
             book.add(wrong=str(problem)[:300])
         else:
             book.add(elapsed_s)
-            book.time_went(elapsed_s, answer[1]["timings_ms"])
+            book.add_times(elapsed_s, answer[1]["timings_ms"])
 
 
 def secret(name: str) -> str:
@@ -209,15 +209,15 @@ def hostile_soak(
         log_dir=options.out / "logs",
         report=options.say,
     )
-    with Supervisor(serve) as supervisor, ExitStack() as opened:
+    with Supervisor(serve) as supervisor, ExitStack() as stack:
         worker, router, (service,) = supervisor.workers[0], supervisor.router, supervisor.services
         assert router is not None
         page_port = free_base_port(1)
-        page = opened.enter_context(_page(router.grpc_url, page_port, options.out / "page.log"))
+        page = stack.enter_context(_page(router.grpc_url, page_port, options.out / "page.log"))
         native = load_spec(options.model, worker.config.model.native_resolution).native_resolution
         album = Album(options.seed, native, warm=1)
         firsts: dict[int, Pixels] = {}
-        clients = [Honest(name, router.grpc_url, album, firsts) for name in _HONEST]
+        clients = [HonestClient(name, router.grpc_url, album, firsts) for name in _HONEST]
         warm = Book()
         for kind in (*range(_KINDS), _CONTROLLED):
             clients[0].edit(kind, warm)  # primes its template
@@ -279,7 +279,7 @@ def hostile_soak(
         "internal_errors": internal_errors(options.out / "logs" / "router.log"),
         "least_often": least_often(attack_counts),
         "attackers_cpu_share": cpu.share("attacked", "attackers"),
-        "others_cpu_share": max(cpu.others.values()),
+        "others_cpu_share": max(cpu.others_share.values()),
         "ejections": int(
             sum(map(float, re.findall(r"maskserve_ejections_total{.*} (\S+)", metrics)))
         ),
@@ -331,12 +331,12 @@ def internal_errors(log: Path) -> int:
         return sum('"exc":' in line or line.startswith("Traceback") for line in lines)
 
 
-def least_often(found: dict[str, dict[str, int]]) -> int:
+def least_often(counts_by_attack: dict[str, dict[str, int]]) -> int:
     """Return the number of answered requests of the attack that has the fewest. An attacker without
     processor time attacks nobody.
     """
     answered_counts = [
-        {end: n for end, n in ends.items() if end not in _NONE} for ends in found.values()
+        {end: n for end, n in ends.items() if end not in _NONE} for ends in counts_by_attack.values()
     ]
     return min((sum(ends.values()) for ends in answered_counts), default=0)
 
@@ -369,28 +369,28 @@ class CpuTime:
 
     def __init__(self, pids: dict[str, int | None]) -> None:
         self._pids = pids
-        self._last, self._at = self._taken(), self._machine()
+        self._last, self._at = self._process_seconds(), self._machine()
         self.seconds: dict[str, dict[str, float]] = {}
         """Phase → name → seconds."""
-        self.others: dict[str, float] = {}
+        self.others_share: dict[str, float] = {}
         """Phase → share of the machine's time that processes outside this soak took."""
-        self._whole: dict[str, float] = {}
+        self._machine_seconds: dict[str, float] = {}
         """Phase → the machine's processor seconds."""
 
     def book(self, phase: str) -> None:
         """Add the processor time since the last phase."""
-        process_s, at = self._taken(), self._machine()
+        process_s, at = self._process_seconds(), self._machine()
         self.seconds[phase] = {
             name: round(process_s[name] - self._last[name], 1) for name in process_s
         }
-        whole, busy, soak_s = (after - before for before, after in zip(self._at, at, strict=True))
-        self._whole[phase] = max(whole, 1e-9)
-        self.others[phase] = round(max(busy - soak_s, 0.0) / self._whole[phase], 3)
+        machine_s, busy, soak_s = (after - before for before, after in zip(self._at, at, strict=True))
+        self._machine_seconds[phase] = max(machine_s, 1e-9)
+        self.others_share[phase] = round(max(busy - soak_s, 0.0) / self._machine_seconds[phase], 3)
         self._last, self._at = process_s, at
 
     def share(self, phase: str, name: str) -> float:
         """Return the share of the machine's time in a phase that processes of this name took."""
-        return round(self.seconds[phase][name] / self._whole[phase], 3)
+        return round(self.seconds[phase][name] / self._machine_seconds[phase], 3)
 
     def _machine(self) -> tuple[float, float, float]:
         """Return processor seconds: all that passed, those in use, and those of this soak."""
@@ -404,7 +404,7 @@ class CpuTime:
                 soak_s += sum(child.cpu_times()[:4])
         return time.monotonic() * (os.cpu_count() or 1), busy, soak_s
 
-    def _taken(self) -> dict[str, float]:
+    def _process_seconds(self) -> dict[str, float]:
         seconds = dict.fromkeys(self._pids, 0.0)
         for name, pid in self._pids.items():
             with suppress(psutil.NoSuchProcess):
@@ -416,7 +416,7 @@ class CpuTime:
 
 
 def _edit_for(
-    seconds: float, clients: Sequence[Honest], stop: StopSignals | threading.Event, book: Book
+    seconds: float, clients: Sequence[HonestClient], stop: StopSignals | threading.Event, book: Book
 ) -> None:
     end = time.monotonic() + seconds
     threads = [
@@ -441,10 +441,10 @@ def _page(url: str, port: int, log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Run `maskserve web` at this port."""
     program = Path(sys.executable).with_name("maskserve")
     command = [str(program), "web", "--url", url, "--port", str(port)]
-    named = {**os.environ, "MASKSERVE_KEY": secret(_PAGE)}
+    stages = {**os.environ, "MASKSERVE_KEY": secret(_PAGE)}
     with (
         log.open("wb") as output,
-        subprocess.Popen(command, stdout=output, stderr=output, env=named) as page,
+        subprocess.Popen(command, stdout=output, stderr=output, env=stages) as page,
     ):
         try:
             yield page

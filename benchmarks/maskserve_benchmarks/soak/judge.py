@@ -1,4 +1,4 @@
-"""Judge whether a worker stayed as it was: what it holds late in a run against early in the run."""
+"""Judge whether a worker grows: compare its memory, files and threads late and early in a run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Bar:
 
     name: str
     ok: bool
-    says: str
+    finding: str
     judged: bool = True
     """False: the run was too short to judge."""
     growth: float | None = None
@@ -39,7 +39,7 @@ class Bar:
 
     def line(self) -> str:
         mark = ("ok" if self.ok else "MISSED") if self.judged else "not judged"
-        return f"{mark:>10}  {self.name}: {self.says}"
+        return f"{mark:>10}  {self.name}: {self.finding}"
 
 
 def steady(samples: Sequence[Sample]) -> list[Sample]:
@@ -86,11 +86,11 @@ def judge_growth(samples: Sequence[Sample]) -> list[Bar]:
     bars = [_memory("memory", late, span, lambda s: s.memory)]
     names = sorted({name for sample in late for name in sample.processes})
     whole = [name for name in names if all(name in sample.processes for sample in late)]
-    bars += [_memory(f"memory of {n}", late, span, _of(n, "memory"), SLACK_BYTES) for n in whole]
+    bars += [_memory(f"memory of {n}", late, span, _field_of(n, "memory"), SLACK_BYTES) for n in whole]
     bars.append(_memory("shared memory", late, span, lambda s: s.shared_memory))
     bars.append(_count("files", "", late, span, lambda s: s.runtime_files))
     for field in ("handles", "threads"):
-        bars += [_count(field, f" of {n}", late, span, _of(n, field)) for n in whole]
+        bars += [_count(field, f" of {n}", late, span, _field_of(n, field)) for n in whole]
     return bars
 
 
@@ -124,14 +124,14 @@ def judge_rest(samples: Sequence[Sample], rest: Sample) -> list[Bar]:
 
 def judge_answers(visits: int, unexpected: int, served: float) -> list[Bar]:
     """Return bars over the visitors' answers."""
-    says = f"{unexpected} of {visits} visits had an answer that should not have been given"
+    finding = f"{unexpected} of {visits} visits had an answer that should not have been given"
     return [
-        Bar("answers", unexpected == 0 and visits > 0, says),
+        Bar("answers", unexpected == 0 and visits > 0, finding),
         Bar("edits", served > 0, f"{served:g} edits were finished"),
     ]
 
 
-def _of(name: str, field: str) -> Callable[[Sample], float]:
+def _field_of(name: str, field: str) -> Callable[[Sample], float]:
     """Return a function that reads a field of one process."""
     return lambda sample: float(getattr(sample.processes[name], field))
 
@@ -140,29 +140,29 @@ def _memory(
     name: str,
     late: Sequence[Sample],
     span: float,
-    of: Callable[[Sample], float],
+    value: Callable[[Sample], float],
     slack: float = 0.0,
 ) -> Bar:
     if span < MEMORY_NEEDS_S:
-        says = f"{span:.0f} s after the warm-up; {MEMORY_NEEDS_S:.0f} s are needed"
-        grown = growth([of(s) for s in late]) if late else None
-        return Bar(name, True, says, judged=False, growth=grown)
-    values = [of(sample) for sample in late]
-    grown = growth(values)
+        finding = f"{span:.0f} s after the warm-up; {MEMORY_NEEDS_S:.0f} s are needed"
+        growth_share = growth([value(s) for s in late]) if late else None
+        return Bar(name, True, finding, judged=False, growth=growth_share)
+    values = [value(sample) for sample in late]
+    growth_share = growth(values)
     first, last = (statistics.median(part) / 2**20 for part in fifths(values))
     most = max(GROWTH, slack / 2**20 / first) if first else GROWTH
-    says = f"{first:.1f} to {last:.1f} MiB, {grown:+.2%} (at most {most:+.1%})"
-    return Bar(name, grown <= most, says, growth=grown)
+    finding = f"{first:.1f} to {last:.1f} MiB, {growth_share:+.2%} (at most {most:+.1%})"
+    return Bar(name, growth_share <= most, finding, growth=growth_share)
 
 
 def _count(
-    field: str, whose: str, late: Sequence[Sample], span: float, of: Callable[[Sample], float]
+    field: str, suffix: str, late: Sequence[Sample], span: float, value: Callable[[Sample], float]
 ) -> Bar:
-    name, needed, slack = field + whose, COUNTS_NEED_S[field], COUNTS_SLACK[field]
+    name, needed, slack = field + suffix, COUNTS_NEED_S[field], COUNTS_SLACK[field]
     if span < needed:
         return Bar(name, True, f"{span:.0f} s after the warm-up; {needed:g} are needed", False)
-    values = [of(sample) for sample in late]
+    values = [value(sample) for sample in late]
     up = rise(values)
     first, last = (min(part) for part in fifths(values))
-    says = f"at least {first:g}, in the end {last:g} (at most {slack} more)"
-    return Bar(name, up <= slack, says, growth=up)
+    finding = f"at least {first:g}, in the end {last:g} (at most {slack} more)"
+    return Bar(name, up <= slack, finding, growth=up)

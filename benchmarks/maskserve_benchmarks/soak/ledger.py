@@ -7,7 +7,7 @@ import threading
 from collections import Counter
 from dataclasses import dataclass
 
-_SHOWN = 20
+_MAX_PROBLEMS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Ledger:
         """Count an unexpected answer."""
         with self._lock:
             self._unexpected += 1
-            if len(self._problems) < _SHOWN:
+            if len(self._problems) < _MAX_PROBLEMS:
                 self._problems.append(f"{kind}: {problem}")
         self.book(kind, "unexpected", 0.0)
 

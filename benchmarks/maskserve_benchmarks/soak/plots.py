@@ -1,4 +1,4 @@
-"""The plot of a soak: what the worker held, over time."""
+"""The plot of a soak: memory, files, threads and rows of the worker over time."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def plot(samples: Sequence[Sample], warm_s: float, title: str, path: Path) -> No
     minutes = [sample.time_s / 60 for sample in samples]
     names = sorted(samples[-1].processes, key=lambda n: -samples[-1].processes[n].memory)
 
-    def line(axes: Any, label: str, of: Callable[[Sample], float | None], **style: Any) -> None:
-        values = [of(sample) for sample in samples]
+    def line(axes: Any, label: str, value: Callable[[Sample], float | None], **style: Any) -> None:
+        values = [value(sample) for sample in samples]
         numbers = [float("nan") if value is None else value for value in values]
         axes.plot(minutes, numbers, label=label, linewidth=1.1, **style)
 

@@ -54,7 +54,7 @@ MIX: dict[Callable[[Visitor], str], float] = {
     visits.stream: 8,
     visits.largest: 1,
     visits.template: 4,
-    visits.look: 4,
+    visits.sample: 4,
     withdrawals.grpc_cancel: 4,
     withdrawals.grpc_timeout: 3,
     withdrawals.http_timeout: 3,
@@ -295,15 +295,15 @@ def _judge(
 
 def drift(report: Report) -> dict[str, float | None]:
     """Return the result of the audits, including those at rest."""
-    looks = [*report.samples, *([report.rest] if report.rest else [])]
-    if not looks:
+    audited = [*report.samples, *([report.rest] if report.rest else [])]
+    if not audited:
         return {}
-    drift_values = [look.drift_max for look in looks if look.drift_max is not None]
+    drift_values = [sample.drift_max for sample in audited if sample.drift_max is not None]
     return {
-        "audits": looks[-1].counters["audits_total"],
-        "mean": looks[-1].drift_mean,
+        "audits": audited[-1].counters["audits_total"],
+        "mean": audited[-1].drift_mean,
         "max": max(drift_values, default=None),
-        "templates_put_to_dense": looks[-1].counters["cache_distrusts_total"],
+        "templates_put_to_dense": audited[-1].counters["cache_distrusts_total"],
     }
 
 
@@ -323,7 +323,7 @@ def summary(options: SoakOptions, report: Report) -> dict[str, Any]:
                 "judged": bar.judged,
                 "ok": bar.ok,
                 "growth": None if bar.growth is None else round(bar.growth, 5),
-                "says": bar.says,
+                "finding": bar.finding,
             }
             for bar in report.bars
         ],

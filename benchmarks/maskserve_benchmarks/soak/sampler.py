@@ -1,4 +1,4 @@
-"""Samples of a worker: what its processes hold, and what its status says."""
+"""Samples of a worker: sizes of its processes, and its status record."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A client of the soak: its connections, its dice, and how it checks an answer."""
+"""A client of the soak: its connections, its random settings, and its checks of answers."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Keepsakes:
     """
 
     lock: threading.Lock = field(default_factory=threading.Lock)
-    kept: dict[int, Pixels] = field(default_factory=dict)
+    pictures: dict[int, Pixels] = field(default_factory=dict)
 
     def first(self, number: int, pixels: Pixels) -> Pixels:
         """Return the first picture kept under the number, which may be this one."""
         with self.lock:
-            return self.kept.setdefault(number, pixels)
+            return self.pictures.setdefault(number, pixels)
 
 
 @dataclass(slots=True)
@@ -98,8 +98,8 @@ class Visitor:
             Unexpected: it failed, or the answer is wrong.
         """
         inputs = self.inputs(picture, settings)
-        way = self.http.edit if self.rng.random() < 0.4 else self.grpc.edit
-        answer = must(lambda: way(inputs))
+        send = self.http.edit if self.rng.random() < 0.4 else self.grpc.edit
+        answer = must(lambda: send(inputs))
         return check(picture, settings, answer), answer[1]
 
 
@@ -112,10 +112,10 @@ def must(call: Callable[[], Answer]) -> Answer:
     try:
         return call()
     except Exception as error:
-        raise _other("an answer", error) from None
+        raise _unexpected("an answer", error) from None
 
 
-def ended(call: Callable[[], Answer], *codes: str) -> str:
+def outcome(call: Callable[[], Answer], *codes: str) -> str:
     """Return how a call ended that may succeed or fail with one of `codes`.
 
     Raises:
@@ -127,11 +127,11 @@ def ended(call: Callable[[], Answer], *codes: str) -> str:
         why = reason(error)
         if why in codes:
             return why
-        raise _other(" or ".join(("an answer", *codes)), error) from None
+        raise _unexpected(" or ".join(("an answer", *codes)), error) from None
     return DONE
 
 
-def refused(call: Callable[[], Any], code: str, field: str = "") -> str:
+def must_refuse(call: Callable[[], Any], code: str, field: str = "") -> str:
     """Check that a call is refused with `code` and that the message names `field`; return the code.
 
     Raises:
@@ -142,7 +142,7 @@ def refused(call: Callable[[], Any], code: str, field: str = "") -> str:
     except Exception as error:
         if reason(error) == code and f"[{code}] {field}" in str(error):
             return code
-        raise _other(f"[{code}] {field}", error) from None
+        raise _unexpected(f"[{code}] {field}", error) from None
     raise Unexpected(f"[{code}] {field} expected, but it was answered")
 
 
@@ -187,6 +187,6 @@ def distance(a: Pixels, b: Pixels) -> int:
     return int(np.abs(a.astype(np.int16) - b).max())
 
 
-def _other(wanted: str, error: Exception) -> Unexpected:
+def _unexpected(expected: str, error: Exception) -> Unexpected:
     error_text = str(error)[:300] or reason(error)
-    return Unexpected(f"{wanted} expected, but: {error_text}")
+    return Unexpected(f"{expected} expected, but: {error_text}")

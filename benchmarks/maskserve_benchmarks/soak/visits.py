@@ -1,7 +1,7 @@
-"""Visits that end well: every kind of edit, a template's life, a look at the worker.
+"""Visits that end well: every kind of edit, the life of a template, requests for the status.
 
-A visit returns how it ended (`done`, or an error's code) and raises Unexpected when it should not
-have ended so.
+A visit returns its outcome (`done`, or an error's code) and raises Unexpected if that outcome is
+wrong.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from maskserve_benchmarks.soak.visitor import (
     distance,
     must,
     operate,
-    refused,
+    must_refuse,
 )
 
 _REPRODUCIBLE = 4
@@ -89,12 +89,12 @@ def stream(visitor: Visitor) -> str:
     picture = visitor.rng.choice(visitor.album.hot)
     preview_every = visitor.rng.choice((0, 2, 3))
     settings = visitor.settings(progress=True, preview_every=preview_every)
-    opened = Stream(visitor.grpc_url)
+    events = Stream(visitor.grpc_url)
     try:
-        opened.send(visitor.inputs(picture, settings))
+        events.send(visitor.inputs(picture, settings))
         last = {"progress": 0, "preview": 0}
         while True:
-            image, meta = answer = must(opened.next)
+            image, meta = answer = must(events.next)
             if meta["event"] == "final":
                 check(picture, settings, answer)
                 return DONE
@@ -102,7 +102,7 @@ def stream(visitor: Visitor) -> str:
                 raise Unexpected(f"after {last} came {meta} with {len(image)} bytes of image")
             last[meta["event"]] = meta["step"]
     finally:
-        opened.close()
+        events.close()
 
 
 def largest(visitor: Visitor) -> str:
@@ -112,13 +112,13 @@ def largest(visitor: Visitor) -> str:
     picture = visitor.album.largest
     for _ in range(2):
         visitor.edit(picture, visitor.settings(output_format="png"))
-    opened = Stream(visitor.grpc_url)
+    events = Stream(visitor.grpc_url)
     try:
-        opened.send(visitor.inputs(picture, visitor.settings(preview_every=1, cache="off")))
-        while must(opened.next)[1]["event"] != "final":
+        events.send(visitor.inputs(picture, visitor.settings(preview_every=1, cache="off")))
+        while must(events.next)[1]["event"] != "final":
             pass
     finally:
-        opened.close()
+        events.close()
     return DONE
 
 
@@ -143,7 +143,7 @@ def template(visitor: Visitor) -> str:
         operate(grpc, "unpin", template_id=name)
     operate(grpc, "evict", template_id=name)
     evicted_inputs = visitor.inputs(picture, visitor.settings(template_id=name))
-    refused(lambda: grpc.edit(evicted_inputs), "TEMPLATE_NOT_FOUND", "SETTINGS.template_id")
+    must_refuse(lambda: grpc.edit(evicted_inputs), "TEMPLATE_NOT_FOUND", "SETTINGS.template_id")
     return DONE
 
 

@@ -1,6 +1,6 @@
 """Visits that end early: every way to withdraw an edit.
 
-An edit that was fast enough may be answered all the same.
+A fast edit may be answered nevertheless.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from maskserve_benchmarks.triton_calls import (
     Http,
     Stream,
 )
-from maskserve_benchmarks.soak.visitor import Visitor, ended, must, operate
+from maskserve_benchmarks.soak.visitor import Visitor, outcome, must, operate
 
 _SOON_S = 0.6
 """Time within which a visitor cancels."""
@@ -25,13 +25,13 @@ def grpc_cancel(visitor: Visitor) -> str:
     pending = visitor.grpc.begin(_long(visitor), TIMEOUT_S)
     time.sleep(visitor.rng.uniform(0.0, _SOON_S))
     pending.call.cancel()
-    return ended(pending.wait, CLIENT_CANCELLED, "CANCELLED")
+    return outcome(pending.wait, CLIENT_CANCELLED, "CANCELLED")
 
 
 def grpc_timeout(visitor: Visitor) -> str:
     limit = visitor.rng.uniform(0.01, _SOON_S)
     inputs = _long(visitor)
-    return ended(lambda: visitor.grpc.edit(inputs, limit), CLIENT_TIMEOUT, "CANCELLED")
+    return outcome(lambda: visitor.grpc.edit(inputs, limit), CLIENT_TIMEOUT, "CANCELLED")
 
 
 def http_timeout(visitor: Visitor) -> str:
@@ -39,16 +39,16 @@ def http_timeout(visitor: Visitor) -> str:
     client = Http(visitor.http_url, timeout_s=visitor.rng.uniform(0.02, _SOON_S / 2))
     inputs = visitor.inputs(visitor.rng.choice(visitor.album.hot), visitor.settings())
     try:
-        return ended(lambda: client.edit(inputs), CLIENT_TIMEOUT)
+        return outcome(lambda: client.edit(inputs), CLIENT_TIMEOUT)
     finally:
         client.close()
 
 
 def deadline(visitor: Visitor) -> str:
     inputs = _long(visitor, deadline_ms=visitor.rng.randint(1, int(1e3 * _SOON_S)))
-    way = visitor.http.edit if visitor.rng.random() < 0.5 else visitor.grpc.edit
+    send = visitor.http.edit if visitor.rng.random() < 0.5 else visitor.grpc.edit
     # The edit is refused at once if it cannot be in time, either ever or behind the waiting edits.
-    return ended(lambda: way(inputs), "DEADLINE_EXCEEDED", "OVERLOADED")
+    return outcome(lambda: send(inputs), "DEADLINE_EXCEEDED", "OVERLOADED")
 
 
 def control_cancel(visitor: Visitor) -> str:
@@ -60,19 +60,19 @@ def control_cancel(visitor: Visitor) -> str:
         if pending.answered:
             break
         time.sleep(0.02)
-    return ended(pending.wait, "CANCELLED")
+    return outcome(pending.wait, "CANCELLED")
 
 
 def stream_closed(visitor: Visitor) -> str:
     """Close a stream in the middle."""
-    opened = Stream(visitor.grpc_url)
+    events = Stream(visitor.grpc_url)
     try:
-        opened.send(_long(visitor, progress=True, preview_every=5))
+        events.send(_long(visitor, progress=True, preview_every=5))
         for _ in range(visitor.rng.randint(0, 6)):
-            must(opened.next)
-        opened.cancel()
+            must(events.next)
+        events.cancel()
     finally:
-        opened.close()
+        events.close()
     return "closed"
 
 

@@ -4,13 +4,13 @@ Compare the predictions of a worker that uses them with its steps.
     python scripts/bench profile_costs --devices 2 --out costs.json
 
 A worker of several devices (a process of one thread each, or a GPU) steps edits of some sizes,
-dense and cached, in gangs of every degree, all devices busy at all degrees. The law of
-`planning/degree_costs.py` is fitted to them: seconds from the FLOPs, bytes and calls of a device.
-Then another worker starts with what was found, says before its first step what edits of other sizes
-will take, and takes them.
+dense and cached, in gangs of every degree, with all devices busy. The command fits the law of
+`planning/degree_costs.py` to these steps: seconds from the FLOPs, bytes and calls of a device. A
+second worker starts with the fitted costs, predicts the steps of edits of other sizes, and then
+takes these steps.
 
-`--clock cpu` counts the processor time of the ranks instead, per device: on a machine that others
-use it tells whether the law holds. A profile for a worker is by the wall clock.
+`--clock cpu` counts the processor time of the ranks per device instead. It tests the law on a
+machine with other load. A profile for a worker needs the wall clock.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from maskserve_engine.scheduling.step_scheduler import Run
 
 _UNSETTLED = 2
 """Number of an edit's first steps, which prepare kernels and vectors."""
-_SAID_S = 60.0
+_PREDICTION_S = 60.0
 """Seconds within which a worker must predict an edit's step time."""
 _LEAST_S = 1e-15
 """Least seconds per byte: the fit gives 0 if it sees no exchange."""
@@ -79,23 +79,23 @@ class Point:
     """Seconds of a step without disturbance: the mean over the faster half of the steps."""
     mean: float
     """Mean seconds over all steps."""
-    foretold: float
+    predicted: float
     """Seconds that the worker predicted before the first step."""
 
     @property
-    def apart(self) -> float:
+    def error(self) -> float:
         """Return the relative difference of the prediction from the measurement."""
-        return self.foretold / self.seconds - 1.0
+        return self.predicted / self.seconds - 1.0
 
 
-class GivenGangs:
+class FixedGangs:
     """A `GangPolicy` with given devices: each edit runs on the devices listed under its name. With
     an empty list it waits; without a list it runs on the first device.
     """
 
     def __init__(self) -> None:
         self.devices: dict[str, tuple[int, ...]] = {}
-        self.foretold: dict[str, Future[tuple[float, ...]]] = {}
+        self.predicted: dict[str, Future[tuple[float, ...]]] = {}
         """Seconds of a step by degree, from the worker's ticket."""
 
     def decide(self, now: float, works: Sequence[Work]) -> GangPlan:
@@ -103,8 +103,8 @@ class GivenGangs:
         runs = []
         for work in works:
             name = work.ticket.request_id
-            if name in self.foretold:
-                self.foretold.pop(name).set_result(work.ticket.seconds)
+            if name in self.predicted:
+                self.predicted.pop(name).set_result(work.ticket.seconds)
             devices = self.devices.get(name, (0,))
             if not devices:
                 continue
@@ -124,7 +124,7 @@ class Worker:
     """
 
     def __init__(self, config: Config, *, by_processor: bool) -> None:
-        self.policy, self._numbers = GivenGangs(), itertools.count()
+        self.policy, self._numbers = FixedGangs(), itertools.count()
         self._devices = config.engine.devices
         self._parts = Direct(
             config,
@@ -164,19 +164,19 @@ class Worker:
             for job, name in zip(jobs, names, strict=True)
         ]
 
-    def foretold(self, side: int, *, cached: bool) -> tuple[float, ...]:
+    def predicted(self, side: int, *, cached: bool) -> tuple[float, ...]:
         """Return the seconds of a step by degree that the worker predicts now."""
         [job] = self.edits(side, 1, 2, cached=cached)
         name = job.request.request_id
         self.policy.devices[name] = ()
-        future = self.policy.foretold[name] = Future()
+        future = self.policy.predicted[name] = Future()
         self._parts.engine.submit(job, lambda event: None)
-        seconds: tuple[float, ...] = future.result(_SAID_S)
+        seconds: tuple[float, ...] = future.result(_PREDICTION_S)
         self._parts.engine.cancel(name)
         return seconds
 
     def measure(
-        self, side: int, degree: int, steps: int, foretold: float, *, cached: bool
+        self, side: int, degree: int, steps: int, predicted: float, *, cached: bool
     ) -> Point:
         """Run edits of one size on all devices, as many at once as there are such gangs."""
         jobs = self.edits(side, self._devices // degree, steps, cached=cached)
@@ -190,7 +190,7 @@ class Worker:
         mean = seconds = float(all_step_s.mean())
         if not self._by_processor:  # other load on the machine only makes steps longer
             seconds = float(all_step_s[: (len(all_step_s) + 1) // 2].mean())
-        work, row = self._counted(jobs[0], cached=cached)
+        work, row = self._work_of(jobs[0], cached=cached)
         kind = "kv" if cached else "dense"
         return Point(
             side,
@@ -201,13 +201,13 @@ class Worker:
             calls(work, degree),
             seconds,
             mean,
-            foretold,
+            predicted,
         )
 
     def prime(self, side: int) -> None:
         self._parts.run(self.edits(side, 1, 2, cached=True))
 
-    def _counted(self, job: EditJob, *, cached: bool) -> tuple[ModelWork, RowTokens]:
+    def _work_of(self, job: EditJob, *, cached: bool) -> tuple[ModelWork, RowTokens]:
         adapter = self._parts.engine.adapter
         _, height, width = job.moments.shape
         tokens = adapter.tokens(job)
@@ -224,7 +224,7 @@ class Worker:
         return total * 1e-9 / self._devices
 
 
-def fitted(points: Sequence[Point]) -> tuple[Line, ExchangeCosts]:
+def fit_costs(points: Sequence[Point]) -> tuple[Line, ExchangeCosts]:
     """Fit the cost law to the measurements: least squares of relative errors, with no negative
     coefficient.
     """
@@ -241,31 +241,31 @@ def fitted(points: Sequence[Point]) -> tuple[Line, ExchangeCosts]:
     return line, ExchangeCosts(1.0 / max(per_byte, _LEAST_S), call)
 
 
-def measured(worker: Worker, sides: Sequence[int], args: argparse.Namespace) -> list[Point]:
+def measure_all(worker: Worker, sides: Sequence[int], args: argparse.Namespace) -> list[Point]:
     """Measure all sizes, kinds and degrees, in changing order; each point is the median of the
     rounds.
     """
     for side in sides:
         worker.prime(side)
     kinds = list(itertools.product(sides, (False, True)))
-    foretold = {case: worker.foretold(case[0], cached=case[1]) for case in kinds}
-    cases = [(*case, at) for case in kinds for at in range(args.devices.bit_length())]
+    predicted = {case: worker.predicted(case[0], cached=case[1]) for case in kinds}
+    cases = [(*case, exponent) for case in kinds for exponent in range(args.devices.bit_length())]
     rounds: list[list[Point]] = [[] for _ in cases]
     rng = np.random.default_rng(args.seed)
     for _ in range(args.rounds):
         for number in rng.permutation(len(cases)):
-            side, cached, at = cases[number]
-            predicted_s = foretold[side, cached][at]
+            side, cached, exponent = cases[number]
+            predicted_s = predicted[side, cached][exponent]
             rounds[number].append(
-                worker.measure(side, 1 << at, args.steps, predicted_s, cached=cached)
+                worker.measure(side, 1 << exponent, args.steps, predicted_s, cached=cached)
             )
     return [
         replace(
-            of_it[0],
-            seconds=statistics.median(point.seconds for point in of_it),
-            mean=statistics.median(point.mean for point in of_it),
+            samples[0],
+            seconds=statistics.median(point.seconds for point in samples),
+            mean=statistics.median(point.mean for point in samples),
         )
-        for of_it in rounds
+        for samples in rounds
     ]
 
 
@@ -275,24 +275,24 @@ def _png(pixels: Any) -> bytes:
     return out.getvalue()
 
 
-def _told(points: Sequence[Point]) -> str:
+def _table(points: Sequence[Point]) -> str:
     rows = [
         (
             point.side,
             "cached" if point.cached else "dense",
             point.degree,
             f"{1e3 * point.seconds:.1f}",
-            f"{1e3 * point.foretold:.1f}",
-            f"{100 * point.apart:+.0f} %",
+            f"{1e3 * point.predicted:.1f}",
+            f"{100 * point.error:+.0f} %",
         )
         for point in points
     ]
-    return table(("side", "row", "devices", "ms", "foretold, ms", "apart"), rows)
+    return table(("side", "row", "devices", "ms", "predicted, ms", "error"), rows)
 
 
 def _summary(points: Sequence[Point]) -> dict[str, float]:
     """Return how far the predictions differ from the measurements, relative."""
-    errors = [abs(point.apart) for point in points]
+    errors = [abs(point.error) for point in points]
     return {"median": round(statistics.median(errors), 3), "most": round(max(errors), 3)}
 
 
@@ -312,7 +312,7 @@ def worker_config(args: argparse.Namespace, model: Path, costs: str) -> Config:
     )
 
 
-def profiled(
+def profile_worker(
     args: argparse.Namespace, model: Path, sides: Sequence[int], costs: str = ""
 ) -> tuple[list[Point], CostProfile]:
     """Return the measurements of a worker of this model, and the cost law fitted to them.
@@ -326,8 +326,8 @@ def profiled(
     by_processor = args.clock == "cpu"
     worker = Worker(worker_config(args, model, costs), by_processor=by_processor)
     try:
-        points = measured(worker, sides, args)
-        line, exchange = fitted(points)
+        points = measure_all(worker, sides, args)
+        line, exchange = fit_costs(points)
         measured_costs = replace(worker.costs(), compute=line, source="measured")
     finally:
         worker.close()
@@ -343,7 +343,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--config", type=Path, help="TOML file of the worker")
     parser.add_argument("--devices", type=int, default=2, choices=DEGREES[1:])
     parser.add_argument("--sides", type=int, nargs="+", default=[64, 96, 128], help="pixels")
-    parser.add_argument("--fresh", type=int, nargs="*", default=[80, 112], help="sides foretold")
+    parser.add_argument("--fresh", type=int, nargs="*", default=[80, 112], help="sides to predict")
     parser.add_argument("--steps", type=int, default=12, help="of each edit")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
@@ -365,7 +365,7 @@ def main(arguments: list[str] | None = None) -> int:
         model = args.model or large_model(folder / "model")
         file = folder / "costs.json"
         report: dict[str, Any] = about(machine())
-        points, profile = profiled(args, model, args.sides)
+        points, profile = profile_worker(args, model, args.sides)
         file.write_text(profile.text() + "\n", encoding="utf-8")
         if args.out:
             args.out.write_text(profile.text() + "\n", encoding="utf-8")
@@ -378,8 +378,8 @@ def main(arguments: list[str] | None = None) -> int:
         report |= {"profile": json.loads(profile.text()), "measured": _figures(points)}
         report |= {"summary": {"estimated": _summary(points)}}
         if args.fresh:
-            fresh, _ = profiled(args, model, args.fresh, str(file))
-            print(_told(fresh))
+            fresh, _ = profile_worker(args, model, args.fresh, str(file))
+            print(_table(fresh))
             report |= {"fresh": _figures(fresh)}
             report["summary"]["profiled"] = _summary(fresh)
             print(json.dumps(report["summary"]))
@@ -388,7 +388,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _figures(points: Sequence[Point]) -> list[dict[str, Any]]:
-    return [{**asdict(point), "apart": round(point.apart, 3)} for point in points]
+    return [{**asdict(point), "apart": round(point.error, 3)} for point in points]
 
 
 if __name__ == "__main__":

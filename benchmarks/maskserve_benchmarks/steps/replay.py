@@ -40,10 +40,10 @@ class Replay:
         job: EditJob,
         entries: Sequence[AnchorEntry | None],
         noise_seed: int,
-        own: RefreshSchedule | None = None,
+        schedule: RefreshSchedule | None = None,
     ) -> EditRow:
         """Return a cached row that reads `entries`, one per step."""
-        row = self.adapter.cached_row(job, noise_seed, own)
+        row = self.adapter.cached_row(job, noise_seed, schedule)
         self.reads(row, entries)
         return row
 

@@ -1,29 +1,29 @@
 """Measure how much faster a step of cached rows is than a step of dense rows, and compare the gain
 with the limit that FLOPs set.
 
-Random weights at the model's true width; on a CPU the first blocks of it (`--blocks 1+1`: double +
-single). Dense and cached steps are timed in turn inside one run; medians are printed. `flop_limit`
-is the counted FLOPs of the dense step over those of the cached one (planning/flops.py), and
-`of_limit` the share of it that was reached. `rest_ms` is what of a cached step is not spent in
-blocks: loading and decoding entries, packing, filling keys, embedders, final layer, sampler.
+The model has its true width and random weights; on a CPU use its first blocks (`--blocks 1+1`:
+double + single). Dense and cached steps take turns inside one run; the output has medians.
+`flop_limit` is the counted FLOPs of the dense step over those of the cached one
+(planning/flops.py), and `of_limit` the gain as a share of it. `rest_ms` is the time of a cached
+step outside blocks: loading and decoding entries, packing, filling keys, embedders, final layer,
+sampler.
 
     python scripts/bench step --preset flux-1024 --blocks 1+1 --json step.json
 
-Steps are those of rows that go on: packed before they are timed, as a worker packs an edit's once.
-`--kind no-text`: rows with anchors of their own, between these: they compute no text, and what they
-read goes on from step to step.
+Rows are packed before the first timed step, as a worker packs an edit's row once. `--kind no-text`
+times steps between two refresh steps: they compute no text, and read the row's step cache.
 
-Every eighth step of a FLUX row computes the vectors of eight steps: `--steps 8` times eight in a
-row, as an edit's come, and tells their mean. (On a CPU run it with the settings of the allocator
-that `maskserve serve` gives its workers: `maskserve_serving/command.py`, TUNING.)
+Every eighth step of a FLUX row computes the vectors of eight steps, so `--steps 8` times eight
+steps together and reports their mean. (On a CPU set the allocator as `maskserve serve` does for its
+workers: `maskserve_serving/command.py`, TUNING.)
 
-`--trace FILE` writes what three cached steps do as a profile for Perfetto or chrome://tracing. The
-preset `demo-narrow` is the demo model with next to no width and tokens: what its steps take is what
-asking for their operations takes.
+`--trace FILE` writes a profile of three cached steps for Perfetto or chrome://tracing. The preset
+`demo-narrow` is the demo model with minimal width and few tokens: its steps take the time of
+launching operations.
 
-UNets (`sdxl-1024`, `sd21-768`) are timed whole, one pass per row; in place of `rest_ms` stands
-`convolutions_ms`, what of one more cached step is spent in convolutions. `--halo` runs those on
-tiles; such a step is one that goes on with the entry of the step before.
+UNets (`sdxl-1024`, `sd21-768`) are timed whole, one pass per row. They have `convolutions_ms`, the
+time of one more cached step in convolutions, instead of `rest_ms`. `--halo` runs convolutions on
+tiles; the timed steps read the same entry as the step before.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ def measure_mixes(
     dense: list[Any] = [bench.row(None, i) for i in range(len(mixes[0]))]
     make: Any = bench.anchored_row if kind == NO_TEXT else bench.row  # type: ignore[union-attr]
     cached: list[Any] = [[make(m, i) for i, m in enumerate(mix)] for mix in mixes]
-    steps = [kept(bench, count, partial(bench.step, dense, "kv"))]
-    steps += [kept(bench, count, stepping(bench, rows, kind)) for rows in cached]
+    steps = [packed_steps(bench, count, partial(bench.step, dense, "kv"))]
+    steps += [packed_steps(bench, count, cached_step(bench, rows, kind)) for rows in cached]
     for step in steps if repeat > 1 else steps[1:2]:
         step()
     rounds = [[timer.ms(step) / count for step in steps] for _ in range(repeat)]
@@ -135,7 +135,7 @@ def measure_mixes(
     return results
 
 
-def stepping(bench: Bench | UnetBench, rows: Sequence[Any], kind: str) -> Callable[[], None]:
+def cached_step(bench: Bench | UnetBench, rows: Sequence[Any], kind: str) -> Callable[[], None]:
     """Return a function that takes a step of these cached rows. Rows with refresh steps alternate
     between two of the steps between them.
     """
@@ -146,7 +146,7 @@ def stepping(bench: Bench | UnetBench, rows: Sequence[Any], kind: str) -> Callab
     return lambda: bench.between(rows, next(turns))
 
 
-def kept(
+def packed_steps(
     bench: Bench | UnetBench, count: int, step: Callable[[], None], weights: Any = None
 ) -> Callable[..., None]:
     """Return a function that takes `count` steps, or as many as its argument says. Its rows stay
@@ -173,10 +173,10 @@ def write_trace(bench: Bench | UnetBench, kind: str, ratios: Sequence[float], fi
     if bench.device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
     bench.step(rows, kind)
-    with profile(activities=activities) as profiled:
+    with profile(activities=activities) as trace:
         for _ in range(3):
             bench.step(rows, kind)
-    profiled.export_chrome_trace(str(file))
+    trace.export_chrome_trace(str(file))
 
 
 def _result(

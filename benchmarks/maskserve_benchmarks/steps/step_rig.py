@@ -210,7 +210,7 @@ class Bench:
             preset_options["text"],
             preset_options.get("family", "flux"),
         )
-        self.shown: int = preset_options.get("shown", 0)
+        self.shown_tokens: int = preset_options.get("shown", 0)
         """Number of shown tokens; cached rows read them."""
         self.family = FAMILIES[name]
         self.references: int = preset_options.get("references", 0)
@@ -231,8 +231,8 @@ class Bench:
             references=self.references,
             exact=self.exact,
         )
-        if self.shown:
-            self.work = self.work.looking_at(self.shown)
+        if self.shown_tokens:
+            self.work = self.work.looking_at(self.shown_tokens)
         self.entry = AnchorEntry(Anchor(0.5, 500.0), ())
         self._still: dict[str, AnchorEntry] = {}
         self.batch: FlowBatch[Any] | None = None
@@ -241,9 +241,9 @@ class Bench:
         """Fill in random entries of one template for all blocks: `kv`, `project` (hidden) or
         `both`.
         """
-        self.entry = self._made(Anchor(0.5, 500.0), kind, self.work.tokens[0], self.format)
+        self.entry = self._random_entry(Anchor(0.5, 500.0), kind, self.work.tokens[0], self.format)
 
-    def _made(self, anchor: Anchor, kind: str, tokens: int, format: str) -> AnchorEntry:
+    def _random_entry(self, anchor: Anchor, kind: str, tokens: int, format: str) -> AnchorEntry:
         def coded() -> Any:
             return encode(self._random(tokens, self.weights.width), format)
 
@@ -254,20 +254,20 @@ class Bench:
             blocks.append(BlockEntry(hidden, keys, values))
         return AnchorEntry(anchor, tuple(blocks))
 
-    def _seen(self, format: str) -> References | None:
+    def _references(self, format: str) -> References | None:
         """Return references that see nothing of a row, with keys and values in this format."""
         if not self.exact:
             return None
         count, entries = self.work.still, self._still
         if format not in entries:
-            entries[format] = self._made(STILL, "kv", count, format)
+            entries[format] = self._random_entry(STILL, "kv", count, format)
         tokens = self._random(count, self._channels[0])
         return References(tokens, self._cis[-count:], entries[format])
 
     def row(self, mask_ratio: float | None, seed: int) -> FlowRow:
         """Return a dense row (None), or a cached one with random computed tokens."""
         tokens, (channels, out) = self.grid[0] * self.grid[1], self._channels
-        words, reference_tokens = self.shown + self.text, self.work.context - self.shown
+        words, reference_tokens = self.shown_tokens + self.text, self.work.context - self.shown_tokens
         cis = self._cis[: words + tokens + reference_tokens]
         extra = channels - out
         condition = self._random(tokens, extra) if extra else None
@@ -289,7 +289,7 @@ class Bench:
             context=context,
             timeless=bool(self.config.get("zero_cond_t")),
             # A dense row keeps references in the format of diffusers' own cache.
-            references=self._seen("model" if mask_ratio is None else self.format),
+            references=self._references("model" if mask_ratio is None else self.format),
         )
         if mask_ratio is None:
             return row
@@ -298,14 +298,14 @@ class Bench:
         active = torch.from_numpy(np.sort(order[:count])).to(self.device)
         cached_ids = np.sort(order[count:])
         read_ids = np.concatenate(
-            (cached_ids, np.arange(tokens, tokens + reference_tokens + self.shown))
+            (cached_ids, np.arange(tokens, tokens + reference_tokens + self.shown_tokens))
         )
         image, index = (torch.from_numpy(ids).to(self.device) for ids in (cached_ids, read_ids))
         template = FlowTemplate(row.latents, self._random(tokens, out), condition, context)
         selection = Selection([read_ids])
-        places = torch.cat((cis[words:], cis[: self.shown]))[index]
+        places = torch.cat((cis[words:], cis[: self.shown_tokens]))[index]
         row.inactive = FlowInactive(
-            active, index, template.take(image), places, selection, self.shown
+            active, index, template.take(image), places, selection, self.shown_tokens
         )
         row.context = None
         row.entry = in_memory(self.entry, selection, whole=self.device.type == "cuda")
@@ -319,7 +319,7 @@ class Bench:
         row = self.row(ratio, seed)
         assert row.inactive is not None
         outside: Any = row.inactive.outside
-        cached_count = len(row.inactive.index) - self.shown
+        cached_count = len(row.inactive.index) - self.shown_tokens
         row.inactive = replace(
             row.inactive,
             outside=ExtrapolatedOutside(
@@ -336,12 +336,12 @@ class Bench:
             RefreshSchedule(frozenset({0, 2}), self.format, self.family.leaves_text)
         )
         for step in (0, 2):
-            self.at_anchor(row, step)
+            self.refresh_step(row, step)
         row.entry = StepCacheReader(row, self.blocks).turn_to(3)
         self.between([row], 3)
         return row
 
-    def at_anchor(self, row: FlowRow, step: int) -> None:
+    def refresh_step(self, row: FlowRow, step: int) -> None:
         """Take a refresh step of such a row."""
         row.entry, row.step = None, step
         self.step([row], "kv")
@@ -365,7 +365,7 @@ class Bench:
 
     def guided(self, row: FlowRow) -> FlowRow:
         """Return the row with a negative prompt, so it takes a second pass."""
-        text = self._random(self.shown + self.text, self.weights.width)
+        text = self._random(self.shown_tokens + self.text, self.weights.width)
         row.negative = Negative(text, self._pooled(), 3.0)
         return row
 
@@ -373,7 +373,7 @@ class Bench:
         """Return a row that primes a template at one anchor; it records keys, values and hidden
         states.
         """
-        row, text_tokens = self.row(None, 0), self.shown or self.text
+        row, text_tokens = self.row(None, 0), self.shown_tokens or self.text
         return FlowPrimingRow(
             request_id="prime",
             template=FlowTemplate(
@@ -385,11 +385,11 @@ class Bench:
             embeds=row.text,
             pooled=row.pooled,
             guidance=row.guidance,
-            cis=torch.cat((row.cis[:text_tokens], row.cis[self.shown + self.text :])),
-            kinds=(frozenset({"kv"} if self.shown else {"h", "kv"}),) * self.blocks,
+            cis=torch.cat((row.cis[:text_tokens], row.cis[self.shown_tokens + self.text :])),
+            kinds=(frozenset({"kv"} if self.shown_tokens else {"h", "kv"}),) * self.blocks,
             format=self.format,
             references=row.references,
-            picture_words=self.shown,
+            picture_words=self.shown_tokens,
             timeless=row.timeless,
         )
 
@@ -437,7 +437,7 @@ class Bench:
     @cached_property
     def _cis(self) -> torch.Tensor:
         height, width = self.grid
-        words = self.shown + self.text
+        words = self.shown_tokens + self.text
         return self.family.cis(self.model, 1 + self.references, height, width, words)
 
     @property

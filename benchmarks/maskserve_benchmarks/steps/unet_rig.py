@@ -88,7 +88,7 @@ class UnetBench:
         self.side = int(config["sample_size"])
         self.work = unet_work(config, self.side, self.side, guidance=False, halo=halo)
         self.blocks = len(self.work.blocks)
-        self.own_maps = unet_work(config, self.side, self.side, guidance=False, halo=1).maps
+        self.refresh_maps = unet_work(config, self.side, self.side, guidance=False, halo=1).maps
         self.entry = AnchorEntry(Anchor(0.5, 500.0), ())
         self.batch: UnetBatch | None = None
         sampler = sampler or EulerDiscreteScheduler()
@@ -128,7 +128,7 @@ class UnetBench:
         seed: int,
         *,
         guided: bool = False,
-        own: RefreshSchedule | None = None,
+        schedule: RefreshSchedule | None = None,
     ) -> UnetRow:
         """Return a dense row (None), or a cached one whose mask is a square of that share.
 
@@ -136,7 +136,7 @@ class UnetBench:
             mask_ratio: mask ratio; None: a dense row.
             seed: names the row.
             guided: whether it takes a second pass.
-            own: its refresh schedule, if it reads no entry; `anchor` takes the refresh steps.
+            schedule: its refresh schedule, if it reads no entry; `anchor` takes the refresh steps.
         """
         channels, side = 4, self.side
         added = None
@@ -156,9 +156,9 @@ class UnetBench:
                 mask=mask.to(self.device),
                 template=template,
                 selection=active.selection(self.work, 1),
-                tile=moved(active.tile if own is None else active.refresh_tile, self.device),
+                tile=moved(active.tile if schedule is None else active.refresh_tile, self.device),
                 maps=range(self.blocks, self.blocks + len(self.work.maps)),
-                feature_maps=self.work.maps if own is None else self.own_maps,
+                feature_maps=self.work.maps if schedule is None else self.refresh_maps,
             )
         prompt = UnetPrompt(self._random(TEXT, self.model.config.cross_attention_dim), added)
         row = UnetRow(
@@ -171,9 +171,9 @@ class UnetBench:
             condition=None,
             blend=None,
             inactive=inactive,
-            plan=own,
+            plan=schedule,
         )
-        if inactive is not None and own is None:
+        if inactive is not None and schedule is None:
             whole = self.device.type == "cuda"
             row.entry = in_memory(self.entry, inactive.selection, whole=whole)
         return row

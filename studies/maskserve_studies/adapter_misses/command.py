@@ -15,7 +15,7 @@ import argparse
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-from maskserve_benchmarks.adapter_calls import SERVICES, Service, drawn
+from maskserve_benchmarks.adapter_calls import SERVICES, Service, draw_calls
 from maskserve_benchmarks.reports import table
 from maskserve_common.config import Config, ModelConfig
 from maskserve_common.contracts.request import Lora
@@ -101,7 +101,7 @@ def main() -> int:
     args = parser.parse_args()
     rows = []
     for service in SERVICES:
-        calls = drawn(service, args.calls, 0)
+        calls = draw_calls(service, args.calls, 0)
         missed, loads = misses(service, calls)
         lru, beyond = misses_of_lru(service.slots, calls), 1 - service.share
         rows.append([service.name, *(f"{value:.3f}" for value in (missed, lru, beyond, loads))])

@@ -21,7 +21,7 @@ from diffusers import AutoencoderKL
 from transformers import T5Config, T5EncoderModel
 
 from maskserve_benchmarks.checkout import DEMO_MODEL
-from maskserve_benchmarks.edits.edit import Site, drawn_edits, worker_of
+from maskserve_benchmarks.edits.edit import Site, production_edits, worker_of
 from maskserve_benchmarks.published_models import FLUX_VAE, T5_XXL
 from maskserve_benchmarks.steps.step_rig import Bench
 from maskserve_benchmarks.timing import Timer
@@ -401,7 +401,7 @@ def time_edits(
         worker: starts a worker, given a model and a folder for its files.
     """
     size = load_spec(str(model)).native_resolution
-    edits = drawn_edits(size, count * max(_AT_ONCE), 4)
+    edits = production_edits(size, count * max(_AT_ONCE), 4)
     try:
         with (
             tempfile.TemporaryDirectory() as folder,

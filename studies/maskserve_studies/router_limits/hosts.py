@@ -143,9 +143,9 @@ def _record() -> bytes:
     templates.
     """
 
-    async def told() -> Any:
+    async def control_answer() -> Any:
         templates = tuple(f"{n:032x}" for n in range(_HOST_TEMPLATES))
-        return msgspec.json.decode(EmulatedWorker("w", None, templates=templates).told(_STATUS))
+        return msgspec.json.decode(EmulatedWorker("w", None, templates=templates).control_answer(_STATUS))
 
     row = RowStatus(f"{0:032x}", "cached", 400, 4096, 20, f"{0:032x}")
     rows = [msgspec.to_builtins(row)] * 8

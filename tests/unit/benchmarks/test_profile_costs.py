@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from maskserve_benchmarks.published_models import FLUX_DEV
-from maskserve_benchmarks.steps.profile_costs import Point, fitted, main, parse
+from maskserve_benchmarks.steps.profile_costs import Point, fit_costs, main, parse
 from maskserve_common.line_fit import Line
 from maskserve_engine.families.flux.spec import flux_work
 from maskserve_engine.planning.cost_profile import read_profile
@@ -38,7 +38,7 @@ def test_the_fit_finds_the_law_and_one_without_exchanges_does_not() -> None:
             noisy = seconds * (1.0 + 0.005 * rng.standard_normal())
             counted = flops, nbytes, calls(work, degree)
             points.append(Point(512, ratio < 1, degree, *counted, noisy, noisy, seconds))
-    compute, fitted_exchange = fitted(points)
+    compute, fitted_exchange = fit_costs(points)
     assert compute.per_unit == pytest.approx(line.per_unit, rel=0.05)
     assert fitted_exchange.call_seconds == pytest.approx(exchange.call_seconds, rel=0.2)
     row = work.row_at(0.2, 512.0)

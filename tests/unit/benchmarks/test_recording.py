@@ -29,7 +29,7 @@ def test_there_are_sixty_edits_always_the_same() -> None:
     first, second = cases(names), cases(names)
     assert first == second
     assert len({case.name for case in first}) == len(first) == 60
-    assert {case.way for case in first} == {"grpc", "http", "stream"}
+    assert {case.protocol for case in first} == {"grpc", "http", "stream"}
     assert len(TEMPLATES) == len(names)
 
 

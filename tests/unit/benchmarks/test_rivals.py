@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 from maskserve_benchmarks.perf.results import Stamps
-from maskserve_benchmarks.rivals.end_to_end import chosen, summary_of
-from maskserve_benchmarks.rivals.measurement import TUNINGS, summed, systems, waited_ms, within
+from maskserve_benchmarks.rivals.end_to_end import best_share, summary_of
+from maskserve_benchmarks.rivals.measurement import TUNINGS, run_figures, systems, waited_ms, within
 from maskserve_benchmarks.rivals.page import page, write_page
 from maskserve_benchmarks.rivals.pipeline_model import crop_box
 from maskserve_benchmarks.rivals.server import Rival
@@ -50,8 +50,8 @@ def test_a_way_to_share_cores_runs_in_place_of_the_default_where_it_is_clearly_f
     other: float, runs: str
 ) -> None:
     """1.60 against 1.59 edits/s decided it."""
-    assert chosen({"default": 1.6, "other": other}) == runs
-    assert chosen({"default": 1.6}) == "default"
+    assert best_share({"default": 1.6, "other": other}) == runs
+    assert best_share({"default": 1.6}) == "default"
 
 
 def stamps(*milliseconds: int) -> Stamps:
@@ -82,7 +82,7 @@ def test_the_page_says_what_was_measured(tmp_path: Path) -> None:
             stamps_by_kind = {kind: [stamps(took, took), stamps(2 * took, took)] for kind in kinds}
             runs[system.key] = {
                 "label": system.label,
-                **summed(stamps_by_kind, 500.0),
+                **run_figures(stamps_by_kind, 500.0),
                 "likeness": {"ssim_in_mask": 0.99, "psnr_in_mask": 41.0},
             }
         report[model] = {

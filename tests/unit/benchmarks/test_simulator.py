@@ -120,7 +120,7 @@ def test_an_edit_that_misses_its_template_is_dense_at_its_own_anchors_alone() ->
     cold = Tiers(1, 10, 0, warm=False)
     result, cluster = run(Scenario(workload, workers=1, tiers=cold, warmup=0.0), HARDWARE, 1)
     [job] = cluster.jobs
-    anchors, steps, active = job.own, job.request.steps, round(job.row.tokens)
+    anchors, steps, active = job.refresh_steps, job.request.steps, round(job.row.tokens)
     assert len(anchors) == job.edit.refresh_steps == 3 < steps
     between, dense = HARDWARE.step_seconds(1, active, 0, 1), HARDWARE.step_seconds(0, 0, 1)
     # All but the first are computed beside a step that reads.

@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from maskserve_benchmarks.emulator.worker import KEPT
+from maskserve_benchmarks.emulator.worker import RESULT_ID
 from maskserve_benchmarks.simulator.hardware import Hardware
 from maskserve_router.operations.control import cluster_status
 from tests.support.router import SIDE, calling, cluster, control_request, edit, until
@@ -56,7 +56,7 @@ async def test_what_is_tried_again(status: grpc.StatusCode, text: str, tries: in
 
 def of_result() -> bytes:
     """An edit of a kept result."""
-    return edit_request(b"", mask_of(100, SIDE), template_id=KEPT)
+    return edit_request(b"", mask_of(100, SIDE), template_id=RESULT_ID)
 
 
 async def test_edits_of_a_kept_result_go_to_the_worker_that_made_it():
@@ -67,7 +67,7 @@ async def test_edits_of_a_kept_result_go_to_the_worker_that_made_it():
         first.draining = False
         (home,) = [worker for worker in workers if worker.seen]
         for worker in workers:
-            worker.lacks = None if worker is home else KEPT
+            worker.lacks = None if worker is home else RESULT_ID
         for _ in range(5):
             await call(of_result())
         assert [len(worker.seen) for worker in workers if worker is not home] == [0, 0, 0]
@@ -100,7 +100,7 @@ async def test_a_result_that_is_registered_or_evicted_has_no_home():
         await call(edit(keep_result=True))
         first.draining = False
         (other_worker,) = [worker for worker in workers if not worker.seen]
-        await call(control_request("evict", template_id=KEPT))
+        await call(control_request("evict", template_id=RESULT_ID))
         for worker in workers:
             worker.hold()
         calls = [asyncio.ensure_future(call(of_result())) for _ in range(4)]
@@ -113,7 +113,7 @@ async def test_a_result_that_is_registered_or_evicted_has_no_home():
 async def test_a_router_that_did_not_see_it_made_finds_a_result_once():
     async with cluster(models=("flux",) * 4) as (router, workers), calling(router) as call:
         for worker in workers[:3]:
-            worker.lacks = KEPT
+            worker.lacks = RESULT_ID
         for _ in range(4):
             await call(of_result())
         assert len(workers[3].seen) == 4
@@ -129,7 +129,7 @@ async def test_a_result_whose_worker_takes_no_edits_is_asked_of_the_others():
         await call(of_result())
         assert len(other_worker.seen) == 1
         router.pool.workers[home.address].draining = False
-        home.lacks = KEPT  # it has expired there
+        home.lacks = RESULT_ID  # it has expired there
         await call(of_result())
         assert len(other_worker.seen) == 2
 

@@ -181,7 +181,7 @@ def test_a_record_that_no_worker_can_have_is_none(changed: dict[str, Any]):
 
 async def test_a_worker_whose_record_is_bad_is_down_and_others_serve():
     async with cluster() as (router, workers), calling(router) as call:
-        workers[0].told = lambda operation: record(max_rows=0)  # type: ignore[method-assign]
+        workers[0].control_answer = lambda operation: record(max_rows=0)  # type: ignore[method-assign]
         await until("it is down", lambda: len(router.pool.up()) == 1)
         for _ in range(4):
             await call(edit())

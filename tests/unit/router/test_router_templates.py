@@ -144,7 +144,7 @@ async def test_a_record_of_a_hundred_thousand_templates_is_no_miss() -> None:
     async with cluster(hardware=FAST, kinds=(Old,), models=("flux",)) as (router, (worker,)):
         place = router.pool.workers[worker.address]
         holding(worker, *many)
-        raw = worker.told({"op": "status"})
+        raw = worker.control_answer({"op": "status"})
         assert len(raw) > 4 * 2**20
         assert json.loads(raw)["templates"]["host"][-1] == many[-1]
         await until("known", lambda: len(known(place)) == len(many))

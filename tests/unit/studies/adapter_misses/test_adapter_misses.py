@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from maskserve_benchmarks.adapter_calls import SERVICES, Service, drawn, popularity
+from maskserve_benchmarks.adapter_calls import SERVICES, Service, draw_calls, popularity
 from maskserve_common.resources.popularity import Popularity
 from maskserve_studies.adapter_misses.command import misses, misses_of_lru
 
@@ -15,7 +15,7 @@ SEED = 4
 def test_misses_under_the_published_skew(service: Service) -> None:
     shares = popularity(service)
     assert shares[: service.slots].sum() == pytest.approx(service.share)
-    calls = drawn(service, 20_000, SEED)
+    calls = draw_calls(service, 20_000, SEED)
     policy_misses, _ = misses(service, calls)
     assert policy_misses <= service.bar
     assert policy_misses < 0.75 * misses_of_lru(service.slots, calls)
@@ -24,8 +24,8 @@ def test_misses_under_the_published_skew(service: Service) -> None:
 def test_what_was_popular_makes_room_for_what_is() -> None:
     """Calls go by the law, and after a while by the law of another order."""
     service = SERVICES[0]
-    first_calls = drawn(service, 5_000, SEED)
-    later_calls = [service.adapters - 1 - adapter for adapter in drawn(service, 20_000, SEED + 1)]
+    first_calls = draw_calls(service, 5_000, SEED)
+    later_calls = [service.adapters - 1 - adapter for adapter in draw_calls(service, 20_000, SEED + 1)]
     policy_misses, _ = misses(service, [*first_calls, *later_calls])
     assert policy_misses < misses_of_lru(service.slots, [*first_calls, *later_calls])
 

@@ -71,12 +71,12 @@ async def test_an_edit_that_is_withdrawn_leaves_its_row() -> None:
             first = asyncio.ensure_future(
                 call(edit_request(b"", mask_of(4096, 64), request_id="first"))
             )
-            while b'"first"' not in worker.told({"op": "status"}):
+            while b'"first"' not in worker.control_answer({"op": "status"}):
                 await asyncio.sleep(0.01)
             first.cancel()
             quick = edit_request(b"", mask_of(1, 64), request_id="next", num_inference_steps=1)
             await asyncio.wait_for(call(quick), 60.0)
-            assert b'"first"' not in worker.told({"op": "status"})
+            assert b'"first"' not in worker.control_answer({"op": "status"})
     finally:
         await worker.stop()
 
