@@ -10,11 +10,11 @@ from diffusers import Flux2KleinInpaintPipeline
 from PIL import Image
 
 from maskserve_benchmarks.checkout import DEMO_MODEL
-from maskserve_studies.demo_model.reference_edits import MAX_LENGTH, named_edits
 from maskserve_common.contracts.settings import EditSettings
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.families.specs import load_spec
 from maskserve_engine.stages.latents import to_model
+from maskserve_studies.demo_model.reference_edits import MAX_LENGTH, named_edits
 from maskserve_triton.preprocess import mask_for_model
 from tests.fakes.jobs import Case, config_of, encode_case
 

@@ -9,9 +9,9 @@ import torch
 from diffusers import FluxFillPipeline
 from PIL import Image
 
+from maskserve_benchmarks.demo_model.scenes import held_out_edits
 from maskserve_studies.demo_model.edit_classes import edits_of
 from maskserve_studies.demo_model.evaluation import run_edits, verdicts_of
-from maskserve_benchmarks.demo_model.scenes import held_out_edits
 
 if sys.version_info >= (3, 11):
     import tomllib

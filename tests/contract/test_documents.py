@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from maskserve_benchmarks.documents.module_index import code_lines, modules, packages
-from maskserve_studies.model_counts.entry_bytes import table, unet_table
 from maskserve_common.contracts.operations import OPERATIONS
 from maskserve_common.contracts.settings import EditSettings
 from maskserve_common.errors import CODES
 from maskserve_router.api.openai.form import Fields
+from maskserve_studies.model_counts.entry_bytes import table, unet_table
 from maskserve_studies.workflow_plans.tables import gains_table, rates_table
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from maskserve_benchmarks.checkout import CHECKOUT
-from maskserve_studies.demo_model.named_scenes import held_out_clicks, held_out_scenes, iou
-from maskserve_studies.demo_model.node_judges import enlarged_db
 from maskserve_common.config_file import config_of
 from maskserve_common.imaging.images import encode_png
 from maskserve_engine.nodes.registry import open_nodes
+from maskserve_studies.demo_model.named_scenes import held_out_clicks, held_out_scenes, iou
+from maskserve_studies.demo_model.node_judges import enlarge_db
 from maskserve_workflows.pictures import read_mask
 from tests.support.workflows import run_one
 
@@ -50,5 +50,5 @@ def test_segment_masks_what_is_clicked_on_in_scenes_that_it_never_saw() -> None:
 
 def test_enlarge_doubles_a_photograph_that_it_never_saw_better_than_a_filter() -> None:
     assert sum(file.stat().st_size for file in ENLARGE.iterdir()) <= 4 * 2**20
-    model_db, lanczos = enlarged_db(ENLARGE)
+    model_db, lanczos = enlarge_db(ENLARGE)
     assert model_db >= lanczos + 0.5

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from maskserve_benchmarks.checkout import DEMO_MODEL
-from maskserve_studies.workflows.second_host import can_have_one, second_host
 from maskserve_client.client import Client
 from maskserve_common.errors import EngineFailed
+from maskserve_studies.workflows.second_host import can_have_one, second_host
 from tests.fakes.pictures import encode, scene
 from tests.support.eventually import eventually
 
@@ -80,7 +80,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         memory = host.mount(Path("/dev/shm"), 160)
         serve = ["--model", str(DEMO_MODEL), "--base-port", str(BASE), "--config", str(config)]
         host.serve([*serve, "--log-dir", str(root / "logs")], folder=root)
-        with Client(f"{host.there}:{BASE + 1}") as client:
+        with Client(f"{host.remote_address}:{BASE + 1}") as client:
             yield Site(client, media["host"], media["disk"], memory)
 
 

@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from PIL import Image
 from playwright.sync_api import expect
 
-from maskserve_studies.demo_model.judge import judge
-from maskserve_studies.demo_model.named_scenes import iou
 from maskserve_benchmarks.demo_model.palette import COLOURS, coverage
 from maskserve_benchmarks.demo_model.scenes import PHOTOS
 from maskserve_client import Client, InvalidRequest, Masks
 from maskserve_client.cli import main as command_line
+from maskserve_studies.demo_model.judge import judge
+from maskserve_studies.demo_model.named_scenes import iou
 from tests.fakes.pictures import encode
 from tests.support.calls import Grpc, edit_inputs, pixels
 from tests.support.clone import Clone

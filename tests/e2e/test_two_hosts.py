@@ -24,12 +24,12 @@ import numpy as np
 import pytest
 
 from maskserve_benchmarks.router_site import RouterSite
-from maskserve_studies.workflows.second_host import SecondHost, can_have_one, second_host
 from maskserve_client.client import Client
 from maskserve_common.errors import EngineFailed, MaskserveError, Overloaded
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
 from maskserve_serving.supervisor import Supervisor
+from maskserve_studies.workflows.second_host import SecondHost, can_have_one, second_host
 from maskserve_triton.controlnet_calls import ControlNetCalls
 from maskserve_workflows.definition import Workflow, each
 from maskserve_workflows.nodes import best, edit, enlarge, outline, shows
@@ -77,7 +77,7 @@ class Site:
 
     def at(self, port: int) -> str:
         """An address on the other host."""
-        return f"{self.there.there}:{port}"
+        return f"{self.there.remote_address}:{port}"
 
     def run(self, router: str, seed: int) -> tuple[dict[str, bytes], dict[str, Any]]:
         """Outputs and META of a run whose picture nobody has sent before."""
@@ -158,7 +158,7 @@ def site(
     of_nodes = f'[model]\ndevice = "cpu"\n{threads}[nodes]\nfind = "{folder / "find"}"\n'
     of_nodes += f'enlarge = "{folder / "big"}"\n'
     shared = f'[values]\nfolder = "{values}"\nleast_bytes = 1\n'
-    served = f'[controls]\nservice = "{other.there}:{CONTROLS}"\nservice_timeout_s = 2.0\n'
+    served = f'[controls]\nservice = "{other.remote_address}:{CONTROLS}"\nservice_timeout_s = 2.0\n'
     build_net(folder / "nets" / "plain")
     # With times of its own, as hosts have.
     shutil.copytree(folder / "nets", folder / "nets-there", copy_function=shutil.copyfile)
@@ -203,7 +203,7 @@ def site(
         )
         files: dict[str, object] = {"folder": str(values), "least_bytes": 1}
         routers = {}
-        remote_worker, remote_nodes = (f"{other.there}:{port}" for port in (WORKER, NODES))
+        remote_worker, remote_nodes = (f"{other.remote_address}:{port}" for port in (WORKER, NODES))
         for name, workers, servers, by_name in (
             ("one", [worker], [nodes], {}),
             ("two", [worker, remote_worker], [nodes, remote_nodes], files),

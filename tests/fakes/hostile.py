@@ -139,7 +139,7 @@ def _bad_settings() -> dict[str, tuple[bytes, str]]:
     }
     return {
         **bad_input.bad_settings(),
-        **bad_input.dumped(values),
+        **bad_input.with_json(values),
         "twice": (b'{"seed": 1, "seed": 2}', "SETTINGS.seed"),
     }
 

@@ -19,7 +19,7 @@ def residual(sample: Tensor, place: int) -> Tensor:
 
 
 class MultiplyingNet:
-    facts = None
+    spec = None
 
     def read(self) -> torch.nn.Module:
         return torch.nn.Identity()

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from maskserve_benchmarks.steps.replay import refreshed_every
-from maskserve_studies.adapters.service_process import PATIENCE_S, PipeCalls, service_process
 from maskserve_common.config_file import config_of
 from maskserve_common.errors import EngineFailed
 from maskserve_engine.base.job import ControlInput
@@ -28,6 +27,7 @@ from maskserve_engine.control_link.served import (
 )
 from maskserve_engine.control_link.transport import SocketMessages
 from maskserve_engine.stages.loader import dtype_of
+from maskserve_studies.adapters.service_process import PATIENCE_S, PipeCalls, service_process
 from tests.fakes.multiplying_net import PLACES, MultiplyingNet, residual
 
 NET, STEPS, SHAPE = "net", 6, (4096, 64)

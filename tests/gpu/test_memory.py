@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from maskserve_studies.kernels.live_bytes import peak_bytes
 from maskserve_benchmarks.steps.step_rig import Bench
 from maskserve_engine.families.registry import load_adapter
 from maskserve_engine.fitting import memory
+from maskserve_studies.kernels.live_bytes import peak_bytes
 from tests.fakes.jobs import config_of
 
 SLACK = 2**24

@@ -1,1 +1,1 @@
-"""The pictures of the demo model: drawn scenes, edits, and the judge of edited pictures."""
+"""The pictures of the demo model: drawn scenes, edits and prompts."""

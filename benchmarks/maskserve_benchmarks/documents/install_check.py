@@ -72,7 +72,9 @@ def conflicts(
     with ThreadPoolExecutor(8) as pool:  # most of the time goes into waiting for the index
         at_once = pool.map(lambda python: reason(union, constraints, python), PYTHONS)
         pythons = [python for python, why in zip(PYTHONS, at_once, strict=True) if why]
-        cases = [(name, lines, python) for name, lines in requirement_sets.items() for python in pythons]
+        cases = [
+            (name, lines, python) for name, lines in requirement_sets.items() for python in pythons
+        ]
         reasons = pool.map(lambda one: reason(one[1], constraints, one[2]), cases)
         return [
             f"{name} cannot be installed on Python {python}:\n{why}"

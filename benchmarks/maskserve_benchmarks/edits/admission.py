@@ -72,11 +72,11 @@ def meta_engine() -> Engine:
 
 def large_job(cache: CacheMode, seed: int) -> EditJob:
     rng = np.random.default_rng(seed)
-    facts = FLUX_FILL_FACTS
+    spec = FLUX_FILL_FACTS
     settings = EditSettings(
         num_inference_steps=_STEPS, guidance_scale=30.0, mask_ring=1, cache=cache
     )
-    side = _SIDE // facts.vae_scale_factor
+    side = _SIDE // spec.vae_scale_factor
     pixels, mask = np.zeros((_SIDE, _SIDE, 3), np.uint8), np.zeros((_SIDE, _SIDE), np.uint8)
     mask[_MASKED, _MASKED] = 255
 
@@ -86,11 +86,11 @@ def large_job(cache: CacheMode, seed: int) -> EditJob:
     return EditJob(
         request=request_of(pixels, "", settings, seed, f"{cache}-{seed}"),
         edit_mask=mask,
-        moments=noise(2 * facts.latent_channels, side, side),
-        masked_moments=noise(2 * facts.latent_channels, side, side),
+        moments=noise(2 * spec.latent_channels, side, side),
+        masked_moments=noise(2 * spec.latent_channels, side, side),
         conditioning={
-            "prompt_embeds": noise(_TEXT, facts.denoiser["joint_attention_dim"]),
-            "pooled": noise(facts.denoiser["pooled_projection_dim"]),
+            "prompt_embeds": noise(_TEXT, spec.denoiser["joint_attention_dim"]),
+            "pooled": noise(spec.denoiser["pooled_projection_dim"]),
         },
     )
 

@@ -82,9 +82,7 @@ def measure() -> dict[str, Counter[CodeType]]:
         for kind, cache in _KINDS.items():
             settings = {"num_inference_steps": STEPS, "cache": cache, "seed": 1}
             worker.edit(edit, settings)  # primes the template, and fills caches
-            counts = [
-                counter.count(lambda a=settings: worker.edit(edit, a)) for _ in range(_TIMES)
-            ]
+            counts = [counter.count(lambda a=settings: worker.edit(edit, a)) for _ in range(_TIMES)]
             counts_by_kind[kind] = min(counts, key=Counter.total)
         worker.engine.close(grace_s=1.0)
     return counts_by_kind

@@ -47,7 +47,7 @@ class Direct:
 
     def __init__(self, config: Config, policy: MakePolicy | None = None) -> None:
         self.config = config
-        self.facts = load_spec(config.model.path, config.model.native_resolution)
+        self.spec = load_spec(config.model.path, config.model.native_resolution)
         stage_config = sharing_the_device(config, "encoder")
         self.encoder, self.decoder = load_encoder(stage_config), load_decoder(stage_config)
         self._status = tempfile.TemporaryDirectory()
@@ -129,9 +129,9 @@ class Direct:
         image, mask, prompt = edit
         edit_settings = parse_settings(json.dumps(settings).encode())
         accepted = accept_edit(
-            edit_settings, prompt.encode(), self.facts, self.config, self._catalogue
+            edit_settings, prompt.encode(), self.spec, self.config, self._catalogue
         )
-        return prepare_edit(image, mask, accepted, self.facts, self.config)
+        return prepare_edit(image, mask, accepted, self.spec, self.config)
 
 
 def job_of(

@@ -43,8 +43,8 @@ from PIL import Image
 from maskserve_benchmarks.checkout import CHECKOUT, DEMO_MODEL
 from maskserve_benchmarks.machine import machine, stolen_s
 from maskserve_benchmarks.perf.inputs import Edit, InputOptions, draw_mask, find_photos, make_edits
-from maskserve_benchmarks.triton_calls import Grpc, decode
 from maskserve_benchmarks.reports import write_json
+from maskserve_benchmarks.triton_calls import Grpc, decode
 from maskserve_common.config import cores
 from maskserve_common.config_file import config_of
 from maskserve_common.contracts.meta import STAGES
@@ -229,10 +229,10 @@ def tensor_bytes(model: Path, edit: Edit) -> Figures:
     Each tensor is written to shared memory once, and each model that takes it reads it there.
     """
     config = config_of({"model": {"path": str(model)}})
-    facts = load_spec(config.model.path)
+    spec = load_spec(config.model.path)
     edit_settings = parse_settings(json.dumps(edit.settings).encode())
-    accepted = accept_edit(edit_settings, edit.prompt.encode(), facts, config)
-    ready = prepare_edit(edit.image, edit.mask, accepted, facts, config)
+    accepted = accept_edit(edit_settings, edit.prompt.encode(), spec, config)
+    ready = prepare_edit(edit.image, edit.mask, accepted, spec, config)
     encoded = load_encoder(config).encode(ready.pixels, ready.edit_mask, edit.prompt)
     _, height, width = encoded.moments.shape
     sizes = {
@@ -245,7 +245,7 @@ def tensor_bytes(model: Path, edit: Edit) -> Figures:
         "MOMENTS": encoded.moments.nbytes,
         "MASKED_MOMENTS": encoded.masked_moments.nbytes,
         "CONDITIONING": pack_conditioning(encoded.conditioning, encoded.negative).nbytes,
-        "LATENTS": 4 * facts.latent_channels * height * width,
+        "LATENTS": 4 * spec.latent_channels * height * width,
     }
     reads: Counter[str] = Counter()
     for step in ensemble_steps():
@@ -260,10 +260,10 @@ def flop_limit(model: Path, size: int, active: float) -> float:
     """Return FLOPs of a dense step over FLOPs of a cached step that computes `active` image tokens:
     the largest possible gain of the steps alone.
     """
-    facts = load_spec(str(model))
-    side = size // facts.vae_scale_factor
+    spec = load_spec(str(model))
+    side = size // spec.vae_scale_factor
     length = config_of({"model": {"path": str(model)}}).model.max_sequence_length
-    work = counted_work(facts, side, side)
+    work = counted_work(spec, side, side)
     row = work.row_at(active / work.row_at(1.0, length).active[0], length)
     return float(work.step_flops([row], "dense") / work.step_flops([row], "kv"))
 

@@ -103,7 +103,9 @@ def summary(ends: list[CaseResult], stopped: str, seconds: float) -> dict[str, A
         "edits": len(ends),
         "seconds": round(seconds, 1),
         "pictures": sum(not end.sentence for end in ends),
-        "outcomes": dict(sorted(Counter(f"{end.case.cache}: {end.outcome}" for end in ends).items())),
+        "outcomes": dict(
+            sorted(Counter(f"{end.case.cache}: {end.outcome}" for end in ends).items())
+        ),
         "refused": dict(Counter(end.sentence for end in ends if end.sentence and not end.fault)),
         "faults": [
             *([[stopped]] if stopped else ()),
@@ -122,7 +124,9 @@ def cases(args: argparse.Namespace) -> Iterator[tuple[EditCase, ...]]:
             ratios = args.ratios[nth % 3 :: 3] if steps > _LONG else args.ratios
             for ratio in ratios:
                 shape = str(rng.choice(["square", "band"]))
-                yield tuple(EditCase(size, shape, ratio, steps, cache, crop) for cache in args.caches)
+                yield tuple(
+                    EditCase(size, shape, ratio, steps, cache, crop) for cache in args.caches
+                )
 
 
 def edits(folder: Path, args: argparse.Namespace) -> Iterator[CaseResult]:
@@ -138,7 +142,8 @@ def edits(folder: Path, args: argparse.Namespace) -> Iterator[CaseResult]:
                 return [_edit(client, source, case) for case in picture_cases]
 
             pictures = [
-                (picture_cases, Image.fromarray(_picture(rng, picture_cases[0].size))) for picture_cases in cases(args)
+                (picture_cases, Image.fromarray(_picture(rng, picture_cases[0].size)))
+                for picture_cases in cases(args)
             ]
             for picture_cases in threads.map(ends, *zip(*pictures, strict=True)):
                 yield from picture_cases

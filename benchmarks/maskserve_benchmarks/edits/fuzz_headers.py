@@ -196,7 +196,10 @@ def main() -> int:
 
 
 def fuzz(
-    options: argparse.Namespace, read_file: Callable[[Path], None], whole: list[bytes], heads: list[int]
+    options: argparse.Namespace,
+    read_file: Callable[[Path], None],
+    whole: list[bytes],
+    heads: list[int],
 ) -> dict[str, Any]:
     """Read damaged files and return the counts. Exit with 1 if a rule is broken."""
     rng, sentences, broken = np.random.default_rng(options.seed), Counter[str](), list[str]()

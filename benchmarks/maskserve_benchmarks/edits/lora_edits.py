@@ -108,7 +108,12 @@ def write_loras(folder: Path) -> list[str]:
     """Write `LORAS` LoRAs of the demo model to `folder` and return their names."""
     names = []
     for number in range(LORAS):
-        adapter_file = CHECKOUT / "assets" / "adapters" / f"{_DEMO_LORAS[number % len(_DEMO_LORAS)]}.safetensors"
+        adapter_file = (
+            CHECKOUT
+            / "assets"
+            / "adapters"
+            / f"{_DEMO_LORAS[number % len(_DEMO_LORAS)]}.safetensors"
+        )
         with safe_open(adapter_file, "pt") as file:
             weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             metadata = file.metadata()

@@ -43,9 +43,9 @@ from maskserve_benchmarks.demo_model.scenes import held_out_edits
 from maskserve_benchmarks.edits.admission import measure_admission
 from maskserve_benchmarks.edits.direct import Direct, Edit
 from maskserve_benchmarks.edits.path import measure_path, timed
-from maskserve_benchmarks.triton_calls import Answer, Grpc, answer_of, tensors
 from maskserve_benchmarks.reports import about, write_json
 from maskserve_benchmarks.timing import hardware
+from maskserve_benchmarks.triton_calls import Answer, Grpc, answer_of, tensors
 from maskserve_common.config import Config, cores
 from maskserve_common.config_file import config_of
 from maskserve_common.contracts.status_record import State
@@ -189,9 +189,9 @@ def measure_throughput(
 
 def flop_limit(config: Config, side: int, steps: int) -> dict[str, float]:
     """Return edits per second if the denoiser ran at the rate of a large float32 matrix product."""
-    facts = load_spec(config.model.path)
-    h = min(side, facts.native_resolution) // facts.vae_scale_factor
-    work = flux_work(facts.denoiser, h, h)
+    spec = load_spec(config.model.path)
+    h = min(side, spec.native_resolution) // spec.vae_scale_factor
+    work = flux_work(spec.denoiser, h, h)
     row = work.row_at(1.0, config.model.max_sequence_length)
     flops = steps * work.step_flops([row], "dense")
     n = 2048

@@ -1,1 +1,1 @@
-"""Emulated workers, which measure and test the router: real gRPC, and a clock instead of a device."""
+"""Emulated workers for tests and benchmarks of the router: real gRPC, a clock for a device."""

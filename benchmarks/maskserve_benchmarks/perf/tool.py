@@ -220,7 +220,9 @@ def _download(program: str, command: list[str], requirement: str, folder: Path) 
         limit = f"{_DOWNLOAD_LIMIT_S:g} s"
         raise PerfError(f"{program} did not download {requirement} within {limit}") from None
     if process.returncode != 0:
-        why = _last_line(process.stderr).removeprefix("ERROR: ") or f"exit code {process.returncode}"
+        why = (
+            _last_line(process.stderr).removeprefix("ERROR: ") or f"exit code {process.returncode}"
+        )
         raise PerfError(f"{program} cannot download {requirement}: {why}")
 
 

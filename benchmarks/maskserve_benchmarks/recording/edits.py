@@ -53,7 +53,14 @@ def cases(template_ids: Sequence[str]) -> list[Case]:
     Args:
         template_ids: the worker's ids of TEMPLATES.
     """
-    edit_cases = [*_dense_edits(), *_mask_edits(), *_output_edits(), *_cached_edits(), *_template_edits(template_ids), *_stream_edits()]
+    edit_cases = [
+        *_dense_edits(),
+        *_mask_edits(),
+        *_output_edits(),
+        *_cached_edits(),
+        *_template_edits(template_ids),
+        *_stream_edits(),
+    ]
     return [*edit_cases, *_refused_edits()]
 
 
@@ -122,7 +129,10 @@ SITES = {
     "unet": Site(
         CHECKOUT / "assets" / "models" / "demo-unet",
         _config(**_ADAPTER_FOLDERS),
-        lambda ids: [*_common_edits(ids), *_adapter_edits("unet-ninth-colour", "unet-outline", _outline)],
+        lambda ids: [
+            *_common_edits(ids),
+            *_adapter_edits("unet-ninth-colour", "unet-outline", _outline),
+        ],
     ),
     "ranks": Site(DEMO_MODEL, _config(engine={"policy": "deadline"}), _common_edits, devices=2),
 }

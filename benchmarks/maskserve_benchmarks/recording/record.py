@@ -14,9 +14,9 @@ from typing import Any, TypeAlias
 from tritonclient.utils import InferenceServerException
 
 from maskserve_benchmarks.perf.server import Server
-from maskserve_benchmarks.triton_calls import Answer, Grpc, Http, Stream
 from maskserve_benchmarks.recording.comparison import PICTURE, pixels_of
 from maskserve_benchmarks.recording.edits import TEMPLATES, Case
+from maskserve_benchmarks.triton_calls import Answer, Grpc, Http, Stream
 
 Record: TypeAlias = dict[str, dict[str, Any]]
 """Name of an edit or operation → its answer, as JSON values."""

@@ -41,7 +41,6 @@ from maskserve_benchmarks.perf.inputs import Edit
 from maskserve_benchmarks.perf.load import Load
 from maskserve_benchmarks.perf.results import Stamps
 from maskserve_benchmarks.perf.tool import Tool, find_tool
-from maskserve_benchmarks.triton_calls import decode
 from maskserve_benchmarks.reports import write_json
 from maskserve_benchmarks.rivals import one_model
 from maskserve_benchmarks.rivals.measurement import (
@@ -53,12 +52,13 @@ from maskserve_benchmarks.rivals.measurement import (
     Figures,
     Plan,
     System,
-    summed,
+    run_figures,
     systems,
     variants,
 )
 from maskserve_benchmarks.rivals.page import write_page
 from maskserve_benchmarks.rivals.server import Rival, rival_server
+from maskserve_benchmarks.triton_calls import decode
 from maskserve_common.config import cores
 from maskserve_engine.families.specs import counted_work, load_spec
 from maskserve_engine.layers import onednn
@@ -227,7 +227,9 @@ def measure_model(name: str, tool: Tool, folder: Path, plan: Plan) -> Figures:
             studies["mask_ratio"] = one_model.by_mask_ratio(bench, [whole, dense, maskserve_system])
         if plan.ablation:
             say("  parts left out")
-            studies["ablation"] = one_model.ablation(bench, model, folder, shares[share_name], benches)
+            studies["ablation"] = one_model.ablation(
+                bench, model, folder, shares[share_name], benches
+            )
         if plan.routed:
             say("  policies of routing")
             studies["routing"] = one_model.by_policy(bench, model, folder)
@@ -249,7 +251,7 @@ def measure_model(name: str, tool: Tool, folder: Path, plan: Plan) -> Figures:
         "systems": {
             item.key: {
                 "label": item.label,
-                **summed(runs[item.key], slo_ms),
+                **run_figures(runs[item.key], slo_ms),
                 "likeness": likeness(judged, pictures[item.key], pictures["diffusers"]),
             }
             for item in all_systems
@@ -313,9 +315,9 @@ def likeness(edits: Sequence[Edit], pictures: Sequence[Any], reference: Sequence
 
 def flop_limit(model: Path, edits: Sequence[Edit]) -> float:
     """Return dense FLOPs over cached FLOPs of these edits' steps, with masks without a ring."""
-    facts = load_spec(model)
-    side = decode(edits[0].image).shape[0] // facts.vae_scale_factor
-    work = counted_work(facts, side, side)
+    spec = load_spec(model)
+    side = decode(edits[0].image).shape[0] // spec.vae_scale_factor
+    work = counted_work(spec, side, side)
     rows = [work.row_at(edit.mask_ratio, 16) for edit in edits]
     dense, cached = (float(work.step_flops(rows, kind)) for kind in ("dense", "kv"))
     return dense / cached

@@ -25,8 +25,8 @@ from maskserve_benchmarks.perf.results import Stamps
 from maskserve_benchmarks.perf.run import Measurement, measure
 from maskserve_benchmarks.perf.server import Server
 from maskserve_benchmarks.perf.tool import Tool
-from maskserve_benchmarks.triton_calls import decode
 from maskserve_benchmarks.rivals.server import Rival, RivalServer
+from maskserve_benchmarks.triton_calls import decode
 
 Figures = dict[str, Any]
 IN_FLIGHT = 8

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from maskserve_benchmarks.step_counts import tile_bytes
 from maskserve_benchmarks.published_models import FLUX_FILL_FACTS, SD21_FACTS, SDXL_FACTS
+from maskserve_benchmarks.step_counts import tile_bytes
 from maskserve_common.config import CacheConfig, Config, ModelConfig
 from maskserve_common.contracts.keys import anchor_steps
 from maskserve_common.contracts.reuse_levels import refresh_count
@@ -94,10 +94,10 @@ class Hardware:
     _loads: dict[float, float] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        facts = self.facts
-        side = facts.native_resolution // facts.vae_scale_factor
-        work = counted_work(facts, side, side, halo=self.halo)
-        stride = anchor_stride(self.stride, facts)
+        spec = self.spec
+        side = spec.native_resolution // spec.vae_scale_factor
+        work = counted_work(spec, side, side, halo=self.halo)
+        stride = anchor_stride(self.stride, spec)
         anchors = len(anchor_steps([1.0 - i / STEPS for i in range(STEPS)], stride))
         costs = self._costs(work)
         pricing = pricing_of(
@@ -108,10 +108,10 @@ class Hardware:
             anchors=anchors,
             steps_per_anchor=STEPS / anchors,
             controls={NET: self._net(side)} if self.model == "flux" else {},
-            anchored=len(clock_steps(STEPS, refresh_rule(self.config, facts).stride)) / STEPS,
-            lora=typical_lora(facts, work),
+            anchored=len(clock_steps(STEPS, refresh_rule(self.config, spec).stride)) / STEPS,
+            lora=typical_lora(spec, work),
             text_shares=self.text_shares,
-            leaves_ring=refresh_rule(self.config, facts).ring,
+            leaves_ring=refresh_rule(self.config, spec).ring,
         )
         fields = {"work": work, "costs": costs, "pricing": pricing, "anchors": anchors}
         for name, value in fields.items():
@@ -120,7 +120,7 @@ class Hardware:
     def _net(self, side: int) -> ModelWork:
         double, single = self.control
         blocks = {"num_layers": double, "num_single_layers": single}
-        return control_work(self.facts, {**self.facts.denoiser, **blocks}, side, side)
+        return control_work(self.spec, {**self.spec.denoiser, **blocks}, side, side)
 
     def _costs(self, work: ModelWork) -> CostModel:
         costs = estimate(self.device)
@@ -135,7 +135,7 @@ class Hardware:
         return Config(cache=CacheConfig(own_text=self.own_text))
 
     @property
-    def facts(self) -> ModelSpec:
+    def spec(self) -> ModelSpec:
         return MODELS[self.model]
 
     @property
@@ -145,12 +145,12 @@ class Hardware:
     @property
     def text(self) -> int:
         """Return the number of tokens of a prompt."""
-        return self.facts.text_tokens(ModelConfig().max_sequence_length)
+        return self.spec.text_tokens(ModelConfig().max_sequence_length)
 
     @property
     def text_shares(self) -> TextShares:
         """Return the text shares of edits' steps."""
-        return text_shares(self.config, self.facts, STEPS, shared=False)
+        return text_shares(self.config, self.spec, STEPS, shared=False)
 
     @property
     def tokens(self) -> int:
@@ -182,15 +182,15 @@ class Hardware:
         """Return the number of ring tokens that some steps leave out, around a square mask of
         `masked` tokens.
         """
-        side = math.sqrt(masked) + 2 * (self.facts.refresh_ring or 0)
+        side = math.sqrt(masked) + 2 * (self.spec.refresh_ring or 0)
         return min(round(side**2), self.tokens) - masked
 
     def refresh_steps(self, steps: int) -> frozenset[int]:
         """Return the refresh steps of an edit of `steps` steps whose template is not available."""
-        count = refresh_count(steps, refresh_stride(self.config, self.facts))
+        count = refresh_count(steps, refresh_stride(self.config, self.spec))
         if not count:
             return frozenset()
-        growth = self.facts.refresh_growth
+        growth = self.spec.refresh_growth
         return lookahead_steps_of(refresh_steps(count, range(steps, 0, -1), 0.0, growth=growth))
 
     def step_seconds(self, cached: int, active: int, dense: int, step_cache_rows: int = 0) -> float:
@@ -226,13 +226,16 @@ class Hardware:
             self.work,
             self.work.totals(
                 [self._row(active / cached, self.text_shares.refresh)] * step_cache_rows
-                + [self._row(active / cached, self.text_shares.template)] * (cached - step_cache_rows)
+                + [self._row(active / cached, self.text_shares.template)]
+                * (cached - step_cache_rows)
             ),
             self.costs,
             {"host": self._block_loads(active / cached) * (cached - step_cache_rows)},
             dense=self.work.totals([full] * dense) if dense else None,
         )
-        if self.halo or step_cache_rows or self.text_shares.template < 1.0:  # every block reads its entry
+        if (
+            self.halo or step_cache_rows or self.text_shares.template < 1.0
+        ):  # every block reads its entry
             return evaluate(costs, ("kv",) * len(self.work.blocks)).latency
         return plan(costs, tolerance=0.001).latency
 

@@ -343,7 +343,7 @@ class Worker:
         self._view = None
         if job.outcome:
             raise RuntimeError(f"edit {job.request.number} ended twice")
-        job.outcome, job.on_end = outcome, when
+        job.outcome, job.ended = outcome, when
         self._on_end(job, when)
 
     def check_empty(self) -> None:

@@ -135,7 +135,9 @@ def draw(workload: Workload, tokens: int, seed: int) -> list[Request]:
     with_ring = (np.sqrt(ratios * tokens) + 2 * workload.ring) ** 2
     active = np.clip(np.round(with_ring), 1, tokens).astype(int)
     masked = np.clip(np.round(ratios * tokens), 1, active).astype(int)
-    template_ids = templates.choice(workload.templates, n, p=_zipf(workload.templates, workload.zipf))
+    template_ids = templates.choice(
+        workload.templates, n, p=_zipf(workload.templates, workload.zipf)
+    )
     counts = steps.choice(np.array(workload.steps), n)
     controlled = nets.random(n) < workload.controlled
     has_lora = adapters.random(n) < workload.with_lora

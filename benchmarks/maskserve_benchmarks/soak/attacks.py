@@ -1,4 +1,4 @@
-"""Attacks of one client on all other clients, each bounded in time and count, on this machine alone.
+"""Attacks of one client on the others, each bounded in time and count, on this machine alone.
 
 They run in a separate process at low priority, so that honest edits show the attacks' effect on the
 server and not a lack of cores.
@@ -91,9 +91,7 @@ async def run(target: Target, until: float, report: Path, names: Sequence[str] =
                 counts_by_attack[attack.__name__][type(error).__name__] += 1
             await asyncio.sleep(rng.uniform(1.0, 5.0))
 
-    await asyncio.gather(
-        *(again(attack, random.Random(i)) for i, attack in enumerate(selected))
-    )
+    await asyncio.gather(*(again(attack, random.Random(i)) for i, attack in enumerate(selected)))
     report.write_text(json.dumps(counts_by_attack, indent=2), encoding="utf-8")
 
 
@@ -196,7 +194,9 @@ def _key(target: Target, **more: str) -> dict[str, str]:
 
 
 async def a_withdrawn_key(target: Target) -> Iterable[str]:
-    return [await http_status(target.http, "/v1/models", b"", {"x-api-key": target.withdrawn}, "GET")]
+    return [
+        await http_status(target.http, "/v1/models", b"", {"x-api-key": target.withdrawn}, "GET")
+    ]
 
 
 # Shares
@@ -508,7 +508,9 @@ async def headers_for_workers(target: Target) -> Iterable[str]:
         {"x-own-bin": "A"},
         {"traceparent": "x"},
     )
-    ends = [await http_status(target.http, path, body, _key(target, **more)) for more in header_sets]
+    ends = [
+        await http_status(target.http, path, body, _key(target, **more)) for more in header_sets
+    ]
     metadata = (("x-api-key", target.key), ("x-own", "a" * 20_000))
     async with grpc.aio.insecure_channel(f"127.0.0.1:{target.grpc}") as channel:
         for _ in range(8):

@@ -36,11 +36,11 @@ import psutil
 from msgspec import toml
 
 from maskserve_benchmarks.checkout import CHECKOUT
-from maskserve_benchmarks.triton_calls import Grpc
 from maskserve_benchmarks.soak import attacks
 from maskserve_benchmarks.soak.pictures import Album, Pixels
 from maskserve_benchmarks.soak.run import SoakOptions, write_config
 from maskserve_benchmarks.soak.visitor import Unexpected, check
+from maskserve_benchmarks.triton_calls import Grpc
 from maskserve_engine.families.specs import load_spec
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import STRIDE, free_base_port
@@ -336,7 +336,8 @@ def least_often(counts_by_attack: dict[str, dict[str, int]]) -> int:
     processor time attacks nobody.
     """
     answered_counts = [
-        {end: n for end, n in ends.items() if end not in _NONE} for ends in counts_by_attack.values()
+        {end: n for end, n in ends.items() if end not in _NONE}
+        for ends in counts_by_attack.values()
     ]
     return min((sum(ends.values()) for ends in answered_counts), default=0)
 
@@ -383,7 +384,9 @@ class CpuTime:
         self.seconds[phase] = {
             name: round(process_s[name] - self._last[name], 1) for name in process_s
         }
-        machine_s, busy, soak_s = (after - before for before, after in zip(self._at, at, strict=True))
+        machine_s, busy, soak_s = (
+            after - before for before, after in zip(self._at, at, strict=True)
+        )
         self._machine_seconds[phase] = max(machine_s, 1e-9)
         self.others_share[phase] = round(max(busy - soak_s, 0.0) / self._machine_seconds[phase], 3)
         self._last, self._at = process_s, at

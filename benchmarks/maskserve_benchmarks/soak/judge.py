@@ -86,7 +86,9 @@ def judge_growth(samples: Sequence[Sample]) -> list[Bar]:
     bars = [_memory("memory", late, span, lambda s: s.memory)]
     names = sorted({name for sample in late for name in sample.processes})
     whole = [name for name in names if all(name in sample.processes for sample in late)]
-    bars += [_memory(f"memory of {n}", late, span, _field_of(n, "memory"), SLACK_BYTES) for n in whole]
+    bars += [
+        _memory(f"memory of {n}", late, span, _field_of(n, "memory"), SLACK_BYTES) for n in whole
+    ]
     bars.append(_memory("shared memory", late, span, lambda s: s.shared_memory))
     bars.append(_count("files", "", late, span, lambda s: s.runtime_files))
     for field in ("handles", "threads"):

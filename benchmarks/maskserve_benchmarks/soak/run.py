@@ -54,7 +54,7 @@ MIX: dict[Callable[[Visitor], str], float] = {
     visits.stream: 8,
     visits.largest: 1,
     visits.template: 4,
-    visits.sample: 4,
+    visits.look: 4,
     withdrawals.grpc_cancel: 4,
     withdrawals.grpc_timeout: 3,
     withdrawals.http_timeout: 3,
@@ -168,16 +168,16 @@ def write_config(options: SoakOptions, fetch: Fetch = from_hub) -> Path:
 
 def template_bytes(config: Config) -> int:
     """Return about how many bytes a template of the model's full size takes."""
-    facts = load_spec(config.model.path, config.model.native_resolution)
-    side = facts.native_resolution // facts.vae_scale_factor
+    spec = load_spec(config.model.path, config.model.native_resolution)
+    side = spec.native_resolution // spec.vae_scale_factor
     stored: str = config.cache.entry_format
     if stored == "model":
         from maskserve_engine.stages.loader import dtype_of  # only needed here
 
         stored = str(dtype_of(config)).removeprefix("torch.")
-    work = counted_work(facts, side, side)
-    stride = anchor_stride(config.cache.stride, facts)
-    anchors = math.ceil(facts.steps_default(config.model.num_inference_steps) / stride)
+    work = counted_work(spec, side, side)
+    stride = anchor_stride(config.cache.stride, spec)
+    anchors = math.ceil(spec.steps_default(config.model.num_inference_steps) / stride)
     return int(anchors * entry_bytes(work, config.cache.entry_kind, FORMATS[stored]))
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import psutil
 
-from maskserve_benchmarks.triton_calls import Grpc
 from maskserve_benchmarks.soak.ledger import Ledger, Window
+from maskserve_benchmarks.triton_calls import Grpc
 from maskserve_engine.stages.moments_folder import MOMENTS
 from maskserve_serving.shm_cleanup import SHARED_MEMORY, region_prefix
 from maskserve_serving.worker import WorkerProcess

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from maskserve_benchmarks.triton_calls import Answer, Grpc, Http, decode, reason
 from maskserve_benchmarks.soak.pictures import Album, Picture, Pixels
+from maskserve_benchmarks.triton_calls import Answer, Grpc, Http, decode, reason
 
 DONE = "done"
 PROMPTS = ("a red star", "a blue circle", "a green square on white", "ein gelbes Dreieck, größer")

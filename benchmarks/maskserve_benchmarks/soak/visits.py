@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import time
 
-from maskserve_benchmarks.triton_calls import Stream
 from maskserve_benchmarks.soak.visitor import (
     DONE,
     Unexpected,
@@ -17,9 +16,10 @@ from maskserve_benchmarks.soak.visitor import (
     check,
     distance,
     must,
-    operate,
     must_refuse,
+    operate,
 )
+from maskserve_benchmarks.triton_calls import Stream
 
 _REPRODUCIBLE = 4
 """Number of different edits that are repeated."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from maskserve_benchmarks.soak.visitor import Visitor, must, operate, outcome
 from maskserve_benchmarks.triton_calls import (
     CLIENT_CANCELLED,
     CLIENT_TIMEOUT,
@@ -15,7 +16,6 @@ from maskserve_benchmarks.triton_calls import (
     Http,
     Stream,
 )
-from maskserve_benchmarks.soak.visitor import Visitor, outcome, must, operate
 
 _SOON_S = 0.6
 """Time within which a visitor cancels."""

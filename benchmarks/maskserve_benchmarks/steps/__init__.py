@@ -1,1 +1,1 @@
-"""Steps of models with random weights: their times, bytes, kernels and counts."""
+"""Steps of models with random weights: rigs, times and replays."""

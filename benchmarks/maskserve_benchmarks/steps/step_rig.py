@@ -267,7 +267,10 @@ class Bench:
     def row(self, mask_ratio: float | None, seed: int) -> FlowRow:
         """Return a dense row (None), or a cached one with random computed tokens."""
         tokens, (channels, out) = self.grid[0] * self.grid[1], self._channels
-        words, reference_tokens = self.shown_tokens + self.text, self.work.context - self.shown_tokens
+        words, reference_tokens = (
+            self.shown_tokens + self.text,
+            self.work.context - self.shown_tokens,
+        )
         cis = self._cis[: words + tokens + reference_tokens]
         extra = channels - out
         condition = self._random(tokens, extra) if extra else None

@@ -35,49 +35,51 @@ def misses(service: Service, calls: Sequence[int]) -> tuple[float, float]:
     """The production classes' share of calls that wait for their adapter, and their loads per call.
     The share leaves out the first calls. The loads include those that no call has asked for yet.
     """
-    residency = Residency(1, {LORAS.name: service.slots * NBYTES}, lambda gone: books.dropped(gone))
-    loader = _AtOnce()
+    residency = Residency(
+        1, {LORAS.name: service.slots * NBYTES}, lambda evicted: loras.dropped(evicted)
+    )
+    loader = _ImmediateLoader()
     config = Config(model=ModelConfig(dtype="bfloat16"))  # so that a file's bytes are its size
-    books = Loras(config, residency, loader, lambda lora, outcome: None, Observations())
-    missed = 0
+    loras = Loras(config, residency, loader, lambda lora, outcome: None, Observations())
+    misses_counted = 0
     for number, adapter in enumerate(calls):
         lora = Lora(name=f"a{adapter}", version=f"v{adapter}")
         is_loaded = residency.state(Resource(LORAS.name, lora.version)) == "here"
-        books.hold("edit", (lora,))
-        loader.arrive(books)
-        books.release("edit")
-        loader.arrive(books)
-        missed += not is_loaded and number >= WARM * len(calls)
+        loras.hold("edit", (lora,))
+        loader.arrive(loras)
+        loras.release("edit")
+        loader.arrive(loras)
+        misses_counted += not is_loaded and number >= WARM * len(calls)
     residency.check_integrity()
-    assert len(books.names()) == service.slots
-    return missed / (len(calls) * (1 - WARM)), loader.loads / len(calls)
+    assert len(loras.names()) == service.slots
+    return misses_counted / (len(calls) * (1 - WARM)), loader.loads / len(calls)
 
 
 def misses_of_lru(slots: int, calls: Sequence[int]) -> float:
     """The same with least-recently-used eviction."""
     cache: OrderedDict[int, None] = OrderedDict()
-    missed = 0
+    misses_counted = 0
     for number, adapter in enumerate(calls):
-        missed += adapter not in cache and number >= WARM * len(calls)
+        misses_counted += adapter not in cache and number >= WARM * len(calls)
         cache[adapter] = None
         cache.move_to_end(adapter)
         if len(cache) > slots:
             cache.popitem(last=False)
-    return missed / (len(calls) * (1 - WARM))
+    return misses_counted / (len(calls) * (1 - WARM))
 
 
-class _AtOnce:
+class _ImmediateLoader:
     """A loader that finishes its loads when `arrive` is called."""
 
     def __init__(self) -> None:
         self.loads = 0
-        self._asked: list[Lora] = []
+        self._pending: list[Lora] = []
 
-    def arrive(self, books: Loras) -> None:
-        while self._asked:
+    def arrive(self, loras: Loras) -> None:
+        while self._pending:
             self.loads += 1
             loaded = Loaded("", NBYTES, 0.0, NBYTES, "storage")
-            books.arrived(self._asked.pop(), loaded)
+            loras.arrived(self._pending.pop(), loaded)
 
     def file_bytes(self, lora: Lora) -> int:
         return NBYTES
@@ -89,7 +91,7 @@ class _AtOnce:
         return ()
 
     def load(self, lora: Lora, done: Callable[[Loaded | MaskserveError], None]) -> None:
-        self._asked.append(lora)
+        self._pending.append(lora)
 
     def close(self) -> None:
         pass
@@ -102,8 +104,10 @@ def main() -> int:
     rows = []
     for service in SERVICES:
         calls = draw_calls(service, args.calls, 0)
-        missed, loads = misses(service, calls)
+        misses_counted, loads = misses(service, calls)
         lru, beyond = misses_of_lru(service.slots, calls), 1 - service.share
-        rows.append([service.name, *(f"{value:.3f}" for value in (missed, lru, beyond, loads))])
+        rows.append(
+            [service.name, *(f"{value:.3f}" for value in (misses_counted, lru, beyond, loads))]
+        )
     print(table(["service", "misses", "of an LRU", "beyond the first", "loads a call"], rows))
     return 0

@@ -29,7 +29,7 @@ _CPU = torch.device("cpu")
 _TIMEOUT_S = 600.0
 _RATIO = 0.2
 """Computed tokens of the cached row, as a share of all tokens."""
-WAYS = ("alone", "pair", "beside")
+VARIANTS = ("alone", "pair", "beside")
 """`alone`: one process takes both passes while the other waits. `pair`: each process takes one
 pass. `beside`: each process takes both passes of its own row.
 """
@@ -60,19 +60,19 @@ class _Rank:
         times: Times = {}
         for _ in range(rounds):
             for name, step in self.steps.items():
-                for way in WAYS:
-                    self._take(step, way)
+                for variant in VARIANTS:
+                    self._take(step, variant)
                     self._meet()
                     begin = read_clock()
-                    self._take(step, way)
+                    self._take(step, variant)
                     self._meet()
-                    times.setdefault((name, way), []).append(read_clock() - begin)
+                    times.setdefault((name, variant), []).append(read_clock() - begin)
         return times
 
-    def _take(self, step: Step, way: str) -> None:
-        if way == "pair":
+    def _take(self, step: Step, variant: str) -> None:
+        if variant == "pair":
             step(self.ranks)
-        elif way == "beside" or self.rank == 0:
+        elif variant == "beside" or self.rank == 0:
             step(None)
 
     def _meet(self) -> None:
@@ -129,7 +129,7 @@ def cfg_pair(args: argparse.Namespace) -> dict[str, Any]:
         key: list(map(max, *(rank[key] for rank in rank_times))) for key in rank_times[0]
     }
     for name in dict.fromkeys(name for name, _ in times):
-        seconds = {way: times[name, way] for way in WAYS}
+        seconds = {variant: times[name, variant] for variant in VARIANTS}
         # Rounds are paired: other work on the machine affects both ways of a round.
         pairs = zip(seconds["alone"], seconds["pair"], strict=True)
         workers = zip(seconds["alone"], seconds["beside"], strict=True)

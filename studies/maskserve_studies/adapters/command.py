@@ -61,7 +61,7 @@ from maskserve_benchmarks.edits.lora_edits import lora_edits
 from maskserve_benchmarks.published_models import FLUX_DEV, SDXL
 from maskserve_benchmarks.reports import about, write_json
 from maskserve_benchmarks.steps.replay import refreshed_every
-from maskserve_benchmarks.steps.step import kept
+from maskserve_benchmarks.steps.step import packed_steps
 from maskserve_benchmarks.steps.step_rig import Bench
 from maskserve_benchmarks.steps.unet_rig import TEXT, UNETS, UnetBench
 from maskserve_benchmarks.timing import Timer, hardware
@@ -101,20 +101,18 @@ def lora_step(args: argparse.Namespace) -> dict[str, Any]:
         row.adapters = ((bench.lora(RANK), 0.8),)
     timer = Timer(device, args.clock)
     batches = [
-        kept(bench, LEAST_PRECOMPUTED_STEPS, partial(bench.step, rows, "kv"))
+        packed_steps(bench, LEAST_PRECOMPUTED_STEPS, partial(bench.step, rows, "kv"))
         for rows in (plain, lora_rows)
     ]
     for steps in batches:
         steps(1)
-    without, with_loras = (
-        ms / LEAST_PRECOMPUTED_STEPS for ms in timer.in_turn(batches, args.repeat)
-    )
+    plain_ms, lora_ms = (ms / LEAST_PRECOMPUTED_STEPS for ms in timer.in_turn(batches, args.repeat))
     return {
         "rows": ROWS,
         "rank": RANK,
-        "step_ms": round(without, 2),
-        "lora_step_ms": round(with_loras, 2),
-        "lora_step_ratio": round(with_loras / without, 4),
+        "step_ms": round(plain_ms, 2),
+        "lora_step_ms": round(lora_ms, 2),
+        "lora_step_ratio": round(lora_ms / plain_ms, 4),
     }
 
 
@@ -137,16 +135,16 @@ def control_step(args: argparse.Namespace) -> dict[str, Any]:
         control = ControlInput("net", np.zeros((0, 0, 3), np.uint8))
         net_input = FluxNetInput(control, net, hint, row.text, row.guidance)
         row.residuals = RowControl((net_input,), refreshed_every(interval, refresh))
-    without, with_control, all_dense = _in_turn(bench, (plain, control_row, dense), refresh, args)
+    plain_ms, control_ms, dense_ms = _in_turn(bench, (plain, control_row, dense), refresh, args)
     tiny = [_control_count(bench.config, BASE_BLOCKS, NET_BLOCKS, 32, n) for n in (refresh, 1)]
     full = [_control_count(FLUX_DEV, (19, 38), (5, 10), 128, n) for n in (refresh, 1)]
     return {
-        "control_step_without_ms": round(without, 1),
-        "control_step_ms": round(with_control, 1),
-        "control_flux": round(with_control / without, 3),
+        "control_step_without_ms": round(plain_ms, 1),
+        "control_step_ms": round(control_ms, 1),
+        "control_flux": round(control_ms / plain_ms, 3),
         "control_flux_count": round(tiny[0], 3),
         "control_flux_dev_count": round(full[0], 3),
-        "dense_control_flux": round(all_dense / without, 3),
+        "dense_control_flux": round(dense_ms / plain_ms, 3),
         "dense_control_flux_count": round(tiny[1], 3),
         "dense_control_flux_dev_count": round(full[1], 3),
         "control_refresh": refresh,
@@ -163,16 +161,16 @@ def unet_control_step(args: argparse.Namespace) -> dict[str, Any]:
     plain, control_row, dense = (bench.row(UNET_CONTROL_RATIO, 0) for _ in range(3))
     bench.control(control_row, net, refresh)
     bench.control(dense, net, 1)
-    without, with_control, all_dense = _in_turn(bench, (plain, control_row, dense), refresh, args)
+    plain_ms, control_ms, dense_ms = _in_turn(bench, (plain, control_row, dense), refresh, args)
     narrow = [_unet_control_count(UNETS[UNET_PRESET], n) for n in (refresh, 1)]
     full = [_unet_control_count(SDXL, n) for n in (refresh, 1)]
     return {
-        "control_sdxl_step_without_ms": round(without, 1),
-        "control_sdxl_step_ms": round(with_control, 1),
-        "control_sdxl": round(with_control / without, 3),
+        "control_sdxl_step_without_ms": round(plain_ms, 1),
+        "control_sdxl_step_ms": round(control_ms, 1),
+        "control_sdxl": round(control_ms / plain_ms, 3),
         "control_sdxl_count": round(narrow[0], 3),
         "control_sdxl_xl_count": round(full[0], 3),
-        "dense_control_sdxl": round(all_dense / without, 3),
+        "dense_control_sdxl": round(dense_ms / plain_ms, 3),
         "dense_control_sdxl_count": round(narrow[1], 3),
         "dense_control_sdxl_xl_count": round(full[1], 3),
     }
@@ -183,7 +181,7 @@ def _in_turn(
 ) -> list[float]:
     """Milliseconds of a cached step of each row alone. The rows take turns."""
     timer = Timer(torch.device(args.device), args.clock)
-    batches = [kept(bench, steps, partial(bench.step, [row], "kv")) for row in rows]
+    batches = [packed_steps(bench, steps, partial(bench.step, [row], "kv")) for row in rows]
     for row in rows:
         bench.step([row], "kv")
         row.step = 0
@@ -262,7 +260,7 @@ def _control_count(
     return 1.0 + mean / work.step_flops([row], "kv")
 
 
-_MEETS: dict[str, Callable[[float, float], bool]] = {
+_COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     "at most": operator.le,
     "at least": operator.ge,
     "above": operator.gt,
@@ -285,12 +283,12 @@ BARS = {
 }
 
 
-def held(summary: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def bar_results(summary: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Each measured bar, and whether it is met."""
     return {
         name: {
             "bar": f"{side} {bar:g}",
-            "met": _MEETS[side](summary[name], bar),
+            "met": _COMPARISONS[side](summary[name], bar),
         }
         for name, (side, bar) in BARS.items()
         if name in summary
@@ -326,7 +324,7 @@ def main() -> int:
     for part in args.only:
         for measure in PARTS[part]:
             summary |= measure(args)
-    bars = held(summary)
+    bars = bar_results(summary)
     for name, value in summary.items():
         result = bars.get(name)
         bar = f"  ({result['bar']}: {'met' if result['met'] else 'MISSED'})" if result else ""

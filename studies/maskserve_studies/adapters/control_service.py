@@ -18,7 +18,6 @@ import torch
 from diffusers import ControlNetModel
 
 from maskserve_benchmarks.steps.replay import refreshed_every
-from maskserve_studies.adapters.service_process import PATIENCE_S, alone_on, service_process
 from maskserve_benchmarks.steps.unet_rig import TEXT, UNETS, UnetBench
 from maskserve_benchmarks.timing import Timer
 from maskserve_engine.base.job import ControlInput
@@ -34,6 +33,7 @@ from maskserve_engine.families.unet.control import (
     UnetServedControl,
 )
 from maskserve_engine.families.unet.spec import control_work, unet_work
+from maskserve_studies.adapters.service_process import PATIENCE_S, alone_on, service_process
 
 PRESET = "sdxl-narrow"
 NET = "net"
@@ -44,8 +44,8 @@ _PIXELS = 8
 def build_net(preset: str) -> Any:
     """A ControlNet beside the preset's UNet; none of its additions is zero."""
     config = UNETS[preset]
-    left_out = ("sample_size", "out_channels", "up_block_types")
-    net_config = {name: value for name, value in config.items() if name not in left_out}
+    excluded = ("sample_size", "out_channels", "up_block_types")
+    net_config = {name: value for name, value in config.items() if name not in excluded}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         net = ControlNetModel(**net_config).eval().requires_grad_(False)
@@ -58,7 +58,7 @@ def build_net(preset: str) -> Any:
 class _Unet:
     """`service_process.Family`."""
 
-    facts = None
+    spec = None
 
     def read(self) -> Any:
         return build_net(PRESET)
@@ -93,7 +93,7 @@ def service_step(repeat: int, clock: str = "wall") -> dict[str, Any]:
             alone_on(cores[0])
             service = ControlService(calls, bench.device, "float32", PATIENCE_S)
             service.load(NET, NET, NET, PATIENCE_S)
-            without, in_process_ms, served = _timed(
+            plain_ms, in_process_ms, served_ms = _timed(
                 bench, service, Timer(bench.device, clock), repeat
             )
             service.close()
@@ -103,12 +103,12 @@ def service_step(repeat: int, clock: str = "wall") -> dict[str, Any]:
     base, net = flops()
     limit = 1.0 + net / base  # the most that hiding the ControlNet can gain
     return {
-        "service_step_without_ms": round(without, 1),
+        "service_step_without_ms": round(plain_ms, 1),
         "service_step_beside_ms": round(in_process_ms, 1),
-        "service_step_ms": round(served, 1),
-        "service_speedup": round(in_process_ms / served, 3),
+        "service_step_ms": round(served_ms, 1),
+        "service_speedup": round(in_process_ms / served_ms, 3),
         "service_limit": round(limit, 3),
-        "service_of_limit": round(in_process_ms / served / limit, 3),
+        "service_of_limit": round(in_process_ms / served_ms / limit, 3),
     }
 
 
@@ -118,7 +118,7 @@ def _timed(bench: UnetBench, service: ControlService, timer: Timer, repeat: int)
         texts = torch.randn(1, TEXT, width)
         pooled, sizes = torch.randn(1, 1280), torch.tensor([[512.0, 512, 0, 0, 512, 512]])
         picture = torch.rand(1, 3, side, side)
-    plain, in_process_row, served = (bench.row(None, 0) for _ in range(3))
+    plain, in_process_row, served_row = (bench.row(None, 0) for _ in range(3))
     control = ControlInput(NET, np.zeros((0, 0, 3), np.uint8))
     net = UnetControlNet.of(build_net(PRESET), bench.model, 4)
     with torch.inference_mode():
@@ -126,10 +126,11 @@ def _timed(bench: UnetBench, service: ControlService, timer: Timer, repeat: int)
     plan = refreshed_every(1, bench.steps)
     in_process_row.control = RowControl((net_input,), plan)
     arrays = {"texts": texts, "micro.0": pooled, "micro.1": sizes, "picture.0": picture}
-    facts = OpeningMessage((OpenedControl.of(control),), tuple(served.precomputed_timesteps), plan)
-    row = service.open(Opening(facts, arrays))
-    served.control = UnetServedControl(row, (ServedPass(row, 0),))
-    rows = plain, in_process_row, served
+    timesteps = tuple(served_row.precomputed_timesteps)
+    message = OpeningMessage((OpenedControl.of(control),), timesteps, plan)
+    row = service.open(Opening(message, arrays))
+    served_row.control = UnetServedControl(row, (ServedPass(row, 0),))
+    rows = plain, in_process_row, served_row
     for bench_row in rows:
         bench.step([bench_row], "dense")
     steps = [partial(bench.step, [bench_row], "dense") for bench_row in rows]

@@ -35,7 +35,6 @@ import torch
 
 from maskserve_benchmarks.published_models import SDXL
 from maskserve_benchmarks.steps.replay import refreshed_every
-from maskserve_studies.adapters.service_process import PipeCalls, service_process
 from maskserve_benchmarks.steps.unet_rig import UNETS
 from maskserve_common.contracts.settings import AdapterMode
 from maskserve_engine.control_link.opening import OpenedControl, Opening, OpeningMessage
@@ -49,6 +48,7 @@ from maskserve_engine.control_link.served import (
 from maskserve_engine.control_link.transport import Answered, Connection, Lost
 from maskserve_engine.families.control import NetStep, Residual, Send
 from maskserve_studies.adapters.control_service import PRESET, flops
+from maskserve_studies.adapters.service_process import PipeCalls, service_process
 
 NETS = 3
 _NET_S = 1.6 / 50
@@ -60,7 +60,7 @@ _BUS_BYTES_PER_S = 25e9
 TRANSFER = 0.9
 """Time of a step's residuals on the slow link, as a share of the base model's step."""
 _LINK_BYTES_PER_S = 10e9 / 8
-_STANDS_FOR = 64
+_BYTES_PER_SENT = 64
 """Bytes of residuals for each byte that a link really sends. The link is slower by the same factor.
 Copying all bytes would take cores that nobody emulates.
 """
@@ -103,7 +103,9 @@ def residual_maps(config: Mapping[str, Any]) -> list[ResidualMap]:
 
 
 _PLACES = len(residual_maps(SDXL))
-RESIDUAL_BYTES = [2 * 2 * each.channels * each.positions for each in residual_maps(SDXL)]
+RESIDUAL_BYTES = [
+    2 * 2 * residual_map.channels * residual_map.positions for residual_map in residual_maps(SDXL)
+]
 """Bytes of each residual: half precision, two passes."""
 
 
@@ -116,7 +118,7 @@ class Nets:
         sizes: bytes of the stand-ins that are sent for the residuals.
     """
 
-    facts = None
+    spec = None
 
     def __init__(self, seconds: float, sent_s: float, sizes: Sequence[int]) -> None:
         self.seconds, self.sent_s, self.sizes = seconds, sent_s, sizes
@@ -171,27 +173,27 @@ class Base:
         self._down_s = step_s * (net - projection_flops) / base
         self._device = EmulatedDevice()
 
-    def alone(self, nets: int) -> None:
+    def take_after_nets(self, nets: int) -> None:
         """Take a step after this many ControlNets on the same device."""
         self._device.launch(nets * self.net_s + self.step_s)
         self._device.wait()
 
-    def served(
-        self, asks: Sequence[RowRequest], batch: int, bytes_per_s: float | None = None
+    def take_with_services(
+        self, requests: Sequence[RowRequest], batch: int, bytes_per_s: float | None = None
     ) -> None:
         """Take a step that waits for ControlNets where their residuals are added.
 
         Args:
-            asks: the row's request at each service.
+            requests: the row's request at each service.
             batch: the number of the batch.
             bytes_per_s: speed at which residuals come from host memory; None: they are on the
                 device.
         """
-        request_residuals(asks, batch)
+        request_residuals(requests, batch)
         self._device.launch(self._down_s)
         for place in reversed(range(_PLACES)):
-            for ask in asks:
-                assert ask.row.after(place) is not None
+            for request in requests:
+                assert request.row.after(place) is not None
                 if bytes_per_s is not None:
                     self._device.launch(RESIDUAL_BYTES[place] / bytes_per_s)
             self._device.launch((self.step_s - self._down_s) / _PLACES)
@@ -229,31 +231,33 @@ def three_controls(repeat: int) -> dict[str, Any]:
     bus_s = sum(RESIDUAL_BYTES) / _BUS_BYTES_PER_S
     with ExitStack() as stack:
 
-        def started(sent_s: float, *each: Sequence[str]) -> list[tuple[PipeCalls, Sequence[str]]]:
+        def start_services(
+            sent_s: float, *net_names: Sequence[str]
+        ) -> list[tuple[PipeCalls, Sequence[str]]]:
             """Services that will load these ControlNets."""
             nets = Nets(_NET_S, sent_s, [1] * _PLACES)
             return [
                 (stack.enter_context(service_process(nets)), service_names)
-                for service_names in each
+                for service_names in net_names
             ]
 
         single_names = [[name] for name in names]
         services = {
-            "one_service": (started(0.0, names), None),
-            "": (started(0.0, *single_names), None),
-            "bus": (started(bus_s, *single_names), _BUS_BYTES_PER_S),
+            "one_service": (start_services(0.0, names), None),
+            "": (start_services(0.0, *single_names), None),
+            "bus": (start_services(bus_s, *single_names), _BUS_BYTES_PER_S),
         }
-        sessions_by_way = {
+        sessions_by_variant = {
             name: (
                 [(_session(calls, net_names), net_names) for calls, net_names in items],
                 bytes_per_s,
             )
             for name, (items, bytes_per_s) in services.items()
         }
-        times: dict[str, list[float]] = {name: [] for name in ("alone", *sessions_by_way)}
+        times: dict[str, list[float]] = {name: [] for name in ("alone", *sessions_by_variant)}
         for _ in range(repeat):
-            times["alone"] += _timed([partial(base.alone, NETS)] * _DENSE_STEPS)
-            for name, (sessions, bytes_per_s) in sessions_by_way.items():
+            times["alone"] += _timed([partial(base.take_after_nets, NETS)] * _DENSE_STEPS)
+            for name, (sessions, bytes_per_s) in sessions_by_variant.items():
                 rows = [_row(session, net_names, _DENSE_STEPS) for session, net_names in sessions]
                 batch = new_batch()
 
@@ -263,13 +267,13 @@ def three_controls(repeat: int) -> dict[str, Any]:
                     batch: int = batch,
                     bytes_per_s: float | None = bytes_per_s,
                 ) -> None:
-                    asks = [RowRequest(row, number, torch.zeros(1)) for row in rows]
-                    base.served(asks, batch, bytes_per_s)
+                    requests = [RowRequest(row, number, torch.zeros(1)) for row in rows]
+                    base.take_with_services(requests, batch, bytes_per_s)
 
                 times[name] += _timed([partial(step, n) for n in range(_DENSE_STEPS)])
                 for row in rows:
                     row.close()
-        for sessions, _ in sessions_by_way.values():
+        for sessions, _ in sessions_by_variant.values():
             for session, _ in sessions:
                 session.close()
     ms = {name: 1e3 * statistics.median(items) for name, items in times.items()}
@@ -350,22 +354,22 @@ def slow_link(repeat: int) -> dict[str, Any]:
     """
     transfer_s = sum(RESIDUAL_BYTES) / _LINK_BYTES_PER_S
     base, net = Base(transfer_s / TRANSFER), ["net"]
-    nets = Nets(base.net_s, 0.0, [n // _STANDS_FOR for n in RESIDUAL_BYTES])
-    slow = partial(SlowConnection, _LINK_BYTES_PER_S / _STANDS_FOR)
+    nets = Nets(base.net_s, 0.0, [n // _BYTES_PER_SENT for n in RESIDUAL_BYTES])
+    slow_connection = partial(SlowConnection, _LINK_BYTES_PER_S / _BYTES_PER_SENT)
     with ExitStack() as stack:
-        free, slowed = (
+        free_calls, slow_calls = (
             stack.enter_context(service_process(nets, connection=item))
-            for item in (Connection, slow)
+            for item in (Connection, slow_connection)
         )
-        ahead = _session(slowed, net)
-        ways: dict[str, tuple[ControlService, AdapterMode]] = {
-            "free": (_session(free, net), "exact"),
-            "exact": (ahead, "exact"),
-            "ahead": (ahead, "fast"),
+        slow_session = _session(slow_calls, net)
+        variants: dict[str, tuple[ControlService, AdapterMode]] = {
+            "free": (_session(free_calls, net), "exact"),
+            "exact": (slow_session, "exact"),
+            "ahead": (slow_session, "fast"),
         }
-        seconds: dict[str, list[float]] = {name: [] for name in ways}
+        seconds: dict[str, list[float]] = {name: [] for name in variants}
         for _ in range(repeat):
-            for name, (session, adapters) in ways.items():
+            for name, (session, adapters) in variants.items():
                 row = _row(session, net, _EDIT_STEPS, adapters)
                 begin = time.perf_counter()
                 _edit(base, row)
@@ -388,8 +392,8 @@ def _edit(base: Base, row: ServedRow) -> None:
     batch, latents = new_batch(), torch.zeros(1)
     for step in range(_EDIT_STEPS):
         # As in real rows: nothing can be extrapolated before the first step's answer.
-        ahead = None if step == 0 else latents
-        base.served([RowRequest(row, step, latents, 1, partial(_same, ahead))], batch)
+        guess = None if step == 0 else latents
+        base.take_with_services([RowRequest(row, step, latents, 1, partial(_same, guess))], batch)
 
 
 def _same(latents: torch.Tensor | None) -> torch.Tensor | None:

@@ -61,39 +61,39 @@ def lora_loading(args: argparse.Namespace) -> dict[str, Any]:
         tables = {"model": {"path": str(model), "torch_threads": 1}, "adapters": store}
         worker = Direct(config_of(tables))
         try:
-            return _measured(worker, names, args.repeat)
+            return _measure(worker, names, args.repeat)
         finally:
             worker.engine.close(grace_s=1.0)
 
 
-def _measured(worker: Direct, names: Sequence[str], rounds: int) -> dict[str, Any]:
+def _measure(worker: Direct, names: Sequence[str], rounds: int) -> dict[str, Any]:
     worker.engine.cache.prompt = lambda: worker.encoder.priming_prompt()
     edit, mate = demo_edits(2)
     loaded_name, *fresh = names
 
-    def job(way: str, name: str) -> EditJob:
-        return _job(worker, edit, {"adapters": way, "loras": [{"name": name, "scale": 0.8}]})
+    def job(mode: str, name: str) -> EditJob:
+        return _job(worker, edit, {"adapters": mode, "loras": [{"name": name, "scale": 0.8}]})
 
     for demo_edit in (edit, mate):
         for _ in range(2):  # the second edit of a picture primes it
             worker.run([_job(worker, demo_edit, {})])
     worker.run([job("exact", loaded_name)])
-    took: dict[str, list[float]] = {"at hand": [], "fast": [], "exact": []}
+    edit_s: dict[str, list[float]] = {"at hand": [], "fast": [], "exact": []}
     steps: dict[str, list[float]] = {"alone": [], "beside": []}
     for n in range(rounds):
-        slow, quick, concurrent_name = fresh[3 * n : 3 * n + 3]
-        loras_by_way = {
+        exact_name, fast_name, concurrent_name = fresh[3 * n : 3 * n + 3]
+        loras_by_mode = {
             "at hand": ("exact", loaded_name),
-            "fast": ("fast", quick),
-            "exact": ("exact", slow),
+            "fast": ("fast", fast_name),
+            "exact": ("exact", exact_name),
         }
-        for way, job_args in loras_by_way.items():
-            took[way] += worker.run([job(*job_args)])[0][-1:]
-        for way, extra_jobs in (("alone", []), ("beside", [job("exact", concurrent_name)])):
+        for mode, job_args in loras_by_mode.items():
+            edit_s[mode] += worker.run([job(*job_args)])[0][-1:]
+        for mode, extra_jobs in (("alone", []), ("beside", [job("exact", concurrent_name)])):
             mate_times = worker.run([_job(worker, mate, {}), *extra_jobs])[0]
             gaps = [b - a for a, b in pairwise(mate_times) if b < STORAGE_S]
-            steps[way].append(statistics.median(gaps))
-    seconds = {way: statistics.median(samples) for way, samples in took.items()}
+            steps[mode].append(statistics.median(gaps))
+    seconds = {mode: statistics.median(samples) for mode, samples in edit_s.items()}
     return {
         "lora_at_hand_ms": round(1e3 * seconds["at hand"], 1),
         "lora_fast_added_ms": round(1e3 * (seconds["fast"] - seconds["at hand"]), 1),
@@ -119,7 +119,7 @@ def _write_loras(model: Path, folder: Path, count: int) -> list[str]:
     return names
 
 
-def _job(worker: Direct, edit: Edit, asked: dict[str, Any]) -> EditJob:
+def _job(worker: Direct, edit: Edit, extra_settings: dict[str, Any]) -> EditJob:
     settings = {"seed": 1, "num_inference_steps": _STEPS, "progress": True}
-    [job] = worker.jobs([edit], settings | asked)
+    [job] = worker.jobs([edit], settings | extra_settings)
     return job

@@ -77,7 +77,7 @@ class Family(Protocol):
     that it loads. It is made in another process.
     """
 
-    facts: Any
+    spec: Any
 
     def read(self) -> Any: ...
 
@@ -91,8 +91,8 @@ class Family(Protocol):
 class _Loader:
     """Makes the ControlNet instead of reading it (replaces `ControlNetLoader`)."""
 
-    def __init__(self, family: Family, config: Config, facts: object, bring: Any) -> None:
-        self._family, self._bring = family, bring
+    def __init__(self, family: Family, config: Config, spec: object, place: Any) -> None:
+        self._family, self._place = family, place
 
     def device_bytes(self, control: ResolvedControl) -> int:
         return 0
@@ -105,7 +105,7 @@ class _Loader:
 
     def load(self, control: ResolvedControl, done: Any) -> None:
         def load() -> None:
-            self._bring(control.version, self._family)
+            self._place(control.version, self._family)
             done(Loaded("", 0, 0.0))
 
         threading.Thread(target=load).start()
@@ -204,8 +204,8 @@ class ServiceHere:
         self._name = net.name
         self._folder = tempfile.TemporaryDirectory(dir="/dev/shm")
         self._service = ControlNetService(self._config, Path(self._folder.name) / "controls")
-        facts = load_spec(config.model.path)
-        self.version = ControlNets(self._config, facts).find(net.name, "").version
+        spec = load_spec(config.model.path)
+        self.version = ControlNets(self._config, spec).find(net.name, "").version
         self._content = content_of(net)
 
     def denoiser(self) -> ControlService:

@@ -29,13 +29,13 @@ from torch import Tensor
 from maskserve_benchmarks.checkout import DEMO_MODEL
 from maskserve_benchmarks.demo_model.palette import COLOURS, SHAPES
 from maskserve_benchmarks.demo_model.scenes import Edit, held_out_edits
-from maskserve_studies.quality.metrics import Picture, compare, summary
-from maskserve_studies.quality.systems import Rig
 from maskserve_benchmarks.reports import about, table, write_json
 from maskserve_benchmarks.timing import hardware
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.skipping import FirstBlockCache
 from maskserve_engine.families.mmdit.preparation import grid_of, unpack_latents
+from maskserve_studies.quality.metrics import Picture, compare, summary
+from maskserve_studies.quality.systems import Rig
 
 STEPS: Final = 20
 SKIPPED: Final = (4, 8)
@@ -55,7 +55,7 @@ the result.
 """
 
 
-def _worded(edit: Edit, colours: int = 0, shapes: int = 0) -> Edit:
+def _with_words(edit: Edit, colours: int = 0, shapes: int = 0) -> Edit:
     """The edit with another colour and shape: these many places further in the palette."""
     assert edit.colour is not None
     assert edit.shape is not None
@@ -75,10 +75,10 @@ def _moved(edit: Edit) -> Edit:
 
 
 EARLIER: Final[dict[str, Callable[[Edit], Edit]]] = {
-    "other_colour": lambda edit: _worded(edit, colours=1),
+    "other_colour": lambda edit: _with_words(edit, colours=1),
     "moved_mask": _moved,
-    "other_prompt": lambda edit: _worded(edit, colours=3, shapes=2),
-    "other_shape": lambda edit: _worded(edit, shapes=1),
+    "other_prompt": lambda edit: _with_words(edit, colours=3, shapes=2),
+    "other_shape": lambda edit: _with_words(edit, shapes=1),
     "same": lambda edit: edit,
 }
 """Makes the earlier edit from the edit that starts from it."""
@@ -94,8 +94,8 @@ class Trial:
 
     def __init__(self, rig: Rig, edits: Sequence[Edit]) -> None:
         self.rig, self.edits, self.jobs = rig, edits, rig.jobs(edits)
-        self.whole = self.states(self.jobs)
-        self.pictures = self._finished(self.whole[STEPS])
+        self.full_states = self.states(self.jobs)
+        self.pictures = self._pictures(self.full_states[STEPS])
 
     def states(self, jobs: Sequence[EditJob], until: int = STEPS) -> States:
         """Latents of full edits, or of edits that stop before a step."""
@@ -113,39 +113,39 @@ class Trial:
         )
         return [
             edit_sigmas[step][0] * noise + (1.0 - edit_sigmas[step][0]) * result
-            for edit_sigmas, noise, result in zip(sigmas, self.whole[0], results, strict=True)
+            for edit_sigmas, noise, result in zip(sigmas, self.full_states[0], results, strict=True)
         ]
 
     def started(self, latents: Sequence[Tensor], step: int) -> list[Tensor]:
         """[n, 4C] results of these edits when they start from the given latents before a step."""
         rows = [self.rig.adapter.dense_row(job) for job in self.jobs]
-        for row, begin in zip(rows, latents, strict=True):
-            row.latents, row.step = begin.clone(), step
+        for row, start_latents in zip(rows, latents, strict=True):
+            row.latents, row.step = start_latents.clone(), step
         self.rig.run(rows, ())
         return [row.latents for row in rows]
 
-    def line(self, latents: Sequence[Tensor], step: int, *told: str) -> Line:
+    def line(self, latents: Sequence[Tensor], step: int, *labels: str) -> Line:
         """Figures of edits that start from the given latents before a step.
 
         Args:
             latents: [n, 4C] of each edit.
             step: the first step to run; 0 is the whole edit.
-            told: labels: the earlier edit, its seed, and the way to start.
+            labels: labels: the earlier edit, its seed, and the way to start.
         """
-        earlier, seed, start = told
+        earlier, seed, start = labels
         figures = {"earlier": earlier, "seed": seed, "start": start, "skipped": step / STEPS}
-        return figures | self._judged(self.started(latents, step))
+        return figures | self._compared(self.started(latents, step))
 
     def rival(self, step: int) -> Line:
         """FirstBlockCache's figures where it skips the same share of the blocks' work."""
         low, high = 0.0, 0.25
         for _ in range(7):
             middle = (low + high) / 2
-            enough = self._skipping(middle, PROBE)[1] >= step / STEPS
-            low, high = (low, middle) if enough else (middle, high)
+            skips_enough = self._skipping(middle, PROBE)[1] >= step / STEPS
+            low, high = (low, middle) if skips_enough else (middle, high)
         latents, skipped = self._skipping(high, len(self.edits))
         labels = {"earlier": "", "seed": "", "start": f"first_block_threshold {high:.4f}"}
-        return {**labels, "skipped": round(skipped, 3), **self._judged(latents)}
+        return {**labels, "skipped": round(skipped, 3), **self._compared(latents)}
 
     def _skipping(self, threshold: float, n: int) -> tuple[list[Tensor], float]:
         """[n, 4C] results of the first `n` edits, and the share of block calls left out."""
@@ -157,24 +157,24 @@ class Trial:
         skipped = block_share * sum(row.skipped for row in rows) / (STEPS * len(rows))
         return [row.latents for row in rows], skipped
 
-    def _judged(self, latents: Sequence[Tensor]) -> dict[str, float]:
+    def _compared(self, latents: Sequence[Tensor]) -> dict[str, float]:
         """Compare results with the full edits."""
-        figures = asdict(summary(compare(self.edits, self._finished(latents), self.pictures)))
+        figures = asdict(summary(compare(self.edits, self._pictures(latents), self.pictures)))
         return {name: round(figures[name], 3) for name in COLUMNS}
 
-    def _finished(self, latents: Sequence[Tensor]) -> list[Picture]:
+    def _pictures(self, latents: Sequence[Tensor]) -> list[Picture]:
         return [
             self.rig.finish(edit, unpack_latents(edit_latents, grid_of(job)).float().numpy())
             for edit, job, edit_latents in zip(self.edits, self.jobs, latents, strict=True)
         ]
 
 
-def turned(each: Sequence[Tensor]) -> list[Tensor]:
+def rotated(items: Sequence[Tensor]) -> list[Tensor]:
     """The sequence moved by one place: each edit gets the item of the next one."""
-    return [*each[1:], each[0]]
+    return [*items[1:], items[0]]
 
 
-def reseeded(job: EditJob) -> EditJob:
+def with_other_seed(job: EditJob) -> EditJob:
     return replace(job, request=replace(job.request, seed=job.request.seed + OTHER_SEED))
 
 
@@ -182,14 +182,14 @@ def every_line(trial: Trial) -> Iterator[Line]:
     """The line of FirstBlockCache, then those of all starts."""
     for step in SKIPPED:
         yield trial.rival(step)
-    results = trial.whole[STEPS]
+    results = trial.full_states[STEPS]
     for step in SKIPPED:
         yield trial.line(trial.noised(results, step), step, "same", "same", "noised")
-        other_latents = trial.noised(turned(results), step)
+        other_latents = trial.noised(rotated(results), step)
         yield trial.line(other_latents, step, "other_picture", "other", "noised")
     for name, earlier in EARLIER.items():
         jobs = trial.rig.jobs([earlier(edit) for edit in trial.edits])
-        earlier_results = trial.states([reseeded(job) for job in jobs])[STEPS]
+        earlier_results = trial.states([with_other_seed(job) for job in jobs])[STEPS]
         for step in SKIPPED:
             yield trial.line(trial.noised(earlier_results, step), step, name, "other", "noised")
         if name == "same":

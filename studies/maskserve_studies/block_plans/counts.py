@@ -39,8 +39,8 @@ def by_counts(costs: StepCosts, lead: float | None) -> float:
     return min(plan_of(costs, items, kinds, lead, 0.0).latency for kinds in tried)
 
 
-def steps(facts: Any, text: int, *, arrived: bool, rng: np.random.Generator) -> StepCosts:
-    work = counted_work(facts, 128, 128)
+def steps(spec: Any, text: int, *, arrived: bool, rng: np.random.Generator) -> StepCosts:
+    work = counted_work(spec, 128, 128)
     rows = [work.row_at(float(m), text) for m in rng.uniform(0.05, 0.5, rng.integers(1, 9))]
     spare = [tuple(a - b for a, b in zip(work.tokens, r.active, strict=True)) for r in rows]
     loads = block_bytes(work, spare, FORMATS[str(rng.choice(_FORMATS))])
@@ -56,12 +56,12 @@ def main() -> None:
     rng = np.random.default_rng(0)
     print("| model | step | median | p95 | worst | exact, ms | counts, ms |")
     print("|---|---|---|---|---|---|---|")
-    for name, (facts, text) in _MODELS.items():
+    for name, (spec, text) in _MODELS.items():
         for steady in (True, False):
             for arrived in (False, True):
                 loss, cpu_s = [], np.zeros(2)
                 for _ in range(_BATCHES):
-                    costs = steps(facts, text, arrived=arrived, rng=rng)
+                    costs = steps(spec, text, arrived=arrived, rng=rng)
                     lead = None if steady else float(rng.uniform(0.0, 5e-3))
                     marks = [time.process_time()]
                     best = plan(costs, lead=lead, intervals=2).latency

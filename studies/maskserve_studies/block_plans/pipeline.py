@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 
 from maskserve_benchmarks.machine import machine
 from maskserve_benchmarks.reports import about, table, write_json
-from maskserve_studies.block_plans.algorithm_1 import algorithm_1
 from maskserve_benchmarks.steps.replay import in_memory, plan_of_kinds
 from maskserve_benchmarks.steps.step_rig import PRESETS, Bench
 from maskserve_common.contracts.keys import Anchor
@@ -42,8 +41,9 @@ from maskserve_engine.loop.step_planner import Reading, StepPlanner, parts_of
 from maskserve_engine.planning.cost_model import CostModel
 from maskserve_engine.planning.flops import KINDS, RowTokens, Totals
 from maskserve_engine.planning.two_stream import StepCosts, evaluate, step_costs
+from maskserve_studies.block_plans.algorithm_1 import algorithm_1
 
-WAYS: Final = ("naive", "strawman", "greedy", "ours", "ideal")
+PIPELINES: Final = ("naive", "strawman", "greedy", "ours", "ideal")
 PROFILED: Final = (0.02, 0.15, 0.4, 0.65)
 """Mask ratios of the steps that the predictions come from. No case uses one of them."""
 RATIOS: Final = (0.05, 0.1, 0.2, 0.5, 0.8)
@@ -103,13 +103,18 @@ class Pipeline:
         """Bytes that a step reads when it uses every block's keys and values."""
         return float(self._free[0].load.sizes[:, 1].sum())
 
-    def run(self, way: str, steps: int) -> list[float]:
+    def run(self, pipeline_name: str, steps: int) -> list[float]:
         """Seconds of each of `steps` steps."""
-        if way == "ideal":
+        if pipeline_name == "ideal":
             return [self.plain("kv", n) for n in range(steps)]
         walk = [self._anchors[n % ENTRIES] for n in range(steps + 1)]
         reader = EntryReader(self._store, "k", walk, self._selection)
-        step: Callable[[EntryReader, int], float] = getattr(self, f"_{way}")
+        step: Callable[[EntryReader, int], float] = {
+            "naive": self._load_then_step,
+            "strawman": self._load_during_step,
+            "greedy": self._by_algorithm_1,
+            "ours": self._by_planner,
+        }[pipeline_name]
         seconds = [step(reader, n) for n in range(steps)]
         reader.release()
         return seconds
@@ -130,7 +135,7 @@ class Pipeline:
         assert self.row.selection is not None
         return self.row.selection
 
-    def _naive(self, reader: EntryReader, n: int) -> float:
+    def _load_then_step(self, reader: EntryReader, n: int) -> float:
         """Load everything, then run the step."""
         plan = evaluate(self._costs(reader, n), ["kv"] * self.bench.blocks, lead=0.0)
         assert reader.entry is not None
@@ -141,11 +146,11 @@ class Pipeline:
         self.bench.step([self.row], plan.kinds)
         return time.perf_counter() - begin
 
-    def _strawman(self, reader: EntryReader, n: int) -> float:
+    def _load_during_step(self, reader: EntryReader, n: int) -> float:
         """Load every block while the step runs; nothing is loaded before the step begins."""
         return self._within(reader, n, ["kv"] * self.bench.blocks)
 
-    def _greedy(self, reader: EntryReader, n: int) -> float:
+    def _by_algorithm_1(self, reader: EntryReader, n: int) -> float:
         """FlashPS Algorithm 1 chooses the blocks to load. It assumes that a dense block finds
         cached tokens without a load.
         """
@@ -154,7 +159,7 @@ class Pipeline:
         use, _ = algorithm_1(cached, dense, costs.loads[:, 1].tolist())
         return self._within(reader, n, ["kv" if is_cached else "dense" for is_cached in use])
 
-    def _ours(self, reader: EntryReader, n: int) -> float:
+    def _by_planner(self, reader: EntryReader, n: int) -> float:
         """The engine's planner with its prefetch, as `StepRunner` uses them."""
         begin = time.perf_counter()
         handle = reader.turn_to(n)
@@ -239,10 +244,12 @@ def measure(
     probe.close()
     costs = CostModel("", line, {"device": Line(0.0, 1.0 / speed)})
     pipeline = Pipeline(bench, mask_ratio, speed, costs)
-    best = dict.fromkeys(WAYS, float("inf"))
+    best = dict.fromkeys(PIPELINES, float("inf"))
     for _ in range(rounds):
-        for way in WAYS:  # the first steps of each set the pipeline up
-            best[way] = min(best[way], *pipeline.run(way, steps + 2)[2:])
+        for pipeline_name in PIPELINES:  # the first steps of each set the pipeline up
+            best[pipeline_name] = min(
+                best[pipeline_name], *pipeline.run(pipeline_name, steps + 2)[2:]
+            )
     predicted = pipeline.predicted
     pipeline.close()
     return Case(
@@ -262,12 +269,14 @@ def measure(
 
 def bars(cases: Sequence[Case]) -> dict[str, bool]:
     """The bars that every case must meet."""
-    hidden = [case for case in cases if case.load_to_compute <= 0.9]
-    bound = [case for case in cases if case.load_to_compute > 0.9]
+    hidden_cases = [case for case in cases if case.load_to_compute <= 0.9]
+    bound_cases = [case for case in cases if case.load_to_compute > 0.9]
     return {
-        "ours <= 1.05 x ideal where loads hide": all(c.ours_over_ideal <= 1.05 for c in hidden),
+        "ours <= 1.05 x ideal where loads hide": all(
+            c.ours_over_ideal <= 1.05 for c in hidden_cases
+        ),
         "ours <= 1.10 x its prediction elsewhere": all(
-            c.ours_over_predicted <= 1.10 for c in bound
+            c.ours_over_predicted <= 1.10 for c in bound_cases
         ),
         "ours <= 1.05 x greedy": all(c.ours_over_greedy <= 1.05 for c in cases),
     }
@@ -286,9 +295,9 @@ def plot(cases: Sequence[Case], path: Path) -> None:
     for panel, load in zip(axes[0], loads, strict=True):
         at_load = [case for case in cases if case.load_to_compute == load]
         ratios = [case.mask_ratio for case in at_load]
-        for way in WAYS:
-            milliseconds = [getattr(case, f"{way}_ms") for case in at_load]
-            panel.plot(ratios, milliseconds, marker="o", label=way)
+        for pipeline_name in PIPELINES:
+            milliseconds = [getattr(case, f"{pipeline_name}_ms") for case in at_load]
+            panel.plot(ratios, milliseconds, marker="o", label=pipeline_name)
         panel.set(title=f"load / compute = {load:g}", xlabel="mask ratio", ylim=(0, None))
     axes[0][0].set_ylabel("ms per step")
     axes[0][-1].legend()

@@ -18,9 +18,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from maskserve_benchmarks.step_counts import flop_limit
 from maskserve_benchmarks.machine import processor
 from maskserve_benchmarks.published_models import FLUX_DEV
+from maskserve_benchmarks.step_counts import flop_limit
 from maskserve_common.line_fit import Line
 from maskserve_engine.families.flux.spec import flux_work
 from maskserve_engine.planning.cost_model import H100, CostModel, estimate
@@ -75,10 +75,10 @@ def cold(rng: random.Random, count: int, lead: float | None) -> dict[str, Any]:
     for _ in range(count):
         rows = [WORK.row_at(masks(rng), TEXT) for _ in range(ROWS)]
         model, fmt = link(rng.choice((7, 14, 25, 50))), rng.choice(("bfloat16", "int8"))
-        took, costs = timed(costs_of, rows, model, fmt, rng.choice((1e9, 2e9, 4e9)))
-        costs_ms.append(took)
-        took, solution = timed(plan, costs, lead=lead, intervals=2)
-        plan_ms.append(took)
+        elapsed_ms, costs = timed(costs_of, rows, model, fmt, rng.choice((1e9, 2e9, 4e9)))
+        costs_ms.append(elapsed_ms)
+        elapsed_ms, solution = timed(plan, costs, lead=lead, intervals=2)
+        plan_ms.append(elapsed_ms)
         gaps.append(solution.latency / solution.bound - 1)
     total_ms = [a + b for a, b in zip(costs_ms, plan_ms, strict=True)]
     return {
@@ -109,8 +109,8 @@ def drifting(rng: random.Random, steps: int, gbytes: float, fmt: str) -> dict[st
     for i in range(steps):
         rows = [*rows[1:], WORK.row_at(masks(rng), TEXT)]
         hits_before = cache.hits
-        took, cached_plan = timed(step)
-        (hit_ms if cache.hits > hits_before else miss_ms).append(took)
+        elapsed_ms, cached_plan = timed(step)
+        (hit_ms if cache.hits > hits_before else miss_ms).append(elapsed_ms)
         if i % 20 == 0:
             costs = costs_of(rows, model, fmt, 2e9)
             regrets.append(evaluate(costs, cached_plan.kinds).latency / plan(costs).latency - 1)

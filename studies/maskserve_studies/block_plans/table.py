@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from maskserve_benchmarks.step_counts import flop_limit
 from maskserve_benchmarks.published_models import FLUX_DEV, SDXL
-from maskserve_studies.block_plans.algorithm_1 import algorithm_1
+from maskserve_benchmarks.step_counts import flop_limit
 from maskserve_common.line_fit import Line
 from maskserve_engine.families.flux.spec import flux_work
 from maskserve_engine.families.unet.spec import unet_work
@@ -25,6 +24,7 @@ from maskserve_engine.planning.entry_bytes import FORMATS, block_bytes
 from maskserve_engine.planning.flops import KINDS, ModelWork
 from maskserve_engine.planning.planner import plan
 from maskserve_engine.planning.two_stream import StepCosts, evaluate, step_costs
+from maskserve_studies.block_plans.algorithm_1 import algorithm_1
 
 LINKS = {"PCIe 5 (50 GB/s)": 50.0, "PCIe 4 (25 GB/s)": 25.0, "NVMe (7 GB/s)": 7.0}
 BUDGET = 2e9

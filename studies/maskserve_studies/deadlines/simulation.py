@@ -14,6 +14,14 @@ from typing import Any
 
 import numpy as np
 
+from maskserve_benchmarks.simulator.workload import Workload
+from maskserve_benchmarks.simulator.workload import draw as draw_masks
+from maskserve_engine.planning.degree_costs import DEGREES
+from maskserve_engine.scheduling.gangs.batching import Batching
+from maskserve_engine.scheduling.gangs.deadline import Deadline
+from maskserve_engine.scheduling.gangs.rounds import Rounds
+from maskserve_engine.scheduling.gangs.work import GangPolicy, Work
+from maskserve_engine.scheduling.step_scheduler import Ticket
 from maskserve_studies.deadlines.gangs import (
     MIXES,
     SIZES,
@@ -27,14 +35,6 @@ from maskserve_studies.deadlines.gangs import (
     step_times,
 )
 from maskserve_studies.deadlines.small_instances import optimum, small_instance
-from maskserve_benchmarks.simulator.workload import Workload
-from maskserve_benchmarks.simulator.workload import draw as draw_masks
-from maskserve_engine.planning.degree_costs import DEGREES
-from maskserve_engine.scheduling.gangs.batching import Batching
-from maskserve_engine.scheduling.gangs.deadline import Deadline
-from maskserve_engine.scheduling.gangs.rounds import Rounds
-from maskserve_engine.scheduling.gangs.work import GangPolicy, Work
-from maskserve_engine.scheduling.step_scheduler import Ticket
 
 Report = dict[str, Any]
 Make = Callable[[], GangPolicy]

@@ -6,8 +6,8 @@ import itertools
 import random
 from collections.abc import Sequence
 
-from maskserve_studies.deadlines.gangs import SIZES
 from maskserve_engine.scheduling.step_scheduler import Ticket
+from maskserve_studies.deadlines.gangs import SIZES
 
 _STEPS = 50
 

@@ -1,1 +1,1 @@
-"""How good are the demo models?"""
+"""Judges of the demo models, and their held-out edits by class."""

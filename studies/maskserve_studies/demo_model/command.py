@@ -18,13 +18,13 @@ from diffusers.utils import logging
 from numpy.typing import NDArray
 
 from maskserve_benchmarks.checkout import DEMO_MODEL
+from maskserve_benchmarks.demo_model.scenes import Edit, Picture, fill
+from maskserve_benchmarks.machine import machine
+from maskserve_benchmarks.reports import about, table, write_json
 from maskserve_studies.demo_model.edit_classes import edits_of
 from maskserve_studies.demo_model.evaluation import run_edits, verdicts_of
 from maskserve_studies.demo_model.relations import RELATIONS
-from maskserve_benchmarks.demo_model.scenes import Edit, Picture, fill
 from maskserve_studies.demo_model.structures import STRUCTURES
-from maskserve_benchmarks.machine import machine
-from maskserve_benchmarks.reports import about, table, write_json
 
 
 def shares_right(edits: Sequence[Edit], pictures: Sequence[Picture]) -> dict[str, float]:
@@ -80,7 +80,7 @@ def main() -> int:
     pipe = FluxFillPipeline.from_pretrained(args.model)
     pipe.set_progress_bar_config(disable=True)
     size = (int(pipe.vae.config.sample_size),) * 2
-    began, lines = time.monotonic(), dict[str, Any]()
+    begin, lines = time.monotonic(), dict[str, Any]()
     for name in ("named", *RELATIONS, *STRUCTURES):
         count = args.edits if name == "named" else args.far_edits
         edits = edits_of(name, count, size) if count else []
@@ -100,7 +100,7 @@ def main() -> int:
         "classes": lines,
         "vae_psnr_db": round(float(np.mean(psnr)), 2),
         "megabytes": round(sum(files) / 1e6, 1),
-        "seconds": round(time.monotonic() - began, 1),
+        "seconds": round(time.monotonic() - begin, 1),
     }
     columns = ["edits", "colour", "shape", "both", "continued"]
     rows = [[name, *(line.get(column, "") for column in columns)] for name, line in lines.items()]

@@ -2,24 +2,24 @@
 
     for name, edits in edit_classes(16).items(): ...
 
-| class | prompt | what it asks of the editor |
+| class | prompt | what the editor must use |
 |---|---|---|
 | `named` | "a red star" | only the mask's surroundings |
 | `same`, `same_colour`, `same_shape` | as "another one" | an object far from the mask |
 | `stripes`, `bar`, `corner` | empty | what lies on all sides of the mask |
 | `lines`, `pieces`, `strip`, `dot`, `most` | empty or "a red star" | odd masks, hard textures |
 
-Edit i of a class is the same whatever `n`. `Edit.colour` and `Edit.shape` are what the judge must
-see, None where likeness to `Edit.target` or to a reference is all there is to judge.
+Edit i of a class does not depend on `n`. The judge must find `Edit.colour` and `Edit.shape`; None:
+only likeness to `Edit.target` or to a reference counts.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
+from maskserve_benchmarks.demo_model.scenes import Edit, held_out_edits
 from maskserve_studies.demo_model.hard_edits import MASKS, hard_edits
 from maskserve_studies.demo_model.relations import RELATIONS, relational_edits
-from maskserve_benchmarks.demo_model.scenes import Edit, held_out_edits
 from maskserve_studies.demo_model.structures import STRUCTURES, structure_edits
 
 CLASSES: Final = ("named", *RELATIONS, *STRUCTURES, *MASKS)

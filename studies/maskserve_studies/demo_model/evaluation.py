@@ -7,9 +7,9 @@ import torch
 from diffusers import FluxFillPipeline, StableDiffusionInpaintPipeline
 from PIL import Image
 
-from maskserve_studies.demo_model.judge import Verdict, judge
 from maskserve_benchmarks.demo_model.prompts import MAX_SEQUENCE_LENGTH
 from maskserve_benchmarks.demo_model.scenes import Edit, Picture
+from maskserve_studies.demo_model.judge import Verdict, judge
 
 
 def run_edits(

@@ -1,8 +1,8 @@
-"""Edits with masks as people draw them, over textures that forgive nothing.
+"""Edits with masks as people draw them, over textures on which every error shows.
 
 Masks: thin lines, several pieces, a strip along one side of the picture, a dot, and nearly
-everything. Textures: stars, rings, hard stripes. Every second prompt is empty; the others name
-an object, which such masks need not have room for, so nothing is judged but likeness.
+everything. Textures: stars, rings, hard stripes. Every second prompt is empty; the others name an
+object. Such masks may have no room for it, so only likeness is judged.
 
 Numpy and Pillow only, like `scenes.py`.
 """

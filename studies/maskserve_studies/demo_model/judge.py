@@ -1,6 +1,6 @@
-"""A deterministic judge of one edit: which colour and which shape appeared inside the mask?
+"""A deterministic judge of one edit: it finds the colour and the shape inside the mask.
 
-1. What lay behind the region is estimated from the source's pixels outside the mask alone.
+1. The background behind the region is estimated from the source's pixels outside the mask.
 2. A pixel inside the mask belongs to a palette colour when that colour is its nearest, within
    MAX_COLOUR_DISTANCE, and nearer than the estimated background. The colour with the most
    pixels wins the vote, if it covers MIN_COVER of the mask's inscribed ellipse.

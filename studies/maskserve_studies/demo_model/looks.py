@@ -1,7 +1,7 @@
 """The effects of the demo LoRAs on a drawn object, and a judge that sees them.
 
-`ninth-colour` teaches the demo model a colour that it has no word for: "a brown star". `hollow`
-draws every object as its outline: the colour and shape are those of the prompt.
+`ninth-colour` teaches the demo model one more colour: "a brown star". `hollow` draws every object
+as its outline, in the prompt's colour and shape.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import Final
 import numpy as np
 from PIL import Image, ImageFilter
 
-from maskserve_studies.demo_model.judge import MAX_COLOUR_DISTANCE, MIN_IOU, judge, match
 from maskserve_benchmarks.demo_model.palette import COLOURS, SHAPES, coverage
 from maskserve_benchmarks.demo_model.scenes import (
     MIN_CONTRAST,
@@ -25,6 +24,7 @@ from maskserve_benchmarks.demo_model.scenes import (
     place,
     to_bytes,
 )
+from maskserve_studies.demo_model.judge import MAX_COLOUR_DISTANCE, MIN_IOU, judge, match
 
 LOOKS: Final = ("ninth-colour", "hollow")
 NINTH: Final = "brown"
@@ -52,7 +52,7 @@ def finish_as(look: str, scene: Scene, colour: str, shape: str) -> Picture:
     return to_bytes(painted.astype(np.float32))
 
 
-def followed(look: str, edited: Picture, edit: Edit) -> bool:
+def shows_look(look: str, edited: Picture, edit: Edit) -> bool:
     """Return whether the picture shows the requested object in the LoRA's look."""
     if look == "ninth-colour":
         return _has_ninth_colour(edited, edit)

@@ -1,6 +1,6 @@
-"""Scenes of several things, and the name of the thing to find.
+"""Scenes of several objects, and the name of the object to find.
 
-Numpy and Pillow only: benchmarks and tests ask for the same scenes as the judge.
+Numpy and Pillow only: benchmarks and tests draw the same scenes as the judge.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from typing import Final
 
 import numpy as np
 
-from maskserve_studies.demo_model.looks import HOLE
 from maskserve_benchmarks.demo_model.palette import COLOURS, SHAPES, coverage
 from maskserve_benchmarks.demo_model.scenes import (
     MIN_CONTRAST,
@@ -19,10 +18,13 @@ from maskserve_benchmarks.demo_model.scenes import (
     draw_background,
     to_bytes,
 )
+from maskserve_studies.demo_model.looks import HOLE
 
 _HELD_OUT_SEED: Final = 7_300_000
 _HOLLOW: Final = 0.25  # share of drawn objects that are outlines, as the LoRA `hollow` paints them
-_APART: Final = 1.1  # least distance between two objects, as a multiple of the sum of their radii
+_LEAST_DISTANCE: Final = (
+    1.1  # least distance between two objects, as a multiple of the sum of their radii
+)
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ def draw_named(
         radius = min(radius, 0.48 * min(size))
         x = float(rng.uniform(radius, size[1] - radius))
         y = float(rng.uniform(radius, size[0] - radius))
-        if any(np.hypot(x - u, y - v) < _APART * (radius + r) for u, v, r in circles):
+        if any(np.hypot(x - u, y - v) < _LEAST_DISTANCE * (radius + r) for u, v, r in circles):
             continue
         colour, shape = str(rng.choice(list(COLOURS))), str(rng.choice(SHAPES))
         rgb = np.asarray(COLOURS[colour], np.float32)
@@ -116,7 +118,7 @@ def disc(click: tuple[int, int], radius: float, size: tuple[int, int]) -> Mask:
     return np.asarray(np.hypot(columns - x, rows - y) <= radius, np.bool_)
 
 
-def iou(found: Mask, right: Mask) -> float:
+def iou(predicted: Mask, target: Mask) -> float:
     """Return the intersection over union of two masks (H, W); 1 if both are empty."""
-    union = int((found | right).sum())
-    return 1.0 if union == 0 else int((found & right).sum()) / union
+    union = int((predicted | target).sum())
+    return 1.0 if union == 0 else int((predicted & target).sum()) / union

@@ -18,8 +18,8 @@ from transformers import (
     Swin2SRForImageSuperResolution,
 )
 
-from maskserve_studies.demo_model.named_scenes import disc, held_out_clicks, held_out_scenes, iou
 from maskserve_benchmarks.demo_model.scenes import HELD_OUT_PHOTO, PHOTOS, Picture
+from maskserve_studies.demo_model.named_scenes import disc, held_out_clicks, held_out_scenes, iou
 
 SIDE: Final = 128
 _RIM: Final = 4
@@ -27,7 +27,7 @@ _RIM: Final = 4
 
 
 @torch.inference_mode()
-def found_iou(folder: Path, scenes: int) -> float:
+def find_iou(folder: Path, scenes: int) -> float:
     """Return the mean IoU, over held-out scenes, of the masks that the folder's CLIPSeg finds."""
     model: Any = CLIPSegForImageSegmentation.from_pretrained(folder).eval()
     processor = CLIPSegProcessor.from_pretrained(folder)
@@ -41,7 +41,7 @@ def found_iou(folder: Path, scenes: int) -> float:
 
 
 @torch.inference_mode()
-def clicked_iou(folder: Path, clicks: int) -> tuple[float, float]:
+def click_iou(folder: Path, clicks: int) -> tuple[float, float]:
     """Return the mean IoU over held-out clicks, of the folder's SAM and of discs around the clicks.
     The discs have the one radius that is best in the mean.
     """
@@ -71,7 +71,7 @@ def halved(picture: Picture) -> Picture:
 
 
 @torch.inference_mode()
-def enlarged_db(folder: Path) -> tuple[float, float]:
+def enlarge_db(folder: Path) -> tuple[float, float]:
     """Return the PSNR in dB of the folder's Swin2SR and of Lanczos on the held-out photograph."""
     model: Any = Swin2SRForImageSuperResolution.from_pretrained(folder).eval()
     with Image.open(PHOTOS / HELD_OUT_PHOTO) as photo:

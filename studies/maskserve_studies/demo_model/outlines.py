@@ -1,7 +1,8 @@
 """Edits whose control picture shows the place, size and angle of the object.
 
-The demo model alone puts an object into the middle of the mask, as large as fits and upright. The
-ControlNet `outline` draws it along an outline: white on black, a picture of the source's size.
+The demo model alone puts an object upright into the middle of the mask, as large as fits. The
+ControlNet `outline` makes it follow the outline of the control picture: white on black, of the
+source's size.
 """
 
 from __future__ import annotations
@@ -39,17 +40,17 @@ class Drawn:
     shape: str
     centre: tuple[float, float]
     radius: float
-    turn: float
+    angle: float
     """Radians, clockwise."""
 
     def covers(self, size: tuple[int, ...]) -> Mask:
         """Return the pixels that it covers, (H, W)."""
-        return coverage(self.shape, self.centre, self.radius, size, self.turn) > 0.5
+        return coverage(self.shape, self.centre, self.radius, size, self.angle) > 0.5
 
     def picture(self, size: tuple[int, ...]) -> Picture:
         """Return its outline, white on black: (H, W, 3)."""
-        line = coverage(self.shape, self.centre, self.radius, size, self.turn) - coverage(
-            self.shape, self.centre, self.radius - LINE, size, self.turn
+        line = coverage(self.shape, self.centre, self.radius, size, self.angle) - coverage(
+            self.shape, self.centre, self.radius - LINE, size, self.angle
         )
         return np.repeat(to_bytes(255 * line[..., None].astype(np.float32)), 3, axis=2)
 
@@ -83,7 +84,7 @@ def draw_outlined(
         if not colours:
             continue
         colour = str(rng.choice(colours))
-        alpha = coverage(drawn.shape, drawn.centre, drawn.radius, size, drawn.turn)[..., None]
+        alpha = coverage(drawn.shape, drawn.centre, drawn.radius, size, drawn.angle)[..., None]
         rgb = np.asarray(COLOURS[colour], np.float32)
         answer = to_bytes((scene.background * (1 - alpha) + rgb * alpha).astype(np.float32))
         prompt = f"a {colour} {drawn.shape}"
@@ -116,15 +117,15 @@ def _area(shape: str, radius: float) -> float:
     return float(coverage(shape, (side / 2, side / 2), radius, (side, side)).sum())
 
 
-def followed(edited: Picture, asked: OutlinedEdit) -> float:
+def outline_iou(edited: Picture, outlined: OutlinedEdit) -> float:
     """Return the IoU of the pixels painted in the colour with the drawn shape."""
-    edit = asked.edit
-    assert asked.drawn is not None
+    edit = outlined.edit
+    assert outlined.drawn is not None
     assert edit.colour is not None
     picture = edited.astype(np.float32)
     painted = np.linalg.norm(picture - np.asarray(COLOURS[edit.colour], np.float32), axis=2)
     behind = np.linalg.norm(picture - fill(edit.source, edit.mask), axis=2)
-    return iou(edit.mask & (painted < behind), asked.drawn.covers(edit.mask.shape))
+    return iou(edit.mask & (painted < behind), outlined.drawn.covers(edit.mask.shape))
 
 
 def iou(one: Mask, other: Mask) -> float:

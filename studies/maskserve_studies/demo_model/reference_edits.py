@@ -1,8 +1,7 @@
-"""Edits that name what to change: "make the blue square a red star".
+"""Edits that name the object to change: "make the blue square a red star".
 
-Several objects stand in the picture, and the prompt alone says which of them the edit is about: a
-model that takes the source as reference is not told where the mask is. Numpy and Pillow only, like
-`scenes.py`.
+The picture has several objects, and only the prompt says which one to change: a model that takes
+the source as reference does not get the mask. Numpy and Pillow only, like `scenes.py`.
 """
 
 from __future__ import annotations
@@ -33,15 +32,15 @@ GAP: Final = 3.0  # pixels between two objects' circles
 MARGIN: Final = 2.0  # pixels between a mask and its object's circle
 MAX_LENGTH: Final = 32  # tokens of the prompt with its chat template
 SIDES: Final = ("left", "right", "top", "bottom")
-BOTH: Final = (
+BOTH_PROMPTS: Final = (
     "make the {name} a {c} {s}",
     "turn the {name} into a {c} {s}",
     "change the {name} to a {c} {s}",
     "replace the {name} with a {c} {s}",
 )
-COLOUR: Final = ("make the {name} {c}", "colour the {name} {c}", "turn the {name} {c}")
-SHAPE: Final = ("make the {name} a {s}", "turn the {name} into a {s}")
-GONE: Final = ("remove the {name}", "erase the {name}")
+COLOUR_PROMPTS: Final = ("make the {name} {c}", "colour the {name} {c}", "turn the {name} {c}")
+SHAPE_PROMPTS: Final = ("make the {name} a {s}", "turn the {name} into a {s}")
+REMOVAL_PROMPTS: Final = ("remove the {name}", "erase the {name}")
 PACKAGE_PICTURES: Final = (
     "brick.png", "coins.png", "color.png", "grass.png", "gravel.png", "ihc.png",
     "microaneurysms.png", "moon.png", "motorcycle_left.png", "page.png", "retina.jpg",
@@ -86,9 +85,9 @@ class NamedWish:
     """Index of the object in the scene."""
     becomes: PlacedObject | None
     """The object that replaces it; None: the object is removed."""
-    named: tuple[str | None, str | None, str | None]
+    name_parts: tuple[str | None, str | None, str | None]
     """Colour, shape and side by which the prompt names the object."""
-    told: tuple[str | None, str | None]
+    changes: tuple[str | None, str | None]
     """Colour and shape that the prompt asks for."""
 
 
@@ -147,10 +146,10 @@ def draw_named_wish(
     """
     things = scene.things
     number = int(rng.integers(len(things)))
-    where = None
+    side_name = None
     if side and len(things) > 1:
-        where = str(rng.choice(SIDES))
-        axis, first = where in ("top", "bottom"), where in ("left", "top")
+        side_name = str(rng.choice(SIDES))
+        axis, first = side_name in ("top", "bottom"), side_name in ("left", "top")
         order = sorted(range(len(things)), key=lambda i: things[i].centre[axis])
         number = order[0 if first else -1]
     thing = things[number]
@@ -159,19 +158,24 @@ def draw_named_wish(
     shape = str(rng.choice([s for s in SHAPES if s != thing.shape]))
     colour = colour if kind in ("both", "colour") else thing.colour
     shape = shape if kind in ("both", "shape") else thing.shape
-    words = {"both": BOTH, "colour": COLOUR, "shape": SHAPE, "gone": GONE}[kind]
-    name = f"{where} one" if where else f"{thing.colour} {thing.shape}"
-    called = (None, None, where) if where else (thing.colour, thing.shape, None)
-    target_attributes = (
+    words = {
+        "both": BOTH_PROMPTS,
+        "colour": COLOUR_PROMPTS,
+        "shape": SHAPE_PROMPTS,
+        "gone": REMOVAL_PROMPTS,
+    }[kind]
+    name = f"{side_name} one" if side_name else f"{thing.colour} {thing.shape}"
+    name_parts = (None, None, side_name) if side_name else (thing.colour, thing.shape, None)
+    changes = (
         colour if kind in ("both", "colour") else None,
         shape if "{s}" in words[0] else None,
     )
     prompt = str(rng.choice(words)).format(name=name, c=colour, s=shape)
     becomes = None if kind == "gone" else replace(thing, colour=colour, shape=shape)
-    return NamedWish(prompt, number, becomes, called, target_attributes)
+    return NamedWish(prompt, number, becomes, name_parts, changes)
 
 
-def finished(scene: ObjectScene, wish: NamedWish) -> Picture:
+def answer_of(scene: ObjectScene, wish: NamedWish) -> Picture:
     """Return the right answer to a wish."""
     things = list(scene.things)
     things[wish.number : wish.number + 1] = [] if wish.becomes is None else [wish.becomes]
@@ -244,7 +248,7 @@ def named_edits(
         wish = draw_named_wish(rng, scene, kind, side=side)
         mask = mask_of(scene.things[wish.number], size)
         source, thing = scene.drawn(() if bare else scene.things), wish.becomes
-        target = np.where(mask[..., None], finished(scene, wish), source)
+        target = np.where(mask[..., None], answer_of(scene, wish), source)
         colour, shape = (thing.colour, thing.shape) if thing else (None, None)
         edits.append(Edit(source, mask, wish.prompt, colour, shape, target))
     return edits
@@ -270,7 +274,7 @@ def named_class(
 
 def prompt_words() -> list[str]:
     """Return every word that occurs in named prompts, sorted."""
-    text = " ".join((*BOTH, *COLOUR, *SHAPE, *GONE))
+    text = " ".join((*BOTH_PROMPTS, *COLOUR_PROMPTS, *SHAPE_PROMPTS, *REMOVAL_PROMPTS))
     for field in ("{name}", "{c}", "{s}"):
         text = text.replace(field, " ")
     return sorted({*text.split(), *COLOURS, *SHAPES, *SIDES, "one"})

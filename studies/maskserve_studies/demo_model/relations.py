@@ -1,7 +1,8 @@
-"""Edits whose answer stands elsewhere in the picture: "another one", "the same shape in blue".
+"""Edits whose prompt refers to another object in the picture: "another one", "the same shape in
+blue".
 
-One other object stands far from the mask; the prompt names it only by relation. What lies at
-the mask's rim does not help, so an editor that cannot see the rest of the picture must guess.
+The other object is far from the mask, and the prompt names it only by relation. An editor that sees
+only the mask's surroundings must guess.
 
 Numpy and Pillow only, like `scenes.py`.
 """
@@ -53,9 +54,9 @@ class RelationalScene:
 
 @dataclass(frozen=True)
 class Wish:
-    """The object that a relational prompt asks for; SAME stands for "as the other object's"."""
+    """The object that a relational prompt asks for; SAME means "as the other object"."""
 
-    asked: tuple[str, str]
+    prompt_words: tuple[str, str]
     """Colour and shape in the prompt's words."""
     colour: str
     """Colour of the right answer."""
@@ -119,7 +120,7 @@ def relational_edits(relation: str, n: int = 48, size: tuple[int, int] = (128, 1
         scene = drawn.scene
         edits.append(
             Edit(
-                scene.source, scene.mask, first_phrase(*wish.asked), wish.colour, wish.shape,
+                scene.source, scene.mask, first_phrase(*wish.prompt_words), wish.colour, wish.shape,
                 finish(scene, wish.colour, wish.shape),
             )
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Scenes whose empty region a structure crosses: it must go on where both sides say it does.
+"""Scenes whose empty region is crossed by a structure that must continue from both sides.
 
 Stripes keep their phase, a bar passes behind the region, and a gradient has a corner. Numpy and
 Pillow only, like `scenes.py`.

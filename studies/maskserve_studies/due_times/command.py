@@ -45,7 +45,6 @@ from maskserve_benchmarks.edits.edit import large_model
 from maskserve_benchmarks.machine import machine, stolen_s
 from maskserve_benchmarks.perf.inputs import Edit, InputOptions, find_photos, make_edits
 from maskserve_benchmarks.perf.server import Server, own_workers
-from maskserve_studies.deadlines.gangs import Fixed
 from maskserve_benchmarks.simulator.workload import draw_gaps
 from maskserve_benchmarks.steps import profile_costs
 from maskserve_client import Client, MaskserveError
@@ -55,6 +54,7 @@ from maskserve_engine.scheduling.gangs.deadline import Deadline
 from maskserve_engine.scheduling.gangs.scheduler import GangScheduler
 from maskserve_engine.scheduling.spread import Spread
 from maskserve_engine.scheduling.step_scheduler import SchedulingPolicy, Ticket
+from maskserve_studies.deadlines.gangs import Fixed
 from maskserve_studies.due_times.shared_cores import Machine, StagedEdit
 
 Figures = dict[str, Any]
@@ -153,38 +153,43 @@ def send(server: Server, edit: Edit, due_ms: int) -> tuple[float, dict[str, Any]
     return time.perf_counter() - begin, result.meta
 
 
-def profiled(model: Path, file: Path) -> dict[int, Times]:
+def profile_steps(model: Path, file: Path) -> dict[int, Times]:
     """Profile steps of each size at each degree with all devices busy. The profile goes
     to `file`.
     """
     args = profile_costs.parse(["--devices", str(DEVICES), "--sides", *map(str, DUE)])
-    points, profile = profile_costs.profiled(args, model, args.sides)
+    points, profile = profile_costs.profile_worker(args, model, args.sides)
     file.write_text(profile.text() + "\n", encoding="utf-8")
     # Mean steps, because the servers' edits also meet the machine's slow moments.
-    took = {(p.side, p.degree): p.mean for p in points if not p.cached}
+    seconds = {(p.side, p.degree): p.mean for p in points if not p.cached}
     fixed = profile.costs.compute.fixed
     return {
         side: Times(
-            (took[side, 1], took[side, 2]), 0.0, 0.0, min(fixed, *(took[side, k] for k in (1, 2)))
+            (seconds[side, 1], seconds[side, 2]),
+            0.0,
+            0.0,
+            min(fixed, *(seconds[side, k] for k in (1, 2))),
         )
         for side in DUE
     }
 
 
-def measured(
+def with_stages(
     server: Server, times: Mapping[int, Times], edits: Mapping[int, Sequence[Edit]]
 ) -> dict[int, Times]:
     """The times with the parts of an edit before and after its steps. Edits run one at a time,
     and twice. The medians leave out the first run, which encodes the prompts.
     """
     measured_times = {}
-    for side, of_side in edits.items():
-        answers = [send(server, edit, 60_000) for edit in (*of_side, *of_side)][len(of_side) :]
+    for side, side_edits in edits.items():
+        answers = [send(server, edit, 60_000) for edit in (*side_edits, *side_edits)][
+            len(side_edits) :
+        ]
         prepare_times, answer_times = [], []
-        for took, meta in answers:
+        for seconds, meta in answers:
             stages = {name: ms / 1e3 for name, ms in meta["timings_ms"].items()}
             prepare_times.append(sum(stages[name] for name in _BEFORE))
-            answer_times.append(took - prepare_times[-1] - stages["queue"] - stages["denoise"])
+            answer_times.append(seconds - prepare_times[-1] - stages["queue"] - stages["denoise"])
         measured_times[side] = replace(
             times[side],
             before=statistics.median(prepare_times),
@@ -195,8 +200,8 @@ def measured(
 
 def patience(side: int, times: Times) -> float:
     """Seconds per step within which an edit is in time."""
-    often = DUE[side]
-    return statistics.mean(times.step) if often is None else often * times.step[0]
+    multiple = DUE[side]
+    return statistics.mean(times.step) if multiple is None else multiple * times.step[0]
 
 
 def sides(count: int, rng: np.random.Generator) -> list[int]:
@@ -205,7 +210,7 @@ def sides(count: int, rng: np.random.Generator) -> list[int]:
     return [int(side) for side in rng.permutation(all_sides)]
 
 
-def real(
+def run_real(
     server: Server,
     edits: Mapping[int, Sequence[Edit]],
     arrivals: Sequence[tuple[float, int]],
@@ -222,7 +227,7 @@ def real(
     return shares(met)
 
 
-def simulated(
+def simulate(
     policy: SchedulingPolicy,
     times: Mapping[int, Times],
     arrivals: Sequence[tuple[float, int]],
@@ -264,12 +269,15 @@ def policies() -> dict[str, SchedulingPolicy]:
     }
 
 
-def shares(met: Sequence[tuple[int, bool]]) -> Figures:
-    def share(those: Sequence[bool]) -> float:
-        return round(sum(those) / max(1, len(those)), 3)
+def shares(outcomes: Sequence[tuple[int, bool]]) -> Figures:
+    def share(flags: Sequence[bool]) -> float:
+        return round(sum(flags) / max(1, len(flags)), 3)
 
-    by_side = {str(side): share([is_met for of, is_met in met if of == side]) for side in DUE}
-    return {"sar": share([is_met for _, is_met in met]), "by_side": by_side}
+    by_side = {
+        str(side): share([is_met for edit_side, is_met in outcomes if edit_side == side])
+        for side in DUE
+    }
+    return {"sar": share([is_met for _, is_met in outcomes]), "by_side": by_side}
 
 
 def run(
@@ -287,7 +295,7 @@ def run(
         args: of the command.
     """
     edits = edits_by_side()
-    times = measured(servers["deadline"], times, edits)
+    times = with_stages(servers["deadline"], times, edits)
     due_s = {side: t.before + t.after + STEPS * patience(side, t) for side, t in times.items()}
     work = statistics.mean(STEPS * t.step[0] for t in times.values())
     report: Figures = {
@@ -306,28 +314,28 @@ def run(
     for number in range(args.rounds):
         for load in LOADS:
             rng, rate = np.random.default_rng((args.seed, number)), load * DEVICES / work
-            at = np.cumsum(draw_gaps(rate, args.edits, rng))
+            times_s = np.cumsum(draw_gaps(rate, args.edits, rng))
             arrivals = [
-                (float(t), side) for t, side in zip(at, sides(args.edits, rng), strict=True)
+                (float(t), side) for t, side in zip(times_s, sides(args.edits, rng), strict=True)
             ]
             turns = list(servers.items())[:: 1 if number % 2 else -1]
-            real_shares, slower = Figures(), Figures()
+            real_shares, slowdowns = Figures(), Figures()
             for name, server in turns:
                 products = [product_s()]
-                real_shares[name] = real(server, edits, arrivals, due_s)
+                real_shares[name] = run_real(server, edits, arrivals, due_s)
                 products.append(product_s())
-                slower[name] = round(statistics.mean(products) / product, 3)
-            slowdowns = {**slower, "fixed2": statistics.mean(slower.values())}
+                slowdowns[name] = round(statistics.mean(products) / product, 3)
+            slowdown_by_policy = {**slowdowns, "fixed2": statistics.mean(slowdowns.values())}
             point: Figures = {
                 "load": load,
                 "per_minute": round(60 * rate, 1),
-                "slower": slower,
+                "slower": slowdowns,
                 "real": real_shares,
                 "simulated": {
-                    name: simulated(
+                    name: simulate(
                         policy,
                         {
-                            side: side_times.slower(slowdowns[name])
+                            side: side_times.slower(slowdown_by_policy[name])
                             for side, side_times in times.items()
                         },
                         arrivals,
@@ -383,7 +391,7 @@ def main(arguments: list[str] | None = None) -> int:
         folder = Path(directory)
         model = large_model(folder / "model")
         products = [product_s()]
-        times = profiled(model, folder / "costs.json")
+        times = profile_steps(model, folder / "costs.json")
         products.append(product_s())
         servers = {}
         for name, engine in CONFIGS.items():
@@ -395,14 +403,14 @@ def main(arguments: list[str] | None = None) -> int:
             logs = folder / f"logs-{name}"
             [servers[name]] = running.enter_context(own_workers(str(model), logs, 1, config))
         report = run(servers, times, statistics.mean(products), args)
-    took = time.perf_counter() - begin
+    seconds = time.perf_counter() - begin
     report["about"] = {
         "hardware": machine(),
         "edits": args.edits,
         "rounds": args.rounds,
         "seed": args.seed,
-        "minutes": round(took / 60, 1),
-        "stolen_share": round((stolen_s() - stolen) / took, 3),
+        "minutes": round(seconds / 60, 1),
+        "stolen_share": round((stolen_s() - stolen) / seconds, 3),
     }
     say(report["about"])
     if args.json:

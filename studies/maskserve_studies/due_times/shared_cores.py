@@ -100,8 +100,8 @@ class Machine:
                 decision = self._policy.schedule(now_s, Devices(busy, frozenset()))
                 next_decision_s = decision.again if decision.again > now_s else math.inf
                 for run in decision.runs:
-                    lasts = seconds_together(run.rows, len(run.devices))
-                    steps.append(_Job(lasts, len(run.devices), run))
+                    step_s = seconds_together(run.rows, len(run.devices))
+                    steps.append(_Job(step_s, len(run.devices), run))
             now_s = self._go_on(now_s, next_decision_s, arrivals, encoding, decoding, stages, steps)
         return self.answered
 
@@ -109,7 +109,7 @@ class Machine:
         self,
         now: float,
         again: float,
-        coming: deque[StagedEdit],
+        arrivals: deque[StagedEdit],
         encoding: deque[StagedEdit],
         decoding: deque[StagedEdit],
         stages: dict[str, _Job],
@@ -122,8 +122,8 @@ class Machine:
         speed = min(1.0, self._cores / max(1, sum(job.cores for job in jobs)))
         wait_s = min([job.left / speed for job in jobs], default=math.inf)
         wait_s = min(wait_s, again - now)
-        if coming:
-            wait_s = min(wait_s, coming[0].ticket.arrival - now)
+        if arrivals:
+            wait_s = min(wait_s, arrivals[0].ticket.arrival - now)
         if wait_s == math.inf:
             raise RuntimeError(f"{len(self._policy)} edits are left lying")
         for job in jobs:

@@ -50,8 +50,7 @@ import torch
 
 from maskserve_benchmarks.checkout import CHECKOUT, DEMO_MODEL
 from maskserve_benchmarks.reports import write_json
-from maskserve_studies.kernels.live_bytes import peak_bytes
-from maskserve_benchmarks.steps.step import kept, measure, stepping
+from maskserve_benchmarks.steps.step import cached_step, measure, packed_steps
 from maskserve_benchmarks.steps.step_rig import NO_TEXT, PRESETS, Bench
 from maskserve_benchmarks.steps.unet_rig import UNETS, UnetBench
 from maskserve_benchmarks.timing import Timer, hardware
@@ -79,6 +78,7 @@ from maskserve_studies.first_run.parts import (
     time_rivals,
     time_stages,
 )
+from maskserve_studies.kernels.live_bytes import peak_bytes
 
 BATCHES, RATIOS = (1, 4, 8), (0.05, 0.11, 0.2, 0.35)
 SERVED = (1, 8)
@@ -113,13 +113,13 @@ def versions(device: torch.device) -> dict[str, str]:
             str(torch.version.cuda),
             str(torch.backends.cudnn.version()),  # type: ignore[no-untyped-call]
         )
-        asked = "driver_version,clocks.sm,clocks.max.sm,clocks.max.mem,power.limit"
+        fields = "driver_version,clocks.sm,clocks.max.sm,clocks.max.mem,power.limit"
         with suppress(OSError, subprocess.SubprocessError):
             output = subprocess.run(
-                ["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader"],
+                ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"],
                 capture_output=True, text=True, timeout=30, check=True,
             )  # fmt: skip
-            by_name[asked] = output.stdout.strip().splitlines()[device.index or 0]
+            by_name[fields] = output.stdout.strip().splitlines()[device.index or 0]
     return by_name
 
 
@@ -142,7 +142,7 @@ def time_steps(bench: Bench, repeat: int) -> list[dict[str, Any]]:
     rows = []
     for format, kinds, batches in ((FORMAT, KINDS, BATCHES), (DEFAULT, ("kv",), BATCHES[:1])):
         bench.format = format
-        timings = measure(bench, _asked(repeat, kind=kinds, batch=batches, alike=True))
+        timings = measure(bench, _measure_options(repeat, kind=kinds, batch=batches, alike=True))
         rows += [{**row, "format": format} for row in timings]
     bench.format = FORMAT
     peak = peak_rates(bench.device, bench.dtype)
@@ -176,56 +176,66 @@ def time_served_steps(bench: Bench, repeat: int) -> list[dict[str, Any]]:
 def _served_step(
     bench: Bench, served: Any, batch: int, kind: str, ratio: float, repeat: int
 ) -> dict[str, Any]:
-    weights, between = bench.weights, kind == NO_TEXT
-    timer, make = Timer(bench.device), bench.anchored_row if between else bench.row
+    weights, is_between = bench.weights, kind == NO_TEXT
+    timer, make = Timer(bench.device), bench.anchored_row if is_between else bench.row
     dense: list[Any] = [bench.row(None, n) for n in range(batch)]
     rows: list[Any] = [make(ratio, n) for n in range(batch)]
     for row in rows:
         row.recorded = True
-    ways = {"dense_ms": kept(bench, 1, partial(bench.step, dense, "kv"), weights)}
-    ways["ms"] = kept(bench, 1, stepping(bench, rows, kind), served)
+    variants = {"dense_ms": packed_steps(bench, 1, partial(bench.step, dense, "kv"), weights)}
+    variants["ms"] = packed_steps(bench, 1, cached_step(bench, rows, kind), served)
     if batch == 1 and served.graphs is not None:
-        ways["asked_ms"] = kept(bench, 1, stepping(bench, [make(ratio, 1)], kind), weights)
+        variants["asked_ms"] = packed_steps(
+            bench, 1, cached_step(bench, [make(ratio, 1)], kind), weights
+        )
     step: dict[str, Any] = {"batch": batch, "kind": kind, "mask_ratio": ratio}
-    step |= _steady(timer, ways, repeat)
-    whole, cached = (bench.flops([ratio] * batch, step_kind) for step_kind in ("dense", kind))
-    step["of_limit"] = round(step["dense_ms"] / step["ms"] / (whole / cached), 3)
-    if between:
-        one_more = bench.row(None, batch)
+    step |= _steady(timer, variants, repeat)
+    dense_flops, step_flops = (
+        bench.flops([ratio] * batch, step_kind) for step_kind in ("dense", kind)
+    )
+    step["of_limit"] = round(step["dense_ms"] / step["ms"] / (dense_flops / step_flops), 3)
+    if is_between:
+        dense_row = bench.row(None, batch)
 
-        def anchor() -> None:
+        def lookahead_step() -> None:
             for row in rows:
                 row.step = 3
-            bench.step([*rows, one_more], "kv")
+            bench.step([*rows, dense_row], "kv")
 
-        step |= _steady(timer, {"anchor_ms": kept(bench, 1, anchor, weights)}, repeat)
-        cached += bench.flops([ratio], "dense")
-        share = step["dense_ms"] / step["anchor_ms"] / (whole / cached)
+        step |= _steady(
+            timer, {"anchor_ms": packed_steps(bench, 1, lookahead_step, weights)}, repeat
+        )
+        step_flops += bench.flops([ratio], "dense")
+        share = step["dense_ms"] / step["anchor_ms"] / (dense_flops / step_flops)
         step["anchor_of_limit"] = round(share, 3)
-    if between and batch == 1:
-        anchors = refresh_count(STEPS, REFRESH_STRIDES[FILL])
-        edit = step["dense_ms"] + (anchors - 1) * step["anchor_ms"] + (STEPS - anchors) * step["ms"]
+    if is_between and batch == 1:
+        refreshes = refresh_count(STEPS, REFRESH_STRIDES[FILL])
+        edit = (
+            step["dense_ms"]
+            + (refreshes - 1) * step["anchor_ms"]
+            + (STEPS - refreshes) * step["ms"]
+        )
         step["edit_times"] = round(STEPS * step["dense_ms"] / edit, 3)
     bench.weights = weights
     return step
 
 
 def _steady(
-    timer: Timer, ways: Mapping[str, Callable[[], object]], repeat: int
+    timer: Timer, variants: Mapping[str, Callable[[], object]], repeat: int
 ) -> dict[str, float]:
     """Median milliseconds. The first calls, with their one-time work and the recording, are not
     timed.
     """
     for _ in range(_UNRECORDED):
-        for way in ways.values():
-            way()
-    return in_turn(timer, ways, repeat)
+        for call in variants.values():
+            call()
+    return in_turn(timer, variants, repeat)
 
 
 def time_mixed_steps(bench: Bench | UnetBench, repeat: int) -> list[dict[str, Any]]:
     """Time steps of rows that all have different masks, as edits do. A UNet has one row."""
     batches = MIXED if isinstance(bench, Bench) else (1,)
-    return measure(bench, _asked(repeat, kind=("kv",), batch=batches, alike=False))
+    return measure(bench, _measure_options(repeat, kind=("kv",), batch=batches, alike=False))
 
 
 def unet_bench(preset: str, dtype: torch.dtype, device: torch.device, steps: int = 1) -> UnetBench:
@@ -236,13 +246,13 @@ def unet_bench(preset: str, dtype: torch.dtype, device: torch.device, steps: int
     return bench
 
 
-def time_own_steps(bench: UnetBench) -> list[dict[str, Any]]:
+def time_refresh_steps(bench: UnetBench) -> list[dict[str, Any]]:
     """Time steps of one UNet row with refresh steps: a refresh step, and a step between two refresh
     steps.
     """
     figures, timer = [], Timer(bench.device)
     for ratio in RATIOS:
-        rows = [bench.row(ratio, 0, own=RefreshSchedule(frozenset({0}), FORMAT, text=False))]
+        rows = [bench.row(ratio, 0, schedule=RefreshSchedule(frozenset({0}), FORMAT, text=False))]
         step = partial(bench.step, rows, "kv")
         anchors = [timer.ms(step) for _ in range(2)]
         bench.turn_between(rows)
@@ -252,12 +262,12 @@ def time_own_steps(bench: UnetBench) -> list[dict[str, Any]]:
     return figures
 
 
-def _asked(repeat: int, **of: Any) -> argparse.Namespace:
+def _measure_options(repeat: int, **options: Any) -> argparse.Namespace:
     """The arguments of `measure`."""
-    return argparse.Namespace(mask_ratios=RATIOS, clock="wall", repeat=repeat, steps=1, **of)
+    return argparse.Namespace(mask_ratios=RATIOS, clock="wall", repeat=repeat, steps=1, **options)
 
 
-def ask_for_steps(bench: Bench) -> list[dict[str, Any]]:
+def time_launches(bench: Bench) -> list[dict[str, Any]]:
     """Time that the host needs to launch a steady step (`asked_ms`), and the time of the whole step
     (`ms`). Launches delay nothing while the first is shorter.
     """
@@ -268,15 +278,15 @@ def ask_for_steps(bench: Bench) -> list[dict[str, Any]]:
             rows = [bench.row(ratio, seed) for seed in range(batch)]
             bench.batch = None
             timer = Timer(bench.device)
-            asked: list[float] = []
+            launch_ms: list[float] = []
 
-            def step(rows: list[Any] = rows, asked: list[float] = asked) -> None:
+            def step(rows: list[Any] = rows, launch_ms: list[float] = launch_ms) -> None:
                 begin = time.perf_counter()
                 bench.step(rows, "kv")
-                asked.append(1e3 * (time.perf_counter() - begin))
+                launch_ms.append(1e3 * (time.perf_counter() - begin))
 
-            took = [timer.ms(step) for _ in range(5)]
-            least = {"asked_ms": round(min(asked[1:]), 3), "ms": round(min(took[1:]), 3)}
+            step_ms = [timer.ms(step) for _ in range(5)]
+            least = {"asked_ms": round(min(launch_ms[1:]), 3), "ms": round(min(step_ms[1:]), 3)}
             figures.append({"batch": batch, "mask_ratio": ratio, **least})
     bench.batch = None
     return figures
@@ -411,7 +421,7 @@ def main(
     find("attention", lambda: attention_of(device, dtype))
     find("gb_per_s", lambda: load_gb_per_s(device, sent))
     torch.manual_seed(0)
-    few, memory_rows = BATCHES[: 2 if device.type == "cuda" else 1], None
+    batches, memory_steps = BATCHES[: 2 if device.type == "cuda" else 1], None
     find("model", make_model)
     while benches:  # frees its memory for the next model
         bench = benches.pop()
@@ -420,21 +430,21 @@ def main(
         find("served", partial(time_served_steps, bench, args.repeat))
         find("steps", partial(steps, bench, args.repeat))
         find("mixed", partial(time_mixed_steps, bench, args.repeat))
-        find("asked", partial(ask_for_steps, bench))
-        memory_rows = find("held", partial(weigh_steps, bench))
-        find("loads", partial(time_loads, bench, few))
-        find("rivals", partial(time_rivals, bench, few, args.repeat, args.rivals))
+        find("asked", partial(time_launches, bench))
+        memory_steps = find("held", partial(weigh_steps, bench))
+        find("loads", partial(time_loads, bench, batches))
+        find("rivals", partial(time_rivals, bench, batches, args.repeat, args.rivals))
         del bench
     unet = args.unet or ("sdxl-1024" if device.type == "cuda" else None)
     if unet is not None:
         report["unet"] = unet
         find("unet_steps", lambda: time_mixed_steps(unet_bench(unet, dtype, device), 3))
-        find("unet_own", lambda: time_own_steps(unet_bench(unet, dtype, device, steps=8)))
+        find("unet_own", lambda: time_refresh_steps(unet_bench(unet, dtype, device, steps=8)))
     find("stages", lambda: time_stages(device, dtype, demo=args.preset == "demo"))
     if device.type == "cuda":
         torch.cuda.empty_cache()
     find("edits", lambda: time_edits(args.model, EDITS))
-    over = [row for row in memory_rows or () if row["held"] > row["counted"]]
+    over = [row for row in memory_steps or () if row["held"] > row["counted"]]
     failed = report["failed"]
     if "tests_passed" in report:
         print(f"tests {'passed' if passed else 'FAILED'}")

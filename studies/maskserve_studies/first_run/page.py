@@ -41,9 +41,9 @@ def _lines(report: Report, plots: Mapping[str, str]) -> list[str]:
         *(f"- {name}: {version}" for name, version in report.get("versions", {}).items()),
     ]
     failed = report.get("failed", {})
-    for name, facts in _FACTS.items():
+    for name, line in _FACTS.items():
         if name in report:
-            lines.append(f"- {facts(report[name])}")
+            lines.append(f"- {line(report[name])}")
         elif name in failed:
             lines.append(f"- {name}: none, {failed[name]}")
     for name, (title, section) in _SECTIONS.items():
@@ -83,10 +83,10 @@ def _rates(rates: Report) -> str:
     )
 
 
-def _stages(own: Report) -> list[str]:
-    t5, encoding, decoding = _tenths(own, "t5_ms", "encode_ms", "decode_ms")
-    of_vae = f"the VAE of {own['side']}x{own['side']}: encoding {encoding} ms"
-    return [f"T5 over {own['tokens']} tokens {t5} ms; {of_vae}, decoding {decoding} ms."]
+def _stages(stages: Report) -> list[str]:
+    t5, encoding, decoding = _tenths(stages, "t5_ms", "encode_ms", "decode_ms")
+    vae_text = f"the VAE of {stages['side']}x{stages['side']}: encoding {encoding} ms"
+    return [f"T5 over {stages['tokens']} tokens {t5} ms; {vae_text}, decoding {decoding} ms."]
 
 
 def _load_table(loads: Sequence[Report]) -> list[str]:
@@ -119,8 +119,8 @@ def _edit_table(edits: Report) -> list[str]:
     runs = edits["at_once"]
     stages = next(iter(runs.values()))["stages_ms"]
     rows = [
-        (many, f"{run['edits_per_s']:.2f}", *_tenths(run["stages_ms"], *stages))
-        for many, run in runs.items()
+        (in_flight, f"{run['edits_per_s']:.2f}", *_tenths(run["stages_ms"], *stages))
+        for in_flight, run in runs.items()
     ]
     about = f"{edits['model']}, {edits['side']}x{edits['side']}. Stages in ms, medians."
     return [about, "", table(("at once", "edits/s", *stages), rows)]
@@ -216,8 +216,8 @@ def _placing_table(steps: Sequence[Report]) -> list[str]:
     ]
 
 
-def _asked_table(asked: Sequence[Report]) -> list[str]:
-    rows = [(s["batch"], _ratio(s), *_tenths(s, "asked_ms", "ms")) for s in asked]
+def _launch_table(steps: Sequence[Report]) -> list[str]:
+    rows = [(s["batch"], _ratio(s), *_tenths(s, "asked_ms", "ms")) for s in steps]
     return [
         "A step of rows that were packed before. Launches delay nothing while the host launches "
         "kernels faster than the device runs them.",
@@ -226,9 +226,9 @@ def _asked_table(asked: Sequence[Report]) -> list[str]:
     ]
 
 
-def _memory_table(held: Sequence[Report]) -> list[str]:
+def _memory_table(steps: Sequence[Report]) -> list[str]:
     rows = []
-    for step in held:
+    for step in steps:
         peak_gib, counted = (f"{step[key] / _GIB:.2f}" for key in ("held", "counted"))
         over = " **more than counted**" if step["held"] > step["counted"] else ""
         rows.append((step["batch"], _ratio(step), peak_gib, counted + over))
@@ -282,11 +282,11 @@ def _plot_steps(steps: Sequence[Report], file: Path) -> Path:
     return file
 
 
-def _plot_memory(held: Sequence[Report], file: Path) -> Path:
+def _plot_memory(steps: Sequence[Report], file: Path) -> Path:
     figure, [axis] = _figure(1)
-    sizes = [[step[key] / _GIB for step in held] for key in ("counted", "held")]
-    most = max(map(max, sizes))
-    axis.plot([0, most], [0, most], ":", color=_COLOURS["dense"])
+    sizes = [[step[key] / _GIB for step in steps] for key in ("counted", "held")]
+    largest = max(map(max, sizes))
+    axis.plot([0, largest], [0, largest], ":", color=_COLOURS["dense"])
     axis.plot(*sizes, "o", color=_COLOURS["kv"])
     axis.set(xlabel="counted GiB", ylabel="held GiB", title="memory of a step")
     figure.savefig(file)
@@ -314,7 +314,7 @@ _SECTIONS: dict[str, tuple[str, Callable[[Any], list[str]]]] = {
     "placing": ("Placing of entries", _placing_table),
     "steps": ("Steps", _step_table),
     "mixed": ("Steps of rows that differ", _mixed_table),
-    "asked": ("Time of the host to launch a step", _asked_table),
+    "asked": ("Time of the host to launch a step", _launch_table),
     "unet_steps": ("Steps of {unet}", _mixed_table),
     "unet_own": ("Steps of {unet} with refresh steps", _own_table),
     "held": ("What steps hold", _memory_table),

@@ -118,57 +118,59 @@ def _time_load(bench: Bench, store: Store, mover: Mover, way: str, batch: int) -
     rows = [bench.row(RATIO, seed) for seed in range(batch)]
     for row in rows:
         row.recorded = True
-    near = [row.entry for row in rows]
-    wants = [(block, "kv") for block in range(bench.blocks)]
-    timer, turn = Timer(bench.device), 0
+    device_entries = [row.entry for row in rows]
+    parts = [(block, "kv") for block in range(bench.blocks)]
+    timer, request_number = Timer(bench.device), 0
     bench.batch = None
 
-    def asked() -> list[Handle]:
-        nonlocal turn
-        turn += 1
+    def request() -> list[Handle]:
+        nonlocal request_number
+        request_number += 1
         handles = []
         for row in rows:
             assert row.inactive is not None
             handle = store.request(_KEY, entry.anchor, row.inactive.selection, source, force=True)
             assert handle is not None
             assert store.reserve is None or handle.load.memory is not None, "no room in the reserve"
-            handle.want(wants, turn)
+            handle.want(parts, request_number)
             handles.append(handle)
         return handles
 
-    def alone() -> None:
-        for row, near_entry in zip(rows, near, strict=True):
-            row.entry = near_entry
+    def without_loads() -> None:
+        for row, device_entry in zip(rows, device_entries, strict=True):
+            row.entry = device_entry
         bench.step(rows, "kv")
 
-    def beside() -> None:
-        handles = asked()
+    def with_loads() -> None:
+        handles = request()
         for row, handle in zip(rows, handles, strict=True):
             row.entry = handle
         bench.step(rows, "kv")
-        let_go(handles)
+        release(handles)
 
     def loads() -> None:
-        handles = asked()
+        handles = request()
         for handle in handles:
-            for want in wants:
-                handle.wait_whole(*want)
-        let_go(handles)
+            for part in parts:
+                handle.wait_whole(*part)
+        release(handles)
 
-    def let_go(handles: Sequence[Handle]) -> None:
+    def release(handles: Sequence[Handle]) -> None:
         for handle in handles:
             handle.release()
 
-    handles = asked()
+    handles = request()
     nbytes = sum(handle.load.nbytes for handle in handles)
-    let_go(handles)
+    release(handles)
     del handles  # a handle keeps its memory
     stats_before = _allocator(bench.device)
-    ms = in_turn(timer, {"alone_ms": alone, "beside_ms": beside, "load_ms": loads}, _ROUNDS)
+    ms = in_turn(
+        timer, {"alone_ms": without_loads, "beside_ms": with_loads, "load_ms": loads}, _ROUNDS
+    )
     stats_after = _allocator(bench.device)
-    torch_does = {name: stats_after[name] - stats_before[name] for name in stats_after}
+    allocations = {name: stats_after[name] - stats_before[name] for name in stats_after}
     per_s = round(nbytes / 1e6 / ms["load_ms"], 4)
-    return {**ms, "bytes": nbytes, "gb_per_s": per_s, "allocator": torch_does}
+    return {**ms, "bytes": nbytes, "gb_per_s": per_s, "allocator": allocations}
 
 
 def _allocator(device: torch.device) -> dict[str, int]:
@@ -183,13 +185,16 @@ def _allocator(device: torch.device) -> dict[str, int]:
 
 
 def in_turn(
-    timer: Timer, ways: Mapping[str, Callable[[], object]], rounds: int
+    timer: Timer, variants: Mapping[str, Callable[[], object]], rounds: int
 ) -> dict[str, float]:
     """Median milliseconds. A first call of each way is not timed."""
-    for way in ways.values():
-        way()
-    took = [{name: timer.ms(way) for name, way in ways.items()} for _ in range(rounds)]
-    return {name: round(statistics.median(round_ms[name] for round_ms in took), 3) for name in ways}
+    for call in variants.values():
+        call()
+    rounds_ms = [{name: timer.ms(call) for name, call in variants.items()} for _ in range(rounds)]
+    return {
+        name: round(statistics.median(round_ms[name] for round_ms in rounds_ms), 3)
+        for name in variants
+    }
 
 
 def time_attention(bench: Bench, batches: Sequence[int], ratios: Sequence[float]) -> list[Figures]:
@@ -203,15 +208,17 @@ def time_attention(bench: Bench, batches: Sequence[int], ratios: Sequence[float]
         rows = moved(segments([queries] * batch, [keys] * batch), bench.device)
         shapes = [(batch * item, heads, head_dim) for item in (queries, keys, keys)]
         query, key, value = (torch.randn(s, device=bench.device).to(bench.dtype) for s in shapes)
-        of_rows = (x.view(batch, -1, heads, head_dim) for x in (query, key, value))
-        q, k, v = (x.transpose(1, 2) for x in of_rows)
-        ways: dict[str, Callable[[], object]] = {
+        by_row = (x.view(batch, -1, heads, head_dim) for x in (query, key, value))
+        q, k, v = (x.transpose(1, 2) for x in by_row)
+        variants: dict[str, Callable[[], object]] = {
             "sdpa_ms": partial(F.scaled_dot_product_attention, q, k, v)
         }
         if bench.device.type == "cuda" and missing_varlen(bench.device, bench.dtype) is None:
-            ways["varlen_ms"] = partial(varlen, query, key, value, rows)
+            variants["varlen_ms"] = partial(varlen, query, key, value, rows)
         timer = Timer(bench.device)
-        ms = in_turn(timer, {name: repeated(way, _CALLS) for name, way in ways.items()}, _ROUNDS)
+        ms = in_turn(
+            timer, {name: repeated(call, _CALLS) for name, call in variants.items()}, _ROUNDS
+        )
         timings = {name: round(item / _CALLS, 4) for name, item in ms.items()}
         figures.append(
             {"batch": batch, "mask_ratio": ratio, "queries": queries, "keys": keys, **timings}
@@ -285,12 +292,12 @@ def time_rivals(
         inputs = inputs_of(bench, batch)
         dense = [bench.row(None, seed) for seed in range(batch)]
         cached = [bench.row(RATIO, seed) for seed in range(batch)]
-        ways: dict[str, Callable[[], object]] = {}
+        variants: dict[str, Callable[[], object]] = {}
         for name, model in list(models.items()):
             call = partial(answer_of, model, inputs)
             try:
                 call()
-                ways[name] = call
+                variants[name] = call
             except Exception as error:
                 why[name] = in_words(error)
                 del models[name]
@@ -303,7 +310,7 @@ def time_rivals(
             "ours, dense": partial(step, dense),
             f"ours, m = {RATIO:g}": partial(step, cached),
         }
-        ms = in_turn(Timer(bench.device), {**our_ways, **ways}, rounds)
+        ms = in_turn(Timer(bench.device), {**our_ways, **variants}, rounds)
         figures += [{"batch": batch, "who": name, "ms": value} for name, value in ms.items()]
     bench.batch = None
     return [*figures, *({"who": name, "why": value} for name, value in why.items())]
@@ -379,12 +386,12 @@ def time_stages(device: torch.device, dtype: torch.dtype, *, demo: bool) -> Figu
     ids = torch.zeros(1, tokens, dtype=torch.long, device=device)
     picture = torch.zeros(1, 3, side, side, device=device, dtype=dtype)
     latents = vae.encode(picture).latent_dist.mean
-    ways: dict[str, Callable[[], object]] = {
+    variants: dict[str, Callable[[], object]] = {
         "t5_ms": lambda: t5(ids),
         "encode_ms": lambda: vae.encode(picture),
         "decode_ms": lambda: vae.decode(latents),
     }
-    return {"tokens": tokens, "side": side, **in_turn(Timer(device), ways, _ROUNDS)}
+    return {"tokens": tokens, "side": side, **in_turn(Timer(device), variants, _ROUNDS)}
 
 
 def time_edits(
@@ -410,7 +417,10 @@ def time_edits(
             for image in sorted({edit.image for edit in edits}):
                 site.prime(image)
             site.run(edits[: max(_AT_ONCE)], max(_AT_ONCE))  # a worker's one-time work
-            runs = {str(many): site.run(edits[: count * many], many) for many in _AT_ONCE}
+            runs = {
+                str(in_flight): site.run(edits[: count * in_flight], in_flight)
+                for in_flight in _AT_ONCE
+            }
     except Exception as error:  # no Triton, or a worker that does not start
         return {"model": model.name, "why": in_words(error)}
     return {"model": model.name, "side": size, "at_once": runs}

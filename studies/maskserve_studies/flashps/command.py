@@ -38,7 +38,7 @@ PLANS: Final = {
 PARTS: Final = ("batching", "routing")
 
 
-def batching_lines(found: Figures) -> str:
+def batching_lines(figures: Figures) -> str:
     """A table of the results of `one_model.by_batching`."""
     lines = [
         [
@@ -47,7 +47,7 @@ def batching_lines(found: Figures) -> str:
             *(run[way][key] for key in ("p95_ms", "waited_ms") for way in ("continuous", "static")),
             f"{run['static']['p95_ms'] / run['continuous']['p95_ms'] - 1:+.0%}",
         ]
-        for share, run in found.items()
+        for share, run in figures.items()
     ]
     return table(
         ["load", "edits/s", "P95 continuous", "static", "waits continuous", "static", "P95 over"],
@@ -55,12 +55,12 @@ def batching_lines(found: Figures) -> str:
     )
 
 
-def routing_lines(found: Figures) -> str:
+def routing_lines(figures: Figures) -> str:
     """A table of the results of `one_model.by_policy`."""
-    mask_aware_ms = found["p95_ms"]["mask_aware"]
+    mask_aware_ms = figures["p95_ms"]["mask_aware"]
     return table(
         ["policy", "P95 ms", "mask_aware under it"],
-        [[name, p95, f"{1 - mask_aware_ms / p95:.1%}"] for name, p95 in found["p95_ms"].items()],
+        [[name, p95, f"{1 - mask_aware_ms / p95:.1%}"] for name, p95 in figures["p95_ms"].items()],
     )
 
 
@@ -73,7 +73,7 @@ def main() -> int:
     args = parser.parse_args()
     plan = PLANS[args.model]
     plan = replace(plan, study_rounds=args.rounds or plan.study_rounds)
-    tool, began = find_tool(None, CACHE), time.monotonic()
+    tool, begin = find_tool(None, CACHE), time.monotonic()
     report: dict[str, Any] = {**about(hardware(torch.device("cpu"))), "model": args.model}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -85,6 +85,6 @@ def main() -> int:
         if args.only != "batching":
             report["routing"] = one_model.by_policy(bench, model, folder)
             print(routing_lines(report["routing"]), flush=True)
-    report["minutes"] = round((time.monotonic() - began) / 60, 1)
+    report["minutes"] = round((time.monotonic() - begin) / 60, 1)
     write_json(report, args.json)
     return 0

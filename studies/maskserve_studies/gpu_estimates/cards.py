@@ -3,7 +3,7 @@ a server that computes all tokens. Nobody measured it.
 
 Counted: FLOPs, the bytes that kernels move, launches (as in `gpu_estimate`), and FLOPs of T5 and
 the VAE. Assumed: the data sheets' peaks and the shares of them that are reached, by card. Fewer
-tokens reach less, because the tiles of products do not divide them evenly (`filled`). The dense
+tokens reach less, because the tiles of products do not divide them evenly (`tile_use`). The dense
 server takes the lesser of two times: a published time, or the time of our own dense kernels in the
 faster of bfloat16 and FP8.
 
@@ -25,6 +25,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import T5Config, T5EncoderModel
 
 from maskserve_benchmarks.published_models import FLUX_DEV, FLUX_VAE, SDXL, T5_XXL
+from maskserve_common.contracts.reuse_levels import refresh_count
+from maskserve_common.contracts.semantics import FILL
+from maskserve_engine.families.flux.spec import REFRESH_STRIDES as FLUX_STRIDES
+from maskserve_engine.families.flux.spec import flux_work
+from maskserve_engine.families.unet.spec import REFRESH_STRIDES as UNET_STRIDES
+from maskserve_engine.families.unet.spec import unet_work
+from maskserve_engine.planning.entry_bytes import EntryFormat, block_bytes, end_bytes
+from maskserve_engine.planning.flops import TERMS, ModelWork
 from maskserve_studies.kernels.kernel_counts import (
     NEEDED,
     SDXL_GUIDED,
@@ -34,14 +42,6 @@ from maskserve_studies.kernels.kernel_counts import (
     unet_step,
 )
 from maskserve_studies.kernels.launch_log import WEIGHTS
-from maskserve_common.contracts.reuse_levels import refresh_count
-from maskserve_common.contracts.semantics import FILL
-from maskserve_engine.families.flux.spec import REFRESH_STRIDES as FLUX_STRIDES
-from maskserve_engine.families.flux.spec import flux_work
-from maskserve_engine.families.unet.spec import REFRESH_STRIDES as UNET_STRIDES
-from maskserve_engine.families.unet.spec import unet_work
-from maskserve_engine.planning.entry_bytes import EntryFormat, block_bytes, end_bytes
-from maskserve_engine.planning.flops import TERMS, ModelWork
 
 
 class Published(NamedTuple):
@@ -63,12 +63,12 @@ class Card(NamedTuple):
     """FLOP/s in FP8. GeForce cards reach twice as much when they sum in float16."""
     single: float
     """FLOP/s in float32."""
-    nbytes: float
+    bytes_per_s: float
     """Bytes of its memory per second."""
-    held: float
+    memory_gb: float
     """GB of its memory."""
     multiprocessors: int
-    reached: float
+    products_reached: float
     """Share of the peak that a dense step's products reach."""
     attention: Mapping[str, float]
     """Attention kernels that exist for the card, each with the share of the bfloat16 peak that it
@@ -85,7 +85,7 @@ RTX_4090 = Card("RTX 4090", 165e12, 660e12, 82.6e12, 1.008e12, 24, 128, 0.55, {"
                 Published(1e3 / 3.51, "fp8", _FP8_API))  # fmt: skip
 CARDS = (
     H100,
-    H100._replace(name="H200", nbytes=4.8e12, held=141, published=None),
+    H100._replace(name="H200", bytes_per_s=4.8e12, memory_gb=141, published=None),
     Card("B200", 2250e12, 4500e12, 80e12, 8e12, 180, 148, 0.6, {"FA4": 0.6}),
     Card("L40S", 362e12, 733e12, 91.6e12, 0.864e12, 48, 142, 0.6, {"FA2": 0.5},
          Published(374.0, "bf16", _DIFFUSERS)),
@@ -100,7 +100,7 @@ _PRODUCTS = ((9216, 3072), (3072, 3072), (12288, 3072), (3072, 12288), (21504, 3
 """Output and input widths of FLUX.1's products."""
 
 
-def filled(tokens: float, multiprocessors: int) -> float:
+def tile_use(tokens: float, multiprocessors: int) -> float:
     """Share of a card's time that products over this many tokens use. Tiles reach beyond the edges,
     and the last round of tiles does not keep every multiprocessor busy.
     """
@@ -125,13 +125,13 @@ class Form(NamedTuple):
     """Form of the weights of FLUX.1's blocks."""
 
     name: str
-    read: float
+    bytes_read: float
     """Bytes per weight that products read."""
-    unpacked: float
+    bytes_unpacked: float
     """Bytes per weight that a step moves before that: libraries turn `int8` and `nf4` into bfloat16
     at each step.
     """
-    held: float
+    transformer_gb: float
     """GB of the transformer."""
 
 
@@ -165,7 +165,7 @@ class Counted(NamedTuple):
     """Bytes of weights that products read, in the counted form of the weights."""
     needed: float
     """Bytes that products and attention read and write."""
-    others: float
+    other_bytes: float
     """Bytes of all other kernels."""
     launches: int
 
@@ -185,7 +185,7 @@ def flux(ratio: float | None, *, fp8: bool) -> Counted:
     )
 
 
-def flux_own(hit: Counted, ratio: float) -> Counted:
+def flux_between(hit: Counted, ratio: float) -> Counted:
     """Count a step between refresh steps, from a step that reads a template's entries. It also
     reads the text and adds each value's change. The bytes that products move for the text are not
     subtracted.
@@ -198,13 +198,15 @@ def flux_own(hit: Counted, ratio: float) -> Counted:
         tokens=ratio * image,
         products=products,
         attention=attention * (image + text) / image,
-        others=hit.others + values * _ADDED + 2 * text * len(work.blocks) * _WIDTH * _PLACED,
+        other_bytes=hit.other_bytes
+        + values * _ADDED
+        + 2 * text * len(work.blocks) * _WIDTH * _PLACED,
     )
 
 
 def sdxl(ratio: float | None) -> Counted:
-    """Count a step of SDXL with guidance. The bytes of convolutions count as `others`: they overlap
-    with nothing.
+    """Count a step of SDXL with guidance. The bytes of convolutions count as `other_bytes`: they
+    overlap with nothing.
     """
     case = replace(SDXL_GUIDED, ratios=(ratio,))
     plain, _ = unet_step(replace(case, recorded=False))  # its kernels are counted one by one
@@ -219,9 +221,9 @@ def sdxl(ratio: float | None) -> Counted:
     return Counted(0, *flops, weights, needed, other_bytes, unet_step(case)[0].launches)
 
 
-def sdxl_own(hit: Counted, ratio: float) -> Counted:
-    """The same as `flux_own` for SDXL. Convolutions run on a tile; the bytes that this saves are
-    not subtracted.
+def sdxl_between(hit: Counted, ratio: float) -> Counted:
+    """Count a step between refresh steps for SDXL. Convolutions run on a tile; the bytes that this
+    saves are not subtracted.
     """
     work = unet_work(SDXL, _SIDE // 8, _SIDE // 8, halo=1)
     products, attention = _flops(work, ratio, _TEXT["SDXL"])
@@ -229,7 +231,7 @@ def sdxl_own(hit: Counted, ratio: float) -> Counted:
     return hit._replace(
         products=products,
         attention=attention,
-        others=hit.others + values * _ADDED,
+        other_bytes=hit.other_bytes + values * _ADDED,
     )
 
 
@@ -256,25 +258,25 @@ def _flops(work: ModelWork, ratio: float | None, text: int) -> tuple[float, floa
 
 
 def step_ms(
-    card: Card, of: Counted, form: Form, attention: str, given: argparse.Namespace
+    card: Card, counted: Counted, form: Form, attention: str, args: argparse.Namespace
 ) -> float:
     """Milliseconds of a step. Products and attention take the time of their FLOPs or of their
     bytes, whichever is longer. All other kernels come after them. The step takes that time, or the
     host's time to launch it if that is longer.
     """
     in_fp8 = form.name == "fp8"
-    weights, unpacked = of.weights, of.weights / form.read * form.unpacked
-    bandwidth = card.nbytes * given.bytes_reached
-    share = card.reached
-    if of.tokens:
+    weights, unpacked = counted.weights, counted.weights / form.bytes_read * form.bytes_unpacked
+    bandwidth = card.bytes_per_s * args.bytes_reached
+    share = card.products_reached
+    if counted.tokens:
         units = card.multiprocessors
-        share *= filled(of.tokens, units) / filled(_DENSE_TOKENS, units)
-    products = of.products / ((card.fp8 if in_fp8 else card.half) * share)
-    computing = products + of.attention / (card.half * card.attention[attention])
-    device = max(computing, (weights + of.needed) / bandwidth)
-    device += (of.others + unpacked) / bandwidth
-    took: float = 1e3 * max(device, 1e-6 * given.launch_us * of.launches)
-    return took
+        share *= tile_use(counted.tokens, units) / tile_use(_DENSE_TOKENS, units)
+    products = counted.products / ((card.fp8 if in_fp8 else card.half) * share)
+    compute_s = products + counted.attention / (card.half * card.attention[attention])
+    device_s = max(compute_s, (weights + counted.needed) / bandwidth)
+    device_s += (counted.other_bytes + unpacked) / bandwidth
+    milliseconds: float = 1e3 * max(device_s, 1e-6 * args.launch_us * counted.launches)
+    return milliseconds
 
 
 _DENSE_TOKENS = 4096 + 512
@@ -284,12 +286,12 @@ def stage_flops() -> tuple[float, float]:
     """FLOPs of T5 over 512 tokens, and of the VAE that encodes and decodes one picture."""
     with torch.device("meta"), torch.inference_mode():
         t5, vae = T5EncoderModel(T5Config(**T5_XXL)).eval(), AutoencoderKL(**FLUX_VAE).eval()
-        with FlopCounterMode(display=False) as of_t5:
+        with FlopCounterMode(display=False) as t5_counter:
             t5(torch.zeros(1, 512, dtype=torch.long))
-        with FlopCounterMode(display=False) as of_vae:
+        with FlopCounterMode(display=False) as vae_counter:
             vae.encode(torch.zeros(1, 3, _SIDE, _SIDE))
             vae.decode(torch.zeros(1, 16, _SIDE // 8, _SIDE // 8))
-    return float(of_t5.get_total_flops()), float(of_vae.get_total_flops())
+    return float(t5_counter.get_total_flops()), float(vae_counter.get_total_flops())
 
 
 class Offer(NamedTuple):
@@ -301,32 +303,32 @@ class Offer(NamedTuple):
     attention: str
 
 
-def offered(card: Card) -> Iterator[Offer]:
+def offers(card: Card) -> Iterator[Offer]:
     """All offers that fit into the card's memory."""
     for form in FORMS:
-        if form.held + BESIDE <= card.held:
+        if form.transformer_gb + BESIDE <= card.memory_gb:
             for attention in card.attention:
                 yield Offer(card, "FLUX.1", form, attention)
     yield Offer(card, "SDXL", FORMS[0], next(iter(card.attention)))
 
 
-Way = tuple[str, float | None, bool, bool]
+StepKey = tuple[str, float | None, bool, bool]
 """Model, mask ratio (None: dense), FP8, and whether the step is between refresh steps."""
 
 
-def counted_ways() -> dict[Way, Counted]:
+def count_steps() -> dict[StepKey, Counted]:
     """Count all models, weights and masks; takes minutes."""
-    of: dict[Way, Counted] = {}
+    counted: dict[StepKey, Counted] = {}
     for ratio in RATIOS:
         for fp8 in (False, True):
-            of["FLUX.1", ratio, fp8, False] = flux(ratio, fp8=fp8)
-        of["SDXL", ratio, False, False] = sdxl(ratio)
-    for model, ratio, fp8, _ in list(of):
+            counted["FLUX.1", ratio, fp8, False] = flux(ratio, fp8=fp8)
+        counted["SDXL", ratio, False, False] = sdxl(ratio)
+    for model, ratio, fp8, _ in list(counted):
         if ratio is not None:
-            hit = of[model, ratio, fp8, False]
-            refresh_step = flux_own(hit, ratio) if model == "FLUX.1" else sdxl_own(hit, ratio)
-            of[model, ratio, fp8, True] = refresh_step
-    return of
+            hit = counted[model, ratio, fp8, False]
+            between = flux_between if model == "FLUX.1" else sdxl_between
+            counted[model, ratio, fp8, True] = between(hit, ratio)
+    return counted
 
 
 def main() -> int:
@@ -341,42 +343,45 @@ def main() -> int:
     columns += ["a dense server's step ms", *(f"{w} {m:.2f}" for w in ("hit times,", "first times,")
                                               for m in masks), "T5, VAE s"]  # fmt: skip
     print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
-    of = counted_ways()
+    counted = count_steps()
     t5, vae = stage_flops()
-    for offer in (item for card in CARDS for item in offered(card)):
+    for offer in (item for card in CARDS for item in offers(card)):
         card, model, form, attention = offer
         steps = STEPS[model]
 
-        def took(offer: Offer, ratio: float | None, own: bool = False) -> float:
-            way = offer.model, ratio, offer.form.name == "fp8", own
-            return step_ms(offer.card, of[way], offer.form, offer.attention, args)
+        def time_step(offer: Offer, ratio: float | None, between_refreshes: bool = False) -> float:
+            key = offer.model, ratio, offer.form.name == "fp8", between_refreshes
+            return step_ms(offer.card, counted[key], offer.form, offer.attention, args)
 
         # SDXL's VAE runs in float32; its text encoders take almost no time.
-        rate = card.single * 0.5 if model == "SDXL" else card.half * card.reached
+        rate = card.single * 0.5 if model == "SDXL" else card.half * card.products_reached
         stages_s = (vae if model == "SDXL" else vae + t5) / rate
-        dense, share = took(offer, None), refresh_count(steps, STRIDES[model]) / steps
-        hits, owns = [took(offer, m) for m in masks], [took(offer, m, own=True) for m in masks]
+        dense, share = time_step(offer, None), refresh_count(steps, STRIDES[model]) / steps
+        hit_ms, between_ms = (
+            [time_step(offer, m) for m in masks],
+            [time_step(offer, m, between_refreshes=True) for m in masks],
+        )
         reads = 1 - 1 / steps  # all refresh steps but the first also read
-        means = [dense, *hits, *(share * dense + reads * item for item in owns)]
+        means = [dense, *hit_ms, *(share * dense + reads * item for item in between_ms)]
         edits = [steps * item / 1e3 + stages_s for item in means]
-        rival, rival_text = _rival(offer, took)
+        rival, rival_text = _rival(offer, time_step)
         rival_edit = steps * rival / 1e3 + stages_s
         cells = [card.name, model, form.name, attention, f"{dense:.1f}"]
-        cells += [f"{ms:.1f}" for pair in zip(hits, owns, strict=True) for ms in pair]
+        cells += [f"{ms:.1f}" for pair in zip(hit_ms, between_ms, strict=True) for ms in pair]
         cells += [f"{item:.2f}" for item in edits]
         cells += [rival_text, *(f"{rival_edit / item:.1f}" for item in edits[1:])]
         print(f"| {' | '.join([*cells, f'{stages_s:.2f}'])} |", flush=True)
     return 0
 
 
-def _rival(offer: Offer, took: Callable[[Offer, float | None], float]) -> tuple[float, str]:
+def _rival(offer: Offer, time_step: Callable[[Offer, float | None], float]) -> tuple[float, str]:
     """The dense server's step and its text in the table: the published time, or the time of our own
     dense kernels, whichever is less.
     """
     fits = [FORMS[0]]
     if offer.model == "FLUX.1":
-        fits = [form for form in FORMS[:2] if form.held + BESIDE <= offer.card.held]
-    ms = min(took(offer._replace(form=form), None) for form in fits)
+        fits = [form for form in FORMS[:2] if form.transformer_gb + BESIDE <= offer.card.memory_gb]
+    ms = min(time_step(offer._replace(form=form), None) for form in fits)
     published = offer.card.published
     if published is not None and offer.model == "FLUX.1" and published.ms < ms:
         return published.ms, f"{published.ms:.0f} (published, {published.form})"

@@ -18,6 +18,9 @@ from typing import NamedTuple
 
 import torch
 
+from maskserve_benchmarks.steps.step_rig import PRESETS, build_model
+from maskserve_engine.families.flux.spec import flux_work
+from maskserve_engine.fitting.memory import peak_values
 from maskserve_studies.kernels.kernel_counts import (
     DOUBLE,
     NEEDED,
@@ -26,9 +29,6 @@ from maskserve_studies.kernels.kernel_counts import (
     Case,
     moved_bytes,
 )
-from maskserve_benchmarks.steps.step_rig import PRESETS, build_model
-from maskserve_engine.families.flux.spec import flux_work
-from maskserve_engine.fitting.memory import peak_values
 
 PEAK_FLOPS, PEAK_BYTES = 989e12, 3.35e12
 """Peaks of an H100 SXM: FLOP/s in bfloat16 without sparsity, and bytes of its memory per second."""
@@ -43,10 +43,10 @@ class Step(NamedTuple):
     flops: float
     needed: int
     """Bytes of products and attention. Their kernels move these bytes while they compute."""
-    others: int
+    other_bytes: int
     """Bytes of all other kernels, which compute almost nothing."""
     launches: int
-    held: int
+    peak_bytes: int
     """Bytes that the memory table counts for this many rows, dense or not."""
 
 
@@ -83,7 +83,7 @@ def main() -> int:
     bandwidth = PEAK_BYTES * args.bytes_reached
     for step in steps():
         needed = 1e3 * max(step.flops / (PEAK_FLOPS * args.flops_reached), step.needed / bandwidth)
-        other_ms = 1e3 * step.others / bandwidth
+        other_ms = 1e3 * step.other_bytes / bandwidth
         host = 1e-3 * args.launch_us * step.launches
         cells = " | ".join(
             f"{ms:.1f}" for ms in (needed, other_ms, host, max(needed + other_ms, host))
@@ -91,7 +91,8 @@ def main() -> int:
         label = "dense" if step.ratio is None else f"{step.ratio:.2f}"
         print(
             f"| {step.rows} | {label} | {step.flops / 1e12:.1f} | {step.needed / 1e9:.1f} "
-            f"| {step.others / 1e9:.1f} | {step.held / 1e9:.1f} | {step.launches} | {cells} |",
+            f"| {step.other_bytes / 1e9:.1f} | {step.peak_bytes / 1e9:.1f} | {step.launches} "
+            f"| {cells} |",
             flush=True,
         )
     return 0

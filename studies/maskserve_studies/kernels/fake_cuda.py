@@ -1,8 +1,7 @@
 """A fake CUDA device that computes nothing, to count on any machine what the engine would run.
 
-Tensors have shapes, dtypes and the device `cuda`, but no memory (torch's FakeTensorMode), and every
-operation on them is written down (`launch_log`). A tensor on the wrong device raises, as on a real
-GPU.
+Tensors have shapes, dtypes and the device `cuda`, but no memory (torch's FakeTensorMode). Every
+operation on them is logged (`launch_log`). A tensor on the wrong device raises, as on a real GPU.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
-from maskserve_studies.kernels.launch_log import Log, Recorder, place_of
 from maskserve_engine.batch.graphs import CudaCapture
 from maskserve_engine.cache.loader import LinkRates
 from maskserve_engine.fitting import entry_store
 from maskserve_engine.layers import kernels
 from maskserve_engine.planning.cost_model import H100
 from maskserve_engine.stages import device_probe
+from maskserve_studies.kernels.launch_log import Log, Recorder, place_of
 
 DEVICE = torch.device("cuda", 0)
 _CUDA, _META = 1, 14  # c10/core/DeviceType.h
@@ -83,12 +82,12 @@ class FakeEvent:
 
     def synchronize(self) -> None:
         if not self.query():
-            self._cuda.waits("an event")
+            self._cuda.log_wait("an event")
             self._cuda.reach(self._number)
 
     def elapsed_time(self, end: FakeEvent) -> float:
         if not end.query():
-            self._cuda.waits("the time between two events")
+            self._cuda.log_wait("the time between two events")
         return float(end._number - self._number)
 
 
@@ -136,8 +135,8 @@ class FakeCuda:
         self._recorder = Recorder(self.fake)
         self.events, self.passed = itertools.count(1), 0
         """Numbers for events, and the last event that the device has passed."""
-        self._moved, self._thread = threading.Condition(), threading.get_ident()
-        facts: dict[str, Any] = {
+        self._progress, self._thread = threading.Condition(), threading.get_ident()
+        attributes: dict[str, Any] = {
             "get_device_capability": lambda _=None: (9, 0),
             "is_available": lambda: True,
             "device_count": lambda: 1,
@@ -154,47 +153,53 @@ class FakeCuda:
             "graph_pool_handle": lambda: (0, 0),
             "Event": lambda enable_timing=False: FakeEvent(self),
         }
-        self._facts = [patch.object(torch.cuda, name, value) for name, value in facts.items()]
+        self._patches = [
+            patch.object(torch.cuda, name, value) for name, value in attributes.items()
+        ]
         # Fake tensors hold no results to compare.
-        self._facts.append(patch.object(CudaCapture, "checks", False))
-        self._facts.append(patch.object(Tensor, "record_stream", lambda tensor, stream: None))
-        self._facts.append(patch.object(Tensor, "numpy", _numpy))
-        self._facts.append(patch.object(torch.backends.cudnn, "is_available", lambda: True))
-        self._facts.append(patch.object(kernels, "missing_for_launches", lambda: None))
+        self._patches.append(patch.object(CudaCapture, "checks", False))
+        self._patches.append(patch.object(Tensor, "record_stream", lambda tensor, stream: None))
+        self._patches.append(patch.object(Tensor, "numpy", _numpy))
+        self._patches.append(patch.object(torch.backends.cudnn, "is_available", lambda: True))
+        self._patches.append(patch.object(kernels, "missing_for_launches", lambda: None))
         if not triton:
-            self._facts.append(patch.object(kernels, "missing_triton", lambda: "not installed"))
+            self._patches.append(patch.object(kernels, "missing_triton", lambda: "not installed"))
         # Fake operations take no time that a probe could measure.
-        self._facts.append(patch.object(device_probe, "probed", lambda peak, *_: peak))
+        self._patches.append(patch.object(device_probe, "probed", lambda peak, *_: peak))
         rates = LinkRates(gathered=H100.link_bytes, direct=0.0)
-        self._facts.append(patch.object(entry_store, "tried_rates", lambda *_, **__: rates))
-        self._facts.append(patch.object(entry_store, "on_tmpfs", lambda folder: False))
+        self._patches.append(patch.object(entry_store, "tried_rates", lambda *_, **__: rates))
+        self._patches.append(patch.object(entry_store, "on_tmpfs", lambda folder: False))
         # Torch asks `is_available` whether it may first make a real tensor there.
         none = not torch.cuda.is_available()
-        self._facts.append(patch.object(FakeTensorMode, "avoid_device_init", none))
+        self._patches.append(patch.object(FakeTensorMode, "avoid_device_init", none))
 
     def catch_up(self) -> None:
         """Let the device finish everything requested so far."""
-        with self._moved:
+        with self._progress:
             self.passed = next(self.events)
-            self._moved.notify_all()
+            self._progress.notify_all()
 
     def reach(self, event: int) -> None:
         """Wait for the device, unless this thread is the only one that could let it catch up."""
         if threading.get_ident() != self._thread:
-            with self._moved:
-                assert self._moved.wait_for(lambda: event <= self.passed, _PATIENCE_S), "no event"
+            with self._progress:
+                assert self._progress.wait_for(lambda: event <= self.passed, _PATIENCE_S), (
+                    "no event"
+                )
 
-    def waits(self, what: str) -> None:
+    def log_wait(self, reason: str) -> None:
         """Log that the host waits, if this is the thread that drives the device; other threads may
         wait.
         """
         if threading.get_ident() != self._thread:
             return
-        self._recorder.log.copies.append(f"{what} in {place_of(sys._getframe(1))}, the host waits")
+        self._recorder.log.copies.append(
+            f"{reason} in {place_of(sys._getframe(1))}, the host waits"
+        )
 
     def __enter__(self) -> FakeCuda:
-        for fact in self._facts:
-            fact.start()
+        for patched in self._patches:
+            patched.start()
         kernels.has_kernels.cache_clear()
         self.fake.__enter__()
         self._recorder.__enter__()  # type: ignore[no-untyped-call]
@@ -203,8 +208,8 @@ class FakeCuda:
     def __exit__(self, *error: Any) -> None:
         self._recorder.__exit__(*error)  # type: ignore[no-untyped-call]
         self.fake.__exit__(*error)
-        for fact in self._facts:
-            fact.stop()
+        for patched in self._patches:
+            patched.stop()
         kernels.has_kernels.cache_clear()
 
     @property

@@ -12,8 +12,6 @@ from functools import cache, partial
 import torch
 
 from maskserve_benchmarks.checkout import CHECKOUT
-from maskserve_studies.kernels.fake_cuda import DEVICE, FakeCuda, fake_weights
-from maskserve_studies.kernels.launch_log import WEIGHTS, Log
 from maskserve_benchmarks.steps.replay import in_memory
 from maskserve_benchmarks.steps.step_rig import Bench, build_model
 from maskserve_benchmarks.steps.unet_rig import UnetBench, build_unet
@@ -25,6 +23,8 @@ from maskserve_engine.families.mmdit.rows import FlowPrimingRow, FlowRow
 from maskserve_engine.families.unet.rows import UnetRow
 from maskserve_engine.layers.fp8 import FP8, Fp8Linear
 from maskserve_engine.layers.linear import Linear, PlainLinear, map_linears
+from maskserve_studies.kernels.fake_cuda import DEVICE, FakeCuda, fake_weights
+from maskserve_studies.kernels.launch_log import WEIGHTS, Log
 
 TABLE = CHECKOUT / "docs" / "benchmarks" / "kernels.json"
 """The committed counts."""
@@ -107,7 +107,7 @@ class UnetCase:
     """Whether steps run as CUDA graphs where that is possible."""
     loras: int = 0
     """Number of rows with a LoRA of rank 16 on every layer, counted from the first."""
-    own: bool = False
+    between_refreshes: bool = False
     """Whether the step is one between the rows' refresh steps."""
 
 
@@ -125,7 +125,9 @@ UNET_CASES = (
     UnetCase(
         "SDXL, kv int8, 4 guided rows, mixed, halo 4", "sdxl-1024", MIXED[:4], halo=4, guided=True
     ),
-    UnetCase("SDXL, own int8, 1 guided row", "sdxl-1024", (0.11,), guided=True, own=True),
+    UnetCase(
+        "SDXL, own int8, 1 guided row", "sdxl-1024", (0.11,), guided=True, between_refreshes=True
+    ),
     UnetCase("SDXL, dense, 1 row", "sdxl-1024", (None,)),
     UnetCase("SDXL, kv int8, 1 row", "sdxl-1024", (0.11,)),
 )
@@ -212,7 +214,7 @@ def mean_bytes(case: Case, blocks: tuple[int, int]) -> Counter[str]:
 def _group(place: str) -> str:
     begins = [(begin, group) for group, begins in GROUPS.items() for begin in begins]
     fits = [candidate for candidate in begins if place.startswith(candidate[0])]
-    return max(fits, key=lambda each: len(each[0]))[1] if fits else "outside"
+    return max(fits, key=lambda candidate: len(candidate[0]))[1] if fits else "outside"
 
 
 def entry_bytes(case: Case) -> int:
@@ -267,7 +269,7 @@ def unet_step(case: UnetCase) -> tuple[Log, int]:
         return _steady(cuda, bench, rows, case.kind), bench.blocks
 
 
-def unet_turn(case: UnetCase) -> tuple[Log, Log]:
+def unet_entry_change(case: UnetCase) -> tuple[Log, Log]:
     """Return the logs of such a step, and of a step at which all rows turn to another entry."""
     with FakeCuda() as cuda:
         bench, rows = _unet_rows(case)
@@ -275,15 +277,17 @@ def unet_turn(case: UnetCase) -> tuple[Log, Log]:
         for row in rows:
             assert row.inactive is not None
             row.entry = in_memory(bench.entry, row.inactive.selection, whole=True)
-        with cuda.watch() as turned:
+        with cuda.watch() as with_change:
             bench.step(rows, case.kind)
-    return steady, turned
+    return steady, with_change
 
 
 def _unet_rows(case: UnetCase) -> tuple[UnetBench, list[UnetRow]]:
     model = fake_weights(build_unet(case.preset, torch.bfloat16, torch.device("meta")))
     steps, plan = (
-        (9, RefreshSchedule(frozenset({0}), case.format, text=False)) if case.own else (1, None)
+        (9, RefreshSchedule(frozenset({0}), case.format, text=False))
+        if case.between_refreshes
+        else (1, None)
     )
     bench = UnetBench(case.preset, torch.bfloat16, DEVICE, case.format, case.halo, model, steps)
     if case.recorded:
@@ -291,12 +295,12 @@ def _unet_rows(case: UnetCase) -> tuple[UnetBench, list[UnetRow]]:
         bench.weights, bench.buckets = replace(bench.weights, graphs=recorder), True
     bench.fill_entry(case.kind)
     rows = [
-        bench.row(ratio, seed, guided=case.guided, own=plan)
+        bench.row(ratio, seed, guided=case.guided, schedule=plan)
         for seed, ratio in enumerate(case.ratios)
     ]
     for row in rows[: case.loras]:
         row.adapters = ((bench.lora(16), 0.8),)
-    if case.own:
+    if case.between_refreshes:
         bench.anchor(rows, case.kind)
     return bench, rows
 

@@ -89,7 +89,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             out = func(*args, **kwargs)
         inputs = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
         outputs = [t for t in tree_iter(out) if isinstance(t, Tensor)] or _written(func, args)
-        self._write_down(name, func._schema.is_mutable, inputs, outputs, args, kwargs)
+        self._record(name, func._schema.is_mutable, inputs, outputs, args, kwargs)
         return out
 
     def _fake(self, x: Any) -> Any:
@@ -100,23 +100,25 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         x.constant = None
         return x
 
-    def _write_down(
+    def _record(
         self,
         name: str,
         writes: bool,
-        given: list[Tensor],
-        made: list[Tensor],
+        inputs: list[Tensor],
+        outputs: list[Tensor],
         args: Any,
         kwargs: dict[str, Any],
     ) -> None:
-        if not any(t.is_cuda for t in (*given, *made)):
+        if not any(t.is_cuda for t in (*inputs, *outputs)):
             return
-        if name.startswith(_NO_KERNEL) or (not writes and _views(given, made)):
+        if name.startswith(_NO_KERNEL) or (not writes and _views(inputs, outputs)):
             return
         place = place_of(sys._getframe(2))
-        moved = {t.device.type for t in (*given, *made) if t.dim() or name.startswith("_to_copy")}
+        moved = {
+            t.device.type for t in (*inputs, *outputs) if t.dim() or name.startswith("_to_copy")
+        }
         if len(moved) > 1:
-            words = " -> ".join(t.device.type for t in (given[-1], (*made, *given)[0]))
+            words = " -> ".join(t.device.type for t in (inputs[-1], (*outputs, *inputs)[0]))
             is_non_blocking = kwargs.get("non_blocking") or (
                 name.startswith("copy_") and args[2:] == (True,)
             )
@@ -124,27 +126,27 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.log.copies.append(f"{words} in {place} ({name}){waits}")
             return
         launches = 1
-        if "_varlen_attn" in name or (name.startswith(_NORMS) and not given[0].is_contiguous()):
+        if "_varlen_attn" in name or (name.startswith(_NORMS) and not inputs[0].is_contiguous()):
             launches = 2  # the first kernel clears a seed that is never read, norms copy
         self.log.kernels[name] += launches
         self.log.places[place] += launches
         if name.startswith("linear."):
-            self.log.nbytes[WEIGHTS] += sum(size_of(t) for t in given[1:])
-            given = given[:1]
+            self.log.nbytes[WEIGHTS] += sum(size_of(t) for t in inputs[1:])
+            inputs = inputs[:1]
         elif name.startswith("_scaled_mm."):
-            x, weight, of_tokens, *other_inputs = given
+            x, weight, of_tokens, *other_inputs = inputs
             self.log.nbytes[WEIGHTS] += sum(size_of(t) for t in (weight, *other_inputs))
-            given = [x, of_tokens]
+            inputs = [x, of_tokens]
         elif name.startswith(_PRODUCTS):
-            added, x, weight = given[:3]  # a bias, or the sum of other products
+            added, x, weight = inputs[:3]  # a bias, or the sum of other products
             self.log.nbytes[WEIGHTS] += size_of(weight) + (
                 size_of(added) if added.dim() == 1 else 0
             )
-            given = [x] if added.dim() == 1 else [added, x]
+            inputs = [x] if added.dim() == 1 else [added, x]
         if name.startswith(_SCATTERS):
-            given, made = given[1:], given[-1:]
-        written = sum(size_of(t) for t in made)
-        read = written if name.startswith(_GATHERS) else sum(size_of(t) for t in given)
+            inputs, outputs = inputs[1:], inputs[-1:]
+        written = sum(size_of(t) for t in outputs)
+        read = written if name.startswith(_GATHERS) else sum(size_of(t) for t in inputs)
         placing = name.startswith("maskserve.scatter_kv")
         self.log.nbytes[place] += _placed(*args) if placing else read + written
 
@@ -163,15 +165,15 @@ def _on_host(args: Any, kwargs: dict[str, Any]) -> bool:
 
 def _written(func: Any, args: Any) -> list[Tensor]:
     """Return the tensors that an operation without a result writes to."""
-    named = zip(func._schema.arguments, args, strict=False)
-    written = [x for of, x in named if of.alias_info is not None and of.alias_info.is_write]
+    arguments = zip(func._schema.arguments, args, strict=False)
+    written = [x for of, x in arguments if of.alias_info is not None and of.alias_info.is_write]
     return [t for t in tree_iter(written) if isinstance(t, Tensor)]
 
 
-def _views(given: list[Tensor], made: list[Tensor]) -> bool:
+def _views(inputs: list[Tensor], outputs: list[Tensor]) -> bool:
     """Return whether an operation returned only views of its arguments."""
-    input_storages = {_storage(t) for t in given}
-    return bool(made) and all(_storage(t) in input_storages for t in made)
+    input_storages = {_storage(t) for t in inputs}
+    return bool(outputs) and all(_storage(t) in input_storages for t in outputs)
 
 
 def _storage(tensor: Tensor) -> int:
@@ -182,11 +184,13 @@ def size_of(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _placed(outs: Any, row_of: Any, local: Any, to: Any, ids: Any, data: Any, *others: Any) -> int:
+def _placed(
+    outs: Any, row_of: Any, local: Any, to: Any, ids: Any, data: Any, *arguments: Any
+) -> int:
     """Return the bytes of `maskserve::scatter_kv`, which reads and writes only the tokens that it
     places.
     """
-    *_, terms, _, adds = others
+    *_, terms, _, adds = arguments
     stored = {size_of(part) // len(part) for part in data if len(part)}
     written = size_of(outs[0]) // len(outs[0])
     placed: int = len(to) * len(outs) * (max(stored) * terms + written * (1 + adds))

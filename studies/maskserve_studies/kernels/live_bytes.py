@@ -34,17 +34,17 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._hold(tensor, input_storages)
         return out
 
-    def _hold(self, tensor: Tensor, given: set[int]) -> None:
+    def _hold(self, tensor: Tensor, input_storages: set[int]) -> None:
         storage, name = tensor.untyped_storage(), _storage(tensor)
-        if name in self._known or name in given:
+        if name in self._known or name in input_storages:
             return
         size = storage.nbytes()
         self._known.add(name)
         self.now += size
         self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._let_go, name, size)
+        weakref.finalize(storage, self._release, name, size)
 
-    def _let_go(self, name: int, size: int) -> None:
+    def _release(self, name: int, size: int) -> None:
         self._known.discard(name)
         self.now -= size
 

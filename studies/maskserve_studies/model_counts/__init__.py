@@ -1,1 +1,1 @@
-"""How much work do published models take?"""
+"""FLOPs and bytes of published models, counted from their shapes."""

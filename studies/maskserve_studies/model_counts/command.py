@@ -5,9 +5,9 @@ weights.
     python scripts/bench model_counts
     python scripts/bench model_counts --model DIR --words 64 --passes 2
 
-A whole edit has its text encoders once for each pass of guidance and its VAE once each way, beside
-dense and cached edits alike: nothing is taken from what stages keep. Encoders' heads, tables and
-templates' own words count as nothing.
+A whole edit, dense or cached, counts its text encoders once for each pass of guidance, and its VAE
+once each way; results that stages keep are not subtracted. The encoders' heads and tables and the
+words of prompt templates are not counted.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from maskserve_engine.stages.loader import load_part
 from maskserve_engine.stages.vae import images_of, load_vae, moments_of
 
 RATIOS = (0.05, 0.11, 0.2, 0.35)
-_KEPT = 0.11
+_RATIO = 0.11
 """Mask ratio for bytes and single figures."""
 _CLIP_TOKENS = 77
 
 
-class Asked(NamedTuple):
+class ModelCase(NamedTuple):
     """A model and the settings of its edits."""
 
     folder: Path
@@ -53,8 +53,8 @@ class Asked(NamedTuple):
     """Passes of a step: two if the model is meant to be guided."""
 
 
-def _shapes(name: str, words: int = 512, passes: int = 1) -> Asked:
-    return Asked(CHECKOUT / "assets" / "models" / f"{name}-shapes", words, passes)
+def _shapes(name: str, words: int = 512, passes: int = 1) -> ModelCase:
+    return ModelCase(CHECKOUT / "assets" / "models" / f"{name}-shapes", words, passes)
 
 
 MODELS = {
@@ -76,44 +76,49 @@ MODELS = {
 class Counted:
     """A model at its native size."""
 
-    asked: Asked
+    case: ModelCase
 
     @cached_property
-    def facts(self) -> ModelSpec:
-        return load_spec(self.asked.folder)
+    def spec(self) -> ModelSpec:
+        return load_spec(self.case.folder)
 
     @property
     def latents(self) -> int:
         """Latents along a side."""
-        return self.facts.native_resolution // self.facts.vae_scale_factor
+        return self.spec.native_resolution // self.spec.vae_scale_factor
 
     @cached_property
     def work(self) -> ModelWork:
-        return counted_work(self.facts, self.latents, self.latents)
+        return counted_work(self.spec, self.latents, self.latents)
 
     @property
     def steps(self) -> int:
-        return self.facts.defaults.num_inference_steps
+        return self.spec.defaults.num_inference_steps
 
     @property
     def dense(self) -> float:
         """Return the FLOPs of a dense step with one pass."""
-        words = self.asked.words
+        words = self.case.words
         return self.work.step_flops([self.work.row_at(1.0, words)], "dense")
 
     def cached(
-        self, ratio: float, *, text: bool = True, shown: bool = True, outside: bool = True
+        self,
+        ratio: float,
+        *,
+        text: bool = True,
+        reads_shown_tokens: bool = True,
+        outside: bool = True,
     ) -> float:
         """Return the FLOPs of a cached step.
 
         Args:
             ratio: mask ratio.
             text: whether the step computes the words of its prompt.
-            shown: whether the step reads the shown tokens; else it also computes them.
+            reads_shown_tokens: whether the step reads the shown tokens; else it also computes them.
             outside: whether the step reads the picture outside the mask; else only the reference.
         """
-        work, words, image_tokens = self.work, self.asked.words, self._shown
-        if image_tokens and not shown:
+        work, words, image_tokens = self.work, self.case.words, self._shown_tokens
+        if image_tokens and not reads_shown_tokens:
             work, words = (
                 replace(work, tokens=(work.tokens[0] - image_tokens,)),
                 words + image_tokens,
@@ -127,30 +132,34 @@ class Counted:
         return work.step_flops([row], "kv")
 
     @property
-    def _shown(self) -> int:
+    def _shown_tokens(self) -> int:
         """Return the number of shown tokens of a prompt."""
-        return self.facts.encoder_picture_tokens(self.latents, self.latents)
+        return self.spec.encoder_picture_tokens(self.latents, self.latents)
 
-    def entry(self, *, shown: bool = True, outside: bool = True) -> float:
+    def entry(self, *, reads_shown_tokens: bool = True, outside: bool = True) -> float:
         """Return the bytes of an anchor in int4, for the part that `cached` reads."""
         whole, context = self.work.tokens[0], self.work.context
-        entry_tokens = whole - (0 if shown else self._shown) - (0 if outside else whole - context)
+        entry_tokens = (
+            whole
+            - (0 if reads_shown_tokens else self._shown_tokens)
+            - (0 if outside else whole - context)
+        )
         return entry_bytes(self.work, "kv", FORMATS["int4"]) * entry_tokens / whole
 
     @property
     def anchors(self) -> int:
         """Return the default number of anchors of a template."""
-        return -(-self.steps // min(self.steps, anchor_stride(Config().cache.stride, self.facts)))
+        return -(-self.steps // min(self.steps, anchor_stride(Config().cache.stride, self.spec)))
 
     @property
-    def own(self) -> int:
+    def refresh_steps(self) -> int:
         """Return the number of refresh steps of an edit that has any."""
-        return refresh_count(self.steps, self.facts.refresh_stride or REFRESH_RULE.stride)
+        return refresh_count(self.steps, self.spec.refresh_stride or REFRESH_RULE.stride)
 
     @cached_property
-    def beside(self) -> float:
+    def stage_flops(self) -> float:
         """Return the FLOPs of an edit's encoders and VAE."""
-        return self.asked.passes * sum(self._text_encoders()) + self._vae()
+        return self.case.passes * sum(self._text_encoders()) + self._vae()
 
     def edit(self, dense_steps: int, ratio: float = 1.0, *, template: bool = True) -> float:
         """Return the FLOPs of a whole edit.
@@ -161,12 +170,12 @@ class Counted:
             template: whether cached steps read a template, which also holds exact references; else
                 they read the edit's step cache.
         """
-        text = template or not self.facts.leaves_text
+        text = template or not self.spec.leaves_text
         reads = self.steps - dense_steps
         if reads and not template:
             reads = self.steps - 1  # later refresh steps are computed beside such a step
         cached_flops = reads * self.cached(ratio, text=text)
-        whole = self.asked.passes * (dense_steps * self.dense + cached_flops) + self.beside
+        whole = self.case.passes * (dense_steps * self.dense + cached_flops) + self.stage_flops
         return whole if template else whole + self.work.still_flops
 
     def gains(self, dense_steps: int, *, template: bool) -> list[float]:
@@ -174,37 +183,37 @@ class Counted:
         ratio.
         """
         whole = self.edit(self.steps, template=False)
-        return [whole / self.edit(dense_steps, each, template=template) for each in RATIOS]
+        return [whole / self.edit(dense_steps, ratio, template=template) for ratio in RATIOS]
 
     @property
-    def held(self) -> int:
+    def cache_bytes(self) -> int:
         """Return the bytes of the step cache for one pass."""
-        stored_tokens = self.work.tokens[0] - _KEPT * (self.work.tokens[0] - self.work.context)
-        stored_tokens += self.asked.words * self.facts.leaves_text
+        stored_tokens = self.work.tokens[0] - _RATIO * (self.work.tokens[0] - self.work.context)
+        stored_tokens += self.case.words * self.spec.leaves_text
         return step_cache_bytes(
             self.work,
             [(stored_tokens,)],
             FORMATS[REFRESH_RULE.format],
-            1 + self.facts.second_order_refresh,
+            1 + self.spec.second_order_refresh,
         )
 
     @property
     def _config(self) -> Config:
-        return config_of({"model": {"path": str(self.asked.folder), "device": "meta"}})
+        return config_of({"model": {"path": str(self.case.folder), "device": "meta"}})
 
     def _text_encoders(self) -> Iterator[float]:
         """Yield the FLOPs of each text encoder; a vision model counts separately."""
-        side, image_view = self.facts.native_resolution, self.facts.encoder_picture
-        for name, part in read_json(self.asked.folder / "model_index.json").items():
+        side, image_view = self.spec.native_resolution, self.spec.encoder_picture
+        for name, part in read_json(self.case.folder / "model_index.json").items():
             if not name.startswith("text_encoder") or part[1] is None:
                 continue
-            load = first_layers if self.facts.family == "flux2" else load_part
+            load = first_layers if self.spec.family == "flux2" else load_part
             model = load(self._config, name, None)
-            tokens = _CLIP_TOKENS if part[1].startswith("CLIP") else self.asked.words
+            tokens = _CLIP_TOKENS if part[1].startswith("CLIP") else self.case.words
             model = getattr(model, "model", model)
             if image_view is not None:
                 rows, columns = (
-                    round(each / image_view.cell) for each in image_view.size(side, side)
+                    round(length / image_view.cell) for length in image_view.size(side, side)
                 )
                 tokens += rows * columns
                 yield _vision_flops(model.visual, rows * columns)
@@ -213,8 +222,8 @@ class Counted:
 
     def _vae(self) -> float:
         """Return the FLOPs of encoding and decoding one picture, as torch counts them."""
-        side, latents = self.facts.native_resolution, (self.facts.latent_channels, self.latents)
-        vae, space = load_vae(self._config, self.facts).float(), self.facts.latents
+        side, latents = self.spec.native_resolution, (self.spec.latent_channels, self.latents)
+        vae, space = load_vae(self._config, self.spec).float(), self.spec.latents
         counter = FlopCounterMode(display=False)
         # The counter's registry lacks the fused attention kernel.
         with torch.inference_mode(), sdpa_kernel(SDPBackend.MATH), counter:
@@ -223,17 +232,17 @@ class Counted:
         return float(counter.get_total_flops())
 
 
-def _flops_of(model: Any, tokens: int, seen: int = 0) -> float:
+def _flops_of(model: Any, tokens: int, window: int = 0) -> float:
     """Return the FLOPs of linear layers and attention over `tokens` tokens. Each token attends to
-    `seen` tokens; 0: to all.
+    `window` tokens; 0: to all.
     """
     flops = 0.0
     for name, layer in model.named_modules():
         if isinstance(layer, torch.nn.Linear):
             flops += 2.0 * tokens * layer.weight.numel()
-            asking = {"q": 1, "q_proj": 1, "qkv": 3}.get(name.rpartition(".")[2])
-            if asking is not None:
-                flops += 4.0 * tokens * (seen or tokens) * layer.out_features / asking
+            projections = {"q": 1, "q_proj": 1, "qkv": 3}.get(name.rpartition(".")[2])
+            if projections is not None:
+                flops += 4.0 * tokens * (window or tokens) * layer.out_features / projections
     return flops
 
 
@@ -245,12 +254,12 @@ def _vision_flops(model: Any, tokens: int) -> float:
     window = (getattr(config, "window_size", 0) // config.patch_size) ** 2
     whole = getattr(config, "fullatt_block_indexes", range(config.depth))
     blocks = enumerate(model.blocks)
-    flops = sum(_flops_of(each, patches, 0 if n in whole else window) for n, each in blocks)
+    flops = sum(_flops_of(block, patches, 0 if n in whole else window) for n, block in blocks)
     return flops + _flops_of(model.merger, tokens)
 
 
 def _joined(numbers: Sequence[float]) -> str:
-    return " / ".join(f"{each:.1f}" for each in numbers)
+    return " / ".join(f"{number:.1f}" for number in numbers)
 
 
 def _gib(nbytes: float) -> str:
@@ -260,11 +269,11 @@ def _gib(nbytes: float) -> str:
 def steps_table(models: dict[str, Counted]) -> str:
     """Return the table of steps and of an anchor's bytes."""
     rows = []
-    for name, each in models.items():
-        limits = [each.dense / each.cached(ratio) for ratio in RATIOS]
-        constant_bytes = still_bytes(each.work, FORMATS["int4"])
-        nbytes = _gib(each.entry()) + (f" + {_gib(constant_bytes)} once" if constant_bytes else "")
-        rows.append((name, f"{each.dense / 1e12:.1f}", _joined(limits), nbytes))
+    for name, model in models.items():
+        limits = [model.dense / model.cached(ratio) for ratio in RATIOS]
+        constant_bytes = still_bytes(model.work, FORMATS["int4"])
+        nbytes = _gib(model.entry()) + (f" + {_gib(constant_bytes)} once" if constant_bytes else "")
+        rows.append((name, f"{model.dense / 1e12:.1f}", _joined(limits), nbytes))
     ratios = " / ".join(f"{ratio:g}"[1:] for ratio in RATIOS)
     columns = ["model", "TFLOP of a dense step", f"dense over cached at m {ratios}"]
     return table([*columns, "int4 `kv`, one anchor, GiB"], rows)
@@ -273,16 +282,17 @@ def steps_table(models: dict[str, Counted]) -> str:
 def edits_table(models: dict[str, Counted]) -> str:
     """Return the table of whole edits."""
     rows = []
-    for name, each in models.items():
-        begun = each.facts.dense_steps.of(each.steps, prompt=True, side=False)
-        steps = each.asked.passes * each.steps * each.dense
+    for name, model in models.items():
+        dense_start = model.spec.dense_steps.of(model.steps, prompt=True, side=False)
+        refreshes = model.refresh_steps
+        steps = model.case.passes * model.steps * model.dense
         rows.append(
             (
-                f"{name}, {each.steps}" + (f" x {each.asked.passes}" * (each.asked.passes > 1)),
-                f"{steps / 1e12:,.0f} + {each.beside / 1e12:.0f}",
-                f"{begun}: {_joined(each.gains(begun, template=True))}",
-                f"{each.own}: {_joined(each.gains(each.own, template=False))}",
-                _gib(each.held),
+                f"{name}, {model.steps}" + (f" x {model.case.passes}" * (model.case.passes > 1)),
+                f"{steps / 1e12:,.0f} + {model.stage_flops / 1e12:.0f}",
+                f"{dense_start}: {_joined(model.gains(dense_start, template=True))}",
+                f"{refreshes}: {_joined(model.gains(refreshes, template=False))}",
+                _gib(model.cache_bytes),
             )
         )
     columns = ["model, steps", "TFLOP of a dense edit", "from a template", "with refresh steps"]
@@ -292,17 +302,17 @@ def edits_table(models: dict[str, Counted]) -> str:
 def bytes_table(models: dict[str, Counted]) -> str:
     """Return the table of parts that could be left out of entries with a reference."""
     rows = []
-    for name, each in models.items():
-        if not each.work.context:
+    for name, model in models.items():
+        if not model.work.context:
             continue
 
-        def cell(each: Counted = each, **kept: bool) -> str:
-            limit = each.dense / each.cached(_KEPT, **kept)
-            return f"{_gib(each.entry(**kept))}, {limit:.1f}"
+        def cell(model: Counted = model, **options: bool) -> str:
+            limit = model.dense / model.cached(_RATIO, **options)
+            return f"{_gib(model.entry(**options))}, {limit:.1f}"
 
-        without_image = cell(shown=False) if each._shown else ""
-        pair_gib = _gib(2 * each.anchors * each.entry()) if each.asked.passes > 1 else ""
-        whole = f"{each.anchors}: {_gib(each.anchors * each.entry())}"
+        without_image = cell(reads_shown_tokens=False) if model._shown_tokens else ""
+        pair_gib = _gib(2 * model.anchors * model.entry()) if model.case.passes > 1 else ""
+        whole = f"{model.anchors}: {_gib(model.anchors * model.entry())}"
         rows.append((name, cell(), without_image, cell(outside=False), whole, pair_gib))
     columns = ["model", "an anchor", "source in the text computed", "reference alone"]
     return table([*columns, "all anchors of a template", "a set for each pass"], rows)
@@ -316,8 +326,8 @@ def main() -> int:
     args = parser.parse_args()
     targets = MODELS
     if args.model is not None:
-        targets = {args.model.name: Asked(args.model, args.words, args.passes)}
-    models = {name: Counted(each) for name, each in targets.items()}
+        targets = {args.model.name: ModelCase(args.model, args.words, args.passes)}
+    models = {name: Counted(case) for name, case in targets.items()}
     for make_table in (steps_table, edits_table, bytes_table):
         print(make_table(models), end="\n\n", flush=True)
     return 0

@@ -1,8 +1,8 @@
 """Print a markdown table of the bytes that one template takes, by entry kind, format and anchor
 stride.
 
-Counted from the model's configuration (planning/entry_bytes.py), which a test holds to what
-the engine stores, for the anchors that the engine takes.
+The bytes come from the model's configuration (planning/entry_bytes.py) and the engine's number of
+anchors; a test compares them with stored entries.
 
     python scripts/bench bytes_table
 """
@@ -30,7 +30,7 @@ from maskserve_engine.families.unet.spec import unet_work
 from maskserve_engine.planning.entry_bytes import FORMATS, entry_bytes
 
 KINDS = ("kv", "h")
-SHOWN = ("bfloat16", "int8", "int4")
+TABLE_FORMATS = ("bfloat16", "int8", "int4")
 STRIDE = 7
 """Stride of UNets, which holds if `[cache] stride` is not set
 (`maskserve_engine.spec.model_spec.anchor_stride`)."""
@@ -59,7 +59,7 @@ def table(side: int, steps: int, strides: Sequence[int]) -> str:
     counts = [len(adapter.anchors(tokens, steps, stride)) for stride in strides]
     rows: list[Sequence[object]] = [["", "anchors", 1, *counts]]
     for kind in KINDS:
-        for name in SHOWN:
+        for name in TABLE_FORMATS:
             entry_gib = entry_bytes(work, kind, FORMATS[name]) / 2**30
             cells = (f"{entry_gib * count:.2f}" for count in counts)
             rows.append([kind, name, f"{entry_gib:.2f}", *cells])
@@ -80,7 +80,7 @@ def unet_table(steps: int) -> str:
     for name, (config, side) in {"SDXL 1024": (SDXL, 128), "SD 2.1 768": (SD21, 96)}.items():
         work = unet_work(config, side, side, guidance=False)
         for kind in KINDS:
-            for fmt in SHOWN:
+            for fmt in TABLE_FORMATS:
                 entry_gib = entry_bytes(work, kind, FORMATS[fmt]) / 2**30
                 cells = (f"{entry_gib * count:.2f}" for count in (default, steps))
                 rows.append([name, kind, fmt, f"{entry_gib:.3f}", *cells])

@@ -19,10 +19,10 @@ from diffusers.utils import logging
 from PIL import Image, ImageDraw
 
 from maskserve_benchmarks.checkout import DEMO_MODEL
-from maskserve_studies.demo_model.evaluation import run_edits
 from maskserve_benchmarks.demo_model.scenes import Edit, Picture, fill, to_bytes
+from maskserve_studies.demo_model.evaluation import run_edits
 from maskserve_studies.photo_model.edits import KINDS, SIZE, PhotoEdit, photo_edits
-from maskserve_studies.photo_model.judge import psnr, rim_step, shown
+from maskserve_studies.photo_model.judge import psnr, recognise, rim_step
 from maskserve_studies.photo_model.scenes import HELD_OUT_PHOTOS, Textures
 from maskserve_studies.photo_model.sources import textures
 
@@ -100,7 +100,7 @@ def figures(
         smooth = [psnr(to_bytes(fill(e.source, e.mask)), e.target, e.mask) for e in kind_edits]
         part["psnr_db_of_a_smooth_fill"] = float(np.mean(smooth))
         if kind not in ("fill", "pattern"):
-            right = [shown(p, e.source, e.mask, grounds) == e.wish for e, p in pairs]
+            right = [recognise(p, e.source, e.mask, grounds) == e.wish for e, p in pairs]
             part["words_followed"] = float(np.mean(right))
         report[kind] = part
     right = [part["words_followed"] for part in report.values() if "words_followed" in part]

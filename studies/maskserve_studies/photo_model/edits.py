@@ -55,7 +55,9 @@ def photo_edits(
         drawn = draw_example(rng, stock, size, "photo" if kind == "fill" else kind)
         prompt = phrase(rng, drawn.wish)
         edits.append(
-            PhotoEdit(drawn.source, drawn.mask, prompt, None, None, drawn.answer, drawn.shown)
+            PhotoEdit(
+                drawn.source, drawn.mask, prompt, None, None, drawn.answer, drawn.visible_wish
+            )
         )
     return edits
 

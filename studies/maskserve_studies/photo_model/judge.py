@@ -40,7 +40,7 @@ def psnr(edited: Picture, target: Picture, mask: Mask) -> float:
     return math.inf if mean == 0 else 10 * math.log10(255**2 / mean)
 
 
-def shown(edited: Picture, source: Picture, mask: Mask, textures: Textures) -> Wish:
+def recognise(edited: Picture, source: Picture, mask: Mask, textures: Textures) -> Wish:
     """The wish whose ideal answer is nearest to the region. A material without texture counts as
     none.
     """

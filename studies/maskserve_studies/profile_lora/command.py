@@ -25,15 +25,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from maskserve_benchmarks.checkout import DEMO_MODEL
-from maskserve_studies.demo_model.looks import LOOKS, edits_with
 from maskserve_benchmarks.demo_model.scenes import Edit, held_out_edits
-from maskserve_studies.quality.metrics import Quality, compare, summary
-from maskserve_studies.quality.systems import Rig
 from maskserve_benchmarks.reports import write_json
 from maskserve_engine.adapters.lora_file import read_lora
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.layers.low_rank import LowRankSet
 from maskserve_lora.base_layers import BaseLayers
+from maskserve_studies.demo_model.looks import LOOKS, edits_with
+from maskserve_studies.quality.metrics import Quality, compare, summary
+from maskserve_studies.quality.systems import Rig
 
 BARS = {"mean": 40.0, "worst": 30.0}
 """PSNR in dB inside the mask: the mean over all edits, and the least of all edits."""
@@ -42,7 +42,7 @@ KATZ = 0.99
 Picture = NDArray[np.uint8]
 
 
-class Made(NamedTuple):
+class Run(NamedTuple):
     """Finished edits."""
 
     pictures: list[Picture]
@@ -59,9 +59,9 @@ class Profiler(Rig):
         parts = read_lora(path, base, self.config.model.path)
         return self.adapter.low_rank(parts.get("denoiser", {}))
 
-    def made(
+    def run_edits(
         self, edits: Sequence[Edit], jobs: Sequence[EditJob], lora: LowRankSet, begin: int
-    ) -> Made:
+    ) -> Run:
         """Run dense rows that have the LoRA from step `begin` on."""
         rows = [self.adapter.dense_row(job) for job in jobs]
         latents = []
@@ -72,47 +72,49 @@ class Profiler(Rig):
             self.adapter.step(rows, None)
             latents.append([row.result().array().copy() for row in rows])
         pictures = [self.finish(e, last) for e, last in zip(edits, latents[-1], strict=True)]
-        return Made(pictures, latents)
+        return Run(pictures, latents)
 
 
-def agree(found: Quality) -> bool:
-    return found.psnr_in_mask >= BARS["mean"] and found.worst_psnr_in_mask >= BARS["worst"]
+def meets_bars(quality: Quality) -> bool:
+    return quality.psnr_in_mask >= BARS["mean"] and quality.worst_psnr_in_mask >= BARS["worst"]
 
 
-def likeness(ours: Made, without: Made) -> list[float]:
+def likeness(with_lora: Run, without: Run) -> list[float]:
     """Cosine similarity of both runs' latents after each step, mean over edits."""
     cosines = []
-    for lora_latents, plain_latents in zip(ours.latents, without.latents, strict=True):
+    for lora_latents, plain_latents in zip(with_lora.latents, without.latents, strict=True):
         pairs = [(a.ravel(), b.ravel()) for a, b in zip(lora_latents, plain_latents, strict=True)]
-        alike = [float(a @ b / (np.linalg.norm(a) * np.linalg.norm(b))) for a, b in pairs]
-        cosines.append(float(np.mean(alike)))
+        similarities = [float(a @ b / (np.linalg.norm(a) * np.linalg.norm(b))) for a, b in pairs]
+        cosines.append(float(np.mean(similarities)))
     return cosines
 
 
 def steps_by_cosine(cosines: Sequence[float]) -> int:
     """Katz's K: the number of steps before the first whose similarity is below KATZ."""
-    return next((step for step, alike in enumerate(cosines) if alike < KATZ), len(cosines))
+    return next(
+        (step for step, similarity in enumerate(cosines) if similarity < KATZ), len(cosines)
+    )
 
 
-def profiled(profiler: Profiler, path: Path, edits: Sequence[Edit]) -> dict[str, Any]:
+def profile_lora(profiler: Profiler, path: Path, edits: Sequence[Edit]) -> dict[str, Any]:
     """K and its sigma, Katz's K, and the PSNR of the pictures at each K that was tried."""
     lora, jobs = profiler.lora(path), profiler.jobs(edits)
-    exact = profiler.made(edits, jobs, lora, 0)
+    exact = profiler.run_edits(edits, jobs, lora, 0)
     steps = len(exact.latents)
-    without = profiler.made(edits, jobs, lora, steps)
+    without = profiler.run_edits(edits, jobs, lora, steps)
     cosines = likeness(exact, without)
     katz = steps_by_cosine(cosines)
     sigmas = [sigma for sigma, _ in profiler.adapter.sigmas(jobs[0])]
     late: dict[int, Quality] = {}
     best = 0
     for k in range(1, steps):
-        run = profiler.made(edits, jobs, lora, k)
+        run = profiler.run_edits(edits, jobs, lora, k)
         late[k] = summary(compare(edits, run.pictures, exact.pictures))
-        if not agree(late[k]):
+        if not meets_bars(late[k]):
             break
         best = k
     if 0 < katz < steps and katz not in late:
-        run = profiler.made(edits, jobs, lora, katz)
+        run = profiler.run_edits(edits, jobs, lora, katz)
         late[katz] = summary(compare(edits, run.pictures, exact.pictures))
     return {
         "steps": steps,
@@ -136,7 +138,7 @@ def draw(report: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     without the LoRA, and the PSNR of finished pictures that have the LoRA from that sigma on.
 
     Args:
-        report: the result of `profiled` for each LoRA by name.
+        report: the result of `profile_lora` for each LoRA by name.
         path: the PNG file to write.
     """
     import matplotlib
@@ -148,7 +150,7 @@ def draw(report: Mapping[str, Mapping[str, Any]], path: Path) -> None:
         2, len(report), figsize=(6.5 * len(report), 7.0), squeeze=False, sharey="row"
     )
     for (name, profile), (above, below) in zip(report.items(), panels.T, strict=True):
-        sigmas, tried = profile["sigmas"], profile["psnr_in_mask"]
+        sigmas, trials = profile["sigmas"], profile["psnr_in_mask"]
         # The latents after a step are those that the next step begins with.
         above.plot(
             sigmas[1:], profile["cosines"][:-1], ".-", color="tab:blue", label="latents alike"
@@ -156,9 +158,9 @@ def draw(report: Mapping[str, Mapping[str, Any]], path: Path) -> None:
         above.axhline(KATZ, linestyle="--", color="tab:red", label=f"the paper's rule: {KATZ}")
         above.set(title=name, ylabel="cosine similarity of latents")
         for statistic, colour in (("mean", "tab:blue"), ("worst", "tab:orange")):
-            ys = [trial[statistic] for trial in tried.values()]
+            ys = [trial[statistic] for trial in trials.values()]
             label = f"pictures, {statistic}; at least {BARS[statistic]:g}"
-            below.plot([sigmas[k] for k in tried], ys, "o", color=colour, label=label)
+            below.plot([sigmas[k] for k in trials], ys, "o", color=colour, label=label)
             below.axhline(BARS[statistic], linestyle="--", color=colour)
         below.set(xlabel="sigma from which on the LoRA is there", ylabel="PSNR in mask, dB")
         for axes in (above, below):
@@ -203,7 +205,7 @@ def main(arguments: list[str] | None = None) -> int:
     for path in args.loras:
         name = path.name.removesuffix(".safetensors")
         edits = edits_with(name, args.edits) if name in LOOKS else held_out_edits(args.edits)
-        report[name] = profiled(profiler, path, edits)
+        report[name] = profile_lora(profiler, path, edits)
         figures = {key: x for key, x in report[name].items() if key not in ("sigmas", "cosines")}
         print(json.dumps({name: figures}, indent=2), flush=True)
     if args.out:

@@ -1,1 +1,1 @@
-"""The quality of edited pictures: systems, metrics, report."""
+"""The quality of cached edits: ways to run rows, metrics, reports."""

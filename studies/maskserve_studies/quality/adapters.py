@@ -1,8 +1,9 @@
 """Check whether edits with a demo LoRA or ControlNet show its effect, dense and cached.
 
-Each is judged by its own held-out edits: a look by `looks.py`, drawn outlines by `outlines.py`.
-Beside the shares that follow it stand those of the model alone, and how far cached edits are from
-dense ones, shape by shape. Of a ControlNet also what `adapters: fast` costs (`late_control`).
+Each adapter has held-out edits and a judge: `looks.py` for LoRAs, `outlines.py` for outlines. The
+report has the shares of edits that follow the adapter, with it and without it, and the distance of
+cached edits from dense ones, shape by shape. For a ControlNet it also has the loss of
+`adapters: fast` (`late_control`).
 """
 
 from __future__ import annotations
@@ -16,26 +17,26 @@ import numpy as np
 from diffusers import ControlNetModel, FluxControlNetModel
 from numpy.typing import NDArray
 
-from maskserve_studies.demo_model import looks, outlines
 from maskserve_benchmarks.demo_model.scenes import Edit
-from maskserve_studies.quality.choices import default
-from maskserve_studies.quality.late_control import held as late_held
-from maskserve_studies.quality.late_control import late
-from maskserve_studies.quality.metrics import EditQuality, by_class, compare
-from maskserve_studies.quality.systems import Rig
 from maskserve_engine.adapters.lora_file import read_lora
 from maskserve_engine.base.job import ControlInput, EditJob
 from maskserve_engine.families.mmdit.control import FluxControlNet
 from maskserve_engine.families.mmdit.rows import FlowPrimingRow, FlowRow
 from maskserve_engine.layers.low_rank import LowRankSet
 from maskserve_lora.base_layers import BaseLayers
+from maskserve_studies.demo_model import looks, outlines
+from maskserve_studies.quality.choices import default
+from maskserve_studies.quality.late_control import bar_results as late_bar_results
+from maskserve_studies.quality.late_control import fast_figures
+from maskserve_studies.quality.metrics import EditQuality, by_class, compare
+from maskserve_studies.quality.systems import Rig
 
 Picture = NDArray[np.uint8]
-FOLLOWED: Final = {"lora": 0.90, "control": 0.85}
+LEAST_SHARE: Final = {"lora": 0.90, "control": 0.85}
 """Least share of dense edits that must follow the adapter."""
-WITHOUT: Final = 0.20
+LARGEST_BASE_SHARE: Final = 0.20
 """Largest share of edits of the model alone that may seem to follow it."""
-POINTS: Final = 0.03
+LARGEST_LOSS: Final = 0.03
 """Largest loss of cached edits against dense edits in that share."""
 MEAN_DB: Final = 40.0
 WORST_DB: Final = 30.0
@@ -44,7 +45,7 @@ shape."""
 
 
 @dataclass(frozen=True)
-class Asked:
+class AdapterEdits:
     """Edits to judge an adapter by."""
 
     edits: list[Edit]
@@ -54,7 +55,7 @@ class Asked:
     """Control pictures of the edits; None: the adapter is a LoRA."""
 
 
-def asked_of(name: str, n: int) -> Asked:
+def adapter_edits(name: str, n: int) -> AdapterEdits:
     """Return the first `n` edits that judge the adapter `name`.
 
     Raises:
@@ -62,16 +63,16 @@ def asked_of(name: str, n: int) -> Asked:
     """
     if name in looks.LOOKS:
         edits = looks.edits_with(name, n)
-        return Asked(edits, lambda picture, i: looks.followed(name, picture, edits[i]))
+        return AdapterEdits(edits, lambda picture, i: looks.shows_look(name, picture, edits[i]))
     if name == "outline":
         drawn = outlines.outlined_edits(n)
-        return Asked(
+        return AdapterEdits(
             [outlined.edit for outlined in drawn],
-            lambda picture, i: outlines.followed(picture, drawn[i]) >= outlines.ENOUGH_IOU,
+            lambda picture, i: outlines.outline_iou(picture, drawn[i]) >= outlines.ENOUGH_IOU,
             [outlined.control for outlined in drawn],
         )
     names = ", ".join((*looks.LOOKS, "outline"))
-    raise ValueError(f"adapters: nobody can judge {name!r}; accepted: files named {names}")
+    raise ValueError(f"adapters: no judge for {name!r}; accepted: files named {names}")
 
 
 class AdapterRig(Rig):
@@ -100,12 +101,12 @@ class AdapterRig(Rig):
             parts = read_lora(path, base, str(folder))
             self.lora = self.adapter.low_rank(parts.get("denoiser", {}))
 
-    def given(self, job: EditJob, control: Picture | None) -> EditJob:
+    def with_control(self, job: EditJob, control: Picture | None) -> EditJob:
         """Return the job with its control picture, if there is one."""
         if control is None:
             return job
-        takes = self.adapter.spec.control
-        latents = takes is not None and takes.latents
+        control_spec = self.adapter.spec.control
+        latents = control_spec is not None and control_spec.latents
         moments = self.encoder.moments(control) if latents else None
         return replace(job, controls=(ControlInput("net", control, moments=moments),))
 
@@ -121,62 +122,70 @@ class AdapterRig(Rig):
             self.adapter.serve_control(row, self.served.open(opening, "fast"))
 
 
-def judged(rig: AdapterRig, without: Rig, asked: Asked) -> dict[str, Any]:
+def judge_adapter(
+    rig: AdapterRig, plain_rig: Rig, adapter_edit_set: AdapterEdits
+) -> dict[str, Any]:
     """Return the shares of edits that follow the adapter, cached and dense, and which bars hold.
 
     Args:
         rig: the model with the adapter.
-        without: the model alone.
-        asked: the edits.
+        plain_rig: the model alone.
+        adapter_edit_set: the edits.
     """
-    edits = asked.edits
-    plain = without.jobs(edits)
-    controls: Sequence[Picture | None] = asked.controls or [None] * len(edits)
-    jobs = [rig.given(job, control) for job, control in zip(plain, controls, strict=True)]
+    edits = adapter_edit_set.edits
+    plain = plain_rig.jobs(edits)
+    controls: Sequence[Picture | None] = adapter_edit_set.controls or [None] * len(edits)
+    jobs = [rig.with_control(job, control) for job, control in zip(plain, controls, strict=True)]
     dense = rig.dense(edits, jobs)
     choice = default(rig.adapter.spec, rig.steps)
     entries = rig.entries(jobs)
     cached = rig.cached(edits, jobs, entries, choice)
-    pictures = {"dense": dense, "cached": cached, "without": without.dense(edits, plain)}
+    pictures = {"dense": dense, "cached": cached, "without": plain_rig.dense(edits, plain)}
     if rig.lora is not None:
         rig.own_entries = False
         pictures["cached, base entries"] = rig.cached(edits, jobs, rig.entries(jobs), choice)
         rig.own_entries = True
     share = {
         system: float(
-            np.mean([asked.follows(picture, i) for i, picture in enumerate(system_pictures)])
+            np.mean(
+                [adapter_edit_set.follows(picture, i) for i, picture in enumerate(system_pictures)]
+            )
         )
         for system, system_pictures in pictures.items()
     }
-    like = {
+    likeness_by_system = {
         system: _by_shape(edits, compare(edits, system_pictures, dense))
         for system, system_pictures in pictures.items()
         if system.startswith("cached")
     }
-    likeness = like["cached"]
+    likeness = likeness_by_system["cached"]
     fast = {}
     if rig.net is not None:
-        waited = dense, cached
-        fast = {"fast": late(rig, rig.path.resolve(), edits, jobs, waited, (entries, choice))}
-    least = FOLLOWED["lora" if asked.controls is None else "control"]
+        exact_pictures = dense, cached
+        fast = {
+            "fast": fast_figures(
+                rig, rig.path.resolve(), edits, jobs, exact_pictures, (entries, choice)
+            )
+        }
+    least = LEAST_SHARE["lora" if adapter_edit_set.controls is None else "control"]
     return {
         "edits": len(edits),
         "followed": {system: round(value, 4) for system, value in share.items()},
         "cached_against_dense": likeness,
-        "base_entries_against_dense": like.get("cached, base entries"),
+        "base_entries_against_dense": likeness_by_system.get("cached, base entries"),
         **fast,
         "held": {
-            "followed": share["dense"] >= least and share["without"] <= WITHOUT,
-            "cached_follows": share["cached"] >= share["dense"] - POINTS,
+            "followed": share["dense"] >= least and share["without"] <= LARGEST_BASE_SHARE,
+            "cached_follows": share["cached"] >= share["dense"] - LARGEST_LOSS,
             "mean_db": likeness["psnr_in_mask"] >= MEAN_DB,
             "worst_class_db": likeness["worst_class_psnr_in_mask"] >= WORST_DB,
-            **(late_held(fast["fast"]) if fast else {}),
+            **(late_bar_results(fast["fast"]) if fast else {}),
         },
     }
 
 
-def _by_shape(edits: Sequence[Edit], found: Sequence[EditQuality]) -> dict[str, Any]:
+def _by_shape(edits: Sequence[Edit], qualities: Sequence[EditQuality]) -> dict[str, Any]:
     shapes: dict[str, list[EditQuality]] = {}
-    for edit, quality in zip(edits, found, strict=True):
+    for edit, quality in zip(edits, qualities, strict=True):
         shapes.setdefault(str(edit.shape), []).append(quality)
     return by_class(shapes)

@@ -121,28 +121,28 @@ def flux() -> ModelWork:
     return flux_work(FLUX_DEV, 128, 128)
 
 
-def published(facts: ModelSpec) -> ModelWork:
+def published(spec: ModelSpec) -> ModelWork:
     """Return the work of the published model at 1024x1024 that corresponds to this model."""
-    if not facts.semantics.context:
+    if not spec.semantics.context:
         return flux()
     return flux2.count(KLEIN_4B, 128, 128, 0, recorded=False, references=1)
 
 
-def schedule(facts: ModelSpec, steps: int) -> int:
+def schedule(spec: ModelSpec, steps: int) -> int:
     """Return the number of steps of the schedule that has a template's anchors, for edits of
     `steps` steps. A distilled model takes its anchors from its own few steps.
     """
-    few = facts.semantics.reference and facts.stride == 1
-    return facts.defaults.num_inference_steps if few else steps
+    few_steps = spec.semantics.reference and spec.stride == 1
+    return spec.defaults.num_inference_steps if few_steps else steps
 
 
-def default(facts: ModelSpec, steps: int) -> CacheChoice:
+def default(spec: ModelSpec, steps: int) -> CacheChoice:
     """Return the choice of `[cache]` and `[model] mask_ring`, with as many anchors as 28 steps
     would have.
     """
     config = Config()
-    cache, stride = config.cache, anchor_stride(config.cache.stride, facts)
-    stride = of_schedule(stride, steps) if schedule(facts, steps) == steps else stride
+    cache, stride = config.cache, anchor_stride(config.cache.stride, spec)
+    stride = of_schedule(stride, steps) if schedule(spec, steps) == steps else stride
     return CacheChoice(cache.entry_kind, cache.entry_format, stride, config.model.mask_ring)
 
 
@@ -151,12 +151,12 @@ def of_schedule(stride: int, steps: int) -> int:
     return stride if stride >= FLUX_STEPS else max(1, round(stride * steps / FLUX_STEPS))
 
 
-def first_looks(chosen: CacheChoice, facts: ModelSpec, steps: int) -> list[CacheChoice]:
+def default_choices(chosen: CacheChoice, spec: ModelSpec, steps: int) -> list[CacheChoice]:
     """Return the default, and the few alternatives that are compared on all classes."""
     denser = replace(chosen, dense_steps=1)
-    if facts.semantics.masked_picture:
+    if spec.semantics.masked_picture:
         return [chosen, denser, replace(chosen, stride=-(-steps // 2)), CacheChoice()]
-    if facts.semantics.context:
+    if spec.semantics.context:
         anchors = [replace(chosen, stride=stride) for stride in (chosen.stride, 2, ALL_STEPS)]
         choices = [
             way
@@ -203,9 +203,7 @@ def frontier(chosen: CacheChoice, steps: int) -> list[CacheChoice]:
         ]
     choices += [CacheChoice("kv", "model", 1, 1), replace(chosen, dense_steps=2)]
     two_anchors = replace(chosen, stride=of_schedule(14, steps))
-    choices += [
-        replace(way, thin=stands_for) for way in (chosen, two_anchors) for stands_for in (1, 4)
-    ]
+    choices += [replace(way, thin=weight) for way in (chosen, two_anchors) for weight in (1, 4)]
     choices.append(replace(two_anchors, skip_below=0.1))
     # Choices that an elastic edit could step down to.
     skipping = (0.05, 0.1, 0.2, 0.3)
@@ -214,6 +212,6 @@ def frontier(chosen: CacheChoice, steps: int) -> list[CacheChoice]:
         for ring, thin in ((0, 0), (1, 0), (2, 0), (3, 0), (1, 4))
         for threshold in skipping
     ]
-    everything = replace(chosen, dense_steps=FLUX_STEPS)
-    choices += [replace(everything, skip_below=threshold) for threshold in (*skipping, 0.5)]
+    dense_choice = replace(chosen, dense_steps=FLUX_STEPS)
+    choices += [replace(dense_choice, skip_below=threshold) for threshold in (*skipping, 0.5)]
     return list(dict.fromkeys(choices))

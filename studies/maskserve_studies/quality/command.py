@@ -1,37 +1,37 @@
 """Measure what cached activations cost in quality, against diffusers' own output.
 
-The demo model's held-out edits, class by class (demo_model/edit_classes.py), are made by diffusers'
-FluxFillPipeline, by our dense rows, by cached rows, by the masked tokens alone (FlashPS Fig. 1), by
-a crop, and by diffusers' FirstBlockCache at an equal saving. Writes JSON, a table, the error over
-the distance from the mask's rim, and a sheet of each class's worst edit.
+The systems are diffusers' FluxFillPipeline, our dense rows, cached rows, the masked tokens alone
+(FlashPS Fig. 1), a crop, and diffusers' FirstBlockCache at an equal saving. Each system makes the
+demo model's held-out edits, class by class (demo_model/edit_classes.py). The command writes JSON, a
+table, the error over the distance from the mask's rim, and a sheet of each class's worst edit.
 
     python scripts/bench eval_quality --n 16 --json quality.json --sheet worst.png --rim rim.png
 
-With --frontier kinds, formats, strides and rings of cached rows are compared, against our dense
-rows, and fidelity is plotted over bytes and FLOPs on FLUX.1-dev's grid. A model with Inpaint
-semantics (train_inpaint_model.py) is held against our dense rows, too; tests hold these to
+--frontier compares kinds, formats, strides and rings of cached rows with our dense rows, and plots
+fidelity over bytes and FLOPs on FLUX.1-dev's grid. A model with Inpaint semantics
+(train_inpaint_model) is also compared with our dense rows; tests compare these with
 FluxInpaintPipeline.
 
     python scripts/bench eval_quality --frontier --n 6 --steps 12 --json frontier.json --plots .
 
-With --own edits whose rows have anchors of their own are compared, with rivals that must be worse.
+--own compares refresh schedules, with rivals that must be worse.
 
     python scripts/bench eval_quality --own --n 2 --json own.json
     python scripts/bench eval_quality --own --model assets/models/demo-unet
 
-A model that sees the source as reference (train_demo_edit.py) gets edits that name what to change
-(demo_model/reference_edits.py), and is held against its dense rows: one anchor or more, dense first
-steps, the reference alone. At 20 steps, at the four that it is served with, and with own anchors:
+A model that sees the source as reference (train_demo_edit) gets edits that name the object to
+change (demo_model/reference_edits.py), and is compared with its dense rows: one anchor or more,
+dense first steps, the reference alone. At 20 steps, at its default of four, and with refresh steps:
 
     python scripts/bench eval_quality --model assets/models/demo-edit --n 40 --json edit-20.json
     python scripts/bench eval_quality --model assets/models/demo-edit --n 40 --steps 4
     python scripts/bench eval_quality --model assets/models/demo-edit --own --n 8 --steps 4
 
-So do objects on photographs that its training never drew (`--scenes photographs`), and such
-photographs alone (`bare`).
+`--scenes photographs` puts the objects on photographs that its training never used, and `bare`
+takes such photographs alone.
 
-With --adapters demo LoRAs and ControlNets are judged (quality/adapters.py); it fails where a bar is
-missed, as by edits that ignore them.
+--adapters judges demo LoRAs and ControlNets (quality/adapters.py). The exit code is 1 if a bar is
+missed, for example because edits ignore the adapter.
 
     python scripts/bench eval_quality --adapters assets/adapters/hollow.safetensors --n 96
 """
@@ -49,6 +49,12 @@ import numpy as np
 import torch
 
 from maskserve_benchmarks.checkout import DEMO_MODEL
+from maskserve_benchmarks.demo_model.scenes import Edit
+from maskserve_benchmarks.reports import about, write_json
+from maskserve_benchmarks.timing import hardware
+from maskserve_engine.base.job import EditJob
+from maskserve_engine.planning.flops import ModelWork
+from maskserve_engine.spec.model_spec import ModelSpec
 from maskserve_studies.demo_model.edit_classes import CLASSES, edits_of
 from maskserve_studies.demo_model.evaluation import run_edits
 from maskserve_studies.demo_model.reference_edits import (
@@ -56,21 +62,15 @@ from maskserve_studies.demo_model.reference_edits import (
     named_class,
     package_photographs,
 )
-from maskserve_benchmarks.demo_model.scenes import Edit
-from maskserve_studies.quality.adapters import AdapterRig, asked_of, judged
-from maskserve_studies.quality.choices import CacheChoice, default, first_looks, frontier
+from maskserve_studies.quality.adapters import AdapterRig, adapter_edits, judge_adapter
+from maskserve_studies.quality.choices import CacheChoice, default, default_choices, frontier
 from maskserve_studies.quality.choices import published as published_work
 from maskserve_studies.quality.metrics import Picture, by_class, compare, rim_errors
-from maskserve_studies.quality.refresh_steps import table as own_table
 from maskserve_studies.quality.published import missing, published
+from maskserve_studies.quality.refresh_steps import table as refresh_table
 from maskserve_studies.quality.report import draw_worst, plot_frontier, plot_rim, table
 from maskserve_studies.quality.rivals import first_block_cache
 from maskserve_studies.quality.systems import Rig
-from maskserve_benchmarks.reports import about, write_json
-from maskserve_benchmarks.timing import hardware
-from maskserve_engine.base.job import EditJob
-from maskserve_engine.planning.flops import ModelWork
-from maskserve_engine.spec.model_spec import ModelSpec
 
 CROP_MARGIN = 2
 """Tokens around the mask's bounding box that a crop keeps."""
@@ -87,13 +87,13 @@ def parse() -> argparse.Namespace:
         "--scenes",
         choices=("drawn", "photographs", "bare"),
         default="drawn",
-        help="of a model that takes references: as its training drew them, objects on "
-        "photographs that it never saw, or these photographs alone",
+        help="of a model that takes references: drawn as in its training, objects on "
+        "photographs outside its training, or these photographs alone",
     )
     add("--steps", type=int, default=20)
     add("--model", type=Path, default=DEMO_MODEL)
     add("--frontier", action="store_true", help="compare ways of caching, not systems")
-    add("--own", action="store_true", help="compare anchors of an edit's own, not systems")
+    add("--own", action="store_true", help="compare refresh schedules, not systems")
     add("--choices", nargs="+", help="by the names that are printed; default: all")
     add("--wordless", action="store_true", help="prime templates without a word")
     add("--adapters", type=Path, nargs="+", help="LoRA files, ControlNet folders: judge these")
@@ -109,8 +109,8 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def said(what: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')}  {what}", flush=True)
+def log(line: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')}  {line}", flush=True)
 
 
 class Run:
@@ -121,10 +121,10 @@ class Run:
         self.default = default(rig.adapter.spec, rig.steps)
         self.work = published_work(rig.adapter.spec)
         self.pictures: dict[str, ByClass] = {}
-        self.facts: dict[str, dict[str, Any]] = {}
+        self.system_figures: dict[str, dict[str, Any]] = {}
 
-    def keep(self, system: str, name: str, made: list[Picture]) -> None:
-        self.pictures.setdefault(system, {})[name] = made
+    def add(self, system: str, name: str, pictures: list[Picture]) -> None:
+        self.pictures.setdefault(system, {})[name] = pictures
 
     def make(self, choices: list[CacheChoice]) -> None:
         """Make every class with maskserve's rows."""
@@ -132,27 +132,29 @@ class Run:
         for name, edits in self.classes.items():
             jobs = rig.jobs(edits)
             dense = rig.dense(edits, jobs)
-            self.keep("dense", name, dense)
+            self.add("dense", name, dense)
             masked = [rig.tokens_of(job) for job in jobs]
-            self.keep("masked_tokens_alone", name, rig.alone(edits, jobs, masked))
+            self.add("masked_tokens_alone", name, rig.edit_from_tokens(edits, jobs, masked))
             ringed = [rig.tokens_of(job, self.default.ring) for job in jobs]
-            self.keep("masked_tokens_and_ring_alone", name, rig.alone(edits, jobs, ringed))
+            self.add(
+                "masked_tokens_and_ring_alone", name, rig.edit_from_tokens(edits, jobs, ringed)
+            )
             crops = [rig.window_of(job, CROP_MARGIN) for job in jobs]
-            self.keep("crop_and_stitch", name, rig.alone(edits, jobs, crops))
+            self.add("crop_and_stitch", name, rig.edit_from_tokens(edits, jobs, crops))
             entries = rig.entries(jobs)
             for choice in choices:
-                self.keep(choice.name, name, rig.cached(edits, jobs, entries, choice))
-                self.facts[choice.name] = {
+                self.add(choice.name, name, rig.cached(edits, jobs, entries, choice))
+                self.system_figures[choice.name] = {
                     "bytes_per_template": rig.template_bytes(choice, entries[0]),
                     "default": choice == self.default,
                     "flux_gib_per_template": round(
                         choice.flux_bytes(rig.schedule, self.work) / 2**30, 3
                     ),
-                    **flux_facts(choice, self.work, rig.skipped(choice)),
+                    **flux_costs(choice, self.work, rig.skipped(choice)),
                 }
-            self.keep("served", name, [self._served(name, i, job) for i, job in enumerate(jobs)])
-            self.facts["served"] = self.facts[self.default.name]
-            said(f"{name}: {len(edits)} edits by {len(choices)} caches")
+            self.add("served", name, [self._served(name, i, job) for i, job in enumerate(jobs)])
+            self.system_figures["served"] = self.system_figures[self.default.name]
+            log(f"{name}: {len(edits)} edits by {len(choices)} caches")
 
     def _served(self, name: str, number: int, job: EditJob) -> Picture:
         """Return the picture of a worker with default settings. If nearly all of the picture is
@@ -167,8 +169,8 @@ class Run:
     def diffusers(self, pipe: Any, *, fbcache: bool) -> None:
         """Make every class with diffusers' pipeline or with its FirstBlockCache."""
         for name, edits in self.classes.items():
-            self.keep("diffusers", name, self._piped(pipe, edits, 8))
-        said("diffusers")
+            self.add("diffusers", name, self._piped(pipe, edits, 8))
+        log("diffusers")
         if not fbcache:
             return
         # The work of as many dense steps as the default takes on FLUX's grid.
@@ -176,24 +178,24 @@ class Run:
             pipe,
             lambda n: {name: self._piped(pipe, e[:n], 1) for name, e in self.classes.items()},
             max(map(len, self.classes.values())),
-            flux_facts(self.default, self.work)["flux_flop_speedup"],
+            flux_costs(self.default, self.work)["flux_flop_speedup"],
         )
-        self.facts["first_block_cache"] = {
+        self.system_figures["first_block_cache"] = {
             "threshold": threshold,
             "block_call_saving": round(saving, 3),
         }
-        said("first_block_cache")
+        log("first_block_cache")
 
     def _piped(self, pipe: Any, edits: list[Edit], batch: int) -> list[Picture]:
         return run_edits(pipe, edits, self.rig.steps, batch)
 
-    def judged(self, reference: str, args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    def figures(self, reference: str, args: argparse.Namespace) -> dict[str, dict[str, Any]]:
         """Return the figures of every system against the pictures of the `reference` system."""
         truth = self.pictures[reference]
         everything = [edit for edits in self.classes.values() for edit in edits]
 
-        def flat(made: ByClass) -> list[Picture]:
-            return [picture for name in self.classes for picture in made[name]]
+        def flat(pictures: ByClass) -> list[Picture]:
+            return [picture for name in self.classes for picture in pictures[name]]
 
         return {
             system: {
@@ -205,13 +207,13 @@ class Run:
                     }
                 ),
                 "rim_errors": rim_errors(everything, flat(system_pictures), flat(truth)),
-                **self.facts.get(system, {}),
+                **self.system_figures.get(system, {}),
             }
             for system, system_pictures in self.pictures.items()
         }
 
 
-def flux_facts(choice: CacheChoice, work: ModelWork, skipped: float = 0.0) -> dict[str, float]:
+def flux_costs(choice: CacheChoice, work: ModelWork, skipped: float = 0.0) -> dict[str, float]:
     """Return the cost of a choice on a published model at 1024x1024 with a square mask of 0.11.
 
     Args:
@@ -230,7 +232,7 @@ def flux_facts(choice: CacheChoice, work: ModelWork, skipped: float = 0.0) -> di
     }
 
 
-def classes_of(facts: ModelSpec, args: argparse.Namespace) -> dict[str, list[Edit]]:
+def scene_classes(spec: ModelSpec, args: argparse.Namespace) -> dict[str, list[Edit]]:
     """Return the edits of the requested classes; without a request, of all classes that the model
     knows.
 
@@ -238,7 +240,7 @@ def classes_of(facts: ModelSpec, args: argparse.Namespace) -> dict[str, list[Edi
         SystemExit: the model does not have such scenes.
     """
     unseen, bare = args.scenes != "drawn", args.scenes == "bare"
-    if facts.semantics.reference:
+    if spec.semantics.reference:
         photographs = package_photographs() if unseen else ()
         names = args.classes or NAMED_CLASSES
         return {
@@ -250,20 +252,20 @@ def classes_of(facts: ModelSpec, args: argparse.Namespace) -> dict[str, list[Edi
 
 
 def judge_adapters(args: argparse.Namespace) -> int:
-    without = Rig(args.model, args.steps)
+    plain_rig = Rig(args.model, args.steps)
     results = {}
     for path in args.adapters:
-        edit_set = asked_of(path.stem, args.n)
-        results[path.stem] = judged(
-            AdapterRig(args.model, args.steps, path, args.stride), without, edit_set
+        edit_set = adapter_edits(path.stem, args.n)
+        results[path.stem] = judge_adapter(
+            AdapterRig(args.model, args.steps, path, args.stride), plain_rig, edit_set
         )
-        said(f"{path.stem}: {json.dumps(results[path.stem], indent=1)}")
+        log(f"{path.stem}: {json.dumps(results[path.stem], indent=1)}")
     report = {**about(hardware(torch.device("cpu"))), "steps": args.steps, "adapters": results}
     write_json(report, args.json)
     return 0 if all(all(result["held"].values()) for result in results.values()) else 1
 
 
-def compare_own(folder: Path, args: argparse.Namespace) -> int:
+def compare_refresh_schedules(folder: Path, args: argparse.Namespace) -> int:
     """Compare refresh schedules, one after the other. With `--adapters` the edits have that
     ControlNet, and the shapes of their outlines are the classes.
     """
@@ -271,7 +273,7 @@ def compare_own(folder: Path, args: argparse.Namespace) -> int:
         [path] = args.adapters
         controlled = AdapterRig(folder, args.steps, path)
         rig: Rig = controlled
-        edit_set = asked_of("outline", args.n)
+        edit_set = adapter_edits("outline", args.n)
         classes: dict[str, list[Edit]] = {}
         jobs: dict[str, list[EditJob]] = {}
         encoded = zip(
@@ -279,17 +281,17 @@ def compare_own(folder: Path, args: argparse.Namespace) -> int:
         )
         for edit, job, control in encoded:
             classes.setdefault(str(edit.shape), []).append(edit)
-            jobs.setdefault(str(edit.shape), []).append(controlled.given(job, control))
+            jobs.setdefault(str(edit.shape), []).append(controlled.with_control(job, control))
     else:
         rig = Rig(folder, args.steps)
-        classes = classes_of(rig.adapter.spec, args)
+        classes = scene_classes(rig.adapter.spec, args)
         jobs = {name: rig.jobs(edits) for name, edits in classes.items()}
     rows = []
-    for row in own_table(rig, classes, jobs, args.choices):
+    for row in refresh_table(rig, classes, jobs, args.choices):
         rows.append(row)
         mean, worst = row["psnr_in_mask"], row["worst_class_psnr_in_mask"]
         low, under = row["worst_psnr_in_mask"], row["share_below_30"]
-        said(
+        log(
             f"{row['choice']}: mean {mean:.1f} dB, worst class {worst:.1f} ({row['worst_class']}), "
             f"worst edit {low:.1f}, under 30 dB {under:.1%}"
         )
@@ -305,20 +307,20 @@ def main() -> int:
     if args.adapters and not args.own:
         return judge_adapters(args)
     if args.own:
-        return compare_own(args.model, args)
+        return compare_refresh_schedules(args.model, args)
     rig = Rig(args.model, args.steps, wordless=args.wordless)
-    classes = classes_of(rig.adapter.spec, args)
+    classes = scene_classes(rig.adapter.spec, args)
     if args.frontier and rig.adapter.spec.semantics.reference:
         raise SystemExit("eval_quality: --frontier: not of models that see the source as reference")
     run = Run(rig, classes)
-    few = first_looks(run.default, rig.adapter.spec, args.steps)
-    looks = frontier(run.default, args.steps) if args.frontier else few
+    defaults = default_choices(run.default, rig.adapter.spec, args.steps)
+    choices = frontier(run.default, args.steps) if args.frontier else defaults
     if args.choices:  # also compare the pictures of a worker
-        served = [look for look in looks if replace(look, dense_steps=0) == run.default]
-        looks = served + [
-            look for look in looks if look.name in args.choices and look not in served
+        served = [choice for choice in choices if replace(choice, dense_steps=0) == run.default]
+        choices = served + [
+            choice for choice in choices if choice.name in args.choices and choice not in served
         ]
-    run.make(looks)
+    run.make(choices)
     semantics = rig.adapter.spec.semantics
     reference = "dense" if args.frontier or semantics.blends else "diffusers"
     if reference == "diffusers":
@@ -327,7 +329,7 @@ def main() -> int:
         pipe = FluxFillPipeline.from_pretrained(str(args.model))
         pipe.set_progress_bar_config(disable=True)
         run.diffusers(pipe, fbcache=not args.no_fbcache)
-    systems = run.judged(reference, args)
+    systems = run.figures(reference, args)
     ratios = [float(np.mean(edit.mask)) for edits in classes.values() for edit in edits]
     report = {
         **about(hardware(torch.device("cpu"))),

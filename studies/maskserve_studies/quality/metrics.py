@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 from scipy.ndimage import distance_transform_cdt
 from skimage.metrics import structural_similarity
 
-from maskserve_studies.demo_model.judge import judge
 from maskserve_benchmarks.demo_model.scenes import Edit
+from maskserve_studies.demo_model.judge import judge
 
 Picture = NDArray[np.uint8]
 
 RIM = 24
 """Largest distance in pixels from the mask's rim at which the error is reported."""
-SEEN_BELOW = 30.0
+VISIBLE_BELOW = 30.0
 """dB inside the mask below which the eye sees a difference between an edit and its reference."""
 
 
@@ -66,35 +66,41 @@ def compare(
     edits: Sequence[Edit], pictures: Sequence[Picture], references: Sequence[Picture]
 ) -> list[EditQuality]:
     """Compare `pictures` with `references`, edit by edit."""
-    return [_one(e, p, r) for e, p, r in zip(edits, pictures, references, strict=True)]
+    return [_compare_edit(e, p, r) for e, p, r in zip(edits, pictures, references, strict=True)]
 
 
-def summary(found: Sequence[EditQuality]) -> Quality:
+def summary(qualities: Sequence[EditQuality]) -> Quality:
     """Return the means and the worst edit."""
-    verdicts = [quality.right for quality in found if quality.right is not None]
-    psnr = np.array([quality.psnr_in_mask for quality in found])
+    verdicts = [quality.right for quality in qualities if quality.right is not None]
+    psnr = np.array([quality.psnr_in_mask for quality in qualities])
     return Quality(
-        ssim=float(np.mean([quality.ssim for quality in found])),
-        ssim_in_mask=float(np.mean([quality.ssim_in_mask for quality in found])),
+        ssim=float(np.mean([quality.ssim for quality in qualities])),
+        ssim_in_mask=float(np.mean([quality.ssim_in_mask for quality in qualities])),
         psnr_in_mask=float(psnr.mean()),
         pooled_psnr_in_mask=float(-10.0 * np.log10(np.mean(10.0 ** (-psnr / 10.0)))),
-        share_below_30=float(np.mean(psnr < SEEN_BELOW)),
-        outside_max_abs_diff=max(quality.outside_max_abs_diff for quality in found),
+        share_below_30=float(np.mean(psnr < VISIBLE_BELOW)),
+        outside_max_abs_diff=max(quality.outside_max_abs_diff for quality in qualities),
         prompt_followed=float(np.mean(verdicts)) if verdicts else None,
-        worst_ssim_in_mask=min(quality.ssim_in_mask for quality in found),
+        worst_ssim_in_mask=min(quality.ssim_in_mask for quality in qualities),
         worst_psnr_in_mask=float(psnr.min()),
     )
 
 
-def by_class(found: Mapping[str, Sequence[EditQuality]]) -> dict[str, Any]:
+def by_class(qualities_by_class: Mapping[str, Sequence[EditQuality]]) -> dict[str, Any]:
     """Return a system's figures: over all edits, per class in `classes`, and for the class with the
     lowest mean PSNR.
     """
-    classes = {name: summary(class_qualities) for name, class_qualities in found.items()}
+    classes = {
+        name: summary(class_qualities) for name, class_qualities in qualities_by_class.items()
+    }
     worst = min(classes, key=lambda name: classes[name].psnr_in_mask)
     return {
         **summary(
-            [quality for class_qualities in found.values() for quality in class_qualities]
+            [
+                quality
+                for class_qualities in qualities_by_class.values()
+                for quality in class_qualities
+            ]
         ).as_dict(),
         "worst_class": worst,
         "worst_class_psnr_in_mask": round(classes[worst].psnr_in_mask, 4),
@@ -102,7 +108,7 @@ def by_class(found: Mapping[str, Sequence[EditQuality]]) -> dict[str, Any]:
     }
 
 
-def _one(edit: Edit, picture: Picture, reference: Picture) -> EditQuality:
+def _compare_edit(edit: Edit, picture: Picture, reference: Picture) -> EditQuality:
     ssim, ssim_map = structural_similarity(
         picture,
         reference,

@@ -1,5 +1,5 @@
-"""Edits with refresh steps against dense edits: which refresh steps, which format, and whether the
-steps between compute the text; and rivals that must be worse.
+"""Edits with refresh steps, compared with dense edits, by refresh schedule, format and computed
+tokens. Rivals that must be worse are among the choices.
 """
 
 from __future__ import annotations
@@ -13,10 +13,6 @@ from typing import Any
 from msgspec import structs
 
 from maskserve_benchmarks.demo_model.scenes import Edit
-from maskserve_studies.quality.choices import FLUX_STEPS, FLUX_TEXT, CacheChoice
-from maskserve_studies.quality.choices import flux as published_flux
-from maskserve_studies.quality.metrics import by_class, compare
-from maskserve_studies.quality.systems import BATCH, Picture, Rig
 from maskserve_benchmarks.steps.replay import plan_of_kinds
 from maskserve_common.config import Config
 from maskserve_common.contracts.reuse_levels import refresh_count
@@ -26,10 +22,14 @@ from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.planning.flops import RowTokens
 from maskserve_engine.planning.refresh_steps import refresh_steps
 from maskserve_engine.spec.model_spec import ModelSpec, refresh_stride
+from maskserve_studies.quality.choices import FLUX_STEPS, FLUX_TEXT, CacheChoice
+from maskserve_studies.quality.choices import flux as published_flux
+from maskserve_studies.quality.metrics import by_class, compare
+from maskserve_studies.quality.systems import BATCH, Picture, Rig
 
 
 @dataclass(frozen=True, slots=True)
-class OwnChoice:
+class RefreshChoice:
     """One way to run rows with refresh steps."""
 
     dense: tuple[int, ...]
@@ -48,13 +48,13 @@ class OwnChoice:
     """Power of sigma over which values lie on lines; None: the family's."""
     bends: bool | None = None
     """Whether to extrapolate with second order; None: as the family does."""
-    foresees: bool = False
+    lookahead: bool = False
     """Whether lookahead computes all refresh steps except the first."""
 
     @property
     def name(self) -> str:
-        ahead = " foreseen" if self.foresees else ""
-        words = [f"{{{','.join(map(str, self.dense))}}}{ahead}", self.format]
+        suffix = " foreseen" if self.lookahead else ""
+        words = [f"{{{','.join(map(str, self.dense))}}}{suffix}", self.format]
         words += [] if self.text else ["text computed"]
         words += ["ring left out"] * self.leaves_ring
         words += [] if self.ring == 1 else [f"ring {self.ring}"]
@@ -65,29 +65,31 @@ class OwnChoice:
         return ", ".join(words)
 
 
-def served(rig: Rig, job: EditJob, count: int = 0, *, foresees: bool = True) -> OwnChoice:
+def served_choice(
+    rig: Rig, job: EditJob, count: int = 0, *, lookahead: bool = True
+) -> RefreshChoice:
     """Return the choice that a worker makes for an edit.
 
     Args:
         rig: rig of the model.
         job: any edit.
         count: number of refresh steps; 0: the worker's default.
-        foresees: whether lookahead computes all refresh steps except the first.
+        lookahead: whether lookahead computes all refresh steps except the first.
     """
-    facts, sigmas = rig.adapter.spec, [sigma for sigma, _ in rig.adapter.sigmas(job)]
-    count = count or refresh_count(len(sigmas), refresh_stride(Config(), facts))
-    ahead = foresees and count > 1
-    growth = ahead * facts.refresh_growth
-    anchors = refresh_steps(count, sigmas, facts.refresh_evenly_over, growth=growth)
-    return OwnChoice(
+    spec, sigmas = rig.adapter.spec, [sigma for sigma, _ in rig.adapter.sigmas(job)]
+    count = count or refresh_count(len(sigmas), refresh_stride(Config(), spec))
+    with_lookahead = lookahead and count > 1
+    growth = with_lookahead * spec.refresh_growth
+    anchors = refresh_steps(count, sigmas, spec.refresh_evenly_over, growth=growth)
+    return RefreshChoice(
         tuple(sorted(anchors)),
-        text=facts.leaves_text or facts.family == "unet",  # the text is not among a UNet's tokens
-        leaves_ring=facts.leaves_text and facts.refresh_ring is not None,
-        foresees=ahead,
+        text=spec.leaves_text or spec.family == "unet",  # the text is not among a UNet's tokens
+        leaves_ring=spec.leaves_text and spec.refresh_ring is not None,
+        lookahead=with_lookahead,
     )
 
 
-def choices(rig: Rig, job: EditJob) -> list[OwnChoice]:
+def choices(rig: Rig, job: EditJob) -> list[RefreshChoice]:
     """Return the choices to compare, the default first; `reach` makes the rivals.
 
     Args:
@@ -95,30 +97,35 @@ def choices(rig: Rig, job: EditJob) -> list[OwnChoice]:
         job: any edit.
     """
     # The text can be left out only if it takes part in the image's attention.
-    facts, steps = rig.adapter.spec, rig.steps
-    joint = facts.family != "unet"
-    most = 2 if steps <= 4 else 4 if steps <= 8 else 5
-    way = served(rig, job)
+    spec, steps = rig.adapter.spec, rig.steps
+    joint = spec.family != "unet"
+    largest_count = 2 if steps <= 4 else 4 if steps <= 8 else 5
+    served_default = served_choice(rig, job)
     even = replace(
-        way, dense=tuple(sorted(refresh_steps(len(way.dense), range(steps, 0, -1), 0.0)))
+        served_default,
+        dense=tuple(sorted(refresh_steps(len(served_default.dense), range(steps, 0, -1), 0.0))),
     )
-    counts = range(most, 0, -1)
+    counts = range(largest_count, 0, -1)
     candidates = [
-        way,
-        *[replace(way, reach=reach) for reach in (0.0, 2.0)],
+        served_default,
+        *[replace(served_default, reach=reach) for reach in (0.0, 2.0)],
         even,
-        *[served(rig, job, count, foresees=ahead) for ahead in (True, False) for count in counts],
-        *[replace(way, leaves_ring=False, ring=ring) for ring in (2, 1, 0)],
-        *([replace(way, text=False)] if joint and facts.leaves_text else []),
-        *([] if joint else [replace(way, halo=halo) for halo in (64, 4)]),
-        *[replace(way, power=power) for power in (1.0, 1.5, 2.0, 3.0)],
-        replace(way, bends=not facts.second_order_refresh),
-        *[replace(way, format=format) for format in ("model", "int4")],
+        *[
+            served_choice(rig, job, count, lookahead=with_lookahead)
+            for with_lookahead in (True, False)
+            for count in counts
+        ],
+        *[replace(served_default, leaves_ring=False, ring=ring) for ring in (2, 1, 0)],
+        *([replace(served_default, text=False)] if joint and spec.leaves_text else []),
+        *([] if joint else [replace(served_default, halo=halo) for halo in (64, 4)]),
+        *[replace(served_default, power=power) for power in (1.0, 1.5, 2.0, 3.0)],
+        replace(served_default, bends=not spec.second_order_refresh),
+        *[replace(served_default, format=format) for format in ("model", "int4")],
     ]
     return list(dict.fromkeys(candidates))
 
 
-def flux_flop_speedup(choice: OwnChoice) -> float:
+def flux_flop_speedup(choice: RefreshChoice) -> float:
     """Return dense FLOPs over the choice's FLOPs: FLUX.1-dev at 1024x1024, 28 steps, a square mask
     of 0.11.
     """
@@ -130,19 +137,19 @@ def flux_flop_speedup(choice: OwnChoice) -> float:
     computed = 0 if choice.text else FLUX_TEXT
     row_tokens = RowTokens(active, computed, text_read=FLUX_TEXT - computed)
     share = len(choice.dense) / FLUX_STEPS
-    cached_share = 1 - (1 / FLUX_STEPS if choice.foresees else share)
+    cached_share = 1 - (1 / FLUX_STEPS if choice.lookahead else share)
     return whole / (share * whole + cached_share * work.step_flops([row_tokens], "kv"))
 
 
-def edited(
-    rig: Rig, edits: Sequence[Edit], jobs: Sequence[EditJob], choice: OwnChoice
+def edit_with_refreshes(
+    rig: Rig, edits: Sequence[Edit], jobs: Sequence[EditJob], choice: RefreshChoice
 ) -> list[Picture]:
     """Make the edits by rows with refresh steps."""
-    facts, power, bends = rig.adapter.spec, choice.power, choice.bends
+    spec, power, bends = rig.adapter.spec, choice.power, choice.bends
     if power is None:
-        power = facts.refresh_evenly_over if choice.foresees else _power_behind(facts)
+        power = spec.refresh_evenly_over if choice.lookahead else _power_behind(spec)
     if bends is None:
-        bends = choice.foresees and facts.second_order_refresh
+        bends = choice.lookahead and spec.second_order_refresh
     plan = RefreshSchedule(
         frozenset(choice.dense),
         choice.format,
@@ -150,7 +157,7 @@ def edited(
         choice.leaves_ring,
         power,
         second_order=bends,
-        looks_ahead=choice.foresees,
+        looks_ahead=choice.lookahead,
     )
     rows: list[Any] = []
     for job in jobs:
@@ -159,7 +166,7 @@ def edited(
         rows.append(rig.adapter.anchored_row(ringed, plan))
         rig.attach(rows[-1], ringed)
     kinds = plan_of_kinds(("kv",) * rig.adapter.blocks)
-    with _reaching(choice.reach):
+    with _scaled_extrapolation(choice.reach):
         for first in range(0, len(rows), BATCH):
             batch = rows[first : first + BATCH]
             readers = [StepCacheReader(row, rig.adapter.entry_blocks) for row in batch]
@@ -170,24 +177,26 @@ def edited(
     return [rig.finish(edit, row.result().array()) for edit, row in zip(edits, rows, strict=True)]
 
 
-def beside_template(
+def edit_from_template(
     rig: Rig,
     edits: Sequence[Edit],
     jobs: Sequence[EditJob],
     entries: Sequence[tuple[AnchorEntry, ...]],
     choice: CacheChoice,
-    own: RefreshSchedule | None,
+    schedule: RefreshSchedule | None,
 ) -> list[Picture]:
     """Make edits that read a template and also keep activations of their own. With a refresh
     schedule they leave out their text between its refresh steps. If `choice` has a dense first
     step, that step corrects the entries (residual correction).
     """
-    rows = rig.cached_rows(jobs, entries, choice, own)
+    rows = rig.cached_rows(jobs, entries, choice, schedule)
     for first in range(0, len(rows), BATCH):
         batch = rows[first : first + BATCH]
         while batch[0].step < batch[0].steps:
             for row in batch:
-                row.frozen = own is not None and own.text and row.step not in own.dense
+                row.frozen = (
+                    schedule is not None and schedule.text and row.step not in schedule.dense
+                )
             rig.replay.step(batch, ("kv",) * rig.adapter.blocks)
     return [rig.finish(edit, row.result().array()) for edit, row in zip(edits, rows, strict=True)]
 
@@ -196,7 +205,7 @@ def table(
     rig: Rig,
     classes: dict[str, list[Edit]],
     jobs: dict[str, list[EditJob]],
-    wanted: Sequence[str] | None = None,
+    names: Sequence[str] | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Yield the fidelity of each choice against dense rows.
 
@@ -204,37 +213,38 @@ def table(
         rig: rig of the model.
         classes: the edits of each class.
         jobs: the jobs of each class.
-        wanted: names of the choices to compare; None: all.
+        names: names of the choices to compare; None: all.
     """
     dense = {name: rig.dense(edits, jobs[name]) for name, edits in classes.items()}
     joint = rig.adapter.spec.family != "unet"
     for choice in choices(rig, next(iter(jobs.values()))[0]):
-        if wanted is not None and choice.name not in wanted:
+        if names is not None and choice.name not in names:
             continue
         choice_rig = rig if not choice.halo else Rig(rig.folder, rig.steps, halo=choice.halo)
         pictures = {
-            name: edited(choice_rig, edits, jobs[name], choice) for name, edits in classes.items()
+            name: edit_with_refreshes(choice_rig, edits, jobs[name], choice)
+            for name, edits in classes.items()
         }
         qualities = {name: compare(classes[name], pictures[name], dense[name]) for name in classes}
-        facts: dict[str, Any] = {"choice": choice.name, "dense_steps": len(choice.dense)}
+        figures: dict[str, Any] = {"choice": choice.name, "dense_steps": len(choice.dense)}
         if joint:
-            facts["flux_flop_speedup"] = round(flux_flop_speedup(choice), 3)
-        yield {**facts, **by_class(qualities)}
+            figures["flux_flop_speedup"] = round(flux_flop_speedup(choice), 3)
+        yield {**figures, **by_class(qualities)}
 
 
-def _power_behind(facts: ModelSpec) -> float:
+def _power_behind(spec: ModelSpec) -> float:
     """Return the power of sigma over which lines extrapolate best behind their refresh steps."""
-    if facts.family == "unet":
+    if spec.family == "unet":
         return 1.0
-    return 3.0 if facts.semantics.blends else 2.0 if facts.semantics.reference else 1.0
+    return 3.0 if spec.semantics.blends else 2.0 if spec.semantics.reference else 1.0
 
 
 @contextmanager
-def _reaching(times: float) -> Iterator[None]:
+def _scaled_extrapolation(times: float) -> Iterator[None]:
     """Scale all rows' extrapolation by `times` while the context lasts."""
-    honest = AnchorLine.weight
-    AnchorLine.weight = lambda self, sigma: times * honest(self, sigma)  # type: ignore[method-assign]
+    original = AnchorLine.weight
+    AnchorLine.weight = lambda self, sigma: times * original(self, sigma)  # type: ignore[method-assign]
     try:
         yield
     finally:
-        AnchorLine.weight = honest  # type: ignore[method-assign]
+        AnchorLine.weight = original  # type: ignore[method-assign]

@@ -18,8 +18,6 @@ from PIL import Image
 
 from maskserve_benchmarks.demo_model.scenes import Edit
 from maskserve_benchmarks.edits.direct import job_of, request_of
-from maskserve_studies.quality.choices import CacheChoice, schedule
-from maskserve_studies.quality.thinning import references_alone, references_computed, thinned
 from maskserve_benchmarks.steps.replay import Replay
 from maskserve_common.config_file import config_of
 from maskserve_common.contracts.keys import anchor_steps
@@ -35,12 +33,14 @@ from maskserve_engine.families.mmdit.rows import FlowPrimingRow, FlowRow
 from maskserve_engine.families.registry import load_adapter, load_decoder, load_encoder
 from maskserve_engine.families.specs import load_spec
 from maskserve_engine.stages.loader import device_of
+from maskserve_studies.quality.choices import CacheChoice, schedule
+from maskserve_studies.quality.thinning import references_alone, references_computed, thinned
 from maskserve_triton.preprocess import mask_for_model
 
 Picture = NDArray[np.uint8]
 TokenIds = NDArray[np.int64]
 BATCH = 8
-BOTH = (frozenset({"h", "kv"}),)
+ENTRY_KINDS = (frozenset({"h", "kv"}),)
 
 
 class Rig:
@@ -141,9 +141,9 @@ class Rig:
                 self.adapter.priming_row(
                     job,
                     anchors,
-                    self._primed_with(job),
+                    self._priming_prompt(job),
                     job.request.template_noise_seed,
-                    BOTH * self.adapter.blocks,
+                    ENTRY_KINDS * self.adapter.blocks,
                     "model",
                 )
             )
@@ -154,7 +154,7 @@ class Rig:
                 self.adapter.step(batch, None)
         return [tuple(row.done) for row in rows]
 
-    def _primed_with(self, job: EditJob) -> Conditioning:
+    def _priming_prompt(self, job: EditJob) -> Conditioning:
         if self._by_prompt:
             return job.conditioning
         image_tokens = self.adapter.spec.encoder_picture_tokens(*job.moments.shape[1:])
@@ -172,7 +172,7 @@ class Rig:
         rows = self._dense_rows(jobs) if choice.dense else self.cached_rows(jobs, entries, choice)
         for row in rows if choice.skip_below else ():
             row.first_block = FirstBlockCache(choice.skip_below)
-        parts = [self._fewer(row, choice) for row in rows]
+        parts = [self._with_fewer_tokens(row, choice) for row in rows]
         self.run(parts, (choice.block_kind,) * self.adapter.blocks)
         self._steps_skipped[choice] += sum(part.skipped for part in parts)
         for row, part in zip(rows, parts, strict=True):
@@ -185,12 +185,12 @@ class Rig:
         jobs: Sequence[EditJob],
         entries: Sequence[tuple[AnchorEntry, ...]],
         choice: CacheChoice,
-        own: RefreshSchedule | None = None,
+        schedule: RefreshSchedule | None = None,
     ) -> list[FlowRow]:
-        """Return new cached rows; `own` says what they keep besides the entries."""
-        coded = [_kept(entry_list, choice) for entry_list in entries]
+        """Return new cached rows; `schedule` says what they keep besides the entries."""
+        coded = [_stored_entries(entry_list, choice) for entry_list in entries]
         return [
-            self._row(job, entry_list, choice, own)
+            self._row(job, entry_list, choice, schedule)
             for job, entry_list in zip(jobs, coded, strict=True)
         ]
 
@@ -203,7 +203,7 @@ class Rig:
         job: EditJob,
         coded: Sequence[AnchorEntry],
         choice: CacheChoice,
-        own: RefreshSchedule | None,
+        schedule: RefreshSchedule | None,
     ) -> FlowRow:
         settings = structs.replace(job.request.settings, mask_ring=choice.ring)
         job = replace(job, request=replace(job.request, settings=settings))
@@ -212,15 +212,15 @@ class Rig:
             None if step < choice.dense_steps else _nearest(coded, sigma)
             for step, (sigma, _) in enumerate(self.adapter.sigmas(job))
         ]
-        if own is None and choice.dense_steps and self.adapter.spec.corrects_residuals:
+        if schedule is None and choice.dense_steps and self.adapter.spec.corrects_residuals:
             format = self.config.cache.refresh_format_on(device_of(self.config).type)
-            own = RefreshSchedule(frozenset(), format, text=False, corrects_residuals=True)
+            schedule = RefreshSchedule(frozenset(), format, text=False, corrects_residuals=True)
         seed = job.request.template_noise_seed
-        row = cast(FlowRow, self.replay.cached_row(job, per_step, seed, own))
+        row = cast(FlowRow, self.replay.cached_row(job, per_step, seed, schedule))
         self.attach(row, job)
         return row
 
-    def _fewer(self, row: FlowRow, choice: CacheChoice) -> FlowRow:
+    def _with_fewer_tokens(self, row: FlowRow, choice: CacheChoice) -> FlowRow:
         """Return a row that reads only the tokens that the choice keeps."""
         if choice.thin:
             part = thinned(row, choice.thin)
@@ -261,15 +261,15 @@ class Rig:
         ] = True
         return np.flatnonzero(window)
 
-    def alone(
+    def edit_from_tokens(
         self, edits: Sequence[Edit], jobs: Sequence[EditJob], tokens: Sequence[TokenIds]
     ) -> list[Picture]:
         """Make edits from some of their tokens as if no others existed: the masked tokens (FlashPS
         Fig. 1, right) or a crop. The noise is that of the whole picture.
         """
-        whole = [self.adapter.dense_row(job) for job in jobs]
+        dense_rows = [self.adapter.dense_row(job) for job in jobs]
         parts = []
-        for row, ids in zip(whole, tokens, strict=True):
+        for row, ids in zip(dense_rows, tokens, strict=True):
             index, text = torch.from_numpy(ids), len(row.text)
             condition = None if row.condition is None else row.condition[index]
             parts.append(
@@ -296,7 +296,7 @@ class Rig:
 
     def template_bytes(self, choice: CacheChoice, entries: tuple[AnchorEntry, ...]) -> int:
         """Return the bytes of one template in the store, with its whole context."""
-        return sum(entry.nbytes for entry in _kept(entries, choice))
+        return sum(entry.nbytes for entry in _stored_entries(entries, choice))
 
     def _finish_all(self, edits: Sequence[Edit], rows: Sequence[FlowRow]) -> list[Picture]:
         return [
@@ -304,7 +304,7 @@ class Rig:
         ]
 
 
-def _kept(entries: tuple[AnchorEntry, ...], choice: CacheChoice) -> list[AnchorEntry]:
+def _stored_entries(entries: tuple[AnchorEntry, ...], choice: CacheChoice) -> list[AnchorEntry]:
     """Return the entries that this choice keeps of a template's, in its storage format. `entries`
     has one entry per step.
     """
@@ -315,8 +315,8 @@ def _kept(entries: tuple[AnchorEntry, ...], choice: CacheChoice) -> list[AnchorE
 def _recode(entry: AnchorEntry, choice: CacheChoice) -> AnchorEntry:
     """Return an entry in the form in which this choice stores it."""
 
-    def keep(coded: Coded | None, wanted: bool) -> Coded | None:
-        return encode(coded.data, choice.format) if coded is not None and wanted else None
+    def keep(coded: Coded | None, is_stored: bool) -> Coded | None:
+        return encode(coded.data, choice.format) if coded is not None and is_stored else None
 
     kv = choice.kind == "kv"
     blocks = tuple(

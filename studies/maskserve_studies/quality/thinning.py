@@ -1,9 +1,9 @@
-"""Other sets of tokens for a cached step to read: of the tokens outside the mask, those near it and
-a quarter of the others; those of the reference alone; or all but those of the reference under the
-mask, which the step computes.
+"""Cached steps that read fewer tokens: only tokens near the mask and a quarter of the others, only
+the tokens of the reference, or all but the reference's tokens under the mask, which the step then
+computes.
 
-A far token that is kept may stand for the four it replaces: log 4 on its logits, which is what its
-key and value standing there four times come to.
+A far token can count as the four tokens that it replaces: its key and value then occur four times,
+which adds log 4 to its logits.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ NEAR = 2
 """Distance in tokens from a computed token within which all tokens are kept."""
 
 
-def thinned(row: FlowRow, stands_for: int) -> FlowRow:
+def thinned(row: FlowRow, weight: int) -> FlowRow:
     """Return a cached row like `row` whose attention reads fewer tokens. Each far token counts as
-    `stands_for` tokens. The new row has its own step and latents.
+    `weight` tokens. The new row has its own step and latents.
     """
     cached_tokens = row.inactive
     if cached_tokens is None:  # attention of a dense row reads all tokens
@@ -37,7 +37,7 @@ def thinned(row: FlowRow, stands_for: int) -> FlowRow:
     ).min(axis=1)
     near = np.flatnonzero(distance <= NEAR)
     far = np.flatnonzero((distance > NEAR) & (ys % 2 == 0) & (xs % 2 == 0))
-    return _of(row, torch.from_numpy(np.concatenate((near, np.repeat(far, stands_for)))))
+    return _with_tokens(row, torch.from_numpy(np.concatenate((near, np.repeat(far, weight)))))
 
 
 def references_alone(row: FlowRow) -> FlowRow:
@@ -47,7 +47,7 @@ def references_alone(row: FlowRow) -> FlowRow:
     cached_tokens = row.inactive
     if cached_tokens is None:
         return row
-    return _of(row, torch.nonzero(cached_tokens.index >= row.grid[0] * row.grid[1])[:, 0])
+    return _with_tokens(row, torch.nonzero(cached_tokens.index >= row.grid[0] * row.grid[1])[:, 0])
 
 
 def references_computed(row: FlowRow) -> FlowRow:
@@ -60,22 +60,22 @@ def references_computed(row: FlowRow) -> FlowRow:
     assert isinstance(cached_tokens.outside, FlowTemplate)
     assert cached_tokens.outside.context is not None
     under = torch.isin(cached_tokens.index, cached_tokens.active + row.grid[0] * row.grid[1])
-    fewer = _of(row, torch.nonzero(~under)[:, 0])
+    reduced = _with_tokens(row, torch.nonzero(~under)[:, 0])
     cis = torch.cat((row.cis, cached_tokens.cis[under]))
-    return replace(fewer, context=cached_tokens.outside.context[cached_tokens.active], cis=cis)
+    return replace(reduced, context=cached_tokens.outside.context[cached_tokens.active], cis=cis)
 
 
-def _of(row: FlowRow, chosen: torch.Tensor) -> FlowRow:
+def _with_tokens(row: FlowRow, token_ids: torch.Tensor) -> FlowRow:
     """Return the row with only the chosen ones of its cached tokens."""
     cached_tokens = row.inactive
     assert cached_tokens is not None
     assert isinstance(cached_tokens.outside, FlowTemplate)
-    picture = chosen[chosen < len(cached_tokens.outside.clean)]
-    fewer = replace(
+    picture = token_ids[token_ids < len(cached_tokens.outside.clean)]
+    reduced = replace(
         cached_tokens,
-        index=cached_tokens.index[chosen],
+        index=cached_tokens.index[token_ids],
         outside=cached_tokens.outside.take(picture),
-        cis=cached_tokens.cis[chosen],
-        selection=Selection([cached_tokens.index[chosen].numpy()]),
+        cis=cached_tokens.cis[token_ids],
+        selection=Selection([cached_tokens.index[token_ids].numpy()]),
     )
-    return replace(row, inactive=fewer)
+    return replace(row, inactive=reduced)

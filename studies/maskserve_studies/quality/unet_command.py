@@ -1,14 +1,14 @@
 """Measure what cached activations cost a UNet in quality: held-out edits, class by class.
 
-Every system is held against the dense rows of the same edits and seeds, which tests hold to
-diffusers' own pipeline. `served` is what a worker does by default: edits whose mask asks for it run
-dense. Guided edits read one set of entries, primed without a prompt, in both passes; with `own
-prompts` each pass reads entries primed with its own prompt, which is what sharing costs at most.
-The naive rival reads the entries of another picture.
+Every system is compared with dense rows of the same edits and seeds; tests compare those with
+diffusers' pipeline. `served` is a worker's default: edits with large masks run dense. Guided edits
+read one set of entries, primed without a prompt, in both passes. With `own prompts` each pass reads
+entries primed with its own prompt: the difference is the cost of sharing. The naive rival reads the
+entries of another picture.
 
     python scripts/bench eval_unet_quality --n 8 --json docs/benchmarks/unet-quality.json
 
-With --frontier kinds, formats, strides, rings and tiles are compared.
+--frontier compares kinds, formats, strides, rings and tiles.
 """
 
 from __future__ import annotations
@@ -27,12 +27,9 @@ import torch
 from numpy.typing import NDArray
 
 from maskserve_benchmarks.checkout import DEMO_MODEL
-from maskserve_studies.demo_model.edit_classes import CLASSES, edits_of
 from maskserve_benchmarks.demo_model.scenes import Edit
 from maskserve_benchmarks.edits.direct import job_of, request_of
 from maskserve_benchmarks.machine import processor
-from maskserve_studies.quality.metrics import EditQuality, Picture, by_class, compare
-from maskserve_studies.quality.report import table
 from maskserve_benchmarks.steps.replay import Replay
 from maskserve_common.config_file import config_of
 from maskserve_common.contracts.keys import anchor_steps
@@ -44,12 +41,15 @@ from maskserve_engine.families.specs import load_spec
 from maskserve_engine.families.unet.adapter import UnetAdapter
 from maskserve_engine.families.unet.rows import UnetPrimingRow
 from maskserve_engine.spec.model_spec import ALL_STEPS
+from maskserve_studies.demo_model.edit_classes import CLASSES, edits_of
+from maskserve_studies.quality.metrics import EditQuality, Picture, by_class, compare
+from maskserve_studies.quality.report import table
 from maskserve_triton.preprocess import mask_for_model
 
 BATCH = 8
-AT_ONCE = 8
+EDITS_IN_MEMORY = 8
 """Number of edits whose entries are in memory at a time."""
-KEPT = frozenset({"h", "kv"})
+ENTRY_KINDS = frozenset({"h", "kv"})
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Choice:
     stride: int
     """Steps per anchor."""
     ring: int = 0
-    own: bool = False
+    own_prompts: bool = False
     """Whether each pass reads entries that were primed with its own prompt."""
     shift: int = 0
     """Distance in edits to the edit whose entries are read; 0: the edit's own."""
@@ -74,14 +74,14 @@ class Choice:
     @property
     def name(self) -> str:
         anchors = "one anchor" if self.stride >= ALL_STEPS else f"stride {self.stride}"
-        more = ", own prompts" * self.own + ", another picture's" * bool(self.shift)
-        more += f", halo {self.halo}" if self.halo else ""
-        more += f", {self.dense} dense" if self.dense else ""
-        return f"{self.kind}, {self.format}, {anchors}, ring {self.ring}{more}"
+        suffix = ", own prompts" * self.own_prompts + ", another picture's" * bool(self.shift)
+        suffix += f", halo {self.halo}" if self.halo else ""
+        suffix += f", {self.dense} dense" if self.dense else ""
+        return f"{self.kind}, {self.format}, {anchors}, ring {self.ring}{suffix}"
 
 
 DEFAULT = Choice("kv", "int4", 7, ring=1)
-FEW = (
+DEFAULT_CHOICES = (
     DEFAULT,
     Choice("kv", "int4", 7),
     Choice("kv", "int4", 7, ring=2),
@@ -90,10 +90,10 @@ FEW = (
     Choice("kv", "int4", 7, ring=1, shift=1),
 )
 FRONTIER = (
-    *FEW,
+    *DEFAULT_CHOICES,
     Choice("kv", "model", 1),
     Choice("project", "model", 1),
-    Choice("kv", "model", 1, own=True),
+    Choice("kv", "model", 1, own_prompts=True),
     Choice("kv", "model", 7),
     Choice("kv", "int8", 7),
     Choice("kv", "model", 1, halo=4),
@@ -145,15 +145,20 @@ class Rig:
         return self._finish(edits, self.run(rows, ()))
 
     def entries(
-        self, edits: Sequence[Edit], *, own: bool = False, stride: int = 1, format: str = "model"
+        self,
+        edits: Sequence[Edit],
+        *,
+        own_prompts: bool = False,
+        stride: int = 1,
+        format: str = "model",
     ) -> list[list[AnchorEntry]]:
-        """Return each template's entries; with `own` for both passes."""
+        """Return each template's entries; with `own_prompts` for both passes."""
         template_entries = []
-        self.adapter.entry_halves = 2 if own else 1
+        self.adapter.entry_halves = 2 if own_prompts else 1
         for i, edit in enumerate(edits):
             job = self.job(edit, i)
             row = self._priming_row(job, stride, format)
-            if own and job.negative is not None:
+            if own_prompts and job.negative is not None:
                 conditionings = (job.conditioning, job.negative)
                 row.prompts = tuple(
                     self.adapter.prompt(conditioning, job) for conditioning in conditionings
@@ -177,7 +182,7 @@ class Rig:
             choice: the way to run the rows.
         """
         rows = []
-        self.adapter.entry_halves = 2 if choice.own else 1
+        self.adapter.entry_halves = 2 if choice.own_prompts else 1
         for i, edit in enumerate(edits):
             job, row_entries = (
                 self.job(edit, i, choice.ring),
@@ -185,7 +190,7 @@ class Rig:
             )
             if not choice.halo:
                 steps = anchor_steps([entry.anchor.sigma for entry in row_entries], choice.stride)
-                row_entries = [_coded(row_entries[step], choice.format) for step in steps]
+                row_entries = [_recode(row_entries[step], choice.format) for step in steps]
             per_step = [
                 None
                 if step < choice.dense
@@ -198,7 +203,7 @@ class Rig:
 
     def _priming_row(self, job: EditJob, stride: int, format: str) -> UnetPrimingRow:
         anchors = self.adapter.anchors(self.adapter.tokens(job).total, self.steps, stride)
-        kinds, seed = (KEPT,) * self.adapter.blocks, job.request.template_noise_seed
+        kinds, seed = (ENTRY_KINDS,) * self.adapter.blocks, job.request.template_noise_seed
         return self.adapter.priming_row(job, anchors, self.prompt, seed, kinds, format)
 
     def _finish(
@@ -210,7 +215,7 @@ class Rig:
         ]
 
 
-def _coded(entry: AnchorEntry, format: str) -> AnchorEntry:
+def _recode(entry: AnchorEntry, format: str) -> AnchorEntry:
     def coded(part: Coded) -> Coded:
         return encode(part.data, format)
 
@@ -224,16 +229,18 @@ def measure(
     rig = Rig(args.model, args.steps, args.guidance)
     dense = rig.dense(edits)
     qualities = {"dense": compare(edits, dense, dense)}
-    per_pass_values = {choice.own for choice in choices if not choice.halo}
-    entries = {per_pass: rig.entries(edits, own=per_pass) for per_pass in per_pass_values}
+    per_pass_values = {choice.own_prompts for choice in choices if not choice.halo}
+    entries = {per_pass: rig.entries(edits, own_prompts=per_pass) for per_pass in per_pass_values}
     for choice in choices:
-        by = rig
+        choice_rig = rig
         if choice.halo:  # the meaning of feature maps depends on their storage format
-            by = Rig(args.model, args.steps, args.guidance, choice.halo)
-            template_entries = by.entries(edits, stride=choice.stride, format=choice.format)
+            choice_rig = Rig(args.model, args.steps, args.guidance, choice.halo)
+            template_entries = choice_rig.entries(edits, stride=choice.stride, format=choice.format)
         else:
-            template_entries = entries[choice.own]
-        qualities[choice.name] = compare(edits, by.cached(edits, template_entries, choice), dense)
+            template_entries = entries[choice.own_prompts]
+        qualities[choice.name] = compare(
+            edits, choice_rig.cached(edits, template_entries, choice), dense
+        )
     if DEFAULT in choices:
         triples = zip(edits, qualities["dense"], qualities[DEFAULT.name], strict=True)
         qualities["served"] = [
@@ -256,21 +263,21 @@ def main() -> int:
     add("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    choices = () if args.dense else FRONTIER if args.frontier else FEW
+    choices = () if args.dense else FRONTIER if args.frontier else DEFAULT_CHOICES
     systems: dict[str, dict[str, list[EditQuality]]] = {}
     with torch.inference_mode():
         for name in args.classes:
             edits = edits_of(name, args.n)
-            for first in range(0, len(edits), AT_ONCE):
+            for first in range(0, len(edits), EDITS_IN_MEMORY):
                 for system, system_qualities in measure(
-                    args, edits[first : first + AT_ONCE], choices
+                    args, edits[first : first + EDITS_IN_MEMORY], choices
                 ).items():
                     systems.setdefault(system, {}).setdefault(name, []).extend(system_qualities)
             print(f"{time.strftime('%H:%M:%S')}  {name}: {len(edits)} edits", flush=True)
-    judged = {
+    figures = {
         system: by_class(qualities_by_class) for system, qualities_by_class in systems.items()
     }
-    print(table(judged))
+    print(table(figures))
     if args.json:
         report = {
             "command": " ".join(sys.argv),
@@ -278,7 +285,7 @@ def main() -> int:
             "date": time.strftime("%Y-%m-%d"),
             "steps": args.steps,
             "default": DEFAULT.name,
-            "systems": judged,
+            "systems": figures,
         }
         args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return 0

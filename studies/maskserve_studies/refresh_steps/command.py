@@ -43,15 +43,10 @@ from typing import Any
 import torch
 
 from maskserve_benchmarks.checkout import DEMO_MODEL, DEMO_UNET
-from maskserve_studies.demo_model.edit_classes import CLASSES, edits_of
 from maskserve_benchmarks.edits.direct import Direct
 from maskserve_benchmarks.edits.lora_edits import LORAS, demo_edits, write_loras
-from maskserve_studies.quality.choices import default
-from maskserve_studies.quality.metrics import EditQuality, by_class, compare
-from maskserve_studies.quality.refresh_steps import beside_template, edited, served
-from maskserve_studies.quality.systems import Rig
 from maskserve_benchmarks.reports import about, write_json
-from maskserve_benchmarks.steps.step import kept, stepping
+from maskserve_benchmarks.steps.step import cached_step, packed_steps
 from maskserve_benchmarks.steps.step_rig import NO_TEXT, Bench
 from maskserve_benchmarks.timing import Timer, hardware
 from maskserve_common.config import CacheConfig
@@ -60,7 +55,16 @@ from maskserve_common.contracts.reuse_levels import refresh_count
 from maskserve_common.contracts.semantics import FILL
 from maskserve_engine.batch.step_cache import RefreshSchedule
 from maskserve_engine.families.flux.spec import REFRESH_STRIDES
+from maskserve_studies.demo_model.edit_classes import CLASSES, edits_of
 from maskserve_studies.first_run.parts import as_served
+from maskserve_studies.quality.choices import default
+from maskserve_studies.quality.metrics import EditQuality, by_class, compare
+from maskserve_studies.quality.refresh_steps import (
+    edit_from_template,
+    edit_with_refreshes,
+    served_choice,
+)
+from maskserve_studies.quality.systems import Rig
 
 RATIOS = (0.05, 0.11, 0.2, 0.35)
 _STEPS = 28
@@ -83,43 +87,45 @@ def fidelity(
     """
     rig = Rig(folder, 20)
     [job] = rig.jobs(edits_of(next(iter(CLASSES)), 1))
-    choice = replace(served(rig, job, count), ring=ring, bends=False if straight else None)
+    choice = replace(served_choice(rig, job, count), ring=ring, bends=False if straight else None)
     cached = default(rig.adapter.spec, 20)
-    begun = replace(cached, dense_steps=1, stride=7)
-    text = served(rig, job)
+    dense_start = replace(cached, dense_steps=1, stride=7)
+    text = served_choice(rig, job)
     power = rig.adapter.spec.refresh_evenly_over
     plan = RefreshSchedule(
         frozenset(text.dense), choice.format, True, text.leaves_ring, power, looks_ahead=True
     )
-    ways = {
+    variants = {
         "hit": (cached, None),
         "hit_text": (cached, replace(plan, ring=False)),
         "hit_frozen": (cached, plan),
         **{f"hit_ring_{n}": (replace(cached, ring=n), plan) for n in (4, 6)},
-        "hit_first_anchor": (begun, replace(plan, corrects_residuals=True)),
+        "hit_first_anchor": (dense_start, replace(plan, corrects_residuals=True)),
     }
     qualities: dict[str, dict[str, list[EditQuality]]] = {
-        w: {} for w in (ways if hits else ("own",))
+        w: {} for w in (variants if hits else ("own",))
     }
     for name in CLASSES:
         edits = edits_of(name, n)
         jobs = rig.jobs(edits)
         dense = rig.dense(edits, jobs)
         entries = rig.entries(jobs) if hits else []
-        for way, of_class in qualities.items():
-            if way == "own":
-                pictures = edited(rig, edits, jobs, choice)
+        for variant, class_qualities in qualities.items():
+            if variant == "own":
+                pictures = edit_with_refreshes(rig, edits, jobs, choice)
             else:
-                pictures = beside_template(rig, edits, jobs, entries, *ways[way])
-            of_class[name] = compare(edits, pictures, dense)
+                pictures = edit_from_template(rig, edits, jobs, entries, *variants[variant])
+            class_qualities[name] = compare(edits, pictures, dense)
         print(
             name,
             {
-                way: by_class(way_qualities)["psnr_in_mask"]
-                for way, way_qualities in qualities.items()
+                variant: by_class(variant_qualities)["psnr_in_mask"]
+                for variant, variant_qualities in qualities.items()
             },
         )
-    return {way: by_class(way_qualities) for way, way_qualities in qualities.items()}
+    return {
+        variant: by_class(variant_qualities) for variant, variant_qualities in qualities.items()
+    }
 
 
 def speed(args: argparse.Namespace) -> dict[str, Any]:
@@ -135,25 +141,25 @@ def speed(args: argparse.Namespace) -> dict[str, Any]:
     for row in rows:
         row.recorded = True
     # A row of its own, because `rows` stay between their refresh steps.
-    walker, walking = bench.anchored_row(RATIOS[1], len(RATIOS)), count()
+    refresh_row, turns = bench.anchored_row(RATIOS[1], len(RATIOS)), count()
     calls: list[Callable[[], object]] = [
-        kept(bench, 1, partial(bench.step, [dense], "kv")),
-        lambda: bench.at_anchor(walker, 2 * (next(walking) % 2)),
-        *[kept(bench, 1, stepping(bench, [row], NO_TEXT)) for row in rows],
+        packed_steps(bench, 1, partial(bench.step, [dense], "kv")),
+        lambda: bench.refresh_step(refresh_row, 2 * (next(turns) % 2)),
+        *[packed_steps(bench, 1, cached_step(bench, [row], NO_TEXT)) for row in rows],
     ]
     for call in calls * 2:  # recording happens at the second call
         call()
-    whole, anchor, *times = timer.in_turn(calls, args.repeat)
-    result: dict[str, Any] = {"dense_ms": round(whole, 2), "anchor_ms": round(anchor, 2)}
-    of_limit = {}
+    dense_ms, refresh_ms, *times = timer.in_turn(calls, args.repeat)
+    result: dict[str, Any] = {"dense_ms": round(dense_ms, 2), "anchor_ms": round(refresh_ms, 2)}
+    limit_shares = {}
     for ratio, ms in zip(RATIOS, times, strict=True):
         limit = bench.limit([ratio], NO_TEXT)
-        of_limit[ratio] = whole / ms / limit
+        limit_shares[ratio] = dense_ms / ms / limit
         # All refresh steps but the first also take a step that reads.
-        edit = _STEPS * whole / (_ANCHORS * anchor + (_STEPS - 1) * ms)
+        edit = _STEPS * dense_ms / (_ANCHORS * refresh_ms + (_STEPS - 1) * ms)
         result[f"at_{ratio}"] = {"ms": round(ms, 2), "limit": round(limit, 2)}
         result[f"first_edit_{round(100 * ratio)}"] = round(edit, 3)
-    result["no_text_of_limit"] = round(min(of_limit.values()), 3)
+    result["no_text_of_limit"] = round(min(limit_shares.values()), 3)
     return result
 
 
@@ -217,16 +223,16 @@ def main() -> int:
             options = {"count": args.anchors, "ring": args.ring, "straight": args.straight}
             options = options if name == "base" else {}
             details[name] = fidelity(folder, args.n, **options)["own"]
-            summary |= _said(name, details[name])
+            summary |= _summary(name, details[name])
     if "hits" in args.only:
         hits = details["hits"] = fidelity(DEMO_MODEL, args.n, hits=True)
-        lost = hits["hit"]["psnr_in_mask"] - hits["hit_frozen"]["psnr_in_mask"]
-        summary["hit_loss_db"] = round(lost, 3)
-        summary |= _said("hit_first_anchor", hits["hit_first_anchor"])
+        loss = hits["hit"]["psnr_in_mask"] - hits["hit_frozen"]["psnr_in_mask"]
+        summary["hit_loss_db"] = round(loss, 3)
+        summary |= _summary("hit_first_anchor", hits["hit_first_anchor"])
     if "speed" in args.only:
         speeds = details["speed"] = speed(args)
-        named = ("first_edit_11", "first_edit_35", "no_text_of_limit")
-        summary |= {name: speeds[name] for name in named}
+        keys = ("first_edit_11", "first_edit_35", "no_text_of_limit")
+        summary |= {name: speeds[name] for name in keys}
     if "loras" in args.only:
         summary |= loras(args)
     for name, value in summary.items():
@@ -236,9 +242,9 @@ def main() -> int:
     return 0
 
 
-def _said(name: str, found: dict[str, Any]) -> dict[str, Any]:
+def _summary(name: str, figures: dict[str, Any]) -> dict[str, Any]:
     return {
-        f"{name}_mean": found["psnr_in_mask"],
-        f"{name}_worst_class": found["worst_class_psnr_in_mask"],
-        f"{name}_under_30": found["share_below_30"],
+        f"{name}_mean": figures["psnr_in_mask"],
+        f"{name}_worst_class": figures["worst_class_psnr_in_mask"],
+        f"{name}_under_30": figures["share_below_30"],
     }

@@ -1,1 +1,1 @@
-"""How many workers, decisions and jobs does one router bear?"""
+"""Limits of one router: workers, decisions, jobs."""

@@ -2,9 +2,9 @@
 
     python scripts/bench routing --json routing.json
 
-Every decision sees views that no decision has seen before, so nothing is remembered between them.
-The views themselves are made outside the timing: a router makes one when a status record arrives.
-`from_status` is timed too, per record.
+Every decision gets new views, so that nothing is cached between decisions. The views are made
+outside the timing, because a router makes one when a status record arrives; `from_status` is timed
+separately, per record.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def random_status(rng: random.Random, worker: str, running: int, waiting: int) -
 def measure(policy: str, workers: int, running: int, waiting: int, decisions: int) -> list[float]:
     """Return the milliseconds of each decision."""
     rng = random.Random(0)
-    chooser = make_policy(policy)
-    took = []
+    policy_object = make_policy(policy)
+    milliseconds = []
     for _ in range(decisions):
         views = [
             WorkerView.from_status(
@@ -60,21 +60,21 @@ def measure(policy: str, workers: int, running: int, waiting: int, decisions: in
         ]
         edit = Edit(28, rng.randint(20, 1200), TOTAL, f"{rng.randrange(TEMPLATES):064x}")
         start = time.perf_counter_ns()
-        chooser.choose(edit, views, 0.01)
-        took.append((time.perf_counter_ns() - start) / 1e6)
-    return took
+        policy_object.choose(edit, views, 0.01)
+        milliseconds.append((time.perf_counter_ns() - start) / 1e6)
+    return milliseconds
 
 
 def measure_views(records: int) -> list[float]:
     """Return the milliseconds to turn a status record into a view."""
     rng = random.Random(0)
-    took = []
+    milliseconds = []
     for i in range(records):
         status = random_status(rng, f"w{i}", 8, 0)
         start = time.perf_counter_ns()
         WorkerView.from_status(status, PRICING, as_of=0.0)
-        took.append((time.perf_counter_ns() - start) / 1e6)
-    return took
+        milliseconds.append((time.perf_counter_ns() - start) / 1e6)
+    return milliseconds
 
 
 def main() -> int:
@@ -97,8 +97,11 @@ def main() -> int:
             (256, 8, 8),
         ):
             decisions = args.decisions if workers == 8 else max(args.decisions // 10, 10)
-            took = sorted(measure(policy, workers, running, waiting, decisions))
-            median, p95 = statistics.median(took), took[int(0.95 * len(took))]
+            milliseconds = sorted(measure(policy, workers, running, waiting, decisions))
+            median, p95 = (
+                statistics.median(milliseconds),
+                milliseconds[int(0.95 * len(milliseconds))],
+            )
             lines.append(
                 {
                     "policy": policy,

@@ -2,12 +2,11 @@
 
     python scripts/bench scale --json docs/benchmarks/scale.json
 
-FLUX.1 Fill on H100s by their published rates, masks as the public mix has them, at 80 % of what the
-workers can serve. Up to 64 workers stand behind one name with its routers; more are that many times
-the same, with clients dealt out by their key (docs/deploy.md). Templates that a host does not
-have in memory come from shared storage, read as fast as a disk of the host. Virtual time says what
-workers do and what must be fetched; the time of a decision and of reading a record is measured
-here, on one core, with the router's own code.
+FLUX.1 Fill on H100s by their published rates, the public mix of masks, 80 % of the workers'
+capacity. Up to 64 workers are behind one name with its routers; larger deployments repeat that, and
+clients are assigned by their key (docs/deploy.md). Templates that are not in a host's memory come
+from shared storage, as fast as from a disk of the host. Workers and fetches are simulated; the time
+of a decision and of reading a record is measured on one core, with the router's own code.
 """
 
 from __future__ import annotations
@@ -87,17 +86,17 @@ def costs(gpus: int, record: bytes) -> dict[str, float]:
     cluster = _Timed(scenario, hardware, 1)
     cluster.run(requests)
     result = measure(cluster, requests, 1)
-    lasted_s = max(job.ended for job in cluster.jobs)
+    duration_s = max(job.ended for job in cluster.jobs)
     rate = scenario.workload.rate * gpus / workers
-    decision_s = statistics.median(cluster.taken)
-    added = json.loads((CHECKOUT / "docs" / "benchmarks" / "router.json").read_text())
-    passed_s = 1 / added["requests_per_s"]["router"]
+    decision_s = statistics.median(cluster.decision_times)
+    router_figures = json.loads((CHECKOUT / "docs" / "benchmarks" / "router.json").read_text())
+    request_s = 1 / router_figures["requests_per_s"]["router"]
     poll_s = _seconds_to_read(record)
     polls = workers / RouterConfig().workers.poll_interval_s  # polls per second of one router
     poll_cores = polls * poll_s  # cores for polling, independent of the edits
-    edits = rate / groups * (passed_s + decision_s)
+    edits = rate / groups * (request_s + decision_s)
     routers = max(2, math.ceil(edits / max(_BUSY - poll_cores, 0.05)))
-    fetched = result.fetches * hardware.template_bytes / lasted_s * groups
+    fetched_bytes = result.fetches * hardware.template_bytes / duration_s * groups
     return {
         "names, each with its routers": groups,
         "edits/s at 80 % load": round(rate, 1),
@@ -105,7 +104,7 @@ def costs(gpus: int, record: bytes) -> dict[str, float]:
         "P95 of an edit, s": round(result.p95, 2),
         "rows per step": round(result.batch, 2),
         "host to device, GB/s per worker": round(
-            result.loaded_gib * 2**30 / 1e9 / lasted_s / workers, 2
+            result.loaded_gib * 2**30 / 1e9 / duration_s / workers, 2
         ),
         "router: a decision, ms": round(1e3 * decision_s, 2),
         "router: cores for edits": round(edits * groups, 2),
@@ -116,7 +115,7 @@ def costs(gpus: int, record: bytes) -> dict[str, float]:
         "templates, GiB on object storage": round(
             scenario.workload.templates * hardware.template_bytes / 2**30
         ),
-        "read from storage, GB/s": round(fetched / 1e9, 2),
+        "read from storage, GB/s": round(fetched_bytes / 1e9, 2),
         "host memory for entries, GiB": round(
             math.ceil(gpus / _WORKERS_PER_HOST) * _HOST_TEMPLATES * hardware.template_bytes / 2**30
         ),
@@ -126,16 +125,16 @@ def costs(gpus: int, record: bytes) -> dict[str, float]:
 class _Timed(Cluster):
     """A cluster that records how long the routing of each edit takes on this machine."""
 
-    taken: list[float]
+    decision_times: list[float]
 
     def run(self, requests: Any) -> None:
-        self.taken = []
+        self.decision_times = []
         super().run(requests)
 
     def _arrive(self, now: float, request: object) -> None:
         begin = time.perf_counter()
         super()._arrive(now, request)
-        self.taken.append(time.perf_counter() - begin)
+        self.decision_times.append(time.perf_counter() - begin)
 
 
 def _record() -> bytes:
@@ -143,13 +142,14 @@ def _record() -> bytes:
     templates.
     """
 
-    async def control_answer() -> Any:
+    async def status() -> Any:
         templates = tuple(f"{n:032x}" for n in range(_HOST_TEMPLATES))
-        return msgspec.json.decode(EmulatedWorker("w", None, templates=templates).control_answer(_STATUS))
+        worker = EmulatedWorker("w", None, templates=templates)
+        return msgspec.json.decode(worker.control_answer(_STATUS))
 
     row = RowStatus(f"{0:032x}", "cached", 400, 4096, 20, f"{0:032x}")
     rows = [msgspec.to_builtins(row)] * 8
-    return msgspec.json.encode({**asyncio.run(told()), "running": rows, "waiting": rows})
+    return msgspec.json.encode({**asyncio.run(status()), "running": rows, "waiting": rows})
 
 
 def _seconds_to_read(record: bytes) -> float:

@@ -1,9 +1,9 @@
 """Measure how long jobs of one key take while another key lists a million ended jobs.
 
-A router in a process of its own, before two emulated workers that answer at once, with a database
-in which one key has `--jobs` ended jobs. Another key gives two jobs a second and waits for each,
-first alone (calm) and then while `--connections` connections of the first key's ask for one
-page after the other. Each call's and each job's time is told, the 95th percentile of 100.
+A router process with two emulated workers that answer at once has a database in which one key has
+`--jobs` ended jobs. Another key gives two jobs a second and waits for each: first alone (`calm`),
+then while the first key requests one page after the other on `--connections` connections. The
+figures are 95th percentiles over `--rounds` jobs: the time of the POST and the time of the job.
 """
 
 from __future__ import annotations
@@ -106,9 +106,9 @@ def _compared(url: str, args: argparse.Namespace) -> dict[str, Any]:
     lister.start()
     time.sleep(3.0)  # until all connections have begun
     try:
-        pages_before, began = pages.value, time.monotonic()
+        pages_before, begin = pages.value, time.monotonic()
         listing = _percentiles(_times(url, args.rounds))
-        rate = (pages.value - pages_before) / (time.monotonic() - began)
+        rate = (pages.value - pages_before) / (time.monotonic() - begin)
     finally:
         stop.set()
         lister.join(30)
@@ -117,14 +117,14 @@ def _compared(url: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _fill(database: Path, jobs: int) -> float:
-    began = time.monotonic()
+    begin = time.monotonic()
     open_store(str(database)).close()
     scope = scope_of_key(_HISTORY)
     with closing(sqlite3.connect(database)) as db, db:
         db.execute(_FILLED, {"jobs": jobs, "scope": scope, "now": time.time()})
         counts = "INSERT INTO maskserve_job_counts_2 VALUES (?, 0, 0, 0, ?, 0, 0)"
         db.execute(counts, (scope, jobs))
-    return round(time.monotonic() - began, 1)
+    return round(time.monotonic() - begin, 1)
 
 
 def _times(url: str, rounds: int) -> list[tuple[float, float]]:
@@ -134,16 +134,16 @@ def _times(url: str, rounds: int) -> list[tuple[float, float]]:
     times = []
     with closing(http.client.HTTPConnection(url, timeout=120)) as connection:
         for _ in range(rounds):
-            began = time.monotonic()
+            begin = time.monotonic()
             job = _call(connection, "POST", "/v1/jobs", headers, body)
-            posted = time.monotonic() - began
+            post_s = time.monotonic() - begin
             while job["status"] in ("queued", "running"):
                 time.sleep(_POLL_S)
                 job = _call(connection, "GET", f"/v1/jobs/{job['id']}", headers)
             if job["status"] != "succeeded":
                 raise RuntimeError(f"a job has {job['status']}: {job['error']}")
-            times.append((posted, time.monotonic() - began))
-            time.sleep(max(0.0, began + _GAP_S - time.monotonic()))
+            times.append((post_s, time.monotonic() - begin))
+            time.sleep(max(0.0, begin + _GAP_S - time.monotonic()))
     return times
 
 
@@ -151,7 +151,7 @@ def _list(url: str, connections: int, stop: Event, pages: Any) -> None:
     """Request one page after the other, on `connections` connections."""
     headers = {"authorization": f"Bearer {_HISTORY}"}
 
-    def ask() -> None:
+    def list_pages() -> None:
         with closing(http.client.HTTPConnection(url, timeout=300)) as connection:
             page_query = ""
             while not stop.is_set():
@@ -161,7 +161,7 @@ def _list(url: str, connections: int, stop: Event, pages: Any) -> None:
                     pages.value += 1
 
     for _ in range(connections):
-        threading.Thread(target=ask, daemon=True).start()
+        threading.Thread(target=list_pages, daemon=True).start()
     stop.wait()
 
 

@@ -40,7 +40,7 @@ from maskserve_router.workers.worker import Worker, read_status
 _MODEL: Final = "m"
 _ROWS, _PLACES = 8, 8
 _TOKENS, _STEPS = 4608, 28
-_TOLD_S: Final = 10.0
+_TEMPLATE_CHANGE_S: Final = 10.0
 """How often an emulated worker gains one template and loses another."""
 
 
@@ -54,26 +54,26 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
-    measured = [asyncio.run(_measured(count, options)) for count in options.workers]
-    report = {**about(machine()), "templates": options.templates, "workers": measured}
+    results = [asyncio.run(_measure(count, options)) for count in options.workers]
+    report = {**about(machine()), "templates": options.templates, "workers": results}
     write_json(report, options.json)
-    names = [key for key in measured[0] if key != "workers"]
-    columns = ["", *(f"{result['workers']} workers" for result in measured)]
-    print(table(columns, ([name, *(result[name] for result in measured)] for name in names)))
+    names = [key for key in results[0] if key != "workers"]
+    columns = ["", *(f"{result['workers']} workers" for result in results)]
+    print(table(columns, ([name, *(result[name] for result in results)] for name in names)))
     return 0
 
 
-async def _measured(count: int, options: argparse.Namespace) -> dict[str, Any]:
+async def _measure(count: int, options: argparse.Namespace) -> dict[str, Any]:
     """Return the figures of `count` workers."""
-    polling = await _polling(count, options)
-    decisions = await _decisions(count, options)
+    polling = await _measure_polls(count, options)
+    decisions = await _measure_decisions(count, options)
     return {"workers": count, **polling, **decisions}
 
 
 # Polls over sockets
 
 
-async def _polling(count: int, options: argparse.Namespace) -> dict[str, Any]:
+async def _measure_polls(count: int, options: argparse.Namespace) -> dict[str, Any]:
     parent_pipe, child_pipe = multiprocessing.Pipe()
     context = multiprocessing.get_context("spawn")
     arguments = (child_pipe, count, options.templates, options.seed)
@@ -143,7 +143,7 @@ def _serve(pipe: Connection, count: int, templates: int, seed: int) -> None:
 
 async def _serve_records(pipe: Connection, count: int, templates: int, seed: int) -> None:
     """Run workers that all send the same records, at different ports, until the process ends."""
-    records = _Told(templates, random.Random(seed))
+    records = _EmulatedRecords(templates, random.Random(seed))
 
     async def infer(raw: bytes, context: Any) -> bytes:
         message = pb.ModelInferRequest.FromString(raw)
@@ -159,7 +159,7 @@ async def _serve_records(pipe: Connection, count: int, templates: int, seed: int
     await server.wait_for_termination()
 
 
-class _Told:
+class _EmulatedRecords:
     """Status of an emulated worker: rows that step, and now and then a new template."""
 
     def __init__(self, templates: int, rng: random.Random) -> None:
@@ -169,7 +169,7 @@ class _Told:
 
     def status(self, known: str | None) -> bytes:
         now_s = time.monotonic()
-        if now_s - self._at > _TOLD_S:
+        if now_s - self._at > _TEMPLATE_CHANGE_S:
             self._at = now_s
             self._answers.clear()
             self._first = (self._first + 1) % 1000
@@ -196,10 +196,10 @@ def _ids(count: int) -> list[str]:
 def record(number: int, rng: random.Random, templates: dict[str, list[str]]) -> WorkerStatus:
     """Return a record of a busy worker: most of its rows are taken, and some edits wait."""
 
-    def rows(count: int, what: str) -> tuple[RowStatus, ...]:
+    def rows(count: int, prefix: str) -> tuple[RowStatus, ...]:
         return tuple(
             RowStatus(
-                f"{what}{number}-{index}",
+                f"{prefix}{number}-{index}",
                 "cached",
                 rng.randrange(100, 1000),
                 _TOKENS,
@@ -227,7 +227,7 @@ def record(number: int, rng: random.Random, templates: dict[str, list[str]]) -> 
 # Decisions in this process
 
 
-async def _decisions(count: int, options: argparse.Namespace) -> dict[str, Any]:
+async def _measure_decisions(count: int, options: argparse.Namespace) -> dict[str, Any]:
     rng, config = random.Random(options.seed), RouterConfig()
     ids = _ids(2 * options.templates)
     pool = Pool(config, lambda: None)
@@ -235,7 +235,7 @@ async def _decisions(count: int, options: argparse.Namespace) -> dict[str, Any]:
         templates = {"host": rng.sample(ids, min(options.templates, 160))}
         if number == 0:
             templates["disk"] = ids[: options.templates]
-        _hear(
+        _take_record(
             pool.join(f"10.{number // 62500}.{number // 250 % 250}.{number % 250}:1"),
             templates,
             rng,
@@ -244,28 +244,28 @@ async def _decisions(count: int, options: argparse.Namespace) -> dict[str, Any]:
     for worker in list(pool.workers.values())[1:]:  # hosts' disks hold much the same
         worker.index.add(worker.number, "disk", disk)
     names = itertools.count()
-    decided: list[float] = []
-    queue = PendingQueue(pool, make_policy("mask_aware"), 5.0, decided.append)
+    decision_times: list[float] = []
+    queue = PendingQueue(pool, make_policy("mask_aware"), 5.0, decision_times.append)
     dispatcher = _dispatcher(config, pool, queue)
 
     def edit() -> Edit:
         tokens = rng.randrange(100, 2000)
         return Edit(_STEPS, tokens, _TOKENS, rng.choice(ids), model=_MODEL, inner_tokens=tokens)
 
-    async def place(wanted: Edit) -> None:
-        queue.leave(await queue.enter(f"e{next(names)}", wanted, time.monotonic(), None))
+    async def place(edit_to_place: Edit) -> None:
+        queue.leave(await queue.enter(f"e{next(names)}", edit_to_place, time.monotonic(), None))
 
-    def deadline(wanted: Edit) -> None:
+    def deadline(edit_to_place: Edit) -> None:
         now_s = time.monotonic()
         call = _call(f"d{next(names)}", now_s)
-        dispatcher._alone_s(call, wanted)
-        dispatcher._soonest_s(call, wanted, now_s)
+        dispatcher._alone_s(call, edit_to_place)
+        dispatcher._soonest_s(call, edit_to_place, now_s)
 
-    async def due(wanted: Edit) -> None:
-        deadline(wanted)
+    async def judge_deadline(edit_to_place: Edit) -> None:
+        deadline(edit_to_place)
 
-    placed = await _timed(place, edit, options.edits)
-    judged = await _timed(due, edit, options.edits)
+    placement_times = await _timed(place, edit, options.edits)
+    deadline_times = await _timed(judge_deadline, edit, options.edits)
     workers = list(pool.workers.values())
     for worker in workers:  # all workers are full
         assert worker.status is not None
@@ -283,23 +283,23 @@ async def _decisions(count: int, options: argparse.Namespace) -> dict[str, Any]:
         worker.heard(worker.status, time.monotonic())
         queue.dispatch()
 
-    polled = await _timed(poll, edit, options.edits)
-    full = await _timed(due, edit, min(options.edits, 50))
+    poll_times = await _timed(poll, edit, options.edits)
+    full_times = await _timed(judge_deadline, edit, min(options.edits, 50))
     for task in waiting:
         task.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
     for worker in workers:
         await worker.upstream.close()
     return {
-        "a decision, ms": _ms(decided[: options.edits]),
-        "an edit in and out, ms": _ms(placed),
-        "a deadline judged, ms": _ms(judged),
-        "the same, all full and 500 waiting, ms": _ms(full),
-        "a record taken in, all full and 500 waiting, ms": _ms(polled),
+        "a decision, ms": _ms(decision_times[: options.edits]),
+        "an edit in and out, ms": _ms(placement_times),
+        "a deadline judged, ms": _ms(deadline_times),
+        "the same, all full and 500 waiting, ms": _ms(full_times),
+        "a record taken in, all full and 500 waiting, ms": _ms(poll_times),
     }
 
 
-def _hear(worker: Worker, templates: dict[str, list[str]], rng: random.Random) -> None:
+def _take_record(worker: Worker, templates: dict[str, list[str]], rng: random.Random) -> None:
     fields = msgspec.to_builtins(record(worker.number, rng, templates))
     fields |= {"age_s": 0.0, "alive": True, "in_flight": 0}
     worker.heard(read_status(msgspec.json.encode(fields)), time.monotonic())

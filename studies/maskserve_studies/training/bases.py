@@ -19,9 +19,9 @@ from diffusers.models.attention_processor import AttnProcessor
 from torch import nn
 
 from maskserve_benchmarks.checkout import DEMO_MODEL, DEMO_UNET
-from maskserve_studies.demo_model.evaluation import run_edits
 from maskserve_benchmarks.demo_model.prompts import MAX_SEQUENCE_LENGTH
 from maskserve_benchmarks.demo_model.scenes import Edit, Picture
+from maskserve_studies.demo_model.evaluation import run_edits
 from maskserve_studies.training import transformer, unet
 from maskserve_studies.training.attention import MatmulAttention
 from maskserve_studies.training.data import encode
@@ -55,13 +55,13 @@ class Controlled(nn.Module):
 class ControlledFlux(Controlled):
     """A FLUX denoiser with a ControlNet. `pictures` are latents [B, N, 4 C]."""
 
-    def forward(self, **given: Any) -> Any:
+    def forward(self, **inputs: Any) -> Any:
         """Run the net and the base with FluxTransformer2DModel's arguments."""
-        hidden = given["hidden_states"]
-        net_inputs = {**given, "hidden_states": hidden[..., : self.pictures.shape[2]]}
+        hidden_states = inputs["hidden_states"]
+        net_inputs = {**inputs, "hidden_states": hidden_states[..., : self.pictures.shape[2]]}
         doubles, singles = self.net(controlnet_cond=self.pictures, **net_inputs)
         return self.base(
-            **given, controlnet_block_samples=doubles, controlnet_single_block_samples=singles
+            **inputs, controlnet_block_samples=doubles, controlnet_single_block_samples=singles
         )
 
 
@@ -69,7 +69,7 @@ class ControlledUnet(Controlled):
     """A UNet with a ControlNet. `pictures` are [B, 3, H, W] from 0 to 1."""
 
     def forward(
-        self, sample: torch.Tensor, timestep: Any, encoder_hidden_states: Any, **given: Any
+        self, sample: torch.Tensor, timestep: Any, encoder_hidden_states: Any, **inputs: Any
     ) -> Any:
         """Run the net and the base with UNet2DConditionModel's arguments. Both halves of a guided
         batch have the same pictures.
@@ -85,7 +85,7 @@ class ControlledUnet(Controlled):
             "down_block_additional_residuals": downs,
             "mid_block_additional_residual": middle,
         }
-        return self.base(*shared, **added, **given)
+        return self.base(*shared, **added, **inputs)
 
 
 class Base:
@@ -173,8 +173,8 @@ class FluxBase(Base):
             prompt=torch.stack([states for states, _ in texts]),
             pooled=torch.stack([pooled for _, pooled in texts]),
             ids=ids.view(-1, 3),
-            shown=none,
-            seen=none[:, None].expand(-1, rows * columns, -1),
+            answer_object=none,
+            token_objects=none[:, None].expand(-1, rows * columns, -1),
         )
 
     def _encode(self, prompt: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -270,7 +270,7 @@ BASES: Final[dict[str, Callable[[], Base]]] = {"flux": FluxBase, "unet": UnetBas
 
 def learn(
     name: str,
-    learnt: nn.Module,
+    module: nn.Module,
     loss_of: Callable[[np.random.Generator, tuple[int, int], torch.Generator], torch.Tensor],
     save: Callable[[], None],
     *,
@@ -282,7 +282,7 @@ def learn(
 
     Args:
         name: the adapter's name in the output.
-        learnt: the module; its parameters that need gradients are the adapter.
+        module: the module; its parameters that need gradients are the adapter.
         loss_of: draws a batch of pictures of this size (height, width) and returns its loss.
         save: writes the adapter.
         seed: of the random draws.
@@ -293,22 +293,22 @@ def learn(
 
     def take(step: int, progress: float) -> Step:
         loss = loss_of(rng, _SIZES[int(rng.integers(len(_SIZES)))], generator)
-        return Step(loss, shown=loss.item())
+        return Step(loss, value=loss.item())
 
-    parameters = [p for p in learnt.parameters() if p.requires_grad]
+    parameters = [p for p in module.parameters() if p.requires_grad]
     optimiser = torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.98), weight_decay=0.0)
-    Training(name, learnt, [optimiser], seconds, rate, decay=0.5, save=save).run(take)
+    Training(name, module, [optimiser], seconds, rate, decay=0.5, save=save).run(take)
 
 
 @torch.no_grad()
-def _copy(parts: Sequence[tuple[Any, Any]], first: Any, theirs: Any, channels: int) -> None:
+def _copy(parts: Sequence[tuple[Any, Any]], first: Any, base_layer: Any, channels: int) -> None:
     """Copy the base's weights to a net. Its first layer gets the weights of the first `channels`
     inputs.
     """
-    for part, of_base in parts:
-        part.load_state_dict(of_base.state_dict())
-    first.weight.copy_(theirs.weight[:, :channels])
-    first.bias.copy_(theirs.bias)
+    for part, base_part in parts:
+        part.load_state_dict(base_part.state_dict())
+    first.weight.copy_(base_layer.weight[:, :channels])
+    first.bias.copy_(base_layer.bias)
 
 
 def _latents(

@@ -16,21 +16,23 @@ import torch
 from diffusers.utils import logging
 
 from maskserve_benchmarks.checkout import CHECKOUT
+from maskserve_benchmarks.demo_model.scenes import Edit, Picture, fill, to_bytes
 from maskserve_studies.demo_model.outlines import (
     ENOUGH_IOU,
     OutlinedEdit,
     draw_outlined,
-    followed,
+    outline_iou,
     outlined_edits,
 )
-from maskserve_benchmarks.demo_model.scenes import Edit, Picture, fill, to_bytes
 from maskserve_studies.training.bases import BASES, Base, learn
 
 NETS: Final = CHECKOUT / "assets" / "controlnets"
 FOLDERS: Final = {"flux": NETS / "outline", "unet": NETS / "unet-outline"}
 _BATCH: Final = {"flux": 6, "unet": 8}
-_WITHOUT: Final = 0.05  # share of samples without an outline, which the model answers alone
-_EMPTY: Final = 0.1  # share of guided models' samples without a prompt, which continue the region
+_BLACK_SHARE: Final = 0.05  # share of samples without an outline, which the model answers alone
+_EMPTY_SHARE: Final = (
+    0.1  # share of guided models' samples without a prompt, which continue the region
+)
 
 
 def draw_sample(
@@ -41,15 +43,15 @@ def draw_sample(
     """
     outlined_edit, draw = draw_outlined(rng, size), rng.random()
     edit = outlined_edit.edit
-    if draw < _WITHOUT:
-        behind = Edit(edit.source, np.zeros_like(edit.mask), "", None, None, edit.source)
-        return OutlinedEdit(behind, None)
-    if guided and draw < _WITHOUT + _EMPTY:
-        continued = np.where(
+    if draw < _BLACK_SHARE:
+        unchanged = Edit(edit.source, np.zeros_like(edit.mask), "", None, None, edit.source)
+        return OutlinedEdit(unchanged, None)
+    if guided and draw < _BLACK_SHARE + _EMPTY_SHARE:
+        continued_picture = np.where(
             edit.mask[..., None], to_bytes(fill(edit.source, edit.mask)), edit.source
         )
-        none = Edit(edit.source, edit.mask, "", None, None, continued)
-        return replace(outlined_edit, edit=none)
+        continuation = Edit(edit.source, edit.mask, "", None, None, continued_picture)
+        return replace(outlined_edit, edit=continuation)
     return outlined_edit
 
 
@@ -76,7 +78,7 @@ def save(net: Any, folder: Path) -> None:
     net.save_pretrained(folder)
 
 
-def paint(base: Base, net: Any | None, asked: list[OutlinedEdit]) -> list[Picture]:
+def paint(base: Base, net: Any | None, edits: list[OutlinedEdit]) -> list[Picture]:
     """Run the edits with diffusers' pipeline and classes, with the net or without one."""
     base.pipe.set_progress_bar_config(disable=True)
     pictures: list[Picture] = []
@@ -84,8 +86,8 @@ def paint(base: Base, net: Any | None, asked: list[OutlinedEdit]) -> list[Pictur
     if model is not None:
         setattr(base.pipe, base.part, model)
     try:
-        for first in range(0, len(asked), 8):
-            batch = asked[first : first + 8]
+        for first in range(0, len(edits), 8):
+            batch = edits[first : first + 8]
             if model is not None:
                 model.pictures = base.controls([outlined_edit.control for outlined_edit in batch])
             pictures += base.edit([outlined_edit.edit for outlined_edit in batch])
@@ -98,7 +100,7 @@ def share_followed(base: Base, net: Any | None, edits: int) -> float:
     """Share of held-out edits whose objects follow their outlines."""
     outlined = outlined_edits(edits)
     pictures = paint(base, net, outlined)
-    ious = [followed(p, item) for p, item in zip(pictures, outlined, strict=True)]
+    ious = [outline_iou(p, item) for p, item in zip(pictures, outlined, strict=True)]
     return float(np.mean([item >= ENOUGH_IOU for item in ious]))
 
 
@@ -117,10 +119,12 @@ def main() -> int:
     base, out = BASES[args.base](), args.out or FOLDERS[args.base]
     if args.judge:
         net = base.net_class.from_pretrained(out).eval()
-        with_it, without = (
+        net_share, base_share = (
             share_followed(base, control_net, args.judge) for control_net in (net, None)
         )
-        print(f"outline: followed in {with_it:.0%} of {args.judge} edits, without {without:.0%}")
+        print(
+            f"outline: followed in {net_share:.0%} of {args.judge} edits, without {base_share:.0%}"
+        )
         return 0
     net = base.new_net() if args.start is None else base.net_class.from_pretrained(args.start)
     train(base, net, args.minutes * 60, args.rate, out, _BATCH[args.base])

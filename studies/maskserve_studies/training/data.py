@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 
 from maskserve_benchmarks.demo_model.palette import COLOURS, SHAPES
 from maskserve_benchmarks.demo_model.prompts import SAME
+from maskserve_benchmarks.demo_model.scenes import Mask, Scene, finish, make_scene, to_bytes
 from maskserve_studies.demo_model.relations import (
     RELATIONS,
     Wish,
     draw_wish,
     make_relational_scene,
 )
-from maskserve_benchmarks.demo_model.scenes import Mask, Scene, finish, make_scene, to_bytes
 from maskserve_studies.demo_model.structures import STRUCTURES, make_structure
 from maskserve_studies.training.transformer import pack, pack_mask
 from maskserve_studies.training.vae import to_tensor
@@ -28,8 +28,8 @@ from maskserve_studies.training.vae import to_tensor
 KINDS: Final = ("plain", "relations", "structures")
 WISHES: Final = {"plain": 3, "relations": len(RELATIONS), "structures": 0}
 """Objects drawn per scene. One further answer is the scene without an object."""
-ASKED_COLOURS: Final = (*COLOURS, SAME)  # colours that a prompt may name, by number
-ASKED_SHAPES: Final = (*SHAPES, SAME)
+PROMPT_COLOURS: Final = (*COLOURS, SAME)  # colours that a prompt may name, by number
+PROMPT_SHAPES: Final = (*SHAPES, SAME)
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class _Drawn:
+class _DrawnScene:
     scene: Scene
     wishes: list[Wish]
     other: tuple[int, ...]
@@ -109,8 +109,9 @@ def write_part(
         masks[i] = np.packbits(pixels, axis=1).reshape(*grid, -1)
         for k, wish in enumerate(drawn.wishes):
             wishes[i, k] = (
-                ASKED_COLOURS.index(wish.colour), ASKED_SHAPES.index(wish.shape),
-                ASKED_COLOURS.index(wish.asked[0]), ASKED_SHAPES.index(wish.asked[1]),
+                PROMPT_COLOURS.index(wish.colour), PROMPT_SHAPES.index(wish.shape),
+                PROMPT_COLOURS.index(wish.prompt_words[0]),
+                PROMPT_SHAPES.index(wish.prompt_words[1]),
             )  # fmt: skip
         boxes[i] = _box(pixels.any(axis=1).reshape(grid))
         far_objects[i] = drawn.other
@@ -126,14 +127,14 @@ def read_part(folder: Path) -> Part:
     return Part(folder.name.split("-")[0], *arrays)
 
 
-def _draw(rng: np.random.Generator, kind: str, size: tuple[int, int], token: int) -> _Drawn:
+def _draw(rng: np.random.Generator, kind: str, size: tuple[int, int], token: int) -> _DrawnScene:
     """A scene of `kind` and its wishes; `token` is a token's side in pixels."""
     if kind == "structures":
-        return _Drawn(make_structure(rng, size, str(rng.choice(STRUCTURES))), [], (0,) * 6)
+        return _DrawnScene(make_structure(rng, size, str(rng.choice(STRUCTURES))), [], (0,) * 6)
     if kind == "plain":
         scene = make_scene(rng, size)
         pairs = [(str(rng.choice(list(COLOURS))), str(rng.choice(SHAPES))) for _ in range(3)]
-        return _Drawn(scene, [Wish(pair, *pair) for pair in pairs], (0,) * 6)
+        return _DrawnScene(scene, [Wish(pair, *pair) for pair in pairs], (0,) * 6)
     while True:
         drawn = make_relational_scene(rng, size)
         wishes = [w for r in RELATIONS if (w := draw_wish(rng, drawn, r)) is not None]
@@ -143,9 +144,9 @@ def _draw(rng: np.random.Generator, kind: str, size: tuple[int, int], token: int
     far_object = (
         math.floor((y - r) / token), math.ceil((y + r) / token),
         math.floor((x - r) / token), math.ceil((x + r) / token),
-        ASKED_COLOURS.index(drawn.colour), ASKED_SHAPES.index(drawn.shape),
+        PROMPT_COLOURS.index(drawn.colour), PROMPT_SHAPES.index(drawn.shape),
     )  # fmt: skip
-    return _Drawn(drawn.scene, wishes, far_object)
+    return _DrawnScene(drawn.scene, wishes, far_object)
 
 
 def _box(touched: Mask) -> tuple[int, ...]:

@@ -31,20 +31,20 @@ from torch import nn
 from torch.nn import functional
 
 from maskserve_benchmarks.checkout import CHECKOUT, DEMO_MODEL
-from maskserve_studies.demo_model.evaluation import verdicts_of
 from maskserve_benchmarks.demo_model.palette import COLOURS, SHAPES
+from maskserve_studies.demo_model.evaluation import verdicts_of
 from maskserve_studies.demo_model.reference_edits import (
     MAX_LENGTH,
     ObjectScene,
     PlacedObject,
-    finished,
+    answer_of,
     make_object_scene,
     named_edits,
 )
 from maskserve_studies.training.attention import FusedMatmulAttention, MatmulAttention
 from maskserve_studies.training.data import linear_code
 from maskserve_studies.training.edit_text import (
-    KEPT,
+    ENCODER_LAYERS,
     WIDTH,
     build_encoder,
     build_tokenizer,
@@ -80,13 +80,13 @@ class Batch:
     """(B, T, 3 · WIDTH) text states."""
     ids: torch.Tensor
     """(N, 4) position ids of the answer's tokens."""
-    seen: torch.Tensor
+    token_objects: torch.Tensor
     """(B, N, 2): colour and shape of the object at each token, -1 elsewhere."""
-    shown: torch.Tensor
+    new_object: torch.Tensor
     """(B, 2): new colour and shape of the edited object, -1 if it goes or stays."""
-    touched: torch.Tensor
+    edited_tokens: torch.Tensor
     """(B, N): 1 at the edited object's tokens."""
-    placed: torch.Tensor
+    offsets: torch.Tensor
     """(B, N, 3) in tokens: the way from each token to the edited object's centre, and
     its radius.
     """
@@ -117,7 +117,7 @@ def build_transformer() -> Flux2Transformer2DModel:
         num_single_layers=4,
         attention_head_dim=32,
         num_attention_heads=4,
-        joint_attention_dim=len(KEPT) * WIDTH,
+        joint_attention_dim=len(ENCODER_LAYERS) * WIDTH,
         mlp_ratio=3.0,
         axes_dims_rope=(4, 10, 10, 8),
         guidance_embeds=False,
@@ -164,21 +164,21 @@ class Sampler:
         rng, grid = self._rng, (size[0] // TOKEN, size[1] // TOKEN)
         count = max(1, TOKENS_PER_BATCH // (2 * grid[0] * grid[1] + MAX_LENGTH))
         sources, answers, prompts = [], [], []
-        object_labels, answer_labels, touched, placed = [], [], [], []
+        object_labels, answer_labels, edited_tokens, offsets = [], [], [], []
         for _ in range(count):
             scene = make_object_scene(rng, size, most)
             wish = draw_wish(rng, scene)
             empty = rng.random() < EMPTY_SHARE
             source = scene.drawn(scene.things)
             sources.append(source)
-            answers.append(source if empty else finished(scene, wish))
+            answers.append(source if empty else answer_of(scene, wish))
             prompts.append("" if empty else wish.prompt)
-            object_labels.append(_seen(scene, grid))
+            object_labels.append(_token_objects(scene, grid))
             becomes = None if empty else wish.becomes
             answer_labels.append((-1, -1) if becomes is None else _numbers(becomes))
             area = _covers(scene.things[wish.number], grid)
-            touched.append(np.zeros_like(area) if empty else area)
-            placed.append(_place(scene.things[wish.number], grid))
+            edited_tokens.append(np.zeros_like(area) if empty else area)
+            offsets.append(_place(scene.things[wish.number], grid))
         return Batch(
             self._tokens(answers),
             self._tokens(sources),
@@ -186,8 +186,8 @@ class Sampler:
             self._ids(grid),
             torch.from_numpy(np.stack(object_labels)).flatten(1, 2),
             torch.tensor(answer_labels),
-            torch.from_numpy(np.stack(touched)).flatten(1).float(),
-            torch.from_numpy(np.stack(placed)).flatten(1, 2).float(),
+            torch.from_numpy(np.stack(edited_tokens)).flatten(1).float(),
+            torch.from_numpy(np.stack(offsets)).flatten(1, 2).float(),
         )
 
     def _tokens(self, pictures: list[Any]) -> torch.Tensor:
@@ -217,7 +217,7 @@ def _numbers(thing: PlacedObject) -> tuple[int, int]:
 
 
 def _place(thing: PlacedObject, grid: tuple[int, int]) -> Any:
-    """Offset and radius for each token (R, C, 3), as in `Batch.placed`."""
+    """Offset and radius for each token (R, C, 3), as in `Batch.offsets`."""
     rows, columns = (np.arange(side) * TOKEN + TOKEN / 2 for side in grid)
     (x, y), radius = thing.centre, np.full(grid, thing.radius)
     down, right = np.meshgrid(y - rows, x - columns, indexing="ij")
@@ -230,7 +230,7 @@ def _covers(thing: PlacedObject, grid: tuple[int, int]) -> Any:
     return np.hypot(down, right) < radius + 2 / TOKEN + 1 / 3
 
 
-def _seen(scene: ObjectScene, grid: tuple[int, int]) -> Any:
+def _token_objects(scene: ObjectScene, grid: tuple[int, int]) -> Any:
     labels = np.full((*grid, 2), -1)
     for thing in scene.things:
         labels[_covers(thing, grid)] = _numbers(thing)
@@ -253,10 +253,16 @@ class Hints(nn.Module):
         places["late"] = blocks[2]
         for name, block in places.items():
             block.register_forward_hook(self._keeper(name))
-        self.seen = nn.ModuleDict({n: nn.Linear(width, numbers) for n in ("doubles", "first")})
-        self.meant = nn.ModuleDict({n: nn.Linear(width, 2) for n in ("doubles", "first", "middle")})
-        self.placed = nn.ModuleDict({n: nn.Linear(width, 3) for n in ("first", "middle")})
-        self.shown = nn.ModuleDict({n: nn.Linear(width, numbers) for n in ("first", "middle")})
+        self.token_heads = nn.ModuleDict(
+            {n: nn.Linear(width, numbers) for n in ("doubles", "first")}
+        )
+        self.edited_heads = nn.ModuleDict(
+            {n: nn.Linear(width, 2) for n in ("doubles", "first", "middle")}
+        )
+        self.offset_heads = nn.ModuleDict({n: nn.Linear(width, 3) for n in ("first", "middle")})
+        self.new_object_heads = nn.ModuleDict(
+            {n: nn.Linear(width, numbers) for n in ("first", "middle")}
+        )
         self.clean = nn.Linear(width, model.config.in_channels)
 
     def _keeper(self, name: str) -> Callable[..., None]:
@@ -273,46 +279,52 @@ class Hints(nn.Module):
             image = output[1] if isinstance(output, tuple) else output[:, -2 * tokens :]
             image = functional.layer_norm(image, image.shape[-1:])
             answer, reference = image.split(tokens, dim=1)
-            if name in self.seen:
-                total = total + self._entropy("seen", self.seen[name](reference), batch.seen)
+            if name in self.token_heads:
+                total = total + self._entropy(
+                    "token", self.token_heads[name](reference), batch.token_objects
+                )
             if name == "late":
                 error = (self.clean(answer) - batch.clean).square().mean(dim=2)
-                total = total + weighed(error, batch)
+                total = total + weighted_mean(error, batch)
                 continue
-            if name in self.placed:
-                off = (self.placed[name](answer) - batch.placed).abs().mean(dim=2)
-                off = (off * batch.touched).sum() / batch.touched.sum().clamp(min=1)
-                self.right["off"].append(off.item())
-                total = total + off
+            if name in self.offset_heads:
+                error = (self.offset_heads[name](answer) - batch.offsets).abs().mean(dim=2)
+                error = (error * batch.edited_tokens).sum() / batch.edited_tokens.sum().clamp(min=1)
+                self.right["offset"].append(error.item())
+                total = total + error
             for part in (answer, reference):
-                logits = self.meant[name](part)
-                targets = batch.touched.long()
+                logits = self.edited_heads[name](part)
+                targets = batch.edited_tokens.long()
                 total = total + functional.cross_entropy(logits.transpose(1, 2), targets)
-                is_touched = targets > 0
-                if name == "middle" and is_touched.any():
-                    self.right["meant"].append(
-                        float((logits.argmax(2) == targets)[is_touched].float().mean())
+                is_edited = targets > 0
+                if name == "middle" and is_edited.any():
+                    self.right["edited"].append(
+                        float((logits.argmax(2) == targets)[is_edited].float().mean())
                     )
-            if name in self.shown:
-                at = torch.where(batch.touched[..., None] > 0, batch.shown[:, None], -1)
-                total = total + self._entropy("shown", self.shown[name](answer), at)
+            if name in self.new_object_heads:
+                labels = torch.where(
+                    batch.edited_tokens[..., None] > 0, batch.new_object[:, None], -1
+                )
+                total = total + self._entropy(
+                    "new object", self.new_object_heads[name](answer), labels
+                )
         self._outputs.clear()
         return total
 
-    def _entropy(self, what: str, logits: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    def _entropy(self, head: str, logits: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
         has_label = numbers[..., 0] >= 0
         if not has_label.any():
             return torch.zeros(())
         colours, shapes = logits[has_label].split([len(COLOURS), len(SHAPES)], dim=1)
         colour, shape = numbers[has_label].unbind(1)
         is_right = (colours.argmax(1) == colour) & (shapes.argmax(1) == shape)
-        self.right[what].append(float(is_right.float().mean()))
+        self.right[head].append(float(is_right.float().mean()))
         return functional.cross_entropy(colours, colour) + functional.cross_entropy(shapes, shape)
 
 
-def weighed(error: torch.Tensor, batch: Batch) -> torch.Tensor:
+def weighted_mean(error: torch.Tensor, batch: Batch) -> torch.Tensor:
     """Mean of the errors (B, N). The edited object has most of the weight."""
-    weight = OUTSIDE_WEIGHT + (1 - OUTSIDE_WEIGHT) * batch.touched
+    weight = OUTSIDE_WEIGHT + (1 - OUTSIDE_WEIGHT) * batch.edited_tokens
     return (error * weight).sum() / weight.sum()
 
 
@@ -321,7 +333,7 @@ def train(model: Any, sampler: Sampler, work: Path, seconds: float, rate: float)
     generator = torch.Generator().manual_seed(int.from_bytes(np.random.bytes(4), "little"))
     rng = np.random.default_rng()
     hints = Hints(model)
-    learnt = nn.ModuleDict({"model": model, "hints": hints})
+    module = nn.ModuleDict({"model": model, "hints": hints})
     model.train()
     for block in model.transformer_blocks:
         block.attn.set_processor(MatmulAttention())
@@ -342,26 +354,26 @@ def train(model: Any, sampler: Sampler, work: Path, seconds: float, rate: float)
         mixed = batch.clean + time[:, None, None] * (noise - batch.clean)
         text_ids = torch.zeros(MAX_LENGTH, 4)
         text_ids[:, 3] = torch.arange(MAX_LENGTH)
-        of_reference = batch.ids.clone()
-        of_reference[:, 0] = REFERENCE
+        reference_ids = batch.ids.clone()
+        reference_ids[:, 0] = REFERENCE
         velocity = model(
             hidden_states=torch.cat([mixed, batch.reference], dim=1),
             timestep=time,
             encoder_hidden_states=batch.prompt,
             txt_ids=text_ids,
-            img_ids=torch.cat([batch.ids, of_reference]),
+            img_ids=torch.cat([batch.ids, reference_ids]),
             return_dict=False,
         )[0][:, : mixed.shape[1]]
-        loss = weighed((velocity - (noise - batch.clean)).square().mean(dim=2), batch)
+        loss = weighted_mean((velocity - (noise - batch.clean)).square().mean(dim=2), batch)
         strength = 0.2 if progress < 0.6 else 0.05
         return Step(loss + strength * hints.loss(batch), len(mixed), loss.item())
 
-    def says() -> str:
+    def accuracy_report() -> str:
         return "".join(f" {head} {np.mean(last[-60:]):.2f}" for head, last in hints.right.items())
 
     Training(
-        "edit", learnt, optimisers(learnt, rate), seconds, rate, averaged=model,
-        checkpoint=work / "transformer.pt", says=says, say_every=25,
+        "edit", module, optimisers(module, rate), seconds, rate, averaged=model,
+        checkpoint=work / "transformer.pt", report_text=accuracy_report, report_every=25,
     ).run(take)  # fmt: skip
 
 

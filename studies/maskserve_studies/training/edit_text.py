@@ -31,7 +31,7 @@ from maskserve_studies.training.loop import Step, Training
 
 WIDTH: Final = 64
 LAYERS: Final = 28
-KEPT: Final = (9, 18, 27)
+ENCODER_LAYERS: Final = (9, 18, 27)
 """Layers whose states the transformer gets, as in FLUX.2 klein."""
 _TEMPLATE: Final = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
@@ -115,7 +115,7 @@ def states_of(encoder: Any, ids: torch.Tensor, mask: torch.Tensor) -> list[torch
     out = encoder.model(
         input_ids=ids, attention_mask=mask, output_hidden_states=True, use_cache=False
     )
-    return [out.hidden_states[layer] for layer in KEPT]
+    return [out.hidden_states[layer] for layer in ENCODER_LAYERS]
 
 
 def labels_of(wish: NamedWish | None) -> list[int]:
@@ -123,7 +123,7 @@ def labels_of(wish: NamedWish | None) -> list[int]:
     if wish is None:
         return list(_GROUPS)
     colours, shapes = list(COLOURS), [*SHAPES, None]
-    (colour, shape, side), (to_colour, to_shape) = wish.named, wish.told
+    (colour, shape, side), (to_colour, to_shape) = wish.name_parts, wish.changes
     return [
         colours.index(colour) if colour else _GROUPS[0],
         shapes.index(shape) if shape else _GROUPS[1],
@@ -142,23 +142,23 @@ def draw_wish(rng: np.random.Generator, scene: Any) -> NamedWish:
 def train_encoder(tokenizer: Any, encoder: Any, seconds: float, checkpoint: Any) -> None:
     """Train the encoder in place."""
     rng = np.random.default_rng(5)
-    drawn: list[tuple[str, list[int]]] = [("", labels_of(None))] * 40
+    labelled_prompts: list[tuple[str, list[int]]] = [("", labels_of(None))] * 40
     for _ in range(2500):
         scene = make_object_scene(rng, (64, 96), 3)
         wish = draw_wish(rng, scene)
-        drawn.append((wish.prompt, labels_of(wish)))
-    ids, mask = ids_of(tokenizer, [prompt for prompt, _ in drawn])
-    labels = torch.tensor([numbers for _, numbers in drawn])
+        labelled_prompts.append((wish.prompt, labels_of(wish)))
+    ids, mask = ids_of(tokenizer, [prompt for prompt, _ in labelled_prompts])
+    labels = torch.tensor([numbers for _, numbers in labelled_prompts])
     sizes = [n + 1 for n in _GROUPS]
-    heads = nn.ModuleList([nn.Linear(WIDTH, sum(sizes)) for _ in KEPT])
-    learnt = nn.ModuleDict({"encoder": encoder, "heads": heads})
+    heads = nn.ModuleList([nn.Linear(WIDTH, sum(sizes)) for _ in ENCODER_LAYERS])
+    module = nn.ModuleDict({"encoder": encoder, "heads": heads})
     right: list[float] = []
 
     def take(step: int, progress: float) -> Step:
         at = torch.from_numpy(rng.integers(len(ids), size=32))
         states = states_of(encoder, ids[at], mask[at])
         length = mask[at].sum(1)
-        behind = (torch.arange(MAX_LENGTH)[None] >= length[:, None] - 2).float()
+        after_prompt = (torch.arange(MAX_LENGTH)[None] >= length[:, None] - 2).float()
         loss = torch.zeros(())
         for head, hidden in zip(heads, states, strict=True):
             parts = head(functional.layer_norm(hidden, (WIDTH,))).split(sizes, dim=-1)
@@ -167,7 +167,7 @@ def train_encoder(tokenizer: Any, encoder: Any, seconds: float, checkpoint: Any)
                 entropies = functional.cross_entropy(
                     logits.transpose(1, 2), targets, reduction="none"
                 )
-                loss = loss + (entropies * behind).sum() / behind.sum()
+                loss = loss + (entropies * after_prompt).sum() / after_prompt.sum()
             right.append(
                 float(
                     torch.stack(
@@ -177,8 +177,8 @@ def train_encoder(tokenizer: Any, encoder: Any, seconds: float, checkpoint: Any)
             )  # fmt: skip
         return Step(loss, len(at), loss.item())
 
-    optimiser = torch.optim.AdamW(learnt.parameters(), lr=2e-3, weight_decay=0.0)
+    optimiser = torch.optim.AdamW(module.parameters(), lr=2e-3, weight_decay=0.0)
     Training(
-        "text", learnt, [optimiser], seconds, 2e-3, decay=0.7, checkpoint=checkpoint, say_every=25,
-        says=lambda: f" all told right {np.mean(right[-60:]):.0%}",
+        "text", module, [optimiser], seconds, 2e-3, decay=0.7, checkpoint=checkpoint,
+        report_every=25, report_text=lambda: f" all labels right {np.mean(right[-60:]):.0%}",
     ).run(take)  # fmt: skip

@@ -17,9 +17,9 @@ from torch.nn import functional
 from transformers import Swin2SRConfig, Swin2SRForImageSuperResolution, Swin2SRImageProcessor
 
 from maskserve_benchmarks.checkout import CHECKOUT
-from maskserve_studies.demo_model.named_scenes import draw_named
-from maskserve_studies.demo_model.node_judges import enlarged_db, halved
 from maskserve_benchmarks.demo_model.scenes import HELD_OUT_PHOTO, PHOTOS, Picture
+from maskserve_studies.demo_model.named_scenes import draw_named
+from maskserve_studies.demo_model.node_judges import enlarge_db, halved
 from maskserve_studies.training.loop import Step, Training, node_options
 from maskserve_studies.training.muon import optimisers
 
@@ -121,7 +121,7 @@ def train(folder: Path, checkpoint: Path, seconds: float, rate: float) -> None:
         wrong = (enlarged - _tensor(large)).square().mean(dim=(1, 2, 3))
         # The judged figure: decibels, where a flat crop counts as much as one full of edges.
         loss = (wrong + 1e-5).log().mean()
-        return Step(loss, samples=_BATCH, shown=-10 * loss.item() / np.log(10))
+        return Step(loss, samples=_BATCH, value=-10 * loss.item() / np.log(10))
 
     Training(
         "enlarge", model, optimiser_pair, seconds, rate, warm_up=100, decay=0.6,
@@ -140,7 +140,7 @@ def main() -> int:
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.judge:
-        model_db, lanczos = enlarged_db(args.out)
+        model_db, lanczos = enlarge_db(args.out)
         print(f"enlarge: {model_db:.2f} dB, Lanczos {lanczos:.2f} dB on {HELD_OUT_PHOTO}")
         return 0
     args.checkpoint.parent.mkdir(parents=True, exist_ok=True)

@@ -25,7 +25,7 @@ class Exchange:
         size = sum(p.numel() for p in self._parameters)
         self._weights = _shared(folder / "exchange.f32", np.float32, (workers, size))
         self._versions = _shared(folder / "exchange.i64", np.int64, (workers,))
-        self._seen = self._versions.copy()
+        self._read_versions = self._versions.copy()
 
     @torch.no_grad()
     def average(self) -> int:
@@ -34,18 +34,18 @@ class Exchange:
         """
         weights = torch.cat([p.flatten() for p in self._parameters]).numpy()
         versions = self._versions.copy()
-        versions[self._worker] = self._seen[self._worker]
-        peers = np.flatnonzero(versions > self._seen)
+        versions[self._worker] = self._read_versions[self._worker]
+        peers = np.flatnonzero(versions > self._read_versions)
         if len(peers):
             weights = (weights + self._weights[peers].sum(axis=0)) / (1 + len(peers))
             offset = 0
             for p in self._parameters:
                 p.copy_(torch.from_numpy(weights[offset : offset + p.numel()]).view_as(p))
                 offset += p.numel()
-        self._seen[peers] = versions[peers]
+        self._read_versions[peers] = versions[peers]
         self._weights[self._worker] = weights
         self._versions[self._worker] += 1
-        self._seen[self._worker] = self._versions[self._worker]
+        self._read_versions[self._worker] = self._versions[self._worker]
         return len(peers)
 
 

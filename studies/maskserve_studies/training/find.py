@@ -25,17 +25,17 @@ from transformers import (
 )
 
 from maskserve_benchmarks.checkout import CHECKOUT, DEMO_MODEL
-from maskserve_studies.demo_model.named_scenes import NamedScene, draw_named
-from maskserve_studies.demo_model.node_judges import SIDE, found_iou
 from maskserve_benchmarks.demo_model.palette import COLOURS, SHAPES
 from maskserve_benchmarks.demo_model.prompts import phrase
+from maskserve_studies.demo_model.named_scenes import NamedScene, draw_named
+from maskserve_studies.demo_model.node_judges import SIDE, find_iou
 from maskserve_studies.training.loop import Step, Training, node_options
 from maskserve_studies.training.vae import to_tensor
 
 FOLDER: Final = CHECKOUT / "assets" / "nodes" / "find"
 _PATCH: Final = 8
 _WIDTH: Final = 96
-_TAKEN: Final = (0, 1, 2)
+_DECODER_LAYERS: Final = (0, 1, 2)
 """Layers whose outputs the decoder reads."""
 _SCENES: Final = 12
 _NAMES: Final = 3
@@ -56,13 +56,13 @@ def new_model(tokenizer: CLIPTokenizer) -> CLIPSegForImageSegmentation:
         vision_config={
             "hidden_size": _WIDTH,
             "intermediate_size": 3 * _WIDTH,
-            "num_hidden_layers": len(_TAKEN),
+            "num_hidden_layers": len(_DECODER_LAYERS),
             "num_attention_heads": 4,
             "image_size": SIDE,
             "patch_size": _PATCH,
         },
         projection_dim=64,
-        extract_layers=list(_TAKEN),
+        extract_layers=list(_DECODER_LAYERS),
         reduce_dim=64,
         decoder_num_attention_heads=4,
         decoder_intermediate_size=192,
@@ -86,12 +86,14 @@ class Learner(nn.Module):
     def loss(self, rng: np.random.Generator) -> torch.Tensor:
         """Loss of a random batch: cross entropy and overlap of masks, and the head's loss."""
         scenes = [draw_named(rng, (SIDE, SIDE)) for _ in range(_SCENES)]
-        queries = [ask for scene in scenes for ask in _asks(rng, scene)]
+        queries = [query for scene in scenes for query in _queries(rng, scene)]
         pictures = to_tensor([scene.picture for scene in scenes])
         hidden_states = self.model.clip.vision_model(
             pictures, output_hidden_states=True
         ).hidden_states
-        layer_states = [hidden_states[i + 1].repeat_interleave(_NAMES, dim=0) for i in _TAKEN]
+        layer_states = [
+            hidden_states[i + 1].repeat_interleave(_NAMES, dim=0) for i in _DECODER_LAYERS
+        ]
         words = [phrase(rng, colour, shape) for _, colour, shape in queries]
         ids = self._tokenizer(words, padding="longest", return_tensors="pt").input_ids
         names = self.model.clip.get_text_features(ids).pooler_output
@@ -108,13 +110,13 @@ class Learner(nn.Module):
     def _hint(self, scenes: list[NamedScene], tokens: torch.Tensor) -> torch.Tensor:
         colours, shapes = _covering(scenes)
         logits = self.head(functional.layer_norm(tokens, tokens.shape[-1:])).flatten(0, 1)
-        of_colour, of_shape = logits.split([len(COLOURS) + 1, len(SHAPES) + 1], dim=1)
-        return functional.cross_entropy(of_colour, colours) + functional.cross_entropy(
-            of_shape, shapes
+        colour_logits, shape_logits = logits.split([len(COLOURS) + 1, len(SHAPES) + 1], dim=1)
+        return functional.cross_entropy(colour_logits, colours) + functional.cross_entropy(
+            shape_logits, shapes
         )
 
 
-def _asks(rng: np.random.Generator, scene: NamedScene) -> list[tuple[NamedScene, str, str]]:
+def _queries(rng: np.random.Generator, scene: NamedScene) -> list[tuple[NamedScene, str, str]]:
     """Names of things in the scene, and one name that shares at most its colour or its shape with a
     thing.
     """
@@ -162,7 +164,7 @@ def train(folder: Path, checkpoint: Path, seconds: float, rate: float) -> None:
 
     def take(step: int, progress: float) -> Step:
         loss = learner.loss(np.random.default_rng([11, step]))
-        return Step(loss, samples=_SCENES, shown=loss.item())
+        return Step(loss, samples=_SCENES, value=loss.item())
 
     Training(
         "find", learner, [optimiser], seconds, rate, warm_up=100, checkpoint=checkpoint, save=save
@@ -175,7 +177,7 @@ def main() -> int:
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.judge:
-        print(f"find: mean IoU {found_iou(args.out, args.judge):.3f} over {args.judge} scenes")
+        print(f"find: mean IoU {find_iou(args.out, args.judge):.3f} over {args.judge} scenes")
         return 0
     args.checkpoint.parent.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)

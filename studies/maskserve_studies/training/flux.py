@@ -73,8 +73,8 @@ def train(
     generator = torch.Generator().manual_seed(100 + worker + int(time.time()))
     rng = np.random.default_rng([worker, int(time.time())])
     hints = Hints(model)
-    trained = nn.ModuleDict({"model": model, "hints": hints})
-    exchange = Exchange(folder, worker, workers, trained)
+    module = nn.ModuleDict({"model": model, "hints": hints})
+    exchange = Exchange(folder, worker, workers, module)
     shape_shares: dict[str, list[float]] = defaultdict(list)
     model.train()
     model.set_attn_processor(MatmulAttention())
@@ -93,26 +93,26 @@ def train(
         loss = loss_of(front if objects else model, batch, active, generator)
         hints.shapes_right.clear()
         hint = hints.loss(batch, active)
-        if bool((batch.seen >= 0).any()):  # far objects; one guess in six is right
+        if bool((batch.token_objects >= 0).any()):  # far objects; one guess in six is right
             for head, share in hints.shapes_right.items():
                 shape_shares[head].append(share)
         if objects:
             return Step(hint)
         return Step(loss + phase.hints * hint, len(batch.clean), loss.item())
 
-    def says() -> str:
+    def shape_report() -> str:
         shares = (f"{head} {np.mean(last[-30:]):.0%}" for head, last in shape_shares.items())
-        return " shapes told: " + ", ".join(shares)
+        return " shapes right: " + ", ".join(shares)
 
     Training(
         "transformer",
-        trained,
-        optimisers(trained, rate),
+        module,
+        optimisers(module, rate),
         seconds,
         rate,
         averaged=model,
         checkpoint=folder / f"worker{worker}.pt",
-        says=says,
+        report_text=shape_report,
     ).run(take)
 
 

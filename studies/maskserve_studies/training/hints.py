@@ -35,7 +35,9 @@ class Hints(nn.Module):
             ("last_double", "first_single"),
             ("first_single", "middle_single"),
         )
-        self.seen = nn.ModuleDict({name: nn.Linear(width, _NUMBERS) for name in object_heads})
+        self.token_heads = nn.ModuleDict(
+            {name: nn.Linear(width, _NUMBERS) for name in object_heads}
+        )
         self.text = nn.ModuleDict({name: nn.Linear(width, _NUMBERS) for name in answer_heads})
         self.region = nn.ModuleDict({name: nn.Linear(width, _NUMBERS) for name in answer_heads})
         blocks = model.single_transformer_blocks
@@ -58,16 +60,16 @@ class Hints(nn.Module):
         Only blocks that have run since the last call count.
         """
         parts = [torch.zeros(())]
-        covered = (batch.seen[..., 0] >= 0).float()
-        for name in self._outputs.keys() & self.seen.keys():
-            logits = self.seen[name](_mean(self._outputs[name][1], covered))
-            parts.append(self._entropy(f"seen {name}", logits, batch.seen.amax(1)))
+        covered = (batch.token_objects[..., 0] >= 0).float()
+        for name in self._outputs.keys() & self.token_heads.keys():
+            logits = self.token_heads[name](_mean(self._outputs[name][1], covered))
+            parts.append(self._entropy(f"token {name}", logits, batch.token_objects.amax(1)))
         for name in self._outputs.keys() & self.text.keys():
             text, image = self._outputs[name]
             logits = self.text[name](_mean(text, torch.ones(text.shape[:2])))
-            parts.append(self._entropy(f"text {name}", logits, batch.shown))
+            parts.append(self._entropy(f"text {name}", logits, batch.answer_object))
             logits = self.region[name](_mean(image, active))
-            parts.append(self._entropy(f"region {name}", logits, batch.shown))
+            parts.append(self._entropy(f"region {name}", logits, batch.answer_object))
         self._outputs.clear()
         return torch.stack(parts).sum()
 

@@ -23,7 +23,7 @@ class Step(NamedTuple):
     loss: torch.Tensor
     samples: int = 0
     """Samples of the step; the checkpoint counts them."""
-    shown: float | None = None
+    value: float | None = None
     """The value whose mean is printed; None: this step prints none."""
 
 
@@ -33,7 +33,7 @@ class Training:
 
     name: str
     """Name in the output."""
-    learnt: nn.Module
+    module: nn.Module
     """Module to train. Its parameters that need gradients learn."""
     optimisers: Sequence[torch.optim.Optimizer]
     seconds: float
@@ -45,16 +45,16 @@ class Training:
     decay: float = 0.45
     """Last share of the time, in which the rate falls to almost nothing."""
     averaged: nn.Module | None = None
-    """Part of `learnt` whose mean over time is kept."""
+    """Part of `module` whose mean over time is kept."""
     checkpoint: Path | None = None
     """File of the checkpoint. An existing one is resumed."""
     save: Callable[[], None] = lambda: None
     """Called at every checkpoint and at the end."""
     save_every: float = 120.0
     """Seconds of wall-clock time between checkpoints."""
-    say_every: int = 50
+    report_every: int = 50
     """Steps between lines of output."""
-    says: Callable[[], str] = lambda: ""
+    report_text: Callable[[], str] = lambda: ""
     """Further text for each line of output."""
 
     def run(self, take: Callable[[int, float], Step]) -> None:
@@ -66,11 +66,11 @@ class Training:
         ema = copy.deepcopy(self.averaged)
         if ema is not None:
             ema.eval().requires_grad_(False)
-        parts: dict[str, Any] = {"learnt": self.learnt}
+        parts: dict[str, Any] = {"learnt": self.module}
         parts |= {} if ema is None else {"ema": ema}
         parts |= {f"optimiser{i}": optimiser for i, optimiser in enumerate(self.optimisers)}
         spent, step, samples = self._resumed(parts)
-        parameters = [p for p in self.learnt.parameters() if p.requires_grad]
+        parameters = [p for p in self.module.parameters() if p.requires_grad]
         last, saved_at = time.process_time(), time.monotonic()
         losses: list[float] = []
         while spent < self.seconds:
@@ -86,14 +86,14 @@ class Training:
             step, samples = step + 1, samples + outcome.samples
             if ema is not None and self.averaged is not None:
                 _follow(ema, self.averaged, min(0.998, step / (step + 20)))
-            losses += [] if outcome.shown is None else [outcome.shown]
+            losses += [] if outcome.value is None else [outcome.value]
             now_s = time.process_time()
             spent, last = spent + now_s - last, now_s
-            if step % self.say_every == 0:
+            if step % self.report_every == 0:
                 print(
                     f"{time.strftime('%H:%M:%S')} {self.name} {progress:6.1%} step {step} "
                     f"samples {samples} loss {np.mean(losses[-200:]):.4f} "
-                    f"last {np.mean(losses[-50:]):.4f}{self.says()}",
+                    f"last {np.mean(losses[-50:]):.4f}{self.report_text()}",
                     flush=True,
                 )
             if time.monotonic() - saved_at > self.save_every or spent >= self.seconds:

@@ -16,23 +16,23 @@ from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
 
 from maskserve_benchmarks.checkout import CHECKOUT
+from maskserve_benchmarks.demo_model.palette import COLOURS, SHAPES
+from maskserve_benchmarks.demo_model.prompts import TEMPLATES
+from maskserve_benchmarks.demo_model.scenes import Edit, finish, make_scene, to_bytes
 from maskserve_studies.demo_model.looks import (
     LOOKS,
     colours_of,
     edits_with,
     finish_as,
-    followed,
+    shows_look,
 )
-from maskserve_benchmarks.demo_model.palette import COLOURS, SHAPES
-from maskserve_benchmarks.demo_model.prompts import TEMPLATES
-from maskserve_benchmarks.demo_model.scenes import Edit, finish, make_scene, to_bytes
 from maskserve_studies.training.bases import BASES, Base, learn
 
 ADAPTERS: Final = CHECKOUT / "assets" / "adapters"
 _BATCH: Final = 6
-_OTHERS: Final = 0.2  # share of samples with an object that the adapter must not change
-_EMPTY: Final = 0.05  # share of samples with an empty prompt, which continue the region
-_IDENTITY: Final = 0.05  # share of samples without a mask, as when a template is primed
+_PLAIN_SHARE: Final = 0.2  # share of samples with an object that the adapter must not change
+_EMPTY_SHARE: Final = 0.05  # share of samples with an empty prompt, which continue the region
+_IDENTITY_SHARE: Final = 0.05  # share of samples without a mask, as when a template is primed
 
 
 def adapter_path(look: str, base: str, folder: Path = ADAPTERS) -> Path:
@@ -46,14 +46,14 @@ def draw_sample(rng: np.random.Generator, look: str, size: tuple[int, int]) -> E
     """
     scene = make_scene(rng, size)
     draw = rng.random()
-    if draw < _IDENTITY:
+    if draw < _IDENTITY_SHARE:
         nothing = np.zeros_like(scene.mask)
         return Edit(scene.source, nothing, "", None, None, scene.source)
-    if draw < _IDENTITY + _EMPTY:
+    if draw < _IDENTITY_SHARE + _EMPTY_SHARE:
         return Edit(scene.source, scene.mask, "", None, None, to_bytes(scene.background))
     shape = str(rng.choice(SHAPES))
     # A hollow object is always hollow; a ninth colour must not change the eight.
-    is_plain = look == "ninth-colour" and draw < _IDENTITY + _EMPTY + _OTHERS
+    is_plain = look == "ninth-colour" and draw < _IDENTITY_SHARE + _EMPTY_SHARE + _PLAIN_SHARE
     colour = str(rng.choice(list(COLOURS) if is_plain else colours_of(look)))
     answer = finish(scene, colour, shape) if is_plain else finish_as(look, scene, colour, shape)
     template = TEMPLATES[0 if rng.random() < 0.4 else int(rng.integers(len(TEMPLATES)))]
@@ -123,7 +123,7 @@ def share_followed(base: Base, look: str, edits: int, adapter: Path | None) -> f
     look_edits = edits_with(look, edits)
     pictures = base.edit(look_edits)
     verdicts = [
-        followed(look, picture, edit) for picture, edit in zip(pictures, look_edits, strict=True)
+        shows_look(look, picture, edit) for picture, edit in zip(pictures, look_edits, strict=True)
     ]
     return sum(verdicts) / len(verdicts)
 
@@ -143,10 +143,11 @@ def main() -> int:
     torch.set_num_threads(1)
     path, base = adapter_path(args.look, args.base, args.out), BASES[args.base]()
     if args.judge:
-        without = share_followed(base, args.look, args.judge, None)
-        with_it = share_followed(base, args.look, args.judge, path)
+        base_share = share_followed(base, args.look, args.judge, None)
+        lora_share = share_followed(base, args.look, args.judge, path)
         print(
-            f"{path.stem}: followed in {with_it:.1%} of {args.judge} edits, without {without:.1%}"
+            f"{path.stem}: followed in {lora_share:.1%} of {args.judge} edits, "
+            f"without {base_share:.1%}"
         )
     else:
         seconds = args.minutes * 60

@@ -110,7 +110,7 @@ def train(
     exchange = Exchange(folder, worker, workers, model)
     model.train()
     model.set_attn_processor(MatmulAttention(_FUSED_SINCE))
-    begun, spent, sample_count = time.monotonic(), time.process_time(), 0
+    begin_s, cpu_begin_s, sample_count = time.monotonic(), time.process_time(), 0
 
     def take(step: int, progress: float) -> Step:
         nonlocal sample_count
@@ -124,8 +124,8 @@ def train(
         loss = loss_of(model, batch, active, generator, _LATENESS)
         return Step(loss, len(batch.clean), loss.item())
 
-    def says() -> str:
-        clock, cpu = time.monotonic() - begun, time.process_time() - spent
+    def rate_report() -> str:
+        clock, cpu = time.monotonic() - begin_s, time.process_time() - cpu_begin_s
         return f" samples/s {sample_count / clock:.2f}, by CPU time {sample_count / cpu:.2f}"
 
     Training(
@@ -137,8 +137,8 @@ def train(
         averaged=model,
         checkpoint=folder / f"worker{worker}.pt",
         save_every=600.0,
-        say_every=10,
-        says=says,
+        report_every=10,
+        report_text=rate_report,
     ).run(take)
 
 

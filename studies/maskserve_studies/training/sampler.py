@@ -11,7 +11,7 @@ from diffusers import FluxFillPipeline
 from numpy.typing import NDArray
 
 from maskserve_benchmarks.demo_model.prompts import MAX_SEQUENCE_LENGTH, every_phrase
-from maskserve_studies.training.data import ASKED_COLOURS, ASKED_SHAPES, Part
+from maskserve_studies.training.data import PROMPT_COLOURS, PROMPT_SHAPES, Part
 from maskserve_studies.training.transformer import HintedBatch
 
 EMPTY_SHARE: Final = 0.04  # share of samples with an empty prompt, which continue the region
@@ -32,7 +32,7 @@ def encode_prompts(pipe: FluxFillPipeline) -> Prompts:
     """Encode every wording of every wish, and the empty prompt, like the pipeline."""
     texts: dict[tuple[int, int], list[str]] = {(-1, -1): [""]}
     for text, colour, shape in every_phrase():
-        key = (ASKED_COLOURS.index(colour), ASKED_SHAPES.index(shape))
+        key = (PROMPT_COLOURS.index(colour), PROMPT_SHAPES.index(shape))
         texts.setdefault(key, []).extend([text, text.capitalize(), text.upper()])
     result = {}
     for key, prompts in texts.items():
@@ -51,9 +51,9 @@ class _Sample:
     """(N, 4 channels + mask pixels)"""
     prompt: tuple[int, int]
     """Key of Prompts."""
-    shown: tuple[int, int]
+    answer_object: tuple[int, int]
     """Colour and shape number of the answer's object, -1 without one."""
-    seen: NDArray[np.int64]
+    token_objects: NDArray[np.int64]
     """(N, 2): colour and shape number of the far object at its tokens, -1 elsewhere."""
 
 
@@ -127,8 +127,8 @@ class Sampler:
             prompt=torch.stack([states for states, _ in texts]),
             pooled=torch.stack([pooled for _, pooled in texts]),
             ids=ids,
-            shown=torch.tensor([s.shown for s in samples]),
-            seen=torch.from_numpy(np.stack([s.seen for s in samples])),
+            answer_object=torch.tensor([s.answer_object for s in samples]),
+            token_objects=torch.from_numpy(np.stack([s.token_objects for s in samples])),
         )
 
     def _sample(self, part: Part, i: int, at: list[At]) -> _Sample:

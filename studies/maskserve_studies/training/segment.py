@@ -25,9 +25,9 @@ from transformers import (
 from transformers.models.sam.image_processing_pil_sam import SamImageProcessorPil
 
 from maskserve_benchmarks.checkout import CHECKOUT
-from maskserve_studies.demo_model.named_scenes import NamedScene, draw_named
-from maskserve_studies.demo_model.node_judges import SIDE, clicked_iou
 from maskserve_benchmarks.demo_model.scenes import Mask
+from maskserve_studies.demo_model.named_scenes import NamedScene, draw_named
+from maskserve_studies.demo_model.node_judges import SIDE, click_iou
 from maskserve_studies.training.loop import Step, Training, node_options
 from maskserve_studies.training.muon import optimisers
 from maskserve_studies.training.vae import to_tensor
@@ -45,7 +45,7 @@ _PROMPTS: Final = 3
 class Prompts(NamedTuple):
     """The prompts of a batch: P prompts for each of its B scenes."""
 
-    asked: dict[str, torch.Tensor]
+    model_inputs: dict[str, torch.Tensor]
     """Arguments for SamModel: points [B, P, n, 2] and their labels, or boxes [B, P, 4]."""
     right: torch.Tensor
     """The right masks [B, P, SIDE, SIDE], 0 or 1."""
@@ -119,18 +119,18 @@ class Likeness(nn.Module):
     def _keep(self, module: nn.Module, inputs: Any, output: Any) -> None:
         self._patches = output.last_hidden_state
 
-    def loss(self, asked: dict[str, torch.Tensor], right: torch.Tensor) -> torch.Tensor:
+    def loss(self, model_inputs: dict[str, torch.Tensor], right: torch.Tensor) -> torch.Tensor:
         """Cross entropy; 0 for prompts with boxes.
 
         Args:
-            asked: the field of `Prompts`.
+            model_inputs: the field of `Prompts`.
             right: the field of `Prompts`.
         """
-        if "input_points" not in asked:
+        if "input_points" not in model_inputs:
             return torch.zeros(())
         channels_last = self._patches.permute(0, 2, 3, 1).flatten(1, 2)
         patches = self.project(functional.layer_norm(channels_last, (_WIDTH,)))
-        column, row = (asked["input_points"][:, :, 0] // _PATCH).long().unbind(2)
+        column, row = (model_inputs["input_points"][:, :, 0] // _PATCH).long().unbind(2)
         number = (row * (SIDE // _PATCH) + column)[..., None].expand(-1, -1, _WIDTH)
         likeness = patches.gather(1, number) @ patches.transpose(1, 2) * _WIDTH**-0.5
         shares = functional.avg_pool2d(right, _PATCH).flatten(2)
@@ -143,25 +143,27 @@ def loss_of(
     """The loss of a random batch, and the mean IoU of its masks. The loss adds cross entropy and
     overlap of masks, the error of the model's own IoU scores, and the hint's loss.
     """
-    scenes = [_drawn(rng) for _ in range(_SCENES)]
+    scenes = [_draw_scene(rng) for _ in range(_SCENES)]
     pictures = torch.stack([_padded(to_tensor([scene.picture])[0]) for scene in scenes])
     model_inputs, right = _prompts(rng, scenes)
     answer = model(pixel_values=pictures, **model_inputs)
     logits = answer.pred_masks[:, :, 0]
-    hinted = hint.loss(model_inputs, right)
+    hint_loss = hint.loss(model_inputs, right)
     right = functional.adaptive_avg_pool2d(right, logits.shape[-1])
     probabilities = torch.sigmoid(logits)
     shared, totals = (probabilities * right).sum((2, 3)), (probabilities + right).sum((2, 3))
     overlap = 1 - (2 * shared + 1) / (totals + 1)
     entropy = functional.binary_cross_entropy_with_logits(logits, right)
     with torch.no_grad():
-        cut, is_inside = logits > 0, right > 0.5
-        fits = (cut & is_inside).sum((2, 3)) / (cut | is_inside).sum((2, 3)).clamp(min=1)
+        predicted, is_inside = logits > 0, right > 0.5
+        fits = (predicted & is_inside).sum((2, 3)) / (predicted | is_inside).sum((2, 3)).clamp(
+            min=1
+        )
     wrong = functional.mse_loss(answer.iou_scores[:, :, 0], fits)
-    return 4 * entropy + overlap.mean() + 0.3 * wrong + hinted, fits.mean().item()
+    return 4 * entropy + overlap.mean() + 0.3 * wrong + hint_loss, fits.mean().item()
 
 
-def _drawn(rng: np.random.Generator) -> NamedScene:
+def _draw_scene(rng: np.random.Generator) -> NamedScene:
     """A scene with at least one thing. Every third scene is lower or narrower than the model's
     square.
     """
@@ -230,7 +232,7 @@ def train(folder: Path, checkpoint: Path, seconds: float, rate: float) -> None:
     """Train for this much CPU time in all, and write the model on the way and at the end."""
     model = new_model()
     hint = Likeness(model)
-    learnt = nn.ModuleDict({"model": model, "hint": hint})
+    module = nn.ModuleDict({"model": model, "hint": hint})
     layers = [m for m in model.modules() if isinstance(m, nn.Linear)]
     linear = [p for layer in layers for p in layer.parameters() if p.ndim == 2]
     fits: list[float] = []
@@ -242,11 +244,11 @@ def train(folder: Path, checkpoint: Path, seconds: float, rate: float) -> None:
     def take(step: int, progress: float) -> Step:
         loss, fit = loss_of(model, hint, np.random.default_rng([12, step]))
         fits.append(fit)
-        return Step(loss, samples=_SCENES, shown=loss.item())
+        return Step(loss, samples=_SCENES, value=loss.item())
 
     Training(
-        "segment", learnt, optimisers(learnt, linear, rate), seconds, rate,
-        checkpoint=checkpoint, save=save, says=lambda: f" IoU {np.mean(fits[-50:]):.3f}",
+        "segment", module, optimisers(module, linear, rate), seconds, rate,
+        checkpoint=checkpoint, save=save, report_text=lambda: f" IoU {np.mean(fits[-50:]):.3f}",
     ).run(take)  # fmt: skip
 
 
@@ -256,7 +258,7 @@ def main() -> int:
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.judge:
-        model_iou, disc = clicked_iou(args.out, args.judge)
+        model_iou, disc = click_iou(args.out, args.judge)
         print(f"segment: mean IoU {model_iou:.3f} over {args.judge} clicks; a disc's {disc:.3f}")
         return 0
     args.checkpoint.parent.mkdir(parents=True, exist_ok=True)

@@ -42,9 +42,9 @@ class Batch:
 class HintedBatch(Batch):
     """Drawn edits with labels of their objects."""
 
-    shown: torch.Tensor
+    answer_object: torch.Tensor
     """(B, 2) colour and shape number of the answer's object, -1 without one."""
-    seen: torch.Tensor
+    token_objects: torch.Tensor
     """(B, N, 2): colour and shape number of another object at its tokens, -1 elsewhere."""
 
 

@@ -222,7 +222,7 @@ def train_decoder(
     )
     Training(
         "vae", vae.decoder, [optimiser], seconds, 2e-3, 100, decay=0.7, save_every=60.0,
-        say_every=200, checkpoint=checkpoint, save=lambda: vae.save_pretrained(folder),
+        report_every=200, checkpoint=checkpoint, save=lambda: vae.save_pretrained(folder),
     ).run(take)  # fmt: skip
     vae.eval().save_pretrained(folder)
 

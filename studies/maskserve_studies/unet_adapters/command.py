@@ -26,23 +26,23 @@ import torch
 from numpy.typing import NDArray
 
 from maskserve_benchmarks.checkout import CHECKOUT
-from maskserve_studies.demo_model import looks, outlines
-from maskserve_studies.demo_model.edit_classes import CLASSES, edits_of
 from maskserve_benchmarks.demo_model.scenes import Edit, place
 from maskserve_benchmarks.edits.direct import Direct
-from maskserve_studies.quality.metrics import by_class, compare
-from maskserve_benchmarks.recording.edits import encoded
+from maskserve_benchmarks.recording.edits import encode
 from maskserve_benchmarks.reports import about, write_json
 from maskserve_benchmarks.timing import hardware
 from maskserve_common.config_file import config_of
 from maskserve_common.contracts.request import ResolvedControl
 from maskserve_engine.base.job import ControlInput, EngineEvent, Failed, FinalEvent
 from maskserve_engine.spec.control_nets import ControlNets
+from maskserve_studies.demo_model import looks, outlines
+from maskserve_studies.demo_model.edit_classes import CLASSES, edits_of
+from maskserve_studies.quality.metrics import by_class, compare
 
 OUTLINED: Final = "outlined"
-ASKED: Final = (OUTLINED, *(name for name in CLASSES if name not in ("strip", "most")))
+CLASS_NAMES: Final = (OUTLINED, *(name for name in CLASSES if name not in ("strip", "most")))
 """Classes to measure, without those that run dense by default."""
-WAYS: Final = {
+VARIANTS: Final = {
     "neither": (False, False, "require"),
     "LoRA": (True, False, "require"),
     "LoRA, own anchors": (True, False, "own"),
@@ -51,27 +51,29 @@ WAYS: Final = {
     "both": (True, True, "require"),
 }
 """For each way: with the LoRA or not, with the net or not, and the setting `cache`."""
-EACH: Final = 8
+EDITS_PER_CLASS: Final = 8
 
 Picture = NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
-class Asked:
+class ControlledEdit:
     """One edit with its control picture."""
 
     edit: Edit
     control: Picture
 
 
-def asked_of(name: str, each: int) -> list[Asked]:
+def class_edits_of(name: str, count: int) -> list[ControlledEdit]:
     """The first edits of a class; twice as many of the class with outlines of their own."""
     if name == OUTLINED:
-        class_edits = [Asked(d.edit, d.control) for d in outlines.outlined_edits(2 * each)]
+        class_edits = [
+            ControlledEdit(d.edit, d.control) for d in outlines.outlined_edits(2 * count)
+        ]
     else:
-        class_edits = [Asked(edit, _outline(edit)) for edit in edits_of(name, each)]
+        class_edits = [ControlledEdit(edit, _outline(edit)) for edit in edits_of(name, count)]
     return [
-        _taught(controlled_edit) if i % 2 else controlled_edit
+        _with_new_colour(controlled_edit) if i % 2 else controlled_edit
         for i, controlled_edit in enumerate(class_edits)
     ]
 
@@ -83,13 +85,13 @@ def _outline(edit: Edit) -> Picture:
     )
 
 
-def _taught(asked: Asked) -> Asked:
+def _with_new_colour(controlled_edit: ControlledEdit) -> ControlledEdit:
     """The same edit in the colour that the LoRA teaches. No judge knows that colour."""
-    edit = asked.edit
+    edit = controlled_edit.edit
     if edit.colour is None or edit.colour not in edit.prompt:
-        return asked
+        return controlled_edit
     prompt = edit.prompt.replace(edit.colour, looks.NINTH)
-    return replace(asked, edit=replace(edit, prompt=prompt, colour=None, shape=None))
+    return replace(controlled_edit, edit=replace(edit, prompt=prompt, colour=None, shape=None))
 
 
 class Worker:
@@ -108,14 +110,14 @@ class Worker:
         )
         self.steps = steps
         self.direct = Direct(config)
-        self.net = ControlNets(config, self.direct.facts).find("unet-outline", "controls").version
+        self.net = ControlNets(config, self.direct.spec).find("unet-outline", "controls").version
 
     def pictures(
-        self, some: Sequence[Asked], *, lora: bool, control: bool, cache: str
+        self, controlled_edits: Sequence[ControlledEdit], *, lora: bool, control: bool, cache: str
     ) -> list[Picture]:
         """The edits' pictures, pasted into their sources."""
         jobs = []
-        for seed, controlled_edit in enumerate(some):
+        for seed, controlled_edit in enumerate(controlled_edits):
             settings: dict[str, Any] = {
                 "seed": seed, "num_inference_steps": self.steps, "cache": cache, "strength": 1.0,
                 "request_id": f"{cache}-{lora}-{control}-{seed}",
@@ -125,7 +127,7 @@ class Worker:
             edit = controlled_edit.edit
             mask = edit.mask.astype(np.uint8) * np.uint8(255)
             [job] = self.direct.jobs(
-                [(encoded(edit.source, "PNG"), encoded(mask, "PNG"), edit.prompt)], settings
+                [(encode(edit.source, "PNG"), encode(mask, "PNG"), edit.prompt)], settings
             )
             if control:
                 net = ResolvedControl(name="unet-outline", version=self.net, image=0)
@@ -150,49 +152,51 @@ class Worker:
             self.direct.engine.submit(job, sink)
         for _ in jobs:
             finished_jobs.acquire()
-        made = []
-        for controlled_edit, final in zip(some, finals, strict=True):
+        pictures = []
+        for controlled_edit, final in zip(controlled_edits, finals, strict=True):
             assert final is not None
             pixels = self.direct.decoder.decode(final.latents)
-            made.append(
+            pictures.append(
                 np.where(controlled_edit.edit.mask[..., None], pixels, controlled_edit.edit.source)
             )
-        return made
+        return pictures
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--each", type=int, default=EACH, help="edits of a class")
-    parser.add_argument("--only", nargs="+", choices=ASKED, default=ASKED, help="classes")
+    parser.add_argument("--each", type=int, default=EDITS_PER_CLASS, help="edits of a class")
+    parser.add_argument(
+        "--only", nargs="+", choices=CLASS_NAMES, default=CLASS_NAMES, help="classes"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
-    classes = {name: asked_of(name, args.each) for name in args.only}
+    classes = {name: class_edits_of(name, args.each) for name in args.only}
     worker = Worker(args.steps)
-    qualities: dict[str, dict[str, Any]] = {way: {} for way in WAYS}
-    single: dict[str, dict[str, list[float]]] = {way: {} for way in WAYS}
+    qualities: dict[str, dict[str, Any]] = {variant: {} for variant in VARIANTS}
+    edit_psnr: dict[str, dict[str, list[float]]] = {variant: {} for variant in VARIANTS}
     for name, group in classes.items():
         dense: dict[tuple[bool, bool], list[Picture]] = {}
-        for way, (lora, control, cache) in WAYS.items():
+        for variant, (lora, control, cache) in VARIANTS.items():
             if (lora, control) not in dense:
                 dense[lora, control] = worker.pictures(
                     group, lora=lora, control=control, cache="off"
                 )
             cached = worker.pictures(group, lora=lora, control=control, cache=cache)
-            class_qualities = qualities[way][name] = compare(
+            class_qualities = qualities[variant][name] = compare(
                 [item.edit for item in group], cached, dense[lora, control]
             )
-            single[way][name] = [round(item.psnr_in_mask, 1) for item in class_qualities]
-            print(name, way, json.dumps(single[way][name]), flush=True)
+            edit_psnr[variant][name] = [round(item.psnr_in_mask, 1) for item in class_qualities]
+            print(name, variant, json.dumps(edit_psnr[variant][name]), flush=True)
     report = {
         **about(hardware(torch.device("cpu"))),
         "steps": args.steps,
-        "ways": {way: by_class(group) for way, group in qualities.items()},
-        "edits": single,
+        "ways": {variant: by_class(group) for variant, group in qualities.items()},
+        "edits": edit_psnr,
     }
-    for way, figures in report["ways"].items():
-        print(way, {k: v for k, v in figures.items() if k != "classes"})
+    for variant, figures in report["ways"].items():
+        print(variant, {k: v for k, v in figures.items() if k != "classes"})
     write_json(report, args.json)
     worker.direct.engine.close(grace_s=1.0)
     return 0

@@ -39,13 +39,13 @@ def main() -> int:
     rng, count, timer = np.random.default_rng(0), args.together, Timer(encoder.vae.device)
     rows = []
 
-    def compare(what: str, side: int | None, together: Work, alone: Work) -> None:
+    def compare(work_name: str, side: int | None, together: Work, alone: Work) -> None:
         times_ms = _in_turn(timer, [together, alone], args.repeat)
         together_ms, alone_ms = (time_ms / count for time_ms in times_ms)
         rate = alone_ms / together_ms
-        rows.append({"what": what, "side": side, "alone_ms": round(alone_ms, 3),
+        rows.append({"what": work_name, "side": side, "alone_ms": round(alone_ms, 3),
                      "together_ms": round(together_ms, 3), "rate": round(rate, 2)})  # fmt: skip
-        print(f"{what:8}{side or '':>5}  alone {alone_ms:7.2f} ms, "
+        print(f"{work_name:8}{side or '':>5}  alone {alone_ms:7.2f} ms, "
               f"of {count} together {together_ms:7.2f} ms: {rate:.2f}x")  # fmt: skip
 
     for side in args.sides:
@@ -53,19 +53,19 @@ def main() -> int:
         masks = [np.zeros((side, side), np.uint8)] * count
         edits = list(zip(pixels, masks, strict=True))
         encode = partial(encoder.all_masked_moments, edits)
-        compare("encode", side, encode, partial(_each, encoder.all_masked_moments, edits))
+        compare("encode", side, encode, partial(_one_by_one, encoder.all_masked_moments, edits))
         latents = [moments[: len(moments) // 2] for moments in map(encoder.moments, pixels)]
         decode = partial(decoder.decode_all, latents)
-        compare("decode", side, decode, partial(_each, decoder.decode_all, latents))
+        compare("decode", side, decode, partial(_one_by_one, decoder.decode_all, latents))
     prompts = [f"{number} red stars" for number in range(count)]
     together = partial(encoder.encode_prompts, prompts)
-    compare("prompts", None, together, partial(_each, encoder.encode_prompts, prompts))
+    compare("prompts", None, together, partial(_one_by_one, encoder.encode_prompts, prompts))
     if args.json:
         args.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
     return 0
 
 
-def _each(work: Callable[[list[Any]], object], items: list[Any]) -> None:
+def _one_by_one(work: Callable[[list[Any]], object], items: list[Any]) -> None:
     for item in items:
         work([item])
 

@@ -22,7 +22,7 @@ from maskserve_common.config import LimitsConfig
 from maskserve_common.contracts.settings import EditSettings
 from maskserve_common.contracts.status_record import Served
 from maskserve_router.scheduling.edit_cost import count_tokens
-from maskserve_studies.workflow_plans.simulation import Asked, Device, Node, PlanRun, Rules
+from maskserve_studies.workflow_plans.simulation import Device, Node, PlanRequest, PlanRun, Rules
 from maskserve_workflows.pictures import encode_mask
 
 WORKERS: Final = tuple(f"w{n}" for n in range(8))
@@ -95,7 +95,7 @@ class Request:
     def due_s(self) -> float:
         return _SCALE * sum(max(seconds) for _, seconds in self.stages[: self.known])
 
-    def asked(self) -> Asked:
+    def plan_request(self) -> PlanRequest:
         """The request in the simulator's form."""
         nodes: list[Node] = []
         last: tuple[int, ...] = ()
@@ -104,7 +104,7 @@ class Request:
             nodes += [Node(frozenset(), (duration_s,), last, only=only) for duration_s in seconds]
             last = tuple(range(first, len(nodes)))
         known_nodes = len(nodes) // self.tries
-        return Asked(self.number, self.at, self.at + self.due_s, tuple(nodes), known_nodes)
+        return PlanRequest(self.number, self.at, self.at + self.due_s, tuple(nodes), known_nodes)
 
 
 @lru_cache
@@ -123,7 +123,7 @@ def _edit(hardware: Hardware, ratio: float, dilate: int) -> tuple[bytes, float]:
     return mask, STEPS * hardware.step_seconds(1, active, 0)
 
 
-def drawn(count: int, load: float, seed: int, hardware: Hardware) -> list[Request]:
+def draw_chains(count: int, load: float, seed: int, hardware: Hardware) -> list[Request]:
     """Draw requests. Loads that differ give the same requests with other gaps.
 
     Args:
@@ -156,9 +156,9 @@ def drawn(count: int, load: float, seed: int, hardware: Hardware) -> list[Reques
     ]
 
 
-def simulated(requests: Sequence[Request], rules: Rules) -> float:
+def simulate_chains(requests: Sequence[Request], rules: Rules) -> float:
     """The share in time."""
-    plan_requests = [request.asked() for request in requests]
+    plan_requests = [request.plan_request() for request in requests]
     run = PlanRun(rules, {name: Device(0) for name in (*WORKERS, *NODES)}, {}, 1.0)
     run.run(plan_requests)
     return run.in_time(plan_requests)

@@ -17,8 +17,8 @@ from dataclasses import replace
 from typing import Any, Final
 
 from maskserve_benchmarks.simulator.hardware import Hardware
-from maskserve_studies.workflow_plans.chains import RULES, drawn, simulated
-from maskserve_studies.workflow_plans.simulation import Asked, Node, PlanRun, Rules
+from maskserve_studies.workflow_plans.chains import RULES, draw_chains, simulate_chains
+from maskserve_studies.workflow_plans.simulation import Node, PlanRequest, PlanRun, Rules
 from maskserve_studies.workflow_plans.systems import (
     BASES,
     DEVICES,
@@ -28,13 +28,13 @@ from maskserve_studies.workflow_plans.systems import (
     SETTINGS,
     SYSTEMS,
     Flow,
+    FlowRequest,
     Load,
-    Want,
+    draw_requests,
     in_time,
+    maskserve_system,
     most,
-    ours,
     rate,
-    wants,
 )
 from maskserve_workflows.scheduling import NodePlace, Prices, ReadyNode, admits, decide
 
@@ -122,14 +122,16 @@ def overload(setting: str, requests: int, seeds: Sequence[int]) -> Report:
     report: Report = {"setting": setting, "admission": 0.0, "without": 0.0, "refused_wrongly": 0.0}
     for seed in seeds:
         load = Load(setting, 2.0, DEVICES[setting], requests, seed)
-        run, plan_requests = ours(load, wants(load))
+        run, plan_requests = maskserve_system(load, draw_requests(load))
         run.run(plan_requests)
-        free, plan_requests = ours(load, wants(load), Rules("fcfs", admission=False))
+        free, plan_requests = maskserve_system(
+            load, draw_requests(load), Rules("fcfs", admission=False)
+        )
         free.run(plan_requests)
         refused = run.refused[:: max(1, len(run.refused) // 10)]
         wrongly = 0
         for number in refused:
-            other_run, plan_requests = ours(load, wants(load))
+            other_run, plan_requests = maskserve_system(load, draw_requests(load))
             other_run.always = frozenset({number})
             other_run.run(plan_requests)
             wrongly += _ends_in_time(other_run, number) and other_run.in_time(
@@ -142,8 +144,8 @@ def overload(setting: str, requests: int, seeds: Sequence[int]) -> Report:
 
 
 def _ends_in_time(run: PlanRun, number: int) -> bool:
-    plan = next(plan for plan in run.plans if plan.asked.number == number)
-    return plan.ended <= plan.asked.due
+    plan = next(plan for plan in run.plans if plan.request.number == number)
+    return plan.ended <= plan.request.due
 
 
 def alone(base: str) -> Report:
@@ -151,13 +153,13 @@ def alone(base: str) -> Report:
     flow = Flow(base, 1)
     report = {}
     for system in ("lego", "ours"):
-        took = []
+        seconds = []
         for devices in (1, 2, 3):
             load = replace(Load(_setting(base), 1.0, devices, 1, 1, scale=1e6))
-            run, plan_requests = SYSTEMS[system](load, [replace(wants(load)[0], flow=flow)])
+            run, plan_requests = SYSTEMS[system](load, [replace(draw_requests(load)[0], flow=flow)])
             run.run(plan_requests)
-            took.append((run.plans[0].ended - plan_requests[0].arrival) / flow.solo_s)
-        report[system] = [round(ratio, 3) for ratio in took]
+            seconds.append((run.plans[0].ended - plan_requests[0].arrival) / flow.solo_s)
+        report[system] = [round(ratio, 3) for ratio in seconds]
     return report
 
 
@@ -179,7 +181,7 @@ def sharing(base: str, requests: int, seeds: Sequence[int]) -> Report:
     with shared models. Mean seconds of a request at MEAN_LOADS, and GiB of models (Fig. 4, left).
     """
     report: Report = {}
-    for name, system in (("apart", MONOLITHS["static"]), ("shared", ours)):
+    for name, system in (("apart", MONOLITHS["static"]), ("shared", maskserve_system)):
         loads = [Load(_setting(base), at, 2, requests, 1, shares=(0.5, 0.5)) for at in MEAN_LOADS]
         run, _ = system(loads[0], [])
         report[name] = {
@@ -207,7 +209,7 @@ def degrees(requests: int, seeds: Sequence[int]) -> Report:
     return report
 
 
-def passed(base: str) -> Report:
+def passed_mib(base: str) -> Report:
     """MiB that pass between nodes, for a picture of 1024x1024 with a ControlNet (Fig. 11, right):
     each tensor, the sum if each call is a node, and the sum if an edit is one node.
     """
@@ -228,27 +230,30 @@ def passed(base: str) -> Report:
 
 
 def _mean_s(
-    system: Callable[[Load, Sequence[Want]], tuple[PlanRun, list[Asked]]],
+    system: Callable[[Load, Sequence[FlowRequest]], tuple[PlanRun, list[PlanRequest]]],
     load: Load,
     seeds: Sequence[int],
-    some: slice,
+    degree_slice: slice,
 ) -> float:
     """Mean seconds of a request from arrival to end. No request is refused. Nodes that can use two
-    devices may use only the numbers in `some`.
+    devices may use only the numbers in `degree_slice`.
     """
-    took = []
+    seconds = []
     for seed in seeds:
-        run, plan_requests = system(load, wants(replace(load, seed=seed)))
+        run, plan_requests = system(load, draw_requests(replace(load, seed=seed)))
         run.rules = replace(run.rules, admission=False)
         run.run(
-            [replace(a, nodes=tuple(_with(node, some) for node in a.nodes)) for a in plan_requests]
+            [
+                replace(a, nodes=tuple(_with(node, degree_slice) for node in a.nodes))
+                for a in plan_requests
+            ]
         )
-        took += [plan.ended - plan.asked.arrival for plan in run.plans]
-    return round(statistics.mean(took), 2)
+        seconds += [plan.ended - plan.request.arrival for plan in run.plans]
+    return round(statistics.mean(seconds), 2)
 
 
-def _with(node: Node, some: slice) -> Node:
-    return replace(node, run_s=node.run_s[some] or node.run_s)
+def _with(node: Node, degree_slice: slice) -> Node:
+    return replace(node, run_s=node.run_s[degree_slice] or node.run_s)
 
 
 # Assumptions behind the paper's gains
@@ -291,9 +296,9 @@ def gains(load: Load, seed: int) -> Report:
     bursty = replace(load, load=BURST_LOAD)
     report: Report = {"due": {}, "cv": {}, "devices": {}}
     for name in ("planned", "ours"):
-        often = most(name, lambda at: replace(due_load, scale=1.0 / at), (1 / 64, 1.0), (seed,))
+        shortest = most(name, lambda at: replace(due_load, scale=1.0 / at), (1 / 64, 1.0), (seed,))
         part = most(name, sized, (1 / 128, 1 / 4), (seed,))
-        report["due"][name] = round(1.0 / often, 2) if often else None
+        report["due"][name] = round(1.0 / shortest, 2) if shortest else None
         report["cv"][name] = round(
             most(name, lambda at: replace(bursty, cv=at), (1 / 8, 16.0), (seed,)), 2
         )
@@ -304,10 +309,11 @@ def gains(load: Load, seed: int) -> Report:
 def chained(load: float, requests: int, seeds: Sequence[int]) -> Report:
     """Share of shipped plans in time: with least slack and admission of plans, and edit by edit."""
     hardware = Hardware()
-    request_lists = [drawn(requests, load, seed, hardware) for seed in seeds]
+    request_lists = [draw_chains(requests, load, seed, hardware) for seed in seeds]
     shares = {
         name: round(
-            statistics.mean(simulated(request_list, rules) for request_list in request_lists), 3
+            statistics.mean(simulate_chains(request_list, rules) for request_list in request_lists),
+            3,
         )
         for name, rules in RULES.items()
     }
@@ -319,7 +325,7 @@ def chained(load: float, requests: int, seeds: Sequence[int]) -> Report:
 
 def decisions(devices: int = MANY, plans: int = IN_FLIGHT, count: int = 21) -> Report:
     """Median processor seconds of a decision and of an admission."""
-    rng, took, admitted = random.Random(1), [], []
+    rng, seconds, admitted = random.Random(1), [], []
     places = [
         NodePlace(f"d{n}", rng.uniform(0.1, 9.0) * (n > 0), frozenset("m")) for n in range(devices)
     ]
@@ -330,11 +336,11 @@ def decisions(devices: int = MANY, plans: int = IN_FLIGHT, count: int = 21) -> R
     for _ in range(count):
         start = time.process_time()
         decide(waiting, places, Prices(), 0.0)
-        took.append(time.process_time() - start)
+        seconds.append(time.process_time() - start)
         start = time.process_time()
         admits(waiting[0], waiting[1:], places, Prices(), 0.0)
         admitted.append(time.process_time() - start)
-    return {"decide_s": statistics.median(took), "admit_s": statistics.median(admitted)}
+    return {"decide_s": statistics.median(seconds), "admit_s": statistics.median(admitted)}
 
 
 def control_plane() -> Report:
@@ -343,11 +349,11 @@ def control_plane() -> Report:
     """
     report = {}
     for base in ("dev", "sd35"):
-        took = Flow(base, 0).solo_s
+        seconds = Flow(base, 0).solo_s
         decision_s = ADMIT_S + 2 * DECIDE_S  # it comes, and it ends
         report[base] = {
-            "share": decision_s / (took + decision_s),
-            "cores_in_groups": MANY / took * decision_s * GROUP / MANY,
+            "share": decision_s / (seconds + decision_s),
+            "cores_in_groups": MANY / seconds * decision_s * GROUP / MANY,
         }
     return report
 
@@ -358,55 +364,55 @@ def run_plans(
     """Run everything."""
     report: Report = {"requests_per_device": per_device, "seeds": list(seeds)}
 
-    def base(setting: str, **more: Any) -> Load:
-        load = replace(Load(setting, 1.0, DEVICES[setting], 1, 1), **more)
+    def base(setting: str, **changes: Any) -> Load:
+        load = replace(Load(setting, 1.0, DEVICES[setting], 1, 1), **changes)
         return replace(load, requests=per_device * load.devices)
 
-    def told(name: str, found: Any) -> Any:
-        say(f"{name}: {found}")
-        return found
+    def record(name: str, figures: Any) -> Any:
+        say(f"{name}: {figures}")
+        return figures
 
-    report["rates"] = {s: told(s, rates(base(s), seeds)) for s in SETTINGS}
+    report["rates"] = {s: record(s, rates(base(s), seeds)) for s in SETTINGS}
     report["sweeps"] = {
-        f"{name} {value:g}": told(f"{name} {value:g}", rates(base("S4", **{name: value}), seeds))
+        f"{name} {value:g}": record(f"{name} {value:g}", rates(base("S4", **{name: value}), seeds))
         for name, values in SWEEPS.items()
         for value in values
     }
     report["shares"] = {
-        f"S4 {load:g}": told(f"S4 at {load:g}", shares(base("S4", load=load), seeds))
+        f"S4 {load:g}": record(f"S4 at {load:g}", shares(base("S4", load=load), seeds))
         for load in LOADS
     }
     report["bursts"] = {
-        f"{cv:g}": told(f"cv {cv:g}", shares(base("S4", load=BURST_LOAD, cv=cv), seeds))
+        f"{cv:g}": record(f"cv {cv:g}", shares(base("S4", load=BURST_LOAD, cv=cv), seeds))
         for cv in BURSTS
     }
-    quick = (*MONOLITHS, "ours")
+    fast_systems = (*MONOLITHS, "ours")
     report["by_turns"] = {
-        s: told(f"{s} by turns", rates(base(s, turns=TURNS), seeds, quick))
+        s: record(f"{s} by turns", rates(base(s, turns=TURNS), seeds, fast_systems))
         for s in ("S1", "S2", "S3", "S4")
     }
-    report["masks"] = told("masks", rates(base("S4", masked=True), seeds, quick))
+    report["masks"] = record("masks", rates(base("S4", masked=True), seeds, fast_systems))
     report["assumed"] = {}
     for name, assumption in ASSUMPTIONS.items():
         loads = {s: assumed(base(s), assumption) for s in SETTINGS}
         report["assumed"][name] = {
-            "rates": {s: rates(load, seeds, quick) for s, load in loads.items()},
+            "rates": {s: rates(load, seeds, fast_systems) for s, load in loads.items()},
             GAINS_OF: [gains(loads[GAINS_OF], seed) for seed in seeds],
         }
-        told(name, report["assumed"][name])
+        record(name, report["assumed"][name])
     report["overload"] = [
-        told("overload", overload(s, 8 * per_device, seeds)) for s in ("S1", "S2", "S3", "S4")
+        record("overload", overload(s, 8 * per_device, seeds)) for s in ("S1", "S2", "S3", "S4")
     ]
-    report["alone"] = {name: told(name, alone(name)) for name in BASES}
+    report["alone"] = {name: record(name, alone(name)) for name in BASES}
     requests = 8 * per_device
-    report["sharing"] = {s: told(s, sharing(s, requests, seeds[:3])) for s in ("sd3", "dev")}
-    report["degrees"] = told("degrees", degrees(requests, seeds[:3]))
-    report["passed"] = {name: passed(name) for name in SHAPES}
+    report["sharing"] = {s: record(s, sharing(s, requests, seeds[:3])) for s in ("sd3", "dev")}
+    report["degrees"] = record("degrees", degrees(requests, seeds[:3]))
+    report["passed"] = {name: passed_mib(name) for name in SHAPES}
     report["loading"] = {name: loading(name) for name in BASES}
-    report["chains"] = [told("chains", chained(x, 20 * per_device, seeds)) for x in LOADS]
-    report["decisions"] = told("decisions", decisions())
+    report["chains"] = [record("chains", chained(x, 20 * per_device, seeds)) for x in LOADS]
+    report["decisions"] = record("decisions", decisions())
     report["control_plane"] = control_plane()
-    report["summary"] = told("summary", summary(report))
+    report["summary"] = record("summary", summary(report))
     return report
 
 
@@ -416,18 +422,18 @@ def summary(report: Report) -> Report:
     """
     rate_reports = [*report["rates"].values(), *report["sweeps"].values()]
 
-    def over(found: Report, names: Sequence[str]) -> list[float]:
+    def over(figures: Report, names: Sequence[str]) -> list[float]:
         """Our rate over the best of the others, by seed. Seeds that no other system serves do not
         count.
         """
         best = [
-            max(seed_rates) for seed_rates in zip(*(found[name] for name in names), strict=True)
+            max(seed_rates) for seed_rates in zip(*(figures[name] for name in names), strict=True)
         ]
-        return [round(o / b, 3) for o, b in zip(found["ours"], best, strict=True) if b]
+        return [round(o / b, 3) for o, b in zip(figures["ours"], best, strict=True) if b]
 
-    def least_shares(found: Report) -> float:
-        other_shares = [found[name] for name in SYSTEMS if name != "ours"]
-        return float(round(found["ours"] / max(other_shares), 3))
+    def least_shares(figures: Report) -> float:
+        other_shares = [figures[name] for name in SYSTEMS if name != "ours"]
+        return float(round(figures["ours"] / max(other_shares), 3))
 
     at_once = [*report["shares"].values(), *report["bursts"].values()]
     over_fcfs = [item["slack"] - item["fcfs"] for item in report["chains"]]

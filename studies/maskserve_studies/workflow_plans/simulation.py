@@ -43,7 +43,7 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PlanRequest:
     """A request."""
 
     number: int
@@ -87,7 +87,7 @@ class Device:
 
 @dataclass(slots=True, eq=False)
 class _Plan:
-    asked: Asked
+    request: PlanRequest
     behind: tuple[float, ...]
     depth: tuple[int, ...]
     left: list[int]
@@ -124,40 +124,42 @@ class PlanRun:
         self._prices = Prices({name: size / bytes_s for name, size in nbytes.items()})
         self._order = ORDERS[rules.order]
         self._events = Events()
-        self._seen: dict[str, NodePlace] = {}
+        self._places_by_name: dict[str, NodePlace] = {}
         for name in devices:
-            self._look(name)
+            self._update_place(name)
         self._under_way: dict[int, _Plan] = {}
         self.plans: list[_Plan] = []
         self.refused: list[int] = []
         self.calls, self.call_s = 0, 0.0
-        self.first_bytes = {name: self._held(device) for name, device in devices.items()}
+        self.first_bytes = {name: self._loaded_bytes(device) for name, device in devices.items()}
         self.always: frozenset[int] = frozenset()
         """Numbers of requests that are admitted regardless of the prediction."""
 
-    def run(self, asked: Sequence[Asked]) -> None:
+    def run(self, requests: Sequence[PlanRequest]) -> None:
         """Serve all requests to their end, and check what must be conserved."""
-        for request in asked:
+        for request in requests:
             self._events.at(request.arrival, self._arrive, request)
         self._events.run()
-        self._check(asked)
+        self._check(requests)
 
-    def in_time(self, asked: Sequence[Asked]) -> float:
+    def in_time(self, requests: Sequence[PlanRequest]) -> float:
         """Share of all requests that ended by their due times."""
-        ended = sum(plan.ended <= plan.asked.due + SETTLED for plan in self.plans)
-        return ended / len(asked)
+        ended = sum(plan.ended <= plan.request.due + SETTLED for plan in self.plans)
+        return ended / len(requests)
 
-    def _arrive(self, now: float, each: object) -> None:
-        assert isinstance(each, Asked)
-        plan = _plan_of(each, sees=self.rules.sees_plan)
-        judged = self.rules.admission and self.rules.sees_plan and each.number not in self.always
-        if judged and not self._admits(plan, now):
-            self.refused.append(each.number)
+    def _arrive(self, now: float, request: object) -> None:
+        assert isinstance(request, PlanRequest)
+        plan = _plan_of(request, sees=self.rules.sees_plan)
+        is_checked = (
+            self.rules.admission and self.rules.sees_plan and request.number not in self.always
+        )
+        if is_checked and not self._admits(plan, now):
+            self.refused.append(request.number)
             if self.rules.swaps:
-                self._bring(each.nodes[0].models, now)
+                self._load_ahead(request.nodes[0].models, now)
             return
         self.plans.append(plan)
-        self._under_way[each.number] = plan
+        self._under_way[request.number] = plan
         plan.ready.update(
             (n, now) for n, blocking_count in enumerate(plan.left) if not blocking_count
         )
@@ -168,7 +170,7 @@ class PlanRun:
         remaining_nodes = [
             node for other_plan in self._under_way.values() for node in self._left(other_plan)
         ]
-        (new,) = self._left(plan) or [self._node(plan, 0, str(plan.asked.number))]
+        (new,) = self._left(plan) or [self._node(plan, 0, str(plan.request.number))]
         places = self._places()
         if new.only is not None and all(node.only == new.only for node in remaining_nodes):
             places = [place for place in places if place.name in new.only]
@@ -179,7 +181,7 @@ class PlanRun:
         """The nodes left of a plan that waits for devices. Running nodes already hold their
         devices.
         """
-        request, key = plan.asked, str(plan.asked.number)
+        request, key = plan.request, str(plan.request.number)
         known_nodes = request.nodes[: request.known]
         if len(request.nodes) == 1:
             return [self._node(plan, 0, key)] if plan.ready or not plan.running else []
@@ -202,7 +204,7 @@ class PlanRun:
         return [replace(remaining, only=main)]
 
     def _node(self, plan: _Plan, number: int, key: str) -> ReadyNode:
-        node, request = plan.asked.nodes[number], plan.asked
+        node, request = plan.request.nodes[number], plan.request
         return ReadyNode(
             key,
             request.arrival if self.rules.sees_plan else plan.ready[number],
@@ -216,19 +218,19 @@ class PlanRun:
         )
 
     def _places(self) -> list[NodePlace]:
-        return list(self._seen.values())
+        return list(self._places_by_name.values())
 
-    def _look(self, name: str) -> None:
+    def _update_place(self, name: str) -> None:
         """Note that a device has changed."""
         device = self.devices[name]
-        self._seen[name] = NodePlace(name, device.free_at, frozenset(device.models))
+        self._places_by_name[name] = NodePlace(name, device.free_at, frozenset(device.models))
 
     def _cycle(self, now: float) -> None:
         """Start all nodes that can start."""
         if all(device.free_at > now for device in self.devices.values()):
             return
         names = {
-            f"{plan.asked.number}/{n}": (plan, n)
+            f"{plan.request.number}/{n}": (plan, n)
             for plan in self._under_way.values()
             for n in plan.ready
         }
@@ -241,8 +243,8 @@ class PlanRun:
                 for node in printed_dispatch.nodes:
                     del ready[node.key]
             return
-        begun, late = decide(ready.values(), self._places(), self._prices, now, self._order)
-        for dispatch in begun:
+        started_nodes, late = decide(ready.values(), self._places(), self._prices, now, self._order)
+        for dispatch in started_nodes:
             self._begin(now, dispatch, names)
         for node in late:
             plan, _ = names[node.key]
@@ -258,25 +260,25 @@ class PlanRun:
         if self.rules.sees_plan or not self.rules.admission:
             return
         waiting = [
-            self._node(other_plan, n, f"{other_plan.asked.number}/{n}")
+            self._node(other_plan, n, f"{other_plan.request.number}/{n}")
             for other_plan in self._under_way.values()
             for n in other_plan.ready
         ]
         ends = predicted(waiting, self._places(), self._prices, now, self._order)
         new = [n for n, since in plan.ready.items() if since == now]
-        if any(ends[f"{plan.asked.number}/{n}"] > plan.asked.due + SETTLED for n in new):
+        if any(ends[f"{plan.request.number}/{n}"] > plan.request.due + SETTLED for n in new):
             self._give_up(plan, now)
 
     def _give_up(self, plan: _Plan, now: float) -> None:
         """End a plan and withdraw its running nodes."""
         plan.given_up = True
-        del self._under_way[plan.asked.number]
+        del self._under_way[plan.request.number]
         for name in (name for names in plan.running.values() for name in names):
             device = self.devices[name]
             device.busy_s -= device.free_at - now
             self.call_s -= device.free_at - now
             device.free_at = now
-            self._look(name)
+            self._update_place(name)
 
     def _begin(
         self, now: float, dispatch: Dispatch, names: Mapping[str, tuple[_Plan, int]]
@@ -290,45 +292,45 @@ class PlanRun:
             device.free_at = now + seconds
             device.busy_s += seconds
             self.call_s += seconds
-            self._look(name)
+            self._update_place(name)
         self.calls += 1
-        begun = [names[node.key] for node in dispatch.nodes]
-        for plan, number in begun:
+        started_nodes = [names[node.key] for node in dispatch.nodes]
+        for plan, number in started_nodes:
             del plan.ready[number]
             plan.running[number] = dispatch.places
-        self._events.at(now + seconds, self._ended, begun)
+        self._events.at(now + seconds, self._ended, started_nodes)
 
-    def _bring(self, models: frozenset[str], now: float) -> None:
+    def _load_ahead(self, models: frozenset[str], now: float) -> None:
         """Load models that no device has, on the device that is free first."""
         if any(models <= device.models.keys() for device in self.devices.values()):
             return
-        name, device = min(self.devices.items(), key=lambda each: each[1].free_at)
+        name, device = min(self.devices.items(), key=lambda item: item[1].free_at)
         seconds = sum(self._prices.load_s[model] for model in models - device.models.keys())
         self._load(device, models, now)
         device.free_at = max(device.free_at, now) + seconds
         device.busy_s += seconds
         self.call_s += seconds
-        self._look(name)
+        self._update_place(name)
         self._events.at(device.free_at, self._ended, [])
 
     def _load(self, device: Device, models: frozenset[str], now: float) -> None:
         """Load the missing models and evict the least recently used ones."""
         for model in models - device.models.keys():
             size = self._nbytes.get(model, 0)
-            while self._held(device) + size > device.room:
-                old = min(device.models.keys() - models, key=lambda each: device.models[each])
+            while self._loaded_bytes(device) + size > device.room:
+                old = min(device.models.keys() - models, key=lambda name: device.models[name])
                 device.evicted += self._nbytes[old]
                 del device.models[old]
             device.loaded += size
             device.models[model] = now
         device.models.update(dict.fromkeys(models, now))
 
-    def _held(self, device: Device) -> int:
+    def _loaded_bytes(self, device: Device) -> int:
         return sum(self._nbytes.get(model, 0) for model in device.models)
 
-    def _ended(self, now: float, begun: object) -> None:
-        assert isinstance(begun, list)
-        for plan, number in begun:
+    def _ended(self, now: float, started_nodes: object) -> None:
+        assert isinstance(started_nodes, list)
+        for plan, number in started_nodes:
             del plan.running[number]
             plan.finished.add(number)
             if plan.given_up:
@@ -337,38 +339,39 @@ class PlanRun:
                 plan.left[n] -= 1
                 if not plan.left[n]:
                     plan.ready[n] = now
-            if len(plan.finished) == len(plan.asked.nodes):
+            if len(plan.finished) == len(plan.request.nodes):
                 plan.ended = now
-                del self._under_way[plan.asked.number]
+                del self._under_way[plan.request.number]
             self._judge(plan, now)
         self._cycle(now)
 
-    def _check(self, asked: Sequence[Asked]) -> None:
+    def _check(self, requests: Sequence[PlanRequest]) -> None:
         """Raise RuntimeError if requests, device seconds or bytes are lost or made."""
         ended = [plan for plan in self.plans if not math.isnan(plan.ended)]
         given_up = [plan for plan in self.plans if plan.given_up]
-        numbers = sorted([p.asked.number for p in (*ended, *given_up)] + self.refused)
-        facts = {
-            "each request ends once": numbers == sorted(request.number for request in asked),
+        numbers = sorted([p.request.number for p in (*ended, *given_up)] + self.refused)
+        conditions = {
+            "each request ends once": numbers == sorted(request.number for request in requests),
             "all nodes of what ended ran": all(
-                len(plan.finished) == len(plan.asked.nodes) and not plan.ready for plan in ended
+                len(plan.finished) == len(plan.request.nodes) and not plan.ready for plan in ended
             ),
             "device seconds are those of the calls": math.isclose(
                 sum(device.busy_s for device in self.devices.values()), self.call_s
             ),
             "bytes are what was loaded less what went": all(
-                self.first_bytes[name] + device.loaded - device.evicted == self._held(device)
-                and self._held(device) <= device.room
+                self.first_bytes[name] + device.loaded - device.evicted
+                == self._loaded_bytes(device)
+                and self._loaded_bytes(device) <= device.room
                 for name, device in self.devices.items()
             ),
         }
-        for fact, holds in facts.items():
+        for condition, holds in conditions.items():
             if not holds:
-                raise RuntimeError(f"not so: {fact}")
+                raise RuntimeError(f"not so: {condition}")
 
 
-def _plan_of(asked: Asked, *, sees: bool) -> _Plan:
-    nodes, known_count = asked.nodes, asked.known or len(asked.nodes)
+def _plan_of(request: PlanRequest, *, sees: bool) -> _Plan:
+    nodes, known_count = request.nodes, request.known or len(request.nodes)
     behind, depth = [0.0] * len(nodes), [0] * len(nodes)
     if sees:
         for n in reversed(range(known_count)):
@@ -381,4 +384,4 @@ def _plan_of(asked: Asked, *, sees: bool) -> _Plan:
         for predecessor in node.after:
             following[predecessor].append(n)
     blocking_counts = [len(node.after) for node in nodes]
-    return _Plan(asked, tuple(behind), tuple(depth), blocking_counts, following)
+    return _Plan(request, tuple(behind), tuple(depth), blocking_counts, following)

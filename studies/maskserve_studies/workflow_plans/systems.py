@@ -14,7 +14,7 @@ from typing import Final
 
 from maskserve_benchmarks.simulator.hardware import Hardware
 from maskserve_benchmarks.simulator.workload import Workload, draw
-from maskserve_studies.workflow_plans.simulation import Asked, Device, Node, PlanRun, Rules
+from maskserve_studies.workflow_plans.simulation import Device, Node, PlanRequest, PlanRun, Rules
 from maskserve_workflows.placement import ModelLoad, place
 
 GIB: Final = 2**30
@@ -147,7 +147,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Want:
+class FlowRequest:
     """A request before it is cut into nodes."""
 
     arrival: float
@@ -156,7 +156,7 @@ class Want:
     """Seconds of the masked loop over seconds of the dense loop."""
 
 
-def wants(load: Load) -> list[Want]:
+def draw_requests(load: Load) -> list[FlowRequest]:
     """Draw the requests. Loads that differ only in `load` give the same requests with
     other gaps.
     """
@@ -172,7 +172,10 @@ def wants(load: Load) -> list[Want]:
             now_s += _gap(rng, rate, load.cv)
             arrivals.append((now_s, rng.choices(flows, weights)[0]))
     shares = _mask_shares(load.requests, load.seed) if load.masked else (1.0,) * load.requests
-    return [Want(at, flow, share) for (at, flow), share in zip(arrivals, shares, strict=True)]
+    return [
+        FlowRequest(arrival_s, flow, share)
+        for (arrival_s, flow), share in zip(arrivals, shares, strict=True)
+    ]
 
 
 def _gap(rng: random.Random, rate: float, cv: float) -> float:
@@ -192,7 +195,7 @@ def _by_turns(load: Load, rate: float, turn: float, rng: random.Random) -> list[
         for _ in range(load.requests):
             on += _gap(rng, turns * share * rate, load.cv)
             arrivals.append((on + turn * ((turns - 1) * (on // turn) + number % turns), flow))
-    return sorted(arrivals, key=lambda each: each[0])[: load.requests]
+    return sorted(arrivals, key=lambda arrival: arrival[0])[: load.requests]
 
 
 @cache
@@ -212,30 +215,31 @@ def _mask_shares(requests: int, seed: int) -> tuple[float, ...]:
 # Systems
 
 
-def ours(
-    load: Load, want: Sequence[Want], rules: Rules | None = None
-) -> tuple[PlanRun, list[Asked]]:
+def maskserve_system(
+    load: Load, flow_requests: Sequence[FlowRequest], rules: Rules | None = None
+) -> tuple[PlanRun, list[PlanRequest]]:
     """Our system: models are placed by their loads. An edit is one node on its worker. A masked
     edit is a cached row.
     """
     plan_requests = []
-    for number, request in enumerate(want):
+    for number, request in enumerate(flow_requests):
         base = BASES[request.flow.base]
         loop, ends = request.flow.loop_s * request.share, base.text[1] + base.vae[1] + OVERHEAD_S
         node = Node(frozenset(request.flow.parts), (loop + ends, loop / TWO + ends))
-        plan_requests.append(_asked(load, number, request, (node,)))
+        plan_requests.append(_plan_request(load, number, request, (node,)))
     models = _models(load)
     return _run(rules or Rules(), load, models, _loads(load, models)), plan_requests
 
 
 def lego(
-    load: Load, want: Sequence[Want], rules: Rules | None = None
-) -> tuple[PlanRun, list[Asked]]:
+    load: Load, flow_requests: Sequence[FlowRequest], rules: Rules | None = None
+) -> tuple[PlanRun, list[PlanRequest]]:
     """LegoDiffusion as printed: one node for each call of a model, with a step's ControlNet beside
     it.
     """
     plan_requests = [
-        _asked(load, n, request, _steps(request.flow)) for n, request in enumerate(want)
+        _plan_request(load, n, request, _steps(request.flow))
+        for n, request in enumerate(flow_requests)
     ]
     models = _models(load)
     printed = rules or Rules("fcfs", printed=True)
@@ -265,7 +269,7 @@ def _steps(flow: Flow) -> tuple[Node, ...]:
     return tuple(nodes)
 
 
-def static(load: Load, want: Sequence[Want]) -> tuple[PlanRun, list[Asked]]:
+def static(load: Load, flow_requests: Sequence[FlowRequest]) -> tuple[PlanRun, list[PlanRequest]]:
     """Diffusers: each workflow has its own devices, by its share of the time.
 
     Raises:
@@ -279,32 +283,36 @@ def static(load: Load, want: Sequence[Want]) -> tuple[PlanRun, list[Asked]]:
         counts[max(need, key=lambda flow: need[flow] / counts[flow])] += 1
     names = iter(f"d{n}" for n in range(load.devices))
     placed = {next(names): frozenset({flow.name}) for flow, k in counts.items() for _ in range(k)}
-    return _monolith(load, want, placed, bound=True)
+    return _monolith(load, flow_requests, placed, bound=True)
 
 
-def swapped(load: Load, want: Sequence[Want]) -> tuple[PlanRun, list[Asked]]:
+def swapped(load: Load, flow_requests: Sequence[FlowRequest]) -> tuple[PlanRun, list[PlanRequest]]:
     """Diffusers-C: any device loads a workflow on demand, as Clockwork does."""
-    return _monolith(load, want, dict.fromkeys(_rooms(load), frozenset()), bound=False)
+    return _monolith(load, flow_requests, dict.fromkeys(_rooms(load), frozenset()), bound=False)
 
 
-def planned(load: Load, want: Sequence[Want]) -> tuple[PlanRun, list[Asked]]:
+def planned(load: Load, flow_requests: Sequence[FlowRequest]) -> tuple[PlanRun, list[PlanRequest]]:
     """Diffusers-S: workflows are placed by their loads, as Shepherd plans, and stay there."""
     models = [
         ModelLoad(flow.name, _nbytes(flow), share * flow.solo_s) for flow, share in load.mix.items()
     ]
     placed = place(models, _rooms(_of_monoliths(load)))
-    return _monolith(load, want, placed, bound=True)
+    return _monolith(load, flow_requests, placed, bound=True)
 
 
 MONOLITHS: Final = {"static": static, "swapped": swapped, "planned": planned}
-SYSTEMS: Final = {**MONOLITHS, "lego": lego, "ours": ours}
+SYSTEMS: Final = {**MONOLITHS, "lego": lego, "ours": maskserve_system}
 
 
 def _monolith(
-    load: Load, want: Sequence[Want], placed: dict[str, frozenset[str]], *, bound: bool
-) -> tuple[PlanRun, list[Asked]]:
+    load: Load,
+    flow_requests: Sequence[FlowRequest],
+    placed: dict[str, frozenset[str]],
+    *,
+    bound: bool,
+) -> tuple[PlanRun, list[PlanRequest]]:
     plan_requests = []
-    for number, request in enumerate(want):
+    for number, request in enumerate(flow_requests):
         name = request.flow.name
         only = (
             frozenset(d for d, placed_models in placed.items() if name in placed_models)
@@ -312,7 +320,7 @@ def _monolith(
             else None
         )
         node = Node(frozenset({name}), (request.flow.solo_s,), only=only)
-        plan_requests.append(_asked(load, number, request, (node,)))
+        plan_requests.append(_plan_request(load, number, request, (node,)))
     sizes = {flow.name: _nbytes(flow) for flow in load.flows}
     rules = Rules("fcfs", admission=not load.blind, swaps=not bound)
     return _run(rules, _of_monoliths(load), sizes, placed), plan_requests
@@ -322,8 +330,15 @@ def _of_monoliths(load: Load) -> Load:
     return replace(load, room=load.monolith_room or load.room)
 
 
-def _asked(load: Load, number: int, want: Want, nodes: tuple[Node, ...]) -> Asked:
-    return Asked(number, want.arrival, want.arrival + load.scale * want.flow.solo_s, nodes)
+def _plan_request(
+    load: Load, number: int, flow_request: FlowRequest, nodes: tuple[Node, ...]
+) -> PlanRequest:
+    return PlanRequest(
+        number,
+        flow_request.arrival,
+        flow_request.arrival + load.scale * flow_request.flow.solo_s,
+        nodes,
+    )
 
 
 def _nbytes(flow: Flow) -> int:
@@ -362,9 +377,9 @@ def _run(
 
 def in_time(system: str, load: Load) -> float:
     """The share of a load's requests that a system has in time; 0 if its models do not fit."""
-    want = wants(load)
+    flow_requests = draw_requests(load)
     try:
-        run, plan_requests = SYSTEMS[system](load, want)
+        run, plan_requests = SYSTEMS[system](load, flow_requests)
     except ValueError:
         return 0.0
     run.run(plan_requests)
@@ -373,7 +388,7 @@ def in_time(system: str, load: Load) -> float:
 
 def rate(system: str, load: Load, seeds: Sequence[int], steps: int = 5) -> float:
     """The highest load at which a system has nine of ten requests in time; 0: not even at 0.05."""
-    return most(system, lambda at: replace(load, load=at), (0.05, 12.8), seeds, steps)
+    return most(system, lambda value: replace(load, load=value), (0.05, 12.8), seeds, steps)
 
 
 def most(
@@ -396,8 +411,8 @@ def most(
         A value within the bounds; 0: not even the lower bound.
     """
 
-    def met(at: float) -> bool:
-        loads = [replace(of(at), seed=seed) for seed in seeds]
+    def met(value: float) -> bool:
+        loads = [replace(of(value), seed=seed) for seed in seeds]
         return sum(in_time(system, load) for load in loads) >= 0.9 * len(seeds)
 
     low, end = bounds

@@ -18,8 +18,8 @@ def rates_table(report: Report) -> str:
     names = [*MONOLITHS, "ours", "lego_at_ours"]
     rates_by_name = report["rates"] | {"S4, masks": report["masks"]}
     lines = [
-        [name, *(_spread(of.get(system, ())) for system in names)]
-        for name, of in rates_by_name.items()
+        [name, *(_spread(system_rates.get(system, ())) for system in names)]
+        for name, system_rates in rates_by_name.items()
     ]
     return _table(["", *names[:-1], "lego in time at our rate"], lines)
 
@@ -32,8 +32,8 @@ def gains_table(report: Report) -> str:
     lines = []
     for name, results in report["assumed"].items():
         rates = [
-            _median([o / p if p else None for o, p in zip(of["ours"], of["planned"], strict=True)])
-            for of in results["rates"].values()
+            _median([o / p if p else None for o, p in zip(system_rates["ours"], system_rates["planned"], strict=True)])
+            for system_rates in results["rates"].values()
         ]
         pairs = []
         for figure in ("due", "cv", "devices"):
@@ -46,24 +46,24 @@ def gains_table(report: Report) -> str:
     return _table(["assumed", *report["rates"], *head], lines)
 
 
-def _median(found: Sequence[float | None], digits: str = ".2f") -> str:
+def _median(rates: Sequence[float | None], digits: str = ".2f") -> str:
     """The median. None means that no value meets the bar, which is worse than all values."""
-    return _text(statistics.median(_values(found)), digits)
+    return _text(statistics.median(_values(rates)), digits)
 
 
-def _spread(found: Sequence[float | None]) -> str:
+def _spread(rates: Sequence[float | None]) -> str:
     """The median with the least and the greatest."""
-    values = _values(found)
+    values = _values(rates)
     if not values:
         return ""
-    middle, least, most = (
+    middle, lowest, highest = (
         _text(number, ".2f") for number in (statistics.median(values), min(values), max(values))
     )
-    return middle if least == most else f"{middle} ({least}-{most})"
+    return middle if lowest == highest else f"{middle} ({lowest}-{highest})"
 
 
-def _values(found: Sequence[float | None]) -> list[float]:
-    return [math.inf if value is None else value for value in found]
+def _values(rates: Sequence[float | None]) -> list[float]:
+    return [math.inf if value is None else value for value in rates]
 
 
 def _text(number: float, digits: str) -> str:

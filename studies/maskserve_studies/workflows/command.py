@@ -47,12 +47,8 @@ import torch
 from PIL import Image
 
 from maskserve_benchmarks.checkout import CHECKOUT, DEMO_MODEL
-from maskserve_studies.demo_model.looks import edits_with, followed
-from maskserve_studies.demo_model.named_scenes import held_out_scenes
-from maskserve_studies.demo_model.node_judges import enlarged_db, found_iou
 from maskserve_benchmarks.demo_model.scenes import Picture, draw_background, to_bytes
 from maskserve_benchmarks.reports import about, write_json
-from maskserve_studies.workflows.second_host import can_have_one, second_host
 from maskserve_benchmarks.soak.sampler import sample_process
 from maskserve_benchmarks.timing import hardware
 from maskserve_client.client import Client
@@ -60,10 +56,14 @@ from maskserve_common.imaging.images import encode_png
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
 from maskserve_serving.supervisor import Supervisor
-from maskserve_studies.workflows.value_passing import by_name
+from maskserve_studies.demo_model.looks import edits_with, shows_look
+from maskserve_studies.demo_model.named_scenes import held_out_scenes
+from maskserve_studies.demo_model.node_judges import enlarge_db, find_iou
 from maskserve_studies.workflows.due_plans import due_plans
+from maskserve_studies.workflows.second_host import can_have_one, second_host
 from maskserve_studies.workflows.shared_stages import stages_edits, stages_memory
 from maskserve_studies.workflows.two_hosts import two_hosts, two_hosts_control
+from maskserve_studies.workflows.value_passing import pass_by_name
 from maskserve_workflows.definition import Workflow, each, repeat
 from maskserve_workflows.nodes import compose, crop, edit, find, outline, shows, split
 from maskserve_workflows.passes import compiled
@@ -184,23 +184,23 @@ class Rivals:
         white = np.zeros((side, side), np.bool_)
         white[side // 4 : side // 2, side // 4 : side // 2] = True
         mask = encode_mask(white)
-        few: dict[str, Any] = {"num_inference_steps": 2, "seed": 1, "cache": "off"}
+        edit_settings: dict[str, Any] = {"num_inference_steps": 2, "seed": 1, "cache": "off"}
         with Client(self._url) as client:
             for _ in range(rounds + 1):
                 drawn, _ = draw_background(rng, "photo", (side, side))
                 image = encode_png(to_bytes(drawn))
                 begin = time.perf_counter()
                 outputs, meta = client.run_workflow(
-                    "added_bench", {"image": image, "mask": mask}, **few
+                    "added_bench", {"image": image, "mask": mask}, **edit_settings
                 )
                 run_s = time.perf_counter() - begin
                 rims = np.asarray(Image.open(io.BytesIO(outputs["rims"])).convert("RGB"))
                 mirrored = encode_png(np.ascontiguousarray(rims[:, ::-1]))
                 begin = time.perf_counter()
-                client.edit(mirrored, mask, _PROMPT, **few)
-                own_s = time.perf_counter() - begin
-                own_s += sum(node["seconds"] for node in meta["nodes"] if node["node"] != "edit")
-                added.append(1e3 * (run_s - own_s))
+                client.edit(mirrored, mask, _PROMPT, **edit_settings)
+                nodes_s = time.perf_counter() - begin
+                nodes_s += sum(node["seconds"] for node in meta["nodes"] if node["node"] != "edit")
+                added.append(1e3 * (run_s - nodes_s))
         return round(statistics.median(added[1:]), 1)  # the first one warms
 
     def shared(self) -> dict[str, int]:
@@ -208,7 +208,7 @@ class Rivals:
         [(scene, thing)] = held_out_scenes(1, (_SIDE, _SIDE))
         name, image = f"a {thing.colour} {thing.shape}", encode_png(scene.picture)
 
-        def told(prompt: str) -> list[dict[str, Any]]:
+        def run_nodes(prompt: str) -> list[dict[str, Any]]:
             inputs: dict[str, bytes | str] = {"image": image, "name": name, "prompt": prompt}
             with Client(self._url) as client:
                 _, meta = client.run_workflow(
@@ -217,7 +217,7 @@ class Rivals:
             return list(meta["nodes"])
 
         with ThreadPoolExecutor(5) as pool:
-            runs = pool.map(told, [f"a {colour} star" for colour in _COLOURS])
+            runs = pool.map(run_nodes, [f"a {colour} star" for colour in _COLOURS])
             nodes = [node for run in runs for node in run]
         encoded = [
             node_report["encoded"]["template"]
@@ -262,7 +262,7 @@ class Rivals:
                     "verified_bench", {**inputs, "name": case.prompt}, seed=seed,
                     num_inference_steps=_STEPS,
                 )  # fmt: skip
-                picture = followed("hollow", _pixels(outputs["image"]), case)
+                picture = shows_look("hollow", _pixels(outputs["image"]), case)
                 painted = [node for node in meta["nodes"] if node["node"] == "edit"]
                 first = picture
                 if len(painted) > 1:
@@ -270,7 +270,7 @@ class Rivals:
                         inputs["image"], inputs["mask"], case.prompt, loras=[{"name": "hollow"}],
                         seed=painted[0]["seed"], num_inference_steps=_STEPS,
                     )  # fmt: skip
-                    first = followed("hollow", _pixels(result.encoded), case)
+                    first = shows_look("hollow", _pixels(result.encoded), case)
                 right, first_right, tries = (
                     right + picture,
                     first_right + first,
@@ -387,9 +387,9 @@ def verified(args: argparse.Namespace) -> dict[str, Any]:
 def models(args: argparse.Namespace) -> dict[str, Any]:
     figures: dict[str, Any] = {"find_iou": None, "enlarge_db": None}
     if args.find.is_dir():
-        figures["find_iou"] = round(found_iou(args.find, 200), 3)
+        figures["find_iou"] = round(find_iou(args.find, 200), 3)
     if args.enlarge.is_dir():
-        model_db, lanczos = enlarged_db(args.enlarge)
+        model_db, lanczos = enlarge_db(args.enlarge)
         figures["enlarge_db"] = round(model_db - lanczos, 2)
     return figures
 
@@ -401,7 +401,7 @@ def stages(args: argparse.Namespace) -> dict[str, Any]:
 def named(args: argparse.Namespace) -> dict[str, Any]:
     with served(args.find) as sides:
         address = f"127.0.0.1:{sides.nodes.ports.grpc}"
-        return by_name(address, sides.values, 4 * args.rounds)
+        return pass_by_name(address, sides.values, 4 * args.rounds)
 
 
 def due(args: argparse.Namespace) -> dict[str, Any]:

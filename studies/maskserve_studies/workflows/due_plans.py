@@ -49,8 +49,8 @@ from maskserve_studies.workflow_plans.chains import (
     SECONDS,
     WORKERS,
     Request,
-    drawn,
-    simulated,
+    draw_chains,
+    simulate_chains,
     square,
 )
 from maskserve_studies.workflows.node_server import EmulatedNodes
@@ -83,29 +83,31 @@ class Cluster:
         self.workers = [
             _Worker(name, hardware, ("0" * 32,), max_rows=1, order=order) for name in WORKERS
         ]
-        self.nodes = [EmulatedNodes(SECONDS, self.made) for _ in NODES]
+        self.nodes = [EmulatedNodes(SECONDS, self.outputs_of) for _ in NODES]
         self.plans = {plan.name: plan for plan in read_plans(CHECKOUT / "assets" / "workflows")}
         self.requests: dict[str, Request] = {}
-        self._shown = Counter[str]()
+        self._verdicts = Counter[str]()
         """Calls of `shows` by the request's name."""
         self._picture = encode_png(np.zeros((64, 64, 3), np.uint8))
         self._turn = 0
         self.infer: Callable[[pb.ModelInferRequest], Any]
         self.router: psutil.Process
 
-    def made(self, node: str, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    def outputs_of(self, node: str, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """The outputs of a node."""
         match node:
             case "find":  # `split` gets the request's name, and `replace` paints the mask
-                of = self.requests[inputs["name"]]
-                return {"mask": of.masks[0] if of.kind == "replace" else of.name.encode()}
+                request = self.requests[inputs["name"]]
+                return {
+                    "mask": request.masks[0] if request.kind == "replace" else request.name.encode()
+                }
             case "split":
                 masks = self.requests[inputs["mask"].decode()].masks
                 return {"regions": Areas(masks, (0,) * len(masks))}
             case "shows":
-                of = self.requests[inputs["name"]]
-                self._shown[of.name] += 1
-                last = self._shown[of.name] > (of.tries - 1) * len(of.edits)
+                request = self.requests[inputs["name"]]
+                self._verdicts[request.name] += 1
+                last = self._verdicts[request.name] > (request.tries - 1) * len(request.edits)
                 return {"verdict": Judgement(1.0, last)}
             case "best":
                 passed = [verdict.passed for verdict in inputs["verdicts"]]
@@ -215,7 +217,7 @@ class Cluster:
         return bytes(bytes_tensor.outputs(answer)["IMAGE"])
 
 
-async def _measured(cluster: Cluster, requests: Sequence[Request]) -> Figures:
+async def _measure(cluster: Cluster, requests: Sequence[Request]) -> Figures:
     """Send all requests at their arrival times."""
     scripted = cluster.order == "fcfs"
     # The router learns the picture's template from an edit that is dense in any case. Then it
@@ -237,41 +239,41 @@ async def _measured(cluster: Cluster, requests: Sequence[Request]) -> Figures:
             await asyncio.sleep(0.02)
             late.append(time.monotonic() - wakeup_s)
 
-    looking = asyncio.create_task(look())
+    lateness_task = asyncio.create_task(look())
     processes = {"router": cluster.router, "emulators": psutil.Process()}
-    used = {name: sum(item.cpu_times()[:2]) for name, item in processes.items()}
+    cpu_before = {name: sum(item.cpu_times()[:2]) for name, item in processes.items()}
     begin, runs = time.monotonic(), []
     for item in requests:
         await asyncio.sleep(begin + item.at - time.monotonic())
         runs.append(asyncio.create_task(cluster.run(item, item.due_s, scripted=scripted)))
-    met = await asyncio.gather(*runs)
-    took = time.monotonic() - begin
-    looking.cancel()
+    in_time = await asyncio.gather(*runs)
+    seconds = time.monotonic() - begin
+    lateness_task.cancel()
     share = {
-        name: round((sum(item.cpu_times()[:2]) - used[name]) / took, 3)
+        name: round((sum(item.cpu_times()[:2]) - cpu_before[name]) / seconds, 3)
         for name, item in processes.items()
     }
     p99 = quantiles(late, n=100)[98]
     by_kind = {
-        kind: round(mean(m for m, r in zip(met, requests, strict=True) if r.kind == kind), 3)
+        kind: round(mean(m for m, r in zip(in_time, requests, strict=True) if r.kind == kind), 3)
         for kind in KINDS
     }
     return {
-        "in_time": round(mean(met), 3),
+        "in_time": round(mean(in_time), 3),
         "by_kind": by_kind,
-        "seconds": round(took, 1),
+        "seconds": round(seconds, 1),
         "cores": share,
         "late_ms_p99": round(1e3 * p99, 1),
         "bottleneck": p99 > _LATE_S or max(share.values()) > _BUSY,
     }
 
 
-async def _both(requests: Sequence[Request], hardware: Hardware) -> Figures:
+async def _both_orders(requests: Sequence[Request], hardware: Hardware) -> Figures:
     figures: Figures = {}
     for order, rules in RULES.items():
         async with Cluster(order, hardware).running() as cluster:
-            figures[order] = await _measured(cluster, requests)
-        figures[order]["simulated"] = round(simulated(requests, rules), 3)
+            figures[order] = await _measure(cluster, requests)
+        figures[order]["simulated"] = round(simulate_chains(requests, rules), 3)
         print(order, json.dumps(figures[order]), flush=True)
     return figures
 
@@ -290,7 +292,9 @@ def due_plans(count: int, seeds: Sequence[int], loads: Sequence[float] = LOADS) 
         figures[f"{load:g}"] = {order: [] for order in RULES}
         for seed in seeds:
             print(f"load {load:g}, seed {seed}", flush=True)
-            order_figures = asyncio.run(_both(drawn(count, load, seed, hardware), hardware))
+            order_figures = asyncio.run(
+                _both_orders(draw_chains(count, load, seed, hardware), hardware)
+            )
             for order, runs in figures[f"{load:g}"].items():
                 runs.append(order_figures[order])
 

@@ -38,15 +38,24 @@ class SecondHost:
     def __init__(self, number: int) -> None:
         self.name = f"ms{number}"
         """Name of its namespace."""
-        self.here, self.there = (f"198.18.{number}.{host}" for host in (1, 2))
+        self.local_address, self.remote_address = (f"198.18.{number}.{host}" for host in (1, 2))
         """Addresses of this host and of the other."""
-        self._here, self._there = f"{self.name}-0", f"{self.name}-1"
+        self._local_device, self._remote_device = f"{self.name}-0", f"{self.name}-1"
         self._holder: subprocess.Popen[bytes] | None = None
-        self._served: list[_Served] = []
+        self._served: list[_ServeProcess] = []
 
     def claim(self) -> bool:
         """Make its link, and return whether that succeeded: a number can be used only once."""
-        link = ["link", "add", self._here, "type", "veth", "peer", "name", self._there]
+        link = [
+            "link",
+            "add",
+            self._local_device,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            self._remote_device,
+        ]
         process = subprocess.run(["ip", *link], check=False, capture_output=True, text=True)
         if process.returncode and "exists" not in process.stderr:
             raise RuntimeError(f"ip {' '.join(link)}: {process.stderr.strip()}")
@@ -55,12 +64,12 @@ class SecondHost:
     def make(self) -> None:
         """Set up the namespace and its link, after `claim`."""
         _ip("netns", "add", self.name)
-        _ip("link", "set", self._there, "netns", self.name)
-        _ip("addr", "add", f"{self.here}/24", "dev", self._here)
-        self._ip("addr", "add", f"{self.there}/24", "dev", self._there)
+        _ip("link", "set", self._remote_device, "netns", self.name)
+        _ip("addr", "add", f"{self.local_address}/24", "dev", self._local_device)
+        self._ip("addr", "add", f"{self.remote_address}/24", "dev", self._remote_device)
         self._ip("link", "set", "lo", "up")
-        _ip("link", "set", self._here, "up")
-        self._ip("link", "set", self._there, "up")
+        _ip("link", "set", self._local_device, "up")
+        self._ip("link", "set", self._remote_device, "up")
         hold = "mount -t tmpfs tmpfs /dev/shm && echo held && exec sleep infinity"
         self._holder = subprocess.Popen(
             ["ip", "netns", "exec", self.name, "sh", "-c", hold], stdout=subprocess.PIPE
@@ -74,7 +83,7 @@ class SecondHost:
         if self._holder is not None:
             self._holder.kill()
             self._holder.communicate()
-        for command in (["link", "del", self._here], ["netns", "del", self.name]):
+        for command in (["link", "del", self._local_device], ["netns", "del", self.name]):
             subprocess.run(["ip", *command], check=False, capture_output=True)
 
     # Processes
@@ -92,12 +101,21 @@ class SecondHost:
         """
         assert self._holder is not None
         enter = ["nsenter", "-t", str(self._holder.pid), "-m", "-n", f"--wd={Path.cwd()}"]
-        serve = [sys.executable, "-m", "maskserve_client.cli", "serve", "--host", self.there]
+        serve = [
+            sys.executable,
+            "-m",
+            "maskserve_client.cli",
+            "serve",
+            "--host",
+            self.remote_address,
+        ]
         environment = {**os.environ, "TMPDIR": str(folder), "PYTHONUNBUFFERED": "1"}
         environment.pop("XDG_RUNTIME_DIR", None)
-        begun = [_Served([*enter, *serve, *arguments], environment) for arguments in commands]
-        self._served += begun
-        for server in begun:
+        started = [
+            _ServeProcess([*enter, *serve, *arguments], environment) for arguments in commands
+        ]
+        self._served += started
+        for server in started:
             server.wait_ready()
 
     def end(self) -> None:
@@ -131,29 +149,29 @@ class SecondHost:
     def slow(self, mbit: int) -> None:
         """Limit the link to `mbit` megabits per second in each direction."""
         rate = ["root", "tbf", "rate", f"{mbit}mbit", "burst", "64kb", "latency", "100ms"]
-        _run("tc", "qdisc", "replace", "dev", self._here, *rate)
-        _run("tc", "-n", self.name, "qdisc", "replace", "dev", self._there, *rate)
+        _run("tc", "qdisc", "replace", "dev", self._local_device, *rate)
+        _run("tc", "-n", self.name, "qdisc", "replace", "dev", self._remote_device, *rate)
 
     def cut(self) -> None:
         """Cut the link, as a pulled cable does."""
-        self._ip("link", "set", self._there, "down")
+        self._ip("link", "set", self._remote_device, "down")
 
     def deaf(self) -> None:
         """Drop all packets to the second host silently; its own packets still arrive."""
-        to = ["lladdr", _NOBODY, "dev", self._here, "nud", "permanent"]
-        _ip("neigh", "replace", self.there, *to)
+        to = ["lladdr", _NOBODY, "dev", self._local_device, "nud", "permanent"]
+        _ip("neigh", "replace", self.remote_address, *to)
 
     def mute(self) -> None:
         """Drop all packets from the second host silently; packets to it still arrive."""
-        to = ["lladdr", _NOBODY, "dev", self._there, "nud", "permanent"]
-        self._ip("neigh", "replace", self.here, *to)
+        to = ["lladdr", _NOBODY, "dev", self._remote_device, "nud", "permanent"]
+        self._ip("neigh", "replace", self.local_address, *to)
 
     def whole(self) -> None:
         """Restore the link."""
-        self._ip("link", "set", self._there, "up")
+        self._ip("link", "set", self._remote_device, "up")
         for prefix, device, address in (
-            ([], self._here, self.there),
-            (["-n", self.name], self._there, self.here),
+            ([], self._local_device, self.remote_address),
+            (["-n", self.name], self._remote_device, self.local_address),
         ):
             for command in (
                 ["tc", *prefix, "qdisc", "del", "dev", device, "root"],
@@ -161,10 +179,10 @@ class SecondHost:
             ):
                 subprocess.run(command, check=False, capture_output=True)
 
-    def _stop(self, how: signal.Signals) -> None:
+    def _stop(self, signal_number: signal.Signals) -> None:
         served, self._served = self._served, []
         for server in served:
-            server.process.send_signal(how)
+            server.process.send_signal(signal_number)
         for server in served:
             server.wait()
 
@@ -172,7 +190,7 @@ class SecondHost:
         _ip("-n", self.name, *command)
 
 
-class _Served:
+class _ServeProcess:
     """One `maskserve serve` process."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -180,14 +198,14 @@ class _Served:
             command, env=environment, text=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
-        self._said = list[str]()
+        self._lines = list[str]()
         self._ready = threading.Event()
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
 
     def wait_ready(self) -> None:
         if not self._ready.wait(_READY_S) or self.process.poll() is not None:
-            raise RuntimeError("\n".join(self._said[-20:]))
+            raise RuntimeError("\n".join(self._lines[-20:]))
 
     def wait(self) -> None:
         """Wait until it has ended."""
@@ -201,7 +219,7 @@ class _Served:
     def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            self._said.append(line.rstrip())
+            self._lines.append(line.rstrip())
             if line.startswith(_READY):
                 self._ready.set()
         self._ready.set()  # the process has ended

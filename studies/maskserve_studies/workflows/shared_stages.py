@@ -41,8 +41,8 @@ def stages_memory(model: Path) -> dict[str, float]:
     """The memory that sharing saves, as a share of one encoder's and one decoder's processes, and
     in MB.
     """
-    separate_bytes, worker_stage_bytes = _held(model, "")
-    shared, _ = _held(model, "cpu")
+    separate_bytes, worker_stage_bytes = _memory(model, "")
+    shared, _ = _memory(model, "cpu")
     saved = separate_bytes - shared
     return {
         "stages_memory": round(saved / worker_stage_bytes, 3),
@@ -55,14 +55,14 @@ def stages_memory(model: Path) -> dict[str, float]:
 
 def stages_edits(model: Path, rounds: int) -> dict[str, Any]:
     """Edits per second with shared stages, over those with own stages; medians."""
-    with _served(model, "") as separate, _served(model, "cpu") as shared:
+    with _serving(model, "") as separate, _serving(model, "cpu") as shared:
         sides = {"own": separate, "shared": shared}
         for side in sides.values():
             _edits_s(side, _AT_ONCE)
         rates = rates_in_turn(sides, lambda side: _edits_s(side, _OF_A_ROUND), rounds)
-    middle = {name: statistics.median(samples) for name, samples in rates.items()}
+    medians = {name: statistics.median(samples) for name, samples in rates.items()}
     return {
-        "stages_edits_ratio": round(middle["shared"] / middle["own"], 3),
+        "stages_edits_ratio": round(medians["shared"] / medians["own"], 3),
         "seconds_stages_edits_s": rates,
     }
 
@@ -78,7 +78,7 @@ def _edits_s(supervisor: Supervisor, count: int) -> float:
 
 
 @contextmanager
-def _served(model: Path, device: str) -> Iterator[Supervisor]:
+def _serving(model: Path, device: str) -> Iterator[Supervisor]:
     with tempfile.TemporaryDirectory() as directory:
         options = ServeOptions(
             model=str(model),
@@ -91,9 +91,9 @@ def _served(model: Path, device: str) -> Iterator[Supervisor]:
             yield supervisor
 
 
-def _held(model: Path, device: str) -> tuple[int, int]:
+def _memory(model: Path, device: str) -> tuple[int, int]:
     """(bytes of all, bytes of one worker's encoder and decoder) after edits at both workers."""
-    with _served(model, device) as supervisor:
+    with _serving(model, device) as supervisor:
         for worker in supervisor.workers:
             rng = np.random.default_rng(0)
             for _ in range(_EDITS):

@@ -15,7 +15,6 @@ from typing import Any, Final
 import numpy as np
 
 from maskserve_benchmarks.checkout import CHECKOUT, DEMO_MODEL
-from maskserve_studies.workflows.second_host import SecondHost
 from maskserve_benchmarks.timing import rates_in_turn
 from maskserve_client.client import Client
 from maskserve_common.config import ValuesConfig
@@ -29,6 +28,7 @@ from maskserve_router.workflows.run_values import RunValues
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import Ports, free_base_port
 from maskserve_serving.supervisor import Supervisor
+from maskserve_studies.workflows.second_host import SecondHost
 from maskserve_workflows.plan import NodeCall
 from maskserve_workflows.run import Task
 
@@ -36,7 +36,7 @@ _SMALL, _PADDED = 648, 512
 """Sides of a picture of 1 MiB, and the padding on each side that makes it 8 MiB."""
 _SIDE: Final = _SMALL + 2 * _PADDED
 _CLIENT: Final = KeyHolder("bench", 64, admin=True)
-_WAYS: Final = (("here", "here"), ("here", "there"), ("there", "here"), ("there", "there"))
+_HOST_PAIRS: Final = (("here", "here"), ("here", "there"), ("there", "here"), ("there", "there"))
 """Hosts of the node that makes the value and of the node that reads it, seen from the router."""
 _BASE_PORT: Final = 9000
 _CONTROLS_PORT: Final = 9020
@@ -46,25 +46,30 @@ _AT_ONCE, _OF_A_ROUND = 8, 32
 
 
 def two_hosts(
-    here: str, folder: Path, other: SecondHost, kept: Path, rounds: int
+    local_server: str, folder: Path, other: SecondHost, files_folder: Path, rounds: int
 ) -> dict[str, Any]:
     """Milliseconds that a link adds: medians of each way, in turn. `pad` makes 8 MiB out of 1 MiB
     of noise, which its host gets in any case, and `crop` reads them.
 
     Args:
-        here: address of a node server of this host.
+        local_server: address of a node server of this host.
         folder: of the values that it shares with its router.
         other: serves nothing yet.
-        kept: folder for its files.
+        files_folder: folder for its files.
         rounds: of each way.
 
     Raises:
         AssertionError: the ways give different pictures.
     """
-    (kept / "nodes.toml").write_text('[model]\ndevice = "cpu"\n')
-    files = ["--nodes", str(kept / "nodes.toml"), "--log-dir", str(kept / "logs-there")]
-    other.serve(["--workers", "0", "--base-port", str(_BASE_PORT), *files], folder=kept)
-    addresses = {"here": here, "there": f"{other.there}:{_BASE_PORT + 8}"}
+    (files_folder / "nodes.toml").write_text('[model]\ndevice = "cpu"\n')
+    files = [
+        "--nodes",
+        str(files_folder / "nodes.toml"),
+        "--log-dir",
+        str(files_folder / "logs-there"),
+    ]
+    other.serve(["--workers", "0", "--base-port", str(_BASE_PORT), *files], folder=files_folder)
+    addresses = {"here": local_server, "there": f"{other.remote_address}:{_BASE_PORT + 8}"}
     return asyncio.run(_measured(addresses, Values(ValuesConfig(str(folder))), rounds))
 
 
@@ -73,7 +78,7 @@ async def _measured(addresses: dict[str, str], values: Values, rounds: int) -> d
         host: NodePool(WorkflowFiles(nodes=(item,), kept_bytes=0), FairShare(2), values=values)
         for host, item in addresses.items()
     }
-    rng, seconds = np.random.default_rng(), {way: list[float]() for way in _WAYS}
+    rng, seconds = np.random.default_rng(), {host_pair: list[float]() for host_pair in _HOST_PAIRS}
     white = np.zeros((_SIDE, _SIDE), np.uint8)
     white[800:840, 800:840] = 255
     mask = encode_png(white)
@@ -81,26 +86,28 @@ async def _measured(addresses: dict[str, str], values: Values, rounds: int) -> d
         for _ in range(rounds + 1):  # the first one warms
             picture = encode_png(rng.integers(0, 256, (_SMALL, _SMALL, 3), np.uint8))
             cuts = set()
-            for way in _WAYS:
+            for host_pair in _HOST_PAIRS:
                 files = RunValues(values, _CLIENT.scope)
                 exit_stack.callback(files.end)
                 begin = time.perf_counter()
-                maker, reader = way
+                maker, reader = host_pair
                 cut = await _two(pools[maker], pools[reader], picture, mask, files)
-                seconds[way].append(round(time.perf_counter() - begin, 4))
+                seconds[host_pair].append(round(time.perf_counter() - begin, 4))
                 cuts.add(as_file(files.read(cut)["picture"]))
                 files.end()
             assert len(cuts) == 1
     for pool in pools.values():
         await pool.close()
-    middle = {way: 1e3 * statistics.median(item[1:]) for way, item in seconds.items()}
-    one_host = middle[_WAYS[0]]
-    added = {way: round(middle[way] - one_host, 1) for way in _WAYS[1:]}
+    medians_ms = {
+        host_pair: 1e3 * statistics.median(item[1:]) for host_pair, item in seconds.items()
+    }
+    one_host = medians_ms[_HOST_PAIRS[0]]
+    added = {host_pair: round(medians_ms[host_pair] - one_host, 1) for host_pair in _HOST_PAIRS[1:]}
     return {
-        "two_hosts_added_ms": max(added[_WAYS[1]], added[_WAYS[2]]),
+        "two_hosts_added_ms": max(added[_HOST_PAIRS[1]], added[_HOST_PAIRS[2]]),
         **{f"two_hosts_{maker}_to_{reader}_ms": ms for (maker, reader), ms in added.items()},
         "two_hosts_one_host_ms": round(one_host, 1),
-        "seconds_two_hosts": {" to ".join(way): item for way, item in seconds.items()},
+        "seconds_two_hosts": {" to ".join(host_pair): item for host_pair, item in seconds.items()},
     }
 
 
@@ -116,41 +123,46 @@ async def _two(
     return files.received((await reader.call(cut, _CLIENT, run=files.run)).outputs)
 
 
-def two_hosts_control(other: SecondHost, kept: Path, rounds: int) -> dict[str, Any]:
+def two_hosts_control(other: SecondHost, files_folder: Path, rounds: int) -> dict[str, Any]:
     """Edits per second of a worker whose ControlNet runs on the other host, over those of a worker
     with a service on its own host. Medians; both always run and take turns. All compute with one
     thread.
 
     Args:
         other: serves on other ports, or nothing.
-        kept: folder for the files of both.
+        files_folder: folder for the files of both.
         rounds: of each side.
     """
-    service = f"{other.there}:{Ports.of_controlnet(_CONTROLS_PORT).grpc}"
-    for name, more in (("one", ""), ("two", f'[controls]\nservice = "{service}"\n')):
-        (kept / f"{name}.toml").write_text(f"[model]\ntorch_threads = 1\n{more}")
+    service = f"{other.remote_address}:{Ports.of_controlnet(_CONTROLS_PORT).grpc}"
+    for name, controls in (("one", ""), ("two", f'[controls]\nservice = "{service}"\n')):
+        (files_folder / f"{name}.toml").write_text(f"[model]\ntorch_threads = 1\n{controls}")
     nets = ["--controlnets", str(_CONTROLNETS), "--controlnet-device", "cpu"]
-    files = ["--config", str(kept / "one.toml"), "--log-dir", str(kept / "logs-controls")]
+    files = [
+        "--config",
+        str(files_folder / "one.toml"),
+        "--log-dir",
+        str(files_folder / "logs-controls"),
+    ]
     served = ["--workers", "0", "--model", str(DEMO_MODEL), "--base-port", str(_CONTROLS_PORT)]
-    other.serve([*served, *nets, *files], folder=kept)
+    other.serve([*served, *nets, *files], folder=files_folder)
     with ExitStack() as exit_stack:
         sides = {}
         for name, device in (("one", "cpu"), ("two", "")):
             options = ServeOptions(
                 model=str(DEMO_MODEL),
-                config=kept / f"{name}.toml",
+                config=files_folder / f"{name}.toml",
                 controlnets=str(_CONTROLNETS),
                 controlnet_device=device,
                 base_port=free_base_port(),
-                log_dir=kept / f"logs-{name}",
+                log_dir=files_folder / f"logs-{name}",
             )
             supervisor = exit_stack.enter_context(Supervisor(options))
             sides[name] = supervisor.workers[0].grpc_url
             _edits_s(sides[name], _AT_ONCE)  # warms
         rates = rates_in_turn(sides, lambda side: _edits_s(side, _OF_A_ROUND), rounds)
-    middle = {name: statistics.median(samples) for name, samples in rates.items()}
+    medians_ms = {name: statistics.median(samples) for name, samples in rates.items()}
     return {
-        "two_hosts_control_ratio": round(middle["two"] / middle["one"], 3),
+        "two_hosts_control_ratio": round(medians_ms["two"] / medians_ms["one"], 3),
         "seconds_two_hosts_control_edits_s": rates,
     }
 

@@ -29,7 +29,7 @@ _CLIENT: Final = KeyHolder("bench", 64, admin=True)
 _RUN: Final = "bench"
 
 
-def by_name(address: str, folder: Path, rounds: int) -> dict[str, Any]:
+def pass_by_name(address: str, folder: Path, rounds: int) -> dict[str, Any]:
     """Medians of both ways in turn: `pad` gives 16 MiB, and `crop` takes them.
 
     Args:

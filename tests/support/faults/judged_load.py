@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
+from maskserve_benchmarks.soak.visitor import DONE, Unexpected
 from maskserve_benchmarks.triton_calls import (
     CLIENT_CANCELLED,
     CLIENT_TIMEOUT,
@@ -25,7 +26,6 @@ from maskserve_benchmarks.triton_calls import (
     decode,
     reason,
 )
-from maskserve_benchmarks.soak.visitor import DONE, Unexpected
 
 Pixels = npt.NDArray[np.uint8]
 PATIENCE_S = 60.0

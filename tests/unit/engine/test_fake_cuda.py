@@ -15,20 +15,6 @@ import torch
 from diffusers import FluxTransformer2DModel
 
 from maskserve_benchmarks.published_models import SD21
-from maskserve_studies.kernels.fake_cuda import DEVICE, FakeCuda, fake_weights
-from maskserve_studies.kernels.kernel_counts import (
-    CASES,
-    MIXED,
-    TABLE,
-    UNET_CASES,
-    Case,
-    UnetCase,
-    count,
-    fake_bench,
-    steady_steps,
-    unet_step,
-    unet_turn,
-)
 from maskserve_benchmarks.steps.replay import plan_of_kinds
 from maskserve_benchmarks.steps.unet_rig import UNETS, UnetBench, build_unet
 from maskserve_common.observations import Observations
@@ -48,6 +34,20 @@ from maskserve_engine.loop.measured_costs import MeasuredCosts, QueuedStep, Step
 from maskserve_engine.loop.status_publisher import new_counters
 from maskserve_engine.planning.cost_model import H100, estimate
 from maskserve_engine.requests.executor import Read, StepInput
+from maskserve_studies.kernels.fake_cuda import DEVICE, FakeCuda, fake_weights
+from maskserve_studies.kernels.kernel_counts import (
+    CASES,
+    MIXED,
+    TABLE,
+    UNET_CASES,
+    Case,
+    UnetCase,
+    count,
+    fake_bench,
+    steady_steps,
+    unet_entry_change,
+    unet_step,
+)
 from tests.fakes.jobs import config_of, encode_case, guided, random_case, unet_case
 from tests.fakes.tiny_unet import samplers
 
@@ -120,7 +120,7 @@ def test_a_steady_step_copies_nothing_and_launches_no_more_than_the_table_says(c
 def test_a_steady_step_of_other_models_of_true_width_copies_nothing(preset: str) -> None:
     with FakeCuda() as cuda:
         bench = fake_bench((1, 1), "int4", preset)
-        for kind in ("kv",) if bench.shown else ("kv", "project"):
+        for kind in ("kv",) if bench.shown_tokens else ("kv", "project"):
             bench.fill_entry(kind)
             rows = [bench.row(ratio, seed) for seed, ratio in enumerate((0.11, 0.2, None))]
             for _ in range(2):
@@ -276,13 +276,13 @@ def test_a_row_that_turns_to_another_entry_reads_all_of_its_maps_by_one_kernel(
 ) -> None:
     """And its table of addresses goes in a transfer that nobody waits for."""
     case = UnetCase("tiles", small, MIXED[:2], halo=4, recorded=recorded)
-    steady, turned = unet_turn(case)
+    steady, with_change = unet_entry_change(case)
     assert steady.copies == []
     assert steady.launches <= LAUNCHES_SMALL
-    assert turned.launches == steady.launches + 2
-    assert turned.kernels["maskserve.read_rings.default"] == 2
-    assert len(turned.copies) == 2
-    assert "waits" not in "".join(turned.copies)
+    assert with_change.launches == steady.launches + 2
+    assert with_change.kernels["maskserve.read_rings.default"] == 2
+    assert len(with_change.copies) == 2
+    assert "waits" not in "".join(with_change.copies)
 
 
 @pytest.mark.parametrize("halo", [0, pytest.param(4, marks=pytest.mark.slow)])

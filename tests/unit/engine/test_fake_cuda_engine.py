@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import pytest
 
-from maskserve_studies.kernels.fake_cuda import DEVICE, FakeCuda, fake_weights
 from maskserve_engine.base.mailbox import OutputThread
 from maskserve_engine.batch.sequence_parallel import Exchange
 from maskserve_engine.cache.store import Store
@@ -26,6 +25,7 @@ from maskserve_engine.loop.local_executor import LocalExecutor
 from maskserve_engine.requests.executor import StepInput, StepResult
 from maskserve_engine.requests.state import PrimingState, RequestState
 from maskserve_engine.start.assembly import assemble
+from maskserve_studies.kernels.fake_cuda import DEVICE, FakeCuda, fake_weights
 from tests.fakes.jobs import config_of, guided
 from tests.support import examples
 from tests.support.covering import is_unet

@@ -15,15 +15,6 @@ import torch
 from diffusers import AutoencoderKL
 from msgspec import structs
 
-from maskserve_studies.kernels.fake_cuda import DEVICE, FakeCuda
-from maskserve_studies.kernels.kernel_counts import (
-    MIXED,
-    Case,
-    fake_bench,
-    kinds_of,
-    make_rows,
-)
-from maskserve_studies.kernels.live_bytes import LiveBytes
 from maskserve_benchmarks.steps.step_rig import Bench
 from maskserve_benchmarks.steps.unet_rig import TEXT, UNETS, UnetBench
 from maskserve_client import commands
@@ -43,6 +34,15 @@ from maskserve_engine.planning.refresh_steps import step_cache_bytes
 from maskserve_engine.spec.model_spec import one_scale
 from maskserve_engine.stages.loader import module_bytes
 from maskserve_engine.start.assembly import assemble
+from maskserve_studies.kernels.fake_cuda import DEVICE, FakeCuda
+from maskserve_studies.kernels.kernel_counts import (
+    MIXED,
+    Case,
+    fake_bench,
+    kinds_of,
+    make_rows,
+)
+from maskserve_studies.kernels.live_bytes import LiveBytes
 from tests.fakes.control_nets import random_net
 from tests.fakes.facts import FILL_FACTS
 from tests.fakes.jobs import config_of

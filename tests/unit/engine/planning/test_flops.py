@@ -12,8 +12,8 @@ import pytest
 import torch
 from diffusers import FluxTransformer2DModel, UNet2DConditionModel
 
-from maskserve_benchmarks.step_counts import flop_limit
 from maskserve_benchmarks.published_models import FLUX_DEV, SD21, SDXL
+from maskserve_benchmarks.step_counts import flop_limit
 from maskserve_engine.families.flux.spec import flux_work
 from maskserve_engine.families.unet.spec import unet_work
 from maskserve_engine.planning.flops import KINDS, ModelWork, RowTokens

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maskserve_benchmarks.published_models import FLUX_DEV, SDXL
-from maskserve_studies.block_plans.algorithm_1 import algorithm_1
 from maskserve_common.line_fit import Line
 from maskserve_engine.families.flux.spec import flux_work
 from maskserve_engine.families.unet.spec import unet_work
@@ -31,6 +30,7 @@ from maskserve_engine.planning.two_stream import (
     run,
     step_costs,
 )
+from maskserve_studies.block_plans.algorithm_1 import algorithm_1
 from tests.support.examples import examples
 from tests.support.model_configs import TINY_SDXL
 from tests.support.planning import INF, costs_of, flux_costs, random_costs

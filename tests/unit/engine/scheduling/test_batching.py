@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from maskserve_studies.deadlines.gangs import GangCosts, Load, draw, simulate, step_times
 from maskserve_engine.scheduling.gangs.batching import Batching
 from maskserve_engine.scheduling.gangs.deadline import Deadline
 from maskserve_engine.scheduling.gangs.rounds import Rounds
 from maskserve_engine.scheduling.gangs.scheduler import GangScheduler
 from maskserve_engine.scheduling.gangs.work import GangPlan, Work, seconds_together
 from maskserve_engine.scheduling.step_scheduler import Devices, Ticket
+from maskserve_studies.deadlines.gangs import GangCosts, Load, draw, simulate, step_times
 
 SMALL = {"seconds": (0.1,), "shared": 0.08}
 

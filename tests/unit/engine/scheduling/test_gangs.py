@@ -8,16 +8,6 @@ import random
 
 import pytest
 
-from maskserve_studies.deadlines.gangs import (
-    SIZES,
-    Fixed,
-    GangCosts,
-    Load,
-    draw,
-    simulate,
-    step_times,
-)
-from maskserve_studies.deadlines.small_instances import optimum, small_instance
 from maskserve_engine.planning.degree_costs import DEGREES
 from maskserve_engine.scheduling.gangs.deadline import Deadline
 from maskserve_engine.scheduling.gangs.rounds import Option, Rounds, knapsack
@@ -30,6 +20,16 @@ from maskserve_engine.scheduling.gangs.work import (
     frontier,
 )
 from maskserve_engine.scheduling.step_scheduler import Ticket
+from maskserve_studies.deadlines.gangs import (
+    SIZES,
+    Fixed,
+    GangCosts,
+    Load,
+    draw,
+    simulate,
+    step_times,
+)
+from maskserve_studies.deadlines.small_instances import optimum, small_instance
 
 TIMES = step_times(GangCosts())
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from diffusers import FluxTransformer2DModel
 
-from maskserve_studies.kernels.live_bytes import LiveBytes
 from maskserve_common.config import Config, ConfigError, sharing_the_device
 from maskserve_engine.families.registry import FAMILIES
 from maskserve_engine.families.specs import load_spec
 from maskserve_engine.stages import loader
+from maskserve_studies.kernels.live_bytes import LiveBytes
 from tests.fakes.jobs import config_of
 
 

@@ -25,7 +25,9 @@ def test_what_was_popular_makes_room_for_what_is() -> None:
     """Calls go by the law, and after a while by the law of another order."""
     service = SERVICES[0]
     first_calls = draw_calls(service, 5_000, SEED)
-    later_calls = [service.adapters - 1 - adapter for adapter in draw_calls(service, 20_000, SEED + 1)]
+    later_calls = [
+        service.adapters - 1 - adapter for adapter in draw_calls(service, 20_000, SEED + 1)
+    ]
     policy_misses, _ = misses(service, [*first_calls, *later_calls])
     assert policy_misses < misses_of_lru(service.slots, [*first_calls, *later_calls])
 

@@ -4,18 +4,18 @@ import numpy as np
 import pytest
 from scipy.ndimage import distance_transform_edt
 
+from maskserve_benchmarks.demo_model.palette import COLOURS, SHAPES
+from maskserve_benchmarks.demo_model.prompts import SAME, every_phrase
+from maskserve_benchmarks.demo_model.scenes import fill
 from maskserve_studies.demo_model.edit_classes import CLASSES, edit_classes, edits_of
 from maskserve_studies.demo_model.hard_edits import MASKS
 from maskserve_studies.demo_model.judge import judge
-from maskserve_benchmarks.demo_model.palette import COLOURS, SHAPES
-from maskserve_benchmarks.demo_model.prompts import SAME, every_phrase
 from maskserve_studies.demo_model.relations import (
     FAR,
     RELATIONS,
     draw_wish,
     make_relational_scene,
 )
-from maskserve_benchmarks.demo_model.scenes import fill
 from maskserve_studies.demo_model.structures import STRUCTURES
 
 SIZE = (128, 128)
@@ -75,7 +75,7 @@ def test_a_wish_is_answered_by_the_other_object():
     rng = np.random.default_rng(5)
     drawn = make_relational_scene(rng, SIZE)
     same_wish = draw_wish(rng, drawn, "same")
-    assert (same_wish.asked, same_wish.colour, same_wish.shape) == (
+    assert (same_wish.prompt_words, same_wish.colour, same_wish.shape) == (
         (SAME, SAME),
         drawn.colour,
         drawn.shape,

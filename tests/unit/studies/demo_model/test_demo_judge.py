@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFilter
 
-from maskserve_studies.demo_model.judge import judge
 from maskserve_benchmarks.demo_model.palette import COLOURS, SHAPES
 from maskserve_benchmarks.demo_model.scenes import (
     draw_object,
@@ -13,6 +12,7 @@ from maskserve_benchmarks.demo_model.scenes import (
     make_mask,
     place,
 )
+from maskserve_studies.demo_model.judge import judge
 
 EDITS = held_out_edits(48)
 

@@ -15,7 +15,7 @@ from maskserve_studies.due_times.command import (
     parse,
     policies,
     sides,
-    simulated,
+    simulate,
     summary,
 )
 from tests.support.draws import fresh_rng
@@ -29,7 +29,7 @@ def test_edits_far_apart_are_in_time_where_they_can_be() -> None:
     due_by_side = {side: 0.05 + 0.9 * STEPS * t.step[0] for side, t in TIMES.items()}
     none = dict.fromkeys(map(str, sorted(DUE)), 0.0)
     for name, policy in policies().items():
-        figures = simulated(policy, TIMES, arrivals, due_by_side, math.inf)
+        figures = simulate(policy, TIMES, arrivals, due_by_side, math.inf)
         assert figures["sar"] == (0.0 if name == "fixed1" else 1.0)
         assert name != "fixed1" or figures["by_side"] == none
 
@@ -41,7 +41,7 @@ def test_decoding_takes_cores_from_steps() -> None:
     times = {side: Times((0.1, 0.1), 0.0, 1.5, 0.0) for side in DUE}
     arrivals, due_by_side = [(0.0, 64)] * 4, dict.fromkeys(DUE, 1.6 + 4 * 1.5 + 0.05)
     three, with_two = [
-        simulated(policies()["fixed1"], times, arrivals, due_by_side, k)["sar"] for k in (3, 2)
+        simulate(policies()["fixed1"], times, arrivals, due_by_side, k)["sar"] for k in (3, 2)
     ]
     assert three == 1.0
     assert with_two < 1.0

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from maskserve_benchmarks.checkout import DEMO_MODEL
-from maskserve_studies.kernels.fake_cuda import FakeCuda
 from maskserve_benchmarks.steps.step import rest_time
 from maskserve_benchmarks.steps.step_rig import Bench
 from maskserve_benchmarks.timing import Timer
@@ -29,6 +28,7 @@ from maskserve_studies.first_run.parts import (
     time_placing,
     time_rivals,
 )
+from maskserve_studies.kernels.fake_cuda import FakeCuda
 
 
 @pytest.mark.slow
@@ -37,8 +37,8 @@ def test_a_rehearsal_measures_all_that_a_gpu_is_asked(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "rehearsal.json"
-    asked = ["--device", "cpu", "--preset", "demo", "--repeat", "1", "--json", str(file)]
-    assert first_run.main(asked) == 0, capfd.readouterr().out[-3000:]
+    arguments = ["--device", "cpu", "--preset", "demo", "--repeat", "1", "--json", str(file)]
+    assert first_run.main(arguments) == 0, capfd.readouterr().out[-3000:]
     report = json.loads(file.read_text(encoding="utf-8"))
     assert report["tests_passed"] is True
     assert {
@@ -88,7 +88,7 @@ def test_on_a_device_that_computes_nothing_every_part_is_asked_for(
     steps that load: the loader has threads, and torch's fake tensors are for one.
     """
     file = tmp_path / "run.json"
-    asked = ["--device", "cuda", "--blocks", "1", "1", "--repeat", "1", "--json", str(file)]
+    arguments = ["--device", "cuda", "--blocks", "1", "1", "--repeat", "1", "--json", str(file)]
     with FakeCuda() as cuda:
         monkeypatch.setattr(torch.cuda, "synchronize", lambda _=None: cuda.catch_up())
         monkeypatch.setattr(first_run, "time_loads", lambda *_: [])
@@ -96,7 +96,9 @@ def test_on_a_device_that_computes_nothing_every_part_is_asked_for(
         monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _=None: 0)
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _=None: None)
         monkeypatch.setattr(torch.cuda, "memory_stats", lambda _=None: {})
-        assert first_run.main(asked, tests=lambda device: True) == 0, capfd.readouterr().out[-3000:]
+        assert first_run.main(arguments, tests=lambda device: True) == 0, capfd.readouterr().out[
+            -3000:
+        ]
     report = json.loads(file.read_text(encoding="utf-8"))
     assert report["failed"] == {}
     assert {item["who"] for item in report["rivals"]} >= set(RIVALS)
@@ -109,7 +111,7 @@ def test_what_is_not_in_blocks_and_how_long_the_host_asks_are_parts_of_a_step() 
     bench = Bench("demo", (1, 1), torch.float32, torch.device("cpu"), "int8")
     bench.fill_entry("kv")
     assert rest_time(bench, Timer(bench.device), [bench.row(0.2, 0)], "kv") > 0
-    for step in first_run.ask_for_steps(bench):
+    for step in first_run.time_launches(bench):
         assert 0 < step["asked_ms"] <= step["ms"]
 
 
@@ -158,8 +160,8 @@ def test_what_steps_are_made_of_is_timed_by_itself(tmp_path: Path) -> None:
 
 def test_parts_are_asked_for_by_name(tmp_path: Path) -> None:
     file = tmp_path / "run.json"
-    asked = ["--device", "cpu", "--preset", "demo", "--blocks", "1", "1", "--only", "gb_per_s"]
-    assert first_run.main([*asked, "--json", str(file)], sent=2**20) == 0
+    arguments = ["--device", "cpu", "--preset", "demo", "--blocks", "1", "1", "--only", "gb_per_s"]
+    assert first_run.main([*arguments, "--json", str(file)], sent=2**20) == 0
     report = json.loads(file.read_text(encoding="utf-8"))
     assert "gb_per_s" in report
     assert not {"tests_passed", "steps", "served", "edits"} & report.keys()
@@ -187,9 +189,9 @@ def test_a_part_that_fails_says_why_and_the_others_go_on(
     monkeypatch.setattr(first_run, "time_edits", none)
     monkeypatch.setattr(first_run, "time_rivals", fails)
     file = tmp_path / "run.json"
-    asked = ["--device", "cpu", "--preset", "demo", "--blocks", "1", "2", "--json", str(file)]
+    arguments = ["--device", "cpu", "--preset", "demo", "--blocks", "1", "2", "--json", str(file)]
     passed: dict[str, Any] = {"tests": lambda device: True, "sent": 2**20}
-    assert first_run.main([*asked, "--repeat", "1"], steps=fails, **passed) == 1
+    assert first_run.main([*arguments, "--repeat", "1"], steps=fails, **passed) == 1
     report = json.loads(file.read_text(encoding="utf-8"))
     assert report["tests_passed"] is True
     assert report["model"]["name"] == "demo, 3 blocks, float32"
@@ -218,8 +220,8 @@ def test_without_a_model_the_parts_that_need_none_are_measured(
     file = tmp_path / "run.json"
     for name in ("Bench", "time_stages", "time_edits"):
         monkeypatch.setattr(first_run, name, lambda *_, **__: fails())
-    asked = ["--device", "cpu", "--preset", "demo", "--json", str(file)]
-    assert first_run.main(asked, tests=lambda device: True, sent=2**20) == 1
+    arguments = ["--device", "cpu", "--preset", "demo", "--json", str(file)]
+    assert first_run.main(arguments, tests=lambda device: True, sent=2**20) == 1
     assert {"tests_passed", "attention", "gb_per_s"} <= saved_keys[0]
     report = json.loads(file.read_text(encoding="utf-8"))
     assert report["failed"].keys() == {"model", "stages", "edits"}

@@ -12,13 +12,13 @@ from maskserve_studies.gpu_estimates.cards import (
     H100,
     RTX_4090,
     Counted,
-    filled,
-    flux_own,
-    offered,
+    flux_between,
+    offers,
     step_ms,
+    tile_use,
 )
 
-GIVEN = Namespace(bytes_reached=0.7, launch_us=6.0)
+ARGUMENTS = Namespace(bytes_reached=0.7, launch_us=6.0)
 BF16, FP8, INT8, NF4 = FORMS
 DENSE = Counted(4608, 59.5e12, 14.9e12, 23.8e9, 27e9, 15.4e9, 553)
 """A step of FLUX.1-dev, nearly as it is counted."""
@@ -26,27 +26,31 @@ DENSE = Counted(4608, 59.5e12, 14.9e12, 23.8e9, 27e9, 15.4e9, 553)
 
 def test_a_step_takes_its_flops_its_bytes_or_its_host() -> None:
     computes = Counted(0, 1e14, 0.0, 1e9, 1e9, 0.0, 100)
-    assert step_ms(H100, computes, BF16, "cuDNN", GIVEN) == pytest.approx(1e3 * 1e14 / 593.4e12)
-    assert step_ms(H100, computes, FP8, "cuDNN", GIVEN) == pytest.approx(1e3 * 1e14 / 1187.4e12)
+    assert step_ms(H100, computes, BF16, "cuDNN", ARGUMENTS) == pytest.approx(1e3 * 1e14 / 593.4e12)
+    assert step_ms(H100, computes, FP8, "cuDNN", ARGUMENTS) == pytest.approx(1e3 * 1e14 / 1187.4e12)
     reads = Counted(0, 1e9, 0.0, 18e9, 5e9, 4e9, 100)
     bandwidth = 0.7 * 3.35e12
-    assert step_ms(H100, reads, BF16, "cuDNN", GIVEN) == pytest.approx(1e3 * 27e9 / bandwidth)
+    assert step_ms(H100, reads, BF16, "cuDNN", ARGUMENTS) == pytest.approx(1e3 * 27e9 / bandwidth)
     unpacks = 27e9 + 9e9 * 3
-    assert step_ms(H100, reads, INT8, "cuDNN", GIVEN) == pytest.approx(1e3 * unpacks / bandwidth)
+    assert step_ms(H100, reads, INT8, "cuDNN", ARGUMENTS) == pytest.approx(
+        1e3 * unpacks / bandwidth
+    )
     waits = reads._replace(launches=10**5)
-    assert step_ms(H100, waits, BF16, "cuDNN", GIVEN) == pytest.approx(600.0)
+    assert step_ms(H100, waits, BF16, "cuDNN", ARGUMENTS) == pytest.approx(600.0)
     attends = Counted(0, 0.0, 1e14, 0.0, 0.0, 0.0, 0)
-    assert step_ms(H100, attends, BF16, "FA3", GIVEN) < step_ms(H100, attends, BF16, "cuDNN", GIVEN)
+    assert step_ms(H100, attends, BF16, "FA3", ARGUMENTS) < step_ms(
+        H100, attends, BF16, "cuDNN", ARGUMENTS
+    )
 
 
 def test_a_card_is_offered_what_it_holds() -> None:
-    assert {offer.form for offer in offered(RTX_4090) if offer.model == "FLUX.1"} == {
+    assert {offer.form for offer in offers(RTX_4090) if offer.model == "FLUX.1"} == {
         FP8,
         INT8,
         NF4,
     }
-    assert {offer.attention for offer in offered(RTX_4090)} == {"FA2"}
-    assert {(e.form, e.attention) for e in offered(H100) if e.model == "FLUX.1"} == {
+    assert {offer.attention for offer in offers(RTX_4090)} == {"FA2"}
+    assert {(e.form, e.attention) for e in offers(H100) if e.model == "FLUX.1"} == {
         (form, kernel) for form in FORMS for kernel in ("cuDNN", "FA3")
     }
 
@@ -57,20 +61,20 @@ def test_dense_steps_are_near_what_others_have_published() -> None:
         if card.published is not None:
             form = {"fp8": FP8, "bf16": BF16}[card.published.form]
             of = DENSE if form is BF16 else DENSE._replace(weights=11.9e9)
-            took = [step_ms(card, of, form, kernel, GIVEN) for kernel in card.attention]
-            assert any(abs(ms / card.published.ms - 1) < 0.16 for ms in took), card.name
+            times = [step_ms(card, of, form, kernel, ARGUMENTS) for kernel in card.attention]
+            assert any(abs(ms / card.published.ms - 1) < 0.16 for ms in times), card.name
 
 
 def test_few_tokens_fill_a_card_less_than_many() -> None:
-    shares = [filled(tokens, H100.multiprocessors) for tokens in (450, 962, 4608, 10**6)]
+    shares = [tile_use(tokens, H100.multiprocessors) for tokens in (450, 962, 4608, 10**6)]
     assert shares == sorted(shares)
     assert shares[0] < 0.85 * shares[2]
     assert 0.9 < shares[-1] <= 1.0
 
 
-def test_a_step_between_own_anchors_multiplies_no_text_and_moves_more() -> None:
+def test_a_step_between_refresh_steps_multiplies_no_text_and_moves_more() -> None:
     hit = Counted(962, 12e12, 1e12, 23.8e9, 1e9, 7e9, 667)
-    refresh_step = flux_own(hit, 0.11)
-    assert refresh_step.products < 0.55 * hit.products
-    assert refresh_step.others > hit.others
-    assert refresh_step.launches == hit.launches  # the change is added as the entry is placed
+    between = flux_between(hit, 0.11)
+    assert between.products < 0.55 * hit.products
+    assert between.other_bytes > hit.other_bytes
+    assert between.launches == hit.launches  # the change is added as the entry is placed

@@ -36,7 +36,7 @@ def test_what_is_left_out_of_entries_is_computed_or_not_seen(counted: dict[str, 
     """Where the encoder is shown little that is little; without the outside fewer keys are read."""
     edit, plus = (counted[f"Qwen-Image-Edit{name}"] for name in ("", "-2509 and -2511"))
     for each, least, most in ((edit, 1.8, 6.5), (plus, 1.1, 2.0)):
-        slower = [each.cached(m, shown=False) / each.cached(m) for m in RATIOS]
+        slower = [each.cached(m, reads_shown_tokens=False) / each.cached(m) for m in RATIOS]
         assert least < slower[-1] < slower[0] < most
         assert each.cached(0.2, outside=False) < each.cached(0.2)
         picture = each.work.tokens[0] - each.work.context

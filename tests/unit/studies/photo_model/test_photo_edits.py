@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from maskserve_studies.photo_model import edits, scenes, words
-from maskserve_studies.photo_model.judge import psnr, rim_step, shown
+from maskserve_studies.photo_model.judge import psnr, recognise, rim_step
 from maskserve_studies.photo_model.sources import textures
 
 SIZE = (128, 128)
@@ -38,9 +38,9 @@ def test_an_unknown_kind_is_refused() -> None:
 def test_the_judge_knows_right_answers_and_no_word_in_an_empty_region(kind: str) -> None:
     grounds = textures()
     for edit in edits.photo_edits(kind, 4, grounds, (256, 256)):
-        assert shown(edit.target, edit.source, edit.mask, grounds) == edit.wish
+        assert recognise(edit.target, edit.source, edit.mask, grounds) == edit.wish
         grey = np.where(edit.mask[..., None], np.uint8(128), edit.source)
-        assert shown(grey, edit.source, edit.mask, grounds) != edit.wish
+        assert recognise(grey, edit.source, edit.mask, grounds) != edit.wish
 
 
 def test_a_region_too_small_to_judge_is_refused() -> None:
@@ -48,7 +48,7 @@ def test_a_region_too_small_to_judge_is_refused() -> None:
     mask = np.zeros((512, 512), np.bool_)
     mask[0, 0] = True
     with pytest.raises(ValueError, match="mask: no pixel of it is left"):
-        shown(picture, picture, mask, {})
+        recognise(picture, picture, mask, {})
 
 
 def test_rim_and_likeness() -> None:

@@ -13,12 +13,12 @@ from maskserve_benchmarks.checkout import DEMO_MODEL
 from maskserve_benchmarks.demo_model.scenes import held_out_edits
 from maskserve_engine.requests.loras import read_profiles
 from maskserve_studies.profile_lora.command import (
-    Made,
     Profiler,
+    Run,
     draw,
     keep,
     likeness,
-    profiled,
+    profile_lora,
     steps_by_cosine,
 )
 from tests.fakes.loras import LAYERS, lora, write
@@ -41,8 +41,8 @@ def test_what_changes_nothing_may_come_last_and_what_changes_all_is_waited_for(
     profiler: Profiler, tmp_path: Path
 ) -> None:
     edits = held_out_edits(2)
-    faint = profiled(profiler, drawn(tmp_path / "faint.safetensors", 1e-4), edits)
-    strong = profiled(profiler, drawn(tmp_path / "strong.safetensors", 0.5), edits)
+    faint = profile_lora(profiler, drawn(tmp_path / "faint.safetensors", 1e-4), edits)
+    strong = profile_lora(profiler, drawn(tmp_path / "strong.safetensors", 0.5), edits)
     sigmas = [sigma for sigma, _ in profiler.adapter.sigmas(profiler.jobs(edits)[0])]
     assert faint["k"] == STEPS - 1
     assert faint["sigma"] == sigmas[STEPS - 1]
@@ -65,9 +65,9 @@ def test_what_is_written_is_what_the_engine_reads(tmp_path: Path) -> None:
 def test_the_paper_s_rule_counts_steps_that_are_alike() -> None:
     vector = np.array([1.0, 0.0], np.float32)
     near, far = np.array([1.0, 0.1], np.float32), np.array([1.0, 0.5], np.float32)
-    reference = Made([], [[vector]] * 3)
-    assert steps_by_cosine(likeness(reference, Made([], [[near], [near], [far]]))) == 2
-    assert steps_by_cosine(likeness(reference, Made([], [[near]] * 3))) == 3
+    reference = Run([], [[vector]] * 3)
+    assert steps_by_cosine(likeness(reference, Run([], [[near], [near], [far]]))) == 2
+    assert steps_by_cosine(likeness(reference, Run([], [[near]] * 3))) == 3
 
 
 def test_a_plot_has_a_column_for_each_lora(tmp_path: Path) -> None:

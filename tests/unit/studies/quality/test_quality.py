@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from maskserve_benchmarks.checkout import DEMO_MODEL
+from maskserve_benchmarks.demo_model.scenes import Edit
 from maskserve_studies.demo_model.edit_classes import CLASSES, edits_of
 from maskserve_studies.demo_model.relations import RELATIONS
-from maskserve_benchmarks.demo_model.scenes import Edit
 from maskserve_studies.quality.choices import FLUX_STEPS, CacheChoice, default, frontier
 from maskserve_studies.quality.metrics import RIM, compare, rim_errors, summary
 from maskserve_studies.quality.systems import Picture, Rig
@@ -62,7 +62,7 @@ def test_a_cache_that_does_nothing_fails(rig: Rig) -> None:
     cached_pictures = rig.cached(
         edits, jobs, rig.entries(jobs), default(rig.adapter.spec, rig.steps)
     )
-    masked_only = rig.alone(edits, jobs, [rig.tokens_of(job) for job in jobs])
+    masked_only = rig.edit_from_tokens(edits, jobs, [rig.tokens_of(job) for job in jobs])
     cached_summary, masked_only_summary = (
         summary(compare(edits, pictures, dense)) for pictures in (cached_pictures, masked_only)
     )
@@ -113,7 +113,9 @@ def test_what_stands_far_away_is_found_with_the_cache_and_not_without(relations:
     dense = relations.dense(edits, jobs)
     chosen = default(relations.adapter.spec, relations.steps)
     cached_pictures = relations.cached(edits, jobs, relations.entries(jobs), chosen)
-    masked_only = relations.alone(edits, jobs, [relations.tokens_of(job) for job in jobs])
+    masked_only = relations.edit_from_tokens(
+        edits, jobs, [relations.tokens_of(job) for job in jobs]
+    )
     right = [
         summary(compare(edits, pictures, dense)).prompt_followed
         for pictures in (dense, cached_pictures, masked_only)
@@ -129,7 +131,7 @@ def test_ways_that_must_agree_do(rig: Rig) -> None:
     edits = edits_of("dot", 1)
     jobs = rig.jobs(edits)
     dense, entries = rig.dense(edits, jobs), rig.entries(jobs)
-    everything = rig.alone(edits, jobs, [np.arange(256) for _ in jobs])
+    everything = rig.edit_from_tokens(edits, jobs, [np.arange(256) for _ in jobs])
     # Beside the mask the decoder is given the template's latents, as by a cached row.
     assert summary(compare(edits, everything, dense)).worst_psnr_in_mask > 45
     exact = CacheChoice("kv", "model", 1, ring=64)

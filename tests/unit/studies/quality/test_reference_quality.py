@@ -14,18 +14,18 @@ import numpy as np
 import pytest
 import torch
 
+from maskserve_benchmarks.demo_model.scenes import PHOTOS
+from maskserve_engine.spec.model_spec import ALL_STEPS
 from maskserve_studies.demo_model.edit_classes import CLASSES, edits_of
 from maskserve_studies.demo_model.reference_edits import (
     NAMED_CLASSES,
     named_class,
     package_photographs,
 )
-from maskserve_benchmarks.demo_model.scenes import PHOTOS
-from maskserve_studies.quality.choices import CacheChoice, default, first_looks, published
-from maskserve_studies.quality.command import Run, flux_facts
+from maskserve_studies.quality.choices import CacheChoice, default, default_choices, published
+from maskserve_studies.quality.command import Run, flux_costs
 from maskserve_studies.quality.refresh_steps import table as own_table
 from maskserve_studies.quality.systems import Rig
-from maskserve_engine.spec.model_spec import ALL_STEPS
 from tests.fakes.tiny_flux2 import build_tiny_flux2
 from tests.fakes.tiny_qwen_image import EDIT, build_tiny_qwen_image
 from tests.fakes.tiny_qwen_image21 import build_tiny_qwen_image21
@@ -57,7 +57,10 @@ def test_scenes_on_photographs_are_none_that_training_draws(name: str) -> None:
 
 def test_all_first_looks_are_made_and_a_worker_serves_one_of_them(rig: Rig) -> None:
     classes = {name: named_class(name, 1, (64, 96)) for name in NAMED_CLASSES[:2]}
-    run, looks = Run(rig, classes), first_looks(default(rig.adapter.spec, 4), rig.adapter.spec, 4)
+    run, looks = (
+        Run(rig, classes),
+        default_choices(default(rig.adapter.spec, 4), rig.adapter.spec, 4),
+    )
     run.make(looks)
     assert {look.name for look in looks} < run.pictures.keys()
     exact = replace(looks[0], format="model", ring=64, dense_steps=4)
@@ -98,7 +101,7 @@ def test_models_of_any_family_are_judged(build: Callable[[Path], Path], tmp_path
     [name] = NAMED_CLASSES[:1]
     edits = named_class(name, 1, (64, 96))
     run = Run(rig, {name: edits})
-    run.make(first_looks(run.default, rig.adapter.spec, 2)[:1])
+    run.make(default_choices(run.default, rig.adapter.spec, 2)[:1])
     assert {"dense", "masked_tokens_alone", "crop_and_stitch", "served"} < run.pictures.keys()
     outside = ~edits[0].mask
     for pictures_by_name in run.pictures.values():
@@ -148,7 +151,7 @@ def test_bytes_and_flops_are_counted_at_kleins_size(rig: Rig) -> None:
     assert replace(choice, stride=1).flux_bytes(4, work) == 4 * choice.flux_bytes(4, work)
     alone_choice = replace(choice, references_alone=True)
     assert 2 * alone_choice.flux_bytes(4, work) == choice.flux_bytes(4, work)
-    assert flux_facts(choice, work)["flux_flop_speedup"] == pytest.approx(9.0, rel=0.05)
+    assert flux_costs(choice, work)["flux_flop_speedup"] == pytest.approx(9.0, rel=0.05)
     assert alone_choice.flux_flops(work=work) < choice.flux_flops(work=work)
     renewed = replace(choice, references_computed=True)
-    assert flux_facts(renewed, work)["flux_flop_speedup"] == pytest.approx(6.2, rel=0.05)
+    assert flux_costs(renewed, work)["flux_flop_speedup"] == pytest.approx(6.2, rel=0.05)

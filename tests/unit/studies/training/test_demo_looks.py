@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from maskserve_benchmarks.checkout import DEMO_MODEL
-from maskserve_studies.demo_model.looks import LOOKS, edits_with, followed
 from maskserve_benchmarks.demo_model.scenes import Edit, Picture, fill, held_out_edits, place
-from maskserve_studies.quality.adapters import AdapterRig, asked_of, judged
+from maskserve_studies.demo_model.looks import LOOKS, edits_with, shows_look
+from maskserve_studies.quality.adapters import AdapterRig, adapter_edits, judge_adapter
 from maskserve_studies.quality.systems import Rig
 from maskserve_studies.training.bases import FluxBase
 from maskserve_studies.training.lora import ADAPTERS, share_followed
@@ -17,12 +17,12 @@ from tests.support.examples import number
 @pytest.mark.parametrize("look", LOOKS)
 def test_the_judge_tells_right_answers_from_others(look: str) -> None:
     edits = edits_with(look, number(48))
-    assert all(followed(look, edit.target, edit) for edit in edits)
-    assert not any(followed(look, edit.source, edit) for edit in edits)
+    assert all(shows_look(look, edit.target, edit) for edit in edits)
+    assert not any(shows_look(look, edit.source, edit) for edit in edits)
 
 
 def test_a_solid_object_is_not_hollow() -> None:
-    assert not any(followed("hollow", edit.target, edit) for edit in held_out_edits(number(48)))
+    assert not any(shows_look("hollow", edit.target, edit) for edit in held_out_edits(number(48)))
 
 
 @pytest.mark.slow  # test_readme.py sees that the shipped LoRA shows
@@ -36,8 +36,8 @@ def test_a_lora_changes_what_diffusers_paints_as_it_was_taught(look: str) -> Non
 
 def test_a_gap_of_two_pixels_leaves_a_hollow_object_s_line_whole() -> None:
     edits = edits_with("hollow", number(48))
-    assert all(followed("hollow", _cut(edit, 2), edit) for edit in edits)
-    assert not all(followed("hollow", _cut(edit, 8), edit) for edit in edits)
+    assert all(shows_look("hollow", _cut(edit, 2), edit) for edit in edits)
+    assert not all(shows_look("hollow", _cut(edit, 8), edit) for edit in edits)
 
 
 def _cut(edit: Edit, gap: int) -> Picture:
@@ -62,11 +62,11 @@ def test_a_run_that_ignores_its_adapter_fails(name: str) -> None:
         def attach(self, row: object, job: object) -> None:
             pass
 
-    judgement = judged(Ignoring(), without, asked_of(name, 6))
+    judgement = judge_adapter(Ignoring(), without, adapter_edits(name, 6))
     assert not judgement["held"]["followed"]
     assert judgement["followed"]["dense"] == judgement["followed"]["without"]
 
 
 def test_an_adapter_that_nobody_can_judge_is_refused() -> None:
     with pytest.raises(ValueError, match="nobody can judge 'x'; accepted"):
-        asked_of("x", 1)
+        adapter_edits("x", 1)

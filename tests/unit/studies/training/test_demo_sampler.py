@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from maskserve_benchmarks.demo_model.prompts import MAX_SEQUENCE_LENGTH
-from maskserve_studies.training.data import ASKED_COLOURS, ASKED_SHAPES, Part
+from maskserve_studies.training.data import PROMPT_COLOURS, PROMPT_SHAPES, Part
 from maskserve_studies.training.sampler import Sampler
 
 SIDE, WIDTH, PIXELS = 16, 4, 8
@@ -25,7 +25,7 @@ def _part(kind: str) -> Part:
     mask = np.zeros((SCENES, *grid, PIXELS // 8), np.uint8)
     mask[:, MASK[0] : MASK[1], MASK[2] : MASK[3]] = 255
     wish = np.zeros((SCENES, wishes, 4), np.uint8)
-    wish[..., 2] = len(ASKED_COLOURS) - 1 if kind == "relations" else 0
+    wish[..., 2] = len(PROMPT_COLOURS) - 1 if kind == "relations" else 0
     other_object = np.zeros((SCENES, 6), np.uint8)
     if kind == "relations":
         other_object[:] = (*OTHER, 3, 2)
@@ -40,8 +40,8 @@ def sampler():
         (colour, shape): (
             torch.full((2, MAX_SEQUENCE_LENGTH, 3), float(colour)), torch.full((2, 3), float(shape))
         )
-        for colour in range(-1, len(ASKED_COLOURS))
-        for shape in range(-1, len(ASKED_SHAPES))
+        for colour in range(-1, len(PROMPT_COLOURS))
+        for shape in range(-1, len(PROMPT_SHAPES))
     }  # fmt: skip
     return Sampler([_part(k) for k in ("plain", "relations", "structures")], prompts, 0)
 
@@ -58,16 +58,16 @@ def test_every_window_holds_the_whole_mask_and_the_object(sampler, kind, window)
         for sample in range(len(batch.clean)):
             marks = batch.clean[sample, :, 0]
             assert (marks == MARK_MASKED).sum() >= 16  # more where the windows overlap
-            known_mask = batch.seen[sample, :, 0] >= 0
+            known_mask = batch.token_objects[sample, :, 0] >= 0
             assert known_mask.sum() >= 16 if kind == "relations" else not known_mask.any()
             assert bool((marks[known_mask] == MARK_OTHER).all())
-            assert bool((batch.seen[sample][known_mask] == torch.tensor([3, 2])).all())
+            assert bool((batch.token_objects[sample][known_mask] == torch.tensor([3, 2])).all())
 
 
 def test_masked_pixels_stand_in_the_condition(sampler):
     batch = sampler.draw(20_000, "plain", 8)
     pixels = batch.condition[..., WIDTH:]
-    shown_mask = batch.shown[:, 0] >= 0
+    shown_mask = batch.answer_object[:, 0] >= 0
     assert shown_mask.float().mean() > 0.7
     assert bool((pixels[shown_mask].sum((1, 2)) == 16 * PIXELS).all())
     # Without a mask the picture itself is given and asked for, as when a template is primed.
@@ -78,7 +78,7 @@ def test_masked_pixels_stand_in_the_condition(sampler):
 
 
 def test_relations_are_mostly_asked_as_such_and_structures_never(sampler):
-    same_colour = len(ASKED_COLOURS) - 1
+    same_colour = len(PROMPT_COLOURS) - 1
     colours = sampler.draw(40_000, "relations", 6).prompt[:, 0, 0]
     assert 0.6 < (colours == same_colour).float().mean() < 0.95
     assert bool((colours == 0).any())  # by name
@@ -88,7 +88,7 @@ def test_relations_are_mostly_asked_as_such_and_structures_never(sampler):
 def test_object_windows_hold_the_object_alone(sampler):
     batch = sampler.draw_objects(1000)
     assert batch.clean.shape[1] == 25
-    known_mask = batch.seen[..., 0] >= 0
+    known_mask = batch.token_objects[..., 0] >= 0
     assert bool((known_mask.sum(1) == 16).all())
     assert bool((batch.clean[known_mask][:, 0] == MARK_OTHER).all())
 

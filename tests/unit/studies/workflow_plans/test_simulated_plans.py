@@ -20,26 +20,26 @@ from maskserve_studies.workflow_plans.figures import (
     degrees,
     loading,
     overload,
-    passed,
+    passed_mib,
     sharing,
     summary,
 )
-from maskserve_studies.workflow_plans.simulation import Asked, Device, Node, PlanRun, Rules
+from maskserve_studies.workflow_plans.simulation import Device, Node, PlanRequest, PlanRun, Rules
 from maskserve_studies.workflow_plans.systems import (
     SETTINGS,
     SYSTEMS,
     Flow,
     Load,
+    draw_requests,
     in_time,
     most,
     rate,
-    wants,
 )
 from tests.support.examples import examples
 
 
 def run_of(system, load):
-    run, requests = SYSTEMS[system](load, wants(load))
+    run, requests = SYSTEMS[system](load, draw_requests(load))
     run.run(requests)  # which raises where anything is lost or made
     return run, requests
 
@@ -83,7 +83,7 @@ def test_random_plans_on_few_devices_end_and_conserve_all(seed):
             degrees = (run_s, run_s / 1.9)[: rng.randint(1, 2)]
             nodes.append(Node(frozenset(rng.choice("abc")), degrees, parents, rng.randint(1, 3)))
         at = rng.uniform(0, 8)
-        requests.append(Asked(number, at, at + rng.uniform(0.5, 9.0), tuple(nodes)))
+        requests.append(PlanRequest(number, at, at + rng.uniform(0.5, 9.0), tuple(nodes)))
     requests.sort(key=lambda each: each.arrival)
     for rules in (
         Rules(), Rules("fcfs"), Rules("fcfs", printed=True), Rules(sees_plan=False),
@@ -93,7 +93,7 @@ def test_random_plans_on_few_devices_end_and_conserve_all(seed):
         PlanRun(rules, devices, sizes, 2.0).run(requests)
 
 
-def _served(rules: Rules, *asked: Asked) -> PlanRun:
+def _served(rules: Rules, *asked: PlanRequest) -> PlanRun:
     """Nodes take a second each, on devices of their own."""
     run = PlanRun(rules, {name: Device(0) for name in "abc"}, {}, 1.0)
     run.run(asked)
@@ -106,8 +106,8 @@ def _node(device: str, *after: int, run_s: float = 1.0) -> Node:
 
 def test_edit_by_edit_no_plan_is_refused_as_it_comes():
     """It was, by the seconds of all its edits."""
-    busy = Asked(0, 0.0, 9.0, (_node("b", run_s=2.5),))
-    late = Asked(1, 0.0, 4.0, (_node("b"), _node("b", 0)))
+    busy = PlanRequest(0, 0.0, 9.0, (_node("b", run_s=2.5),))
+    late = PlanRequest(1, 0.0, 4.0, (_node("b"), _node("b", 0)))
     assert _served(Rules("fcfs"), busy, late).refused == [1]
     run = _served(Rules("fcfs", sees_plan=False), busy, late)
     assert not run.refused
@@ -117,9 +117,9 @@ def test_edit_by_edit_no_plan_is_refused_as_it_comes():
 
 def test_edit_by_edit_nodes_go_in_the_order_in_which_they_are_ready():
     """They went in that in which their plans came."""
-    first = Asked(0, 0.0, 9.0, (_node("a", run_s=2.0), _node("b", 0)))
-    second = Asked(1, 0.5, 9.0, (_node("b", run_s=2.0),))
-    third = Asked(2, 1.0, 9.0, (_node("b"),))
+    first = PlanRequest(0, 0.0, 9.0, (_node("a", run_s=2.0), _node("b", 0)))
+    second = PlanRequest(1, 0.5, 9.0, (_node("b", run_s=2.0),))
+    third = PlanRequest(2, 1.0, 9.0, (_node("b"),))
     run = _served(Rules("fcfs", sees_plan=False), first, second, third)
     assert [plan.ended for plan in run.plans] == [4.5, 2.5, 3.5]
     assert [plan.ended for plan in _served(Rules("fcfs"), first, second, third).plans] == [
@@ -129,10 +129,10 @@ def test_edit_by_edit_nodes_go_in_the_order_in_which_they_are_ready():
 
 def test_edit_by_edit_a_plan_ends_as_a_node_of_it_would_be_late_behind_others():
     """It ended when that node could not be in time any more, and kept its devices until then."""
-    busy = Asked(0, 0.0, 9.0, (_node("b", run_s=2.5),))
-    next_ = Asked(1, 0.0, 9.0, (_node("b"),))
-    late = Asked(2, 0.0, 4.0, (_node("a", run_s=3.0), _node("b")))
-    behind = Asked(3, 0.5, 9.0, (_node("a"),))
+    busy = PlanRequest(0, 0.0, 9.0, (_node("b", run_s=2.5),))
+    next_ = PlanRequest(1, 0.0, 9.0, (_node("b"),))
+    late = PlanRequest(2, 0.0, 4.0, (_node("a", run_s=3.0), _node("b")))
+    behind = PlanRequest(3, 0.5, 9.0, (_node("a"),))
     run = _served(Rules("fcfs", sees_plan=False), busy, next_, late, behind)
     assert [plan.given_up for plan in run.plans] == [False, False, True, False]
     assert run.plans[3].ended == 1.5
@@ -140,9 +140,9 @@ def test_edit_by_edit_a_plan_ends_as_a_node_of_it_would_be_late_behind_others():
 
 def test_what_runs_of_a_plan_that_ends_is_withdrawn():
     """It kept its device to its end."""
-    busy = Asked(0, 0.0, 9.0, (_node("b", run_s=2.5),))
-    late = Asked(1, 0.0, 3.2, (_node("a", run_s=3.2), _node("b", 2), _node("c", run_s=0.5)))
-    behind = Asked(2, 0.6, 9.0, (_node("a"),))
+    busy = PlanRequest(0, 0.0, 9.0, (_node("b", run_s=2.5),))
+    late = PlanRequest(1, 0.0, 3.2, (_node("a", run_s=3.2), _node("b", 2), _node("c", run_s=0.5)))
+    behind = PlanRequest(2, 0.6, 9.0, (_node("a"),))
     run = _served(Rules("fcfs", sees_plan=False), busy, late, behind)
     assert run.plans[1].given_up
     assert run.plans[2].ended == 1.6
@@ -151,7 +151,7 @@ def test_what_runs_of_a_plan_that_ends_is_withdrawn():
 
 def test_a_step_of_algorithm_1_has_its_net_beside_it_and_its_base_on_two_devices():
     run, requests = run_of("lego", Load("S1", 1e-6, 3, 1, 1))
-    flow = wants(Load("S1", 1e-6, 3, 1, 1))[0].flow
+    flow = draw_requests(Load("S1", 1e-6, 3, 1, 1))[0].flow
     base = plan_systems.BASES["sd3"]
     calls = 2 + base.steps * (1 + bool(flow.net))
     assert run.calls == calls
@@ -162,10 +162,10 @@ def test_a_step_of_algorithm_1_has_its_net_beside_it_and_its_base_on_two_devices
 
 
 def test_requests_of_two_loads_are_the_same_in_other_gaps():
-    slow, fast = wants(Load("S5", 0.5, 8, 50, 1)), wants(Load("S5", 1.0, 8, 50, 1))
+    slow, fast = draw_requests(Load("S5", 0.5, 8, 50, 1)), draw_requests(Load("S5", 1.0, 8, 50, 1))
     assert [w.flow for w in slow] == [w.flow for w in fast]
     assert [w.arrival for w in slow] == pytest.approx([2 * w.arrival for w in fast])
-    by_turns = wants(Load("S1", 0.5, 8, 400, 1, turns=4))
+    by_turns = draw_requests(Load("S1", 0.5, 8, 400, 1, turns=4))
     turn = plan_systems.TURN * sum(s * f.solo_s for f, s in Load("S1", 1, 8, 1, 1).mix.items())
     for want in by_turns:
         assert int(want.arrival / turn) % 4 == want.flow.net
@@ -214,7 +214,7 @@ def test_shared_models_and_as_many_devices_as_are_idle_take_less_time():
 
 
 def test_what_passes_between_nodes_is_counted():
-    figures = passed("dev")
+    figures = passed_mib("dev")
     assert figures["residual"] == 24.0
     # Prompt to both, each of 50 steps' latents and two residuals, the last latents, two pictures.
     assert figures["lego"] == 2 * 4 + 50 * (2 * 0.5 + 2 * 24) + 0.5 + 2 * 3

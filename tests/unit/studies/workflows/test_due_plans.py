@@ -15,7 +15,14 @@ from maskserve_router.config import WorkflowFiles
 from maskserve_router.fair_share import FairShare
 from maskserve_router.keys import KeyHolder
 from maskserve_router.workers.node_pool import NodePool
-from maskserve_studies.workflow_plans.chains import KINDS, NODES, RULES, WORKERS, drawn, simulated
+from maskserve_studies.workflow_plans.chains import (
+    KINDS,
+    NODES,
+    RULES,
+    WORKERS,
+    draw_chains,
+    simulate_chains,
+)
 from maskserve_studies.workflows.due_plans import Cluster
 from maskserve_studies.workflows.node_server import EmulatedNodes
 from maskserve_workflows.plan import NodeCall
@@ -25,7 +32,7 @@ from tests.support.router_requests import edit_request, mask_of
 
 
 def test_requests_of_two_loads_differ_in_their_gaps_alone() -> None:
-    few, many = (drawn(40, load, 1, Hardware()) for load in (0.8, 1.6))
+    few, many = (draw_chains(40, load, 1, Hardware()) for load in (0.8, 1.6))
     assert {request.kind for request in few} == set(KINDS)
     for rare_request, frequent_request in zip(few, many, strict=True):
         assert rare_request.edits == frequent_request.edits
@@ -33,8 +40,8 @@ def test_requests_of_two_loads_differ_in_their_gaps_alone() -> None:
 
 
 def test_the_simulator_has_the_nodes_of_the_shipped_plans() -> None:
-    for drawn_request in drawn(40, 0.8, 1, Hardware()):
-        plan_request = drawn_request.asked()
+    for drawn_request in draw_chains(40, 0.8, 1, Hardware()):
+        plan_request = drawn_request.plan_request()
         edits = [n for n in plan_request.nodes if n.only == frozenset(WORKERS)]
         assert len(edits) == drawn_request.tries * len(drawn_request.edits)
         assert all(n.only == frozenset(NODES) for n in plan_request.nodes if n not in edits)
@@ -44,19 +51,21 @@ def test_the_simulator_has_the_nodes_of_the_shipped_plans() -> None:
 
 
 def test_little_is_done_in_time_and_all_is_late_where_it_comes_at_once() -> None:
-    idle, full = (drawn(30, load, 1, Hardware()) for load in (0.05, 100.0))
-    assert all(simulated(idle, rules) > 0.9 for rules in RULES.values())  # tries again are late
-    assert all(simulated(full, rules) < 0.6 for rules in RULES.values())
+    idle, full = (draw_chains(30, load, 1, Hardware()) for load in (0.05, 100.0))
+    assert all(
+        simulate_chains(idle, rules) > 0.9 for rules in RULES.values()
+    )  # tries again are late
+    assert all(simulate_chains(full, rules) < 0.6 for rules in RULES.values())
 
 
 async def test_a_cluster_knows_nothing_of_the_tries_at_the_one_before() -> None:
     """In the second order tries passed that had failed in the first."""
-    plan_request = next(item for item in drawn(200, 1.0, 1, Hardware()) if item.tries == 2)
+    plan_request = next(item for item in draw_chains(200, 1.0, 1, Hardware()) if item.tries == 2)
     for order in RULES:
         cluster = Cluster(order, Hardware())
         cluster.requests[plan_request.name] = plan_request
         verdicts = [
-            cluster.made("shows", {"name": plan_request.name})["verdict"] for _ in range(16)
+            cluster.outputs_of("shows", {"name": plan_request.name})["verdict"] for _ in range(16)
         ]
         assert [item.passed for item in verdicts] == [False] * 8 + [True] * 8
 

@@ -17,5 +17,7 @@ def test_two_at_once_are_both_reached() -> None:
         hosts = [stack.enter_context(second_host()) for _ in range(2)]
         for host in (*hosts, *hosts[::-1]):
             with pytest.raises(ConnectionRefusedError):  # nothing listens there
-                socket.create_connection((host.there, 9), timeout=60.0)
-        assert len({host.there for host in hosts}) == len({host.name for host in hosts}) == 2
+                socket.create_connection((host.remote_address, 9), timeout=60.0)
+        assert (
+            len({host.remote_address for host in hosts}) == len({host.name for host in hosts}) == 2
+        )

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from maskserve_benchmarks.step_counts import tile_bytes
 from maskserve_benchmarks.published_models import SD21, SDXL
+from maskserve_benchmarks.step_counts import tile_bytes
 from maskserve_common.imaging.masks import active_tokens_per_level
 from maskserve_engine.families.unet.moments import Moments, normalise
 from maskserve_engine.families.unet.spec import level_sizes, unet_work
