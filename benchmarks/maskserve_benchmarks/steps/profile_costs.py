@@ -388,7 +388,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _figures(points: Sequence[Point]) -> list[dict[str, Any]]:
-    return [{**asdict(point), "apart": round(point.error, 3)} for point in points]
+    return [{**asdict(point), "error": round(point.error, 3)} for point in points]
 
 
 if __name__ == "__main__":

@@ -88,7 +88,7 @@ def test_processor_time_is_told_apart() -> None:
     cpu.book("busy")
     assert cpu.seconds["busy"]["me"] >= 0.2
     assert 0 < cpu.share("busy", "me") <= 1
-    assert 0 <= cpu.others["busy"] <= 1
+    assert 0 <= cpu.others_share["busy"] <= 1
 
 
 def test_internal_errors_are_lines_with_a_trace(tmp_path: Path) -> None:

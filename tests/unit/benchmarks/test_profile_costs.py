@@ -63,7 +63,7 @@ def test_a_profile_by_processor_time_is_not_for_workers(
 def test_a_worker_prices_by_its_profile_from_its_first_step(
     tiny_fill: Path, tmp_path: Path
 ) -> None:
-    """Two processes are profiled, two more foretell by that what edits of another size take."""
+    """Two processes are profiled, two more predict edits of another size by it."""
     out, report = tmp_path / "costs.json", tmp_path / "report.json"
     arguments = ["--model", str(tiny_fill), "--sides", "32", "64", "--fresh", "48", "--rounds", "1"]
     assert main([*arguments, "--out", str(out), "--json", str(report)]) == 0
@@ -74,7 +74,7 @@ def test_a_worker_prices_by_its_profile_from_its_first_step(
     line, exchange = profile.costs.compute, profile.exchange
     for measurement in report_data["fresh"]:
         law = line.seconds(measurement["flops"]) + measurement["sent"] / exchange.bytes_per_second
-        assert measurement["foretold"] == pytest.approx(
+        assert measurement["predicted"] == pytest.approx(
             law + measurement["calls"] * exchange.call_seconds
         )
     engine = {"devices": 2, "policy": "deadline", "warm_up": False, "costs": str(out)}

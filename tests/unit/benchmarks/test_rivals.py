@@ -39,7 +39,7 @@ def test_a_rival_s_configuration_says_how_it_batches() -> None:
     assert "max_batch_size: 4" in text
     assert "max_queue_delay_microseconds: 50000" in text
     assert "count: 2" in text
-    assert 'key: "way" value: { string_value: "crop" }' in text
+    assert 'key: "mode" value: { string_value: "crop" }' in text
 
 
 @pytest.mark.parametrize(

@@ -55,4 +55,4 @@ def test_encoders_run_once_for_each_pass(counted: dict[str, Counted]) -> None:
     assert qwen3 == pytest.approx(2 * 512 * 27 * 101e6, rel=0.1)
     guided = counted["Qwen-Image"]
     [encoder_flops] = guided._text_encoders()
-    assert guided.beside - guided._vae() == pytest.approx(2 * encoder_flops)
+    assert guided.stage_flops - guided._vae() == pytest.approx(2 * encoder_flops)

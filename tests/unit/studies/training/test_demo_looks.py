@@ -68,5 +68,5 @@ def test_a_run_that_ignores_its_adapter_fails(name: str) -> None:
 
 
 def test_an_adapter_that_nobody_can_judge_is_refused() -> None:
-    with pytest.raises(ValueError, match="nobody can judge 'x'; accepted"):
+    with pytest.raises(ValueError, match="no judge for 'x'; accepted"):
         adapter_edits("x", 1)
