@@ -1,7 +1,7 @@
 """Find names and docstrings that a reader has to guess at: names that are pronouns or participles,
 docstrings that open with a riddle, `Args:` lines that point elsewhere.
 
-scripts/bench check_words                     # the product
+scripts/bench check_words                     # all code but the tests
 scripts/bench check_words router/maskserve_router
 
 Each finding is printed with its file and line; the exit code is 1 if there is any.
@@ -12,12 +12,14 @@ from __future__ import annotations
 import argparse
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from maskserve_benchmarks.checkout import CHECKOUT
 
 PRODUCT = ("engine", "router", "client", "serving", "model_repository", "services")
+FOLDERS = (*PRODUCT, "benchmarks", "studies", "scripts")
+"""The folders that `make lint` checks."""
 _WORDS = (
     "asked asks beside both bring brought came come coming each found given gives gone "
     "had held here hers his kept lacks made meant others ours own said says seen shown "
@@ -77,13 +79,15 @@ def _names(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.attr
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("folders", nargs="*", type=Path, help="what to look at (default: product)")
+    help_text = "folders to check (default: all code but the tests)"
+    parser.add_argument("folders", nargs="*", type=Path, help=help_text)
     result = 0
-    for folder in parser.parse_args().folders or [CHECKOUT / name for name in PRODUCT]:
+    for folder in parser.parse_args(arguments).folders or [CHECKOUT / name for name in FOLDERS]:
         for path in sorted(folder.rglob("*.py")):
+            label = path.relative_to(CHECKOUT) if path.is_relative_to(CHECKOUT) else path
             for line, complaint in findings(path):
-                print(f"{path.absolute().relative_to(CHECKOUT)}:{line}: {complaint}")
+                print(f"{label}:{line}: {complaint}")
                 result = 1
     return result

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from maskserve_benchmarks.documents.words import findings
+import pytest
+
+from maskserve_benchmarks.documents import words
+from maskserve_benchmarks.documents.words import findings, main
 
 RIDDLES = '''"""Of the batch."""
 
@@ -48,3 +51,26 @@ def test_plain_words_pass(tmp_path: Path) -> None:
     path = tmp_path / "plain.py"
     path.write_text(PLAIN, encoding="utf-8")
     assert list(findings(path)) == []
+
+
+def test_the_command_fails_on_a_riddle_in_any_folder_that_lint_checks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(words, "CHECKOUT", tmp_path)
+    for name in words.FOLDERS:
+        folder = tmp_path / name / "package"
+        folder.mkdir(parents=True)
+        (folder / "plain.py").write_text(PLAIN, encoding="utf-8")
+    assert main([]) == 0
+    assert capsys.readouterr().out == ""
+    for name in words.FOLDERS:
+        path = tmp_path / name / "package" / "riddles.py"
+        path.write_text("told = 1\n", encoding="utf-8")
+        assert main([]) == 1
+        assert capsys.readouterr().out.startswith(f"{name}/package/riddles.py:1: the name `told`")
+        path.unlink()
+
+
+def test_lint_checks_all_code_but_the_tests() -> None:
+    assert {"engine", "router", "client", "serving"} < set(words.FOLDERS)
+    assert {"benchmarks", "studies", "scripts"} < set(words.FOLDERS)
