@@ -45,7 +45,7 @@ are those of the worker, above.
 EDIT_SETTINGS = """
 # Settings of an edit
 
-Keys of the tensor SETTINGS and form fields of OpenAI's API; [api.md](api.md#settings) description how each
+Keys of the tensor SETTINGS and form fields of OpenAI's API; [api.md](api.md#settings) says how each
 API takes them.
 
 """

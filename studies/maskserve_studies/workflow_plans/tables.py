@@ -32,7 +32,12 @@ def gains_table(report: Report) -> str:
     lines = []
     for name, results in report["assumed"].items():
         rates = [
-            _median([o / p if p else None for o, p in zip(system_rates["ours"], system_rates["planned"], strict=True)])
+            _median(
+                [
+                    o / p if p else None
+                    for o, p in zip(system_rates["ours"], system_rates["planned"], strict=True)
+                ]
+            )
             for system_rates in results["rates"].values()
         ]
         pairs = []
