@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageChops
 
+from maskserve_common.contracts.keys import scope_of
 from maskserve_common.contracts.postprocess_context import PostprocessContext
 from maskserve_common.contracts.request import EditRequest
+from maskserve_common.files.values import Values
 from maskserve_common.imaging.canvas import grown
 from maskserve_common.imaging.colour import Colour
 from maskserve_common.imaging.images import (
@@ -95,6 +98,18 @@ def finish_edit(
     signed_source = file if has_manifest(file) else b""
     encoded = mark.sign(encoded, settings.output_format, box or (0, 0, *out.size), signed_source)
     return to_base64(encoded) if settings.output_encoding == "base64" else encoded
+
+
+def store_for_run(
+    image: bytes, meta: bytes, request: EditRequest, run: str | None, values: Values
+) -> bytes:
+    """Store the final picture of a workflow's run, if there is one (`run`), and return its
+    reference; else return the picture. The front reads results that are kept.
+    """
+    final = json.loads(meta)["event"] == "final"
+    if run is None or not final or request.settings.keep_result:
+        return image
+    return values.put([image], scope_of(request.request_id), run) or image
 
 
 class OfSource(NamedTuple):

@@ -206,7 +206,7 @@ class EditSettings(Table, frozen=True):
     output_quality: Annotated[int, Meta(ge=0, le=100)] | None = None
     """Quality of JPEG (default 95) and WebP (default lossless); not for PNG."""
     background: Background = "auto"
-    """Of a transparent source. `auto`: transparent outside the mask, in PNG and WebP;
+    """For a transparent source. `auto`: transparent outside the mask, in PNG and WebP;
     `transparent`: the same, and JPEG is refused; `opaque`: not transparent."""
     output_encoding: OutputEncoding = "auto"
     """`raw` bytes or `base64` text; `auto`: as MASK came (JSON carries only text)."""

@@ -1,13 +1,11 @@
 """postprocess: the edited pixels over the source, encoded; progress events carry no image."""
 
-import json
 import math
 import time
 from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
-from numpy.typing import NDArray
 
 from maskserve_common.config import Config
 from maskserve_common.contracts.keys import scope_of
@@ -20,7 +18,7 @@ from maskserve_common.imaging.provenance import make_mark
 from maskserve_common.imaging.safety import load_check
 from maskserve_common.tracing import make_tracer
 from maskserve_triton.picture_threads import PictureJob, PictureThreads
-from maskserve_triton.postprocess import finish_edit
+from maskserve_triton.postprocess import finish_edit, store_for_run
 from maskserve_triton.safety_model import check_by_model
 from maskserve_triton.tensor_io import Outputs, failed_event, read_array, read_bytes
 from maskserve_triton.worker_model import WorkerModel
@@ -60,29 +58,14 @@ class TritonPythonModel(WorkerModel):
         except Exception as error:
             return failed(error)
         run = parameters(request).get(RUN)
-        return PictureJob(
-            scope_of(edit.request_id),
-            lambda: math.prod(edit.source_size),
-            lambda: self._finished(pixels, context, edit, meta, run),
-            failed,
-        )
 
-    def _finished(
-        self,
-        pixels: NDArray[np.uint8],
-        context: PostprocessContext,
-        edit: EditRequest,
-        meta: bytes,
-        run: str | None,
-    ) -> Outputs:
-        """Finish the picture of an event. For a run (`run`), return the reference of the stored
-        picture instead.
-        """
-        start = time.perf_counter()
-        image = finish_edit(pixels, context, self._mark, self._check)
-        # The front reads a result that is kept.
-        final = json.loads(meta)["event"] == "final"
-        if run is not None and final and not edit.settings.keep_result:
-            image = self._values.put([image], scope_of(edit.request_id), run) or image
-        taken_ms = (time.perf_counter() - start) * 1e3
-        return {"IMAGE": image, "META": with_timing(meta, "postprocess", taken_ms)}
+        def finish() -> Outputs:
+            start = time.perf_counter()
+            image = finish_edit(pixels, context, self._mark, self._check)
+            image = store_for_run(image, meta, edit, run, self._values)
+            taken_ms = (time.perf_counter() - start) * 1e3
+            return {"IMAGE": image, "META": with_timing(meta, "postprocess", taken_ms)}
+
+        return PictureJob(
+            scope_of(edit.request_id), lambda: math.prod(edit.source_size), finish, failed
+        )
