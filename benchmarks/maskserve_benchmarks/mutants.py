@@ -751,15 +751,15 @@ MUTATIONS = (
     Mutation(
         "a negative prompt's words do not hear of an adapter that came late",
         _QWEN21,
-        "for words in (row.references.before, row.words, negative):",
-        "for words in (row.references.before, row.words):",
+        "for words in (row.references.before, *(prompt.words for prompt in passes)):",
+        "for words in (row.references.before, row.prompt.words):",
         f"{_OF_QWEN21}::test_a_lora_is_the_one_that_diffusers_loads",
     ),
     Mutation(
         "words before a picture do not hear of an adapter that came late",
         _QWEN21,
-        "for words in (row.references.before, row.words, negative):",
-        "for words in (row.words, negative):",
+        "for words in (row.references.before, *(prompt.words for prompt in passes)):",
+        "for words in [prompt.words for prompt in passes]:",
         f"{_OF_QWEN21}::test_a_lora_is_the_one_that_diffusers_loads",
     ),
     Mutation(

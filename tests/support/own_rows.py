@@ -136,9 +136,8 @@ def check_dense_anchors(adapter: Any, job: EditJob, *, text: bool = True) -> Non
     ):
         found = result(adapter, job, few)
         row = row_of(adapter, job, few)
-        row.step_cache = Straight(few)
-        if row.negative is not None:
-            row.negative = replace(row.negative, cache=Straight(few))
+        for prompt in row.passes:
+            prompt.cache = Straight(few)
         run(adapter, [row], [few])
         expected = row.result().array()
         assert np.abs(found - expected)[:, shown].max() <= tolerance(expected)

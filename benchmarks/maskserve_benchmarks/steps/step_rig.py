@@ -40,7 +40,8 @@ from maskserve_engine.families.mmdit.rows import (
     FlowInactive,
     FlowPrimingRow,
     FlowRow,
-    Negative,
+    NegativePass,
+    PromptPass,
     References,
 )
 from maskserve_engine.families.mmdit.schedule import Schedule, Walk
@@ -282,15 +283,19 @@ class Bench:
                 (Walk(500.0, 0.5, -0.05 / self.steps),) * self.steps,
             ),
             grid=self.grid,
-            text=self._random(words, self.weights.width),
-            pooled=self._pooled(),
-            guidance=3.5 if self.config.get("guidance_embeds") else None,
-            cis=cis,
+            prompt=PromptPass(
+                self._random(words, self.weights.width),
+                cis[:words],
+                self._pooled(),
+                3.5 if self.config.get("guidance_embeds") else None,
+                timeless=bool(self.config.get("zero_cond_t")),
+            ),
+            negative=None,
+            cis=cis[words:],
             latents=self._random(tokens, out),
             condition=condition,
             blend=None,
             context=context,
-            timeless=bool(self.config.get("zero_cond_t")),
             # A dense row keeps references in the format of diffusers' own cache.
             references=self._references("model" if mask_ratio is None else self.format),
         )
@@ -312,7 +317,7 @@ class Bench:
         )
         row.context = None
         row.entry = in_memory(self.entry, selection, whole=self.device.type == "cuda")
-        row.cis = torch.cat((cis[:words], cis[words:][active]))
+        row.cis = row.cis[active]
         row.latents = row.latents[active]
         row.condition = None if condition is None else condition[active]
         return row
@@ -335,7 +340,7 @@ class Bench:
         sigmas = torch.linspace(1.0, 0.0, self.steps + 1)
         walk = [Walk(1000.0 * s, s, -1.0 / self.steps) for s in sigmas.tolist()[:-1]]
         row.schedule = Schedule(sigmas.to(self.device), tuple(walk))
-        row.step_cache = StepCache(
+        row.prompt.cache = StepCache(
             RefreshSchedule(frozenset({0, 2}), self.format, self.family.leaves_text)
         )
         for step in (0, 2):
@@ -369,7 +374,10 @@ class Bench:
     def guided(self, row: FlowRow) -> FlowRow:
         """Return the row with a negative prompt, so it takes a second pass."""
         text = self._random(self.shown_tokens + self.text, self.weights.width)
-        row.negative = Negative(text, self._pooled(), 3.0)
+        prompt = row.prompt
+        row.negative = NegativePass(
+            text, prompt.cis, self._pooled(), prompt.guidance, timeless=prompt.timeless, scale=3.0
+        )
         return row
 
     def priming_row(self) -> FlowPrimingRow:
@@ -377,6 +385,7 @@ class Bench:
         states.
         """
         row, text_tokens = self.row(None, 0), self.shown_tokens or self.text
+        prompt = row.prompt
         return FlowPrimingRow(
             request_id="prime",
             template=FlowTemplate(
@@ -384,16 +393,13 @@ class Bench:
             ),
             anchors=(self.entry.anchor,),
             sigmas=torch.tensor([self.entry.anchor.sigma], device=self.device),
-            text=row.text[:text_tokens],
-            embeds=row.text,
-            pooled=row.pooled,
-            guidance=row.guidance,
-            cis=torch.cat((row.cis[:text_tokens], row.cis[self.shown_tokens + self.text :])),
+            prompt=replace(prompt, text=prompt.text[:text_tokens], cis=prompt.cis[:text_tokens]),
+            embeds=prompt.text,
+            cis=row.cis,
             kinds=(frozenset({"kv"} if self.shown_tokens else {"h", "kv"}),) * self.blocks,
             format=self.format,
             references=row.references,
             picture_words=self.shown_tokens,
-            timeless=row.timeless,
         )
 
     def step(

@@ -133,7 +133,7 @@ def control_step(args: argparse.Namespace) -> dict[str, Any]:
         with torch.inference_mode():
             hint = net.hint_embedder(row.latents.new_ones(tokens, net.channels), ((0, tokens),))
         control = ControlInput("net", np.zeros((0, 0, 3), np.uint8))
-        net_input = FluxNetInput(control, net, hint, row.text, row.guidance)
+        net_input = FluxNetInput(control, net, hint, row.prompt.text, row.prompt.guidance)
         row.residuals = RowControl((net_input,), refreshed_every(interval, refresh))
     plain_ms, control_ms, dense_ms = _in_turn(bench, (plain, control_row, dense), refresh, args)
     tiny = [_control_count(bench.config, BASE_BLOCKS, NET_BLOCKS, 32, n) for n in (refresh, 1)]

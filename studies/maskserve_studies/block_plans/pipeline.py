@@ -210,7 +210,7 @@ class Case:
 
 def totals_of(bench: Bench, row: FlowRow) -> Totals:
     """The work of one step of a row."""
-    return bench.work.totals([RowTokens((float(len(row.latents)),), float(len(row.text)))])
+    return bench.work.totals([RowTokens((float(len(row.latents)),), float(len(row.prompt.text)))])
 
 
 def profile(bench: Bench, rounds: int) -> Line:
@@ -218,7 +218,9 @@ def profile(bench: Bench, rounds: int) -> Line:
     flops, seconds = [], []
     for mask_ratio in PROFILED:
         pipeline = Pipeline(bench, mask_ratio, None, CostModel("", Line(0.0, 1e-11)))
-        tokens = RowTokens((float(len(pipeline.row.latents)),), float(len(pipeline.row.text)))
+        tokens = RowTokens(
+            (float(len(pipeline.row.latents)),), float(len(pipeline.row.prompt.text))
+        )
         for kind in ("dense", "project", "kv"):
             flops.append(bench.work.step_flops([tokens], kind))
             seconds.append(min(pipeline.plain(kind, n) for n in range(4 * rounds)))

@@ -270,18 +270,18 @@ class Rig:
         dense_rows = [self.adapter.dense_row(job) for job in jobs]
         parts = []
         for row, ids in zip(dense_rows, tokens, strict=True):
-            index, text = torch.from_numpy(ids), len(row.text)
+            index = torch.from_numpy(ids)
             condition = None if row.condition is None else row.condition[index]
             parts.append(
                 replace(
                     row,
-                    cis=torch.cat((row.cis[:text], row.cis[text:][index])),
+                    cis=row.cis[index],
                     latents=row.latents[index],
                     condition=condition,
                     blend=None if row.blend is None else row.blend.take(index),
                     context=None,
                     # A prompt that has seen its reference brings that reference along.
-                    references=None if row.words is None else row.references,
+                    references=None if row.prompt.words is None else row.references,
                 )
             )
         self.run(parts, ())

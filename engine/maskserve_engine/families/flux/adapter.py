@@ -152,7 +152,7 @@ class FluxAdapter(FlowAdapter[FluxWeights]):
         if not prepared.controls:
             return None
         with torch.inference_mode():
-            cis = row.cis
+            cis = torch.cat((row.prompt.cis, row.cis))
             if row.inactive is not None:
                 cis = torch.cat((cis, row.inactive.cis))
             facts = OpeningMessage(
@@ -160,7 +160,7 @@ class FluxAdapter(FlowAdapter[FluxWeights]):
                 tuple([step.timestep for step in row.walk(0)]),
                 self._of_nets(row),
                 row.active,
-                len(row.text),
+                len(row.prompt.text),
                 job.request.settings.guidance_scale,
                 self.shallowest,
             )
@@ -170,7 +170,7 @@ class FluxAdapter(FlowAdapter[FluxWeights]):
             pictures = [x if ids is None else x[ids] for _, x in prepared.controls]
             arrays = {
                 "embeds": prepared.inputs.prompt.embeds,
-                "pooled": row.pooled,
+                "pooled": row.prompt.pooled,
                 "cis": torch.view_as_real(cis),
                 **{f"picture.{i}": picture for i, picture in enumerate(pictures)},
             }

@@ -42,9 +42,11 @@ from maskserve_engine.families.mmdit.rows import (
     FlowPrimingRow,
     FlowRing,
     FlowRow,
-    Negative,
+    NegativePass,
+    PromptPass,
     References,
     Row,
+    SamplerState,
 )
 from maskserve_engine.families.mmdit.schedule import (
     check_sampler,
@@ -296,13 +298,13 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
             inputs, around, clean, template, active, ring, index = moved(host_tensors, self.device)
             selection.sent([index])
             row = self._row(job, inputs)
-            text_cis, image = row.cis.tensor_split((len(row.text),))
-            template, picture_tokens = self._filled(template), self._preparation.picture_words(job)
-            cached_cis = torch.cat((image, text_cis[:picture_tokens]))[index]
+            image, picture_tokens = row.cis, self._preparation.picture_words(job)
+            template = self._filled(template)
+            cached_cis = torch.cat((image, row.prompt.cis[:picture_tokens]))[index]
             row.inactive = FlowInactive(
                 active, index, template, cached_cis, selection, picture_tokens
             )
-            row.cis = torch.cat((text_cis, image[active]))
+            row.cis = image[active]
             if leaves_ring:
                 tokens = ExtrapolatedOutside.begin(around, clean, ring=len(ring))
                 row.ring = FlowRing(ring, tokens, image[ring])
@@ -311,11 +313,10 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
 
     @staticmethod
     def attach_step_cache(row: FlowRow, plan: RefreshSchedule | None) -> None:
-        """Give both passes of a row new step caches; without a schedule, none."""
+        """Give the passes of a row new step caches; without a schedule, none."""
         if plan is not None:
-            row.step_cache = StepCache(plan)
-            if row.negative is not None:
-                row.negative = replace(row.negative, cache=StepCache(plan))
+            for prompt in row.passes:
+                prompt.cache = StepCache(plan)
 
     def anchored_row(self, job: EditJob, plan: RefreshSchedule) -> FlowRow:
         with torch.inference_mode():
@@ -339,10 +340,10 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
             )
             inputs, outside_start, clean, context, active, index = moved(host_tensors, self.device)
             row = self._row(job, inputs)
-            text, image = row.cis.tensor_split((len(row.text),))
+            image = row.cis
             outside = ExtrapolatedOutside.begin(outside_start, clean, context, ring=len(ring))
             row.inactive = FlowInactive(active, index, outside, image[index], selection)
-            row.cis = torch.cat((text, image[active]))
+            row.cis = image[active]
             self.attach_step_cache(row, plan)
             return row
 
@@ -368,29 +369,46 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
                 prompt = {"prompt_embeds": job.conditioning["prompt_embeds"][:picture_tokens]}
             host_tensors = (flow_template, self._preparation.prompt(prompt), sigmas)
             template, inputs, sigmas = moved(host_tensors, self.device)
-            text = self.text(inputs.embeds, grid_of(job))
+            prompt_pass = self._prompt_pass(job, inputs)
+            prompt_pass.cis = self.priming_positions(job, prompt_pass.cis)
+            text = len(prompt_pass.text)
             return FlowPrimingRow(
                 request_id=job.request.request_id,
                 template=self._filled(template),
                 anchors=tuple(anchors),
                 sigmas=sigmas,
-                text=text,
+                prompt=prompt_pass,
                 embeds=inputs.embeds,
-                pooled=inputs.pooled,
-                guidance=self._guidance(job),
-                cis=self._image_positions(job, len(text)),
+                cis=self._image_positions(job, text),
                 kinds=kinds,
                 format=format,
-                references=self._references(job, len(text)),
-                pads=self.pads(grid_of(job)),
+                references=self._references(job, text),
                 picture_words=picture_tokens,
-                timeless=self.timeless,
             )
 
+    def priming_positions(self, job: EditJob, cis: Tensor) -> Tensor:
+        """Return the rotary factors of a priming prompt's text, given as for an edit's prompt."""
+        return cis
+
+    def _prompt_pass(self, job: EditJob, prompt: FlowPrompt) -> PromptPass:
+        grid = grid_of(job)
+        text = self.text(prompt.embeds, grid)  # the same at every step, so embedded once
+        return PromptPass(
+            text,
+            self._positions(*grid, len(text))[: len(text)],
+            prompt.pooled,
+            job.request.settings.guidance_scale if self.spec.guidance == "embedded" else None,
+            self.pads(grid),
+            self.timeless,
+        )
+
     def _image_positions(self, job: EditJob, text: int) -> Tensor:
+        """Return the rotary factors of the image tokens, and of references that are packed with
+        them; `text` counts the text tokens before them.
+        """
         height, width = grid_of(job)
-        whole = self._positions(height, width, text)
-        return whole[: text + height * width] if self.spec.semantics.exact else whole
+        whole = self._positions(height, width, text)[text:]
+        return whole[: height * width] if self.spec.semantics.exact else whole
 
     def _references(self, job: EditJob, text: int) -> References | None:
         """Return the reference pictures of a model whose references do not depend on the row; None
@@ -421,13 +439,14 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
             return ()
         outside = None if row.inactive is None else row.inactive.outside
         outside_latents = (outside.latents_now,) if isinstance(outside, ExtrapolatedOutside) else ()
-        return (row.latents, row.memory, *outside_latents)
+        return (row.latents, row.sampler.memory, *outside_latents)
 
     def follow(self, row: Row, carried: tuple[Any, ...], steps: int) -> None:
         self.release()  # the batch was packed for the row's earlier step
         row.step = steps
         if isinstance(row, FlowRow):
-            (row.latents, row.memory, *outside_latents), row.moved = carried, None
+            row.latents, memory, *outside_latents = carried
+            row.sampler = SamplerState(memory=memory)
             outside = None if row.inactive is None else row.inactive.outside
             if row.inactive is not None and isinstance(outside, ExtrapolatedOutside):
                 row.inactive.outside = outside.begun(*outside_latents)
@@ -456,14 +475,13 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
         grid = grid_of(job)
         with torch.inference_mode():
             if isinstance(row, FlowPrimingRow):
-                row.text = self.text(row.embeds, grid, adapters)
+                row.prompt.text = self.text(row.embeds, grid, adapters)
                 return
             inputs = moved(self._preparation.prepared(job).inputs, self.device)
-            row.text = self.text(inputs.prompt.embeds, grid, adapters)
+            row.prompt.text = self.text(inputs.prompt.embeds, grid, adapters)
             if row.negative is not None:
                 assert inputs.negative is not None
-                negative = self.text(inputs.negative.embeds, grid, adapters)
-                row.negative = replace(row.negative, text=negative)
+                row.negative.text = self.text(inputs.negative.embeds, grid, adapters)
 
     def control_net(self, model: Any) -> Any:
         """Raise ValueError: families without ControlNets do not override this."""
@@ -493,33 +511,26 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
         row.residuals = served
 
     def _row(self, job: EditJob, inputs: FlowInputs) -> FlowRow:
-        grid, start = grid_of(job), inputs.start
-        text = self.text(inputs.prompt.embeds, grid)
-        references = self._references(job, len(text))
+        start, prompt = inputs.start, self._prompt_pass(job, inputs.prompt)
+        text = len(prompt.text)
+        references = self._references(job, text)
+        prompt.words = self.words(job, inputs.prompt, references)
         threshold = job.request.settings.first_block_threshold
         return FlowRow(
             request_id=job.request.request_id,
             schedule=inputs.schedule,
-            grid=grid,
-            text=text,  # the same at every step, so embedded once
-            pooled=inputs.prompt.pooled,
-            guidance=self._guidance(job),
-            cis=self._image_positions(job, len(text)),
+            grid=grid_of(job),
+            prompt=prompt,
+            negative=self._negative(job, inputs.negative, references),
+            cis=self._image_positions(job, text),
             latents=start.latents,
             condition=start.condition,
             blend=start.blend,
             context=start.context,
             references=references,
-            words=self.words(job, inputs.prompt, references),
-            pads=self.pads(grid),
-            timeless=self.timeless,
-            negative=self._negative(job, inputs.negative, len(text), references),
             first_block=FirstBlockCache(threshold) if threshold else None,
             recorded=self._preparation.recorded(job),
         )
-
-    def _guidance(self, job: EditJob) -> float | None:
-        return job.request.settings.guidance_scale if self.spec.guidance == "embedded" else None
 
     def _filled(self, template: FlowTemplate) -> FlowTemplate:
         masked = self.spec.semantics.masked_picture
@@ -532,20 +543,17 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
         return None
 
     def _negative(
-        self,
-        job: EditJob,
-        prompt: FlowPrompt | None,
-        image_tokens: int,
-        references: References | None,
-    ) -> Negative | None:
-        if prompt is None:
+        self, job: EditJob, inputs: FlowPrompt | None, references: References | None
+    ) -> NegativePass | None:
+        if inputs is None:
             return None
         settings = job.request.settings
         cfg = self.spec.guidance == "cfg"
         scale = settings.guidance_scale if cfg else settings.true_cfg_scale
         assert scale is not None, "a negative prompt comes with its scale (validation)"
-        grid = grid_of(job)
-        text = self.text(prompt.embeds, grid)
-        cis = None if len(text) == image_tokens else self._positions(*grid, len(text))[: len(text)]
-        words = self.words(job, prompt, references)
-        return Negative(text, prompt.pooled, scale, cis=cis, words=words)
+        prompt = self._prompt_pass(job, inputs)
+        words = self.words(job, inputs, references)
+        return NegativePass(
+            prompt.text, prompt.cis, prompt.pooled, prompt.guidance, prompt.pads, prompt.timeless,
+            words, scale=scale,
+        )  # fmt: skip

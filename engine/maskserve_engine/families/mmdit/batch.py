@@ -31,7 +31,7 @@ from maskserve_engine.control_link.served import (
     new_batch,
     request_residuals,
 )
-from maskserve_engine.families.mmdit.rows import FlowPrimingRow, FlowRow, Lookahead, Negative, Row
+from maskserve_engine.families.mmdit.rows import FlowPrimingRow, FlowRow, NegativePass, Row
 from maskserve_engine.families.mmdit.schedule import Walk
 from maskserve_engine.layers.low_rank import Adapters
 from maskserve_engine.stages.cpu_threads import one_cpu_thread
@@ -283,7 +283,7 @@ class FlowBatch(ReusableBatch[Row, W]):
         ):  # its first pass
             row = self.rows[i]
             assert isinstance(row, FlowRow)
-            row.lookahead = Lookahead(self._anchor_of(i)[0], slice(*span))
+            row.settle_lookahead(slice(*span))
 
     def _anchor_of(self, i: int) -> tuple[int, Walk]:
         row = self.rows[i]
@@ -358,7 +358,7 @@ class _Passes:
         self,
         whole: Packed,
         rows: Sequence[Row],
-        guided: Sequence[tuple[int, Negative]],
+        guided: Sequence[tuple[int, NegativePass]],
         lookahead_rows: Sequence[int],
         exchange: Exchange,
     ) -> None:

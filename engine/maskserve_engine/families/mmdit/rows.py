@@ -34,23 +34,6 @@ from maskserve_engine.layers.low_rank import Adapters
 from maskserve_engine.layers.scatter_kv import KvSource
 
 
-@dataclass(frozen=True, slots=True)
-class Negative:
-    """A negative prompt: each step also runs the model with it, for true classifier-free guidance
-    (diffusers).
-    """
-
-    text: Tensor
-    """[T, width], as in `RowInput`."""
-    pooled: Tensor | None
-    scale: float
-    """true_cfg_scale, above 1."""
-    cache: StepCache | None = None
-    cis: Tensor | None = None
-    """[T, head_dim / 2] rotary factors of its text; None: those of the prompt, which is as long."""
-    words: FixedWords | None = None
-
-
 @dataclass(slots=True)
 class FixedWords:
     """Prompt tokens that depend only on the tokens before them, not on the row
@@ -72,6 +55,35 @@ class FixedWords:
     def source(self, block: int) -> KvSource:
         assert self.entry is not None, "packed before they were made"
         return KvSource(self.entry.blocks[block].part("kv"))
+
+
+@dataclass(slots=True)
+class PromptPass:
+    """One pass of each step over the model: its prompt, and the step cache that it fills."""
+
+    text: Tensor
+    """[T, width] after context_embedder."""
+    cis: Tensor
+    """[T, head_dim / 2] rotary factors of the text."""
+    pooled: Tensor | None
+    guidance: float | None = None
+    """Embedded guidance scale."""
+    pads: int = 0
+    """See `RowInput.pads`."""
+    timeless: bool = False
+    """See `RowInput.timeless`."""
+    words: FixedWords | None = None
+    """Prompt that does not depend on the row; `text` is then empty."""
+    cache: StepCache | None = None
+    """In a row with a template it keeps text and ring, and the residual correction."""
+
+
+@dataclass(slots=True)
+class NegativePass(PromptPass):
+    """The pass of the negative prompt, for true classifier-free guidance (diffusers)."""
+
+    scale: float = 1.0
+    """true_cfg_scale."""
 
 
 @dataclass(slots=True)
@@ -266,6 +278,28 @@ class Lookahead(NamedTuple):
     place: slice
 
 
+class PackedTokens(NamedTuple):
+    """A row's tokens in the batch that packed it last."""
+
+    place: slice
+    """Place of the computed tokens."""
+    cached: Tensor
+    """[m + R or less, 4C] latents of the cached tokens, packed beside the computed ones."""
+    lookahead: Lookahead | None = None
+
+
+@dataclass(slots=True)
+class SamplerState:
+    """What a sampler carries from step to step."""
+
+    moved: Tensor | None = None
+    """[n, 4C] change of the computed tokens in the last step; None: no step was taken."""
+    memory: tuple[Tensor, ...] = ()
+    """[n, 4C] tensors of a multistep sampler."""
+    next_memory: tuple[Tensor, ...] = ()
+    """Memory after the step under way."""
+
+
 @dataclass(slots=True)
 class FlowRow:
     """One edit inside the running batch."""
@@ -273,12 +307,10 @@ class FlowRow:
     request_id: str
     schedule: Schedule
     grid: tuple[int, int]
-    text: Tensor
-    """[T, width] after context_embedder."""
-    pooled: Tensor | None
-    guidance: float | None
+    prompt: PromptPass
+    negative: NegativePass | None
     cis: Tensor
-    """[T + n, head_dim / 2] of text and computed tokens; in a dense row with the context."""
+    """[n, head_dim / 2] rotary factors of the computed tokens; in a dense row with the context."""
     latents: Tensor
     """[n, 4C] of the computed tokens; once packed, a view of the batch."""
     condition: Tensor | None
@@ -287,11 +319,6 @@ class FlowRow:
     """[R, 4C] reference pictures of a dense row."""
     references: References | None = None
     """Reference pictures that do not depend on the row."""
-    words: FixedWords | None = None
-    """Prompt that does not depend on the row; `text` is then empty."""
-    pads: int = 0
-    timeless: bool = False
-    negative: Negative | None = None
     first_block: FirstBlockCache | None = None
     recorded: bool = False
     residuals: RowResiduals | None = None
@@ -299,23 +326,13 @@ class FlowRow:
     inactive: FlowInactive | None = None
     ring: FlowRing | None = None
     """None: all steps compute the ring, or the row reads no template."""
-    step_cache: StepCache | None = None
-    """Step cache of the first pass. In a row with a template it keeps text and ring, and the
-    residual correction."""
     entry: Entry | None = None
     """Entry that the next step reads; None: it computes all tokens."""
     frozen: bool = False
     """Whether the next step of a row with a template leaves out text and ring."""
     step: int = 0
-    memory: tuple[Tensor, ...] = ()
-    next_memory: tuple[Tensor, ...] = ()
-    place: slice = field(default_factory=lambda: slice(0))
-    moved: Tensor | None = None
-    """[n, 4C] change of the computed tokens in the last step."""
-    cached_latents: Tensor | None = None
-    """[m + R or less, 4C] cached tokens, where they were packed beside the computed ones."""
-    lookahead: Lookahead | None = None
-    """Refresh step computed ahead, as it was packed."""
+    sampler: SamplerState = field(default_factory=SamplerState)
+    packed: PackedTokens | None = None
 
     @property
     def steps(self) -> int:
@@ -350,7 +367,7 @@ class FlowRow:
         """Number of steps, from the next one on, whose packed inputs differ only in latents."""
         if self.inactive is not None and self.entry is None:
             return 1  # it packs tokens that other steps do not compute
-        if self._sees or self.lookahead_step is not None:
+        if self.fills_step_cache or self.lookahead_step is not None:
             return 1  # the capture is prepared for that step
         anchors = frozenset[int]() if self.step_cache is None else self.step_cache.plan.computed_at
         return min((a for a in anchors if a > self.step), default=self.steps) - self.step
@@ -361,9 +378,17 @@ class FlowRow:
         return self.inactive is not None and isinstance(self.inactive.outside, ExtrapolatedOutside)
 
     @property
+    def step_cache(self) -> StepCache | None:
+        """Step cache of the first pass; the second pass has one if this has."""
+        return self.prompt.cache
+
+    @property
+    def passes(self) -> tuple[PromptPass, ...]:
+        return (self.prompt,) if self.negative is None else (self.prompt, self.negative)
+
+    @property
     def anchors(self) -> tuple[StepCache, ...]:
-        pass_caches = (self.step_cache, None if self.negative is None else self.negative.cache)
-        return tuple([step_cache for step_cache in pass_caches if step_cache is not None])
+        return tuple([prompt.cache for prompt in self.passes if prompt.cache is not None])
 
     @property
     def keeps_text(self) -> bool:
@@ -371,23 +396,20 @@ class FlowRow:
         return self.anchored or (self.step_cache is not None and self.step_cache.whole())
 
     @property
-    def _whole_step(self) -> bool:
-        """Whether the next step computes all tokens that only refresh steps compute."""
-        return self.entry is None or not (self.anchored or self.frozen)
+    def reads_step_cache(self) -> bool:
+        """Whether the next step reads the step cache, in place of computing all tokens that only
+        refresh steps compute.
+        """
+        return self.entry is not None and (self.anchored or self.frozen)
 
     @property
-    def _sees_text(self) -> bool:
-        step_cache = self.step_cache
-        return step_cache is not None and step_cache.text and not self.anchored and self._whole_step
-
-    @property
-    def _sees(self) -> bool:
-        lifts = (
-            self.step_cache is not None
-            and self.step_cache.plan.corrects_residuals
-            and self.entry is None
-        )
-        return lifts or self._sees_text
+    def fills_step_cache(self) -> bool:
+        """Whether the next step is a refresh step, or one whose residuals correct the entries."""
+        cache = self.step_cache
+        if cache is None or self.reads_step_cache:
+            return False
+        corrects = cache.plan.corrects_residuals and self.entry is None
+        return self.anchored or cache.text or corrects
 
     @property
     def lookahead_step(self) -> int | None:
@@ -398,8 +420,8 @@ class FlowRow:
         if (
             step_cache is None
             or not step_cache.plan.looks_ahead
-            or self._whole_step
-            or self.moved is None
+            or not self.reads_step_cache
+            or self.sampler.moved is None
         ):
             return None
         return (
@@ -409,75 +431,41 @@ class FlowRow:
         )
 
     def model_input(self) -> RowInput:
-        return self._input(self.text, self.pooled, self.step_cache, self.cis, self.words)
+        return self._input(self.prompt)
 
     def second_input(self) -> RowInput:
-        negative = self._negative()
-        return self._input(
-            negative.text, negative.pooled, negative.cache, self._second_cis(), negative.words
-        )
+        assert self.negative is not None
+        return self._input(self.negative)
 
     def lookahead_inputs(self) -> list[RowInput]:
         """Return the inputs of the lookahead's passes; empty if the next step has no lookahead."""
-        step, step_cache = self.lookahead_step, self.step_cache
-        if step is None or step_cache is None:
-            return []
-        row_inputs = [
-            self._lookahead_input(step, self.text, self.pooled, step_cache, self.cis, self.words)
-        ]
-        away = self.negative
-        if away is not None:
-            assert away.cache is not None, "both passes have what is their own"
-            cis = self._second_cis()
-            row_inputs.append(
-                self._lookahead_input(step, away.text, away.pooled, away.cache, cis, away.words)
-            )
-        return row_inputs
+        step = self.lookahead_step
+        return (
+            [] if step is None else [self._lookahead_input(prompt, step) for prompt in self.passes]
+        )
 
-    def _lookahead_input(
-        self,
-        step: int,
-        text: Tensor,
-        pooled: Tensor | None,
-        cache: StepCache,
-        cis: Tensor,
-        words: FixedWords | None,
-    ) -> RowInput:
+    def _lookahead_input(self, prompt: PromptPass, step: int) -> RowInput:
         """Return the input of one lookahead pass at refresh step `step`; see `_input`."""
-        assert self.inactive is not None
-        row_input = self._image_tokens(text, pooled, cis, words, step)
+        inactive, cache = self.inactive, prompt.cache
+        assert inactive is not None
+        assert cache is not None, "both passes fill a step cache"
+        row_input = self._image_tokens(prompt, step)
         if not self.anchored:
             row_input = replace(
-                self._with_ring(row_input, step), cached=self._cached(self.inactive, cache, step)
+                self._with_ring(row_input, step), cached=self._cached(inactive, cache, step)
             )
             return replace(row_input, capture=self._cache_with_template(cache, row_input, step))
-        row_input = self._whole(row_input, self.inactive, step)
+        row_input = self._whole(row_input, inactive, step)
         sigma, total = self.schedule.walk[step].sigma, len(row_input.tokens)
         capture = cache.anchor(self.step, sigma, self.active, total, reads=True)
         residuals = None if self.residuals is None else self.residuals.for_lookahead
         return replace(row_input, capture=capture, residuals=residuals)
 
-    def _negative(self) -> Negative:
-        assert self.negative is not None
-        return self.negative
-
-    def _second_cis(self) -> Tensor:
-        """Return [T + n, head_dim / 2] rotary factors of the second pass."""
-        of_text = self._negative().cis
-        return self.cis if of_text is None else torch.cat((of_text, self.cis[len(self.text) :]))
-
-    def _input(
-        self,
-        text: Tensor,
-        pooled: Tensor | None,
-        cache: StepCache | None,
-        cis: Tensor,
-        words: FixedWords | None,
-    ) -> RowInput:
-        """Return the input of one pass; `cis` covers its text and the computed tokens."""
-        inactive = self.inactive
+    def _input(self, prompt: PromptPass) -> RowInput:
+        """Return the input of one pass."""
+        inactive, cache = self.inactive, prompt.cache
         read = 0 if inactive is None or self.entry is None else inactive.picture_words
-        row_input = self._image_tokens(text[read:], pooled, cis[read:], words, self.step)
+        row_input = self._image_tokens(prompt, self.step, first_word=read)
         if inactive is None:
             return row_input
         if self.entry is None:
@@ -486,13 +474,13 @@ class FlowRow:
             return input_between_refreshes(row_input, inactive.cis, cache, self.walk_sigma)
         else:
             cached_tokens = self._cached(inactive, cache)
-            if cache is not None and not self._whole_step:
-                ring = cis[:0] if self.ring is None else self.ring.cis
+            if cache is not None and self.reads_step_cache:
+                ring = self.cis[:0] if self.ring is None else self.ring.cis
                 return without_text(
                     replace(row_input, cached=cached_tokens), ring, cache, self.walk_sigma
                 )
             row_input = replace(self._with_ring(row_input, self.step), cached=cached_tokens)
-        if cache is None or not (self.anchored or self._sees):
+        if cache is None or not self.fills_step_cache:
             return row_input
         if not self.anchored:
             return replace(
@@ -519,18 +507,24 @@ class FlowRow:
     def walk_sigma(self) -> float:
         return self.schedule.walk[self.step].sigma
 
-    def _image_tokens(
-        self, text: Tensor, pooled: Tensor | None, cis: Tensor, words: FixedWords | None, step: int
-    ) -> RowInput:
+    def _image_tokens(self, prompt: PromptPass, step: int, *, first_word: int = 0) -> RowInput:
+        """Return the input of the prompt's text, from `first_word` on, and the computed tokens."""
         latents = self.latents if step == self.step else self._moved_to(step)
         row_input = RowInput(
-            model_inputs(latents, self.condition, self.context), text, pooled, self.guidance, cis,
-            residuals=self.residuals, pads=self.pads, timeless=self.timeless,
-        )  # fmt: skip
+            model_inputs(latents, self.condition, self.context),
+            prompt.text[first_word:],
+            prompt.pooled,
+            prompt.guidance,
+            torch.cat((prompt.cis[first_word:], self.cis)),
+            residuals=self.residuals,
+            pads=prompt.pads,
+            timeless=prompt.timeless,
+        )
         if self.references is not None:
             row_input = replace(row_input, fixed=(*self.references.sees, self.references))
         if self.context is not None:
             row_input = replace(row_input, still=len(self.context))
+        words = prompt.words
         if words is None:
             return row_input
         return replace(row_input, fixed=(*row_input.fixed, words), back=words.back)
@@ -572,9 +566,10 @@ class FlowRow:
         """Return [n, 4C] latents of the computed tokens at a later step, if the model's last answer
         holds until then.
         """
-        assert self.moved is not None, "no step was taken yet"
+        moved = self.sampler.moved
+        assert moved is not None, "no step was taken yet"
         last = self.schedule.walk[self.step - 1].change
-        latents = self.latents + self.moved * (self._change_to(step) / last)
+        latents = self.latents + moved * (self._change_to(step) / last)
         if self.blend is None:
             return latents
         return self.blend.apply(latents, self.schedule.sigmas[step], step, self.steps)
@@ -584,7 +579,7 @@ class FlowRow:
         predicted for the later step `lookahead`.
         """
         step = self.step if lookahead is None else lookahead
-        row_input = self._image_tokens(self.text, self.pooled, self.cis, None, step)
+        row_input = self._image_tokens(replace(self.prompt, words=None), step)
         return row_input if self.inactive is None else self._whole(row_input, self.inactive, step)
 
     @property
@@ -608,21 +603,33 @@ class FlowRow:
         first.
         """
         computed = len(self.latents)
-        self.latents, self.place = latents[:computed], slice(begin, begin + computed)
-        self.cached_latents, self.lookahead = latents[computed:], None
+        self.latents = latents[:computed]
+        self.packed = PackedTokens(slice(begin, begin + computed), latents[computed:])
+
+    def settle_lookahead(self, place: slice) -> None:
+        """Note where the first pass of the next step's lookahead was packed."""
+        assert self.packed is not None
+        assert self.lookahead_step is not None
+        self.packed = self.packed._replace(lookahead=Lookahead(self.lookahead_step, place))
+
+    @property
+    def lookahead(self) -> Lookahead | None:
+        """Lookahead of the next step, as it was packed."""
+        return None if self.packed is None else self.packed.lookahead
 
     def steer(self, velocity: Tensor) -> None:
         """Replace the model's answer, [N, 4C] of the whole batch, by the velocity that takes the
         latents where the multistep sampler takes them. Tokens that only some steps compute keep the
         model's velocity.
         """
-        row_velocity, latents = velocity[self.place], self.latents.float()
+        assert self.packed is not None
+        row_velocity, latents = velocity[self.packed.place], self.latents.float()
         move = self.schedule.moves[self.step]
-        memory = self.memory or (torch.zeros_like(latents),) * (len(move) - 1)
+        memory = self.sampler.memory or (torch.zeros_like(latents),) * (len(move) - 1)
         moved, *memory_after = [
             _combined(row, (latents, *memory, row_velocity.float())) for row in move
         ]
-        self.next_memory = tuple(memory_after)
+        self.sampler.next_memory = tuple(memory_after)
         row_velocity.copy_(moved.sub_(latents).div_(self.schedule.walk[self.step].change))
 
     @property
@@ -642,26 +649,27 @@ class FlowRow:
         """Record a step; `moves`, [N, 4C] of the whole batch, are velocity times change of
         sigma.
         """
-        self.moved, self.memory = moves[self.place], self.next_memory
+        assert self.packed is not None
+        sampler = self.sampler
+        sampler.moved, sampler.memory = moves[self.packed.place], sampler.next_memory
         if self.step_cache is not None and self.inactive is not None:
-            self._go_on(self.step_cache, moves)
+            self._go_on(self.step_cache, self.packed, moves)
         self.step += 1
 
-    def _go_on(self, cache: StepCache, moves: Tensor) -> None:
+    def _go_on(self, cache: StepCache, packed: PackedTokens, moves: Tensor) -> None:
         """Update step caches, and move the tokens that the step left out."""
-        walk, ahead = self.schedule.walk[self.step], self.lookahead
+        walk, ahead = self.schedule.walk[self.step], packed.lookahead
         if ahead is not None:
             self._passed(self.schedule.walk[ahead.step].sigma)
-        elif self._whole_step and (cache.text or self.anchored):
+        elif not self.reads_step_cache and (cache.text or self.anchored):
             self._passed(walk.sigma)
         left_out = self._left_out
         if left_out is None:
             return
         count = len(left_out.clean)
-        if self._whole_step:
-            assert self.cached_latents is not None, "a step is taken of rows that were packed"
-            begin = self.place.stop
-            left_out.latents = self.cached_latents[:count]
+        if not self.reads_step_cache:
+            begin = packed.place.stop
+            left_out.latents = packed.cached[:count]
             left_out.anchored(moves[begin : begin + count], walk.change)
             return
         if ahead is not None:
@@ -686,7 +694,7 @@ class FlowRow:
         model's last answer holds; None: no answer yet, or no further step.
         """
         next_step = self.step + 1
-        if self.moved is None or next_step >= self.steps:
+        if self.sampler.moved is None or next_step >= self.steps:
             return None
         latents = self._moved_to(next_step)
         if self.inactive is None:
@@ -696,9 +704,10 @@ class FlowRow:
 
     def estimate(self) -> HostCopy:
         """Return [C, h, w] final latents by the last step's velocity."""
-        assert self.moved is not None, "no step was taken yet"
+        moved = self.sampler.moved
+        assert moved is not None, "no step was taken yet"
         share = self.sigma / self.schedule.walk[self.step - 1].change
-        return self._image(self.latents.float() - share * self.moved.float(), ended=False)
+        return self._image(self.latents.float() - share * moved.float(), ended=False)
 
     def result(self) -> HostCopy:
         """Return [C, h, w] latents."""
@@ -738,26 +747,22 @@ class FlowPrimingRow:
     anchors: tuple[Anchor, ...]
     sigmas: Tensor
     """[anchors] sigmas, float32."""
-    text: Tensor
+    prompt: PromptPass
     embeds: Tensor
-    """[T, in] prompt states that `text` was made of."""
-    pooled: Tensor | None
-    guidance: float | None
+    """[T, in] prompt states that the text was made of."""
     cis: Tensor
+    """[N, head_dim / 2] rotary factors of the image tokens."""
     kinds: Sequence[frozenset[str]]
     """Parts to keep per block: "h", "kv"."""
     format: str
     references: References | None = None
     """Reference pictures that do not depend on the row, if the model takes any."""
-    pads: int = 0
     picture_words: int = 0
     """Number of first text tokens whose keys and values are recorded."""
-    timeless: bool = False
     step: int = 0
     done: list[AnchorEntry] = field(default_factory=list)
     recorder: Recorder | None = None
     negative: None = None
-    words: None = None
     first_block: None = None
     recorded: bool = False
     entry: Entry | None = None
@@ -774,8 +779,8 @@ class FlowPrimingRow:
             (frozenset({"kv"}),) * blocks,
         )
         return cls(
-            row.request_id, template, (STILL,), references.tokens.new_zeros(1), row.text, row.text,
-            None, None, references.cis, kinds, "model", references, adapters=row.adapters,
+            row.request_id, template, (STILL,), references.tokens.new_zeros(1), row.prompt,
+            row.prompt.text, references.cis, kinds, "model", references, adapters=row.adapters,
         )  # fmt: skip
 
     @property
@@ -807,22 +812,23 @@ class FlowPrimingRow:
         raise AssertionError("priming takes one pass")
 
     def model_input(self) -> RowInput:
-        references = self.references
+        references, prompt = self.references, self.prompt
         if references is not None and self.anchors[self.step] == STILL:
             self.recorder = Recorder((frozenset({"kv"}),) * len(self.kinds), self.format)
             return RowInput(
-                references.tokens, self.text[:0], None, None, references.cis, capture=self.recorder,
-                fixed=references.sees,
+                references.tokens, prompt.text[:0], None, None, references.cis,
+                capture=self.recorder, fixed=references.sees,
             )  # fmt: skip
         tokens = self.template.at(self.sigmas[self.step])
-        words = len(self.text) - self.picture_words
+        words = len(prompt.text) - self.picture_words
         self.recorder = Recorder(
             self.kinds, self.format, text_tokens=self.picture_words, words=words
         )
         context = self.template.context
         row_input = RowInput(
-            tokens, self.text, self.pooled, self.guidance, self.cis, capture=self.recorder,
-            pads=self.pads, still=0 if context is None else len(context), timeless=self.timeless,
+            tokens, prompt.text, prompt.pooled, prompt.guidance, torch.cat((prompt.cis, self.cis)),
+            capture=self.recorder, pads=prompt.pads, still=0 if context is None else len(context),
+            timeless=prompt.timeless,
         )  # fmt: skip
         return (
             row_input

@@ -51,8 +51,8 @@ class QwenImage21Batch(FluxBatch):
         super().make_fixed(model)
         for row in self.rows:
             if isinstance(row, FlowRow):
-                _say(model, row, row.words)
-                _say(model, row, None if row.negative is None else row.negative.words)
+                for prompt in row.passes:
+                    _say(model, row, prompt.words)
 
 
 def _say(model: FluxWeights, row: Row, words: FixedWords | None) -> None:
@@ -92,8 +92,8 @@ class QwenImage21Adapter(FluxAdapter):
 
     def attach(self, row: Any, job: EditJob, adapters: Adapters) -> None:
         super().attach(row, job, adapters)
-        negative = getattr(row.negative, "words", None)
-        for words in (row.references.before, row.words, negative):
+        passes = row.passes if isinstance(row, FlowRow) else ()
+        for words in (row.references.before, *(prompt.words for prompt in passes)):
             if words is not None:
                 words.entry = None  # made without them
 

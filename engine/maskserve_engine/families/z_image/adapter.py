@@ -98,12 +98,11 @@ class ZImageAdapter(FlowAdapter[ZImageWeights]):
     def positions(self, height: int, width: int, text: int) -> Tensor:
         return self._rotary(positions_of(height, width, text, self.pads((height, width))))
 
-    def _image_positions(self, job: EditJob, text: int) -> Tensor:
-        """Return positions; a priming row's pads lie where those of the edits lie that read it."""
-        whole, grid = super()._image_positions(job, text), grid_of(job)
-        words, pads = len(job.conditioning["prompt_embeds"]), self.pads(grid)
+    def priming_positions(self, job: EditJob, cis: Tensor) -> Tensor:
+        """Let the pads lie where those of the edits lie that read the template."""
+        words, pads = len(job.conditioning["prompt_embeds"]), self.pads(grid_of(job))
         pad_cis = self._rotary(pads_at(words + pads_of(words), pads))
-        return torch.cat((whole[: text - pads], pad_cis, whole[text:]))
+        return torch.cat((cis[: len(cis) - pads], pad_cis))
 
     def _rotary(self, places: Tensor) -> Tensor:
         return rotary(self.model, places, self.device)

@@ -13,7 +13,7 @@ from diffusers.pipelines.flux.pipeline_flux_fill import calculate_shift
 
 from maskserve_engine.families.mmdit.batch import FlowBatch
 from maskserve_engine.families.mmdit.preparation import unpack_latents
-from maskserve_engine.families.mmdit.rows import FlowRow
+from maskserve_engine.families.mmdit.rows import FlowRow, PromptPass
 from maskserve_engine.families.mmdit.schedule import make_schedule
 
 pytestmark = pytest.mark.each_value
@@ -80,10 +80,13 @@ def new_row(
         request_id=f"{tokens}-{steps}",
         schedule=make_schedule(sampler, steps, tokens),
         grid=(tokens, 1),
-        text=torch.zeros(TEXT, 8, dtype=dtype),
-        pooled=torch.zeros(4, dtype=dtype),
-        guidance=None,
-        cis=torch.zeros(TEXT + tokens, 4, dtype=torch.complex64),
+        prompt=PromptPass(
+            torch.zeros(TEXT, 8, dtype=dtype),
+            torch.zeros(TEXT, 4, dtype=torch.complex64),
+            torch.zeros(4, dtype=dtype),
+        ),
+        negative=None,
+        cis=torch.zeros(tokens, 4, dtype=torch.complex64),
         latents=torch.randn(tokens, CHANNELS).to(dtype),
         condition=torch.randn(tokens, 5).to(dtype) if condition else None,
         blend=None,

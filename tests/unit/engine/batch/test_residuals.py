@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -65,7 +66,8 @@ def test_a_dense_row_equals_diffusers_with_controlnet_samples(bench: Bench) -> N
     [found] = outputs(bench, [row], [])
 
     def positions(*_: Any) -> tuple[Tensor, Tensor]:
-        cos, sin = row.cis.real, row.cis.imag
+        cis = torch.cat((row.prompt.cis, row.cis))
+        cos, sin = cis.real, cis.imag
         return cos.repeat_interleave(2, 1).float(), sin.repeat_interleave(2, 1).float()
 
     class Embedded(torch.nn.Module):
@@ -80,12 +82,12 @@ def test_a_dense_row_equals_diffusers_with_controlnet_samples(bench: Bench) -> N
     try:
         [expected] = model(
             hidden_states=Packed([row.model_input()]).tokens[None],
-            encoder_hidden_states=row.text[None],
-            pooled_projections=row.pooled[None],
+            encoder_hidden_states=row.prompt.text[None],
+            pooled_projections=row.prompt.pooled[None],
             timestep=torch.tensor([row.schedule.walk[0].timestep / 1000]),
             img_ids=torch.zeros(n, 3),
-            txt_ids=torch.zeros(len(row.text), 3),
-            guidance=None if row.guidance is None else torch.tensor([row.guidance]),
+            txt_ids=torch.zeros(len(row.prompt.text), 3),
+            guidance=None if row.prompt.guidance is None else torch.tensor([row.prompt.guidance]),
             controlnet_block_samples=[each[None] for each in double],
             controlnet_single_block_samples=[each[None] for each in single],
             return_dict=False,
@@ -121,7 +123,7 @@ def test_a_cached_row_with_all_tokens_active_takes_what_a_dense_one_does(
     if kind == "mixed":
         kinds = ["dense", "kv", "project", "dense", "kv", "dense", "project"]
     [dense, cached] = rows(bench, (None, 1.0), 9)
-    cached.latents, cached.text, cached.pooled = dense.latents.clone(), dense.text, dense.pooled
+    cached.latents, cached.prompt = dense.latents.clone(), replace(dense.prompt)
     cached.condition = dense.condition
     shape = len(dense.latents), bench.weights.width
     residuals = Given({i: torch.randn(shape) for i in range(sum(BLOCKS))})

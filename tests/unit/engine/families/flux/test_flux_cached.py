@@ -68,8 +68,7 @@ def as_primed(replay: Replay, job: EditJob, primed: Primed, anchor: int) -> Flow
     latents = inputs.shape[1] if row.condition is None else row.latents.shape[1]
     row.latents = inputs[active, :latents]
     row.condition = None if row.condition is None else inputs[active, latents:]
-    row.text, row.pooled = primed.row.text, primed.row.pooled
-    row.guidance = primed.row.guidance
+    row.prompt = replace(primed.row.prompt)
     sigma, timestep = entry.anchor.sigma, entry.anchor.timestep
     row.schedule = Schedule(torch.tensor([sigma, 0.0]), (Walk(timestep, sigma, -sigma),))
     row.entry, row.step = in_memory(entry, row.inactive.selection), 0

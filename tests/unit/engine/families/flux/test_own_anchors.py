@@ -267,7 +267,7 @@ def test_what_a_step_ahead_is_asked_with_is_where_the_last_answer_leads(
         assert (found is None) == (step in (0, 3))
         if found is not None and row.blend is None:
             sigmas = row.schedule.sigmas
-            velocity = row.moved / (sigmas[step] - sigmas[step - 1])
+            velocity = row.sampler.moved / (sigmas[step] - sigmas[step - 1])
             expected = before + (sigmas[step + 1] - sigmas[step]) * velocity
             assert_equal(found.numpy(), expected.numpy())
         adapter.step([row], None)
@@ -395,8 +395,8 @@ def test_what_is_foreseen_beside_a_template_is_what_a_row_has_that_is_there(
     assert row.inactive is not None
     change = row.schedule.walk[1:4]
     way = sum(each.change for each in change) / row.schedule.walk[0].change
-    assert row.moved is not None
-    ids, latents = row.inactive.active, row.latents + way * row.moved
+    assert row.sampler.moved is not None
+    ids, latents = row.inactive.active, row.latents + way * row.sampler.moved
     if row.ring is not None:
         around = row.ring.tokens.at(row.schedule.sigmas[4], sum(each.change for each in change))
         ids = torch.cat((ids, row.ring.ids))
@@ -420,7 +420,7 @@ def test_what_is_foreseen_beside_a_template_is_what_a_row_has_that_is_there(
     row.frozen = row.keeps_text
     replay.step([row], kinds)
     assert row.step_cache is not None
-    words, active = len(row.text), len(row.latents)
+    words, active = len(row.prompt.text), len(row.latents)
     places = torch.cat((torch.arange(words), words + torch.argsort(order)[active:]))
     for block in range(adapter.blocks):
         parts = row.step_cache._refreshed[block, "kv"].parts
@@ -446,7 +446,7 @@ def test_what_is_left_out_beside_a_template_lies_on_its_line(
         if row.step in (1, 3):
             latents.append(row.ring.tokens.latents_now.clone() if row.ring else latents)
             seen.append(row.step_cache._refreshed[0, "kv"].parts[0].data.clone())
-    own, words = row.step_cache, len(row.text)
+    own, words = row.step_cache, len(row.prompt.text)
     assert own is not None
     row.frozen = True
     model_input = row.model_input()

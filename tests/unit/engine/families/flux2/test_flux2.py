@@ -242,7 +242,7 @@ def test_anchors_of_its_own_hold_the_context_too(model: Model) -> None:
     at = active.reshape(gh, gw).repeat(2, 0).repeat(2, 1)
     assert_equal(found[:, at], dense[:, at])
     row, near = own(0, 3)
-    tokens = len(row.text) + (1 + (not model.exact)) * gh * gw - int(active.sum())
+    tokens = len(row.prompt.text) + (1 + (not model.exact)) * gh * gw - int(active.sum())
     assert (
         row.step_cache.nbytes == model.adapter.blocks * tokens * 4 * 4 * model.adapter.weights.width
     )

@@ -187,7 +187,7 @@ def test_on_its_primings_inputs_a_cached_row_is_a_dense_one(model: Model) -> Non
     job = still(encode_case(model.encoder, case, "edit"))
     primed = Primed(model.adapter, model.encoder, job)
     shown = primed.row.picture_words
-    assert shown < len(primed.row.text) == len(job.conditioning["prompt_embeds"])
+    assert shown < len(primed.row.prompt.text) == len(job.conditioning["prompt_embeds"])
 
     def apart(job: Any) -> float:
         """As a share of what the step moves."""

@@ -114,7 +114,7 @@ def test_what_stands_before_the_picture_is_the_models_own_cache(
     model.oracle(case)
     row: Any = model.adapter.dense_row(encode_case(model.encoder, case, "edit"))
     model.adapter.step([row], None)
-    sentence = (row.references.before, row.references, row.words)
+    sentence = (row.references.before, row.references, row.prompt.words)
     [cache] = caches
     for number, layer in enumerate(cache.layer_caches):
         tensor = torch.cat([each.entry.blocks[number].values.data for each in sentence])
@@ -156,7 +156,11 @@ def keys_at(model: Model, case: Case, step: int) -> dict[str, torch.Tensor]:
     row: Any = model.adapter.dense_row(encode_case(model.encoder, case, "edit"))
     for _ in range(step):
         model.adapter.step([row], None)
-    fixed = {"before": row.references.before, "reference": row.references, "words": row.words}
+    fixed = {
+        "before": row.references.before,
+        "reference": row.references,
+        "words": row.prompt.words,
+    }
     for each in fixed.values():
         each.entry = None
     model.adapter.step([row], None)
@@ -208,7 +212,7 @@ def test_references_of_a_template_are_those_that_an_edit_makes(model: Model, tur
     job = replace(job, edit_mask=np.full_like(job.edit_mask, 255))
     row = with_references(model, job, Primed(model.adapter, model.encoder, job))
     if not turned:
-        row.words.back = None
+        row.prompt.words.back = None
     found = result(model.replay, row, "kv")
     dense = result(model.replay, model.adapter.dense_row(job))
     if turned:

@@ -86,10 +86,10 @@ def test_dense_rows_of_any_mix_are_the_pipelines(model: Model) -> None:
     jobs = [encode_case(model.encoder, case, str(i)) for i, case in enumerate(cases)]
     assert {bool(model.adapter.tokens(job).total % 32) for job in jobs} == {True, False}
     rows: list[Any] = [model.adapter.dense_row(job) for job in jobs]
-    assert max(len(row.text) for row in rows) > 300
+    assert max(len(row.prompt.text) for row in rows) > 300
     for job, row in zip(jobs, rows, strict=True):  # what an edit is priced by
         words = len(job.conditioning["prompt_embeds"])
-        assert model.adapter.text_tokens(words, row.grid) == len(row.text)
+        assert model.adapter.text_tokens(words, row.grid) == len(row.prompt.text)
     cached_rows.run(model.replay, rows, "dense")
     for case, row in zip(cases, rows, strict=True):
         assert_equal(row.result().array(), model.oracle(case))
@@ -214,9 +214,7 @@ def test_a_prompt_of_any_length_reads_what_its_own_length_would_have_primed(
         )  # fmt: skip
         inputs = primed.row.template.at(torch.tensor(entry.anchor.sigma))
         each.latents = inputs[each.inactive.active].float()
-        each.text, each.cis = primed.row.text, torch.cat(
-            (primed.row.cis[: len(primed.row.text)], each.cis[len(each.text) :])
-        )  # fmt: skip
+        each.prompt = replace(primed.row.prompt)
         each.blend = None
     model.replay.reads(row, [primed.entries[0]])
     model.replay.reads(whole, [None])
