@@ -116,8 +116,6 @@ def _key(field: types.Field, sentences: dict[str, str]) -> str:
         low, above = (kind.ge, "") if kind.ge is not None else (kind.gt, "above ")
         if low is not None and kind.le is not None:
             accepted = f"{above}{_number(low)} to {_number(kind.le)}"
-    elif isinstance(kind, types.BoolType):
-        accepted = "`true`, `false`"
     elif isinstance(kind, types.LiteralType):
         accepted = ", ".join(f"`{value}`" for value in kind.values)
     elif isinstance(kind, types.StrType) and kind.max_length and not accepted:
