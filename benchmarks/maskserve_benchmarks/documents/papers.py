@@ -7,7 +7,7 @@ python scripts/bench papers --check    # exit code 1 if the document is stale
 from __future__ import annotations
 
 from collections import Counter
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -25,7 +25,7 @@ MEANINGS: dict[Status, str] = {
     "simulated": "not measured; simulated from the named inputs",
     "deviates": "done in another way; the decision is linked",
     "missing": "absent, or not measured",
-    "illustration": "makes no claim about a system",
+    "illustration": "makes no claim about a system; not listed below",
 }
 HEAD = """# What of the papers is here
 
@@ -76,14 +76,16 @@ def papers() -> list[Paper]:
 
 
 def document() -> str:
-    lines = [HEAD, table(["", "means"], MEANINGS.items())]
-    names = get_args(Status)
-    counts = [(paper, Counter(part.status for part in paper.parts)) for paper in papers()]
-    rows = [[paper.name, *(count[status] for status in names)] for paper, count in counts]
-    lines.append("\n" + table(["parts", *names], rows))
-    for paper, _ in counts:
+    counts = {paper.name: Counter(part.status for part in paper.parts) for paper in papers()}
+    rows = [
+        [status, meaning, *(count[status] for count in counts.values())]
+        for status, meaning in MEANINGS.items()
+    ]
+    lines = [HEAD, table(["parts", "", *counts], rows)]
+    for paper in papers():
+        shown = [part for part in paper.parts if part.status != "illustration"]
         lines += [f"\n## {paper.name}", f"\n*{paper.title}*", f"\n{paper.summary.strip()}\n"]
-        lines.append(table(["where", "what", "status", "here"], map(_row, paper.parts)))
+        lines.append(table(["where", "what", "status", "here"], map(_row, shown)))
     return "\n".join(lines) + "\n"
 
 
