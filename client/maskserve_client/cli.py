@@ -400,13 +400,13 @@ def _add_templates(subcommands: argparse._SubParsersAction[argparse.ArgumentPars
     listing = actions.add_parser("ls", help="list ids and cached activations")
     listing.set_defaults(run=commands.templates_list)
     remove = actions.add_parser("rm", help="delete templates")
-    remove.set_defaults(run=commands.templates_by_worker, op="evict")
+    remove.set_defaults(run=commands.templates_change, op="evict")
     pin = actions.add_parser(
         "pin", help="protect the cached activations of templates from eviction"
     )
-    pin.set_defaults(run=commands.templates_by_worker, op="pin")
+    pin.set_defaults(run=commands.templates_change, op="pin")
     unpin = actions.add_parser("unpin", help="allow the eviction of cached activations again")
-    unpin.set_defaults(run=commands.templates_by_worker, op="unpin")
+    unpin.set_defaults(run=commands.templates_change, op="unpin")
     for command in (remove, pin, unpin):
         command.add_argument(
             "ids", nargs="+", metavar="ID", help="template id, as printed by templates add"
@@ -450,7 +450,7 @@ def _add_adapters(subcommands: argparse._SubParsersAction[argparse.ArgumentParse
         command.add_argument(
             "names", nargs="+", metavar="NAME", help="name, as printed by adapters ls"
         )
-        command.set_defaults(run=commands.adapters_by_worker, op=f"adapter_{name}")
+        command.set_defaults(run=commands.adapters_change, op=f"adapter_{name}")
     for command in (listing, check, load, pin, unpin, evict):
         _add_common(command)
 

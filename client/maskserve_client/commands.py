@@ -33,8 +33,8 @@ from maskserve_lora.store import describe_file
 _FORMATS = {".png": "png", ".webp": "webp", ".jpg": "jpeg", ".jpeg": "jpeg"}
 _PREVIEW_EVERY = 4
 _POLL_S, _PROGRESS_S = 0.25, 2
-_PATIENT_S = 80.0
-"""Timeout in seconds for operations on a slow storage."""
+_STORAGE_TIMEOUT_S = 80.0
+"""Timeout of operations that wait for a slow storage of LoRAs."""
 
 
 def connected(options: argparse.Namespace) -> Client:
@@ -84,33 +84,34 @@ def edit(options: argparse.Namespace) -> None:
     write_whole(out, result.encoded)
     print(json.dumps(result.meta) if options.json else f"{out}: {_summary(result.meta)}")
     for warning in result.meta.get("warnings", ()):
-        print(f"look at {warning}", file=sys.stderr)
+        print(f"warning: {warning}", file=sys.stderr)
 
 
 def _wait_ready(options: argparse.Namespace) -> None:
-    """Wait for the server, at most `--wait` seconds, and report it meanwhile.
+    """Wait until the server is ready, at most `--wait` seconds, and report the wait.
 
     Raises:
         ServerUnavailable: it is not ready by then.
     """
     began = time.monotonic()
-    said_s = 0
+    next_report_s = 0
     while not _is_ready(options):
         waited = time.monotonic() - began
         if waited >= options.wait:
             raise ServerUnavailable(
                 f"{options.url or DEFAULTS[0]}: not ready within {options.wait:g} s"
             )
-        if int(waited) >= said_s:
+        if int(waited) >= next_report_s:
             print(f"not ready yet, loading for {int(waited)} s", file=sys.stderr)
-            said_s = int(waited) + _PROGRESS_S
+            next_report_s = int(waited) + _PROGRESS_S
         time.sleep(min(_POLL_S, options.wait))
 
 
 def _is_ready(options: argparse.Namespace) -> bool:
     """Return True if a worker takes edits there.
 
-    Each call makes a new connection: one that has failed waits longer and longer before it retries.
+    Each call opens a new connection, because gRPC waits longer after each failure before it opens
+    a failed one again.
     """
     try:
         with connected(options) as client:
@@ -194,7 +195,7 @@ def _numbers(option: str, text: str, counts: tuple[int, ...], accepted: str) -> 
 
 
 def mask(options: argparse.Namespace) -> None:
-    """Run `maskserve mask`: write the mask of a thing in a picture."""
+    """Run `maskserve mask`: write the mask of an object in a picture."""
     context = tls_context(options)
     masks = Masks(http_address(options.url, context), key=options.key, context=context)
     scored_mask = masks.find(Path(options.image), **mask_from(options))
@@ -275,13 +276,13 @@ def _tokens(meta: dict[str, Any]) -> str:
     active, total = meta.get("active_tokens"), meta.get("total_tokens")
     summary = f"{active} of {total} tokens active"
     computed, whole = meta.get("computed_tokens"), (total or 0) * meta.get("steps", 0)
-    if computed is None or not whole:  # an old server does not tell
+    if computed is None or not whole:  # a server of an earlier version
         return summary
     return f"{summary}, {computed / whole:.0%} computed"
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file so that nobody ever finds half of it.
+    """Write a file as a whole: readers see the previous content or the new one.
 
     Raises:
         OSError: it cannot be written; the previous file stays.
@@ -293,7 +294,7 @@ def status(options: argparse.Namespace) -> None:
     """Run `maskserve status`.
 
     Raises:
-        ServerUnavailable: no worker is alive; the status is printed all the same.
+        ServerUnavailable: no worker is alive; the status is printed before.
     """
     with connected(options) as client:
         values = client.control("status")
@@ -407,7 +408,7 @@ def drain(options: argparse.Namespace) -> None:
     print(json.dumps(values) if options.json else f"takes no new edits; {in_flight} in flight")
 
 
-class _ByControl:
+class _GrpcTemplates:
     """Templates of a worker or router, over gRPC."""
 
     def __init__(self, client: Client) -> None:
@@ -424,8 +425,8 @@ class _ByControl:
         return self._client.control(op, template_id=name)
 
 
-class _ByHttp:
-    """Templates of a router, by its templates API."""
+class _HttpTemplates:
+    """Templates of a router, over its HTTP API."""
 
     def __init__(self, templates: Templates) -> None:
         self._templates = templates
@@ -454,13 +455,13 @@ def tls_context(options: argparse.Namespace) -> ssl.SSLContext | None:
 
 
 @contextmanager
-def _templates(options: argparse.Namespace) -> Iterator[_ByControl | _ByHttp]:
+def _templates(options: argparse.Namespace) -> Iterator[_GrpcTemplates | _HttpTemplates]:
     """Yield the server's templates; `--url http://…` is a router's HTTP port."""
     if options.url.startswith(("http://", "https://")):
-        yield _ByHttp(Templates(options.url, key=options.key, context=tls_context(options)))
+        yield _HttpTemplates(Templates(options.url, key=options.key, context=tls_context(options)))
         return
     with connected(options) as client:
-        yield _ByControl(client)
+        yield _GrpcTemplates(client)
 
 
 def templates_add(options: argparse.Namespace) -> None:
@@ -490,7 +491,7 @@ def templates_list(options: argparse.Namespace) -> None:
 
 
 def _lifetime(template: dict[str, Any]) -> str:
-    """Return in words what a server keeps of a template."""
+    """Return in words whether a template is registered, and where its entries lie."""
     entries = template["entries"]
     cached = _entries_text(entries) if entries else "not cached"
     if template["registered"]:
@@ -512,7 +513,7 @@ def _entries_text(entries: list[dict[str, Any]]) -> str:
     return f"cached on {', '.join(tiers)}"
 
 
-def templates_by_worker(options: argparse.Namespace) -> None:
+def templates_change(options: argparse.Namespace) -> None:
     """Run `maskserve templates rm`, `pin` and `unpin`: one operation on each id."""
     results = []
     with _templates(options) as templates:
@@ -527,45 +528,45 @@ def templates_by_worker(options: argparse.Namespace) -> None:
 def adapters_list(options: argparse.Namespace) -> None:
     """Run `maskserve adapters ls`."""
     with connected(options) as client:
-        values = client.control("adapters", timeout=_PATIENT_S)
+        values = client.control("adapters", timeout=_STORAGE_TIMEOUT_S)
     if options.json:
         print(json.dumps(values))
         return
     for adapter in values["adapters"]:
-        print(f"{adapter['name']:32} {_adapter(adapter)}")
+        print(f"{adapter['name']:32} {_adapter_text(adapter)}")
     for net in values.get("controlnets", ()):
-        print(f"{net['name']:32} {_controlnet(net)}")
+        print(f"{net['name']:32} {_controlnet_text(net)}")
     if values["problem"]:
         print(f"the storage does not answer: {values['problem']}", file=sys.stderr)
 
 
-def _adapter(about: dict[str, Any]) -> str:
-    """Return in words an adapter's facts and location."""
-    if about["problem"]:
-        return f"not served: it {about['problem']}"
-    location = " and ".join(_tiers(about)) or "in the storage only"
-    size = f"rank {about['rank']}, {about['bytes'] / 2**20:.1f} MiB, {', '.join(about['parts'])}"
-    notes = "".join(f"; {note}" for note in about.get("notes", ()))
-    return f"{size}; {location}{', pinned' if about['pinned'] else ''}{notes}"
+def _adapter_text(record: dict[str, Any]) -> str:
+    """Return in words an adapter's rank, size and parts, and where it lies."""
+    if record["problem"]:
+        return f"not served: it {record['problem']}"
+    location = " and ".join(_tiers(record)) or "in the storage only"
+    size = f"rank {record['rank']}, {record['bytes'] / 2**20:.1f} MiB, {', '.join(record['parts'])}"
+    notes = "".join(f"; {note}" for note in record.get("notes", ()))
+    return f"{size}; {location}{', pinned' if record['pinned'] else ''}{notes}"
 
 
-def _controlnet(about: dict[str, Any]) -> str:
-    """Return in words a ControlNet's facts and location."""
-    if about["problem"]:
-        return f"not served: it {about['problem']}"
-    location = " and ".join(_tiers(about)) or "in the folder only"
-    return f"ControlNet, {about['bytes'] / 2**20:.1f} MiB; {location}"
+def _controlnet_text(record: dict[str, Any]) -> str:
+    """Return in words a ControlNet's size, and where it lies."""
+    if record["problem"]:
+        return f"not served: it {record['problem']}"
+    location = " and ".join(_tiers(record)) or "in the folder only"
+    return f"ControlNet, {record['bytes'] / 2**20:.1f} MiB; {location}"
 
 
-def _tiers(about: dict[str, Any]) -> list[str]:
-    tiers = about["tiers"]
-    if isinstance(tiers, dict):  # a router's: by worker
+def _tiers(record: dict[str, Any]) -> list[str]:
+    tiers = record["tiers"]
+    if isinstance(tiers, dict):  # a router's answer has tiers by worker
         return sorted({tier for worker_tiers in tiers.values() for tier in worker_tiers})
     return list(tiers)
 
 
 def adapters_check(options: argparse.Namespace) -> None:
-    """Run `maskserve adapters check`: files here, other names at the server."""
+    """Run `maskserve adapters check`: check files here, and other names at the server."""
     files = [
         name
         for name in options.names
@@ -578,34 +579,36 @@ def adapters_check(options: argparse.Namespace) -> None:
     if names:
         with connected(options) as client:
             for name in names:
-                checked.append(client.control("adapter_check", name=name, timeout=_PATIENT_S))
+                checked.append(
+                    client.control("adapter_check", name=name, timeout=_STORAGE_TIMEOUT_S)
+                )
     if options.json:
         print(json.dumps(checked))
         return
-    for about in checked:
-        digest = about["digest"][:16]
+    for record in checked:
+        digest = record["digest"][:16]
         print(
-            f"{about['name']}: rank {about['rank']}, {about['bytes'] / 2**20:.1f} MiB, "
-            f"{', '.join(about['parts'])}, sha256 {digest}…"
+            f"{record['name']}: rank {record['rank']}, {record['bytes'] / 2**20:.1f} MiB, "
+            f"{', '.join(record['parts'])}, sha256 {digest}…"
         )
-        for note in about.get("notes", ()):
-            print(f"{about['name']}: {note}")
+        for note in record.get("notes", ()):
+            print(f"{record['name']}: {note}")
 
 
 def _checked_file(name: str, model: str | None, gguf: str) -> dict[str, Any]:
-    """Return the facts of a file. Raises InvalidRequest: it could not be served."""
+    """Return the description of a file. Raises InvalidRequest: it could not be served."""
     try:
         return describe_file(Path(name), model, gguf)
     except BadAdapter as error:
         raise InvalidRequest(name, str(error)) from error
 
 
-def adapters_by_worker(options: argparse.Namespace) -> None:
+def adapters_change(options: argparse.Namespace) -> None:
     """Run `maskserve adapters load`, `pin`, `unpin` and `evict`: one operation on each name."""
     results = []
     with connected(options) as client:
         for name in options.names:
-            results.append(client.control(options.op, name=name, timeout=_PATIENT_S))
+            results.append(client.control(options.op, name=name, timeout=_STORAGE_TIMEOUT_S))
             if not options.json:
                 print(f"{options.op.removeprefix('adapter_')} {name}")
     if options.json:

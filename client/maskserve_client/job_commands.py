@@ -49,7 +49,7 @@ def add_jobs(
         "--idempotency-key",
         default="",
         metavar="KEY",
-        help="an equal request with the same key gives the same job",
+        help="the router adds no second job for an equal request with the same key",
     )
     listing = actions.add_parser("ls", help="list the last hundred jobs")
     get = actions.add_parser("get", help="show a job")
@@ -96,7 +96,7 @@ def _get(options: argparse.Namespace) -> None:
         files = pictures(job) if "result" in job else []
         if len(files) != 1:
             message = f"{options.id} is {job['status']}, with {len(files)} pictures"
-            raise InvalidRequest("--out", message, "a job that has made one")
+            raise InvalidRequest("--out", message, "a job that has made one picture")
         write_whole(options.out, files[0])
     print(json.dumps(job) if options.json else _line(job))
 

@@ -12,7 +12,7 @@ import msgspec
 from maskserve_client.commands import connected, write_whole
 from maskserve_client.wire import ImageInput
 from maskserve_common.errors import InvalidRequest
-from maskserve_workflows.explained import explained
+from maskserve_workflows.explanation import explain
 from maskserve_workflows.folder import compile_folder, read_plans
 from maskserve_workflows.passes import PASSES
 from maskserve_workflows.plan import WorkflowPlan, dump_plan
@@ -50,37 +50,41 @@ def add_workflows(
             help=f"skip a pass: {', '.join(PASSES)}; may be repeated",
         )
         command.set_defaults(run=run)
-    started = actions.add_parser(
+    run_parser = actions.add_parser(
         "run",
         help="run a workflow at a router",
         epilog="example: maskserve workflows run replace --url localhost:8081 image=@a.png "
         'name="red star" prompt="a blue heart" --out b.png',
     )
-    started.add_argument("name", metavar="NAME", help="name of the workflow")
-    started.add_argument(
+    run_parser.add_argument("name", metavar="NAME", help="name of the workflow")
+    run_parser.add_argument(
         "inputs", nargs="+", metavar="INPUT=VALUE", help="text, or @FILE for a picture or mask"
     )
-    started.add_argument(
+    run_parser.add_argument(
         "--out",
         type=Path,
         required=True,
         metavar="FILE",
         help="file for the output image; further pictures and masks go to FILE-NAME next to it",
     )
-    started.add_argument("--seed", type=int, metavar="N", help="seed (default: drawn and reported)")
-    started.add_argument(
+    run_parser.add_argument(
+        "--seed", type=int, metavar="N", help="seed (default: drawn and reported)"
+    )
+    run_parser.add_argument(
         "--steps",
         dest="num_inference_steps",
         type=int,
         metavar="N",
         help="denoising steps of each edit",
     )
-    started.add_argument("--request-id", metavar="ID", help="name of the run, for cancel and logs")
-    started.add_argument(
+    run_parser.add_argument(
+        "--request-id", metavar="ID", help="name of the run, for cancel and logs"
+    )
+    run_parser.add_argument(
         "--timeout", type=float, metavar="S", help="cancel the run after this many seconds"
     )
-    add_common(started)
-    started.set_defaults(run=_run)
+    add_common(run_parser)
+    run_parser.set_defaults(run=_run)
 
 
 def _compiled(options: argparse.Namespace) -> list[WorkflowPlan]:
@@ -108,7 +112,7 @@ def _check(options: argparse.Namespace) -> None:
             raise InvalidRequest("workflows", f"{name} is not compiled", "run workflows compile")
         if stored_plans[name].digest != plan.digest:
             raise InvalidRequest(
-                "workflows", f"{name}.json is not what its definition says", "run workflows compile"
+                "workflows", f"{name}.json differs from its definition", "run workflows compile"
             )
     _print(
         options,
@@ -119,7 +123,7 @@ def _check(options: argparse.Namespace) -> None:
 
 def _explain(options: argparse.Namespace) -> None:
     plans = _compiled(options)
-    _print(options, plans, [explained(plan) for plan in plans])
+    _print(options, plans, [explain(plan) for plan in plans])
 
 
 def _run(options: argparse.Namespace) -> None:

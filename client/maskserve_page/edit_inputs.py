@@ -19,15 +19,20 @@ _PREVIEWS = 6
 _SEED_BITS = 32
 
 
-class NotYet(InvalidRequest):
-    """The user still has to add something; the message is a whole sentence."""
+class InputMissing(InvalidRequest):
+    """The user has not chosen a picture or painted a mask yet; the message is a whole sentence."""
 
     def __init__(self, sentence: str) -> None:
         super().__init__("page", sentence)
         self.sentence = sentence
 
 
-def decoded(text: str) -> bytes:
+def decode_picture(text: str) -> bytes:
+    """Return the bytes of a picture in base64.
+
+    Raises:
+        InvalidRequest: the text is not base64.
+    """
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError, TypeError):
@@ -39,26 +44,28 @@ def decoded(text: str) -> bytes:
 def source_and_mask(
     painted: str | None, pictures_on_disk: PagePictures
 ) -> tuple[PagePicture, Image.Image]:
-    """Return the picture, and the mask: white where it was painted.
+    """Return the picture and the mask, which is white where the user painted.
 
     Args:
         painted: the canvas's JSON; see `painter.js`.
         pictures_on_disk: pictures of the page.
 
     Raises:
-        NotYet: there is no picture, or nothing was painted.
+        InputMissing: there is no picture, or nothing was painted.
         InvalidRequest: the mask belongs to another picture.
     """
     try:
         canvas = json.loads(painted or "{}")
         name, bits = canvas["name"], base64.b64decode(canvas.get("mask", ""), validate=True)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise NotYet("There is no picture yet: choose, paste or drop one, or pick one.") from None
+        raise InputMissing(
+            "There is no picture yet: choose, paste or drop one, or pick one."
+        ) from None
     source = pictures_on_disk.get(name)
     height, width = source.size
     touched = np.unpackbits(np.frombuffer(bits, np.uint8))[: width * height]
     if not touched.any():
-        raise NotYet("Nothing is masked yet: paint over what is to change.")
+        raise InputMissing("Nothing is masked yet: paint over what is to change.")
     if len(bits) != -(-width * height // 8):
         raise InvalidRequest("mask", "is of another picture", "paint it again")
     return source, Image.fromarray(255 * touched.reshape(height, width))
@@ -66,7 +73,7 @@ def source_and_mask(
 
 def settings_of(
     seed: float | None,
-    draw: bool,
+    new_seed: bool,
     steps: float | None,
     guidance: float | None,
     dilate: int,
@@ -76,7 +83,7 @@ def settings_of(
 ) -> dict[str, Any]:
     """Return SETTINGS of an edit, without settings left at the model's defaults."""
     settings: dict[str, Any] = {
-        "seed": secrets.randbits(_SEED_BITS) if draw or seed is None else int(seed),
+        "seed": secrets.randbits(_SEED_BITS) if new_seed or seed is None else int(seed),
         "mask_dilate": int(dilate),
         "mask_feather": int(feather),
         "cache": cache,
@@ -86,9 +93,9 @@ def settings_of(
         settings["num_inference_steps"] = int(steps)
     if guidance:
         settings["guidance_scale"] = float(guidance)
-    named = [part.strip() for part in (loras or "").split(",") if part.strip()]
-    if named:
-        settings["loras"] = [_lora(text) for text in named]
+    lora_texts = [part.strip() for part in (loras or "").split(",") if part.strip()]
+    if lora_texts:
+        settings["loras"] = [_lora(text) for text in lora_texts]
     return settings
 
 

@@ -22,8 +22,8 @@ from PIL import Image
 from maskserve_client import EditResult, Final, Masks, Preview
 from maskserve_common.contracts.settings import CACHE_MODES
 from maskserve_common.errors import Cancelled, InvalidRequest, MaskserveError
-from maskserve_page import told
-from maskserve_page.edit_inputs import decoded, settings_of, source_and_mask
+from maskserve_page import texts
+from maskserve_page.edit_inputs import decode_picture, settings_of, source_and_mask
 from maskserve_page.pictures import EXPIRES_S, PagePicture, PagePictures
 from maskserve_page.session import Session
 
@@ -40,21 +40,22 @@ WORDS = {
     )
 }
 """Model name -> prompts of the suggestion buttons, for models that know few words."""
-_LEAST = {"demo": 0.02}
-"""Model name -> share of a picture below which a mask is too small for the model."""
-_MOST_STEPS_BACK = 8
+_LEAST_MASK = {"demo": 0.02}
+"""Model name -> smallest share of a picture that a mask should cover for this model."""
+_MOST_UNDONE = 8
+"""Most pictures that Undo can go back."""
 
 
 def make_page(
     session: Session, pictures_on_disk: PagePictures, pictures: list[Path], masks: Masks | None
 ) -> Any:
-    """Make the page.
+    """Return the page as Gradio's Blocks.
 
     Args:
         session: connection to the worker or router that runs the edits.
         pictures_on_disk: pictures of the page's users.
         pictures: example pictures to begin with.
-        masks: finds the mask of a clicked thing; None: masks are only painted.
+        masks: finds the mask of a clicked object; None: masks are only painted.
     """
     import gradio as gr
 
@@ -75,7 +76,7 @@ def make_page(
             with gr.Column(scale=4, elem_classes="outcome"):
                 outcome = _outcome(gr)
         _edits(gr, form, outcome, session, pictures_on_disk)
-        _steps_on_and_back(gr, form, outcome, pictures_on_disk)
+        _continue_and_undo(gr, form, outcome, pictures_on_disk)
     return page
 
 
@@ -104,26 +105,26 @@ def _form(
     def take(encoded: str) -> dict[str, str]:
         """Keep a picture in base64; return its name and URL, or an error sentence."""
         try:
-            picture = pictures_on_disk.take(decoded(encoded))
+            picture = pictures_on_disk.take(decode_picture(encoded))
         except InvalidRequest as error:
             return {"error": error.message}
         session.prepare(picture)
         return picture.template()
 
-    def find(prompt: dict[str, Any]) -> dict[str, str]:
-        """Return the mask of the thing at a pixel, a PNG in base64, or an error sentence."""
+    def find(click: dict[str, Any]) -> dict[str, str]:
+        """Return the mask of the object at a pixel, a PNG in base64, or an error sentence."""
         try:
-            file, place = pictures_on_disk.get(prompt["name"]).file, [prompt["x"], prompt["y"], 1]
+            file, point = pictures_on_disk.get(click["name"]).file, [click["x"], click["y"], 1]
             assert masks is not None
-            scored_mask = masks.find(file, points=[place])
+            scored_mask = masks.find(file, points=[point])
         except MaskserveError as error:
             return {"error": error.message}
-        # Without transparency: a canvas loses the colour of transparent pixels.
+        # Without alpha, because a canvas loses the colour of transparent pixels.
         plain = io.BytesIO()
         Image.open(io.BytesIO(scored_mask.mask)).convert("L").save(plain, "PNG")
         return {"mask": base64.b64encode(plain.getvalue()).decode()}
 
-    painter = _text("painter.html").replace("{least}", str(_LEAST.get(model, 0)))
+    painter = _text("painter.html").replace("{least}", str(_LEAST_MASK.get(model, 0)))
     editor = gr.HTML(
         html_template=painter.replace("{clicks}", "" if masks else "hidden"),
         js_on_load=_text("painter.js"),
@@ -202,9 +203,9 @@ class _Outcome:
     go_on: Any
     undo: Any
     file: Any
-    spec: Any
+    details: Any
     last: Any
-    """State: the name of the last finished picture."""
+    """State of the page: the name of the last finished picture."""
 
 
 def _outcome(gr: Any) -> _Outcome:
@@ -223,7 +224,7 @@ def _edits(
     gr: Any, form: _Form, outcome: _Outcome, session: Session, pictures_on_disk: PagePictures
 ) -> None:
     """Connect Edit and Stop."""
-    request = gr.State(_fresh_id)  # of the next edit, or of the one under way
+    request = gr.State(_fresh_id)  # id of the edit under way, or of the next one
 
     def buttons(*, running: bool) -> dict[Any, Any]:
         """Show Stop in the place of Edit while an edit runs.
@@ -237,10 +238,10 @@ def _edits(
             form.stop: gr.Button(visible=visibility[running]),
         }
 
-    def spec(result: EditResult, picture: PagePicture) -> dict[Any, Any]:
+    def result_updates(result: EditResult, picture: PagePicture) -> dict[Any, Any]:
         """Return the updates for a finished edit, other than its picture."""
         return {
-            outcome.spec: told.summary(result.meta),
+            outcome.details: texts.summary(result.meta),
             form.seed: result.seed,
             outcome.file: gr.DownloadButton(value=str(picture.file), interactive=True),
             outcome.go_on: gr.Button(interactive=True),
@@ -260,26 +261,29 @@ def _edits(
                     if isinstance(event, Final):
                         picture = pictures_on_disk.take(event.result.encoded)
                         session.remember(picture, event.result)
-                        # The picture first: the facts take time as well.
+                        # The picture comes first, because the other updates take time.
                         yield {
                             **buttons(running=False),
-                            outcome.status: told.note(
+                            outcome.status: texts.note(
                                 "done", event.result.meta.get("warnings", ())
                             ),
                             outcome.live: "",
-                            outcome.preview: told.compared(source, picture, mask),
+                            outcome.preview: texts.comparison(source, picture, mask),
                             outcome.bar: gr.Row(visible=True),
                         }
-                        yield {**spec(event.result, picture), request: _fresh_id()}
+                        yield {**result_updates(event.result, picture), request: _fresh_id()}
                     elif time.monotonic() - shown_at >= _PREVIEW_S:
-                        values = {outcome.status: told.progress(event)}
+                        values = {outcome.status: texts.progress(event)}
                         if isinstance(event, Preview):
-                            values |= {outcome.live: told.preview(event.image), outcome.preview: ""}
+                            values |= {
+                                outcome.live: texts.preview(event.image),
+                                outcome.preview: "",
+                            }
                         yield values
                         shown_at = time.monotonic()
         except (MaskserveError, OSError) as error:
             stopped = isinstance(error, Cancelled)
-            status = told.note("stopped") if stopped else told.sentence(error)
+            status = texts.note("stopped") if stopped else texts.error_note(error)
             yield {
                 **buttons(running=False),
                 outcome.status: status,
@@ -287,24 +291,24 @@ def _edits(
                 request: _fresh_id(),
             }
 
-    begun = [form.run.click, form.prompt.submit]
+    triggers = [form.run.click, form.prompt.submit]
     # Only in the browser: a round trip to the server would delay the edit.
-    gr.on(begun, None, None, outcome.status, js=f"() => `{told.note('sent')}`")
+    gr.on(triggers, None, None, outcome.status, js=f"() => `{texts.note('sent')}`")
     edit_inputs = [form.editor, form.prompt, request, form.seed, *form.more]
     changed = [request, form.run, form.stop, form.seed, *vars(outcome).values()]
-    gr.on(begun, edit, edit_inputs, changed, show_progress="hidden")
+    gr.on(triggers, edit, edit_inputs, changed, show_progress="hidden")
     form.stop.click(session.stop, request, None, show_progress="hidden")
 
 
-def _steps_on_and_back(
+def _continue_and_undo(
     gr: Any, form: _Form, outcome: _Outcome, pictures_on_disk: PagePictures
 ) -> None:
-    """Connect the buttons that continue from a result and go back."""
+    """Connect the buttons that make a result the picture to edit, and that undo it."""
     past = gr.State([])
 
     def carry_on(painted: str | None, result: str, before: list[str]) -> Any:
         """Make the result the picture to edit, and keep the previous picture."""
-        earlier = [*before, json.loads(painted)["name"]][-_MOST_STEPS_BACK:] if painted else before
+        earlier = [*before, json.loads(painted)["name"]][-_MOST_UNDONE:] if painted else before
         return (
             json.dumps(pictures_on_disk.get(result).template()),
             earlier,

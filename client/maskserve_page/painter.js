@@ -31,7 +31,7 @@ function show(image, called) {
   size.max = Math.max(8, Math.min(width, height) >> 1);
   size.value = Math.max(2, Math.min(width, height) >> 4);
   element.querySelector(".painter").classList.add("ready");
-  told();
+  report();
 }
 
 function say(text) { said.textContent = text; }
@@ -77,8 +77,8 @@ function keep() {
   if (before.length > MOST_UNDONE) before.shift();
 }
 
-// What is painted, for the page's next edit.
-function told() {
+// Reports the mask to the page, for its next edit.
+function report() {
   const sent = bits();
   let painted = 0;
   for (let i = 0; i < mask.length; i++) painted += mask[i];
@@ -96,14 +96,14 @@ function undo() {
   const kept = before.pop();
   for (let i = 0; i < mask.length; i++) mask[i] = (kept[i >> 3] >> (7 - (i & 7))) & 1;
   draw(0, 0, width, height);
-  told();
+  report();
 }
 
 function clear() {
   keep();
   mask = new Uint8Array(width * height);
   draw(0, 0, width, height);
-  told();
+  report();
 }
 
 // Masks the thing at a place, or takes it out of the mask.
@@ -124,7 +124,7 @@ async function pick([x, y]) {
     keep();
     for (let i = 0; i < mask.length; i++) if (data[4 * i] > 127) mask[i] = value;
     draw(0, 0, width, height);
-    told();
+    report();
   } catch (error) {
     say("The server could not find the object.");
   }
@@ -156,7 +156,7 @@ for (const end of ["pointerup", "pointercancel"])
   paint.addEventListener(end, () => {
     if (!last) return;
     last = null;
-    told();
+    report();
   });
 
 paint.addEventListener("keydown", (event) => {
@@ -171,14 +171,14 @@ paint.addEventListener("keydown", (event) => {
     ];
     if (down) {
       line(from, cursor);
-      told();
+      report();
     }
   } else if (event.key === " ") {
     down = !down;
     if (down) {
       keep();
       line(cursor, cursor);
-      told();
+      report();
     }
   } else if (event.key === "Enter" && clicks) {
     pick(cursor);
@@ -214,11 +214,11 @@ async function take(file) {
   }
 }
 
-async function load(told) {
+async function load(template) {
   const image = new Image();
-  image.src = told.url;
+  image.src = template.url;
   await image.decode();
-  show(image, told.name);
+  show(image, template.name);
 }
 
 find(".file").addEventListener("change", (event) => {
@@ -236,6 +236,6 @@ document.addEventListener("paste", (event) => {
 });
 
 watch("value", () => {
-  const told = props.value ? JSON.parse(props.value) : {};
-  if (told.url) load(told).catch(() => say("The picture could not be read."));
+  const template = props.value ? JSON.parse(props.value) : {};
+  if (template.url) load(template).catch(() => say("The picture could not be read."));
 });

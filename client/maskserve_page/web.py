@@ -23,7 +23,7 @@ from maskserve_page.session import Session
 
 os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
 
-_LOOK_EVERY_S = 1.0
+_POLL_S = 1.0
 _MOST_BODY = LIMITS.max_image_bytes * 4 // 3 + 2**20
 """Most bytes of a request: a picture as base64."""
 
@@ -90,7 +90,7 @@ def _await(session: Session, url: str) -> None:
     if not session.ready():
         print(f"waiting for the server at {url}", flush=True)
         while not session.ready():
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(_POLL_S)
 
 
 def _theme() -> Any:

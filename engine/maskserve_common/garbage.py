@@ -1,4 +1,4 @@
-"""Exclusion of a process's imports and loaded models from garbage collection."""
+"""Garbage collection around a process's start."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def without_collection_of_what_exists() -> Iterator[None]:
-    """Exempt the objects of imports and loads from garbage collection. Collecting among them
-    repeatedly would take a good part of a start, and a later full collection would delay a step.
+def without_garbage_collection() -> Iterator[None]:
+    """Turn garbage collection off for the block, and exempt all objects that exist at its end from
+    later collections. Repeated collections among imports and loaded models would take a good part
+    of a start, and a later full collection would delay a step.
     """
     gc.disable()
     try:

@@ -30,7 +30,7 @@ from maskserve_common.config import Config, ConfigError, LogConfig
 
 _STANDARD_ERROR = 2
 _VARYING = re.compile("0x[0-9a-f]+|[0-9]+")
-"""Numbers and addresses, which vary between lines of equal meaning."""
+"""Numbers and addresses: lines that differ only in these count as one text."""
 _NO_FIELDS: Mapping[str, Any] = {}
 
 
@@ -89,14 +89,15 @@ class LineFile(WatchedFileHandler):
     dropped = 0
     _torn = False
     """Whether only a part of the newest line was written."""
-    _over = False
+    _closed_for_good = False
+    """Whether `close` was called: later lines are ignored, and the file is not opened again."""
 
     def close(self) -> None:
         super().close()
-        self._over = True
+        self._closed_for_good = True
 
     def emit(self, record: logging.LogRecord) -> None:
-        if self._over:
+        if self._closed_for_good:
             return
         try:
             line = self.format(record)
@@ -112,9 +113,7 @@ class LineFile(WatchedFileHandler):
         except OSError as error:
             self.dropped += 1
             if self.dropped == 1:
-                message = (
-                    f"cannot write {self.baseFilename}: {error.strerror}; it goes on without\n"
-                )
+                message = f"cannot write {self.baseFilename}: {error.strerror}; lines are lost\n"
                 with suppress(OSError):
                     os.write(_STANDARD_ERROR, message.encode())
 
@@ -134,23 +133,24 @@ class LineFile(WatchedFileHandler):
 
 
 class Repeats(logging.Filter):
-    """Limit repetitions: a few warnings or errors of one text pass in a period; the next one says
-    how many were suppressed. Clients can cause any number of them.
+    """Limit repetitions of a warning or an error: in each period the first lines of one text pass.
+    The first line of the next period has the number of suppressed lines, as `left_out`. Without a
+    limit, clients could fill the log.
     """
 
-    _FIRST_LINES, _WHILE_S, _TEXTS = 20, 10.0, 1024
+    _FIRST_LINES, _PERIOD_S, _MOST_TEXTS = 20, 10.0, 1024
 
     def __init__(self) -> None:
         super().__init__()
         self._lines: dict[tuple[str, int, str], tuple[float, int]] = {}
-        """Text -> start of the period, and lines since."""
+        """Logger, level and text -> start of the period, and lines since."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.levelno < logging.WARNING:
             return True
         text = (record.name, record.levelno, _VARYING.sub("", str(record.msg))[:200])
         began, count = self._lines.get(text, (record.created, 0))
-        if record.created - began > self._WHILE_S:
+        if record.created - began > self._PERIOD_S:
             if count > self._FIRST_LINES:
                 fields = {
                     **getattr(record, "fields", _NO_FIELDS),
@@ -158,7 +158,7 @@ class Repeats(logging.Filter):
                 }
                 record.fields = fields
             began, count = record.created, 0
-        if len(self._lines) >= self._TEXTS and text not in self._lines:
+        if len(self._lines) >= self._MOST_TEXTS and text not in self._lines:
             self._lines.clear()
         self._lines[text] = began, count + 1
         return count < self._FIRST_LINES

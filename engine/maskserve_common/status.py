@@ -61,7 +61,7 @@ class StatusWriter:
         self._sequence = 0
 
     def write(self, status: WorkerStatus) -> Stamp:
-        """Number and publish `status`, whose own stamps are ignored; return its stamps.
+        """Publish `status` with new stamps and return them; the stamps that it has are ignored.
 
         Raises:
             OSError: the file cannot be written; readers keep the previous record.
@@ -108,7 +108,9 @@ class StatusReader:
         self._slot_bytes = 0
 
     def read(self) -> WorkerStatus | None:
-        """The newest whole record, or `None` without one (no file yet, not ours, damaged)."""
+        """Return the newest complete record; None: there is none (no file, another format, a
+        damaged file).
+        """
         raw = self.read_json()
         if raw is None:
             return None
@@ -119,7 +121,7 @@ class StatusReader:
 
     def read_json(self) -> bytes | None:
         """Return the record as JSON bytes, to be passed on without being parsed."""
-        # A reader that is overtaken twice while it copies finds neither slot whole: look again.
+        # If the writer writes both slots while the reader copies, neither is complete: read again.
         for _ in range(_READ_TRIES):
             try:
                 if not self._follow():
@@ -137,7 +139,9 @@ class StatusReader:
         self._file = self._identity = None
 
     def _follow(self) -> bool:
-        """Reopen the file if the path leads to another one now."""
+        """Reopen the file if another one has its path now; return False if there is none to
+        read.
+        """
         try:
             stat = os.stat(self.path)
         except OSError:

@@ -1,8 +1,8 @@
-"""Which adapters there are, and what each is: kept in one file that a host's workers share.
+"""The catalogue of adapters: one file, which the workers of a host share.
 
-Listing thousands of adapters and reading their headers takes a storage seconds or minutes. So one
-process of the host does it for all, in the background, and each header is read once, whatever the
-names and the versions of the files that have it. Looking up a name touches no storage.
+Listing thousands of adapters and reading their headers takes seconds or minutes. So one process of
+the host does it for all, in the background. Files with equal headers share one reading, even under
+other names and versions. Finding a name calls no storage.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ class KnownAdapter(msgspec.Struct, frozen=True):
     descriptions."""
 
     def check(self, field: str) -> None:
-        """Refuse one that is not served.
+        """Check that the adapter is served.
 
         Raises:
-            InvalidRequest: naming `field`.
+            InvalidRequest: it is not; the error names `field`.
         """
         if self.problem:
             raise InvalidRequest(field, f"adapter {self.name} {self.problem}")
@@ -99,7 +99,8 @@ class Catalogue:
         name = hashlib.sha256(repr(served).encode()).hexdigest()[:16]
         self._store, self._file = FileStore(folder), folder / f"catalogue-{name}.json"
         self._page = _Page({}, whole=False)
-        self._read: tuple[int, int] | None = None
+        self._page_version: tuple[int, int] | None = None
+        """Time and inode of the file that `_page` was read from."""
         self._base: BaseLayers | None = None
         self._headers = HeaderProcess(bounds)
 
@@ -109,7 +110,7 @@ class Catalogue:
 
     @property
     def problem(self) -> str:
-        """Why the storage could not be listed; empty if it could."""
+        """Reason why the storage could not be listed; empty if it could."""
         return self._current().problem
 
     def find(self, name: str, field: str = "SETTINGS.loras") -> KnownAdapter:
@@ -117,7 +118,7 @@ class Catalogue:
 
         Raises:
             AdapterNotFound: there is none.
-            InvalidRequest: it is not served, or adapters are not.
+            InvalidRequest: the adapter is not served, or no adapters are.
             Overloaded: the storage has not been listed yet, or does not answer.
         """
         if not self._config.adapters.store:
@@ -137,14 +138,14 @@ class Catalogue:
         """List the storage, unless another process has just done so; blocks.
 
         Args:
-            at_once: whether to list it even then.
-            wait: whether to wait for another process that lists it; else its listing is enough.
+            at_once: whether to list it even if another process has just done so.
+            wait: whether to wait while another process lists it; otherwise that listing is enough.
         """
         with (
             contextlib.suppress(TimeoutError),
             self._store.bringing(self._file.name, math.inf if wait else 0.0),
         ):
-            # A clock that was set back has the last scan lie ahead; that is no reason to wait.
+            # If the clock was set back, the last scan lies in the future: list again.
             age = time.time() - self._written_at()
             if not at_once and 0 <= age < self._config.adapters.rescan_s:
                 return
@@ -157,12 +158,14 @@ class Catalogue:
                 self._write(_Page(dict(adapters), self._current().whole, str(error)))
                 return
             try:
-                self._write_up(files, adapters)
+                self._update(files, adapters)
             finally:
                 self._headers.close()
 
-    def _write_up(self, files: Mapping[str, Stored], known: Mapping[str, KnownAdapter]) -> None:
-        """Read new headers, and record the known ones meanwhile."""
+    def _update(self, files: Mapping[str, Stored], known: Mapping[str, KnownAdapter]) -> None:
+        """Describe the new files and write all adapters to the catalogue's file, now and then also
+        before all are described.
+        """
         adapters = {
             name: known[name]
             for name, stored in files.items()
@@ -189,8 +192,8 @@ class Catalogue:
         self._write(_Page(adapters, whole=not problem, problem=problem))
 
     def _described(self, stored: Stored, by_header: Mapping[str, KnownAdapter]) -> KnownAdapter:
-        """Describe a file by its header, with the reason if it is refused. Headers read before are
-        not read again, so that a bad one costs its time once.
+        """Describe a file by its header, with the reason if it is refused. A description with an
+        equal header is used again, so that a bad header costs its time once.
         """
         limits = self._config.adapters
         plain = KnownAdapter(
@@ -238,12 +241,12 @@ class Catalogue:
     def _current(self) -> _Page:
         """Return the file's content, read again if another process has written it."""
         try:
-            about = self._file.stat()
-            read = (about.st_mtime_ns, about.st_ino)
-            if read != self._read:
+            stat = self._file.stat()
+            version = (stat.st_mtime_ns, stat.st_ino)
+            if version != self._page_version:
                 page = _decode(self._file.read_bytes())
                 if page.format == _FORMAT:
-                    self._page, self._read = page, read
+                    self._page, self._page_version = page, version
         except FileNotFoundError:
             pass
         except (OSError, msgspec.MsgspecError) as error:
@@ -251,7 +254,7 @@ class Catalogue:
         return self._page
 
     def _written_at(self) -> float:
-        """Time of the last scan; 0: there was none."""
+        """Return the time of the last scan, in seconds since 1970; 0: there was none."""
         try:
             return self._file.stat().st_mtime
         except OSError:

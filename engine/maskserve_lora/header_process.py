@@ -65,7 +65,7 @@ class HeaderProcess:
 
     def __init__(self, bounds: Bounds, limit_s: float = _LIMIT_S, module: str = __name__) -> None:
         self._bounds, self._limit_s, self._module = bounds, limit_s, module
-        self._door = threading.Lock()
+        self._lock = threading.Lock()
         self._running: tuple[subprocess.Popen[bytes], Connection] | None = None
 
     def describe(self, head: bytes, nbytes: int, config: bytes) -> Described:
@@ -79,7 +79,7 @@ class HeaderProcess:
         Raises:
             OSError: the process cannot be started.
         """
-        with self._door:
+        with self._lock:
             _, pipe = self._running or self._started()
             try:
                 pipe.send_bytes(msgspec.msgpack.encode(_HeaderRequest(head, nbytes, config)))
@@ -94,7 +94,7 @@ class HeaderProcess:
 
     def close(self) -> None:
         """End it; with the next header it is started again."""
-        with self._door:
+        with self._lock:
             self._end()
 
     def _started(self) -> tuple[subprocess.Popen[bytes], Connection]:

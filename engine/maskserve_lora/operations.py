@@ -14,7 +14,7 @@ _FIELD = "OP.name"
 
 
 class AdapterOperations:
-    """Operations on the adapters of `[adapters] store`; each reads the storage again."""
+    """Operations on the adapters of `[adapters] store`; each lists the storage anew."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -24,47 +24,47 @@ class AdapterOperations:
         self._store.close()
 
     def overview(self) -> dict[str, Any]:
-        """Return all adapters, with a description of each and its tiers on this host."""
+        """Return a description of each adapter, with its tiers on this host."""
         if not self._config.adapters.store:
             return {"adapters": [], "problem": ""}
         self._store.catalogue.scan(at_once=True, wait=False)
         pinned = self._store.host.pinned()
-        host_digests = self._loaded_states()
+        digests = self._digests()
         return {
             "adapters": [
-                _description(adapter, host_digests, name in pinned)
+                _description(adapter, digests, name in pinned)
                 for name, adapter in sorted(self._store.catalogue.all().items())
             ],
             "problem": self._store.catalogue.problem,
         }
 
     def check(self, name: str) -> dict[str, Any]:
-        """Check an adapter down to its last weight, without moving it.
+        """Check all weights of an adapter, without loading it.
 
         Raises:
             MaskserveError: the adapter is unknown or cannot be served.
         """
         adapter = self._known(name)
         digest = self._store.checked(adapter, _FIELD)
-        about = _description(adapter, self._loaded_states(), name in self._store.host.pinned())
-        return {**about, "digest": digest}
+        record = _description(adapter, self._digests(), name in self._store.host.pinned())
+        return {**record, "digest": digest}
 
     def load(self, name: str) -> dict[str, Any]:
-        """Check an adapter to its last weight, and load it to this host's memory.
+        """Check all weights of an adapter, and load it to this host's memory.
 
         Raises:
-            MaskserveError: as AdapterStore.fetch.
+            MaskserveError: as `AdapterStore.fetch` does.
         """
         adapter = self._known(name)
         file = self._store.fetch(name, adapter.version, _FIELD)
-        host_digests = {(name, adapter.version, "host"): file.digest}
-        return _description(adapter, host_digests, name in self._store.host.pinned())
+        digests = {(name, adapter.version, "host"): file.digest}
+        return _description(adapter, digests, name in self._store.host.pinned())
 
     def pin(self, name: str, *, pinned: bool) -> dict[str, Any]:
-        """Load an adapter to this host's memory and keep it there; or allow its eviction again.
+        """Load an adapter to this host's memory and protect it from eviction; or end that.
 
         Raises:
-            MaskserveError: as `load`.
+            MaskserveError: as `load` does.
         """
         if not pinned:
             self._check_name(name)
@@ -80,7 +80,8 @@ class AdapterOperations:
         self._store.host.pin(name, pinned=False)
         return {"name": name, "freed_bytes": self._store.forget(name)}
 
-    def _loaded_states(self) -> dict[tuple[str, str, str], str]:
+    def _digests(self) -> dict[tuple[str, str, str], str]:
+        """Return (name, version, tier) -> digest of the adapters on this host."""
         folders = {"host": self._store.host}
         if self._store.disk is not None:
             folders["disk"] = self._store.disk
@@ -103,12 +104,13 @@ class AdapterOperations:
 
 
 def _description(
-    adapter: KnownAdapter, states: dict[tuple[str, str, str], str], pinned: bool
+    adapter: KnownAdapter, digests: dict[tuple[str, str, str], str], pinned: bool
 ) -> dict[str, Any]:
     digest_by_tier = {
-        tier: states.get((adapter.name, adapter.version, tier)) for tier in ("host", "disk")
+        tier: digest
+        for tier in ("host", "disk")
+        if (digest := digests.get((adapter.name, adapter.version, tier)))
     }
-    digests = [digest for digest in digest_by_tier.values() if digest]
     return {
         "name": adapter.name,
         "bytes": adapter.nbytes,
@@ -117,7 +119,7 @@ def _description(
         "notes": list(adapter.notes),
         "problem": adapter.problem,
         "version": adapter.version,
-        "digest": digests[0] if digests else "",
-        "tiers": [tier for tier, digest in digest_by_tier.items() if digest],
+        "digest": next(iter(digest_by_tier.values()), ""),
+        "tiers": list(digest_by_tier),
         "pinned": pinned,
     }

@@ -35,7 +35,7 @@ _FINAL = "final"
 _READ_BYTES = 65536
 _OVER = " over"
 _CLOSE = b"\n"
-_LOOK_EVERY_S = 1.0
+_POLL_S = 1.0
 _LOST_S = 30.0
 
 
@@ -160,13 +160,11 @@ class AckReceiver:
 
     Args:
         runtime_dir: runtime folder of the worker.
-        look_every_s: seconds between two checks for lost events.
+        poll_s: seconds between two checks for lost events.
     """
 
-    def __init__(
-        self, runtime_dir: str | os.PathLike[str], look_every_s: float = _LOOK_EVERY_S
-    ) -> None:
-        self._look_every_s = look_every_s
+    def __init__(self, runtime_dir: str | os.PathLike[str], poll_s: float = _POLL_S) -> None:
+        self._poll_s = poll_s
         path = Path(runtime_dir) / _NAME
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)  # of a denoiser that was killed
@@ -193,9 +191,9 @@ class AckReceiver:
         partial_line, next_look = b"", 0.0
         while True:
             if time.monotonic() >= next_look:
-                next_look = time.monotonic() + self._look_every_s
+                next_look = time.monotonic() + self._poll_s
                 self._release_lost()
-            if not select.select([self._file], [], [], self._look_every_s)[0]:
+            if not select.select([self._file], [], [], self._poll_s)[0]:
                 continue
             *lines, partial_line = (partial_line + os.read(self._file, _READ_BYTES)).split(b"\n")
             for line in lines:

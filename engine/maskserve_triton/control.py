@@ -1,8 +1,9 @@
 """The `control` model: operations on the worker, JSON in, JSON out.
 
-`status` and `drain` touch files only and are answered at once. `cancel` asks the fronts, those on
-adapters the storage, and the others the denoiser's process, which may be dead: they wait in threads
-that keys share, cancels in some of their own, and are answered with an error when it stays silent.
+`status` and `drain` only read and write files, so they are answered at once. The others call
+another process: `cancel` the fronts, the operations on adapters the storage, all others the
+denoiser. They wait in threads that the keys share, cancels in threads of their own. If the other
+process does not answer in time, the operation ends with an error.
 """
 
 from __future__ import annotations
@@ -52,19 +53,20 @@ log = logging.getLogger("maskserve")
 
 ORIGIN = "origin"
 """Header by which a browser names the page that sends the request."""
-_OF_FILES = ("status", "drain")
+_FILE_OPERATIONS = ("status", "drain")
+"""Operations that call no other process."""
 _PATIENT_S = 60.0
 _THREADS, _CANCELS = 8, 4
 _NICE = 5
 """Niceness of operations, which must not slow edits: registering a picture of 49 megapixels takes
 half a second of a processor."""
-_STRIPES = 64
+_LOCKS = 64
 _MOST_WAITING = 256
 """Most operations that wait for a thread."""
 
 
 class _Unlisted(WorkerStatus):
-    """A record whose templates are left as JSON."""
+    """A status record whose templates stay JSON."""
 
     templates: msgspec.Raw = msgspec.Raw(b"{}")  # type: ignore[assignment]
 
@@ -80,34 +82,34 @@ class WorkerControl:
         self._stages = StageOutages(config)
         self._values = Values(config.values)
         self._templates = templates_of(config, self._values)
-        self._changing = [threading.Lock() for _ in range(_STRIPES)]
-        """Locks by id, each locked while a template is put or evicted."""
+        self._template_locks = [threading.Lock() for _ in range(_LOCKS)]
+        """Locks for `put` and `evict` of a template, chosen by its id."""
         self._listings = TemplateListings()
         self._adapters = AdapterOperations(config)
         self._threads = FairThreads(_THREADS, _MOST_WAITING, "control", _NICE)
-        # A cancel is asked for when things go badly: it waits behind no other operation.
+        # Cancels come when a worker is slow, so they wait behind no other operation.
         self._cancels = FairThreads(_CANCELS, _MOST_WAITING, "control-cancels")
 
     def execute(self, requests: list[Any]) -> None:
-        """Take operations in; each is answered exactly once."""
+        """Accept operations; each is answered exactly once."""
         answer_all(self._api, requests, self._take)
 
     def _take(self, request: Any, answer: Answer) -> None:
-        if _of_a_page(request):
+        if _is_from_browser(request):
             accepted = "a program, or the operators' port of a router"
-            raise InvalidRequest("Origin", "is set: a page asks by a browser", accepted)
+            raise InvalidRequest("Origin", "is set, so a web page sends the request", accepted)
         operation = parse_operation(read_bytes(self._api, request, "OP"))
-        if operation["op"] in _OF_FILES:
-            _reply(answer, self._with_files(operation))
+        if operation["op"] in _FILE_OPERATIONS:
+            _reply(answer, self._run_on_files(operation))
         else:
-            self._with_denoiser(operation, answer)
+            self._queue(operation, answer)
 
     def close(self) -> None:
         self._adapters.close()
         self._threads.close()
         self._cancels.close()
 
-    def _with_files(self, operation: dict[str, Any]) -> dict[str, Any]:
+    def _run_on_files(self, operation: dict[str, Any]) -> dict[str, Any]:
         match operation["op"]:
             case "status":
                 return self._read_status(operation.get("templates"))
@@ -116,8 +118,8 @@ class WorkerControl:
                 return {"draining": True, "in_flight": self._admission.in_flight()}
         raise AssertionError(operation)
 
-    def _asking(self, operation: dict[str, Any]) -> dict[str, Any]:
-        """Prepare and run an operation with a part in another process; blocks."""
+    def _run(self, operation: dict[str, Any]) -> dict[str, Any]:
+        """Run an operation that calls another process; blocks."""
         match operation["op"]:
             case "cancel":
                 is_cancelled = cancel_edit(self._config.runtime_dir, operation["request_id"])
@@ -152,7 +154,7 @@ class WorkerControl:
         if not self._config.controls.folder:
             return []
         model = self._config.model
-        facts = load_spec(model.path, model.native_resolution)
+        spec = load_spec(model.path, model.native_resolution)
         status = self._status.read()
         tiers = (
             {}
@@ -167,7 +169,7 @@ class WorkerControl:
                 "problem": net.problem,
                 "tiers": [tiers[net.name]] if net.name in tiers else [],
             }
-            for net in ControlNets(self._config, facts).all()
+            for net in ControlNets(self._config, spec).all()
         ]
 
     def _read_status(self, known: str | None) -> dict[str, Any]:
@@ -175,8 +177,8 @@ class WorkerControl:
         service runs.
 
         Args:
-            known: version of the templates that the client knows, so that the record has only
-                changes; None: the whole list.
+            known: version of the template list that the client has; the record then has only the
+                changes since. None: the record has the whole list.
         """
         raw, more = self._status.read_json(), {}
         try:
@@ -206,11 +208,11 @@ class WorkerControl:
         }
 
     def _named(self, operation: dict[str, Any]) -> str:
-        """Return the template that an operation names, if its client may see it.
+        """Return the template id in an operation, if its client may see the template.
 
         Raises:
-            InvalidRequest: it is no template id.
-            TemplateNotFound: it is another client's.
+            InvalidRequest: it is not a template id.
+            TemplateNotFound: the template belongs to another client.
         """
         name = operation["template_id"]
         if TEMPLATE_ID.fullmatch(name) is None:
@@ -222,7 +224,7 @@ class WorkerControl:
         return str(name)
 
     def _list(self, scope: str) -> list[dict[str, Any]]:
-        """Templates by id: whether an image is registered, its owners, and its cached entries."""
+        """Return all templates by id, each with its registration, owners and cached entries."""
         self._templates.expire()
         registered = dict.fromkeys(self._templates.ids())
         entries: dict[str, list[dict[str, Any]]] = {name: [] for name in registered}
@@ -250,14 +252,14 @@ class WorkerControl:
         name = decoded.template_id
         scope, shared = operation.get("scope", NO_SCOPE), operation.get("shared", False)
         owners = [*([scope] if scope else ()), *([SHARED] if shared else ())]
-        with self._changing[int(name[:2], 16) % _STRIPES]:
+        with self._template_locks[int(name[:2], 16) % _LOCKS]:
             self._templates.put(name, bytes(decoded.encoded), owners)
         height, width = decoded.size
         size = {"width": width, "height": height}
         if not operation.get("prime", True):
             return {**size, "template_id": name, "state": "absent"}
-        # An image is registered to be edited more than once: its activations are worth having.
-        # It is registered all the same if they cannot be had now.
+        # A registered image is usually edited more than once, so it is primed now. It stays
+        # registered if that fails.
         try:
             primed = self._prime(name)
         except (MaskserveError, ConfigError) as error:
@@ -272,13 +274,13 @@ class WorkerControl:
         if not self._config.cache.enabled:
             return {"template_id": name, "state": "absent"}
         model = self._config.model
-        facts = load_spec(model.path, model.native_resolution)
-        state = prime_template(self._api, encoded, facts, self._config)
+        spec = load_spec(model.path, model.native_resolution)
+        state = prime_template(self._api, encoded, spec, self._config)
         return {"template_id": name, **state}
 
     def _pin(self, op: str, name: str, scope: str) -> dict[str, Any]:
-        """Keep a template's present and later entries from eviction, or no longer. A pinned result
-        does not expire.
+        """Protect a template's present and later entries from eviction (`pin`), or end that
+        (`unpin`). A pinned result does not expire.
         """
         if op == "pin":
             self._templates.keep(name)
@@ -286,18 +288,18 @@ class WorkerControl:
         is_known = ask_denoiser(self._api, operation)["found"]
         if not is_known and not self._templates.has(name):
             if op == "pin":
-                # The engine also pins later entries: a refusal must not leave that behind.
+                # The engine would also pin later entries, so a refused pin is undone.
                 ask_denoiser(self._api, {"op": "unpin", "template_id": name})
             raise TemplateNotFound(f"OP.template_id: {name} is not known here")
         return {"template_id": name, "pinned": op == "pin"}
 
     def _evict(self, name: str, scope: str) -> dict[str, Any]:
-        """Remove a template: the registered image and its entries. It stays while another client
-        has registered it.
+        """Remove a template: the registered image and its entries. Both stay while another client
+        has registered the image.
         """
-        # A registration of the same picture waits until what is cached of it is gone, too: what it
-        # primes is then its own.
-        with self._changing[int(name[:2], 16) % _STRIPES]:
+        # The lock delays a new registration of the same picture until the entries are evicted, too.
+        # Otherwise this would evict the entries of the new registration.
+        with self._template_locks[int(name[:2], 16) % _LOCKS]:
             if scope:
                 was_last_owner = self._templates.disown(name, scope)
                 if was_last_owner is None:
@@ -307,7 +309,7 @@ class WorkerControl:
                 if not was_last_owner:
                     return {"template_id": name, "registered": False, "freed_bytes": 0}
             registered = bool(scope) or self._templates.remove(name)
-            # Entries stay for as long as a template that shares them.
+            # Entries stay while another template shares them.
             op = "unpin" if self._templates.sharing(name) else "evict"
             response = ask_denoiser(self._api, {"op": op, "template_id": name})
             freed = response.get("freed_bytes", 0)
@@ -315,32 +317,39 @@ class WorkerControl:
             raise TemplateNotFound(f"OP.template_id: {name} is not known here")
         return {"template_id": name, "registered": False, "freed_bytes": freed}
 
-    def _with_denoiser(self, operation: dict[str, Any], answer: Answer) -> None:
-        def ask() -> None:
+    def _queue(self, operation: dict[str, Any], answer: Answer) -> None:
+        """Queue an operation for a thread; answer with an error if it takes too long.
+
+        Raises:
+            Overloaded: too many operations wait.
+        """
+
+        def run() -> None:
             try:
-                if not answer.done:  # else the client has an error: nothing was done
-                    _reply(answer, self._asking(operation))
+                if not answer.done:  # otherwise the client has had an error, and nothing is run
+                    _reply(answer, self._run(operation))
             except Exception as error:
                 answer.fail(guarded("", error))
             finally:
                 timer.cancel()
 
         limit = self._config.engine.heartbeat_timeout_s
-        whom = "the adapters' storage" if operation["op"].startswith("adapter") else "the engine"
+        callee = "the adapters' storage" if operation["op"].startswith("adapter") else "the engine"
         if operation["op"] in PATIENT:
             limit = max(limit, _PATIENT_S)
         timer = threading.Timer(
             limit,
-            lambda: answer.fail(EngineFailed(f"{whom} did not answer within {limit:g} s")),
+            lambda: answer.fail(EngineFailed(f"{callee} did not answer within {limit:g} s")),
         )
         timer.daemon = True
         timer.start()
-        # Patient operations leave threads to the others, from any client.
+        # Long operations of a client have a key of their own, so that they leave it threads for
+        # short ones.
         scope = operation.get("scope", NO_SCOPE)
         key = (scope, "patient") if operation["op"] in PATIENT else scope
         threads = self._cancels if operation["op"] == "cancel" else self._threads
         try:
-            threads.submit(key, ask)
+            threads.submit(key, run)
         except Full:
             timer.cancel()
             raise Overloaded("too many operations wait already; try again later") from None
@@ -350,8 +359,8 @@ def _reply(answer: Answer, result: dict[str, Any]) -> None:
     answer.finish({"RESULT": json.dumps(result).encode()})
 
 
-def _of_a_page(request: Any) -> bool:
-    """Whether a browser sends it for the sake of a page. Triton answers every page's simple
-    requests; it hands the header on as a parameter (`maskserve_serving.command`).
+def _is_from_browser(request: Any) -> bool:
+    """Whether a web page sends the request: browsers then set the header `origin`, which Triton
+    passes on as a parameter (`maskserve_serving.tracing`). Triton itself answers any page.
     """
     return any(name.lower() == ORIGIN for name in parameters(request))

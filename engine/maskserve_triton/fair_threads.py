@@ -1,4 +1,4 @@
-"""Threads that several keys share: no key waits behind another's jobs."""
+"""Threads that keys share fairly: no key waits behind another's jobs."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from maskserve_common.shares import Full, Shares
 
 class FairThreads:
     """Runs jobs by the rules of `maskserve_common.shares`: the next free thread goes to the key
-    with fewest, and a key may have as many threads as it leaves free.
+    that uses fewest threads, and a key may use as many as it leaves free.
 
     Args:
         threads: number of threads.
-        most_waiting: jobs that may wait for a thread; each key has a share of these, too. None:
-            any number, for callers that bound it themselves.
+        most_waiting: most jobs that may wait, of which each key has a share, too. None: no limit,
+            for callers that bound the jobs themselves.
         name: name of the threads.
         nice: niceness of the threads, 0 to 19.
         short_jobs: whether jobs end by themselves soon. One key alone may then use all threads.
@@ -42,7 +42,7 @@ class FairThreads:
         self._waiting: list[tuple[Hashable, Callable[[], None]]] = []
 
     def submit(self, key: Hashable, job: Callable[[], None]) -> None:
-        """Run a job in its turn; its errors are lost.
+        """Run a job in its turn; nobody sees its exceptions.
 
         Raises:
             Full: too many jobs wait, in all or of this key.
@@ -58,7 +58,7 @@ class FairThreads:
         return not self._busy.total and not self._waiting
 
     def close(self) -> None:
-        """Begin no more jobs; running ones continue."""
+        """Start no more jobs; running ones continue."""
         with self._lock:
             self._waiting.clear()
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -1,12 +1,13 @@
 """The encoder or the decoder of a worker whose stages a service runs (`[stages] service`).
 
-The service is a Triton with the models `encoder` and `decoder`. Each request is forwarded to its
-model of the same name, tensor by tensor, and the response returned. So requests of several workers
-meet in that model's `execute` as those of one worker do (`Contract.together`), and edits of all
-workers share its caches.
+The service is a Triton with the models `encoder` and `decoder`. The worker's models forward each
+request to the service's model of the same name and return its response. So Triton batches requests
+of several workers as it does those of one (`Contract.together`), and edits of all workers share the
+service's caches.
 
-A supervisor restarts a service that ends, and the worker sends the lost requests again: both stages
-are functions of their inputs. Responses are sent late, so that no request waits for another.
+If the service ends, the supervisor restarts it, and the worker sends the lost requests again, since
+both stages are functions of their inputs. `execute` returns before the responses, so that no
+request waits for another.
 """
 
 from __future__ import annotations
@@ -47,17 +48,17 @@ _NO_EDIT = {
 }
 _DTYPES: dict[str, type[np.generic]] = {"UINT8": np.uint8, "FP32": np.float32, "BYTES": np.object_}
 _THREADS = 16
-"""Most requests at the service at once: twice what it takes together."""
+"""Most requests at the service at a time: twice as many as one `execute` takes."""
 _RETRY_S = 0.1
 _PING_EVERY_S = 0.5
-_PING_S = 2.0
+_PING_TIMEOUT_S = 2.0
 _LOG_EVERY_S = 10.0
 _NO_SERVICE = (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.UNIMPLEMENTED)
 """Status codes of a server that is no stage service."""
 
 
 class StageService:
-    """One model of a service; from any thread.
+    """One model of a service; may be used from any thread.
 
     Args:
         config: configuration of the worker.
@@ -78,22 +79,22 @@ class StageService:
         self._watcher = threading.Thread(target=self._watch, name=f"{stage}-service", daemon=True)
 
     def watch(self) -> None:
-        """Start to report when the service does not answer."""
+        """Start to watch the service and to report its outages."""
         self._watcher.start()
 
     def close(self) -> None:
-        """Calls under way end with an error."""
+        """Close the connection; calls under way end with an error."""
         self._closing.set()
         self._channel.close()
         if self._watcher.ident is not None:
             self._watcher.join()
 
     def request(self, inputs: Outputs, parent: str = "") -> Any:
-        """Return a call of the model.
+        """Return a request to the model.
 
         Args:
             inputs: arrays with their batch dimension.
-            parent: span that causes the call; empty: none.
+            parent: parent span of the call; empty: none.
         """
         infer_request = pb.ModelInferRequest(model_name=self._stage)
         infer_request.parameters[REVISION].string_param = self._revision
@@ -102,8 +103,8 @@ class StageService:
         for declared in CONTRACTS[self._stage].inputs:
             value = inputs[declared.name]
             infer_request.inputs.add(name=declared.name, datatype=declared.dtype, shape=value.shape)
-            of_bytes = declared.dtype == "BYTES"
-            raw = bytes_tensor.pack(value.reshape(-1)) if of_bytes else value.tobytes()
+            is_bytes = declared.dtype == "BYTES"
+            raw = bytes_tensor.pack(value.reshape(-1)) if is_bytes else value.tobytes()
             infer_request.raw_input_contents.append(raw)
         return infer_request
 
@@ -112,10 +113,11 @@ class StageService:
 
         Args:
             request: a request that `request` has built.
-            patiently: whether to repeat the call without end while nobody answers.
+            patiently: whether to repeat the call without limit while the service does not answer.
 
         Raises:
-            MaskserveError: the model's error; Overloaded: nobody answers any more.
+            MaskserveError: the model's own error.
+            Overloaded: the service does not answer any more.
             ConfigError: the server has no such model.
         """
         begin, warned_at_s = 0.0, -_LOG_EVERY_S
@@ -136,8 +138,8 @@ class StageService:
                 if patiently and now_s - warned_at_s > _LOG_EVERY_S:
                     warned_at_s = now_s
                     log.warning("waiting for the stage service at %s: %s", self._url, code.name)
-                given_up = self._is_lost or now_s - begin > self._patience_s
-                if not patiently and (given_up or code is grpc.StatusCode.DEADLINE_EXCEEDED):
+                is_over = self._is_lost or now_s - begin > self._patience_s
+                if not patiently and (is_over or code is grpc.StatusCode.DEADLINE_EXCEEDED):
                     raise Overloaded(NO_ANSWER) from None
             except ValueError:  # the channel was closed
                 if not self._closing.is_set():
@@ -146,26 +148,26 @@ class StageService:
         raise Overloaded("the worker is stopping")
 
     def _watch(self) -> None:
-        """Ping the service, so that a worker without edits also notices its end."""
-        well, was_there = time.monotonic(), True
+        """Ping the service, so that a worker without edits also notices an outage."""
+        last_ready_s, was_ready = time.monotonic(), True
         ready_request = pb.ModelReadyRequest(name=self._stage)
         while not self._closing.wait(_PING_EVERY_S):
             try:
-                is_ready = self._stub.ModelReady(ready_request, timeout=_PING_S).ready
+                is_ready = self._stub.ModelReady(ready_request, timeout=_PING_TIMEOUT_S).ready
             except grpc.RpcError:
                 is_ready = False
             except ValueError:
                 return  # the channel is closed
-            if is_ready != was_there:
-                was_there = is_ready
+            if is_ready != was_ready:
+                was_ready = is_ready
                 state_text = "is back" if is_ready else "does not answer"
                 log.warning("the stage service at %s %s", self._url, state_text)
             now_s = time.monotonic()
-            well = now_s if is_ready else well
-            away = now_s - well > self._patience_s
-            if away != self._is_lost:
-                self._is_lost = away
-                self._outages.mark(self._stage, lost=away)
+            last_ready_s = now_s if is_ready else last_ready_s
+            is_lost = now_s - last_ready_s > self._patience_s
+            if is_lost != self._is_lost:
+                self._is_lost = is_lost
+                self._outages.mark(self._stage, lost=is_lost)
 
 
 class ForwardedStage(ABC):
@@ -193,11 +195,11 @@ class ForwardedStage(ABC):
         self._service.watch()
 
     def execute(self, requests: list[Any]) -> None:
-        """Take requests in; each is answered when the service has."""
+        """Forward requests; each is answered once the service has answered."""
         answer_all(self._api, requests, self._take)
 
     def close(self) -> None:
-        """Stop; requests under way are answered by an error."""
+        """Stop; requests under way get an error."""
         self._service.close()
         self._pool.shutdown()
 
@@ -207,11 +209,11 @@ class ForwardedStage(ABC):
 
     @abstractmethod
     def _take(self, request: Any, answer: Answer) -> None:
-        """Take one in."""
+        """Forward a request, or answer it."""
 
     def _inputs(self, request: Any) -> Outputs:
-        """Return input arrays without a copy: they are in Triton's memory until `execute`
-        returns.
+        """Return a request's input arrays, which are views of Triton's memory: they are valid until
+        `execute` returns.
         """
         contract = CONTRACTS[self.stage]
         return {
@@ -244,7 +246,7 @@ class ForwardedStage(ABC):
 
 
 class ForwardedEncoder(ForwardedStage):
-    """Waits for the service as it opens, and writes the priming prompt for the denoiser."""
+    """When it opens, it waits for the service and writes the priming prompt for the denoiser."""
 
     stage = "encoder"
 
@@ -258,14 +260,14 @@ class ForwardedEncoder(ForwardedStage):
 
 
 class ForwardedDecoder(ForwardedStage):
-    """Passes events without latents on unchanged. Of CONTEXT, which has the source's pixels, it
-    sends only the request.
+    """Answers events without latents itself. It forwards CONTEXT without the source's pixels, which
+    the decoder does not read.
     """
 
     stage = "decoder"
 
     def _open(self, config: Config) -> None:
-        """The encoder waits for the service of both."""
+        """Do nothing: the encoder has waited for the service."""
 
     def _take(self, request: Any, answer: Answer) -> None:
         inputs = self._inputs(request)

@@ -24,9 +24,9 @@ from maskserve_workflows.wire import (
     NodeResult,
     NodeTask,
     Put,
-    laid_out,
-    picked_up,
+    pack_values,
     read_all,
+    unpack_values,
 )
 
 
@@ -51,7 +51,7 @@ class NodeFront:
         elements = read_elements(self._api, request, SERVICES["nodes"].input("VALUES"))
         try:
             task = msgspec.json.decode(raw, type=NodeTask)
-            inputs = picked_up(task.inputs, elements)
+            inputs = unpack_values(task.inputs, elements)
         except (msgspec.MsgspecError, ValueError) as error:
             raise InvalidRequest("TASK", f"cannot be read ({error})", "a node's task") from None
         if task.node == RECORD:
@@ -91,7 +91,7 @@ def _answer(
         answer.fail(guarded("", outputs))  # raised, it would refer to itself and the values
         return
     try:
-        layout, parts = laid_out(outputs, kind.outputs, put)
+        layout, parts = pack_values(outputs, kind.outputs, put)
         result = msgspec.json.encode(NodeResult(layout, round(seconds, 6)))
         answer.finish({"RESULT": result, "MADE": parts})
     except Exception as error:

@@ -42,7 +42,7 @@ from maskserve_common.imaging.masks import (
     strongest,
 )
 from maskserve_common.imaging.provenance import has_manifest
-from maskserve_common.imaging.view import View, see
+from maskserve_common.imaging.view import View, choose_view
 from maskserve_engine.spec.encoder_picture import LONGEST
 from maskserve_engine.spec.model_spec import ModelSpec
 from maskserve_triton.accept import accept_edit
@@ -104,14 +104,14 @@ def prepare_edit(
     source, source_id = _source(image, settings, config, find_template)
     canvas = _answer_size(settings, source, config)
     selection = select(mask, settings, config.limits, source.size)
-    view = see(selection.pixels, settings, spec.native_resolution, spec.size_multiple)
+    view = choose_view(selection.pixels, settings, spec.native_resolution, spec.size_multiple)
     _check_shape(view.size, spec)
     paste = paste_weights(selection.pixels, settings.mask_dilate, settings.mask_feather)
     assert paste is not None, "something is selected"
     if selection.strength is None:
-        edit = edit_mask(view.window.of(paste), view.size)
+        edit = edit_mask(view.window.crop(paste), view.size)
     else:
-        edit = strongest(view.window.of(selection.strength), view.size)
+        edit = strongest(view.window.crop(selection.strength), view.size)
     edit = mask_for_model(edit, spec)
     pixels = _view_of(source, settings, view)
     controls = _control_pictures(control, accepted.controls, view, config)
@@ -250,7 +250,7 @@ def _control_pictures(
         if decoded.size != size:
             problem = f"is {decoded.size[1]}x{decoded.size[0]} pixels"
             raise InvalidRequest(f"CONTROL[{index}]", problem, shape)
-        pictures.append(_at(view.window.of(decoded.pixels), decoded.colour, view.size))
+        pictures.append(_at(view.window.crop(decoded.pixels), decoded.colour, view.size))
     return np.stack(pictures)
 
 
@@ -329,7 +329,7 @@ def _request(
 
 def _view_of(source: Decoded, settings: EditSettings, view: View) -> npt.NDArray[np.uint8]:
     """Return the source as the model sees it, RGB [h, w, 3]."""
-    return _at(view.window.of(grown(source.pixels, settings.expand)), source.colour, view.size)
+    return _at(view.window.crop(grown(source.pixels, settings.expand)), source.colour, view.size)
 
 
 def _at(pixels: npt.NDArray[np.uint8], colour: Colour, size: Size) -> npt.NDArray[np.uint8]:

@@ -1,4 +1,4 @@
-"""How an edit ended: one log line, one count and the end of its span, from any process."""
+"""The record of an edit's end: a log line, counts in metrics, and the end of its span."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _FROM_META = (
 _LEVELS = {
     "done": logging.INFO,
     "cancelled": logging.INFO,
-    "refused": logging.INFO,  # the client's doing, but for a full queue
+    "refused": logging.INFO,  # the client's error; a full queue is a warning
     "deadline": logging.WARNING,
     "failed": logging.ERROR,
 }
 
 
 class RequestLog:
-    """Waits for the end of one edit that a front has accepted.
+    """Records the end of one edit that a front has accepted.
 
     Args:
         model: name of the front.
-        observations: observations that count the edit.
+        observations: metrics that count the edit.
         leave: removes the edit from the worker's admission count.
         span: span of the edit, parent of the spans of its work.
     """
@@ -55,7 +55,7 @@ class RequestLog:
         """Seconds from the answer to the due time; negative: the answer was late."""
 
     def answered(self, error: MaskserveError | None, outputs: dict[str, Any]) -> None:
-        """The final answer has been sent: an error, or `outputs`."""
+        """Record the final answer, which has been sent: an error, or else `outputs`."""
         self._leave()
         taken_s = time.monotonic() - self._accepted
         code = OK if error is None else error.code
@@ -64,19 +64,19 @@ class RequestLog:
         self._observations.add("edit_ends_total", 1.0, self._model, outcome, code)
         if error is None:
             self._observations.add("edit_seconds", taken_s, self._model)
-        self._judge(code)
+        self._count_outcome(code)
         level = logging.WARNING if code == Overloaded.code else _LEVELS[outcome]
         if not log.isEnabledFor(level):
             return
-        details = _of_meta(outputs["META"]) if error is None else {"error": error.message}
+        details = _meta_fields(outputs["META"]) if error is None else {"error": error.message}
         fields = {"outcome": outcome, "code": code, "total_ms": round(1e3 * taken_s, 3), **details}
         if traceparent := self.span.traceparent:
             fields["trace_id"] = traceparent.split("-")[1]
         extra = {"event": "edit", "request_id": self.request_id, "fields": fields}
         log.log(level, "edit %s", outcome, extra=extra)
 
-    def _judge(self, code: str) -> None:
-        """Count the edit's outcome among those with a due time."""
+    def _count_outcome(self, code: str) -> None:
+        """Count whether the edit was in time, if it has a due time."""
         outcome = slo_outcome(code, self.slack_s) if self.due else None
         if outcome is None:
             return
@@ -85,7 +85,8 @@ class RequestLog:
             self._observations.add("slack_seconds", self.slack_s, self._model)
 
 
-def _of_meta(raw: bytes) -> dict[str, Any]:
+def _meta_fields(raw: bytes) -> dict[str, Any]:
+    """Return the fields of META that the log line repeats."""
     meta = json.loads(raw)
     fields = {name: meta[name] for name in _FROM_META if name in meta}
     timings = meta.get("timings_ms", {})

@@ -1,4 +1,4 @@
-"""A check of pictures that is a model of the worker's Triton."""
+"""A safety check of pictures by a model of the worker's Triton."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from maskserve_triton.tensor_io import named_tensors
 
 
 def check_by_model(api: Any, name: str) -> Check:
-    """The check that asks a model: SOURCE and MADE (UINT8 [H, W, 3], RGB) and PROMPT (BYTES [1]);
-    its REASON (BYTES [1]) is empty where the picture may pass.
+    """Return a check that calls a model. Inputs: SOURCE and MADE (UINT8 [H, W, 3], RGB) and PROMPT
+    (BYTES [1]). Output: REASON (BYTES [1]), which is empty if the picture may pass.
     """
 
     def check(source: Image.Image, prompt: str, result: Image.Image) -> str | None:
@@ -34,7 +34,7 @@ def check_by_model(api: Any, name: str) -> Check:
         if answer.has_error():
             raise EngineFailed(answer.error().message())
         reason = api.get_output_tensor_by_name(answer, "REASON").as_numpy().reshape(-1)
-        # What says nothing is no leave to pass.
+        # A reason that is no UTF-8 refuses the picture, too.
         return bytes(reason[0]).decode(errors="replace") or None
 
     return check

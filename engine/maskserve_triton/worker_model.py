@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from maskserve_common.config import Config
 from maskserve_common.config_file import load_config
-from maskserve_common.garbage import without_collection_of_what_exists
+from maskserve_common.garbage import without_garbage_collection
 from maskserve_common.liveness import end_when_stuck, end_with_server, sign_in, sign_out
 from maskserve_common.logs import start_log
 
@@ -32,7 +32,7 @@ class WorkerModel(ABC):
         end_with_server()
         self._config = load_config()
         start_log(self._config, self.name)
-        with without_collection_of_what_exists():
+        with without_garbage_collection():
             self.open(self._config)
         end_when_stuck()
         sign_in(self._config.runtime_dir, self.name)

@@ -128,7 +128,7 @@ class NodeModels:
         """Runners without weights."""
         if config.nodes.verify_url:
             self._light["verify"] = open_nodes("verify", config, {})
-        self._door = threading.Lock()
+        self._lock = threading.Lock()
         self._budget = config.nodes.device_bytes
         self._residency = Residency(_MOST_WAITING, {NODE_MODELS.name: self._budget}, self._evicted)
         self._loader = NodeLoader(config, open_nodes)
@@ -148,7 +148,7 @@ class NodeModels:
 
     def close(self) -> None:
         self._loader.close()
-        with self._door:
+        with self._lock:
             for queue in self._queues.values():
                 queue.thread.shutdown(wait=False, cancel_futures=True)
 
@@ -162,7 +162,7 @@ class NodeModels:
 
     def place(self, models: Collection[str]) -> None:
         """Load these models where room is free; evict models that neither these nor calls need."""
-        with self._door:
+        with self._lock:
             requested = {name: self._needed[name] for name in models if name in self._needed}
             kept_resources = {
                 _resource(folder) for needed in requested.values() for folder in needed
@@ -187,7 +187,7 @@ class NodeModels:
         It has each model's state, bytes, the bytes with shared parts that its calls need, seconds
         of a load, calls that wait or run, calls that ended, and recent seconds per call.
         """
-        with self._door:
+        with self._lock:
             waiting = [*self._line, *self._waiting.values()]
             records, load = [], self._models.costs.published["storage"]
             for name in (*self._light, *self._needed):
@@ -211,14 +211,14 @@ class NodeModels:
 
     def _submit(self, model: str, request: NodeRequest | None, done: Done) -> None:
         work = NodeWork(model, request, done, str(next(self._ids)))
-        with self._door:
+        with self._lock:
             if model in self._light:
                 self._enqueue(work)
                 return
             self._line.append(work)
             self._advance()
 
-    # With `_door` held.
+    # With `_lock` held.
 
     def _advance(self) -> None:
         """Start waiting calls as far as there is room."""
@@ -254,7 +254,7 @@ class NodeModels:
         return self._queues[model]
 
     def _end(self, work: NodeWork, error: Exception) -> None:
-        self._queue(LIGHT).thread.submit(work.done, error, 0.0)  # runs without `_door`
+        self._queue(LIGHT).thread.submit(work.done, error, 0.0)  # runs without `_lock`
 
     def _evicted(self, resource: Resource) -> None:
         self._models.dropped(resource)
@@ -271,7 +271,7 @@ class NodeModels:
 
     def _on_loaded(self, folder: NodeFolder, outcome: Loaded | MaskserveError) -> None:
         """Handle the end of a load, in the loader's thread."""
-        with self._door:
+        with self._lock:
             if isinstance(outcome, Loaded):
                 for name in self._models.arrived(folder, outcome):
                     self._enqueue(self._waiting.pop(name))
@@ -284,7 +284,7 @@ class NodeModels:
 
     def _run(self, model: str) -> None:
         """Run the model's waiting calls, a few at a time, in the model's thread."""
-        with self._door:
+        with self._lock:
             queue = self._queues[model]
             works = queue.calls[:_TOGETHER]
             nodes = self._light.get(model) or self._loader.opened[model]
@@ -300,7 +300,7 @@ class NodeModels:
                 previous_s = queue.seconds if queue.ended else seconds
                 queue.seconds = previous_s + _REMEMBERED * (seconds - previous_s)
                 queue.ended += 1
-        with self._door:
+        with self._lock:
             del queue.calls[: len(works)]
             for work in works:
                 self._release(work)

@@ -51,7 +51,7 @@ def edit(
 
 @node(model="find", price_s=0.1)
 def find(picture: Picture, name: Words | str, *, threshold: Share = 0.5) -> Mask:
-    """Find the thing of this name in the picture. Nothing found is an error."""
+    """Find the object of this name in the picture. If there is none, the run ends with an error."""
     raise NotImplementedError
 
 
@@ -59,7 +59,7 @@ def find(picture: Picture, name: Words | str, *, threshold: Share = 0.5) -> Mask
 def shows(
     picture: Picture, mask: Mask, name: Words | str, *, threshold: Share = 0.5, enough: Share = 0.2
 ) -> Verdict:
-    """Check that the thing of this name is in the mask, and fills at least the share `enough` of
+    """Check that the object of this name is in the mask, and fills at least the share `enough` of
     it.
     """
     raise NotImplementedError
@@ -85,7 +85,7 @@ def segment(
 ) -> MaskMatch:
     """Select the region under clicks (x, y, and 1, or 0 for a point outside of it) and in a box
     (left, top, right, bottom). The verdict is the model's own estimate of the fit. An empty region
-    is an error.
+    ends the run with an error.
     """
     raise NotImplementedError
 

@@ -5,11 +5,11 @@
         for task in run.ready(): …        # start them, in any way and order
         run.done(task.key, outputs)       # or run.lost(task.key): it is ready again
 
-It calls nothing, and reads only regions, verdicts, and references to values in files
-(`NamedValue`). A task's key is its place in the plan and its rounds. Its random draws follow from
-the key (`seed_of`), so a task that runs again gives the same. A lost value that is still needed is
-therefore made again by its task, and before that the lost inputs of that task. No other task runs
-again.
+It calls no node itself. The only values that it reads are regions, verdicts, and references to
+files (`NamedValue`). A task's key has its place in the plan and the numbers of its rounds. The
+task's seed follows from the key (`seed_of`), so a task that runs again gives equal outputs. If a
+file is lost and its value still needed, the task that made it runs again, and before it the tasks
+of its own lost inputs. No other task runs again.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Task:
     key: str
     call: NodeCall
     inputs: Mapping[str, Any]
-    """Name → value, literal text included."""
+    """Input name -> value, literal texts included."""
 
 
 def seed_of(seed: int, key: str) -> int:
@@ -70,14 +70,14 @@ class _Scope:
             return self.values[ref]
         return self.outer.value(ref)
 
-    def read(self, more: Iterable[str]) -> Iterator[Any]:
-        """Yield the known values that unfinished steps take, and those of the references `more`."""
-        taking = (
+    def read(self, further: Iterable[str]) -> Iterator[Any]:
+        """Yield the known values that unfinished steps take, and those of `further` references."""
+        step_refs = (
             ref for step in self.steps if step.id not in self.ended for ref in references_of(step)
         )
-        return (self.value(ref) for ref in (*taking, *more) if self.knows(ref))
+        return (self.value(ref) for ref in (*step_refs, *further) if self.knows(ref))
 
-    def to_begin(self, price: Price) -> float:
+    def unbegun_s(self, price: Price) -> float:
         """Return the seconds of all calls of the steps that have not begun."""
         return sum(work(step, price) for step in self.steps if step.id not in self.begun)
 
@@ -97,15 +97,15 @@ class _Rounds:
     """Picture that rounds pass on."""
     running: list[int] = field(default_factory=list)
     rounds: dict[int, _Scope] = field(default_factory=dict)
-    left: int = 0
-    """Running rounds that have not ended."""
+    unended: int = 0
+    """Number of running rounds that have not ended."""
 
     def remaining_s(self, price: Price) -> float:
         """Return the seconds of the rounds that have not begun, one wave after the other."""
         body = length(self.step.body, price)
         return sum(body + self.composing(wave, price) for wave in self.waves)
 
-    def to_begin(self, price: Price) -> float:
+    def unbegun_s(self, price: Price) -> float:
         """Return the seconds of all calls of the rounds that have not begun."""
         body = sum(work(step, price) for step in self.step.body)
         waves = (self.running, *self.waves)
@@ -160,11 +160,11 @@ class WorkflowRun:
         return tasks
 
     def lost(self, key: str) -> None:
-        """Make a task ready again that will not be answered, once all of its inputs exist."""
+        """Make a task whose call was lost ready again, once all of its inputs exist."""
         self._begin(self._running[key][0])
 
     def rerun_sources_of(self, values: Iterable[NamedValue]) -> None:
-        """Have lost values made again."""
+        """Run the tasks again that made these lost values."""
         for value in values:
             key = self._maker[value]
             if key not in self._running:  # otherwise it is being made
@@ -189,13 +189,13 @@ class WorkflowRun:
                 raise EngineFailed(f"{key}: gave {len(old)} values, and now {len(new)}")
             for old_part, new_part in zip(old, new, strict=True):
                 if isinstance(old_part, NamedValue):
-                    old_part.is_now(new_part)
+                    old_part.replace_with(new_part)
         waiting, self._blocked = self._blocked, {}
         for task in waiting.values():
             self._begin(task)
 
     def done(self, key: str, outputs: Mapping[str, Any]) -> None:
-        """Take in the outputs of a task.
+        """Record the outputs of a task, and make the tasks that waited for them ready.
 
         Raises:
             WorkflowError: the run cannot continue.
@@ -237,28 +237,29 @@ class WorkflowRun:
             if loop.areas is not None:
                 yield [loop.areas.masks[number] for wave in loop.waves for number in wave]
             step = loop.step
-            ahead = [step.until] if isinstance(step, Repeat) else []
-            if isinstance(step, Each) and step.carried is not None and loop.left:
-                ahead = [step.carried]
+            round_refs = [step.until] if isinstance(step, Repeat) else []
+            if isinstance(step, Each) and step.carried is not None and loop.unended:
+                round_refs = [step.carried]
             for number, scope in loop.rounds.items():
-                carried = ahead if number in loop.running else []
-                yield from scope.read([*step.gives.values(), *carried])
+                running_refs = round_refs if number in loop.running else []
+                yield from scope.read([*step.gives.values(), *running_refs])
 
     def chain_s(self, key: str, price: Price) -> float:
-        """Return the seconds of the longest chain after a task that has not ended."""
+        """Return the seconds of the longest chain of tasks after a running one."""
         task, place = self._running[key]
         if isinstance(place, _Rounds):
             return place.remaining_s(price) + _chain_s(place.scope, place.step.id, price)
         return _chain_s(place, task.call.id, price)
 
-    def left(
+    def remaining_s(
         self, price: Price, remaining: Callable[[Task], float] | None = None
     ) -> tuple[float, float]:
-        """Return the seconds of the longest unfinished chain, and of all unfinished calls.
+        """Return the seconds of the longest unfinished chain of calls, and of all unfinished calls
+        together.
 
         Args:
             price: seconds of a call.
-            remaining: remaining seconds of a task under way; None: its call's price.
+            remaining: returns the remaining seconds of a running task; None: its call's price.
         """
         path, calls = 0.0, 0.0
         visited: set[_Scope | _Rounds] = set()
@@ -266,11 +267,11 @@ class WorkflowRun:
             task_s = price(task.call) if remaining is None else remaining(task)
             path = max(path, task_s + self.chain_s(task.key, price))
             calls += task_s
-            above: _Scope | _Rounds | None = place
-            while above is not None and above not in visited:
-                visited.add(above)
-                calls += above.to_begin(price)
-                above = above.scope if isinstance(above, _Rounds) else above.loop
+            parent: _Scope | _Rounds | None = place
+            while parent is not None and parent not in visited:
+                visited.add(parent)
+                calls += parent.unbegun_s(price)
+                parent = parent.scope if isinstance(parent, _Rounds) else parent.loop
         return path, calls
 
     def _advance(self, scope: _Scope) -> None:
@@ -309,9 +310,9 @@ class WorkflowRun:
 
     def _open(self, rounds: _Rounds, numbers: list[int]) -> None:
         """Begin these rounds."""
-        rounds.running, rounds.left = numbers, len(numbers)
+        rounds.running, rounds.unended = numbers, len(numbers)
         name = rounds.step.id
-        opened = []
+        scopes = []
         for number in numbers:
             values = {}
             if rounds.areas is not None:
@@ -321,10 +322,10 @@ class WorkflowRun:
             path = f"{rounds.key}[{number}]/"
             scope = _Scope(path, rounds.step.body, values, rounds.scope, rounds)
             rounds.rounds[number] = scope
-            opened.append(scope)
-        for scope in opened:
+            scopes.append(scope)
+        for scope in scopes:
             self._advance(scope)
-            self._settle(scope)  # a pass may have left it without steps
+            self._settle(scope)  # it has no steps if a pass removed them
 
     def _begin_rounds(self, rounds: _Rounds, step: Each) -> None:
         count = step.most
@@ -355,15 +356,15 @@ class WorkflowRun:
             self._loop_ended(rounds, None)
 
     def _round_ended(self, rounds: _Rounds) -> None:
-        rounds.left -= 1
-        if rounds.left:
+        rounds.unended -= 1
+        if rounds.unended:
             return
         step = rounds.step
         if isinstance(step, Repeat):
             number = rounds.running[0]
             verdict = rounds.rounds[number].value(step.until)
             if verdict.passed or number + 1 == step.most:
-                self._loop_ended(rounds, self._best(rounds, step))
+                self._loop_ended(rounds, self._best_round(rounds, step))
             else:
                 self._open(rounds, [number + 1])
             return
@@ -382,9 +383,9 @@ class WorkflowRun:
         rounds.running = []
         self._start(Task(key, COMPOSE, inputs), rounds)
 
-    def _best(self, rounds: _Rounds, step: Repeat) -> _Scope:
-        """Return the round that counts: the first with the highest score among those that passed,
-        or else among all.
+    def _best_round(self, rounds: _Rounds, step: Repeat) -> _Scope:
+        """Return the round whose outputs the loop gives: the first with the highest score, of the
+        rounds that passed or, if none did, of all.
         """
 
         def rank(number: int) -> tuple[bool, float, int]:
@@ -393,17 +394,18 @@ class WorkflowRun:
 
         return rounds.rounds[max(rounds.rounds, key=rank)]
 
-    def _loop_ended(self, rounds: _Rounds, counts: _Scope | None) -> None:
+    def _loop_ended(self, rounds: _Rounds, best_round: _Scope | None) -> None:
+        """End a loop. Its outputs are those of `best_round`, or lists over all rounds."""
         self._loops.remove(rounds)
         step, values = rounds.step, rounds.scope.values
         for name, ref in step.gives.items():
-            if counts is not None:
-                values[f"{step.id}.{name}"] = counts.value(ref)
+            if best_round is not None:
+                values[f"{step.id}.{name}"] = best_round.value(ref)
                 continue
             round_values = [rounds.rounds[number].value(ref) for number in sorted(rounds.rounds)]
-            mask = self._kinds[ref] == "mask"
+            is_mask = self._kinds[ref] == "mask"
             values[f"{step.id}.{name}"] = (
-                Areas.of_masks(round_values) if mask else tuple(round_values)
+                Areas.of_masks(round_values) if is_mask else tuple(round_values)
             )
         if isinstance(step, Each) and step.carry is not None:
             values[f"{step.id}.carried"] = rounds.current

@@ -31,15 +31,15 @@ class NamedValue:
 
     reference: bytes
     data: bytes | None = None
-    """Data in place of the file, if it was made again and found no room."""
+    """Data, if the value was made again and its folder had no room for a file."""
 
     @property
     def element(self) -> bytes:
         """The bytes that represent it in a tensor."""
         return self.reference if self.data is None else self.data
 
-    def is_now(self, value: Any) -> None:
-        """Replace the value by one that was made again, with the same or another name."""
+    def replace_with(self, value: Any) -> None:
+        """Take over the reference or the data of `value`, which was made again."""
         if isinstance(value, NamedValue):
             self.reference, self.data = value.reference, value.data
         else:
@@ -63,7 +63,7 @@ def named_in(values: Any) -> list[NamedValue]:
     return [part for part in parts_of(values) if isinstance(part, NamedValue)]
 
 
-def changed(value: Any, change: Callable[[Any], Any]) -> Any:
+def map_parts(value: Any, change: Callable[[Any], Any]) -> Any:
     """Return a value with each of its parts replaced by `change(part)`."""
     match value:
         case Areas():

@@ -1,8 +1,9 @@
-"""Values between a router and a node server: BYTES elements, and a layout that assigns them.
+"""Values between a router and a node server: BYTES elements, and a layout that says which elements
+make each value.
 
 The model `nodes` takes TASK (the node, its settings, the layout of its inputs) and VALUES, and
-answers with RESULT (the layout of its outputs) and MADE. A picture that a node made passes as its
-pixels: for the next node, PNG costs more time than its bytes save. A mask is a small PNG.
+answers with RESULT (the layout of its outputs) and MADE. A picture that a node has made passes as
+pixels, because encoding PNG takes more time than the smaller transfer saves. A mask is a small PNG.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from msgspec import Meta
 
 from maskserve_common.files.values import Values, parse
 from maskserve_common.imaging.images import encode_png, plain_picture
-from maskserve_workflows.values import Areas, Judgement, NamedValue, changed
+from maskserve_workflows.values import Areas, Judgement, NamedValue, map_parts
 
 RECORD = "record"
 """Node name that requests the server's record (`NodeModels.record`), as RESULT."""
@@ -30,21 +31,21 @@ Put: TypeAlias = Callable[[Sequence[bytes | memoryview]], bytes | None]
 """Stores parts as one file and returns its reference; None: the value passes as bytes."""
 
 
-class Laid(msgspec.Struct, frozen=True):
-    """One value of a layout."""
+class ValueLayout(msgspec.Struct, frozen=True):
+    """The elements of one value."""
 
     name: str
     kind: str
     count: Annotated[int, Meta(ge=0, le=MOST_ELEMENTS)] = 1
     waves: tuple[int, ...] = ()
-    """Waves of the regions."""
+    """Wave of each region (`Areas.waves`)."""
 
 
 class NodeTask(msgspec.Struct, frozen=True):
     """Request to a node server."""
 
     node: str
-    inputs: tuple[Laid, ...]
+    inputs: tuple[ValueLayout, ...]
     settings: dict[str, Any]
     scope: str = ""
     """Scope of the client."""
@@ -56,7 +57,7 @@ class NodeTask(msgspec.Struct, frozen=True):
 class NodeResult(msgspec.Struct, frozen=True):
     """Answer of a node server."""
 
-    outputs: tuple[Laid, ...]
+    outputs: tuple[ValueLayout, ...]
     seconds: float
 
 
@@ -70,7 +71,7 @@ def read_all(elements: Mapping[str, Any], values: Values, scope: str) -> dict[st
     def read(part: Any) -> Any:
         return values.read(part.element, scope) if isinstance(part, NamedValue) else part
 
-    return {name: changed(value, read) for name, value in elements.items()}
+    return {name: map_parts(value, read) for name, value in elements.items()}
 
 
 def nbytes(value: Any) -> int:
@@ -90,12 +91,15 @@ def nbytes(value: Any) -> int:
     return 0
 
 
-def laid_out(
+def pack_values(
     values: Mapping[str, Any], kinds: Mapping[str, str], put: Put = lambda parts: None
-) -> tuple[tuple[Laid, ...], list[bytes]]:
-    """Return values by name as a layout and elements.
+) -> tuple[tuple[ValueLayout, ...], list[bytes]]:
+    """Return values as a layout and elements.
 
-    `kinds` may name more than there are. `put` stores pictures and masks.
+    Args:
+        values: values by name.
+        kinds: kind of each value by name; it may have further names.
+        put: stores pictures and masks.
     """
     layout, elements = [], []
     for name, value in values.items():
@@ -108,24 +112,24 @@ def laid_out(
                 parts = [_encoded(part, put) for part in value]
             case _:
                 parts = [_encoded(value, put)]
-        layout.append(Laid(name, kind, len(parts), waves))
+        layout.append(ValueLayout(name, kind, len(parts), waves))
         elements += parts
     return tuple(layout), elements
 
 
-def picked_up(layout: Sequence[Laid], elements: Sequence[bytes]) -> dict[str, Any]:
+def unpack_values(layout: Sequence[ValueLayout], elements: Sequence[bytes]) -> dict[str, Any]:
     """Return the values of a layout by name.
 
     Raises:
         ValueError: the elements do not fit the layout.
     """
-    if sum(laid.count for laid in layout) != len(elements):
+    if sum(layout_entry.count for layout_entry in layout) != len(elements):
         raise ValueError(f"{len(elements)} elements are not those of the layout")
-    at, values = 0, {}
-    for laid in layout:
-        parts = elements[at : at + laid.count]
-        at += laid.count
-        values[laid.name] = _decoded(laid, parts)
+    begin, values = 0, {}
+    for layout_entry in layout:
+        parts = elements[begin : begin + layout_entry.count]
+        begin += layout_entry.count
+        values[layout_entry.name] = _decoded(layout_entry, parts)
     return values
 
 
@@ -143,25 +147,29 @@ def _encoded(value: Any, put: Put) -> bytes:
     return put([value]) or bytes(value)
 
 
-def _decoded(laid: Laid, parts: Sequence[bytes]) -> Any:
-    if laid.kind == "regions":
-        if len(laid.waves) != len(parts):
-            raise ValueError(f"{laid.name}: {len(laid.waves)} waves for {len(parts)} regions")
-        return Areas(tuple(map(drawn, parts)), laid.waves)
-    many = laid.kind in ("pictures", "verdicts")
-    kind = laid.kind[:-1] if many else laid.kind
+def _decoded(layout_entry: ValueLayout, parts: Sequence[bytes]) -> Any:
+    if layout_entry.kind == "regions":
+        if len(layout_entry.waves) != len(parts):
+            raise ValueError(
+                f"{layout_entry.name}: {len(layout_entry.waves)} waves for {len(parts)} regions"
+            )
+        return Areas(tuple(map(picture_of, parts)), layout_entry.waves)
+    many = layout_entry.kind in ("pictures", "verdicts")
+    kind = layout_entry.kind[:-1] if many else layout_entry.kind
     if not many and len(parts) != 1:
-        raise ValueError(f"{laid.name}: is {len(parts)} elements in place of one")
-    values = tuple(_one(kind, part) for part in parts)
+        raise ValueError(f"{layout_entry.name}: is {len(parts)} elements instead of one")
+    values = tuple(_decoded_part(kind, part) for part in parts)
     return values if many else values[0]
 
 
-def _one(kind: str, raw: bytes) -> Any:
+def _decoded_part(kind: str, raw: bytes) -> Any:
     if kind == "verdict":
         return msgspec.json.decode(raw, type=Judgement)
-    return raw.decode() if kind == "text" else drawn(raw)
+    return raw.decode() if kind == "text" else picture_of(raw)
 
 
-def drawn(element: bytes) -> bytes | NamedValue:
-    """Return the picture or mask of an element: a reference, or its bytes."""
+def picture_of(element: bytes) -> bytes | NamedValue:
+    """Return the picture or mask of an element: a value in a file if the element is a reference,
+    otherwise its bytes.
+    """
     return element if parse(element) is None else NamedValue(element)

@@ -59,7 +59,7 @@ _OPERATORS = 64
 """Connections of the operators' port; clients cannot use them up."""
 _LOCK_S = 0.1
 """Longest seconds that a process may hold the lock of the values folder while others wait."""
-_LOOK_S = 2.0
+_POLL_S = 2.0
 """Seconds between two checks of the files of keys and certificates."""
 
 
@@ -227,7 +227,7 @@ class Router:
         check_change(self._config, config)
         pair = self._certificates.read()
         # Nothing fails from here on.
-        self._certificates.take_on(pair)
+        self._certificates.replace(pair)
         self._keys.change(config.keys)
         self._config = config
         log.info(
@@ -248,7 +248,7 @@ class Router:
     async def _watch_secrets(self) -> None:
         """Reload after changes of keys or certificates: mounted secrets send no signal."""
         while True:
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
             stamps = self._stamps()
             if stamps == self._secrets:
                 continue
@@ -258,7 +258,7 @@ class Router:
             except ConfigError as error:
                 log.error("changed keys or certificates were not applied: %s", error)
             except Exception:
-                log.exception("changed keys or certificates were not taken on")
+                log.exception("changed keys or certificates were not applied")
 
     async def stop(self) -> None:
         """Take no more edits, finish edits under way within `faults.drain_grace_s`, and close."""

@@ -52,7 +52,7 @@ class Process(ABC):
         self._log: TritonLog | None = None
         self._started = 0.0
         self._heartbeat = Heartbeat(http_url)
-        self._no_beat = Silence()
+        self._silence = Silence()
 
     @property
     def pid(self) -> int | None:
@@ -130,9 +130,9 @@ class Process(ABC):
         """Return what its start waits for in vain, in words; None: nothing."""
         return None
 
-    def settle(self) -> str | None:
+    def finish_start(self) -> str | None:
         """Finish its start once it is ready; return an error text, or None."""
-        self._heartbeat, self._no_beat = Heartbeat(self.http_url), Silence()
+        self._heartbeat, self._silence = Heartbeat(self.http_url), Silence()
         self._heartbeat.start()
         return None
 
@@ -152,7 +152,7 @@ class Process(ABC):
         return self._process is not None and self._process.poll() == -signal.SIGABRT
 
     @abstractmethod
-    def sick(self) -> str | None:
+    def health_problem(self) -> str | None:
         """Return why it no longer serves, in words; None: it serves."""
 
     def unresponsive(self, limit_s: float) -> str | None:
@@ -160,7 +160,7 @@ class Process(ABC):
         unwell = None if self.pid is None else process_unwell(self.pid)
         if unwell is not None:
             return f"{self._program} {unwell}"
-        silent_s = self._no_beat.silent_s(self._heartbeat.beats)
+        silent_s = self._silence.silent_s(self._heartbeat.beats)
         if silent_s > limit_s:
             return f"{self._program} has not answered for {silent_s:.1f} s"
         return None

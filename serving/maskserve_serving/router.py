@@ -64,7 +64,7 @@ class RouterProcess(Process):
     def progress(self) -> str:
         return "waiting for a worker"
 
-    def sick(self) -> str | None:
+    def health_problem(self) -> str | None:
         return self.unresponsive(_SILENT_S)
 
     def in_flight(self) -> int:

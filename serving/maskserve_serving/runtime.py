@@ -1,8 +1,8 @@
 """Finds the Triton server for the workers: an installed one, or the one from pip.
 
 nvidia-pytriton's wheel contains a whole tritonserver with the Python backend, and a stub process
-for each Python version. It is copied once per version into a cache folder, with this interpreter's
-stub where the backend expects it.
+for each Python version. `pip_runtime` copies the server once per version into a cache folder, and
+puts this interpreter's stub where the backend expects it.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from maskserve_serving.errors import ServeError
 
 OLDEST_GLIBC = (2, 35)
 _PACKAGE = "nvidia-pytriton"
-_OF_SUPERVISOR = ("psutil", "tomli_w")
-_OF_WORKERS = ("torch", "diffusers", "transformers")
-_WHY = {"torch": " (the first with attention over rows of different lengths)"}
-_OF_ROUTER = ("grpc_health", "httptools", "prometheus_client", "starlette", "uvicorn")
+_SUPERVISOR_PACKAGES = ("psutil", "tomli_w")
+_WORKER_PACKAGES = ("torch", "diffusers", "transformers")
+_REASONS = {"torch": " (the first with attention over rows of different lengths)"}
+_ROUTER_PACKAGES = ("grpc_health", "httptools", "prometheus_client", "starlette", "uvicorn")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,22 +49,22 @@ def check_packages(
     """Check that the packages of the workers, and of the router, are installed.
 
     Args:
-        router: True if a router is started.
+        router: True if a router is started, too.
         find: finds a package by name; returns None if it is not installed.
 
     Raises:
-        ServeError: naming the package and how to install it.
+        ServeError: a package is missing; the text says how to install it.
     """
-    required = dict.fromkeys((*_OF_SUPERVISOR, *_OF_WORKERS), "engine,server")
+    required = dict.fromkeys((*_SUPERVISOR_PACKAGES, *_WORKER_PACKAGES), "engine,server")
     if router:
-        required |= dict.fromkeys(_OF_ROUTER, "engine,server,router")
+        required |= dict.fromkeys(_ROUTER_PACKAGES, "engine,server,router")
     for module, extras in required.items():
         if find(module) is None:
             raise ServeError(
                 f"the package {module} is not installed "
                 f"(in the checkout: pip install -e '.[{extras}]')"
             )
-    check_floors(_OF_WORKERS, importlib.metadata.requires("maskserve") or ())
+    check_floors(_WORKER_PACKAGES, importlib.metadata.requires("maskserve") or ())
 
 
 def check_floors(packages: Iterable[str], requirements: Iterable[str]) -> None:
@@ -75,7 +75,7 @@ def check_floors(packages: Iterable[str], requirements: Iterable[str]) -> None:
         requirements: maskserve's requirements, from its metadata.
 
     Raises:
-        ServeError: naming both versions.
+        ServeError: a package is too old or too new; the text has both versions.
     """
     from packaging.requirements import Requirement  # check_host.py runs before it is installed
 
@@ -85,7 +85,8 @@ def check_floors(packages: Iterable[str], requirements: Iterable[str]) -> None:
         if not specifiers[package].contains(version, prereleases=True):
             raise ServeError(
                 f"{package} {version} is installed, and maskserve needs {package}"
-                f"{specifiers[package]}{_WHY.get(package, '')}; install one, or a newer maskserve"
+                f"{specifiers[package]}{_REASONS.get(package, '')}; install another {package}, or "
+                "a newer maskserve"
             )
 
 
@@ -127,7 +128,7 @@ def pip_runtime(cache_dir: Path) -> Runtime:
     python_library = find_libpython(sys.version_info[:2])
     tree = cache_dir / f"pytriton-{version}-py{sys.version_info[0]}.{sys.version_info[1]}"
     if not (tree / "bin" / "tritonserver").is_file():
-        _lay_out(package, stub, tree)
+        _copy_server(package, stub, tree)
     libraries = [package.parent.parent / "nvidia_pytriton.libs"]
     if python_library is not None:
         libraries.append(python_library)
@@ -205,13 +206,15 @@ def find_libpython(python: tuple[int, int]) -> Path | None:
     return None
 
 
-def _lay_out(package: Path, stub: Path, tree: Path) -> None:
-    """Copy the server beside its stub, whole or not at all: several processes may do it at once."""
+def _copy_server(package: Path, stub: Path, tree: Path) -> None:
+    """Copy the server with its stub to `tree`, as a whole, because several processes may do it at
+    once.
+    """
     try:
         tree.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ServeError(
-            f"cannot lay out Triton in {tree.parent}: {error.strerror}; set XDG_CACHE_HOME to a "
+            f"cannot copy Triton to {tree.parent}: {error.strerror}; set XDG_CACHE_HOME to a "
             "folder that can be written"
         ) from error
     with tempfile.TemporaryDirectory(dir=tree.parent) as scratch:
@@ -231,5 +234,5 @@ def _lay_out(package: Path, stub: Path, tree: Path) -> None:
         except OSError as error:
             if not (tree / "bin" / "tritonserver").is_file():
                 raise ServeError(
-                    f"cannot lay out Triton in {tree}: {error.strerror}; remove that folder"
+                    f"cannot copy Triton to {tree}: {error.strerror}; remove that folder"
                 ) from error

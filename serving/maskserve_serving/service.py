@@ -1,4 +1,4 @@
-"""Servers beside this host's workers, each a Triton: ControlNets, encoder and decoder, nodes."""
+"""Services beside the workers of a host, each a Triton: ControlNets, shared stages, nodes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ServiceProcess(Process):
 
     Args:
         name: name of the service.
-        spec: spec of one of the workers that it serves; the others have the same options.
+        spec: spec of any worker that it serves, because all have the same options.
         ports: ports to listen at.
         repository: repository of its models.
         host: address to listen at.
@@ -101,11 +101,11 @@ class ServiceProcess(Process):
     def progress(self) -> str:
         return "its models are loading"
 
-    def settle(self) -> str | None:
+    def finish_start(self) -> str | None:
         close_regions(region_prefix(self.ports.http))
-        return super().settle()
+        return super().finish_start()
 
-    def sick(self) -> str | None:
+    def health_problem(self) -> str | None:
         return self.unresponsive(_SILENT_S) or self._processes.unwell()
 
     def in_flight(self) -> int:
@@ -184,7 +184,10 @@ class StagesProcess(ServiceProcess):
 
 
 class NodesProcess(ServiceProcess):
-    """Workflow nodes other than edits; without a router on this host, for one of another host."""
+    """Workflow nodes other than edits.
+
+    If this host has no router, it serves a router of another host.
+    """
 
     def __init__(self, spec: Spec) -> None:
         options = spec.options

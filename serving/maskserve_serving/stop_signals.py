@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import FrameType
 
 _NUMBERS = (signal.SIGINT, signal.SIGTERM)
-_LOOK_S = 0.1
+_POLL_S = 0.1
 
 
 class StopSignals:
@@ -36,7 +36,7 @@ class StopSignals:
         """Wait for a signal, at most `limit_s`. Return True if one has come."""
         end = time.monotonic() + limit_s
         while not self._received and (remaining_s := end - time.monotonic()) > 0:
-            time.sleep(min(_LOOK_S, remaining_s))
+            time.sleep(min(_POLL_S, remaining_s))
         return self._received
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

@@ -238,7 +238,7 @@ class Supervisor:
     def _look_after(self, watch: Watch, now: float) -> None:
         if watch.failures and now - watch.ready_since > STEADY_S:
             watch.failures = 0
-        sick = watch.process.sick()
+        sick = watch.process.health_problem()
         if sick is not None:
             end = now + _ANSWERS_S
             while watch.process.in_flight() and time.monotonic() < end:
@@ -248,7 +248,7 @@ class Supervisor:
     def _set_ready(self, watch: Watch, now: float) -> None:
         watch.ready_since = now
         after_s = watch.process.loaded_in_s = watch.process.loading_s
-        problem = watch.process.settle()
+        problem = watch.process.finish_start()
         if problem is not None:
             self._report(watch, problem)
         self._report(watch, f"ready after {after_s:.0f} s")

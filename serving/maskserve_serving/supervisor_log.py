@@ -12,11 +12,11 @@ from maskserve_serving.errors import ServeError
 
 
 class SupervisorLog:
-    """The log lines for one worker. Without a log file nothing is written."""
+    """Writes the lines for one worker, if the worker has a log file."""
 
     def __init__(self) -> None:
         self._handler: logging.Handler = logging.NullHandler()
-        # Outside the logging tree: one process has the logs of several workers.
+        # Not in the logging tree, because the supervisor writes the logs of several workers.
         self._logger = logging.Logger("maskserve.supervisor")
         self._logger.addHandler(self._handler)
 
@@ -30,7 +30,7 @@ class SupervisorLog:
                 raise ServeError(str(error)) from error
 
     def open(self, config: Config) -> None:
-        """Write to the file of `[log]` from now on, if it can be opened."""
+        """Write to the file of `[log]` from now on; to no file if it cannot be opened."""
         self.close()
         if config.log.file:
             with suppress(ConfigError):
@@ -39,7 +39,14 @@ class SupervisorLog:
         self._logger.setLevel(config.log.level)
 
     def write(self, level: int, message: str, state: str, **fields: Any) -> None:
-        """Write a line: the worker is now in `state`."""
+        """Write a line.
+
+        Args:
+            level: level of the line.
+            message: text of the line.
+            state: the worker's state after the action.
+            fields: further fields of the line.
+        """
         extra = {"event": "worker", "fields": {"state": state, **fields}}
         self._logger.log(level, message, extra=extra)
 

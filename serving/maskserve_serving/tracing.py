@@ -1,4 +1,4 @@
-"""OpenTelemetry traces of one worker: Triton's settings, beside `[trace]` of the models."""
+"""OpenTelemetry traces of one worker: the arguments for Triton, which follow `[trace]`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PROTOCOLS = ("http", "grpc")
 
 
 def with_trace(tables: dict[str, Any], options: ServeOptions) -> dict[str, Any]:
-    """Return the configuration tables with the command line's trace options over them."""
+    """Return the configuration tables with the trace options of the command line."""
     if options.otlp_url:
         tables = with_values(tables, "trace", otlp_url=options.otlp_url)
     if options.trace_rate is not None:
@@ -26,7 +26,7 @@ def with_trace(tables: dict[str, Any], options: ServeOptions) -> dict[str, Any]:
 
 
 def trace_arguments(config: TraceConfig, worker: str) -> list[str]:
-    """Return further arguments for tritonserver."""
+    """Return tritonserver's arguments for traces."""
     if not config.otlp_url:
         return []
     settings = (
@@ -44,9 +44,9 @@ def trace_arguments(config: TraceConfig, worker: str) -> list[str]:
 
 
 def forwarded_headers(config: TraceConfig) -> list[str]:
-    """Return further arguments for tritonserver: headers that models receive as parameters."""
-    # `traceparent` for the fronts, because Triton itself misses it in some requests; `origin` for
-    # `control`, which no web page may call.
+    """Return tritonserver's arguments for the headers that models receive as parameters."""
+    # The fronts read `traceparent`, because Triton misses it in some requests. `control` reads
+    # `origin`, because no web page may call it.
     header_pattern = "origin|traceparent" if config.otlp_url else "origin"
     return [
         f"--{protocol}-header-forward-pattern=(?i)({header_pattern})" for protocol in _PROTOCOLS

@@ -109,5 +109,5 @@ class TritonLog:
             os.write(self._file, data)
         except OSError as error:
             if not self._dropped:
-                self._report(f"cannot write {self._path}: {error.strerror}; it goes on without")
+                self._report(f"cannot write {self._path}: {error.strerror}; lines are lost")
             self._dropped += len(data)

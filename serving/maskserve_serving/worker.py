@@ -125,8 +125,8 @@ class WorkerProcess(Process):
                 return f"tritonserver does not notice that {model} is loaded"
         return None
 
-    def settle(self) -> str | None:
-        super().settle()
+    def finish_start(self) -> str | None:
+        super().finish_start()
         close_regions(region_prefix(self.spec.ports.http))
         self._probe = Probe(self.grpc_url, self.config.engine.stuck_timeout_s)
         self._no_answer = Silence()
@@ -135,7 +135,7 @@ class WorkerProcess(Process):
 
     # Health.
 
-    def sick(self) -> str | None:
+    def health_problem(self) -> str | None:
         limit_s = self.config.engine.heartbeat_timeout_s
         unresponsive = self.unresponsive(limit_s)
         if unresponsive is not None:

@@ -149,5 +149,5 @@ def test_a_page_that_a_browser_shows_drains_no_worker(worker: WorkerProcess) -> 
     with pytest.raises(urllib.error.HTTPError) as refusal:
         urllib.request.urlopen(request, timeout=30)
     with refusal.value as answer:
-        assert "Origin: is set: a page asks by a browser" in json.load(answer)["error"]
+        assert "Origin: is set, so a web page sends the request" in json.load(answer)["error"]
     assert worker.admission.state() == "open"

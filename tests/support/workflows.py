@@ -30,7 +30,7 @@ from maskserve_workflows.nodes import (
 from maskserve_workflows.passes import PASSES, compiled
 from maskserve_workflows.plan import Each, NodeCall, Repeat, Step, WorkflowPlan
 from maskserve_workflows.ports import WorkflowError
-from maskserve_workflows.values import Areas, changed
+from maskserve_workflows.values import Areas, map_parts
 
 DRAWN = 30
 """Number of plans of `drawn_plans`."""
@@ -49,7 +49,7 @@ def run_one(
     def encoded(part: Any) -> Any:
         return encode_png(part) if isinstance(part, np.ndarray) else part
 
-    return {name: changed(value, encoded) for name, value in made.items()}
+    return {name: map_parts(value, encoded) for name, value in made.items()}
 
 
 def interpret(plan: WorkflowPlan, inputs: Mapping[str, Any], node: Node) -> dict[str, Any]:

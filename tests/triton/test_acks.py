@@ -132,7 +132,7 @@ def test_an_event_that_never_arrives_is_not_waited_for(
         def waits_s(self) -> float:
             return 31.0
 
-    receiver = AckReceiver(tmp_path, look_every_s=0.01)
+    receiver = AckReceiver(tmp_path, poll_s=0.01)
     receiver.keep("well", Call("well", told))
     receiver.keep("lost", Waiting("lost", told))
     assert told.get(timeout=5) == "lost over"

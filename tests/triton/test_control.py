@@ -66,7 +66,7 @@ def test_a_page_drains_nothing(
     request = api.request(parameters=parameters, OP=b'{"op": "drain"}')
     control.execute([request])
     error = request.sender.wait().error()
-    assert "Origin: is set: a page asks by a browser" in error.message()
+    assert "Origin: is set, so a web page sends the request" in error.message()
     assert Gate(config.runtime_dir).state() == "open"
 
 

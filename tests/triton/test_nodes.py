@@ -19,7 +19,14 @@ from maskserve_workflows.node_models import NodeModels
 from maskserve_workflows.nodes import NODE_TYPES
 from maskserve_workflows.pictures import PictureNodes
 from maskserve_workflows.values import Judgement, NamedValue, parts_of
-from maskserve_workflows.wire import PLACED, RECORD, NodeResult, NodeTask, laid_out, picked_up
+from maskserve_workflows.wire import (
+    PLACED,
+    RECORD,
+    NodeResult,
+    NodeTask,
+    pack_values,
+    unpack_values,
+)
 from tests.fakes.pb_utils import FakeTriton
 from tests.support.draws import fresh_rng
 from tests.support.eventually import eventually
@@ -49,7 +56,7 @@ def ask(api: FakeTriton, config: Config, values: Values) -> Iterator[Ask]:
 
     def asked(node: str, inputs: dict[str, Any], run: str = "", scope: str = "k1") -> Any:
         """The outputs by name, or the error's text."""
-        layout, elements = laid_out(inputs, NODE_TYPES[node].inputs)
+        layout, elements = pack_values(inputs, NODE_TYPES[node].inputs)
         task = NodeTask(node, layout, {}, scope, run)
         request = api.request(TASK=msgspec.json.encode(task), VALUES=cells(elements))
         front.execute([request])
@@ -58,7 +65,7 @@ def ask(api: FakeTriton, config: Config, values: Values) -> Iterator[Ask]:
             return error.message()
         result = msgspec.json.decode(answer.text("RESULT"), type=NodeResult)
         [output_tensor] = [tensor for tensor in answer.output_tensors() if tensor.name() == "MADE"]
-        return picked_up(result.outputs, list(output_tensor.as_numpy()))
+        return unpack_values(result.outputs, list(output_tensor.as_numpy()))
 
     yield asked
     models.close()

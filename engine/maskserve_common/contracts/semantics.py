@@ -1,5 +1,5 @@
-"""The ways in which models use an edit's source and mask. A family's `PIPELINES` name one of
-them.
+"""How models use an edit's source and mask. Each pipeline in a family's `PIPELINES` names one of
+these semantics.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ class Semantics:
     """Whether latents outside the mask follow the noised source, step by step. The mask is then
     sampled once per latent."""
     reference: bool = False
-    """Whether the source's latents follow the edited ones as further image tokens, which no step
-    moves and no mask covers: the context."""
+    """Whether the source's latents are also further image tokens behind the edited ones: the
+    context, which no step moves and no mask covers."""
     sampled: bool = False
-    """Whether the context is a draw of the VAE's posterior, as blended latents are; else its
-    mode."""
+    """Whether the context is a sample of the VAE's posterior, as blended latents are; otherwise the
+    posterior's mode."""
     exact: bool = False
-    """Whether the context sees neither text nor noise nor time: its keys and values are computed
-    once."""
+    """Whether the context attends to neither text nor noise and has no timestep: its keys and
+    values are computed once (fixed tokens)."""
 
     @property
     def context(self) -> bool:

@@ -2,12 +2,12 @@
 
 These tables define every config.pbtxt and the ensemble's wiring (`python scripts/bench
 model_configs`), the tensors that a front passes on, and those that client, router and probe send.
-The denoiser batches edits step by step, not Triton. But Triton gives encoder and decoder all
-requests together that arrived while they were busy (`Contract.together`).
+The denoiser, not Triton, batches edits, step by step. Triton batches only requests of encoder and
+decoder: those that arrived while the model was busy go into one `execute` (`Contract.together`).
 
-To let clients send one more tensor, add it to `PICTURES`, optional. `edit` and `edit_stream` then
-accept it, and the fronts pass it to the ensemble, without an element if a client sent none. The
-step that reads it names it among its inputs.
+To let clients send one more tensor, add it to `PICTURES` as optional. `edit` and `edit_stream` then
+accept it, and the fronts pass it to the ensemble, with no elements if a client sent none. The model
+of the ensemble that reads it names it among its inputs.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Contract:
     decoupled: bool = False
     """Whether it answers a request with any number of responses."""
     on_device: bool = False
-    """Whether it places itself on the device; else it runs on the CPU."""
+    """Whether the model itself chooses its device (KIND_MODEL); otherwise it runs on the CPU."""
     together: int = 0
-    """Most waiting requests that one `execute` gets, of any shapes; no request waits for others.
-    Triton then puts a batch dimension of 1 before the dims of each tensor, within the ensemble,
-    too. 0: they are given one by one, without that dimension.
+    """Most requests in one `execute` (Triton's max_batch_size). They may have any shapes, and no
+    request waits for others to come. Each tensor then has a batch dimension of 1 before its dims,
+    within the ensemble, too. 0: each `execute` gets one request, without that dimension.
     """
 
     def input(self, name: str) -> Tensor:
@@ -68,25 +68,27 @@ META = text("META")
 ACCEPTED = text("ACCEPTED")
 # The checked request as JSON (`contracts.request.EditRequest`); or {"op": …} from `control`.
 REQUEST = text("REQUEST")
-# What postprocess needs of all that (`postprocess_context`); empty on plain progress.
+# The source, the settings and the sizes that postprocess needs (`postprocess_context`); empty for
+# progress without a preview.
 CONTEXT = Tensor("CONTEXT", "UINT8", (-1,))
 
 PIXELS = Tensor("PIXELS", "UINT8", (-1, -1, 3))  # [H, W, RGB] at model resolution
-DRAWN = replace(PIXELS, dims=(-1, -1, -1))  # of the model's: some draw an alpha, too
+DECODED_PIXELS = replace(PIXELS, dims=(-1, -1, -1))  # some models also draw an alpha channel
 EDIT_MASK = Tensor("EDIT_MASK", "UINT8", (-1, -1))  # [H, W] at model resolution, 255 = edit
 CONTROLS = Tensor("CONTROLS", "UINT8", (-1, -1, -1, 3))  # [pictures, H, W, RGB] as PIXELS
 MOMENTS = Tensor("MOMENTS", "FP32", (-1, -1, -1))  # VAE mean and log-variance [2C, h, w]
 MASKED_MOMENTS = Tensor("MASKED_MOMENTS", "FP32", (-1, -1, -1))  # same, masked area blanked; Fill
-# Of each control picture [pictures, 2C, h, w], where ControlNets are given latents; else empty.
+# [pictures, 2C, h, w]: moments of the control pictures, for ControlNets that take latents; else
+# empty.
 CONTROL_MOMENTS = Tensor("CONTROL_MOMENTS", "FP32", (-1, -1, -1, -1))
-# Named arrays of the prompt and, where one is given, of the negative prompt: safetensors bytes.
+# Named arrays of the prompt and of the negative prompt, if there is one: safetensors bytes.
 CONDITIONING = Tensor("CONDITIONING", "UINT8", (-1,))
-ENCODED = text("ENCODED")  # how that was made, and its time: JSON
-LATENTS = Tensor("LATENTS", "FP32", (-1, -1, -1))  # [C, h, w]; [0, 0, 0] on plain progress
+ENCODED = text("ENCODED")  # how moments and conditioning were made, and the time it took: JSON
+LATENTS = Tensor("LATENTS", "FP32", (-1, -1, -1))  # [C, h, w]; [0, 0, 0]: progress without preview
 
 PICTURES = (IMAGE, MASK, CONTROL)
-"""The client's tensors that a front passes to the ensemble unread: BYTES, [1], or [-1] where a
-client may send any number."""
+"""The client's tensors that a front passes to the ensemble unread: BYTES [1], or [-1] if a client
+may send any number."""
 
 
 def _optional(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -158,14 +160,14 @@ CONTRACTS: dict[str, Contract] = {
     "decoder": Contract(
         "One instance, so that the events of an edit stay in order.",
         (LATENTS, META, CONTEXT),
-        (DRAWN, META, CONTEXT),
+        (DECODED_PIXELS, META, CONTEXT),
         on_device=True,
         together=8,
     ),
     "postprocess": Contract(
         "Encodes in threads. Default mode with a late answer: one large image does not hold up the "
         "next. The fronts drop events that are overtaken.",
-        (DRAWN, META, CONTEXT),
+        (DECODED_PIXELS, META, CONTEXT),
         _CLIENT_OUT,
     ),
     "control": Contract(
@@ -177,9 +179,9 @@ CONTRACTS: dict[str, Contract] = {
 
 SERVICES: dict[str, Contract] = {
     "controlnet": Contract(
-        "ControlNets of the edits of several workers, in a server of their own. Decoupled: a "
-        "request is answered when what it asks for is done, by whichever thread did it. What "
-        "nets add to steps does not come this way.",
+        "ControlNets of the edits of several workers, in a server of their own. Decoupled: the "
+        "thread that has done what a request asks for answers it. The nets' residuals take "
+        "another way (maskserve_engine/control_link/transport.py).",
         (text("OP"), Tensor("ARRAYS", "UINT8", (-1,), optional=True)),
         (text("RESULT"),),
         decoupled=True,
@@ -193,7 +195,7 @@ SERVICES: dict[str, Contract] = {
         on_device=True,
     ),
 }
-"""Models that no worker loads: each is served by a Triton beside the workers."""
+"""Models that no worker loads: a Triton beside the workers serves each of them."""
 
 ENSEMBLE = "edit_pipeline"
 STEPS = ("preprocess", "encoder", "denoiser", "decoder", "postprocess")
@@ -216,17 +218,17 @@ def ensemble_steps() -> list[Step]:
     ensemble's inputs. The outputs of the last step are the ensemble's, in this order.
 
     Raises:
-        KeyError: no step makes an input of another.
+        KeyError: neither the ensemble nor an earlier step has a tensor that a step reads.
     """
-    whole = CONTRACTS[ENSEMBLE]
-    nearest = {tensor.name: tensor.name for tensor in whole.inputs}
+    ensemble = CONTRACTS[ENSEMBLE]
+    nearest = {tensor.name: tensor.name for tensor in ensemble.inputs}
     steps = []
     for model in STEPS:
         contract = CONTRACTS[model]
         inputs = {tensor.name: nearest[tensor.name] for tensor in contract.inputs}
         outputs = {tensor.name: f"{model}_{tensor.name}" for tensor in contract.outputs}
         if model == STEPS[-1]:
-            names = [tensor.name for tensor in whole.outputs]
+            names = [tensor.name for tensor in ensemble.outputs]
             outputs = dict(zip(outputs, names, strict=True))
         steps.append(Step(model, inputs, outputs))
         nearest |= outputs

@@ -1,4 +1,4 @@
-"""Sockets that lie in folders: their addresses have room for 107 bytes, and folders' paths more."""
+"""Unix sockets in folders: an address has room for 107 bytes, and a folder's path may be longer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 @contextmanager
 def short_path(folder: Path) -> Iterator[str]:
-    """A path of `folder` that a socket's address has room for, whatever the folder's own."""
+    """Yield a path to `folder` that is short enough for a socket's address."""
     opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{opened}"

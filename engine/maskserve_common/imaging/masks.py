@@ -43,13 +43,14 @@ def bounding_box(selection: Bools, margin: int) -> tuple[slice, slice] | None:
 
 
 MOST_BOXES = 16
+"""Most boxes of one mask."""
 
 
 def component_boxes(mask: Bytes2D, side: int) -> tuple[tuple[int, int, int, int], ...]:
     """Boxes (top, left, bottom, right) round the connected parts of a mask.
 
-    What touches within a grid of `side` x `side` cells, corners too, is one part. Of more than
-    MOST_BOXES parts there is one box round them all.
+    Parts that touch in a grid of `side` x `side` cells, also at corners, count as one. If there are
+    more than MOST_BOXES, one box goes round all of them.
     """
     height, width = mask.shape
     padded = np.pad(mask > 0, ((0, -height % side), (0, -width % side)))
@@ -58,7 +59,7 @@ def component_boxes(mask: Bytes2D, side: int) -> tuple[tuple[int, int, int, int]
     boxes: list[tuple[int, int, int, int]] = []
     while unvisited and len(boxes) <= MOST_BOXES:
         part = [unvisited.pop()]
-        for y, x in part:  # grows while it is read
+        for y, x in part:  # the loop reads the cells that it appends
             near = {(y + dy, x + dx) for dy in (-1, 0, 1) for dx in (-1, 0, 1)} & unvisited
             unvisited -= near
             part += near
@@ -90,8 +91,8 @@ def grow(part: Bools, before: int, after: int, axis: int) -> Bools:
             grown = part.copy()
             ahead, behind = [slice(None)] * 2, [slice(None)] * 2
             ahead[axis], behind[axis] = slice(shift, None), slice(None, -shift)
-            to, source = (ahead, behind) if step > 0 else (behind, ahead)
-            grown[tuple(to)] |= part[tuple(source)]
+            target, source = (ahead, behind) if step > 0 else (behind, ahead)
+            grown[tuple(target)] |= part[tuple(source)]
             part, extent = grown, extent + shift
     return part
 
@@ -114,7 +115,7 @@ def window_sum(
 
 
 def cover(
-    values: Bytes2D, size: int, axis: int, *, of: int | None = None, spacing: int = 1
+    values: Bytes2D, size: int, axis: int, *, pixels: int | None = None, spacing: int = 1
 ) -> Bytes2D:
     """Resample one axis to `size` places, each the maximum of all values that it overlaps.
 
@@ -122,10 +123,10 @@ def cover(
         values: values to resample.
         size: number of places.
         axis: axis of `values`.
-        of: pixels that `values` stands for; None: one per value.
+        pixels: number of pixels that the values stand for; None: one per value.
         spacing: pixels per value; the last may stand for fewer.
     """
-    source = values.shape[axis] if of is None else of
+    source = values.shape[axis] if pixels is None else pixels
     if source == size and spacing == 1:
         return values
     # Place j covers [j·source/size, (j+1)·source/size); integers keep the edges exact.
@@ -189,7 +190,7 @@ def select(
                 raise InvalidRequest(f"SETTINGS.{name}", problem, "0: grey fades out by itself")
         strength = grown(mask.luminance, settings.expand, constant_values=255)
     chosen = selected(mask, settings.mask_mode)
-    warnings = _looked_at(mask, settings.mask_mode, chosen)
+    warnings = _size_warnings(mask, settings.mask_mode, chosen)
     if expands:
         chosen = grown(chosen, settings.expand, constant_values=True)
     elif not chosen.any():
@@ -197,9 +198,9 @@ def select(
     return Selected(chosen, warnings, strength)
 
 
-def _looked_at(mask: DecodedMask, mode: str, chosen: Bools) -> tuple[str, ...]:
-    """Warn of a mask that leaves next to nothing: most often it was meant inverted, as a layer with
-    strokes on transparent ground is.
+def _size_warnings(mask: DecodedMask, mode: str, chosen: Bools) -> tuple[str, ...]:
+    """Return a warning if the mask selects nearly the whole picture: usually its author meant the
+    inverse, as with strokes on a transparent layer.
     """
     share = np.count_nonzero(chosen) / chosen.size
     if share <= COVERS_MOST:
@@ -208,21 +209,21 @@ def _looked_at(mask: DecodedMask, mode: str, chosen: Bools) -> tuple[str, ...]:
     edited = (
         "transparent (alpha 0)" if by_alpha else f"white (luminance {_white_from(mode)} or more)"
     )
-    advice = "SETTINGS.mask_mode white edits where it is white" if by_alpha else "invert it"
+    advice = "set SETTINGS.mask_mode to white" if by_alpha else "invert the mask"
     return (
-        f"MASK: {share:.0%} of the picture is edited, since there the mask is {edited}; if what is "
-        f"painted on it was meant, {advice}",
+        f"MASK: {share:.0%} of the picture is edited, because the mask is {edited} there; to edit "
+        f"the painted part instead, {advice}",
     )
 
 
 def edit_region(part: Bools, model_size: Size, dilate: int = 0, feather: int = 0) -> Bytes2D:
-    """The edit mask of a selection, and a little more round it, for a fraction of the work.
+    """Return a mask that contains the edit mask of a selection, for a fraction of the work.
 
-    The selection is reduced to about the model's size before it grows: a region reaches up to two
-    model pixels farther. Where it fades out, what is too faint in its corners is counted in.
+    The selection is reduced to about the model's size before it grows, so the region reaches up to
+    two model pixels farther. It also has the corners of a feathered border, where weights are 0.
 
     Args:
-        part: bool [H, W], selected; something is.
+        part: bool [H, W], selected pixels; at least one is set.
         model_size: (height, width) at which the model works.
         dilate: see `paste_weights`.
         feather: see `paste_weights`.
@@ -231,7 +232,7 @@ def edit_region(part: Bools, model_size: Size, dilate: int = 0, feather: int = 0
         uint8 [h, w] of 0 and 255, nowhere below `edit_mask` of its weights.
     """
     source = part.shape
-    factor = max(1, min(side // to for side, to in zip(source, model_size, strict=True)))
+    factor = max(1, min(side // target for side, target in zip(source, model_size, strict=True)))
     for axis in (0, 1):
         if factor > 1:
             part = np.maximum.reduceat(part, np.arange(0, part.shape[axis], factor), axis=axis)
@@ -239,8 +240,8 @@ def edit_region(part: Bools, model_size: Size, dilate: int = 0, feather: int = 0
     for axis in (0, 1):
         part = grow(part, margin, margin, axis)
     region = part.view(np.uint8)
-    for axis, (side, to) in enumerate(zip(source, model_size, strict=True)):
-        region = cover(region, to, axis, of=side, spacing=factor)
+    for axis, (side, target) in enumerate(zip(source, model_size, strict=True)):
+        region = cover(region, target, axis, pixels=side, spacing=factor)
     return _full(region)
 
 
@@ -253,7 +254,7 @@ def selected(mask: DecodedMask, mode: str) -> Bools:
     0 edits, alpha is ignored.
 
     Raises:
-        InvalidRequest: `alpha` asked of a mask without transparency.
+        InvalidRequest: the mode is `alpha`, and the mask has no alpha channel.
     """
     if mode == "alpha" and mask.alpha is None:
         raise InvalidRequest(
@@ -278,6 +279,7 @@ def _by_alpha(mask: DecodedMask, mode: str) -> bool:
 
 
 def _accepted(mask: DecodedMask, mode: str) -> str:
+    """Return in words the masks that select something in this mode."""
     if _by_alpha(mask, mode):
         opaque = mask.alpha is not None and int(mask.alpha.min()) == 255
         hint = ", or SETTINGS.mask_mode white: it is opaque" if opaque else ""
@@ -286,8 +288,8 @@ def _accepted(mask: DecodedMask, mode: str) -> str:
 
 
 def paste_weights(selection: Bools, dilate: int = 0, feather: int = 0) -> Bytes2D | None:
-    """Weights of the edited pixels, uint8 [H, W]: 255 edited, 0 the source as it is, between:
-    blended; None when nothing is selected.
+    """Return the weights of edited pixels, uint8 [H, W]: 255 edited, 0 the source as it is, between
+    them blended; None: nothing is selected.
 
     The selection grows by a square of `dilate` pixels to each side. Beyond it the weight falls
     linearly from 255 to 0 over `feather` pixels along each axis; inside it stays 255.
@@ -322,7 +324,7 @@ def _fade(core: Bools, feather: int, cut: tuple[slice, ...]) -> Bytes2D:
     grown = core
     for axis in (0, 1):
         grown = grow(grown, before, after, axis)
-    # Cut as soon as an axis is done: an image one pixel high has a border of a thousand rows.
+    # Cut each axis at once: an image of one row has a border of up to a thousand rows.
     columns = window_sum(grown, before, after, 0, np.uint16)[cut[0]]  # each up to feather + 1
     counts = window_sum(columns, before, after, 1, np.int32)[:, cut[1]]
     whole = (feather + 1) ** 2
@@ -377,7 +379,7 @@ def active_tokens(edit: Bytes2D, token_pixels: int, ring: int = 0) -> TokenIds:
 
 
 def tokens_within(edit: Bytes2D, token_pixels: int, *rings: int) -> list[TokenIds]:
-    """`active_tokens` of each of some rings."""
+    """Return `active_tokens` for each of these rings."""
     grid = _token_grid(edit, token_pixels)
     return [np.flatnonzero(_grown(grid, ring)) for ring in rings]
 

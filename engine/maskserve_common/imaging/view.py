@@ -1,11 +1,11 @@
-"""The window round the mask that a model sees.
+"""The view of an edit: the window round the mask that the model sees.
 
     source ─ expand ─► canvas ─ window ─► the model's size
                           ▲                      │
                           └─────── paste ◄───────┘
 
-A window is seen at full resolution, or at the model's where that is smaller. So the part of a large
-photograph that is repainted is as sharp as the rest of it.
+The model sees a window at full resolution, or at its own resolution if that is smaller. So the
+repainted part of a large photograph is as sharp as the rest.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Span = tuple[int, int]
 A = TypeVar("A", bound=npt.NDArray[Any])
 
 _CELLS = 8
-"""Cells of the grid that windows lie on, along a window's side. Edits near one another get the same
-window, and with it the same entries; a window is up to a quarter longer for it."""
+"""Cells of the grid that windows lie on, along a window's side. Because of the grid, edits near one
+another get the same window, and so the same entries; a window is up to a quarter longer."""
 
 
 class Window(NamedTuple):
@@ -48,30 +48,32 @@ class Window(NamedTuple):
     def right(self) -> int:
         return self.left + self.width
 
-    def of(self, picture: A) -> A:
-        """The window's part of a picture [H, W, …]; nothing is copied."""
+    def crop(self, picture: A) -> A:
+        """Return the window's part of a picture [H, W, …], as a view."""
         part = picture[self.top : self.bottom, self.left : self.right]
         return cast(A, part)
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Window of the canvas that a model sees, and its size at the model."""
+    """The window of the canvas that the model sees, and the model's input size."""
 
     canvas: Size
-    """(height, width) of the whole."""
+    """(height, width) of the whole canvas."""
     window: Window
     """Part of the canvas that the model sees."""
     size: Size
-    """(height, width) of that part at the model."""
+    """(height, width) of the model's input."""
 
     @property
     def is_part(self) -> bool:
         return self.window.size != self.canvas
 
 
-def see(selected: Bools, settings: EditSettings, native_resolution: int, multiple: int) -> View:
-    """Choose the window that a model sees of an edit.
+def choose_view(
+    selected: Bools, settings: EditSettings, native_resolution: int, multiple: int
+) -> View:
+    """Choose the window of the canvas that the model sees.
 
     Args:
         selected: bool [H, W], the selected pixels of the canvas; at least one is set.
@@ -94,8 +96,8 @@ def window_round(
 ) -> Window:
     """Return the window around a mask, or all of the canvas.
 
-    It contains the mask and its padding, and is at least as large as the model's own resolution if
-    the picture is: the model then sees more at no loss of sharpness.
+    It contains the mask and its padding. If the picture is large enough, the window is at least as
+    large as the model's own resolution: the model then sees more at no loss of sharpness.
 
     Args:
         rows: first and last + 1 row that the mask covers.

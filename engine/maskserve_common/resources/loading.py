@@ -1,4 +1,4 @@
-"""Loading of resources to a device, in threads that no step waits for."""
+"""Loads of resources to a device, in threads that no step waits for."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _log = logging.getLogger("maskserve")
 
 
 class Loadable(Protocol):
-    """A resource that an edit names, as it was found when the edit was accepted."""
+    """A resource that an edit names, with the version that it had when the edit was accepted."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def version(self) -> str:
-        """Which one of that name."""
+        """Version of the resource's files."""
         ...
 
 
@@ -38,10 +38,11 @@ class Kind:
     """A kind of resource: LoRAs or ControlNets."""
 
     name: str
-    """Name of the resources and of their budget."""
+    """Name of the kind and of its budget."""
     noun: str
+    """Name of a resource in messages."""
     setting: str
-    """Setting of an edit that names them."""
+    """Setting by which an edit names resources, such as `SETTINGS.loras`."""
     budget: str
     """Configuration key of the budget."""
     metrics: str
@@ -50,7 +51,7 @@ class Kind:
     """Load costs before any load was measured, by where the files are."""
 
     def counters(self) -> dict[str, int]:
-        """Totals since the worker's start, by metric; none yet."""
+        """Return zeros for the metrics that count this kind's loads, by name."""
         return {f"{self.metrics}_load_failures_total": 0, f"{self.metrics}_evictions_total": 0}
 
 
@@ -78,9 +79,7 @@ class Source(Protocol[W_contra]):
     """Loader of a kind's resources."""
 
     def typical_bytes(self) -> float:
-        """Return the bytes of a resource's files, averaged over all known ones; 0: none is
-        known.
-        """
+        """Return the mean bytes of the files of all known resources; 0: none is known."""
         ...
 
     def load(self, item: W_contra, done: Done) -> None: ...
@@ -89,16 +88,16 @@ class Source(Protocol[W_contra]):
 
 
 class ResourceLoader(ABC, Generic[W]):
-    """Loads in threads of its own; errors for the client come out as such.
+    """Loads resources in threads, and converts exceptions of a load to errors for the client.
 
     Args:
         kind: kind of the resources.
-        at_once: loads that may be under way together.
+        threads: most loads at a time.
     """
 
-    def __init__(self, kind: Kind, at_once: int = 1) -> None:
+    def __init__(self, kind: Kind, threads: int = 1) -> None:
         self._kind = kind
-        self._pool = ThreadPoolExecutor(at_once, f"{kind.name}s")
+        self._pool = ThreadPoolExecutor(threads, f"{kind.name}s")
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -117,9 +116,10 @@ class ResourceLoader(ABC, Generic[W]):
 
         Raises:
             MaskserveError: its text goes to the client unchanged.
-            ValueError: the resource cannot be served; the text follows its name.
-            FileNotFoundError: it was removed meanwhile.
-            MemoryError: there is no room.
+            ValueError: the resource cannot be served; its text continues a sentence that begins
+                with the resource.
+            FileNotFoundError: it was removed after the edit was accepted.
+            MemoryError: there is no room for it.
         """
 
     def _load(self, item: W, done: Done, begin: float) -> None:

@@ -5,10 +5,10 @@
 
     absent and failed resources begin with reserve()
 
-The residency enforces the byte budget of a kind: a resource stays ready until one with a higher
-score takes its room. For kinds without a budget (templates, whose entries the store keeps) it only
-knows the waiting edits: such a resource is absent again once they were informed. Used by the engine
-thread only.
+`Residency` enforces the byte budget of a kind: a ready resource stays until one with a higher score
+takes its room. Kinds without a budget (templates, whose entries the store keeps) have only waiting
+edits here: `arrived` ends their wait, and the resource is absent again. Used by the engine thread
+only.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Residency:
     """Resources by name, and the edits that wait for sets of them.
 
     Args:
-        most_waiting: edits that may wait.
-        budgets: bytes by kind; other kinds are kept elsewhere.
+        most_waiting: most edits that may wait.
+        budgets: bytes by kind; other kinds have no budget.
         evict: called with each resource to evict.
     """
 
@@ -66,7 +66,7 @@ class Residency:
         return "absent" if record is None else record.state
 
     def error(self, resource: Resource) -> MaskserveError | None:
-        """Why it failed, where it did."""
+        """Return the error of a failed resource; None: it has not failed."""
         record = self._resident.get(resource)
         return None if record is None else record.error
 
@@ -82,8 +82,8 @@ class Residency:
     def reserve(self, resource: Resource, nbytes: int = 0, score: float = 0.0) -> bool:
         """Reserve bytes for a resource and set it loading; return False if there is no room.
 
-        Ready resources of its kind are evicted for it, the lowest score first; none with a higher
-        score, none that is pinned and none that is loading.
+        It evicts ready resources of the same kind, the lowest score first, but none with a higher
+        score and none that is pinned.
         """
         if self.state(resource) in ("coming", "here"):
             return True
@@ -114,10 +114,10 @@ class Residency:
     def failed(self, resource: Resource, error: MaskserveError) -> list[str]:
         """Set a resource failed; return the edits that waited for it."""
         self._resident[resource] = _Resident("failed", 0, 0.0, error)
-        hurt = [name for name, missing in self._missing.items() if resource in missing]
-        for request_id in hurt:
+        waiting = [name for name, missing in self._missing.items() if resource in missing]
+        for request_id in waiting:
             del self._missing[request_id]
-        return hurt
+        return waiting
 
     def wait(self, request_id: str, resources: Iterable[Resource]) -> bool:
         """Let an edit wait until all these resources are ready; return False if they already are.
@@ -144,11 +144,13 @@ class Residency:
         return True
 
     def leave(self, request_id: str) -> None:
-        """Remove an edit, so that a later edit of this id is not taken for it."""
+        """Remove an edit that waits no longer."""
         self._missing.pop(request_id, None)
 
     def pin(self, resource: Resource) -> None:
-        """Keep a ready or loading resource until `unpin` was called as often as this."""
+        """Protect a ready or loading resource from eviction, until `unpin` was called as often as
+        `pin`.
+        """
         self._pins[resource] += 1
 
     def unpin(self, resource: Resource) -> None:
@@ -176,7 +178,7 @@ class Residency:
         assert all(self._missing.values()), "an edit waits for nothing"
 
     def _victims(self, resource: Resource, nbytes: int, score: float) -> list[Resource] | None:
-        """Return the resources to evict for a new one; None: it does not fit."""
+        """Return the resources to evict for a new one; None: it does not fit even then."""
         budget = self._budgets.get(resource.kind)
         if budget is None:
             return []

@@ -37,7 +37,7 @@ class Policy(Protocol):
 
     @property
     def predicts(self) -> bool:
-        """Whether it is the rule of `Board.choose`."""
+        """Whether it is the rule of `WorkerTable.choose`."""
         ...
 
     def choose(self, edit: Edit, workers: Sequence[WorkerView], now: float) -> str:

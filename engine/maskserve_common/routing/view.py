@@ -1,4 +1,4 @@
-"""Views of an edit and of a worker that routing policies decide by."""
+"""Views of an edit and of a worker, from which routing policies decide."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ them, such a key waits until an edit of a busy key has ended."""
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """An edit that looks for a worker."""
+    """An edit that needs a worker."""
 
     steps: int
     active_tokens: int
@@ -61,7 +61,12 @@ class Edit:
     """Whether no edit of its key is at a worker: it may take a spare place."""
 
     def active(self, ring_share: float | None, lookahead: float = 0.0) -> float:
-        """Tokens that a step of a cached row computes, on average: of `Pricing.rings`."""
+        """Return the mean tokens that a step of a cached row computes.
+
+        Args:
+            ring_share: share of steps that compute the ring (`Pricing.rings`); None: all do.
+            lookahead: share of steps that also compute a lookahead.
+        """
         if ring_share is None:
             return (1.0 + lookahead) * self.active_tokens
         return (1.0 + lookahead) * self.inner_tokens + ring_share * self.ring_tokens
@@ -101,8 +106,7 @@ class WorkerView:
     as_of: float = 0.0
     """Time of the view on the policies' clock, in seconds."""
     profile: Profile = field(init=False, repr=False, compare=False)
-    """Profile of the work, made with the view when a record arrives, so that decisions need not
-    make it."""
+    """Profile of the work, built with the view, so that no decision builds it."""
     lowest_priority: float = field(init=False, repr=False, compare=False)
     """Lowest priority of the waiting edits; infinite without any."""
     latest_due: float = field(init=False, repr=False, compare=False)
@@ -156,44 +160,44 @@ class WorkerView:
         The edit runs dense at once if no entries are usable, or if fetching them takes longer than
         they save.
         """
-        way = self._plan(edit)
-        seconds = way.compute
-        if self.pricing.degrees:  # as many devices as it could have beside the others
+        plan = self._plan(edit)
+        seconds = plan.compute
+        if self.pricing.degrees:  # assume an equal part of the devices for each row
             other_rows = len(self.running) + len(self.waiting)
-            cached = way.tokens is not None
+            cached = plan.tokens is not None
             seconds *= self.pricing.share(self.devices // (other_rows + 1), cached=cached)
-        return seconds, way.load, way.fetch
+        return seconds, plan.load, plan.fetch
 
     def _plan(self, edit: Edit) -> _PlanPrice:
-        """Return the price of the cheapest execution plan, which the worker chooses, too."""
+        """Return the price of the cheapest execution plan, which the worker would also choose."""
         tier = self._tier(edit)
-        ways = [_PlanPrice(self.pricing.dense(edit.total_tokens))]
+        plans = [_PlanPrice(self.pricing.dense(edit.total_tokens))]
         if tier is not None:
-            ways += self._template_plans(edit, tier)
+            plans += self._template_plans(edit, tier)
         elif edit.refresh_steps:
-            ways.append(self._refresh_plan(edit))
-        dense, *alternatives = [self._with_added(edit, way) for way in ways]
-        best = min([dense, *alternatives], key=lambda way: way.compute)
+            plans.append(self._refresh_plan(edit))
+        dense, *alternatives = [self._with_adapters(edit, plan) for plan in plans]
+        best = min([dense, *alternatives], key=lambda plan: plan.compute)
         if best.fetch and best.fetch + edit.steps * best.compute >= edit.steps * dense.compute:
             return dense
         return best
 
     def _template_plans(self, edit: Edit, tier: str) -> list[_PlanPrice]:
-        """Return the plans that read the template: with text and ring left out where possible, or
-        computed.
+        """Return the plans that read the template: one leaves out text and ring where it can, the
+        other computes them.
         """
         pricing, total = self.pricing, edit.total_tokens
         tokens, whole = self._cached_tokens(edit), edit.active(None)
         rows = [(tokens, *pricing.row(tokens, total, cached=True))]
         if pricing.whole is not None:
             rows.append((whole, *pricing.whole_row(whole, total)))
-        first, dense, ways = min(1.0, edit.dense_steps / edit.steps), pricing.dense(total), []
+        first, dense, plans = min(1.0, edit.dense_steps / edit.steps), pricing.dense(total), []
         for active, compute, load in rows:
             if compute < dense:
                 mean = compute + first * (dense - compute)
                 loads = 0.0 if tier == DEVICE.name else (1.0 - first) * load
-                ways.append(_PlanPrice(mean, loads, pricing.fetch_s(tier), active))
-        return ways
+                plans.append(_PlanPrice(mean, loads, pricing.fetch_s(tier), active))
+        return plans
 
     def _tier(self, edit: Edit) -> str | None:
         """Return the nearest tier with the entries that the edit reads; None: it reads none."""
@@ -202,7 +206,7 @@ class WorkerView:
     def _cached_tokens(self, edit: Edit) -> float:
         """Return the mean computed tokens of a step that reads a template."""
         rings = self.pricing.rings
-        # Beside a template a ControlNet computes the tokens that its row computes.
+        # A ControlNet beside a template computes the same tokens as its row, ring included.
         return edit.active(None) if edit.controls else edit.active(rings.template, rings.lookahead)
 
     def least_share(self, edit: Edit) -> float:
@@ -219,8 +223,8 @@ class WorkerView:
         compute = self.pricing.refreshing_row(active, edit.total_tokens, share, 1.0 / edit.steps)
         return _PlanPrice(compute, tokens=active)
 
-    def _with_added(self, edit: Edit, plan: _PlanPrice) -> _PlanPrice:
-        """Add the cost per step of its ControlNets and LoRAs."""
+    def _with_adapters(self, edit: Edit, plan: _PlanPrice) -> _PlanPrice:
+        """Return the plan with the costs per step of the edit's ControlNets and LoRAs added."""
         pricing, cached = self.pricing, plan.tokens is not None
         tokens, seconds = (plan.tokens or 0.0, edit.total_tokens), plan.compute
         if edit.controls:
@@ -240,22 +244,22 @@ class WorkerView:
         return seconds
 
     def row(self, edit: Edit) -> RowLoad:
-        """`edit` as a row of this worker."""
-        way, total = self._plan(edit), edit.total_tokens
-        tokens = total if way.tokens is None else min(round(way.tokens), total)
-        return RowLoad(edit.steps, way.compute, way.load, tokens, edit.priority, edit.due)
+        """Return the edit as a row of this worker."""
+        plan, total = self._plan(edit), edit.total_tokens
+        tokens = total if plan.tokens is None else min(round(plan.tokens), total)
+        return RowLoad(edit.steps, plan.compute, plan.load, tokens, edit.priority, edit.due)
 
     def sent(self, edits: Iterable[Edit]) -> WorkerView:
         """Return a view with `edits` sent to the worker, behind its waiting edits."""
-        on_their_way = tuple(edits)
+        sent_edits = tuple(edits)
         adapters, nets = self.adapters, self.controlnets
         if adapters is not None:
             adapters = adapters.with_requested(
-                name for edit in on_their_way for name in edit.adapters
+                name for edit in sent_edits for name in edit.adapters
             )
         if nets is not None:
-            nets = nets.with_requested(name for edit in on_their_way for name in _nets(edit))
-        waiting = (*self.waiting, *(self.row(edit) for edit in on_their_way))
+            nets = nets.with_requested(name for edit in sent_edits for name in _nets(edit))
+        waiting = (*self.waiting, *(self.row(edit) for edit in sent_edits))
         return replace(self, waiting=waiting, adapters=adapters, controlnets=nets)
 
     @classmethod
@@ -266,7 +270,8 @@ class WorkerView:
         as_of: float,
         templates: Mapping[str, Container[str]] | None = None,
     ) -> WorkerView:
-        """Return a view of a worker's record. Priming is left out: it gives way to edits.
+        """Return the view that a worker's record gives. It leaves out rows that prime templates,
+        because they give way to edits.
 
         Args:
             status: record of the worker.
@@ -276,30 +281,24 @@ class WorkerView:
         """
         if templates is None:
             templates = {tier: frozenset(ids) for tier, ids in status.templates.items()}
-        nowhere: Container[str] = frozenset()
-        on_device = templates.get(DEVICE.name, nowhere)
+        no_templates: Container[str] = frozenset()
+        on_device = templates.get(DEVICE.name, no_templates)
+
+        def due_of(row: RowStatus) -> float:
+            return as_of + (row.due_ns - status.monotonic_ns) / 1e9 if row.due_ns else math.inf
 
         def rows(statuses: tuple[RowStatus, ...], *, begun: bool) -> tuple[RowLoad, ...]:
-            loads = []
-            for row in statuses:
-                if row.kind == "prime":
-                    continue
-                tokens, cached = (row.active_tokens, row.total_tokens), row.kind == "cached"
-                compute, load = pricing.row(*tokens, cached=cached)
-                if row.own:
-                    first = 0.0 if begun else 1.0 / max(row.steps_left, 1)
-                    compute, load = pricing.refreshing_row(*tokens, row.dense_share, first), 0.0
-                elif cached:
-                    dense, share = pricing.dense(row.total_tokens), row.dense_share
-                    compute, load = compute + share * (dense - compute), (1.0 - share) * load
-                compute += pricing.control_seconds(row.controls, *tokens, cached=cached)
-                compute += pricing.lora_seconds(row.adapter_bytes, *tokens, cached=cached)
-                if entries_id(row.template_id) in on_device:
-                    load = 0.0
-                due_in_s = (row.due_ns - status.monotonic_ns) / 1e9 if row.due_ns else math.inf
-                steps, active = row.steps_left, row.active_tokens
-                loads.append(RowLoad(steps, compute, load, active, row.priority, as_of + due_in_s))
-            return tuple(loads)
+            return tuple(
+                _row_load(
+                    row,
+                    pricing,
+                    begun=begun,
+                    on_device=entries_id(row.template_id) in on_device,
+                    due=due_of(row),
+                )
+                for row in statuses
+                if row.kind != "prime"
+            )
 
         return cls(
             worker=status.worker,
@@ -316,6 +315,32 @@ class WorkerView:
             ready=status.takes_edits,
             as_of=as_of,
         )
+
+
+def _row_load(
+    row: RowStatus, pricing: Pricing, *, begun: bool, on_device: bool, due: float
+) -> RowLoad:
+    """Return the load of a row in a worker's record.
+
+    Args:
+        row: record of the row.
+        pricing: costs of the worker.
+        begun: whether the row has taken a step.
+        on_device: whether its template's entries are on the device.
+        due: its due time on the policies' clock.
+    """
+    tokens, cached = (row.active_tokens, row.total_tokens), row.kind == "cached"
+    compute, load = pricing.row(*tokens, cached=cached)
+    if row.own:
+        first = 0.0 if begun else 1.0 / max(row.steps_left, 1)
+        compute, load = pricing.refreshing_row(*tokens, row.dense_share, first), 0.0
+    elif cached:
+        dense, share = pricing.dense(row.total_tokens), row.dense_share
+        compute, load = compute + share * (dense - compute), (1.0 - share) * load
+    compute += pricing.control_seconds(row.controls, *tokens, cached=cached)
+    compute += pricing.lora_seconds(row.adapter_bytes, *tokens, cached=cached)
+    load = 0.0 if on_device else load
+    return RowLoad(row.steps_left, compute, load, row.active_tokens, row.priority, due)
 
 
 def _nets(edit: Edit) -> Iterator[str]:

@@ -1,8 +1,8 @@
-"""LoRAs that a worker adds to its weights once, at start (Katz §6's patch).
+"""LoRAs that a worker fuses into its weights once, at start (Katz §6's patch).
 
-Every edit uses them, at no cost per step. New weights are computed in float32 and rounded once. The
-folder's files are not changed, so a start without these LoRAs restores the weights bit for bit;
-nothing is patched while a worker runs.
+Every edit uses them, at no cost per step. New weights are computed in float32 and rounded once. No
+weights change while a worker runs, and the model's files never do, so a start without these LoRAs
+has the original weights bit for bit.
 """
 
 from __future__ import annotations
@@ -40,37 +40,37 @@ def fused_loras(config: Config) -> tuple[FusedLora, ...]:
     Raises:
         ConfigError: a scale is not a number.
     """
-    return tuple([_named(text) for text in config.model.fuse_loras])
+    return tuple([_parse(text) for text in config.model.fuse_loras])
 
 
 def served_form(config: Config) -> str:
-    """Return everything that makes the served weights differ from the folder's, for the names of
-    entries; empty if they do not.
+    """Return in words how the served weights differ from the folder's, for the names of entries;
+    empty if they do not differ.
 
     Raises:
-        ConfigError: a file is unreadable, no LoRA, or for another model.
+        ConfigError: a file cannot be read, is no LoRA, or is for another model.
     """
     words = [form_in_words(config)]
     for path, scale in fused_loras(config):
-        words.append(f"fused {_spec(path, config)['digest']} {scale!r}")
+        words.append(f"fused {_description(path, config)['digest']} {scale!r}")
     return "; ".join(filter(None, words))
 
 
 @torch.no_grad()
 def fused(config: Config, model: nn.Module, part: str) -> nn.Module:
-    """Add the configured LoRAs to a part's weights, in place.
+    """Add the configured LoRAs to the weights of a part of the model, in place, and return it.
 
     Args:
         config: configuration of the worker.
-        model: the loaded part, not yet quantised.
-        part: one of `lora_header.PARTS`; empty: none of them.
+        model: the loaded part, before it is quantised.
+        part: name of the part, of `lora_header.PARTS`; empty: no LoRA changes it.
 
     Raises:
-        ConfigError: a file is unreadable, no LoRA, or for another model.
+        ConfigError: a file cannot be read, is no LoRA, or is for another model.
     """
     loras = fused_loras(config) if part and device_of(config).type != "meta" else ()
     for path, scale in loras:
-        _spec(path, config)
+        _description(path, config)  # checks the file
         try:
             base = BaseLayers.of_folder(config.model.path)
             layers = read_lora(path, base, config.model.path, only=(part,)).get(part, {})
@@ -79,13 +79,13 @@ def fused(config: Config, model: nn.Module, part: str) -> nn.Module:
                 change = (up.flatten(1) @ down.flatten(1)).view_as(weight).to(weight.device)
                 weight.copy_(weight.float() + scale * change)
         except BadAdapter as error:
-            raise _refused(path, str(error)) from error
+            raise _config_error(path, str(error)) from error
         if layers:
             _log.info("%s x %g is fused into %d layers of %s", path.name, scale, len(layers), part)
     return model
 
 
-def _named(text: str) -> FusedLora:
+def _parse(text: str) -> FusedLora:
     path, colon, scale = text.rpartition(":")
     if not colon or os.sep in scale:
         return FusedLora(Path(text), 1.0)
@@ -94,21 +94,23 @@ def _named(text: str) -> FusedLora:
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        raise _refused(Path(path), f"{scale!r} is not a scale; use FILE or FILE:SCALE")
+        raise _config_error(Path(path), f"{scale!r} is not a scale; use FILE or FILE:SCALE")
     return FusedLora(Path(path), value)
 
 
-def _spec(path: Path, config: Config) -> dict[str, Any]:
+def _description(path: Path, config: Config) -> dict[str, Any]:
     try:
         return describe_file(path, config.model.path)
     except OSError as error:
-        raise _refused(path, f"cannot be read: {error.strerror}") from error
+        raise _config_error(path, f"cannot be read: {error.strerror}") from error
     except BadAdapter as error:
-        raise _refused(path, str(error)) from error
+        raise _config_error(path, str(error)) from error
 
 
 def _layer(model: nn.Module, name: str) -> nn.Linear | nn.Conv2d:
-    """Find a layer; only some versions of transformers prefix the names of text models."""
+    """Return the layer of this name; only some versions of transformers prefix names with
+    `text_model.`.
+    """
     for candidate in (name, f"text_model.{name}", name.removeprefix("text_model.")):
         try:
             module = model.get_submodule(candidate)
@@ -119,5 +121,5 @@ def _layer(model: nn.Module, name: str) -> nn.Linear | nn.Conv2d:
     raise BadAdapter(f"changes {name}, which is no layer of the model")
 
 
-def _refused(path: Path, why: str) -> ConfigError:
+def _config_error(path: Path, why: str) -> ConfigError:
     return ConfigError(f"[model] fuse_loras: {path} {why}")

@@ -1,4 +1,4 @@
-"""Loads LoRAs by name into the executor, off the engine's thread."""
+"""Loads of LoRAs by name into the executor, in threads beside the engine's."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from maskserve_lora.store import AdapterStore
 
 _log = logging.getLogger(__name__)
 
-_AT_ONCE = 2
-"""Files read at the same time; these threads also wait for the storage."""
-_LOOK_EVERY_S = 1.0
+_THREADS = 2
+"""Most loads at a time, those that wait for the storage included."""
+_POLL_S = 1.0
+"""Seconds between two looks at the catalogue and at the files on this host."""
 
 
 LORAS = Kind(
@@ -38,6 +39,7 @@ LORAS = Kind(
 )
 
 Place = Callable[[str, Mapping[str, Factors]], int]
+"""Puts a LoRA's updates, by layer, on the device under its version; returns their bytes there."""
 
 
 class LoraLoader(ResourceLoader[Lora]):
@@ -45,22 +47,22 @@ class LoraLoader(ResourceLoader[Lora]):
 
     Args:
         config: configuration of the worker.
-        place: takes a LoRA's updates, by version; thread-safe.
+        place: puts a LoRA's updates on the device; thread-safe.
     """
 
     def __init__(self, config: Config, place: Place) -> None:
-        super().__init__(LORAS, _AT_ONCE)
+        super().__init__(LORAS, _THREADS)
         self._config, self._place = config, place
         self._store = AdapterStore(config)
         self._host: tuple[AdapterFile, ...] = ()
         self._typical_bytes = 0.0
         self._closing = threading.Event()
-        self._looks = threading.Thread(target=self._look, name="adapters-on-host", daemon=True)
-        self._looks.start()
+        self._poller = threading.Thread(target=self._poll, name="adapters-on-host", daemon=True)
+        self._poller.start()
 
     def close(self) -> None:
         self._closing.set()
-        self._looks.join()
+        self._poller.join()
         self._store.close()
         super().close()
 
@@ -68,19 +70,19 @@ class LoraLoader(ResourceLoader[Lora]):
         """Return the size of its file in the catalogue, in bytes.
 
         Raises:
-            MaskserveError: it is not served, or no longer.
+            MaskserveError: the LoRA is not served, or not any more.
         """
         return self._store.catalogue.find(lora.name, LORAS.setting).nbytes
 
     def typical_bytes(self) -> float:
-        """Return the average bytes of the catalogue's files, at most a second old; 0: none is
-        known.
+        """Return the mean bytes of the catalogue's files, from its content of at most a second ago;
+        0: none is known.
         """
         return self._typical_bytes
 
     def on_host(self) -> tuple[AdapterFile, ...]:
-        """Return the files in host memory, whoever loaded them, least recently used first; at most
-        a second old. The object changes only with its content.
+        """Return the files that any process has put in host memory, least recently used first, as
+        they were at most a second ago. It is the same object until the files change.
         """
         return self._host
 
@@ -94,9 +96,9 @@ class LoraLoader(ResourceLoader[Lora]):
         source, load_s = "host" if on_host else "storage", time.monotonic() - begin
         return Loaded(file.digest, nbytes, load_s, file.nbytes, source, layers)
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         known_adapters: Mapping[str, KnownAdapter] = {}
-        while not self._closing.wait(_LOOK_EVERY_S):
+        while not self._closing.wait(_POLL_S):
             try:
                 catalogue = self._store.catalogue.all()
                 if catalogue is not known_adapters:

@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 
 Mark = float | torch.cuda.Event
-"""A point of the device's work: seconds of this process' clock, or on CUDA an event."""
+"""A point in the device's work: on CUDA an event, otherwise seconds of this process's clock."""
 
 
 def mark(device: torch.device) -> Mark:
-    """Return a mark of this moment; on CUDA, an event behind the work queued so far."""
+    """Return a mark of now; on CUDA, an event after the work that is queued so far."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -25,7 +25,7 @@ class Span(NamedTuple):
     end: Mark
 
     def seconds(self) -> float | None:
-        """Return its length in seconds; None while the device has not passed both marks."""
+        """Return the seconds between the marks; None: the device has not passed both yet."""
         if isinstance(self.begin, float) or isinstance(self.end, float):
             assert isinstance(self.begin, float)
             assert isinstance(self.end, float)

@@ -18,21 +18,22 @@ from maskserve_common.errors import EngineFailed
 from maskserve_engine.base.job import EngineEvent, Sink
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 
 class Inbox:
-    """Commands in the order in which they came."""
+    """Commands for the engine's thread, run in the order of `put`."""
 
     def __init__(self) -> None:
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._door = threading.Lock()
+        self._lock = threading.Lock()
         self._open = True
 
     # Called from any thread.
 
     def put(self, command: Callable[[], None]) -> bool:
         """Queue a command; return False if the inbox is closed and nobody will run it."""
-        with self._door:
+        with self._lock:
             if self._open:
                 self._commands.put(command)
             return self._open
@@ -70,13 +71,10 @@ class Inbox:
 
     def close(self) -> None:
         """Take no more commands, and run those that have arrived."""
-        with self._door:
+        with self._lock:
             self._open = False
         while not self._commands.empty():
             self._commands.get()()
-
-
-_log = logging.getLogger(__name__)
 
 
 class OutputThread:

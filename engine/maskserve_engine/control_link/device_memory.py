@@ -62,10 +62,10 @@ class LentBlock:
         """Places by row and slot."""
         self._resting: list[tuple[float, list[tuple[int, int]]]] = []
         """Ranges that rest, each with the time at which it becomes free."""
-        self._door = threading.Lock()
+        self._lock = threading.Lock()
 
     def open(self, row: str) -> None:
-        with self._door:
+        with self._lock:
             self._places[row] = {}
 
     def put(self, row: str, slot: int, x: Tensor) -> int | None:
@@ -73,7 +73,7 @@ class LentBlock:
         is closed.
         """
         nbytes = -(-max(x.nbytes, 1) // _ALIGNED) * _ALIGNED
-        with self._door:
+        with self._lock:
             self._wake()
             fits = (at for at, (begin, end) in enumerate(self._free) if end - begin >= nbytes)
             if row not in self._places or (at := next(fits, None)) is None:
@@ -90,12 +90,12 @@ class LentBlock:
 
     def clear(self, row: str, slot: int) -> None:
         """Free the slot's places: its residuals have been read."""
-        with self._door:
+        with self._lock:
             self._give(self._places.get(row, {}).pop(slot, []))
 
     def close(self, row: str, *, read: bool) -> None:
         """Forget a row; `read`: its denoiser reads nothing of it any more."""
-        with self._door:
+        with self._lock:
             places = [place for slot in self._places.pop(row, {}).values() for place in slot]
             if read:
                 self._give(places)
@@ -103,7 +103,7 @@ class LentBlock:
                 self._resting.append((time.monotonic() + _REST_S, places))
 
     def free(self) -> int:
-        with self._door:
+        with self._lock:
             self._wake()
             return sum(end - begin for begin, end in self._free)
 

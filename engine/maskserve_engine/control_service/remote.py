@@ -42,7 +42,7 @@ class RemoteDenoisers:
     def __init__(self, listener: socket.socket, sessions: DenoiserSessions) -> None:
         self._listener, self._sessions = listener, sessions
         self._stop = threading.Event()
-        self._door = threading.Lock()
+        self._lock = threading.Lock()
         self._links: dict[Wire, threading.Thread] = {}
         self._unproven: dict[Wire, str] = {}
         """Hosts of links that have not proved their key, the oldest first."""
@@ -57,7 +57,7 @@ class RemoteDenoisers:
             self._listener.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         self._listener.close()
-        with self._door:
+        with self._lock:
             links = dict(self._links)
         for wire in links:
             wire.end()
@@ -74,7 +74,7 @@ class RemoteDenoisers:
                     _log.warning("a denoiser could not be let in: %s", error)
                 self._stop.wait(_AGAIN_S)
                 continue
-            with self._door:
+            with self._lock:
                 if len(self._links) >= _MOST_LINKS and not self._give_way(address[0]):
                     wire.close()
                     continue
@@ -109,7 +109,7 @@ class RemoteDenoisers:
             session = wire.welcome(lambda name: self._sessions.attached(name).key)
         finally:
             limit.cancel()
-        with self._door:
+        with self._lock:
             host = self._unproven.pop(wire, None)
             if host is None:
                 raise Lost("it has given way to another")
@@ -138,7 +138,7 @@ class RemoteDenoisers:
             is_lost = isinstance(error, Lost)
             _log.info("a denoiser's link is over: %s", error, exc_info=not is_lost)
         finally:
-            with self._door:
+            with self._lock:
                 self._links.pop(wire, None)
                 self._unproven.pop(wire, None)
             wire.close()

@@ -43,7 +43,7 @@ from maskserve_engine.stages.cpu_threads import limit_threads
 from maskserve_engine.stages.loader import device_of, dtype_of
 
 _log = logging.getLogger(__name__)
-_LOOK_S = 0.2
+_POLL_S = 0.2
 
 
 class ControlNetService:
@@ -123,7 +123,7 @@ class ControlNetService:
         device_context = torch.cuda.device(self._device) if cuda else nullcontext()
         with torch.inference_mode(), device_context:
             while not self._stop.is_set():
-                for key, _ in selector.select(_LOOK_S):
+                for key, _ in selector.select(_POLL_S):
                     self._turn_began_at = time.monotonic()
                     if key.fileobj is self._listener:
                         self._accept(selector)
@@ -148,7 +148,7 @@ class ControlNetService:
             accepted = self._connection(self._listener.accept()[0])
         except OSError as error:  # the denoiser has left, or there are too many files
             _log.warning("a denoiser could not be let in: %s", error)
-            self._stop.wait(_LOOK_S)
+            self._stop.wait(_POLL_S)
             return
         selector.register(accepted, selectors.EVENT_READ)
 
@@ -156,7 +156,7 @@ class ControlNetService:
         """End a service that answers no request, so that it is restarted; runs in a thread of its
         own.
         """
-        while not self._stop.wait(_LOOK_S):
+        while not self._stop.wait(_POLL_S):
             problem = self.problem
             if problem and not self._stop.is_set():
                 _log.critical("the ControlNet service ends: %s", problem)

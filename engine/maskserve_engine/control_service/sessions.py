@@ -108,7 +108,7 @@ class DenoiserSessions:
         self._adapter, self._lent = adapter, lent
         self._device, self._dtype = device_of(config), dtype_of(config)
         self._loader = loader(config, adapter.spec, self._load_now)
-        self._door = threading.Lock()
+        self._lock = threading.Lock()
         """Guards sessions and nets."""
         self._sessions: dict[str, DenoiserSession] = {}
         self._family_nets: dict[str, Any] = {}
@@ -135,7 +135,7 @@ class DenoiserSessions:
             raise InvalidRequest(
                 "OP.dtype", f"is {dtype}, and ControlNets run in {dtype_name} here", dtype_name
             )
-        with self._door:
+        with self._lock:
             self._forget_unconnected()
             name = f"{os.getpid()}-{next(self._names)}"
             self._sessions[name] = DenoiserSession(name, time.monotonic(), secrets.token_hex())
@@ -148,7 +148,7 @@ class DenoiserSessions:
             EngineFailed: there is no such session.
         """
         lent = None if self._lent is None else self._lent.lent
-        with self._door:
+        with self._lock:
             return Attached(name, self._socket, self._port, self._session(name).key, lent)
 
     def load(self, session: str, control: ResolvedControl, done: Done) -> None:
@@ -158,7 +158,7 @@ class DenoiserSessions:
         Raises:
             MaskserveError: there is no such session, or no room.
         """
-        with self._door:
+        with self._lock:
             denoiser, owner = self._session(session), _owner(session, control.version)
             resources = self._nets.hold(owner, [control])
             denoiser.versions.add(control.version)
@@ -171,7 +171,7 @@ class DenoiserSessions:
 
     def drop(self, session: str, version: str) -> None:
         """Release a denoiser's ControlNet; it stays loaded until its room is needed."""
-        with self._door:
+        with self._lock:
             self._session(session).versions.discard(version)
             self._nets.release(_owner(session, version))
 
@@ -184,7 +184,7 @@ class DenoiserSessions:
         """
         if not _ROW_NAME.fullmatch(row):  # files are named by it
             raise InvalidRequest("OP.row", "is no name of a row", "letters, digits, - and _")
-        with self._door:
+        with self._lock:
             nets = {}
             for control in opening.spec.controls:
                 if control.net not in self._family_nets:
@@ -205,14 +205,14 @@ class DenoiserSessions:
         denoiser.rows[row] = OpenRow(net_row, RowSlots.shared(self._folder, row), tuple(nets))
 
     def close_row(self, session: str, row: str) -> None:
-        with self._door:
+        with self._lock:
             closed = self._session(session).rows.pop(row, None)
         if closed is not None:
             self._remove(row, closed, read=True)
 
     def counts(self) -> dict[str, Any]:
         """Return the numbers of sessions, rows and nets, for `health`."""
-        with self._door:
+        with self._lock:
             self._forget_unconnected()
             sessions = list(self._sessions.values())
             rows = sum(len(session.rows) for session in sessions)
@@ -220,7 +220,7 @@ class DenoiserSessions:
 
     def connected(self, name: str) -> bool:
         """Note that a denoiser has connected; return False if its session is not known."""
-        with self._door:
+        with self._lock:
             session = self._sessions.get(name)
             if session is not None:
                 session.connected = True
@@ -232,7 +232,7 @@ class DenoiserSessions:
         Raises:
             EngineFailed: there is no such session, or such a row is not open.
         """
-        with self._door:
+        with self._lock:
             session = self._session(name)
             try:
                 return session, {row: session.rows[row] for row in rows}
@@ -241,7 +241,7 @@ class DenoiserSessions:
 
     def end(self, name: str) -> None:
         """End the session of a denoiser that has left, with its rows."""
-        with self._door:
+        with self._lock:
             session = self._forget(name)
         for name, row in () if session is None else session.rows.items():
             self._remove(name, row, read=False)
@@ -279,12 +279,12 @@ class DenoiserSessions:
         """Put a loaded ControlNet on the device; called in the loader's thread."""
         with torch.inference_mode():
             device_net = self._adapter.control_net(folder.read().to(self._device))
-        with self._door:
+        with self._lock:
             self._family_nets[version] = device_net
 
     def _on_loaded(self, control: ResolvedControl, outcome: Loaded | MaskserveError) -> None:
         """Account for a load that has ended; called in the loader's thread."""
-        with self._door:
+        with self._lock:
             if isinstance(outcome, Loaded):
                 tickets = self._nets.arrived(control, outcome)
             else:

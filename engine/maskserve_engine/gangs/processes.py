@@ -30,7 +30,7 @@ from maskserve_engine.gangs.messages import (
 from maskserve_engine.stages.loader import device_of
 
 _log = logging.getLogger(__name__)
-_LOOK_S = 0.2
+_POLL_S = 0.2
 _LOAD_S = 900.0
 """Seconds in which a rank loads the model."""
 
@@ -46,7 +46,7 @@ class RankProcess:
     def __init__(self, config: Config, device: int, on_lost: Callable[[], None]) -> None:
         self.device, self._on_lost = device, on_lost
         self._process, self._pipe = start_child("maskserve_engine.gangs.rank", _visible(device))
-        self._door = threading.Lock()
+        self._lock = threading.Lock()
         self._number = 0
         """Number of the last call."""
         self.hello: Future[Hello] = Future()
@@ -65,7 +65,7 @@ class RankProcess:
         first.
         """
         future: Future[Any] = Future()
-        with self._door:
+        with self._lock:
             number = self._number + 1
             try:
                 message = packed(RankCall(number, verb, arguments))
@@ -106,7 +106,7 @@ class RankProcess:
             pass
         self._process.kill()  # a process that does not listen is of no use
         self._process.wait()
-        with self._door:
+        with self._lock:
             self.ended = True
             pending, self._open = list(self._open.values()), {}
         for future in pending:
@@ -176,7 +176,7 @@ class RankProcesses:
             self.on_lost(process)
 
     def _watch(self) -> None:
-        while not self._closed.wait(_LOOK_S):
+        while not self._closed.wait(_POLL_S):
             for process in self.processes:
                 wrong = None if process.ended else process_unwell(process.pid)
                 if wrong is not None:

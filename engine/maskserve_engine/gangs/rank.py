@@ -26,7 +26,7 @@ from torch import distributed
 from maskserve_common.config import Config
 from maskserve_common.contracts.keys import STILL, Anchor
 from maskserve_common.errors import EngineFailed
-from maskserve_common.garbage import without_collection_of_what_exists
+from maskserve_common.garbage import without_garbage_collection
 from maskserve_common.logs import about, start_log
 from maskserve_engine.adapters.control_net_loader import NetFolder
 from maskserve_engine.adapters.fuse import served_form
@@ -358,14 +358,14 @@ def main(pipe: Connection) -> None:
     config = calls.get()
     start_log(config, "denoiser")
     hide_unused_libraries(config, text=False)
-    door = threading.Lock()
+    lock = threading.Lock()
 
     def report(answer: RankAnswer) -> None:
-        with door:
+        with lock:
             send(pipe, answer)
 
     try:
-        with without_collection_of_what_exists():
+        with without_garbage_collection():
             rank = Rank(config)
     except Exception as error:
         _log.exception("a rank could not start")

@@ -12,8 +12,7 @@ class TritonPythonModel(WorkerModel):
     name = "decoder"
 
     def open(self, config: Config) -> None:
-        # Import only one of them: a model that only forwards needs no torch, which takes much
-        # memory.
+        # Only one of them is imported: forwarding needs no torch, which takes much memory.
         if config.stages.service:
             from maskserve_engine.stages.revision import stages_revision
             from maskserve_triton.forwarded_stages import ForwardedDecoder

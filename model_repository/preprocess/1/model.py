@@ -48,9 +48,9 @@ class TritonPythonModel(WorkerModel):
         def pixels() -> int:
             return pixels_of(read(), accepted, self._config, self._templates.get)
 
-        return PictureJob(scope, pixels, lambda: self._prepared(accepted, *read()))
+        return PictureJob(scope, pixels, lambda: self._prepare(accepted, *read()))
 
-    def _prepared(
+    def _prepare(
         self,
         accepted: AcceptedEdit,
         image: bytes | memoryview,

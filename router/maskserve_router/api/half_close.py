@@ -15,7 +15,7 @@ _INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 HALF_CLOSED = "half closed"
 """Key of a request's state, set if its client has shut its sending side or has left. Once an answer
 has begun, only writing tells which, so a stream must not stay silent."""
-_LOOK_S = 0.05
+_POLL_S = 0.05
 _LOOKS_PER_WRITE = 20
 
 
@@ -52,4 +52,4 @@ class HalfClose(HttpToolsProtocol):
         first = not self.pipeline and not self.cycle.response_started
         if looks % _LOOKS_PER_WRITE == 0 and first and self.scope["http_version"] == "1.1":
             self.transport.write(_INTERIM)
-        self.loop.call_later(_LOOK_S, self._look, looks + 1)
+        self.loop.call_later(_POLL_S, self._look, looks + 1)

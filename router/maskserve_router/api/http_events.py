@@ -23,7 +23,7 @@ from maskserve_router.messages.failures import Failure
 
 _REFUSED_WITHIN_S = 0.5
 _COMMENT_S = 10.0
-_LOOK_S = 1.0
+_POLL_S = 1.0
 """Seconds between writes to a client that may have left."""
 _COMMENT = b":\n\n"
 _HEADERS = {
@@ -88,7 +88,7 @@ async def _written(
     last_write_s = time.monotonic()
     try:
         while True:
-            while not (await asyncio.wait({next_event}, timeout=min(_LOOK_S, _COMMENT_S)))[0]:
+            while not (await asyncio.wait({next_event}, timeout=min(_POLL_S, _COMMENT_S)))[0]:
                 if HALF_CLOSED in state or time.monotonic() >= last_write_s + _COMMENT_S:
                     yield _COMMENT
                     last_write_s = time.monotonic()

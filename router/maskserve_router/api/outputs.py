@@ -1,6 +1,6 @@
-"""Writes answers to URLs below prefixes that the operator listed.
+"""Writes answers to URLs below prefixes that the operator has listed.
 
-fsspec writes them, with the operator's own credentials (`AWS_…`, `GOOGLE_…`, the file system's).
+fsspec writes them with the operator's credentials (`AWS_…`, `GOOGLE_…`, the file system's).
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def check_output(url: str, prefixes: Sequence[str], field: str = "output_url") -
 
 
 class Outputs:
-    """Writes answers, in threads.
+    """Writes answers in threads.
 
     Args:
-        timeout_s: seconds to write one.
+        timeout_s: most seconds to write an answer.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -62,7 +62,7 @@ class Outputs:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def put(self, url: str, content: bytes | memoryview) -> None:
-        """Write a file, whole or not at all.
+        """Write a file, which appears only when it is complete.
 
         Raises:
             EngineFailed: it cannot be written, or not in time.
@@ -82,19 +82,16 @@ class Outputs:
 
 def _write(url: str, content: bytes | memoryview) -> None:
     content = bytes(content)  # file systems take only bytes
-    files, path = fsspec.url_to_fs(url, auto_mkdir=True) if _local(url) else fsspec.url_to_fs(url)
-    if not _local(url):  # an object appears only when it is complete
+    if not url.startswith("file://"):  # an object appears only when it is complete
+        files, path = fsspec.url_to_fs(url)
         files.pipe_file(path, content)
         return
-    half = f"{path}.{secrets.token_hex(4)}.part"
+    files, path = fsspec.url_to_fs(url, auto_mkdir=True)
+    partial_path = f"{path}.{secrets.token_hex(4)}.part"
     try:
-        files.pipe_file(half, content)
-        files.mv(half, path)
+        files.pipe_file(partial_path, content)
+        files.mv(partial_path, path)
     except BaseException:
         with suppress(OSError):
-            files.rm_file(half)
+            files.rm_file(partial_path)
         raise
-
-
-def _local(url: str) -> bool:
-    return url.startswith("file://")

@@ -12,7 +12,7 @@ from tritonclient.grpc import service_pb2 as pb
 from maskserve_common.contracts.tensors import Contract
 from maskserve_common.errors import InvalidRequest
 from maskserve_common.routing import Edit, NoWorkerAvailable
-from maskserve_router.api.statistics import served_by, summed
+from maskserve_router.api.statistics import client_statistics, sum_statistics
 from maskserve_router.keys import KeyHolder
 from maskserve_router.messages.edit_call import MODELS, PUBLIC, VERSIONS, UnknownModel
 from maskserve_router.messages.failures import Failure, NotSupported
@@ -63,7 +63,7 @@ class ServerCalls:
     async def statistics(
         self, name: str, version: str, client: KeyHolder
     ) -> pb.ModelStatisticsResponse:
-        """Return statistics of one model, or of all with an empty name, summed over the workers.
+        """Return statistics of one model, or of all for an empty name, summed over the workers.
 
         A client that is no admin gets the counts of its own edits at this router.
         """
@@ -72,7 +72,7 @@ class ServerCalls:
         if name:
             self._known(name, version)
         if not client.admin:
-            return served_by(client, [name] if name else sorted(PUBLIC))
+            return client_statistics(client, [name] if name else sorted(PUBLIC))
         request = pb.ModelStatisticsRequest(name=name, version=version).SerializeToString()
         answers = await asyncio.gather(
             *(w.upstream.call("ModelStatistics", request, _TIMEOUT_S) for w in self._pool.up()),
@@ -81,7 +81,7 @@ class ServerCalls:
         replies = [answer for answer in answers if isinstance(answer, bytes)]
         if not replies:
             raise NoWorkerAvailable(Edit(1, 1, 1), [])
-        return summed(map(pb.ModelStatisticsResponse.FromString, replies), PUBLIC)
+        return sum_statistics(map(pb.ModelStatisticsResponse.FromString, replies), PUBLIC)
 
     def repository_index(self, *, ready: bool) -> pb.RepositoryIndexResponse:
         """Return the public models; with `ready`, only ready ones."""

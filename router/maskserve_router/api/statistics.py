@@ -12,10 +12,10 @@ from maskserve_router.keys import EditCounts, KeyHolder
 _LATEST = ("last_inference",)
 
 
-def summed(
+def sum_statistics(
     answers: Iterable[pb.ModelStatisticsResponse], names: Iterable[str]
 ) -> pb.ModelStatisticsResponse:
-    """Sum counts and times of each model; the last inference is the latest.
+    """Return the sums of counts and times by model; the last inference is the latest of all.
 
     Args:
         answers: the workers' statistics.
@@ -32,31 +32,31 @@ def summed(
     return pb.ModelStatisticsResponse(model_stats=[sums[key] for key in sorted(sums)])
 
 
-def served_by(client: KeyHolder, names: Iterable[str]) -> pb.ModelStatisticsResponse:
-    """Return what this router has answered one client, as a server's statistics of these models."""
+def client_statistics(client: KeyHolder, names: Iterable[str]) -> pb.ModelStatisticsResponse:
+    """Return the statistics of one client's edits at this router, by model."""
     response = pb.ModelStatisticsResponse()
     for name in names:
-        book = client.served.get(name, EditCounts())
+        counts = client.served.get(name, EditCounts())
         model_stats = response.model_stats.add(name=name, version="1")
-        model_stats.inference_count = model_stats.execution_count = book.succeeded
-        model_stats.inference_stats.success.count = book.succeeded
-        model_stats.inference_stats.success.ns = book.succeeded_ns
-        model_stats.inference_stats.fail.count = book.failed
-        model_stats.inference_stats.fail.ns = book.failed_ns
+        model_stats.inference_count = model_stats.execution_count = counts.succeeded
+        model_stats.inference_stats.success.count = counts.succeeded
+        model_stats.inference_stats.success.ns = counts.succeeded_ns
+        model_stats.inference_stats.fail.count = counts.failed
+        model_stats.inference_stats.fail.ns = counts.failed_ns
     return response
 
 
-def _add(into: Message, more: Message) -> None:
-    """Add every number of `more`. Lists, which are per batch or device, are left out."""
-    for field, value in more.ListFields():
+def _add(total: Message, addend: Message) -> None:
+    """Add every number of `addend` to `total`, except in lists, which are per batch or device."""
+    for field, value in addend.ListFields():
         name = field.name
         if field.message_type is not None and field.message_type.GetOptions().map_entry:
             for key in value:
-                _add(getattr(into, name)[key], value[key])
+                _add(getattr(total, name)[key], value[key])
         elif field.is_repeated or isinstance(value, str):
             continue
         elif field.message_type is not None:
-            _add(getattr(into, name), value)
+            _add(getattr(total, name), value)
         else:
-            previous = getattr(into, name)
-            setattr(into, name, max(previous, value) if name in _LATEST else previous + value)
+            previous = getattr(total, name)
+            setattr(total, name, max(previous, value) if name in _LATEST else previous + value)

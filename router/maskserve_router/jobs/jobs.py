@@ -65,17 +65,17 @@ from maskserve_router.scheduling.admission import Admission
 
 log = logging.getLogger("maskserve.router")
 _SEED_BITS: Final = 32
-_LONG: Final = 2**30
-"""A size that always takes a thread: a small picture file can have many pixels."""
-_LOOK_S: Final = 1.0
+_LARGE: Final = 2**30
+"""A size in bytes that always takes a thread, because a small file can have many pixels."""
+_POLL_S: Final = 1.0
 """Seconds between two checks for jobs of other routers and for jobs whose pause is over."""
 _CLEAN_S: Final = 60.0
 _RETRY_S: Final = 2.0
 """First pause after a fault of the server; each further one is twice as long."""
-_TELLING: Final = 64
+_MOST_WEBHOOK_CALLS: Final = 64
 """Webhook calls under way at a time."""
 _MOST_RUNS: Final = 32
-"""Runs after which a job is given up: it may be the cause of the lost routers."""
+"""Runs after which a job fails: routers were lost while they ran it, perhaps because of it."""
 _ENCODER = msgspec.msgpack.Encoder(order="deterministic")
 T = TypeVar("T")
 
@@ -95,7 +95,7 @@ class Jobs:
     Args:
         config: configuration of the router.
         edits: reads forms and answers them.
-        keys: finds the holder of a job's scope.
+        keys: finds the key holder of a job.
         admission: counts bytes in memory.
         fair_share: threads that encode and decode forms and query the database for clients.
         webhooks: calls webhooks when jobs end.
@@ -113,7 +113,7 @@ class Jobs:
         metrics: Metrics,
     ) -> None:
         self._config = config.jobs
-        self._place, self._disabled_reason = place_of(config)
+        self._place, self._disabled_reason = database_of(config)
         self._edits, self._keys, self._admission = edits, keys, admission
         self._fair_share, self._webhooks, self._metrics = fair_share, webhooks, metrics
         self._owner = f"{config.name[:24]}-{secrets.token_hex(8)}"
@@ -122,13 +122,15 @@ class Jobs:
         # Statements wait for the disk. Two threads, so that a large picture delays no heartbeat.
         self._threads = ThreadPoolExecutor(2, "jobs")
         self._runs = _RunningJobs(RUN, config.jobs.running)
-        self._calls = _RunningJobs(TELL, _TELLING)
+        self._calls = _RunningJobs(TELL, _MOST_WEBHOOK_CALLS)
         self._pauses = Pauses()
         self._progress: dict[str, dict[str, Any]] = {}
+        """Progress of running jobs, by id."""
+        self._stored_progress: dict[str, dict[str, Any]] = {}
+        """Progress that is in the database, by id."""
         self._strays: frozenset[Stray] = frozenset()
         self._problem = ""
-        """The database's error while it does not work; empty: it works."""
-        self._progress_by_job: dict[str, dict[str, Any]] = {}
+        """Error of the database while it does not work; empty: it works."""
         self._wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -153,9 +155,9 @@ class Jobs:
         except (SQLAlchemyError, OSError, UnicodeDecodeError) as error:
             if jobs.database or jobs.database_file:
                 key = "database" if jobs.database else "database_file"
-                raise ConfigError(f"[jobs] {key}: {_short(error)}") from None
-            self._place, self._disabled_reason = "", f"are not kept here: {_short(error)}"
-            log.warning("the router takes no jobs: %s", _short(error))
+                raise ConfigError(f"[jobs] {key}: {_error_text(error)}") from None
+            self._place, self._disabled_reason = "", f"are not kept here: {_error_text(error)}"
+            log.warning("the router takes no jobs: %s", _error_text(error))
 
     @property
     def state(self) -> str:
@@ -176,14 +178,14 @@ class Jobs:
         await asyncio.gather(*remaining_tasks, return_exceptions=True)
         if self._store is not None:
             try:
-                await self._do(self._store.free, self._owner)
-                await self._do(self._store.tidy)
+                await self._run_in_thread(self._store.free, self._owner)
+                await self._run_in_thread(self._store.tidy)
             except (SQLAlchemyError, OSError) as error:
                 log.warning(
                     "jobs could not be released and run again when their leases expire: %s",
-                    _short(error),
+                    _error_text(error),
                 )
-            await self._do(self._store.close)
+            await self._run_in_thread(self._store.close)
             self._store = None
         self._threads.shutdown(wait=False)
         await self._webhooks.close()
@@ -193,7 +195,7 @@ class Jobs:
     async def add(
         self, form: EditForm, client: KeyHolder, idempotency: str | None
     ) -> tuple[JobRecord, bool]:
-        """Store a job, to be run in its turn.
+        """Store a job; it runs in its turn.
 
         Args:
             form: the request.
@@ -214,25 +216,17 @@ class Jobs:
         if webhook is not None:
             self._webhooks.check(webhook, client.webhook_secret)
         store = await self._opened()
-        await self._fair_share.run(client, _LONG, self._edits.check_pictures, form)
+        await self._fair_share.run(client, _LARGE, self._edits.check_pictures, form)
         pictures = sum(map(len, (form.image, form.mask or b"", *form.control)))
         digest = await self._fair_share.run(client, pictures, _digest, form)
         seeded = form
-        if form.settings.get("seed") is None:  # the seed is drawn now: each
-            # try is the same edit
+        if form.settings.get("seed") is None:  # drawn now, so that each try is the same edit
             seed = secrets.randbits(_SEED_BITS)
             seeded = replace(form, settings={**form.settings, "seed": seed})
         encoded_form = await self._fair_share.run(client, pictures, _ENCODER.encode, seeded)
         megapixels = await self._fair_share.run(client, pictures, self._edits.work, form)
         work = Daily(1, len(encoded_form), megapixels)
-        total, client_counts = await self._query(client, store.counts, client.scope)
-        free = room(self._half, total.form_bytes, client_counts.form_bytes, client.scope)
-        if len(encoded_form) > free:
-            raise RetryLater(
-                f"waiting jobs already have {total.form_bytes} bytes; try again later", 60.0
-            )
-        if client_counts.open >= self._config.keep_jobs:
-            raise RetryLater(f"{client_counts.open} jobs are unfinished; try again later", 60.0)
+        await self._check_room(store, client, len(encoded_form))
         job = JobRecord(
             secrets.token_hex(16), client.scope, QUEUED, time.time(), len(encoded_form), webhook
         )
@@ -244,17 +238,24 @@ class Jobs:
                 "Idempotency-Key", "was used for another request", "one key for one request"
             ) from None
         except QuotaReached as reached:
-            most = getattr(client.daily, reached.name)
-            unit = "jobs"
-            if reached.name != "jobs":
-                unit = f"{reached.name.replace('_', '-')} of jobs"
-            raise RetryLater(
-                f"key {client.name} has used its limit of {most:g} {unit} for today; the next day "
-                "begins at 0:00 UTC",
-                86_400 - time.time() % 86_400,
-            ) from None
+            raise _quota_error(client, reached.name) from None
         self._wake.set()
         return added
+
+    async def _check_room(self, store: JobStore, client: KeyHolder, form_bytes: int) -> None:
+        """Check that a client's new job fits.
+
+        Raises:
+            RetryLater: there is no room for its form, or the client has too many unfinished jobs.
+        """
+        total, client_counts = await self._query(client, store.counts, client.scope)
+        free = room(self._byte_limit, total.form_bytes, client_counts.form_bytes, client.scope)
+        if form_bytes > free:
+            raise RetryLater(
+                f"waiting jobs already have {total.form_bytes} bytes; try again later", 60.0
+            )
+        if client_counts.open >= self._config.keep_jobs:
+            raise RetryLater(f"{client_counts.open} jobs are unfinished; try again later", 60.0)
 
     async def get(self, name: str, client: KeyHolder) -> JobRecord:
         """Return a client's job.
@@ -265,7 +266,7 @@ class Jobs:
         job = await self._query(client, (await self._opened()).get, name)
         if job is None or (job.scope != client.scope and not client.admin):
             raise JobNotFound
-        # A finished job's progress is read from the database, so that all routers agree.
+        # The progress of a finished job comes from the database, so that all routers agree.
         return replace(job, progress=self._progress.get(name, job.progress)) if job.open else job
 
     async def result(self, job: JobRecord, client: KeyHolder) -> bytes | None:
@@ -290,7 +291,7 @@ class Jobs:
         job, store = await self.get(name, client), await self._opened()
         cancel = partial(store.end, name, CANCELLED, time.time(), *self._retention, fence=None)
         if job.open and await self._query(client, cancel):
-            self._counted(CANCELLED)
+            self._count(CANCELLED)
             if name in self._runs.tasks:
                 self._runs.tasks[name].cancel()
             self._wake.set()
@@ -301,8 +302,8 @@ class Jobs:
     # The database.
 
     @property
-    def _half(self) -> int:
-        """Limit on the bytes of all open requests, and on the bytes of all results."""
+    def _byte_limit(self) -> int:
+        """Limit on the bytes of all unfinished requests, and also on those of all results."""
         return self._config.max_bytes // 2
 
     @property
@@ -315,30 +316,30 @@ class Jobs:
             return self._store
         if not self._place:
             raise NotSupported("jobs", self._disabled_reason)
-        with _keeping():
+        with _storage_errors():
             return await self._open()
 
     async def _open(self) -> JobStore:
-        store = await self._do(open_store, self._place)
+        store = await self._run_in_thread(open_store, self._place)
         if self._store is None:
             self._store = store
-            self._tasks = [asyncio.create_task(work()) for work in (self._go_on, self._keep)]
+            self._tasks = [asyncio.create_task(work()) for work in (self._dispatch, self._maintain)]
         else:  # two calls opened it at the same time
             store.close()
         return self._store
 
     async def _query(self, client: KeyHolder, work: Callable[..., T], *arguments: Any) -> T:
         """Query the store in the client's turn; raises RetryLater if the database fails."""
-        with _keeping():
+        with _storage_errors():
             return await self._fair_share.ask(client, work, *arguments)
 
-    async def _do(self, work: Callable[..., T], *arguments: Any) -> T:
+    async def _run_in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
         loop = asyncio.get_running_loop()
         return await asyncio.shield(loop.run_in_executor(self._threads, work, *arguments))
 
     # Tasks in the background.
 
-    async def _go_on(self) -> None:
+    async def _dispatch(self) -> None:
         """Take waiting jobs and webhooks whenever a place is free."""
         while True:
             self._wake.clear()
@@ -347,10 +348,10 @@ class Jobs:
                 await self._take(self._calls, self._call_webhook)
             except (SQLAlchemyError, OSError) as error:
                 if not self._problem:
-                    log.error("jobs wait: %s", _short(error))
+                    log.error("jobs wait: %s", _error_text(error))
             except Exception as error:
                 guarded("", error)
-            await _either(self._wake, _LOOK_S)
+            await _wait_for(self._wake, _POLL_S)
 
     async def _take(
         self, running: _RunningJobs, work: Callable[[JobRecord], Coroutine[Any, Any, None]]
@@ -359,19 +360,20 @@ class Jobs:
         places = running.places
         if places.total >= places.budget:
             return
-        keys, results = await self._do(self._store.waiting, running.kind, time.time())
+        keys, results = await self._run_in_thread(self._store.waiting, running.kind, time.time())
         while places.total < places.budget:
-            free = [key for key in keys if self._may(running, key, results)]
+            free = [key for key in keys if self._may_start(running, key, results)]
             turns = places.fair_order(free, lambda key: key.scope)
             if not turns:
                 return
             take = partial(self._store.take, self._owner, running.kind, turns[0].scope)
-            job = await self._do(take, time.time())
+            job = await self._run_in_thread(take, time.time())
             if job is None:
                 keys.remove(turns[0])
                 continue
             if (previous_task := running.tasks.get(job.id)) is not None:
-                # It was put back or given up just now. A job never runs twice at a time.
+                # The job was put back or lost just now: end its previous task first, since a job
+                # never runs twice at a time.
                 previous_task.cancel()
                 await asyncio.wait([previous_task])
             places.book(job.scope)
@@ -379,36 +381,34 @@ class Jobs:
             running.tasks[job.id], running.fences[job.id] = task, job.fence
             if running is self._runs:
                 self._pauses.began(job.scope, job.id)
-            task.add_done_callback(partial(self._over, running, job))
+            task.add_done_callback(partial(self._task_ended, running, job))
 
-    def _may(self, running: _RunningJobs, key: WaitingKey, results: int) -> bool:
-        """Return True if a job of the key may be taken now."""
+    def _may_start(self, running: _RunningJobs, key: WaitingKey, results: int) -> bool:
+        """Return True if a job or webhook of the key may be taken now."""
         if running is self._calls:
-            # Jobs give their places back soon. A webhook that nobody answers does not.
+            # A webhook call may wait for its timeout, so keys share these places.
             return bool(running.places.room(key.scope))
-        # A job waits if its result would find no room.
-        free = room(self._half, results, key.result_bytes, key.scope)
-        return free > 0 and self._pauses.may(key.scope, time.monotonic())
+        # A job waits while there is no room for its result.
+        free = room(self._byte_limit, results, key.result_bytes, key.scope)
+        return free > 0 and self._pauses.may_begin(key.scope, time.monotonic())
 
-    def _over(self, running: _RunningJobs, job: JobRecord, task: asyncio.Task[None]) -> None:
+    def _task_ended(self, running: _RunningJobs, job: JobRecord, task: asyncio.Task[None]) -> None:
         try:
             if running.tasks.get(job.id) is task:
                 del running.tasks[job.id], running.fences[job.id]
                 self._progress.pop(job.id, None)
-                self._progress_by_job.pop(job.id, None)
+                self._stored_progress.pop(job.id, None)
             if running is self._runs:
                 self._pauses.ended(job.scope, job.id)
             if not task.cancelled() and (error := task.exception()) is not None:
-                log.error("job %s: %s", job.id, _short(error), extra=about(job.id))
+                log.error("job %s: %s", job.id, _error_text(error), extra=about(job.id))
         finally:
             running.places.give_back(job.scope)
             self._wake.set()
 
-    async def _keep(self) -> None:
-        """Keep the jobs' state up to date in the database, for ever.
-
-        It sends the heartbeat, ends jobs that other routers ended, frees jobs of lost routers and
-        deletes expired jobs.
+    async def _maintain(self) -> None:
+        """Maintain the jobs in the database until the router stops: send heartbeats, end tasks of
+        jobs that other routers have ended, free jobs of lost routers, delete expired jobs.
         """
         assert self._store is not None
         cleaned = -_CLEAN_S
@@ -416,80 +416,80 @@ class Jobs:
             try:
                 await self._beat()
                 for owner, beat in self._owners.lost(
-                    await self._do(self._store.beats), time.monotonic()
+                    await self._run_in_thread(self._store.beats), time.monotonic()
                 ):
-                    await self._do(self._store.free, owner, beat)
+                    await self._run_in_thread(self._store.free, owner, beat)
                     self._wake.set()
-                total, _ = await self._do(self._store.counts, "")
+                total, _ = await self._run_in_thread(self._store.counts, "")
                 self._metrics.jobs_waiting.set(total.run)
                 self._metrics.jobs_running.set(len(self._runs.tasks))
                 if time.monotonic() - cleaned >= min(_CLEAN_S, self._config.keep_s):
                     cleaned = time.monotonic()
                     await self._expire()
-                await self._do(self._store.tidy)
+                await self._run_in_thread(self._store.tidy)
                 self._problem = ""
             except (SQLAlchemyError, OSError) as error:
                 if not self._problem:
-                    log.error("jobs wait for their database: %s", _short(error))
+                    log.error("jobs wait for their database: %s", _error_text(error))
                 self._problem = type(error).__name__
             except Exception as error:
                 guarded("", error)
-            await asyncio.sleep(min(_LOOK_S, self._config.lease_s / 4))
+            await asyncio.sleep(min(_POLL_S, self._config.lease_s / 4))
 
     async def _beat(self) -> None:
         assert self._store is not None
-        holdings: dict[str, Lease] = {}
+        leases: dict[str, Lease] = {}
         tasks: dict[str, asyncio.Task[None]] = {}
-        for under_way in (self._runs, self._calls):
-            for name, fence in under_way.fences.items():
-                far = self._progress.get(name)
-                new = far if far != self._progress_by_job.get(name) else None
-                holdings[name] = Lease(under_way.kind, fence, new)
-                tasks[name] = under_way.tasks[name]
-        confirmed_names, strays = await self._do(self._store.beat, self._owner, holdings)
-        for stray in strays & self._strays:  # seen twice, so it was not taken just now
-            if not any(stray.name in under_way.tasks for under_way in (self._runs, self._calls)):
-                await self._do(self._store.let_go, stray)
+        for running in (self._runs, self._calls):
+            for name, fence in running.fences.items():
+                progress = self._progress.get(name)
+                new = progress if progress != self._stored_progress.get(name) else None
+                leases[name] = Lease(running.kind, fence, new)
+                tasks[name] = running.tasks[name]
+        confirmed_names, strays = await self._run_in_thread(self._store.beat, self._owner, leases)
+        for stray in strays & self._strays:  # a stray of the last beat, too: not taken just now
+            if not any(stray.name in running.tasks for running in (self._runs, self._calls)):
+                await self._run_in_thread(self._store.let_go, stray)
         self._strays = strays
-        for name, holding in holdings.items():
+        for name, lease in leases.items():
             if name not in confirmed_names:
                 tasks[name].cancel()
-            elif holding.progress is not None and name in self._runs.tasks:
-                self._progress_by_job[name] = holding.progress
+            elif lease.progress is not None and name in self._runs.tasks:
+                self._stored_progress[name] = lease.progress
 
     async def _expire(self) -> None:
         assert self._store is not None
         late = DeadlineExceeded(f"it did not begin in {self._config.max_wait_s:g} s")
         error_object = error_body(late)["error"]
         bounds = self._config.keep_s, self._config.max_wait_s
-        while await self._do(self._store.expire, time.time(), *bounds, error_object):
+        while await self._run_in_thread(self._store.expire, time.time(), *bounds, error_object):
             pass
 
     async def _run(self, job: JobRecord) -> None:
-        """Run a job, and store its end or put it back to wait."""
+        """Run a job; store its end, or put it back to the waiting ones."""
         assert self._store is not None
         result, problem = b"", None
         try:
             result = bytes(await self._answer(job))
-            self._pauses.went(job.scope)
+            self._pauses.found_room(job.scope)
         except Exception as error:
             if not isinstance(error, MaskserveError | Failure):
                 error = guarded(job.id, error)
             if (pause_s := self._pause(job, error)) is not None:
                 failed = error.code != Overloaded.code
                 back = partial(self._store.put_back, job.id, job.fence, failed=failed)
-                await self._written(job, partial(back, time.time() + pause_s))
+                await self._persist(job, partial(back, time.time() + pause_s))
                 return
             problem = error_body(error)["error"]
         state = FAILED if problem else SUCCEEDED
-        far = self._progress.get(job.id, job.progress)
+        progress = self._progress.get(job.id, job.progress)
         end = partial(self._store.end, job.id, state, time.time(), *self._retention)
-        end = partial(end, fence=job.fence, result=result, error=problem, progress=far)
-        if await self._written(job, end):
-            self._counted(state)
+        end = partial(end, fence=job.fence, result=result, error=problem, progress=progress)
+        if await self._persist(job, end):
+            self._count(state)
 
     def _pause(self, job: JobRecord, error: MaskserveError | Failure) -> float | None:
-        """Return the seconds until a job is tried again; None: this error is its end."""
+        """Return the seconds until a job runs again after an error; None: it has failed."""
         if error.code == Overloaded.code:
             least_s = float(retry_after(error) or 1)
             self._pauses.refused(job.scope, time.monotonic(), least_s)
@@ -498,25 +498,25 @@ class Jobs:
         if error.code != EngineFailed.code or hopeless:
             return None
         log.warning(
-            "job %s runs again after an error: %s", job.id, _short(error), extra=about(job.id)
+            "job %s runs again after an error: %s", job.id, _error_text(error), extra=about(job.id)
         )
         return _RETRY_S * 2.0**job.tries
 
-    async def _written(self, job: JobRecord, work: Callable[[], T]) -> T:
-        """Run a statement about a job, again until the database accepts it.
+    async def _persist(self, job: JobRecord, work: Callable[[], T]) -> T:
+        """Run a statement about a job, and repeat it until the database accepts it.
 
-        On a full disk, or without the database, the job keeps its place and its result.
+        While the disk is full or the database is away, the job keeps its place and its result.
         """
         is_logged = False
         while True:
             try:
-                return await self._do(work)
+                return await self._run_in_thread(work)
             except (SQLAlchemyError, OSError) as error:
                 if not is_logged:
                     text = "job %s: its result waits for the database: %s"
-                    log.error(text, job.id, _short(error), extra=about(job.id))
+                    log.error(text, job.id, _error_text(error), extra=about(job.id))
                 is_logged = True
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
 
     async def _answer(self, job: JobRecord) -> msgspec.Raw:
         """Run a job's request and return its answer as JSON."""
@@ -528,33 +528,19 @@ class Jobs:
             raise EngineFailed(f"{_MOST_RUNS} routers were lost while they ran it")
         with ExitStack() as exit_stack:
             exit_stack.enter_context(self._admission.hold(client, job.bytes))
-            raw = await self._do(self._store.form, job.id)
+            raw = await self._run_in_thread(self._store.form, job.id)
             if raw is None:
                 raise asyncio.CancelledError  # its client ended it first
             form = await self._fair_share.run(client, len(raw), _form, raw)
             del raw
-            picture_progress: dict[int, tuple[int, int]] = {}
+            progress = _JobProgress(form.fields.n)
 
             def keep_progress(number: int, meta: Mapping[str, Any]) -> None:
-                self._pauses.went(job.scope)
-                nodes, _ = picture_progress.get(number, (0, 0))
-                if meta.get("event") == "node":
-                    picture_progress[number] = nodes + 1, 0
-                    self._progress[job.id] = {
-                        "nodes": sum(first for first, _ in picture_progress.values())
-                    }
-                elif meta.get("steps") and "key" not in meta:
-                    picture_progress[number] = int(meta["step"]), int(meta["steps"])
-                    step, steps = (
-                        sum(column) for column in zip(*picture_progress.values(), strict=True)
-                    )
-                    # Assume as many steps for pictures that have not begun.
-                    steps = max(
-                        steps, form.fields.n * max(total for _, total in picture_progress.values())
-                    )
-                    self._progress[job.id] = {"step": step, "steps": steps}
+                self._pauses.found_room(job.scope)
+                if (changed := progress.update(number, meta)) is not None:
+                    self._progress[job.id] = changed
 
-            # A worker may still have the previous try, from a router that was killed.
+            # A new id for each try: a worker may still run the try of a router that was killed.
             name = job.id if job.fence == 1 else f"{job.id}.{job.fence}"
             return await self._edits.answer(
                 client, form, job.bytes, {}, name, keep_progress, job.id
@@ -573,17 +559,44 @@ class Jobs:
         record_delivery = partial(
             self._store.webhook_ended, job.id, job.fence, delivered=is_delivered
         )
-        await self._written(job, record_delivery)
+        await self._persist(job, record_delivery)
 
-    def _counted(self, state: str) -> None:
+    def _count(self, state: str) -> None:
         self._metrics.jobs.labels(state).inc()
+
+
+class _JobProgress:
+    """Progress of a job, from the events of its pictures.
+
+    Args:
+        pictures: number of pictures that the job makes.
+    """
+
+    def __init__(self, pictures: int) -> None:
+        self._pictures = pictures
+        self._counts: dict[int, tuple[int, int]] = {}
+        """Picture -> its step and number of steps; in a workflow, its finished nodes and 0."""
+
+    def update(self, number: int, meta: Mapping[str, Any]) -> dict[str, int] | None:
+        """Count an event of a picture; return the job's progress, or None if it has not changed."""
+        if meta.get("event") == "node":
+            nodes, _ = self._counts.get(number, (0, 0))
+            self._counts[number] = nodes + 1, 0
+            return {"nodes": sum(nodes for nodes, _ in self._counts.values())}
+        if not meta.get("steps") or "key" in meta:
+            return None
+        self._counts[number] = int(meta["step"]), int(meta["steps"])
+        step, steps = (sum(column) for column in zip(*self._counts.values(), strict=True))
+        # Pictures that have not begun count with the most steps of the others.
+        most = max(steps for _, steps in self._counts.values())
+        return {"step": step, "steps": max(steps, self._pictures * most)}
 
 
 class _RunningJobs:
     """Jobs of one kind that this router has taken.
 
     Args:
-        kind: RUN or TELL.
+        kind: RUN, or TELL for their webhooks.
         most: most jobs at a time.
     """
 
@@ -612,13 +625,23 @@ def _listed(store: JobStore, scope: str, limit: int, after: str | None) -> bytes
 
 
 @contextmanager
-def _keeping() -> Iterator[None]:
-    """Convert errors of the disk or database into RetryLater."""
+def _storage_errors() -> Iterator[None]:
+    """Turn errors of the disk or database in the block into RetryLater."""
     try:
         yield
     except (SQLAlchemyError, OSError) as error:
-        log.error("jobs: %s", _short(error))
+        log.error("jobs: %s", _error_text(error))
         raise RetryLater("jobs cannot be kept at the moment; try again later", 5.0) from None
+
+
+def _quota_error(client: KeyHolder, quota: str) -> RetryLater:
+    """Return the error of a key that has used one of its daily limits (a field of `Daily`)."""
+    unit = "jobs" if quota == "jobs" else f"{quota.replace('_', '-')} of jobs"
+    return RetryLater(
+        f"key {client.name} has used its limit of {getattr(client.daily, quota):g} {unit} for "
+        "today; the next day begins at 0:00 UTC",
+        86_400 - time.time() % 86_400,
+    )
 
 
 def description(job: JobRecord) -> dict[str, Any]:
@@ -637,8 +660,8 @@ def description(job: JobRecord) -> dict[str, Any]:
     }
 
 
-def place_of(config: RouterConfig) -> tuple[str, str]:
-    """Return the location of the database, or an empty one and the reason."""
+def database_of(config: RouterConfig) -> tuple[str, str]:
+    """Return the location of the database; if there is none, an empty text and the reason."""
     jobs = config.jobs
     if not jobs.enabled:
         return "", "are turned off here ([jobs] enabled)"
@@ -658,12 +681,12 @@ def _digest(form: EditForm) -> bytes:
     return hashlib.sha256(_ENCODER.encode(form)).digest()
 
 
-def _short(error: BaseException) -> str:
-    """Return the database driver's error without the statement and its pictures."""
+def _error_text(error: BaseException) -> str:
+    """Return the text of an error, without the database's statement and its pictures."""
     return f"{type(error).__name__}: {getattr(error, 'orig', None) or error}"[:300]
 
 
-async def _either(event: asyncio.Event, seconds: float) -> None:
+async def _wait_for(event: asyncio.Event, seconds: float) -> None:
     """Wait for an event, at most `seconds`."""
     with suppress(TimeoutError):
         # Not `wait_for`: Python 3.11's loses a cancel that comes with the event.

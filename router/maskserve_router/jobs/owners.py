@@ -8,11 +8,11 @@ from collections.abc import Mapping
 class Owners:
     """Watches the heartbeats of other routers by this router's own clock.
 
-    Only time in which this router looked counts: while it was stopped or had no database, it could
-    not see heartbeats.
+    Time in which this router did not look does not count, because it was stopped or had no
+    database and saw no heartbeats.
 
     Args:
-        name: name of this router, which it never judges.
+        name: name of this router, which is never among the lost ones.
         silence_s: seconds without a heartbeat after which a router is lost.
     """
 
@@ -21,7 +21,7 @@ class Owners:
         self._last: float | None = None
         self._watched_s = 0.0
         self._beats: dict[str, tuple[int, float]] = {}
-        """Owner -> its last heartbeat, and the watched seconds when that was new."""
+        """Owner -> its last heartbeat, and the value of `_watched_s` when that was new."""
 
     def lost(self, beats: Mapping[str, int], now: float) -> list[tuple[str, int]]:
         """Return the lost owners with their last heartbeats.
@@ -30,8 +30,8 @@ class Owners:
             beats: present heartbeats of all owners.
             now: seconds of a monotonic clock.
         """
-        passed = 0.0 if self._last is None else now - self._last
-        self._watched_s += min(passed, self._silence_s / 4)
+        elapsed_s = 0.0 if self._last is None else now - self._last
+        self._watched_s += min(elapsed_s, self._silence_s / 4)
         self._last = now
         self._beats = {
             owner: last_beat

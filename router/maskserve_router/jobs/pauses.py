@@ -22,7 +22,7 @@ class Pauses:
     def __init__(self) -> None:
         self._pauses: dict[str, _Pause] = {}
 
-    def may(self, scope: str, now: float) -> bool:
+    def may_begin(self, scope: str, now: float) -> bool:
         """Return True if a job of the key may begin."""
         pause = self._pauses.get(scope)
         return pause is None or (now >= pause.until and pause.trying is None)
@@ -47,6 +47,6 @@ class Pauses:
         if pause is not None and pause.trying == job:
             pause.trying = None
 
-    def went(self, scope: str) -> None:
+    def found_room(self, scope: str) -> None:
         """End the pause: a job of the key found room."""
         self._pauses.pop(scope, None)

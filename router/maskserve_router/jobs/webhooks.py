@@ -53,7 +53,7 @@ class Webhooks:
         resolver: returns the addresses of a host and port.
         public: returns whether an address may be called.
         trusted: trusted certificates; by default those of certifi.
-        pause_s: longest first pause between two calls; each is up to twice the one before.
+        pause_s: longest pause after the first call; later pauses may each be twice as long.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Webhooks:
             raise InvalidRequest("webhook", "is given, and the key has no webhook_secret", "none")
 
     async def deliver(self, url: str, secret: str, name: str, event: dict[str, Any]) -> bool:
-        """Call a webhook until it answers 2xx. Return False: it never did.
+        """Call a webhook until it answers 2xx; return False if it never does.
 
         Args:
             url: the webhook.

@@ -1,4 +1,4 @@
-"""The TLS certificate of both clients' ports, which can be replaced while they serve."""
+"""The TLS certificate of the clients' HTTP and gRPC ports, which can change while they serve."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Certificates:
     """The certificate of one router.
 
     Args:
-        listen: paths of its files.
+        listen: configuration with the paths of the files.
 
     Raises:
         ConfigError: the files are not a certificate and its key.
@@ -29,7 +29,7 @@ class Certificates:
         self._pair = self.read()
 
     def read(self) -> tuple[bytes, bytes]:
-        """Read chain and key from the files.
+        """Read the certificate chain and the key from the files.
 
         Raises:
             ConfigError: the files are not a certificate and its key.
@@ -48,27 +48,31 @@ class Certificates:
             ) from None
         return certificate, key
 
-    def take_on(self, pair: tuple[bytes, bytes]) -> None:
+    def replace(self, pair: tuple[bytes, bytes]) -> None:
         """Use this chain and key for new connections."""
         self._pair = pair
         for context in self._contexts:
             _load(context, *pair)
 
     def apply_to(self, context: ssl.SSLContext) -> None:
-        """Register an HTTP listener's context, which gets new certificates."""
+        """Register the context of an HTTP listener: `replace` changes its certificate."""
         self._contexts.append(context)
 
     def for_grpc(self) -> grpc.ServerCredentials:
         """Return credentials that read the present certificate at each handshake."""
-        return grpc.dynamic_ssl_server_credentials(self._of_grpc(), self._of_grpc)
+        return grpc.dynamic_ssl_server_credentials(
+            self._grpc_configuration(), self._grpc_configuration
+        )
 
-    def _of_grpc(self) -> grpc.ServerCertificateConfiguration:
+    def _grpc_configuration(self) -> grpc.ServerCertificateConfiguration:
         certificate, key = self._pair
         return grpc.ssl_server_certificate_configuration([(key, certificate)])
 
 
 def _load(context: ssl.SSLContext, certificate: bytes, key: bytes) -> None:
-    """Load a certificate into a context, from memory: `ssl` reads only files, which may change."""
+    """Load a certificate into a context. `ssl` reads only files, and the files on disk may have
+    changed, so it reads a file in memory.
+    """
     memory = os.memfd_create("certificate")
     try:
         os.write(memory, certificate + b"\n" + key)

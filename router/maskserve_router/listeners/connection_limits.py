@@ -1,7 +1,8 @@
 """Places for open calls and connections, with a limit for each client.
 
 A holder is silent if it sends nothing and nothing is under way for it. When all places are taken, a
-newcomer gets the place of the longest silent holder, of the client that has the most silent ones.
+newcomer takes the place of a silent holder: the longest silent one of the client that has the most
+silent ones. Its client must still be within its share.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import asyncio
 from typing import Protocol
 
 from maskserve_common.errors import DeadlineExceeded, MaskserveError
-from maskserve_common.shares import Shares
+from maskserve_common.shares import Shares, room
 from maskserve_router.messages.failures import RetryLater
 from maskserve_router.metrics import Metrics
 
@@ -31,9 +32,9 @@ class Places:
         most: most holders in total.
         silence_s: longest silence of a holder, in seconds.
         metrics: counts refusals.
-        shared: True if a client may have only as many as it leaves free.
-        per_key: True if a client's silent holders give way to its own newcomers. Not for calls: the
-            client may be sending a burst.
+        shared: True if a client may have only as many holders as it leaves places free.
+        per_key: True if a client's silent holders give way to its own newcomers. Calls must not,
+            since the client may be sending a burst.
     """
 
     def __init__(
@@ -57,13 +58,15 @@ class Places:
         """Add a holder.
 
         Raises:
-            RetryLater: the client has its limit, or other clients hold all places.
+            RetryLater: the client has its limit, or no silent holder gives way.
         """
-        if self._shares.total >= self._shares.budget:
-            self._make_room(client)
-        elif self._shared and self._shares.room(client) < 1:
+        is_full = self._shares.total >= self._shares.budget
+        displaced = self._silent_holder(client) if is_full else None
+        if self._shared and self._free_for(client) < 1:
             client_count = self._shares.in_use(client)
             self._refuse(f"{client_count} {self._kind} of this client are open already")
+        if displaced is not None:
+            self._displace(displaced)
         self._open[holder] = client
         self._shares.book(client)
         self.mark(holder, silent=True)
@@ -92,14 +95,28 @@ class Places:
         del self._open[holder]
         self._shares.give_back(client)
 
-    def _make_room(self, client: str) -> None:
+    def _free_for(self, client: str) -> int:
+        """Return the places that a client may take now; a displaced holder would leave one free."""
+        shares = self._shares
+        in_use = min(shares.total, shares.budget - 1)
+        return room(shares.budget, in_use, shares.in_use(client), client)
+
+    def _silent_holder(self, client: str) -> Holder:
+        """Return the holder that gives way to a newcomer of this client.
+
+        Raises:
+            RetryLater: no other client has more silent holders.
+        """
         numbers = {name: len(holders) for name, holders in self._silent.items()}
         most = max(numbers, key=numbers.__getitem__, default=client)
         least = 0 if self._per_key else numbers.get(client, 0)
         if numbers.get(most, 0) <= least:
             self._refuse(f"{len(self._open)} {self._kind} are open already")
+        return next(iter(self._silent[most]))
+
+    def _displace(self, holder: Holder) -> None:
         why = "it was silent, while others needed its place; try again"
-        self._end(next(iter(self._silent[most])), RetryLater(why, _RETRY_S))
+        self._end(holder, RetryLater(why, _RETRY_S))
         self._metrics.rejections.labels("silent").inc()
 
     def _end(self, holder: Holder, reason: MaskserveError) -> None:

@@ -21,19 +21,28 @@ from maskserve_router.messages.json_values import values_of
 
 
 class HttpApp:
-    """Makes the application."""
+    """Makes the application.
+
+    Args:
+        calls: answers calls about models and the server.
+        inference: answers inference calls.
+        identify: returns the caller by the headers of a request.
+        routes: further routes.
+        origins: origins of web pages that may call.
+        jobs: returns the state of jobs, for readiness.
+    """
 
     def __init__(
         self,
         calls: ServerCalls,
         inference: HttpInference,
         identify: Callable[[Mapping[str, str]], KeyHolder],
-        more: Sequence[Route] = (),
+        routes: Sequence[Route] = (),
         origins: Sequence[str] = (),
         jobs: Callable[[], str] = lambda: "off",
     ) -> None:
         self._calls, self._inference, self._identify = calls, inference, identify
-        self._more, self._origins, self._jobs = more, origins, jobs
+        self._routes, self._origins, self._jobs = routes, origins, jobs
 
     def app(self) -> Starlette:
         model = "/v2/models/{model}"
@@ -73,7 +82,7 @@ class HttpApp:
         for route in routes:  # Triton answers HEAD with 405
             if route.methods is not None:
                 route.methods.discard("HEAD")
-        routes += self._more
+        routes += self._routes
         app = Starlette(routes=routes, exception_handlers={404: refused, 405: refused})
         if self._origins:
             app.add_middleware(
@@ -88,7 +97,7 @@ class HttpApp:
         return app
 
     def _client(self, request: Request) -> KeyHolder:
-        """Return the caller; all calls but health need a key if there are keys."""
+        """Return the caller. If there are keys, all calls but health checks need one."""
         return self._identify(request.headers)
 
     async def _document(self, _: Request) -> Response:

@@ -57,13 +57,15 @@ def document() -> Json:
                 "KServeError": _object(error=_TEXT),
                 "Template": _object(id=_TEXT, object=_TEXT),
                 "Job": _job(),
-                "Model": _object(id=_TEXT, object=_TEXT, created=_WHOLE, owned_by=_TEXT),
+                "Model": _object(id=_TEXT, object=_TEXT, created=_INTEGER, owned_by=_TEXT),
                 "Images": _object(
-                    created=_WHOLE,
+                    created=_INTEGER,
                     size=_TEXT,
                     output_format=_TEXT,
                     data=_list(_picture()),
-                    usage=_object(input_tokens=_WHOLE, output_tokens=_WHOLE, total_tokens=_WHOLE),
+                    usage=_object(
+                        input_tokens=_INTEGER, output_tokens=_INTEGER, total_tokens=_INTEGER
+                    ),
                     maskserve=_list({"type": "object"}),
                 ),
                 **_reachable((Fields, EditSettings)),
@@ -74,15 +76,15 @@ def document() -> Json:
 
 
 _TEXT: Json = {"type": "string"}
-_WHOLE: Json = {"type": "integer"}
-_NAMED = "^[!-~]{1,255}$"
+_INTEGER: Json = {"type": "integer"}
+_KEY_PATTERN = "^[!-~]{1,255}$"
 _DELETED: Json = {"type": "object", "properties": {"id": _TEXT, "object": _TEXT}}
 
 
 def _openai() -> Json:
     edit = {
         "summary": "Repaint the masked part of an image",
-        **_error_responses("webhook"),
+        **_edit_body("webhook"),
         "responses": {
             "200": {
                 "description": "The edited pictures, or server-sent events with `stream`",
@@ -91,16 +93,18 @@ def _openai() -> Json:
                     "text/event-stream": {"schema": _TEXT},
                 },
             },
-            **_refusals("Error"),
+            **_error_responses("Error"),
         },
     }
     models = _object(object=_TEXT, data=_list(_ref("Model")))
     return {
         "/v1/images/edits": {"post": edit},
-        "/v1/models": {"get": _answers("List the models that workers serve now", models, "Error")},
+        "/v1/models": {
+            "get": _operation("List the models that workers serve now", models, "Error")
+        },
         "/v1/models/{model}": {
             "parameters": [_MODEL],
-            "get": _answers("Get a model", _ref("Model"), "Error"),
+            "get": _operation("Get a model", _ref("Model"), "Error"),
         },
     }
 
@@ -109,24 +113,28 @@ def _jobs() -> Json:
     add = {
         "summary": "Start a job that runs an edit or a workflow",
         "parameters": [
-            {"name": "Idempotency-Key", "in": "header", "schema": {**_TEXT, "pattern": _NAMED}}
+            {
+                "name": "Idempotency-Key",
+                "in": "header",
+                "schema": {**_TEXT, "pattern": _KEY_PATTERN},
+            }
         ],
-        **_error_responses("stream", "partial_images"),
+        **_edit_body("stream", "partial_images"),
         "responses": {
             "202": {
                 "description": "The new job",
                 "content": {"application/json": {"schema": _ref("Job")}},
             },
-            **_refusals("Error"),
+            **_error_responses("Error"),
             "501": {"description": "This router runs no jobs"},
         },
     }
-    named = {"type": ["string", "null"]}
+    optional_id = {"type": ["string", "null"]}
     listed = _object(
         object=_TEXT,
         data=_list(_ref("Job")),
-        first_id=named,
-        last_id=named,
+        first_id=optional_id,
+        last_id=optional_id,
         has_more={"type": "boolean"},
         today={"type": "object"},
     )
@@ -138,21 +146,21 @@ def _jobs() -> Json:
         },
         {"name": "after", "in": "query", "schema": _TEXT},
     ]
-    listing = {**_answers("List the jobs of the API key", listed, "Error"), "parameters": pages}
+    listing = {**_operation("List the jobs of the API key", listed, "Error"), "parameters": pages}
     id_parameter = {"name": "id", "in": "path", "required": True, "schema": _TEXT}
     return {
         "/v1/jobs": {"post": add, "get": listing},
         "/v1/jobs/{id}": {
             "parameters": [id_parameter],
-            "get": _answers("Get the state, progress and result of a job", _ref("Job"), "Error"),
-            "delete": _answers("Cancel a job, or delete a job that has ended", _DELETED, "Error"),
+            "get": _operation("Get the state, progress and result of a job", _ref("Job"), "Error"),
+            "delete": _operation("Cancel a job, or delete a job that has ended", _DELETED, "Error"),
         },
     }
 
 
 def _masks() -> Json:
     mask_schema = _object(b64_json=_TEXT, score={"type": ["number", "null"]})
-    answer = _answers(
+    answer = _operation(
         "Find the mask of an object", _object(object=_TEXT, data=_list(mask_schema)), "Error"
     )
     form = {
@@ -169,7 +177,7 @@ def _workflows() -> Json:
     workflow_schema = _object(
         name=_TEXT,
         about=_TEXT,
-        version=_WHOLE,
+        version=_INTEGER,
         digest=_TEXT,
         inputs=_list(_object(name=_TEXT, kind={"enum": list(INPUT_KINDS)})),
         steps=_list({"type": "object"}),
@@ -180,18 +188,22 @@ def _workflows() -> Json:
     )
     listed = _object(object={"const": "list"}, data=_list(workflow_schema))
     summary = "List the workflows and the servers that run their nodes"
-    return {"/v1/workflows": {"get": _answers(summary, listed, "Error")}}
+    return {"/v1/workflows": {"get": _operation(summary, listed, "Error")}}
 
 
 def _job() -> Json:
     states = {"enum": ["queued", "running", "succeeded", "failed", "cancelled"]}
-    job = _object(id=_TEXT, object={"const": "job"}, status=states, created_at=_WHOLE)
+    job = _object(id=_TEXT, object={"const": "job"}, status=states, created_at=_INTEGER)
     job["properties"]["result"] = _ref("Images")
     return job
 
 
-def _error_responses(*without: str) -> Json:
-    """Return the body of an edit, with pictures as files or URLs, without some fields."""
+def _edit_body(*without: str) -> Json:
+    """Return the request body of an edit, a form with files or JSON with URLs.
+
+    Args:
+        without: fields to leave out.
+    """
     files = {"image": _PICTURE, "mask": _PICTURE}
     urls = {"images": _list(_ref("ImageUrl")), "mask": _ref("ImageUrl")}
     content = {
@@ -215,9 +227,8 @@ def _edit(pictures: Json, without: Collection[str]) -> Json:
 
 
 def _picture() -> Json:
-    """Return the schema of a response's picture.
-
-    It has the picture or its URL. With `keep_result` it has the id of the kept result, or null.
+    """Return the schema of a picture in a response: its bytes or its URL; with `keep_result` also
+    the id of the kept result, or null.
     """
     schema = _object(b64_json=_TEXT, url=_TEXT)
     schema["required"] = []
@@ -236,7 +247,7 @@ def _templates() -> Json:
         "required": ["image"],
         "additionalProperties": False,
     }
-    register = _answers("Register a source image", _ref("Template"), "Error")
+    register = _operation("Register a source image", _ref("Template"), "Error")
     register["requestBody"] = {
         "required": True,
         "content": {"multipart/form-data": {"schema": form}},
@@ -246,12 +257,12 @@ def _templates() -> Json:
     paths: Json = {
         "/v1/templates": {
             "post": register,
-            "get": _answers("List the templates of the API key", listed, "Error"),
+            "get": _operation("List the templates of the API key", listed, "Error"),
         },
         template_path: {
             "parameters": [_TEMPLATE],
-            "get": _answers("Get a template", _ref("Template"), "Error"),
-            "delete": _answers("Delete a template and its entries", _ref("Template"), "Error"),
+            "get": _operation("Get a template", _ref("Template"), "Error"),
+            "delete": _operation("Delete a template and its entries", _ref("Template"), "Error"),
         },
     }
     for operation, summary in (
@@ -259,19 +270,19 @@ def _templates() -> Json:
         ("pin", "Protect the entries of a template from eviction"),
         ("unpin", "Allow the eviction of a template's entries again"),
     ):
-        answer = _answers(summary, _ref("Template"), "Error")
+        answer = _operation(summary, _ref("Template"), "Error")
         paths[f"{template_path}/{operation}"] = {"parameters": [_TEMPLATE], "post": answer}
     return paths
 
 
 def _kserve() -> Json:
     """Return KServe v2 and Triton's extensions; each model's tensors are in docs/design.md."""
-    named = {**_MODEL, "schema": {"type": "string", "enum": sorted(CONTRACTS)}}
+    model_parameter = {**_MODEL, "schema": {"type": "string", "enum": sorted(CONTRACTS)}}
     base = "/v2/models/{model}"
     paths: Json = {
-        "/v2": {"get": _answers("Get the server's metadata", {"type": "object"}, "KServeError")},
+        "/v2": {"get": _operation("Get the server's metadata", {"type": "object"}, "KServeError")},
         "/v2/repository/index": {
-            "post": _answers("List the models", _list({"type": "object"}), "KServeError")
+            "post": _operation("List the models", _list({"type": "object"}), "KServeError")
             | _body(_object(ready={"type": "boolean"}), required=False)
         },
     }
@@ -280,13 +291,13 @@ def _kserve() -> Json:
         ("/config", "Get Triton's configuration of a model"),
         ("/stats", "Get the inference statistics of a model"),
     ):
-        answer = _answers(summary, {"type": "object"}, "KServeError")
-        paths[base + path] = {"parameters": [named], "get": answer}
+        answer = _operation(summary, {"type": "object"}, "KServeError")
+        paths[base + path] = {"parameters": [model_parameter], "get": answer}
     tensor = {
         "type": "object",
         "properties": {
             "name": _TEXT,
-            "shape": _list(_WHOLE),
+            "shape": _list(_INTEGER),
             "datatype": _TEXT,
             "data": {"type": "array"},
         },
@@ -295,57 +306,58 @@ def _kserve() -> Json:
     infer = _object(inputs=_list(tensor), id=_TEXT)
     infer["required"] = ["inputs"]
     paths[base + "/infer"] = {
-        "parameters": [named],
-        "post": _answers("Run a model", {"type": "object"}, "KServeError") | _body(infer),
+        "parameters": [model_parameter],
+        "post": _operation("Run a model", {"type": "object"}, "KServeError") | _body(infer),
     }
     generate = {"type": "object", "additionalProperties": _TEXT}
     paths[base + "/generate"] = {
-        "parameters": [named],
-        "post": _answers("Run a model with inputs given by name", {"type": "object"}, "KServeError")
+        "parameters": [model_parameter],
+        "post": _operation(
+            "Run a model with inputs given by name", {"type": "object"}, "KServeError"
+        )
         | _body(generate),
     }
-    streamed = _answers(
+    streamed = _operation(
         "Run a model and stream its responses", _TEXT, "KServeError", "text/event-stream"
     )
     paths[base + "/generate_stream"] = {
-        "parameters": [named],
+        "parameters": [model_parameter],
         "post": streamed | _body(generate),
     }
     return paths
 
 
 def _health() -> Json:
-    def probe(description: str, *also: int) -> Json:
-        answers = {str(code): {"description": "no"} for code in also}
-        return {
-            "get": {"summary": description, "responses": {"200": {"description": "yes"}, **answers}}
-        }
+    def probe(description: str, *no_codes: int) -> Json:
+        no_responses = {str(code): {"description": "no"} for code in no_codes}
+        responses = {"200": {"description": "yes"}, **no_responses}
+        return {"get": {"summary": description, "responses": responses}}
 
-    named = {**_MODEL, "schema": {"type": "string", "enum": sorted(CONTRACTS)}}
+    model_parameter = {**_MODEL, "schema": {"type": "string", "enum": sorted(CONTRACTS)}}
     return {
         "/healthz": probe("Whether the router is alive"),
         "/readyz": probe("Whether a worker takes edits", 503),
         "/v2/health/live": probe("Same as /healthz"),
         "/v2/health/ready": probe("Same as /readyz", 503),
         "/v2/models/{model}/ready": {
-            "parameters": [named],
+            "parameters": [model_parameter],
             **probe("Whether the model is served", 400),
         },
         "/openapi.json": probe("This document"),
     }
 
 
-def _answers(description: str, schema: Json, error: str, media: str = "application/json") -> Json:
+def _operation(description: str, schema: Json, error: str, media: str = "application/json") -> Json:
     return {
         "summary": description,
         "responses": {
             "200": {"description": description, "content": {media: {"schema": schema}}},
-            **_refusals(error),
+            **_error_responses(error),
         },
     }
 
 
-def _refusals(error: str) -> Json:
+def _error_responses(error: str) -> Json:
     content = {"application/json": {"schema": _ref(error)}}
     return {str(code): {"description": "The error", "content": content} for code in _ERROR_STATUSES}
 
@@ -368,13 +380,13 @@ def _ref(name: str) -> Json:
 
 
 def _reachable(tables: tuple[type, ...]) -> Json:
-    """Return schemas of the types inside tables, but not of the tables themselves."""
+    """Return the schemas of the types in the fields of tables, without those of the tables."""
     _, schemas = msgspec.json.schema_components(tables, ref_template="#/components/schemas/{name}")
     return {name: schema for name, schema in schemas.items() if name not in _names(tables)}
 
 
 def _strict(table: type[msgspec.Struct]) -> Json:
-    """Return a table's schema without other keys."""
+    """Return the schema of a table that allows no further keys."""
     properties = dict(_properties(table))
     return {**_object(**properties), "additionalProperties": False}
 
@@ -384,7 +396,7 @@ def _names(tables: tuple[type, ...]) -> set[str]:
 
 
 def _properties(table: type[msgspec.Struct]) -> Mapping[str, Json]:
-    """Return the schemas of a table's own keys, each with its description."""
+    """Return the schemas of a table's keys, each with its description."""
     _, schemas = msgspec.json.schema_components(
         (table,), ref_template="#/components/schemas/{name}"
     )

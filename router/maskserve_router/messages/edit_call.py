@@ -65,9 +65,10 @@ class EditCall:
     answer_bytes: int = 0
     """Most bytes of its answer; 0: unknown."""
     waits_until: float | None = None
-    """When no worker can finish it in time any more, on time.monotonic's clock; None: never."""
+    """Time from which no worker can finish it in time, on time.monotonic's clock; None: none."""
     starts_by: float | None = None
-    """When it must begin to be in time, on time.monotonic's clock; None: it waits by arrival."""
+    """Time at which it must begin to be in time, on time.monotonic's clock; None: it has no due
+    time, and waits in order of arrival."""
     cancelled: bool = False
     """True once it was cancelled by its id; it is not sent again."""
 
@@ -81,12 +82,11 @@ class EditCall:
         limit_ms = None if self.settings is None else self.settings.limit_ms
         if limit_ms is not None:
             limits.append(limit_ms / 1e3)
-        # KServe's own parameter, which the worker also obeys. Test first: indexing the map adds a
-        # key.
+        # KServe's own parameter, which the worker also obeys. Indexing the map would add a key.
         if "timeout" in self.message.head.parameters:
-            asked_us = self.message.head.parameters["timeout"].int64_param
-            if asked_us > 0:
-                limits.append(asked_us / 1e6)
+            timeout_us = self.message.head.parameters["timeout"].int64_param
+            if timeout_us > 0:
+                limits.append(timeout_us / 1e6)
         return self.arrival + min(limits) if limits else None
 
     @property
@@ -97,8 +97,8 @@ class EditCall:
         if limit_ms is not None:
             candidate_limits["SETTINGS.deadline_ms"] = limit_ms / 1e3
         if "timeout" in self.message.head.parameters:
-            asked_us = self.message.head.parameters["timeout"].int64_param
-            candidate_limits["parameter timeout"] = asked_us / 1e6 if asked_us > 0 else None
+            timeout_us = self.message.head.parameters["timeout"].int64_param
+            candidate_limits["parameter timeout"] = timeout_us / 1e6 if timeout_us > 0 else None
         limits = {
             name: seconds for name, seconds in candidate_limits.items() if seconds is not None
         }
@@ -106,7 +106,7 @@ class EditCall:
 
     @property
     def primed(self) -> bool:
-        """True if it runs cached in any case, once its template is primed."""
+        """True if it waits for its template and then runs cached (`cache: require`)."""
         return self.settings is not None and self.settings.cache == "require"
 
     @property
@@ -126,7 +126,7 @@ class EditCall:
         return max(self.timeout - (time.monotonic() - self.arrival), 0.001)
 
     def drop_pictures(self) -> None:
-        """Free the request's pictures: the edit is answered."""
+        """Free the request's pictures, once the edit is answered."""
         self.message.contents.clear()
         self.image, self.mask = memoryview(b""), b""
 
@@ -134,7 +134,7 @@ class EditCall:
         """Return the request to send to a worker of this host now, with the remaining deadline.
 
         Raises:
-            TemplateNotFound: a value that it names no longer exists, and the host cannot read it.
+            TemplateNotFound: a value in a file of a host no longer exists.
         """
         message = self.message
         if message.elsewhere is not None and message.host != host:
@@ -142,26 +142,26 @@ class EditCall:
         if self.settings is not None:
             settings = structs.replace(self.settings, request_id=self.sent_as)
             if settings.deadline_ms is not None:
-                passed_ms = int(1e3 * (time.monotonic() - self.arrival))
+                elapsed_ms = int(1e3 * (time.monotonic() - self.arrival))
                 settings = structs.replace(
-                    settings, deadline_ms=max(settings.deadline_ms - passed_ms, 1)
+                    settings, deadline_ms=max(settings.deadline_ms - elapsed_ms, 1)
                 )
             message.write("SETTINGS", dump_settings(settings))
         return message.encoded()
 
 
 def parse_request(raw: bytes, models: Mapping[str, Contract] = MODELS) -> ModelRequest:
-    """Parse and check a request of one of these models.
+    """Parse and check a request to one of these models.
 
     Raises:
-        InvalidRequest: the request must not reach a worker.
+        InvalidRequest: it is not a valid request (`check_request`).
     """
     message = ModelRequest.parse(raw)
     check_request(message, models)
     return message
 
 
-_SETTINGS_OF_PARAMETERS = {
+_ACCEPTED_PARAMETERS = {
     "priority": "0, and SETTINGS.priority, which may be negative",
     "timeout": "microseconds, or SETTINGS.deadline_ms",
 }
@@ -171,8 +171,7 @@ _SETTINGS_OF_PARAMETERS = {
 def check_request(message: ModelRequest, models: Mapping[str, Contract] = MODELS) -> None:
     """Check a request before it goes to a worker.
 
-    Triton rejects wrong tensors without an error code. The router could not tell that from a
-    failure of the worker.
+    Triton rejects wrong tensors without an error code, which looks like a failure of the worker.
 
     Raises:
         InvalidRequest: it names another model, uses an extension that is not supported, or its
@@ -184,19 +183,19 @@ def check_request(message: ModelRequest, models: Mapping[str, Contract] = MODELS
     if head.model_version not in VERSIONS:
         raise UnknownModel(head.model_name, head.model_version)
     if any("classification" in output.parameters for output in head.outputs):
-        # TRITON-2.51: it ends with SIGFPE when it is asked to classify text.
+        # Triton 2.51 ends with SIGFPE if it is to classify text.
         raise InvalidRequest(
             "outputs", "ask for the classification extension", "outputs as they are"
         )
     for name in ("priority", "timeout"):
         if name in head.parameters and not _is_count(head.parameters[name]):
             raise InvalidRequest(
-                f"parameters.{name}", "is not a whole number from 0", _SETTINGS_OF_PARAMETERS[name]
+                f"parameters.{name}", "is not a whole number from 0", _ACCEPTED_PARAMETERS[name]
             )
     tensors = (*head.inputs, *head.outputs)
     if any("shared_memory_region" in tensor.parameters for tensor in tensors):
         raise InvalidRequest(
-            "inputs or outputs", "are in shared memory, which ends at the host", "tensors as bytes"
+            "inputs or outputs", "are in shared memory of a host", "tensors as bytes"
         )
     _check_tensors(message, models[head.model_name])
 
@@ -209,7 +208,7 @@ def _is_count(parameter: pb.InferParameter) -> bool:
 
 
 def _check_tensors(message: ModelRequest, contract: Contract) -> None:
-    """Raises InvalidRequest: the request's tensors are not the model's."""
+    """Raise InvalidRequest if the request's tensors are not those of the model."""
     head = message.head
     declared = {tensor.name: tensor for tensor in contract.inputs}
     input_names = [tensor.name for tensor in head.inputs]

@@ -1,7 +1,7 @@
 """Protobuf messages as JSON in the form of Triton's HTTP server.
 
-Names stay as they are, integers of 64 bits are numbers, enums are names. Every field is written,
-set or not.
+Unlike in protobuf's own JSON, names stay as they are, integers of 64 bits are numbers, and unset
+fields are written, too. Enums are names.
 """
 
 from __future__ import annotations

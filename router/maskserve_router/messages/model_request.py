@@ -55,7 +55,7 @@ class ModelRequest:
         try:
             head = pb.ModelInferRequest.FromString(b"".join((*head_parts, view[at:])))
         except DecodeError:
-            raise InvalidRequest("request", "is no ModelInferRequest") from None
+            raise InvalidRequest("request", "is not a ModelInferRequest") from None
         if contents:
             return cls(head, contents)
         for tensor in head.inputs:

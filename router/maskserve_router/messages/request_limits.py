@@ -1,8 +1,8 @@
 """Limits on the number of parts of a request, checked before it is parsed.
 
-Parsers hold the GIL from start to end. They copy long strings fast, but make an object for each
-small value, so a body of millions of small values would block the router. Counting is cheap and
-stops at the limit.
+Parsers hold the GIL until they have finished. They copy long strings fast, but make an object for
+each small value, so a body of millions of small values would block the router. Counting is cheap
+and stops at the limit.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _LARGE: tuple[dict[int, int | None], ...] = (
     {5: 2},  # InferInputTensor: contents
     {8: None},  # InferTensorContents: bytes_contents
 )
-"""For each level of messages: fields that may be large, and the level of the message in them; None:
-bytes."""
+"""For each level of messages: field numbers of large fields -> level of the message in them; None:
+they have bytes."""
 _RESPONSE, _OUTPUTS = 2, 6
-"""Field numbers: `infer_response` of ModelStreamInferResponse, and `raw_output_contents` of
-that."""
+"""Field numbers: `infer_response` in ModelStreamInferResponse, and `raw_output_contents` in
+ModelInferResponse."""
 
 
 def check_json(text: bytes | memoryview) -> None:
-    """Raises InvalidRequest: the JSON has more values, blanks or escapes than any request needs."""
+    """Raise InvalidRequest if JSON has more values, blanks or escapes than any request needs."""
     commas = marks = 0
     for at in range(0, len(text), _PART):
         part = bytes(text[at : at + _PART])
@@ -144,4 +144,4 @@ def _varint(view: memoryview, at: int, stop: int) -> tuple[int, int]:
 
 
 def _no_message() -> InvalidRequest:
-    return InvalidRequest("request", "is no ModelInferRequest")
+    return InvalidRequest("request", "is not a ModelInferRequest")

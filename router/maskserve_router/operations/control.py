@@ -1,4 +1,4 @@
-"""Operations of `control` on all workers, or on the worker that has the edit."""
+"""Operations of `control` on the cluster: on all workers, or on the worker that has the edit."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ from maskserve_router.workers.worker import Worker
 from maskserve_router.workflows.workflows import Workflows
 
 log = logging.getLogger("maskserve.router")
-_ANSWER_S = 12.0
-_PATIENT_S = 75.0
-"""Timeout in seconds of long operations (`PATIENT`)."""
+_TIMEOUT_S = 12.0
+_LONG_TIMEOUT_S = 75.0
+"""Timeout of long operations (`PATIENT`)."""
 
 
 class ClusterControl:
@@ -80,33 +80,33 @@ class ClusterControl:
         return encoded
 
     async def do(self, operation: dict[str, Any], client: KeyHolder) -> dict[str, Any]:
-        """Run one operation and return its result; raises as `infer`."""
-        # The message holds a second copy of the image, and gRPC makes one for each worker.
+        """Run one operation and return its result; raises as `infer` does."""
+        # One copy of the image is in the message, and gRPC makes one for each worker.
         copies = 1 + len(self._pool.workers)
         with self._admission.operation(client, copies * image_size(operation)):
-            result = await self._done(operation, client)
+            result = await self._run(operation, client)
         if client.admin:
             return result
         # Only operators see workers' addresses; other clients see numbers.
         numbers = {w: f"worker {n}" for n, w in enumerate(sorted(self._pool.workers), 1)}
-        named: dict[str, Any] = _renamed(result, numbers)
-        return named
+        renamed: dict[str, Any] = _renamed(result, numbers)
+        return renamed
 
-    async def _done(self, operation: dict[str, Any], client: KeyHolder) -> dict[str, Any]:
+    async def _run(self, operation: dict[str, Any], client: KeyHolder) -> dict[str, Any]:
         name = operation["op"]
         if "scope" in operation:
-            raise InvalidRequest("OP.scope", "is the router's to say", "an operation without it")
+            raise InvalidRequest("OP.scope", "is set by the router", "an operation without it")
         if name in SCOPED and not client.admin:
             operation = {**operation, "scope": client.scope}
         if name == "register":
             check_image(operation)
-            # An admin owns its registrations too; it still sees all others.
+            # Also for an admin, which owns its registrations and sees all others.
             operation["scope"] = client.scope
             operation["shared"] = operation.get("shared", False) or client.shares
         match name:
             case "drain":
                 raise NotSupported(
-                    "OP.op", "drain is an operator's", "POST /workers/ADDRESS/drain (admin port)"
+                    "OP.op", "drain is for operators", "POST /workers/ADDRESS/drain (admin port)"
                 )
             case "status":
                 status = cluster_status(self._name, self._pool.workers.values(), self._predictions)
@@ -138,15 +138,15 @@ class ClusterControl:
             case "adapter_check":
                 client.check_adapters([operation["name"]], "OP.name")
         if name in ADAPTER_WRITES and not client.admin:
-            raise Unauthorized("OP.op", f"{name} is an operator's", "a key with admin = true")
+            raise Unauthorized("OP.op", f"{name} is for operators", "a key with admin = true")
         answers = await self._everywhere(operation, client)
         first = next(iter(answers.values()))
         return {**first, "workers": sorted(answers)}
 
     async def _cancel(self, name: str, client: KeyHolder) -> dict[str, Any]:
-        """Cancel an edit at this router, which also frees its row; otherwise ask all workers.
+        """Cancel an edit of this router, which also frees its row; otherwise call all workers.
 
-        An admin may name another client's edit as `status` shows it.
+        An admin may cancel another client's edit, under the id that `status` shows.
         """
         is_foreign_edit = client.admin and scope_of(name) != NO_SCOPE
         request_id = edit_of(name) if is_foreign_edit else request_id_of(name, client.scope)
@@ -159,8 +159,8 @@ class ClusterControl:
         """Run an operation on the workers that answer, and queue it for the others."""
         results, failed = await self._outcomes(operation, client)
         first = next(iter(results.values()))
-        heard = {*results, *(address for address, failure in failed.items() if refused(failure))}
-        missed_by = self._pool.workers.keys() - heard
+        answered = {*results, *(worker for worker, failure in failed.items() if refused(failure))}
+        missed_by = self._pool.workers.keys() - answered
         name = first.get("template_id", "")
         self._dispatcher.forget_home(name)
         pending = self.missed.keep(operation, name, missed_by)
@@ -169,7 +169,7 @@ class ClusterControl:
     async def _everywhere(
         self, operation: dict[str, Any], client: KeyHolder
     ) -> dict[str, dict[str, Any]]:
-        """Return worker -> answer of those that succeeded; raises as `_outcomes`."""
+        """Return worker -> answer of those that succeeded; raises as `_outcomes` does."""
         results, _ = await self._outcomes(operation, client)
         return results
 
@@ -179,7 +179,7 @@ class ClusterControl:
         """Return worker -> answer of those that succeeded, and worker -> failure of the others.
 
         Raises:
-            Failure: all workers failed; a refusal is preferred over a worker's own fault.
+            Failure: all workers failed; a refusal takes precedence over a fault of a worker.
         """
         workers = self._pool.up()
         if not workers:
@@ -199,16 +199,18 @@ class ClusterControl:
             else:
                 results[worker.address] = answer
         if not results:
-            unwell = (Blame.WORKER, Blame.UNKNOWN)
-            raise min(failed.values(), key=lambda failure: failure.blame in unwell)
+            faults = (Blame.WORKER, Blame.UNKNOWN)
+            raise min(failed.values(), key=lambda failure: failure.blame in faults)
         return results, failed
 
 
 async def _ask(
     worker: Worker, operation: dict[str, Any], request: bytes | None = None
 ) -> dict[str, Any]:
-    """Return a worker's answer to an operation; `request` is the operation if already encoded."""
-    timeout = _PATIENT_S if operation["op"] in PATIENT else _ANSWER_S
+    """Return a worker's answer to an operation. `request` is the encoded operation, if there is one
+    already.
+    """
+    timeout = _LONG_TIMEOUT_S if operation["op"] in PATIENT else _TIMEOUT_S
     try:
         raw = await worker.upstream.control(request or control_request(operation), timeout)
         answer: dict[str, Any] = msgspec.json.decode(raw, type=dict[str, Any])
@@ -226,7 +228,9 @@ async def _ask(
 def cluster_status(
     name: str, workers: Iterable[Worker], predictions: Predictions
 ) -> dict[str, Any]:
-    """Return all workers as one, in the form of a worker's status; `workers` has each one's own."""
+    """Return the status of all workers together, in the form of one worker's status, and under
+    `workers` the status of each.
+    """
     statuses = {worker.address: _status(worker) for worker in workers}
     up = [status for status in statuses.values() if status["up"]]
     tiers = sorted({tier for status in up for tier in status.get("templates", {})})
@@ -258,15 +262,15 @@ def cluster_status(
         },
         "tier_bytes": _summed(status.get("tier_bytes", {}) for status in up),
         "counters": _summed(status.get("counters", {}) for status in up),
-        "values": _of_hosts(status["values"] for status in up if "values" in status),
+        "values": _values_by_host(status["values"] for status in up if "values" in status),
         "prediction": msgspec.to_builtins(predictions.error()),
         "workers": statuses,
     }
 
 
-def _of_hosts(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the values that each host holds, from the record of one of its workers."""
-    hosts = {record["host"]: record for record in entries if record["host"]}
+def _values_by_host(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return one record of stored values per host; all workers of a host report the same."""
+    hosts = {record["host"]: record for record in records if record["host"]}
     return [record for _, record in sorted(hosts.items())]
 
 
@@ -276,26 +280,26 @@ def _visible_to(client: KeyHolder, status: dict[str, Any]) -> dict[str, Any]:
     Counts stay, because every client's waiting time depends on them.
     """
 
-    def of_client(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    def visible_rows(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         return [
             {**row, "request_id": name_of(row["request_id"])}
             for row in rows
             if scope_of(row["request_id"]) == client.scope
         ]
 
-    def hidden(one: dict[str, Any]) -> dict[str, Any]:
-        visible = {key: value for key, value in one.items() if key != "templates"}
+    def visible_record(record: dict[str, Any]) -> dict[str, Any]:
+        visible = {key: value for key, value in record.items() if key != "templates"}
         if "adapters" in visible:
             visible["adapters"] = [
                 adapter for adapter in visible["adapters"] if client.sees(adapter["name"])
             ]
         return {
             **visible,
-            **{key: of_client(one[key]) for key in ("running", "waiting") if key in one},
+            **{key: visible_rows(record[key]) for key in ("running", "waiting") if key in record},
         }
 
-    workers = {address: hidden(record) for address, record in status["workers"].items()}
-    return {**hidden(status), "templates": {}, "workers": workers}
+    workers = {address: visible_record(record) for address, record in status["workers"].items()}
+    return {**visible_record(status), "templates": {}, "workers": workers}
 
 
 def _renamed(value: Any, names: Mapping[str, str]) -> Any:
@@ -325,7 +329,7 @@ def _status(worker: Worker) -> dict[str, Any]:
     status = worker.status
     if status is None:
         return {"state": "unknown", **router_fields}
-    if not worker.up:  # its last record is out of date
+    if not worker.up:  # its last record is too old
         return {"worker": status.worker, "model": status.model, "state": "down", **router_fields}
     record = msgspec.to_builtins(structs.replace(status, template_changes=None))
     del record["template_changes"]
@@ -338,7 +342,7 @@ def merged_templates(answers: Mapping[str, dict[str, Any]]) -> list[dict[str, An
     for address, answer in answers.items():
         for template in answer["templates"]:
             name = template["template_id"]
-            into = merged.setdefault(
+            total = merged.setdefault(
                 name,
                 {
                     "template_id": name,
@@ -349,15 +353,15 @@ def merged_templates(answers: Mapping[str, dict[str, Any]]) -> list[dict[str, An
                     "workers": [],
                 },
             )
-            into["registered"] |= template["registered"]
+            total["registered"] |= template["registered"]
             expiries_s = [
-                t["expires_s"] for t in (into, template) if t.get("expires_s") is not None
+                t["expires_s"] for t in (total, template) if t.get("expires_s") is not None
             ]
-            into["expires_s"] = max(expiries_s, default=None)
-            into["owners"] = sorted({*into["owners"], *template.get("owners", ())})
-            into["entries"] += [{**entry, "worker": address} for entry in template["entries"]]
+            total["expires_s"] = max(expiries_s, default=None)
+            total["owners"] = sorted({*total["owners"], *template.get("owners", ())})
+            total["entries"] += [{**entry, "worker": address} for entry in template["entries"]]
             if template["registered"]:
-                into["workers"].append(address)
+                total["workers"].append(address)
     return [merged[name] for name in sorted(merged)]
 
 
@@ -367,12 +371,12 @@ def merged_adapters(answers: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     nets: dict[str, dict[str, Any]] = {}
     for address, answer in answers.items():
         for net in answer.get("controlnets", ()):
-            into = nets.setdefault(net["name"], {**net, "tiers": {}})
-            into["tiers"][address] = net.get("tiers", [])
+            total = nets.setdefault(net["name"], {**net, "tiers": {}})
+            total["tiers"][address] = net.get("tiers", [])
         for adapter in answer["adapters"]:
-            into = merged.setdefault(adapter["name"], {**adapter, "tiers": {}, "pinned": False})
-            into["tiers"][address] = adapter["tiers"]
-            into["pinned"] |= adapter["pinned"]
+            total = merged.setdefault(adapter["name"], {**adapter, "tiers": {}, "pinned": False})
+            total["tiers"][address] = adapter["tiers"]
+            total["pinned"] |= adapter["pinned"]
     problems = [answer["problem"] for answer in answers.values() if answer["problem"]]
     return {
         "adapters": [merged[name] for name in sorted(merged)],

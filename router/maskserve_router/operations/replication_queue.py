@@ -1,6 +1,6 @@
 """A queue of template registrations and evictions for workers that missed them.
 
-It is in memory, with a limit on the bytes of images. A restart of the router empties it.
+The queue is in memory, with a limit on the bytes of its images; a restart of the router empties it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from maskserve_router.workers.worker import Worker
 
 log = logging.getLogger("maskserve.router")
 Send: TypeAlias = Callable[[Worker, dict[str, Any]], Awaitable[object]]
-_AGAIN_S = 5.0
-"""Seconds until an operation is tried again at a worker that could not take it."""
+_RETRY_S = 5.0
+"""Seconds until a failed operation is sent to the worker again."""
 
 
 @dataclass(slots=True, eq=False)
@@ -30,9 +30,9 @@ class _Missed:
     operation: dict[str, Any]
     template_id: str
     size: int
-    """Bytes of its image; 0 for an eviction."""
+    """Bytes of the image; 0 for an eviction."""
     missed_by: set[str]
-    """Addresses of the workers that still miss it."""
+    """Addresses of the workers to which it must still be sent."""
 
 
 def refused(failure: Failure) -> bool:
@@ -52,14 +52,17 @@ class MissedOperations:
     def __init__(self, pool: Pool, max_bytes: int, send: Send) -> None:
         self._pool, self._max_bytes, self._send = pool, max_bytes, send
         self._missed: list[_Missed] = []
-        """Queued operations, in the order in which other workers ran them."""
-        self._bringing: dict[str, asyncio.Task[None]] = {}
+        """Queued operations, in the order in which the other workers have run them."""
+        self._sending: dict[str, asyncio.Task[None]] = {}
+        """Address of a worker -> task that sends it operations."""
         self._not_before: dict[str, float] = {}
+        """Address of a worker -> time of the next try after a failure."""
 
     def keep(
         self, operation: dict[str, Any], template_id: str, missed_by: Iterable[str]
     ) -> list[str]:
-        """Queue an operation for the workers that missed it; it replaces operations that it undoes.
+        """Queue an operation for the workers that missed it, in place of the queued operations that
+        it undoes.
 
         Args:
             operation: `register` or `evict`.
@@ -67,21 +70,20 @@ class MissedOperations:
             missed_by: addresses of the workers that missed it.
 
         Returns:
-            The addresses that will get it; none if the total or the key's share has no room for its
-                image.
+            The addresses of the workers that will get it; none if there is no room for its image,
+                in total or in the key's share.
         """
         scope = operation.get("scope", "")
-        everybody = operation["op"] == "evict" and not scope
+        for_everybody = operation["op"] == "evict" and not scope
         undone = [
             entry
             for entry in self._missed
             if entry.template_id == template_id
-            and (everybody or entry.operation.get("scope", "") == scope)
+            and (for_everybody or entry.operation.get("scope", "") == scope)
         ]
         self._missed = [entry for entry in self._missed if entry not in undone]
-        # An undone operation that is being sent may arrive after this one, so this one is sent
-        # again.
-        crossing = {a for entry in undone for a in entry.missed_by if a in self._bringing}
+        # A worker that is just getting an undone operation needs this one after it.
+        crossing = {a for entry in undone for a in entry.missed_by if a in self._sending}
         addresses = sorted(crossing.union(missed_by))
         size = image_size(operation)
         if not addresses:
@@ -118,13 +120,13 @@ class MissedOperations:
                 self._done(address, self._missed)  # no longer one of the workers
             elif (
                 worker.ready
-                and address not in self._bringing
+                and address not in self._sending
                 and now_s >= self._not_before.get(address, 0.0)
             ):
-                self._bringing[address] = asyncio.create_task(self._send_missed_to(worker))
+                self._sending[address] = asyncio.create_task(self._send_missed_to(worker))
 
     async def close(self) -> None:
-        tasks = list(self._bringing.values())
+        tasks = list(self._sending.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -140,14 +142,14 @@ class MissedOperations:
                     await self._send(worker, entry.operation)
                 except (Failure, EngineFailed) as error:
                     if not isinstance(error, Failure) or not refused(error):
-                        self._not_before[address] = time.monotonic() + _AGAIN_S
+                        self._not_before[address] = time.monotonic() + _RETRY_S
                         return
                     name = entry.operation["op"]
                     log.warning("worker %s: %s %s: %s", address, name, entry.template_id, error)
                 self._done(address, [entry])
             self._not_before.pop(address, None)
         finally:
-            del self._bringing[address]
+            del self._sending[address]
 
     def _done(self, address: str, done: list[_Missed]) -> None:
         for entry in done:

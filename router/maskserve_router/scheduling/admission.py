@@ -15,7 +15,7 @@ from maskserve_router.keys import KeyHolder
 from maskserve_router.messages.failures import RetryLater
 from maskserve_router.metrics import Metrics
 
-_REMEMBERED = 0.1
+_NEWEST_WEIGHT = 0.1
 """Weight of the newest gap in the mean time between the ends of two edits."""
 
 
@@ -26,7 +26,7 @@ class NoRoomInMemory(RetryLater):
 class EditRoom:
     """Bytes that one edit holds of its client's share.
 
-    It counts the request as sent to the worker, and then the answer in the same place. The room is
+    It first counts the request as it is sent to the worker, and later the answer instead. It is
     held from before the edit is sent until the answer is written. Use it as a context manager.
     """
 
@@ -44,7 +44,7 @@ class EditRoom:
         self.size += size
 
     def becomes(self, size: int) -> None:
-        """Set the size to the bytes that are in memory now; never refuses."""
+        """Set the size to the bytes that are in memory now, without a check."""
         self._admission.book_bytes(self._client, size - self.size)
         self.size = size
 
@@ -135,14 +135,16 @@ class Admission:
         self._take(self._bytes, client, size, "bytes", description)
 
     def book_bytes(self, client: KeyHolder, size: int) -> None:
-        """Add bytes that are already in memory, without a check; fewer if `size` is negative."""
+        """Add bytes that are already in memory, without a check; a negative `size` removes them."""
         if size > 0:
             self._bytes.book(client.scope, size)
         elif size:
             self._bytes.give_back(client.scope, -size)
 
     def most_bytes(self, client: KeyHolder) -> int:
-        """Return the most bytes that the client can hold while nobody else holds any."""
+        """Return the most bytes that the client can hold, which it can while nobody else holds
+        any.
+        """
         return _most(self._bytes, client)
 
     def most_edits(self, client: KeyHolder) -> int:
@@ -173,7 +175,7 @@ class Admission:
 
     def _ended(self, now: float) -> None:
         gap = min(now - self._ended_at, 60.0) if self._ended_at else 0.0
-        self._gap_s += _REMEMBERED * (gap - self._gap_s)
+        self._gap_s += _NEWEST_WEIGHT * (gap - self._gap_s)
         self._ended_at = now
 
     def _refuse(self, reason: str, message: str, error: type[RetryLater] = RetryLater) -> None:
@@ -183,6 +185,6 @@ class Admission:
 
 
 def _most(shares: Shares, client: KeyHolder) -> int:
-    """Return the units that a client may hold while it is alone."""
+    """Return the units that a client may hold while no other client holds any."""
     budget = shares.budget
     return budget if client.scope == EVERYBODY else max(budget // 2, min(budget, 1))

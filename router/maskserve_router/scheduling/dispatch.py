@@ -1,11 +1,11 @@
 """Runs one edit: admission, cost, memory, choice of a worker, sending, retries.
 
-admit    limits on edits under way, per key and in total
-measure  the mask tells the amount of work and the most bytes of the answer
-room     limits on bytes under way, including the answer's, before the edit is sent
-place    wait for the worker that finishes the edit first
-send     the request as received, with seed and request id in its SETTINGS
-retry    the same edit on another worker, within the retry budget; progress restarts
+admit    check the limits on edits under way, per key and in total
+measure  get the amount of work from the mask, and the most bytes of the answer
+room     reserve the bytes of request and answer before the edit is sent
+place    wait for the worker that will finish the edit first
+send     send the request as received, with seed and request id in its SETTINGS
+retry    send the same edit to another worker, within the retry budget; progress restarts
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from maskserve_router.workers.worker import Sent, Worker, WorkerEpoch
 from maskserve_router.workers.worker_call import Send, result_of, streamed, template_of, unary
 
 _MOST_PREDICTED = 16
-"""Most full workers that are asked for a prediction; those that free a place soonest come first."""
+"""Most full workers for which a prediction is made: those that free a place soonest."""
 
 
 class Dispatcher:
@@ -97,7 +97,7 @@ class Dispatcher:
             MaskserveError: its mask or settings cannot be used.
         """
         call = make_edit_call(message, message.size, scope=client.scope)
-        edit, _ = await self._measured(call, client)
+        edit, _ = await self._measure_edit(call, client)
         return self._alone_s(call, edit)
 
     def share_left(self, request_id: str) -> float | None:
@@ -123,7 +123,7 @@ class Dispatcher:
             Failure: the worker failed the edit.
         """
         async with aclosing(self._run(call, client, room, unary)) as answers:
-            # Read to the end of the generator: the edit is booked there, after its only answer.
+            # Read to the end of the generator, which accounts for the edit after its only answer.
             (answer,) = [response async for response in answers]
         return answer
 
@@ -137,10 +137,10 @@ class Dispatcher:
         self, call: EditCall, client: KeyHolder, room: EditRoom, send: Send
     ) -> AsyncGenerator[bytes, None]:
         with ExitStack() as exit_stack:
-            exit_stack.enter_context(self._judged(call))
-            exit_stack.enter_context(self._named(call))
+            exit_stack.enter_context(self._count_outcome(call))
+            exit_stack.enter_context(self._register(call))
             exit_stack.enter_context(self._admission.edit(client))
-            edit, digest = await self._measured(call, client)
+            edit, digest = await self._measure_edit(call, client)
             await room.take(self._most_bytes(call, client))
             edit = replace(edit, due=self._due(call))
             if edit.due < math.inf:
@@ -166,8 +166,8 @@ class Dispatcher:
     def _most_bytes(self, call: EditCall, client: KeyHolder) -> int:
         """Return the bytes to reserve: the larger of the request as sent and its answer.
 
-        The limit leaves the client room for the request as received. Otherwise nobody could ever
-        run the edit.
+        They leave the client room for the request as received, which it holds, too. Otherwise the
+        edit could never run.
         """
         return max(
             call.size, min(call.answer_bytes, self._admission.most_bytes(client) - call.size)
@@ -176,14 +176,14 @@ class Dispatcher:
     async def _attempts(
         self, call: EditCall, edit: Edit, digest: bytes, send: Send, unread: Unread
     ) -> None:
-        """Run the edit on a worker, and on others after failures that a retry may help."""
+        """Run the edit on a worker, and after a failure on others if a retry may succeed."""
         avoid: frozenset[WorkerEpoch] = frozenset()
         non_home_workers = self._workers_but_home(edit.template_id)
         failure: Failure | None = None
         retried = False
         with ExitStack() as exit_stack:
             while True:
-                sent_edit = await self._placed(call, edit, avoid | non_home_workers, failure)
+                sent_edit = await self._place(call, edit, avoid | non_home_workers, failure)
                 non_home_workers = frozenset()
                 epoch = sent_edit.worker.epoch
                 call.worker, call.tries = sent_edit.worker.address, call.tries + 1
@@ -202,7 +202,7 @@ class Dispatcher:
                 except Failure as error:
                     failure = error
                     avoid |= {epoch}
-                    if not self._helps(failure, avoid, retried):
+                    if not self._may_retry(failure, avoid, retried):
                         raise
                     call.restarts += begun
                     if failure.blame in (Blame.WORKER, Blame.UNKNOWN):
@@ -210,13 +210,13 @@ class Dispatcher:
                         exit_stack.enter_context(self._budget.spend())
                     self._metrics.retries.labels(failure.blame.value).inc()
 
-    async def _placed(
+    async def _place(
         self, call: EditCall, edit: Edit, avoid: frozenset[WorkerEpoch], failure: Failure | None
     ) -> Sent:
         """Wait for a place for the edit.
 
-        After a failure, wait up to `faults.retry_wait_s` for another worker to take edits: the
-        cause of the failure may affect that worker for a moment too.
+        After a failure, wait up to `faults.retry_wait_s` until another worker takes edits, since
+        the cause of the failure may briefly affect that worker, too.
 
         Raises:
             MaskserveError: as `PendingQueue.enter` does.
@@ -242,8 +242,8 @@ class Dispatcher:
             raise failure from None
 
     @contextmanager
-    def _judged(self, call: EditCall) -> Iterator[None]:
-        """Count the edit by its end code and slack, if it has a due time."""
+    def _count_outcome(self, call: EditCall) -> Iterator[None]:
+        """When the block ends, count the edit by its code and slack, if it has a due time."""
         code: str | None = OK
         try:
             yield
@@ -263,12 +263,12 @@ class Dispatcher:
         due_s = call.due_s
         if due_s is not None:
             return call.arrival + due_s - time.monotonic()
-        # Refused before its size was known: it had a due time, but an unknown one.
+        # The edit was refused before its size, and so its due time, was known.
         by_size = self._pool.roster.some_due_by_size(time.monotonic())
         return -math.inf if by_size else None
 
     @contextmanager
-    def _named(self, call: EditCall) -> Iterator[None]:
+    def _register(self, call: EditCall) -> Iterator[None]:
         """Register the request id for the block. Raises InvalidRequest: it is in use."""
         if call.request_id in self._calls:
             raise InvalidRequest(
@@ -280,7 +280,7 @@ class Dispatcher:
         finally:
             del self._calls[call.request_id]
 
-    async def _measured(self, call: EditCall, client: KeyHolder) -> tuple[Edit, bytes]:
+    async def _measure_edit(self, call: EditCall, client: KeyHolder) -> tuple[Edit, bytes]:
         """Return the edit's cost and its image's digest; placeholders if no worker can take it.
 
         Raises:
@@ -303,10 +303,10 @@ class Dispatcher:
         return edit, digest
 
     def _model(self, name: str | None) -> str:
-        """Return the model of the edit: the requested one, the configured one, or the most common.
+        """Return the model of the edit: the requested one, the configured one, or the one that more
+        than half of the workers serve.
 
-        The most common one must be served by more than half of the workers, so that one worker with
-        another model does not change the default.
+        Half, so that a single worker with another model does not change the default.
         """
         models = self._pool.models()
         chosen = name or self._config.routing.default_model
@@ -356,26 +356,28 @@ class Dispatcher:
         None: no worker serves the model.
         """
         roster = self._pool.roster
-        board = roster.board(now)
+        table = roster.table(now)
         edit = replace(edit, first_of_key=self._pending.is_first(call.request_id, edit))
 
         def predicted_s(number: int, queue: Sequence[Edit] = ()) -> float:
             return roster.worker(number).least_s(edit, now, queue=queue, primed=call.primed)
 
-        if len(able := board.taking(edit)):
-            return board.least_s(edit, now, able, predicted_s, primed=call.primed)
+        if len(takers := table.taking(edit)):
+            return table.least_s(edit, now, takers, predicted_s, primed=call.primed)
         waiting = self._pending.before(call.request_id, edit, call.arrival, call.starts_by)
-        # No worker beyond these gets a waiting edit, or finishes before those that get none.
-        near = board.earliest(board.serving(edit), len(waiting) + _MOST_PREDICTED)
-        assignment = assign(waiting, [board.view(number) for number in near])
-        near.sort(key=lambda number: assignment.free_s[board.view(number).worker])
+        # Other workers get no waiting edit, and finish later than those of these that get none.
+        near = table.earliest(table.serving(edit), len(waiting) + _MOST_PREDICTED)
+        assignment = assign(waiting, [table.view(number) for number in near])
+        near.sort(key=lambda number: assignment.free_s[table.view(number).worker])
         times = (
-            predicted_s(n, assignment.edits[board.view(n).worker]) for n in near[:_MOST_PREDICTED]
+            predicted_s(n, assignment.edits[table.view(n).worker]) for n in near[:_MOST_PREDICTED]
         )
         return min(times, default=None)
 
     def _due(self, call: EditCall) -> float:
-        """Return when the answer is due; infinite: at no time, or edits run in order of arrival."""
+        """Return the time at which the answer is due; infinite: it has none, or edits run in order
+        of arrival.
+        """
         if call.due_s is None or self._config.routing.order == "fcfs":
             return math.inf
         return call.arrival + call.due_s
@@ -383,13 +385,13 @@ class Dispatcher:
     def _alone_s(self, call: EditCall, edit: Edit) -> float | None:
         """Return the seconds until the answer from an idle worker; None: no worker takes edits."""
         now_s, roster = time.monotonic(), self._pool.roster
-        board = roster.board(now_s)
+        table = roster.table(now_s)
 
         def predicted_s(number: int) -> float:
             return roster.worker(number).least_s(edit, now_s, alone=True, primed=call.primed)
 
-        able = board.accepting(edit)
-        return board.least_s(edit, now_s, able, predicted_s, alone=True, primed=call.primed)
+        takers = table.accepting(edit)
+        return table.least_s(edit, now_s, takers, predicted_s, alone=True, primed=call.primed)
 
     @contextmanager
     def _attempt(self, sent: Sent) -> Iterator[None]:
@@ -411,8 +413,8 @@ class Dispatcher:
             breaker.gave_up(name)
             self._pending.leave(sent)
 
-    def _helps(self, failure: Failure, avoid: frozenset[WorkerEpoch], retried: bool) -> bool:
-        """Return whether to retry on another worker, including one that may come back soon."""
+    def _may_retry(self, failure: Failure, avoid: frozenset[WorkerEpoch], retried: bool) -> bool:
+        """Return whether to retry on another worker, which may also be one that is down now."""
         workers = self._pool.workers.values()
         has_alternative = any(worker.epoch not in avoid for worker in workers)
         match failure.blame:
@@ -441,7 +443,9 @@ class Dispatcher:
         send: Send,
         failure: Failure | None,
     ) -> None:
-        """Remember which workers have a result: this one made it, or a retry found it there."""
+        """Remember the workers that have a kept result: this worker made it, or a retry found it
+        there.
+        """
         settings = call.settings
         if settings is None:
             return
@@ -453,6 +457,6 @@ class Dispatcher:
                 self._homes.put(result_id, worker.results_at)
 
     def _learn(self, digest: bytes, answer: bytes, send: Send) -> None:
-        """Remember which template the image belongs to, so that later edits are routed by it."""
+        """Remember the template of the image, by which later edits are routed."""
         if not self._measure.knows(digest):
             self._measure.learn(digest, template_of(answer, streamed=send is streamed))

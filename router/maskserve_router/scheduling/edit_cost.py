@@ -16,7 +16,7 @@ from maskserve_common.files.values import NO_VALUES, Values
 from maskserve_common.imaging.canvas import canvas_size
 from maskserve_common.imaging.images import Size, model_size, read_size
 from maskserve_common.imaging.masks import cover_a_side, edit_region, select, tokens_within
-from maskserve_common.imaging.view import see
+from maskserve_common.imaging.view import choose_view
 from maskserve_common.lru_cache import LruCache
 from maskserve_common.routing import Edit
 from maskserve_router.config import RouterConfig
@@ -222,8 +222,8 @@ def count_tokens(
         tokens, pixels = rows * columns, canvas[0] * canvas[1]
         return MaskTokens(tokens, tokens, True, tokens, 0, pixels)
     selected = select(mask, settings, limits, size).pixels
-    view = see(selected, settings, native, side)
-    part = view.window.of(selected)
+    view = choose_view(selected, settings, native, side)
+    part = view.window.crop(selected)
     edit = edit_region(part, view.size, settings.mask_dilate, settings.mask_feather)
     ring = served.mask_ring if settings.mask_ring is None else settings.mask_ring
     rows, columns = view.size[0] // side, view.size[1] // side

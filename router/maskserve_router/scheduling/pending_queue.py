@@ -1,11 +1,10 @@
 """The queue of edits that wait for a place at a worker.
 
 The next place goes to the key that has the fewest edits at workers of that model
-(`maskserve_common.shares`). A key that has none there may also take a spare place, so that it does
-not wait for edits of others to end. Among a key's own edits, the one that must begin first to be in
-time is next. An edit without a due time counts as due PATIENCE_S after it arrived, as at workers.
-Each step of priority counts as `aging_s` seconds, so an edit of low priority is not overtaken for
-ever.
+(`maskserve_common.shares`). A key that has none there may also take a spare place, so that it need
+not wait until another key's edit ends. Of a key's edits, the one that must begin first to be in
+time is next. An edit without a due time counts as due PATIENCE_S after its arrival, as at workers.
+Each step of priority counts as `aging_s` seconds of waiting, so that no edit is overtaken for ever.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ class Waiting:
     key: tuple[float, int]
     avoid: frozenset[WorkerEpoch]
     """Workers that failed this edit and do not get it again."""
-    hopes: bool
-    """True while the edit may wait although no worker takes edits."""
+    may_wait: bool
+    """True while the edit may wait even if no worker takes edits."""
     place: asyncio.Future[Sent] = field(default_factory=asyncio.Future)
 
     def __lt__(self, other: Waiting) -> bool:
@@ -46,7 +45,7 @@ class Waiting:
 
 
 def _key_of(request_id: str, edit: Edit) -> tuple[str, str]:
-    """Return the key of its turns: the client's scope and the model."""
+    """Return the key by which edits take turns: the client's scope and the model."""
     return scope_of(request_id), edit.model
 
 
@@ -67,7 +66,7 @@ class PendingQueue:
         self._decided = decided
         self._waiting: list[Waiting] = []
         self._sent = Shares(0)
-        """Edits at workers, by turn. It limits nothing: workers limit their places."""
+        """Edits at workers by key, for turns only: workers limit their places themselves."""
         self._number = 0
 
     def __len__(self) -> int:
@@ -88,11 +87,11 @@ class PendingQueue:
         Args:
             request_id: id of this try.
             edit: its cost.
-            arrival: when the client sent it, on time.monotonic's clock.
-            deadline: when it can no longer be done in time, on the same clock.
+            arrival: time when the client sent it, on time.monotonic's clock.
+            deadline: time from which it cannot be in time any more, on the same clock.
             avoid: workers that do not get it, until they have been down.
-            patience_s: seconds to wait for a worker to take edits if none does.
-            starts_by: when it must begin, on the same clock; None: no limit.
+            patience_s: seconds to wait for a worker if none takes edits.
+            starts_by: time at which it must begin, on the same clock; None: no limit.
 
         Raises:
             NoWorkerAvailable: no worker serves it.
@@ -101,7 +100,7 @@ class PendingQueue:
         """
         self._number += 1
         key = self._key(edit, arrival, starts_by)
-        waiting = Waiting(request_id, edit, key, avoid, hopes=patience_s > 0.0)
+        waiting = Waiting(request_id, edit, key, avoid, may_wait=patience_s > 0.0)
         insort(self._waiting, waiting)
         self.dispatch()
         if waiting.place.done():
@@ -110,7 +109,7 @@ class PendingQueue:
         if deadline is not None:
             remaining_s = max(deadline - time.monotonic(), 0.0)
             timers.append(loop.call_later(remaining_s, self._expire, waiting))
-        if waiting.hopes:
+        if waiting.may_wait:
             timers.append(loop.call_later(patience_s, self._stop_waiting, waiting))
         try:
             return await waiting.place
@@ -119,7 +118,7 @@ class PendingQueue:
                 self.leave(waiting.place.result())
             raise
         finally:
-            self._drop(waiting)
+            self._remove(waiting)
             for timer in timers:
                 timer.cancel()
 
@@ -132,8 +131,8 @@ class PendingQueue:
     ) -> list[Edit]:
         """Return the edits that get places before an edit that enters now.
 
-        The arguments are those of `enter`. Edits of other models are left out: they wait for other
-        workers.
+        The arguments are those of `enter`. Edits of other models are not among them, because they
+        wait for other workers.
         """
         new = Waiting(request_id, edit, self._key(edit, arrival, starts_by), frozenset(), False)
         ahead = []
@@ -157,7 +156,7 @@ class PendingQueue:
                 waiting.place.set_exception(Cancelled("the edit was cancelled"))
 
     def leave(self, sent: Sent) -> None:
-        """Take an edit off its worker's ledger and give its place to the next edit."""
+        """Remove an edit from its worker's ledger, and give its place to the next edit."""
         sent.worker.remove(sent)
         self._sent.give_back(_key_of(sent.request_id, sent.edit))
         self.dispatch()
@@ -172,23 +171,23 @@ class PendingQueue:
             return
         for waiting in self._sent.fair_order(self._waiting, lambda waiting: waiting.owner):
             if waiting.place.done():
-                continue  # it has just ended, and `enter` drops it
+                continue  # its wait has just ended, and `enter` removes it
             kind = self._kind(waiting)
             if kind in full and not waiting.avoid:
                 continue
             try:
                 sent_edit = self._send(waiting)
-            except NoWorkerAvailable as none:
-                if none.full and not waiting.avoid:
+            except NoWorkerAvailable as error:
+                if error.full and not waiting.avoid:
                     full.add(kind)
-                if none.full or waiting.hopes:
+                if error.full or waiting.may_wait:
                     continue
-                waiting.place.set_exception(none)
+                waiting.place.set_exception(error)
             else:
                 waiting.place.set_result(sent_edit)
                 if self._full(sent_edit.edit):
                     full.add(kind)
-            self._drop(waiting)
+            self._remove(waiting)
 
     def _kind(self, waiting: Waiting) -> tuple[str, bool]:
         """Return the edit's model and whether it may take a spare place."""
@@ -200,12 +199,12 @@ class PendingQueue:
 
     def _full(self, edit: Edit) -> bool:
         """Return whether workers serve the edit's model and none of them has a place."""
-        board = self._pool.roster.board(time.monotonic())
-        return not len(board.taking(edit)) and len(board.serving(edit)) > 0
+        table = self._pool.roster.table(time.monotonic())
+        return not len(table.taking(edit)) and len(table.serving(edit)) > 0
 
     def _send(self, waiting: Waiting) -> Sent:
         now_s, edit = time.monotonic(), self._as_sent(waiting)
-        worker = self._chosen(edit, now_s, waiting.avoid)
+        worker = self._choose(edit, now_s, waiting.avoid)
         predicted = worker.predict(edit, now_s)
         sent_edit = Sent(waiting.request_id, edit, worker, now_s, predicted, listed_at=now_s)
         worker.add(sent_edit)
@@ -213,27 +212,29 @@ class PendingQueue:
         worker.breaker.sent(waiting.request_id)
         return sent_edit
 
-    def _chosen(self, edit: Edit, now: float, avoid: frozenset[WorkerEpoch]) -> Worker:
-        """Return the worker for an edit. Raises NoWorkerAvailable: none but `avoid` takes it."""
+    def _choose(self, edit: Edit, now: float, avoid: frozenset[WorkerEpoch]) -> Worker:
+        """Return the worker for an edit. Raises NoWorkerAvailable: no worker but those of `avoid`
+        takes it.
+        """
         roster, workers = self._pool.roster, self._pool.workers
-        without = {
+        excluded = {
             worker.number
             for epoch in avoid
             if (worker := workers.get(epoch.address)) is not None and worker.epoch == epoch
         }
-        board = roster.board(now)
+        table = roster.table(now)
         begin = time.perf_counter()
         if self._policy.predicts:
-            number = board.choose(edit, now, without)
+            number = table.choose(edit, now, excluded)
         else:
-            takers = [n for n in board.taking(edit).tolist() if n not in without]
-            by_name = {board.view(n).worker: n for n in takers}
-            views = [board.view(n) for n in takers]
+            takers = [n for n in table.taking(edit).tolist() if n not in excluded]
+            by_name = {table.view(n).worker: n for n in takers}
+            views = [table.view(n) for n in takers]
             number = by_name[self._policy.choose(edit, views, now)] if views else None
         self._decided(time.perf_counter() - begin)
         if number is not None:
             return roster.worker(number)
-        candidates = [worker for worker in workers.values() if worker.number not in without]
+        candidates = [worker for worker in workers.values() if worker.number not in excluded]
         raise NoWorkerAvailable(edit, [worker.view(now) for worker in candidates])
 
     def _expire(self, waiting: Waiting) -> None:
@@ -243,9 +244,9 @@ class PendingQueue:
             )
 
     def _stop_waiting(self, waiting: Waiting) -> None:
-        waiting.hopes = False
+        waiting.may_wait = False
         self.dispatch()
 
-    def _drop(self, waiting: Waiting) -> None:
+    def _remove(self, waiting: Waiting) -> None:
         if waiting in self._waiting:
             self._waiting.remove(waiting)

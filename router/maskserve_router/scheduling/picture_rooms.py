@@ -13,7 +13,7 @@ import time
 from maskserve_router.keys import KeyHolder
 from maskserve_router.scheduling.admission import Admission, EditRoom, NoRoomInMemory
 
-_LOOK_S = 0.1
+_POLL_S = 0.1
 """Seconds between two checks for memory that other requests give back."""
 _PATIENCE_S = 120.0
 """Seconds that a picture waits for memory."""
@@ -51,7 +51,7 @@ class PictureRooms:
                 if not number or time.monotonic() > end:
                     raise
             self.short.set()
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
         async with self._changed:
             self._begun += 1
             self._changed.notify_all()

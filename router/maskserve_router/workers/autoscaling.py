@@ -10,7 +10,7 @@ from maskserve_workflows.live_placement import BUSY_SHARE
 
 
 def servers_needed(busy: float) -> int:
-    """Return the number of servers for `busy` busy ones; at least one."""
+    """Return the number of servers for load that keeps `busy` of them busy; at least one."""
     return max(1, math.ceil(busy / BUSY_SHARE))
 
 

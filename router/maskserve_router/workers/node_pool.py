@@ -35,7 +35,7 @@ from maskserve_workflows.live_placement import LivePlacement
 from maskserve_workflows.node_types import NodeType
 from maskserve_workflows.nodes import NODE_TYPES
 from maskserve_workflows.run import Task
-from maskserve_workflows.values import NamedValue, changed, named_in
+from maskserve_workflows.values import NamedValue, map_parts, named_in
 from maskserve_workflows.wire import (
     MOST_ELEMENTS,
     NOT_HOSTED,
@@ -43,10 +43,10 @@ from maskserve_workflows.wire import (
     RECORD,
     NodeResult,
     NodeTask,
-    laid_out,
     nbytes,
-    picked_up,
+    pack_values,
     read_all,
+    unpack_values,
 )
 
 log = logging.getLogger("maskserve.router")
@@ -54,9 +54,9 @@ _TIMEOUT_S = 120.0
 _STATUS_S = 5.0
 _PATIENCE_S = 120.0
 """Seconds to wait for a lost server, which its supervisor restarts."""
-_LOOK_S = 0.2
+_POLL_S = 0.2
 """First wait in seconds after no server took a call; it doubles each time."""
-_MOST_LOOK_S = 2.0
+_MOST_POLL_S = 2.0
 _RESOLVE_S = 5.0
 """Seconds between two name resolutions."""
 _PLACE_S = 5.0
@@ -377,10 +377,10 @@ class NodePool:
             files = read_all(answer.outputs, self._values, scope)
         except TemplateNotFound:
             return None
-        return answer._replace(outputs={k: changed(v, _as_sent) for k, v in files.items()})
+        return answer._replace(outputs={k: map_parts(v, _as_sent) for k, v in files.items()})
 
     def _message(self, task: Task, kind: NodeType, scope: str, run: str) -> _Message:
-        layout, elements = laid_out(task.inputs, kind.inputs)
+        layout, elements = pack_values(task.inputs, kind.inputs)
         node_task = NodeTask(kind.name, layout, task.call.settings, scope)
         digest = hashlib.sha256(msgspec.json.encode(node_task, order="sorted"))
         for element in elements:
@@ -390,7 +390,9 @@ class NodePool:
 
         def plain() -> bytes:
             values = read_all(task.inputs, self._values, scope)
-            return bytes(_request(node_task, laid_out(values, kind.inputs)[1]).SerializeToString())
+            return bytes(
+                _request(node_task, pack_values(values, kind.inputs)[1]).SerializeToString()
+            )
 
         return _Message(digest.digest(), whole, plain if run else None)
 
@@ -417,7 +419,7 @@ class NodePool:
         self, message: _Message, kind: NodeType, client: KeyHolder
     ) -> tuple[bytes, str, int]:
         """Return a server's answer, its address and the number of tries; raises as `call`."""
-        end, wait_s, tries, plain = time.monotonic() + _PATIENCE_S, _LOOK_S, 1, b""
+        end, wait_s, tries, plain = time.monotonic() + _PATIENCE_S, _POLL_S, 1, b""
         failed: Failure | EngineFailed | None = None
         lost, broken = 0, set[str]()
         while True:  # tries each server once per round, until one takes the call
@@ -469,7 +471,7 @@ class NodePool:
                 raise EngineFailed(f"{kind.name}: no node server {capability}")
             tries = 2
             await asyncio.sleep(wait_s)
-            wait_s = min(2 * wait_s, _MOST_LOOK_S)
+            wait_s = min(2 * wait_s, _MOST_POLL_S)
 
     def _rank(self, model: str, address: str) -> tuple[float, float, bool, str]:
         """Rank servers by predicted end; of equal ones those that take names come first."""
@@ -513,7 +515,9 @@ def _copied(answer: NodeAnswer) -> NodeAnswer:
     def copied_part(part: Any) -> Any:
         return NamedValue(part.reference) if isinstance(part, NamedValue) else part
 
-    return answer._replace(outputs={k: changed(v, copied_part) for k, v in answer.outputs.items()})
+    return answer._replace(
+        outputs={k: map_parts(v, copied_part) for k, v in answer.outputs.items()}
+    )
 
 
 def _as_sent(part: Any) -> Any:
@@ -530,7 +534,7 @@ def _parsed(answer: bytes, address: str, tries: int) -> NodeAnswer:
         contents = _contents(answer)
         result = msgspec.json.decode(bytes_tensor.only(contents["RESULT"]), type=NodeResult)
         parts = bytes_tensor.elements(contents["MADE"], MOST_ELEMENTS)
-        return NodeAnswer(picked_up(result.outputs, parts), address, result.seconds, tries)
+        return NodeAnswer(unpack_values(result.outputs, parts), address, result.seconds, tries)
     except (KeyError, ValueError, msgspec.MsgspecError):
         raise EngineFailed("a node server answered with something else") from None
 

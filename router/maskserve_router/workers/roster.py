@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 
-from maskserve_common.routing import Board
+from maskserve_common.routing import WorkerTable
 from maskserve_router.workers.template_index import TemplateIndex
 from maskserve_router.workers.worker import Worker
 
 
 class Roster:
-    """Keeps the board of workers up to date. Use it from the event loop only.
+    """Keeps the table of workers up to date. Use it from the event loop only.
 
     Args:
         index: which workers have which templates.
     """
 
     def __init__(self, index: TemplateIndex) -> None:
-        self._board = Board(index.holders)
+        self._table = WorkerTable(index.holders)
         self._workers: dict[int, Worker] = {}
         self._changed: set[Worker] = set()
         self._ejected: set[Worker] = set()
@@ -39,17 +39,17 @@ class Roster:
         self._ejected.discard(worker)
         self._serves(worker.number, "", by_size=False)
         del self._workers[worker.number]
-        self._board.drop(worker.number)
+        self._table.drop(worker.number)
 
     def worker(self, number: int) -> Worker:
         return self._workers[number]
 
-    def board(self, now: float) -> Board:
-        """Return the board with all workers' rows up to date."""
+    def table(self, now: float) -> WorkerTable:
+        """Return the table with all workers' rows up to date."""
         for worker in self._changed | self._ejected:
             number, times = worker.number, worker.times
             view = worker.view(now)
-            self._board.put(number, view, times.slowdown, times.remainder_s, accepts=worker.ready)
+            self._table.put(number, view, times.slowdown, times.remainder_s, accepts=worker.ready)
             served = worker.served
             self._serves(number, worker.model, by_size=bool(served and served.due_ms))
             if worker.breaker.ejected:
@@ -57,16 +57,16 @@ class Roster:
             else:
                 self._ejected.discard(worker)
         self._changed.clear()
-        return self._board
+        return self._table
 
     def models(self, now: float) -> Counter[str]:
         """Return the models that workers report, each with its number of workers."""
-        self.board(now)
+        self.table(now)
         return self._models
 
     def some_due_by_size(self, now: float) -> bool:
         """Return True if a worker sets due times by size for edits without their own."""
-        self.board(now)
+        self.table(now)
         return self._due > 0
 
     def _serves(self, number: int, model: str, *, by_size: bool) -> None:

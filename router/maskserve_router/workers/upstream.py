@@ -1,4 +1,4 @@
-"""gRPC calls to one worker, as bytes: no message is parsed or encoded again."""
+"""gRPC calls to one worker, as bytes, so that no message is parsed or encoded again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OPTIONS = (
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
     *transport.CHANNEL,
-    # Routers in one process, as in tests, do not share connections.
+    # Otherwise routers of one process, as in tests, would share connections.
     ("grpc.use_local_subchannel_pool", 1),
 )
 
@@ -29,10 +29,10 @@ class Upstream:
 
     def __init__(self, address: str) -> None:
         self._channel = grpc.aio.insecure_channel(address, OPTIONS)
-        # Status requests have a connection of their own, so that pictures do not delay them.
-        self._aside = grpc.aio.insecure_channel(address, OPTIONS)
+        # Control requests have a connection of their own, so that pictures do not delay them.
+        self._control_channel = grpc.aio.insecure_channel(address, OPTIONS)
         self._infer = self._channel.unary_unary(f"/{SERVICE}/ModelInfer")
-        self._infer_aside = self._aside.unary_unary(f"/{SERVICE}/ModelInfer")
+        self._infer_control = self._control_channel.unary_unary(f"/{SERVICE}/ModelInfer")
         self._stream = self._channel.stream_stream(f"/{SERVICE}/ModelStreamInfer")
 
     def infer(
@@ -56,23 +56,23 @@ class Upstream:
         Raises:
             grpc.aio.AioRpcError: the call failed.
         """
-        answer: bytes = await self._aside.unary_unary(f"/{SERVICE}/{method}")(
+        answer: bytes = await self._control_channel.unary_unary(f"/{SERVICE}/{method}")(
             request, timeout=timeout
         )
         return answer
 
     async def control(self, request: bytes, timeout: float) -> bytes:
-        """Run an operation of the model `control` and return the JSON of its result.
+        """Run an operation of the model `control` and return its result as JSON.
 
-        `control_request` makes `request`.
+        `request` comes from `control_request`.
 
         Raises:
             grpc.aio.AioRpcError: the call failed.
         """
-        answer = await self._infer_aside(request, timeout=timeout)
+        answer = await self._infer_control(request, timeout=timeout)
         return bytes(bytes_tensor.outputs(pb.ModelInferResponse.FromString(answer))["RESULT"])
 
     async def close(self, grace_s: float | None = None) -> None:
         """Close the connections. Calls under way end at once, or after `grace_s` seconds."""
         await self._channel.close(grace_s)
-        await self._aside.close()
+        await self._control_channel.close()

@@ -1,4 +1,4 @@
-"""Predicted times of workflow runs: remaining seconds, due times of nodes, admission checks."""
+"""Predicted times of workflow runs: remaining seconds, nodes' due times, admission checks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from maskserve_workflows.scheduling import (
     predicted,
 )
 
-_REMEMBERED = 0.2
+_NEWEST_WEIGHT = 0.2
 """Weight of the newest edit in the mean seconds of a step's edits."""
 
 
@@ -38,9 +38,9 @@ class RunTime:
     machine: WorkflowRun
     begin: float
     due: float
-    """When its answer is due; infinite: no due time."""
+    """Time when its answer is due; infinite: it has no due time."""
     until: float
-    """When the client stops waiting."""
+    """Time when the client stops to wait; infinite: never."""
     edit_s: dict[str, float] = field(default_factory=dict)
     """Seconds of edits with known masks, by step id, and by task key once the task is ready."""
     sent: dict[str, str] = field(default_factory=dict)
@@ -54,7 +54,8 @@ class RunTimes:
         config: order of edits, and the slack of predictions.
         node_s: mean seconds of recent calls of a node type; None: unknown.
         workers: for each ready worker, the seconds until all its rows have ended.
-        share_left: share of steps left of an edit with a row, by request id; None: it waits.
+        share_left: by request id, the share of steps left of an edit that has a row; None: it waits
+            for one.
     """
 
     def __init__(
@@ -100,16 +101,16 @@ class RunTimes:
         run_s = max(seconds - waited, 0.0)
         step = run.plan.name, task.call.id
         average_s = self._edit_s.get(step, run_s)
-        self._edit_s[step] = average_s + _REMEMBERED * (run_s - average_s)
+        self._edit_s[step] = average_s + _NEWEST_WEIGHT * (run_s - average_s)
 
     def due_of(self, run: RunTime, task: Task) -> float:
-        """Return when a node is due: the run's due time less the seconds of the nodes after it."""
+        """Return the due time of a node: that of the run less the seconds of the nodes after it."""
         return run.due - run.machine.chain_s(task.key, self._price(run))
 
     def deadline_of(self, run: RunTime, task: Task) -> float:
-        """Return when a node's answer is too late for the nodes after it."""
-        behind = run.machine.chain_s(task.key, self._price(run, guess=False))
-        return run.until - behind / self._slack
+        """Return the time after which a node's answer is too late for the nodes after it."""
+        later_s = run.machine.chain_s(task.key, self._price(run, guess=False))
+        return run.until - later_s / self._slack
 
     def check_next(self, run: RunTime, task: Task) -> None:
         """Check that a run can still be in time before a node begins.
@@ -128,9 +129,9 @@ class RunTimes:
             )
 
     def _check(self, run: RunTime) -> None:
-        now_s, new = time.monotonic(), self._still(run)
+        now_s, new = time.monotonic(), self._remaining_work(run)
         places = [NodePlace(str(n), now_s + busy_s) for n, busy_s in enumerate(self._workers())]
-        admitted = [self._still(admitted_run) for admitted_run in self._runs]
+        admitted = [self._remaining_work(admitted_run) for admitted_run in self._runs]
         if not places or admits(new, admitted, places, Prices(), now_s, self._order) is not None:
             return
         remaining_s, needed = self._left(run), new.chain_s + new.run_s[0]
@@ -146,10 +147,10 @@ class RunTimes:
             max(ends - now_s - remaining_s, 1.0),
         )
 
-    def _still(self, run: RunTime) -> ReadyNode:
-        """Return the remaining work of a run: edits at workers, and all other nodes after them.
+    def _remaining_work(self, run: RunTime) -> ReadyNode:
+        """Return the remaining work of a run: its edits at workers, then all other nodes.
 
-        Edits that have a row count in their worker's load already.
+        It leaves out edits that have a row, because they are part of their worker's load.
         """
         price = self._price(run, guess=False)
 
@@ -164,8 +165,8 @@ class RunTimes:
         def waiting(task: Task) -> float:
             return remaining(task, rows=False) if task.call.node == EDIT else 0.0
 
-        path, _ = run.machine.left(price, remaining)
-        _, work = run.machine.left(edits, waiting)
+        path, _ = run.machine.remaining_s(price, remaining)
+        _, work = run.machine.remaining_s(edits, waiting)
         due_time = run.begin + (run.until - run.begin) * self._slack
         return in_pieces(str(id(run)), run.begin, due_time, path, work)
 
@@ -181,8 +182,8 @@ class RunTimes:
 
         Args:
             run: run of the calls.
-            guess: True to use the mean of recent edits for an unknown mask, and the declared
-                seconds for a call that was never measured; False counts them as 0.
+            guess: whether edits with unknown masks count with the mean of recent edits, and calls
+                that were never measured with their declared seconds; otherwise both count as 0.
         """
 
         def seconds(call: NodeCall) -> float:

@@ -1,8 +1,8 @@
-"""Workflows in the router: each plan is served as a model, and its runs are driven here.
+"""Workflows in the router: each plan is served as a model, and this module runs it.
 
-Edits run as all edits do (`Edits`: admission, keys, cost, retry); other nodes run on the node
-servers. `WorkflowRun` decides which nodes are ready. This module starts them, reports their results
-and restarts lost ones.
+Edits of a run take the way of all edits (`Edits`: admission, keys, cost, retry); other nodes run on
+node servers. `WorkflowRun` decides which nodes are ready. This module starts them, reports their
+results and restarts lost ones.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ from maskserve_workflows.plan import INPUTS, NodeCall, WorkflowPlan, every_step,
 from maskserve_workflows.ports import WorkflowError
 from maskserve_workflows.run import Task, WorkflowRun, seed_of
 from maskserve_workflows.values import Judgement, NamedValue, named_in, parts_of
-from maskserve_workflows.wire import drawn, nbytes
+from maskserve_workflows.wire import nbytes, picture_of
 
 log = logging.getLogger("maskserve.router")
 
 
-_Called: TypeAlias = tuple[dict[str, Any], dict[str, Any]]
+_NodeResult: TypeAlias = tuple[dict[str, Any], dict[str, Any]]
 """Outputs of a node, and its report for META."""
 _TRIES: Final = 3
 """Most tries of a node whose server is lost."""
@@ -80,14 +80,14 @@ _LONGEST_NAME: Final = 60
 """Longest part of a request's id in the ids of its edits."""
 _SEED_BITS: Final = 32
 _ROUTE: Final = "workflow"
-_PASSING: Final = ("progress", "preview")
-_OF_EVENTS: Final = ("event", "step", "steps", "restarts")
-"""Fields of an edit's progress event that are passed on."""
-_OF_EDITS: Final[tuple[str, ...]] = ("worker", "seed", "cache", "encoded")
+_PROGRESS_EVENTS: Final = ("progress", "preview")
+_EVENT_FIELDS: Final = ("event", "step", "steps", "restarts")
+"""Fields of an edit's progress event that the run's event repeats."""
+_EDIT_FIELDS: Final[tuple[str, ...]] = ("worker", "seed", "cache", "encoded")
 """Fields of an edit's META that the run's META repeats."""
-_OF_NODES: Final = {"server": "server", "seconds": "seconds", "kept": "reused", "tries": "tries"}
+_NODE_FIELDS: Final = {"server": "server", "seconds": "seconds", "kept": "reused", "tries": "tries"}
 """Key of the run's META -> field of `node_pool.NodeAnswer` that it repeats."""
-_EARLY_S: Final = 60.0
+_LORA_LOAD_S: Final = 60.0
 
 
 class Workflows:
@@ -126,10 +126,10 @@ class Workflows:
         self._runs: dict[str, asyncio.Task[Any]] = {}
         """Request id -> run under way."""
         self._loading: set[str] = set()
-        """LoRAs that workers are loading ahead of edits."""
+        """LoRAs that workers load before edits need them."""
 
     def cancel(self, request_id: str) -> bool:
-        """Cancel a run and all its nodes. Return False if there is no run with this id."""
+        """Cancel a run and all its nodes; return False if there is no run with this id."""
         task = self._runs.get(request_id)
         return task is not None and task.cancel("cancelled by id")
 
@@ -172,7 +172,7 @@ class Workflows:
             watched: False if the client sees only the answer.
 
         Raises:
-            MaskserveError: it cannot run, a node failed, or it was cancelled or late.
+            MaskserveError: it cannot run, a node failed, it was cancelled, or it was late.
             Failure: an error of a worker or node server.
         """
         with ExitStack() as exit_stack:  # holds the bytes of the request and of all values
@@ -181,7 +181,7 @@ class Workflows:
             begin = time.monotonic()
             turn = partial(self._fair_share.run, client)
             settings, inputs = await turn(
-                message.size, _parsed, message, plan, client, self._limits.max_prompt_chars
+                message.size, _parse, message, plan, client, self._limits.max_prompt_chars
             )
             if not watched:
                 settings = structs.replace(settings, progress=False, preview_every=0)
@@ -211,7 +211,7 @@ class Workflows:
                 unread.put(Message(event.SerializeToString(), **more))
 
             machine = WorkflowRun(plan, inputs, files.exists)
-            run = _timed(plan, machine, begin, timeout, settings)
+            run = _run_time(plan, machine, begin, timeout, settings)
 
             async def measure(task: Task) -> None:
                 """Predict the seconds of an edit with a known mask, as far as possible."""
@@ -230,7 +230,7 @@ class Workflows:
             streams = bool(settings.progress or settings.preview_every)
             shows = "image" in plan.outputs
 
-            async def edited(task: Task, room: EditRoom) -> _Called:
+            async def run_edit(task: Task, room: EditRoom) -> _NodeResult:
                 begin = time.monotonic()
                 due_s = self._times.due_of(run, task) - begin
                 request = await turn(
@@ -241,53 +241,53 @@ class Workflows:
                 arguments = request, request.size, client, headers, left_s, _ROUTE, room
                 if streams:
 
-                    def passing(meta: dict[str, Any], picture: dict[str, Any]) -> None:
+                    def report_progress(meta: dict[str, Any], picture: dict[str, Any]) -> None:
                         event = {**meta, "key": task.key, "node": EDIT}
                         report_node(event, picture if shows else None, passing=True)
 
-                    edit_outputs, meta = await _followed(
-                        self._edits.stream(*arguments), turn, passing
+                    edit_outputs, meta = await _follow(
+                        self._edits.stream(*arguments), turn, report_progress
                     )
                 else:
                     answer = await self._edits.infer(*arguments)
-                    edit_outputs, meta = await turn(len(answer), _edited, answer)
-                report = {name: meta[name] for name in _OF_EDITS if name in meta}
+                    edit_outputs, meta = await turn(len(answer), _edit_answer, answer)
+                report = {name: meta[name] for name in _EDIT_FIELDS if name in meta}
                 seconds = time.monotonic() - begin
                 report["seconds"] = round(seconds, 4)
                 self._times.learn(run, task, meta, seconds)
-                return {"picture": drawn(edit_outputs["image"])}, report
+                return {"picture": picture_of(edit_outputs["image"])}, report
 
-            async def call(task: Task) -> _Called:
+            async def call(task: Task) -> _NodeResult:
                 if task.call.node == EDIT and task.call.id not in run.edit_s:
                     await measure(task)
                 self._times.check_next(run, task)
                 if task.call.node == EDIT:
                     run.sent[task.key] = _edit_id(task, settings)
                     with self._admission.room(client) as room:
-                        node_outputs, report = await edited(task, room)
+                        node_outputs, report = await run_edit(task, room)
                 else:
                     starts_by = self._times.due_of(run, task)
                     node = await self._nodes.call(task, client, starts_by, files.run)
                     node_outputs, report = (
                         node.outputs,
-                        {key: getattr(node, field) for key, field in _OF_NODES.items()},
+                        {key: getattr(node, field) for key, field in _NODE_FIELDS.items()},
                     )
                 if any(isinstance(part, bytes) for part in parts_of(list(node_outputs.values()))):
                     node_outputs = await turn(
-                        max(nbytes(node_outputs), locks), files.received, node_outputs
+                        max(nbytes(node_outputs), locks), files.store_bytes, node_outputs
                     )
                 exit_stack.enter_context(self._admission.hold(client, nbytes(node_outputs)))
                 return node_outputs, report
 
             early = asyncio.create_task(self._load_loras(plan.early))
-            driven = _Driven(
+            driver = _RunDriver(
                 machine, call, files, report_node if settings.progress else lambda event: None
             )
-            work = asyncio.create_task(driven.run(run.until))
+            work = asyncio.create_task(driver.run(run.until))
             work.add_done_callback(unread.end)
             self._runs[settings.request_id] = work
             try:
-                with _logged(plan, settings, client, driven.reports):
+                with _log_run(plan, settings, client, driver.reports):
                     async for event in unread:
                         yield pb.ModelInferResponse.FromString(event)
                     try:
@@ -308,7 +308,7 @@ class Workflows:
                     "digest": plan.digest,
                     "seconds": round(time.monotonic() - begin, 4),
                     "outputs": output_kinds(plan),
-                    "nodes": driven.reports,
+                    "nodes": driver.reports,
                     "values": {"count": files.count, "bytes": files.bytes},
                 }
                 yield await turn(nbytes(outputs), _event, plan, meta, outputs)
@@ -325,21 +325,23 @@ class Workflows:
         timeout: float | None,
         client: KeyHolder,
     ) -> bytes:
-        """Return only the answer; raises as `stream`."""
+        """Return only the answer; raises as `stream` does."""
         run = self.stream(message, headers, timeout, client, watched=False)
         async with aclosing(run) as events:
             (answer,) = [event async for event in events]
         return await self._fair_share.run(client, answer.ByteSize(), answer.SerializeToString)
 
     async def _load_loras(self, names: Sequence[str]) -> None:
-        """Let the workers load LoRAs, each once at a time for all runs.
+        """Let the workers load LoRAs; runs that need the same LoRA share one load.
 
-        Errors are ignored here: the edit that needs the LoRA reports them.
+        Errors are ignored, because the edit that needs the LoRA reports them.
         """
         new = set(names) - self._loading
         self._loading |= new
         calls = [
-            worker.upstream.control(control_request({"op": "adapter_load", "name": name}), _EARLY_S)
+            worker.upstream.control(
+                control_request({"op": "adapter_load", "name": name}), _LORA_LOAD_S
+            )
             for worker in self._workers()
             for name in sorted(new)
         ]
@@ -349,20 +351,20 @@ class Workflows:
             self._loading -= new
 
 
-class _Driven:
+class _RunDriver:
     """Drives one run.
 
     Args:
         machine: decides which tasks are ready.
         call: returns a task's outputs and its report for META.
         files: the run's values in files.
-        tell: called for each finished node.
+        on_ended: called for each finished node.
     """
 
     def __init__(
         self,
         machine: WorkflowRun,
-        call: Callable[[Task], Coroutine[Any, Any, _Called]],
+        call: Callable[[Task], Coroutine[Any, Any, _NodeResult]],
         files: RunValues,
         on_ended: Callable[[dict[str, Any]], None],
     ) -> None:
@@ -372,12 +374,13 @@ class _Driven:
         """Reports of finished nodes, in order of their ends."""
 
     async def run(self, until: float) -> dict[str, Any]:
-        """Return the workflow's outputs, read from files. Raises TimeoutError at `until`.
+        """Run all nodes and return the workflow's outputs, read from files. Raises TimeoutError at
+        `until`.
 
-        When it returns or raises, no node is under way any more.
+        When it returns or raises, no node is running.
         """
         limit_s = None if until == math.inf else until - time.monotonic()
-        under_way: dict[asyncio.Task[_Called], Task] = {}
+        under_way: dict[asyncio.Task[_NodeResult], Task] = {}
         try:
             async with asyncio.timeout(limit_s):
                 while (outputs := self._read()) is None:
@@ -386,7 +389,7 @@ class _Driven:
                     finished_calls, _ = await asyncio.wait(
                         under_way, return_when=asyncio.FIRST_COMPLETED
                     )
-                    # In the order of the plan, so that of several errors always the same one is
+                    # In the order of their start, so that of several errors always the same one is
                     # reported.
                     for node_call in [call for call in under_way if call in finished_calls]:
                         self._ended(under_way.pop(node_call), node_call)
@@ -410,12 +413,13 @@ class _Driven:
             return None
         return self._files.read(outputs)
 
-    def _ended(self, task: Task, call: asyncio.Task[_Called]) -> None:
+    def _ended(self, task: Task, call: asyncio.Task[_NodeResult]) -> None:
         tries = self._machine.tries[task.key]
         try:
             outputs, call_report = call.result()
         except EngineFailed as error:
-            if task.call.node == EDIT or tries == _TRIES:  # no third worker for an edit
+            # An edit has already been tried on another worker (`Dispatcher`).
+            if task.call.node == EDIT or tries == _TRIES:
                 raise
             self._lost(task, error)
             return
@@ -438,12 +442,12 @@ class _Driven:
         ]  # a node that runs again replaces its report
         self.reports.append(report)
         self._on_ended({"event": "node", **report})
-        self._files.store(outputs)
+        self._files.register(outputs)
         self._machine.done(task.key, outputs)
 
     def _lost(self, task: Task, error: MaskserveError | Failure) -> None:
         """Make the node ready again, without an error for the client."""
-        let_go(error)  # its traceback holds the frame of `run` and so the outputs
+        let_go(error)  # its traceback would keep the frame of `run`, and so all outputs, in memory
         self._machine.lost(task.key)
 
 
@@ -465,34 +469,36 @@ def _input(ref: str) -> str:
     return name if owner == INPUTS else ""
 
 
-def _edited(answer: bytes) -> _Called:
+def _edit_answer(answer: bytes) -> _NodeResult:
     """Return the picture and META of a worker's answer."""
     return _parts(pb.ModelInferResponse.FromString(answer))
 
 
-def _heard(message: bytes) -> _Called:
+def _stream_answer(message: bytes) -> _NodeResult:
     """Return the picture and META of a stream's message; empty for the message that ends it."""
     return _parts(pb.ModelStreamInferResponse.FromString(message).infer_response)
 
 
-async def _followed(
+async def _follow(
     answers: AsyncGenerator[bytes, None],
-    call: Callable[..., Coroutine[Any, Any, _Called]],
-    passing: Callable[[dict[str, Any], dict[str, Any]], None],
-) -> _Called:
-    """Return the last message of an edit; call `passing` for progress and previews before it."""
-    last: _Called = {}, {}
+    call: Callable[..., Coroutine[Any, Any, _NodeResult]],
+    report: Callable[[dict[str, Any], dict[str, Any]], None],
+) -> _NodeResult:
+    """Return the last message of an edit's stream; call `report` for progress and previews before
+    it.
+    """
+    last: _NodeResult = {}, {}
     async with aclosing(answers):
         async for answer in answers:
-            picture, meta = await call(len(answer), _heard, answer)
-            if meta.get("event") in _PASSING:
-                passing({name: meta[name] for name in _OF_EVENTS if name in meta}, picture)
+            picture, meta = await call(len(answer), _stream_answer, answer)
+            if meta.get("event") in _PROGRESS_EVENTS:
+                report({name: meta[name] for name in _EVENT_FIELDS if name in meta}, picture)
             elif meta:
                 last = picture, meta
     return last
 
 
-def _parts(response: pb.ModelInferResponse) -> _Called:
+def _parts(response: pb.ModelInferResponse) -> _NodeResult:
     if not response.outputs:
         return {}, {}
     outputs = bytes_tensor.outputs(response)
@@ -501,13 +507,13 @@ def _parts(response: pb.ModelInferResponse) -> _Called:
 
 
 @contextmanager
-def _logged(
+def _log_run(
     plan: WorkflowPlan,
     settings: EditSettings,
     client: KeyHolder,
     nodes: Sequence[dict[str, Any]],
 ) -> Iterator[None]:
-    """Write a log line and count the run for its client when it ends."""
+    """Write a log line when the run ends, and count it for its client."""
     begin, code = time.monotonic(), Cancelled.code
     try:
         yield
@@ -546,7 +552,7 @@ def contract_of(plan: WorkflowPlan) -> Contract:
     )
 
 
-def _parsed(
+def _parse(
     message: ModelRequest, plan: WorkflowPlan, client: KeyHolder, longest: int
 ) -> tuple[EditSettings, dict[str, Any]]:
     """Return the settings of all edits of a run, with seed and request id, and the run's inputs.
@@ -555,7 +561,7 @@ def _parsed(
         message: the request.
         plan: plan of the run.
         client: holder of the key that calls.
-        longest: most characters of a text.
+        longest: most characters of a text input.
 
     Raises:
         InvalidRequest: naming the faulty input.
@@ -588,14 +594,14 @@ def _parsed(
     return settings, inputs
 
 
-def _timed(
+def _run_time(
     plan: WorkflowPlan,
     machine: WorkflowRun,
     begin: float,
     timeout: float | None,
     settings: EditSettings,
 ) -> RunTime:
-    """Return a run that has begun, with the due time and limit that its client set."""
+    """Return the times of a run that begins: its due time, and the limit that its client set."""
     limits = [item for item in (timeout, _seconds(settings.limit_ms)) if item is not None]
     dues = [*limits, *([] if settings.deadline_ms is None else [settings.deadline_ms / 1e3])]
     due_time, deadline = (begin + min(item, default=math.inf) for item in (dues, limits))
@@ -605,18 +611,18 @@ def _timed(
 def _edit_request(
     task: Task, settings: EditSettings, streams: bool, due_s: float, files: RunValues | None
 ) -> ModelRequest:
-    """Return the request of a run's edit: the node's settings over those of the request.
+    """Return the request of a run's edit. The node's settings override those of the run.
 
     Args:
         task: the edit.
         settings: settings of the run.
         streams: True for progress and previews.
-        due_s: seconds until the edit is due; infinite without a due time. A late edit continues:
-            the run's own limit ends it.
-        files: the run's values, for a worker of this host; None: send bytes.
+        due_s: seconds until the edit is due; infinite: it has no due time. A late edit continues,
+            because the run has a limit of its own.
+        files: the run's values, whose references a worker of this host reads; None: send bytes.
     """
     assert settings.seed is not None
-    whole = {
+    edit_settings = {
         **msgspec.json.decode(dump_settings(settings)),
         "seed": seed_of(settings.seed, task.key),
         **_due(task, due_s),
@@ -633,15 +639,15 @@ def _edit_request(
     if files is not None and files.run:
 
         def elsewhere() -> ModelRequest:
-            plain = Task(task.key, task.call, files.read(task.inputs))
-            return _edit_request(plain, settings, streams, due_s, None)
+            task_with_bytes = Task(task.key, task.call, files.read(task.inputs))
+            return _edit_request(task_with_bytes, settings, streams, due_s, None)
 
         request.host, request.elsewhere = files.host, elsewhere
         request.head.parameters[RUN].string_param = files.run
     request.add("IMAGE", [inputs["image"]])
     request.add("MASK", [inputs["mask"]])
     request.add("PROMPT", [inputs["prompt"].encode()])
-    request.add("SETTINGS", [msgspec.json.encode(whole)])
+    request.add("SETTINGS", [msgspec.json.encode(edit_settings)])
     if "control" in inputs:
         request.add("CONTROL", [inputs["control"]])
     for output in ("IMAGE", "META"):

@@ -127,11 +127,11 @@ class _Misses:
         return heard
 
     def heard(self) -> int:
-        self._pool.roster.board(time.monotonic())
+        self._pool.roster.table(time.monotonic())
         return self._count
 
     def look(self) -> None:
-        self._pool.roster.board(time.monotonic())
+        self._pool.roster.table(time.monotonic())
         missed = sum(not worker.up or worker.misses > 0 for worker in self._pool.workers.values())
         self.worst = max(self.worst, missed)
 

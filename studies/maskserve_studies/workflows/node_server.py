@@ -21,8 +21,8 @@ from maskserve_workflows.wire import (
     RECORD,
     NodeResult,
     NodeTask,
-    laid_out,
-    picked_up,
+    pack_values,
+    unpack_values,
 )
 
 Make: TypeAlias = Callable[[str, Mapping[str, Any]], dict[str, Any]]
@@ -72,7 +72,7 @@ class EmulatedNodes:
             models = {NODE_TYPES[name].model for name in self._seconds}
             record = {"models": [{"name": name} for name in sorted(models)]}
             return answer_of("nodes", {"RESULT": [msgspec.json.encode(record)], "MADE": [b""]})
-        outputs = await self.run(task.node, picked_up(task.inputs, values))
-        layout, parts = laid_out(outputs, NODE_TYPES[task.node].outputs)
+        outputs = await self.run(task.node, unpack_values(task.inputs, values))
+        layout, parts = pack_values(outputs, NODE_TYPES[task.node].outputs)
         result = msgspec.json.encode(NodeResult(layout, self._seconds[task.node]))
         return answer_of("nodes", {"RESULT": [result], "MADE": parts})

@@ -111,7 +111,7 @@ def test_nothing_is_sent_that_was_not_given(worker: FakeWorker, folder: Path) ->
 def test_warnings_go_to_the_terminal(worker: FakeWorker, folder: Path, capsys: Capture) -> None:
     (folder / "all.png").write_bytes(encode(Image.new("L", (56, 40), 255)))
     assert edit(worker.url, folder, "--mask", str(folder / "all.png")) == 0
-    assert "look at MASK: 100% of the picture is edited" in capsys.readouterr().err
+    assert "warning: MASK: 100% of the picture is edited" in capsys.readouterr().err
 
 
 def test_json_prints_the_meta_alone(worker: FakeWorker, folder: Path, capsys: Capture) -> None:

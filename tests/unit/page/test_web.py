@@ -22,12 +22,12 @@ from maskserve_benchmarks.soak.pictures import png_file
 from maskserve_client.events import EditResult, Event, Progress
 from maskserve_common.contracts.settings import parse_settings
 from maskserve_common.errors import InvalidRequest, Overloaded, TemplateNotFound
-from maskserve_page.edit_inputs import NotYet, settings_of, source_and_mask
+from maskserve_page.edit_inputs import InputMissing, settings_of, source_and_mask
 from maskserve_page.page import WORDS
 from maskserve_page.pictures import PagePictures, pictures_of
 from maskserve_page.same_origin import SameOrigin
 from maskserve_page.session import Session
-from maskserve_page.told import note, sentence, spoken, summary
+from maskserve_page.texts import error_note, note, plain_warning, summary
 from tests.fakes.pictures import encode
 
 MASK = Image.new("L", (8, 8), 255)
@@ -299,12 +299,12 @@ def test_the_model_is_known_or_not() -> None:
 
 
 def test_what_is_yet_to_be_done_is_a_hint_and_no_failure() -> None:
-    with pytest.raises(NotYet) as hint:
+    with pytest.raises(InputMissing) as hint:
         source_and_mask("", PagePictures(Path("nowhere")))
-    assert sentence(hint.value) == (
+    assert error_note(hint.value) == (
         '<p role="status">There is no picture yet: choose, paste or drop one, or pick one.</p>'
     )
-    assert "That did not work." in sentence(InvalidRequest("mask", "is of another picture"))
+    assert "That did not work." in error_note(InvalidRequest("mask", "is of another picture"))
 
 
 def test_what_the_page_registered_goes_with_its_picture(tmp_path: Path) -> None:
@@ -387,7 +387,7 @@ async def test_other_origins_and_large_requests_are_refused() -> None:
     ],
 )
 def test_warnings_are_told_without_names_of_the_server(warning: str, words: str) -> None:
-    assert spoken(warning) == words
+    assert plain_warning(warning) == words
     assert words in note("done", [warning])
 
 

@@ -28,27 +28,27 @@ def test_time_without_a_look_does_not_count() -> None:
 
 def test_one_job_of_a_key_tries_whether_there_is_room() -> None:
     pauses = Pauses()
-    assert pauses.may("a", 0.0)
+    assert pauses.may_begin("a", 0.0)
     pauses.refused("a", 0.0, 1.0)
     pauses.refused("a", 0.5, 1.0)  # begun together
-    assert not pauses.may("a", 0.9)
-    assert pauses.may("b", 0.9)
-    assert pauses.may("a", 1.0)
+    assert not pauses.may_begin("a", 0.9)
+    assert pauses.may_begin("b", 0.9)
+    assert pauses.may_begin("a", 1.0)
     pauses.began("a", "1")
-    assert not pauses.may("a", 2.0)
+    assert not pauses.may_begin("a", 2.0)
     pauses.refused("a", 2.0, 1.0)
     pauses.ended("a", "1")
-    assert not pauses.may("a", 3.9)
-    assert pauses.may("a", 4.0)
+    assert not pauses.may_begin("a", 3.9)
+    assert pauses.may_begin("a", 4.0)
     pauses.began("a", "2")
-    pauses.went("a")
-    assert pauses.may("a", 4.0)
+    pauses.found_room("a")
+    assert pauses.may_begin("a", 4.0)
 
 
 def test_pauses_grow_to_half_a_minute() -> None:
     pauses, now_s, tries = Pauses(), 0.0, 0
     while now_s < 3600:
-        if pauses.may("a", now_s):
+        if pauses.may_begin("a", now_s):
             tries += 1
             pauses.began("a", f"{tries}")
             pauses.refused("a", now_s, 1.0)

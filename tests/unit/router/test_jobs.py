@@ -24,7 +24,7 @@ from maskserve_common.config import ConfigError
 from maskserve_common.errors import InvalidRequest
 from maskserve_router.api.public_hosts import is_public
 from maskserve_router.config import JobsConfig, router_config_of
-from maskserve_router.jobs.jobs import _either, place_of
+from maskserve_router.jobs.jobs import _wait_for, database_of
 from maskserve_router.jobs.webhooks import Webhooks
 from maskserve_router.messages.failures import NotSupported
 from maskserve_router.router import Router
@@ -146,7 +146,7 @@ async def test_a_cancelled_job_leaves_its_worker(tmp_path: Path) -> None:
 
 async def test_a_router_that_stops_as_a_job_wakes_it_stops() -> None:
     wake = asyncio.Event()
-    waits = asyncio.create_task(_either(wake, 60.0))
+    waits = asyncio.create_task(_wait_for(wake, 60.0))
     for _ in range(3):  # until it waits, by whatever tasks
         await asyncio.sleep(0)
     wake.set()
@@ -565,9 +565,9 @@ async def test_a_database_that_does_not_open_ends_the_start(tmp_path: Path) -> N
 def test_jobs_lie_beside_the_router(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     file = str(tmp_path / "maskserve" / "jobs-8080.sqlite")
-    assert place_of(router_config_of({})) == (file, "")
-    assert place_of(router_config_of({"listen": {"http_port": 0}}))[0] == ""
-    assert place_of(router_config_of({"jobs": {"enabled": False}}))[0] == ""
+    assert database_of(router_config_of({})) == (file, "")
+    assert database_of(router_config_of({"listen": {"http_port": 0}}))[0] == ""
+    assert database_of(router_config_of({"jobs": {"enabled": False}}))[0] == ""
 
 
 async def test_without_a_place_jobs_are_refused() -> None:

@@ -90,7 +90,7 @@ async def test_images_are_kept_within_a_bound_and_the_answer_says_which_are_not(
 async def test_a_worker_that_fails_is_tried_again_and_one_that_refuses_is_not(
     status: grpc.StatusCode, again: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("maskserve_router.operations.replication_queue._AGAIN_S", 0.05)
+    monkeypatch.setattr("maskserve_router.operations.replication_queue._RETRY_S", 0.05)
     async with cluster() as (router, (first, second)):
         second.refuses = status
         answer = await told(router, "register", image=picture("a picture"))

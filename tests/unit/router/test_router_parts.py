@@ -25,7 +25,7 @@ from maskserve_router.api.kserve_http import (
     infer_request,
     infer_response,
 )
-from maskserve_router.api.statistics import summed
+from maskserve_router.api.statistics import sum_statistics
 from maskserve_router.config import (
     AdmissionBounds,
     Faults,
@@ -266,7 +266,7 @@ def test_statistics_are_summed_by_model():
         stats.response_stats["0"].success.count = count
         return pb.ModelStatisticsResponse(model_stats=[stats])
 
-    total = summed([one(2, 50), one(3, 40), one(9, 90, "denoiser")], ("edit",))
+    total = sum_statistics([one(2, 50), one(3, 40), one(9, 90, "denoiser")], ("edit",))
     (stats,) = total.model_stats
     assert (stats.inference_count, stats.last_inference) == (5, 50)
     assert (stats.inference_stats.success.count, stats.inference_stats.success.ns) == (5, 50)

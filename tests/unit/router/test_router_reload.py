@@ -137,7 +137,7 @@ async def test_a_rotated_secret_is_taken_on_without_a_signal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """As Kubernetes rotates a mounted secret: the link to its folder is turned."""
-    monkeypatch.setattr(router_module, "_LOOK_S", 0.02)
+    monkeypatch.setattr(router_module, "_POLL_S", 0.02)
 
     def mount(*names: str) -> None:
         folder = tmp_path / f"data-{'-'.join(names) or 'empty'}"

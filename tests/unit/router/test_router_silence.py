@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, suppress
 from typing import Any
 
 import grpc
@@ -14,10 +14,11 @@ import pytest
 from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_router.config import Grpc
-from maskserve_router.listeners.open_calls import OpenCalls
+from maskserve_router.listeners.open_calls import OpenCall, OpenCalls
 from maskserve_router.messages.failures import RetryLater
 from maskserve_router.metrics import Metrics
 from maskserve_router.router import Router
+from tests.support.draws import fresh_random
 from tests.support.router import calling, cluster, control_request, edit, until
 from tests.support.router_requests import INFER
 
@@ -108,3 +109,28 @@ async def test_the_longest_silent_call_of_who_has_most_gives_way():
                         await reading
                     with pytest.raises(RetryLater, match=full), calls.enter("b", never):
                         pass
+
+
+async def test_a_client_beyond_its_share_takes_no_silent_calls_place_when_all_are_taken():
+    rng = fresh_random("places of calls")
+
+    async def never() -> None:
+        await asyncio.Event().wait()
+
+    for _ in range(20):
+        bounds = Grpc(max_calls=rng.randint(2, 24))
+        calls, is_full = OpenCalls(bounds, Metrics()), False
+        with ExitStack() as stack:
+            opened: dict[str, list[OpenCall]] = {}
+            while not is_full:
+                client = str(rng.randint(0, bounds.max_calls))
+                with suppress(RetryLater):
+                    call = stack.enter_context(calls.enter(client, never))
+                    if rng.random() < 0.5:
+                        stack.enter_context(call.working())
+                    opened.setdefault(client, []).append(call)
+                is_full = sum(map(len, opened.values())) == bounds.max_calls
+            for client in opened:
+                with pytest.raises(RetryLater), calls.enter(client, never):
+                    pass
+            assert not any(call._ended_for for held in opened.values() for call in held)

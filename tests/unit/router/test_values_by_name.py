@@ -40,7 +40,7 @@ from maskserve_workflows.nodes import edit, invert, outline
 from maskserve_workflows.passes import compiled
 from maskserve_workflows.plan import NodeCall
 from maskserve_workflows.run import Task
-from maskserve_workflows.values import Areas, Judgement, NamedValue, changed
+from maskserve_workflows.values import Areas, Judgement, NamedValue, map_parts
 
 CLIENT = KeyHolder("somebody", 64, admin=False, scope="k1")
 PICTURE, MASK = b"a picture of some size", b"and its mask"
@@ -387,7 +387,7 @@ def test_what_another_host_answered_lies_in_files_of_this_one(values: Values) ->
         "name": "a star",
         "verdict": Judgement(1.0, passed=True),
     }
-    local_outputs = files.received(answer_outputs)
+    local_outputs = files.store_bytes(answer_outputs)
     assert (local_outputs["name"], local_outputs["verdict"]) == (
         answer_outputs["name"],
         answer_outputs["verdict"],
@@ -399,12 +399,12 @@ def test_what_another_host_answered_lies_in_files_of_this_one(values: Values) ->
     assert {
         name: as_sent(value) for name, value in files.read(local_outputs).items()
     } == answer_outputs
-    files.store(local_outputs)
+    files.register(local_outputs)
     assert files.count == 2  # equal ones are one file
     files.end()
     assert left(values) == 0
-    assert files.received({"picture": PICTURE}) == {"picture": PICTURE}  # it is over
-    assert RunValues(Values(ValuesConfig()), "k1").received(answer_outputs) == answer_outputs
+    assert files.store_bytes({"picture": PICTURE}) == {"picture": PICTURE}  # it is over
+    assert RunValues(Values(ValuesConfig()), "k1").store_bytes(answer_outputs) == answer_outputs
 
 
 def reference(raw: bytes) -> bytes:
@@ -412,7 +412,7 @@ def reference(raw: bytes) -> bytes:
 
 
 def as_sent(value: Any) -> Any:
-    return changed(value, lambda part: bytes(part) if isinstance(part, memoryview) else part)
+    return map_parts(value, lambda part: bytes(part) if isinstance(part, memoryview) else part)
 
 
 async def test_kept_answers_take_no_lock_in_the_event_loop(

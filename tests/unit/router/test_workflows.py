@@ -554,7 +554,7 @@ async def test_a_server_that_was_lost_has_the_call_once_more(
     told: list[str | None], patience_s: float, ends: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The only one, once it is back. Those that do not have the call do not count."""
-    monkeypatch.setattr(node_pool, "_LOOK_S", 1e-4)
+    monkeypatch.setattr(node_pool, "_POLL_S", 1e-4)
     monkeypatch.setattr(node_pool, "_PATIENCE_S", patience_s)
     words = iter(told)
     pool = Told(["a:1"], lambda _: next(words), "UNAVAILABLE")

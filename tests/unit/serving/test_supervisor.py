@@ -102,7 +102,7 @@ def test_a_full_log_disk_does_not_prevent_a_restart(
     kill_server(supervisor)
     restarted(supervisor)
     assert [line for line in said if "cannot write" in line] == [
-        f"worker-0: cannot write {logs}/worker-0.log: No space left on device; it goes on without"
+        f"worker-0: cannot write {logs}/worker-0.log: No space left on device; lines are lost"
     ]
 
 

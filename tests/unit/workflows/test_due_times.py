@@ -70,8 +70,8 @@ def test_a_node_is_due_as_long_before_its_plan_as_what_lies_behind_it_takes(plan
             for task in under_way:
                 other_tasks = [other_task for other_task in under_way if other_task is not task]
                 assert run.chain_s(task.key, price) == longest_behind(run, other_tasks, task)
-            assert run.left(price) == drive(copy.deepcopy(run), list(under_way), price)
-            assert run.left(price, lambda task: price(task.call)) == run.left(price)
+            assert run.remaining_s(price) == drive(copy.deepcopy(run), list(under_way), price)
+            assert run.remaining_s(price, lambda task: price(task.call)) == run.remaining_s(price)
         task = under_way.pop(rng.randrange(len(under_way)))
         outputs = answer(task)
         if begins(plan, ended, task.key):  # from now on it is known how many there are
@@ -81,4 +81,4 @@ def test_a_node_is_due_as_long_before_its_plan_as_what_lies_behind_it_takes(plan
             }
         run.done(task.key, outputs)
         ended.add(task.key)
-    assert run.left(price) == (0.0, 0.0)
+    assert run.remaining_s(price) == (0.0, 0.0)

@@ -20,7 +20,7 @@ from maskserve_workflows.nodes import NODE_TYPES, edit, invert, outline
 from maskserve_workflows.passes import compiled
 from maskserve_workflows.plan import NodeCall
 from maskserve_workflows.run import Task, WorkflowRun, seed_of
-from maskserve_workflows.values import Areas, Judgement, NamedValue, changed, named_in
+from maskserve_workflows.values import Areas, Judgement, NamedValue, map_parts, named_in
 from tests.support.examples import examples
 from tests.support.workflows import interpret, plans
 
@@ -72,9 +72,9 @@ class Folder:
             self.files.add(name := f"{part}{salt}".encode())
             return NamedValue(name)
 
-        inputs = {name: changed(value, read) for name, value in task.inputs.items()}
+        inputs = {name: map_parts(value, read) for name, value in task.inputs.items()}
         outputs = node(task.key, task.call, inputs)
-        return {name: changed(value, put) for name, value in outputs.items()}
+        return {name: map_parts(value, put) for name, value in outputs.items()}
 
     def seen(self, value: Any) -> Any:
         def name(part: Any) -> Any:
@@ -83,7 +83,7 @@ class Folder:
             assert self.there(part)
             return part.reference.decode().partition("#")[0]
 
-        return changed(value, name)
+        return map_parts(value, name)
 
 
 @given(plans(), st.integers(0, 2**32))

@@ -21,7 +21,7 @@ from maskserve_workflows.pictures import (
     read_picture,
 )
 from maskserve_workflows.values import Areas, Judgement
-from maskserve_workflows.wire import laid_out, picked_up
+from maskserve_workflows.wire import pack_values, unpack_values
 from tests.support.examples import examples
 from tests.support.workflows import run_one
 
@@ -193,7 +193,7 @@ def test_values_come_back_from_the_wire():
         "verdicts": (Judgement(0.5, False),),
     }  # fmt: skip
     kinds = {name: "text" if name == "name" else name for name in values}
-    layout, elements = laid_out(values, kinds)
-    assert picked_up(layout, elements) == values
+    layout, elements = pack_values(values, kinds)
+    assert unpack_values(layout, elements) == values
     with pytest.raises(ValueError, match="8 elements are not those of the layout"):
-        picked_up(layout, elements[:-1])
+        unpack_values(layout, elements[:-1])

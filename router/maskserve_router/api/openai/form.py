@@ -1,6 +1,6 @@
 """Requests for image edits in OpenAI's forms: a multipart form, or JSON with URLs.
 
-Requests that no worker can serve are refused, naming the field. Settings of an edit beyond OpenAI's
+A request that no worker can serve is refused with the name of the field. Settings beyond OpenAI's
 fields (`seed`, `num_inference_steps`, `template_id`, …) go into SETTINGS, which a worker checks.
 """
 
@@ -35,9 +35,9 @@ _FORM_FIELDS = (
     "preview_every",
     "request_id",
 )
-"""Settings that follow from OpenAI's own fields, or from the form of the answer."""
+"""Settings that a form cannot set: they follow from OpenAI's fields, or from the answer's form."""
 EXTENSIONS = frozenset(EditSettings.__struct_fields__) - frozenset(_FORM_FIELDS)
-_TEXT = frozenset(
+_TEXT_SETTINGS = frozenset(
     (
         "negative_prompt",
         "mask_mode",
@@ -57,18 +57,18 @@ _MEMBER = re.compile(r"(\w{1,40})\[([A-Za-z_]\w{0,39})\]((?:\[\d{0,3}\]){0,2})")
 `mask_from[points][][]`."""
 _NESTED = re.compile(r"(\w{1,40})((?:\[\d{0,3}\]){2})")
 """Form field for a value in a list of lists: `points[][]`, `points[0][]`."""
-_OF_A_CLICK = 3
-"""Values of each inner list where the form has no indices: all such lists are clicks."""
+_CLICK_VALUES = 3
+"""Values of each inner list if the form has no indices: all such lists are clicks."""
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
 T = TypeVar("T")
 Parse: TypeAlias = Callable[..., Awaitable[Any]]
-"""Calls a function with its arguments, in a thread if it is long; see `FairShare.run`."""
+"""Calls a function with its arguments, in a thread if it takes long; see `FairShare.run`."""
 Texts: TypeAlias = Callable[[Any], Collection[str] | None]
-"""Model name -> names of the texts that the workflow takes beside the prompt; None: no such
+"""Model name -> names of the texts that this workflow takes beside the prompt; None: no
 workflow."""
-Picture: TypeAlias = Callable[[str, str], Awaitable[bytes]]
+FetchPicture: TypeAlias = Callable[[str, str], Awaitable[bytes]]
 """(field, URL) -> bytes of the picture; see `ImageUrls.read`."""
 
 Anchor = Literal[
@@ -140,16 +140,20 @@ class EditForm:
 
 
 async def read_form(
-    headers: Headers, body: bytes, picture: Picture, parse: Parse, texts: Texts = lambda _: None
+    headers: Headers,
+    body: bytes,
+    fetch: FetchPicture,
+    parse: Parse,
+    texts: Texts = lambda _: None,
 ) -> EditForm:
     """Read the edit of a request.
 
     Args:
         headers: headers of the request.
         body: body of the request.
-        picture: reads the picture at a URL.
-        parse: runs work that grows with the body.
-        texts: text inputs of the workflow that `model` names.
+        fetch: fetches the picture of a URL.
+        parse: calls functions whose time grows with the body.
+        texts: returns the text inputs of the workflow that `model` names.
 
     Raises:
         InvalidRequest: naming the field.
@@ -159,7 +163,7 @@ async def read_form(
     if kind == "multipart/form-data":
         values, files = await parse(read_multipart, headers, body)
     elif kind == "application/json":
-        values, files = await _with_pictures(await parse(_read_json, body), picture)
+        values, files = await _fetch_pictures(await parse(_read_json, body), fetch)
     else:
         raise InvalidRequest(
             "Content-Type", f"is {kind[:60] or 'missing'}", "multipart/form-data, application/json"
@@ -170,17 +174,16 @@ async def read_form(
         raise InvalidRequest(next(iter(files))[:40], "is not a picture of an edit", "image, mask")
     extension_values = {name: values.pop(name) for name in list(values) if name in EXTENSIONS}
     settings = {name: setting_of(name, value) for name, value in extension_values.items()}
-    of_workflow = texts(values.get("model"))
-    further = {name: values.pop(name) for name in of_workflow or () if name in values}
-    known_fields = {*Fields.__struct_fields__, *EXTENSIONS, "image", "mask", *(of_workflow or ())}
-    if strange := sorted(values.keys() - known_fields):
-        problem = f"is not a known field{nearest(strange[0], known_fields)}"
-        raise InvalidRequest(strange[0][:40], problem, ", ".join(sorted(known_fields)))
-    for name, value in further.items():
+    text_names = texts(values.get("model"))
+    workflow_texts = {name: values.pop(name) for name in text_names or () if name in values}
+    _check_names(
+        values, {*Fields.__struct_fields__, *EXTENSIONS, "image", "mask", *(text_names or ())}
+    )
+    for name, value in workflow_texts.items():
         if not isinstance(value, str):
             raise InvalidRequest(name, "is not a text", "a text")
     control: list[bytes] = []
-    if of_workflow is not None:
+    if text_names is not None:  # further pictures are the workflow's
         images, control = images[:1], images[1:]
     elif "controls" in settings:  # further pictures are those of its controls
         source = 0 if "template_id" in settings else 1
@@ -199,15 +202,27 @@ async def read_form(
         masks[0] if masks else None,
         settings,
         tuple(control),
-        further,
+        workflow_texts,
     )
+    _check_form(form)
+    return form
+
+
+def _check_names(values: Mapping[str, Any], known_fields: Collection[str]) -> None:
+    """Raise InvalidRequest if a field is not among the known ones."""
+    if unknown := sorted(values.keys() - known_fields):
+        problem = f"is not a known field{nearest(unknown[0], known_fields)}"
+        raise InvalidRequest(unknown[0][:40], problem, ", ".join(sorted(known_fields)))
+
+
+def _check_form(form: EditForm) -> None:
+    """Raise InvalidRequest if fields of a form exclude one another, or the mask is missing."""
     if form.mask is None and not form.image:
         raise InvalidRequest("mask", "is missing", "a PNG with transparent pixels where to edit")
     if form.fields.partial_images and not form.fields.stream:
         raise InvalidRequest("partial_images", "is given without stream", "0, or stream: true")
     if form.fields.stream and form.fields.n > 1:
         raise InvalidRequest("n", f"is {form.fields.n} in a stream", "1")
-    return form
 
 
 def read_multipart(headers: Headers, body: bytes) -> tuple[dict[str, Any], dict[str, list[bytes]]]:
@@ -233,7 +248,7 @@ async def _read_multipart(
     async def once() -> AsyncGenerator[bytes, None]:
         yield body
 
-    parser = _InMemory(
+    parser = _MemoryParser(
         headers, once(), max_files=_MAX_FILES, max_fields=_MAX_FIELDS, max_part_size=_MAX_TEXT
     )
     try:
@@ -320,9 +335,9 @@ def _list(field: str, key: str, parts: list[_Part]) -> Any:
             rows.setdefault(places[0], []).append((places[1:], value))
         return [[value for _, value in sorted(row, key=_in_order)] for row in rows.values()]
     flat = [value for _, value in read]
-    if len(flat) % _OF_A_CLICK:
-        raise InvalidRequest(field, f"has {len(flat)} values", "three of each click: x, y, 1 or 0")
-    return [flat[at : at + _OF_A_CLICK] for at in range(0, len(flat), _OF_A_CLICK)]
+    if len(flat) % _CLICK_VALUES:
+        raise InvalidRequest(field, f"has {len(flat)} values", "three for each click: x, y, 1 or 0")
+    return [flat[at : at + _CLICK_VALUES] for at in range(0, len(flat), _CLICK_VALUES)]
 
 
 def _in_order(part: tuple[tuple[str, ...], Any]) -> int:
@@ -349,7 +364,7 @@ def _objects(name: str, parts: list[tuple[str, str, str]]) -> list[dict[str, Any
     if not all(index for index, _, _ in parts) and len({len(c) for c in columns.values()}) > 1:
         raise InvalidRequest(
             name,
-            "has objects of other keys, and the form does not say whose is which",
+            "has objects with different keys and no indices, so values cannot be assigned to them",
             "the same keys in each object, or JSON text",
         )
     return [
@@ -358,8 +373,8 @@ def _objects(name: str, parts: list[tuple[str, str, str]]) -> list[dict[str, Any
     ]
 
 
-class _InMemory(MultiPartParser):
-    """Keeps files in memory: the body is there already, and is counted."""
+class _MemoryParser(MultiPartParser):
+    """Keeps files in memory, where the body already is and counts for its client."""
 
     spool_max_size = 2**62
 
@@ -372,10 +387,10 @@ def _read_json(body: bytes) -> dict[str, Any]:
         raise InvalidRequest("body", "is not a JSON object", "a JSON object") from None
 
 
-async def _with_pictures(
-    values: dict[str, Any], picture: Picture
+async def _fetch_pictures(
+    values: dict[str, Any], fetch: FetchPicture
 ) -> tuple[dict[str, Any], dict[str, list[bytes]]]:
-    """Return the values without the pictures, and the pictures, read."""
+    """Return the values without pictures, and the pictures' bytes by field."""
     fields = {name: value for name, value in values.items() if value is not None}
     files: dict[str, list[bytes]] = {}
     images = fields.pop("images", [])
@@ -387,19 +402,19 @@ async def _with_pictures(
         raise InvalidRequest("images", f"are {len(images)}", f"up to {_MAX_FILES - 1}")
     if images:
         files["image"] = [
-            await _read(f"images[{i}]", image, picture) for i, image in enumerate(images)
+            await _fetch(f"images[{i}]", image, fetch) for i, image in enumerate(images)
         ]
     if "mask" in fields:
-        files["mask"] = [await _read("mask", fields.pop("mask"), picture)]
+        files["mask"] = [await _fetch("mask", fields.pop("mask"), fetch)]
     return fields, files
 
 
-async def _read(name: str, item: Any, picture: Picture) -> bytes:
+async def _fetch(name: str, item: Any, fetch: FetchPicture) -> bytes:
     url = item.get("image_url") if isinstance(item, dict) else None
     if not isinstance(url, str) or len(item) != 1:
         accepted = '{"image_url": "data:image/png;base64,…"}'
         raise InvalidRequest(name, "is not an object with image_url alone", accepted)
-    return await picture(f"{name}.image_url", url)
+    return await fetch(f"{name}.image_url", url)
 
 
 def setting_of(name: str, value: Any) -> Any:
@@ -407,7 +422,7 @@ def setting_of(name: str, value: Any) -> Any:
 
     Forms carry only text: JSON, or Python's form of a value (`True`, `.5`).
     """
-    if not isinstance(value, str) or name in _TEXT:
+    if not isinstance(value, str) or name in _TEXT_SETTINGS:
         return value
     try:
         return msgspec.json.decode(value)
@@ -420,13 +435,13 @@ def setting_of(name: str, value: Any) -> Any:
     return value  # its check reports the error
 
 
-def convert(values: Mapping[str, Any], into: type[T]) -> T:
-    """Convert and check fields of a form.
+def convert(values: Mapping[str, Any], table: type[T]) -> T:
+    """Convert and check the fields of a form.
 
     Raises:
         InvalidRequest: naming the field.
     """
     try:
-        return read(values, into, strict=False)
+        return read(values, table, strict=False)
     except Misread as error:
         raise InvalidRequest(error.path, error.problem, error.accepted) from None

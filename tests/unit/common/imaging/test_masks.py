@@ -381,8 +381,8 @@ def test_a_mask_that_leaves_next_to_nothing_is_told_of() -> None:
     white = np.full((20, 20), 255, np.uint8)
     layer = _masks(DecodedMask(white, painted), (20, 20), (16, 16))
     assert layer.warnings == (
-        "MASK: 98% of the picture is edited, since there the mask is transparent (alpha 0); if "
-        "what is painted on it was meant, SETTINGS.mask_mode white edits where it is white",
+        "MASK: 98% of the picture is edited, because the mask is transparent (alpha 0) there; to "
+        "edit the painted part instead, set SETTINGS.mask_mode to white",
     )
     inverse = _masks(DecodedMask(255 - painted, None), (20, 20), (16, 16))
     assert "white (luminance 128 or more)" in inverse.warnings[0]

@@ -13,7 +13,7 @@ from PIL import Image
 
 from maskserve_common.config import Config
 from maskserve_common.contracts.settings import CropMode, EditSettings
-from maskserve_common.imaging.view import see, window_round
+from maskserve_common.imaging.view import choose_view, window_round
 from maskserve_triton.accept import accept_edit
 from maskserve_triton.preprocess import prepare_edit
 from tests.fakes.facts import FILL_FACTS
@@ -64,7 +64,7 @@ def test_when_there_is_a_window(
 ) -> None:
     selected = np.zeros(size, bool)
     selected[40 : 40 + mask, 30 : 30 + mask] = True
-    view = see(selected, EditSettings(crop_to_mask=mode), 1024, 16)
+    view = choose_view(selected, EditSettings(crop_to_mask=mode), 1024, 16)
     assert view.is_part is windowed
     assert view.size[0] * view.size[1] <= 1024**2
 

@@ -165,7 +165,7 @@ def test_a_full_disk_costs_lines_and_nothing_else(
     for _ in range(3):
         handler.handle(record("lost"))
     err = capfd.readouterr().err
-    assert err == f"cannot write {file}: No space left on device; it goes on without\n"
+    assert err == f"cannot write {file}: No space left on device; lines are lost\n"
     file.unlink()
     (tmp_path / "kept").rename(file)
     handler.handle(record("two"))

@@ -14,17 +14,17 @@ from PIL import Image
 from maskserve_client import Preview, Progress
 from maskserve_common.contracts.meta import STAGES
 from maskserve_common.errors import MaskserveError
-from maskserve_page.edit_inputs import NotYet
+from maskserve_page.edit_inputs import InputMissing
 from maskserve_page.pictures import PagePicture
 
 _CUT = re.compile(r"(.+): text_encoder\w* reads \d+ tokens and not the last (\d+)")
 _FIELDS = {"IMAGE": "The picture", "MASK": "The mask", "PROMPT": "The prompt"}
 
 
-def compared(before: PagePicture, after: PagePicture, mask: Image.Image) -> str:
+def comparison(before: PagePicture, after: PagePicture, mask: Image.Image) -> str:
     """Return both pictures with a movable line between them.
 
-    The line begins left of the mask, so that the whole edit is visible.
+    At first the line is left of the mask, so that the whole edit is visible.
     """
     left, _, _, _ = mask.getbbox() or (0, 0, 0, 0)
     at = max(3, 100 * left // mask.width - 3)
@@ -47,7 +47,7 @@ def preview(image: Image.Image) -> str:
 
 
 def summary(meta: Mapping[str, Any]) -> str:
-    """Return the times of an edit and the effect of the cache; times of stages are folded."""
+    """Return the time of an edit, the effect of the cache, and the stages' times, folded away."""
     timings = meta.get("timings_ms", {})
     total = sum(timings.get(stage, 0.0) for stage in STAGES) / 1e3
     computed, whole = meta.get("computed_tokens"), meta.get("total_tokens", 0) * meta["steps"]
@@ -86,11 +86,11 @@ def progress(event: Progress | Preview) -> str:
 
 
 def note(text: str, warnings: Sequence[str] = ()) -> str:
-    paragraphs = "".join(f"<p>{html.escape(spoken(warning))}</p>" for warning in warnings)
+    paragraphs = "".join(f"<p>{html.escape(plain_warning(warning))}</p>" for warning in warnings)
     return f'<p role="status">{html.escape(text)}</p>{paragraphs}'
 
 
-def spoken(warning: str) -> str:
+def plain_warning(warning: str) -> str:
     """Return a warning without names of tensors and encoders."""
     cut = _CUT.fullmatch(warning)
     if cut is not None:
@@ -100,9 +100,9 @@ def spoken(warning: str) -> str:
     return f"{_FIELDS[field]} {text}." if field in _FIELDS else warning
 
 
-def sentence(error: Exception) -> str:
-    """Return an error without its code; a plain hint if the user has yet to do something."""
-    if isinstance(error, NotYet):
+def error_note(error: Exception) -> str:
+    """Return the text of an error without its code; for missing input, a plain hint."""
+    if isinstance(error, InputMissing):
         return note(error.sentence)
     text = error.message if isinstance(error, MaskserveError) else str(error)
     return f'<p role="alert"><strong>That did not work.</strong> {html.escape(text)}</p>'

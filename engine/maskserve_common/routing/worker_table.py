@@ -1,9 +1,11 @@
-"""Views of many workers by columns: one decision among a thousand is a few additions of arrays.
+"""Views of many workers as a table of columns: a choice among a thousand workers is a few
+operations on arrays.
 
-A change of a worker's view is written into its row. `score` then computes with arrays the result of
-`predicted_seconds`, in the same order of operations, so that both give the same number. For LoRAs,
-ControlNets, several devices for an edit, and less urgent edits that wait, the array has only a
-lower bound. `predicted_seconds` is then called for the workers that could still be first.
+Each worker has a row, which is written anew when the worker's view changes. `_scores` computes the
+result of `predicted_seconds` for all rows, with the same operations in the same order, so that both
+give the same number. Where LoRAs, ControlNets, several devices per edit or less urgent waiting
+edits matter, the arrays give only a lower bound. `predicted_seconds` is then called for the workers
+that could still be first.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ Floats: TypeAlias = npt.NDArray[np.float64]
 Flags: TypeAlias = npt.NDArray[np.bool_]
 Rows: TypeAlias = npt.NDArray[np.intp]
 Holders: TypeAlias = Callable[[str, str, int], Flags]
-"""Function `(tier, entries_id, count)` -> which of the first `count` rows have the entries
-there."""
+"""`(tier, entries_id, count)` -> flags of the first `count` rows that have the entries in the
+tier."""
 
 _TIERS = tuple(TIERS)
 _HOST, _DEVICE = _TIERS.index(HOST.name), _TIERS.index(DEVICE.name)
@@ -51,23 +53,29 @@ _COLUMNS = (
     "remainder_s",
     *(f"fetch_{tier}" for tier in _TIERS),
 )
-_AT = {name: number for number, name in enumerate(_COLUMNS)}
-_FETCH = _AT[f"fetch_{_TIERS[0]}"]
+_COLUMN = {name: number for number, name in enumerate(_COLUMNS)}
+_FETCH = _COLUMN[f"fetch_{_TIERS[0]}"]
+_READY, _HAS_PLACE, _PLAIN, _ALL_TEMPLATES, _ACCEPTS, _HAS_SPARE_PLACE = range(6)
+"""Columns of `_flags`. Plain: no further devices, and no more knots than the table has."""
 _FIRST_ROWS = 64
 _KNOTS = 40
 """Most knots of a profile; a worker with more is predicted by itself."""
 _ALL, _URGENT = 0, 1
 """Profiles of a worker: all its work, and the work that precedes the most urgent edit."""
 _FEW = 12
-"""Number of workers that are predicted one by one in less time."""
-_BELOW = 1.0 - 1e-9
-"""Slack of a bound that was summed in another order."""
+"""Most workers for which single predictions take less time than arrays."""
+_BOUND_SLACK = 1.0 - 1e-9
+"""Factor of a bound, since it is summed in another order than a prediction."""
 _MOST_PREDICTED = 64
-"""Most workers that are predicted one by one where arrays give only bounds."""
+"""Most single predictions in `least_s`, where arrays give only bounds."""
 
 
-class Board:
-    """Rows of workers, by number."""
+class WorkerTable:
+    """The views of workers, by the workers' numbers.
+
+    Args:
+        holders: which workers have the entries of a template.
+    """
 
     def __init__(self, holders: Holders) -> None:
         self._holders = holders
@@ -76,7 +84,7 @@ class Board:
         self._size(_FIRST_ROWS)
 
     def _size(self, rows: int) -> None:
-        """Allocate room for so many rows; existing ones stay."""
+        """Allocate `rows` rows; existing rows stay."""
 
         def larger(name: str, shape: tuple[int, ...], kind: type) -> None:
             new: npt.NDArray[Any] = np.zeros((rows, *shape), kind)
@@ -86,7 +94,7 @@ class Board:
             setattr(self, name, new)
 
         larger("_costs", (len(_COLUMNS),), np.float64)
-        larger("_flags", (6,), np.bool_)  # ready, takes, plain, all templates, there, takes a first
+        larger("_flags", (6,), np.bool_)
         larger("_model", (), np.intp)
         larger("_urgency", (2,), np.float64)
         larger("_free_at", (2,), np.int64)
@@ -117,7 +125,7 @@ class Board:
         Args:
             number: number of the worker.
             view: present view of the worker.
-            slowdown: seconds until an edit is answered, as a multiple of its denoising seconds.
+            slowdown: seconds until an edit is answered over its denoising seconds.
             remainder_s: further seconds per token.
             accepts: whether it reports that it takes edits, even if none are sent to it now; None:
                 as in its view.
@@ -151,14 +159,13 @@ class Board:
             *(pricing.fetch_s(tier) for tier in _TIERS),
         )
         fits = len(profile.knots) <= _KNOTS
-        self._flags[number] = (
-            view.ready,
-            view.ready and view.free_places > 0,
-            fits and not pricing.degrees,
-            view.templates is None,
-            view.ready if accepts is None else accepts,
-            view.ready and view.free_places + SPARE_PLACES > 0,
-        )
+        flags = self._flags[number]
+        flags[_READY] = view.ready
+        flags[_HAS_PLACE] = view.ready and view.free_places > 0
+        flags[_PLAIN] = fits and not pricing.degrees
+        flags[_ALL_TEMPLATES] = view.templates is None
+        flags[_ACCEPTS] = view.ready if accepts is None else accepts
+        flags[_HAS_SPARE_PLACE] = view.ready and view.free_places + SPARE_PLACES > 0
         self._model[number] = self._models.setdefault(view.model, len(self._models))
         self._urgency[number] = view.lowest_priority, view.latest_due
         free = view.free_rows
@@ -176,7 +183,7 @@ class Board:
         self._work[number, :, which, :count] = profile[2:]
 
     def drop(self, number: int) -> None:
-        """The worker is gone."""
+        """Remove a worker."""
         self._views[number] = None
         self._flags[number] = False
 
@@ -187,38 +194,39 @@ class Board:
 
     def serving(self, edit: Edit) -> Rows:
         """Return the workers that serve the edit, now or once they have a place."""
-        return self._of_model(edit, self._flags[:, 0])
+        return self._of_model(edit, self._flags[:, _READY])
 
     def accepting(self, edit: Edit) -> Rows:
         """Return the workers that report that they serve the edit, even if nothing is sent to them
         for a time.
         """
-        return self._of_model(edit, self._flags[:, 4])
+        return self._of_model(edit, self._flags[:, _ACCEPTS])
 
     def taking(self, edit: Edit) -> Rows:
         """Return the workers that have a place for the edit."""
-        return self._of_model(edit, self._flags[:, 5 if edit.first_of_key else 1])
+        column = _HAS_SPARE_PLACE if edit.first_of_key else _HAS_PLACE
+        return self._of_model(edit, self._flags[:, column])
 
     def _of_model(self, edit: Edit, flags: Flags) -> Rows:
         if edit.model:
             flags = flags & (self._model == self._models.get(edit.model, -1))
         return np.flatnonzero(flags)
 
-    def choose(self, edit: Edit, now: float, without: Collection[int] = ()) -> int | None:
-        """Return the number of the worker that would finish first, as `MaskAware` chooses: the
-        lowest id of several.
+    def choose(self, edit: Edit, now: float, excluded: Collection[int] = ()) -> int | None:
+        """Return the number of the worker that would finish first, as `MaskAware` chooses; among
+        equal ones, the worker with the lowest id.
 
         Args:
             edit: the edit to place.
             now: seconds, by the clock of `predicted_seconds`.
-            without: numbers of workers to pass over.
+            excluded: numbers of workers that do not get the edit.
 
         Returns:
             None: no worker has a place.
         """
         rows = self.taking(edit)
-        if without:
-            rows = rows[~np.isin(rows, list(without))]
+        if excluded:
+            rows = rows[~np.isin(rows, list(excluded))]
         best: tuple[float, str, int] | None = None
 
         def predict(number: int) -> None:
@@ -237,7 +245,7 @@ class Board:
             tied = rows[exact & (scores == least)].tolist()
             best = min((least, self.view(number).worker, number) for number in tied)
         for floor, number in _ascending(scores[~exact], rows[~exact]):
-            if best is not None and floor * _BELOW > best[0]:
+            if best is not None and floor * _BOUND_SLACK > best[0]:
                 break
             predict(number)
         return best[2] if best else None
@@ -255,7 +263,7 @@ class Board:
         """Return the least seconds to an edit's answer among the given workers.
 
         Args:
-            edit: the edit; it may step down where it has levels.
+            edit: the edit; it may step down to one of its reuse levels.
             now: seconds, by the clock of `predicted_seconds`.
             rows: numbers of workers.
             predict: predicts the seconds at one worker; called for the most promising ones whose
@@ -271,22 +279,23 @@ class Board:
         scores, exact = self._scores(edit, now, rows, alone=alone, primed=primed)
         costs = self._costs[rows]
         scores = (
-            costs[:, _AT["slowdown"]] * scores + costs[:, _AT["remainder_s"]] * edit.total_tokens
+            costs[:, _COLUMN["slowdown"]] * scores
+            + costs[:, _COLUMN["remainder_s"]] * edit.total_tokens
         )
         if edit.cached_levels or edit.refresh_levels or edit.dense_levels:
             exact = np.zeros_like(exact)
         best = float(scores[exact].min()) if exact.any() else math.inf
         for count, (floor, number) in enumerate(_ascending(scores[~exact], rows[~exact])):
-            if floor * _BELOW > best or count == _MOST_PREDICTED:
+            if floor * _BOUND_SLACK > best or count == _MOST_PREDICTED:
                 break
             best = min(best, predict(number))
         return best
 
     def earliest(self, rows: Rows, count: int) -> list[int]:
-        """Return at most `count` of these workers, those first at which a new row gets a place
-        soonest.
+        """Return at most `count` of these workers, in the order in which a new row would get a
+        place.
         """
-        waits = self._costs[rows, _AT["waits"]]
+        waits = self._costs[rows, _COLUMN["waits"]]
         order = np.argsort(waits, kind="stable")[:count]
         numbers: list[int] = rows[order].tolist()
         return numbers
@@ -294,16 +303,16 @@ class Board:
     def _scores(
         self, edit: Edit, now: float, rows: Rows, *, alone: bool = False, primed: bool = False
     ) -> tuple[Floats, Flags]:
-        """Return seconds until each worker would have done the edit, and whether each is exact or a
-        lower bound.
+        """Return the seconds until each worker would have done the edit, and flags of the exact
+        ones; the others are lower bounds.
         """
         costs, steps = self._costs[rows], edit.steps
-        step = costs[:, _AT["step"]]
+        step = costs[:, _COLUMN["step"]]
         compute, load, fetch = self._prices(edit, rows, costs, primed=primed)
-        exact = self._flags[rows, 2]
+        exact = self._flags[rows, _PLAIN]
         if edit.adapters or edit.controls:
             exact = np.zeros_like(exact)
-        compute = compute * costs[:, _AT["degree"]]
+        compute = compute * costs[:, _COLUMN["degree"]]
         edit_s = steps * (step + compute)
         if alone:
             return np.maximum(edit_s, steps * load) + np.where(exact, fetch, 0.0), exact
@@ -318,19 +327,21 @@ class Board:
         busy, busy_slope, loading, loading_slope = self._work[rows, :, profile_index, at].T
         busy, loading = busy + busy_slope * beyond, loading + loading_slope * beyond
         total = np.maximum(edit_s + free_at * step + busy, steps * load + loading)
-        passed = now - costs[:, _AT["as_of"]]
-        total = np.where(passed > 0.0, np.maximum(total - passed, edit_s), total)
-        later = np.maximum(fetch - costs[:, _AT["waits"]], 0.0)
-        return total + np.where(exact & (fetch > 0.0), later, 0.0), exact
+        elapsed_s = now - costs[:, _COLUMN["as_of"]]
+        total = np.where(elapsed_s > 0.0, np.maximum(total - elapsed_s, edit_s), total)
+        fetch_wait_s = np.maximum(fetch - costs[:, _COLUMN["waits"]], 0.0)
+        return total + np.where(exact & (fetch > 0.0), fetch_wait_s, 0.0), exact
 
     def _prices(
         self, edit: Edit, rows: Rows, costs: Floats, *, primed: bool
     ) -> tuple[Floats, Floats, Floats]:
-        """`WorkerView.price` without LoRAs, ControlNets and further devices."""
+        """Return the columns of `WorkerView.price`, without LoRAs, ControlNets and further
+        devices.
+        """
         total, active_tokens, steps = edit.total_tokens, edit.active(None), edit.steps
-        tokens = costs[:, _AT["tokens"]]
+        tokens = costs[:, _COLUMN["tokens"]]
         size = np.where(tokens > 0.0, total / np.where(tokens > 0.0, tokens, 1.0), 1.0)
-        dense = costs[:, _AT["dense_row"]] * size
+        dense = costs[:, _COLUMN["dense_row"]] * size
 
         def tokens_of(ring: Floats, lookahead: Floats | float) -> Floats:
             with_ring = (1.0 + lookahead) * edit.inner_tokens + ring * edit.ring_tokens
@@ -340,20 +351,23 @@ class Board:
             """Compute and load seconds of a cached row, as `Pricing.row` gives them; NaN where a
             price is missing.
             """
-            compute = costs[:, _AT[base]] + costs[:, _AT[token]] * active
-            load = costs[:, _AT["spare_token"]] * np.maximum(total - active, 0.0)
-            dear = (compute >= dense) | (load >= dense)
-            return np.where(dear, dense, compute), np.where(dear, 0.0, load)
+            compute = costs[:, _COLUMN[base]] + costs[:, _COLUMN[token]] * active
+            load = costs[:, _COLUMN["spare_token"]] * np.maximum(total - active, 0.0)
+            is_costly = (compute >= dense) | (load >= dense)
+            return np.where(is_costly, dense, compute), np.where(is_costly, 0.0, load)
 
-        ring = tokens_of(costs[:, _AT["ring_template"]], costs[:, _AT["lookahead"]])
+        ring = tokens_of(costs[:, _COLUMN["ring_template"]], costs[:, _COLUMN["lookahead"]])
         read = active_tokens if edit.controls else ring
         cached, load = row("cached_row", "active_token", read)
         whole, whole_load = row("whole_row", "whole_token", active_tokens)
-        # Without a template the edit has refresh steps or runs dense.
+        # Without its template, the edit has refresh steps or runs dense.
         compute = dense
         if edit.refresh_steps:
-            active = tokens_of(costs[:, _AT["ring_refresh"]], 0.0)
-            added = costs[:, _AT["between_row"]] * size + costs[:, _AT["between_token"]] * active
+            active = tokens_of(costs[:, _COLUMN["ring_refresh"]], 0.0)
+            added = (
+                costs[:, _COLUMN["between_row"]] * size
+                + costs[:, _COLUMN["between_token"]] * active
+            )
             between = np.where(
                 np.isnan(added),
                 row("cached_row", "active_token", active)[0],
@@ -365,7 +379,7 @@ class Board:
         tiers = self._tiers(edit, rows, primed=primed)
         if (tiers < 0).all():
             return compute, nothing, nothing
-        # With one: leaving out text and ring, or not where that is less.
+        # With its template, steps leave out text and ring, unless computing them costs less.
         less = whole < cached
         cached, load = np.where(less, whole, cached), np.where(less, whole_load, load)
         first = min(1.0, edit.dense_steps / steps)
@@ -396,7 +410,7 @@ class Board:
         template, count = entries_id(edit.template_id), len(self._views)
         for place, tier in reversed([*enumerate(_TIERS)]):
             nearest_tiers[self._holders(tier, template, count)[rows]] = place
-        nearest_tiers[self._flags[rows, 3]] = _HOST
+        nearest_tiers[self._flags[rows, _ALL_TEMPLATES]] = _HOST
         return nearest_tiers
 
 

@@ -10,7 +10,7 @@ from maskserve_workflows.nodes import NODE_TYPES
 from maskserve_workflows.plan import Each, NodeCall, Step, WorkflowPlan
 
 
-def explained(plan: WorkflowPlan) -> str:
+def explain(plan: WorkflowPlan) -> str:
     """Return a plan's inputs, steps, outputs and pass notes as lines of text."""
     lines = [f"{plan.name} {plan.digest}: {plan.about}".rstrip(": ")]
     lines += [

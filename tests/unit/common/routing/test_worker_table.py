@@ -17,11 +17,11 @@ from maskserve_common.contracts.status_record import AdapterStatus, LoadCost
 from maskserve_common.contracts.tiers import TIERS
 from maskserve_common.routing import (
     AdapterView,
-    Board,
     Edit,
     MaskAware,
     NoWorkerAvailable,
     RowLoad,
+    WorkerTable,
     WorkerView,
     predicted_seconds,
 )
@@ -119,7 +119,7 @@ def edit(rng: random.Random, now: float) -> Edit:
     )
 
 
-def board_of(views: list[WorkerView]) -> Board:
+def table_of(views: list[WorkerView]) -> WorkerTable:
     tiers_by_worker: list[Mapping[str, frozenset[str]]] = [dict(v.templates or {}) for v in views]  # type: ignore[arg-type]
 
     def holders(tier: str, template: str, count: int) -> np.ndarray:
@@ -127,10 +127,10 @@ def board_of(views: list[WorkerView]) -> Board:
             [template in tiers.get(tier, ()) for tiers in tiers_by_worker[:count]], np.bool_
         )
 
-    board = Board(holders)
+    table = WorkerTable(holders)
     for number, worker_view in enumerate(views):
-        board.put(number, worker_view)
-    return board
+        table.put(number, worker_view)
+    return table
 
 
 @examples(150)
@@ -143,13 +143,13 @@ def test_a_board_chooses_as_the_rule_does(seed: int, count: int, alike: bool) ->
         view(rng, f"w{rng.randrange(1000)}-{n}", now_s, pricing if alike else priced(rng), busy)
         for n in range(count)
     ]
-    board = board_of(views)
+    table = table_of(views)
     for number in rng.sample(range(count), count // 3):  # rows are written over
         changed = view(rng, views[number].worker, now_s, priced(rng), busy)
         views[number] = replace(changed, templates=views[number].templates)
-        board.put(number, views[number])
+        table.put(number, views[number])
     for number in rng.sample(range(count), count // 10):
-        board.drop(number)
+        table.drop(number)
         views[number] = replace(views[number], ready=False)
     for _ in range(8):
         wanted = edit(rng, now_s)
@@ -159,7 +159,7 @@ def test_a_board_chooses_as_the_rule_does(seed: int, count: int, alike: bool) ->
             expected = MaskAware().choose(wanted, candidates, now_s)
         except NoWorkerAvailable:
             expected = None
-        chosen = board.choose(wanted, now_s, without)
+        chosen = table.choose(wanted, now_s, without)
         assert (None if chosen is None else views[chosen].worker) == expected
 
 
@@ -171,10 +171,10 @@ def test_the_least_time_of_a_board_is_that_of_its_workers(
     rng = random.Random(seed)
     now_s = 100.0
     views = [view(rng, f"w{n}", now_s, priced(rng), 0.7) for n in range(count)]
-    board = board_of(views)
+    table = table_of(views)
     learned = [(1.0 + rng.random(), rng.random() / 1000) for _ in views]
     for number, (slowdown, token_s) in enumerate(learned):
-        board.put(number, views[number], slowdown, token_s)
+        table.put(number, views[number], slowdown, token_s)
     for primed in (False, True):
         wanted = edit(rng, now_s)
 
@@ -187,8 +187,8 @@ def test_the_least_time_of_a_board_is_that_of_its_workers(
             seconds = predicted_seconds(wanted, worker_view, worker_view.as_of if alone else now_s)
             return slowdown * seconds + token_s * wanted.total_tokens
 
-        rows = board.serving(wanted)
-        least = board.least_s(wanted, now_s, rows, ask, alone=alone, primed=primed)
+        rows = table.serving(wanted)
+        least = table.least_s(wanted, now_s, rows, ask, alone=alone, primed=primed)
         expected = min(map(ask, rows.tolist()), default=None)
         assert least == (None if expected is None else pytest.approx(expected, rel=1e-9))
 
@@ -196,11 +196,11 @@ def test_the_least_time_of_a_board_is_that_of_its_workers(
 def test_of_a_thousand_workers_that_are_alike_the_lowest_id_is_chosen() -> None:
     pricing = Pricing(0.01, 0.2, 0.005, 0.0003)
     views = [WorkerView(f"w{n:04}", pricing, 4, 4, templates={}) for n in range(1000)]
-    board = board_of(views)
+    table = table_of(views)
     wanted = Edit(20, 100, TOTAL, "t")
-    assert board.choose(wanted, 0.0) == 0
-    assert board.choose(wanted, 0.0, {0, 1, 2, 4}) == 3
-    assert board.earliest(board.taking(wanted), 3) == [0, 1, 2]
+    assert table.choose(wanted, 0.0) == 0
+    assert table.choose(wanted, 0.0, {0, 1, 2, 4}) == 3
+    assert table.earliest(table.taking(wanted), 3) == [0, 1, 2]
 
 
 @examples(80)
@@ -209,11 +209,11 @@ def test_each_score_is_the_prediction_or_a_bound_below_it(seed: int) -> None:
     rng = random.Random(seed)
     now_s = 100.0
     views = [view(rng, f"w{n}", now_s, priced(rng), 0.8) for n in range(40)]
-    board = board_of(views)
+    table = table_of(views)
     for _ in range(4):
         wanted = edit(rng, now_s)
-        rows = board.taking(wanted)
-        scores, exact = board._scores(wanted, now_s, rows)
+        rows = table.taking(wanted)
+        scores, exact = table._scores(wanted, now_s, rows)
         for number, score, is_exact in zip(rows.tolist(), scores, exact, strict=True):
             predicted = predicted_seconds(wanted, views[number], now_s)
             if is_exact:
