@@ -128,7 +128,7 @@ ENGINE_METRICS = {
         "Seconds that an edit waited for its LoRAs, of edits that waited.", _WAIT
     ),
     "controlnet_stale_steps_total": _counter(
-        "Steps of edits that used a ControlNet service's output for another step's latents."
+        "Steps of edits that used a ControlNet service's residuals requested one step ahead."
     ),
     "controlnet_load_seconds": _histogram("Seconds to load a ControlNet onto the device.", _EDIT),
     "controlnet_wait_seconds": _histogram(

@@ -12,7 +12,7 @@ from maskserve_common.contracts.keys import Anchor
 from maskserve_engine.cache.entries import AnchorEntry, BlockEntry, Coded
 from maskserve_engine.cache.memory_tier import MemoryTier
 from maskserve_engine.cache.tier import Note, computed_anew
-from maskserve_engine.fitting.entry_store import fetched_from
+from maskserve_engine.fitting.entry_store import rebuild_from
 
 
 class _Disk(MemoryTier):
@@ -45,7 +45,7 @@ class Host:
     def __post_init__(self) -> None:
         size = self.hardware.template_bytes
         self.disk = _Disk(size * self.disk_templates, computed_anew, self.clock)
-        rebuild = fetched_from(self.disk, self.hardware.costs, computed_anew)
+        rebuild = rebuild_from(self.disk, self.hardware.costs, computed_anew)
         self.memory = MemoryTier(size * self.host_templates, rebuild, self.clock)
         self._names = {"host": set(), "disk": set()}
 

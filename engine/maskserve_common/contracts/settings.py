@@ -226,8 +226,8 @@ class EditSettings(Table, frozen=True):
     """LoRAs of the edit: `name`, and `scale` (1 by default, -100 to 100)."""
     adapters: AdapterMode = "exact"
     """`exact`: steps wait for LoRAs and ControlNets; `fast`: the first steps may run without LoRAs,
-    and a step may use a ControlNet service's output of the step before. A reproducible edit is
-    exact."""
+    and a step may use a ControlNet service's residuals that were requested one step ahead. A
+    reproducible edit is exact."""
     controls: ControlSettings = ()
     """ControlNets of the edit: `name`, `scale` (1 by default, -10 to 10), `start` and `end` (share
     of the steps, 0 to 1), `image` (index in CONTROL; by default its own) and `mode` (of union

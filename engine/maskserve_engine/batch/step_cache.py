@@ -386,7 +386,7 @@ class AnchoredTokens:
         return (self,)
 
     def tokens(self) -> Tensor:
-        raise AssertionError("between its anchors a row runs no block that needs hidden states")
+        raise AssertionError("between refresh steps no block needs hidden states")
 
     @property
     def entry(self) -> object:
@@ -394,7 +394,7 @@ class AnchoredTokens:
         return self.cache.standing(self.sigma())
 
     def source(self, block: int, part: str) -> KvSource:
-        assert part == "kv", "anchors leave keys and values alone"
+        assert part == "kv", "a step cache has only keys and values"
         return self.cache.source(block, self.sigma())
 
 

@@ -1,8 +1,8 @@
-"""Which residuals a row's step adds if it need not wait for its own (`adapters: fast`).
+"""Reuse of residuals: those that a step may add without waiting for its own (`adapters: fast`).
 
-On a slow link residuals take a step to arrive. So they are requested one step ahead, with latents
-that the row's sampler has extrapolated. Such residuals are off only by the change in the model's
-answer. Katz (§5) takes the latents of the step before instead
+On a slow link residuals take a step to arrive. So a row requests them one step ahead, with latents
+that its sampler extrapolates. Their only error comes from the change of the model's answer in that
+step. Katz (§5) uses the latents of the step before instead
 (docs/adr/0039-control-one-step-ahead.md).
 """
 
@@ -43,7 +43,7 @@ class Reuse:
     @property
     def numbers(self) -> set[int]:
         """Numbers of the requests whose answers some step may still add."""
-        return {ask.number for ask in self._sent.values()}
+        return {sent.number for sent in self._sent.values()}
 
     def acts(self, step: int) -> bool:
         return any(self._scales[step])
@@ -58,7 +58,7 @@ class Reuse:
             step: step of the request: one that begins, or the one after it.
             added: request whose residuals the beginning step adds and still has to read.
         """
-        used_slots = {ask.slot for ask in self._sent.values() if ask.step > step}
+        used_slots = {sent.slot for sent in self._sent.values() if sent.step > step}
         used_slots |= set() if added is None else {added.slot}
         other_slot = 1 - self._slot
         return self._slot if other_slot in used_slots else other_slot
@@ -72,14 +72,14 @@ class Reuse:
             computed: tokens that the base computes in it.
             failed: whether the answer to a request is known to have failed.
         """
-        self._sent = {at: old_ask for at, old_ask in self._sent.items() if at >= step - 1}
+        self._sent = {at: sent for at, sent in self._sent.items() if at >= step - 1}
         if not self._fast or not self.acts(step):
             return None
-        # A row's first step cannot extrapolate, so the second step adds the same residuals.
-        ask = self._sent.get(step) or self._sent.get(step - 1)
-        if ask is None or ask.computed != computed or failed(ask.number):
+        # The first step cannot extrapolate, so the second step adds the first one's residuals.
+        sent = self._sent.get(step) or self._sent.get(step - 1)
+        if sent is None or sent.computed != computed or failed(sent.number):
             return None
-        return ask if self._scales[step] == self._scales[ask.step] else None
+        return sent if self._scales[step] == self._scales[sent.step] else None
 
     def needs_present(self, step: int, added: SentRequest | None) -> bool:
         """Whether a step that begins requests residuals of its own latents; `added` is the result
@@ -92,5 +92,5 @@ class Reuse:
         later = step + 1
         if not self._fast or later >= len(self._scales) or not self.acts(later):
             return False
-        ask = self._sent.get(later)
-        return ask is None or ask.computed != computed
+        sent = self._sent.get(later)
+        return sent is None or sent.computed != computed

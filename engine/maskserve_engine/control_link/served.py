@@ -1,8 +1,8 @@
 """ControlNets of a denoiser's rows that another process runs (docs/adr/0035; Katz §5).
 
 The denoiser requests residuals as a step begins and continues with its own blocks. It waits where a
-residual is added, until that residual has arrived. Rows with `adapters: fast` have sent the request
-a step before (`reuse`).
+residual is added, until that residual has arrived. Rows with `adapters: fast` send the request one
+step ahead (`reuse`).
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class ServedRow:
         self.added: SentRequest | None = None
         """Request whose residuals the present step adds; None: none."""
         self.stale = False
-        """Whether those residuals are of other latents than the step's own."""
+        """Whether those residuals were requested one step ahead, so not for the step's latents."""
         self.lookahead: SentRequest | None = None
         """Request whose residuals the present step's lookahead adds; None: none."""
 

@@ -1,4 +1,4 @@
-"""ControlNets that a service holds for a denoiser."""
+"""Loads of ControlNets into a service, for a denoiser."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from maskserve_engine.control_link.served import ControlService
 from maskserve_engine.spec.control_nets import KnownControlNet, content_of
 from maskserve_engine.spec.model_spec import ModelSpec
 
-_LOAD_S = 300.0
-"""Seconds in which a service loads a ControlNet."""
+_LOAD_TIMEOUT_S = 300.0
 
 
 class ServedNetLoader(ControlNetLoader):
-    """Lets a service load ControlNets; the service sees the same folder or has copies."""
+    """Lets a service load ControlNets. The service reads the same folder, or copies of it."""
 
     def __init__(
         self, config: Config, spec: ModelSpec, load: Place, service: ControlService
@@ -27,4 +26,4 @@ class ServedNetLoader(ControlNetLoader):
 
     def _loaded(self, net: KnownControlNet, item: ResolvedControl) -> str:
         content = content_of(net.path)
-        return str(self._service.load(net.name, item.version, content, _LOAD_S)["digest"])
+        return str(self._service.load(net.name, item.version, content, _LOAD_TIMEOUT_S)["digest"])

@@ -1,9 +1,9 @@
 """Messages between a denoiser and a ControlNet service, and their transport on one host.
 
-Messages are small and go through a Unix socket that keeps their bounds (SOCK_SEQPACKET): a reader
-sleeps until one arrives, and notices at once when the other process ends. Tensors lie in shared
-memory (`slots`), residuals also in a device's (`device_memory`); a message says where. `network`
-carries both to another host.
+Messages are small. They go through a Unix socket that keeps their bounds (SOCK_SEQPACKET), where a
+reader sleeps until one arrives and notices at once when the other process ends. Tensors lie in
+shared memory (`slots`), residuals sometimes in device memory (`device_memory`); a message says
+where. `network` carries messages and tensors to another host.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from maskserve_engine.control_link.slots import RowSlots
 MOST_BYTES = 2**20
 """Most bytes of a message, without tensors."""
 _SEND_S = 1.0
-"""Seconds after which a denoiser that reads nothing is lost, since it delays all others."""
+"""Seconds after which a denoiser that reads nothing counts as lost, since it delays all others."""
 
 
 class Attached(msgspec.Struct, frozen=True):
-    """A service's answer to a denoiser that attaches."""
+    """A service's answer to a denoiser that opens a session."""
 
     session: str
     socket: str
     """Socket path on the service's host; the slots lie beside it."""
     port: int
-    """Port for denoisers of other hosts; 0: none may connect."""
+    """Port for denoisers of other hosts; 0: they cannot connect."""
     key: str
     """Secret by which both ends prove that they belong to the session."""
     lent: Lent | None = None
@@ -53,23 +53,23 @@ class RequestedRow(msgspec.Struct, array_like=True, frozen=True):
     shape: tuple[int, ...]
     dtype: str
     lookahead: int | None = None
-    """Refresh step whose lookahead these tokens are; None: they are those of the row's own step."""
+    """Refresh step whose lookahead pass has these tokens; None: they belong to the row's step."""
 
 
 class ResidualsRequest(msgspec.Struct, array_like=True, frozen=True):
-    """Rows of a denoiser that begin a step together: nets run over all of them at once."""
+    """Request for the residuals of rows that begin a step together; nets run over all at once."""
 
     number: int
     """One more than the number of the request before."""
     batch: int
-    """Number that stays while the batch has the same rows."""
+    """Number of the batch, which is the same as long as the batch has the same rows."""
     rows: tuple[RequestedRow, ...]
     lent: bool = False
     """Whether residuals may lie in the memory that the service lends."""
 
 
 class AddedPart(msgspec.Struct, array_like=True, frozen=True):
-    """A row's residual at some places of the base."""
+    """A row's residual, which the base adds at some places."""
 
     row: str
     first: int
@@ -91,11 +91,11 @@ class Answered(msgspec.Struct, array_like=True, frozen=True):
     parts: tuple[AddedPart, ...] = ()
     ended: bool = False
     error: str = ""
-    """Reason of an error after which nothing follows; empty: none."""
+    """Reason of an error, after which no part follows; empty: there is no error."""
 
 
 class Lost(Exception):
-    """The other end sends nothing more; the message says why."""
+    """The other end sends nothing any more; the message says why."""
 
 
 class Messages(Protocol):
@@ -133,7 +133,7 @@ class Messages(Protocol):
         ...
 
     def ended(self) -> bool:
-        """Whether the other end is gone; does not wait, and may be called from any thread."""
+        """Whether the other end has ended, without waiting; may be called from any thread."""
         ...
 
     def close(self) -> None: ...
@@ -186,18 +186,18 @@ class SocketMessages:
         return self._answers.decode(message)
 
     def receive(self) -> bool:
-        looks = select.poll()
-        looks.register(self._socket, select.POLLIN)
-        return bool(looks.poll(0))
+        poller = select.poll()
+        poller.register(self._socket, select.POLLIN)
+        return bool(poller.poll(0))
 
     def ended(self) -> bool:
         number = self._socket.fileno()
         if number < 0:
             return True
-        looks = select.poll()
+        poller = select.poll()
         # POLLHUP is always reported, and before unread messages.
-        looks.register(number, 0)
-        return bool(looks.poll(0))
+        poller.register(number, 0)
+        return bool(poller.poll(0))
 
     def end(self) -> None:
         """Wake a thread that waits in `next`, as if the service had ended; may be called from any

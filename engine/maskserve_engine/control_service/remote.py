@@ -1,7 +1,7 @@
-"""Denoisers of other hosts. Threads here forward messages between the link (`control_link.network`)
-and the service, for which each denoiser is one of its own host.
+"""Denoisers of other hosts. Threads forward messages between each network link
+(`control_link.network`) and the service, which sees only denoisers of its own host.
 
-So a slow link delays only its denoiser, and the service has only one transport.
+So a slow link delays only its own denoiser, and the service needs only one transport.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from maskserve_engine.control_service.sessions import DenoiserSessions
 
 _log = logging.getLogger(__name__)
 _MOST_LINKS = 256
-"""Most links. At this number the oldest link that has not proved its session's key ends, links of
-unknown hosts first. If all links have proved their key, the new link is refused.
+"""Most links. A further one displaces the oldest link that has not proved its session's key, of
+unknown hosts first. If all links have proved their keys, the new link is refused.
 """
 _PROOF_S = 2.0
 """Seconds in which a denoiser must prove that it knows its session's key."""
 _MOST_HOSTS = 1024
-_AGAIN_S = 0.2
+_RETRY_S = 0.2
 
 
 class RemoteDenoisers:
-    """Accepts connections; each belongs to its own session.
+    """Accepts connections of denoisers; each belongs to one session.
 
     Args:
         listener: socket that accepts them.
@@ -72,19 +72,19 @@ class RemoteDenoisers:
             except OSError as error:  # the denoiser has left, or there are too many files
                 if not self._stop.is_set():
                     _log.warning("a denoiser could not be let in: %s", error)
-                self._stop.wait(_AGAIN_S)
+                self._stop.wait(_RETRY_S)
                 continue
             with self._lock:
-                if len(self._links) >= _MOST_LINKS and not self._give_way(address[0]):
+                if len(self._links) >= _MOST_LINKS and not self._displace(address[0]):
                     wire.close()
                     continue
                 thread = threading.Thread(target=self._serve, args=(wire,), daemon=True)
                 self._links[wire], self._unproven[wire] = thread, address[0]
             thread.start()
 
-    def _give_way(self, host: str) -> bool:
-        """End an unproven link to make room for one of this host; return False if all links have
-        proved their key.
+    def _displace(self, host: str) -> bool:
+        """End an unproven link to make room for one from `host`; return False if there is none that
+        may be ended.
         """
         strangers = [
             wire for wire, other_host in self._unproven.items() if other_host not in self._hosts
@@ -123,16 +123,16 @@ class RemoteDenoisers:
         try:
             session = self._welcome(wire)
             messages = SocketMessages(self._sessions.attached(session))
-            back = threading.Thread(
-                target=self._answer, args=(wire, messages, session), daemon=True
+            answers = threading.Thread(
+                target=self._forward_answers, args=(wire, messages, session), daemon=True
             )
-            back.start()
+            answers.start()
             try:
-                self._ask(wire, messages, session)
+                self._forward_requests(wire, messages, session)
             finally:
                 messages.end()
                 wire.end()
-                back.join()
+                answers.join()
                 messages.close()
         except Exception as error:
             is_lost = isinstance(error, Lost)
@@ -143,15 +143,15 @@ class RemoteDenoisers:
                 self._unproven.pop(wire, None)
             wire.close()
 
-    def _ask(self, wire: Wire, local: SocketMessages, session: str) -> None:
+    def _forward_requests(self, wire: Wire, local: SocketMessages, session: str) -> None:
         decoder = msgspec.msgpack.Decoder(ResidualsRequest)
         while True:
-            ask = decoder.decode(wire.receive())
-            for row in ask.rows:
+            request = decoder.decode(wire.receive())
+            for row in request.rows:
                 wire.fill(room_for(row, self._slots(session, row.row)))
-            local.request(ask)
+            local.request(request)
 
-    def _answer(self, wire: Wire, local: SocketMessages, session: str) -> None:
+    def _forward_answers(self, wire: Wire, local: SocketMessages, session: str) -> None:
         try:
             while True:
                 answered = local.next(None)
@@ -165,7 +165,7 @@ class RemoteDenoisers:
                 wire.send(msgspec.msgpack.encode(replace(answered, parts=tuple(parts))), added)
         except Exception as error:
             is_lost = isinstance(error, Lost)
-            _log.info("a denoiser is told nothing more: %s", error, exc_info=not is_lost)
+            _log.info("a denoiser gets no more answers: %s", error, exc_info=not is_lost)
         finally:
             wire.end()
 

@@ -1,8 +1,7 @@
-"""A ControlNet service's thread: it answers the requests that denoisers send through the transport,
-one after the other.
+"""The thread of a ControlNet service: it answers the denoisers' requests one after the other.
 
-Rows of one request are packed together, as their denoiser would pack them, and never with rows of
-another request. So residuals are the same bytes as in-process.
+It packs the rows of a request as their denoiser would pack them, and never together with rows of
+another request. So residuals have the same bytes as if the denoiser ran the nets itself.
 """
 
 from __future__ import annotations
@@ -54,9 +53,9 @@ class ControlNetService:
         folder: folder of the socket and the slots, best in memory; emptied at start.
         loader: loads ControlNets from `[controls] folder`.
         adapter: adapter of the base's family; None: the configured one.
-        connection: makes a denoiser's connection; benchmarks make one as slow as a network.
-        ended: called when no request can be answered any more; by default it ends the process,
-            which the supervisor notices.
+        connection: makes the connection of a denoiser; benchmarks make one as slow as a network.
+        ended: called when the service cannot answer any more; by default it ends the process, which
+            the supervisor then restarts.
 
     Raises:
         ConfigError: it cannot listen at the configured address.
@@ -73,7 +72,7 @@ class ControlNetService:
     ) -> None:
         self._config, self._folder, self._connection = config, folder, connection
         self._device = device_of(config)
-        self._adapter: Adapter = adapter or load_adapter(_shape_of(config))
+        self._adapter: Adapter = adapter or load_adapter(_shapes_config(config))
         remote = _listener(config.controls.listen)
         port = 0 if remote is None else remote.getsockname()[1]
         self._lent = lent_block(config.controls.ipc_bytes, self._device)
@@ -96,8 +95,8 @@ class ControlNetService:
 
     @property
     def problem(self) -> str:
-        """Reason why no request is answered any more; empty: none. A service that is busy with a
-        step for `[engine] stuck_timeout_s` will not recover.
+        """Reason why the service answers no more; empty: it answers. If a step has taken `[engine]
+        stuck_timeout_s`, the service will not recover.
         """
         if not self._thread.is_alive():
             return "its thread has ended"
@@ -153,9 +152,7 @@ class ControlNetService:
         selector.register(accepted, selectors.EVENT_READ)
 
     def _watch(self) -> None:
-        """End a service that answers no request, so that it is restarted; runs in a thread of its
-        own.
-        """
+        """End a service that answers no more, so that it is restarted; has a thread of its own."""
         while not self._stop.wait(_POLL_S):
             problem = self.problem
             if problem and not self._stop.is_set():
@@ -168,41 +165,41 @@ class ControlNetService:
         self.sessions.end(connection.session)
 
     def _serve(self, connection: Connection) -> None:
-        ask = connection.read()
-        if ask is None:
+        request = connection.read()
+        if request is None:
             if not self.sessions.connected(connection.session):
                 raise Lost("its session is not known")
             return
         try:
-            self._answer(connection, ask)
+            self._answer(connection, request)
         except Lost:
             raise
         except Exception as error:
-            _log.exception("a step of %d rows failed", len(ask.rows))
+            _log.exception("a step of %d rows failed", len(request.rows))
             message = error.message if isinstance(error, MaskserveError) else type(error).__name__
-            connection.send(Answered(ask.number, ended=True, error=message))
+            connection.send(Answered(request.number, ended=True, error=message))
 
     def _answer(self, connection: Connection, request: ResidualsRequest) -> None:
         session, rows = self.sessions.rows(
-            connection.session, [asked_row.row for asked_row in request.rows]
+            connection.session, [requested.row for requested in request.rows]
         )
         block = self._lent if request.lent else None
-        targets = [(asked_row.row, asked_row.slot) for asked_row in request.rows]
+        targets = [(requested.row, requested.slot) for requested in request.rows]
         ends = [0] * len(request.rows)
         steps = []
-        for asked_row in request.rows:
-            row = rows[asked_row.row]
-            dtype = getattr(torch, asked_row.dtype)
+        for requested in request.rows:
+            row = rows[requested.row]
+            dtype = getattr(torch, requested.dtype)
             sample = (
-                row.slots.request(asked_row.slot).read(0, asked_row.shape, dtype).to(self._device)
+                row.slots.request(requested.slot).read(0, requested.shape, dtype).to(self._device)
             )
             steps.append(
                 NetStep(
-                    row.family_row, asked_row.step, sample, asked_row.computed, asked_row.lookahead
+                    row.family_row, requested.step, sample, requested.computed, requested.lookahead
                 )
             )
             if block is not None:
-                block.clear(asked_row.row, asked_row.slot)
+                block.clear(requested.row, requested.slot)
 
         def send(residuals: Sequence[Residual]) -> None:
             parts = []
@@ -243,9 +240,9 @@ def _listener(address: str) -> socket.socket | None:
         raise ConfigError(f"[controls] listen: {address!r} cannot be used: {error}") from None
 
 
-def _shape_of(config: Config) -> Config:
-    """Return the base's configuration with shapes only (device `meta`), to which nets are
-    fitted.
+def _shapes_config(config: Config) -> Config:
+    """Return the configuration of the base model without weights (device `meta`): the nets must fit
+    its shapes.
     """
     model = replace(
         config.model,

@@ -1,4 +1,5 @@
-"""Table of what cards of several sizes hold of a model, by form of its weights; loads nothing.
+"""Table of the rows and templates that cards of several sizes hold of a model, by form of its
+weights. It loads no weights.
 
 `maskserve serve --plan` runs it:
 
@@ -42,17 +43,15 @@ from maskserve_engine.planning.cost_model import H100, estimate
 from maskserve_engine.spec.model_spec import ModelSpec
 
 CARDS = (16, 24, 40, 48, 80)
-"""GB, as cards are sold; nearly GiB."""
+"""Sizes of cards in GB, as they are sold; nearly GiB."""
 _USABLE = 0.98
-"""Share of these sizes that a program sees: 23.5 GiB of a card of 24 GB."""
+"""Share of these sizes, in GiB, that a program can use: 23.5 GiB of a card of 24 GB."""
 _CONTEXT = 2**29
 """Bytes that CUDA takes for each worker process on the card; assumed."""
-_FEW_ROWS, _FEW_TEMPLATES = 4, 8
-"""Rows and templates that are enough: once settings hold these, none that leave more memory are
-tried.
-"""
-_NO_WEIGHTS = "meta"
-"""torch's device for shapes alone."""
+_ENOUGH_ROWS, _ENOUGH_TEMPLATES = 4, 8
+"""Rows and templates that are enough: no settings that cost more for an edit are then tried."""
+_META_DEVICE = "meta"
+"""torch's device for shapes without weights."""
 _GIB = 2**30
 Settings = tuple[tuple[str, str | bool], ...]
 """Keys and values of `[model]`."""
@@ -60,7 +59,7 @@ Settings = tuple[tuple[str, str | bool], ...]
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Capacity of a device with some settings. All sizes are bytes."""
+    """Capacity of a device with given settings. All sizes are bytes."""
 
     form: str
     """Form of the denoiser's weights."""
@@ -71,48 +70,50 @@ class Fit:
     decoder: int
     rows: int
     step: int
-    """Memory of a step of these rows, with all that accompanies any step."""
+    """Memory of a step of these rows, with LoRAs, ControlNets and placed keys and values."""
     templates: int
     missing: int
-    """Bytes lacking for these rows and, with a cache, one template; 0: it fits."""
+    """Bytes that are missing for these rows and, with a cache, one template; 0: they fit."""
 
     @property
     def enough(self) -> bool:
-        return not self.missing and self.rows >= _FEW_ROWS and self.templates >= _FEW_TEMPLATES
+        return (
+            not self.missing and self.rows >= _ENOUGH_ROWS and self.templates >= _ENOUGH_TEMPLATES
+        )
 
     @property
     def worth(self) -> tuple[int, int, int, int]:
-        """Key that orders fits that hold less than enough."""
+        """Sort key of fits that are not enough; the largest is the best."""
         if self.missing:
             return 0, 0, 0, -self.missing
-        few = min(self.rows, _FEW_ROWS) * min(self.templates, _FEW_TEMPLATES)
-        return few, self.rows, self.templates, 0
+        capacity = min(self.rows, _ENOUGH_ROWS) * min(self.templates, _ENOUGH_TEMPLATES)
+        return capacity, self.rows, self.templates, 0
 
-    def words(self, configured: Config) -> str:
-        """Return the settings as in a configuration file; empty: as configured."""
-        named = [f"{key} = {json.dumps(value)}" for key, value in self.settings]
+    def settings_text(self, configured: Config) -> str:
+        """Return the settings that differ from the configured ones, as in a configuration file."""
+        lines = [f"{key} = {json.dumps(value)}" for key, value in self.settings]
         if self.form != configured.model.weights:
-            named.insert(0, f'weights = "{self.form}"')
+            lines.insert(0, f'weights = "{self.form}"')
         if self.rows != configured.engine.max_rows:
-            named.append(f"max_rows = {self.rows}")
-        return ", ".join(named)
+            lines.append(f"max_rows = {self.rows}")
+        return ", ".join(lines)
 
 
 class Shapes:
     """A model's sizes, from its folder's config.json and the headers of its files.
 
     Args:
-        config: configuration of a worker; its device does not matter. Dtype `auto` is bfloat16, as
+        config: configuration of a worker, whose device is ignored. Dtype `auto` means bfloat16, as
             on a GPU.
 
     Raises:
-        ConfigError: the folder has no model that is served, or the size of a part is unknown.
+        ConfigError: the folder has no model that can be served, or a part of unknown size.
     """
 
     def __init__(self, config: Config) -> None:
         self.configured = config
         dtype = "bfloat16" if config.model.dtype == "auto" else config.model.dtype
-        plain = replace(config.model, device=_NO_WEIGHTS, dtype=dtype, weights="bf16")
+        plain = replace(config.model, device=_META_DEVICE, dtype=dtype, weights="bf16")
         self.config = replace(config, model=plain)
         self.adapter: Adapter = load_adapter(self.config)
         self.spec: ModelSpec = self.adapter.spec
@@ -129,13 +130,13 @@ class Shapes:
         return denoiser_bytes(self.config, WEIGHT_FORMS)
 
     def fit(self, form: str, usable: int, *, running: bool = False) -> Fit:
-        """Find the first settings with which a device holds the rows and templates that are enough;
-        if none do, those with which it holds most.
+        """Return the first settings with which a device holds enough rows and templates; if there
+        are none, those with which it holds most.
 
         Args:
             form: form of the denoiser's weights.
             usable: bytes of the device.
-            running: whether encoder and decoder may have taken their memory already.
+            running: whether encoder and decoder may already have taken their memory.
         """
         fits = []
         for settings in self._settings():
@@ -165,12 +166,12 @@ class Shapes:
         )
 
     def _settings(self) -> Iterator[Settings]:
-        """Yield settings to try beside the weights' form, from the cheapest for an edit to the
-        dearest.
+        """Yield the settings to try beside the weights' form. Those that slow down an edit least
+        come first.
         """
         yield ()
         if self.configured.stages.service:
-            return  # the others are the service's
+            return  # the service has encoder and decoder
         plain_t5 = self.spec.t5 and self.configured.model.t5_weights == "bf16"
         if plain_t5 and not self.configured.model.t5_offload:
             yield (("t5_weights", "int8"),)
@@ -181,13 +182,15 @@ class Shapes:
                 yield ("encoder_device", "cpu"), ("decoder_device", "cpu")
 
     def _needs_of(self, settings: Settings, running: bool) -> tuple[int, int, int]:
-        """Return (encoder's bytes, decoder's bytes, bytes of these and of CUDA not taken yet)."""
+        """Return the bytes of the encoder, those of the decoder, and the bytes of both and of CUDA
+        that are not taken yet.
+        """
         config = replace(self.config, model=replace(self.config.model, **dict(settings)))
         stage_bytes, pending_bytes = [], 0 if running else _CONTEXT
         stages: tuple[Stage, ...] = ("encoder", "decoder")
         for stage in stages:
             stage_config = sharing_the_device(config, stage)
-            if config.stages.service or stage_config.model.device != _NO_WEIGHTS:
+            if config.stages.service or stage_config.model.device != _META_DEVICE:
                 stage_bytes.append(0)
                 continue
             work, weights = (
@@ -210,7 +213,7 @@ class Shapes:
 
     @property
     def least(self) -> int:
-        """Return the bytes that a worker leaves for its cache: at least one template."""
+        """Return the least bytes of a worker's cache, which hold one template; 0: no cache."""
         cache_config = self.config.cache
         if not cache_config.enabled:
             return 0
@@ -224,20 +227,20 @@ class Shapes:
 
 
 def check_fits(config: Config, free: int) -> None:
-    """Raise if a model cannot run on the denoiser's device, before any part of it is loaded.
+    """Check that a model can run on the denoiser's device, before any part of it is loaded.
 
     Args:
         config: configuration of the worker.
         free: free bytes of the device.
 
     Raises:
-        ConfigError: it names settings with which the model fits.
+        ConfigError: it cannot; the text names settings with which it can, if there are any.
     """
     shapes, form, rows = Shapes(config), config.model.weights, config.engine.max_rows
     if form not in shapes.weights:
-        return  # it has no such form; loading reports that
+        return  # the model has no such form, which the load will report
     requested_fit = shapes.fit_with(form, (), rows, free, running=True)
-    if requested_fit.missing <= shapes.least:  # at worst without a template
+    if requested_fit.missing <= shapes.least:  # it fits, if need be without a template
         return
     needed = ", ".join(
         f"{part} {getattr(requested_fit, part) / _GIB:.1f}"
@@ -253,19 +256,20 @@ def check_fits(config: Config, free: int) -> None:
         if candidate in shapes.weights
     ]:
         fit = shapes.fit(other_form, free, running=True)
+        settings = fit.settings_text(config)
         if not fit.missing:
             raise ConfigError(
-                f"{message}{fit.words(config)} would: rows {fit.rows}, templates {fit.templates}"
+                f"{message}{settings} would: rows {fit.rows}, templates {fit.templates}"
             )
-    raise ConfigError(f"{message}{fit.missing / _GIB:.1f} GiB are missing with {fit.words(config)}")
+    raise ConfigError(f"{message}{fit.missing / _GIB:.1f} GiB are missing with {settings}")
 
 
 def text(shapes: Shapes) -> str:
-    """The table, in Markdown; forms of nearly the same size are one line."""
-    facts, config = shapes.spec, shapes.configured
+    """Return the table in Markdown; forms of nearly the same size share a line."""
+    spec, config = shapes.spec, shapes.configured
     size = shapes.size
     lines = [
-        f"{shapes.name}: {facts.native_resolution}x{facts.native_resolution}, "
+        f"{shapes.name}: {spec.native_resolution}x{spec.native_resolution}, "
         f"{shapes.config.model.dtype}, cached activations in {config.cache.entry_format}: a "
         f"template takes {size.nbytes / _GIB:.2f} GiB. Sizes in GiB; settings beside the "
         "configured ones.",
@@ -284,10 +288,12 @@ def text(shapes: Shapes) -> str:
             ]
             columns = ["–", f"{fit.step / _GIB:.1f}", "–", f"{fit.missing / _GIB:.1f} missing"]
             if not fit.missing:
-                settings = fit.words(replace(config, model=replace(config.model, weights=fit.form)))
+                settings = fit.settings_text(
+                    replace(config, model=replace(config.model, weights=fit.form))
+                )
                 columns = [str(fit.rows), columns[1], str(fit.templates), settings]
-            named = "GGUF" if config.model.gguf else ", ".join(forms)
-            cells = [f"{card} GB", named, *sizes, *columns]
+            form_names = "GGUF" if config.model.gguf else ", ".join(forms)
+            cells = [f"{card} GB", form_names, *sizes, *columns]
             lines.append(f"| {' | '.join(cells)} |")
     if config.controls.service and config.controls.folder:
         service_total = service_bytes(shapes.config, shapes.adapter)

@@ -1,4 +1,4 @@
-"""Builds a worker's store from its configuration and model."""
+"""The store of entries of a worker, built from its configuration and model."""
 
 from __future__ import annotations
 
@@ -45,42 +45,42 @@ from maskserve_engine.stages.loader import device_of, dtype_of
 
 _log = logging.getLogger(__name__)
 _PADDING = 64
-"""The reserve is longer than the budget by one part in so many, as tensors in it are padded."""
-_BUFFER = 32 * 2**20
-"""Bytes of one pinned buffer."""
-_TRIED, _WIDTH, _LEFT_OUT = 8192, 3072, 9
-"""Trial of the links: tokens, their width, and the reciprocal share of tokens left out, as at a
-mask ratio of 0.11.
+"""The reserve is longer than the budget by 1/64, because tensors in it are padded."""
+_BUFFER_BYTES = 32 * 2**20
+"""Bytes of a pinned buffer."""
+_TRIAL_TOKENS, _TRIAL_WIDTH, _LEFT_OUT = 8192, 3072, 9
+"""Trial of the links: number of tokens, their width, and which of them are left out: every ninth,
+as at a mask ratio of 0.11.
 """
-_IDS: NDArray[np.int64] = np.flatnonzero(np.arange(_TRIED) % _LEFT_OUT)
+_IDS: NDArray[np.int64] = np.flatnonzero(np.arange(_TRIAL_TOKENS) % _LEFT_OUT)
 
 
 def open_mover(config: Config) -> Mover:
-    """Build the mover of entries to the denoiser's device. On a GPU both ways are measured; it
-    reads a host tier in memory by itself if it can.
+    """Return the mover of entries to the denoiser's device. For a GPU, its two ways are measured:
+    through pinned buffers, and, if the host tier is in memory and can be registered, directly.
     """
     device, cache = device_of(config), config.cache
     if device.type != "cuda":
         return HostMover()
     direct = cache.enabled and cache.register_host and on_tmpfs(cache.host_dir)
-    mover = CudaMover(device, _BUFFER, registrar=Registrar(device) if direct else None)
+    mover = CudaMover(device, _BUFFER_BYTES, registrar=Registrar(device) if direct else None)
     if cache.enabled:
-        mover.rates = tried_rates(mover, partial(seconds_of, device=device), direct=direct)
+        mover.rates = measure_rates(mover, partial(seconds_of, device=device), direct=direct)
         _log.info("entries from host memory: %s", mover.rates.text())
     return mover
 
 
-def tried_rates(mover: CudaMover, seconds: Timer, *, direct: bool) -> LinkRates:
-    """Measure the rates of a mover's two ways; a rate stays as assumed where timing fails.
+def measure_rates(mover: CudaMover, seconds: Timer, *, direct: bool) -> LinkRates:
+    """Measure the rates of a mover's two ways; if a time is 0, the assumed rate stays.
 
     Args:
         mover: mover to time.
         seconds: returns how long one run of some work takes.
-        direct: whether to try the direct way too. Its rate is 0 where the device refuses files.
+        direct: whether to measure the direct way, too. Its rate is 0 if the device refuses files.
     """
-    part = encode(torch.ones(_TRIED, _WIDTH), "int8")
+    part = encode(torch.ones(_TRIAL_TOKENS, _TRIAL_WIDTH), "int8")
     assumed = LinkRates(direct=0.0)
-    gathered = moved_per_s(mover, part, seconds) or assumed.gathered
+    gathered = moved_bytes_per_s(mover, part, seconds) or assumed.gathered
     if not direct:
         return LinkRates(gathered, 0.0)
     with memory_file(part.data.nbytes) as file:
@@ -89,14 +89,14 @@ def tried_rates(mover: CudaMover, seconds: Timer, *, direct: bool) -> LinkRates:
             return LinkRates(gathered, 0.0)
         data = FileTensor(file, 0, part.data.dtype, tuple(part.data.shape), part.data.nbytes)
         mover.rates = LinkRates(direct=math.inf)
-        reached = moved_per_s(mover, StoredCoded(part.format, data, None, None), seconds)
-    whole = reached * _TRIED / len(_IDS)
+        reached = moved_bytes_per_s(mover, StoredCoded(part.format, data, None, None), seconds)
+    whole = reached * _TRIAL_TOKENS / len(_IDS)
     return LinkRates(gathered, whole or LinkRates().direct)
 
 
 @contextmanager
 def memory_file(nbytes: int) -> Iterator[OpenFile]:
-    """A file of zeros that is memory, as those on a tmpfs are."""
+    """Yield a file of zeros in memory, like those on a tmpfs."""
     descriptor = os.memfd_create("maskserve", os.MFD_CLOEXEC)
     try:
         os.truncate(descriptor, nbytes)
@@ -108,33 +108,33 @@ def memory_file(nbytes: int) -> Iterator[OpenFile]:
 def estimated_costs(
     config: Config, mover: Mover | None = None, rates: Rates | None = None
 ) -> CostModel:
-    """Return the costs of steps and loads before this worker has measured any: profiled, if there
-    is a profile, or estimated.
+    """Return the costs of steps and loads before this worker has measured any: those of the profile
+    if there is one, otherwise estimates.
 
     Args:
         config: configuration of the worker.
-        mover: mover whose ways to a GPU were timed: loads are planned at the faster rate.
+        mover: mover with measured rates, of which loads are planned with the faster.
         rates: rates of the device; None: they are probed.
     """
     rates = rates or device_rates(config)
     if isinstance(mover, CudaMover) and config.cache.enabled:
-        rates = replace(rates, link_bytes=mover.rates.best(len(_IDS) / _TRIED))
+        rates = replace(rates, link_bytes=mover.rates.best(len(_IDS) / _TRIAL_TOKENS))
     costs = estimate(rates)
     if not config.engine.costs:
         return costs
     profile = read_profile(config.engine.costs).costs
     if profile.device != costs.device:
         _log.warning(
-            "[engine] costs: %s was measured on %s, and this is %s: steps are priced as there "
-            "until they have been measured here",
+            "[engine] costs: %s was measured on %s, and this is %s: its prices of steps are used "
+            "until steps have been measured here",
             *(config.engine.costs, profile.device, costs.device),
         )
     return replace(profile, launch=costs.launch, loads={**costs.loads, **profile.loads})
 
 
-def moved_per_s(mover: Mover, part: Coded | StoredCoded, seconds: Timer) -> float:
-    """Return the bytes per second of tokens that are moved to the device, with one in nine left
-    out: less than the link's rate. 0 if the measured time is 0.
+def moved_bytes_per_s(mover: Mover, part: Coded | StoredCoded, seconds: Timer) -> float:
+    """Return the bytes per second of tokens that arrive on the device when every ninth is left out,
+    which is less than the link's rate; 0: the measured time was 0.
 
     Args:
         mover: mover to the device.
@@ -143,7 +143,7 @@ def moved_per_s(mover: Mover, part: Coded | StoredCoded, seconds: Timer) -> floa
     """
     parts: Any = (part,)
     took = seconds(lambda: mover.move(parts, _IDS).get())
-    return len(_IDS) * _WIDTH / took if took > 0 else 0.0
+    return len(_IDS) * _TRIAL_WIDTH / took if took > 0 else 0.0
 
 
 def entry_format(config: Config) -> EntryFormat:
@@ -152,16 +152,18 @@ def entry_format(config: Config) -> EntryFormat:
 
 
 def sized(config: Config, adapter: Adapter, costs: CostModel) -> tuple[Kinds, TemplateSize]:
-    """(per block what is kept, the size of a square template of the model's native area)."""
-    facts, cache, model = adapter.spec, config.cache, config.model
-    side = facts.native_resolution
-    work = adapter.work(side // facts.vae_scale_factor, side // facts.vae_scale_factor)
+    """Return the kind of entry that each block keeps, and the size of a square template of the
+    model's native area.
+    """
+    spec, cache, model = adapter.spec, config.cache, config.model
+    side = spec.native_resolution
+    work = adapter.work(side // spec.vae_scale_factor, side // spec.vae_scale_factor)
     fmt = entry_format(config)
-    halves, text = adapter.entry_halves, facts.text_tokens(model.max_sequence_length)
+    halves, text = adapter.entry_halves, spec.text_tokens(model.max_sequence_length)
     kinds = choose_kinds(cache.entry_kind, work, fmt, costs, text, halves)
-    tokens = (side // facts.token_pixels) ** 2
-    stride = anchor_stride(cache.stride, facts)
-    anchors = adapter.anchors(tokens, facts.steps_default(model.num_inference_steps), stride)
+    tokens = (side // spec.token_pixels) ** 2
+    stride = anchor_stride(cache.stride, spec)
+    anchors = adapter.anchors(tokens, spec.steps_default(model.num_inference_steps), stride)
     return kinds, template_size(work, kinds, fmt, len(anchors), side, halves)
 
 
@@ -174,11 +176,11 @@ def open_store(
         config: configuration of the worker.
         size: size of a template.
         costs: cost model of the worker.
-        budget: bytes of the device; 0: entries are in files only.
+        budget: bytes of the device tier; 0: entries are in files only.
         mover: mover of entries to the device.
 
     Raises:
-        ConfigError: a budget cannot hold one template, or a folder cannot be written to.
+        ConfigError: a budget is too small for one template, or a folder cannot be written.
     """
     cache = config.cache
     budgets = [(DEVICE.name, budget)] if budget else []
@@ -197,7 +199,7 @@ def open_store(
             except OSError as error:
                 why = f"{folder} cannot be used: {error.strerror}"
                 raise ConfigError(f"[cache] {place.folder}: {why}") from error
-            below = fetched_from(tier, costs, below)
+            below = rebuild_from(tier, costs, below)
             folders.insert(0, tier)
             budgets.insert(1 if budget else 0, (place.name, tier.budget_bytes))
     if cache.enabled:
@@ -213,10 +215,10 @@ def open_store(
 
 
 def open_reserve(mover: Mover, budget: int) -> Reserve | None:
-    """Return the GPU memory that the cache may take; None: the memory is the host's.
+    """Reserve the GPU memory of the cache; None: entries lie in host memory.
 
     Raises:
-        ConfigError: the device does not have it.
+        ConfigError: the device does not have so much.
     """
     if not isinstance(mover, CudaMover) or not budget:
         return None
@@ -230,11 +232,13 @@ def open_reserve(mover: Mover, budget: int) -> Reserve | None:
 
 
 def _not_registered(file: OpenFile) -> None:
-    """Refuse to register: files on a disk are not memory."""
+    """Do nothing: a file on a disk is not memory, which alone can be registered."""
 
 
-def fetched_from(tier: Tier, costs: CostModel, otherwise: Rebuild) -> Rebuild:
-    """Seconds to have a template again where `tier` lies below."""
+def rebuild_from(tier: Tier, costs: CostModel, otherwise: Rebuild) -> Rebuild:
+    """Return the function that gives the seconds to get an evicted template back: those of a load
+    from `tier` if it has the entries, otherwise those of `otherwise`.
+    """
 
     def seconds(key: str, entry: TierEntry) -> float:
         if set(entry.anchors) <= tier.anchors(key):

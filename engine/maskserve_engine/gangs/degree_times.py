@@ -1,4 +1,4 @@
-"""Predicts the time of an edit's step on several devices from the worker's steps."""
+"""Predictions of an edit's step on several devices, from the measured steps of the worker."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ from maskserve_engine.requests.state import RequestState
 
 
 class DegreeTimes:
-    """Predicts seconds of a step by degree, for tickets.
+    """Predicts the seconds of a step by degree, for tickets.
 
     Args:
-        costs: measured costs of one device's share of the worker's steps.
+        adapter: adapter of the model.
+        costs: measured costs of a device's share of the worker's steps.
         exchange: returns the measured costs of exchanges between ranks.
+        devices: number of the worker's devices.
     """
 
     def __init__(
@@ -36,14 +38,14 @@ class DegreeTimes:
         self._exchange, self._devices = exchange, devices
 
     def prices(self, text: int) -> tuple[DegreePrice, ...]:
-        """Return, for 2, 4 and 8 devices, a row's seconds beyond the fixed seconds of a step, as a
-        share of those on one device; 1 if more devices gain nothing. The row has the model's native
-        size and `text` prompt tokens; a cached row computes a fifth of its tokens.
+        """Return the prices of a row on 2, 4 and 8 devices: its seconds beyond the fixed seconds of
+        a step, as a share of those on one device (1: more devices gain nothing). The row has the
+        model's native size and `text` prompt tokens; a cached row computes a fifth of its tokens.
         """
-        facts = self._adapter.spec
-        if facts.guidance == "cfg":
-            return (DegreePrice(0.5, 0.5),)  # one of its passes each
-        side = facts.native_resolution // facts.vae_scale_factor
+        spec = self._adapter.spec
+        if spec.guidance == "cfg":
+            return (DegreePrice(0.5, 0.5),)  # each device takes one of the two passes
+        side = spec.native_resolution // spec.vae_scale_factor
         work, line = self._adapter.work(side, side), self._costs.model.compute
         degrees = tuple([degree for degree in DEGREES if degree <= self._devices])
 
@@ -51,17 +53,17 @@ class DegreeTimes:
             row, exchange = work.row_at(ratio, text), self._exchange()
             seconds = seconds_by_degree(work, row, kind, line, exchange, degrees)
             single, *shared = [value - line.fixed for value in seconds]
-            # A line that was fitted to steps that hardly differ may have no slope.
+            # If the measured steps hardly differ, the line has no slope, and `single` is 0.
             return [value / single if value < single else 1.0 for value in shared]
 
         pairs = zip(shares("dense", 1.0), shares("kv", 0.2), strict=True)
         return tuple([DegreePrice(dense, cached) for dense, cached in pairs])
 
     def of(self, edit: RequestState) -> tuple[tuple[float, ...], float]:
-        """Return the seconds of one step of the edit alone on 1, 2, 4 and 8 devices, as far as it
-        may have them, and the part of each that does not depend on its rows.
+        """Return the seconds of a step of the edit alone on 1, 2, 4 and 8 devices, up to the number
+        that it may use, and the part of these seconds that does not depend on its rows.
 
-        A reproducible edit keeps to one device: products of other shapes round differently.
+        A reproducible edit uses one device, because products of other shapes round differently.
         """
         job = edit.job
         most = min(self._devices, self._adapter.most_ranks(job))
@@ -77,14 +79,15 @@ class DegreeTimes:
             exchange,
             tuple([degree for degree in DEGREES if degree <= most]),
         )
-        of_passes = [passes * step_s for step_s in seconds]
-        if passes == 2 and most > 1:  # each has one (`batch.cfg_parallel`)
-            of_passes[1] = seconds[0] + exchange.call_seconds
-        return tuple(of_passes), line.fixed
+        step_seconds = [passes * pass_s for pass_s in seconds]
+        if passes == 2 and most > 1:  # each device takes one pass (`batch.cfg_parallel`)
+            step_seconds[1] = seconds[0] + exchange.call_seconds
+        return tuple(step_seconds), line.fixed
 
     def overhead_shares(self, edits: Sequence[RequestState], ranks: int) -> float:
         """Return the seconds that a step of these edits takes on `ranks` ranks beyond an even share
-        of its FLOPs: ranks exchange once for all rows, and wait for the rank with most heads.
+        of its FLOPs: the ranks exchange data once for all rows, and wait for the rank with most
+        attention heads.
         """
         exchange, counted = self._exchange(), [self._counted(edit) for edit in edits]
         work, row = counted[0]

@@ -1,7 +1,7 @@
 """`python -m maskserve_engine.gangs.rank FD`: a process with the model and some rows on one device.
 It runs the calls that arrive through its pipe, one after the other.
 
-It ends when the pipe does, whatever it is doing.
+When the pipe ends, the process ends at once, even during a call.
 """
 
 from __future__ import annotations
@@ -82,10 +82,10 @@ _OPEN_S = 2.0
 
 
 class Rank:
-    """The calls, each made by `GangExecutor`.
+    """The calls of a rank, which `GangExecutor` makes.
 
     Args:
-        config: configuration of the worker, as this rank's process has it.
+        config: configuration of the worker, with this rank's device.
     """
 
     def __init__(self, config: Config) -> None:
@@ -99,8 +99,9 @@ class Rank:
         costs = estimated_costs(config, mover)
         kinds, size = sized(config, adapter, costs)
         memory = memory_table(config, adapter, size)
-        share = 1 if self.device.type == "cuda" else config.engine.devices  # all in one memory
-        self._store = open_store(config, size, costs, memory.cache // share, mover)
+        # On a CPU, all ranks share one memory.
+        ranks = 1 if self.device.type == "cuda" else config.engine.devices
+        self._store = open_store(config, size, costs, memory.cache // ranks, mover)
         self._local = LocalExecutor(adapter, self._store)
         self.adapter = adapter
         if config.engine.warm_up:
@@ -129,7 +130,7 @@ class Rank:
             count: number of ranks in the gang.
             port: port of the store at which ranks meet.
         """
-        stores: Any = distributed  # of which torch's stubs know little
+        stores: Any = distributed  # torch's stubs lack its stores
         store = stores.PrefixStore(gang, stores.TCPStore("127.0.0.1", port))
         deals = policy_of(self._config.engine).deals
         exchange = GangExchange(store, rank, count, self.device, _EXCHANGE_S, deals=deals)
@@ -147,7 +148,7 @@ class Rank:
         self._specs[row] = spec
         try:
             for control in spec.job.controls:
-                if control.net in self._nets:  # one that acts in no step need not be on this rank
+                if control.net in self._nets:  # a net that acts in no step may not be loaded here
                     self._nets[control.net].result()
             if isinstance(spec, CachedRowSpec):
                 self._open(spec.key, spec.anchors)
@@ -184,11 +185,11 @@ class Rank:
         self._change(row, lambda: self._local.attach(row, adapters))
 
     def read(self, row: str, key: str, anchors: Sequence[Anchor | None]) -> None:
-        def turn_over() -> None:
+        def open_and_read() -> None:
             self._open(key, anchors)
             self._local.read(row, key, anchors)
 
-        self._change(row, turn_over)
+        self._change(row, open_and_read)
 
     def place(self, places: Sequence[RowPlace]) -> None:
         """Set rows to the state that other ranks have computed."""
@@ -211,16 +212,16 @@ class Rank:
         cut = None if share is None else (*share_of(heads, *share), heads)
         try:
             loads = self._local.load_shared(ready_reads, cut, by_rank=by_rank)
-        except ValueError:  # a format that has no such cut
+        except ValueError:  # entries of this format cannot be cut by heads
             loads = self._local.load(ready_reads)
         entry_loads: dict[int, EntryLoad] = {}
-        for load in loads.values():  # rows that share one share it on the other side, too
+        for load in loads.values():  # rows with one load also share its `EntryLoad`
             entry_loads.setdefault(id(load), EntryLoad(load.tier, load.sizes, load.missing))
         return {row: entry_loads[id(load)] for row, load in loads.items()}
 
     def step(self, step: StepInput, gang: str) -> StepAnswer:
         """Take one step; `gang` names the ranks that share it, and is empty for this rank alone."""
-        absent = EngineFailed("its row could not be brought to a device")
+        absent = EngineFailed("its row could not be moved to a device")
         unmade = {
             row: self._unmade.get(row, absent)
             for row in step.rows
@@ -239,7 +240,7 @@ class Rank:
         else:
             rows = tuple([row for row in step.rows if row not in unmade])
             reads = tuple([read for read in step.reads if read.row not in unmade])
-            loaded = self._local.load(reads)  # of all heads, whatever gang was to take the step
+            loaded = self._local.load(reads)  # all heads, also if a gang was to take the step
             reads = tuple([read for read in reads if read.row in loaded])
             result, reports = self._local.run(replace(step, rows=rows, reads=reads)), True
         if self.device.type == "cuda":
@@ -269,7 +270,7 @@ class Rank:
         self._local.idle()
 
     def _after(self, step: RowStep, took: Span, *, reports: bool) -> RowAfter:
-        """Return a row's outcome for the engine's process after its step; release a row that is
+        """Return what the engine's process gets of a row after its step; release the row if it is
         done.
         """
         row, spec = step.row, self._specs[step.row]
@@ -290,8 +291,8 @@ class Rank:
         return RowAfter(step, carried, None, None, preview)
 
     def _keep(self, step: RowStep, spec: PrimingRowSpec) -> bool:
-        """Store the entry that a priming row has recorded; return once its file is written, since
-        other ranks read it.
+        """Store the entry that a priming row has recorded, and return whether its file is written:
+        other ranks read the file.
         """
         whole_s = self._primed_s[step.row] / step.done * len(spec.anchors)
         note = Note(spec.job.request.template_id, len(spec.anchors), whole_s)
@@ -348,9 +349,9 @@ def main(pipe: Connection) -> None:
             while True:
                 calls.put(receive(pipe))
         except (EOFError, OSError):
-            os._exit(0)  # the engine's process has ended: nobody needs this one
+            os._exit(0)  # the engine's process has ended
         except BaseException:
-            # A thread that waits for calls would wait for ever.
+            # Otherwise `main` would wait for calls for ever.
             sys.excepthook(*sys.exc_info())
             os._exit(1)
 
@@ -388,7 +389,7 @@ def _do(rank: Rank, call: RankCall, report: Callable[[RankAnswer], None]) -> Non
         value = getattr(rank, call.verb)(*call.arguments)
     except Exception as error:
         if call.verb == "step" and not call.arguments[1]:
-            raise  # it could step no row by itself: this process is broken
+            raise  # a step without other ranks must not fail: this process is broken
         report(_failed(call, error))
         return
     if not isinstance(value, Future):

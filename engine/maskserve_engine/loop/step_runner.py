@@ -41,7 +41,7 @@ class StepRunner:
     An error of one row ends that row alone.
 
     Args:
-        adapter: adapter of the model, used only for its work counts.
+        adapter: adapter of the model, used only to count its work.
         planner: planner of rows that read entries.
         overhead_shares: returns the seconds that a step of these edits takes on a number of ranks,
             beyond an even share of its work.
@@ -65,8 +65,8 @@ class StepRunner:
         self.planner, self.output, self.times = planner, output, times
         self.counters, self.observations = counters, observations
         self._pair = policy_of(config.engine).deals
-        """Whether all devices take every step: the worker is then like a faster one."""
-        # Entries have only keys and values of tokens that a text encoder was shown.
+        """Whether all devices take every step together, as one faster device would."""
+        # Such entries have keys and values of some tokens, but no hidden states.
         keys_only = config.cache.conv_halo > 0 or adapter.spec.encoder_picture is not None
         self._fixed = config.cache.plan == "fixed" or keys_only
         self._dense = ("dense",) * adapter.blocks
@@ -83,17 +83,17 @@ class StepRunner:
         Raises:
             RuntimeError: all rows have failed for several steps.
         """
-        running = _refreshing_first(running)
+        running = _rows_of_step(running)
         reads, loads = self._load(running, devices)
         work = self._work(running[0])
         planned = self._plan(running, len(devices), work, loads)
         step = self._input(running, devices, work, reads, planned)
 
         def done(result: StepResult) -> None:
-            # Edits that were cancelled during the step have had their answer.
+            # Edits that were cancelled during the step are already answered.
             live_edits = [edit for edit in running if self.manager.holds(edit)]
-            self._book_waits(live_edits, result.control_waits)
-            self._book(live_edits, len(running), work, result, planned)
+            self._record_waits(live_edits, result.control_waits)
+            self._record_time(live_edits, len(running), work, result, planned)
             self._update(live_edits, result, self._dense if planned is None else planned.plan.kinds)
 
         self.executor.step(step, done)
@@ -101,17 +101,19 @@ class StepRunner:
     def _load(
         self, running: Running, devices: tuple[int, ...]
     ) -> tuple[list[Read], Mapping[str, LoadState]]:
-        """Let each cached row read the entry of its step, if it is ready."""
+        """Start the loads of the entries that cached rows read in this step, if they are ready."""
         cached = [(edit, edit.reads) for edit in running if isinstance(edit, RequestState)]
         readers = [(edit, reads) for edit, reads in cached if reads is not None]
         if not readers:
             return [], {}
         readers = [(e, reads) for e, reads in readers if not reads.is_dense(e.tally.done)]
-        shared = _shared([(reads, e.tally.done, e.work.mask_ratio) for e, reads in readers])
+        whole_entries = _entries_loaded_whole(
+            [(reads, e.tally.done, e.work.mask_ratio) for e, reads in readers]
+        )
         row_reads = [
             Read(
                 edit.request_id,
-                (reads.key, reads.anchors[edit.tally.done]) in shared,
+                (reads.key, reads.anchors[edit.tally.done]) in whole_entries,
                 edit.job.request.settings.reproducible,
                 text=not reads.without_text(edit.tally.done),
             )
@@ -131,13 +133,13 @@ class StepRunner:
         for edit in running:
             load = loads.get(edit.request_id)
             if load is not None and isinstance(edit, RequestState) and edit.reads is not None:
-                steps_done, ahead = edit.tally.done, edit.work.lookahead
+                steps_done, lookahead = edit.tally.done, edit.work.lookahead
                 stays = edit.reads.stays(steps_done)
                 reading.append(Reading(edit.reads_counted(steps_done), load, stays))
-                if edit.reads.looks_ahead(steps_done) and ahead.reads:
-                    reading.append(Reading(ahead.counted, load, stays))
+                if edit.reads.looks_ahead(steps_done) and lookahead.reads:
+                    reading.append(Reading(lookahead.counted, load, stays))
                 elif edit.reads.looks_ahead(steps_done):
-                    dense_totals.append(ahead.counted)
+                    dense_totals.append(lookahead.counted)
                 fixed = fixed or edit.job.request.settings.reproducible
                 # Text and step caches have keys and values only. Whether a row reads them follows
                 # from its own step, so that its picture does not depend on its batch.
@@ -166,14 +168,14 @@ class StepRunner:
             number, rows, devices, tuple(reads), work.maps, planned.plan, planned.next_plan
         )
 
-    def _book_waits(self, running: Running, waits: tuple[float, ...]) -> None:
+    def _record_waits(self, running: Running, waits: tuple[float, ...]) -> None:
         for seconds in waits:
             self.observations.add("controlnet_stall_seconds", seconds)
         for edit in running:
             if isinstance(edit, RequestState) and edit.controls.effective:
                 edit.controls.stalled_s += sum(waits)
 
-    def _book(
+    def _record_time(
         self,
         running: Running,
         count: int,
@@ -192,7 +194,7 @@ class StepRunner:
         """
         ranks = 1 if self._pair else result.ranks
         edits = [edit for edit in running if isinstance(edit, RequestState)]
-        # If ranks have dealt the passes, the time of each rank is not counted.
+        # If ranks dealt the passes, FLOPs per rank are not known.
         counted = len(running) == count and (ranks == 1 or self._share_tokens(running))
         flops = self._flops(running, work, result, planned) if counted else None
         beside_shares = self._overhead_shares(edits, ranks) if ranks > 1 and edits else 0.0
@@ -223,22 +225,22 @@ class StepRunner:
     def _flops(
         self, running: Running, work: ModelWork, result: StepResult, planned: StepPlan | None
     ) -> float | None:
-        """Return the counted FLOPs of the step just taken; None if its rows did less (they failed
-        or skipped blocks) or more (they made their references).
+        """Return the counted FLOPs of the step just taken; None: its rows did less (they failed or
+        skipped blocks) or more (they computed their references).
         """
         surviving = [edit for edit in running if edit.request_id not in result.failed]
         if not surviving or any(map(_uncounted, surviving, result.rows)):
             return None
         rows = list(zip(surviving, result.rows, strict=True))
         edits = ((edit, step) for edit, step in rows if isinstance(edit, RequestState))
-        ahead = [edit.work.lookahead for edit, step in edits if step.foresaw]
+        lookaheads = [edit.work.lookahead for edit, step in edits if step.foresaw]
         return self._batch_flops.of(
             work,
             [
                 *(_counted(edit, step) for edit, step in rows),
-                *(ahead_work.counted for ahead_work in ahead),
+                *(lookahead.counted for lookahead in lookaheads),
             ],
-            [*(step.read for step in result.rows), *(ahead_work.reads for ahead_work in ahead)],
+            [*(step.read for step in result.rows), *(lookahead.reads for lookahead in lookaheads)],
             () if planned is None else planned.plan.kinds,
         ) + sum(map(_control_flops, surviving, result.rows))
 
@@ -247,19 +249,19 @@ class StepRunner:
         for edit in running:
             error = result.failed.get(edit.request_id)
             if error is not None:
-                self._drop(edit, error)
+                self._end(edit, error)
                 continue
             try:
                 if isinstance(edit, RequestState) and edit.request_id in result.lost:
-                    assert edit.reads is not None, "only what reads can lose it"
+                    assert edit.reads is not None, "only a row that reads entries can lose one"
                     edit.reads.lose(edit.tally.done)
                 self._count(edit, steps[edit.request_id], len(steps), kinds)
             except Exception as error:
                 _log.exception("the end of a step failed", extra=about(edit.request_id))
                 reason = EngineFailed(f"a denoising step failed ({type(error).__name__})")
-                self._drop(edit, reason)
+                self._end(edit, reason)
 
-    def _drop(self, edit: RequestState | PrimingState, error: EngineFailed) -> None:
+    def _end(self, edit: RequestState | PrimingState, error: EngineFailed) -> None:
         if isinstance(edit, PrimingState):
             assert self.manager.primings is not None, "only primings have such rows"
             self.manager.primings.end(edit, complete=False, unfit=True)
@@ -269,7 +271,7 @@ class StepRunner:
     def _count(
         self, edit: RequestState | PrimingState, step: RowStep, rows: int, kinds: tuple[str, ...]
     ) -> None:
-        """Count a row's step, report progress to the client, and release a finished row."""
+        """Count a row's step; report progress to the client, or finish the row."""
         if isinstance(edit, PrimingState):
             self.counters["priming_rows_total"] += 1
             assert self.manager.primings is not None, "only primings have such rows"
@@ -288,7 +290,7 @@ class StepRunner:
         edit.tally.computed_tokens += computed
         self.counters["active_tokens_total"] += work.passes * computed
         if edit.overflowed is not None:
-            self._drop(edit, overflowed(edit.overflowed))
+            self._end(edit, overflowed(edit.overflowed))
         elif step.done == work.steps:
             if edit.audit is None:
                 self.counters["edits_total"] += 1
@@ -307,7 +309,7 @@ class StepRunner:
             def preview() -> PreviewEvent | ProgressEvent:
                 if latents.finite():
                     return PreviewEvent(step, steps, latents.array())
-                edit.overflowed = edit.overflowed or step  # later ones may come before its end
+                edit.overflowed = edit.overflowed or step  # the first step with infinite numbers
                 return ProgressEvent(step, steps)
 
             self.output.send_when_ready(edit.sink, preview)
@@ -353,10 +355,10 @@ def _uncounted(edit: RequestState | PrimingState, step: RowStep) -> bool:
     return step.computed_references or _skipped(edit, step)
 
 
-def _refreshing_first(running: Running) -> Running:
-    """Return the rows that take this step: some whose refresh step is due wait, so that refresh
-    steps spread evenly over steps. Those that have waited longest go first. A waiting row stays as
-    it is: no picture depends on its batch.
+def _rows_of_step(running: Running) -> Running:
+    """Return the rows that take this step. Some rows whose refresh step is due wait, so that the
+    refresh steps of all rows spread evenly over steps; those that have waited longest go first.
+    Waiting changes no picture, since no picture depends on its batch.
     """
     edits = [edit for edit in running if isinstance(edit, RequestState)]
     refreshing = [
@@ -369,13 +371,15 @@ def _refreshing_first(running: Running) -> Running:
     due_edits.sort(key=lambda due: -due[1].steps_delayed)
     for number, (_, reads) in enumerate(due_edits):
         reads.steps_delayed = 0 if number < room else reads.steps_delayed + 1
-    late = [edit for edit, reads in due_edits if reads.steps_delayed]
-    return [edit for edit in running if edit not in late] if late else running
+    delayed = [edit for edit, reads in due_edits if reads.steps_delayed]
+    return [edit for edit in running if edit not in delayed] if delayed else running
 
 
-def _shared(rows: list[tuple[EntryReads, int, float]]) -> set[tuple[str, Anchor | None]]:
-    """Return the entries that are cheaper to load whole: rows read more tokens of them than they
-    have. `rows` gives each row's reads, its step and its mask ratio.
+def _entries_loaded_whole(
+    rows: list[tuple[EntryReads, int, float]],
+) -> set[tuple[str, Anchor | None]]:
+    """Return the entries that are cheaper to load whole, because rows together read more tokens of
+    them than they have. `rows` has each row's reads, its step and its mask ratio.
     """
     share: dict[tuple[str, Anchor | None], float] = {}
     counted_reads: set[tuple[str, Anchor | None, bytes]] = set()

@@ -1,5 +1,5 @@
-"""A first step of every sort before the worker is ready, so that no edit pays for what only the
-first one needs: kernels to load and choose, memory to take from the system, imports.
+"""A first step of each kind before the worker is ready. It loads and chooses kernels, allocates
+memory and imports modules, so that the first edits need not wait for these.
 """
 
 from __future__ import annotations
@@ -27,20 +27,21 @@ from maskserve_engine.stages.loader import device_of, warm_up_side
 def warm_up(
     config: Config, adapter: Adapter, cache: tuple[Store, Kinds] | None, planner: StepPlanner
 ) -> None:
-    """Take a dense step and, where templates are cached, a priming and a cached one. A GPU chooses
-    and compiles kernels by shape: dense and cached steps there have 1, 2, 4 to `max_rows` rows.
-    Nothing is kept of them.
+    """Take a dense step and, if templates are cached, a priming step and a cached one.
+
+    A GPU chooses and compiles kernels by shape, so there it takes dense and cached steps with 1, 2,
+    4, … and `max_rows` rows. No results are kept.
     """
     counts = row_counts(config)
-    jobs = [_blank(config, adapter, number) for number in range(counts[-1])]
+    jobs = [_blank_job(config, adapter, number) for number in range(counts[-1])]
     for count in counts:
         adapter.step([adapter.dense_row(job) for job in jobs[:count]], None)
     if cache is not None:
         store, kinds = cache
         _, height, width = jobs[0].moments.shape
-        entry = _primed(config, adapter, jobs[0], kinds)
+        entry = _prime(config, adapter, jobs[0], kinds)
         for count in counts:
-            _cached(adapter, jobs[:count], entry, store, planner, adapter.work(height, width))
+            _cached_step(adapter, jobs[:count], entry, store, planner, adapter.work(height, width))
     adapter.release()
 
 
@@ -52,18 +53,18 @@ def rows_per_s(
     count: int,
     seconds: float,
 ) -> float:
-    """Measure the rows per second of steps with `count` rows, for `seconds` seconds: cached rows,
-    or dense ones if templates are not cached. The other arguments are those of `warm_up`.
+    """Take steps with `count` rows for `seconds` seconds and return the rows per second. Rows are
+    cached, or dense if templates are not cached. The other arguments are those of `warm_up`.
     """
-    jobs = [_blank(config, adapter, number) for number in range(count)]
+    jobs = [_blank_job(config, adapter, number) for number in range(count)]
     if cache is None:
         rows = [adapter.dense_row(job) for job in jobs]
         step: Callable[[], None] = partial(adapter.step, rows, None)
     else:
         store, kinds = cache
         _, height, width = jobs[0].moments.shape
-        entry, work = _primed(config, adapter, jobs[0], kinds), adapter.work(height, width)
-        step = partial(_cached, adapter, jobs, entry, store, planner, work)
+        entry, work = _prime(config, adapter, jobs[0], kinds), adapter.work(height, width)
+        step = partial(_cached_step, adapter, jobs, entry, store, planner, work)
     begin, steps = time.perf_counter(), 0
     while (elapsed_s := time.perf_counter() - begin) < seconds:
         step()
@@ -79,7 +80,7 @@ def row_counts(config: Config) -> list[int]:
     return sorted({most, *(1 << power for power in range(most.bit_length()))})
 
 
-def _primed(config: Config, adapter: Adapter, job: EditJob, kinds: Kinds) -> AnchorEntry:
+def _prime(config: Config, adapter: Adapter, job: EditJob, kinds: Kinds) -> AnchorEntry:
     anchors = adapter.anchors(
         adapter.tokens(job).total, adapter.spec.steps_default(config.model.num_inference_steps), 1
     )
@@ -90,7 +91,7 @@ def _primed(config: Config, adapter: Adapter, job: EditJob, kinds: Kinds) -> Anc
     return row.take_entry()
 
 
-def _cached(
+def _cached_step(
     adapter: Adapter,
     jobs: Sequence[EditJob],
     entry: AnchorEntry,
@@ -105,7 +106,7 @@ def _cached(
         for row in rows:
             assert row.selection is not None
             handle = store.request("warm-up", entry.anchor, row.selection, source, force=True)
-            assert handle is not None, "what is forced is not refused"
+            assert handle is not None, "a forced request is not refused"
             handles.append(handle)
         readings = [
             Reading(adapter.counted(job), handle.load, stays=1)
@@ -118,22 +119,22 @@ def _cached(
     finally:
         for handle in handles:
             handle.release()
-        store.loader.take_moves()  # the first moves do not predict later ones
+        store.loader.take_moves()  # clears the times of the first moves, which are slow
 
 
-def _blank(config: Config, adapter: Adapter, number: int) -> EditJob:
-    """Return an edit of a corner of an empty picture, with a name of its own."""
-    facts, model = adapter.spec, config.model
-    side = warm_up_side(config, facts)
+def _blank_job(config: Config, adapter: Adapter, number: int) -> EditJob:
+    """Return an edit of a corner of an empty picture; `number` is part of its id."""
+    spec, model = adapter.spec, config.model
+    side = warm_up_side(config, spec)
     mask = np.zeros((side, side), np.uint8)
     mask[: side // 4, : side // 4] = 255
-    latents = side // facts.vae_scale_factor
-    moments = np.zeros((2 * facts.latent_channels, latents, latents), np.float32)
-    words = facts.text_tokens(model.max_sequence_length)
-    prompt = adapter.blank_prompt(facts.encoder_picture_tokens(latents, latents) + words)
+    latents = side // spec.vae_scale_factor
+    moments = np.zeros((2 * spec.latent_channels, latents, latents), np.float32)
+    words = spec.text_tokens(model.max_sequence_length)
+    prompt = adapter.blank_prompt(spec.encoder_picture_tokens(latents, latents) + words)
     settings = EditSettings(
-        num_inference_steps=facts.steps_default(model.num_inference_steps),
-        guidance_scale=facts.guidance_default(model.guidance_scale),
+        num_inference_steps=spec.steps_default(model.num_inference_steps),
+        guidance_scale=spec.guidance_default(model.guidance_scale),
         mask_ring=model.mask_ring,
     )
     request = EditRequest(
@@ -147,6 +148,6 @@ def _blank(config: Config, adapter: Adapter, number: int) -> EditJob:
         accepted_ns=0,
         pixels_id="0" * 32,
     )
-    masked = moments if facts.semantics.masked_picture else np.zeros((0, 0, 0), np.float32)
-    negative = prompt if facts.guidance == "cfg" else None
+    masked = moments if spec.semantics.masked_picture else np.zeros((0, 0, 0), np.float32)
+    negative = prompt if spec.guidance == "cfg" else None
     return EditJob(request, mask, moments, masked, prompt, negative)

@@ -21,7 +21,7 @@ from maskserve_workflows.pictures import Grey, Pixels, mask_pixels, read_picture
 from maskserve_workflows.values import Judgement
 
 Points: TypeAlias = Sequence[tuple[float, float, int]]
-"""(x, y, 1 or 0) of clicks; 0: not part of the thing."""
+"""(x, y, 1 or 0) of clicks; 0: the point is not part of the object."""
 _BOXES_AT_A_TIME = 16
 _SIZES = ("original_sizes", "reshaped_input_sizes")
 """Keys of a processor's output that describe its picture."""
@@ -35,10 +35,10 @@ class SegmentNodes:
         folder = config.nodes.segment
         model: Any = AutoModelForMaskGeneration.from_pretrained(folder)
         self._model = model.to(self._device).eval()
-        first = model.config.model_type == "sam"
+        is_sam1 = model.config.model_type == "sam"
         self._processor: Any = (
             SamProcessor.from_pretrained(folder)
-            if first
+            if is_sam1
             else Sam2Processor(Sam2Pictures.from_pretrained(folder))
         )
 
@@ -51,7 +51,7 @@ class SegmentNodes:
         check_clicks(points, box, pixels.shape[1], pixels.shape[0])
         segmented, score = self.find_mask(pixels, points, box)
         if not segmented.any():
-            raise InvalidRequest("points" if points else "box", "show nothing in the picture")
+            raise InvalidRequest("points" if points else "box", "select nothing in the picture")
         return {"mask": mask_pixels(segmented), "verdict": Judgement(round(score, 4), passed=True)}
 
     @torch.inference_mode()
@@ -66,7 +66,7 @@ class SegmentNodes:
         prompts: dict[str, Any] = {}
         if points:
             prompts["input_points"] = [[[[float(x), float(y)] for x, y, _ in points]]]
-            prompts["input_labels"] = [[[int(of_it) for *_, of_it in points]]]
+            prompts["input_labels"] = [[[int(is_inside) for *_, is_inside in points]]]
         if box:
             prompts["input_boxes"] = [[[float(side) for side in box]]]
         model_inputs = self._model_input(pixels, prompts)
@@ -77,7 +77,7 @@ class SegmentNodes:
 
     @torch.inference_mode()
     def in_boxes(self, pixels: Pixels, boxes: Sequence[Sequence[float]]) -> Grey:
-        """Return one mask of the things in all boxes, bool [H, W]."""
+        """Return one mask of the objects in all boxes, bool [H, W]."""
         model_inputs = self._model_input(pixels, {"input_boxes": [boxes]})
         image_embeddings = self._model.get_image_embeddings(model_inputs.inputs["pixel_values"])
         white: Grey = np.zeros(pixels.shape[:2], np.bool_)
@@ -93,7 +93,7 @@ class SegmentNodes:
         """Return the model's inputs.
 
         Raises:
-            InvalidRequest: the picture is so thin that the model would see nothing.
+            InvalidRequest: the picture is so narrow that the model's input would have no pixels.
         """
         height, width = pixels.shape[:2]
         longest = self._processor.image_processor.size.get("longest_edge")  # SAM 2 has squares
@@ -107,8 +107,8 @@ class SegmentNodes:
         return _ModelInput(processed.to(self._device, torch.float32), partial(self._whole, sizes))
 
     def _whole(self, sizes: Mapping[str, Any], mask: torch.Tensor) -> Grey:
-        """Scale one of the model's masks to the picture's size, bool [H, W]. One at a time: for 12
-        megapixels each takes 48 MB.
+        """Scale a mask of the model to the picture's size, bool [H, W]. Only one at a time: for a
+        picture of 12 megapixels it takes 48 MB.
         """
         [masks] = self._processor.post_process_masks(mask[None, None, None].cpu(), **sizes)
         whole: Grey = masks[0, 0].numpy()

@@ -1,14 +1,14 @@
-"""How many blocks of each sort should be of each kind: a bound and good plans, without search.
+"""The best number of blocks of each sort and kind: a bound on a step's time, and plans near it.
 
-Models are made of few sorts of blocks: FLUX of two, SDXL of two. If the streams never waited for
-one another, a steady step would take max(all loads, all compute), and only the number of blocks
-per sort and kind would matter. Those numbers are few enough to look at all of them. Spreading
-the kinds evenly over the step then usually reaches that bound, which proves the plan optimal.
+A model has few sorts of blocks: FLUX and SDXL have two each. If the load and compute streams never
+waited for one another, a steady step would take max(all loads, all compute), and only the number of
+blocks per sort and kind would matter. These counts are few enough to try all of them. Plans that
+spread the kinds evenly over the step usually reach the bound, which proves them optimal.
 
-The counts determine the loads. Within a stack whose entries are equally large, a dense block's load
-of `h` is saved by the next `project` block, whose cached states are then present, or by the stack's
-end. Only a stack that needs nothing at its end saves one `h` more: at its start cached states are
-present.
+The counts determine the loads. Within a stack of equally large entries, a dense block's load of `h`
+saves that of the next `project` block, which finds the cached states present, or that of the
+stack's end. So dense blocks count as if they loaded nothing. A stack that needs nothing at its end
+saves one `h` more, since cached states are also present at its start.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class Sort:
 
 
 @dataclass(frozen=True)
-class Counted:
+class BestCounts:
     """The best counts of a step."""
 
     bound: float
-    """No steady step is shorter, in seconds."""
+    """Seconds below which no steady step is possible."""
     plans: Iterator[list[int]]
-    """Kinds per block of plans that may reach the bound, most even first, made lazily."""
+    """Plans (the kind of each block) that may reach the bound, made lazily, the most even first."""
 
 
 def sorts_of(items: Sequence[Item]) -> list[Sort]:
@@ -58,29 +58,30 @@ def sorts_of(items: Sequence[Item]) -> list[Sort]:
     return [Sort(tuple(b), k[0], k[1], (k[2], k[3], k[4])) for k, b in groups.items()]
 
 
-def counted(
+def best_counts(
     items: Sequence[Item], sorts: Sequence[Sort], fixed: float, tolerance: float
-) -> Counted | None:
+) -> BestCounts | None:
     """Return the counts with the least max(all loads, all compute).
 
-    Often many counts are nearly as good, because sorts differ little. Then the function takes the
-    counts that give every sort the same mixture, because a stretch of one kind makes one stream
-    wait.
+    Often many counts are nearly as good, because sorts differ little. Of these it prefers counts
+    that give each sort the same mixture of kinds, since a run of blocks of one kind makes one
+    stream wait.
 
     Args:
         items: items of the step.
         sorts: sorts of the items.
         fixed: seconds of compute outside the blocks.
-        tolerance: share of the optimum that may be given away for evenness.
+        tolerance: share by which a step may be longer for the sake of an even mixture.
 
     Returns:
-        `None` where counting does not apply: many sorts, unequal entries in a stack, or no `h`.
+        None: counts do not determine the loads (entries of a stack differ, or there is no `h`), or
+        there are too many.
     """
-    gift = _gift(items)
-    if gift is None or len(sorts) > _MAX_SORTS:
+    saving = _start_saving(items)
+    if saving is None or len(sorts) > _MAX_SORTS:
         return None
     fronts = [_front_of(sort) for sort in sorts]
-    # All sorts but the last are joined into one front; `chosen[i]` indexes the front of sort i.
+    # All sorts but the last are joined into one Pareto front; `chosen[i]` indexes that of sort i.
     sums: Floats = np.zeros((1, 2))
     chosen: list[NDArray[np.intp]] = []
     for i, (_, costs) in enumerate(fronts[:-1]):
@@ -93,7 +94,7 @@ def counted(
     last = fronts[-1][1]
     if len(sums) * len(last) > _MAX_PAIRS:
         return None
-    loads = sums[:, 0, None] + (last[:, 0] - gift)
+    loads = sums[:, 0, None] + (last[:, 0] - saving)
     compute = sums[:, 1, None] + (last[:, 1] + fixed)
     steps = np.maximum(np.maximum(loads, compute), 0.0).ravel()
     best = int(steps.argmin())
@@ -113,18 +114,18 @@ def counted(
             counts = [c[0].tolist() for c in counts_at(np.array([pick]))]
             for arrange in (_spread, _balance):
                 kinds = arrange(items, sorts, counts)
-                if gift and sorts[0].blocks[0] == 0:
-                    _take_gift(kinds, sorts[0].blocks)
+                if saving and sorts[0].blocks[0] == 0:
+                    _use_saving(kinds, sorts[0].blocks)
                 yield kinds
 
-    return Counted(float(steps[best]), plans())
+    return BestCounts(float(steps[best]), plans())
 
 
 def best_weight(sorts: Sequence[Sort], fixed: float, start: float) -> float:
-    """Return the weight of the load stream's clock, 0 to 1, that gives a step's highest lower
-    bound, by golden section: the bound is concave in it.
+    """Return the weight of the load stream's clock, 0 to 1, with the highest lower bound of a step.
+    The bound is concave in it, so a golden-section search finds it.
 
-    Presence is ignored (a dense block loads nothing), so the bound is a little less sharp.
+    It ignores that cached states may be present, so the bound is a little lower than it could be.
 
     Args:
         sorts: sorts of the step's blocks.
@@ -155,11 +156,11 @@ def best_weight(sorts: Sequence[Sort], fixed: float, start: float) -> float:
     return a if at_a > at_b else b
 
 
-def _gift(items: Sequence[Item]) -> float | None:
-    """Return the most seconds of loads that stack starts save; `None` if a stack's entries
-    differ.
+def _start_saving(items: Sequence[Item]) -> float | None:
+    """Return the most seconds of loads that the starts of stacks save; None: entries of a stack
+    differ, or have no `h`.
     """
-    gift, size = 0.0, -1.0
+    saving, size = 0.0, -1.0
     for item in items:
         if size < 0:
             size = item.h
@@ -168,8 +169,8 @@ def _gift(items: Sequence[Item]) -> float | None:
         if item.block < 0:
             size = -1.0
     if items[-1].block >= 0:
-        gift = size
-    return gift
+        saving = size
+    return saving
 
 
 @lru_cache(maxsize=64)
@@ -179,8 +180,8 @@ def _counts(n: int) -> NDArray[np.int64]:
 
 
 def _front_of(sort: Sort) -> tuple[NDArray[np.int64], Floats]:
-    """Return the counts of one sort that no others beat on loads and compute, and those two
-    sums.
+    """Return the Pareto front of a sort: its counts than which no others have both less loads and
+    less compute, and these two sums.
     """
     counts = _counts(len(sort.blocks))
     if math.isinf(sort.kv):
@@ -202,8 +203,8 @@ def _pareto(costs: Floats) -> NDArray[np.intp]:
 
 
 def _spread(items: Sequence[Item], sorts: Sequence[Sort], counts: Sequence[list[int]]) -> list[int]:
-    """Return each sort's kinds, spaced as evenly as possible; `project` goes first on equal
-    terms.
+    """Return the kind of each block, with the kinds of each sort spaced as evenly as possible. In a
+    tie, `project` comes first.
     """
     kinds = [DENSE] * sum(item.block >= 0 for item in items)
     for sort, targets in zip(sorts, counts, strict=True):
@@ -215,8 +216,10 @@ def _spread(items: Sequence[Item], sorts: Sequence[Sort], counts: Sequence[list[
     return kinds
 
 
-def _take_gift(kinds: list[int], alike: Sequence[int]) -> None:
-    """Begin with a `project` block, which there loads nothing, if one of its sort can be moved."""
+def _use_saving(kinds: list[int], alike: Sequence[int]) -> None:
+    """Move a `project` block of the first sort to the start, where it loads nothing, if there is
+    one.
+    """
     swap_block = next((block for block in alike if kinds[block] == PROJECT), 0)
     kinds[0], kinds[swap_block] = kinds[swap_block], kinds[0]
 

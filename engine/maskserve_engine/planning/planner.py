@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from maskserve_engine.planning.flops import DENSE, KV, PROJECT, Totals
-from maskserve_engine.planning.plan_bounds import Sort, best_weight, counted, sorts_of
+from maskserve_engine.planning.plan_bounds import Sort, best_counts, best_weight, sorts_of
 from maskserve_engine.planning.two_stream import (
     INF,
     Plan,
@@ -117,7 +117,7 @@ class _Search:
         if best.value <= self.least * goal:
             return best.kinds, self.least
         self.sorts = sorts_of(self.items)
-        counts = counted(self.items, self.sorts, self.fixed, tolerance)
+        counts = best_counts(self.items, self.sorts, self.fixed, tolerance)
         for kinds in counts.plans if counts is not None else ():
             best = _least(best, self._timed(kinds, lead))
         explored = self._explore(lead, 0.0, self.head_start, best.value / goal)
@@ -132,7 +132,7 @@ class _Search:
         if best.value <= self.least * goal:
             return best.kinds, self.least
         self.sorts = sorts_of(self.items)
-        counts = counted(self.items, self.sorts, self.fixed, tolerance)
+        counts = best_counts(self.items, self.sorts, self.fixed, tolerance)
         if counts is not None:
             for kinds in counts.plans:
                 best = _least(best, self._rated(kinds))

@@ -1,8 +1,8 @@
 """The schedule of refresh steps, at which an edit's row renews its step cache.
 
-An edit that reads no template computes all tokens at its refresh steps; the steps between read
-these keys and values. An edit that reads a template computes its text and ring there.
-ControlNets beside a template have other refresh steps (`clock_steps`).
+An edit without a template computes all tokens at its refresh steps, and the steps between them read
+the keys and values of these. An edit with a template computes its text and ring at them.
+ControlNets beside a template have refresh steps of their own (`clock_steps`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class RefreshRule(NamedTuple):
     """How rows of a worker fill their step caches."""
 
     stride: float = 0.35
-    """ControlNets beside a template: share of the schedule between two steps at which they compute
-    all tokens.
+    """For ControlNets beside a template: share of the schedule between two steps at which they
+    compute all tokens.
     """
     format: str = "int8"
     text: bool = True
@@ -59,19 +59,21 @@ def refresh_steps(
     ends = [0.0, *parts.cumsum()[:-1] / parts.sum()]
     if not evenly_over:
         return frozenset(math.ceil(end * steps) for end in ends)
-    way, chosen = np.asarray(sigmas) ** evenly_over, [0]
+    distances, chosen = np.asarray(sigmas) ** evenly_over, [0]
     for number in range(1, count):
         begin = max(chosen[-1] + 1, 1 + (growth > 0))
-        ahead = way[begin : steps - count + number + 1]
-        target = way[0] * (1 - ends[number])
-        chosen.append(begin + int(np.abs(ahead - target).argmin()))
+        candidates = distances[begin : steps - count + number + 1]
+        target = distances[0] * (1 - ends[number])
+        chosen.append(begin + int(np.abs(candidates - target).argmin()))
     return frozenset(chosen)
 
 
 def lookahead_steps_of(anchors: frozenset[int]) -> frozenset[int]:
-    """Return the steps that compute these refresh steps, in a row with lookahead for all but the
-    first. Each refresh step but the last computes the next one. The earliest is the second step,
-    since a lookahead needs the model's answer at the step before.
+    """Return the steps at which a row with lookahead computes all tokens for these refresh steps.
+
+    The first refresh step computes its own tokens. Each refresh step but the last also computes, by
+    lookahead, those of the next one. The first does so one step late, since a lookahead needs the
+    model's answer at the step before.
     """
     return frozenset({0} | {max(1, anchor) for anchor in anchors - {max(anchors)}})
 
@@ -91,11 +93,11 @@ def step_cache_bytes(
 
     Args:
         work: work of the model at the edit's size.
-        widths: tokens of each pass per level, with the text if it is left out.
+        widths: tokens of each pass per level, text included if steps leave it out.
         fmt: storage format.
-        changes: differences kept beside them: the slope from the second refresh step on, and the
-            curvature from the third on.
+        changes: number of differences that are kept, too: the slope from the second refresh step
+            on, and the curvature from the third on.
     """
     loads = block_bytes(work, widths, fmt)
-    of_one = float(loads[:, 1].sum() + end_bytes(work, loads).sum())
-    return int(of_one * (1 + changes))
+    nbytes = float(loads[:, 1].sum() + end_bytes(work, loads).sum())
+    return int(nbytes * (1 + changes))

@@ -1,4 +1,4 @@
-"""When a plan's blocks run and its loads arrive, exactly, for one step or step after step.
+"""The exact times at which a plan's blocks run and its loads arrive, in one step or in many.
 
 Two streams, two clocks: `F`, when the load stream is done with everything up to this block, and
 `t`, when the compute stream is. For a block with fixed work g before it, load l and compute c:
@@ -38,8 +38,8 @@ NO_RESTORE = -1.0
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Costs of one step of all cached rows together. Seconds, finite and at least 0; a load of
-    `inf` says that the entry is not there.
+    """Costs of one step of all cached rows together, in seconds: finite and at least 0. A load of
+    `inf` means that there is no entry.
 
     Args:
         compute: `[blocks, 3]`, columns as in KINDS.
@@ -79,7 +79,7 @@ class StepCosts:
         if not (np.isfinite(self.before).all() and self.before.min() >= 0 <= self.after):
             raise ValueError("before, after: must be finite and at least 0")
         if not self.loads.min() >= 0 or np.isnan(self.ends).any() or not self.head_start >= 0:
-            raise ValueError("loads, ends, ahead: must be at least 0, and not NaN")
+            raise ValueError("loads, ends, head_start: must be at least 0, and not NaN")
         if not (np.isfinite(self.launching).all() and self.launching.min() >= 0):
             raise ValueError("launching: must be finite and at least 0")
 

@@ -172,7 +172,7 @@ class RowStep(NamedTuple):
     text: bool = True
     """Whether it computed the row's text in this step."""
     stale: bool = False
-    """Whether it added a service's residuals of other latents than the step's own."""
+    """Whether it added a service's residuals requested one step ahead, for expected latents."""
     computed_references: bool = False
     """Whether it computed its references before this step."""
     foresaw: bool = False

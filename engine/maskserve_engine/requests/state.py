@@ -393,7 +393,7 @@ class ControlUse:
     of the batch too.
     """
     stale_steps: int = 0
-    """Steps that added a service's residuals of other latents than their own (`adapters: fast`)."""
+    """Steps that added a service's residuals requested one step ahead (`adapters: fast`)."""
 
     def meta(self) -> dict[str, Any]:
         """Return the ControlNet keys of META; empty without controls."""

@@ -257,7 +257,7 @@ def check_served(*requirements: tuple[str, Any, Any]) -> None:
     for name, value, served in requirements:
         if value != served:
             raise ConfigError(
-                f"[model] path: {name}: {value} is not served of such models; served: {served}"
+                f"[model] path: {name}: {value} is not served for such models; served: {served}"
             )
 
 

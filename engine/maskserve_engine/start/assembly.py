@@ -1,5 +1,5 @@
-"""Engines put together as the configuration says: of one device or of several, with or without a
-cache, LoRAs, ControlNets and a ControlNet service.
+"""Assembly of an engine from its configuration: on one device or several, with or without a cache,
+LoRAs, ControlNets and a ControlNet service.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from maskserve_common.observations import Observations
 from maskserve_common.resources.loading import Kind, Loadable, Loaded
 from maskserve_common.resources.residency import Residency
 from maskserve_engine.adapters.control_net_loader import CONTROL_NETS, ControlNetLoader
-from maskserve_engine.adapters.control_net_loader import Place as BringNet
+from maskserve_engine.adapters.control_net_loader import Place as PlaceNet
 from maskserve_engine.adapters.fuse import served_form
 from maskserve_engine.adapters.lora_loader import LORAS, LoraLoader, Place
 from maskserve_engine.base.job import Conditioning
@@ -72,7 +72,7 @@ def load_engine(
     policy: MakePolicy | None = None,
     calls: ServiceCalls | None = None,
 ) -> Engine:
-    """Load the model and everything that steps it; slow.
+    """Load the model and return an engine that steps it; slow.
 
     Args:
         config: configuration of this worker.
@@ -110,15 +110,15 @@ def load_engine(
         executor=lambda adapter, store: LocalExecutor(adapter, store, service),
         policy=chosen,
         lora_loader=lora_loader,
-        net_loader=lambda config, facts, load: ServedNetLoader(config, facts, load, service),
+        net_loader=lambda config, spec, load: ServedNetLoader(config, spec, load, service),
     )
 
 
 def _load_ranks(
     config: Config, policy: MakePolicy, lora_loader: Callable[[Config, Place], LoraSource]
 ) -> Engine:
-    """Build an engine with one process per device; this process holds the model's shape and no
-    weights.
+    """Build an engine with one process per device; this process has the model's shapes, but
+    no weights.
 
     Raises:
         ConfigError: a rank could not be started.
@@ -152,7 +152,7 @@ def assemble(
     executor: Callable[[Adapter, Store | None], Executor] = LocalExecutor,
     policy: MakePolicy = StepScheduler,
     lora_loader: Callable[[Config, Place], LoraSource] = LoraLoader,
-    net_loader: Callable[[Config, ModelSpec, BringNet], ControlNetSource] = ControlNetLoader,
+    net_loader: Callable[[Config, ModelSpec, PlaceNet], ControlNetSource] = ControlNetLoader,
     elsewhere: DeviceDescription | None = None,
     inbox: Inbox | None = None,
 ) -> Engine:
@@ -168,19 +168,19 @@ def assemble(
         policy: makes the scheduling policy.
         lora_loader: loader of LoRAs; None: edits have none.
         net_loader: loader of ControlNets; None: edits have none.
-        elsewhere: devices of the rows, if other processes hold them; entries are then in files,
-            which all of them read.
+        elsewhere: the rows' devices, if other processes have the rows. Entries are then in files,
+            which all these processes read.
         inbox: inbox of the engine's commands, if others need it too.
     """
     commands = inbox or Inbox()
-    # Where rows are in other processes, this one moves no entries.
+    # If other processes have the rows, this one moves no entries.
     mover = HostMover() if elsewhere else open_mover(config)
     costs = MeasuredCosts(elsewhere.costs if elsewhere else estimated_costs(config, mover))
     kinds, size = sized(config, adapter, costs.model)
     memory = memory_table(config, adapter, size) if elsewhere is None else elsewhere.memory
     _log.info("%s", memory.text())
     if memory.left < 0:
-        _log.warning("more memory is promised than there is: make [cache] budget_bytes smaller")
+        _log.warning("budgets exceed the device's memory: make [cache] budget_bytes smaller")
 
     def arrived(key: str) -> None:
         commands.put(lambda: manager.arrived(key))
@@ -203,19 +203,19 @@ def assemble(
             str(dtype_of(config)),
             prompt or PromptFile(runtime).read,
         )
-    holds = executor(adapter, store)
-    loras = lora_loader(config, holds.load_lora) if config.adapters.store else None
+    step_executor = executor(adapter, store)
+    loras = lora_loader(config, step_executor.load_lora) if config.adapters.store else None
     nets = None
     if config.controls.folder:
-        nets = net_loader(config, adapter.spec, holds.load_net)
+        nets = net_loader(config, adapter.spec, step_executor.load_net)
     output, observations, counters = OutputThread(), Observations(), new_counters()
     audits = Audits(config.cache, observations)
     degrees = None
-    if isinstance(holds, GangExecutor):
+    if isinstance(step_executor, GangExecutor):
         file = config.engine.costs
         profiled = read_profile(file).exchange if file else None
         degrees = DegreeTimes(
-            adapter, costs, lambda: profiled or holds.exchange, config.engine.devices
+            adapter, costs, lambda: profiled or step_executor.exchange, config.engine.devices
         )
     prices = PriceList(
         config, adapter, costs, size.anchors, None if degrees is None else degrees.prices
@@ -233,33 +233,38 @@ def assemble(
         held_loras = Loras(config, residency, loras, partial(on_loaded, LORAS), observations)
     if nets is not None:
         held_nets = EditControlNets(residency, nets, partial(on_loaded, CONTROL_NETS), observations)
-    adapters = EditAdapters(config, adapter, holds, held_loras, held_nets)
+    adapters = EditAdapters(config, adapter, step_executor, held_loras, held_nets)
     scheduler = policy(
         config.engine.max_rows, config.engine.max_waiting, config.cache.priming_share
     )
     primings = None
     if cache is not None:
         primings = Primings(
-            adapter, cache, scheduler, holds, adapters, lambda key: manager.template_settled(key)
+            adapter,
+            cache,
+            scheduler,
+            step_executor,
+            adapters,
+            lambda key: manager.template_settled(key),
         )
 
     def on_one_device(edit: RequestState) -> tuple[tuple[float, ...], float]:
         line = costs.model.compute
         return (line.seconds(edit.flops),), line.fixed
 
-    books = RequestTable(scheduler, residency, degrees.of if degrees else on_one_device)
+    request_table = RequestTable(scheduler, residency, degrees.of if degrees else on_one_device)
     in_time = InTime(config, prices.measured)
     manager = RequestManager(
-        config, adapter, holds, output, books, adapters, audits, in_time, primings
+        config, adapter, step_executor, output, request_table, adapters, audits, in_time, primings
     )
     runner = StepRunner(
         config,
         adapter,
-        holds,
+        step_executor,
         manager,
         StepPlanner(costs),
         output,
-        StepTimes(costs, holds.take_moves, counters, observations),
+        StepTimes(costs, step_executor.take_moves, counters, observations),
         counters,
         observations,
         degrees.overhead_shares if degrees is not None else lambda edits, ranks: 0.0,
@@ -268,7 +273,7 @@ def assemble(
         config,
         Parts(
             adapter=adapter,
-            executor=holds,
+            executor=step_executor,
             manager=manager,
             runner=runner,
             publisher=StatusPublisher(

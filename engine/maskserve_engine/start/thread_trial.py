@@ -1,13 +1,14 @@
-"""A trial, with the model's own steps, of how many processes should share a CPU's cores.
+"""A trial of how many processes should share a CPU's cores, with steps of the model.
 
-One process with all cores finishes a lone edit first. But steps of cached rows are small products,
-which gain little from a second thread; several processes with a share of the cores each may serve
-more edits at once. `maskserve serve --devices-per-worker auto` runs this before its workers:
+One process with all cores finishes a single edit soonest. But steps of cached rows are small matrix
+products, which gain little from a second thread. So several processes with some of the cores each
+may serve more edits together. `maskserve serve --devices-per-worker auto` runs this before its
+workers:
 
     python -m maskserve_engine.start.thread_trial CONFIG [--threads N]
 
-It loads the model for each number of processes, as the worker will. All of them then step eight
-rows in total at the same time. It prints a `Trial` as JSON.
+For each number of processes, all processes load the model as a worker does, and then step eight
+rows in total at the same time. The trial prints a `Trial` as JSON.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ _SECONDS = 2.0
 _MODULE = "maskserve_engine.start.thread_trial"
 _READY = "ready"
 _GAIN = 1.1
-"""Factor by which more processes must serve more: a lone edit pays for them, and so does memory, as
-each holds the model.
+"""Least gain in rows per second for which more processes are chosen: they slow down a single edit,
+and each takes memory for the model.
 """
 
 
@@ -70,19 +71,17 @@ def try_counts(config: Path, threads: int) -> Trial:
     rates = {}
     for count in _COUNTS:
         if count == 1 or count <= threads:
-            rate = _together(config, count, max(1, threads // count))
+            rate = _try_count(config, count, max(1, threads // count))
             if rate is None and count == 1:
                 raise RuntimeError("the model took no step in one process")
-            if rate is None:  # such as for want of memory
+            if rate is None:  # it ended early, for example because memory was short
                 break
             rates[count] = round(rate, 2)
     return Trial(best(rates), rates)
 
 
-def _together(config: Path, count: int, threads: int) -> float | None:
-    """Return the rows per second of `count` processes at the same time; None: one of them ended
-    early.
-    """
+def _try_count(config: Path, count: int, threads: int) -> float | None:
+    """Return the rows per second of `count` processes together; None: one of them ended early."""
     command = [sys.executable, "-m", _MODULE, str(config), "--rows", str(ROWS // count)]
     command += ["--threads", str(threads)]
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)}

@@ -20,7 +20,7 @@ from maskserve_engine.families.specs import counted_work
 from maskserve_engine.planning.cost_model import CostModel
 from maskserve_engine.planning.entry_bytes import FORMATS, block_bytes
 from maskserve_engine.planning.flops import KINDS
-from maskserve_engine.planning.plan_bounds import counted, sorts_of
+from maskserve_engine.planning.plan_bounds import best_counts, sorts_of
 from maskserve_engine.planning.planner import TOLERANCE, plan
 from maskserve_engine.planning.two_stream import StepCosts, items_of, plan_of, step_costs
 
@@ -33,7 +33,7 @@ def by_counts(costs: StepCosts, lead: float | None) -> float:
     """Seconds of the best plan that needs no search."""
     items = items_of(costs)
     fixed = float(costs.before.sum()) + costs.after
-    counts = counted(items, sorts_of(items), fixed, TOLERANCE)
+    counts = best_counts(items, sorts_of(items), fixed, TOLERANCE)
     tried = [[kind] * len(costs.compute) for kind in range(len(KINDS))]
     tried += [] if counts is None else list(counts.plans)
     return min(plan_of(costs, items, kinds, lead, 0.0).latency for kinds in tried)

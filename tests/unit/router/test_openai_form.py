@@ -219,7 +219,10 @@ async def test_lists_are_taken_as_sdks_send_them():
     )
     assert row_by_row.settings["loras"] == [{"name": "a"}, {"name": "b", "scale": 0.5}]
     for wrong, error_pattern in (
-        ([("loras[][name]", "a"), ("loras[][name]", "b"), ("loras[][scale]", "1")], "different keys"),
+        (
+            [("loras[][name]", "a"), ("loras[][name]", "b"), ("loras[][scale]", "1")],
+            "different keys",
+        ),
         ([("loras[0][name]", "a"), ("loras[0][name]", "b")], r"loras\[0\].name: is given twice"),
         ([("loras[][name]", "a"), ("loras", "[]")], "loras: is given twice"),
         ([("lora[][name]", "a")], "lora: .*did you mean loras"),

@@ -154,7 +154,7 @@ class CachedTokens:
 
     def tokens(self) -> Tensor:
         assert not self.inactive.picture_words, "of text tokens there are keys and values alone"
-        assert self.lookahead is None, "a foreseen pass reads keys and values alone"
+        assert self.lookahead is None, "a lookahead pass reads only keys and values"
         return self.inactive.outside.at(self.row.sigma)
 
     def source(self, block: int, part: str) -> KvSource:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from maskserve_engine.scheduling.gangs.few_edits import FewEdits
 from maskserve_engine.scheduling.gangs.work import (
-    Aged,
+    Aging,
     GangPlan,
     Work,
     allocate,
@@ -45,7 +45,7 @@ class Deadline:
     goes to edits whose step ends before the waiting edit can begin.
 
     An edit whose key has its turn, and sometimes one that has waited too long, gets a step before
-    all others (`Aged`), so that no key and no edit starves.
+    all others (`Aging`), so that no key and no edit starves.
     """
 
     def __init__(self, devices: int, patience: float = 10.0, longest_step: float = 0.15) -> None:
@@ -58,18 +58,18 @@ class Deadline:
         """
         self.devices = devices
         self.longest_step = longest_step
-        self._aged = Aged(devices, patience)
+        self._aging = Aging(devices, patience)
 
     def decide(self, now: float, works: Sequence[Work]) -> GangPlan:
         """Decide as `GangPolicy.decide` does; each run is of one step."""
         books = _Timeline(now, works, self.devices)
         if not books.idle or not any(work.until is None for work in works):
             return GangPlan()
-        first = self._aged.choose(now, works)
+        first = self._aging.choose(now, works)
         if first is not None:
             books.place(first, self._short(books, first), books.busy)
             begun = books.begun(first)
-            self._aged.begun(now, first, begun.gang.bit_count())
+            self._aging.begun(now, first, begun.gang.bit_count())
             works = [begun if work is first else work for work in works]
         if len(works) <= _FEW:
             choices, waits = self._listed(books, works)

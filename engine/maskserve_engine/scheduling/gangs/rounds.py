@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from maskserve_engine.scheduling.gangs.work import (
-    Aged,
+    Aging,
     GangPlan,
     Share,
     Work,
@@ -73,7 +73,7 @@ class Rounds:
 
     A round that starts without edits ends when one arrives. Edits without due time, and late ones,
     run on the remaining devices in order of arrival. An edit whose key has its turn, or that has
-    waited too long, has a part of the round before all others (`Aged`).
+    waited too long, has a part of the round before all others (`Aging`).
 
     Args:
         devices: number of the worker's devices: 1, 2, 4 or 8.
@@ -100,7 +100,7 @@ class Rounds:
         self.devices = devices
         self.round_seconds, self.round_steps = round_seconds, round_steps
         self._ends = -math.inf
-        self._aged = Aged(devices, patience)
+        self._aging = Aging(devices, patience)
 
     def decide(self, now: float, works: Sequence[Work]) -> GangPlan:
         """Decide as `GangPolicy.decide` does; nothing starts between two rounds."""
@@ -119,11 +119,11 @@ class Rounds:
             slowest = max(min(w.ticket.seconds[: most.bit_length()]) for w in idle)
             seconds = self.round_steps * slowest * (1 + 1e-9)
         self._ends = now + seconds
-        first = self._aged.choose(now, idle)
+        first = self._aging.choose(now, idle)
         runs = _Round(now, seconds, self.devices, lost, most, first).plan(idle)
         for run in runs:
             if first is not None and run.rows == (first.ticket,):
-                self._aged.begun(now, first, len(run.devices))
+                self._aging.begun(now, first, len(run.devices))
         return GangPlan(tuple(runs), self._ends)
 
 

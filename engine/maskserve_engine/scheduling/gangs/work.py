@@ -30,9 +30,9 @@ class Work:
     until: float | None = None
     """Time when its running step ends; None: none runs; inf: its devices are lost."""
     running_steps: int = 0
-    """Steps of the running run; they count as remaining."""
+    """Steps of the current run; `remaining` includes them."""
     first: bool = False
-    """Whether its key is next: if it does not run it gets devices before all others."""
+    """Whether its key is next: if it is idle, it gets devices before all others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class GangPlan:
 
     runs: tuple[Run, ...] = ()
     again: float = math.inf
-    """Time of the next decision, beside each new edit and each end of a run."""
+    """Time of the next decision, unless a new edit or the end of a run comes first."""
 
 
 STRETCH = 4.0
@@ -50,14 +50,14 @@ _HELP_SHARE = 0.25
 """Largest share of device-seconds for steps that go first by age alone."""
 
 
-class Aged:
+class Aging:
     """Chooses the edit that steps before all others: one whose key is next, or sometimes one that
     the policy puts off, so that no edit starves.
 
-    An edit without due time, or that cannot be in time, is helped after `patience` seconds without
-    a step, one edit per fifth of that time. It is also helped when its age exceeds `patience`
-    seconds and `STRETCH` times its seconds alone, the oldest first, within `_HELP_SHARE` of all
-    device-seconds. A step of priority is worth `AGING_S` seconds of age.
+    The policy puts off edits that have no due time or cannot meet it. Such an edit is helped after
+    `patience` seconds without a step, one edit per fifth of that time. It is also helped when its
+    age exceeds `patience` seconds plus `STRETCH` times its seconds alone, the oldest first, within
+    `_HELP_SHARE` of all device-seconds. A step of priority counts as `AGING_S` seconds of age.
     """
 
     def __init__(self, devices: int, patience: float) -> None:
@@ -65,10 +65,10 @@ class Aged:
         self._helped = -math.inf
         """Time when an edit that had not stepped was last helped."""
         self._next = -math.inf
-        """Time when the oldest may be helped again."""
+        """Time from which the oldest edit may be helped again."""
 
     def choose(self, now: float, works: Sequence[Work]) -> Work | None:
-        """Return the idle work that must step now; None: the policy decides alone."""
+        """Return the idle work that must step now; None: the policy is free to choose."""
         idle = [work for work in works if work.until is None]
         for work in idle:
             if work.first:
@@ -76,10 +76,13 @@ class Aged:
         put_off = [work for work in idle if slack(work, now) < 0.0]
         if not put_off:
             return None
-        stiff = min(put_off, key=lambda work: work.idle_since)
-        if now - stiff.idle_since > self._patience and now - self._helped >= self._patience / 5:
+        longest_idle = min(put_off, key=lambda work: work.idle_since)
+        if (
+            now - longest_idle.idle_since > self._patience
+            and now - self._helped >= self._patience / 5
+        ):
             self._helped = now
-            return stiff
+            return longest_idle
         old = [work for work in put_off if self._is_old(work.ticket, now)]
         if not old or now < self._next:
             return None
@@ -102,8 +105,8 @@ def age_order(ticket: Ticket) -> float:
 
 
 def slack(work: Work, now: float) -> float:
-    """Return the seconds that an edit may wait and still be in time; below 0: it has no due time,
-    or cannot meet it.
+    """Return the seconds that an edit may still wait to be in time; below 0: it has no due time, or
+    cannot meet it.
     """
     if work.ticket.due is None:
         return -math.inf

@@ -125,7 +125,7 @@ def test_a_budget_beyond_what_there_is_is_told(
     beyond = told({"budget_bytes": 2 * all_there_is})
     assert beyond.cache == 2 * all_there_is
     assert beyond.left < 0
-    assert "more memory is promised than there is" in caplog.text
+    assert "budgets exceed the device's memory" in caplog.text
     caplog.clear()
     assert told({"enabled": False}).cache == 0
     assert "promised" not in caplog.text

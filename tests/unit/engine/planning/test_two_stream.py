@@ -110,7 +110,7 @@ def test_bad_input_is_named() -> None:
         costs_of([[1, 1, INF]], [[1, 1]])
     with pytest.raises(ValueError, match="before"):
         costs_of([[1, 1, 1]], [[1, 1]], before=[-1])
-    with pytest.raises(ValueError, match="ahead"):
+    with pytest.raises(ValueError, match="head_start"):
         costs_of([[1, 1, 1]], [[1, 1]], ahead=-1)
     with pytest.raises(ValueError, match="loads: shape"):
         costs_of([[1, 1, 1]], [[1, 1, 1]])

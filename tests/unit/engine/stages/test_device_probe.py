@@ -17,7 +17,7 @@ from maskserve_engine.cache.entry_file import OpenFile
 from maskserve_engine.cache.loader import Arrival, CudaMover, HostMover, LinkRates, Travelling
 from maskserve_engine.cache.registered import Registrar
 from maskserve_engine.fitting import entry_store
-from maskserve_engine.fitting.entry_store import tried_rates
+from maskserve_engine.fitting.entry_store import measure_rates
 from maskserve_engine.planning.cost_model import H100, estimate
 from maskserve_engine.planning.cost_profile import CostProfile
 from maskserve_engine.planning.degree_costs import ExchangeCosts
@@ -66,7 +66,7 @@ def rates_of(mover: Watched, took: float, *, direct: bool) -> LinkRates:
         work()
         return took
 
-    return tried_rates(cast(CudaMover, mover), timer, direct=direct)
+    return measure_rates(cast(CudaMover, mover), timer, direct=direct)
 
 
 def test_both_ways_of_entries_are_tried_as_the_loader_takes_them() -> None:

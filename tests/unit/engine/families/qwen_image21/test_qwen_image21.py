@@ -413,7 +413,7 @@ def test_what_is_no_schedule_is_refused(model: Model, tmp_path: Path, sigmas: An
 def test_models_that_are_others_are_refused(model: Model, tmp_path: Path) -> None:
     part = "transformer/config.json"
     folder = changed(model, tmp_path / "model", part, causal_condition=False)
-    with pytest.raises(ConfigError, match=r"causal_condition: False is not served of such models"):
+    with pytest.raises(ConfigError, match=r"causal_condition: False is not served for such models"):
         load_spec(folder)
 
 
