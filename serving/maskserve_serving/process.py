@@ -52,7 +52,7 @@ class Process(ABC):
         self._log: TritonLog | None = None
         self._started = 0.0
         self._heartbeat = Heartbeat(http_url)
-        self._silence = Silence()
+        self._server_silence = Silence()
 
     @property
     def pid(self) -> int | None:
@@ -132,7 +132,7 @@ class Process(ABC):
 
     def finish_start(self) -> str | None:
         """Finish its start once it is ready; return an error text, or None."""
-        self._heartbeat, self._silence = Heartbeat(self.http_url), Silence()
+        self._heartbeat, self._server_silence = Heartbeat(self.http_url), Silence()
         self._heartbeat.start()
         return None
 
@@ -160,7 +160,7 @@ class Process(ABC):
         unwell = None if self.pid is None else process_unwell(self.pid)
         if unwell is not None:
             return f"{self._program} {unwell}"
-        silent_s = self._silence.silent_s(self._heartbeat.beats)
+        silent_s = self._server_silence.silent_s(self._heartbeat.beats)
         if silent_s > limit_s:
             return f"{self._program} has not answered for {silent_s:.1f} s"
         return None

@@ -1,8 +1,9 @@
-"""A multimodal diffusion transformer over any mix of packed rows: dense, cached and priming.
+"""The forward pass of a multimodal diffusion transformer over packed rows: any mix of dense, cached
+and priming ones.
 
 A model provides the parts of its blocks before and after attention (`Transformer`). Attention is
-the same for all models, and so is the treatment of a cached row's cached tokens: they enter as keys
-only (FlashPS §3.1, Fig. 5 and 7).
+the same for all models, and so are the cached tokens of a cached row: they take part in attention
+as keys and values only (FlashPS §3.1, Fig. 5 and 7).
 """
 
 from __future__ import annotations
@@ -186,6 +187,8 @@ def forward(
 
 
 class State:
+    """The token streams of a step's rows as they pass through the blocks."""
+
     def __init__(
         self,
         model: Transformer,
@@ -222,7 +225,7 @@ class State:
         self.entries = packed.entries
 
     def _meet_text(self) -> None:
-        """Let image and text see each other, after the image-only blocks."""
+        """Pack image and text together, after the blocks that see only image tokens."""
         pads, image = self.packing.split(self.image)
         self._lie_as(self.whole)
         text, places = self.packed.text, self.whole.pads

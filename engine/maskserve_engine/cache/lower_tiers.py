@@ -1,7 +1,7 @@
 """The tiers below the device, and their open files.
 
-One thread reads and writes files, another uses the remote tier. The engine's thread never waits for
-them: it gets None if an entry is not ready.
+One thread reads and writes files, another calls the remote tier. The engine's thread never waits
+for them: it gets None if an entry is not ready.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ class LowerTiers:
         self._settle(key, anchors, late=True)
 
     def _settle(self, key: str, anchors: Sequence[Anchor], *, late: bool = False) -> None:
-        """Account for a remote fetch that has ended or run out of patience, whichever is first."""
+        """Account for a remote fetch once: when it has ended, or when its patience has run out."""
         with self._lock:
             awaited = key in self._awaited
             self._awaited.discard(key)
@@ -281,7 +281,7 @@ class LowerTiers:
             self._end(key)
 
     def _look(self) -> None:
-        """List what the file tiers hold now, and close entries that are gone."""
+        """List the templates in the file tiers, and close entries of templates that are gone."""
         templates: dict[str, Mapping[str, TierEntry]] = {
             tier.name: tier.entries() for tier in self.folders
         }
@@ -296,7 +296,7 @@ class LowerTiers:
 
 
 def _remember(entries: dict[_K, _V], key: _K, value: _V, most: int = 0) -> None:
-    """Set a record as the newest; forget the oldest beyond `most` (0: _REMEMBERED)."""
+    """Add a record as the newest, and forget the oldest beyond `most` records (0: _REMEMBERED)."""
     entries.pop(key, None)
     entries[key] = value
     while len(entries) > (most or _REMEMBERED):

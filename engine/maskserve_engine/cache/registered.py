@@ -1,9 +1,10 @@
-"""Files of the host tier that a CUDA device reads by itself: mapped, and registered with it.
+"""Files of the host tier that a CUDA device reads itself: they are mapped and registered with it.
 
 A file on a tmpfs is memory. After cudaHostRegister its pages stay in place, and the device copies
-from them over its link. Only the device reads the mapping, so a file that is cut off meanwhile ends
-no process: the pages are pinned. A registration ends when the file is closed everywhere and its
-last copy is done. A separate thread waits for that, since neither the engine nor the loader may.
+from them over its link. Truncating such a file ends no process, because the pages are pinned and
+only the device reads the mapping. A registration ends when the file is closed everywhere and its
+last copy is done. A separate thread waits for that, so that neither the engine nor the loader
+does.
 """
 
 from __future__ import annotations
@@ -154,24 +155,24 @@ class Registrar:
         )
 
     def _forget_error(self) -> None:
-        """Clear CUDA's pending error: a refusal is reported again behind the next kernel of this
-        thread.
+        """Clear CUDA's pending error; otherwise the next kernel of this thread would report the
+        refusal again.
         """
         with suppress(RuntimeError):
             torch.zeros(1, device=self._device).add_(1)
 
 
 def _mapped(descriptor: int, nbytes: int) -> Tensor:
-    """Return [nbytes] of an open file, shared with it, also if its name has changed.
+    """Map `nbytes` bytes of an open file, whose name may have changed.
 
     Raises:
-        OSError: it is shorter, or not writable. (Nobody writes to it, but pages are registered for
-            reading and writing.)
+        OSError: the file is shorter, or not writable. (Nobody writes to it, but pages are
+            registered for reading and writing.)
     """
     writable = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
     try:
         if os.fstat(writable).st_size < nbytes:
-            raise OSError("the file was cut off while it was open")
+            raise OSError("the file was truncated while it was open")
         return torch.frombuffer(mmap.mmap(writable, nbytes), dtype=torch.uint8)
     finally:
         os.close(writable)
@@ -184,7 +185,7 @@ def on_tmpfs(folder: str) -> bool:
         for line in Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines():
             _, at, kind, *_ = line.split()
             at = at.encode().decode("unicode_escape")  # \040 for a space
-            # Of two mounts at one place the later one counts.
+            # If there are two mounts at a place, the later one is visible.
             if path.is_relative_to(at) and len(at) >= len(best[0]):
                 best = at, kind
     return best[1] == "tmpfs"

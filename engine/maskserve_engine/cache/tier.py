@@ -25,6 +25,8 @@ class Note:
 
 @dataclass(slots=True)
 class TierEntry:
+    """The entries of one template in a tier."""
+
     note: Note
     anchors: dict[Anchor, int]
     """Bytes of each entry."""
@@ -48,11 +50,11 @@ class TierEntry:
 
 
 Rebuild = Callable[[str, TierEntry], float]
-"""Returns the seconds to make a template again in a tier: from the tier below, or computed."""
+"""Returns the seconds to get an evicted template back: from the tier below, or by computing it."""
 
 
 def computed_anew(key: str, entries: TierEntry) -> float:
-    """`Rebuild` if no tier below has the template."""
+    """Return the seconds to compute a template again; `Rebuild` of the lowest tier."""
     return entries.note.rebuild_s
 
 
@@ -74,7 +76,7 @@ class Tier(Protocol):
     """Writes and reads that the medium refused."""
 
     def put(self, key: str, entry: AnchorEntry, note: Note) -> bool:
-        """Keep an entry; return False if it cannot be kept, and then nothing of it is visible."""
+        """Keep an entry; return False if that is impossible: then no part of it can be read."""
         ...
 
     def get(self, key: str, anchor: Anchor) -> AnchorEntry | None:
@@ -82,7 +84,7 @@ class Tier(Protocol):
         ...
 
     def anchors(self, key: str) -> frozenset[Anchor]:
-        """Anchors of a template in this tier."""
+        """Return the anchors of a template in this tier."""
         ...
 
     def note(self, key: str) -> Note | None:
@@ -102,7 +104,7 @@ class Tier(Protocol):
         ...
 
     def entries(self) -> Mapping[str, TierEntry]:
-        """All templates by key, incomplete ones included."""
+        """Return all templates by key, incomplete ones included."""
         ...
 
     def check_integrity(self) -> None:
@@ -117,7 +119,7 @@ def chosen_victims(
     now: float,
     rebuild: Rebuild,
 ) -> list[str] | None:
-    """Return keys to evict until `missing` bytes are free; None if that is impossible.
+    """Return the keys to evict until `missing` bytes are free; None: that is impossible.
 
     Args:
         entries: templates of the tier.

@@ -383,7 +383,7 @@ def test_json_of_millions_of_parts_is_refused_before_it_is_parsed(name: str):
         (b"\x32\x00" * 10**6, "over 1024 fields"),
         (b"\x2a\x82\x80\x04" + b"\x1a\x00" * 2**15 + b"\x1a\x00", "over 1024 fields"),
         (b"\x22\x80\x80\x08" + bytes(2**17), "131072 bytes that is no tensor"),
-        (b"\x2a\x85\x80\x08\x1a\x80\x80\x08" + bytes(2**17), "no tensor's content|is no Model"),
+        (b"\x2a\x85\x80\x08\x1a\x80\x80\x08" + bytes(2**17), "no tensor's content|is not a Model"),
         (b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff", "is not a ModelInferRequest"),
         (b"\x0b\x0c", "is not a ModelInferRequest"),
         (b"\x3a\x05abc", "is not a ModelInferRequest"),

@@ -675,7 +675,7 @@ async def test_large_pictures_of_runs_are_copied_off_the_loop(
 
         return seen
 
-    copying = ("_parsed", "_edit_request", "_edited", "_event")
+    copying = ("_parse", "_edit_request", "_edit_answer", "_event")
     for name in copying:
         monkeypatch.setattr(served_workflows, name, watched(name))
     message = request()

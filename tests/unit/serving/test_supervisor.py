@@ -152,7 +152,7 @@ def test_a_surprise_does_not_end_the_watch(
         raise ValueError("boom")
 
     with monkeypatch.context() as patched:
-        patched.setattr(worker, "sick", surprise)
+        patched.setattr(worker, "health_problem", surprise)
         assert surprised.wait(10)
         time.sleep(0.5)
     assert sum("ValueError: boom" in line for line in said) == 1
