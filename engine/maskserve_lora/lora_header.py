@@ -145,7 +145,7 @@ def read_tensors(read: Callable[[int, int], bytes], nbytes: int) -> Header:
     """`safetensors_header.read_header`.
 
     Raises:
-        BadAdapter: it is no safetensors file, or cut short.
+        BadAdapter: it is not a safetensors file, or cut short.
     """
     try:
         return safetensors_header.read_header(read, nbytes)
@@ -194,7 +194,7 @@ def read_header(
                     f"holds {short(name)} in {place.dtype}; served: {', '.join(_EXPONENTS)}"
                 )
         if names.alpha and math.prod(tensors[names.alpha].shape) != 1:
-            raise BadAdapter(f"holds an alpha for {short(module)} that is no single number")
+            raise BadAdapter(f"holds an alpha for {short(module)} that is not a single number")
         layers[part, module] = layer
     return LoraHeader(layers, named, other_tensors, tensors, nbytes, metadata)
 

@@ -298,7 +298,7 @@ class _Alphas:
                     f"has metadata about {prefix}lora_alpha of another form"
                 ) from error
             if not math.isfinite(alpha):
-                raise BadAdapter(f"has an alpha for {short(module)} that is no finite number")
+                raise BadAdapter(f"has an alpha for {short(module)} that is not a finite number")
             rooted = values.get(f"{prefix}use_rslora")
             return alpha / (math.sqrt(rank) if rooted else rank)
         return None

@@ -129,7 +129,7 @@ class Storage:
 
         Raises:
             StorageFailed: as `read`.
-            BadAdapter: it is no safetensors file.
+            BadAdapter: it is not a safetensors file.
         """
         if not config:
             return nbytes, self.chunks(path, nbytes)

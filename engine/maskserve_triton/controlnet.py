@@ -89,7 +89,7 @@ class ControlNetFrontend:
                 sessions.close_row(session, row)
                 _reply(answer, {})
             case _:
-                raise InvalidRequest("OP", "is no operation with its keys", _OPS)
+                raise InvalidRequest("OP", "is not an operation with its keys", _OPS)
 
 
 def _operation(raw: bytes) -> Any:

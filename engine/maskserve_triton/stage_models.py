@@ -100,9 +100,9 @@ class DecoderStage:
     def __init__(self, api: Any, config: Config) -> None:
         hide_unused_libraries(config, text=False)
         config = sharing_the_device(config, "decoder")
-        facts = load_spec(config.model.path, config.model.native_resolution)
+        spec = load_spec(config.model.path, config.model.native_resolution)
         self._api = api
-        self._decoder = EditDecoder(load_decoder(config), facts, config)
+        self._decoder = EditDecoder(load_decoder(config), spec, config)
         self._tracer = make_tracer(config, "decoder")
         self._revision = cache(lambda: stages_revision(config))
         self._requests = Together(

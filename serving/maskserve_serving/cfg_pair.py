@@ -62,10 +62,10 @@ def with_pair(options: ServeOptions, tables: dict[str, Any]) -> dict[str, Any]:
     gpus_of_pair(options.cfg_devices)
     model = tables["model"]
     try:
-        facts = load_spec(model["path"], model.get("native_resolution", 0))
+        spec = load_spec(model["path"], model.get("native_resolution", 0))
     except ConfigError as error:
         raise ServeError(str(error)) from error
-    if not facts.two_passes:
+    if not spec.two_passes:
         raise ServeError(
             "--cfg-devices: edits of this model have one pass, because it has no "
             "classifier-free guidance; use --devices-per-worker 2 or --workers 2"

@@ -67,8 +67,8 @@ def with_model_cache(tables: dict[str, Any], report: Callable[[str], None]) -> d
         report: receives a line about it.
     """
     model = tables["model"]
-    facts = load_spec(model["path"], model.get("native_resolution", 0))
-    if facts.caches or "enabled" in tables.get("cache", {}):
+    spec = load_spec(model["path"], model.get("native_resolution", 0))
+    if spec.caches or "enabled" in tables.get("cache", {}):
         return tables
     report(f"[cache] enabled is false: {DENSE_ONLY}")
     return with_values(tables, "cache", enabled=False)

@@ -231,7 +231,7 @@ def _answers(ask: Any) -> bool:
 
 
 SENTENCES = (
-    "has just been replaced", "cannot be had now", "is cut short", "is no safetensors file",
+    "has just been replaced", "cannot be had now", "is cut short", "is not a safetensors file",
     "too short for a safetensors file", "is gone", "there is no adapter",
 )  # fmt: skip
 """What an edit may be told whose LoRA is being replaced."""

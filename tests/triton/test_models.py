@@ -287,7 +287,7 @@ def test_a_denoisers_calls_reach_a_controlnet_service(
         message = {"op": "load", "session": session, "version": "1"}
         with pytest.raises(AdapterNotFound, match="none"):
             calls.call({**message, "name": "none"}, b"", 30.0)
-        with pytest.raises(InvalidRequest, match="is no operation"):
+        with pytest.raises(InvalidRequest, match="is not an operation"):
             calls.call({"op": "none"}, b"", 30.0)
         server.stop(0).wait()
         with pytest.raises(Overloaded, match="does not answer"):

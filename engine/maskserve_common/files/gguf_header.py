@@ -66,7 +66,7 @@ def read_gguf(
         else:
             header.skip(kind)
     if align < 1 or align & (align - 1):
-        raise BadGguf(f"says an alignment of {align}, which is no power of two")
+        raise BadGguf(f"says an alignment of {align}, which is not a power of two")
     shapes, ends = {}, []
     for _ in range(tensors):
         name = header.string().decode("utf-8", "replace")

@@ -91,14 +91,16 @@ def read_header(read: Callable[[int, int], bytes], nbytes: int) -> Header:
         nbytes: bytes of the file.
 
     Raises:
-        BadHeader: it is no safetensors file, or not whole.
+        BadHeader: it is not a safetensors file, or not whole.
     """
     head = head_of(read, nbytes)
     if len(head) < _LENGTH_BYTES + 2:
         raise BadHeader(f"is {nbytes} bytes long, too short for a safetensors file")
     length = int.from_bytes(head[:_LENGTH_BYTES], "little")
     if length > MAX_HEADER_BYTES or head[_LENGTH_BYTES : _LENGTH_BYTES + 1] != b"{":
-        raise BadHeader("is no safetensors file; other formats are not read, as they may run code")
+        raise BadHeader(
+            "is not a safetensors file; other formats are not read, as they may run code"
+        )
     begin = _LENGTH_BYTES + length
     if begin > nbytes:
         raise BadHeader("is cut short: its header is not whole")
@@ -107,7 +109,7 @@ def read_header(read: Callable[[int, int], bytes], nbytes: int) -> Header:
         metadata = _read_metadata(named.pop(_METADATA, msgspec.Raw(b"{}")))
         declared = {name: _read_declared(raw) for name, raw in named.items()}
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise BadHeader("is no safetensors file: its header cannot be read") from error
+        raise BadHeader("is not a safetensors file: its header cannot be read") from error
     tensors = {name: _placed(name, tensor, begin) for name, tensor in declared.items()}
     _check_places(tensors, begin, nbytes)
     return Header(tensors, metadata, begin)
@@ -188,10 +190,12 @@ def _check_places(tensors: Mapping[str, TensorPlace], begin: int, nbytes: int) -
     for name, place in sorted(tensors.items(), key=lambda item: item[1][2:]):
         if place.begin != end:
             raise BadHeader(
-                f"is no safetensors file: {short(name)} overlaps another tensor or leaves a gap"
+                f"is not a safetensors file: {short(name)} overlaps another tensor or leaves a gap"
             )
         end = place.end
         if end > nbytes:
             raise BadHeader(f"is cut short: {short(name)} is not whole")
     if end != nbytes:
-        raise BadHeader(f"is no safetensors file: {nbytes - end} of its bytes belong to no tensor")
+        raise BadHeader(
+            f"is not a safetensors file: {nbytes - end} of its bytes belong to no tensor"
+        )

@@ -118,7 +118,7 @@ def _layer(model: nn.Module, name: str) -> nn.Linear | nn.Conv2d:
             continue
         if isinstance(module, nn.Linear | nn.Conv2d):
             return module
-    raise BadAdapter(f"changes {name}, which is no layer of the model")
+    raise BadAdapter(f"changes {name}, which is not a layer of the model")
 
 
 def _config_error(path: Path, why: str) -> ConfigError:

@@ -56,9 +56,9 @@ def read_lora(
                     cast = Factors(*(tensor.to(dtype) for tensor in factors))
                     parts.setdefault(update.part, {})[update.layer] = cast
     except safetensors.SafetensorError as error:
-        raise BadAdapter(f"is no safetensors file: {error}") from error
+        raise BadAdapter(f"is not a safetensors file: {error}") from error
     except BadAdapter as error:  # the check before its load has let it pass
-        _log.warning("%s is no LoRA of %s: it %s", path, model, error)
+        _log.warning("%s is not a LoRA of %s: it %s", path, model, error)
         raise
     return parts
 
@@ -73,7 +73,7 @@ def _factors(update: LayerUpdate, read: Callable[[str], Tensor]) -> Factors:
         up = torch.cat([up[begin:end] for begin, end in update.rows])
     if scale is not None:
         if not math.isfinite(scale):
-            raise BadAdapter(f"has an alpha for {short(update.layer)} that is no finite number")
+            raise BadAdapter(f"has an alpha for {short(update.layer)} that is not a finite number")
         up = up * scale
     missing = update.inputs - down.shape[1]
     if missing:

@@ -112,7 +112,7 @@ def _name_in(model: nn.Module, name: str) -> str:
             continue
         if isinstance(module, nn.Linear):
             return candidate
-    raise BadAdapter(f"changes {name}, which is no linear layer of the text encoder")
+    raise BadAdapter(f"changes {name}, which is not a linear layer of the text encoder")
 
 
 def _added(model: nn.Module, name: str, factors: Factors, scale: float) -> RemovableHandle:

@@ -178,7 +178,7 @@ def _lend(nbytes: int, device: torch.device) -> tuple[Tensor, Any]:
     its readers to free it.
     """
     if device.type != "cuda":
-        raise RuntimeError(f"{device} is no CUDA device")
+        raise RuntimeError(f"{device} is not a CUDA device")
     # Segments that grow are shared by file descriptors, which a process accepts only from its
     # children.
     settings = (os.environ.get(f"PYTORCH_{name}", "") for name in ("ALLOC_CONF", "CUDA_ALLOC_CONF"))
@@ -194,7 +194,7 @@ def _lend(nbytes: int, device: torch.device) -> tuple[Tensor, Any]:
 def _open(handle: tuple[Any, ...], device: torch.device) -> Tensor:
     """Open the block, even of a device that this process does not see: torch maps it to its own."""
     if device.type != "cuda":
-        raise RuntimeError(f"{device} is no CUDA device")
+        raise RuntimeError(f"{device} is not a CUDA device")
     view = torch.empty(0, dtype=torch.uint8, device=device)
     return view.set_(torch.UntypedStorage._new_shared_cuda(view.device.index, *handle[1:]))
 

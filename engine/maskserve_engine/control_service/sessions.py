@@ -183,7 +183,7 @@ class DenoiserSessions:
                 that the service does not hold for it.
         """
         if not _ROW_NAME.fullmatch(row):  # files are named by it
-            raise InvalidRequest("OP.row", "is no name of a row", "letters, digits, - and _")
+            raise InvalidRequest("OP.row", "is not the name of a row", "letters, digits, - and _")
         with self._lock:
             nets = {}
             for control in opening.spec.controls:

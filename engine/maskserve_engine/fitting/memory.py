@@ -110,11 +110,11 @@ def step_bytes(config: Config, adapter: Adapter) -> int:
     """Return the bytes of the largest step beside weights and entries: `max_rows` dense rows of the
     model's native size, each with a negative prompt where the model takes one.
     """
-    facts = adapter.spec
-    side = facts.native_resolution // facts.vae_scale_factor
-    rows, passes = config.engine.max_rows, 1 + facts.two_passes
-    text = facts.text_tokens(config.model.max_sequence_length)
-    work, recorded = adapter.work(side, side), min(passes * rows, _recorded(config, facts))
+    spec = adapter.spec
+    side = spec.native_resolution // spec.vae_scale_factor
+    rows, passes = config.engine.max_rows, 1 + spec.two_passes
+    text = spec.text_tokens(config.model.max_sequence_length)
+    work, recorded = adapter.work(side, side), min(passes * rows, _recorded(config, spec))
     # What is recorded keeps its memory beside that of steps that are not.
     values = [
         peak_values(work, row_count, text) for row_count in (passes * rows, recorded) if row_count
@@ -131,11 +131,11 @@ def _refresh_bytes(config: Config, adapter: Adapter, device: str) -> int:
     """Return the bytes of the step cache of an edit without a template, at native size and with
     nearly all tokens cached; 0: edits have no refresh steps.
     """
-    facts = adapter.spec
-    if not refresh_stride(config, facts):
+    spec = adapter.spec
+    if not refresh_stride(config, spec):
         return 0
-    side = facts.native_resolution // facts.vae_scale_factor
-    return _left_bytes(config, facts, adapter.work(side, side), device)
+    side = spec.native_resolution // spec.vae_scale_factor
+    return _left_bytes(config, spec, adapter.work(side, side), device)
 
 
 def _left_bytes(config: Config, spec: ModelSpec, work: ModelWork, device: str) -> int:
@@ -170,22 +170,22 @@ def service_bytes(config: Config, adapter: Adapter) -> int:
     """Return the bytes of a ControlNet service's device for one such worker: the nets' budget, the
     step caches of the worker's rows, the largest step, and the memory that it lends.
     """
-    facts, works = adapter.spec, _net_works(config, adapter)
-    text, rows = facts.text_tokens(config.model.max_sequence_length), config.engine.max_rows
-    passes = _passes(facts) * rows
+    spec, works = adapter.spec, _net_works(config, adapter)
+    text, rows = spec.text_tokens(config.model.max_sequence_length), config.engine.max_rows
+    passes = _passes(spec) * rows
     peak = max((peak_values(work, passes, text) for work in works), default=0)
     step = peak * dtype_of(config).itemsize + passes * _words_bytes(config, works)
     fixed_bytes = config.controls.device_bytes + config.controls.ipc_bytes
-    return fixed_bytes + step + _reference_bytes(config, facts, works)
+    return fixed_bytes + step + _reference_bytes(config, spec, works)
 
 
 def _net_works(config: Config, adapter: Adapter) -> list[ModelWork]:
     """Return the work of each usable ControlNet at the model's native size."""
-    facts = adapter.spec
-    side = facts.native_resolution // facts.vae_scale_factor
+    spec = adapter.spec
+    side = spec.native_resolution // spec.vae_scale_factor
     return [
-        control_work(facts, net.config, side, side)
-        for net in ControlNets(config, facts).all()
+        control_work(spec, net.config, side, side)
+        for net in ControlNets(config, spec).all()
         if not net.problem
     ]
 

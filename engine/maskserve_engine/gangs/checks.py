@@ -32,7 +32,7 @@ def check_devices(config: Config, gpus: int) -> None:
         raise ConfigError(
             f"[engine] devices: {devices} devices on {gpus} GPU(s); accepted: up to {gpus}"
         )
-    facts = load_spec(config.model.path, config.model.native_resolution)
-    problem = policy_of(config.engine).problem(devices, facts)
+    spec = load_spec(config.model.path, config.model.native_resolution)
+    problem = policy_of(config.engine).problem(devices, spec)
     if problem is not None:
         raise ConfigError(problem)

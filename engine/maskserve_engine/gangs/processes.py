@@ -70,7 +70,7 @@ class RankProcess:
             try:
                 message = packed(RankCall(number, verb, arguments))
             except Exception as error:
-                _log.exception("%s cannot be told to a rank", verb)
+                _log.exception("%s cannot be sent to a rank", verb)
                 future.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
                 return future
             self._number = number

@@ -239,7 +239,9 @@ def low_rank_set(
     for name, layer_factors in factors.items():
         place = places.get(name)
         if place is None:
-            raise ValueError(f"changes {name[:80]!r}, which is no layer that an adapter may change")
+            raise ValueError(
+                f"changes {name[:80]!r}, which is not a layer that an adapter may change"
+            )
         _check_shape(name, layer_factors, place.shape)
         down, up = (tensor.to(device, dtype) for tensor in layer_factors)
         if place.convolves:

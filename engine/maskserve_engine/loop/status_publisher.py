@@ -55,13 +55,13 @@ class PriceList:
         anchors: int,
         degrees: Callable[[int], tuple[DegreePrice, ...]] | None = None,
     ) -> None:
-        self._costs, facts = costs, adapter.spec
+        self._costs, spec = costs, adapter.spec
         self._degrees = degrees if policy_of(config.engine).gangs else None
-        self._text = facts.text_tokens(config.model.max_sequence_length)
-        nets = [net for net in ControlNets(config, facts).all() if not net.problem]
-        side = facts.native_resolution // facts.vae_scale_factor
+        self._text = spec.text_tokens(config.model.max_sequence_length)
+        nets = [net for net in ControlNets(config, spec).all() if not net.problem]
+        side = spec.native_resolution // spec.vae_scale_factor
         work = adapter.work(side, side)
-        steps = facts.steps_default(config.model.num_inference_steps)
+        steps = spec.steps_default(config.model.num_inference_steps)
         shared = policy_of(config.engine).shares_steps
         self._priced = partial(
             pricing_of,
@@ -71,11 +71,11 @@ class PriceList:
             anchors=anchors,
             steps_per_anchor=steps / anchors,
             halves=adapter.entry_halves,
-            controls={net.name: control_work(facts, net.config, side, side) for net in nets},
-            lora=typical_lora(facts, work) if config.adapters.store else None,
-            anchored=len(clock_steps(steps, refresh_rule(config, facts).stride)) / steps,
-            text_shares=text_shares(config, facts, steps, shared=shared),
-            leaves_ring=refresh_rule(config, facts).ring,
+            controls={net.name: control_work(spec, net.config, side, side) for net in nets},
+            lora=typical_lora(spec, work) if config.adapters.store else None,
+            anchored=len(clock_steps(steps, refresh_rule(config, spec).stride)) / steps,
+            text_shares=text_shares(config, spec, steps, shared=shared),
+            leaves_ring=refresh_rule(config, spec).ring,
         )
         self._priced_at, self._pricing = costs.sequence, self._price()
 

@@ -34,7 +34,7 @@ class DevicePolicy:
     deals: bool = False
     """Whether all devices take the steps of one batch and deal its passes
     (`batch.cfg_parallel`)."""
-    problem: Callable[[int, ModelSpec], str | None] = lambda devices, facts: None
+    problem: Callable[[int, ModelSpec], str | None] = lambda devices, spec: None
     """Returns why so many devices cannot share a model's steps in this way; None: they can."""
 
     @property

@@ -209,7 +209,7 @@ def _load_gguf(config: Config, name: str, cls: Any) -> Any:
 def _gguf_file(config: Config) -> Path:
     file = Path(config.model.gguf)
     if file.suffix != ".gguf" or not file.is_file():
-        raise ConfigError(f"[model] gguf: {file} is no file that ends in .gguf")
+        raise ConfigError(f"[model] gguf: {file} is not a file that ends in .gguf")
     return file
 
 
@@ -237,7 +237,7 @@ def gguf_tensors(file: Path) -> list[Any]:
 
 def _unreadable(config: Config, error: Exception) -> ConfigError:
     why = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
-    return ConfigError(f"[model] gguf: {config.model.gguf} is no GGUF file of this model: {why}")
+    return ConfigError(f"[model] gguf: {config.model.gguf} is not a GGUF file of this model: {why}")
 
 
 def _products(model: nn.Module, form: str, within: str) -> Iterator[tuple[str, nn.Linear]]:

@@ -138,7 +138,7 @@ class PublicHosts:
         if len(url) > _MAX_URL:
             raise InvalidRequest(field, f"has over {_MAX_URL} characters", accepted)
         if parsed_url.scheme != "https":
-            raise InvalidRequest(field, "is no https URL", accepted)
+            raise InvalidRequest(field, "is not an https URL", accepted)
         if parsed_url.userinfo:
             raise InvalidRequest(field, "has a user or password", accepted)
         name = host if port == 443 else f"{host}:{port}"

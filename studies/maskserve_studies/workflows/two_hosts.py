@@ -117,10 +117,10 @@ async def _two(
     """The second node's outputs. Between the nodes, the router's work in a run is done."""
     sides = dict.fromkeys(("left", "top", "right", "bottom"), _PADDED)
     pad = Task("pad", NodeCall("pad", "pad", settings=sides), {"picture": picture})
-    padded = files.received((await maker.call(pad, _CLIENT, run=files.run)).outputs)
+    padded = files.store_bytes((await maker.call(pad, _CLIENT, run=files.run)).outputs)
     inputs = {"picture": padded["picture"], "mask": mask}
     cut = Task("crop", NodeCall("crop", "crop"), inputs)
-    return files.received((await reader.call(cut, _CLIENT, run=files.run)).outputs)
+    return files.store_bytes((await reader.call(cut, _CLIENT, run=files.run)).outputs)
 
 
 def two_hosts_control(other: SecondHost, files_folder: Path, rounds: int) -> dict[str, Any]:

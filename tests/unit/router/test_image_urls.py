@@ -158,10 +158,10 @@ async def test_a_host_that_is_silent_holds_nobody() -> None:
 @pytest.mark.parametrize(
     ("url", "told"),
     [
-        ("http://pictures.example/a", "is no https URL"),
-        ("file:///etc/passwd", "is no https URL"),
-        ("ftp://pictures.example/a", "is no https URL"),
-        ("//pictures.example/a", "is no https URL"),
+        ("http://pictures.example/a", "is not an https URL"),
+        ("file:///etc/passwd", "is not an https URL"),
+        ("ftp://pictures.example/a", "is not an https URL"),
+        ("//pictures.example/a", "is not an https URL"),
         ("https://other.example/a", "host that is not listed"),
         ("https://pictures.example:8443/a", "host that is not listed"),
         ("https://pictures.example.evil.example/a", "host that is not listed"),
@@ -174,7 +174,7 @@ async def test_a_host_that_is_silent_holds_nobody() -> None:
         ("https:///a", "host that is not listed"),
         ("https://[", "is not a URL|not listed"),
         ("https://pictures.example/" + "a" * 5000, "over 4096 characters"),
-        ("", "is no https URL"),
+        ("", "is not an https URL"),
     ],
 )
 async def test_other_urls_are_refused_before_anything_is_asked(url: str, told: str) -> None:

@@ -704,7 +704,7 @@ async def test_a_call_that_drips_is_bounded_as_a_whole(drips: bytes) -> None:
 @pytest.mark.parametrize(
     ("url", "secret", "told"),
     [
-        ("http://hooks.example/", SECRET, "is no https URL"),
+        ("http://hooks.example/", SECRET, "is not an https URL"),
         ("https://169.254.169.254/", SECRET, "host that is not listed"),
         ("https://user@hooks.example/", SECRET, "user or password"),
         ("no url", SECRET, "webhook: is no"),

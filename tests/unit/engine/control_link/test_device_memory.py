@@ -172,7 +172,7 @@ def test_a_service_that_has_none_to_lend_says_so_and_serves(
     with caplog.at_level(logging.WARNING), site.service(AMPLE) as service:
         site.made(service, site.jobs(), to_device)
     assert caplog.messages == [
-        "residuals pass host memory: [controls] ipc_bytes: cpu is no CUDA device"
+        "residuals pass host memory: [controls] ipc_bytes: cpu is not a CUDA device"
     ]
 
 

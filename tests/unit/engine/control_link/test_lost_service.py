@@ -310,7 +310,7 @@ def test_a_row_is_no_path(site: Site, name: str) -> None:
     jobs = site.jobs()
     opening = site.adapter.opening(site.adapter.dense_row(jobs[0]), jobs[0])
     assert opening is not None
-    with pytest.raises(InvalidRequest, match=r"OP\.row: is no name of a row"):
+    with pytest.raises(InvalidRequest, match=r"OP\.row: is not the name of a row"):
         site.service.front._service.sessions.open("s", name, opening)
 
 

@@ -208,12 +208,12 @@ def test_what_cannot_be_is_said(
     assert "[model] gguf: not with fuse_loras" in refused(fuse_loras=["a.safetensors"])
     check_fits(config_of(tiny_fill, model={"gguf": str(file), "weights": "nf4"}), 0)
     none = tmp_path / "none.gguf"
-    assert f"{none} is no file that ends in .gguf" in refused(gguf=str(none))
+    assert f"{none} is not a file that ends in .gguf" in refused(gguf=str(none))
     none.write_bytes(b"nothing of the sort")
-    assert f"{none} is no GGUF file of this model: " in refused(gguf=str(none))
+    assert f"{none} is not a GGUF file of this model: " in refused(gguf=str(none))
     cut = tmp_path / "cut.gguf"
     cut.write_bytes(file.read_bytes()[:4000])
-    assert f"{cut} is no GGUF file of this model: " in refused(gguf=str(cut))
+    assert f"{cut} is not a GGUF file of this model: " in refused(gguf=str(cut))
     writer = gguf.GGUFWriter(tmp_path / "few.gguf", "flux")
     writer.add_tensor("x_embedder.bias", np.zeros(32, np.float32))
     writer.write_header_to_file()
@@ -278,7 +278,7 @@ def test_a_header_that_says_too_much_is_refused_in_a_sentence(
     said, why = HOSTILE[name]
     file = named(tmp_path / "x.gguf", **said)
     config = config_of(tiny_fill, model={"gguf": str(file)})
-    with pytest.raises(ConfigError, match=rf"\[model\] gguf: .*is no GGUF file.*{why}"):
+    with pytest.raises(ConfigError, match=rf"\[model\] gguf: .*is not a GGUF file.*{why}"):
         denoiser_bytes(config, ("bf16",))
     with pytest.raises(ConfigError, match=why):
         load_adapter(config)
