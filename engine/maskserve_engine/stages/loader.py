@@ -45,11 +45,13 @@ def device_of(config: Config, cuda: Any = torch.cuda, gpus: Path = GPUS) -> torc
         raise ConfigError(f"[model] device: {name!r} is not a device") from error
     if device.type == "cuda":
         if not cuda.is_available():
-            raise ConfigError(f"[model] device: {name!r} asked for, but there is not a CUDA device")
+            raise ConfigError(
+                f"[model] device: {name!r} is configured, but there is no CUDA device"
+            )
         device_count = cuda.device_count()
         if (device.index or 0) >= device_count:
             raise ConfigError(
-                f"[model] device: {name!r} asked for, but {device_count} can be seen here"
+                f"[model] device: {name!r} is configured, but {device_count} can be seen here"
             )
     return device
 

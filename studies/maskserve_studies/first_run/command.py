@@ -369,7 +369,7 @@ def main(
     parser.add_argument("--only", nargs="+", metavar="PART", help="names in the JSON; default: all")
     args = parser.parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("there is not a CUDA device that torch can use; --device cpu rehearses")
+        parser.error("there is no CUDA device that torch can use; --device cpu rehearses")
     begin = time.monotonic()
     device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
     report: dict[str, Any] = {

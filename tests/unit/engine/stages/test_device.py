@@ -66,7 +66,7 @@ def test_who_says_cpu_gets_it(tmp_path: Path, two_gpus: Path) -> None:
 def test_a_gpu_that_is_not_there_is_told(tmp_path: Path) -> None:
     one = SimpleNamespace(is_available=lambda: True, device_count=lambda: 1)
     config = config_of(tmp_path, model={"device": "cuda:1"})
-    with pytest.raises(ConfigError, match="'cuda:1' asked for, but 1 can be seen here"):
+    with pytest.raises(ConfigError, match="'cuda:1' is configured, but 1 can be seen here"):
         loader.device_of(config, one)
 
 
