@@ -183,7 +183,7 @@ def check_request(message: ModelRequest, models: Mapping[str, Contract] = MODELS
     if head.model_version not in VERSIONS:
         raise UnknownModel(head.model_name, head.model_version)
     if any("classification" in output.parameters for output in head.outputs):
-        # Triton 2.51 ends with SIGFPE if it is to classify text.
+        # TRITON-2.51: it ends with SIGFPE if it is to classify text.
         raise InvalidRequest(
             "outputs", "ask for the classification extension", "outputs as they are"
         )
