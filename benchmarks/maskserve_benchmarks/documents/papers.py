@@ -83,9 +83,9 @@ def document() -> str:
     ]
     lines = [HEAD, table(["parts", "", *counts], rows)]
     for paper in papers():
-        shown = [part for part in paper.parts if part.status != "illustration"]
+        listed_parts = [part for part in paper.parts if part.status != "illustration"]
         lines += [f"\n## {paper.name}", f"\n*{paper.title}*", f"\n{paper.summary.strip()}\n"]
-        lines.append(table(["where", "what", "status", "here"], map(_row, shown)))
+        lines.append(table(["where", "what", "status", "here"], map(_row, listed_parts)))
     return "\n".join(lines) + "\n"
 
 

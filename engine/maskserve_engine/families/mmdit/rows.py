@@ -290,7 +290,7 @@ class PackedTokens(NamedTuple):
 
 @dataclass(slots=True)
 class SamplerState:
-    """What a sampler carries from step to step."""
+    """State of a sampler between steps."""
 
     moved: Tensor | None = None
     """[n, 4C] change of the computed tokens in the last step; None: no step was taken."""
