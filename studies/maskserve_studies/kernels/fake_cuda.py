@@ -167,7 +167,7 @@ class FakeCuda:
         # Fake operations take no time that a probe could measure.
         self._patches.append(patch.object(device_probe, "probed", lambda peak, *_: peak))
         rates = LinkRates(gathered=H100.link_bytes, direct=0.0)
-        self._patches.append(patch.object(entry_store, "tried_rates", lambda *_, **__: rates))
+        self._patches.append(patch.object(entry_store, "measure_rates", lambda *_, **__: rates))
         self._patches.append(patch.object(entry_store, "on_tmpfs", lambda folder: False))
         # Torch asks `is_available` whether it may first make a real tensor there.
         none = not torch.cuda.is_available()

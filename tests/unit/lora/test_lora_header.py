@@ -110,7 +110,7 @@ BAD: dict[str, tuple[Callable[[], Arrays], str]] = {
         },
         "do not fit",
     ),
-    "two alphas": (lambda: _with(alpha=(2,)), "no single number"),
+    "two alphas": (lambda: _with(alpha=(2,)), "not a single number"),
     "integers": (lambda: lora(dtype=np.int8), "I8"),
 }
 

@@ -245,7 +245,7 @@ BAD: dict[str, tuple[Arrays, str]] = {
     ),
     "an endless alpha": (
         with_alphas(lora(SINGLE), float("inf"), ".lora_A.weight"),
-        "no finite number",
+        "not a finite number",
     ),
 }
 

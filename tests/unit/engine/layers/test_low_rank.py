@@ -374,7 +374,7 @@ def test_a_row_takes_its_loras_between_two_steps(model: Model) -> None:
 def test_what_does_not_fit_the_model_is_refused_in_a_sentence(model: Model) -> None:
     name = next(iter(model.adapter._places))  # type: ignore[attr-defined]
     fits = Factors(torch.zeros(2, 8), torch.zeros(8, 2))
-    with pytest.raises(ValueError, match="no layer that an adapter may change"):
+    with pytest.raises(ValueError, match="not a layer that an adapter may change"):
         model.adapter.low_rank({"no.such.layer": fits})
     with pytest.raises(ValueError, match="has factors of 2x9999"):
         model.adapter.low_rank({name: Factors(torch.zeros(2, 9999), torch.zeros(8, 2))})
