@@ -341,7 +341,9 @@ def test_an_edit_whose_client_leaves_gives_up_its_row(
 def test_control_cancel_reaches_the_worker_that_holds_the_edit(
     router: RouterSite, grpc: Grpc
 ) -> None:
-    pending = [grpc.begin(plain_edit(**LONG, request_id=f"c{i}")) for i in range(4)]
+    pending = [
+        grpc.begin(plain_edit(128, 128, **LONG, **WHOLE, request_id=f"c{i}")) for i in range(4)
+    ]
     eventually("they run", lambda: {f"c{i}" for i in range(4)} <= running(grpc))
     assert sum(worker["sent"] for worker in told(router).values()) == 4
     for i in range(4):
