@@ -242,15 +242,15 @@ MUTATIONS = (
     Mutation(
         "a preview shows a noisy ring",
         f"{_FLOW}/rows.py",
-        "share * self.moved.float(), ended=False)",
-        "share * self.moved.float(), ended=True)",
+        "share * moved.float(), ended=False)",
+        "share * moved.float(), ended=True)",
         f"{_OWN}::test_what_is_shown_of_a_row_on_its_way_has_the_source_outside_the_mask",
     ),
     Mutation(
         "a row's last step leads on",
         f"{_FLOW}/rows.py",
-        "if self.moved is None or next_step >= self.steps:",
-        "if self.moved is None or next_step > self.steps:",
+        "if self.sampler.moved is None or next_step >= self.steps:",
+        "if self.sampler.moved is None or next_step > self.steps:",
         f"{_OWN}::test_what_a_step_ahead_is_asked_with_is_where_the_last_answer_leads",
     ),
     Mutation(
@@ -293,7 +293,7 @@ MUTATIONS = (
     Mutation(
         "a slot that a later step will read is handed out",
         "engine/maskserve_engine/control_link/reuse.py",
-        "used_slots = {ask.slot for ask in self._sent.values() if ask.step > step}",
+        "used_slots = {sent.slot for sent in self._sent.values() if sent.step > step}",
         "used_slots = set[int]()",
         f"{_SLOTS}::test_no_slot_is_handed_out_that_a_later_step_will_read",
     ),
@@ -426,8 +426,8 @@ MUTATIONS = (
     Mutation(
         "old residuals of another scale",
         "engine/maskserve_engine/control_link/reuse.py",
-        "return ask if self._scales[step] == self._scales[ask.step] else None",
-        "return ask",
+        "return sent if self._scales[step] == self._scales[sent.step] else None",
+        "return sent",
         f"{_FAST}::test_which_residuals_a_step_adds",
     ),
     # Models that see the source as a reference
