@@ -125,7 +125,7 @@ def test_a_file_that_may_not_be_mapped_is_a_refusal(
     registrar = Registrar(CPU, runtime)
     assert registrar.register(file.descriptor, file.nbytes) is None
     assert runtime.asked == 0
-    assert "cut off" in caplog.text
+    assert "truncated" in caplog.text
     registrar.close()
 
 
