@@ -116,14 +116,14 @@ def _signal(model: str, number: signal.Signals) -> Callable[[Site], None]:
 
 def _surprise(site: Site) -> None:
     """Raise an unexpected exception for a second, each time the supervisor checks the worker."""
-    sick, end = site.worker.sick, time.monotonic() + 1.0
+    health_problem, end = site.worker.health_problem, time.monotonic() + 1.0
 
     def surprise() -> str | None:
         if time.monotonic() < end:
             raise ValueError("a surprise")
-        return sick()
+        return health_problem()
 
-    site.worker.sick = surprise  # type: ignore[method-assign]
+    site.worker.health_problem = surprise  # type: ignore[method-assign]
     site.process("denoiser").kill()
 
 
