@@ -35,13 +35,14 @@ class Waiting:
     may_wait: bool
     """True while the edit may wait even if no worker takes edits."""
     place: asyncio.Future[Sent] = field(default_factory=asyncio.Future)
+    owner: tuple[str, str] = field(init=False)
+    """Key by which edits take turns (`_key_of`); every dispatch reads it of all waiting edits."""
+
+    def __post_init__(self) -> None:
+        self.owner = _key_of(self.request_id, self.edit)
 
     def __lt__(self, other: Waiting) -> bool:
         return self.key < other.key
-
-    @property
-    def owner(self) -> tuple[str, str]:
-        return _key_of(self.request_id, self.edit)
 
 
 def _key_of(request_id: str, edit: Edit) -> tuple[str, str]:
@@ -165,9 +166,10 @@ class PendingQueue:
         """Send every waiting edit for which a worker has a place, in the order of turns."""
         if not self._waiting:
             return
-        kinds = {self._kind(waiting): waiting for waiting in self._waiting}
+        by_owner = {waiting.owner: waiting for waiting in self._waiting}
+        kinds = {self._kind(waiting): waiting for waiting in by_owner.values()}
         full = {kind for kind, waiting in kinds.items() if self._full(self._as_sent(waiting))}
-        if all(self._kind(waiting) in full and not waiting.avoid for waiting in self._waiting):
+        if len(full) == len(kinds) and not any(waiting.avoid for waiting in self._waiting):
             return
         for waiting in self._sent.fair_order(self._waiting, lambda waiting: waiting.owner):
             if waiting.place.done():
@@ -191,7 +193,7 @@ class PendingQueue:
 
     def _kind(self, waiting: Waiting) -> tuple[str, bool]:
         """Return the edit's model and whether it may take a spare place."""
-        return waiting.edit.model, self.is_first(waiting.request_id, waiting.edit)
+        return waiting.edit.model, not self._sent.in_use(waiting.owner)
 
     def _as_sent(self, waiting: Waiting) -> Edit:
         _, first = self._kind(waiting)
