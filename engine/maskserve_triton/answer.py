@@ -56,8 +56,13 @@ class Answer:
             return True
 
     def finish(self, outputs: dict[str, Any]) -> bool:
-        """Send the result; False when the request has been answered already."""
-        tensors = named_tensors(self._api, outputs)
+        """Send the result, or an error if its tensors cannot be made; False when the request has
+        been answered already.
+        """
+        try:
+            tensors = named_tensors(self._api, outputs)
+        except Exception as problem:
+            return self.fail(guarded("", problem))
         return self._final(self._api.InferenceResponse(tensors), None, outputs)
 
     def fail(self, error: MaskserveError) -> bool:

@@ -56,6 +56,15 @@ def test_an_answer_that_could_not_be_sent_did_not_succeed(api: FakeTriton) -> No
     assert [type(error) for error in ends] == [EngineFailed]
 
 
+def test_an_answer_that_cannot_be_made_is_an_error(api: FakeTriton) -> None:
+    """A thread that answers late has nobody behind it who would answer for it."""
+    sender = Sender(api.violations)
+    assert Answer(api, sender).finish({"IMAGE": None})
+    error = sender.wait(1.0).error()
+    assert error is not None
+    assert "[ENGINE_FAILED]" in error.message()
+
+
 def test_who_looks_for_cancels_does_not_wait_for_the_log(api: FakeTriton) -> None:
     """What is done at the end of an edit may take as long as a disk does."""
     looked: list[bool] = []
