@@ -1,5 +1,6 @@
 """preprocess: an accepted edit's pictures, checked and brought to the model's resolution."""
 
+from functools import cache
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
@@ -12,7 +13,7 @@ from maskserve_common.files.values import Values
 from maskserve_common.tracing import make_tracer
 from maskserve_engine.families.specs import load_spec
 from maskserve_triton.picture_threads import PictureJob, PictureThreads
-from maskserve_triton.preprocess import pixels_of, prepare_edit
+from maskserve_triton.preprocess import PreparedEdit, pixels_of, prepare_edit
 from maskserve_triton.templates import templates_of
 from maskserve_triton.tensor_io import Outputs, read_bytes, read_elements
 from maskserve_triton.worker_model import WorkerModel
@@ -42,28 +43,31 @@ class TritonPythonModel(WorkerModel):
         image, mask = (read_bytes(pb_utils, request, name) for name in ("IMAGE", "MASK"))
         pictures = [image, mask, *read_elements(pb_utils, request, CONTROL)]
 
+        # The job reads headers first, and then, perhaps in another thread, the pictures.
+        find_template = cache(self._templates.get)
+
+        @cache
         def read() -> list[bytes | memoryview]:
             return [self._values.read(element, scope) for element in pictures]
 
         def pixels() -> int:
-            return pixels_of(read(), accepted, self._config, self._templates.get)
+            return pixels_of(read(), accepted, self._config, find_template)
 
-        return PictureJob(scope, pixels, lambda: self._prepare(accepted, *read()))
+        def prepare() -> Outputs:
+            image, mask, *control = read()
+            spec, config = self._spec, self._config
+            return _outputs(
+                prepare_edit(image, mask, accepted, spec, config, find_template, control)
+            )
 
-    def _prepare(
-        self,
-        accepted: AcceptedEdit,
-        image: bytes | memoryview,
-        mask: bytes | memoryview,
-        *control: bytes | memoryview,
-    ) -> Outputs:
-        prepared = prepare_edit(
-            image, mask, accepted, self._spec, self._config, self._templates.get, control
-        )
-        return {
-            "PIXELS": prepared.pixels,
-            "EDIT_MASK": prepared.edit_mask,
-            "CONTROLS": prepared.controls,
-            "REQUEST": prepared.context.request,
-            "CONTEXT": prepared.context.pack(),
-        }
+        return PictureJob(scope, pixels, prepare)
+
+
+def _outputs(prepared: PreparedEdit) -> Outputs:
+    return {
+        "PIXELS": prepared.pixels,
+        "EDIT_MASK": prepared.edit_mask,
+        "CONTROLS": prepared.controls,
+        "REQUEST": prepared.context.request,
+        "CONTEXT": prepared.context.pack(),
+    }
