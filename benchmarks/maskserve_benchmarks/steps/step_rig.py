@@ -40,7 +40,6 @@ from maskserve_engine.families.mmdit.rows import (
     FlowInactive,
     FlowPrimingRow,
     FlowRow,
-    NegativePass,
     PromptPass,
     References,
 )
@@ -374,10 +373,7 @@ class Bench:
     def guided(self, row: FlowRow) -> FlowRow:
         """Return the row with a negative prompt, so it takes a second pass."""
         text = self._random(self.shown_tokens + self.text, self.weights.width)
-        prompt = row.prompt
-        row.negative = NegativePass(
-            text, prompt.cis, self._pooled(), prompt.guidance, timeless=prompt.timeless, scale=3.0
-        )
+        row.negative = replace(row.prompt, text=text, pooled=self._pooled(), cache=None, scale=3.0)
         return row
 
     def priming_row(self) -> FlowPrimingRow:

@@ -14,6 +14,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +23,6 @@ import torch.distributed as dist
 from maskserve_benchmarks.steps.step_rig import Bench
 from maskserve_benchmarks.steps.unet_rig import UnetBench
 from maskserve_engine.batch.sequence_parallel import Exchange, GangExchange
-from maskserve_engine.families.mmdit.rows import NegativePass
 from maskserve_engine.families.unet.rows import Guidance
 
 _CPU = torch.device("cpu")
@@ -100,8 +100,7 @@ def _flux_steps(dtype: torch.dtype) -> dict[str, Step]:
     """FLUX's width at 256 pixels, one double and one single block, a dense row."""
     bench = Bench("flux-256", (1, 1), dtype, _CPU, "int8")
     row = bench.row(None, 1)
-    prompt = row.prompt
-    row.negative = NegativePass(prompt.text, prompt.cis, prompt.pooled, prompt.guidance, scale=4.0)
+    row.negative = replace(row.prompt, scale=4.0)
 
     def step(exchange: Exchange | None) -> None:
         row.step = 1  # not the step that makes vectors of later steps

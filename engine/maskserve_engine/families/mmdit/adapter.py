@@ -42,7 +42,6 @@ from maskserve_engine.families.mmdit.rows import (
     FlowPrimingRow,
     FlowRing,
     FlowRow,
-    NegativePass,
     PromptPass,
     References,
     Row,
@@ -544,7 +543,7 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
 
     def _negative(
         self, job: EditJob, inputs: FlowPrompt | None, references: References | None
-    ) -> NegativePass | None:
+    ) -> PromptPass | None:
         if inputs is None:
             return None
         settings = job.request.settings
@@ -552,8 +551,5 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
         scale = settings.guidance_scale if cfg else settings.true_cfg_scale
         assert scale is not None, "a negative prompt comes with its scale (validation)"
         prompt = self._prompt_pass(job, inputs)
-        words = self.words(job, inputs, references)
-        return NegativePass(
-            prompt.text, prompt.cis, prompt.pooled, prompt.guidance, prompt.pads, prompt.timeless,
-            words, scale=scale,
-        )  # fmt: skip
+        prompt.words, prompt.scale = self.words(job, inputs, references), scale
+        return prompt

@@ -31,7 +31,7 @@ from maskserve_engine.control_link.served import (
     new_batch,
     request_residuals,
 )
-from maskserve_engine.families.mmdit.rows import FlowPrimingRow, FlowRow, NegativePass, Row
+from maskserve_engine.families.mmdit.rows import FlowPrimingRow, FlowRow, PromptPass, Row
 from maskserve_engine.families.mmdit.schedule import Walk
 from maskserve_engine.layers.low_rank import Adapters
 from maskserve_engine.stages.cpu_threads import one_cpu_thread
@@ -358,7 +358,7 @@ class _Passes:
         self,
         whole: Packed,
         rows: Sequence[Row],
-        guided: Sequence[tuple[int, NegativePass]],
+        guided: Sequence[tuple[int, PromptPass]],
         lookahead_rows: Sequence[int],
         exchange: Exchange,
     ) -> None:

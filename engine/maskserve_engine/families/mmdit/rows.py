@@ -76,14 +76,8 @@ class PromptPass:
     """Prompt that does not depend on the row; `text` is then empty."""
     cache: StepCache | None = None
     """In a row with a template it keeps text and ring, and the residual correction."""
-
-
-@dataclass(slots=True)
-class NegativePass(PromptPass):
-    """The pass of the negative prompt, for true classifier-free guidance (diffusers)."""
-
     scale: float = 1.0
-    """true_cfg_scale."""
+    """Scale of a negative prompt in true classifier-free guidance (diffusers)."""
 
 
 @dataclass(slots=True)
@@ -308,7 +302,7 @@ class FlowRow:
     schedule: Schedule
     grid: tuple[int, int]
     prompt: PromptPass
-    negative: NegativePass | None
+    negative: PromptPass | None
     cis: Tensor
     """[n, head_dim / 2] rotary factors of the computed tokens; in a dense row with the context."""
     latents: Tensor
