@@ -141,8 +141,9 @@ def flux_work(
         for i in range(count)
     ]
     clocks = 2 if config.get("guidance_embeds") else 1
+    pooled = int(config["pooled_projection_dim"])
     embed = FixedWork(
-        row=clocks * _mlp(256, h) + _mlp(int(config["pooled_projection_dim"]), h),
+        row=clocks * _mlp(256, h) + (_mlp(pooled, h) if pooled else 0.0),
         token=2.0 * channels * h,
         text=2.0 * int(config["joint_attention_dim"]) * h,
     )

@@ -99,8 +99,8 @@ def count(
     references: int,
     exact: bool = False,
 ) -> ModelWork:
-    """Return the work of FLUX.1's double blocks, some with a second attention of the picture. It
-    ignores that the last block drops its text.
+    """Return the work of FLUX.1's double blocks, some with a second attention of the picture, which
+    is counted as if it saw the text. The last block drops its text.
     """
     base = flux.count(
         config, height, width, halo, recorded=recorded, references=references, exact=exact
@@ -117,14 +117,24 @@ def count(
         else block
         for number, block in enumerate(base.blocks)
     ]
+    last = blocks[-1]
+    blocks[-1] = replace(last, row=last.row - 8.0 * h * h, text=6.0 * h * h)
     return replace(base, family="sd3", blocks=tuple(blocks))
 
 
 def lora_layers(config: Mapping[str, Any]) -> dict[str, int]:
-    """Return FLUX.1's elements per rank, without the text outputs of the last block."""
+    """Return FLUX.1's elements per rank, with second attentions and without the text outputs of the
+    last block.
+    """
+    h = int(config["num_attention_heads"]) * int(config["attention_head_dim"])
     last = f"transformer_blocks.{int(config['num_layers']) - 1}."
     absent_layers = tuple(last + name for name in ("attn.to_add_out", "ff_context"))
-    return {
+    second = {
+        f"transformer_blocks.{number}.attn2.{layer}": 2 * h
+        for number in config.get(_SECOND) or ()
+        for layer in ("to_q", "to_k", "to_v", "to_out.0")
+    }
+    return second | {
         name: numbers
         for name, numbers in flux.lora_layers(config).items()
         if not name.startswith(absent_layers)

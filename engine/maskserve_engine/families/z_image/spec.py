@@ -120,7 +120,7 @@ def count(
     references: int,
     exact: bool = False,
 ) -> ModelWork:
-    """Return the work of FLUX.1's single blocks, whose products are as large, with vectors from a
+    """Return the work of FLUX.1's single blocks, with other feed-forward layers, and vectors from a
     small embedding. The first blocks do not see the text; attention counts it nevertheless.
     """
     channels = int(config["in_channels"]) * _PATCH**2
@@ -134,19 +134,21 @@ def count(
         references=references,
         exact=exact,
     )
-    h, small = base.blocks[0].width, float(_TIME)
+    h = base.blocks[0].width
+    small, token = float(min(h, _TIME)), 8.0 * h * h + 6.0 * h * int(h / 3 * 8)
     image_only_count = int(config["n_refiner_layers"])
     blocks = [
         replace(
             block,
             row=8.0 * small * h,
-            text=0.0 if number < image_only_count else block.text,
+            token=token,
+            text=0.0 if number < image_only_count else token,
             launches=_LAUNCHES,
         )
         for number, block in enumerate(base.blocks)
     ]
     [embed] = base.before
-    time = 2.0 * _TIME_WIDTH * 2 * small
+    time = 2.0 * _TIME_WIDTH * (_TIME + small)
     return replace(
         base,
         family="z_image",
@@ -181,7 +183,12 @@ def lora_work(base: ModelWork, layers: Mapping[str, int]) -> ModelWork:
             named[f"single_transformer_blocks.{number}.{flux_layer}"] += numbers
         else:
             named[_FLUX_NAMES.get(stack, stack)] += numbers
-    return flux.lora_work(base, named)
+    added = flux.lora_work(base, named)
+    blocks = [
+        replace(block, text=block.text if of_base.text else 0.0)
+        for block, of_base in zip(added.blocks, base.blocks, strict=True)
+    ]
+    return replace(added, blocks=tuple(blocks))
 
 
 def lora_layers(config: Mapping[str, Any]) -> dict[str, int]:

@@ -1,0 +1,183 @@
+"""Counted work against the layers of the real diffusers classes, and against torch's own counter
+over a whole step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from torch import nn
+
+from maskserve_engine.families.specs import FAMILIES
+from maskserve_engine.planning.flops import ModelWork
+from tests.support.flop_count import counted
+from tests.support.model_configs import TINY_FLUX
+
+pytestmark = pytest.mark.each_value
+
+HEIGHT, WIDTH, TEXT = 8, 12, 5
+TOKENS = HEIGHT * WIDTH // 4
+
+_SIZES = {"num_attention_heads": 2, "attention_head_dim": 16, "joint_attention_dim": 24}
+_SD3 = {**_SIZES, "sample_size": 16, "in_channels": 4, "out_channels": 4, "num_layers": 3,
+        "caption_projection_dim": 32, "pooled_projection_dim": 10, "pos_embed_max_size": 16,
+        "qk_norm": "rms_norm"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    family: str
+    model: str
+    """Class in diffusers."""
+    config: dict[str, Any]
+    once: tuple[str, ...] = ()
+    """Modules that run once per edit, before its steps."""
+    inputs: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    """Inputs of a whole step; None: the class's step has other work than is counted."""
+    vectors: dict[str, int] = field(default_factory=dict)
+    """Times that modules run per step, if it is not once."""
+
+
+def _tokens(config: dict[str, Any], channels: int, *axes: int) -> dict[str, Any]:
+    ids = {
+        name: torch.zeros(*tokens, axes[0])
+        for name, tokens in (("img_ids", (TOKENS,)), ("txt_ids", (TEXT,)))
+        if axes
+    }
+    return {
+        "hidden_states": torch.zeros(1, TOKENS, channels),
+        "encoder_hidden_states": torch.zeros(1, TEXT, config["joint_attention_dim"]),
+        "timestep": torch.ones(1),
+        **ids,
+    }
+
+
+def _flux(config: dict[str, Any]) -> dict[str, Any]:
+    inputs = _tokens(config, config["in_channels"], 3)
+    return {
+        **inputs,
+        "pooled_projections": torch.zeros(1, config["pooled_projection_dim"]),
+        "guidance": torch.ones(1) if config.get("guidance_embeds") else None,
+    }
+
+
+def _sd3(config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        **_tokens(config, 1),
+        "hidden_states": torch.zeros(1, config["in_channels"], HEIGHT, WIDTH),
+        "pooled_projections": torch.zeros(1, config["pooled_projection_dim"]),
+    }
+
+
+def _qwen_image(config: dict[str, Any]) -> dict[str, Any]:
+    shapes = [[(1, HEIGHT // 2, WIDTH // 2)]]
+    return {**_tokens(config, config["in_channels"]), "img_shapes": shapes}
+
+
+CASES = {
+    "flux": Case("flux", "FluxTransformer2DModel", TINY_FLUX, inputs=_flux),
+    "flux dev": Case(
+        "flux", "FluxTransformer2DModel", {**TINY_FLUX, "guidance_embeds": True}, inputs=_flux
+    ),
+    "chroma": Case(
+        "chroma", "ChromaTransformer2DModel",
+        {**_SIZES, "in_channels": 12, "num_layers": 2, "num_single_layers": 3,
+         "axes_dims_rope": (4, 6, 6), "approximator_num_channels": 16,
+         "approximator_hidden_dim": 24, "approximator_layers": 2},
+        inputs=lambda config: _tokens(config, 12, 3),
+        vectors={"distilled_guidance_layer": 12 * 2 + 3 * 3 + 2},
+    ),
+    "flux2": Case(
+        "flux2", "Flux2Transformer2DModel",
+        {**_SIZES, "in_channels": 12, "num_layers": 2, "num_single_layers": 3, "mlp_ratio": 2.5,
+         "axes_dims_rope": (4, 4, 4, 4), "timestep_guidance_channels": 40,
+         "guidance_embeds": False},
+        inputs=lambda config: {**_tokens(config, 12, 4), "guidance": None},
+    ),
+    "qwen_image": Case(
+        "qwen_image", "QwenImageTransformer2DModel",
+        {**_SIZES, "in_channels": 12, "out_channels": 3, "num_layers": 2,
+         "axes_dims_rope": (4, 6, 6)},
+        inputs=_qwen_image,
+    ),
+    "qwen_image21": Case(
+        "qwen_image21", "QwenImage21Transformer2DModel",
+        {"num_attention_heads": 2, "attention_head_dim": 16, "context_in_dim": 24,
+         "in_channels": 12, "num_layers": 2, "axes_dims_rope": (4, 6, 6), "mlp_ratio": 2},
+        once=("txt_in",),
+    ),
+    "sd3 large": Case("sd3", "SD3Transformer2DModel", _SD3, inputs=_sd3),
+    "sd3 medium": Case(
+        "sd3", "SD3Transformer2DModel", {**_SD3, "dual_attention_layers": (0, 1)}
+    ),
+    "sd3, second attention everywhere": Case(
+        "sd3", "SD3Transformer2DModel", {**_SD3, "dual_attention_layers": (0, 1, 2)}
+    ),
+    "z_image": Case(
+        "z_image", "ZImageTransformer2DModel",
+        {"in_channels": 4, "dim": 64, "n_layers": 2, "n_refiner_layers": 1, "n_heads": 4,
+         "n_kv_heads": 4, "cap_feat_dim": 24, "axes_dims": [4, 6, 6], "axes_lens": [64, 64, 64]},
+        once=("cap_embedder", "context_refiner"),
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def on_meta() -> Iterator[None]:
+    """Shapes are all that is counted; nothing is computed."""
+    with torch.device("meta"):
+        yield
+
+
+def counted_model(case: Case) -> tuple[Any, ModelWork]:
+    model, family = getattr(diffusers, case.model)(**case.config), FAMILIES[case.family]
+    config = getattr(family, "as_flux", dict)(dict(model.config))
+    return model, family.count(config, HEIGHT, WIDTH, 0, recorded=False, references=0, exact=False)
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in CASES.values() if case.once],
+    ids=[name for name, case in CASES.items() if case.once],
+)  # fmt: skip
+def test_rows_and_tokens_pass_every_layer_that_runs_at_each_step(case: Case) -> None:
+    model, work = counted_model(case)
+    numbers = sum(
+        layer.weight.numel()
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Linear) and not name.startswith(case.once)
+    )
+    assert work.coefficients[:, :2].sum() + work.fixed[:, :2].sum() == 2 * numbers
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in CASES.values() if case.inputs],
+    ids=[name for name, case in CASES.items() if case.inputs],
+)  # fmt: skip
+def test_a_dense_step_is_what_torch_counts(case: Case) -> None:
+    model, work = counted_model(case)
+    assert case.inputs is not None
+    inputs = case.inputs(case.config)
+    flops = counted(lambda: model(**inputs))
+    assert work.step_flops([work.row_at(1.0, TEXT)], "dense") == flops
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+def test_the_typical_lora_has_every_linear_layer_of_the_blocks_but_modulation(case: Case) -> None:
+    model, work = counted_model(case)
+    family: Any = FAMILIES[case.family]
+    layers = family.lora_layers(getattr(family, "as_flux", dict)(dict(model.config)))
+    modulation = ("norm", "img_mod", "txt_mod", "adaLN")
+    assert layers == {
+        name: sum(layer.weight.shape)
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Linear)
+        and name.startswith(("transformer_", "single_transformer_", "noise_refiner.", "layers."))
+        and not any(part.startswith(modulation) for part in name.split("."))
+    }
+    lora = family.lora_work(work, layers)
+    assert not lora.coefficients[work.coefficients[:, 2] == 0, 2].any()
