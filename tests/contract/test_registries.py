@@ -81,8 +81,8 @@ def test_a_family_is_found_by_its_folder(monkeypatch: pytest.MonkeyPatch, tmp_pa
         SETTINGS=("cache.stride",),
         read=lambda folder, pipeline, native: facts,
         recorded_rows=lambda config: int(config.engine.heartbeat_s > 1),
-        count=lambda config, height, width, halo, **how: types.SimpleNamespace(
-            blocks=(), size=(height, width, how["recorded"])
+        count=lambda config, picture: types.SimpleNamespace(
+            blocks=(), size=(picture.height, picture.width, picture.recorded)
         ),
     )
     monkeypatch.setitem(registry.FAMILIES, "dummy", dummy)

@@ -27,7 +27,6 @@ from maskserve_benchmarks.edits.direct import Direct, Edit
 from maskserve_common.config_file import config_of
 from maskserve_common.imaging.images import encode_png
 from maskserve_engine.base.job import EditJob
-from maskserve_engine.families.specs import lora_work
 from maskserve_engine.requests.state import EditWork
 from maskserve_lora.lora_header import by_module
 
@@ -100,7 +99,7 @@ def _flop_ratio(worker: Direct, job: EditJob, file: Path) -> float:
             for (_, module), names in by_module(opened.keys())[0].items()
         }
     without = EditWork.of(job, adapter)
-    with_lora = without.with_loras([lora_work(adapter.spec, work, layers)], work)
+    with_lora = without.with_loras([work.lora_work(layers)], work)
     return without.cached_flops / with_lora.cached_flops
 
 

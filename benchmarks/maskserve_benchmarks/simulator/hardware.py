@@ -13,7 +13,7 @@ from maskserve_common.contracts.keys import anchor_steps
 from maskserve_common.contracts.reuse_levels import refresh_count
 from maskserve_common.line_fit import Line
 from maskserve_common.routing import Pricing
-from maskserve_engine.families.specs import control_work, counted_work, typical_lora
+from maskserve_engine.families.specs import control_work, counted_work
 from maskserve_engine.planning.cost_model import (
     H100,
     CostModel,
@@ -109,7 +109,7 @@ class Hardware:
             steps_per_anchor=STEPS / anchors,
             controls={NET: self._net(side)} if self.model == "flux" else {},
             anchored=len(clock_steps(STEPS, refresh_rule(self.config, spec).stride)) / STEPS,
-            lora=typical_lora(spec, work),
+            lora=work.typical_lora(),
             text_shares=self.text_shares,
             leaves_ring=refresh_rule(self.config, spec).ring,
         )

@@ -59,6 +59,7 @@ from maskserve_engine.families.z_image.blocks import ZImageStep
 from maskserve_engine.families.z_image.weights import ZImageWeights
 from maskserve_engine.families.z_image.weights import places_of as z_image_places
 from maskserve_engine.layers.low_rank import Factors, LowRankSet, Place, low_rank_set
+from maskserve_engine.spec.family import StepPicture
 
 
 def _angles(model: Any, ids: torch.Tensor) -> torch.Tensor:
@@ -221,16 +222,11 @@ class Bench:
         room = CacheConfig().placed_on(device.type)
         self.weights = replace(self.family.weights(self.model), placed_bytes=room)
         self.blocks = len(self.weights.blocks)
-        size = 2 * self.grid[0], 2 * self.grid[1]
         as_flux: Any = getattr(FACTS[name], "as_flux", dict)
-        self.work = FACTS[name].count(
-            as_flux(self.config),
-            *size,
-            0,
-            recorded=False,
-            references=self.references,
-            exact=self.exact,
+        picture = StepPicture(
+            2 * self.grid[0], 2 * self.grid[1], references=self.references, exact=self.exact
         )
+        self.work = FACTS[name].count(as_flux(self.config), picture)
         if self.shown_tokens:
             self.work = self.work.looking_at(self.shown_tokens)
         self.entry = AnchorEntry(Anchor(0.5, 500.0), ())

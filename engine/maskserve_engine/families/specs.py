@@ -137,21 +137,6 @@ def control_work(spec: ModelSpec, config: Mapping[str, Any], height: int, width:
     return FAMILIES[spec.family].control_work(dict(config), height, width)
 
 
-def lora_work(spec: ModelSpec, base: ModelWork, layers: Mapping[str, int]) -> ModelWork:
-    """Return a LoRA's additional work; `layers` are elements of its factors, by diffusers layer
-    name.
-    """
-    return FAMILIES[spec.family].lora_work(base, layers)
-
-
-def typical_lora(spec: ModelSpec, base: ModelWork) -> tuple[ModelWork, int]:
-    """Return the additional work of a rank-1 LoRA on every linear layer of the blocks, and the
-    bytes of its file in half precision.
-    """
-    layers = FAMILIES[spec.family].lora_layers(spec.denoiser)
-    return lora_work(spec, base, layers), 2 * sum(layers.values())
-
-
 _FILLS = 2.0**25
 """FLOPs of an operation that a thread computes in about 0.3 ms."""
 

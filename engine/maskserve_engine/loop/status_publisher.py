@@ -16,7 +16,7 @@ from maskserve_common.contracts.pricing import DegreePrice, Pricing
 from maskserve_common.contracts.status_record import NodeStatus, Served, State
 from maskserve_common.status import StatusWriter, WorkerStatus
 from maskserve_engine.families.adapter import Adapter
-from maskserve_engine.families.specs import control_work, typical_lora
+from maskserve_engine.families.specs import control_work
 from maskserve_engine.fitting.entry_store import entry_format
 from maskserve_engine.loop.measured_costs import MeasuredCosts
 from maskserve_engine.loop.step_planner import CHOICES
@@ -72,7 +72,7 @@ class PriceList:
             steps_per_anchor=steps / anchors,
             halves=adapter.entry_halves,
             controls={net.name: control_work(spec, net.config, side, side) for net in nets},
-            lora=typical_lora(spec, work) if config.adapters.store else None,
+            lora=work.typical_lora() if config.adapters.store else None,
             anchored=len(clock_steps(steps, refresh_rule(config, spec).stride)) / steps,
             text_shares=text_shares(config, spec, steps, shared=shared),
             leaves_ring=refresh_rule(config, spec).ring,

@@ -27,6 +27,16 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from maskserve_engine.planning.layer_table import (
+    Layers,
+    Products,
+    Shape,
+    Shapes,
+    layer_flops,
+    of_model,
+    shape_flops,
+)
+
 Floats = NDArray[np.float64]
 
 KINDS = ("dense", "project", "kv")
@@ -42,20 +52,23 @@ class BlockWork:
     """FLOPs of one transformer block per unit of each term, and the shape of its entry."""
 
     name: str
+    """Dotted name of its module."""
     stack: int
     """Index of the stack the block belongs to, in the order they run."""
     level: int
     """Index into the resolutions of the model: 0 for FLUX, the down-sampling depth for UNets."""
     width: int
     """Channels of `h`; K and V are as wide each."""
-    row: float
-    token: float
-    text: float
-    spare: float
-    pair: float
-    cross: float
+    row: float = 0.0
+    token: float = 0.0
+    text: float = 0.0
+    spare: float = 0.0
+    pair: float = 0.0
+    cross: float = 0.0
     launches: tuple[float, float, float] = (0.0, 0.0, 0.0)
     """Kernels that it takes on CUDA, per kind; about as many for any number of rows."""
+    layers: Layers = field(default_factory=dict, repr=False, compare=False)
+    """Its linear layers, by name inside the block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +85,28 @@ class FixedWork:
     """Per convolved position of each level; empty where nothing is convolved (FLUX)."""
     launches: float = 0.0
     """Kernels on CUDA, as in `BlockWork`."""
+    layers: Layers = field(default_factory=dict, repr=False, compare=False)
+    """Linear layers, by dotted name."""
+    convolutions: tuple[Shapes, ...] = field(default=(), repr=False, compare=False)
+    """Convolutions of each level, by dotted name."""
+
+    @classmethod
+    def of(
+        cls,
+        layers: Layers,
+        convolutions: tuple[Shapes, ...] = (),
+        *,
+        launches: float = 0.0,
+        products: Products = of_model,
+    ) -> FixedWork:
+        """Return the FLOPs of these layers; `products` as in `layer_flops`."""
+        return cls(
+            **layer_flops(layers, products),
+            positions=tuple(shape_flops(shapes, products) for shapes in convolutions),
+            launches=launches,
+            layers=layers,
+            convolutions=convolutions,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,41 +397,47 @@ class ModelWork:
             flops += float(self.fixed_flops(dense, dense=True).sum())
         return flops
 
-    def lora_work(
-        self,
-        blocks: Sequence[Mapping[str, float]],
-        before: Mapping[str, float],
-        after: Mapping[str, float],
-        positions: Sequence[float] = (),
-    ) -> ModelWork:
-        """Return the work that a LoRA adds to this model, by the numbers in its factors: each takes
-        part in one multiply-add per token.
+    def lora_work(self, numbers: Mapping[str, float]) -> ModelWork:
+        """Return the work that a LoRA adds, by the numbers in its factors: each takes part in one
+        multiply-add wherever its layer runs.
 
         Args:
-            blocks: numbers of each block, by the term that they count for.
-            before: numbers in the input of the first stack, by field of `FixedWork`.
-            after: numbers after the last stack, by field of `FixedWork`.
-            positions: numbers in convolutions, per level.
+            numbers: numbers by the layer's dotted name. Layers that run once per edit add nothing.
         """
-        block_work = []
-        for block, numbers in zip(self.blocks, blocks, strict=True):
-            row, token, text, spare = (
-                2.0 * numbers.get(term, 0.0) for term in ("row", "token", "text", "spare")
+
+        def products(name: str, _: Shape) -> float:
+            return numbers.get(name, 0.0)
+
+        def block_work(block: BlockWork) -> BlockWork:
+            flops = layer_flops(
+                block.layers, lambda name, shape: products(f"{block.name}.{name}", shape)
             )
-            block_work.append(
-                replace(block, row=row, token=token, text=text, spare=spare, pair=0.0, cross=0.0)
-            )
-        first, last = (
-            FixedWork(
-                row=2.0 * numbers.get("row", 0.0),
-                token=2.0 * numbers.get("token", 0.0),
-                text=2.0 * numbers.get("text", 0.0),
-            )
-            for numbers in (before, after)
+            return BlockWork(
+                block.name, block.stack, block.level, block.width,
+                launches=block.launches, layers=block.layers, **flops,
+            )  # fmt: skip
+
+        def fixed_work(work: FixedWork) -> FixedWork:
+            return FixedWork.of(work.layers, work.convolutions, products=products)
+
+        return replace(
+            self,
+            blocks=tuple(map(block_work, self.blocks)),
+            before=tuple(map(fixed_work, self.before)),
+            after=fixed_work(self.after),
         )
-        last = replace(last, positions=tuple(2.0 * n for n in positions))
-        other_stacks = (FixedWork(),) * (len(self.before) - 1)
-        return replace(self, blocks=tuple(block_work), before=(first, *other_stacks), after=last)
+
+    def typical_lora(self) -> tuple[ModelWork, int]:
+        """Return the additional work of a rank-1 LoRA on every linear layer of the blocks except
+        modulation, and the bytes of its file in half precision.
+        """
+        numbers = {
+            f"{block.name}.{name}": sum(shape)
+            for block in self.blocks
+            for term in ("token", "text")
+            for name, shape in block.layers.get(term, {}).items()
+        }
+        return self.lora_work(numbers), 2 * int(sum(numbers.values()))
 
     def batch_launches(self, kinds: Sequence[str]) -> float:
         of_kinds = [KINDS.index(kind) for kind in kinds]

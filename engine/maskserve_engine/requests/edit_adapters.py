@@ -20,7 +20,6 @@ from maskserve_engine.adapters.control_net_loader import CONTROL_NETS
 from maskserve_engine.adapters.lora_loader import LORAS
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.families.adapter import Adapter
-from maskserve_engine.families.specs import lora_work
 from maskserve_engine.planning.flops import ModelWork
 from maskserve_engine.requests.control_nets import EditControlNets
 from maskserve_engine.requests.executor import Executor
@@ -157,6 +156,6 @@ class EditAdapters:
     def _works(self, job: EditJob) -> list[ModelWork]:
         """Return the work that the job's loaded LoRAs add to the model's."""
         assert self.loras is not None
-        work, facts = self._adapter.work(*job.moments.shape[1:]), self._adapter.spec
+        work = self._adapter.work(*job.moments.shape[1:])
         loaded = map(self.loras.loaded, job.request.used_loras)
-        return [lora_work(facts, work, lora.layers) for lora in loaded]
+        return [work.lora_work(lora.layers) for lora in loaded]

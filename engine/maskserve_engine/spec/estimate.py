@@ -51,7 +51,7 @@ def pricing_of(
         halves: entries kept per token.
         controls: the ControlNets' work at that size, by name.
         anchored: share of its steps at which a net beside a cached row computes all tokens.
-        lora: work that a LoRA adds, and its file's bytes (`registry.typical_lora`).
+        lora: work that a LoRA adds, and its file's bytes (`ModelWork.typical_lora`).
         text_shares: share of its steps in which a cached row computes its text.
         leaves_ring: whether the other steps also leave out the ring.
     """

@@ -4,11 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from maskserve_common.config import Config
 from maskserve_engine.planning.flops import ModelWork
 from maskserve_engine.spec.model_spec import ModelSpec
+
+
+class StepPicture(NamedTuple):
+    """The picture of a row, and how its steps run, as far as a model's work depends on them."""
+
+    height: int
+    """Latent rows (pixels / VAE scale)."""
+    width: int
+    """Latent columns."""
+    halo: int = 0
+    """Positions round a mask's box (`ModelWork.halo`); 0 for families without convolutions."""
+    recorded: bool = False
+    """Whether steps are CUDA graphs."""
+    references: int = 0
+    """Number of reference pictures of the same size."""
+    exact: bool = False
+    """Whether references do not depend on the row (`Semantics.exact`), instead of being context."""
 
 
 class FamilyModule(Protocol):
@@ -33,28 +50,11 @@ class FamilyModule(Protocol):
     def read(self, folder: Path, pipeline: str, native_resolution: int, /) -> ModelSpec:
         """Read the model spec of a folder; `native_resolution` 0: the folder's own."""
 
-    def count(
-        self,
-        config: dict[str, Any],
-        height: int,
-        width: int,
-        halo: int,
-        /,
-        *,
-        recorded: bool,
-        references: int,
-        exact: bool,
-    ) -> ModelWork:
-        """Return the work of the denoiser; see `family_work`."""
+    def count(self, config: Mapping[str, Any], picture: StepPicture, /) -> ModelWork:
+        """Return the work of the denoiser; `config` is its config.json."""
 
     def control_work(self, config: dict[str, Any], height: int, width: int, /) -> ModelWork:
         """Return the work of a ControlNet, for as many evaluations of a row as `count` has."""
-
-    def lora_work(self, base: ModelWork, layers: Mapping[str, int], /) -> ModelWork:
-        """Return the work that a LoRA adds to that of the denoiser."""
-
-    def lora_layers(self, config: Mapping[str, Any], /) -> dict[str, int]:
-        """Return the numbers per rank of a LoRA on the blocks, for `lora_work`."""
 
 
 def family_work(
@@ -76,14 +76,10 @@ def family_work(
         halo: positions round a mask's box (`ModelWork.halo`); 0 for families without convolutions.
         recorded: whether steps are CUDA graphs.
     """
-    work = family.count(
-        spec.denoiser,
-        height,
-        width,
-        halo,
-        recorded=recorded,
-        references=int(spec.semantics.reference),
-        exact=spec.semantics.exact,
+    semantics = spec.semantics
+    picture = StepPicture(
+        height, width, halo, recorded, references=int(semantics.reference), exact=semantics.exact
     )
+    work = family.count(spec.denoiser, picture)
     picture_tokens = spec.encoder_picture_tokens(height, width)
     return work.looking_at(picture_tokens) if picture_tokens else work

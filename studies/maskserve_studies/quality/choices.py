@@ -13,6 +13,7 @@ from maskserve_engine.families.flux.spec import flux_work
 from maskserve_engine.families.flux2 import spec as flux2
 from maskserve_engine.planning.entry_bytes import FORMATS, entry_bytes
 from maskserve_engine.planning.flops import ModelWork, RowTokens
+from maskserve_engine.spec.family import StepPicture
 from maskserve_engine.spec.model_spec import ALL_STEPS, ModelSpec, anchor_stride
 
 FLUX_STEPS = 28
@@ -125,7 +126,7 @@ def published(spec: ModelSpec) -> ModelWork:
     """Return the work of the published model at 1024x1024 that corresponds to this model."""
     if not spec.semantics.context:
         return flux()
-    return flux2.count(KLEIN_4B, 128, 128, 0, recorded=False, references=1)
+    return flux2.count(KLEIN_4B, StepPicture(128, 128, references=1))
 
 
 def schedule(spec: ModelSpec, steps: int) -> int:

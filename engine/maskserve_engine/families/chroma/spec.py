@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,10 @@ from maskserve_common.config_file import read_json
 from maskserve_common.contracts.dense_steps import DenseSteps
 from maskserve_common.contracts.semantics import INPAINT
 from maskserve_engine.families.flux import spec as flux
-from maskserve_engine.planning.flops import FixedWork, ModelWork
+from maskserve_engine.planning.flops import ModelWork
+from maskserve_engine.planning.layer_table import Layers, Shape
+from maskserve_engine.spec import mmdit
+from maskserve_engine.spec.family import StepPicture
 from maskserve_engine.spec.model_spec import (
     EditDefaults,
     ModelSpec,
@@ -31,8 +34,6 @@ DEFAULTS = EditDefaults(num_inference_steps=28, guidance_scale=7.0)
 _STRIDE = 7
 _PATCH = 2
 
-lora_work = flux.lora_work
-lora_layers = flux.lora_layers
 control_work = flux.control_work
 recorded_rows = no_recorded_rows
 
@@ -63,34 +64,25 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelSpec:
     )
 
 
-def count(
-    config: dict[str, Any],
-    height: int,
-    width: int,
-    halo: int,
-    *,
-    recorded: bool,
-    references: int,
-    exact: bool = False,
-) -> ModelWork:
+def count(config: Mapping[str, Any], picture: StepPicture) -> ModelWork:
     """Return FLUX.1's work, with the blocks' vectors computed once for all blocks by the
     approximator.
     """
-    alike = {**config, "pooled_projection_dim": 0, "guidance_embeds": False}
-    base = flux.count(
-        alike, height, width, halo, recorded=recorded, references=references, exact=exact
+    blocks = {
+        name: block._replace(layers={**block.layers, "row": {}})
+        for name, block in flux.blocks_of(config).items()
+    }
+    inner, embedded, layers = (
+        int(config[f"approximator_{name}"]) for name in ("hidden_dim", "num_channels", "layers")
     )
-    inner, embedded_width = (
-        float(config[f"approximator_{name}"]) for name in ("hidden_dim", "num_channels")
-    )
-    vectors = 12 * int(config["num_layers"]) + 3 * int(config["num_single_layers"]) + 2
-    layers = 2 * int(config["approximator_layers"]) * inner
-    row = 2.0 * vectors * inner * (embedded_width + layers + base.blocks[0].width)
-    [embed] = base.before
-    return replace(
-        base,
-        family="chroma",
-        blocks=tuple(replace(block, row=0.0) for block in base.blocks),
-        before=(replace(embed, row=row),),
-        after=FixedWork(token=base.after.token, launches=base.after.launches),
-    )
+    h = mmdit.width_of(config)
+    shapes: dict[str, Shape] = {"in_proj": (embedded, inner), "out_proj": (inner, h)}
+    for number in range(layers):
+        shapes |= mmdit.embedder(f"layers.{number}", inner, inner)
+    after: Layers = {"token": mmdit.last_layers(config)["token"]}
+    model = mmdit.TransformerLayers(blocks, flux.embedders_of(config), after)
+    row = {  # each layer runs once for each vector
+        f"distilled_guidance_layer.{name}": (model.vectors * inputs, outputs)
+        for name, (inputs, outputs) in shapes.items()
+    }
+    return model._replace(before={**model.before, "row": row}).work("chroma", config, picture)

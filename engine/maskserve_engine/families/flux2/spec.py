@@ -5,7 +5,6 @@ work.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,9 @@ from maskserve_common.contracts.dense_steps import DenseSteps
 from maskserve_common.contracts.semantics import EXACT_REFERENCE, REFERENCE
 from maskserve_engine.families.flux import spec as flux
 from maskserve_engine.planning.flops import ModelWork
+from maskserve_engine.planning.layer_table import Layers, Shape, Shapes
 from maskserve_engine.spec import mmdit
+from maskserve_engine.spec.family import StepPicture
 from maskserve_engine.spec.latents import latent_space, with_statistics
 from maskserve_engine.spec.model_spec import EditDefaults, ModelSpec, least_steps, no_recorded_rows
 
@@ -35,8 +36,14 @@ _REFRESH_STRIDE = 0.5
 """Two refresh steps of four steps, and of 20: both meet the quality limits
 (docs/decisions/refresh-steps.md); with exact references the effect has not been measured."""
 _PATCH = 2
+_MODULATIONS = {
+    "double_stream_modulation_img": 6,
+    "double_stream_modulation_txt": 6,
+    "single_stream_modulation": 3,
+}
+_KEYS = "attn.to_kv"
+"""The part of `attn.to_qkv_mlp_proj` that makes keys and values. No LoRA has it by itself."""
 
-lora_work = flux.lora_work
 control_work = flux.control_work
 recorded_rows = no_recorded_rows
 
@@ -74,53 +81,35 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelSpec:
     )
 
 
-def count(
-    config: dict[str, Any],
-    height: int,
-    width: int,
-    halo: int,
-    *,
-    recorded: bool,
-    references: int,
-    exact: bool = False,
-) -> ModelWork:
-    """Return FLUX.1's work, with one set of shifts and gates for all blocks of a kind, and gated
-    activations.
+def count(config: Mapping[str, Any], picture: StepPicture) -> ModelWork:
+    """Return the work of a Flux2Transformer2DModel: FLUX.1's blocks, with one set of shifts and
+    gates for all blocks of a kind, and gated activations.
     """
-    base = flux.count(
-        {"pooled_projection_dim": 0, **config},
-        height,
-        width,
-        halo,
-        recorded=recorded,
-        references=references,
-        exact=exact,
-    )
-    h, ratio = base.blocks[0].width, float(config.get("mlp_ratio", 3.0))
-    token = 2.0 * (4 + 3 * ratio) * h * h
-    blocks = [replace(block, row=0.0, token=token, text=token) for block in base.blocks]
-    [embed] = base.before
-    vectors = 2.0 * (6 + 6 + 3) * h * h
-    row = 2.0 * (int(config.get("timestep_guidance_channels", 256)) + h) * h + vectors
-    return replace(base, family="flux2", blocks=tuple(blocks), before=(replace(embed, row=row),))
-
-
-def lora_layers(config: Mapping[str, Any]) -> dict[str, int]:
-    """Return the elements per rank of a LoRA on every linear layer of the blocks, for
-    `lora_work`.
-    """
-    h = int(config["num_attention_heads"]) * int(config["attention_head_dim"])
+    h = mmdit.width_of(config)
     inner = int(h * float(config.get("mlp_ratio", 3.0)))
-    double = mmdit.joint_attention(h)
-    for stream in ("ff", "ff_context"):
-        double |= {f"{stream}.linear_in": h + 2 * inner, f"{stream}.linear_out": inner + h}
-    single = {
-        "attn.to_qkv_mlp_proj": 4 * h + 2 * inner,
-        "attn.to_out": 2 * h + inner,
+    double: Layers = {
+        "token": mmdit.attention(h, mmdit.IMAGE) | _feed_forward("ff", h, inner),
+        "text": mmdit.attention(h, mmdit.TEXT) | _feed_forward("ff_context", h, inner),
+        "spare": mmdit.attention(h, mmdit.KEYS),
     }
-    return mmdit.by_block(
-        {
-            "transformer_blocks": (int(config["num_layers"]), double),
-            "single_transformer_blocks": (int(config["num_single_layers"]), single),
-        }
+    joined: Shapes = {
+        "attn.to_qkv_mlp_proj": (h, 3 * h + 2 * inner), "attn.to_out": (h + inner, h)
+    }  # fmt: skip
+    single: Layers = {"token": joined, "text": joined, "spare": {_KEYS: (h, 2 * h)}}
+    blocks = mmdit.stack(
+        "transformer_blocks", int(config["num_layers"]), mmdit.BlockLayers(double)
+    ) | mmdit.stack(
+        "single_transformer_blocks",
+        int(config["num_single_layers"]),
+        mmdit.BlockLayers.single(single),
     )
+    time = int(config.get("timestep_guidance_channels", 256))
+    row = mmdit.embedder("time_guidance_embed.timestep_embedder", time, h)
+    for name, vectors in _MODULATIONS.items():
+        row[f"{name}.linear"] = (h, vectors * h)
+    before, after = {"row": row, **flux.embedders_of(config)}, mmdit.last_layers(config)
+    return mmdit.TransformerLayers(blocks, before, after).work("flux2", config, picture)
+
+
+def _feed_forward(module: str, width: int, inner: int) -> dict[str, Shape]:
+    return {f"{module}.linear_in": (width, 2 * inner), f"{module}.linear_out": (inner, width)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,10 @@ from maskserve_common.contracts.dense_steps import DenseSteps
 from maskserve_common.contracts.semantics import INPAINT, REFERENCE, SAMPLED_REFERENCE
 from maskserve_engine.families.flux import spec as flux
 from maskserve_engine.planning.flops import ModelWork
+from maskserve_engine.planning.layer_table import Layers
 from maskserve_engine.spec import mmdit
 from maskserve_engine.spec.encoder_picture import EncoderPicture
+from maskserve_engine.spec.family import StepPicture
 from maskserve_engine.spec.latents import latent_space
 from maskserve_engine.spec.model_spec import EditDefaults, ModelSpec, least_steps, no_recorded_rows
 
@@ -37,7 +38,6 @@ _ENCODER_AREA = 384 * 384
 _STRIDE = 7
 _PATCH = 2
 
-lora_work = flux.lora_work
 control_work = flux.control_work
 recorded_rows = no_recorded_rows
 
@@ -86,29 +86,20 @@ def _of_pictures(processor: Path) -> dict[str, Any]:
     )
 
 
-def count(
-    config: dict[str, Any],
-    height: int,
-    width: int,
-    halo: int,
-    *,
-    recorded: bool,
-    references: int,
-    exact: bool = False,
-) -> ModelWork:
-    """Return FLUX.1's work, with double blocks only."""
-    alike = {**config, "num_single_layers": 0, "pooled_projection_dim": 0, "guidance_embeds": False}
-    base = flux.count(
-        alike, height, width, halo, recorded=recorded, references=references, exact=exact
-    )
-    return replace(base, family="qwen_image")
-
-
-def lora_layers(config: Mapping[str, Any]) -> dict[str, int]:
-    """Return the elements per rank of a LoRA on every linear layer of the blocks, for
-    `lora_work`.
-    """
-    h = int(config["num_attention_heads"]) * int(config["attention_head_dim"])
-    block = mmdit.joint_attention(h)
-    block |= {f"{mlp}.net.{n}": 5 * h for mlp in ("img_mlp", "txt_mlp") for n in ("0.proj", "2")}
-    return mmdit.by_block({"transformer_blocks": (int(config["num_layers"]), block)})
+def count(config: Mapping[str, Any], picture: StepPicture) -> ModelWork:
+    """Return the work of a QwenImageTransformer2DModel: FLUX.1's double blocks."""
+    h = mmdit.width_of(config)
+    layers: Layers = {
+        "row": {"img_mod.1": (h, 6 * h), "txt_mod.1": (h, 6 * h)},
+        "token": mmdit.attention(h, mmdit.IMAGE) | mmdit.feed_forward("img_mlp", h),
+        "text": mmdit.attention(h, mmdit.TEXT) | mmdit.feed_forward("txt_mlp", h),
+        "spare": mmdit.attention(h, mmdit.KEYS),
+    }
+    blocks = mmdit.stack("transformer_blocks", int(config["num_layers"]), mmdit.BlockLayers(layers))
+    before: Layers = {
+        "row": mmdit.embedder("time_text_embed.timestep_embedder", 256, h),
+        "token": {"img_in": (int(config["in_channels"]), h)},
+        "text": {"txt_in": (int(config["joint_attention_dim"]), h)},
+    }
+    model = mmdit.TransformerLayers(blocks, before, mmdit.last_layers(config))
+    return model.work("qwen_image", config, picture)

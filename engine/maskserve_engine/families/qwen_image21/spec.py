@@ -15,8 +15,10 @@ from maskserve_common.contracts.dense_steps import DenseSteps
 from maskserve_common.contracts.semantics import EXACT_REFERENCE
 from maskserve_engine.families.flux import spec as flux
 from maskserve_engine.planning.flops import ModelWork
+from maskserve_engine.planning.layer_table import Layers, Shapes
 from maskserve_engine.spec import mmdit
 from maskserve_engine.spec.encoder_picture import EncoderPicture
+from maskserve_engine.spec.family import StepPicture
 from maskserve_engine.spec.latents import latent_space
 from maskserve_engine.spec.model_spec import (
     EditDefaults,
@@ -36,7 +38,6 @@ _STRIDE = 7
 """Anchor stride; each of a distilled model's few steps has its own anchor."""
 _PATCH = 2
 
-lora_work = flux.lora_work
 control_work = flux.control_work
 recorded_rows = no_recorded_rows
 
@@ -101,51 +102,29 @@ def _listed_sigmas(value: Any, least: int) -> tuple[float, ...]:
 
 
 def as_flux(transformer: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        **transformer,
-        "joint_attention_dim": int(transformer["context_in_dim"]),
-        "num_single_layers": 0,
-        "pooled_projection_dim": 0,
-    }
+    return {**transformer, "joint_attention_dim": int(transformer["context_in_dim"])}
 
 
-def count(
-    config: dict[str, Any],
-    height: int,
-    width: int,
-    halo: int,
-    *,
-    recorded: bool,
-    references: int,
-    exact: bool = False,
-) -> ModelWork:
-    """Return the work of FLUX.1's double blocks for the picture only: gated activations, one set of
-    scales and gates for all blocks, and prompts whose keys and values are computed once.
+def count(config: Mapping[str, Any], picture: StepPicture) -> ModelWork:
+    """Return the work of a QwenImage21Transformer2DModel for the picture only: gated activations,
+    one set of scales and gates for all blocks, and prompts whose keys and values are computed once.
     """
-    base = flux.count(
-        config, height, width, halo, recorded=recorded, references=references, exact=exact
-    )
-    h, ratio = base.blocks[0].width, float(config.get("mlp_ratio", 3))
-    token = 2.0 * (4 + 3 * ratio) * h * h
-    blocks = [replace(block, row=0.0, token=token, text=0.0) for block in base.blocks]
-    [embed] = base.before
-    return replace(
-        base,
-        family="qwen_image21",
-        blocks=tuple(blocks),
-        before=(replace(embed, row=embed.row + 2.0 * 4 * h * h, text=0.0),),
-        after=replace(base.after, row=2.0 * h * h),
-        computes_text_once=True,
-        peak_text=2.0 * h * len(blocks),
-    )
-
-
-def lora_layers(config: Mapping[str, Any]) -> dict[str, int]:
-    """Return the elements per rank of a LoRA on every linear layer of the blocks, for
-    `lora_work`.
-    """
-    h = int(config["num_attention_heads"]) * int(config["attention_head_dim"])
+    h = mmdit.width_of(config)
     inner = int(h * float(config.get("mlp_ratio", 3)))
-    block = {f"attn.{layer}": 2 * h for layer in ("to_q", "to_k", "to_v", "to_out.0")}
-    block |= {f"img_mlp.{layer}": h + inner for layer in ("proj", "gate_layer", "out")}
-    return mmdit.by_block({"transformer_blocks": (int(config["num_layers"]), block)})
+    mlp: Shapes = {"proj": (h, inner), "gate_layer": (h, inner), "out": (inner, h)}
+    layers: Layers = {
+        "token": {
+            **mmdit.attention(h, mmdit.IMAGE),
+            **{f"img_mlp.{name}": shape for name, shape in mlp.items()},
+        },
+        "spare": mmdit.attention(h, mmdit.KEYS),
+    }
+    blocks = mmdit.stack("transformer_blocks", int(config["num_layers"]), mmdit.BlockLayers(layers))
+    row = mmdit.embedder("time_text_embed.timestep_embedder", 256, h)
+    before: Layers = {
+        "row": {**row, "modulation.1": (h, 4 * h)},
+        "token": {"img_in": (int(config["in_channels"]), h)},
+    }
+    after: Layers = {**mmdit.last_layers(config), "row": {"norm_out.linear": (h, h)}}
+    work = mmdit.TransformerLayers(blocks, before, after).work("qwen_image21", config, picture)
+    return replace(work, computes_text_once=True, peak_text=2.0 * h * len(blocks))

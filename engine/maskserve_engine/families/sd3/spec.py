@@ -5,7 +5,6 @@ work.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,9 @@ from maskserve_common.contracts.dense_steps import DenseSteps
 from maskserve_common.contracts.semantics import INPAINT
 from maskserve_engine.families.flux import spec as flux
 from maskserve_engine.planning.flops import ModelWork
+from maskserve_engine.planning.layer_table import Layers, Shape
+from maskserve_engine.spec import mmdit
+from maskserve_engine.spec.family import StepPicture
 from maskserve_engine.spec.model_spec import (
     EditDefaults,
     ModelSpec,
@@ -39,7 +41,6 @@ _CLIP = 77
 """Tokens of the CLIPs, which precede the T5's."""
 _SECOND = "dual_attention_layers"
 
-lora_work = flux.lora_work
 control_work = flux.control_work
 recorded_rows = no_recorded_rows
 
@@ -72,7 +73,7 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelSpec:
         dense_steps=DenseSteps(prompt=1, side=1),
         refresh_stride=None if transformer.get(_SECOND) else 0.0,
         true_cfg=False,
-        denoiser=as_flux(transformer),
+        denoiser=transformer,
         control=None,
         keeps_placed=True,
         padded_to=1,
@@ -83,59 +84,37 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelSpec:
     )
 
 
-def as_flux(transformer: Mapping[str, Any]) -> dict[str, Any]:
-    channels = int(transformer["in_channels"]) * _PATCH**2
-    return {**transformer, "in_channels": channels, "out_channels": channels, "patch_size": 1,
-            "num_single_layers": 0}  # fmt: skip
-
-
-def count(
-    config: dict[str, Any],
-    height: int,
-    width: int,
-    halo: int,
-    *,
-    recorded: bool,
-    references: int,
-    exact: bool = False,
-) -> ModelWork:
-    """Return the work of FLUX.1's double blocks, some with a second attention of the picture, which
-    is counted as if it saw the text. The last block drops its text.
+def count(config: Mapping[str, Any], picture: StepPicture) -> ModelWork:
+    """Return the work of an SD3Transformer2DModel: FLUX.1's double blocks, some with a second
+    attention, of the picture, which is counted as if it saw the text. The last one drops its text.
     """
-    base = flux.count(
-        config, height, width, halo, recorded=recorded, references=references, exact=exact
+    h, number = mmdit.width_of(config), int(config["num_layers"])
+    row: dict[str, Shape] = {"norm1.linear": (h, 6 * h), "norm1_context.linear": (h, 6 * h)}
+    token = mmdit.attention(h, mmdit.IMAGE) | mmdit.feed_forward("ff", h)
+    text = mmdit.attention(h, mmdit.TEXT) | mmdit.feed_forward("ff_context", h)
+    layers: Layers = {
+        "row": row, "token": token, "text": text, "spare": mmdit.attention(h, mmdit.KEYS)
+    }  # fmt: skip
+    blocks = mmdit.stack("transformer_blocks", number, mmdit.BlockLayers(layers))
+    for dual in config.get(_SECOND) or ():
+        second = mmdit.attention(h, mmdit.IMAGE, "attn2")
+        both = {**layers, "row": {**row, "norm1.linear": (h, 9 * h)}, "token": token | second}
+        blocks[f"transformer_blocks.{dual}"] = mmdit.BlockLayers(both, attentions=2)
+    last = f"transformer_blocks.{number - 1}"
+    layers = blocks[last].layers
+    blocks[last] = blocks[last]._replace(
+        layers={
+            **layers,
+            "row": {**layers["row"], "norm1_context.linear": (h, 2 * h)},
+            "text": mmdit.attention(h, mmdit.TEXT[:-1]),
+        }
     )
-    h, second = base.blocks[0].width, set(config.get(_SECOND) or ())
-    blocks = [
-        replace(
-            block,
-            row=block.row + 6.0 * h * h,
-            token=block.token + 8.0 * h * h,
-            pair=2 * block.pair,
-        )
-        if number in second
-        else block
-        for number, block in enumerate(base.blocks)
-    ]
-    last = blocks[-1]
-    blocks[-1] = replace(last, row=last.row - 8.0 * h * h, text=6.0 * h * h)
-    return replace(base, family="sd3", blocks=tuple(blocks))
-
-
-def lora_layers(config: Mapping[str, Any]) -> dict[str, int]:
-    """Return FLUX.1's elements per rank, with second attentions and without the text outputs of the
-    last block.
-    """
-    h = int(config["num_attention_heads"]) * int(config["attention_head_dim"])
-    last = f"transformer_blocks.{int(config['num_layers']) - 1}."
-    absent_layers = tuple(last + name for name in ("attn.to_add_out", "ff_context"))
-    second = {
-        f"transformer_blocks.{number}.attn2.{layer}": 2 * h
-        for number in config.get(_SECOND) or ()
-        for layer in ("to_q", "to_k", "to_v", "to_out.0")
+    pooled = int(config["pooled_projection_dim"])
+    before: Layers = {
+        "row": mmdit.embedder("time_text_embed.timestep_embedder", 256, h)
+        | mmdit.embedder("time_text_embed.text_embedder", pooled, h),
+        "token": {"pos_embed.proj": (int(config["in_channels"]) * _PATCH**2, h)},
+        "text": {"context_embedder": (int(config["joint_attention_dim"]), h)},
     }
-    return second | {
-        name: numbers
-        for name, numbers in flux.lora_layers(config).items()
-        if not name.startswith(absent_layers)
-    }
+    model = mmdit.TransformerLayers(blocks, before, mmdit.last_layers(config))
+    return model.work("sd3", config, picture)

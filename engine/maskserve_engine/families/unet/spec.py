@@ -8,8 +8,6 @@ which is where the load stream gets ahead.
 
 from __future__ import annotations
 
-import re
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +17,8 @@ from maskserve_common.config import Config, ConfigError
 from maskserve_common.config_file import read_json
 from maskserve_common.contracts.semantics import FILL, INPAINT
 from maskserve_engine.planning.flops import BlockWork, FeatureMap, FixedWork, ModelWork
+from maskserve_engine.planning.layer_table import Layers, Shape, Shapes, layer_flops
+from maskserve_engine.spec.family import StepPicture
 from maskserve_engine.spec.model_spec import ControlNetSpec, EditDefaults, ModelSpec, one_scale
 
 PIPELINES = (
@@ -121,7 +121,7 @@ def check_unet(config: Mapping[str, Any]) -> None:
 
 @dataclass
 class _Walk:
-    """Walks through the model's forward pass and sums the FLOPs of one evaluation."""
+    """Walks through the model's forward pass and notes the layers of one evaluation."""
 
     channels: list[int]
     """Channels per level; `layers`, `depths` and `cross_dim` are per level, too."""
@@ -137,11 +137,12 @@ class _Walk:
     groups: int = 32
     convolves_outputs: bool = False
     """Whether each kept tensor goes through its own convolution, as in a ControlNet."""
-    fixed: float = 0.0
+    linears: dict[str, Shape] = field(default_factory=dict)
+    """Linear layers since the last stack began, which run once per row."""
     launches: float = _SAMPLING_LAUNCHES
     recorded: bool = False
-    positions: list[float] = field(default_factory=list)
-    """FLOPs per position of each level since the last stack began."""
+    convolutions: list[dict[str, Shape]] = field(default_factory=list)
+    """Convolutions of each level since the last stack began."""
     maps: list[FeatureMap] = field(default_factory=list)
     waiting: list[float] = field(default_factory=list)
     """Elements of each tensor that waits for an up block, or that the present layer reads."""
@@ -149,7 +150,7 @@ class _Walk:
     """Largest number of elements at one time."""
 
     @classmethod
-    def of(cls, config: dict[str, Any], height: int, width: int) -> _Walk:
+    def of(cls, config: Mapping[str, Any], height: int, width: int) -> _Walk:
         channels = [int(c) for c in config["block_out_channels"]]
         levels = len(channels)
         per_level = (
@@ -165,41 +166,45 @@ class _Walk:
         areas = [rows * columns for rows, columns in level_sizes(height, width, levels)]
         walk = cls(channels, layers, depths, cross, embedding, areas)
         walk.groups = int(config.get("norm_num_groups") or 32)
-        walk.positions = [0.0] * levels
+        walk.convolutions = [{} for _ in areas]
         return walk
 
-    def down(self, config: dict[str, Any]) -> None:
+    def down(self, config: Mapping[str, Any]) -> None:
         """Walk through the down blocks and the middle block, which a ControlNet has, too."""
         channels = self.channels
-        self.linear(channels[0], self.embedding)
-        self.linear(self.embedding, self.embedding)
+        self.linear("time_embedding.linear_1", channels[0], self.embedding)
+        self.linear("time_embedding.linear_2", self.embedding, self.embedding)
         if config.get("addition_embed_type") == "text_time":
-            self.linear(int(config["projection_class_embeddings_input_dim"]), self.embedding)
-            self.linear(self.embedding, self.embedding)
+            added = int(config["projection_class_embeddings_input_dim"])
+            self.linear("add_embedding.linear_1", added, self.embedding)
+            self.linear("add_embedding.linear_2", self.embedding, self.embedding)
         kernel = int(config.get("conv_in_kernel", 3))
-        self.conv(0, int(config["in_channels"]), channels[0], kernel)
+        self.conv("conv_in", 0, int(config["in_channels"]), channels[0], kernel)
         self.keep(0, channels[0])
         in_channels, bottom = channels[0], len(channels) - 1
         for level, kind in enumerate(config["down_block_types"]):
+            stage = f"down_blocks.{level}"
             for layer in range(self.layers[level]):
-                self.resnet(level, in_channels if layer == 0 else channels[level], channels[level])
+                inputs = in_channels if layer == 0 else channels[level]
+                self.resnet(f"{stage}.resnets.{layer}", level, inputs, channels[level])
                 if kind.startswith("CrossAttn"):
-                    name = f"down{level}.{layer}"
+                    name = f"{stage}.attentions.{layer}"
                     self.stack(name, level, channels[level], self.depths[level])
                 self.keep(level, channels[level])
             in_channels = channels[level]
             if level < bottom:
                 self.read(level, channels[level], strided=True)
-                self.conv(level + 1, channels[level], channels[level])
+                name = f"{stage}.downsamplers.0.conv"
+                self.conv(name, level + 1, channels[level], channels[level])
                 self.keep(level + 1, channels[level])
-        self.resnet(bottom, channels[-1], channels[-1])
+        self.resnet("mid_block.resnets.0", bottom, channels[-1], channels[-1])
         if config.get("mid_block_type") == "UNetMidBlock2D":
             return
-        self.stack("mid", bottom, channels[-1], self.depths[-1])
-        self.resnet(bottom, channels[-1], channels[-1])
+        self.stack("mid_block.attentions.0", bottom, channels[-1], self.depths[-1])
+        self.resnet("mid_block.resnets.1", bottom, channels[-1], channels[-1])
 
-    def conv(self, level: int, inputs: int, outputs: int, side: int = 3) -> None:
-        self.positions[level] += 2.0 * inputs * outputs * side * side
+    def conv(self, name: str, level: int, inputs: int, outputs: int, side: int = 3) -> None:
+        self.convolutions[level][name] = (inputs * side * side, outputs)
 
     def read(self, level: int, channels: int, *, strided: bool = False) -> None:
         """Count a map that a GroupNorm or a strided convolution reads."""
@@ -207,9 +212,11 @@ class _Walk:
         self.maps.append(FeatureMap(level, channels, self.groups, strided, block))
 
     def outside(self) -> FixedWork:
-        """Return the work summed since the last call."""
-        work = FixedWork(self.fixed, positions=tuple(self.positions), launches=self.launches)
-        self.fixed, self.positions, self.launches = 0.0, [0.0] * len(self.areas), 0.0
+        """Return the work since the last call."""
+        layers = {"row": self.linears}
+        work = FixedWork.of(layers, tuple(self.convolutions), launches=self.launches)
+        self.linears, self.launches = {}, 0.0
+        self.convolutions = [{} for _ in self.areas]
         return work
 
     def hold(self, level: int, channels: int) -> None:
@@ -217,41 +224,34 @@ class _Walk:
         self.peak = max(self.peak, sum(self.waiting) + channels * self.areas[level])
 
     def keep(self, level: int, channels: int) -> None:
-        self.waiting.append(float(channels * self.areas[level]))
         if self.convolves_outputs:
-            self.conv(level, channels, channels, side=1)
+            name = f"controlnet_down_blocks.{len(self.waiting)}"
+            self.conv(name, level, channels, channels, side=1)
+        self.waiting.append(float(channels * self.areas[level]))
 
-    def linear(self, inputs: int, outputs: int) -> None:
-        self.fixed += 2.0 * inputs * outputs
+    def linear(self, name: str, inputs: int, outputs: int) -> None:
+        self.linears[name] = (inputs, outputs)
 
-    def resnet(self, level: int, inputs: int, outputs: int) -> None:
+    def resnet(self, name: str, level: int, inputs: int, outputs: int) -> None:
         # The input normed and activated, or three tensors of the output's size.
         self.hold(level, max(2 * inputs, inputs + outputs, 3 * outputs))
         self.read(level, inputs)
-        self.conv(level, inputs, outputs)
-        self.linear(self.embedding, outputs)
+        self.conv(f"{name}.conv1", level, inputs, outputs)
+        self.linear(f"{name}.time_emb_proj", self.embedding, outputs)
         self.read(level, outputs)
-        self.conv(level, outputs, outputs)
+        self.conv(f"{name}.conv2", level, outputs, outputs)
         if inputs != outputs:
-            self.conv(level, inputs, outputs, side=1)
+            self.conv(f"{name}.conv_shortcut", level, inputs, outputs, side=1)
         self.launches += 0.0 if self.recorded else _RESNET_LAUNCHES
 
     def stack(self, name: str, level: int, h: int, depth: int) -> None:
         """Count a Transformer2DModel: its blocks per token, its ends as fixed work."""
         self.hold(level, 26 * h)  # of which the gated feed-forward part is 16
         self.read(level, h)
-        self.conv(level, h, h, side=1)  # proj_in: a linear layer or a 1x1 convolution
+        self.conv(f"{name}.proj_in", level, h, h, side=1)  # a linear layer or a 1x1 convolution
         self.before.append(self.outside())
-        terms = {
-            "row": 0.0,
-            # self-attention 8h², queries and output of cross-attention 4h², GEGLU feed-forward
-            # (h x 8h, then 4h x h) 24h²
-            "token": 36.0 * h * h,
-            "text": 4.0 * self.cross_dim[level] * h,
-            "spare": 4.0 * h * h,
-            "pair": 4.0 * h,
-            "cross": 4.0 * h,
-        }
+        layers = _block_layers(h, self.cross_dim[level])
+        flops = layer_flops(layers)
         index = len(self.before) - 1
         self.launches += 0.0 if self.recorded else _STACK_LAUNCHES
         of_block = _RECORDED_LAUNCHES if self.recorded else _BLOCK_LAUNCHES
@@ -261,9 +261,39 @@ class _Walk:
             dense, project, cached = map(sum, zip(of_block, ends, strict=True))
             launches = dense, project, cached
             self.blocks.append(
-                BlockWork(f"{name}.{i}", index, level, h, **terms, launches=launches)
+                BlockWork(
+                    f"{name}.transformer_blocks.{i}",
+                    index,
+                    level,
+                    h,
+                    pair=4.0 * h,
+                    cross=4.0 * h,
+                    launches=launches,
+                    layers=layers,
+                    **flops,
+                )
             )
-        self.conv(level, h, h, side=1)  # proj_out
+        self.conv(f"{name}.proj_out", level, h, h, side=1)
+
+
+def _block_layers(width: int, cross: int) -> Layers:
+    """Return the layers of a transformer block; `cross` is the width of text."""
+
+    def square(*names: str) -> dict[str, Shape]:
+        return dict.fromkeys(names, (width, width))
+
+    feed_forward: Shapes = {
+        "ff.net.0.proj": (width, 8 * width), "ff.net.2": (4 * width, width)
+    }  # fmt: skip
+    return {
+        "token": {
+            **square("attn1.to_q", "attn1.to_k", "attn1.to_v", "attn1.to_out.0"),
+            **square("attn2.to_q", "attn2.to_out.0"),
+            **feed_forward,
+        },
+        "text": dict.fromkeys(("attn2.to_k", "attn2.to_v"), (cross, width)),
+        "spare": square("attn1.to_k", "attn1.to_v"),
+    }
 
 
 def level_sizes(height: int, width: int, levels: int) -> list[tuple[int, int]]:
@@ -275,7 +305,7 @@ def level_sizes(height: int, width: int, levels: int) -> list[tuple[int, int]]:
 
 
 def unet_work(
-    config: dict[str, Any],
+    config: Mapping[str, Any],
     height: int,
     width: int,
     *,
@@ -306,21 +336,24 @@ def unet_work(
     for step, kind in enumerate(config["up_block_types"]):
         level = bottom - step
         channel_count, below = channels[level], channels[min(level + 1, bottom)]
+        stage = f"up_blocks.{step}"
         for layer in range(layers[level] + 1):
             last = layer == layers[level]
             skip = channels[max(level - 1, 0)] if last else channel_count
             in_channels = below if layer == 0 else channel_count
             walk.waiting.pop()
             walk.keep(level, 2 * in_channels + skip)  # by itself, and beside the skip
-            walk.resnet(level, in_channels + skip, channel_count)
+            walk.resnet(f"{stage}.resnets.{layer}", level, in_channels + skip, channel_count)
             if kind.startswith("CrossAttn"):
-                walk.stack(f"up{step}.{layer}", level, channel_count, depths[level])
+                name = f"{stage}.attentions.{layer}"
+                walk.stack(name, level, channel_count, depths[level])
             walk.waiting.pop()
         if level > 0:
             walk.hold(level - 1, 3 * channel_count)  # as it was, widened, and after the convolution
-            walk.conv(level - 1, channel_count, channel_count)
+            walk.conv(f"{stage}.upsamplers.0.conv", level - 1, channel_count, channel_count)
     walk.read(0, channels[0])
-    walk.conv(0, channels[0], int(config["out_channels"]), int(config.get("conv_out_kernel", 3)))
+    kernel = int(config.get("conv_out_kernel", 3))
+    walk.conv("conv_out", 0, channels[0], int(config["out_channels"]), kernel)
 
     return ModelWork(
         family="unet",
@@ -339,65 +372,8 @@ def unet_work(
     )
 
 
-_IN_BLOCK = re.compile(r"(.+\.transformer_blocks\.\d+)\.(.+)")
-_IN_STAGE = re.compile(r"(?:(down|up)_blocks\.(\d+)|mid_block)\.(\w+)\.\d+\.(.+)")
-
-
-def _module_of(block: str) -> str:
-    """Map `down1.0.2` to `down_blocks.1.attentions.0.transformer_blocks.2`."""
-    stack, number = block.rsplit(".", 1)
-    stack = re.sub(r"(down|up)(\d+)\.", r"\1_blocks.\2.attentions.", stack)
-    return f"{stack.replace('mid', 'mid_block.attentions.0')}.transformer_blocks.{number}"
-
-
-def lora_work(base: ModelWork, layers: Mapping[str, int]) -> ModelWork:
-    """Return the work that a LoRA adds; `layers` are elements of its factors, by dotted layer name.
-    Work in convolutions is counted after the last stack.
-    """
-    bottom = len(base.tokens) - 1
-    blocks: list[Counter[str]] = [Counter() for _ in base.blocks]
-    by_module = {
-        _module_of(block_work.name): block_terms
-        for block_work, block_terms in zip(base.blocks, blocks, strict=True)
-    }
-    rows, positions = 0, [0.0] * len(base.tokens)
-    for name, numbers in layers.items():
-        in_block, in_stage = _IN_BLOCK.fullmatch(name), _IN_STAGE.fullmatch(name)
-        if in_block is not None:
-            block_terms, layer = by_module[in_block[1]], in_block[2]
-            block_terms["text" if layer in ("attn2.to_k", "attn2.to_v") else "token"] += numbers
-            if layer in ("attn1.to_k", "attn1.to_v"):
-                block_terms["spare"] += numbers
-        elif in_stage is not None and in_stage[4] != "time_emb_proj":
-            way, stage, part, _ = in_stage.groups()
-            level = {"down": int(stage or 0), "up": bottom - int(stage or 0)}.get(way, bottom)
-            level += {"downsamplers": 1, "upsamplers": -1}.get(part, 0)
-            positions[level] += numbers
-        elif name in ("conv_in", "conv_out"):
-            positions[0] += numbers
-        else:
-            rows += numbers
-    return base.lora_work(blocks, {}, {"row": rows}, positions)
-
-
-def lora_layers(config: Mapping[str, Any]) -> dict[str, int]:
-    """Return the elements per rank of a LoRA on every linear layer of the transformer blocks, for
-    `lora_work`.
-    """
-    layer_numbers = {}
-    for block in unet_work(dict(config), 8, 8).blocks:
-        h, cross = block.width, round(block.text / (4 * block.width))
-        widths = dict.fromkeys(("attn1.to_q", "attn1.to_k", "attn1.to_v", "attn1.to_out.0"), 2 * h)
-        widths |= dict.fromkeys(("attn2.to_q", "attn2.to_out.0"), 2 * h)
-        widths |= dict.fromkeys(("attn2.to_k", "attn2.to_v"), cross + h)
-        widths |= {"ff.net.0.proj": 9 * h, "ff.net.2": 5 * h}
-        for name, numbers in widths.items():
-            layer_numbers[f"{_module_of(block.name)}.{name}"] = numbers
-    return layer_numbers
-
-
 def control_work(
-    config: dict[str, Any], height: int, width: int, *, guidance: bool = True
+    config: Mapping[str, Any], height: int, width: int, *, guidance: bool = True
 ) -> ModelWork:
     """Return the work of a ControlNetModel beside its UNet; arguments as in `unet_work`.
 
@@ -407,7 +383,8 @@ def control_work(
     walk = _Walk.of(config, height, width)
     walk.convolves_outputs = True
     walk.down(config)
-    walk.conv(len(walk.channels) - 1, walk.channels[-1], walk.channels[-1], side=1)
+    bottom, channels = len(walk.channels) - 1, walk.channels[-1]
+    walk.conv("controlnet_mid_block", bottom, channels, channels, side=1)
     # The picture is as large as the first map; the middle block has a residual, too.
     residual_numbers = sum(walk.waiting) + walk.channels[-1] * walk.areas[-1]
     return ModelWork(
@@ -500,15 +477,7 @@ def recorded_rows(config: Config) -> int:
     return config.engine.max_rows if config.engine.cuda_graphs else 0
 
 
-def count(
-    config: dict[str, Any],
-    height: int,
-    width: int,
-    halo: int,
-    *,
-    recorded: bool,
-    references: int,
-    exact: bool,
-) -> ModelWork:
-    """Return `unet_work` with classifier-free guidance; UNets take no `references`."""
+def count(config: Mapping[str, Any], picture: StepPicture) -> ModelWork:
+    """Return `unet_work` with classifier-free guidance; UNets take no references."""
+    height, width, halo, recorded, *_ = picture
     return unet_work(config, height, width, halo=halo, recorded=recorded)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,9 @@ from maskserve_common.contracts.dense_steps import DenseSteps
 from maskserve_common.contracts.semantics import INPAINT
 from maskserve_engine.families.flux import spec as flux
 from maskserve_engine.planning.flops import ModelWork
+from maskserve_engine.planning.layer_table import Layers, Shapes
 from maskserve_engine.spec import mmdit
+from maskserve_engine.spec.family import StepPicture
 from maskserve_engine.spec.model_spec import (
     EditDefaults,
     ModelSpec,
@@ -42,6 +42,8 @@ _PATCH = 2
 PADDED_TO = 32
 """Prompt and picture are each padded to a multiple of this number of tokens."""
 _TIME, _TIME_WIDTH = 256, 1024
+_SORT = f"{_PATCH}-1"
+"""Key of the embedders and last layers for pictures: side and frames of a patch."""
 
 _LAUNCHES, _LAUNCHES_OUTSIDE = (16.8, 26.8, 20.8), 14.6
 """Kernels of a block and outside, counted on a device without memory."""
@@ -99,107 +101,53 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelSpec:
 
 def as_flux(transformer: Mapping[str, Any]) -> dict[str, Any]:
     width, heads = int(transformer["dim"]), int(transformer["n_heads"])
-    blocks = int(transformer["n_layers"]) + int(transformer["n_refiner_layers"])
     return {
         **transformer,
         "num_attention_heads": heads,
         "attention_head_dim": width // heads,
         "joint_attention_dim": int(transformer["cap_feat_dim"]),
-        "num_layers": 0,
-        "num_single_layers": blocks,
     }
 
 
-def count(
-    config: dict[str, Any],
-    height: int,
-    width: int,
-    halo: int,
-    *,
-    recorded: bool,
-    references: int,
-    exact: bool = False,
-) -> ModelWork:
-    """Return the work of FLUX.1's single blocks, with other feed-forward layers, and vectors from a
-    small embedding. The first blocks do not see the text; attention counts it nevertheless.
+def count(config: Mapping[str, Any], picture: StepPicture) -> ModelWork:
+    """Return the work of a ZImageTransformer2DModel: blocks with the same layers for text and
+    picture. The first blocks do not see the text; attention counts it nevertheless. A prompt is
+    embedded once.
     """
-    channels = int(config["in_channels"]) * _PATCH**2
-    alike = {"in_channels": channels, "pooled_projection_dim": 0, "guidance_embeds": False}
-    base = flux.count(
-        {**config, **alike},
-        height,
-        width,
-        halo,
-        recorded=recorded,
-        references=references,
-        exact=exact,
-    )
-    h = base.blocks[0].width
-    small, token = float(min(h, _TIME)), 8.0 * h * h + 6.0 * h * int(h / 3 * 8)
-    image_only_count = int(config["n_refiner_layers"])
-    blocks = [
-        replace(
-            block,
-            row=8.0 * small * h,
-            token=token,
-            text=0.0 if number < image_only_count else token,
-            launches=_LAUNCHES,
-        )
-        for number, block in enumerate(base.blocks)
-    ]
-    [embed] = base.before
-    time = 2.0 * _TIME_WIDTH * (_TIME + small)
-    return replace(
-        base,
-        family="z_image",
-        blocks=tuple(blocks),
-        before=(replace(embed, row=time, text=0.0),),  # a prompt is embedded once
-        after=replace(base.after, row=2.0 * small * h, launches=_LAUNCHES_OUTSIDE),
-    )
-
-
-_FLUX_NAMES = {
-    "all_x_embedder": "x_embedder",
-    "all_final_layer": "proj_out",
-    "cap_embedder": "context_embedder",
-    "context_refiner": "context_embedder",
-}
-
-
-def lora_work(base: ModelWork, layers: Mapping[str, int]) -> ModelWork:
-    """Return the work that a LoRA adds. `layers` are the elements of its factors, by dotted layer
-    name in ZImageTransformer2DModel.
-    """
-    image_only_count = sum(not block.text for block in base.blocks)
-    named: Counter[str] = Counter()
-    for name, numbers in layers.items():
-        stack, _, layer_path = name.partition(".")
-        block, _, layer = layer_path.partition(".")
-        if stack in ("noise_refiner", "layers"):
-            number = int(block) + image_only_count * (stack == "layers")
-            flux_layer = layer.replace("attention", "attn").replace(
-                "adaLN_modulation.0", "norm.linear"
-            )
-            named[f"single_transformer_blocks.{number}.{flux_layer}"] += numbers
-        else:
-            named[_FLUX_NAMES.get(stack, stack)] += numbers
-    added = flux.lora_work(base, named)
-    blocks = [
-        replace(block, text=block.text if of_base.text else 0.0)
-        for block, of_base in zip(added.blocks, base.blocks, strict=True)
-    ]
-    return replace(added, blocks=tuple(blocks))
-
-
-def lora_layers(config: Mapping[str, Any]) -> dict[str, int]:
-    """Return the elements per rank of a LoRA on every linear layer of the blocks except modulation,
-    for `lora_work`.
-    """
-    h = int(config["dim"])
-    inner = int(h / 3 * 8)
-    block = {f"attention.{layer}": 2 * h for layer in ("to_q", "to_k", "to_v", "to_out.0")}
-    block |= {f"feed_forward.w{number}": h + inner for number in (1, 2, 3)}
-    stacks = {"noise_refiner": "n_refiner_layers", "layers": "n_layers"}
-    return mmdit.by_block(
-        {name: (int(config[count_key]), block) for name, count_key in stacks.items()}
-    )
+    h = mmdit.width_of(config)
+    inner, patch = int(h / 3 * 8), int(config["in_channels"]) * _PATCH**2
+    time = min(h, _TIME)
+    token: Shapes = {
+        **mmdit.attention(h, mmdit.IMAGE, "attention"),
+        "feed_forward.w1": (h, inner),
+        "feed_forward.w2": (inner, h),
+        "feed_forward.w3": (h, inner),
+    }
+    image: Layers = {
+        "row": {"adaLN_modulation.0": (time, 4 * h)},
+        "token": token,
+        "spare": mmdit.attention(h, mmdit.KEYS, "attention"),
+    }
+    stacks: dict[str, tuple[str, Layers]] = {
+        "noise_refiner": ("n_refiner_layers", image),
+        "layers": ("n_layers", {**image, "text": token}),
+    }
+    blocks = {
+        name: block
+        for stack, (number, layers) in stacks.items()
+        for name, block in mmdit.stack(
+            stack,
+            int(config[number]),
+            mmdit.BlockLayers.single(layers)._replace(launches=_LAUNCHES),
+        ).items()
+    }
+    before: Layers = {
+        "row": {"t_embedder.mlp.0": (_TIME, _TIME_WIDTH), "t_embedder.mlp.2": (_TIME_WIDTH, time)},
+        "token": {f"all_x_embedder.{_SORT}": (patch, h)},
+    }
+    after: Layers = {
+        "row": {f"all_final_layer.{_SORT}.adaLN_modulation.1": (time, h)},
+        "token": {f"all_final_layer.{_SORT}.linear": (h, patch)},
+    }
+    model = mmdit.TransformerLayers(blocks, before, after, _LAUNCHES_OUTSIDE)
+    return model.work("z_image", config, picture)

@@ -15,11 +15,9 @@ from torch import nn
 
 from maskserve_benchmarks.steps.replay import Replay
 from maskserve_common.line_fit import Line
-from maskserve_engine.families.flux import spec as flux
 from maskserve_engine.families.flux.spec import flux_work
 from maskserve_engine.families.registry import load_adapter, load_encoder
-from maskserve_engine.families.specs import counted_work, load_spec, lora_work, typical_lora
-from maskserve_engine.families.unet import spec as unet
+from maskserve_engine.families.specs import counted_work, load_spec
 from maskserve_engine.families.unet.spec import unet_work
 from maskserve_engine.families.unet.weights import places_of as unet_places
 from maskserve_engine.layers.low_rank import Factors
@@ -77,7 +75,7 @@ def test_a_dense_step_of_flux_adds_what_torch_counts(layers: str) -> None:
     if layers == "some":
         names = list(fresh_rng().choice(names, len(names) // 2, replace=False))
     base = flux_work(TINY_FLUX, 8, 12)
-    added = flux.lora_work(base, with_lora(model, names))
+    added = base.lora_work(with_lora(model, names))
     row = base.row_at(1.0, text)
     assert added.step_flops([row], "dense") == counted(run) - before > 0
     totals = base.totals([row]).with_loras([added])
@@ -108,7 +106,7 @@ def test_a_dense_step_of_a_unet_adds_what_torch_counts(config: dict[str, Any], l
     if layers == "some":
         names = list(fresh_rng().choice(names, len(names) // 2, replace=False))
     base = unet_work(config, height, width, guidance=True)
-    added = unet.lora_work(base, with_lora(model, names))
+    added = base.lora_work(with_lora(model, names))
     row = base.row_at(1.0, text)
     assert added.step_flops([row], "dense") == counted(run) - before > 0
 
@@ -146,7 +144,7 @@ def test_a_cached_step_adds_what_torch_counts(
 
     base, totals = adapter.work(*job.moments.shape[1:]), Totals.sum_of([adapter.counted(job)] * 2)
     layers = {name: factor.numbers for name, factor in factors.items()}
-    lora = lora_work(adapter.spec, base, layers)
+    lora = base.lora_work(layers)
     expected = base.batch_flops(totals.with_loras([lora]), (kind,) * adapter.blocks, None)
     expected -= base.batch_flops(totals, (kind,) * adapter.blocks, None)
     assert step(((adapter.low_rank(factors), 0.7),)) - step(()) == expected > 0
@@ -154,7 +152,7 @@ def test_a_cached_step_adds_what_torch_counts(
 
 def test_what_loras_of_some_rows_add_is_theirs_alone_and_reaches_every_plan() -> None:
     base = flux_work(TINY_FLUX, 8, 12)
-    lora = flux.lora_work(base, flux.lora_layers(TINY_FLUX))
+    lora, _ = base.typical_lora()
     plain, other = (base.totals([base.row_at(ratio, 5)]) for ratio in (0.2, 0.6))
     loras = plain.with_loras([lora, lora])
     both = loras + other
@@ -169,25 +167,10 @@ def test_what_loras_of_some_rows_add_is_theirs_alone_and_reaches_every_plan() ->
     assert plan_totals(both, {}) != plan_totals(plain + other, {})
 
 
-@pytest.mark.parametrize("family", ["flux", "sdxl", "sd21"])
-def test_the_typical_lora_has_every_linear_layer_of_the_blocks(family: str) -> None:
-    config = {"flux": TINY_FLUX, "sdxl": TINY_SDXL, "sd21": TINY_SD21}[family]
-    module = flux if family == "flux" else unet
-    cls = FluxTransformer2DModel if family == "flux" else UNet2DConditionModel
-    with torch.device("meta"):
-        model: Any = cls(**config)
-    expected = {
-        name: sum(layer.weight.shape)
-        for name, layer in model.named_modules()
-        if isinstance(layer, nn.Linear) and "transformer_blocks." in name and ".norm" not in name
-    }
-    assert module.lora_layers(config) == expected
-
-
 def test_a_lora_is_priced_by_the_bytes_of_its_file(tiny_fill: Path) -> None:
     facts = load_spec(tiny_fill)
     work = counted_work(facts, 16, 16)
-    lora, nbytes = typical_lora(facts, work)
+    lora, nbytes = work.typical_lora()
     costs, text = CostModel("cpu", Line(0.0, 1e-9)), 7
     pricing = pricing_of(work, costs, FORMATS["float32"], text=text, anchors=1, lora=(lora, nbytes))
     tokens = work.tokens[0]

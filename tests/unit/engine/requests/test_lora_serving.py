@@ -31,7 +31,6 @@ from maskserve_engine.batch.step_cache import RefreshSchedule, StepCacheReader
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_adapter, load_encoder
-from maskserve_engine.families.specs import lora_work
 from maskserve_engine.gangs.executor import GangExecutor
 from maskserve_engine.layers.low_rank import Factors
 from maskserve_engine.requests.refresh_schedules import make_refresh_schedule
@@ -310,7 +309,7 @@ def test_what_a_lora_computes_is_counted_from_when_its_row_has_it(
     sink.final()
     base = adapter.work(*edit.job.moments.shape[1:])
     layers = {path: factor.numbers for path, factor in site.loader.factors("a").items()}
-    added = lora_work(adapter.spec, base, layers).batch_flops(None, (), bare.counted)
+    added = base.lora_work(layers).batch_flops(None, (), bare.counted)
     assert edit.work.dense_flops == pytest.approx(bare.dense_flops + added)
     assert edit.work.cached_flops > bare.cached_flops
     assert edit.work.step_flops("dense") == edit.work.dense_flops  # what its ticket says

@@ -19,7 +19,6 @@ from maskserve_common.contracts.settings import EditSettings
 from maskserve_engine.base.job import ControlInput, EditJob
 from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.families.registry import load_adapter
-from maskserve_engine.families.specs import typical_lora
 from maskserve_engine.loop.engine import Engine
 from maskserve_engine.planning.refresh_steps import clock_steps
 from maskserve_engine.requests.control_nets import ControlWork
@@ -151,7 +150,7 @@ def controlled(engine: Engine, edit: RequestState, rng: np.random.Generator) -> 
 def adapted(engine: Engine, edit: RequestState, loras: int) -> None:
     """Have so many LoRAs of all layers that are here."""
     work = engine.adapter.work(*edit.job.moments.shape[1:])
-    one, _ = typical_lora(engine.adapter.spec, work)
+    one, _ = work.typical_lora()
     edit.work = edit.work.with_loras([one] * loras, work)
 
 

@@ -1,9 +1,10 @@
-"""Counted work against the layers of the real diffusers classes, and against torch's own counter
-over a whole step.
+"""Tables of layers against the modules of the real diffusers classes, and against torch's own
+counter over a whole step.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,9 +15,10 @@ import torch
 from torch import nn
 
 from maskserve_engine.families.specs import FAMILIES
-from maskserve_engine.planning.flops import ModelWork
+from maskserve_engine.planning.flops import TERMS, ModelWork
+from maskserve_engine.spec.family import StepPicture
 from tests.support.flop_count import counted
-from tests.support.model_configs import TINY_FLUX
+from tests.support.model_configs import TINY_FLUX, TINY_SD21, TINY_SDXL
 
 pytestmark = pytest.mark.each_value
 
@@ -124,6 +126,8 @@ CASES = {
          "n_kv_heads": 4, "cap_feat_dim": 24, "axes_dims": [4, 6, 6], "axes_lens": [64, 64, 64]},
         once=("cap_embedder", "context_refiner"),
     ),
+    "sdxl": Case("unet", "UNet2DConditionModel", TINY_SDXL),
+    "sd21": Case("unet", "UNet2DConditionModel", TINY_SD21),
 }  # fmt: skip
 
 
@@ -137,21 +141,31 @@ def on_meta() -> Iterator[None]:
 def counted_model(case: Case) -> tuple[Any, ModelWork]:
     model, family = getattr(diffusers, case.model)(**case.config), FAMILIES[case.family]
     config = getattr(family, "as_flux", dict)(dict(model.config))
-    return model, family.count(config, HEIGHT, WIDTH, 0, recorded=False, references=0, exact=False)
+    return model, family.count(config, StepPicture(HEIGHT, WIDTH))
 
 
-@pytest.mark.parametrize(
-    "case", [case for case in CASES.values() if case.once],
-    ids=[name for name, case in CASES.items() if case.once],
-)  # fmt: skip
-def test_rows_and_tokens_pass_every_layer_that_runs_at_each_step(case: Case) -> None:
+def table_of(work: ModelWork) -> dict[str, float]:
+    """Multiply-adds of each layer for one unit, by the layer's name."""
+    tables = [
+        {f"{block.name}.{name}": shape for name, shape in shapes.items()}
+        for block in work.blocks
+        for term, shapes in block.layers.items()
+        if term != "spare"
+    ]
+    for fixed in (*work.before, work.after):
+        tables += [dict(shapes) for shapes in (*fixed.layers.values(), *fixed.convolutions)]
+    return {name: math.prod(shape) for table in tables for name, shape in table.items()}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+def test_the_table_has_every_layer_of_the_model(case: Case) -> None:
     model, work = counted_model(case)
-    numbers = sum(
-        layer.weight.numel()
+    expected = {
+        name: layer.weight.numel() * case.vectors.get(name.split(".")[0], 1)
         for name, layer in model.named_modules()
-        if isinstance(layer, nn.Linear) and not name.startswith(case.once)
-    )
-    assert work.coefficients[:, :2].sum() + work.fixed[:, :2].sum() == 2 * numbers
+        if isinstance(layer, nn.Linear | nn.Conv2d) and not name.startswith(case.once)
+    }
+    assert table_of(work) == expected
 
 
 @pytest.mark.parametrize(
@@ -166,18 +180,35 @@ def test_a_dense_step_is_what_torch_counts(case: Case) -> None:
     assert work.step_flops([work.row_at(1.0, TEXT)], "dense") == flops
 
 
+def test_the_terms_of_a_block() -> None:
+    """Of FLUX.1 with tokens 4 wide, by hand: a double block has 4 square products and two of four
+    widths for a token, 12 vectors for a row, and keys and values for a cached token.
+    """
+    config = {**TINY_FLUX, "num_attention_heads": 1, "attention_head_dim": 4,
+              "num_layers": 1, "num_single_layers": 1}  # fmt: skip
+    work = FAMILIES["flux"].count(config, StepPicture(HEIGHT, WIDTH))
+    double, single = ({term: getattr(block, term) for term in TERMS} for block in work.blocks)
+    token = 4 * 2 * 16 + 2 * 2 * 64
+    assert token == 384
+    assert double == {
+        "row": 384.0, "token": token, "text": token, "spare": 64.0, "pair": 16.0, "cross": 0.0
+    }  # fmt: skip
+    assert single == {**double, "row": 96.0}
+
+
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
 def test_the_typical_lora_has_every_linear_layer_of_the_blocks_but_modulation(case: Case) -> None:
     model, work = counted_model(case)
-    family: Any = FAMILIES[case.family]
-    layers = family.lora_layers(getattr(family, "as_flux", dict)(dict(model.config)))
+    blocks = tuple(f"{block.name}." for block in work.blocks)
     modulation = ("norm", "img_mod", "txt_mod", "adaLN")
-    assert layers == {
-        name: sum(layer.weight.shape)
+    layers = {
+        name: layer
         for name, layer in model.named_modules()
         if isinstance(layer, nn.Linear)
-        and name.startswith(("transformer_", "single_transformer_", "noise_refiner.", "layers."))
+        and name.startswith(blocks)
         and not any(part.startswith(modulation) for part in name.split("."))
     }
-    lora = family.lora_work(work, layers)
-    assert not lora.coefficients[work.coefficients[:, 2] == 0, 2].any()
+    lora, nbytes = work.typical_lora()
+    numbers = {name: sum(layer.weight.shape) for name, layer in layers.items()}
+    assert nbytes == 2 * sum(numbers.values())
+    assert lora == work.lora_work(numbers)
