@@ -49,7 +49,7 @@ Keys of the tensor SETTINGS and form fields of OpenAI's API; [api.md](api.md#set
 API takes them.
 
 """
-COLUMNS = "| key | default | accepted | |\n|---|---|---|---|\n"
+COLUMNS = "| key | default; accepted | |\n|---|---|---|\n"
 NODES = re.compile(r"^\| node \| takes .*\n(?:\|.*\n)+", re.MULTILINE)
 """The table of nodes in docs/workflows.md."""
 
@@ -134,7 +134,8 @@ def _table(doc: str | None, rows: list[str]) -> Iterator[str]:
 
 
 def _row(key: str, default: str, accepted: str, description: str) -> str:
-    return f"| `{key}` | {default} | {accepted} | {description.replace('|', chr(92) + '|')} |\n"
+    values = "; ".join(filter(None, (default, accepted)))
+    return f"| `{key}` | {values} | {description.replace('|', chr(92) + '|')} |\n"
 
 
 def _toml(value: Any) -> str:
