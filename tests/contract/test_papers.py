@@ -66,7 +66,7 @@ def test_what_is_simulated_says_from_which_inputs(paper: Paper) -> None:
     "changed",
     [
         {"status": "deviates"},
-        {"decision": "adr/0024-loras-per-row.md"},
+        {"decision": "decisions/adapters.md"},
         {"support": ""},
         {"status": "illustration"},
         {"status": "works"},

@@ -109,7 +109,7 @@ def test_efficiency_where_heads_do_not_divide(
     dense: tuple[float, float],
     kv: tuple[float, float],
 ) -> None:
-    """The table of docs/adr/0031: FLUX's width in so many heads."""
+    """FLUX's width in so many heads."""
     work = work_of(heads, 3072 // heads)
     assert most_heads(heads, degree) * degree == pytest.approx(attention, abs=0.005)
     for kind, ratio, expected in (("dense", 1.0, dense), ("kv", 0.1, kv)):
