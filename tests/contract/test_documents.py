@@ -16,7 +16,7 @@ from maskserve_common.contracts.operations import OPERATIONS
 from maskserve_common.contracts.settings import EditSettings
 from maskserve_common.errors import CODES
 from maskserve_router.api.openai.form import Fields
-from maskserve_studies.model_counts.entry_bytes import table, unet_table
+from maskserve_studies.model_counts.entry_bytes import table
 from maskserve_studies.workflow_plans.tables import gains_table, rates_table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -135,8 +135,7 @@ def test_files_that_documents_name_are_there(text: Path) -> None:
 def test_the_table_of_bytes_is_what_the_engine_takes() -> None:
     """Printed by `scripts/bench bytes_table`."""
     text = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
-    assert table(1024, 28, (1, 7, 28)) in text
-    assert unet_table(28) in text
+    assert table() in text
 
 
 def test_the_tables_of_simulated_workflows_are_those_of_the_run() -> None:
