@@ -31,9 +31,9 @@ def page(report: Figures) -> str:
     lines = [
         "# Beside what people would use instead",
         "",
-        f"Made by `{about['command']}` ({about['hardware']}, {about['date']}, commit "
+        f"Written by `{about['command']}` ({about['hardware']}, {about['date']}, commit "
         f"{about['commit']}, {about['minutes']:g} minutes, {about['stolen_share']:.0%} of the "
-        "processor's time taken by others). Do not edit: the command writes it.",
+        "processor's time taken by others).",
         "",
         "Load by perf_analyzer over gRPC. Every system serves the same edits (production mask "
         "ratios, mean 0.11; four pictures, whose templates are primed) in the same Triton, in "
@@ -174,20 +174,17 @@ def _model(title: str, model: Figures) -> list[str]:
 
 
 def _studies(report: Figures) -> list[str]:
-    lines = ["## Looked at more closely", "", "![studies](studies.png)", ""]
-    for name, title in MODELS.items():
-        model = report[name]
-        studies, systems = model["studies"], model["systems"]
-        pictures = f"{title}, pictures of {model['pictures']}"
-        if "batch_size" in studies:
-            lines += [f"Edits/s by the number in flight (FlashPS Fig. 14), {pictures}:", ""]
-            lines += _by(studies["batch_size"], systems, "in flight", "{:.2f}")
-        if "mask_ratio" in studies:
-            lines += [
-                f"Milliseconds of one edit alone by its mask's share (Fig. 15), {pictures}:",
-                "",
-            ]
-            lines += _by(studies["mask_ratio"], systems, "mask", "{:.0f}")
+    lines = [
+        "## Looked at more closely",
+        "",
+        "Edits/s by the number in flight (FlashPS Fig. 14), and seconds of one edit alone by its "
+        "mask's share (Fig. 15); results.json has the numbers.",
+        "",
+        "![studies](studies.png)",
+        "",
+    ]
+    for name in MODELS:
+        studies, systems = report[name]["studies"], report[name]["systems"]
         if "ablation" in studies:
             dense = systems["dense"]
             workers = {
@@ -228,31 +225,19 @@ def _studies(report: Figures) -> list[str]:
     return lines
 
 
-def _by(figures: Figures, systems: Figures, axis: str, form: str) -> list[str]:
-    """Return a table with one line per system."""
-    points = list(next(iter(figures.values())))
-    lines = [f"| {axis} | {' | '.join(points)} |", "|---" * (len(points) + 1) + "|"]
-    for key, values in figures.items():
-        cells = " | ".join(form.format(values[point]) for point in points)
-        lines.append(f"| {systems[key]['label']} | {cells} |")
-    return [*lines, ""]
-
-
 def _rounds(count: int) -> str:
     return "one round" if count == 1 else f"medians of {count} rounds"
 
 
 READING = """## Reading these numbers
 
-- **A CPU is bound by FLOPs**: batching gains little, and what a mask saves in FLOPs is what is
-  gained. On a GPU batching gains more, a single cached row less ([gpu.md](../../gpu.md)).
-- **The limit.** With these masks a cached step has {limit} of a dense one's FLOPs where no ring is
-  computed; maskserve reaches {of_limit:.0%} of that limit over its own dense rows.
-- **The larger model has random weights**: judge pictures by the demo model's table and
-  [by class](../../benchmarks.md#what-caching-costs-in-quality).
+- **A CPU is bound by FLOPs**: batching gains little, and a mask gains what it saves in FLOPs. With
+  these masks a cached step has {limit} of a dense one's where no ring is computed; maskserve
+  reaches {of_limit:.0%} of that limit over its own dense rows.
+- **The larger model has random weights**: judge pictures by the demo model's table.
 - **Where we lose**: FirstBlockCache leaves whole steps out, and is faster than cached rows of a
-  model as small as the demo's, at the likeness that stands beside it; both together
-  (`first_block_threshold`) are the fastest. Masks of more than nine tenths run dense by rule."""
+  model as small as the demo's; both together (`first_block_threshold`) are the fastest. Masks of
+  more than nine tenths run dense by rule."""
 
 
 def plot_throughput(report: Figures, path: Path) -> None:
