@@ -38,6 +38,7 @@ from maskserve_engine.stages.loader import load_part
 from maskserve_engine.stages.vae import images_of, load_vae, moments_of
 
 RATIOS = (0.05, 0.11, 0.2, 0.35)
+EDIT_RATIOS = (0.11, 0.35)
 _RATIO = 0.11
 """Mask ratio for bytes and single figures."""
 _CLIP_TOKENS = 77
@@ -183,7 +184,7 @@ class Counted:
         ratio.
         """
         whole = self.edit(self.steps, template=False)
-        return [whole / self.edit(dense_steps, ratio, template=template) for ratio in RATIOS]
+        return [whole / self.edit(dense_steps, ratio, template=template) for ratio in EDIT_RATIOS]
 
     @property
     def cache_bytes(self) -> int:
