@@ -142,7 +142,7 @@ def test_each_metric_is_shown_or_alerted_on_and_documented(name: str) -> None:
     used = re.compile(rf"\b{name}(_bucket|_sum|_count)?\b")
     assert any(used.search(query) for query in queries), "no panel and no alert has it"
     page = (ROOT / "docs" / "operate.md").read_text(encoding="utf-8")
-    row = re.search(rf"^\| `{name}(?:\{{([\w, ]*)\}})?` \|", page, re.MULTILINE)
+    row = re.search(rf"^- `{name}(?:\{{([\w, ]*)\}})?`: ", page, re.MULTILINE)
     assert row, "docs/operate.md has it not"
     labels = set((row[1] or "").replace(" ", "").split(",")) - {""}
     series = name if name in KNOWN else f"{name}_count"

@@ -203,7 +203,7 @@ def test_every_counter_is_published_or_known_not_to_be() -> None:
 def test_every_metric_is_documented_and_none_that_is_gone() -> None:
     page = (ROOT / "docs" / "operate.md").read_text(encoding="utf-8")
     text = page.partition("### A router")[0]  # a router's: tests/contract/test_dashboards.py
-    listed = re.findall(r"^\| `maskserve_(\w+)(?:\{([\w, ]+)\})?` \|", text, re.MULTILINE)
+    listed = re.findall(r"^- `maskserve_(\w+)(?:\{([\w, ]+)\})?`: ", text, re.MULTILINE)
     table = {**ENGINE_METRICS, **FRONT_METRICS}
     expected = {(name, ", ".join(spec.labels)) for name, spec in table.items()}
     assert set(listed) == expected
