@@ -23,9 +23,10 @@ from maskserve_common.imaging.masks import Bools, bounding_box
 Span = tuple[int, int]
 A = TypeVar("A", bound=npt.NDArray[Any])
 
-_CELLS = 8
-"""Cells of the grid that windows lie on, along a window's side. Because of the grid, edits near one
-another get the same window, and so the same entries; a window is up to a quarter longer."""
+_GROWTH = 1.25
+"""Ratio of a lattice's length to the next shorter one."""
+_UNITS = 8
+"""Windows begin at multiples of an eighth of their length."""
 
 
 class Window(NamedTuple):
@@ -96,8 +97,9 @@ def window_round(
 ) -> Window:
     """Return the window around a mask, or all of the canvas.
 
-    It contains the mask and its padding. If the picture is large enough, the window is at least as
-    large as the model's own resolution: the model then sees more at no loss of sharpness.
+    The window contains the mask and its padding. Its spans of rows and columns come from a lattice
+    (`lattice_span`), so that edits near one another have the same window, and with it the same
+    template.
 
     Args:
         rows: first and last + 1 row that the mask covers.
@@ -112,22 +114,32 @@ def window_round(
         return whole
     longest = max(rows[1] - rows[0], columns[1] - columns[0])
     margin = math.ceil(padding * longest) if padding < 1 else round(padding)
-    cell = 1 << max(0, (max(native, longest + 2 * margin) // _CELLS).bit_length() - 1)
-    top, bottom = _spread(rows, margin, size[0], native, cell)
-    left, right = _spread(columns, margin, size[1], native, cell)
+    top, bottom = lattice_span((rows[0] - margin, rows[1] + margin), size[0], native)
+    left, right = lattice_span((columns[0] - margin, columns[1] + margin), size[1], native)
     window = Window(top, left, bottom - top, right - left)
     small = 2 * math.prod(window.size) < math.prod(size)
     return window if small or mode == "on" else whole
 
 
-def _spread(span: Span, margin: int, side: int, least: int, cell: int) -> Span:
-    """Widen a span by its margin, then to the grid and to `least`, within [0, side)."""
-    low = max(0, (span[0] - margin) // cell * cell)
-    high = min(side, -((-span[1] - margin) // cell) * cell)
-    missing = min(least, side) - (high - low)
-    if missing > 0:
-        low = max(0, (low - missing // 2) // cell * cell)
-        high = max(high, low + min(least, side))
-        if high > side:
-            low, high = max(0, low - (high - side)), side
-    return low, high
+def lattice_span(span: Span, side: int, native: int) -> Span:
+    """Return the shortest span of a side's lattice that holds a span, as far as that lies in the
+    side.
+
+    Lengths of the lattice are `native`, which costs no sharpness, and then each `_GROWTH` times the
+    one before; the last is the whole side. Spans of a length begin at multiples of an eighth of it,
+    or end with the side. A span that is held at a multiple of a half or a quarter is held there, so
+    that fewer windows serve more edits.
+    """
+    low, high = max(0, span[0]), min(side, span[1])
+    length = min(native, side)
+    while length < side:
+        last = side - length
+        for units in (_UNITS // 2, _UNITS // 4, 1):
+            step = max(1, units * (length // _UNITS))
+            middle = (low + high - length + step) // (2 * step) * step
+            nearest = min(max(0, middle), last)
+            start = min((nearest, last), key=lambda at: abs(2 * at + length - low - high))
+            if start <= low and high <= start + length:
+                return start, start + length
+        length = min(side, math.ceil(length * _GROWTH))
+    return 0, side

@@ -21,6 +21,7 @@ from maskserve_engine.requests.request_table import RequestTable
 from maskserve_engine.requests.state import RequestState
 from maskserve_engine.requests.templates import (
     DENSE,
+    WORTH_PRIMING,
     CacheLookup,
     ExecutionMode,
     ExecutionPlan,
@@ -59,6 +60,7 @@ class ExecutionPolicy:
         - cached: its template is primed;
         - wait: it insists on its template;
         - wait: it would be late without its template, and is in time after the priming;
+        - wait: it sees a window of a known picture that is worth priming, and has no due time;
         - cached with refresh steps, if these are less work than a dense edit;
         - dense.
 
@@ -164,7 +166,8 @@ class ExecutionPolicy:
         self, edit: RequestState, lookup: CacheLookup, without: ExecutionPlan
     ) -> ExecutionPlan | None:
         """Return a plan that waits for the template's priming, if the edit would be late otherwise
-        and in time with it. None: waiting does not help, or priming is impossible.
+        and in time with it; without a due time, if it sees a window of a known picture that is
+        worth priming. None: waiting does not help, or priming is impossible.
         """
         if edit.starts or edit.loras.absent or not any(lookup.reads):
             return None
@@ -172,12 +175,24 @@ class ExecutionPolicy:
         if primes and not lookup.may_prime:
             return None
         anchors_left = len(lookup.anchors) if primes else self._primings.left(lookup.key)
+        if anchors_left is None:
+            return None
         route = ExecutionPlan(
             "wait", "hit", lookup.key, prime=primes, dense_steps=lookup.dense_steps
         )
+        if lookup.is_known_picture and edit.make_ticket().due is None:
+            hit = replace(route, mode="cached", anchors=lookup.reads)
+            worth = self._pays(edit, without, self._with_step_cache(edit, hit), anchors_left)
+            return route if worth else None
         running = self._table.running()
-        if anchors_left is not None and self._in_time.gains_by_waiting(
-            edit, without, route, anchors_left, running
-        ):
+        if self._in_time.gains_by_waiting(edit, without, route, anchors_left, running):
             return route
         return None
+
+    def _pays(
+        self, edit: RequestState, without: ExecutionPlan, hit: ExecutionPlan, anchors: int
+    ) -> bool:
+        """Whether `WORTH_PRIMING` edits such as this save more work than priming the anchors is."""
+        saved = edit.step_flops(without, self._adapter) - edit.step_flops(hit, self._adapter)
+        work = edit.work.without_schedule()
+        return anchors * work.dense_flops < WORTH_PRIMING * work.steps * saved

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from maskserve_common.config import Config
@@ -32,7 +32,7 @@ from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.spec.model_spec import anchor_stride, dense_steps
 
 _REMEMBERED = 4096
-_WORTH_PRIMING = 2
+WORTH_PRIMING = 2
 """Uses of a template from which it is primed; pictures sent once are not worth it."""
 
 ExecutionMode = Literal["dense", "cached", "wait"]
@@ -95,6 +95,10 @@ class CacheLookup:
     """Whether it can be primed now: it is not being loaded, and priming was not put off."""
     worth_priming: bool
     """Whether it can be primed now and was seen often enough."""
+    is_known_picture: bool
+    """Whether the edit sees a window of a picture that is registered, or of which earlier edits saw
+    windows.
+    """
 
 
 @dataclass(slots=True)
@@ -115,7 +119,9 @@ class Priming:
 
 
 class ReuseCounter:
-    """Counts how often each recent template was used, by key, which decides when it is primed."""
+    """Counts how often each recent template, and each picture of windows, was used, by key; this
+    decides when templates are primed.
+    """
 
     def __init__(self) -> None:
         self._counts: OrderedDict[str, int] = OrderedDict()
@@ -139,7 +145,7 @@ class ReuseCounter:
 
     def worth_priming(self, key: str) -> bool:
         """Whether it has been used often enough, and priming is not put off."""
-        return self.may_prime(key) and self._counts.get(key, 0) >= _WORTH_PRIMING
+        return self.may_prime(key) and self._counts.get(key, 0) >= WORTH_PRIMING
 
 
 class Pins:
@@ -274,6 +280,14 @@ class TemplateCache:
 
     def key_of(self, job: EditJob) -> str:
         """Return the key of the entries that fit this edit."""
+        return self._template_key(job).digest()
+
+    def _picture_key(self, job: EditJob) -> str:
+        """Return a key of the edit's whole picture that edits of all its windows share."""
+        picture = entries_id(job.request.template_id)
+        return replace(self._template_key(job), pixels_id=picture, noise_seed=0).digest()
+
+    def _template_key(self, job: EditJob) -> TemplateKey:
         settings, facts = job.request.settings, self.adapter.spec
         guidance = settings.guidance_scale if facts.guidance == "embedded" else None
         length = len(job.conditioning["prompt_embeds"])
@@ -289,7 +303,7 @@ class TemplateCache:
             entry_format=self.config.entry_format,
             entry_halves=self.adapter.entry_halves,
             adapters=job.adapters,
-        ).digest()
+        )
 
     def priming_prompt(self, job: EditJob) -> Conditioning | None:
         """Return the conditioning that primes the edit's template; None while it is not known."""
@@ -315,8 +329,12 @@ class TemplateCache:
             key: key of its template's entries.
             again: whether this edit was looked up before; the use is then not counted again.
         """
+        request = job.request
+        picture = key if request.window is None else self._picture_key(job)
+        named = request.settings.template_id is not None
         if not again:
-            self._reuse.add(key)
+            for name in dict.fromkeys((key, picture)):
+                self._reuse.add(name)
         anchors, first = self._anchors(job), self._dense_first(job)
         priming, is_loading = key in self.priming, self.is_loading(key)
         return CacheLookup(
@@ -329,6 +347,7 @@ class TemplateCache:
             is_loading,
             not is_loading and self._reuse.may_prime(key),
             not is_loading and self._reuse.worth_priming(key),
+            picture != key and (named or self._reuse.worth_priming(picture)),
         )
 
     def fetch(self, lookup: CacheLookup) -> bool:

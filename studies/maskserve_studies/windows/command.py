@@ -1,11 +1,13 @@
 """Draw ten edits of photographs with and without a window round the mask, side by side on one
-sheet.
+sheet; or count how many edits of one photograph read a template.
 
     python scripts/bench windows --sheet docs/images/windows.png
+    python scripts/bench windows --json docs/benchmarks/windows.json
 
 The photographs are several times as large as the demo model's pictures. Without a window the model
 sees the whole photograph, and its answer is enlarged. With a window it paints at the photograph's
 own sharpness. Columns: the source with the mask outlined, `crop_to_mask` `off`, and `auto`.
+`windows.hits` describes the figures.
 """
 
 from __future__ import annotations
@@ -16,14 +18,18 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import torch
 from PIL import Image, ImageDraw
 
 from maskserve_benchmarks.checkout import DEMO_MODEL
 from maskserve_benchmarks.demo_model.palette import COLOURS, SHAPES
 from maskserve_benchmarks.demo_model.scenes import PHOTOS
 from maskserve_benchmarks.edits.direct import Direct
+from maskserve_benchmarks.reports import about, table, write_json
+from maskserve_benchmarks.timing import hardware
 from maskserve_common.config_file import config_of
 from maskserve_common.imaging.images import encode_png
+from maskserve_studies.windows.hits import EDITS, measure
 
 _EDITS: Final = 10
 _TILE: Final = 224
@@ -81,9 +87,18 @@ def _round(picture: Image.Image, box: Box) -> Image.Image:
 def main() -> int:
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--sheet", type=Path, required=True, help="PNG to write")
+    result = parser.add_mutually_exclusive_group(required=True)
+    result.add_argument("--sheet", type=Path, help="PNG to write")
+    result.add_argument("--json", type=Path, help="file for hits, seconds and windows")
     parser.add_argument("--model", default=str(DEMO_MODEL), help="model folder")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds that --json measures")
     args = parser.parse_args()
+    if args.json is not None:
+        ways = measure(args.model, args.rounds)
+        report = {**about(hardware(torch.device("cpu"))), "edits": EDITS, "ways": ways}
+        write_json(report, args.json)
+        print(table(("way", *ways["windows"]), ((way, *of.values()) for way, of in ways.items())))
+        return 0
     server = Direct(config_of({"model": {"path": args.model, "device": "cpu"}}))
     try:
         sheet(server).quantize(256).save(args.sheet, optimize=True)

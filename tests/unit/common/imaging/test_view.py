@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +14,7 @@ from PIL import Image
 
 from maskserve_common.config import Config
 from maskserve_common.contracts.settings import CropMode, EditSettings
-from maskserve_common.imaging.view import choose_view, window_round
+from maskserve_common.imaging.view import Window, choose_view, lattice_span, window_round
 from maskserve_triton.accept import accept_edit
 from maskserve_triton.preprocess import prepare_edit
 from tests.fakes.facts import FILL_FACTS
@@ -42,9 +43,62 @@ def test_a_window_holds_mask_and_padding_and_lies_in_the_picture(
     assert min(width, columns[1] + margin) <= window.right <= width
     assert window.height >= min(height, native)
     assert window.width >= min(width, native)
-    # The grid makes it longer by less than two of its cells, of which a window has eight or more.
+    # An eighth of a length is left over for the lattice's places, and lengths grow by a quarter.
     for length, side in ((window.height, height), (window.width, width)):
-        assert length <= min(side, max(native, (longest + 2 * margin) * 1.5 + 2))
+        assert length <= min(side, max(native, (longest + 2 * margin) * 1.5 + 16))
+
+
+def lengths(side: int, native: int) -> list[int]:
+    """Lengths of a side's lattice."""
+    found = [min(native, side)]
+    while found[-1] < side:
+        found.append(min(side, math.ceil(found[-1] * 1.25)))
+    return found
+
+
+@given(st.data(), sides, st.sampled_from([64, 128, 500, 768, 1024]))
+def test_a_span_is_the_shortest_of_its_sides_lattice(
+    data: st.DataObject, side: int, native: int
+) -> None:
+    low, high = data.draw(spans(side))
+    start, end = lattice_span((low, high), side, native)
+    length = end - start
+    assert start <= low
+    assert high <= end <= side
+    assert length in lengths(side, native)
+    assert start % (length // 8 or 1) == 0 or end == side
+    for shorter in lengths(side, native):
+        if shorter < length:
+            for at in (*range(0, side - shorter, shorter // 8 or 1), side - shorter):
+                assert not (at <= low and high <= at + shorter)
+
+
+@pytest.mark.parametrize("part", [0.05, 0.4, 0.9, 1.2, 1.5, 2.5])
+def test_masks_at_all_places_of_a_side_have_few_spans(part: float) -> None:
+    native, side = 256, 2000
+    mask = round(part * native)
+    seen = {lattice_span((at, at + mask), side, native) for at in range(side - mask + 1)}
+    # A mask up to half as long as the model's side is held at multiples of a half.
+    most = 2 * side / native if part <= 0.5 else 16 * side / native
+    assert len(seen) <= most
+
+
+def random_windows(count: int) -> list[Window]:
+    """Windows of masks of a ninth of a picture, at random places; the picture is twice as long as
+    the model's side.
+    """
+    rng, native = fresh_rng(), 128
+    side, mask = 2 * native, 2 * native // 3
+    places = rng.integers(0, side - mask + 1, (count, 2))
+    windows = (
+        window_round((y, y + mask), (x, x + mask), (side, side), native, "auto", 0.25)
+        for y, x in places.tolist()
+    )
+    return list(windows)
+
+
+def test_many_edits_of_a_picture_have_few_windows() -> None:
+    assert len(set(random_windows(1000))) <= 64
 
 
 @pytest.mark.parametrize(
@@ -81,26 +135,28 @@ def test_edits_near_one_another_share_their_window() -> None:
             for a, b in ((y, x), (y + dy, x + dx))
         )
         shared += first == second
-    assert shared > 10, "without a grid none of them would be shared"
+    assert shared > 120, "windows of the grid before it were shared by 70"
 
 
-@pytest.mark.parametrize("side", [150, 400])
+@pytest.mark.parametrize("side", [160, 392])
 def test_a_windows_pixels_are_those_of_diffusers(side: int) -> None:
-    """Where its rule names the same region: a mask on the grid, and the model's aspect."""
-    native, cell = 128, 32 if side == 400 else 16
+    """Where its rule names the same region: a span of the lattice, and the model's aspect."""
+    native, padding = 128, 16
     facts = replace(FILL_FACTS, native_resolution=native)
     source, mask = scene(700, 900), np.zeros((700, 900), np.uint8)
-    length = side // cell * cell
-    mask[5 * cell : 5 * cell + length, 4 * cell : 4 * cell + length] = 255
-    settings = EditSettings(crop_padding=float(cell), crop_to_mask="on")
+    rows, columns = (side // 4, side // 4 + side), (side // 2, side // 2 + side)
+    inner = tuple(slice(low + padding, high - padding) for low, high in (rows, columns))
+    mask[inner] = 255
+    settings = EditSettings(crop_padding=float(padding), crop_to_mask="on")
     prepared_edit = prepare_edit(
         encode(source), encode(mask), accept_edit(settings, b"x", facts, Config()), facts, Config()
     )
     assert prepared_edit.request.window is not None
     top, left, height, width = prepared_edit.request.window
+    assert (top, top + height, left, left + width) == (*rows, *columns)
     to = prepared_edit.request.model_size
     processor = VaeImageProcessor(vae_scale_factor=8, do_normalize=False)
-    box = processor.get_crop_region(Image.fromarray(mask), to[1], to[0], pad=cell)
+    box = processor.get_crop_region(Image.fromarray(mask), to[1], to[0], pad=padding)
     assert box == (left, top, left + width, top + height)
     pixels = processor.preprocess(
         Image.fromarray(source), *to, crops_coords=box, resize_mode="fill"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from maskserve_common.config import ConfigError
 from maskserve_common.contracts.keys import Anchor, TemplateKey, anchor_steps, cover, nearest_anchor
 from maskserve_common.errors import EngineFailed, Overloaded
-from maskserve_engine.base.job import FinalEvent
+from maskserve_engine.base.job import EditJob, FinalEvent
 from maskserve_engine.cache.entries import AnchorEntry, Coded
 from maskserve_engine.cache.loader import Arrival, HostMover
 from maskserve_engine.families.encoder import Encoder
@@ -142,6 +143,48 @@ def test_a_template_is_primed_on_second_sight_and_hit_on_the_third(
     (held,) = engine.templates().result(30)
     assert held["anchors"] >= 4  # stride 1 of the model's four default steps
     assert held["bytes"] == engine.cache.store.memory.nbytes > 0
+
+
+def window_of(encoder: Encoder, picture: str, number: int, steps: int, **settings: Any) -> EditJob:
+    """An edit in a window of a picture."""
+    drawn = job(encoder, number, f"{picture}-{number}", num_inference_steps=steps, **settings)
+    window = (8 * number, 0, *drawn.request.model_size)
+    return replace(drawn, request=replace(drawn.request, template_id=picture, window=window))
+
+
+def test_a_window_of_a_known_picture_is_primed_before_its_first_edit(
+    tiny_fill: Path, encoder: Encoder
+) -> None:
+    engine = make_engine(tiny_fill, encoder, stride=0)  # one anchor
+
+    def outcomes(picture: str, steps: int, windows: Iterable[int]) -> list[str]:
+        edits = (window_of(encoder, picture, number, steps) for number in windows)
+        return [edit(engine, each).meta["cache"] for each in edits]
+
+    try:
+        assert outcomes("a" * 32, 12, range(4)) == ["miss", "hit", "hit", "hit"]
+        assert outcomes("b" * 32, 12, [8]) == ["miss"], "that is another picture"
+        due = [window_of(encoder, "c" * 32, n, 12, deadline_ms=60_000) for n in range(16, 19)]
+        assert [edit(engine, each).meta["cache"] for each in due] == ["miss"] * 3
+        registered = window_of(encoder, "d" * 32, 32, 12, template_id="d" * 32)
+        assert edit(engine, registered).meta["cache"] == "hit"
+    finally:
+        engine.close(5.0)
+
+
+def test_a_window_is_not_primed_for_edits_that_save_less_work_than_that(
+    tiny_fill: Path, encoder: Encoder
+) -> None:
+    """Anchors of four steps are as much work as four dense steps, of which a mask leaves little."""
+    engine = make_engine(tiny_fill, encoder, stride=1)
+    try:
+        for number in range(3):
+            each = window_of(encoder, "a" * 32, number, 4)
+            masked = np.full_like(each.edit_mask, 255)
+            masked[-8:] = 0
+            assert edit(engine, replace(each, edit_mask=masked)).meta["cache"] == "miss"
+    finally:
+        engine.close(5.0)
 
 
 def test_a_hit_computes_the_active_tokens_only_and_says_so(
