@@ -62,7 +62,7 @@ def _run(model: str, way: Way) -> dict[str, Any]:
     server = Direct(config_of({"model": {"path": model, "device": "cpu"}}))
     other, photo = sorted(PHOTOS.glob("*.jpg"))[:2]
     try:
-        side = server.facts.native_resolution
+        side = server.spec.native_resolution
         for each in edits(other, side, way):
             _denoise(server, each, way)
         before = _primed(server)

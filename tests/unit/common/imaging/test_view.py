@@ -71,6 +71,10 @@ def test_a_span_is_the_shortest_of_its_sides_lattice(
         if shorter < length:
             for at in (*range(0, side - shorter, shorter // 8 or 1), side - shorter):
                 assert not (at <= low and high <= at + shorter)
+    for coarse in (length // 8 * 4, length // 8 * 2):
+        if coarse and start % coarse and end != side:
+            for at in range(0, side - length, coarse):
+                assert not (at <= low and high <= at + length)
 
 
 @pytest.mark.parametrize("part", [0.05, 0.4, 0.9, 1.2, 1.5, 2.5])
