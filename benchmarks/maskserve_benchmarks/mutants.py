@@ -45,13 +45,14 @@ class Mutation:
     """The source text within one line; it occurs once in its file."""
     wrong: str
     test: str
-    """The node id of the test that must fail in a case that is not slow."""
+    """The node id of the test that must fail in a case that is not slow. If it names a case, that
+    case alone runs."""
 
 
 _ENGINE, _UNIT = "engine/maskserve_engine", "tests/unit"
 _WAY = f"{_UNIT}/engine/cache/test_entry_way.py"
 _KEPT = f"{_UNIT}/engine/batch/test_kept_anchors.py"
-_OWN = f"{_UNIT}/engine/families/flux/test_own_anchors.py"
+_REFRESH = f"{_UNIT}/engine/families/flux/test_flux_refresh.py"
 _SLOTS = f"{_UNIT}/engine/control_link/test_free_slots.py"
 _LOST = f"{_UNIT}/engine/control_link/test_lost_service.py"
 _FAST = f"{_UNIT}/engine/control_link/test_fast_controls.py"
@@ -60,8 +61,9 @@ _FLOW, _FLUX2 = (
     "engine/maskserve_engine/families/mmdit",
     "engine/maskserve_engine/families/flux2/adapter.py",
 )
+_CONTRACT = f"{_UNIT}/engine/families/test_family_contract.py"
+_DENSE = f"{_CONTRACT}::test_dense_rows_of_any_mix_are_the_pipelines"
 _KLEIN = f"{_UNIT}/engine/families/flux2/test_flux2.py"
-_PIPELINES = f"{_KLEIN}::test_dense_rows_of_any_mix_are_the_pipelines"
 _QWEN = f"{_UNIT}/engine/families/qwen_image/test_qwen_image.py"
 _QWEN_EDIT = f"{_UNIT}/engine/families/qwen_image/test_qwen_edit.py"
 _QWEN21 = "engine/maskserve_engine/families/qwen_image21/adapter.py"
@@ -69,8 +71,6 @@ _OF_QWEN21 = f"{_UNIT}/engine/families/qwen_image21/test_qwen_image21.py"
 _Z_IMAGE = "engine/maskserve_engine/families/z_image/adapter.py"
 _OF_Z_IMAGE = f"{_UNIT}/engine/families/z_image/test_z_image.py"
 _FOUR = f"{_KLEIN}::test_a_distilled_model_has_an_anchor_for_each_of_its_four_steps"
-_CHROMA = f"{_UNIT}/engine/families/chroma/test_chroma.py"
-_SD3 = f"{_UNIT}/engine/families/sd3/test_sd3.py"
 _EXACT = f"{_UNIT}/engine/families/mmdit/test_exact_references.py"
 
 MUTATIONS = (
@@ -173,21 +173,21 @@ MUTATIONS = (
         "engine/maskserve_engine/batch/step_cache.py",
         "return (last - current) / (earlier - last) if earlier != last else 0.0",
         "return (current - last) / (earlier - last) if earlier != last else 0.0",
-        f"{_SD3}::test_anchors_of_its_own_are_dense_steps",
+        f"{_CONTRACT}::test_steps_between_refresh_steps_lie_on_their_lines[sd3-large]",
     ),
     Mutation(
         "what anchors leave stays as the last one left it",
         "engine/maskserve_engine/batch/step_cache.py",
         "return (last - current) / (earlier - last) if earlier != last else 0.0",
         "return 0.0",
-        f"{_SD3}::test_anchors_of_its_own_are_dense_steps",
+        f"{_CONTRACT}::test_steps_between_refresh_steps_lie_on_their_lines[sd3-large]",
     ),
     Mutation(
         "what anchors leave lies on a line over sigma itself",
         "engine/maskserve_engine/batch/step_cache.py",
         "earlier, last, current = (value**power for value in (*sigmas, sigma))",
         "earlier, last, current = (*sigmas, sigma)",
-        f"{_SD3}::test_anchors_of_its_own_are_dense_steps",
+        f"{_CONTRACT}::test_steps_between_refresh_steps_lie_on_their_lines[sd3-large]",
     ),
     Mutation(
         "nets beside a template compute all tokens at every step of few",
@@ -201,7 +201,7 @@ MUTATIONS = (
         "engine/maskserve_engine/batch/step_cache.py",
         "bends.append(encode(missed.div_(1.0 + reach), plan.format))",
         "bends.append(encode(missed.div_(2.0 + reach), plan.format))",
-        f"{_OWN}::test_it_is_the_pipeline_whose_other_tokens_are_foretold",
+        f"{_REFRESH}::test_it_is_the_pipeline_whose_other_tokens_are_foretold",
     ),
     Mutation(
         "tokens left out go twice the way to an anchor that is foreseen",
@@ -215,21 +215,21 @@ MUTATIONS = (
         "engine/maskserve_engine/requests/refresh_schedules.py",
         '+ (len(text["prompt_embeds"]) - picture_tokens) * plan.text',
         '+ len(text["prompt_embeds"]) * plan.text',
-        f"{_QWEN_EDIT}::test_anchors_of_its_own_hold_what_is_shown_too",
+        f"{_CONTRACT}::test_refresh_steps_are_dense_steps[qwen-image-edit]",
     ),
     Mutation(
         "a line is booked for one anchor",
         "engine/maskserve_engine/requests/refresh_schedules.py",
         "changes = min(len(plan.anchors) - 1, 1 + plan.second_order) if plan.power else 0",
         "changes = min(len(plan.anchors), 1 + plan.second_order) if plan.power else 0",
-        f"{_OWN}::test_what_is_booked_is_what_is_kept",
+        f"{_REFRESH}::test_what_is_booked_is_what_is_kept",
     ),
     Mutation(
         "a ring beside a template is not booked",
         "engine/maskserve_engine/requests/refresh_schedules.py",
         "ring = plan.ring * tokens.ring",
         "ring = 0 * tokens.ring",
-        f"{_OWN}::test_what_is_booked_beside_a_template_is_what_is_kept",
+        f"{_REFRESH}::test_what_is_booked_beside_a_template_is_what_is_kept",
     ),
     Mutation(
         "devices that share steps keep text beside a template",
@@ -244,14 +244,14 @@ MUTATIONS = (
         f"{_FLOW}/rows.py",
         "share * moved.float(), ended=False)",
         "share * moved.float(), ended=True)",
-        f"{_OWN}::test_what_is_shown_of_a_row_on_its_way_has_the_source_outside_the_mask",
+        f"{_REFRESH}::test_what_is_shown_of_a_row_on_its_way_has_the_source_outside_the_mask",
     ),
     Mutation(
         "a row's last step leads on",
         f"{_FLOW}/rows.py",
         "if self.sampler.moved is None or next_step >= self.steps:",
         "if self.sampler.moved is None or next_step > self.steps:",
-        f"{_OWN}::test_what_a_step_ahead_is_asked_with_is_where_the_last_answer_leads",
+        f"{_REFRESH}::test_what_a_step_ahead_is_asked_with_is_where_the_last_answer_leads",
     ),
     Mutation(
         "a turn of priming that is paid for waits a step",
@@ -399,7 +399,7 @@ MUTATIONS = (
         "engine/maskserve_engine/families/mmdit/rows.py",
         "left_out.passed(walk.change, cache.weight(walk.sigma))",
         "left_out.passed(0.0, 0.0)",
-        f"{_UNIT}/engine/families/flux/test_own_anchors.py::test_it_is_the_pipeline_whose_other_tokens_are_foretold",
+        f"{_REFRESH}::test_it_is_the_pipeline_whose_other_tokens_are_foretold",
     ),
     # What a step adds from a ControlNet service
     Mutation(
@@ -436,7 +436,7 @@ MUTATIONS = (
         f"{_FLOW}/batch.py",
         "velocity.index_fill_(0, self._still, 0.0)",
         "velocity.index_fill_(0, self._still, 1.0)",
-        _PIPELINES,
+        f"{_DENSE}[klein]",
     ),
     Mutation(
         "a mask covers the context",
@@ -451,28 +451,28 @@ MUTATIONS = (
         "engine/maskserve_engine/families/flux/adapter.py",
         "ids[text:] = torch.cartesian_prod(*axes)",
         "ids[text:, 1:] = torch.cartesian_prod(*axes)[:, 1:]",
-        f"{_UNIT}/engine/families/flux/test_flux_dense.py::test_a_dense_row_equals_the_pipeline",
+        f"{_DENSE}[flux-kontext]",
     ),
     Mutation(
         "klein's reference is the next picture",
         _FLUX2,
         "_REFERENCE = 10",
         "_REFERENCE = 1",
-        _PIPELINES,
+        f"{_DENSE}[klein]",
     ),
     Mutation(
         "the source of models with references is drawn",
         f"{_FLOW}/preparation.py",
         "clean = image.mode() if chosen else image.sample(generator)",
         "clean = image.sample(generator)",
-        _PIPELINES,
+        f"{_DENSE}[klein]",
     ),
     Mutation(
         "klein's noise is drawn unpacked",
         _FLUX2,
         "return unpack_latents(packed.flatten(1).T, grid)",
         "return packed.reshape(clean.shape)",
-        _PIPELINES,
+        f"{_DENSE}[klein]",
     ),
     Mutation(
         "klein's mask is of single latents",
@@ -486,28 +486,28 @@ MUTATIONS = (
         "engine/maskserve_engine/spec/latents.py",
         "scale = 1.0 / np.sqrt(variance + epsilon)",
         "scale = 1.0 / (variance + epsilon)",
-        _PIPELINES,
+        f"{_DENSE}[klein]",
     ),
     Mutation(
         "base models are led away by another scale",
         f"{_FLOW}/adapter.py",
         "scale = settings.guidance_scale if cfg else settings.true_cfg_scale",
         "scale = 2.0 if cfg else settings.true_cfg_scale",
-        _PIPELINES,
+        f"{_DENSE}[klein-base]",
     ),
     Mutation(
         "exact references are of some time",
         "engine/maskserve_common/contracts/keys.py",
         "STILL = Anchor(0.0, 0.0, 0.0)",
         "STILL = Anchor(0.0, 500.0, 0.0)",
-        _PIPELINES,
+        f"{_DENSE}[klein-kv]",
     ),
     Mutation(
         "no keys of exact references are placed",
         "engine/maskserve_engine/batch/forward.py",
         "else tokens.source(index) for tokens in fixed_tokens], outs, slots",
         "else None for tokens in fixed_tokens], outs, slots",
-        _PIPELINES,
+        f"{_DENSE}[klein-kv]",
     ),
     Mutation(
         "rows of a template make their own references",
@@ -528,7 +528,7 @@ MUTATIONS = (
         f"{_FLOW}/rows.py",
         "computed, next_step = moved[: len(self.latents)], self.step + 1",
         "computed, next_step = moved[-len(self.latents) :], self.step + 1",
-        _PIPELINES,
+        f"{_DENSE}[klein]",
     ),
     Mutation(
         "entries of references that follow a prompt serve all prompts",
@@ -570,35 +570,35 @@ MUTATIONS = (
         "engine/maskserve_engine/families/chroma/encode.py",
         "lengths = mask.sum(1).tolist()",
         "lengths = [states.shape[1]] * len(mask)",
-        f"{_CHROMA}::test_dense_rows_of_any_mix_are_the_pipelines",
+        f"{_DENSE}[chroma]",
     ),
     Mutation(
         "Chroma's streams have one another's vectors",
         "engine/maskserve_engine/families/chroma/adapter.py",
         "image, text = parts(of_image, 6, doubles), parts(of_text, 6, doubles)",
         "text, image = parts(of_image, 6, doubles), parts(of_text, 6, doubles)",
-        f"{_CHROMA}::test_dense_rows_of_any_mix_are_the_pipelines",
+        f"{_DENSE}[chroma]",
     ),
     Mutation(
         "Stable Diffusion 3.5 lays pictures into a corner",
         "engine/maskserve_engine/families/sd3/adapter.py",
         "axes = [torch.arange(n) + (side - n) // 2 - side // 2 for n in grid]",
         "axes = [torch.arange(n) - side // 2 for n in grid]",
-        f"{_SD3}::test_dense_rows_of_any_mix_are_the_pipelines",
+        f"{_DENSE}[sd3-large]",
     ),
     Mutation(
         "a second attention changes nothing",
         "engine/maskserve_engine/families/sd3/adapter.py",
         "return clip(add_gated(x, gate, attention_out)[0])",
         "return x",
-        f"{_SD3}::test_dense_rows_of_any_mix_are_the_pipelines",
+        f"{_DENSE}[sd3-medium]",
     ),
     Mutation(
         "Qwen-Image's guided answers are as long as they come out",
         "engine/maskserve_engine/families/qwen_image/adapter.py",
         "positive.mul_(length / positive.norm(dim=-1, keepdim=True))",
         "pass",
-        f"{_QWEN}::test_dense_rows_of_any_mix_are_the_pipelines",
+        f"{_DENSE}[qwen-image]",
     ),
     Mutation(
         "a template of Qwen-Image serves prompts of one length",
@@ -633,14 +633,14 @@ MUTATIONS = (
         "engine/maskserve_engine/families/qwen_image/adapter.py",
         "return bool(self.model.zero_cond_t)",
         "return False",
-        f"{_QWEN_EDIT}::test_dense_rows_of_any_mix_are_the_pipelines",
+        f"{_DENSE}[qwen-image-edit-2511]",
     ),
     Mutation(
         "to Qwen-Image-2.1 its sentence lies where it does without a prompt",
         _QWEN21,
         "self._spoken(count, 0, begin), visible, back)",
         "self._spoken(count, 0, begin), visible)",
-        f"{_OF_QWEN21}::test_dense_rows_of_any_mix_are_the_pipelines",
+        f"{_DENSE}[qwen-image-21]",
     ),
     Mutation(
         "a word of Qwen-Image-2.1 sees the next one",
@@ -704,21 +704,21 @@ MUTATIONS = (
         _Z_IMAGE,
         "torch.where(is_negative.to(device), factors.conj(), factors)",
         "torch.where(is_negative.to(device), factors, factors)",
-        f"{_OF_Z_IMAGE}::test_dense_rows_of_any_mix_are_the_pipelines",
+        f"{_DENSE}[z-image]",
     ),
     Mutation(
         "Z-Image pads no pictures",
         _Z_IMAGE,
         "return pads_of(grid[0] * grid[1])",
         "return 0",
-        f"{_OF_Z_IMAGE}::test_dense_rows_of_any_mix_are_the_pipelines",
+        f"{_DENSE}[z-image]",
     ),
     Mutation(
         "Z-Image is guided as other families are",
         _Z_IMAGE,
         "positive.add_(positive - negative, alpha=scale)",
         "positive.sub_(negative).mul_(scale).add_(negative)",
-        f"{_OF_Z_IMAGE}::test_dense_rows_of_any_mix_are_the_pipelines",
+        f"{_DENSE}[z-image]",
     ),
     Mutation(
         "the key of a padded picture knows no prompt's length",
@@ -753,28 +753,28 @@ MUTATIONS = (
         _QWEN21,
         "for words in (row.references.before, *(prompt.words for prompt in passes)):",
         "for words in (row.references.before, row.prompt.words):",
-        f"{_OF_QWEN21}::test_a_lora_is_the_one_that_diffusers_loads",
+        f"{_CONTRACT}::test_a_lora_that_comes_late_is_one_that_was_there[qwen-image-21]",
     ),
     Mutation(
         "words before a picture do not hear of an adapter that came late",
         _QWEN21,
         "for words in (row.references.before, *(prompt.words for prompt in passes)):",
         "for words in [prompt.words for prompt in passes]:",
-        f"{_OF_QWEN21}::test_a_lora_is_the_one_that_diffusers_loads",
+        f"{_CONTRACT}::test_a_lora_that_comes_late_is_one_that_was_there[qwen-image-21]",
     ),
     Mutation(
         "a padded picture of Z-Image is priced without its pads",
         _Z_IMAGE,
         "return words + pads_of(words) + self.pads(grid)",
         "return words + pads_of(words)",
-        f"{_OF_Z_IMAGE}::test_dense_rows_of_any_mix_are_the_pipelines",
+        f"{_OF_Z_IMAGE}::test_an_edit_is_priced_by_the_text_that_it_computes",
     ),
     Mutation(
         "ranks that share a picture's own blocks go on with its route",
         "engine/maskserve_engine/batch/sequence_parallel.py",
         "self.share = self._share_behind",
         "pass",
-        f"{_OF_Z_IMAGE}::test_ranks_answer_what_one_does",
+        f"{_CONTRACT}::test_two_ranks_compute_the_rows_of_one[z-image]",
     ),
     # Which workflows are accepted
     Mutation(

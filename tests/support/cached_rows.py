@@ -1,6 +1,6 @@
 """Templates primed and cached rows run without an engine, for the adapter of any family.
 
-These checks hold for every family. A family's own tests check its own rows.
+These checks hold for every family (tests/unit/engine/families/test_family_contract.py).
 """
 
 from __future__ import annotations
@@ -69,17 +69,20 @@ def result(replay: Replay, row: EditRow, kind: str = "dense") -> NDArray[np.floa
     return row.result().array()
 
 
-def assert_equal(found: NDArray[np.float32], expected: NDArray[np.float32]) -> None:
+def assert_equal(latents: NDArray[np.float32], expected: NDArray[np.float32]) -> None:
     """Check that latents agree within the tolerance of design §8."""
-    assert np.abs(found - expected).max() <= tolerance(expected)
+    assert np.abs(latents - expected).max() <= tolerance(expected)
 
 
-def check_all_active(replay: Replay, encoder: Encoder, job: EditJob, kind: str) -> None:
-    """Check that a cached row equals the dense row if all tokens are computed."""
+def check_all_active(replay: Replay, encoder: Encoder, job: EditJob, *kinds: str) -> None:
+    """Check that a cached row equals the dense row if all tokens are computed, with each kind of
+    blocks.
+    """
     job = replace(job, edit_mask=np.full_like(job.edit_mask, 255))
-    row = cached(replay, job, Primed(replay.adapter, encoder, job))
-    dense = replay.adapter.dense_row(job)
-    assert_equal(result(replay, row, kind), result(replay, dense))
+    primed, dense = Primed(replay.adapter, encoder, job), replay.adapter.dense_row(job)
+    expected = result(replay, dense)
+    for kind in kinds:
+        assert_equal(result(replay, cached(replay, job, primed), kind), expected)
 
 
 def check_ring_over_all(replay: Replay, encoder: Encoder, job: EditJob, kind: str) -> None:
@@ -96,36 +99,40 @@ def check_ring_over_all(replay: Replay, encoder: Encoder, job: EditJob, kind: st
 def check_entries_unwritten(replay: Replay, encoder: Encoder, job: EditJob) -> None:
     """Check that rows read entries and never write them."""
     primed = Primed(replay.adapter, encoder, job)
-    kept = [coded.data for entry in primed.entries for block in entry.blocks for part in PARTS
-            for coded in block.part(part)]  # fmt: skip
-    copies = [data.clone() for data in kept]
+    tensors = [coded.data for entry in primed.entries for block in entry.blocks for part in PARTS
+               for coded in block.part(part)]  # fmt: skip
+    copies = [data.clone() for data in tensors]
     for kind in KINDS:
         run(replay, [cached(replay, job, primed)], kind)
-    assert all(torch.equal(a, b) for a, b in zip(copies, kept, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(copies, tensors, strict=True))
 
 
 def check_mixed_batch(
-    replay: Replay, encoder: Encoder, jobs: Sequence[EditJob], kind: str, stride: int = 1
+    replay: Replay, jobs: Sequence[EditJob], primed: Sequence[Primed], kind: str
 ) -> None:
-    """Check that dense and cached rows that join, leave and are cancelled do not change
-    each other.
+    """Check that dense and cached rows that join, leave and are cancelled do not change each other.
+
+    Args:
+        replay: of the adapter.
+        jobs: edits of rows that may share a batch.
+        primed: the template of each edit.
+        kind: of the cached rows' blocks.
     """
-    primed = [Primed(replay.adapter, encoder, job, stride=stride) for job in jobs]
 
     def rows() -> list[EditRow]:
         return [
-            replay.adapter.dense_row(job) if number % 3 == 0 else cached(replay, job, own)
-            for number, (job, own) in enumerate(zip(jobs, primed, strict=True))
+            replay.adapter.dense_row(job) if number % 3 == 0 else cached(replay, job, template)
+            for number, (job, template) in enumerate(zip(jobs, primed, strict=True))
         ]
 
     alone, together = rows(), rows()
     for row in alone:
         run(replay, [row], kind)
     run(replay, together[:2], kind)  # these rows leave before the others join
-    rest = together[2:]
-    replay.step(rest[:2], (kind,) * replay.adapter.blocks)
-    rest.pop(1)  # cancelled mid-flight
-    run(replay, rest, kind)
+    late = together[2:]
+    replay.step(late[:2], (kind,) * replay.adapter.blocks)
+    late.pop(1)  # cancelled mid-flight
+    run(replay, late, kind)
     done = [(one, other) for one, other in zip(alone, together, strict=True)
             if other.step == other.steps]  # fmt: skip
     assert len(done) >= len(jobs) - 1
@@ -133,11 +140,10 @@ def check_mixed_batch(
         assert_equal(other.result().array(), one.result().array())
 
 
-def check_step_without_anchor(replay: Replay, encoder: Encoder, job: EditJob) -> None:
+def check_step_without_anchor(replay: Replay, job: EditJob, primed: Primed) -> None:
     """Check that a step without an anchor equals the all-dense plan. Both compute the cached tokens
     from the template's inputs.
     """
-    primed = Primed(replay.adapter, encoder, job)
     with_plan, without = cached(replay, job, primed), cached(replay, job, primed)
     replay.reads(without, [None] * without.steps)
     assert_equal(result(replay, without, "kv"), result(replay, with_plan, "dense"))

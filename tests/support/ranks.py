@@ -14,7 +14,6 @@ from maskserve_benchmarks.steps.replay import Replay
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.sequence_parallel import GangExchange
 from maskserve_engine.families.adapter import Adapter
-from maskserve_engine.families.encoder import Encoder
 from tests.support.cached_rows import Primed, assert_equal, cached
 
 CPU = torch.device("cpu")
@@ -53,16 +52,30 @@ class Rank:
         return [row.result().array() for row in rows]
 
 
-def check_ranks(adapter: Adapter, encoder: Encoder, jobs: Sequence[EditJob], kind: str) -> None:
-    """Check that two ranks give the results of one, for cached rows and a dense row."""
-    primed = [Primed(adapter, encoder, job) for job in jobs]
+def check_ranks(
+    adapter: Adapter,
+    jobs: Sequence[EditJob],
+    primed: Sequence[Primed],
+    kind: str,
+    *,
+    deals: bool = False,
+) -> None:
+    """Check that two ranks give the results of one, for cached rows and a dense row.
+
+    Args:
+        adapter: of the model.
+        jobs: edits of the cached rows; the dense row is the first one's.
+        primed: the template of each edit.
+        kind: of the cached rows' blocks.
+        deals: whether ranks deal the passes of rows, instead of each pass's tokens.
+    """
 
     def run(rank: Rank) -> list[Any]:
-        rows: list[Any] = [cached(rank.replay, *each) for each in zip(jobs, primed, strict=True)]
+        rows: list[Any] = [cached(rank.replay, *pair) for pair in zip(jobs, primed, strict=True)]
         return rank.run([*rows, rank.adapter.dense_row(jobs[0])], (kind,) * adapter.blocks)
 
     [expected] = by_ranks(adapter, 1, run)
-    for by_rank in by_ranks(adapter, 2, run):
+    for by_rank in by_ranks(adapter, 2, run, deals=deals):
         for one, other in zip(by_rank, expected, strict=True):
             assert_equal(one, other)
 

@@ -21,7 +21,7 @@ def test_each_lines_is_there_and_its_test_too(mutation: Mutation) -> None:
     text = (CHECKOUT / mutation.file).read_text(encoding="utf-8")
     assert text.count(mutation.line) == 1
     assert "\n" not in mutation.line
-    path, _, name = mutation.test.partition("::")
+    path, _, name = mutation.test.partition("[")[0].partition("::")
     assert f"def {name}(" in (CHECKOUT / path).read_text(encoding="utf-8")
 
 

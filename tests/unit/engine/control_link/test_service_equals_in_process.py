@@ -17,7 +17,7 @@ from maskserve_engine.control_link.served import ControlService
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from tests.fakes.control_nets import random_net, random_unet_net
 from tests.fakes.jobs import config_of, encode_case, random_case, unet_case
-from tests.support import own_rows
+from tests.support import refresh_rows
 from tests.support.cached_rows import Primed, cached
 from tests.support.control_service import Service
 from tests.support.covering import is_unet
@@ -145,7 +145,9 @@ def test_rows_that_foresee_are_the_same_bytes_with_a_service(model: Model, fast:
     needed, and the edit ends.
     """
     jobs = model.jobs(fresh_rng())
-    plans = [own_rows.plan(0, 2, model.adapter.steps(job) - 1, foresees=True) for job in jobs]
+    plans = [
+        refresh_rows.plan(0, 2, model.adapter.steps(job) - 1, looks_ahead=True) for job in jobs
+    ]
 
     def run(service: ControlService | None) -> list[Any]:
         rows: list[Any] = []
@@ -156,7 +158,7 @@ def test_rows_that_foresee_are_the_same_bytes_with_a_service(model: Model, fast:
             elif (opening := model.adapter.opening(rows[-1], job)) is not None:
                 served = service.open(opening, "fast" if fast else "exact")
                 model.adapter.serve_control(rows[-1], served)
-        own_rows.run(model.adapter, rows, plans)
+        refresh_rows.run(model.adapter, rows, plans)
         return [row.result().array() for row in rows]
 
     result, service = run(None), model.service.denoiser()

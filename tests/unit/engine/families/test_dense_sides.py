@@ -85,12 +85,12 @@ def test_an_edit_of_a_whole_side_runs_dense_and_says_so_and_others_are_cached(
     case = unet_case(rng, strength=1.0)
     pixels = rng.integers(0, 256, (*SIDE, 3), dtype=np.uint8)
     case = replace(case, pixels=pixels, mask=masks()[name])
-    asked = encode_case(encoder, case, name)
+    edit_job = encode_case(encoder, case, name)
 
     def with_settings(request_id: str, **changes: Any) -> Any:
-        settings = structs.replace(asked.request.settings, **changes)
-        request = replace(asked.request, request_id=request_id, settings=settings)
-        return edit(engine, replace(asked, request=request)).meta
+        settings = structs.replace(edit_job.request.settings, **changes)
+        request = replace(edit_job.request, request_id=request_id, settings=settings)
+        return edit(engine, replace(edit_job, request=request)).meta
 
     dense, ways = name.startswith("side"), ({"cache": "require"}, {}, {"reproducible": True})
     for number, settings in enumerate(ways):
@@ -127,7 +127,7 @@ async def test_the_router_expects_the_same(name: str) -> None:
 
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize(
-    ("asked", "own"),
+    ("settings", "counts"),
     [
         ({}, (5, None)),
         ({"loras": (LoraSetting(name="a"),)}, (5, None)),
@@ -138,7 +138,7 @@ async def test_the_router_expects_the_same(name: str) -> None:
     ],
 )
 async def test_the_router_knows_which_edits_have_anchors_of_their_own(
-    asked: dict[str, Any], own: tuple[int, bool | None], first: bool
+    settings: dict[str, Any], counts: tuple[int, bool | None], first: bool
 ) -> None:
     """And whether they have them although a template is at hand: where the model is so, or asked
     for.
@@ -147,9 +147,9 @@ async def test_the_router_knows_which_edits_have_anchors_of_their_own(
     mask, served = encode(masks()["corner"]), Served(64, 8, 20, own_stride=0.2,
                                                   own_over_template=first)  # fmt: skip
     measured, *_ = await Measure(RouterConfig(), turns).edit(
-        ANYBODY, memoryview(b""), mask, EditSettings(**asked), served, "m", prompted=False
+        ANYBODY, memoryview(b""), mask, EditSettings(**settings), served, "m", prompted=False
     )
-    steps, over_template = own
+    steps, over_template = counts
     assert measured.refresh_steps == steps
     assert measured.always_refreshes == (first if over_template is None else over_template)
     turns.close()

@@ -51,8 +51,8 @@ def test_the_largest_number_that_applies_counts() -> None:
     ]
     assert dense_steps(-1, NEEDED) == NEEDED
     for configured in (0, 3):
-        asked = dense_steps(configured, NEEDED)
-        assert {asked.of(4, prompt=p, side=s) for p in (True, False) for s in (True, False)} == {
+        dense = dense_steps(configured, NEEDED)
+        assert {dense.of(4, prompt=p, side=s) for p in (True, False) for s in (True, False)} == {
             configured
         }
 
@@ -64,14 +64,14 @@ def encoder(tiny_inpaint: Path) -> Encoder:
 
 @pytest.fixture(scope="module")
 def engines(tiny_inpaint: Path, encoder: Encoder) -> Iterator[dict[int, Engine]]:
-    made = {
+    engines = {
         configured: make_engine(
             tiny_inpaint, encoder, model={"mask_ring": 0}, dense_steps=configured
         )
         for configured in (-1, 0)
     }
-    yield made
-    for engine in made.values():
+    yield engines
+    for engine in engines.values():
         engine.close(10.0)
 
 
@@ -83,11 +83,11 @@ def test_a_base_models_edit_begins_dense_where_it_has_a_prompt_or_covers_a_side(
     rng = fresh_rng()
     case = random_case(rng, strength=1.0, num_inference_steps=STEPS, cache="require")
     pixels = rng.integers(0, 256, (*SIDE, 3), dtype=np.uint8)
-    asked = encode_case(
+    edit_job = encode_case(
         encoder, replace(case, pixels=pixels, mask=masks()[mask], prompt=prompt), "e"
     )
     for configured, engine in engines.items():
-        meta = edit(engine, asked).meta
+        meta = edit(engine, edit_job).meta
         first = int(configured < 0 and (mask == "side" or prompt != ""))
         blocks = engine.adapter.blocks
         ran = {"dense": first * blocks, "kv": (STEPS - first) * blocks}

@@ -41,17 +41,17 @@ Make = Callable[..., EditEncoder]
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
     """Makes the encoder of a worker that serves a model."""
-    made = []
+    encoders = []
 
     def make(encoder: Encoder, config: Config, **stages: int) -> EditEncoder:
-        kept = structs.replace(config.stages, **stages)
-        asked = structs.replace(config, stages=kept, runtime_dir=str(tmp_path))
-        made.append(EditEncoder(encoder, asked))
-        return made[-1]
+        configured = structs.replace(config.stages, **stages)
+        changed = structs.replace(config, stages=configured, runtime_dir=str(tmp_path))
+        encoders.append(EditEncoder(encoder, changed))
+        return encoders[-1]
 
     yield make
-    for each in made:
-        each.close()
+    for edit_encoder in encoders:
+        edit_encoder.close()
 
 
 def edit_of(case: Case, prompt: str | None = None) -> EditRequest:
@@ -59,18 +59,18 @@ def edit_of(case: Case, prompt: str | None = None) -> EditRequest:
     return request_of(case.pixels, text, case.settings, case.seed, "edit")
 
 
-def same(found: Encoded, expected: Encoded) -> None:
-    np.testing.assert_array_equal(found.moments, expected.moments)
-    np.testing.assert_array_equal(found.masked_moments, expected.masked_moments)
-    same_arrays(found.conditioning, expected.conditioning)
-    assert (found.negative is None) == (expected.negative is None)
-    same_arrays(found.negative or {}, expected.negative or {})
+def same(actual: Encoded, expected: Encoded) -> None:
+    np.testing.assert_array_equal(actual.moments, expected.moments)
+    np.testing.assert_array_equal(actual.masked_moments, expected.masked_moments)
+    same_arrays(actual.conditioning, expected.conditioning)
+    assert (actual.negative is None) == (expected.negative is None)
+    same_arrays(actual.negative or {}, expected.negative or {})
 
 
-def same_arrays(found: Mapping[str, NDArray[Any]], expected: Mapping[str, NDArray[Any]]) -> None:
-    assert found.keys() == expected.keys()
+def same_arrays(actual: Mapping[str, NDArray[Any]], expected: Mapping[str, NDArray[Any]]) -> None:
+    assert actual.keys() == expected.keys()
     for name, array in expected.items():
-        np.testing.assert_array_equal(found[name], array)
+        np.testing.assert_array_equal(actual[name], array)
 
 
 @pytest.mark.parametrize("budget", [0, 40_000, 2**30], ids=["none", "few", "all"])
@@ -86,7 +86,7 @@ def test_what_is_kept_is_what_would_be_made(
     folder = {"fill": tiny_fill, "inpaint": tiny_inpaint, **tiny_unets}[model]
     config, rng = config_of(folder), fresh_rng()
     encoder = load_encoder(config)
-    kept = make(encoder, config, prompt_bytes=budget, template_bytes=budget)
+    edit_encoder = make(encoder, config, prompt_bytes=budget, template_bytes=budget)
     pictures = [random_case(rng).pixels for _ in range(3)]
     seen_prompts, seen_pictures = set(), set()
     for _ in range(24):
@@ -96,8 +96,8 @@ def test_what_is_kept_is_what_would_be_made(
         settings = EditSettings(negative_prompt=negative)
         case = Case(pixels, mask, str(rng.choice(WORDS)), settings, 1)
         edit = edit_of(case)
-        found, report = kept.encode(edit, pixels, mask)
-        same(found, encoder.encode(pixels, mask, case.prompt, negative))
+        actual, report = edit_encoder.encode(edit, pixels, mask)
+        same(actual, encoder.encode(pixels, mask, case.prompt, negative))
         texts = {(case.prompt, False), *([(negative, True)] if negative is not None else [])}
         if budget == 2**30:
             assert report.prompt == ("kept" if texts <= seen_prompts else "made")
@@ -106,8 +106,8 @@ def test_what_is_kept_is_what_would_be_made(
             assert (report.prompt, report.template) == ("made", "made")
         seen_prompts |= texts
         seen_pictures.add(edit.pixels_id)
-        assert kept._prompts.nbytes <= budget
-        assert kept._templates.nbytes <= budget
+        assert edit_encoder._prompts.nbytes <= budget
+        assert edit_encoder._templates.nbytes <= budget
 
 
 def test_what_an_edit_still_reads_outlives_its_eviction(make: Make, tiny_fill: Path) -> None:
@@ -115,12 +115,12 @@ def test_what_an_edit_still_reads_outlives_its_eviction(make: Make, tiny_fill: P
     encoder = load_encoder(config)
     one, other = random_case(rng), random_case(rng)
     size = encoder.template(one.pixels).nbytes
-    kept = make(encoder, config, template_bytes=size)
-    reading, _ = kept.encode(edit_of(one), one.pixels, one.mask)
-    kept.encode(edit_of(other), other.pixels, other.mask)
-    kept.encode(edit_of(other), other.pixels, other.mask)
+    edit_encoder = make(encoder, config, template_bytes=size)
+    reading, _ = edit_encoder.encode(edit_of(one), one.pixels, one.mask)
+    edit_encoder.encode(edit_of(other), other.pixels, other.mask)
+    edit_encoder.encode(edit_of(other), other.pixels, other.mask)
     same(reading, encoder.encode(one.pixels, one.mask, one.prompt))
-    _, again = kept.encode(edit_of(one), one.pixels, one.mask)
+    _, again = edit_encoder.encode(edit_of(one), one.pixels, one.mask)
     assert again.template == ("made" if encoder.template(other.pixels).nbytes <= size else "kept")
 
 
@@ -131,45 +131,45 @@ def test_equal_prompts_of_different_lengths_never_share(make: Make, tiny_fill: P
     assert one._key("a red star") != other._key("a red star")
     other._prompts = one._prompts  # as if one process kept those of both
     case = random_case(fresh_rng())
-    for kept, length in ((one, 16), (other, 32), (one, 16)):
-        found, _ = kept.encode(edit_of(case, "a red star"), case.pixels, case.mask)
-        assert found.conditioning["prompt_embeds"].shape[0] == length
+    for edit_encoder, length in ((one, 16), (other, 32), (one, 16)):
+        actual, _ = edit_encoder.encode(edit_of(case, "a red star"), case.pixels, case.mask)
+        assert actual.conditioning["prompt_embeds"].shape[0] == length
 
 
 def test_prompts_with_loras_are_kept_apart(tmp_path: Path, make: Make, tiny_fill: Path) -> None:
     files = {name: of_text("text_encoder", rank=rank) for name, rank in (("one", 2), ("two", 4))}
     config, [one, two] = served(tmp_path, tiny_fill, files)
     encoder = load_encoder(config)
-    kept, fresh = make(encoder, config), make(encoder, config, prompt_bytes=0)
+    edit_encoder, fresh = make(encoder, config), make(encoder, config, prompt_bytes=0)
     case = random_case(fresh_rng())
     plain = replace(case, settings=EditSettings())
     mixes = [(), (one,), (two,), (one, two), (structs.replace(one, scale=0.5),)]
     pooled = []
     for loras in mixes:
         edit = replace(edit_of(plain, "a red star"), loras=loras)
-        found, first = kept.encode(edit, case.pixels, case.mask)
-        again, second = kept.encode(edit, case.pixels, case.mask)
+        actual, first = edit_encoder.encode(edit, case.pixels, case.mask)
+        again, second = edit_encoder.encode(edit, case.pixels, case.mask)
         expected, _ = fresh.encode(edit, case.pixels, case.mask)
-        same(found, expected)
+        same(actual, expected)
         same(again, expected)
         assert (first.prompt, second.prompt) == ("made", "kept")
         pooled.append(expected.conditioning["pooled"].tobytes())
     assert len(set(pooled)) == len(mixes)
     for nothing in (structs.replace(one, scale=0.0), structs.replace(one, text=False)):
         edit = replace(edit_of(plain, "a red star"), loras=(nothing,))
-        found, report = kept.encode(edit, case.pixels, case.mask)
+        actual, report = edit_encoder.encode(edit, case.pixels, case.mask)
         assert report.prompt == "kept"
-        assert found.conditioning["pooled"].tobytes() == pooled[0]
+        assert actual.conditioning["pooled"].tobytes() == pooled[0]
 
 
 def test_private_prompts_are_kept_for_their_key_alone(make: Make, tiny_fill: Path) -> None:
     config, case = config_of(tiny_fill), random_case(fresh_rng())
-    kept = make(load_encoder(config), config)
+    edit_encoder = make(load_encoder(config), config)
 
     def how(name: str, *, private: bool) -> str:
         edit_settings = EditSettings(private_prompt=private)
         edit = replace(edit_of(replace(case, settings=edit_settings), "a secret"), request_id=name)
-        return kept.encode(edit, case.pixels, case.mask)[1].prompt
+        return edit_encoder.encode(edit, case.pixels, case.mask)[1].prompt
 
     assert [how("one!a", private=True), how("one!b", private=True)] == ["made", "kept"]
     assert [how("two!a", private=True), how("a", private=True)] == ["made", "made"]
@@ -180,11 +180,11 @@ def test_private_prompts_are_kept_for_their_key_alone(make: Make, tiny_fill: Pat
 def test_the_empty_prompt_is_one_of_them(tmp_path: Path, tiny_fill: Path) -> None:
     encoder = EditEncoder.load(structs.replace(config_of(tiny_fill), runtime_dir=str(tmp_path)))
     case = random_case(fresh_rng())
-    found, report = encoder.encode(edit_of(case, ""), case.pixels, case.mask)
+    actual, report = encoder.encode(edit_of(case, ""), case.pixels, case.mask)
     assert report.prompt == "kept"
     written = PromptFile(tmp_path).read()
     assert written is not None
-    same_arrays(written, found.conditioning)
+    same_arrays(written, actual.conditioning)
     encoder.close()
 
 
@@ -194,14 +194,14 @@ def test_a_template_without_an_edit_is_encoded_once(make: Make, tiny_fill: Path)
     encoder = load_encoder(config)
     case = random_case(fresh_rng())
     nothing = np.zeros_like(case.mask)
-    found, _ = make(encoder, config).encode(edit_of(case, ""), case.pixels, nothing)
-    same(found, encoder.encode(case.pixels, nothing, ""))
+    actual, _ = make(encoder, config).encode(edit_of(case, ""), case.pixels, nothing)
+    same(actual, encoder.encode(case.pixels, nothing, ""))
 
 
-def worst(found: NDArray[np.float32], expected: NDArray[np.float32]) -> float:
+def worst(actual: NDArray[np.float32], expected: NDArray[np.float32]) -> float:
     """Error of means, relative to their deviation."""
     means = len(expected) // 2
-    error = np.square(found[:means] - expected[:means]).mean()
+    error = np.square(actual[:means] - expected[:means]).mean()
     return float(np.sqrt(error / expected[:means].var()))
 
 
@@ -209,7 +209,7 @@ def test_a_masked_picture_is_encoded_round_its_mask(make: Make) -> None:
     """And is nearly what all of it gives; exact edits have all of it encoded."""
     config = config_of(DEMO_MODEL)
     encoder = load_encoder(config)
-    kept, rng, errors = make(encoder, config), fresh_rng(), []
+    edit_encoder, rng, errors = make(encoder, config), fresh_rng(), []
     scenes = held_out_edits(200)
     for number in rng.choice(len(scenes), 16, replace=False):
         scene = scenes[number]
@@ -224,13 +224,13 @@ def test_a_masked_picture_is_encoded_round_its_mask(make: Make) -> None:
         ):
             case = Case(scene.source, mask, "", settings, 1)
             edit = replace(edit_of(case), edit_boxes=component_boxes(mask, 8))
-            found, report = kept.encode(edit, scene.source, mask)
+            actual, report = edit_encoder.encode(edit, scene.source, mask)
             if how == "whole":
                 assert report.masked == "whole"
-                same(found, expected)
+                same(actual, expected)
             elif report.masked == "pieces":
-                np.testing.assert_array_equal(found.moments, expected.moments)
-                errors.append(worst(found.masked_moments, expected.masked_moments))
+                np.testing.assert_array_equal(actual.moments, expected.moments)
+                errors.append(worst(actual.masked_moments, expected.masked_moments))
     assert len(errors) >= 8
     assert max(errors) <= 1e-3
 
@@ -258,12 +258,12 @@ def test_pieces_that_see_everything_give_all_of_the_masked_picture(
 def test_everything_masked_is_encoded_as_a_whole(make: Make, tiny_fill: Path) -> None:
     config, case = config_of(tiny_fill), random_case(fresh_rng())
     encoder = load_encoder(config)
-    kept, mask = make(encoder, config), np.full_like(case.mask, 255)
+    edit_encoder, mask = make(encoder, config), np.full_like(case.mask, 255)
     edit = replace(edit_of(case), edit_boxes=component_boxes(mask, 8))
     for _ in range(2):
-        found, report = kept.encode(edit, case.pixels, mask)
+        actual, report = edit_encoder.encode(edit, case.pixels, mask)
         assert report.masked == "whole"
-        same(found, encoder.encode(case.pixels, mask, case.prompt))
+        same(actual, encoder.encode(case.pixels, mask, case.prompt))
 
 
 @pytest.mark.slow  # the test above holds what is encoded
@@ -273,7 +273,7 @@ def test_an_edit_looks_the_same_whether_its_masked_picture_was_encoded_in_pieces
     """The bar: 45 dB in the mask of what the demo model paints, 40 dB in the worst of masks."""
     config = config_of(DEMO_MODEL, model={"torch_threads": 1}, cache={"enabled": False})
     direct = Direct(config)
-    kept, rng, found = make(direct.encoder, config), fresh_rng(), []
+    edit_encoder, rng, ratios = make(direct.encoder, config), fresh_rng(), []
     for number in rng.choice(96, 5, replace=False):
         scene = held_out_edits(int(number) + 1)[-1]
         mask = scene.mask * np.uint8(255)
@@ -282,25 +282,27 @@ def test_an_edit_looks_the_same_whether_its_masked_picture_was_encoded_in_pieces
         )
         case = Case(scene.source, mask, scene.prompt, settings, 1)
         edit = replace(edit_of(case), edit_boxes=component_boxes(mask, 8))
-        kept.encode(edit, scene.source, mask)
-        encoded, report = kept.encode(edit, scene.source, mask)
+        edit_encoder.encode(edit, scene.source, mask)
+        encoded, report = edit_encoder.encode(edit, scene.source, mask)
         whole = direct.encoder.encode(scene.source, mask, scene.prompt)
         if report.masked == "whole":
             continue
         painted = [
             direct.decoder.decode(
                 direct.denoise(
-                    EditJob(edit, mask, each.moments, each.masked_moments, each.conditioning)
+                    EditJob(
+                        edit, mask, encoding.moments, encoding.masked_moments, encoding.conditioning
+                    )
                 ).latents
             )[mask > 0].astype(float)
-            for each in (whole, encoded)
+            for encoding in (whole, encoded)
         ]
         error = max(float(np.square(painted[0] - painted[1]).mean()), 1e-9)
-        found.append(10 * np.log10(255**2 / error))
+        ratios.append(10 * np.log10(255**2 / error))
     direct.engine.close(5.0)
-    assert found
-    assert np.median(found) >= 45.0
-    assert min(found) >= 40.0
+    assert ratios
+    assert np.median(ratios) >= 45.0
+    assert min(ratios) >= 40.0
 
 
 @pytest.mark.parametrize("aside", [False, True], ids=["one thread", "prompts aside"])
@@ -330,59 +332,59 @@ def test_edits_encoded_together_are_as_each_alone(
             case = Case(pixels, mask, f"{rng.choice(WORDS)} {batch} {number}", edit_settings, 1)
             work.append(ToEncode(edit_of(case), pixels, mask))
         # All, before the encoder is asked again: a second thread has it until then.
-        for each, made in zip(work, list(edit_encoder.encode_all(work)), strict=True):
-            assert not isinstance(made, Exception), made
-            found, report = made
-            settings = each.edit.settings
+        for edit, answer in zip(work, list(edit_encoder.encode_all(work)), strict=True):
+            assert not isinstance(answer, Exception), answer
+            actual, report = answer
+            settings = edit.edit.settings
             expected = encoder.encode(
-                each.pixels, each.edit_mask, each.edit.prompt, settings.negative_prompt
+                edit.pixels, edit.edit_mask, edit.edit.prompt, settings.negative_prompt
             )
             if settings.reproducible:
                 assert report.batch == 1
-                same(found, expected)
+                same(actual, expected)
             else:
                 assert report.batch >= 4
-                near(found, expected)
+                near(actual, expected)
     edit_encoder.close()
 
 
 def test_one_thread_alone_asks_the_tokenizers(
     tmp_path: Path, tiny_fill: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Theirs is the padding of the last call, whoever made it."""
+    """A tokenizer has the padding of its last call, from any thread."""
     config = structs.replace(config_of(tiny_fill), runtime_dir=str(tmp_path))
     edit_encoder = EditEncoder(load_encoder(config), config, texts_aside=True)
-    asked = set()
-    own = TextEncoder.read_of
+    threads = set()
+    original = TextEncoder.read_of
 
     def read_of(encoder: TextEncoder, prompt: str) -> TokensRead:
-        asked.add(threading.current_thread().name)
-        return own(encoder, prompt)
+        threads.add(threading.current_thread().name)
+        return original(encoder, prompt)
 
     monkeypatch.setattr(TextEncoder, "read_of", read_of)
     case = random_case(fresh_rng())
     edit_encoder.encode(edit_of(case), case.pixels, case.mask)
     edit_encoder.close()
-    assert len(asked) == 1
-    assert asked.isdisjoint({threading.current_thread().name})
+    assert len(threads) == 1
+    assert threads.isdisjoint({threading.current_thread().name})
 
 
-def near(found: Encoded, expected: Encoded) -> None:
-    np.testing.assert_array_equal(found.moments, expected.moments)
-    np.testing.assert_allclose(found.masked_moments, expected.masked_moments, atol=2e-5)
-    pairs = [(found.conditioning, expected.conditioning)]
-    pairs.append((found.negative or {}, expected.negative or {}))
-    for pair, others in pairs:
-        assert pair.keys() == others.keys()
-        for name, array in others.items():
+def near(actual: Encoded, expected: Encoded) -> None:
+    np.testing.assert_array_equal(actual.moments, expected.moments)
+    np.testing.assert_allclose(actual.masked_moments, expected.masked_moments, atol=2e-5)
+    pairs = [(actual.conditioning, expected.conditioning)]
+    pairs.append((actual.negative or {}, expected.negative or {}))
+    for pair, rest in pairs:
+        assert pair.keys() == rest.keys()
+        for name, array in rest.items():
             np.testing.assert_allclose(pair[name], array, atol=2e-5)
 
 
 def test_one_whose_lora_is_gone_harms_no_other(tmp_path: Path, make: Make, tiny_fill: Path) -> None:
     config, [lora] = served(tmp_path, tiny_fill, {"one": of_text("text_encoder", rank=2)})
     encoder = load_encoder(config)
-    kept, rng = make(encoder, config), fresh_rng()
-    gone = structs.replace(lora, version="0" * 16)
+    edit_encoder, rng = make(encoder, config), fresh_rng()
+    missing = structs.replace(lora, version="0" * 16)
     cases = [random_case(rng) for _ in range(3)]
     work = [
         ToEncode(
@@ -390,9 +392,9 @@ def test_one_whose_lora_is_gone_harms_no_other(tmp_path: Path, make: Make, tiny_
             case.pixels,
             case.mask,
         )
-        for case, loras in zip(cases, [(), (gone,), (lora,)], strict=True)
+        for case, loras in zip(cases, [(), (missing,), (lora,)], strict=True)
     ]
-    encode_all = list(kept.encode_all(work))
+    encode_all = list(edit_encoder.encode_all(work))
     assert isinstance(encode_all[1], Overloaded)
     for number in (0, 2):
         assert not isinstance(encode_all[number], Exception), encode_all[number]
@@ -416,9 +418,9 @@ def test_prompts_that_fail_together_go_alone(
         ToEncode(edit_of(case, f"{number} stars"), case.pixels, case.mask)
         for number, case in enumerate(cases)
     ]
-    for each, made in zip(work, make(encoder, config).encode_all(work), strict=True):
-        assert not isinstance(made, Exception), made
-        same(made[0], encoder.encode(each.pixels, each.edit_mask, each.edit.prompt))
+    for edit, answer in zip(work, make(encoder, config).encode_all(work), strict=True):
+        assert not isinstance(answer, Exception), answer
+        same(answer[0], encoder.encode(edit.pixels, edit.edit_mask, edit.edit.prompt))
     assert "too many" in caplog.text
 
 
@@ -445,8 +447,8 @@ def test_what_is_cut_of_a_prompt_is_told(
                 ).input_ids
                 assert (read.used, read.cut) == (len(input_ids), len(ids) - len(input_ids))
                 field = "PROMPT" if name == "prompt" else "SETTINGS.negative_prompt"
-                told = f"{field}: {part} reads {read.used} tokens and not the last {read.cut}"
-                assert (told in report.warnings) == (read.cut > 0)
+                sentence = f"{field}: {part} reads {read.used} tokens and not the last {read.cut}"
+                assert (sentence in report.warnings) == (read.cut > 0)
         assert bool(report.warnings) == (prompt == long)
         assert len(report.tokens["prompt"]) == 2
     assert report.meta["prompt_tokens"]["text_encoder"]["cut"] > 0

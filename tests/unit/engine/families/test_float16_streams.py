@@ -29,13 +29,13 @@ LAST = ("ff.net.2", "ff_context.net.2", "ff.linear_out", "ff_context.linear_out"
 
 def enlarge(model: Any) -> int:
     """Multiply the layers of a model's blocks that end a branch; how many they are."""
-    found = 0
+    count = 0
     with torch.no_grad():
         for name, layer in model.named_modules():
             if name.endswith(LAST) and "." in name and isinstance(layer, torch.nn.Linear):
                 layer.weight *= HUGE / layer.weight.abs().max()
-                found += 1
-    return found
+                count += 1
+    return count
 
 
 @pytest.mark.parametrize("family", FLOWS)

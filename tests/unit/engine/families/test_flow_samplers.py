@@ -48,7 +48,7 @@ class UniPC(_Noises, UniPCMultistepScheduler):  # type: ignore[misc]
     def set_timesteps(
         self, steps: Any = None, device: Any = None, sigmas: Any = None, mu: Any = None
     ) -> None:
-        """Of a list, as Z-Image's pipeline gives one, it can make nothing."""
+        """It takes no list, which is what Z-Image's pipeline has."""
         super().set_timesteps(steps, device, None if sigmas is None else np.asarray(sigmas), mu)
 
 
@@ -94,7 +94,7 @@ class Served:
         if name == "chroma":  # as `test_chroma` has it
             self.pipeline.transformer.register_to_config(guidance_embeds=False)
             mask = self.pipeline._prepare_attention_mask
-            self.pipeline._prepare_attention_mask = lambda **asked: mask(**asked) > 0
+            self.pipeline._prepare_attention_mask = lambda **inputs: mask(**inputs) > 0
         config = config_of(folder, model={"max_sequence_length": self.length})
         self.encoder, self.adapter = load_encoder(config), load_adapter(config)
         self.replay = Replay(self.adapter)
@@ -105,12 +105,12 @@ class Served:
 
     def case(self, seed: int, **settings: Any) -> Case:
         rng = np.random.default_rng(seed)
-        asked: dict[str, Any] = {"num_inference_steps": 6, "strength": 1.0 if seed % 2 else 0.7}
+        defaults: dict[str, Any] = {"num_inference_steps": 6, "strength": 1.0 if seed % 2 else 0.7}
         if self.name in ("z-image", "chroma", "sd3"):
-            asked |= {"guidance_scale": 3.0, "negative_prompt": "a blue circle"}
+            defaults |= {"guidance_scale": 3.0, "negative_prompt": "a blue circle"}
         elif self.name == "qwen":
-            asked |= {"guidance_scale": None}
-        case = random_case(rng, **{"cache": "off"} | asked | settings)
+            defaults |= {"guidance_scale": None}
+        case = random_case(rng, **{"cache": "off"} | defaults | settings)
         return replace(case, mask=mask_for_model(case.mask, self.adapter.spec))
 
     def oracle(self, case: Case) -> NDArray[np.float32]:
@@ -124,8 +124,8 @@ class Served:
         if self.name in ("qwen", "chroma"):
             factor = self.pipeline.vae_scale_factor
             tokens = self.pipeline._unpack_latents(tokens, *case.mask.shape, factor)
-        found: NDArray[np.float32] = tokens[0].float().numpy()
-        return found[:, 0] if self.name == "qwen" else found
+        latents: NDArray[np.float32] = tokens[0].float().numpy()
+        return latents[:, 0] if self.name == "qwen" else latents
 
 
 @pytest.fixture(scope="module")
@@ -163,15 +163,15 @@ def test_a_row_that_moves_on_takes_along_what_its_sampler_remembers(
     """To another process, say."""
     served = Served("flux", plain("flux"), tmp_path / "m", SAMPLERS["unipc"]())
     job = encode_case(served.encoder, served.case(1), "r")
-    whole, moved, there = (served.adapter.dense_row(job) for _ in range(3))
+    whole, moved, twin = (served.adapter.dense_row(job) for _ in range(3))
     cached_rows.run(served.replay, [whole], "dense")
     adapter: Any = served.adapter
     for _ in range(3):
         adapter.step([moved], None)
     carried = adapter.carried(moved)
-    adapter.follow(there, carried, 3)
-    cached_rows.run(served.replay, [there], "dense")
-    np.testing.assert_array_equal(there.result().array(), whole.result().array())
+    adapter.follow(twin, carried, 3)
+    cached_rows.run(served.replay, [twin], "dense")
+    np.testing.assert_array_equal(twin.result().array(), whole.result().array())
 
 
 REFUSED: dict[str, tuple[str, Callable[[], Any], str]] = {
@@ -206,11 +206,11 @@ REFUSED: dict[str, tuple[str, Callable[[], Any], str]] = {
 def test_samplers_that_are_no_flow_s_are_refused_by_name(
     name: str, plain: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    model, sampler, says = REFUSED[name]
+    model, sampler, message = REFUSED[name]
     folder = Path(shutil.copytree(plain(model), tmp_path / "m"))
     shutil.rmtree(folder / "scheduler")
     sampler().save_pretrained(folder / "scheduler")
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         load_adapter(config_of(folder))
 
 

@@ -35,7 +35,7 @@ def _drawn(generator: torch.Generator, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.randn((1, *shape), generator=generator)
 
 
-def _wanted(job: Any, channels: int) -> torch.Tensor:
+def _pipeline_noise(job: Any, channels: int) -> torch.Tensor:
     """[1, C, h, w], said again by itself: the image's sample is drawn before the noise."""
     shape = (channels, *job.moments.shape[1:])
     manual_seed = torch.Generator("cpu").manual_seed(job.request.seed)
@@ -62,7 +62,7 @@ def test_a_flux_row_equals_the_pipeline_given_its_noise(tiny_inpaint: Path, seed
     rng = np.random.default_rng(7000 + seed)
     case = random_case(rng, strength=1.0, **(guided(rng) if seed % 2 else {}))
     job = encode_case(encoder, case, "r")
-    noise = _wanted(job, job.moments.shape[0] // 2)
+    noise = _pipeline_noise(job, job.moments.shape[0] // 2)
     expected = diffusers_latents(pipeline, case, latents=noise)
     row = adapter.dense_row(job)
     assert np.abs(_alone(adapter, row) - expected).max() <= tolerance(expected)
@@ -85,12 +85,12 @@ def test_a_unet_row_equals_the_pipeline_given_its_noise(
     encoder, adapter = load_encoder(config_of(folder)), load_adapter(config_of(folder))
     case = unet_case(np.random.default_rng(7100 + seed), strength=1.0)
     job = encode_case(encoder, case, "r")
-    noise = _wanted(job, job.moments.shape[0] // 2)
-    given = diffusers_edit(
+    noise = _pipeline_noise(job, job.moments.shape[0] // 2)
+    images = diffusers_edit(
         pipeline, case.pixels, case.mask, case.prompt, case.settings, case.seed,
         output_type="latent", latents=noise,
     )  # fmt: skip
-    expected = given[0].numpy()
+    expected = images[0].numpy()
     row = adapter.dense_row(job)
     assert np.abs(_alone(adapter, row) - expected).max() <= tolerance(expected)
 
@@ -104,7 +104,7 @@ def test_rows_dense_and_cached_have_one_noise_outside_the_mask(
     case = random_case(np.random.default_rng(7200), strength=strength, num_inference_steps=5)
     job = encode_case(encoder, case, "r")
     other = replace(job, request=replace(job.request, seed=job.request.seed + 1))
-    first, second = (adapter.dense_row(each) for each in (job, other))
+    first, second = (adapter.dense_row(edit) for edit in (job, other))
     cached = adapter.cached_row(job, job.request.template_noise_seed)
     index, blend = cached.inactive.index, first.blend
     assert torch.equal(blend.noise[index], cached.inactive.outside.noise)
@@ -139,10 +139,10 @@ def test_configuration_and_edit_say_whose_noise_lies_outside(
     folder = tiny_inpaint if family == "flux" else tiny_unets[family]
     config = config_of(folder, model={"outside_noise": noise}, cache={"enabled": cached})
     encoder, adapter = load_encoder(config), load_adapter(config)
-    asked = random_case(np.random.default_rng(7300), cache=cache, strength=1.0)
-    job = encode_case(encoder, asked, "r")
+    edit = random_case(np.random.default_rng(7300), cache=cache, strength=1.0)
+    job = encode_case(encoder, edit, "r")
     other = replace(job, request=replace(job.request, seed=job.request.seed + 1))
-    first, second = (adapter.dense_row(each).blend for each in (job, other))
+    first, second = (adapter.dense_row(edit).blend for edit in (job, other))
     outside = (first.mask == 0).expand_as(first.noise)
     assert torch.equal(first.noise[outside], second.noise[outside]) == shared
 
@@ -154,5 +154,5 @@ def test_an_edit_that_is_made_again_for_its_drift_keeps_its_noise(tiny_inpaint: 
     job = encode_case(encoder, random_case(np.random.default_rng(7400), strength=1.0), "r")
     latents = HostCopy(torch.zeros(1))
     again = Audit("key", job, latents).again()
-    first, second = (adapter.dense_row(each).blend for each in (job, again))
+    first, second = (adapter.dense_row(edit).blend for edit in (job, again))
     assert torch.equal(first.noise, second.noise)

@@ -1,4 +1,4 @@
-"""What follows from an edit's job alone is computed before the engine's thread sees the edit."""
+"""All that follows from a job alone is computed before the engine's thread sees the edit."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def family(request: pytest.FixtureRequest) -> tuple[Adapter, Encoder, EditJob]:
         folders = request.getfixturevalue("tiny_unets")
         config = config_of(folders[name.removeprefix("tiled ")], cache=cache)
     encoder = load_encoder(config)
-    asked: dict[str, Any] = {"strength": 0.8, "num_inference_steps": 5, "mask_ring": 1}
+    settings: dict[str, Any] = {"strength": 0.8, "num_inference_steps": 5, "mask_ring": 1}
     if name == "inpaint":
-        asked |= guided(rng)
-    case = random_case(rng, **asked) if name in FLUX else unet_case(rng, **asked)
+        settings |= guided(rng)
+    case = random_case(rng, **settings) if name in FLUX else unet_case(rng, **settings)
     return load_adapter(config), encoder, encode_case(encoder, case, "edit")
 
 
@@ -55,20 +55,20 @@ def prepared(adapter: Adapter, plain: EditJob) -> EditJob:
 
 def tensors(row: object) -> dict[str, torch.Tensor]:
     """All tensors in a row, by the way to them."""
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
 
     def look(x: object, path: str) -> None:
         if isinstance(x, torch.Tensor):
-            found[path] = x.clone()
+            tensors[path] = x.clone()
         elif isinstance(x, list | tuple):
-            for i, each in enumerate(x):
-                look(each, f"{path}[{i}]")
+            for i, item in enumerate(x):
+                look(item, f"{path}[{i}]")
         elif hasattr(x, "__dataclass_fields__"):
             for name in x.__dataclass_fields__:
                 look(getattr(x, name, None), f"{path}.{name}")
 
     look(row, "")
-    return found
+    return tensors
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -98,8 +98,8 @@ def test_rows_of_a_prepared_job_are_the_rows_of_the_job(
     for make in makers:
         expected = tensors(make(plain))
         assert len(expected) >= 3
-        for given in (ready, ready, prepare):
-            row = make(given)
+        for source in (ready, ready, prepare):
+            row = make(source)
             assert same(tensors(row), expected)
             while row.step < row.steps:
                 adapter.step([row], None)
@@ -194,6 +194,6 @@ print(*left, torch.get_num_threads())
 def test_preparing_leaves_no_pool_of_threads() -> None:
     command = [sys.executable, "-c", _POOLS]
     result = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=True)
-    own, rival, threads = map(int, result.stdout.split())
-    assert own == 0 < rival
+    prepared_count, rival, threads = map(int, result.stdout.split())
+    assert prepared_count == 0 < rival
     assert threads == 3

@@ -24,14 +24,14 @@ TIMESTEPS = 7
 
 def copy(folder: Path, to: Path, **sampler: Any) -> Path:
     """A model folder whose sampler has other options."""
-    made = Path(shutil.copytree(folder, to / "model"))
-    path = made / "scheduler" / "scheduler_config.json"
+    model_folder = Path(shutil.copytree(folder, to / "model"))
+    path = model_folder / "scheduler" / "scheduler_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **sampler}))
     if "_class_name" in sampler:
-        index = json.loads((made / "model_index.json").read_text())
+        index = json.loads((model_folder / "model_index.json").read_text())
         index["scheduler"] = ["diffusers", sampler["_class_name"]]
-        (made / "model_index.json").write_text(json.dumps(index))
-    return made
+        (model_folder / "model_index.json").write_text(json.dumps(index))
+    return model_folder
 
 
 @pytest.mark.parametrize(
@@ -104,6 +104,6 @@ def test_the_steps_offset_is_the_pipelines(
     folder = copy(tiny_unets[name], tmp_path, skip_prk_steps=True, **changed)
     scheduler = pipeline.from_pretrained(folder).scheduler
     scheduler.set_timesteps(TIMESTEPS)
-    ours = load_adapter(config_of(folder)).sampler  # type: ignore[attr-defined]
-    ours.set_timesteps(TIMESTEPS)
-    assert ours.timesteps.tolist() == scheduler.timesteps.tolist()
+    loaded_sampler = load_adapter(config_of(folder)).sampler  # type: ignore[attr-defined]
+    loaded_sampler.set_timesteps(TIMESTEPS)
+    assert loaded_sampler.timesteps.tolist() == scheduler.timesteps.tolist()

@@ -122,12 +122,12 @@ def test_an_inpainting_unet_is_the_pipeline_held_back_under_grey(
     row: Any = adapter.dense_row(encode_case(encoder, soft, "soft"))
     grey = grey_of_latents(soft.mask, soft.mask.shape[0] // row.blend.clean.shape[1])
     thresholds = Thresholds(grey, row.blend.clean, row.blend.noise)
-    asked = (whole.pixels, whole.mask, whole.prompt, whole.settings, whole.seed)
+    arguments = (whole.pixels, whole.mask, whole.prompt, whole.settings, whole.seed)
     [expected] = diffusers_edit(
-        pipeline, *asked, output_type="latent", callback_on_step_end=thresholds
+        pipeline, *arguments, output_type="latent", callback_on_step_end=thresholds
     ).numpy()
     assert np.abs(result_of(adapter, row) - expected).max() <= tolerance(expected)
-    [plain] = diffusers_edit(pipeline, *asked, output_type="latent").numpy()
+    [plain] = diffusers_edit(pipeline, *arguments, output_type="latent").numpy()
     assert np.abs(plain - expected).max() > 10 * tolerance(expected)
 
 

@@ -39,7 +39,7 @@ from maskserve_triton.metric_table import ENGINE_METRICS
 from tests.fakes.jobs import config_of
 from tests.support.engines import job as plain_job
 from tests.support.eventually import eventually
-from tests.support.own_rows import row_of
+from tests.support.refresh_rows import row_of
 from tests.support.sink import Sink
 
 STEPS = 4

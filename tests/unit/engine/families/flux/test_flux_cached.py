@@ -32,7 +32,7 @@ pytestmark = pytest.mark.spread("folder", "seed")
 
 @pytest.fixture(scope="module")
 def kontext(tiny_kontext: Path) -> tuple[Encoder, Replay]:
-    """Of a model that looks at the source beside what it edits."""
+    """Encoder and replay of a model that has the source as a reference."""
     config = config_of(tiny_kontext)
     return load_encoder(config), Replay(load_adapter(config))
 
@@ -43,13 +43,6 @@ def make_job(encoder: Encoder, seed: int, **settings: Any) -> EditJob:
         settings = {**guided(rng), **settings}
     case = random_case(rng, **settings)
     return encode_case(encoder, case, f"edit-{seed}")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_with_all_tokens_active_cached_equals_dense(
-    replay: Replay, encoder: Encoder, kind: str
-) -> None:
-    cached_rows.check_all_active(replay, encoder, make_job(encoder, 1), kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -78,7 +71,7 @@ def as_primed(replay: Replay, job: EditJob, primed: Primed, anchor: int) -> Flow
 def outputs_of(
     adapter: FluxAdapter, rows: Sequence[FlowRow | FlowPrimingRow], kinds: Sequence[str]
 ) -> list[torch.Tensor]:
-    """What the model answers for each row, which takes no step."""
+    """Answers of the model for the rows, which take no step."""
     packed = Packed([row.model_input() for row in rows])
     timesteps = torch.tensor([row.walk(row.step)[0].timestep for row in rows])
     emb = embed(adapter.weights, timesteps[None], packed.pooled, packed.guidance)
@@ -113,18 +106,6 @@ def check_priming_inputs(
                 expected = outputs_of(adapter, [p.row], ())[0][row.inactive.active]
                 difference = (output - expected).abs().max() if len(output) else 0.0
                 assert difference <= tolerance(expected.numpy()), kinds
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_mixed_batch_equals_each_row_alone(replay: Replay, encoder: Encoder, kind: str) -> None:
-    jobs = [make_job(encoder, seed) for seed in range(20, 26)]
-    cached_rows.check_mixed_batch(replay, encoder, jobs, kind)
-
-
-def test_a_step_without_an_anchor_computes_the_pinned_tokens(
-    replay: Replay, encoder: Encoder
-) -> None:
-    cached_rows.check_step_without_anchor(replay, encoder, make_job(encoder, 30))
 
 
 def test_inactive_tokens_come_back_as_the_template(
@@ -183,23 +164,12 @@ def test_a_context_is_read_as_it_was_primed(kontext: tuple[Encoder, Replay]) -> 
     assert row.inactive.index.tolist() == list(range(gh * gw, 2 * gh * gw))
     dense = result(replay, replay.adapter.dense_row(job))
     assert np.abs(result(replay, row, "kv") - dense).max() > tolerance(dense)
-    cached_rows.check_all_active(replay, encoder, job, "dense")
-
-
-@pytest.mark.parametrize("kind", ["project", "kv"])
-def test_rows_with_context_change_nothing_of_one_another(
-    kontext: tuple[Encoder, Replay], kind: str
-) -> None:
-    encoder, replay = kontext
-    jobs = [make_job(encoder, seed) for seed in range(20, 26)]
-    cached_rows.check_mixed_batch(replay, encoder, jobs, kind)
 
 
 def test_outside_of_a_mask_a_model_with_context_answers_the_source(
     kontext: tuple[Encoder, Replay],
 ) -> None:
     encoder, replay = kontext
-    cached_rows.check_step_without_anchor(replay, encoder, make_job(encoder, 30))
     job = make_job(encoder, 31)
     primed = Primed(replay.adapter, encoder, job)
     row = cast(FlowRow, cached(replay, job, primed))

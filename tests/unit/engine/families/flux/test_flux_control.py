@@ -37,9 +37,9 @@ NETS: dict[str, FluxControlNetModel] = {
 ALL_NETS = {**NETS, "deep": random_net(5, 1, 2)}
 
 
-def large_case(rng: np.random.Generator, **asked: Any) -> Case:
+def large_case(rng: np.random.Generator, **settings: Any) -> Case:
     """A random edit whose mask is seen by some latents."""
-    case = random_case(rng, **asked)
+    case = random_case(rng, **settings)
     mask = case.mask.copy()
     mask[8:24, 8:24] = 255
     return replace(case, mask=mask)
@@ -51,11 +51,13 @@ class Model:
         self.folder, self.encoder, self.adapter = folder, load_encoder(config), load_adapter(config)
         self.nets = {name: self.adapter.control_net(net) for name, net in ALL_NETS.items()}
 
-    def control(self, rng: np.random.Generator, case: Case, net: str, **asked: Any) -> ControlInput:
+    def control(
+        self, rng: np.random.Generator, case: Case, net: str, **changes: Any
+    ) -> ControlInput:
         """With a random picture, encoded."""
         picture = rng.integers(0, 256, case.pixels.shape, dtype=np.uint8)
         moments = self.encoder.encode(picture, case.mask, "").moments
-        return ControlInput(net, picture, moments=moments, **asked)
+        return ControlInput(net, picture, moments=moments, **changes)
 
     def job(self, case: Case, controls: tuple[ControlInput, ...] = (), name: str = "r") -> EditJob:
         return replace(encode_case(self.encoder, case, name), controls=controls)
@@ -120,16 +122,16 @@ def asked_of(net: str, rng: np.random.Generator) -> dict[str, Any]:
 def test_a_dense_row_equals_the_pipeline(inpaint: Model, net: str, whole: bool) -> None:
     rng = fresh_rng()
     case = large_case(rng, num_inference_steps=6, strength=float(rng.choice([1.0, 0.7])))
-    asked = asked_of(net, rng)
-    asked |= {"start": 0.0, "end": 1.0} if whole else {"start": 0.2, "end": 0.7}
-    controls = (inpaint.control(rng, case, net, **asked),)
-    expected, found = inpaint.oracle(case, controls), inpaint.alone(inpaint.job(case, controls))
-    assert np.abs(found - expected).max() <= tolerance(expected)
-    assert np.abs(found - inpaint.alone(inpaint.job(case))).max() > 100 * tolerance(expected)
+    changes = asked_of(net, rng)
+    changes |= {"start": 0.0, "end": 1.0} if whole else {"start": 0.2, "end": 0.7}
+    controls = (inpaint.control(rng, case, net, **changes),)
+    expected, latents = inpaint.oracle(case, controls), inpaint.alone(inpaint.job(case, controls))
+    assert np.abs(latents - expected).max() <= tolerance(expected)
+    assert np.abs(latents - inpaint.alone(inpaint.job(case))).max() > 100 * tolerance(expected)
 
 
 def test_several_nets_sum_as_in_the_pipeline(inpaint: Model) -> None:
-    """Of equal depths; others: below."""
+    """The nets have equal depths; nets of unequal depth are below."""
     rng = fresh_rng()
     case = large_case(rng, num_inference_steps=5, strength=1.0)
     controls = (
@@ -137,8 +139,8 @@ def test_several_nets_sum_as_in_the_pipeline(inpaint: Model) -> None:
         inpaint.control(rng, case, "plain", scale=0.5, start=0.3),
     )
     expected = inpaint.oracle(case, controls)
-    found = inpaint.alone(inpaint.job(case, controls))
-    assert np.abs(found - expected).max() <= tolerance(expected)
+    actual = inpaint.alone(inpaint.job(case, controls))
+    assert np.abs(actual - expected).max() <= tolerance(expected)
 
 
 UNEQUAL = [("deep", "plain"), ("plain", "deep"), ("doubles", "plain"), ("doubles", "deep", "plain")]
@@ -196,7 +198,7 @@ def by_hand(model: Model, job: EditJob, net_of: dict[str, Any]) -> NDArray[np.fl
     sums: tuple[list[Any], list[Any]] = [0] * doubles, [0] * singles
     for control, tokens in ready.controls:
         net = net_of[control.net]
-        found = net(
+        actual = net(
             hidden_states=model_input.tokens[None, :, :CHANNELS],
             controlnet_cond=tokens[None],
             controlnet_mode=None if control.mode is None else torch.tensor([[control.mode]]),
@@ -204,7 +206,7 @@ def by_hand(model: Model, job: EditJob, net_of: dict[str, Any]) -> NDArray[np.fl
             guidance=guidance if net.config.guidance_embeds else None,
             **shared,
         )
-        for samples, into in zip(found, sums, strict=True):
+        for samples, into in zip(actual, sums, strict=True):
             for i in range(len(into) if samples else 0):
                 into[i] = into[i] + samples[i // -(-len(into) // len(samples))]
     [velocity] = base(
@@ -232,17 +234,17 @@ def test_fill_and_nets_of_unequal_depth_equal_the_classes_called_by_hand(
     row = fill.row(job)
     copy, change = row.latents.clone(), row.walk(0)[0].change
     fill.adapter.step([row], None)
-    found = ((row.latents - copy) / change).numpy()
-    assert np.abs(found - velocity).max() <= 10 * tolerance(velocity)
+    actual = ((row.latents - copy) / change).numpy()
+    assert np.abs(actual - velocity).max() <= 10 * tolerance(velocity)
 
 
 def test_a_control_that_never_acts_is_as_none_bit_for_bit(inpaint: Model) -> None:
     rng = fresh_rng()
     case = large_case(rng, num_inference_steps=4, strength=1.0)
     plain = inpaint.alone(inpaint.job(case))
-    for asked in ({"scale": 0.0}, {"start": 0.9}, {"end": 0.1}):
-        control = inpaint.control(rng, case, "plain", **asked)
-        assert np.array_equal(inpaint.alone(inpaint.job(case, (control,))), plain), asked
+    for change in ({"scale": 0.0}, {"start": 0.9}, {"end": 0.1}):
+        control = inpaint.control(rng, case, "plain", **change)
+        assert np.array_equal(inpaint.alone(inpaint.job(case, (control,))), plain), change
 
 
 def test_steps_outside_start_and_end_are_as_without_bit_for_bit(inpaint: Model) -> None:
@@ -280,7 +282,7 @@ def test_rows_with_and_without_control_do_not_change_one_another(fill: Model) ->
 
 
 @pytest.mark.parametrize(
-    ("asked", "named"),
+    ("config", "named"),
     [
         ({"joint_attention_dim": 16}, "joint_attention_dim"),
         ({"num_attention_heads": 1}, "num_attention_heads"),
@@ -289,10 +291,10 @@ def test_rows_with_and_without_control_do_not_change_one_another(fill: Model) ->
     ],
 )
 def test_a_net_of_another_base_is_refused(
-    inpaint: Model, asked: dict[str, Any], named: str
+    inpaint: Model, config: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(ValueError, match=named):
-        inpaint.adapter.control_net(random_net(0, 1, 1, **asked))
+        inpaint.adapter.control_net(random_net(0, 1, 1, **config))
 
 
 def test_outputs_go_where_diffusers_adds_them(inpaint: Model) -> None:

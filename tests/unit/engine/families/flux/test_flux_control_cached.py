@@ -36,23 +36,23 @@ pytestmark = pytest.mark.spread("folder")
 
 @pytest.fixture(scope="module")
 def nets(adapter: FluxAdapter) -> dict[str, Any]:
-    made = {"plain": random_net(21, 1, 1), "union": random_net(22, 1, 2, num_mode=3)}
-    return {name: adapter.control_net(net) for name, net in made.items()}
+    nets = {"plain": random_net(21, 1, 1), "union": random_net(22, 1, 2, num_mode=3)}
+    return {name: adapter.control_net(net) for name, net in nets.items()}
 
 
 def controlled_job(
-    encoder: Encoder, name: str, *asked: str, seen: bool = False, **settings: Any
+    encoder: Encoder, name: str, *names: str, masked: bool = False, **settings: Any
 ) -> EditJob:
     """A random edit; `seen`: its mask is, by some latents."""
     rng = fresh_rng()
     case = random_case(rng, num_inference_steps=5, strength=1.0, **settings)
-    if seen:
+    if masked:
         mask = case.mask.copy()
         mask[8:24, 8:24] = 255
         case = replace(case, mask=mask)
     job = encode_case(encoder, case, name)
     controls = []
-    for net in asked:
+    for net in names:
         picture = rng.integers(0, 256, case.pixels.shape, dtype=np.uint8)
         moments = encoder.encode(picture, case.mask, "").moments
         mode = 1 if net == "union" else None
@@ -102,7 +102,7 @@ def test_active_tokens_alone_are_told_what_all_of_them_are_at_the_same_step(
         FluxNets().run([now])
         whole = {place: added.clone() for place, added in control.passes[0].added.items()}
         FluxNets().run([now._replace(step=now.step + 1)])
-    assert [kept.step for kept in control.residuals.values()] == [now.step]
+    assert [residual.step for residual in control.residuals.values()] == [now.step]
     for place, added in control.passes[0].added.items():
         expected = whole[place][: len(added)].numpy()
         assert np.abs(added.numpy() - expected).max() <= tolerance(expected)
@@ -141,11 +141,11 @@ def test_a_mixed_batch_is_as_each_row_alone(
     primed = [Primed(replay.adapter, encoder, job) for job in jobs]
 
     def rows() -> list[Any]:
-        made = []
-        for number, (job, own) in enumerate(zip(jobs, primed, strict=True)):
-            row = replay.adapter.dense_row(job) if number == 3 else cached(replay, job, own)
-            made.append(with_nets(replay, row, job, nets, 2) if job.controls else row)
-        return made
+        batch = []
+        for number, (job, template) in enumerate(zip(jobs, primed, strict=True)):
+            row = replay.adapter.dense_row(job) if number == 3 else cached(replay, job, template)
+            batch.append(with_nets(replay, row, job, nets, 2) if job.controls else row)
+        return batch
 
     results = [result(replay, row, "kv") for row in rows()]
     together = rows()
@@ -204,22 +204,22 @@ def test_a_step_that_failed_and_is_tried_again_does_the_same(
 def test_a_control_that_never_acts_is_as_none_bit_for_bit(
     replay: Replay, encoder: Encoder, nets: dict[str, Any], refresh: int
 ) -> None:
-    job = controlled_job(encoder, "e", "plain", seen=True)
+    job = controlled_job(encoder, "e", "plain", masked=True)
     primed = Primed(replay.adapter, encoder, job)
     plain = replace(job, controls=())
     expected = result(replay, cached(replay, plain, primed), "kv")
-    for asked in ({"scale": 0.0}, {"start": 0.9}, {"end": 0.1}):
-        given = replace(job, controls=(replace(job.controls[0], **asked),))
-        row = cached(replay, given, primed)
-        replay.adapter.control(row, given, nets)
-        assert np.array_equal(result(replay, row, "kv"), expected), asked
+    for change in ({"scale": 0.0}, {"start": 0.9}, {"end": 0.1}):
+        idle = replace(job, controls=(replace(job.controls[0], **change),))
+        row = cached(replay, idle, primed)
+        replay.adapter.control(row, idle, nets)
+        assert np.array_equal(result(replay, row, "kv"), expected), change
     late = replace(job, controls=(replace(job.controls[0], start=0.5),))
     row = with_nets(replay, cached(replay, late, primed), late, nets, refresh)
     without = cast(FlowRow, cached(replay, late, primed))
     for step in range(4):
         assert torch.equal(row.latents, without.latents) == (step <= 3), step
-        for each in (row, without):
-            replay.step([each], ("kv",) * replay.adapter.blocks)
+        for one in (row, without):
+            replay.step([one], ("kv",) * replay.adapter.blocks)
     assert not torch.equal(row.latents, without.latents)
 
 
@@ -235,9 +235,9 @@ def test_a_template_primed_beside_a_row_with_control_has_its_own_entries(
     plan = plan_of_kinds(("kv",) * replay.adapter.blocks)
     for entry in primed.entries:
         adapter.step([row, priming], plan, [replay.next_read(row), None])
-        for block, beside in zip(entry.blocks, priming.take_entry().blocks, strict=True):
-            for own, other in zip(block.part("kv"), beside.part("kv"), strict=True):
-                assert (own.data - other.data).abs().max() <= tolerance(own.data.numpy())
+        for block, neighbour in zip(entry.blocks, priming.take_entry().blocks, strict=True):
+            for coded, other in zip(block.part("kv"), neighbour.part("kv"), strict=True):
+                assert (coded.data - other.data).abs().max() <= tolerance(coded.data.numpy())
 
 
 def anchored(replay: Replay, job: EditJob, nets: dict[str, Any], plan: RefreshSchedule) -> FlowRow:
@@ -271,8 +271,8 @@ def test_with_own_anchors_at_each_step_it_is_dense(
     active = replay.adapter.prepare(job).prepared.active
     at = np.zeros(expected.shape[1] // 2 * (expected.shape[2] // 2), bool)
     at[active] = True
-    own = at.reshape(expected.shape[1] // 2, -1).repeat(2, 0).repeat(2, 1)
-    assert_equal(row.result().array()[:, own], expected[:, own])
+    computed = at.reshape(expected.shape[1] // 2, -1).repeat(2, 0).repeat(2, 1)
+    assert_equal(row.result().array()[:, computed], expected[:, computed])
 
 
 @pytest.mark.parametrize("text", [True, False])

@@ -28,7 +28,7 @@ from maskserve_engine.families.mmdit.rows import CachedTokens
 from maskserve_engine.families.registry import load_adapter
 from maskserve_engine.families.specs import load_spec, recorded_rows
 from tests.fakes.jobs import config_of, encode_case, guided, random_case
-from tests.support import own_rows
+from tests.support import refresh_rows
 from tests.support.cached_rows import Primed, assert_equal, cached
 from tests.support.draws import fresh_seed
 from tests.support.replayed import HalfReplayed, Replayed, finish_behind_a_lost_entry
@@ -53,9 +53,9 @@ def adapter_of(folder: Path, capture: Replayed | None, *, buckets: bool = True) 
     return adapter
 
 
-def job_of(encoder: Encoder, seed: int, side: int = 64, **asked: Any) -> EditJob:
+def job_of(encoder: Encoder, seed: int, side: int = 64, **settings: Any) -> EditJob:
     rng = np.random.default_rng(seed)
-    case = random_case(rng, num_inference_steps=STEPS, strength=1.0, **asked)
+    case = random_case(rng, num_inference_steps=STEPS, strength=1.0, **settings)
     mask = np.zeros((side, side), np.uint8)
     top, left = (int(integer) for integer in rng.integers(0, side // 2, 2))
     mask[top : top + int(rng.integers(8, 32)), left : left + int(rng.integers(8, 32))] = 255
@@ -64,7 +64,7 @@ def job_of(encoder: Encoder, seed: int, side: int = 64, **asked: Any) -> EditJob
 
 
 def jobs_of(encoder: Encoder, seed: int, count: int) -> list[EditJob]:
-    """Of two sizes; the first two are guided where the model has true guidance."""
+    """Edits of two sizes; the first two are guided where the model has true guidance."""
     rng = np.random.default_rng(seed)
     return [
         job_of(
@@ -86,8 +86,8 @@ def results(
     """Latents of edits that join one after another, two steps apart; every third one is dense."""
     replay = Replay(adapter)
     rows = [
-        adapter.dense_row(job) if number % 3 == 2 else cached(replay, job, own)
-        for number, (job, own) in enumerate(zip(jobs, primed, strict=True))
+        adapter.dense_row(job) if number % 3 == 2 else cached(replay, job, template)
+        for number, (job, template) in enumerate(zip(jobs, primed, strict=True))
     ]
     for at in range(2 * len(rows) + STEPS):
         live = [row for row in rows[: 1 + at // 2] if row.step < row.steps]
@@ -113,17 +113,17 @@ def test_rows_that_join_and_leave_have_the_latents_that_they_have_without(
     rng = np.random.default_rng(seed)
     jobs = jobs_of(encoder, seed, 5)
     capture = Replayed()
-    plain, own = adapter_of(folder, None), adapter_of(folder, capture)
+    plain, recording = adapter_of(folder, None), adapter_of(folder, capture)
     primed = [Primed(plain, encoder, job, "both", format) for job in jobs]
     drawn = [rng.choice(["dense", "kv", kind], plain.blocks) for kind in ("kv", "project")]
-    for plans in ([("kv",) * plain.blocks], [tuple(each) for each in drawn]):
+    for plans in ([("kv",) * plain.blocks], [tuple(kinds) for kinds in drawn]):
         expected = results(plain, jobs, primed, plans)
         for _ in range(2):
-            found = results(own, jobs, primed, plans)
-            for one, other in zip(found, expected, strict=True):
+            latents = results(recording, jobs, primed, plans)
+            for one, other in zip(latents, expected, strict=True):
                 assert_equal(one, other)
         assert capture.recorded > 0, seed
-    assert graphs_of(own)._capture is capture, "recording was turned off"
+    assert graphs_of(recording)._capture is capture, "recording was turned off"
 
 
 def test_a_lone_rows_products_that_write_in_place_are_recorded_too(
@@ -133,21 +133,21 @@ def test_a_lone_rows_products_that_write_in_place_are_recorded_too(
     where = "maskserve_engine.families.mmdit.weights.in_epilogues"
     monkeypatch.setattr(where, lambda *_, **__: True)
     capture = Replayed()
-    plain, own = adapter_of(folder, None), adapter_of(folder, capture)
+    plain, recording = adapter_of(folder, None), adapter_of(folder, capture)
     assert all(plain.weights.writes)
     jobs = [job_of(encoder, seed) for seed in (1, 1, 2)]
     for job in jobs:
         primed, kinds = Primed(plain, encoder, job), ("kv",) * plain.blocks
-        found = []
-        for adapter in (plain, own):
+        latents = []
+        for adapter in (plain, recording):
             replay = Replay(adapter)
             row = cached(replay, job, primed)
             while row.step < row.steps:
                 replay.step([row], kinds)
-            found.append(row.result().array())
-        assert_equal(*found)
+            latents.append(row.result().array())
+        assert_equal(*latents)
     assert capture.recorded > 0
-    assert graphs_of(own)._capture is capture, "recording was turned off"
+    assert graphs_of(recording)._capture is capture, "recording was turned off"
 
 
 def test_a_recorded_step_runs_nothing_of_the_model_by_itself(
@@ -170,8 +170,8 @@ def test_a_recorded_step_runs_nothing_of_the_model_by_itself(
     primed = [Primed(adapter, encoder, job) for job in jobs]
     monkeypatch.setattr(flow_batch, "forward", watched)
     replay = Replay(adapter)
-    for job, own in zip(jobs, primed, strict=True):
-        row = cached(replay, job, own)
+    for job, template in zip(jobs, primed, strict=True):
+        row = cached(replay, job, template)
         while row.step < row.steps:
             replay.step([row], ("kv",) * adapter.blocks)
         assert len(walked) == 3  # the first, and the second once more to be recorded
@@ -184,19 +184,23 @@ def test_steps_between_a_rows_own_anchors_are_recorded(
     """Its anchors, which keep what they compute, are not; rows beside it neither then."""
     seed = fresh_seed()
     capture = Replayed()
-    plain, own = adapter_of(folder, None), adapter_of(folder, capture)
+    plain, recording = adapter_of(folder, None), adapter_of(folder, capture)
     jobs = jobs_of(encoder, seed, 3)
-    plans = [own_rows.plan(0, 3, text=text, format="int8"), None, own_rows.plan(0, text=text)]
+    plans = [
+        refresh_rows.plan(0, 3, text=text, format="int8"),
+        None,
+        refresh_rows.plan(0, text=text),
+    ]
     for at in ([0], [2], [0, 1, 2], [0], [0, 1, 2]):
-        found = []
-        for adapter in (plain, own):
-            rows = [own_rows.row_of(adapter, jobs[i], plans[i]) for i in at]
-            own_rows.run(adapter, rows, [plans[i] for i in at])
-            found.append([row.result().array() for row in rows])
-        for one, other in zip(*found, strict=True):
+        latents = []
+        for adapter in (plain, recording):
+            rows = [refresh_rows.row_of(adapter, jobs[i], plans[i]) for i in at]
+            refresh_rows.run(adapter, rows, [plans[i] for i in at])
+            latents.append([row.result().array() for row in rows])
+        for one, other in zip(*latents, strict=True):
             assert_equal(one, other)
     assert capture.recorded > 0, seed
-    assert graphs_of(own)._capture is capture, "recording was turned off"
+    assert graphs_of(recording)._capture is capture, "recording was turned off"
 
 
 def test_an_entry_that_is_lost_in_the_middle_harms_no_later_step(
@@ -221,8 +225,8 @@ def test_one_that_answers_otherwise_turns_them_off(
     plans, primed = [("kv",) * plain.blocks], [Primed(plain, encoder, job) for job in jobs]
     expected = results(plain, jobs, primed, plans)
     with caplog.at_level(logging.ERROR):
-        found = results(adapter, jobs, primed, plans)
-    assert_equal(found[0], expected[0])
+        latents = results(adapter, jobs, primed, plans)
+    assert_equal(latents[0], expected[0])
     assert "not recorded as CUDA graphs" in caplog.text
     before = capture.recorded
     assert_equal(results(adapter, jobs, primed, plans)[0], expected[0])
@@ -239,18 +243,18 @@ def test_recorded_steps_share_what_is_written_between_their_pieces(
     primed, kinds = [Primed(plain, encoder, job) for job in jobs], ("kv",) * plain.blocks
 
     def run(of: FluxAdapter) -> list[Any]:
-        replay, found = Replay(of), []
+        replay, latents = Replay(of), []
         for batch in ((0,), (0, 1), (0,), (0, 1), (1,)):
             rows = [cached(replay, jobs[i], primed[i]) for i in batch]
             while rows[0].step < rows[0].steps:
                 replay.step(rows, kinds)
-            found += [row.result().array() for row in rows]
-        return found
+            latents += [row.result().array() for row in rows]
+        return latents
 
     for one, other in zip(run(adapter), run(plain), strict=True):
         assert_equal(one, other)
     graphs = graphs_of(adapter)
-    buffers = {held.data_ptr() for held in graphs._buffers._buffers.values()}
+    buffers = {buffer.data_ptr() for buffer in graphs._buffers._buffers.values()}
     recorded = [step for step in graphs._steps.values() if step is not None]
     assert len(recorded) >= 2
     for step in recorded:
@@ -264,31 +268,31 @@ def test_recorded_steps_share_what_is_written_between_their_pieces(
 def test_a_bucket_is_filled_with_the_tokens_next_to_the_mask(
     folder: Path, encoder: Encoder, ring: int
 ) -> None:
-    """What is counted of the edit is what its row computes."""
+    """The edit is counted as its row computes it."""
     adapter, plain = adapter_of(folder, None), adapter_of(folder, None, buckets=False)
     for seed in range(12):
         job = job_of(encoder, seed, mask_ring=ring)
         ready = adapter.prepare_template(adapter.prepare(job), 7)
         rows, columns = grid_of(job)
-        own, more, all_of_it = (
-            set(active_tokens(job.edit_mask, adapter.spec.token_pixels, each).tolist())
-            for each in (ring, ring + 1, ring + 64)
+        exact, more, all_of_it = (
+            set(active_tokens(job.edit_mask, adapter.spec.token_pixels, width).tolist())
+            for width in (ring, ring + 1, ring + 64)
         )
         row = adapter.cached_row(ready, 7)
         assert row.inactive is not None
         computed = set(row.inactive.active.tolist())
-        assert len(computed) == len(row.latents) == bucket(len(own), rows * columns)
+        assert len(computed) == len(row.latents) == bucket(len(exact), rows * columns)
         assert adapter.tokens(job).active == adapter.tokens(ready).active == len(computed)
-        assert own <= computed <= all_of_it
+        assert exact <= computed <= all_of_it
         assert computed <= more or computed > more, "a farther token before a nearer one"
-        assert plain.tokens(job).active == len(own)
+        assert plain.tokens(job).active == len(exact)
         wider = adapter.with_ring(ready, ring + 1)
         assert adapter.tokens(wider).active == bucket(len(more), rows * columns)
         assert row.recorded
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "features",
     [
         {"reproducible": True},
         {"first_block_threshold": 0.1},
@@ -298,24 +302,27 @@ def test_a_bucket_is_filled_with_the_tokens_next_to_the_mask(
     ids=["reproducible", "skipping", "lora", "control"],
 )
 def test_an_edit_with_a_way_of_its_own_keeps_its_tokens_and_is_not_recorded(
-    folder: Path, encoder: Encoder, asked: dict[str, Any]
+    folder: Path, encoder: Encoder, features: dict[str, Any]
 ) -> None:
     capture = Replayed()
     adapter, plain = adapter_of(folder, capture), adapter_of(folder, None, buckets=False)
-    settings = {key: asked[key] for key in asked if key not in ("loras", "controls")}
-    job, beside = job_of(encoder, 17, **settings), job_of(encoder, 17)
-    if "loras" in asked:
-        job = replace(job, request=replace(job.request, loras=asked["loras"]))
-    given = replace(job, controls=asked.get("controls", ()))
-    assert adapter.tokens(given) == plain.tokens(job)
-    assert adapter.tokens(beside) != plain.tokens(beside)
-    assert not adapter._preparation.recorded(given)
-    if "controls" in asked:
+    settings = {key: features[key] for key in features if key not in ("loras", "controls")}
+    job, neighbour = job_of(encoder, 17, **settings), job_of(encoder, 17)
+    if "loras" in features:
+        job = replace(job, request=replace(job.request, loras=features["loras"]))
+    controlled = replace(job, controls=features.get("controls", ()))
+    assert adapter.tokens(controlled) == plain.tokens(job)
+    assert adapter.tokens(neighbour) != plain.tokens(neighbour)
+    assert not adapter._preparation.recorded(controlled)
+    if "controls" in features:
         return  # its row needs a net
     assert not adapter.cached_row(job, 7).recorded
-    primed = [Primed(plain, encoder, each) for each in (job, beside)]
+    primed = [Primed(plain, encoder, edit) for edit in (job, neighbour)]
     replay = Replay(adapter)
-    rows = [cached(replay, each, own) for each, own in zip((job, beside), primed, strict=True)]
+    rows = [
+        cached(replay, edit, template)
+        for edit, template in zip((job, neighbour), primed, strict=True)
+    ]
     while rows[0].step < rows[0].steps:
         replay.step(rows, ("kv",) * adapter.blocks)
     assert capture.recorded == 0
@@ -357,7 +364,7 @@ def test_steps_of_more_tokens_than_a_dense_row_has_are_not_recorded(
     jobs = [job_of(encoder, seed) for seed in (1, 2)]
     for _ in range(3):
         rows = [adapter.dense_row(job) for job in jobs]
-        own_rows.run(adapter, rows, [None, None])
+        refresh_rows.run(adapter, rows, [None, None])
     assert capture.recorded == 0
     for job, row in zip(jobs, rows, strict=True):
-        assert_equal(row.result().array(), own_rows.result(plain, job, None))
+        assert_equal(row.result().array(), refresh_rows.result(plain, job, None))

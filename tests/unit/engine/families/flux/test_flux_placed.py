@@ -60,7 +60,7 @@ def test_rows_are_where_they_would_be_if_every_step_placed_their_keys_anew(bench
     for _ in range(40):
         kinds = rng.choice(["kv", "kv", "kv", "project", "dense"], sum(BLOCKS))
         if rng.random() < 0.3:
-            chosen = [bool(each) for each in rng.random(len(ratios)) < 0.7]
+            chosen = [bool(flag) for flag in rng.random(len(ratios)) < 0.7]
             chosen[int(rng.integers(len(ratios)))] = True
         turning, to = int(rng.integers(len(ratios))), int(rng.integers(2))
         turns = rng.random() < 0.4 and ratios[turning] is not None

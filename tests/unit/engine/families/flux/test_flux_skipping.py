@@ -43,8 +43,8 @@ def config(folder: Path) -> Config:
 def job_of(encoder: Encoder, seed: int) -> EditJob:
     """Every other one with a negative prompt, where the model takes any."""
     rng = np.random.default_rng(seed)
-    asked = guided(rng) if encoder.spec.true_cfg and seed % 2 else {}
-    return encode_case(encoder, random_case(rng, **LONG, **asked), f"edit-{seed}")
+    settings = guided(rng) if encoder.spec.true_cfg and seed % 2 else {}
+    return encode_case(encoder, random_case(rng, **LONG, **settings), f"edit-{seed}")
 
 
 def rows_of(replay: Replay, encoder: Encoder) -> list[FlowRow]:
@@ -137,8 +137,8 @@ def engine(tiny_fill: Path) -> Iterator[Engine]:
 def test_meta_says_how_many_steps_were_skipped(engine: Engine, tiny_fill: Path) -> None:
     encoder = load_encoder(config_of(tiny_fill))
     skipped, ran = [], Counter[str]()
-    for number, asked in enumerate(({}, {"first_block_threshold": 10.0})):
-        case = random_case(np.random.default_rng(3), **LONG, **asked, cache="require")
+    for number, settings in enumerate(({}, {"first_block_threshold": 10.0})):
+        case = random_case(np.random.default_rng(3), **LONG, **settings, cache="require")
         sink = Sink()
         engine.submit(encode_case(encoder, case, str(number)), sink)
         meta = sink.final().meta

@@ -74,7 +74,7 @@ def test_exact_references_depend_on_the_picture_alone_and_others_on_all(
         np.random.default_rng(1), **base, num_inference_steps=4, strength=1.0
     )  # fmt: skip
     case = replace(case, prompt="a red star")
-    others = {
+    changes = {
         "prompt": (replace(case, prompt="a blue circle"), 1),
         "seed": (replace(case, seed=case.seed + 1), 1),
         "mask": (replace(case, mask=255 - case.mask), 1),
@@ -82,13 +82,13 @@ def test_exact_references_depend_on_the_picture_alone_and_others_on_all(
     }
     expected = keys_at(adapter, encode_case(encoder, case, "a"), 1)
     assert expected.shape[1] == len(adapter.dense_row(encode_case(encoder, case, "a")).latents)
-    for key, (other, step) in others.items():
-        found = keys_at(adapter, encode_case(encoder, other, key), step)
-        maximum = float((found - expected).abs().max())
+    for key, (other, step) in changes.items():
+        keys = keys_at(adapter, encode_case(encoder, other, key), step)
+        maximum = float((keys - expected).abs().max())
         assert maximum == 0.0 if name == "exact" else maximum > 1e-4, key
     pixels = replace(case, pixels=255 - case.pixels)
-    found = keys_at(adapter, encode_case(encoder, pixels, "pixels"), 1)
-    assert float((found - expected).abs().max()) > 1e-2
+    keys = keys_at(adapter, encode_case(encoder, pixels, "pixels"), 1)
+    assert float((keys - expected).abs().max()) > 1e-2
 
 
 def test_references_are_made_again_with_adapters_that_came_late(
@@ -127,7 +127,7 @@ def engine(folders: dict[str, Path], encoder: Encoder) -> Iterator[Engine]:
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def references_made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Rows that made references for themselves."""
     names: list[str] = []
     real = FlowPrimingRow.of_references
@@ -151,28 +151,28 @@ def one(encoder: Encoder, name: str, seed: int = 1, *, all_of_it: bool = False, 
 
 
 def test_a_template_has_its_references_once_and_all_its_rows_read_them(
-    engine: Engine, encoder: Encoder, made: list[str]
+    engine: Engine, encoder: Encoder, references_made: list[str]
 ) -> None:
     plain = edit(engine, one(encoder, "off", 7, all_of_it=True, cache="off"))
     first = edit(engine, one(encoder, "miss"))
-    assert (first.meta["cache"], made) == ("miss", ["off", "miss"])
+    assert (first.meta["cache"], references_made) == ("miss", ["off", "miss"])
     hit = edit(engine, one(encoder, "hit", cache="require"))
     assert hit.meta["cache"] == "hit"
-    [held] = engine.cache.templates()
-    assert held["anchors"] == 1 + 4
+    [template] = engine.cache.templates()
+    assert template["anchors"] == 1 + 4
     # Rows that compute all tokens, too: they differ from those without the cache in nothing.
     again = edit(engine, one(encoder, "all", 7, all_of_it=True))
     assert (again.meta["cache"], again.meta["dense_for"]) == ("off", "mask_ratio")
     assert_equal(again.latents, plain.latents)
-    assert made == ["off", "miss"]
+    assert references_made == ["off", "miss"]
     engine.cache.store.check_integrity()
 
 
 def test_a_row_whose_template_loses_its_references_makes_its_own(
-    engine: Engine, encoder: Encoder, made: list[str], monkeypatch: pytest.MonkeyPatch
+    engine: Engine, encoder: Encoder, references_made: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = edit(engine, one(encoder, "first", 5, cache="require"))
-    assert not made
+    assert not references_made
     real, left = Handle.wait_whole, [1]
 
     def lost(handle: Handle, block: int, part: str) -> Any:
@@ -183,18 +183,18 @@ def test_a_row_whose_template_loses_its_references_makes_its_own(
         return real(handle, block, part)
 
     monkeypatch.setattr(Handle, "wait_whole", lost)
-    found = edit(engine, one(encoder, "second", 5))
-    assert (found.meta["cache"], made) == ("hit", ["second"])
-    assert_equal(found.latents, expected.latents)
+    final = edit(engine, one(encoder, "second", 5))
+    assert (final.meta["cache"], references_made) == ("hit", ["second"])
+    assert_equal(final.latents, expected.latents)
 
 
 def test_an_evicted_template_is_primed_with_its_references_again(
-    engine: Engine, encoder: Encoder, made: list[str]
+    engine: Engine, encoder: Encoder, references_made: list[str]
 ) -> None:
     edit(engine, one(encoder, "a", cache="require"))
-    [held] = engine.cache.templates()
-    engine.cache.store.evict(str(held["key"]))
+    [template] = engine.cache.templates()
+    engine.cache.store.evict(str(template["key"]))
     edit(engine, one(encoder, "b", cache="off"))
     edit(engine, one(encoder, "c", cache="require"))
     assert engine.cache.templates()
-    assert made == ["b"]
+    assert references_made == ["b"]

@@ -1,4 +1,4 @@
-"""What a further family of flow-matching transformers has to say: a toy one, all of it here, whose
+"""A further family of flow-matching transformers, as a contributor adds it: a toy, all here, whose
 prompts have no pooled vector and whose pipeline has a rule of guidance and a shift of its own.
 """
 
@@ -35,7 +35,7 @@ CHANNELS = FACTS.latent_channels
 
 
 class Toy(nn.Module):
-    """Text and image in one stream through blocks of attention, scaled by the timestep."""
+    """Text and image in edit stream through blocks of attention, scaled by the timestep."""
 
     device, dtype = torch.device("cpu"), torch.float32
 
@@ -50,7 +50,7 @@ class Toy(nn.Module):
         x = torch.cat((self.text(embeds), self.image(tokens)))
         for qkv, out in zip(self.qkv, self.out, strict=True):
             q, k, v = (e.unflatten(1, (HEADS, -1)) for e in qkv(x * (1 + t / 1000)).chunk(3, 1))
-            by_head = (each.transpose(0, 1) for each in (turned(q, cis), turned(k, cis), v))
+            by_head = (x.transpose(0, 1) for x in (turned(q, cis), turned(k, cis), v))
             x = x + out(F.scaled_dot_product_attention(*by_head).transpose(0, 1).flatten(1))
         return self.last(x[len(embeds) :])
 
@@ -104,7 +104,7 @@ class ToyStep:
 
     def _qkv(self, number: int, x: Tensor, stream: Any, cis: Tensor) -> list[Tensor]:
         qkv = self.model.qkv[number](x * self.scale[stream.row_of][:, None])
-        q, k, v = (each.unflatten(1, (HEADS, -1)) for each in qkv.chunk(3, 1))
+        q, k, v = (x.unflatten(1, (HEADS, -1)) for x in qkv.chunk(3, 1))
         return [turned(q, cis), turned(k, cis), v]
 
     def pre(
@@ -117,8 +117,8 @@ class ToyStep:
         self, number: int, text: Tensor, image: Tensor, attended: Tensor, carried: Any,
         packing: Any, *, continues: bool, image_alone: bool,
     ) -> tuple[Tensor, Tensor, Any]:  # fmt: skip
-        found = image + self.model.out[number](attended)
-        return text, found[packing.text[0] :] if image_alone else found, None
+        image_out = image + self.model.out[number](attended)
+        return text, image_out[packing.text[0] :] if image_alone else image_out, None
 
     def project(
         self, number: int, hidden: Tensor, stream: Any, cis: Tensor
@@ -138,9 +138,9 @@ class ToyBatch(FlowBatch[ToyWeights]):
         return ToyStep(weights.model, vectors)
 
     @staticmethod
-    def guide(own: Tensor, away: Tensor, scale: float) -> None:
+    def guide(positive: Tensor, away: Tensor, scale: float) -> None:
         """As ZImagePipeline."""
-        own.add_(own - away, alpha=scale)
+        positive.add_(positive - away, alpha=scale)
 
 
 class ToyAdapter(FlowAdapter[ToyWeights]):
@@ -235,7 +235,7 @@ SOFT = np.array([1, 42, 51, 64, 85, 102, 127, 128, 170, 204, 254, 255], np.uint8
 def job(
     rng: np.random.Generator, number: int, *, whole: bool = False, soft: bool = False
 ) -> EditJob:
-    """Of random size; every other one is guided."""
+    """An edit of random size; every other edit is guided."""
     h, w = (int(2 * rng.integers(2, 6)) for _ in range(2))
     mask = np.zeros((4 * h, 4 * w), np.uint8)
     under = mask[: 4 * h if whole else 4 * h - 8]
@@ -267,10 +267,10 @@ def run(replay: Replay, rows: Sequence[Any], kinds: Sequence[str] = ()) -> None:
 def test_rows_of_any_mix_are_the_pipelines(adapter: ToyAdapter) -> None:
     rng = fresh_rng()
     jobs = [job(rng, number, soft=number > 1) for number in range(4)]
-    rows = [adapter.dense_row(each) for each in jobs]
+    rows = [adapter.dense_row(edit) for edit in jobs]
     run(Replay(adapter), rows)
-    for each, row in zip(jobs, rows, strict=True):
-        expected = pipeline(adapter.model, sampler(), each)
+    for edit, row in zip(jobs, rows, strict=True):
+        expected = pipeline(adapter.model, sampler(), edit)
         assert_equal(packed(torch.from_numpy(row.result().array())).numpy(), expected.numpy())
 
 
@@ -281,17 +281,17 @@ def test_with_every_token_active_cached_rows_are_dense(
     rng, replay = fresh_rng(), Replay(adapter)
     jobs = [job(rng, number, whole=number < 2, soft=number % 2 == 1) for number in range(4)]
     rows: list[Any] = []
-    for each in jobs:
-        anchors = adapter.anchors(adapter.tokens(each).total, 4, 1)
+    for edit in jobs:
+        anchors = adapter.anchors(adapter.tokens(edit).total, 4, 1)
         prompt, blocks = adapter.blank_prompt(3), [frozenset(("h", "kv"))] * BLOCKS
-        priming: Any = adapter.priming_row(each, anchors, prompt, 7, blocks, "model")
+        priming: Any = adapter.priming_row(edit, anchors, prompt, 7, blocks, "model")
         run(replay, [priming])
-        row: Any = adapter.cached_row(each, 7)
+        row: Any = adapter.cached_row(edit, 7)
         replay.reads(row, [priming.done[0]] * row.steps)
         rows.append(row)
     run(replay, rows, kinds)
-    for each, row in zip(jobs[:2], rows, strict=False):
-        dense = adapter.dense_row(each)
+    for edit, row in zip(jobs[:2], rows, strict=False):
+        dense = adapter.dense_row(edit)
         run(replay, [dense])
         assert_equal(row.result().array(), dense.result().array())
     for row in rows[2:]:

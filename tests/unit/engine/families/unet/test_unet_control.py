@@ -33,17 +33,17 @@ from tests.fakes.control_nets import random_unet_net
 from tests.fakes.jobs import Case, config_of, encode_case, tolerance, unet_case
 from tests.fakes.pipelines import diffusers_edit
 from tests.fakes.tiny_unet import EACH_SORT, VARIANTS
-from tests.support import own_rows
+from tests.support import refresh_rows
 from tests.support.cached_rows import KINDS, Primed, cached, result, run
 from tests.support.draws import fresh_rng, fresh_seed
-from tests.support.foretold_unet import Ahead, ForetoldNet, ForetoldUnet
+from tests.support.lookahead_unet import Ahead, LookaheadNet, LookaheadUnet
 
 pytestmark = pytest.mark.spread("model", "served")
 
 
-def large_case(rng: np.random.Generator, **asked: Any) -> Case:
+def large_case(rng: np.random.Generator, **settings: Any) -> Case:
     """A random edit whose mask is seen by some latents."""
-    case = unet_case(rng, **asked)
+    case = unet_case(rng, **settings)
     mask = case.mask.copy()
     mask[8:24, 8:24] = 255
     return replace(case, mask=mask)
@@ -90,12 +90,12 @@ class Model:
         nets = [self.real[control.net] for control in controls]
         pictures = [Image.fromarray(control.picture) for control in controls]
         cls: Any = StableDiffusionControlNetInpaintPipeline
-        asked: dict[str, Any] = {"safety_checker": None}
+        parts: dict[str, Any] = {"safety_checker": None}
         if self.xl:
-            cls, asked = StableDiffusionXLControlNetInpaintPipeline, {}
+            cls, parts = StableDiffusionXLControlNetInpaintPipeline, {}
         is_match = len(nets) == 1
         pipeline = cls.from_pretrained(
-            self.folder, controlnet=nets[0] if is_match else MultiControlNetModel(nets), **asked
+            self.folder, controlnet=nets[0] if is_match else MultiControlNetModel(nets), **parts
         )
         pipeline.set_progress_bar_config(disable=True)
         prepare(pipeline)
@@ -137,9 +137,9 @@ def test_a_dense_row_equals_the_pipeline(
         ControlInput(net, picture(rng, case), float(rng.uniform(0.3, 1.2)), start, end)
         for net, start, end in zip(nets, (0.2, 0.0), (0.9, 1.0), strict=False)
     )
-    expected, found = model.oracle(case, controls), model.alone(model.job(case, controls))
-    assert np.abs(found - expected).max() <= tolerance(expected)
-    assert np.abs(found - model.alone(model.job(case))).max() > 10 * tolerance(expected)
+    expected, latents = model.oracle(case, controls), model.alone(model.job(case, controls))
+    assert np.abs(latents - expected).max() <= tolerance(expected)
+    assert np.abs(latents - model.alone(model.job(case))).max() > 10 * tolerance(expected)
 
 
 def test_a_control_that_never_acts_and_steps_outside_are_as_without_bit_for_bit(
@@ -148,9 +148,9 @@ def test_a_control_that_never_acts_and_steps_outside_are_as_without_bit_for_bit(
     rng = fresh_rng()
     case = large_case(rng, num_inference_steps=4, strength=1.0)
     plain = model.alone(model.job(case))
-    for asked in ({"scale": 0.0}, {"start": 0.9}, {"end": 0.1}):
-        control = ControlInput("one", picture(rng, case), **asked)
-        assert np.array_equal(model.alone(model.job(case, (control,))), plain), asked
+    for change in ({"scale": 0.0}, {"start": 0.9}, {"end": 0.1}):
+        control = ControlInput("one", picture(rng, case), **change)
+        assert np.array_equal(model.alone(model.job(case, (control,))), plain), change
     late = ControlInput("one", picture(rng, case), start=0.5)
     controlled, without = model.row(model.job(case, (late,))), model.row(model.job(case))
     for step in range(controlled.steps):
@@ -183,21 +183,21 @@ def test_rows_with_and_without_control_do_not_change_one_another(model: Model) -
 
 
 @pytest.mark.parametrize(
-    ("asked", "named"),
+    ("config", "named"),
     [
         ({"in_channels": 9}, "in_channels"),
         ({"block_out_channels": (32, 32, 64)}, "block_out_channels"),
         ({"global_pool_conditions": True}, "global_pool_conditions"),
     ],
 )
-def test_a_net_of_another_base_is_refused(model: Model, asked: dict[str, Any], named: str) -> None:
+def test_a_net_of_another_base_is_refused(model: Model, config: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        model.adapter.control_net(random_unet_net(model.adapter.model, 0, **asked))
+        model.adapter.control_net(random_unet_net(model.adapter.model, 0, **config))
 
 
 @pytest.mark.parametrize("middle", ["UNetMidBlock2DCrossAttn", "UNetMidBlock2D"])
 def test_a_net_says_what_the_real_class_says(model: Model, middle: str) -> None:
-    """Of two rows at once, one guided; each with its own prompt's length, timestep and picture."""
+    """Two rows step at once, one guided, of other prompts' lengths, timesteps and pictures."""
     net = random_unet_net(model.adapter.model, 3, mid_block_type=middle)
     control_net = model.adapter.control_net(net)
     rng = fresh_rng()
@@ -212,26 +212,29 @@ def test_a_net_says_what_the_real_class_says(model: Model, middle: str) -> None:
         sample, timestep = torch.randn(row.latents.shape), float(rng.uniform(1, 900))
         rows.append(controlled(row.control, UnetSample(sample, None), timestep, 0, row.steps))
         pixels = torch.from_numpy(job.controls[0].picture).permute(2, 0, 1)[None] / 255
-        for given in (job.conditioning, job.negative)[: len(row.control.passes)]:
-            assert given is not None
-            states = [torch.from_numpy(given["prompt_embeds"])[None]]
+        for conditioning in (job.conditioning, job.negative)[: len(row.control.passes)]:
+            assert conditioning is not None
+            states = [torch.from_numpy(conditioning["prompt_embeds"])[None]]
             added = None
             if model.xl:
                 sizes = torch.tensor([[*pixels.shape[2:], 0, 0, *pixels.shape[2:]]])
-                added = {"text_embeds": torch.from_numpy(given["pooled"])[None], "time_ids": sizes}
+                added = {
+                    "text_embeds": torch.from_numpy(conditioning["pooled"])[None],
+                    "time_ids": sizes,
+                }
             with torch.inference_mode():
                 downs, mid = net(
                     sample[None], timestep, *states, pixels, 0.6,
                     added_cond_kwargs=added, return_dict=False,
                 )  # fmt: skip
-            expected.append([each[0].numpy() for each in (*downs, mid)])
+            expected.append([x[0].numpy() for x in (*downs, mid)])
     with torch.inference_mode():
         UnetNets().run(rows)
-    addeds = [each.added for row in rows for each in row.control.passes]
+    addeds = [part.added for row in rows for part in row.control.passes]
     assert len(addeds) == len(expected) == 3
-    for added, wanted in zip(addeds, expected, strict=True):
-        assert len(added) == len(wanted)
-        for number, map in enumerate(wanted):
+    for added, maps in zip(addeds, expected, strict=True):
+        assert len(added) == len(maps)
+        for number, map in enumerate(maps):
             assert np.abs(added[number].numpy() - map).max() <= tolerance(map), number
 
 
@@ -257,11 +260,11 @@ def served(request: pytest.FixtureRequest, tiny_unets: dict[str, Path]) -> Model
 
 
 def controlled_jobs(
-    model: Model, rng: np.random.Generator, asked: Sequence[Sequence[str]], **settings: Any
+    model: Model, rng: np.random.Generator, nets: Sequence[Sequence[str]], **settings: Any
 ) -> list[EditJob]:
-    """Of one size."""
+    """Edits of one size."""
     first, jobs = large_case(rng), []
-    for i, names in enumerate(asked):
+    for i, names in enumerate(nets):
         case = large_case(rng, **{"num_inference_steps": 4, "strength": 1.0, **settings})
         case = replace(case, pixels=first.pixels, mask=first.mask)
         controls = tuple(ControlInput(net, picture(rng, case), 0.7) for net in names)
@@ -278,16 +281,16 @@ def test_with_all_tokens_active_a_cached_row_equals_a_dense_one(
     job = replace(job, edit_mask=np.full_like(job.edit_mask, 255))
     replay = Replay(served.adapter)
     row = cached_row(served, replay, job, refresh)
-    found, expected = result(replay, row, kind), served.alone(job)
-    assert np.abs(found - expected).max() <= tolerance(expected)
+    latents, expected = result(replay, row, kind), served.alone(job)
+    assert np.abs(latents - expected).max() <= tolerance(expected)
 
 
 @pytest.mark.parametrize("guidance", [1.0, 5.0])
 def test_active_tokens_alone_are_told_what_all_of_them_are_at_the_same_step(
     served: Model, guidance: float
 ) -> None:
-    """What is kept of a step serves that step exactly; and a net that keeps nothing says the same
-    beside a cached row as beside a dense one, bit for bit.
+    """Residuals that are kept at a step serve that step exactly. A net that keeps nothing has the
+    same residuals for a cached row as for a dense one, bit for bit.
     """
     rng = fresh_rng()
     [job] = controlled_jobs(served, rng, [("one", "two")], guidance_scale=guidance)
@@ -301,17 +304,17 @@ def test_active_tokens_alone_are_told_what_all_of_them_are_at_the_same_step(
     def added(of: Controlled[UnetNetInput]) -> list[dict[int, torch.Tensor]]:
         with torch.inference_mode():
             UnetNets().run([of])
-        return [dict(each.added) for each in of.control.passes]
+        return [dict(part.added) for part in of.control.passes]
 
     whole = added(now)
-    assert [kept.step for kept in row.control.residuals.values()] == [now.step] * 2
+    assert [residual.step for residual in row.control.residuals.values()] == [now.step] * 2
     alone = added(now._replace(step=now.step + 1))
     later = added(now._replace(step=now.step + 1, timesteps=(now.timesteps[0] / 2,)))
-    assert [kept.step for kept in row.control.residuals.values()] == [now.step] * 2
+    assert [residual.step for residual in row.control.residuals.values()] == [now.step] * 2
     for mine, all_tokens, other in zip(alone, whole, later, strict=True):
         for place, expected in all_tokens.items():
-            wanted = expected.numpy()
-            assert np.abs(mine[place].numpy() - wanted).max() <= tolerance(wanted), place
+            latents = expected.numpy()
+            assert np.abs(mine[place].numpy() - latents).max() <= tolerance(latents), place
         assert any(not torch.equal(other[place], mine[place]) for place in mine)
     row.control.residuals.clear()
     row.control.schedule = refreshed_every(1, row.steps)
@@ -355,8 +358,8 @@ def test_cached_rows_with_and_without_control_do_not_change_one_another(
 
     def rows() -> list[UnetRow]:
         nets: list[Any] = [
-            with_nets(served, cached(replay, job, own), job, refresh)
-            for job, own in zip(jobs, primed, strict=True)
+            with_nets(served, cached(replay, job, template), job, refresh)
+            for job, template in zip(jobs, primed, strict=True)
         ]
         return [*nets, served.row(jobs[1])]
 
@@ -369,8 +372,8 @@ def test_cached_rows_with_and_without_control_do_not_change_one_another(
         assert np.abs(pixels - expected).max() <= tolerance(expected), row.request_id
 
 
-def anchored(model: Model, job: EditJob, own: RefreshSchedule) -> Any:
-    row = model.adapter.anchored_row(job, own)
+def anchored(model: Model, job: EditJob, schedule: RefreshSchedule) -> Any:
+    row = model.adapter.anchored_row(job, schedule)
     model.adapter.control(row, job, model.nets)
     return row
 
@@ -384,39 +387,39 @@ def test_it_is_the_pipeline_whose_nets_foresee(
     rng = np.random.default_rng(int(guidance))
     case = large_case(rng, num_inference_steps=8, strength=1.0, guidance_scale=guidance)
     controls = (ControlInput("one", picture(rng, case), scale=0.8),)
-    job, plan = model.job(case, controls), own_rows.plan(0, 4, 6, foresees=True)
+    job, plan = model.job(case, controls), refresh_rows.plan(0, 4, 6, looks_ahead=True)
     active = model.adapter.prepare(job).prepared.active.levels
 
     def foreseeing(pipeline: Any) -> None:
         ahead = Ahead(pipeline.scheduler, {1: 4, 4: 6}, guidance, None)
         shape = job.moments.shape[1:]
-        base = ForetoldUnet(pipeline.unet, active, {0}, 1, shape, ahead)
-        ForetoldNet(pipeline.controlnet, base, active, {0}, shape)
+        base = LookaheadUnet(pipeline.unet, active, {0}, 1, shape, ahead)
+        LookaheadNet(pipeline.controlnet, base, active, {0}, shape)
 
-    def found() -> Any:
+    def refreshed() -> Any:
         row = anchored(model, job, plan)
-        own_rows.run(model.adapter, [row], [plan])
+        refresh_rows.run(model.adapter, [row], [plan])
         return row.result().array()[:, row.inactive.mask.numpy()[0]]
 
     inside = anchored(model, job, plan).inactive.mask.numpy()[0]
     expected = model.oracle(case, controls, foreseeing)[:, inside]
-    assert np.abs(found() - expected).max() <= tolerance(expected)
+    assert np.abs(refreshed() - expected).max() <= tolerance(expected)
     honest = UnetLookahead.passes
 
     def without(self: UnetLookahead) -> Any:
-        return [replace(each, residuals=None) for each in honest(self)]
+        return [replace(net_input, residuals=None) for net_input in honest(self)]
 
     monkeypatch.setattr(UnetLookahead, "passes", without)
-    assert np.abs(found() - expected).max() > 2 * tolerance(expected)
+    assert np.abs(refreshed() - expected).max() > 2 * tolerance(expected)
 
 
 @pytest.mark.parametrize("guidance", [1.0, 5.0])
 def test_with_own_anchors_at_each_step_it_is_dense(served: Model, guidance: float) -> None:
-    asked = {"guidance_scale": guidance, "num_inference_steps": 5}
-    [job] = controlled_jobs(served, fresh_rng(), [("one", "two")], **asked)
-    plan = own_rows.plan(*range(served.adapter.steps(job)))
+    settings = {"guidance_scale": guidance, "num_inference_steps": 5}
+    [job] = controlled_jobs(served, fresh_rng(), [("one", "two")], **settings)
+    plan = refresh_rows.plan(*range(served.adapter.steps(job)))
     row = anchored(served, job, plan)
-    own_rows.run(served.adapter, [row], [plan])
+    refresh_rows.run(served.adapter, [row], [plan])
     active = row.inactive.mask.numpy()[0]
     expected = served.alone(job)[:, active]
     assert np.abs(row.result().array()[:, active] - expected).max() <= tolerance(expected)
@@ -428,24 +431,28 @@ def test_between_own_anchors_nets_compute_the_active_tokens_alone(served: Model)
     print(f"seed {seed}")
     rng = np.random.default_rng(seed)
     jobs = controlled_jobs(served, rng, (("one",), (), ("two", "one")), num_inference_steps=6)
-    plans = [own_rows.plan(0, 3), own_rows.plan(0, 2), own_rows.plan(0, 2, 4, format="int8")]
-    together = [anchored(served, *each) for each in zip(jobs, plans, strict=True)]
-    own_rows.run(served.adapter, together, plans)
+    plans = [
+        refresh_rows.plan(0, 3),
+        refresh_rows.plan(0, 2),
+        refresh_rows.plan(0, 2, 4, format="int8"),
+    ]
+    together = [anchored(served, *pair) for pair in zip(jobs, plans, strict=True)]
+    refresh_rows.run(served.adapter, together, plans)
 
-    def alone(number: int, own: RefreshSchedule) -> Any:
-        row, kept = anchored(served, jobs[number], own), []
+    def alone(number: int, schedule: RefreshSchedule) -> Any:
+        row, steps = anchored(served, jobs[number], schedule), []
         reader = StepCacheReader(row, served.adapter.entry_blocks)
         while row.step < row.steps:
-            entry: Any = None if row.step in own.anchors else reader.turn_to(row.step)
+            entry: Any = None if row.step in schedule.anchors else reader.turn_to(row.step)
             kinds = plan_of_kinds(("kv",) * served.adapter.blocks) if entry else None
             served.adapter.step([row], kinds, [entry])
-            kept.append(row.control.residuals[0].step if row.control else 0)
+            steps.append(row.control.residuals[0].step if row.control else 0)
         if row.control:
-            last = [max(a for a in own.anchors if a <= step) for step in range(row.steps)]
-            assert kept == last
+            last = [max(a for a in schedule.anchors if a <= step) for step in range(row.steps)]
+            assert steps == last
         return row.result().array()
 
-    own_rows.assert_as_alone(together, plans, alone)
+    refresh_rows.assert_as_alone(together, plans, alone)
 
 
 def test_a_step_that_failed_and_is_tried_again_does_the_same(
@@ -474,17 +481,17 @@ def test_a_step_that_failed_and_is_tried_again_does_the_same(
             replay.step([row], kinds)
     assert row.step == 2
     assert row.control.residuals[0].step == 2
-    found, expected = result(replay, row, "kv"), result(replay, other, "kv")
-    assert np.abs(found - expected).max() <= tolerance(expected)
+    latents, expected = result(replay, row, "kv"), result(replay, other, "kv")
+    assert np.abs(latents - expected).max() <= tolerance(expected)
 
 
 def test_a_cached_row_whose_control_never_acts_is_as_without_bit_for_bit(served: Model) -> None:
     rng, replay = fresh_rng(), Replay(served.adapter)
     [job] = controlled_jobs(served, rng, [("one",)])
     plain = result(replay, cached_row(served, replay, replace(job, controls=())), "kv")
-    for asked in ({"scale": 0.0}, {"start": 0.9}, {"end": 0.1}):
-        given = replace(job, controls=(replace(job.controls[0], **asked),))
-        assert np.array_equal(result(replay, cached_row(served, replay, given), "kv"), plain), asked
+    for change in ({"scale": 0.0}, {"start": 0.9}, {"end": 0.1}):
+        idle = replace(job, controls=(replace(job.controls[0], **change),))
+        assert np.array_equal(result(replay, cached_row(served, replay, idle), "kv"), plain), change
 
 
 def test_rows_with_control_never_write_entries(served: Model) -> None:

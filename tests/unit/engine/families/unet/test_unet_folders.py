@@ -1,4 +1,4 @@
-"""What a Stable Diffusion folder says of itself, and folders that are not served."""
+"""Facts of a Stable Diffusion folder, and folders that are not served."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_facts_are_read_from_the_folder(
 
 
 @pytest.mark.parametrize(
-    ("change_of", "says"),
+    ("change_of", "message"),
     [
         ({"down_block_types": ["AttnDownBlock2D"] * 3}, "AttnDownBlock2D"),
         ({"up_block_types": ["ResnetUpsampleBlock2D"] * 3}, "ResnetUpsampleBlock2D"),
@@ -58,10 +58,10 @@ def test_facts_are_read_from_the_folder(
     ],
 )
 def test_a_unet_that_is_not_served_is_refused_in_one_sentence(
-    folder: Path, change_of: dict[str, Any], says: str
+    folder: Path, change_of: dict[str, Any], message: str
 ) -> None:
     change(folder / "unet" / "config.json", **change_of)
-    with pytest.raises(ConfigError, match=says) as refused:
+    with pytest.raises(ConfigError, match=message) as refused:
         load_spec(folder)
     assert "\n" not in str(refused.value)
 
@@ -81,7 +81,7 @@ def test_a_tokenizer_that_names_no_length_is_refused(folder: Path, length: Any) 
 
 
 @pytest.mark.parametrize(
-    ("changed", "says"),
+    ("changed", "message"),
     [
         ({"_class_name": "EulerAncestralDiscreteScheduler"}, "EulerAncestralDiscreteScheduler"),
         ({"prediction_type": "sample"}, "prediction_type sample"),
@@ -95,8 +95,8 @@ def test_a_tokenizer_that_names_no_length_is_refused(folder: Path, length: Any) 
     ],
 )
 def test_a_sampler_that_is_not_served_is_refused(
-    folder: Path, changed: dict[str, Any], says: str
+    folder: Path, changed: dict[str, Any], message: str
 ) -> None:
     change(folder / "scheduler" / "scheduler_config.json", **changed)
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         load_adapter(config_of(folder))

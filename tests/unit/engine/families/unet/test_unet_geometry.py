@@ -34,18 +34,18 @@ def test_moments_are_taken_apart_and_put_together(seed: int, offset: float) -> N
     box = TileBox(top, integers, top + int(rng.integers(1, 5)), integers + int(rng.integers(1, 6)))
     mixed = old.clone()
     box.cut(mixed).copy_(box.cut(new))
-    own = Moments.of(box.cut(new), 4)
-    found = Moments.of(old, 4) - Moments.of(box.cut(old), 4) + own
+    inside = Moments.of(box.cut(new), 4)
+    moved_moments = Moments.of(old, 4) - Moments.of(box.cut(old), 4) + inside
     expected = torch.var_mean(mixed.view(2, 4, -1), dim=2, correction=0)
-    assert found.count == 9 * 11
-    assert (found.variance - expected[0]).abs().max() < 1e-3
-    assert (found.mean - expected[1]).abs().max() < 1e-4
+    assert moved_moments.count == 9 * 11
+    assert (moved_moments.variance - expected[0]).abs().max() < 1e-3
+    assert (moved_moments.mean - expected[1]).abs().max() < 1e-4
 
     norm = nn.GroupNorm(4, 8)
     nn.init.normal_(norm.weight)
     nn.init.normal_(norm.bias)
     with torch.no_grad():
-        normed = normalise(norm, box.cut(new).float(), found)
+        normed = normalise(norm, box.cut(new).float(), moved_moments)
         assert (normed - box.cut(norm.double()(mixed))).abs().max() < 5e-3
 
 
@@ -64,7 +64,7 @@ def test_frames_hold_what_convolutions_read(seed: int) -> None:
     grid[int(rng.integers(sizes[0][0])), int(rng.integers(sizes[0][1]))] = True
     active = {}
     for level, (height, width) in enumerate(sizes):
-        y, x = (np.unique(each) for each in (grid.nonzero()[0], grid.nonzero()[1]))
+        y, x = (np.unique(ids) for ids in (grid.nonzero()[0], grid.nonzero()[1]))
         touched = np.zeros((height, width), np.bool_)
         touched[np.ix_(np.unique(y >> level), np.unique(x >> level))] = True
         active[level] = np.flatnonzero(touched)
@@ -91,12 +91,12 @@ def check_frame(
     cut = box.cut(picture)
     assert torch.equal(region[:, :, frame.box], cut.flatten(2))
     for ring in [region[:, :, frame.ring]] + [None] * frame.whole:
-        found = frame.read(frame.paste(cut, ring))
-        assert torch.equal(found, padded(picture, frame.reads))
+        latents = frame.read(frame.paste(cut, ring))
+        assert torch.equal(latents, padded(picture, frame.reads))
 
 
 def padded(x: torch.Tensor, reads: TileBox) -> torch.Tensor:
-    """What of x lies in a box that may reach beyond it, with zeros there."""
+    """The part of x in a box that may reach beyond it, with zeros there."""
     far = max(map(abs, (reads.top, reads.left, reads.bottom, reads.right)))
     wide = F.pad(x, (far, far, far, far))
     height, width = reads.shape
@@ -144,16 +144,16 @@ def test_boxes_of_buckets_hold_those_that_are_needed(halo: int) -> None:
         mask = np.zeros(sizes[0], np.uint8)
         mask[top : top + rng.integers(1, 64), integers : integers + rng.integers(1, 64)] = 1
         active = active_tokens_per_level(mask, 1, range(3))
-        exact, own = (tile_of(active, sizes, halo, buckets=flag) for flag in (False, True))
-        for place, of, size in zip(own, exact, sizes, strict=True):
+        exact, bucketed = (tile_of(active, sizes, halo, buckets=flag) for flag in (False, True))
+        for place, of, size in zip(bucketed, exact, sizes, strict=True):
             assert positions(of.box) <= positions(place.box) <= positions(TileBox(0, 0, *size))
             # Where a coarser one has to hold a finer one that grew, it may be a little larger.
             for side, needed in zip(place.box.shape, of.box.shape, strict=True):
                 assert side <= max(needed + 4, 1.25 * needed + 2)
-        for place, below in itertools.pairwise(own):
+        for place, below in itertools.pairwise(bucketed):
             reads = in_picture(brute_reads(place.box, 1), place.size)
             assert {(y // 2, x // 2) for y, x in reads} <= positions(below.box)
-        shapes.add(own[0].box.shape[0])
+        shapes.add(bucketed[0].box.shape[0])
     assert len(shapes) <= 32
 
 
@@ -172,8 +172,10 @@ def test_bytes_of_a_square_tile_are_about_those_that_are_loaded(
     active = active_tokens_per_level(mask, 1, range(len(work.tokens)))
     tile = tile_of(active, level_sizes(side, side, len(work.tokens)), halo)
     loaded = sum(
-        fmt.bytes_of(len(tile[each.level].of_template(strided=each.strided)), each.width)
-        for each in work.maps
+        fmt.bytes_of(
+            len(tile[map_work.level].of_template(strided=map_work.strided)), map_work.width
+        )
+        for map_work in work.maps
     )
     counted = tile_bytes(work, work.row_at(ratio, 77), fmt)
     assert 0.7 * loaded < counted.sum() < 1.3 * loaded

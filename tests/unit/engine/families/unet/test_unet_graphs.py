@@ -25,7 +25,7 @@ from tests.fakes.jobs import config_of, encode_case, unet_case
 from tests.support.cached_rows import Primed, assert_equal, cached
 from tests.support.draws import fresh_seed
 from tests.support.examples import WHOLE
-from tests.support.own_rows import plan, row_of, run
+from tests.support.refresh_rows import plan, row_of, run
 from tests.support.replayed import HalfReplayed, Replayed, finish_behind_a_lost_entry
 
 pytestmark = pytest.mark.spread("folder")
@@ -57,10 +57,10 @@ def adapter_of(
     return adapter
 
 
-def job_of(encoder: Encoder, seed: int, at: int = 0, **asked: Any) -> EditJob:
+def job_of(encoder: Encoder, seed: int, at: int = 0, **settings: Any) -> EditJob:
     """An edit; `at` moves its mask and changes its pixels."""
     rng = np.random.default_rng(seed)
-    case = unet_case(rng, num_inference_steps=6, strength=1.0, **asked)
+    case = unet_case(rng, num_inference_steps=6, strength=1.0, **settings)
     mask = np.zeros((SIDE, SIDE), np.uint8)
     top, left = (int(integer) for integer in rng.integers(0, SIDE // 2, 2))
     mask[top : top + int(rng.integers(8, 48)), left : left + int(rng.integers(8, 48))] = 255
@@ -73,7 +73,7 @@ def job_of(encoder: Encoder, seed: int, at: int = 0, **asked: Any) -> EditJob:
 
 
 def primed(adapter: UnetAdapter, encoder: Encoder, jobs: Sequence[EditJob]) -> list[Primed | None]:
-    """Of each job its template; every third one is dense."""
+    """The template of each job; every third row is dense."""
     return [
         None if number % 3 == 2 else Primed(adapter, encoder, job)
         for number, job in enumerate(jobs)
@@ -122,17 +122,19 @@ def test_tiles_that_join_and_leave_have_the_latents_that_they_have_without(
     ]
     capture = Replayed()
     plain = adapter_of(folder, None, halo, buckets=buckets)
-    own = adapter_of(folder, capture, halo, buckets=buckets)
+    recording = adapter_of(folder, capture, halo, buckets=buckets)
     plans = [("kv",) * plain.blocks]
     templates = primed(plain, encoder, jobs)
     expected = results(plain, jobs, templates, plans)
     recorded = []
     for _ in range(2):
-        for result, latents in zip(results(own, jobs, templates, plans), expected, strict=True):
+        for result, latents in zip(
+            results(recording, jobs, templates, plans), expected, strict=True
+        ):
             assert_equal(result, latents)
         recorded.append(capture.recorded)
     assert recorded[0] > 0, seed
-    recorder = own._stepped.graphs
+    recorder = recording._stepped.graphs
     assert isinstance(recorder, Graphs)
     assert recorder._capture is capture, "recording was turned off"
 
@@ -145,14 +147,16 @@ def test_steps_between_own_anchors_are_recorded(folder: Path, encoder: Encoder) 
     seed = fresh_seed()
     guided = {"guidance_scale": 7.5, "negative_prompt": "blue"}
     jobs = [job_of(encoder, seed, at=at, **guided) for at in range(3)]
-    plans = [plan(0, 2), None, plan(0, 3, foresees=True)]
-    capture, found = Replayed(), []
+    plans = [plan(0, 2), None, plan(0, 3, looks_ahead=True)]
+    capture, latents = Replayed(), []
     for adapter in (adapter_of(folder, None), adapter_of(folder, capture)):
         for _ in range(2):
-            rows = [row_of(adapter, job, own) for job, own in zip(jobs, plans, strict=True)]
+            rows = [
+                row_of(adapter, job, schedule) for job, schedule in zip(jobs, plans, strict=True)
+            ]
             run(adapter, rows, plans)
-        found.append([row.result().array() for row in rows])
-    for plain, recorded in zip(*found, strict=True):
+        latents.append([row.result().array() for row in rows])
+    for plain, recorded in zip(*latents, strict=True):
         assert_equal(recorded, plain)
     assert capture.recorded > 0, seed
 
@@ -160,7 +164,9 @@ def test_steps_between_own_anchors_are_recorded(folder: Path, encoder: Encoder) 
 def test_a_tile_elsewhere_is_stepped_by_the_pieces_of_another(
     folder: Path, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of equal shapes, and another entry; a step without the walk gives what the walk gives."""
+    """The shapes are equal and the entry is another. A step without the walk gives what the walk
+    gives.
+    """
     adapter, plain = adapter_of(folder, Replayed(), 1), adapter_of(folder, None, 1)
     jobs = [job_of(encoder, 4, at=at) for at in (0, 2)]
     kinds = ("kv",) * plain.blocks
@@ -207,18 +213,20 @@ def test_rows_that_join_and_leave_have_the_latents_that_they_have_without(
     guided = {"guidance_scale": 7.5, "negative_prompt": "blue"}
     jobs = [job_of(encoder, seed + i, **(guided if i < 2 else {})) for i in range(ROWS)]
     capture = Replayed()
-    plain, own = adapter_of(folder, None), adapter_of(folder, capture)
+    plain, recording = adapter_of(folder, None), adapter_of(folder, capture)
     plans: list[Any] = [("kv",) * plain.blocks]
     if mixed:  # of dense blocks and others; projected ones are not recorded
         drawn = [rng.choice(["dense", "kv", kind], plain.blocks) for kind in ("kv", "project")]
-        plans = [tuple(each) for each in drawn] + plans
+        plans = [tuple(kinds) for kinds in drawn] + plans
     templates = primed(plain, encoder, jobs)
     expected = results(plain, jobs, templates, plans)
     for _ in range(2):  # in the second round nearly all steps were recorded in the first
-        for result, latents in zip(results(own, jobs, templates, plans), expected, strict=True):
+        for result, latents in zip(
+            results(recording, jobs, templates, plans), expected, strict=True
+        ):
             assert_equal(result, latents)
     assert capture.recorded > 0, seed
-    recorder = own._stepped.graphs
+    recorder = recording._stepped.graphs
     assert isinstance(recorder, Graphs)
     assert recorder._capture is capture, "recording was turned off"
 
@@ -267,8 +275,8 @@ def test_one_that_answers_otherwise_turns_them_off(
     plans, templates = [("kv",) * plain.blocks], primed(plain, encoder, jobs)
     expected = results(plain, jobs, templates, plans)
     with caplog.at_level(logging.ERROR):
-        found = results(adapter, jobs, templates, plans)
-    assert_equal(found[0], expected[0])
+        latents = results(adapter, jobs, templates, plans)
+    assert_equal(latents[0], expected[0])
     assert "not recorded as CUDA graphs" in caplog.text
     before = capture.recorded
     assert_equal(results(adapter, jobs, templates, plans)[0], expected[0])
@@ -279,8 +287,8 @@ def test_a_bucket_holds_its_count_and_at_most_an_eighth_more() -> None:
     for most in (1, 7, 100, 4096):
         of = [bucket(count, most) for count in range(1, most + 1)]
         assert of == sorted(of)
-        for count, held in enumerate(of, 1):
-            assert count <= held <= min(most, max(count + count // 8 + 1, count + 7))
+        for count, size in enumerate(of, 1):
+            assert count <= size <= min(most, max(count + count // 8 + 1, count + 7))
     assert len({bucket(count, 4096) for count in range(1, 4097)}) < 80
 
 

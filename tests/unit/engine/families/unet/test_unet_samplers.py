@@ -71,12 +71,12 @@ class Edit:
     ) -> None:
         steps = int(rng.integers(1, 30))
         run = steps if rng.random() < 0.3 else int(rng.integers(1, steps + 1))
-        self.own = copy.deepcopy(sampler)
-        self.own.set_timesteps(steps)
-        begin = (steps - run) * self.own.order
-        self.timesteps = self.own.timesteps[begin:]
-        if hasattr(self.own, "set_begin_index"):
-            self.own.set_begin_index(begin)
+        self.reference = copy.deepcopy(sampler)
+        self.reference.set_timesteps(steps)
+        begin = (steps - run) * self.reference.order
+        self.timesteps = self.reference.timesteps[begin:]
+        if hasattr(self.reference, "set_begin_index"):
+            self.reference.set_begin_index(begin)
         self.clean, self.noise = normal(rng, *SHAPE), normal(rng, *SHAPE)
         greys = [0, 255] if rng.random() < 0.5 else [0, 1, 51, 64, 85, 102, 127, 170, 254, 255]
         self.grey = torch.from_numpy(rng.choice(greys, (1, *SHAPE[1:])))
@@ -110,37 +110,37 @@ class Edit:
             inactive=inactive,
         )
 
-    def answers(self, taken: Tensor, step: int) -> Tensor:
+    def answers(self, model_input: Tensor, step: int) -> Tensor:
         """[passes, C, h, w] of a model that looks at what it is given."""
         passes = 1 if self.scale == 1 else 2
-        return torch.tanh(taken * self.weights[:passes, step])
+        return torch.tanh(model_input * self.weights[:passes, step])
 
     def alone(self) -> Tensor:
         """[C, h, w] by diffusers' pipelines' own loop, in which a cached row's inactive tokens are
         pinned.
         """
         latents = self.start
-        if len(self.timesteps) == len(self.own.timesteps):
-            assert torch.allclose(latents, self.noise * self.own.init_noise_sigma)
+        if len(self.timesteps) == len(self.reference.timesteps):
+            assert torch.allclose(latents, self.noise * self.reference.init_noise_sigma)
         else:
             at = self.timesteps[:1]
-            expected = self.own.add_noise(self.clean[None], self.noise[None], at)[0]
+            expected = self.reference.add_noise(self.clean[None], self.noise[None], at)[0]
             assert (latents - expected).abs().max() <= tolerance(expected.numpy())
         for step, timestep in enumerate(self.timesteps):
-            taken = self.own.scale_model_input(latents[None], timestep)[0]
+            model_input = self.reference.scale_model_input(latents[None], timestep)[0]
             if self.inactive is not None:
                 pinned = self.inactive.template.latents_at(float(timestep))
-                taken = torch.where(self.inactive.mask, taken, pinned)
-            answer, *away = self.answers(taken, step)
+                model_input = torch.where(self.inactive.mask, model_input, pinned)
+            answer, *away = self.answers(model_input, step)
             if away:
                 answer = away[0] + self.scale * (answer - away[0])
-            moved = self.own.step(answer[None], timestep, latents[None], return_dict=False)[0]
+            moved = self.reference.step(answer[None], timestep, latents[None], return_dict=False)[0]
             latents = moved[0]
             if self.blends:
                 source = self.clean[None]
                 if step + 1 < len(self.timesteps):
                     at = self.timesteps[step + 1 : step + 2]
-                    source = self.own.add_noise(source, self.noise[None], at)
+                    source = self.reference.add_noise(source, self.noise[None], at)
                 # What the next step may change: white from the first on, black never.
                 maximum = max(len(self.timesteps) - step - 1, 1)
                 inside = (self.grey * len(self.timesteps) >= 255 * maximum).float()
@@ -150,8 +150,8 @@ class Edit:
 
 def stepped(edits: Sequence[Edit], packed: PackedLatents) -> None:
     inputs = packed.samples()
-    given = zip(edits, inputs, strict=True)
-    packed.advance([edit.answers(x[: SHAPE[0]], edit.row.step) for edit, x in given])
+    rows = zip(edits, inputs, strict=True)
+    packed.advance([edit.answers(x[: SHAPE[0]], edit.row.step) for edit, x in rows])
 
 
 def run(edits: Sequence[Edit], rng: np.random.Generator) -> None:
@@ -180,12 +180,12 @@ def test_rows_moved_together_are_what_diffusers_makes_of_each(name: str, blends:
     begun = [edit.row.state for edit in edits]
     run(edits, rng)
     together = [edit.row.latents for edit in edits]
-    for edit, state, found in zip(edits, begun, together, strict=True):
+    for edit, state, moved_state in zip(edits, begun, together, strict=True):
         expected = edit.alone()
-        assert (found - expected).abs().max() <= tolerance(expected.numpy()), seed
+        assert (moved_state - expected).abs().max() <= tolerance(expected.numpy()), seed
         edit.row.state, edit.row.step = state, 0
         run([edit], rng)
-        assert torch.equal(edit.row.latents, found), seed
+        assert torch.equal(edit.row.latents, moved_state), seed
 
 
 def test_only_a_sampler_that_clips_is_not_linear() -> None:

@@ -74,11 +74,11 @@ def plain(folder: Path) -> UnetAdapter:
 
 
 def make_job(
-    encoder: Encoder, seed: int, side: tuple[int, int] = (72, 84), **asked: Any
+    encoder: Encoder, seed: int, side: tuple[int, int] = (72, 84), **settings: Any
 ) -> EditJob:
     """An edit of a small random mask; sides that are odd at some level."""
     rng = np.random.default_rng(seed)
-    case = unet_case(rng, **asked)
+    case = unet_case(rng, **settings)
     mask = np.zeros(side, np.uint8)
     for _ in range(2):
         top, left = (int(rng.integers(0, n // 2)) for n in side)
@@ -99,7 +99,7 @@ def row_of(adapter: UnetAdapter, job: EditJob, primed: Primed, at: int = 0) -> U
 
 
 def answer(adapter: UnetAdapter, row: UnetRow) -> torch.Tensor:
-    """What the model answers in the row's next step."""
+    """The model's answer in the row's next step."""
     adapter.step([row], plan(adapter))
     assert row.answer is not None
     return row.answer
@@ -141,42 +141,48 @@ def test_a_tile_is_the_mixed_map_computed_in_full(
     )
     with recorded(plain.model) as maps:
         plain.step([priming_row], None)
-    maps = [as_stored(each, format) for each in maps]
-    row, slow, rival = (row_of(each, job, primed) for each in (tiles, plain, plain))
+    maps = [as_stored(map, format) for map in maps]
+    row, slow, rival = (row_of(adapter, job, primed) for adapter in (tiles, plain, plain))
     with mixed(plain.model, maps, plain._preparation.active(job).levels, halo):
         expected = answer(plain, slow)
     at = (slice(None), *box_of(row))
     assert box_of(row) != (slice(0, 18), slice(0, 21))
-    found, naive = answer(tiles, row), answer(plain, rival)
-    assert (found - expected)[at].abs().max() <= tolerance(expected.numpy())
+    latents, naive = answer(tiles, row), answer(plain, rival)
+    assert (latents - expected)[at].abs().max() <= tolerance(expected.numpy())
     assert (naive - expected)[at].abs().max() > 10 * tolerance(expected.numpy())
 
 
 def test_a_halo_over_the_whole_picture_is_a_row_without_tiles(
     folder: Path, encoder: Encoder, plain: UnetAdapter
 ) -> None:
-    job, found = make_job(encoder, 10), []
-    for each in (adapter_of(configured(folder, ALL)), plain):
-        replay = Replay(each)
-        found.append(result(replay, cached(replay, job, Primed(each, encoder, job, "kv")), "kv"))
-    assert_equal(found[0], found[1])
+    job, latents = make_job(encoder, 10), []
+    for adapter in (adapter_of(configured(folder, ALL)), plain):
+        replay = Replay(adapter)
+        latents.append(
+            result(replay, cached(replay, job, Primed(adapter, encoder, job, "kv")), "kv")
+        )
+    assert_equal(latents[0], latents[1])
 
 
-@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("own_entries", [False, True])
 def test_on_the_priming_inputs_every_tile_equals_dense(
-    folder: Path, encoder: Encoder, plain: UnetAdapter, own: bool
+    folder: Path, encoder: Encoder, plain: UnetAdapter, own_entries: bool
 ) -> None:
     """In one step with a dense row, and with another template's. Where both passes of a guided row
     have entries of their own, both agree.
     """
-    tiles = adapter_of(configured(folder, 1, cfg_entries="own" if own else "shared"))
+    tiles = adapter_of(configured(folder, 1, cfg_entries="own" if own_entries else "shared"))
     samples, passes, times, boxes = [], [], [], []
     for seed in range(3):
-        guided = {"guidance_scale": 7.5, "negative_prompt": ""} if own else {"guidance_scale": 1.0}
+        guided = (
+            {"guidance_scale": 7.5, "negative_prompt": ""}
+            if own_entries
+            else {"guidance_scale": 1.0}
+        )
         job = make_job(encoder, seed, **guided)
         job = replace(job, conditioning=encoder.encode_prompt(""))
-        if own and tiles.entry_halves == 2:
-            zeros = {name: np.zeros_like(each) for name, each in job.conditioning.items()}
+        if own_entries and tiles.entry_halves == 2:
+            zeros = {name: np.zeros_like(x) for name, x in job.conditioning.items()}
             job = replace(job, negative=zeros)
         primed = Primed(tiles, encoder, job, "kv")
         row = tiles.dense_row(job) if seed == 0 else row_of(tiles, job, primed, at=1)
@@ -188,15 +194,15 @@ def test_on_the_priming_inputs_every_tile_equals_dense(
         boxes += [None if seed == 0 else box_of(row)] * len(mine)
     sample, when = torch.stack(samples), torch.tensor(times)
     size, depth = tuple(sample.shape[2:]), len(tiles.model.down_blocks)
-    dense = [PassInput(each.text, each.added) for each in passes]
+    dense = [PassInput(part.text, part.added) for part in passes]
     answers = []
-    for each in (passes, dense):
-        packed = PackedPasses(each, size, depth, sample.device)
+    for inputs in (passes, dense):
+        packed = PackedPasses(inputs, size, depth, sample.device)
         with torch.inference_mode():
             answers.append(forward(tiles.weights, packed, sample, when, ("kv",) * tiles.blocks))
-    for found, expected, box in zip(*answers, boxes, strict=True):
+    for latents, expected, box in zip(*answers, boxes, strict=True):
         at = (slice(None), *(box or ()))
-        assert (found - expected)[at].abs().max() <= tolerance(expected.numpy())
+        assert (latents - expected)[at].abs().max() <= tolerance(expected.numpy())
 
 
 def test_a_row_takes_its_own_of_whole_maps(folder: Path, encoder: Encoder) -> None:
@@ -210,20 +216,21 @@ def test_a_row_takes_its_own_of_whole_maps(folder: Path, encoder: Encoder) -> No
 
 
 def test_a_mixed_batch_equals_each_row_alone(folder: Path, encoder: Encoder) -> None:
-    jobs = [make_job(encoder, seed) for seed in range(20, 26)]
-    check_mixed_batch(Replay(adapter_of(configured(folder, 2))), encoder, jobs, "kv", stride=2)
+    adapter, jobs = adapter_of(configured(folder, 2)), [make_job(encoder, n) for n in range(20, 26)]
+    primed = [Primed(adapter, encoder, job, stride=2) for job in jobs]
+    check_mixed_batch(Replay(adapter), jobs, primed, "kv")
 
 
 def test_a_step_without_an_entry_convolves_the_whole_picture(
     folder: Path, encoder: Encoder, plain: UnetAdapter
 ) -> None:
-    job, found = make_job(encoder, 30), []
-    for each in (adapter_of(configured(folder, 2)), plain):
-        replay = Replay(each)
-        row = cached(replay, job, Primed(each, encoder, job, "kv"))
+    job, latents = make_job(encoder, 30), []
+    for adapter in (adapter_of(configured(folder, 2)), plain):
+        replay = Replay(adapter)
+        row = cached(replay, job, Primed(adapter, encoder, job, "kv"))
         replay.reads(row, [None] * row.steps)
-        found.append(result(replay, row, "kv"))
-    assert np.array_equal(found[0], found[1])
+        latents.append(result(replay, row, "kv"))
+    assert np.array_equal(latents[0], latents[1])
 
 
 @pytest.mark.parametrize("format", ["model", "int8", "int4"])
@@ -235,8 +242,8 @@ def test_the_engine_stores_what_is_counted_and_files_give_it_back(
     entry = Primed(tiles, encoder, job, "kv", format).entries[0]
     fmt = FORMATS["float32" if format == "model" else format]
     assert entry.nbytes == entry_bytes(tiles.work(height, width), "kv", fmt)
-    found, _ = read_entry(bytearray(dump_entry(entry, NOTE)))
-    assert same(found, entry)
+    read, _ = read_entry(bytearray(dump_entry(entry, NOTE)))
+    assert same(read, entry)
 
 
 def test_a_row_loads_of_maps_what_its_tiles_read(folder: Path, encoder: Encoder) -> None:

@@ -25,8 +25,8 @@ from tests.fakes.pipelines import diffusers_edit
 from tests.fakes.tiny_unet import EACH_SORT
 from tests.support.cached_rows import assert_equal
 from tests.support.flop_count import counted
-from tests.support.foretold_unet import Ahead, ForetoldUnet
-from tests.support.own_rows import plan, result, row_of, run
+from tests.support.lookahead_unet import Ahead, LookaheadUnet
+from tests.support.refresh_rows import computed, plan, result, row_of, run
 
 pytestmark = pytest.mark.spread("folder")
 
@@ -60,10 +60,10 @@ def encoder(folder: Path) -> Encoder:
     return load_encoder(config_of(folder))
 
 
-def make_case(seed: int, **asked: Any) -> Case:
+def make_case(seed: int, **settings: Any) -> Case:
     """An edit of a small random mask; sides that are odd at some level."""
     rng = np.random.default_rng(seed)
-    case = unet_case(rng, **{"num_inference_steps": 7, "strength": 1.0, **asked})
+    case = unet_case(rng, **{"num_inference_steps": 7, "strength": 1.0, **settings})
     mask = np.zeros(SIDE, np.uint8)
     top, left = (int(rng.integers(0, n // 2)) for n in SIDE)
     mask[top : top + int(rng.integers(4, 24)), left : left + int(rng.integers(4, 24))] = 255
@@ -71,22 +71,8 @@ def make_case(seed: int, **asked: Any) -> Case:
     return replace(case, pixels=pixels, mask=mask)
 
 
-def make_job(encoder: Encoder, seed: int, **asked: Any) -> EditJob:
-    return encode_case(encoder, make_case(seed, **asked), f"edit-{seed}")
-
-
-def computed(adapter: UnetAdapter, job: EditJob, latents: Any) -> Any:
-    """Of [C, h, w] latents those of the tokens that a step between anchors computes."""
-    return latents.reshape(len(latents), -1)[:, adapter.prepare(job).prepared.active.levels[0]]
-
-
-@pytest.mark.parametrize("guidance", [1.0, 7.5])
-def test_with_an_anchor_at_each_step_it_is_dense(
-    adapter: UnetAdapter, encoder: Encoder, guidance: float
-) -> None:
-    job = make_job(encoder, int(guidance), guidance_scale=guidance, mask_ring=1)
-    own = result(adapter, job, plan(*range(adapter.steps(job))))
-    assert_equal(computed(adapter, job, own), computed(adapter, job, result(adapter, job, None)))
+def make_job(encoder: Encoder, seed: int, **settings: Any) -> EditJob:
+    return encode_case(encoder, make_case(seed, **settings), f"edit-{seed}")
 
 
 @pytest.mark.parametrize("halo", [0, ALL])
@@ -94,26 +80,26 @@ def test_with_all_tokens_active_it_is_dense(folder: Path, encoder: Encoder, halo
     adapter, job = adapter_of(folder, halo), make_job(encoder, 2)
     job = replace(job, edit_mask=np.full_like(job.edit_mask, 255))
     dense = result(adapter, job, None)
-    for foresees in (False, True):
-        assert_equal(result(adapter, job, plan(0, 3, foresees=foresees)), dense)
+    for looks_ahead in (False, True):
+        assert_equal(result(adapter, job, plan(0, 3, looks_ahead=looks_ahead)), dense)
 
 
 def test_rows_do_not_depend_on_their_batch(adapter: UnetAdapter, encoder: Encoder) -> None:
     jobs = [make_job(encoder, seed, num_inference_steps=4 + seed) for seed in range(6)]
-    ahead = partial(plan, foresees=True)
+    ahead = partial(plan, looks_ahead=True)
     plans = [plan(0, 2), None, ahead(0, 3, 4), ahead(0, 2), ahead(0, 3, 5), plan(0)]
-    together = [row_of(adapter, job, own) for job, own in zip(jobs, plans, strict=True)]
+    together = [row_of(adapter, job, schedule) for job, schedule in zip(jobs, plans, strict=True)]
     run(adapter, together, plans)
-    for job, own, beside in zip(jobs, plans, together, strict=True):
-        assert_equal(beside.result().array(), result(adapter, job, own))
+    for job, schedule, neighbour in zip(jobs, plans, together, strict=True):
+        assert_equal(neighbour.result().array(), result(adapter, job, schedule))
 
 
 @pytest.mark.parametrize(
-    ("halo", "seed", "foresees", "bends"),
+    ("halo", "seed", "looks_ahead", "bends"),
     [(0, 0, False, False), (2, 1, False, False), (ALL, 2, True, True), (0, 3, True, False)],
 )
 def test_it_is_the_pipeline_whose_others_are_foretold(
-    folder: Path, encoder: Encoder, halo: int, seed: int, foresees: bool, bends: bool
+    folder: Path, encoder: Encoder, halo: int, seed: int, looks_ahead: bool, bends: bool
 ) -> None:
     """Between anchors tokens and maps outside lie on lines, from which tokens may bend; a row that
     holds them is far off.
@@ -130,21 +116,25 @@ def test_it_is_the_pipeline_whose_others_are_foretold(
     job = encode_case(encoder, case, "oracle")
     dense = {0, 3, 6} if seed else {0, 2}
     prepared = adapter.prepare(job).prepared
-    active, blend, ahead, own = prepared.active.levels, prepared.inputs.start.blend, None, plan
-    if foresees:
-        steps, dense, own = {1: 4, 4: 6}, {0}, partial(plan, 4, 6, foresees=True, bends=bends)
+    active, blend, ahead, make = prepared.active.levels, prepared.inputs.start.blend, None, plan
+    if looks_ahead:
+        steps, dense, make = (
+            {1: 4, 4: 6},
+            {0},
+            partial(plan, 4, 6, looks_ahead=True, second_order=bends),
+        )
         inside = None if blend is None else blend.mask[0] > 0
         ahead = Ahead(pipeline.scheduler, steps, case.settings.guidance_scale, inside)
     size = job.moments.shape[1:]
-    ForetoldUnet(pipeline.unet, active, dense, halo or 1, size, ahead, bends=bends)
+    LookaheadUnet(pipeline.unet, active, dense, halo or 1, size, ahead, second_order=bends)
     expected = diffusers_edit(pipeline, case.pixels, case.mask, case.prompt, case.settings,
                               case.seed, output_type="latent")[0].numpy()  # fmt: skip
-    found = result(adapter, job, own(*dense))
-    assert_equal(computed(adapter, job, found), computed(adapter, job, expected))
-    mine, off = own(*dense), np.abs(computed(adapter, job, found - expected)).max()
-    rivals = [replace(mine, power=0.0), replace(mine, looks_ahead=not foresees)]
+    latents = result(adapter, job, make(*dense))
+    assert_equal(computed(adapter.spec, job, latents), computed(adapter.spec, job, expected))
+    mine, off = make(*dense), np.abs(computed(adapter.spec, job, latents - expected)).max()
+    rivals = [replace(mine, power=0.0), replace(mine, looks_ahead=not looks_ahead)]
     for rival in [*rivals, *([replace(mine, second_order=False)] if bends else [])]:
-        maximum = np.abs(computed(adapter, job, result(adapter, job, rival) - expected)).max()
+        maximum = np.abs(computed(adapter.spec, job, result(adapter, job, rival) - expected)).max()
         assert maximum > 10 * off, rival
 
 
@@ -152,21 +142,21 @@ def test_what_was_foreseen_without_an_adapter_is_forgotten_with_it(
     adapter: UnetAdapter, encoder: Encoder
 ) -> None:
     job = make_job(encoder, 8)
-    for foresees in (True, False):
-        row = row_of(adapter, job, plan(0, 3, foresees=foresees))
+    for looks_ahead in (True, False):
+        row = row_of(adapter, job, plan(0, 3, looks_ahead=looks_ahead))
         reader = StepCacheReader(row, adapter.entry_blocks)
         adapter.step([row], None, [None])
         assert reader.turn_to(1) is not None
         adapter.attach(row, job, ())
-        assert (reader.turn_to(1) is None) == foresees
+        assert (reader.turn_to(1) is None) == looks_ahead
 
 
 @pytest.mark.parametrize("format", ["int8", "int4"])
 def test_a_format_is_near(adapter: UnetAdapter, encoder: Encoder, format: str) -> None:
     job = make_job(encoder, 5)
     exact = result(adapter, job, plan(0, 3))
-    found = result(adapter, job, plan(0, 3, format=format))
-    assert 0 < np.abs(found - exact).max() < (0.05 if format == "int8" else 0.8)
+    latents = result(adapter, job, plan(0, 3, format=format))
+    assert 0 < np.abs(latents - exact).max() < (0.05 if format == "int8" else 0.8)
 
 
 def test_a_format_has_no_tokens_where_a_level_has_no_others(
@@ -185,25 +175,27 @@ def test_a_format_has_no_tokens_where_a_level_has_no_others(
 def test_what_is_counted_of_a_step_is_what_torch_counts(
     adapter: UnetAdapter, encoder: Encoder, guidance: float
 ) -> None:
-    """What a row computes once, of SDXL's sizes, is counted at each step."""
-    job, own, rows = make_job(encoder, 6, guidance_scale=guidance), plan(0), []
-    once = counted(lambda: rows.append(row_of(adapter, job, own)))
+    """The part that a row computes once, from SDXL's sizes, is counted at each step."""
+    job, schedule, rows = make_job(encoder, 6, guidance_scale=guidance), plan(0), []
+    once = counted(lambda: rows.append(row_of(adapter, job, schedule)))
     adapter.step(rows, None)
     entry: Any = StepCacheReader(rows[0], adapter.entry_blocks).turn_to(1)
     kinds = ("kv",) * adapter.blocks
-    found = once + counted(lambda: adapter.step(rows, plan_of_kinds(kinds), [entry]))
+    flops = once + counted(lambda: adapter.step(rows, plan_of_kinds(kinds), [entry]))
     work = adapter.work(*job.moments.shape[1:])
-    assert found == work.batch_flops(adapter.counted(job, own), kinds, None)
+    assert flops == work.batch_flops(adapter.counted(job, schedule), kinds, None)
 
 
-@pytest.mark.parametrize("own", [plan(0, 2), plan(0, 3, 5, foresees=True, bends=True)])
+@pytest.mark.parametrize(
+    "schedule", [plan(0, 2), plan(0, 3, 5, looks_ahead=True, second_order=True)]
+)
 def test_what_is_booked_is_what_is_held(
-    adapter: UnetAdapter, encoder: Encoder, own: RefreshSchedule
+    adapter: UnetAdapter, encoder: Encoder, schedule: RefreshSchedule
 ) -> None:
     """At most: rings and answers lie three and two times there, once two anchors are taken."""
-    job, own = make_job(encoder, 7, guidance_scale=7.5), replace(own, text=False)
-    row = row_of(adapter, job, own)
-    run(adapter, [row], [own])
+    job, schedule = make_job(encoder, 7, guidance_scale=7.5), replace(schedule, text=False)
+    row = row_of(adapter, job, schedule)
+    run(adapter, [row], [schedule])
     total = sum(anchor.nbytes for anchor in row.anchors)
-    booked = step_cache_bytes(own, adapter, job, "float32")
+    booked = step_cache_bytes(schedule, adapter, job, "float32")
     assert total < booked == total + adapter.anchored_bytes(job)

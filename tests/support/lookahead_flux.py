@@ -17,7 +17,7 @@ from maskserve_engine.families.flux.adapter import FluxAdapter
 from maskserve_engine.families.mmdit.rows import FlowRow
 
 
-class Foretold:
+class LookaheadAttention:
     """An attention processor of a FluxTransformer2DModel. At refresh steps it remembers the keys
     and values of all tokens. At other steps it replaces those of the cached tokens by values on the
     line through the last two refresh steps. If the schedule bends lines, the values leave the line
@@ -26,7 +26,7 @@ class Foretold:
 
     def __init__(self, state: State) -> None:
         self.state = state
-        self.seen: list[tuple[float, Tensor, Tensor]] = []
+        self.refreshed: list[tuple[float, Tensor, Tensor]] = []
 
     def __call__(
         self, attn: Any, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None,
@@ -46,19 +46,19 @@ class Foretold:
             k = torch.cat((attn.norm_added_k(text[1]), k), dim=1)
             v = torch.cat((text[2], v), dim=1)
         q, k = (apply_rotary_emb(x, image_rotary_emb, sequence_dim=1) for x in (q, k))
-        sigma, others = self.state.sigma, self.state.others
+        sigma, cached = self.state.sigma, self.state.cached
         if self.state.anchor:
-            self.seen.append((sigma, k, v))
+            self.refreshed.append((sigma, k, v))
         else:
-            before, last = self.seen[-2:] if len(self.seen) > 1 else self.seen * 2
+            before, last = self.refreshed[-2:] if len(self.refreshed) > 1 else self.refreshed * 2
             times = self.state.times(before[0], last[0])
             k, v = k.clone(), v.clone()
-            for own, at in ((k, 1), (v, 2)):
+            for tensor, at in ((k, 1), (v, 2)):
                 line = last[at] + times * (last[at] - before[at])
-                if self.state.bends and len(self.seen) > 2:
-                    curve, share = self.state.parabola([(x[0], x[at]) for x in self.seen[-3:]])
+                if self.state.second_order and len(self.refreshed) > 2:
+                    curve, share = self.state.parabola([(x[0], x[at]) for x in self.refreshed[-3:]])
                     line = line + share * (curve - line)
-                own[:, others] = line[:, others]
+                tensor[:, cached] = line[:, cached]
         out = torch.nn.functional.scaled_dot_product_attention(
             *(x.transpose(1, 2) for x in (q, k, v))
         )
@@ -74,10 +74,10 @@ class State:
 
     sigma = 0.0
     anchor = True
-    others: Tensor
+    cached: Tensor
 
-    def __init__(self, power: float, *, bends: bool) -> None:
-        self.power, self.bends = power, bends
+    def __init__(self, power: float, *, second_order: bool) -> None:
+        self.power, self.second_order = power, second_order
 
     def times(self, before: float, last: float) -> float:
         """The way since the last refresh step, as a multiple of the way between the last two."""
@@ -88,29 +88,29 @@ class State:
         """The value now on the parabola through three points, each with its sigma, and the second
         result of `parabola`.
         """
-        each = [(sigma**self.power, x) for sigma, x in through]
-        return parabola(self.sigma**self.power, each)
+        return parabola(self.sigma**self.power, [(sigma**self.power, x) for sigma, x in through])
 
 
 def parabola(now: float, through: Sequence[tuple[float, Tensor]]) -> tuple[Tensor, float]:
     """The value at `now` on the parabola through three points. The second result is the way between
     the first two points over the way between the last two.
     """
-    at = [own for own, _ in through]
+    places = [place for place, _ in through]
     shares = [
-        math.prod((now - other) / (own - other) for other in at if other != own) for own in at
+        math.prod((now - other) / (place - other) for other in places if other != place)
+        for place in places
     ]
     total = sum(share * x for share, (_, x) in zip(shares, through, strict=True))
-    return torch.as_tensor(total), (at[0] - at[1]) / (at[1] - at[2])
+    return torch.as_tensor(total), (places[0] - places[1]) / (places[1] - places[2])
 
 
-def ahead(row: FlowRow, given: Tensor, change: float, moved: Tensor, at: int) -> Tensor:
+def ahead(row: FlowRow, tokens_now: Tensor, change: float, moved: Tensor, at: int) -> Tensor:
     """[1, N, in_channels] the model's input at a lookahead, made from its input now."""
     assert row.inactive is not None
     outside: Any = row.inactive.outside
     index = row.inactive.index[: len(outside.clean)]
     total, channels = len(index) + len(row.latents), row.channels
-    tokens, sigma = given.clone(), row.schedule.sigmas[at]
+    tokens, sigma = tokens_now.clone(), row.schedule.sigmas[at]
     tokens[0, :total, :channels] += change * moved[0, :total]
     if row.blend is not None:
         active = row.inactive.active
@@ -120,7 +120,7 @@ def ahead(row: FlowRow, given: Tensor, change: float, moved: Tensor, at: int) ->
     return tokens
 
 
-class ForetoldFlux:
+class LookaheadFlux:
     """Make a pipeline, and its ControlNet if it has one, compute all tokens at each step. The
     results of the cached tokens are replaced in attention and, as velocity, after the model. A
     lookahead is a further call of each model before the step's call.
@@ -129,17 +129,17 @@ class ForetoldFlux:
         pipeline: for one edit.
         adapter: the model in our engine.
         job: the edit.
-        own: its refresh schedule.
+        schedule: of its refresh steps.
     """
 
     def __init__(
-        self, pipeline: Any, adapter: FluxAdapter, job: EditJob, own: RefreshSchedule
+        self, pipeline: Any, adapter: FluxAdapter, job: EditJob, schedule: RefreshSchedule
     ) -> None:
-        self.row, self.own = adapter.anchored_row(job, own), own
-        self.state = State(own.power, bends=own.second_order)
+        self.row, self.schedule = adapter.anchored_row(job, schedule), schedule
+        self.state = State(schedule.power, second_order=schedule.second_order)
         self.sigmas = [timestep / 1000 for _, timestep in adapter.sigmas(job)]
         prepared: Any = adapter.prepare(job).prepared
-        self.active = torch.from_numpy(prepared.inner if own.ring else prepared.active)
+        self.active = torch.from_numpy(prepared.inner if schedule.ring else prepared.active)
         self.step = -1
         self.answers: list[Tensor] = []
         self.velocities: list[tuple[float, Tensor]] = []
@@ -147,31 +147,33 @@ class ForetoldFlux:
         self.net = getattr(pipeline, "controlnet", None)
         models = [pipeline.transformer, *([] if self.net is None else [self.net])]
         for model in models:
-            model.set_attn_processor({name: Foretold(self.state) for name in model.attn_processors})
+            model.set_attn_processor(
+                {name: LookaheadAttention(self.state) for name in model.attn_processors}
+            )
         self.whole, pipeline.transformer.forward = pipeline.transformer.forward, self.forward
         if self.net is not None:
             self.whole_net, self.net.forward = self.net.forward, self.controlled
 
-    def controlled(self, **given: Any) -> Any:
+    def controlled(self, **inputs: Any) -> Any:
         """Replaces the ControlNet's forward, which runs before the model's."""
-        idle = self._begin(given)
-        lookahead = self._foreseen(given, idle)
+        idle = self._begin(inputs)
+        lookahead = self._lookahead(inputs, idle)
         if lookahead is not None:
-            double, single = self.whole_net(**{**given, **lookahead})
+            double, single = self.whole_net(**{**inputs, **lookahead})
             names = "controlnet_block_samples", "controlnet_single_block_samples"
             self.residuals = dict(zip(names, (double, single), strict=True))
-        self._own_tokens()
-        return self.whole_net(**given)
+        self._turn_to_step()
+        return self.whole_net(**inputs)
 
-    def forward(self, **given: Any) -> Any:
+    def forward(self, **inputs: Any) -> Any:
         """Replaces the model's forward."""
-        idle = self._begin(given) if self.net is None else self._idle(given)
-        lookahead = self._foreseen(given, idle)
+        idle = self._begin(inputs) if self.net is None else self._idle(inputs)
+        lookahead = self._lookahead(inputs, idle)
         if lookahead is not None:
-            [velocity] = self.whole(**{**given, **lookahead, **self.residuals})
+            [velocity] = self.whole(**{**inputs, **lookahead, **self.residuals})
             self.velocities.append((self.state.sigma, velocity.clone()))
-        self._own_tokens()
-        [velocity] = self.whole(**given)
+        self._turn_to_step()
+        [velocity] = self.whole(**inputs)
         self.answers.append(velocity)
         if self.state.anchor:
             self.velocities.append((self.state.sigma, velocity.clone()))
@@ -181,28 +183,36 @@ class ForetoldFlux:
             velocity[:, idle] = (last + times * (last - before))[:, idle]
         return (velocity,)
 
-    def _begin(self, given: dict[str, Any]) -> Tensor:
+    def _begin(self, inputs: dict[str, Any]) -> Tensor:
         self.step += 1
-        return self._idle(given)
+        return self._idle(inputs)
 
-    def _idle(self, given: dict[str, Any]) -> Tensor:
-        words, count = given["encoder_hidden_states"].shape[1], given["hidden_states"].shape[1]
+    def _idle(self, inputs: dict[str, Any]) -> Tensor:
+        words, count = inputs["encoder_hidden_states"].shape[1], inputs["hidden_states"].shape[1]
         idle = torch.ones(count, dtype=torch.bool)
         idle[self.active] = False
-        self.state.others = torch.cat((torch.full((words,), self.own.text), idle))
+        self.state.cached = torch.cat((torch.full((words,), self.schedule.text), idle))
         return idle
 
-    def _own_tokens(self) -> None:
-        self.state.sigma, self.state.anchor = self.sigmas[self.step], self.step in self.own.dense
+    def _turn_to_step(self) -> None:
+        self.state.sigma, self.state.anchor = (
+            self.sigmas[self.step],
+            self.step in self.schedule.dense,
+        )
 
-    def _foreseen(self, given: dict[str, Any], idle: Tensor) -> dict[str, Tensor] | None:
+    def _lookahead(self, inputs: dict[str, Any], idle: Tensor) -> dict[str, Tensor] | None:
         """Inputs of the lookahead call; None: this step has no lookahead."""
-        step, at = self.step, self.own.next_refresh(self.step)
-        if not (self.own.looks_ahead and step and step in self.own.computed_at and at is not None):
+        step, at = self.step, self.schedule.next_refresh(self.step)
+        if not (
+            self.schedule.looks_ahead
+            and step
+            and step in self.schedule.computed_at
+            and at is not None
+        ):
             return None
         moved, self.state.sigma, self.state.anchor = self.answers[-1].clone(), self.sigmas[at], True
         moved[:, idle] = self.velocities[-1][1][:, idle]
         change = self.sigmas[at] - self.sigmas[step]
-        tokens = ahead(self.row, given["hidden_states"], change, moved, at)
-        timestep = given["timestep"] * 0 + self.sigmas[at]
+        tokens = ahead(self.row, inputs["hidden_states"], change, moved, at)
+        timestep = inputs["timestep"] * 0 + self.sigmas[at]
         return {"hidden_states": tokens, "timestep": timestep}

@@ -29,8 +29,8 @@ from maskserve_engine.stages.latents import Posterior
 from tests.fakes.jobs import config_of, encode_case, guided, random_case
 from tests.fakes.pipelines import diffusers_latents
 from tests.support.cached_rows import NOISE_SEED, Primed, assert_equal
-from tests.support.foretold_flux import ForetoldFlux
-from tests.support.own_rows import assert_as_alone, plan, result, row_of, run
+from tests.support.lookahead_flux import LookaheadFlux
+from tests.support.refresh_rows import assert_as_alone, computed, plan, result, row_of, run
 
 pytestmark = pytest.mark.spread("folder", "seed")
 
@@ -53,27 +53,6 @@ def make_job(encoder: Encoder, seed: int, **settings: Any) -> EditJob:
     return encode_case(encoder, case, f"edit-{seed}")
 
 
-def computed(adapter: FluxAdapter, job: EditJob, latents: Any, *, ring: bool = False) -> Any:
-    """Of [C, h, w] latents those of the tokens that a step between anchors computes, which leaves
-    the mask's ring out or not.
-    """
-    _, height, width = latents.shape
-    active, prepared = np.zeros((height // 2) * (width // 2), bool), adapter.prepare(job).prepared
-    active[prepared.inner if ring else prepared.active] = True
-    at = active.reshape(height // 2, width // 2).repeat(2, 0).repeat(2, 1)
-    return latents[:, at]
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_with_an_anchor_at_each_step_it_is_dense(
-    adapter: FluxAdapter, encoder: Encoder, seed: int
-) -> None:
-    job = make_job(encoder, seed, mask_ring=seed % 2)
-    own = result(adapter, job, plan(*range(7)))
-    dense = result(adapter, job, None)
-    assert_equal(computed(adapter, job, own), computed(adapter, job, dense))
-
-
 @pytest.mark.parametrize("seed", range(2))
 def test_with_all_tokens_active_and_the_text_computed_it_is_dense(
     adapter: FluxAdapter, encoder: Encoder, seed: int
@@ -83,9 +62,9 @@ def test_with_all_tokens_active_and_the_text_computed_it_is_dense(
     # A context is never active: it stays what the anchors foretell.
     reference = adapter.spec.semantics.reference
     dense = range(7) if reference else (0, 3)
-    for foresees in (False,) if reference else (False, True):
-        own = result(adapter, job, plan(*dense, text=False, foresees=foresees))
-        assert_equal(own, result(adapter, job, None))
+    for looks_ahead in (False,) if reference else (False, True):
+        latents = result(adapter, job, plan(*dense, text=False, looks_ahead=looks_ahead))
+        assert_equal(latents, result(adapter, job, None))
 
 
 @pytest.mark.parametrize("text", [True, False])
@@ -93,24 +72,29 @@ def test_rows_do_not_depend_on_their_batch(
     adapter: FluxAdapter, encoder: Encoder, text: bool
 ) -> None:
     jobs = [make_job(encoder, seed, num_inference_steps=3 + seed) for seed in range(5)]
-    plans = [plan(0, 2, text=text), None, plan(0, 3, 4, text=not text, foresees=True),
-             plan(0, text=text), plan(0, 3, 5, text=text, ring=text, foresees=True)]  # fmt: skip
+    plans = [plan(0, 2, text=text), None, plan(0, 3, 4, text=not text, looks_ahead=True),
+             plan(0, text=text), plan(0, 3, 5, text=text, ring=text, looks_ahead=True)]  # fmt: skip
 
     def rows() -> list[Any]:
-        return [row_of(adapter, job, own) for job, own in zip(jobs, plans, strict=True)]
+        return [row_of(adapter, job, schedule) for job, schedule in zip(jobs, plans, strict=True)]
 
     together = rows()
     run(adapter, together, plans)
-    for row, own, beside in zip(rows(), plans, together, strict=True):
-        run(adapter, [row], [own])
-        assert_equal(beside.result().array(), row.result().array())
+    for row, schedule, neighbour in zip(rows(), plans, together, strict=True):
+        run(adapter, [row], [schedule])
+        assert_equal(neighbour.result().array(), row.result().array())
 
 
-@pytest.mark.parametrize("foresees", [True, False])
+@pytest.mark.parametrize("looks_ahead", [True, False])
 @pytest.mark.parametrize("left_out", ["text and ring", "text", "neither"])
 @pytest.mark.parametrize("seed", range(3))
 def test_it_is_the_pipeline_whose_other_tokens_are_foretold(
-    config: Config, adapter: FluxAdapter, encoder: Encoder, seed: int, left_out: str, foresees: bool
+    config: Config,
+    adapter: FluxAdapter,
+    encoder: Encoder,
+    seed: int,
+    left_out: str,
+    looks_ahead: bool,
 ) -> None:
     from diffusers import DiffusionPipeline
 
@@ -121,21 +105,21 @@ def test_it_is_the_pipeline_whose_other_tokens_are_foretold(
     job = encode_case(encoder, case, "oracle")
     text, ring = "text" in left_out, "ring" in left_out
     anchors = ({0, 2}, {0, 3, 6}, {0, 2, 4})[seed]  # the last bend, and have steps behind them
-    own = plan(*anchors, text=text, ring=ring, foresees=foresees)
-    own = replace(own, power=(1.0, 3.0, 2.0)[seed], second_order=seed != 1)
-    ForetoldFlux(pipeline, adapter, job, own)
+    schedule = plan(*anchors, text=text, ring=ring, looks_ahead=looks_ahead)
+    schedule = replace(schedule, power=(1.0, 3.0, 2.0)[seed], second_order=seed != 1)
+    LookaheadFlux(pipeline, adapter, job, schedule)
     expected = diffusers_latents(pipeline, case)
-    found = result(adapter, job, own)
-    computeds = (computed(adapter, job, each, ring=ring) for each in (found, expected))
-    assert_equal(*computeds)
+    latents = result(adapter, job, schedule)
+    parts = (computed(adapter.spec, job, x, leaves_ring=ring) for x in (latents, expected))
+    assert_equal(*parts)
 
 
 @pytest.mark.parametrize("format", ["int8", "int4"])
 def test_a_format_is_near(adapter: FluxAdapter, encoder: Encoder, format: str) -> None:
     job = make_job(encoder, 5)
     exact = result(adapter, job, plan(0, 3))
-    found = result(adapter, job, plan(0, 3, format=format))
-    assert 0 < np.abs(found - exact).max() < (0.05 if format == "int8" else 0.8)
+    latents = result(adapter, job, plan(0, 3, format=format))
+    assert 0 < np.abs(latents - exact).max() < (0.05 if format == "int8" else 0.8)
 
 
 def hit(replay: Replay, job: EditJob, primed: Primed, text: RefreshSchedule | None) -> FlowRow:
@@ -156,12 +140,14 @@ def run_hits(replay: Replay, rows: Sequence[FlowRow]) -> None:
         replay.step(rows, ("kv",) * replay.adapter.blocks)
 
 
-def begun(replay: Replay, job: EditJob, primed: Primed, own: RefreshSchedule | None) -> FlowRow:
+def begun(
+    replay: Replay, job: EditJob, primed: Primed, schedule: RefreshSchedule | None
+) -> FlowRow:
     """As `hit`, with a dense first step."""
-    made = hit(replay, job, primed, own)
-    entries = replay._reads[id(made)].entries
-    replay.reads(made, (None, *entries[1:]))
-    return made
+    row = hit(replay, job, primed, schedule)
+    entries = replay._reads[id(row)].entries
+    replay.reads(row, (None, *entries[1:]))
+    return row
 
 
 class Seen:
@@ -190,7 +176,7 @@ def test_a_dense_first_step_lifts_what_a_template_has(
     refresh_schedule = RefreshSchedule(
         frozenset({0, 3} if text else ()), "model", text, corrects_residuals=True
     )
-    row, plain, seen = (
+    row, plain, capture = (
         begun(replay, job, primed, refresh_schedule),
         begun(replay, job, primed, refresh_schedule),
         Seen(),
@@ -200,7 +186,7 @@ def test_a_dense_first_step_lifts_what_a_template_has(
         __slots__ = ()
 
         def model_input(self) -> Any:
-            return replace(FlowRow.model_input(self), capture=seen)
+            return replace(FlowRow.model_input(self), capture=capture)
 
     plain.__class__ = Watched
     kinds = ("kv",) * adapter.blocks
@@ -223,10 +209,10 @@ def test_a_dense_first_step_lifts_what_a_template_has(
             of_template = entry.blocks[block].part("kv"), first.blocks[block].part("kv")
             [lift] = source.changes
             read_now = source.coded_parts(), lift.parts
-            parts = zip(*read_now, seen.blocks[block], *of_template, strict=True)
-            for part, slope, found, of_now, of_first in parts:
+            parts = zip(*read_now, capture.blocks[block], *of_template, strict=True)
+            for part, slope, latents, of_now, of_first in parts:
                 read = part.data + lift.weight * slope.data
-                lacked = found[-count:] - of_first.data[row.inactive.index]
+                lacked = latents[-count:] - of_first.data[row.inactive.index]
                 expected = of_now.data[row.inactive.index] + sigmas[row.step] / sigmas[0] * lacked
                 assert_equal(read.numpy(), expected.numpy())
 
@@ -235,16 +221,16 @@ def test_what_is_shown_of_a_row_on_its_way_has_the_source_outside_the_mask(
     adapter: FluxAdapter, encoder: Encoder
 ) -> None:
     """The ring, too, which is as noisy as the step until the last one is done."""
-    job, own = make_job(encoder, 1, mask_ring=1), plan(0, 3, ring=True, foresees=True)
-    row = row_of(adapter, job, own)
+    job, schedule = make_job(encoder, 1, mask_ring=1), plan(0, 3, ring=True, looks_ahead=True)
+    row = row_of(adapter, job, schedule)
     reader, kinds = (
         StepCacheReader(row, adapter.entry_blocks),
         plan_of_kinds(("kv",) * adapter.blocks),
     )
     while row.step < 4:
-        read: Any = None if row.step in own.dense else reader.turn_to(row.step)
+        read: Any = None if row.step in schedule.dense else reader.turn_to(row.step)
         adapter.step([row], kinds if read else None, [read])
-    shown, source = row.estimate().array(), Posterior(
+    preview, source = row.estimate().array(), Posterior(
         job.moments, adapter.spec.latents, torch.float32
     ).mode().numpy()  # fmt: skip
     gh, gw = row.grid
@@ -252,8 +238,8 @@ def test_what_is_shown_of_a_row_on_its_way_has_the_source_outside_the_mask(
     at[adapter.prepare(job).prepared.inner] = True
     inner = at.reshape(gh, gw).repeat(2, 0).repeat(2, 1)
     assert not inner.all()
-    assert np.array_equal(shown[:, ~inner], source[:, ~inner])
-    assert np.abs(shown - source)[:, inner].max() > 1e-2
+    assert np.array_equal(preview[:, ~inner], source[:, ~inner])
+    assert np.abs(preview - source)[:, inner].max() > 1e-2
 
 
 def test_what_a_step_ahead_is_asked_with_is_where_the_last_answer_leads(
@@ -263,32 +249,32 @@ def test_what_a_step_ahead_is_asked_with_is_where_the_last_answer_leads(
     job = make_job(encoder, 2, num_inference_steps=4)
     row: Any = adapter.dense_row(job)
     for step in range(4):
-        before, found = row.latents.clone(), row.extrapolated_latents()
-        assert (found is None) == (step in (0, 3))
-        if found is not None and row.blend is None:
+        before, latents = row.latents.clone(), row.extrapolated_latents()
+        assert (latents is None) == (step in (0, 3))
+        if latents is not None and row.blend is None:
             sigmas = row.schedule.sigmas
             velocity = row.sampler.moved / (sigmas[step] - sigmas[step - 1])
             expected = before + (sigmas[step + 1] - sigmas[step]) * velocity
-            assert_equal(found.numpy(), expected.numpy())
+            assert_equal(latents.numpy(), expected.numpy())
         adapter.step([row], None)
 
 
 def test_what_is_booked_is_what_is_kept(adapter: FluxAdapter, encoder: Encoder) -> None:
     """To the byte, of floats: one anchor, the line through two, and how three bend it."""
     job = make_job(encoder, 1, mask_ring=1)
-    for own in (
+    for schedule in (
         plan(0),
         plan(0, 3),
         plan(0, 3, text=False),
         plan(0, 2, 4),
-        plan(0, 2, 4, bends=True),
-        plan(0, 3, ring=True, foresees=True),
+        plan(0, 2, 4, second_order=True),
+        plan(0, 3, ring=True, looks_ahead=True),
         replace(plan(0, 3), power=0.0),
     ):
-        row = row_of(adapter, job, own)
-        run(adapter, [row], [own])
-        kept = sum(each.nbytes for each in row.anchors)
-        assert kept == step_cache_bytes(own, adapter, job, "float32"), own
+        row = row_of(adapter, job, schedule)
+        run(adapter, [row], [schedule])
+        nbytes = sum(cache.nbytes for cache in row.anchors)
+        assert nbytes == step_cache_bytes(schedule, adapter, job, "float32"), schedule
 
 
 def test_what_is_booked_beside_a_template_is_what_is_kept(
@@ -297,16 +283,16 @@ def test_what_is_booked_beside_a_template_is_what_is_kept(
     job, replay = make_job(encoder, 1, mask_ring=1), Replay(adapter)
     primed = Primed(adapter, encoder, job)
     lifts = RefreshSchedule(frozenset(), "model", text=False, corrects_residuals=True)
-    for own in (
+    for schedule in (
         plan(0, 3),
         plan(0, 2, 4, ring=True),
         replace(plan(0, 3), corrects_residuals=True),
         lifts,
     ):
-        row = begun(replay, job, primed, own)
+        row = begun(replay, job, primed, schedule)
         run_hits(replay, [row])
-        kept = sum(each.nbytes for each in row.anchors)
-        assert kept == step_cache_bytes_with_template(own, adapter, job, "float32"), own
+        nbytes = sum(cache.nbytes for cache in row.anchors)
+        assert nbytes == step_cache_bytes_with_template(schedule, adapter, job, "float32"), schedule
 
 
 def test_rows_whose_first_step_lifts_entries_do_not_depend_on_their_batch(
@@ -314,16 +300,16 @@ def test_rows_whose_first_step_lifts_entries_do_not_depend_on_their_batch(
 ) -> None:
     jobs, replay = [make_job(encoder, seed) for seed in range(20, 24)], Replay(adapter)
     lifts = RefreshSchedule(frozenset(), "int8", text=False, corrects_residuals=True)
-    ahead = plan(0, 3, ring=True, format="int8", foresees=True)
+    ahead = plan(0, 3, ring=True, format="int8", looks_ahead=True)
     plans = [replace(ahead, corrects_residuals=True), None, lifts, plan(0, 4)]
     primed = [Primed(adapter, encoder, job, stride=2) for job in jobs]
 
-    def alone(number: int, own: RefreshSchedule | None) -> Any:
-        row = begun(replay, jobs[number], primed[number], own)
+    def alone(number: int, schedule: RefreshSchedule | None) -> Any:
+        row = begun(replay, jobs[number], primed[number], schedule)
         run_hits(replay, [row])
         return row.result().array()
 
-    together = [begun(replay, *each) for each in zip(jobs, primed, plans, strict=True)]
+    together = [begun(replay, *parts) for parts in zip(jobs, primed, plans, strict=True)]
     run_hits(replay, together)
     assert_as_alone(together, plans, alone)
     assert np.abs(alone(2, None) - alone(2, lifts)).max() > 1e-3
@@ -335,27 +321,32 @@ def test_text_that_is_computed_at_each_step_beside_a_template_changes_nothing(
 ) -> None:
     job, replay = make_job(encoder, seed), Replay(adapter)
     primed = Primed(adapter, encoder, job)
-    plain, own = (hit(replay, job, primed, text) for text in (None, plan(*range(7))))
-    for row in (plain, own):
+    plain, refreshed = (hit(replay, job, primed, text) for text in (None, plan(*range(7))))
+    for row in (plain, refreshed):
         run_hits(replay, [row])
-    assert_equal(own.result().array(), plain.result().array())
+    assert_equal(refreshed.result().array(), plain.result().array())
 
 
 def test_rows_that_leave_the_text_out_beside_a_template_do_not_depend_on_their_batch(
     adapter: FluxAdapter, encoder: Encoder
 ) -> None:
     jobs, replay = [make_job(encoder, seed) for seed in range(4)], Replay(adapter)
-    plans = [plan(0, 3, ring=True, foresees=True), None, plan(0, 2, 5), plan(0, 4, foresees=True)]
+    plans = [
+        plan(0, 3, ring=True, looks_ahead=True),
+        None,
+        plan(0, 2, 5),
+        plan(0, 4, looks_ahead=True),
+    ]
     primed = [Primed(adapter, encoder, job) for job in jobs]
 
     def rows() -> list[FlowRow]:
-        return [hit(replay, *each) for each in zip(jobs, primed, plans, strict=True)]
+        return [hit(replay, *parts) for parts in zip(jobs, primed, plans, strict=True)]
 
     together, alone = rows(), rows()
     run_hits(replay, together)
-    for row, beside in zip(alone, together, strict=True):
+    for row, neighbour in zip(alone, together, strict=True):
         run_hits(replay, [row])
-        assert_equal(beside.result().array(), row.result().array())
+        assert_equal(neighbour.result().array(), row.result().array())
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -365,40 +356,40 @@ def test_a_ring_that_is_computed_at_each_step_is_one_that_is_not_left_out(
     job, replay = make_job(encoder, seed, mask_ring=2), Replay(adapter)
     primed = Primed(adapter, encoder, job)
     wide = job.with_ring(max(2, adapter.spec.refresh_ring or 0))
-    plain, own = (
+    plain, refreshed = (
         hit(replay, wide, primed, None),
         hit(replay, job, primed, plan(*range(7), ring=True)),
     )
-    for row in (plain, own):
+    for row in (plain, refreshed):
         run_hits(replay, [row])
-    assert own.ring is not None
-    assert len(own.latents) + len(own.ring.ids) == len(plain.latents)
-    assert_equal(own.result().array(), plain.result().array())
+    assert refreshed.ring is not None
+    assert len(refreshed.latents) + len(refreshed.ring.ids) == len(plain.latents)
+    assert_equal(refreshed.result().array(), plain.result().array())
 
 
 @pytest.mark.parametrize("ring", [True, False])
 def test_what_is_foreseen_beside_a_template_is_what_a_row_has_that_is_there(
     adapter: FluxAdapter, encoder: Encoder, ring: bool
 ) -> None:
-    """Of text and ring keys and values are those of a row that reads the template and lies, at the
+    """Keys and values of text and ring are those of a row that reads the template and lies, at the
     anchor's step, where its last answer leads.
     """
     job, replay = make_job(encoder, 8, mask_ring=2), Replay(adapter)
-    primed, seen = Primed(adapter, encoder, job, stride=7), Seen(text=True)
-    own = plan(0, 4, ring=ring, foresees=True)
-    row = hit(replay, job, primed, own)
+    primed, capture = Primed(adapter, encoder, job, stride=7), Seen(text=True)
+    schedule = plan(0, 4, ring=ring, looks_ahead=True)
+    row = hit(replay, job, primed, schedule)
     kinds = ("kv",) * adapter.blocks
     replay.step([row], kinds)
     wide = job.with_ring(max(2, adapter.spec.refresh_ring or 0)) if ring else job
-    there = hit(replay, wide, primed, None)
-    assert there.inactive is not None
+    arrived = hit(replay, wide, primed, None)
+    assert arrived.inactive is not None
     assert row.inactive is not None
     change = row.schedule.walk[1:4]
-    way = sum(each.change for each in change) / row.schedule.walk[0].change
+    way = sum(step.change for step in change) / row.schedule.walk[0].change
     assert row.sampler.moved is not None
     ids, latents = row.inactive.active, row.latents + way * row.sampler.moved
     if row.ring is not None:
-        around = row.ring.tokens.at(row.schedule.sigmas[4], sum(each.change for each in change))
+        around = row.ring.tokens.at(row.schedule.sigmas[4], sum(step.change for step in change))
         ids = torch.cat((ids, row.ring.ids))
         latents = torch.cat((latents, around[:, : row.channels]))
     if row.blend is not None:
@@ -406,17 +397,17 @@ def test_what_is_foreseen_beside_a_template_is_what_a_row_has_that_is_there(
             latents[: len(row.latents)], row.schedule.sigmas[4], 4, row.steps
         )
     order = torch.argsort(ids)
-    assert_equal(ids[order].numpy(), there.inactive.active.numpy())
-    there.latents, there.step = latents[order], 4
+    assert_equal(ids[order].numpy(), arrived.inactive.active.numpy())
+    arrived.latents, arrived.step = latents[order], 4
 
     class Watched(FlowRow):
         __slots__ = ()
 
         def model_input(self) -> Any:
-            return replace(FlowRow.model_input(self), capture=seen)
+            return replace(FlowRow.model_input(self), capture=capture)
 
-    there.__class__ = Watched
-    replay.step([there], kinds)
+    arrived.__class__ = Watched
+    replay.step([arrived], kinds)
     row.frozen = row.keeps_text
     replay.step([row], kinds)
     assert row.step_cache is not None
@@ -424,7 +415,7 @@ def test_what_is_foreseen_beside_a_template_is_what_a_row_has_that_is_there(
     places = torch.cat((torch.arange(words), words + torch.argsort(order)[active:]))
     for block in range(adapter.blocks):
         parts = row.step_cache._refreshed[block, "kv"].parts
-        for part, expected in zip(parts, seen.blocks[block], strict=True):
+        for part, expected in zip(parts, capture.blocks[block], strict=True):
             assert_equal(part.data.numpy(), expected[places].numpy())
 
 
@@ -437,7 +428,7 @@ def test_what_is_left_out_beside_a_template_lies_on_its_line(
     """
     job, replay = make_job(encoder, 0), Replay(adapter)
     row = hit(replay, job, Primed(adapter, encoder, job), plan(0, 2, ring=ring))
-    count, latents, seen = len(row.ring.ids) if row.ring else 0, list[Tensor](), list[Any]()
+    count, latents, snapshots = len(row.ring.ids) if row.ring else 0, list[Tensor](), list[Any]()
     while row.step < 4:
         row.frozen = row.step not in (0, 2)
         if row.ring and not row.frozen:
@@ -445,22 +436,22 @@ def test_what_is_left_out_beside_a_template_lies_on_its_line(
         replay.step([row], ("kv",) * adapter.blocks)
         if row.step in (1, 3):
             latents.append(row.ring.tokens.latents_now.clone() if row.ring else latents)
-            seen.append(row.step_cache._refreshed[0, "kv"].parts[0].data.clone())
-    own, words = row.step_cache, len(row.prompt.text)
-    assert own is not None
+            snapshots.append(row.step_cache._refreshed[0, "kv"].parts[0].data.clone())
+    step_cache, words = row.step_cache, len(row.prompt.text)
+    assert step_cache is not None
     row.frozen = True
     model_input = row.model_input()
     assert model_input.cached is not None
     assert not len(model_input.text)
-    left_out, others = model_input.cached.parts
+    left_out, cached_part = model_input.cached.parts
     source = left_out.source(0, "kv")
     sigmas = [step.sigma for step in row.schedule.walk]
     times = (sigmas[2] - sigmas[4]) / (sigmas[0] - sigmas[2])
     [along] = source.changes
     assert along.weight == pytest.approx(times)
     assert len(source.parts[0].data) == words + count == len(left_out.cis)
-    assert_equal(along.parts[0].data.numpy(), (seen[1] - seen[0]).numpy())
-    assert len(model_input.cached.cis) == words + count + len(others.cis)
+    assert_equal(along.parts[0].data.numpy(), (snapshots[1] - snapshots[0]).numpy())
+    assert len(model_input.cached.cis) == words + count + len(cached_part.cis)
     if row.ring is None:
         return
     assert len(model_input.tokens) == len(row.latents)

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from tests.support.foretold_flux import parabola
+from tests.support.lookahead_flux import parabola
 
 
 class Ahead:
@@ -64,8 +64,8 @@ class Ahead:
         moved = new * clean + rest * noise
         if self._inside is not None:
             assert self._images is not None
-            image, own = self._images
-            moved = torch.where(self._inside, moved, (new * image + rest * own)[0])
+            image, first = self._images
+            moved = torch.where(self._inside, moved, (new * image + rest * first)[0])
         whole = last.clone()
         whole[:, : answer.shape[1]] = moved
         return whole, then
@@ -75,7 +75,7 @@ class Ahead:
         return alphas_cumprod**0.5, (1 - alphas_cumprod) ** 0.5
 
 
-class ForetoldUnet:
+class LookaheadUnet:
     """Hooks of a UNet2DConditionModel that is called once per step.
 
     Args:
@@ -85,7 +85,7 @@ class ForetoldUnet:
         halo: positions round the box of the computed tokens that are convolved at each step.
         shape: (height, width) of the latents.
         ahead: lookahead calls, which are also dense and run first; None: none.
-        bends: whether tokens follow a curve through three calls instead of the line.
+        second_order: whether tokens follow a curve through three calls instead of the line.
     """
 
     def __init__(
@@ -97,15 +97,15 @@ class ForetoldUnet:
         shape: tuple[int, int],
         ahead: Ahead | None = None,
         *,
-        bends: bool = False,
+        second_order: bool = False,
     ) -> None:
-        self.bends = bends
+        self.second_order = second_order
         self.dense, self.step, self.timestep = dense, -1, 0.0
         self.ahead, self.looks = ahead, False
         self.last: tuple[Tensor, Tensor, float] | None = None
         self.residuals: dict[str, Any] = {}
         """A ControlNet's residuals for the lookahead call."""
-        self.seen: dict[str, list[tuple[float, Tensor]]] = {}
+        self.refreshed: dict[str, list[tuple[float, Tensor]]] = {}
         self.idle: dict[int, Tensor] = {}
         self.boxes: dict[tuple[int, int], Tensor] = {}
         for level, ids in active.items():
@@ -124,23 +124,21 @@ class ForetoldUnet:
     def anchor(self) -> bool:
         return self.looks or self.step in self.dense
 
-    def line(self, name: str, now: Tensor, *, bends: bool = False) -> Tensor:
+    def line(self, name: str, now: Tensor, *, second_order: bool = False) -> Tensor:
         """The value that replaces a tensor. At a refresh step it is the tensor itself. Else it is
         the value on the line through the last two, or on the curve through the last three with
-        `bends`.
+        `second_order`.
         """
-        setdefault = self.seen.setdefault(name, [])
+        points = self.refreshed.setdefault(name, [])
         if self.anchor:
-            setdefault.append((self.timestep, now.clone()))
+            points.append((self.timestep, now.clone()))
             return now
-        (before, first), (last, second) = (
-            (setdefault * 2)[-2:] if len(setdefault) < 2 else setdefault[-2:]
-        )
+        (before, first), (last, second) = (points * 2)[-2:] if len(points) < 2 else points[-2:]
         times = 0.0 if before == last else (last - self.timestep) / (before - last)
         straight: Tensor = second + times * (second - first)
-        if not bends or len(setdefault) < 3:
+        if not second_order or len(points) < 3:
             return straight
-        curve, share = parabola(self.timestep, setdefault[-3:])
+        curve, share = parabola(self.timestep, points[-3:])
         return straight + share * (curve - straight)
 
     def _hook(self, model: Any) -> None:
@@ -185,16 +183,16 @@ class ForetoldUnet:
 
     def _tokens(self, name: str) -> Any:
         def hook(_: Any, __: Any, out: Tensor) -> Tensor:
-            foretold = self.line(name, out, bends=self.bends)
+            line = self.line(name, out, second_order=self.second_order)
             idle = self.idle[out.shape[1]]
-            return torch.where(idle[:, None], foretold, out)
+            return torch.where(idle[:, None], line, out)
 
         return hook
 
     def _stack(self, name: str) -> Any:
         def hook(_: Any, args: Any, named: Any, out: Any) -> Any:
             x = args[0] if args else named["hidden_states"]
-            changed = x + self.line(name, out[0] - x, bends=self.bends)
+            changed = x + self.line(name, out[0] - x, second_order=self.second_order)
             idle = self.idle[x.shape[2] * x.shape[3]].view(x.shape[2:])
             return (torch.where(idle, changed, out[0]),)
 
@@ -219,11 +217,11 @@ class ForetoldUnet:
             mean, variance = self.line(f"{name}.moments", moments)
             variance = variance.clamp_min(0)
             share = float(box.sum()) / box.numel()
-            both = share * inside.mean(2) + (1 - share) * mean
+            whole_mean = share * inside.mean(2) + (1 - share) * mean
             square = share * (inside**2).mean(2) + (1 - share) * (variance + mean**2)
             grouped = mixed.unflatten(1, (norm.num_groups, -1)).double()
             at = (slice(None), slice(None), None, None, None)
-            normed = (grouped - both[at]) / (square - both**2 + norm.eps)[at].sqrt()
+            normed = (grouped - whole_mean[at]) / (square - whole_mean**2 + norm.eps)[at].sqrt()
             flat: Tensor = normed.flatten(1, 2).to(x.dtype)
             return flat * norm.weight[:, None, None] + norm.bias[:, None, None]
 
@@ -237,7 +235,7 @@ class ForetoldUnet:
         return hook
 
 
-class ForetoldNet(ForetoldUnet):
+class LookaheadNet(LookaheadUnet):
     """The same hooks for the UNet's ControlNet. It is called before the UNet and convolves the
     whole picture.
 
@@ -252,7 +250,7 @@ class ForetoldNet(ForetoldUnet):
     def __init__(
         self,
         net: Any,
-        base: ForetoldUnet,
+        base: LookaheadUnet,
         active: Mapping[int, NDArray[np.int64]],
         dense: set[int],
         shape: tuple[int, int],

@@ -22,17 +22,17 @@ from maskserve_engine.families.registry import load_adapter, load_encoder
 from tests.fakes.control_nets import random_net
 from tests.fakes.jobs import config_of, encode_case, random_case, tolerance
 from tests.fakes.pipelines import diffusers_latents
-from tests.support.foretold_flux import ForetoldFlux
-from tests.support.own_rows import plan, run
+from tests.support.lookahead_flux import LookaheadFlux
+from tests.support.refresh_rows import plan, run
 
 NET = random_net(31, 1, 2)
 
 
 @pytest.fixture(scope="module")
 def adapter(tiny_inpaint: Path) -> FluxAdapter:
-    made = load_adapter(config_of(tiny_inpaint, model={"outside_noise": "edit"}))
-    assert isinstance(made, FluxAdapter)
-    return made
+    adapter = load_adapter(config_of(tiny_inpaint, model={"outside_noise": "edit"}))
+    assert isinstance(adapter, FluxAdapter)
+    return adapter
 
 
 @pytest.fixture(scope="module")
@@ -40,11 +40,11 @@ def encoder(tiny_inpaint: Path) -> Encoder:
     return load_encoder(config_of(tiny_inpaint))
 
 
-def result(adapter: FluxAdapter, job: EditJob, own: RefreshSchedule) -> Any:
+def result(adapter: FluxAdapter, job: EditJob, schedule: RefreshSchedule) -> Any:
     """[C, h, w] latents of what a row computes between its anchors."""
-    row: Any = adapter.anchored_row(job, own)
+    row: Any = adapter.anchored_row(job, schedule)
     adapter.control(row, job, {"net": adapter.control_net(NET)})
-    run(adapter, [row], [own])
+    run(adapter, [row], [schedule])
     return computed(adapter, job, row.result().array())
 
 
@@ -73,12 +73,12 @@ def test_it_is_the_pipeline_whose_nets_foresee(
     moments = encoder.encode(picture, case.mask, "").moments
     control = ControlInput("net", picture, scale=0.8, moments=moments)
     job = replace(encode_case(encoder, case, "oracle"), controls=(control,))
-    own = replace(plan(0, 3, 6, text=text, foresees=True), power=1.5)
+    schedule = replace(plan(0, 3, 6, text=text, looks_ahead=True), power=1.5)
     pipeline: Any = FluxControlNetInpaintPipeline.from_pretrained(tiny_inpaint, controlnet=NET)
     pipeline.set_progress_bar_config(disable=True)
     forward, processors = NET.forward, NET.attn_processors
     try:
-        ForetoldFlux(pipeline, adapter, job, own)
+        LookaheadFlux(pipeline, adapter, job, schedule)
         expected = diffusers_latents(
             pipeline,
             case,
@@ -90,12 +90,12 @@ def test_it_is_the_pipeline_whose_nets_foresee(
         NET.forward = forward
         NET.set_attn_processor(processors)
     expected = computed(adapter, job, expected)
-    found = result(adapter, job, own)
-    assert np.abs(found - expected).max() <= tolerance(expected)
+    latents = result(adapter, job, schedule)
+    assert np.abs(latents - expected).max() <= tolerance(expected)
     honest = FlowRow.lookahead_inputs
 
     def without(self: FlowRow) -> Any:
-        return [replace(each, residuals=None) for each in honest(self)]
+        return [replace(net_input, residuals=None) for net_input in honest(self)]
 
     monkeypatch.setattr(FlowRow, "lookahead_inputs", without)
-    assert np.abs(result(adapter, job, own) - expected).max() > 2 * tolerance(expected)
+    assert np.abs(result(adapter, job, schedule) - expected).max() > 2 * tolerance(expected)

@@ -1,0 +1,470 @@
+"""The table of the family contract: one row a model, with its tiny folder, its diffusers pipeline,
+random edits, and the checks that it supports (tests/unit/engine/families/test_family_contract.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+
+from maskserve_benchmarks.steps.replay import Replay
+from maskserve_common.config import Config
+from maskserve_engine.base.job import EditJob
+from maskserve_engine.families.registry import load_adapter, load_encoder
+from maskserve_engine.stages.latents import to_model
+from maskserve_triton.preprocess import mask_for_model
+from tests.fakes.jobs import WORDS, Case, config_of, encode_case, guided, random_case
+from tests.fakes.pipelines import (
+    blended_edit,
+    diffusers_edit,
+    diffusers_latents,
+    qwen_edit,
+    qwen_edit_pipeline,
+)
+from tests.fakes.tiny_families import FAMILIES
+from tests.support.cached_rows import KINDS, Primed
+
+Latents = NDArray[np.float32]
+"""[C, h, w]"""
+Settings = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class FamilyCase:
+    """A row of the table: a model, and the checks that it supports."""
+
+    name: str
+    """Key of `tests.fakes.tiny_families.FAMILIES`."""
+    sort: str
+    """Models of one sort share their code. A normal run has each check for one model of a sort; the
+    slow tests have it for all."""
+    oracle: Callable[[FamilyModel, Case], Latents]
+    """Result of the diffusers pipeline."""
+    pipeline: Callable[[Path], Any]
+    plain: Settings = field(default_factory=dict)
+    """Settings of an edit with one pass a step."""
+    guidance: Callable[[np.random.Generator], Settings] | None = None
+    """Random settings of an edit with two passes a step; None: the model has none."""
+    sections: Mapping[str, Settings] = field(default_factory=dict)
+    """The worker's configuration."""
+    long: int = 0
+    """Words of the long prompt, which every third edit has; 0: no edit has it."""
+    least_steps: int = 1
+    sides: tuple[Sequence[int], Sequence[int]] | None = None
+    """Heights and widths of pictures, where rows of a batch have one size or tokens are large;
+    None: from 32 to 64 pixels."""
+    stride: int = 1
+    """Steps of a template for each anchor."""
+    kinds: Sequence[str] = KINDS
+    """Kinds of blocks of cached rows. Empty: the model is served without a cache."""
+    all_tokens: Sequence[str] = KINDS
+    """Kinds with which a cached row that computes all tokens is a dense row. `dense` alone: a
+    reference is never computed, and the template's has seen another prompt."""
+    no_anchor: bool = True
+    """Whether a step without an anchor is one of the plan `dense`."""
+    int8: float | None = 0.05
+    """Bound of int8's mean error, as a share of the mean latent: a layer's error is half a step in
+    127, and 3 to 7 steps of random weights add it up. None: tests/unit/engine/stages/test_quantise
+    has this family."""
+    lora_forms: Sequence[str] = ("transformer.{}.lora_A.weight",)
+    """Forms of names in LoRA files."""
+    lora_oracle: bool = True
+    """Whether rows with LoRAs are compared with the pipeline's here; if not,
+    tests/unit/engine/layers/test_low_rank.py does so for this family."""
+    refresh_text: bool | None = True
+    """Whether steps between refresh steps leave the text out; None: there are no refresh steps."""
+    lines: bool = True
+    """Whether all that such steps read lies on the lines of one `StepCache` a pass."""
+    ranks: Sequence[str] = ("tokens",)
+    """How two ranks divide a step: `tokens` of each pass, or whole `passes`."""
+    rank_tokens: int = 1
+    """The number of a picture's tokens is a multiple of it, where ranks share tokens."""
+    slow: bool = False
+    """Whether only the slow tests have this model."""
+
+    def edit(self, seed: int, **settings: Any) -> Case:
+        """A random edit of a seed: odd seeds are guided, and every third has the long prompt."""
+        rng = np.random.default_rng(seed)
+        steps = int(rng.integers(self.least_steps, 8))
+        more = self.guidance(rng) if self.guidance and seed % 2 else {}
+        defaults = {"cache": "off", "num_inference_steps": steps, **self.plain, **more}
+        edit = random_case(rng, **{**defaults, **settings})
+        if self.sides is not None:
+            edit = replace(edit, **_picture(rng, *(int(rng.choice(side)) for side in self.sides)))
+        return replace(edit, prompt=self.long_prompt) if self.long and seed % 3 == 2 else edit
+
+    @property
+    def long_prompt(self) -> str:
+        return "two cats and " * (self.long // 3)
+
+
+def _picture(rng: np.random.Generator, height: int, width: int) -> dict[str, NDArray[np.uint8]]:
+    """Random pixels, and a mask of one rectangle."""
+    mask = np.zeros((height, width), np.uint8)
+    top, left = (int(rng.integers(0, side - 1)) for side in (height, width))
+    mask[top : top + int(rng.integers(1, height)), left : left + int(rng.integers(1, width))] = 255
+    return {"pixels": rng.integers(0, 256, (height, width, 3), dtype=np.uint8), "mask": mask}
+
+
+class FamilyModel:
+    """diffusers' pipeline and our parts over the tiny folder of a row of the table.
+
+    Args:
+        case: the row.
+        folder: a model folder that is there already, or where to write one.
+        model: further keys of the configuration's section `model`.
+    """
+
+    def __init__(self, case: FamilyCase, folder: Path, **model: Any) -> None:
+        self.case = case
+        self.folder = folder if folder.exists() else FAMILIES[case.name](folder)
+        self.config = self.config_with(model=model)
+        self.encoder, self.adapter = load_encoder(self.config), load_adapter(self.config)
+        self.replay = Replay(self.adapter)
+        self.pipeline = case.pipeline(self.folder)
+        self.pipeline.set_progress_bar_config(disable=True)
+        self.denoiser = getattr(self.pipeline, "transformer", None) or self.pipeline.unet
+        self.primed = cache(self._primed)
+        self.expected = cache(self._expected)
+
+    def config_with(self, **sections: Settings) -> Config:
+        """The row's configuration, with further keys by section."""
+        names = {*self.case.sections, *sections}
+        return config_of(
+            self.folder,
+            **{name: {**self.case.sections.get(name, {}), **sections.get(name, {})}
+               for name in names},
+        )  # fmt: skip
+
+    def edit(self, seed: int, **settings: Any) -> Case:
+        edit = self.case.edit(seed, **settings)
+        return replace(edit, mask=mask_for_model(edit.mask, self.adapter.spec))
+
+    def job(self, seed: int, **settings: Any) -> EditJob:
+        return self.encoded(self.edit(seed, **settings), f"edit-{seed}")
+
+    def encoded(self, edit: Case, name: str = "edit") -> EditJob:
+        return encode_case(self.encoder, edit, name)
+
+    def oracle(self, edit: Case) -> Latents:
+        return self.case.oracle(self, edit)
+
+    def _expected(self, seed: int) -> Latents:
+        """The pipeline's result of the edit of a seed."""
+        return self.oracle(self.edit(seed))
+
+    def _primed(self, seed: int) -> Primed:
+        """The template of the edit of a seed."""
+        return Primed(self.adapter, self.encoder, self.job(seed), stride=self.case.stride)
+
+    @contextmanager
+    def with_lora(self, file: Path, scale: float) -> Iterator[None]:
+        """Let the pipeline load a LoRA of the denoiser while the context lasts."""
+        self.pipeline.load_lora_weights(str(file), adapter_name="x")
+        self.pipeline.set_adapters("x", scale)
+        try:
+            yield
+        finally:
+            self.pipeline.unload_lora_weights()
+
+
+# Pipelines, and their results.
+
+
+def _pipeline(folder: Path) -> Any:
+    from diffusers import DiffusionPipeline
+
+    return DiffusionPipeline.from_pretrained(folder)
+
+
+def _chroma_pipeline(folder: Path) -> Any:
+    """The pipeline asks its transformer for `guidance_embeds`, which no transformer of Chroma has.
+    Its mask adds 1 where a token is seen, which leaves nothing out; here attention leaves out the
+    padding.
+    """
+    pipeline = _pipeline(folder)
+    pipeline.transformer.register_to_config(guidance_embeds=False)
+    published = pipeline._prepare_attention_mask
+
+    def boolean(**inputs: Any) -> Any:
+        mask = published(**inputs)
+        return None if mask is None else mask > 0
+
+    pipeline._prepare_attention_mask = boolean
+    return pipeline
+
+
+def _klein_pipeline(folder: Path) -> Any:
+    """The pipeline refuses pictures as small as those here."""
+    pipeline = _pipeline(folder)
+    if hasattr(pipeline.image_processor, "check_image_input"):
+        pipeline.image_processor.check_image_input = lambda image: None
+    return pipeline
+
+
+def _unet_pipeline(folder: Path) -> Any:
+    from diffusers import StableDiffusionInpaintPipeline, StableDiffusionXLInpaintPipeline
+
+    if (folder / "text_encoder_2").exists():
+        return StableDiffusionXLInpaintPipeline.from_pretrained(folder)
+    return StableDiffusionInpaintPipeline.from_pretrained(folder, safety_checker=None)
+
+
+def _plain(model: FamilyModel, edit: Case, **arguments: Any) -> Latents:
+    """Latents that the pipeline has in the shape of a picture."""
+    images = diffusers_edit(
+        model.pipeline, edit.pixels, edit.mask, edit.prompt, edit.settings, edit.seed,
+        output_type="latent", **arguments,
+    )  # fmt: skip
+    latents: Latents = images[0].float().numpy()
+    return latents
+
+
+def _packed(model: FamilyModel, edit: Case, *, frames: bool = False, **arguments: Any) -> Latents:
+    """Latents that the pipeline has as tokens; with `frames` they have an axis of time."""
+    tokens = diffusers_edit(
+        model.pipeline, edit.pixels, edit.mask, edit.prompt, edit.settings, edit.seed,
+        output_type="latent", **arguments,
+    )  # fmt: skip
+    return _unpacked(model, edit, tokens, frames=frames)
+
+
+def _unpacked(model: FamilyModel, edit: Case, tokens: Any, *, frames: bool) -> Latents:
+    factor = model.pipeline.vae_scale_factor
+    [unpacked] = model.pipeline._unpack_latents(tokens, *edit.mask.shape, factor)
+    latents: Latents = (unpacked[:, 0] if frames else unpacked).float().numpy()
+    return latents
+
+
+def _flux(model: FamilyModel, edit: Case) -> Latents:
+    return diffusers_latents(model.pipeline, edit)
+
+
+def _qwen_edit(model: FamilyModel, edit: Case) -> Latents:
+    tokens = qwen_edit(
+        model.pipeline, edit.pixels, edit.mask, edit.prompt, edit.settings, edit.seed,
+        output_type="latent",
+    )  # fmt: skip
+    return _unpacked(model, edit, tokens, frames=True)
+
+
+def _qwen21(model: FamilyModel, edit: Case) -> Latents:
+    """Four latents of a token that lie in one place are a square of 2x2 here."""
+    tokens = qwen_edit(
+        model.pipeline, edit.pixels, edit.mask, edit.prompt, edit.settings, edit.seed,
+        output_type="latent",
+    )  # fmt: skip
+    unpacked = model.pipeline._unpack_latents(tokens, *edit.mask.shape, 16)[:, :, 0]
+    latents: Latents = torch.nn.functional.pixel_shuffle(unpacked, 2)[0].numpy()
+    return latents
+
+
+def _klein(model: FamilyModel, edit: Case) -> Latents:
+    latents = model.pipeline(
+        prompt=edit.prompt,
+        image=Image.fromarray(edit.pixels),
+        mask_image=Image.fromarray(edit.mask),
+        num_inference_steps=edit.settings.num_inference_steps,
+        strength=edit.settings.strength,
+        guidance_scale=edit.settings.guidance_scale or 4.0,
+        generator=torch.Generator("cpu").manual_seed(edit.seed),
+        max_sequence_length=48,
+        output_type="latent",
+    ).images
+    return to_model(latents, model.adapter.spec.latents)[0].numpy()
+
+
+def _klein_kv(model: FamilyModel, edit: Case) -> Latents:
+    latents = blended_edit(
+        model.pipeline, edit.pixels, edit.mask, edit.prompt, edit.settings, edit.seed,
+        max_sequence_length=48, output_type="latent",
+    )  # fmt: skip
+    return to_model(latents, model.adapter.spec.latents)[0].numpy()
+
+
+def _scaled(
+    rng: np.random.Generator, low: float, high: float, negatives: Sequence[str]
+) -> Settings:
+    """A guidance_scale between two numbers, and a negative prompt."""
+    scale = float(rng.uniform(low, high))
+    return {"guidance_scale": scale, "negative_prompt": str(rng.choice(negatives))}
+
+
+# The table.
+
+_CFG = partial(_scaled, low=1.5, high=6.0, negatives=WORDS)
+_BOTH = ("project", "kv")
+_KV = ("kv",)
+_COMFY = "diffusion_model.{}.lora_A.weight"
+_LIGHTNING = "{}.lora_down.weight"
+_KOHYA = "lora_unet_{}.lora_down.weight"
+_PEFT = "transformer.{}.lora_A.weight"
+
+
+def _text(tokens: int) -> dict[str, Settings]:
+    return {"model": {"max_sequence_length": tokens}}
+
+
+_EDIT_NOISE = {"model": {"outside_noise": "edit"}}
+"""The noise of the pipelines, also where rows have refresh steps."""
+
+_FLUX = FamilyCase(
+    "flux-fill",
+    "flux",
+    _flux,
+    _pipeline,
+    sections=_EDIT_NOISE,
+    int8=None,
+    lora_oracle=False,
+    ranks=(),  # tests/unit/engine/batch/test_sequence_parallel.py, also of other numbers
+)
+_KLEIN = FamilyCase(
+    "klein",
+    "klein",
+    _klein,
+    _klein_pipeline,
+    plain={"guidance_scale": None},
+    sections=_text(48),
+    all_tokens=("dense",),
+)
+_QWEN = FamilyCase(
+    "qwen-image",
+    "qwen-image",
+    partial(_packed, frames=True, max_sequence_length=320),
+    _pipeline,
+    plain={"guidance_scale": None},
+    guidance=guided,
+    long=72,
+    least_steps=2,
+    lora_forms=(_PEFT, _LIGHTNING, _COMFY),
+)
+_QWEN_EDIT = replace(
+    _QWEN,
+    name="qwen-image-edit",
+    sort="qwen-image-edit",
+    oracle=_qwen_edit,
+    pipeline=qwen_edit_pipeline,
+    sections=_text(320),
+    kinds=_KV,
+    all_tokens=(),  # an edit's reference is drawn, a template's is not: test_qwen_edit.py
+    no_anchor=False,  # its reference is drawn then, too
+    lora_forms=(_LIGHTNING,),
+    ranks=("tokens", "passes"),
+)
+_SD3 = FamilyCase(
+    "sd3-large",
+    "sd3-large",
+    partial(_plain, max_sequence_length=16),
+    _pipeline,
+    plain={"guidance_scale": 1.0},
+    guidance=_CFG,
+    sections=_text(16),
+    long=24,
+    kinds=_BOTH,
+)
+_UNET = FamilyCase(
+    "sd21-base",
+    "sd",
+    _plain,
+    _unet_pipeline,
+    plain={"guidance_scale": 1.0},
+    guidance=partial(_scaled, low=7.5, high=7.5, negatives=("", "x", "a red star")),
+    sections=_EDIT_NOISE,
+    least_steps=4,
+    sides=((48,), (40,)),
+    stride=2,
+    int8=None,
+    lora_forms=("unet.{}.lora_A.weight",),
+    lora_oracle=False,
+    refresh_text=False,
+    lines=False,  # maps and ends of stacks, too: unet/test_unet_refresh.py
+    ranks=(),  # tests/unit/engine/batch/test_cfg_parallel.py
+)
+
+CASES: Mapping[str, FamilyCase] = {
+    case.name: case
+    for case in (
+        _FLUX,
+        replace(_FLUX, name="flux-base", guidance=guided),
+        replace(
+            _FLUX,
+            name="flux-kontext",
+            sort="kontext",
+            guidance=guided,
+            all_tokens=("dense",),
+        ),
+        FamilyCase(
+            "chroma",
+            "chroma",
+            partial(_packed, max_sequence_length=64),
+            _chroma_pipeline,
+            plain={"guidance_scale": 1.0},
+            guidance=_CFG,
+            sections=_text(64),
+            long=24,
+            kinds=_BOTH,
+        ),
+        _SD3,
+        replace(
+            _SD3,
+            name="sd3-medium",
+            sort="sd3-medium",
+            sections={**_SD3.sections, "cache": {"enabled": False}},
+            kinds=(),
+            all_tokens=("dense",),
+            no_anchor=False,
+            refresh_text=None,
+            lines=False,
+            ranks=(),  # a rank's second attention has not the tokens of the other: test_sd3.py
+        ),
+        _KLEIN,
+        replace(
+            _KLEIN,
+            name="klein-base",
+            plain={"guidance_scale": 1.0},
+            guidance=partial(_scaled, low=1.5, high=6.0, negatives=("",)),
+        ),
+        replace(_KLEIN, name="klein-kv", oracle=_klein_kv, all_tokens=KINDS),
+        _QWEN,
+        _QWEN_EDIT,
+        replace(_QWEN_EDIT, name="qwen-image-edit-2509", sort="qwen-image-edit-2509"),
+        replace(_QWEN_EDIT, name="qwen-image-edit-2511", sort="qwen-image-edit-2511"),
+        replace(
+            _QWEN_EDIT,
+            name="qwen-image-21",
+            sort="qwen-image-21",
+            oracle=_qwen21,
+            sections=_text(400),
+            sides=((32, 64, 96, 128), (32, 64, 96, 128)),
+            all_tokens=_KV,
+            lora_forms=(_PEFT,),
+            refresh_text=False,
+        ),
+        FamilyCase(
+            "z-image",
+            "z-image",
+            partial(_plain, max_sequence_length=320),
+            _pipeline,
+            plain={"guidance_scale": 0.0},
+            guidance=partial(_scaled, low=0.5, high=5.0, negatives=("", "a blue circle")),
+            long=66,
+            least_steps=2,
+            lora_forms=(_PEFT, _LIGHTNING, _COMFY, _KOHYA),
+            refresh_text=False,  # its first blocks do not see the text
+            rank_tokens=32,  # other pictures are padded, and keep to one rank
+        ),
+        _UNET,
+        replace(_UNET, name="sdxl-fill", sort="sdxl", kinds=_BOTH),
+        replace(_UNET, name="sd21-fill", slow=True),
+        replace(_UNET, name="sdxl-base", sort="sdxl", kinds=_BOTH, slow=True),
+    )
+}

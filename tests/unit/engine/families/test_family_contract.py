@@ -1,0 +1,223 @@
+"""The checks that every model family passes (design §4, §8): dense rows against diffusers' own
+pipeline, all other rows against dense ones. The table of `tests.support.family_cases` has a row for
+each model; what is particular to a family is in the family's own folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from maskserve_benchmarks.steps.replay import Replay
+from maskserve_engine.base.job import EditJob
+from maskserve_engine.batch.transfer import mapped
+from maskserve_engine.families.adapter import EditRow
+from maskserve_engine.families.registry import load_adapter
+from tests.fakes.loras import of_model, write
+from tests.support import cached_rows, refresh_rows
+from tests.support.cached_rows import Primed, assert_equal, result
+from tests.support.family_cases import CASES, FamilyCase, FamilyModel
+from tests.support.lora_oracle import read
+from tests.support.ranks import check_ranks
+
+pytestmark = pytest.mark.spread("model", sort=lambda case: case.sort)
+
+EDITS = range(6)
+"""Seeds of edits of other sizes, steps, strengths, prompts and guidance."""
+SHORT = {"num_inference_steps": 3, "strength": 1.0}
+
+
+@pytest.fixture(scope="module")
+def model(
+    request: pytest.FixtureRequest, family_model: Callable[[str], FamilyModel]
+) -> FamilyModel:
+    case: FamilyCase = request.param
+    return family_model(case.name)
+
+
+def for_each(supports: Callable[[FamilyCase], object]) -> pytest.MarkDecorator:
+    """The models of the table that support a check."""
+    params = [
+        pytest.param(case, id=name, marks=[pytest.mark.slow] * case.slow)
+        for name, case in CASES.items()
+        if supports(case)
+    ]
+    return pytest.mark.parametrize("model", params, indirect=True, scope="module")
+
+
+@pytest.mark.each_value
+@for_each(lambda case: True)
+def test_dense_rows_of_any_mix_are_the_pipelines(model: FamilyModel) -> None:
+    """Rows of other steps, which leave the batch one by one."""
+    rows = [model.adapter.dense_row(model.job(seed)) for seed in EDITS]
+    cached_rows.run(model.replay, rows, "dense")
+    for seed, row in zip(EDITS, rows, strict=True):
+        assert_equal(row.result().array(), model.expected(seed))
+
+
+@for_each(lambda case: case.all_tokens)
+def test_a_cached_row_that_computes_all_tokens_is_dense(model: FamilyModel) -> None:
+    for seed in (1, 2):
+        job = model.job(seed, **SHORT)
+        cached_rows.check_all_active(model.replay, model.encoder, job, *model.case.all_tokens)
+
+
+@for_each(lambda case: case.kinds)
+def test_rows_change_nothing_of_one_another(model: FamilyModel) -> None:
+    seeds = EDITS[:5]
+    jobs, primed = [model.job(seed) for seed in seeds], [model.primed(seed) for seed in seeds]
+    for kind in model.case.kinds:
+        cached_rows.check_mixed_batch(model.replay, jobs, primed, kind)
+
+
+@for_each(lambda case: case.no_anchor)
+def test_a_step_without_an_anchor_computes_the_template(model: FamilyModel) -> None:
+    """It computes the cached tokens, too, from the template's inputs."""
+    cached_rows.check_step_without_anchor(model.replay, model.job(0), model.primed(0))
+
+
+@for_each(lambda case: True)
+def test_cancelled_parked_and_moved_rows_change_nothing(model: FamilyModel) -> None:
+    """In a batch that begins together, one row is cancelled, one waits for three steps, and one
+    goes on as a row of another process would. They end as rows that nothing befell.
+    """
+    jobs = [model.job(seed, **{**SHORT, "num_inference_steps": 5}) for seed in range(4)]
+
+    def rows() -> list[EditRow]:
+        dense: list[EditRow] = [model.adapter.dense_row(job) for job in jobs]
+        if model.case.kinds:
+            primed = [model.primed(seed) for seed in (1, 2)]
+            dense[1:3] = [
+                cached_rows.cached(model.replay, job, template)
+                for job, template in zip(jobs[1:3], primed, strict=True)
+            ]
+        return dense
+
+    undisturbed = [result(model.replay, row, "kv") for row in rows()]
+    kinds = ("kv",) * model.adapter.blocks
+    stays, parked, moves, cancelled = rows()
+    model.replay.step([stays, parked, moves, cancelled], kinds)
+    model.replay.step([stays, moves, cancelled], kinds)
+    model.replay.step([moves, stays], kinds)
+    carried = model.adapter.carried(moves)
+    assert carried is not None
+    twin = rows()[2]
+    model.adapter.follow(twin, mapped(carried, torch.Tensor.clone), moves.step)
+    model.replay.step([twin, stays], kinds)
+    cached_rows.run(model.replay, [parked, stays, twin], "kv")
+    for row, expected in zip((stays, parked, twin), undisturbed, strict=False):
+        assert_equal(row.result().array(), expected)
+
+
+@for_each(lambda case: case.int8)
+def test_int8_weights_serve_it(model: FamilyModel) -> None:
+    """Near the plain weights; and rows change nothing of one another with them, either."""
+    bound = model.case.int8
+    assert bound is not None
+    adapter = load_adapter(model.config_with(model={"weights": "int8"}))
+    assert adapter.weight_bytes < 0.7 * model.adapter.weight_bytes
+    replay, jobs = Replay(adapter), [model.job(seed, **SHORT) for seed in range(2)]
+    exact = result(model.replay, model.adapter.dense_row(jobs[0]))
+
+    def rows() -> list[EditRow]:
+        rows: list[EditRow] = [adapter.dense_row(job) for job in jobs]
+        if model.case.kinds:
+            primed = Primed(adapter, model.encoder, jobs[1])
+            rows[1] = cached_rows.cached(replay, jobs[1], primed)
+        return rows
+
+    alone = [result(replay, row, "kv") for row in rows()]
+    together = rows()
+    cached_rows.run(replay, together, "kv")
+    for row, expected in zip(together, alone, strict=True):
+        assert_equal(row.result().array(), expected)
+    assert 0 < np.abs(alone[0] - exact).mean() < bound * np.abs(exact).mean()
+
+
+@for_each(lambda case: case.lora_oracle)
+def test_loras_are_those_that_diffusers_loads(model: FamilyModel, tmp_path: Path) -> None:
+    """Two of every layer beside a row without any; and one in each further form of names."""
+    edits = [model.edit(seed, **SHORT) for seed in (4, 5)]
+    plain = model.oracle(edits[0])
+    for form in model.case.lora_forms:
+        rows: list[Any] = [model.adapter.dense_row(model.encoded(edits[0]))]
+        expected = [plain]
+        for seed, edit in enumerate(edits, 5):
+            job, file = model.encoded(edit), _lora(model, tmp_path, seed, form)
+            rows.append(model.adapter.dense_row(job))
+            _attach(model, rows[-1], job, file)
+            with model.with_lora(file, 0.7):
+                expected.append(model.oracle(edit))
+        cached_rows.run(model.replay, rows, "dense")
+        assert np.abs(expected[1] - plain).max() > 1e-2
+        for row, latents in zip(rows, expected, strict=True):
+            assert_equal(row.result().array(), latents)
+        edits = edits[:1]
+
+
+@for_each(lambda case: True)
+def test_a_lora_that_comes_late_is_one_that_was_there(model: FamilyModel, tmp_path: Path) -> None:
+    """Nothing that a row computed once, before its LoRA came, is read after: its next steps are
+    those of a row that had the LoRA when it came to the same latents. The edit is guided.
+    """
+    job, file = model.job(5, **SHORT), _lora(model, tmp_path, 5, model.case.lora_forms[0])
+    late, early, plain = (model.adapter.dense_row(job) for _ in range(3))
+    model.adapter.step([late], None)
+    carried = model.adapter.carried(late)
+    assert carried is not None
+    model.adapter.follow(early, mapped(carried, torch.Tensor.clone), late.step)
+    for row in (late, early):
+        _attach(model, row, job, file)
+    latents = result(model.replay, late)
+    assert_equal(latents, result(model.replay, early))
+    assert np.abs(latents - result(model.replay, plain)).max() > 1e-2
+
+
+@for_each(lambda case: case.refresh_text is not None)
+def test_refresh_steps_are_dense_steps(model: FamilyModel) -> None:
+    job = model.job(1, num_inference_steps=6, strength=1.0, mask_ring=1)
+    refresh_rows.check_dense_refresh_steps(model.adapter, job, text=bool(model.case.refresh_text))
+
+
+@for_each(lambda case: case.lines)
+def test_steps_between_refresh_steps_lie_on_their_lines(model: FamilyModel) -> None:
+    """A row that draws the lines by itself ends alike."""
+    job = model.job(1, num_inference_steps=6, strength=1.0, mask_ring=1)
+    refresh_rows.check_lines(model.adapter, job, text=bool(model.case.refresh_text))
+
+
+@for_each(lambda case: case.ranks)
+def test_two_ranks_compute_the_rows_of_one(model: FamilyModel) -> None:
+    seeds = _whole_pictures(model, 2)
+    jobs = [model.job(seed, **SHORT) for seed in seeds]
+    for deal in model.case.ranks:
+        primed = [model.primed(seed) for seed in seeds]
+        for kind in model.case.kinds:
+            check_ranks(model.adapter, jobs, primed, kind, deals=deal == "passes")
+
+
+def _lora(model: FamilyModel, folder: Path, seed: int, form: str) -> Path:
+    """The file of a random LoRA of every layer of the denoiser."""
+    file = folder / f"{seed}.safetensors"
+    write(file, of_model(model.denoiser, seed, form))
+    return file
+
+
+def _attach(model: FamilyModel, row: Any, job: EditJob, file: Path) -> None:
+    factors = read(file, model.folder)["denoiser"]
+    model.adapter.attach(row, job, ((model.adapter.low_rank(factors), 0.7),))
+
+
+def _whole_pictures(model: FamilyModel, count: int) -> list[int]:
+    """Seeds of edits whose pictures have a number of tokens that ranks can share."""
+    seeds = (
+        seed
+        for seed in range(3, 60)
+        if model.adapter.tokens(model.job(seed)).total % model.case.rank_tokens == 0
+    )
+    return [next(seeds) for _ in range(count)]
