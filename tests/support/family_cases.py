@@ -94,7 +94,7 @@ class FamilyCase:
     def edit(self, seed: int, **settings: Any) -> Case:
         """A random edit of a seed: odd seeds are guided, and every third has the long prompt."""
         rng = np.random.default_rng(seed)
-        steps = int(rng.integers(self.least_steps, 8))
+        steps = int(rng.integers(self.least_steps, 7))
         more = self.guidance(rng) if self.guidance and seed % 2 else {}
         defaults = {"cache": "off", "num_inference_steps": steps, **self.plain, **more}
         edit = random_case(rng, **{**defaults, **settings})
