@@ -162,18 +162,19 @@ def test_loras_are_those_that_diffusers_loads(model: FamilyModel, tmp_path: Path
 
 @for_each(lambda case: True)
 def test_a_lora_that_comes_late_is_one_that_was_there(model: FamilyModel, tmp_path: Path) -> None:
-    """Nothing that a row computed once, before its LoRA came, is read after: its next steps are
-    those of a row that had the LoRA when it came to the same latents. The edit is guided.
+    """Nothing that a row or its batch computed once, before the LoRA came, is read after: the next
+    steps are those of a row that had the LoRA when it came to the same latents. The edit is guided.
     """
     job, file = model.job(5, **SHORT), _lora(model, tmp_path, 5, model.case.lora_forms[0])
     late, early, plain = (model.adapter.dense_row(job) for _ in range(3))
     model.adapter.step([late], None)
     carried = model.adapter.carried(late)
     assert carried is not None
-    model.adapter.follow(early, mapped(carried, torch.Tensor.clone), late.step)
-    for row in (late, early):
-        _attach(model, row, job, file)
+    carried, step = mapped(carried, torch.Tensor.clone), late.step
+    _attach(model, late, job, file)
     latents = result(model.replay, late)
+    model.adapter.follow(early, carried, step)
+    _attach(model, early, job, file)
     assert_equal(latents, result(model.replay, early))
     assert np.abs(latents - result(model.replay, plain)).max() > 1e-2
 
