@@ -78,21 +78,23 @@ def papers() -> list[Paper]:
 def document() -> str:
     counts = {paper.name: Counter(part.status for part in paper.parts) for paper in papers()}
     rows = [
-        [status, meaning, *(count[status] for count in counts.values())]
+        [meaning, *(count[status] for count in counts.values())]
         for status, meaning in MEANINGS.items()
     ]
-    lines = [HEAD, table(["parts", "", *counts], rows)]
+    lines = [HEAD, table(["parts", *counts], rows)]
     for paper in papers():
-        listed_parts = [part for part in paper.parts if part.status != "illustration"]
-        lines += [f"\n## {paper.name}", f"\n*{paper.title}*", f"\n{paper.summary.strip()}\n"]
-        lines.append(table(["where", "what", "status", "here"], map(_row, listed_parts)))
+        lines += [f"\n## {paper.name}", f"\n*{paper.title}*", f"\n{paper.summary.strip()}"]
+        for status, meaning in MEANINGS.items():
+            items = [_item(part) for part in paper.parts if part.status == status]
+            if items and status != "illustration":
+                lines += [f"\n**{meaning[0].upper()}{meaning[1:]}**\n", *items]
     return "\n".join(lines) + "\n"
 
 
-def _row(part: Part) -> list[str]:
+def _item(part: Part) -> str:
     why = f"[why]({part.decision})" if part.decision else ""
-    location = f"{part.support} ({why})" if why and part.support else part.support or why
-    return [part.part, part.content, part.status, location]
+    here = f"{part.support} ({why})" if why and part.support else part.support or why
+    return f"- {part.part}: {part.content}. *Here*: {here}"
 
 
 def main() -> int:
