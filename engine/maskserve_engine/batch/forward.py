@@ -500,7 +500,7 @@ def _place(
     anew: Sequence[bool] | None,
     packed: Packed,
 ) -> None:
-    row_parts = _chosen(packed.parts, anew)
+    row_parts = _chosen(packed.cached, anew)
     sources = [None if row_part is None else row_part.source(index, part) for row_part in row_parts]
     scatter_kv(sources, outs, slots)
 
@@ -513,7 +513,7 @@ def _place_fixed(
     packed: Packed,
 ) -> None:
     """Write keys and values of fixed tokens, turned to the row's own rotary position."""
-    fixed_tokens = _chosen(packed.fixed, anew and anew[len(packed.parts) :])
+    fixed_tokens = _chosen(packed.fixed, anew and anew[len(packed.cached) :])
     scatter_kv(
         [None if tokens is None else tokens.source(index) for tokens in fixed_tokens], outs, slots
     )
@@ -531,6 +531,6 @@ def _chosen(tensors: Sequence[T | None], anew: Sequence[bool] | None) -> Sequenc
 
 def _take_cached(out: Tensor, packed: Packed) -> None:
     torch.cat(
-        [cached_tokens.tokens() for cached_tokens in packed.rests if cached_tokens is not None],
+        [cached_tokens.tokens() for cached_tokens in packed.cached if cached_tokens is not None],
         out=out,
     )

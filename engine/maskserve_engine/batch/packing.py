@@ -170,7 +170,7 @@ def _stream(lengths: Sequence[int], device: torch.device, timeless: Sequence[int
 
 
 Parts = tuple[tuple[int, ...], ...]
-"""Per row, the lengths of its `InactiveTokens.parts` or `RowInput.fixed`; (0,) for a row without
+"""Per row, the lengths of its `RowInput.cached` or `RowInput.fixed`; (0,) for a row without
 any."""
 
 
@@ -420,43 +420,39 @@ class RowResiduals(Residuals, Protocol):
     def for_lookahead(self) -> Residuals: ...
 
 
-class InactiveTokens(Protocol):
-    @property
-    def cis(self) -> Tensor:
-        """[m, head_dim / 2] complex rotary factors."""
-        ...
-
-    @property
-    def parts(self) -> Sequence[InactiveTokens]:
-        """Parts whose keys and values lie in one place each, in order; usually only itself."""
-        ...
-
-    def tokens(self) -> Tensor: ...
-
-    @property
-    def entry(self) -> object:
-        """Identifies the entry that this step reads; a different object as soon as that changes."""
-        ...
-
-    def source(self, block: int, part: str) -> KvSource:
-        """Return where the hidden states at the block's input (`h`) or the keys and values (`kv`)
-        lie.
-        """
-        ...
-
-
-class FixedTokens(Protocol):
-    """Tokens that do not depend on the row and that its tokens see at any step: exact prefixes."""
+class TokenCache(Protocol):
+    """Tokens that a step reads in place of computing them: what each block needs of them lies in
+    one place.
+    """
 
     def __len__(self) -> int: ...
 
     @property
     def entry(self) -> object:
-        """Identifies the entry that this step reads, as for `InactiveTokens`."""
+        """Identifies the keys and values that this step reads; a different object as soon as these
+        change.
+        """
         ...
 
-    def source(self, block: int) -> KvSource:
-        """Return where their keys and values lie."""
+    def source(self, block: int, part: str = "kv") -> KvSource:
+        """Return where the keys and values (`kv`), or the hidden states at the block's input (`h`),
+        lie.
+        """
+        ...
+
+
+class CachedTokens(TokenCache, Protocol):
+    """Cached tokens of a row. A step may also compute their keys and values from hidden states
+    (FlashPS Fig. 5), or from the model's inputs.
+    """
+
+    @property
+    def cis(self) -> Tensor:
+        """[m, head_dim / 2] complex rotary factors."""
+        ...
+
+    def tokens(self) -> Tensor:
+        """Return [m, in_channels] model inputs."""
         ...
 
 
@@ -487,8 +483,9 @@ class RowInput:
     """Embedded guidance; None for models without it."""
     cis: Tensor
     """[T + n, head_dim / 2] complex rotary factors of text and computed tokens."""
-    cached: InactiveTokens | None = None
-    """Cached tokens of the row; None: all tokens are computed."""
+    cached: tuple[CachedTokens, ...] = ()
+    """Cached tokens of the row, by the cache that they are read from; empty: all tokens are
+    computed."""
     capture: Capture | None = None
     """Set for priming rows, and for rows whose ControlNet computes all tokens."""
     residuals: Residuals | None = None
@@ -496,8 +493,9 @@ class RowInput:
     """Number of the last computed tokens that no step moves."""
     timeless: bool = False
     """Whether the model sees these tokens at time 0."""
-    fixed: tuple[FixedTokens, ...] = ()
-    """Fixed tokens that its tokens also see, in every block."""
+    fixed: tuple[TokenCache, ...] = ()
+    """Tokens that do not depend on the row and that its tokens also see, in every block: exact
+    prefixes."""
     back: Tensor | None = None
     """[head_dim / 2] complex rotary offset of the fixed tokens' keys, where this row places them at
     another position; None: no offset."""
@@ -515,11 +513,8 @@ class RowInput:
 class Packed:
     def __init__(self, rows: Sequence[RowInput]) -> None:
         self.rows = tuple(rows)
-        self.rests = tuple(row.cached for row in rows)
-        self.parts = tuple(
-            part for cached in self.rests for part in ((None,) if cached is None else cached.parts)
-        )
-        """Cached parts of all rows, in order; None for a dense row."""
+        self.cached = tuple(cached for row in rows for cached in row.cached or (None,))
+        """Cached tokens of all rows, in order; None for a dense row."""
         self.fixed = tuple(fixed_tokens for row in rows for fixed_tokens in row.fixed or (None,))
         """Fixed tokens of all rows, in order; None for a row without any."""
         self.backs = tuple(row.back for row in rows for _ in row.fixed or (None,))
@@ -527,9 +522,9 @@ class Packed:
         self.residuals = {i: row.residuals for i, row in enumerate(rows) if row.residuals}
         self.primes = any(capture is not None for capture in self.captures)
         self.placed_kv = PlacedKV()
-        rest_cis = [cached.cis for cached in self.rests if cached is not None]
+        cached_cis = [cached.cis for cached in self.cached if cached is not None]
         self._lengths: tuple[Parts, Parts] = (
-            tuple((0,) if r is None else tuple(len(p.cis) for p in r.parts) for r in self.rests),
+            tuple(tuple(map(len, row.cached)) or (0,) for row in rows),
             tuple(tuple(map(len, row.fixed)) or (0,) for row in rows),
         )
         self.layout: SparseLayout = sparse_layout(
@@ -545,7 +540,7 @@ class Packed:
         self.pooled = torch.stack(pooled) if pooled else None
         self.cis = torch.cat([row.cis for row in rows])
         """[N, head_dim / 2] in row order."""
-        self.cached_cis = torch.cat(rest_cis) if rest_cis else None
+        self.cached_cis = torch.cat(cached_cis) if cached_cis else None
         """[M, head_dim / 2]; None without cached rows."""
         self.guidance: Tensor | None = None
         if rows[0].guidance is not None:
@@ -555,8 +550,8 @@ class Packed:
 
     @property
     def entries(self) -> list[object]:
-        """Entries that the rows read in this step: one for each of `parts`, then of `fixed`."""
-        return [None if tokens is None else tokens.entry for tokens in (*self.parts, *self.fixed)]
+        """Entries that the rows read in this step: one for each of `cached`, then of `fixed`."""
+        return [None if tokens is None else tokens.entry for tokens in (*self.cached, *self.fixed)]
 
     @property
     def sees_fixed(self) -> bool:
@@ -595,8 +590,7 @@ class Packed:
     def copied(self) -> Packed:
         """Return the same rows on copied tensors, without entries."""
         packed = copy(self)
-        packed.rests, packed.placed_kv = (None,) * len(self.rests), PlacedKV()
-        packed.parts = (None,) * len(self.parts)
+        packed.cached, packed.placed_kv = (None,) * len(self.cached), PlacedKV()
         packed.tokens, packed.text, packed.cis = (
             self.tokens.clone(),
             self.text.clone(),

@@ -29,12 +29,12 @@ from torch import Tensor
 
 from maskserve_engine.batch.forward import CaptureKeys, FillCached, State, Transformer
 from maskserve_engine.batch.packing import (
+    CachedTokens,
     Capture,
-    FixedTokens,
-    InactiveTokens,
     Packed,
     Packing,
     RowInput,
+    TokenCache,
 )
 from maskserve_engine.batch.transfer import moved
 from maskserve_engine.cache.entries import Coded
@@ -175,7 +175,7 @@ class _HeadsOfRank:
 
 @dataclass(frozen=True, slots=True)
 class _FixedShare:
-    whole: FixedTokens
+    whole: TokenCache
     heads: _HeadsOfRank
 
     def __len__(self) -> int:
@@ -185,17 +185,22 @@ class _FixedShare:
     def entry(self) -> object:
         return self.whole.entry
 
-    def source(self, block: int) -> KvSource:
-        return self.heads.of(self.whole.source(block))
+    def source(self, block: int, part: str = "kv") -> KvSource:
+        return self.heads.of(self.whole.source(block, part))
 
 
 @dataclass(frozen=True, slots=True)
 class _CachedShare:
-    """`InactiveTokens` of which a rank computes a share of the tokens and reads its heads."""
+    """`CachedTokens` of which a rank computes a share of the tokens and reads its heads of all
+    tokens.
+    """
 
-    whole: InactiveTokens
+    whole: CachedTokens
     token_slice: slice
     heads: _HeadsOfRank
+
+    def __len__(self) -> int:
+        return len(self.cis)
 
     @property
     def cis(self) -> Tensor:
@@ -203,12 +208,6 @@ class _CachedShare:
 
     def tokens(self) -> Tensor:
         return self.whole.tokens()[self.token_slice]
-
-    @property
-    def parts(self) -> Sequence[InactiveTokens]:
-        """The parts, each cut as the whole is: attention reads the rank's heads of all tokens."""
-        whole = self.whole.parts
-        return (self,) if len(whole) == 1 else [replace(self, whole=part) for part in whole]
 
     @property
     def entry(self) -> object:
@@ -273,15 +272,13 @@ class RankShare:
         def of_length(length: int) -> slice:
             return slice(*share_of(length, rank, count))
 
-        texts, cached_tokens, heads_of = (
-            len(row.text),
-            row.cached,
-            _HeadsOfRank(self.heads[rank], heads, row.cis),
-        )
+        texts, heads_of = len(row.text), _HeadsOfRank(self.heads[rank], heads, row.cis)
         tokens, text = of_length(len(row.tokens)), of_length(texts)
         static_count = max(0, tokens.stop - max(tokens.start, len(row.tokens) - row.still))
-        if cached_tokens is not None:
-            cached_tokens = _CachedShare(cached_tokens, of_length(len(cached_tokens.cis)), heads_of)
+        cached = [
+            _CachedShare(cached_tokens, of_length(len(cached_tokens)), heads_of)
+            for cached_tokens in row.cached
+        ]
         fixed = tuple([_FixedShare(fixed_tokens, heads_of) for fixed_tokens in row.fixed])
         cis = torch.cat((row.cis[text], row.cis[texts:][tokens]))
         return replace(
@@ -289,7 +286,7 @@ class RankShare:
             tokens=row.tokens[tokens],
             text=row.text[text],
             cis=cis,
-            cached=cached_tokens,
+            cached=tuple(cached),
             fixed=fixed,
             still=static_count,
         )

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from maskserve_engine.batch.packing import InactiveTokens, RowInput
+from maskserve_engine.batch.packing import RowInput
 from maskserve_engine.cache.entries import PARTS, Coded, encode
 from maskserve_engine.cache.reader import Heads
 from maskserve_engine.cache.store import Handle
@@ -374,73 +374,48 @@ class StepCache:
 
 
 @dataclass(frozen=True, slots=True)
-class AnchoredTokens:
-    """`packing.InactiveTokens` of a pass between refresh steps, with its text if that is cached."""
+class StepCacheTokens:
+    """`packing.CachedTokens` that a pass reads from its step cache, the text first if it is one of
+    them.
+    """
 
     cache: StepCache
     sigma: Callable[[], float]
     cis: Tensor
 
-    @property
-    def parts(self) -> Sequence[InactiveTokens]:
-        return (self,)
+    def __len__(self) -> int:
+        return len(self.cis)
 
     def tokens(self) -> Tensor:
-        raise AssertionError("between refresh steps no block needs hidden states")
+        raise AssertionError("a step cache has only keys and values")
 
     @property
     def entry(self) -> object:
         """A different object at each step where keys and values change along their line."""
         return self.cache.standing(self.sigma())
 
-    def source(self, block: int, part: str) -> KvSource:
+    def source(self, block: int, part: str = "kv") -> KvSource:
         assert part == "kv", "a step cache has only keys and values"
         return self.cache.source(block, self.sigma())
-
-
-@dataclass(frozen=True, slots=True)
-class CachedTextWithTemplate:
-    """`packing.InactiveTokens` of a pass that caches its text and ring and reads a template."""
-
-    parts: tuple[AnchoredTokens, InactiveTokens]
-
-    @property
-    def cis(self) -> Tensor:
-        text_tokens, template_tokens = self.parts
-        return torch.cat((text_tokens.cis, template_tokens.cis))
-
-    def tokens(self) -> Tensor:
-        raise AssertionError("a step that leaves the text out runs no block that needs it")
-
-    @property
-    def entry(self) -> object:
-        raise AssertionError("its parts have one each")
-
-    def source(self, block: int, part: str) -> KvSource:
-        raise AssertionError("its parts have one each")
-
-
-def without_text(
-    row: RowInput, ring: Tensor, cache: StepCache, sigma: Callable[[], float]
-) -> RowInput:
-    """Return the input of a pass that reads a template and does not compute its text."""
-    assert row.cached is not None, "a pass that computes all tokens computes its text, too"
-    of_text, computed = row.cis.split((len(row.text), len(row.tokens)))
-    cached_tokens = CachedTextWithTemplate(
-        (AnchoredTokens(cache, sigma, torch.cat((of_text, ring))), row.cached)
-    )
-    return replace(row, text=row.text[:0], cis=computed, cached=cached_tokens)
 
 
 def input_between_refreshes(
     row: RowInput, cis: Tensor, cache: StepCache, sigma: Callable[[], float]
 ) -> RowInput:
-    """Return the input of a pass between refresh steps, given its input with the text."""
+    """Return the input of a pass that reads its step cache, and its text from there if the cache
+    has it.
+
+    Args:
+        row: input of the pass with its text, and the tokens that it reads from a template.
+        cis: [m, head_dim / 2] rotary factors of the image tokens in the cache.
+        cache: step cache of the pass.
+        sigma: returns the sigma of the present step.
+    """
     if not cache.text:
-        return replace(row, cached=AnchoredTokens(cache, sigma, cis))
+        return replace(row, cached=(StepCacheTokens(cache, sigma, cis), *row.cached))
     of_text, computed = row.cis.split((len(row.text), len(row.tokens)))
-    cached_tokens = AnchoredTokens(cache, sigma, torch.cat((of_text, cis)))
-    return replace(row, text=row.text[:0], cis=computed, cached=cached_tokens)
+    cached_tokens = StepCacheTokens(cache, sigma, torch.cat((of_text, cis)))
+    return replace(row, text=row.text[:0], cis=computed, cached=(cached_tokens, *row.cached))
 
 
 class AnchoredRow(Protocol):

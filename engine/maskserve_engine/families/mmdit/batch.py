@@ -67,7 +67,7 @@ class FlowStep:
 
     @property
     def shapes(self) -> Hashable | None:
-        if not any(self.packed.rests):
+        if self.packed.cached_cis is None:
             return self.packed.shapes
         return None if "project" in self.kinds else (self.packed.shapes, tuple(self.kinds))
 

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from maskserve_common.contracts.keys import STILL, Anchor
-from maskserve_engine.batch.packing import FixedTokens, InactiveTokens, RowInput, RowResiduals
+from maskserve_engine.batch.packing import RowInput, RowResiduals, TokenCache
 from maskserve_engine.batch.skipping import FirstBlockCache
 from maskserve_engine.batch.step_cache import (
     Entry,
     StepCache,
     input_between_refreshes,
-    without_text,
 )
 from maskserve_engine.batch.transfer import HostCopy
 from maskserve_engine.cache.entries import AnchorEntry, Recorder
@@ -37,13 +36,13 @@ from maskserve_engine.layers.scatter_kv import KvSource
 @dataclass(slots=True)
 class FixedWords:
     """Prompt tokens that depend only on the tokens before them, not on the row
-    (`packing.FixedTokens`).
+    (`RowInput.fixed`).
     """
 
     embeds: Tensor
     """[T, in] states of the prompt."""
     cis: Tensor
-    pictures: tuple[FixedTokens, ...] = ()
+    pictures: tuple[TokenCache, ...] = ()
     back: Tensor | None = None
     """`RowInput.back` of the tokens that attend to the prompt."""
     entry: AnchorEntry | None = None
@@ -52,9 +51,9 @@ class FixedWords:
     def __len__(self) -> int:
         return len(self.embeds)
 
-    def source(self, block: int) -> KvSource:
+    def source(self, block: int, part: str = "kv") -> KvSource:
         assert self.entry is not None, "packed before they were made"
-        return KvSource(self.entry.blocks[block].part("kv"))
+        return KvSource(self.entry.blocks[block].part(part))
 
 
 @dataclass(slots=True)
@@ -82,7 +81,7 @@ class PromptPass:
 
 @dataclass(slots=True)
 class References:
-    """Reference pictures that do not depend on the row (`packing.FixedTokens`)."""
+    """Reference pictures that do not depend on the row (`RowInput.fixed`)."""
 
     tokens: Tensor
     """[R, 4C] tokens of the pictures."""
@@ -98,14 +97,14 @@ class References:
         return len(self.tokens)
 
     @property
-    def sees(self) -> tuple[FixedTokens, ...]:
+    def sees(self) -> tuple[TokenCache, ...]:
         return () if self.before is None else (self.before,)
 
-    def source(self, block: int) -> KvSource:
+    def source(self, block: int, part: str = "kv") -> KvSource:
         if isinstance(self.entry, AnchorEntry):
-            return KvSource(self.entry.blocks[block].part("kv"))
+            return KvSource(self.entry.blocks[block].part(part))
         assert self.entry is not None, "packed before they were made"
-        return KvSource(*self.entry.wait_whole(block, "kv"))
+        return KvSource(*self.entry.wait_whole(block, part))
 
 
 @dataclass(slots=True)
@@ -128,8 +127,8 @@ class FlowInactive:
 
 
 @dataclass(frozen=True, slots=True)
-class CachedTokens:
-    """`packing.InactiveTokens` of a row with a template, at the row's present step."""
+class TemplateTokens:
+    """`packing.CachedTokens` that a row reads from its template, at the row's present step."""
 
     row: FlowRow
     inactive: FlowInactive
@@ -138,20 +137,19 @@ class CachedTokens:
     lookahead: int | None = None
     """Refresh step of a lookahead pass; None: the pass belongs to the row's next step."""
 
+    def __len__(self) -> int:
+        return len(self.inactive.cis)
+
     @property
     def cis(self) -> Tensor:
         return self.inactive.cis
-
-    @property
-    def parts(self) -> Sequence[InactiveTokens]:
-        return (self,)
 
     def tokens(self) -> Tensor:
         assert not self.inactive.picture_words, "of text tokens there are keys and values alone"
         assert self.lookahead is None, "a lookahead pass reads only keys and values"
         return self.inactive.outside.at(self.row.sigma)
 
-    def source(self, block: int, part: str) -> KvSource:
+    def source(self, block: int, part: str = "kv") -> KvSource:
         kv_source = KvSource(*self._handle.wait_whole(block, part))
         if self.step_cache is None or part != "kv":
             return kv_source
@@ -446,7 +444,7 @@ class FlowRow:
         row_input = self._image_tokens(prompt, step)
         if not self.anchored:
             row_input = replace(
-                self._with_ring(row_input, step), cached=self._cached(inactive, cache, step)
+                self._with_ring(row_input, step), cached=(self._cached(inactive, cache, step),)
             )
             return replace(row_input, capture=self._cache_with_template(cache, row_input, step))
         row_input = self._whole(row_input, inactive, step)
@@ -467,13 +465,11 @@ class FlowRow:
         elif cache is not None and self.anchored:
             return input_between_refreshes(row_input, inactive.cis, cache, self.walk_sigma)
         else:
-            cached_tokens = self._cached(inactive, cache)
+            row_input = replace(row_input, cached=(self._cached(inactive, cache),))
             if cache is not None and self.reads_step_cache:
                 ring = self.cis[:0] if self.ring is None else self.ring.cis
-                return without_text(
-                    replace(row_input, cached=cached_tokens), ring, cache, self.walk_sigma
-                )
-            row_input = replace(self._with_ring(row_input, self.step), cached=cached_tokens)
+                return input_between_refreshes(row_input, ring, cache, self.walk_sigma)
+            row_input = self._with_ring(row_input, self.step)
         if cache is None or not self.fills_step_cache:
             return row_input
         if not self.anchored:
@@ -485,9 +481,9 @@ class FlowRow:
 
     def _cached(
         self, inactive: FlowInactive, cache: StepCache | None, lookahead: int | None = None
-    ) -> CachedTokens:
+    ) -> TemplateTokens:
         lifts = cache is not None and cache.plan.corrects_residuals
-        return CachedTokens(self, inactive, cache if lifts else None, lookahead)
+        return TemplateTokens(self, inactive, cache if lifts else None, lookahead)
 
     def _cache_with_template(self, cache: StepCache, row_input: RowInput, step: int) -> StepCache:
         end = self.active + self._ring_tokens
