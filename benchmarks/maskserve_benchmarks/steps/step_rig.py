@@ -36,12 +36,13 @@ from maskserve_engine.families.mmdit.batch import FlowBatch
 from maskserve_engine.families.mmdit.blocks import LEAST_PRECOMPUTED_STEPS, FluxStep
 from maskserve_engine.families.mmdit.preparation import FlowTemplate
 from maskserve_engine.families.mmdit.rows import (
-    ExtrapolatedOutside,
-    FlowInactive,
+    ExtrapolatedLatents,
     FlowPrimingRow,
     FlowRow,
+    MaskedTokens,
     PromptPass,
     References,
+    TokenSpan,
 )
 from maskserve_engine.families.mmdit.schedule import Schedule, Walk
 from maskserve_engine.families.mmdit.weights import FluxWeights
@@ -286,11 +287,9 @@ class Bench:
                 timeless=bool(self.config.get("zero_cond_t")),
             ),
             negative=None,
-            cis=cis[words:],
-            latents=self._random(tokens, out),
-            condition=condition,
-            blend=None,
-            context=context,
+            masked=MaskedTokens(
+                None, cis[words:], self._random(tokens, out), condition, None, context
+            ),
             # A dense row keeps references in the format of diffusers' own cache.
             references=self._references("model" if mask_ratio is None else self.format),
         )
@@ -307,30 +306,32 @@ class Bench:
         template = FlowTemplate(row.latents, self._random(tokens, out), condition, context)
         selection = Selection([read_ids])
         places = torch.cat((cis[words:], cis[: self.shown_tokens]))[index]
-        row.inactive = FlowInactive(
-            active, index, template.take(image), places, selection, self.shown_tokens
-        )
-        row.context = None
+        row.unmasked = TokenSpan(index, places, template.take(image), selection, self.shown_tokens)
         row.entry = in_memory(self.entry, selection, whole=self.device.type == "cuda")
-        row.cis = row.cis[active]
-        row.latents = row.latents[active]
-        row.condition = None if condition is None else condition[active]
+        row.masked = MaskedTokens(
+            active,
+            row.masked.cis[active],
+            row.latents[active],
+            None if condition is None else condition[active],
+            None,
+        )
         return row
 
     def anchored_row(self, ratio: float, seed: int) -> FlowRow:
         """Return a row that has taken two refresh steps and the step after them."""
         row = self.row(ratio, seed)
-        assert row.inactive is not None
-        outside: Any = row.inactive.outside
-        cached_count = len(row.inactive.index) - self.shown_tokens
-        row.inactive = replace(
-            row.inactive,
-            outside=ExtrapolatedOutside(
-                outside.clean, outside.condition, None, outside.clean, outside.context
-            ),
-            index=row.inactive.index[:cached_count],
-            cis=row.inactive.cis[:cached_count],
-            picture_words=0,
+        assert row.unmasked is not None
+        template: Any = row.unmasked.latents
+        latents = ExtrapolatedLatents(
+            template.clean, template.condition, None, template.clean, template.context
+        )
+        count = len(row.unmasked)
+        row.unmasked = replace(
+            row.unmasked,
+            ids=row.unmasked.ids[:count],
+            cis=row.unmasked.cis[:count],
+            latents=latents,
+            words=0,
         )
         sigmas = torch.linspace(1.0, 0.0, self.steps + 1)
         walk = [Walk(1000.0 * s, s, -1.0 / self.steps) for s in sigmas.tolist()[:-1]]
@@ -381,13 +382,16 @@ class Bench:
         return FlowPrimingRow(
             request_id="prime",
             template=FlowTemplate(
-                row.latents, torch.empty_like(row.latents), row.condition, row.context
+                row.latents,
+                torch.empty_like(row.latents),
+                row.masked.condition,
+                row.masked.context,
             ),
             anchors=(self.entry.anchor,),
             sigmas=torch.tensor([self.entry.anchor.sigma], device=self.device),
             prompt=replace(prompt, text=prompt.text[:text_tokens], cis=prompt.cis[:text_tokens]),
             embeds=prompt.text,
-            cis=row.cis,
+            cis=row.masked.cis,
             kinds=(frozenset({"kv"} if self.shown_tokens else {"h", "kv"}),) * self.blocks,
             format=self.format,
             references=row.references,

@@ -213,7 +213,7 @@ class _CachedShare:
     def entry(self) -> object:
         return self.whole.entry
 
-    def source(self, block: int, part: str) -> KvSource:
+    def source(self, block: int, part: str = "kv") -> KvSource:
         """Return `kv` for all tokens and the rank's heads, `h` for the rank's tokens."""
         source = self.whole.source(block, part)
         if part == "kv":

@@ -128,8 +128,8 @@ def _time_load(bench: Bench, store: Store, mover: Mover, way: str, batch: int) -
         request_number += 1
         handles = []
         for row in rows:
-            assert row.inactive is not None
-            handle = store.request(_KEY, entry.anchor, row.inactive.selection, source, force=True)
+            assert row.selection is not None
+            handle = store.request(_KEY, entry.anchor, row.selection, source, force=True)
             assert handle is not None
             assert store.reserve is None or handle.load.memory is not None, "no room in the reserve"
             handle.want(parts, request_number)

@@ -275,8 +275,8 @@ def unet_entry_change(case: UnetCase) -> tuple[Log, Log]:
         bench, rows = _unet_rows(case)
         steady = _steady(cuda, bench, rows, case.kind)
         for row in rows:
-            assert row.inactive is not None
-            row.entry = in_memory(bench.entry, row.inactive.selection, whole=True)
+            assert row.selection is not None
+            row.entry = in_memory(bench.entry, row.selection, whole=True)
         with cuda.watch() as with_change:
             bench.step(rows, case.kind)
     return steady, with_change

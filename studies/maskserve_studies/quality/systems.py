@@ -29,7 +29,7 @@ from maskserve_engine.batch.step_cache import RefreshSchedule
 from maskserve_engine.cache.entries import AnchorEntry, BlockEntry, Coded, encode
 from maskserve_engine.control_link.served import ControlService
 from maskserve_engine.families.flux.adapter import FluxAdapter
-from maskserve_engine.families.mmdit.rows import FlowPrimingRow, FlowRow
+from maskserve_engine.families.mmdit.rows import FlowPrimingRow, FlowRow, MaskedTokens
 from maskserve_engine.families.registry import load_adapter, load_decoder, load_encoder
 from maskserve_engine.families.specs import load_spec
 from maskserve_engine.stages.loader import device_of
@@ -176,7 +176,7 @@ class Rig:
         self.run(parts, (choice.block_kind,) * self.adapter.blocks)
         self._steps_skipped[choice] += sum(part.skipped for part in parts)
         for row, part in zip(rows, parts, strict=True):
-            row.latents, row.step = part.latents, part.step
+            row.masked.latents, row.step = part.latents, part.step
         self._steps_taken[choice] += len(rows) * self.steps
         return self._finish_all(edits, rows)
 
@@ -270,16 +270,15 @@ class Rig:
         dense_rows = [self.adapter.dense_row(job) for job in jobs]
         parts = []
         for row, ids in zip(dense_rows, tokens, strict=True):
-            index = torch.from_numpy(ids)
-            condition = None if row.condition is None else row.condition[index]
+            index, masked = torch.from_numpy(ids), row.masked
+            condition = None if masked.condition is None else masked.condition[index]
+            blend = None if masked.blend is None else masked.blend.take(index)
             parts.append(
                 replace(
                     row,
-                    cis=row.cis[index],
-                    latents=row.latents[index],
-                    condition=condition,
-                    blend=None if row.blend is None else row.blend.take(index),
-                    context=None,
+                    masked=MaskedTokens(
+                        None, masked.cis[index], masked.latents[index], condition, blend
+                    ),
                     # A prompt that has seen its reference brings that reference along.
                     references=None if row.prompt.words is None else row.references,
                 )
@@ -290,8 +289,8 @@ class Rig:
             self.adapter.cached_row(job, job.request.template_noise_seed) for job in jobs
         ]
         for row, part, ids in zip(finished_rows, parts, tokens, strict=True):
-            assert row.inactive is not None
-            row.latents = part.latents[np.searchsorted(ids, row.inactive.active.numpy())]
+            assert row.masked.ids is not None
+            row.masked.latents = part.latents[np.searchsorted(ids, row.masked.ids.numpy())]
         return self._finish_all(edits, finished_rows)
 
     def template_bytes(self, choice: CacheChoice, entries: tuple[AnchorEntry, ...]) -> int:

@@ -25,13 +25,13 @@ def thinned(row: FlowRow, weight: int) -> FlowRow:
     """Return a cached row like `row` whose attention reads fewer tokens. Each far token counts as
     `weight` tokens. The new row has its own step and latents.
     """
-    cached_tokens = row.inactive
-    if cached_tokens is None:  # attention of a dense row reads all tokens
+    unmasked, computed_ids = row.unmasked, row.masked.ids
+    if unmasked is None or computed_ids is None:  # attention of a dense row reads all tokens
         return row
     across = row.grid[1]
-    outside = cached_tokens.index.numpy()
-    ys, xs = np.divmod(outside, across)
-    active_ys, active_xs = np.divmod(cached_tokens.active.numpy(), across)
+    unmasked_ids = unmasked.ids.numpy()
+    ys, xs = np.divmod(unmasked_ids, across)
+    active_ys, active_xs = np.divmod(computed_ids.numpy(), across)
     distance = np.maximum(
         np.abs(ys[:, None] - active_ys[None]), np.abs(xs[:, None] - active_xs[None])
     ).min(axis=1)
@@ -44,38 +44,37 @@ def references_alone(row: FlowRow) -> FlowRow:
     """Return a cached row like `row` whose attention reads no token of the picture outside the
     mask.
     """
-    cached_tokens = row.inactive
-    if cached_tokens is None:
+    if row.unmasked is None:
         return row
-    return _with_tokens(row, torch.nonzero(cached_tokens.index >= row.grid[0] * row.grid[1])[:, 0])
+    return _with_tokens(row, torch.nonzero(row.unmasked.ids >= row.grid[0] * row.grid[1])[:, 0])
 
 
 def references_computed(row: FlowRow) -> FlowRow:
     """Return a cached row like `row` that also computes the reference's tokens under the mask. It
     cannot take steps that compute all tokens.
     """
-    cached_tokens = row.inactive
-    if cached_tokens is None:
+    unmasked, computed_ids = row.unmasked, row.masked.ids
+    if unmasked is None or computed_ids is None:
         return row
-    assert isinstance(cached_tokens.outside, FlowTemplate)
-    assert cached_tokens.outside.context is not None
-    under = torch.isin(cached_tokens.index, cached_tokens.active + row.grid[0] * row.grid[1])
+    assert unmasked.latents.context is not None
+    under = torch.isin(unmasked.ids, computed_ids + row.grid[0] * row.grid[1])
     reduced = _with_tokens(row, torch.nonzero(~under)[:, 0])
-    cis = torch.cat((row.cis, cached_tokens.cis[under]))
-    return replace(reduced, context=cached_tokens.outside.context[cached_tokens.active], cis=cis)
+    reduced.masked.context = unmasked.latents.context[computed_ids]
+    reduced.masked.cis = torch.cat((row.masked.cis, unmasked.cis[under]))
+    return reduced
 
 
 def _with_tokens(row: FlowRow, token_ids: torch.Tensor) -> FlowRow:
     """Return the row with only the chosen ones of its cached tokens."""
-    cached_tokens = row.inactive
-    assert cached_tokens is not None
-    assert isinstance(cached_tokens.outside, FlowTemplate)
-    picture = token_ids[token_ids < len(cached_tokens.outside.clean)]
+    unmasked = row.unmasked
+    assert unmasked is not None
+    assert isinstance(unmasked.latents, FlowTemplate)
+    picture = token_ids[token_ids < len(unmasked.latents.clean)]
     reduced = replace(
-        cached_tokens,
-        index=cached_tokens.index[token_ids],
-        outside=cached_tokens.outside.take(picture),
-        cis=cached_tokens.cis[token_ids],
-        selection=Selection([cached_tokens.index[token_ids].numpy()]),
+        unmasked,
+        ids=unmasked.ids[token_ids],
+        latents=unmasked.latents.take(picture),
+        cis=unmasked.cis[token_ids],
+        selection=Selection([unmasked.ids[token_ids].numpy()]),
     )
-    return replace(row, inactive=reduced)
+    return replace(row, unmasked=reduced, masked=replace(row.masked))

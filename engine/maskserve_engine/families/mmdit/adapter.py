@@ -36,16 +36,16 @@ from maskserve_engine.families.mmdit.preparation import (
     grid_of,
 )
 from maskserve_engine.families.mmdit.rows import (
-    ExtrapolatedOutside,
+    ExtrapolatedLatents,
     FixedWords,
-    FlowInactive,
     FlowPrimingRow,
-    FlowRing,
     FlowRow,
+    MaskedTokens,
     PromptPass,
     References,
     Row,
     SamplerState,
+    TokenSpan,
 )
 from maskserve_engine.families.mmdit.schedule import (
     check_sampler,
@@ -297,16 +297,14 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
             inputs, around, clean, template, active, ring, index = moved(host_tensors, self.device)
             selection.sent([index])
             row = self._row(job, inputs)
-            image, picture_tokens = row.cis, self._preparation.picture_words(job)
+            image, picture_tokens = row.masked.cis, self._preparation.picture_words(job)
             template = self._filled(template)
             cached_cis = torch.cat((image, row.prompt.cis[:picture_tokens]))[index]
-            row.inactive = FlowInactive(
-                active, index, template, cached_cis, selection, picture_tokens
-            )
-            row.cis = image[active]
+            row.masked.ids, row.masked.cis = active, image[active]
+            row.unmasked = TokenSpan(index, cached_cis, template, selection, picture_tokens)
             if leaves_ring:
-                tokens = ExtrapolatedOutside.begin(around, clean, ring=len(ring))
-                row.ring = FlowRing(ring, tokens, image[ring])
+                ring_latents = ExtrapolatedLatents.begin(around, clean, ring=len(ring))
+                row.ring = TokenSpan(ring, image[ring], ring_latents)
             self.attach_step_cache(row, schedule)
             return row
 
@@ -339,10 +337,10 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
             )
             inputs, outside_start, clean, context, active, index = moved(host_tensors, self.device)
             row = self._row(job, inputs)
-            image = row.cis
-            outside = ExtrapolatedOutside.begin(outside_start, clean, context, ring=len(ring))
-            row.inactive = FlowInactive(active, index, outside, image[index], selection)
-            row.cis = image[active]
+            image = row.masked.cis
+            latents = ExtrapolatedLatents.begin(outside_start, clean, context, ring=len(ring))
+            row.masked.ids, row.masked.cis = active, image[active]
+            row.unmasked = TokenSpan(index, image[index], latents, selection)
             self.attach_step_cache(row, plan)
             return row
 
@@ -436,19 +434,19 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
         """
         if not isinstance(row, FlowRow):
             return ()
-        outside = None if row.inactive is None else row.inactive.outside
-        outside_latents = (outside.latents_now,) if isinstance(outside, ExtrapolatedOutside) else ()
-        return (row.latents, row.sampler.memory, *outside_latents)
+        unmasked = None if row.unmasked is None else row.unmasked.latents
+        cached = (unmasked.latents_now,) if isinstance(unmasked, ExtrapolatedLatents) else ()
+        return (row.masked.latents, row.sampler.memory, *cached)
 
     def follow(self, row: Row, carried: tuple[Any, ...], steps: int) -> None:
         self.release()  # the batch was packed for the row's earlier step
         row.step = steps
         if isinstance(row, FlowRow):
-            row.latents, memory, *outside_latents = carried
+            row.masked.latents, memory, *cached = carried
             row.sampler = SamplerState(memory=memory)
-            outside = None if row.inactive is None else row.inactive.outside
-            if row.inactive is not None and isinstance(outside, ExtrapolatedOutside):
-                row.inactive.outside = outside.begun(*outside_latents)
+            unmasked = None if row.unmasked is None else row.unmasked.latents
+            if row.unmasked is not None and isinstance(unmasked, ExtrapolatedLatents):
+                row.unmasked.latents = unmasked.begun(*cached)
             if row.step_cache is not None:
                 self.attach_step_cache(
                     row, row.step_cache.plan
@@ -499,7 +497,7 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
         """Return the schedule of the row's ControlNets. In a row with refresh steps they compute
         all tokens when the base does.
         """
-        if row.step_cache is not None and row.anchored:
+        if row.step_cache is not None and row.refreshes:
             return replace(row.step_cache.plan, anchors=frozenset())
         return RefreshSchedule.of(self._refresh_rule, row.steps)
 
@@ -521,11 +519,14 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
             grid=grid_of(job),
             prompt=prompt,
             negative=self._negative(job, inputs.negative, references),
-            cis=self._image_positions(job, text),
-            latents=start.latents,
-            condition=start.condition,
-            blend=start.blend,
-            context=start.context,
+            masked=MaskedTokens(
+                None,
+                self._image_positions(job, text),
+                start.latents,
+                start.condition,
+                start.blend,
+                start.context,
+            ),
             references=references,
             first_block=FirstBlockCache(threshold) if threshold else None,
             recorded=self._preparation.recorded(job),

@@ -380,7 +380,7 @@ class _Passes:
             )
 
         anchored = {
-            i: row for i, row in enumerate(rows) if isinstance(row, FlowRow) and row.anchored
+            i: row for i, row in enumerate(rows) if isinstance(row, FlowRow) and row.refreshes
         }
         stays = [anchored[i].request_id if i in anchored else None for i in range(len(rows))]
         self._share = PassShare([list(map(cost, group)) for group in passes], stays, exchange)

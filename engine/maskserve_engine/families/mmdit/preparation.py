@@ -216,8 +216,13 @@ class FlowTemplate:
         mask = self.clean.new_zeros(len(self.clean), (PATCH * factor) ** 2)
         return replace(self, condition=torch.cat((self.clean, mask), dim=1))
 
-    def at(self, sigma: Tensor) -> Tensor:
-        """Return [n + R, in_channels] model inputs at `sigma`."""
+    @property
+    def result(self) -> Tensor:
+        """[n, 4C] latents in the edit's result."""
+        return self.clean
+
+    def at(self, sigma: Tensor, change: float = 0.0) -> Tensor:
+        """Return [n + R, in_channels] model inputs at `sigma`, however far that lies ahead."""
         sigma = sigma.to(self.clean.dtype)
         latents = sigma * self.noise + (1.0 - sigma) * self.clean
         return model_inputs(latents, self.condition, self.context)

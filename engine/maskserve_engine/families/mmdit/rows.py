@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from maskserve_common.contracts.keys import STILL, Anchor
-from maskserve_engine.batch.packing import RowInput, RowResiduals, TokenCache
+from maskserve_engine.batch.packing import CachedTokens, RowInput, RowResiduals, TokenCache
 from maskserve_engine.batch.skipping import FirstBlockCache
 from maskserve_engine.batch.step_cache import (
     Entry,
     StepCache,
-    input_between_refreshes,
+    StepCacheTokens,
 )
 from maskserve_engine.batch.transfer import HostCopy
 from maskserve_engine.cache.entries import AnchorEntry, Recorder
@@ -108,22 +108,61 @@ class References:
 
 
 @dataclass(slots=True)
-class FlowInactive:
-    """The cached tokens of a row, and its computed tokens' ids."""
+class MaskedTokens:
+    """The image tokens that each step of a row computes; in a dense row all of them."""
 
-    active: Tensor
-    """[n] ids of the computed tokens."""
-    index: Tensor
-    """[m + R + shown] ids of the cached tokens: image, context, then shown tokens."""
-    outside: FlowTemplate | ExtrapolatedOutside
-    """Latents of these tokens, for dense steps and for the result."""
+    ids: Tensor | None
+    """[n]; None: all tokens, in order."""
     cis: Tensor
-    """[m + R + shown, head_dim / 2] rotary factors."""
-    selection: Selection
+    """[n, head_dim / 2] rotary factors; in a dense row with those of the context."""
+    latents: Tensor
+    """[n, 4C]; once packed, a view of the batch."""
+    condition: Tensor | None
+    """[n, extra channels]"""
+    blend: FlowBlend | None
+    context: Tensor | None = None
+    """[R, 4C] reference pictures of a dense row."""
+
+    def __len__(self) -> int:
+        return len(self.latents)
+
+
+@dataclass(slots=True)
+class TokenSpan:
+    """Image tokens that only some steps of a row compute. The other steps read their keys and
+    values: from the template's entries, or from the step cache.
+    """
+
+    ids: Tensor
+    """[m + R + words]: image, context, then text tokens that entries have."""
+    cis: Tensor
+    """[m + R + words, head_dim / 2] rotary factors."""
+    latents: FlowTemplate | ExtrapolatedLatents
+    """Latents of the m + R tokens, for steps that compute them and for the result."""
+    selection: Selection | None = None
     """The same ids, for loading entries."""
-    picture_words: int = 0
-    """Number of shown tokens. In the row's text they come first, and steps that read entries leave
-    them out."""
+    words: int = 0
+    """Number of text tokens that entries have. They come first in the row's text, and steps that
+    read entries leave them out."""
+
+    def __len__(self) -> int:
+        """Return the number of tokens that a step can compute."""
+        return len(self.ids) - self.words
+
+    @property
+    def refreshes(self) -> bool:
+        """Whether refresh steps fill the row's step cache with the span; otherwise a template has
+        it.
+        """
+        return isinstance(self.latents, ExtrapolatedLatents)
+
+
+class ComputedSpans(NamedTuple):
+    """The tokens that a step computes beside the masked ones. It reads the others."""
+
+    text: bool = True
+    ring: bool = True
+    unmasked: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,23 +170,23 @@ class TemplateTokens:
     """`packing.CachedTokens` that a row reads from its template, at the row's present step."""
 
     row: FlowRow
-    inactive: FlowInactive
+    span: TokenSpan
     step_cache: StepCache | None = None
     """Step cache of the pass, if it adds a residual correction to the entries."""
     lookahead: int | None = None
     """Refresh step of a lookahead pass; None: the pass belongs to the row's next step."""
 
     def __len__(self) -> int:
-        return len(self.inactive.cis)
+        return len(self.span.cis)
 
     @property
     def cis(self) -> Tensor:
-        return self.inactive.cis
+        return self.span.cis
 
     def tokens(self) -> Tensor:
-        assert not self.inactive.picture_words, "of text tokens there are keys and values alone"
+        assert not self.span.words, "of text tokens there are keys and values alone"
         assert self.lookahead is None, "a lookahead pass reads only keys and values"
-        return self.inactive.outside.at(self.row.sigma)
+        return self.span.latents.at(self.row.sigma)
 
     def source(self, block: int, part: str = "kv") -> KvSource:
         kv_source = KvSource(*self._handle.wait_whole(block, part))
@@ -173,7 +212,7 @@ class TemplateTokens:
 
 
 @dataclass(slots=True)
-class ExtrapolatedOutside:
+class ExtrapolatedLatents:
     """The cached tokens of a row with refresh steps. Between refresh steps they move by the
     extrapolated velocity; if the pipeline blends, they are the noised source.
     """
@@ -196,14 +235,14 @@ class ExtrapolatedOutside:
     @classmethod
     def begin(
         cls, start: FlowStart, clean: Tensor, context: Tensor | None = None, *, ring: int = 0
-    ) -> ExtrapolatedOutside:
+    ) -> ExtrapolatedLatents:
         """Return the tokens of a row before its first step; the first `ring` of them are the
         ring.
         """
         return cls(start.latents, start.condition, start.blend, clean, context, ring)
 
     @property
-    def answer(self) -> Tensor:
+    def result(self) -> Tensor:
         """[m, 4C] latents in the edit's result: the source, except for the ring."""
         if not self.ring:
             return self.clean
@@ -228,7 +267,7 @@ class ExtrapolatedOutside:
             latents = latents + times * velocity
         return latents
 
-    def begun(self, latents: Tensor) -> ExtrapolatedOutside:
+    def begun(self, latents: Tensor) -> ExtrapolatedLatents:
         """Return the same tokens with latents [m, 4C], before any refresh step."""
         return replace(self, latents=latents, velocity=(), times=(0.0, 0.0))
 
@@ -249,18 +288,6 @@ class ExtrapolatedOutside:
         """Move the tokens by the sigma `change` of a step between refresh steps."""
         last, previous = self.times
         self.times = (last + change * (1.0 + weight), previous - change * weight)
-
-
-class FlowRing(NamedTuple):
-    """The ring round the mask of a row with a template. Steps that leave the text out read text and
-    ring from the step cache.
-    """
-
-    ids: Tensor
-    """[r]"""
-    tokens: ExtrapolatedOutside
-    cis: Tensor
-    """[r, head_dim / 2]"""
 
 
 class Lookahead(NamedTuple):
@@ -301,23 +328,18 @@ class FlowRow:
     grid: tuple[int, int]
     prompt: PromptPass
     negative: PromptPass | None
-    cis: Tensor
-    """[n, head_dim / 2] rotary factors of the computed tokens; in a dense row with the context."""
-    latents: Tensor
-    """[n, 4C] of the computed tokens; once packed, a view of the batch."""
-    condition: Tensor | None
-    blend: FlowBlend | None
-    context: Tensor | None = None
-    """[R, 4C] reference pictures of a dense row."""
+    masked: MaskedTokens
+    ring: TokenSpan | None = None
+    """The ring round the mask of a row with a template. Steps that leave the text out read text and
+    ring from the step cache. None: all steps compute the ring, or the row reads no template."""
+    unmasked: TokenSpan | None = None
+    """Cached tokens; None: the row is dense."""
     references: References | None = None
     """Reference pictures that do not depend on the row."""
     first_block: FirstBlockCache | None = None
     recorded: bool = False
     residuals: RowResiduals | None = None
     adapters: Adapters = ()
-    inactive: FlowInactive | None = None
-    ring: FlowRing | None = None
-    """None: all steps compute the ring, or the row reads no template."""
     entry: Entry | None = None
     """Entry that the next step reads; None: it computes all tokens."""
     frozen: bool = False
@@ -345,11 +367,16 @@ class FlowRow:
 
     @property
     def selection(self) -> Selection | None:
-        return None if self.inactive is None else self.inactive.selection
+        return None if self.unmasked is None else self.unmasked.selection
+
+    @property
+    def latents(self) -> Tensor:
+        """[n, 4C] of the masked tokens."""
+        return self.masked.latents
 
     @property
     def channels(self) -> int:
-        return self.latents.shape[1]
+        return self.masked.latents.shape[1]
 
     def walk(self, begin: int) -> tuple[Walk, ...]:
         return self.schedule.walk[begin:]
@@ -357,7 +384,7 @@ class FlowRow:
     @property
     def steady(self) -> int:
         """Number of steps, from the next one on, whose packed inputs differ only in latents."""
-        if self.inactive is not None and self.entry is None:
+        if self.unmasked is not None and self.entry is None:
             return 1  # it packs tokens that other steps do not compute
         if self.fills_step_cache or self.lookahead_step is not None:
             return 1  # the capture is prepared for that step
@@ -365,9 +392,9 @@ class FlowRow:
         return min((a for a in anchors if a > self.step), default=self.steps) - self.step
 
     @property
-    def anchored(self) -> bool:
+    def refreshes(self) -> bool:
         """Whether the row has refresh steps and reads no template."""
-        return self.inactive is not None and isinstance(self.inactive.outside, ExtrapolatedOutside)
+        return self.unmasked is not None and self.unmasked.refreshes
 
     @property
     def step_cache(self) -> StepCache | None:
@@ -385,14 +412,22 @@ class FlowRow:
     @property
     def keeps_text(self) -> bool:
         """Whether its step caches can serve a step that does not compute the text."""
-        return self.anchored or (self.step_cache is not None and self.step_cache.whole())
+        return self.refreshes or (self.step_cache is not None and self.step_cache.whole())
 
     @property
     def reads_step_cache(self) -> bool:
         """Whether the next step reads the step cache, in place of computing all tokens that only
         refresh steps compute.
         """
-        return self.entry is not None and (self.anchored or self.frozen)
+        return self.entry is not None and (self.refreshes or self.frozen)
+
+    @property
+    def computes(self) -> ComputedSpans:
+        """The spans that the next step computes."""
+        cache = self.step_cache if self.reads_step_cache else None
+        return ComputedSpans(
+            text=cache is None or not cache.text, ring=cache is None, unmasked=self.entry is None
+        )
 
     @property
     def fills_step_cache(self) -> bool:
@@ -401,7 +436,7 @@ class FlowRow:
         if cache is None or self.reads_step_cache:
             return False
         corrects = cache.plan.corrects_residuals and self.entry is None
-        return self.anchored or cache.text or corrects
+        return self.refreshes or cache.text or corrects
 
     @property
     def lookahead_step(self) -> int | None:
@@ -423,131 +458,115 @@ class FlowRow:
         )
 
     def model_input(self) -> RowInput:
-        return self._input(self.prompt)
+        return self._pass_input(self.prompt)
 
     def second_input(self) -> RowInput:
         assert self.negative is not None
-        return self._input(self.negative)
+        return self._pass_input(self.negative)
 
     def lookahead_inputs(self) -> list[RowInput]:
         """Return the inputs of the lookahead's passes; empty if the next step has no lookahead."""
         step = self.lookahead_step
-        return (
-            [] if step is None else [self._lookahead_input(prompt, step) for prompt in self.passes]
-        )
+        if step is None:
+            return []
+        return [self._lookahead_input(prompt, step) for prompt in self.passes]
+
+    def all_tokens(self, lookahead: int | None = None) -> RowInput:
+        """Return the input of all tokens, the masked ones first: at the next step, or as predicted
+        for the later step `lookahead`.
+        """
+        step = self.step if lookahead is None else lookahead
+        return self._input(replace(self.prompt, words=None), step, ComputedSpans())
+
+    def _pass_input(self, prompt: PromptPass) -> RowInput:
+        row_input = self._input(prompt, self.step, self.computes)
+        if prompt.cache is None or not self.fills_step_cache:
+            return row_input
+        return replace(row_input, capture=self._capture(prompt.cache, row_input, self.step))
 
     def _lookahead_input(self, prompt: PromptPass, step: int) -> RowInput:
-        """Return the input of one lookahead pass at refresh step `step`; see `_input`."""
-        inactive, cache = self.inactive, prompt.cache
-        assert inactive is not None
-        assert cache is not None, "both passes fill a step cache"
-        row_input = self._image_tokens(prompt, step)
-        if not self.anchored:
-            row_input = replace(
-                self._with_ring(row_input, step), cached=(self._cached(inactive, cache, step),)
-            )
-            return replace(row_input, capture=self._cache_with_template(cache, row_input, step))
-        row_input = self._whole(row_input, inactive, step)
-        sigma, total = self.schedule.walk[step].sigma, len(row_input.tokens)
-        capture = cache.anchor(self.step, sigma, self.active, total, reads=True)
-        residuals = None if self.residuals is None else self.residuals.for_lookahead
-        return replace(row_input, capture=capture, residuals=residuals)
+        """Return the input of one lookahead pass at refresh step `step`."""
+        assert prompt.cache is not None, "both passes fill a step cache"
+        row_input = self._input(prompt, step, ComputedSpans(unmasked=self.refreshes))
+        row_input = replace(row_input, capture=self._capture(prompt.cache, row_input, step))
+        if not self.refreshes or self.residuals is None:
+            return row_input
+        return replace(row_input, residuals=self.residuals.for_lookahead)
 
-    def _input(self, prompt: PromptPass) -> RowInput:
-        """Return the input of one pass."""
-        inactive, cache = self.inactive, prompt.cache
-        read = 0 if inactive is None or self.entry is None else inactive.picture_words
-        row_input = self._image_tokens(prompt, self.step, first_word=read)
-        if inactive is None:
-            return row_input
-        if self.entry is None:
-            row_input = self._whole(row_input, inactive, self.step)
-        elif cache is not None and self.anchored:
-            return input_between_refreshes(row_input, inactive.cis, cache, self.walk_sigma)
-        else:
-            row_input = replace(row_input, cached=(self._cached(inactive, cache),))
-            if cache is not None and self.reads_step_cache:
-                ring = self.cis[:0] if self.ring is None else self.ring.cis
-                return input_between_refreshes(row_input, ring, cache, self.walk_sigma)
-            row_input = self._with_ring(row_input, self.step)
-        if cache is None or not self.fills_step_cache:
-            return row_input
-        if not self.anchored:
-            return replace(
-                row_input, capture=self._cache_with_template(cache, row_input, self.step)
-            )
-        capture = cache.anchor(self.step, self.walk_sigma(), self.active, len(row_input.tokens))
-        return replace(row_input, capture=capture)
+    def _capture(self, cache: StepCache, row_input: RowInput, step: int) -> StepCache:
+        """Return the step cache, prepared to capture the pass `row_input` at `step`."""
+        sigma, ahead = self.schedule.walk[step].sigma, step != self.step
+        if self.refreshes:
+            total = len(row_input.tokens)
+            return cache.anchor(self.step, sigma, len(self.masked), total, reads=ahead)
+        end = len(self.masked) + self._ring_tokens
+        cached_count = len(row_input.tokens) - end if self.entry is None else 0
+        ring = slice(len(self.masked), end)
+        return cache.begin_with_template(
+            self.step, len(row_input.text), ring, cached_count, sigma, reads=ahead
+        )
+
+    def _input(self, prompt: PromptPass, step: int, computed: ComputedSpans) -> RowInput:
+        """Return the input of one pass: masked tokens, and at their end the computed spans."""
+        masked, unmasked = self.masked, self.unmasked
+        sigma, change = self.schedule.sigmas[step], self._change_to(step)
+        spans = [
+            span
+            for span, is_computed in ((self.ring, computed.ring), (unmasked, computed.unmasked))
+            if span is not None and is_computed
+        ]
+        first_word = 0 if unmasked is None or computed.unmasked else unmasked.words
+        text, text_cis = prompt.text[first_word:], prompt.cis[first_word:]
+        latents = masked.latents if step == self.step else self._moved_to(step)
+        tokens = [
+            model_inputs(latents, masked.condition, masked.context),
+            *[span.latents.at(sigma, change) for span in spans],
+        ]
+        cis = [masked.cis, *[span.cis[: len(span)] for span in spans]]
+        contexts = (masked.context, *[span.latents.context for span in spans])
+        words = prompt.words
+        fixed = () if self.references is None else (*self.references.sees, self.references)
+        return RowInput(
+            tokens[0] if len(tokens) == 1 else torch.cat(tokens),
+            text if computed.text else text[:0],
+            prompt.pooled,
+            prompt.guidance,
+            torch.cat((text_cis, *cis) if computed.text else cis),
+            cached=self._cached(prompt.cache, text_cis, step, computed),
+            residuals=self.residuals,
+            still=sum(len(context) for context in contexts if context is not None),
+            timeless=prompt.timeless,
+            fixed=fixed if words is None else (*fixed, words),
+            back=None if words is None else words.back,
+            pads=prompt.pads,
+        )
 
     def _cached(
-        self, inactive: FlowInactive, cache: StepCache | None, lookahead: int | None = None
-    ) -> TemplateTokens:
-        lifts = cache is not None and cache.plan.corrects_residuals
-        return TemplateTokens(self, inactive, cache if lifts else None, lookahead)
-
-    def _cache_with_template(self, cache: StepCache, row_input: RowInput, step: int) -> StepCache:
-        end = self.active + self._ring_tokens
-        cached_count = len(row_input.tokens) - end if self.entry is None else 0
-        around, sigma = slice(self.active, end), self.schedule.walk[step].sigma
-        ahead = step != self.step
-        return cache.begin_with_template(
-            self.step, len(row_input.text), around, cached_count, sigma, reads=ahead
-        )
+        self, cache: StepCache | None, text_cis: Tensor, step: int, computed: ComputedSpans
+    ) -> tuple[CachedTokens, ...]:
+        """Return the tokens of one pass that are not computed, by the cache that has them."""
+        unmasked = self.unmasked
+        if unmasked is None or computed.unmasked:
+            return ()
+        cached: list[CachedTokens] = []
+        if not computed.ring:
+            assert cache is not None, "without a step cache the ring is computed"
+            cis = [] if computed.text else [text_cis]
+            cis += [] if self.ring is None else [self.ring.cis]
+            cis += [unmasked.cis] if unmasked.refreshes else []
+            cached.append(StepCacheTokens(cache, self.walk_sigma, torch.cat(cis)))
+        if not unmasked.refreshes:
+            lifts = cache is not None and cache.plan.corrects_residuals
+            at = None if step == self.step else step
+            cached.append(TemplateTokens(self, unmasked, cache if lifts else None, at))
+        return tuple(cached)
 
     def walk_sigma(self) -> float:
         return self.schedule.walk[self.step].sigma
 
-    def _image_tokens(self, prompt: PromptPass, step: int, *, first_word: int = 0) -> RowInput:
-        """Return the input of the prompt's text, from `first_word` on, and the computed tokens."""
-        latents = self.latents if step == self.step else self._moved_to(step)
-        row_input = RowInput(
-            model_inputs(latents, self.condition, self.context),
-            prompt.text[first_word:],
-            prompt.pooled,
-            prompt.guidance,
-            torch.cat((prompt.cis[first_word:], self.cis)),
-            residuals=self.residuals,
-            pads=prompt.pads,
-            timeless=prompt.timeless,
-        )
-        if self.references is not None:
-            row_input = replace(row_input, fixed=(*self.references.sees, self.references))
-        if self.context is not None:
-            row_input = replace(row_input, still=len(self.context))
-        words = prompt.words
-        if words is None:
-            return row_input
-        return replace(row_input, fixed=(*row_input.fixed, words), back=words.back)
-
     @property
     def _ring_tokens(self) -> int:
-        return 0 if self.ring is None else len(self.ring.ids)
-
-    def _with_ring(self, row_input: RowInput, step: int) -> RowInput:
-        """Append the ring as image tokens, unless it is among the computed ones."""
-        if self.ring is None:
-            return row_input
-        around = self.ring.tokens.at(self.schedule.sigmas[step], self._change_to(step))
-        tokens = torch.cat((row_input.tokens, around))
-        return replace(row_input, tokens=tokens, cis=torch.cat((row_input.cis, self.ring.cis)))
-
-    def _whole(self, row_input: RowInput, inactive: FlowInactive, step: int) -> RowInput:
-        row_input = self._with_ring(row_input, step)
-        outside_latents, context = self._outside_at(inactive, step), 0
-        if inactive.outside.context is not None:
-            context = len(inactive.outside.context)
-        count = len(inactive.cis) - inactive.picture_words
-        cis = torch.cat((row_input.cis, inactive.cis[:count]))
-        return replace(
-            row_input, tokens=torch.cat((row_input.tokens, outside_latents)), cis=cis, still=context
-        )
-
-    def _outside_at(self, inactive: FlowInactive, step: int) -> Tensor:
-        """Return [m + R, in_channels] model inputs of the cached tokens at a step."""
-        outside, sigma = inactive.outside, self.schedule.sigmas[step]
-        if isinstance(outside, ExtrapolatedOutside):
-            return outside.at(sigma, self._change_to(step))
-        return outside.at(sigma)
+        return 0 if self.ring is None else len(self.ring)
 
     def _change_to(self, step: int) -> float:
         return sum(walk.change for walk in self.schedule.walk[self.step : step])
@@ -559,41 +578,31 @@ class FlowRow:
         moved = self.sampler.moved
         assert moved is not None, "no step was taken yet"
         last = self.schedule.walk[self.step - 1].change
-        latents = self.latents + moved * (self._change_to(step) / last)
-        if self.blend is None:
+        latents = self.masked.latents + moved * (self._change_to(step) / last)
+        if self.masked.blend is None:
             return latents
-        return self.blend.apply(latents, self.schedule.sigmas[step], step, self.steps)
-
-    def all_tokens(self, lookahead: int | None = None) -> RowInput:
-        """Return the input of all tokens, the computed ones first: at the next step, or as
-        predicted for the later step `lookahead`.
-        """
-        step = self.step if lookahead is None else lookahead
-        row_input = self._image_tokens(replace(self.prompt, words=None), step)
-        return row_input if self.inactive is None else self._whole(row_input, self.inactive, step)
+        return self.masked.blend.apply(latents, self.schedule.sigmas[step], step, self.steps)
 
     @property
     def computed(self) -> int:
-        inactive, row_tokens = self.inactive, len(self.latents)
-        if inactive is None:
-            return row_tokens
-        if self.entry is not None:
-            return row_tokens if self.frozen else row_tokens + self._ring_tokens
-        return row_tokens + self._ring_tokens + len(inactive.index) - inactive.picture_words
+        """Number of image tokens that the next step computes."""
+        computed, unmasked = self.computes, self.unmasked
+        count = len(self.masked) + computed.ring * self._ring_tokens
+        return count if unmasked is None else count + computed.unmasked * len(unmasked)
 
     @property
     def active(self) -> int:
         """Number of image tokens computed by steps that read entries or the step cache; 0: all
         steps are dense.
         """
-        return 0 if self.inactive is None else len(self.latents)
+        return 0 if self.unmasked is None else len(self.masked)
 
     def settle(self, latents: Tensor, begin: int) -> None:
         """Replace the latents by their view [n or all, 4C] in the batch, the computed tokens
         first.
         """
-        computed = len(self.latents)
-        self.latents = latents[:computed]
+        computed = len(self.masked)
+        self.masked.latents = latents[:computed]
         self.packed = PackedTokens(slice(begin, begin + computed), latents[computed:])
 
     def settle_lookahead(self, place: slice) -> None:
@@ -613,7 +622,7 @@ class FlowRow:
         model's velocity.
         """
         assert self.packed is not None
-        row_velocity, latents = velocity[self.packed.place], self.latents.float()
+        row_velocity, latents = velocity[self.packed.place], self.masked.latents.float()
         move = self.schedule.moves[self.step]
         memory = self.sampler.memory or (torch.zeros_like(latents),) * (len(move) - 1)
         moved, *memory_after = [
@@ -624,16 +633,16 @@ class FlowRow:
 
     @property
     def blends(self) -> bool:
-        return self.blend is not None
+        return self.masked.blend is not None
 
     def blend_in(self, moved: Tensor) -> None:
         """Apply Inpaint's blend to [n or all, 4C] `moved`, between the sampler's step and
         `advance`.
         """
-        if self.blend is not None:
-            computed, next_step = moved[: len(self.latents)], self.step + 1
+        if self.masked.blend is not None:
+            computed, next_step = moved[: len(self.masked)], self.step + 1
             sigma = self.schedule.sigmas[next_step]
-            computed.copy_(self.blend.apply(computed, sigma, next_step, self.steps))
+            computed.copy_(self.masked.blend.apply(computed, sigma, next_step, self.steps))
 
     def advance(self, moves: Tensor) -> None:
         """Record a step; `moves`, [N, 4C] of the whole batch, are velocity times change of
@@ -642,7 +651,7 @@ class FlowRow:
         assert self.packed is not None
         sampler = self.sampler
         sampler.moved, sampler.memory = moves[self.packed.place], sampler.next_memory
-        if self.step_cache is not None and self.inactive is not None:
+        if self.step_cache is not None and self.unmasked is not None:
             self._go_on(self.step_cache, self.packed, moves)
         self.step += 1
 
@@ -651,7 +660,7 @@ class FlowRow:
         walk, ahead = self.schedule.walk[self.step], packed.lookahead
         if ahead is not None:
             self._passed(self.schedule.walk[ahead.step].sigma)
-        elif not self.reads_step_cache and (cache.text or self.anchored):
+        elif not self.reads_step_cache and (cache.text or self.refreshes):
             self._passed(walk.sigma)
         left_out = self._left_out
         if left_out is None:
@@ -663,17 +672,16 @@ class FlowRow:
             left_out.anchored(moves[begin : begin + count], walk.change)
             return
         if ahead is not None:
-            begin = ahead.place.start + len(self.latents)
+            begin = ahead.place.start + len(self.masked)
             left_out.lookahead(moves[begin : begin + count])
         left_out.passed(walk.change, cache.weight(walk.sigma))
 
     @property
-    def _left_out(self) -> ExtrapolatedOutside | None:
+    def _left_out(self) -> ExtrapolatedLatents | None:
         """Image tokens that only some steps compute and whose latents the row keeps."""
-        if self.ring is not None:
-            return self.ring.tokens
-        outside = None if self.inactive is None else self.inactive.outside
-        return outside if isinstance(outside, ExtrapolatedOutside) else None
+        span = self.unmasked if self.ring is None else self.ring
+        latents = None if span is None else span.latents
+        return latents if isinstance(latents, ExtrapolatedLatents) else None
 
     def _passed(self, sigma: float) -> None:
         for step_cache in self.anchors:
@@ -687,34 +695,31 @@ class FlowRow:
         if self.sampler.moved is None or next_step >= self.steps:
             return None
         latents = self._moved_to(next_step)
-        if self.inactive is None:
+        if self.unmasked is None:
             return latents
-        outside_latents = self.inactive.outside.at(self.schedule.sigmas[next_step])
-        return torch.cat((latents, outside_latents[:, : self.channels]))
+        unmasked_latents = self.unmasked.latents.at(self.schedule.sigmas[next_step])
+        return torch.cat((latents, unmasked_latents[:, : self.channels]))
 
     def estimate(self) -> HostCopy:
         """Return [C, h, w] final latents by the last step's velocity."""
         moved = self.sampler.moved
         assert moved is not None, "no step was taken yet"
         share = self.sigma / self.schedule.walk[self.step - 1].change
-        return self._image(self.latents.float() - share * moved.float(), ended=False)
+        return self._image(self.masked.latents.float() - share * moved.float(), ended=False)
 
     def result(self) -> HostCopy:
         """Return [C, h, w] latents."""
-        return self._image(self.latents, ended=True)
+        return self._image(self.masked.latents, ended=True)
 
     def _image(self, computed: Tensor, *, ended: bool) -> HostCopy:
-        tokens = computed
-        if self.inactive is not None:
+        tokens, ids = computed, self.masked.ids
+        if ids is not None:
             tokens = computed.new_empty(self.grid[0] * self.grid[1], computed.shape[1])
-            tokens[self.inactive.active] = computed
-            outside_parts = [(self.inactive.index, self.inactive.outside)]
-            outside_parts += [] if self.ring is None else [(self.ring.ids, self.ring.tokens)]
-            for ids, outside in outside_parts:
-                answer = outside.clean
-                if ended and isinstance(outside, ExtrapolatedOutside):
-                    answer = outside.answer
-                tokens[ids[: len(answer)]] = answer.to(computed.dtype)
+            tokens[ids] = computed
+        for span in (self.unmasked, self.ring):
+            if span is not None:
+                latents = span.latents.result if ended else span.latents.clean
+                tokens[span.ids[: len(latents)]] = latents.to(computed.dtype)
         return HostCopy(unpack_latents(tokens, self.grid).float())
 
 

@@ -13,7 +13,7 @@ from diffusers.pipelines.flux.pipeline_flux_fill import calculate_shift
 
 from maskserve_engine.families.mmdit.batch import FlowBatch
 from maskserve_engine.families.mmdit.preparation import unpack_latents
-from maskserve_engine.families.mmdit.rows import FlowRow, PromptPass
+from maskserve_engine.families.mmdit.rows import FlowRow, MaskedTokens, PromptPass
 from maskserve_engine.families.mmdit.schedule import make_schedule
 
 pytestmark = pytest.mark.each_value
@@ -86,10 +86,13 @@ def new_row(
             torch.zeros(4, dtype=dtype),
         ),
         negative=None,
-        cis=torch.zeros(tokens, 4, dtype=torch.complex64),
-        latents=torch.randn(tokens, CHANNELS).to(dtype),
-        condition=torch.randn(tokens, 5).to(dtype) if condition else None,
-        blend=None,
+        masked=MaskedTokens(
+            None,
+            torch.zeros(tokens, 4, dtype=torch.complex64),
+            torch.randn(tokens, CHANNELS).to(dtype),
+            torch.randn(tokens, 5).to(dtype) if condition else None,
+            None,
+        ),
     )
 
 
@@ -197,7 +200,7 @@ def test_no_row_has_moved_when_a_step_fails(
 ) -> None:
     """They are tried again one by one: what had moved would move twice."""
     rows = [new_row(sampler, 6, 9) for _ in range(3)]
-    rows[at].blend = BrokenBlend()  # type: ignore[assignment]
+    rows[at].masked.blend = BrokenBlend()  # type: ignore[assignment]
     batch = Batch.of(rows, None)
     batch.step(velocities, ())
     before = [row.latents.clone() for row in rows]

@@ -12,7 +12,7 @@ import torch
 from maskserve_engine.batch import step_cache as own_anchors
 from maskserve_engine.batch.step_cache import RefreshSchedule, StepCache
 from maskserve_engine.cache.entries import encode
-from maskserve_engine.families.mmdit.rows import ExtrapolatedOutside
+from maskserve_engine.families.mmdit.rows import ExtrapolatedLatents
 from maskserve_engine.layers.scatter_kv import KvSource
 
 TOKENS, ACTIVE, HEADS, WIDTH = 5, 2, 2, 4
@@ -97,7 +97,7 @@ def test_tokens_left_out_go_on_by_the_velocity_that_anchors_foretell() -> None:
     draws = torch.Generator().manual_seed(0)
     x = torch.randn(9, TOKENS, WIDTH, generator=draws)
     shares = torch.rand(9, 2, generator=draws).tolist()
-    outside = ExtrapolatedOutside(x[0] - 0.2 * x[1], None, None, x[0])
+    outside = ExtrapolatedLatents(x[0] - 0.2 * x[1], None, None, x[0])
     outside.anchored(-0.2 * x[1], -0.2)  # the first step, dense
     expected, velocities = x[0] - 0.2 * x[1], [x[1]]
     for step in range(2, 9):

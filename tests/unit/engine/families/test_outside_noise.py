@@ -106,11 +106,11 @@ def test_rows_dense_and_cached_have_one_noise_outside_the_mask(
     other = replace(job, request=replace(job.request, seed=job.request.seed + 1))
     first, second = (adapter.dense_row(edit) for edit in (job, other))
     cached = adapter.cached_row(job, job.request.template_noise_seed)
-    index, blend = cached.inactive.index, first.blend
-    assert torch.equal(blend.noise[index], cached.inactive.outside.noise)
+    index, blend = cached.unmasked.ids, first.masked.blend
+    assert torch.equal(blend.noise[index], cached.unmasked.latents.noise)
     under = blend.mask > 0
-    assert torch.equal(blend.noise[~under], second.blend.noise[~under])
-    assert not torch.equal(blend.noise[under], second.blend.noise[under])
+    assert torch.equal(blend.noise[~under], second.masked.blend.noise[~under])
+    assert not torch.equal(blend.noise[under], second.masked.blend.noise[under])
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_configuration_and_edit_say_whose_noise_lies_outside(
     edit = random_case(np.random.default_rng(7300), cache=cache, strength=1.0)
     job = encode_case(encoder, edit, "r")
     other = replace(job, request=replace(job.request, seed=job.request.seed + 1))
-    first, second = (adapter.dense_row(edit).blend for edit in (job, other))
+    first, second = (_blend(adapter.dense_row(edit)) for edit in (job, other))
     outside = (first.mask == 0).expand_as(first.noise)
     assert torch.equal(first.noise[outside], second.noise[outside]) == shared
 
@@ -154,5 +154,10 @@ def test_an_edit_that_is_made_again_for_its_drift_keeps_its_noise(tiny_inpaint: 
     job = encode_case(encoder, random_case(np.random.default_rng(7400), strength=1.0), "r")
     latents = HostCopy(torch.zeros(1))
     again = Audit("key", job, latents).again()
-    first, second = (adapter.dense_row(edit).blend for edit in (job, again))
+    first, second = (_blend(adapter.dense_row(edit)) for edit in (job, again))
     assert torch.equal(first.noise, second.noise)
+
+
+def _blend(row: Any) -> Any:
+    """The blend of a row of either kind of model."""
+    return getattr(row, "masked", row).blend

@@ -320,17 +320,17 @@ def test_inactive_tokens_are_the_template_s_whatever_loras_the_row_has(
     for step in range(2):
         row.entry = replay.next_read(row)
         anchor, timestep = row.entry.anchor, model.adapter.sigmas(job)[step][1]
-        active = row.inactive.active
         if model.flux:
-            model_input, index = row.model_input(), row.inactive.index
+            model_input, index = row.model_input(), row.unmasked.ids
+            active, [template_tokens] = row.masked.ids, model_input.cached
             entered = torch.empty(counts.total, model_input.tokens.shape[1])
-            entered[active], entered[index] = model_input.tokens, model_input.cached.tokens()
+            entered[active], entered[index] = model_input.tokens, template_tokens.tokens()
             primed_on = template.at(torch.tensor(anchor.sigma))
             hooks, inactive, at_hand = flux_hooks, {counts.total: index}, frozenset({0})
         else:
             [entered] = PackedLatents([row]).samples()
             primed_on = template.at(anchor.timestep)
-            _, height, width = entered.shape
+            active, (_, height, width) = row.inactive.active, entered.shape
             sizes = level_sizes(height, width, len(model.net.down_blocks))
             inactive = {
                 h * w: torch.from_numpy(np.setdiff1d(np.arange(h * w), active[level]))

@@ -191,8 +191,8 @@ def test_a_dense_first_step_lifts_what_a_template_has(
     plain.__class__ = Watched
     kinds = ("kv",) * adapter.blocks
     replay.step([plain], kinds)
-    assert row.inactive is not None
-    count = len(row.inactive.index)
+    assert row.unmasked is not None
+    count = len(row.unmasked.ids)
     entries = replay._reads[id(row)].entries
     sigmas = [step.sigma for step in row.schedule.walk]
     while row.step < 6:
@@ -211,8 +211,8 @@ def test_a_dense_first_step_lifts_what_a_template_has(
             parts = zip(*read_now, capture.blocks[block], *of_template, strict=True)
             for part, slope, latents, of_now, of_first in parts:
                 read = part.data + lift.weight * slope.data
-                lacked = latents[-count:] - of_first.data[row.inactive.index]
-                expected = of_now.data[row.inactive.index] + sigmas[row.step] / sigmas[0] * lacked
+                lacked = latents[-count:] - of_first.data[row.unmasked.ids]
+                expected = of_now.data[row.unmasked.ids] + sigmas[row.step] / sigmas[0] * lacked
                 assert_equal(read.numpy(), expected.numpy())
 
 
@@ -250,7 +250,7 @@ def test_what_a_step_ahead_is_asked_with_is_where_the_last_answer_leads(
     for step in range(4):
         before, latents = row.latents.clone(), row.extrapolated_latents()
         assert (latents is None) == (step in (0, 3))
-        if latents is not None and row.blend is None:
+        if latents is not None and row.masked.blend is None:
             sigmas = row.schedule.sigmas
             velocity = row.sampler.moved / (sigmas[step] - sigmas[step - 1])
             expected = before + (sigmas[step + 1] - sigmas[step]) * velocity
@@ -381,23 +381,23 @@ def test_what_is_foreseen_beside_a_template_is_what_a_row_has_that_is_there(
     replay.step([row], kinds)
     wide = job.with_ring(max(2, adapter.spec.refresh_ring or 0)) if ring else job
     arrived = hit(replay, wide, primed, None)
-    assert arrived.inactive is not None
-    assert row.inactive is not None
+    assert arrived.unmasked is not None
+    assert row.unmasked is not None
     change = row.schedule.walk[1:4]
     way = sum(step.change for step in change) / row.schedule.walk[0].change
     assert row.sampler.moved is not None
-    ids, latents = row.inactive.active, row.latents + way * row.sampler.moved
+    ids, latents = row.masked.ids, row.latents + way * row.sampler.moved
     if row.ring is not None:
-        around = row.ring.tokens.at(row.schedule.sigmas[4], sum(step.change for step in change))
+        around = row.ring.latents.at(row.schedule.sigmas[4], sum(step.change for step in change))
         ids = torch.cat((ids, row.ring.ids))
         latents = torch.cat((latents, around[:, : row.channels]))
-    if row.blend is not None:
-        latents[: len(row.latents)] = row.blend.apply(
+    if row.masked.blend is not None:
+        latents[: len(row.latents)] = row.masked.blend.apply(
             latents[: len(row.latents)], row.schedule.sigmas[4], 4, row.steps
         )
     order = torch.argsort(ids)
-    assert_equal(ids[order].numpy(), arrived.inactive.active.numpy())
-    arrived.latents, arrived.step = latents[order], 4
+    assert_equal(ids[order].numpy(), arrived.masked.ids.numpy())
+    arrived.masked.latents, arrived.step = latents[order], 4
 
     class Watched(FlowRow):
         __slots__ = ()
@@ -427,14 +427,18 @@ def test_what_is_left_out_beside_a_template_lies_on_its_line(
     """
     job, replay = make_job(encoder, 0), Replay(adapter)
     row = hit(replay, job, Primed(adapter, encoder, job), plan(0, 2, ring=ring))
-    count, latents, snapshots = len(row.ring.ids) if row.ring else 0, list[Tensor](), list[Any]()
+    count, latents, snapshots = (
+        0 if row.ring is None else len(row.ring),
+        list[Tensor](),
+        list[Any](),
+    )
     while row.step < 4:
         row.frozen = row.step not in (0, 2)
-        if row.ring and not row.frozen:
-            latents.append(row.ring.tokens.latents_now.clone())
+        if row.ring is not None and not row.frozen:
+            latents.append(row.ring.latents.latents_now.clone())
         replay.step([row], ("kv",) * adapter.blocks)
         if row.step in (1, 3):
-            latents.append(row.ring.tokens.latents_now.clone() if row.ring else latents)
+            latents.append(latents if row.ring is None else row.ring.latents.latents_now.clone())
             snapshots.append(row.step_cache._refreshed[0, "kv"].parts[0].data.clone())
     step_cache, words = row.step_cache, len(row.prompt.text)
     assert step_cache is not None
@@ -457,5 +461,5 @@ def test_what_is_left_out_beside_a_template_lies_on_its_line(
     before, last = (after - begin) / changes[0], (then - at) / changes[1]
     t = (sigmas[2] - sigmas[3]) / (sigmas[0] - sigmas[2])
     expected = then + changes[2] * (last + t * (last - before))
-    if row.ring.tokens.blend is None:
-        assert_equal(row.ring.tokens.latents_now.numpy(), expected.numpy())
+    if row.ring.latents.blend is None:
+        assert_equal(row.ring.latents.latents_now.numpy(), expected.numpy())

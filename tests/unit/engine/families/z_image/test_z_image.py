@@ -160,9 +160,9 @@ def test_a_prompt_of_any_length_reads_what_its_own_length_would_have_primed(
             ),),
         )  # fmt: skip
         inputs = primed.row.template.at(torch.tensor(entry.anchor.sigma))
-        cached_row.latents = inputs[cached_row.inactive.active].float()
+        cached_row.masked.latents = inputs[cached_row.masked.ids].float()
         cached_row.prompt = replace(primed.row.prompt)
-        cached_row.blend = None
+        cached_row.masked.blend = None
     model.replay.reads(row, [primed.entries[0]])
     model.replay.reads(whole, [None])
     assert_equal(result(model.replay, row, "kv"), result(model.replay, whole, "dense"))
