@@ -35,16 +35,14 @@ from maskserve_engine.families.flux2.weights import weights_of as flux2_weights
 from maskserve_engine.families.mmdit.batch import FlowBatch
 from maskserve_engine.families.mmdit.blocks import LEAST_PRECOMPUTED_STEPS, FluxStep
 from maskserve_engine.families.mmdit.preparation import FlowTemplate
-from maskserve_engine.families.mmdit.rows import (
+from maskserve_engine.families.mmdit.rows import FlowPrimingRow, FlowRow, PromptPass
+from maskserve_engine.families.mmdit.schedule import Schedule, Walk
+from maskserve_engine.families.mmdit.spans import (
     ExtrapolatedLatents,
-    FlowPrimingRow,
-    FlowRow,
     MaskedTokens,
-    PromptPass,
     References,
     TokenSpan,
 )
-from maskserve_engine.families.mmdit.schedule import Schedule, Walk
 from maskserve_engine.families.mmdit.weights import FluxWeights
 from maskserve_engine.families.mmdit.weights import places_of as flux_places
 from maskserve_engine.families.qwen_image.adapter import QwenImageBatch

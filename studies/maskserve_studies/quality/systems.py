@@ -29,7 +29,8 @@ from maskserve_engine.batch.step_cache import RefreshSchedule
 from maskserve_engine.cache.entries import AnchorEntry, BlockEntry, Coded, encode
 from maskserve_engine.control_link.served import ControlService
 from maskserve_engine.families.flux.adapter import FluxAdapter
-from maskserve_engine.families.mmdit.rows import FlowPrimingRow, FlowRow, MaskedTokens
+from maskserve_engine.families.mmdit.rows import FlowPrimingRow, FlowRow
+from maskserve_engine.families.mmdit.spans import MaskedTokens
 from maskserve_engine.families.registry import load_adapter, load_decoder, load_encoder
 from maskserve_engine.families.specs import load_spec
 from maskserve_engine.stages.loader import device_of

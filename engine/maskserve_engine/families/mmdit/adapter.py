@@ -36,22 +36,24 @@ from maskserve_engine.families.mmdit.preparation import (
     grid_of,
 )
 from maskserve_engine.families.mmdit.rows import (
-    ExtrapolatedLatents,
-    FixedWords,
     FlowPrimingRow,
     FlowRow,
-    MaskedTokens,
     PromptPass,
-    References,
     Row,
     SamplerState,
-    TokenSpan,
 )
 from maskserve_engine.families.mmdit.schedule import (
     check_sampler,
     linear_shift,
     load_sampler,
     make_schedule,
+)
+from maskserve_engine.families.mmdit.spans import (
+    ExtrapolatedLatents,
+    FixedWords,
+    MaskedTokens,
+    References,
+    TokenSpan,
 )
 from maskserve_engine.layers.low_rank import Adapters, Factors, LowRankSet, Place, low_rank_set
 from maskserve_engine.planning.flops import ModelWork, RowTokens, Totals

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from maskserve_common.contracts.keys import STILL, Anchor
-from maskserve_engine.batch.packing import CachedTokens, RowInput, RowResiduals, TokenCache
+from maskserve_engine.batch.packing import CachedTokens, RowInput, RowResiduals
 from maskserve_engine.batch.skipping import FirstBlockCache
 from maskserve_engine.batch.step_cache import (
     Entry,
@@ -22,38 +22,21 @@ from maskserve_engine.cache.entries import AnchorEntry, Recorder
 from maskserve_engine.cache.loader import Selection
 from maskserve_engine.cache.store import Handle
 from maskserve_engine.families.mmdit.preparation import (
-    FlowBlend,
-    FlowStart,
     FlowTemplate,
     model_inputs,
     unpack_latents,
 )
 from maskserve_engine.families.mmdit.schedule import Schedule, Walk
+from maskserve_engine.families.mmdit.spans import (
+    ComputedSpans,
+    ExtrapolatedLatents,
+    FixedWords,
+    MaskedTokens,
+    References,
+    TokenSpan,
+)
 from maskserve_engine.layers.low_rank import Adapters
 from maskserve_engine.layers.scatter_kv import KvSource
-
-
-@dataclass(slots=True)
-class FixedWords:
-    """Prompt tokens that depend only on the tokens before them, not on the row
-    (`RowInput.fixed`).
-    """
-
-    embeds: Tensor
-    """[T, in] states of the prompt."""
-    cis: Tensor
-    pictures: tuple[TokenCache, ...] = ()
-    back: Tensor | None = None
-    """`RowInput.back` of the tokens that attend to the prompt."""
-    entry: AnchorEntry | None = None
-    """Keys and values; None until they are computed."""
-
-    def __len__(self) -> int:
-        return len(self.embeds)
-
-    def source(self, block: int, part: str = "kv") -> KvSource:
-        assert self.entry is not None, "packed before they were made"
-        return KvSource(self.entry.blocks[block].part(part))
 
 
 @dataclass(slots=True)
@@ -77,92 +60,6 @@ class PromptPass:
     """In a row with a template it keeps text and ring, and the residual correction."""
     scale: float = 1.0
     """Scale of a negative prompt in true classifier-free guidance (diffusers)."""
-
-
-@dataclass(slots=True)
-class References:
-    """Reference pictures that do not depend on the row (`RowInput.fixed`)."""
-
-    tokens: Tensor
-    """[R, 4C] tokens of the pictures."""
-    cis: Tensor
-    entry: AnchorEntry | Handle | None = None
-    """Keys and values, computed by the row or read from the template; None until then."""
-    computed: bool = False
-    """Whether the row's last step computed these keys and values, or those of `before`."""
-    before: FixedWords | None = None
-    """Prompt tokens before the references, which they attend to."""
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    @property
-    def sees(self) -> tuple[TokenCache, ...]:
-        return () if self.before is None else (self.before,)
-
-    def source(self, block: int, part: str = "kv") -> KvSource:
-        if isinstance(self.entry, AnchorEntry):
-            return KvSource(self.entry.blocks[block].part(part))
-        assert self.entry is not None, "packed before they were made"
-        return KvSource(*self.entry.wait_whole(block, part))
-
-
-@dataclass(slots=True)
-class MaskedTokens:
-    """The image tokens that each step of a row computes; in a dense row all of them."""
-
-    ids: Tensor | None
-    """[n]; None: all tokens, in order."""
-    cis: Tensor
-    """[n, head_dim / 2] rotary factors; in a dense row with those of the context."""
-    latents: Tensor
-    """[n, 4C]; once packed, a view of the batch."""
-    condition: Tensor | None
-    """[n, extra channels]"""
-    blend: FlowBlend | None
-    context: Tensor | None = None
-    """[R, 4C] reference pictures of a dense row."""
-
-    def __len__(self) -> int:
-        return len(self.latents)
-
-
-@dataclass(slots=True)
-class TokenSpan:
-    """Image tokens that only some steps of a row compute. The other steps read their keys and
-    values: from the template's entries, or from the step cache.
-    """
-
-    ids: Tensor
-    """[m + R + words]: image, context, then text tokens that entries have."""
-    cis: Tensor
-    """[m + R + words, head_dim / 2] rotary factors."""
-    latents: FlowTemplate | ExtrapolatedLatents
-    """Latents of the m + R tokens, for steps that compute them and for the result."""
-    selection: Selection | None = None
-    """The same ids, for loading entries."""
-    words: int = 0
-    """Number of text tokens that entries have. They come first in the row's text, and steps that
-    read entries leave them out."""
-
-    def __len__(self) -> int:
-        """Return the number of tokens that a step can compute."""
-        return len(self.ids) - self.words
-
-    @property
-    def refreshes(self) -> bool:
-        """Whether refresh steps fill the row's step cache with the span; otherwise a template has
-        it.
-        """
-        return isinstance(self.latents, ExtrapolatedLatents)
-
-
-class ComputedSpans(NamedTuple):
-    """The tokens that a step computes beside the masked ones. It reads the others."""
-
-    text: bool = True
-    ring: bool = True
-    unmasked: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,85 +106,6 @@ class TemplateTokens:
     def _handle(self) -> Handle:
         assert isinstance(self.row.entry, Handle), "packed for a step that reads no entry"
         return self.row.entry
-
-
-@dataclass(slots=True)
-class ExtrapolatedLatents:
-    """The cached tokens of a row with refresh steps. Between refresh steps they move by the
-    extrapolated velocity; if the pipeline blends, they are the noised source.
-    """
-
-    latents: Tensor
-    """[m, 4C] latents after the last refresh step; before the first one the initial latents."""
-    condition: Tensor | None
-    """[m, extra channels]"""
-    blend: FlowBlend | None
-    clean: Tensor
-    """[m, 4C] latents of the source."""
-    context: Tensor | None = None
-    """[R, 4C] context tokens: reference pictures, if the model takes any."""
-    ring: int = 0
-    velocity: tuple[Tensor, ...] = ()
-    """[m, 4C] velocity at the last refresh step, and at the one before."""
-    times: tuple[float, float] = (0.0, 0.0)
-    """Change of sigma that each velocity has been applied for since then."""
-
-    @classmethod
-    def begin(
-        cls, start: FlowStart, clean: Tensor, context: Tensor | None = None, *, ring: int = 0
-    ) -> ExtrapolatedLatents:
-        """Return the tokens of a row before its first step; the first `ring` of them are the
-        ring.
-        """
-        return cls(start.latents, start.condition, start.blend, clean, context, ring)
-
-    @property
-    def result(self) -> Tensor:
-        """[m, 4C] latents in the edit's result: the source, except for the ring."""
-        if not self.ring:
-            return self.clean
-        around = self.latents_now if self.blend is None else self.blend.clean
-        return torch.cat((around[: self.ring], self.clean[self.ring :]))
-
-    def at(self, sigma: Tensor, change: float = 0.0) -> Tensor:
-        """Return [m + R, in_channels] model inputs at `sigma`, which is `change` away from the
-        present sigma.
-        """
-        if self.blend is not None:
-            latents = self.blend.source(sigma)
-        else:
-            latents = self.latents_now + change * self.velocity[0] if change else self.latents_now
-        return model_inputs(latents, self.condition, self.context)
-
-    @property
-    def latents_now(self) -> Tensor:
-        """[m, 4C] extrapolated latents, if the pipeline does not blend."""
-        latents = self.latents
-        for velocity, times in zip(self.velocity, self.times, strict=False):
-            latents = latents + times * velocity
-        return latents
-
-    def begun(self, latents: Tensor) -> ExtrapolatedLatents:
-        """Return the same tokens with latents [m, 4C], before any refresh step."""
-        return replace(self, latents=latents, velocity=(), times=(0.0, 0.0))
-
-    def anchored(self, move: Tensor, change: float) -> None:
-        """Record the velocity of a refresh step, from the `move` of the latents."""
-        if self.blend is None:
-            self.velocity, self.times = (move / change, *self.velocity[:1]), (0.0, 0.0)
-
-    def lookahead(self, velocity: Tensor) -> None:
-        """Record the [m, 4C] velocity of a refresh step computed ahead, and keep the present
-        latents.
-        """
-        if self.blend is None:
-            self.latents, self.times = self.latents_now, (0.0, 0.0)
-            self.velocity = (velocity, *self.velocity[:1])
-
-    def passed(self, change: float, weight: float) -> None:
-        """Move the tokens by the sigma `change` of a step between refresh steps."""
-        last, previous = self.times
-        self.times = (last + change * (1.0 + weight), previous - change * weight)
 
 
 class Lookahead(NamedTuple):

@@ -25,7 +25,8 @@ from maskserve_engine.families.flux.adapter import FluxAdapter, FluxBatch
 from maskserve_engine.families.flux2.adapter import Flux2Preparation
 from maskserve_engine.families.mmdit.blocks import Vectors
 from maskserve_engine.families.mmdit.preparation import BEFORE, FlowPrompt, grid_of
-from maskserve_engine.families.mmdit.rows import FixedWords, FlowRow, References, Row
+from maskserve_engine.families.mmdit.rows import FlowRow, Row
+from maskserve_engine.families.mmdit.spans import FixedWords, References
 from maskserve_engine.families.mmdit.weights import FluxWeights
 from maskserve_engine.families.qwen_image21 import spec as qwen_image21
 from maskserve_engine.families.qwen_image21.blocks import fixed_words_entry, vectors

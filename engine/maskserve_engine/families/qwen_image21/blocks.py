@@ -14,7 +14,7 @@ from maskserve_common.contracts.keys import STILL
 from maskserve_engine.batch.transfer import moved
 from maskserve_engine.cache.entries import AnchorEntry, BlockEntry, encode
 from maskserve_engine.families.mmdit.blocks import Vectors, clip, embed, split, stream_post
-from maskserve_engine.families.mmdit.rows import FixedWords
+from maskserve_engine.families.mmdit.spans import FixedWords
 from maskserve_engine.families.qwen_image21.weights import QwenImage21Weights
 from maskserve_engine.layers.attention import spans
 from maskserve_engine.layers.fp8 import Fp8Linear

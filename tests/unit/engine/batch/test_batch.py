@@ -13,8 +13,9 @@ from diffusers.pipelines.flux.pipeline_flux_fill import calculate_shift
 
 from maskserve_engine.families.mmdit.batch import FlowBatch
 from maskserve_engine.families.mmdit.preparation import unpack_latents
-from maskserve_engine.families.mmdit.rows import FlowRow, MaskedTokens, PromptPass
+from maskserve_engine.families.mmdit.rows import FlowRow, PromptPass
 from maskserve_engine.families.mmdit.schedule import make_schedule
+from maskserve_engine.families.mmdit.spans import MaskedTokens
 
 pytestmark = pytest.mark.each_value
 

@@ -12,7 +12,7 @@ import torch
 from maskserve_engine.batch import step_cache as own_anchors
 from maskserve_engine.batch.step_cache import RefreshSchedule, StepCache
 from maskserve_engine.cache.entries import encode
-from maskserve_engine.families.mmdit.rows import ExtrapolatedLatents
+from maskserve_engine.families.mmdit.spans import ExtrapolatedLatents
 from maskserve_engine.layers.scatter_kv import KvSource
 
 TOKENS, ACTIVE, HEADS, WIDTH = 5, 2, 2, 4
