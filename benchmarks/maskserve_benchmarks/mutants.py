@@ -205,7 +205,7 @@ MUTATIONS = (
     ),
     Mutation(
         "tokens left out go twice the way to an anchor that is foreseen",
-        f"{_FLOW}/rows.py",
+        f"{_FLOW}/spans.py",
         "self.latents, self.times = self.latents_now, (0.0, 0.0)",
         "self.latents = self.latents_now",
         f"{_KEPT}::test_tokens_left_out_go_on_by_the_velocity_that_anchors_foretell",
@@ -390,8 +390,8 @@ MUTATIONS = (
     Mutation(
         "tokens outside come back as they were left",
         "engine/maskserve_engine/families/mmdit/rows.py",
-        "tokens[ids[: len(answer)]] = answer.to(computed.dtype)",
-        "tokens[ids[: len(answer)]] = 0.0",
+        "tokens[span.ids[: len(latents)]] = latents.to(computed.dtype)",
+        "tokens[span.ids[: len(latents)]] = 0.0",
         f"{_UNIT}/engine/families/flux/test_flux_cached.py::test_inactive_tokens_come_back_as_the_template",
     ),
     Mutation(
@@ -526,8 +526,8 @@ MUTATIONS = (
     Mutation(
         "a blend reaches the context",
         f"{_FLOW}/rows.py",
-        "computed, next_step = moved[: len(self.latents)], self.step + 1",
-        "computed, next_step = moved[-len(self.latents) :], self.step + 1",
+        "computed, next_step = moved[: len(self.masked)], self.step + 1",
+        "computed, next_step = moved[-len(self.masked) :], self.step + 1",
         f"{_DENSE}[klein]",
     ),
     Mutation(
