@@ -374,7 +374,7 @@ class StepCache:
 
 
 @dataclass(frozen=True, slots=True)
-class StepCacheTokens:
+class RefreshedTokens:
     """`packing.CachedTokens` that a pass reads from its step cache, the text first if it is one of
     them.
     """
@@ -412,9 +412,9 @@ def input_between_refreshes(
         sigma: returns the sigma of the present step.
     """
     if not cache.text:
-        return replace(row, cached=(StepCacheTokens(cache, sigma, cis), *row.cached))
+        return replace(row, cached=(RefreshedTokens(cache, sigma, cis), *row.cached))
     of_text, computed = row.cis.split((len(row.text), len(row.tokens)))
-    cached_tokens = StepCacheTokens(cache, sigma, torch.cat((of_text, cis)))
+    cached_tokens = RefreshedTokens(cache, sigma, torch.cat((of_text, cis)))
     return replace(row, text=row.text[:0], cis=computed, cached=(cached_tokens, *row.cached))
 
 

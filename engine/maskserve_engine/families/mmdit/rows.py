@@ -14,8 +14,8 @@ from maskserve_engine.batch.packing import CachedTokens, RowInput, RowResiduals
 from maskserve_engine.batch.skipping import FirstBlockCache
 from maskserve_engine.batch.step_cache import (
     Entry,
+    RefreshedTokens,
     StepCache,
-    StepCacheTokens,
 )
 from maskserve_engine.batch.transfer import HostCopy
 from maskserve_engine.cache.entries import AnchorEntry, Recorder
@@ -63,7 +63,7 @@ class PromptPass:
 
 
 @dataclass(frozen=True, slots=True)
-class TemplateTokens:
+class EntryTokens:
     """`packing.CachedTokens` that a row reads from its template, at the row's present step."""
 
     row: FlowRow
@@ -372,11 +372,11 @@ class FlowRow:
             cis = [] if computed.text else [text_cis]
             cis += [] if self.ring is None else [self.ring.cis]
             cis += [unmasked.cis] if unmasked.refreshes else []
-            cached.append(StepCacheTokens(cache, self.walk_sigma, torch.cat(cis)))
+            cached.append(RefreshedTokens(cache, self.walk_sigma, torch.cat(cis)))
         if not unmasked.refreshes:
             lifts = cache is not None and cache.plan.corrects_residuals
             at = None if step == self.step else step
-            cached.append(TemplateTokens(self, unmasked, cache if lifts else None, at))
+            cached.append(EntryTokens(self, unmasked, cache if lifts else None, at))
         return tuple(cached)
 
     def walk_sigma(self) -> float:

@@ -24,7 +24,7 @@ from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.flux.adapter import FluxAdapter
 from maskserve_engine.families.mmdit import batch as flow_batch
 from maskserve_engine.families.mmdit.preparation import grid_of
-from maskserve_engine.families.mmdit.rows import TemplateTokens
+from maskserve_engine.families.mmdit.rows import EntryTokens
 from maskserve_engine.families.registry import load_adapter
 from maskserve_engine.families.specs import load_spec, recorded_rows
 from tests.fakes.jobs import config_of, encode_case, guided, random_case
@@ -213,7 +213,7 @@ def test_an_entry_that_is_lost_in_the_middle_harms_no_later_step(
     row = cached(expected, job, primed)
     while row.step < row.steps:
         expected.step([row], kinds)
-    lost_entry = finish_behind_a_lost_entry(adapter, job, primed, TemplateTokens, monkeypatch)
+    lost_entry = finish_behind_a_lost_entry(adapter, job, primed, EntryTokens, monkeypatch)
     assert_equal(lost_entry.result().array(), row.result().array())
 
 
