@@ -48,6 +48,7 @@ from maskserve_router.scheduling.pending_queue import PendingQueue
 from maskserve_router.tracing import Tracing
 from maskserve_router.workers.node_pool import NodePool
 from maskserve_router.workers.pool import Pool
+from maskserve_router.workflows.run_driver import RunServices
 from maskserve_router.workflows.run_times import RunTimes
 from maskserve_router.workflows.workflows import Workflows
 from maskserve_workflows.folder import read_plans
@@ -99,17 +100,8 @@ class Router:
             self.pool.running_s,
             self._dispatcher.share_left,
         )
-        workflows = Workflows(
-            _plans(config),
-            edits,
-            self._nodes,
-            self.pool.ready,
-            self.admission,
-            turns,
-            config.limits,
-            times,
-            values,
-        )
+        services = RunServices(edits, self._nodes, self.admission, turns, times)
+        workflows = Workflows(_plans(config), services, self.pool.ready, config.limits, values)
         self._control = control = ClusterControl(
             config.name,
             self.pool,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from maskserve_common.files.values import Values, parse
+from maskserve_router.fair_share import IN_A_THREAD
 from maskserve_workflows.plan import WorkflowPlan
 from maskserve_workflows.values import NamedValue, map_parts, named_in
 from maskserve_workflows.wire import picture_of, read_all
@@ -44,6 +45,13 @@ class RunValues:
         """Free all values of the run."""
         if self.run:
             self._later(self._values.end, self._scope, self.run)
+
+    def turn_bytes(self, size: int) -> int:
+        """Return the size for `FairShare.run` of work on `size` bytes of values.
+
+        Work that may wait for the folder's lock always takes a thread.
+        """
+        return max(size, IN_A_THREAD) if self.run else size
 
     def store_inputs(self, plan: WorkflowPlan, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the inputs with pictures and masks stored as files, which each node reads."""

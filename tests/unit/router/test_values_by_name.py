@@ -32,9 +32,11 @@ from maskserve_router.messages.model_request import ModelRequest
 from maskserve_router.metrics import Metrics
 from maskserve_router.scheduling.admission import Admission
 from maskserve_router.workers.node_pool import NodeAnswer, NodePool
+from maskserve_router.workflows.run_driver import RunServices
+from maskserve_router.workflows.run_messages import edit_request
 from maskserve_router.workflows.run_times import RunTimes
 from maskserve_router.workflows.run_values import RunValues
-from maskserve_router.workflows.workflows import Workflows, _edit_request
+from maskserve_router.workflows.workflows import Workflows
 from maskserve_workflows.definition import Workflow
 from maskserve_workflows.nodes import edit, invert, outline
 from maskserve_workflows.passes import compiled
@@ -245,7 +247,7 @@ def test_an_edit_for_another_host_has_values_in_place_of_names(values: Values) -
     inputs = files.store_inputs(PLAN, {"image": PICTURE, "mask": MASK})
     settings = structs.replace(parse_settings(b"{}"), request_id="k1!run", seed=7)
     task = Task("edit-1", NodeCall("edit-1", "edit"), {**inputs, "prompt": "a star"})
-    message = _edit_request(task, settings, False, math.inf, files)
+    message = edit_request(task, settings, False, math.inf, files)
     edited = make_edit_call(message, message.size, scope="k1")
 
     def sent(host: str) -> tuple[ModelRequest, bytes, bytes]:
@@ -328,17 +330,18 @@ async def test_a_value_that_is_lost_is_made_again_and_nothing_else(
 
     plan, config, nodes = compiled(late.plan), RouterConfig(), Nodes()
     theirs = Values(ValuesConfig(str(values._store.folder), least_bytes=1))
-    served = Workflows(
-        [plan], Edits(), nodes, list, Admission(AdmissionBounds(), Metrics()), FairShare(2),  # type: ignore[arg-type]
-        LimitsConfig(), RunTimes(config, nodes.seconds, lambda: [0.0]), values,
+    services = RunServices(
+        Edits(), nodes, Admission(AdmissionBounds(), Metrics()), FairShare(2),  # type: ignore[arg-type]
+        RunTimes(config, nodes.seconds, lambda: [0.0]),
     )  # fmt: skip
+    served = Workflows([plan], services, list, LimitsConfig(), values)
     message = ModelRequest(pb.ModelInferRequest(model_name="late"))
     for name, value in {"IMAGE": PICTURE, "MASK": MASK, "SETTINGS": b"{}"}.items():
         message.add(name, [value])
     gc.disable()
     try:
         raw = await served.infer(message, {}, None, CLIENT)
-        await served._fair_share.locked(int)  # behind the run's end
+        await services.fair_share.locked(int)  # behind the run's end
         assert str(values._store.folder) not in Path("/proc/self/maps").read_text()
     finally:
         gc.enable()

@@ -30,7 +30,9 @@ from maskserve_router.scheduling.admission import Admission
 from maskserve_router.workers import node_pool
 from maskserve_router.workers.node_pool import NodeAnswer, NodePool
 from maskserve_router.workers.upstream import Upstream
+from maskserve_router.workflows import run_driver
 from maskserve_router.workflows import workflows as served_workflows
+from maskserve_router.workflows.run_driver import RunServices
 from maskserve_router.workflows.run_times import RunTimes
 from maskserve_router.workflows.workflows import Workflows
 from maskserve_workflows.definition import Workflow, each
@@ -157,7 +159,8 @@ def workflows(
     times = RunTimes(config, getattr(nodes, "seconds", lambda node: None), lambda: [0.0])
     bounds = AdmissionBounds(max_edits=4, max_bytes=most_bytes)
     admission = Admission(bounds, Metrics())
-    return Workflows([plan], edits, nodes, workers, admission, FairShare(2), LimitsConfig(), times)
+    services = RunServices(edits, nodes, admission, FairShare(2), times)
+    return Workflows([plan], services, workers, LimitsConfig())
 
 
 async def run(nodes: Nodes, edits: Edits, message: Any) -> tuple[dict[str, bytes], dict[str, Any]]:
@@ -658,7 +661,7 @@ async def test_runs_and_what_they_make_count_with_their_key() -> None:
 
     with pytest.raises(RetryLater, match="bytes of requests and answers are under way"):
         await workflows(Large(), Edits()).infer(request(), {}, None, holder("greedy"))
-    assert served._admission.bytes == 0
+    assert served._services.admission.bytes == 0
 
 
 async def test_large_pictures_of_runs_are_copied_off_the_loop(
@@ -666,8 +669,8 @@ async def test_large_pictures_of_runs_are_copied_off_the_loop(
 ) -> None:
     threads: dict[str, threading.Thread] = {}
 
-    def watched(name: str) -> Callable[..., Any]:
-        real = getattr(served_workflows, name)
+    def watched(module: Any, name: str) -> Callable[..., Any]:
+        real = getattr(module, name)
 
         def seen(*given: Any) -> Any:
             threads[name] = threading.current_thread()
@@ -675,9 +678,10 @@ async def test_large_pictures_of_runs_are_copied_off_the_loop(
 
         return seen
 
-    copying = ("_parse", "_edit_request", "_edit_answer", "_event")
-    for name in copying:
-        monkeypatch.setattr(served_workflows, name, watched(name))
+    copying = dict.fromkeys(("edit_request", "edit_answer", "run_event"), run_driver)
+    copying["_parse"] = served_workflows
+    for name, module in copying.items():
+        monkeypatch.setattr(module, name, watched(module, name))
     message = request()
     message.contents[0] = bytes_tensor.pack([bytes(2**17)])
 

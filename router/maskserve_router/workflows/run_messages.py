@@ -1,0 +1,126 @@
+"""Messages of a run: the requests and answers of its edits, and its events for the client."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from typing import Any, Final, TypeAlias
+
+import msgspec
+from tritonclient.grpc import service_pb2 as pb
+
+from maskserve_common.contracts import bytes_tensor
+from maskserve_common.contracts.keys import name_of, scope_of, scoped
+from maskserve_common.contracts.settings import EditSettings, dump_settings
+from maskserve_common.files.values import RUN
+from maskserve_common.imaging.images import as_file
+from maskserve_router.messages.model_request import ModelRequest
+from maskserve_router.workflows.run_values import RunValues
+from maskserve_workflows.node_types import EDIT
+from maskserve_workflows.plan import WorkflowPlan
+from maskserve_workflows.run import Task, seed_of
+from maskserve_workflows.values import Judgement, NamedValue
+
+NodeResult: TypeAlias = tuple[dict[str, Any], dict[str, Any]]
+"""Outputs of a node, and its report for META."""
+_LONGEST_NAME: Final = 60
+"""Longest part of a request's id in the ids of its edits."""
+
+
+def edit_request(
+    task: Task, settings: EditSettings, streams: bool, due_s: float, values: RunValues | None
+) -> ModelRequest:
+    """Return the request of a run's edit. The node's settings override those of the run.
+
+    Args:
+        task: the edit.
+        settings: settings of the run.
+        streams: True for progress and previews.
+        due_s: seconds until the edit is due; infinite: it has no due time. A late edit continues,
+            because the run has a limit of its own.
+        values: the run's values, whose references a worker of this host reads; None: send bytes.
+    """
+    assert settings.seed is not None
+    edit_settings = {
+        **msgspec.json.decode(dump_settings(settings)),
+        "seed": seed_of(settings.seed, task.key),
+        **_due(task, due_s),
+        **task.call.settings,
+        "request_id": name_of(edit_id(task, settings)),
+        "output_format": "png",
+    }
+    model = f"{EDIT}_stream" if streams else EDIT
+    request = ModelRequest(pb.ModelInferRequest(model_name=model))
+    inputs: dict[str, Any] = {
+        name: value.element if isinstance(value, NamedValue) else value
+        for name, value in task.inputs.items()
+    }
+    if values is not None and values.run:
+
+        def elsewhere() -> ModelRequest:
+            task_with_bytes = Task(task.key, task.call, values.read(task.inputs))
+            return edit_request(task_with_bytes, settings, streams, due_s, None)
+
+        request.host, request.elsewhere = values.host, elsewhere
+        request.head.parameters[RUN].string_param = values.run
+    request.add("IMAGE", [inputs["image"]])
+    request.add("MASK", [inputs["mask"]])
+    request.add("PROMPT", [inputs["prompt"].encode()])
+    request.add("SETTINGS", [msgspec.json.encode(edit_settings)])
+    if "control" in inputs:
+        request.add("CONTROL", [inputs["control"]])
+    for output in ("IMAGE", "META"):
+        request.head.outputs.add(name=output)
+    return request
+
+
+def edit_id(task: Task, settings: EditSettings) -> str:
+    """Return the request id of a run's edit."""
+    assert settings.request_id is not None
+    name = name_of(settings.request_id)
+    if len(name) > _LONGEST_NAME:
+        name = hashlib.sha256(name.encode()).hexdigest()[:32]
+    place = task.key.replace("[", ".").replace("]", "")
+    return scoped(scope_of(settings.request_id), f"{name}/{place}")
+
+
+def _due(task: Task, due_s: float) -> dict[str, Any]:
+    if due_s == math.inf or "deadline_ms" in task.call.settings:
+        return {}
+    return {"deadline_ms": max(int(1e3 * due_s), 1), "on_late": "finish"}
+
+
+def edit_answer(answer: bytes) -> NodeResult:
+    """Return the picture and META of a worker's answer."""
+    return _parts(pb.ModelInferResponse.FromString(answer))
+
+
+def stream_answer(message: bytes) -> NodeResult:
+    """Return the picture and META of a stream's message; empty for the message that ends it."""
+    return _parts(pb.ModelStreamInferResponse.FromString(message).infer_response)
+
+
+def _parts(response: pb.ModelInferResponse) -> NodeResult:
+    if not response.outputs:
+        return {}, {}
+    outputs = bytes_tensor.outputs(response)
+    picture = {"image": bytes(outputs["IMAGE"])} if len(outputs["IMAGE"]) else {}
+    return picture, msgspec.json.decode(outputs["META"])
+
+
+def run_event(
+    plan: WorkflowPlan, meta: Mapping[str, Any], outputs: Mapping[str, Any] | None = None
+) -> pb.ModelInferResponse:
+    """Return an event of a run, or its answer, with these outputs."""
+    response = pb.ModelInferResponse(model_name=plan.name, model_version="1")
+    for name, value in (outputs or {}).items():
+        bytes_tensor.add_output(response, name.upper(), [_encoded(value)])
+    bytes_tensor.add_output(response, "META", [msgspec.json.encode(meta)])
+    return response
+
+
+def _encoded(value: Any) -> bytes:
+    if isinstance(value, Judgement):
+        return msgspec.json.encode(value)
+    return value.encode() if isinstance(value, str) else as_file(value)
