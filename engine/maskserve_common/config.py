@@ -38,8 +38,8 @@ class ModelConfig(Table, frozen=True):
     revision: str = ""
     """Hub revision; empty: the default branch."""
     variant: Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_-]*\Z")] = ""
-    """Variant of the weight files, such as `fp16`. Empty, or for a part without it: the files
-    without a variant, or the only variant."""
+    """Variant of the weight files, such as `fp16`; a part without it takes its plain files, or its
+    only variant."""
     device: Device = "auto"
     """Device of the denoiser; N counts the worker's own GPUs."""
     encoder_device: Device = ""
@@ -50,8 +50,8 @@ class ModelConfig(Table, frozen=True):
     """`auto`: float32 on CPU, bfloat16 on CUDA."""
     weights: WeightForm = "bf16"
     """Form of the weights in the denoiser's transformer blocks. `bf16`: as the folder has them, in
-    `dtype`. Others need the extra `quantised`: `fp8`, `int8` and `int8-dynamic` (which also
-    multiplies in int8) take a byte per weight, `nf4` half a byte."""
+    `dtype`. Others need the extra `quantised`: `nf4` takes half a byte per weight, the rest a byte;
+    `int8-dynamic` also multiplies in int8."""
     gguf: str = ""
     """GGUF file whose weights replace the transformer of a FLUX folder. Needs the extra
     `quantised`; excludes other `weights` and `fuse_loras`."""
@@ -76,8 +76,8 @@ class ModelConfig(Table, frozen=True):
     least two for FLUX Fill with a template in steps that compute the text."""
     outside_noise: Literal["auto", "template", "edit"] = "auto"
     """Noise outside the mask, for models that blend the source in. `template`: the same for every
-    edit of a picture, so that cached and dense edits agree; `edit`: as in diffusers; `auto`: `edit`
-    with `cache` = `off` or without a cache, else `template`."""
+    edit of a picture, so cached and dense edits agree; `edit`: as in diffusers; `auto`: `edit` with
+    `cache: off` or without a cache, else `template`."""
     first_block_threshold: Annotated[float, Meta(ge=0.0, le=10.0)] = 0.0
     """FLUX: default `first_block_threshold` of edits. A step skips its other blocks if its first
     block's change is below it (FirstBlockCache); 0 skips none."""
@@ -137,8 +137,8 @@ class EngineConfig(Table, frozen=True):
     heartbeat_timeout_s: Annotated[float, Meta(ge=0.2, le=600)] = 10.0
     """Seconds of silence after which the engine counts as hung."""
     stuck_timeout_s: Annotated[float, Meta(ge=1, le=86400)] = 120.0
-    """Seconds without a finished edit, or without a front's answer to the supervisor, after which a
-    worker counts as stuck; more than one picture takes to encode or decode."""
+    """Seconds without a finished edit, or a front's answer, after which a worker counts as stuck;
+    more than a picture takes to encode or decode."""
     watch_interval_s: Annotated[float, Meta(ge=0.001, le=1)] = 0.02
     """Seconds between a front's checks for a cancel; longer if steps are longer."""
     warm_up: bool = True
@@ -149,8 +149,7 @@ class EngineConfig(Table, frozen=True):
     flux_cuda_graphs: bool = True
     """Record FLUX steps of up to one dense row's tokens as CUDA graphs; cached rows then compute up
     to an eighth more tokens. Not recorded: edits that are `reproducible` or have LoRAs, ControlNets
-    or a `first_block_threshold`, and all if `placed_bytes` is set or the worker has several
-    `devices`."""
+    or a `first_block_threshold`; none with `placed_bytes` or several `devices`."""
     front_threads: Annotated[int, Meta(ge=1, le=4096)] = 64
     """Edits that one front serves at once."""
 
@@ -191,9 +190,9 @@ class CacheConfig(Table, frozen=True):
     """`auto`: each step loads, projects or computes blocks, whichever is fastest; `fixed`: every
     block reads its entry."""
     conv_halo: Annotated[int, Meta(ge=0, le=64)] = 0
-    """UNets: positions around the mask's box, at each level, on which cached rows convolve; outside
-    they read the template's feature maps. Needs `entry_kind` `kv` and fixes the `plan`. 0: the
-    whole picture; for rows with refresh steps, one position."""
+    """UNets: positions around the mask's box, at each level, on which cached rows convolve. Needs
+    `entry_kind` `kv` and fixes the `plan`. 0: the whole picture; for rows with refresh steps, one
+    position."""
     entry_format: EntryFormat = "int4"
     """Storage format of entries."""
     placed_bytes: Annotated[int, Meta(ge=-1, le=2**50)] = -1
@@ -204,13 +203,12 @@ class CacheConfig(Table, frozen=True):
     models."""
     dense_steps: Annotated[int, Meta(ge=-1, le=1000)] = -1
     """First steps of a cached edit that compute all tokens. -1: none for FLUX Fill and UNets; for
-    others one, if the edit has ten steps or more and either a prompt or computed tokens along a
-    whole side of the picture."""
+    others one, if the edit has ten steps or more and a prompt or computed tokens along a whole
+    side."""
     own_anchors: Annotated[float, Meta(ge=-1.0, le=1.0)] = -1.0
-    """Distance between an edit's refresh steps, as a share of its steps. An edit refreshes if its
-    template is not ready; with FLUX base models, FLUX.2 klein (not 9B-KV) and UNets also if it is,
-    unless it has `cache: require` or `reproducible`. -1: the model's share; 0: an edit without a
-    template runs dense."""
+    """Distance between an edit's refresh steps, as a share of its steps. -1: the model's share; 0:
+    an edit without a template runs dense. FLUX base models, FLUX.2 klein (not 9B-KV) and UNets
+    refresh even with a template, except for `cache: require` and `reproducible`."""
     own_format: Literal["auto", "model", "int8", "float8", "int4"] = "auto"
     """Storage format of the step cache. `auto`: int8 on a GPU, the model's precision on a CPU."""
     own_text: Literal["frozen", "computed"] = "frozen"
@@ -244,8 +242,8 @@ class StagesConfig(Table, frozen=True):
     """`[stages]`: the encoder and the decoder."""
 
     service: str = ""
-    """Address (HOST:PORT, gRPC) of a stage service for all workers of the host (`maskserve serve
-    --stages-device`); the other keys then apply to it. Empty: each worker has its own stages."""
+    """Address (HOST:PORT, gRPC) of a stage service (`maskserve serve --stages-device`); the other
+    keys then apply to it. Empty: each worker has its own stages."""
     service_timeout_s: Annotated[float, Meta(ge=0.1, le=50.0)] = 30.0
     """Seconds that edits wait for a silent service. Then they fail, and the worker takes none until
     it is back."""
@@ -302,9 +300,8 @@ class AdaptersConfig(Table, frozen=True):
     """`[adapters]`: the LoRAs that edits may name."""
 
     store: str = ""
-    """Folder or fsspec URL (s3://bucket/folder) of NAME.safetensors, or folders NAME with
-    pytorch_lora_weights.safetensors or PEFT's two files. A name has letters A to Z, digits, '.',
-    '_' and '-'. Empty: no adapters."""
+    """Folder or fsspec URL (s3://bucket/folder) of NAME.safetensors, or folders NAME of diffusers
+    or PEFT. A name has letters A to Z, digits, '.', '_' and '-'. Empty: no adapters."""
     rescan_s: Annotated[float, Meta(ge=0.05, le=86400.0)] = 10.0
     """Seconds between two listings of the store."""
     timeout_s: Annotated[float, Meta(ge=0.05, le=3600.0)] = 20.0
@@ -340,9 +337,8 @@ class ControlsConfig(Table, frozen=True):
     device_bytes: Annotated[int, Meta(ge=2**10, le=2**50)] = 2**33
     """Bytes of ControlNets on the denoiser's device."""
     unequal_depths: Literal["each", "shallowest"] = "each"
-    """FLUX: for ControlNets with different numbers of blocks. `each`: each net's outputs spread
-    over the model as if it were alone; `shallowest`: as in diffusers, which drops deeper
-    outputs."""
+    """FLUX ControlNets with different numbers of blocks. `each`: each net's outputs go where they
+    would go alone; `shallowest`: as in diffusers, which drops deeper outputs."""
     service: str = ""
     """Address (HOST:PORT, gRPC) of a ControlNet service (`maskserve serve --controlnet-device`);
     empty: ControlNets run beside the base. Residuals come through memory from a loopback address,
@@ -354,9 +350,8 @@ class ControlsConfig(Table, frozen=True):
     """HOST:PORT (TCP) at which a service accepts denoisers of other hosts (`maskserve serve
     --workers 0 --controlnet-device` sets it). Empty: only its own host's."""
     ipc_bytes: Annotated[int, Meta(ge=0, le=2**50)] = 0
-    """Device bytes through which a service on a GPU sends residuals to denoisers on its host's GPUs
-    (CUDA IPC); those without room pass through host memory. Tested between processes of one GPU,
-    not of several."""
+    """Device bytes through which a service on a GPU sends residuals to its host's GPUs (CUDA IPC;
+    tested on one GPU only); those without room pass through host memory."""
 
 
 class NodesConfig(Table, frozen=True):
@@ -402,7 +397,7 @@ class ValuesConfig(Table, frozen=True):
 
     folder: str = ""
     """Folder in memory that all of them on this host share, also for kept results (`maskserve serve
-    --router` sets one). Empty: values pass as bytes, and results are each worker's."""
+    --router` sets one). Empty: values pass as bytes."""
     max_bytes: Annotated[int, Meta(ge=0, le=2**50)] = 2 * 2**30
     """Most bytes of all values; keys share them. A value without room passes as bytes."""
     least_bytes: Annotated[int, Meta(ge=1, le=2**40)] = 2**18

@@ -46,7 +46,7 @@ class Listen(Table, frozen=True):
     """The operators' port; 0 takes a free one."""
     admin_names: tuple[str, ...] = ()
     """Host names for the operators' port, beside addresses, names without a dot and the machine's
-    own; `.example.com` means all names below it. Others get 403."""
+    own; `.example.com`: all names below it. Others get 403."""
     tls_cert: str = ""
     """PEM file of the certificate chain; with `tls_key`, both clients' ports speak TLS. The router
     loads changes of both files within seconds."""
@@ -110,9 +110,8 @@ class AdmissionBounds(Table, frozen=True):
     """Edits admitted and not answered, and as many `control` operations; a key may have as many as
     it leaves free."""
     max_bytes: Bytes = 640 * MIB
-    """Bytes of requests and answers under way; a key may have as many as it leaves free. An
-    answer's bytes are reserved before its edit is sent. With keys, at least four times `[http]
-    max_body_bytes`."""
+    """Bytes of requests and answers under way, answers reserved ahead; a key may have as many as it
+    leaves free. With keys, at least four times `[http] max_body_bytes`."""
     waiting_per_worker: Annotated[int, Meta(ge=0, le=10**6)] = 8
     """Edits that wait at a worker for a row; further ones wait in the router. 0: an edit is sent
     once a row is free."""

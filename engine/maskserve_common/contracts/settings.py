@@ -165,11 +165,11 @@ class EditSettings(Table, frozen=True):
     num_inference_steps: Annotated[int, Meta(ge=1, le=1000)] | None = None
     """Steps of the full schedule; by default the model's."""
     guidance_scale: Guidance | None = None
-    """How closely the edit follows the prompt; by default the model's. SDXL, SD 2.1, SD 3.5,
-    Chroma, klein's base models and Z-Image run the model twice per step above 1 (Z-Image: 0)."""
+    """How closely the edit follows the prompt; by default the model's. Above 1 (Z-Image: 0), SDXL,
+    SD 2.1, SD 3.5, Chroma, klein's base models and Z-Image run twice per step."""
     true_cfg_scale: Annotated[float, Meta(ge=1, le=100)] | None = None
-    """FLUX.1 (not Fill) and Qwen-Image: how strongly the edit avoids the negative prompt. Above 1
-    each step runs the model twice; 1 is off."""
+    """FLUX.1 (not Fill) and Qwen-Image: how strongly the edit avoids the negative prompt. 1: off;
+    above, the model runs twice per step."""
     negative_prompt: Text | None = None
     """Things to avoid in the picture. FLUX Fill and FLUX.2 take none; FLUX.1 and Qwen-Image need
     `true_cfg_scale` with it."""
@@ -190,9 +190,8 @@ class EditSettings(Table, frozen=True):
     """Width in tokens of the ring around the mask that a cached edit also computes and does not
     paste; by default the model's."""
     crop_to_mask: CropMode = "auto"
-    """`on`: the model sees only a window around the mask, as sharp as the source; `off`: the whole
-    picture; `auto`: the window, if the source exceeds the model's area and the window is under half
-    of it."""
+    """`on`: the model sees only a window around the mask; `off`: the whole picture; `auto`: the
+    window, if the source exceeds the model's area and the window is under half of it."""
     crop_padding: Annotated[float, Meta(ge=0, le=4096)] = 0.25
     """Margin of that window: below 1 a share of the mask's longer side, from 1 on pixels."""
     expand: Margins = (0, 0, 0, 0)
@@ -220,14 +219,14 @@ class EditSettings(Table, frozen=True):
     `require`: the edit waits for its template, or runs dense if META's `dense_for` says so."""
     reproducible: bool = False
     """Equal requests give equal pixels, bit for bit, at any load and on every worker of one kind.
-    The edit waits for its template, or ends with an error without a way to get it; it runs dense if
-    META's `dense_for` says so."""
+    The edit waits for its template as with `require`, or ends with an error without a way to get
+    it."""
     loras: LoraSettings = ()
     """LoRAs of the edit: `name`, and `scale` (1 by default, -100 to 100)."""
     adapters: AdapterMode = "exact"
     """`exact`: steps wait for LoRAs and ControlNets; `fast`: the first steps may run without LoRAs,
-    and a step may use a ControlNet service's residuals that were requested one step ahead. A
-    reproducible edit is exact."""
+    and a ControlNet service's residuals may be requested one step ahead. A reproducible edit is
+    exact."""
     controls: ControlSettings = ()
     """ControlNets of the edit: `name`, `scale` (1 by default, -10 to 10), `start` and `end` (share
     of the steps, 0 to 1), `image` (index in CONTROL; by default its own) and `mode` (of union
@@ -248,8 +247,8 @@ class EditSettings(Table, frozen=True):
     """FLUX, `elastic`: an edit that would be late may skip steps, compute another ring, or refresh
     less often. It needs `reuse_floor`."""
     reuse_floor: Annotated[float, Meta(ge=0, le=100)] | None = None
-    """Lowest quality of a late edit with `reuse` `elastic`, in dB in the mask against a dense edit,
-    as measured on the demo models."""
+    """Lowest quality of a late edit with `reuse: elastic`: dB in the mask against a dense edit,
+    measured on the demo models."""
     priority: Annotated[int, Meta(ge=PRIORITIES[0], le=PRIORITIES[1])] = 0
     """Order of a key's waiting edits: each unit counts as five seconds of waiting."""
     request_id: RequestId | None = None
