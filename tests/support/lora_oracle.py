@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from maskserve_engine.adapters.lora_file import Parts, read_lora
+from maskserve_engine.spec.model_index import read_model_index
 from maskserve_lora.base_layers import BaseLayers
 from maskserve_lora.lora_header import PARTS
 
@@ -43,7 +43,7 @@ def by_diffusers(path: Path, model: Path) -> dict[str, Tensor]:
     import diffusers
     from peft.tuners.lora import LoraLayer
 
-    index = json.loads((model / "model_index.json").read_text())
+    index = read_model_index(model)
     plain = {"safety_checker": None} if index["_class_name"].startswith("StableDiffusionIn") else {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from maskserve_common.config import Config, ConfigError
-from maskserve_common.config_file import read_json
 from maskserve_engine.families.chroma import spec as chroma
 from maskserve_engine.families.flux import spec as flux
 from maskserve_engine.families.flux2 import spec as flux2
@@ -20,6 +19,7 @@ from maskserve_engine.families.unet import spec as unet
 from maskserve_engine.families.z_image import spec as z_image
 from maskserve_engine.planning.flops import ModelWork
 from maskserve_engine.spec.family import FamilyModule, family_work
+from maskserve_engine.spec.model_index import read_model_index
 from maskserve_engine.spec.model_spec import ModelSpec
 
 FAMILIES: dict[str, FamilyModule] = {
@@ -106,9 +106,7 @@ def load_spec(folder: str | Path, native_resolution: int = 0) -> ModelSpec:
         ConfigError: it is no model folder, or its family is not served.
     """
     folder = Path(folder)
-    if not (folder / "model_index.json").is_file():
-        raise ConfigError(f"[model] path: {folder} is not a model folder (no model_index.json)")
-    pipeline = read_json(folder / "model_index.json").get("_class_name")
+    pipeline = read_model_index(folder).get("_class_name")
     for family in FAMILIES.values():
         if pipeline in family.PIPELINES:
             return family.read(folder, str(pipeline), native_resolution)

@@ -22,6 +22,7 @@ from maskserve_engine.planning.entry_bytes import FORMATS
 from maskserve_engine.planning.flops import ModelWork
 from maskserve_engine.planning.refresh_steps import step_cache_bytes
 from maskserve_engine.spec.control_nets import ControlNets
+from maskserve_engine.spec.model_index import read_model_index
 from maskserve_engine.spec.model_spec import ModelSpec, refresh_rule, refresh_stride
 from maskserve_engine.stages.loader import device_of, dtype_of, shape_of
 from maskserve_engine.stages.quantise import bytes_as, gguf_bytes, largest_layer_bytes
@@ -230,7 +231,7 @@ def weight_bytes(config: Config, stage: Stage) -> int:
     they follow from the classes. A T5 that is moved layer by layer counts its largest layer.
     """
     total, folder = 0, Path(config.model.path)
-    for part, named in read_json(folder / "model_index.json").items():
+    for part, named in read_model_index(folder).items():
         if part != "vae" and not (stage == "encoder" and part.startswith("text_encoder")):
             continue
         files, t5 = _files(config, part), named[-1] == _T5

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from maskserve_common.config import Config, ConfigError
-from maskserve_common.config_file import read_json
 from maskserve_common.files.weight_files import weight_files
+from maskserve_engine.spec.model_index import read_model_index
 from maskserve_engine.spec.model_spec import ModelSpec
 
 GPUS = Path("/proc/driver/nvidia/gpus")
 """Folder where NVIDIA's driver lists its devices."""
 _LIBRARIES = ("diffusers", "transformers")
-"""Libraries that model_index.json may name; a folder cannot cause other imports."""
+"""Libraries that an index may name; a folder cannot cause other imports."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -129,18 +129,18 @@ def load_part(config: Config, name: str, cls: Any, device: torch.device | None =
 
 def shape_of(config: Config, name: str) -> torch.nn.Module:
     """Return a part of the model folder on torch's device `meta`, from its config.json and the
-    class in model_index.json: no weights are read, and none need exist. Missing options have the
+    class in its index: no weights are read, and none need exist. Missing options have the
     class's defaults.
 
     Raises:
         ConfigError: the part is missing, or its class is unknown.
     """
     folder, dtype = _part(config, name), dtype_of(config)
-    index = read_json(Path(config.model.path) / "model_index.json")
+    index = read_model_index(Path(config.model.path))
     try:
         library, named = index[name]
         if library not in _LIBRARIES:
-            raise ValueError(f"model_index.json: {library} is neither of {_LIBRARIES}")
+            raise ValueError(f"model index: {library} is neither of {_LIBRARIES}")
         cls = getattr(importlib.import_module(library), named)
         with torch.device("meta"):
             if library == "transformers":

@@ -8,8 +8,8 @@ from pathlib import Path
 import xxhash
 
 from maskserve_common.config import Config
-from maskserve_common.config_file import read_json
 from maskserve_common.files.digests import file_digest
+from maskserve_engine.spec.model_index import read_model_index
 
 _OF_STAGES = (
     "vae", "text_encoder", "text_encoder_2", "text_encoder_3", "tokenizer", "tokenizer_2",
@@ -23,7 +23,7 @@ def stages_revision(config: Config) -> str:
     embeddings and pixels. A stage service compares it with that of its workers.
     """
     model = config.model
-    pipeline = read_json(Path(model.path) / "model_index.json").get("_class_name")
+    pipeline = read_model_index(Path(model.path)).get("_class_name")
     how = f"{pipeline} {model.max_sequence_length} {' '.join(model.fuse_loras)} {model.variant}"
     return model_revision(model.path, how, _OF_STAGES)
 

@@ -26,13 +26,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from maskserve_benchmarks.checkout import CHECKOUT
 from maskserve_benchmarks.reports import table
 from maskserve_common.config import Config
-from maskserve_common.config_file import config_of, read_json
+from maskserve_common.config_file import config_of
 from maskserve_common.contracts.reuse_levels import refresh_count
 from maskserve_engine.families.flux2.encode import first_layers
 from maskserve_engine.families.specs import counted_work, load_spec
 from maskserve_engine.planning.entry_bytes import FORMATS, entry_bytes, still_bytes
 from maskserve_engine.planning.flops import ModelWork
 from maskserve_engine.planning.refresh_steps import REFRESH_RULE, step_cache_bytes
+from maskserve_engine.spec.model_index import read_model_index
 from maskserve_engine.spec.model_spec import ModelSpec, anchor_stride
 from maskserve_engine.stages.loader import load_part
 from maskserve_engine.stages.vae import images_of, load_vae, moments_of
@@ -205,7 +206,7 @@ class Counted:
     def _text_encoders(self) -> Iterator[float]:
         """Yield the FLOPs of each text encoder; a vision model counts separately."""
         side, image_view = self.spec.native_resolution, self.spec.encoder_picture
-        for name, part in read_json(self.case.folder / "model_index.json").items():
+        for name, part in read_model_index(self.case.folder).items():
             if not name.startswith("text_encoder") or part[1] is None:
                 continue
             load = first_layers if self.spec.family == "flux2" else load_part

@@ -87,6 +87,8 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
     """Prefixes of the weights' places that `text` reads."""
     tells_sigmas: ClassVar[bool] = True
     """Whether the family's pipeline passes sigmas to its sampler (`shift`)."""
+    sampler_shift: ClassVar[float | None] = None
+    """Shift of the sampler that the family's pipeline makes by itself; None: folders have one."""
     preparation: ClassVar[type[FlowPreparation]] = FlowPreparation
     """Draws random numbers in the order of the family's pipeline."""
     anchor_tolerance = 1.0
@@ -144,7 +146,7 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
         return cls(
             spec,
             load_denoiser(config, "transformer", cls.transformer(), fuse_weights),
-            load_sampler(config, tells_sigmas=cls.tells_sigmas),
+            load_sampler(config, tells_sigmas=cls.tells_sigmas, shift=cls.sampler_shift),
             placed_bytes=config.cache.placed_on(device_of(config).type),
             outside_noise=outside_noise(config),
             graphs=cls.family.recorded_rows(config) > 0,

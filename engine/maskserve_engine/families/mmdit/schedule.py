@@ -11,6 +11,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,8 +56,8 @@ _TAKES_SIGMAS = (_EULER, "UniPCMultistepScheduler")
 _SERVED = (*_TAKES_SIGMAS, "DPMSolverMultistepScheduler")
 
 
-def load_sampler(config: Config, *, tells_sigmas: bool) -> Any:
-    """Load the sampler of a model folder.
+def load_sampler(config: Config, *, tells_sigmas: bool, shift: float | None = None) -> Any:
+    """Load the sampler of a model folder; of one without, Euler with this `shift` if it is given.
 
     Raises:
         ConfigError: the folder names a class that is not served. Its options would load, but
@@ -64,6 +65,8 @@ def load_sampler(config: Config, *, tells_sigmas: bool) -> Any:
     """
     import diffusers
 
+    if shift is not None and not (Path(config.model.path) / "scheduler").is_dir():
+        return diffusers.FlowMatchEulerDiscreteScheduler(shift=shift)
     name = sampler_name(config)
     _check_name(name, _TAKES_SIGMAS if tells_sigmas else _SERVED)
     sampler = load_plain(config, "scheduler", getattr(diffusers, name))
