@@ -241,7 +241,7 @@ def weight_bytes(config: Config, stage: Stage) -> int:
         elif files and form == "bf16":
             total += sum(map(_numbers, files)) * dtype_of(config).itemsize
         elif (folder / part / "config.json").is_file():
-            total += bytes_as(shape_of(config, part), form, within="")
+            total += bytes_as(shape_of(config, part), form, whole=True)
     return total
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,6 @@ from maskserve_common.files.digests import file_digest
 from maskserve_common.files.gguf_header import read_gguf
 from maskserve_engine.stages.loader import device_of, dtype_of, load_part, module_bytes
 
-_BLOCKS = r"transformer_blocks\.|^(layers|noise_refiner|context_refiner)\."
-"""Matches names of layers in a denoiser's blocks."""
 _NF4_GROUP = 64
 """Weights that share a scale; a layer whose inputs are no multiple of it stays as it is."""
 _FP8_CAPABILITY = (8, 9)
@@ -46,7 +43,7 @@ def load_denoiser(config: Config, name: str, cls: Any, prepare: Prepare) -> Any:
     form = config.model.weights
     if config.model.gguf and device_of(config).type != "meta":
         return _load_gguf(config, name, cls)
-    return _load(config, name, cls, "weights", form, _BLOCKS, prepare)
+    return _load(config, name, cls, "weights", form, prepare)
 
 
 def gguf_bytes(config: Config) -> int:
@@ -86,10 +83,10 @@ def load_t5(config: Config, name: str, cls: Any) -> Any:
 
         model = load_part(config, name, cls, device=torch.device("cpu"))
         return cpu_offload(model, execution_device=device_of(config), offload_buffers=True)
-    return _load(config, name, cls, "t5_weights", config.model.t5_weights, "")
+    return _load(config, name, cls, "t5_weights", config.model.t5_weights, whole=True)
 
 
-def quantise(model: nn.Module, form: str, device: torch.device, within: str = _BLOCKS) -> None:
+def quantise(model: nn.Module, form: str, device: torch.device, *, whole: bool = False) -> None:
     """Replace a model's linear layers in place.
 
     Args:
@@ -99,20 +96,20 @@ def quantise(model: nn.Module, form: str, device: torch.device, within: str = _B
             where the device multiplies FP8; `nf4`: one scale per 64 weights, products in the
             model's dtype.
         device: device of the replaced layers.
-        within: pattern in the names of layers that are replaced.
+        whole: whether layers outside of its blocks are replaced, too.
     """
-    for path, layer in list(_products(model, form, within)):
+    for path, layer in list(_products(model, form, whole=whole)):
         if form == "nf4":
             model.set_submodule(path, _nf4(layer, device))
         else:
             _by_torchao(layer.to(device), form)
 
 
-def bytes_as(model: nn.Module, form: str, within: str = _BLOCKS) -> int:
+def bytes_as(model: nn.Module, form: str, *, whole: bool = False) -> int:
     """Return the bytes of a model in a form, by its shapes; it may be on torch's device `meta`."""
     total = module_bytes(model)
     if form != "bf16":
-        for _, layer in _products(model, form, within):
+        for _, layer in _products(model, form, whole=whole):
             total += _packed_bytes(layer, form) - layer.weight.nbytes
     return total
 
@@ -147,8 +144,9 @@ def _load(
     cls: Any,
     key: str,
     form: str,
-    within: str,
     prepare: Prepare = lambda model: model,
+    *,
+    whole: bool = False,
 ) -> Any:
     if form == "bf16":
         return prepare(load_part(config, name, cls))
@@ -156,7 +154,7 @@ def _load(
     model = load_part(config, name, cls, device=torch.device("cpu"))
     if getattr(model.config, "quantization_config", None) is not None:
         raise ConfigError(f'[model] {key}: {name} is quantised already; use "bf16"')
-    quantise(prepare(model), form, device_of(config), within)
+    quantise(prepare(model), form, device_of(config), whole=whole)
     return model.to(device_of(config))
 
 
@@ -240,9 +238,14 @@ def _unreadable(config: Config, error: Exception) -> ConfigError:
     return ConfigError(f"[model] gguf: {config.model.gguf} is not a GGUF file of this model: {why}")
 
 
-def _products(model: nn.Module, form: str, within: str) -> Iterator[tuple[str, nn.Linear]]:
+def _products(model: Any, form: str, *, whole: bool) -> Iterator[tuple[str, nn.Linear]]:
+    blocks: tuple[str, ...] = ("",)
+    if not whole:
+        names = getattr(model, "_repeated_blocks", None) or model._no_split_modules
+        paths = (path for path, module in model.named_modules() if type(module).__name__ in names)
+        blocks = tuple(f"{path}." for path in paths)
     for path, layer in model.named_modules():
-        if type(layer) is not nn.Linear or re.search(within, path) is None:
+        if type(layer) is not nn.Linear or not path.startswith(blocks):
             continue
         if form != "nf4" or layer.in_features % _NF4_GROUP == 0:
             yield path, layer

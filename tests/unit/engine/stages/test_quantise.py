@@ -34,6 +34,8 @@ LEAST_SAVED = {"int8": 0.5, "int8-dynamic": 0.5, "fp8": 0.5, "nf4": 0.7}  # of f
 class Block(nn.Module):
     """Layers as a model has them: some of a transformer block, one outside."""
 
+    _repeated_blocks = ("Sequential",)
+
     def __init__(self) -> None:
         super().__init__()
         self.transformer_blocks = nn.Sequential(nn.Linear(128, 64), nn.Linear(128, 192, bias=False))
