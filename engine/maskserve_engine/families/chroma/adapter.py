@@ -60,14 +60,17 @@ class ChromaWeights(FluxWeights):
 
 
 class ChromaBatch(FluxBatch):
-    def vectors(self, weights: FluxWeights, timesteps: Tensor) -> tuple[Vectors, ...]:
+    def vectors(self, weights: FluxWeights, steps: slice) -> tuple[Vectors, ...]:
         assert isinstance(weights, ChromaWeights)
         assert weights.approximator is not None
+        timesteps = self.timesteps[steps]
         times = timesteps.to(weights.dtype) / 1000 * 1000  # by the pipeline, and by the model
         embedded_times = weights.time_inputs(times.flatten())
-        steps, rows, count = *timesteps.shape, embedded_times.shape[1]
+        rows, count = timesteps.shape[1], embedded_times.shape[1]
         spans = [(row * count, (row + 1) * count) for row in range(rows)]
-        modulations = weights.approximator(embedded_times.view(steps, rows * count, -1), spans)
+        modulations = weights.approximator(
+            embedded_times.view(len(timesteps), rows * count, -1), spans
+        )
         return vectors(weights, modulations.unflatten(1, (rows, count)))
 
 

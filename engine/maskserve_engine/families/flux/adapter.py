@@ -62,7 +62,9 @@ class FluxBatch(FlowBatch[FluxWeights]):
             self._run_nets(self._nets)
         return super().begin_step(weights, at)
 
-    def vectors(self, weights: FluxWeights, timesteps: Tensor) -> tuple[Vectors, ...]:
+    def vectors(self, weights: FluxWeights, steps: slice) -> tuple[Vectors, ...]:
+        timesteps = self.timesteps[steps]
+
         def at(timesteps: Tensor) -> tuple[Vectors, ...]:
             emb = embed(weights, timesteps, self.packed.pooled, self.packed.guidance)
             return vectors(weights, emb)

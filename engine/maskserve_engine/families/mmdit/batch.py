@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol, Self, TypeVar
 
 import torch
@@ -216,13 +217,13 @@ class FlowBatch(ReusableBatch[Row, W]):
             )
         if at % self.precomputed == 0 or not self._vectors:
             first = at - at % self.precomputed
-            self._vectors = self.vectors(weights, self.timesteps[first : first + self.precomputed])
+            self._vectors = self.vectors(weights, slice(first, first + self.precomputed))
         return self.at_step(weights, self._vectors[at % self.precomputed])
 
     @abstractmethod
-    def vectors(self, weights: W, timesteps: Tensor) -> Sequence[Any]:
-        """Return each step's modulation of the blocks; `timesteps` are [S, R] of packed rows, 0 to
-        1000.
+    def vectors(self, weights: W, steps: slice) -> Sequence[Any]:
+        """Return the modulation of the blocks at each of these of the steps laid out (`timesteps`,
+        `targets`).
         """
 
     @abstractmethod
@@ -252,18 +253,18 @@ class FlowBatch(ReusableBatch[Row, W]):
         """Lay out timesteps, changes of sigma and views of the latents for the steps ahead."""
         stream, count = self._stream, len(self.rows)
         ago = self.rows[0].step - self._begin
-        walks = [row.walk(row.step - ago)[: self.steps] for row in self.rows]
-        times = [[step.timestep for step in walk] for walk in walks]
-        changes = [[step.change for step in walk] for walk in walks]
-        times += [times[i] for i, _ in self._guided]
+        self._walks = [row.walk(row.step - ago)[: self.steps] for row in self.rows]
+        """Steps laid out for each of `packed`."""
+        changes = [[step.change for step in walk] for walk in self._walks]
+        self._walks += [self._walks[i] for i, _ in self._guided]
         changes += [[0.0] * self.steps for _ in self._guided]  # second passes follow their rows
-        ahead = [self._anchor_of(i) for i in self._lookahead_rows]
-        times += [[step.timestep] * self.steps for _, step in ahead]
-        changes += [[1.0] * self.steps for _ in ahead]  # the velocity moves them
+        self._walks += [(self._lookahead_of(i),) * self.steps for i in self._lookahead_rows]
+        changes += [[1.0] * self.steps for _ in self._lookahead_rows]  # the velocity moves them
+        times = [[step.timestep for step in walk] for walk in self._walks]
         by_step = [torch.tensor(times).T.contiguous(), torch.tensor(changes).T.contiguous()]
         timesteps, all_changes = to_device(by_step, self.packed.tokens.device)
         self.timesteps = timesteps
-        """[steps, R] timesteps of the packed rows."""
+        """[steps, R] timesteps of the packed rows, 0 to 1000."""
         latents = self.packed.tokens[:, : self.rows[0].channels]
         self._latents = latents.unflatten(0, (-1, stream.uniform)) if stream.uniform else latents
         """[R, n, C] if rows have equal lengths, else [N, C]."""
@@ -285,12 +286,21 @@ class FlowBatch(ReusableBatch[Row, W]):
             assert isinstance(row, FlowRow)
             row.settle_lookahead(slice(*span))
 
-    def _anchor_of(self, i: int) -> tuple[int, Walk]:
+    @cached_property
+    def targets(self) -> Tensor:
+        """[steps, R] timesteps that the steps lead to, which flow maps read; the step's own where a
+        template is primed.
+        """
+        sigmas = [[1000 * (step.sigma + step.change) for step in walk] for walk in self._walks]
+        [targets] = to_device([torch.tensor(sigmas).T.contiguous()], self.packed.tokens.device)
+        return targets
+
+    def _lookahead_of(self, i: int) -> Walk:
         row = self.rows[i]
         assert isinstance(row, FlowRow)
         step = row.lookahead_step
         assert step is not None
-        return step, row.schedule.walk[step]
+        return row.schedule.walk[step]
 
     def _guide(self, velocity: Tensor) -> None:
         answers, rows = velocity.split(self._stream.lengths), len(self.rows)

@@ -38,9 +38,9 @@ _ROTARY_BASE = 10_000.0
 
 
 class QwenImage21Batch(FluxBatch):
-    def vectors(self, weights: FluxWeights, timesteps: Tensor) -> tuple[Vectors, ...]:
+    def vectors(self, weights: FluxWeights, steps: slice) -> tuple[Vectors, ...]:
         assert isinstance(weights, QwenImage21Weights)
-        return vectors(weights, timesteps)
+        return vectors(weights, self.timesteps[steps])
 
     def make_fixed(self, model: FluxWeights) -> None:
         """Compute missing keys and values of words, too: references attend to the words before

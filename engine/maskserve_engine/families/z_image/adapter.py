@@ -31,8 +31,8 @@ class ZImageBatch(FlowBatch[ZImageWeights]):
     def precomputed_steps(passes: int) -> int:
         return precomputed_steps(passes)
 
-    def vectors(self, weights: ZImageWeights, timesteps: Tensor) -> Sequence[ZImageVectors]:
-        return vectors(weights, timesteps)
+    def vectors(self, weights: ZImageWeights, steps: slice) -> Sequence[ZImageVectors]:
+        return vectors(weights, self.timesteps[steps])
 
     def at_step(self, weights: ZImageWeights, vectors: ZImageVectors) -> ZImageStep:
         return ZImageStep(weights, vectors)

@@ -50,8 +50,8 @@ class Velocities:
 class Batch(FlowBatch[Any]):
     """Rows stepped by `Velocities`."""
 
-    def vectors(self, weights: Any, timesteps: torch.Tensor) -> list[list[float]]:
-        return timesteps.tolist()
+    def vectors(self, weights: Any, steps: slice) -> list[list[float]]:
+        return self.timesteps[steps].tolist()
 
     def at_step(self, weights: Any, vectors: list[float]) -> Any:
         weights.timesteps = vectors

@@ -131,8 +131,8 @@ class ToyStep:
 
 
 class ToyBatch(FlowBatch[ToyWeights]):
-    def vectors(self, weights: ToyWeights, timesteps: Tensor) -> Sequence[Tensor]:
-        return (1 + timesteps / 1000).unbind()
+    def vectors(self, weights: ToyWeights, steps: slice) -> Sequence[Tensor]:
+        return (1 + self.timesteps[steps] / 1000).unbind()
 
     def at_step(self, weights: ToyWeights, vectors: Tensor) -> ToyStep:
         return ToyStep(weights.model, vectors)
