@@ -77,6 +77,10 @@ def feed_forward(module: str, width: int) -> dict[str, Shape]:
     return {f"{module}.net.0.proj": (width, 4 * width), f"{module}.net.2": (4 * width, width)}
 
 
+def gated_feed_forward(module: str, width: int, inner: int) -> dict[str, Shape]:
+    return {f"{module}.linear_in": (width, 2 * inner), f"{module}.linear_out": (inner, width)}
+
+
 def embedder(module: str, inputs: int, width: int) -> dict[str, Shape]:
     return {f"{module}.linear_1": (inputs, width), f"{module}.linear_2": (width, width)}
 

@@ -13,7 +13,7 @@ from maskserve_common.contracts.dense_steps import DenseSteps
 from maskserve_common.contracts.semantics import EXACT_REFERENCE, REFERENCE
 from maskserve_engine.families.flux import spec as flux
 from maskserve_engine.planning.flops import ModelWork
-from maskserve_engine.planning.layer_table import Layers, Shape, Shapes
+from maskserve_engine.planning.layer_table import Layers, Shapes
 from maskserve_engine.spec import mmdit
 from maskserve_engine.spec.family import StepPicture
 from maskserve_engine.spec.latents import latent_space, with_statistics
@@ -88,8 +88,8 @@ def count(config: Mapping[str, Any], picture: StepPicture) -> ModelWork:
     h = mmdit.width_of(config)
     inner = int(h * float(config.get("mlp_ratio", 3.0)))
     double: Layers = {
-        "token": mmdit.attention(h, mmdit.IMAGE) | _feed_forward("ff", h, inner),
-        "text": mmdit.attention(h, mmdit.TEXT) | _feed_forward("ff_context", h, inner),
+        "token": mmdit.attention(h, mmdit.IMAGE) | mmdit.gated_feed_forward("ff", h, inner),
+        "text": mmdit.attention(h, mmdit.TEXT) | mmdit.gated_feed_forward("ff_context", h, inner),
         "spare": mmdit.attention(h, mmdit.KEYS),
     }
     joined: Shapes = {
@@ -109,7 +109,3 @@ def count(config: Mapping[str, Any], picture: StepPicture) -> ModelWork:
         row[f"{name}.linear"] = (h, vectors * h)
     before, after = {"row": row, **flux.embedders_of(config)}, mmdit.last_layers(config)
     return mmdit.TransformerLayers(blocks, before, after).work("flux2", config, picture)
-
-
-def _feed_forward(module: str, width: int, inner: int) -> dict[str, Shape]:
-    return {f"{module}.linear_in": (width, 2 * inner), f"{module}.linear_out": (inner, width)}

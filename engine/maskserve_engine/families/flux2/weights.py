@@ -18,10 +18,9 @@ from maskserve_engine.families.mmdit.weights import (
     Shared,
     Single,
     StreamWeights,
-    TimeTextEmbed,
-    TwoLayers,
     block_norms,
     places_in,
+    time_text_of,
 )
 from maskserve_engine.layers.linear import linear
 from maskserve_engine.layers.low_rank import Place
@@ -29,13 +28,11 @@ from maskserve_engine.layers.low_rank import Place
 
 def weights_of(model: Any, **more: Any) -> FluxWeights:
     """Build from a Flux2Transformer2DModel; `more` are further fields of FluxWeights."""
-    time = model.time_guidance_embed
-    embedder = TwoLayers(*(linear(getattr(time.timestep_embedder, f"linear_{n}")) for n in (1, 2)))
     singles = model.single_transformer_blocks
     with torch.no_grad():
         return FluxWeights(
             linear(model.x_embedder),
-            TimeTextEmbed(time.time_proj, embedder, None, None),
+            time_text_of(model.time_guidance_embed),
             linear(model.context_embedder),
             tuple(_double(block) for block in model.transformer_blocks),
             tuple(_single(block) for block in singles),

@@ -200,20 +200,16 @@ def _vectors(norm: Any) -> Linear | None:
 
 
 def time_text_of(module: Any) -> TimeTextEmbed:
-    def two(name: str) -> TwoLayers | None:
-        embedder = getattr(module, name, None)
-        return (
-            None
-            if embedder is None
-            else TwoLayers(linear(embedder.linear_1), linear(embedder.linear_2))
-        )
+    names = "timestep_embedder", "guidance_embedder", "text_embedder"
+    time, guidance, text = (two_layers(getattr(module, name, None)) for name in names)
+    return TimeTextEmbed(module.time_proj, time, guidance, text)
 
-    return TimeTextEmbed(
-        module.time_proj,
-        two("timestep_embedder"),
-        two("guidance_embedder"),
-        two("text_embedder"),
-    )
+
+def two_layers(embedder: Any) -> TwoLayers | None:
+    """Return the layers of a TimestepEmbedding, if there is one."""
+    if embedder is None:
+        return None
+    return TwoLayers(linear(embedder.linear_1), linear(embedder.linear_2))
 
 
 JOINT_ATTENTION = {

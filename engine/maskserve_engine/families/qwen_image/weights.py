@@ -11,10 +11,9 @@ from maskserve_engine.families.mmdit.weights import (
     Double,
     FluxWeights,
     StreamWeights,
-    TimeTextEmbed,
-    TwoLayers,
     block_norms,
     places_in,
+    time_text_of,
 )
 from maskserve_engine.layers.linear import linear
 from maskserve_engine.layers.low_rank import Place
@@ -22,13 +21,10 @@ from maskserve_engine.layers.low_rank import Place
 
 def weights_of(model: Any, **more: Any) -> FluxWeights:
     """Build from a QwenImageTransformer2DModel; `more` are further fields of FluxWeights."""
-    embed = model.time_text_embed
-    embedder = TwoLayers(*(linear(getattr(embed.timestep_embedder, f"linear_{n}")) for n in (1, 2)))
-
     with torch.no_grad():
         return FluxWeights(
             linear(model.img_in),
-            TimeTextEmbed(embed.time_proj, embedder, None, None, clock=1.0),
+            time_text_of(model.time_text_embed)._replace(clock=1.0),
             linear(model.txt_in),
             tuple(_double(block) for block in model.transformer_blocks),
             (),

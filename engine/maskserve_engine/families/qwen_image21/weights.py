@@ -19,10 +19,9 @@ from maskserve_engine.families.mmdit.weights import (
     FluxWeights,
     Shared,
     StreamWeights,
-    TimeTextEmbed,
-    TwoLayers,
     block_norms,
     places_in,
+    time_text_of,
 )
 from maskserve_engine.layers.attention import Span
 from maskserve_engine.layers.gelu import gelu
@@ -50,13 +49,11 @@ class QwenImage21Weights(FluxWeights):
 
 def weights_of(model: Any, **more: Any) -> QwenImage21Weights:
     """Build from a QwenImage21Transformer2DModel; `more` are further fields of FluxWeights."""
-    time, words = model.time_text_embed, model.txt_in
-    embedder = TwoLayers(*(linear(getattr(time.timestep_embedder, f"linear_{n}")) for n in (1, 2)))
-    vectors = linear(model.modulation[1])
+    words, vectors = model.txt_in, linear(model.modulation[1])
     with torch.no_grad():
         return QwenImage21Weights(
             linear(model.img_in),
-            TimeTextEmbed(time.time_proj, embedder, None, None, clock=1.0),
+            time_text_of(model.time_text_embed)._replace(clock=1.0),
             linear(words.in_layer),
             tuple(_block(block) for block in model.transformer_blocks),
             (),
