@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from maskserve_engine.batch.graphs import AtOnce
-from maskserve_engine.batch.packing import Packed, Packing, Stream
-from maskserve_engine.layers.attention import Span, attention
+from maskserve_engine.batch.packing import Modes, Packed, Packing, Stream
+from maskserve_engine.layers.attention import attention
 from maskserve_engine.layers.qk_norm_rope import rotate
 from maskserve_engine.layers.scatter_kv import KvSlots, scatter_kv
 
@@ -47,6 +47,13 @@ class Transformer(Protocol):
         ...
 
     @property
+    def mode_blocks(self) -> int:
+        """Number of leading blocks in which tokens attend to those of their mode alone
+        (`packing.Modes`). A model that has such blocks has one stream.
+        """
+        ...
+
+    @property
     def placed_bytes(self) -> int:
         """Bytes that the keys and values of a batch may take, over all blocks, to stay placed
         (`PlacedKV`).
@@ -61,8 +68,10 @@ class Transformer(Protocol):
         """Copy the per-step tensors of a model with as many rows into this one's."""
         ...
 
-    def embed(self, tokens: Tensor, rows: Sequence[Span]) -> Tensor:
-        """Return [N, width] image tokens at the first block, from [N, in_channels]."""
+    def embed(self, tokens: Tensor, stream: Stream) -> Tensor:
+        """Return [N, width] image tokens at the first block, from [N, in_channels]; `stream` is the
+        layout of their rows.
+        """
         ...
 
     @property
@@ -209,12 +218,13 @@ class State:
         self.joined = False  # one stream in row order, no longer two
         self.block_state: Any = None  # passed from the last block to the next one
         self.room: Tensor | None = None  # buffer with the present block's keys and values
+        self.by_mode = False  # whether tokens of the present block attend to their mode alone
         self.stream: Stream = self.layout.narrow.image_stream  # of the computed image tokens
         self.text: Tensor
         self.image: Tensor
         self.text, self.image = streams or (
             self.packed.text,
-            model.embed(packed.tokens, self.stream.spans),
+            model.embed(packed.tokens, self.stream),
         )
 
     def _lie_as(self, packed: Packed) -> None:
@@ -254,6 +264,7 @@ class State:
 
     def _block(self, number: int, *, continues: bool) -> tuple[Tensor, Tensor]:
         """Run one block; intermediate tensors are freed as early as possible."""
+        self.by_mode = number < self.model.mode_blocks
         fill: FillCached | None = partial(self._load, number) if self.sees_fixed else None
         if self.cached:  # add or drop cached tokens, as the block's kind requires
             kind = self.kinds[number]
@@ -307,10 +318,14 @@ class State:
         q, k = qk.unbind(1)
         if capture is not None:
             capture(k, v)
+        visible: Packing | Modes = packing
+        if self.by_mode:
+            assert packing.modes is not None, "a model with such blocks has a context"
+            visible = packing.modes
         if fill is None:
-            return attention(q, k, v, packing.computed).flatten(1)
+            return attention(q, k, v, visible.computed).flatten(1)
         keys, values = fill(k, v, packing)
-        return attention(q, keys, values, packing.all_keys).flatten(1)
+        return attention(q, keys, values, visible.all_keys).flatten(1)
 
     def _add_residuals(self, index: int) -> None:
         """Add the residuals of ControlNets to each row's first image tokens: the computed ones, in
@@ -360,7 +375,7 @@ class State:
         if index == 0:
             tokens = self.asking.empty(self.image, (count, self.packed.tokens.shape[1]))
             self.asking.between(partial(_take_cached, tokens), self.packed)
-            return self.model.embed(tokens, self.layout.cached_stream.spans)
+            return self.model.embed(tokens, self.layout.cached_stream)
         if self.carried is not None and self.carried[0] == index:
             return self.carried[1]
         hidden = self.asking.empty(self.image, (count, self.image.shape[1]))

@@ -13,6 +13,8 @@ Keys also include a row's cached tokens (`cached`), and tokens that none of its 
 (`fixed`):
 
     | text 0 | image 0 | cached 0 | fixed 0 | text 1 | …
+
+The context is the last part of a row's image tokens, computed or cached.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ class Stream:
     broadcasts: bool
     """Whether per-row vectors are broadcast over their tokens; if not, a kernel looks them up."""
     vector_of: Tensor | None = None
-    """[N] like `row_of`, but R + r for the timeless tokens of row r; None: there are none."""
+    """[N] like `row_of`, but R + r for the timeless tokens of row r, and in row order 2R + r for
+    its text; None: there are no timeless tokens."""
 
     def wide(self, x: Tensor) -> Tensor:
         """Return `x` [N, D], or as [R, n, D] if vectors are broadcast."""
@@ -59,13 +62,77 @@ class Stream:
         """Split per-row vectors [R, parts · D] into `parts` vectors that match `wide` tokens."""
         if self.vector_of is not None:
             return [PerRow(part, self.vector_of) for part in vectors.chunk(parts, dim=-1)]
-        if len(vectors) > len(self.spans):  # other streams of the step have tokens of time 0
+        if len(vectors) > len(self.spans):  # other streams of the step have other tokens, too
             vectors = vectors[: len(self.spans)]
         if len(self.spans) == 1:
             return vectors.view(parts, -1).unbind()
         if self.broadcasts:
             return vectors[:, None].chunk(parts, dim=-1)
         return [PerRow(part, self.row_of) for part in vectors.chunk(parts, dim=-1)]
+
+
+IMAGE, CONTEXT, TEXT = range(3)
+"""Modes of tokens."""
+
+
+@dataclass(frozen=True)
+class Modes:
+    """The tokens of a packing by mode, for blocks that have weights for each mode and in which
+    tokens attend to those of their mode alone. Rows have no fixed tokens.
+    """
+
+    mode_of: Tensor
+    """[N] mode of each token in row order."""
+    vector_of: Tensor
+    """See `Stream.vector_of`."""
+    order: Tensor
+    """[N] positions in row order of the tokens of each mode, mode by mode."""
+    places: Tensor
+    """[N] the inverse permutation."""
+    lengths: tuple[int, ...]
+    spans: tuple[tuple[Span, ...], ...]
+    """Rows of each mode, packed alone."""
+    computed: Segments
+    """As those of `Packing`; three for each row."""
+    all_keys: Segments
+
+    @classmethod
+    def of(
+        cls,
+        text: Sequence[int],
+        image: Sequence[int],
+        cached: Sequence[int],
+        context: Sequence[int],
+    ) -> Modes:
+        """Return the modes of a packing with these lengths, on the host; `context` as there."""
+        counts, computed, keys = [], [], []
+        for t, i, m, c in zip(text, image, cached, context, strict=True):
+            here = 0 if m else c
+            counts.append((i - here, here, t))
+            computed += [t, i - here, here]
+            keys += [t, i + m - c, c]
+        mode_of = np.repeat((TEXT, IMAGE, CONTEXT) * len(counts), computed)
+        row_of = np.repeat(np.arange(len(counts)), list(map(sum, counts)))
+        order = np.argsort(mode_of, kind="stable")
+        lengths = tuple(zip(*counts, strict=True))
+        return cls(
+            mode_of=torch.from_numpy(mode_of),
+            vector_of=torch.from_numpy(mode_of * len(counts) + row_of),
+            order=torch.from_numpy(order),
+            places=torch.from_numpy(np.argsort(order)),
+            lengths=tuple(map(sum, lengths)),
+            spans=tuple(map(spans, lengths)),
+            computed=segments(computed, computed),
+            all_keys=segments(computed, keys),
+        )
+
+    def split(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """Return the tokens of each mode, from row order."""
+        return rows.index_select(0, self.order).split(self.lengths)
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return row order, from the tokens of each mode."""
+        return torch.cat(tuple(parts)).index_select(0, self.places)
 
 
 @dataclass(frozen=True)
@@ -97,6 +164,11 @@ class Packing:
     slots: KvSlots
     """Slots of the cached tokens among all keys."""
     fixed_slots: KvSlots
+    context: tuple[int, ...]
+    """Number of each row's context tokens that the model sees at time 0: the last cached ones; in a
+    row without cached tokens the last computed ones."""
+    modes: Modes | None
+    """None: there is no such context."""
 
     def rows_from(self, text: Tensor, image: Tensor) -> Tensor:
         if len(self.text) == 1:
@@ -155,11 +227,16 @@ def _positions(spans: Sequence[Span]) -> NDArray[np.int64]:
     return np.concatenate([np.arange(begin, end) for begin, end in spans])
 
 
-def _stream(lengths: Sequence[int], device: torch.device, timeless: Sequence[int] = ()) -> Stream:
+def _stream(
+    lengths: Sequence[int],
+    device: torch.device,
+    timeless: Sequence[int] = (),
+    vector_of: Tensor | None = None,
+) -> Stream:
     """Return a stream of rows with these lengths; the last `timeless[r]` tokens of a row have
     vectors of time 0.
     """
-    row_spans, common, vector_of = spans(lengths), uniform(lengths), None
+    row_spans, common = spans(lengths), uniform(lengths)
     row_of = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))
     if any(timeless):
         vector_of = row_of.clone()
@@ -180,9 +257,11 @@ def _pack(
     parts: Parts,
     fixed: Parts,
     device: torch.device,
-    timeless: tuple[int, ...],
+    context: tuple[int, ...],
 ) -> Packing:
     cached, further = tuple(map(sum, parts)), tuple(map(sum, fixed))
+    timeless = [0 if m else c for c, m in zip(context, cached, strict=True)]
+    modes = Modes.of(text, image, cached, context) if any(context) else None
     text_spans, image_spans = spans(text), spans(image)
     n_text = sum(text)
     order = np.concatenate(
@@ -216,7 +295,7 @@ def _pack(
         cached=cached,
         text_stream=_stream(text, device),
         image_stream=_stream(image, device, timeless),
-        row_stream=_stream(core, device),
+        row_stream=_stream(core, device, vector_of=None if modes is None else modes.vector_of),
         to_rows=torch.from_numpy(order),
         from_rows=torch.from_numpy(inverse),
         stream_of=torch.from_numpy((order >= n_text).astype(np.int64)),
@@ -226,6 +305,8 @@ def _pack(
         core_in_keys=None if is_single else torch.from_numpy(_positions(core_keys)),
         slots=slots(at_rest, parts),
         fixed_slots=slots(at_fixed, fixed),
+        context=context,
+        modes=modes,
     )
 
 
@@ -296,9 +377,11 @@ def sparse_layout(
     parts: Parts,
     fixed: Parts,
     device: torch.device,
-    timeless: tuple[int, ...] = (),
+    context: tuple[int, ...],
 ) -> SparseLayout:
-    """Return both packings of a step. Cached, since batches last many steps."""
+    """Return both packings of a step; `context` as in `Packing`. Cached, since batches last many
+    steps.
+    """
     none, cached = ((0,),) * len(parts), tuple(map(sum, parts))
     all_image = tuple(i + r for i, r in zip(image, cached, strict=True))
 
@@ -311,14 +394,14 @@ def sparse_layout(
 
     def widened() -> Widened:
         return Widened(
-            _pack(text, all_image, none, fixed, device, timeless),
+            _pack(text, all_image, none, fixed, device, context),
             *positions(image),
             *positions([t + i for t, i in zip(text, image, strict=True)]),
         )
 
     narrow, rest_stream = (
-        _pack(text, image, parts, fixed, device, timeless),
-        _stream(cached, device),
+        _pack(text, image, parts, fixed, device, context),
+        _stream(cached, device, [min(c, m) for c, m in zip(context, cached, strict=True)]),
     )
     if device.type == "cpu":  # few steps compute all tokens of a cached row
         return SparseLayout(narrow, rest_stream, widened)
@@ -489,10 +572,11 @@ class RowInput:
     capture: Capture | None = None
     """Set for priming rows, and for rows whose ControlNet computes all tokens."""
     residuals: Residuals | None = None
-    still: int = 0
-    """Number of the last computed tokens that no step moves."""
+    context: int = 0
+    """Number of the last tokens, computed or cached, that are the context. 0 where shown tokens are
+    cached behind it."""
     timeless: bool = False
-    """Whether the model sees these tokens at time 0."""
+    """Whether the model sees the context at time 0."""
     fixed: tuple[TokenCache, ...] = ()
     """Tokens that do not depend on the row and that its tokens also see, in every block: exact
     prefixes."""
@@ -502,6 +586,11 @@ class RowInput:
     pads: int = 0
     """Number of the last text tokens that stand beside the image in image-only blocks
     (`forward.Transformer.alone`)."""
+
+    @property
+    def still(self) -> int:
+        """Number of the last computed tokens that no step moves."""
+        return 0 if self.cached else self.context
 
     @property
     def alone(self) -> RowInput:
@@ -532,7 +621,7 @@ class Packed:
             tuple(len(row.tokens) for row in rows),
             *self._lengths,
             rows[0].tokens.device,
-            tuple(row.still * row.timeless for row in rows),
+            tuple(row.context * row.timeless for row in rows),
         )
         self.tokens = torch.cat([row.tokens for row in rows])
         self.text = torch.cat([row.text for row in rows])
@@ -567,7 +656,9 @@ class Packed:
         packed.cis = torch.cat([row.cis for row in packed.rows])
         narrow = self.layout.narrow
         texts = tuple([row.pads for row in self.rows])
-        packed.layout = sparse_layout(texts, narrow.image, *self._lengths, self.tokens.device)
+        packed.layout = sparse_layout(
+            texts, narrow.image, *self._lengths, self.tokens.device, narrow.context
+        )
         return packed
 
     @cached_property

@@ -274,11 +274,12 @@ class RankShare:
 
         texts, heads_of = len(row.text), _HeadsOfRank(self.heads[rank], heads, row.cis)
         tokens, text = of_length(len(row.tokens)), of_length(texts)
-        static_count = max(0, tokens.stop - max(tokens.start, len(row.tokens) - row.still))
         cached = [
             _CachedShare(cached_tokens, of_length(len(cached_tokens)), heads_of)
             for cached_tokens in row.cached
         ]
+        end = len(row.cached[-1] if row.cached else row.tokens)
+        last_tokens = of_length(end)
         fixed = tuple([_FixedShare(fixed_tokens, heads_of) for fixed_tokens in row.fixed])
         cis = torch.cat((row.cis[text], row.cis[texts:][tokens]))
         return replace(
@@ -288,7 +289,7 @@ class RankShare:
             cis=cis,
             cached=tuple(cached),
             fixed=fixed,
-            still=static_count,
+            context=max(0, last_tokens.stop - max(last_tokens.start, end - row.context)),
         )
 
     def refresh(self) -> None:

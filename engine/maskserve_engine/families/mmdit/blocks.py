@@ -19,9 +19,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from maskserve_engine.batch.packing import Packing, Stream
+from maskserve_engine.batch.packing import IMAGE, Packing, Stream
 from maskserve_engine.batch.transfer import copy_tensors, mapped, to_device
-from maskserve_engine.families.mmdit.weights import Double, FluxWeights, StreamWeights, TwoLayers
+from maskserve_engine.families.mmdit.weights import (
+    ByMode,
+    Double,
+    FluxWeights,
+    StreamWeights,
+    TwoLayers,
+)
 from maskserve_engine.layers.attention import Span
 from maskserve_engine.layers.fp8 import Fp8Linear, quantised_gelu
 from maskserve_engine.layers.gelu import gelu, swiglu
@@ -32,7 +38,7 @@ from maskserve_engine.layers.linear import (
     sum_of_parts,
     write_product,
 )
-from maskserve_engine.layers.modulation import Norm, Vector, add_gated, modulate
+from maskserve_engine.layers.modulation import Norm, PerRow, Vector, add_gated, modulate
 from maskserve_engine.layers.qk_norm_rope import qk_norm_rope
 from maskserve_engine.spec.mmdit import PRECOMPUTED_STEPS, VECTORS_AT_ONCE
 
@@ -60,6 +66,8 @@ class Vectors:
     """[R, 2 · width] scale and shift of the last layer; None for a ControlNet, which has none. With
     `timeless` tokens this and the double blocks' image vectors are [2R, …]: the rows' own time,
     then time 0."""
+    modes: int = 1
+    """3: those of single blocks and the last layer are [3R, …], of images, contexts, then texts."""
 
     def of(self, index: int) -> Tensor:
         """Return [R, …] vectors of a block's image tokens, double blocks first; shift and scale
@@ -75,10 +83,14 @@ class Vectors:
         image_rows = at
         if self.double and len(self.double[0][0]) > len(self.double[0][1]):
             image_rows = torch.cat((at, at + len(self.double[0][1])))
+        if self.modes > 1:
+            all_rows = len(first) // self.modes
+            image_rows = at = torch.cat([at + mode * all_rows for mode in range(self.modes)])
         return Vectors(
             tuple((image[image_rows], text[at]) for image, text in self.double),
             tuple(block[at] for block in self.single),
             None if self.last is None else self.last[image_rows],
+            self.modes,
         )
 
     def with_timeless(self, at_zero: Vectors) -> Vectors:
@@ -225,7 +237,7 @@ class Modulated(NamedTuple):
     """`x` through its norm, in the form that the product takes."""
 
     @classmethod
-    def of(cls, product: Linear, stream: Stream, x: Tensor, vectors: Tensor) -> Any:
+    def of(cls, product: Linear | ByMode, stream: Stream, x: Tensor, vectors: Tensor) -> Any:
         """Return a stream [N, width] modulated by its rows' vectors [R, … · width]."""
         wide, spread_vectors = stream.wide(x), _spread(stream, vectors, x.shape[1])
         return cls(
@@ -239,7 +251,17 @@ def _spread(stream: Stream, vectors: Tensor, width: int) -> Sequence[Vector]:
     return stream.spread(vectors, vectors.shape[1] // width)
 
 
-def _norm(product: Linear, vectors: Sequence[Vector]) -> Norm:
+def _product(product: Linear | ByMode, x: Any, packing: Packing, rows: Sequence[Span]) -> Tensor:
+    """Return the product of tokens in row order; `rows` are their spans."""
+    if not isinstance(product, ByMode):
+        return product(x, rows)
+    modes = packing.modes
+    assert modes is not None, "a model with such products has a context"
+    parts = zip(product.parts, modes.split(x), modes.spans, strict=True)
+    return modes.join([part(tokens, spans) for part, tokens, spans in parts])
+
+
+def _norm(product: Linear | ByMode, vectors: Sequence[Vector]) -> Norm:
     return Norm(vectors[0], vectors[1], isinstance(product, Fp8Linear))
 
 
@@ -253,7 +275,7 @@ class FluxStep:
         self.weights, self.vectors = weights, vectors
         self.blocks, self.forms = weights.blocks, weights.forms
         self.block_count, self.two_streams = len(self.blocks), len(weights.double_blocks)
-        self.alone = 0
+        self.alone, self.mode_blocks = 0, weights.mode_blocks
         self.placed_bytes, self.writes = weights.placed_bytes, weights.writes
         self.gated = weights.gated
 
@@ -266,8 +288,13 @@ class FluxStep:
     def follow(self, other: FluxStep) -> None:
         copy_tensors(self.vectors, other.vectors)
 
-    def embed(self, tokens: Tensor, rows: Sequence[Span]) -> Tensor:
-        return self.weights.x_embedder(tokens, rows)
+    def embed(self, tokens: Tensor, stream: Stream) -> Tensor:
+        x, of_context = self.weights.x_embedder(tokens, stream.spans), stream.vector_of
+        embedder = self.weights.context_x_embedder
+        if embedder is None or of_context is None:
+            return x
+        context = embedder(tokens, stream.spans)
+        return torch.where(of_context[:, None] < len(stream.spans), x, context)
 
     def pre(
         self,
@@ -294,16 +321,18 @@ class FluxStep:
         row: Modulated = carried or Modulated.of(block.qkv_up, packing.row_stream, image, vectors)
         width, inside = image.shape[1], self.forms[number] == "epilogues"
         if inside or room is not None:
+            assert not isinstance(block.qkv_up, ByMode)
             end = block.qkv_up.out_features
             stream, up = block.qkv_up.columns(0, 3 * width), block.qkv_up.columns(3 * width, end)
             qkv = image.new_empty(len(image), 3 * width) if room is None else room[: len(image)]
             write_product(stream, row.normed, qkv)
             joined = gelu_of(up, row.normed) if inside else up(row.normed)
         else:
-            qkv_and_up = block.qkv_up(row.normed, packing.row_stream.spans)
+            qkv_and_up = _product(block.qkv_up, row.normed, packing, packing.row_stream.spans)
             qkv, joined = qkv_and_up[:, : 3 * width], qkv_and_up[:, 2 * width :]
         qk, v = split(qkv, block.norms.shape[-1])
-        qk_norm_rope(qk, block.norms, cis)
+        modes = packing.modes if isinstance(block.qkv_up, ByMode) else None
+        qk_norm_rope(qk, block.norms, cis, None if modes is None else modes.mode_of)
         return qk, v, (joined, row.x, row.vectors[2])
 
     def _qkv_of_streams(
@@ -355,7 +384,14 @@ class FluxStep:
         if image_alone:
             attended, joined, x, image = (tokens[begin:] for tokens in (attended, joined, x, image))
             rows = packing.image_stream.spans
-        if self.forms[number] == "epilogues":
+            if isinstance(gate, PerRow):
+                gate = gate._replace(row_of=gate.row_of[begin:])
+        if block.down is not None:
+            more = block.qkv_up.out_features - 3 * attended.shape[1]
+            up = swiglu(joined[:, -more:])  # beside the values, or alone
+            hidden = _product(block.out, attended, packing, rows)
+            hidden = hidden + _product(block.down, up, packing, rows)
+        elif self.forms[number] == "epilogues":
             assert isinstance(block.out, PlainLinear)
             hidden = sum_of_parts(block.out, (attended, joined))
         elif isinstance(block.out, Fp8Linear):
@@ -375,7 +411,7 @@ class FluxStep:
                 swiglu(up, out=joined[:, attended.shape[1] :])
             else:
                 gelu(up, out=up)
-            hidden = block.out(joined, rows)
+            hidden = _product(block.out, joined, packing, rows)
         if not continues or half:
             out, _ = add_gated(x, gate, hidden)
             return text, (clip(out) if half else out).view_as(image), None
@@ -437,6 +473,8 @@ class FluxStep:
         shift, scale = stream.spread(self.vectors.of(number)[:, : 2 * width], 2)
         if isinstance(block, Double):
             qkv, norms = block.image.qkv, block.norms[1]
+        elif isinstance(block.qkv_up, ByMode):  # blocks by mode let nothing read the context
+            qkv, norms = block.qkv_up.parts[IMAGE], block.norms[IMAGE]
         else:
             qkv, norms = block.qkv_up, block.norms
         keys_values = qkv.columns(width, 3 * width)

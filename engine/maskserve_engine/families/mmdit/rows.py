@@ -341,7 +341,6 @@ class FlowRow:
             *[span.latents.at(sigma, change) for span in spans],
         ]
         cis = [masked.cis, *[span.cis[: len(span)] for span in spans]]
-        contexts = (masked.context, *[span.latents.context for span in spans])
         words = prompt.words
         fixed = () if self.references is None else (*self.references.sees, self.references)
         return RowInput(
@@ -352,7 +351,7 @@ class FlowRow:
             torch.cat((text_cis, *cis) if computed.text else cis),
             cached=self._cached(prompt.cache, text_cis, step, computed),
             residuals=self.residuals,
-            still=sum(len(context) for context in contexts if context is not None),
+            context=self._context_tokens(computed),
             timeless=prompt.timeless,
             fixed=fixed if words is None else (*fixed, words),
             back=None if words is None else words.back,
@@ -381,6 +380,13 @@ class FlowRow:
 
     def walk_sigma(self) -> float:
         return self.schedule.walk[self.step].sigma
+
+    def _context_tokens(self, computed: ComputedSpans) -> int:
+        """See `RowInput.context`."""
+        unmasked = self.unmasked
+        context = self.masked.context if unmasked is None else unmasked.latents.context
+        words = 0 if unmasked is None or computed.unmasked else unmasked.words
+        return 0 if context is None or words else len(context)
 
     @property
     def _ring_tokens(self) -> int:
@@ -640,8 +646,8 @@ class FlowPrimingRow:
         context = self.template.context
         row_input = RowInput(
             tokens, prompt.text, prompt.pooled, prompt.guidance, torch.cat((prompt.cis, self.cis)),
-            capture=self.recorder, pads=prompt.pads, still=0 if context is None else len(context),
-            timeless=prompt.timeless,
+            capture=self.recorder, pads=prompt.pads,
+            context=0 if context is None else len(context), timeless=prompt.timeless,
         )  # fmt: skip
         return (
             row_input

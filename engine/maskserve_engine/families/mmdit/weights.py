@@ -5,9 +5,11 @@ The model's own parameters become parts of the joined tensors: nothing is stored
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -73,14 +75,27 @@ class Double(NamedTuple):
     """[2, 2, 1, head_dim] of text and image, queries and keys, float32."""
 
 
+class ByMode(NamedTuple):
+    """A product that tokens of each mode have by themselves (`packing.Modes`)."""
+
+    parts: tuple[Linear, ...]
+
+    @property
+    def out_features(self) -> int:
+        return self.parts[0].out_features
+
+
 class Single(NamedTuple):
     vectors: Linear | None
     """From the time-text embedding: shift, scale and gate; None: all blocks share them."""
-    qkv_up: Linear
+    qkv_up: Linear | ByMode
     """Queries, keys, values and the feed-forward input."""
     norms: Tensor
-    """[2, 1, head_dim] of queries and keys, float32."""
-    out: Linear
+    """[2, 1, head_dim] of queries and keys, float32; with products by mode [modes, 2, 1,
+    head_dim]."""
+    out: Linear | ByMode
+    down: Linear | ByMode | None = None
+    """None: `out` also takes the feed-forward part."""
 
 
 Form = Literal["plain", "epilogues", "fp8"]
@@ -107,6 +122,8 @@ class FluxWeights(RowWeights):
     graphs: Graphs | None = None
     """Records the steps; None: steps are not recorded."""
     by_row: bool = False
+    context_x_embedder: Linear | None = None
+    """None: `x_embedder` embeds the context, too."""
     shared: Shared | None = None
     gated: bool = False
 
@@ -136,6 +153,11 @@ class FluxWeights(RowWeights):
         return (*self.double_blocks, *self.single_blocks)
 
     @cached_property
+    def mode_blocks(self) -> int:
+        """Number of leading blocks with products by mode."""
+        return sum(isinstance(block.qkv_up, ByMode) for block in self.single_blocks)
+
+    @cached_property
     def forms(self) -> tuple[Form, ...]:
         """Per block, how its products before attention are computed."""
         return tuple(_form(block, self.device) for block in self.blocks)
@@ -153,6 +175,8 @@ class FluxWeights(RowWeights):
 def _form(block: Double | Single, device: torch.device) -> Form:
     if isinstance(block, Double):
         products = block.text.qkv, block.image.qkv
+    elif isinstance(block.qkv_up, ByMode) or isinstance(block.out, ByMode):
+        return "plain"
     else:
         products = block.qkv_up, block.out  # both need the same layout of their input
     if all(isinstance(product, Fp8Linear) for product in products):
@@ -264,11 +288,16 @@ def places_of(model: Any) -> dict[str, Place]:
     return places_in(model, model.x_embedder.out_features, _STACKS, OUTSIDE)
 
 
+_IN_BLOCK = re.compile(r"(.+?)\.(\d+)\.(.+)")
+"""Stack, number and layer in the name of a block's layer."""
+
+
 def places_in(
     model: Any,
     width: int,
     stacks: Mapping[str, tuple[str, Mapping[str, tuple[str, int]]]],
     outside: Mapping[str, str],
+    first: Mapping[str, int] = MappingProxyType({}),
 ) -> dict[str, Place]:
     """Return the places of a model's layers.
 
@@ -278,17 +307,18 @@ def places_in(
         stacks: name of a stack of blocks → its name in `FluxWeights`, and by layer the product
             and the offset in its outputs, in widths.
         outside: layer outside the blocks → its product.
+        first: name of a stack → number of its first block in `FluxWeights`, if it is not 0.
     """
     places = {}
     for name, module in model.named_modules():
-        stack, _, layer_path = name.partition(".")
-        number, _, layer = layer_path.partition(".")
+        in_block = _IN_BLOCK.fullmatch(name)
+        stack, number, layer = in_block.groups() if in_block else ("", "", "")
         blocks, of_block = stacks.get(stack, ("", {}))
         if name in outside:
             product, widths = outside[name], 0
         elif layer in of_block:
             product, widths = of_block[layer]
-            product = f"{blocks}.{number}.{product}"
+            product = f"{blocks}.{int(number) + first.get(stack, 0)}.{product}"
         else:
             continue
         if is_layer(module):

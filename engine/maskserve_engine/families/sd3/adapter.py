@@ -13,7 +13,7 @@ from torch import Tensor
 from maskserve_common.errors import InvalidRequest
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.graphs import Graphs
-from maskserve_engine.batch.packing import Packing
+from maskserve_engine.batch.packing import Packing, Stream
 from maskserve_engine.batch.transfer import moved
 from maskserve_engine.families.flux.adapter import FluxAdapter, FluxBatch
 from maskserve_engine.families.mmdit.blocks import FluxStep, Vectors, clip, split, stream_post
@@ -27,7 +27,7 @@ from maskserve_engine.families.mmdit.schedule import Schedule
 from maskserve_engine.families.mmdit.weights import FluxWeights
 from maskserve_engine.families.sd3 import spec as sd3
 from maskserve_engine.families.sd3.weights import Sd3Weights, Second, places_of, weights_of
-from maskserve_engine.layers.attention import Segments, Span, attention, segments
+from maskserve_engine.layers.attention import Segments, attention, segments
 from maskserve_engine.layers.low_rank import Place
 from maskserve_engine.layers.modulation import Vector, add_gated, modulate
 from maskserve_engine.layers.qk_norm_rope import qk_norm_rope
@@ -45,13 +45,13 @@ class Sd3Step(FluxStep):
         assert isinstance(self.weights, Sd3Weights)
         return self.weights
 
-    def embed(self, tokens: Tensor, rows: Sequence[Span]) -> Tensor:
+    def embed(self, tokens: Tensor, stream: Stream) -> Tensor:
         """Embed tokens and add their positions, which the last two channels hold
         (`Sd3Preparation`).
         """
         places = self._sd3_weights.places
         row, column = (tokens[:, -2:].long() + len(places) // 2).unbind(1)
-        x = self.weights.x_embedder(tokens[:, :-2], rows)
+        x = self.weights.x_embedder(tokens[:, :-2], stream.spans)
         return (x + places[row, column]).to(x.dtype)
 
     def pre(

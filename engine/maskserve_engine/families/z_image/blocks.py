@@ -85,7 +85,7 @@ class ZImageStep:
     def __init__(self, weights: ZImageWeights, vectors: ZImageVectors) -> None:
         self.weights, self.vectors, self.blocks = weights, vectors, weights.blocks
         self.block_count, self.two_streams = len(self.blocks), 0
-        self.alone = len(weights.image_blocks)
+        self.alone, self.mode_blocks = len(weights.image_blocks), 0
         self.placed_bytes, self.writes = weights.placed_bytes, (False,) * self.block_count
 
     def take(self, rows: Sequence[int]) -> ZImageStep:
@@ -97,10 +97,10 @@ class ZImageStep:
     def follow(self, other: ZImageStep) -> None:
         copy_tensors(self.vectors, other.vectors)
 
-    def embed(self, tokens: Tensor, rows: Sequence[Span]) -> Tensor:
+    def embed(self, tokens: Tensor, stream: Stream) -> Tensor:
         """Embed tokens. The model orders a patch's values by channel, not by pixel."""
         patches = tokens.to(self.weights.dtype).unflatten(1, (-1, _PATCH))
-        return self.weights.x_embedder(patches.transpose(1, 2).flatten(1), rows)
+        return self.weights.x_embedder(patches.transpose(1, 2).flatten(1), stream.spans)
 
     def pre(
         self,

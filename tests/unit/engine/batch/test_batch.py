@@ -29,7 +29,7 @@ ULP = {torch.float32: 0.0, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 class Velocities:
     """A transformer without blocks: its answers are random, and kept."""
 
-    block_count = two_streams = alone = placed_bytes = 0
+    block_count = two_streams = alone = mode_blocks = placed_bytes = 0
     width = head_dim = 1
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Velocities:
     def with_adapters(self, rows: Any) -> Velocities:
         return self
 
-    def embed(self, tokens: torch.Tensor, rows: Any) -> torch.Tensor:
+    def embed(self, tokens: torch.Tensor, stream: Any) -> torch.Tensor:
         return tokens
 
     def last(self, image: torch.Tensor, stream: Any) -> torch.Tensor:

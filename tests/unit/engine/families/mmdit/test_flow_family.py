@@ -87,7 +87,7 @@ class ToyStep:
     model: Toy
     scale: Tensor
     """[R]"""
-    block_count, two_streams, alone, placed_bytes = BLOCKS, 0, 0, 0
+    block_count, two_streams, alone, mode_blocks, placed_bytes = BLOCKS, 0, 0, 0, 0
     writes = (False,) * BLOCKS
 
     def take(self, rows: Sequence[int]) -> ToyStep:
@@ -99,7 +99,7 @@ class ToyStep:
     def follow(self, other: ToyStep) -> None:
         raise NotImplementedError
 
-    def embed(self, tokens: Tensor, rows: Any) -> Tensor:
+    def embed(self, tokens: Tensor, stream: Any) -> Tensor:
         return self.model.image(tokens)
 
     def _qkv(self, number: int, x: Tensor, stream: Any, cis: Tensor) -> list[Tensor]:
