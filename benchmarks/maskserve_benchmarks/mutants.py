@@ -456,8 +456,8 @@ MUTATIONS = (
     Mutation(
         "klein's reference is the next picture",
         _FLUX2,
-        "_REFERENCE = 10",
-        "_REFERENCE = 1",
+        "REFERENCE = 10",
+        "REFERENCE = 1",
         f"{_DENSE}[klein]",
     ),
     Mutation(

@@ -20,7 +20,7 @@ from maskserve_engine.layers.low_rank import Place
 from maskserve_engine.spec.family import FamilyModule
 from maskserve_engine.stages.latents import draw
 
-_REFERENCE = 10
+REFERENCE = 10
 """Position of the first reference on the first axis; the picture has 0."""
 
 
@@ -72,8 +72,13 @@ class Flux2Adapter(FluxAdapter):
     def places_of(model: Any) -> Mapping[str, Place]:
         return places_of(model)
 
+    @staticmethod
+    def ids(pictures: int, height: int, width: int, text: int) -> Tensor:
+        """Return `ids_of` these tokens; families with other positions override this."""
+        return ids_of(pictures, height, width, text)
+
     def positions(self, height: int, width: int, text: int) -> Tensor:
-        ids = ids_of(1 + self.spec.semantics.reference, height, width, text)
+        ids = self.ids(1 + self.spec.semantics.reference, height, width, text)
         cos, sin = self.model.pos_embed(*to_device([ids], self.device))
         return torch.complex(cos[:, ::2].contiguous(), sin[:, ::2].contiguous())
 
@@ -83,7 +88,7 @@ def ids_of(pictures: int, height: int, width: int, text: int) -> Tensor:
     position of a word.
     """
     origin = torch.zeros(1, dtype=torch.int64)
-    numbers = _REFERENCE * torch.arange(pictures)
+    numbers = REFERENCE * torch.arange(pictures)
     image = torch.cartesian_prod(numbers, torch.arange(height), torch.arange(width), origin)
     words = torch.cartesian_prod(origin, origin, origin, torch.arange(text))
     return torch.cat((words, image))
