@@ -331,8 +331,8 @@ MUTATIONS = (
     Mutation(
         "one-shot images are primed",
         "engine/maskserve_engine/requests/templates.py",
-        "_WORTH_PRIMING = 2",
-        "_WORTH_PRIMING = 1",
+        "WORTH_PRIMING = 2",
+        "WORTH_PRIMING = 1",
         f"{_UNIT}/engine/cache/test_cache.py::test_a_template_is_primed_on_second_sight_and_hit_on_the_third",
     ),
     Mutation(
