@@ -111,6 +111,56 @@ def blended_edit(
     ).images
 
 
+def flux3_edit(pipeline: Any, edit: Case) -> NDArray[np.float32]:
+    """[C, h, w] latents of a FLUX.3 pipeline, which has no mask. Its sampler's steps are blended as
+    in Flux2KleinInpaintPipeline.
+    """
+    import torch
+    import torch.nn.functional as F
+    from diffusers import ClassifierFreeGuidance
+
+    settings, steps = edit.settings, edit.settings.num_inference_steps
+    assert steps is not None
+    source = Image.fromarray(edit.pixels)
+    encoded = pipeline.blocks.sub_blocks["vae_encoder"].init_pipeline()
+    encoded.update_components(vae=pipeline.vae)
+    [clean] = encoded(image=source, output="image_cond_latents")
+    noise = torch.randn(clean.shape, generator=torch.Generator("cpu").manual_seed(edit.seed))
+    mask = torch.from_numpy(edit.mask > 127).float()[None, None]
+    mask = F.interpolate(mask, size=clean.shape[-2:], mode="bilinear")
+    sampler, begin = pipeline.scheduler, steps - steps_run(steps, settings.strength)
+    sigmas = np.linspace(1.0, 1 / steps, steps)[begin:]
+    sampler.set_timesteps(sigmas=sigmas)
+    start = sampler.sigmas[0] * noise + (1 - sampler.sigmas[0]) * clean
+    clean, noise, mask = (x.flatten(2).transpose(1, 2) for x in (clean, noise, mask))
+    real = sampler.step
+
+    def blended(*inputs: Any, **more: Any) -> Any:
+        [moved] = real(*inputs, **more)
+        sigma = sampler.sigmas[sampler.step_index]
+        return ((1 - mask) * (sigma * noise + (1 - sigma) * clean) + mask * moved,)
+
+    more: dict[str, Any] = {}
+    if "guider" in pipeline.components:
+        guider = ClassifierFreeGuidance(guidance_scale=settings.guidance_scale or 1.0)
+        pipeline.update_components(guider=guider)
+        more["negative_prompt"] = settings.negative_prompt
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sampler, "step", blended)
+        latents = pipeline(
+            prompt=edit.prompt,
+            image=source,
+            latents=start,
+            sigmas=sigmas,
+            num_inference_steps=len(sigmas),
+            max_sequence_length=160,
+            output="latents",
+            **more,
+        )
+    picture: NDArray[np.float32] = F.pixel_shuffle(latents, 2)[0].float().numpy()
+    return picture
+
+
 def qwen_edit_pipeline(folder: Path) -> Any:
     """The inpainting pipeline of a Qwen-Image-Edit folder, or the pipeline without a mask of a
     -2509, -2511 or 2.1 folder. It is put together here because diffusers' processor needs

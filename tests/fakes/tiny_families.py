@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tests.fakes.tiny_chroma import build_tiny_chroma
 from tests.fakes.tiny_flux2 import build_tiny_flux2
+from tests.fakes.tiny_flux3 import build_tiny_flux3
 from tests.fakes.tiny_model import build_tiny_model
 from tests.fakes.tiny_qwen_image import EDIT, PLUS, PLUS_2511, build_tiny_qwen_image
 from tests.fakes.tiny_qwen_image21 import build_tiny_qwen_image21
@@ -25,6 +26,8 @@ FAMILIES: dict[str, Callable[[Path], Path]] = {
     "klein": build_tiny_flux2,
     "klein-base": partial(build_tiny_flux2, distilled=False),
     "klein-kv": partial(build_tiny_flux2, exact=True),
+    "flux3-klein": build_tiny_flux3,
+    "flux3-base": partial(build_tiny_flux3, distilled=False),
     "chroma": build_tiny_chroma,
     "sd3-large": build_tiny_sd3,
     "sd3-medium": partial(build_tiny_sd3, medium=True),

@@ -20,6 +20,7 @@ from maskserve_benchmarks.steps.replay import Replay
 from maskserve_common.config import Config
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.families.registry import load_adapter, load_encoder
+from maskserve_engine.spec.model_index import read_model_index
 from maskserve_engine.stages.latents import to_model
 from maskserve_triton.preprocess import mask_for_model
 from tests.fakes.jobs import WORDS, Case, config_of, encode_case, guided, random_case
@@ -27,6 +28,7 @@ from tests.fakes.pipelines import (
     blended_edit,
     diffusers_edit,
     diffusers_latents,
+    flux3_edit,
     qwen_edit,
     qwen_edit_pipeline,
 )
@@ -291,6 +293,25 @@ def _klein_kv(model: FamilyModel, edit: Case) -> Latents:
     return to_model(latents, model.adapter.spec.latents)[0].numpy()
 
 
+def _flux3_pipeline(folder: Path) -> Any:
+    """The pipeline without the language model that rewrites prompts. The tokenizer stands for its
+    processor, which needs torchvision.
+    """
+    from diffusers.modular_pipelines.flux3 import Flux3AutoBlocks, Flux3DistilledAutoBlocks
+
+    distilled = read_model_index(folder)["_class_name"] == "Flux3DistilledModularPipeline"
+    blocks = (Flux3DistilledAutoBlocks if distilled else Flux3AutoBlocks)()
+    blocks.sub_blocks.pop("prompt_upsampler")
+    pipeline = blocks.init_pipeline(folder)
+    pipeline.load_components()
+    pipeline.tokenizer.tokenizer = pipeline.tokenizer
+    return pipeline
+
+
+def _flux3(model: FamilyModel, edit: Case) -> Latents:
+    return flux3_edit(model.pipeline, edit)
+
+
 def _scaled(
     rng: np.random.Generator, low: float, high: float, negatives: Sequence[str]
 ) -> Settings:
@@ -335,6 +356,18 @@ _KLEIN = FamilyCase(
     plain={"guidance_scale": None},
     sections=_text(48),
     all_tokens=("dense",),
+)
+_FLUX3 = FamilyCase(
+    "flux3-klein",
+    "flux3",
+    _flux3,
+    _flux3_pipeline,
+    plain={"guidance_scale": None},
+    sections=_text(160),
+    long=24,
+    sides=((64, 80), (64, 80)),  # the pipeline pads others
+    all_tokens=("dense",),
+    refresh_text=False,  # no token of its first blocks sees the text
 )
 _QWEN = FamilyCase(
     "qwen-image",
@@ -434,6 +467,8 @@ CASES: Mapping[str, FamilyCase] = {
             guidance=partial(_scaled, low=1.5, high=6.0, negatives=("",)),
         ),
         replace(_KLEIN, name="klein-kv", oracle=_klein_kv, all_tokens=KINDS),
+        _FLUX3,
+        replace(_FLUX3, name="flux3-base", plain={"guidance_scale": 1.0}, guidance=_CFG),
         _QWEN,
         _QWEN_EDIT,
         replace(_QWEN_EDIT, name="qwen-image-edit-2509", sort="qwen-image-edit-2509"),

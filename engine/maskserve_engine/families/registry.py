@@ -54,6 +54,13 @@ def _flux2() -> FamilyLoaders:
     return FamilyLoaders(Flux2Encoder.load, Flux2Adapter.load, Decoder.load)
 
 
+def _flux3() -> FamilyLoaders:
+    from maskserve_engine.families.flux3.adapter import Flux3Adapter
+    from maskserve_engine.families.flux3.encode import Flux3Encoder
+
+    return FamilyLoaders(Flux3Encoder.load, Flux3Adapter.load, Decoder.load)
+
+
 def _qwen_image() -> FamilyLoaders:
     from maskserve_engine.families.qwen_image.adapter import QwenImageAdapter
     from maskserve_engine.families.qwen_image.encode import QwenImageEditEncoder, QwenImageEncoder
@@ -98,6 +105,7 @@ FAMILIES: dict[str, Callable[[], FamilyLoaders]] = {
     "chroma": _chroma,
     "flux": _flux,
     "flux2": _flux2,
+    "flux3": _flux3,
     "qwen_image": _qwen_image,
     "qwen_image21": _qwen_image21,
     "sd3": _sd3,

@@ -12,6 +12,7 @@ from maskserve_common.config import Config, ConfigError
 from maskserve_engine.families.chroma import spec as chroma
 from maskserve_engine.families.flux import spec as flux
 from maskserve_engine.families.flux2 import spec as flux2
+from maskserve_engine.families.flux3 import spec as flux3
 from maskserve_engine.families.qwen_image import spec as qwen_image
 from maskserve_engine.families.qwen_image21 import spec as qwen_image21
 from maskserve_engine.families.sd3 import spec as sd3
@@ -26,6 +27,7 @@ FAMILIES: dict[str, FamilyModule] = {
     "chroma": chroma,
     "flux": flux,
     "flux2": flux2,
+    "flux3": flux3,
     "qwen_image": qwen_image,
     "qwen_image21": qwen_image21,
     "sd3": sd3,

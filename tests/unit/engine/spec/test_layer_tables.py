@@ -38,7 +38,7 @@ class Case:
     """Class in diffusers."""
     config: dict[str, Any]
     once: tuple[str, ...] = ()
-    """Modules that run once per edit, before its steps."""
+    """Modules that run once per edit, before its steps, or in place of others of their size."""
     inputs: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     """Inputs of a whole step; None: the class's step has other work than is counted."""
     vectors: dict[str, int] = field(default_factory=dict)
@@ -100,6 +100,13 @@ CASES = {
          "axes_dims_rope": (4, 4, 4, 4), "timestep_guidance_channels": 40,
          "guidance_embeds": False},
         inputs=lambda config: {**_tokens(config, 12, 4), "guidance": None},
+    ),
+    "flux3": Case(
+        "flux3", "Flux3Transformer2DModel",
+        {**_SIZES, "in_channels": 12, "cond_in_channels": 12, "num_layers": 2,
+         "num_single_layers": 3, "mlp_ratio": 2.5, "axes_dims_rope": (4, 4, 4, 4),
+         "timestep_channels": 40, "flow_map": True},
+        once=("mode_blocks.image_cond", "x_embedders.image_cond"),
     ),
     "qwen_image": Case(
         "qwen_image", "QwenImageTransformer2DModel",
