@@ -71,7 +71,7 @@ class Cluster:
             request.template,
             cache=cacheable,
             refresh_steps=refresh_count,
-            always_refreshes=refresh_count > 0 and self.hardware.spec.refreshes_over_template,
+            always_refreshes=refresh_count > 0 and self.hardware.spec.refresh.over_template,
             inner_tokens=request.masked,
             ring_tokens=self.hardware.ring_tokens(request.masked),
             adapters=request.loras,

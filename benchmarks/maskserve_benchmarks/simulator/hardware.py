@@ -182,7 +182,7 @@ class Hardware:
         """Return the number of ring tokens that some steps leave out, around a square mask of
         `masked` tokens.
         """
-        side = math.sqrt(masked) + 2 * (self.spec.refresh_ring or 0)
+        side = math.sqrt(masked) + 2 * (self.spec.refresh.ring or 0)
         return min(round(side**2), self.tokens) - masked
 
     def refresh_steps(self, steps: int) -> frozenset[int]:
@@ -190,7 +190,7 @@ class Hardware:
         count = refresh_count(steps, refresh_stride(self.config, self.spec))
         if not count:
             return frozenset()
-        growth = self.spec.refresh_growth
+        growth = self.spec.refresh.growth
         return lookahead_steps_of(refresh_steps(count, range(steps, 0, -1), 0.0, growth=growth))
 
     def step_seconds(self, cached: int, active: int, dense: int, step_cache_rows: int = 0) -> float:

@@ -80,7 +80,7 @@ class Served:
     ready; 0: all steps compute all tokens.
     """
     own_ring: int = 0
-    """`ModelSpec.refresh_ring`; 0 where no steps leave a ring out."""
+    """`RefreshSpec.ring`; 0 where no steps leave a ring out."""
     own_over_template: bool = False
     """Whether an edit with refresh steps reads no template, even if it is ready."""
     due_ms: tuple[int, ...] = ()

@@ -57,7 +57,7 @@ class TokenCounts:
     """Computed tokens inside the mask: steps compute these alone when they leave the margin out."""
     ring: int = 0
     """Margin tokens that rows compute at some of the steps that leave the margin out
-    (`ModelSpec.refresh_ring`).
+    (`RefreshSpec.ring`).
     """
     cover_a_side: bool = False
     """Whether the computed tokens cover a whole side of the picture; False where that decides

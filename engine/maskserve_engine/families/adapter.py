@@ -136,13 +136,13 @@ class Adapter(Protocol):
             job: the edit, preferably prepared with the same `noise_seed`.
             noise_seed: seed of the template's noise.
             schedule: schedule of its step cache beside the entries; None: it has none (as in
-                families without `ModelSpec.refresh_stride`).
+                families without `RefreshSpec.stride`).
         """
         ...
 
     def anchored_row(self, job: EditJob, plan: RefreshSchedule) -> AnchoredEditRow:
         """Return a row whose steps read the step cache that its refresh steps fill
-        (`ModelSpec.refresh_stride`).
+        (`RefreshSpec.stride`).
         """
         ...
 

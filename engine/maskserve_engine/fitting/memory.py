@@ -148,7 +148,7 @@ def _left_bytes(config: Config, spec: ModelSpec, work: ModelWork, device: str) -
     dtype = str(dtype_of(config)).removeprefix("torch.")
     fmt = FORMATS[dtype if rule.format == "model" else rule.format]
     tokens = [tuple(float(n + text) for n in work.tokens)]
-    return step_cache_bytes(work, tokens, fmt, 1 + spec.second_order_refresh)
+    return step_cache_bytes(work, tokens, fmt, 1 + spec.refresh.second_order)
 
 
 def control_bytes(config: Config, adapter: Adapter) -> int:

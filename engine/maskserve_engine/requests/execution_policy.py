@@ -66,7 +66,7 @@ class ExecutionPolicy:
 
         Only the last two apply with `cache: own`, if the template has drifted, if the mask covers a
         side (`ModelSpec.dense_sides`), and if refresh steps keep more of an edit than a template
-        does (`ModelSpec.refreshes_over_template`).
+        does (`RefreshSpec.over_template`).
         """
         job, settings = edit.job, edit.job.request.settings
         if settings.cache == "off":
@@ -81,7 +81,7 @@ class ExecutionPolicy:
             dense = replace(DENSE, dense_for=dense_for, key=key)
             return dense if dense_for == "mask_ratio" else self.without_template(edit, dense)
         without = self.without_template(edit, replace(DENSE, outcome="miss", key=key))
-        nearer = self._adapter.spec.refreshes_over_template and (
+        nearer = self._adapter.spec.refresh.over_template and (
             without.schedule is not None or without.dense_for == "work"
         )
         if settings.cache == "own" or nearer:

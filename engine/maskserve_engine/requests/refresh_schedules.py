@@ -76,8 +76,8 @@ def _plan(config: Config, adapter: Adapter, job: EditJob) -> RefreshSchedule | N
         rule.format,
         rule.text,
         rule.ring,
-        facts.refresh_evenly_over,
-        second_order=facts.second_order_refresh,
+        facts.refresh.evenly_over,
+        second_order=facts.refresh.second_order,
         looks_ahead=True,
     )
     return with_anchors(plan, count, adapter, job)
@@ -90,7 +90,7 @@ def with_anchors(
     sigmas = [sigma for sigma, _ in adapter.sigmas(job)]
     facts = adapter.spec
     anchors = planning.refresh_steps(
-        count, sigmas, facts.refresh_evenly_over, growth=facts.refresh_growth
+        count, sigmas, facts.refresh.evenly_over, growth=facts.refresh.growth
     )
     return replace(plan, anchors=anchors)
 

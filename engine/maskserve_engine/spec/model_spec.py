@@ -63,6 +63,36 @@ class ControlNetSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class RefreshSpec:
+    """How edits of a family refresh (docs/adr/0044)."""
+
+    stride: float | None = None
+    """Share of an edit's steps between two refresh steps, unless `[cache] own_anchors` sets one; 0:
+    edits have none unless it does. None: the family has no refresh steps.
+    """
+    growth: float = 1.0
+    """Ratio of the distance between two refresh steps to that of the two before
+    (`refresh_steps`).
+    """
+    leaves_text: bool = True
+    """Whether steps between refresh steps may leave the text out, as `[cache] own_text` sets it."""
+    ring: int | None = None
+    """Least width of the ring, in tokens, that steps without the text also leave out; None: rows
+    compute their edit's ring at every step. Beside a template it is computed with the text.
+    """
+    evenly_over: float = 1.5
+    """Power of sigma over which refresh steps are evenly spaced (`refresh_steps`) and, with
+    lookahead, interpolated.
+    """
+    second_order: bool = False
+    """Whether extrapolation is of second order, through three refresh steps (`RefreshSchedule`)."""
+    over_template: bool = False
+    """Whether an edit that may have refresh steps reads no template, since its step cache keeps
+    more of it (docs/decisions/refresh-steps.md).
+    """
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """Sizes and capabilities of one served model."""
 
@@ -90,30 +120,8 @@ class ModelSpec:
     """The transformer's or UNet's config.json, for FLOP counting."""
     control: ControlNetSpec | None
     """ControlNets that fit the model; None: it takes none."""
-    refresh_stride: float | None = None
-    """Share of an edit's steps between two refresh steps (docs/adr/0044), unless `[cache]
-    own_anchors` sets one; 0: edits have none unless it does. None: the family has no refresh steps.
-    """
-    refresh_growth: float = 1.0
-    """Ratio of the distance between two refresh steps to that of the two before
-    (`refresh_steps`).
-    """
-    leaves_text: bool = True
-    """Whether steps between refresh steps may leave the text out, as `[cache] own_text` sets it."""
-    refresh_ring: int | None = None
-    """Least width of the ring, in tokens, that steps without the text also leave out; None: rows
-    compute their edit's ring at every step. Beside a template it is computed with the text.
-    """
-    refresh_evenly_over: float = 1.5
-    """Power of sigma over which refresh steps are evenly spaced (`refresh_steps`) and, with
-    lookahead, interpolated.
-    """
-    second_order_refresh: bool = False
-    """Whether extrapolation is of second order, through three refresh steps (`RefreshSchedule`)."""
-    refreshes_over_template: bool = False
-    """Whether an edit that may have refresh steps reads no template, since its step cache keeps
-    more of it (docs/decisions/refresh-steps.md).
-    """
+    refresh: RefreshSpec = RefreshSpec()
+    """Refresh steps of the family's edits."""
     corrects_residuals: bool = False
     """Whether the residual correction found by a cached edit's dense first step is added to the
     entries that its other steps read.
@@ -273,10 +281,10 @@ def no_recorded_rows(config: Config) -> int:
 
 def refresh_stride(config: Config, spec: ModelSpec) -> float:
     """Return the share of an edit's steps between two refresh steps; 0: it has none."""
-    if spec.refresh_stride is None:
+    if spec.refresh.stride is None:
         return 0.0
     configured = config.cache.own_anchors
-    return configured if configured >= 0 else spec.refresh_stride
+    return configured if configured >= 0 else spec.refresh.stride
 
 
 def refresh_rule(config: Config, spec: ModelSpec, device: str = "cuda") -> RefreshRule:
@@ -284,8 +292,8 @@ def refresh_rule(config: Config, spec: ModelSpec, device: str = "cuda") -> Refre
     by which ControlNets do. `device` is the type of the worker's device.
     """
     cache, control = config.cache, spec.control
-    text = cache.own_text == "frozen" and spec.leaves_text
-    ring, fmt = text and spec.refresh_ring is not None, cache.refresh_format_on(device)
+    text = cache.own_text == "frozen" and spec.refresh.leaves_text
+    ring, fmt = text and spec.refresh.ring is not None, cache.refresh_format_on(device)
     rule = REFRESH_RULE if control is None else RefreshRule(control.stride, power=control.power)
     stride = cache.own_anchors if cache.own_anchors > 0 else rule.stride
     return rule._replace(stride=stride, format=fmt, text=text, ring=ring)

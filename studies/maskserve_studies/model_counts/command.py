@@ -156,7 +156,7 @@ class Counted:
     @property
     def refresh_steps(self) -> int:
         """Return the number of refresh steps of an edit that has any."""
-        return refresh_count(self.steps, self.spec.refresh_stride or REFRESH_RULE.stride)
+        return refresh_count(self.steps, self.spec.refresh.stride or REFRESH_RULE.stride)
 
     @cached_property
     def stage_flops(self) -> float:
@@ -172,7 +172,7 @@ class Counted:
             template: whether cached steps read a template, which also holds exact references; else
                 they read the edit's step cache.
         """
-        text = template or not self.spec.leaves_text
+        text = template or not self.spec.refresh.leaves_text
         reads = self.steps - dense_steps
         if reads and not template:
             reads = self.steps - 1  # later refresh steps are computed beside such a step
@@ -191,12 +191,12 @@ class Counted:
     def cache_bytes(self) -> int:
         """Return the bytes of the step cache for one pass."""
         stored_tokens = self.work.tokens[0] - _RATIO * (self.work.tokens[0] - self.work.context)
-        stored_tokens += self.case.words * self.spec.leaves_text
+        stored_tokens += self.case.words * self.spec.refresh.leaves_text
         return step_cache_bytes(
             self.work,
             [(stored_tokens,)],
             FORMATS[REFRESH_RULE.format],
-            1 + self.spec.second_order_refresh,
+            1 + self.spec.refresh.second_order,
         )
 
     @property

@@ -79,12 +79,13 @@ def served_choice(
     spec, sigmas = rig.adapter.spec, [sigma for sigma, _ in rig.adapter.sigmas(job)]
     count = count or refresh_count(len(sigmas), refresh_stride(Config(), spec))
     with_lookahead = lookahead and count > 1
-    growth = with_lookahead * spec.refresh_growth
-    anchors = refresh_steps(count, sigmas, spec.refresh_evenly_over, growth=growth)
+    growth = with_lookahead * spec.refresh.growth
+    anchors = refresh_steps(count, sigmas, spec.refresh.evenly_over, growth=growth)
     return RefreshChoice(
         tuple(sorted(anchors)),
-        text=spec.leaves_text or spec.family == "unet",  # the text is not among a UNet's tokens
-        leaves_ring=spec.leaves_text and spec.refresh_ring is not None,
+        text=spec.refresh.leaves_text
+        or spec.family == "unet",  # the text is not among a UNet's tokens
+        leaves_ring=spec.refresh.leaves_text and spec.refresh.ring is not None,
         lookahead=with_lookahead,
     )
 
@@ -116,10 +117,10 @@ def choices(rig: Rig, job: EditJob) -> list[RefreshChoice]:
             for count in counts
         ],
         *[replace(served_default, leaves_ring=False, ring=ring) for ring in (2, 1, 0)],
-        *([replace(served_default, text=False)] if joint and spec.leaves_text else []),
+        *([replace(served_default, text=False)] if joint and spec.refresh.leaves_text else []),
         *([] if joint else [replace(served_default, halo=halo) for halo in (64, 4)]),
         *[replace(served_default, power=power) for power in (1.0, 1.5, 2.0, 3.0)],
-        replace(served_default, bends=not spec.second_order_refresh),
+        replace(served_default, bends=not spec.refresh.second_order),
         *[replace(served_default, format=format) for format in ("model", "int4")],
     ]
     return list(dict.fromkeys(candidates))
@@ -147,9 +148,9 @@ def edit_with_refreshes(
     """Make the edits by rows with refresh steps."""
     spec, power, bends = rig.adapter.spec, choice.power, choice.bends
     if power is None:
-        power = spec.refresh_evenly_over if choice.lookahead else _power_behind(spec)
+        power = spec.refresh.evenly_over if choice.lookahead else _power_behind(spec)
     if bends is None:
-        bends = choice.lookahead and spec.second_order_refresh
+        bends = choice.lookahead and spec.refresh.second_order
     plan = RefreshSchedule(
         frozenset(choice.dense),
         choice.format,

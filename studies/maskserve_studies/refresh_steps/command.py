@@ -91,7 +91,7 @@ def fidelity(
     cached = default(rig.adapter.spec, 20)
     dense_start = replace(cached, dense_steps=1, stride=7)
     text = served_choice(rig, job)
-    power = rig.adapter.spec.refresh_evenly_over
+    power = rig.adapter.spec.refresh.evenly_over
     plan = RefreshSchedule(
         frozenset(text.dense), choice.format, True, text.leaves_ring, power, looks_ahead=True
     )

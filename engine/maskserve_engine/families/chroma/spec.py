@@ -17,6 +17,7 @@ from maskserve_engine.spec.family import StepPicture
 from maskserve_engine.spec.model_spec import (
     EditDefaults,
     ModelSpec,
+    RefreshSpec,
     least_steps,
     no_recorded_rows,
     one_scale,
@@ -53,7 +54,9 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelSpec:
         defaults=DEFAULTS,
         stride=_STRIDE,
         dense_steps=DenseSteps(prompt=1, side=1),
-        refresh_stride=0.0,
+        refresh=RefreshSpec(
+            stride=0.0,
+        ),
         true_cfg=False,
         denoiser=read_json(folder / "transformer" / "config.json"),
         control=None,

@@ -17,7 +17,13 @@ from maskserve_engine.planning.layer_table import Layers, Shapes
 from maskserve_engine.spec import mmdit
 from maskserve_engine.spec.family import StepPicture
 from maskserve_engine.spec.latents import latent_space, with_statistics
-from maskserve_engine.spec.model_spec import EditDefaults, ModelSpec, least_steps, no_recorded_rows
+from maskserve_engine.spec.model_spec import (
+    EditDefaults,
+    ModelSpec,
+    RefreshSpec,
+    least_steps,
+    no_recorded_rows,
+)
 
 PIPELINES = {
     "Flux2KleinInpaintPipeline": REFERENCE,
@@ -68,9 +74,11 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelSpec:
         defaults=_DISTILLED if distilled else DEFAULTS,
         stride=1 if distilled else _STRIDE,
         dense_steps=DenseSteps(prompt=1, side=1),
-        refresh_stride=0.0 if semantics.exact else _REFRESH_STRIDE,
-        refresh_ring=0,
-        refreshes_over_template=not semantics.exact,
+        refresh=RefreshSpec(
+            stride=0.0 if semantics.exact else _REFRESH_STRIDE,
+            ring=0,
+            over_template=not semantics.exact,
+        ),
         true_cfg=False,
         negative_prompts=False,
         mask_latents=_PATCH,

@@ -333,7 +333,7 @@ class FlowPreparation:
         return self._ringed(job)
 
     def _ringed(self, job: EditJob) -> tuple[TokenIds, TokenIds]:
-        ring = max(self._spec.refresh_ring or 0, job.mask_ring)
+        ring = max(self._spec.refresh.ring or 0, job.mask_ring)
         inner, outer = tokens_within(job.edit_mask, self._spec.token_pixels, 0, ring)
         inner = self._bucket(job, inner)
         return inner, np.setdiff1d(outer, inner)

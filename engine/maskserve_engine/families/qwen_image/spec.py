@@ -16,7 +16,13 @@ from maskserve_engine.spec import mmdit
 from maskserve_engine.spec.encoder_picture import EncoderPicture
 from maskserve_engine.spec.family import StepPicture
 from maskserve_engine.spec.latents import latent_space
-from maskserve_engine.spec.model_spec import EditDefaults, ModelSpec, least_steps, no_recorded_rows
+from maskserve_engine.spec.model_spec import (
+    EditDefaults,
+    ModelSpec,
+    RefreshSpec,
+    least_steps,
+    no_recorded_rows,
+)
 
 PIPELINES = {
     "QwenImageInpaintPipeline": INPAINT,
@@ -62,7 +68,9 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelSpec:
         defaults=_PLUS if semantics is REFERENCE else DEFAULTS,
         stride=_STRIDE,
         dense_steps=DenseSteps(prompt=1, side=1),
-        refresh_stride=0.0,
+        refresh=RefreshSpec(
+            stride=0.0,
+        ),
         true_cfg=True,
         denoiser=read_json(folder / "transformer" / "config.json"),
         control=None,

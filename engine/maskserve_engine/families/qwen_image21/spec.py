@@ -23,6 +23,7 @@ from maskserve_engine.spec.latents import latent_space
 from maskserve_engine.spec.model_spec import (
     EditDefaults,
     ModelSpec,
+    RefreshSpec,
     check_served,
     least_steps,
     no_recorded_rows,
@@ -70,8 +71,10 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelSpec:
         defaults=replace(DEFAULTS, num_inference_steps=len(sigmas)) if sigmas else DEFAULTS,
         stride=1 if sigmas else _STRIDE,
         dense_steps=DenseSteps(prompt=1, side=1),
-        refresh_stride=0.0,
-        leaves_text=False,
+        refresh=RefreshSpec(
+            stride=0.0,
+            leaves_text=False,
+        ),
         true_cfg=True,
         denoiser=as_flux(transformer),
         control=None,

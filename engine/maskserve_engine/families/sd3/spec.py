@@ -19,6 +19,7 @@ from maskserve_engine.spec.family import StepPicture
 from maskserve_engine.spec.model_spec import (
     EditDefaults,
     ModelSpec,
+    RefreshSpec,
     check_served,
     least_steps,
     no_recorded_rows,
@@ -71,7 +72,9 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelSpec:
         defaults=DEFAULTS,
         stride=_STRIDE,
         dense_steps=DenseSteps(prompt=1, side=1),
-        refresh_stride=None if transformer.get(_SECOND) else 0.0,
+        refresh=RefreshSpec(
+            stride=None if transformer.get(_SECOND) else 0.0,
+        ),
         true_cfg=False,
         denoiser=transformer,
         control=None,

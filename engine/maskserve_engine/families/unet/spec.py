@@ -19,7 +19,13 @@ from maskserve_common.contracts.semantics import FILL, INPAINT
 from maskserve_engine.planning.flops import BlockWork, FeatureMap, FixedWork, ModelWork
 from maskserve_engine.planning.layer_table import Layers, Shape, Shapes, layer_flops
 from maskserve_engine.spec.family import StepPicture
-from maskserve_engine.spec.model_spec import ControlNetSpec, EditDefaults, ModelSpec, one_scale
+from maskserve_engine.spec.model_spec import (
+    ControlNetSpec,
+    EditDefaults,
+    ModelSpec,
+    RefreshSpec,
+    one_scale,
+)
 
 PIPELINES = (
     "StableDiffusionPipeline",
@@ -457,12 +463,14 @@ def read(folder: Path, _: str, native_resolution: int) -> ModelSpec:
         true_cfg=False,
         denoiser=unet,
         control=CONTROL,
-        refresh_stride=REFRESH_STRIDES[semantics],
-        leaves_text=False,  # text is not among the tokens
-        refresh_growth=_REFRESH_GROWTH[semantics],
-        second_order_refresh=semantics == INPAINT,
-        refresh_evenly_over=_REFRESH_EVENLY_OVER[semantics],
-        refreshes_over_template=True,
+        refresh=RefreshSpec(
+            stride=REFRESH_STRIDES[semantics],
+            leaves_text=False,  # text is not among the tokens
+            growth=_REFRESH_GROWTH[semantics],
+            second_order=semantics == INPAINT,
+            evenly_over=_REFRESH_EVENLY_OVER[semantics],
+            over_template=True,
+        ),
         dense_sides=True,
         strength_rounds_up=False,
         zeros_for_empty_prompt=bool(index.get("force_zeros_for_empty_prompt", xl)),

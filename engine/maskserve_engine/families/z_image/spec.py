@@ -18,6 +18,7 @@ from maskserve_engine.spec.family import StepPicture
 from maskserve_engine.spec.model_spec import (
     EditDefaults,
     ModelSpec,
+    RefreshSpec,
     least_steps,
     no_recorded_rows,
     one_scale,
@@ -88,8 +89,10 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelSpec:
         defaults=_TURBO if turbo else DEFAULTS,
         stride=1 if turbo else _STRIDE,
         dense_steps=DenseSteps(prompt=1, side=1),
-        refresh_stride=0.0,
-        leaves_text=False,  # its first blocks do not see the text
+        refresh=RefreshSpec(
+            stride=0.0,
+            leaves_text=False,  # its first blocks do not see the text
+        ),
         true_cfg=False,
         denoiser=as_flux(transformer),
         control=None,

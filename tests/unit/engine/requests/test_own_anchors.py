@@ -234,7 +234,7 @@ def test_edits_of_a_template_leave_their_text_out_between_anchors(
     assert (meta["cache"], meta["text_steps"]) == ("hit", 3)
     assert meta["own_bytes"] > 0
     # So do they the ring of their mask, where models have pictures round it that hold still.
-    leaves_ring = engine.adapter.spec.refresh_ring is not None
+    leaves_ring = engine.adapter.spec.refresh.ring is not None
     # Where both are foreseen, at all anchors but the first, so are the mask's once more.
     count = 22 * tokens.inner + 3 * tokens.ring
     assert meta["computed_tokens"] == (count if leaves_ring else 22 * tokens.active)
