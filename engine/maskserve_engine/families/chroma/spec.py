@@ -54,9 +54,7 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelSpec:
         defaults=DEFAULTS,
         stride=_STRIDE,
         dense_steps=DenseSteps(prompt=1, side=1),
-        refresh=RefreshSpec(
-            stride=0.0,
-        ),
+        refresh=RefreshSpec(stride=0.0),
         true_cfg=False,
         denoiser=read_json(folder / "transformer" / "config.json"),
         control=None,

@@ -18,6 +18,7 @@ from maskserve_engine.spec.latents import latent_space, with_statistics
 from maskserve_engine.spec.model_spec import (
     EditDefaults,
     ModelSpec,
+    RefreshSpec,
     check_served,
     no_recorded_rows,
 )
@@ -58,8 +59,8 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelSpec:
         defaults=_OF_DISTILLED if distilled else DEFAULTS,
         stride=_OF_DISTILLED_STRIDE if distilled else _STRIDE,
         dense_steps=DenseSteps(prompt=1, side=1),
-        refresh_stride=0.0,
-        leaves_text=False,  # no token of its first blocks sees the text
+        # No token of its first blocks sees the text.
+        refresh=RefreshSpec(stride=0.0, leaves_text=False),
         true_cfg=False,
         mask_latents=_PATCH,
         denoiser=transformer,

@@ -72,9 +72,7 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelSpec:
         defaults=DEFAULTS,
         stride=_STRIDE,
         dense_steps=DenseSteps(prompt=1, side=1),
-        refresh=RefreshSpec(
-            stride=None if transformer.get(_SECOND) else 0.0,
-        ),
+        refresh=RefreshSpec(stride=None if transformer.get(_SECOND) else 0.0),
         true_cfg=False,
         denoiser=transformer,
         control=None,
