@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from maskserve_workflows.placement import ModelLoad, Placed, grown, place, sustained
+from maskserve_workflows.placement import ModelLoad, Placed, filled, placements, sustained
 
 BUSY_SHARE: Final = 0.8
 """Share of its time that a server should be busy; the rest is for bursts. The chart uses it too."""
@@ -186,14 +186,10 @@ def _better(
 
     for models in (loads, [model_load for model_load in loads if model_load.load]):
         names = {model_load.name for model_load in models}
-        best: Placed = grown(
-            models, rooms, {name: model_names & names for name, model_names in current.items()}
-        )
+        present = {server: model_names & names for server, model_names in current.items()}
+        best: Placed = filled(models, rooms, present)
         if worth(best) < _ENOUGH:
-            try:
-                best = max(best, place(models, rooms), key=worth)
-            except ValueError:
-                continue  # not all fit: consider only models with calls
+            best = max(best, *placements(models, rooms, present), key=worth)
         if worth(best) >= _GAIN * current_score:
             return best
     return current

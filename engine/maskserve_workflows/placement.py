@@ -1,9 +1,9 @@
 """The assignment of models to devices: loads and bytes in, placements out.
 
-The value of a placement is the factor by which all loads may grow until devices are full
-(`sustained`). By Hall's theorem some models are *tight*: the devices that have any of them are full
-with them alone. A copy of a tight model is therefore added to a device that has none of them,
-repeatedly. If no such device has room, one with more copies than necessary makes room.
+The search is greedy: each model gets one place, and copies fill the free room. The value of a
+placement is the factor by which all loads may grow until a device is full (`sustained`), if calls
+go to the least busy device that has their model. A copy goes first to a model that keeps the
+busiest devices busy. The result is seldom far from the best (docs/adr/0060-live-placement.md).
 """
 
 from __future__ import annotations
@@ -13,12 +13,17 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from types import MappingProxyType
 
 Placed = Mapping[str, frozenset[str]]
 """Device → models."""
-_LEAST_GAIN = 1e-9
-_MOST_LOOKS = 10_000
-"""Most placements of models that are tried before they count as not fitting."""
+_NONE_PLACED: Placed = MappingProxyType({})
+_MOST_ROUNDS = 100
+"""Most rounds in which the models' calls move to less busy devices."""
+_LEAST_MOVE = 1e-9
+"""Least part of a device's time by which a move of calls counts."""
+_BUSIEST = 1.0 - 1e-6
+"""Share of the greatest busy time from which on a device counts as one of the busiest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +43,9 @@ class ModelLoad:
 
 
 def sustained(models: Sequence[ModelLoad], placed: Placed) -> float:
-    """Return the factor by which all loads may grow until devices are full.
-
-    The devices share each model's calls in the best way.
-    """
-    return _tight(models, placed)[0]
+    """Return the factor by which all loads may grow until a device is full."""
+    busy, _ = _busiest(models, placed)
+    return 1.0 / busy if busy else math.inf
 
 
 def place(models: Sequence[ModelLoad], rooms: Mapping[str, int]) -> dict[str, frozenset[str]]:
@@ -53,20 +56,11 @@ def place(models: Sequence[ModelLoad], rooms: Mapping[str, int]) -> dict[str, fr
         rooms: bytes of each device for models.
 
     Raises:
-        ValueError: they do not all fit.
+        ValueError: they do not all fit, as far as the search went.
     """
-    best: dict[str, frozenset[str]] | None = None
-    worth = -1.0
-    for spread in (True, False):
-        for weigh in (_by_bytes, _by_load, _by_load_of_a_byte):
-            first = _one_copy_of_all(sorted(models, key=weigh), rooms, spread=spread)
-            if first is None:
-                continue
-            placement = grown(models, rooms, first)
-            if (score := sustained(models, placement)) > worth:
-                best, worth = placement, score
-            if score >= _most(models, rooms):
-                return placement
+    best = max(
+        placements(models, rooms), key=lambda placed: sustained(models, placed), default=None
+    )
     if best is None:
         largest = max(models, key=lambda model: model.nbytes)
         raise ValueError(
@@ -74,6 +68,24 @@ def place(models: Sequence[ModelLoad], rooms: Mapping[str, int]) -> dict[str, fr
             f"{largest.nbytes} the largest, do not fit on {len(rooms)} devices"
         )
     return best
+
+
+def placements(
+    models: Sequence[ModelLoad], rooms: Mapping[str, int], current: Placed = _NONE_PLACED
+) -> Iterator[dict[str, frozenset[str]]]:
+    """Yield placements of all models, from several orders of the first copies.
+
+    Args:
+        models: the models.
+        rooms: bytes of each device for models.
+        current: present placement; of devices with equal room, one that has the model is chosen.
+    """
+    for spread in (True, False):
+        for weigh in (_by_bytes, _by_load, _by_load_of_a_byte):
+            ordered_models = sorted(models, key=weigh)
+            first = _one_copy_of_all(ordered_models, rooms, current, spread=spread)
+            if first is not None:
+                yield filled(models, rooms, first)
 
 
 def _by_bytes(model: ModelLoad) -> float:
@@ -89,251 +101,102 @@ def _by_load_of_a_byte(model: ModelLoad) -> float:
 
 
 def _one_copy_of_all(
-    models: Sequence[ModelLoad], rooms: Mapping[str, int], *, spread: bool
+    models: Sequence[ModelLoad], rooms: Mapping[str, int], current: Placed, *, spread: bool
 ) -> dict[str, frozenset[str]] | None:
-    """Place each model on the device with most (or, without `spread`, least) room, with
-    backtracking.
+    """Place each model on the device with most (or, without `spread`, least) room.
 
-    None: they do not fit, as far as the search went.
+    None: one of them does not fit.
     """
-    free_bytes = dict(rooms)
-    placed: dict[str, set[str]] = {name: set() for name in rooms}
-    looks = _MOST_LOOKS
-
-    def fits(number: int) -> bool:
-        nonlocal looks
-        if number == len(models):
-            return True
-        model = models[number]
-        for name in sorted(free_bytes, key=free_bytes.__getitem__, reverse=spread):
-            looks -= 1
-            if free_bytes[name] < model.nbytes or not model.may(name) or looks < 0:
-                continue
-            free_bytes[name] -= model.nbytes
-            placed[name].add(model.name)
-            if fits(number + 1):
-                return True
-            free_bytes[name] += model.nbytes
-            placed[name].remove(model.name)
-        return False
-
-    return {name: frozenset(names) for name, names in placed.items()} if fits(0) else None
+    free_bytes, placed = dict(rooms), dict.fromkeys(rooms, frozenset[str]())
+    sign = 1 if spread else -1
+    for model in models:
+        name = max(
+            (name for name in rooms if model.may(name) and model.nbytes <= free_bytes[name]),
+            key=lambda name: (sign * free_bytes[name], model.name in current.get(name, ())),
+            default=None,
+        )
+        if name is None:
+            return None
+        free_bytes[name] -= model.nbytes
+        placed[name] |= {model.name}
+    return placed
 
 
-def grown(
+def filled(
     models: Sequence[ModelLoad], rooms: Mapping[str, int], placed: Placed
 ) -> dict[str, frozenset[str]]:
-    """Return a placement with added copies, first while they help and then wherever room is free.
+    """Return a placement whose free room is filled with copies.
 
-    An existing copy is removed only for one that helps more.
+    First come models that keep the busiest devices busy, then models without a place, then those
+    with the most load per copy.
     """
     by_name = {model.name: model for model in models}
+    filled_devices = dict(placed)
     while True:
-        placement = _filled(by_name, rooms, placed)
-        score, tight = _tight(models, placement)
-        if score >= _most(models, rooms):
-            return placement
-        best, worth = None, score * (1.0 + _LEAST_GAIN)
-        for change in _changes(by_name, rooms, placement, tight):
-            if (change_score := sustained(models, {**placement, **change})) > worth:
-                best, worth = change, change_score
-        if best is None:
-            return placement
-        placed = {**placement, **best}
-
-
-def _filled(
-    by_name: Mapping[str, ModelLoad], rooms: Mapping[str, int], placed: Placed
-) -> dict[str, frozenset[str]]:
-    """Fill the free room: first with copies of tight models, then of models without a place, then
-    of those with the most load per copy.
-    """
-    placed = dict(placed)
-    models = list(by_name.values())
-    while True:
-        copies = Counter(model for names in placed.values() for model in names)
-        _, tight = _tight(models, placed)
+        copies = Counter(itertools.chain.from_iterable(filled_devices.values()))
+        _, busiest = _busiest(models, filled_devices)
         candidates = sorted(
             models,
             key=lambda m: (
-                m.name not in tight, m.name in copies, -m.load / (copies[m.name] or 1), m.name,
+                m.name not in busiest, m.name in copies, -m.load / (copies[m.name] or 1), m.name,
             ),
         )  # fmt: skip
-        for model, name in itertools.product(
-            candidates, sorted(placed, key=lambda n: len(placed[n]))
-        ):
-            names = placed[name]
+        emptiest = sorted(filled_devices, key=lambda name: len(filled_devices[name]))
+        for model, name in itertools.product(candidates, emptiest):
+            names = filled_devices[name]
             if (
                 model.name not in names
                 and model.may(name)
                 and _size(by_name, names) + model.nbytes <= rooms[name]
             ):
-                placed[name] = names | {model.name}
+                filled_devices[name] = names | {model.name}
                 break
         else:
-            return placed
-
-
-def _changes(
-    by_name: Mapping[str, ModelLoad],
-    rooms: Mapping[str, int],
-    placed: Placed,
-    tight: frozenset[str],
-) -> Iterator[dict[str, frozenset[str]]]:
-    """Yield placements in which a device without the tight models gets one of them in place of
-    others.
-
-    Of equal devices, only one is tried. A model that loses its only copy moves elsewhere.
-    """
-    copies = Counter(model for names in placed.values() for model in names)
-    tried = set()
-    for name, names in placed.items():
-        missing = frozenset(model for model in tight - names if by_name[model].may(name))
-        if not missing or (names, missing, rooms[name]) in tried:
-            continue
-        tried.add((names, missing, rooms[name]))
-        for model in sorted(missing):
-            for removed in _sets(names, by_name[model].nbytes + _size(by_name, names) - rooms[name],
-                              by_name):  # fmt: skip
-                change = {name: names - removed | {model}}
-                if all(
-                    _moved(other_model, by_name, rooms, {**placed, **change}, change)
-                    for other_model in removed
-                    if copies[other_model] == 1
-                ):
-                    yield change
-
-
-def _sets(
-    names: Iterable[str], over: int, by_name: Mapping[str, ModelLoad]
-) -> Iterator[frozenset[str]]:
-    """Yield sets of one or two of the placed models that free enough bytes."""
-    for count in (1, 2):
-        for subset in itertools.combinations(sorted(names), count):
-            if _size(by_name, subset) >= over:
-                yield frozenset(subset)
-
-
-def _moved(
-    model: str,
-    by_name: Mapping[str, ModelLoad],
-    rooms: Mapping[str, int],
-    placed: Placed,
-    change: dict[str, frozenset[str]],
-) -> bool:
-    """Move a model to another device that has room, or that copies can leave.
-
-    Record the moves in `change`. Return False: no such device was found.
-    """
-    current = {name: change.get(name, names) for name, names in placed.items()}
-    if any(model in names for names in current.values()):
-        return True
-    copies = Counter(other_model for names in current.values() for other_model in names)
-    for spare in (False, True):
-        for name, names in current.items():
-            if not by_name[model].may(name):
-                continue
-            over = _size(by_name, names) + by_name[model].nbytes - rooms[name]
-            removed: frozenset[str] | None = frozenset()
-            if over > 0:
-                removable = names if spare and name not in change else ()
-                removed = next(
-                    _sets(
-                        {other_model for other_model in removable if copies[other_model] > 1},
-                        over,
-                        by_name,
-                    ),
-                    None,
-                )
-            if removed is not None:
-                change[name] = names - removed | {model}
-                return True
-    return False
-
-
-def _most(models: Sequence[ModelLoad], rooms: Mapping[str, int]) -> float:
-    """Return the upper bound of every placement: all devices are busy."""
-    total = sum(model.load for model in models)
-    return (1.0 - _LEAST_GAIN) * len(rooms) / total if total else math.inf
+            return filled_devices
 
 
 def _size(by_name: Mapping[str, ModelLoad], names: Iterable[str]) -> int:
     return sum(by_name[model].nbytes for model in names)
 
 
-def _tight(models: Sequence[ModelLoad], placed: Placed) -> tuple[float, frozenset[str]]:
-    """Return `sustained` and the models that limit it, by Dinkelbach's iteration: each guess is
-    what the last bottleneck allows.
+def _busiest(models: Sequence[ModelLoad], placed: Placed) -> tuple[float, frozenset[str]]:
+    """Return the part of its time that the busiest device is busy, and the models that it serves.
+
+    In turn, each model divides its calls so that the least busy of its devices become equally busy.
+    This converges to the least busy time that the busiest device can have. Devices with the same
+    models count as one group. A model without a device makes the time infinite.
     """
-    loads = {model.name: model.load for model in models if model.load > 0.0}
-    groups = Counter(frozenset(names & loads.keys()) for names in placed.values())
-    hosts = list(groups.items())
-    total = sum(loads.values())
-    if not total:
-        return math.inf, frozenset()
-    factor, tight = len(placed) / total, frozenset(loads)
-    while True:
-        short = _short(loads, hosts, factor)
-        if not short:
-            return factor, tight
-        room = sum(count for names, count in hosts if names & short)
-        new_factor = room / sum(loads[name] for name in short)
-        if new_factor >= factor * (1.0 - _LEAST_GAIN):
-            return factor, tight
-        factor, tight = new_factor, short
-
-
-def _short(
-    loads: Mapping[str, float], hosts: Sequence[tuple[frozenset[str], int]], factor: float
-) -> frozenset[str]:
-    """Return the models whose devices cannot serve them at this factor.
-
-    They are the source's side of a minimum cut; none if all can be served.
-    """
-    need = {name: factor * load for name, load in loads.items()}
-    free = [float(count) for _, count in hosts]
-    assigned: list[dict[str, float]] = [{} for _ in hosts]
-    least = _LEAST_GAIN * sum(need.values())
-    for name in need:  # a greedy start, without a search
-        for at, (names, _) in enumerate(hosts):
-            if need[name] <= least:
-                break
-            if name in names and free[at] > least:
-                amount = min(need[name], free[at])
-                free[at] -= amount
-                need[name] -= amount
-                assigned[at][name] = amount
-    while True:
-        start = [name for name, unmet in need.items() if unmet > least]
-        parents: dict[str, tuple[int, str] | None] = dict.fromkeys(start)
-        goal = None
-        for name in start:  # grows: models that can give way to the short ones
-            for at, (names, _) in enumerate(hosts):
-                if name not in names:
-                    continue
-                if free[at] > least:
-                    goal = (at, name)
+    loaded = [model for model in models if model.load > 0.0]
+    loaded_names = frozenset(model.name for model in loaded)
+    groups = Counter(names & loaded_names for names in placed.values())
+    parts = {
+        model.name: {names: 0.0 for names in groups if model.name in names} for model in loaded
+    }
+    """Model -> busy time that it gives each device of a group."""
+    if unplaced := frozenset(name for name, part in parts.items() if not part):
+        return math.inf, unplaced
+    busy = dict.fromkeys(groups, 0.0)
+    for _ in range(_MOST_ROUNDS):
+        move = 0.0
+        for model in loaded:
+            part = parts[model.name]
+            for names, part_busy in part.items():
+                busy[names] -= part_busy
+            total, count = model.load, 0
+            for names in sorted(part, key=busy.__getitem__):
+                if count and busy[names] * count >= total:
                     break
-                for other_name, share in assigned[at].items():
-                    if share > least and other_name not in parents:
-                        parents[other_name] = (at, name)
-                        start.append(other_name)
-            if goal:
-                break
-        if goal is None:
-            return frozenset(parents)
-        path, (at, name) = [goal], goal
-        while (step := parents[name]) is not None:
-            path.append(step)
-            at, name = step
-        # Backwards along `path`: the last element's model is short, and each model gives way to the
-        # next.
-        amount = min(need[path[-1][1]], free[path[0][0]])
-        for (_, source), (at, _) in itertools.pairwise(path):
-            amount = min(amount, assigned[at][source])
-        free[path[0][0]] -= amount
-        need[path[-1][1]] -= amount
-        for at, name in path:
-            assigned[at][name] = assigned[at].get(name, 0.0) + amount
-        for (_, source), (at, _) in itertools.pairwise(path):
-            assigned[at][source] -= amount
+                total += busy[names] * groups[names]
+                count += groups[names]
+            for names, part_busy in part.items():
+                part[names] = max(0.0, total / count - busy[names])
+                busy[names] += part[names]
+                move = max(move, abs(part[names] - part_busy))
+        if move < _LEAST_MOVE:
+            break
+    most = max(busy.values(), default=0.0)
+    return most, frozenset(
+        name
+        for name, part in parts.items()
+        if any(part_busy > 0.0 and busy[n] >= most * _BUSIEST for n, part_busy in part.items())
+    )

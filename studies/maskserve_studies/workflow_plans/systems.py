@@ -288,7 +288,12 @@ def static(load: Load, flow_requests: Sequence[FlowRequest]) -> tuple[PlanRun, l
 
 def swapped(load: Load, flow_requests: Sequence[FlowRequest]) -> tuple[PlanRun, list[PlanRequest]]:
     """Diffusers-C: any device loads a workflow on demand, as Clockwork does."""
-    return _monolith(load, flow_requests, dict.fromkeys(_rooms(load), frozenset()), bound=False)
+    return _monolith(
+        load,
+        flow_requests,
+        dict.fromkeys(_rooms(load.room, load.devices), frozenset()),
+        bound=False,
+    )
 
 
 def planned(load: Load, flow_requests: Sequence[FlowRequest]) -> tuple[PlanRun, list[PlanRequest]]:
@@ -296,7 +301,7 @@ def planned(load: Load, flow_requests: Sequence[FlowRequest]) -> tuple[PlanRun, 
     models = [
         ModelLoad(flow.name, _nbytes(flow), share * flow.solo_s) for flow, share in load.mix.items()
     ]
-    placed = place(models, _rooms(_of_monoliths(load)))
+    placed = _placed(tuple(models), _of_monoliths(load).room, load.devices)
     return _monolith(load, flow_requests, placed, bound=True)
 
 
@@ -358,11 +363,16 @@ def _loads(load: Load, models: dict[str, int]) -> dict[str, frozenset[str]]:
         for name in flow.parts:
             need[name] += share * flow.solo_s
     loads = [ModelLoad(name, size, need[name]) for name, size in models.items()]
-    return place(loads, _rooms(load))
+    return _placed(tuple(loads), load.room, load.devices)
 
 
-def _rooms(load: Load) -> dict[str, int]:
-    return {f"d{n}": int(load.room * GIB) for n in range(load.devices)}
+@cache
+def _placed(models: tuple[ModelLoad, ...], room: float, devices: int) -> dict[str, frozenset[str]]:
+    return place(models, _rooms(room, devices))
+
+
+def _rooms(room: float, devices: int) -> dict[str, int]:
+    return {f"d{n}": int(room * GIB) for n in range(devices)}
 
 
 def _run(
@@ -370,7 +380,7 @@ def _run(
 ) -> PlanRun:
     devices = {
         name: Device(room, models=dict.fromkeys(placed[name], 0.0))
-        for name, room in _rooms(load).items()
+        for name, room in _rooms(load.room, load.devices).items()
     }
     return PlanRun(rules, devices, sizes, GIB / load.load_s)
 

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maskserve_workflows.placement import ModelLoad, place, sustained
-from tests.support.examples import examples
+from tests.support.draws import fresh_random
+from tests.support.examples import examples, number
 
 
 def by_hall(models, placed):
@@ -52,21 +53,36 @@ def instances(draw):
 
 
 @given(instances())
-@examples(1000, derandomize=True)  # a heuristic: rare instances are farther off
-def test_placements_are_within_a_twentieth_of_the_best(instance):
+@examples(1000)
+def test_a_placement_keeps_to_the_rooms_and_its_value_is_by_hall(instance):
     models, rooms = instance
-    best = best_there_is(models, rooms)
-    if not best:
-        with pytest.raises(ValueError, match="do not fit"):
-            place(models, rooms)
+    try:
+        placed = place(models, rooms)
+    except ValueError:
         return
-    placed = place(models, rooms)
     by_name = {model.name: model for model in models}
     for name, model_names in placed.items():
         assert sum(by_name[model_name].nbytes for model_name in model_names) <= rooms[name]
     assert frozenset().union(*placed.values()) == set(by_name)
-    assert math.isclose(sustained(models, placed), by_hall(models, placed))
-    assert sustained(models, placed) >= 0.95 * best
+    assert math.isclose(sustained(models, placed), by_hall(models, placed), rel_tol=1e-6)
+
+
+def test_placements_are_within_a_fiftieth_of_the_best_on_average():
+    """A greedy search: rare instances are farther off."""
+    rng = fresh_random()
+    losses = []
+    for _ in range(number(1000, least=200)):
+        models = [
+            ModelLoad(f"m{n}", rng.randint(1, 8), rng.randint(1, 16) / 8)
+            for n in range(rng.randint(1, 4))
+        ]
+        rooms = {f"d{n}": rng.randint(1, 20) for n in range(rng.randint(1, 4))}
+        best = best_there_is(models, rooms)
+        try:
+            losses.append(1.0 - sustained(models, place(models, rooms)) / best)
+        except ValueError:  # they do not fit, or the search did not see how
+            losses.append(1.0 if best else 0.0)
+    assert sum(losses) / len(losses) <= 0.02, sorted(losses)[-20:]
 
 
 def test_what_is_asked_for_most_has_most_copies():
