@@ -11,18 +11,10 @@ from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
 from maskserve_common import transport
 from maskserve_common.contracts import bytes_tensor
-from maskserve_common.errors import (
-    CODES,
-    AdapterNotFound,
-    EngineFailed,
-    InvalidRequest,
-    MaskserveError,
-    Overloaded,
-    split_code,
-)
+from maskserve_common.errors import Overloaded
+from maskserve_triton.tensor_io import relayed
 
 _MODEL = "controlnet"
-_KINDS = {kind.code: kind for kind in (AdapterNotFound, Overloaded, EngineFailed)}
 
 
 class ControlNetCalls:
@@ -61,19 +53,10 @@ class ControlNetCalls:
         if response is None:
             raise Overloaded("the ControlNet service gives no answer; try again later")
         if response.error_message:
-            raise _error(response.error_message)
+            raise relayed(response.error_message, "")
         raw = bytes_tensor.outputs(response.infer_response)["RESULT"]
         result: dict[str, Any] = json.loads(bytes(raw))
         return result
 
     def close(self) -> None:
         self._channel.close()
-
-
-def _error(text: str) -> MaskserveError:
-    code, message = split_code(text)
-    assert code in CODES
-    if code == InvalidRequest.code:
-        field, _, problem = message.partition(": ")
-        return InvalidRequest(field, problem)
-    return _KINDS.get(code, EngineFailed)(message)

@@ -28,7 +28,7 @@ from maskserve_common.contracts.postprocess_context import NOTHING
 from maskserve_common.contracts.request import AcceptedEdit, EditRequest
 from maskserve_common.contracts.settings import EditSettings
 from maskserve_common.contracts.tensors import CONTRACTS, Tensor
-from maskserve_common.errors import AdapterNotFound, InvalidRequest, Overloaded
+from maskserve_common.errors import InvalidRequest, MaskserveError, Overloaded
 from maskserve_common.imaging.images import encode_image
 from maskserve_common.liveness import signed_in
 from maskserve_triton.controlnet_calls import ControlNetCalls
@@ -285,9 +285,9 @@ def test_a_denoisers_calls_reach_a_controlnet_service(
         session = calls.call({"op": "attach", "dtype": "float32"}, b"", 30.0)["session"]
         assert calls.call({"op": "health"}, b"", 30.0)["sessions"] == 1
         message = {"op": "load", "session": session, "version": "1"}
-        with pytest.raises(AdapterNotFound, match="none"):
+        with pytest.raises(MaskserveError, match=r"\[ADAPTER_NOT_FOUND\].*none"):
             calls.call({**message, "name": "none"}, b"", 30.0)
-        with pytest.raises(InvalidRequest, match="is not an operation"):
+        with pytest.raises(MaskserveError, match=r"\[INVALID_REQUEST\].*is not an operation"):
             calls.call({"op": "none"}, b"", 30.0)
         server.stop(0).wait()
         with pytest.raises(Overloaded, match="does not answer"):

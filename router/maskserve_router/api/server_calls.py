@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import Final
 
-import grpc.aio
+import grpc
 from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_common.contracts.tensors import Contract
@@ -104,16 +104,16 @@ class ServerCalls:
         request: pb.ServerMetadataRequest | pb.ModelMetadataRequest | pb.ModelConfigRequest,
     ) -> bytes:
         """Return the first worker's answer, or the next one's if it is unavailable."""
-        broken: grpc.aio.AioRpcError | None = None
+        failure: Failure | None = None
         for worker in self._pool.up():
             try:
                 return await worker.upstream.call(method, request.SerializeToString(), _TIMEOUT_S)
-            except grpc.aio.AioRpcError as error:
-                if error.code() is not grpc.StatusCode.UNAVAILABLE:
-                    raise Failure(error.code(), error.details() or "") from None
-                broken = error
-        if broken is not None:
-            raise Failure(broken.code(), broken.details() or "")
+            except Failure as error:
+                if error.status is not grpc.StatusCode.UNAVAILABLE:
+                    raise
+                failure = error
+        if failure is not None:
+            raise failure
         raise NoWorkerAvailable(Edit(1, 1, 1), [])
 
 

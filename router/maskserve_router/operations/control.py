@@ -7,7 +7,6 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import grpc.aio
 import msgspec
 from msgspec import structs
 from tritonclient.grpc import service_pb2 as pb
@@ -215,11 +214,10 @@ async def _ask(
         raw = await worker.upstream.control(request or control_request(operation), timeout)
         answer: dict[str, Any] = msgspec.json.decode(raw, type=dict[str, Any])
         return answer
-    except grpc.aio.AioRpcError as error:
-        failure = Failure(error.code(), error.details() or "")
+    except Failure as failure:
         if not failure.coded:
             log.warning("worker %s: %s: %s", worker.address, operation["op"], failure.details[:300])
-        raise failure from None
+        raise
     except (msgspec.MsgspecError, IndexError):
         log.warning("worker %s sent an unexpected answer to %s", worker.address, operation["op"])
         raise EngineFailed("a worker sent an unexpected answer") from None

@@ -14,7 +14,6 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import grpc
-import grpc.aio
 import msgspec
 from msgspec import structs
 from tritonclient.grpc import service_pb2 as pb
@@ -30,7 +29,7 @@ from maskserve_router.dns import DNS, resolved
 from maskserve_router.fair_share import FairPlaces, FairShare
 from maskserve_router.keys import KeyHolder
 from maskserve_router.messages.failures import Blame, Failure
-from maskserve_router.workers.upstream import Upstream
+from maskserve_router.workers.upstream import Upstream, failures
 from maskserve_workflows.live_placement import LivePlacement
 from maskserve_workflows.node_types import NodeType
 from maskserve_workflows.nodes import NODE_TYPES
@@ -282,10 +281,11 @@ class NodePool:
         if server is None:
             return None
         try:
-            answer = await server.infer(request.SerializeToString(), _STATUS_S)
+            with failures():
+                answer = await server.infer(request.SerializeToString(), _STATUS_S)
             (raw,) = bytes_tensor.elements(_contents(answer)["RESULT"], 1)
             record: dict[str, Any] = msgspec.json.decode(raw)
-        except (grpc.aio.AioRpcError, KeyError, ValueError, msgspec.MsgspecError):
+        except (Failure, KeyError, ValueError, msgspec.MsgspecError):
             return None
         self._shares_folder[address] = self._values.host == record.get("values", {}).get("host", "")
         return record
@@ -436,8 +436,8 @@ class NodePool:
                 self._placement.count_call(kind.model, address)
                 try:
                     return await self._sent(address, raw, kind), address, tries
-                except grpc.aio.AioRpcError as error:
-                    failure = Failure(error.code(), error.details() or "")
+                except Failure as error:
+                    failure = error
                 if failure.code != InvalidRequest.code:
                     self._shares_folder.pop(
                         address, None
@@ -484,7 +484,8 @@ class NodePool:
         self._load[address] += price_s
         begin = time.monotonic()
         try:
-            answer: bytes = await self._servers[address].infer(raw, _TIMEOUT_S)
+            with failures():
+                answer: bytes = await self._servers[address].infer(raw, _TIMEOUT_S)
         finally:
             self._load[address] -= price_s
         taken_s = time.monotonic() - begin

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable
 
 import grpc
-import grpc.aio
 
 from maskserve_common.errors import EngineFailed
 from maskserve_router.config import RouterConfig
@@ -154,9 +153,9 @@ class Pool:
             raw = await self._status_of(worker)
             begin = time.perf_counter()
             status = read_status(raw)
-        except (grpc.aio.AioRpcError, ValueError, IndexError) as error:
+        except (Failure, ValueError, IndexError) as error:
             worker.misses += 1
-            why = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
+            why = error.details if isinstance(error, Failure) else str(error)
         else:
             was_ready = worker.ready
             worker.heard(status, time.monotonic())
@@ -176,8 +175,8 @@ class Pool:
             try:
                 request = control_request({"op": "status", "templates": version})
                 return await worker.upstream.control(request, timeout)
-            except grpc.aio.AioRpcError as error:
-                if "OP.templates" not in (error.details() or ""):
+            except Failure as failure:
+                if "OP.templates" not in failure.details:
                     raise
                 worker.reports_all()
         return await worker.upstream.control(_STATUS, timeout)

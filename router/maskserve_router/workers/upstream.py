@@ -1,36 +1,37 @@
-"""gRPC calls to one worker, as bytes, so that no message is parsed or encoded again."""
+"""gRPC calls to one Triton, as bytes, so that no message is parsed or encoded again."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 
 import grpc.aio
 from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_common import transport
 from maskserve_common.contracts import bytes_tensor
+from maskserve_router.messages.failures import Failure
 from maskserve_router.messages.forwarded_headers import Metadata
 
 SERVICE = "inference.GRPCInferenceService"
-OPTIONS = (
-    ("grpc.max_send_message_length", -1),
-    ("grpc.max_receive_message_length", -1),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1000),
-    *transport.CHANNEL,
-    # Otherwise routers of one process, as in tests, would share connections.
-    ("grpc.use_local_subchannel_pool", 1),
-)
+
+
+@contextmanager
+def failures() -> Iterator[None]:
+    """Turn gRPC's error of a call into Failure."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        raise Failure(error.code(), error.details() or "") from None
 
 
 class Upstream:
-    """Calls one worker's gRPC port."""
+    """Calls the gRPC port of one Triton: a worker or a node server."""
 
     def __init__(self, address: str) -> None:
-        self._channel = grpc.aio.insecure_channel(address, OPTIONS)
+        self._channel = grpc.aio.insecure_channel(address, transport.SERVICE)
         # Control requests have a connection of their own, so that pictures do not delay them.
-        self._control_channel = grpc.aio.insecure_channel(address, OPTIONS)
+        self._control_channel = grpc.aio.insecure_channel(address, transport.SERVICE)
         self._infer = self._channel.unary_unary(f"/{SERVICE}/ModelInfer")
         self._infer_control = self._control_channel.unary_unary(f"/{SERVICE}/ModelInfer")
         self._stream = self._channel.stream_stream(f"/{SERVICE}/ModelStreamInfer")
@@ -54,11 +55,12 @@ class Upstream:
         """Make any other unary call of the service and return the answer.
 
         Raises:
-            grpc.aio.AioRpcError: the call failed.
+            Failure: the call failed.
         """
-        answer: bytes = await self._control_channel.unary_unary(f"/{SERVICE}/{method}")(
-            request, timeout=timeout
-        )
+        with failures():
+            answer: bytes = await self._control_channel.unary_unary(f"/{SERVICE}/{method}")(
+                request, timeout=timeout
+            )
         return answer
 
     async def control(self, request: bytes, timeout: float) -> bytes:
@@ -67,9 +69,10 @@ class Upstream:
         `request` comes from `control_request`.
 
         Raises:
-            grpc.aio.AioRpcError: the call failed.
+            Failure: the call failed.
         """
-        answer = await self._infer_control(request, timeout=timeout)
+        with failures():
+            answer = await self._infer_control(request, timeout=timeout)
         return bytes(bytes_tensor.outputs(pb.ModelInferResponse.FromString(answer))["RESULT"])
 
     async def close(self, grace_s: float | None = None) -> None:

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import TypeAlias
 
 import grpc
-import grpc.aio
 import msgspec
 from tritonclient.grpc import service_pb2 as pb
 
@@ -19,6 +18,7 @@ from maskserve_router.messages.edit_call import EditCall
 from maskserve_router.messages.failures import Failure
 from maskserve_router.messages.model_answer import ModelAnswer
 from maskserve_router.workers.stream_buffer import Message
+from maskserve_router.workers.upstream import failures
 from maskserve_router.workers.worker import Sent
 
 log = logging.getLogger("maskserve.router")
@@ -42,7 +42,7 @@ async def unary(sent: Sent, call: EditCall) -> AsyncIterator[Message]:
         call.encoded(sent.worker.host), call.left(), call.metadata
     )
     sent.cancel = under_way.cancel
-    with _failures(sent):
+    with _call_failures(sent):
         try:
             answer = await under_way
         finally:
@@ -78,7 +78,7 @@ async def streamed(sent: Sent, call: EditCall) -> AsyncIterator[Message]:
     sent.cancel = under_way.cancel
     answered = False
     try:
-        with _failures(sent):
+        with _call_failures(sent):
             try:
                 async for raw in under_way:
                     message, is_answer = _checked(raw, sent, call)
@@ -132,12 +132,11 @@ def _restarted(message: bytes, restarts: int) -> bytes:
 
 
 @contextmanager
-def _failures(sent: Sent) -> Iterator[None]:
+def _call_failures(sent: Sent) -> Iterator[None]:
     """Convert errors that end a call to a worker into Failure."""
     try:
-        yield
-    except grpc.aio.AioRpcError as error:
-        raise Failure(error.code(), error.details() or "") from None
+        with failures():
+            yield
     except asyncio.CancelledError:
         if sent.ended_for is not None:
             raise sent.ended_for from None

@@ -88,7 +88,7 @@ class ScriptedUpstream:
 
     async def control(self, request: bytes, timeout: float) -> bytes:
         if self.state == "silent":
-            raise _error(grpc.StatusCode.UNAVAILABLE, "no answer")
+            raise Failure(grpc.StatusCode.UNAVAILABLE, "no answer")
         if self.state == "not a record":
             return b"{"
         rows = tuple(RowStatus(call.request_id, "dense", 64, 64, 4) for call in self.under_way())

@@ -29,7 +29,7 @@ from maskserve_router.metrics import Metrics
 from maskserve_router.scheduling.admission import Admission
 from maskserve_router.workers import node_pool
 from maskserve_router.workers.node_pool import NodeAnswer, NodePool
-from maskserve_router.workers.upstream import Upstream
+from maskserve_router.workers.upstream import Upstream, failures
 from maskserve_router.workflows import run_driver
 from maskserve_router.workflows import workflows as served_workflows
 from maskserve_router.workflows.run_driver import RunServices
@@ -428,7 +428,7 @@ async def test_calls_go_where_their_model_is_placed() -> None:
         async def _sent(self, address: str, raw: bytes, kind: Any) -> bytes:
             call_addresses.append(address)
             if address in dead:
-                raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, None, None, "gone")
+                raise Failure(grpc.StatusCode.UNAVAILABLE, "gone")
             self._load[address] += 1.0  # as if it had not answered yet
             return made_answer("picture")
 
@@ -480,7 +480,7 @@ class Told(NodePool):
     async def _sent(self, address: str, raw: bytes, kind: Any) -> bytes:
         self.asked.append(address)
         if (words := self.words(address)) is not None:
-            raise grpc.aio.AioRpcError(self.status, None, None, words)
+            raise Failure(self.status, words)
         return made_answer("picture")
 
     async def enlarged(self) -> NodeAnswer:
@@ -574,10 +574,10 @@ async def test_words_of_a_port_that_nobody_listens_at_are_known() -> None:
     with socket.socket() as bound_socket:
         bound_socket.bind(("127.0.0.1", 0))
         server = Upstream(f"127.0.0.1:{bound_socket.getsockname()[1]}")
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
+        with pytest.raises(Failure) as refused, failures():
             await server.infer(b"", 60.0)
-    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
-    assert any(words in str(refused.value.details()) for words in node_pool._NEVER_BEGUN)
+    assert refused.value.status is grpc.StatusCode.UNAVAILABLE
+    assert any(words in refused.value.details for words in node_pool._NEVER_BEGUN)
     await server.close()
 
 
@@ -606,9 +606,7 @@ async def test_answers_of_nodes_are_kept_for_their_key() -> None:
             node_names.append(kind.name)
             await goes_on.wait()
             if node_names.count("find") == 1:
-                raise grpc.aio.AioRpcError(
-                    grpc.StatusCode.INVALID_ARGUMENT, None, None, "[INVALID_REQUEST] no"
-                )
+                raise Failure(grpc.StatusCode.INVALID_ARGUMENT, "[INVALID_REQUEST] no")
             return made_answer("mask", made=bytes(1000))
 
     pool = Served(WorkflowFiles(nodes=("127.0.0.1:1",), kept_bytes=20_000), FairShare(1))
