@@ -28,7 +28,7 @@ WORKDIR /src
 COPY pyproject.toml constraints.txt deploy/requirements.py ./
 RUN python3 -m venv $VIRTUAL_ENV \
     && pip install --no-cache-dir $PIP_FLAGS -c constraints.txt torch \
-    && python3 requirements.py engine router server postgres trace > requirements.txt \
+    && python3 requirements.py engine server postgres trace > requirements.txt \
     && pip install --no-cache-dir $PIP_FLAGS -c constraints.txt -r requirements.txt
 COPY --from=source / ./
 RUN pip install --no-cache-dir $PIP_FLAGS --no-deps .
@@ -86,7 +86,7 @@ WORKDIR /src
 COPY pyproject.toml constraints.txt deploy/requirements.py ./
 RUN python3 -m venv $VIRTUAL_ENV \
     && pip install --no-cache-dir $PIP_FLAGS -c constraints.txt torch \
-    && python3 requirements.py engine router postgres trace > requirements.txt \
+    && python3 requirements.py engine postgres trace > requirements.txt \
     && pip install --no-cache-dir $PIP_FLAGS -c constraints.txt -r requirements.txt
 COPY --from=source / ./
 RUN pip install --no-cache-dir $PIP_FLAGS --no-deps . \

@@ -50,7 +50,7 @@ endef
 
 $(SERVING): pyproject.toml constraints.txt
 	$(TORCH)
-	$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[clients,engine,router,server]'
+	$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[clients,engine,jobs,server]'
 	@touch $@
 
 $(PAGE): $(SERVING)
@@ -59,7 +59,7 @@ $(PAGE): $(SERVING)
 
 $(STAMP): pyproject.toml constraints.txt
 	$(TORCH)
-	$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[engine,router,server,dev]'
+	$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[engine,jobs,server,dev]'
 	@touch $(SERVING) $(PAGE) $@
 
 demo: $(SERVING) ## a masked edit through a real Triton; writes demo-output/

@@ -2,7 +2,7 @@
 
 Read apart from the code, so that the layer of dependencies is built anew only when they change.
 
-    python3 deploy/requirements.py engine router postgres trace > requirements.txt
+    python3 deploy/requirements.py engine postgres trace > requirements.txt
 """
 
 import re

@@ -10,6 +10,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
+
+from starlette.routing import Route
 
 from maskserve_common.config import ConfigError
 from maskserve_common.files.values import Values
@@ -17,6 +20,7 @@ from maskserve_common.routing import make_policy
 from maskserve_router.api.front import Front
 from maskserve_router.api.http_body import Bodies
 from maskserve_router.api.http_inference import HttpInference
+from maskserve_router.api.no_jobs import NoJobs
 from maskserve_router.api.openai.edits import ImageEdits
 from maskserve_router.api.openai.image_urls import ImageUrls
 from maskserve_router.api.openai.masks import mask_routes
@@ -27,9 +31,6 @@ from maskserve_router.api.server_calls import ServerCalls
 from maskserve_router.api.workflow_routes import workflow_routes
 from maskserve_router.config import RouterConfig, check_change
 from maskserve_router.fair_share import FairShare
-from maskserve_router.jobs.jobs import Jobs
-from maskserve_router.jobs.routes import job_routes
-from maskserve_router.jobs.webhooks import Webhooks
 from maskserve_router.keys import KeyRing
 from maskserve_router.listeners.admin import Admin
 from maskserve_router.listeners.certificates import Certificates
@@ -55,11 +56,16 @@ from maskserve_workflows.folder import read_plans
 from maskserve_workflows.plan import WorkflowPlan
 from maskserve_workflows.ports import WorkflowError
 
+if TYPE_CHECKING:
+    from maskserve_router.jobs.jobs import Jobs
+
 log = logging.getLogger("maskserve.router")
 _OPERATORS = 64
 """Connections of the operators' port; clients cannot use them up."""
 _LOCK_S = 0.1
 """Longest seconds that a process may hold the lock of the values folder while others wait."""
+_JOB_LIBRARIES = ("sqlalchemy", "tenacity")
+"""Libraries of the extra `jobs`."""
 _POLL_S = 2.0
 """Seconds between two checks of the files of keys and certificates."""
 
@@ -130,8 +136,8 @@ class Router:
         self._outputs = Outputs(config.outputs.timeout_s)
         images = ImageEdits(bodies, config.limits, front, turns, self.pool, urls, self._outputs)
         templates = TemplateRoutes(bodies, front, control, turns)
-        self._jobs = Jobs(
-            config, images, keys, self.admission, turns, Webhooks(config.jobs), self.metrics
+        self._jobs, job_routes = _jobs(
+            config, front, images, keys, self.admission, turns, self.metrics
         )
         inference = HttpInference(bodies, front, turns)
         self.http = HttpServer(
@@ -142,7 +148,7 @@ class Router:
                 [
                     *openai_routes(images, templates),
                     *mask_routes(bodies, front, masks, turns),
-                    *job_routes(front, images, self._jobs),
+                    *job_routes,
                     *workflow_routes(keys.client, workflows),
                 ],
                 config.http.cors_origins,
@@ -272,6 +278,40 @@ class Router:
         await self._nodes.close()
         self._fair_share.close()
         self._tracing.close()
+
+
+def _jobs(
+    config: RouterConfig,
+    front: Front,
+    images: ImageEdits,
+    keys: KeyRing,
+    admission: Admission,
+    fair_share: FairShare,
+    metrics: Metrics,
+) -> tuple[Jobs | NoJobs, list[Route]]:
+    """Return the jobs and their routes. Only a router that takes jobs imports them.
+
+    Raises:
+        ConfigError: a database is configured, and the extra `jobs` is not installed.
+    """
+    if not config.jobs.enabled:
+        no_jobs = NoJobs("are turned off here ([jobs] enabled)")
+        return no_jobs, no_jobs.routes(front)
+    try:
+        from maskserve_router.jobs.jobs import Jobs
+        from maskserve_router.jobs.routes import job_routes
+        from maskserve_router.jobs.webhooks import Webhooks
+    except ModuleNotFoundError as error:
+        if error.name not in _JOB_LIBRARIES:
+            raise
+        lack = f"need the extra `jobs` (pip install 'maskserve[jobs]'): {error.name} is missing"
+        if config.jobs.database or config.jobs.database_file:
+            raise ConfigError(f"[jobs]: jobs {lack}") from None
+        log.warning("the router takes no jobs: they %s", lack)
+        no_jobs = NoJobs(lack)
+        return no_jobs, no_jobs.routes(front)
+    jobs = Jobs(config, images, keys, admission, fair_share, Webhooks(config.jobs), metrics)
+    return jobs, job_routes(front, images, jobs)
 
 
 def _plans(config: RouterConfig) -> list[WorkflowPlan]:

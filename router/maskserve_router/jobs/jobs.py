@@ -142,9 +142,9 @@ class Jobs:
         """
         jobs = self._config
         try:
-            if jobs.enabled and jobs.database_file:
+            if jobs.database_file:
                 self._place = Path(jobs.database_file).read_text().strip()
-            if jobs.enabled and (jobs.database or jobs.database_file):
+            if jobs.database or jobs.database_file:
                 await self._open()
             elif self._place:
                 make_private(Path(self._place).parent)
@@ -663,8 +663,6 @@ def description(job: JobRecord) -> dict[str, Any]:
 def database_of(config: RouterConfig) -> tuple[str, str]:
     """Return the location of the database; if there is none, an empty text and the reason."""
     jobs = config.jobs
-    if not jobs.enabled:
-        return "", "are turned off here ([jobs] enabled)"
     if jobs.database or jobs.database_file:
         return jobs.database, ""
     if not config.listen.http_port:

@@ -16,7 +16,7 @@ from maskserve_router.api.front import Front
 from maskserve_router.api.openai.answers import answering, json_answer
 from maskserve_router.api.openai.edits import ImageEdits
 from maskserve_router.jobs.jobs import Jobs, description
-from maskserve_router.jobs.store import MOST_LISTED
+from maskserve_router.messages.job_states import MOST_LISTED
 
 _NAME = re.compile(r"[!-~]{1,255}")
 """Form of an idempotency key in a header."""

@@ -72,7 +72,6 @@ _BATCH: Final = 200
 _RESERVE: Final = 8 * 2**20
 _WEBHOOK_S: Final = 3600.0
 """Seconds that a job stays longer while its webhook has not been called."""
-MOST_LISTED: Final = 100
 """Jobs of a page."""
 _MOST_PORT: Final = 65_535
 

@@ -14,7 +14,7 @@ from maskserve_common.contracts.settings import EditSettings, MaskFrom
 from maskserve_common.contracts.tensors import CONTRACTS
 from maskserve_common.reading import sentences
 from maskserve_router.api.openai.form import EXTENSIONS, Fields, ImageUrl
-from maskserve_router.jobs.store import MOST_LISTED
+from maskserve_router.messages.job_states import MOST_LISTED
 from maskserve_workflows.plan import INPUT_KINDS
 
 Json = dict[str, Any]

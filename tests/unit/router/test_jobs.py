@@ -567,7 +567,6 @@ def test_jobs_lie_beside_the_router(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     file = str(tmp_path / "maskserve" / "jobs-8080.sqlite")
     assert database_of(router_config_of({})) == (file, "")
     assert database_of(router_config_of({"listen": {"http_port": 0}}))[0] == ""
-    assert database_of(router_config_of({"jobs": {"enabled": False}}))[0] == ""
 
 
 async def test_without_a_place_jobs_are_refused() -> None:
