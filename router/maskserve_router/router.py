@@ -304,7 +304,7 @@ def _jobs(
     except ModuleNotFoundError as error:
         if error.name not in _JOB_LIBRARIES:
             raise
-        lack = f"need the extra `jobs` (pip install 'maskserve[jobs]'): {error.name} is missing"
+        lack = f"need the extra `jobs` (pip install -e '.[jobs]'): {error.name} is missing"
         if config.jobs.database or config.jobs.database_file:
             raise ConfigError(f"[jobs]: jobs {lack}") from None
         log.warning("the router takes no jobs: they %s", lack)

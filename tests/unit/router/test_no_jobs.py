@@ -48,7 +48,7 @@ def test_a_router_whose_jobs_are_off_imports_none_of_theirs() -> None:
 def test_without_the_extra_a_router_takes_no_jobs_and_says_so(tmp_path: Path) -> None:
     output = started({}, _WITHOUT_EXTRA, tmp_path)
     assert output.startswith("off\n")
-    assert "pip install 'maskserve[jobs]'" in output
+    assert "pip install -e '.[jobs]'" in output
 
 
 def test_without_the_extra_a_database_cannot_be_configured(tmp_path: Path) -> None:
