@@ -1,12 +1,10 @@
 """One edit on its way through the router, with the parts of its request that routing needs.
 
-The message is parsed once, and only its SETTINGS are written again. The router draws the seed and
-the request id, so that a retry is the same edit.
+The message is parsed once, and only its SETTINGS are written again.
 """
 
 from __future__ import annotations
 
-import secrets
 import time
 import uuid
 from collections.abc import Mapping
@@ -15,43 +13,36 @@ from dataclasses import dataclass, field
 from msgspec import structs
 from tritonclient.grpc import service_pb2 as pb
 
-from maskserve_common.contracts.keys import NO_SCOPE, edit_of, name_of, scope_of, scoped
-from maskserve_common.contracts.settings import EditSettings, dump_settings, parse_settings
+from maskserve_common.contracts.keys import NO_SCOPE, scoped
+from maskserve_common.contracts.settings import dump_settings, parse_settings
 from maskserve_common.contracts.tensors import CONTRACTS, Contract
 from maskserve_common.errors import InvalidRequest
 from maskserve_common.reading import nearest
+from maskserve_router.messages.client_call import ClientCall, identified
 from maskserve_router.messages.forwarded_headers import Metadata
 from maskserve_router.messages.model_request import MOST_ELEMENTS, ModelRequest
 
 EDITS = ("edit", "edit_stream")
 PUBLIC = (*EDITS, "control")
 """Models that clients may call; the other models are internal to a worker."""
-_SEED_BITS = 32
 MODELS: Mapping[str, Contract] = {name: CONTRACTS[name] for name in PUBLIC}
 VERSIONS = ("", "1", "-1")
 """Versions that Triton accepts for a model with one version: none, its number, "the latest"."""
 
 
-@dataclass(slots=True, eq=False)
-class EditCall:
+@dataclass(slots=True, eq=False, kw_only=True)
+class EditCall(ClientCall):
     """An edit, from a client's request to its answer."""
 
-    message: ModelRequest
-    settings: EditSettings | None
-    """Settings with seed and request id; None if the request is malformed. A worker then reports
-    the error."""
+    kind = "edit"
     image: memoryview
     mask: bytes
     prompted: bool
     """True if its prompt has any text."""
-    request_id: str
     size: int
     """Bytes of the request."""
     metadata: Metadata = ()
     """Headers that are forwarded to the worker."""
-    timeout: float | None = None
-    """Seconds that the client waits, counted from `arrival`."""
-    arrival: float = field(default_factory=time.monotonic)
     worker: str = ""
     """Address of the worker of the last try."""
     sent_as: str = field(init=False)
@@ -59,9 +50,6 @@ class EditCall:
     tries: int = 0
     restarts: int = 0
     """Tries that failed after the client had received events of them."""
-    by_size_ms: int | None = None
-    """Milliseconds in which an edit of its size is due without a deadline; None: unknown or
-    none."""
     answer_bytes: int = 0
     """Most bytes of its answer; 0: unknown."""
     waits_until: float | None = None
@@ -69,55 +57,14 @@ class EditCall:
     starts_by: float | None = None
     """Time at which it must begin to be in time, on time.monotonic's clock; None: it has no due
     time, and waits in order of arrival."""
-    cancelled: bool = False
-    """True once it was cancelled by its id; it is not sent again."""
 
     def __post_init__(self) -> None:
         self.sent_as = self.request_id
 
     @property
-    def deadline(self) -> float | None:
-        """The time after which nobody wants the answer, on time.monotonic's clock."""
-        limits = [self.timeout] if self.timeout is not None else []
-        limit_ms = None if self.settings is None else self.settings.limit_ms
-        if limit_ms is not None:
-            limits.append(limit_ms / 1e3)
-        # KServe's own parameter, which the worker also obeys. Indexing the map would add a key.
-        if "timeout" in self.message.head.parameters:
-            timeout_us = self.message.head.parameters["timeout"].int64_param
-            if timeout_us > 0:
-                limits.append(timeout_us / 1e6)
-        return self.arrival + min(limits) if limits else None
-
-    @property
-    def deadline_name(self) -> str:
-        """Name of the client's limit that ends first, for errors."""
-        candidate_limits = {"the call's own timeout": self.timeout}
-        limit_ms = None if self.settings is None else self.settings.limit_ms
-        if limit_ms is not None:
-            candidate_limits["SETTINGS.deadline_ms"] = limit_ms / 1e3
-        if "timeout" in self.message.head.parameters:
-            timeout_us = self.message.head.parameters["timeout"].int64_param
-            candidate_limits["parameter timeout"] = timeout_us / 1e6 if timeout_us > 0 else None
-        limits = {
-            name: seconds for name, seconds in candidate_limits.items() if seconds is not None
-        }
-        return min(limits, key=limits.__getitem__)
-
-    @property
     def primed(self) -> bool:
         """True if it waits for its template and then runs cached (`cache: require`)."""
         return self.settings is not None and self.settings.cache == "require"
-
-    @property
-    def due_s(self) -> float | None:
-        """Seconds from `arrival` until its answer is due; None: it has no known due time."""
-        deadline_ms = None if self.settings is None else self.settings.deadline_ms
-        limits = [] if self.deadline is None else [self.deadline - self.arrival]
-        limits += [] if deadline_ms is None else [deadline_ms / 1e3]
-        if not limits and self.by_size_ms is not None:
-            return self.by_size_ms / 1e3
-        return min(limits, default=None)
 
     def left(self) -> float | None:
         """Return the seconds that the client still waits; None: without limit."""
@@ -305,34 +252,29 @@ def make_edit_call(
         mask, raw = message.read("MASK"), message.read("SETTINGS")
         prompted = len(message.view("PROMPT")) > 0
     except LookupError:
-        nothing = memoryview(b"")
         name = scoped(scope, uuid.uuid4().hex)
-        return EditCall(message, None, nothing, b"", False, name, size, metadata, timeout)
-    settings = parse_settings(raw)
-    settings = structs.replace(
-        settings,
-        request_id=request_id_of(settings.request_id or uuid.uuid4().hex, scope),
-        private_prompt=settings.private_prompt or private_prompt,
-        seed=secrets.randbits(_SEED_BITS) if settings.seed is None else settings.seed,
-    )
+        return EditCall(
+            message=message,
+            settings=None,
+            request_id=name,
+            timeout=timeout,
+            image=memoryview(b""),
+            mask=b"",
+            prompted=False,
+            size=size,
+            metadata=metadata,
+        )
+    settings = identified(parse_settings(raw), scope)
+    settings = structs.replace(settings, private_prompt=settings.private_prompt or private_prompt)
     assert settings.request_id is not None
     return EditCall(
-        message, settings, image, mask, prompted, settings.request_id, size, metadata, timeout
+        message=message,
+        settings=settings,
+        request_id=settings.request_id,
+        timeout=timeout,
+        image=image,
+        mask=mask,
+        prompted=prompted,
+        size=size,
+        metadata=metadata,
     )
-
-
-def request_id_of(name: str, scope: str) -> str:
-    """Return the id at workers for a client's own `name`.
-
-    Raises:
-        InvalidRequest: it has the form of another client's id.
-    """
-    for part, foreign in (
-        ("before '!'", scope_of(name) not in (NO_SCOPE, scope)),
-        ("behind '~'", edit_of(name) != name),
-    ):
-        if foreign:
-            raise InvalidRequest(
-                "SETTINGS.request_id", f"has a part {part}", "letters, digits, or any of . _ : / -"
-            )
-    return scoped(scope, name_of(name))

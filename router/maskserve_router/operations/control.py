@@ -18,13 +18,13 @@ from maskserve_common.errors import EngineFailed, InvalidRequest
 from maskserve_common.routing import Edit, NoWorkerAvailable
 from maskserve_router.fair_share import FairShare
 from maskserve_router.keys import KeyHolder
+from maskserve_router.messages.client_call import request_id_of
 from maskserve_router.messages.control_message import (
     check_image,
     control_request,
     image_size,
     read_operation,
 )
-from maskserve_router.messages.edit_call import request_id_of
 from maskserve_router.messages.failures import Blame, Failure, NotSupported, Unauthorized
 from maskserve_router.messages.model_request import ModelRequest
 from maskserve_router.operations.replication_queue import MissedOperations, refused

@@ -10,7 +10,6 @@ retry    send the same edit to another worker, within the retry budget; progress
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
@@ -20,7 +19,6 @@ from dataclasses import replace
 from maskserve_common.contracts.due_times import OK, due_by_size
 from maskserve_common.contracts.keys import tried
 from maskserve_common.errors import (
-    Cancelled,
     DeadlineExceeded,
     InvalidRequest,
     MaskserveError,
@@ -37,6 +35,7 @@ from maskserve_router.messages.failures import Blame, Failure, RetryLater
 from maskserve_router.messages.model_request import ModelRequest
 from maskserve_router.metrics import Metrics
 from maskserve_router.scheduling.admission import Admission, EditRoom
+from maskserve_router.scheduling.client_calls import ClientCalls, messages_of
 from maskserve_router.scheduling.edit_cost import Measure
 from maskserve_router.scheduling.pending_queue import PendingQueue
 from maskserve_router.scheduling.retry_budget import RetryBudget
@@ -69,20 +68,11 @@ class Dispatcher:
         self._budget = RetryBudget(config.faults.retry_share, config.faults.retry_floor)
         self._homes: LruCache[str, str] = LruCache(config.routing.remembered_images)
         """Id of a kept result -> `Worker.results_at` of the workers that have it."""
-        self._calls: dict[str, EditCall] = {}
-        """Request id -> edit under way."""
+        self._calls: ClientCalls[EditCall] = ClientCalls()
 
     def cancel(self, request_id: str) -> bool:
-        """Cancel an edit in any phase. Return False if this router has no such edit."""
-        call = self._calls.get(request_id)
-        if call is None:
-            return False
-        call.cancelled = True
-        self._pending.cancel(call.sent_as)
-        for worker in self._pool.workers.values():
-            if call.sent_as in worker.sent:
-                worker.sent[call.sent_as].end(Cancelled("the edit was cancelled"))
-        return True
+        """Cancel an edit in any phase. Return False: none with this id is under way."""
+        return self._calls.cancel(request_id)
 
     async def alone_s(self, message: ModelRequest, client: KeyHolder) -> float | None:
         """Return the seconds from sending the edit to an idle worker until its answer.
@@ -138,30 +128,26 @@ class Dispatcher:
     ) -> AsyncGenerator[bytes, None]:
         with ExitStack() as exit_stack:
             exit_stack.enter_context(self._count_outcome(call))
-            exit_stack.enter_context(self._register(call))
+            exit_stack.enter_context(self._calls.under_way(call))
             exit_stack.enter_context(self._admission.edit(client))
             edit, digest = await self._measure_edit(call, client)
             await room.take(self._most_bytes(call, client))
-            edit = replace(edit, due=self._due(call))
+            if self._config.routing.order != "fcfs":
+                edit = replace(edit, due=call.due)
             if edit.due < math.inf:
                 call.starts_by = edit.due - (self._alone_s(call, edit) or 0.0)
             self._check_deadline(call, edit)
             unread = Unread()
-            work = asyncio.create_task(self._attempts(call, edit, digest, send, unread))
-            work.add_done_callback(unread.end)
-            try:
-                async for answer in unread:
+            work = self._attempts(call, edit, digest, send, unread)
+            async with aclosing(messages_of(call, work, unread)) as answers:
+                async for answer in answers:
                     buffered_bytes = len(answer) + unread.size
-                    if work.done() and work.exception() is None:
+                    if call.answered:
                         call.drop_pictures()
                         room.becomes(buffered_bytes)
                     else:
                         room.becomes(max(call.size + buffered_bytes, room.size))
                     yield answer
-                await work
-            finally:
-                work.cancel()
-                await asyncio.gather(work, return_exceptions=True)
 
     def _most_bytes(self, call: EditCall, client: KeyHolder) -> int:
         """Return the bytes to reserve: the larger of the request as sent and its answer.
@@ -222,8 +208,6 @@ class Dispatcher:
             MaskserveError: as `PendingQueue.enter` does.
             Failure: the previous one, if no other worker takes edits in time.
         """
-        if call.cancelled:
-            raise Cancelled("the edit was cancelled")
         call.sent_as = tried(call.request_id, call.tries + 1)
         patience_s = 0.0 if failure is None else self._config.faults.retry_wait_s
         try:
@@ -266,19 +250,6 @@ class Dispatcher:
         # The edit was refused before its size, and so its due time, was known.
         by_size = self._pool.roster.some_due_by_size(time.monotonic())
         return -math.inf if by_size else None
-
-    @contextmanager
-    def _register(self, call: EditCall) -> Iterator[None]:
-        """Register the request id for the block. Raises InvalidRequest: it is in use."""
-        if call.request_id in self._calls:
-            raise InvalidRequest(
-                "SETTINGS.request_id", "names an edit that is in flight", "a fresh id"
-            )
-        self._calls[call.request_id] = call
-        try:
-            yield
-        finally:
-            del self._calls[call.request_id]
 
     async def _measure_edit(self, call: EditCall, client: KeyHolder) -> tuple[Edit, bytes]:
         """Return the edit's cost and its image's digest; placeholders if no worker can take it.
@@ -373,14 +344,6 @@ class Dispatcher:
             predicted_s(n, assignment.edits[table.view(n).worker]) for n in near[:_MOST_PREDICTED]
         )
         return min(times, default=None)
-
-    def _due(self, call: EditCall) -> float:
-        """Return the time at which the answer is due; infinite: it has none, or edits run in order
-        of arrival.
-        """
-        if call.due_s is None or self._config.routing.order == "fcfs":
-            return math.inf
-        return call.arrival + call.due_s
 
     def _alone_s(self, call: EditCall, edit: Edit) -> float | None:
         """Return the seconds until the answer from an idle worker; None: no worker takes edits."""

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing, contextmanager
+from typing import Any
 
-from maskserve_common.errors import Cancelled, MaskserveError
-from maskserve_common.logs import about
-from maskserve_router.keys import EditCounts, KeyHolder
+from maskserve_common.errors import MaskserveError
+from maskserve_router.keys import KeyHolder
 from maskserve_router.messages.edit_call import EditCall, make_edit_call
-from maskserve_router.messages.failures import Failure, guarded
+from maskserve_router.messages.failures import Failure
 from maskserve_router.messages.forwarded_headers import foreign_id, known_headers
 from maskserve_router.messages.model_request import ModelRequest
 from maskserve_router.metrics import Metrics
 from maskserve_router.scheduling.admission import EditRoom
+from maskserve_router.scheduling.client_calls import logged
 from maskserve_router.scheduling.dispatch import Dispatcher
 from maskserve_router.scheduling.mask_finder import MaskFinder
 from maskserve_router.tracing import Tracing
-
-log = logging.getLogger("maskserve.router")
 
 
 class Edits:
@@ -83,42 +80,21 @@ class Edits:
     ) -> Iterator[None]:
         """Write a log line, a count and a span when the edit ends."""
         span = self._tracing.open(call)
-        error: MaskserveError | Failure | None = None
-        begin = time.monotonic()
-        try:
-            yield
-        except (MaskserveError, Failure) as known:
-            error = known
-            raise
-        except Exception as surprise:
-            error = guarded(call.request_id, surprise)
-            raise error from None
-        except BaseException:
-            error = Cancelled("the client left")
-            raise
-        finally:
-            code = error.code if error is not None else "OK"
+
+        def ended(code: str, error: MaskserveError | Failure | None) -> dict[str, Any]:
             self._metrics.requests.labels(route, code).inc()
-            served = client.served.setdefault(call.message.head.model_name, EditCounts())
-            served.add(time.monotonic() - begin, succeeded=error is None)
-            worker = call.worker
-            span.end(error if isinstance(error, MaskserveError) else None, worker=worker, code=code)
-            fields = {
-                "code": code,
-                "route": route,
-                "client": client.name,
-                "upstream": worker,
-                "tries": call.tries,
-                "seconds": round(time.monotonic() - begin, 4),
-            }
+            known = error if isinstance(error, MaskserveError) else None
+            span.end(known, worker=call.worker, code=code)
+            fields = {"route": route, "upstream": call.worker, "tries": call.tries}
             if foreign:
                 fields["x_request_id"] = foreign
-            if error is not None and code != "OK":
+            if error is not None:
                 error_text = error.details if isinstance(error, Failure) else str(error)
                 fields["error"] = error_text[:300]
-            log.info(
-                "edit %s", code, extra={**about(call.request_id), "event": "edit", "fields": fields}
-            )
+            return fields
+
+        with logged(call, client, ended):
+            yield
 
 
 def _edit_call(

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from maskserve_common.contracts.keys import scope_of
-from maskserve_common.errors import Cancelled, DeadlineExceeded
+from maskserve_common.errors import DeadlineExceeded
 from maskserve_common.routing import Edit, NoWorkerAvailable, Policy
 from maskserve_common.shares import PATIENCE_S, Shares, urgency
 from maskserve_router.workers.pool import Pool
@@ -97,7 +97,6 @@ class PendingQueue:
         Raises:
             NoWorkerAvailable: no worker serves it.
             DeadlineExceeded: the deadline passed first.
-            Cancelled: `cancel` was called.
         """
         self._number += 1
         key = self._key(edit, arrival, starts_by)
@@ -149,12 +148,6 @@ class PendingQueue:
     def _key(self, edit: Edit, arrival: float, starts_by: float | None) -> tuple[float, int]:
         urgent = urgency(arrival, edit.priority, self._aging_s, starts_by, PATIENCE_S)
         return urgent, self._number
-
-    def cancel(self, request_id: str) -> None:
-        """End the wait of an edit, if it is in this queue."""
-        for waiting in self._waiting:
-            if waiting.request_id == request_id and not waiting.place.done():
-                waiting.place.set_exception(Cancelled("the edit was cancelled"))
 
     def leave(self, sent: Sent) -> None:
         """Remove an edit from its worker's ledger, and give its place to the next edit."""

@@ -29,6 +29,7 @@ from maskserve_common.errors import (
 )
 from maskserve_router.fair_share import FairShare
 from maskserve_router.keys import KeyHolder
+from maskserve_router.messages.client_call import ClientCall
 from maskserve_router.messages.failures import Failure, let_go
 from maskserve_router.scheduling.admission import Admission, EditRoom
 from maskserve_router.scheduling.edits import Edits
@@ -80,16 +81,24 @@ class RunServices:
     """Predicts runs."""
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
+class RunCall(ClientCall):
+    """A workflow run, from a client's request to its answer."""
+
+    kind = "workflow"
+    settings: EditSettings
+    """Settings of all its edits, with seed and request id."""
+
+
 @dataclass(slots=True, eq=False)
 class RunDriver:
     """Drives one run. Use it from the event loop only."""
 
     services: RunServices
+    call: RunCall
     time: RunTime
     """The run's plan, its state, and when it is due."""
     values: RunValues
-    settings: EditSettings
-    """Settings of all its edits, with seed and request id."""
     client: KeyHolder
     """Holder of the key that calls."""
     headers: Mapping[str, str]
@@ -145,13 +154,18 @@ class RunDriver:
                 node_call.cancel()
             await asyncio.gather(*under_way, return_exceptions=True)
 
-    async def answer(self, outputs: Mapping[str, Any]) -> pb.ModelInferResponse:
-        """Return the answer of the run with its outputs."""
-        plan = self.time.plan
+    def log_fields(self, code: str, error: MaskserveError | Failure | None) -> dict[str, Any]:
+        """Return further fields of the run's log line, for `logged`."""
+        return {"workflow": self.time.plan.name, "nodes": len(self.reports)}
+
+    async def answer(self) -> pb.ModelInferResponse:
+        """Return the answer of the run, whose work has ended."""
+        assert self.call.work is not None
+        plan, outputs = self.time.plan, self.call.work.result()
         meta = {
             "event": "final",
             "request_id": self._client_request_id,
-            "seed": self.settings.seed,
+            "seed": self.call.settings.seed,
             "workflow": plan.name,
             "digest": plan.digest,
             "seconds": round(time.monotonic() - self.time.begin, 4),
@@ -167,7 +181,7 @@ class RunDriver:
             await self._measure(task)
         self.services.times.check_next(self.time, task)
         if task.call.node == EDIT:
-            self.time.sent[task.key] = edit_id(task, self.settings)
+            self.time.sent[task.key] = edit_id(task, self.call.settings)
             with self.services.admission.room(self.client) as room:
                 outputs, report = await self._edit(task, room)
         else:
@@ -191,7 +205,7 @@ class RunDriver:
             nbytes(task.inputs),
             edit_request,
             task,
-            self.settings,
+            self.call.settings,
             self._streams,
             due_s,
             self.values,
@@ -220,7 +234,7 @@ class RunDriver:
     async def _measure(self, task: Task) -> None:
         """Predict the seconds of an edit with a known mask, as far as possible."""
         with suppress(MaskserveError):
-            edit = edit_request(task, self.settings, False, math.inf, self.values)
+            edit = edit_request(task, self.call.settings, False, math.inf, self.values)
             if (seconds := await self.services.edits.alone_s(edit, self.client)) is not None:
                 self.time.edit_s[task.key] = seconds
 
@@ -231,12 +245,12 @@ class RunDriver:
     @property
     def _streams(self) -> bool:
         """True if the client gets progress or previews of edits."""
-        return bool(self.settings.progress or self.settings.preview_every)
+        return bool(self.call.settings.progress or self.call.settings.preview_every)
 
     @property
     def _client_request_id(self) -> str:
         """The request id as the client knows it."""
-        return name_of(self.settings.request_id or "")
+        return name_of(self.call.request_id)
 
     def _report(
         self,
@@ -298,7 +312,7 @@ class RunDriver:
             node_report for node_report in self.reports if node_report["key"] != task.key
         ]  # a node that runs again replaces its report
         self.reports.append(report)
-        if self.settings.progress:
+        if self.call.settings.progress:
             self._report({"event": "node", **report})
         self.values.register(outputs)
         self.time.machine.done(task.key, outputs)

@@ -6,13 +6,10 @@ It parses the request of a run, starts its `RunDriver`, and hands on the driver'
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
-import secrets
 import time
-import uuid
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, aclosing, contextmanager
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import ExitStack, aclosing
 from functools import partial
 from typing import Any, Final
 
@@ -23,18 +20,18 @@ from tritonclient.grpc import service_pb2 as pb
 from maskserve_common.config import LimitsConfig
 from maskserve_common.contracts.settings import EditSettings, parse_settings
 from maskserve_common.contracts.tensors import META, Contract, text
-from maskserve_common.errors import Cancelled, EngineFailed, InvalidRequest, MaskserveError
+from maskserve_common.errors import InvalidRequest
 from maskserve_common.files.values import NO_VALUES, Values
-from maskserve_common.logs import about
-from maskserve_router.keys import EditCounts, KeyHolder
+from maskserve_router.keys import KeyHolder
+from maskserve_router.messages.client_call import identified
 from maskserve_router.messages.control_message import control_request
-from maskserve_router.messages.edit_call import MODELS, request_id_of
-from maskserve_router.messages.failures import Failure
+from maskserve_router.messages.edit_call import MODELS
 from maskserve_router.messages.model_request import ModelRequest
+from maskserve_router.scheduling.client_calls import ClientCalls, logged, messages_of
 from maskserve_router.workers.autoscaling import servers_needed
 from maskserve_router.workers.node_pool import hosts
 from maskserve_router.workers.worker import Worker
-from maskserve_router.workflows.run_driver import RunDriver, RunServices
+from maskserve_router.workflows.run_driver import RunCall, RunDriver, RunServices
 from maskserve_router.workflows.run_times import RunTime
 from maskserve_router.workflows.run_values import RunValues
 from maskserve_workflows.node_types import EDIT
@@ -42,8 +39,6 @@ from maskserve_workflows.nodes import NODE_TYPES
 from maskserve_workflows.plan import NodeCall, WorkflowPlan, every_step
 from maskserve_workflows.run import WorkflowRun
 
-log = logging.getLogger("maskserve.router")
-_SEED_BITS: Final = 32
 _LORA_LOAD_S: Final = 60.0
 
 
@@ -71,15 +66,13 @@ class Workflows:
         self.plans = {plan.name: plan for plan in plans}
         self.models = {**MODELS, **{plan.name: contract_of(plan) for plan in plans}}
         """Model name -> tensors, for all models that clients may call."""
-        self._runs: dict[str, asyncio.Task[Any]] = {}
-        """Request id -> run under way."""
+        self._calls: ClientCalls[RunCall] = ClientCalls()
         self._loading: set[str] = set()
         """LoRAs that workers load before edits need them."""
 
     def cancel(self, request_id: str) -> bool:
-        """Cancel a run and all its nodes; return False if there is no run with this id."""
-        task = self._runs.get(request_id)
-        return task is not None and task.cancel("cancelled by id")
+        """Cancel a run and all its nodes. Return False: none with this id is under way."""
+        return self._calls.cancel(request_id)
 
     async def listed(self, client: KeyHolder) -> dict[str, Any]:
         """Return the answer of `/v1/workflows`: all plans, and the servers of their models."""
@@ -124,50 +117,47 @@ class Workflows:
             MaskserveError: it cannot run, a node failed, it was cancelled, or it was late.
             Failure: an error of a worker or node server.
         """
+        services = self._services
         with ExitStack() as held:  # the bytes of the request and of all values
-            held.enter_context(self._services.admission.operation(client, message.size))
+            held.enter_context(services.admission.operation(client, message.size))
+            arrival = time.monotonic()
             plan = self.plans[message.head.model_name]
-            begin = time.monotonic()
-            turn = partial(self._services.fair_share.run, client)
+            turn = partial(services.fair_share.run, client)
             settings, inputs = await turn(
                 message.size, _parse, message, plan, client, self._limits.max_prompt_chars
             )
             if not watched:
                 settings = structs.replace(settings, progress=False, preview_every=0)
             client.check_adapters(plan.early, f"{plan.name}.loras")
-            await self._services.nodes.check(_nodes_of(plan))
+            await services.nodes.check(_nodes_of(plan))
             assert settings.request_id is not None
-            if settings.request_id in self._runs:
-                raise InvalidRequest(
-                    "SETTINGS.request_id", "names an edit that is in flight", "a fresh id"
-                )
+            call = RunCall(
+                message=message,
+                settings=settings,
+                request_id=settings.request_id,
+                timeout=timeout,
+                arrival=arrival,
+            )
+            held.enter_context(self._calls.under_way(call))
             values = await self._open_values(client, held)
             size = values.turn_bytes(message.size)
             inputs = await turn(size, values.store_inputs, plan, inputs)
-            machine = WorkflowRun(plan, inputs, values.exists)
-            run = _run_time(plan, machine, begin, timeout, settings)
-            driver = RunDriver(self._services, run, values, settings, client, headers, held)
+            run = _run_time(plan, WorkflowRun(plan, inputs, values.exists), call)
+            driver = RunDriver(services, call, run, values, client, headers, held)
             await driver.measure_input_masks(inputs)
-            self._services.times.begin(run)
-            held.callback(self._services.times.end, run)
+            services.times.begin(run)
+            held.callback(services.times.end, run)
             early = asyncio.create_task(self._load_loras(plan.early))
-            work = asyncio.create_task(driver.outputs())
-            work.add_done_callback(driver.events.end)
-            self._runs[settings.request_id] = work
             try:
-                with _log_run(plan, settings, client, driver.reports):
-                    async for event in driver.events:
-                        yield pb.ModelInferResponse.FromString(event)
-                    try:
-                        outputs = work.result()
-                    except asyncio.CancelledError:
-                        raise Cancelled("the workflow was cancelled") from None
-                yield await driver.answer(outputs)
+                with logged(call, client, driver.log_fields):
+                    messages = messages_of(call, driver.outputs(), driver.events)
+                    async with aclosing(messages) as events:
+                        async for event in events:
+                            yield pb.ModelInferResponse.FromString(event)
+                yield await driver.answer()
             finally:
-                del self._runs[settings.request_id]
-                for running_task in (work, early):
-                    running_task.cancel()
-                await asyncio.gather(work, early, return_exceptions=True)
+                early.cancel()
+                await asyncio.gather(early, return_exceptions=True)
 
     async def _open_values(self, client: KeyHolder, held: ExitStack) -> RunValues:
         """Return the values of a new run, which end when `held` is closed."""
@@ -221,39 +211,6 @@ def _nodes_of(plan: WorkflowPlan) -> set[str]:
     return {call.node for call in calls} - {EDIT}
 
 
-@contextmanager
-def _log_run(
-    plan: WorkflowPlan,
-    settings: EditSettings,
-    client: KeyHolder,
-    nodes: Sequence[dict[str, Any]],
-) -> Iterator[None]:
-    """Write a log line when the run ends, and count it for its client."""
-    begin, code = time.monotonic(), Cancelled.code
-    try:
-        yield
-        code = "OK"
-    except (MaskserveError, Failure) as error:
-        code = error.code
-        raise
-    except Exception:
-        code = EngineFailed.code
-        raise
-    finally:
-        seconds = time.monotonic() - begin
-        served = client.served.setdefault(plan.name, EditCounts())
-        served.add(seconds, succeeded=code == "OK")
-        fields = {
-            "code": code,
-            "workflow": plan.name,
-            "client": client.name,
-            "nodes": len(nodes),
-            "seconds": round(seconds, 4),
-        }
-        extra = {**about(settings.request_id or ""), "event": "workflow", "fields": fields}
-        log.info("workflow %s", code, extra=extra)
-
-
 def contract_of(plan: WorkflowPlan) -> Contract:
     """Return the tensors of a plan's model: inputs and outputs in capitals, SETTINGS and META."""
     return Contract(
@@ -289,11 +246,6 @@ def _parse(
     if settings.output_quality is not None:
         problem = f"is {settings.output_quality}, and {plan.name} answers with PNG"
         raise InvalidRequest("SETTINGS.output_quality", problem, "none")
-    settings = structs.replace(
-        settings,
-        request_id=request_id_of(settings.request_id or uuid.uuid4().hex, client.scope),
-        seed=secrets.randbits(_SEED_BITS) if settings.seed is None else settings.seed,
-    )
     inputs: dict[str, Any] = {}
     for plan_input in plan.inputs:
         name = plan_input.name.upper()
@@ -306,22 +258,10 @@ def _parse(
             if len(value) > longest:
                 raise InvalidRequest(name, f"is {len(value)} characters long", f"up to {longest}")
         inputs[plan_input.name] = value
-    return settings, inputs
+    return identified(settings, client.scope), inputs
 
 
-def _run_time(
-    plan: WorkflowPlan,
-    machine: WorkflowRun,
-    begin: float,
-    timeout: float | None,
-    settings: EditSettings,
-) -> RunTime:
+def _run_time(plan: WorkflowPlan, machine: WorkflowRun, call: RunCall) -> RunTime:
     """Return the times of a run that begins: its due time, and the limit that its client set."""
-    limits = [item for item in (timeout, _seconds(settings.limit_ms)) if item is not None]
-    dues = [*limits, *([] if settings.deadline_ms is None else [settings.deadline_ms / 1e3])]
-    due_time, deadline = (begin + min(item, default=math.inf) for item in (dues, limits))
-    return RunTime(plan, machine, begin, due_time, deadline)
-
-
-def _seconds(limit_ms: int | None) -> float | None:
-    return None if limit_ms is None else limit_ms / 1e3
+    until = math.inf if call.deadline is None else call.deadline
+    return RunTime(plan, machine, call.arrival, call.due, until)

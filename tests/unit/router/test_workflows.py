@@ -288,6 +288,33 @@ async def test_a_cancel_or_deadline_ends_every_node() -> None:
     assert edits.left == count_before + 2
 
 
+async def test_of_two_runs_with_one_id_that_come_together_one_is_refused() -> None:
+    """The second came while the first stored its pictures, and both ran under one id."""
+    served = workflows(Nodes(), Edits(), most_bytes=2**23)
+
+    def large() -> Any:
+        message = request(request_id="mine")
+        message.contents[0] = bytes_tensor.pack([bytes(2**17)])  # a thread reads it
+        return message
+
+    ends = await asyncio.gather(
+        *(served.infer(large(), {}, None, CLIENT) for _ in range(2)), return_exceptions=True
+    )
+    refused = [end for end in ends if isinstance(end, Exception)]
+    assert [str(end) for end in refused] == [
+        "[INVALID_REQUEST] SETTINGS.request_id: names an edit that is in flight; "
+        "accepted: a fresh id"
+    ]
+
+
+async def test_a_run_ends_by_the_first_of_its_clients_limits() -> None:
+    """KServe's parameter `timeout`, which edits obeyed, was accepted and did nothing."""
+    message = request(deadline_ms=3_600_000)
+    message.head.parameters["timeout"].int64_param = 20_000  # microseconds
+    with pytest.raises(DeadlineExceeded, match=r" 0\.0 s passed before pair ended"):
+        await workflows(Nodes(), Edits(never=True)).infer(message, {}, 9.0, CLIENT)
+
+
 async def test_a_stream_tells_of_each_node() -> None:
     served = workflows(Nodes(), Edits())
     events = served.stream(request(progress=True), {}, None, CLIENT)
