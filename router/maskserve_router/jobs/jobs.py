@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -124,10 +124,6 @@ class Jobs:
         self._runs = _RunningJobs(RUN, config.jobs.running)
         self._calls = _RunningJobs(TELL, _MOST_WEBHOOK_CALLS)
         self._pauses = Pauses()
-        self._progress: dict[str, dict[str, Any]] = {}
-        """Progress of running jobs, by id."""
-        self._stored_progress: dict[str, dict[str, Any]] = {}
-        """Progress that is in the database, by id."""
         self._strays: frozenset[Stray] = frozenset()
         self._problem = ""
         """Error of the database while it does not work; empty: it works."""
@@ -170,9 +166,11 @@ class Jobs:
         """Accept no more jobs, let running jobs end within `grace_s`, and free the others."""
         for task in self._tasks[:1]:
             task.cancel()
-        if self._runs.tasks:
-            await asyncio.wait(self._runs.tasks.values(), timeout=max(grace_s, 0.0))
-        remaining_tasks = [*self._runs.tasks.values(), *self._calls.tasks.values(), *self._tasks]
+        running = [taken.task for taken in self._runs.taken.values()]
+        if running:
+            await asyncio.wait(running, timeout=max(grace_s, 0.0))
+        taken_jobs = (*self._runs.taken.values(), *self._calls.taken.values())
+        remaining_tasks = [*(taken.task for taken in taken_jobs), *self._tasks]
         for task in remaining_tasks:
             task.cancel()
         await asyncio.gather(*remaining_tasks, return_exceptions=True)
@@ -267,7 +265,8 @@ class Jobs:
         if job is None or (job.scope != client.scope and not client.admin):
             raise JobNotFound
         # The progress of a finished job comes from the database, so that all routers agree.
-        return replace(job, progress=self._progress.get(name, job.progress)) if job.open else job
+        taken = self._runs.taken.get(name) if job.open else None
+        return job if taken is None else replace(job, progress=taken.progress or job.progress)
 
     async def result(self, job: JobRecord, client: KeyHolder) -> bytes | None:
         """Return the answer's JSON; None: there is none."""
@@ -292,8 +291,8 @@ class Jobs:
         cancel = partial(store.end, name, CANCELLED, time.time(), *self._retention, fence=None)
         if job.open and await self._query(client, cancel):
             self._count(CANCELLED)
-            if name in self._runs.tasks:
-                self._runs.tasks[name].cancel()
+            if (taken := self._runs.taken.get(name)) is not None:
+                taken.task.cancel()
             self._wake.set()
             return await self.get(name, client)
         await self._query(client, store.remove, name)
@@ -371,14 +370,14 @@ class Jobs:
             if job is None:
                 keys.remove(turns[0])
                 continue
-            if (previous_task := running.tasks.get(job.id)) is not None:
+            if (previous := running.taken.get(job.id)) is not None:
                 # The job was put back or lost just now: end its previous task first, since a job
                 # never runs twice at a time.
-                previous_task.cancel()
-                await asyncio.wait([previous_task])
+                previous.task.cancel()
+                await asyncio.wait([previous.task])
             places.book(job.scope)
             task = asyncio.create_task(work(job))
-            running.tasks[job.id], running.fences[job.id] = task, job.fence
+            running.taken[job.id] = _TakenJob(job.fence, task)
             if running is self._runs:
                 self._pauses.began(job.scope, job.id)
             task.add_done_callback(partial(self._task_ended, running, job))
@@ -394,10 +393,9 @@ class Jobs:
 
     def _task_ended(self, running: _RunningJobs, job: JobRecord, task: asyncio.Task[None]) -> None:
         try:
-            if running.tasks.get(job.id) is task:
-                del running.tasks[job.id], running.fences[job.id]
-                self._progress.pop(job.id, None)
-                self._stored_progress.pop(job.id, None)
+            taken = running.taken.get(job.id)
+            if taken is not None and taken.task is task:
+                del running.taken[job.id]
             if running is self._runs:
                 self._pauses.ended(job.scope, job.id)
             if not task.cancelled() and (error := task.exception()) is not None:
@@ -422,7 +420,7 @@ class Jobs:
                     self._wake.set()
                 total, _ = await self._run_in_thread(self._store.counts, "")
                 self._metrics.jobs_waiting.set(total.run)
-                self._metrics.jobs_running.set(len(self._runs.tasks))
+                self._metrics.jobs_running.set(len(self._runs.taken))
                 if time.monotonic() - cleaned >= min(_CLEAN_S, self._config.keep_s):
                     cleaned = time.monotonic()
                     await self._expire()
@@ -439,23 +437,22 @@ class Jobs:
     async def _beat(self) -> None:
         assert self._store is not None
         leases: dict[str, Lease] = {}
-        tasks: dict[str, asyncio.Task[None]] = {}
+        leased: dict[str, _TakenJob] = {}
         for running in (self._runs, self._calls):
-            for name, fence in running.fences.items():
-                progress = self._progress.get(name)
-                new = progress if progress != self._stored_progress.get(name) else None
-                leases[name] = Lease(running.kind, fence, new)
-                tasks[name] = running.tasks[name]
+            for name, taken in running.taken.items():
+                new = taken.progress if taken.progress != taken.stored_progress else None
+                leases[name] = Lease(running.kind, taken.fence, new)
+                leased[name] = taken
         confirmed_names, strays = await self._run_in_thread(self._store.beat, self._owner, leases)
         for stray in strays & self._strays:  # a stray of the last beat, too: not taken just now
-            if not any(stray.name in running.tasks for running in (self._runs, self._calls)):
+            if not any(stray.name in running.taken for running in (self._runs, self._calls)):
                 await self._run_in_thread(self._store.let_go, stray)
         self._strays = strays
         for name, lease in leases.items():
             if name not in confirmed_names:
-                tasks[name].cancel()
-            elif lease.progress is not None and name in self._runs.tasks:
-                self._stored_progress[name] = lease.progress
+                leased[name].task.cancel()
+            elif lease.progress is not None:
+                leased[name].stored_progress = lease.progress
 
     async def _expire(self) -> None:
         assert self._store is not None
@@ -482,7 +479,7 @@ class Jobs:
                 return
             problem = error_body(error)["error"]
         state = FAILED if problem else SUCCEEDED
-        progress = self._progress.get(job.id, job.progress)
+        progress = self._runs.taken[job.id].progress or job.progress
         end = partial(self._store.end, job.id, state, time.time(), *self._retention)
         end = partial(end, fence=job.fence, result=result, error=problem, progress=progress)
         if await self._persist(job, end):
@@ -533,12 +530,12 @@ class Jobs:
                 raise asyncio.CancelledError  # its client ended it first
             form = await self._fair_share.run(client, len(raw), _form, raw)
             del raw
-            progress = _JobProgress(form.fields.n)
+            progress, taken = _JobProgress(form.fields.n), self._runs.taken[job.id]
 
             def keep_progress(number: int, meta: Mapping[str, Any]) -> None:
                 self._pauses.found_room(job.scope)
                 if (changed := progress.update(number, meta)) is not None:
-                    self._progress[job.id] = changed
+                    taken.progress = changed
 
             # A new id for each try: a worker may still run the try of a router that was killed.
             name = job.id if job.fence == 1 else f"{job.id}.{job.fence}"
@@ -592,6 +589,18 @@ class _JobProgress:
         return {"step": step, "steps": max(steps, self._pictures * most)}
 
 
+@dataclass(slots=True, eq=False)
+class _TakenJob:
+    """A job that this router runs, or whose webhook it calls."""
+
+    fence: int
+    task: asyncio.Task[None]
+    progress: dict[str, Any] | None = None
+    """None: it has made none."""
+    stored_progress: dict[str, Any] | None = None
+    """Progress that is in the database."""
+
+
 class _RunningJobs:
     """Jobs of one kind that this router has taken.
 
@@ -603,8 +612,7 @@ class _RunningJobs:
     def __init__(self, kind: str, most: int) -> None:
         self.kind = kind
         self.places = Shares(most)
-        self.tasks: dict[str, asyncio.Task[None]] = {}
-        self.fences: dict[str, int] = {}
+        self.taken: dict[str, _TakenJob] = {}
 
 
 def _listed(store: JobStore, scope: str, limit: int, after: str | None) -> bytes:
