@@ -26,13 +26,14 @@ from maskserve_engine.planning.cost_model import (
 from maskserve_engine.planning.entry_bytes import FORMATS, EntryFormat, block_bytes, entry_bytes
 from maskserve_engine.planning.flops import Floats, ModelWork, RowTokens
 from maskserve_engine.planning.planner import plan
-from maskserve_engine.planning.refresh_steps import clock_steps, lookahead_steps_of, refresh_steps
+from maskserve_engine.planning.refresh_steps import lookahead_steps_of, refresh_steps
 from maskserve_engine.planning.two_stream import evaluate, step_costs
 from maskserve_engine.spec.estimate import pricing_of
 from maskserve_engine.spec.model_spec import (
     ModelSpec,
     TextShares,
     anchor_stride,
+    net_shares,
     refresh_rule,
     refresh_stride,
     text_shares,
@@ -108,7 +109,7 @@ class Hardware:
             anchors=anchors,
             steps_per_anchor=STEPS / anchors,
             controls={NET: self._net(side)} if self.model == "flux" else {},
-            anchored=len(clock_steps(STEPS, refresh_rule(self.config, spec).stride)) / STEPS,
+            net_shares=net_shares(self.config, spec, STEPS),
             lora=work.typical_lora(),
             text_shares=self.text_shares,
             leaves_ring=refresh_rule(self.config, spec).ring,

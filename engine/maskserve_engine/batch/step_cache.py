@@ -33,7 +33,13 @@ from maskserve_engine.cache.store import Handle
 from maskserve_engine.layers.attention import Span
 from maskserve_engine.layers.scatter_kv import Change, KvSource
 from maskserve_engine.planning.flops import Floats
-from maskserve_engine.planning.refresh_steps import RefreshRule, clock_steps, lookahead_steps_of
+from maskserve_engine.planning.refresh_steps import (
+    RefreshRule,
+    count_with_controls,
+    lookahead_steps_of,
+    refresh_steps,
+)
+from maskserve_engine.spec.model_spec import ModelSpec
 
 _log = logging.getLogger(__name__)
 _HIDDEN = PARTS.index("h")
@@ -68,7 +74,7 @@ class RefreshSchedule:
 
     @property
     def dense(self) -> frozenset[int]:
-        return frozenset({0}) if self.looks_ahead else self.anchors
+        return frozenset(sorted(self.anchors)[:1]) if self.looks_ahead else self.anchors
 
     @property
     def lookahead_steps(self) -> frozenset[int]:
@@ -78,7 +84,9 @@ class RefreshSchedule:
     @property
     def computed_at(self) -> frozenset[int]:
         """Steps that compute a refresh step: their own, or a later one by lookahead."""
-        return lookahead_steps_of(self.anchors) if self.looks_ahead else self.anchors
+        return (
+            lookahead_steps_of(self.anchors) if self.looks_ahead and self.anchors else self.anchors
+        )
 
     def next_refresh(self, step: int) -> int | None:
         """Return the first refresh step after `step`; None: there is none."""
@@ -86,10 +94,45 @@ class RefreshSchedule:
             (refresh_step for refresh_step in self.anchors if refresh_step > step), default=None
         )
 
+    def lookahead_at(self, step: int) -> int | None:
+        """Return the refresh step that a step computes ahead; None: it computes none."""
+        return self.next_refresh(step) if step in self.lookahead_steps else None
+
     @classmethod
-    def of(cls, rule: RefreshRule, steps: int) -> RefreshSchedule:
-        """Return the schedule of ControlNets beside a row with a template."""
-        return cls(clock_steps(steps, rule.stride), rule.format, rule.text, power=rule.power)
+    def of(
+        cls, spec: ModelSpec, rule: RefreshRule, count: int, sigmas: Sequence[float]
+    ) -> RefreshSchedule:
+        """Return the schedule of a model's edit with this number of refresh steps; `sigmas` are
+        those of the edit's steps.
+        """
+        power = spec.refresh.evenly_over
+        return cls(
+            refresh_steps(count, sigmas, power, growth=spec.refresh.growth),
+            rule.format,
+            rule.text,
+            rule.ring,
+            power,
+            second_order=spec.refresh.second_order,
+            looks_ahead=True,
+        )
+
+    @classmethod
+    def with_controls(
+        cls,
+        spec: ModelSpec,
+        rule: RefreshRule,
+        sigmas: Sequence[float],
+        acting: slice = slice(None),
+    ) -> RefreshSchedule:
+        """Return the schedule of an edit that reads a template, for its text and, if `acting` are
+        the steps in which they act, for its ControlNets. All steps compute the ring, since
+        residuals are added to it.
+        """
+        act = range(len(sigmas))[acting]
+        count = count_with_controls(len(act), rule.stride)
+        schedule = cls.of(spec, rule._replace(ring=False), count, sigmas[acting])
+        anchors = frozenset({act.start + anchor for anchor in schedule.anchors})
+        return replace(schedule, anchors=anchors)
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,7 +83,8 @@ class LookaheadRequest(NamedTuple):
     step: int
     sample: Tensor
     computed: int
-    """Tokens that the base computes (`transport.RequestedRow.computed`)."""
+    """Tokens that the base computes (`transport.RequestedRow.computed`); 0: no residual is added,
+    and the service only fills its step caches."""
 
 
 class ServedRow:
@@ -93,6 +94,8 @@ class ServedRow:
         self, link: Link, name: str, opening: Opening, opened: Future[Any], *, fast: bool
     ) -> None:
         self.link, self.name = link, name
+        self.schedule = opening.spec.schedule
+        """Schedule of its nets (`families.control.RowControl`)."""
         self.slots = link.messages.slots(name)
         controls, steps = (
             [control.input for control in opening.spec.controls],

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from maskserve_common.contracts.keys import Anchor
+from maskserve_common.contracts.settings import Ranged
 from maskserve_engine.base.job import Conditioning, EditJob, TokenCounts
 from maskserve_engine.batch.sequence_parallel import Exchange
 from maskserve_engine.batch.step_cache import AnchoredRow, Entry, RefreshSchedule
@@ -100,6 +101,10 @@ class Adapter(Protocol):
     def blank_prompt(self, tokens: int) -> Conditioning: ...
 
     def sigmas(self, job: EditJob) -> list[tuple[float, float]]: ...
+
+    def net_schedule(self, job: EditJob, controls: Sequence[Ranged]) -> RefreshSchedule:
+        """Return the refresh steps of these ControlNets of an edit that reads a template."""
+        ...
 
     def anchors(self, tokens: int, steps: int, stride: int) -> tuple[Anchor, ...]:
         """Return the timesteps to prime for an image of so many tokens."""

@@ -1,10 +1,11 @@
 """ControlNets beside the rows of a batch: the part that all families share.
 
 Before a step each net runs once, over all rows that use it; its outputs, times the row's scale, are
-added after blocks of the base. Beside a cached row a net computes all tokens at the row's refresh
-steps (`RefreshSchedule`) and fills a step cache of the edit, because a template's entries do not
-depend on the control picture. At the steps between it computes the base's computed tokens. The
-family defines how a net runs and what it keeps (`Nets.outputs`).
+added after blocks of the base. Beside a cached row a net computes all tokens of the refresh steps
+(`RefreshSchedule`), also beside a template, whose entries do not depend on the control picture: of
+the first one in its own step, and of later ones by lookahead. They fill a step cache of the edit.
+For each step after the first the net computes the base's computed tokens, and reads the others from
+it. The family defines how a net runs and what it keeps (`Nets.outputs`).
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from maskserve_common.contracts.settings import Ranged, scale_at
 from maskserve_engine.base.job import ControlInput, EditJob
 from maskserve_engine.batch.step_cache import RefreshSchedule
 from maskserve_engine.control_link.opening import Opening
+from maskserve_engine.planning.refresh_steps import RefreshRule
+from maskserve_engine.spec.model_spec import ModelSpec
 
 
 class NetInput(Protocol):
@@ -53,8 +57,8 @@ class RowControl(Generic[I]):
 
     inputs: tuple[I, ...]
     schedule: RefreshSchedule
-    """Steps at which the nets compute all tokens although the base does not, and the format of
-    their caches. (They also do when the base does.)"""
+    """Refresh steps of the nets of a row that reads a template; without refresh steps the nets
+    compute all tokens, and look ahead, when the base does."""
     exact: bool = False
     """Whether the caches must not be recomputed at another step (`reproducible`)."""
     passes: tuple[PassResiduals, ...] = field(default_factory=lambda: (PassResiduals(),))
@@ -101,6 +105,8 @@ class Controlled(NamedTuple, Generic[I]):
     steps: int
     lookahead: int | None = None
     """Refresh step of a lookahead pass; None: the pass of the present step."""
+    adds: bool = True
+    """Whether the base adds the residuals; otherwise a lookahead only fills the step caches."""
     before: Sequence[float] = ()
     """Timesteps of earlier steps whose vectors are computed with it in a batch of one row."""
 
@@ -124,7 +130,7 @@ class NetRequest(NamedTuple, Generic[I]):
         A retried step, after a failed batch, makes the same choice.
         """
         row, cached = self.row, self.last
-        if not row.sparse or row.step in row.control.schedule.anchors or cached is None:
+        if not row.sparse or row.lookahead is not None or cached is None:
             return None
         is_valid = cached.step < row.step and all(tokens.whole() for tokens in cached.tokens)
         return cached.tokens if is_valid else None
@@ -135,16 +141,16 @@ class NetRequest(NamedTuple, Generic[I]):
 
     @property
     def keeps(self) -> bool:
-        """Whether this step's cached tokens are kept: it computes them, and the next step may not.
-        A lookahead only continues an existing cache.
+        """Whether this step's cached tokens are kept: it computes them, and a later step may not.
+        A lookahead only continues an existing cache, and replaces what its step would keep.
         """
-        if self.row.lookahead is not None:
-            return self.last is not None
-        follows = self.row.step + 1
-        next_is_between = (
-            follows < self.row.steps and follows not in self.row.control.schedule.anchors
-        )
-        return self.row.idle and self.cached is None and next_is_between
+        row, schedule, is_kept = self.row, self.row.control.schedule, self.last is not None
+        is_due = schedule.lookahead_at(row.step) is not None
+        if row.lookahead is not None:
+            return is_kept and (is_due or not schedule.anchors)
+        if is_kept and is_due:
+            return False
+        return row.idle and self.cached is None and row.step + 1 < row.steps
 
     def keep(self, tokens: Sequence[Any]) -> None:
         """Keep the caches of this step. A lookahead updates those of its row in place."""
@@ -185,22 +191,23 @@ class Nets(ABC, Generic[I]):
             row.control.forget()
             for number, net_input in enumerate(row.control.inputs):
                 scale = net_input.control.scale_at(row.at, row.steps)
-                if scale:
-                    requests_by_net.setdefault(id(net_input.net), []).append(
-                        NetRequest(row, number, net_input, scale)
-                    )
+                request = NetRequest(row, number, net_input, scale)
+                if scale and (row.adds or request.keeps):
+                    requests_by_net.setdefault(id(net_input.net), []).append(request)
         last = {
             id(request.row.control): net
             for net, net_requests in requests_by_net.items()
             for request in net_requests
+            if request.row.adds
         }
         for net, net_requests in requests_by_net.items():
             controls = {id(request.row.control): request.row.control for request in net_requests}
-            whole = [control for key, control in controls.items() if last[key] == net]
+            whole = [control for key, control in controls.items() if last.get(key) == net]
             for places, by_row in self.outputs(net_requests[0].net_input.net, net_requests):
-                for requests, samples in zip(net_requests, by_row, strict=True):
-                    for residuals, sample in zip(requests.row.control.passes, samples, strict=True):
-                        _add(residuals.added, places, sample * requests.scale)
+                for request, samples in zip(net_requests, by_row, strict=True):
+                    passes = request.row.control.passes if request.row.adds else ()
+                    for residuals, sample in zip(passes, samples, strict=False):
+                        _add(residuals.added, places, sample * request.scale)
                 if on_complete is not None:
                     on_complete([(control, places) for control in whole])
 
@@ -233,6 +240,19 @@ class OpenedRows(ABC):
     """
 
     device: torch.device
+    spec: ModelSpec
+    _refresh_rule: RefreshRule
+
+    @abstractmethod
+    def sigmas(self, job: EditJob) -> list[tuple[float, float]]: ...
+
+    def net_schedule(self, job: EditJob, controls: Sequence[Ranged]) -> RefreshSchedule:
+        """See `Adapter.net_schedule`."""
+        sigmas = [sigma for sigma, _ in self.sigmas(job)]
+        steps = range(len(sigmas))
+        acting = [n for n in steps if any(scale_at(each, n, len(steps)) for each in controls)]
+        act = slice(acting[0], acting[-1] + 1) if acting else slice(None)
+        return RefreshSchedule.with_controls(self.spec, self._refresh_rule, sigmas, act)
 
     def opening(self, row: Any, job: EditJob) -> Opening | None:
         """See `Adapter.opening`; None for families without ControlNets."""
@@ -262,7 +282,8 @@ class NetStep(NamedTuple):
     sample: Tensor
     """The base's latents for the nets."""
     computed: int
-    """Number of tokens that the base computes; in FLUX the first ones."""
+    """Number of tokens that the base computes; in FLUX the first ones. 0: it computes no pass, and
+    a lookahead only fills step caches."""
     lookahead: int | None = None
 
 

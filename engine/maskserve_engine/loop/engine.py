@@ -30,7 +30,6 @@ from maskserve_engine.families.specs import filled_threads
 from maskserve_engine.loop.status_publisher import StatusPublisher
 from maskserve_engine.loop.step_runner import StepRunner
 from maskserve_engine.loop.warm_up import rows_per_s, warm_up
-from maskserve_engine.planning.refresh_steps import clock_steps
 from maskserve_engine.requests.audits import Audits
 from maskserve_engine.requests.control_nets import ControlNetSource
 from maskserve_engine.requests.executor import Executor
@@ -39,7 +38,6 @@ from maskserve_engine.requests.manager import RequestManager
 from maskserve_engine.requests.state import RequestState
 from maskserve_engine.requests.templates import TemplateCache
 from maskserve_engine.scheduling.step_scheduler import ALL_FREE
-from maskserve_engine.spec.model_spec import refresh_rule
 from maskserve_engine.stages.cpu_threads import limit_threads, one_cpu_thread
 
 _log = logging.getLogger(__name__)
@@ -125,14 +123,12 @@ class Engine:
     def submit(self, job: EditJob, sink: Sink) -> None:
         """Take an edit; its answer, or its error, goes to `sink`."""
         try:
-            stride = refresh_rule(self.config, self.adapter.spec).stride
             edit = RequestState.of(
                 self.prepared(job),
                 sink,
                 self.adapter,
                 self.config.slo.times_ms,
                 self.net_loader,
-                clock_steps(self.adapter.steps(job), stride),
             )
         except Exception as error:
             sink(Failed(guarded(job.request.request_id, error)))

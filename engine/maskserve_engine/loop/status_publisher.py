@@ -21,7 +21,6 @@ from maskserve_engine.fitting.entry_store import entry_format
 from maskserve_engine.loop.measured_costs import MeasuredCosts
 from maskserve_engine.loop.step_planner import CHOICES
 from maskserve_engine.planning.flops import KINDS
-from maskserve_engine.planning.refresh_steps import clock_steps
 from maskserve_engine.requests.manager import RequestManager
 from maskserve_engine.requests.templates import TemplateCache
 from maskserve_engine.scheduling.policies import batches_of, policy_of
@@ -30,6 +29,7 @@ from maskserve_engine.spec.estimate import pricing_of
 from maskserve_engine.spec.model_spec import (
     ModelSpec,
     dense_steps,
+    net_shares,
     refresh_rule,
     refresh_stride,
     text_shares,
@@ -73,7 +73,7 @@ class PriceList:
             halves=adapter.entry_halves,
             controls={net.name: control_work(spec, net.config, side, side) for net in nets},
             lora=work.typical_lora() if config.adapters.store else None,
-            anchored=len(clock_steps(steps, refresh_rule(config, spec).stride)) / steps,
+            net_shares=net_shares(config, spec, steps),
             text_shares=text_shares(config, spec, steps, shared=shared),
             leaves_ring=refresh_rule(config, spec).ring,
         )

@@ -1,8 +1,8 @@
 """The schedule of refresh steps, at which an edit's row renews its step cache.
 
 An edit without a template computes all tokens at its refresh steps, and the steps between them read
-the keys and values of these. An edit with a template computes its text and ring at them.
-ControlNets beside a template have refresh steps of their own (`clock_steps`).
+the keys and values of these. An edit with a template computes its text and ring at them, and its
+ControlNets compute all tokens.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from maskserve_common.contracts.reuse_levels import refresh_count
 from maskserve_engine.planning.entry_bytes import EntryFormat, block_bytes, end_bytes
 from maskserve_engine.planning.flops import ModelWork
 
@@ -20,17 +21,15 @@ from maskserve_engine.planning.flops import ModelWork
 class RefreshRule(NamedTuple):
     """How rows of a worker fill their step caches."""
 
-    stride: float = 0.35
-    """For ControlNets beside a template: share of the schedule between two steps at which they
-    compute all tokens.
+    stride: float = 0.55
+    """For an edit with ControlNets that reads a template: share of its steps between two refresh
+    steps.
     """
     format: str = "int8"
     text: bool = True
     """Whether steps between refresh steps leave the text out too."""
     ring: bool = False
     """Whether steps that leave the text out also leave out the ring."""
-    power: float = 1.0
-    """Power of sigma over which ControlNet results are extrapolated linearly."""
 
 
 REFRESH_RULE = RefreshRule()
@@ -75,14 +74,15 @@ def lookahead_steps_of(anchors: frozenset[int]) -> frozenset[int]:
     lookahead, those of the next one. The first does so one step late, since a lookahead needs the
     model's answer at the step before.
     """
-    return frozenset({0} | {max(1, anchor) for anchor in anchors - {max(anchors)}})
+    first = min(anchors)
+    return frozenset({first} | {max(first + 1, anchor) for anchor in anchors - {max(anchors)}})
 
 
-def clock_steps(steps: int, stride: float) -> frozenset[int]:
-    """Return the steps at which the ControlNets of a row that reads a template compute all tokens,
-    however few steps there are.
+def count_with_controls(steps: int, stride: float) -> int:
+    """Return the number of refresh steps of an edit with ControlNets that reads a template: two or
+    more, however few steps there are, since a template has nothing of a net.
     """
-    return frozenset(range(0, steps, max(2, round(stride * steps))))
+    return max(refresh_count(steps, stride), 2 if steps > 2 else 1)
 
 
 def step_cache_bytes(

@@ -39,12 +39,11 @@ class ControlWork:
     flops: tuple[tuple[float, float], ...]
     """FLOPs of each net in a step that computes all tokens, and in one with cached tokens."""
     steps: int
-    anchors: frozenset[int]
-    """Steps at which a net beside a cached row computes all tokens."""
+    schedule: RefreshSchedule
+    """Refresh steps of the nets, which are the row's if it reads no template."""
     works: tuple[ModelWork, ...]
     """Work of each net in one pass."""
-    schedule: RefreshSchedule | None = None
-    """Schedule of the row's refresh steps, which replace `anchors`; None: there is none."""
+    with_template: bool = True
 
     @classmethod
     def of(
@@ -54,7 +53,7 @@ class ControlWork:
         counted: Totals,
         steps: int,
         nets: ControlNetSource,
-        anchors: frozenset[int],
+        schedule: RefreshSchedule,
     ) -> ControlWork:
         """Count the ControlNets of an edit.
 
@@ -64,7 +63,7 @@ class ControlWork:
             counted: sums of one step of the edit.
             steps: number of its steps.
             nets: source of the ControlNets' configurations.
-            anchors: steps at which the nets compute all tokens.
+            schedule: schedule of the nets beside a template (`Adapter.net_schedule`).
 
         Raises:
             MaskserveError: one of them is not served (any more).
@@ -72,10 +71,10 @@ class ControlWork:
         controls, size = acting(job.request.controls, steps), job.moments.shape[1:]
         works = tuple([control_work(spec, nets.config(control), *size) for control in controls])
         flops = tuple([(_dense(work, counted), _active(work, counted)) for work in works])
-        return cls(controls, flops, steps, anchors, works)
+        return cls(controls, flops, steps, schedule, works)
 
     def with_schedule(self, plan: RefreshSchedule, between: Totals) -> ControlWork:
-        """Return the work of an edit with refresh steps.
+        """Return the work of an edit with refresh steps that reads no template.
 
         Args:
             plan: schedule of the refresh steps.
@@ -86,7 +85,7 @@ class ControlWork:
             (dense, cached_flops)
             for (dense, _), cached_flops in zip(self.flops, active, strict=True)
         ]
-        return replace(self, flops=tuple(flops), anchors=plan.dense, schedule=plan)
+        return replace(self, flops=tuple(flops), schedule=plan, with_template=False)
 
     def at(self, step: int, *, cached: bool, foresaw: bool = False) -> float:
         """Return the FLOPs of one step.
@@ -96,7 +95,10 @@ class ControlWork:
             cached: whether the base reads cached tokens in it.
             foresaw: whether the row computes a lookahead beside it.
         """
-        ahead = self.schedule.next_refresh(step) if self.schedule is not None and foresaw else None
+        looks_ahead = foresaw or (
+            self.with_template and cached and step in self.schedule.lookahead_steps
+        )
+        ahead = self.schedule.next_refresh(step) if looks_ahead else None
         total = 0.0
         for control, (dense, active) in zip(self.controls, self.flops, strict=True):
             if ahead is not None and scale_at(control, ahead, self.steps):
@@ -104,11 +106,11 @@ class ControlWork:
             if not scale_at(control, step, self.steps):
                 continue
             first = not any(scale_at(control, n, self.steps) for n in range(step))
-            total += dense if first or step in self.anchors or not cached else active
+            total += active if cached and not first else dense
         return total
 
     def mean(self, *, cached: bool) -> float:
-        ahead = self.schedule.lookahead_steps if cached and self.schedule is not None else ()
+        ahead = self.schedule.lookahead_steps if cached and not self.with_template else ()
         step_flops = (self.at(n, cached=cached, foresaw=n in ahead) for n in range(self.steps))
         return sum(step_flops) / self.steps
 

@@ -60,8 +60,9 @@ def schedules_with_template(
     )
     if plan is None or not plan.text:
         return (lifting,)
-    if job.controls:  # the text refreshes at the refresh steps of the nets
-        plan = RefreshSchedule.of(rule, adapter.steps(job))
+    if job.controls:  # the text refreshes with the nets
+        sigmas = [sigma for sigma, _ in adapter.sigmas(job)]
+        plan = RefreshSchedule.with_controls(adapter.spec, rule, sigmas)
     return replace(plan, corrects_residuals=lifts), lifting
 
 
@@ -71,16 +72,8 @@ def _plan(config: Config, adapter: Adapter, job: EditJob) -> RefreshSchedule | N
     count = refresh_count(adapter.steps(job), refresh_stride(config, facts))
     if not count:
         return None
-    plan = RefreshSchedule(
-        frozenset(),
-        rule.format,
-        rule.text,
-        rule.ring,
-        facts.refresh.evenly_over,
-        second_order=facts.refresh.second_order,
-        looks_ahead=True,
-    )
-    return with_anchors(plan, count, adapter, job)
+    sigmas = [sigma for sigma, _ in adapter.sigmas(job)]
+    return RefreshSchedule.of(facts, rule, count, sigmas)
 
 
 def with_anchors(

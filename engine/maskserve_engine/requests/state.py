@@ -482,7 +482,6 @@ class RequestState:
         adapter: Adapter,
         times_ms: tuple[int, ...] = (),
         nets: ControlNetSource | None = None,
-        anchors: frozenset[int] = frozenset(),
     ) -> RequestState:
         """Return the state of an edit that goes to the engine's thread now; its deadline counts
         from its acceptance.
@@ -493,7 +492,6 @@ class RequestState:
             adapter: the model.
             times_ms: due times by size, for edits that set none.
             nets: source of the worker's ControlNets.
-            anchors: steps at which its ControlNets compute all tokens.
 
         Raises:
             MaskserveError: one of its ControlNets is no longer served.
@@ -505,7 +503,8 @@ class RequestState:
             due_ms = due_by_size(times_ms, math.prod(request.model_size))
         loras, work = LoraUse(request.used_loras), EditWork.of(job, adapter)
         if nets is not None and request.controls:
-            counted = ControlWork.of(job, adapter.spec, work.counted, work.steps, nets, anchors)
+            schedule = adapter.net_schedule(job, request.controls)
+            counted = ControlWork.of(job, adapter.spec, work.counted, work.steps, nets, schedule)
             work = replace(work, controls=counted)
         controls = ControlUse(request.controls, acting(request.controls, work.steps))
         after_s = request.after_token_s * work.total_tokens

@@ -11,7 +11,7 @@ from maskserve_common.contracts.tiers import HOST, TIERS
 from maskserve_engine.planning.cost_model import CostModel
 from maskserve_engine.planning.entry_bytes import EntryFormat, block_bytes, entry_bytes
 from maskserve_engine.planning.flops import ModelWork, RowTokens
-from maskserve_engine.spec.model_spec import ALL_TEXT, TextShares
+from maskserve_engine.spec.model_spec import ALL_NET_TOKENS, ALL_TEXT, NetShares, TextShares
 
 _KV = 1  # column of block_bytes
 _BETWEEN_TILES = (0.05, 0.5)
@@ -30,7 +30,7 @@ def pricing_of(
     steps_per_anchor: float = 1.0,
     halves: int = 1,
     controls: Mapping[str, ModelWork] = MappingProxyType({}),
-    anchored: float = 1.0,
+    net_shares: NetShares = ALL_NET_TOKENS,
     lora: tuple[ModelWork, int] | None = None,
     text_shares: TextShares = ALL_TEXT,
     leaves_ring: bool = False,
@@ -50,7 +50,7 @@ def pricing_of(
         steps_per_anchor: steps that share an anchor's entries; they are loaded once.
         halves: entries kept per token.
         controls: the ControlNets' work at that size, by name.
-        anchored: share of its steps at which a net beside a cached row computes all tokens.
+        net_shares: shares of the steps in which a net beside a cached row computes tokens.
         lora: work that a LoRA adds, and its file's bytes (`ModelWork.typical_lora`).
         text_shares: share of its steps in which a cached row computes its text.
         leaves_ring: whether the other steps also leave out the ring.
@@ -80,7 +80,7 @@ def pricing_of(
         },
         tokens=tokens,
         controls={
-            name: _control_price(net, per_flop, text, anchored, text_shares.refresh)
+            name: _control_price(net, per_flop, text, net_shares, text_shares.refresh)
             for name, net in controls.items()
         },
         between=RowPrice(0.0, between[0], between[1] / tokens),
@@ -123,13 +123,13 @@ def _row(work: ModelWork, mask_ratio: float, text: float, share: float) -> RowTo
 
 
 def _control_price(
-    net: ModelWork, per_flop: float, text: float, anchored: float, share: float
+    net: ModelWork, per_flop: float, text: float, shares: NetShares, share: float
 ) -> RowPrice:
-    row_price, between = _row_price(net, per_flop, text, share), 1.0 - anchored
+    row_price = _row_price(net, per_flop, text, share)
     return RowPrice(
         dense_row=row_price.dense_row,
-        cached_row=row_price.dense_row * anchored + between * row_price.cached_row,
-        active_token=between * row_price.active_token,
+        cached_row=row_price.dense_row * shares.whole + shares.computed * row_price.cached_row,
+        active_token=shares.computed * row_price.active_token,
     )
 
 

@@ -16,7 +16,7 @@ from maskserve_common.config_file import read_json
 from maskserve_common.contracts.dense_steps import NO_DENSE_STEPS, DenseSteps
 from maskserve_common.contracts.reuse_levels import refresh_count
 from maskserve_common.contracts.semantics import Semantics
-from maskserve_engine.planning.refresh_steps import REFRESH_RULE, RefreshRule
+from maskserve_engine.planning.refresh_steps import REFRESH_RULE, RefreshRule, count_with_controls
 from maskserve_engine.spec.encoder_picture import EncoderPicture
 from maskserve_engine.spec.latents import LatentSpace, latent_space
 
@@ -54,12 +54,9 @@ class ControlNetSpec:
     equal: tuple[str, ...]
     """Keys of config.json that must have the same values as the model's own."""
     stride: float = REFRESH_RULE.stride
-    """Share of the schedule between two steps at which they compute all tokens beside a template,
-    unless `[cache] own_anchors` sets another.
+    """Share of an edit's steps between two refresh steps beside a template, unless `[cache]
+    own_anchors` sets another.
     """
-    power: float = REFRESH_RULE.power
-    """Power of sigma over which their results are extrapolated linearly; 0: the last results are
-    used as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,15 +285,16 @@ def refresh_stride(config: Config, spec: ModelSpec) -> float:
 
 
 def refresh_rule(config: Config, spec: ModelSpec, device: str = "cuda") -> RefreshRule:
-    """Return the rule by which rows fill their step caches (docs/adr/0044), or, beside a template,
-    by which ControlNets do. `device` is the type of the worker's device.
+    """Return the rule by which rows and ControlNets fill their step caches (docs/adr/0044).
+    `device` is the type of the worker's device.
     """
     cache, control = config.cache, spec.control
     text = cache.own_text == "frozen" and spec.refresh.leaves_text
     ring, fmt = text and spec.refresh.ring is not None, cache.refresh_format_on(device)
-    rule = REFRESH_RULE if control is None else RefreshRule(control.stride, power=control.power)
-    stride = cache.own_anchors if cache.own_anchors > 0 else rule.stride
-    return rule._replace(stride=stride, format=fmt, text=text, ring=ring)
+    stride = REFRESH_RULE.stride if control is None else control.stride
+    if cache.own_anchors > 0:
+        stride = cache.own_anchors
+    return RefreshRule(stride, fmt, text, ring)
 
 
 class TextShares(NamedTuple):
@@ -310,6 +308,24 @@ class TextShares(NamedTuple):
 
 
 ALL_TEXT = TextShares(1.0, 1.0)
+
+
+class NetShares(NamedTuple):
+    """Shares of a cached row's steps in which a ControlNet beside a template computes tokens."""
+
+    whole: float
+    """Share of the steps that compute all tokens, of their own or by lookahead."""
+    computed: float
+    """Share of the steps that compute the base's computed tokens."""
+
+
+ALL_NET_TOKENS = NetShares(1.0, 0.0)
+
+
+def net_shares(config: Config, spec: ModelSpec, steps: int) -> NetShares:
+    """Return the shares of the steps of an edit whose ControlNets act in all of them."""
+    count = count_with_controls(steps, refresh_rule(config, spec).stride)
+    return NetShares(count / steps, 1.0 - 1.0 / steps)
 
 
 def text_shares(config: Config, spec: ModelSpec, steps: int, *, shared: bool) -> TextShares:

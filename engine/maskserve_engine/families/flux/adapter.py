@@ -18,7 +18,7 @@ from maskserve_engine.control_link.opening import OpenedControl, Opening, Openin
 from maskserve_engine.families.control import NetBatch, RowControl
 from maskserve_engine.families.flux import spec as flux
 from maskserve_engine.families.mmdit.adapter import FlowAdapter
-from maskserve_engine.families.mmdit.batch import FlowBatch
+from maskserve_engine.families.mmdit.batch import FlowBatch, nets_lookahead
 from maskserve_engine.families.mmdit.blocks import (
     FluxStep,
     Vectors,
@@ -83,9 +83,10 @@ class FluxBatch(FlowBatch[FluxWeights]):
             net_tokens = NetTokens(row.all_tokens(), row.computed, row.active)
             times = [step.timestep for step in row.walk(0)]
             net_rows.append(controlled(control, net_tokens, times, row.step))
-            if row.lookahead is not None:
-                at, whole = row.lookahead.step, row.all_tokens(row.lookahead.step)
-                net_tokens = NetTokens(whole, len(whole.tokens), row.active)
+            ahead = nets_lookahead(row, control.schedule)
+            if ahead is not None:
+                net_tokens = NetTokens(ahead.tokens, ahead.computed, row.active)
+                at = ahead.step
                 net_rows.append(controlled(control.for_lookahead, net_tokens, times, row.step, at))
         nets.run(net_rows)
 
@@ -160,7 +161,7 @@ class FluxAdapter(FlowAdapter[FluxWeights]):
             facts = OpeningMessage(
                 tuple([OpenedControl.of(control) for control, _ in prepared.controls]),
                 tuple([step.timestep for step in row.walk(0)]),
-                self._of_nets(row),
+                self._of_nets(row, job),
                 row.active,
                 len(row.prompt.text),
                 job.request.settings.guidance_scale,

@@ -70,7 +70,7 @@ _STRIDES = {FILL: ALL_STEPS, INPAINT: 7, REFERENCE: 7}
 """FLUX Fill sees the picture round the mask in extra channels, at every step. For other models it
 is noised like the rest, and its activations change with the noise."""
 
-_CONTROLS = {FILL: CONTROL, INPAINT: replace(CONTROL, stride=0.25, power=3.0), REFERENCE: None}
+_CONTROLS = {FILL: CONTROL, INPAINT: replace(CONTROL, stride=0.35), REFERENCE: None}
 """Where the picture round the mask is noised like the rest, its keys and values change less the
 less noise there is."""
 

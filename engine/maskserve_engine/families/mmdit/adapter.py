@@ -497,13 +497,13 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
     def net_batch(self) -> NetBatch:
         raise ValueError("this model takes no ControlNets")
 
-    def _of_nets(self, row: FlowRow) -> RefreshSchedule:
-        """Return the schedule of the row's ControlNets. In a row with refresh steps they compute
+    def _of_nets(self, row: FlowRow, job: EditJob) -> RefreshSchedule:
+        """Return the schedule of the row's ControlNets. In a row without a template they compute
         all tokens when the base does.
         """
         if row.step_cache is not None and row.refreshes:
             return replace(row.step_cache.plan, anchors=frozenset())
-        return RefreshSchedule.of(self._refresh_rule, row.steps)
+        return self.net_schedule(job, job.controls)
 
     def controlled_by(self, row: Any, control: RowControl[Any]) -> None:
         row.residuals = control

@@ -12,7 +12,7 @@ from abc import abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from maskserve_engine.batch.graphs import AtOnce, Graphs
 from maskserve_engine.batch.packing import Packed, RowInput
 from maskserve_engine.batch.sequence_parallel import Exchange, RankShare, forward_shared
 from maskserve_engine.batch.skipping import Skipper, forward_skipping
+from maskserve_engine.batch.step_cache import RefreshSchedule
 from maskserve_engine.batch.stepping import ReusableBatch
 from maskserve_engine.batch.transfer import to_device
 from maskserve_engine.control_link.served import (
@@ -445,7 +446,32 @@ def _residuals_request(row: FlowRow, served: ServedRow) -> RowRequest:
     for its lookahead.
     """
     tokens, foreseen = row.all_tokens().tokens[:, : row.channels], None
-    if row.lookahead is not None:
-        ahead = row.all_tokens(row.lookahead.step).tokens[:, : row.channels]
-        foreseen = LookaheadRequest(row.lookahead.step, ahead, len(ahead))
+    ahead = nets_lookahead(row, served.schedule)
+    if ahead is not None:
+        latents = ahead.tokens.tokens[:, : row.channels]
+        foreseen = LookaheadRequest(ahead.step, latents, ahead.computed)
     return RowRequest(served, row.step, tokens, row.computed, row.extrapolated_latents, foreseen)
+
+
+class NetsLookahead(NamedTuple):
+    """A refresh step of a row's ControlNets that they compute beside the row's next step."""
+
+    step: int
+    tokens: RowInput
+    """All tokens at the refresh step, those that the base computes first."""
+    computed: int
+    """Number of tokens in the base's own lookahead pass; 0: the base has none."""
+
+
+def nets_lookahead(row: FlowRow, schedule: RefreshSchedule) -> NetsLookahead | None:
+    """Return the lookahead of a row's ControlNets, whose schedule this is; None: they compute none.
+    If the row itself looks ahead, they do with it.
+    """
+    if row.lookahead is not None:
+        tokens = row.all_tokens(row.lookahead.step)
+        computed = len(tokens.tokens) if row.refreshes else len(row.masked)
+        return NetsLookahead(row.lookahead.step, tokens, computed)
+    step = schedule.lookahead_at(row.step)
+    if step is None or row.sampler.moved is None:
+        return None
+    return NetsLookahead(step, row.all_tokens(step), 0)

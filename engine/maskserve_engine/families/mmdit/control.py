@@ -249,6 +249,7 @@ class NetTokens(NamedTuple):
     row: RowInput
     """All tokens of the row, those that the base computes first."""
     computed: int
+    """Number of them that the base computes; 0: a lookahead only fills step caches."""
     active: int
     """Number of them that are computed between refresh steps; 0: the row has none."""
 
@@ -292,7 +293,18 @@ def controlled(
     )
     if lookahead is not None:
         now, before = times[lookahead : lookahead + 1], ()
-    return Controlled(control, tokens, sparse, idle, now, step, len(times), lookahead, before)
+    return Controlled(
+        control,
+        tokens,
+        sparse,
+        idle,
+        now,
+        step,
+        len(times),
+        lookahead,
+        adds=tokens.computed > 0,
+        before=before,
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

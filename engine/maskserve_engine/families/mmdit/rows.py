@@ -307,7 +307,7 @@ class FlowRow:
         assert prompt.cache is not None, "both passes fill a step cache"
         row_input = self._input(prompt, step, ComputedSpans(unmasked=self.refreshes))
         row_input = replace(row_input, capture=self._capture(prompt.cache, row_input, step))
-        if not self.refreshes or self.residuals is None:
+        if self.residuals is None:
             return row_input
         return replace(row_input, residuals=self.residuals.for_lookahead)
 

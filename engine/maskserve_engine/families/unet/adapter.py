@@ -323,16 +323,16 @@ class UnetAdapter(Stepping[Row, UnetWeights], OpenedRows):
                 arrays |= {f"active.{i}": torch.from_numpy(active[i]) for i in range(len(active))}
             controls = tuple([OpenedControl.of(tensor) for tensor in acts])
             timesteps = tuple(row.precomputed_timesteps)
-            facts = OpeningMessage(controls, timesteps, self._of_nets(row))
+            facts = OpeningMessage(controls, timesteps, self._of_nets(row, job))
             return Opening(facts, arrays)
 
-    def _of_nets(self, row: UnetRow) -> RefreshSchedule:
-        """Return the schedule of the row's ControlNets. In a row with refresh steps they compute
+    def _of_nets(self, row: UnetRow, job: EditJob) -> RefreshSchedule:
+        """Return the schedule of the row's ControlNets. In a row without a template they compute
         all tokens when the base does.
         """
         if row.plan is not None:
             return replace(row.plan, anchors=frozenset())
-        return RefreshSchedule.of(self._refresh_rule, row.steps)
+        return self.net_schedule(job, job.controls)
 
     def serve_control(self, row: Any, served: ServedRow) -> None:
         count = 1 if row.guidance is None else 2

@@ -206,13 +206,15 @@ class UnetBatch(ReusableBatch[Row, UnetWeights]):
             if not isinstance(row, UnetRow):
                 continue
             control, row_sample = row.control, sample[: len(row.latents)]
-            anchor = foreseen.get(id(row)) if control is not None else None
+            adds = id(row) in foreseen
+            anchor = None if control is None else foreseen.get(id(row)) or nets_lookahead(row)
             lookahead_sample = None if anchor is None else anchor.sample()[: len(row_sample)]
             if isinstance(control, UnetServedControl):
                 count = row_sample[0].numel() if row.active is None else len(row.active[0])
                 also = None
                 if anchor is not None and lookahead_sample is not None:
-                    also = LookaheadRequest(anchor.anchor, lookahead_sample, row_sample[0].numel())
+                    all_tokens = adds * row_sample[0].numel()
+                    also = LookaheadRequest(anchor.anchor, lookahead_sample, all_tokens)
                 later = partial(extrapolated_latents, row)
                 service_requests.append(
                     RowRequest(control.served, row.step, row_sample, count, later, also)
@@ -225,8 +227,9 @@ class UnetBatch(ReusableBatch[Row, UnetWeights]):
                 if anchor is not None and lookahead_sample is not None:
                     at, whole = anchor.anchor, UnetSample(lookahead_sample, None)
                     [timestep] = anchor.precomputed_timesteps
+                    lookahead, step, steps = control.for_lookahead, row.step, row.steps
                     local_rows.append(
-                        controlled(control.for_lookahead, whole, timestep, row.step, row.steps, at)
+                        controlled(lookahead, whole, timestep, step, steps, at, adds=adds)
                     )
         request_residuals(service_requests, self._number)
         self._nets.run(local_rows)
@@ -251,3 +254,11 @@ class UnetBatch(ReusableBatch[Row, UnetWeights]):
                     at = pass_numbers.index(number)
                     captures.append((at, at + 1, capture))
         return captures
+
+
+def nets_lookahead(row: UnetRow) -> UnetLookahead | None:
+    """Return the lookahead that only a row's ControlNets compute; None: they compute none."""
+    if row.control is None or row.answer is None:
+        return None
+    step = row.control.schedule.lookahead_at(row.step)
+    return None if step is None else UnetLookahead(row, step)

@@ -177,6 +177,10 @@ class UnetServedControl:
     passes: tuple[ServedPass, ...]
 
     @property
+    def schedule(self) -> RefreshSchedule:
+        return self.served.schedule
+
+    @property
     def for_lookahead(self) -> UnetServedControl:
         passes = [
             ServedPass(self.served.for_lookahead, served_pass.number) for served_pass in self.passes
@@ -213,11 +217,13 @@ def controlled(
     step: int,
     steps: int,
     lookahead: int | None = None,
+    *,
+    adds: bool = True,
 ) -> Controlled[UnetNetInput]:
     has_cached = bool(control.inputs[0].cached_ids)
     sparse = conditioning.active is not None
     return Controlled(
-        control, conditioning, sparse, has_cached, (timestep,), step, steps, lookahead
+        control, conditioning, sparse, has_cached, (timestep,), step, steps, lookahead, adds
     )
 
 
@@ -343,9 +349,9 @@ class UnetNetRow:
         self, step: int, sample: Tensor, computed: int, lookahead: int | None
     ) -> Controlled[UnetNetInput]:
         """See `NetRow`; `sample` is [channels, h, w]."""
-        unet_sample = UnetSample(sample, self.active if computed < sample[0].numel() else None)
+        is_sparse = lookahead is None and computed < sample[0].numel()
+        unet_sample = UnetSample(sample, self.active if is_sparse else None)
         control, at = self.control, step if lookahead is None else lookahead
         control = control if lookahead is None else control.for_lookahead
-        return controlled(
-            control, unet_sample, self.timesteps[at], step, len(self.timesteps), lookahead
-        )
+        timestep, steps = self.timesteps[at], len(self.timesteps)
+        return controlled(control, unet_sample, timestep, step, steps, lookahead, adds=computed > 0)

@@ -308,6 +308,9 @@ class UnetRow:
         last = self._input.float(), self.answer.float(), self.schedule.timesteps[self.step - 1]
         levels, target_timestep = self.noise_levels, self.schedule.timesteps[step]
         latents = levels.mixed(levels.estimate(*last), levels.noise_in(*last), target_timestep)
+        if self.plan is None and self.inactive is not None:
+            template = self.inactive.template.latents_at(target_timestep)
+            latents = torch.where(self.inactive.mask, latents, template.float())
         if (blend := self.blend) is not None:
             inside = blend.mask >= joins(step, self.steps) if blend.soft else blend.mask > 0
             latents = torch.where(

@@ -51,8 +51,6 @@ CONTROL = ControlNetSpec(
         "addition_time_embed_dim",
         "projection_class_embeddings_input_dim",
     ),
-    stride=0.25,
-    power=0.0,
 )
 _STRIDE = 7
 REFRESH_STRIDES = {FILL: 0.35, INPAINT: 0.25}
