@@ -132,6 +132,8 @@ class NetRequest(NamedTuple, Generic[I]):
         row, cached = self.row, self.last
         if not row.sparse or row.lookahead is not None or cached is None:
             return None
+        if row.step in row.control.schedule.dense:
+            return None
         is_valid = cached.step < row.step and all(tokens.whole() for tokens in cached.tokens)
         return cached.tokens if is_valid else None
 
@@ -150,7 +152,9 @@ class NetRequest(NamedTuple, Generic[I]):
             return is_kept and (is_due or not schedule.anchors)
         if is_kept and is_due:
             return False
-        return row.idle and self.cached is None and row.step + 1 < row.steps
+        follows = row.step + 1
+        next_may_read = follows < row.steps and follows not in schedule.dense
+        return row.idle and self.cached is None and next_may_read
 
     def keep(self, tokens: Sequence[Any]) -> None:
         """Keep the caches of this step. A lookahead updates those of its row in place."""

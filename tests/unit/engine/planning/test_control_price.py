@@ -23,6 +23,7 @@ from maskserve_engine.planning.cost_model import CostModel
 from maskserve_engine.planning.entry_bytes import FORMATS
 from maskserve_engine.requests.control_nets import ControlWork
 from maskserve_engine.spec.estimate import pricing_of
+from maskserve_engine.spec.model_spec import NetShares
 from tests.fakes.control_nets import random_net
 from tests.fakes.jobs import config_of
 from tests.support.engines import job
@@ -66,7 +67,7 @@ def test_prices_are_the_counted_work_at_the_cost_of_a_flop(tiny_fill: Path, refr
         text=7,
         anchors=1,
         controls={"outline": net},
-        anchored=1 / refresh,
+        net_shares=NetShares(1 / refresh, 1 - 1 / refresh),
     )
     tokens = work.tokens[0]
     for ratio in (0.0, 0.25, 1.0):
@@ -99,20 +100,23 @@ def test_an_edit_s_work_is_that_of_the_steps_in_which_its_nets_run(tiny_fill: Pa
             return dict(nets[control.version].config)
 
     counted = adapter.counted(edit)
-    work = ControlWork.of(edit, adapter.spec, counted, 10, Nets(), {0, 4, 8})  # type: ignore[arg-type]
+    schedule = RefreshSchedule(frozenset({0, 4, 8}), "int8", text=True, looks_ahead=True)
+    work = ControlWork.of(edit, adapter.spec, counted, 10, Nets(), schedule)  # type: ignore[arg-type]
     whole, part = [], []
     for name in nets:
         net = control_work(adapter.spec, nets[name].config, *edit.moments.shape[1:])
         whole.append(net.batch_flops(None, (), counted))
         part.append(net.batch_flops(counted, ("kv",) * len(net.blocks), None))
     assert part < whole
-    from_third = [0, 0, 0, whole[0], whole[0], part[0], part[0], part[0], whole[0], part[0]]
-    always = [whole[1] if step % 4 == 0 else part[1] for step in range(10)]
-    expected = [a + b for a, b in zip(from_third, always, strict=True)]
+    # 4 is computed ahead at step 1, before the first net begins to act, and 8 at step 4.
+    from_third = [0, 0, 0, whole[0], *[part[0]] * 6]
+    always = [whole[1], *[part[1]] * 9]
+    ahead = [(step in (1, 4)) * sum(whole) for step in range(10)]
+    expected = [sum(each) for each in zip(from_third, always, ahead, strict=True)]
     assert [scale_at(controls[0], step, 10) > 0 for step in range(10)] == [
         n > 0 for n in from_third
     ]
-    assert [work.at(step, cached=True) for step in range(10)] == expected
+    assert [work.at(step, cached=True) for step in range(10)] == pytest.approx(expected)
     assert work.mean(cached=True) == pytest.approx(np.mean(expected))
     assert work.mean(cached=False) == pytest.approx(0.7 * whole[0] + whole[1])
     # With anchors of its own {0, 5, 8}: 5 is foreseen at step 1, before the first net begins to

@@ -8,7 +8,11 @@ import numpy as np
 import pytest
 
 from maskserve_common.contracts.reuse_levels import refresh_count
-from maskserve_engine.planning.refresh_steps import clock_steps, lookahead_steps_of, refresh_steps
+from maskserve_engine.planning.refresh_steps import (
+    count_with_controls,
+    lookahead_steps_of,
+    refresh_steps,
+)
 
 
 def shifted(steps: int, times: float) -> list[float]:
@@ -78,11 +82,10 @@ def test_anchors_follow_a_shifted_sampler_to_where_it_goes_most_of_its_way() -> 
 
 
 @pytest.mark.parametrize("steps", range(1, 60))
-@pytest.mark.parametrize("stride", [0.01, 0.2, 0.35, 0.5, 1.0])
-def test_a_clock_has_steps_between_its_own(steps: int, stride: float) -> None:
-    """From the first on, as far apart as the stride says; never one right behind another."""
-    found = sorted(clock_steps(steps, stride))
-    assert found[0] == 0
-    gaps = {later - sooner for sooner, later in pairwise(found)}
-    assert all(gap >= 2 and abs(gap - max(2.0, stride * steps)) <= 0.5 for gap in gaps)
-    assert steps - found[-1] <= max(2.0, stride * steps + 0.5)
+@pytest.mark.parametrize("stride", [0.01, 0.2, 0.35, 0.55, 1.0])
+def test_an_edit_with_controls_looks_ahead_once_at_least(steps: int, stride: float) -> None:
+    count = count_with_controls(steps, stride)
+    anchors = refresh_steps(count, shifted(steps, 1.65), 1.5, growth=1.0)
+    assert len(anchors) == count == max(refresh_count(steps, stride), 1 + (steps > 2))
+    later = frozenset({anchor + 3 for anchor in anchors})  # its nets act from the fourth step on
+    assert lookahead_steps_of(later) == {step + 3 for step in lookahead_steps_of(anchors)}

@@ -20,7 +20,6 @@ from maskserve_engine.base.job import ControlInput, EditJob
 from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.families.registry import load_adapter
 from maskserve_engine.loop.engine import Engine
-from maskserve_engine.planning.refresh_steps import clock_steps
 from maskserve_engine.requests.control_nets import ControlWork
 from maskserve_engine.requests.state import RequestState
 from maskserve_engine.requests.templates import DENSE
@@ -142,8 +141,8 @@ def controlled(engine: Engine, edit: RequestState, rng: np.random.Generator) -> 
     request = replace(edit.job.request, controls=(control,))
     edit.job = replace(edit.job, request=request, controls=(ControlInput("net", pixels),))
     facts, steps, nets = engine.adapter.spec, edit.work.steps, Nets(engine.adapter.spec)
-    clock = clock_steps(steps, refresh_rule(engine.config, facts).stride)
-    work = ControlWork.of(edit.job, facts, edit.work.counted, steps, nets, clock)  # type: ignore[arg-type]
+    schedule = engine.adapter.net_schedule(edit.job, (control,))
+    work = ControlWork.of(edit.job, facts, edit.work.counted, steps, nets, schedule)  # type: ignore[arg-type]
     edit.work = replace(edit.work, controls=work)
 
 

@@ -133,6 +133,63 @@ def test_nets_compute_all_tokens_at_one_step_in_so_many(
     assert computed == [[tokens.total if step % 3 == 0 else tokens.active] for step in range(5)]
 
 
+def look_ahead(*anchors: int) -> RefreshSchedule:
+    return RefreshSchedule(frozenset(anchors), "model", text=False, looks_ahead=True)
+
+
+def test_a_refresh_step_is_computed_ahead_at_the_one_before(
+    replay: Replay, encoder: Encoder, nets: dict[str, Any]
+) -> None:
+    """Beside the computed tokens of the step; the base has no such pass. What is kept is what the
+    net computes of all tokens as they are expected at that refresh step.
+    """
+    computed = []
+
+    class Watched(FluxControlNet):
+        def samples(self, packed: Any, at: Any) -> Any:
+            computed.append([len(row.tokens) for row in packed.rows])
+            return super().samples(packed, at)
+
+    plain = nets["plain"]
+    watched = Watched(*(getattr(plain, field.name) for field in fields(plain)))
+    job = controlled_job(encoder, "e", "plain")
+    row = cached(replay, job, Primed(replay.adapter, encoder, job))
+    row = with_nets(replay, row, job, {"plain": watched}, 3)
+    row.residuals.schedule = look_ahead(0, 3)
+    tokens, times = replay.adapter.tokens(job), [step.timestep for step in row.walk(0)]
+    run_until(replay, row, 1)
+    foreseen = NetTokens(row.all_tokens(3), tokens.total, row.active)
+    oracle = replace(row.residuals, residuals={})
+    with torch.inference_mode():
+        FluxNets().run([controlled(oracle, foreseen, times, 3)])
+    computed.pop()
+    run_until(replay, row, 2)
+    [kept], [expected] = (control.residuals[0].tokens for control in (row.residuals, oracle))
+    for block in range(len(plain.outs)):
+        sources = [cache.source(block, times[3]) for cache in (kept, expected)]
+        for mine, other in zip(*[source.parts for source in sources], strict=True):
+            assert_equal(mine.data.numpy(), other.data.numpy())
+    run(replay, [row], "kv")
+    active, total = tokens.active, tokens.total
+    assert computed == [[total], [active, total], [active], [active], [active]]
+
+
+def test_a_net_that_has_not_begun_is_not_asked_ahead(
+    replay: Replay, encoder: Encoder, nets: dict[str, Any]
+) -> None:
+    """Its refresh steps are those of the steps in which it acts."""
+    job = controlled_job(encoder, "e", "plain")
+    job = replace(job, controls=(replace(job.controls[0], start=0.3),))
+    row = cast(FlowRow, cached(replay, job, Primed(replay.adapter, encoder, job)))
+    replay.adapter.control(row, job, nets)
+    assert isinstance(row.residuals, RowControl)
+    assert row.residuals.schedule.dense == {2}
+    run_until(replay, row, 4)
+    [kept] = row.residuals.residuals[0].tokens
+    assert kept.reaches == row.walk(0)[max(row.residuals.schedule.anchors)].timestep
+    assert row.residuals.residuals[0].step == 2
+
+
 def test_a_mixed_batch_is_as_each_row_alone(
     replay: Replay, encoder: Encoder, nets: dict[str, Any]
 ) -> None:
