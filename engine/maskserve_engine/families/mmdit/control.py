@@ -199,9 +199,9 @@ class FluxNets(Nets[FluxNetInput]):
     in_parts, stacked = True, False
 
     def __init__(self) -> None:
-        self._vectors: dict[tuple[int, ...], tuple[int, tuple[Vectors, ...]]] = {}
-        """By net and inputs: the first row's step, and the vectors of that step and the next
-        ones."""
+        self._vectors: dict[tuple[object, ...], tuple[int, tuple[Vectors, ...]]] = {}
+        """By net, inputs and lookaheads: the first row's step, and the vectors of that step and the
+        next ones."""
 
     def outputs(
         self, net: FluxControlNet, same: Sequence[NetRequest[FluxNetInput]]
@@ -227,7 +227,8 @@ class FluxNets(Nets[FluxNetInput]):
         same groups of steps, because products of other shapes round differently.
         """
         first = same[0].row
-        key, step = (id(net), *(id(request.net_input) for request in same)), first.step
+        passes = [(id(request.net_input), request.row.lookahead) for request in same]
+        key, step = (id(net), *passes), first.step
         begin, step_vectors = self._vectors.get(key, (step, ()))
         if not begin <= step < begin + len(step_vectors):
             before = first.before if all(request.row is first for request in same) else ()
