@@ -23,7 +23,7 @@ from maskserve_engine.loop.engine import Engine
 from maskserve_engine.requests.control_nets import ControlWork
 from maskserve_engine.requests.state import RequestState
 from maskserve_engine.requests.templates import DENSE
-from maskserve_engine.spec.model_spec import ModelSpec, refresh_rule
+from maskserve_engine.spec.model_spec import ModelSpec
 from maskserve_engine.start.assembly import assemble
 from tests.fakes import tiny_families
 from tests.fakes.jobs import config_of
