@@ -475,6 +475,20 @@ MUTATIONS = (
         f"{_DENSE}[klein]",
     ),
     Mutation(
+        "a flow map sees its own timestep twice",
+        "engine/maskserve_engine/families/mmdit/batch.py",
+        "1000 * (step.sigma + step.change)",
+        "1000 * step.sigma",
+        f"{_DENSE}[flux3-klein]",
+    ),
+    Mutation(
+        "images see a cached context in blocks by mode",
+        "engine/maskserve_engine/batch/packing.py",
+        "keys += [t, i + m - c, c]",
+        "keys += [t, i + m, 0]",
+        f"{_UNIT}/engine/batch/test_modes.py::test_tokens_attend_to_those_of_their_mode_alone",
+    ),
+    Mutation(
         "klein's mask is of single latents",
         "engine/maskserve_triton/preprocess.py",
         "side = spec.vae_scale_factor * spec.mask_latents",
