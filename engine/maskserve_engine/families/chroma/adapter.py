@@ -76,13 +76,8 @@ class ChromaBatch(FluxBatch):
 
 class ChromaAdapter(FluxAdapter):
     family: ClassVar[FamilyModule] = chroma
+    transformer = "ChromaTransformer2DModel"
     batches = ChromaBatch
-
-    @staticmethod
-    def transformer() -> Any:
-        from diffusers import ChromaTransformer2DModel
-
-        return ChromaTransformer2DModel
 
     def weights_of(self, model: Any, placed_bytes: int, graphs: Graphs | None) -> FluxWeights:
         base_weights = ChromaWeights.of(model)

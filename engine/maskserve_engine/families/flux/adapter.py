@@ -93,6 +93,7 @@ class FluxBatch(FlowBatch[FluxWeights]):
 
 class FluxAdapter(FlowAdapter[FluxWeights]):
     family: ClassVar[FamilyModule] = flux
+    transformer = "FluxTransformer2DModel"
     batches = FluxBatch
     text_places: ClassVar[tuple[str, ...]] = (_CONTEXT,)
     shallowest = False
@@ -104,12 +105,6 @@ class FluxAdapter(FlowAdapter[FluxWeights]):
         adapter = super().load(spec, config)
         adapter.shallowest = config.controls.unequal_depths == "shallowest"
         return adapter
-
-    @staticmethod
-    def transformer() -> Any:
-        from diffusers import FluxTransformer2DModel
-
-        return FluxTransformer2DModel
 
     def weights_of(self, model: Any, placed_bytes: int, graphs: Graphs | None) -> FluxWeights:
         return replace(FluxWeights.of(model), placed_bytes=placed_bytes, graphs=graphs)

@@ -49,13 +49,8 @@ class Flux2Preparation(FlowPreparation):
 
 class Flux2Adapter(FluxAdapter):
     family: ClassVar[FamilyModule] = flux2
+    transformer = "Flux2Transformer2DModel"
     preparation = Flux2Preparation
-
-    @staticmethod
-    def transformer() -> Any:
-        from diffusers import Flux2Transformer2DModel
-
-        return Flux2Transformer2DModel
 
     @staticmethod
     def shift(config: Mapping[str, Any], tokens: int, steps: int) -> float:

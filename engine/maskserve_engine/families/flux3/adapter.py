@@ -27,14 +27,9 @@ class Flux3Batch(FluxBatch):
 
 class Flux3Adapter(Flux2Adapter):
     family: ClassVar[FamilyModule] = flux3
+    transformer = "Flux3Transformer2DModel"
     batches = Flux3Batch
     sampler_shift = 6.93
-
-    @staticmethod
-    def transformer() -> Any:
-        from diffusers import Flux3Transformer2DModel
-
-        return Flux3Transformer2DModel
 
     def weights_of(self, model: Any, placed_bytes: int, graphs: Graphs | None) -> FluxWeights:
         return weights_of(model, placed_bytes=placed_bytes, graphs=graphs)

@@ -82,6 +82,8 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
     """
 
     family: ClassVar[FamilyModule]
+    transformer: ClassVar[str]
+    """Name of its model's class in diffusers."""
     batches: ClassVar[type[FlowBatch[Any]]]
     text_places: ClassVar[tuple[str, ...]]
     """Prefixes of the weights' places that `text` reads."""
@@ -137,6 +139,8 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
         Raises:
             ConfigError: a part is missing or unreadable, or its entries could not be used.
         """
+        import diffusers
+
         if spec.encoder_picture is not None and config.cache.entry_kind != "kv":
             raise ConfigError(
                 f"[cache] entry_kind: {config.cache.entry_kind} is not served with models whose "
@@ -145,7 +149,7 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
         fuse_weights = partial(fused, config, part="denoiser")
         return cls(
             spec,
-            load_denoiser(config, "transformer", cls.transformer(), fuse_weights),
+            load_denoiser(config, "transformer", getattr(diffusers, cls.transformer), fuse_weights),
             load_sampler(config, tells_sigmas=cls.tells_sigmas, shift=cls.sampler_shift),
             placed_bytes=config.cache.placed_on(device_of(config).type),
             outside_noise=outside_noise(config),
@@ -157,11 +161,6 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
     def shift(config: Mapping[str, Any], tokens: int, steps: int) -> float | None:
         """Return the shift of the pipeline's schedule (`schedule.Shift`)."""
         return linear_shift(config, tokens, steps)
-
-    @staticmethod
-    @abstractmethod
-    def transformer() -> Any:
-        """Return the diffusers class of its model; imported when first needed."""
 
     @abstractmethod
     def weights_of(self, model: Any, placed_bytes: int, graphs: Graphs | None) -> W:

@@ -28,13 +28,8 @@ class QwenImageBatch(FluxBatch):
 
 class QwenImageAdapter(FluxAdapter):
     family: ClassVar[FamilyModule] = qwen_image
+    transformer = "QwenImageTransformer2DModel"
     batches = QwenImageBatch
-
-    @staticmethod
-    def transformer() -> Any:
-        from diffusers import QwenImageTransformer2DModel
-
-        return QwenImageTransformer2DModel
 
     def weights_of(self, model: Any, placed_bytes: int, graphs: Graphs | None) -> FluxWeights:
         return weights_of(model, placed_bytes=placed_bytes, graphs=graphs)

@@ -66,15 +66,10 @@ def _say(model: FluxWeights, row: Row, words: FixedWords | None) -> None:
 
 class QwenImage21Adapter(FluxAdapter):
     family: ClassVar[FamilyModule] = qwen_image21
+    transformer = "QwenImage21Transformer2DModel"
     batches = QwenImage21Batch
     preparation = Flux2Preparation
     text_places = ()
-
-    @staticmethod
-    def transformer() -> Any:
-        from diffusers import QwenImage21Transformer2DModel
-
-        return QwenImage21Transformer2DModel
 
     def weights_of(self, model: Any, placed_bytes: int, graphs: Graphs | None) -> FluxWeights:
         return weights_of(model, placed_bytes=placed_bytes, graphs=graphs)

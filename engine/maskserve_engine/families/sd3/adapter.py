@@ -166,15 +166,10 @@ class Sd3Preparation(FlowPreparation):
 
 class Sd3Adapter(FluxAdapter):
     family: ClassVar[FamilyModule] = sd3
+    transformer = "SD3Transformer2DModel"
     batches = Sd3Batch
     preparation = Sd3Preparation
     tells_sigmas = False
-
-    @staticmethod
-    def transformer() -> Any:
-        from diffusers import SD3Transformer2DModel
-
-        return SD3Transformer2DModel
 
     @staticmethod
     def shift(config: Mapping[str, Any], tokens: int, steps: int) -> None:

@@ -66,15 +66,10 @@ class ZImageAdapter(FlowAdapter[ZImageWeights]):
     """
 
     family: ClassVar[FamilyModule] = z_image
+    transformer = "ZImageTransformer2DModel"
     batches = ZImageBatch
     preparation = ZImagePreparation
     text_places = ("context_embedder", "context_blocks.")
-
-    @staticmethod
-    def transformer() -> Any:
-        from diffusers import ZImageTransformer2DModel
-
-        return ZImageTransformer2DModel
 
     def weights_of(self, model: Any, placed_bytes: int, graphs: Graphs | None) -> ZImageWeights:
         return ZImageWeights.of(model, placed_bytes)

@@ -147,10 +147,6 @@ class ToyAdapter(FlowAdapter[ToyWeights]):
     batches = ToyBatch
     text_places = ("text",)
 
-    @staticmethod
-    def transformer() -> Any:
-        return Toy
-
     def weights_of(self, model: Any, *_: Any, **__: Any) -> ToyWeights:
         return ToyWeights(model)
 
