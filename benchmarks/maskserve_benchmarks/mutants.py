@@ -50,8 +50,8 @@ class Mutation:
 
 
 _ENGINE, _UNIT = "engine/maskserve_engine", "tests/unit"
-_WAY = f"{_UNIT}/engine/cache/test_entry_way.py"
-_KEPT = f"{_UNIT}/engine/batch/test_kept_anchors.py"
+_WAY = f"{_UNIT}/engine/cache/test_cached_edits.py"
+_KEPT = f"{_UNIT}/engine/batch/test_step_cache.py"
 _REFRESH = f"{_UNIT}/engine/families/flux/test_flux_refresh.py"
 _SLOTS = f"{_UNIT}/engine/control_link/test_free_slots.py"
 _LOST = f"{_UNIT}/engine/control_link/test_lost_service.py"
@@ -166,7 +166,7 @@ MUTATIONS = (
         "engine/maskserve_engine/batch/step_cache.py",
         "groups += [*self._dense_first.values(), *self._lacked.values()]",
         "groups += [*self._dense_first.values()]",
-        f"{_KEPT}::test_what_lifts_entries_is_counted_among_its_bytes",
+        f"{_KEPT}::test_residual_corrections_are_counted_among_its_bytes",
     ),
     Mutation(
         "what anchors leave goes on the other way",
@@ -194,7 +194,7 @@ MUTATIONS = (
         "engine/maskserve_engine/planning/refresh_steps.py",
         "max(2, round(stride * steps))",
         "max(1, round(stride * steps))",
-        f"{_UNIT}/engine/planning/test_own_anchors.py::test_a_clock_has_steps_between_its_own",
+        f"{_UNIT}/engine/planning/test_refresh_schedule.py::test_a_clock_has_steps_between_its_own",
     ),
     Mutation(
         "what anchors leave bends less than three of them show",
@@ -236,7 +236,7 @@ MUTATIONS = (
         "engine/maskserve_engine/requests/refresh_schedules.py",
         "if policy_of(config.engine).shares_steps:",
         "if False:",
-        f"{_UNIT}/engine/requests/test_own_anchors.py"
+        f"{_UNIT}/engine/requests/test_refresh_steps.py"
         "::test_where_devices_share_steps_an_edit_keeps_nothing_beside_a_template",
     ),
     Mutation(
@@ -333,7 +333,7 @@ MUTATIONS = (
         "engine/maskserve_engine/requests/templates.py",
         "WORTH_PRIMING = 2",
         "WORTH_PRIMING = 1",
-        f"{_UNIT}/engine/cache/test_cache.py::test_a_template_is_primed_on_second_sight_and_hit_on_the_third",
+        f"{_UNIT}/engine/cache/test_cache.py::test_a_template_is_primed_on_its_second_lookup_and_hit_on_the_third",
     ),
     Mutation(
         "the limit of drift is ignored",

@@ -235,17 +235,19 @@ def test_jobs_have_a_place_or_are_off(helm: Path, values: dict[str, str]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("more", "told"),
+    ("more", "message"),
     [
         ({"router.jobs.storage.size": "1Gi"}, "a file is for one router"),
         ({"router.jobs.databaseSecret": "jobs", "router.replicas": "1"}, "both given"),
     ],
 )
-def test_jobs_that_could_not_be_kept_are_told(helm: Path, more: dict[str, str], told: str) -> None:
+def test_jobs_that_could_not_be_kept_are_told(
+    helm: Path, more: dict[str, str], message: str
+) -> None:
     values = {"router.jobs.storage.size": "1Gi", **more}
     result = run(helm, "template", "shop", str(CHART), *flags(values))
     assert result.returncode != 0
-    assert re.search(told, result.stderr)
+    assert re.search(message, result.stderr)
 
 
 def test_services_run_what_serve_takes_and_are_found(helm: Path) -> None:

@@ -86,7 +86,7 @@ def test_what_the_dockerfile_copies_is_there_and_not_ignored() -> None:
 
 
 def served(name: str) -> ServeOptions:
-    """What a container of ours serves."""
+    """The options of `maskserve serve` in a container's command."""
     program, command, *arguments = [plain(word) for word in SERVICES[name]["command"]]
     assert (program, command) == ("maskserve", "serve")
     parser = argparse.ArgumentParser()

@@ -57,7 +57,7 @@ def nodes(expr: Any) -> Iterator[Any]:
 
 
 def problems(query: str) -> list[str]:
-    """What of a query does not exist."""
+    """Metrics and labels of a query that the code does not export, a message each."""
     try:
         parsed = promql.parse(query)
     except ValueError as error:
@@ -74,7 +74,7 @@ def problems(query: str) -> list[str]:
     return messages + [f"{query}: nothing has {name}" for name in grouped - labels]
 
 
-def shown() -> list[str]:
+def panel_queries() -> list[str]:
     text = FILE.read_text(encoding="utf-8")
     return [t["expr"] for panel in json.loads(text)["panels"] for t in panel.get("targets", ())]
 
@@ -85,13 +85,15 @@ def documented() -> list[str]:
     return [line for block in blocks for line in block.splitlines() if not line.startswith("#")]
 
 
-@pytest.mark.parametrize("query", [*shown(), *[rule["expr"] for rule in RULES], *documented()])
+@pytest.mark.parametrize(
+    "query", [*panel_queries(), *[rule["expr"] for rule in RULES], *documented()]
+)
 def test_queries_name_what_there_is(query: str) -> None:
     assert problems(query) == []
 
 
 @pytest.mark.parametrize(
-    ("query", "told"),
+    ("query", "message"),
     [
         ("sum(maskserve_no_such)", "there is no"),
         ('maskserve_worker_up{tier="x"}', "has no tier"),
@@ -100,8 +102,8 @@ def test_queries_name_what_there_is(query: str) -> None:
         ("sum(rate(maskserve_steps_total[5m])", ""),
     ],
 )
-def test_a_wrong_query_is_found(query: str, told: str) -> None:
-    assert any(told in problem for problem in problems(query))
+def test_a_wrong_query_is_found(query: str, message: str) -> None:
+    assert any(message in problem for problem in problems(query))
 
 
 def test_the_dashboard_is_what_its_script_writes() -> None:
@@ -138,7 +140,7 @@ def exported() -> list[str]:
 
 @pytest.mark.parametrize("name", exported())
 def test_each_metric_is_shown_or_alerted_on_and_documented(name: str) -> None:
-    queries = [*shown(), *(rule["expr"] for rule in RULES)]
+    queries = [*panel_queries(), *(rule["expr"] for rule in RULES)]
     used = re.compile(rf"\b{name}(_bucket|_sum|_count)?\b")
     assert any(used.search(query) for query in queries), "no panel and no alert has it"
     page = (ROOT / "docs" / "operate.md").read_text(encoding="utf-8")

@@ -31,7 +31,7 @@ TEXTS = sorted(
 @pytest.mark.parametrize("package", packages(), ids=lambda p: p.name)
 def test_every_module_says_what_it_is(package: Path) -> None:
     """`scripts/bench module_index` prints it."""
-    assert [name for name, says in modules(package).items() if not says] == []
+    assert [name for name, docstring in modules(package).items() if not docstring] == []
 
 
 def test_lines_of_code_are_those_that_do_something() -> None:
@@ -128,8 +128,8 @@ def test_files_that_documents_name_are_there(text: Path) -> None:
     """By their path from the root, or from the document."""
     named = set(FILE.findall(text.read_text(encoding="utf-8")))
     places = ROOT, text.parent
-    there = {name for name in named if any((place / name).exists() for place in places)}
-    assert sorted(named - there) == []
+    existing = {name for name in named if any((place / name).exists() for place in places)}
+    assert sorted(named - existing) == []
 
 
 def test_the_table_of_bytes_is_what_the_engine_takes() -> None:
@@ -155,8 +155,8 @@ def test_the_tables_of_keys_and_settings_are_those_of_the_code() -> None:
 def test_the_page_of_the_apis_names_every_setting_and_field() -> None:
     text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     names = {*EditSettings.__struct_fields__, *Fields.__struct_fields__, *OPERATIONS, *CODES}
-    shown = set(re.findall(r"\w+", " ".join(re.findall(r"`[^`\n]+`", text))))
-    assert sorted(names - shown) == []
+    page_words = set(re.findall(r"\w+", " ".join(re.findall(r"`[^`\n]+`", text))))
+    assert sorted(names - page_words) == []
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,11 @@ ROOT = Path(__file__).parents[2]
 LIGHT = ("preprocess", "postprocess", "edit", "edit_stream", "control")
 STAGES = ("encoder", "decoder")
 OWN_STAGES = "maskserve_triton.stage_models"
-"""What these import as they open, where a worker has its own."""
+"""Imported by stages that run in the worker itself."""
 ENGINE = ("maskserve_engine.start.assembly", "maskserve_triton.denoiser")
-"""What the denoiser imports as it opens."""
+"""Imported by the denoiser as it opens."""
 SENDING_ON = ("maskserve_triton.forwarded_stages", "maskserve_engine.stages.revision")
-"""Where a service runs them."""
+"""Imported by stages that send their work on to a service."""
 HEAVY = ("torch", "diffusers", "transformers", "scipy")
 
 # Runs in a process of its own: this one has imported all sorts of things.

@@ -47,7 +47,7 @@ ALLOWED = {
 
 
 class Code:
-    """What the code defines, and all words in it."""
+    """Names that the code defines, and all words in it."""
 
     def __init__(self) -> None:
         self.modules: dict[str, list[Path]] = defaultdict(list)

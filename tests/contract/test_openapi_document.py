@@ -63,12 +63,12 @@ async def app(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     apps: list[Any] = []
 
-    class Seen(router.HttpApp):
+    class RecordingApp(router.HttpApp):
         def app(self) -> Any:
             apps.append(super().app())
             return apps[-1]
 
-    monkeypatch.setattr(router, "HttpApp", Seen)
+    monkeypatch.setattr(router, "HttpApp", RecordingApp)
     flows = {"folder": str(CHECKOUT / "assets" / "workflows")}
     config_tables = {
         "listen": {"http_port": 0, "grpc_port": 0, "admin_port": 0},

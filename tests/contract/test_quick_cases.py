@@ -1,4 +1,4 @@
-"""What a run leaves to slow ones is covered by what it takes: tests/support/covering.py."""
+"""The cases of a quick run cover those that it leaves to slow runs: tests/support/covering.py."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Item:
 @examples(50)
 @given(st.lists(st.integers(1, 4), min_size=2, max_size=4), st.integers(0, 2**32))
 def test_each_pair_of_a_grid_is_in_what_is_taken(sizes: list[int], seed: int) -> None:
-    """Of a grid with holes: pairs that no case has are asked of none."""
+    """The grid has holes: no case has to cover a pair that none of them has."""
     rng = np.random.default_rng(seed)
     grid = [case for case in product(*map(range, sizes)) if rng.random() < 0.8]
     pairs = [frozenset[Any](combinations(enumerate(case), 2)) for case in grid]
@@ -69,7 +69,7 @@ def test_it_is_far_less_than_the_grid() -> None:
         (pytest.mark.spread("a", "b", sort=lambda b: b == "z"), 2 * 2),
         (pytest.mark.unit, 48),
     ],
-    ids=lambda each: each.name if isinstance(each, pytest.MarkDecorator) else None,
+    ids=lambda parameter: parameter.name if isinstance(parameter, pytest.MarkDecorator) else None,
 )
 def test_a_marker_leaves_cases_to_slow_runs(marker: Any, expected: int) -> None:
     items = [

@@ -81,7 +81,7 @@ def test_hypothesis_has_the_seed(number: int, request: pytest.FixtureRequest) ->
 
 
 def drawn_by(*flags: str) -> tuple[str, str]:
-    """What a run of pytest prints of its seed, and what it draws."""
+    """Run pytest and return the seed that it prints and the number that it draws."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-s", *flags]
     test_id = f"{Path(__file__).relative_to(ROOT)}::test_print_a_draw"
     result = subprocess.run(

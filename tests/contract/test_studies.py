@@ -20,8 +20,8 @@ def test_a_study_says_in_few_words_what_it_showed(folder: Path) -> None:
     assert len(text.split()) <= MAX_WORDS
     named = set(re.findall(r"scripts/bench ([a-z_]+)", text))
     assert named
-    here = f"maskserve_studies.{folder.name}."
-    assert {name for name in COMMANDS if module_of(name).startswith(here)} <= named
+    prefix = f"maskserve_studies.{folder.name}."
+    assert {name for name in COMMANDS if module_of(name).startswith(prefix)} <= named
     assert "ardware and date" in text
 
 

@@ -94,17 +94,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def kept() -> Iterator[Collector]:
-    """Of the traces that clients ask for."""
+def trace_collector() -> Iterator[Collector]:
+    """Receives the traces that clients ask for."""
     with collector() as running:
         yield running
 
 
 @pytest.fixture(scope="session")
 def supervisor(
-    model: Path, kept: Collector, tmp_path_factory: pytest.TempPathFactory
+    model: Path, trace_collector: Collector, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Supervisor]:
-    """Of a worker that traces nothing but what a client asks for."""
+    """Runs a worker that traces only edits whose client asks for it."""
     logs = tmp_path_factory.mktemp("logs")
     config = tmp_path_factory.mktemp("config") / "worker.toml"
     config.write_text("[trace]\ninterval_s = 0.1\n")
@@ -114,7 +114,7 @@ def supervisor(
         base_port=free_base_port(),
         config=config,
         log_dir=logs,
-        otlp_url=kept.url,
+        otlp_url=trace_collector.url,
         trace_rate=10**9,
         report=messages.append,
     )
@@ -125,9 +125,9 @@ def supervisor(
         assert [worker.restarts for worker in running.workers] == [0], "\n".join(messages)
     finally:
         running.stop(grace_s=5)
-        kept = os.environ.get("MASKSERVE_E2E_LOGS")
-        if kept:
-            shutil.copytree(logs, kept, dirs_exist_ok=True)
+        log_copy = os.environ.get("MASKSERVE_E2E_LOGS")
+        if log_copy:
+            shutil.copytree(logs, log_copy, dirs_exist_ok=True)
 
 
 @pytest.fixture(scope="session")
@@ -139,7 +139,7 @@ def worker(supervisor: Supervisor) -> WorkerProcess:
 def unet_worker(
     tiny_unets: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[WorkerProcess]:
-    """Of an SDXL base model, which has most to say: sizes, a blend, two text encoders."""
+    """Serves an SDXL base model, which has most features: sizes, a blend, two text encoders."""
     config = tmp_path_factory.mktemp("unet") / "worker.toml"
     config.write_text('[model]\noutside_noise = "edit"  # as the pipeline draws it\n')
     options = ServeOptions(
@@ -156,7 +156,7 @@ def unet_worker(
 
 @pytest.fixture(scope="session")
 def klein_worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
-    """Of a FLUX.2 klein whose references keep rows of their own."""
+    """Serves a FLUX.2 klein whose references have rows of their own."""
     from tests.fakes.tiny_flux2 import build_tiny_flux2
 
     folder = tmp_path_factory.mktemp("klein")
@@ -178,7 +178,7 @@ def klein_worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerPro
 def plain_worker(
     tiny_inpaint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[PlainWorker]:
-    """Of a model with inpainting semantics, and ControlNets: `made_nets` and one that is `cut`."""
+    """Serves a model with inpainting semantics and ControlNets: `made_nets` and a `cut` one."""
     nets = tmp_path_factory.mktemp("nets")
     for name, net in made_nets().items():
         net.save_pretrained(nets / name)

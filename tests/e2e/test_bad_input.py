@@ -25,7 +25,7 @@ from tests.fakes.corpus.collection import edit_cases, is_sampled, sample
 from tests.fakes.corpus.messages import GrpcCase, grpc_cases
 from tests.fakes.corpus.operations import OperationCase, operation_cases
 from tests.fakes.pictures import as_pillow_reads, blob_mask, encode, scene
-from tests.support.beside import Beside, Processes
+from tests.support.background_edits import BackgroundEdits, Processes
 from tests.support.calls import (
     Answer,
     Grpc,
@@ -46,13 +46,13 @@ STATUSES = {
 SHORT = sample()
 
 
-def some_slow(cases: Sequence[Any], wanted: int) -> list[Any]:
-    """Parameters of which about `wanted` belong to a short run."""
+def some_slow(cases: Sequence[Any], quick_count: int) -> list[Any]:
+    """Parameters of which about `quick_count` belong to a short run."""
     return [
         pytest.param(
             case,
             id=str(case),
-            marks=() if is_sampled(index, len(cases), wanted) else pytest.mark.slow,
+            marks=() if is_sampled(index, len(cases), quick_count) else pytest.mark.slow,
         )
         for index, case in enumerate(cases)
     ]
@@ -61,7 +61,7 @@ def some_slow(cases: Sequence[Any], wanted: int) -> list[Any]:
 @pytest.fixture(scope="module", autouse=True)
 def unharmed(worker: WorkerProcess) -> Iterator[None]:
     """Around all tests of this file."""
-    with Beside(worker.grpc_url) as background_edits:
+    with BackgroundEdits(worker.grpc_url) as background_edits:
         processes = Processes(worker)
         yield
     background_edits.check()
@@ -98,12 +98,12 @@ def test_each_edit_gets_its_documented_answer(case: Case, http: Http, grpc: Grpc
             case Damaged():
                 assert answer[1]["event"] == "final"
                 assert picture(answer).shape == as_pillow_reads(inputs["IMAGE"]).shape
-            case Works(source, kept):
+            case Works(source, background):
                 assert not isinstance(answer, InferenceServerException), answer
                 assert answer[1]["event"] == "final"
                 edited = picture(answer)
                 assert edited.shape == source.shape
-                np.testing.assert_array_equal(edited[kept], source[kept])
+                np.testing.assert_array_equal(edited[background], source[background])
 
 
 def test_a_stream_refuses_by_name_and_goes_on(worker: WorkerProcess) -> None:
@@ -177,7 +177,7 @@ def test_each_http_body_is_refused_by_triton(case: HttpCase, worker: WorkerProce
     finally:
         connection.close()
     assert response.status in case.statuses, text
-    assert case.says in json.loads(text)["error"] or case.says == "error", text
+    assert case.error_text in json.loads(text)["error"] or case.error_text == "error", text
 
 
 @pytest.mark.parametrize("case", some_slow(list(grpc_cases()), 16))
@@ -187,7 +187,7 @@ def test_each_grpc_message_is_refused_by_triton(case: GrpcCase, worker: WorkerPr
         with pytest.raises(grpcio.RpcError) as caught:
             stub.ModelInfer(case.request, timeout=30)
     assert caught.value.code().name == case.code, caught.value.details()
-    assert case.says in caught.value.details()
+    assert case.error_text in caught.value.details()
 
 
 def post(

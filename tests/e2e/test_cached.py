@@ -87,7 +87,7 @@ def test_a_mask_over_everything_runs_dense_however_much_it_insists(grpc: Grpc) -
     assert required == dense
 
 
-def test_the_second_sight_primes_and_a_later_one_hits(grpc: Grpc) -> None:
+def test_the_second_lookup_primes_and_a_later_one_hits(grpc: Grpc) -> None:
     inputs = edit_inputs(scene(56, 40), blob_mask(56, 40), cache="auto")
     cache_results = []
     end = time.monotonic() + 60

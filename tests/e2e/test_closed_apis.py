@@ -1,4 +1,4 @@
-"""What is closed stays so: to a user of the host, whatever it reads and sends, and to pages."""
+"""Closed APIs stay closed: to a user of the host, whatever it reads and sends, and to pages."""
 
 from __future__ import annotations
 

@@ -109,11 +109,11 @@ def test_status_lists_the_workers(compose: Compose) -> None:
     url = f"127.0.0.1:{compose.grpc}"
     command = [sys.executable, "-m", "maskserve_client.cli", "status", "--url", url]
 
-    def both() -> bool:
+    def lists_both() -> bool:
         result = subprocess.run(command, capture_output=True, text=True, check=True)
         return all(f"{worker}-0" in result.stdout for worker in WORKERS)
 
-    eventually("both workers listed", both, 30)
+    eventually("both workers listed", lists_both, 30)
 
 
 def test_prometheus_has_workers_and_router(compose: Compose) -> None:

@@ -40,7 +40,7 @@ class Site:
     def __init__(self, supervisor: Supervisor) -> None:
         self.supervisor = supervisor
         self.meta: dict[str, Any] = {}
-        """Of the last edit."""
+        """META of the last edit."""
 
     def edit(self, *, control: bool, worker: int = 0, **more: Any) -> Pixels:
         settings: dict[str, Any] = {"num_inference_steps": STEPS, "cache": "off", "seed": 1, **more}
@@ -57,7 +57,7 @@ class Site:
         return pixels(result.encoded)
 
     def model_pid(self) -> int:
-        """Of the service's Python process."""
+        """The process id of the service's Python process."""
         [service] = self.supervisor.services
         folder = Path(service.config.runtime_dir) / "processes"
         [name] = [path.name for path in folder.glob("controlnet.*")]

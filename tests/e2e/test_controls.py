@@ -48,7 +48,7 @@ MIX: tuple[Asked, ...] = (
     ({"name": "plain", "scale": 0.5}, {"name": "union", "mode": 2, "scale": 0.7}),
     ({"name": "plain", "scale": 0.0},),
 )
-"""What the edits of one batch carry."""
+"""Controls of the edits of one batch."""
 
 
 class Site:
@@ -150,7 +150,7 @@ def test_a_mix_of_controls_in_one_batch_is_what_diffusers_makes_of_each_edit(sit
 class Refused(NamedTuple):
     controls: Asked
     pictures: tuple[bytes, ...]
-    says: str
+    message: str
     code: str = InvalidRequest.code
 
 
@@ -192,63 +192,63 @@ REFUSED = {
 }
 
 
-def settings_of(asked: Refused) -> dict[str, Any]:
-    return {"num_inference_steps": STEPS, "cache": "off", "controls": list(asked.controls)}
+def settings_of(case: Refused) -> dict[str, Any]:
+    return {"num_inference_steps": STEPS, "cache": "off", "controls": list(case.controls)}
 
 
-def by_client(site: Site, asked: Refused, folder: Path) -> str:
+def by_client(site: Site, case: Refused, folder: Path) -> str:
     with Client(site.url) as client, pytest.raises(MaskserveError) as caught:
         client.edit(
             encode(SOURCE),
             encode(MASK),
             "a red star",
-            control=list(asked.pictures),
+            control=list(case.pictures),
             timeout=60,
-            **settings_of(asked),
+            **settings_of(case),
         )
     return str(caught.value)
 
 
-def kserve_inputs(module: Any, asked: Refused) -> list[Any]:
+def kserve_inputs(module: Any, case: Refused) -> list[Any]:
     values = {"IMAGE": encode(SOURCE), "MASK": encode(MASK), "PROMPT": b"a red star"}
-    inputs = tensors(module, {**values, "SETTINGS": json.dumps(settings_of(asked)).encode()})
-    if asked.pictures:
-        control = module.InferInput("CONTROL", [len(asked.pictures)], "BYTES")
-        control.set_data_from_numpy(np.array(asked.pictures, np.object_))
+    inputs = tensors(module, {**values, "SETTINGS": json.dumps(settings_of(case)).encode()})
+    if case.pictures:
+        control = module.InferInput("CONTROL", [len(case.pictures)], "BYTES")
+        control.set_data_from_numpy(np.array(case.pictures, np.object_))
         inputs.append(control)
     return inputs
 
 
-def by_kserve_grpc(url: str, asked: Refused) -> str:
+def by_kserve_grpc(url: str, case: Refused) -> str:
     with (
         triton_grpc.InferenceServerClient(url) as client,
         pytest.raises(InferenceServerException) as caught,
     ):
-        client.infer("edit", kserve_inputs(triton_grpc, asked), client_timeout=60)
+        client.infer("edit", kserve_inputs(triton_grpc, case), client_timeout=60)
     return str(caught.value.message())
 
 
-def by_kserve_http(url: str, asked: Refused) -> str:
+def by_kserve_http(url: str, case: Refused) -> str:
     with (
         triton_http.InferenceServerClient(url, network_timeout=60.0) as client,
         pytest.raises(InferenceServerException) as caught,
     ):
-        client.infer("edit", kserve_inputs(triton_http, asked))
+        client.infer("edit", kserve_inputs(triton_http, case))
     return str(caught.value.message())
 
 
-def by_stream(site: Site, asked: Refused, folder: Path) -> str:
+def by_stream(site: Site, case: Refused, folder: Path) -> str:
     events: SimpleQueue[Any] = SimpleQueue()
     with triton_grpc.InferenceServerClient(site.worker.grpc_url) as client:
         client.start_stream(lambda result, error: events.put(error))
-        client.async_stream_infer("edit_stream", kserve_inputs(triton_grpc, asked))
+        client.async_stream_infer("edit_stream", kserve_inputs(triton_grpc, case))
         error = events.get(timeout=60)
         client.stop_stream()
     assert error is not None
     return str(error.message())
 
 
-def by_generate(site: Site, asked: Refused, folder: Path) -> str:
+def by_generate(site: Site, case: Refused, folder: Path) -> str:
     def text(data: bytes) -> str:
         return base64.b64encode(data).decode()
 
@@ -256,8 +256,8 @@ def by_generate(site: Site, asked: Refused, folder: Path) -> str:
         "IMAGE": text(encode(SOURCE)),
         "MASK": text(encode(MASK)),
         "PROMPT": "a red star",
-        "SETTINGS": json.dumps(settings_of(asked)),
-        **({"CONTROL": [text(picture) for picture in asked.pictures]} if asked.pictures else {}),
+        "SETTINGS": json.dumps(settings_of(case)),
+        **({"CONTROL": [text(picture) for picture in case.pictures]} if case.pictures else {}),
     }
     answer = httpx.post(
         f"http://{site.http}/v2/models/edit/generate", json=body, timeout=60, trust_env=False
@@ -266,14 +266,14 @@ def by_generate(site: Site, asked: Refused, folder: Path) -> str:
     return str(answer.json()["error"])
 
 
-def by_openai(site: Site, asked: Refused, folder: Path) -> str:
+def by_openai(site: Site, case: Refused, folder: Path) -> str:
     client = OpenAI(base_url=f"http://{site.http}/v1", api_key="none", max_retries=0)
-    more = {**settings_of(asked), "controls": json.dumps(asked.controls), "mask_mode": "white"}
+    more = {**settings_of(case), "controls": json.dumps(case.controls), "mask_mode": "white"}
     with pytest.raises((BadRequestError, NotFoundError)) as caught:
         client.images.edit(
             image=[
                 ("a.png", encode(SOURCE)),
-                *((f"{i}.png", picture) for i, picture in enumerate(asked.pictures)),
+                *((f"{i}.png", picture) for i, picture in enumerate(case.pictures)),
             ],
             mask=("m.png", encode(MASK)),
             prompt="a red star",
@@ -283,14 +283,14 @@ def by_openai(site: Site, asked: Refused, folder: Path) -> str:
     return f"[{str(caught.value.body['code']).upper()}] {caught.value.body['message']}"
 
 
-def by_command(site: Site, asked: Refused, folder: Path) -> str:
-    """Of the command, which names a file with each control and has no `mode`."""
-    for name, data in (("a", encode(SOURCE)), ("m", encode(MASK)), ("c", asked.pictures[0])):
+def by_command(site: Site, case: Refused, folder: Path) -> str:
+    """The error that the command prints. It names a file with each control and has no `mode`."""
+    for name, data in (("a", encode(SOURCE)), ("m", encode(MASK)), ("c", case.pictures[0])):
         (folder / f"{name}.png").write_bytes(data)
     command = [
         sys.executable, "-m", "maskserve_client.cli", "edit", "--url", site.url, "--prompt", "a",
         "--image", "a.png", "--mask", "m.png", "--out", "o.png", "--no-stream",
-        "--control", f"{asked.controls[0]['name']}=c.png",
+        "--control", f"{case.controls[0]['name']}=c.png",
     ]  # fmt: skip
     ended = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert ended.returncode == 2
@@ -300,11 +300,11 @@ def by_command(site: Site, asked: Refused, folder: Path) -> str:
 
 FRONTS: dict[str, Callable[[Site, Refused, Path], str]] = {
     "client": by_client,
-    "KServe gRPC of the router": lambda site, asked, _: by_kserve_grpc(site.url, asked),
-    "KServe HTTP of the router": lambda site, asked, _: by_kserve_http(site.http, asked),
-    "KServe gRPC of the worker": lambda s, asked, _: by_kserve_grpc(s.worker.grpc_url, asked),
-    "KServe HTTP of the worker": lambda s, asked, _: by_kserve_http(
-        s.worker.http_url.removeprefix("http://"), asked
+    "KServe gRPC of the router": lambda site, case, _: by_kserve_grpc(site.url, case),
+    "KServe HTTP of the router": lambda site, case, _: by_kserve_http(site.http, case),
+    "KServe gRPC of the worker": lambda s, case, _: by_kserve_grpc(s.worker.grpc_url, case),
+    "KServe HTTP of the worker": lambda s, case, _: by_kserve_http(
+        s.worker.http_url.removeprefix("http://"), case
     ),
     "stream": by_stream,
     "generate": by_generate,
@@ -328,10 +328,10 @@ def test_what_cannot_be_controlled_is_refused_in_one_sentence_and_nothing_begins
             continue  # a second image without controls is refused as such
         message = FRONTS[front](site, case, tmp_path)
         if front == "openai":  # whose errors name its own fields, and whose first image is IMAGE
-            words = case.says.replace("SETTINGS.", "")
+            words = case.message.replace("SETTINGS.", "")
             for number in (0, 1):
                 words = words.replace(f"CONTROL[{number}]", f"image[{number + 1}]")
-            case = case._replace(says=words)
+            case = case._replace(message=words)
         check_refusal(message, case, name)
     check_idle(status_before, site)
 
@@ -345,11 +345,11 @@ def test_the_command_refuses_what_cannot_be_controlled(
     check_idle(status_before, site)
 
 
-def check_refusal(said: str, asked: Refused, name: str) -> None:
-    assert asked.says in said, (name, said)
-    assert f"[{asked.code}]" in said, (name, said)
-    assert "\n" not in said, (name, said)
-    assert "Traceback" not in said, (name, said)
+def check_refusal(message: str, case: Refused, name: str) -> None:
+    assert case.message in message, (name, message)
+    assert f"[{case.code}]" in message, (name, message)
+    assert "\n" not in message, (name, message)
+    assert "Traceback" not in message, (name, message)
 
 
 def test_the_record_and_the_metrics_say_which_nets_are_on_the_device(site: Site) -> None:

@@ -62,7 +62,7 @@ def ranks(devices: Supervisor) -> list[psutil.Process]:
     assert pid is not None
     below = psutil.Process(pid).children(recursive=True)
     processes = [process for process in below if process.is_running() and RANK in process.cmdline()]
-    return sorted(processes, key=lambda each: each.create_time())
+    return sorted(processes, key=lambda process: process.create_time())
 
 
 def test_pictures_are_those_of_one_device(edits: Grpc, grpc: Grpc) -> None:
@@ -106,7 +106,7 @@ def test_no_edit_is_lost_with_a_rank(
 ) -> None:
     eventually("two ranks", lambda: len(ranks(devices)) == 2, 60.0)
     eventually("each can take steps", lambda: all_back(devices), 60.0)
-    # One with anchors of its own has one more of these where it goes on: another picture.
+    # One with refresh steps has one more of these where it goes on: another picture.
     inputs = plain_edit(seed=3, num_inference_steps=100, cache="off")
     expected = pixels(edits.edit(inputs)[0]).astype(int)
     with ThreadPoolExecutor(6) as pool:

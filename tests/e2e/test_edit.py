@@ -84,7 +84,7 @@ def test_steps_are_skipped_where_that_is_asked_for(grpc: Grpc) -> None:
 
 
 def test_a_stream_sends_progress_previews_and_the_answer(worker: WorkerProcess, grpc: Grpc) -> None:
-    """Of events that come faster than they are taken, the newest."""
+    """If events come faster than the client takes them, it gets the newest."""
     steps, preview_interval = 200, 50
     inputs = plain_edit(num_inference_steps=steps, progress=True, preview_every=preview_interval)
     with stream(worker.grpc_url) as opened:

@@ -53,14 +53,14 @@ def test_it_is_the_edit_of_the_grown_picture(grpc: Grpc) -> None:
 
 
 @pytest.mark.parametrize(
-    ("expand", "told"),
+    ("expand", "message"),
     [
         ([1, 2, 3], "SETTINGS.expand"),
         ([-1, 0, 0, 0], "SETTINGS.expand[0]"),
         ([16_384] * 4, "SETTINGS.expand: is 32832x32816 pixels"),
     ],
 )
-def test_what_it_cannot_grow_to_is_refused(grpc: Grpc, expand: list[int], told: str) -> None:
+def test_what_it_cannot_grow_to_is_refused(grpc: Grpc, expand: list[int], message: str) -> None:
     with pytest.raises(Exception, match="INVALID_REQUEST") as caught:
         edit(grpc, expand=expand)
-    assert told in str(caught.value)
+    assert message in str(caught.value)

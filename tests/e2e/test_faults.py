@@ -60,7 +60,7 @@ def test_clients_are_told_and_the_worker_returns(site: Site, fault: WorkerFault)
     trial = try_worker_fault(site, fault)
     assert trial.as_told, trial
     assert trial.serves_s <= trial.load_s + RETURN_BAR_S, trial
-    assert not any("Traceback" in message for message in trial.seen), trial
+    assert not any("Traceback" in message for message in trial.messages), trial
 
 
 @pytest.mark.slow

@@ -104,18 +104,18 @@ def test_jobs_are_given_and_fetched_from_a_shell_and_from_python(
     with RouterSite([worker.grpc_url], tmp_path, {"jobs": {"database": ""}}) as site:
         url = f"http://{site.http_url}"
 
-        def said(*words: str, code: int = 0) -> str:
+        def cli_output(*words: str, code: int = 0) -> str:
             assert main(["jobs", *words, "--url", url]) == code
             return capsys.readouterr().out.strip()
 
         edit_options = ["--image", str(tmp_path / "a.png"), "--mask", str(tmp_path / "m.png")]
         edit_options += ["--prompt", "a star", "--seed", "5", "--steps", "3", "--cache", "off"]
-        name = said("add", *edit_options, "--idempotency-key", "order-17")
-        assert said("add", *edit_options, "--idempotency-key", "order-17") == name
+        name = cli_output("add", *edit_options, "--idempotency-key", "order-17")
+        assert cli_output("add", *edit_options, "--idempotency-key", "order-17") == name
         out = tmp_path / "b.png"
-        assert said("get", name, "--wait", "--out", str(out)).startswith(f"{name}  succeeded")
+        assert cli_output("get", name, "--wait", "--out", str(out)).startswith(f"{name}  succeeded")
         assert np.array_equal(pixels(out.read_bytes()), pixels(expected))
-        assert name in said("ls")
+        assert name in cli_output("ls")
         jobs = EditJobs(url)
         repeated_job = jobs.add(source, where, "a star", **settings)
         [edited_picture] = pictures(jobs.wait(repeated_job["id"], 120))
@@ -129,6 +129,6 @@ def test_jobs_are_given_and_fetched_from_a_shell_and_from_python(
         jobs.delete(late)
         with pytest.raises(InvalidRequest, match="n: "):
             jobs.add(source, where, "a star", n=99)
-        said("get", endless["id"], "--out", str(out), code=2)
-        assert said("rm", name) == f"{name}  deleted"
-        said("get", name, code=2)
+        cli_output("get", endless["id"], "--out", str(out), code=2)
+        assert cli_output("rm", name) == f"{name}  deleted"
+        cli_output("get", name, code=2)

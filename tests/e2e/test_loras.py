@@ -48,10 +48,10 @@ MIX: tuple[Loras, ...] = (
     (("words", 1.0),),
     (("words", 0.6), ("warm", 0.8)),
 )
-"""What the edits of one batch carry."""
+"""LoRAs of the edits of one batch."""
 
 
-def asked(loras: Loras, **more: Any) -> dict[str, Any]:
+def lora_settings(loras: Loras, **more: Any) -> dict[str, Any]:
     return {
         "num_inference_steps": STEPS,
         "loras": [{"name": name, "scale": scale} for name, scale in loras],
@@ -66,11 +66,11 @@ class Site:
         self.folder, self.grpc, self.grpc_url, self.http = folder, grpc, grpc_url, http
 
     def edited(self, name: str) -> Any:
-        return self.grpc.edit(edit_inputs(SOURCE, MASK, **asked(((name, 1.0),))))
+        return self.grpc.edit(edit_inputs(SOURCE, MASK, **lora_settings(((name, 1.0),))))
 
     def refused(self, name: str, **more: Any) -> str:
         with pytest.raises(InferenceServerException) as caught:
-            self.grpc.edit(edit_inputs(SOURCE, MASK, **asked(((name, 1.0),), **more)))
+            self.grpc.edit(edit_inputs(SOURCE, MASK, **lora_settings(((name, 1.0),), **more)))
         return str(caught.value)
 
 
@@ -126,7 +126,7 @@ def expected(folder: Path, seed: int, loras: Loras) -> Pixels:
 
 def test_a_mix_of_loras_in_one_batch_is_what_diffusers_makes_of_each_edit(site: Site) -> None:
     pending = [
-        site.grpc.begin(edit_inputs(SOURCE, MASK, **asked(loras, seed=seed)))
+        site.grpc.begin(edit_inputs(SOURCE, MASK, **lora_settings(loras, seed=seed)))
         for seed, loras in enumerate(MIX)
     ]
     edit = MASK > 0
@@ -149,10 +149,12 @@ def test_a_mix_of_loras_in_one_batch_is_what_diffusers_makes_of_each_edit(site: 
 def test_cached_activations_are_the_adapters_own(site: Site) -> None:
     """An edit's entries depend on its LoRAs: those of others are no hit, its own are."""
     loras: Loras = (("warm", 0.9),)
-    _, plain = site.grpc.edit(edit_inputs(SOURCE, MASK, **asked((), cache="require")))
-    _, first = site.grpc.edit(edit_inputs(SOURCE, MASK, **asked(loras, cache="auto")))
-    image, hit = site.grpc.edit(edit_inputs(SOURCE, MASK, **asked(loras, cache="require")))
-    repeat_image, _ = site.grpc.edit(edit_inputs(SOURCE, MASK, **asked(loras, cache="require")))
+    _, plain = site.grpc.edit(edit_inputs(SOURCE, MASK, **lora_settings((), cache="require")))
+    _, first = site.grpc.edit(edit_inputs(SOURCE, MASK, **lora_settings(loras, cache="auto")))
+    image, hit = site.grpc.edit(edit_inputs(SOURCE, MASK, **lora_settings(loras, cache="require")))
+    repeat_image, _ = site.grpc.edit(
+        edit_inputs(SOURCE, MASK, **lora_settings(loras, cache="require"))
+    )
     assert (plain["cache"], first["cache"], hit["cache"]) == ("hit", "own", "hit")
     assert hit["computed_tokens"] < first["computed_tokens"]
     assert image == repeat_image
@@ -163,13 +165,15 @@ def test_bad_files_are_refused_by_name_and_hurt_no_other_edit(site: Site) -> Non
     (site.folder / "cut.safetensors").write_bytes(good[: len(good) // 2])
     (site.folder / "text.safetensors").write_bytes(b"no weights at all" * 100)
     write(site.folder / "other.safetensors", lora({"down_blocks.0.proj_in": (8, 8)}))
-    concurrent_edit = site.grpc.begin(edit_inputs(SOURCE, MASK, **asked((("cold", 1.0),), seed=9)))
+    concurrent_edit = site.grpc.begin(
+        edit_inputs(SOURCE, MASK, **lora_settings((("cold", 1.0),), seed=9))
+    )
 
-    def told(name: str, text: str) -> bool:
+    def lists_problem(name: str, text: str) -> bool:
         return text in site.refused(name)
 
     for name in ("cut", "text", "other"):
-        eventually(f"{name} is listed", lambda name=name: told(name, "[INVALID_REQUEST]"))
+        eventually(f"{name} is listed", lambda name=name: lists_problem(name, "[INVALID_REQUEST]"))
         assert "SETTINGS.loras[0]" in site.refused(name)
     assert "[ADAPTER_NOT_FOUND] SETTINGS.loras[0].name" in site.refused("nobody")
     assert concurrent_edit.wait(60)[1]["loras"][0]["name"] == "cold"
@@ -177,10 +181,10 @@ def test_bad_files_are_refused_by_name_and_hurt_no_other_edit(site: Site) -> Non
 
 def test_openai_s_clients_name_loras_too(site: Site) -> None:
     def body(loras: Loras) -> dict[str, Any]:
-        settings = {**asked(loras, seed=3, cache="off"), "cache": "off"}
+        settings = {**lora_settings(loras, seed=3, cache="off"), "cache": "off"}
         return {**settings, "loras": json.dumps(settings["loras"])}
 
-    def made(loras: Loras) -> Pixels:
+    def openai_edit(loras: Loras) -> Pixels:
         with OpenAI(base_url=f"{site.http}/v1", api_key="none") as client:
             answer = client.images.edit(
                 image=("a.png", encode(SOURCE)),
@@ -192,10 +196,10 @@ def test_openai_s_clients_name_loras_too(site: Site) -> None:
         return pixels(base64.b64decode(answer.data[0].b64_json or ""))
 
     loras: Loras = (("warm", 0.8),)
-    image, _ = site.grpc.edit(edit_inputs(SOURCE, MASK, **asked(loras, seed=3)))
-    assert np.abs(made(loras).astype(int) - pixels(image)).max() <= 1
+    image, _ = site.grpc.edit(edit_inputs(SOURCE, MASK, **lora_settings(loras, seed=3)))
+    assert np.abs(openai_edit(loras).astype(int) - pixels(image)).max() <= 1
     with pytest.raises(NotFoundError, match=r"there is no adapter nobody"):
-        made((("nobody", 1.0),))
+        openai_edit((("nobody", 1.0),))
 
 
 def png_of_alpha(mask: Pixels) -> bytes:
@@ -206,7 +210,7 @@ def png_of_alpha(mask: Pixels) -> bytes:
 def test_a_file_that_is_replaced_is_another_adapter(site: Site) -> None:
     path = site.folder / "turning.safetensors"
     drawn(path)
-    inputs = edit_inputs(SOURCE, MASK, **asked((("turning", 1.0),), seed=5))
+    inputs = edit_inputs(SOURCE, MASK, **lora_settings((("turning", 1.0),), seed=5))
 
     def edited() -> tuple[bytes, dict[str, Any]]:
         return site.grpc.edit(inputs)
@@ -234,7 +238,7 @@ SENTENCES = (
     "has just been replaced", "cannot be had now", "is cut short", "is not a safetensors file",
     "too short for a safetensors file", "is gone", "there is no adapter",
 )  # fmt: skip
-"""What an edit may be told whose LoRA is being replaced."""
+"""Messages of edits whose LoRA is being replaced."""
 REPLACED_S = 180.0
 """For how long at most: until both files have been served, and each way was gone."""
 
@@ -250,7 +254,7 @@ def test_files_replaced_in_use_give_one_file_s_picture_or_a_sentence(site: Site)
     files.append(path.read_bytes())
     digests = [hashlib.sha256(raw).hexdigest() for raw in files]
     for name in ("swapped", "warm"):
-        more = asked(((name, 1.0),), seed=5, reproducible=True)
+        more = lora_settings(((name, 1.0),), seed=5, reproducible=True)
         inputs[name] = edit_inputs(SOURCE, MASK, **more)
     eventually("it is listed", lambda: _answers(lambda: site.grpc.edit(inputs["swapped"])))
     warm_image, _ = site.grpc.edit(inputs["warm"])

@@ -1,4 +1,4 @@
-"""What a real Triton's /metrics page and the worker's log say of edits."""
+"""Edits on the /metrics page of a real Triton and in the worker's log."""
 
 from __future__ import annotations
 

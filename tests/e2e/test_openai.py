@@ -114,11 +114,11 @@ def test_a_picture_of_any_format_is_edited_as_its_pixels_are(
     source = encode(scene(SIDE, SIDE), kind)
     plain = encode(Image.open(io.BytesIO(source)).convert("RGB"))
     more = {"extra_body": {"seed": 5, **STEPS}}
-    found, expected = (
+    result, expected = (
         client.images.edit(**{**files, "image": (name, file)}, **more)
         for name, file in ((f"a.{kind.lower()}", source), ("a.png", plain))
     )
-    assert np.array_equal(pixels_of(found), pixels_of(expected))
+    assert np.array_equal(pixels_of(result), pixels_of(expected))
 
 
 def test_n_pictures_have_seeds_one_after_the_other(client: openai.OpenAI, files: dict[str, Any]):

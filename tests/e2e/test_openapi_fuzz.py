@@ -26,7 +26,7 @@ from maskserve_serving.worker import WorkerProcess
 
 
 def modes(methods: dict[str, Any], method: str) -> Iterator[GenerationMode]:
-    """What the document allows, and what it does not, where there is anything that it does not."""
+    """Requests that the document allows and, where it forbids any, requests that it forbids."""
     yield GenerationMode.POSITIVE
     bound = any({"enum", "pattern"} & set(p["schema"]) for p in methods.get("parameters", ()))
     if bound or "requestBody" in methods[method]:
@@ -48,7 +48,7 @@ CHECKS = (
 )
 SLOWEST_S = 20.0
 EXAMPLES, SLOW_EXAMPLES = 8, 300
-"""Of each operation and mode; the second where slow tests run."""
+"""Number of examples of each operation and mode; the second is for slow runs."""
 
 
 @pytest.fixture(scope="module")

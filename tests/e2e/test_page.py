@@ -196,9 +196,9 @@ def test_blocks_begin_in_one_line_and_no_button_wraps_alone(page: Page, width: i
     pick(page, SIDE, SIDE)
 
     def box(selector: str) -> FloatRect:
-        found = page.locator(selector).first.bounding_box()
-        assert found is not None
-        return found
+        bounds = page.locator(selector).first.bounding_box()
+        assert bounds is not None
+        return bounds
 
     left = box("#editor .stack")["x"]
     for block in (".ask", ".caption", ".head h1"):

@@ -58,7 +58,7 @@ def plan_of(node: str) -> bytes:
 
 
 def expected_of(models: Path) -> dict[tuple[str, int], bytes]:
-    """What each node gives of each picture."""
+    """The output of each node for each picture."""
     from maskserve_engine.nodes.enlarge import EnlargeNodes
     from maskserve_engine.nodes.find import FindNodes
     from maskserve_engine.nodes.segment import SegmentNodes
@@ -77,7 +77,7 @@ def expected_of(models: Path) -> dict[tuple[str, int], bytes]:
     }
 
 
-def told(address: str, **settings: Any) -> dict[str, str]:
+def node_states(address: str, **settings: Any) -> dict[str, str]:
     """State by model of a node server, which may be told what it is to have."""
     task = msgspec.json.encode(NodeTask(RECORD, (), settings))
     inputs = [
@@ -106,7 +106,7 @@ class Site:
         return f"127.0.0.1:{self.servers[server].services[0].ports.grpc}"
 
     def states(self, server: str) -> dict[str, str]:
-        return told(self.address(server))
+        return node_states(self.address(server))
 
     def lies(self, node: str, server: str) -> bool:
         return self.states(server)[node] == "here"
@@ -114,14 +114,14 @@ class Site:
     def lay(self, **lying: str) -> None:
         """Have a server have this model loaded, and others none."""
         for server in self.servers:
-            wanted = {lying[server]} if server in lying else set()
+            expected_nodes = {lying[server]} if server in lying else set()
             address = self.address(server)
 
-            def lies(address: str = address, wanted: set[str] = wanted) -> bool:
-                states = told(address, placed=sorted(wanted))
-                return {name for name in NODES if states[name] == "here"} == wanted
+            def lies(address: str = address, expected_nodes: set[str] = expected_nodes) -> bool:
+                states = node_states(address, placed=sorted(expected_nodes))
+                return {name for name in NODES if states[name] == "here"} == expected_nodes
 
-            eventually(f"{server} has {wanted}", lies, timeout_s=60)
+            eventually(f"{server} has {expected_nodes}", lies, timeout_s=60)
 
     def kill(self, server: str) -> None:
         process: Any = self.servers[server].services[0]
@@ -135,7 +135,7 @@ class Site:
 
 
 class Calls:
-    """Of one node, each of the callers with a picture of its own, until they are to stop."""
+    """Callers of one node, each with a picture of its own, that call until they are to stop."""
 
     def __init__(self, site: Site, router: RouterSite, node: str) -> None:
         self._site, self._url, self._node = site, router.grpc_url, node
@@ -268,11 +268,11 @@ def damaged(weights: Path) -> Iterator[None]:
         weights.write_bytes(whole)
 
 
-@pytest.mark.parametrize("asked", ["by a call", "by the router"])
-def test_a_load_that_fails_costs_no_call(site: Site, tmp_path: Path, asked: str) -> None:
-    """Of a damaged copy; the server is asked again where no other can do it."""
+@pytest.mark.parametrize("trigger", ["by a call", "by the router"])
+def test_a_load_that_fails_costs_no_call(site: Site, tmp_path: Path, trigger: str) -> None:
+    """A copy of the model is damaged. The server gets the call again if no other can do it."""
     [weights] = (site.models.parent / "small" / "enlarge").glob("*.safetensors")
-    called = asked == "by a call"
+    called = trigger == "by a call"
     site.lay(**({"any": "segment"} if called else {"any": "enlarge", "small": "find"}))
     with routing(site, tmp_path / "router") as router:
         with damaged(weights), calling(site, router, "enlarge") as calls:
@@ -313,7 +313,7 @@ def test_loads_at_once_and_unloads_under_load_harm_no_answer(site: Site, tmp_pat
     ):
         for _ in range(40):
             for server in site.servers:
-                told(site.address(server), placed=[])
+                node_states(site.address(server), placed=[])
         all_calls = (find_calls, enlarged, cut, also)
         eventually(
             "all go on",

@@ -57,13 +57,13 @@ def pipeline(tiny_inpaint: Path) -> Any:
     return loaded
 
 
-def diffusers_picture(pipeline: Any, model: ModelConfig, asked: dict[str, Any]) -> Pixels:
+def diffusers_picture(pipeline: Any, model: ModelConfig, options: dict[str, Any]) -> Pixels:
     defaults = {
         "num_inference_steps": model.num_inference_steps,
         "guidance_scale": model.guidance_scale,
     }
-    settings = EditSettings(**{**defaults, **asked})
-    length, seed = model.max_sequence_length, asked["seed"]
+    settings = EditSettings(**{**defaults, **options})
+    length, seed = model.max_sequence_length, options["seed"]
     images = diffusers_edit(
         pipeline, SOURCE, MASK, "a red star", settings, seed, max_sequence_length=length
     )
@@ -101,12 +101,12 @@ def test_a_cached_edit_takes_a_negative_prompt(client: Grpc) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "field"),
+    ("options", "field"),
     [
         ({"negative_prompt": "blue"}, "SETTINGS.negative_prompt"),
         ({"true_cfg_scale": 2.0}, "SETTINGS.true_cfg_scale"),
     ],
 )
-def test_half_of_a_pair_is_refused(client: Grpc, asked: dict[str, Any], field: str) -> None:
+def test_half_of_a_pair_is_refused(client: Grpc, options: dict[str, Any], field: str) -> None:
     with pytest.raises(InferenceServerException, match=rf"\[INVALID_REQUEST\] {field}: has no"):
-        client.edit(plain_edit(SIDE, SIDE, **asked))
+        client.edit(plain_edit(SIDE, SIDE, **options))

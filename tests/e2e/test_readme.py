@@ -32,7 +32,7 @@ EXAMPLES = [
 def clone(
     request: pytest.FixtureRequest, demo: Clone, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Clone]:
-    """Of a worker of one device, and of two."""
+    """Clones that serve with a worker of one device and of two."""
     if request.param == 1:
         yield demo
         return

@@ -40,18 +40,18 @@ TOKENS = 8
 """Along each side of the source."""
 STEPS = 4
 SIGMAS = [1.0, 0.9, 0.66, 0.3]
-"""Of a distilled model's own schedule."""
+"""The schedule of a distilled model."""
 
 
 class Model(NamedTuple):
-    """What is asked of a model's pipeline, and what it refuses."""
+    """A model, the settings of its edits, and those that it refuses."""
 
     build: Callable[[Path], Path] | None
     """Writes its folder; None: a fixture does."""
     length: int
     """`max_sequence_length` of its configuration."""
     guidance: float | None
-    """Of an edit that names none; distilled models and Qwen-Image ignore it."""
+    """Guidance of an edit that names none; distilled models and Qwen-Image ignore it."""
     refused: dict[str, Any]
     cell: int = 8
     """Pixels along a token's side."""
@@ -62,7 +62,7 @@ class Model(NamedTuple):
 
     @property
     def mask(self) -> Pixels:
-        """Of whole tokens: others are grown to them, where the pipelines take a share."""
+        """Covers whole tokens: the server grows masks to these, pipelines blend within tokens."""
         return np.kron(blob_mask(TOKENS, TOKENS), np.ones((self.cell, self.cell), np.uint8))
 
 
@@ -155,7 +155,7 @@ def test_an_edit_is_the_pipelines_and_spares_the_outside(served: tuple[Path, Grp
 
 
 def test_a_cached_edit_computes_its_mask_and_repeats_itself(served: tuple[Path, Grpc]) -> None:
-    """Of all defaults, steps and guidance among them."""
+    """The edit uses all defaults, steps and guidance among them."""
     folder, client = served
     model, edit_settings = MODELS[folder.name], {"cache": "require", "num_inference_steps": None}
     first, meta = client.edit(edit_inputs(model.source, model.mask, **edit_settings))

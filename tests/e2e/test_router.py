@@ -75,22 +75,22 @@ def router(
     tables = {"http": {"header_timeout_s": 2.0, "max_chunks": 1000}}
     with RouterSite([worker.grpc_url for worker in workers], folder, tables) as site:
         condition = "both workers serve"
-        eventually(condition, lambda: all(w["state"] == "ready" for w in told(site).values()))
+        eventually(condition, lambda: all(w["state"] == "ready" for w in workers_of(site).values()))
         yield site
 
 
 @pytest.fixture(autouse=True)
 def both_serve(router: RouterSite, workers: list[WorkerProcess]) -> None:
-    """What the test before left is undone. A worker that the supervisor starts again (it prints
-    why) is waited for, so that one failure is one failed test.
+    """Undo the previous test, and wait for a worker that the supervisor starts again (it prints
+    why), so that one failure is one failed test.
     """
     router.write_config(workers={"addresses": [worker.grpc_url for worker in workers]})
     router.reload()
-    for name in told(router):
+    for name in workers_of(router):
         router.read(f"/workers/{name}/resume", post=True)
     eventually(
         "both workers serve",
-        lambda: all(w["state"] == "ready" for w in told(router).values()),
+        lambda: all(w["state"] == "ready" for w in workers_of(router).values()),
         timeout_s=60.0,
     )
 
@@ -113,8 +113,8 @@ def direct(workers: list[WorkerProcess]) -> Iterator[Grpc]:
         yield client
 
 
-def told(site: RouterSite) -> dict[str, dict[str, Any]]:
-    """What the router says of each worker."""
+def workers_of(site: RouterSite) -> dict[str, dict[str, Any]]:
+    """The router's record of each worker, by name."""
     records: dict[str, dict[str, Any]] = json.loads(site.read("/workers"))["workers"]
     return records
 
@@ -311,7 +311,7 @@ def test_an_edit_whose_client_leaves_gives_up_its_row(
 ) -> None:
     inputs = plain_edit(**LONG, request_id=f"left-{protocol}", output_encoding="base64")
 
-    def seen() -> bool:
+    def is_running() -> bool:
         return f"left-{protocol}" in running(grpc)
 
     match protocol:
@@ -325,17 +325,17 @@ def test_an_edit_whose_client_leaves_gives_up_its_row(
                 ),
             }
             connection.request("POST", *ways[protocol])
-            eventually("the edit runs", seen)
+            eventually("the edit runs", is_running)
             connection.close()
         case "grpc":
             pending = grpc.begin(inputs)
-            eventually("the edit runs", seen)
+            eventually("the edit runs", is_running)
             pending.call.cancel()
         case "grpc_stream":
             with stream(router.grpc_url) as opened:
                 opened.send(inputs)
-                eventually("the edit runs", seen)
-    assert eventually("the row is free", lambda: not seen()) < SOON_S
+                eventually("the edit runs", is_running)
+    assert eventually("the row is free", lambda: not is_running()) < SOON_S
 
 
 def test_control_cancel_reaches_the_worker_that_holds_the_edit(
@@ -345,7 +345,7 @@ def test_control_cancel_reaches_the_worker_that_holds_the_edit(
         grpc.begin(plain_edit(128, 128, **LONG, **WHOLE, request_id=f"c{i}")) for i in range(4)
     ]
     eventually("they run", lambda: {f"c{i}" for i in range(4)} <= running(grpc))
-    assert sum(worker["sent"] for worker in told(router).values()) == 4
+    assert sum(worker["sent"] for worker in workers_of(router).values()) == 4
     for i in range(4):
         assert grpc.control("cancel", request_id=f"c{i}")["cancelled"]
     for edit in pending:
@@ -644,18 +644,20 @@ def test_metrics_and_logs_tell_of_edits(router: RouterSite, grpc: Grpc) -> None:
     lines = [json.loads(line) for line in router.log.read_text().splitlines()]
     (line,) = [log_record for log_record in lines if log_record.get("request_id") == "told"]
     assert (line["event"], line["code"], line["route"]) == ("edit", "OK", "grpc")
-    assert line["upstream"] in told(router)
+    assert line["upstream"] in workers_of(router)
 
 
 def test_a_drained_worker_gets_nothing_and_comes_back(router: RouterSite, grpc: Grpc) -> None:
-    first, _ = sorted(told(router))
+    first, _ = sorted(workers_of(router))
     answer = json.loads(router.read(f"/workers/{first}/drain?wait=30", post=True))
     assert answer == {"draining": True, "in_flight": 0}
     pending = [grpc.begin(plain_edit(seed=i, request_id=f"d{i}")) for i in range(6)]
     names = {edit.wait()[1]["worker"] for edit in pending}
     assert len(names) == 1
     router.read(f"/workers/{first}/resume", post=True)
-    eventually("both serve", lambda: all(w["state"] == "ready" for w in told(router).values()))
+    eventually(
+        "both serve", lambda: all(w["state"] == "ready" for w in workers_of(router).values())
+    )
 
 
 def test_workers_are_added_and_removed_while_it_runs(
@@ -664,12 +666,14 @@ def test_workers_are_added_and_removed_while_it_runs(
     addresses = [worker.grpc_url for worker in workers]
     router.write_config(workers={"addresses": addresses[:1]})
     router.reload()
-    assert set(told(router)) == set(addresses[:1])
+    assert set(workers_of(router)) == set(addresses[:1])
     assert grpc.edit(plain_edit())[0]
     router.write_config(workers={"addresses": addresses})
     router.reload()
-    eventually("both serve", lambda: all(w["state"] == "ready" for w in told(router).values()))
-    assert set(told(router)) == set(addresses)
+    eventually(
+        "both serve", lambda: all(w["state"] == "ready" for w in workers_of(router).values())
+    )
+    assert set(workers_of(router)) == set(addresses)
 
 
 # tests/unit/engine/cache/test_cache_files.py has an engine that begins with what files hold.
@@ -758,7 +762,7 @@ def test_a_router_that_stops_finishes_what_it_took(
     site = RouterSite([worker.grpc_url for worker in workers], tmp_path)
     with site, closing(Grpc(site.grpc_url)) as client:
         pending = [client.begin(plain_edit(num_inference_steps=100)) for _ in range(4)]
-        eventually("they run", lambda: sum(w["sent"] for w in told(site).values()) == 4)
+        eventually("they run", lambda: sum(w["sent"] for w in workers_of(site).values()) == 4)
         assert site.stop(60) == 0
         assert all(edit.wait()[1]["event"] == "final" for edit in pending)
 

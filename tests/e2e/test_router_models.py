@@ -132,12 +132,12 @@ def test_each_model_has_its_own_settings(grpc: Grpc) -> None:
         grpc.edit(plain_edit(model="klein-kv", **guided))
 
 
-@pytest.mark.parametrize("asked", [{"model": "demo-video"}, {}])
+@pytest.mark.parametrize("settings", [{"model": "demo-video"}, {}])
 def test_a_model_that_nobody_serves_or_none_is_refused_with_those_there_are(
-    grpc: Grpc, asked: dict[str, str]
+    grpc: Grpc, settings: dict[str, str]
 ) -> None:
     with pytest.raises(InferenceServerException) as refused:
-        grpc.edit(plain_edit(**asked))
+        grpc.edit(plain_edit(**settings))
     assert "[INVALID_REQUEST] SETTINGS.model" in refused.value.message()
     assert "accepted: klein-kv, sdxl-base" in refused.value.message()
 

@@ -52,14 +52,14 @@ def server() -> Iterator[str]:
     )
     url = f"http://127.0.0.1:{port}"
 
-    def made() -> bool:
+    def bucket_exists() -> bool:
         try:
             return requests.put(f"{url}/answers", timeout=5).ok
         except requests.ConnectionError:
             return False
 
     try:
-        eventually("the bucket is there", made, 60)
+        eventually("the bucket is there", bucket_exists, 60)
         yield url
     finally:
         os.killpg(running.pid, signal.SIGTERM)

@@ -58,7 +58,7 @@ class Serving:
         return self.process.returncode
 
     def files_are_private(self) -> None:
-        """Of what it keeps in memory and on disk, other users of the host can read nothing."""
+        """Other users of the host can read none of its files in memory and on disk."""
         worker = running_files(self.base_port)[0]
         prefix = region_prefix(self.ports.http)
         regions = [path for path in SHARED_MEMORY.iterdir() if path.name.startswith(prefix)]

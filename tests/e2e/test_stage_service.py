@@ -53,7 +53,7 @@ def site(pair: Supervisor) -> Supervisor:
 
 @pytest.fixture(scope="module")
 def expected(site: Supervisor) -> list[Pixels]:
-    """Of the first worker."""
+    """Pictures of the first worker."""
     return [edit(site.workers[0], number) for number in range(EDITS)]
 
 
@@ -71,17 +71,17 @@ def takes_s(site: Supervisor) -> float:
     """All of them at once, while nothing is killed."""
     begin = time.monotonic()
     with ThreadPoolExecutor(len(of_both(site))) as pool:
-        list(pool.map(lambda each: edit(each[1], each[0]), of_both(site)))
+        list(pool.map(lambda pair: edit(pair[1], pair[0]), of_both(site)))
     return time.monotonic() - begin
 
 
-def wait_for(future: Future[Pixels], own: Pixels | None) -> None:
+def wait_for(future: Future[Pixels], expected_pixels: Pixels | None) -> None:
     """An edit has its right picture, or none and the one sentence."""
     error = future.exception(600)
     if error is not None:
         assert NO_ANSWER in str(error)
-    elif own is not None:
-        assert future.result().tolist() == own.tolist()
+    elif expected_pixels is not None:
+        assert future.result().tolist() == expected_pixels.tolist()
 
 
 def status(worker: WorkerProcess) -> dict[str, Any]:

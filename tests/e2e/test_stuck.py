@@ -38,13 +38,16 @@ CLIENTS = 12
 
 
 @pytest.fixture(scope="module")
-def said() -> list[str]:
+def report_lines() -> list[str]:
     return []
 
 
 @pytest.fixture(scope="module")
 def workers(
-    model: Path, worker: WorkerProcess, said: list[str], tmp_path_factory: pytest.TempPathFactory
+    model: Path,
+    worker: WorkerProcess,
+    report_lines: list[str],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[list[WorkerProcess]]:
     """One that is harmed, and one that all tests share and nobody harms."""
     folder = tmp_path_factory.mktemp("stuck")
@@ -55,7 +58,7 @@ def workers(
         base_port=free_base_port(),
         config=config,
         log_dir=folder / "logs",
-        report=said.append,
+        report=report_lines.append,
     )
     with Supervisor(options) as supervisor:
         all_workers = [*supervisor.workers, worker]
@@ -69,8 +72,8 @@ def edited(url: str) -> bytes:
         return client.edit(plain_edit(seed=7))[0]
 
 
-def told(url: str, **settings: object) -> str:
-    """What a client of an edit gets: "done", or the error's text."""
+def outcome_of(url: str, **settings: object) -> str:
+    """Run an edit and return "done" or the error's text."""
     try:
         with closing(Grpc(url)) as client:
             client.edit(plain_edit(**settings))
@@ -91,7 +94,8 @@ def test_long_edits_and_a_queue_behind_them_are_not_stuck(workers: list[WorkerPr
     url = workers[0].grpc_url
     with ThreadPoolExecutor(3 * CLIENTS) as pool:
         futures = [
-            pool.submit(told, url, num_inference_steps=1000, seed=n) for n in range(3 * CLIENTS)
+            pool.submit(outcome_of, url, num_inference_steps=1000, seed=n)
+            for n in range(3 * CLIENTS)
         ]
         assert {future.result() for future in futures} == {"done"}
     assert workers[0].restarts == 0
@@ -101,7 +105,7 @@ def test_long_edits_and_a_queue_behind_them_are_not_stuck(workers: list[WorkerPr
 # starts it again (serving), and what its router's clients get (router/test_router_faults.py).
 @pytest.mark.slow
 def test_edits_that_do_not_reach_the_engine(
-    workers: list[WorkerProcess], said: list[str], tmp_path: Path
+    workers: list[WorkerProcess], report_lines: list[str], tmp_path: Path
 ) -> None:
     """A router's clients notice nothing: the other worker does what this one held."""
     worker = workers[0]
@@ -123,19 +127,19 @@ def test_edits_that_do_not_reach_the_engine(
         retries = re.findall(r'retries_total\{.*"worker"\} (\S+)', page)
         assert sum(map(float, retries)) > 0
         came_back(worker, restarts=1)
-    assert any("failed: edits are stuck before the engine, for " in line for line in said)
+    assert any("failed: edits are stuck before the engine, for " in line for line in report_lines)
 
 
 @pytest.mark.slow
-def test_a_front_that_takes_no_edits(workers: list[WorkerProcess], said: list[str]) -> None:
+def test_a_front_that_takes_no_edits(workers: list[WorkerProcess], report_lines: list[str]) -> None:
     worker = workers[0]
     restarts = worker.restarts
     os.mkfifo(worker.spec.files.runtime / "admission")
     with stream(worker.grpc_url) as opened:
         opened.send(plain_edit(progress=True))
         assert is_ready(worker.http_url)
-        assert told(worker.grpc_url) != "done"
+        assert outcome_of(worker.grpc_url) != "done"
         with pytest.raises(InferenceServerException):
             opened.next()
     came_back(worker, restarts + 1)
-    assert any("failed: its edit has not answered for " in line for line in said)
+    assert any("failed: its edit has not answered for " in line for line in report_lines)

@@ -49,7 +49,7 @@ WORKER, NODES, CONTROLS = BASE + 1, BASE + 18, BASE + 25
 """Ports of the other host."""
 WHOLE_S, ANSWER_S = 240.0, 400.0
 ROOM = "8m"
-"""Of the memory in which values lie."""
+"""Size of the memory in which values lie."""
 MASK = np.zeros((SIDE, SIDE), np.uint8)
 MASK[8:40, 16:56] = 255
 
@@ -67,8 +67,8 @@ with Workflow("both", "The better of two edits, enlarged.") as flow:
 class Site:
     """Both hosts, and routers of this one."""
 
-    here: Supervisor
-    there: SecondHost
+    local_host: Supervisor
+    remote_host: SecondHost
     serve_there: Callable[[], None]
     values: Path
     routers: dict[str, RouterSite]
@@ -77,7 +77,7 @@ class Site:
 
     def at(self, port: int) -> str:
         """An address on the other host."""
-        return f"{self.there.remote_address}:{port}"
+        return f"{self.remote_host.remote_address}:{port}"
 
     def run(self, router: str, seed: int) -> tuple[dict[str, bytes], dict[str, Any]]:
         """Outputs and META of a run whose picture nobody has sent before."""
@@ -95,7 +95,7 @@ class Site:
             )
 
     def names(self) -> set[str]:
-        """Of all files of values, and of their owners; routers keep no answers, but could."""
+        """Names of all files of values and of their owners; routers keep no answers, but could."""
         known_names, could = {".lock", ".host", "filled", "results"}, ".open-unscoped-kept"
         names = {path.name for path in self.values.iterdir()} - known_names
         return {name for name in names if not name.startswith(could)}
@@ -130,13 +130,13 @@ def status(url: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def other() -> Iterator[SecondHost]:
-    with second_host() as made:
-        yield made
+    with second_host() as host:
+        yield host
     for arguments in (["netns", "list"], ["-o", "link", "show"]):
         output = subprocess.run(
             ["ip", *arguments], check=True, capture_output=True, text=True
         ).stdout
-        assert not re.search(rf"\b{made.name}\b", output)
+        assert not re.search(rf"\b{host.name}\b", output)
 
 
 @pytest.fixture(scope="module")
@@ -222,11 +222,11 @@ def site(
     assert not leftover_files
 
 
-def mounted(folder: Path, held: contextlib.ExitStack) -> None:
+def mounted(folder: Path, stack: contextlib.ExitStack) -> None:
     """Memory of so much room, in which the values of this host lie."""
     options = ["-t", "tmpfs", "-o", f"size={ROOM}", "tmpfs"]
     subprocess.run(["mount", *options, str(folder)], check=True)
-    held.callback(subprocess.run, ["umount", "-l", str(folder)], check=True)
+    stack.callback(subprocess.run, ["umount", "-l", str(folder)], check=True)
 
 
 @pytest.fixture(autouse=True)
@@ -234,7 +234,7 @@ def nothing_left(site: Site) -> Iterator[None]:
     """The link is whole and both hosts serve before each test, and after it no value is left."""
     eventually("both hosts serve", site.up, timeout_s=WHOLE_S)
     yield
-    site.there.whole()
+    site.remote_host.whole()
     eventually("both hosts serve", site.up, timeout_s=WHOLE_S)
     eventually("no value is left", lambda: not site.names(), timeout_s=30)
     folder = str(site.values).encode()
@@ -245,7 +245,7 @@ def nothing_left(site: Site) -> Iterator[None]:
                 f"no value is mapped by {command_line}",
                 lambda maps=process / "maps": folder not in maps.read_bytes(),
             )
-    assert not list(site.there.memory.glob("*/values"))  # nothing is put there
+    assert not list(site.remote_host.memory.glob("*/values"))  # nothing is put there
 
 
 def a_seed() -> int:
@@ -273,28 +273,28 @@ def test_a_run_over_two_hosts_gives_the_bytes_of_one(site: Site, router: str) ->
 def away(site: Site, how: str) -> Callable[[], None]:
     """Harms the other host; returns what makes it whole."""
     if how == "killed":
-        site.there.kill()
+        site.remote_host.kill()
         return site.serve_there
-    getattr(site.there, how)()
-    return site.there.whole
+    getattr(site.remote_host, how)()
+    return site.remote_host.whole
 
 
 @contextlib.contextmanager
 def running(site: Site, router: str, seed: int) -> Iterator[Any]:
     """A run whose edits run on both hosts, as a future."""
-    urls = (site.here.workers[0].grpc_url, site.at(WORKER))
+    urls = (site.local_host.workers[0].grpc_url, site.at(WORKER))
     with ThreadPoolExecutor(1) as pool:
         for _ in range(20):  # one may be over before it was seen
-            made = pool.submit(site.run, router, seed)
+            future = pool.submit(site.run, router, seed)
             eventually(
                 "edits run on both hosts",
-                lambda made=made: made.done() or all(status(url)["running"] for url in urls),
+                lambda future=future: future.done() or all(status(url)["running"] for url in urls),
                 timeout_s=60,
             )
-            if not made.done():
+            if not future.done():
                 break
-        assert not made.done()
-        yield made
+        assert not future.done()
+        yield future
 
 
 @pytest.mark.parametrize("how", ["cut", "deaf", "mute", "killed"])
@@ -307,11 +307,11 @@ def test_a_run_outlives_a_host_that_is_gone(
     """
     seed = a_seed()
     expected, _ = site.run("one", seed)
-    with running(site, router, seed) as made:
+    with running(site, router, seed) as future:
         whole = away(site, how)
         if gone_s is not None:
             threading.Timer(gone_s, whole).start()
-        output, meta = made.result()
+        output, meta = future.result()
     if gone_s is None:
         whole()
     assert output == expected
@@ -323,7 +323,7 @@ def test_a_run_outlives_a_host_that_is_gone(
 def test_over_a_slow_link_a_run_gives_the_same(site: Site) -> None:
     seed = a_seed()
     expected, _ = site.run("one", seed)
-    site.there.slow(mbit=1)
+    site.remote_host.slow(mbit=1)
     output, meta = site.run("far", seed)
     assert output == expected
     assert hosts_of(meta)[1] == {site.at(NODES)}
@@ -346,43 +346,43 @@ def test_values_that_find_no_room_pass_as_bytes(site: Site, router: str) -> None
 def test_values_that_expire_under_their_readers_are_made_again(site: Site, router: str) -> None:
     seed = a_seed()
     expected, _ = site.run("one", seed)
-    with running(site, router, seed) as made:
+    with running(site, router, seed) as future:
         lost = site.lose()
-        while not made.done():
+        while not future.done():
             time.sleep(0.2)
             lost += site.lose()
             if lost > 3:
                 break
-        output, _ = made.result()
+        output, _ = future.result()
     assert output == expected
     assert lost
 
 
 def test_the_name_of_a_value_means_nothing_on_the_other_host(site: Site) -> None:
     """Nor to another key on this one: tests/triton/test_nodes.py."""
-    with running(site, "two", a_seed()) as made:
+    with running(site, "two", a_seed()) as future:
         name = next(path for path in site.values.iterdir() if len(path.name) == 64)
         reference = b"value:%s:%d" % (name.name.encode(), name.stat().st_size)
         with Client(site.at(WORKER)) as client, pytest.raises(MaskserveError, match=r"IMAGE|value"):
             client.edit(reference, encode(MASK), "a red star", seed=1, num_inference_steps=1)
-        made.result()
+        future.result()
 
 
 # Edits whose ControlNets run on the other host
 
 
-def controlled(url: str, **asked: Any) -> tuple[bytes, dict[str, Any]]:
+def controlled(url: str, **options: Any) -> tuple[bytes, dict[str, Any]]:
     """Picture and META of an edit with a ControlNet."""
     picture = np.random.default_rng(5).integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)
     control = {"control": [encode(picture)], "controls": [{"name": "plain", "scale": 0.8}]}
-    return plain(url, **control, **asked)
+    return plain(url, **control, **options)
 
 
-def plain(url: str, **asked: Any) -> tuple[bytes, dict[str, Any]]:
-    settings = {"num_inference_steps": 8, "cache": "off", "seed": 1, "timeout": 120, **asked}
+def plain(url: str, **options: Any) -> tuple[bytes, dict[str, Any]]:
+    settings = {"num_inference_steps": 8, "cache": "off", "seed": 1, "timeout": 120, **options}
     with Client(url) as client:
-        made = client.edit(encode(scene(SIDE, SIDE)), encode(MASK), "a red star", **settings)
-    return made.encoded, made.meta
+        answer = client.edit(encode(scene(SIDE, SIDE)), encode(MASK), "a red star", **settings)
+    return answer.encoded, answer.meta
 
 
 def controlled_again(url: str) -> bytes:
@@ -409,14 +409,14 @@ def nothing_is_left_of_rows(site: Site) -> None:
         timeout_s=WHOLE_S,  # a session whose denoiser has not heard of it stays for a minute
     )
     calls.close()
-    assert not [*site.there.memory.rglob("*.ask"), *site.there.memory.rglob("*.answer")]
+    assert not [*site.remote_host.memory.rglob("*.ask"), *site.remote_host.memory.rglob("*.answer")]
 
 
 @pytest.mark.parametrize("cache", ["off", "own"])
 def test_residuals_of_the_other_host_give_the_bytes_of_nets_beside_the_base(
     site: Site, cache: str
 ) -> None:
-    url = site.here.workers[0].grpc_url
+    url = site.local_host.workers[0].grpc_url
     expected, _ = controlled(site.at(WORKER), cache=cache)
     image, meta = controlled(url, cache=cache)
     assert image == expected
@@ -427,9 +427,9 @@ def test_residuals_of_the_other_host_give_the_bytes_of_nets_beside_the_base(
 
 def test_over_a_slow_link_edits_are_the_same_bytes(site: Site) -> None:
     """Also those that add what was said one step ahead: which that is says no link."""
-    url = site.here.workers[0].grpc_url
+    url = site.local_host.workers[0].grpc_url
     expected, ahead = controlled(url)[0], controlled(url, adapters="fast")[0]
-    site.there.slow(mbit=4)
+    site.remote_host.slow(mbit=4)
     assert controlled(url)[0] == expected != ahead
     image, meta = controlled(url, adapters="fast")
     assert image == ahead
@@ -442,7 +442,7 @@ def test_a_service_that_is_gone_fails_its_edits_in_words_and_is_found_again(
     site: Site, how: str
 ) -> None:
     """Edits beside them go on, and so do those that come while it is away."""
-    url = site.here.workers[0].grpc_url
+    url = site.local_host.workers[0].grpc_url
     expected, plain_image = controlled(url)[0], plain(url)[0]
     with ThreadPoolExecutor(3) as pool:
         hurt = [pool.submit(controlled, url, num_inference_steps=MOST_STEPS) for _ in range(2)]

@@ -57,9 +57,11 @@ class Served:
             self.calls = 5  # PNDM: one more than it has steps
         self.pipeline.set_progress_bar_config(disable=True)
 
-    def expected(self, asked: dict[str, Any]) -> Pixels:
-        settings = EditSettings(**{**DEFAULTS, **asked})
-        images = diffusers_edit(self.pipeline, SOURCE, MASK, "a red star", settings, asked["seed"])
+    def expected(self, options: dict[str, Any]) -> Pixels:
+        settings = EditSettings(**{**DEFAULTS, **options})
+        images = diffusers_edit(
+            self.pipeline, SOURCE, MASK, "a red star", settings, options["seed"]
+        )
         return np.asarray(images[0])
 
 
@@ -123,7 +125,7 @@ def test_a_cached_edit_computes_active_tokens_only_and_repeats_itself(served: Se
 
 
 @pytest.mark.parametrize(
-    ("asked", "field"),
+    ("options", "field"),
     [
         ({"true_cfg_scale": 2.0}, "SETTINGS.true_cfg_scale"),
         ({"negative_prompt": "x", "guidance_scale": 1.0}, "SETTINGS.negative_prompt"),
@@ -131,7 +133,7 @@ def test_a_cached_edit_computes_active_tokens_only_and_repeats_itself(served: Se
     ],
 )
 def test_what_the_family_cannot_do_is_refused(
-    served: Served, asked: dict[str, Any], field: str
+    served: Served, options: dict[str, Any], field: str
 ) -> None:
     with pytest.raises(InferenceServerException, match=rf"\[INVALID_REQUEST\] {field}"):
-        served.client.edit(plain_edit(SIDE, SIDE, **asked))
+        served.client.edit(plain_edit(SIDE, SIDE, **options))

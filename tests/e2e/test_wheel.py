@@ -62,7 +62,7 @@ def test_it_has_its_own_code_and_models(installed: Path, tmp_path: Path) -> None
 
 
 def _files(folder: Path) -> dict[str, bytes]:
-    """What Triton reads in a repository; an empty version folder may be left out of a wheel."""
+    """Files that Triton reads in a repository; a wheel may leave out an empty version folder."""
     paths = (path for path in folder.rglob("*") if path.suffix in (".py", ".pbtxt"))
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 

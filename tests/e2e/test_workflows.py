@@ -59,13 +59,13 @@ def two_regions() -> bytes:
 
 
 class Site:
-    """What serves."""
+    """A router, its worker and its node servers."""
 
     def __init__(self, supervisor: Supervisor, url: str = "") -> None:
         self.supervisor = supervisor
         assert supervisor.router is not None
         self.url = url or supervisor.router.grpc_url
-        """Of the router that is asked."""
+        """URL of the router that gets the requests."""
 
     def run(self, workflow: str, **inputs: Any) -> tuple[dict[str, bytes], dict[str, Any]]:
         """Outputs and META of a workflow, by an unmodified client."""
@@ -89,10 +89,10 @@ class Site:
                 if meta["event"] == "final":
                     return
 
-    def kill(self, what: str) -> None:
+    def kill(self, victim: str) -> None:
         """The node server, or a worker that has an edit of a run."""
         process: Any = self.supervisor.services[-1]
-        if what == "worker":
+        if victim == "worker":
             running = [x for x in self.supervisor.workers if status(x.grpc_url)["running"]]
             process = (running or self.supervisor.workers)[0]
         os.kill(process.pid, signal.SIGKILL)
@@ -103,7 +103,7 @@ class Site:
         return self.supervisor.workers[0].spec.files.values
 
     def names(self) -> set[str]:
-        """Of all that lies there: values, whose they are, and runs."""
+        """Names of all files: values, their owners and runs."""
         return {path.name for path in self.values.iterdir()}
 
     def idle(self) -> bool:
@@ -117,13 +117,13 @@ class Site:
             or any(record["queue"] for record in nodes["models"])
         )
 
-    def held(self) -> list[Path]:
+    def value_files(self) -> list[Path]:
         """Those that lie there now."""
         return [path for path in self.values.iterdir() if TEMPLATE_ID.fullmatch(path.name)]
 
     def lose(self) -> int:
         """All that lie there now go, under whoever reads them; how many."""
-        files = self.held()
+        files = self.value_files()
         for file in files:
             file.unlink(missing_ok=True)
         return len(files)
@@ -141,7 +141,7 @@ def status(url: str) -> dict[str, Any]:
 
 
 def tensors(inputs: dict[str, Any]) -> list[Any]:
-    """Of a request, its settings over those of all tests."""
+    """Tensors of a request, its settings over those of all tests."""
     settings = {"num_inference_steps": STEPS, "seed": SEED, **inputs.get("settings", {})}
     infer_inputs = []
     for key, value in {**inputs, "settings": json.dumps(settings)}.items():
@@ -318,7 +318,7 @@ def test_the_status_says_who_hosts_what(site: Site) -> None:
 
     def agree() -> bool:
         """The run is answered before its files are gone; workers are asked now and then."""
-        status_record, files = status(site.url), site.held()
+        status_record, files = status(site.url), site.value_files()
         [host_values], [record] = status_record["values"], status_record["nodes"].values()
         size = sum(map(size_of, files))  # one may go meanwhile
         return host_values == record["values"] and (host_values["count"], host_values["bytes"]) == (
@@ -366,11 +366,11 @@ def test_a_job_may_be_a_workflow(site: Site) -> None:
         assert response.status_code == 202, response.text
         name = response.json()["id"]
 
-        def told() -> Any:
+        def job_record() -> Any:
             return client.get(f"/jobs/{name}").json()
 
-        eventually("it has ended", lambda: told()["status"] not in ("queued", "running"))
-        result = told()["result"]
+        eventually("it has ended", lambda: job_record()["status"] not in ("queued", "running"))
+        result = job_record()["result"]
         assert base64.b64decode(result["data"][0]["b64_json"]) == expected["IMAGE"]
         assert result["maskserve"][0]["outputs"]["verdict"] == json.loads(expected["VERDICT"])
         assert client.delete(f"/jobs/{name}").json()["deleted"]
@@ -430,8 +430,8 @@ def test_equal_nodes_of_one_run_after_the_other_are_run_once(site: Site) -> None
 
 
 def moments(count: int) -> list[Any]:
-    """What is killed, and behind how many events of the run; None: drawn where the test runs, as
-    processes that share the tests have to find the same ones.
+    """Each server to kill, and after how many events of the run; None: the test draws the number,
+    as processes that share the tests have to collect the same cases.
     """
     # Of a lost worker: tests/unit/router/test_router_faults.py, and test_serve.py kills a real one.
     few = [("nodes", 3), pytest.param("worker", 2, marks=pytest.mark.slow)]
@@ -444,9 +444,9 @@ def moments(count: int) -> list[Any]:
     return [*few, *more]
 
 
-@pytest.mark.parametrize(("what", "after"), moments(18))
+@pytest.mark.parametrize(("victim", "after"), moments(18))
 def test_what_a_killed_server_had_alone_runs_again(
-    site: Site, folder: Path, what: str, after: int | None
+    site: Site, folder: Path, victim: str, after: int | None
 ) -> None:
     rng = fresh_rng()
     after = after or int(rng.integers(1, 20))
@@ -459,7 +459,7 @@ def test_what_a_killed_server_had_alone_runs_again(
     for count, event in enumerate(site.stream("tries", **inputs, settings=settings), 1):
         outputs, meta = event
         if count == after:
-            site.kill(what)
+            site.kill(victim)
         if count <= after and meta["event"] == "node":
             finished_nodes.append({name: x for name, x in meta.items() if name not in _OF_EVENTS})
     eventually("all serve", site.whole, timeout_s=240)
@@ -530,14 +530,14 @@ def test_what_killed_routers_had_goes_and_another_runs_the_same(
         ):
             assert any(killed_under(run) for _ in range(20))
 
-        def gone() -> bool:
+        def all_expired() -> bool:
             for mark in left():
                 if mark.startswith(".open-"):
                     with contextlib.suppress(FileNotFoundError):
                         os.utime(site.values / mark, (1, 1))  # hours ago
             return not left()
 
-        eventually("all has expired", gone, timeout_s=240)
+        eventually("all has expired", all_expired, timeout_s=240)
         outputs, _ = behind.run("regions", **run_inputs)
         assert outputs == expected
     assert not left()
@@ -606,7 +606,7 @@ def test_nothing_is_left_of_runs(site: Site) -> None:
     site.run("tries", image=SOURCE, mask=two_regions())
     eventually("all is gone", lambda: not left())
     kept_values = {path.parent.name for path in owners() if "unscoped-kept" in path.name}
-    assert kept_values >= {path.name for path in site.held()}
+    assert kept_values >= {path.name for path in site.value_files()}
     folder = str(site.values).encode()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

@@ -63,7 +63,7 @@ def collector() -> Iterator[Collector]:
 
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
-            kept.take(self.headers["Content-Type"], body)
+            receiver.take(self.headers["Content-Type"], body)
             self.send_response(200)
             self.send_header("Content-Length", "0")
             self.end_headers()
@@ -72,11 +72,11 @@ def collector() -> Iterator[Collector]:
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    kept = Collector(f"http://127.0.0.1:{server.server_port}/v1/traces")
+    receiver = Collector(f"http://127.0.0.1:{server.server_port}/v1/traces")
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
-        yield kept
+        yield receiver
     finally:
         server.shutdown()
         server.server_close()
@@ -92,8 +92,10 @@ def draw(spans: list[Span]) -> str:
             if span.parent_id == parent or (not depth and span.parent_id not in span_ids):
                 begin = (span.start_ns - spans[0].start_ns) / 1e6
                 end_ns = (span.end_ns - span.start_ns) / 1e6
-                said = f"  ERROR {span.error}" if span.error is not None else ""
-                lines.append(f"{'  ' * depth + span.name:24} {begin:8.1f} {end_ns:8.1f}{said}")
+                error_text = f"  ERROR {span.error}" if span.error is not None else ""
+                lines.append(
+                    f"{'  ' * depth + span.name:24} {begin:8.1f} {end_ns:8.1f}{error_text}"
+                )
                 add(span.span_id, depth + 1)
 
     add("", 0)
@@ -118,11 +120,11 @@ def _span(span: dict[str, Any], resource: dict[str, Any]) -> Span:
 
 
 def _attributes(holder: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    attributes: dict[str, Any] = {}
     for attribute in holder.get("attributes", ()):
         [(kind, value)] = attribute["value"].items()
-        found[attribute["key"]] = int(value) if kind == "intValue" else value
-    return found
+        attributes[attribute["key"]] = int(value) if kind == "intValue" else value
+    return attributes
 
 
 def _hex(identity: str) -> str:

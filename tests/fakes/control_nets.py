@@ -12,7 +12,7 @@ CHANNELS = 16
 """Channels of a token of latents."""
 
 
-def random_net(seed: int, doubles: int, singles: int, **asked: Any) -> FluxControlNetModel:
+def random_net(seed: int, doubles: int, singles: int, **overrides: Any) -> FluxControlNetModel:
     """A random ControlNet of the tiny models' size; none of its additions is zero."""
     import torch
     from diffusers import FluxControlNetModel
@@ -29,7 +29,7 @@ def random_net(seed: int, doubles: int, singles: int, **asked: Any) -> FluxContr
                 "joint_attention_dim": 32,
                 "pooled_projection_dim": 32,
                 "axes_dims_rope": (4, 6, 6),
-                **asked,
+                **overrides,
             }
         ).eval()
         for name, weight in net.named_parameters():
@@ -50,7 +50,7 @@ def made_nets() -> dict[str, FluxControlNetModel]:
     }
 
 
-def random_unet_net(unet: Any, seed: int, **asked: Any) -> ControlNetModel:
+def random_unet_net(unet: Any, seed: int, **overrides: Any) -> ControlNetModel:
     """A random ControlNet of a UNet's sizes; none of its additions is zero. The tiny VAE shrinks
     pictures 4 times, not 8, and so does the net's part that reads pictures.
     """
@@ -70,7 +70,7 @@ def random_unet_net(unet: Any, seed: int, **asked: Any) -> ControlNetModel:
                 "in_channels": 4,
                 "conditioning_embedding_out_channels": (8, 8, 16),
                 **{name: unet.config[name] for name in names},
-                **asked,
+                **overrides,
             }
         ).eval()
         for name, weight in net.named_parameters():

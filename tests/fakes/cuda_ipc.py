@@ -38,17 +38,17 @@ class FakeIpc:
         monkeypatch.setattr(torch.cuda, "Event", _Event)
         read, settle, give = OpenedBlock.read, OpenedBlock.settle, LentBlock._give
 
-        def reads(block: OpenedBlock, begin: int, *what: Any) -> Tensor:
+        def reads(block: OpenedBlock, begin: int, *args: Any) -> Tensor:
             with self._door:
                 self._unread.add(begin)
                 self.reads += 1
-            return read(block, begin, *what)
+            return read(block, begin, *args)
 
         def settles(block: OpenedBlock) -> None:
             settle(block)
             self.catch_up()
 
-        def gives(block: LentBlock, places: list[tuple[int, int]]) -> None:
+        def lend(block: LentBlock, places: list[tuple[int, int]]) -> None:
             with self._door:
                 unread = self._unread & {begin for begin, _ in places}
             self.mistakes += [f"{begin} goes before it is read" for begin in unread]
@@ -56,7 +56,7 @@ class FakeIpc:
 
         monkeypatch.setattr(OpenedBlock, "read", reads)
         monkeypatch.setattr(OpenedBlock, "settle", settles)
-        monkeypatch.setattr(LentBlock, "_give", gives)
+        monkeypatch.setattr(LentBlock, "_give", lend)
 
     def catch_up(self) -> None:
         """Finish the copies of all reads."""

@@ -16,7 +16,7 @@ class Runtime:
     """
 
     def __init__(self, refuses: int = 0) -> None:
-        self.refuses, self.asked = refuses, 0
+        self.refuses, self.calls = refuses, 0
         self.ranges: dict[int, int] = {}
         """Address → bytes of each registered range."""
         self.total = 0
@@ -25,7 +25,7 @@ class Runtime:
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
         with self._lock:
-            self.asked += 1
+            self.calls += 1
             if self.refuses:
                 return self.refuses
             assert nbytes > 0

@@ -64,15 +64,15 @@ def guided(rng: np.random.Generator) -> dict[str, Any]:
 
 def unet_case(rng: np.random.Generator, **settings: Any) -> Case:
     """A random edit; every other edit has classifier-free guidance and a negative prompt."""
-    asked: dict[str, Any] = {
+    options: dict[str, Any] = {
         "strength": float(rng.choice([1.0, 0.8, 0.55, 0.3])),
         "num_inference_steps": int(rng.integers(4, 9)),
         "guidance_scale": float(rng.choice([1.0, 7.5])),
         **settings,
     }
-    if asked["guidance_scale"] > 1 and "negative_prompt" not in asked:
-        asked["negative_prompt"] = str(rng.choice(["", "x", "a red star"]))
-    return random_case(rng, **asked)
+    if options["guidance_scale"] > 1 and "negative_prompt" not in options:
+        options["negative_prompt"] = str(rng.choice(["", "x", "a red star"]))
+    return random_case(rng, **options)
 
 
 def encode_case(encoder: Encoder, case: Case, request_id: str) -> EditJob:

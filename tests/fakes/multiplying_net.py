@@ -36,4 +36,4 @@ class MultiplyingNet:
     def run(self, steps: Sequence[Any], send: Callable[[Sequence[Any]], object]) -> None:
         for place in range(PLACES):
             added = [residual(step.sample, place) for step in steps]
-            send([(number, place, place, each) for number, each in enumerate(added)])
+            send([(number, place, place, tensor) for number, tensor in enumerate(added)])

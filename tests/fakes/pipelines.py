@@ -30,7 +30,7 @@ def diffusers_edit(
     prompt: str,
     settings: EditSettings,
     seed: int,
-    **asked: Any,
+    **options: Any,
 ) -> Any:
     """`images` of an inpainting pipeline, at the picture's own size.
 
@@ -42,11 +42,11 @@ def diffusers_edit(
     if settings.negative_prompt is not None:
         # SDXL treats a missing negative prompt unlike an empty one; our server treats them alike.
         zeros = pipeline.config.get("force_zeros_for_empty_prompt", False)
-        asked["negative_prompt"] = (
+        options["negative_prompt"] = (
             (settings.negative_prompt or None) if zeros else (settings.negative_prompt)
         )
         if settings.true_cfg_scale is not None:
-            asked["true_cfg_scale"] = settings.true_cfg_scale
+            options["true_cfg_scale"] = settings.true_cfg_scale
     return pipeline(
         prompt=prompt,
         image=Image.fromarray(pixels),
@@ -57,7 +57,7 @@ def diffusers_edit(
         guidance_scale=settings.guidance_scale,
         strength=settings.strength,
         generator=torch.Generator("cpu").manual_seed(seed),
-        **asked,
+        **options,
     ).images
 
 
@@ -68,7 +68,7 @@ def blended_edit(
     prompt: str,
     settings: EditSettings,
     seed: int,
-    **asked: Any,
+    **options: Any,
 ) -> Any:
     """`images` of Flux2KleinKVPipeline, which has no mask. They are blended after each step, as in
     Flux2KleinInpaintPipeline.
@@ -79,9 +79,9 @@ def blended_edit(
 
     pipeline.image_processor.check_image_input = lambda image: None  # it refuses 32-pixel pictures
     source, (height, width) = Image.fromarray(pixels), mask.shape
-    given = pipeline.image_processor.preprocess(source, height=height, width=width)
+    image_tensor = pipeline.image_processor.preprocess(source, height=height, width=width)
     with torch.no_grad():
-        clean = pipeline._encode_vae_image(given, torch.Generator())
+        clean = pipeline._encode_vae_image(image_tensor, torch.Generator())
     noise = torch.randn(clean.shape, generator=torch.Generator("cpu").manual_seed(seed))
     steps, size = settings.num_inference_steps, clean.shape[-2:]
     assert steps is not None
@@ -107,7 +107,7 @@ def blended_edit(
         sigmas=sigmas,
         num_inference_steps=steps,
         callback_on_step_end=blend,
-        **asked,
+        **options,
     ).images
 
 
@@ -195,33 +195,33 @@ def qwen_edit(
     prompt: str,
     settings: EditSettings,
     seed: int,
-    **asked: Any,
+    **options: Any,
 ) -> Any:
     """`images` of such a pipeline. Its area of 1024x1024 is the picture's own area here."""
     module = importlib.import_module(type(pipeline).__module__)
     real, size = module.calculate_dimensions, mask.shape[::-1]
 
     def dimensions(area: int, ratio: float) -> Any:
-        wanted = real(area, ratio)
-        return (*size, *wanted[2:]) if area == 1024**2 else wanted
+        sizes = real(area, ratio)
+        return (*size, *sizes[2:]) if area == 1024**2 else sizes
 
-    given = pixels, mask, prompt, settings, seed
+    args = pixels, mask, prompt, settings, seed
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(module, "calculate_dimensions", dimensions)
         if hasattr(pipeline, "mask_processor"):
-            return diffusers_edit(pipeline, *given, **asked)
-        start, blend, walk = _blended_start(pipeline, module, *given)
+            return diffusers_edit(pipeline, *args, **options)
+        start, blend, walk = _blended_start(pipeline, module, *args)
         patched.setattr(module, "retrieve_timesteps", walk)
         if settings.negative_prompt is not None:
-            asked["negative_prompt"] = settings.negative_prompt
-            asked["true_cfg_scale"] = settings.true_cfg_scale
+            options["negative_prompt"] = settings.negative_prompt
+            options["true_cfg_scale"] = settings.true_cfg_scale
         return pipeline(
             prompt=prompt,
             image=Image.fromarray(pixels),
             latents=start,
             num_inference_steps=settings.num_inference_steps,
             callback_on_step_end=blend,
-            **asked,
+            **options,
         ).images
 
 
@@ -246,9 +246,9 @@ def _blended_start(
     source = Image.fromarray(pixels)
     if pipeline.vae.config.get("in_channels") == 4:
         source = source.convert("RGBA")
-    given = pipeline.image_processor.preprocess(source, height, width)
+    image_tensor = pipeline.image_processor.preprocess(source, height, width)
     with torch.no_grad():
-        clean = pipeline._encode_vae_image(given.unsqueeze(2), torch.Generator())
+        clean = pipeline._encode_vae_image(image_tensor.unsqueeze(2), torch.Generator())
     noise = torch.randn(clean.shape, generator=torch.Generator("cpu").manual_seed(seed))
     size = clean.shape[-2:]
     edit = F.interpolate(torch.from_numpy(mask > 127).float()[None, None], size=size)[:, :, None]
@@ -258,8 +258,8 @@ def _blended_start(
     )
     limits = "base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift"
     shift = module.calculate_shift(clean.shape[1], *(sampler.config[name] for name in limits))
-    asked = pipeline.config.get("sample_sigmas") or np.linspace(1.0, 1 / steps, steps)
-    sampler.set_timesteps(sigmas=asked, mu=shift)
+    sample_sigmas = pipeline.config.get("sample_sigmas") or np.linspace(1.0, 1 / steps, steps)
+    sampler.set_timesteps(sigmas=sample_sigmas, mu=shift)
     begin, whole = steps - steps_run(steps, settings.strength), sampler.sigmas.clone()
     timesteps, sigmas, real = sampler.timesteps[begin:], whole[begin:], module.retrieve_timesteps
 
@@ -270,8 +270,8 @@ def _blended_start(
         outside = clean if step + 1 == len(timesteps) else at(sigmas[step + 1])
         return {"latents": (1 - edit) * outside + edit * now["latents"]}
 
-    def walk(sampler: Any, *given: Any, **asked: Any) -> tuple[torch.Tensor, int]:
-        real(sampler, *given, **asked)
+    def walk(sampler: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, int]:
+        real(sampler, *args, **kwargs)
         assert torch.equal(sampler.sigmas, whole), "which the pipeline begins later alone"
         sampler.timesteps, sampler.sigmas = timesteps, sigmas
         sampler._step_index = sampler._begin_index = None
@@ -280,10 +280,10 @@ def _blended_start(
     return at(sigmas[0]), blend, walk
 
 
-def diffusers_latents(pipeline: Any, case: Case, **asked: Any) -> NDArray[np.float32]:
+def diffusers_latents(pipeline: Any, case: Case, **options: Any) -> NDArray[np.float32]:
     """[C, h, w] latents of the tiny model's Flux pipeline, before decoding."""
     if type(pipeline).__name__.startswith("FluxKontext"):
-        asked["_auto_resize"] = False  # the server sets the sizes of pictures
+        options["_auto_resize"] = False  # the server sets the sizes of pictures
     tokens = diffusers_edit(
         pipeline,
         case.pixels,
@@ -293,7 +293,7 @@ def diffusers_latents(pipeline: Any, case: Case, **asked: Any) -> NDArray[np.flo
         case.seed,
         max_sequence_length=16,
         output_type="latent",
-        **asked,
+        **options,
     )
     factor = pipeline.vae_scale_factor
     latents: torch.Tensor = pipeline._unpack_latents(tokens, *case.mask.shape, factor)

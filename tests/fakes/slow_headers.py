@@ -16,11 +16,11 @@ if __name__ == "__main__":
     pipe.send_bytes(b"ready")
     while True:
         try:
-            asked = msgspec.msgpack.decode(pipe.recv_bytes())
+            task = msgspec.msgpack.decode(pipe.recv_bytes())
         except EOFError:
             break
-        if asked["head"] == b"slow":
+        if task["head"] == b"slow":
             time.sleep(600)
-        if asked["head"] == b"dead":
+        if task["head"] == b"dead":
             sys.exit(1)
         pipe.send_bytes(msgspec.msgpack.encode(Described(rank=7)))

@@ -71,8 +71,8 @@ def with_heads(model: Path, folder: Path, heads: int, width: int = 32) -> Path:
     }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
-        made: Any = FluxTransformer2DModel.from_config(wider)
-    made.save_pretrained(folder / "transformer")
+        transformer: Any = FluxTransformer2DModel.from_config(wider)
+    transformer.save_pretrained(folder / "transformer")
     return folder
 
 

@@ -53,7 +53,7 @@ class FakeWorker:
     garble: bool = False
     """Send a final answer whose image is not a picture."""
     url: str = ""
-    seen: list[dict[str, bytes]] = field(default_factory=list)
+    requests: list[dict[str, bytes]] = field(default_factory=list)
     metadata: list[dict[str, str]] = field(default_factory=list)
     started: threading.Event = field(default_factory=threading.Event)
     withdrawn: threading.Event = field(default_factory=threading.Event)
@@ -135,7 +135,7 @@ class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
 
     def _edit(self, request: Any, context: grpc.ServicerContext) -> Iterator[dict[str, Any]]:
         inputs = _inputs(request)
-        self.worker.seen.append({**inputs, "model_name": request.model_name.encode()})
+        self.worker.requests.append({**inputs, "model_name": request.model_name.encode()})
         settings = parse_settings(inputs["SETTINGS"])
         accepted = accept_edit(settings, inputs["PROMPT"], FILL_FACTS, CONFIG)
         edit = prepare_edit(
@@ -143,8 +143,8 @@ class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
         )
         # Not earlier: an interrupt in between would hide the reason for refusing an edit.
         self.worker.started.set()
-        asked = edit.request.settings
-        steps = asked.num_inference_steps
+        edit_settings = edit.request.settings
+        steps = edit_settings.num_inference_steps
         assert steps is not None
         for step in range(1, steps + 1):
             self._wait(context)
@@ -152,11 +152,11 @@ class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
                 raise _Fault(self.worker.error)
             if step == steps:
                 break  # as in a worker: the picture shows it
-            told = {"step": step, "steps": steps, "request_id": edit.request.request_id}
-            if asked.progress:
-                yield {"event": "progress", **told, "image": b""}
-            if asked.preview_every and step % asked.preview_every == 0:
-                yield {"event": "preview", **told, "image": _painted(edit)}
+            progress = {"step": step, "steps": steps, "request_id": edit.request.request_id}
+            if edit_settings.progress:
+                yield {"event": "progress", **progress, "image": b""}
+            if edit_settings.preview_every and step % edit_settings.preview_every == 0:
+                yield {"event": "preview", **progress, "image": _painted(edit)}
         yield self._final(edit, steps)
 
     def _final(self, edit: PreparedEdit, steps: int) -> dict[str, Any]:
@@ -287,12 +287,12 @@ def _painted(edit: PreparedEdit) -> bytes:
 
 
 def _inputs(request: Any) -> dict[str, bytes]:
-    found = {}
+    tensors = {}
     for tensor, raw in zip(request.inputs, request.raw_input_contents, strict=True):
         assert (tensor.datatype, list(tensor.shape)) == ("BYTES", [1])
         assert struct.unpack_from("<I", raw)[0] == len(raw) - 4
-        found[tensor.name] = raw[4:]
-    return found
+        tensors[tensor.name] = raw[4:]
+    return tensors
 
 
 def _event_response(request: Any, event: dict[str, Any]) -> Any:

@@ -17,7 +17,7 @@ def device() -> torch.device:
 
 @pytest.fixture
 def cuda(device: torch.device) -> torch.device:
-    """Of tests of what there is on CUDA alone."""
+    """The device of tests of kernels and clocks that only CUDA has."""
     if device.type != "cuda":
         pytest.skip("gpu: needs CUDA's own kernels and clocks")
     return device

@@ -35,7 +35,7 @@ AMPLE = 2**28
 
 
 class SharedCalls:
-    """Of several denoisers: one that ends leaves them to the others."""
+    """Calls of several denoisers: one that ends leaves them to the others."""
 
     def __init__(self, calls: PipeCalls) -> None:
         self.call = calls.call
@@ -71,8 +71,8 @@ def opened(service: ControlService) -> ServedRow:
 def ask(rows: list[ServedRow], step: int, device: torch.device) -> list[Tensor]:
     """Begin a step of rows; what they are of."""
     samples = [torch.randn(SHAPE, device=device, dtype=torch.bfloat16) for _ in rows]
-    asks = [RowRequest(row, step, x) for row, x in zip(rows, samples, strict=True)]
-    request_residuals(asks, batch=1)
+    requests = [RowRequest(row, step, x) for row, x in zip(rows, samples, strict=True)]
+    request_residuals(requests, batch=1)
     return samples
 
 

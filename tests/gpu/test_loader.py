@@ -112,11 +112,11 @@ def test_a_refused_registration_fails_no_later_kernel(device: torch.device) -> N
     class Twice:
         """Registers everything a second time, which is refused."""
 
-        def cudaHostRegister(self, *given: int) -> int:  # noqa: N802
+        def cudaHostRegister(self, *args: int) -> int:  # noqa: N802
             runtime = torch.cuda.cudart()
-            assert not int(runtime.cudaHostRegister(*given))
-            failed = int(runtime.cudaHostRegister(*given))
-            assert not int(runtime.cudaHostUnregister(given[0]))
+            assert not int(runtime.cudaHostRegister(*args))
+            failed = int(runtime.cudaHostRegister(*args))
+            assert not int(runtime.cudaHostUnregister(args[0]))
             return failed
 
     registrar = Registrar(device, cast(HostRegister, Twice()))

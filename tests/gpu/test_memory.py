@@ -1,4 +1,4 @@
-"""What the device really holds, against what the memory table counts."""
+"""Memory that the device holds, against the memory table."""
 
 from __future__ import annotations
 

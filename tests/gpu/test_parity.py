@@ -33,7 +33,7 @@ class Place:
     device: torch.device
     dtype: str
 
-    def ours(self, case: Case) -> NDArray[np.float32]:
+    def latents(self, case: Case) -> NDArray[np.float32]:
         where = {"device": str(self.device), "dtype": self.dtype}
         config = config_of(self.folder, model=where)
         adapter = load_adapter(config)
@@ -59,17 +59,17 @@ def folder(request: pytest.FixtureRequest) -> Path:
     return path
 
 
-def off(found: NDArray[np.float32], exact: NDArray[np.float32]) -> float:
+def off(result: NDArray[np.float32], exact: NDArray[np.float32]) -> float:
     """Relative, in the mean."""
-    return float(np.abs(found - exact).mean() / np.abs(exact).mean())
+    return float(np.abs(result - exact).mean() / np.abs(exact).mean())
 
 
 @contextmanager
 def drawn_in(dtype: torch.dtype) -> Iterator[None]:
     """Diffusers' noise has the numbers that it has in `dtype`: one seed gives others in each."""
 
-    def draw(shape: Any, *, dtype: torch.dtype, **given: Any) -> torch.Tensor:
-        return randn_tensor(shape, dtype=drawn, **given).to(dtype)
+    def draw(shape: Any, *, dtype: torch.dtype, **options: Any) -> torch.Tensor:
+        return randn_tensor(shape, dtype=drawn, **options).to(dtype)
 
     drawn = dtype
     with pytest.MonkeyPatch.context() as patch:
@@ -86,7 +86,10 @@ def test_bfloat16_is_as_near_to_float32_as_diffusers_own(
     with drawn_in(torch.bfloat16):
         exact = Place(folder, torch.device("cpu"), "float32").diffusers(case)
     place = Place(folder, device, "bfloat16")
-    diffusers_error, engine_error = off(place.diffusers(case), exact), off(place.ours(case), exact)
+    diffusers_error, engine_error = (
+        off(place.diffusers(case), exact),
+        off(place.latents(case), exact),
+    )
     assert 0 < diffusers_error < 0.1, "the tiny model is good enough to tell"
     assert engine_error <= 1.5 * diffusers_error
 
@@ -94,7 +97,7 @@ def test_bfloat16_is_as_near_to_float32_as_diffusers_own(
 def test_float32_agrees_with_diffusers(folder: Path, device: torch.device) -> None:
     case = random_case(np.random.default_rng(5), **STEPS)
     place = Place(folder, device, "float32")
-    assert off(place.ours(case), place.diffusers(case)) < 1e-3
+    assert off(place.latents(case), place.diffusers(case)) < 1e-3
 
 
 def test_cached_edits_come_out_as_on_the_cpu(tiny_fill: Path, device: torch.device) -> None:

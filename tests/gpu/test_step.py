@@ -1,4 +1,4 @@
-"""What only a CUDA device can show: its kernels compute what the CPU's do, and wait for none."""
+"""Steps on a CUDA device: its kernels compute what the CPU's do, and wait for none."""
 
 from __future__ import annotations
 

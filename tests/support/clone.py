@@ -62,8 +62,8 @@ def environment() -> dict[str, str]:
     parent = str(Path(sys.executable).parent)
     path = [part for part in os.environ["PATH"].split(os.pathsep) if part != parent]
     names = ("PYTHONPATH", "VIRTUAL_ENV")
-    kept = {name: value for name, value in os.environ.items() if name not in names}
-    return kept | {"PATH": os.pathsep.join(path)}
+    variables = {name: value for name, value in os.environ.items() if name not in names}
+    return variables | {"PATH": os.pathsep.join(path)}
 
 
 @contextmanager
@@ -96,13 +96,13 @@ def serving_clone(folder: Path, devices: int = 1) -> Iterator[Clone]:
     )
     try:
         assert process.stdout is not None
-        said = []
+        lines = []
         for line in process.stdout:
-            said.append(line)
+            lines.append(line)
             if line.startswith("try: "):
                 break
-        assert process.poll() is None, "".join(said)
-        yield Clone(folder, base + 10, said[-1].removeprefix("try: "))
+        assert process.poll() is None, "".join(lines)
+        yield Clone(folder, base + 10, lines[-1].removeprefix("try: "))
     finally:
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=90)

@@ -92,8 +92,8 @@ class Compose:
         result = subprocess.run(
             ["docker", "inspect", name], capture_output=True, text=True, check=True
         )
-        found: dict[str, Any] = json.loads(result.stdout)[0]
-        return found
+        state: dict[str, Any] = json.loads(result.stdout)[0]
+        return state
 
     def healthy(self, service: str) -> bool:
         state: dict[str, Any] = self.container(service)["State"]

@@ -37,14 +37,14 @@ class DirectCalls:
             tensors["ARRAYS"] = np.frombuffer(arrays, np.uint8)
         request = self._triton.request("", **tensors)
         self._front.execute([request])
-        said = request.sender.wait(limit_s)
-        if said.has_error():
-            code, message = split_code(said.error().message())  # type: ignore[union-attr]
+        answer = request.sender.wait(limit_s)
+        if answer.has_error():
+            code, message = split_code(answer.error().message())  # type: ignore[union-attr]
             kind: Callable[[str], MaskserveError] = (
                 Overloaded if code == Overloaded.code else EngineFailed
             )
             raise kind(message)
-        document: dict[str, Any] = json.loads(said.text("RESULT"))
+        document: dict[str, Any] = json.loads(answer.text("RESULT"))
         return document
 
     def close(self) -> None:
@@ -68,16 +68,16 @@ class Service:
     def __init__(self, model: Path, folder: Path, nets: dict[str, Any], **controls: Any) -> None:
         for name, net in nets.items():
             net.save_pretrained(folder / "nets" / name)
-        own = {"folder": str(folder / "nets"), "listen": "127.0.0.1:0", **controls}
-        config = config_of(model, controls=own)
+        options = {"folder": str(folder / "nets"), "listen": "127.0.0.1:0", **controls}
+        config = config_of(model, controls=options)
         self.folder = folder / "run"
         self.config: Config = replace(config, runtime_dir=str(self.folder))
         self.triton = FakeTriton()
         self.front = ControlNetFrontend(self.triton, self.config)
         control_nets = ControlNets(self.config, load_spec(str(model)))
         finds = [control_nets.find(name, "x") for name in nets]
-        self.versions = {each.name: each.version for each in finds}
-        self.contents = {each.name: content_of(each.path) for each in finds}
+        self.versions = {find.name: find.version for find in finds}
+        self.contents = {find.name: content_of(find.path) for find in finds}
 
     def denoiser(
         self,

@@ -53,27 +53,27 @@ def job(encoder: Encoder, seed: int, name: str, **settings: Any) -> EditJob:
     return encode_case(encoder, replace(case, mask=mask), name)
 
 
-def accept(engine: Engine, each: EditJob, sink: Sink) -> None:
+def accept(engine: Engine, edit_job: EditJob, sink: Sink) -> None:
     """Accept an edit on the engine's thread, in one turn with other calls there."""
-    engine.manager.accept(RequestState.of(each, sink, engine.adapter))
+    engine.manager.accept(RequestState.of(edit_job, sink, engine.adapter))
 
 
-def edit(engine: Engine, each: EditJob) -> FinalEvent:
+def edit(engine: Engine, edit_job: EditJob) -> FinalEvent:
     sink = Sink()
-    engine.submit(each, sink)
+    engine.submit(edit_job, sink)
     return sink.final()
 
 
-def priced_by_flops(engine: Engine, asked: EditJob, steps: int) -> Pricing:
+def priced_by_flops(engine: Engine, edit_job: EditJob, steps: int) -> Pricing:
     """A router's pricing of an engine's edits with this number of steps. It prices FLOPs only, at a
     nanosecond each.
     """
     config, adapter = engine.config, engine.adapter
     return pricing_of(
-        adapter.work(*asked.moments.shape[1:]),
+        adapter.work(*edit_job.moments.shape[1:]),
         CostModel("test", Line(0.0, 1e-9)),
         FORMATS["int4"],
-        text=len(asked.conditioning["prompt_embeds"]),
+        text=len(edit_job.conditioning["prompt_embeds"]),
         anchors=1,
         text_shares=text_shares(config, adapter.spec, steps, shared=False),
         leaves_ring=refresh_rule(config, adapter.spec).ring,

@@ -47,31 +47,31 @@ def required(extras: Iterable[str]) -> dict[str, Distribution]:
         canonicalize_name(distribution.metadata["Name"]): distribution
         for distribution in distributions()
     }
-    seen: dict[str, set[str]] = {}
+    known_extras: dict[str, set[str]] = {}
     project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text("utf-8"))["project"]
-    ours = {"": project["dependencies"], **project["optional-dependencies"]}
+    dependencies = {"": project["dependencies"], **project["optional-dependencies"]}
     waiting = [("maskserve", frozenset(extras))]
     while waiting:
-        name, wanted = waiting.pop()
-        new = {"", *wanted} - seen.get(name, set())
+        name, extra_names = waiting.pop()
+        new = {"", *extra_names} - known_extras.get(name, set())
         if not new:
             continue
-        seen.setdefault(name, set()).update(new)
+        known_extras.setdefault(name, set()).update(new)
         lines: Iterable[str] = installed[name].requires or ()
         if name == "maskserve":
-            lines = [line for extra in new for line in ours[extra]]
+            lines = [line for extra in new for line in dependencies[extra]]
         for requirement in map(Requirement, lines):
             marker = requirement.marker
             if marker is None or any(marker.evaluate({"extra": extra}) for extra in new):
                 waiting.append((canonicalize_name(requirement.name), frozenset(requirement.extras)))
-    return {name: installed[name] for name in seen}
+    return {name: installed[name] for name in known_extras}
 
 
 def make_environment(folder: Path, extras: Iterable[str]) -> None:
     """Make the environment in `folder`, with the commands of its packages in `bin`."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     [site] = folder.glob("lib/python*/site-packages")
-    kept = required(extras)
+    packages = required(extras)
     owners: dict[PurePosixPath, set[str]] = defaultdict(set)
     for distribution in distributions():
         name = canonicalize_name(distribution.metadata["Name"])
@@ -79,25 +79,25 @@ def make_environment(folder: Path, extras: Iterable[str]) -> None:
             if file.parts[0] != "..":
                 for path in (file, *file.parents):
                     owners[path].add(name)
-            elif name in kept and (SCRIPTS / file.name).is_file():
+            elif name in packages and (SCRIPTS / file.name).is_file():
                 _copy_command(SCRIPTS / file.name, folder / "bin")
-    _link(PurePosixPath("."), site, owners, set(kept))
+    _link(PurePosixPath("."), site, owners, set(packages))
 
 
 def _link(
-    path: PurePosixPath, site: Path, owners: dict[PurePosixPath, set[str]], kept: set[str]
+    path: PurePosixPath, site: Path, owners: dict[PurePosixPath, set[str]], packages: set[str]
 ) -> None:
     """Link the paths that belong only to kept distributions. Folders that others share are made
     and entered.
     """
-    if path != PurePosixPath(".") and owners[path] <= kept:
+    if path != PurePosixPath(".") and owners[path] <= packages:
         (site / path).symlink_to(SITE / path)
-    elif (SITE / path).is_dir() and owners[path] & kept:
+    elif (SITE / path).is_dir() and owners[path] & packages:
         (site / path).mkdir(exist_ok=True)
         for below in (SITE / path).iterdir():
             inner = path / below.name
             if inner in owners:
-                _link(inner, site, owners, kept)
+                _link(inner, site, owners, packages)
 
 
 def _copy_command(script: Path, folder: Path) -> None:

@@ -6,10 +6,10 @@ import time
 from typing import Any
 
 
-def eventually(what: str, check: Any, timeout_s: float = 10.0) -> float:
+def eventually(condition: str, check: Any, timeout_s: float = 10.0) -> float:
     """Wait until `check()` is true; returns the seconds it took."""
     began = time.monotonic()
     while not check():
-        assert time.monotonic() - began < timeout_s, f"{what}: not within {timeout_s:g} s"
+        assert time.monotonic() - began < timeout_s, f"{condition}: not within {timeout_s:g} s"
         time.sleep(0.005)
     return time.monotonic() - began

@@ -25,9 +25,9 @@ Freeze: TypeAlias = Callable[[Site, Tensor], Tensor]
 class Recorded(dict[Site, Tensor]):
     """Records the tokens of each site."""
 
-    def __call__(self, site: Site, seen: Tensor) -> Tensor:
-        self[site] = seen.clone()
-        return seen
+    def __call__(self, site: Site, tensor: Tensor) -> Tensor:
+        self[site] = tensor.clone()
+        return tensor
 
 
 class Frozen:
@@ -52,11 +52,11 @@ class Frozen:
         self.sites = {site for site in recorded if site[0] in parts}
         self.sites -= {("h", block) for block in at_hand}
 
-    def __call__(self, site: Site, seen: Tensor) -> Tensor:
+    def __call__(self, site: Site, tensor: Tensor) -> Tensor:
         if site not in self.sites:
-            return seen
-        ids = self.inactive[seen.shape[1]]
-        return seen.index_copy(1, ids, self.recorded[site][:, ids])
+            return tensor
+        ids = self.inactive[tensor.shape[1]]
+        return tensor.index_copy(1, ids, self.recorded[site][:, ids])
 
 
 @contextmanager
@@ -70,18 +70,18 @@ def flux_hooks(net: nn.Module, freeze: Freeze) -> Iterator[None]:
             text = [0]  # tokens before the image's, in a single block's attention
 
             def enter(
-                _: Any, args: Any, given: dict[str, Any], number: int = number,
+                _: Any, args: Any, kwargs: dict[str, Any], number: int = number,
                 text: list[int] = text,
             ) -> Any:  # fmt: skip
                 if number >= doubles:
-                    text[0] = given["encoder_hidden_states"].shape[1]
-                hidden = freeze(("h", number), given["hidden_states"])
-                return args, {**given, "hidden_states": hidden}
+                    text[0] = kwargs["encoder_hidden_states"].shape[1]
+                hidden = freeze(("h", number), kwargs["hidden_states"])
+                return args, {**kwargs, "hidden_states": hidden}
 
             def leave(part: str, number: int = number, text: list[int] = text) -> Any:
                 def hook(_: Any, __: Any, out: Tensor) -> Tensor:
-                    own = freeze((part, number), out[:, text[0] :])
-                    return torch.cat((out[:, : text[0]], own), dim=1)
+                    image_tokens = freeze((part, number), out[:, text[0] :])
+                    return torch.cat((out[:, : text[0]], image_tokens), dim=1)
 
                 return hook
 
@@ -127,9 +127,9 @@ def _blocks_of_unet(net: Any) -> list[tuple[Any, bool]]:
 
 @contextmanager
 def _hooks() -> Iterator[Callable[[Any], None]]:
-    made: list[Any] = []
+    handles: list[Any] = []
     try:
-        yield made.append
+        yield handles.append
     finally:
-        for each in made:
-            each.remove()
+        for handle in handles:
+            handle.remove()

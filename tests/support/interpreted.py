@@ -26,13 +26,13 @@ def run_interpreted(program: str, *args: str) -> None:
     It runs in a separate process: a kernel's definition selects the interpreter, and inductor must
     not see it.
     """
-    ours, theirs = multiprocessing.Pipe(duplex=False)
-    process = _server().Process(target=_run, args=(theirs, program, args), daemon=True)
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    process = _server().Process(target=_run, args=(sender, program, args), daemon=True)
     process.start()
-    theirs.close()
+    sender.close()
     try:
-        assert ours.poll(_TIMEOUT_S), f"it runs for more than {_TIMEOUT_S} s"
-        failure = ours.recv()
+        assert receiver.poll(_TIMEOUT_S), f"it runs for more than {_TIMEOUT_S} s"
+        failure = receiver.recv()
     except EOFError:
         process.join()
         failure = f"it ended with {process.exitcode}"

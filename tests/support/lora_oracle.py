@@ -18,19 +18,19 @@ from maskserve_lora.lora_header import PARTS
 
 def deltas(parts: Parts) -> dict[str, Tensor]:
     """B A of each layer, by part and name."""
-    found = {}
+    result = {}
     for part, layers in parts.items():
         for name, (down, up) in layers.items():
             product = up.flatten(1).double() @ down.flatten(1).double()
-            found[f"{part}/{name}"] = product.reshape(up.shape[0], *down.shape[1:])
-    return found
+            result[f"{part}/{name}"] = product.reshape(up.shape[0], *down.shape[1:])
+    return result
 
 
-def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
+def assert_same(result: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    assert result.keys() == expected.keys()
     for name, value in expected.items():
         bound = 1e-5 * max(1.0, float(value.abs().max()))
-        assert float((found[name] - value).abs().max()) <= bound, name
+        assert float((result[name] - value).abs().max()) <= bound, name
 
 
 def read(path: Path, model: Path, dtype: torch.dtype = torch.float32) -> Parts:
@@ -51,11 +51,11 @@ def by_diffusers(path: Path, model: Path) -> dict[str, Tensor]:
         pipe.load_lora_weights(str(path), adapter_name="x")
     parts = {"denoiser": getattr(pipe, "transformer", None) or getattr(pipe, "unet", None)}
     parts |= {part: getattr(pipe, part, None) for part in PARTS[1:]}
-    found = {}
-    for part, own in parts.items():
-        if isinstance(own, nn.Module):
-            for name, layer in own.named_modules():
+    result = {}
+    for part, module in parts.items():
+        if isinstance(module, nn.Module):
+            for name, layer in module.named_modules():
                 if isinstance(layer, LoraLayer) and "x" in layer.scaling:
                     own_layer: Any = layer
-                    found[f"{part}/{name}"] = own_layer.get_delta_weight("x").detach().double()
-    return found
+                    result[f"{part}/{name}"] = own_layer.get_delta_weight("x").detach().double()
+    return result

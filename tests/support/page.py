@@ -38,8 +38,8 @@ def chromium() -> Iterator[Browser]:
 @contextmanager
 def served(server: str, pictures: Path, *more: str) -> Iterator[str]:
     """Serve the page of a worker or router, with the pictures of a folder."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
     program = Path(sys.executable).with_name("maskserve")
     command = [program, "web", "--url", server, "--port", str(port), "--images", pictures, *more]
     page = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -48,8 +48,8 @@ def served(server: str, pictures: Path, *more: str) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
     finally:
         page.send_signal(signal.SIGINT)
-        told, _ = page.communicate(timeout=30)
-    assert "Traceback" not in told
+        output, _ = page.communicate(timeout=30)
+    assert "Traceback" not in output
 
 
 def answers(port: int) -> bool:

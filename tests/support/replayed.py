@@ -31,16 +31,16 @@ class _Piece(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def replay(self) -> None:
-        for func, args, kwargs, made in self.done:
+        for func, args, kwargs, outputs in self.done:
             memories = {_memory(tensor) for tensor in _tensors((args, kwargs))}
             if (
-                made
-                and all(_memory(tensor) in memories for tensor in made)
+                outputs
+                and all(_memory(tensor) in memories for tensor in outputs)
                 and not func._schema.is_mutable
             ):
                 continue  # views
             tensors = _tensors(func(*args, **kwargs))
-            for old, new in zip(made, tensors, strict=True):
+            for old, new in zip(outputs, tensors, strict=True):
                 if _memory(old) not in memories:
                     old.copy_(new)
 
@@ -68,11 +68,11 @@ class Replayed:
         assert piece is not None
         piece.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self.recorded += 1
-        for _, args, kwargs, made in piece.done:
-            given = {_memory(each) for each in _tensors((args, kwargs))}
-            for each in made:
-                if _memory(each) not in given and each.is_floating_point():
-                    each.fill_(torch.nan)
+        for _, args, kwargs, outputs in piece.done:
+            inputs = {_memory(tensor) for tensor in _tensors((args, kwargs))}
+            for tensor in outputs:
+                if _memory(tensor) not in inputs and tensor.is_floating_point():
+                    tensor.fill_(torch.nan)
         return piece
 
 

@@ -34,7 +34,7 @@ class Faulty(EmulatedWorker):
         self.fails = 0
         self.status = grpc.StatusCode.INTERNAL
         self.text = "[ENGINE_FAILED] the process of its denoiser has died"
-        self.lacks: str | None = None
+        self.missing: str | None = None
         """A template that the worker lacks."""
         self.instead: bytes | None = None
         """Bytes that it answers edits with in place of a picture."""
@@ -61,7 +61,7 @@ class Faulty(EmulatedWorker):
         """Whether it refuses an id a second time, like a worker that still holds a
         withdrawn edit.
         """
-        self.seen: list[dict[str, Any]] = []
+        self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, Any]] = []
         self._awake = asyncio.Event()
         self._awake.set()
@@ -82,7 +82,7 @@ class Faulty(EmulatedWorker):
     def thaw(self) -> None:
         self._awake.set()
 
-    def held(self) -> set[str]:
+    def edit_ids(self) -> set[str]:
         """Ids of the edits that run or wait here."""
         return set(self._edits)
 
@@ -115,16 +115,17 @@ class Faulty(EmulatedWorker):
                 await context.abort(self.refuses, "not now")
         if message.model_name != "control":
             self.headers.append(dict(context.invocation_metadata()))
-            self.seen.append(json.loads(message.raw_input_contents[3][4:]))
+            self.requests.append(json.loads(message.raw_input_contents[3][4:]))
             if (
                 self.keeps_ids
-                and [e["request_id"] for e in self.seen].count(self.seen[-1]["request_id"]) > 1
+                and [e["request_id"] for e in self.requests].count(self.requests[-1]["request_id"])
+                > 1
             ):
                 text = "[INVALID_REQUEST] SETTINGS.request_id: names an edit that is in flight"
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
             await self._working.wait()
-            response = self.seen[-1].get("template_id")
-            if self.lacks is not None and response == self.lacks:
+            response = self.requests[-1].get("template_id")
+            if self.missing is not None and response == self.missing:
                 text = "[TEMPLATE_NOT_FOUND] it is not here"
                 await context.abort(grpc.StatusCode.NOT_FOUND, text)
             if self.fails:
@@ -203,12 +204,12 @@ async def calling(router: Router) -> AsyncIterator[Any]:
         yield channel.unary_unary(INFER)
 
 
-async def until(what: str, holds: Any) -> None:
+async def until(condition: str, holds: Any) -> None:
     for _ in range(500):
         if holds():
             return
         await asyncio.sleep(0.01)
-    raise AssertionError(f"never: {what}")
+    raise AssertionError(f"never: {condition}")
 
 
 def picture(content: str) -> str:

@@ -49,5 +49,5 @@ def split(items: Sequence[Any], number: int, count: int, e2e: Path) -> tuple[lis
             case += 1
         if place % count == number - 1:
             chosen.append(item)
-    taken = set(map(id, chosen))
-    return chosen, [item for item in items if id(item) not in taken]
+    chosen_ids = set(map(id, chosen))
+    return chosen, [item for item in items if id(item) not in chosen_ids]

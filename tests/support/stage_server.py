@@ -65,7 +65,7 @@ class _Model:
         """Cleared while the model is busy; requests then wait."""
         self.idle.set()
         self.waiting: queue.Queue[Request | None] = queue.Queue()
-        self.came = False
+        self.has_begun = False
         self._stage = stage
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -77,7 +77,7 @@ class _Model:
 
     def _run(self) -> None:
         while (first := self.waiting.get()) is not None:
-            self.came = True
+            self.has_begun = True
             self.idle.wait()
             together = [first]
             while len(together) < 8 and not self.waiting.empty():
@@ -99,28 +99,35 @@ class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
         model = self._server.models.get(request.model_name)
         if model is None:
             context.abort(grpc.StatusCode.NOT_FOUND, f"unknown model: '{request.model_name}'")
-        given = {name: value.string_param for name, value in request.parameters.items()}
+        parameters = {name: value.string_param for name, value in request.parameters.items()}
         tensors = {}
-        declared = {each.name: each for each in CONTRACTS[request.model_name].inputs}
-        for each, raw in zip(request.inputs, request.raw_input_contents, strict=True):
-            assert each.datatype == declared[each.name].dtype
-            assert (len(each.shape), each.shape[0]) == (1 + len(declared[each.name].dims), 1)
-            if each.datatype == "BYTES":
+        declared = {
+            declaration.name: declaration for declaration in CONTRACTS[request.model_name].inputs
+        }
+        for declaration, raw in zip(request.inputs, request.raw_input_contents, strict=True):
+            assert declaration.datatype == declared[declaration.name].dtype
+            assert (len(declaration.shape), declaration.shape[0]) == (
+                1 + len(declared[declaration.name].dims),
+                1,
+            )
+            if declaration.datatype == "BYTES":
                 array = np.empty(1, np.object_)
                 array[0] = bytes(bytes_tensor.only(raw))
             else:
-                array = np.frombuffer(bytearray(raw), _DTYPES[each.datatype])  # makes it writable
-            tensors[each.name] = array.reshape(tuple(each.shape))
-        asked = self._server.api.request(json.dumps(given), **tensors)
-        model.waiting.put(asked)
-        while not asked.sender.finished.wait(0.05):
+                array = np.frombuffer(
+                    bytearray(raw), _DTYPES[declaration.datatype]
+                )  # makes it writable
+            tensors[declaration.name] = array.reshape(tuple(declaration.shape))
+        call = self._server.api.request(json.dumps(parameters), **tensors)
+        model.waiting.put(call)
+        while not call.sender.finished.wait(0.05):
             if not context.is_active():
                 context.abort(grpc.StatusCode.UNAVAILABLE, "killed")
-        said = asked.sender.sent[-1]
-        if said.has_error():
-            context.abort(grpc.StatusCode.INTERNAL, said.error().message())
+        reply = call.sender.sent[-1]
+        if reply.has_error():
+            context.abort(grpc.StatusCode.INTERNAL, reply.error().message())
         answer = service_pb2.ModelInferResponse(model_name=request.model_name)
-        for tensor in said.output_tensors():
+        for tensor in reply.output_tensors():
             array = np.asarray(tensor.as_numpy())
             answer.outputs.add(name=tensor.name(), datatype=_NAMES[array.dtype], shape=array.shape)
             of_bytes = array.dtype == np.object_

@@ -27,13 +27,13 @@ def served(folder: Path, model: Path, files: Mapping[str, Arrays]) -> tuple[Conf
     config = structs.replace(plain, adapters=adapters, runtime_dir=str(folder))
     store = AdapterStore(config)
     store.catalogue.scan()
-    found = []
+    loras = []
     for name in files:
         version = store.catalogue.find(name).version
         store.fetch(name, version)
-        found.append(Lora(name=name, version=version, text=True))
+        loras.append(Lora(name=name, version=version, text=True))
     store.close()
-    return config, found
+    return config, loras
 
 
 def of_text(*parts: str, rank: int = 4, width: int = 32) -> Arrays:

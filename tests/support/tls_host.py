@@ -21,7 +21,7 @@ class Host:
     port: int
     authority: trustme.CA
     answer: bytes = b""
-    asked: list[bytes] = field(default_factory=list)
+    heads: list[bytes] = field(default_factory=list)
     """Heads of requests."""
     bodies: list[bytes] = field(default_factory=list)
     then: list[bytes] = field(default_factory=list)
@@ -43,7 +43,7 @@ async def serving(name: str = "pictures.example") -> AsyncIterator[Host]:
         head = await reader.readuntil(b"\r\n\r\n")
         length = _LENGTH.search(head)
         host.bodies.append(await reader.readexactly(int(length[1]) if length else 0))
-        host.asked.append(head)
+        host.heads.append(head)
         if host.drips and host.then:
             writer.write(host.then.pop(0))
         while host.drips:

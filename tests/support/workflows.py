@@ -42,14 +42,14 @@ def run_one(
     nodes: Nodes, node: str, inputs: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The outputs of one call, with pictures as files. Raises the node's error."""
-    (made,) = nodes.run([NodeRequest(node, inputs, settings)])
-    if isinstance(made, Exception):
-        raise made
+    (result,) = nodes.run([NodeRequest(node, inputs, settings)])
+    if isinstance(result, Exception):
+        raise result
 
     def encoded(part: Any) -> Any:
         return encode_png(part) if isinstance(part, np.ndarray) else part
 
-    return {name: map_parts(value, encoded) for name, value in made.items()}
+    return {name: map_parts(value, encoded) for name, value in result.items()}
 
 
 def interpret(plan: WorkflowPlan, inputs: Mapping[str, Any], node: Node) -> dict[str, Any]:
@@ -63,58 +63,58 @@ def _steps(steps: Sequence[Step], values: dict[str, Any], path: str, node: Node)
     for step in steps:
         key = path + step.id
         if isinstance(step, NodeCall):
-            given = {name: values[ref] for name, ref in step.inputs.items()}
-            made = node(key, step, {**given, **step.texts})
+            inputs = {name: values[ref] for name, ref in step.inputs.items()}
+            outputs = node(key, step, {**inputs, **step.texts})
         elif isinstance(step, Each):
-            made = _each(step, values, key, node)
+            outputs = _run_each(step, values, key, node)
         else:
-            made = _repeat(step, values, key, node)
-        values.update({f"{step.id}.{name}": value for name, value in made.items()})
+            outputs = _repeat(step, values, key, node)
+        values.update({f"{step.id}.{name}": value for name, value in outputs.items()})
 
 
-def _each(step: Each, values: Mapping[str, Any], key: str, node: Node) -> dict[str, Any]:
+def _run_each(step: Each, values: Mapping[str, Any], key: str, node: Node) -> dict[str, Any]:
     areas = values[step.over] if step.over is not None else None
     rounds = len(areas.masks) if areas is not None else step.most
     if rounds > step.most:
         raise WorkflowError(f"{step.id}: {rounds} regions are too many")
     waves = areas.waves if areas is not None and step.side_by_side else range(rounds)
     current = values[step.carry] if step.carry is not None else None
-    seen: dict[int, dict[str, Any]] = {}
+    round_values: dict[int, dict[str, Any]] = {}
     for wave in sorted(set(waves)):
         of_wave = [i for i in range(rounds) if waves[i] == wave]
         for i in of_wave:
-            own = dict(values)
+            scope = dict(values)
             if areas is not None:
-                own[f"{step.id}.mask"] = areas.masks[i]
+                scope[f"{step.id}.mask"] = areas.masks[i]
             if step.carry is not None:
-                own[f"{step.id}.picture"] = current
-            _steps(step.body, own, f"{key}[{i}]/", node)
-            seen[i] = own
+                scope[f"{step.id}.picture"] = current
+            _steps(step.body, scope, f"{key}[{i}]/", node)
+            round_values[i] = scope
         if step.carried is not None:
-            parts = tuple(seen[i][step.carried] for i in of_wave)
+            parts = tuple(round_values[i][step.carried] for i in of_wave)
             current = parts[0]
             if len(parts) > 1:
-                before = seen[of_wave[0]][f"{step.id}.picture"]
-                given = {"picture": before, "parts": parts}
+                before = round_values[of_wave[0]][f"{step.id}.picture"]
+                inputs = {"picture": before, "parts": parts}
                 call = NodeCall(id="compose", node="compose")
-                current = node(f"{key}/compose[{of_wave[0]}]", call, given)["picture"]
-    made: dict[str, Any] = {} if step.carry is None else {"carried": current}
+                current = node(f"{key}/compose[{of_wave[0]}]", call, inputs)["picture"]
+    outputs: dict[str, Any] = {} if step.carry is None else {"carried": current}
     for name, ref in step.gives.items():
-        every = tuple(seen[i][ref] for i in range(rounds))
-        made[name] = Areas.of_masks(every) if name.startswith("mask") else every
-    return made
+        every = tuple(round_values[i][ref] for i in range(rounds))
+        outputs[name] = Areas.of_masks(every) if name.startswith("mask") else every
+    return outputs
 
 
 def _repeat(step: Repeat, values: Mapping[str, Any], key: str, node: Node) -> dict[str, Any]:
     best: tuple[tuple[bool, float], dict[str, Any]] | None = None
     for i in range(step.most):
-        own = dict(values)
-        _steps(step.body, own, f"{key}[{i}]/", node)
-        said = own[step.until]
-        rank = (said.passed, said.score)
+        scope = dict(values)
+        _steps(step.body, scope, f"{key}[{i}]/", node)
+        verdict = scope[step.until]
+        rank = (verdict.passed, verdict.score)
         if best is None or rank > best[0]:
-            best = (rank, own)
-        if said.passed:
+            best = (rank, scope)
+        if verdict.passed:
             break
     assert best is not None
     return {name: best[1][ref] for name, ref in step.gives.items()}
@@ -164,17 +164,17 @@ def plans(draw: st.DrawFn, deep: int = 2, rounds: int = 3, *, sized: bool = Fals
                     pictures.append(compose(pick(pictures), parts))
                 elif kind == 6:
                     with each(draw(st.integers(1, rounds))) as one:
-                        inner, said = list(pictures), list(verdicts)
-                        calls(inner, list(masks), said, depth + 1)
-                        said.append(shows(inner[-1], pick(masks), pick(texts)))
-                        made, told = one.all(inner[-1]), one.all(said[-1])
-                    chosen = best(made, told)
+                        inner, inner_verdicts = list(pictures), list(verdicts)
+                        calls(inner, list(masks), inner_verdicts, depth + 1)
+                        inner_verdicts.append(shows(inner[-1], pick(masks), pick(texts)))
+                        all_pictures, all_verdicts = one.all(inner[-1]), one.all(inner_verdicts[-1])
+                    chosen = best(all_pictures, all_verdicts)
                     pictures.append(chosen.picture)
                     verdicts.append(chosen.verdict)
                 else:
                     with repeat(most=draw(st.integers(1, rounds))) as tries:
-                        inner, said = list(pictures), list(verdicts)
-                        calls(inner, list(masks), said, depth + 1)
+                        inner, inner_verdicts = list(pictures), list(verdicts)
+                        calls(inner, list(masks), inner_verdicts, depth + 1)
                         tries.until(shows(inner[-1], pick(masks), pick(texts)))
                         pictures.append(tries.best(inner[-1]))
 
@@ -194,17 +194,17 @@ def plans_of_every_kind() -> list[WorkflowPlan]:
         image, mask = tries.picture("image"), tries.mask("mask")
         with repeat(most=2) as again:
             with each(2) as one:
-                made = edit(image, mask, "a red star")
-                pictures = one.all(made)
-                verdicts = one.all(shows(made, mask, "a red star", enough=1.0))
+                result = edit(image, mask, "a red star")
+                pictures = one.all(result)
+                verdicts = one.all(shows(result, mask, "a red star", enough=1.0))
             chosen = best(pictures, verdicts)
             again.until(chosen.verdict)
             picture, verdict = again.best(chosen.picture), again.best(chosen.verdict)
         tries.gives(image=enlarge(picture), verdict=verdict)
     with Workflow("named", "What is found, or not.") as named:
         image = named.picture("image")
-        found = find(image, named.text("name"), threshold=1.0)
-        named.gives(image=edit(outline(image), invert(found), "a star"))
+        area = find(image, named.text("name"), threshold=1.0)
+        named.gives(image=edit(outline(image), invert(area), "a star"))
     return [compiled(flow.plan) for flow in (regions, tries, named)]
 
 

@@ -40,7 +40,7 @@ def served(config: Config, tmp_path: Path) -> Config:
 
 @pytest.fixture
 def ask(api: FakeTriton) -> Callable[..., Any]:
-    def told(config: Config, op: str, **fields: str) -> Any:
+    def send(config: Config, op: str, **fields: str) -> Any:
         control = WorkerControl(api, config)
         request = api.request(OP=json.dumps({"op": op, **fields}).encode())
         try:
@@ -51,7 +51,7 @@ def ask(api: FakeTriton) -> Callable[..., Any]:
         error = answer.error()
         return error.message() if error is not None else json.loads(answer.text("RESULT"))
 
-    return told
+    return send
 
 
 def test_adapters_are_listed_checked_loaded_pinned_and_evicted(
@@ -108,7 +108,7 @@ def test_a_front_has_an_edit_s_adapters_fetched_and_refuses_others(
 
     api.models["edit_pipeline"] = lambda call: [failure("[ENGINE_FAILED] no pipeline here")]
 
-    def told(*names: str) -> str:
+    def edit_error(*names: str) -> str:
         settings = json.dumps({"loras": [{"name": name} for name in names]}).encode()
         request = api.request(**{**plain_edit(), "SETTINGS": settings})
         front.execute([request])
@@ -116,11 +116,11 @@ def test_a_front_has_an_edit_s_adapters_fetched_and_refuses_others(
         return str(error.message()) if error is not None else ""
 
     try:
-        eventually("the storage is listed", lambda: "still being listed" not in told("x"))
-        assert told("x").startswith("[ADAPTER_NOT_FOUND] SETTINGS.loras[0].name")
-        assert told("good", "other").startswith("[INVALID_REQUEST] SETTINGS.loras[1].name")
+        eventually("the storage is listed", lambda: "still being listed" not in edit_error("x"))
+        assert edit_error("x").startswith("[ADAPTER_NOT_FOUND] SETTINGS.loras[0].name")
+        assert edit_error("good", "other").startswith("[INVALID_REQUEST] SETTINGS.loras[1].name")
         assert not front._adapters.host.files()
-        told("good")
+        edit_error("good")
         eventually(
             "it is there", lambda: [adapter.name for adapter in front._adapters.host.files()]
         )
@@ -149,7 +149,7 @@ def test_an_edit_waits_in_the_front_for_the_text_encoders_part(
 
     api.models["edit_pipeline"] = pipeline
 
-    def told(name: str) -> str:
+    def edit_error(name: str) -> str:
         settings = json.dumps({"loras": [{"name": name}]}).encode()
         request = api.request(**{**plain_edit(), "SETTINGS": settings})
         front.execute([request])
@@ -159,9 +159,11 @@ def test_an_edit_waits_in_the_front_for_the_text_encoders_part(
     monkeypatch.setattr(front._adapters, "begin", lambda *_: None)
     try:
         eventually("the storage is listed", lambda: "text" in front._adapters.catalogue.all())
-        assert told("nan").startswith("[INVALID_REQUEST] SETTINGS.loras: adapter nan holds NaN")
+        assert edit_error("nan").startswith(
+            "[INVALID_REQUEST] SETTINGS.loras: adapter nan holds NaN"
+        )
         assert not adapter_names
-        assert told("text") == ""
+        assert edit_error("text") == ""
         assert adapter_names == [["text"]]
     finally:
         front.close()

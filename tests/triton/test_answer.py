@@ -1,4 +1,4 @@
-"""What Triton's stub makes of a response, and what an Answer does about it."""
+"""How Triton's stub treats a response, and what an Answer does about it."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_an_answer_that_cannot_be_made_is_an_error(api: FakeTriton) -> None:
 
 
 def test_who_looks_for_cancels_does_not_wait_for_the_log(api: FakeTriton) -> None:
-    """What is done at the end of an edit may take as long as a disk does."""
+    """The work at the end of an edit may take as long as a disk does."""
     looked: list[bool] = []
 
     def at_end(error: MaskserveError | None, outputs: dict[str, Any]) -> None:

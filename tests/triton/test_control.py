@@ -465,12 +465,12 @@ def test_registrations_delay_no_cancel_and_no_other_operation(
 def test_one_key_may_not_fill_the_queue_of_operations(api: FakeTriton, config: Config) -> None:
     release = threading.Event()
 
-    def held(call: Call) -> Iterator[InferenceResponse]:
+    def hold_call(call: Call) -> Iterator[InferenceResponse]:
         release.wait(30)
         yield reply(META=b'{"templates": []}')
 
     control = WorkerControl(api, config)
-    api.models["denoiser"] = held
+    api.models["denoiser"] = hold_call
     asking = []
     try:
         for _ in range(200):
@@ -504,11 +504,11 @@ def test_no_registration_is_lost_beside_another_keys_evictions(
     def evict(name: str, scope: str) -> Any:
         return ask(api, control, {"op": "evict", "template_id": name, "scope": scope})
 
-    def others() -> None:
+    def churn() -> None:
         while not stop.is_set():
             evict(register("k2"), "k2")
 
-    thread = threading.Thread(target=others)
+    thread = threading.Thread(target=churn)
     thread.start()
     lost_count = 0
     try:

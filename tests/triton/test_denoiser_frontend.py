@@ -70,12 +70,12 @@ def test_the_job_is_a_copy(
 def test_a_second_prompt_is_the_negative_one(
     api: FakeTriton, frontend: DenoiserFrontend, engine: ScriptedEngine
 ) -> None:
-    def said(value: float) -> Conditioning:
+    def conditioning_of(value: float) -> Conditioning:
         states = np.full((4, 32), value, np.float32)
         return {"prompt_embeds": states, "pooled": states[0]}
 
     submit(api, frontend)
-    submit(api, frontend, CONDITIONING=pack_conditioning(said(0), said(1)))
+    submit(api, frontend, CONDITIONING=pack_conditioning(conditioning_of(0), conditioning_of(1)))
     (plain, _), (led, _) = engine.jobs
     assert plain.negative is None
     assert led.negative is not None

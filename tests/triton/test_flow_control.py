@@ -36,7 +36,7 @@ def flow(api: FakeTriton, sender: Sender, ends: Ends) -> FlowControl:
     return FlowControl(Answer(api, sender), ends)
 
 
-def said(sender: Sender) -> list[str]:
+def events_of(sender: Sender) -> list[str]:
     return [response.text("META").decode() for response in sender.sent]
 
 
@@ -48,11 +48,11 @@ def show(flow: FlowControl, *events: str) -> None:
 
 def test_the_next_goes_when_the_last_was_taken(flow: FlowControl, sender: Sender) -> None:
     show(flow, "progress 1", "preview 1", "progress 2")
-    assert said(sender) == ["progress 1"]
+    assert events_of(sender) == ["progress 1"]
     flow.acknowledge()
-    assert said(sender) == ["progress 1", "preview 1"]
+    assert events_of(sender) == ["progress 1", "preview 1"]
     flow.acknowledge()
-    assert said(sender) == ["progress 1", "preview 1", "progress 2"]
+    assert events_of(sender) == ["progress 1", "preview 1", "progress 2"]
 
 
 def test_a_newer_event_replaces_one_of_its_kind_that_waits(
@@ -61,7 +61,7 @@ def test_a_newer_event_replaces_one_of_its_kind_that_waits(
     show(flow, "progress 1", "progress 2", "preview 2", "progress 3", "preview 4", "progress 5")
     for _ in range(5):
         flow.acknowledge()
-    assert said(sender) == ["progress 1", "preview 4", "progress 5"]
+    assert events_of(sender) == ["progress 1", "preview 4", "progress 5"]
 
 
 def test_the_final_event_replaces_all_and_the_end_comes_after_it(
@@ -70,7 +70,7 @@ def test_the_final_event_replaces_all_and_the_end_comes_after_it(
     show(flow, "progress 1", "preview 2", "progress 2")
     flow.finish({"META": b"final"})
     flow.acknowledge()
-    assert said(sender) == ["progress 1", "final"]
+    assert events_of(sender) == ["progress 1", "final"]
     # Triton would send the end right behind it.
     assert not sender.finished.is_set()
     flow.acknowledge()
@@ -82,7 +82,7 @@ def test_an_edit_without_events_ends_like_one_with(
     flow: FlowControl, sender: Sender, ends: Ends
 ) -> None:
     flow.finish({"META": b"final"})
-    assert said(sender) == ["final"]
+    assert events_of(sender) == ["final"]
     flow.acknowledge()
     assert sender.finished.is_set()
     assert ends.count == 1
@@ -94,7 +94,7 @@ def test_nothing_follows_the_final_event(flow: FlowControl, sender: Sender, ends
     flow.finish({"META": b"another"})
     for _ in range(4):
         flow.acknowledge()
-    assert said(sender) == ["final"]
+    assert events_of(sender) == ["final"]
     assert ends.count == 1
 
 
@@ -104,7 +104,7 @@ def test_a_receipt_for_nothing_is_ignored(flow: FlowControl, sender: Sender) -> 
     flow.acknowledge()
     flow.acknowledge()
     show(flow, "progress 2", "progress 3")
-    assert said(sender) == ["progress 1", "progress 2"]
+    assert events_of(sender) == ["progress 1", "progress 2"]
 
 
 def test_how_long_an_event_was_not_taken(flow: FlowControl) -> None:
@@ -129,11 +129,11 @@ def test_once_released_nothing_waits(
     if before:
         flow.finish({"META": b"final"})
     flow.release()
-    assert said(sender) == ["progress 1", "final" if before else "progress 2"]
+    assert events_of(sender) == ["progress 1", "final" if before else "progress 2"]
     if not before:
         show(flow, "progress 3", "progress 4")
         flow.finish({"META": b"final"})
-        assert said(sender)[2:] == ["progress 3", "progress 4", "final"]
+        assert events_of(sender)[2:] == ["progress 3", "progress 4", "final"]
     assert sender.finished.is_set()
     flow.acknowledge()
     flow.release()
@@ -172,7 +172,7 @@ def test_two_are_never_under_way(api: FakeTriton, seed: int) -> None:
     sends.release()
     thread.join(5)
     assert not thread.is_alive()
-    events = said(sender)
+    events = events_of(sender)
     assert events[-1] == "final"
     for kind in ("progress", "preview"):
         steps = [int(event.split()[1]) for event in events if event.startswith(kind)]

@@ -102,9 +102,9 @@ def stuck() -> Iterator[Stuck]:
 def fronts(api: FakeTriton, config: Config) -> Iterator[Callable[..., EditFront]]:
     all_fronts: list[EditFront] = []
 
-    def make(name: str = "edit", **given: Any) -> EditFront:
+    def make(name: str = "edit", **options: Any) -> EditFront:
         streaming = name == "edit_stream"
-        all_fronts.append(EditFront(api, config, FILL_FACTS, name, streaming=streaming, **given))
+        all_fronts.append(EditFront(api, config, FILL_FACTS, name, streaming=streaming, **options))
         return all_fronts[-1]
 
     yield make
@@ -125,7 +125,7 @@ def test_unary_sends_the_final_event_only(api: FakeTriton, front: EditFront) -> 
     assert len(request.sender.sent) == 1
 
 
-def made(picture: bytes) -> Callable[[Call], Iterator[InferenceResponse]]:
+def answer_with(picture: bytes) -> Callable[[Call], Iterator[InferenceResponse]]:
     """A pipeline that ends with this picture."""
 
     def answer(call: Call) -> Iterator[InferenceResponse]:
@@ -134,7 +134,7 @@ def made(picture: bytes) -> Callable[[Call], Iterator[InferenceResponse]]:
     return answer
 
 
-def told(request: Request) -> dict[str, Any]:
+def meta_of(request: Request) -> dict[str, Any]:
     values: dict[str, Any] = json.loads(request.sender.wait().text("META"))
     return values
 
@@ -145,13 +145,13 @@ def test_a_kept_result_is_a_template_of_the_client_and_is_primed(
 ) -> None:
     source = scene(24, 40)
     picture = encode(source)
-    api.models["edit_pipeline"] = made(to_base64(picture) if text else picture)
+    api.models["edit_pipeline"] = answer_with(to_base64(picture) if text else picture)
     api.models["encoder"] = lambda call: iter([reply(MOMENTS=b"")])
     api.models["denoiser"] = lambda call: iter([reply(META=b'{"state": "priming"}')])
     request = edit(api, {"keep_result": True, "request_id": "k1!mine"})
     front.execute([request])
     name = template_id(source)
-    assert told(request)["result_template_id"] == name
+    assert meta_of(request)["result_template_id"] == name
     folder = templates_of(config, NO_VALUES)
     assert folder.get(name, "k1") == picture
     assert folder.get(name, "k2") is None
@@ -167,13 +167,13 @@ def test_a_result_is_kept_when_asked_and_primed_when_the_cache_may_be_used(
     api: FakeTriton, config: Config, front: EditFront
 ) -> None:
     picture = encode(scene(24, 40))
-    api.models["edit_pipeline"] = made(picture)
+    api.models["edit_pipeline"] = answer_with(picture)
     plain, uncached = edit(api), edit(api, {"keep_result": True, "cache": "off"})
     front.execute([plain])
-    assert "result_template_id" not in told(plain)
+    assert "result_template_id" not in meta_of(plain)
     assert templates_of(config, NO_VALUES).ids() == []
     front.execute([uncached])
-    assert told(uncached)["result_template_id"] == template_id(scene(24, 40))
+    assert meta_of(uncached)["result_template_id"] == template_id(scene(24, 40))
     front.close()
     assert not api.calls_of("denoiser")
 
@@ -184,10 +184,10 @@ def test_a_result_that_cannot_be_kept_costs_the_edit_nothing(
     limits = structs.replace(config.limits, max_result_bytes=10)
     small = structs.replace(config, limits=limits)
     front = EditFront(api, small, FILL_FACTS, "edit", streaming=False)
-    api.models["edit_pipeline"] = made(encode(scene(24, 40)))
+    api.models["edit_pipeline"] = answer_with(encode(scene(24, 40)))
     request = edit(api, {"keep_result": True})
     front.execute([request])
-    assert told(request)["result_template_id"] is None
+    assert meta_of(request)["result_template_id"] is None
     assert request.sender.sent[-1].text("IMAGE") == encode(scene(24, 40))
     front.close()
 
@@ -195,12 +195,12 @@ def test_a_result_that_cannot_be_kept_costs_the_edit_nothing(
 def test_a_result_whose_priming_fails_stays(
     api: FakeTriton, config: Config, front: EditFront
 ) -> None:
-    api.models["edit_pipeline"] = made(encode(scene(24, 40)))
+    api.models["edit_pipeline"] = answer_with(encode(scene(24, 40)))
     api.models["encoder"] = lambda call: iter([failure("[ENGINE_FAILED] no")])
     for _ in range(2):  # and its thread goes on
         request = edit(api, {"keep_result": True})
         front.execute([request])
-        name = told(request)["result_template_id"]
+        name = meta_of(request)["result_template_id"]
     assert templates_of(config, NO_VALUES).get(name) is not None
     eventually("both were tried", lambda: len(api.calls_of("encoder")) == 2)
 
@@ -315,7 +315,7 @@ def test_a_missing_tensor_is_named(api: FakeTriton, front: EditFront) -> None:
 
 
 @pytest.mark.parametrize(
-    ("raised", "shown", "code"),
+    ("raised", "message", "code"),
     [
         (
             "in ensemble 'edit_pipeline', [INVALID_REQUEST] MASK: is empty; accepted: PNG",
@@ -346,12 +346,12 @@ def test_a_missing_tensor_is_named(api: FakeTriton, front: EditFront) -> None:
     ],
 )
 def test_errors_arrive_clean(
-    api: FakeTriton, front: EditFront, raised: str, shown: str, code: str
+    api: FakeTriton, front: EditFront, raised: str, message: str, code: str
 ) -> None:
     api.models["edit_pipeline"] = lambda call: [failure(raised)]
     request = edit(api, {"request_id": "mine"})
     front.execute([request])
-    assert error_of(request) == (shown, getattr(api.TritonError, code))
+    assert error_of(request) == (message, getattr(api.TritonError, code))
 
 
 def test_an_id_is_free_once_it_is_answered(api: FakeTriton, front: EditFront) -> None:

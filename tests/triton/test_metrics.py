@@ -132,7 +132,7 @@ def test_each_observation_is_entered_once(
 def test_a_first_value_is_counted_where_there_was_a_zero_before(
     api: FakeTriton, metrics: EngineMetrics, observations: Observations
 ) -> None:
-    """Of labels that nobody knows before they come."""
+    """Nobody knows these labels before they come."""
     for template, drift in (("a", 0.1), ("a", 0.2), ("b", 0.3), ("a", 0.4), ("other", 0.5)):
         observations.add("cache_drift", drift, template)
     metrics.publish()

@@ -54,7 +54,7 @@ def ask(api: FakeTriton, config: Config, values: Values) -> Iterator[Ask]:
     models = NodeModels(config, lambda kind, config, loaded: pytest.fail(kind))
     front = NodeFront(api, models, values)
 
-    def asked(node: str, inputs: dict[str, Any], run: str = "", scope: str = "k1") -> Any:
+    def call_node(node: str, inputs: dict[str, Any], run: str = "", scope: str = "k1") -> Any:
         """The outputs by name, or the error's text."""
         layout, elements = pack_values(inputs, NODE_TYPES[node].inputs)
         task = NodeTask(node, layout, {}, scope, run)
@@ -67,7 +67,7 @@ def ask(api: FakeTriton, config: Config, values: Values) -> Iterator[Ask]:
         [output_tensor] = [tensor for tensor in answer.output_tensors() if tensor.name() == "MADE"]
         return unpack_values(result.outputs, list(output_tensor.as_numpy()))
 
-    yield asked
+    yield call_node
     models.close()
 
 
@@ -79,7 +79,7 @@ def test_nodes_give_the_same_by_name_and_by_value(ask: Ask, values: Values, node
     white[2:9, 3:9] = white[14:20, 20:30] = 255
     kinds: dict[str, Any] = {"picture": drawn, "mask": white, "pictures": (drawn, drawn[::-1])}
 
-    def given(kind: str, change: Callable[[Any], Any]) -> Any:
+    def input_of(kind: str, change: Callable[[Any], Any]) -> Any:
         value = kinds[kind]
         return tuple(map(change, value)) if isinstance(value, tuple) else change(value)
 
@@ -90,7 +90,7 @@ def test_nodes_give_the_same_by_name_and_by_value(ask: Ask, values: Values, node
 
     def inputs(change: Callable[[Any], Any]) -> dict[str, Any]:
         node_inputs = {
-            name: given(kind, change)
+            name: input_of(kind, change)
             for name, kind in NODE_TYPES[node].inputs.items()
             if kind != "verdicts"
         }
@@ -150,14 +150,14 @@ def test_who_asks_for_the_record_may_say_what_is_to_be_loaded(
     models = NodeModels(config, lambda kind, config, loaded: PictureNodes(config.limits))
     front = NodeFront(api, models, values)
 
-    def asked(settings: dict[str, Any]) -> Any:
+    def ask_record(settings: dict[str, Any]) -> Any:
         task = msgspec.json.encode(NodeTask(RECORD, (), settings))
         request = api.request(TASK=task, VALUES=cells([]))
         front.execute([request])
         return request.sender.wait()
 
     def state(settings: dict[str, Any]) -> str:
-        record = msgspec.json.decode(asked(settings).text("RESULT"))
+        record = msgspec.json.decode(ask_record(settings).text("RESULT"))
         return str({model["name"]: model["state"] for model in record["models"]}["find"])
 
     assert state({}) == "absent"
@@ -165,7 +165,7 @@ def test_who_asks_for_the_record_may_say_what_is_to_be_loaded(
     eventually("it is there", lambda: state({}) == "here")
     eventually("nothing needs it", lambda: state({PLACED: []}) == "absent")
     for wrong in ("find", [1]):
-        error = asked({PLACED: wrong}).error()
+        error = ask_record({PLACED: wrong}).error()
         assert "TASK.placed: " in error.message()
         assert "accepted: names of models" in error.message()
     models.close()

@@ -70,10 +70,10 @@ def test_a_key_that_sends_many_pictures_waits_behind_itself(desk: Desk, pixels: 
 
 
 def test_one_key_alone_uses_all_threads(desk: Desk) -> None:
-    both = threading.Barrier(2, timeout=30)
+    barrier = threading.Barrier(2, timeout=30)
 
     def work() -> Outputs:
-        both.wait()
+        barrier.wait()
         return {"IMAGE": b""}
 
     requests = [desk.send_job(PictureJob("a", lambda: SMALL, work)) for _ in range(2)]

@@ -48,31 +48,31 @@ class Said:
     key = "key"
 
     def __init__(self) -> None:
-        self.said: list[str] = []
+        self.messages: list[str] = []
 
     def acknowledge(self) -> None:
-        self.said.append("taken")
+        self.messages.append("taken")
 
     def over(self) -> None:
-        self.said.append("over")
+        self.messages.append("over")
 
 
-@pytest.mark.parametrize("wanted", [1, 3])
-def test_a_receipt_for_each_event_and_a_word_at_the_end(api: FakeTriton, wanted: int) -> None:
+@pytest.mark.parametrize("event_count", [1, 3])
+def test_a_receipt_for_each_event_and_a_word_at_the_end(api: FakeTriton, event_count: int) -> None:
     """Also when nobody wants the rest: the denoiser holds it back until it is told."""
     acks = Said()
 
     def events(call: Call) -> Iterator[InferenceResponse]:
         assert call.parameters == {"acks": "key"}
         for number in range(3):
-            assert acks.said == ["taken"] * number
+            assert acks.messages == ["taken"] * number
             yield event(event="progress")
 
     api.models["edit_pipeline"] = events
     run = run_edit(api, {"IMAGE": b"image"}, {}, "mine", acks)  # type: ignore[arg-type]
-    for _ in range(wanted):
+    for _ in range(event_count):
         next(run)
-    if wanted == 3:
+    if event_count == 3:
         assert next(run, None) is None
     run.close()
-    assert acks.said == ["taken"] * wanted + ["over"]
+    assert acks.messages == ["taken"] * event_count + ["over"]

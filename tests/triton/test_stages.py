@@ -1,6 +1,5 @@
-"""What a worker's encoder and decoder do that send on what they are given: beside a server in this
-process that answers, fails, is killed, or is another. Real stages are there in
-tests/unit/engine/stages/test_shared_stages.py.
+"""A worker's encoder and decoder send their requests on to a server in this process, which answers,
+fails, is killed, or is another. tests/unit/engine/stages/test_shared_stages.py has real stages.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ class Encoder:
 
 
 class Decoder:
-    """Likewise."""
+    """A decoder whose answer follows from its request."""
 
     def __init__(self, api: FakeTriton, config: Config) -> None:
         self._api = api
@@ -114,11 +113,11 @@ class Site:
 
     def __init__(self, api: FakeTriton, config: Config, opened: ExitStack) -> None:
         self._api, self._config, self._opened = api, config, opened
-        self.own = self.made()
-        self.served = self.made()
+        self.local_stages = self.new_stages()
+        self.served = self.new_stages()
         self.server = opened.enter_context(StageServer(api, self.served))
 
-    def made(self) -> dict[str, Any]:
+    def new_stages(self) -> dict[str, Any]:
         return {
             "encoder": Encoder(self._api, self._config),
             "decoder": Decoder(self._api, self._config),
@@ -149,11 +148,11 @@ def site(api: FakeTriton, config: Config, opened: ExitStack) -> Site:
     return Site(api, config, opened)
 
 
-def to_encode(api: FakeTriton, asked: bytes = b'{"prompt":"a star"}') -> Request:
+def to_encode(api: FakeTriton, request_json: bytes = b'{"prompt":"a star"}') -> Request:
     rng = fresh_rng()
     height, width = rng.integers(8, 24, 2)
     tensors = {
-        "REQUEST": asked,
+        "REQUEST": request_json,
         "PIXELS": rng.integers(0, 256, (height, width, 3), np.uint8),
         "EDIT_MASK": rng.integers(0, 256, (height, width), np.uint8),
         "CONTROLS": rng.integers(0, 256, (rng.integers(3), height, width, 3), np.uint8),
@@ -199,10 +198,10 @@ def test_what_is_sent_on_comes_back_as_the_worker_s_own_would_give_it(
     assert (Path(site.worker().runtime_dir) / PRIMING_PROMPT_FILE).read_bytes() == b"primed"
     for _ in range(20):
         request = to_encode(api)
-        expected = answer_to(site.own["encoder"], again(api, request))
+        expected = answer_to(site.local_stages["encoder"], again(api, request))
         assert answer_to(encoder, request) == expected
         request = to_decode(api)
-        expected = answer_to(site.own["decoder"], again(api, request))
+        expected = answer_to(site.local_stages["decoder"], again(api, request))
         assert answer_to(decoder, request) == expected
     assert max(site.served["decoder"].contexts) < 100  # the source's pixels stay here
     passing = to_decode(api, 0)
@@ -251,15 +250,17 @@ def test_what_a_killed_service_had_is_asked_again(api: FakeTriton, site: Site) -
     encoder = site.open(ForwardedEncoder, site.worker())
     decoder = site.open(ForwardedDecoder, site.worker())
     requests = {"encoder": to_encode(api), "decoder": to_decode(api)}
-    expected = {k: answer_to(site.own[k], again(api, request)) for k, request in requests.items()}
+    expected = {
+        k: answer_to(site.local_stages[k], again(api, request)) for k, request in requests.items()
+    }
     for name, stage in (("encoder", encoder), ("decoder", decoder)):
         model = site.server.models[name]
         model.idle.clear()
         stage.execute([requests[name]])
-        eventually("it has come", lambda model=model: model.came and model.waiting.empty())
+        eventually("it has come", lambda model=model: model.has_begun and model.waiting.empty())
     site.server.kill()
     assert not any(request.sender.finished.is_set() for request in requests.values())
-    with StageServer(api, site.made(), site.server.port):
+    with StageServer(api, site.new_stages(), site.server.port):
         assert {name: tensors_of(request) for name, request in requests.items()} == expected
 
 
@@ -279,7 +280,7 @@ def test_a_service_gone_for_good_is_told_and_found_again(api: FakeTriton, site: 
     meta = json.loads(answer_to(decoder, to_decode(api))["META"][2][0][0])
     assert (meta["event"], meta["error"]) == ("failed", f"[OVERLOADED] {NO_ANSWER}")
     answer_to(decoder, to_decode(api, 0))  # what needs no service passes
-    with StageServer(api, site.made(), site.server.port):
+    with StageServer(api, site.new_stages(), site.server.port):
         eventually("it is back", lambda: away.names() == [], 60)
         answer_to(encoder, to_encode(api))
 
@@ -297,7 +298,7 @@ def test_a_worker_waits_for_its_service_to_start(
         if timeout == stages._RETRY_S:
             tries.append(timeout)
             if len(tries) == 5:
-                opened.enter_context(StageServer(api, site.made(), port))
+                opened.enter_context(StageServer(api, site.new_stages(), port))
         return waits(event, timeout)
 
     monkeypatch.setattr(threading.Event, "wait", wait)

@@ -55,11 +55,11 @@ class Spans:
     def named(self, name: str) -> ReadableSpan:
         """The one of that name; a front's ends just after its answer was sent."""
 
-        def found() -> list[ReadableSpan]:
+        def matching_spans() -> list[ReadableSpan]:
             return [span for span in self.all() if span.name == name]
 
-        eventually(f"there is a span {name}", found, 2.0)
-        [span] = found()
+        eventually(f"there is a span {name}", matching_spans, 2.0)
+        [span] = matching_spans()
         return span
 
 

@@ -27,7 +27,7 @@ class Front:
         self.now, self.naive_s = 1000.0, 0.0
         self.traffic = Traffic(lambda: self.now)
         self.calls: list[Call] = []
-        self.held: set[str] = set()
+        self.in_engine: set[str] = set()
 
     def call(self, name: str, *, sent: bool = True) -> Call:
         settings = EditSettings(request_id=name)
@@ -38,12 +38,12 @@ class Front:
 
     def hold(self, call: Call) -> None:
         """The engine has it."""
-        self.held.add(call.request_id)
+        self.in_engine.add(call.request_id)
         call.heard = self.now
         self.traffic.arrived()
 
     def end(self, call: Call) -> None:
-        self.held.discard(call.request_id)
+        self.in_engine.discard(call.request_id)
         self.calls.remove(call)
         self.traffic.ended()
 
@@ -52,7 +52,7 @@ class Front:
         message = None
         for _ in range(round(seconds / look_s)):
             self.now += look_s
-            problem = self.traffic.stuck(self.calls, self.held, LIMIT_S)
+            problem = self.traffic.stuck(self.calls, self.in_engine, LIMIT_S)
             message = None if problem is None else problem.message
             oldest = min((call.accepted for call in self.calls), default=self.now)
             self.naive_s = max(self.naive_s, self.now - oldest)
@@ -75,7 +75,7 @@ def test_what_does_not_come_back_is_stuck(front: Front) -> None:
     lost = front.call("lost")
     front.hold(lost)
     front.passes(10)
-    front.held.discard("lost")
+    front.in_engine.discard("lost")
     for n in range(11):
         front.hold(front.call(str(n)))
         assert front.passes(10) is None
@@ -93,7 +93,7 @@ def test_one_that_is_lost_on_its_way_back_and_answered_is_not_stuck(front: Front
     """Others, which the engine computes for long, would end with it."""
     lost = front.call("lost")
     front.hold(lost)
-    front.held.discard("lost")
+    front.in_engine.discard("lost")
     front.hold(front.call("long"))
     assert front.passes(30) is None
     lost.answer.end()
@@ -113,7 +113,7 @@ def test_edits_that_come_through_one_by_one_are_not_stuck(front: Front) -> None:
     for call in queue:
         assert front.passes(90) is None
         front.hold(call)
-    front.held.clear()
+    front.in_engine.clear()
     for call in queue:
         assert front.passes(90) is None
         front.end(call)

@@ -93,8 +93,8 @@ def document() -> str:
 
 def _item(part: Part) -> str:
     why = f"[why]({part.decision})" if part.decision else ""
-    here = f"{part.support} ({why})" if why and part.support else part.support or why
-    return f"- {part.part}: {part.content}. *Here*: {here}"
+    location = f"{part.support} ({why})" if why and part.support else part.support or why
+    return f"- {part.part}: {part.content}. *Here*: {location}"
 
 
 def main() -> int:

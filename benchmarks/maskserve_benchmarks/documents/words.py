@@ -1,7 +1,7 @@
 """Find names and docstrings that a reader has to guess at: names that are pronouns or participles,
 docstrings that open with a riddle, `Args:` lines that point elsewhere.
 
-scripts/bench check_words                     # all code but the tests
+scripts/bench check_words                     # all code
 scripts/bench check_words router/maskserve_router
 
 Each finding is printed with its file and line; the exit code is 1 if there is any.
@@ -18,7 +18,7 @@ from pathlib import Path
 from maskserve_benchmarks.checkout import CHECKOUT
 
 PRODUCT = ("engine", "router", "client", "serving", "model_repository", "services")
-FOLDERS = (*PRODUCT, "benchmarks", "studies", "scripts")
+FOLDERS = (*PRODUCT, "benchmarks", "studies", "scripts", "tests")
 """The folders that `make lint` checks."""
 _WORDS = (
     "asked asks beside both bring brought came come coming each found given gives gone "
@@ -81,7 +81,7 @@ def _names(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    help_text = "folders to check (default: all code but the tests)"
+    help_text = "folders to check (default: all code)"
     parser.add_argument("folders", nargs="*", type=Path, help=help_text)
     result = 0
     for folder in parser.parse_args(arguments).folders or [CHECKOUT / name for name in FOLDERS]:

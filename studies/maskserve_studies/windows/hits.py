@@ -63,10 +63,10 @@ def _run(model: str, way: Way) -> dict[str, Any]:
     other, photo = sorted(PHOTOS.glob("*.jpg"))[:2]
     try:
         side = server.spec.native_resolution
-        for each in edits(other, side, way):
-            _denoise(server, each, way)
+        for edit in edits(other, side, way):
+            _denoise(server, edit, way)
         before = _primed(server)
-        done = [_denoise(server, each, way) for each in edits(photo, side, way)]
+        done = [_denoise(server, edit, way) for edit in edits(photo, side, way)]
         primed = _primed(server) - before
     finally:
         server.engine.close(grace_s=1.0)

@@ -23,7 +23,7 @@ class HttpCase:
     header_length: str | None
     """Inference-Header-Content-Length; None leaves it out."""
     statuses: tuple[int, ...]
-    says: str
+    error_text: str
     """A part of the expected error message."""
     path: str = "/v2/models/edit/infer"
     headers: dict[str, str] = field(default_factory=dict)
@@ -36,8 +36,8 @@ def http_cases() -> Iterator[HttpCase]:
     for tensor in good_inputs():
         for key, change in CHANGES.items():
             document, data = _document({tensor: change})
-            says = change.says or tensor
-            yield _http(f"{tensor} {key}", document, data, (400,), says)
+            error_text = change.error_text or tensor
+            yield _http(f"{tensor} {key}", document, data, (400,), error_text)
         document, data = _document({}, without=tensor)
         yield _http(f"{tensor} missing", document, data, (400,), tensor)
     yield from _odd_documents()
@@ -142,7 +142,7 @@ def _document(changes: dict[str, Change], without: str = "") -> tuple[dict[str, 
 
 
 def _http(
-    name: str, document: dict[str, Any], data: bytes, statuses: tuple[int, ...], says: str
+    name: str, document: dict[str, Any], data: bytes, statuses: tuple[int, ...], error_text: str
 ) -> HttpCase:
     text = json.dumps(document).encode()
-    return HttpCase(name, text + data, str(len(text)), statuses, says)
+    return HttpCase(name, text + data, str(len(text)), statuses, error_text)

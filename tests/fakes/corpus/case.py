@@ -33,7 +33,7 @@ class Works:
 
     source: Pixels
     """RGB [H, W, 3]: the decoded source."""
-    kept: Bools
+    background: Bools
     """[H, W]: pixels that the answer must copy from the source, bit for bit; none for lossy
     sources.
     """
@@ -77,9 +77,9 @@ def refused(sort: str, name: str, field: str, **changed: bytes) -> Case:
     return Case(sort, name, lambda: {**good_inputs(), **changed}, Refused(field))
 
 
-def works(sort: str, name: str, source: Pixels, kept: Bools, **changed: bytes) -> Case:
+def works(sort: str, name: str, source: Pixels, background: Bools, **changed: bytes) -> Case:
     """The good request with `changed` tensors, which must be edited."""
-    return Case(sort, name, lambda: {**good_inputs(), **changed}, Works(source, kept))
+    return Case(sort, name, lambda: {**good_inputs(), **changed}, Works(source, background))
 
 
 def damaged(sort: str, name: str, field: str, file: bytes) -> Case:

@@ -35,9 +35,9 @@ def _by_hand(case: HostileCase) -> Case:
     return Case("hand-made", case.name, lambda: case.inputs, Refused(case.field, case.code))
 
 
-def is_sampled(index: int, count: int, wanted: int) -> bool:
-    """Whether case `index` of `count` is one of about `wanted`, spread evenly."""
-    return index % max(1, count // wanted) == 0
+def is_sampled(index: int, count: int, sample_count: int) -> bool:
+    """Whether case `index` of `count` is one of about `sample_count`, spread evenly."""
+    return index % max(1, count // sample_count) == 0
 
 
 def sample(per_group: int = 7) -> set[str]:

@@ -42,12 +42,12 @@ def png_of(*chunks: tuple[bytes, bytes]) -> bytes:
 
 def chunks_of(png: bytes) -> list[tuple[bytes, bytes]]:
     """The chunks of a whole PNG."""
-    found, at = [], 8
+    chunks, at = [], 8
     while at < len(png):
         length = int.from_bytes(png[at : at + 4], "big")
-        found.append((png[at + 4 : at + 8], png[at + 8 : at + 8 + length]))
+        chunks.append((png[at + 4 : at + 8], png[at + 8 : at + 8 + length]))
         at += 12 + length
-    return found
+    return chunks
 
 
 def png(

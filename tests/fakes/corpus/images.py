@@ -41,7 +41,7 @@ def image_cases() -> Iterator[Case]:
         **_pngs(),
         **_jpegs(),
         **_webps(),
-        **_others(),
+        **_other_formats(),
         **_texts(),
     }.items():
         yield _edited(name, encoded, pixels)
@@ -75,7 +75,7 @@ def _pngs() -> dict[str, tuple[bytes, Pixels]]:
     palette = np.stack([np.arange(256), 255 - np.arange(256), np.arange(256) // 2], 1)
     palette = palette.astype(np.uint8)
     colours = ((b"PLTE", palette.tobytes()),)
-    made: dict[str, tuple[bytes, Pixels]] = {}
+    files: dict[str, tuple[bytes, Pixels]] = {}
     for interlaced in (False, True):
         how = "interlaced " if interlaced else "plain "
 
@@ -88,7 +88,7 @@ def _pngs() -> dict[str, tuple[bytes, Pixels]]:
             **options: object,
         ) -> None:
             encoded = png(*args, interlaced=interlaced, **options)  # type: ignore[arg-type]
-            made[f"{how}PNG of {name}"] = encoded, pixels
+            files[f"{how}PNG of {name}"] = encoded, pixels
 
         for depth in (1, 2, 4, 8):
             few = grey >> (8 - depth)
@@ -110,32 +110,32 @@ def _pngs() -> dict[str, tuple[bytes, Pixels]]:
         add("8-bit RGBA", rgb, rgba, RGBA)
         add("16-bit RGBA", rgb, rgba.astype(np.uint16) * 256 + 77, RGBA, 16)
     grey_key = ((b"tRNS", b"\0\x14"),)
-    made["PNG of grey with a clear colour"] = png(grey, GREY, before=grey_key), grey_pixels(grey)
+    files["PNG of grey with a clear colour"] = png(grey, GREY, before=grey_key), grey_pixels(grey)
     rgb_key = ((b"tRNS", b"\0\1\0\2\0\3"),)
-    made["PNG of RGB with a clear colour"] = png(rgb, RGB, before=rgb_key), rgb
-    made["PNG of RGBA with a stray tRNS"] = png(rgba, RGBA, before=rgb_key), rgb
-    made["PNG of a long tRNS"] = (
+    files["PNG of RGB with a clear colour"] = png(rgb, RGB, before=rgb_key), rgb
+    files["PNG of RGBA with a stray tRNS"] = png(rgba, RGBA, before=rgb_key), rgb
+    files["PNG of a long tRNS"] = (
         png(grey, PALETTE, before=(*colours, (b"tRNS", bytes(1000)))),
         palette[grey],
     )
-    made["PNG of a short tRNS"] = png(rgb, RGB, before=((b"tRNS", b"\0"),)), rgb
-    made["PNG of a suggested palette"] = png(rgb, RGB, before=colours), rgb
-    made["PNG in 200 pieces"] = png(rgb, RGB, pieces=200), rgb
+    files["PNG of a short tRNS"] = png(rgb, RGB, before=((b"tRNS", b"\0"),)), rgb
+    files["PNG of a suggested palette"] = png(rgb, RGB, before=colours), rgb
+    files["PNG in 200 pieces"] = png(rgb, RGB, pieces=200), rgb
     whole = png(rgb, RGB)
-    made["PNG of 20 MB deflated behind its rows"] = _overlong(), np.zeros((*SIZE, 3), np.uint8)
-    made["PNG with bytes behind its end"] = whole + b"\0" * 999 + whole, rgb
-    made["PNG of odd ancillary chunks"] = png(rgb, RGB, before=_ANCILLARY), rgb
+    files["PNG of 20 MB deflated behind its rows"] = _overlong(), np.zeros((*SIZE, 3), np.uint8)
+    files["PNG with bytes behind its end"] = whole + b"\0" * 999 + whole, rgb
+    files["PNG of odd ancillary chunks"] = png(rgb, RGB, before=_ANCILLARY), rgb
     empty = png_chunk(b"IDAT", b"")
     at = whole.index(b"IDAT") - 4
-    made["PNG with an empty first IDAT"] = whole[:at] + empty + whole[at:], rgb
-    return made
+    files["PNG with an empty first IDAT"] = whole[:at] + empty + whole[at:], rgb
+    return files
 
 
-def _others() -> dict[str, tuple[bytes, Pixels]]:
+def _other_formats() -> dict[str, tuple[bytes, Pixels]]:
     picture = Image.fromarray(scene(*SIZE))
     turned = Image.Exif()
     turned[0x0112] = 1
-    made: dict[str, tuple[bytes, Pixels]] = {}
+    files: dict[str, tuple[bytes, Pixels]] = {}
     cases: tuple[tuple[str, str, dict[str, Any]], ...] = (
         ("AVIF of RGB", "AVIF", {}),
         ("AVIF with EXIF", "AVIF", {"exif": turned}),
@@ -146,9 +146,9 @@ def _others() -> dict[str, tuple[bytes, Pixels]]:
         ("TIFF of several pages", "TIFF", {"save_all": True, "append_images": [picture] * 3}),
     )
     for name, kind, options in cases:
-        made[name] = _as_pillow_reads(encode(picture, kind, **options))
-    made["TIFF of CMYK"] = _as_pillow_reads(encode(picture.convert("CMYK"), "TIFF"))
-    return made
+        files[name] = _as_pillow_reads(encode(picture, kind, **options))
+    files["TIFF of CMYK"] = _as_pillow_reads(encode(picture.convert("CMYK"), "TIFF"))
+    return files
 
 
 def _overlong() -> bytes:
@@ -179,7 +179,7 @@ def _jpegs() -> dict[str, tuple[bytes, Pixels]]:
     picture = Image.fromarray(scene(*SIZE))
     exif = Image.Exif()
     exif[0x010E] = "x" * 60_000
-    made = {
+    variants = {
         "of quality 1": {"quality": 1},
         "of quality 100": {"quality": 100},
         "with full colour": {"subsampling": 0},
@@ -192,24 +192,24 @@ def _jpegs() -> dict[str, tuple[bytes, Pixels]]:
         "with a colour profile that is none": {"icc_profile": b"junk" * 40_000},
         "stored as RGB": {"keep_rgb": True},
     }
-    found = {
+    files = {
         f"JPEG {name}": _as_pillow_reads(encode(picture, "JPEG", **options))
-        for name, options in made.items()
+        for name, options in variants.items()
     }
     plain, pixels = _as_pillow_reads(encode(picture, "JPEG"))
     exotic = b"".join(segment(0xE0 + i, b"x" * 500) for i in range(2, 14))
-    found["JPEG of exotic segments"] = plain[:2] + exotic + plain[2:], pixels
-    found["JPEG with fill bytes"] = plain[:2] + b"\xff" * 40 + plain[2:], pixels
-    found["JPEG with bytes behind its end"] = plain + b"\xff\xda" * 10 + bytes(999), pixels
+    files["JPEG of exotic segments"] = plain[:2] + exotic + plain[2:], pixels
+    files["JPEG with fill bytes"] = plain[:2] + b"\xff" * 40 + plain[2:], pixels
+    files["JPEG with bytes behind its end"] = plain + b"\xff\xda" * 10 + bytes(999), pixels
     bad_exif = segment(0xE1, b"Exif\0\0II*\0\xff\xff\xff\xff")
-    found["JPEG of a broken EXIF block"] = plain[:2] + bad_exif + plain[2:], pixels
-    return found
+    files["JPEG of a broken EXIF block"] = plain[:2] + bad_exif + plain[2:], pixels
+    return files
 
 
 def _webps() -> dict[str, tuple[bytes, Pixels]]:
     picture = Image.fromarray(scene(*SIZE))
     clear = Image.merge("RGBA", [*picture.split(), picture.getchannel(1)])
-    made = {
+    variants = {
         "of quality 0": (picture, {"quality": 0}),
         "of quality 100": (picture, {"quality": 100}),
         "lossy with alpha": (clear, {"quality": 70, "exact": True}),
@@ -217,26 +217,26 @@ def _webps() -> dict[str, tuple[bytes, Pixels]]:
         "with XMP that is none": (picture, {"xmp": b"\xff" * 9000}),
         "with EXIF that is none": (picture, {"exif": b"\xff" * 9000}),
     }
-    found = {
+    files = {
         f"WebP {name}": _as_pillow_reads(encode(image, "WEBP", **options))
-        for name, (image, options) in made.items()
+        for name, (image, options) in variants.items()
     }
     plain, pixels = _as_pillow_reads(encode(picture, "WEBP", lossless=True))
-    found["WebP with bytes behind its end"] = plain + bytes(999), pixels
+    files["WebP with bytes behind its end"] = plain + bytes(999), pixels
     frames = [Image.fromarray(scene(*SIZE, seed=i)) for i in range(1, 30)]
     film = encode(picture, "WEBP", lossless=True, save_all=True, append_images=frames)
-    found["WebP film of 30 frames"] = film, scene(*SIZE)
-    return found
+    files["WebP film of 30 frames"] = film, scene(*SIZE)
+    return files
 
 
 def _texts() -> dict[str, tuple[bytes, Pixels]]:
     """Base64 text and data: URIs, in every spelling."""
     rgb = scene(*SIZE)
     encoded = {"PNG": encode(rgb), "WebP": encode(rgb, "WEBP", lossless=True)}
-    made: dict[str, bytes] = {}
+    files: dict[str, bytes] = {}
     for kind, data in encoded.items():
         text = base64.b64encode(data)
-        made |= {
+        files |= {
             f"{kind} as base64": text,
             f"{kind} as base64 without padding": text.rstrip(b"="),
             f"{kind} as base64 in lines": "\r\n".join(textwrap.wrap(text.decode(), 76)).encode(),
@@ -246,7 +246,7 @@ def _texts() -> dict[str, tuple[bytes, Pixels]]:
             f"{kind} as a data: URI of another type": b"data:text/html;x=y;base64,\n" + text,
             f"{kind} as a shouted data: URI": b" DATA:;BASE64," + text + b"\n",
         }
-    return {name: (text, rgb) for name, text in made.items()}
+    return {name: (text, rgb) for name, text in files.items()}
 
 
 def _broken() -> dict[str, bytes]:

@@ -34,7 +34,7 @@ Usable = tuple[bytes, Bools, dict[str, Any]]
 
 def _usable() -> dict[str, Usable]:
     blob = blob_mask(*SIZE)
-    found: dict[str, Usable] = {}
+    masks: dict[str, Usable] = {}
     for name, (y, x) in {
         "first": (0, 0),
         "last": (_HEIGHT - 1, _WIDTH - 1),
@@ -43,7 +43,7 @@ def _usable() -> dict[str, Usable]:
     }.items():
         dot = np.zeros(SIZE, np.uint8)
         dot[y, x] = 255
-        found[f"of the {name} pixel alone"] = encode(dot), dot > 0, {}
+        masks[f"of the {name} pixel alone"] = encode(dot), dot > 0, {}
     lines = np.zeros(SIZE, np.uint8)
     lines[::7], lines[:, ::11] = 255, 255
     noise = (np.random.default_rng(5).random(SIZE) > 0.9).astype(np.uint8) * 255
@@ -53,17 +53,17 @@ def _usable() -> dict[str, Usable]:
         "of scattered pixels": noise,
         "of all but one pixel": np.where(np.arange(_HEIGHT * _WIDTH).reshape(SIZE) == 99, 0, 255),
     }.items():
-        found[name] = encode(mask.astype(np.uint8)), mask > 0, {}
-    found |= {f"as {name}": (data, blob > 0, {}) for name, data in _spellings(blob).items()}
+        masks[name] = encode(mask.astype(np.uint8)), mask > 0, {}
+    masks |= {f"as {name}": (data, blob > 0, {}) for name, data in _spellings(blob).items()}
     grey = np.full(SIZE, 127, np.uint8)
     grey[blob > 0] = 128
-    found["of light grey on darker grey"] = encode(grey), blob > 0, {}
-    found |= _by_alpha(blob)
+    masks["of light grey on darker grey"] = encode(grey), blob > 0, {}
+    masks |= _by_alpha(blob)
     for dilate, feather in ((1, 0), (3, 2), (0, 5), (512, 0), (0, 512), (512, 512)):
         name = f"grown by {dilate}, faded over {feather}"
         settings = {"mask_dilate": dilate, "mask_feather": feather}
-        found[name] = encode(blob), _grown(blob > 0, dilate + feather), settings
-    return found
+        masks[name] = encode(blob), _grown(blob > 0, dilate + feather), settings
+    return masks
 
 
 def _spellings(mask: Pixels) -> dict[str, bytes]:
@@ -130,24 +130,24 @@ def _useless() -> dict[str, tuple[bytes, str, dict[str, Any]]]:
     blob = blob_mask(*SIZE)
     turned = Image.Exif()
     turned[0x0112] = 6
-    found: dict[str, tuple[bytes, str, dict[str, Any]]] = {}
+    masks: dict[str, tuple[bytes, str, dict[str, Any]]] = {}
     for height, width in ((_HEIGHT - 1, _WIDTH), (_HEIGHT, _WIDTH + 1), (1, 1), (80, 112)):
-        found[f"of {width}x{height} pixels"] = encode(blob_mask(height, width)), "MASK", {}
-    found["turned by its EXIF"] = encode(blob, exif=turned), "MASK", {}
+        masks[f"of {width}x{height} pixels"] = encode(blob_mask(height, width)), "MASK", {}
+    masks["turned by its EXIF"] = encode(blob, exif=turned), "MASK", {}
     black = np.zeros(SIZE, np.uint8)
     for mode in ("auto", "white"):
-        found[f"all black, {mode}"] = encode(black), "MASK", {"mask_mode": mode}
-    found["all black, grown"] = encode(black), "MASK", {"mask_dilate": 512, "mask_feather": 512}
+        masks[f"all black, {mode}"] = encode(black), "MASK", {"mask_mode": mode}
+    masks["all black, grown"] = encode(black), "MASK", {"mask_dilate": 512, "mask_feather": 512}
     for alpha in (1, 128, 254):
         veil = np.dstack([np.full((*SIZE, 3), 255, np.uint8), np.full(SIZE, alpha, np.uint8)])
-        found[f"nowhere clear, alpha {alpha}"] = encode(veil), "MASK", {}
+        masks[f"nowhere clear, alpha {alpha}"] = encode(veil), "MASK", {}
     opaque = encode(Image.fromarray(blob).convert("RGBA"))
-    found["opaque, asked for by alpha"] = opaque, "MASK", {"mask_mode": "alpha"}
+    masks["opaque, asked for by alpha"] = opaque, "MASK", {"mask_mode": "alpha"}
     for kind, data in {
         "grey PNG": encode(blob),
         "JPEG": encode(blob, "JPEG"),
         "WebP": encode(Image.fromarray(blob).convert("RGB"), "WEBP", lossless=True),
     }.items():
         name = f"{kind} without alpha, asked for by alpha"
-        found[name] = data, "SETTINGS.mask_mode", {"mask_mode": "alpha"}
-    return found
+        masks[name] = data, "SETTINGS.mask_mode", {"mask_mode": "alpha"}
+    return masks

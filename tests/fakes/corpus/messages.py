@@ -19,7 +19,7 @@ class GrpcCase:
     name: str
     request: Any
     code: str
-    says: str
+    error_text: str
 
     def __str__(self) -> str:
         return self.name
@@ -28,15 +28,17 @@ class GrpcCase:
 def grpc_cases() -> Iterator[GrpcCase]:
     for tensor in good_inputs():
         for key, change in CHANGES.items():
-            says = change.says or tensor
-            yield GrpcCase(f"{tensor} {key}", _message({tensor: change}), "INVALID_ARGUMENT", says)
+            error_text = change.error_text or tensor
+            yield GrpcCase(
+                f"{tensor} {key}", _message({tensor: change}), "INVALID_ARGUMENT", error_text
+            )
         yield GrpcCase(
             f"{tensor} missing", _message({}, without=tensor), "INVALID_ARGUMENT", tensor
         )
-    for name, (change, code, says) in _ODD_MESSAGES.items():
+    for name, (change, code, error_text) in _ODD_MESSAGES.items():
         message = _message({})
         change(message)
-        yield GrpcCase(name, message, code, says)
+        yield GrpcCase(name, message, code, error_text)
 
 
 def _message(changes: dict[str, Change], without: str = "") -> Any:

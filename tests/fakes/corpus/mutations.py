@@ -19,8 +19,8 @@ DRAWN = 210
 
 
 def mutation_cases() -> Iterator[Case]:
-    for index, (field, what, file) in enumerate(drawn(damaged_files(), DRAWN)):
-        yield damaged("mutation", f"{index}: {field} {what}", field, file)
+    for index, (field, damage, file) in enumerate(drawn(damaged_files(), DRAWN)):
+        yield damaged("mutation", f"{index}: {field} {damage}", field, file)
 
 
 def damaged_files() -> st.SearchStrategy[tuple[str, str, bytes]]:

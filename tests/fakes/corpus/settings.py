@@ -87,20 +87,20 @@ KEYS = tuple(_VALUES)
 def settings_cases() -> Iterator[Case]:
     for key, (good, bad) in _VALUES.items():
         for value in good:
-            yield _edited(f"{key} {_shown(value)}", {key: value})
+            yield _edited(f"{key} {_label_of(value)}", {key: value})
         for value in bad:
-            yield _refused(f"{key} {_shown(value)}", key, {key: value})
+            yield _refused(f"{key} {_label_of(value)}", key, {key: value})
         for value in _WRONG_TYPES[_TYPES[key]]:
-            yield _refused(f"{key} {_shown(value)}", key, {key: value})
+            yield _refused(f"{key} {_label_of(value)}", key, {key: value})
         yield _edited(f"{key} null", {key: None})
     for name, text in _json_that_works().items():
         yield _worked(name, text)
     for name, (text, field) in _broken_json().items():
         yield refused("settings", name, field, SETTINGS=text)
-    for index, asked in enumerate(drawn(good_settings(), DRAWN_GOOD)):
-        yield _edited(f"drawn {index} {_shown(asked)}", asked)
-    for index, (asked, key) in enumerate(drawn(bad_settings(), DRAWN_BAD)):
-        yield _refused(f"drawn {index} {key}", key, asked)
+    for index, settings in enumerate(drawn(good_settings(), DRAWN_GOOD)):
+        yield _edited(f"drawn {index} {_label_of(settings)}", settings)
+    for index, (settings, key) in enumerate(drawn(bad_settings(), DRAWN_BAD)):
+        yield _refused(f"drawn {index} {key}", key, settings)
 
 
 def good_settings() -> st.SearchStrategy[dict[str, Any]]:
@@ -119,7 +119,7 @@ def bad_settings() -> st.SearchStrategy[tuple[dict[str, Any], str]]:
     return st.sampled_from(KEYS).flatmap(
         lambda key: st.tuples(
             st.builds(
-                lambda asked, value: {**asked, key: value},
+                lambda settings, value: {**settings, key: value},
                 good_settings(),
                 st.sampled_from((*_WRONG_TYPES[_TYPES[key]], *_VALUES[key][1])),
             ),
@@ -231,21 +231,21 @@ def _broken_json() -> dict[str, tuple[bytes, str]]:
     }
 
 
-def _edited(name: str, asked: dict[str, Any]) -> Case:
-    return _worked(name, json.dumps({"num_inference_steps": 2, **asked}).encode(), asked)
+def _edited(name: str, settings: dict[str, Any]) -> Case:
+    return _worked(name, json.dumps({"num_inference_steps": 2, **settings}).encode(), settings)
 
 
-def _worked(name: str, text: bytes, asked: dict[str, Any] | None = None) -> Case:
+def _worked(name: str, text: bytes, settings: dict[str, Any] | None = None) -> Case:
     """A case that works. The pixels are not checked if the settings move the mask's border."""
     mask = blob_mask(*SIZE)
-    moved = (asked or {}).get("mask_dilate") or (asked or {}).get("mask_feather")
+    moved = (settings or {}).get("mask_dilate") or (settings or {}).get("mask_feather")
     return works("settings", name, scene(*SIZE), (mask == 0) & (not moved), SETTINGS=text)
 
 
-def _refused(name: str, key: str, asked: dict[str, Any]) -> Case:
-    return refused("settings", name, f"SETTINGS.{key}", SETTINGS=json.dumps(asked).encode())
+def _refused(name: str, key: str, settings: dict[str, Any]) -> Case:
+    return refused("settings", name, f"SETTINGS.{key}", SETTINGS=json.dumps(settings).encode())
 
 
-def _shown(value: Any) -> str:
+def _label_of(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 40 else text[:30] + f"... ({len(text)})"

@@ -14,7 +14,7 @@ class Change:
     shape: list[int] | None = None
     datatype: str | None = None
     name: str | None = None
-    says: str | None = None
+    error_text: str | None = None
     """The name in the error; None: the tensor's."""
 
 
@@ -38,6 +38,6 @@ CHANGES = {
     "of a length of 4 GB": Change(b"\xff\xff\xff\xffabc"),
     "of a length short of its bytes": Change(struct.pack("<I", 1) + b"abc"),
     "of two elements in one": Change(cell(b"a") * 2),
-    "of another name": Change(name="OTHER", says="OTHER"),
-    "of a long name": Change(name="x" * 5000, says="xxxx"),
+    "of another name": Change(name="OTHER", error_text="OTHER"),
+    "of a long name": Change(name="x" * 5000, error_text="xxxx"),
 }

@@ -77,7 +77,7 @@ def known_edits(urls: Sequence[str], side: int, steps: int, count: int = 6) -> l
     Raises:
         RuntimeError: two workers answer one edit differently.
     """
-    made = []
+    edits = []
     for number in range(count):
         inputs = _inputs(number, side, steps)
         answers = []
@@ -86,8 +86,8 @@ def known_edits(urls: Sequence[str], side: int, steps: int, count: int = 6) -> l
                 answers.append(decode(client.edit(inputs, PATIENCE_S)[0]))
         if any(_levels(answer, answers[0]) for answer in answers):
             raise RuntimeError(f"edit {number} is answered differently by {', '.join(urls)}")
-        made.append(Known(inputs, answers[0]))
-    return made
+        edits.append(Known(inputs, answers[0]))
+    return edits
 
 
 def _levels(one: Pixels, other: Pixels) -> int:
@@ -135,7 +135,7 @@ class Customer:
         self.http.close()
         self.grpc.close()
 
-    def edit(self, asked: Callable[[Known], Answer]) -> str:
+    def edit(self, call: Callable[[Known], Answer]) -> str:
         """Run one edit and return its outcome, by the picture or by the error.
 
         Raises:
@@ -143,7 +143,7 @@ class Customer:
         """
         edit = self.rng.choice(self.edits)
         try:
-            image, _ = asked(edit)
+            image, _ = call(edit)
         except Exception as error:
             # A new connection after each error, as a restarted client has.
             self.close()
@@ -160,19 +160,19 @@ class Customer:
 def stay(customer: Customer) -> str:
     """Run an edit whose client waits for the answer."""
 
-    def asked(edit: Known) -> Answer:
+    def send(edit: Known) -> Answer:
         if customer.use_http:
             return customer.http.edit(edit.inputs)
         return customer.grpc.edit(edit.inputs, PATIENCE_S)
 
-    return customer.edit(asked)
+    return customer.edit(send)
 
 
 def leave(customer: Customer) -> str:
     """Run an edit whose client leaves, unless the answer comes first."""
     patience_s = customer.rng.uniform(0.02, 0.5)
 
-    def asked(edit: Known) -> Answer:
+    def send(edit: Known) -> Answer:
         if customer.use_http:
             with closing(Http(customer.http_url, patience_s)) as hasty:
                 return hasty.edit(edit.inputs)
@@ -181,7 +181,7 @@ def leave(customer: Customer) -> str:
         pending.call.cancel()
         return pending.wait(PATIENCE_S)
 
-    end = customer.edit(asked)
+    end = customer.edit(send)
     return LEFT if end == LOST and customer.use_http else end
 
 

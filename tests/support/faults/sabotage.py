@@ -34,9 +34,9 @@ def _install_in_decoder() -> None:
 
     def decode_or_obey(self: Any, events: Any) -> Any:
         ordered = order.exists()
-        for event, made in zip(events, decode(self, events), strict=True):
+        for event, picture in zip(events, decode(self, events), strict=True):
             is_preview = b'"preview"' in event.meta
-            yield RuntimeError("sabotaged") if ordered and is_preview else made
+            yield RuntimeError("sabotaged") if ordered and is_preview else picture
 
     DecoderStage._decode = decode_or_obey  # type: ignore[method-assign]
 

@@ -35,9 +35,9 @@ def running_files(base_port: int) -> list[WorkerFiles]:
         for root in (files._memory(), files._disk())
     ]
     return [
-        WorkerFiles(own, disk / own.name)
+        WorkerFiles(folder, disk / folder.name)
         for memory, disk in zip(*globs, strict=True)
-        for own in sorted(memory.glob("worker-*"))
+        for folder in sorted(memory.glob("worker-*"))
     ]
 
 
@@ -64,9 +64,9 @@ class _Serving:
     def site(self, side: int, steps: int) -> Site:
         """The site of its worker."""
         options = self._options
-        [own] = running_files(options.base_port)
+        [worker_files] = running_files(options.base_port)
         runtime = find_runtime(options.tritonserver, options.cache_dir)
-        return Site(WorkerProcess(Spec(0, options, runtime, {}, own)), side, steps)
+        return Site(WorkerProcess(Spec(0, options, runtime, {}, worker_files)), side, steps)
 
     def kill(self) -> None:
         if self._process is not None:
@@ -101,7 +101,7 @@ def try_supervisor_kill(model: str, log_dir: Path, side: int, steps: int) -> Wor
     finally:
         serving.stop()
     return WorkerTrial(
-        seen=tuple(sorted({message for _, message in ends})),
+        messages=tuple(sorted({message for _, message in ends})),
         serves_s=serves - began,
         load_s=load_s,
         as_told=True,  # no process of ours is left to answer clients

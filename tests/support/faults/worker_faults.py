@@ -43,7 +43,7 @@ class WorkerFault:
 class WorkerTrial:
     """The result of a fault. Times are seconds from the fault."""
 
-    seen: tuple[str, ...]
+    messages: tuple[str, ...]
     """Distinct messages that clients got."""
     serves_s: float
     """Seconds until an edit succeeded again."""
@@ -102,12 +102,12 @@ def try_worker_fault(site: Site, fault: WorkerFault) -> WorkerTrial:
     messages = [message for _, message in ends]
     answered_s = max(at for at, _ in ends) - began
     return WorkerTrial(
-        seen=tuple(sorted(set(messages))),
+        messages=tuple(sorted(set(messages))),
         serves_s=serves - began,
         load_s=site.worker.loaded_in_s,
         as_told=answered_s <= fault.answer_bar_s
         # An edit may succeed just before its worker is found unhealthy.
-        and all(said == "done" or fault.code in said for said in messages),
+        and all(message == "done" or fault.code in message for message in messages),
     )
 
 
@@ -182,13 +182,13 @@ def _visit(
 
 def _unary(site: Site, name: str) -> str:
     with closing(Grpc(site.worker.grpc_url)) as client:
-        return _told(lambda: client.edit(site.inputs(name), PATIENCE_S))
+        return _outcome_of(lambda: client.edit(site.inputs(name), PATIENCE_S))
 
 
 def _over_http(site: Site, name: str) -> str:
     with closing(Http(site.worker.http_url, PATIENCE_S)) as client:
         try:
-            return _told(lambda: client.edit(site.inputs(name)))
+            return _outcome_of(lambda: client.edit(site.inputs(name)))
         except (OSError, HTTPConnectionClosed) as error:
             return f"HTTP: {error}"
 
@@ -196,10 +196,10 @@ def _over_http(site: Site, name: str) -> str:
 def _stream(site: Site, name: str) -> str:
     with closing(Stream(site.worker.grpc_url)) as opened:
         opened.send(site.inputs(name))
-        return _told(lambda: opened.next(PATIENCE_S))
+        return _outcome_of(lambda: opened.next(PATIENCE_S))
 
 
-def _told(call: Callable[[], object]) -> str:
+def _outcome_of(call: Callable[[], object]) -> str:
     try:
         call()
     except InferenceServerException as error:

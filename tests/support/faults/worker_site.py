@@ -81,7 +81,7 @@ def pictures(side: int) -> tuple[bytes, bytes]:
     return encode_image(image, "png"), encode_image(mask, "png")
 
 
-def until(what: str, check: Callable[[], Any], timeout_s: float) -> float:
+def until(condition: str, check: Callable[[], Any], timeout_s: float) -> float:
     """Wait until `check()` holds. Returns the time.monotonic() of that moment.
 
     Raises:
@@ -90,6 +90,6 @@ def until(what: str, check: Callable[[], Any], timeout_s: float) -> float:
     end = time.monotonic() + timeout_s
     while not check():
         if time.monotonic() > end:
-            raise TimeoutError(f"{what}: not within {timeout_s:g} s")
+            raise TimeoutError(f"{condition}: not within {timeout_s:g} s")
         time.sleep(_POLL_S)
     return time.monotonic()

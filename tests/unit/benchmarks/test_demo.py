@@ -1,4 +1,4 @@
-"""What `make demo` says of its edit."""
+"""`make demo` says how its edit ran."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from maskserve_client import EditResult
 
 OWN = {"cache": "own", "dense_steps": 3, "computed_tokens": 3500}
 HIT = {"cache": "hit", "computed_tokens": 2000}
-"""As of a demo that is run again: its template was primed by the one before."""
+"""META of a demo that is run again: the one before primed its template."""
 
 
 class Server:
     """In the place of a client."""
 
-    def edit(self, *asked: Any, **settings: Any) -> EditResult:
+    def edit(self, *arguments: Any, **settings: Any) -> EditResult:
         return answer({})
 
 
@@ -30,15 +30,15 @@ def answer(meta: dict[str, Any]) -> EditResult:
 
 
 @pytest.mark.parametrize(
-    ("meta", "said"), [(OWN, "3 of 20 steps computed all 250"), (HIT, "0 of 20 steps")]
+    ("meta", "text"), [(OWN, "3 of 20 steps computed all 250"), (HIT, "0 of 20 steps")]
 )
 def test_it_says_what_was_computed(
-    meta: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    meta: dict[str, Any], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mask = tmp_path / "mask.png"
     Image.new("L", (8, 8), 255).save(mask)
     options = Namespace(mask=mask, prompt="a star", seed=1)
     compare(Server(), tmp_path, options, answer(meta))  # type: ignore[arg-type]
     output = capsys.readouterr().out
-    assert said in output
+    assert text in output
     assert f"{meta['computed_tokens'] / 5000:.0%} were computed" in output

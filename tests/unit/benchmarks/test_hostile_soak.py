@@ -1,4 +1,4 @@
-"""What a soak under attack says of a run, and that its attacks are what they are meant to be."""
+"""The verdict of a soak under attack, and the attacks themselves."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_run_in_which_somebody_was_hurt_has_not_passed(hurt: dict[str, Any]) -
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "judgement"),
     [
         ({}, NOT_JUDGED),
         ({"p95_ratio": 9.0}, NOT_JUDGED),
@@ -75,9 +75,9 @@ def test_a_run_in_which_somebody_was_hurt_has_not_passed(hurt: dict[str, Any]) -
     ids=str,
 )
 def test_a_busy_machine_judges_what_is_so_on_any_machine(
-    changed: dict[str, Any], told: str
+    changed: dict[str, Any], judgement: str
 ) -> None:
-    assert verdict({**FINE, "others_cpu_share": 0.5, **changed}) == told
+    assert verdict({**FINE, "others_cpu_share": 0.5, **changed}) == judgement
 
 
 def test_processor_time_is_told_apart() -> None:

@@ -1,4 +1,4 @@
-"""What is asked of the index: everything together, and each by itself only where that fails."""
+"""The index resolves all requirements together, and each alone only where that fails."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class Index:
 
     def __init__(self, *unfit: set[str], python: str = "") -> None:
         self.unfit, self.python = unfit, python
-        self.asked: list[list[str]] = []
+        self.resolved: list[list[str]] = []
 
     def __call__(self, requirements: list[str], constraints: Path, python: str) -> str:
-        self.asked.append(requirements)
+        self.resolved.append(requirements)
         bad = [
             requirement_set
             for requirement_set in self.unfit
@@ -29,13 +29,13 @@ class Index:
 def test_what_fits_together_is_asked_for_once_per_python() -> None:
     index = Index()
     assert conflicts(ASKED, Path(), index) == []
-    assert index.asked == [["a", "b", "c"]] * len(PYTHONS)
+    assert index.resolved == [["a", "b", "c"]] * len(PYTHONS)
 
 
 def test_extras_that_fit_only_apart_are_no_conflict() -> None:
     index = Index({"b", "c"})
     assert conflicts(ASKED, Path(), index) == []
-    assert len(index.asked) == len(PYTHONS) * (1 + len(ASKED))
+    assert len(index.resolved) == len(PYTHONS) * (1 + len(ASKED))
 
 
 def test_what_does_not_fit_is_named_with_its_python() -> None:

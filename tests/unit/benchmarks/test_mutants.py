@@ -16,7 +16,7 @@ ADDS = Mutation(
 )
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda each: each.name)
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
 def test_each_lines_is_there_and_its_test_too(mutation: Mutation) -> None:
     text = (CHECKOUT / mutation.file).read_text(encoding="utf-8")
     assert text.count(mutation.line) == 1

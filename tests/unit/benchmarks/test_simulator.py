@@ -183,28 +183,28 @@ def test_capacity_is_what_a_saturated_worker_serves():
     assert above.mean > 4 * below.mean
 
 
-def tampered(cluster: Cluster, what: str) -> None:
+def tampered(cluster: Cluster, fault: str) -> None:
     job = cluster.jobs[5]
-    if what == "lost":
+    if fault == "lost":
         cluster.jobs.remove(job)
-    elif what == "doubled":
+    elif fault == "doubled":
         cluster.jobs.append(job)
-    elif what == "unanswered":
+    elif fault == "unanswered":
         cluster.answers -= 1
-    elif what == "short":
+    elif fault == "short":
         job.tokens_done -= job.row.tokens
-    elif what == "step":
+    elif fault == "step":
         cluster.workers[job.worker].row_steps += 1
-    elif what == "early":
+    elif fault == "early":
         job.denoised = job.started
 
 
-@pytest.mark.parametrize("what", ["lost", "doubled", "unanswered", "short", "step", "early"])
-def test_the_checks_notice_what_is_not_conserved(what: str):
+@pytest.mark.parametrize("fault", ["lost", "doubled", "unanswered", "short", "step", "early"])
+def test_the_checks_notice_what_is_not_conserved(fault: str):
     _, cluster = run(Scenario(PUBLIC, workers=3), HARDWARE, 1)
     requests = draw(PUBLIC, HARDWARE.tokens, 1)
     check_conserved(cluster, requests)
-    tampered(cluster, what)
+    tampered(cluster, fault)
     with pytest.raises(NotConserved):
         check_conserved(cluster, requests)
 

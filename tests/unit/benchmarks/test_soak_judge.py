@@ -24,7 +24,7 @@ def flat(seconds: float) -> float:
 
 
 def sample(time_s: float, memory: float = 500.0, handles: float = 40, threads: float = 9) -> Sample:
-    """Of a worker with one process; `memory` in MiB."""
+    """A worker with one process; `memory` in MiB."""
     process = ProcessSample(
         pid=7,
         memory=round(memory * MIB),

@@ -68,11 +68,11 @@ def check_picture(image: Image.Image) -> None:
     assert (pixels[MASK > 0] == PAINT).all()
 
 
-def ask(client: Client, streaming: bool, *pair: bytes, **asked: object) -> object:
+def ask(client: Client, streaming: bool, *pair: bytes, **settings: object) -> object:
     """The same edit, by either way of asking."""
     if streaming:
-        return list(client.edit_stream(*(pair or IMAGES), "x", **asked))
-    return client.edit(*(pair or IMAGES), "x", **asked)
+        return list(client.edit_stream(*(pair or IMAGES), "x", **settings))
+    return client.edit(*(pair or IMAGES), "x", **settings)
 
 
 # One edit
@@ -84,7 +84,7 @@ def test_an_edit_comes_back_with_its_picture_and_meta(client: Client, worker: Fa
     np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(result.encoded))), result.image)
     assert (result.seed, result.meta["steps"]) == (7, 3)
     assert result.request_id == result.meta["request_id"] != ""
-    (request,) = worker.seen
+    (request,) = worker.requests
     assert (request["model_name"], request["PROMPT"]) == (b"edit", b"a red star")
     assert json.loads(request["SETTINGS"]) == {"seed": 7, "num_inference_steps": 3}
 
@@ -101,7 +101,7 @@ def test_pictures_may_be_bytes_paths_or_pil(
         (Image.fromarray(SOURCE).convert("RGBA"), Image.fromarray(MASK > 0)),
     ):
         check_picture(client.edit(*pair, "x").image)
-    assert worker.seen[0]["IMAGE"] == IMAGES[0]
+    assert worker.requests[0]["IMAGE"] == IMAGES[0]
     cmyk = client.edit(Image.fromarray(SOURCE).convert("CMYK"), IMAGES[1], "x")
     assert cmyk.image.size == SIZE[::-1]
 
@@ -142,11 +142,11 @@ def test_colours_of_pil_images_travel_both_ways(client: Client, worker: FakeWork
     assert client.edit(wide, MASK, "x").image.info["icc_profile"] == wide.info["icc_profile"]
     linear = Image.open(io.BytesIO(png(SOURCE, 2, before=((b"gAMA", struct.pack(">I", 100_000)),))))
     client.edit(linear, MASK, "x")
-    assert dict(chunks_of(worker.seen[-1]["IMAGE"]))[b"gAMA"] == struct.pack(">I", 100_000)
+    assert dict(chunks_of(worker.requests[-1]["IMAGE"]))[b"gAMA"] == struct.pack(">I", 100_000)
     inks = Image.fromarray(SOURCE).convert("CMYK")
     inks.info["icc_profile"] = cmyk_profile()
     client.edit(inks, MASK, "x")
-    image = Image.open(io.BytesIO(worker.seen[-1]["IMAGE"]))
+    image = Image.open(io.BytesIO(worker.requests[-1]["IMAGE"]))
     assert (image.mode, image.info.get("icc_profile")) == ("RGB", None)
     assert np.abs(np.asarray(image).astype(int) - np.asarray(inks.convert("RGB"))).mean() > 4
 
@@ -218,7 +218,7 @@ def test_a_stream_tells_steps_previews_and_the_end(trailing_empty: bool) -> None
     assert isinstance(events[-1], Final)
     check_picture(events[-1].result.image)
     assert events[-1].result.seed == 3
-    assert worker.seen[0]["model_name"] == b"edit_stream"
+    assert worker.requests[0]["model_name"] == b"edit_stream"
     assert not worker.withdrawn.is_set()
 
 
@@ -404,7 +404,7 @@ def test_hostile_inputs_come_back_as_the_same_error(
         with pytest.raises(InvalidRequest) as caught:
             ask(client, streaming, case.inputs["IMAGE"], case.inputs["MASK"])
         assert caught.value.field == case.field, case.name
-    assert len(worker.seen) > 40
+    assert len(worker.requests) > 40
     check_picture(client.edit(*IMAGES, "x").image)
 
 
@@ -412,7 +412,7 @@ def test_settings_are_refused_before_anything_is_sent(client: Client, worker: Fa
     for bad in ({"seed": -1}, {"strength": float("nan")}, {"stepz": 1}, {"seed": object()}):
         with pytest.raises(InvalidRequest, match="SETTINGS"):
             client.edit(*IMAGES, "x", **bad)
-    assert worker.seen == []
+    assert worker.requests == []
 
 
 def test_an_answer_that_is_no_image_is_the_servers_fault() -> None:

@@ -48,11 +48,11 @@ def check_picture(image: Image.Image) -> None:
     assert (pixels[MASK > 0] == PAINT).all()
 
 
-async def ask(client: AsyncClient, streaming: bool, **asked: object) -> object:
+async def ask(client: AsyncClient, streaming: bool, **settings: object) -> object:
     """The same edit, by either way of asking."""
     if streaming:
-        return [event async for event in client.edit_stream(*IMAGES, "x", **asked)]
-    return await client.edit(*IMAGES, "x", **asked)
+        return [event async for event in client.edit_stream(*IMAGES, "x", **settings)]
+    return await client.edit(*IMAGES, "x", **settings)
 
 
 async def test_edits_run_side_by_side(client_and_worker: tuple[AsyncClient, FakeWorker]) -> None:

@@ -75,7 +75,7 @@ def test_an_edit_is_written_and_summed_up(
     assert line.startswith(f"{folder / 'b.png'}: seed 5, 4 steps, ")
     assert " tokens active, 100% computed, cache off" in line
     expected = b"edit_stream" if stream == "--stream" else b"edit"
-    assert worker.seen[0]["model_name"] == expected
+    assert worker.requests[0]["model_name"] == expected
     assert sorted(path.name for path in folder.iterdir()) == ["a.png", "b.png", "m.png"]
 
 
@@ -97,7 +97,7 @@ def test_every_option_reaches_the_server(worker: FakeWorker, folder: Path) -> No
     }
     words = [word for name, (_, value) in options.items() for word in (name, str(value))]
     assert edit(worker.url, folder, "--reproducible", *words, "--timeout", "30", out="b.webp") == 0
-    settings = json.loads(worker.seen[0]["SETTINGS"])
+    settings = json.loads(worker.requests[0]["SETTINGS"])
     expected = dict(options.values()) | {"output_format": "webp", "reproducible": True}
     assert settings == expected
     assert Image.open(folder / "b.webp").format == "WEBP"
@@ -105,7 +105,7 @@ def test_every_option_reaches_the_server(worker: FakeWorker, folder: Path) -> No
 
 def test_nothing_is_sent_that_was_not_given(worker: FakeWorker, folder: Path) -> None:
     assert edit(worker.url, folder, out="b.JPG") == 0
-    assert json.loads(worker.seen[0]["SETTINGS"]) == {"output_format": "jpeg"}
+    assert json.loads(worker.requests[0]["SETTINGS"]) == {"output_format": "jpeg"}
 
 
 def test_warnings_go_to_the_terminal(worker: FakeWorker, folder: Path, capsys: Capture) -> None:
@@ -303,7 +303,7 @@ def test_loras_are_asked_for_by_name_and_scale(
     options = ["--lora", "hollow:0.8", "--lora", "ninth-colour", "--lora", "x:-1.5"]
     assert edit(worker.url, folder, "--no-stream", *options, "--adapters", "fast") == 2
     assert "SETTINGS.loras: adapters are not served here" in capsys.readouterr().err
-    settings = json.loads(worker.seen[-1]["SETTINGS"])
+    settings = json.loads(worker.requests[-1]["SETTINGS"])
     assert settings["loras"] == [
         {"name": "hollow", "scale": 0.8},
         {"name": "ninth-colour"},
@@ -354,7 +354,7 @@ def test_nobody_there_is_3(folder: Path, capsys: Capture) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "message"),
     [
         (["--image", "none.png", "--mask", "m.png", "--out", "b.png"], "none.png: No such file"),
         (
@@ -376,12 +376,12 @@ def test_bad_input_is_2_and_says_what(
     monkeypatch: pytest.MonkeyPatch,
     capsys: Capture,
     words: list[str],
-    says: str,
+    message: str,
 ) -> None:
     monkeypatch.chdir(folder)
     (folder / "t.png").write_bytes(encode(MASK.T.copy()))
     assert main(["edit", "--url", worker.url, "--prompt", "x", *words]) == 2
-    assert says in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not (folder / "b.png").exists()
 
 
@@ -522,7 +522,7 @@ def test_a_terminal_gets_a_progress_bar(
     worker.step_s = 0.15  # the bar is drawn ten times a second at most
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert edit(worker.url, folder) == 0
-    assert worker.seen[0]["model_name"] == b"edit_stream"
+    assert worker.requests[0]["model_name"] == b"edit_stream"
     assert "3/4" in capsys.readouterr().err
     monkeypatch.setattr(sys.stderr, "isatty", lambda: False)
     assert edit(worker.url, folder, "--stream") == 0

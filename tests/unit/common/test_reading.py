@@ -1,4 +1,4 @@
-"""What is read of files and SETTINGS: every fault named, with what is accepted."""
+"""Readers of files and SETTINGS name every fault, with what they accept."""
 
 from __future__ import annotations
 

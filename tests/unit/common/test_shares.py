@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from maskserve_common.shares import EVERYBODY, Full, Shares, urgency
 
 
-@pytest.mark.parametrize(("keys", "each"), [(1, 50), (2, 33), (3, 25), (9, 10)])
-def test_keys_that_take_all_they_may_leave_as_much_to_the_next(keys: int, each: int):
+@pytest.mark.parametrize(("keys", "share"), [(1, 50), (2, 33), (3, 25), (9, 10)])
+def test_keys_that_take_all_they_may_leave_as_much_to_the_next(keys: int, share: int):
     shares = Shares(100)
     names = [f"k{i}" for i in range(keys)]
     while takers := [name for name in names if shares.room(name)]:
         # In turn, as whoever is served by `in_turn` does.
         shares.take(shares.fair_order(takers, str)[0])
-    assert all(each - 1 <= shares.in_use(name) <= each + 1 for name in names)
+    assert all(share - 1 <= shares.in_use(name) <= share + 1 for name in names)
     assert shares.room("newcomer") >= (100 - shares.total) // 2 > 0
 
 
@@ -42,19 +42,21 @@ def test_who_holds_nothing_may_have_one_unit_of_the_smallest_budget():
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 30)), max_size=60))
-def test_whatever_is_taken_stays_within_budget_and_share(asked: list[tuple[str, int]]):
-    shares, books = Shares(97), dict.fromkeys("abcd", 0)
-    for key, size in asked:
-        free = 97 - sum(books.values())
-        fits = books[key] + size <= free - size or (books[key] == 0 and size == 1 <= free)
+def test_whatever_is_taken_stays_within_budget_and_share(requests: list[tuple[str, int]]):
+    shares, sizes_in_use = Shares(97), dict.fromkeys("abcd", 0)
+    for key, size in requests:
+        free = 97 - sum(sizes_in_use.values())
+        fits = sizes_in_use[key] + size <= free - size or (
+            sizes_in_use[key] == 0 and size == 1 <= free
+        )
         if fits:
             shares.take(key, size)
-            books[key] += size
+            sizes_in_use[key] += size
         else:
             with pytest.raises(Full):
                 shares.take(key, size)
-        assert shares.total == sum(books.values()) <= 97
-    assert all(shares.in_use(key) == booked_size for key, booked_size in books.items())
+        assert shares.total == sum(sizes_in_use.values()) <= 97
+    assert all(shares.in_use(key) == booked_size for key, booked_size in sizes_in_use.items())
 
 
 def test_a_key_that_asks_for_much_waits_behind_itself_alone():
@@ -62,7 +64,10 @@ def test_a_key_that_asks_for_much_waits_behind_itself_alone():
     for _ in range(6):
         shares.book("greedy")
     waiting = [f"greedy {i}" for i in range(40)] + ["modest 0", "modest 1"]
-    assert shares.fair_order(waiting, lambda each: each.split()[0])[:2] == ["modest 0", "modest 1"]
+    assert shares.fair_order(waiting, lambda entry: entry.split()[0])[:2] == [
+        "modest 0",
+        "modest 1",
+    ]
 
 
 def test_keys_that_hold_as_much_take_turns():

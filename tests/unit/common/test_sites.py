@@ -1,4 +1,4 @@
-"""Whose page has a browser ask."""
+"""The site whose page makes a browser send a request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step asks of a CUDA device, counted without one."""
+"""Launches and copies of a step on a CUDA device, counted without one."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ SMALL = {
 }
 """A UNet with two levels of SD 2.1, for what is the same in each of its layers."""
 LAUNCHES_SMALL = 29
-"""Of its step with a halo, of any number of rows."""
+"""Launches of its step with a halo, for any number of rows."""
 ONE_OF_A_SORT = (
     "kv int4, 4 rows, mixed",
     "kv int8, 3 rows beside a dense one",
@@ -74,18 +74,18 @@ ONE_OF_A_SORT = (
     "kv int8, 1 row, fp8, graphs",
     "SD 2.1, kv int8, 4 rows, mixed",
 )
-"""Of the table's cases those that are counted in each run; the others, whose rows, weights and
-formats are each in one of these, where slow tests run. Rows of one graph that differ, and a UNet's
-halo, are counted below, of fewer blocks.
+"""Cases of the table that each run counts. Slow runs count the others, whose rows, weights and
+formats are each in one of these. Rows of one graph that differ, and a UNet's halo, are counted
+below, with fewer blocks.
 """
 
 
 def cases_of(table: Sequence[Any]) -> list[Any]:
     return [
         pytest.param(
-            each, id=each.name, marks=[pytest.mark.slow] * (each.name not in ONE_OF_A_SORT)
+            case, id=case.name, marks=[pytest.mark.slow] * (case.name not in ONE_OF_A_SORT)
         )
-        for each in table
+        for case in table
     ]
 
 
@@ -141,21 +141,21 @@ def test_a_recorded_flux_step_asks_for_two_launches_a_block(weights: str) -> Non
         return steady.launches
 
     small, more, plain = (
-        launches(*each) for each in ((True, 1, (1, 1)), (True, 1, (2, 2)), (False, 1, (2, 2)))
+        launches(*args) for args in ((True, 1, (1, 1)), (True, 1, (2, 2)), (False, 1, (2, 2)))
     )
     assert more - small == 4
     assert plain > 4 * (more - small) + small
     assert launches(True, 2, (1, 1)) <= small + 1
 
 
-def test_a_step_between_own_anchors_copies_nothing_and_adds_a_kernel_a_block() -> None:
+def test_a_step_between_refresh_steps_copies_nothing_and_adds_a_kernel_a_block() -> None:
     """The one that places values is the one that places entries; one more adds their change."""
 
-    def launches(blocks: tuple[int, int], *, own: bool) -> int:
+    def launches(blocks: tuple[int, int], *, with_anchors: bool) -> int:
         with FakeCuda() as cuda:
             bench = fake_bench(blocks, "int8")
             bench.fill_entry("kv")
-            make = bench.anchored_row if own else bench.row
+            make = bench.anchored_row if with_anchors else bench.row
             rows = [make(ratio, seed) for seed, ratio in enumerate(MIXED[:2])]
             for step in (3, 4):
                 with cuda.watch() as log:
@@ -163,14 +163,15 @@ def test_a_step_between_own_anchors_copies_nothing_and_adds_a_kernel_a_block() -
         assert log.copies == []
         return log.launches
 
-    (own, more), (plain, more_plain) = (
-        [launches(blocks, own=own) for blocks in ((1, 1), (2, 2))] for own in (True, False)
+    (anchor_launches, more), (plain, more_plain) = (
+        [launches(blocks, with_anchors=with_anchors) for blocks in ((1, 1), (2, 2))]
+        for with_anchors in (True, False)
     )
-    assert more - own <= more_plain - plain + 2
+    assert more - anchor_launches <= more_plain - plain + 2
 
 
-def test_flux_steps_with_a_way_of_their_own_are_not_recorded() -> None:
-    """Of LoRAs, priming rows and projected blocks."""
+def test_flux_steps_of_other_kernels_are_not_recorded() -> None:
+    """These are steps with LoRAs, priming rows and projected blocks."""
     for case in (
         Case("", (0.1,), loras=1, recorded=True),
         Case("", (0.1,), primes=True, recorded=True),
@@ -196,7 +197,7 @@ def test_any_number_of_loras_adds_two_kernels_per_product(kind: str) -> None:
         return steady.launches
 
     one, four = replace(plain, loras=1), replace(plain, loras=4)
-    added = [launches(one, each) - launches(plain, each) for each in ((1, 1), (2, 1))]
+    added = [launches(one, blocks) - launches(plain, blocks) for blocks in ((1, 1), (2, 1))]
     assert added == [20 + more, 36 + 2 * more]
     assert launches(four, (1, 1)) == launches(one, (1, 1))
 
@@ -324,8 +325,8 @@ def test_a_row_is_admitted_with_one_copy_that_nobody_waits_for(
     config = config_of(tiny_fill if semantics == "fill" else tiny_inpaint)
     real, encoder = load_adapter(config), load_encoder(config)
     assert isinstance(real, FluxAdapter)
-    asked = {} if semantics == "fill" else guided(np.random.default_rng(1))
-    job = encode_case(encoder, random_case(np.random.default_rng(1), **asked), "edit")
+    settings = {} if semantics == "fill" else guided(np.random.default_rng(1))
+    job = encode_case(encoder, random_case(np.random.default_rng(1), **settings), "edit")
     schedule, blocks = real._preparation.schedule(job), (frozenset({"kv"}),) * real.blocks
     prompt, anchors = encoder.encode_prompt(""), real.anchors(64, 4, 1)
     with FakeCuda() as cuda:
@@ -355,8 +356,8 @@ def test_a_unet_row_is_admitted_and_packed_with_copies_that_nobody_waits_for(
     config = config_of(tiny_unets["sdxl-base"], cache=cache)
     real, encoder = load_adapter(config), load_encoder(config)
     assert isinstance(real, UnetAdapter)
-    asked = {"guidance_scale": 7.5, "mask_ring": 0}
-    plain = encode_case(encoder, unet_case(np.random.default_rng(1), **asked), "edit")
+    settings = {"guidance_scale": 7.5, "mask_ring": 0}
+    plain = encode_case(encoder, unet_case(np.random.default_rng(1), **settings), "edit")
     job = real.prepare_template(real.prepare(plain), 7)
     _, height, width = job.moments.shape
     depth = len(real.model.down_blocks)

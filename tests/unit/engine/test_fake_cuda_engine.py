@@ -69,7 +69,9 @@ class Watched(LocalExecutor):
         result = super().run(step, exchange)
         self._loop.primed = any(row.startswith("prime:") for row in step.rows)
         self._loop.foresaw = any(row.foresaw for row in result.rows)
-        self._loop.ran = [(each.row, each.read, each.text) for each in result.rows]
+        self._loop.ran = [
+            (row_result.row, row_result.read, row_result.text) for row_result in result.rows
+        ]
         return result
 
 
@@ -78,7 +80,7 @@ class Loop:
 
     None may wait. One that makes no row, and whose rows are those of the turn before and leave out
     what they left out then, copies nothing between host and device but answers and previews, and
-    for priming rows and rows that foresee an anchor, whose tokens change.
+    for priming rows and rows with lookahead, whose tokens change.
     """
 
     def __init__(self, folder: Path, real: Real, encoder: Encoder, cuda: FakeCuda) -> None:
@@ -113,17 +115,19 @@ class Loop:
 
     def turn(self) -> None:
         """One turn of the engine, judged."""
-        before, made, foresaw = self.ran, self._made(), self.foresaw
+        before, running_before, foresaw = self.ran, self._running_ids(), self.foresaw
         with self.cuda.watch() as log:
             self.engine.run_once()
         self.cuda.catch_up()
         assert [copy for copy in log.copies if "waits" in copy] == []
-        changed = self.primed or self.foresaw or foresaw or not self._made() <= made
+        changed = (
+            self.primed or self.foresaw or foresaw or not self._running_ids() <= running_before
+        )
         if self.ran == before and not changed:
             assert [copy for copy in log.copies if "in transfer.__init__" not in copy] == []
             self.steady += 1
 
-    def _made(self) -> set[str]:
+    def _running_ids(self) -> set[str]:
         manager = self.engine.manager
         request_states: list[RequestState | PrimingState] = [*manager.edits.values()]
         request_states += manager.primings.states.values()
@@ -144,10 +148,10 @@ def loop(request: pytest.FixtureRequest) -> Iterator[Loop]:
     real = load_adapter(config_of(folder, model={"dtype": "bfloat16"}))
     assert isinstance(real, FluxAdapter | UnetAdapter)
     with FakeCuda() as cuda:
-        made = Loop(folder, real, encoder, cuda)
-        with made.engine.adapter.session():
-            yield made
-        made.close()
+        new_loop = Loop(folder, real, encoder, cuda)
+        with new_loop.engine.adapter.session():
+            yield new_loop
+        new_loop.close()
 
 
 @pytest.mark.parametrize("loop", ONE_OF_A_FAMILY, indirect=True)
@@ -161,18 +165,18 @@ def test_rows_come_and_go_and_no_turn_waits_for_them(loop: Loop) -> None:
     turns, most = (24, 12) if isinstance(loop.engine.adapter, FluxAdapter) else (12, 5)
     for number in range(examples.number(turns, least=6)):
         if number == 0 or rng.random() < 0.15:
-            asked = guided(rng) if led and rng.random() < 0.5 else {}
-            asked["cache"] = str(rng.choice(["off", "auto", "require"]))
-            asked["num_inference_steps"] = int(rng.integers(2, most))
-            asked["preview_every"] = int(rng.integers(3))
-            sinks[str(number)] = loop.submit(int(rng.integers(2)), str(number), **asked)
+            settings = guided(rng) if led and rng.random() < 0.5 else {}
+            settings["cache"] = str(rng.choice(["off", "auto", "require"]))
+            settings["num_inference_steps"] = int(rng.integers(2, most))
+            settings["preview_every"] = int(rng.integers(3))
+            sinks[str(number)] = loop.submit(int(rng.integers(2)), str(number), **settings)
         if rng.random() < 0.03:
             loop.engine.cancel(str(rng.choice(list(sinks))))
         if len(loop.engine.manager.scheduler) or not loop.engine._inbox.empty():
             loop.turn()
             reads |= any(read for _, read, _ in loop.ran)
-    asked = {"num_inference_steps": max(4, most // 2), "cache": "require"}
-    last = loop.submit(0, "last", **asked)
+    settings = {"num_inference_steps": max(4, most // 2), "cache": "require"}
+    last = loop.submit(0, "last", **settings)
     while not last.events:
         loop.turn()
         reads |= any(read for _, read, _ in loop.ran)

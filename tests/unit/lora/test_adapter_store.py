@@ -37,7 +37,7 @@ class Shelf(Storage):
     def __init__(self, url: str, timeout_s: float = 5.0) -> None:
         super().__init__(url, timeout_s)
         self.takes_s = 0.0
-        self.gone = False
+        self.is_lost = False
         self.reads: list[tuple[str, int, int]] = []
         self.between: Any = None
 
@@ -50,7 +50,7 @@ class Shelf(Storage):
 
     def _files(self) -> tuple[Any, str]:
         time.sleep(self.takes_s)
-        if self.gone:
+        if self.is_lost:
             raise OSError("the network is unreachable")
         return super()._files()
 
@@ -83,7 +83,7 @@ def opened(tmp_path: Path, shelf: Storage | None = None, **adapters: Any) -> Ite
         store.close()
 
 
-def brought(store: AdapterStore, name: str) -> bytes:
+def fetched_bytes(store: AdapterStore, name: str) -> bytes:
     adapter = store.catalogue.find(name)
     adapter_file = store.fetch(name, adapter.version)
     raw = adapter_file.path.read_bytes()
@@ -111,8 +111,8 @@ def test_the_catalogue_tells_what_each_adapter_is(tmp_path: Path, folder: Path) 
                 store.catalogue.find(name)
         assert (catalogue["one"].rank, catalogue["one"].nbytes) == (7, len(raw))
         assert catalogue["one"].parts == ("denoiser",)
-        assert brought(store, "one") == raw
-        assert brought(store, "two")
+        assert fetched_bytes(store, "one") == raw
+        assert fetched_bytes(store, "two")
         with pytest.raises(AdapterNotFound, match="no adapter three"):
             store.catalogue.find("three")
 
@@ -136,7 +136,7 @@ def test_files_in_folders_are_named_after_both(tmp_path: Path, folder: Path) -> 
         store.catalogue.scan()
         assert set(store.catalogue.all()) == set(raw)
         for name, written in raw.items():
-            assert brought(store, name) == written
+            assert fetched_bytes(store, name) == written
 
 
 def test_a_folder_is_checked_as_the_file_in_it(tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ def test_links_are_followed(tmp_path: Path, folder: Path) -> None:
     os.utime(blob, (1.0, 1.0))
     with opened(tmp_path) as store:
         store.catalogue.scan()
-        assert brought(store, "linked") == raw
+        assert fetched_bytes(store, "linked") == raw
         version_before = store.catalogue.find("linked").version
         os.utime(blob, (2.0, 2.0))
         store.catalogue.scan(at_once=True)
@@ -201,7 +201,7 @@ def test_a_url_is_a_storage_too(tmp_path: Path) -> None:
         with opened(tmp_path, store=f"memory://{name}") as store:
             store.catalogue.scan()
             assert set(store.catalogue.all()) == {"x", "y"}
-            assert brought(store, "x") == brought(store, "y") == raw
+            assert fetched_bytes(store, "x") == fetched_bytes(store, "y") == raw
     finally:
         memory.rm(f"/{name}", recursive=True)
 
@@ -227,7 +227,7 @@ def test_a_header_that_was_read_costs_nothing_under_another_name_or_stamp(
         store.catalogue.scan(at_once=True)
         entries_after = store.catalogue.all()
         assert entries_after["slow"].version != entry_before.version
-        assert {each.problem for each in entries_after.values()} == {entry_before.problem}
+        assert {entry.problem for entry in entries_after.values()} == {entry_before.problem}
     assert len(read) == 1
 
 
@@ -284,8 +284,8 @@ def test_bad_files_are_refused_by_name_and_others_are_served(tmp_path: Path, fol
             with pytest.raises(InvalidRequest, match=f"SETTINGS.loras: adapter {name} is"):
                 store.catalogue.find(name)
         with pytest.raises(InvalidRequest, match="adapter nan holds NaN"):
-            brought(store, "nan")
-        assert brought(store, "good") == raw
+            fetched_bytes(store, "nan")
+        assert fetched_bytes(store, "good") == raw
         assert not [*store.host.folder.glob(".new/*"), *store.host.folder.glob(".lock-*")]
 
 
@@ -296,22 +296,22 @@ def test_a_file_comes_through_the_disk_and_is_checked_there(tmp_path: Path, fold
     raw, shelf = write(folder / "x.safetensors"), Shelf(str(folder))
     with opened(tmp_path, shelf, disk_dir=str(tmp_path / "disk")) as store:
         store.catalogue.scan()
-        brought(store, "x")
+        fetched_bytes(store, "x")
         assert store.disk is not None
-        assert [each.name for each in store.disk.files()] == ["x"]
+        assert [file.name for file in store.disk.files()] == ["x"]
         store.host.remove("x")
-        shelf.gone = True
-        assert brought(store, "x") == raw  # from disk
+        shelf.is_lost = True
+        assert fetched_bytes(store, "x") == raw  # from disk
         store.host.remove("x")
         [disk_file] = store.disk.files()
         data = bytearray(raw)
         data[-1] ^= 1
         disk_file.path.write_bytes(data)
         with pytest.raises(Overloaded, match="network is unreachable"):
-            brought(store, "x")
+            fetched_bytes(store, "x")
         assert not store.disk.files()
-        shelf.gone = False
-        assert brought(store, "x") == raw
+        shelf.is_lost = False
+        assert fetched_bytes(store, "x") == raw
 
 
 def test_one_fetch_serves_all_who_wait(tmp_path: Path, folder: Path) -> None:
@@ -322,8 +322,12 @@ def test_one_fetch_serves_all_who_wait(tmp_path: Path, folder: Path) -> None:
         shelf.takes_s = 0.05
         contents: list[bytes] = []
         threads = [
-            threading.Thread(target=lambda each=each: contents.append(brought(each, "x")))
-            for each in (store, second_store) * 4
+            threading.Thread(
+                target=lambda adapter_store=adapter_store: contents.append(
+                    fetched_bytes(adapter_store, "x")
+                )
+            )
+            for adapter_store in (store, second_store) * 4
         ]
         for thread in threads:
             thread.start()
@@ -352,14 +356,14 @@ def test_the_least_recently_used_makes_room(tmp_path: Path, folder: Path) -> Non
         write(folder / f"{name}.safetensors")
     with opened(tmp_path, host_bytes=2 * size + 100) as store:
         store.catalogue.scan()
-        brought(store, "a")
-        brought(store, "b")
+        fetched_bytes(store, "a")
+        fetched_bytes(store, "b")
         os.utime(store.host.files()[0].path, (1, 1))
         reader = store.fetch("b", store.catalogue.find("b").version).path.open("rb")
         os.utime(store.fetch("a", store.catalogue.find("a").version).path, (9e9, 9e9))
         os.utime(store.fetch("b", store.catalogue.find("b").version).path, (1, 1))
-        brought(store, "c")
-        assert sorted(each.name for each in store.host.files()) == ["a", "c"]
+        fetched_bytes(store, "c")
+        assert sorted(file.name for file in store.host.files()) == ["a", "c"]
         with reader:
             assert len(reader.read()) == size  # evicted, and whole for who reads it
 
@@ -370,13 +374,13 @@ def test_what_is_pinned_stays(tmp_path: Path, folder: Path) -> None:
     with opened(tmp_path, host_bytes=size + 100) as store:
         store.catalogue.scan()
         store.host.pin("a", pinned=True)
-        brought(store, "a")
+        fetched_bytes(store, "a")
         with pytest.raises(Overloaded, match="no room"):
-            brought(store, "b")
-        assert [each.name for each in store.host.files()] == ["a"]
+            fetched_bytes(store, "b")
+        assert [file.name for file in store.host.files()] == ["a"]
         store.host.pin("a", pinned=False)
-        brought(store, "b")
-        assert [each.name for each in store.host.files()] == ["b"]
+        fetched_bytes(store, "b")
+        assert [file.name for file in store.host.files()] == ["b"]
 
 
 def test_what_a_dead_process_left_is_swept(tmp_path: Path, folder: Path) -> None:
@@ -386,7 +390,7 @@ def test_what_a_dead_process_left_is_swept(tmp_path: Path, folder: Path) -> None
         store.host.folder.mkdir(exist_ok=True)
         stale_file = store.host.folder / ".new" / f"dead@{'0' * 32}"
         stale_file.write_bytes(b"\0" * size)
-        brought(store, "x")
+        fetched_bytes(store, "x")
         assert not stale_file.exists()
 
 
@@ -399,16 +403,16 @@ def test_a_silent_storage_costs_its_time_and_no_more(tmp_path: Path, folder: Pat
     shelf, silent = Shelf(str(folder), timeout_s=0.5), threading.Event()
     with opened(tmp_path, shelf) as store:
         store.catalogue.scan()
-        content = brought(store, "here")
+        content = fetched_bytes(store, "here")
         shelf._files = lambda: silent.wait(20) and Storage._files(shelf)  # type: ignore[assignment, method-assign, return-value]
         begun = time.monotonic()
         with pytest.raises(Overloaded, match=r"SETTINGS.loras: adapter x .*no answer within 0.5 s"):
-            brought(store, "x")
+            fetched_bytes(store, "x")
         assert time.monotonic() - begun < 10.0
         silent.set()
-        assert brought(store, "here") == content
+        assert fetched_bytes(store, "here") == content
         del shelf._files  # type: ignore[method-assign]
-        assert brought(store, "x") == raw
+        assert fetched_bytes(store, "x") == raw
 
 
 def test_few_calls_are_stuck_at_once(folder: Path) -> None:
@@ -427,18 +431,18 @@ def test_a_storage_that_is_gone_fails_what_is_not_here(tmp_path: Path, folder: P
     shelf = Shelf(str(folder))
     with opened(tmp_path, shelf) as store:
         store.catalogue.scan()
-        brought(store, "x")
-        shelf.gone = True
+        fetched_bytes(store, "x")
+        shelf.is_lost = True
         store.catalogue.scan(at_once=True)
         assert "unreachable" in store.catalogue.problem
-        brought(store, "x")
+        fetched_bytes(store, "x")
         with pytest.raises(Overloaded, match="unreachable"):
-            brought(store, "y")
+            fetched_bytes(store, "y")
         with pytest.raises(Overloaded, match="unreachable"):
             store.catalogue.find("unknown")
-        shelf.gone = False
+        shelf.is_lost = False
         store.catalogue.scan(at_once=True)
-        brought(store, "y")
+        fetched_bytes(store, "y")
 
 
 def test_a_folder_that_is_not_there_is_no_empty_one(tmp_path: Path) -> None:
@@ -457,13 +461,13 @@ def test_an_adapter_replaced_before_it_came_is_another(tmp_path: Path, folder: P
         with pytest.raises(Overloaded, match="replaced; send the edit again"):
             store.fetch("x", old.version)
         assert store.catalogue.find("x").version != old.version
-        assert brought(store, "x") == raw
+        assert fetched_bytes(store, "x") == raw
         with pytest.raises(Overloaded, match="replaced"):
             store.fetch("x", old.version)
         (folder / "x.safetensors").unlink()
         store.host.remove("x")
         with pytest.raises(AdapterNotFound):
-            brought(store, "x")
+            fetched_bytes(store, "x")
 
 
 def test_an_adapter_that_is_here_serves_on_after_it_was_replaced(
@@ -473,11 +477,11 @@ def test_an_adapter_that_is_here_serves_on_after_it_was_replaced(
     with opened(tmp_path) as store:
         store.catalogue.scan()
         old = store.catalogue.find("x")
-        brought(store, "x")
+        fetched_bytes(store, "x")
         new = write(folder / "x.safetensors")
         store.catalogue.scan(at_once=True)
         assert store.fetch("x", old.version).path.read_bytes() == raw
-        assert brought(store, "x") == new
+        assert fetched_bytes(store, "x") == new
 
 
 def test_pieces_of_two_files_make_no_adapter(tmp_path: Path, folder: Path) -> None:
@@ -495,11 +499,11 @@ def test_pieces_of_two_files_make_no_adapter(tmp_path: Path, folder: Path) -> No
         store.catalogue.scan()
         shelf.between = lambda: path.write_bytes(second)
         with pytest.raises(Overloaded, match="replaced"):
-            brought(store, "x")
+            fetched_bytes(store, "x")
         assert not store.host.files()
         shelf.between = None
         store.catalogue.scan(at_once=True)
-        assert brought(store, "x") == second
+        assert fetched_bytes(store, "x") == second
 
 
 def test_a_full_medium_fails_that_adapter_only(
@@ -515,8 +519,8 @@ def test_a_full_medium_fails_that_adapter_only(
         with monkeypatch.context() as patch:
             patch.setattr(os, "posix_fallocate", full)
             with pytest.raises(Overloaded, match="No space left"):
-                brought(store, "x")
-        brought(store, "x")
+                fetched_bytes(store, "x")
+        fetched_bytes(store, "x")
 
 
 def test_a_damaged_catalogue_is_made_anew(tmp_path: Path, folder: Path) -> None:
@@ -529,7 +533,7 @@ def test_a_damaged_catalogue_is_made_anew(tmp_path: Path, folder: Path) -> None:
         with pytest.raises(Overloaded):
             store.catalogue.find("x")
         store.catalogue.scan(at_once=True)
-        brought(store, "x")
+        fetched_bytes(store, "x")
 
 
 def test_a_killed_process_leaves_no_lock(tmp_path: Path, folder: Path) -> None:
@@ -554,7 +558,7 @@ def test_a_killed_process_leaves_no_lock(tmp_path: Path, folder: Path) -> None:
             assert holder.stdout is not None
             assert holder.stdout.readline() == b"held\n"
             holder.kill()
-            assert brought(store, "x") == raw
+            assert fetched_bytes(store, "x") == raw
         finally:
             holder.kill()
             holder.wait()

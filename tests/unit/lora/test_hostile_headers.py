@@ -152,7 +152,7 @@ _tensors = st.fixed_dictionaries(
         "data_offsets": st.one_of(st.lists(_sizes, max_size=3), st.just("packed")),
     }
 )
-_said = st.dictionaries(
+_metadata = st.dictionaries(
     st.sampled_from(["lora_adapter_metadata", "lora_alpha", "ss_network_alpha", "adapter_config"]),
     st.one_of(
         st.text(max_size=20),
@@ -182,7 +182,7 @@ def files(draw: st.DrawFn) -> bytes:
             nbytes = min(sizes.get(tensor_entry["dtype"], 4) * count, 2**20)
             tensor_entry["data_offsets"] = [end, end + nbytes]
             end += nbytes
-    whole: dict[str, Any] = {**declared, "__metadata__": draw(_said)}
+    whole: dict[str, Any] = {**declared, "__metadata__": draw(_metadata)}
     raw = bytearray(file_of(whole, end))
     if draw(st.booleans()):
         raw[draw(st.integers(0, len(raw) - 1))] = draw(st.integers(0, 255))

@@ -1,4 +1,4 @@
-"""What is refused of an adapter before any weight of it is read."""
+"""Adapters that are refused by their header, before any weight is read."""
 
 from __future__ import annotations
 
@@ -117,8 +117,8 @@ BAD: dict[str, tuple[Callable[[], Arrays], str]] = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_what_is_no_plain_lora_is_refused_in_one_sentence(name: str) -> None:
-    make, says = BAD[name]
-    with pytest.raises(BadAdapter, match=says) as refused:
+    make, message = BAD[name]
+    with pytest.raises(BadAdapter, match=message) as refused:
         header_of(saved(make()))
     assert "\n" not in str(refused.value)
 
@@ -211,9 +211,9 @@ OTHER: dict[str, tuple[dict[str, tuple[int, int]], str]] = {
 
 @pytest.mark.parametrize("name", OTHER)
 def test_adapters_of_another_model_are_refused(name: str) -> None:
-    layers, says = OTHER[name]
+    layers, message = OTHER[name]
     base = BaseLayers.of_folder(DEMO)
-    with pytest.raises(BadAdapter, match=says):
+    with pytest.raises(BadAdapter, match=message):
         plan_of(header_of(saved({**lora(), **lora(layers)})), base)
 
 

@@ -1,4 +1,4 @@
-"""What an edit may ask of adapters: SETTINGS.loras and SETTINGS.adapters."""
+"""Settings for adapters: SETTINGS.loras and SETTINGS.adapters."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from tests.fakes.loras import OTHER_MODEL, lora, write
 DEMO = Path(__file__).parents[3] / "assets" / "models" / "demo"
 
 
-def parsed(**asked: Any) -> EditSettings:
-    return parse_settings(json.dumps(asked).encode())
+def parsed(**settings: Any) -> EditSettings:
+    return parse_settings(json.dumps(settings).encode())
 
 
 def test_loras_are_names_with_scales() -> None:

@@ -34,8 +34,8 @@ LOAD = """async ([code, mask, width, height]) => {
 }"""
 
 
-def told(page: Page) -> NDArray[np.bool_]:
-    """What the canvas tells the page of its mask."""
+def canvas_mask(page: Page) -> NDArray[np.bool_]:
+    """The mask that the canvas sends to the page."""
     value: dict[str, Any] = json.loads(page.evaluate("props.value"))
     assert (value["name"], value["width"], value["height"]) == ("photo", WIDTH, HEIGHT)
     bits = np.frombuffer(base64.b64decode(value["mask"]), np.uint8)
@@ -56,7 +56,7 @@ def test_a_click_masks_a_thing_of_a_large_photograph_and_is_taken_back() -> None
         page.set_content(f"<style>{(FOLDER / 'page.css').read_text()}</style>{html}")
         page.evaluate(LOAD, [(FOLDER / "painter.js").read_text(), mask, WIDTH, HEIGHT])
         page.wait_for_function("props.value.includes('mask')")
-        assert not told(page).any()
+        assert not canvas_mask(page).any()
         page.locator(".click").check()
         canvas = page.locator(".paint")
         box = canvas.bounding_box()
@@ -64,14 +64,14 @@ def test_a_click_masks_a_thing_of_a_large_photograph_and_is_taken_back() -> None
         place = {"x": box["width"] / 2, "y": box["height"] / 2}
         canvas.click(position=place)
         page.wait_for_function("document.querySelector('.said').textContent.includes('pixels')")
-        np.testing.assert_array_equal(told(page), thing)
+        np.testing.assert_array_equal(canvas_mask(page), thing)
         [click] = page.evaluate("asked")
         assert click["name"] == "photo"
         assert abs(click["x"] - WIDTH / 2) < 20
         assert abs(click["y"] - HEIGHT / 2) < 20
         page.locator(".clear").click()
-        assert not told(page).any()
+        assert not canvas_mask(page).any()
         for painted in (thing, np.zeros_like(thing)):
             page.locator(".undo").click()
-            np.testing.assert_array_equal(told(page), painted)
+            np.testing.assert_array_equal(canvas_mask(page), painted)
         browser.close()

@@ -1,4 +1,4 @@
-"""What the page makes of what people paint and ask, without a browser."""
+"""The page's treatment of masks and requests, without a browser."""
 
 from __future__ import annotations
 
@@ -35,33 +35,33 @@ PLAIN: tuple[Any, ...] = (7, False, 0, 0, 0, 0, "auto", "")
 
 
 @pytest.fixture
-def kept(tmp_path: Path) -> PagePictures:
+def pictures(tmp_path: Path) -> PagePictures:
     return PagePictures(tmp_path)
 
 
 def painted(name: str, mask: Any) -> str:
-    """What the canvas tells."""
+    """The canvas's message about a mask."""
     bits = base64.b64encode(np.packbits(mask).tobytes()).decode()
     return json.dumps({"name": name, "width": 0, "height": 0, "mask": bits})
 
 
 @pytest.mark.parametrize(("width", "height"), [(20, 10), (7, 3), (1, 1), (33, 65)])
 def test_the_mask_is_what_was_painted_pixel_for_pixel(
-    kept: PagePictures, width: int, height: int
+    pictures: PagePictures, width: int, height: int
 ) -> None:
     random = np.random.default_rng(width)
     pixels = random.integers(0, 256, (height, width, 3), np.uint8)
     mask = random.random((height, width)) < 0.5
     mask[0, 0] = True
-    picture = kept.take(encode(Image.fromarray(pixels)))
-    source, mask_image = source_and_mask(painted(picture.name, mask), kept)
+    picture = pictures.take(encode(Image.fromarray(pixels)))
+    source, mask_image = source_and_mask(painted(picture.name, mask), pictures)
     assert np.array_equal(np.asarray(mask_image), np.where(mask, 255, 0))
     assert source.size == (height, width)
     assert np.array_equal(np.asarray(Image.open(picture.file)), pixels)
 
 
-def test_what_is_missing_or_broken_is_said(kept: PagePictures) -> None:
-    name = kept.take(encode(Image.new("RGB", (20, 10)))).name
+def test_what_is_missing_or_broken_is_said(pictures: PagePictures) -> None:
+    name = pictures.take(encode(Image.new("RGB", (20, 10)))).name
     none = np.zeros((10, 20), bool)
     for text, error_pattern in [
         (None, "There is no picture yet"),
@@ -76,39 +76,39 @@ def test_what_is_missing_or_broken_is_said(kept: PagePictures) -> None:
         (painted(name, np.ones((30, 30), bool)), "mask: is of another picture"),
     ]:
         with pytest.raises(InvalidRequest, match=error_pattern):
-            source_and_mask(text, kept)
+            source_and_mask(text, pictures)
 
 
-def test_a_photograph_is_turned_as_its_camera_says(kept: PagePictures) -> None:
+def test_a_photograph_is_turned_as_its_camera_says(pictures: PagePictures) -> None:
     photo = Image.new("RGB", (8, 4), (200, 30, 30))
     turned = photo.getexif()
     turned[0x0112] = 6
     file = io.BytesIO()
     photo.save(file, "JPEG", exif=turned.tobytes())
-    picture = kept.take(file.getvalue())
+    picture = pictures.take(file.getvalue())
     assert picture.size == (8, 4), "as browsers show it and the server edits it"
     assert picture.file.read_bytes() == file.getvalue()
 
 
 @pytest.mark.parametrize("raw", [b"", b"GIF89a", b"\x89PNG\r\n\x1a\n" + b"0" * 40])
-def test_what_is_no_picture_is_refused(kept: PagePictures, raw: bytes) -> None:
+def test_what_is_no_picture_is_refused(pictures: PagePictures, raw: bytes) -> None:
     with pytest.raises(InvalidRequest, match=r"picture: is .*; accepted: PNG, JPEG, WebP"):
-        kept.take(raw)
+        pictures.take(raw)
 
 
 @pytest.mark.parametrize("kind", ["AVIF", "GIF", "TIFF"])
-def test_what_browsers_show_is_taken(kept: PagePictures, kind: str) -> None:
+def test_what_browsers_show_is_taken(pictures: PagePictures, kind: str) -> None:
     file = io.BytesIO()
     Image.new("RGB", (8, 4)).save(file, kind)
     if kind == "TIFF":
         with pytest.raises(InvalidRequest, match="is of TIFF, which browsers do not show"):
-            kept.take(file.getvalue())
+            pictures.take(file.getvalue())
     else:
-        assert kept.take(file.getvalue()).file.suffix == f".{kind.lower()}"
+        assert pictures.take(file.getvalue()).file.suffix == f".{kind.lower()}"
 
 
-def test_twenty_large_pictures_take_no_memory(kept: PagePictures) -> None:
-    """Of 49 megapixels each, in 155 KiB of file: decoded they were 4.3 GB."""
+def test_twenty_large_pictures_take_no_memory(pictures: PagePictures) -> None:
+    """Each has 49 megapixels in a file of 155 KiB: decoded they were 4.3 GB."""
     row = b"\0" + bytes(3 * 7000)
     file = png_file(7000, 7000, 8, 2, b"")
     header, end = file[:33], file[-12:]
@@ -119,12 +119,12 @@ def test_twenty_large_pictures_take_no_memory(kept: PagePictures) -> None:
         text_chunk = struct.pack(">I", len(text) - 4) + text + struct.pack(">I", zlib.crc32(text))
         idat = b"IDAT" + data
         whole = struct.pack(">I", len(data)) + idat + struct.pack(">I", zlib.crc32(idat))
-        assert kept.take(header + text_chunk + whole + end).size == (7000, 7000)
+        assert pictures.take(header + text_chunk + whole + end).size == (7000, 7000)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 20_000_000
     with pytest.raises(InvalidRequest, match="picture: is 8000x8000"):
-        kept.take(png_file(8000, 8000, 8, 2, b""))
+        pictures.take(png_file(8000, 8000, 8, 2, b""))
 
 
 def test_pictures_go_by_their_bytes_and_their_age(tmp_path: Path) -> None:
@@ -190,12 +190,12 @@ def test_a_folder_of_pictures_that_is_not_there_is_told(tmp_path: Any) -> None:
         pictures_of(str(tmp_path / "none"))
 
 
-class Asked:
+class ForgetfulClient:
     """A client that has lost its templates once."""
 
-    def __init__(self, *others: str) -> None:
+    def __init__(self, *template_ids: str) -> None:
         self.registered, self.cancelled, self.sent = 0, list[str](), list[str]()
-        self.there, self.evicted = list(others), list[str]()
+        self.template_ids, self.evicted = list(template_ids), list[str]()
         self.silent = False
 
     def control(self, op: str, **fields: Any) -> dict[str, Any]:
@@ -206,7 +206,7 @@ class Asked:
             raise Overloaded("not now")
         if op == "status":
             return {"model": "demo", "workers": {"127.0.0.1:9001": {}}}
-        listed = [{"template_id": name, "registered": True} for name in self.there]
+        listed = [{"template_id": name, "registered": True} for name in self.template_ids]
         return {"templates": listed}
 
     def register(self, _: Path) -> str:
@@ -225,9 +225,11 @@ class Asked:
         yield Progress(1, 2)
 
 
-def test_a_picture_is_sent_once_and_again_when_the_server_has_lost_it(kept: PagePictures) -> None:
-    client: Any = Asked()
-    session, picture = Session(client), kept.take(encode(Image.new("RGB", (8, 8))))
+def test_a_picture_is_sent_once_and_again_when_the_server_has_lost_it(
+    pictures: PagePictures,
+) -> None:
+    client: Any = ForgetfulClient()
+    session, picture = Session(client), pictures.take(encode(Image.new("RGB", (8, 8))))
     session.prepare(picture)
     for _ in range(3):
         assert list(session.events(picture, MASK, "x", {})) == [Progress(1, 2)]
@@ -237,8 +239,8 @@ def test_a_picture_is_sent_once_and_again_when_the_server_has_lost_it(kept: Page
     assert client.cancelled == ["an-edit"]
 
 
-def test_a_picture_that_could_not_be_registered_is_tried_again(kept: PagePictures) -> None:
-    client: Any = Asked()
+def test_a_picture_that_could_not_be_registered_is_tried_again(pictures: PagePictures) -> None:
+    client: Any = ForgetfulClient()
     register, refused = client.register, threading.Event()
 
     def refuse(file: Path) -> str:
@@ -246,7 +248,7 @@ def test_a_picture_that_could_not_be_registered_is_tried_again(kept: PagePicture
         raise Overloaded("not now")
 
     client.register = refuse
-    session, picture = Session(client), kept.take(encode(Image.new("RGB", (8, 8))))
+    session, picture = Session(client), pictures.take(encode(Image.new("RGB", (8, 8))))
     session.prepare(picture)
     assert refused.wait(10)
     with pytest.raises(Overloaded):
@@ -255,15 +257,17 @@ def test_a_picture_that_could_not_be_registered_is_tried_again(kept: PagePicture
     assert list(session.events(picture, MASK, "x", {})) == [Progress(1, 2)]
 
 
-def test_to_go_on_with_a_result_sends_no_picture(kept: PagePictures) -> None:
-    client: Any = Asked()
+def test_to_go_on_with_a_result_sends_no_picture(pictures: PagePictures) -> None:
+    client: Any = ForgetfulClient()
     session = Session(client)
     result = EditResult(
         Image.new("RGB", (8, 8), (1, 2, 3)), b"", {"result_template_id": f"{1:016x}"}
     )
-    picture = kept.take(encode(result.image))
+    picture = pictures.take(encode(result.image))
     session.remember(picture, result)
-    session.remember(kept.take(encode(Image.new("RGB", (9, 9)))), EditResult(result.image, b"", {}))
+    session.remember(
+        pictures.take(encode(Image.new("RGB", (9, 9)))), EditResult(result.image, b"", {})
+    )
     assert list(session.events(picture, MASK, "x", {})) == [Progress(1, 2)]
     assert client.registered == 0
     assert client.sent == [f"{1:016x}"]
@@ -290,7 +294,7 @@ def test_the_demo_model_knows_the_words_that_are_shown() -> None:
 
 
 def test_the_model_is_known_or_not() -> None:
-    client: Any = Asked()
+    client: Any = ForgetfulClient()
     assert Session(client).model() == "demo"
     assert Session(client).ready()
     client.silent = True
@@ -308,7 +312,7 @@ def test_what_is_yet_to_be_done_is_a_hint_and_no_failure() -> None:
 
 
 def test_what_the_page_registered_goes_with_its_picture(tmp_path: Path) -> None:
-    client: Any = Asked(f"{2:016x}")  # which another client has registered before
+    client: Any = ForgetfulClient(f"{2:016x}")  # which another client has registered before
     session = Session(client)
     pictures = PagePictures(tmp_path, most=1, on_evict=session.forget)
     for n in (1, 2, 3):
@@ -320,7 +324,7 @@ def test_what_the_page_registered_goes_with_its_picture(tmp_path: Path) -> None:
     assert sorted(client.evicted) == [f"{1:016x}", f"{3:016x}"]
 
 
-async def asked(app: Any, *chunks: bytes, path: str = "/", **headers: str) -> tuple[int, Any]:
+async def ask_app(app: Any, *chunks: bytes, path: str = "/", **headers: str) -> tuple[int, Any]:
     """An application's status and headers."""
     messages: list[Any] = []
     chunks_left = list(chunks) or [b""]
@@ -357,21 +361,21 @@ async def test_other_origins_and_large_requests_are_refused() -> None:
 
     app = SameOrigin(page, 100, ["page.example.com"])
     rebound = {"host": "evil.example:7860", "origin": "http://evil.example:7860"}
-    assert (await asked(app, **rebound))[0] == 403
-    assert (await asked(app, host="evil.example:7860"))[0] == 403
-    assert (await asked(app, host="127.0.0.1:7860"))[0] == 200
+    assert (await ask_app(app, **rebound))[0] == 403
+    assert (await ask_app(app, host="evil.example:7860"))[0] == 403
+    assert (await ask_app(app, host="127.0.0.1:7860"))[0] == 200
     page_headers = {"host": "page.example.com:7860", "origin": "http://page.example.com:7860"}
-    assert await asked(app, **page_headers) == (200, {})
-    assert await asked(app, host="page.example.com:7860") == (200, {})
+    assert await ask_app(app, **page_headers) == (200, {})
+    assert await ask_app(app, host="page.example.com:7860") == (200, {})
     for foreign_origin in ("https://evil.example.com", "null", "http://page.example.com"):
-        status, headers = await asked(app, host=page_headers["host"], origin=foreign_origin)
+        status, headers = await ask_app(app, host=page_headers["host"], origin=foreign_origin)
         assert status == 403
         assert not any(name.startswith(b"access-control") for name in headers)
-    assert (await asked(app, path="/gradio_api/upload", **page_headers))[0] == 404
-    assert (await asked(app, content_length="101", **page_headers))[0] == 413
-    assert (await asked(app, content_length="-1", **page_headers))[0] == 413
+    assert (await ask_app(app, path="/gradio_api/upload", **page_headers))[0] == 404
+    assert (await ask_app(app, content_length="101", **page_headers))[0] == 413
+    assert (await ask_app(app, content_length="-1", **page_headers))[0] == 413
     read.clear()
-    await asked(app, b"x" * 60, b"x" * 60, b"x", **page_headers)
+    await ask_app(app, b"x" * 60, b"x" * 60, b"x", **page_headers)
     assert read == ["http.request", "http.disconnect"]
 
 

@@ -1,4 +1,4 @@
-"""What answers take of a router's memory: counted before edits are sent, until all is written."""
+"""Memory of answers in a router: counted before edits are sent, until all is written."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.router import Faulty, calling, cluster, edit, http_edit, unti
 
 MIB = 2**20
 SIDE = 590
-"""Of a picture whose answer may have 1 MiB."""
+"""Side of a picture whose answer may have 1 MiB."""
 
 
 def png(side: int, padding: int = 0) -> bytes:
@@ -57,9 +57,9 @@ async def site(
             yield router, workers, session
 
 
-async def watch(router: Router, seen: list[int]) -> None:
+async def watch(router: Router, counts: list[int]) -> None:
     while True:
-        seen.append(router.admission.bytes)
+        counts.append(router.admission.bytes)
         await asyncio.sleep(0)
 
 
@@ -77,7 +77,7 @@ async def test_ten_pictures_go_through_room_for_three():
         assert [item["seed"] for item in payload["maskserve"]] == list(range(5, 15))
         assert payload["size"] == "8x8"
         assert max(byte_counts) <= 4 * MIB
-        assert sum(len(worker.seen) for worker in workers) == 10
+        assert sum(len(worker.requests) for worker in workers) == 10
         await until("all is given back", lambda: not router.admission.bytes)
 
 
@@ -86,7 +86,7 @@ async def test_what_there_is_no_room_for_is_refused_before_it_is_sent():
         for worker in workers:
             worker.hold()
         first = asyncio.ensure_future(session.post("/v1/images/edits", data=form(n=3)))
-        await until("three are there", lambda: sum(len(w.seen) for w in workers) == 3)
+        await until("three are there", lambda: sum(len(w.requests) for w in workers) == 3)
         async with session.post("/v1/images/edits", data=form()) as answer:
             assert answer.status == 429
             assert "bytes of requests and answers" in await answer.text()
@@ -95,7 +95,7 @@ async def test_what_there_is_no_room_for_is_refused_before_it_is_sent():
         answer = await first
         assert answer.status == 200
         assert len((await answer.json())["data"]) == 3
-        assert sum(len(worker.seen) for worker in workers) == 3
+        assert sum(len(worker.requests) for worker in workers) == 3
 
 
 async def test_a_picture_that_fails_before_any_is_written_is_the_status():
@@ -219,7 +219,7 @@ async def test_more_pictures_than_a_key_may_have_under_way_are_refused_for_good(
                     payload = await answer.json()
                     assert (answer.status, payload["error"]["param"]) == (400, "n")
                     assert "1 to 3" in payload["error"]["message"]
-            assert not any(worker.seen for worker in workers)
+            assert not any(worker.requests for worker in workers)
             async with session.post("/v1/images/edits", data=form(n=3)) as answer:
                 assert answer.status == 200
                 assert len((await answer.json())["data"]) == 3
@@ -238,7 +238,7 @@ async def test_a_job_whose_text_can_have_no_room_ends_with_that_sentence(tmp_pat
             await asyncio.sleep(0.02)
         assert job_record["error"]["param"] == "n"
         assert "fewer pictures" in job_record["error"]["message"]
-        assert not any(worker.seen for worker in workers)
+        assert not any(worker.requests for worker in workers)
 
 
 # Streams are not silent.
@@ -281,7 +281,7 @@ async def test_a_stream_whose_client_leaves_before_anything_comes_is_withdrawn()
         for worker in workers:
             worker.hold()
         async with session.post("/v1/images/edits", data=form(stream="true")):
-            await until("it is there", lambda: any(worker.seen for worker in workers))
+            await until("it is there", lambda: any(worker.requests for worker in workers))
         await until("it is withdrawn", lambda: not router.admission.edits)
         await until("all is given back", lambda: not router.admission.bytes)
 
@@ -314,31 +314,33 @@ async def test_http_1_0_is_told_a_length():
 # What a proxy names a request by.
 
 
-@pytest.mark.parametrize("theirs", ["f3b2c6de-1#7", "{9d3c2f1e}", "Root=1-67891233-ab", "a" * 300])
-async def test_a_foreign_id_is_logged_and_names_nothing(theirs: str, caplog: Any):
+@pytest.mark.parametrize(
+    "foreign_id", ["f3b2c6de-1#7", "{9d3c2f1e}", "Root=1-67891233-ab", "a" * 300]
+)
+async def test_a_foreign_id_is_logged_and_names_nothing(foreign_id: str, caplog: Any):
     caplog.set_level(logging.INFO, "maskserve.router")
     async with site(100) as (router, workers, session):
         for worker in workers:
             worker.hold()
-        named = {"x-request-id": theirs}
+        named = {"x-request-id": foreign_id}
         asking = [
             asyncio.ensure_future(session.post("/v1/images/edits", data=form(), headers=named))
             for _ in range(2)
         ]
-        await until("both are there", lambda: sum(len(w.seen) for w in workers) == 2)
+        await until("both are there", lambda: sum(len(w.requests) for w in workers) == 2)
         for worker in workers:
             worker.let_go()
         for answer in await asyncio.gather(*asking):
             assert answer.status == 200
-            assert answer.headers["x-request-id"] == theirs[:128]
+            assert answer.headers["x-request-id"] == foreign_id[:128]
             await answer.read()
-        ids = [request["request_id"] for worker in workers for request in worker.seen]
+        ids = [request["request_id"] for worker in workers for request in worker.requests]
         assert len(set(ids)) == 2
-        assert not any(theirs in item for item in ids)
+        assert not any(foreign_id in item for item in ids)
         logged = [vars(item).get("fields", {}).get("x_request_id") for item in caplog.records]
-        assert logged.count(theirs[:128]) == 2
+        assert logged.count(foreign_id[:128]) == 2
         async with session.post("/v1/images/edits", data=form()) as answer:
             assert answer.headers["x-request-id"] in [
-                request["request_id"] for worker in workers for request in worker.seen
+                request["request_id"] for worker in workers for request in worker.requests
             ]
         assert router.admission.edits == 0

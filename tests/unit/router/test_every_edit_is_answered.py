@@ -149,7 +149,7 @@ class Site:
         )
         self.edits: dict[str, asyncio.Task[Any]] = {}
         self.left: set[str] = set()
-        """Of these the clients have gone."""
+        """Names of edits whose clients have gone."""
 
     @property
     def upstreams(self) -> list[ScriptedUpstream]:
@@ -196,7 +196,7 @@ class Site:
 
     def end_a_call(self, end: int | None) -> None:
         """The oldest call of the worker with most of them is answered, or fails."""
-        busiest = max(self.upstreams, key=lambda each: len(each.under_way()), default=None)
+        busiest = max(self.upstreams, key=lambda upstream: len(upstream.under_way()), default=None)
         for call in busiest.under_way()[:1] if busiest is not None else ():
             if end is None:
                 call.end.set_result(ANSWER)
@@ -252,8 +252,8 @@ async def act(site: Site, action: tuple[Any, ...]) -> None:
         case ("edit", number, *edit):
             for _ in range(number):
                 site.edit(*edit)
-        case ("state" | "model" | "places" | "priced" as what, number, value):
-            name = {"places": "max_waiting"}.get(what, what)
+        case ("state" | "model" | "places" | "priced" as field, number, value):
+            name = {"places": "max_waiting"}.get(field, field)
             if number < len(workers):
                 setattr(workers[number].upstream, name, value)
         case ("drain", number, value) if number < len(workers):

@@ -85,7 +85,7 @@ OTHERS = [
 ]
 
 
-class Taken(NamedTuple):
+class ReadRequest(NamedTuple):
     """A request as it was read."""
 
     method: str
@@ -156,8 +156,8 @@ def chunks(rng: random.Random, body: bytes, wrong: bool) -> list[bytes]:
 
 
 def conversation(rng: random.Random) -> tuple[bytes, bool]:
-    """What a client sends on one connection, and whether a byte of it was changed on the way: what
-    is meant as a body may be none then.
+    """The bytes that a client sends on one connection, and whether one of them was changed on the
+    way: a body may be none then.
     """
     raw = b"".join(message(rng) for _ in range(rng.randint(1, 3)))
     if changed := rng.random() < 0.25:
@@ -173,9 +173,9 @@ def conversation(rng: random.Random) -> tuple[bytes, bool]:
     return raw, changed
 
 
-def by_h11(raw: bytes) -> tuple[list[Taken], bool]:
+def by_h11(raw: bytes) -> tuple[list[ReadRequest], bool]:
     """The requests that h11 takes, whole, and whether it refuses what is behind them."""
-    connection, requests = h11.Connection(h11.SERVER), list[Taken]()
+    connection, requests = h11.Connection(h11.SERVER), list[ReadRequest]()
     connection.receive_data(raw)
     request, body = None, b""
     while True:
@@ -193,7 +193,7 @@ def by_h11(raw: bytes) -> tuple[list[Taken], bool]:
             case h11.EndOfMessage():
                 assert request is not None
                 requests.append(
-                    Taken(request.method.decode(), request.target.decode("latin-1"), body)
+                    ReadRequest(request.method.decode(), request.target.decode("latin-1"), body)
                 )
                 connection.send(h11.Response(status_code=200, headers=[("content-length", "0")]))
                 connection.send(h11.EndOfMessage())
@@ -208,7 +208,7 @@ class Listener:
     """The router's listener before an application that writes down what it is asked."""
 
     def __init__(self) -> None:
-        self.taken: dict[int, list[Taken]] = {}
+        self.requests: dict[int, list[ReadRequest]] = {}
         """By the client's port."""
         self.port = 0
 
@@ -219,13 +219,13 @@ class Listener:
             target = request.scope["raw_path"].decode("latin-1")
             if query := request.scope["query_string"]:
                 target += "?" + query.decode("latin-1")
-            self.taken.setdefault(request.client.port, []).append(
-                Taken(request.method, target, body)
+            self.requests.setdefault(request.client.port, []).append(
+                ReadRequest(request.method, target, body)
             )
         return Response()
 
-    async def asked(self, raw: bytes, rng: random.Random) -> tuple[list[Taken], bytes]:
-        """What it takes of these bytes, which come in pieces, and what it answers."""
+    async def exchange(self, raw: bytes, rng: random.Random) -> tuple[list[ReadRequest], bytes]:
+        """Send bytes in pieces; return the requests that the listener takes, and its answer."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         client_port = int(writer.get_extra_info("sockname")[1])
         cuts = sorted(rng.randrange(len(raw) + 1) for _ in range(rng.randint(0, 3)))
@@ -240,7 +240,7 @@ class Listener:
             while part := await asyncio.wait_for(reader.read(2**16), 20.0):
                 answer += part
         writer.close()
-        return self.taken.pop(client_port, []), answer
+        return self.requests.pop(client_port, []), answer
 
 
 @asynccontextmanager
@@ -259,7 +259,7 @@ async def listening() -> AsyncIterator[Listener]:
 
 
 def path_of(target: str) -> str:
-    """Of a target in absolute form."""
+    """The path of a target in absolute form."""
     return target.removeprefix("http://h")
 
 
@@ -278,16 +278,16 @@ async def test_java_gets_one_answer_to_its_body():
             answer = await asyncio.wait_for(reader.read(), 10.0)
             writer.close()
             assert answer.count(b"HTTP/1.1 200") == answer.count(b"HTTP/1.1 ") == 2
-            assert listener.taken[client_port] == [
-                Taken("POST", "/a", HIDDEN),
-                Taken("POST", "/a", b"hi"),
+            assert listener.requests[client_port] == [
+                ReadRequest("POST", "/a", HIDDEN),
+                ReadRequest("POST", "/a", b"hi"),
             ]
 
 
 @pytest.mark.parametrize("ask", ["CONNECT h:1 HTTP/1.1\r\nHost: x", "PRI * HTTP/2.0\r\n\r\nSM"])
 async def test_tunnels_and_other_versions_are_refused(ask: str):
     async with listening() as listener:
-        requests, answer = await listener.asked(
+        requests, answer = await listener.exchange(
             f"{ask}\r\n\r\n".encode() + HIDDEN, random.Random(0)
         )
         assert not requests
@@ -301,10 +301,10 @@ async def test_the_same_requests_are_in_the_same_bytes():
     mismatches: list[str] = []
     shared_count = 0
 
-    async def compare(raw: bytes, changed: bool, own: random.Random) -> None:
+    async def compare(raw: bytes, changed: bool, dice: random.Random) -> None:
         nonlocal shared_count
         async with places:
-            requests, answer = await listener.asked(raw, own)
+            requests, answer = await listener.exchange(raw, dice)
         h11_requests, refused = by_h11(raw)
         server_requests = [request._replace(target=path_of(request.target)) for request in requests]
         h11_requests = [

@@ -44,9 +44,9 @@ ANYBODY = KeyRing((), 99).client({})
 
 
 def urls_of(host: Host, timeout_s: float = 5.0, *, public: bool = True) -> ImageUrls:
-    """Of a router that takes this machine for a public one, unless it is to know better."""
+    """URLs of a router that takes this machine for a public one, unless `public` is false."""
 
-    async def here(name: str, port: int) -> list[str]:
+    async def resolve_here(name: str, port: int) -> list[str]:
         return ["127.0.0.1"]
 
     return ImageUrls(
@@ -54,7 +54,7 @@ def urls_of(host: Host, timeout_s: float = 5.0, *, public: bool = True) -> Image
         LIMITS,
         Admission(AdmissionBounds(), Metrics()),
         FairShare(1),
-        here,
+        resolve_here,
         (lambda _: True) if public else is_public,
         trusted_by(host),
     )
@@ -82,7 +82,7 @@ async def test_a_picture_of_a_listed_host_comes_whole() -> None:
         host.answer = answer(b"a picture")
         url = f"https://PICTURES.example:{host.port}/a.png?x=1#part"
         assert await fetched(urls_of(host), url) == b"a picture"
-        head = host.asked[0].decode()
+        head = host.heads[0].decode()
     assert head.startswith("GET /a.png?x=1 HTTP/1.1\r\n")
     assert f"\r\nhost: pictures.example:{host.port}\r\n" in head.lower()
     assert "cookie" not in head.lower()
@@ -90,7 +90,7 @@ async def test_a_picture_of_a_listed_host_comes_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sent", "told"),
+    ("sent", "message"),
     [
         (answer(b"", "302 Found", "Location: https://pictures.example/b\r\n"), "status 302"),
         (answer(b"", "301 Moved", "Location: http://169.254.169.254/\r\n"), "status 301"),
@@ -101,12 +101,12 @@ async def test_a_picture_of_a_listed_host_comes_whole() -> None:
         (answer(b"cut")[:-1].replace(b"h: 3", b"h: 9"), "could not be fetched"),
     ],
 )
-async def test_answers_that_are_no_picture_are_refused(sent: bytes, told: str) -> None:
+async def test_answers_that_are_no_picture_are_refused(sent: bytes, message: str) -> None:
     async with serving() as host:
         host.answer = sent
-        with pytest.raises(InvalidRequest, match=f"images.*{told}"):
+        with pytest.raises(InvalidRequest, match=f"images.*{message}"):
             await fetched(urls_of(host), f"https://pictures.example:{host.port}/a.png")
-        assert len(host.asked) == 1  # no redirect is followed
+        assert len(host.heads) == 1  # no redirect is followed
 
 
 async def test_certificates_are_read_once_and_not_for_each_url(
@@ -116,9 +116,9 @@ async def test_certificates_are_read_once_and_not_for_each_url(
     context_options: list[object] = []
     make = httpx.create_ssl_context
 
-    def counted(**given: Any) -> ssl.SSLContext:
-        context_options.append(given)
-        return make(**given)
+    def counted(**options: Any) -> ssl.SSLContext:
+        context_options.append(options)
+        return make(**options)
 
     async with serving() as host:
         host.answer = answer(b"a picture")
@@ -127,7 +127,7 @@ async def test_certificates_are_read_once_and_not_for_each_url(
         monkeypatch.setattr("httpx._transports.default.create_ssl_context", counted)
         for _ in range(3):
             assert await fetched(urls, f"https://pictures.example:{host.port}/") == b"a picture"
-        assert len(host.asked) == 3
+        assert len(host.heads) == 3
         assert context_options == []
 
 
@@ -137,7 +137,7 @@ async def test_a_host_at_a_private_address_is_not_even_connected() -> None:
         urls, url = urls_of(host, public=False), f"https://pictures.example:{host.port}/"
         with pytest.raises(InvalidRequest, match="could not be fetched"):
             await fetched(urls, url)
-        assert host.asked == []
+        assert host.heads == []
 
 
 async def test_a_certificate_of_another_name_is_refused() -> None:
@@ -145,7 +145,7 @@ async def test_a_certificate_of_another_name_is_refused() -> None:
         host.answer = answer(b"a picture")
         with pytest.raises(InvalidRequest, match="could not be fetched"):
             await fetched(urls_of(host), f"https://pictures.example:{host.port}/")
-        assert host.asked == []
+        assert host.heads == []
 
 
 async def test_a_host_that_is_silent_holds_nobody() -> None:
@@ -156,7 +156,7 @@ async def test_a_host_that_is_silent_holds_nobody() -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "told"),
+    ("url", "message"),
     [
         ("http://pictures.example/a", "is not an https URL"),
         ("file:///etc/passwd", "is not an https URL"),
@@ -177,11 +177,11 @@ async def test_a_host_that_is_silent_holds_nobody() -> None:
         ("", "is not an https URL"),
     ],
 )
-async def test_other_urls_are_refused_before_anything_is_asked(url: str, told: str) -> None:
+async def test_other_urls_are_refused_before_anything_is_asked(url: str, message: str) -> None:
     async with serving() as host:
-        with pytest.raises(InvalidRequest, match=told):
+        with pytest.raises(InvalidRequest, match=message):
             await fetched(NOWHERE, url)
-        assert host.asked == []
+        assert host.heads == []
 
 
 async def _nowhere(name: str, port: int) -> list[str]:

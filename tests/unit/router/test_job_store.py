@@ -1,4 +1,4 @@
-"""What a database keeps of jobs, and that each has one end, whoever is lost: SQLite, PostgreSQL."""
+"""Jobs in a database, SQLite or PostgreSQL: each has one end, whichever router is lost."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def end(store: JobStore, name: str, fence: int | None, **more: Any) -> bool:
 
 
 def check_counts(store: JobStore) -> None:
-    """What is counted is what a look at all rows finds."""
+    """Check the counts of the store against all its rows."""
     with store._reads.connect() as db:
         rows = db.execute(select(_JOBS)).mappings().all()
         sums = select(_CONTENTS.c.job, func.sum(func.length(_CONTENTS.c.content)))
@@ -159,12 +159,12 @@ def test_who_was_taken_for_lost_goes_on_with_what_nobody_has_begun(store: JobSto
     give(store, "1")
     give(store, "2", webhook="https://a.example/")
     end(store, "2", None, state=CANCELLED)
-    runs, tells = take(store, "x", 20.0), take(store, "x", 20.0, TELL)
+    runs, deliveries = take(store, "x", 20.0), take(store, "x", 20.0, TELL)
     assert runs is not None
-    assert tells is not None
+    assert deliveries is not None
     lose(store, "x")
     assert store.take("x", RUN, "a", 20.0) is None  # it does not take its own job again
-    claims = {"1": Lease(RUN, runs.fence), "2": Lease(TELL, tells.fence)}
+    claims = {"1": Lease(RUN, runs.fence), "2": Lease(TELL, deliveries.fence)}
     assert store.beat("x", claims)[0] == {"1", "2"}
     assert take(store, "y", 20.0) is None
     assert take(store, "y", 20.0, TELL) is None

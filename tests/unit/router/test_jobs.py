@@ -103,7 +103,7 @@ async def test_a_job_is_an_edit_that_is_fetched_later(tmp_path: Path) -> None:
         for worker in workers:
             worker.hold()
         name = await client.give(form(n=2, seed=7))
-        await until("it runs", lambda: sum(len(w.seen) for w in workers) == 2)
+        await until("it runs", lambda: sum(len(w.requests) for w in workers) == 2)
         await until("it is told how far it is", lambda: router._jobs._runs.taken[name].progress)
         _, body, _ = await client.call("GET", f"/{name}")
         assert (body["status"], body["progress"]) == ("running", {"step": 6, "steps": 6})
@@ -115,7 +115,7 @@ async def test_a_job_is_an_edit_that_is_fetched_later(tmp_path: Path) -> None:
         result = ended["result"]
         assert base64.b64decode(result["data"][0]["b64_json"]) == picture()
         assert [meta["seed"] for meta in result["maskserve"]] == [7, 8]
-        assert {request["request_id"] for w in workers for request in w.seen} == {
+        assert {request["request_id"] for w in workers for request in w.requests} == {
             f"{name}-0",
             f"{name}-1",
         }
@@ -136,7 +136,7 @@ async def test_a_cancelled_job_leaves_its_worker(tmp_path: Path) -> None:
         for worker in workers:
             worker.hold()
         name = await client.give()
-        await until("it runs", lambda: any(w.seen for w in workers))
+        await until("it runs", lambda: any(w.requests for w in workers))
         status, body, _ = await client.call("DELETE", f"/{name}")
         assert (status, body["status"]) == (200, "cancelled")
         await until("nothing is under way", lambda: not router.admission.edits)
@@ -189,7 +189,7 @@ async def test_a_request_that_comes_twice_is_one_job(tmp_path: Path) -> None:
         status, body, _ = await client.call("POST", "", form(), **{"Idempotency-Key": "ü" * 300})
         assert status == 400
         await client.ended(name)
-        assert sum(len(w.seen) for w in workers) == 1
+        assert sum(len(w.requests) for w in workers) == 1
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def cut(file: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("image", "mask", "settings", "told"),
+    ("image", "mask", "settings", "message"),
     [
         (cut(picture()), mask_of(100, 64), {}, "image: "),
         (b"no picture", mask_of(100, 64), {}, "image: "),
@@ -232,7 +232,7 @@ def cut(file: bytes) -> bytes:
     ],
 )
 async def test_pictures_that_no_edit_takes_are_no_job(
-    tmp_path: Path, image: bytes, mask: bytes, settings: dict[str, Any], told: str
+    tmp_path: Path, image: bytes, mask: bytes, settings: dict[str, Any], message: str
 ) -> None:
     async with jobs(tmp_path) as (_, workers, client):
         form_data = aiohttp.FormData({"prompt": "x"})
@@ -242,9 +242,9 @@ async def test_pictures_that_no_edit_takes_are_no_job(
         form_data.add_field("mask", mask, filename="m.png")
         status, answer, _ = await client.call("POST", "", form_data)
         assert status == 400
-        assert answer["error"]["message"].startswith(told)
+        assert answer["error"]["message"].startswith(message)
         assert (await client.call("GET"))[1]["data"] == []
-        assert not any(w.seen for w in workers)
+        assert not any(w.requests for w in workers)
 
 
 async def test_a_webhook_belongs_to_a_job(tmp_path: Path) -> None:
@@ -327,7 +327,7 @@ async def test_a_router_goes_on_with_a_lost_ones_job(tmp_path: Path) -> None:
         for worker in workers:
             worker.hold()
         name = await client.give()
-        await until("it runs", lambda: any(w.seen for w in workers))
+        await until("it runs", lambda: any(w.requests for w in workers))
         for task in lost._jobs._tasks:  # it renews no lease, and does not notice
             task.cancel()
         config = router_config_of(
@@ -348,8 +348,11 @@ async def test_a_router_goes_on_with_a_lost_ones_job(tmp_path: Path) -> None:
             assert await other_client.ended(name) == ended
             counted = lost.metrics.registry.get_sample_value
             assert not counted("maskserve_jobs_total", {"state": "succeeded"})
-        assert len({request["seed"] for w in workers for request in w.seen}) == 1
-        assert {request["request_id"] for w in workers for request in w.seen} == {name, f"{name}.2"}
+        assert len({request["seed"] for w in workers for request in w.requests}) == 1
+        assert {request["request_id"] for w in workers for request in w.requests} == {
+            name,
+            f"{name}.2",
+        }
 
 
 async def test_a_router_that_was_stopped_takes_no_job_that_it_runs(tmp_path: Path) -> None:
@@ -359,13 +362,13 @@ async def test_a_router_that_was_stopped_takes_no_job_that_it_runs(tmp_path: Pat
         for worker in workers:
             worker.hold()
         names = [await client.give() for _ in range(6)]
-        await until("four run", lambda: sum(len(w.seen) for w in workers) == 4)
+        await until("four run", lambda: sum(len(w.requests) for w in workers) == 4)
         time.sleep(1.5)  # the whole process stands
         await asyncio.sleep(1.0)
         for worker in workers:
             worker.let_go()
         assert {(await client.ended(name))["status"] for name in names} == {"succeeded"}
-        request_ids = [request["request_id"] for w in workers for request in w.seen]
+        request_ids = [request["request_id"] for w in workers for request in w.requests]
         assert sorted(request_ids) == sorted(names)
         await until("its places are free", lambda: router._jobs._runs.places.total == 0)
 
@@ -376,7 +379,7 @@ async def test_a_router_that_was_taken_for_lost_goes_on(tmp_path: Path) -> None:
         for worker in workers:
             worker.hold()
         names = [await client.give() for _ in range(2)]
-        await until("two run", lambda: sum(len(w.seen) for w in workers) == 2)
+        await until("two run", lambda: sum(len(w.requests) for w in workers) == 2)
         store = router._jobs._store
         assert store is not None
         for _ in range(20):  # at any moment between two beats
@@ -386,7 +389,7 @@ async def test_a_router_that_was_taken_for_lost_goes_on(tmp_path: Path) -> None:
         for worker in workers:
             worker.let_go()
         assert {(await client.ended(name))["status"] for name in names} == {"succeeded"}
-        assert len([request for w in workers for request in w.seen]) == 2
+        assert len([request for w in workers for request in w.requests]) == 2
         await until("its places are free", lambda: router._jobs._runs.places.total == 0)
         counted = router.metrics.registry.get_sample_value
         assert counted("maskserve_jobs_total", {"state": "succeeded"}) == 2
@@ -407,7 +410,7 @@ async def test_a_job_outlives_what_fails_in_the_server(tmp_path: Path, text: str
             worker.fails, worker.text = 2, text
         ended = await client.ended(await client.give())
         assert ended["status"] == "succeeded"
-        requests = [request for w in workers for request in w.seen]
+        requests = [request for w in workers for request in w.requests]
         assert len(requests) > 2
         assert len({request["seed"] for request in requests}) == 1
 
@@ -430,9 +433,9 @@ async def test_jobs_that_wait_write_few_lines(
             await client.give()
         await asyncio.sleep(2.0)
         caplog.clear()
-        tried = sum(len(w.seen) for w in workers)
+        tried = sum(len(w.requests) for w in workers)
         await asyncio.sleep(4.0)
-        assert sum(len(w.seen) for w in workers) - tried <= 8
+        assert sum(len(w.requests) for w in workers) - tried <= 8
         assert len(caplog.records) <= 16
 
 
@@ -481,7 +484,7 @@ async def test_a_result_waits_for_a_database_that_is_away(tmp_path: Path) -> Non
         for worker in workers:
             worker.hold()
         name = await client.give()
-        await until("it runs", lambda: any(w.seen for w in workers))
+        await until("it runs", lambda: any(w.requests for w in workers))
         store = router._jobs._store
         assert store is not None
         away = [True]
@@ -498,7 +501,7 @@ async def test_a_result_waits_for_a_database_that_is_away(tmp_path: Path) -> Non
         assert "does not answer" in (await health(client._session, router))["jobs"]
         away[0] = False
         assert (await client.ended(name))["status"] == "succeeded"
-        assert sum(len(w.seen) for w in workers) == 1
+        assert sum(len(w.requests) for w in workers) == 1
 
 
 async def test_postgresql_goes_away_and_comes_back(tmp_path: Path) -> None:
@@ -519,7 +522,7 @@ async def test_postgresql_goes_away_and_comes_back(tmp_path: Path) -> None:
             }
             async with Router(router_config_of(config)) as other_router:
                 names = [await client.give() for _ in range(6)]
-                await until("four run", lambda: sum(len(w.seen) for w in workers) == 4)
+                await until("four run", lambda: sum(len(w.requests) for w in workers) == 4)
                 await asyncio.to_thread(stop, programs, url)
                 assert (await client.call("GET"))[0] == 429
                 for worker in workers:
@@ -530,7 +533,7 @@ async def test_postgresql_goes_away_and_comes_back(tmp_path: Path) -> None:
                 await asyncio.to_thread(start, programs, url)
                 ends = [await client.ended(name) for name in names]
                 assert {end["status"] for end in ends} == {"succeeded"}
-                request_ids = [request["request_id"] for w in workers for request in w.seen]
+                request_ids = [request["request_id"] for w in workers for request in w.requests]
                 assert sorted(request_ids) == sorted(names)
                 await until("all is well", lambda: router._jobs.state == "on")
 
@@ -541,18 +544,18 @@ async def test_a_router_that_stops_leaves_its_jobs_to_the_next(tmp_path: Path) -
         for worker in workers:
             worker.hold()
         name = await client.give()
-        await until("it runs", lambda: any(w.seen for w in workers))
+        await until("it runs", lambda: any(w.requests for w in workers))
         await router.stop()
         async with jobs(tmp_path) as (_, _, other_client):
             assert (await other_client.ended(name))["status"] == "succeeded"
 
 
 @pytest.mark.parametrize(
-    "told", [{"webhook_secret": "whsec_short"}, {"webhook_secret": "x" * 40}, {"lease_s": 0}]
+    "options", [{"webhook_secret": "whsec_short"}, {"webhook_secret": "x" * 40}, {"lease_s": 0}]
 )
-def test_a_wrong_configuration_is_told(told: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(told))):
-        router_config_of({"jobs": told})
+def test_a_wrong_configuration_is_told(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        router_config_of({"jobs": options})
 
 
 async def test_a_database_that_does_not_open_ends_the_start(tmp_path: Path) -> None:
@@ -626,13 +629,13 @@ async def test_the_place_may_stand_in_a_file(tmp_path: Path) -> None:
 
 
 def webhooks(host: Host, *, public: bool = True, **more: Any) -> Webhooks:
-    async def here(name: str, port: int) -> list[str]:
+    async def resolve_here(name: str, port: int) -> list[str]:
         return ["127.0.0.1"]
 
     hosts = (f"hooks.example:{host.port}",)
     return Webhooks(
         JobsConfig(webhook_hosts=hosts, webhook_tries=4, **more),
-        here,
+        resolve_here,
         (lambda _: True) if public else is_public,
         trusted_by(host),
         pause_s=0.001,
@@ -654,11 +657,11 @@ async def test_a_webhook_is_told_until_it_is_taken(tmp_path: Path) -> None:
             router._jobs._webhooks = webhooks(host)
             name = await client.give(form(webhook=f"https://hooks.example:{host.port}/done?x=1"))
             ended = await client.ended(name)
-            await until("it is told", lambda: len(host.asked) == 3)
+            await until("it is told", lambda: len(host.heads) == 3)
             await until("that is known", lambda: not router._jobs._calls.taken)
             _, job_body, _ = await client.call("GET", f"/{name}")
             assert job_body["webhook"]["taken"] is True
-        for head, body in zip(host.asked, host.bodies, strict=True):
+        for head, body in zip(host.heads, host.bodies, strict=True):
             assert head.startswith(b"POST /done?x=1 HTTP/1.1")
             event = Webhook(SECRET).verify(body, headers_of(head))  # the library of its takers
             assert event["type"] == "job.succeeded"
@@ -674,12 +677,12 @@ async def test_a_webhook_that_nobody_takes_is_given_up() -> None:
         host.answer = answer(b"", "500 No")
         url = f"https://hooks.example:{host.port}/"
         assert not await webhooks(host).deliver(url, SECRET, "a", {})
-        assert len(host.asked) == 4
+        assert len(host.heads) == 4
         assert not await webhooks(host, public=False).deliver(url, SECRET, "a", {})
-        assert len(host.asked) == 4  # a private address is not asked
+        assert len(host.heads) == 4  # a private address is not asked
         host.answer = answer(b"", "410 Gone")
         assert not await webhooks(host).deliver(url, SECRET, "a", {})
-        assert len(host.asked) == 5
+        assert len(host.heads) == 5
         host.silent = True
         assert not await webhooks(host, webhook_timeout_s=0.1).deliver(url, SECRET, "a", {})
     assert not await webhooks(host).deliver(url, SECRET, "a", {})  # nobody is there
@@ -701,7 +704,7 @@ async def test_a_call_that_drips_is_bounded_as_a_whole(drips: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "secret", "told"),
+    ("url", "secret", "message"),
     [
         ("http://hooks.example/", SECRET, "is not an https URL"),
         ("https://169.254.169.254/", SECRET, "host that is not listed"),
@@ -711,9 +714,9 @@ async def test_a_call_that_drips_is_bounded_as_a_whole(drips: bytes) -> None:
         ("https://hooks.example/", "", "no webhook_secret"),
     ],
 )
-def test_webhooks_that_are_not_told(url: str, secret: str, told: str) -> None:
+def test_webhooks_that_are_not_told(url: str, secret: str, message: str) -> None:
     listed = Webhooks(JobsConfig(webhook_hosts=("hooks.example",)))
-    with pytest.raises(InvalidRequest, match=told):
+    with pytest.raises(InvalidRequest, match=message):
         listed.check(url, secret)
 
 

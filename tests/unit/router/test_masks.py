@@ -39,13 +39,13 @@ class Pool:
 
     def __init__(self, *models: str, fails: str = "") -> None:
         self.models, self.fails = models, fails
-        self.asked: list[Task] = []
+        self.tasks: list[Task] = []
 
     async def records(self, client: Any) -> dict[str, Any]:
         return {"gone": None, "there": {"models": [{"name": name} for name in self.models]}}
 
     async def call(self, task: Task, client: KeyHolder) -> NodeAnswer:
-        self.asked.append(task)
+        self.tasks.append(task)
         if self.fails:
             raise Failure(grpc.StatusCode.INVALID_ARGUMENT, self.fails)
         verdict = {} if task.call.node == "find" else {"verdict": Judgement(0.75, passed=True)}
@@ -75,14 +75,14 @@ async def test_words_are_found_and_clicks_segmented() -> None:
     clicked = MaskFrom(points=((3.0, 4.0, 1),), box=(0.0, 0.0, 9.0, 9.0))
     mask_result = await finder(pool).find(b"picture", clicked, CLIENT)
     assert (mask_result.mask, mask_result.score) == (b"a mask", 0.75)
-    words, places = pool.asked
+    words, places = pool.tasks
     assert words.inputs == {"picture": b"picture", "name": "the car"}
     assert places.call.node == "segment"
     assert json.loads(json.dumps(places.call.settings)) == PLACES
 
 
 @pytest.mark.parametrize(
-    ("asked", "told"),
+    ("mask_source", "reason"),
     [
         ({}, "names nothing"),
         ({"text": "a", "box": [0, 0, 9, 9]}, "names a thing in two ways"),
@@ -96,15 +96,15 @@ async def test_words_are_found_and_clicks_segmented() -> None:
         ({"box": "all"}, r"box: 'all' is not a list; accepted: \[left, top, right, bottom\]"),
     ],
 )
-async def test_what_names_nothing_is_refused(asked: dict[str, Any], told: str) -> None:
-    message = request(mask_from=asked)
-    with pytest.raises(InvalidRequest, match=rf"SETTINGS\.mask_from.*{told}"):
+async def test_what_names_nothing_is_refused(mask_source: dict[str, Any], reason: str) -> None:
+    message = request(mask_from=mask_source)
+    with pytest.raises(InvalidRequest, match=rf"SETTINGS\.mask_from.*{reason}"):
         await finder(Pool("segment")).filled_in(message, CLIENT)
     assert inputs(message)["MASK"] == b""
 
 
 @pytest.mark.parametrize(
-    ("fields", "files", "told"),
+    ("fields", "files", "message"),
     [
         ({}, ["image"], "text: names nothing"),
         ({"box": "[0, 0, 9]"}, ["image"], "box: has 3 numbers"),
@@ -120,7 +120,7 @@ async def test_what_names_nothing_is_refused(asked: dict[str, Any], told: str) -
     ],
 )
 async def test_the_door_of_masks_names_its_own_fields(
-    fields: dict[str, str], files: list[str], told: str
+    fields: dict[str, str], files: list[str], message: str
 ) -> None:
     """A box of text was an internal error, and names of others' fields were told."""
     async with cluster() as (router, _), aiohttp.ClientSession() as session:
@@ -131,8 +131,8 @@ async def test_the_door_of_masks_names_its_own_fields(
         async with session.post(url, data=form) as refused:
             error = (await refused.json())["error"]
         assert refused.status == 400
-        assert error["message"].startswith(told)
-        assert error["param"] == told.partition(":")[0]
+        assert error["message"].startswith(message)
+        assert error["param"] == message.partition(":")[0]
 
 
 async def test_a_node_s_refusal_names_the_setting() -> None:
@@ -163,16 +163,16 @@ async def test_other_edits_stay_as_they_are() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("options", "message"),
     [
         ({"mask": b"m"}, "combined with MASK"),
         ({"image": b""}, "without IMAGE"),
         ({"mask_mode": "alpha"}, "is alpha, which cannot be combined with mask_from"),
     ],
 )
-async def test_what_does_not_go_with_it_is_refused(given: dict[str, Any], told: str) -> None:
-    with pytest.raises(InvalidRequest, match=told):
-        await finder(Pool("segment")).filled_in(request(**given, mask_from=PLACES), CLIENT)
+async def test_what_does_not_go_with_it_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        await finder(Pool("segment")).filled_in(request(**options, mask_from=PLACES), CLIENT)
 
 
 async def test_a_client_that_leaves_ends_the_call() -> None:

@@ -124,7 +124,7 @@ def test_images_reach_workers_as_they_were_sent(name: str, first: bool):
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ('{"op": "register", "image": "%s", "image": "A"}', "OP.image|twice|OP"),
         ('{"op": "evict", "image": "%s"}', "OP.image: is not a key of evict"),
@@ -134,8 +134,8 @@ def test_images_reach_workers_as_they_were_sent(name: str, first: bool):
         ('{"op": "register", "image": "%s', "not valid JSON"),
     ],
 )
-def test_long_texts_that_are_no_image_are_refused(text: str, told: str):
-    with pytest.raises(InvalidRequest, match=told):
+def test_long_texts_that_are_no_image_are_refused(text: str, message: str):
+    with pytest.raises(InvalidRequest, match=message):
         read_operation(memoryview((text % IMAGE).encode()))
 
 

@@ -32,7 +32,7 @@ sys.meta_path.insert(0, Missing())
 
 
 def started(tables: dict[str, object], before: str = "", state: Path | None = None) -> str:
-    """What a process prints that builds a router of this configuration."""
+    """The output of a process that builds a router of this configuration."""
     script = _START.format(before=before, tables=tables)
     environment = {"PYTHONPATH": ":".join(filter(None, sys.path)), "HOME": str(state or "/")}
     run = subprocess.run(

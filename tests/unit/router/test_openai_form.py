@@ -33,8 +33,8 @@ Part = tuple[str, bytes | str]
 PICTURE: Part = ("image", b"\x89PNG picture")
 
 
-async def now(work: Any, *given: Any) -> Any:
-    return work(*given)
+async def now(work: Any, *args: Any) -> Any:
+    return work(*args)
 
 
 async def picture(field: str, url: str) -> bytes:
@@ -125,7 +125,7 @@ async def test_a_list_of_numbers_comes_as_sdks_send_it_or_as_json():
 
 
 @pytest.mark.parametrize(
-    ("asked", "anchor", "margins"),
+    ("size", "anchor", "margins"),
     [
         ("64x48", "center", [0, 0, 0, 0]),
         ("100x49", "center", [18, 0, 18, 1]),
@@ -134,18 +134,18 @@ async def test_a_list_of_numbers_comes_as_sdks_send_it_or_as_json():
         ("100x60", "right", [36, 6, 0, 6]),
     ],
 )
-def test_a_larger_size_is_what_the_picture_grows_by(asked: str, anchor: str, margins: list[int]):
-    assert _margins(asked, (48, 64), anchor) == margins
+def test_a_larger_size_is_what_the_picture_grows_by(size: str, anchor: str, margins: list[int]):
+    assert _margins(size, (48, 64), anchor) == margins
 
 
-@pytest.mark.parametrize("asked", ["63x48", "64x47", "0x0", "64", "64x48x3", "-64x48", "9" * 400])
-def test_a_smaller_size_or_none_is_refused(asked: str):
+@pytest.mark.parametrize("size", ["63x48", "64x47", "0x0", "64", "64x48x3", "-64x48", "9" * 400])
+def test_a_smaller_size_or_none_is_refused(size: str):
     with pytest.raises(InvalidRequest, match=r"size: is .*accepted: auto, 64x48, or larger"):
-        _margins(asked, (48, 64), "center")
+        _margins(size, (48, 64), "center")
 
 
 @pytest.mark.parametrize(
-    ("parts", "told"),
+    ("parts", "message"),
     [
         ([("prompt", "x")], "image: is missing"),
         ([PICTURE], "prompt: is missing"),
@@ -174,8 +174,8 @@ def test_a_smaller_size_or_none_is_refused(asked: str):
         ([PICTURE, ("prompt", "x" * 300_000)], "body: .*maximum size"),
     ],
 )
-async def test_what_cannot_be_done_is_refused_by_its_field(parts: list[Part], told: str):
-    with pytest.raises(InvalidRequest, match=told):
+async def test_what_cannot_be_done_is_refused_by_its_field(parts: list[Part], message: str):
+    with pytest.raises(InvalidRequest, match=message):
         await form_of(*parts)
 
 
@@ -301,12 +301,12 @@ def as_sdks_send(name: str, value: Any) -> list[Part]:
     return [(name, json.dumps(value) if not isinstance(value, str) else value)]
 
 
-@pytest.mark.parametrize("asked", [CLICKS, {"text": "a red car"}, {"box": [1, 2, 3, 4]}])
-async def test_an_object_of_a_form_is_one(asked: dict[str, Any]):
-    parts = as_sdks_send("mask_from", asked)
+@pytest.mark.parametrize("mask_source", [CLICKS, {"text": "a red car"}, {"box": [1, 2, 3, 4]}])
+async def test_an_object_of_a_form_is_one(mask_source: dict[str, Any]):
+    parts = as_sdks_send("mask_from", mask_source)
     form = await form_of(PICTURE, ("prompt", "x"), *parts)
-    assert form.settings == {"mask_from": asked}
-    written = await form_of(PICTURE, ("prompt", "x"), ("mask_from", json.dumps(asked)))
+    assert form.settings == {"mask_from": mask_source}
+    written = await form_of(PICTURE, ("prompt", "x"), ("mask_from", json.dumps(mask_source)))
     assert written.settings == form.settings
 
 

@@ -139,7 +139,7 @@ async def test_an_edits_pictures_are_put_there(tmp_path: Path) -> None:
         # Named by an id of ours: a proxy's may be of many requests.
         assert re.fullmatch(re.escape(prefix) + r"[0-9a-f]{32}-0\.png", first)
         assert second == first.replace("-0.png", "-1.png")
-        edit_count = sum(len(worker.seen) for worker in workers)
+        edit_count = sum(len(worker.requests) for worker in workers)
         for refused in (
             {"output_url": f"file://{tmp_path}/a.png"},
             {"output_url": f"{prefix}a.png", "n": 2},
@@ -147,4 +147,4 @@ async def test_an_edits_pictures_are_put_there(tmp_path: Path) -> None:
         ):
             status, body = await edit(**refused)
             assert (status, body["error"]["param"]) == (400, "output_url")
-        assert sum(len(worker.seen) for worker in workers) == edit_count
+        assert sum(len(worker.requests) for worker in workers) == edit_count

@@ -40,7 +40,7 @@ async def test_a_deadline_that_cannot_be_met_is_refused_at_once():
         assert never.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         assert re.search(r"it takes about [1-9]\d+ ms", never.value.details() or "")
         await call(edit(active=4096, deadline_ms=10_000))
-        assert sum(len(worker.seen) for worker in workers) == 1
+        assert sum(len(worker.requests) for worker in workers) == 1
 
 
 async def test_an_edit_that_has_its_picture_primed_is_not_judged_as_one_without_a_template():
@@ -62,7 +62,7 @@ async def test_a_deadline_that_cannot_be_met_now_is_refused_until_later():
         for worker in workers:
             worker.hold()
         pending = [asyncio.ensure_future(call(edit(active=4096))) for _ in range(8)]
-        await until("they are sent", lambda: sum(len(w.seen) for w in workers) == 8)
+        await until("they are sent", lambda: sum(len(w.requests) for w in workers) == 8)
         alone_s = workers_alone_s(router)
         with pytest.raises(
             grpc.aio.AioRpcError, match=r"deadline_ms: the edit would take"
@@ -95,7 +95,7 @@ async def test_a_deadline_is_judged_by_the_soonest_place_where_none_is_free(orde
         for worker in workers:
             worker.hold()
         pending = [asyncio.ensure_future(call(edit(active=4096))) for _ in workers]
-        await until("they are sent", lambda: sum(len(w.seen) for w in workers) == 2)
+        await until("they are sent", lambda: sum(len(w.requests) for w in workers) == 2)
         alone_ms = 1e3 * workers_alone_s(router)  # half as much again is allowed for
 
         async def told_at_once(deadline_ms: float) -> None:
@@ -126,7 +126,7 @@ async def test_a_deadline_is_judged_by_the_soonest_place_where_none_is_free(orde
 
 
 def workers_alone_s(router: Router) -> float:
-    """What the soonest of idle workers would take for an edit of all tokens."""
+    """Seconds of the fastest idle worker for an edit of all tokens."""
     now_s = time.monotonic()
     whole_edit = Edit(28, 4096, 4096, model="flux")
     return min(worker.least_s(whole_edit, now_s, alone=True) for worker in router.pool.ready())
@@ -145,10 +145,10 @@ async def test_an_elastic_edit_is_refused_by_what_its_level_takes():
         for settings in ({"deadline_ms": deadline_ms}, {**elastic, "reuse_floor": 45.0}):
             with pytest.raises(grpc.aio.AioRpcError, match="are too short for this edit"):
                 await call(edit(active=4096, **settings))
-        assert not any(worker.seen for worker in workers)
+        assert not any(worker.requests for worker in workers)
         with suppress(grpc.aio.AioRpcError):  # the emulated worker leaves nothing out, and is late
             await call(edit(active=4096, **elastic, reuse_floor=30.0))
-        assert sum(len(worker.seen) for worker in workers) == 1
+        assert sum(len(worker.requests) for worker in workers) == 1
 
 
 async def test_overload_is_refused_and_every_edit_is_answered():
@@ -171,7 +171,7 @@ async def test_two_edits_of_one_request_id_are_not_under_way_together():
         for worker in workers:
             worker.hold()
         first = asyncio.ensure_future(call(edit(request_id="same")))
-        await until("it is under way", lambda: any(worker.seen for worker in workers))
+        await until("it is under way", lambda: any(worker.requests for worker in workers))
         with pytest.raises(grpc.aio.AioRpcError, match="in flight"):
             await call(edit(request_id="same"))
         for worker in workers:
@@ -237,7 +237,7 @@ async def test_the_model_that_settings_name_chooses_among_workers():
     async with cluster(models=("one", "two")) as (router, workers), calling(router) as call:
         for _ in range(3):
             await call(edit(model="two"))
-        assert [len(worker.seen) for worker in workers] == [0, 3]
+        assert [len(worker.requests) for worker in workers] == [0, 3]
         with pytest.raises(grpc.aio.AioRpcError, match="is not served here; accepted: one, two"):
             await call(edit(model="three"))
         with pytest.raises(grpc.aio.AioRpcError, match=r"SETTINGS\.model: is needed"):
@@ -245,12 +245,12 @@ async def test_the_model_that_settings_name_chooses_among_workers():
     async with cluster(models=("one", "odd", "one")) as (router, workers), calling(router) as call:
         for _ in range(3):
             await call(edit())
-        assert not workers[1].seen
+        assert not workers[1].requests
     routing = {"default_model": "one"}
     running = cluster(models=("one", "two"), routing=routing)
     async with running as (router, workers), calling(router) as call:
         await call(edit())
-        assert [len(worker.seen) for worker in workers] == [1, 0]
+        assert [len(worker.requests) for worker in workers] == [1, 0]
 
 
 async def test_http_says_how_things_stand_by_its_status():
@@ -319,11 +319,16 @@ async def test_grpcs_own_health_check_follows_the_workers():
         assert (await check(health_pb2.HealthCheckRequest())).status == states.NOT_SERVING
 
 
-@pytest.mark.parametrize("taken", ["http_port", "grpc_port"])
-async def test_a_port_that_is_taken_is_said_in_a_sentence(taken):
+@pytest.mark.parametrize("busy_port", ["http_port", "grpc_port"])
+async def test_a_port_that_is_taken_is_said_in_a_sentence(busy_port):
     """That of gRPC was had as a router was made, and refused by a stack trace."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        ports = {"http_port": 0, "grpc_port": 0, "admin_port": 0, taken: listener.getsockname()[1]}
+        ports = {
+            "http_port": 0,
+            "grpc_port": 0,
+            "admin_port": 0,
+            busy_port: listener.getsockname()[1],
+        }
         config = {"listen": {"host": "127.0.0.1", **ports}, "workers": {"addresses": ["w:9"]}}
         router = Router(router_config_of(config))
         with pytest.raises(OSError, match=r"gRPC cannot listen at 127\.0\.0\.1:|in use"):
@@ -346,7 +351,7 @@ async def test_routers_side_by_side_see_each_others_edits():
             )
             async with calling(other_router) as elsewhere:
                 await elsewhere(edit())
-            assert [len(worker.seen) for worker in workers] == [1, 1]
+            assert [len(worker.requests) for worker in workers] == [1, 1]
             await pending
 
 

@@ -64,7 +64,7 @@ async def test_a_keys_adapters_are_not_there_for_others():
         for worker in workers:
             worker.adapters = listed
 
-        async def asked(key: str, request: bytes) -> Any:
+        async def ask(key: str, request: bytes) -> Any:
             async with calling(router) as call:
                 return await call(request, metadata=(("x-api-key", key),))
 
@@ -77,7 +77,7 @@ async def test_a_keys_adapters_are_not_there_for_others():
             "shop": ["plain", "studio-shared"],
             "root": ["plain", "studio-a", "studio-shared"],
         }.items():
-            answer = named(await asked(key, control_request("adapters")))
+            answer = named(await ask(key, control_request("adapters")))
             assert [adapter["name"] for adapter in answer["adapters"]] == visible_names
             for name in ("plain", "studio-a", "studio-shared"):
                 for request in (
@@ -85,10 +85,10 @@ async def test_a_keys_adapters_are_not_there_for_others():
                     control_request("adapter_check", name=name),
                 ):
                     if name in visible_names:
-                        await asked(key, request)
+                        await ask(key, request)
                         continue
                     with pytest.raises(grpc.aio.AioRpcError, match=f"there is no adapter {name}"):
-                        await asked(key, request)
+                        await ask(key, request)
 
 
 async def test_a_plain_key_is_not_told_where_workers_and_node_servers_are():

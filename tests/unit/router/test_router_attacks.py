@@ -1,4 +1,4 @@
-"""What one client cannot do to the others by what it sends: to workers, to the loop, to places."""
+"""Requests of one client do not hurt others: neither workers, nor the loop, nor places."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ async def test_a_message_that_was_refused_is_kept_by_nobody(
     """
 
     class Large:
-        """What has come of the message when it is refused."""
+        """The parsed message of a refused request."""
 
     large_refs: list[weakref.ref[Large]] = []
 
@@ -181,7 +181,7 @@ async def test_a_header_too_long_for_workers_ejects_none():
                 async with session.post("/v2/models/edit/infer", data=body, headers=more) as answer:
                     assert answer.status == 200, await answer.text()
         assert not ejected(router)
-        assert sum(len(worker.seen) for worker in workers) == 12
+        assert sum(len(worker.requests) for worker in workers) == 12
         assert not any(
             name.startswith("x-")
             for w in workers
@@ -231,7 +231,7 @@ async def test_such_headers_are_400(headers: dict[str, str]):
             more = {**edit_headers, "Inference-Header-Content-Length": length}
             async with session.post("/v2/models/edit/infer", data=body, headers=more) as answer:
                 assert answer.status == 400, await answer.text()
-        assert not any(worker.seen for worker in workers)
+        assert not any(worker.requests for worker in workers)
 
 
 @pytest.mark.parametrize(
@@ -346,9 +346,9 @@ async def test_large_bodies_are_parsed_in_threads(monkeypatch: pytest.MonkeyPatc
     on_main_thread: list[bool] = []
     parse = http_inference.infer_request
 
-    def watched(*given: Any) -> Any:
+    def watched(*args: Any) -> Any:
         on_main_thread.append(threading.current_thread() is threading.main_thread())
-        return parse(*given)
+        return parse(*args)
 
     monkeypatch.setattr(http_inference, "infer_request", watched)
     async with cluster() as (router, _), aiohttp.ClientSession(url_of(router)) as session:
@@ -378,7 +378,7 @@ def test_json_of_millions_of_parts_is_refused_before_it_is_parsed(name: str):
 
 
 @pytest.mark.parametrize(
-    ("raw", "told"),
+    ("raw", "message"),
     [
         (b"\x32\x00" * 10**6, "over 1024 fields"),
         (b"\x2a\x82\x80\x04" + b"\x1a\x00" * 2**15 + b"\x1a\x00", "over 1024 fields"),
@@ -390,9 +390,9 @@ def test_json_of_millions_of_parts_is_refused_before_it_is_parsed(name: str):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_messages_of_millions_of_parts_are_refused_before_they_are_parsed(raw: bytes, told: str):
+def test_messages_of_millions_of_parts_are_refused_before_they_are_parsed(raw: bytes, message: str):
     """40 MiB of empty outputs took 4 s and 4 GB."""
-    with pytest.raises(InvalidRequest, match=told):
+    with pytest.raises(InvalidRequest, match=message):
         parse_request(raw)
     assert parse_request(edit()).head.model_name == "edit"
 
@@ -473,7 +473,7 @@ async def test_compressed_messages_are_refused_before_they_are_inflated():
             with pytest.raises(grpc.aio.AioRpcError) as refusal:
                 await channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")(edit())
         assert refusal.value.code() is grpc.StatusCode.UNIMPLEMENTED
-        assert not workers[0].seen
+        assert not workers[0].requests
 
 
 SERVED = Served(1024, 16, 28, True)
@@ -544,7 +544,7 @@ async def test_a_connection_with_a_request_under_way_does_not_give_way():
             under_way = asyncio.create_task(
                 session.post("/v2/models/edit/infer", data=body, headers=headers)
             )
-            await until("a worker has it", lambda: any(worker.seen for worker in workers))
+            await until("a worker has it", lambda: any(worker.requests for worker in workers))
             async with idle(router.http.port, 20):
                 for worker in workers:
                     worker.let_go()
@@ -624,7 +624,7 @@ async def test_an_attempt_ends_at_the_workers_last_message(monkeypatch: pytest.M
             worker._answer = bytes(8 * MIB)
             worker.progress = 40
         async with unread(router, 12):
-            await until("all are sent", lambda: sum(len(w.seen) for w in workers) == 12)
+            await until("all are sent", lambda: sum(len(w.requests) for w in workers) == 12)
             await until("no worker holds one", lambda: at_workers(router) == 0)
             assert router.admission.edits > 0
             assert router.admission.bytes > 8 * MIB
@@ -647,7 +647,7 @@ async def test_who_does_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch):
         _, writer = await asyncio.open_connection("127.0.0.1", router.http.port, limit=1024)
         writer.write(http_edit())
         async with unread(router, 4):
-            await until("all are sent", lambda: sum(len(w.seen) for w in workers) == 5)
+            await until("all are sent", lambda: sum(len(w.requests) for w in workers) == 5)
             await until("they are given up", lambda: router.admission.edits == 0)
             await until("nothing is held", lambda: router.admission.bytes == 0)
         await until("the connection is closed", lambda: not router.http.server_state.connections)
@@ -686,11 +686,11 @@ async def test_large_answers_are_written_off_the_loop(monkeypatch: pytest.Monkey
     def watch(module: Any, name: str) -> None:
         real = getattr(module, name)
 
-        def seen(*given: Any) -> Any:
+        def record_thread(*args: Any) -> Any:
             threads[name] = threading.current_thread()
-            return real(*given)
+            return real(*args)
 
-        monkeypatch.setattr(module, name, seen)
+        monkeypatch.setattr(module, name, record_thread)
 
     answer = pb.ModelInferResponse(model_name="edit")
     bytes_tensor.add_output(answer, "IMAGE", [b"x" * MIB])

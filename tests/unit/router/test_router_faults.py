@@ -1,4 +1,4 @@
-"""What a router does about workers that fail, fall silent or come back, and about cancels."""
+"""Routers and workers that fail, fall silent or come back, and cancels."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ async def test_an_edit_that_a_worker_fails_is_done_by_another_with_the_same_seed
             worker.fails = 1
         with pytest.raises(grpc.aio.AioRpcError, match="ENGINE_FAILED"):
             await call(edit())  # both failed it: one retry, and no more
-        assert [len(worker.seen) for worker in workers] == [1, 1]
+        assert [len(worker.requests) for worker in workers] == [1, 1]
         first_request, second_request = sorted(
-            (worker.seen[0] for worker in workers), key=lambda e: e["request_id"]
+            (worker.requests[0] for worker in workers), key=lambda e: e["request_id"]
         )
         assert second_request == {**first_request, "request_id": f"{first_request['request_id']}~2"}
         workers[0].fails = 1
@@ -51,7 +51,7 @@ async def test_what_is_tried_again(status: grpc.StatusCode, text: str, tries: in
         with pytest.raises(grpc.aio.AioRpcError) as failed:
             await call(edit())
         assert failed.value.code() is status
-        assert sum(len(worker.seen) for worker in workers) == tries
+        assert sum(len(worker.requests) for worker in workers) == tries
 
 
 def of_result() -> bytes:
@@ -65,12 +65,12 @@ async def test_edits_of_a_kept_result_go_to_the_worker_that_made_it():
         first.draining = True  # it would be taken otherwise, where all are idle
         await call(edit(keep_result=True))
         first.draining = False
-        (home,) = [worker for worker in workers if worker.seen]
+        (home,) = [worker for worker in workers if worker.requests]
         for worker in workers:
-            worker.lacks = None if worker is home else RESULT_ID
+            worker.missing = None if worker is home else RESULT_ID
         for _ in range(5):
             await call(of_result())
-        assert [len(worker.seen) for worker in workers if worker is not home] == [0, 0, 0]
+        assert [len(worker.requests) for worker in workers if worker is not home] == [0, 0, 0]
 
 
 async def test_edits_of_a_kept_result_go_to_any_worker_of_the_host_that_has_it():
@@ -83,11 +83,11 @@ async def test_edits_of_a_kept_result_go_to_any_worker_of_the_host_that_has_it()
         await call(edit(keep_result=True))
         places[2].draining = False
         for worker in workers:
-            worker.seen.clear()
+            worker.requests.clear()
             worker.hold()
         calls = [asyncio.ensure_future(call(of_result())) for _ in range(4)]
-        await until("all have come", lambda: sum(len(worker.seen) for worker in workers) == 4)
-        assert [len(worker.seen) for worker in workers] == [2, 2, 0]
+        await until("all have come", lambda: sum(len(worker.requests) for worker in workers) == 4)
+        assert [len(worker.requests) for worker in workers] == [2, 2, 0]
         for worker in workers:
             worker.let_go()
         await asyncio.gather(*calls)
@@ -99,12 +99,12 @@ async def test_a_result_that_is_registered_or_evicted_has_no_home():
         first.draining = True  # it would be taken otherwise, where all are idle
         await call(edit(keep_result=True))
         first.draining = False
-        (other_worker,) = [worker for worker in workers if not worker.seen]
+        (other_worker,) = [worker for worker in workers if not worker.requests]
         await call(control_request("evict", template_id=RESULT_ID))
         for worker in workers:
             worker.hold()
         calls = [asyncio.ensure_future(call(of_result())) for _ in range(4)]
-        await until("both workers have some", lambda: len(other_worker.seen) > 0)
+        await until("both workers have some", lambda: len(other_worker.requests) > 0)
         for worker in workers:
             worker.let_go()
         await asyncio.gather(*calls)
@@ -113,25 +113,25 @@ async def test_a_result_that_is_registered_or_evicted_has_no_home():
 async def test_a_router_that_did_not_see_it_made_finds_a_result_once():
     async with cluster(models=("flux",) * 4) as (router, workers), calling(router) as call:
         for worker in workers[:3]:
-            worker.lacks = RESULT_ID
+            worker.missing = RESULT_ID
         for _ in range(4):
             await call(of_result())
-        assert len(workers[3].seen) == 4
-        assert max(len(worker.seen) for worker in workers[:3]) <= 1
+        assert len(workers[3].requests) == 4
+        assert max(len(worker.requests) for worker in workers[:3]) <= 1
 
 
 async def test_a_result_whose_worker_takes_no_edits_is_asked_of_the_others():
     async with cluster() as (router, workers), calling(router) as call:
         await call(edit(keep_result=True))
-        (home,) = [worker for worker in workers if worker.seen]
+        (home,) = [worker for worker in workers if worker.requests]
         (other_worker,) = [worker for worker in workers if worker is not home]
         router.pool.workers[home.address].draining = True
         await call(of_result())
-        assert len(other_worker.seen) == 1
+        assert len(other_worker.requests) == 1
         router.pool.workers[home.address].draining = False
-        home.lacks = RESULT_ID  # it has expired there
+        home.missing = RESULT_ID  # it has expired there
         await call(of_result())
-        assert len(other_worker.seen) == 2
+        assert len(other_worker.requests) == 2
 
 
 async def test_retries_stop_at_their_budget():
@@ -141,7 +141,7 @@ async def test_retries_stop_at_their_budget():
             worker.fails = 1
         with pytest.raises(grpc.aio.AioRpcError):
             await call(edit())
-        assert sum(len(worker.seen) for worker in workers) == 1
+        assert sum(len(worker.requests) for worker in workers) == 1
 
 
 async def test_a_worker_that_keeps_failing_is_ejected_and_comes_back():
@@ -156,7 +156,7 @@ async def test_a_worker_that_keeps_failing_is_ejected_and_comes_back():
         assert bad.breaker.ejected
         for _ in range(4):
             await call(edit())
-        assert len(workers[0].seen) == 2
+        assert len(workers[0].requests) == 2
         bad.breaker._until = time.monotonic()  # a minute later
         for _ in range(4):
             await call(edit())
@@ -188,12 +188,12 @@ async def test_an_edit_waits_for_a_worker_that_is_late_to_say_it_is_ready():
         second_worker.up = False
         pending = asyncio.ensure_future(call(edit()))
         await until(
-            "the first one has failed it", lambda: workers[0].seen and not first_worker.sent
+            "the first one has failed it", lambda: workers[0].requests and not first_worker.sent
         )
         assert not pending.done()
         workers[1].thaw()
         await asyncio.wait_for(pending, 10)
-        assert [len(worker.seen) for worker in workers] == [1, 1]
+        assert [len(worker.requests) for worker in workers] == [1, 1]
 
 
 async def test_what_no_worker_takes_in_time_fails_as_its_worker_failed_it():
@@ -214,12 +214,12 @@ async def test_an_edit_goes_back_to_its_worker_once_that_has_come_back():
         workers[0].keeps_ids = True
         pending = asyncio.ensure_future(call(edit(active=4096)))
         (worker,) = router.pool.workers.values()
-        await until("it runs", lambda: workers[0].seen)
+        await until("it runs", lambda: workers[0].requests)
         workers[0].freeze()
         await until("it is given up", lambda: not worker.up)
         workers[0].thaw()
         await asyncio.wait_for(pending, 30)
-        names = [request["request_id"] for request in workers[0].seen]
+        names = [request["request_id"] for request in workers[0].requests]
         assert names == [names[0], f"{names[0]}~2"]
 
 
@@ -241,7 +241,7 @@ async def test_an_edit_is_cancelled_wherever_it_is(where: str):
         with pytest.raises(grpc.aio.AioRpcError, match=r"\[CANCELLED\]") as cancelled:
             await pending[name]
         assert cancelled.value.code() is grpc.StatusCode.CANCELLED
-        await until("its row is free", lambda: name not in workers[0].held())
+        await until("its row is free", lambda: name not in workers[0].edit_ids())
         assert b'{"cancelled":false}' in await call(cancel)
         for call_task in pending.values():
             call_task.cancel()

@@ -14,7 +14,7 @@ from tests.support.router import FAST, cluster, http_edit, until
 INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
-async def _asked(router: Router, request: bytes) -> tuple[asyncio.StreamReader, Any]:
+async def _send(router: Router, request: bytes) -> tuple[asyncio.StreamReader, Any]:
     reader, writer = await asyncio.open_connection("127.0.0.1", router.http.port)
     writer.write(request)
     await writer.drain()
@@ -26,7 +26,7 @@ async def _asked(router: Router, request: bytes) -> tuple[asyncio.StreamReader, 
 async def test_a_client_that_shuts_its_sending_side_gets_its_answer(version: str):
     async with cluster(FAST, ("flux",)) as (router, workers):
         workers[0].hold()
-        reader, writer = await _asked(router, http_edit(version=version))
+        reader, writer = await _send(router, http_edit(version=version))
         writer.write_eof()
         if version == "1.1":
             interim_bytes = await asyncio.wait_for(reader.readexactly(2 * len(INTERIM)), 10)
@@ -46,7 +46,7 @@ async def test_a_client_that_shuts_its_sending_side_gets_its_answer(version: str
 async def test_requests_in_a_row_are_all_answered():
     async with cluster(FAST, ("flux",)) as (router, workers):
         workers[0].hold()
-        reader, writer = await _asked(router, http_edit() * 3)
+        reader, writer = await _send(router, http_edit() * 3)
         writer.write_eof()
         await asyncio.sleep(0.2)
         workers[0].let_go()
@@ -59,7 +59,7 @@ async def test_requests_in_a_row_are_all_answered():
 async def test_a_client_that_has_left_cancels_its_edit(first: str):
     async with cluster(FAST, ("flux",)) as (router, workers):
         workers[0].hold()
-        _, writer = await _asked(router, http_edit())
+        _, writer = await _send(router, http_edit())
         if first == "half-closes and leaves":
             writer.write_eof()
             await asyncio.sleep(0.2)

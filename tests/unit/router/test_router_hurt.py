@@ -1,4 +1,4 @@
-"""What clients and workers cannot do to a router: attacks, and what they cost."""
+"""Attacks of clients and workers on a router, and their cost."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ async def test_requests_that_no_worker_takes_eject_no_worker():
         assert len(answers) == 36
         assert all("[INVALID_REQUEST]" in answer.error_message for answer in answers)
         assert not any(w.breaker.ejected for w in router.pool.workers.values())
-        assert sum(len(worker.seen) for worker in workers) == 0
+        assert sum(len(worker.requests) for worker in workers) == 0
 
 
 async def test_control_passes_the_check_of_tensors():
@@ -185,7 +185,7 @@ async def test_a_worker_whose_record_is_bad_is_down_and_others_serve():
         await until("it is down", lambda: len(router.pool.up()) == 1)
         for _ in range(4):
             await call(edit())
-        assert [len(worker.seen) for worker in workers] == [0, 4]
+        assert [len(worker.requests) for worker in workers] == [0, 4]
 
 
 @pytest.mark.parametrize("answer", [b"", b"\xff\xff", b"\x0a\x04edit"])
@@ -196,14 +196,14 @@ async def test_an_answer_without_its_outputs_is_a_failure_of_the_worker(answer: 
             for _ in range(4):
                 response = pb.ModelInferResponse.FromString(await call(edit()))
                 assert {output.name for output in response.outputs} == {"IMAGE", "META"}
-        assert len(workers[1].seen) == 4
+        assert len(workers[1].requests) == 4
 
 
 HEAD = b"POST /v2/models/edit/infer HTTP/1.1\r\nHost: x\r\n"
 
 
 async def _sent(port: int, parts: list[bytes], limit: int = 2**20) -> tuple[bytes, int]:
-    """What a connection answers to these parts, and how many bytes it took of them."""
+    """The answer of a connection to these parts, and how many of their bytes it took."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     sent_bytes = 0
     with suppress(ConnectionError):
@@ -272,10 +272,10 @@ async def test_a_worker_that_tells_its_status_and_does_nothing_loses_its_edits()
         workers[0].hold()
         workers[1].hold()
         edits = [asyncio.ensure_future(call(edit())) for _ in range(2)]
-        await until("both have one", lambda: all(worker.seen for worker in workers))
+        await until("both have one", lambda: all(worker.requests for worker in workers))
         workers[1].let_go()
         await asyncio.wait_for(asyncio.gather(*edits), 10)
-        assert len(workers[1].seen) == 2
+        assert len(workers[1].requests) == 2
         workers[0].let_go()
 
 

@@ -14,7 +14,7 @@ from maskserve_router.router import Router
 from tests.support.router import Faulty, calling, cluster, control_request, picture, until
 
 
-async def told(router: Router, op: str, **fields: str) -> dict[str, Any]:
+async def control(router: Router, op: str, **fields: str) -> dict[str, Any]:
     async with calling(router) as call:
         answer = pb.ModelInferResponse.FromString(await call(control_request(op, **fields)))
     result: dict[str, Any] = json.loads(answer.raw_output_contents[0][4:])
@@ -29,14 +29,14 @@ async def _goes_down(router: Router, worker: Faulty) -> None:
 async def test_a_template_registered_while_a_worker_is_down_reaches_it():
     async with cluster() as (router, (first, second)):
         await _goes_down(router, second)
-        answer = await told(router, "register", image=picture("a picture"))
+        answer = await control(router, "register", image=picture("a picture"))
         assert answer["workers"] == [first.address]
         assert answer["pending"] == [second.address]
-        (listed,) = (await told(router, "templates"))["templates"]
+        (listed,) = (await control(router, "templates"))["templates"]
         assert (listed["workers"], listed["pending"]) == ([first.address], [second.address])
         second.silent = False
         await until("it has the template", lambda: second.templates == first.templates)
-        (listed,) = (await told(router, "templates"))["templates"]
+        (listed,) = (await control(router, "templates"))["templates"]
         assert (listed["workers"], listed["pending"]) == (
             sorted((first.address, second.address)),
             [],
@@ -45,12 +45,12 @@ async def test_a_template_registered_while_a_worker_is_down_reaches_it():
 
 async def test_what_was_evicted_meanwhile_is_gone_everywhere():
     async with cluster() as (router, (first, second)):
-        kept_id = (await told(router, "register", image=picture("there before")))["template_id"]
+        kept_id = (await control(router, "register", image=picture("there before")))["template_id"]
         await _goes_down(router, second)
-        new = (await told(router, "register", image=picture("evicted again")))["template_id"]
+        new = (await control(router, "register", image=picture("evicted again")))["template_id"]
         for name in (kept_id, new):
-            assert (await told(router, "evict", template_id=name))["pending"] == [second.address]
-        await told(router, "register", image=picture("another"))
+            assert (await control(router, "evict", template_id=name))["pending"] == [second.address]
+        await control(router, "register", image=picture("another"))
         second.silent = False
         await until("it has the other alone", lambda: second.templates == first.templates)
         assert len(second.templates) == 1
@@ -59,11 +59,11 @@ async def test_what_was_evicted_meanwhile_is_gone_everywhere():
 async def test_an_eviction_that_meets_a_registration_on_its_way_wins():
     async with cluster() as (router, (_, second)):
         await _goes_down(router, second)
-        name = (await told(router, "register", image=picture("a picture")))["template_id"]
+        name = (await control(router, "register", image=picture("a picture")))["template_id"]
         second.holds_registrations.clear()
         second.silent = False
         await until("it is on its way", lambda: second.registering == 1)
-        assert second.address in (await told(router, "evict", template_id=name))["pending"]
+        assert second.address in (await control(router, "evict", template_id=name))["pending"]
         second.holds_registrations.set()
         await until("all is brought", lambda: not router._control.missed._missed)
         assert not second.templates
@@ -73,13 +73,13 @@ async def test_images_are_kept_within_a_bound_and_the_answer_says_which_are_not(
     async with cluster() as (router, (_, second)):
         router._control.missed._max_bytes = 25
         await _goes_down(router, second)
-        assert (await told(router, "register", image=picture("a" * 7)))["pending"] == [
+        assert (await control(router, "register", image=picture("a" * 7)))["pending"] == [
             second.address
         ]
-        assert (await told(router, "register", image=picture("b" * 7)))["pending"] == []
+        assert (await control(router, "register", image=picture("b" * 7)))["pending"] == []
         second.silent = False
         await until("it has what was kept", lambda: len(second.templates) == 1)
-        assert (await told(router, "register", image=picture("b" * 7)))["pending"] == []
+        assert (await control(router, "register", image=picture("b" * 7)))["pending"] == []
         assert len(second.templates) == 2
 
 
@@ -93,7 +93,7 @@ async def test_a_worker_that_fails_is_tried_again_and_one_that_refuses_is_not(
     monkeypatch.setattr("maskserve_router.operations.replication_queue._RETRY_S", 0.05)
     async with cluster() as (router, (first, second)):
         second.refuses = status
-        answer = await told(router, "register", image=picture("a picture"))
+        answer = await control(router, "register", image=picture("a picture"))
         assert answer["workers"] == [first.address]
         assert answer["pending"] == ([second.address] if again else [])
         second.refuses = None

@@ -215,7 +215,7 @@ def test_edits_all_alike_are_predicted_too(answered: list[float], predicted: flo
 
 
 @pytest.mark.parametrize("off", [20.0, 3.0, 0.05])
-def test_a_first_answer_that_was_foretold_badly_says_little(off: float):
+def test_a_first_answer_that_was_predicted_badly_says_little(off: float):
     """A worker that has measured nothing yet prices by guesses."""
     times, rng = AnswerTimes(), random.Random(7)
     for number in range(32):

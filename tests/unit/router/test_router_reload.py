@@ -58,7 +58,7 @@ async def running(
         await worker.stop()
 
 
-async def asked(router: Router, key: str, scheme: str = "http", **more: Any) -> int:
+async def status_of(router: Router, key: str, scheme: str = "http", **more: Any) -> int:
     """Status of a request that needs a key."""
     url = f"{scheme}://localhost:{router.http.port}{MODELS}"
     async with (
@@ -80,31 +80,31 @@ async def test_keys_that_are_taken_away_end_and_those_added_work(tmp_path: Path)
             opened = stream(metadata=(("x-api-key", "old"),))
             await opened.write(edit())
             await opened.read()
-            assert (await asked(router, "old"), await asked(router, "new")) == (200, 401)
+            assert (await status_of(router, "old"), await status_of(router, "new")) == (200, 401)
             write(keys_toml("new"), lambda head: head)
             url = f"http://127.0.0.1:{router.admin.port}/reload"
             async with aiohttp.ClientSession() as session, session.post(url) as answer:
                 assert answer.status == 200
-            assert (await asked(router, "old"), await asked(router, "new")) == (401, 200)
+            assert (await status_of(router, "old"), await status_of(router, "new")) == (401, 200)
             await opened.write(edit())  # on a stream that was let in before
             assert b"API key" in await opened.read()
             opened.cancel()
 
 
 @pytest.mark.parametrize(
-    ("rest", "told"),
+    ("rest", "message"),
     [
         ("[http]\nmax_body_bytes = 7\n", r"\[http\] max_body_bytes: is changed by a restart"),
         ('[log]\nlevel = "DEBUG"\n', r"\[log\] level: is changed"),
         ("[workers]\nmisses = 3\n", r"\[workers\] misses: is changed"),
     ],
 )
-def test_what_a_reload_cannot_change_is_refused_by_name(rest: str, told: str, tmp_path: Path):
+def test_what_a_reload_cannot_change_is_refused_by_name(rest: str, message: str, tmp_path: Path):
     file = tmp_path / "router.toml"
     file.write_text(keys_toml("a"))
     old = load_router_config(str(file))
     file.write_text(rest + keys_toml("b"))
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         check_change(old, load_router_config(str(file)))
 
 
@@ -130,7 +130,7 @@ async def test_a_refused_reload_leaves_all_as_it_was(tmp_path: Path):
         write("[http]\nmax_chunks = 5\n" + keys_toml("new"), lambda head: head)
         with pytest.raises(ConfigError, match="max_chunks"):
             await router.reload()
-        assert (await asked(router, "old"), await asked(router, "new")) == (200, 401)
+        assert (await status_of(router, "old"), await status_of(router, "new")) == (200, 401)
 
 
 async def test_a_rotated_secret_is_taken_on_without_a_signal(
@@ -152,14 +152,14 @@ async def test_a_rotated_secret_is_taken_on_without_a_signal(
         router,
         _,
     ):
-        assert (await asked(router, "old"), await asked(router, "new")) == (200, 401)
+        assert (await status_of(router, "old"), await status_of(router, "new")) == (200, 401)
         mount("new")
         await until("the new key is known", lambda: router._config.keys[0].name == "new")
-        assert (await asked(router, "old"), await asked(router, "new")) == (401, 200)
+        assert (await status_of(router, "old"), await status_of(router, "new")) == (401, 200)
         stamps = router._secrets
         mount()  # refused: no key would open the door to all
         await until("the change is seen", lambda: router._secrets != stamps)
-        assert await asked(router, "new") == 200
+        assert await status_of(router, "new") == 200
 
 
 async def test_certificates_are_taken_on_by_both_ports(tmp_path: Path):
@@ -175,7 +175,7 @@ async def test_certificates_are_taken_on_by_both_ports(tmp_path: Path):
         context = ssl.create_default_context()
         authorities[number].configure_trust(context)
         try:
-            http = await asked(router, "", "https", ssl=context) == 200
+            http = await status_of(router, "", "https", ssl=context) == 200
         except aiohttp.ClientConnectorCertificateError:
             http = False
         roots = grpc.ssl_channel_credentials(authorities[number].cert_pem.bytes())

@@ -20,7 +20,7 @@ STREAM = "/inference.GRPCInferenceService/ModelStreamInfer"
 
 
 async def streamed(router: Router) -> list[pb.ModelStreamInferResponse]:
-    """What one edit's stream answers."""
+    """The answers of one edit's stream."""
     message = pb.ModelInferRequest.FromString(edit(seed=7))
     message.model_name = "edit_stream"
 
@@ -75,7 +75,7 @@ async def test_an_answer_is_given_once_whatever_comes_behind_it():
         for _ in range(4):
             events = metas(await streamed(router))
             assert [e["event"] for e in events] == ["progress", "final"]
-        assert sum(len(worker.seen) for worker in workers) == 4
+        assert sum(len(worker.requests) for worker in workers) == 4
 
 
 async def test_a_stream_begins_anew_once():

@@ -1,4 +1,4 @@
-"""What one key cannot do to the others at a router, whatever it asks for."""
+"""One key does not hurt the others at a router, whatever it sends."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ async def test_a_key_that_uses_much_of_the_router_is_read_from_at_its_pace(
     paced, greedy = FairShare(1), client("greedy")
 
     async def messages(until: float, seconds: float) -> int:
-        """Of 40 MiB, as many as are read."""
+        """The number of messages of 40 MiB that are read by then."""
         read, end = 0, now_s + until
         while now_s < end:
             await paced.may_read(greedy)
@@ -135,7 +135,7 @@ def test_without_keys_everybody_may_have_all():
             stack.enter_context(admission.edit(keyless_client))
 
 
-def test_keys_are_told_apart_by_name_and_keep_their_books():
+def test_keys_are_told_apart_by_name_and_keep_their_counts():
     first = Key(name="a", sha256="0" * 64)
     ring = KeyRing((first,), 9)
     assert ring._clients[0][1].scope

@@ -133,4 +133,6 @@ async def test_a_client_beyond_its_share_takes_no_silent_calls_place_when_all_ar
             for client in opened:
                 with pytest.raises(RetryLater), calls.enter(client, never):
                     pass
-            assert not any(call._ended_for for held in opened.values() for call in held)
+            assert not any(
+                call._ended_for for client_calls in opened.values() for call in client_calls
+            )

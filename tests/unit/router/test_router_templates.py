@@ -139,7 +139,7 @@ async def test_a_restarted_worker_s_templates_are_known_anew() -> None:
 
 
 async def test_a_record_of_a_hundred_thousand_templates_is_no_miss() -> None:
-    """Of an older worker, which lists them each time: it is asked the less often."""
+    """The worker is an older one, which lists them each time: the router asks it less often."""
     many = [f"{number:032x}" for number in range(150_000)]
     async with cluster(hardware=FAST, kinds=(Old,), models=("flux",)) as (router, (worker,)):
         place = router.pool.workers[worker.address]

@@ -1,4 +1,4 @@
-"""What runs still take, and which of them are taken."""
+"""The time that runs still need, and which of them a router accepts."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from maskserve_workflows.run import WorkflowRun
 with Workflow("pair", "The better of two, enlarged.") as flow:
     image, mask, prompt = flow.picture("image"), flow.mask("mask"), flow.text("prompt")
     with each(2) as one:
-        made = edit(image, mask, prompt)
-        pictures, verdicts = one.all(made), one.all(shows(made, mask, prompt))
+        edits = edit(image, mask, prompt)
+        pictures, verdicts = one.all(edits), one.all(shows(edits, mask, prompt))
     chosen = best(pictures, verdicts)
     flow.gives(image=enlarge(chosen.picture), verdict=chosen.verdict)
 PLAN = flow.plan
 
 
 def a_run(seconds: float = math.inf, edit_s: float | None = 100.0) -> RunTime:
-    """Of this mask an edit takes `edit_s`; None: it is not known yet."""
+    """A run whose edit takes `edit_s` with this mask; None: it is not known yet."""
     now_s = time.monotonic()
     machine = WorkflowRun(PLAN, {"image": b"i", "mask": b"m", "prompt": "p"})
     edit_times = {} if edit_s is None else {"edit-1": edit_s}

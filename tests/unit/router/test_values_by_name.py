@@ -68,7 +68,7 @@ class Served(NodePool):
     def __init__(self, *addresses: str, values: Values, kept_bytes: int = 2**20) -> None:
         files = WorkflowFiles(nodes=addresses, kept_bytes=kept_bytes)
         super().__init__(files, FairShare(1), values=values)
-        self.theirs, self.asked = values, list[list[bytes]]()
+        self.far_values, self.calls = values, list[list[bytes]]()
 
     async def _record(self, address: str) -> dict[str, Any]:
         self._shares_folder[address] = address == "here:1"
@@ -79,11 +79,11 @@ class Served(NodePool):
         raw_task, raw_values = request.raw_input_contents
         task = json.loads(bytes(bytes_tensor.only(raw_task)))
         elements = bytes_tensor.elements(raw_values, 16)
-        self.asked.append(elements)
+        self.calls.append(elements)
         assert bool(task["run"]) == (address == "here:1")
-        [value] = [bytes(self.theirs.read(element, task["scope"])) for element in elements]
+        [value] = [bytes(self.far_values.read(element, task["scope"])) for element in elements]
         output = value[::-1]
-        put = self.theirs.put([output], task["scope"], task["run"]) or output
+        put = self.far_values.put([output], task["scope"], task["run"]) or output
         answer = pb.ModelInferResponse()
         result = {"outputs": [{"name": "mask", "kind": "mask"}], "seconds": 0.1}
         bytes_tensor.add_output(answer, "RESULT", [json.dumps(result).encode()])
@@ -103,12 +103,12 @@ async def inverted(pool: NodePool, files: RunValues) -> NodeAnswer:
 async def test_a_server_of_another_host_is_given_values_and_gives_them(values: Values) -> None:
     files, far = RunValues(values, "k1"), Served("far:1", values=values)
     assert (await inverted(far, files)).outputs == {"mask": MASK[::-1]}
-    assert far.asked == [[MASK]]
+    assert far.calls == [[MASK]]
     near_pool = Served("here:1", values=values)
     mask_value = (await inverted(near_pool, files)).outputs["mask"]
     assert isinstance(mask_value, NamedValue)
     assert bytes(files.read({"": mask_value})[""]) == MASK[::-1]
-    [[sent_element]] = near_pool.asked
+    [[sent_element]] = near_pool.calls
     assert sent_element.startswith(b"value:")
     files.end()
     for pool in (far, near_pool):
@@ -181,20 +181,20 @@ async def test_what_a_router_keeps_no_other_lets_go(values: Values, how: str) ->
     first_pool = Served("here:1", values=values, kept_bytes=2000)
     second_pool = Served("here:1", values=values)
 
-    async def kept(pool: NodePool, mask: bytes = MASK) -> bool:
+    async def is_reused(pool: NodePool, mask: bytes = MASK) -> bool:
         files = RunValues(values, "k1")
         inputs = files.store_inputs(PLAN, {"mask": mask})
         answer = await pool.call(call(inputs["mask"]), CLIENT, run=files.run)
         files.end()
         return answer.reused
 
-    assert [await kept(first_pool), await kept(second_pool)] == [False, False]
+    assert [await is_reused(first_pool), await is_reused(second_pool)] == [False, False]
     if how == "ends":
         await first_pool.close()
     else:
         for i in range(12):
-            await kept(first_pool, b"mask %d" % i)
-    assert await kept(second_pool)
+            await is_reused(first_pool, b"mask %d" % i)
+    assert await is_reused(second_pool)
     for pool in (first_pool, second_pool):
         await pool.close()
     assert left(values) == 0
@@ -270,14 +270,14 @@ def test_an_edit_for_another_host_has_values_in_place_of_names(values: Values) -
 @pytest.fixture
 def threads(values: Values, monkeypatch: pytest.MonkeyPatch) -> set[threading.Thread]:
     """Those that have taken the lock of the router's folder."""
-    found, alone = set[threading.Thread](), values._store.alone
+    result, alone = set[threading.Thread](), values._store.alone
 
-    def noted(*given: Any) -> Any:
-        found.add(threading.current_thread())
-        return alone(*given)
+    def noted(*args: Any) -> Any:
+        result.add(threading.current_thread())
+        return alone(*args)
 
     monkeypatch.setattr(values._store, "alone", noted)
-    return found
+    return result
 
 
 async def test_a_value_that_is_lost_is_made_again_and_nothing_else(
@@ -300,13 +300,13 @@ async def test_a_value_that_is_lost_is_made_again_and_nothing_else(
             called.append(task.key)
             [input_value] = task.inputs.values()
             if called.count("outline-2") == 2 and task.key == "outline-2":
-                theirs.remove(input_value.element[6:70].decode())  # under its reader
+                far_values.remove(input_value.element[6:70].decode())  # under its reader
             try:
                 raw = bytes(values.read(input_value.element, "k1"))
             except TemplateNotFound as error:
                 failure = Failure(grpc.StatusCode.NOT_FOUND, str(error))
                 raise failure from None  # and its frame has it, as in `NodePool`
-            put = theirs.put([task.key.encode() + raw], "k1", run)
+            put = far_values.put([task.key.encode() + raw], "k1", run)
             assert put is not None
             kind = "mask" if task.call.node == "invert" else "picture"
             return NodeAnswer({kind: NamedValue(put)}, "here:1", 0.1, 1)
@@ -319,17 +319,17 @@ async def test_a_value_that_is_lost_is_made_again_and_nothing_else(
             called.append("edit-1")
             run = message.head.parameters[RUN].string_param
             inputs = [bytes(values.read(message.read(name), "k1")) for name in ("IMAGE", "MASK")]
-            put = theirs.put([b"of ".join(inputs)], "k1", run)
-            for name in theirs.ids():
+            put = far_values.put([b"of ".join(inputs)], "k1", run)
+            for name in far_values.ids():
                 if put is not None and name.encode() not in put:
-                    theirs.remove(name)
+                    far_values.remove(name)
             answer = pb.ModelInferResponse(model_name="edit")
             bytes_tensor.add_output(answer, "IMAGE", [put or b""])
             bytes_tensor.add_output(answer, "META", [b"{}"])
             return bytes(answer.SerializeToString())
 
     plan, config, nodes = compiled(late.plan), RouterConfig(), Nodes()
-    theirs = Values(ValuesConfig(str(values._store.folder), least_bytes=1))
+    far_values = Values(ValuesConfig(str(values._store.folder), least_bytes=1))
     services = RunServices(
         Edits(), nodes, Admission(AdmissionBounds(), Metrics()), FairShare(2),  # type: ignore[arg-type]
         RunTimes(config, nodes.seconds, lambda: [0.0]),
@@ -422,17 +422,19 @@ async def test_kept_answers_take_no_lock_in_the_event_loop(
     values: Values, threads: set[threading.Thread]
 ) -> None:
     """Held by a process that is stopped, it held up edits and health."""
-    theirs = Values(ValuesConfig(str(values._store.folder), least_bytes=1))
+    far_values = Values(ValuesConfig(str(values._store.folder), least_bytes=1))
     turns = FairShare(1)
     pool = Served("here:1", values=values, kept_bytes=2000)
-    pool.theirs = theirs
+    pool.far_values = far_values
     for number in range(12):
         files = await turns.locked(RunValues, values, "k1", turns.later)
-        for kept in (False, True):
-            given = await turns.run(
+        for is_reused in (False, True):
+            results = await turns.run(
                 CLIENT, IN_A_THREAD, files.store_inputs, PLAN, {"mask": b"%d" % number}
             )
-            assert (await pool.call(call(given["mask"]), CLIENT, run=files.run)).reused is kept
+            assert (
+                await pool.call(call(results["mask"]), CLIENT, run=files.run)
+            ).reused is is_reused
             files.free([])
         files.end()
     await turns.locked(int)

@@ -84,7 +84,7 @@ def test_texts_beside_the_prompt_are_fields():
 
 
 @pytest.mark.parametrize(
-    ("plan", "given", "field"),
+    ("plan", "edit_form", "field"),
     [
         (LOOKS, form(), "model"),
         (NAMED, form(), "name"),
@@ -97,9 +97,9 @@ def test_texts_beside_the_prompt_are_fields():
         (NAMED, form(texts={"name": "a"}, settings={"mask_mode": "white"}), "mask_mode"),
     ],
 )
-def test_what_a_workflow_does_not_take_is_refused_by_name(plan, given: EditForm, field: str):
+def test_what_a_workflow_does_not_take_is_refused_by_name(plan, edit_form: EditForm, field: str):
     with pytest.raises(InvalidRequest, match=rf"\] {field}: "):
-        check_form(plan, given)
+        check_form(plan, edit_form)
 
 
 def test_further_outputs_are_of_the_plans_kinds():

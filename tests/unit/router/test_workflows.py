@@ -48,8 +48,8 @@ CLIENT = KeyHolder("anybody", 64, admin=True)
 with Workflow("pair", "The better of two, enlarged.") as flow:
     image, mask, prompt = flow.picture("image"), flow.mask("mask"), flow.text("prompt")
     with each(2) as one:
-        made = edit(image, mask, prompt, strength=0.5)
-        pictures, verdicts = one.all(made), one.all(shows(made, mask, prompt))
+        edits = edit(image, mask, prompt, strength=0.5)
+        pictures, verdicts = one.all(edits), one.all(shows(edits, mask, prompt))
     chosen = best(pictures, verdicts)
     flow.gives(image=enlarge(chosen.picture), verdict=chosen.verdict)
 PLAN = compiled(flow.plan)
@@ -89,7 +89,7 @@ class Edits:
     """Answers edits, at once or never."""
 
     def __init__(self, *, never: bool = False, alone_s: float | None = None) -> None:
-        self.never, self.asked, self.left, self.seconds = never, [], 0, alone_s
+        self.never, self.calls, self.left, self.seconds = never, [], 0, alone_s
         self.measured: list[bytes] = []
 
     async def alone_s(self, message: Any, client: KeyHolder) -> float | None:
@@ -114,7 +114,7 @@ class Edits:
         check_request(message)
         inputs = dict(zip((x.name for x in message.head.inputs), message.contents, strict=True))
         settings = json.loads(inputs["SETTINGS"][4:])
-        self.asked.append(settings)
+        self.calls.append(settings)
         if self.never:
             try:
                 await asyncio.Event().wait()
@@ -131,12 +131,12 @@ def answer_of(picture: bytes, **meta: Any) -> Any:
     return answer
 
 
-def made_answer(kind: str, seconds: float = 0.1, made: bytes = b"made") -> bytes:
+def made_answer(kind: str, seconds: float = 0.1, output: bytes = b"made") -> bytes:
     """A node server's, of one output."""
     answer = pb.ModelInferResponse()
     result = {"outputs": [{"name": kind, "kind": kind}], "seconds": seconds}
     bytes_tensor.add_output(answer, "RESULT", [json.dumps(result).encode()])
-    bytes_tensor.add_output(answer, "MADE", [made])
+    bytes_tensor.add_output(answer, "MADE", [output])
     return answer.SerializeToString()
 
 
@@ -177,11 +177,11 @@ async def test_edits_have_the_settings_of_the_request_and_a_seed_and_id_of_their
     edits = Edits()
     outputs, meta = await run(Nodes(), edits, request(seed=7, request_id="mine", strength=0.9))
     seeds = {seed_of(7, f"each-1[{i}]/edit-1") for i in range(2)}
-    assert {settings["seed"] for settings in edits.asked} == seeds
-    assert {settings["request_id"] for settings in edits.asked} == {
+    assert {settings["seed"] for settings in edits.calls} == seeds
+    assert {settings["request_id"] for settings in edits.calls} == {
         "mine/each-1.0/edit-1", "mine/each-1.1/edit-1",
     }  # fmt: skip
-    assert {settings["strength"] for settings in edits.asked} == {0.5}
+    assert {settings["strength"] for settings in edits.calls} == {0.5}
     assert outputs["IMAGE"] == b"large made of %d" % seed_of(7, "each-1[0]/edit-1")
     assert json.loads(outputs["VERDICT"])["passed"] is True
     assert (meta["request_id"], meta["seed"], meta["digest"]) == ("mine", 7, PLAN.digest)
@@ -195,7 +195,7 @@ async def test_a_node_that_was_lost_alone_runs_again() -> None:
     edits, nodes = Edits(), Nodes(best=2)
     _, meta = await run(nodes, edits, request())
     assert nodes.keys.count("best-1") == 3
-    assert (len(edits.asked), nodes.keys.count("enlarge-1")) == (2, 1)
+    assert (len(edits.calls), nodes.keys.count("enlarge-1")) == (2, 1)
     assert {
         node_record["tries"] for node_record in meta["nodes"] if node_record["key"] == "best-1"
     } == {3}
@@ -216,7 +216,7 @@ async def test_a_run_of_which_a_node_runs_nowhere_is_refused_before_its_edits() 
     pool, edits = Pool(WorkflowFiles(nodes=("a:1", "b:1")), FairShare(1)), Edits()
     with pytest.raises(EngineFailed, match="enlarge: no node server runs enlarge"):
         await run(pool, edits, request())  # type: ignore[arg-type]
-    assert not edits.asked
+    assert not edits.calls
     await pool.check({"shows", "best"})
     assert len(addresses) == 2, "what was seen is not asked for again"
     down.add("b:1")
@@ -244,24 +244,24 @@ async def test_edits_are_due_as_long_before_the_run_as_what_lies_behind_them_tak
     edits = Edits()
     await run(Nodes(), edits, request(deadline_ms=3_600_000))
     behind_ms = 100 + 1 + 300  # shows, best, enlarge, as they are declared
-    for settings in edits.asked:
+    for settings in edits.calls:
         assert 3_000_000 < settings["deadline_ms"] <= 3_600_000 - behind_ms
         assert settings["on_late"] == "finish"  # the run ends them, if it is to end
     edits = Edits()
     await run(Nodes(), edits, request())
-    assert all("deadline_ms" not in settings for settings in edits.asked)
+    assert all("deadline_ms" not in settings for settings in edits.calls)
 
 
 async def test_a_run_is_judged_by_what_its_masks_cost() -> None:
-    """Of a mask that the client sends that is known as the run comes; what its like took of late
-    says nothing of it.
+    """The time of an edit whose mask the client sends is known as the run comes; times of recent
+    runs do not count.
     """
     large = Edits(alone_s=30.0)
     with pytest.raises(
         DeadlineExceeded, match=r"are too short for pair, which takes about 30\.\d s"
     ):
         await run(Nodes(), large, request(deadline_ms=10_000))
-    assert (large.measured, large.asked) == ([b"m"], [])
+    assert (large.measured, large.calls) == ([b"m"], [])
     await run(Nodes(), Edits(alone_s=3.0), request(deadline_ms=10_000))
 
 
@@ -269,7 +269,7 @@ async def test_a_cancel_or_deadline_ends_every_node() -> None:
     edits = Edits(never=True)
     served = workflows(Nodes(), edits)
     work = asyncio.create_task(served.infer(request(request_id="mine"), {}, None, CLIENT))
-    await until("both edits are asked", lambda: len(edits.asked) == 2)
+    await until("both edits are asked", lambda: len(edits.calls) == 2)
     with pytest.raises(InvalidRequest, match="names an edit that is in flight"):
         await served.infer(request(request_id="mine"), {}, None, CLIENT)
     assert served.cancel("mine")
@@ -279,10 +279,10 @@ async def test_a_cancel_or_deadline_ends_every_node() -> None:
     assert not served.cancel("mine")
     with pytest.raises(DeadlineExceeded, match="passed before pair ended"):
         await served.infer(request(deadline_ms=20), {}, None, CLIENT)
-    assert edits.left == len(edits.asked)  # none where the machine was too busy to ask
-    count_before = len(edits.asked)
+    assert edits.left == len(edits.calls)  # none where the machine was too busy to ask
+    count_before = len(edits.calls)
     cancelled_call = asyncio.create_task(served.infer(request(), {}, None, CLIENT))
-    await until("both edits are asked", lambda: len(edits.asked) == count_before + 2)
+    await until("both edits are asked", lambda: len(edits.calls) == count_before + 2)
     cancelled_call.cancel()
     await asyncio.gather(cancelled_call, return_exceptions=True)
     assert edits.left == count_before + 2
@@ -390,12 +390,12 @@ async def test_of_calls_at_node_servers_each_key_has_its_turn() -> None:
 async def test_servers_behind_a_name_are_found_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     call_addresses, host_addresses, goes_on = [], ["10.0.0.1"], asyncio.Event()
 
-    async def found(host: str, port: int, **more: Any) -> Any:
+    async def resolve(host: str, port: int, **more: Any) -> Any:
         if not host_addresses:
             raise OSError("no such name")
         return [(None, None, None, "", (address, port)) for address in host_addresses]
 
-    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", found)
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", resolve)
     monkeypatch.setattr(node_pool, "_RESOLVE_S", 0.0)
 
     class Served(NodePool):
@@ -486,8 +486,8 @@ async def test_calls_go_where_their_model_is_placed() -> None:
     await pool.close()
 
 
-class Told(NodePool):
-    """Whose servers say nothing of themselves, and answer calls of `enlarge` or fail them.
+class AnsweringPool(NodePool):
+    """A pool of servers without records that answer calls of `enlarge` or fail them.
 
     Args:
         servers: their addresses.
@@ -499,13 +499,13 @@ class Told(NodePool):
         self, servers: Sequence[str], words: Callable[[str], str | None], status: str = "INTERNAL"
     ) -> None:
         super().__init__(WorkflowFiles(nodes=tuple(servers), kept_bytes=0), FairShare(1))
-        self.words, self.status, self.asked = words, grpc.StatusCode[status], list[str]()
+        self.words, self.status, self.calls = words, grpc.StatusCode[status], list[str]()
 
     async def _record(self, address: str, settings: Any = None) -> None:
         return None
 
     async def _sent(self, address: str, raw: bytes, kind: Any) -> bytes:
-        self.asked.append(address)
+        self.calls.append(address)
         if (words := self.words(address)) is not None:
             raise Failure(self.status, words)
         return made_answer("picture")
@@ -518,19 +518,19 @@ class Told(NodePool):
 async def test_a_call_that_a_server_cannot_do_is_the_next_ones() -> None:
     """A load failed there, or there is no room. What a call lacks is told at once."""
     errors_by_address = {"a:1": "[ENGINE_FAILED] nodes: model enlarge could not be loaded"}
-    pool = Told(["a:1", "b:1"], errors_by_address.get)
+    pool = AnsweringPool(["a:1", "b:1"], errors_by_address.get)
     assert (await pool.enlarged()).outputs == {"picture": b"made"}
-    assert pool.asked == ["a:1", "b:1"]
+    assert pool.calls == ["a:1", "b:1"]
     errors_by_address["b:1"] = (
         "[ENGINE_FAILED] nodes: model enlarge has 9 bytes, and all may have 8"
     )
     with pytest.raises(Failure, match="all may have 8"):
         await pool.enlarged()
-    pool.asked.clear()
+    pool.calls.clear()
     errors_by_address["a:1"] = "[TEMPLATE_NOT_FOUND] value 0123 is not known here"
     with pytest.raises(Failure, match="not known"):
         await pool.enlarged()
-    assert pool.asked == ["a:1"]
+    assert pool.calls == ["a:1"]
     await pool.close()
 
 
@@ -540,7 +540,7 @@ _STUB_DIED = "Failed to process the request(s) for model 'nodes_0_0', message: S
 
 
 @pytest.mark.parametrize(
-    ("status", "told", "asks", "ends"),
+    ("status", "answers", "servers", "ends"),
     [
         ("INTERNAL", {"a:1": _STUB_DIED}, ["a:1", "b:1"], ""),
         # The call may be what kills them: it is not sent round.
@@ -558,22 +558,26 @@ _STUB_DIED = "Failed to process the request(s) for model 'nodes_0_0', message: S
     ],
 )
 async def test_a_failure_without_a_word_is_tried_at_one_other(
-    status: str, told: dict[str, str], asks: list[str], ends: str, caplog: pytest.LogCaptureFixture
+    status: str,
+    answers: dict[str, str],
+    servers: list[str],
+    ends: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    pool = Told(SERVERS, told.get, status)
+    pool = AnsweringPool(SERVERS, answers.get, status)
     if ends:
         with pytest.raises((Failure, EngineFailed), match=ends):
             await pool.enlarged()
     else:
         assert (await pool.enlarged()).tries == 2
-    assert pool.asked == asks
-    if status == "INTERNAL" and "[" not in told["a:1"]:
+    assert pool.calls == servers
+    if status == "INTERNAL" and "[" not in answers["a:1"]:
         assert _STUB_DIED in caplog.text
     await pool.close()
 
 
 @pytest.mark.parametrize(
-    ("told", "patience_s", "ends"),
+    ("answers", "patience_s", "ends"),
     [
         (["Socket closed", _REFUSED, _REFUSED, None], 120.0, ""),
         (["Socket closed", _REFUSED, "Socket closed"], 120.0, "server failed"),
@@ -581,19 +585,19 @@ async def test_a_failure_without_a_word_is_tried_at_one_other(
     ],
 )
 async def test_a_server_that_was_lost_has_the_call_once_more(
-    told: list[str | None], patience_s: float, ends: str, monkeypatch: pytest.MonkeyPatch
+    answers: list[str | None], patience_s: float, ends: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The only one, once it is back. Those that do not have the call do not count."""
     monkeypatch.setattr(node_pool, "_POLL_S", 1e-4)
     monkeypatch.setattr(node_pool, "_PATIENCE_S", patience_s)
-    words = iter(told)
-    pool = Told(["a:1"], lambda _: next(words), "UNAVAILABLE")
+    words = iter(answers)
+    pool = AnsweringPool(["a:1"], lambda _: next(words), "UNAVAILABLE")
     if ends:
         with pytest.raises(EngineFailed, match=ends):
             await pool.enlarged()
     else:
         assert (await pool.enlarged()).tries == 2
-    assert len(pool.asked) == len(told)
+    assert len(pool.calls) == len(answers)
     await pool.close()
 
 
@@ -634,7 +638,7 @@ async def test_answers_of_nodes_are_kept_for_their_key() -> None:
             await goes_on.wait()
             if node_names.count("find") == 1:
                 raise Failure(grpc.StatusCode.INVALID_ARGUMENT, "[INVALID_REQUEST] no")
-            return made_answer("mask", made=bytes(1000))
+            return made_answer("mask", output=bytes(1000))
 
     pool = Served(WorkflowFiles(nodes=("127.0.0.1:1",), kept_bytes=20_000), FairShare(1))
 
@@ -697,11 +701,11 @@ async def test_large_pictures_of_runs_are_copied_off_the_loop(
     def watched(module: Any, name: str) -> Callable[..., Any]:
         real = getattr(module, name)
 
-        def seen(*given: Any) -> Any:
+        def record_thread(*args: Any) -> Any:
             threads[name] = threading.current_thread()
-            return real(*given)
+            return real(*args)
 
-        return seen
+        return record_thread
 
     copying = dict.fromkeys(("edit_request", "edit_answer", "run_event"), run_driver)
     copying["_parse"] = served_workflows

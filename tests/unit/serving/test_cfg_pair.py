@@ -13,16 +13,18 @@ from maskserve_serving.errors import ServeError
 from maskserve_serving.options import ServeOptions
 
 
-@pytest.mark.parametrize("given", ["0,1", "cuda:0, cuda:1", "3,1"])
-def test_two_gpus_are_a_pair(given: str) -> None:
-    assert sorted(set(pair_of(given))) == sorted(pair_of(given))
-    assert all(name.isdecimal() for name in pair_of(given))
+@pytest.mark.parametrize("devices", ["0,1", "cuda:0, cuda:1", "3,1"])
+def test_two_gpus_are_a_pair(devices: str) -> None:
+    assert sorted(set(pair_of(devices))) == sorted(pair_of(devices))
+    assert all(name.isdecimal() for name in pair_of(devices))
 
 
-@pytest.mark.parametrize("given", ["", "0", "0,0", "0,00", "0,1,2", "cpu", "cpu,0", "a,b", "-1,0"])
-def test_what_is_no_pair_is_a_sentence(given: str) -> None:
+@pytest.mark.parametrize(
+    "devices", ["", "0", "0,0", "0,00", "0,1,2", "cpu", "cpu,0", "a,b", "-1,0"]
+)
+def test_what_is_no_pair_is_a_sentence(devices: str) -> None:
     with pytest.raises(ServeError, match=r"--cfg-devices: .* is not two different GPUs"):
-        pair_of(given)
+        pair_of(devices)
 
 
 def test_gpus_are_counted_over_those_that_may_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,8 +35,8 @@ def test_gpus_are_counted_over_those_that_may_be_used(monkeypatch: pytest.Monkey
         gpus_of_pair("0,3")
 
 
-def options(**asked: Any) -> ServeOptions:
-    return replace(ServeOptions("m", cfg_devices="cpu,cpu"), **asked)
+def options(**fields: Any) -> ServeOptions:
+    return replace(ServeOptions("m", cfg_devices="cpu,cpu"), **fields)
 
 
 def test_a_pair_is_laid_over_the_configuration(tiny_unets: dict[str, Path]) -> None:

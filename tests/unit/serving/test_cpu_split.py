@@ -1,4 +1,4 @@
-"""What `--devices-per-worker auto` makes of a trial."""
+"""The choice of `--devices-per-worker auto` after a trial."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Trial:
 
     def __init__(self, out: str = "", err: str = "", code: int = 0) -> None:
         self.out, self.err, self.code = out, err, code
-        self.asked: list[tuple[dict[str, Any], list[str]]] = []
+        self.runs: list[tuple[dict[str, Any], list[str]]] = []
 
     def __call__(self, command: Sequence[str]) -> subprocess.CompletedProcess[bytes]:
         config = tomllib.loads(Path(command[3]).read_text())
-        self.asked.append((config, list(command[4:])))
+        self.runs.append((config, list(command[4:])))
         return subprocess.CompletedProcess(command, self.code, self.out.encode(), self.err.encode())
 
 
@@ -40,7 +40,7 @@ def test_what_served_most_is_taken(tmp_path: Path) -> None:
     assert messages == [
         "devices per worker: 2 (rows stepped per second by processes: 1: 90.5, 2: 120.25)"
     ]
-    [(config, flags)] = trial.asked
+    [(config, flags)] = trial.runs
     assert flags == ["--threads", "6"]
     assert config["cache"] == {"entry_format": "int4"}
     assert "adapters" not in config

@@ -26,7 +26,7 @@ class Fronts(GRPCInferenceServiceServicer):  # type: ignore[misc]
     """Both fronts of a worker."""
 
     def __init__(self) -> None:
-        self.asked: list[pb.ModelInferRequest] = []
+        self.requests: list[pb.ModelInferRequest] = []
         self.goes_on = threading.Event()
         self.goes_on.set()
         self.stream_goes_on = threading.Event()
@@ -34,14 +34,14 @@ class Fronts(GRPCInferenceServiceServicer):  # type: ignore[misc]
         self.error = ""
 
     def ModelInfer(self, request: Any, context: Any) -> Any:  # noqa: N802
-        self.asked.append(request)
+        self.requests.append(request)
         self.goes_on.wait(10)
         if self.error:
             context.abort(grpc.StatusCode.INTERNAL, self.error)
         return pb.ModelInferResponse()
 
     def ModelStreamInfer(self, requests: Any, context: Any) -> Any:  # noqa: N802
-        self.asked += requests
+        self.requests += requests
         self.stream_goes_on.wait(10)
         yield pb.ModelStreamInferResponse(error_message=self.error)
 
@@ -84,8 +84,8 @@ def test_both_fronts_are_asked_and_answer(
     probe = start(url)
     eventually("they have answered", lambda: probe.rounds >= 2)
     assert probe.problem is None
-    assert {request.model_name for request in fronts.asked} == {"edit", "edit_stream"}
-    assert all(PROBE in request.parameters for request in fronts.asked)
+    assert {request.model_name for request in fronts.requests} == {"edit", "edit_stream"}
+    assert all(PROBE in request.parameters for request in fronts.requests)
 
 
 @pytest.mark.parametrize("front", ["edit", "edit_stream"])
@@ -96,7 +96,9 @@ def test_a_front_that_does_not_answer_is_named(
     gate = fronts.goes_on if front == "edit" else fronts.stream_goes_on
     gate.clear()
     probe = start(url)
-    eventually("it has tried again", lambda: [r.model_name for r in fronts.asked].count(front) > 1)
+    eventually(
+        "it has tried again", lambda: [r.model_name for r in fronts.requests].count(front) > 1
+    )
     assert probe.rounds == 0
     assert probe.last_front == front
     gate.set()

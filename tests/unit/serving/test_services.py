@@ -18,9 +18,9 @@ from maskserve_serving.service import ControlNetProcess, NodesProcess, StagesPro
 from maskserve_serving.spec import Spec, with_controlnets, with_stages
 
 
-def spec(folder: Path, **asked: Any) -> Spec:
+def spec(folder: Path, **fields: Any) -> Spec:
     options = ServeOptions(
-        "m", base_port=free_base_port(), log_dir=folder, report=lambda line: None, **asked
+        "m", base_port=free_base_port(), log_dir=folder, report=lambda line: None, **fields
     )
     files = WorkerFiles(folder / "memory" / "worker-0", folder / "disk" / "worker-0")
     return Spec(0, options, cast(Any, None), {}, files)
@@ -85,7 +85,7 @@ def test_a_service_without_controlnets_is_refused_before_anything_runs(tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("options", "message"),
     [
         ({"workers": 0}, "--workers: 0 is not at least 1"),
         ({"workers": -1, "stages_device": "cpu"}, "--workers: -1 is not at least 1"),
@@ -95,9 +95,9 @@ def test_a_service_without_controlnets_is_refused_before_anything_runs(tmp_path:
         ({"model": "", "workers": 0, "stages_device": "cpu"}, "--model: is missing"),
     ],
 )
-def test_flags_that_do_not_go_together_are_refused(given: dict[str, Any], told: str) -> None:
-    with pytest.raises(ServeError, match=told):
-        ServeOptions(**{"model": "m", **given}).check()
+def test_flags_that_do_not_go_together_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ServeError, match=message):
+        ServeOptions(**{"model": "m", **options}).check()
 
 
 def test_services_alone_are_for_other_hosts(tmp_path: Path) -> None:

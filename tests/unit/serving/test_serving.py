@@ -549,11 +549,11 @@ def test_workers_share_out_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_worker_sees_as_many_gpus_as_its_devices_count_up_to(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def wanted(**devices: str) -> int:
+    def gpu_count(**devices: str) -> int:
         return gpus_required(config_of({"model": devices}))
 
-    assert wanted() == wanted(device="cuda", encoder_device="cpu") == 1
-    assert wanted(encoder_device="cuda:1", decoder_device="cuda") == 2
+    assert gpu_count() == gpu_count(device="cuda", encoder_device="cpu") == 1
+    assert gpu_count(encoder_device="cuda:1", decoder_device="cuda") == 2
     served = {"model": {"encoder_device": "cuda:1"}, "stages": {"service": "127.0.0.1:9015"}}
     assert gpus_required(config_of(served)) == 1
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,4,5")
@@ -586,15 +586,15 @@ def test_segments_grow_unless_the_environment_says_otherwise(
 ) -> None:
     server = runtime.Runtime(Path("/t/bin/tritonserver"), None, (), "installed")
 
-    def said() -> dict[str, str]:
+    def allocator_settings() -> dict[str, str]:
         env = command.environment(server, tmp_path / "config.toml", None)
         return {key: value for key, value in env.items() if key.endswith("ALLOC_CONF")}
 
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
-    assert said() == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert allocator_settings() == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     monkeypatch.setenv(name, "max_split_size_mb:64")
-    assert said() == {name: "max_split_size_mb:64"}
+    assert allocator_settings() == {name: "max_split_size_mb:64"}
 
 
 def test_the_clients_default_address_is_the_first_worker_of_serve() -> None:
@@ -636,7 +636,7 @@ def test_a_missing_package_is_told_with_its_remedy(missing: str, router: bool, e
 
 
 def test_all_workers_share_the_adapters_in_memory(tmp_path: Path) -> None:
-    def given(adapters: str, **table: str) -> dict[str, object]:
+    def adapter_table(adapters: str, **table: str) -> dict[str, object]:
         options = ServeOptions(model="x", adapters=adapters, cache_dir=tmp_path / "cache")
         workers = [files.WorkerFiles(tmp_path / name, tmp_path) for name in ("w0", "w1")]
         worker_tables = [
@@ -648,11 +648,11 @@ def test_all_workers_share_the_adapters_in_memory(tmp_path: Path) -> None:
         return dict(worker_tables[0]["adapters"])
 
     memory, disk = str(tmp_path / "adapters"), str(tmp_path / "cache" / "adapters")
-    assert given("loras") == {"store": str(Path("loras").absolute()), "host_dir": memory}
+    assert adapter_table("loras") == {"store": str(Path("loras").absolute()), "host_dir": memory}
     url = "s3://bucket/loras"
-    assert given(url) == {"store": url, "host_dir": memory, "disk_dir": disk}
-    assert given("", store=url, disk_dir="")["disk_dir"] == ""
-    assert given(url, store="elsewhere")["store"] == url
+    assert adapter_table(url) == {"store": url, "host_dir": memory, "disk_dir": disk}
+    assert adapter_table("", store=url, disk_dir="")["disk_dir"] == ""
+    assert adapter_table(url, store="elsewhere")["store"] == url
     nothing = Spec(0, ServeOptions(model="x"), cast(Any, None), {}, cast(Any, None))
     assert nothing.with_adapters({}) == {}
 

@@ -1,4 +1,4 @@
-"""What maskserve serve tells Triton of traces."""
+"""Trace settings that maskserve serve gives to Triton."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_triton_sends_to_the_same_collector() -> None:
 
 
 @pytest.fixture
-def asked() -> Iterator[tuple[str, list[tuple[str, Any]]]]:
+def control_server() -> Iterator[tuple[str, list[tuple[str, Any]]]]:
     """A server's URL, and what it was posted."""
     posted: list[tuple[str, Any]] = []
 
@@ -75,8 +75,8 @@ def asked() -> Iterator[tuple[str, list[tuple[str, Any]]]]:
         server.shutdown()
 
 
-def test_control_is_not_traced(asked: tuple[str, list[tuple[str, Any]]]) -> None:
-    url, posted = asked
+def test_control_is_not_traced(control_server: tuple[str, list[tuple[str, Any]]]) -> None:
+    url, posted = control_server
     assert tracing.untrace(url) is None
     assert posted == [("/v2/models/control/trace/setting", {"trace_level": ["OFF"]})]
 

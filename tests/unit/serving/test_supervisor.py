@@ -29,12 +29,12 @@ Start = Callable[..., Supervisor]
 
 
 @pytest.fixture
-def said() -> list[str]:
+def report_lines() -> list[str]:
     return []
 
 
 @pytest.fixture
-def start(tmp_path: Path, said: list[str]) -> Iterator[Start]:
+def start(tmp_path: Path, report_lines: list[str]) -> Iterator[Start]:
     config = tmp_path / "maskserve.toml"
     running: list[Supervisor] = []
 
@@ -46,7 +46,7 @@ def start(tmp_path: Path, said: list[str]) -> Iterator[Start]:
             config=config,
             log_dir=tmp_path / "logs",
             tritonserver=fake_triton(tmp_path),
-            report=said.append,
+            report=report_lines.append,
         )
         running.append(Supervisor(options, backoff_s=(0.1,)))
         running[-1].start()
@@ -70,28 +70,30 @@ def kill_server(supervisor: Supervisor) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-def test_a_stopped_server_is_restarted(start: Start, said: list[str]) -> None:
+def test_a_stopped_server_is_restarted(start: Start, report_lines: list[str]) -> None:
     supervisor = start()
     pid = supervisor.workers[0].pid
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
     restarted(supervisor)
-    assert any("failed: tritonserver is stopped" in line for line in said)
+    assert any("failed: tritonserver is stopped" in line for line in report_lines)
 
 
-def test_a_deaf_server_is_restarted(start: Start, said: list[str], tmp_path: Path) -> None:
+def test_a_deaf_server_is_restarted(start: Start, report_lines: list[str], tmp_path: Path) -> None:
     supervisor = start("[engine]\nheartbeat_timeout_s = 2.0\n")
     deaf = tmp_path / "deaf"
     deaf.touch()
     eventually("it is noticed", lambda: supervisor.workers[0].restarts, timeout_s=60)
     deaf.unlink()
     restarted(supervisor)
-    silences = [re.search(r"failed: tritonserver has not answered for ([\d.]+) s", x) for x in said]
+    silences = [
+        re.search(r"failed: tritonserver has not answered for ([\d.]+) s", x) for x in report_lines
+    ]
     assert min(float(silence[1]) for silence in silences if silence) >= 2.0
 
 
 def test_a_full_log_disk_does_not_prevent_a_restart(
-    start: Start, said: list[str], tmp_path: Path
+    start: Start, report_lines: list[str], tmp_path: Path
 ) -> None:
     supervisor = start()
     logs = tmp_path / "logs"
@@ -101,7 +103,7 @@ def test_a_full_log_disk_does_not_prevent_a_restart(
         log.symlink_to("/dev/full")
     kill_server(supervisor)
     restarted(supervisor)
-    assert [line for line in said if "cannot write" in line] == [
+    assert [line for line in report_lines if "cannot write" in line] == [
         f"worker-0: cannot write {logs}/worker-0.log: No space left on device; lines are lost"
     ]
 
@@ -141,7 +143,7 @@ def test_a_model_that_does_not_load_is_told_while_others_still_load(
 
 
 def test_a_surprise_does_not_end_the_watch(
-    start: Start, said: list[str], monkeypatch: pytest.MonkeyPatch
+    start: Start, report_lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     supervisor = start()
     [worker] = supervisor.workers
@@ -155,7 +157,7 @@ def test_a_surprise_does_not_end_the_watch(
         patched.setattr(worker, "health_problem", surprise)
         assert surprised.wait(10)
         time.sleep(0.5)
-    assert sum("ValueError: boom" in line for line in said) == 1
+    assert sum("ValueError: boom" in line for line in report_lines) == 1
     kill_server(supervisor)
     restarted(supervisor)
     assert supervisor.stop()

@@ -13,7 +13,7 @@ from tests.support.eventually import eventually
 
 
 class Responses:
-    """What a decoupled call gives, as the stub makes it: an object that is its own iterator."""
+    """The answer of a decoupled call, as the stub makes it: an object that is its own iterator."""
 
     def __init__(self) -> None:
         self._left = iter("abc")

@@ -27,7 +27,7 @@ from maskserve_workflows.ports import WorkflowError
 Define = Callable[[Workflow], object]
 
 
-def _kept(flow):
+def _out_of_each(flow):
     with each(2) as iteration:
         inner = enlarge(flow.picture("image"))
     iteration.all(inner)
@@ -176,7 +176,7 @@ def _gives_nothing():
 
 def _inside_of_a_loop():
     with Workflow("ill") as flow:
-        flow.gives(image=outline(_kept(flow)))
+        flow.gives(image=outline(_out_of_each(flow)))
 
 
 @pytest.mark.parametrize(

@@ -44,10 +44,10 @@ def drive(run, begun, price):
         run.done(task.key, answer(task))
 
 
-def longest_behind(run, others, task):
+def longest_behind(run, other_runs, task):
     """The run without the task as far as it goes, for nothing; then the task, and all the rest."""
     run_copy = copy.deepcopy(run)
-    drive(run_copy, others, lambda call: 0.0)
+    drive(run_copy, other_runs, lambda call: 0.0)
     run_copy.done(task.key, answer(task))
     return drive(run_copy, [], price)[0]
 

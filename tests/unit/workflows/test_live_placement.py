@@ -24,7 +24,7 @@ class Server:
 
     def __init__(self, models: dict[str, int], room: int, load_s: float = 0.5) -> None:
         self.models, self.room, self.load_s = models, room, load_s
-        self.here: list[str] = []
+        self.ready: list[str] = []
         self.broken: set[str] = set()
         self.loads, self.free_at = 0, 0.0
         self.seconds: dict[str, float] = {}
@@ -33,20 +33,22 @@ class Server:
 
     def call(self, model: str, now: float, run_s: float) -> None:
         begin = max(now, self.free_at)
-        if model not in self.here:
+        if model not in self.ready:
             while (
-                sum(self.models[loaded_model] for loaded_model in self.here) + self.models[model]
+                sum(self.models[loaded_model] for loaded_model in self.ready) + self.models[model]
                 > self.room
             ):
-                self.here.pop(0)
+                self.ready.pop(0)
             begin += self.load_s
             self.loads += 1
-        self.here = [loaded_model for loaded_model in self.here if loaded_model != model] + [model]
+        self.ready = [loaded_model for loaded_model in self.ready if loaded_model != model] + [
+            model
+        ]
         self.seconds[model], self.free_at = run_s, begin + run_s
         self.under_way.append((self.free_at, model))
 
     def place(self, models: frozenset[str]) -> None:
-        kept_models = [loaded_model for loaded_model in self.here if loaded_model in models]
+        kept_models = [loaded_model for loaded_model in self.ready if loaded_model in models]
         for model in sorted(models - set(kept_models) - self.broken):
             if (
                 sum(self.models[loaded_model] for loaded_model in kept_models) + self.models[model]
@@ -54,14 +56,14 @@ class Server:
             ):
                 kept_models.append(model)
                 self.loads += 1
-        self.here = kept_models
+        self.ready = kept_models
 
     def record(self, now: float) -> dict[str, Any]:
         records = []
         while self.under_way and self.under_way[0][0] <= now:
             self.ended[self.under_way.pop(0)[1]] += 1
         for name, nbytes in self.models.items():
-            state = "here" if name in self.here else "failed" if name in self.broken else "absent"
+            state = "here" if name in self.ready else "failed" if name in self.broken else "absent"
             model_record = {
                 "name": name,
                 "state": state,
@@ -121,8 +123,8 @@ class Site:
             self.servers[name].place(models)
 
     @property
-    def here(self) -> list[set[str]]:
-        return [set(server.here) for server in self.servers.values()]
+    def ready(self) -> list[set[str]]:
+        return [set(server.ready) for server in self.servers.values()]
 
     @property
     def loads(self) -> int:
@@ -145,7 +147,7 @@ def test_all_routers_tell_how_many_servers_calls_keep_busy(routers: int) -> None
 def test_calls_come_to_where_the_placement_is_and_stay(routers: int) -> None:
     site = Site(Server(SIZES, 2), Server(SIZES, 2), routers=routers)
     site.run(200, a=1.0, b=0.3, c=0.1)
-    assert sorted(map(sorted, site.here)) == [["a", "b"], ["a", "c"]]
+    assert sorted(map(sorted, site.ready)) == [["a", "b"], ["a", "c"]]
     loads, site.changes, site.went = site.loads, [], []
     site.run(300, a=1.0, b=0.3, c=0.1)
     assert (site.loads, site.changes) == (loads, [])
@@ -180,7 +182,7 @@ def test_what_is_asked_for_now_takes_the_place_of_what_was() -> None:
     site = Site(Server(SIZES, 2), Server(SIZES, 2))
     site.run(200, a=1.0, b=0.3, c=0.1)
     site.run(200, a=0.1, b=0.3, c=1.0)
-    assert sorted(map(sorted, site.here)) == [["a", "c"], ["b", "c"]]
+    assert sorted(map(sorted, site.ready)) == [["a", "c"], ["b", "c"]]
     assert max(server.free_at for server in site.servers.values()) < site.now + 2.0
 
 
@@ -197,7 +199,7 @@ def test_a_model_whose_load_takes_longer_than_it_is_worth_stays_where_it_is() ->
     quick, slow = (Site(*(Server(SIZES, 2, load_s) for _ in range(2))) for load_s in (0.5, 100.0))
     for site in (quick, slow):
         for server, letters in zip(site.servers.values(), ("ab", "bc"), strict=True):
-            server.here = list(letters)
+            server.ready = list(letters)
         site.run(200, a=1.0, b=0.1, c=0.1)
     assert quick.changes
     assert not slow.changes
@@ -207,17 +209,17 @@ def test_of_a_server_that_dies_the_others_take_over() -> None:
     site = Site(*(Server(SIZES, 2) for _ in range(3)))
     site.run(200, a=1.0, b=0.8, c=0.3)
     site.dead.add("s0")
-    site.servers["s0"].here = []
+    site.servers["s0"].ready = []
     site.went = []
     site.run(200, a=0.8, b=0.4, c=0.3)
     assert {name for _, name in site.went} == {"s1", "s2"}
-    assert set().union(*site.here[1:]) == set(SIZES)
+    assert set().union(*site.ready[1:]) == set(SIZES)
     loads, site.changes = site.loads, []
     site.run(200, a=0.8, b=0.4, c=0.3)
     assert (site.loads, site.changes) == (loads, [])
     site.dead.clear()
     site.run(200, a=1.0, b=0.8, c=0.3)
-    assert site.here[0], "it is back, and has something to do"
+    assert site.ready[0], "it is back, and has something to do"
 
 
 def test_one_server_is_left_as_it_is() -> None:
@@ -240,7 +242,7 @@ def test_a_model_that_no_server_has_has_the_last_place_everywhere() -> None:
 def test_a_call_goes_last_to_where_its_model_cannot_be_loaded(why: str) -> None:
     """One that has room beside: of the other a model has to go for it."""
     cannot, other_server = Server({**SIZES, "d": 2}, 3), Server({**SIZES, "d": 2}, 3)
-    other_server.here = ["a", "b", "c"]
+    other_server.ready = ["a", "b", "c"]
     if why == "it failed there":
         cannot.broken = {"d"}
     else:
@@ -254,10 +256,10 @@ def test_what_a_server_lacks_or_could_not_load_is_not_placed_there() -> None:
     sizes = {**SIZES, "huge": 9}
     site = Site(Server(sizes, 2), Server({"b": 1}, 2), Server(sizes, 2))
     site.servers["s0"].broken, site.servers["s2"].broken = {"c"}, {"a", "c"}
-    site.servers["s0"].here, site.servers["s2"].here = ["a", "b"], ["b"]
+    site.servers["s0"].ready, site.servers["s2"].ready = ["a", "b"], ["b"]
     site.run(200, a=0.2, b=1.5)
-    assert "b" in site.here[1]
-    assert "a" not in site.here[2]
+    assert "b" in site.ready[1]
+    assert "a" not in site.ready[2]
 
 
 def test_a_call_goes_to_who_would_be_done_first() -> None:
@@ -266,7 +268,7 @@ def test_a_call_goes_to_who_would_be_done_first() -> None:
         Server(SIZES, 3),
         Server(SIZES, 3, load_s=3.0),
     )
-    loaded_server.here = slow.here = ["a"]
+    loaded_server.ready = slow.ready = ["a"]
     loaded_server.seconds["a"], slow.seconds["a"] = 0.1, 0.5
     records = {
         name: s.record(0.0)
@@ -292,7 +294,7 @@ def test_a_call_goes_to_who_would_be_done_first() -> None:
 def test_a_server_that_was_started_anew_counts_from_the_start() -> None:
     """`a` keeps it busy all the time, so that the other one is to have it, too."""
     router, first, second = LivePlacement(), Server({"a": 1}, 1), Server({"a": 1}, 1)
-    first.seconds["a"], first.here = 0.1, ["a"]
+    first.seconds["a"], first.ready = 0.1, ["a"]
     changes: dict[str, frozenset[str]] = {}
     for now_s, ended in ((0.0, 1000), (5.0, 1050), (10.0, 50), (15.0, 100)):
         first.ended["a"] = ended

@@ -28,7 +28,7 @@ INPUTS = {"image": "image", "mask": "mask", "name": "name"}
 
 
 def node(key: str, call: NodeCall, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """What a node gives: names of all that it comes from, of a seed that follows from its key."""
+    """The outputs of a node: names of all its inputs, and of a seed that follows from its key."""
     description = (
         f"{call.node}{sorted(inputs.items())}{sorted(call.settings.items())}{seed_of(7, key)}"
     )
@@ -51,9 +51,9 @@ class Folder:
     def __init__(self, salt: random.Random | None = None) -> None:
         self.files: set[bytes] = set()
         self._salt = salt
-        """Of calls that do not give the same names again."""
+        """Salt of calls that do not give the same names again."""
 
-    def there(self, value: NamedValue) -> bool:
+    def holds(self, value: NamedValue) -> bool:
         return value.data is not None or value.reference in self.files
 
     def called(self, task: Task) -> dict[str, Any]:
@@ -62,7 +62,7 @@ class Folder:
         def read(part: Any) -> Any:
             if not isinstance(part, NamedValue):
                 return part
-            assert self.there(part), f"{task.key} reads {part.reference!r}, which is gone"
+            assert self.holds(part), f"{task.key} reads {part.reference!r}, which is gone"
             return part.reference.decode().partition("#")[0]
 
         def put(part: Any) -> Any:
@@ -76,11 +76,11 @@ class Folder:
         outputs = node(task.key, task.call, inputs)
         return {name: map_parts(value, put) for name, value in outputs.items()}
 
-    def seen(self, value: Any) -> Any:
+    def content(self, value: Any) -> Any:
         def name(part: Any) -> Any:
             if not isinstance(part, NamedValue):
                 return part
-            assert self.there(part)
+            assert self.holds(part)
             return part.reference.decode().partition("#")[0]
 
         return map_parts(value, name)
@@ -90,7 +90,7 @@ class Folder:
 @examples(150)
 def test_what_nothing_reads_any_more_may_go_and_nothing_else(plan: Any, seed: int) -> None:
     plan, rng, folder = compiled(plan), random.Random(seed), Folder()
-    run, waiting = WorkflowRun(plan, INPUTS, folder.there), list[Task]()
+    run, waiting = WorkflowRun(plan, INPUTS, folder.holds), list[Task]()
     while not run.ended:
         waiting += run.ready()
         task = waiting.pop(rng.randrange(len(waiting)))
@@ -99,7 +99,7 @@ def test_what_nothing_reads_any_more_may_go_and_nothing_else(plan: Any, seed: in
     output_references = {value.reference for value in named_in(list(run.outputs.values()))}
     assert folder.files == output_references
     expected = interpret(plan, INPUTS, node)
-    assert {name: folder.seen(value) for name, value in run.outputs.items()} == expected
+    assert {name: folder.content(value) for name, value in run.outputs.items()} == expected
 
 
 @given(plans(), st.integers(0, 2**32), st.booleans())
@@ -109,7 +109,7 @@ def test_a_run_whose_values_are_lost_gives_what_it_would_have_given(
 ) -> None:
     plan, rng = compiled(plan), random.Random(seed)
     folder = Folder(random.Random(seed) if salted else None)
-    run, waiting = WorkflowRun(plan, INPUTS, folder.there), list[Task]()
+    run, waiting = WorkflowRun(plan, INPUTS, folder.holds), list[Task]()
     losses = 6
     while True:
         while not run.ended:
@@ -119,22 +119,24 @@ def test_a_run_whose_values_are_lost_gives_what_it_would_have_given(
             if losses and folder.files and rng.random() < 0.3:
                 losses -= 1
                 folder.files.discard(rng.choice(sorted(folder.files)))
-            if all(map(folder.there, named_in(list(task.inputs.values())))):
+            if all(map(folder.holds, named_in(list(task.inputs.values())))):
                 run.done(task.key, folder.called(task))
             else:
                 run.lost(task.key)
-        lost_values = [v for v in named_in(list(run.outputs.values())) if not folder.there(v)]
+        lost_values = [v for v in named_in(list(run.outputs.values())) if not folder.holds(v)]
         if not lost_values:
             break
         run.rerun_sources_of(lost_values)
     expected = interpret(plan, INPUTS, node)
-    assert {name: folder.seen(value) for name, value in run.outputs.items()} == expected
+    assert {name: folder.content(value) for name, value in run.outputs.items()} == expected
 
 
-def fewest(made: Mapping[str, tuple[Task, Any, Any]], gone: Collection[Any], wanted: Any) -> int:
-    """Of all sets of ended calls the size of the smallest that brings these back, by search."""
+def fewest(
+    calls: Mapping[str, tuple[Task, Any, Any]], lost_values: Collection[Any], goals: Any
+) -> int:
+    """The size of the smallest set of ended calls that restores these values, by search."""
     maker: dict[Any, str] = {}
-    for key, (_, _, outputs) in made.items():
+    for key, (_, _, outputs) in calls.items():
         for value in named_in(list(outputs.values())):
             maker.setdefault(value, key)
 
@@ -145,18 +147,18 @@ def fewest(made: Mapping[str, tuple[Task, Any, Any]], gone: Collection[Any], wan
                 key
                 for key in remaining_keys
                 if all(
-                    value not in gone or value in restored_values
-                    for value in named_in(list(made[key][0].inputs.values()))
+                    value not in lost_values or value in restored_values
+                    for value in named_in(list(calls[key][0].inputs.values()))
                 )
             }
             if not ready:
                 return False
             restored_values |= {value for value in maker if maker[value] in ready}
             remaining_keys -= ready
-        return all(value not in gone or value in restored_values for value in wanted)
+        return all(value not in lost_values or value in restored_values for value in goals)
 
-    for size in range(len(made) + 1):
-        if any(does(keys) for keys in combinations(made, size)):
+    for size in range(len(calls) + 1):
+        if any(does(keys) for keys in combinations(calls, size)):
             return size
     raise AssertionError("nothing brings them back")
 
@@ -165,7 +167,7 @@ def fewest(made: Mapping[str, tuple[Task, Any, Any]], gone: Collection[Any], wan
 @examples(150)
 def test_the_fewest_calls_bring_lost_values_back(plan: Any, seed: int) -> None:
     plan, rng, folder = compiled(plan), random.Random(seed), Folder()
-    run = WorkflowRun(plan, INPUTS, folder.there)
+    run = WorkflowRun(plan, INPUTS, folder.holds)
     waiting, ends = run.ready(), rng.randrange(1, 10)
     while waiting and len(run._answered) < ends:
         task = waiting.pop(rng.randrange(len(waiting)))
@@ -173,7 +175,7 @@ def test_the_fewest_calls_bring_lost_values_back(plan: Any, seed: int) -> None:
         waiting += run.ready()
     calls_before, makers = dict(run._answered), list(run._maker)
     folder.files -= {name for name in sorted(folder.files) if rng.random() < 0.5}
-    lost_values = [value for value in makers if not folder.there(value)]
+    lost_values = [value for value in makers if not folder.holds(value)]
     if waiting:
         needed_values = named_in(list(waiting[0].inputs.values()))
         run.lost(waiting[0].key)
@@ -187,7 +189,7 @@ def test_the_fewest_calls_bring_lost_values_back(plan: Any, seed: int) -> None:
         ended.append(task.key)
         queue += [ready_task for ready_task in run.ready() if ready_task.key in calls_before]
     assert len(ended) == len(set(ended)) == fewest(calls_before, lost_values, needed_values)
-    assert all(map(folder.there, needed_values))
+    assert all(map(folder.holds, needed_values))
 
 
 def test_what_gives_something_else_when_it_is_made_again_ends_the_run() -> None:

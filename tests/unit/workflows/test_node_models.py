@@ -20,9 +20,9 @@ from tests.support.eventually import eventually
 KINDS = {"find": "clipseg", "enlarge": "swin2sr"}
 
 
-def write_folder(path: Path, told: str) -> None:
+def write_folder(path: Path, text: str) -> None:
     path.mkdir(exist_ok=True)
-    (path / "config.json").write_text(told)
+    (path / "config.json").write_text(text)
     (path / "model.safetensors").write_bytes(bytes(100))
 
 
@@ -47,7 +47,7 @@ class Server:
         nodes = {name: str(tmp_path / name) for name in kinds}
         config = config_of({"nodes": {**nodes, "device_bytes": device_bytes, "load": load}})
         self.models = NodeModels(config, self._open)
-        self.made: dict[str, Any] = {}
+        self.results: dict[str, Any] = {}
 
     def _open(self, kind: str, config: Any, loaded: Any) -> Server._Nodes:
         name = self._names[kind]
@@ -71,14 +71,14 @@ class Server:
             self._server.ran.append([call.settings["name"] for call in calls])
             return one_by_one(self._run, calls)
 
-        def _run(self, asked: NodeRequest) -> dict[str, Any]:
-            if asked.settings["name"] == "bad":
+        def _run(self, request: NodeRequest) -> dict[str, Any]:
+            if request.settings["name"] == "bad":
                 raise InvalidRequest("name", "is bad")
-            return {"said": asked.settings["name"]}
+            return {"said": request.settings["name"]}
 
     def call(self, model: str, name: str) -> None:
-        def done(made: Any, seconds: float) -> None:
-            self.made[name] = made
+        def done(result: Any, seconds: float) -> None:
+            self.results[name] = result
 
         self.models.call(model, NodeRequest(model, {}, {"name": name}), done)
 
@@ -87,14 +87,14 @@ class Server:
         return {record["name"]: (record["state"], record["queue"]) for record in records}
 
     def load_s(self) -> float:
-        """Of `find`."""
+        """Seconds of a load of `find`."""
         [load_seconds] = [
             x["load_s"] for x in self.models.record()["models"] if x["name"] == "find"
         ]
         return float(load_seconds)
 
     def wait(self, *names: str) -> None:
-        eventually("they are answered", lambda: set(names) <= set(self.made))
+        eventually("they are answered", lambda: set(names) <= set(self.results))
 
 
 def test_models_are_loaded_at_first_use_one_at_a_time(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_models_are_loaded_at_first_use_one_at_a_time(tmp_path: Path) -> None:
     server.may_load.set()
     server.may_run.set()
     server.wait("a", "b")
-    assert (server.loads, server.made) == (
+    assert (server.loads, server.results) == (
         ["find", "enlarge"], {"a": {"said": "a"}, "b": {"said": "b"}},
     )  # fmt: skip
     eventually("none waits", lambda: set(server.states().values()) == {("here", 0)})
@@ -124,8 +124,8 @@ def test_calls_that_came_meanwhile_share_one(tmp_path: Path) -> None:
     server.may_run.set()
     server.wait("a", "b", "bad", "c")
     assert len(server.ran) <= 2  # those that had come as its thread began, and all others
-    assert isinstance(server.made.pop("bad"), InvalidRequest)
-    assert server.made == {name: {"said": name} for name in "abc"}
+    assert isinstance(server.results.pop("bad"), InvalidRequest)
+    assert server.results == {name: {"said": name} for name in "abc"}
     server.models.close()
 
 
@@ -158,13 +158,13 @@ def test_what_cannot_be_loaded_is_told_and_others_go_on(tmp_path: Path) -> None:
     server.call("find", "a")
     server.call("enlarge", "b")
     server.wait("a", "b")
-    assert isinstance(server.made["a"], EngineFailed)
-    assert "model find has no weights" in str(server.made["a"])
-    assert server.made["b"] == {"said": "b"}
+    assert isinstance(server.results["a"], EngineFailed)
+    assert "model find has no weights" in str(server.results["a"])
+    assert server.results["b"] == {"said": "b"}
     server.broken.clear()
     server.call("find", "c")  # it is tried again
     server.wait("c")
-    assert server.made["c"] == {"said": "c"}
+    assert server.results["c"] == {"said": "c"}
     server.models.close()
 
 
@@ -173,7 +173,7 @@ def test_a_model_that_does_not_fit_is_refused_in_a_sentence(tmp_path: Path) -> N
     server.call("find", "a")
     server.wait("a")
     with pytest.raises(EngineFailed, match="model find has 100 bytes, and all may have 99"):
-        raise server.made["a"]
+        raise server.results["a"]
     assert server.loads == []
     server.models.close()
 
@@ -200,7 +200,7 @@ def test_what_a_model_needs_is_loaded_once_and_beside_it(tmp_path: Path) -> None
     small.call("find", "a")
     small.wait("a")
     with pytest.raises(EngineFailed, match="find and segment has 200 bytes, and all may have 15"):
-        raise small.made["a"]
+        raise small.results["a"]
     assert small.loads == []
     small.models.close()
 
@@ -252,7 +252,7 @@ def test_what_is_placed_is_loaded_with_what_it_needs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "words"),
+    ("text", "words"),
     [
         ('{"model_type": "bert"}', "nodes.find: .* is a bert; accepted: clipseg, grounding-dino"),
         ('{"model_type": "grounding-dino"}', "nodes.find: a grounding-dino needs nodes.segment"),
@@ -261,10 +261,10 @@ def test_what_is_placed_is_loaded_with_what_it_needs(tmp_path: Path) -> None:
     ],
 )
 def test_a_folder_of_another_class_is_told_at_start(
-    tmp_path: Path, told: str | None, words: str
+    tmp_path: Path, text: str | None, words: str
 ) -> None:
-    if told is not None:
-        write_folder(tmp_path, told)
+    if text is not None:
+        write_folder(tmp_path, text)
     config = config_of({"nodes": {"find": str(tmp_path)}})
     with pytest.raises(ConfigError, match=words):
         NodeModels(config, lambda kind, config, loaded: pytest.fail("it is loaded"))

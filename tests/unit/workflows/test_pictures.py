@@ -76,14 +76,14 @@ def test_components_are_those_of_a_flood(white):
 
 
 @pytest.mark.parametrize(
-    ("side", "every", "smallest", "told"),
+    ("side", "every", "smallest", "message"),
     [
         (2048, 2, 0.0, "mask: is cut 2097152 times along its rows; accepted: up to 131072"),
         (512, 4, 0.0, "mask: has 16384 parts; accepted: up to 16"),
         (512, 4, 0.1, None),
     ],
 )
-def test_a_mask_of_specks_costs_little(side, every, smallest, told):
+def test_a_mask_of_specks_costs_little(side, every, smallest, message):
     """Each speck was a mask as large as the picture: 100 KB of them took 250 GB."""
     white = np.zeros((side, side), np.bool_)
     white[::every, ::every] = True
@@ -92,10 +92,10 @@ def test_a_mask_of_specks_costs_little(side, every, smallest, told):
     mask = encode_mask(white)
     tracemalloc.start()
     try:
-        if told is None:
+        if message is None:
             assert run("split", mask=mask, smallest=smallest)["regions"] == Areas((), ())
         else:
-            with pytest.raises(InvalidRequest, match=told):
+            with pytest.raises(InvalidRequest, match=message):
                 run("split", mask=mask, smallest=smallest)
         assert tracemalloc.get_traced_memory()[1] < 60 * 2**20
     finally:

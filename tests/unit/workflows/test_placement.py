@@ -13,7 +13,7 @@ from tests.support.examples import examples, number
 
 
 def by_hall(models, placed):
-    """Of every set of models what its devices can do, over what is asked of it."""
+    """The least ratio, over all sets of models, of devices that have one of them to their load."""
     loaded = [model for model in models if model.load]
     return min(
         sum(any(m.name in names for m in subset) for names in placed.values())

@@ -20,7 +20,7 @@ from tests.support.workflows import interpret, plans
 
 
 def node(key, call, inputs):
-    """What a node gives: text that says all that it comes from; an edit's has its seed, too."""
+    """The outputs of a node: text that names all its inputs; an edit's has its seed, too."""
     kind = NODE_TYPES[call.node]
     seed = call.settings.get("seed", seed_of(7, key)) if call.node == "edit" else ""
     settings = {k: v for k, v in call.settings.items() if k != "cache"}

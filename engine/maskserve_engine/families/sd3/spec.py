@@ -99,8 +99,8 @@ def count(config: Mapping[str, Any], picture: StepPicture) -> ModelWork:
     blocks = mmdit.stack("transformer_blocks", number, mmdit.BlockLayers(layers))
     for dual in config.get(_SECOND) or ():
         second = mmdit.attention(h, mmdit.IMAGE, "attn2")
-        both = {**layers, "row": {**row, "norm1.linear": (h, 9 * h)}, "token": token | second}
-        blocks[f"transformer_blocks.{dual}"] = mmdit.BlockLayers(both, attentions=2)
+        two = {**layers, "row": {**row, "norm1.linear": (h, 9 * h)}, "token": token | second}
+        blocks[f"transformer_blocks.{dual}"] = mmdit.BlockLayers(two, attentions=2)
     last = f"transformer_blocks.{number - 1}"
     layers = blocks[last].layers
     blocks[last] = blocks[last]._replace(

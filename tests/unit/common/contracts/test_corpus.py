@@ -51,12 +51,12 @@ def test_each_case_gets_its_documented_answer(case: Case) -> None:
             assert isinstance(result, MaskserveError)
             assert str(result).startswith(refused.start), str(result)[:200]
             check_message(str(result))
-        case Works(source, kept):
+        case Works(source, background):
             assert isinstance(result, PreparedEdit), result
             pasted_over, weights, *_ = source_and_weights(result.context, result.request)
             np.testing.assert_array_equal(pasted_over.convert("RGB"), source)
-            if kept.any():
-                np.testing.assert_array_equal(np.asarray(weights) == 0, kept)
+            if background.any():
+                np.testing.assert_array_equal(np.asarray(weights) == 0, background)
         case Damaged() as damaged if isinstance(result, MaskserveError):
             assert str(result).startswith(damaged.refused.start), str(result)[:200]
             check_message(str(result))
@@ -99,10 +99,10 @@ def test_any_operation_is_parsed_or_refused(raw: bytes) -> None:
 
 @SAME_EVERY_TIME
 @given(good_settings())
-def test_good_settings_are_taken(asked: dict[str, Any]) -> None:
-    parsed = parse_settings(json.dumps(asked).encode())
-    assert {key: getattr(parsed, key) for key, value in asked.items() if value is not None} == {
-        key: value for key, value in asked.items() if value is not None
+def test_good_settings_are_taken(options: dict[str, Any]) -> None:
+    parsed = parse_settings(json.dumps(options).encode())
+    assert {key: getattr(parsed, key) for key, value in options.items() if value is not None} == {
+        key: value for key, value in options.items() if value is not None
     }
 
 

@@ -1,4 +1,4 @@
-"""What travels from preprocess to postprocess."""
+"""The context that travels from preprocess to postprocess."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def test_levels_are_what_was_measured(semantics: Semantics, way: Execution) -> N
 
 
 @pytest.mark.parametrize("semantics", [FILL, INPAINT])
-def test_levels_of_own_anchors_are_what_was_measured(semantics: Semantics) -> None:
+def test_levels_of_refresh_steps_are_what_was_measured(semantics: Semantics) -> None:
     table = json.loads((TABLES / f"quality-own-{semantics}.json").read_text(encoding="utf-8"))
     choices = {choice["choice"]: choice for choice in table["choices"]}
     refresh_steps, previous = (
@@ -61,7 +61,7 @@ def test_levels_of_own_anchors_are_what_was_measured(semantics: Semantics) -> No
         previous = level.psnr, level.work
 
 
-def test_an_edit_may_have_fewer_anchors_of_its_own_than_it_has() -> None:
+def test_an_edit_may_have_fewer_refresh_steps_than_its_schedule() -> None:
     for anchors, expected in ((3, 2), (2, 1), (1, 0)):
         assert len(names(way="own", own_steps=anchors)) == expected
 
@@ -77,7 +77,7 @@ def under(points: list[tuple[float, float]], psnr: float, work: float) -> bool:
 
 
 def test_no_other_ring_and_no_thinned_context_saves_more_per_db() -> None:
-    """Of what reads the entries that are there; the lowest level is where the table ends."""
+    """Only systems that read the same entries count; the lowest level is the end of the table."""
     table = json.loads((TABLES / "quality-frontier-fill.json").read_text(encoding="utf-8"))
     systems, levels = table["systems"], LEVELS[FILL, "cached"]
     whole = systems[table["default"]]["flux_flop_speedup"]
@@ -102,9 +102,9 @@ def facts(semantics: Semantics) -> ModelSpec:
 
 
 def names(
-    semantics: Semantics = FILL, *, way: Execution = "cached", own_steps: int = 0, **asked: Any
+    semantics: Semantics = FILL, *, way: Execution = "cached", own_steps: int = 0, **options: Any
 ) -> list[str]:
-    settings = {"reuse": "elastic", "reuse_floor": 0.0, "mask_ring": 1, **asked}
+    settings = {"reuse": "elastic", "reuse_floor": 0.0, "mask_ring": 1, **options}
     edit_settings = msgspec.convert(settings, EditSettings)
     skipping = facts(semantics).skipping
     return [level.name for level in levels_of(edit_settings, skipping, way, own_steps)]
@@ -124,7 +124,9 @@ def test_an_edit_may_take_what_holds_its_floor() -> None:
 
 
 @pytest.mark.parametrize(
-    "asked", [{"mask_ring": 2}, {"loras": [{"name": "any"}]}, {"controls": [{"name": "any"}]}]
+    "options", [{"mask_ring": 2}, {"loras": [{"name": "any"}]}, {"controls": [{"name": "any"}]}]
 )
-def test_an_edit_with_a_ring_of_its_own_or_adapters_keeps_its_ring(asked: dict[str, Any]) -> None:
-    assert names(**asked) == [level.name for level in LEVELS[FILL, "cached"] if level.ring is None]
+def test_an_edit_with_a_ring_of_its_own_or_adapters_keeps_its_ring(options: dict[str, Any]) -> None:
+    assert names(**options) == [
+        level.name for level in LEVELS[FILL, "cached"] if level.ring is None
+    ]

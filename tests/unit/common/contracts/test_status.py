@@ -51,7 +51,7 @@ def large(i: int) -> WorkerStatus:
 
 
 def write(writer: StatusWriter, status: WorkerStatus) -> WorkerStatus:
-    """What readers should see of it from now on."""
+    """Write a status and return the one that readers should see from now on."""
     return replace(status, **writer.write(status)._asdict())
 
 

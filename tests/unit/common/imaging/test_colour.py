@@ -1,4 +1,4 @@
-"""What a picture's numbers mean stays what it was, however its file says it."""
+"""The colours of a picture stay what they were, however its file describes them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def to_srgb(image: Image.Image, profile: bytes) -> np.ndarray:
     return np.asarray(srgb_image).astype(int)
 
 
-def seen(image: Image.Image) -> np.ndarray:
+def srgb_pixels(image: Image.Image) -> np.ndarray:
     """A picture as a viewer that knows ICC profiles shows it."""
     profile = image.info.get("icc_profile")
     return to_srgb(image, profile) if profile else np.asarray(image.convert("RGB")).astype(int)
@@ -90,8 +90,8 @@ def test_a_wide_picture_looks_as_it_did(save: Callable[..., bytes], output_forma
         np.testing.assert_array_equal(
             np.asarray(edited_image)[OUTSIDE], np.asarray(stored)[OUTSIDE]
         )
-        np.testing.assert_array_equal(seen(edited_image)[OUTSIDE], source_pixels[OUTSIDE])
-    assert np.abs(seen(edited_image) - source_pixels).mean() < 8  # noise is hard on JPEG
+        np.testing.assert_array_equal(srgb_pixels(edited_image)[OUTSIDE], source_pixels[OUTSIDE])
+    assert np.abs(srgb_pixels(edited_image) - source_pixels).mean() < 8  # noise is hard on JPEG
     naive = np.abs(np.asarray(stored).astype(int) - source_pixels)
     assert naive.mean() > 9, "the profile changes nothing, and this test says nothing"
 
@@ -102,7 +102,7 @@ def test_models_are_given_srgb_and_what_they_paint_is_brought_back() -> None:
     np.testing.assert_array_equal(prepared_edit.pixels, to_srgb(Image.fromarray(SCENE), WIDE))
     painted = np.full_like(prepared_edit.pixels, (230, 60, 40))
     edited_image = Image.open(io.BytesIO(finish_edit(painted, prepared_edit.context)))
-    assert np.abs(seen(edited_image)[~OUTSIDE] - (230, 60, 40)).max() <= 2
+    assert np.abs(srgb_pixels(edited_image)[~OUTSIDE] - (230, 60, 40)).max() <= 2
     np.testing.assert_array_equal(np.asarray(edited_image)[OUTSIDE], SCENE[OUTSIDE])
 
 
@@ -163,7 +163,7 @@ def test_other_formats_say_it_by_a_profile(
     if output_format == "webp":
         np.testing.assert_array_equal(numbers[OUTSIDE], SCENE[OUTSIDE])
     expected_pixels = to_srgb(Image.fromarray(numbers), profile)
-    assert np.abs(seen(edited_image) - expected_pixels).max() <= 2
+    assert np.abs(srgb_pixels(edited_image) - expected_pixels).max() <= 2
     assert np.abs(numbers - expected_pixels).mean() > 4
 
 

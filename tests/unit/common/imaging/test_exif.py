@@ -1,4 +1,4 @@
-"""What a camera says in a picture stays in its answers, but for what is true no more."""
+"""A camera's EXIF stays in the answers, but for tags that an edit makes untrue."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def camera(orientation: int = 6, make: str = "A camera's") -> bytes:
 
 
 def answer(image: bytes, mask: bytes = UPRIGHT_MASK, **settings: Any) -> bytes:
-    """Of a model that gives back what it sees."""
+    """The answer if the model returns its source."""
     accepted = accept_edit(EditSettings(**settings), b"x", FILL_FACTS, Config())
     prepared_edit = prepare_edit(image, mask, accepted, FILL_FACTS, Config())
     return finish_edit(prepared_edit.pixels, prepared_edit.context)
@@ -76,7 +76,7 @@ def test_without_exif_there_is_none() -> None:
 
 
 def test_pictures_that_differ_in_it_alone_are_templates_of_their_own() -> None:
-    """Whoever names a template is not told where another's was taken."""
+    """A client that names a template does not learn where another client's picture was taken."""
     files = [
         encode(SCENE, "PNG"),
         *(encode(SCENE, "PNG", exif=camera(1, make)) for make in ("one", "two")),

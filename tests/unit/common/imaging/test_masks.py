@@ -41,7 +41,7 @@ def _white(mask: np.ndarray) -> DecodedMask:
 
 @dataclass
 class Masks:
-    """What one mask asks for, of an edit whose model sees all."""
+    """Masks and warnings of one edit whose model sees the whole picture."""
 
     paste: np.ndarray
     edit: np.ndarray

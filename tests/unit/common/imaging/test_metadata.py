@@ -1,4 +1,4 @@
-"""Whose a picture is, and how large it prints, stays in its answers, whatever the formats."""
+"""Author and print size of a picture stay in its answers, whatever the formats."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def source(form: str, **more: Any) -> bytes:
 
 
 def answer(image: bytes, output_format: str) -> Image.Image:
-    """Of a model that gives back what it sees."""
+    """The answer if the model returns its source."""
     settings = EditSettings(output_format=output_format)  # type: ignore[arg-type]
     accepted = accept_edit(settings, b"x", FILL_FACTS, Config())
     prepared_edit = prepare_edit(image, MASK, accepted, FILL_FACTS, Config())

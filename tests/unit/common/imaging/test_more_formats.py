@@ -41,18 +41,18 @@ def rgba() -> Image.Image:
 
 def tiffs() -> dict[str, tuple[bytes, Image.Image]]:
     """Name → file, and what Pillow reads of it."""
-    made = {
+    files = {
         f"{mode} {compression}": saved(rgb().convert(mode), "TIFF", compression=compression)
         for mode in ("1", "L", "P", "RGB", "CMYK")
         for compression in ("raw", "tiff_lzw", "tiff_adobe_deflate", "packbits")
     }
-    made["fax"] = saved(rgb().convert("1"), "TIFF", compression="group4")
-    made["JPEG"] = saved(rgb(), "TIFF", compression="jpeg")
-    made["RGBA"] = saved(rgba(), "TIFF", compression="tiff_lzw")
-    made["LA"] = saved(rgba().convert("LA"), "TIFF")
+    files["fax"] = saved(rgb().convert("1"), "TIFF", compression="group4")
+    files["JPEG"] = saved(rgb(), "TIFF", compression="jpeg")
+    files["RGBA"] = saved(rgba(), "TIFF", compression="tiff_lzw")
+    files["LA"] = saved(rgba().convert("LA"), "TIFF")
     strips = {TiffImagePlugin.ROWSPERSTRIP: 7}
-    made["strips"] = saved(rgb(), "TIFF", compression="tiff_lzw", tiffinfo=strips)
-    return {name: (data, Image.open(io.BytesIO(data))) for name, data in made.items()}
+    files["strips"] = saved(rgb(), "TIFF", compression="tiff_lzw", tiffinfo=strips)
+    return {name: (data, Image.open(io.BytesIO(data))) for name, data in files.items()}
 
 
 @pytest.mark.parametrize("name", sorted(tiffs()))
@@ -93,8 +93,8 @@ def test_they_stand_as_they_are_to_be_shown(kind: str, turned: int) -> None:
     exif[0x0112] = turned
     encoded = saved(rgb(), kind, exif=exif, **({"quality": 100} if kind == "AVIF" else {}))
     decoded = decode_image(encoded, "IMAGE", LIMITS)
-    shown = ImageOps.exif_transpose(Image.open(io.BytesIO(encoded)))
-    np.testing.assert_array_equal(decoded.pixels, np.asarray(shown.convert("RGB")))
+    expected_image = ImageOps.exif_transpose(Image.open(io.BytesIO(encoded)))
+    np.testing.assert_array_equal(decoded.pixels, np.asarray(expected_image.convert("RGB")))
     assert read_size(encoded, "IMAGE", LIMITS) == decoded.size
     assert read_container(encoded).orientation == turned
 
@@ -122,28 +122,28 @@ def test_a_gif_is_its_first_picture_and_says_so(interlace: int) -> None:
     single = saved(first, "GIF", interlace=interlace)
     later = [Image.fromarray(scene(*SIZE)[::-1]) for _ in range(3)]
     film = saved(first, "GIF", save_all=True, append_images=later, interlace=interlace)
-    for encoded, told in (
+    for encoded, warnings in (
         (single, ()),
         (film, ("IMAGE: is an animation; its first picture is taken",)),
     ):
         decoded = decode_image(encoded, "IMAGE", LIMITS)
         np.testing.assert_array_equal(decoded.pixels, np.asarray(first.convert("RGB")))
-        assert decoded.warnings == told
+        assert decoded.warnings == warnings
     assert len(read_container(film).payload) < len(film) / 2
     clear = saved(first, "GIF", transparency=3)
     decoded = decode_image(clear, "IMAGE", LIMITS)
-    shown = np.asarray(Image.open(io.BytesIO(clear)).convert("RGBA"))
+    rgba_pixels = np.asarray(Image.open(io.BytesIO(clear)).convert("RGBA"))
     assert decoded.alpha is not None
-    np.testing.assert_array_equal(decoded.alpha, shown[..., 3])
-    np.testing.assert_array_equal(decoded.pixels, shown[..., :3])
+    np.testing.assert_array_equal(decoded.alpha, rgba_pixels[..., 3])
+    np.testing.assert_array_equal(decoded.pixels, rgba_pixels[..., :3])
 
 
 @pytest.mark.parametrize("kind", ["TIFF", "AVIF"])
 def test_of_several_pictures_the_first_is_taken_and_the_answer_says_so(kind: str) -> None:
     more = [Image.fromarray(scene(*SIZE)[::-1]) for _ in range(20)]
     encoded = saved(rgb(), kind, save_all=True, append_images=more)
-    [told] = decode_image(encoded, "IMAGE", LIMITS).warnings
-    assert "the first is taken" in told or "its first picture is taken" in told
+    [warning] = decode_image(encoded, "IMAGE", LIMITS).warnings
+    assert "the first is taken" in warning or "its first picture is taken" in warning
 
 
 def test_a_heic_is_read_where_its_decoder_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,8 +154,8 @@ def test_a_heic_is_read_where_its_decoder_is(monkeypatch: pytest.MonkeyPatch) ->
         exif[0x0112] = turned
         encoded = saved(rgb(), "HEIF", quality=100, exif=exif.tobytes())
         decoded = decode_image(encoded, "IMAGE", LIMITS)
-        shown = np.asarray(Image.open(io.BytesIO(encoded)).convert("RGB"))
-        np.testing.assert_array_equal(decoded.pixels, shown)
+        expected_image = np.asarray(Image.open(io.BytesIO(encoded)).convert("RGB"))
+        np.testing.assert_array_equal(decoded.pixels, expected_image)
         assert read_size(encoded, "IMAGE", LIMITS) == decoded.size
     monkeypatch.delitem(images._DECODERS, "heic")
     with pytest.raises(InvalidRequest, match=r"is of HEIC, which this server reads with maskserve"):
@@ -227,7 +227,7 @@ def test_a_tiff_s_tags_cannot_multiply_its_bytes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "told"),
+    ("more", "message"),
     [
         ((entry(322, 3, 1, 65_520), entry(323, 3, 1, 65_520)), "damaged"),
         ((entry(277, 4, 1, 60_000),), "damaged"),
@@ -237,9 +237,9 @@ def test_a_tiff_s_tags_cannot_multiply_its_bytes() -> None:
     ],
 )
 def test_a_tiff_of_large_tiles_or_strange_numbers_is_refused(
-    more: tuple[bytes, ...], told: str
+    more: tuple[bytes, ...], message: str
 ) -> None:
-    assert told in refusal(tiff(*PLAIN, entry(273, 4, 1, 8), *more, behind=bytes(100)))
+    assert message in refusal(tiff(*PLAIN, entry(273, 4, 1, 8), *more, behind=bytes(100)))
 
 
 def test_a_gif_of_endless_blocks_is_refused_or_ends() -> None:
@@ -256,6 +256,6 @@ def test_an_avif_that_is_coded_larger_than_it_says_is_refused() -> None:
     large, small = (saved(Image.new("RGB", size), "AVIF") for size in ((1600, 1200), (64, 48)))
     size = b"ispe\0\0\0\0" + struct.pack(">II", 1600, 1200)
     assert size in large
-    said = large.replace(size, b"ispe\0\0\0\0" + struct.pack(">II", 64, 48))
-    assert "damaged AVIF" in refusal(said)
+    damaged = large.replace(size, b"ispe\0\0\0\0" + struct.pack(">II", 64, 48))
+    assert "damaged AVIF" in refusal(damaged)
     assert decode_image(small, "IMAGE", LIMITS).size == (48, 64)

@@ -92,8 +92,8 @@ def test_an_ordinary_edit() -> None:
 
 
 @given(good_settings(), st.text(max_size=20))
-def test_what_was_accepted_is_read_back_as_it_was(asked: dict[str, Any], prompt: str) -> None:
-    settings = EditSettings(**{key: value for key, value in asked.items() if value is not None})
+def test_what_was_accepted_is_read_back_as_it_was(options: dict[str, Any], prompt: str) -> None:
+    settings = EditSettings(**{key: value for key, value in options.items() if value is not None})
     accepted = AcceptedEdit(prompt, settings, time.time_ns())
     assert AcceptedEdit.from_json(accepted.to_json()) == accepted
 
@@ -217,7 +217,7 @@ def test_the_corpus_starts_from_a_request_that_works() -> None:
 
 
 @pytest.mark.parametrize(
-    ("facts", "config", "asked", "field"),
+    ("facts", "config", "options", "field"),
     [
         ({"guidance": "none"}, {}, {"guidance_scale": 3.5}, "guidance_scale"),
         ({}, {}, {"negative_prompt": ""}, "negative_prompt"),
@@ -238,13 +238,13 @@ def test_the_corpus_starts_from_a_request_that_works() -> None:
     ],
 )
 def test_what_the_model_or_worker_cannot_do_is_refused(
-    facts: dict[str, Any], config: dict[str, Any], asked: dict[str, Any], field: str
+    facts: dict[str, Any], config: dict[str, Any], options: dict[str, Any], field: str
 ) -> None:
     with pytest.raises(InvalidRequest) as caught:
         prepare(
             replace(FILL_FACTS, **facts),
             structs.replace(CONFIG, **config),
-            SETTINGS=settings(**asked),
+            SETTINGS=settings(**options),
         )
     assert caught.value.field.startswith(f"SETTINGS.{field}")
 
@@ -308,8 +308,8 @@ def test_control_pictures_are_seen_through_the_edit_s_window() -> None:
 def test_steps_are_skipped_by_default_where_the_worker_says_so() -> None:
     config = structs.replace(CONFIG, model=structs.replace(CONFIG.model, first_block_threshold=0.2))
 
-    def threshold(**asked: Any) -> float | None:
-        prepared_edit = prepare(config=config, SETTINGS=settings(**asked))
+    def threshold(**options: Any) -> float | None:
+        prepared_edit = prepare(config=config, SETTINGS=settings(**options))
         return prepared_edit.request.settings.first_block_threshold
 
     assert threshold() == 0.2
@@ -412,7 +412,7 @@ def test_black_may_not_change_at_all() -> None:
 
 
 @pytest.mark.parametrize(
-    ("as_text", "asked", "answered"),
+    ("as_text", "options", "answered"),
     [
         (False, {}, "raw"),
         (True, {}, "base64"),
@@ -421,11 +421,11 @@ def test_black_may_not_change_at_all() -> None:
     ],
 )
 def test_an_answer_is_encoded_as_the_mask_came(
-    as_text: bool, asked: dict[str, Any], answered: str
+    as_text: bool, options: dict[str, Any], answered: str
 ) -> None:
     """JSON carries bytes as text only, and no model is told that a request was JSON."""
     mask = good_inputs()["MASK"]
     if as_text:
         mask = b"data:image/png;base64," + base64.b64encode(mask)
-    prepared_edit = prepare(MASK=mask, SETTINGS=settings(**asked))
+    prepared_edit = prepare(MASK=mask, SETTINGS=settings(**options))
     assert prepared_edit.request.settings.output_encoding == answered

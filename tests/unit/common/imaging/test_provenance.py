@@ -105,16 +105,16 @@ def test_a_picture_that_came_signed_is_signed_anew(signer: tuple[Path, Path]) ->
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("options", "message"),
     [
         ({"certificate": "x"}, "provenance.private_key is missing"),
         ({"private_key": "x"}, "provenance.certificate is missing"),
         ({"certificate": "/no/such", "private_key": "/no/such"}, "cannot sign: .*No such file"),
     ],
 )
-def test_what_cannot_sign_is_told_at_start(given: dict[str, str], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        make_mark(config_of(**given))
+def test_what_cannot_sign_is_told_at_start(options: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_mark(config_of(**options))
 
 
 def test_another_key_than_the_certificates_is_told_at_start(

@@ -30,8 +30,8 @@ def answer(check: Check) -> bytes:
 def test_it_sees_source_prompt_and_picture() -> None:
     calls = []
 
-    def check(source: Image.Image, prompt: str, made: Image.Image) -> None:
-        calls.append((np.asarray(source), prompt, np.asarray(made)))
+    def check(source: Image.Image, prompt: str, image: Image.Image) -> None:
+        calls.append((np.asarray(source), prompt, np.asarray(image)))
 
     assert answer(check)
     ((source, prompt, picture),) = calls
@@ -42,12 +42,12 @@ def test_it_sees_source_prompt_and_picture() -> None:
 
 def test_what_it_refuses_is_told_in_its_words() -> None:
     with pytest.raises(Refused, match="no stars") as caught:
-        answer(lambda source, prompt, made: "no stars today" if "star" in prompt else None)
+        answer(lambda source, prompt, picture: "no stars today" if "star" in prompt else None)
     assert str(caught.value) == "[REFUSED] no stars today"
 
 
 def test_what_it_cannot_judge_does_not_pass() -> None:
-    def fails(source: Image.Image, prompt: str, made: Image.Image) -> None:
+    def fails(source: Image.Image, prompt: str, picture: Image.Image) -> None:
         raise ValueError("secret")
 
     with pytest.raises(EngineFailed) as caught:

@@ -50,10 +50,10 @@ def test_a_window_holds_mask_and_padding_and_lies_in_the_picture(
 
 def lengths(side: int, native: int) -> list[int]:
     """Lengths of a side's lattice."""
-    found = [min(native, side)]
-    while found[-1] < side:
-        found.append(min(side, math.ceil(found[-1] * 1.25)))
-    return found
+    lattice = [min(native, side)]
+    while lattice[-1] < side:
+        lattice.append(min(side, math.ceil(lattice[-1] * 1.25)))
+    return lattice
 
 
 @given(st.data(), sides, st.sampled_from([64, 128, 500, 768, 1024]))
@@ -81,10 +81,10 @@ def test_a_span_is_the_shortest_of_its_sides_lattice(
 def test_masks_at_all_places_of_a_side_have_few_spans(part: float) -> None:
     native, side = 256, 2000
     mask = round(part * native)
-    seen = {lattice_span((at, at + mask), side, native) for at in range(side - mask + 1)}
+    places = {lattice_span((at, at + mask), side, native) for at in range(side - mask + 1)}
     # A mask up to half as long as the model's side is held at multiples of a half.
     most = 2 * side / native if part <= 0.5 else 16 * side / native
-    assert len(seen) <= most
+    assert len(places) <= most
 
 
 def random_windows(count: int) -> list[Window]:

@@ -93,13 +93,13 @@ def test_rows_are_spread_over_a_workers_devices() -> None:
         )
 
 
-@pytest.mark.parametrize(("others", "degree"), [(0, 4), (1, 2), (2, 1), (3, 1), (7, 1)])
-def test_an_edit_is_priced_by_the_devices_that_it_could_have(others: int, degree: int) -> None:
+@pytest.mark.parametrize(("row_count", "degree"), [(0, 4), (1, 2), (2, 1), (3, 1), (7, 1)])
+def test_an_edit_is_priced_by_the_devices_that_it_could_have(row_count: int, degree: int) -> None:
     degrees = DegreePrice(0.6, 0.8), DegreePrice(0.35, 0.7)
     view = worker(
-        "w", pricing=replace(PRICING, degrees=degrees), running=(row(5),) * others, devices=4
+        "w", pricing=replace(PRICING, degrees=degrees), running=(row(5),) * row_count, devices=4
     )
-    plain = worker("w", running=(row(5),) * others, devices=4)
+    plain = worker("w", running=(row(5),) * row_count, devices=4)
     for edit, kind in ((EDIT, "cached"), (replace(EDIT, cache=False), "dense")):
         share = 1.0 if degree == 1 else getattr(degrees[degree.bit_length() - 2], kind)
         assert view.price(edit)[0] == pytest.approx(share * plain.price(edit)[0])
@@ -241,9 +241,9 @@ def test_mask_aware_looks_at_masks_steps_and_templates():
     assert policy.choose(EDIT, [large, ending], 0.0) == "ending"
     assert LeastTokens().choose(EDIT, [large, ending], 0.0) == "large"
     holder = worker("has", running=(row(20),) * 2, templates={"host": {"t"}})
-    lacks = worker("lacks", templates={"host": {"other"}})
-    assert policy.choose(EDIT, [holder, lacks], 0.0) == "has"
-    assert LeastRequests().choose(EDIT, [holder, lacks], 0.0) == "lacks"
+    other = worker("lacks", templates={"host": {"other"}})
+    assert policy.choose(EDIT, [holder, other], 0.0) == "has"
+    assert LeastRequests().choose(EDIT, [holder, other], 0.0) == "lacks"
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -448,7 +448,7 @@ def test_what_a_worker_knows_of_its_storage_prices_the_first_lora() -> None:
 
 
 def test_rows_are_priced_by_their_steps_that_compute_all_tokens() -> None:
-    """A row with anchors of its own loads nothing, and leaves its text out between them."""
+    """A row with refresh steps loads nothing, and leaves its text out between them."""
     price = RowPrice(0.0, 0.004, PRICING.active_token)
     pricing = replace(PRICING, between=price, spare_token=1e-5)
     row = RowStatus("r", "cached", 100, FULL, 10)
@@ -483,8 +483,8 @@ def test_the_steps_of_rows_with_loras_are_priced_by_bytes() -> None:
     with_loras = changed(row, adapter_bytes=3 * 10**8)
     dense = changed(with_loras, kind="dense")
 
-    def compute(own: RowStatus) -> float:
-        status = WorkerStatus("w", "m", "ready", 4, 16, running=(own,))
+    def compute(row_status: RowStatus) -> float:
+        status = WorkerStatus("w", "m", "ready", 4, 16, running=(row_status,))
         return WorkerView.from_status(status, pricing, 0.0).running[0].compute
 
     added = 3e8 * (1e-12 + 100 * 1e-15)

@@ -152,14 +152,14 @@ def test_a_board_chooses_as_the_rule_does(seed: int, count: int, alike: bool) ->
         table.drop(number)
         views[number] = replace(views[number], ready=False)
     for _ in range(8):
-        wanted = edit(rng, now_s)
+        request = edit(rng, now_s)
         without = set(rng.sample(range(count), rng.choice((0, 0, count // 4))))
         candidates = [candidate for number, candidate in enumerate(views) if number not in without]
         try:
-            expected = MaskAware().choose(wanted, candidates, now_s)
+            expected = MaskAware().choose(request, candidates, now_s)
         except NoWorkerAvailable:
             expected = None
-        chosen = table.choose(wanted, now_s, without)
+        chosen = table.choose(request, now_s, without)
         assert (None if chosen is None else views[chosen].worker) == expected
 
 
@@ -176,19 +176,19 @@ def test_the_least_time_of_a_board_is_that_of_its_workers(
     for number, (slowdown, token_s) in enumerate(learned):
         table.put(number, views[number], slowdown, token_s)
     for primed in (False, True):
-        wanted = edit(rng, now_s)
+        request = edit(rng, now_s)
 
-        def ask(number: int, wanted: Edit = wanted, primed: bool = primed) -> float:
+        def ask(number: int, request: Edit = request, primed: bool = primed) -> float:
             worker_view, (slowdown, token_s) = views[number], learned[number]
             if alone:
                 worker_view = replace(worker_view, running=(), waiting=())
             if primed:
                 worker_view = replace(worker_view, templates=None)
-            seconds = predicted_seconds(wanted, worker_view, worker_view.as_of if alone else now_s)
-            return slowdown * seconds + token_s * wanted.total_tokens
+            seconds = predicted_seconds(request, worker_view, worker_view.as_of if alone else now_s)
+            return slowdown * seconds + token_s * request.total_tokens
 
-        rows = table.serving(wanted)
-        least = table.least_s(wanted, now_s, rows, ask, alone=alone, primed=primed)
+        rows = table.serving(request)
+        least = table.least_s(request, now_s, rows, ask, alone=alone, primed=primed)
         expected = min(map(ask, rows.tolist()), default=None)
         assert least == (None if expected is None else pytest.approx(expected, rel=1e-9))
 
@@ -197,10 +197,10 @@ def test_of_a_thousand_workers_that_are_alike_the_lowest_id_is_chosen() -> None:
     pricing = Pricing(0.01, 0.2, 0.005, 0.0003)
     views = [WorkerView(f"w{n:04}", pricing, 4, 4, templates={}) for n in range(1000)]
     table = table_of(views)
-    wanted = Edit(20, 100, TOTAL, "t")
-    assert table.choose(wanted, 0.0) == 0
-    assert table.choose(wanted, 0.0, {0, 1, 2, 4}) == 3
-    assert table.earliest(table.taking(wanted), 3) == [0, 1, 2]
+    request = Edit(20, 100, TOTAL, "t")
+    assert table.choose(request, 0.0) == 0
+    assert table.choose(request, 0.0, {0, 1, 2, 4}) == 3
+    assert table.earliest(table.taking(request), 3) == [0, 1, 2]
 
 
 @examples(80)
@@ -211,11 +211,11 @@ def test_each_score_is_the_prediction_or_a_bound_below_it(seed: int) -> None:
     views = [view(rng, f"w{n}", now_s, priced(rng), 0.8) for n in range(40)]
     table = table_of(views)
     for _ in range(4):
-        wanted = edit(rng, now_s)
-        rows = table.taking(wanted)
-        scores, exact = table._scores(wanted, now_s, rows)
+        request = edit(rng, now_s)
+        rows = table.taking(request)
+        scores, exact = table._scores(request, now_s, rows)
         for number, score, is_exact in zip(rows.tolist(), scores, exact, strict=True):
-            predicted = predicted_seconds(wanted, views[number], now_s)
+            predicted = predicted_seconds(request, views[number], now_s)
             if is_exact:
                 assert score == predicted
             else:

@@ -68,11 +68,11 @@ def one_layer(name: str, layer: nn.Linear | nn.Conv2d, part: str) -> Arrays:
     }
 
 
-def case_of(*, flux: bool, **asked: Any) -> Case:
+def case_of(*, flux: bool, **settings: Any) -> Case:
     """A random edit whose mask covers more than a corner."""
     rng = fresh_rng()
     while True:
-        case = random_case(rng, **asked) if flux else unet_case(rng, **asked)
+        case = random_case(rng, **settings) if flux else unet_case(rng, **settings)
         if case.mask.mean() > 40:
             return case
 
@@ -92,12 +92,12 @@ def test_a_lora_of_all_layers_is_the_pipeline_s(folder: Path, tmp_path: Path) ->
     adapter.attach(row, job, ((adapter.low_rank(factors), 0.7),))
     while row.step < row.steps:
         adapter.step([row], None)
-    plain = theirs(pipe, case, flux=flux)
+    plain = by_pipeline(pipe, case, flux=flux)
     load(pipe, path)
     pipe.set_adapters("x", 0.7)
-    expected, found = theirs(pipe, case, flux=flux), row.result().array()
+    expected, result = by_pipeline(pipe, case, flux=flux), row.result().array()
     assert np.abs(expected - plain).max() > 1e-2
-    assert np.abs(found - expected).max() <= tolerance(expected)
+    assert np.abs(result - expected).max() <= tolerance(expected)
 
 
 @pytest.mark.slow
@@ -106,24 +106,24 @@ def test_each_layer_of_the_denoiser_is_the_pipeline_s(folder: Path, tmp_path: Pa
     flux = hasattr(pipe, "transformer")
     config = config_of(folder, model={"outside_noise": "edit"})
     encoder, adapter = load_encoder(config), load_adapter(config)
-    asked = {"num_inference_steps": 2, "strength": 1.0, "guidance_scale": 2.0}
-    case = case_of(flux=flux, **asked)
+    settings = {"num_inference_steps": 2, "strength": 1.0, "guidance_scale": 2.0}
+    case = case_of(flux=flux, **settings)
     job = encode_case(encoder, case, "r")
-    plain, path = theirs(pipe, case, flux=flux), tmp_path / "x.safetensors"
+    plain, path = by_pipeline(pipe, case, flux=flux), tmp_path / "x.safetensors"
     part = "transformer" if flux else "unet"
     net = getattr(pipe, part)
     for name, layer in list(layers_of(net)):
         for _ in range(8):  # draws, until one matters: queries can lie where attention is flat
             write(path, one_layer(name, layer, part))
             load(pipe, path)
-            scale, expected = 1.0, theirs(pipe, case, flux=flux)
+            scale, expected = 1.0, by_pipeline(pipe, case, flux=flux)
             # Random weights hear little of a timestep.
             while (little := np.abs(plain - expected).max() <= 10 * tolerance(expected)) and (
                 scale < 4**8
             ):
                 scale *= 4.0
                 pipe.set_adapters("x", scale)
-                expected = theirs(pipe, case, flux=flux)
+                expected = by_pipeline(pipe, case, flux=flux)
             pipe.delete_adapters("x")
             if not little:
                 break
@@ -137,7 +137,7 @@ def test_each_layer_of_the_denoiser_is_the_pipeline_s(folder: Path, tmp_path: Pa
         assert np.abs(pixels - plain).max() > 2 * tolerance(expected), name
 
 
-def theirs(pipe: Any, case: Case, *, flux: bool) -> NDArray[np.float32]:
+def by_pipeline(pipe: Any, case: Case, *, flux: bool) -> NDArray[np.float32]:
     """[C, h, w] latents of the pipeline."""
     if flux:
         return diffusers_latents(pipe, case)
@@ -161,7 +161,9 @@ def test_each_layer_of_the_text_encoders_is_the_pipeline_s(folder: Path, tmp_pat
     flux = hasattr(pipe, "transformer")
     parts = ["text_encoder"] + ["text_encoder_2"] * (hasattr(pipe, "text_encoder_2") and not flux)
     for part in parts:
-        layers = [each for name, each in layers_of(getattr(pipe, part)) if "q_proj" in name]
+        layers = [
+            text_layer for name, text_layer in layers_of(getattr(pipe, part)) if "q_proj" in name
+        ]
         for name, layer in list(layers_of(getattr(pipe, part))):
             if name == "text_projection":
                 continue  # of PEFT's form diffusers cannot load it; kohya's: test_lora_forms
@@ -172,20 +174,20 @@ def test_each_layer_of_the_text_encoders_is_the_pipeline_s(folder: Path, tmp_pat
                 tensors |= {
                     key: 0 * value if "lora_B" in key else value for key, value in query.items()
                 }
-            own = tmp_path / f"{part}.{name}"
-            config, [lora] = served(own, folder, {"x": tensors})
+            lora_folder = tmp_path / f"{part}.{name}"
+            config, [lora] = served(lora_folder, folder, {"x": tensors})
             encoder = load_encoder(config)
             adapters = TextAdapters(config, encoder.text_models)
             before = encoder.encode_prompt("a red star")
             with adapters.applied([lora]):
-                found = encoder.encode_prompt("a red star")
+                result = encoder.encode_prompt("a red star")
             adapters.close()
             fresh = pipeline_of(folder)
-            load(fresh, own / "store" / "x.safetensors")
+            load(fresh, lora_folder / "store" / "x.safetensors")
             for key, expected in embeddings(fresh, flux=flux).items():
                 bound = 1e-4 * max(1.0, float(np.abs(expected).max()))
-                assert float(np.abs(found[key] - expected).max()) <= bound, (part, name, key)
-            same = all(np.array_equal(found[key], before[key]) for key in found)
+                assert float(np.abs(result[key] - expected).max()) <= bound, (part, name, key)
+            same = all(np.array_equal(result[key], before[key]) for key in result)
             unread = part == "text_encoder" and len(parts) == 2 and ".layers.1." in f".{name}"
             assert same == unread, (part, name)
 
@@ -193,13 +195,13 @@ def test_each_layer_of_the_text_encoders_is_the_pipeline_s(folder: Path, tmp_pat
 def embeddings(pipe: Any, *, flux: bool) -> dict[str, NDArray[np.float32]]:
     with torch.inference_mode():
         if flux:
-            given = pipe.encode_prompt(
+            outputs = pipe.encode_prompt(
                 "a red star", "a red star", device="cpu", max_sequence_length=16
             )
-            return {"prompt_embeds": given[0][0].numpy(), "pooled": given[1][0].numpy()}
+            return {"prompt_embeds": outputs[0][0].numpy(), "pooled": outputs[1][0].numpy()}
         plain = {"num_images_per_prompt": 1, "do_classifier_free_guidance": False}
-        given = pipe.encode_prompt("a red star", device="cpu", **plain)
-    found = {"prompt_embeds": given[0][0].numpy()}
-    if len(given) > 2:
-        found["pooled"] = given[2][0].numpy()
-    return found
+        outputs = pipe.encode_prompt("a red star", device="cpu", **plain)
+    result = {"prompt_embeds": outputs[0][0].numpy()}
+    if len(outputs) > 2:
+        result["pooled"] = outputs[2][0].numpy()
+    return result

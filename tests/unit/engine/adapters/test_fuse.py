@@ -49,17 +49,17 @@ def fill(tmp_path: Path, tiny_fill: Path) -> tuple[Config, Any]:
     """A configuration with two fused LoRAs, and diffusers' pipeline with the same ones."""
     pipe = DiffusionPipeline.from_pretrained(tiny_fill)
     pipe.set_progress_bar_config(disable=True)
-    files, given = [], []
+    files, entries = [], []
     for number, scale in enumerate((0.7, -0.4)):
         tensors = drawn(pipe.transformer, FLUX, "transformer.")
         text = of_text("text_encoder")
         files.append(tmp_path / f"{number}.safetensors")
         write(files[-1], tensors | text)
-        given.append(f"{files[-1]}:{scale}")
+        entries.append(f"{files[-1]}:{scale}")
         pipe.load_lora_weights(str(files[-1]), adapter_name=str(number))
     pipe.set_adapters(["0", "1"], [0.7, -0.4])
     pipe.fuse_lora(components=["transformer", "text_encoder"])
-    return config_of(tiny_fill, model={"fuse_loras": given}), pipe
+    return config_of(tiny_fill, model={"fuse_loras": entries}), pipe
 
 
 @pytest.mark.filterwarnings("ignore:Already found a `peft_config`:UserWarning")
@@ -120,14 +120,14 @@ def test_what_cannot_be_fused_is_told_in_one_sentence(tmp_path: Path, tiny_fill:
     other = tmp_path / "other.safetensors"
     write(other, lora({"transformer_blocks.0.attn.to_q": (8, 8)}))
     (tmp_path / "text.safetensors").write_text("no weights")
-    for given, why in (
+    for entry, why in (
         (str(tmp_path / "none.safetensors"), "cannot be read: No such file"),
         (f"{other}:much", "'much' is not a scale; use FILE or FILE:SCALE"),
         (f"{other}:nan", "'nan' is not a scale"),
         (str(tmp_path / "text.safetensors"), "safetensors"),
         (str(other), "to_q"),
     ):
-        config = config_of(tiny_fill, model={"fuse_loras": [given]})
+        config = config_of(tiny_fill, model={"fuse_loras": [entry]})
         with pytest.raises(ConfigError, match=r"\[model\] fuse_loras: .+") as refused:
             load_adapter(config)
         assert why in str(refused.value)

@@ -49,29 +49,29 @@ def kohya(tensors: Arrays) -> Arrays:
     """
     block = "transformer_blocks.0.attn.to_{}.{}.weight"
     shared = tensors[block.format("q", "lora_A")]
-    ups = np.concatenate([tensors[block.format(each, "lora_B")] for each in "qkv"])
-    made = {
+    ups = np.concatenate([tensors[block.format(letter, "lora_B")] for letter in "qkv"])
+    result = {
         "double_blocks_0_img_attn_qkv.lora_down.weight": shared,
         "double_blocks_0_img_attn_qkv.lora_up.weight": ups,
     }
-    for own, published in (
+    for diffusers_name, published in (
         ("attn.to_out.0", "img_attn_proj"),
         ("ff.net.2", "img_mlp_2"),
         ("norm1.linear", "img_mod_lin"),
     ):
         for form, role in (("lora_A", "lora_down"), ("lora_B", "lora_up")):
-            made[f"double_blocks_0_{published}.{role}.weight"] = tensors[
-                f"transformer_blocks.0.{own}.{form}.weight"
+            result[f"double_blocks_0_{published}.{role}.weight"] = tensors[
+                f"transformer_blocks.0.{diffusers_name}.{form}.weight"
             ]
-    return {f"lora_unet_{name}": value for name, value in made.items()}
+    return {f"lora_unet_{name}": value for name, value in result.items()}
 
 
 def test_peft_s_diffusers_and_kohya_s_files_of_one_adapter_agree(
     tmp_path: Path, tiny_inpaint: Path
 ) -> None:
     plain = lora(FLUX, rank=4, prefix="")
-    for each in "kv":
-        plain[f"transformer_blocks.0.attn.to_{each}.lora_A.weight"] = plain[
+    for letter in "kv":
+        plain[f"transformer_blocks.0.attn.to_{letter}.lora_A.weight"] = plain[
             "transformer_blocks.0.attn.to_q.lora_A.weight"
         ]
     alpha = 2.5
@@ -96,8 +96,8 @@ def test_peft_s_diffusers_and_kohya_s_files_of_one_adapter_agree(
         for name in FLUX
     }
     for form in ("peft", "old", "kohya", "dotted", "bare"):
-        found = deltas(read(tmp_path / f"{form}.safetensors", tiny_inpaint))
-        assert_same(found, expected)
+        result = deltas(read(tmp_path / f"{form}.safetensors", tiny_inpaint))
+        assert_same(result, expected)
     for form in ("peft", "kohya"):
         assert_same(by_diffusers(tmp_path / f"{form}.safetensors", tiny_inpaint), expected)
 
@@ -166,13 +166,13 @@ def test_a_unet_s_files_are_what_peft_makes_of_them(
     }
     diffusers_names = {**renamed(denoiser, lambda name: flat(name, "lora_unet_")), **shared}
     write(tmp_path / "kohya.safetensors", with_alphas(diffusers_names, 1.0, ".lora_down.weight"))
-    found = deltas(read(tmp_path / "peft.safetensors", model))
-    assert len(found) == 3 + 4 + 1
-    assert_same(found, by_diffusers(tmp_path / "peft.safetensors", model))
-    del found["denoiser/down_blocks.1.resnets.0.conv2"]
+    result = deltas(read(tmp_path / "peft.safetensors", model))
+    assert len(result) == 3 + 4 + 1
+    assert_same(result, by_diffusers(tmp_path / "peft.safetensors", model))
+    del result["denoiser/down_blocks.1.resnets.0.conv2"]
     # Not PEFT's: with transformers 5 diffusers loses the text encoders' q, k and v of such files.
     expected = {
-        name: delta / (4 if name.startswith("denoiser") else 2) for name, delta in found.items()
+        name: delta / (4 if name.startswith("denoiser") else 2) for name, delta in result.items()
     }
     assert_same(deltas(read(tmp_path / "kohya.safetensors", model)), expected)
 
@@ -199,7 +199,7 @@ def test_flux_s_width_is_converted_in_single_blocks_too(tmp_path: Path) -> None:
     base = BaseLayers(
         {
             "denoiser": {
-                **{f"{name}.attn.to_{each}": (width, width) for each in "qkv"},
+                **{f"{name}.attn.to_{letter}": (width, width) for letter in "qkv"},
                 f"{name}.proj_mlp": (4 * width, width),
                 f"{name}.proj_out": (width, 5 * width),
             }
@@ -213,9 +213,9 @@ def test_flux_s_width_is_converted_in_single_blocks_too(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     write(path, with_alphas(tensors, 1.0, ".lora_down.weight"))
     parts = read_lora(path, base, "")
-    joined = [f"{name}.attn.to_{each}" for each in "qkv"] + [f"{name}.proj_mlp"]
+    joined = [f"{name}.attn.to_{letter}" for letter in "qkv"] + [f"{name}.proj_mlp"]
     assert {*parts["denoiser"]} == {*joined, f"{name}.proj_out"}
-    up = torch.cat([parts["denoiser"][each].up for each in joined])
+    up = torch.cat([parts["denoiser"][layer].up for layer in joined])
     torch.testing.assert_close(
         up, torch.from_numpy(tensors["lora_unet_single_blocks_0_linear1.lora_up.weight"]) / 2
     )
@@ -252,15 +252,15 @@ BAD: dict[str, tuple[Arrays, str]] = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_what_does_not_fit_is_refused(name: str, tmp_path: Path, tiny_inpaint: Path) -> None:
-    tensors, says = BAD[name]
+    tensors, message = BAD[name]
     path = tmp_path / "x.safetensors"
     write(path, tensors)
-    with pytest.raises(BadAdapter, match=says):
+    with pytest.raises(BadAdapter, match=message):
         read(path, tiny_inpaint)
 
 
 @pytest.mark.parametrize(
-    ("about", "says"),
+    ("about", "message"),
     [
         ("{", "cannot be read"),
         ("[1]", "cannot be read"),
@@ -271,11 +271,11 @@ def test_what_does_not_fit_is_refused(name: str, tmp_path: Path, tiny_inpaint: P
     ],
 )
 def test_metadata_of_another_form_are_refused(
-    about: str, says: str, tmp_path: Path, tiny_inpaint: Path
+    about: str, message: str, tmp_path: Path, tiny_inpaint: Path
 ) -> None:
     path = tmp_path / "x.safetensors"
     write(path, lora(SINGLE), lora_adapter_metadata=about)
-    with pytest.raises(BadAdapter, match=says):
+    with pytest.raises(BadAdapter, match=message):
         read(path, tiny_inpaint)
 
 

@@ -124,15 +124,15 @@ PARTLY: dict[str, tuple[str, Arrays, str]] = {
 def test_what_diffusers_leaves_out_is_left_out_and_told(
     name: str, models: dict[str, Path], tmp_path: Path
 ) -> None:
-    model, tensors, says = PARTLY[name]
+    model, tensors, message = PARTLY[name]
     path = tmp_path / "x.safetensors"
     write(path, tensors)
-    found = deltas(read(path, models[model]))
-    assert found
-    assert_same(found, by_diffusers(path, models[model]))
+    result = deltas(read(path, models[model]))
+    assert result
+    assert_same(result, by_diffusers(path, models[model]))
     [note] = describe_file(path, models[model])["notes"]
     assert "leaves out" in note
-    assert says in note
+    assert message in note
 
 
 # A file that diffusers takes whole.
@@ -173,8 +173,8 @@ def test_a_file_is_what_diffusers_makes_of_it(
     model, tensors = WHOLE[name]
     path = tmp_path / "x.safetensors"
     write(path, tensors)
-    found = deltas(read(path, models[model]))
-    assert_same(found, by_diffusers(path, models[model]))
+    result = deltas(read(path, models[model]))
+    assert_same(result, by_diffusers(path, models[model]))
     assert describe_file(path, models[model])["notes"] == []
 
 
@@ -233,11 +233,11 @@ def test_what_diffusers_cannot_read_is_served_where_its_meaning_is_plain(
     path = tmp_path / "x.safetensors"
     write(path, tensors)
     expected = {layer: defined(tensors, module) for layer, module in layers.items()}
-    found = {
+    result = {
         name.replace("/text_model.", "/"): delta
         for name, delta in deltas(read(path, models[model])).items()
     }
-    assert_same(found, expected)
+    assert_same(result, expected)
     try:
         diffusers = by_diffusers(path, models[model])
     except (ValueError, RuntimeError):
@@ -282,10 +282,10 @@ NOT_SERVED: dict[str, tuple[str, Arrays, str]] = {
 def test_what_would_change_the_picture_otherwise_is_refused_by_name(
     name: str, models: dict[str, Path], tmp_path: Path
 ) -> None:
-    model, tensors, says = NOT_SERVED[name]
+    model, tensors, message = NOT_SERVED[name]
     path = tmp_path / "x.safetensors"
     write(path, tensors)
-    with pytest.raises(BadAdapter, match=says):
+    with pytest.raises(BadAdapter, match=message):
         describe_file(path, models[model])
 
 
@@ -294,7 +294,7 @@ def test_what_would_change_the_picture_otherwise_is_refused_by_name(
 
 @pytest.mark.parametrize("xl", [True, False])
 def test_every_published_name_of_a_unet_is_diffusers_own_conversion(xl: bool) -> None:
-    """Of SDXL and SD 2.1 in their own size, without weights."""
+    """SDXL and SD 2.1 in their own size, without weights."""
     from diffusers.loaders.lora_conversion_utils import (
         _convert_non_diffusers_lora_to_diffusers,
         _maybe_map_sgm_blocks_to_diffusers,
@@ -371,16 +371,18 @@ def test_alphas_in_the_header_s_metadata_are_diffusers_alone(
     """Trainers' say how they were set, and stay where a converter has multiplied the alpha into the
     matrices. Where such a one is not the rank, a note says so.
     """
-    said, scale = SAID[name]
+    metadata, scale = SAID[name]
     path = tmp_path / "x.safetensors"
-    write(path, FLUX, **said)
-    found = deltas(read(path, models["flux"]))
-    assert_same(found, {f"denoiser/{Q}": scale * defined(FLUX, f"transformer.{Q}")})
+    write(path, FLUX, **metadata)
+    result = deltas(read(path, models["flux"]))
+    assert_same(result, {f"denoiser/{Q}": scale * defined(FLUX, f"transformer.{Q}")})
     if name != "diffusers'":  # which wants all of PEFT's configuration there
-        assert_same(found, by_diffusers(path, models["flux"]))
+        assert_same(result, by_diffusers(path, models["flux"]))
     notes = describe_file(path, models["flux"])["notes"]
     is_match = name in ("a trainer's", "kohya's", "kohya's, no number")
-    assert [key for note in notes for key in said if key in note] == list(said)[:1] * is_match
+    assert [key for note in notes for key in metadata if key in note] == list(metadata)[
+        :1
+    ] * is_match
 
 
 def test_a_tensor_s_alpha_is_before_the_trainer_s_metadata(
@@ -389,8 +391,8 @@ def test_a_tensor_s_alpha_is_before_the_trainer_s_metadata(
     path = tmp_path / "x.safetensors"
     tensors = {**FLUX, f"transformer.{Q}.alpha": np.array(8.0, "f4")}
     write(path, tensors, ss_network_alpha="1")
-    found = deltas(read(path, models["flux"]))
-    assert_same(found, {f"denoiser/{Q}": defined(tensors, f"transformer.{Q}")})
+    result = deltas(read(path, models["flux"]))
+    assert_same(result, {f"denoiser/{Q}": defined(tensors, f"transformer.{Q}")})
     assert describe_file(path, models["flux"])["notes"] == []
 
 
@@ -401,8 +403,8 @@ def test_a_tensor_s_alpha_is_before_the_trainer_s_metadata(
 def test_peft_s_folder_is_served_as_peft_has_it(
     rooted: bool, models: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Of several ranks and alphas; as it lies, and once the host has it in one file. Diffusers
-    reads no adapter_config.json.
+    """The folder has several ranks and alphas, and is read as it lies and after the host has it in
+    one file. Diffusers reads no adapter_config.json.
     """
     from diffusers import FluxTransformer2DModel
     from peft import LoraConfig, get_peft_model
@@ -430,9 +432,9 @@ def test_peft_s_folder_is_served_as_peft_has_it(
     assert (facts["name"], facts["rank"], facts["notes"]) == ("mine", 4, [])
     store = store_of(tmp_path, models["flux"])
     known = store.catalogue.find("mine")
-    brought = store.fetch("mine", known.version)
-    assert (known.rank, known.notes, brought.digest) == (4, (), facts["digest"])
-    assert_same(deltas(read(brought.path, models["flux"])), expected)
+    adapter_file = store.fetch("mine", known.version)
+    assert (known.rank, known.notes, adapter_file.digest) == (4, (), facts["digest"])
+    assert_same(deltas(read(adapter_file.path, models["flux"])), expected)
     version = known.version
     document = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps({**document, "lora_alpha": 8.0}))
@@ -465,12 +467,12 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
 def test_configurations_that_mean_more_are_refused_by_name(
     name: str, models: dict[str, Path], tmp_path: Path
 ) -> None:
-    said, why = CONFIGS[name]
+    configuration, why = CONFIGS[name]
     write(
         tmp_path / "x" / "adapter_model.safetensors",
         lora({Q: (32, 32)}, prefix="base_model.model."),
     )
-    (tmp_path / "x" / "adapter_config.json").write_text(json.dumps(said))
+    (tmp_path / "x" / "adapter_config.json").write_text(json.dumps(configuration))
     with pytest.raises(BadAdapter, match=why):
         describe_file(tmp_path / "x", models["flux"])
 

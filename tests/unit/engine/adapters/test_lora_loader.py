@@ -1,4 +1,4 @@
-"""What becomes of an adapter that cannot be loaded: one sentence to its edits, nothing else."""
+"""An adapter that cannot be loaded costs its edits one sentence, and nothing else."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def config_of(folder: Path) -> Config:
 def known(config: Config, name: str) -> Lora:
     store = AdapterStore(config)
     store.catalogue.scan()
-    found = Lora(name=name, version=store.catalogue.find(name).version)
+    result = Lora(name=name, version=store.catalogue.find(name).version)
     store.close()
-    return found
+    return result
 
 
-class Taken:
-    """The executor's part: it takes updates, or fails as it is told."""
+class Executor:
+    """The executor's part: it takes updates, or fails as the test says."""
 
     def __init__(self) -> None:
         self.fails: Exception | None = None
@@ -59,17 +59,17 @@ class Taken:
 
 
 @pytest.fixture
-def taken() -> Taken:
-    return Taken()
+def executor() -> Executor:
+    return Executor()
 
 
 @pytest.fixture
-def load(tmp_path: Path, taken: Taken) -> Iterator[Callable[[Lora], Loaded | MaskserveError]]:
-    loader = LoraLoader(config_of(tmp_path), taken)
+def load(tmp_path: Path, executor: Executor) -> Iterator[Callable[[Lora], Loaded | MaskserveError]]:
+    loader = LoraLoader(config_of(tmp_path), executor)
     answers: queue.Queue[Loaded | MaskserveError] = queue.Queue()
 
-    def loaded(asked: Lora) -> Loaded | MaskserveError:
-        loader.load(asked, answers.put)
+    def loaded(adapter: Lora) -> Loaded | MaskserveError:
+        loader.load(adapter, answers.put)
         return answers.get(timeout=30)
 
     yield loaded
@@ -77,7 +77,7 @@ def load(tmp_path: Path, taken: Taken) -> Iterator[Callable[[Lora], Loaded | Mas
 
 
 @pytest.mark.parametrize(
-    ("error", "told", "sentence"),
+    ("error", "error_type", "sentence"),
     [
         (FileNotFoundError("evicted"), Overloaded, "could not be loaded now; try again"),
         (MemoryError(), Overloaded, "could not be loaded now; try again"),
@@ -88,42 +88,44 @@ def load(tmp_path: Path, taken: Taken) -> Iterator[Callable[[Lora], Loaded | Mas
 )
 def test_each_failure_is_told_in_one_sentence_and_the_next_load_works(
     tmp_path: Path,
-    taken: Taken,
+    executor: Executor,
     load: Callable[[Lora], Loaded | MaskserveError],
     error: Exception,
-    told: type[MaskserveError],
+    error_type: type[MaskserveError],
     sentence: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     write(tmp_path / "store" / "good.safetensors")
-    asked = known(config_of(tmp_path), "good")
-    taken.fails = error
-    answer = load(asked)
-    assert isinstance(answer, told)
+    adapter = known(config_of(tmp_path), "good")
+    executor.fails = error
+    answer = load(adapter)
+    assert isinstance(answer, error_type)
     assert sentence in str(answer)
     assert "secret" not in str(answer)
-    taken.fails = None
-    loaded = load(asked)
+    executor.fails = None
+    loaded = load(adapter)
     assert isinstance(loaded, Loaded)
     assert (loaded.nbytes, loaded.source) == (7, "host")
     caplog.clear()  # what operators read
 
 
-def test_what_a_file_holds_is_known_and_how_large_files_are(tmp_path: Path, taken: Taken) -> None:
+def test_what_a_file_holds_is_known_and_how_large_files_are(
+    tmp_path: Path, executor: Executor
+) -> None:
     """The latter before any is loaded; files that are not served do not count."""
     write(tmp_path / "store" / "good.safetensors")
     write(tmp_path / "store" / "other.safetensors", lora({"down_blocks.0.proj_in": (800, 800)}))
-    asked = known(config_of(tmp_path), "good")
-    loader = LoraLoader(config_of(tmp_path), taken)
+    adapter = known(config_of(tmp_path), "good")
+    loader = LoraLoader(config_of(tmp_path), executor)
     try:
         nbytes = (tmp_path / "store" / "good.safetensors").stat().st_size
         eventually("sizes are known", lambda: loader.typical_bytes() == nbytes)
         answers: queue.Queue[Loaded | MaskserveError] = queue.Queue()
-        loader.load(asked, answers.put)
+        loader.load(adapter, answers.put)
         loaded = answers.get(timeout=30)
         assert isinstance(loaded, Loaded)
         assert loaded.file_bytes == nbytes
-        assert loaded.layers == taken.numbers
+        assert loaded.layers == executor.numbers
     finally:
         loader.close()
 
@@ -139,9 +141,9 @@ def test_a_file_that_is_gone_or_bad_ends_its_own_load_alone(
         store / "nan.safetensors",
         {name: tensor * np.float32("nan") for name, tensor in tensors.items()},
     )
-    gone, nan, good = (known(config, name) for name in ("gone", "nan", "good"))
+    absent, nan, good = (known(config, name) for name in ("gone", "nan", "good"))
     (store / "gone.safetensors").unlink()
-    lost = load(gone)
+    lost = load(absent)
     assert isinstance(lost, AdapterNotFound | Overloaded)
     assert "gone" in str(lost)
     bad = load(nan)

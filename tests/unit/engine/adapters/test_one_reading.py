@@ -1,5 +1,5 @@
-"""What of a LoRA file a model takes is one answer: of `adapters check`, of the catalogue by which
-edits are accepted, and of what runs them; for each family. The layers are diffusers' own.
+"""`adapters check`, the catalogue that accepts edits and the engine that runs them read the same
+layers of a LoRA file, for each family. The layers are diffusers' own.
 """
 
 from __future__ import annotations
@@ -128,8 +128,8 @@ def test_what_no_edit_can_apply_is_noted_at_every_door(served: Served, tmp_path:
                 describe_file(store / "alone.safetensors", served.folder)
             with pytest.raises(InvalidRequest, match="changes nothing that is served"):
                 adapters.catalogue.find("alone")
-        brought = adapters.fetch("both", known.version)
-        parts = read(brought.path, served.folder)
+        adapter_file = adapters.fetch("both", known.version)
+        parts = read(adapter_file.path, served.folder)
         assert set(parts) == set(known.parts)
         served.adapter.low_rank(parts["denoiser"])
         adapters.close()
@@ -148,21 +148,23 @@ def test_a_folder_in_4_bits_has_the_layers_of_the_plain_one(served: Served, tmp_
     for file in (folder / served.part).glob("*.safetensors"):
         file.unlink()
     save_file(packed, folder / served.part / "diffusion_pytorch_model.safetensors")
-    ours, plain = BaseLayers.of_folder(folder), BaseLayers.of_folder(served.folder)
+    quantised, plain = BaseLayers.of_folder(folder), BaseLayers.of_folder(served.folder)
     write(tmp_path / "x.safetensors", served.files())
-    found, expected = (read(tmp_path / "x.safetensors", each) for each in (folder, served.folder))
-    assert found["denoiser"].keys() == expected["denoiser"].keys()
-    assert ours._shapes["denoiser"] == plain._shapes["denoiser"]
-    adapter.low_rank(found["denoiser"])
+    result, expected = (
+        read(tmp_path / "x.safetensors", model_folder) for model_folder in (folder, served.folder)
+    )
+    assert result["denoiser"].keys() == expected["denoiser"].keys()
+    assert quantised._shapes["denoiser"] == plain._shapes["denoiser"]
+    adapter.low_rank(result["denoiser"])
 
 
 def test_alphas_in_metadata_are_those_of_a_training(served: Served, tmp_path: Path) -> None:
-    """Whoever multiplied them into the matrices has left them there; diffusers reads none."""
-    plain, said = tmp_path / "plain.safetensors", tmp_path / "said.safetensors"
+    """Tools leave them there after they multiplied them into the matrices; diffusers reads none."""
+    plain, with_metadata = tmp_path / "plain.safetensors", tmp_path / "said.safetensors"
     write(plain, served.files())
-    write(said, served.files(), ss_network_alpha="1", ss_network_dim="2")
-    first, second = (read(path, served.folder)["denoiser"] for path in (plain, said))
+    write(with_metadata, served.files(), ss_network_alpha="1", ss_network_dim="2")
+    first, second = (read(path, served.folder)["denoiser"] for path in (plain, with_metadata))
     for name, (_, up) in first.items():
         assert np.array_equal(up, second[name].up)
-    [note] = describe_file(said, served.folder)["notes"]
+    [note] = describe_file(with_metadata, served.folder)["notes"]
     assert "ss_network_alpha in its metadata is" in note

@@ -24,7 +24,7 @@ from tests.support.lora_oracle import assert_same, deltas
 WIDTH = 3072
 """That diffusers' converters of FLUX.1 and Chroma take for granted."""
 INPUTS = 4
-"""Of each layer: fewer than the model has, as no converter looks at them."""
+"""Inputs of each layer: fewer than the model has, as no converter looks at them."""
 
 FLUX_DOUBLE = {
     "img_attn.qkv": 3, "img_attn.proj": 1, "img_mlp.0": 4, "img_mlp.2": 1,
@@ -51,14 +51,14 @@ class Published(NamedTuple):
     """A model as its publisher has it."""
 
     converter: str
-    """Of diffusers, from the publisher's checkpoint."""
+    """Diffusers' function that converts the publisher's checkpoint."""
     blocks: Mapping[str, Mapping[str, int]]
     """Names of two blocks of each sort, and by layer its outputs, in `width`."""
     outside: Mapping[str, int]
-    others: Mapping[str, tuple[str, ...]] = {}
-    """What the converter asks for besides, by the block that it lies in; "": in none."""
+    more_names: Mapping[str, tuple[str, ...]] = {}
+    """Other tensors that the converter needs, by their block; "": in none."""
     last: Mapping[str, int | None] = {}
-    """What is otherwise in the last block; None: it has no such layer."""
+    """Layers that differ in the last block; None: it has no such layer."""
     width: int = WIDTH
     biases: bool = True
     inputs: Callable[[str], tuple[int, ...]] = lambda name: (INPUTS,)
@@ -68,25 +68,27 @@ class Published(NamedTuple):
         outside = dict(self.outside)
         for block, layers in self.blocks.items():
             for number in (0, 1):
-                own = {**layers, **(self.last if number else {})}
-                named = {f"{block.format(number)}.{name}": n for name, n in own.items() if n}
+                layer_sizes = {**layers, **(self.last if number else {})}
+                named = {
+                    f"{block.format(number)}.{name}": n for name, n in layer_sizes.items() if n
+                }
                 outside |= named
         return {name: n * self.width for name, n in outside.items()}
 
     def checkpoint(self) -> dict[str, Tensor]:
         """All zero."""
-        found = {}
+        tensors = {}
         for name, outputs in self.layers().items():
-            found[f"{name}.weight"] = torch.zeros(outputs, *self.inputs(name))
+            tensors[f"{name}.weight"] = torch.zeros(outputs, *self.inputs(name))
             if self.biases:
-                found[f"{name}.bias"] = torch.zeros(outputs)
-        for block, names in self.others.items():
+                tensors[f"{name}.bias"] = torch.zeros(outputs)
+        for block, names in self.more_names.items():
             for number in (0, 1):
-                found |= {
+                tensors |= {
                     f"{block.format(number)}.{name}".removeprefix("."): torch.zeros(1)
                     for name in names
                 }
-        return found
+        return tensors
 
 
 FLUX_1 = Published(
@@ -177,8 +179,8 @@ def converted(model: Published, checkpoint: Mapping[str, Tensor]) -> dict[str, T
     from diffusers.loaders import single_file_utils
 
     name = f"convert_{model.converter}_transformer_checkpoint_to_diffusers"
-    found: dict[str, Tensor] = getattr(single_file_utils, name)(dict(checkpoint))
-    return {key: value for key, value in found.items() if key.endswith(".weight")}
+    tensors: dict[str, Tensor] = getattr(single_file_utils, name)(dict(checkpoint))
+    return {key: value for key, value in tensors.items() if key.endswith(".weight")}
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -194,7 +196,7 @@ def case(request: pytest.FixtureRequest) -> tuple[Published, dict[str, Tensor], 
 
 
 def loras(model: Published) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Of each layer alone, its factors."""
+    """The factors of each layer alone."""
     rng = np.random.default_rng(7)
     for name, outputs in model.layers().items():
         inner = model.inputs(name)

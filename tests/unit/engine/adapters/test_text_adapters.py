@@ -1,4 +1,4 @@
-"""What LoRAs add to the text encoders: the pipeline's own embeddings, and no trace afterwards."""
+"""LoRAs of the text encoders give the pipeline's own embeddings, and leave no trace afterwards."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ Embedding = Mapping[str, NDArray[np.float32]]
 PROMPT = "a red star on a blue hill"
 
 
-def same(found: Embedding, expected: Embedding) -> None:
+def same(result: Embedding, expected: Embedding) -> None:
     for name, value in expected.items():
         bound = 1e-4 * max(1.0, float(np.abs(value).max()))
-        assert float(np.abs(found[name] - value).max()) <= bound, name
+        assert float(np.abs(result[name] - value).max()) <= bound, name
 
 
-def unlike(found: Embedding, expected: Embedding) -> None:
-    assert any(float(np.abs(found[name] - expected[name]).max()) > 1e-2 for name in expected)
+def unlike(result: Embedding, expected: Embedding) -> None:
+    assert any(float(np.abs(result[name] - expected[name]).max()) > 1e-2 for name in expected)
 
 
-def bits(found: Embedding, expected: Embedding) -> None:
+def bits(result: Embedding, expected: Embedding) -> None:
     for name, value in expected.items():
-        np.testing.assert_array_equal(found[name], value)
+        np.testing.assert_array_equal(result[name], value)
 
 
 def by_pipeline(cls: Any, model: Path, folder: Path, scales: Mapping[str, float]) -> Embedding:
@@ -51,19 +51,19 @@ def by_pipeline(cls: Any, model: Path, folder: Path, scales: Mapping[str, float]
         pipe.set_adapters(list(scales), list(scales.values()))
         with torch.inference_mode():
             if cls.__name__.startswith("Flux"):
-                given = pipe.encode_prompt(PROMPT, PROMPT, device="cpu", max_sequence_length=16)
-                return {"prompt_embeds": given[0][0].numpy(), "pooled": given[1][0].numpy()}
+                outputs = pipe.encode_prompt(PROMPT, PROMPT, device="cpu", max_sequence_length=16)
+                return {"prompt_embeds": outputs[0][0].numpy(), "pooled": outputs[1][0].numpy()}
             if cls.__name__.startswith("StableDiffusion3"):
-                given = pipe.encode_prompt(
+                outputs = pipe.encode_prompt(
                     PROMPT, None, None, do_classifier_free_guidance=False, max_sequence_length=16
                 )
-                return {"prompt_embeds": given[0][0].numpy(), "pooled": given[2][0].numpy()}
+                return {"prompt_embeds": outputs[0][0].numpy(), "pooled": outputs[2][0].numpy()}
             plain = {"num_images_per_prompt": 1, "do_classifier_free_guidance": False}
-            given = pipe.encode_prompt(PROMPT, device="cpu", **plain)
-    found = {"prompt_embeds": given[0][0].numpy()}
+            outputs = pipe.encode_prompt(PROMPT, device="cpu", **plain)
+    result = {"prompt_embeds": outputs[0][0].numpy()}
     if "XL" in cls.__name__:
-        found["pooled"] = given[2][0].numpy()
-    return found
+        result["pooled"] = outputs[2][0].numpy()
+    return result
 
 
 CASES = {
@@ -109,12 +109,12 @@ def test_embeddings_are_those_of_the_pipeline_with_its_loras(
     adapters = TextAdapters(config, encoder.text_models)
     before = encoder.encode_prompt(PROMPT)
     for scales in ({"one": 1.0}, {"one": 0.7, "two": -1.3}):
-        known = {each.name: each for each in (one, two)}
-        asked = [structs.replace(known[name], scale=scale) for name, scale in scales.items()]
-        with adapters.applied(asked):
-            found = encoder.encode_prompt(PROMPT)
-        unlike(found, before)
-        same(found, by_pipeline(pipeline, model, tmp_path, scales))
+        known = {text_lora.name: text_lora for text_lora in (one, two)}
+        loras = [structs.replace(known[name], scale=scale) for name, scale in scales.items()]
+        with adapters.applied(loras):
+            result = encoder.encode_prompt(PROMPT)
+        unlike(result, before)
+        same(result, by_pipeline(pipeline, model, tmp_path, scales))
     bits(encoder.encode_prompt(PROMPT), before)
     with adapters.applied([structs.replace(one, scale=0.0)]):
         bits(encoder.encode_prompt(PROMPT), before)
@@ -131,55 +131,57 @@ def encoder(tiny_unets: dict[str, Path], tmp_path: Path) -> tuple[Encoder, Confi
 def test_an_edit_that_fails_leaves_no_trace(
     encoder: tuple[Encoder, Config, list[Lora]],
 ) -> None:
-    made, config, (first, second, _) = encoder
-    adapters = TextAdapters(config, made.text_models)
+    text_encoder, config, (first, second, _) = encoder
+    adapters = TextAdapters(config, text_encoder.text_models)
 
     def hooks() -> int:  # transformers has some of its own
         modules = (
-            module for text_model in made.text_models.values() for module in text_model.modules()
+            module
+            for text_model in text_encoder.text_models.values()
+            for module in text_model.modules()
         )
         return sum(len(module._forward_hooks) for module in modules)
 
-    before, hooks_before = made.encode_prompt(PROMPT), hooks()
+    before, hooks_before = text_encoder.encode_prompt(PROMPT), hooks()
     with pytest.raises(RuntimeError), adapters.applied([first]):
         raise RuntimeError
-    gone = structs.replace(second, version="0" * 32)
-    with pytest.raises(Overloaded, match="send the edit again"), adapters.applied([first, gone]):
+    absent = structs.replace(second, version="0" * 32)
+    with pytest.raises(Overloaded, match="send the edit again"), adapters.applied([first, absent]):
         pass
-    bits(made.encode_prompt(PROMPT), before)
+    bits(text_encoder.encode_prompt(PROMPT), before)
     assert hooks() == hooks_before
 
 
 def test_adapters_without_a_text_part_need_no_file(
     encoder: tuple[Encoder, Config, list[Lora]],
 ) -> None:
-    made, config, _ = encoder
-    adapters = TextAdapters(config, made.text_models)
+    text_encoder, config, _ = encoder
+    adapters = TextAdapters(config, text_encoder.text_models)
     with adapters.applied([Lora(name="elsewhere", version="1" * 32)]):
-        made.encode_prompt(PROMPT)
+        text_encoder.encode_prompt(PROMPT)
 
 
 def test_few_bytes_stay_with_the_encoders(
     encoder: tuple[Encoder, Config, list[Lora]],
 ) -> None:
-    made, config, loras = encoder
-    adapters = TextAdapters(config, made.text_models)
+    text_encoder, config, loras = encoder
+    adapters = TextAdapters(config, text_encoder.text_models)
     for lora_ in (*loras, loras[0]):
         with adapters.applied([lora_]):
-            made.encode_prompt(PROMPT)
+            text_encoder.encode_prompt(PROMPT)
     assert list(adapters._loaded_parts) == [loras[1].version, loras[2].version, loras[0].version]
-    narrow = TextAdapters(config, made.text_models, most_bytes=1)
+    narrow = TextAdapters(config, text_encoder.text_models, most_bytes=1)
     for lora_ in (loras[0], loras[1]):
         with narrow.applied([lora_]):
-            made.encode_prompt(PROMPT)
+            text_encoder.encode_prompt(PROMPT)
         assert list(narrow._loaded_parts) == [lora_.version]
 
 
 def test_a_file_of_another_model_is_refused(
     encoder: tuple[Encoder, Config, list[Lora]], tmp_path: Path
 ) -> None:
-    made, config, (first, *_) = encoder
-    adapters = TextAdapters(config, made.text_models)
+    text_encoder, config, (first, *_) = encoder
+    adapters = TextAdapters(config, text_encoder.text_models)
     [path] = adapters._store.host.folder.glob(f"{first.name}@*.safetensors")
     write(path, lora({"text_model.encoder.layers.7.mlp.fc1": (32, 32)}, prefix="text_encoder."))
     with (

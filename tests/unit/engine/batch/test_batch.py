@@ -110,23 +110,27 @@ def test_rows_move_as_diffusers_moves_each(
     rows, samplers = [], []
     for tokens, steps in sizes:
         rows.append(new_row(sampler, tokens, steps, dtype, condition=condition))
-        own = copy.deepcopy(sampler)
-        own.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=calculate_shift(tokens))
-        samplers.append(own)
+        row_sampler = copy.deepcopy(sampler)
+        row_sampler.set_timesteps(
+            sigmas=np.linspace(1.0, 1 / steps, steps), mu=calculate_shift(tokens)
+        )
+        samplers.append(row_sampler)
     batch = None
     for step in range(4):
         copies = [row.latents.clone() for row in rows]
         batch = Batch.of(rows, batch)
         batch.step(velocities, ())
-        assert velocities.timesteps == [float(own.timesteps[step]) for own in samplers]
+        assert velocities.timesteps == [
+            float(row_sampler.timesteps[step]) for row_sampler in samplers
+        ]
         parts = torch.split(velocities.answer, [len(row.latents) for row in rows])
-        for row, own, latents, velocity in zip(rows, samplers, copies, parts, strict=True):
-            timestep = own.timesteps[step]
-            [expected] = own.step(velocity, timestep, latents, return_dict=False)
+        for row, row_sampler, latents, velocity in zip(rows, samplers, copies, parts, strict=True):
+            timestep = row_sampler.timesteps[step]
+            [expected] = row_sampler.step(velocity, timestep, latents, return_dict=False)
             assert row.step == step + 1
             assert row.latents.dtype == dtype
             assert torch.allclose(row.latents, expected, rtol=ULP[dtype], atol=ULP[dtype])
-            clean = row.latents.float() - own.sigmas[step + 1] * velocity.float()
+            clean = row.latents.float() - row_sampler.sigmas[step + 1] * velocity.float()
             estimate = unpack_latents(clean, row.grid)
             assert torch.allclose(
                 torch.from_numpy(row.estimate().array()),
@@ -161,24 +165,24 @@ def test_a_row_that_joins_or_leaves_has_the_batch_packed_anew(
     one, two, three = (new_row(sampler, 6, 9) for _ in range(3))
     batch = Batch.of([one, two], None)
     batch.step(velocities, ())
-    kept = one.latents.clone()
+    latents_before = one.latents.clone()
     for rows in ([one], [one, three], [two, one], [one, two, three]):
         other = Batch.of(rows, batch)
         assert other is not batch
         at = 6 * next(i for i, row in enumerate(rows) if row is one)
-        assert torch.equal(other.packed.tokens[at : at + 6, :CHANNELS], kept)
+        assert torch.equal(other.packed.tokens[at : at + 6, :CHANNELS], latents_before)
 
 
 def test_a_finished_rows_latents_are_its_own(
     sampler: FlowMatchEulerDiscreteScheduler, velocities: Velocities
 ) -> None:
-    """What another batch does later must not reach into an answer on its way out."""
+    """A later batch must not change an answer on its way out."""
     row, two = new_row(sampler, 6, 1), new_row(sampler, 6, 9)
     batch = Batch.of([row, two], None)
     batch.step(velocities, ())
-    kept, result = row.latents.clone(), row.result().array()
+    latents_before, result = row.latents.clone(), row.result().array()
     Batch.of([two], batch).step(velocities, ())
-    assert torch.equal(row.latents, kept)
+    assert torch.equal(row.latents, latents_before)
     assert np.array_equal(row.result().array(), result)
 
 

@@ -42,9 +42,9 @@ def test_passes_are_dealt_evenly_and_those_of_a_row_apart(
     ranks = iter(assign_passes(rows, count, [None] * len(rows)))
     loads = [0.0] * count
     for row in rows:
-        own = [next(ranks) for _ in row]
-        assert len(set(own)) == len(own)
-        for rank, cost in zip(own, row, strict=True):
+        row_ranks = [next(ranks) for _ in row]
+        assert len(set(row_ranks)) == len(row_ranks)
+        for rank, cost in zip(row_ranks, row, strict=True):
             loads[rank] += cost
     assert next(ranks, None) is None
     assert max(loads) - min(loads) <= max(cost for row in rows for cost in row) + 1e-9
@@ -57,8 +57,8 @@ def test_passes_that_stay_go_where_they_go_alone(
     rows: list[tuple[str, int]], costs: list[float]
 ) -> None:
     """Whatever is beside them, and whatever they cost: 0 and 1 of two ranks."""
-    each = iter(costs)
-    with_costs = [[next(each) for _ in range(passes)] for _, passes in rows]
+    cost_iter = iter(costs)
+    with_costs = [[next(cost_iter) for _ in range(passes)] for _, passes in rows]
     ranks = iter(assign_passes(with_costs, 2, [name for name, _ in rows]))
     for name, passes in rows:
         assert [next(ranks) for _ in range(passes)] == list(
@@ -75,13 +75,13 @@ class Model:
         self.adapter: Any = load_adapter(config)
         self.unet = self.encoder.spec.family == "unet"
 
-    def job(self, seed: int, *, two: bool, **asked: Any) -> EditJob:
+    def job(self, seed: int, *, two: bool, **settings: Any) -> EditJob:
         """An edit of one or two passes; all are of one size."""
         rng = np.random.default_rng(seed)
         if self.unet:
-            case = unet_case(rng, guidance_scale=7.5 if two else 1.0, **asked)
+            case = unet_case(rng, guidance_scale=7.5 if two else 1.0, **settings)
         else:
-            case = random_case(rng, **(guided(rng) if two else {}), **asked)
+            case = random_case(rng, **(guided(rng) if two else {}), **settings)
         mask = np.zeros((48, 40), np.uint8)
         mask[8 : 12 + 4 * (seed % 5), 4 : 20 + seed % 9] = 255
         pixels = rng.integers(0, 256, (48, 40, 3), dtype=np.uint8)
@@ -125,7 +125,7 @@ def check_mix(model: Model, kinds: Kinds, seed: int) -> None:
     lora = model.lora()
 
     def run(rank: Rank) -> list[Any]:
-        rows: list[Any] = [cached(rank.replay, *each) for each in zip(jobs, primed, strict=False)]
+        rows: list[Any] = [cached(rank.replay, *pair) for pair in zip(jobs, primed, strict=False)]
         rows += [rank.adapter.dense_row(job) for job in jobs[3:]]
         for number in (2, 3):
             rank.adapter.attach(rows[number], jobs[number], ((lora, 0.7),))
@@ -134,8 +134,8 @@ def check_mix(model: Model, kinds: Kinds, seed: int) -> None:
 
     [expected] = by_ranks(model.adapter, 1, run)
     ranks = by_ranks(model.adapter, 2, run, deals=True)
-    for own in ranks:
-        for one, other in zip(own, expected, strict=True):
+    for results in ranks:
+        for one, other in zip(results, expected, strict=True):
             assert_equal(one, other)
     for one, other in zip(*ranks, strict=True):
         assert np.array_equal(one, other)
@@ -159,12 +159,12 @@ def test_rows_with_a_tile_equal_those_of_one_process(
     check_mix(model, ("kv",) * model.adapter.blocks, 7)
 
 
-def check_anchors(model: Model, *, text: bool, foresees: bool = False) -> None:
+def check_anchors(model: Model, *, text: bool, looks_ahead: bool = False) -> None:
     """Each rank keeps what its passes leave. Where one takes a step alone, it is an anchor, and the
     next one that both take is another; so do rows of one process that forget as often.
     """
     kinds = plan_of_kinds(("kv",) * model.adapter.blocks)
-    plan = RefreshSchedule(frozenset({0, 4, 8}), "model", text, looks_ahead=foresees)
+    plan = RefreshSchedule(frozenset({0, 4, 8}), "model", text, looks_ahead=looks_ahead)
     jobs = [
         model.job(30 + n, two=flag, num_inference_steps=9 + 2 * n, strength=1.0)
         for n, flag in enumerate((True, False, True))
@@ -187,41 +187,41 @@ def check_anchors(model: Model, *, text: bool, foresees: bool = False) -> None:
             read.append([entry is not None for entry in entries])
             if anew:
                 for row, _ in live:
-                    there = mapped(rank.adapter.carried(row), torch.Tensor.clone)
-                    rank.adapter.follow(row, there, step)
+                    carried = mapped(rank.adapter.carried(row), torch.Tensor.clone)
+                    rank.adapter.follow(row, carried, step)
             is_match = step == forgets
-            given = kinds if any(read[-1]) else None
+            step_kinds = kinds if any(read[-1]) else None
             rank.adapter.step(
-                [row for row, _ in live], given, entries, None if is_match else rank.all
+                [row for row, _ in live], step_kinds, entries, None if is_match else rank.all
             )
             if dealt and not is_match and step < forgets:  # what is kept is in parts
                 assert not any(reader.turn_to(step) for _, reader in live)
         return [row.result().array() for row in rows], read
 
     [(expected, read)] = by_ranks(model.adapter, 1, run)
-    at_anchor = 3 * foresees
+    at_anchor = 3 * looks_ahead
     assert [sum(step) for step in read[:8]] == [0, 3, 3, 3, at_anchor, 3, 0, 0]
     ranks = by_ranks(model.adapter, 2, run, deals=True)
-    for own, steps in ranks:
+    for results, steps in ranks:
         assert steps == read
-        for one, other in zip(own, expected, strict=True):
+        for one, other in zip(results, expected, strict=True):
             assert_equal(one, other)
     for one, other in zip(ranks[0][0], ranks[1][0], strict=True):
         assert np.array_equal(one, other)
 
 
-@pytest.mark.parametrize(("text", "foresees"), [(True, False), (False, False), (True, True)])
+@pytest.mark.parametrize(("text", "looks_ahead"), [(True, False), (False, False), (True, True)])
 def test_anchors_that_rows_of_flux_have_are_those_of_one_process(
-    flux: Model, text: bool, foresees: bool
+    flux: Model, text: bool, looks_ahead: bool
 ) -> None:
-    check_anchors(flux, text=text, foresees=foresees)
+    check_anchors(flux, text=text, looks_ahead=looks_ahead)
 
 
-@pytest.mark.parametrize("foresees", [False, True])
+@pytest.mark.parametrize("looks_ahead", [False, True])
 def test_anchors_that_rows_of_unets_have_are_those_of_one_process(
-    unet: Model, foresees: bool
+    unet: Model, looks_ahead: bool
 ) -> None:
-    check_anchors(unet, text=True, foresees=foresees)
+    check_anchors(unet, text=True, looks_ahead=looks_ahead)
 
 
 def test_one_row_of_one_pass_is_computed_by_one_rank(flux: Model, unet: Model) -> None:
@@ -236,13 +236,13 @@ def test_one_row_of_one_pass_is_computed_by_one_rank(flux: Model, unet: Model) -
 
         [(expected, _)] = by_ranks(model.adapter, 1, run)
         ranks = by_ranks(model.adapter, 2, run, deals=True)
-        for found, _ in ranks:
-            assert_equal(found, expected)
+        for result, _ in ranks:
+            assert_equal(result, expected)
         assert [passes for _, passes in ranks] == [1, 0]
 
 
 def test_what_travels_is_what_the_model_answers(flux: Model, unet: Model) -> None:
-    """Of FLUX also where ranks would share tokens, if its rows had one pass."""
+    """So it is for FLUX also where ranks would share tokens if its rows had one pass."""
     for model, deals in ((flux, True), (flux, False), (unet, True)):
         job = model.job(4, two=True, num_inference_steps=3, strength=1.0)
 

@@ -48,11 +48,11 @@ def test_tokens_attend_to_those_of_their_mode_alone() -> None:
         cached = (rng.integers(1, 6, rows) * (rng.random(rows) < 0.6)).tolist()
         computed, keys, wide = [], [], []
         for row, (t, i, c, m) in enumerate(zip(text, image, context, cached, strict=True)):
-            here = [(row, TEXT)] * t + [(row, IMAGE)] * i
+            front = [(row, TEXT)] * t + [(row, IMAGE)] * i
             behind = [(row, IMAGE)] * m + [(row, CONTEXT)] * c
-            computed += here if m else here + behind
-            keys += here + behind
-            wide += here + behind
+            computed += front if m else front + behind
+            keys += front + behind
+            wide += front + behind
         layout = sparse_layout(
             tuple(text),
             tuple(i + (0 if m else c) for i, c, m in zip(image, context, cached, strict=True)),

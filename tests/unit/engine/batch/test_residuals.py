@@ -1,4 +1,4 @@
-"""What is added to hidden states, against diffusers' own arguments for ControlNets."""
+"""Residuals added to hidden states, against diffusers' own arguments for ControlNets."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BLOCKS = (3, 4)
 KINDS = ("kv", "project", "dense")
 
 
-class Given:
+class FixedResiduals:
     """Residuals that were made beforehand."""
 
     def __init__(self, by_number: Mapping[int, Tensor]) -> None:
@@ -42,9 +42,9 @@ def _inference() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def bench() -> Bench:
-    made = Bench("demo", BLOCKS, torch.float32, torch.device("cpu"), "model")
-    made.fill_entry("both")
-    return made
+    result = Bench("demo", BLOCKS, torch.float32, torch.device("cpu"), "model")
+    result.fill_entry("both")
+    return result
 
 
 def rows(bench: Bench, ratios: tuple[float | None, ...], seed: int) -> list[Any]:
@@ -52,8 +52,8 @@ def rows(bench: Bench, ratios: tuple[float | None, ...], seed: int) -> list[Any]
     return [bench.row(ratio, i) for i, ratio in enumerate(ratios)]
 
 
-def outputs(bench: Bench, made: list[Any], kinds: list[str]) -> list[Tensor]:
-    batch = FluxBatch.of(made, None)
+def outputs(bench: Bench, batch_rows: list[Any], kinds: list[str]) -> list[Tensor]:
+    batch = FluxBatch.of(batch_rows, None)
     out = forward(batch.begin_step(bench.weights, 0), batch.packed, kinds)
     return list(out.split(batch.packed.layout.narrow.image_stream.lengths))
 
@@ -62,8 +62,8 @@ def test_a_dense_row_equals_diffusers_with_controlnet_samples(bench: Bench) -> N
     [row] = rows(bench, (None,), 3)
     n, width = len(row.latents), bench.weights.width
     double, single = (torch.randn(count, n, width) for count in BLOCKS)
-    row.residuals = Given(dict(enumerate([*double, *single])))
-    [found] = outputs(bench, [row], [])
+    row.residuals = FixedResiduals(dict(enumerate([*double, *single])))
+    [result] = outputs(bench, [row], [])
 
     def positions(*_: Any) -> tuple[Tensor, Tensor]:
         cis = torch.cat((row.prompt.cis, row.masked.cis))
@@ -88,29 +88,31 @@ def test_a_dense_row_equals_diffusers_with_controlnet_samples(bench: Bench) -> N
             img_ids=torch.zeros(n, 3),
             txt_ids=torch.zeros(len(row.prompt.text), 3),
             guidance=None if row.prompt.guidance is None else torch.tensor([row.prompt.guidance]),
-            controlnet_block_samples=[each[None] for each in double],
-            controlnet_single_block_samples=[each[None] for each in single],
+            controlnet_block_samples=[sample[None] for sample in double],
+            controlnet_single_block_samples=[sample[None] for sample in single],
             return_dict=False,
         )
     finally:
         model.context_embedder, model.pos_embed = embedders
-    torch.testing.assert_close(found, expected[0], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(result, expected[0], rtol=1e-3, atol=1e-3)
     [without] = outputs(bench, rows(bench, (None,), 3), [])
-    assert (found - without).abs().max() > 0.1
+    assert (result - without).abs().max() > 0.1
 
 
 def test_zeros_change_no_byte_and_others_change_their_own_row_alone(bench: Bench) -> None:
     ratios = (0.2, None, 0.4)
     rng = fresh_rng()
     for _ in range(6):
-        kinds = [str(each) for each in rng.choice(KINDS, sum(BLOCKS))]
+        kinds = [str(kind) for kind in rng.choice(KINDS, sum(BLOCKS))]
         plain = outputs(bench, rows(bench, ratios, 5), kinds)
         for scale in (0.0, 1.0):
-            made, chosen = rows(bench, ratios, 5), int(rng.integers(3))
-            shape = len(made[chosen].latents), bench.weights.width
-            given = {i: scale * torch.randn(shape) for i in range(0, sum(BLOCKS), 2)}
-            made[chosen].residuals = Given(given)
-            for i, (one, other) in enumerate(zip(outputs(bench, made, kinds), plain, strict=True)):
+            batch_rows, chosen = rows(bench, ratios, 5), int(rng.integers(3))
+            shape = len(batch_rows[chosen].latents), bench.weights.width
+            residuals = {i: scale * torch.randn(shape) for i in range(0, sum(BLOCKS), 2)}
+            batch_rows[chosen].residuals = FixedResiduals(residuals)
+            for i, (one, other) in enumerate(
+                zip(outputs(bench, batch_rows, kinds), plain, strict=True)
+            ):
                 assert torch.equal(one, other) == (scale == 0 or i != chosen), (kinds, i)
 
 
@@ -126,7 +128,7 @@ def test_a_cached_row_with_all_tokens_active_takes_what_a_dense_one_does(
     cached.masked.latents, cached.prompt = dense.latents.clone(), replace(dense.prompt)
     cached.masked.condition = dense.masked.condition
     shape = len(dense.latents), bench.weights.width
-    residuals = Given({i: torch.randn(shape) for i in range(sum(BLOCKS))})
+    residuals = FixedResiduals({i: torch.randn(shape) for i in range(sum(BLOCKS))})
     dense.residuals = cached.residuals = residuals
     [one, other] = outputs(bench, [dense, cached], kinds)
     torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-4)
@@ -170,14 +172,18 @@ def test_a_unet_row_equals_diffusers_with_additional_residuals(unet: Any) -> Non
     sample, text = torch.randn(3, 4, 16, 16), torch.randn(3, 5, 16)
     timesteps = torch.tensor([700.0, 30.0, 30.0])
 
-    def run(given: list[Given | None]) -> Tensor:
+    def run(values: list[FixedResiduals | None]) -> Tensor:
         passes = [
-            PassInput(states, None, residuals=own) for states, own in zip(text, given, strict=True)
+            PassInput(states, None, residuals=residual)
+            for states, residual in zip(text, values, strict=True)
         ]
         packed = PackedPasses(passes, (16, 16), 2, sample.device)
         return unet_forward(UnetWeights.of(unet), packed, sample, timesteps)
 
-    two = [Given({i: residual[row] for i, residual in enumerate(residuals)}) for row in range(2)]
+    two = [
+        FixedResiduals({i: residual[row] for i, residual in enumerate(residuals)})
+        for row in range(2)
+    ]
     result, plain = run([two[0], None, two[1]]), run([None] * 3)
     expected = unet(
         sample[[0, 2]],
@@ -189,5 +195,7 @@ def test_a_unet_row_equals_diffusers_with_additional_residuals(unet: Any) -> Non
     torch.testing.assert_close(result[[0, 2]], expected, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(result[1], plain[1])
     assert (result[0] - plain[0]).abs().max() > 0.01
-    zeros = Given({i: torch.zeros_like(residual[0]) for i, residual in enumerate(residuals)})
+    zeros = FixedResiduals(
+        {i: torch.zeros_like(residual[0]) for i, residual in enumerate(residuals)}
+    )
     assert torch.equal(run([zeros] * 3), plain)

@@ -88,8 +88,8 @@ def test_dense_rows_equal_diffusers(model: Model, count: int) -> None:
     pipeline: Any = DiffusionPipeline.from_pretrained(model.folder)
     pipeline.set_progress_bar_config(disable=True)
     rng = np.random.default_rng(count)
-    asked = [{}, {} if fill else guided(rng), {}]
-    cases = [random_case(rng, **own) for own in asked]
+    settings = [{}, {} if fill else guided(rng), {}]
+    cases = [random_case(rng, **overrides) for overrides in settings]
     jobs = [encode_case(model.encoder, case, str(i)) for i, case in enumerate(cases)]
     expected = [diffusers_latents(pipeline, case) for case in cases]
 
@@ -97,11 +97,11 @@ def test_dense_rows_equal_diffusers(model: Model, count: int) -> None:
         return rank.run([rank.adapter.dense_row(job) for job in jobs], ())
 
     ranks = by_ranks(model.adapter, count, run)
-    for own in ranks:
-        for one, other in zip(own, expected, strict=True):
+    for results in ranks:
+        for one, other in zip(results, expected, strict=True):
             assert np.abs(one - other).max() <= tolerance(other)
-    for own in ranks[1:]:  # the same bytes, so that ranks never part
-        assert all(np.array_equal(a, b) for a, b in zip(own, ranks[0], strict=True))
+    for results in ranks[1:]:  # the same bytes, so that ranks never part
+        assert all(np.array_equal(a, b) for a, b in zip(results, ranks[0], strict=True))
 
 
 # Each run holds both to the pipeline of one process: ours above, diffusers holds its own.
@@ -121,11 +121,11 @@ def test_dense_rows_equal_diffusers_own_parallelism(tiny_fill: Path, tmp_path: P
     job = encode_case(model.encoder, case, "edit")
     ranks = by_ranks(model.adapter, 2, lambda rank: rank.run([rank.adapter.dense_row(job)], ()))
     for process in processes:
-        said = process.communicate(timeout=120.0)[1]
-        assert process.returncode == 0, said
+        errors = process.communicate(timeout=120.0)[1]
+        assert process.returncode == 0, errors
     expected = np.load(tmp_path / "latents.npy")
-    for (own,) in ranks:
-        assert np.abs(own - expected).max() <= tolerance(expected)
+    for (result,) in ranks:
+        assert np.abs(result - expected).max() <= tolerance(expected)
 
 
 def one_token(job: EditJob) -> EditJob:
@@ -171,7 +171,7 @@ def test_a_mixed_batch_equals_that_of_one_rank(
     lora = lora_of(model.adapter)
 
     def run(rank: Rank) -> tuple[list[Any], Any]:
-        rows: list[Any] = [cached(rank.replay, *each) for each in zip(jobs, primed, strict=True)]
+        rows: list[Any] = [cached(rank.replay, *pair) for pair in zip(jobs, primed, strict=True)]
         rows.append(rank.adapter.dense_row(jobs[0]))
         rank.adapter.attach(rows[1], jobs[1], ((lora, 0.7),))
         priming = rank.adapter.priming_row(
@@ -182,17 +182,17 @@ def test_a_mixed_batch_equals_that_of_one_rank(
         return rank.run(rows, kinds), priming.take_entry()
 
     [(expected, entry)] = by_ranks(model.adapter, 1, run)
-    for rank, (by_rank, own) in enumerate(by_ranks(model.adapter, count, run)):
+    for rank, (by_rank, rank_entry) in enumerate(by_ranks(model.adapter, count, run)):
         for one, other in zip(by_rank, expected, strict=True):
             assert_equal(one, other)
-        check_entry(own, entry, share_of(HEADS, rank, count))
+        check_entry(rank_entry, entry, share_of(HEADS, rank, count))
 
 
-def check_entry(own: AnchorEntry, entry: AnchorEntry, heads: tuple[int, int]) -> None:
+def check_entry(rank_entry: AnchorEntry, entry: AnchorEntry, heads: tuple[int, int]) -> None:
     """Hidden states are whole, keys and values of the rank's heads. What is rounded may differ by a
     step of the format where the numbers before it differ in their last digits.
     """
-    for block, whole in zip(own.blocks, entry.blocks, strict=True):
+    for block, whole in zip(rank_entry.blocks, entry.blocks, strict=True):
         pairs: list[Any] = [
             (block.hidden, whole.hidden),
             *zip(
@@ -227,36 +227,36 @@ def test_a_random_degree_at_each_step_changes_nothing(model: Model, seed: int) -
     barrier = threading.Barrier(4)
 
     def run(rank: Rank) -> list[Any]:
-        dice, own = random.Random(seed), rows(rank)
+        dice, rank_rows = random.Random(seed), rows(rank)
         for _ in range(11):
             gang = dice.choice([range(1), range(3, 4), range(2), range(2, 4), range(4)])
             if rank.rank in gang:
-                rank.replay.step(own, kinds, rank.gang(gang))
+                rank.replay.step(rank_rows, kinds, rank.gang(gang))
             if rank.rank == gang.start:
-                travelling[:] = [(rank.adapter.carried(row), row.step) for row in own]
+                travelling[:] = [(rank.adapter.carried(row), row.step) for row in rank_rows]
             barrier.wait(20.0)
             if rank.rank not in gang:
-                for row, (carried, steps) in zip(own, travelling, strict=True):
+                for row, (carried, steps) in zip(rank_rows, travelling, strict=True):
                     rank.adapter.follow(row, mapped(carried, torch.Tensor.clone), steps)
             barrier.wait(20.0)
-        return [row.result().array() for row in own]
+        return [row.result().array() for row in rank_rows]
 
     for by_rank in by_ranks(model.adapter, 4, run):
         for one, other in zip(by_rank, expected, strict=True):
             assert_equal(one, other)
 
 
-@pytest.mark.parametrize("foresees", [True, False])
+@pytest.mark.parametrize("looks_ahead", [True, False])
 @pytest.mark.parametrize("seed", range(4))
-def test_own_anchors_are_those_of_one_rank_that_forgets_as_often(
-    model: Model, seed: int, foresees: bool
+def test_step_caches_are_those_of_one_rank_that_forgets_as_often(
+    model: Model, seed: int, looks_ahead: bool
 ) -> None:
     """Ranks keep their heads of what an anchor leaves. Where others take the next step it is an
     anchor, as on a rank that has lost what it kept.
     """
     job = model.job(50 + 2 * seed, num_inference_steps=14, strength=1.0)
     text = bool(seed % 2)
-    plan = RefreshSchedule(frozenset({0, 3, 6, 11}), "model", text, looks_ahead=foresees)
+    plan = RefreshSchedule(frozenset({0, 3, 6, 11}), "model", text, looks_ahead=looks_ahead)
     dice, gangs = random.Random(seed), list[range]()
     while len(gangs) < 14:
         ways = [range(1), range(3, 4), range(2), range(2, 4), range(4)]
@@ -270,15 +270,15 @@ def test_own_anchors_are_those_of_one_rank_that_forgets_as_often(
         reader = StepCacheReader(row, model.adapter.blocks)
         for step in range(14):
             if step and gangs[step] != gangs[step - 1]:
-                there = mapped(rank.adapter.carried(row), torch.Tensor.clone)
-                rank.adapter.follow(row, there, step)
+                carried = mapped(rank.adapter.carried(row), torch.Tensor.clone)
+                rank.adapter.follow(row, carried, step)
             entry = None if step in plan.dense else reader.turn_to(step)
             anchors.append(entry is None)
             rank.adapter.step([row], entry and kinds, [entry])
         return row.result().array()
 
     [expected] = by_ranks(model.adapter, 1, alone)
-    assert sum(anchors) > (1 if foresees else 4)
+    assert sum(anchors) > (1 if looks_ahead else 4)
     barrier, travelling = threading.Barrier(4), list[Any]()
     has: dict[int, bool] = {}
 
@@ -292,18 +292,18 @@ def test_own_anchors_are_those_of_one_rank_that_forgets_as_often(
                 entry = reader.turn_to(step, heads=(*share, HEADS) if len(gang) > 1 else None)
             has[rank.rank] = entry is not None
             barrier.wait(20.0)
-            reads = all(has[each] for each in gang)  # what one has to do without, all do
+            reads = all(has[member] for member in gang)  # what one has to do without, all do
             barrier.wait(20.0)
             if rank.rank in gang:
                 assert reads != anchors[step]
-                given = entry if reads else None
-                rank.adapter.step([row], given and kinds, [given], rank.gang(gang))
+                source = entry if reads else None
+                rank.adapter.step([row], source and kinds, [source], rank.gang(gang))
             if rank.rank == gang.start:
                 travelling[:] = rank.adapter.carried(row)
             barrier.wait(20.0)
             if rank.rank not in gang:
-                there = mapped(tuple(travelling), torch.Tensor.clone)
-                rank.adapter.follow(row, there, step + 1)
+                carried = mapped(tuple(travelling), torch.Tensor.clone)
+                rank.adapter.follow(row, carried, step + 1)
             barrier.wait(20.0)
         return row.result().array()
 
@@ -338,8 +338,8 @@ FORMATS = ("model", "int8", "float8", "int4")
         (6, 16, 2),
         # More ranks do what few do; `share_of` is held for any number, below.
         *(
-            pytest.param(*each, marks=pytest.mark.slow)
-            for each in ((5, 32, 2), (6, 16, 4), (9, 32, 8))
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((5, 32, 2), (6, 16, 4), (9, 32, 8))
         ),
     ],
 )
@@ -404,7 +404,7 @@ def test_a_rank_may_load_its_heads_alone(model: Model, kind: str) -> None:
 
 
 def test_the_bytes_that_travel_are_those_counted(model: Model) -> None:
-    """Of the blocks, and of the answer that all ranks get."""
+    """The bytes are those of the blocks and of the answer that all ranks get."""
     job, count = model.job(6, num_inference_steps=3, strength=1.0), 2
     primed = Primed(model.adapter, model.encoder, job)
     _, height, width = job.moments.shape
@@ -457,5 +457,5 @@ def test_a_silent_rank_is_an_error_and_no_hang() -> None:
         return str(raised.value)
 
     with ThreadPoolExecutor(2) as pool:
-        said = list(pool.map(run, range(2)))
-    assert said[0]
+        answers = list(pool.map(run, range(2)))
+    assert answers[0]

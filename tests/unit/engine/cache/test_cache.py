@@ -107,11 +107,11 @@ def encoder(tiny_fill: Path) -> Encoder:
     return load_encoder(config_of(tiny_fill))
 
 
-def assert_books_hold(engine: Engine) -> None:
-    """Of a stopped engine: what is published of the store is what it holds."""
+def assert_tables_agree(engine: Engine) -> None:
+    """A stopped engine publishes exactly the templates that its store holds."""
     engine.cache.check_integrity()
-    held = {str(t["template_id"]) for t in engine.cache.templates() if not t["priming"]}
-    assert set(engine.cache.template_ids()["device"]) == held
+    template_ids = {str(t["template_id"]) for t in engine.cache.templates() if not t["priming"]}
+    assert set(engine.cache.template_ids()["device"]) == template_ids
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ def engine(tiny_fill: Path, encoder: Encoder) -> Any:
     engine = make_engine(tiny_fill, encoder)
     yield engine
     engine.close(5.0)
-    assert_books_hold(engine)
+    assert_tables_agree(engine)
     engine.manager.scheduler.check_integrity()
     assert not engine.cache.priming
     assert not engine.cache.store.memory._pins
@@ -132,7 +132,7 @@ def settle(engine: Engine) -> None:
     eventually("the engine is idle", idle, 30.0)
 
 
-def test_a_template_is_primed_on_second_sight_and_hit_on_the_third(
+def test_a_template_is_primed_on_its_second_lookup_and_hit_on_the_third(
     engine: Engine, encoder: Encoder
 ) -> None:
     outcomes = []
@@ -140,9 +140,9 @@ def test_a_template_is_primed_on_second_sight_and_hit_on_the_third(
         outcomes.append(edit(engine, job(encoder, 1, f"e{number}")).meta["cache"])
         settle(engine)
     assert outcomes == ["miss", "miss", "hit", "hit"]
-    (held,) = engine.templates().result(30)
-    assert held["anchors"] >= 4  # stride 1 of the model's four default steps
-    assert held["bytes"] == engine.cache.store.memory.nbytes > 0
+    (template,) = engine.templates().result(30)
+    assert template["anchors"] >= 4  # stride 1 of the model's four default steps
+    assert template["bytes"] == engine.cache.store.memory.nbytes > 0
 
 
 def window_of(encoder: Encoder, picture: str, number: int, steps: int, **settings: Any) -> EditJob:
@@ -159,13 +159,13 @@ def test_a_window_of_a_known_picture_is_primed_before_its_first_edit(
 
     def outcomes(picture: str, steps: int, windows: Iterable[int]) -> list[str]:
         edits = (window_of(encoder, picture, number, steps) for number in windows)
-        return [edit(engine, each).meta["cache"] for each in edits]
+        return [edit(engine, window).meta["cache"] for window in edits]
 
     try:
         assert outcomes("a" * 32, 12, range(4)) == ["miss", "hit", "hit", "hit"]
         assert outcomes("b" * 32, 12, [8]) == ["miss"], "that is another picture"
         due = [window_of(encoder, "c" * 32, n, 12, deadline_ms=60_000) for n in range(16, 19)]
-        assert [edit(engine, each).meta["cache"] for each in due] == ["miss"] * 3
+        assert [edit(engine, window).meta["cache"] for window in due] == ["miss"] * 3
         registered = window_of(encoder, "d" * 32, 32, 12, template_id="d" * 32)
         assert edit(engine, registered).meta["cache"] == "hit"
     finally:
@@ -179,10 +179,10 @@ def test_a_window_is_not_primed_for_edits_that_save_less_work_than_that(
     engine = make_engine(tiny_fill, encoder, stride=1)
     try:
         for number in range(3):
-            each = window_of(encoder, "a" * 32, number, 4)
-            masked = np.full_like(each.edit_mask, 255)
+            window = window_of(encoder, "a" * 32, number, 4)
+            masked = np.full_like(window.edit_mask, 255)
             masked[-8:] = 0
-            assert edit(engine, replace(each, edit_mask=masked)).meta["cache"] == "miss"
+            assert edit(engine, replace(window, edit_mask=masked)).meta["cache"] == "miss"
     finally:
         engine.close(5.0)
 
@@ -204,13 +204,13 @@ def test_a_hit_computes_the_active_tokens_only_and_says_so(
 def test_first_steps_run_dense_where_the_configuration_says_so(
     tiny_fill: Path, encoder: Encoder
 ) -> None:
-    asked = job(encoder, 2, "e", cache="require", num_inference_steps=4)
+    edit_job = job(encoder, 2, "e", cache="require", num_inference_steps=4)
     differ = []
     for steps in range(5):
         engine = make_engine(tiny_fill, encoder, dense_steps=steps)
         blocks = engine.adapter.blocks
         dense = edit(engine, job(encoder, 2, "d", cache="off", num_inference_steps=4)).latents
-        final = edit(engine, asked)
+        final = edit(engine, edit_job)
         kinds = {"dense": steps * blocks, "kv": (4 - steps) * blocks}
         assert final.meta["kinds"] == {kind: ran for kind, ran in kinds.items() if ran}
         active, total = final.meta["active_tokens"], final.meta["total_tokens"]
@@ -218,7 +218,7 @@ def test_first_steps_run_dense_where_the_configuration_says_so(
         assert engine.counters["cached_rows_total"] == 4 - steps
         differ.append(np.abs(final.latents - dense).max())
         engine.close(5.0)
-        assert_books_hold(engine)
+        assert_tables_agree(engine)
     assert [difference > 0.0 for difference in differ] == [True] * 4 + [False]
 
 
@@ -236,19 +236,19 @@ def test_reproducible_edits_are_bit_equal_at_any_load(
     """Beside other edits, reproducible or not, and templates that are primed, of which one is its
     own: each round primes it anew. It takes more steps than vectors are computed for at a time.
     """
-    asked = {"reproducible": True, "num_inference_steps": 13, **settings}
-    alone = edit(engine, job(encoder, 4, "alone", **asked))
+    options = {"reproducible": True, "num_inference_steps": 13, **settings}
+    alone = edit(engine, job(encoder, 4, "alone", **options))
     for number in range(4):
         engine.evict(alone.meta["template_id"]).result(30)
-        others = [
+        other_jobs = [
             job(encoder, 40 + 7 * number + i, f"o{number}.{i}", reproducible=i % 3 == 0)
             for i in range(6)
         ]
-        same = job(encoder, 4, f"same{number}", **asked)
-        jobs = [*others[:number], same, *others[number:]]
+        same = job(encoder, 4, f"same{number}", **options)
+        jobs = [*other_jobs[:number], same, *other_jobs[number:]]
         sinks = [Sink() for _ in jobs]
-        for each, sink in zip(jobs, sinks, strict=True):
-            engine.submit(each, sink)
+        for edit_job, sink in zip(jobs, sinks, strict=True):
+            engine.submit(edit_job, sink)
         finals = [sink.final() for sink in sinks]
         assert finals[number].meta["cache"] == alone.meta["cache"]
         assert np.array_equal(finals[number].latents, alone.latents)
@@ -265,13 +265,15 @@ def test_two_templates_two_prompts_two_guidances_never_meet(
         replace(job(encoder, 5, "c", cache="require"), conditioning=other_prompt),
         job(encoder, 5, "d", cache="require", guidance_scale=7.0),
     ]
-    together = [edit(engine, each).latents for each in jobs]
-    keys = [engine.cache.key_of(each) for each in jobs]
+    together = [edit(engine, edit_job).latents for edit_job in jobs]
+    keys = [engine.cache.key_of(edit_job) for edit_job in jobs]
     assert keys[0] == keys[2]  # a prompt is no part of the template
     assert len(set(keys)) == 3
-    for each, latents in zip(jobs, together, strict=True):
-        engine.evict(each.request.template_id).result(30)
-        again = edit(engine, replace(each, request=replace(each.request, request_id="again")))
+    for edit_job, latents in zip(jobs, together, strict=True):
+        engine.evict(edit_job.request.template_id).result(30)
+        again = edit(
+            engine, replace(edit_job, request=replace(edit_job.request, request_id="again"))
+        )
         assert np.abs(again.latents - latents).max() <= tolerance(latents)
 
 
@@ -324,11 +326,11 @@ def test_a_fetch_that_ends_while_it_is_decided_how_an_edit_runs_is_waited_for(
     sight = engine.cache.look_up
 
     def sight_just_before_it_ends(*args: Any, **named: Any) -> CacheLookup:
-        found = sight(*args, **named)
-        if engine.cache.is_loading(found.key):
+        lookup = sight(*args, **named)
+        if engine.cache.is_loading(lookup.key):
             event.set()
             assert store.settle(30.0)
-        return found
+        return lookup
 
     def evict_while_it_queues() -> None:
         accept(engine, job(encoder, 16, "again", cache="require"), sink)
@@ -428,12 +430,12 @@ def test_the_least_recently_used_template_makes_room(tiny_fill: Path, encoder: E
     engine = make_engine(tiny_fill, encoder, budget_bytes=sum(sizes) - 1)
     for seed in (11, 12, 11, 13):
         edit(engine, job(encoder, seed, f"{seed}-{time.monotonic_ns()}", cache="require"))
-    held = {t["template_id"] for t in engine.templates().result(30)}
-    assert job(encoder, 12, "x").request.template_id not in held
+    template_ids = {t["template_id"] for t in engine.templates().result(30)}
+    assert job(encoder, 12, "x").request.template_id not in template_ids
     assert engine.cache.store.memory.nbytes <= engine.cache.store.memory.budget_bytes
     assert engine.cache.store.memory.evictions >= 1
     engine.close(5.0)
-    assert_books_hold(engine)
+    assert_tables_agree(engine)
 
 
 def test_a_cancelled_edit_that_waits_for_priming_is_answered(
@@ -443,8 +445,8 @@ def test_a_cancelled_edit_that_waits_for_priming_is_answered(
     jobs = [job(encoder, 14, f"w{number}", cache="require") for number in range(3)]
 
     def cancel_one_of_three() -> None:  # in one turn of the engine: no step comes between
-        for each, sink in zip(jobs, sinks, strict=True):
-            accept(engine, each, sink)
+        for edit_job, sink in zip(jobs, sinks, strict=True):
+            accept(engine, edit_job, sink)
         engine.manager.cancel("w1")
 
     engine.ask(cancel_one_of_three).result(30)
@@ -470,13 +472,13 @@ def test_an_edit_is_not_taken_for_one_of_its_name_that_waited(
     assert [type(event) for event in sink.events] == [FinalEvent]
 
 
-def test_the_books_do_not_grow_with_templates_that_are_gone(
+def test_the_tables_do_not_grow_with_templates_that_are_gone(
     tiny_fill: Path, encoder: Encoder
 ) -> None:
     engine = make_engine(tiny_fill, encoder, budget_bytes=5 * 10**5)
     edits = [job(encoder, seed, f"b{seed}", cache="require") for seed in range(20, 30)]
-    for each in edits:
-        edit(engine, each)
+    for edit_job in edits:
+        edit(engine, edit_job)
     assert engine.cache.store.memory.evictions >= 5
     assert len(engine.cache.store.memory.entries()) <= 5
     engine.close(5.0)
@@ -484,16 +486,16 @@ def test_the_books_do_not_grow_with_templates_that_are_gone(
 
 def test_entries_know_their_size(engine: Engine, encoder: Encoder) -> None:
     edit(engine, job(encoder, 15, "e", cache="require"))
-    (held,) = engine.templates().result(30)
+    (template,) = engine.templates().result(30)
     tokens = 0
     memory = engine.cache.store.memory
-    for anchor in memory.anchors(str(held["key"])):
-        entry = memory.get(str(held["key"]), anchor)
+    for anchor in memory.anchors(str(template["key"])):
+        entry = memory.get(str(template["key"]), anchor)
         assert isinstance(entry, AnchorEntry)
         for block in entry.blocks:
             assert block.keys is not None
             tokens += block.keys.data.numel() + block.values.data.numel()  # type: ignore[union-attr]
-    assert held["bytes"] == 4 * tokens  # float32, model format: nothing else is kept
+    assert template["bytes"] == 4 * tokens  # float32, model format: nothing else is kept
 
 
 def test_a_template_can_be_primed_ahead_of_its_first_edit(engine: Engine, encoder: Encoder) -> None:
@@ -530,10 +532,10 @@ def test_templates_of_equal_pixels_share_entries_for_as_long_as_one_is_pinned(
     plain = job(encoder, 17, "a", cache="require")
     names = [plain.request.template_id + "1" * 32, plain.request.template_id + "2" * 32]
     edits = [replace(plain, request=replace(plain.request, template_id=name)) for name in names]
-    outcomes = [edit(engine, each).meta["cache"] for each in edits]
+    outcomes = [edit(engine, edit_job).meta["cache"] for edit_job in edits]
     assert outcomes == ["hit", "hit"]
-    (held,) = engine.templates().result(30)
-    assert held["template_id"] == names[0]
+    (template,) = engine.templates().result(30)
+    assert template["template_id"] == names[0]
     assert engine.cache.template_ids()["device"] == (plain.request.template_id,)
 
     def pinned() -> bool:
@@ -605,7 +607,7 @@ def test_an_edit_whose_loader_dies_goes_on_and_the_next_finds_another(
     assert "send it again" in str(sink.error())
     assert engine.state == "ready"
     engine.close(10.0)
-    assert_books_hold(engine)
+    assert_tables_agree(engine)
 
 
 def test_an_idle_engine_says_when_a_row_has_left_something_behind(
@@ -620,7 +622,7 @@ def test_an_idle_engine_says_when_a_row_has_left_something_behind(
     eventually("it is told", lambda: engine.counters["cache_integrity_failures_total"] == 1)
     engine.cache.store.memory.unbook(1)
     engine.close(10.0)
-    assert_books_hold(engine)
+    assert_tables_agree(engine)
 
 
 def test_a_priming_that_begins_where_the_engine_was_idle_is_not_left_behind(
@@ -632,4 +634,4 @@ def test_a_priming_that_begins_where_the_engine_was_idle_is_not_left_behind(
     eventually("it has looked", lambda: engine._checked == engine.counters["steps_total"])
     assert engine.counters["cache_integrity_failures_total"] == 0
     engine.close(10.0)
-    assert_books_hold(engine)
+    assert_tables_agree(engine)

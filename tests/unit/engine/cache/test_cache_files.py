@@ -42,15 +42,15 @@ def test_a_restarted_worker_is_warm_from_disk(
 ) -> None:
     first = engine_at(tiny_fill, encoder, tmp_path, stride=stride)
     first.cache.default_steps = 28
-    asked = {"reproducible": True, "num_inference_steps": 9}
-    expected = edit(first, job(encoder, 50, "a", **asked))
+    options = {"reproducible": True, "num_inference_steps": 9}
+    expected = edit(first, job(encoder, 50, "a", **options))
     assert first.counters["priming_rows_total"] == anchors
     close(first)
     for path in (tmp_path / "host").glob("*/*"):
         path.unlink()
     again = engine_at(tiny_fill, encoder, tmp_path, stride=stride)
     again.cache.default_steps = 28
-    final = edit(again, job(encoder, 50, "b", **asked))
+    final = edit(again, job(encoder, 50, "b", **options))
     assert final.meta["cache"] == "hit"
     assert final.meta["cache_tier"] == "disk"
     assert final.meta["cache_bytes"]["disk"] > 0

@@ -1,4 +1,4 @@
-"""What every user of `FileStore` has of it: one suite over all of them."""
+"""One suite over all users of `FileStore`."""
 
 from __future__ import annotations
 
@@ -96,15 +96,15 @@ def _put_adapter(folder: Path, number: int) -> None:
     adapters, version = AdapterFolder(folder, 10**9), f"{number:032x}"
     with adapters.bringing("x", version, 60.0):
         adapters.write("x", version, 10_000, [bytes([number]) * 5_000] * 2)
-        for each in adapters.files():
-            if each.version != version:
-                each.path.unlink(missing_ok=True)
+        for file in adapters.files():
+            if file.version != version:
+                file.path.unlink(missing_ok=True)
 
 
 def _get_adapter(folder: Path) -> int | None:
-    for each in AdapterFolder(folder, 10**9).files():
+    for file in AdapterFolder(folder, 10**9).files():
         with contextlib.suppress(FileNotFoundError):
-            return _same(each.path.read_bytes())
+            return _same(file.path.read_bytes())
     return None
 
 
@@ -126,13 +126,13 @@ def _put_prompt(folder: Path, number: int) -> None:
 
 
 def _get_prompt(folder: Path) -> int | None:
-    found = PromptFile(folder).read()
-    return None if found is None else int(found["a"][0])
+    arrays = PromptFile(folder).read()
+    return None if arrays is None else int(arrays["a"][0])
 
 
 def _get_moments(folder: Path) -> int | None:
-    found = MomentsFolder(folder).read(ID)
-    return None if found is None else int(found[0])
+    moments = MomentsFolder(folder).read(ID)
+    return None if moments is None else int(moments[0])
 
 
 def _put_moments(folder: Path, number: int) -> None:
@@ -148,9 +148,9 @@ def _put_status(folder: Path, number: int) -> None:
 
 def _get_status(folder: Path) -> int | None:
     reader = StatusReader(folder / "status")
-    found = reader.read()
+    status = reader.read()
     reader.close()
-    return None if found is None else int(found.worker)
+    return None if status is None else int(status.worker)
 
 
 def _put_gate(folder: Path, number: int) -> None:
@@ -206,9 +206,9 @@ def test_what_was_put_last_is_there(use: Use, tmp_path: Path) -> None:
 
 def test_nobody_else_may_look(use: Use, tmp_path: Path, open_umask: None) -> None:
     use.put(tmp_path / "f", 1)
-    found = [tmp_path / "f", *(tmp_path / "f").rglob("*")]
-    assert len(found) > 1
-    names = {path.name for path in found if stat.S_IMODE(path.stat().st_mode) & 0o077}
+    paths = [tmp_path / "f", *(tmp_path / "f").rglob("*")]
+    assert len(paths) > 1
+    names = {path.name for path in paths if stat.S_IMODE(path.stat().st_mode) & 0o077}
     assert names == (set() if use.private else {"out.png"})
 
 
@@ -235,11 +235,11 @@ def test_a_file_that_does_not_fit_leaves_what_was_there(
 
 def test_a_reader_sees_whole_files_only(use: Use, tmp_path: Path) -> None:
     use.put(tmp_path / "f", 1)
-    ended, seen = threading.Event(), set()
+    ended, values = threading.Event(), set()
 
     def read() -> None:
         while not ended.is_set():
-            seen.add(use.get(tmp_path / "f"))
+            values.add(use.get(tmp_path / "f"))
 
     reader = threading.Thread(target=read)
     reader.start()
@@ -247,7 +247,7 @@ def test_a_reader_sees_whole_files_only(use: Use, tmp_path: Path) -> None:
         use.put(tmp_path / "f", 1 + turn % 2)
     ended.set()
     reader.join()
-    assert seen <= {1, 2, None}
+    assert values <= {1, 2, None}
 
 
 # The store by itself.

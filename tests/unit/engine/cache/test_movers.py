@@ -39,10 +39,10 @@ BUFFER = 4096
 class Stream:
     """Work in order, done only when somebody waits for it."""
 
-    made = 0
+    count = 0
 
     def __init__(self, device: object = None) -> None:
-        Stream.made += 1
+        Stream.count += 1
         self.work: list[Callable[[], object]] = []
         self.done = 0
 
@@ -73,7 +73,7 @@ class Event:
 
 
 class Cuda:
-    """What CudaMover may use of torch.cuda: nothing in it waits for the whole device."""
+    """The part of torch.cuda that CudaMover may use: nothing in it waits for the whole device."""
 
     Stream, Event = Stream, Event
 
@@ -91,7 +91,9 @@ class Cuda:
         if isinstance(source, OnDevice):
             return
         begin = source.data_ptr()
-        pinned = any(each.data_ptr() <= begin < each.data_ptr() + each.nbytes for each in self.ring)
+        pinned = any(
+            tensor.data_ptr() <= begin < tensor.data_ptr() + tensor.nbytes for tensor in self.ring
+        )
         assert pinned or self.runtime.holds(source), "the host would copy this"
 
     @contextlib.contextmanager
@@ -137,11 +139,11 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     fake = Cuda()
 
     def empty(*shape: Any, pin_memory: bool = False, device: object = None, **more: Any) -> Tensor:
-        made = torch.empty(*shape, **more)
+        tensor = torch.empty(*shape, **more)
         if pin_memory:
             fake.pinned += 1
-            fake.ring.append(made)
-        return made if device is None else made.as_subclass(OnDevice)  # type: ignore[no-untyped-call]
+            fake.ring.append(tensor)
+        return tensor if device is None else tensor.as_subclass(OnDevice)  # type: ignore[no-untyped-call]
 
     monkeypatch.setattr(OnDevice, "cuda", fake, raising=False)
 
@@ -237,11 +239,11 @@ def test_entries_lie_token_by_token_however_they_were_computed(format: str) -> N
     x = torch.randn(64, 24).t()
     stored = encode(x, format)
     assert all(tensor.is_contiguous() for tensor in stored.tensors())
-    [taken] = HostMover().move((stored,), np.array([3, 20])).get()
-    expected, found = torch.empty(2, 64), torch.empty(2, 64)
+    [coded] = HostMover().move((stored,), np.array([3, 20])).get()
+    expected, result = torch.empty(2, 64), torch.empty(2, 64)
     encode(x.contiguous(), format).take(torch.tensor([3, 20])).into(expected)
-    taken.into(found)
-    assert torch.equal(found, expected)
+    coded.into(result)
+    assert torch.equal(result, expected)
 
 
 def test_an_arrival_is_waited_for_once(cuda: Cuda) -> None:
@@ -249,26 +251,26 @@ def test_an_arrival_is_waited_for_once(cuda: Cuda) -> None:
     arrival = CudaMover(torch.device("cuda"), BUFFER).move(part(0, "int8"), None)
     assert not arrival.ready()
     parts = arrival.get()
-    asked = len(cuda.default.work), cuda.recorded
-    assert asked == (1, 4)  # keys and values, with a scale each
+    counts = len(cuda.default.work), cuda.recorded
+    assert counts == (1, 4)  # keys and values, with a scale each
     for _ in range(3):
         assert arrival.ready()
         assert arrival.get() is parts
-    assert (len(cuda.default.work), cuda.recorded) == asked
+    assert (len(cuda.default.work), cuda.recorded) == counts
 
 
 def test_copies_to_the_host_share_a_stream(cuda: Cuda) -> None:
     mover = CudaMover(torch.device("cuda"), BUFFER)
     entry = AnchorEntry(Anchor(1.0, 1000.0), ())
-    made = Stream.made
+    count_before = Stream.count
     assert [mover.to_host(entry) for _ in range(3)] == [entry] * 3
-    assert Stream.made == made
+    assert Stream.count == count_before
 
 
-def equal(arrived: tuple[Coded, ...], wanted: tuple[Coded, ...]) -> bool:
+def equal(arrived: tuple[Coded, ...], expected: tuple[Coded, ...]) -> bool:
     return all(
         torch.equal(raw(have), raw(want))
-        for one, other in zip(arrived, wanted, strict=True)
+        for one, other in zip(arrived, expected, strict=True)
         for have, want in zip(one.tensors(), other.tensors(), strict=True)
     )
 
@@ -285,40 +287,42 @@ def test_what_the_device_reads_by_itself_is_what_a_row_is_to_read(
     rng = fresh_rng()
     ids = None if tokens is None else rng.permutation(300)[:tokens]
     entries = [stored.entry(seed, format) for seed in range(3)]
-    moved = [stored.mover.move(there.blocks[1].part("kv"), ids) for there, _ in entries]
+    moved = [
+        stored.mover.move(stored_entry.blocks[1].part("kv"), ids) for stored_entry, _ in entries
+    ]
     for arrival, (_, entry) in zip(moved, entries, strict=True):
         parts = arrival.get()
         cuda.default.reach(len(cuda.default.work))
-        wanted = entry.blocks[1].part("kv")
+        expected = entry.blocks[1].part("kv")
         if ids is not None:
-            wanted = tuple(coded.take(torch.from_numpy(ids)) for coded in wanted)
-        assert equal(parts, wanted)
+            expected = tuple(coded.take(torch.from_numpy(ids)) for coded in expected)
+        assert equal(parts, expected)
 
 
 def test_what_is_moved_lies_in_the_block_that_was_taken_for_it(cuda: Cuda, stored: Stored) -> None:
     """By either way, and of all blocks of the entry."""
-    there, entry = stored.entry(0)
+    stored_entry, entry = stored.entry(0)
     ids = fresh_rng().permutation(300)[:200]
     for way in (LinkRates(1.0, 0.0), LinkRates(1.0, 1e9)):
         stored.mover.rates = way
-        load = Load(there, "host", Selection([ids]))
+        load = Load(stored_entry, "host", Selection([ids]))
         memory = torch.zeros(load.room, dtype=torch.uint8)
         block = Block(memory.as_subclass(OnDevice))  # type: ignore[no-untyped-call]
         for number in range(len(entry.blocks)):
             parts = stored.mover.move(load.parts(number, "kv"), ids, block).get()
             cuda.default.reach(len(cuda.default.work))
-            wanted = [c.take(torch.from_numpy(ids)) for c in entry.blocks[number].part("kv")]
-            assert equal(parts, tuple(wanted))
+            expected = [c.take(torch.from_numpy(ids)) for c in entry.blocks[number].part("kv")]
+            assert equal(parts, tuple(expected))
             for tensor in (tensor for coded in parts for tensor in coded.tensors()):
                 offset = tensor.data_ptr() - memory.data_ptr()
                 assert 0 <= offset <= len(memory) - tensor.nbytes
 
 
 def test_whole_tensors_travel_in_one_copy_each_and_ids_once(cuda: Cuda, stored: Stored) -> None:
-    there, _ = stored.entry(0)
+    stored_entry, _ = stored.entry(0)
     ids = np.arange(0, 300, 2)
     for block in range(3):
-        stored.mover.move(there.blocks[block].part("kv"), ids)
+        stored.mover.move(stored_entry.blocks[block].part("kv"), ids)
     scale = 64 * 4
     block = [scale, 300 * 64, scale, 300 * 64]
     assert cuda.sent == [scale, 8 * len(ids), *block[1:], *block, *block]
@@ -328,8 +332,8 @@ def test_whole_tensors_travel_in_one_copy_each_and_ids_once(cuda: Cuda, stored: 
 def test_the_way_that_is_done_sooner_is_taken(cuda: Cuda, stored: Stored, tokens: int) -> None:
     """A link five times as fast as a core: whole tensors from a fifth of their tokens on."""
     stored.mover.rates = LinkRates(gathered=10e9, direct=50e9)
-    there, _ = stored.entry(0)
-    stored.mover.move(there.blocks[0].part("h"), np.arange(tokens))
+    stored_entry, _ = stored.entry(0)
+    stored.mover.move(stored_entry.blocks[0].part("h"), np.arange(tokens))
     count, _, scale = 8 * tokens, 300 * 64, 64 * 4
     direct = [scale, count, 300 * 64]
     assert (cuda.sent == direct) is (tokens > 60)
@@ -337,33 +341,33 @@ def test_the_way_that_is_done_sooner_is_taken(cuda: Cuda, stored: Stored, tokens
 
 
 def test_heads_of_whole_tensors_are_cut_on_the_device(cuda: Cuda, stored: Stored) -> None:
-    there, entry = stored.entry(0)
+    stored_entry, entry = stored.entry(0)
     ids = np.sort(fresh_rng().permutation(300)[:200])
     for levels in ([ids], [np.arange(300)]):
-        load = Load(there, "host", Selection(levels, heads=(1, 3, 4)))
+        load = Load(stored_entry, "host", Selection(levels, heads=(1, 3, 4)))
         arrival = stored.mover.move(load.parts(2, "kv"), levels[0])
         parts = arrival.get()
         cuda.default.reach(len(cuda.default.work))
         chosen = torch.from_numpy(levels[0])
-        wanted = [c.columns(1, 3, 4).take(chosen) for c in entry.blocks[2].part("kv")]
-        assert equal(parts, tuple(wanted))
+        expected = [c.columns(1, 3, 4).take(chosen) for c in entry.blocks[2].part("kv")]
+        assert equal(parts, tuple(expected))
 
 
 def test_a_file_that_was_refused_goes_through_the_ring(cuda: Cuda, stored: Stored) -> None:
     cuda.runtime.refuses = 2
-    there, entry = stored.entry(0)
-    assert there.file.registered is None
-    parts = stored.mover.move(there.blocks[0].part("kv"), None).get()
+    stored_entry, entry = stored.entry(0)
+    assert stored_entry.file.registered is None
+    parts = stored.mover.move(stored_entry.blocks[0].part("kv"), None).get()
     cuda.default.reach(len(cuda.default.work))
     assert equal(parts, entry.blocks[0].part("kv"))
     assert max(cuda.sent) <= BUFFER
 
 
 def test_few_direct_copies_are_on_their_way_at_once(cuda: Cuda, stored: Stored) -> None:
-    """What is needed sooner is not behind a whole entry, and a move lasts as long as its way."""
-    there, _ = stored.entry(0)
+    """A block that is needed sooner does not wait for a whole entry."""
+    stored_entry, _ = stored.entry(0)
     for block in range(3):
-        stored.mover.move(there.blocks[block].part("kv"), None)
+        stored.mover.move(stored_entry.blocks[block].part("kv"), None)
         copied = len(cuda.sent) // 2  # scales go through the ring
         done = stored.mover.stream.done
         assert len(stored.mover.stream.work) - done <= 2 + 2 + 1, (copied, done)
@@ -379,11 +383,11 @@ def test_an_entry_evicted_under_a_copy_stays_registered_until_it_is_done(
         assert passes.wait(30)
         real(event)
 
-    there, entry = stored.entry(0)
-    arrival = stored.mover.move(there.blocks[0].part("h"), None)
+    stored_entry, entry = stored.entry(0)
+    arrival = stored.mover.move(stored_entry.blocks[0].part("h"), None)
     monkeypatch.setattr(Event, "synchronize", waits)
     stored.tier.evict("0")
-    del there
+    del stored_entry
     gc.collect()
     with pytest.raises(AssertionError):
         eventually("unregistered", lambda: not cuda.runtime.ranges, timeout_s=0.3)
@@ -395,12 +399,12 @@ def test_an_entry_evicted_under_a_copy_stays_registered_until_it_is_done(
 
 
 def test_a_loader_that_is_closed_has_unregistered_everything(cuda: Cuda, stored: Stored) -> None:
-    there, _ = stored.entry(0)
-    load = Load(there, "host", Selection([np.arange(0, 300, 3)]))
+    stored_entry, _ = stored.entry(0)
+    load = Load(stored_entry, "host", Selection([np.arange(0, 300, 3)]))
     loader = Loader(stored.mover)
-    wants = [(block, "kv") for block in range(3)]
-    loader.ask(load, wants, 0)
-    for want in wants:
+    block_parts = [(block, "kv") for block in range(3)]
+    loader.ask(load, block_parts, 0)
+    for want in block_parts:
         loader.wait(load, want)
     assert cuda.runtime.ranges
     loader.close()

@@ -52,12 +52,12 @@ def test_the_whole_file_is_registered_as_it_is(
     content = fresh_rng().bytes(10_000)
     file = file_of(tmp_path / "file", content)
     (tmp_path / "file").unlink()  # evicted before it was registered
-    held = registered(registrar, file)
-    assert held.memory is not None
-    assert runtime.ranges == {held.memory.data_ptr(): 10_000}
+    registration = registered(registrar, file)
+    assert registration.memory is not None
+    assert runtime.ranges == {registration.memory.data_ptr(): 10_000}
     assert registrar.nbytes == 10_000
-    assert held.memory.numpy().tobytes() == content
-    del held
+    assert registration.memory.numpy().tobytes() == content
+    del registration
     eventually("unregistered", lambda: not runtime.ranges)
     assert registrar.nbytes == 0
 
@@ -111,7 +111,7 @@ def test_a_refusal_is_told_once_and_nothing_is_asked_for_again(
         for name in "abc":
             file = file_of(tmp_path / name, b"x" * 100)
             assert registrar.register(file.descriptor, file.nbytes) is None
-    assert runtime.asked == 1
+    assert runtime.calls == 1
     [line] = caplog.messages
     assert f"error {errors['refuses']}" in line
     registrar.close()
@@ -124,7 +124,7 @@ def test_a_file_that_may_not_be_mapped_is_a_refusal(
     os.truncate(tmp_path / "file", 10)
     registrar = Registrar(CPU, runtime)
     assert registrar.register(file.descriptor, file.nbytes) is None
-    assert runtime.asked == 0
+    assert runtime.calls == 0
     assert "truncated" in caplog.text
     registrar.close()
 
@@ -134,7 +134,7 @@ def test_nothing_is_registered_of_an_empty_file(
 ) -> None:
     file = file_of(tmp_path / "file", b"")
     assert registrar.register(file.descriptor, 0) is None
-    assert runtime.asked == 0
+    assert runtime.calls == 0
 
 
 def test_a_closed_registrar_has_let_go_of_what_is_still_held(
@@ -142,10 +142,10 @@ def test_a_closed_registrar_has_let_go_of_what_is_still_held(
 ) -> None:
     registrar = Registrar(CPU, runtime)
     file = file_of(tmp_path / "file", b"x" * 100)
-    held = registered(registrar, file)
+    registration = registered(registrar, file)
     registrar.close()
     assert not runtime.ranges
-    assert held.memory is None
+    assert registration.memory is None
     assert registrar.register(file.descriptor, file.nbytes) is None
     registrar.close()
 
@@ -157,12 +157,12 @@ def test_many_threads_that_open_and_drop_leave_nothing(tmp_path: Path) -> None:
 
     def work(seed: int) -> None:
         rng = np.random.default_rng(seed)
-        held: dict[int, Registered] = {}
+        registrations: dict[int, Registered] = {}
         for number in rng.integers(0, len(files), 60).tolist():
-            mine = held.pop(number, None)
+            mine = registrations.pop(number, None)
             if mine is None:
-                held[number] = registered(registrar, files[number])
-                held[number].copied(Passed())
+                registrations[number] = registered(registrar, files[number])
+                registrations[number].copied(Passed())
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
     for thread in threads:

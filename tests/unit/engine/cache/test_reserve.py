@@ -27,9 +27,9 @@ Piece = tuple[str, int, int, int]
 
 
 class CachingAllocator:
-    """What torch does, for pieces of over 1 MB: a request takes the smallest free piece of its
-    stream that is long enough, and leaves the rest of it free; where there is none, memory is asked
-    of the driver, and where that has none left all whole free pieces go back to it. A request may
+    """Torch's allocator for pieces of over 1 MB: a request takes the smallest free piece of its
+    stream that is long enough, and leaves the rest of it free. Without one it takes memory from
+    the driver; if the driver has none left, all whole free pieces go back to it. A request may
     fail even then, as parts of pieces are free and no piece is whole.
     """
 
@@ -100,8 +100,8 @@ def test_churn_stays_in_the_reserve_where_torch_gives_memory_back() -> None:
         while len(loads) > rng.integers(2, 5):
             naive.give(loads.pop(int(rng.integers(len(loads))))[1])
         del block
-        memories = [each[0]._memory for each in (*entries, *loads)]
-        places = sorted((each.storage_offset(), len(each)) for each in memories)
+        memories = [item[0]._memory for item in (*entries, *loads)]
+        places = sorted((memory.storage_offset(), len(memory)) for memory in memories)
         assert all(a + n <= b for (a, n), (b, _) in pairwise(places))
         assert reserve.free == len(reserve.memory) - sum(n for _, n in places)
     assert evicted > 100
@@ -153,10 +153,10 @@ def test_a_store_evicts_until_there_is_one_piece_and_keeps_nothing_outside() -> 
         assert response is not None
         assert same(response, entries[key])
         assert response.memory is not None
-    held = store.memory.get("t2", one.anchor)
+    entry_in_use = store.memory.get("t2", one.anchor)
     store.evict("t2")
     assert reserve.free == ALIGN, "a row still reads it"
-    del held, response
+    del entry_in_use, response
     store.evict("t3")
     store.evict("t4")
     assert reserve.free == len(reserve.memory)
@@ -174,8 +174,8 @@ class Roomy(HostMover):
             rows = len(source) if ids is None else len(ids)
             return gathered(source, ids, room.empty((rows, *source.shape[1:]), source.dtype))
 
-        own = [c.map(lambda t: moved(t, ids), lambda t: moved(t, None)) for c in parts]
-        return Arrival(tuple(own))
+        copies = [c.map(lambda t: moved(t, ids), lambda t: moved(t, None)) for c in parts]
+        return Arrival(tuple(copies))
 
 
 def test_loads_have_blocks_until_their_last_row_lets_go(tmp_path: Path) -> None:
@@ -194,9 +194,9 @@ def test_loads_have_blocks_until_their_last_row_lets_go(tmp_path: Path) -> None:
             assert handle is not None
             handle.want([(1, "kv")], 1)
             keys, values = handle.wait(1, "kv")
-            for coded, kept in zip((keys, values), entry.blocks[1].part("kv"), strict=True):
+            for coded, expected in zip((keys, values), entry.blocks[1].part("kv"), strict=True):
                 assert inside(reserve, coded.data)
-                assert torch.equal(coded.data, kept.take(torch.arange(0, 24, 2)).data)
+                assert torch.equal(coded.data, expected.take(torch.arange(0, 24, 2)).data)
         assert reserve.free < room
         for handle in handles:
             assert handle is not None

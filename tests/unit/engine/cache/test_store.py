@@ -71,9 +71,11 @@ def request(store: Store, selection: Selection = SOME, key: str = "k") -> Handle
 def assert_reads(handle: Handle, selection: Selection, seed: int = 0) -> None:
     """The handle gives exactly the row's tokens of every part."""
     entry = random_entry(seed)
-    wants = [(b, p) for b, e in enumerate(entry.blocks) for p in ("h", "kv", "end") if e.part(p)]
-    handle.want(wants, 1)
-    for block, part in wants:
+    block_parts = [
+        (b, p) for b, e in enumerate(entry.blocks) for p in ("h", "kv", "end") if e.part(p)
+    ]
+    handle.want(block_parts, 1)
+    for block, part in block_parts:
         got, expected = handle.wait(block, part), entry.blocks[block].part(part)
         for coded, whole in zip(got, expected, strict=True):
             assert torch.equal(coded.data, whole.data[torch.from_numpy(selection.of(block))])
@@ -82,7 +84,7 @@ def assert_reads(handle: Handle, selection: Selection, seed: int = 0) -> None:
 def test_a_new_entry_is_in_every_tier(store: Store) -> None:
     fill(store)
     assert store.locate("k", ANCHORS) == "device"
-    assert {tier: list(held) for tier, held in store.entries().items()} == {
+    assert {tier: list(templates) for tier, templates in store.entries().items()} == {
         tier: ["k"] for tier in ("device", "host", "disk")
     }
     assert set(store.tier_bytes()) == {"device", "host", "disk"}
@@ -124,8 +126,8 @@ def test_a_reader_of_some_heads_loads_these_alone(store: Store, tier: str, forma
         handle.want([(0, "kv"), (0, "h")], 1)
     [hidden] = some.wait(0, "h")
     assert same_coded(hidden, all_heads.wait(0, "h")[0])
-    for own, whole in zip(some.wait(0, "kv"), all_heads.wait(0, "kv"), strict=True):
-        assert same_coded(own, whole.columns(1, 3, 4))
+    for part, whole in zip(some.wait(0, "kv"), all_heads.wait(0, "kv"), strict=True):
+        assert same_coded(part, whole.columns(1, 3, 4))
     (account, moved), (_, of_all) = store.account(some), store.account(all_heads)
     saved = sum(k.nbytes_of(len(SOME.of(0))) for k in encodeds[1:])
     assert (account, of_all - moved) == (tier, saved // 2)
@@ -214,8 +216,8 @@ def test_a_restarted_worker_reads_from_files_and_brings_them_nearer(
 def test_two_workers_share_one_host_tier(folders: list[FolderTier], tmp_path: Path) -> None:
     one = Store(MemoryTier(100 * SIZE), folders[:1], None, Loader(HostMover()))
     fill(one)
-    theirs = [FolderTier("host", tmp_path / "host", 10**8)]
-    two = Store(MemoryTier(100 * SIZE), theirs, None, Loader(HostMover()))
+    second_tiers = [FolderTier("host", tmp_path / "host", 10**8)]
+    two = Store(MemoryTier(100 * SIZE), second_tiers, None, Loader(HostMover()))
     assert two.locate("k", ANCHORS) == "host"
     assert not two.fetch("k", ANCHORS)
     assert two.settle()

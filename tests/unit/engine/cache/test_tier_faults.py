@@ -213,8 +213,8 @@ def assert_reads_alike(stored: Any, whole: Any, ids: NDArray[np.int64] | None) -
     for a, b in zip(stored, whole, strict=True):
         assert a.nbytes == b.nbytes
         assert a.nbytes_of(17) == b.nbytes_of(17)
-    read, taken = (HostMover().move(parts, ids).get() for parts in (stored, whole))
-    for a, b in zip(read, taken, strict=True):
+    read, expected = (HostMover().move(parts, ids).get() for parts in (stored, whole))
+    for a, b in zip(read, expected, strict=True):
         assert a.format == b.format
         for x, y in zip(a.tensors(), b.tensors(), strict=True):
             assert x.dtype == y.dtype

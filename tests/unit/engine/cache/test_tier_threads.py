@@ -40,7 +40,7 @@ def open_store(tmp_path: Path) -> Store:
 
 @pytest.mark.usefixtures("hurried")
 def test_evicting_and_reading_while_files_and_network_fetch(tmp_path: Path) -> None:
-    """What only files hold is fetched, read, evicted and written again, by all threads at once."""
+    """All threads at once fetch, read, evict and write entries that only files hold."""
     store = open_store(tmp_path)
     keys = [f"k{n}" for n in range(6)]
     entries = [random_entry(n, anchor, blocks=1, tokens=4) for n, anchor in enumerate(ANCHORS)]

@@ -39,7 +39,7 @@ Make = Callable[..., Tier]
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
     """A tier with room for so many entries, in a folder of its own."""
 
-    def made(entries: float, rebuild: Rebuild = computed_anew, at: str = "a") -> Tier:
+    def make_tier(entries: float, rebuild: Rebuild = computed_anew, at: str = "a") -> Tier:
         budget, clock = int(entries * FILE), Clock()
         match request.param:
             case "device":
@@ -49,7 +49,7 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
             case _:
                 return RemoteTier(f"file://{tmp_path}/{at}", budget, rebuild, clock)
 
-    return made
+    return make_tier
 
 
 def fill(tier: Tier, key: str, seed: int = 0, note: Note = NOTE) -> None:
@@ -90,11 +90,11 @@ def test_a_template_is_listed_with_its_note_and_whole_when_all_its_anchors_are_t
     assert tier.put("k", random_entry(0, ANCHORS[0]), NOTE)
     assert not tier.entries()["k"].whole
     fill(tier, "k")
-    held = tier.entries()["k"]
-    assert held.whole
-    assert held.note == NOTE
-    assert set(held.anchors) == set(ANCHORS) == tier.anchors("k")
-    assert 3 * SIZE <= held.nbytes <= 3 * FILE
+    tier_entry = tier.entries()["k"]
+    assert tier_entry.whole
+    assert tier_entry.note == NOTE
+    assert set(tier_entry.anchors) == set(ANCHORS) == tier.anchors("k")
+    assert 3 * SIZE <= tier_entry.nbytes <= 3 * FILE
 
 
 def test_the_budget_holds_and_the_least_recently_used_template_goes(make: Make) -> None:
@@ -118,8 +118,8 @@ def test_what_is_dear_to_have_again_outlives_what_is_cheap(make: Make) -> None:
 
 
 def test_what_a_tier_below_has_is_cheap(make: Make) -> None:
-    def rebuild(key: str, held: TierEntry) -> float:
-        return 0.1 if key == "below" else held.note.rebuild_s
+    def rebuild(key: str, tier_entry: TierEntry) -> float:
+        return 0.1 if key == "below" else tier_entry.note.rebuild_s
 
     tier = make(6, rebuild)
     fill(tier, "alone")

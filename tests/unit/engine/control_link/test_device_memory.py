@@ -56,11 +56,11 @@ class Site:
     @contextmanager
     def service(self, ipc_bytes: int) -> Iterator[Service]:
         folder = self._folder / str(ipc_bytes)
-        made = Service(self._model, folder, {"one": self.net}, ipc_bytes=ipc_bytes)
+        service = Service(self._model, folder, {"one": self.net}, ipc_bytes=ipc_bytes)
         try:
-            yield made
+            yield service
         finally:
-            made.close()
+            service.close()
 
     def jobs(self, adapters: str = "exact") -> list[EditJob]:
         """Two with control; its version is the service's."""
@@ -73,14 +73,14 @@ class Site:
             jobs.append(replace(encode_case(self.encoder, case, name), controls=(control,)))
         return jobs
 
-    def made(self, service: Service, jobs: list[EditJob], connect: Any) -> list[Any]:
+    def run(self, service: Service, jobs: list[EditJob], connect: Any) -> list[Any]:
         """Results of the jobs, batched."""
         executor = LocalExecutor(self.adapter, None, service.denoiser(connect=connect))
         results: list[Any] = []
         for job in jobs:
             control = replace(job.controls[0], net=service.versions["one"])
-            own = replace(job, controls=(control,))
-            executor.make(job.request.request_id, DenseRowSpec(own))
+            controlled_job = replace(job, controls=(control,))
+            executor.make(job.request.request_id, DenseRowSpec(controlled_job))
         for number in range(STEPS):
             executor.step(StepInput(number + 1, ("a", "b")), results.append)
             assert not results[-1].failed
@@ -118,19 +118,19 @@ def test_edits_are_the_same_bytes_through_device_memory(
     written: list[int | None] = []
     least, put = AMPLE, LentBlock.put
 
-    def puts(block: LentBlock, *what: Any) -> int | None:
+    def puts(block: LentBlock, *args: Any) -> int | None:
         nonlocal least
-        written.append(found := put(block, *what))
+        written.append(place := put(block, *args))
         least = min(least, block.free())
-        return found
+        return place
 
     monkeypatch.setattr(LentBlock, "put", puts)
     with site.service(0) as service:
-        expected = site.made(service, jobs, to_device)
+        expected = site.run(service, jobs, to_device)
     assert (ipc.reads, written) == (0, [])
     with site.service(AMPLE) as service:
         whole = block_of(service).free()
-        assert same(expected, site.made(service, jobs, to_device))
+        assert same(expected, site.run(service, jobs, to_device))
         if adapters == "exact":  # once each, though several blocks of the base add the same
             assert ipc.reads == len(written)
         assert ipc.reads >= STEPS
@@ -138,13 +138,13 @@ def test_edits_are_the_same_bytes_through_device_memory(
         assert block_of(service).free() == whole
         half = AMPLE - whole + (whole - least) // 2
         written.clear()
-        assert same(expected, site.made(service, jobs, over_tcp))
-        assert same(expected, site.made(service, jobs, SocketMessages))  # it opens none
+        assert same(expected, site.run(service, jobs, over_tcp))
+        assert same(expected, site.run(service, jobs, SocketMessages))  # it opens none
         assert written == []
         before = ipc.reads
     with site.service(half) as service:
         whole = block_of(service).free()
-        assert same(expected, site.made(service, jobs, to_device))
+        assert same(expected, site.run(service, jobs, to_device))
         assert None in written
         assert ipc.reads > before
         assert block_of(service).free() == whole
@@ -156,13 +156,13 @@ def test_what_cannot_be_opened_passes_host_memory_and_the_log_says_so_once(
 ) -> None:
     jobs = site.jobs()
     with site.service(0) as service:
-        expected = site.made(service, jobs, to_device)
+        expected = site.run(service, jobs, to_device)
     ipc.refuses, ipc.wrong = "peer access is not supported" * (why == "refused"), why == "wrong"
     with site.service(AMPLE) as service, caplog.at_level(logging.WARNING):
-        assert same(expected, site.made(service, jobs, to_device))
-    [told] = caplog.messages
-    assert "pass host memory: the service's device memory cannot be opened: " in told
-    assert ("not supported" if ipc.refuses else "cpu reads something else there") in told
+        assert same(expected, site.run(service, jobs, to_device))
+    [message] = caplog.messages
+    assert "pass host memory: the service's device memory cannot be opened: " in message
+    assert ("not supported" if ipc.refuses else "cpu reads something else there") in message
     assert ipc.reads == 0
 
 
@@ -170,7 +170,7 @@ def test_a_service_that_has_none_to_lend_says_so_and_serves(
     site: Site, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING), site.service(AMPLE) as service:
-        site.made(service, site.jobs(), to_device)
+        site.run(service, site.jobs(), to_device)
     assert caplog.messages == [
         "residuals pass host memory: [controls] ipc_bytes: cpu is not a CUDA device"
     ]
@@ -188,8 +188,8 @@ def test_nothing_is_read_of_a_service_that_has_ended(
         results: list[Any] = []
         ask = SocketMessages.request
 
-        def asks(messages: SocketMessages, what: Any) -> None:
-            ask(messages, what)
+        def ask_and_close(messages: SocketMessages, message: Any) -> None:
+            ask(messages, message)
             before = ipc.reads
             eventually("it answers", messages.receive)
             service.front._service.close()
@@ -198,7 +198,7 @@ def test_nothing_is_read_of_a_service_that_has_ended(
         executor.step(StepInput(1, ("a",)), results.append)
         assert not results[-1].failed
         before = ipc.reads
-        monkeypatch.setattr(SocketMessages, "request", asks)
+        monkeypatch.setattr(SocketMessages, "request", ask_and_close)
         executor.step(StepInput(2, ("a",)), results.append)
         assert isinstance(results[-1].failed["a"], EngineFailed)
         assert "it has ended" in str(results[-1].failed["a"])
@@ -230,7 +230,10 @@ def test_places_of_a_session_that_ended_rest_for_a_while(
 
 def test_places_never_overlap_and_none_is_lost(ipc: FakeIpc) -> None:
     rng = fresh_rng()
-    block, held = LentBlock(2**14, CPU), dict[tuple[str, int], list[tuple[int, torch.Tensor]]]()
+    block, lent_places = (
+        LentBlock(2**14, CPU),
+        dict[tuple[str, int], list[tuple[int, torch.Tensor]]](),
+    )
     whole, full = block.free(), 0
     for row in "abc":
         block.open(row)
@@ -239,19 +242,19 @@ def test_places_never_overlap_and_none_is_lost(ipc: FakeIpc) -> None:
         match int(rng.integers(6)):
             case 0:
                 block.clear(row, slot)
-                held.pop((row, slot), None)
+                lent_places.pop((row, slot), None)
             case 1 if row != "d" and rng.random() < 0.3:
                 block.close(row, read=True)
-                held = {at: place for at, place in held.items() if at[0] != row}
+                lent_places = {at: place for at, place in lent_places.items() if at[0] != row}
                 block.open(row)
             case _:
                 x = torch.randn(int(rng.integers(0, 500)))
                 if (begin := block.put(row, slot, x)) is not None:
-                    held.setdefault((row, slot), []).append((begin, x))
+                    lent_places.setdefault((row, slot), []).append((begin, x))
                 else:
                     full += row != "d"
-        assert ("d", slot) not in held  # nobody opened it
-        for begin, x in (place for places in held.values() for place in places):
+        assert ("d", slot) not in lent_places  # nobody opened it
+        for begin, x in (place for places in lent_places.values() for place in places):
             assert torch.equal(device_memory._at(block._block, begin, x.shape, x.dtype), x)
     assert full
     for row in "abc":

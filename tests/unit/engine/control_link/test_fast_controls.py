@@ -63,20 +63,20 @@ class Model:
         self.service = Service(folder, run, self.nets)
         self.replay = Replay(self.adapter)
 
-    def case(self, rng: np.random.Generator, **asked: Any) -> Case:
+    def case(self, rng: np.random.Generator, **options: Any) -> Case:
         guidance = {"guidance_scale": float(rng.choice([1.0, 5.0]))} if self.unet else {}
         make = unet_case if self.unet else random_case
-        case = make(rng, strength=1.0, **{"num_inference_steps": 6, **guidance, **asked})
+        case = make(rng, strength=1.0, **{"num_inference_steps": 6, **guidance, **options})
         mask = case.mask.copy()
         mask[8:24, 8:24] = 255
         return replace(case, mask=mask)
 
-    def job(self, rng: np.random.Generator, case: Case, name: str = "r", **asked: Any) -> EditJob:
+    def job(self, rng: np.random.Generator, case: Case, name: str = "r", **options: Any) -> EditJob:
         """With the control `one`, or `net`."""
         picture = rng.integers(0, 256, case.pixels.shape, dtype=np.uint8)
         moments = None if self.unet else self.encoder.encode(picture, case.mask, "").moments
-        net = self.service.versions[asked.pop("net", "one")]
-        control = ControlInput(net, picture, moments=moments, **{"scale": 0.6, **asked})
+        net = self.service.versions[options.pop("net", "one")]
+        control = ControlInput(net, picture, moments=moments, **{"scale": 0.6, **options})
         job = replace(encode_case(self.encoder, case, name), controls=(control,))
         return self.adapter.prepare(job)
 
@@ -95,19 +95,19 @@ class Model:
 
     def run(self, rows: Sequence[Any], late: Sequence[Any] = ()) -> dict[str, NDArray[np.float32]]:
         """To their ends; some join behind the first step."""
-        found, running, coming = {}, list(rows), list(late)
+        results, running, arrivals = {}, list(rows), list(late)
         while running:
             self.replay.step(running, ("kv",) * self.adapter.blocks)
-            found |= {r.request_id: r.result().array() for r in running if r.step == r.steps}
-            running, coming = [r for r in running if r.step < r.steps] + coming, []
-        return found
+            results |= {r.request_id: r.result().array() for r in running if r.step == r.steps}
+            running, arrivals = [r for r in running if r.step < r.steps] + arrivals, []
+        return results
 
     def oracle(self, case: Case, job: EditJob) -> NDArray[np.float32]:
         """[C, h, w] of diffusers' pipeline with a ControlNet that is late."""
         [control] = job.controls
         net = deepcopy(self.nets["one"])
         cls: Any = FluxControlNetInpaintPipeline
-        asked: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         if self.unet:
             xl = (self.folder / "text_encoder_2").exists()
             cls = (
@@ -115,23 +115,23 @@ class Model:
                 if xl
                 else StableDiffusionControlNetInpaintPipeline
             )
-            asked = {} if xl else {"safety_checker": None}
-        pipeline = cls.from_pretrained(self.folder, controlnet=net, **asked)
+            options = {} if xl else {"safety_checker": None}
+        pipeline = cls.from_pretrained(self.folder, controlnet=net, **options)
         pipeline.set_progress_bar_config(disable=True)
         prepared: Any = job.prepared
         blend = prepared.inputs.start.blend
         scale = case.settings.guidance_scale if self.unet else 1.0
         late = Late(pipeline, None if blend is None else blend.mask, scale or 1.0)
-        given = {
+        pipeline_args = {
             "control_image": Image.fromarray(control.picture),
             "controlnet_conditioning_scale": control.scale,
             "callback_on_step_end": late.step_ended,
         }
         if not self.unet:
-            return diffusers_latents(pipeline, case, **given)
+            return diffusers_latents(pipeline, case, **pipeline_args)
         latents = diffusers_edit(
             pipeline, case.pixels, case.mask, case.prompt, case.settings, case.seed,
-            output_type="latent", **given,
+            output_type="latent", **pipeline_args,
         )  # fmt: skip
         return np.asarray(latents[0].numpy())
 
@@ -148,16 +148,18 @@ class Late:
     def __init__(self, pipeline: Any, mask: Tensor | None, scale: float) -> None:
         self.pipeline, self.mask, self.scale = pipeline, mask, scale
         self.calls, self.answer = 0, torch.empty(0)
-        self.said: Any = None
+        self.last_output: Any = None
         self.latents = torch.empty(0)
         self.extrapolated: dict[int, tuple[Tensor, Any]] = {}
         model = pipeline.unet if hasattr(pipeline, "unet") else pipeline.transformer
         model.register_forward_hook(self._answered)
-        pipeline.controlnet.register_forward_pre_hook(self._asked, with_kwargs=True)
-        pipeline.controlnet.register_forward_hook(self._said)
+        pipeline.controlnet.register_forward_pre_hook(self._before_net, with_kwargs=True)
+        pipeline.controlnet.register_forward_hook(self._after_net)
 
-    def step_ended(self, pipeline: Any, i: int, t: Any, given: dict[str, Tensor]) -> dict[str, Any]:
-        self.latents = given["latents"]
+    def step_ended(
+        self, pipeline: Any, i: int, t: Any, tensors: dict[str, Tensor]
+    ) -> dict[str, Any]:
+        self.latents = tensors["latents"]
         times = pipeline.scheduler.timesteps
         if i + 2 < len(times):
             sampler = deepcopy(pipeline.scheduler)
@@ -172,7 +174,7 @@ class Late:
             answer = away + self.scale * (answer - away)
         self.answer = answer
 
-    def _asked(self, net: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _before_net(self, net: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if self.calls < 2:
             return None
         moved, sampler = self.extrapolated[self.calls]
@@ -183,8 +185,8 @@ class Late:
         moved = sampler.scale_model_input(moved, sampler.timesteps[self.calls])
         return (torch.cat([moved] * len(args[0])), *args[1:]), kwargs
 
-    def _said(self, net: Any, args: Any, output: Any) -> Any:
-        before, self.said = self.said, output
+    def _after_net(self, net: Any, args: Any, output: Any) -> Any:
+        before, self.last_output = self.last_output, output
         self.calls += 1
         return before if self.calls == 2 else output
 
@@ -197,9 +199,9 @@ def model(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Model]:
     folder = {"inpaint": tiny_inpaint, **tiny_unets}[request.param]
-    own = Model(folder, tmp_path_factory.mktemp("service"))
-    yield own
-    own.service.close()
+    shared_model = Model(folder, tmp_path_factory.mktemp("service"))
+    yield shared_model
+    shared_model.service.close()
     row_of.clear()
 
 
@@ -209,11 +211,11 @@ def test_a_row_equals_the_pipeline_whose_net_is_as_late(model: Model) -> None:
     case = model.case(rng)
     job = model.job(rng, case)
     service = model.service.denoiser()
-    found = model.run([model.row(job, service, "fast")])["r"]
+    result = model.run([model.row(job, service, "fast")])["r"]
     expected = model.oracle(case, job)
-    assert np.abs(found - expected).max() <= tolerance(expected)
+    assert np.abs(result - expected).max() <= tolerance(expected)
     exact = model.run([model.row(job, service, "exact")])["r"]
-    assert np.abs(found - exact).max() > 2 * tolerance(expected), "nothing is late"
+    assert np.abs(result - exact).max() > 2 * tolerance(expected), "nothing is late"
     service.close()
 
 
@@ -222,20 +224,20 @@ def test_rows_of_a_mixed_batch_are_as_alone(model: Model) -> None:
     rng = fresh_rng()
     first = model.case(rng)
     service = model.service.denoiser()
-    made = []
+    jobs = []
     ranges: tuple[dict[str, Any], ...] = (
         {}, {"end": 0.7}, {"start": 0.4, "net": "two"}, {}, {"net": "two"},
     )  # fmt: skip
-    for number, asked in enumerate(ranges):
+    for number, options in enumerate(ranges):
         case = model.case(rng, num_inference_steps=int(rng.integers(4, 7)))
         case = replace(case, pixels=first.pixels, mask=first.mask)
-        made.append(model.job(rng, case, str(number), **asked))
-    primed = Primed(model.adapter, model.encoder, made[0])
+        jobs.append(model.job(rng, case, str(number), **options))
+    primed = Primed(model.adapter, model.encoder, jobs[0])
     ways = ("fast", "fast", "fast", "exact", "fast")
 
     def rows() -> list[Any]:
-        each = zip(made, ways, (None, primed, None, None, primed), strict=True)
-        return [model.row(job, service, way, entries) for job, way, entries in each]
+        triples = zip(jobs, ways, (None, primed, None, None, primed), strict=True)
+        return [model.row(job, service, way, entries) for job, way, entries in triples]
 
     alone = [model.run([row])[row.request_id] for row in rows()]
     together = rows()
@@ -321,15 +323,15 @@ def test_looking_ahead_moves_no_row(tiny_unets: dict[str, Path], name: str) -> N
     for step in range(plain.steps):
         adapter.step([plain], None)
         adapter.step([watched], None)
-        found = extrapolated_latents(watched)
-        assert (found is None) == (step + 2 >= plain.steps)
-        if found is not None:
+        guess = extrapolated_latents(watched)
+        assert (guess is None) == (step + 2 >= plain.steps)
+        if guess is not None:
             copied = deepcopy(watched)
             assert copied.answer is not None
             latents = PackedLatents([copied])
             latents.samples()
             latents.advance([copied.answer[None]])
-            assert torch.equal(found, latents.samples()[0])
+            assert torch.equal(guess, latents.samples()[0])
     assert torch.equal(plain.latents, watched.latents)
 
 

@@ -49,13 +49,13 @@ class Silent:
     lent = None
 
     def __init__(self, attached: Attached) -> None:
-        self.asked: list[ResidualsRequest] = []
+        self.requests: list[ResidualsRequest] = []
 
     def slots(self, row: str) -> RowSlots:
         return RowSlots.local()
 
     def request(self, request: ResidualsRequest) -> None:
-        self.asked.append(request)
+        self.requests.append(request)
 
     def next(self, patience_s: float) -> Answered:
         time.sleep(max(patience_s, 0.0))
@@ -97,9 +97,9 @@ class Site:
 
 @pytest.fixture
 def site(tiny_inpaint: Path, tmp_path: Path) -> Iterator[Site]:
-    own = Site(tiny_inpaint, tmp_path)
-    yield own
-    own.service.close()
+    new_site = Site(tiny_inpaint, tmp_path)
+    yield new_site
+    new_site.service.close()
 
 
 def step(executor: LocalExecutor, *rows: str) -> StepResult:
@@ -258,7 +258,7 @@ def test_what_it_cannot_do_costs_the_row_and_not_the_session(site: Site, connect
 
 def slots(site: Site) -> list[Path]:
     """Files in memory that the service shares with its denoisers; beside them lies its socket."""
-    return [each for each in (site.service.folder / "controls").iterdir() if not each.is_socket()]
+    return [path for path in (site.service.folder / "controls").iterdir() if not path.is_socket()]
 
 
 @both_ways

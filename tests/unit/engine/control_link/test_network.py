@@ -60,15 +60,15 @@ def wires() -> Iterator[tuple[Wire, Wire]]:
         wire = Wire(socket.create_connection(listener.getsockname()))
         other = Wire(listener.accept()[0])
     yield wire, other
-    for each in (wire, other):
-        each.close()
+    for wire_end in (wire, other):
+        wire_end.close()
 
 
 @pytest.fixture
 def service(tiny_inpaint: Path, tmp_path: Path) -> Iterator[Service]:
-    made = Service(tiny_inpaint, tmp_path, {"one": random_net(1, 1, 1)})
-    yield made
-    made.close()
+    new_service = Service(tiny_inpaint, tmp_path, {"one": random_net(1, 1, 1)})
+    yield new_service
+    new_service.close()
 
 
 def attached(service: Service) -> Attached:
@@ -86,10 +86,10 @@ def test_tensors_come_as_they_were_sent() -> None:
         sender = threading.Thread(target=one.send, args=(b"message", tos))
         sender.start()
         assert other.receive() == b"message"
-        for each in tos:
-            came = torch.empty(each.shape, dtype=each.dtype)
-            other.fill(came)
-            assert torch.equal(came, each)
+        for tensor in tos:
+            copy = torch.empty(tensor.shape, dtype=tensor.dtype)
+            other.fill(copy)
+            assert torch.equal(copy, tensor)
         sender.join()
         one.send(b"again")
         assert other.receive() == b"again"
@@ -115,24 +115,24 @@ def test_a_message_has_bounds() -> None:
             other.receive()
 
 
-def asked(shape: Any, dtype: str = "float32", slot: int = 0) -> RequestedRow:
+def requested_row(shape: Any, dtype: str = "float32", slot: int = 0) -> RequestedRow:
     return RequestedRow("row", 0, 1, slot, shape, dtype)
 
 
 @pytest.mark.parametrize(
-    ("part", "told"),
+    ("part", "message"),
     [
-        (asked((2**24 + 1,)), "bytes of one row"),
+        (requested_row((2**24 + 1,)), "bytes of one row"),
         (AddedPart("row", 0, 0, 0, 0, (2**30 + 1,), "bfloat16"), "bytes of one row"),
-        (asked((-1, -4)), "no tensor"),
-        (asked((1,), "load"), "no tensor"),
-        (asked((1,), "no such"), "no tensor"),
-        (asked((1,), slot=3), "slot"),
-        (asked((1,), slot=-1), "slot"),
+        (requested_row((-1, -4)), "no tensor"),
+        (requested_row((1,), "load"), "no tensor"),
+        (requested_row((1,), "no such"), "no tensor"),
+        (requested_row((1,), slot=3), "slot"),
+        (requested_row((1,), slot=-1), "slot"),
     ],
 )
-def test_so_have_tensors(part: Any, told: str) -> None:
-    with pytest.raises(Lost, match=told):
+def test_so_have_tensors(part: Any, message: str) -> None:
+    with pytest.raises(Lost, match=message):
         room_for(part, RowSlots.local())
 
 
@@ -144,29 +144,29 @@ def test_a_held_slot_tells_what_has_not_come() -> None:
     slot = LocalSlot()
     x, y = torch.randn(3, 4), torch.randn(3, 4)
     slot.write(64, x)
-    seen = slot.read(64, (3, 4), torch.float32)
-    assert torch.equal(seen, x)
+    view = slot.read(64, (3, 4), torch.float32)
+    assert torch.equal(view, x)
     for offset, shape, dtype in (
         (0, (3, 4), torch.float32), (64, (4, 3), torch.float32), (64, (3, 4), torch.float16),
     ):  # fmt: skip
         with pytest.raises(OSError, match="has not come"):
             slot.read(offset, shape, dtype)
     slot.write(64, y[:2])
-    assert torch.equal(seen, x)
+    assert torch.equal(view, x)
     assert torch.equal(slot.read(64, (2, 4), torch.float32), y[:2])
 
 
 @pytest.mark.parametrize(
-    ("service", "here"),
+    ("service", "is_local"),
     [
         ("127.0.0.1:8005", True), ("localhost:8005", True), ("[::1]:8005", True),
         ("127.9.9.9:1", True), ("198.18.77.2:8005", False), ("nets:8005", False),
         ("[2001:db8::1]:8005", False),
     ],
 )  # fmt: skip
-def test_the_address_says_by_which_way(service: str, here: bool) -> None:
+def test_the_address_says_by_which_way(service: str, is_local: bool) -> None:
     connects: Any = connection_to(service, torch.device("cpu"))
-    assert connects.func is (SocketMessages if here else NetworkMessages)
+    assert connects.func is (SocketMessages if is_local else NetworkMessages)
 
 
 @pytest.mark.parametrize("adapters", ["exact", "fast"])
@@ -182,7 +182,7 @@ def test_edits_are_the_same_bytes_by_either_way(
         moments = encoder.encode(picture, case.mask, "").moments
         control = ControlInput(service.versions["one"], picture, moments=moments)
         jobs.append(replace(encode_case(encoder, case, name), controls=(control,)))
-    found = []
+    latents = []
     for connect in (SocketMessages, over_tcp):
         executor = LocalExecutor(adapter, None, service.denoiser(connect=connect))
         for job in jobs:
@@ -191,10 +191,10 @@ def test_edits_are_the_same_bytes_by_either_way(
         for number in range(4):
             executor.step(StepInput(number + 1, ("a", "b")), results.append)
             assert not results[-1].failed
-        found.append([executor.result(name).array() for name in ("a", "b")])
+        latents.append([executor.result(name).array() for name in ("a", "b")])
         executor.close()
-    assert not np.array_equal(found[0][0], found[0][1])
-    for one, other in zip(*found, strict=True):
+    assert not np.array_equal(latents[0][0], latents[0][1])
+    for one, other in zip(*latents, strict=True):
         assert np.array_equal(one, other)
 
 
@@ -205,14 +205,14 @@ def refused(messages: Callable[[], Any]) -> str:
 
 
 def test_whoever_has_no_key_of_a_session_is_turned_away(service: Service) -> None:
-    own = attached(service)
+    session = attached(service)
     for other in (
-        msgspec.structs.replace(own, key="0" * 64),
-        msgspec.structs.replace(own, session="1-0"),
-        msgspec.structs.replace(own, session="x" * 500),
+        msgspec.structs.replace(session, key="0" * 64),
+        msgspec.structs.replace(session, session="1-0"),
+        msgspec.structs.replace(session, session="x" * 500),
     ):
         assert "does not know this session" in refused(lambda at=other: over_tcp(at))
-    over_tcp(own).close()
+    over_tcp(session).close()
 
 
 def test_a_service_that_takes_none_of_other_hosts_says_so(service: Service) -> None:
@@ -246,17 +246,17 @@ def test_strangers_hold_up_nobody_and_leave_nothing(
         with socket.create_connection(("127.0.0.1", at.port)) as stranger:
             stranger.sendall(first)
             service.denoiser(connect=over_tcp).close()
-    for each in silent:
-        each.close()
+    for connection in silent:
+        connection.close()
     eventually("nothing is left of them", lambda: not remote._links)
     eventually("no file is", lambda: len(os.listdir("/proc/self/fd")) <= files)
 
 
 def test_so_many_may_connect_and_no_more(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("maskserve_engine.control_service.remote._MOST_LINKS", 1)
-    own = over_tcp(attached(service))
+    connection = over_tcp(attached(service))
     assert "does not know this session" in refused(lambda: over_tcp(attached(service)))
-    own.close()
+    connection.close()
 
 
 def test_strangers_that_hold_all_places_give_way(
@@ -275,15 +275,15 @@ def test_strangers_that_hold_all_places_give_way(
         # Now this host is known: its oldest that has shown nothing gives way to its next.
         third = over_tcp(at)
         assert len(remote._links) <= 4
-        assert not any(each.ended() for each in (first, second, third))
+        assert not any(wire.ended() for wire in (first, second, third))
         eventually("no stranger is left", lambda: not remote._unproven)
-        for each in silent:
-            each.settimeout(5)
+        for stranger in silent:
+            stranger.settimeout(5)
             with suppress(OSError):
-                while each.recv(4096):
+                while stranger.recv(4096):
                     pass
-        for each in (first, second, third):
-            each.close()
+        for stranger in (first, second, third):
+            stranger.close()
 
 
 def test_who_shows_no_key_in_time_is_ended_however_it_dawdles(
@@ -301,24 +301,24 @@ def test_who_shows_no_key_in_time_is_ended_however_it_dawdles(
                 if not remote._links and time.monotonic() - begin > 0.2:
                     break
         assert 0.2 < time.monotonic() - begin < 3
-    kept = over_tcp(at)
+    wire = over_tcp(at)
     time.sleep(0.7)
-    assert not kept.ended()  # the limit is of the proof alone
-    kept.close()
+    assert not wire.ended()  # the limit is of the proof alone
+    wire.close()
 
 
 @pytest.mark.parametrize(
-    "said",
+    "message",
     [
         b"\xc1",
-        msgspec.msgpack.encode(ResidualsRequest(1, 1, (asked((2**40,)),))),
-        msgspec.msgpack.encode(ResidualsRequest(1, 1, (asked((2,), "load"),))),
+        msgspec.msgpack.encode(ResidualsRequest(1, 1, (requested_row((2**40,)),))),
+        msgspec.msgpack.encode(ResidualsRequest(1, 1, (requested_row((2,), "load"),))),
     ],
 )
-def test_a_session_that_breaks_the_rules_ends(service: Service, said: bytes) -> None:
+def test_a_session_that_breaks_the_rules_ends(service: Service, message: bytes) -> None:
     other = over_tcp(attached(service))
     broken: Any = over_tcp(attached(service))
-    broken._wire.send(said)
+    broken._wire.send(message)
     with pytest.raises(Lost, match="has ended"):
         broken.next(30.0)
     broken.close()

@@ -49,7 +49,7 @@ class Model:
         }
 
     def jobs(self, rng: np.random.Generator, steps: int | None = None) -> list[EditJob]:
-        """Of one size, with and without control; None: of a few steps, not equally many."""
+        """Jobs of one size, with and without control; None: a few steps each, not all as many."""
         first = (random_case if self.flux else unet_case)(rng)
         mask = first.mask.copy()
         mask[8:24, 8:24] = 255
@@ -95,13 +95,13 @@ class Model:
 
     def run(self, rows: Sequence[Any]) -> dict[str, NDArray[np.float32]]:
         """To their ends; the last two join late."""
-        found: dict[str, NDArray[np.float32]] = {}
+        results: dict[str, NDArray[np.float32]] = {}
         running, late = list(rows[:3]), list(rows[3:])
         while running:
             self.replay.step(running, ("kv",) * self.adapter.blocks)
-            found |= {r.request_id: r.result().array() for r in running if r.step == r.steps}
+            results |= {r.request_id: r.result().array() for r in running if r.step == r.steps}
             running, late = [r for r in running if r.step < r.steps] + late, []
-        return found
+        return results
 
 
 @pytest.fixture(scope="module", params=["fill", "inpaint", "sd-base", "sdxl-base"])
@@ -114,13 +114,13 @@ def model(
 ) -> Iterator[Model]:
     folder = {"fill": tiny_fill, "inpaint": tiny_inpaint, **tiny_unets}[request.param]
     flux = {"one": random_net(1, 1, 1), "two": random_net(2, 1, 2, guidance_embeds=True)}
-    own = Model(
+    shared_model = Model(
         folder,
         tmp_path_factory.mktemp("service"),
         flux if request.param in ("fill", "inpaint") else None,
     )
-    yield own
-    own.service.close()
+    yield shared_model
+    shared_model.service.close()
 
 
 @pytest.mark.parametrize("entries", [False, True])
@@ -130,19 +130,19 @@ def test_a_mixed_batch_is_the_same_bytes_with_a_service(model: Model, entries: b
     primed = Primed(model.adapter, model.encoder, jobs[0]) if entries else None
     result = model.run(model.rows(jobs, None, primed))
     service = model.service.denoiser()
-    there = model.run(model.rows(jobs, service, primed))
+    by_service = model.run(model.rows(jobs, service, primed))
     service.close()
-    assert result.keys() == there.keys() == {str(n) for n in range(len(MIX))}
+    assert result.keys() == by_service.keys() == {str(n) for n in range(len(MIX))}
     for name, latents in result.items():
-        assert np.array_equal(there[name], latents), name
+        assert np.array_equal(by_service[name], latents), name
     plain = model.run(model.rows([replace(job, controls=()) for job in jobs], None, primed))
     assert not np.array_equal(plain["1"], result["1"]), "the control changes nothing"
 
 
 @pytest.mark.parametrize("fast", [False, True])
-def test_rows_that_foresee_are_the_same_bytes_with_a_service(model: Model, fast: bool) -> None:
-    """Asked one step ahead, steps between are others; what is foreseen is asked for as it is
-    needed, and the edit ends.
+def test_rows_with_lookahead_are_the_same_bytes_with_a_service(model: Model, fast: bool) -> None:
+    """With residuals of one step ahead the steps between differ; those of a lookahead are requested
+    when they are needed, and the edit ends.
     """
     jobs = model.jobs(fresh_rng())
     plans = [
@@ -162,9 +162,9 @@ def test_rows_that_foresee_are_the_same_bytes_with_a_service(model: Model, fast:
         return [row.result().array() for row in rows]
 
     result, service = run(None), model.service.denoiser()
-    there = run(service)
+    by_service = run(service)
     service.close()
-    for mine, other, job in zip(result, there, jobs, strict=True):
+    for mine, other, job in zip(result, by_service, jobs, strict=True):
         assert np.isfinite(other).all()
         assert np.array_equal(mine, other) or (fast and job.controls)
 
@@ -179,17 +179,17 @@ def test_denoisers_share_a_service_and_none_sees_the_others_rows(model: Model) -
         model.rows(jobs, service, None) for jobs, service in zip(sets, services, strict=True)
     ]
     bases = [model.adapter, load_adapter(model.config)]
-    found: list[dict[str, Any]] = [{}, {}]
+    results: list[dict[str, Any]] = [{}, {}]
     while any(running):
         for number, rows in enumerate(running):
             if rows:
                 bases[number].step(rows, None)
             done = {r.request_id: r.result().array() for r in rows if r.step == r.steps}
-            found[number] |= done
+            results[number] |= done
             running[number] = [r for r in rows if r.step < r.steps]
     for service in services:
         service.close()
-    for mine, latents in zip(found, expected, strict=True):
+    for mine, latents in zip(results, expected, strict=True):
         assert all(np.array_equal(mine[name], latents[name]) for name in latents)
 
 

@@ -23,8 +23,8 @@ ROOM = 10
 class Source:
     """A loader whose loads end when they are told to; a name's last digit is its bytes."""
 
-    def __init__(self, config: Config, facts: object, bring: Any) -> None:
-        self._bring = bring
+    def __init__(self, config: Config, facts: object, place: Any) -> None:
+        self._place = place
         self.under_way: dict[str, Done] = {}
 
     def device_bytes(self, control: ResolvedControl) -> int:
@@ -40,8 +40,8 @@ class Source:
         assert control.name not in self.under_way
         self.under_way[control.name] = done
 
-    def come(self, name: str) -> None:
-        self._bring(name, self)
+    def arrive(self, name: str) -> None:
+        self._place(name, self)
         self.under_way.pop(name)(Loaded(f"sha of {name}", int(name[-1]), 1.0, int(name[-1])))
 
     def fail(self, name: str) -> None:
@@ -73,17 +73,17 @@ class Rig:
         return self.service.sessions.attach("float32").session
 
     def load(self, session: str, name: str) -> list[Loaded | MaskserveError]:
-        """What is said of it, once it is."""
+        """The list that gets the answer of the load once there is one."""
         loadeds: list[Loaded | MaskserveError] = []
         self.service.sessions.load(
             session, ResolvedControl(name=name, version=name, image=0), loadeds.append
         )
         return loadeds
 
-    def here(self, session: str, name: str) -> list[Loaded | MaskserveError]:
+    def load_now(self, session: str, name: str) -> list[Loaded | MaskserveError]:
         loaded = self.load(session, name)
         if name in self.source.under_way:
-            self.source.come(name)
+            self.source.arrive(name)
         return loaded
 
 
@@ -103,27 +103,27 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 
 def test_all_who_ask_for_one_are_told_when_its_one_load_ends(rig: Rig) -> None:
     one, other = rig.attach(), rig.attach()
-    told = [rig.load(one, "a4"), rig.load(other, "a4"), rig.load(one, "a4")]
-    assert told == [[], [], []]
-    rig.source.come("a4")
-    assert [[each.digest for each in some if isinstance(each, Loaded)] for some in told] == [
-        ["sha of a4"]
-    ] * 3
+    answers = [rig.load(one, "a4"), rig.load(other, "a4"), rig.load(one, "a4")]
+    assert answers == [[], [], []]
+    rig.source.arrive("a4")
+    assert [
+        [answer.digest for answer in some if isinstance(answer, Loaded)] for some in answers
+    ] == [["sha of a4"]] * 3
     assert rig.load(other, "a4") != []
     assert rig.service.sessions.counts()["nets"] == 1
 
 
 def test_what_any_denoiser_holds_stays_and_what_none_holds_makes_room(rig: Rig) -> None:
     one, other = rig.attach(), rig.attach()
-    rig.here(one, "a5")
-    rig.here(other, "a5")
-    rig.here(one, "b4")
+    rig.load_now(one, "a5")
+    rig.load_now(other, "a5")
+    rig.load_now(one, "b4")
     rig.service.sessions.drop(one, "a5")
     with pytest.raises(Overloaded, match="no room for ControlNet c5"):
         rig.load(one, "c5")
     rig.service.sessions.drop(other, "a5")
     assert rig.load(one, "c5") == []
-    rig.source.come("c5")
+    rig.source.arrive("c5")
     assert set(rig.service.sessions._family_nets) == {"b4", "c5"}
 
 
@@ -131,7 +131,7 @@ def test_a_session_that_its_denoiser_has_not_heard_of_goes(rig: Rig) -> None:
     sessions = rig.service.sessions
     connected, lost, recent = (rig.attach() for _ in range(3))
     sessions.connected(connected)
-    rig.here(lost, "a10")
+    rig.load_now(lost, "a10")
     for name in (connected, lost):
         sessions._sessions[name].opened -= 61.0
     assert sessions.counts()["sessions"] == 2
@@ -142,11 +142,11 @@ def test_a_session_that_its_denoiser_has_not_heard_of_goes(rig: Rig) -> None:
 def test_the_least_used_per_byte_goes_first(rig: Rig) -> None:
     session = rig.attach()
     for _ in range(5):
-        rig.here(session, "often4")
+        rig.load_now(session, "often4")
         rig.service.sessions.drop(session, "often4")
-    rig.here(session, "seldom4")  # the one used last, and yet the one to go
+    rig.load_now(session, "seldom4")  # the one used last, and yet the one to go
     rig.service.sessions.drop(session, "seldom4")
-    rig.here(session, "new4")
+    rig.load_now(session, "new4")
     assert set(rig.service.sessions._family_nets) == {"often4", "new4"}
 
 
@@ -155,29 +155,29 @@ def test_a_load_that_fails_is_told_and_tried_anew_and_holds_nothing(rig: Rig) ->
     loaded = rig.load(session, "a9")
     rig.source.fail("a9")
     assert [str(error) for error in loaded] == ["[ENGINE_FAILED] it is broken"]
-    assert rig.here(session, "b9")
+    assert rig.load_now(session, "b9")
     rig.service.sessions.drop(session, "b9")
-    assert rig.here(session, "a9")
+    assert rig.load_now(session, "a9")
 
 
 def test_a_session_that_ends_lets_go(rig: Rig) -> None:
     one, other = rig.attach(), rig.attach()
-    rig.here(one, "a9")
+    rig.load_now(one, "a9")
     with pytest.raises(Overloaded):
         rig.load(other, "b9")
     rig.service.sessions.end(one)
-    assert rig.here(other, "b9")
+    assert rig.load_now(other, "b9")
 
 
-def test_threads_that_load_and_drop_keep_the_books(rig: Rig) -> None:
+def test_threads_that_load_and_evict_keep_the_counts(rig: Rig) -> None:
     names, stop = ["a3", "b3", "c4", "d5"], threading.Event()
 
-    def come() -> None:
+    def arrive_all() -> None:
         while not stop.is_set():
             for name in list(rig.source.under_way):
-                rig.source.come(name)
+                rig.source.arrive(name)
 
-    thread = threading.Thread(target=come)
+    thread = threading.Thread(target=arrive_all)
     thread.start()
 
     def use(session: str, seed: int) -> None:
@@ -198,6 +198,6 @@ def test_threads_that_load_and_drop_keep_the_books(rig: Rig) -> None:
     stop.set()
     thread.join()
     for name in list(rig.source.under_way):
-        rig.source.come(name)
+        rig.source.arrive(name)
     rig.service.sessions._residency.check_integrity()
     assert sum(int(name[-1]) for name in rig.service.sessions._family_nets) <= ROOM

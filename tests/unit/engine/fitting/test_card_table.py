@@ -1,4 +1,4 @@
-"""What cards hold: counted as the engine counts, from shapes alone."""
+"""Memory of cards, counted as the engine counts it, from shapes alone."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def test_it_counts_what_the_memory_table_counts(tiny_fill: Path, dtype: str) -> 
     config = config_of(tiny_fill, model={"dtype": dtype}, cache={"placed_bytes": 2**26})
     shapes, adapter = Shapes(config), load_adapter(config)
     size = sized(config, adapter, estimated_costs(config))[1]
-    told = memory_table(config, adapter, size)
+    expected = memory_table(config, adapter, size)
     fit = shapes.fit_with("bf16", (), config.engine.max_rows, 10 * GIB)
-    assert (fit.weights, fit.step, shapes.size) == (told.weights, told.step, size)
-    assert (fit.encoder, fit.decoder) == (told.encoder, told.decoder)
+    assert (fit.weights, fit.step, shapes.size) == (expected.weights, expected.step, size)
+    assert (fit.encoder, fit.decoder) == (expected.encoder, expected.decoder)
 
 
 def test_a_folder_without_weights_is_told_by_its_classes(
@@ -46,9 +46,9 @@ def test_a_folder_without_weights_is_told_by_its_classes(
     for number, folder in enumerate((tiny_fill, tiny_unets["sdxl-base"])):
         bare = tmp_path / str(number)
         shutil.copytree(folder, bare, ignore=shutil.ignore_patterns("*.safetensors"))
-        with_weights, without = (Shapes(config_of(each)) for each in (folder, bare))
+        with_weights, without = (Shapes(config_of(model_folder)) for model_folder in (folder, bare))
         assert with_weights.weights == without.weights
-        fits = [each.fit("bf16", GIB) for each in (with_weights, without)]
+        fits = [model_shapes.fit("bf16", GIB) for model_shapes in (with_weights, without)]
         assert fits[0].encoder == pytest.approx(fits[1].encoder, rel=0.02)  # but for buffers
         assert fits[0].decoder == fits[1].decoder
 
@@ -120,10 +120,10 @@ def test_a_start_that_cannot_fit_names_what_would(tiny_fill: Path) -> None:
     config = config_of(FLUX_FILL)
     with pytest.raises(ConfigError) as refused:
         check_fits(config, 23 * GIB)
-    said = str(refused.value)
-    assert "does not fit the device, of which 23.0 GiB are free: weights 22.2" in said
-    assert 'weights = "int8"' in said
-    assert said.endswith("would: rows 4, templates 8")
+    message = str(refused.value)
+    assert "does not fit the device, of which 23.0 GiB are free: weights 22.2" in message
+    assert 'weights = "int8"' in message
+    assert message.endswith("would: rows 4, templates 8")
     with pytest.raises(ConfigError, match=r"GiB are missing with weights = .nf4."):
         check_fits(config, 5 * GIB)
     named = config_of(FLUX_FILL, model={"weights": "nf4", "encoder_device": "cpu"})
@@ -136,13 +136,13 @@ def test_it_tells_what_a_controlnet_service_takes_of_its_card(
 ) -> None:
     random_net(0, 2, 1).save_pretrained(tmp_path / "nets" / "edges")
 
-    def told(**controls: str) -> str:
-        given = {"folder": str(tmp_path / "nets"), "device_bytes": GIB, "ipc_bytes": 3 * GIB}
-        config = config_of(tiny_fill, controls={**given, **controls})
+    def service_line(**controls: str) -> str:
+        options = {"folder": str(tmp_path / "nets"), "device_bytes": GIB, "ipc_bytes": 3 * GIB}
+        config = config_of(tiny_fill, controls={**options, **controls})
         return text(Shapes(config)).partition("The ControlNet service takes ")[2]
 
-    assert told() == told(service="127.0.0.1:1", folder="") == ""
-    line = told(service="127.0.0.1:1")
+    assert service_line() == service_line(service="127.0.0.1:1", folder="") == ""
+    line = service_line(service="127.0.0.1:1")
     assert 4.0 <= float(line.split()[0]) < 4.05
     assert "1.00 of ControlNets, 3.00 lent ([controls] ipc_bytes)" in line
 

@@ -73,13 +73,20 @@ def table(folder: Path, tmp_path: Path, **sections: Any) -> MemoryTable:
 
 
 def test_the_parts_add_up_to_the_whole(tiny_fill: Path, tmp_path: Path) -> None:
-    told = table(tiny_fill, tmp_path)
-    parts = (told.weights, told.encoder, told.decoder, told.step, told.cache, told.others)
+    budget = table(tiny_fill, tmp_path)
+    parts = (
+        budget.weights,
+        budget.encoder,
+        budget.decoder,
+        budget.step,
+        budget.cache,
+        budget.others,
+    )
     assert min(parts) > 0
-    assert sum(parts) + told.left == told.total
+    assert sum(parts) + budget.left == budget.total
     # What is there already is no longer free; what is still to come is.
-    encoder = told.encoder + told.decoder + told.step
-    assert told.cache == int(0.25 * (FREE - encoder))
+    encoder = budget.encoder + budget.decoder + budget.step
+    assert budget.cache == int(0.25 * (FREE - encoder))
 
 
 def test_what_is_loaded_already_is_not_taken_twice(tiny_fill: Path, tmp_path: Path) -> None:
@@ -96,18 +103,25 @@ def test_what_is_loaded_already_is_not_taken_twice(tiny_fill: Path, tmp_path: Pa
 def test_loras_have_their_budget(tiny_fill: Path, tmp_path: Path) -> None:
     without = table(tiny_fill, tmp_path)
     where = {"store": str(tmp_path), "device_bytes": FREE // 10}
-    told = table(tiny_fill, tmp_path, adapters=where)
-    assert (without.adapters, told.adapters) == (0, FREE // 10)
-    assert without.cache - told.cache == pytest.approx(FREE / 40, abs=1)
-    parts = (told.weights, told.encoder, told.decoder, told.step, told.adapters, told.cache)
-    assert sum(parts) + told.others + told.left == told.total
+    budget = table(tiny_fill, tmp_path, adapters=where)
+    assert (without.adapters, budget.adapters) == (0, FREE // 10)
+    assert without.cache - budget.cache == pytest.approx(FREE / 40, abs=1)
+    parts = (
+        budget.weights,
+        budget.encoder,
+        budget.decoder,
+        budget.step,
+        budget.adapters,
+        budget.cache,
+    )
+    assert sum(parts) + budget.others + budget.left == budget.total
 
 
 def test_a_stage_elsewhere_takes_nothing_here(tiny_fill: Path, tmp_path: Path) -> None:
     where = {"encoder_device": "meta"}
-    told = table(tiny_fill, tmp_path, model=where)
-    assert told.encoder == 0
-    assert told.decoder > 0
+    budget = table(tiny_fill, tmp_path, model=where)
+    assert budget.encoder == 0
+    assert budget.decoder > 0
     served = table(tiny_fill, tmp_path, stages={"service": "127.0.0.1:9015"})
     assert (served.encoder, served.decoder) == (0, 0)
     assert served.cache == int(0.25 * (FREE - served.step))
@@ -116,18 +130,18 @@ def test_a_stage_elsewhere_takes_nothing_here(tiny_fill: Path, tmp_path: Path) -
 def test_a_budget_beyond_what_there_is_is_told(
     tiny_fill: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def told(cache: dict[str, Any]) -> MemoryTable:
+    def table_with(cache: dict[str, Any]) -> MemoryTable:
         config = config_of(tiny_fill, cache=cache)
         with caplog.at_level(logging.INFO):
             return assemble(config, load_adapter(config)).memory
 
     all_there_is, _ = memory.device_memory(torch.device("cpu"))
-    beyond = told({"budget_bytes": 2 * all_there_is})
+    beyond = table_with({"budget_bytes": 2 * all_there_is})
     assert beyond.cache == 2 * all_there_is
     assert beyond.left < 0
     assert "budgets exceed the device's memory" in caplog.text
     caplog.clear()
-    assert told({"enabled": False}).cache == 0
+    assert table_with({"enabled": False}).cache == 0
     assert "promised" not in caplog.text
     assert "memory of cpu: " in caplog.text
     assert "memory of cpu: 1.95 GiB\n  weights" in table(tiny_fill, tmp_path).text()
@@ -242,7 +256,16 @@ def test_recorded_flux_steps_hold_no_more_than_a_rows_beside_the_others() -> Non
             for number in range(tried):
                 step(0.25 - 0.05 * number)
             of_mix = (live.now - before) / tried
-    assert len([each for each in recorder._steps.values() if each is not None]) == 2 + tried
+    assert (
+        len(
+            [
+                recorded_step
+                for recorded_step in recorder._steps.values()
+                if recorded_step is not None
+            ]
+        )
+        == 2 + tried
+    )
     assert of_mix > 0
     count = 2 * memory.peak_values(bench.work, rows, bench.text)
     assert live.peak + (MOST_RECORDED - tried) * of_mix <= 2 * count
@@ -286,7 +309,7 @@ def test_rows_that_may_skip_steps_hold_the_most() -> None:
 def test_a_step_on_tiles_holds_no_more_than_was_counted(
     monkeypatch: pytest.MonkeyPatch, masks: tuple[float, ...]
 ) -> None:
-    """Of dense rows, with all that rows with tiles keep of their surroundings."""
+    """The rows are dense, with the surroundings that rows with tiles keep."""
     monkeypatch.setitem(UNETS, "tiny", {**TINY_SD21, "in_channels": 4, "sample_size": 64})
     bench = UnetBench("tiny", torch.float32, torch.device("cpu"), "int8", halo=4)
     bench.fill_entry("kv")
@@ -310,7 +333,7 @@ def test_a_unet_step_holds_no_more_than_was_counted(preset: str) -> None:
 
 @pytest.mark.parametrize("stage", ["encoder", "decoder"])
 def test_an_image_takes_no_more_than_was_counted(stage: memory.Stage, tmp_path: Path) -> None:
-    """Of FLUX's VAE in bfloat16."""
+    """The VAE is that of FLUX in bfloat16."""
     with torch.device("meta"):
         vae = AutoencoderKL(**FLUX_VAE).bfloat16()
         vae.save_config(tmp_path / "vae")
@@ -329,7 +352,7 @@ def test_an_image_takes_no_more_than_was_counted(stage: memory.Stage, tmp_path: 
 def test_what_a_unet_row_keeps_of_a_control_net_is_counted(
     monkeypatch: pytest.MonkeyPatch, mask: float | None
 ) -> None:
-    """Of a dense row what the net says, of a cached one what it keeps of the others, too."""
+    """A dense row keeps the net's residuals, a cached one also those of the cached tokens."""
     monkeypatch.setitem(UNETS, "tiny", {**TINY_SD21, "in_channels": 4, "sample_size": 64})
     bench = UnetBench("tiny", torch.float32, torch.device("cpu"), "int8")
     bench.fill_entry("kv")
@@ -338,9 +361,9 @@ def test_what_a_unet_row_keeps_of_a_control_net_is_counted(
     bench.step([row], "kv")
     control = row.control
     assert isinstance(control, RowControl)
-    held = tensor_bytes((control.passes[0].added, control.inputs[0].hint))
+    nbytes = tensor_bytes((control.passes[0].added, control.inputs[0].hint))
     work = unet_control_work(dict(net.weights.model.config), bench.side, bench.side)
-    assert held == 4 * work.carried_numbers
+    assert nbytes == 4 * work.carried_numbers
     if mask is not None:
         total = sum(token.nbytes for token in control.residuals[0].tokens)
         counted = step_cache_bytes(work, [work.tokens], FORMATS["float32"], 0)
@@ -353,8 +376,8 @@ def test_what_a_flux_row_keeps_of_a_control_net_is_counted() -> None:
     tokens, width = 6 * 8, 32
     # What is read of the picture, and what three blocks say; keys and values of them.
     assert work.carried_numbers == tokens * width * (1 + 3)
-    kept = step_cache_bytes(work, [(float(tokens),)], FORMATS["float32"], 0)
-    assert kept == 4 * 2 * tokens * width * 3
+    nbytes = step_cache_bytes(work, [(float(tokens),)], FORMATS["float32"], 0)
+    assert nbytes == 4 * 2 * tokens * width * 3
 
 
 def test_rows_with_control_nets_are_in_the_table(tiny_fill: Path, tmp_path: Path) -> None:
@@ -364,11 +387,11 @@ def test_rows_with_control_nets_are_in_the_table(tiny_fill: Path, tmp_path: Path
     budget = {"folder": str(folder), "device_bytes": 2**20}
 
     def controls(rows: int, **more: Any) -> int:
-        asked = {"controls": {**budget, **more}, "engine": {"max_rows": rows}}
-        return table(tiny_fill, tmp_path / "run", **asked).controls
+        options = {"controls": {**budget, **more}, "engine": {"max_rows": rows}}
+        return table(tiny_fill, tmp_path / "run", **options).controls
 
     one, two, three = map(controls, (1, 2, 3))
-    assert three - two == two - one < one - 2**20  # one of them foresees
+    assert three - two == two - one < one - 2**20  # one of them looks ahead
     assert 0 < controls(1, service="127.0.0.1:1") < one - 2**20
     config = config_of(tiny_fill, controls={**budget, "ipc_bytes": 2**21}, engine={"max_rows": 2})
     adapter = load_adapter(config)
@@ -381,7 +404,7 @@ def test_rows_with_control_nets_are_in_the_table(tiny_fill: Path, tmp_path: Path
 
 
 def tensor_bytes(tree: object) -> int:
-    """Of all tensors in containers and dataclasses."""
+    """Bytes of all tensors in containers and dataclasses."""
     if isinstance(tree, torch.Tensor):
         return tree.nbytes
     if isinstance(tree, dict):

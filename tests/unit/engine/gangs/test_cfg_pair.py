@@ -60,13 +60,13 @@ class Site:
         assert isinstance(self.two.executor, GangExecutor)
         return self.two.executor
 
-    def job(self, name: str, seed: int, *, two: bool, **asked: Any) -> EditJob:
+    def job(self, name: str, seed: int, *, two: bool, **options: Any) -> EditJob:
         rng = np.random.default_rng(seed)
-        asked = {"strength": 1.0, "num_inference_steps": 5, **asked}
+        options = {"strength": 1.0, "num_inference_steps": 5, **options}
         if self.encoder.spec.family == "unet":
-            case = unet_case(rng, guidance_scale=7.5 if two else 1.0, **asked)
+            case = unet_case(rng, guidance_scale=7.5 if two else 1.0, **options)
         else:
-            case = random_case(rng, **(guided(rng) if two else {}), **asked)
+            case = random_case(rng, **(guided(rng) if two else {}), **options)
         mask = np.zeros((48, 40), np.uint8)
         mask[8:24, 8:24] = 255
         pixels = rng.integers(0, 256, (48, 40, 3), dtype=np.uint8)
@@ -74,24 +74,24 @@ class Site:
 
     def controlled(self, job: EditJob, start: float) -> EditJob:
         """With a ControlNet from a share of its steps on."""
-        asked: dict[str, Any] = {"scale": 0.8, "start": start}
+        options: dict[str, Any] = {"scale": 0.8, "start": start}
         picture = np.random.default_rng(3).integers(0, 256, (48, 40, 3), dtype=np.uint8)
         version = self.net.version
         return replace(
             job,
             request=replace(
-                job.request, controls=(ResolvedControl(name="shape", version=version, **asked),)
+                job.request, controls=(ResolvedControl(name="shape", version=version, **options),)
             ),
-            controls=(ControlInput(version, picture, moments=job.moments, **asked),),
+            controls=(ControlInput(version, picture, moments=job.moments, **options),),
         )
 
     def check(self, jobs: list[EditJob]) -> list[dict[str, Any]]:
         """They equal those of one device; META of the pair's."""
         expected = [sink.final() for sink in submitted(self.one, jobs)]
         finals = [sink.final() for sink in submitted(self.two, jobs)]
-        for ours, theirs in zip(finals, expected, strict=True):
-            maximum = np.abs(ours.latents - theirs.latents).max()
-            assert maximum <= tolerance(theirs.latents), ours.meta
+        for final, reference in zip(finals, expected, strict=True):
+            maximum = np.abs(final.latents - reference.latents).max()
+            assert maximum <= tolerance(reference.latents), final.meta
         return [final.meta for final in finals]
 
     def all_back(self) -> None:
@@ -148,12 +148,12 @@ def site(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Site]:
     folder = tiny_unets["sd-base"] if request.param == "unet" else tiny_inpaint
-    made = Site(folder, tmp_path_factory.mktemp("nets"))
-    yield made
-    for engine in (made.two, made.one):
+    new_site = Site(folder, tmp_path_factory.mktemp("nets"))
+    yield new_site
+    for engine in (new_site.two, new_site.one):
         engine.close(5.0)
-    made.two.manager.scheduler.check_integrity()
-    assert len(made.two.manager.scheduler) == 0
+    new_site.two.manager.scheduler.check_integrity()
+    assert len(new_site.two.manager.scheduler) == 0
 
 
 def test_dense_edits_of_one_and_two_passes_equal_those_of_one_device(site: Site) -> None:
@@ -193,12 +193,12 @@ def test_anchors_of_edits_own_are_those_of_one_device(site: Site) -> None:
 
 
 def test_a_rank_that_is_lost_between_anchors_makes_the_next_step_one(site: Site) -> None:
-    """The one that is left has one pass of what they have kept; once both are there, so has each
-    of them. What such a step does not know the next one foresees.
+    """The rank that is left has the step cache of one pass; once both are there, so has each of
+    them. The next step looks ahead to compute the rest.
     """
     site.all_back()
-    asked: dict[str, Any] = {"num_inference_steps": 80, "cache": "own", "progress": True}
-    job, adapter = site.job("between", 21, two=True, **asked), site.one.adapter
+    options: dict[str, Any] = {"num_inference_steps": 80, "cache": "own", "progress": True}
+    job, adapter = site.job("between", 21, two=True, **options), site.one.adapter
     [sink] = submitted(site.two, [job])
     eventually("it is between anchors", lambda: len(sink.events) > 2)
     site.ranks._ranks.processes[1].kill()
@@ -234,9 +234,9 @@ def test_edits_go_on_where_a_rank_is_lost(site: Site, number: signal.Signals, de
     eventually("some steps", lambda: site.two.counters["steps_total"] > counter + 5)
     os.kill(site.ranks._ranks.processes[device].pid, number)
     eventually("it is noticed", lambda: device in site.ranks.devices.lost)
-    for sink, theirs in zip(sinks, expected, strict=True):
+    for sink, reference in zip(sinks, expected, strict=True):
         final = sink.final()
-        assert np.abs(final.latents - theirs.latents).max() <= tolerance(theirs.latents)
+        assert np.abs(final.latents - reference.latents).max() <= tolerance(reference.latents)
     # No step was taken twice, but for the one that the rank was lost in.
     assert site.two.counters["steps_total"] - counter <= 60 + len(jobs) + 2
     site.all_back()

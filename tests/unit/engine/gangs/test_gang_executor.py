@@ -75,16 +75,16 @@ def config_for(folder: Path, devices: int, nets: Path | None = None, **model: An
     )
 
 
-def with_control(engine: Engine, encoder: Encoder, each: EditJob, name: str = "net") -> EditJob:
+def with_control(engine: Engine, encoder: Encoder, edit_job: EditJob, name: str = "net") -> EditJob:
     """The edit with a random control picture."""
     known = ControlNets(engine.config, engine.adapter.spec).find(name, "")
-    size, rng = each.edit_mask.shape, np.random.default_rng(each.request.seed)
+    size, rng = edit_job.edit_mask.shape, np.random.default_rng(edit_job.request.seed)
     picture = rng.integers(0, 256, (*size, 3), dtype=np.uint8)
-    moments = encoder.encode(picture, each.edit_mask, "").moments
+    moments = encoder.encode(picture, edit_job.edit_mask, "").moments
     resolved_control = ResolvedControl(name=name, scale=0.8, version=known.version, image=0)
     return replace(
-        each,
-        request=replace(each.request, controls=(resolved_control,)),
+        edit_job,
+        request=replace(edit_job.request, controls=(resolved_control,)),
         controls=(ControlInput(known.version, picture, scale=0.8, moments=moments),),
     )
 
@@ -97,7 +97,7 @@ def started(config: Config, encoder: Encoder, policy: MakePolicy | None = None) 
 
 
 def drawn(config: Config, encoder: Encoder) -> Engine:
-    """Whose two devices take steps at any degree."""
+    """An engine whose two devices take steps at any degree."""
     drawing = structs.replace(config, engine=structs.replace(config.engine, policy="deadline"))
     return started(
         drawing, encoder, lambda rows, waiting, share: AnyDegreeScheduler(2, rows, waiting)
@@ -137,8 +137,8 @@ def both_back(engine: Engine) -> None:
 
 def edited(engine: Engine, jobs: list[EditJob]) -> list[FinalEvent]:
     sinks = [Sink() for _ in jobs]
-    for each, sink in zip(jobs, sinks, strict=True):
-        engine.submit(each, sink)
+    for edit_job, sink in zip(jobs, sinks, strict=True):
+        engine.submit(edit_job, sink)
     return [sink.final() for sink in sinks]
 
 
@@ -146,9 +146,9 @@ def run(engine: Engine, jobs: list[EditJob]) -> list[np.ndarray]:
     return [final.latents for final in edited(engine, jobs)]
 
 
-def assert_same(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
-    for ours, theirs in zip(found, expected, strict=True):
-        assert np.abs(ours - theirs).max() <= tolerance(theirs)
+def assert_same(results: list[np.ndarray], expected: list[np.ndarray]) -> None:
+    for result, reference in zip(results, expected, strict=True):
+        assert np.abs(result - reference).max() <= tolerance(reference)
 
 
 def test_edits_equal_those_of_one_device(one: Engine, two: Engine, encoder: Encoder) -> None:
@@ -167,7 +167,7 @@ def test_edits_with_control_equal_those_of_one_device(
     more = {"cache": cache, "reproducible": cache == "require"}
     jobs = [job(encoder, 3, f"controlled-{n}-{cache}", num_inference_steps=6, **more)
             for n in range(4)]  # fmt: skip
-    plain, controlled = jobs[:2], [with_control(one, encoder, each) for each in jobs[2:]]
+    plain, controlled = jobs[:2], [with_control(one, encoder, edit_job) for edit_job in jobs[2:]]
     expected = run(one, [*plain, *controlled])
     assert np.abs(expected[0] - expected[2]).max() > 10 * tolerance(expected[0])
     assert_same(run(two, [*plain, *controlled]), expected)
@@ -196,8 +196,8 @@ def test_cached_edits_read_on_both_devices_what_one_of_them_made(
     assert_same(run(two, [first]), run(one, [first]))
     jobs = [job(encoder, 3, f"again-{n}", cache="require", num_inference_steps=4) for n in range(4)]
     sinks = [Sink() for _ in jobs]
-    for each, sink in zip(jobs, sinks, strict=True):
-        two.submit(each, sink)
+    for edit_job, sink in zip(jobs, sinks, strict=True):
+        two.submit(edit_job, sink)
     finals = [sink.final() for sink in sinks]
     assert_same([final.latents for final in finals], run(one, jobs))
     assert {final.meta["cache"] for final in finals} == {"hit"}
@@ -206,16 +206,16 @@ def test_cached_edits_read_on_both_devices_what_one_of_them_made(
 def test_ranks_that_share_an_edit_load_the_entries_of_their_heads(
     one: Engine, two: Engine, encoder: Encoder
 ) -> None:
-    """What META says was loaded is that of one rank: of two heads, one."""
+    """META counts the bytes that one rank loaded: one of two heads."""
     policy = two.manager.scheduler
     if not isinstance(policy, AnyDegreeScheduler):
         return
-    asked: dict[str, Any] = {"cache": "require", "num_inference_steps": 4}
-    run(two, [job(encoder, 3, "primes", **asked)])
-    (whole,) = edited(one, [job(encoder, 3, "whole", **asked)])
+    options: dict[str, Any] = {"cache": "require", "num_inference_steps": 4}
+    run(two, [job(encoder, 3, "primes", **options)])
+    (whole,) = edited(one, [job(encoder, 3, "whole", **options)])
     for devices, share in (((0, 1), 0.5), ((1,), 1.0)):
         policy.draws.always = devices
-        (final,) = edited(two, [job(encoder, 3, f"on {devices}", **asked)])
+        (final,) = edited(two, [job(encoder, 3, f"on {devices}", **options)])
         policy.draws.always = ()
         assert_same([final.latents], [whole.latents])
         assert sum(final.meta["cache_bytes"].values()) == share * sum(
@@ -230,18 +230,18 @@ def test_a_step_that_ranks_share_teaches_what_a_step_costs(
     policy = two.manager.scheduler
     if not isinstance(policy, AnyDegreeScheduler):
         return
-    taken: list[tuple[float, float]] = []
+    samples: list[tuple[float, float]] = []
     costs = two._step_runner.planner.costs
-    monkeypatch.setattr(costs, "step", lambda flops, seconds, *_: taken.append((flops, seconds)))
+    monkeypatch.setattr(costs, "step", lambda flops, seconds, *_: samples.append((flops, seconds)))
     counted = []
     for devices in ((1,), (0, 1)):
         policy.draws.always = devices
         run(two, [job(encoder, 3, f"teaches {devices}", cache="off", num_inference_steps=4)])
         policy.draws.always = ()
-        [flops] = {flops for flops, _ in taken}
-        assert len(taken) == 4
+        [flops] = {flops for flops, _ in samples}
+        assert len(samples) == 4
         counted.append(flops)
-        taken.clear()
+        samples.clear()
     assert counted[0] == 2 * counted[1]
     edit = RequestState.of(job(encoder, 3, "asked"), Sink(), two.adapter)
     calls = 2 * two.adapter.blocks * ranks(two).exchange.call_seconds
@@ -281,13 +281,13 @@ def test_edits_go_on_where_a_rank_is_lost(
         job(encoder, seed, f"lost-{seed}", num_inference_steps=60, strength=1.0, cache="off")
         for seed in range(4)
     ]
-    jobs[2:] = [with_control(one, encoder, each) for each in jobs[2:]]
+    jobs[2:] = [with_control(one, encoder, edit_job) for edit_job in jobs[2:]]
     expected = run(one, jobs)
     both_back(two)
     counter = two.counters["steps_total"]
     sinks = [Sink() for _ in jobs]
-    for each, sink in zip(jobs, sinks, strict=True):
-        two.submit(each, sink)
+    for edit_job, sink in zip(jobs, sinks, strict=True):
+        two.submit(edit_job, sink)
     process = ranks(two)._ranks.processes[1]
     eventually("a row is there", lambda: rows_on(two, process))
     os.kill(process.pid, number)
@@ -322,20 +322,20 @@ def test_a_rank_that_is_lost_between_anchors_makes_the_next_step_one(
         return decide(now, works)
 
     monkeypatch.setattr(policy.draws, "decide", on_one_device)
-    asked: dict[str, Any] = {"num_inference_steps": 60, "strength": 1.0, "cache": "own"}
+    options: dict[str, Any] = {"num_inference_steps": 60, "strength": 1.0, "cache": "own"}
     policy.draws.always = (1,)
-    [kept] = edited(two, [job(encoder, 4, "kept", **asked)])
-    planned = kept.meta["anchors"]
+    [reference] = edited(two, [job(encoder, 4, "kept", **options)])
+    planned = reference.meta["anchors"]
     assert len(planned) == 3
     sink = Sink()
-    two.submit(job(encoder, 4, "lost", progress=True, **asked), sink)
+    two.submit(job(encoder, 4, "lost", progress=True, **options), sink)
     eventually("it is between anchors", lambda: len(sink.events) > 3)
     ranks(two)._ranks.processes[1].kill()
     final = sink.final()
     policy.draws.always = ()
-    # Where it went on it computed all tokens, and then the anchor that it foresees from there.
-    [dense, foreseen] = sorted(set(final.meta["anchors"]) - set(planned))
-    assert foreseen == dense + 1
+    # Where it went on it computed all tokens, and then its next refresh step with lookahead.
+    [dense, next_refresh] = sorted(set(final.meta["anchors"]) - set(planned))
+    assert next_refresh == dense + 1
     both_back(two)
 
 
@@ -348,17 +348,17 @@ def test_edits_of_a_template_leave_their_text_out_where_each_device_has_its_own(
         config = config_for(tiny_fill, devices)
         return structs.replace(config, cache=structs.replace(config.cache, own_text="frozen"))
 
-    asked: dict[str, Any] = {"cache": "require", "num_inference_steps": 20}
+    options: dict[str, Any] = {"cache": "require", "num_inference_steps": 20}
     one, two = (started(config_of_text(devices), encoder) for devices in (1, 2))
     try:
-        both = [edited(engine, [job(encoder, 3, "hit", **asked)])[0] for engine in (one, two)]
-        ours, theirs = both
-        assert ours.meta["text_steps"] == theirs.meta["text_steps"] == 3
+        finals = [edited(engine, [job(encoder, 3, "hit", **options)])[0] for engine in (one, two)]
+        by_one, by_two = finals
+        assert by_one.meta["text_steps"] == by_two.meta["text_steps"] == 3
         for name in ("computed_tokens", "own_bytes"):  # what is kept is kept in the same format
-            assert ours.meta[name] == theirs.meta[name]
-        assert_same([theirs.latents], [ours.latents])
+            assert by_one.meta[name] == by_two.meta[name]
+        assert_same([by_two.latents], [by_one.latents])
         sink = Sink()
-        two.submit(job(encoder, 3, "lost", progress=True, **asked), sink)
+        two.submit(job(encoder, 3, "lost", progress=True, **options), sink)
         eventually("it is between anchors", lambda: len(sink.events) > 3)
         for process in ranks(two)._ranks.processes:
             if rows_on(two, process):
@@ -438,8 +438,8 @@ def test_rounds_give_the_edits_of_one_device(
         expected = run(one, jobs)
         assert_same(run(engine, jobs), expected)
         sinks = [Sink() for _ in jobs]
-        for each, sink in zip(jobs, sinks, strict=True):
-            engine.submit(each, sink)
+        for edit_job, sink in zip(jobs, sinks, strict=True):
+            engine.submit(edit_job, sink)
         process = ranks(engine)._ranks.processes[1]
         eventually("a row is there", lambda: rows_on(engine, process))
         process.kill()
@@ -487,8 +487,8 @@ def test_edits_of_unets_can_be_sent_to_a_rank(tiny_unets: dict[str, Path], name:
     """With all that was prepared of them, what is kept to be quick left out."""
     config = config_of(tiny_unets[name])
     adapter, encoder = load_adapter(config), load_encoder(config)
-    each = encode_case(encoder, unet_case(np.random.default_rng(4)), "edit")
-    ready = adapter.prepare_template(adapter.prepare(each), 5)
+    edit_job = encode_case(encoder, unet_case(np.random.default_rng(4)), "edit")
+    ready = adapter.prepare_template(adapter.prepare(edit_job), 5)
     rows = [adapter.dense_row(ready)]
     document = pickle.loads(packed(DenseRowSpec(ready)))
     rows.append(adapter.dense_row(document.job))
@@ -507,8 +507,8 @@ def test_exact_references_go_with_a_row_to_any_rank(tmp_path: Path) -> None:
     encoder = load_encoder(config_of(folder, model=text))
 
     def edits(count: int, name: str, cache: str) -> list[EditJob]:
-        asked: dict[str, Any] = {"num_inference_steps": 4, "guidance_scale": None, "cache": cache}
-        return [job(encoder, 3, f"{name}-{n}", **asked) for n in range(count)]
+        options: dict[str, Any] = {"num_inference_steps": 4, "guidance_scale": None, "cache": cache}
+        return [job(encoder, 3, f"{name}-{n}", **options) for n in range(count)]
 
     one = started(config_for(folder, 1, **text), encoder)
     expected = run(one, edits(1, "dense", "off"))
@@ -524,9 +524,9 @@ def test_exact_references_go_with_a_row_to_any_rank(tmp_path: Path) -> None:
         assert_both_alone_and_together(two)
         for devices, share in (((0, 1), 0.5), ((1,), 1.0)):
             policy.draws.always = devices
-            [found] = edited(two, edits(1, f"on {devices}", "require"))
-            assert_same([found.latents], [whole.latents])
-            loaded, of_all = (sum(each.meta["cache_bytes"].values()) for each in (found, whole))
+            [final] = edited(two, edits(1, f"on {devices}", "require"))
+            assert_same([final.latents], [whole.latents])
+            loaded, of_all = (sum(answer.meta["cache_bytes"].values()) for answer in (final, whole))
             assert loaded == share * of_all > 0
     finally:
         two.close(5.0)
@@ -553,8 +553,8 @@ def test_edits_of_unets_begin_anew_where_a_rank_is_lost(tiny_unets: dict[str, Pa
     two = started(config, encoder)
     try:
         sinks = [Sink() for _ in jobs]
-        for each, sink in zip(jobs, sinks, strict=True):
-            two.submit(each, sink)
+        for edit_job, sink in zip(jobs, sinks, strict=True):
+            two.submit(edit_job, sink)
         process = ranks(two)._ranks.processes[1]
         eventually("a row is there", lambda: rows_on(two, process))
         os.kill(process.pid, signal.SIGKILL)

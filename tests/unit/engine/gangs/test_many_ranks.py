@@ -31,7 +31,7 @@ from tests.support.sink import Sink
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 HEADS = 10
-"""Of which two ranks have 5 each, four 3 or 2, eight 2 or 1."""
+"""Heads of the model: two ranks have 5 each, four 3 or 2, eight 2 or 1."""
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def many(request: pytest.FixtureRequest, model: Path, encoder: Encoder) -> Itera
 
 
 def edits(encoder: Encoder, count: int, name: str, steps: int = 6) -> list[EditJob]:
-    """Of two templates, dense and cached in turn."""
+    """Edits of two templates, dense and cached in turn."""
     return [
         job(
             encoder,
@@ -104,16 +104,16 @@ def edits(encoder: Encoder, count: int, name: str, steps: int = 6) -> list[EditJ
 
 def run(engine: Engine, jobs: list[EditJob]) -> list[FinalEvent]:
     sinks = [Sink() for _ in jobs]
-    for each, sink in zip(jobs, sinks, strict=True):
-        engine.submit(each, sink)
+    for edit_job, sink in zip(jobs, sinks, strict=True):
+        engine.submit(edit_job, sink)
     return [sink.final() for sink in sinks]
 
 
-def assert_same(found: list[FinalEvent], expected: list[FinalEvent]) -> None:
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours.meta["cache"] == theirs.meta["cache"]
-        maximum = np.abs(ours.latents - theirs.latents).max()
-        assert maximum <= tolerance(theirs.latents)
+def assert_same(finals: list[FinalEvent], expected: list[FinalEvent]) -> None:
+    for final, reference in zip(finals, expected, strict=True):
+        assert final.meta["cache"] == reference.meta["cache"]
+        maximum = np.abs(final.latents - reference.latents).max()
+        assert maximum <= tolerance(reference.latents)
 
 
 def draws_of(engine: Engine) -> AnyDegreeScheduler:
@@ -139,8 +139,10 @@ def test_every_degree_equals_one_device(one: Engine, many: Engine, encoder: Enco
         draws_of(many).draws.always = tuple(range(devices - degree, devices))
         result = run(many, edits(encoder, 4, f"by-{degree}"))
         assert_same(result, expected)
-        for ours, theirs in zip(result[1::2], expected[1::2], strict=True):
-            loaded, whole = (sum(each.meta["cache_bytes"].values()) for each in (ours, theirs))
+        for final, reference in zip(result[1::2], expected[1::2], strict=True):
+            loaded, whole = (
+                sum(answer.meta["cache_bytes"].values()) for answer in (final, reference)
+            )
             assert loaded * HEADS == whole * math.ceil(HEADS / degree) > 0
     draws_of(many).draws.always = ()
 
@@ -160,8 +162,8 @@ def test_edits_go_on_where_one_of_many_ranks_is_lost(
     jobs = edits(encoder, 6, "lost", steps=80)
     expected = run(one, jobs)
     sinks = [Sink() for _ in jobs]
-    for each, sink in zip(jobs, sinks, strict=True):
-        many.submit(each, sink)
+    for edit_job, sink in zip(jobs, sinks, strict=True):
+        many.submit(edit_job, sink)
     executor = executor_of(many)
     process = executor._ranks.processes[2]
     eventually(

@@ -1,4 +1,4 @@
-"""What goes between the engine's process and a rank's comes out as it went in."""
+"""Messages between the engine's process and a rank's come out as they went in."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from maskserve_engine.gangs.messages import packed
 @pytest.mark.parametrize("shape", [(), (0, 4), (3, 5)])
 def test_tensors_come_out_as_they_went_in(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     sent = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype).t()
-    [came] = pickle.loads(packed((sent,)))
-    assert (came.dtype, came.shape) == (sent.dtype, sent.shape)
-    assert torch.equal(came.to(torch.complex64), sent.to(torch.complex64))
-    came.zero_()  # it is the receiver's own
+    [copy] = pickle.loads(packed((sent,)))
+    assert (copy.dtype, copy.shape) == (sent.dtype, sent.shape)
+    assert torch.equal(copy.to(torch.complex64), sent.to(torch.complex64))
+    copy.zero_()  # it is the receiver's own
 
 
 def test_of_a_view_what_it_shows_is_sent() -> None:

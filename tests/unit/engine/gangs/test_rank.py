@@ -8,27 +8,27 @@ from multiprocessing import Pipe
 
 
 def test_it_ends_with_the_process_that_has_its_pipe() -> None:
-    ours, theirs = Pipe()
-    command = [sys.executable, "-m", "maskserve_engine.gangs.rank", str(theirs.fileno())]
-    rank = subprocess.Popen(command, pass_fds=(theirs.fileno(),))
+    parent_end, child_end = Pipe()
+    command = [sys.executable, "-m", "maskserve_engine.gangs.rank", str(child_end.fileno())]
+    rank = subprocess.Popen(command, pass_fds=(child_end.fileno(),))
     try:
-        theirs.close()
-        ours.close()
+        child_end.close()
+        parent_end.close()
         assert rank.wait(timeout=60) == 0
     finally:
         rank.kill()
 
 
 def test_a_call_that_cannot_be_read_ends_the_process() -> None:
-    ours, theirs = Pipe()
-    command = [sys.executable, "-m", "maskserve_engine.gangs.rank", str(theirs.fileno())]
-    rank = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stderr=subprocess.PIPE)
+    parent_end, child_end = Pipe()
+    command = [sys.executable, "-m", "maskserve_engine.gangs.rank", str(child_end.fileno())]
+    rank = subprocess.Popen(command, pass_fds=(child_end.fileno(),), stderr=subprocess.PIPE)
     try:
-        ours.send_bytes(b"no pickle")
-        _, said = rank.communicate(timeout=60)
+        parent_end.send_bytes(b"no pickle")
+        _, errors = rank.communicate(timeout=60)
     finally:
         rank.kill()
-        ours.close()
-        theirs.close()
+        parent_end.close()
+        child_end.close()
     assert rank.returncode == 1
-    assert b"UnpicklingError" in said
+    assert b"UnpicklingError" in errors

@@ -32,16 +32,16 @@ def test_the_first_one_made_for_the_device_is_used(
             raise ModuleNotFoundError(f"No module named {name!r}")
         active.append(name)
 
-    told = choose_flash(major, activate)
+    choice = choose_flash(major, activate)
     assert active == ([] if chosen is None else [chosen])
-    assert told.startswith(chosen or "torch's own")
+    assert choice.startswith(chosen or "torch's own")
 
 
 def test_torch_knows_them_by_these_names() -> None:
     """Without the packages, that they are missing is all that goes wrong."""
-    told = choose_flash(9)
-    assert "no FA3: No module named" in told
-    assert "no FA4: No module named" in told
+    choice = choose_flash(9)
+    assert "no FA3: No module named" in choice
+    assert "no FA4: No module named" in choice
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def in_fp8_by_torchao(layer: nn.Linear) -> nn.Linear:
 
 
 def emulated(x: Tensor, layer: Any) -> Tensor:
-    """What such a layer answers: products of numbers that were rounded, in float32."""
+    """The answer of such a layer: products of rounded numbers, in float32."""
     from torchao.quantization import Float8Tensor, PerRow
 
     tokens = Float8Tensor.from_hp(x, granularity=PerRow())

@@ -65,9 +65,9 @@ def machine_code(kernel: Any, types: dict[str, Any], sizes: dict[str, Any], targ
     return content
 
 
-def widths(ptx: str, what: str) -> set[int]:
+def widths(ptx: str, operation: str) -> set[int]:
     """Bytes of each load or store of the device's memory."""
-    findall = re.findall(rf"{what}\.global(?:\.\w+)*?(?:\.v(\d))?\.b(\d+)", ptx)
+    findall = re.findall(rf"{operation}\.global(?:\.\w+)*?(?:\.v(\d))?\.b(\d+)", ptx)
     return {int(times or 1) * int(bits) // 8 for times, bits in findall}
 
 
@@ -96,12 +96,12 @@ def test_placing(format: str, target: int) -> None:
     sizes |= {"group": GROUP}
     sizes["step"] = 3 * 3072  # among queries, keys and values
     for terms, aligned, adds in product((1, 2), (False, True), (False, True)):
-        given = rows * terms
-        types |= dict.fromkeys(ADDRESSES, ("i64",) * given) | {"weights": ("fp32",) * given}
+        pointers = rows * terms
+        types |= dict.fromkeys(ADDRESSES, ("i64",) * pointers) | {"weights": ("fp32",) * pointers}
         chosen = {**sizes, "aligned": aligned, "adds": adds, "terms": terms}
-        made = compiled(scatter_kv_kernel, types, chosen, target)
-        assert made["cubin"].startswith(b"\x7fELF")
-        stores, loads = (widths(made["ptx"], name) for name in ("st", "ld"))
+        assembly = compiled(scatter_kv_kernel, types, chosen, target)
+        assert assembly["cubin"].startswith(b"\x7fELF")
+        stores, loads = (widths(assembly["ptx"], name) for name in ("st", "ld"))
         assert stores == {16 if aligned else 2}
         if aligned:  # the entry's numbers, of which int4 has half a byte each
             assert max(loads) == 16
@@ -112,8 +112,8 @@ def test_reading_round_tiles(format: str, target: int) -> None:
     types = {"rings": "*bf16", "moments": "*fp32", "totals": "*fp32", "table": "*i64"}
     sizes = {"fields": read_rings.FIELDS, "norm_groups": 32, "kind": format, "group": GROUP}
     sizes |= {"positions": read_rings.POSITIONS, "block": read_rings.BLOCK}
-    made = machine_code(read_rings_kernel, types | {"halves": "i32"}, sizes, target)
-    assert made.startswith(b"\x7fELF")
+    binary = machine_code(read_rings_kernel, types | {"halves": "i32"}, sizes, target)
+    assert binary.startswith(b"\x7fELF")
 
 
 @pytest.mark.parametrize(("dtype", "target"), [*HALF, *OTHERS, *REST])
@@ -130,8 +130,8 @@ def assert_compiles(kernel: Any, types: dict[str, Any], sizes: dict[str, Any], t
     for fp8 in (False, True) if target >= ADA else (False,):
         out = {"out": "*fp8e4nv"} if fp8 else {}
         known = {**types, "out_scales": "*fp32", **out}
-        made = machine_code(kernel, known, {**sizes, "fp8": fp8}, target)
-        assert made.startswith(b"\x7fELF")
+        binary = machine_code(kernel, known, {**sizes, "fp8": fp8}, target)
+        assert binary.startswith(b"\x7fELF")
 
 
 @pytest.mark.parametrize("target", [ADA, HOPPER, BLACKWELL])
@@ -140,8 +140,8 @@ def test_quantising_tokens(width: int, more: int, target: int) -> None:
     types = dict.fromkeys(("x", "up"), "*bf16") | {"out": "*fp8e4nv", "scales": "*fp32"}
     types |= dict.fromkeys(("x_stride", "up_stride"), "i64")
     sizes = {"width": width, "more": more}
-    sizes |= {f"{name}block": triton.next_power_of_2(max(1, each))
-              for name, each in (("", width), ("more_", more))}  # fmt: skip
+    sizes |= {f"{name}block": triton.next_power_of_2(max(1, size))
+              for name, size in (("", width), ("more_", more))}  # fmt: skip
     assert machine_code(quantise_kernel, types, sizes, target).startswith(b"\x7fELF")
 
 
@@ -153,19 +153,19 @@ def test_modulating(target: int) -> None:
     norm |= dict.fromkeys(("shifts_stride", "scales_stride"), "i64")
     gate = {"y": "*bf16", "gates": "*bf16", "gates_stride": "i64"}
     assert machine_code(add_gated_kernel, streams | gate, sizes, target).startswith(b"\x7fELF")
-    both = streams | norm | gate | {"added": "*bf16"}
+    types = streams | norm | gate | {"added": "*bf16"}
     for one_row in (False, True):
         of_row = {**sizes, "one_row": one_row}
         assert_compiles(modulate_kernel, streams | norm, of_row, target)
-        assert_compiles(add_gated_modulate_kernel, both, of_row, target)
+        assert_compiles(add_gated_modulate_kernel, types, of_row, target)
 
 
 @pytest.mark.parametrize("target", [AMPERE, ADA, HOPPER, BLACKWELL])
 def test_between_the_products_of_a_unets_block(target: int) -> None:
     numbers = dict.fromkeys(("x", "y", "weight", "bias", "added", "normed"), "*bf16")
     sizes = {"width": 1280, "block": 2048}
-    made = machine_code(add_norm_kernel, numbers | {"eps": "fp32"}, sizes, target)
-    assert made.startswith(b"\x7fELF")
+    binary = machine_code(add_norm_kernel, numbers | {"eps": "fp32"}, sizes, target)
+    assert binary.startswith(b"\x7fELF")
     sizes = {"width": 5120, "block": BLOCK}
     gated = compiled(geglu_kernel, {"x": "*bf16", "out": "*bf16"}, sizes, target, aligned=(0, 1))
     assert widths(gated["ptx"], "ld") == widths(gated["ptx"], "st") == {16}
@@ -179,13 +179,13 @@ def test_updates_of_rows(dtype: str, target: int) -> None:
     shrink = {"x": f"*{dtype}", "last": "i32", "x_stride": "i32", "inner": "i32"}
     expand = {"out": f"*{dtype}", "scales": "*fp32", "outputs": "i32", "places": "i32"}
     expand |= dict.fromkeys(("pass_stride", "place_stride", "output_stride"), "i32")
-    for kernel, own in ((shrink_kernel, shrink), (expand_kernel, expand)):
-        assert machine_code(kernel, tables | own, sizes, target).startswith(b"\x7fELF")
+    for kernel, arguments in ((shrink_kernel, shrink), (expand_kernel, expand)):
+        assert machine_code(kernel, tables | arguments, sizes, target).startswith(b"\x7fELF")
     del tables["first"]
     numbers = ("pass", "channel", "row", "column")
     of_map = {"x": f"*{dtype}"} | dict.fromkeys([f"{number}_stride" for number in numbers], "i32")
     numbers = ("channels", "height", "width", "places", "out_width", "stride", "padding")
     of_map |= dict.fromkeys(numbers, "i32")
     square = {**sizes, "block": 64, "side": 3}
-    made = machine_code(shrink_map_kernel, tables | of_map, square, target)
-    assert made.startswith(b"\x7fELF")
+    binary = machine_code(shrink_map_kernel, tables | of_map, square, target)
+    assert binary.startswith(b"\x7fELF")

@@ -104,11 +104,11 @@ def test_plain_layers_are_joined_without_a_copy(bias: bool) -> None:
 def test_a_librarys_layer_is_called_and_nothing_of_it_is_read() -> None:
     int8_linear = Int8Linear(nn.Linear(6, 24))
     x, (begin, end) = torch.randn(2, 7, 6), columns()
-    found = linear(int8_linear)
-    assert isinstance(found, ModuleLinear)
-    assert torch.equal(found(x), int8_linear(x))
-    assert torch.equal(found.columns(begin, end)(x), int8_linear(x)[..., begin:end])
-    part = found.columns(5, 20).columns(2, 9)
+    wrapper = linear(int8_linear)
+    assert isinstance(wrapper, ModuleLinear)
+    assert torch.equal(wrapper(x), int8_linear(x))
+    assert torch.equal(wrapper.columns(begin, end)(x), int8_linear(x)[..., begin:end])
+    part = wrapper.columns(5, 20).columns(2, 9)
     assert part.out_features == 7
     assert torch.equal(part(x), int8_linear(x)[..., 7:14])
 
@@ -127,7 +127,7 @@ def test_layers_that_cannot_be_joined_lie_beside_one_another() -> None:
         torch.testing.assert_close(part(x), expected[:, begin:end])
 
 
-@pytest.mark.parametrize("make", [lambda own: own, Int8Linear], ids=["plain", "int8"])
+@pytest.mark.parametrize("make", [lambda layer: layer, Int8Linear], ids=["plain", "int8"])
 def test_each_row_has_its_own_update(make: Callable[[nn.Linear], nn.Module]) -> None:
     """Oracle: W + Σ s · B A, made for each row, in float64."""
     layer = make(nn.Linear(8, 24))
@@ -136,13 +136,13 @@ def test_each_row_has_its_own_update(make: Callable[[nn.Linear], nn.Module]) -> 
         lengths = [int(n) for n in torch.randint(0, 6, (5,))]
         two = [adapter(8, 24, 0.7), adapter(8, 24, -1.3)]
         adapters = [two, two, [], [adapter(8, 24, 2.0)], two[:1]]
-        ours = list(map(updates_of, adapters))
-        product = LowRank(linear(layer), (ours[0], ours[0], *ours[2:]))
+        row_updates = list(map(updates_of, adapters))
+        product = LowRank(linear(layer), (row_updates[0], row_updates[0], *row_updates[2:]))
         rows, x = spans(lengths), torch.randn(sum(lengths), 8)
         out, (first, last) = product(x, rows), columns()
         part = product.columns(first, last)(x, rows)
-        for own, (begin, end) in zip(adapters, rows, strict=True):
-            exact = [(a.double(), b.double(), scale) for a, b, scale in own]
+        for update, (begin, end) in zip(adapters, rows, strict=True):
+            exact = [(a.double(), b.double(), scale) for a, b, scale in update]
             expected = F.linear(x[begin:end].double(), merged(weight, exact), layer.bias.double())
             torch.testing.assert_close(out[begin:end].double(), expected, rtol=1e-4, atol=1e-4)
             torch.testing.assert_close(part[begin:end], out[begin:end, first:last])
@@ -152,9 +152,9 @@ def test_each_row_has_its_own_update(make: Callable[[nn.Linear], nn.Module]) -> 
 
 @pytest.fixture(scope="module")
 def bench() -> Bench:
-    made = Bench("demo", BLOCKS, torch.float32, torch.device("cpu"), "model")
-    made.fill_entry("both")
-    return made
+    result = Bench("demo", BLOCKS, torch.float32, torch.device("cpu"), "model")
+    result.fill_entry("both")
+    return result
 
 
 RATIOS = (0.2, None, 0.4, 0.2)
@@ -165,14 +165,14 @@ def outputs(
     weights: FluxWeights,
     chosen: Sequence[int],
     kind: str,
-    made: type[blocks.FluxStep] = blocks.FluxStep,
+    step_class: type[blocks.FluxStep] = blocks.FluxStep,
 ) -> list[Tensor]:
     """[n, channels] of each chosen row."""
     torch.manual_seed(7)
     rows = [bench.row(ratio, seed) for seed, ratio in enumerate(RATIOS)]
     batch = FluxBatch.of([rows[i] for i in chosen], None)
     step = batch.begin_step(weights, 0)
-    step = made(step.weights, step.vectors)
+    step = step_class(step.weights, step.vectors)
     out = forward(step, batch.packed, [kind] * sum(BLOCKS))
     return list(out.split(batch.packed.layout.narrow.image_stream.lengths))
 
@@ -186,9 +186,9 @@ class RowAdapters:
     def added(self, rows: Sequence[int]) -> Callable[[str, Linear], Linear]:
         """Products that add to each packed part what the row of this number has."""
 
-        def change(name: str, own: Linear) -> Linear:
-            assert isinstance(own, PlainLinear)
-            size = own.weight.shape[1], own.weight.shape[0]
+        def change(name: str, layer: Linear) -> Linear:
+            assert isinstance(layer, PlainLinear)
+            size = layer.weight.shape[1], layer.weight.shape[0]
             self.of[name] = [
                 [adapter(*size, 0.3)],
                 [adapter(*size, -0.2), adapter(*size, 0.1)],
@@ -196,16 +196,16 @@ class RowAdapters:
                 [adapter(*size, 0.2)],
             ]
             updates = list(map(updates_of, self.of[name]))
-            return LowRank(own, tuple([updates[row] for row in rows]))
+            return LowRank(layer, tuple([updates[row] for row in rows]))
 
         return change
 
     def merged(self, row: int) -> Callable[[str, Linear], Linear]:
         """Products of a model that has this row's adapters in its weights."""
 
-        def change(name: str, own: Linear) -> Linear:
-            assert isinstance(own, PlainLinear)
-            return PlainLinear(merged(own.weight, self.of[name][row]), own.bias)
+        def change(name: str, layer: Linear) -> Linear:
+            assert isinstance(layer, PlainLinear)
+            return PlainLinear(merged(layer.weight, self.of[name][row]), layer.bias)
 
         return change
 
@@ -216,8 +216,8 @@ def test_rows_with_adapters_of_their_own_share_a_batch(bench: Bench, kind: str) 
     adapters, every = RowAdapters(), range(len(RATIOS))
     weights = map_linears(bench.weights, adapters.added(every))
     for row, output in enumerate(outputs(bench, weights, every, kind)):
-        own = map_linears(bench.weights, adapters.merged(row))
-        [alone] = outputs(bench, own, [row], kind)
+        merged_weights = map_linears(bench.weights, adapters.merged(row))
+        [alone] = outputs(bench, merged_weights, [row], kind)
         torch.testing.assert_close(output, alone, rtol=1e-3, atol=1e-3)
         if adapters.of["proj_out"][row]:
             [without] = outputs(bench, bench.weights, [row], kind)
@@ -233,8 +233,8 @@ class InsideEpilogues(PlainLinear):
         return True
 
 
-def inside_epilogues(name: str, own: Linear) -> Linear:
-    return InsideEpilogues(*own) if isinstance(own, PlainLinear) else own
+def inside_epilogues(name: str, layer: Linear) -> Linear:
+    return InsideEpilogues(*layer) if isinstance(layer, PlainLinear) else layer
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -263,8 +263,8 @@ def test_products_write_a_lone_rows_keys_where_attention_reads_them(
 
     weights = replace(map_linears(bench.weights, inside_epilogues), placed_bytes=0)
     for row, expected in zip((0, 2), apart, strict=True):
-        [found] = outputs(bench, weights, [row], kind, Watched)
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=5e-5)
+        [result] = outputs(bench, weights, [row], kind, Watched)
+        torch.testing.assert_close(result, expected, rtol=1e-4, atol=5e-5)
     assert len(rooms) == (0 if kind == "dense" else 2 * sum(BLOCKS))
 
 
@@ -281,17 +281,17 @@ def test_a_sum_of_parts_is_the_product_of_what_is_joined(widths: tuple[int, ...]
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_blocks_of_a_librarys_layers_compute_the_same(bench: Bench, kind: str) -> None:
-    def wrapped(name: str, own: Linear) -> Linear:
-        assert isinstance(own, PlainLinear)
-        layer = nn.Linear(*reversed(own.weight.shape), bias=own.bias is not None)
-        layer.weight = nn.Parameter(own.weight, requires_grad=False)
-        if own.bias is not None:
-            layer.bias = nn.Parameter(own.bias, requires_grad=False)
-        return ModuleLinear(layer, own.out_features)
+    def wrapped(name: str, linear_layer: Linear) -> Linear:
+        assert isinstance(linear_layer, PlainLinear)
+        layer = nn.Linear(*reversed(linear_layer.weight.shape), bias=linear_layer.bias is not None)
+        layer.weight = nn.Parameter(linear_layer.weight, requires_grad=False)
+        if linear_layer.bias is not None:
+            layer.bias = nn.Parameter(linear_layer.bias, requires_grad=False)
+        return ModuleLinear(layer, linear_layer.out_features)
 
     every = range(len(RATIOS))
-    found = outputs(bench, map_linears(bench.weights, wrapped), every, kind)
-    for one, output in zip(found, outputs(bench, bench.weights, every, kind), strict=True):
+    results = outputs(bench, map_linears(bench.weights, wrapped), every, kind)
+    for one, output in zip(results, outputs(bench, bench.weights, every, kind), strict=True):
         torch.testing.assert_close(one, output)
 
 
@@ -322,27 +322,31 @@ def unet(request: pytest.FixtureRequest) -> Any:
 def unet_bench(unet: Any, halo: int) -> UnetBench:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(UNETS, "small", UNET)
-        made = UnetBench("small", torch.float32, torch.device("cpu"), "model", halo, unet)
-    made.fill_entry("both")
-    return made
+        result = UnetBench("small", torch.float32, torch.device("cpu"), "model", halo, unet)
+    result.fill_entry("both")
+    return result
 
 
 def unet_answers(
-    made: UnetBench, weights: UnetWeights, chosen: Sequence[int], kind: str
+    model_bench: UnetBench, weights: UnetWeights, chosen: Sequence[int], kind: str
 ) -> list[Tensor]:
     """[passes, C, h, w] of each chosen row; rows with a tile are the last."""
     torch.manual_seed(7)
-    rows = [made.row(ratio, seed) for seed, ratio in enumerate(UNET_RATIOS)]
+    rows = [model_bench.row(ratio, seed) for seed, ratio in enumerate(UNET_RATIOS)]
     for row, guided in zip(rows, GUIDED, strict=True):
         if guided:
             row.guidance = Guidance(UnetPrompt(torch.randn_like(row.prompt.text), None), 3.0)
     passes = [rows[i].passes() for i in chosen]
     inputs = PackedLatents([rows[i] for i in chosen]).samples()
-    samples = [x for x, own in zip(inputs, passes, strict=True) for _ in own]
-    packed = PackedPasses([x for own in passes for x in own], (16, 16), 2, torch.device("cpu"))
+    samples = [x for x, row_passes in zip(inputs, passes, strict=True) for _ in row_passes]
+    packed = PackedPasses(
+        [x for row_passes in passes for x in row_passes], (16, 16), 2, torch.device("cpu")
+    )
     timesteps = torch.full([len(samples)], 300.0)
-    out = unet_forward(weights, packed, torch.stack(samples), timesteps, [kind] * made.blocks)
-    return list(out.split([len(own) for own in passes]))
+    out = unet_forward(
+        weights, packed, torch.stack(samples), timesteps, [kind] * model_bench.blocks
+    )
+    return list(out.split([len(row_passes) for row_passes in passes]))
 
 
 @pytest.mark.parametrize(("kind", "halo"), UNET_KINDS)
@@ -350,17 +354,17 @@ def test_unet_rows_with_adapters_of_their_own_share_a_batch(
     unet: Any, kind: str, halo: int
 ) -> None:
     """Both passes of a row have its adapters, and no other row's."""
-    made, adapters, every = unet_bench(unet, halo), RowAdapters(), range(len(GUIDED))
+    model_bench, adapters, every = unet_bench(unet, halo), RowAdapters(), range(len(GUIDED))
     weights = UnetWeights.of(unet)
     rows = [row for row in every for _ in range(1 + GUIDED[row])]
     together = weights.with_linears(adapters.added(rows))
-    for row, unet_answer in enumerate(unet_answers(made, together, every, kind)):
+    for row, unet_answer in enumerate(unet_answers(model_bench, together, every, kind)):
         assert len(unet_answer) == 1 + GUIDED[row]
         linears = weights.with_linears(adapters.merged(row))
-        [alone] = unet_answers(made, linears, [row], kind)
+        [alone] = unet_answers(model_bench, linears, [row], kind)
         torch.testing.assert_close(unet_answer, alone, rtol=1e-3, atol=1e-3)
-        [without] = unet_answers(made, weights, [row], kind)
-        changed = any(each[row] for each in adapters.of.values())
+        [without] = unet_answers(model_bench, weights, [row], kind)
+        changed = any(updates[row] for updates in adapters.of.values())
         assert ((unet_answer - without).abs().amax((1, 2, 3)) > 0.01).tolist() == [changed] * len(
             unet_answer
         )
@@ -380,7 +384,9 @@ def test_unet_blocks_of_a_librarys_layers_compute_the_same(kind: str, halo: int)
     every = range(len(GUIDED))
     weights = UnetWeights.of(quantised)
     assert isinstance(weights.up_blocks[1][0].transformer_blocks[0].down, ModuleLinear)
-    made = unet_bench(dense, halo)
-    found = unet_answers(made, weights, every, kind)
-    for one, unet_answer in zip(found, unet_answers(made, made.weights, every, kind), strict=True):
+    model_bench = unet_bench(dense, halo)
+    results = unet_answers(model_bench, weights, every, kind)
+    for one, unet_answer in zip(
+        results, unet_answers(model_bench, model_bench.weights, every, kind), strict=True
+    ):
         torch.testing.assert_close(one, unet_answer)

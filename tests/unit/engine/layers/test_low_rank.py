@@ -78,17 +78,17 @@ class Model:
         for path, layer in self.net.named_modules():
             if hasattr(layer, "lora_A") and name in layer.lora_A:
                 down, up = layer.lora_A[name].weight, layer.lora_B[name].weight
-                for own in (down, up):
-                    own.copy_(torch.randn_like(own) * 0.3 / own[0].numel() ** 0.5)
+                for weight in (down, up):
+                    weight.copy_(torch.randn_like(weight) * 0.3 / weight[0].numel() ** 0.5)
                 factors[path] = Factors(down.clone(), up * (alpha / rank))
         assert len(factors) == len(places._places)
         return self.adapter.low_rank(factors)
 
-    def case(self, rng: np.random.Generator, **asked: Any) -> Case:
+    def case(self, rng: np.random.Generator, **options: Any) -> Case:
         """An edit of more than a few pixels."""
-        asked = {"num_inference_steps": 3, "strength": 1.0, **asked}
+        options = {"num_inference_steps": 3, "strength": 1.0, **options}
         while True:
-            case = random_case(rng, **asked) if self.flux else unet_case(rng, **asked)
+            case = random_case(rng, **options) if self.flux else unet_case(rng, **options)
             if case.mask.mean() > 40:
                 return case
 
@@ -189,13 +189,13 @@ def test_rows_with_other_loras_share_a_batch(model: Model) -> None:
         for n, (case, loras) in enumerate(zip(cases, mixes, strict=True))
     ]
     plain = [model.row(case, [], str(n)) for n, case in enumerate(cases)]
-    found, without = model.ran(rows), model.ran(plain)
+    results, without = model.ran(rows), model.ran(plain)
     for number, (case, loras) in enumerate(zip(cases, mixes, strict=True)):
         expected = model.oracle(case, loras)
         # Another batch shape rounds otherwise, and the LoRAs drawn here enlarge it.
-        assert np.abs(found[number] - expected).max() <= 3 * tolerance(expected)
+        assert np.abs(results[number] - expected).max() <= 3 * tolerance(expected)
         if not loras:
-            assert np.array_equal(found[number], without[number])
+            assert np.array_equal(results[number], without[number])
 
 
 def test_a_scale_of_nothing_is_no_lora_bit_for_bit(model: Model) -> None:
@@ -214,10 +214,10 @@ def test_with_all_tokens_active_a_cached_row_with_loras_equals_a_dense_one(
     replay = Replay(model.adapter)
     row = cached_rows.cached(replay, job, cached_rows.Primed(model.adapter, model.encoder, job))
     dense = model.adapter.dense_row(job)
-    for each in (row, dense):
-        model.adapter.attach(each, job, loras)
-    found, expected = (cached_rows.result(replay, each, kind) for each in (row, dense))
-    cached_rows.assert_equal(found, expected)
+    for tested_row in (row, dense):
+        model.adapter.attach(tested_row, job, loras)
+    result, expected = (cached_rows.result(replay, tested_row, kind) for tested_row in (row, dense))
+    cached_rows.assert_equal(result, expected)
 
 
 @pytest.mark.parametrize(
@@ -234,15 +234,15 @@ def test_cached_rows_with_other_loras_share_a_batch(model: Model, kind: str) -> 
     replay = Replay(model.adapter)
 
     def rows() -> list[Any]:
-        made: list[Any] = []
+        batch_rows: list[Any] = []
         for number, (job, loras) in enumerate(zip(jobs, mixes, strict=True)):
             dense = number % 3 == 1
             row = model.adapter.dense_row(job) if dense else cached_rows.cached(
                 replay, job, template
             )  # fmt: skip
             model.adapter.attach(row, job, tuple([(model.sets[n], s) for n, s in loras]))
-            made.append(row)
-        return made
+            batch_rows.append(row)
+        return batch_rows
 
     alone, together = rows(), rows()
     for row in alone:
@@ -268,29 +268,29 @@ def answered(model: Model, row: Any, kinds: Sequence[str]) -> torch.Tensor:
         return unet_forward(weights, passes, sample[None], timesteps, kinds)
 
 
-def asked(
+def net_output(
     model: Model, x: torch.Tensor, timestep: float, job: EditJob, prompt: Conditioning
 ) -> torch.Tensor:
     """Diffusers' net, as it is set, on all tokens [N, in] or a whole sample [in_channels, h, w]."""
-    given = {name: torch.from_numpy(each)[None] for name, each in prompt.items()}
+    embeddings = {name: torch.from_numpy(array)[None] for name, array in prompt.items()}
     with torch.inference_mode():
         if model.flux:
             _, height, width = job.moments.shape
             grid = height // 2, width // 2
             ids = model.pipeline._prepare_latent_image_ids(1, *grid, x.device, x.dtype)
-            scale, text = job.request.settings.guidance_scale, given["prompt_embeds"]
+            scale, text = job.request.settings.guidance_scale, embeddings["prompt_embeds"]
             guidance = torch.tensor([scale]) if model.net.config.guidance_embeds else None
             answer: torch.Tensor = model.net(
-                x[None], text, given["pooled"], torch.tensor([timestep / 1000]), ids,
+                x[None], text, embeddings["pooled"], torch.tensor([timestep / 1000]), ids,
                 torch.zeros(text.shape[1], 3), guidance,
             )[0]  # fmt: skip
             return answer
         height, width = job.edit_mask.shape
         sizes = torch.tensor([[height, width, 0, 0, height, width]], dtype=torch.float32)
-        added = {"text_embeds": given.get("pooled"), "time_ids": sizes}
+        added = {"text_embeds": embeddings.get("pooled"), "time_ids": sizes}
         of_unet: torch.Tensor = model.net(
-            x[None], torch.tensor([timestep]), given["prompt_embeds"],
-            added_cond_kwargs=added if "pooled" in given else None,
+            x[None], torch.tensor([timestep]), embeddings["prompt_embeds"],
+            added_cond_kwargs=added if "pooled" in embeddings else None,
         )[0]  # fmt: skip
         return of_unet
 
@@ -340,17 +340,17 @@ def test_inactive_tokens_are_the_template_s_whatever_loras_the_row_has(
         recorded = Recorded()
         model.set(())
         with hooks(model.net, recorded):
-            asked(model, primed_on, anchor.timestep, job, empty)
+            net_output(model, primed_on, anchor.timestep, job, empty)
         model.set(loras)
-        moving = asked(model, entered, timestep, job, job.conditioning)
+        moving = net_output(model, entered, timestep, job, job.conditioning)
         with hooks(model.net, Frozen(recorded, inactive, kind, at_hand)):
-            frozen = asked(model, entered, timestep, job, job.conditioning)
-        found = answered(model, row, (kind,) * model.adapter.blocks)
+            frozen = net_output(model, entered, timestep, job, job.conditioning)
+        result = answered(model, row, (kind,) * model.adapter.blocks)
         if model.flux:
             frozen, moving = frozen[:, active], moving[:, active]
-        cached_rows.assert_equal(found.numpy(), frozen.numpy())
+        cached_rows.assert_equal(result.numpy(), frozen.numpy())
         if kind != "dense":
-            assert (found - moving).abs().max() > 2 * tolerance(frozen.numpy())
+            assert (result - moving).abs().max() > 2 * tolerance(frozen.numpy())
         replay.step([row], (kind,) * model.adapter.blocks)
 
 

@@ -22,11 +22,11 @@ class Lengths(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.seen: list[int] = []
+        self.counts: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.mkldnn._linear_pointwise.default:
-            self.seen.append(len(args[0]))
+            self.counts.append(len(args[0]))
         return func(*args, **(kwargs or {}))
 
 
@@ -77,8 +77,8 @@ def test_few_lengths_are_compiled_whatever_the_tokens() -> None:
     with Lengths() as lengths:
         for tokens in range(64, 513):
             onednn.padded_linear(torch.zeros(tokens, 16), weight, bias)
-    assert len(lengths.seen) == 449
-    assert len(set(lengths.seen)) == 1 + 3 * 8
+    assert len(lengths.counts) == 449
+    assert len(set(lengths.counts)) == 1 + 3 * 8
 
 
 def test_eight_buckets_an_octave_and_at_most_an_eighth_more() -> None:
@@ -90,7 +90,7 @@ def test_eight_buckets_an_octave_and_at_most_an_eighth_more() -> None:
 
 @torch.inference_mode()
 @pytest.mark.parametrize(
-    ("faster", "dtype", "tokens", "taken"),
+    ("faster", "dtype", "tokens", "onednn_lengths"),
     [
         (True, torch.float32, 130, [144]),
         (False, torch.float32, 130, []),
@@ -102,7 +102,7 @@ def test_a_layer_asks_onednn_where_that_is_faster(
     faster: bool,
     dtype: torch.dtype,
     tokens: int,
-    taken: list[int],
+    onednn_lengths: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(onednn, "is_faster", lambda: faster)
@@ -110,10 +110,10 @@ def test_a_layer_asks_onednn_where_that_is_faster(
     product = PlainLinear(weight.to(dtype), None)
     x = torch.randn(tokens, 256).to(dtype)
     with Lengths() as lengths:
-        own = product(x)
-    assert [n for n in lengths.seen if n != tokens] == taken
-    if not taken:
-        assert torch.equal(own, F.linear(x, product.weight))
+        result = product(x)
+    assert [n for n in lengths.counts if n != tokens] == onednn_lengths
+    if not onednn_lengths:
+        assert torch.equal(result, F.linear(x, product.weight))
 
 
 @pytest.mark.parametrize(
@@ -130,9 +130,9 @@ def test_onednn_is_chosen_by_the_kind_of_cpu(vendor: str, capability: str, chose
 
 
 def test_the_kind_of_cpu_is_what_linux_says(tmp_path: Path) -> None:
-    said = tmp_path / "cpuinfo"
-    said.write_text("processor\t: 0\nvendor_id\t: AuthenticAMD\ncpu family\t: 26\n")
-    assert onednn.vendor(said) == "AuthenticAMD"
-    said.write_text("processor\t: 0\nBogoMIPS\t: 50.00\n")
-    assert onednn.vendor(said) == ""
+    path = tmp_path / "cpuinfo"
+    path.write_text("processor\t: 0\nvendor_id\t: AuthenticAMD\ncpu family\t: 26\n")
+    assert onednn.vendor(path) == "AuthenticAMD"
+    path.write_text("processor\t: 0\nBogoMIPS\t: 50.00\n")
+    assert onednn.vendor(path) == ""
     assert onednn.vendor(tmp_path / "absent") == ""

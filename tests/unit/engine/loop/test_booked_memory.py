@@ -41,15 +41,15 @@ def test_edits_that_wait_for_a_row_hold_no_entry(engine: Engine, encoder: Encode
     sinks = [Sink() for _ in jobs]
 
     def accept_and_evict() -> tuple[list[str], int]:  # in one turn: no step comes between
-        for each, sink in zip(jobs, sinks, strict=True):
-            accept(engine, each, sink)
-        hows = [engine.manager.edits[each.request.request_id].mode for each in jobs]
+        for edit_job, sink in zip(jobs, sinks, strict=True):
+            accept(engine, edit_job, sink)
+        hows = [engine.manager.edits[edit_job.request.request_id].mode for edit_job in jobs]
         engine.cache.evict(jobs[0].request.template_id)
         return hows, store.memory.nbytes
 
-    hows, held = engine.ask(accept_and_evict).result(30)
+    hows, nbytes = engine.ask(accept_and_evict).result(30)
     assert set(hows) == {"cached"}
-    assert held == 0
+    assert nbytes == 0
     for sink in sinks:
         assert sink.final().meta["kinds"].keys() == {"dense"}
 
@@ -57,7 +57,7 @@ def test_edits_that_wait_for_a_row_hold_no_entry(engine: Engine, encoder: Encode
 def test_what_rows_hold_of_an_evicted_template_is_booked(engine: Engine, encoder: Encoder) -> None:
     edit(engine, job(encoder, 2, "first", cache="require"))
     memory, sink = engine.cache.store.memory, Sink()
-    nbytes = memory.nbytes / sum(len(held.anchors) for held in memory.entries().values())
+    nbytes = memory.nbytes / sum(len(template.anchors) for template in memory.entries().values())
 
     def run_and_evict() -> tuple[int, int]:
         accept(engine, replace_id(job(encoder, 2, "first"), "runs"), sink)
@@ -79,18 +79,18 @@ def test_what_a_failed_step_held_is_let_go_before_it_is_tried_again(
     caplog.set_level(logging.CRITICAL + 1, "maskserve_engine.loop.local_executor")
     step, tries, alive = engine.adapter.step, list[weakref.ref[torch.Tensor]](), list[bool]()
 
-    def fails_once(*given: Any) -> None:
+    def fails_once(*args: Any) -> None:
         if not tries:
             activations = torch.zeros(4)
             tries.append(weakref.ref(activations))
             raise error("out of memory")
         alive.append(tries[0]() is not None)
-        step(*given)
+        step(*args)
 
     engine.adapter.step = fails_once  # type: ignore[method-assign]
     assert edit(engine, job(encoder, 3, "it", cache="off")).meta["steps"] == len(alive)
     assert not any(alive)
 
 
-def replace_id(each: Any, request_id: str) -> Any:
-    return replace(each, request=replace(each.request, request_id=request_id))
+def replace_id(edit_job: Any, request_id: str) -> Any:
+    return replace(edit_job, request=replace(edit_job.request, request_id=request_id))

@@ -37,15 +37,15 @@ def test_a_batch_is_counted_once_for_as_long_as_it_goes_on_in_the_same_way(
             return work.batch_flops(*args)
 
     watched: Any = Watched()
-    counted, found = BatchFlops(), []
+    counted, counts = BatchFlops(), []
     for number, way in enumerate(ways, 1):
         ofs = {counted.of(watched, *way) for _ in range(3)}
         assert len(ofs) == 1
         assert len(calls) == number
-        found += ofs
-    assert found[0] < found[1] < found[2]
-    own = [work.batch_flops(None, (), ofs) for ofs in rows]
-    assert found[3] == found[4] == pytest.approx(own[0] + own[1])
+        counts += ofs
+    assert counts[0] < counts[1] < counts[2]
+    expected = [work.batch_flops(None, (), ofs) for ofs in rows]
+    assert counts[3] == counts[4] == pytest.approx(expected[0] + expected[1])
 
 
 class LostMover(HostMover):

@@ -84,28 +84,28 @@ def test_many_edits_at_once_each_get_their_own_result(
 ) -> None:
     jobs = [job(encoder, seed, cache="off") for seed in range(20)]
     sinks = [Sink() for _ in jobs]
-    for each, sink in zip(jobs, sinks, strict=True):
-        engine.submit(each, sink)
-    for each, sink in zip(jobs, sinks, strict=True):
-        expected = alone(oracle, each)
+    for edit_job, sink in zip(jobs, sinks, strict=True):
+        engine.submit(edit_job, sink)
+    for edit_job, sink in zip(jobs, sinks, strict=True):
+        expected = alone(oracle, edit_job)
         assert np.abs(sink.final().latents - expected).max() <= tolerance(expected)
         assert sum(isinstance(e, FinalEvent | Failed) for e in sink.events) == 1
 
 
 def test_meta_says_what_was_done(engine: Engine, encoder: Encoder) -> None:
     sink = Sink()
-    each = job(encoder, 1, num_inference_steps=4, strength=1.0, cache="off", mask_ring=1)
-    engine.submit(each, sink)
+    edit_job = job(encoder, 1, num_inference_steps=4, strength=1.0, cache="off", mask_ring=1)
+    engine.submit(edit_job, sink)
     meta = sink.final().meta
     assert meta["event"] == "final"
     assert (meta["step"], meta["steps"]) == (4, 4)
-    assert meta["seed"] == each.request.seed
+    assert meta["seed"] == edit_job.request.seed
     assert meta["cache"] == "off"
     assert meta["kinds"] == {"dense": 4 * engine.adapter.blocks}
     assert 0 < meta["mask_ratio"] <= 1
     assert meta["mask_ring"] == 1
     token = engine.adapter.spec.token_pixels
-    assert meta["active_tokens"] == len(active_tokens(each.edit_mask, token, ring=1))
+    assert meta["active_tokens"] == len(active_tokens(edit_job.edit_mask, token, ring=1))
     assert meta["active_tokens"] < meta["total_tokens"]
     # It ran dense: those of the mask are not all that were computed.
     assert meta["computed_tokens"] == 4 * meta["total_tokens"]
@@ -144,8 +144,8 @@ def test_a_bug_costs_its_edit_alone_before_the_first_step(
     monkeypatch.setattr(getattr(engine, part), verb, broken)
     engine.submit(job(encoder, 7, "bad", cache=cache), sink)
     assert str(sink.error()) == "[ENGINE_FAILED] internal error (request bad)"
-    told = [record for record in caplog.records if getattr(record, "request_id", "") == "bad"]
-    assert ["a bug" in str(record.exc_info) for record in told] == [True]
+    records = [record for record in caplog.records if getattr(record, "request_id", "") == "bad"]
+    assert ["a bug" in str(record.exc_info) for record in records] == [True]
     monkeypatch.undo()
     sink = Sink()
     engine.submit(job(encoder, 7, "good", cache=cache), sink)
@@ -191,8 +191,8 @@ def test_a_request_id_in_use_is_refused_and_the_first_goes_on(
 ) -> None:
     first, second = Sink(), Sink()
     jobs = [job(encoder, seed, "same", num_inference_steps=60, cache="off") for seed in (6, 7)]
-    for each, sink in zip(jobs, (first, second), strict=True):
-        engine.submit(each, sink)
+    for edit_job, sink in zip(jobs, (first, second), strict=True):
+        engine.submit(edit_job, sink)
     assert isinstance(second.error(), InvalidRequest)
     first.final()
 
@@ -205,8 +205,8 @@ def test_a_full_queue_refuses_and_loses_nothing(config: Config, encoder: Encoder
     engine.start()
     long = {"num_inference_steps": 60, "strength": 1.0, "cache": "off"}
     jobs, sinks = [job(encoder, number, **long) for number in range(8)], [Sink() for _ in range(8)]
-    for each, sink in zip(jobs, sinks, strict=True):
-        engine.submit(each, sink)
+    for edit_job, sink in zip(jobs, sinks, strict=True):
+        engine.submit(edit_job, sink)
     answers = [sink.wait() for sink in sinks]
     refused = [a.error for a in answers if isinstance(a, Failed)]
     assert refused
@@ -265,7 +265,7 @@ def test_a_row_that_fails_beside_its_step_is_answered_and_its_mates_finish(
     def broken(*_: Any) -> Any:
         raise out_of_memory
 
-    made = engine.adapter.dense_row
+    make_row = engine.adapter.dense_row
 
     class NoEntries(FlowRow):
         """A row whose entries do not fit."""
@@ -275,8 +275,8 @@ def test_a_row_that_fails_beside_its_step_is_answered_and_its_mates_finish(
     class NoResult(FlowRow):
         result = broken
 
-    def dense_row(each: EditJob) -> Any:
-        row = made(each)
+    def dense_row(edit_job: EditJob) -> Any:
+        row = make_row(edit_job)
         if row.request_id == "bad":
             row.__class__ = NoEntries if part == "load" else NoResult
         return row
@@ -318,11 +318,11 @@ def test_an_engine_that_cannot_tell_its_status_has_failed_and_says_so(
 ) -> None:
     """From the first record on, or from a later one, on an edit's way."""
     engine = load_engine(config)
-    rows, told = engine.manager.rows, []
+    rows, calls = engine.manager.rows, []
 
     def broken() -> Any:
-        told.append(1)
-        if len(told) > after:
+        calls.append(1)
+        if len(calls) > after:
             raise RuntimeError("what rows hold cannot be told")
         return rows()
 
@@ -356,8 +356,8 @@ def test_an_edit_that_comes_in_as_the_engine_fails_is_told_so(
 def test_an_engine_that_cannot_write_its_record_leaves_none_that_says_it_is_well(
     config: Config, encoder: Encoder, tmp_path: Path
 ) -> None:
-    gone = structs.replace(config, runtime_dir=str(tmp_path / "gone"))
-    engine = load_engine(gone)
+    bad_config = structs.replace(config, runtime_dir=str(tmp_path / "gone"))
+    engine = load_engine(bad_config)
     engine.start()
     sink = Sink()
     engine.submit(job(encoder, 1, cache="off"), sink)

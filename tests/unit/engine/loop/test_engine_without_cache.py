@@ -52,26 +52,26 @@ def test_edits_are_those_of_a_cached_worker_that_run_dense(
 ) -> None:
     first = seed()
     jobs = [job(encoder, first + n, f"edit-{n}") for n in range(3)]
-    beside = make_engine(folder, encoder)
+    cached_engine = make_engine(folder, encoder)
     try:
-        for each in jobs:
-            off = structs.replace(each.request.settings, cache="off")
-            dense = replace(each, request=replace(each.request, settings=off))
-            expected, got = edit(beside, dense), edit(engine, each)
+        for edit_job in jobs:
+            off = structs.replace(edit_job.request.settings, cache="off")
+            dense = replace(edit_job, request=replace(edit_job.request, settings=off))
+            expected, got = edit(cached_engine, dense), edit(engine, edit_job)
             assert np.array_equal(got.latents, expected.latents), first
             assert (got.meta["cache"], got.meta["cache_tier"]) == ("off", "")
             assert got.meta["kinds"] == expected.meta["kinds"]
     finally:
-        beside.close(5.0)
+        cached_engine.close(5.0)
 
 
 def test_a_template_seen_again_is_not_primed(engine: Engine, encoder: Encoder) -> None:
-    each = job(encoder, seed(), "first")
+    edit_job = job(encoder, seed(), "first")
     for name in ("first", "second", "third"):
-        again = replace(each, request=replace(each.request, request_id=name))
+        again = replace(edit_job, request=replace(edit_job.request, request_id=name))
         assert edit(engine, again).meta["cache"] == "off"
     assert engine.counters["priming_rows_total"] == 0
-    assert engine.prime(each).result(30) == "absent"
+    assert engine.prime(edit_job).result(30) == "absent"
 
 
 def test_what_is_asked_of_a_cache_is_answered(engine: Engine, encoder: Encoder) -> None:
@@ -97,8 +97,8 @@ def test_the_record_names_no_tiers(engine: Engine, encoder: Encoder, tmp_path: P
 
 def test_edits_end_early(engine: Engine, encoder: Encoder) -> None:
     sink = Sink()
-    each = job(encoder, seed(), "gone", num_inference_steps=50)
-    engine.submit(each, sink)
+    edit_job = job(encoder, seed(), "gone", num_inference_steps=50)
+    engine.submit(edit_job, sink)
     engine.cancel("gone")
     assert isinstance(sink.error(), Cancelled)
     assert edit(engine, job(encoder, seed(), "next")).meta["event"] == "final"

@@ -34,10 +34,10 @@ def engine(tiny_fill: Path, encoder: Encoder) -> Iterator[Engine]:
     engine.close(10.0)
 
 
-def overflowing(asked: EditJob) -> EditJob:
+def overflowing(edit_job: EditJob) -> EditJob:
     """The edit with a prompt that no step can compute with."""
-    prompt = {name: np.full_like(each, 1e38) for name, each in asked.conditioning.items()}
-    return replace(asked, conditioning=prompt)
+    prompt = {name: np.full_like(array, 1e38) for name, array in edit_job.conditioning.items()}
+    return replace(edit_job, conditioning=prompt)
 
 
 @pytest.mark.parametrize("cache", ["off", "own"])
@@ -51,7 +51,7 @@ def test_one_ends_with_an_error_that_names_the_step_and_its_mates_go_on(
         (engine.prepared(overflowing(job(encoder, 2, "broken", **settings))), broken),
         (engine.prepared(job(encoder, 1, "mate", **settings)), mate),
     )
-    engine.ask(lambda: [accept(engine, *each) for each in jobs]).result()
+    engine.ask(lambda: [accept(engine, *pair) for pair in jobs]).result()
     error = broken.error()
     assert isinstance(error, EngineFailed)
     assert f"after step {STEPS} its latents are not all finite" in str(error)
@@ -60,8 +60,8 @@ def test_one_ends_with_an_error_that_names_the_step_and_its_mates_go_on(
 
 def test_a_preview_ends_it_before_its_last_step(engine: Engine, encoder: Encoder) -> None:
     sink, steps = Sink(), 200
-    asked = job(encoder, 3, "seen", num_inference_steps=steps, cache="off", preview_every=1)
-    engine.submit(overflowing(asked), sink)
+    edit_job = job(encoder, 3, "seen", num_inference_steps=steps, cache="off", preview_every=1)
+    engine.submit(overflowing(edit_job), sink)
     assert "after step 1 its latents are not all finite" in str(sink.error())
     assert not any(isinstance(event, PreviewEvent) for event in sink.events)
     assert not engine.manager.edits

@@ -1,4 +1,4 @@
-"""What a worker publishes of its prices: an estimate first, then what its own steps took."""
+"""A worker's published prices: first an estimate, then the times of its own steps."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def test_a_worker_whose_edits_have_several_devices_says_what_these_gain(config: 
     for kind, ratio in (("dense", 1.0), ("kv", 0.2)):
         row = work.row_at(ratio, text)
         alone, *several = seconds_by_degree(work, row, kind, line, exchange, (1, 2, 4))
-        found = [getattr(degree, "dense" if kind == "dense" else "cached") for degree in degrees]
+        gains = [getattr(degree, "dense" if kind == "dense" else "cached") for degree in degrees]
         expected = [min(1.0, (degree - line.fixed) / (alone - line.fixed)) for degree in several]
-        assert found == pytest.approx(expected)
+        assert gains == pytest.approx(expected)
     flat = replace(costs.model, compute=Line(0.1, 0.0))  # of steps that all take as long
     costs.model, costs.sequence = flat, costs.sequence + 1
     assert prices.pricing.degrees == (DegreePrice(1.0, 1.0),) * 2

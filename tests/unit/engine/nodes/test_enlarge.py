@@ -1,4 +1,4 @@
-"""What a node server's models are asked for is bounded before they are run."""
+"""A node server bounds the work of its models before it runs them."""
 
 from __future__ import annotations
 

@@ -28,16 +28,16 @@ def test_calls_of_one_picture_see_it_once_and_answer_as_the_whole_model(tmp_path
     names = ["a star", "a rather long name of a blue heart", "x"]
     model: Any = CLIPSegForImageSegmentation.from_pretrained(tmp_path).eval()
     processor: Any = CLIPSegProcessor.from_pretrained(tmp_path)
-    seen = []
+    encoded_pictures = []
     whole = nodes.features
-    nodes.features = lambda pixels: seen.append(pixels) or whole(pixels)  # type: ignore[method-assign]
+    nodes.features = lambda pixels: encoded_pictures.append(pixels) or whole(pixels)  # type: ignore[method-assign]
     some = encode_mask(rng.random((24, 40)) > 0.5)
     calls, expected = [], []
     for pixels in pictures:
         for name in names:
-            given = processor(text=[name], images=[pixels], return_tensors="pt", padding=True)
+            tensors = processor(text=[name], images=[pixels], return_tensors="pt", padding=True)
             with torch.inference_mode():
-                logits = model(**given).logits.reshape(1, 1, 32, 32)
+                logits = model(**tensors).logits.reshape(1, 1, 32, 32)
             sized = torch.sigmoid(
                 torch.nn.functional.interpolate(logits, (24, 40), mode="bilinear")[0, 0]
             ).numpy()
@@ -48,12 +48,12 @@ def test_calls_of_one_picture_see_it_once_and_answer_as_the_whole_model(tmp_path
             calls.append(NodeRequest("find", inputs, settings))
             calls.append(NodeRequest("shows", {**inputs, "mask": some}, settings))
     bad = NodeRequest("find", {"picture": b"no", "name": "a"}, {"threshold": 0.5})
-    *made, refused = nodes.run([*calls, bad])
+    *answers, refused = nodes.run([*calls, bad])
     assert isinstance(refused, InvalidRequest)
-    assert len(seen) == 2
+    assert len(encoded_pictures) == 2
     mask = read_mask(some, config.limits)
-    for found, verdict, right in zip(made[::2], made[1::2], expected, strict=True):
-        assert ((found["mask"] == 255) == right).mean() > 0.99  # type: ignore[index]
+    for find_answer, verdict, right in zip(answers[::2], answers[1::2], expected, strict=True):
+        assert ((find_answer["mask"] == 255) == right).mean() > 0.99  # type: ignore[index]
         assert abs(verdict["verdict"].score - right[mask].mean()) < 0.01  # type: ignore[index]
 
 
@@ -63,8 +63,8 @@ def test_three_rows_of_pixels_are_no_channels(tmp_path: Path) -> None:
     pixels = fresh_rng().integers(0, 256, (3, 40, 3), dtype=np.uint8)
     nodes = FindNodes(config)
     processor: Any = CLIPSegProcessor.from_pretrained(tmp_path)
-    seen: list[Any] = []
-    nodes._model.clip.vision_model.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    inputs: list[Any] = []
+    nodes._model.clip.vision_model.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
     nodes.features(pixels)
     right = processor.image_processor(images=[Image.fromarray(pixels)], return_tensors="pt")
-    assert torch.equal(seen[0], right["pixel_values"])
+    assert torch.equal(inputs[0], right["pixel_values"])

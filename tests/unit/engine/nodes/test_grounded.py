@@ -23,19 +23,22 @@ def test_what_is_found_is_what_sam_says_of_the_boxes(tmp_path: Path) -> None:
     build_grounded(tmp_path / "dino", tmp_path / "sam")
     folders = {"find": str(tmp_path / "dino"), "segment": str(tmp_path / "sam")}
     config = config_of({"nodes": folders, "model": {"device": "cpu"}})
-    needed = {name: [each.kind for each in of] for name, of in node_folders(config.nodes).items()}
+    needed = {
+        name: [requirement.kind for requirement in of]
+        for name, of in node_folders(config.nodes).items()
+    }
     assert needed == {"find": ["grounding-dino", "sam"], "segment": ["sam"]}
     loaded: dict[str, Any] = {}
     nodes = open_nodes("grounding-dino", config, loaded)
     loaded["segment"] = open_nodes("sam", config, {})
     pixels = fresh_rng().integers(0, 256, (40, 52, 3), dtype=np.uint8)
-    asked = {"picture": encode_png(pixels), "name": "A red star"}
+    inputs = {"picture": encode_png(pixels), "name": "A red star"}
     masks = [
-        read_mask(run_one(nodes, "find", asked, {"threshold": threshold})["mask"], config.limits)
+        read_mask(run_one(nodes, "find", inputs, {"threshold": threshold})["mask"], config.limits)
         for threshold in (0.0, 0.02)
     ]
     assert [mask.shape for mask in masks] == [(40, 52)] * 2
     assert (masks[0] >= masks[1]).all()  # more boxes, more of the picture
     assert masks[0].any()
     with pytest.raises(InvalidRequest, match="'A red star' is not found in the picture"):
-        run_one(nodes, "find", asked, {"threshold": 1.0})
+        run_one(nodes, "find", inputs, {"threshold": 1.0})

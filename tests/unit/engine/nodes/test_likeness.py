@@ -31,9 +31,9 @@ def test_a_picture_is_like_a_text_by_the_cosine_of_both(tmp_path: Path) -> None:
         assert verdict.passed
         refused = run_one(nodes, "resembles", inputs, {"enough": 1.0})["verdict"]
         assert not refused.passed
-        given = processor(text=[text], images=[pixels], return_tensors="pt", truncation=True)
+        tensors = processor(text=[text], images=[pixels], return_tensors="pt", truncation=True)
         with torch.inference_mode():
-            made = model(**given)
-        cosines.append(float(torch.cosine_similarity(made.image_embeds, made.text_embeds)))
+            outputs = model(**tensors)
+        cosines.append(float(torch.cosine_similarity(outputs.image_embeds, outputs.text_embeds)))
         assert abs(verdict.score - max(cosines[-1], 0)) < 1e-3
     assert len(set(cosines)) == 4

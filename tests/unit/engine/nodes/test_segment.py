@@ -39,47 +39,47 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def nodes_of(folder: Path) -> SegmentNodes:
-    given = {"nodes": {"segment": str(folder)}, "model": {"device": "cpu"}}
-    nodes = open_nodes(folder.name, config_of(given), {})
+    options = {"nodes": {"segment": str(folder)}, "model": {"device": "cpu"}}
+    nodes = open_nodes(folder.name, config_of(options), {})
     assert isinstance(nodes, SegmentNodes)
     return nodes
 
 
 def expected(folder: Path, picture: Any, points: Any, box: Any) -> tuple[Any, float]:
     """The best of the masks that the model answers, said again by itself."""
-    asked: dict[str, Any] = {}
+    prompts: dict[str, Any] = {}
     if points:
-        asked["input_points"] = [[[[x, y] for x, y, _ in points]]]
-        asked["input_labels"] = [[[point[2] for point in points]]]
+        prompts["input_points"] = [[[[x, y] for x, y, _ in points]]]
+        prompts["input_labels"] = [[[point[2] for point in points]]]
     if box:
-        asked["input_boxes"] = [[list(box)]]
-    answer, every = (_said if folder.name == "sam" else _said_2)(folder, picture, asked)
+        prompts["input_boxes"] = [[list(box)]]
+    answer, every = (_by_sam if folder.name == "sam" else _said_2)(folder, picture, prompts)
     best = answer.iou_scores[0, 0].argmax()
     return every[best].numpy() > 0, float(answer.iou_scores[0, 0, best])
 
 
-def _said(folder: Path, picture: Any, asked: dict[str, Any]) -> tuple[Any, Any]:
+def _by_sam(folder: Path, picture: Any, prompts: dict[str, Any]) -> tuple[Any, Any]:
     model: Any = SamModel.from_pretrained(folder)
     processor: Any = SamProcessor.from_pretrained(folder)
-    given = processor(images=Image.fromarray(picture), return_tensors="pt", **asked)
-    sizes = given["original_sizes"], given["reshaped_input_sizes"]
+    inputs = processor(images=Image.fromarray(picture), return_tensors="pt", **prompts)
+    sizes = inputs["original_sizes"], inputs["reshaped_input_sizes"]
     names = ("pixel_values", "input_points", "input_labels", "input_boxes")
     with torch.no_grad():
-        answer = model.eval()(**{name: given[name] for name in names if name in given})
+        answer = model.eval()(**{name: inputs[name] for name in names if name in inputs})
     return answer, processor.post_process_masks(answer.pred_masks, *sizes)[0][0]
 
 
-def _said_2(folder: Path, picture: Any, asked: dict[str, Any]) -> tuple[Any, Any]:
+def _said_2(folder: Path, picture: Any, prompts: dict[str, Any]) -> tuple[Any, Any]:
     """Clicks by transformers' processor; the picture, for which it needs torchvision, by hand."""
     model: Any = Sam2Model.from_pretrained(folder)
     processor = Sam2Processor(ViTImageProcessorPil(size={"height": 64, "width": 64}))
-    given = processor(original_sizes=[picture.shape[:2]], return_tensors="pt", **asked)
-    del given["original_sizes"]
+    inputs = processor(original_sizes=[picture.shape[:2]], return_tensors="pt", **prompts)
+    del inputs["original_sizes"]
     resized = Image.fromarray(picture).resize((64, 64), Image.Resampling.BILINEAR)
     normal = (np.asarray(resized) / 255 - IMAGENET_DEFAULT_MEAN) / IMAGENET_DEFAULT_STD
     pixels = torch.from_numpy(normal.transpose(2, 0, 1)[None]).float()
     with torch.no_grad():
-        answer = model.eval()(pixel_values=pixels, **given)
+        answer = model.eval()(pixel_values=pixels, **inputs)
     size = picture.shape[:2]
     return answer, torch.nn.functional.interpolate(answer.pred_masks[0], size, mode="bilinear")[0]
 
@@ -98,36 +98,36 @@ def test_it_is_the_model_s_best_mask(folder: Path, points: Any, box: Any) -> Non
     mask, score = expected(folder, picture, points, box)
     if not mask.any():
         pytest.skip("these weights see nothing there")
-    given = {"picture": encode(picture)}
-    asked_node = NodeRequest("segment", given, {"points": points, "box": box})
-    [made] = nodes_of(folder).run([asked_node])
-    assert isinstance(made, dict)
-    assert np.array_equal(made["mask"] == 255, mask)
-    assert made["verdict"].score == pytest.approx(score, abs=1e-4)
+    inputs = {"picture": encode(picture)}
+    asked_node = NodeRequest("segment", inputs, {"points": points, "box": box})
+    [output] = nodes_of(folder).run([asked_node])
+    assert isinstance(output, dict)
+    assert np.array_equal(output["mask"] == 255, mask)
+    assert output["verdict"].score == pytest.approx(score, abs=1e-4)
 
 
 def test_boxes_are_the_masks_of_each_and_take_the_memory_of_one(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of GroundingDINO's boxes all masks were brought to the picture's size at once, and of a click
-    three: 48 MB each at 12 megapixels.
+    """All masks of GroundingDINO's boxes were scaled to the picture's size at once, and three of a
+    click: 48 MB each at 12 megapixels.
     """
     picture, nodes = scene(*SIZE), nodes_of(folder)
     rng, largest = fresh_rng(), 0
     corners = rng.integers(0, 20, (37, 2))
     boxes = np.hstack([corners, corners + rng.integers(8, 28, (37, 2))]).tolist()
-    each = [nodes.in_boxes(picture, [box]) for box in boxes]
+    masks = [nodes.in_boxes(picture, [box]) for box in boxes]
     whole = torch.nn.functional.interpolate
 
-    def watched(given: torch.Tensor, *more: Any, **named: Any) -> torch.Tensor:
+    def watched(tensor: torch.Tensor, *more: Any, **named: Any) -> torch.Tensor:
         nonlocal largest
-        made = whole(given, *more, **named)
-        if made.shape[-2:] == SIZE:
-            largest = max(largest, made.numel())
-        return made
+        result = whole(tensor, *more, **named)
+        if result.shape[-2:] == SIZE:
+            largest = max(largest, result.numel())
+        return result
 
     monkeypatch.setattr(torch.nn.functional, "interpolate", watched)
-    differs = nodes.in_boxes(picture, boxes) != np.any(each, axis=0)
+    differs = nodes.in_boxes(picture, boxes) != np.any(masks, axis=0)
     assert differs.mean() < 0.002  # last digits, of numbers near 0
     nodes.find_mask(picture, ((10.0, 12.0, 1),), ())
     assert largest == SIZE[0] * SIZE[1]
@@ -154,7 +154,7 @@ def test_a_picture_too_thin_to_be_seen_is_refused(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("points", "box", "told"),
+    ("points", "box", "message"),
     [
         (((80.0, 3.0, 1),), (), r"points\[0\]: is 80, 3; accepted: within 80x48 pixels"),
         (((3.0, 3.0, 1), (2.0, -1.0, 0)), (), r"points\[1\]"),
@@ -162,6 +162,6 @@ def test_a_picture_too_thin_to_be_seen_is_refused(folder: Path) -> None:
         ((), (10.0, 10.0, 90.0, 20.0), "box: is"),
     ],
 )
-def test_what_lies_outside_is_refused(points: Any, box: Any, told: str) -> None:
-    with pytest.raises(InvalidRequest, match=told):
+def test_what_lies_outside_is_refused(points: Any, box: Any, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
         check_clicks(points, box, SIZE[1], SIZE[0])

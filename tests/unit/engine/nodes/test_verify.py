@@ -26,12 +26,12 @@ PICTURE = encode_png(np.zeros((4, 6, 3), np.uint8))
 class Model(BaseHTTPRequestHandler):
     """Answers with what the statement asks for."""
 
-    asked: list[dict[str, Any]] = []  # noqa: RUF012  of the test's one server
+    requests: list[dict[str, Any]] = []  # noqa: RUF012  of the test's one server
 
     def do_POST(self) -> None:
         assert self.path == "/v1/chat/completions"
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        self.asked.append({**body, "key": self.headers["authorization"]})
+        self.requests.append({**body, "key": self.headers["authorization"]})
         statement = body["messages"][0]["content"][0]["text"].split("this: ")[1].split("\n")[0]
         if statement == "elsewhere":
             self.send_response(302)
@@ -62,12 +62,8 @@ def url() -> Iterator[str]:
 
 def nodes_of(url: str, tmp_path: Path) -> VerifyNodes:
     (tmp_path / "key").write_text("secret\n")
-    asked = {"verify_url": url, "verify_model": "sees", "verify_key_file": str(tmp_path / "key")}
-    return VerifyNodes(config_of({"nodes": asked}))
-
-
-def asked(statement: str, picture: bytes = PICTURE) -> NodeRequest:
-    return NodeRequest("agrees", {"picture": picture, "statement": statement}, {"enough": 0.5})
+    options = {"verify_url": url, "verify_model": "sees", "verify_key_file": str(tmp_path / "key")}
+    return VerifyNodes(config_of({"nodes": options}))
 
 
 def test_its_number_is_the_score_and_all_else_an_error(
@@ -75,21 +71,22 @@ def test_its_number_is_the_score_and_all_else_an_error(
 ) -> None:
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # nobody's
     nodes = nodes_of(url, tmp_path)
-    said = ["85", "It shows 40 of 100.", "101", "no idea", "other", "elsewhere", "large"]
+    replies = ["85", "It shows 40 of 100.", "101", "no idea", "other", "elsewhere", "large"]
     calls = [
-        NodeRequest("agrees", {"picture": PICTURE, "statement": x}, {"enough": 0.5}) for x in said
+        NodeRequest("agrees", {"picture": PICTURE, "statement": x}, {"enough": 0.5})
+        for x in replies
     ]
     bad = NodeRequest("agrees", {"picture": b"no", "statement": "1"}, {"enough": 0.5})
-    *made, refused = nodes.run([*calls, bad])
-    assert made[:3] == [
+    *answers, refused = nodes.run([*calls, bad])
+    assert answers[:3] == [
         {"verdict": Judgement(0.85, True)}, {"verdict": Judgement(0.4, False)},
         {"verdict": Judgement(1.0, True)},
     ]  # fmt: skip
     assert isinstance(refused, InvalidRequest)
-    assert all(isinstance(each, EngineFailed) for each in made[3:])
-    assert "status 302" in str(made[5])
-    assert "over 1048576 bytes" in str(made[6])
-    first = next(each for each in Model.asked if "85" in str(each["messages"]))
+    assert all(isinstance(answer, EngineFailed) for answer in answers[3:])
+    assert "status 302" in str(answers[5])
+    assert "over 1048576 bytes" in str(answers[6])
+    first = next(request for request in Model.requests if "85" in str(request["messages"]))
     assert (first["key"], first["model"]) == ("Bearer secret", "sees")
     sent = first["messages"][0]["content"][1]["image_url"]["url"].partition("base64,")[2]
     assert base64.b64decode(sent) == PICTURE
@@ -97,7 +94,7 @@ def test_its_number_is_the_score_and_all_else_an_error(
 
 def test_one_that_is_not_there_is_told_without_its_address(tmp_path: Path) -> None:
     nodes = nodes_of("http://127.0.0.1:1/v1", tmp_path)
-    [made] = nodes.run(
+    [answer] = nodes.run(
         [NodeRequest("agrees", {"picture": PICTURE, "statement": "1"}, {"enough": 0.5})]
     )
-    assert str(made) == "[ENGINE_FAILED] the verifier does not answer"
+    assert str(answer) == "[ENGINE_FAILED] the verifier does not answer"

@@ -1,4 +1,4 @@
-"""What ControlNets add to an edit: for the scheduler, the fit of a worker's costs, and routers."""
+"""Work that ControlNets add to an edit: for the scheduler, the fit of costs, and routers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_shares_are_of_the_steps_in_which_a_control_acts(seed: int) -> None:
     counted = sum(start <= n / steps and (n + 1) / steps <= end for n in range(steps)) / steps
     expected = [("a", counted)] if counted else []
     assert shares(controls, steps) == (*expected, ("b", 1.0))
-    assert [each.name for each in acting(controls, steps)] == [
+    assert [control.name for control in acting(controls, steps)] == [
         name for name, _ in shares(controls, steps)
     ]
 
@@ -119,20 +119,20 @@ def test_an_edit_s_work_is_that_of_the_steps_in_which_its_nets_run(tiny_fill: Pa
     assert [work.at(step, cached=True) for step in range(10)] == pytest.approx(expected)
     assert work.mean(cached=True) == pytest.approx(np.mean(expected))
     assert work.mean(cached=False) == pytest.approx(0.7 * whole[0] + whole[1])
-    # With anchors of its own {0, 5, 8}: 5 is foreseen at step 1, before the first net begins to
+    # With refresh steps {0, 5, 8}: step 1 looks ahead to 5, before the first net begins to
     # act, and 8 at step 5.
     plan = RefreshSchedule(frozenset({0, 5, 8}), "int8", text=True, looks_ahead=True)
-    own, between = work.with_schedule(plan, adapter.counted(edit, plan)), []
+    edit_work, between = work.with_schedule(plan, adapter.counted(edit, plan)), []
     for name, all_text in zip(nets, part, strict=True):
         net = control_work(adapter.spec, nets[name].config, *edit.moments.shape[1:])
         kinds = ("kv",) * len(net.blocks)
         between.append(net.batch_flops(adapter.counted(edit, plan), kinds, None))
         assert between[-1] < all_text  # a net leaves its text out, too
-    read = [own.at(step, cached=step > 0, foresaw=step in (1, 5)) for step in range(10)]
+    read = [edit_work.at(step, cached=step > 0, foresaw=step in (1, 5)) for step in range(10)]
     steps = [0, 0, 0, whole[0], *[between[0]] * 6], [whole[1], *[between[1]] * 9]
     ahead = [(step in (1, 5)) * sum(whole) for step in range(10)]
-    assert read == pytest.approx([sum(each) for each in zip(*steps, ahead, strict=True)])
-    assert own.mean(cached=True) == pytest.approx(np.mean(read))
+    assert read == pytest.approx([sum(flops) for flops in zip(*steps, ahead, strict=True)])
+    assert edit_work.mean(cached=True) == pytest.approx(np.mean(read))
 
 
 def test_routers_price_edits_and_rows_with_control() -> None:

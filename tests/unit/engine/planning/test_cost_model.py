@@ -77,10 +77,10 @@ def test_no_line_without_negative_coefficients_fits_better(
     line = fit(list(x), list(y))
 
     longest = y.max() or 1.0
-    own = longest * np.maximum(y / longest, 1e-3)
+    scale = longest * np.maximum(y / longest, 1e-3)
 
     def error(fixed: float, slope: float) -> float:
-        return float((((y - fixed - slope * x) / own) ** 2).sum())
+        return float((((y - fixed - slope * x) / scale) ** 2).sum())
 
     best = error(line.fixed, line.per_unit)
     nearby = [(line.fixed * 1.01, line.per_unit), (line.fixed, line.per_unit * 0.99)]

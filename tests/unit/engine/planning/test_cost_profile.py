@@ -1,4 +1,4 @@
-"""What a worker starts with where its steps were measured before: written, read, refused."""
+"""A worker starts with the profile of its measured steps: written, read, refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (None, "cannot be read: No such file"),
         ("no JSON", "is nothing that scripts/bench profile_costs has written"),
@@ -38,7 +38,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_no_profile_is_refused_in_a_sentence(
-    tmp_path: Path, change: Any, said: str
+    tmp_path: Path, change: Any, message: str
 ) -> None:
     file = tmp_path / "costs.json"
     if isinstance(change, str):
@@ -46,6 +46,6 @@ def test_what_is_no_profile_is_refused_in_a_sentence(
     elif change is not None:
         whole = {**json.loads(PROFILE.text()), **change} if change else change
         file.write_text(json.dumps(whole), encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"^\[engine\] costs: .*" + said) as raised:
+    with pytest.raises(ConfigError, match=r"^\[engine\] costs: .*" + message) as raised:
         read_profile(str(file))
     assert "\n" not in str(raised.value)

@@ -1,4 +1,4 @@
-"""What a step takes on several devices, by count."""
+"""Time of a step on several devices, by their number."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def test_one_row_of_flux_at_1024(
     """The table of docs/decisions/devices.md."""
     work = work_of()
     row = work.row_at(ratio, 512.0)
-    found = [sent_bytes(work, row, degree) / 1e9 for degree in DEGREES]
-    assert found == pytest.approx(sent, abs=0.006)
+    gigabytes = [sent_bytes(work, row, degree) / 1e9 for degree in DEGREES]
+    assert gigabytes == pytest.approx(sent, abs=0.006)
     seconds = seconds_by_degree(work, row, kind, H100, ExchangeCosts())
     assert [round(1e3 * second) for second in seconds] == list(ms)
 

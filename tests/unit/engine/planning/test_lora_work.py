@@ -1,4 +1,4 @@
-"""What LoRAs add to the counted work, against torch's own counter, and to prices."""
+"""Work that LoRAs add, against torch's own counter, and its price."""
 
 from __future__ import annotations
 
@@ -116,8 +116,8 @@ def test_a_dense_step_of_a_unet_adds_what_torch_counts(config: dict[str, Any], l
 def test_a_cached_step_adds_what_torch_counts(
     net: str, kind: str, tiny_fill: Path, tiny_unets: dict[str, Path]
 ) -> None:
-    """Of the engine's own rows. Prompts' keys and values of a UNet are counted at each step and
-    made once; FLUX's modulation is made for several steps at once: these layers are left out.
+    """Counts the engine's own rows without the layers whose products serve several steps: a UNet
+    computes keys and values of the prompt once, and FLUX its modulation for several steps.
     """
     folder = tiny_fill if net == "fill" else tiny_unets[net]
     config = config_of(folder)
@@ -155,16 +155,16 @@ def test_what_loras_of_some_rows_add_is_theirs_alone_and_reaches_every_plan() ->
     lora, _ = base.typical_lora()
     plain, other = (base.totals([base.row_at(ratio, 5)]) for ratio in (0.2, 0.6))
     loras = plain.with_loras([lora, lora])
-    both = loras + other
-    assert both.added is not None
-    assert np.array_equal(both.added.blocks, Added.by([lora, lora], plain).blocks)
+    total = loras + other
+    assert total.added is not None
+    assert np.array_equal(total.added.blocks, Added.by([lora, lora], plain).blocks)
     assert np.allclose(
-        base.block_flops(both), base.block_flops(plain + other) + 2 * lora.block_flops(plain)
+        base.block_flops(total), base.block_flops(plain + other) + 2 * lora.block_flops(plain)
     )
     costs = CostModel("cpu", Line(0.0, 1.0))
-    added = [step_costs(base, each, costs, {}).compute.sum() for each in (both, plain + other)]
+    added = [step_costs(base, rows, costs, {}).compute.sum() for rows in (total, plain + other)]
     assert added[0] - added[1] == pytest.approx(2 * lora.block_flops(plain).sum())
-    assert plan_totals(both, {}) != plan_totals(plain + other, {})
+    assert plan_totals(total, {}) != plan_totals(plain + other, {})
 
 
 def test_a_lora_is_priced_by_the_bytes_of_its_file(tiny_fill: Path) -> None:

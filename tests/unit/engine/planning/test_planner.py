@@ -55,11 +55,11 @@ def brute_force(costs: StepCosts, lead: float | None) -> float:
 
 
 def check(costs: StepCosts, lead: float | None) -> Plan:
-    found, least = plan(costs, lead=lead, tolerance=0.0), brute_force(costs, lead)
-    assert found.latency == pytest.approx(least, rel=1e-8, abs=1e-9)
-    assert found.bound <= least * (1 + 1e-9) + 1e-9
-    assert evaluate(costs, found.kinds, lead=lead).latency == pytest.approx(found.latency)
-    return found
+    solution, least = plan(costs, lead=lead, tolerance=0.0), brute_force(costs, lead)
+    assert solution.latency == pytest.approx(least, rel=1e-8, abs=1e-9)
+    assert solution.bound <= least * (1 + 1e-9) + 1e-9
+    assert evaluate(costs, solution.kinds, lead=lead).latency == pytest.approx(solution.latency)
+    return solution
 
 
 @examples(250)
@@ -95,9 +95,9 @@ def test_equals_brute_force_on_8_unequal_blocks(seed: int, lead: float | None) -
 @given(random_costs(most=7), leads, st.sampled_from([0.01, 0.1, 0.5]))
 def test_a_tolerance_is_kept(costs: StepCosts, lead: float | None, tolerance: float) -> None:
     exact = plan(costs, lead=lead, tolerance=0.0).latency
-    found = plan(costs, lead=lead, tolerance=tolerance)
-    assert found.latency <= exact * (1 + tolerance) * (1 + 1e-8) + 1e-9
-    assert found.bound <= exact * (1 + 1e-8) + 1e-9
+    solution = plan(costs, lead=lead, tolerance=tolerance)
+    assert solution.latency <= exact * (1 + tolerance) * (1 + 1e-8) + 1e-9
+    assert solution.bound <= exact * (1 + 1e-8) + 1e-9
 
 
 @examples(60)
@@ -113,7 +113,7 @@ def test_few_intervals_still_give_an_honest_bound(costs: StepCosts, lead: float 
 
 
 def paper_plan(costs: StepCosts, kind: str) -> list[str]:
-    """What Algorithm 1 picks when its cached blocks run as `kind`."""
+    """The plan of Algorithm 1 when its cached blocks run as `kind`."""
     column, load = KINDS.index(kind), {"project": 0, "kv": 1}[kind]
     use, _ = algorithm_1(costs.compute[:, column], costs.compute[:, 0], costs.loads[:, load])
     return [kind if cached else "dense" for cached in use]
@@ -124,8 +124,8 @@ def paper_plan(costs: StepCosts, kind: str) -> list[str]:
 def test_never_worse_than_algorithm_1(costs: StepCosts, lead: float | None) -> None:
     latency = plan(costs, lead=lead, tolerance=0.0).latency
     for kind in ("project", "kv"):
-        theirs = evaluate(costs, paper_plan(costs, kind), lead=lead).latency
-        assert latency <= theirs * (1 + 1e-8) + 1e-9
+        paper_latency = evaluate(costs, paper_plan(costs, kind), lead=lead).latency
+        assert latency <= paper_latency * (1 + 1e-8) + 1e-9
 
 
 def test_algorithm_1_is_greedy_and_loses_on_unequal_blocks() -> None:
@@ -150,11 +150,11 @@ def test_algorithm_1_loses_on_equal_blocks_too() -> None:
 def test_a_restore_that_algorithm_1_does_not_see() -> None:
     # Its plan computes a block after a cached one as if inactive states were there.
     costs = costs_of([[2, 1, 1], [2, 2, 2]], [[1, 1], [5, 9]])
-    theirs = paper_plan(costs, "kv")
-    assert theirs == ["kv", "dense"]
+    paper_kinds = paper_plan(costs, "kv")
+    assert paper_kinds == ["kv", "dense"]
     _, promised = algorithm_1([1, 2], [2, 2], [1, 9])
     assert promised == 4
-    assert evaluate(costs, theirs, lead=0.0).latency == 1 + 5 + 2
+    assert evaluate(costs, paper_kinds, lead=0.0).latency == 1 + 5 + 2
     assert plan(costs, lead=0.0, tolerance=0.0).latency == 4
 
 
@@ -174,13 +174,13 @@ def test_flux_kinds_follow_the_link() -> None:
 @pytest.mark.parametrize("fmt", ["bfloat16", "int8"])
 def test_flux_plans_are_proved_and_beat_every_plain_one(gbytes: float, fmt: str) -> None:
     costs = flux_costs(gbytes, fmt, (0.04, 0.09, 0.11, 0.2), budget_bytes=2e9)
-    found = plan(costs)
-    assert found.latency <= found.bound * (1 + TOLERANCE) * (1 + 1e-9)
+    solution = plan(costs)
+    assert solution.latency <= solution.bound * (1 + TOLERANCE) * (1 + 1e-9)
     for kind in KINDS:
-        assert found.latency <= evaluate(costs, [kind] * 57).latency * (1 + TOLERANCE)
+        assert solution.latency <= evaluate(costs, [kind] * 57).latency * (1 + TOLERANCE)
     for kind in ("project", "kv"):
         latency = evaluate(costs, paper_plan(costs, kind)).latency
-        assert found.latency <= latency * (1 + TOLERANCE)
+        assert solution.latency <= latency * (1 + TOLERANCE)
 
 
 def test_a_tighter_budget_is_never_better() -> None:
@@ -199,17 +199,17 @@ def test_unet_stacks_end_restored() -> None:
     )
     model = CostModel("x", Line(1e-4, 1e-12), {"host": Line(0.0, 1e-11)}, "estimate")
     costs = step_costs(work, work.totals([row]), model, {"host": loads})
-    found = plan(costs)
+    solution = plan(costs)
     for end in work.ends.tolist():
-        assert (end in found.end_restores) != (found.kinds[end] == "dense")
-    assert found.compute == pytest.approx(
+        assert (end in solution.end_restores) != (solution.kinds[end] == "dense")
+    assert solution.compute == pytest.approx(
         model.compute.fixed
         + 1e-12
         * (
             work.fixed_flops(work.totals([row])).sum()
             + sum(
                 work.block_flops(work.totals([row]))[i, KINDS.index(k)]
-                for i, k in enumerate(found.kinds)
+                for i, k in enumerate(solution.kinds)
             )
         )
     )
@@ -222,11 +222,11 @@ def test_dense_rows_beside_give_the_loads_their_time() -> None:
     loads = {"host": block_bytes(work, [(4096 - row.active[0],)], FORMATS["bfloat16"])}
     cached = work.totals([row])
     alone = plan(step_costs(work, cached, model, loads))
-    beside = plan(step_costs(work, cached, model, loads, dense=work.totals([row])))
+    mixed_plan = plan(step_costs(work, cached, model, loads, dense=work.totals([row])))
     assert alone.kinds.count("kv") < 57
-    assert beside.kinds.count("kv") == 57
+    assert mixed_plan.kinds.count("kv") == 57
     dense_step = 2e-15 * work.step_flops([row], "dense")
-    assert beside.compute == pytest.approx(dense_step + 2e-15 * work.step_flops([row], "kv"))
+    assert mixed_plan.compute == pytest.approx(dense_step + 2e-15 * work.step_flops([row], "kv"))
 
 
 def test_loads_that_take_no_time_need_no_budget() -> None:
@@ -265,12 +265,12 @@ def test_no_plain_plan_and_no_plan_of_the_device_alone_is_faster_where_the_host_
     n = len(costs.compute)
     launching = np.array(data.draw(st.lists(numbers, min_size=n, max_size=n)), dtype=float)
     slow = replace(costs, launching=launching, launching_fixed=float(fixed))
-    found = plan(slow, lead=lead, tolerance=0.0)
-    assert found.host == slow.host([KINDS.index(kind) for kind in found.kinds])
-    assert found.latency >= found.host
-    others = [plan(costs, lead=lead, tolerance=0.0).kinds, *((kind,) * n for kind in KINDS)]
-    for kinds in others:
-        assert found.latency <= evaluate(slow, kinds, lead=lead).latency
+    solution = plan(slow, lead=lead, tolerance=0.0)
+    assert solution.host == slow.host([KINDS.index(kind) for kind in solution.kinds])
+    assert solution.latency >= solution.host
+    alternatives = [plan(costs, lead=lead, tolerance=0.0).kinds, *((kind,) * n for kind in KINDS)]
+    for kinds in alternatives:
+        assert solution.latency <= evaluate(slow, kinds, lead=lead).latency
 
 
 @pytest.mark.parametrize(("peak", "kind"), [(0.5e15, "kv"), (1.5e15, "dense")])
@@ -280,6 +280,6 @@ def test_a_device_that_is_faster_than_the_host_computes_all_tokens(peak: float, 
     model = CostModel("gpu", Line(0.0, 1 / peak), {"device": Line(0.0, 0.0)}, launch=6e-6)
     loads = {"device": np.zeros((len(work.blocks), 2))}
     costs = step_costs(work, work.totals([work.row_at(0.11, 77)]), model, loads)
-    found = plan(costs, lead=0.0)
-    assert found.kinds == (kind,) * len(work.blocks)
-    assert found.latency == max(found.compute, found.host)
+    solution = plan(costs, lead=0.0)
+    assert solution.kinds == (kind,) * len(work.blocks)
+    assert solution.latency == max(solution.compute, solution.host)

@@ -33,10 +33,10 @@ def encoder(tiny_fill: Path) -> Encoder:
 
 def job(encoder: Encoder, seed: int, name: str, **settings: Any) -> EditJob:
     case = random_case(np.random.default_rng(seed), strength=1.0, **settings)
-    made = encode_case(encoder, case, name)
-    mask = np.zeros_like(made.edit_mask)
+    edit_job = encode_case(encoder, case, name)
+    mask = np.zeros_like(edit_job.edit_mask)
     mask[:, :9] = 255
-    return replace(made, edit_mask=mask)
+    return replace(edit_job, edit_mask=mask)
 
 
 @pytest.fixture
@@ -44,10 +44,10 @@ def engine(tiny_fill: Path, encoder: Encoder, request: pytest.FixtureRequest) ->
     # Without a template its edits are dense.
     cache = {"audit_share": 1.0, "own_anchors": 0.0, **request.param}
     config = config_of(tiny_fill, cache=cache)
-    made = assemble(config, load_adapter(config), lambda: encoder.encode_prompt(""))
-    made.start()
-    yield made
-    made.close(5.0)
+    new_engine = assemble(config, load_adapter(config), lambda: encoder.encode_prompt(""))
+    new_engine.start()
+    yield new_engine
+    new_engine.close(5.0)
 
 
 def edit(engine: Engine, job: EditJob) -> FinalEvent:
@@ -59,8 +59,8 @@ def edit(engine: Engine, job: EditJob) -> FinalEvent:
 def audited(engine: Engine, count: int) -> dict[str, Any]:
     """The one template, once so many of its edits were made again."""
     eventually("audits are done", lambda: engine.audits.done >= count)
-    (held,) = engine.templates().result(30)
-    return held
+    (template,) = engine.templates().result(30)
+    return template
 
 
 @pytest.mark.parametrize("engine", [{"audit_limit": 100.0}], indirect=True)
@@ -68,11 +68,11 @@ def test_a_cached_edit_is_made_again_and_compared(engine: Engine, encoder: Encod
     first = job(encoder, 3, "a", cache="require")
     cached = edit(engine, first)
     dense = edit(engine, job(encoder, 3, "b", cache="off"))
-    held = audited(engine, 1)
+    template = audited(engine, 1)
     expected = drift_of(cached.latents, dense.latents, first.edit_mask)
-    assert held["drift_max"] == pytest.approx(expected, rel=1e-3, abs=1e-4)
+    assert template["drift_max"] == pytest.approx(expected, rel=1e-3, abs=1e-4)
     assert expected > 0
-    assert (held["audits"], held["runs_dense"]) == (1, False)  # dense edits are not audited
+    assert (template["audits"], template["runs_dense"]) == (1, False)  # dense edits are not audited
     assert engine.counters["edits_total"] == 2  # an audit is nobody's edit
     assert [n for n, *_ in engine.observations.take()].count("cache_drift") == 1
 
@@ -82,11 +82,11 @@ def test_a_template_over_the_limit_runs_dense_and_says_so(
     engine: Engine, encoder: Encoder, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert edit(engine, job(encoder, 3, "a", cache="require")).meta["cache"] == "hit"
-    held = audited(engine, 1)
-    assert held["runs_dense"]
+    template = audited(engine, 1)
+    assert template["runs_dense"]
     after = edit(engine, job(encoder, 3, "b"))
     assert after.meta["cache"] == "off"
-    assert after.meta["drift"] == pytest.approx(held["drift_max"], abs=1e-4)
+    assert after.meta["drift"] == pytest.approx(template["drift_max"], abs=1e-4)
     assert set(after.meta["kinds"]) == {"dense"}
     assert edit(engine, job(encoder, 4, "c", cache="require")).meta["cache"] == "hit"
     insisted = edit(engine, job(encoder, 3, "d", cache="require"))
@@ -126,7 +126,7 @@ def test_drift_looks_under_the_mask_alone() -> None:
     assert drift_of(cached, dense, mask) == pytest.approx(0.5)
 
 
-def test_the_books_and_labels_are_bounded(tiny_fill: Path, encoder: Encoder) -> None:
+def test_the_tables_and_labels_are_bounded(tiny_fill: Path, encoder: Encoder) -> None:
     observations = Observations()
     audits = Audits(config_of(tiny_fill, cache={"audit_share": 1.0}).cache, observations)
     one = job(encoder, 3, "a")

@@ -55,14 +55,16 @@ def judge_by(engine: Engine, in_time: InTime) -> None:
     vars(engine.manager.in_time).update(vars(in_time))
 
 
-def due(each: EditJob, **request: Any) -> EditJob:
-    return replace(each, request=replace(each.request, accepted_ns=time.time_ns(), **request))
+def due(edit_job: EditJob, **request: Any) -> EditJob:
+    return replace(
+        edit_job, request=replace(edit_job.request, accepted_ns=time.time_ns(), **request)
+    )
 
 
-def dropped(each: EditJob, ms: int, **request: Any) -> EditJob:
+def dropped(edit_job: EditJob, ms: int, **request: Any) -> EditJob:
     """Due after so long, and dropped then."""
-    settings = structs.replace(each.request.settings, deadline_ms=ms)
-    return due(each, settings=settings, due_ms=ms, **request)
+    settings = structs.replace(edit_job.request.settings, deadline_ms=ms)
+    return due(edit_job, settings=settings, due_ms=ms, **request)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +87,7 @@ def test_every_end_but_the_clients_own_doing_is_a_hit_or_a_miss() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ms", "on_late", "timeout_ms", "limit", "name", "wanted"),
+    ("ms", "on_late", "timeout_ms", "limit", "name", "expected_due"),
     [
         (None, "drop", 0, None, "SETTINGS.deadline_ms", None),
         (900, "drop", 0, 900, "SETTINGS.deadline_ms", 900),
@@ -97,11 +99,20 @@ def test_every_end_but_the_clients_own_doing_is_a_hit_or_a_miss() -> None:
     ],
 )
 def test_on_late_leaves_the_timeout_of_a_request_as_it_is(
-    ms: int | None, on_late: Any, timeout_ms: int, limit: int | None, name: str, wanted: int | None
+    ms: int | None,
+    on_late: Any,
+    timeout_ms: int,
+    limit: int | None,
+    name: str,
+    expected_due: int | None,
 ) -> None:
     request = SimpleNamespace(timeout=lambda: 1000 * timeout_ms)
-    taken = bounded(EditSettings(deadline_ms=ms, on_late=on_late), request, streaming=False)
-    assert (taken.settings.deadline_ms, taken.limit_name, taken.due_ms) == (limit, name, wanted)
+    limits = bounded(EditSettings(deadline_ms=ms, on_late=on_late), request, streaming=False)
+    assert (limits.settings.deadline_ms, limits.limit_name, limits.due_ms) == (
+        limit,
+        name,
+        expected_due,
+    )
 
 
 def test_what_follows_the_last_step_is_learned_per_token() -> None:
@@ -124,10 +135,10 @@ def test_what_follows_the_last_step_is_learned_per_token() -> None:
 def test_the_queue_is_ordered_by_when_the_last_step_is_to_end() -> None:
     """Not by when the edit would be dropped, which one that goes on never is."""
     scheduler = StepScheduler(1, 8)
-    for name, deadline, wanted in (
+    for name, deadline, due_s in (
         ("free", None, None), ("tight", 9.0, 5.0), ("soft", None, 4.0), ("loose", 6.0, None),
     ):  # fmt: skip
-        scheduler.submit(Ticket(name, 1, 4, 4, 0.0, deadline=deadline, due=wanted))
+        scheduler.submit(Ticket(name, 1, 4, 4, 0.0, deadline=deadline, due=due_s))
     assert [t.request_id for t in scheduler.waiting] == ["soft", "tight", "loose", "free"]
     decision = scheduler.schedule(7.0)
     assert [t.request_id for t in decision.expired] == ["loose"]
@@ -141,18 +152,20 @@ def test_a_late_edit_goes_on_and_says_when_it_was_due(engine: Engine, encoder: E
 
 
 def test_without_a_setting_it_is_due_by_its_size(engine: Engine, encoder: Encoder) -> None:
-    each = due(job(encoder, 2, "sized"))
+    edit_job = due(job(encoder, 2, "sized"))
     times = SloConfig(enabled=True).times_ms
-    state = RequestState.of(engine.prepared(each), Sink(), engine.adapter, times)
+    state = RequestState.of(engine.prepared(edit_job), Sink(), engine.adapter, times)
     assert (state.due_ms, state.deadline) == (1500, None)
-    said = RequestState.of(engine.prepared(due(each, due_ms=70)), Sink(), engine.adapter, times)
-    assert said.due_ms == 70
+    with_due_ms = RequestState.of(
+        engine.prepared(due(edit_job, due_ms=70)), Sink(), engine.adapter, times
+    )
+    assert with_due_ms.due_ms == 70
 
 
 def test_the_last_step_is_due_before_the_answer(engine: Engine, encoder: Encoder) -> None:
-    each = due(job(encoder, 3, "tail"), due_ms=2000, after_token_s=0.01)
-    state = RequestState.of(engine.prepared(each), Sink(), engine.adapter)
-    accepted = time.monotonic() - (time.time_ns() - each.request.accepted_ns) / 1e9
+    edit_job = due(job(encoder, 3, "tail"), due_ms=2000, after_token_s=0.01)
+    state = RequestState.of(engine.prepared(edit_job), Sink(), engine.adapter)
+    accepted = time.monotonic() - (time.time_ns() - edit_job.request.accepted_ns) / 1e9
     expected = accepted + 2.0 - 0.01 * state.work.total_tokens
     assert state.due == pytest.approx(expected, abs=0.02)
     assert state.make_ticket().due == state.due
@@ -164,8 +177,8 @@ def test_what_can_never_be_in_time_is_refused_with_the_time_that_it_takes(
 ) -> None:
     judge_by(engine, InTime(engine.config, lambda: Pricing(1.0, 1.0, 1.0, 0.0)))
     sink, soft = Sink(), Sink()
-    asked = job(encoder, 4, "never", num_inference_steps=4, cache="off")
-    engine.submit(dropped(asked, 1000), sink)
+    edit_job = job(encoder, 4, "never", num_inference_steps=4, cache="off")
+    engine.submit(dropped(edit_job, 1000), sink)
     error = sink.error()
     assert isinstance(error, DeadlineExceeded)
     assert "SETTINGS.deadline_ms: 1000 ms are too short for this edit" in str(error)
@@ -173,8 +186,8 @@ def test_what_can_never_be_in_time_is_refused_with_the_time_that_it_takes(
     engine.submit(due(job(encoder, 4, "soft", num_inference_steps=4), due_ms=1000), soft)
     assert soft.final().meta["due_ms"] == 1000  # its client wants it whenever it comes
     after = Sink()
-    each = job(encoder, 4, "decoding", num_inference_steps=1, cache="off")
-    engine.submit(dropped(each, 60_000, after_token_s=100.0), after)
+    short_job = job(encoder, 4, "decoding", num_inference_steps=1, cache="off")
+    engine.submit(dropped(short_job, 60_000, after_token_s=100.0), after)
     assert isinstance(after.error(), DeadlineExceeded)
 
 
@@ -184,24 +197,24 @@ def test_what_cannot_be_in_time_now_is_refused_while_others_run(
     # A batch of rows costs what each costs: 1 s for each of them in a step.
     judge_by(engine, InTime(engine.config, lambda: Pricing(0.0, 1.0, 1.0, 0.0)))
     sinks = [Sink() for _ in range(4)]
-    refused, taken = Sink(), Sink()
+    refused, accepted = Sink(), Sink()
 
     def at_once() -> None:
         for number, sink in enumerate(sinks):
-            each = job(encoder, number, f"busy-{number}", num_inference_steps=4, cache="off")
-            engine.manager.accept(RequestState.of(engine.prepared(each), sink, engine.adapter))
+            edit_job = job(encoder, number, f"busy-{number}", num_inference_steps=4, cache="off")
+            engine.manager.accept(RequestState.of(engine.prepared(edit_job), sink, engine.adapter))
         engine.manager.schedule()  # they have rows
-        for name, ms, sink in (("no", 6000, refused), ("yes", 30_000, taken)):
-            each = job(encoder, 9, name, num_inference_steps=4, cache="off")
+        for name, ms, sink in (("no", 6000, refused), ("yes", 30_000, accepted)):
+            edit_job = job(encoder, 9, name, num_inference_steps=4, cache="off")
             engine.manager.accept(
-                RequestState.of(engine.prepared(dropped(each, ms)), sink, engine.adapter)
+                RequestState.of(engine.prepared(dropped(edit_job, ms)), sink, engine.adapter)
             )
 
     engine.ask(at_once).result()
     error = refused.error()
     assert isinstance(error, Overloaded)
     assert "would be done in about 20.0 s" in str(error)
-    assert taken.final().meta["due_ms"] == 30_000
+    assert accepted.final().meta["due_ms"] == 30_000
     for sink in sinks:
         sink.final()
 
@@ -225,36 +238,38 @@ def test_an_edit_waits_for_its_template_where_only_that_meets_its_due_time(
 ) -> None:
     """16 dense steps of 1 s, or 4 that prime and 16 of 0.1 s."""
     active_alone(engine)
-    each = small(job(encoder, 11, "due", num_inference_steps=16))
-    final = edit(engine, due(each, due_ms=ms))
+    edit_job = small(job(encoder, 11, "due", num_inference_steps=16))
+    final = edit(engine, due(edit_job, due_ms=ms))
     assert final.meta["cache"] == cache
     if cache == "hit":
-        settings = structs.replace(each.request.settings, cache="require")
-        request = replace(each.request, settings=settings, request_id="asked")
-        assert np.array_equal(final.latents, edit(engine, replace(each, request=request)).latents)
+        settings = structs.replace(edit_job.request.settings, cache="require")
+        request = replace(edit_job.request, settings=settings, request_id="asked")
+        assert np.array_equal(
+            final.latents, edit(engine, replace(edit_job, request=request)).latents
+        )
 
 
 def test_an_edit_that_waited_in_vain_runs_dense(engine: Engine, encoder: Encoder) -> None:
     """Its template does not fit, or there is no prompt to prime it with."""
     active_alone(engine)
     dense = edit(engine, small(job(encoder, 11, "off", num_inference_steps=16, cache="off")))
-    each = small(job(encoder, 11, "due", num_inference_steps=16))
+    edit_job = small(job(encoder, 11, "due", num_inference_steps=16))
     engine.cache.prompt = lambda: None
-    final = edit(engine, due(each, due_ms=13_000))
+    final = edit(engine, due(edit_job, due_ms=13_000))
     assert (final.meta["cache"], final.meta["steps"]) == ("miss", 16)
     assert np.array_equal(final.latents, dense.latents)
 
 
-def small(each: EditJob) -> EditJob:
+def small(edit_job: EditJob) -> EditJob:
     """With a mask of one token."""
-    mask = np.zeros_like(each.edit_mask)
+    mask = np.zeros_like(edit_job.edit_mask)
     mask[5, 7] = 255
-    return replace(each, edit_mask=mask)
+    return replace(edit_job, edit_mask=mask)
 
 
-def elastic(each: EditJob, floor: float, **request: Any) -> EditJob:
-    settings = structs.replace(each.request.settings, reuse="elastic", reuse_floor=floor)
-    return due(each, settings=settings, **request)
+def elastic(edit_job: EditJob, floor: float, **request: Any) -> EditJob:
+    settings = structs.replace(edit_job.request.settings, reuse="elastic", reuse_floor=floor)
+    return due(edit_job, settings=settings, **request)
 
 
 @pytest.mark.parametrize(
@@ -270,20 +285,20 @@ def elastic(each: EditJob, floor: float, **request: Any) -> EditJob:
 def test_an_elastic_edit_at_risk_leaves_steps_out_down_to_its_floor(
     engine: Engine, encoder: Encoder, ms: int, floor: float, level: str | None
 ) -> None:
-    asked: dict[str, Any] = {"num_inference_steps": 16, "cache": "off"}
-    plain = edit(engine, job(encoder, 6, "plain", **asked))
+    options: dict[str, Any] = {"num_inference_steps": 16, "cache": "off"}
+    plain = edit(engine, job(encoder, 6, "plain", **options))
     judge_by(engine, InTime(engine.config, lambda: Pricing(0.0, 1.0, 1.0, 0.0)))
-    final = edit(engine, elastic(job(encoder, 6, "elastic", **asked), floor, due_ms=ms))
+    final = edit(engine, elastic(job(encoder, 6, "elastic", **options), floor, due_ms=ms))
     assert final.meta.get("reuse", {}).get("level") == level
     if level is None:
         assert final.meta["steps_skipped"] == 0
         assert np.array_equal(final.latents, plain.latents)
         return
-    (taken,) = [each for each in LEVELS[FILL, "dense"] if each.name == level]
-    assert final.meta["reuse"]["psnr"] == taken.psnr
+    (reuse_level,) = [entry for entry in LEVELS[FILL, "dense"] if entry.name == level]
+    assert final.meta["reuse"]["psnr"] == reuse_level.psnr
     assert final.meta["reuse"]["steps_skipped"] == final.meta["steps_skipped"]
-    threshold = taken.first_block_threshold
-    same = edit(engine, job(encoder, 6, "said", first_block_threshold=threshold, **asked))
+    threshold = reuse_level.first_block_threshold
+    same = edit(engine, job(encoder, 6, "said", first_block_threshold=threshold, **options))
     assert np.array_equal(final.latents, same.latents)
     assert final.meta["steps_skipped"] == same.meta["steps_skipped"]
 
@@ -293,24 +308,24 @@ def test_a_cached_elastic_edit_has_the_ring_of_its_level(
     engine: Engine, encoder: Encoder, level: ReuseLevel
 ) -> None:
     """It is the edit that asks for that ring and that threshold."""
-    asked: dict[str, Any] = {"num_inference_steps": 12, "cache": "require", "mask_ring": 1}
-    one = small(job(encoder, 6, "primes", **asked))
+    options: dict[str, Any] = {"num_inference_steps": 12, "cache": "require", "mask_ring": 1}
+    one = small(job(encoder, 6, "primes", **options))
     assert edit(engine, one).meta["mask_ring"] == 1
     judge_by(engine, InTime(engine.config, lambda: Pricing(0.0, 1.0, 1.0, 0.0)))
-    ours = edit(engine, elastic(one, level.psnr, due_ms=1))
-    assert ours.meta["reuse"]["level"] == level.name
+    final = edit(engine, elastic(one, level.psnr, due_ms=1))
+    assert final.meta["reuse"]["level"] == level.name
     ring = 1 if level.ring is None else level.ring
-    asked |= {"mask_ring": ring, "first_block_threshold": level.first_block_threshold}
-    theirs = edit(engine, small(job(encoder, 6, "asks", **asked)))
-    assert np.array_equal(ours.latents, theirs.latents)
+    options |= {"mask_ring": ring, "first_block_threshold": level.first_block_threshold}
+    reference = edit(engine, small(job(encoder, 6, "asks", **options)))
+    assert np.array_equal(final.latents, reference.latents)
     for name in ("mask_ring", "active_tokens", "computed_tokens", "cache_bytes", "steps_skipped"):
-        assert ours.meta[name] == theirs.meta[name]
-    assert ours.meta["mask_ring"] == ring
+        assert final.meta[name] == reference.meta[name]
+    assert final.meta["mask_ring"] == ring
 
 
 @pytest.fixture
 def anchoring(tiny_fill: Path, encoder: Encoder) -> Any:
-    """An engine whose edits without a template have anchors of their own."""
+    """An engine whose edits without a template have refresh steps."""
     engine = make_engine(tiny_fill, encoder, own_anchors=0.35)
     yield engine
     engine.close(5.0)
@@ -318,50 +333,53 @@ def anchoring(tiny_fill: Path, encoder: Encoder) -> Any:
 
 
 @pytest.mark.parametrize("level", LEVELS[FILL, "own"], ids=lambda level: level.name)
-def test_an_elastic_edit_with_anchors_of_its_own_has_fewer(
+def test_an_elastic_edit_with_refresh_steps_has_fewer(
     anchoring: Engine, encoder: Encoder, level: ReuseLevel
 ) -> None:
     judge_by(anchoring, InTime(anchoring.config, lambda: Pricing(0.0, 1.0, 1.0, 0.0)))
-    each = job(encoder, 8, "late", num_inference_steps=12, cache="own")
-    meta = edit(anchoring, elastic(each, level.psnr, due_ms=1)).meta
+    edit_job = job(encoder, 8, "late", num_inference_steps=12, cache="own")
+    meta = edit(anchoring, elastic(edit_job, level.psnr, due_ms=1)).meta
     assert meta["reuse"] == {"level": level.name, "steps_skipped": 0, "psnr": level.psnr}
     assert meta["dense_steps"] == level.anchors == len(meta["anchors"])
     above = LEVELS[FILL, "own"][0].psnr + 1
-    kept = job(encoder, 8, "high", num_inference_steps=12, cache="own")
-    assert edit(anchoring, elastic(kept, above, due_ms=1)).meta["dense_steps"] == 3
+    high_job = job(encoder, 8, "high", num_inference_steps=12, cache="own")
+    assert edit(anchoring, elastic(high_job, above, due_ms=1)).meta["dense_steps"] == 3
 
 
 def test_a_hit_that_leaves_steps_out_computes_its_text(anchoring: Engine, encoder: Encoder) -> None:
     """As the edit that asks for it: a block that is left out at an anchor leaves nothing there."""
-    asked: dict[str, Any] = {"num_inference_steps": 12, "cache": "require"}
-    assert edit(anchoring, job(encoder, 9, "plain", **asked)).meta["text_steps"] == 3
+    options: dict[str, Any] = {"num_inference_steps": 12, "cache": "require"}
+    assert edit(anchoring, job(encoder, 9, "plain", **options)).meta["text_steps"] == 3
     judge_by(anchoring, InTime(anchoring.config, lambda: Pricing(0.0, 1.0, 1.0, 0.0)))
-    [level] = [each for each in LEVELS[FILL, "cached"] if each.name.endswith("ring1-skip0.1")]
-    ours = edit(anchoring, elastic(job(encoder, 9, "late", **asked), level.psnr, due_ms=1))
-    assert ours.meta["reuse"]["level"] == level.name
-    asked["first_block_threshold"] = level.first_block_threshold
-    theirs = edit(anchoring, job(encoder, 9, "asks", **asked))
-    assert np.array_equal(ours.latents, theirs.latents)
+    [level] = [entry for entry in LEVELS[FILL, "cached"] if entry.name.endswith("ring1-skip0.1")]
+    final = edit(anchoring, elastic(job(encoder, 9, "late", **options), level.psnr, due_ms=1))
+    assert final.meta["reuse"]["level"] == level.name
+    options["first_block_threshold"] = level.first_block_threshold
+    reference = edit(anchoring, job(encoder, 9, "asks", **options))
+    assert np.array_equal(final.latents, reference.latents)
 
 
 def test_a_hit_steps_down_to_nothing_that_is_more_work_than_it_is(
     anchoring: Engine, encoder: Encoder
 ) -> None:
     """Levels were measured beside edits that compute their text in every step."""
-    asked: dict[str, Any] = {"num_inference_steps": 12, "cache": "require", "mask_ring": 1}
-    one = job(encoder, 9, "primes", **asked)
+    options: dict[str, Any] = {"num_inference_steps": 12, "cache": "require", "mask_ring": 1}
+    one = job(encoder, 9, "primes", **options)
     edit(anchoring, one)
-    own = schedules_with_template(anchoring.config, anchoring.adapter, one, 0)[0]
-    assert own is not None
-    counted = [anchoring.adapter.counted(one, own, anchor=flag) for flag in (False, True)]
+    schedule = schedules_with_template(anchoring.config, anchoring.adapter, one, 0)[0]
+    assert schedule is not None
+    counted = [anchoring.adapter.counted(one, schedule, anchor=flag) for flag in (False, True)]
     work = anchoring.adapter.work(*one.moments.shape[1:])
     plain = EditWork.of(one, anchoring.adapter)
-    times = plain.cached_flops / plain.with_schedule(own, counted[0], work, counted[1]).cached_flops
+    times = (
+        plain.cached_flops
+        / plain.with_schedule(schedule, counted[0], work, counted[1]).cached_flops
+    )
     levels = LEVELS[FILL, "cached"]
     less = [level for level in levels if times * level.work < 0.99]
     assert 0 < len(less) < len([level for level in levels if level.work < 0.99])
     judge_by(anchoring, InTime(anchoring.config, lambda: Pricing(0.0, 1000.0, 1000.0, 0.0)))
-    meta = edit(anchoring, elastic(job(encoder, 9, "late", **asked), 0.0, due_ms=11_900_000)).meta
+    meta = edit(anchoring, elastic(job(encoder, 9, "late", **options), 0.0, due_ms=11_900_000)).meta
     assert meta["reuse"]["level"] == less[0].name
 
 
@@ -369,42 +387,44 @@ def test_a_router_foretells_how_far_a_hit_steps_down_as_its_worker_does(
     anchoring: Engine, encoder: Encoder
 ) -> None:
     adapter, facts = anchoring.adapter, anchoring.adapter.spec
-    asked = elastic(job(encoder, 9, "late", num_inference_steps=12, mask_ring=1), 30.0)
-    state = RequestState.of(anchoring.prepared(asked), Sink(), adapter)
-    beside = schedules_with_template(anchoring.config, adapter, asked, 0)[0]
-    state.go(ExecutionPlan("cached", "hit", schedule_with_template=beside), adapter)
-    tokens = adapter.tokens(asked)
-    levels = levels_of(asked.request.settings, facts.skipping, "cached")
-    seen = Edit(
+    edit_job = elastic(job(encoder, 9, "late", num_inference_steps=12, mask_ring=1), 30.0)
+    state = RequestState.of(anchoring.prepared(edit_job), Sink(), adapter)
+    schedule = schedules_with_template(anchoring.config, adapter, edit_job, 0)[0]
+    state.go(ExecutionPlan("cached", "hit", schedule_with_template=schedule), adapter)
+    tokens = adapter.tokens(edit_job)
+    levels = levels_of(edit_job.request.settings, facts.skipping, "cached")
+    router_edit = Edit(
         12, tokens.active, tokens.total, inner_tokens=tokens.inner, ring_tokens=tokens.ring,
         cached_levels=levels, dense_levels=LEVELS[FILL, "dense"],
     )  # fmt: skip
-    pricing = priced_by_flops(anchoring, asked, 12)
+    pricing = priced_by_flops(anchoring, edit_job, 12)
     least = min(level.work for level in state.levels)
-    assert WorkerView("w", pricing, 1, 1).least_share(seen) == pytest.approx(least, rel=0.02)
+    assert WorkerView("w", pricing, 1, 1).least_share(router_edit) == pytest.approx(least, rel=0.02)
     assert least > 1.2 * levels[-1].work
     elsewhere = WorkerView("w", pricing, 1, 1, templates={})
-    assert elsewhere.least_share(seen) == LEVELS[FILL, "dense"][-1].work
+    assert elsewhere.least_share(router_edit) == LEVELS[FILL, "dense"][-1].work
 
 
-def test_an_edit_with_anchors_of_its_own_does_not_wait_for_priming_that_is_later(
+def test_an_edit_with_refresh_steps_does_not_wait_for_priming_that_is_later(
     anchoring: Engine, encoder: Encoder
 ) -> None:
     """Dense it would be late, and behind the priming in time; as it is it is in time now."""
     judge_by(anchoring, InTime(anchoring.config, lambda: Pricing(0.0, 1.0, 0.1, 0.0)))
-    each = due(job(encoder, 10, "first", num_inference_steps=20), due_ms=8000)
-    assert edit(anchoring, each).meta["cache"] == "own"
+    edit_job = due(job(encoder, 10, "first", num_inference_steps=20), due_ms=8000)
+    assert edit(anchoring, edit_job).meta["cache"] == "own"
 
 
 def test_an_elastic_edit_is_refused_by_what_its_lowest_level_takes(
     engine: Engine, encoder: Encoder
 ) -> None:
     judge_by(engine, InTime(engine.config, lambda: Pricing(0.0, 1.0, 1.0, 0.0)))
-    each = job(encoder, 7, "tight", num_inference_steps=16, cache="off")
+    edit_job = job(encoder, 7, "tight", num_inference_steps=16, cache="off")
     for name, floor, refused in (("low", 0.0, False), ("high", 60.0, True)):
         sink = Sink()
-        own = dropped(replace(each, request=replace(each.request, request_id=name)), 9000)
-        engine.submit(elastic(own, floor, due_ms=9000), sink)
+        job_with_deadline = dropped(
+            replace(edit_job, request=replace(edit_job.request, request_id=name)), 9000
+        )
+        engine.submit(elastic(job_with_deadline, floor, due_ms=9000), sink)
         assert isinstance(sink.wait(), Failed) == refused
 
 

@@ -44,17 +44,17 @@ from tests.support.sink import Sink
 
 STEPS = 4
 NBYTES = 4096
-"""Of each adapter, on the device."""
+"""Bytes of each adapter on the device."""
 FILE_BYTES = NBYTES // 2
-"""Of its file: two bytes per weight, where the CPU has four."""
+"""Bytes of its file: two per weight, where the CPU has four."""
 
 
-class Held:
-    """Brings LoRAs when the test says so: each adapter's weights are drawn from its name."""
+class SlowLoras:
+    """Loads LoRAs when the test says so: each adapter's weights are drawn from its name."""
 
-    def __init__(self, config: Config, bring: Place) -> None:
-        self._bring, self.places = bring, {}
-        self.asked: list[str] = []
+    def __init__(self, config: Config, place: Place) -> None:
+        self._place, self.places = place, {}
+        self.requests: list[str] = []
         self.open: dict[str, threading.Event] = {}
         self.fails: dict[str, Exception] = {}
         self.host: tuple[AdapterFile, ...] = ()
@@ -70,14 +70,14 @@ class Held:
         return self.host
 
     def load(self, lora: Lora, done: Callable[[Any], None]) -> None:
-        self.asked.append(lora.name)
+        self.requests.append(lora.name)
 
         def work() -> None:
             self.open.setdefault(lora.name, threading.Event()).wait(30)
             if lora.name in self.fails:
                 done(self.fails[lora.name])
                 return
-            nbytes = self._bring(lora.version, self.factors(lora.name))
+            nbytes = self._place(lora.version, self.factors(lora.name))
             layers = {path: factor.numbers for path, factor in self.factors(lora.name).items()}
             digest = f"digest-of-{lora.name}"
             done(Loaded(digest, nbytes, 0.5, self.nbytes, "storage", layers))
@@ -99,11 +99,11 @@ class Held:
             self.open.setdefault(name, threading.Event()).set()
 
     def close(self) -> None:
-        self.let_come(*self.asked)
+        self.let_come(*self.requests)
 
 
 class Site:
-    """An engine whose LoRAs come when the test says so, and an adapter of the same model beside."""
+    """An engine whose LoRAs load when the test says so, and an adapter of the same model beside."""
 
     def __init__(
         self, folder: Path, encoder: Encoder, oracle: Any, devices: int = 1, **adapters: Any
@@ -122,18 +122,20 @@ class Site:
                 "budget_bytes": 2**28,
             },
         )
-        self.engine = load_engine(config, lora_loader=Held)
+        self.engine = load_engine(config, lora_loader=SlowLoras)
         self.engine.cache.prompt = lambda: encoder.encode_prompt("")
         loader: Any = self.engine.lora_loader
-        self.loader: Held = loader
+        self.loader: SlowLoras = loader
         self.loader.places = oracle._places
         self.engine.start()
 
     def job(self, name: str, seed: int = 1, *loras: tuple[str, float], **more: Any) -> EditJob:
-        asked = tuple([Lora(name=n, scale=scale, version=f"version-of-{n}") for n, scale in loras])
+        adapters = tuple(
+            [Lora(name=n, scale=scale, version=f"version-of-{n}") for n, scale in loras]
+        )
         more = {"num_inference_steps": STEPS, "cache": "off", **more}
         job = plain_job(self.encoder, seed, name, **more)
-        return replace(job, request=replace(job.request, loras=asked))
+        return replace(job, request=replace(job.request, loras=adapters))
 
     def begin(self, job: EditJob) -> Sink:
         sink = Sink()
@@ -141,22 +143,22 @@ class Site:
         return sink
 
     def alone(
-        self, job: EditJob, attach_at: int = 0, own: RefreshSchedule | None = None
+        self, job: EditJob, attach_at: int = 0, schedule: RefreshSchedule | None = None
     ) -> np.ndarray:
         """Latents of a row by itself that has its LoRAs from a step on: a dense one, or one with
-        anchors of its own.
+        refresh steps.
         """
-        row = row_of(self.oracle, job, own)
+        row = row_of(self.oracle, job, schedule)
         kinds = plan_of_kinds(("kv",) * self.oracle.blocks)
-        found = [
+        factors = [
             (self.oracle.low_rank(self.loader.factors(lora.name)), lora.scale)
             for lora in job.request.loras
         ]
         while row.step < row.steps:
             if row.step == attach_at:
-                self.oracle.attach(row, job, tuple(found))
+                self.oracle.attach(row, job, tuple(factors))
             reads = None
-            if own is not None and row.step not in own.dense:
+            if schedule is not None and row.step not in schedule.dense:
                 reads = StepCacheReader(row, self.oracle.blocks).turn_to(row.step)
             self.oracle.step([row], reads and kinds, [reads])
         latents: np.ndarray = row.result().array()
@@ -192,11 +194,11 @@ def oracle(tiny_fill: Path) -> Adapter:
 def make(tiny_fill: Path, encoder: Encoder, oracle: Adapter) -> Iterator[Callable[..., Site]]:
     sites: list[Site] = []
 
-    def made(devices: int = 1, **adapters: Any) -> Site:
+    def make_site(devices: int = 1, **adapters: Any) -> Site:
         sites.append(Site(tiny_fill, encoder, oracle, devices, **adapters))
         return sites[-1]
 
-    yield made
+    yield make_site
     for site in sites:
         site.idle()
         site.engine.close(5.0)
@@ -225,8 +227,8 @@ def test_an_exact_edit_waits_for_its_loras_and_nobody_else_does(make: Callable[.
     site = make()
     edit = site.job("with", 1, ("a", 1.0), ("b", -0.5))
     waiting = site.begin(edit)
-    others = [site.begin(site.job(f"other-{n}", n)) for n in range(3)]
-    for number, other in enumerate(others):
+    sinks = [site.begin(site.job(f"other-{n}", n)) for n in range(3)]
+    for number, other in enumerate(sinks):
         assert close(other.final().latents, site.alone(site.job("x", number)))
     assert site.engine.manager.edits["with"].waiting
     site.loader.let_come("a")
@@ -234,12 +236,12 @@ def test_an_exact_edit_waits_for_its_loras_and_nobody_else_does(make: Callable[.
     final = waiting.final()
     assert close(final.latents, site.alone(edit))
     assert not close(final.latents, site.alone(site.job("x", 1)))
-    assert [each["digest"] for each in final.meta["loras"]] == ["digest-of-a", "digest-of-b"]
+    assert [lora["digest"] for lora in final.meta["loras"]] == ["digest-of-a", "digest-of-b"]
     assert (final.meta["adapters"], final.meta["loras_from_step"]) == ("exact", 0)
     assert final.meta["loras_waited_ms"] > 0
     again = site.begin(site.job("again", 1, ("a", 1.0), ("b", -0.5))).final()
     assert np.array_equal(again.latents, final.latents)
-    assert sorted(site.loader.asked) == ["a", "b"]
+    assert sorted(site.loader.requests) == ["a", "b"]
     assert again.meta["loras_waited_ms"] == 0
 
 
@@ -275,13 +277,13 @@ def test_a_fast_edit_runs_without_until_it_may_not_and_then_parks(
     assert late.meta["loras_from_step"] == 0  # it is here now
 
 
-def test_an_edit_that_parks_between_anchors_of_its_own_goes_on_with_what_it_kept(
+def test_an_edit_that_parks_between_refresh_steps_goes_on_with_its_step_cache(
     make: Callable[..., Site], tmp_path: Path
 ) -> None:
-    """What it kept it made without the LoRA: its next step is an anchor, which knows of it."""
+    """Its step cache was computed without the LoRA, so its next step is a refresh step with it."""
     site = make(profiles=profile(tmp_path, a=0.6))
-    asked: dict[str, Any] = {"num_inference_steps": 12, "cache": "own", "adapters": "fast"}
-    edit = site.job("fast", 1, ("a", 1.0), **asked)
+    options: dict[str, Any] = {"num_inference_steps": 12, "cache": "own", "adapters": "fast"}
+    edit = site.job("fast", 1, ("a", 1.0), **options)
     sink = site.begin(edit)
     eventually("it is parked", lambda: site.waits("fast"))
     without = site.engine.manager.edits["fast"].tally.done
@@ -330,19 +332,19 @@ def test_cached_edits_with_loras_have_entries_of_their_own(make: Callable[..., S
     """Oracle: all tokens active in a dense row; here as near as the cache comes without LoRAs."""
     site = make()
     site.loader.let_come("a", "b")
-    asked = {"cache": "require"}
-    plain = site.begin(site.job("plain", 1, **asked)).final()
-    one = site.begin(site.job("one", 1, ("a", 1.0), **asked)).final()
-    two = site.begin(site.job("two", 1, ("a", 0.5), **asked)).final()
-    other = site.begin(site.job("other", 1, ("b", 1.0), **asked)).final()
-    again = site.begin(site.job("again", 1, ("a", 1.0), **asked)).final()
-    keys = {held["key"] for held in site.engine.templates().result()}
+    options = {"cache": "require"}
+    plain = site.begin(site.job("plain", 1, **options)).final()
+    one = site.begin(site.job("one", 1, ("a", 1.0), **options)).final()
+    two = site.begin(site.job("two", 1, ("a", 0.5), **options)).final()
+    other = site.begin(site.job("other", 1, ("b", 1.0), **options)).final()
+    again = site.begin(site.job("again", 1, ("a", 1.0), **options)).final()
+    keys = {template["key"] for template in site.engine.templates().result()}
     assert len(keys) == 4  # of a template: without, and of each LoRA and scale
     assert np.array_equal(one.latents, again.latents)
-    found = [plain, one, two, other]
-    for number, final in enumerate(found):
+    finals = [plain, one, two, other]
+    for number, final in enumerate(finals):
         assert final.meta["cache"] == "hit"
-        for another in found[number + 1 :]:
+        for another in finals[number + 1 :]:
             assert np.abs(final.latents - another.latents).max() > 1e-3
 
 
@@ -351,7 +353,7 @@ def test_base_entries_serve_rows_with_loras_if_so_configured(make: Callable[...,
     site.loader.let_come("a")
     site.begin(site.job("plain", 1, cache="require")).final()
     site.begin(site.job("one", 1, ("a", 1.0), cache="require")).final()
-    assert len({held["key"] for held in site.engine.templates().result()}) == 1
+    assert len({template["key"] for template in site.engine.templates().result()}) == 1
 
 
 @pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -425,11 +427,11 @@ def test_the_least_recent_makes_room_and_none_that_is_in_use(make: Callable[...,
     loras = site.engine.manager.adapters.loras
     assert loras is not None
     assert loras.names() == ("a", "c")
-    held = [site.begin(site.job(f"held-{n}", 1, (n, 1.0))) for n in ("x", "y")]
+    sinks = [site.begin(site.job(f"held-{n}", 1, (n, 1.0))) for n in ("x", "y")]
     refused = site.begin(site.job("refused", 1, ("z", 1.0)))
     assert "no room for adapter z" in refusal(refused, Overloaded)
     site.loader.let_come("x", "y")
-    for sink in held:
+    for sink in sinks:
         sink.final()
 
 
@@ -443,14 +445,14 @@ def test_what_is_at_hand_is_told_and_loads_are_measured(make: Callable[..., Site
     )
     waiting = site.begin(site.job("waiting", 1, ("a", 1.0)))
     eventually("it waits", lambda: site.waits("waiting"))
-    on_its_way = {each.name: each.tier for each in loras.listed()}
+    on_its_way = {entry.name: entry.tier for entry in loras.listed()}
     assert on_its_way == {"far": "host", "a": "coming"}
     site.loader.let_come("a", "b", "c")
     waiting.final()
     for name in ("b", "c"):
         site.begin(site.job(name, 1, (name, 1.0))).final()
-    here = {each.name: (each.tier, each.digest) for each in loras.listed()}
-    assert here == {
+    tiers = {entry.name: (entry.tier, entry.digest) for entry in loras.listed()}
+    assert tiers == {
         "a": ("host", "sha-a"),
         "far": ("host", "sha-far"),
         "b": ("device", "digest-of-b"),
@@ -477,7 +479,7 @@ def test_what_made_room_for_a_rarer_one_comes_back_unasked(make: Callable[..., S
     for number, name in enumerate(("a", "b", "a", "b", "rare")):
         site.begin(site.job(f"{number}", 1, (name, 1.0))).final()
     eventually("a is back", lambda: loras.names() == ("a", "b"))
-    assert site.loader.asked == ["a", "b", "rare", "a"]
+    assert site.loader.requests == ["a", "b", "rare", "a"]
 
 
 def test_what_cannot_come_back_hurts_nobody(make: Callable[..., Site]) -> None:
@@ -503,7 +505,7 @@ def test_a_lora_larger_than_the_budget_fails_its_edits_alone(make: Callable[...,
 
 
 def test_what_is_booked_is_what_the_weights_take(make: Callable[..., Site]) -> None:
-    """Of a file in half precision, as most are."""
+    """The file is in half precision, as most are."""
     site = make()
     site.loader.nbytes = 2 * sum(
         x.numel() for factors in site.loader.factors("a").values() for x in factors
@@ -518,7 +520,7 @@ def test_what_is_booked_is_what_the_weights_take(make: Callable[..., Site]) -> N
 def test_a_scale_of_0_asks_for_nothing(make: Callable[..., Site]) -> None:
     site = make()
     final = site.begin(site.job("nothing", 1, ("a", 0.0))).final()
-    assert not site.loader.asked
+    assert not site.loader.requests
     plain = site.begin(site.job("plain", 1)).final()
     assert np.array_equal(final.latents, plain.latents)
 
@@ -554,8 +556,8 @@ def test_devices_have_the_loras_of_their_rows(make: Callable[..., Site]) -> None
                  for n, j in enumerate(jobs)]  # fmt: skip
         return [sink.final().latents for sink in [site.begin(job) for job in js]]
 
-    for ours, alone in zip(served("first"), expected, strict=True):
-        assert close(ours, alone)
+    for result, alone in zip(served("first"), expected, strict=True):
+        assert close(result, alone)
     cached = site.job("cached", 1, ("warm", 1.0), cache="require")
     final = site.begin(cached).final()
     assert final.meta["cache"] == "hit"
@@ -565,5 +567,5 @@ def test_devices_have_the_loras_of_their_rows(make: Callable[..., Site]) -> None
     lost.kill()
     eventually("it is noticed", lambda: executor._ranks.processes[1] is not lost)
     eventually("it is back", lambda: not executor.devices.lost, 60.0)
-    for ours, alone in zip(served("again"), expected, strict=True):
-        assert close(ours, alone)
+    for result, alone in zip(served("again"), expected, strict=True):
+        assert close(result, alone)

@@ -37,7 +37,7 @@ def lora(name: str) -> Lora:
     return Lora(name=name, version=name)
 
 
-def books(budget: int) -> Loras:
+def loras_within(budget: int) -> Loras:
     config = Config(
         model=ModelConfig(dtype="bfloat16"), adapters=AdaptersConfig(device_bytes=budget)
     )
@@ -46,21 +46,21 @@ def books(budget: int) -> Loras:
 
 
 def test_edits_of_one_key_may_not_hold_all_of_the_device() -> None:
-    held = books(60)
+    loras = loras_within(60)
     for number in range(3):
-        held.hold(f"greedy!{number}", (lora(f"l{number}"),))
-    held.hold("greedy!again", (lora("l0"),))  # the same one takes no more room
+        loras.hold(f"greedy!{number}", (lora(f"l{number}"),))
+    loras.hold("greedy!again", (lora("l0"),))  # the same one takes no more room
     with pytest.raises(Overloaded, match="edits of this key hold LoRAs of 30 bytes"):
-        held.hold("greedy!3", (lora("l3"),))
-    held.hold("modest!one", (lora("m"),))
+        loras.hold("greedy!3", (lora("l3"),))
+    loras.hold("modest!one", (lora("m"),))
     for name in ("greedy!0", "greedy!again", "modest!one"):
-        held.release(name)
-    held.hold("greedy!3", (lora("l0"),))
+        loras.release(name)
+    loras.hold("greedy!3", (lora("l0"),))
 
 
 def test_where_keys_are_not_told_apart_edits_may_hold_all() -> None:
-    held = books(60)
+    loras = loras_within(60)
     for number in range(6):
-        held.hold(str(number), (lora(f"l{number}"),))
+        loras.hold(str(number), (lora(f"l{number}"),))
     with pytest.raises(MaskserveError, match="no room for adapter"):
-        held.hold("6", (lora("l6"),))
+        loras.hold("6", (lora("l6"),))

@@ -1,4 +1,4 @@
-"""The engine's books of an edit."""
+"""The state of an edit in the engine."""
 
 from __future__ import annotations
 

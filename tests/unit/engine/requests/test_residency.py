@@ -1,4 +1,4 @@
-"""What edits wait for: sets of resources, bounded waiting, budgets, pins and eviction by score."""
+"""Edits wait for sets of resources: bounded waiting, budgets, pins and eviction by score."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def test_waiting_is_bounded_and_who_leaves_makes_room() -> None:
 def test_the_least_valuable_goes_and_nothing_that_is_pinned() -> None:
     resources: list[Resource] = []
     residency = Residency(8, {"lora": 100}, resources.append)
-    for each, score in ((ONE, 1.0), (TWO, 2.0)):
-        residency.reserve(each, 40, score)
-        residency.arrived(each)
+    for key, score in ((ONE, 1.0), (TWO, 2.0)):
+        residency.reserve(key, 40, score)
+        residency.arrived(key)
     assert not residency.reserve(BIG, 60, 0.5)  # worth less than what is here
     residency.pin(ONE)
     residency.pin(ONE)

@@ -19,8 +19,8 @@ SMALL = {"seconds": (0.1,), "shared": 0.08}
 
 
 def ticket(name: str, steps: int = 5, **more: object) -> Ticket:
-    given: dict[str, object] = {**SMALL, **more}
-    return Ticket(name, steps, 1, 1, 0.0, **given)  # type: ignore[arg-type]
+    fields: dict[str, object] = {**SMALL, **more}
+    return Ticket(name, steps, 1, 1, 0.0, **fields)  # type: ignore[arg-type]
 
 
 def work(name: str, steps: int = 5, **more: object) -> Work:
@@ -37,7 +37,7 @@ def test_small_edits_share_the_steps_of_others() -> None:
     assert rows(plan) == [{"a", "b", "c", "d"}]
     ended = {}
     for policy in (Deadline(1), Batching(Deadline(1), 8)):
-        outcome = simulate(policy, [each.ticket for each in works], 1)
+        outcome = simulate(policy, [edit_work.ticket for edit_work in works], 1)
         ended[type(policy)] = max(outcome.ended.values())
     assert ended[Deadline] == pytest.approx(5 * 5 * 0.1)
     assert ended[Batching] == pytest.approx(5 * (0.08 + 5 * 0.02))
@@ -111,7 +111,7 @@ def test_random_instances(seed: int) -> None:
         assert [run.devices for run in plan.runs] == [run.devices for run in decide.runs]
         names = [row.request_id for run in plan.runs for row in run.rows]
         assert len(set(names)) == len(names)
-        left = {each.ticket.request_id: each for each in works}
+        left = {edit_work.ticket.request_id: edit_work for edit_work in works}
         for run, alone in zip(plan.runs, decide.runs, strict=True):
             assert set(alone.rows) <= set(run.rows)
             assert len(run.rows) <= 3
@@ -125,8 +125,8 @@ def test_random_instances(seed: int) -> None:
 
 
 def test_a_round_that_is_shared_is_no_longer() -> None:
-    """Of steps of 0.1 s, and 0.02 s more for each that joins. An edit with fewer steps than the run
-    stays out: its devices would idle.
+    """A step takes 0.1 s, and 0.02 s more for each edit that joins. An edit with fewer steps than
+    the run stays out: its devices would idle.
     """
     for lasts, rows_of, other in ((0.49, 2, 9), (0.49, 1, 3), (0.42, 1, 9)):
         works = [work("a", 9), work("b", other), work("c", other)]

@@ -18,7 +18,7 @@ LOST = "device"
 
 
 def seconds(rng: random.Random, degrees: int) -> tuple[float, ...]:
-    """Of a step by degree: gains that shrink, sometimes none, sometimes losses."""
+    """Seconds of a step by degree: gains that shrink, sometimes none, sometimes losses."""
     times = [10 ** rng.uniform(-2.0, 0.5)]
     while len(times) < degrees:
         times.append(times[-1] * rng.choice((1.0, rng.uniform(0.45, 1.05))))
@@ -100,8 +100,8 @@ def test_no_device_idles_while_an_edit_could_run(devices: int) -> None:
 
 @dataclass
 class Trial:
-    """A worker in virtual time, with devices that come and go and steps that last otherwise than
-    they were foretold.
+    """A worker in virtual time, with devices that come and go and steps that last other than
+    predicted.
     """
 
     rng: random.Random
@@ -112,7 +112,7 @@ class Trial:
     def run(self) -> tuple[dict[str, float], float]:
         """For how long each edit starved at most, and the longest step."""
         rng, policy = self.rng, Deadline(self.devices, patience=2.0)
-        degrees, gone = self.devices.bit_length(), set[int]()
+        degrees, lost_devices = self.devices.bit_length(), set[int]()
         works, longest, longest_step = dict[str, Work](), dict[str, float](), 0.0
         ends, count = dict[str, float](), 0
         while count < self.edits or works:
@@ -122,10 +122,12 @@ class Trial:
             if rng.random() < 0.05:
                 busy = sum(work.gang for work in works.values() if work.until is not None)
                 idle = [d for d in range(self.devices) if not busy >> d & 1]
-                gone = set(rng.sample(idle, rng.randint(0, min(len(idle), self.devices - 1))))
-            seen = [*works.values(), *(lost(d, self.now, degrees) for d in gone)]
-            plan = policy.decide(self.now, seen)
-            check(plan, self.now, seen, self.devices)
+                lost_devices = set(
+                    rng.sample(idle, rng.randint(0, min(len(idle), self.devices - 1)))
+                )
+            all_works = [*works.values(), *(lost(d, self.now, degrees) for d in lost_devices)]
+            plan = policy.decide(self.now, all_works)
+            check(plan, self.now, all_works, self.devices)
             for run in plan.runs:
                 work = works[run.rows[0].request_id]
                 name, at = work.ticket.request_id, len(run.devices).bit_length() - 1
@@ -137,7 +139,7 @@ class Trial:
             if not ends:
                 self.now += 0.05
                 continue
-            name = min(ends, key=lambda each: ends[each])
+            name = min(ends, key=lambda key: ends[key])
             self.now = max(self.now, ends.pop(name))
             work = works[name]
             work.remaining, work.idle_since = work.remaining - 1, self.now

@@ -20,7 +20,7 @@ HIT = {
 }  # fmt: skip
 
 
-def told(new: list[str], *, insists: bool = False) -> dict[str, Any]:
+def meta_of(new: list[str], *, insists: bool = False) -> dict[str, Any]:
     values = {**HIT, "new": new} if new else HIT
     meta: dict[str, Any] = json.loads(as_told(json.dumps(values).encode(), values, insists=insists))
     return meta
@@ -29,13 +29,13 @@ def told(new: list[str], *, insists: bool = False) -> dict[str, Any]:
 def test_what_another_key_has_done_is_not_told():
     """`cache: hit` and `encoded: kept` on a key's first edit told it of another's."""
     doings = Doings()
-    seen = []
+    news = []
     for key in ("other", "other", "other", "mine", "mine", "mine", ""):
         name = f"{key}!x" if key else "x"
-        seen.append(doings.new_of(replace(EDIT, request_id=name)))
+        news.append(doings.new_of(replace(EDIT, request_id=name)))
     first = ["prompt", "template", "cache"]
-    assert seen == [first, ["cache"], [], first, ["cache"], [], []]
-    assert told(first) == {
+    assert news == [first, ["cache"], [], first, ["cache"], [], []]
+    assert meta_of(first) == {
         **{key: value for key, value in HIT.items() if key != "dense_steps"},
         "cache": "miss",
         "cache_tier": "",
@@ -45,8 +45,8 @@ def test_what_another_key_has_done_is_not_told():
         "decoded": 1.0,
         "encoded": {"prompt": "made", "template": "made", "masked": "whole", "batch": 1},
     }
-    assert told([]) == HIT
-    assert told(["cache"], insists=True)["cache"] == "hit"
+    assert meta_of([]) == HIT
+    assert meta_of(["cache"], insists=True)["cache"] == "hit"
 
 
 def test_a_template_that_is_named_is_ones_own():

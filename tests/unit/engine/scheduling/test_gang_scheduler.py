@@ -18,8 +18,8 @@ BY_DEGREE = (0.4, 0.22, 0.13, 0.09)
 
 
 def ticket(name: str, steps: int, arrival: float = 0.0, **values: object) -> Ticket:
-    given = {"seconds": BY_DEGREE, **values}
-    return Ticket(name, steps, 10, 10, arrival, **given)  # type: ignore[arg-type]
+    fields = {"seconds": BY_DEGREE, **values}
+    return Ticket(name, steps, 10, 10, arrival, **fields)  # type: ignore[arg-type]
 
 
 def deadline(max_rows: int = 8, max_waiting: int = 8) -> GangScheduler:
@@ -53,12 +53,12 @@ def test_what_is_lost_or_runs_for_nobody_is_not_given_away() -> None:
     scheduler.check_integrity()
 
 
-@pytest.mark.parametrize("others", [0, 6])
-def test_nobody_waits_for_a_device_that_is_lost(others: int) -> None:
+@pytest.mark.parametrize("other_count", [0, 6])
+def test_nobody_waits_for_a_device_that_is_lost(other_count: int) -> None:
     """One that gains by two devices, and is due when it had them: it steps on the one left."""
     scheduler = GangScheduler(Deadline(2), 2, 8, 8)
     scheduler.submit(ticket("a", 10, due=7.0, seconds=(1.0, 0.6)))
-    for number in range(others):
+    for number in range(other_count):
         scheduler.submit(ticket(str(number), 10, seconds=(1.0, 0.6)))
     for now in (0.0, 1.0, 2.0):
         (run,) = scheduler.schedule(now, Devices(lost=frozenset({0}))).runs
@@ -117,10 +117,14 @@ def test_every_edit_ends_once_whatever_happens(seed: int) -> None:
         now += rng.uniform(0.0, 0.2)
         if rng.random() < 0.05:
             lost = frozenset(rng.sample(range(4), rng.randint(0, 2)))
-        over = [each for each in busy if each[0] <= now or lost.intersection(each[1].devices)]
-        for each in over:
-            busy.remove(each)
-            run = each[1]
+        over = [
+            busy_run
+            for busy_run in busy
+            if busy_run[0] <= now or lost.intersection(busy_run[1].devices)
+        ]
+        for busy_run in over:
+            busy.remove(busy_run)
+            run = busy_run[1]
             for one in run.rows if lost.isdisjoint(run.devices) else ():
                 name = one.request_id
                 if name in ended | cancelled:
@@ -133,13 +137,13 @@ def test_every_edit_ends_once_whatever_happens(seed: int) -> None:
             choice = rng.choice(request_ids)
             assert scheduler.cancel(choice) is not None
             cancelled.add(choice)
-        taken = frozenset(device for _, run in busy for device in run.devices)
-        decision = scheduler.schedule(now, Devices(taken, lost))
-        cancelled |= {each.request_id for each in decision.expired}
+        busy_devices = frozenset(device for _, run in busy for device in run.devices)
+        decision = scheduler.schedule(now, Devices(busy_devices, lost))
+        cancelled |= {expired_ticket.request_id for expired_ticket in decision.expired}
         for run in decision.runs:
-            assert taken.isdisjoint(run.devices)
+            assert busy_devices.isdisjoint(run.devices)
             assert lost.isdisjoint(run.devices)
-            taken |= {*run.devices}
+            busy_devices |= {*run.devices}
             busy.append((now + rng.uniform(0.01, 0.5), run))
         scheduler.check_integrity()
         if not len(scheduler):
@@ -160,11 +164,11 @@ def test_a_round_that_has_not_ended_is_asked_for_again() -> None:
 
 
 class Stepping:
-    """A worker of two devices whose steps take what was foretold; edits come when they are due."""
+    """A worker of two devices whose steps take the predicted time; edits come when they are due."""
 
-    def __init__(self, policy: GangPolicy, coming: list[Ticket]) -> None:
+    def __init__(self, policy: GangPolicy, arrivals: list[Ticket]) -> None:
         self.scheduler = GangScheduler(policy, 2, 8, 1000)
-        self.coming, self.now = sorted(coming, key=lambda t: t.arrival), 0.0
+        self.arrivals, self.now = sorted(arrivals, key=lambda t: t.arrival), 0.0
         self.steps: dict[str, int] = {}
         """That an edit has taken."""
         self.ended: dict[str, float] = {}
@@ -174,7 +178,9 @@ class Stepping:
     def until(self, end: float) -> None:
         """Step until that time."""
         while self.now < end:
-            for when, run in [each for each in self._busy if each[0] <= self.now + 1e-9]:
+            for when, run in [
+                busy_run for busy_run in self._busy if busy_run[0] <= self.now + 1e-9
+            ]:
                 self._busy.remove((when, run))
                 for row in run.rows:
                     name = row.request_id
@@ -183,17 +189,17 @@ class Stepping:
                     if not self._left[name]:
                         self.scheduler.finish(name)
                         self.ended[name] = self.now
-            while self.coming and self.coming[0].arrival <= self.now:
-                came = self.coming.pop(0)
-                self._left[came.request_id] = came.steps
-                self.scheduler.submit(came)
+            while self.arrivals and self.arrivals[0].arrival <= self.now:
+                arrival = self.arrivals.pop(0)
+                self._left[arrival.request_id] = arrival.steps
+                self.scheduler.submit(arrival)
             busy = frozenset(device for _, run in self._busy for device in run.devices)
             decision = self.scheduler.schedule(self.now, Devices(busy))
             for run in decision.runs:
                 lasts = max(row.seconds[len(run.devices).bit_length() - 1] for row in run.rows)
                 self._busy.append((self.now + lasts, run))
             self.scheduler.check_integrity()
-            nexts = [when for when, _ in self._busy] + [t.arrival for t in self.coming[:1]]
+            nexts = [when for when, _ in self._busy] + [t.arrival for t in self.arrivals[:1]]
             soonest = min([when for when in nexts if when > self.now + 1e-9], default=end)
             self.now = min(max(soonest, self.now + 1e-6), max(decision.again, self.now + 1e-6))
 
@@ -208,18 +214,18 @@ TWO = (0.15, 0.09)
 
 def flood(key: str, seconds: float, priority: int = 0, **values: float) -> list[Ticket]:
     """More short edits than two devices can do, for so long."""
-    made = []
+    tickets = []
     for number in range(int(seconds / 0.4)):
         at = 0.4 * number
         due = at + values["due"] if "due" in values else None
         name = f"{key}{number}"
-        made.append(Ticket(name, 9, 10, 10, at, seconds=TWO, due=due, priority=priority))
-    return made
+        tickets.append(Ticket(name, 9, 10, 10, at, seconds=TWO, due=due, priority=priority))
+    return tickets
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_long_edit_gets_on_beside_short_ones_that_come_and_come(policy: str) -> None:
-    """Of 60 steps it had taken 8 after 150 s: cheaper ones, or ones with due times, came first."""
+    """After 150 s it had taken 8 of 60 steps: cheaper edits, or ones due sooner, came first."""
     long = Ticket("long", 60, 10, 10, 0.0, seconds=TWO)
     worker = Stepping(POLICIES[policy](), [long, *flood("", 150.0, due=6.0)])
     worker.until(150.0)

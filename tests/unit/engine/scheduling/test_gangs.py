@@ -165,17 +165,17 @@ def test_a_round_lasts_some_steps_of_the_slowest_edit_that_is_there() -> None:
 
 @pytest.mark.parametrize("lost", [(0,), (0, 4), (0, 2, 4, 6), tuple(range(7))])
 def test_rounds_go_on_with_the_devices_that_are_left(lost: tuple[int, ...]) -> None:
-    gone = [
+    lost_works = [
         Work(Ticket(f"lost {n}", 1, 0, 0, 0.0, seconds=(1.0,) * 4), 1, 0.0, 1 << n, math.inf, 1)
         for n in lost
     ]
     works = [
         Work(Ticket(str(n), 50, 1, 1, 0.0, due=3.0, seconds=TIMES[1024]), 50, 0.0) for n in range(9)
     ]
-    runs = Rounds(8, round_steps=4).decide(0.0, [*gone, *works]).runs
+    runs = Rounds(8, round_steps=4).decide(0.0, [*lost_works, *works]).runs
     used = [device for run in runs for device in run.devices]
     assert sorted(used) == sorted(set(range(8)).difference(lost))
-    everything = [Work(gone[0].ticket, 1, 0.0, 1 << n, math.inf, 1) for n in range(8)]
+    everything = [Work(lost_works[0].ticket, 1, 0.0, 1 << n, math.inf, 1) for n in range(8)]
     assert Rounds(8, 1.0).decide(0.0, [*everything, *works]).runs == ()
 
 

@@ -38,7 +38,7 @@ def take(listings: TemplateListings, listing: Listing) -> None:
     listings.take(memoryview(json.dumps({t: sorted(ids) for t, ids in listing.items()}).encode()))
 
 
-def held(listing: Listing) -> Listing:
+def without_empty(listing: Listing) -> Listing:
     return {tier: set(ids) for tier, ids in listing.items() if ids}
 
 
@@ -52,7 +52,7 @@ def test_readers_know_the_listing_however_seldom_they_ask(
         take(listings, listing)
         for number in asking:
             readers[number].hear(listings.changes(readers[number].version))
-            assert held(readers[number].listing) == held(listing)
+            assert without_empty(readers[number].listing) == without_empty(listing)
 
 
 def test_a_listing_that_stays_has_no_changes() -> None:

@@ -63,7 +63,7 @@ def child(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def soon(folder: Path) -> str | None:
-    """What is found unwell, with a moment for the kernel to act."""
+    """The fault that `unwell` reports, after a moment for the kernel to act."""
     eventually("it is unwell", lambda: unwell(folder))
     return unwell(folder)
 
@@ -206,12 +206,12 @@ def record(stamp: int) -> WorkerStatus:
 def test_a_record_that_stays_the_same_is_silence() -> None:
     clock = Clock()
     silence = Silence(clock)
-    found = []
+    faults = []
     for _ in range(30):
         clock.now += 0.1
-        found.append(silence.silence_fault(record(7), 2.5))
-    assert found[:25] == [None] * 25
-    assert found[-1] == "engine has been silent for 2.9 s"
+        faults.append(silence.silence_fault(record(7), 2.5))
+    assert faults[:25] == [None] * 25
+    assert faults[-1] == "engine has been silent for 2.9 s"
     assert silence.silence_fault(record(8), 2.5) is None
 
 

@@ -26,8 +26,8 @@ def record(message: str = "hello", *args: Any, **values: Any) -> logging.LogReco
     return log_record
 
 
-def parsed(made: logging.LogRecord) -> dict[str, Any]:
-    line = JsonFormatter("worker-0", "edit").format(made)
+def parsed(log_record: logging.LogRecord) -> dict[str, Any]:
+    line = JsonFormatter("worker-0", "edit").format(log_record)
     assert "\n" not in line
     values = json.loads(line)
     assert isinstance(values, dict)
@@ -72,8 +72,8 @@ def test_an_exception_is_a_field() -> None:
     try:
         raise ValueError("boom\nboom")
     except ValueError:
-        made = record(exc_info=sys.exc_info())
-    assert parsed(made)["exc"].endswith("ValueError: boom\nboom")
+        log_record = record(exc_info=sys.exc_info())
+    assert parsed(log_record)["exc"].endswith("ValueError: boom\nboom")
 
 
 @pytest.mark.parametrize("text", ['"', "two\nlines", "\ud800 half a pair", "ä\u2028\x00"])
@@ -82,8 +82,8 @@ def test_any_text_stays_one_line(text: str) -> None:
 
 
 def test_text_for_people() -> None:
-    made = record("edit done", request_id="mine", fields={"steps": 4})
-    line = TextFormatter("worker-0", "edit").format(made)
+    log_record = record("edit done", request_id="mine", fields={"steps": 4})
+    line = TextFormatter("worker-0", "edit").format(log_record)
     assert line.endswith("Z INFO worker-0 edit: edit done request_id=mine steps=4")
     assert TextFormatter("w", "m").format(record("x")).endswith(" INFO w m: x")
 
@@ -149,8 +149,8 @@ def test_lines_of_several_processes_never_mix(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert len(lines) == 4 * 200
     for number in range(4):
-        said = [line["message"] for line in lines if line["model"] == f"model-{number}"]
-        assert [int(text.split()[0]) for text in said] == list(range(200))
+        messages = [line["message"] for line in lines if line["model"] == f"model-{number}"]
+        assert [int(text.split()[0]) for text in messages] == list(range(200))
 
 
 def test_a_full_disk_costs_lines_and_nothing_else(

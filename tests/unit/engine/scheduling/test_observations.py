@@ -29,7 +29,7 @@ def test_what_does_not_fit_is_dropped_and_counted() -> None:
 
 
 def test_nothing_is_lost_between_threads() -> None:
-    observations, taken = Observations(10**6), []
+    observations, samples = Observations(10**6), []
     ended = threading.Event()
 
     def add() -> None:
@@ -38,7 +38,7 @@ def test_nothing_is_lost_between_threads() -> None:
 
     def take() -> None:
         while not ended.is_set():
-            taken.extend(observations.take())
+            samples.extend(observations.take())
 
     adders = [threading.Thread(target=add) for _ in range(3)]
     taker = threading.Thread(target=take)
@@ -48,5 +48,5 @@ def test_nothing_is_lost_between_threads() -> None:
         thread.join()
     ended.set()
     taker.join()
-    taken.extend(observations.take())
-    assert sorted(value for _, value, _ in taken) == sorted(list(range(20_000)) * 3)
+    samples.extend(observations.take())
+    assert sorted(value for _, value, _ in samples) == sorted(list(range(20_000)) * 3)

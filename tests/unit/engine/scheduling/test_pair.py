@@ -24,7 +24,7 @@ def test_nothing_begins_before_both_have_done() -> None:
     policy.submit(ticket("a", deadline=1.0))
     assert policy.schedule(0.0, Devices(busy=frozenset({1}))).runs == ()
     assert policy.schedule(2.0, Devices(busy=frozenset({1}))).expired == ()
-    assert [each.request_id for each in policy.schedule(2.0).expired] == ["a"]
+    assert [expired_ticket.request_id for expired_ticket in policy.schedule(2.0).expired] == ["a"]
     policy.check_integrity()
 
 

@@ -321,7 +321,7 @@ def test_every_ticket_ends_and_takes_all_its_steps(
     edits: list[tuple[int, int, int | None, int, bool]], max_rows: int
 ):
     scheduler = StepScheduler(max_rows, 64)
-    taken = {str(i): 0 for i in range(len(edits))}
+    step_counts = {str(i): 0 for i in range(len(edits))}
     left: dict[str, int] = {}
     ended: list[str] = []
     for step in range(21 + sum(edit[0] for edit in edits) * 40):
@@ -342,7 +342,7 @@ def test_every_ticket_ends_and_takes_all_its_steps(
         ended += names(decision.expired)
         left |= {t.request_id: t.steps for t in decision.admitted}
         for t in decision.running:
-            taken[t.request_id] += 1
+            step_counts[t.request_id] += 1
             left[t.request_id] -= 1
             if left[t.request_id] == 0:
                 scheduler.finish(t.request_id)
@@ -351,8 +351,8 @@ def test_every_ticket_ends_and_takes_all_its_steps(
             break
     assert sorted(ended, key=int) == [str(i) for i in range(len(edits))]
     for i, (steps, _, deadline, _, _) in enumerate(edits):
-        assert taken[str(i)] <= steps
-        assert deadline is not None or taken[str(i)] == steps
+        assert step_counts[str(i)] <= steps
+        assert deadline is not None or step_counts[str(i)] == steps
 
 
 @given(
@@ -364,7 +364,7 @@ def test_every_ticket_ends_and_takes_all_its_steps(
 def test_a_static_batch_runs_to_its_end_and_none_joins(
     edits: list[tuple[int, float, bool]], rows: int
 ) -> None:
-    """Of any arrivals and any lengths; priming goes on beside it, and no edit is left over."""
+    """Arrivals and lengths are arbitrary; priming goes on beside it, and no edit is left over."""
     scheduler, now, ended = StepScheduler(rows, 64, 0.5, static=True), 0.0, set[str]()
     left: dict[str, int] = {}
     todo = sorted(enumerate(edits), key=lambda edit: edit[1][1])
@@ -379,11 +379,11 @@ def test_a_static_batch_runs_to_its_end_and_none_joins(
         decision = scheduler.schedule(now)
         joined = [t.request_id for t in decision.admitted if not t.background]
         assert not (request_ids and joined), "an edit joined a batch that runs"
-        for each in decision.running:
-            left[each.request_id] -= 1
-            if not left[each.request_id]:
-                scheduler.finish(each.request_id)
-                ended.add(each.request_id)
+        for running_ticket in decision.running:
+            left[running_ticket.request_id] -= 1
+            if not left[running_ticket.request_id]:
+                scheduler.finish(running_ticket.request_id)
+                ended.add(running_ticket.request_id)
         scheduler.check_integrity()
         now += 1.0
         assert now < 500.0, "an edit starves"
@@ -415,12 +415,12 @@ class Machine(RuleBasedStateMachine):
         self.number = 0
         self.draining = False
         self.waiting: dict[str, Ticket] = {}
-        self.held: dict[str, Ticket] = {}  # has a row
+        self.running: dict[str, Ticket] = {}  # has a row
         self.ended: dict[str, int] = {}
 
     def end(self, name: str) -> None:
         self.waiting.pop(name, None)
-        self.held.pop(name, None)
+        self.running.pop(name, None)
         self.ended[name] = self.ended.get(name, 0) + 1
 
     @rule(
@@ -457,14 +457,14 @@ class Machine(RuleBasedStateMachine):
 
     @rule(name=consumes(tickets))
     def cancel(self, name: str) -> None:
-        expected = self.waiting.get(name) or self.held.get(name)
+        expected = self.waiting.get(name) or self.running.get(name)
         assert self.scheduler.cancel(name) == expected
         if expected is not None:
             self.end(name)
 
     @rule(name=tickets)
     def finish(self, name: str) -> None:
-        if name in self.held:
+        if name in self.running:
             self.scheduler.finish(name)
             self.end(name)
         else:
@@ -483,29 +483,29 @@ class Machine(RuleBasedStateMachine):
         decision = self.scheduler.schedule(self.now)
         late = {
             t.request_id
-            for t in (*self.waiting.values(), *self.held.values())
+            for t in (*self.waiting.values(), *self.running.values())
             if t.deadline is not None and t.deadline <= self.now
         }
         assert set(names(decision.expired)) == late
         assert len(decision.expired) == len(late)
         for name in late:
             self.end(name)
-        live_before = {n for n, t in self.held.items() if not t.background}
+        live_before = {n for n, t in self.running.items() if not t.background}
         for t in decision.admitted:
             assert self.waiting.pop(t.request_id) == t
-            self.held[t.request_id] = t
+            self.running[t.request_id] = t
         running = names(decision.running)
         assert len(set(running)) == len(running) <= self.rows
-        assert set(running) <= set(self.held)
+        assert set(running) <= set(self.running)
         assert set(names(decision.admitted)) <= set(running)
         # Live rows are never held back.
-        assert {n for n, t in self.held.items() if not t.background} <= set(running)
+        assert {n for n, t in self.running.items() if not t.background} <= set(running)
         # Those admitted are the most urgent of their class, in order.
         for background in (False, True):
             mine = [t for t in decision.admitted if t.background == background]
             assert all(urgency(a) <= urgency(b) for a, b in pairwise(mine))
-            others = [t for t in self.waiting.values() if t.background == background]
-            assert all(urgency(a) <= urgency(b) for a in mine for b in others)
+            other_tickets = [t for t in self.waiting.values() if t.background == background]
+            assert all(urgency(a) <= urgency(b) for a in mine for b in other_tickets)
         # No place stays empty while a live ticket waits, and priming holds at most one then.
         primed = sum(t.background for t in decision.running)
         live_wait = any(not t.background for t in self.waiting.values())
@@ -513,8 +513,8 @@ class Machine(RuleBasedStateMachine):
             assert len(running) == self.rows
         if live_wait or live_before or any(not t.background for t in decision.admitted):
             assert primed <= 1
-        elif self.waiting or self.held:
-            assert len(running) == min(self.rows, len(self.waiting) + len(self.held))
+        elif self.waiting or self.running:
+            assert len(running) == min(self.rows, len(self.waiting) + len(self.running))
 
     @invariant()
     def agrees(self) -> None:
@@ -522,8 +522,8 @@ class Machine(RuleBasedStateMachine):
             return
         self.scheduler.check_integrity()
         assert set(names(self.scheduler.waiting)) == set(self.waiting)
-        assert set(names(self.scheduler.running)) == set(self.held)
-        assert len(self.scheduler) == len(self.waiting) + len(self.held)
+        assert set(names(self.scheduler.running)) == set(self.running)
+        assert len(self.scheduler) == len(self.waiting) + len(self.running)
         assert all(times == 1 for times in self.ended.values())
 
 
@@ -556,8 +556,8 @@ def test_rows_that_cannot_share_a_step_take_turns() -> None:
     loop = Loop(StepScheduler(max_rows=4, max_waiting=8))
     wide = [replace(ticket(f"wide-{i}", steps=6), batch_key="wide") for i in range(2)]
     tall = replace(ticket("tall", steps=6), batch_key="tall")
-    for each in (*wide, tall):
-        loop.scheduler.submit(each)
+    for wide_ticket in (*wide, tall):
+        loop.scheduler.submit(wide_ticket)
     ran = [names(loop.run()) for _ in range(6)]
     assert ran == [["wide-0", "wide-1"], ["tall"]] * 3
 

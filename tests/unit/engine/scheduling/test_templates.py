@@ -146,7 +146,7 @@ def test_the_bound_holds_for_threads_too(tmp_path: Path) -> None:
 
 
 def names(folder: Path) -> set[str]:
-    """Of files, and `NAME.OWNER` of whose they are."""
+    """Names of files, and `NAME.OWNER` for each owner."""
     owners = {f"{path.parent.name}.{path.name}" for path in folder.glob(".owners/*/*/*")}
     hidden = {".lock", ".new", ".sums", ".owners"}
     return {path.name for path in folder.iterdir()} - hidden | owners
@@ -299,18 +299,18 @@ def test_workers_that_share_a_folder_of_results_share_these_alone(tmp_path: Path
 
 
 def counted_calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Of the system's calls that look at files; of a listing each file that it finds."""
+    """Numbers of system calls that look at files; a listing counts each file that it finds."""
     counts: Counter[str] = Counter()
     listdir, stat = os.listdir, os.stat
 
-    def listing(*given: Any) -> list[Any]:
-        found = listdir(*given)
-        counts["listed"] += len(found)
-        return found
+    def listing(*args: Any) -> list[Any]:
+        file_names = listdir(*args)
+        counts["listed"] += len(file_names)
+        return file_names
 
-    def looking(*given: Any, **named: Any) -> os.stat_result:
+    def looking(*args: Any, **named: Any) -> os.stat_result:
         counts["stats"] += 1
-        return stat(*given, **named)
+        return stat(*args, **named)
 
     def scanning(*_: Any) -> Any:
         raise AssertionError("a folder is listed by another call than os.listdir")
@@ -327,11 +327,11 @@ def test_what_one_file_costs_does_not_grow_with_those_that_are_there(
 ) -> None:
     """Each put and each eviction listed the folder, and took a lock for as long."""
     spent = []
-    for there in (20, 200):
-        path = tmp_path / str(there)
-        most = 4 * there if full else 10**6
+    for file_count in (20, 200):
+        path = tmp_path / str(file_count)
+        most = 4 * file_count if full else 10**6
         folder = StoredTemplates(path, max_result_bytes=most)
-        for number in range(there):
+        for number in range(file_count):
             folder.put(f"{number:032x}", b"1234", ["k1"])
             folder.put_result(f"{number:032x}", b"1234", [f"k{number % 2}"])
         folder = StoredTemplates(path, max_result_bytes=most)

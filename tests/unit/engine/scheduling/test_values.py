@@ -43,9 +43,9 @@ def values(folder: Path, **more: Any) -> Values:
 
 
 def left(folder: Path) -> set[str]:
-    """Of values, of files on their way, of owners, and of runs that are not over."""
-    found = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
-    return found.union(
+    """Names of values, of files on their way, of owners, and of runs that are not over."""
+    names = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
+    return names.union(
         *([p.name for p in folder.glob(at)] for at in (".new/*", ".owners/*/*/*", ".open/*"))
     )
 
@@ -64,12 +64,12 @@ def test_who_shares_the_folder_reads_what_another_has_put(tmp_path: Path) -> Non
     assert reader.stored() == maker.stored()
     assert (reader.stored().count, reader.stored().bytes) == (1, 5)
     assert maker.put([b"hello"], "k1", "run") == name
-    seen = reader.read(name, "k1")
+    value = reader.read(name, "k1")
     maker.end("k1", "run")
-    assert bytes(seen) == b"hello"  # who has mapped it has it
+    assert bytes(value) == b"hello"  # who has mapped it has it
     assert left(tmp_path) == set()
     assert maps(tmp_path) == 1
-    del seen
+    del value
     gc.collect()
     assert maps(tmp_path) == 0
     with pytest.raises(TemplateNotFound, match="is not known here"):
@@ -83,17 +83,17 @@ def test_a_value_of_another_key_is_as_if_it_were_not_there(tmp_path: Path) -> No
     folder.begin("k2", "run")
     name = folder.put([b"secret"], "k1", "run")
     assert name is not None
-    told = []
-    for asked in (name, name.replace(name[6:10], b"0000")):
+    messages = []
+    for element in (name, name.replace(name[6:10], b"0000")):
         with pytest.raises(TemplateNotFound) as refused:
-            folder.read(asked, "k2")
-        told.append(str(refused.value).replace(asked[6:18].decode(), ""))
-    assert told[0] == told[1]
-    found = parse(name)
-    assert found is not None
-    assert not folder.share([found[0]], "k2", "run")
+            folder.read(element, "k2")
+        messages.append(str(refused.value).replace(element[6:18].decode(), ""))
+    assert messages[0] == messages[1]
+    named_value = parse(name)
+    assert named_value is not None
+    assert not folder.share([named_value[0]], "k2", "run")
     folder.end("k2", "run")
-    assert folder.share([found[0]], "k1", "run")
+    assert folder.share([named_value[0]], "k1", "run")
     assert folder.put([b"secret"], "k2", "run") is None  # that run is over
     folder.begin("k2", "run")
     assert folder.put([b"secret"], "k2", "run") == name  # who has the bytes may name them
@@ -130,7 +130,7 @@ def test_values_go_with_the_last_run_that_has_them(tmp_path: Path) -> None:
     names = [folder.put([part], "k", "a") for part in (b"one", b"two")]
     plain = [parse(name or b"") for name in names]
     assert all(plain)
-    one, two = (found[0] for found in plain if found is not None)
+    one, two = (named_value[0] for named_value in plain if named_value is not None)
     assert folder.share([one], "k", "b")
     folder.free([one, two], "k", "a")
     assert bytes(folder.read(names[0] or b"", "k")) == b"one"
@@ -178,13 +178,13 @@ def test_what_has_expired_is_gone_when_somebody_asks(
         folder.begin("k", run)
         assert folder.put([run.encode()], "k", run)
         os.utime(tmp_path / ".open" / f"k-{run}", (used, used))
-    for after, there in ((0, 2), (5.9, 2), (6.1, 1), (9.9, 1), (10.1, 0)):
+    for after, value_count in ((0, 2), (5.9, 2), (6.1, 1), (9.9, 1), (10.1, 0)):
         now = begin + after
-        assert folder.stored().count == there
+        assert folder.stored().count == value_count
 
 
 def die() -> None:
-    """Of a router: killed while a run has a value."""
+    """End as a router that is killed while a run has a value."""
     folder = values(Path(sys.argv[1]))
     folder.begin("k", "dead")
     assert folder.put([b"picture"], "k", "dead")
@@ -245,10 +245,10 @@ def test_plain_pictures_are_what_their_png_is(shape: tuple[int, ...]) -> None:
     plain, png = b"".join(plain_picture(pixels)), encode_png(pixels)
     assert as_file(memoryview(plain)) == png == as_file(png)
     for read in (decode_image, decode_mask):
-        a, b = (read(each, "IMAGE", LIMITS) for each in (memoryview(plain), png))
+        a, b = (read(encoded, "IMAGE", LIMITS) for encoded in (memoryview(plain), png))
         for name in ("pixels", "alpha", "luminance"):
-            ours: Any = getattr(a, name, None)
-            np.testing.assert_array_equal(ours, getattr(b, name, None))
+            field_value: Any = getattr(a, name, None)
+            np.testing.assert_array_equal(field_value, getattr(b, name, None))
     assert decode_image(plain, "IMAGE", LIMITS).template_id == (
         decode_image(png, "IMAGE", LIMITS).template_id
     )
@@ -290,18 +290,18 @@ def test_what_a_run_costs_does_not_grow_with_those_beside_it(
 ) -> None:
     """Each value that was put, read or let go listed all that there were."""
     spent = []
-    for there in (10, 200):
-        folder = values(tmp_path / str(there))
+    for value_count in (10, 200):
+        folder = values(tmp_path / str(value_count))
         folder.begin("k", "long")
-        for number in range(there):
+        for number in range(value_count):
             assert folder.put([b"%d" % number], "k", "long")
-        assert folder.stored().count == there
+        assert folder.stored().count == value_count
         looks, listdir = Counter[str](), os.listdir
 
-        def listing(*given: Any, looks: Counter[str] = looks, listdir: Any = listdir) -> list[Any]:
-            found = listdir(*given)
-            looks["listed"] += len(found)
-            return list(found)
+        def listing(*args: Any, looks: Counter[str] = looks, listdir: Any = listdir) -> list[Any]:
+            names = listdir(*args)
+            looks["listed"] += len(names)
+            return list(names)
 
         with monkeypatch.context() as patch:
             patch.setattr(os, "listdir", listing)
@@ -310,11 +310,11 @@ def test_what_a_run_costs_does_not_grow_with_those_beside_it(
             name = folder.put([b"a value"], "k2", "run")
             assert name is not None
             assert bytes(folder.read(name, "k2")) == b"a value"
-            found = parse(name)
-            assert found is not None
-            assert folder.share([found[0]], "k2", "run")
-            assert folder.stored().count == there + 1
-            folder.free([found[0]], "k2", "run")
+            named_value = parse(name)
+            assert named_value is not None
+            assert folder.share([named_value[0]], "k2", "run")
+            assert folder.stored().count == value_count + 1
+            folder.free([named_value[0]], "k2", "run")
             folder.end("k2", "run")
         spent.append(looks)
     assert spent[0] == spent[1]

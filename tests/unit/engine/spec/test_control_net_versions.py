@@ -1,4 +1,4 @@
-"""What a worker and a ControlNet service of another host know a ControlNet by."""
+"""The version by which a worker and a ControlNet service of another host know a ControlNet."""
 
 from __future__ import annotations
 

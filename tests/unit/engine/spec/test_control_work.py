@@ -30,22 +30,27 @@ def on_meta() -> Iterator[None]:
 def test_a_flux_net_is_what_torch_counts(
     config: dict[str, Any], side: int, blocks: tuple[int, int]
 ) -> None:
-    own = {**config, "num_layers": blocks[0], "num_single_layers": blocks[1], "in_channels": 20}
-    own.pop("out_channels", None)
-    net, tokens, text = FluxControlNetModel(**own), side * side // 4, 7
+    net_config = {
+        **config,
+        "num_layers": blocks[0],
+        "num_single_layers": blocks[1],
+        "in_channels": 20,
+    }
+    net_config.pop("out_channels", None)
+    net, tokens, text = FluxControlNetModel(**net_config), side * side // 4, 7
     flops = counted(
         lambda: net(
             hidden_states=torch.zeros(1, tokens, 20),
             controlnet_cond=torch.zeros(1, tokens, 20),
-            encoder_hidden_states=torch.zeros(1, text, own["joint_attention_dim"]),
-            pooled_projections=torch.zeros(1, own["pooled_projection_dim"]),
+            encoder_hidden_states=torch.zeros(1, text, net_config["joint_attention_dim"]),
+            pooled_projections=torch.zeros(1, net_config["pooled_projection_dim"]),
             timestep=torch.ones(1),
-            guidance=torch.ones(1) if own.get("guidance_embeds") else None,
+            guidance=torch.ones(1) if net_config.get("guidance_embeds") else None,
             img_ids=torch.zeros(tokens, 3),
             txt_ids=torch.zeros(text, 3),
         )
     )
-    work = flux.control_work(own, side, side)
+    work = flux.control_work(net_config, side, side)
     assert work.step_flops([work.row_at(1.0, text)], "dense") == flops
     assert work.step_flops([work.row_at(1.0, text)], "kv") == flops
     assert work.step_flops([work.row_at(0.1, text)], "kv") < 0.7 * flops
@@ -67,18 +72,18 @@ def test_a_net_of_a_unet_is_what_torch_counts(
     config: dict[str, Any], side: int, middle: str
 ) -> None:
     """Apart from the layers that read the picture, which run once in an edit."""
-    own = {name: value for name, value in config.items() if name not in UNUSED}
-    own = {**own, "in_channels": 4, "mid_block_type": middle}
-    net, text = ControlNetModel(**own), 7
-    pooled = own.get("projection_class_embeddings_input_dim") or 0
-    pooled -= 6 * (own.get("addition_time_embed_dim") or 0)
+    net_config = {name: value for name, value in config.items() if name not in UNUSED}
+    net_config = {**net_config, "in_channels": 4, "mid_block_type": middle}
+    net, text = ControlNetModel(**net_config), 7
+    pooled = net_config.get("projection_class_embeddings_input_dim") or 0
+    pooled -= 6 * (net_config.get("addition_time_embed_dim") or 0)
     picture = torch.zeros(2, 3, 8 * side, 8 * side)
 
     def run() -> None:
         net(
             torch.zeros(2, 4, side, side),
             torch.ones(2),
-            torch.zeros(2, text, own["cross_attention_dim"]),
+            torch.zeros(2, text, net_config["cross_attention_dim"]),
             picture,
             added_cond_kwargs={
                 "text_embeds": torch.zeros(2, pooled),
@@ -87,7 +92,7 @@ def test_a_net_of_a_unet_is_what_torch_counts(
         )
 
     flops = counted(run) - counted(lambda: net.controlnet_cond_embedding(picture))
-    work = unet.control_work(own, side, side)
+    work = unet.control_work(net_config, side, side)
     assert work.step_flops([work.row_at(1.0, text)], "dense") == flops
     assert work.step_flops([work.row_at(1.0, text)], "kv") == flops
     assert work.step_flops([work.row_at(0.1, text)], "kv") < 0.95 * flops

@@ -188,7 +188,7 @@ def test_a_dense_step_is_what_torch_counts(case: Case) -> None:
 
 
 def test_the_terms_of_a_block() -> None:
-    """Of FLUX.1 with tokens 4 wide, by hand: a double block has 4 square products and two of four
+    """FLUX.1 with tokens 4 wide, by hand: a double block has 4 square products and two of four
     widths for a token, 12 vectors for a row, and keys and values for a cached token.
     """
     config = {**TINY_FLUX, "num_attention_heads": 1, "attention_head_dim": 4,

@@ -1,4 +1,4 @@
-"""What core knows of the families is what diffusers' own pipelines and the folders say."""
+"""The core's facts about families are those of diffusers' own pipelines and of the folders."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from maskserve_engine.families.z_image import spec as z_image
 from maskserve_engine.spec.model_spec import EditDefaults, text_shares
 
 
-def own(pipeline: str) -> EditDefaults:
+def defaults_of(pipeline: str) -> EditDefaults:
     parameters = inspect.signature(getattr(diffusers, pipeline).__call__).parameters
     return EditDefaults(
         parameters["num_inference_steps"].default, parameters["guidance_scale"].default
@@ -43,7 +43,7 @@ def own(pipeline: str) -> EditDefaults:
     ],
 )
 def test_defaults_are_those_of_the_pipeline(pipeline: str, defaults: EditDefaults) -> None:
-    assert own(pipeline) == defaults
+    assert defaults_of(pipeline) == defaults
 
 
 def test_every_pipeline_is_one_of_diffusers_and_belongs_to_one_family() -> None:
@@ -74,10 +74,10 @@ def test_pipelines_beside_those_that_are_served_are_refused(pipeline: str, tmp_p
 
 def changed(folder: Path, to: Path, part: str, **values: Any) -> Path:
     """A copy of a folder, one JSON of which says something else."""
-    made = Path(shutil.copytree(folder, to / "model"))
-    path = made / part
+    model_copy = Path(shutil.copytree(folder, to / "model"))
+    path = model_copy / part
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
-    return made
+    return model_copy
 
 
 @pytest.mark.parametrize(("embedded", "steps", "guidance"), [(True, 28, 7.0), (False, 4, 0.0)])

@@ -1,4 +1,4 @@
-"""What references add to a model's work."""
+"""Work that references add to a model."""
 
 from __future__ import annotations
 

@@ -42,10 +42,11 @@ engine.close(5.0)
 
 
 @pytest.mark.parametrize(
-    ("configured", "filled", "taken"), [(0, None, 5), (3, None, 3), (0, 2, 2), (3, 2, 2), (3, 4, 3)]
+    ("configured", "filled", "threads"),
+    [(0, None, 5), (3, None, 3), (0, 2, 2), (3, 2, 2), (3, 4, 3)],
 )
 def test_a_thread_takes_no_more_than_its_operations_fill(
-    configured: int, filled: int | None, taken: int
+    configured: int, filled: int | None, threads: int
 ) -> None:
     config = config_of({"model": {"path": str(DEMO_MODEL), "torch_threads": configured}})
 
@@ -59,7 +60,7 @@ def test_a_thread_takes_no_more_than_its_operations_fill(
             torch.set_num_threads(num_threads)
 
     with ThreadPoolExecutor(1) as aside:
-        assert aside.submit(limited).result() == taken
+        assert aside.submit(limited).result() == threads
 
 
 def test_operations_of_a_small_model_fill_one_thread() -> None:

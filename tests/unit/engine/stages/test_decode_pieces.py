@@ -109,16 +109,16 @@ def test_the_norms_of_the_edit_itself_are_group_norms(tiny_fill: Path) -> None:
     )
     norm = decoder.vae.decoder.up_blocks[0].resnets[0].norm1
     maps = [middle[(..., *pieces.outer(box, 0).slices)] for box in pieces.boxes]
-    found = MixedNorm(template, pieces, torch.device("cpu"))(norm, maps, 0)
+    results = MixedNorm(template, pieces, torch.device("cpu"))(norm, maps, 0)
     whole = norm(middle)
-    for each, box in zip(found, pieces.boxes, strict=True):
+    for piece, box in zip(results, pieces.boxes, strict=True):
         torch.testing.assert_close(
-            each, whole[(..., *pieces.outer(box, 0).slices)], atol=1e-4, rtol=1e-4
+            piece, whole[(..., *pieces.outer(box, 0).slices)], atol=1e-4, rtol=1e-4
         )
 
 
-def psnr(found: Pixels, expected: Pixels) -> float:
-    error = float(np.square(found.astype(float) - expected).mean())
+def psnr(result: Pixels, expected: Pixels) -> float:
+    error = float(np.square(result.astype(float) - expected).mean())
     return 99.0 if error == 0 else 10 * float(np.log10(255**2 / error))
 
 
@@ -156,7 +156,7 @@ def test_cached_edits_of_the_demo_model_look_as_decoded_whole(
     """
     config, decoder, latents_of = demo
     rng, edits = np.random.default_rng(seed), held_out_edits(200)
-    found = []
+    psnrs = []
     for number in rng.choice(200, 24, replace=False):
         edit, other = edits[number], edits[int(rng.integers(200))]
         mask = edit.mask * np.uint8(255) if rng.random() < 0.5 else scattered(rng)
@@ -176,10 +176,10 @@ def test_cached_edits_of_the_demo_model_look_as_decoded_whole(
         if pieces.share >= 0.7:
             continue
         part = decoder.decode_pieces(latents, pieces, decoder.sums(template))
-        found.append(psnr(part[mask > 0], decoder.decode(latents)[mask > 0]))
-    assert len(found) >= 5
-    assert float(np.median(found)) >= 45.0
-    assert min(found) >= worst
+        psnrs.append(psnr(part[mask > 0], decoder.decode(latents)[mask > 0]))
+    assert len(psnrs) >= 5
+    assert float(np.median(psnrs)) >= 45.0
+    assert min(psnrs) >= worst
 
 
 class Edits:
@@ -199,8 +199,8 @@ class Edits:
 
     def request(self, **settings: Any) -> EditRequest:
         edit_settings = EditSettings(**{"mask_ring": 1, **settings})
-        made = request_of(self.pixels, "", edit_settings, 1, "mine")
-        return replace(made, edit_boxes=component_boxes(self.mask, 8))
+        edit_request = request_of(self.pixels, "", edit_settings, 1, "mine")
+        return replace(edit_request, edit_boxes=component_boxes(self.mask, 8))
 
     def decode(
         self, meta: bytes, edit: EditRequest, latents: Latents | None = None
@@ -208,14 +208,14 @@ class Edits:
         """Pixels, and whether all were decoded, as META says and as they are."""
         x = self.latents() if latents is None else latents
         context = PostprocessContext(edit.to_json(), b"source", b"paste", True).pack()
-        pixels, said = self.decoder.decode(x, meta, context)
+        pixels, meta_bytes = self.decoder.decode(x, meta, context)
         whole = bool((pixels == self.plain.decode(x)).all())
-        values = json.loads(said)
+        values = json.loads(meta_bytes)
         if values["event"] == "final":
             assert (values["decoded"] == 1.0) == whole
             assert {**values, "decoded": 1.0} == json.loads(meta)
         else:
-            assert said == meta
+            assert meta_bytes == meta
         return pixels, whole
 
     def latents(self) -> Latents:
@@ -226,8 +226,8 @@ class Edits:
 
 
 def replace_stages(config: Config, folder: Path, **stages: int) -> Config:
-    asked = msgspec.structs.replace(config.stages, **stages)
-    return msgspec.structs.replace(config, stages=asked, runtime_dir=str(folder))
+    stages_config = msgspec.structs.replace(config.stages, **stages)
+    return msgspec.structs.replace(config, stages=stages_config, runtime_dir=str(folder))
 
 
 def test_who_is_decoded_in_pieces(tmp_path: Path, tiny_fill: Path) -> None:
@@ -266,9 +266,9 @@ def test_an_edit_that_stepped_down_is_decoded_with_the_ring_that_it_had(
     MomentsFolder(tmp_path).write(request.pixels_id, edits.moments)
     latents = edits.latents()
     stepped = final_meta(request, "w", "m", {"cache": "hit", "mask_ring": 1}, {})
-    found, _ = edits.decode(stepped, request, latents)
-    np.testing.assert_array_equal(found, edits.decode(edits.final(took), took, latents)[0])
-    assert (found != edits.decode(edits.final(request), request, latents)[0]).any()
+    result, _ = edits.decode(stepped, request, latents)
+    np.testing.assert_array_equal(result, edits.decode(edits.final(took), took, latents)[0])
+    assert (result != edits.decode(edits.final(request), request, latents)[0]).any()
 
 
 @pytest.mark.parametrize("stages", [{"decode_halo": 0}, {"decode_bytes": 0}])
@@ -333,10 +333,10 @@ def test_events_decoded_together_are_as_each_alone(
         event = ToDecode(edits.latents(), edits.final(edit, cache), context)
         work.append(event)
         expected.append(decoder.decode(*event)[0])
-    found = list(decoder.decode_all(work))
-    for (cache, exact), made, alone in zip(kinds, found, expected, strict=True):
-        assert not isinstance(made, Exception), made
-        pixels, meta = made
+    results = list(decoder.decode_all(work))
+    for (cache, exact), result, alone in zip(kinds, results, expected, strict=True):
+        assert not isinstance(result, Exception), result
+        pixels, meta = result
         shares = together == "on" and cache == "miss" and not exact
         assert json.loads(meta)["decode_batch"] == (2 if shares else 1)
         if shares:
@@ -354,9 +354,9 @@ def test_an_event_that_cannot_be_decoded_harms_no_other(tmp_path: Path, tiny_fil
     bad = good._replace(latents=np.zeros((3, 16, 16), np.float32))
     first, second, third = edits.decoder.decode_all([good, bad, good])
     assert isinstance(second, Exception)
-    for made in (first, third):
-        assert not isinstance(made, Exception), made
-        np.testing.assert_array_equal(made[0], edits.plain.decode(good.latents))
+    for outcome in (first, third):
+        assert not isinstance(outcome, Exception), outcome
+        np.testing.assert_array_equal(outcome[0], edits.plain.decode(good.latents))
 
 
 @pytest.mark.parametrize("value", [np.float32(3e38), np.float32(np.nan)])
@@ -382,9 +382,9 @@ def test_a_picture_whose_numbers_overflow_is_an_error_and_harms_no_other(
     first, second, third = decoder.decode_all([good, bad, good])
     assert isinstance(second, EngineFailed)
     assert "overflowed in the VAE's decoder" in str(second)
-    for made in (first, third):
-        assert not isinstance(made, Exception), made
-        assert np.abs(made[0].astype(int) - alone).max() <= 1
+    for outcome in (first, third):
+        assert not isinstance(outcome, Exception), outcome
+        assert np.abs(outcome[0].astype(int) - alone).max() <= 1
     with pytest.raises(EngineFailed, match="overflowed"):
         decoder.decode(*bad)
 

@@ -106,7 +106,7 @@ def test_tensors_arrive_where_the_encoder_and_the_decoder_are(
 
 
 def test_weights_are_never_whole_on_the_host(tiny_fill: Path) -> None:
-    """What goes to another device is mapped, and goes there one tensor after the other."""
+    """Weights for another device are mapped, and go there one tensor after the other."""
     where = {"device": "meta", "dtype": "bfloat16"}
     config = config_of(tiny_fill, model=where)
     with LiveBytes("cpu") as live:

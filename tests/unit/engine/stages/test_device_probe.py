@@ -1,4 +1,4 @@
-"""What a worker's device does at most, asked of it and probed."""
+"""Peak rates of a worker's device, by its properties and by a probe."""
 
 from __future__ import annotations
 
@@ -121,10 +121,12 @@ def test_times_that_say_nothing_leave_what_the_device_says_of_itself() -> None:
 
 
 def test_a_gpu_is_asked_for_its_properties() -> None:
-    found = SimpleNamespace(
+    device_properties = SimpleNamespace(
         name="no such name", multi_processor_count=170, clock_rate=2_407_000, major=12, minor=0
     )
-    rates = peak_rates(torch.device("cuda"), torch.bfloat16, properties=lambda device: found)
+    rates = peak_rates(
+        torch.device("cuda"), torch.bfloat16, properties=lambda device: device_properties
+    )
     assert rates.device == "no such name"
     assert rates.product_flops == pytest.approx(419e12, rel=0.01)
 

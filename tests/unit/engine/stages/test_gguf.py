@@ -131,7 +131,7 @@ def test_loras_are_for_the_files_layers(
     read = of_diffusers(tiny_fill, file)
     net = FluxTransformer2DModel.from_pretrained(tiny_fill / "transformer")
     base = BaseLayers.of_folder(bare, str(file))
-    layers = {name for name, each in read.named_modules() if isinstance(each, torch.nn.Linear)}
+    layers = {name for name, module in read.named_modules() if isinstance(module, torch.nn.Linear)}
     assert base._shapes == {
         **folder._shapes,
         "denoiser": {name: folder.shape("denoiser", name) for name in layers},
@@ -174,11 +174,11 @@ def test_entries_of_one_file_are_not_anothers(tiny_fill: Path, file: Path, tmp_p
     other = write_gguf(tiny_fill, tmp_path / "other.gguf", ("Q8_0",))
     path = Path(shutil.copy(other, tmp_path / "same.gguf"))
     words = [
-        form_in_words(config_of(tiny_fill, model={"gguf": str(each)} if each else {}))
-        for each in (None, file, other, path)
+        form_in_words(config_of(tiny_fill, model={"gguf": str(gguf_file)} if gguf_file else {}))
+        for gguf_file in (None, file, other, path)
     ]
     assert words[2] == words[3]
-    assert len({model_revision(tiny_fill, each) for each in words}) == 3
+    assert len({model_revision(tiny_fill, form) for form in words}) == 3
     # A file that lies in the model folder and what is kept of the folder's own leave one another.
     folder = tmp_path / "model"
     shutil.copytree(tiny_fill, folder)
@@ -275,8 +275,8 @@ def test_a_header_that_says_too_much_is_refused_in_a_sentence(
     name: str, tiny_fill: Path, tmp_path: Path
 ) -> None:
     """The library would go by it, for ever."""
-    said, why = HOSTILE[name]
-    file = named(tmp_path / "x.gguf", **said)
+    header, why = HOSTILE[name]
+    file = named(tmp_path / "x.gguf", **header)
     config = config_of(tiny_fill, model={"gguf": str(file)})
     with pytest.raises(ConfigError, match=rf"\[model\] gguf: .*is not a GGUF file.*{why}"):
         denoiser_bytes(config, ("bf16",))

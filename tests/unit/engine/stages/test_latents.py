@@ -111,7 +111,7 @@ def test_pictures_go_in_and_out_as_diffusers_has_it(make: Any, tiles: str, tmp_p
     torch.testing.assert_close(latents, (mean - means) * scale / stds)
 
     standard_normal = rng.standard_normal((2, 4, side // 2, 8), dtype=np.float32)
-    shown: list[Any] = list(Decoder(vae, space).decode_all(list(standard_normal)))
+    pictures: list[Any] = list(Decoder(vae, space).decode_all(list(standard_normal)))
     with torch.inference_mode():
         x = torch.from_numpy(standard_normal) * stds / scale + means
         images = (
@@ -120,7 +120,7 @@ def test_pictures_go_in_and_out_as_diffusers_has_it(make: Any, tiles: str, tmp_p
             else requires_grad.decode(x).sample
         )
     expected = ((images * 0.5 + 0.5).clamp(0, 1) * 255).permute(0, 2, 3, 1).numpy()
-    assert np.abs(np.stack(shown) - expected).max() <= 0.51  # each rounds by itself
+    assert np.abs(np.stack(pictures) - expected).max() <= 0.51  # each rounds by itself
     naive = to_vae(torch.from_numpy(standard_normal), replace(space, shift=(0.0,), scale=(scale,)))
     assert (naive - x).abs().max() > 0.1  # one scale for all would be seen
 
@@ -159,7 +159,7 @@ def test_numbers_may_be_those_of_patches() -> None:
 
 
 def test_what_cannot_be_served_is_refused(tmp_path: Path) -> None:
-    """Of FLUX and Stable Diffusion what diffusers' inpaint pipelines treat in two ways, too."""
+    """So is a VAE that diffusers' inpaint pipelines of FLUX and SD treat in two ways."""
     config = {"block_out_channels": [8, 8], "latent_channels": 4, "scaling_factor": 0.13025}
     (tmp_path / "vae").mkdir()
     file = tmp_path / "vae" / "config.json"

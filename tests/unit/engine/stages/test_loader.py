@@ -18,6 +18,6 @@ def test_weights_that_end_too_early_are_one_sentence(tiny_fill: Path, tmp_path: 
     shutil.copytree(tiny_fill, broken)
     [weights] = (broken / "transformer").glob("*.safetensors")
     weights.write_bytes(weights.read_bytes()[:100])
-    said = rf"\[model\] path: cannot load {re.escape(str(broken / 'transformer'))}: \S[^\n]*\Z"
-    with pytest.raises(ConfigError, match=said):
+    pattern = rf"\[model\] path: cannot load {re.escape(str(broken / 'transformer'))}: \S[^\n]*\Z"
+    with pytest.raises(ConfigError, match=pattern):
         load_adapter(config_of(broken))

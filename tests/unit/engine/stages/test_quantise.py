@@ -43,7 +43,7 @@ class Block(nn.Module):
 
 
 def library_layer(form: str, dense: nn.Linear) -> nn.Module:
-    """What the library makes of a layer by its own documentation."""
+    """The layer that the library makes as its documentation says."""
     if form == "nf4":
         from bitsandbytes.nn import Linear4bit
 
@@ -66,10 +66,10 @@ def library_layer(form: str, dense: nn.Linear) -> nn.Module:
         "int8-dynamic": quantization.Int8DynamicActivationInt8WeightConfig,
         "fp8": quantization.Float8WeightOnlyConfig,
     }
-    made = nn.Linear(dense.in_features, dense.out_features, bias=dense.bias is not None)
-    made.load_state_dict(dense.state_dict())
-    quantization.quantize_(made, configs[form]())
-    return made
+    layer = nn.Linear(dense.in_features, dense.out_features, bias=dense.bias is not None)
+    layer.load_state_dict(dense.state_dict())
+    quantization.quantize_(layer, configs[form]())
+    return layer
 
 
 def part_of(product: Linear) -> Linear:
@@ -92,11 +92,11 @@ def test_t5_in_8_bits_is_the_librarys_own() -> None:
     for name, layer in list(expected.t5.model.named_modules()):
         if type(layer) is nn.Linear:
             expected.t5.model.set_submodule(name, library_layer("int8", layer))
-    found = encoder.encode_prompt(prompt)["prompt_embeds"]
+    embedding = encoder.encode_prompt(prompt)["prompt_embeds"]
     np.testing.assert_allclose(
-        found, expected.encode_prompt(prompt)["prompt_embeds"], rtol=0, atol=1e-5
+        embedding, expected.encode_prompt(prompt)["prompt_embeds"], rtol=0, atol=1e-5
     )
-    assert 0 < np.abs(found - folder).max() < 0.1 * np.abs(folder).max()
+    assert 0 < np.abs(embedding - folder).max() < 0.1 * np.abs(folder).max()
     total = sum(module_bytes(vae) for vae in (encoder.vae, encoder.clip.model, encoder.t5.model))
     assert weight_bytes(config, "encoder") == pytest.approx(total, rel=1e-3)  # but for buffers
 
@@ -104,16 +104,16 @@ def test_t5_in_8_bits_is_the_librarys_own() -> None:
 def test_a_t5_that_comes_layer_by_layer_says_the_same() -> None:
     config = config_of(DEMO, model={"t5_offload": True})
     encoder: Any = load_encoder(config)
-    held: Any = load_encoder(config_of(DEMO))
+    reference: Any = load_encoder(config_of(DEMO))
     for prompt in ("a red star", "", "two cats"):
-        found, expected = encoder.encode_prompt(prompt), held.encode_prompt(prompt)
+        result, expected = encoder.encode_prompt(prompt), reference.encode_prompt(prompt)
         assert {parameter.device.type for parameter in encoder.t5.model.parameters()} == {"meta"}
         for name, numbers in expected.items():
-            np.testing.assert_array_equal(found[name], numbers)
+            np.testing.assert_array_equal(result[name], numbers)
     whole, parts = weight_bytes(config_of(DEMO), "encoder"), (encoder.vae, encoder.clip.model)
     layers = [
         sum(parameter.nbytes for parameter in module.parameters(recurse=False))
-        for module in held.t5.model.modules()
+        for module in reference.t5.model.modules()
     ]
     counted = weight_bytes(config, "encoder")
     assert counted == pytest.approx(sum(map(module_bytes, parts)) + max(layers), rel=1e-3)
@@ -137,7 +137,7 @@ def test_a_layer_equals_the_librarys_own(form: str) -> None:
         torch.testing.assert_close(part, outs[-1][:, 8:40])
     joined = linear(*model.transformer_blocks)
     torch.testing.assert_close(joined(x), torch.cat(outs, -1))
-    assert [tuple(each(x[:0]).shape) for each in (joined, part_of(joined))] == [(0, 256), (0, 5)]
+    assert [tuple(layer(x[:0]).shape) for layer in (joined, part_of(joined))] == [(0, 256), (0, 5)]
     assert type(model.proj_out) is nn.Linear
     assert torch.equal(model.proj_out.weight, copy)
 

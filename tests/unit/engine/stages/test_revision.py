@@ -32,11 +32,11 @@ def test_a_byte_in_the_middle_of_a_large_file_makes_another_model(folder: Path) 
 def test_what_reads_a_prompt_or_a_picture_is_a_part_of_the_model(folder: Path, part: str) -> None:
     (folder / part).mkdir()
     file = folder / part / "config.json"
-    found = set()
+    revisions = set()
     for name in ("{}", "{ }"):
         file.write_text(name)
-        found.add(model_revision(folder))
-    assert len(found) == 2
+        revisions.add(model_revision(folder))
+    assert len(revisions) == 2
 
 
 def test_files_are_read_once_and_the_digest_is_the_same(folder: Path) -> None:

@@ -30,7 +30,7 @@ from tests.support.draws import fresh_rng
 from tests.support.stage_server import StageServer
 
 TIMES = {"ENCODED": "ms", "META": "timings_ms"}
-"""What of an answer may differ: how long it took."""
+"""Times, the only part of an answer that may differ."""
 
 
 @pytest.fixture
@@ -43,13 +43,13 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[ExitStack]:
 
 def to_encode(api: FakeTriton, case: Case, prompt: str) -> Request:
     edit = request_of(case.pixels, prompt, case.settings, case.seed, "edit")
-    given = {
+    tensors = {
         "REQUEST": edit.to_json(),
         "PIXELS": case.pixels,
         "EDIT_MASK": case.mask,
         "CONTROLS": np.zeros((0, *case.pixels.shape), np.uint8),
     }
-    return api.request("", **batched(given))
+    return api.request("", **batched(tensors))
 
 
 def to_decode(case: Case, latents: Any) -> dict[str, Any]:
@@ -63,10 +63,10 @@ def to_decode(case: Case, latents: Any) -> dict[str, Any]:
 def answer_to(stage: Any, request: Request) -> dict[str, Any]:
     """But for times."""
     stage.execute([request])
-    said = request.sender.wait(600)
-    assert not said.has_error(), said.error().message()
+    answer = request.sender.wait(600)
+    assert not answer.has_error(), answer.error().message()
     tensors = {}
-    for output_tensor in said.output_tensors():
+    for output_tensor in answer.output_tensors():
         array = np.asarray(output_tensor.as_numpy())
         tensors[output_tensor.name()] = (array.dtype.name, array.shape, array.tobytes())
         if output_tensor.name() in TIMES:
@@ -95,13 +95,13 @@ def test_what_comes_back_is_what_the_worker_would_have_made(
     folder = {"fill": tiny_fill, **tiny_unets}.get(model)
     folder = folder or build_tiny_qwen_image(tmp_path / "model", EDIT)
     api, config, rng = FakeTriton(), config_of(folder), fresh_rng()
-    made: dict[str, dict[str, Any]] = {}
+    stage_pairs: dict[str, dict[str, Any]] = {}
     for name in ("own", "service"):
         at = replace(config, runtime_dir=str(tmp_path / name))
-        made[name] = {"encoder": EncoderStage(api, at), "decoder": DecoderStage(api, at)}
-        for stage in made[name].values():
+        stage_pairs[name] = {"encoder": EncoderStage(api, at), "decoder": DecoderStage(api, at)}
+        for stage in stage_pairs[name].values():
             opened.callback(stage.close)
-    server = opened.enter_context(StageServer(api, made["service"]))
+    server = opened.enter_context(StageServer(api, stage_pairs["service"]))
     stages = replace(config.stages, service=server.url)
     workers = [
         replace(config, stages=stages, runtime_dir=str(tmp_path / f"worker-{n}")) for n in range(2)
@@ -124,13 +124,13 @@ def test_what_comes_back_is_what_the_worker_would_have_made(
             str(rng.choice(WORDS)),
             int(rng.integers(2)),
         )
-        own = answer_to(made["own"]["encoder"], to_encode(api, case, prompt))
-        assert answer_to(encoders[integers], to_encode(api, case, prompt)) == own
+        local_answer = answer_to(stage_pairs["own"]["encoder"], to_encode(api, case, prompt))
+        assert answer_to(encoders[integers], to_encode(api, case, prompt)) == local_answer
         height, width = (side // facts.vae_scale_factor for side in case.mask.shape)
         latents = rng.standard_normal((facts.latent_channels, height, width), np.float32)
         decode = to_decode(case, latents)
-        own = answer_to(made["own"]["decoder"], api.request("", **decode))
-        assert answer_to(decoders[integers], api.request("", **decode)) == own
+        local_answer = answer_to(stage_pairs["own"]["decoder"], api.request("", **decode))
+        assert answer_to(decoders[integers], api.request("", **decode)) == local_answer
     assert api.violations == []
 
 
@@ -138,8 +138,8 @@ def test_only_what_encoder_and_decoder_are_made_of_tells_stages_apart(
     tiny_fill: Path, tiny_inpaint: Path
 ) -> None:
     config = config_of(tiny_fill)
-    own = stages_revision(config)
-    assert own == stages_revision(config_of(tiny_fill, model={"weights": "nf4"}))
+    revision = stages_revision(config)
+    assert revision == stages_revision(config_of(tiny_fill, model={"weights": "nf4"}))
     longer = replace(config.model, max_sequence_length=config.model.max_sequence_length + 1)
-    assert own != stages_revision(replace(config, model=longer))
-    assert own != stages_revision(config_of(tiny_inpaint))
+    assert revision != stages_revision(replace(config, model=longer))
+    assert revision != stages_revision(config_of(tiny_inpaint))

@@ -1,4 +1,4 @@
-"""What a worker's process imports of the libraries that are installed."""
+"""The libraries that a worker's process imports."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ALL = {"peft", "torchao", "bitsandbytes", "gguf", "scipy"}
 
 
 @pytest.mark.parametrize(
-    ("asked", "used"),
+    ("options", "used"),
     [
         ({}, set()),
         ({"weights": "int8"}, {"torchao"}),
@@ -32,43 +32,43 @@ ALL = {"peft", "torchao", "bitsandbytes", "gguf", "scipy"}
         ({"gguf": "/models/f.gguf"}, {"gguf"}),
     ],
 )
-def test_what_is_asked_for_is_left(asked: dict[str, str], used: set[str], tmp_path: Path) -> None:
-    config = Config(model=ModelConfig(path=str(tmp_path), **asked))
+def test_what_is_asked_for_is_left(options: dict[str, str], used: set[str], tmp_path: Path) -> None:
+    config = Config(model=ModelConfig(path=str(tmp_path), **options))
     assert set(unused_libraries(config)) == ALL - used
     hides_text = "transformers" in unused_libraries(config, text=False)
-    assert hides_text == (asked.keys().isdisjoint({"weights", "gguf"}))
+    assert hides_text == (options.keys().isdisjoint({"weights", "gguf"}))
 
 
 def test_a_folder_that_is_quantised_may_want_any(tmp_path: Path) -> None:
-    for part, said in (("vae", {}), ("transformer", {"quantization_config": {"bits": 4}})):
+    for part, settings in (("vae", {}), ("transformer", {"quantization_config": {"bits": 4}})):
         (tmp_path / part).mkdir()
-        (tmp_path / part / "config.json").write_text(json.dumps(said))
+        (tmp_path / part / "config.json").write_text(json.dumps(settings))
     assert unused_libraries(Config(model=ModelConfig(path=str(tmp_path)))) == []
 
 
 def test_so_may_a_node_servers(tmp_path: Path) -> None:
     config = Config(nodes=NodesConfig(find=str(tmp_path)))
-    for said, hidden in (({}, ALL), ({"quantization_config": {"bits": 4}}, set())):
-        (tmp_path / "config.json").write_text(json.dumps(said))
+    for settings, hidden in (({}, ALL), ({"quantization_config": {"bits": 4}}, set())):
+        (tmp_path / "config.json").write_text(json.dumps(settings))
         assert set(unused_libraries(config)) == hidden
 
 
 def test_a_sampler_with_beta_sigmas_has_scipy(tmp_path: Path) -> None:
     config = Config(model=ModelConfig(path=str(tmp_path)))
     (tmp_path / "scheduler").mkdir()
-    for said, hidden in ((False, True), (True, False)):
-        dumps = json.dumps({"_class_name": "EulerDiscreteScheduler", "use_beta_sigmas": said})
+    for uses_beta, hidden in ((False, True), (True, False)):
+        dumps = json.dumps({"_class_name": "EulerDiscreteScheduler", "use_beta_sigmas": uses_beta})
         (tmp_path / "scheduler" / "scheduler_config.json").write_text(dumps)
         assert ("scipy" in unused_libraries(config)) is hidden
 
 
 def test_a_process_does_without_the_others(tiny_fill: Path, tmp_path: Path) -> None:
-    """Of each family; anchors, as rows, follow from the schedule."""
+    """So it is for each family; anchors, as rows, follow from the schedule."""
     builds = [
         build(tmp_path / build.__name__)
         for build in (build_tiny_flux2, build_tiny_qwen_image, build_tiny_z_image)
     ]
-    folders = [str(each) for each in (tiny_fill, *builds)]
+    folders = [str(folder) for folder in (tiny_fill, *builds)]
     program = f"""
 import sys
 from maskserve_common.config import Config, ModelConfig

@@ -21,15 +21,15 @@ def test_pictures_of_one_size_go_together_as_far_as_there_is_room() -> None:
             int(name): choices[rng.integers(len(choices))]
             for name in rng.permutation(100)[: rng.integers(1, 30)]
         }
-        found = vae_batches(sizes)
-        assert list(found) == list(sizes)
-        for name, batch in found.items():
+        batch_of = vae_batches(sizes)
+        assert list(batch_of) == list(sizes)
+        for name, batch in batch_of.items():
             assert name in batch
-            assert {sizes[each] for each in batch} == {sizes[name]}
-            assert all(found[each] == batch for each in batch)
+            assert {sizes[member] for member in batch} == {sizes[name]}
+            assert all(batch_of[member] == batch for member in batch)
             assert len(batch) == 1 or len(batch) * sizes[name][0] * sizes[name][1] <= FULL
         for size in set(sizes.values()):
-            batches = list(dict.fromkeys(b for name, b in found.items() if sizes[name] == size))
+            batches = list(dict.fromkeys(b for name, b in batch_of.items() if sizes[name] == size))
             most = max(1, FULL // (size[0] * size[1]))
             assert all(len(batch) == most for batch, _ in pairwise(batches)), "all but the last"
 

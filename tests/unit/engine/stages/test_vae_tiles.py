@@ -23,7 +23,7 @@ from tests.fakes.pipelines import diffusers_edit
 from tests.support.draws import fresh_rng
 
 NATIVE = 128
-"""Of the model here; its VAE's tiles have 64 pixels a side."""
+"""Native side of the model here; its VAE's tiles have 64 pixels a side."""
 
 
 def tiled(folder: Path, **stages: Any) -> Any:
@@ -91,7 +91,7 @@ def test_edits_are_the_pipelines_with_tiling(tiny_fill: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "native", "expected"),
+    ("setting", "native", "expected"),
     [
         ("auto", 1024, False),
         ("auto", 1536, False),
@@ -101,10 +101,10 @@ def test_edits_are_the_pipelines_with_tiling(tiny_fill: Path) -> None:
     ],
 )
 def test_by_default_it_goes_by_size(
-    tiny_fill: Path, asked: str, native: int, expected: bool
+    tiny_fill: Path, setting: str, native: int, expected: bool
 ) -> None:
     model = {"native_resolution": native}
-    config = config_of(tiny_fill, model=model, stages={"vae_tiles": asked})
+    config = config_of(tiny_fill, model=model, stages={"vae_tiles": setting})
     assert in_tiles(config, load_spec(tiny_fill, native)) is expected
 
 

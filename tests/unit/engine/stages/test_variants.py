@@ -54,11 +54,13 @@ def test_a_folder_of_one_variant_alone_is_served(
     adapter: Any = load_adapter(config)
     assert float(adapter.model.proj_out.bias[0]) == 4
     pixels = np.zeros((32, 32, 3), np.uint8)
-    encoder, theirs = load_encoder(config), load_encoder(plain)
-    np.testing.assert_array_equal(encoder.moments(pixels), theirs.moments(pixels))
-    found, expected = (each.encode_prompt("a red star") for each in (encoder, theirs))
+    encoder, reference = load_encoder(config), load_encoder(plain)
+    np.testing.assert_array_equal(encoder.moments(pixels), reference.moments(pixels))
+    result, expected = (
+        text_encoder.encode_prompt("a red star") for text_encoder in (encoder, reference)
+    )
     for name, value in expected.items():
-        np.testing.assert_array_equal(found[name], value)
+        np.testing.assert_array_equal(result[name], value)
     load_decoder(config)
     layers, same = BaseLayers.of_folder(folder), BaseLayers.of_folder(tiny_fill)
     assert layers is not None
@@ -79,8 +81,8 @@ def test_of_several_the_one_that_is_asked_for_is_read(tiny_fill: Path, tmp_path:
 
 def test_of_several_one_has_to_be_asked_for(tiny_fill: Path, tmp_path: Path) -> None:
     folder = saved(tiny_fill, tmp_path / "m", "fp16", "bf")
-    says = r"\[model\] variant: .* holds weights of the variants bf, fp16"
-    with pytest.raises(ConfigError, match=says):
+    message = r"\[model\] variant: .* holds weights of the variants bf, fp16"
+    with pytest.raises(ConfigError, match=message):
         load_adapter(config_of(folder))
 
 
@@ -94,8 +96,8 @@ def test_a_controlnet_of_one_variant_is_served(tiny_inpaint: Path, tmp_path: Pat
     ).read()
     assert torch.equal(read.x_embedder.weight, net.x_embedder.weight)
     net.save_pretrained(tmp_path / "nets" / "canny", variant="bf16")
-    [both] = ControlNets(config, load_spec(tiny_inpaint)).all()
-    assert "variants bf16, fp16" in both.problem
+    [control_net] = ControlNets(config, load_spec(tiny_inpaint)).all()
+    assert "variants bf16, fp16" in control_net.problem
 
 
 NAMES = {

@@ -1,4 +1,4 @@
-"""What is to be run first on a GPU has run here: every line of it, on the CPU and a small model."""
+"""The first commands for a GPU have run here: every line, on the CPU and a small model."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def test_a_part_that_fails_says_why_and_the_others_go_on(
 def test_without_a_model_the_parts_that_need_none_are_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was found stays from part to part."""
+    """Results stay from part to part."""
     saved_keys: list[set[str]] = []
 
     def fails(*_: object) -> NoReturn:

@@ -1,4 +1,4 @@
-"""What is estimated of GPUs follows from what was counted."""
+"""Estimates of GPUs follow from counted work."""
 
 from __future__ import annotations
 

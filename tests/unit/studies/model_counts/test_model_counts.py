@@ -28,25 +28,25 @@ def test_the_table_is_what_is_counted(counted: dict[str, Counted]) -> None:
 
 def test_the_table_of_bytes_has_the_models_with_references(counted: dict[str, Counted]) -> None:
     lines = bytes_table(counted).splitlines()
-    names = [name for name, each in counted.items() if each.work.context]
+    names = [name for name, count in counted.items() if count.work.context]
     assert [line.split("|")[1].strip() for line in lines[2:]] == names
 
 
 def test_what_is_left_out_of_entries_is_computed_or_not_seen(counted: dict[str, Counted]) -> None:
     """Where the encoder is shown little that is little; without the outside fewer keys are read."""
     edit, plus = (counted[f"Qwen-Image-Edit{name}"] for name in ("", "-2509 and -2511"))
-    for each, least, most in ((edit, 1.8, 6.5), (plus, 1.1, 2.0)):
-        slower = [each.cached(m, reads_shown_tokens=False) / each.cached(m) for m in RATIOS]
+    for count, least, most in ((edit, 1.8, 6.5), (plus, 1.1, 2.0)):
+        slower = [count.cached(m, reads_shown_tokens=False) / count.cached(m) for m in RATIOS]
         assert least < slower[-1] < slower[0] < most
-        assert each.cached(0.2, outside=False) < each.cached(0.2)
-        picture = each.work.tokens[0] - each.work.context
-        assert each.entry() - each.entry(outside=False) == pytest.approx(
-            each.entry() * picture / each.work.tokens[0]
+        assert count.cached(0.2, outside=False) < count.cached(0.2)
+        picture = count.work.tokens[0] - count.work.context
+        assert count.entry() - count.entry(outside=False) == pytest.approx(
+            count.entry() * picture / count.work.tokens[0]
         )
 
 
 def test_encoders_run_once_for_each_pass(counted: dict[str, Counted]) -> None:
-    """T5 and Qwen3 take two FLOPs of each weight for each token, and more for attention."""
+    """T5 and Qwen3 take two FLOPs of count weight for count token, and more for attention."""
     kontext, klein = counted["FLUX.1 Kontext"], counted["FLUX.2 klein 4B"]
     clip, t5 = kontext._text_encoders()
     [qwen3] = klein._text_encoders()

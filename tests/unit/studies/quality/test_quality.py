@@ -1,4 +1,4 @@
-"""What caching costs on the demo model, small: a check that a cache which does nothing fails.
+"""The cost of caching on the demo model, small: a check that a cache which does nothing fails.
 
 The rival is the masked tokens alone, as if the rest of the picture did not exist. On edits that
 need nothing beyond the mask's rim it passes any bar; on these it must not.
@@ -28,7 +28,7 @@ LEAD = 6.0
 EACH = 12
 """Edits of each relation."""
 MAY_DIFFER = 2
-"""Of all these edits. The bar is 3 points (eval_quality, on more edits): of 36 one. Rounding on
+"""Edits of all these. The bar is 3 points (eval_quality, on more edits): one of 36. Rounding on
 other processors tips edits on the brink, so that one more may."""
 RIGHT = 0.85
 GUESS = 0.2
@@ -139,8 +139,8 @@ def test_ways_that_must_agree_do(rig: Rig) -> None:
     _equal(rig.cached(edits, jobs, entries, CacheChoice(dense_steps=FLUX_STEPS)), dense, edits)
 
 
-def _equal(made: Sequence[Picture], expected: Sequence[Picture], edits: Sequence[Edit]) -> None:
-    assert summary(compare(edits, made, expected)).worst_psnr_in_mask > 60
+def _equal(pictures: Sequence[Picture], expected: Sequence[Picture], edits: Sequence[Edit]) -> None:
+    assert summary(compare(edits, pictures, expected)).worst_psnr_in_mask > 60
 
 
 def test_every_choice_of_the_frontier_has_a_name_of_its_own(rig: Rig) -> None:

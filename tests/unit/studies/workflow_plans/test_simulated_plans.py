@@ -53,7 +53,7 @@ def test_every_system_conserves_requests_device_seconds_and_bytes(system):
 
 
 @pytest.mark.parametrize(
-    ("harm", "told"),
+    ("harm", "message"),
     [
         (lambda run: run.refused.append(999), "each request ends once"),
         (lambda run: run.plans[0].finished.clear(), "all nodes of what ended ran"),
@@ -62,10 +62,10 @@ def test_every_system_conserves_requests_device_seconds_and_bytes(system):
         (lambda run: setattr(run.devices["d1"], "room", 0), "bytes are what was loaded"),
     ],
 )
-def test_what_is_lost_or_made_is_told(harm, told):
+def test_what_is_lost_or_made_is_told(harm, message):
     run, requests = run_of("ours", Load("S1", 0.5, 4, 20, 3))
     harm(run)
-    with pytest.raises(RuntimeError, match=told):
+    with pytest.raises(RuntimeError, match=message):
         run._check(requests)
 
 
@@ -84,7 +84,7 @@ def test_random_plans_on_few_devices_end_and_conserve_all(seed):
             nodes.append(Node(frozenset(rng.choice("abc")), degrees, parents, rng.randint(1, 3)))
         at = rng.uniform(0, 8)
         requests.append(PlanRequest(number, at, at + rng.uniform(0.5, 9.0), tuple(nodes)))
-    requests.sort(key=lambda each: each.arrival)
+    requests.sort(key=lambda request: request.arrival)
     for rules in (
         Rules(), Rules("fcfs"), Rules("fcfs", printed=True), Rules(sees_plan=False),
         Rules("fcfs", sees_plan=False), Rules("fcfs", admission=False), Rules("fcfs", swaps=True),
@@ -93,10 +93,10 @@ def test_random_plans_on_few_devices_end_and_conserve_all(seed):
         PlanRun(rules, devices, sizes, 2.0).run(requests)
 
 
-def _served(rules: Rules, *asked: PlanRequest) -> PlanRun:
+def _served(rules: Rules, *requests: PlanRequest) -> PlanRun:
     """Nodes take a second each, on devices of their own."""
     run = PlanRun(rules, {name: Device(0) for name in "abc"}, {}, 1.0)
-    run.run(asked)
+    run.run(requests)
     return run
 
 

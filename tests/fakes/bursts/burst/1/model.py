@@ -27,10 +27,10 @@ class TritonPythonModel:
         if self._acks is not None:
             self._acks.close()
 
-    def _paced(self, answer, asked):
-        events = Arriving(answer, lambda: self._acks.drop(asked["key"]))
-        self._acks.keep(asked["key"], events)
-        for _ in range(asked["events"]):
+    def _paced(self, answer, settings):
+        events = Arriving(answer, lambda: self._acks.drop(settings["key"]))
+        self._acks.keep(settings["key"], events)
+        for _ in range(settings["events"]):
             events.event("progress", {"META": b"event"})
             events.arrived.acquire()
         events.finish({"META": b"final"})
@@ -46,7 +46,7 @@ class Arriving(FlowControl):
         self.arrived.release()
 
 
-def straight(answer, asked):
-    for _ in range(asked["events"]):
+def straight(answer, settings):
+    for _ in range(settings["events"]):
         answer.event("progress", {"META": b"event"})
     answer.finish({"META": b"final"})

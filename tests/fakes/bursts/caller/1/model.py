@@ -23,25 +23,25 @@ class TritonPythonModel:
             threading.Thread(target=load, args=(answer, document), daemon=True).start()
 
 
-def load(answer, asked):
+def load(answer, settings):
     event = threading.Event()
     threading.Thread(target=keep_busy, args=(event,), daemon=True).start()
-    with ThreadPoolExecutor(asked["threads"]) as pool:
-        seen = list(pool.map(call, [asked] * asked["calls"]))
+    with ThreadPoolExecutor(settings["threads"]) as pool:
+        results = list(pool.map(call, [settings] * settings["calls"]))
     event.set()
-    answer.finish({"META": json.dumps(seen).encode()})
+    answer.finish({"META": json.dumps(results).encode()})
 
 
-def call(asked):
+def call(settings):
     """The number of events before the final one."""
-    acks = AckSender(asked["runtime_dir"])
-    inputs = [tensor(pb_utils, "ASKED", json.dumps({**asked, "key": acks.key}).encode())]
+    acks = AckSender(settings["runtime_dir"])
+    inputs = [tensor(pb_utils, "ASKED", json.dumps({**settings, "key": acks.key}).encode())]
     request = pb_utils.InferenceRequest(
         model_name="burst", requested_output_names=["META"], inputs=inputs
     )
     events = 0
     for response in responses_of(request):
-        if asked["paced"]:
+        if settings["paced"]:
             acks.acknowledge()
         events += output(pb_utils, response, "META") == b"event"
     return events

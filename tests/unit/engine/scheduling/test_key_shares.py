@@ -18,7 +18,7 @@ def ticket(name: str, steps: int, row_s: float = SLOW, shared: float = 0.0) -> T
     return Ticket(name, steps, 64, 8, 0.0, seconds=(row_s + shared,), shared=shared)
 
 
-def taken(rows: tuple[Ticket, ...]) -> float:
+def step_seconds(rows: tuple[Ticket, ...]) -> float:
     """Seconds of a step."""
     return max(t.shared for t in rows) + sum(t.seconds[0] - t.shared for t in rows)
 
@@ -29,12 +29,12 @@ class Clock:
     def __init__(self, tickets: list[Ticket]) -> None:
         self.scheduler, self.now = StepScheduler(8, 64), 0.0
         self.left = {t.request_id: t.steps for t in tickets}
-        for each in tickets:
-            self.scheduler.submit(each)
+        for new_ticket in tickets:
+            self.scheduler.submit(new_ticket)
 
     def step(self) -> tuple[Ticket, ...]:
         rows = self.scheduler.schedule(self.now).running
-        self.now += taken(rows)
+        self.now += step_seconds(rows)
         for row in rows:
             self.left[row.request_id] -= 1
             if not self.left[row.request_id]:
@@ -147,11 +147,11 @@ def test_no_step_of_a_batch_takes_longer_than_keys_times_the_least_one(
         rows = clock.step()
         live = [*clock.scheduler.running, *(t for t in rows if not clock.left[t.request_id])]
         of = {key: [t for t in live if t.request_id[0] == key] for key in "abc"}
-        present = [tuple(own) for own in of.values() if own]
+        present = [tuple(key_rows) for key_rows in of.values() if key_rows]
         stepping = {t.request_id[0] for t in rows}
-        least = min(map(taken, present))
+        least = min(map(step_seconds, present))
         # One row of a key always fits, or a key of large rows would never step.
         larger = sum(max(least, *(t.seconds[0] for t in of[key])) for key in stepping)
         bound = max(len(present) * least, larger)
-        assert len(present) == 1 or taken(rows) <= bound * 1.0001
+        assert len(present) == 1 or step_seconds(rows) <= bound * 1.0001
     assert not any(clock.left.values())

@@ -1,4 +1,4 @@
-"""Which way an edit runs: none that is more work than computing all tokens."""
+"""The execution plan of an edit: none is more work than computing all tokens."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def job(
     steps: int,
     name: str = "edit",
     shape: tuple[float, float] = (1.0, 1.0),
-    **asked: Any,
+    **options: Any,
 ) -> EditJob:
     """An edit of the upper share of a picture, whose last row of tokens ends where it may; `shape`:
     its height and width, or those of a window on a larger one, as shares of the model's side.
@@ -85,7 +85,7 @@ def job(
     side, multiple = min(facts.native_resolution, 256), facts.size_multiple
     height, width = (max(1, round(share * side / multiple)) * multiple for share in shape)
     mask = np.zeros((height, width), np.uint8)
-    latents = tuple(each // facts.vae_scale_factor for each in mask.shape)
+    latents = tuple(length // facts.vae_scale_factor for length in mask.shape)
     mask[: max(1, round(ratio * height))] = 255
     words = facts.text_tokens(engine.config.model.max_sequence_length)
     prompt = adapter.blank_prompt(facts.encoder_picture_tokens(*latents) + words)
@@ -96,7 +96,7 @@ def job(
             "guidance_scale": facts.guidance_default(0.0),
             "mask_ring": 1,
             "first_block_threshold": 0.0,
-            **asked,
+            **options,
         }
     )
     return EditJob(
@@ -109,11 +109,11 @@ def job(
     )
 
 
-def prime(engine: Engine, asked: EditJob) -> None:
+def prime(engine: Engine, edit_job: EditJob) -> None:
     """Have the job's template count as primed: its entries are never read."""
-    if engine.cache.priming_state(asked) == "primed":
+    if engine.cache.priming_state(edit_job) == "primed":
         return
-    priming = engine.cache.begin(asked)
+    priming = engine.cache.begin(edit_job)
     assert priming is not None
     for index, anchor in enumerate(priming.anchors, 1):
         assert engine.cache.store.put(priming.key, AnchorEntry(anchor, ()), priming.note(index))
@@ -154,11 +154,11 @@ def adapted(engine: Engine, edit: RequestState, loras: int) -> None:
 
 
 def accepted(
-    engine: Engine, asked: EditJob, rng: np.random.Generator | None = None
+    engine: Engine, edit_job: EditJob, rng: np.random.Generator | None = None
 ) -> RequestState:
     """The edit, queued by the engine's manager, with adapters that `rng` draws."""
     sink = Sink()
-    edit = RequestState.of(asked, sink, engine.adapter)
+    edit = RequestState.of(edit_job, sink, engine.adapter)
     if rng is not None and engine.adapter.spec.family in CONTROLLED and rng.random() < 0.5:
         controlled(engine, edit, rng)
     if rng is not None and rng.random() < 0.5:

@@ -1,5 +1,5 @@
-"""Edits served through the engine, its store, loader, templates and shared loads: which template,
-which anchor and which step a row reads, told by its pixels and by what it was given.
+"""Edits served through the engine, its store, loader, templates and shared loads. Pixels and loaded
+entries show the template, anchor and step that a row reads.
 """
 
 from __future__ import annotations
@@ -57,18 +57,18 @@ def test_two_templates_with_one_mask_at_once_give_the_pixels_of_lone_runs(
     engine: Engine, encoder: Encoder
 ) -> None:
     jobs = jobs_of_one_size(encoder)
-    latents = [edit(engine, each).latents for each in jobs]
+    latents = [edit(engine, edit_job).latents for edit_job in jobs]
     between = np.abs(latents[0] - latents[1]).max()
     assert between > 100 * tolerance(latents[0])  # the templates can be told apart
     sinks = [Sink() for _ in jobs]
     named = [
-        replace(each, request=replace(each.request, request_id=f"again {n}"))
-        for n, each in enumerate(jobs)
+        replace(edit_job, request=replace(edit_job.request, request_id=f"again {n}"))
+        for n, edit_job in enumerate(jobs)
     ]
 
     def both_at_once() -> None:
-        for each, sink in zip(named, sinks, strict=True):
-            accept(engine, each, sink)
+        for edit_job, sink in zip(named, sinks, strict=True):
+            accept(engine, edit_job, sink)
 
     steps, rows = (engine.counters[name] for name in ("steps_total", "cached_rows_total"))
     engine.ask(both_at_once).result(30)
@@ -85,7 +85,7 @@ def test_each_step_reads_what_its_own_template_was_at_the_nearest_anchor(
     engine: Engine, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Entries are known by when priming made them, not by the name they are asked for by."""
-    made: dict[int, tuple[str, Anchor]] = {}
+    origins: dict[int, tuple[str, Anchor]] = {}
     primings: dict[str, tuple[Any, list[AnchorEntry]]] = {}
     read: list[tuple[int, tuple[str, Anchor]]] = []
     adapter, store, step = engine.adapter, engine.cache.store, engine.adapter.step
@@ -93,33 +93,33 @@ def test_each_step_reads_what_its_own_template_was_at_the_nearest_anchor(
 
     def putting(key: str, entry: AnchorEntry, note: Note) -> bool:
         priming, entries = primings.setdefault(key, (engine.cache.priming[key], []))
-        made[id(entry)] = key, priming.anchors[len(entries)]
+        origins[id(entry)] = key, priming.anchors[len(entries)]
         entries.append(entry)
         return put(key, entry, note)
 
     def stepping(rows: Any, plan: Any, entries: Any, *exchange: Any) -> None:
         for row, entry in zip(rows, entries, strict=True):
             if entry is not None:
-                read.append((row.step, made[id(entry.load.entry)]))
+                read.append((row.step, origins[id(entry.load.entry)]))
         step(rows, plan, entries, *exchange)
 
     monkeypatch.setattr(store, "put", putting)
     monkeypatch.setattr(adapter, "step", stepping)
-    for each in jobs_of_one_size(encoder):
+    for edit_job in jobs_of_one_size(encoder):
         read.clear()
-        edit(engine, each)
-        key = engine.cache.key_of(each)
+        edit(engine, edit_job)
+        key = engine.cache.key_of(edit_job)
         priming, entries = primings[key]
         nearest = [
             min(priming.anchors, key=lambda a: (abs(a.sigma - sigma), -a.sigma))
-            for sigma, _ in adapter.sigmas(each)
+            for sigma, _ in adapter.sigmas(edit_job)
         ]
         assert len(set(nearest)) > 1
         assert read == [(n, (key, anchor)) for n, anchor in enumerate(nearest)]
         # And each entry is what its anchor gives by itself.
         for anchor, entry in zip(priming.anchors, entries, strict=True):
             row = adapter.priming_row(
-                each, (anchor,), encoder.encode_prompt(""), priming.noise_seed,
+                edit_job, (anchor,), encoder.encode_prompt(""), priming.noise_seed,
                 engine.cache.kinds, "model",
             )  # fmt: skip
             step([row], None, [None])
@@ -134,16 +134,16 @@ def test_an_edit_of_the_ratio_runs_dense_and_one_below_it_cached(
     tiny_fill: Path, encoder: Encoder, seed: int
 ) -> None:
     rng = fresh_rng()
-    asked = job(encoder, int(rng.integers(2**31)), "first", cache="require")
-    counts = load_adapter(config_of(tiny_fill)).tokens(asked)
+    edit_job = job(encoder, int(rng.integers(2**31)), "first", cache="require")
+    counts = load_adapter(config_of(tiny_fill)).tokens(edit_job)
     ratio = counts.active / counts.total
     for limit, outcome in ((ratio, "off"), (float(np.nextafter(ratio, 1.0)), "hit")):
         engine = make_engine(tiny_fill, encoder, dense_above_ratio=limit)
         try:
-            assert edit(engine, asked).meta["cache"] == outcome  # who insists is no exception
-            settings = structs.replace(asked.request.settings, cache="auto")
-            request = replace(asked.request, request_id="second", settings=settings)
-            final = edit(engine, replace(asked, request=request))
+            assert edit(engine, edit_job).meta["cache"] == outcome  # who insists is no exception
+            settings = structs.replace(edit_job.request.settings, cache="auto")
+            request = replace(edit_job.request, request_id="second", settings=settings)
+            final = edit(engine, replace(edit_job, request=request))
             assert final.meta["cache"] == outcome
             assert final.meta["kinds"].keys() == {"kv" if outcome == "hit" else "dense"}
         finally:
@@ -157,16 +157,16 @@ def test_a_key_changes_with_all_that_entries_depend_on_and_with_nothing_else(
     cache, request = engine.cache, first.request
     key = cache.key_of(first)
 
-    def asked(**changes: Any) -> str:
+    def key_with(**changes: Any) -> str:
         return cache.key_of(replace(first, request=replace(request, **changes)))
 
     def of_settings(**changes: Any) -> str:
-        return asked(settings=structs.replace(request.settings, **changes))
+        return key_with(settings=structs.replace(request.settings, **changes))
 
     conditioning = dict(first.conditioning)
     conditioning["prompt_embeds"] = conditioning["prompt_embeds"][:-1]
-    others = [
-        asked(pixels_id="1" * 32),
+    other_keys = [
+        key_with(pixels_id="1" * 32),
         of_settings(guidance_scale=9.0),
         cache.key_of(replace(first, conditioning=conditioning)),
     ]
@@ -174,12 +174,12 @@ def test_a_key_changes_with_all_that_entries_depend_on_and_with_nothing_else(
     for name, value in of_worker.items():
         with monkeypatch.context() as patch:
             patch.setattr(cache, name, value)
-            others.append(cache.key_of(first))
+            other_keys.append(cache.key_of(first))
     with monkeypatch.context() as patch:
         patch.setattr(cache, "config", structs.replace(cache.config, entry_format="int4"))
-        others.append(cache.key_of(first))
-    assert len({key, *others}) == 1 + len(others)
-    assert asked(seed=request.seed + 1, request_id="two", prompt="another") == key
+        other_keys.append(cache.key_of(first))
+    assert len({key, *other_keys}) == 1 + len(other_keys)
+    assert key_with(seed=request.seed + 1, request_id="two", prompt="another") == key
     assert of_settings(num_inference_steps=9, mask_ring=3) == key
     assert cache.key_of(replace(first, edit_mask=first.edit_mask[::-1])) == key
 
@@ -203,15 +203,15 @@ def test_references_that_see_the_prompt_serve_the_one_that_they_were_primed_with
 ) -> None:
     encoder = load_encoder(config_of(tiny_kontext))
     engine = make_engine(tiny_kontext, encoder, own_anchors=0.0)
-    asked: dict[str, Any] = {"cache": "require", "num_inference_steps": STEPS}
+    options: dict[str, Any] = {"cache": "require", "num_inference_steps": STEPS}
     engine.cache.prompt = lambda: None  # none that all could share is ever read
     try:
-        first = job(encoder, 73, "one", **asked)
+        first = job(encoder, 73, "one", **options)
         request = replace(first.request, prompt="another", request_id="two")
         other = replace(first, request=request, conditioning=encoder.encode_prompt("another"))
         assert engine.cache.priming_prompt(other) is other.conditioning
-        for each, primed in ((first, 1), (other, 2), (first, 2)):
-            meta = edit(engine, each).meta
+        for edit_job, primed in ((first, 1), (other, 2), (first, 2)):
+            meta = edit(engine, edit_job).meta
             assert (meta["cache"], engine.cache.primed) == ("hit", primed)
     finally:
         engine.close(10.0)

@@ -1,4 +1,4 @@
-"""Edits of templates that nobody has primed: by an engine, with anchors of their own."""
+"""Edits of templates that nobody has primed, run by an engine with refresh steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from maskserve_benchmarks.steps.replay import plan_of_kinds
 from maskserve_common.config import CacheConfig
 from maskserve_common.routing.view import Edit, WorkerView
 from maskserve_engine.base.job import ControlInput, EditJob
-from maskserve_engine.batch import step_cache as own_anchors
+from maskserve_engine.batch import step_cache as step_cache_module
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_encoder
 from maskserve_engine.loop.engine import Engine
@@ -57,9 +57,9 @@ def idle(engine: Engine) -> None:
     engine.cache.check_integrity()
 
 
-def computed_at(engine: Engine, asked: EditJob) -> list[int]:
-    """Steps that compute the edit's own anchors."""
-    refresh_schedule = make_refresh_schedule(engine.config, engine.adapter, asked)
+def computed_at(engine: Engine, edit_job: EditJob) -> list[int]:
+    """The edit's refresh steps."""
+    refresh_schedule = make_refresh_schedule(engine.config, engine.adapter, edit_job)
     assert refresh_schedule is not None
     assert refresh_schedule.looks_ahead
     assert refresh_schedule.second_order == engine.adapter.spec.semantics.blends
@@ -100,9 +100,9 @@ def test_off_is_dense_and_own_asks_for_it(engine: Engine, encoder: Encoder) -> N
     dense = edit(engine, first)
     assert (dense.meta["cache"], dense.meta.get("anchors")) == ("off", None)
     for number in range(3):  # its template would be primed by now
-        own = edit(engine, job(encoder, 2, f"own-{number}", num_inference_steps=10, cache="own"))
-        assert own.meta["cache"] == "own"
-    assert np.abs(own.latents - dense.latents).max() > 0
+        final = edit(engine, job(encoder, 2, f"own-{number}", num_inference_steps=10, cache="own"))
+        assert final.meta["cache"] == "own"
+    assert np.abs(final.latents - dense.latents).max() > 0
 
 
 def test_without_room_it_runs_dense_and_says_so(engine: Engine, encoder: Encoder) -> None:
@@ -116,7 +116,7 @@ def test_without_memory_in_mid_edit_it_goes_on_dense_until_there_is_some(
     engine: Engine, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     executor: Any = engine.executor
-    encode, short = own_anchors.encode, job(encoder, 11, "scarce", num_inference_steps=20)
+    encode, short = step_cache_module.encode, job(encoder, 11, "scarce", num_inference_steps=20)
     *begin, last = computed_at(engine, short)
 
     def scarce(x: Any, format: str) -> Any:
@@ -125,9 +125,9 @@ def test_without_memory_in_mid_edit_it_goes_on_dense_until_there_is_some(
             raise torch.OutOfMemoryError("no memory for anchors")
         return encode(x, format)
 
-    monkeypatch.setattr(own_anchors, "encode", scarce)
+    monkeypatch.setattr(step_cache_module, "encode", scarce)
     meta = edit(engine, short).meta
-    # One that is foreseen, one in its place, and one more in that of this; then it foresees again.
+    # A refresh step with lookahead, two that are retried, and the next one with lookahead.
     assert (meta["cache"], meta["anchors"]) == ("own", [*begin, *range(last, last + 4)])
     idle(engine)
 
@@ -149,7 +149,7 @@ def test_what_is_booked_is_enough(engine: Engine, encoder: Encoder) -> None:
         response = executor._rows.get(row)
         if response is not None:
             passes = [response.step_cache, getattr(response.negative, "cache", None)]
-            counts.append(sum(each.nbytes for each in passes if each is not None))
+            counts.append(sum(entry.nbytes for entry in passes if entry is not None))
         return release(row)
 
     executor.release = watched
@@ -181,10 +181,13 @@ def test_beside_edits_that_hit_and_dense_ones_each_is_as_alone(
         edit(
             engine,
             replace(
-                each, request=replace(each.request, request_id=f"{each.request.request_id}-alone")
+                edit_job,
+                request=replace(
+                    edit_job.request, request_id=f"{edit_job.request.request_id}-alone"
+                ),
             ),
         )
-        for each in jobs
+        for edit_job in jobs
     ]
     sinks = [Sink() for _ in jobs]
     ask = engine.ask(lambda: [accept(engine, e, s) for e, s in zip(jobs, sinks, strict=True)])
@@ -229,13 +232,13 @@ def test_rows_of_one_step_do_not_all_compute_their_anchors_in_it(
 def test_edits_of_a_template_leave_their_text_out_between_anchors(
     engine: Engine, encoder: Encoder
 ) -> None:
-    asked = job(encoder, 40, "hit", num_inference_steps=20, cache="require")
-    meta, tokens = edit(engine, asked).meta, engine.adapter.tokens(asked)
+    edit_job = job(encoder, 40, "hit", num_inference_steps=20, cache="require")
+    meta, tokens = edit(engine, edit_job).meta, engine.adapter.tokens(edit_job)
     assert (meta["cache"], meta["text_steps"]) == ("hit", 3)
     assert meta["own_bytes"] > 0
     # So do they the ring of their mask, where models have pictures round it that hold still.
     leaves_ring = engine.adapter.spec.refresh.ring is not None
-    # Where both are foreseen, at all anchors but the first, so are the mask's once more.
+    # With lookahead, at all refresh steps but the first, so are the mask's once more.
     count = 22 * tokens.inner + 3 * tokens.ring
     assert meta["computed_tokens"] == (count if leaves_ring else 22 * tokens.active)
     idle(engine)
@@ -251,40 +254,44 @@ def test_where_devices_share_steps_an_edit_keeps_nothing_beside_a_template(
     engine: Engine, encoder: Encoder, policy: str
 ) -> None:
     """They would have to agree on who has what."""
-    asked, config = job(encoder, 40, "hit", num_inference_steps=20), engine.config
-    assert schedules_with_template(config, engine.adapter, asked, 1)[0] is not None
+    edit_job, config = job(encoder, 40, "hit", num_inference_steps=20), engine.config
+    assert schedules_with_template(config, engine.adapter, edit_job, 1)[0] is not None
     shared = replace_config(config, engine=replace_config(config.engine, devices=2, policy=policy))
-    assert schedules_with_template(shared, engine.adapter, asked, 1) == (None,)
+    assert schedules_with_template(shared, engine.adapter, edit_job, 1) == (None,)
 
 
 def test_a_router_prices_what_a_hit_leaves_out_as_its_worker_counts_it(
     engine: Engine, encoder: Encoder
 ) -> None:
-    asked = job(encoder, 40, "priced", num_inference_steps=20)
+    edit_job = job(encoder, 40, "priced", num_inference_steps=20)
     adapter = engine.adapter
-    own = schedules_with_template(engine.config, adapter, asked, 0)[0]
-    assert own is not None
-    work, tokens = adapter.work(*asked.moments.shape[1:]), adapter.tokens(asked)
-    between, at_anchors = (adapter.counted(asked, own, anchor=flag) for flag in (False, True))
-    counted = EditWork.of(asked, adapter).with_schedule(own, between, work, at_anchors)
-    pricing = priced_by_flops(engine, asked, 20)
-    asks = Edit(20, tokens.active, tokens.total, inner_tokens=tokens.inner, ring_tokens=tokens.ring)
-    active = asks.active(pricing.rings.template, pricing.rings.lookahead)
+    schedule = schedules_with_template(engine.config, adapter, edit_job, 0)[0]
+    assert schedule is not None
+    work, tokens = adapter.work(*edit_job.moments.shape[1:]), adapter.tokens(edit_job)
+    between, at_anchors = (
+        adapter.counted(edit_job, schedule, anchor=flag) for flag in (False, True)
+    )
+    counted = EditWork.of(edit_job, adapter).with_schedule(schedule, between, work, at_anchors)
+    pricing = priced_by_flops(engine, edit_job, 20)
+    router_edit = Edit(
+        20, tokens.active, tokens.total, inner_tokens=tokens.inner, ring_tokens=tokens.ring
+    )
+    active = router_edit.active(pricing.rings.template, pricing.rings.lookahead)
     priced, _ = pricing.row(active, tokens.total, cached=True)
     assert active == pytest.approx(counted.cached_tokens)
     # All but what a pass takes by itself, whatever its tokens.
     assert priced == pytest.approx(1e-9 * counted.cached_flops, rel=0.02)
-    once, _ = pricing.row(asks.active(pricing.rings.template), tokens.total, cached=True)
+    once, _ = pricing.row(router_edit.active(pricing.rings.template), tokens.total, cached=True)
     assert once < 0.98 * priced
 
 
-def test_a_router_prices_an_edit_with_anchors_of_its_own_as_its_worker_counts_it(
+def test_a_router_prices_an_edit_with_refresh_steps_as_its_worker_counts_it(
     engine: Engine, encoder: Encoder
 ) -> None:
     """All anchors but the first are computed beside steps that read."""
-    asked = job(encoder, 40, "priced", num_inference_steps=20)
-    state = RequestState.of(engine.prepared(asked), Sink(), engine.adapter)
-    refresh_schedule = make_refresh_schedule(engine.config, engine.adapter, asked)
+    edit_job = job(encoder, 40, "priced", num_inference_steps=20)
+    state = RequestState.of(engine.prepared(edit_job), Sink(), engine.adapter)
+    refresh_schedule = make_refresh_schedule(engine.config, engine.adapter, edit_job)
     assert refresh_schedule is not None
     state.go(
         ExecutionPlan(
@@ -292,10 +299,10 @@ def test_a_router_prices_an_edit_with_anchors_of_its_own_as_its_worker_counts_it
         ),
         engine.adapter,
     )
-    tokens = engine.adapter.tokens(asked)
-    pricing = priced_by_flops(engine, asked, 20)
+    tokens = engine.adapter.tokens(edit_job)
+    pricing = priced_by_flops(engine, edit_job, 20)
     view = WorkerView("w", pricing, 1, 1, templates={})
-    asks = Edit(
+    router_edit = Edit(
         20,
         tokens.active,
         tokens.total,
@@ -303,7 +310,7 @@ def test_a_router_prices_an_edit_with_anchors_of_its_own_as_its_worker_counts_it
         inner_tokens=tokens.inner,
         ring_tokens=tokens.ring,
     )
-    priced, _, _ = view.price(asks)
+    priced, _, _ = view.price(router_edit)
     assert priced == pytest.approx(1e-9 * state.work.cached_flops, rel=0.02)
     meta = edit(engine, job(encoder, 40, "runs", num_inference_steps=20)).meta
     assert state.step_tokens == pytest.approx(meta["computed_tokens"] / 20, abs=0.5)
@@ -315,19 +322,19 @@ def test_which_steps_leave_the_text_out_does_not_follow_from_the_batch(
     """A planner that would have blocks compute, which needs the text, is asked where the row's own
     step is to compute it, alone: by itself and beside others the edit is the same.
     """
-    asked: dict[str, Any] = {"num_inference_steps": 20, "cache": "require"}
+    options: dict[str, Any] = {"num_inference_steps": 20, "cache": "require"}
     planner = engine._step_runner.planner
     plan, blocks = planner.plan, engine.adapter.blocks
     counts: list[int] = []
 
     def computing(work: Any, rows: Any, dense: Any, *, fixed: bool, ranks: int) -> Any:
         counts.append(len(rows))
-        made = plan(work, rows, dense, fixed=fixed, ranks=ranks)
-        return made if fixed else replace(made, plan=plan_of_kinds(("dense",) * blocks))
+        result = plan(work, rows, dense, fixed=fixed, ranks=ranks)
+        return result if fixed else replace(result, plan=plan_of_kinds(("dense",) * blocks))
 
-    jobs = [job(encoder, 42 + n, f"text-{n}", **asked) for n in range(3)]
-    for each in jobs:
-        edit(engine, replace(each, request=replace(each.request, request_id="primes")))
+    jobs = [job(encoder, 42 + n, f"text-{n}", **options) for n in range(3)]
+    for edit_job in jobs:
+        edit(engine, replace(edit_job, request=replace(edit_job.request, request_id="primes")))
     monkeypatch.setattr(planner, "plan", computing)
     monkeypatch.setattr(engine._step_runner, "_fixed", False)  # `[cache] plan` is `auto`
     alone = edit(engine, replace(jobs[0], request=replace(jobs[0].request, request_id="alone")))
@@ -335,7 +342,7 @@ def test_which_steps_leave_the_text_out_does_not_follow_from_the_batch(
     accepted = engine.ask(lambda: [accept(engine, e, s) for e, s in zip(jobs, sinks, strict=True)])
     accepted.result(30)
     together, *_ = [sink.final() for sink in sinks]
-    assert max(counts) == 6, "three rows, and what they foresee"
+    assert max(counts) == 6, "three rows and their lookaheads"
     for final in (alone, together):
         assert final.meta["text_steps"] == 3
         assert final.meta["kinds"]["kv"] == 19 * blocks
@@ -349,16 +356,16 @@ def test_a_reproducible_edit_of_a_template_computes_its_text_at_every_step(
     engine: Engine, encoder: Encoder
 ) -> None:
     """Whether there is room for the text depends on what else is held."""
-    for asked in ({"reproducible": True}, {"cache": "require"}):
-        edit_of_it = job(encoder, 41, str(asked), num_inference_steps=20, **asked)
+    for options in ({"reproducible": True}, {"cache": "require"}):
+        edit_of_it = job(encoder, 41, str(options), num_inference_steps=20, **options)
         meta = edit(engine, edit_of_it).meta
         assert meta["cache"] == "hit"
         # META tells of it where steps leave the text out.
-        assert ("text_steps" in meta) is ("cache" in asked)
+        assert ("text_steps" in meta) is ("cache" in options)
     idle(engine)
 
 
-@pytest.mark.parametrize(("device", "kept"), [("cpu", "model"), ("cuda", "int8")])
-def test_what_anchors_leave_is_kept_as_the_device_decodes_it(device: str, kept: str) -> None:
-    assert CacheConfig().refresh_format_on(device) == kept
+@pytest.mark.parametrize(("device", "format_name"), [("cpu", "model"), ("cuda", "int8")])
+def test_what_anchors_leave_is_kept_as_the_device_decodes_it(device: str, format_name: str) -> None:
+    assert CacheConfig().refresh_format_on(device) == format_name
     assert CacheConfig(own_format="int4").refresh_format_on(device) == "int4"

@@ -1,4 +1,4 @@
-"""Which steps of an edit are its own anchors."""
+"""The refresh steps of an edit."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ def test_every_shift_of_a_sampler_has_so_many(
 
 
 @pytest.mark.parametrize("steps", range(4, 12))
-def test_a_short_edit_foresees_its_second_anchor(steps: int) -> None:
+def test_a_short_edit_looks_ahead_to_its_second_refresh_step(steps: int) -> None:
     anchors = refresh_steps(refresh_count(steps, 0.5), shifted(steps, 1.0), 1.5, growth=1.0)
     assert {0, 1} <= lookahead_steps_of(anchors)
     assert min(anchors - {0}) > 1
 
 
-def test_foreseen_anchors_have_steps_between_them_and_few_behind() -> None:
+def test_refresh_steps_with_lookahead_have_steps_between_them_and_few_behind() -> None:
     flat = range(20, 0, -1)
     assert refresh_steps(3, flat, 0.0, growth=1.0) == {0, 8, 16}
     assert refresh_steps(3, flat, 1.0, growth=1.0) == {0, 8, 16}

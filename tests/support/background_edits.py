@@ -13,7 +13,7 @@ from maskserve_serving.worker import WorkerProcess
 from tests.support.calls import Grpc, pixels, plain_edit
 
 
-class Beside:
+class BackgroundEdits:
     """An edit that is repeated while bad requests come in."""
 
     def __init__(self, url: str) -> None:
@@ -23,7 +23,7 @@ class Beside:
         self._errors: list[Exception] = []
         self._thread = threading.Thread(target=self._run)
 
-    def __enter__(self) -> Beside:
+    def __enter__(self) -> BackgroundEdits:
         self._expected = self._edit()
         self._thread.start()
         return self
@@ -59,7 +59,7 @@ class Processes:
     def __init__(self, worker: WorkerProcess) -> None:
         self._worker = worker
         self._ids = self._living()
-        self._triton, self._ours = Log(worker.spec.log), Log(Path(worker.config.log.file))
+        self._triton, self._server_log = Log(worker.spec.log), Log(Path(worker.config.log.file))
 
     def check(self) -> None:
         """Check that the same processes are alive and that none of them had an unexpected
@@ -68,14 +68,16 @@ class Processes:
         assert self._worker.restarts == 0
         assert self._living() == self._ids
         # Triton's log has exceptions that our code did not catch; the JSON lines have the others.
-        said = self._triton.said()
-        at = said.find(b"Traceback")
-        assert at < 0, said[max(0, at - 500) :][:3000].decode()
-        lines: list[dict[str, Any]] = [json.loads(line) for line in self._ours.said().splitlines()]
+        text = self._triton.tail()
+        at = text.find(b"Traceback")
+        assert at < 0, text[max(0, at - 500) :][:3000].decode()
+        lines: list[dict[str, Any]] = [
+            json.loads(line) for line in self._server_log.tail().splitlines()
+        ]
         assert lines
         grave = ("ERROR", "CRITICAL")
-        found = [line for line in lines if line["level"] in grave or "exc" in line]
-        assert not found, found[:3]
+        problems = [line for line in lines if line["level"] in grave or "exc" in line]
+        assert not problems, problems[:3]
 
     def _living(self) -> set[tuple[int, float]]:
         assert self._worker.pid is not None
@@ -90,7 +92,7 @@ class Log:
         self._path = path
         self._start = path.stat().st_size
 
-    def said(self) -> bytes:
+    def tail(self) -> bytes:
         with self._path.open("rb") as log:
             log.seek(self._start)
             return log.read()

@@ -1,4 +1,4 @@
-"""Gates before the queue, and what a priming that cannot begin leaves behind."""
+"""Admission checks before the queue, and primings that cannot begin."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Adapters:
     def __init__(self, nets: tuple[Resource, ...], loras: tuple[Resource, ...], fast: bool) -> None:
         self.nets, self.loras, self.fast = nets, loras, fast
         self.named: list[Any] = []
-        self.held: set[str] = set()
+        self.owners: set[str] = set()
 
     def absent_nets(self, edit: Any) -> tuple[Resource, ...]:
         return self.nets
@@ -36,17 +36,17 @@ class Adapters:
         self.named.append(edit)
 
     def hold_for_entries(self, owner: str, job: Any) -> None:
-        self.held.add(owner)
+        self.owners.add(owner)
 
     def let_go(self, owner: str) -> None:
-        self.held.discard(owner)
+        self.owners.discard(owner)
 
     def works_of_entries(self, job: Any) -> tuple[()]:
         return ()
 
 
 @pytest.mark.parametrize(
-    ("nets", "loras", "fast", "late", "lacks", "named"),
+    ("nets", "loras", "fast", "late", "missing", "named"),
     [
         ((), (), False, 0, (), True),
         ((NET,), (LORA,), False, 0, (NET, LORA), False),  # they travel at the same time
@@ -57,13 +57,13 @@ class Adapters:
     ],
 )
 def test_adapters_are_waited_for_together_and_fast_edits_go_without_loras(
-    nets: Any, loras: Any, fast: bool, late: int, lacks: Any, named: bool
+    nets: Any, loras: Any, fast: bool, late: int, missing: Any, named: bool
 ) -> None:
-    others = {str(n): SimpleNamespace(loras=SimpleNamespace(late=n < late)) for n in range(3)}
+    edits = {str(n): SimpleNamespace(loras=SimpleNamespace(late=n < late)) for n in range(3)}
     adapters = Adapters(nets, loras, fast)
-    gate = AdaptersLoaded(cast(Any, adapters), cast(Any, SimpleNamespace(edits=others)), 2)
+    check = AdaptersLoaded(cast(Any, adapters), cast(Any, SimpleNamespace(edits=edits)), 2)
     edit: Any = object()
-    assert gate.missing(edit) == lacks
+    assert check.missing(edit) == missing
     assert bool(adapters.named) == named
 
 
@@ -73,14 +73,14 @@ def test_an_edit_whose_template_is_lost_again_and_again_is_refused() -> None:
         PlanChosen(None, cast(Any, None)).missing(edit)
 
 
-@pytest.mark.parametrize(("starts", "asked"), [(1, True), (2, False)])
-def test_an_edit_is_judged_by_its_deadline_once(starts: int, asked: bool) -> None:
+@pytest.mark.parametrize(("starts", "is_checked"), [(1, True), (2, False)])
+def test_an_edit_is_judged_by_its_deadline_once(starts: int, is_checked: bool) -> None:
     judged: list[Any] = []
-    in_time: Any = SimpleNamespace(check=lambda *told: judged.append(told))
-    books: Any = SimpleNamespace(running=list, waiting=list)
+    in_time: Any = SimpleNamespace(check=lambda *args: judged.append(args))
+    request_table: Any = SimpleNamespace(running=list, waiting=list)
     edit: Any = SimpleNamespace(starts=starts, deadline=1.0)
-    assert not DoneInTime(in_time, books).missing(edit)
-    assert bool(judged) == asked
+    assert not DoneInTime(in_time, request_table).missing(edit)
+    assert bool(judged) == is_checked
 
 
 @pytest.mark.parametrize("prompt", [False, True])
@@ -109,6 +109,6 @@ def test_a_priming_that_cannot_begin_holds_no_lora(prompt: bool) -> None:
     settings = SimpleNamespace(priority=0)
     job: Any = SimpleNamespace(request=SimpleNamespace(settings=settings), adapters="a")
     primings.begin(job, urgent=False)
-    assert not adapters.held
+    assert not adapters.owners
     assert not primings.states
     assert ended == [False] * prompt

@@ -1,5 +1,5 @@
-"""What a pass keeps of its own anchors: of steps that are tried again, without memory, beside a
-template; and where the tokens go that it leaves out.
+"""The step cache of a pass: after steps that are tried again, without memory, and with a template;
+and the path of the tokens that it leaves out.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from maskserve_engine.batch import step_cache as own_anchors
+from maskserve_engine.batch import step_cache as step_cache_module
 from maskserve_engine.batch.step_cache import RefreshSchedule, StepCache
 from maskserve_engine.cache.entries import encode
 from maskserve_engine.families.mmdit.spans import ExtrapolatedLatents
@@ -23,17 +23,17 @@ def keys(seed: int) -> Any:
     return torch.randn(TOKENS, HEADS, WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
-def anchors(**asked: Any) -> StepCache:
-    return StepCache(RefreshSchedule(frozenset({0, 2}), "model", text=False, **asked))
+def anchors(**options: Any) -> StepCache:
+    return StepCache(RefreshSchedule(frozenset({0, 2}), "model", text=False, **options))
 
 
-def take(own: StepCache, step: int, sigma: float, seed: int) -> None:
-    own.anchor(step, sigma, ACTIVE, TOKENS).keys_values(0, keys(seed), keys(seed + 1))
+def take(step_cache: StepCache, step: int, sigma: float, seed: int) -> None:
+    step_cache.anchor(step, sigma, ACTIVE, TOKENS).keys_values(0, keys(seed), keys(seed + 1))
 
 
-def read(own: StepCache, sigma: float) -> Any:
+def read(step_cache: StepCache, sigma: float) -> Any:
     """The block's keys of the inactive tokens at a sigma."""
-    source = own.source(0, sigma)
+    source = step_cache.source(0, sigma)
     (first, *_), out = source.parts, torch.empty(TOKENS - ACTIVE, HEADS * WIDTH)
     first.into(out)
     for change in source.changes:
@@ -44,18 +44,18 @@ def read(own: StepCache, sigma: float) -> Any:
 
 
 def test_a_step_that_is_tried_again_leaves_what_it_left_first() -> None:
-    own = anchors()
-    take(own, 0, 1.0, 1)
-    own.passed(1.0)
-    own.passed(1.0)
-    assert own.weight(0.25) == 0.0  # one anchor makes no line
-    take(own, 2, 0.5, 3)
-    take(own, 2, 0.5, 7)  # a batch that failed is tried row by row
-    own.passed(0.5)
-    own.passed(0.5)
-    assert own.weight(0.25) == pytest.approx(0.5)
+    step_cache = anchors()
+    take(step_cache, 0, 1.0, 1)
+    step_cache.passed(1.0)
+    step_cache.passed(1.0)
+    assert step_cache.weight(0.25) == 0.0  # one anchor makes no line
+    take(step_cache, 2, 0.5, 3)
+    take(step_cache, 2, 0.5, 7)  # a batch that failed is tried row by row
+    step_cache.passed(0.5)
+    step_cache.passed(0.5)
+    assert step_cache.weight(0.25) == pytest.approx(0.5)
     first, second = (keys(seed)[ACTIVE:].flatten(1) for seed in (1, 3))
-    assert torch.allclose(read(own, 0.25), second + 0.5 * (second - first))
+    assert torch.allclose(read(step_cache, 0.25), second + 0.5 * (second - first))
 
 
 def test_an_anchor_without_memory_is_none_and_a_later_one_begins_anew(
@@ -64,31 +64,31 @@ def test_an_anchor_without_memory_is_none_and_a_later_one_begins_anew(
     def full(*_: Any) -> Any:
         raise torch.OutOfMemoryError("no room")
 
-    own = anchors()
-    take(own, 0, 1.0, 1)
-    own.passed(1.0)
-    assert own.whole()
+    step_cache = anchors()
+    take(step_cache, 0, 1.0, 1)
+    step_cache.passed(1.0)
+    assert step_cache.whole()
     with monkeypatch.context() as patched:
-        patched.setattr(own_anchors, "encode", full)
-        take(own, 2, 0.5, 3)
-    own.passed(0.5)
-    assert not own.whole()
-    assert own.nbytes == 0
-    take(own, 3, 0.25, 5)
-    own.passed(0.25)
-    assert own.whole()
-    assert own.weight(0.1) == 0.0
+        patched.setattr(step_cache_module, "encode", full)
+        take(step_cache, 2, 0.5, 3)
+    step_cache.passed(0.5)
+    assert not step_cache.whole()
+    assert step_cache.nbytes == 0
+    take(step_cache, 3, 0.25, 5)
+    step_cache.passed(0.25)
+    assert step_cache.whole()
+    assert step_cache.weight(0.1) == 0.0
 
 
-def test_what_lifts_entries_is_counted_among_its_bytes() -> None:
-    own, tokens = anchors(corrects_residuals=True), TOKENS - ACTIVE
-    own.begin_with_template(0, 0, slice(0), tokens, 1.0).keys_values(0, keys(1), keys(2))
+def test_residual_corrections_are_counted_among_its_bytes() -> None:
+    step_cache, tokens = anchors(corrects_residuals=True), TOKENS - ACTIVE
+    step_cache.begin_with_template(0, 0, slice(0), tokens, 1.0).keys_values(0, keys(1), keys(2))
     of_both = 2 * tokens * HEADS * WIDTH * 4
-    text = own.nbytes - of_both
+    text = step_cache.nbytes - of_both
     assert text >= 0
     entry = KvSource(tuple(encode(keys(s)[ACTIVE:].flatten(1), "model") for s in (3, 4)), None, ())
-    lifted = own.lifted(0, entry, 0.5)
-    assert own.nbytes == of_both + text  # what was lacked takes the place of what was found
+    lifted = step_cache.lifted(0, entry, 0.5)
+    assert step_cache.nbytes == of_both + text  # what was lacked takes the place of what was found
     assert [change.weight for change in lifted.changes] == [0.5]
 
 

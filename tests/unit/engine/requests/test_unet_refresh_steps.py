@@ -1,4 +1,4 @@
-"""Edits of inpainting UNets that find no template: by an engine, with anchors of their own."""
+"""Edits of inpainting UNets without a template, run by an engine with refresh steps."""
 
 from __future__ import annotations
 
@@ -47,20 +47,22 @@ def idle(engine: Engine) -> None:
     engine.cache.check_integrity()
 
 
-def strip(each: EditJob) -> EditJob:
+def strip(edit_job: EditJob) -> EditJob:
     """The same of a mask along a whole side."""
-    mask = np.zeros_like(each.edit_mask)
+    mask = np.zeros_like(edit_job.edit_mask)
     mask[:8] = 255
-    return replace(each, edit_mask=mask)
+    return replace(edit_job, edit_mask=mask)
 
 
-def test_first_edits_and_strips_have_anchors_of_their_own(engine: Engine, encoder: Encoder) -> None:
+def test_first_edits_and_strips_have_refresh_steps(engine: Engine, encoder: Encoder) -> None:
     box = job(encoder, 1, "box", num_inference_steps=20)
-    for number, each in enumerate((box, strip(job(encoder, 1, "strip", num_inference_steps=20)))):
-        meta = edit(engine, each).meta
+    for number, edit_job in enumerate(
+        (box, strip(job(encoder, 1, "strip", num_inference_steps=20)))
+    ):
+        meta = edit(engine, edit_job).meta
         assert (meta["cache"], meta.get("dense_for")) == ("own", None), number
         steps, anchors = meta["steps"], meta["anchors"]
-        assert (steps, anchors) == (21, [0, 1, 10])  # of {0, 10, 18}: the others are foreseen
+        assert (steps, anchors) == (21, [0, 1, 10])  # of {0, 10, 18}: lookahead computes the others
         assert meta["text_steps"] == steps  # it is in attention of its own
         active, total = meta["active_tokens"], meta["total_tokens"]
         assert meta["computed_tokens"] == len(anchors) * total + (steps - 1) * active
@@ -69,13 +71,13 @@ def test_first_edits_and_strips_have_anchors_of_their_own(engine: Engine, encode
 
 
 def test_edits_read_no_template_that_do_not_insist(engine: Engine, encoder: Encoder) -> None:
-    """Entries keep 28 dB of some, of which their own anchors keep 41."""
+    """Some edits have 28 dB with entries, and 41 dB with refresh steps."""
     edit(engine, job(encoder, 3, "first", num_inference_steps=12, cache="require"))
 
     def way(cache: str, *loras: Lora) -> str:
-        each = job(encoder, 3, "next", num_inference_steps=12, cache=cache)
-        each = replace(each, request=replace(each.request, loras=loras))
-        state = RequestState.of(each, Sink(), engine.adapter)
+        edit_job = job(encoder, 3, "next", num_inference_steps=12, cache=cache)
+        edit_job = replace(edit_job, request=replace(edit_job.request, loras=loras))
+        state = RequestState.of(edit_job, Sink(), engine.adapter)
         return engine.manager.late._policy.choose(state).outcome
 
     lora = Lora(name="a", version="1")
@@ -130,22 +132,26 @@ def test_beside_edits_that_hit_and_dense_ones_each_is_as_alone(
 ) -> None:
     first = job(encoder, 7, "own", num_inference_steps=12, cache="own")
 
-    def asked(each: str, steps: int, cache: str) -> EditJob:
-        settings = job(encoder, 7, each, num_inference_steps=steps, cache=cache).request
-        return replace(first, request=replace(settings, request_id=each))
+    def named_job(name: str, steps: int, cache: str) -> EditJob:
+        settings = job(encoder, 7, name, num_inference_steps=steps, cache=cache).request
+        return replace(first, request=replace(settings, request_id=name))
 
-    jobs = [asked("own-a", 12, "own"), asked("hit", 11, "require"), asked("dense", 13, "off"),
-            asked("own-b", 8, "own")]  # fmt: skip
+    jobs = [
+        named_job("own-a", 12, "own"), named_job("hit", 11, "require"),
+        named_job("dense", 13, "off"), named_job("own-b", 8, "own"),
+    ]  # fmt: skip
     latents = [
-        edit(engine, replace(each, request=replace(each.request, request_id=f"{number}"))).latents
-        for number, each in enumerate(jobs)
+        edit(
+            engine, replace(edit_job, request=replace(edit_job.request, request_id=f"{number}"))
+        ).latents
+        for number, edit_job in enumerate(jobs)
     ]
     sinks = [Sink() for _ in jobs]
-    for each, sink in zip(jobs, sinks, strict=True):
-        engine.submit(each, sink)
+    for edit_job, sink in zip(jobs, sinks, strict=True):
+        engine.submit(edit_job, sink)
     for expected, sink in zip(latents, sinks, strict=True):
-        found = sink.final().latents
-        assert np.abs(found - expected).max() <= 1e-4 * max(1.0, np.abs(expected).max())
+        result = sink.final().latents
+        assert np.abs(result - expected).max() <= 1e-4 * max(1.0, np.abs(expected).max())
     idle(engine)
 
 
@@ -154,8 +160,10 @@ def test_anchors_of_a_base_model_are_nearest_where_there_is_most_noise(
 ) -> None:
     """Evenly far apart those of trained ones kept 37 dB, and so 44."""
     config = config_of(tiny_unets["sd-base"])
-    adapter, own = load_adapter(config), load_encoder(config)
-    plan = make_refresh_schedule(config, adapter, job(own, 1, "base", num_inference_steps=20))
+    adapter, base_encoder = load_adapter(config), load_encoder(config)
+    plan = make_refresh_schedule(
+        config, adapter, job(base_encoder, 1, "base", num_inference_steps=20)
+    )
     assert plan is not None
     assert plan.second_order
     gaps = [later - sooner for sooner, later in pairwise(sorted(plan.anchors))]
