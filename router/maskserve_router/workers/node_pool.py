@@ -25,7 +25,7 @@ from maskserve_common.imaging.images import as_file
 from maskserve_common.lru_cache import LruCache
 from maskserve_common.shares import PATIENCE_S, urgency
 from maskserve_router.config import WorkflowFiles
-from maskserve_router.dns import DNS, resolved
+from maskserve_router.dns import Discovery
 from maskserve_router.fair_share import FairPlaces, FairShare
 from maskserve_router.keys import KeyHolder
 from maskserve_router.messages.failures import Blame, Failure
@@ -133,8 +133,8 @@ class NodePool:
         place_s: float = _PLACE_S,
     ) -> None:
         self._fair_share, self._order = fair_share, order
-        self._addresses, self._resolves_at = files.nodes, -math.inf
-        self._resolving: asyncio.Task[None] | None = None
+        self._addresses = files.nodes
+        self._discovery = Discovery(files.nodes, _RESOLVE_S, self._addresses_changed)
         self._place_s = place_s
         self._values, self._keeping = values, set[str]()
         self._keeper = f"kept{secrets.token_hex(8)}"
@@ -192,10 +192,10 @@ class NodePool:
             await asyncio.gather(self._placing, return_exceptions=True)
         for scope in self._keeping:
             await self._fair_share.locked(self._values.end, scope, self._keeper)
-        tasks = [*self._leaving, *([self._resolving] if self._resolving else [])]
-        for task in tasks:
+        await self._discovery.close()
+        for task in self._leaving:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._leaving, return_exceptions=True)
         for server in self._servers.values():
             await server.close()
 
@@ -235,25 +235,12 @@ class NodePool:
             if all(records) and NODE_TYPES[name].model not in self._hosted:
                 raise EngineFailed(f"{name}: no node server runs {NODE_TYPES[name].model}")
 
-    async def _look(self) -> None:
-        """Start to resolve the servers' names, once, or regularly for DNS names."""
-        if time.monotonic() >= self._resolves_at:
-            anew = any(address.startswith(DNS) for address in self._addresses)
-            self._resolves_at = time.monotonic() + _RESOLVE_S if anew else math.inf
-            self._resolving = asyncio.create_task(self._resolve())
-        if not self._servers and self._resolving is not None:
-            await asyncio.wait([self._resolving])
-
-    async def _resolve(self) -> None:
-        addresses = await resolved(self._addresses, self._servers)
-        for address in [entry for entry in self._addresses if entry in addresses] + sorted(
-            addresses
-        ):
-            if address not in self._servers:
-                self._servers[address] = Upstream(address)
-                self._load.setdefault(address, 0.0)
-                self._numbers.setdefault(address, len(self._numbers))
-        for address in self._servers.keys() - addresses:  # calls under way are waited for
+    def _addresses_changed(self, new: Sequence[str], gone: Sequence[str]) -> None:
+        for address in new:
+            self._servers[address] = Upstream(address)
+            self._load.setdefault(address, 0.0)
+            self._numbers.setdefault(address, len(self._numbers))
+        for address in gone:  # calls under way are waited for
             task = asyncio.create_task(self._servers.pop(address).close(_TIMEOUT_S))
             self._leaving.add(task)
             task.add_done_callback(self._leaving.discard)
@@ -268,7 +255,7 @@ class NodePool:
         return address if client.admin else f"nodes-{self._numbers[address]}"
 
     async def _all_records(self) -> dict[str, dict[str, Any] | None]:
-        await self._look()
+        await self._discovery.ready()
         servers = list(self._servers)
         records = await asyncio.gather(*map(self._record, servers))
         return dict(zip(servers, records, strict=True))
@@ -404,7 +391,7 @@ class NodePool:
     async def _call_node(
         self, message: _Message, kind: NodeType, client: KeyHolder, due: float
     ) -> NodeAnswer:
-        await self._look()
+        await self._discovery.ready()
         line = self._places.setdefault(kind.model, FairPlaces(self._most()))
         starts_by = due - self._seconds.get(kind.name, kind.price_s)
         async with line.place(client.scope, self._urgency(starts_by)):
@@ -423,7 +410,7 @@ class NodePool:
         failed: Failure | EngineFailed | None = None
         lost, broken = 0, set[str]()
         while True:  # tries each server once per round, until one takes the call
-            await self._look()
+            await self._discovery.ready()
             is_unreachable = bool(self._addresses) and not self._servers
             candidates = self._servers.keys() - broken
             for address in sorted(candidates, key=partial(self._rank, kind.model)):

@@ -6,13 +6,13 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import grpc
 
 from maskserve_common.errors import EngineFailed
 from maskserve_router.config import RouterConfig
-from maskserve_router.dns import resolved
+from maskserve_router.dns import Discovery
 from maskserve_router.messages.control_message import control_request
 from maskserve_router.messages.failures import Failure
 from maskserve_router.workers.roster import Roster
@@ -42,27 +42,29 @@ class Pool:
         self._polls: dict[Worker, asyncio.Task[None]] = {}
         """Worker -> polling task. A retired worker stays until its edits end, even if its address
         is already a new worker's."""
-        self._resolver: asyncio.Task[None] | None = None
+        self._discovery = Discovery(
+            config.workers.addresses, config.workers.dns_interval_s, self._addresses_changed
+        )
         self._closing: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """Resolve the workers' names and poll each worker once."""
-        await self._resolve()
-        self._resolver = asyncio.create_task(self._keep_resolving())
+        await self._discovery.ready()
         await asyncio.gather(*(self._poll_once(worker) for worker in self.workers.values()))
 
     async def close(self) -> None:
-        tasks = [*self._polls.values(), *([self._resolver] if self._resolver else [])]
-        for task in tasks:
+        await self._discovery.close()
+        polls = list(self._polls.values())
+        for task in polls:
             task.cancel()
-        await asyncio.gather(*tasks, *self._closing, return_exceptions=True)
+        await asyncio.gather(*polls, *self._closing, return_exceptions=True)
         for worker in self.workers.values():
             await worker.upstream.close()
 
     async def reload(self, config: RouterConfig) -> None:
         """Apply the workers of a new configuration; removed workers finish their edits."""
         self.config = config
-        await self._resolve()
+        await self._discovery.reload(config.workers.addresses, config.workers.dns_interval_s)
 
     def models(self) -> Counter[str]:
         """Return the models that workers report, each with its number of workers."""
@@ -93,21 +95,12 @@ class Pool:
         self.roster.join(worker)
         return worker
 
-    async def _keep_resolving(self) -> None:
-        while True:
-            await asyncio.sleep(self.config.workers.dns_interval_s)
-            try:
-                await self._resolve()
-            except Exception:
-                log.exception("resolving the workers' names")
-
-    async def _resolve(self) -> None:
-        addresses = await resolved(self.config.workers.addresses, self.workers)
-        for address in sorted(addresses - set(self.workers)):
+    def _addresses_changed(self, new: Sequence[str], gone: Sequence[str]) -> None:
+        for address in sorted(new):
             log.info("worker %s was added", address)
             worker = self.join(address)
             self._polls[worker] = asyncio.create_task(self._keep_polling(worker))
-        for address in sorted(set(self.workers) - addresses):
+        for address in sorted(gone):
             log.info("worker %s was removed", address)
             worker = self.workers.pop(address)
             self.roster.leave(worker)

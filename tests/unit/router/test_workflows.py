@@ -396,7 +396,7 @@ async def test_servers_behind_a_name_are_found_anew(monkeypatch: pytest.MonkeyPa
         return [(None, None, None, "", (address, port)) for address in host_addresses]
 
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", resolve)
-    monkeypatch.setattr(node_pool, "_RESOLVE_S", 0.0)
+    monkeypatch.setattr(node_pool, "_RESOLVE_S", 0.001)
 
     class Served(NodePool):
         async def _sent(self, address: str, raw: bytes, kind: Any) -> bytes:
