@@ -190,11 +190,12 @@ MUTATIONS = (
         f"{_CONTRACT}::test_steps_between_refresh_steps_lie_on_their_lines[sd3-large]",
     ),
     Mutation(
-        "nets beside a template compute all tokens at every step of few",
+        "nets beside a template look ahead in no edit of few steps",
         "engine/maskserve_engine/planning/refresh_steps.py",
-        "max(2, round(stride * steps))",
-        "max(1, round(stride * steps))",
-        f"{_UNIT}/engine/planning/test_refresh_schedule.py::test_a_clock_has_steps_between_its_own",
+        "max(refresh_count(steps, stride), 2 if steps > 2 else 1)",
+        "max(refresh_count(steps, stride), 1)",
+        f"{_UNIT}/engine/planning/test_refresh_schedule.py"
+        "::test_an_edit_with_controls_looks_ahead_once_at_least",
     ),
     Mutation(
         "what anchors leave bends less than three of them show",
