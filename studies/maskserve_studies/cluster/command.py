@@ -3,7 +3,9 @@
     python scripts/bench simulate_cluster --workers 8 --load 0.8 --mix public --json run.json
     python scripts/bench simulate_cluster --bars --json bars.json
     python scripts/bench simulate_cluster --deadlines --json deadlines.json --plots docs/images
+    python scripts/bench simulate_cluster --tetriserve --json tetriserve.json
     python scripts/bench simulate_cluster --workflows --json workflows.json
+    python scripts/bench simulate_cluster --workflow-inputs --json inputs.json
 
 The production scheduler, planner, cost model and routing policies decide. Only time, the network
 and the device's numbers are simulated. Equal arguments give equal output.
@@ -33,7 +35,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--bars", action="store_true", help="run the comparisons that must hold; exit 1 if not")
     add("--deadlines", action="store_true", help="due times on eight devices that share edits")
+    add("--tetriserve", action="store_true", help="TetriServe's problem with published prices")
     add("--workflows", action="store_true", help="plans of nodes, beside LegoDiffusion's figures")
+    add("--workflow-inputs", action="store_true", help="what --workflows takes, over a range of it")
     add("--json", type=Path, help="write all figures here")
     add("--plots", type=Path, metavar="FOLDER", help="of --deadlines: draw them there")
     add("--seed", type=int, default=1)
@@ -166,6 +170,15 @@ def deadlines(args: argparse.Namespace) -> int:
     return 0
 
 
+def tetriserve(args: argparse.Namespace) -> int:
+    from maskserve_studies.deadlines.tetriserve import run_tetriserve, tables
+
+    report = run_tetriserve(lambda line: print(line, flush=True))
+    write_json(report, args.json)
+    print(*tables(report), sep="\n\n")
+    return 0
+
+
 def workflows(args: argparse.Namespace) -> int:
     from maskserve_studies.workflow_plans.figures import run_plans
     from maskserve_studies.workflow_plans.tables import gains_table, rates_table
@@ -176,10 +189,23 @@ def workflows(args: argparse.Namespace) -> int:
     return 0
 
 
+def workflow_inputs(args: argparse.Namespace) -> int:
+    from maskserve_studies.workflow_plans.inputs import run_inputs, tables
+
+    report = run_inputs(lambda line: print(line, flush=True))
+    write_json(report, args.json)
+    print(*tables(report), sep="\n\n")
+    return 0
+
+
 def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     if args.deadlines:
         return deadlines(args)
+    if args.tetriserve:
+        return tetriserve(args)
     if args.workflows:
         return workflows(args)
+    if args.workflow_inputs:
+        return workflow_inputs(args)
     return bars(args) if args.bars else one(args)

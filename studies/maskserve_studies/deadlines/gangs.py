@@ -17,6 +17,7 @@ from maskserve_common.config import ModelConfig
 from maskserve_common.line_fit import Line
 from maskserve_engine.families.specs import counted_work
 from maskserve_engine.planning.degree_costs import DEGREES, ExchangeCosts, seconds_by_degree
+from maskserve_engine.planning.flops import ModelWork, RowTokens
 from maskserve_engine.scheduling.gangs.work import (
     GangPlan,
     GangPolicy,
@@ -50,23 +51,31 @@ class GangCosts:
         """Return the seconds of a step by degree. The step is dense, or reads keys and values
         cached at a mask ratio.
         """
-        work = counted_work(FLUX_DEV_FACTS, side // 8, side // 8, halo=0)
-        text = FLUX_DEV_FACTS.text_tokens(ModelConfig().max_sequence_length)
-        row = work.row_at(1.0 if ratio is None else ratio, text)
+        work, row = flux_row(side, 1.0 if ratio is None else ratio)
         kind = "dense" if ratio is None else "kv"
         return seconds_by_degree(work, row, kind, self.compute, self.exchange)
 
 
+def flux_row(side: int, ratio: float = 1.0) -> tuple[ModelWork, RowTokens]:
+    """Return the work of FLUX.1 dev on a square picture, and a row of this mask ratio."""
+    work = counted_work(FLUX_DEV_FACTS, side // 8, side // 8, halo=0)
+    text = FLUX_DEV_FACTS.text_tokens(ModelConfig().max_sequence_length)
+    return work, work.row_at(ratio, text)
+
+
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Poisson arrivals of dense edits."""
+    """Arrivals of dense edits."""
 
     mix: str = "uniform"
+    """One of MIXES, or the side of all pictures."""
     per_minute: float = 12.0
     scale: float = 1.0
     """Factor on the due times."""
     edits: int = 300
     steps: int = 50
+    cv: float = 1.0
+    """Coefficient of variation of the gaps; 1 is Poisson."""
 
 
 def draw(
@@ -82,10 +91,23 @@ def draw(
         shared: part of each of `times` that does not depend on the step's rows.
     """
     arrivals, sizes = (np.random.default_rng(s) for s in np.random.SeedSequence(seed).spawn(2))
-    latent = np.array([(side / 16) ** 2 for side in SIZES])
-    weight = np.ones(4) if load.mix == "uniform" else np.exp(latent / latent.max())
-    at = np.cumsum(arrivals.exponential(60.0 / load.per_minute, load.edits))
-    drawn = sizes.choice(np.array(SIZES), load.edits, p=weight / weight.sum())
+    sides = np.array(SIZES)
+    latent = (sides / 16) ** 2
+    match load.mix:
+        case "uniform":
+            weight = np.ones(len(SIZES))
+        case "skewed":
+            weight = np.exp(latent / latent.max())
+        case side:
+            weight = (sides == int(side)).astype(float)
+    gap, shape = 60.0 / load.per_minute, load.cv**-2
+    gaps = (
+        arrivals.exponential(gap, load.edits)
+        if load.cv == 1.0
+        else arrivals.gamma(shape, gap / shape, load.edits)
+    )
+    at = np.cumsum(gaps)
+    drawn = sizes.choice(sides, load.edits, p=weight / weight.sum())
     return [
         Ticket(
             f"{side}-{number}",
@@ -156,15 +178,25 @@ class Outcome:
     tickets: dict[str, Ticket]
     decisions: int = 0
     device_seconds: float = 0.0
+    spans: list[tuple[str, float, int]] = field(default_factory=list)
+    """Edit, seconds and number of devices of each run of steps."""
 
     def in_time(self, prefix: str = "") -> float:
         """Return the share of the edits that ended by their due times; `prefix` selects edits of
         one size.
         """
         among = [t for r, t in self.tickets.items() if r.startswith(prefix)]
-        return sum(self.ended[t.request_id] <= t.due + 1e-6 for t in among if t.due) / max(
-            1, len(among)
-        )
+        return sum(map(self.is_in_time, among)) / max(1, len(among))
+
+    def is_in_time(self, ticket: Ticket) -> bool:
+        return ticket.due is not None and self.ended[ticket.request_id] <= ticket.due + 1e-6
+
+    def mean_degree(self, prefix: str) -> float:
+        """Return the mean number of devices of running edits of one size."""
+        among = [
+            (seconds, degree) for name, seconds, degree in self.spans if name.startswith(prefix)
+        ]
+        return sum(s * k for s, k in among) / (sum(s for s, _ in among) or 1.0)
 
 
 def simulate(
@@ -226,6 +258,7 @@ def simulate(
             outcome.device_seconds += lasts * len(run.devices)
             for ticket in run.rows:
                 work = works[ticket.request_id]
+                outcome.spans.append((ticket.request_id, lasts, len(run.devices)))
                 work.gang, work.running_steps, work.until = gang, run.steps, now_s + lasts
                 number += 1
                 heapq.heappush(ends, (work.until, number, ticket.request_id))

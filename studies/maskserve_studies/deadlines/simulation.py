@@ -55,28 +55,33 @@ SMALL = 200
 """Number of instances whose optimum is searched."""
 
 
-def policies(times: Times) -> dict[str, Make]:
+def policies(times: Times, devices: int = DEVICES) -> dict[str, Make]:
     """Policies by name. A round lasts 5 of the slowest edit's fastest steps."""
     return {
-        **{f"sp{k}": partial(Fixed, DEVICES, k) for k in DEGREES},
-        "sp8_late_last": lambda: Fixed(DEVICES, DEVICES, late_last=True),
-        "per_resolution": lambda: Fixed(DEVICES, best_degrees(times, STEPS)),
-        **{f"rounds{n}": partial(rounds, times, n) for n in ROUND_STEPS},
-        "deadline": lambda: Deadline(DEVICES),
-        "deadline_batched": lambda: Batching(Deadline(DEVICES), MAX_ROWS),
-        "rounds5_batched": lambda: Batching(rounds(times, 5), MAX_ROWS),
+        **{f"sp{k}": partial(Fixed, devices, k) for k in DEGREES if k <= devices},
+        "sp8_late_last": lambda: Fixed(devices, devices, late_last=True),
+        "per_resolution": lambda: Fixed(devices, best_degrees(times, STEPS)),
+        **{f"rounds{n}": partial(rounds, times, n, devices) for n in ROUND_STEPS},
+        "deadline": lambda: Deadline(devices),
+        "deadline_batched": lambda: Batching(Deadline(devices), MAX_ROWS),
+        "rounds5_batched": lambda: Batching(rounds(times, 5, devices), MAX_ROWS),
     }
 
 
-def rounds(times: Times, steps: int) -> Rounds:
-    return Rounds(DEVICES, steps * min(times[max(times)]) * (1 + 1e-9))
+def rounds(times: Times, steps: int, devices: int) -> Rounds:
+    return Rounds(devices, steps * min(times[max(times)]) * (1 + 1e-9))
 
 
 def point(
-    load: Load, times: Times, names: Iterable[str], seeds: Sequence[int], decision: float = 0.0
+    load: Load,
+    times: Times,
+    names: Iterable[str],
+    seeds: Sequence[int],
+    decision: float = 0.0,
+    devices: int = DEVICES,
 ) -> Report:
     """SAR of each policy on the same edits: mean, per seed, by size."""
-    policy_makers, shared = policies(times), GangCosts().fixed
+    policy_makers, shared = policies(times, devices), GangCosts().fixed
     report: Report = {
         "mix": load.mix,
         "per_minute": load.per_minute,
@@ -88,7 +93,7 @@ def point(
     }
     for name in names:
         runs: list[Outcome] = [
-            simulate(policy_makers[name](), draw(load, times, seed, shared), DEVICES, decision)
+            simulate(policy_makers[name](), draw(load, times, seed, shared), devices, decision)
             for seed in seeds
         ]
         shares = [run.in_time() for run in runs]

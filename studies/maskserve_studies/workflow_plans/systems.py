@@ -122,6 +122,8 @@ class Load:
     """The part of `room` that monoliths may use; None: all."""
     load_s: float = LOAD_S
     """Seconds to load a GiB."""
+    two: float = TWO
+    """Speed of two devices over one."""
     blind: bool = False
     """Whether monoliths admit all requests and run them to their end."""
 
@@ -225,7 +227,7 @@ def maskserve_system(
     for number, request in enumerate(flow_requests):
         base = BASES[request.flow.base]
         loop, ends = request.flow.loop_s * request.share, base.text[1] + base.vae[1] + OVERHEAD_S
-        node = Node(frozenset(request.flow.parts), (loop + ends, loop / TWO + ends))
+        node = Node(frozenset(request.flow.parts), (loop + ends, loop / load.two + ends))
         plan_requests.append(_plan_request(load, number, request, (node,)))
     models = _models(load)
     return _run(rules or Rules(), load, models, _loads(load, models)), plan_requests
@@ -238,7 +240,7 @@ def lego(
     it.
     """
     plan_requests = [
-        _plan_request(load, n, request, _steps(request.flow))
+        _plan_request(load, n, request, _steps(request.flow, load.two))
         for n, request in enumerate(flow_requests)
     ]
     models = _models(load)
@@ -247,7 +249,7 @@ def lego(
 
 
 @cache
-def _steps(flow: Flow) -> tuple[Node, ...]:
+def _steps(flow: Flow, two: float) -> tuple[Node, ...]:
     base, overhead_s = BASES[flow.base], OVERHEAD_S
     nodes = [Node(frozenset({base.encoder}), (base.text[1] + overhead_s,), together=8)]
     last: tuple[int, ...] = (0,)
@@ -255,7 +257,7 @@ def _steps(flow: Flow) -> tuple[Node, ...]:
         step = base.step[1]
         behind = [len(nodes)]
         nodes.append(
-            Node(frozenset({flow.base}), (step + overhead_s, step / TWO + overhead_s), last)
+            Node(frozenset({flow.base}), (step + overhead_s, step / two + overhead_s), last)
         )
         if flow.net:
             behind.append(len(nodes))

@@ -188,9 +188,11 @@ class _Round:
         return int(self.lasts / work.ticket.seconds[degree.bit_length() - 1] + 1e-9)
 
     def _fill(self, works: Sequence[Work], groups: list[list[Option]], degrees: list[int]) -> None:
-        """Give remaining devices to works that need not run now."""
+        """Give remaining devices to works that need not run now, to late ones last."""
         free_devices = self.living - sum(degrees)
-        for index, options in enumerate(groups):
+        late = [not any(option.survives for option in options) for options in groups]
+        for index in sorted(range(len(works)), key=late.__getitem__):
+            options = groups[index]
             if not degrees[index]:
                 fitting = [o.degree for o in options[1:] if o.degree <= free_devices]
                 if fitting:
