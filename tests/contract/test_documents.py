@@ -16,7 +16,9 @@ from maskserve_common.contracts.operations import OPERATIONS
 from maskserve_common.contracts.settings import EditSettings
 from maskserve_common.errors import CODES
 from maskserve_router.api.openai.form import Fields
+from maskserve_studies.deadlines.tetriserve import tables as tetriserve_tables
 from maskserve_studies.model_counts.entry_bytes import table
+from maskserve_studies.workflow_plans.inputs import tables as input_tables
 from maskserve_studies.workflow_plans.tables import gains_table, rates_table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -144,6 +146,20 @@ def test_the_tables_of_simulated_workflows_are_those_of_the_run() -> None:
     report = json.loads((ROOT / "docs" / "benchmarks" / "workflows-simulated.json").read_text())
     assert rates_table(report) in text
     assert gains_table(report) in text
+
+
+def test_the_tables_of_tetriserve_are_those_of_the_run() -> None:
+    """Printed by `scripts/bench simulate_cluster --tetriserve`."""
+    text = (ROOT / "docs" / "benchmarks" / "tetriserve.md").read_text(encoding="utf-8")
+    report = json.loads((ROOT / "docs" / "benchmarks" / "tetriserve.json").read_text())
+    assert [table for table in tetriserve_tables(report) if table not in text] == []
+
+
+def test_the_tables_of_the_workflows_inputs_are_those_of_the_run() -> None:
+    """Printed by `scripts/bench simulate_cluster --workflow-inputs`."""
+    text = (ROOT / "docs" / "benchmarks" / "workflow-inputs.md").read_text(encoding="utf-8")
+    report = json.loads((ROOT / "docs" / "benchmarks" / "workflow-inputs.json").read_text())
+    assert [table for table in input_tables(report) if table not in text] == []
 
 
 def test_the_tables_of_keys_and_settings_are_those_of_the_code() -> None:

@@ -119,7 +119,9 @@ def inputs() -> list[Input]:
         costs = PRICES[name]
         return f"{costs.tflops:.0f} TFLOP/s, {1e6 * costs.exchange.call_seconds:.0f} µs"
 
-    published = "xDiT's docs/performance/flux.md, {} on 1, 2, 4 H100; the law misses it by {:.1%}"
+    published = (
+        "xDiT's page on FLUX.1's performance, {} on 1, 2, 4 H100; the law misses it by {:.1%}"
+    )
     return [
         Input("due times", due, "problem", "§6.1, scales 1.0 to 1.5"),
         Input("mixes", "uniform, skewed", "problem", "§6.1"),

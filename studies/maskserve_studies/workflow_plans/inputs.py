@@ -43,18 +43,20 @@ def inputs() -> list[Input]:
     return [
         Input("workflows, devices", "S1 to S6; 8, 16", "problem", "Table 2, §7.2"),
         Input("due times", "2 times alone", "problem", "§7.1"),
-        Input("steps", "28, 28, 4, 50", "published", "the models' cards; the paper: 4 to 50"),
+        Input(
+            "steps", "28, 28, 4, 50", "published", "§7.1: 4 to 50; 28 is diffusers' default for SD3"
+        ),
         Input(
             "sizes of models",
             f"{sd3.step[0]:g}, {sd35.step[0]:g}, {flux.step[0]:g} GiB",
             "published",
-            "2.1, 8.1 and 11.9 billion parameters in 16 bits; encoders and VAE alike",
+            "2.1, 8.1 and 11.9 billion parameters in 16 bits; §7.3: SD3 3.9",
         ),
         Input(
             "sizes of ControlNets",
             f"{sd3.net[0]:g}, {sd35.net[0]:g}, {flux.net[0]:g} GiB",
-            "published",
-            "6 % of FLUX (§7.3), the models' cards",
+            "assumed",
+            "FLUX: 6 % of the base (§7.3)",
         ),
         Input(
             "a FLUX step",
@@ -76,8 +78,8 @@ def inputs() -> list[Input]:
         ),
         Input("a ControlNet's call", "0.35, 0.4, 0.06 of a step", "assumed", "by its size"),
         Input("calls together", "8 prompts, 4 decodings", "assumed", "Fig. 3 right has no values"),
-        Input("overhead of a call", f"{1e3 * OVERHEAD_S:g} ms", "assumed", "at most 1.3 % of one"),
-        Input("shares of workflows", str(SHARES), "assumed", "of a base; the trace is not public"),
+        Input("overhead of a call", f"{1e3 * OVERHEAD_S:g} ms", "assumed", "1.3 % of SD3's step"),
+        Input("shares of workflows", str(SHARES), "assumed", "of a base; the trace is not at hand"),
         Input("room on a card", f"{ROOM:g} of 80 GB", "assumed", "also: small, whole cards"),
         Input(
             "two devices over one",
