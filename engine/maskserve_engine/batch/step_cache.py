@@ -17,19 +17,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from maskserve_common.contracts.tiers import DEVICE, HOST
 from maskserve_engine.batch.packing import RowInput
 from maskserve_engine.cache.entries import PARTS, Coded, encode
+from maskserve_engine.cache.host_cache import HostCache
+from maskserve_engine.cache.loader import Part
 from maskserve_engine.cache.reader import Heads
-from maskserve_engine.cache.store import Handle
+from maskserve_engine.cache.store import Handle, Store
 from maskserve_engine.layers.attention import Span
 from maskserve_engine.layers.scatter_kv import Change, KvSource
 from maskserve_engine.planning.flops import Floats
@@ -173,6 +175,19 @@ class _Refreshed:
     """Second-order term, added `weight` · (1 + `weight`) times; empty before the third refresh
     step."""
 
+    def tensors(self) -> tuple[Coded, ...]:
+        return self.parts + self.slopes + self.second_order
+
+    def with_tensors(self, tensors: tuple[Coded, ...]) -> _Refreshed:
+        """Return the same refresh step with the tensors at another place."""
+        slopes = len(self.parts) + len(self.slopes)
+        return replace(
+            self,
+            parts=tensors[: len(self.parts)],
+            slopes=tensors[len(self.parts) : slopes],
+            second_order=tensors[slopes:],
+        )
+
 
 class StepCache:
     """The step cache of one pass; captures its refresh steps (`packing.Capture`)."""
@@ -185,7 +200,15 @@ class StepCache:
         self._words: int | None = None
         """Number of text tokens of a row with a template, whose text and ring are kept; None: the
         row has no template."""
-        self._refreshed: dict[tuple[int, str], _Refreshed] = {}
+        self._refreshed: dict[Part, _Refreshed] = {}
+        self.host: HostCache | None = None
+        """Host memory to which the cache may move; None: it stays on the device."""
+        self.on_host = False
+        """Whether its tensors lie there."""
+        self.out_of_memory = False
+        """Whether it was dropped for lack of memory."""
+        self._near: tuple[Part, _Refreshed] | None = None
+        """Last part that was read or written, on the device."""
         self._line = AnchorLine((), plan.power)
         """Line through the complete refresh steps."""
         self._at = 0.0
@@ -213,9 +236,7 @@ class StepCache:
 
     @property
     def nbytes(self) -> int:
-        groups = [
-            (*group.parts, *group.slopes, *group.second_order) for group in self._refreshed.values()
-        ]
+        groups = [refreshed.tensors() for refreshed in self._refreshed.values()]
         groups += [*self._dense_first.values(), *self._lacked.values()]
         return sum(coded.nbytes for group in groups for coded in group)
 
@@ -324,13 +345,61 @@ class StepCache:
         previous = self._refreshed.get((block, part))
         if self._lost == self._step or (previous is not None and previous.step == self._step):
             return
-        try:
-            self._refreshed[block, part] = self._refresh(
-                previous, [self._cached_of(block, x) for x in tensors]
-            )
-        except torch.OutOfMemoryError:
+        new = self._refreshed_part((block, part), tensors)
+        if new is None and self._move_to_host():
+            new = self._refreshed_part((block, part), tensors)
+        if new is None:
             _log.warning("no memory for what an edit's step %d leaves", self._step)
             self._lose()
+            return
+        self._refreshed[block, part] = new
+
+    def _refreshed_part(self, name: Part, tensors: Sequence[Tensor]) -> _Refreshed | None:
+        """Return the next refresh step of a part, where the cache lies; None: there is no memory
+        for it.
+        """
+        last = self._on_device(name) if name in self._refreshed else None
+        try:
+            new = self._refresh(last, [self._cached_of(name[0], x) for x in tensors])
+        except torch.OutOfMemoryError:
+            return None
+        return self._host_copy(name, new) if self.on_host else new
+
+    def _host_copy(self, name: Part, new: _Refreshed) -> _Refreshed | None:
+        assert self.host is not None, "a cache on the host has memory there"
+        copies = self.host.put(name, new.tensors())
+        self._near = (name, new)
+        return None if copies is None else new.with_tensors(copies)
+
+    def _move_to_host(self) -> bool:
+        """Move all tensors to host memory; return False if they stay where they are."""
+        if self.host is None or self.on_host:
+            return False
+        moved: dict[Part, _Refreshed] = {}
+        for name, refreshed in self._refreshed.items():
+            copy = self._host_copy(name, refreshed)
+            if copy is None:
+                self.host.clear()
+                return False
+            moved[name] = copy
+        _log.warning("an edit's step cache moves to host memory at step %d", self._step)
+        self._refreshed, self._near, self.on_host = moved, None, True
+        return True
+
+    def _on_device(self, name: Part) -> _Refreshed:
+        """Return a part on the device. Of a cache on the host only the last one stays there."""
+        refreshed = self._refreshed[name]
+        if not self.on_host:
+            return refreshed
+        assert self.host is not None, "a cache on the host has memory there"
+        if self._near is None or self._near[0] != name:
+            self._near = None
+            self._near = (name, refreshed.with_tensors(self.host.get(name)))
+        return self._near[1]
+
+    def release(self) -> None:
+        """Drop the cache; its row has ended."""
+        self._clear()
 
     def _refresh(self, last: _Refreshed | None, new: Sequence[Tensor]) -> _Refreshed:
         plan, slopes, bends = self.plan, [], []
@@ -359,7 +428,7 @@ class StepCache:
         """Drop the cache for lack of memory: steps compute all tokens until a refresh step finds
         room. A lookahead's step still reads the cache until it is done.
         """
-        self._lost = self._step
+        self._lost, self.out_of_memory = self._step, True
         if not self._reads:
             self._clear()
 
@@ -373,6 +442,9 @@ class StepCache:
 
     def _clear(self) -> None:
         self._refreshed.clear()
+        self._near = None
+        if self.host is not None:
+            self.host.clear()
         self._line = AnchorLine((), self.plan.power)
 
     def _cached_of(self, block: int, x: Tensor) -> Tensor:
@@ -405,7 +477,7 @@ class StepCache:
 
     def source(self, block: int, sigma: float, part: str = "kv") -> KvSource:
         """Return a part of a block at `sigma`, for the tokens that the step does not compute."""
-        cached_part = self._refreshed[block, part]
+        cached_part = self._on_device((block, part))
         weight = cached_part.line.weight(sigma)
         along = (Change(cached_part.slopes, weight),) if weight else ()
         across = (
@@ -468,41 +540,77 @@ class AnchoredRow(Protocol):
 
 @dataclass(slots=True)
 class StepCacheLoad:
-    """`executor.LoadState` of tensors that are in place: all parts but hidden states."""
+    """`executor.LoadState` of step caches: a step loads the tensors that lie in host memory."""
 
     sizes: Floats
-    missing: Floats
-    tier: str = "device"
-    lost: None = None
+    tier: str
+    hosts: tuple[HostCache, ...]
+    """Host memory of the caches that lie there."""
+
+    @property
+    def missing(self) -> Floats:
+        return self.sizes
+
+    @property
+    def lost(self) -> BaseException | None:
+        return next((host.lost for host in self.hosts if host.lost is not None), None)
 
 
 @dataclass(slots=True)
 class StepCacheEntry:
-    """Stands for the step cache between refresh steps, in place of a `cache.store.Handle`."""
+    """Stands for the step caches between refresh steps, in place of a `cache.store.Handle`."""
 
     load: StepCacheLoad
-    stalls: list[Any] = field(default_factory=list)
-    """Always empty: no step waits for a step cache."""
+    stalls: list[Any]
+    """Spans in which steps waited for tensors in host memory."""
 
-    def want(self, parts: Iterable[tuple[int, str]], step: int) -> None:
-        """Do nothing: a step cache needs no load."""
+    def want(self, parts: Iterable[Part], step: int) -> None:
+        """Start the loads of a step."""
+        for host in self.load.hosts:
+            host.begin(step)
 
 
 Entry = Handle | StepCacheEntry
 
 
 class StepCacheReader:
-    """Reads a row's step caches, in place of a `cache.reader.EntryReader`."""
+    """Reads a row's step caches, in place of a `cache.reader.EntryReader`.
 
-    loaded: Mapping[str, int] = MappingProxyType({})
-    stalled = 0.0
+    Args:
+        row: row with step caches.
+        blocks: number of the model's blocks, with feature maps.
+        store: its host memory may receive the caches; None: they stay on the device.
+        on_host: whether the caches lie in host memory from the start.
+    """
 
-    def __init__(self, row: AnchoredRow, blocks: int) -> None:
-        self._row = row
-        sizes = np.zeros((blocks, len(PARTS)))
-        sizes[:, _HIDDEN] = np.inf
-        self._entry = StepCacheEntry(StepCacheLoad(sizes, sizes))
+    def __init__(
+        self, row: AnchoredRow, blocks: int, store: Store | None = None, *, on_host: bool = False
+    ) -> None:
+        self._row, self._blocks = row, blocks
+        self._stalls: list[Any] = []
+        self._caches = tuple(row.anchors)
+        if store is not None and store.rows.budget_bytes:
+            for step_cache in self._caches:
+                step_cache.host = HostCache(store.rows, store.loader, blocks, self._stalls)
+                step_cache.on_host = on_host
+        self._on_device = StepCacheEntry(StepCacheLoad(self._sizes(()), DEVICE.name, ()), [])
         self.entry: StepCacheEntry | None = None
+
+    @property
+    def loaded(self) -> Mapping[str, int]:
+        """Bytes that steps have read from the host."""
+        hosts = [step_cache.host for step_cache in self._caches if step_cache.host is not None]
+        moved = sum(host.moved for host in hosts)
+        return {HOST.name: moved} if moved else {}
+
+    @property
+    def stalled(self) -> float:
+        return sum(stall.seconds() or 0.0 for stall in self._stalls)
+
+    @property
+    def out_of_memory(self) -> bool:
+        """Whether the row has computed all tokens because a cache found no memory."""
+        return any(step_cache.out_of_memory for step_cache in self._caches)
 
     def turn_to(
         self, step: int, *, heads: Heads | None = None, by_rank: bool = False
@@ -512,14 +620,31 @@ class StepCacheReader:
         """
         share = None if heads is None else heads[:2]
         complete = [step_cache.whole(share, by_rank=by_rank) for step_cache in self._row.anchors]
-        self.entry = self._entry if all(complete) else None
+        self.entry = self._entry() if all(complete) else None
         return self.entry
 
     def look_ahead(self, step: int) -> None:
-        """Do nothing: a step cache needs no load."""
+        """Do nothing: a step cache has one entry."""
 
     def lose(self) -> None:
-        """Do nothing: there is no load that can fail."""
+        """Give up the caches, which do not arrive from host memory."""
+        for step_cache in self._row.anchors:
+            step_cache.release()
+        self.entry = None
 
     def release(self) -> None:
+        for step_cache in self._caches:
+            step_cache.release()
         self.entry = None
+
+    def _entry(self) -> StepCacheEntry:
+        caches = [step_cache for step_cache in self._row.anchors if step_cache.on_host]
+        hosts = tuple([cache.host for cache in caches if cache.host is not None])
+        if not hosts:
+            return self._on_device
+        return StepCacheEntry(StepCacheLoad(self._sizes(hosts), HOST.name, hosts), self._stalls)
+
+    def _sizes(self, hosts: Sequence[HostCache]) -> Floats:
+        sizes = sum((host.sizes() for host in hosts), np.zeros((self._blocks, len(PARTS))))
+        sizes[:, _HIDDEN] = np.inf
+        return sizes

@@ -15,7 +15,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from maskserve_engine.cache.entries import PARTS, AnchorEntry, Coded
-from maskserve_engine.cache.entry_file import FileTensor, OpenFile, StoredCoded, StoredEntry
+from maskserve_engine.cache.entry_file import FileTensor, OpenFile, StoredCoded
 from maskserve_engine.cache.registered import Registrar
 from maskserve_engine.cache.reserve import ALIGN, Block
 
@@ -301,7 +301,9 @@ class CudaMover:
         else:
             arrived = room.empty(shape, source.dtype)
         count = len(arrived)
-        if not (isinstance(source, FileTensor) and count and self._direct(source, ids, arrived)):
+        if isinstance(source, Tensor) and ids is None and source.is_pinned():
+            arrived.copy_(source, non_blocking=True)
+        elif not (isinstance(source, FileTensor) and count and self._direct(source, ids, arrived)):
             self._gathered(source, ids, arrived)
         return arrived
 
@@ -388,6 +390,19 @@ class EntryLost(Exception):
     """A part of an entry will not arrive: its file is bad, or the loader has failed."""
 
 
+class BlockSource(Protocol):
+    """Tensors of a block by part, such as `entries.BlockEntry`."""
+
+    def part(self, name: str) -> Travelling: ...
+
+
+class LoadSource(Protocol):
+    """Source of a load, such as `entries.AnchorEntry`."""
+
+    @property
+    def blocks(self) -> Sequence[BlockSource]: ...
+
+
 class Load:
     """Tokens of one entry on the device: those of a selection, or all.
 
@@ -397,9 +412,7 @@ class Load:
         selection: tokens and heads to move; None: all, and each row selects its own on the device.
     """
 
-    def __init__(
-        self, entry: AnchorEntry | StoredEntry, tier: str, selection: Selection | None
-    ) -> None:
+    def __init__(self, entry: LoadSource, tier: str, selection: Selection | None) -> None:
         self.entry, self.tier, self.selection = entry, tier, selection
         self.sizes = np.array([self._sizes(block) for block in range(len(entry.blocks))])
         """[blocks, len(PARTS)] bytes to move; `inf` for parts that are not kept."""
@@ -433,6 +446,12 @@ class Load:
         self.requested.pop(part, None)
         self.moved += int(self.missing[at])
         self.missing[at] = 0.0
+
+    def forget(self, part: Part) -> None:
+        """Drop a part from the device; it can be asked for again."""
+        at = part[0], PARTS.index(part[1])
+        self.arrived.pop(part, None)
+        self.missing[at] = self.sizes[at]
 
     def parts(self, block: int, part: str) -> Travelling:
         """Return the tensors to move for a part, with all tokens and the selected heads."""
@@ -516,6 +535,12 @@ class Loader:
                     continue
                 self._changed.wait(_LOOK_S)
             return load.arrived[part]
+
+    def forget(self, load: Load, parts: Collection[Part]) -> None:
+        """Drop parts of a load from the device; they can be asked for again."""
+        with self._changed:
+            for part in [part for part in load.arrived if part in parts]:
+                load.forget(part)
 
     def drop(self, load: Load) -> None:
         """Cancel the parts of a load that have not arrived."""

@@ -29,6 +29,8 @@ class EntryReader:
         sure: whether steps read their entries even if there is no room for them (`reproducible`).
     """
 
+    out_of_memory = False
+
     def __init__(
         self,
         store: Store,

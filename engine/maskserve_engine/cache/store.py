@@ -20,6 +20,7 @@ from maskserve_engine.base.device_clock import Span, mark
 from maskserve_engine.cache.entries import PARTS, AnchorEntry, Coded
 from maskserve_engine.cache.entry_file import EntrySource
 from maskserve_engine.cache.folder_tier import FolderTier
+from maskserve_engine.cache.host_cache import HostMemory
 from maskserve_engine.cache.loader import Arrival, Load, Loader, Part, Selection
 from maskserve_engine.cache.lower_tiers import LowerTiers
 from maskserve_engine.cache.memory_tier import MemoryTier
@@ -119,6 +120,7 @@ class Store:
         on_change: see `LowerTiers`.
         patience_s: see `LowerTiers`.
         reserve: memory for entries and loads; None: each allocates its own.
+        rows: host memory for rows' step caches; None: these stay on the device.
     """
 
     def __init__(
@@ -130,7 +132,9 @@ class Store:
         on_change: Callable[[str], None] = lambda key: None,
         patience_s: float = 10.0,
         reserve: Reserve | None = None,
+        rows: HostMemory | None = None,
     ) -> None:
+        self.rows = rows or HostMemory(0)
         self.memory, self.loader, self.reserve = memory, loader, reserve
         self.lower = LowerTiers(folders, remote, on_change, patience_s)
         self.tiers: tuple[Tier, ...] = (memory, *self.lower.tiers)
@@ -302,6 +306,7 @@ class Store:
         assert not self._shared, f"{len(self._shared)} loads that were not released"
         assert not self.memory.lent, f"{self.memory.lent} entries lent to nobody"
         assert self.memory.booked == 0, f"{self.memory.booked} bytes booked for nobody"
+        assert self.rows.booked == 0, f"{self.rows.booked} bytes of host memory booked for nobody"
         self.memory.check_integrity()
         for tier in self.lower.folders if files else ():
             tier.check_integrity()

@@ -20,6 +20,7 @@ from maskserve_common.contracts.tiers import DEVICE, TIERS
 from maskserve_engine.cache.entries import Coded, encode
 from maskserve_engine.cache.entry_file import FileTensor, OpenFile, StoredCoded
 from maskserve_engine.cache.folder_tier import FolderTier
+from maskserve_engine.cache.host_cache import HostMemory
 from maskserve_engine.cache.loader import CudaMover, HostMover, LinkRates, Loader, Mover
 from maskserve_engine.cache.memory_tier import MemoryTier
 from maskserve_engine.cache.registered import Registrar, on_tmpfs
@@ -36,6 +37,7 @@ from maskserve_engine.cache.sizing import (
 from maskserve_engine.cache.store import Store
 from maskserve_engine.cache.tier import Rebuild, Tier, TierEntry, computed_anew
 from maskserve_engine.families.adapter import Adapter
+from maskserve_engine.fitting.memory import host_row_bytes
 from maskserve_engine.planning.cost_model import CostModel, Rates, estimate
 from maskserve_engine.planning.cost_profile import read_profile
 from maskserve_engine.planning.entry_bytes import FORMATS, EntryFormat
@@ -211,6 +213,7 @@ def open_store(
         Loader(mover),
         patience_s=cache.remote_patience_s,
         reserve=open_reserve(mover, budget),
+        rows=HostMemory(host_row_bytes() if isinstance(mover, CudaMover) else 0),
     )
 
 

@@ -313,5 +313,10 @@ def is_loaded(config: Config, stage: Stage) -> bool:
     return bool(folder) and any(model == stage for model, _ in signed_in(folder))
 
 
+def host_row_bytes() -> int:
+    """Return the bytes of host memory that step caches of a GPU's rows may take."""
+    return int(_CPU_SHARE * psutil.virtual_memory().available)
+
+
 def _name(device: torch.device) -> str:
     return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else "cpu"

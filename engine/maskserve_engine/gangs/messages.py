@@ -65,6 +65,7 @@ class EntryLoads:
 
     loaded: dict[str, int]
     stalled: float
+    out_of_memory: bool
 
 
 class RowPlace(NamedTuple):

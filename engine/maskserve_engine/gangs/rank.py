@@ -281,7 +281,9 @@ class Rank:
             result = torch.from_numpy(self._local.result(row).array()) if reports else None
             loads = self._local.release(row)
             self.release(row)
-            entry_loads = None if loads is None else EntryLoads(dict(loads.loaded), loads.stalled)
+            entry_loads = None
+            if loads is not None:
+                entry_loads = EntryLoads(dict(loads.loaded), loads.stalled, loads.out_of_memory)
             return RowAfter(step, None, result, entry_loads)
         carried = self._local.position(row)[1] if reports else None
         preview_every = spec.job.request.settings.preview_every

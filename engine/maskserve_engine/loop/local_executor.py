@@ -17,6 +17,7 @@ from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.sequence_parallel import Exchange
 from maskserve_engine.batch.step_cache import Entry, StepCacheReader
 from maskserve_engine.batch.transfer import HostCopy, side_stream
+from maskserve_engine.cache.host_cache import BLOCKS_AHEAD
 from maskserve_engine.cache.loader import EntryLost, Selection
 from maskserve_engine.cache.reader import EntryReader, Heads
 from maskserve_engine.cache.store import Store
@@ -182,6 +183,15 @@ class LocalExecutor:
             self._step_cache_bytes[row] = nbytes
         return row in self._step_cache_bytes
 
+    def _booked_on_host(self, row: str, nbytes: int) -> bool:
+        """Whether a row's step cache fits host memory; then reserve the device's bytes for the
+        blocks that are loaded ahead.
+        """
+        assert self._store is not None, _NO_STORE
+        rows, blocks = self._store.rows, self._adapter.entry_blocks
+        ahead = -(-nbytes * (2 + BLOCKS_AHEAD) // blocks)
+        return rows.booked + nbytes <= rows.budget_bytes and self._booked(row, ahead)
+
     def _with_room(self, row: str, make: Callable[[], Any]) -> Any:
         """Make a row; on an error free the bytes reserved for it."""
         try:
@@ -196,12 +206,13 @@ class LocalExecutor:
             self._store.memory.unbook(nbytes)
 
     def _make_anchored(self, row: str, spec: AnchoredRowSpec) -> RowReport:
-        if not self._booked(row, spec.nbytes):
+        on_host = not self._booked(row, spec.nbytes)
+        if on_host and not self._booked_on_host(row, spec.nbytes):
             row_made = self.make(row, DenseRowSpec(spec.job, spec.key))
             return row_made._replace(complete=False)
         anchored = self._with_room(row, lambda: self._adapter.anchored_row(spec.job, spec.plan))
         self._control(row, anchored, spec.job)
-        reader = StepCacheReader(anchored, self._adapter.entry_blocks)
+        reader = StepCacheReader(anchored, self._adapter.entry_blocks, self._store, on_host=on_host)
         self._rows[row], self._readers[row] = anchored, reader
         self._read_still(row, spec.key)
         return RowReport(selection=row.encode())

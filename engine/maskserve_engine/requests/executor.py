@@ -139,6 +139,11 @@ class RowLoads(Protocol):
         """Seconds that its steps have waited for entries."""
         ...
 
+    @property
+    def out_of_memory(self) -> bool:
+        """Whether steps computed all tokens because a step cache found no memory."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class StepInput:

@@ -616,6 +616,8 @@ class RequestState:
     def final_meta(self, worker: str, model: str) -> dict[str, Any]:
         """Return META of the finished edit, without the keys of the models after the denoiser."""
         now_s, request = time.monotonic(), self.job.request
+        out_of_memory = self.loads is not None and self.loads.out_of_memory
+        dense_for = self.plan.dense_for or ("memory" if out_of_memory else "")
         return {
             "event": "final",
             "step": self.work.steps,
@@ -632,7 +634,7 @@ class RequestState:
             **({} if self.level is None else {"reuse": self._reuse(self.level)}),
             **self.loras.meta(request.settings.adapters),
             **self.controls.meta(),
-            **({"dense_for": self.plan.dense_for} if self.plan.dense_for else {}),
+            **({"dense_for": dense_for} if dense_for else {}),
             **self._dense_steps(),
             **self._work(self.work.steps),
             "timings_ms": {

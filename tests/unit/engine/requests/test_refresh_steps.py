@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -17,8 +17,11 @@ from maskserve_common.config import CacheConfig
 from maskserve_common.routing.view import Edit, WorkerView
 from maskserve_engine.base.job import ControlInput, EditJob
 from maskserve_engine.batch import step_cache as step_cache_module
+from maskserve_engine.cache import host_cache
+from maskserve_engine.cache.host_cache import HostMemory
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_encoder
+from maskserve_engine.loop import local_executor
 from maskserve_engine.loop.engine import Engine
 from maskserve_engine.requests.refresh_schedules import (
     make_refresh_schedule,
@@ -129,6 +132,114 @@ def test_without_memory_in_mid_edit_it_goes_on_dense_until_there_is_some(
     meta = edit(engine, short).meta
     # A refresh step with lookahead, two that are retried, and the next one with lookahead.
     assert (meta["cache"], meta["anchors"]) == ("own", [*begin, *range(last, last + 4)])
+    assert (meta["dense_for"], meta["cache_bytes"]) == ("memory", {})
+    idle(engine)
+
+
+def host_rows(engine: Engine) -> HostMemory:
+    """Give rows host memory, as on a GPU."""
+    rows = engine.cache.store.rows
+    rows.budget_bytes = 2**30
+    return rows
+
+
+def own_job(encoder: Encoder, number: int, name: str, steps: int, **settings: Any) -> EditJob:
+    """An edit that primes no template."""
+    return job(encoder, number, name, cache="own", num_inference_steps=steps, **settings)
+
+
+def leave_room_on_host(engine: Engine, own_bytes: int, patch: pytest.MonkeyPatch) -> None:
+    """Leave too little room for a step cache on the device, but enough for the blocks in use. The
+    models here have few blocks, so no further ones are loaded ahead.
+    """
+    for module in (host_cache, local_executor):
+        patch.setattr(module, "BLOCKS_AHEAD", 0)
+    memory = engine.cache.store.memory
+    memory.budget_bytes = memory.nbytes + own_bytes - 1
+
+
+@pytest.mark.parametrize("negative_prompt", [None, "a dog"])
+def test_a_cache_in_host_memory_gives_the_same_picture(
+    engine: Engine,
+    encoder: Encoder,
+    monkeypatch: pytest.MonkeyPatch,
+    negative_prompt: str | None,
+) -> None:
+    settings: dict[str, Any] = {}
+    if negative_prompt is not None and engine.adapter.spec.semantics.blends:
+        settings.update(negative_prompt=negative_prompt, true_cfg_scale=2.0)
+    expected = edit(engine, own_job(encoder, 12, "device", 20, **settings))
+    assert expected.meta["cache_bytes"] == {}
+    host_rows(engine)
+    leave_room_on_host(engine, expected.meta["own_bytes"], monkeypatch)
+    moved = edit(engine, own_job(encoder, 12, "host", 20, **settings))
+    np.testing.assert_array_equal(moved.latents, expected.latents)
+    assert moved.meta["cache_bytes"]["host"] > moved.meta["own_bytes"]
+    same = ("cache", "anchors", "own_bytes", "computed_tokens", "dense_steps")
+    assert [moved.meta[key] for key in same] == [expected.meta[key] for key in same]
+    assert "dense_for" not in moved.meta
+    idle(engine)
+
+
+@pytest.mark.parametrize("at_step", [0, 1, 3, 5])
+def test_without_memory_in_mid_edit_its_cache_moves_to_host_memory(
+    engine: Engine, encoder: Encoder, monkeypatch: pytest.MonkeyPatch, at_step: int
+) -> None:
+    """Also in the middle of a refresh step, some of whose blocks have their tensors already."""
+    expected = edit(engine, own_job(encoder, 13, "device", 20))
+    rows, executor, encode = host_rows(engine), cast(Any, engine.executor), step_cache_module.encode
+    at = expected.meta["anchors"][min(at_step, len(expected.meta["anchors"]) - 1)]
+    calls = 0
+
+    def scarce(x: Any, format: str) -> Any:
+        nonlocal calls
+        [row] = executor._rows.values()
+        calls += row.step == at
+        if row.step == at and calls == 3:
+            raise torch.OutOfMemoryError("no memory for anchors")
+        return encode(x, format)
+
+    monkeypatch.setattr(step_cache_module, "encode", scarce)
+    moved = edit(engine, own_job(encoder, 13, "moved", 20))
+    assert calls >= 3
+    np.testing.assert_array_equal(moved.latents, expected.latents)
+    assert moved.meta["cache_bytes"]["host"] > 0
+    assert "dense_for" not in moved.meta
+    idle(engine)
+    assert rows.booked == 0
+
+
+def test_without_host_memory_either_it_goes_on_dense_and_says_so(
+    engine: Engine, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = host_rows(engine)
+    book = rows.book
+    own_bytes = edit(engine, own_job(encoder, 14, "a", 10)).meta["own_bytes"]
+    leave_room_on_host(engine, own_bytes, monkeypatch)
+    rows.book = lambda nbytes: rows.booked + nbytes <= own_bytes // 4 and book(nbytes)  # type: ignore[method-assign]
+    meta = edit(engine, own_job(encoder, 14, "b", 10)).meta
+    assert (meta["cache"], meta["dense_for"]) == ("own", "memory")
+    idle(engine)
+    rows.budget_bytes = own_bytes - 1
+    meta = edit(engine, own_job(encoder, 14, "c", 10)).meta
+    assert (meta["cache"], meta["dense_for"]) == ("miss", "memory")
+    idle(engine)
+
+
+def test_an_edit_whose_cache_does_not_come_back_goes_on_dense(
+    engine: Engine, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host_rows(engine)
+    loader = engine.cache.store.loader
+    own_bytes = edit(engine, own_job(encoder, 15, "a", 10)).meta["own_bytes"]
+    leave_room_on_host(engine, own_bytes, monkeypatch)
+
+    def broken(*of: Any) -> Any:
+        raise RuntimeError("the link is broken")
+
+    monkeypatch.setattr(loader.mover, "move", broken)
+    meta = edit(engine, own_job(encoder, 15, "b", 10)).meta
+    assert len(meta["anchors"]) > 5
     idle(engine)
 
 
