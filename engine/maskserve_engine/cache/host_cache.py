@@ -24,6 +24,13 @@ BLOCKS_AHEAD = 2
 """Blocks that are loading or wait on the device while one is read."""
 
 
+def bytes_in_use(nbytes: int, blocks: int) -> int:
+    """Return the bytes that the device holds at once of a cache in host memory: the block that is
+    read, the one that is written and those ahead.
+    """
+    return min(nbytes, -(-nbytes * (2 + BLOCKS_AHEAD) // blocks))
+
+
 class HostMemory:
     """Account of the host memory that rows take.
 

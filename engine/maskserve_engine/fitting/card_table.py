@@ -26,6 +26,7 @@ from maskserve_common.config import (
     sharing_the_device,
 )
 from maskserve_common.config_file import load_config
+from maskserve_engine.cache.host_cache import bytes_in_use
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.families.registry import load_adapter
 from maskserve_engine.fitting.entry_store import sized
@@ -35,6 +36,7 @@ from maskserve_engine.fitting.memory import (
     denoiser_bytes,
     image_bytes,
     is_loaded,
+    refresh_bytes,
     service_bytes,
     step_bytes,
     weight_bytes,
@@ -295,6 +297,15 @@ def text(shapes: Shapes) -> str:
             form_names = "GGUF" if config.model.gguf else ", ".join(forms)
             cells = [f"{card} GB", form_names, *sizes, *columns]
             lines.append(f"| {' | '.join(cells)} |")
+    step_cache = refresh_bytes(shapes.config, shapes.adapter, "cuda")
+    if config.cache.enabled and step_cache:
+        in_use = bytes_in_use(step_cache, shapes.adapter.entry_blocks)
+        lines += [
+            "",
+            f"A pass of an edit with refresh steps keeps {step_cache / _GIB:.2f} GiB at most, in "
+            "place of templates. Without room for it on the device it lies in host memory, and the "
+            f"device holds {in_use / _GIB:.2f} GiB of it at once.",
+        ]
     if config.controls.service and config.controls.folder:
         service_total = service_bytes(shapes.config, shapes.adapter)
         lent = config.controls.ipc_bytes

@@ -103,7 +103,7 @@ def memory_table(
         template=size.nbytes,
         adapters=adapters,
         controls=controls,
-        own=_refresh_bytes(config, adapter, device.type),
+        own=refresh_bytes(config, adapter, device.type),
     )
 
 
@@ -128,7 +128,7 @@ def _recorded(config: Config, spec: ModelSpec) -> int:
     return recorded_rows(spec, config) if device_of(config).type != "cpu" else 0
 
 
-def _refresh_bytes(config: Config, adapter: Adapter, device: str) -> int:
+def refresh_bytes(config: Config, adapter: Adapter, device: str) -> int:
     """Return the bytes of the step cache of an edit without a template, at native size and with
     nearly all tokens cached; 0: edits have no refresh steps.
     """

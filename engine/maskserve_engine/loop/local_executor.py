@@ -17,7 +17,7 @@ from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.sequence_parallel import Exchange
 from maskserve_engine.batch.step_cache import Entry, StepCacheReader
 from maskserve_engine.batch.transfer import HostCopy, side_stream
-from maskserve_engine.cache.host_cache import BLOCKS_AHEAD
+from maskserve_engine.cache.host_cache import bytes_in_use
 from maskserve_engine.cache.loader import EntryLost, Selection
 from maskserve_engine.cache.reader import EntryReader, Heads
 from maskserve_engine.cache.store import Store
@@ -184,13 +184,12 @@ class LocalExecutor:
         return row in self._step_cache_bytes
 
     def _booked_on_host(self, row: str, nbytes: int) -> bool:
-        """Whether a row's step cache fits host memory; then reserve the device's bytes for the
-        blocks that are loaded ahead.
+        """Whether a row's step cache fits host memory, and the device has room for its blocks in
+        use, which are then reserved.
         """
         assert self._store is not None, _NO_STORE
-        rows, blocks = self._store.rows, self._adapter.entry_blocks
-        ahead = -(-nbytes * (2 + BLOCKS_AHEAD) // blocks)
-        return rows.booked + nbytes <= rows.budget_bytes and self._booked(row, ahead)
+        rows, in_use = self._store.rows, bytes_in_use(nbytes, self._adapter.entry_blocks)
+        return rows.booked + nbytes <= rows.budget_bytes and self._booked(row, in_use)
 
     def _with_room(self, row: str, make: Callable[[], Any]) -> Any:
         """Make a row; on an error free the bytes reserved for it."""

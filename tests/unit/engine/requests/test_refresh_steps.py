@@ -21,7 +21,6 @@ from maskserve_engine.cache import host_cache
 from maskserve_engine.cache.host_cache import HostMemory
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_encoder
-from maskserve_engine.loop import local_executor
 from maskserve_engine.loop.engine import Engine
 from maskserve_engine.requests.refresh_schedules import (
     make_refresh_schedule,
@@ -152,8 +151,7 @@ def leave_room_on_host(engine: Engine, own_bytes: int, patch: pytest.MonkeyPatch
     """Leave too little room for a step cache on the device, but enough for the blocks in use. The
     models here have few blocks, so no further ones are loaded ahead.
     """
-    for module in (host_cache, local_executor):
-        patch.setattr(module, "BLOCKS_AHEAD", 0)
+    patch.setattr(host_cache, "BLOCKS_AHEAD", 0)
     memory = engine.cache.store.memory
     memory.budget_bytes = memory.nbytes + own_bytes - 1
 
