@@ -368,8 +368,10 @@ class StepCache:
     def _host_copy(self, name: Part, new: _Refreshed) -> _Refreshed | None:
         assert self.host is not None, "a cache on the host has memory there"
         copies = self.host.put(name, new.tensors())
+        if copies is None:
+            return None
         self._near = (name, new)
-        return None if copies is None else new.with_tensors(copies)
+        return new.with_tensors(copies)
 
     def _move_to_host(self) -> bool:
         """Move all tensors to host memory; return False if they stay where they are."""

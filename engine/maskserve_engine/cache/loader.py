@@ -585,8 +585,8 @@ class Loader:
             del load  # its memory is another's once nobody reads it
 
     def _move(self, load: Load, part: Part) -> None:
-        begin = time.perf_counter()
         parts = load.parts(*part)
+        begin = time.perf_counter()
         ids = None if load.selection is None else load.selection.of(part[0])
         try:
             if load.memory is None:

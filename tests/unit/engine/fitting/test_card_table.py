@@ -112,7 +112,8 @@ def test_more_memory_never_holds_less(flux_fill: Shapes) -> None:
 
 def test_the_document_has_the_table(flux_fill: Shapes) -> None:
     lines = text(flux_fill).splitlines()
-    assert len(lines) == 4 + len(CARDS) * 3  # int8 and FP8 are of one size
+    # int8 and FP8 are of one size; behind the table stands what a step cache takes.
+    assert len(lines) == 4 + len(CARDS) * 3 + 2
     assert "\n".join(lines[2:]) in (CHECKOUT / "docs" / "gpu.md").read_text(encoding="utf-8")
 
 
