@@ -189,7 +189,7 @@ def _better(
         present = {server: model_names & names for server, model_names in current.items()}
         best: Placed = filled(models, rooms, present)
         if worth(best) < _ENOUGH:
-            best = max(best, *placements(models, rooms, present), key=worth)
+            best = max([best, *placements(models, rooms, present)], key=worth)
         if worth(best) >= _GAIN * current_score:
             return best
     return current

@@ -16,7 +16,7 @@ class Discovery:
     Args:
         configured: addresses as configured.
         interval_s: seconds between two resolutions.
-        changed: called after each resolution, with the addresses that are new and gone.
+        changed: called after each resolution, with the addresses that are new and removed.
     """
 
     def __init__(

@@ -235,12 +235,12 @@ class NodePool:
             if all(records) and NODE_TYPES[name].model not in self._hosted:
                 raise EngineFailed(f"{name}: no node server runs {NODE_TYPES[name].model}")
 
-    def _addresses_changed(self, new: Sequence[str], gone: Sequence[str]) -> None:
+    def _addresses_changed(self, new: Sequence[str], removed: Sequence[str]) -> None:
         for address in new:
             self._servers[address] = Upstream(address)
             self._load.setdefault(address, 0.0)
             self._numbers.setdefault(address, len(self._numbers))
-        for address in gone:  # calls under way are waited for
+        for address in removed:  # calls under way are waited for
             task = asyncio.create_task(self._servers.pop(address).close(_TIMEOUT_S))
             self._leaving.add(task)
             task.add_done_callback(self._leaving.discard)

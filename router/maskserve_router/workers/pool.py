@@ -95,12 +95,12 @@ class Pool:
         self.roster.join(worker)
         return worker
 
-    def _addresses_changed(self, new: Sequence[str], gone: Sequence[str]) -> None:
+    def _addresses_changed(self, new: Sequence[str], removed: Sequence[str]) -> None:
         for address in sorted(new):
             log.info("worker %s was added", address)
             worker = self.join(address)
             self._polls[worker] = asyncio.create_task(self._keep_polling(worker))
-        for address in sorted(gone):
+        for address in sorted(removed):
             log.info("worker %s was removed", address)
             worker = self.workers.pop(address)
             self.roster.leave(worker)

@@ -21,9 +21,9 @@ async def test_a_reload_is_not_undone_by_a_resolution_under_way(
             await goes_on.wait()
         return [(None, None, None, "", (f"{host}-1", port))]
 
-    def changed(new: Sequence[str], gone: Sequence[str]) -> None:
+    def changed(new: Sequence[str], removed: Sequence[str]) -> None:
         servers.update(new)
-        servers.difference_update(gone)
+        servers.difference_update(removed)
 
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", addresses_of)
     discovery = Discovery(["dns:old:9"], 60.0, changed)
@@ -38,7 +38,7 @@ async def test_a_reload_is_not_undone_by_a_resolution_under_way(
 
 
 async def test_a_resolution_that_fails_keeps_nobody_waiting() -> None:
-    def changed(new: Sequence[str], gone: Sequence[str]) -> None:
+    def changed(new: Sequence[str], removed: Sequence[str]) -> None:
         raise ValueError("not an address")
 
     discovery = Discovery(["a:1"], 60.0, changed)
