@@ -189,9 +189,9 @@ def test_what_is_asked_for_now_takes_the_place_of_what_was() -> None:
 def test_where_not_all_models_fit_an_idle_one_makes_room() -> None:
     sizes = {"a": 5, "b": 6, "c": 8}
     site = Site(Server(sizes, 8), Server(sizes, 6))
-    site.servers["s0"].here, site.servers["s1"].here = ["a"], ["b"]
+    site.servers["s0"].ready, site.servers["s1"].ready = ["a"], ["b"]
     site.run(200, a=1.6)
-    assert site.here == [{"a"}, {"a"}]
+    assert site.ready == [{"a"}, {"a"}]
 
 
 def test_servers_that_are_not_busy_are_left_alone() -> None:
