@@ -304,10 +304,10 @@ def test_who_insists_has_its_template_primed_again_when_it_goes_before_the_edit_
     engine: Engine, encoder: Encoder, settings: dict[str, Any]
 ) -> None:
     expected = edit(engine, job(encoder, 16, "first", **settings))
-    sink = Sink()
+    sink, again = Sink(), job(encoder, 16, "again", **settings)
 
     def evict_while_it_queues() -> None:
-        accept(engine, job(encoder, 16, "again", **settings), sink)
+        accept(engine, again, sink)
         assert engine.cache.evict(expected.meta["template_id"]) > 0
 
     engine.ask(evict_while_it_queues).result(30)
@@ -323,7 +323,7 @@ def test_a_fetch_that_ends_while_it_is_decided_how_an_edit_runs_is_waited_for(
 ) -> None:
     expected = edit(engine, job(encoder, 16, "first", cache="require"))
     sink, store, event = Sink(), engine.cache.store, threading.Event()
-    sight = engine.cache.look_up
+    again, sight = job(encoder, 16, "again", cache="require"), engine.cache.look_up
 
     def sight_just_before_it_ends(*args: Any, **named: Any) -> CacheLookup:
         lookup = sight(*args, **named)
@@ -333,7 +333,7 @@ def test_a_fetch_that_ends_while_it_is_decided_how_an_edit_runs_is_waited_for(
         return lookup
 
     def evict_while_it_queues() -> None:
-        accept(engine, job(encoder, 16, "again", cache="require"), sink)
+        accept(engine, again, sink)
         monkeypatch.setattr(engine.cache, "look_up", sight_just_before_it_ends)
         store.lower._files.submit(event.wait)
         assert engine.cache.evict(expected.meta["template_id"]) > 0
