@@ -107,9 +107,9 @@ class Modes:
         """Return the modes of a packing with these lengths, on the host; `context` as there."""
         counts, computed, keys = [], [], []
         for t, i, m, c in zip(text, image, cached, context, strict=True):
-            here = 0 if m else c
-            counts.append((i - here, here, t))
-            computed += [t, i - here, here]
+            computed_context = 0 if m else c
+            counts.append((i - computed_context, computed_context, t))
+            computed += [t, i - computed_context, computed_context]
             keys += [t, i + m - c, c]
         mode_of = np.repeat((TEXT, IMAGE, CONTEXT) * len(counts), computed)
         row_of = np.repeat(np.arange(len(counts)), list(map(sum, counts)))

@@ -254,7 +254,7 @@ class OpenedRows(ABC):
         """See `Adapter.net_schedule`."""
         sigmas = [sigma for sigma, _ in self.sigmas(job)]
         steps = range(len(sigmas))
-        acting = [n for n in steps if any(scale_at(each, n, len(steps)) for each in controls)]
+        acting = [n for n in steps if any(scale_at(control, n, len(steps)) for control in controls)]
         act = slice(acting[0], acting[-1] + 1) if acting else slice(None)
         return RefreshSchedule.with_controls(self.spec, self._refresh_rule, sigmas, act)
 

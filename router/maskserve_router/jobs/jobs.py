@@ -166,11 +166,11 @@ class Jobs:
         """Accept no more jobs, let running jobs end within `grace_s`, and free the others."""
         for task in self._tasks[:1]:
             task.cancel()
-        running = [taken.task for taken in self._runs.taken.values()]
+        running = [leased_job.task for leased_job in self._runs.jobs.values()]
         if running:
             await asyncio.wait(running, timeout=max(grace_s, 0.0))
-        taken_jobs = (*self._runs.taken.values(), *self._calls.taken.values())
-        remaining_tasks = [*(taken.task for taken in taken_jobs), *self._tasks]
+        leased_jobs = (*self._runs.jobs.values(), *self._calls.jobs.values())
+        remaining_tasks = [*(leased_job.task for leased_job in leased_jobs), *self._tasks]
         for task in remaining_tasks:
             task.cancel()
         await asyncio.gather(*remaining_tasks, return_exceptions=True)
@@ -265,8 +265,12 @@ class Jobs:
         if job is None or (job.scope != client.scope and not client.admin):
             raise JobNotFound
         # The progress of a finished job comes from the database, so that all routers agree.
-        taken = self._runs.taken.get(name) if job.open else None
-        return job if taken is None else replace(job, progress=taken.progress or job.progress)
+        leased_job = self._runs.jobs.get(name) if job.open else None
+        return (
+            job
+            if leased_job is None
+            else replace(job, progress=leased_job.progress or job.progress)
+        )
 
     async def result(self, job: JobRecord, client: KeyHolder) -> bytes | None:
         """Return the answer's JSON; None: there is none."""
@@ -291,8 +295,8 @@ class Jobs:
         cancel = partial(store.end, name, CANCELLED, time.time(), *self._retention, fence=None)
         if job.open and await self._query(client, cancel):
             self._count(CANCELLED)
-            if (taken := self._runs.taken.get(name)) is not None:
-                taken.task.cancel()
+            if (leased_job := self._runs.jobs.get(name)) is not None:
+                leased_job.task.cancel()
             self._wake.set()
             return await self.get(name, client)
         await self._query(client, store.remove, name)
@@ -370,14 +374,14 @@ class Jobs:
             if job is None:
                 keys.remove(turns[0])
                 continue
-            if (previous := running.taken.get(job.id)) is not None:
+            if (previous := running.jobs.get(job.id)) is not None:
                 # The job was put back or lost just now: end its previous task first, since a job
                 # never runs twice at a time.
                 previous.task.cancel()
                 await asyncio.wait([previous.task])
             places.book(job.scope)
             task = asyncio.create_task(work(job))
-            running.taken[job.id] = _TakenJob(job.fence, task)
+            running.jobs[job.id] = _LeasedJob(job.fence, task)
             if running is self._runs:
                 self._pauses.began(job.scope, job.id)
             task.add_done_callback(partial(self._task_ended, running, job))
@@ -393,9 +397,9 @@ class Jobs:
 
     def _task_ended(self, running: _RunningJobs, job: JobRecord, task: asyncio.Task[None]) -> None:
         try:
-            taken = running.taken.get(job.id)
-            if taken is not None and taken.task is task:
-                del running.taken[job.id]
+            leased_job = running.jobs.get(job.id)
+            if leased_job is not None and leased_job.task is task:
+                del running.jobs[job.id]
             if running is self._runs:
                 self._pauses.ended(job.scope, job.id)
             if not task.cancelled() and (error := task.exception()) is not None:
@@ -420,7 +424,7 @@ class Jobs:
                     self._wake.set()
                 total, _ = await self._run_in_thread(self._store.counts, "")
                 self._metrics.jobs_waiting.set(total.run)
-                self._metrics.jobs_running.set(len(self._runs.taken))
+                self._metrics.jobs_running.set(len(self._runs.jobs))
                 if time.monotonic() - cleaned >= min(_CLEAN_S, self._config.keep_s):
                     cleaned = time.monotonic()
                     await self._expire()
@@ -437,15 +441,19 @@ class Jobs:
     async def _beat(self) -> None:
         assert self._store is not None
         leases: dict[str, Lease] = {}
-        leased: dict[str, _TakenJob] = {}
+        leased: dict[str, _LeasedJob] = {}
         for running in (self._runs, self._calls):
-            for name, taken in running.taken.items():
-                new = taken.progress if taken.progress != taken.stored_progress else None
-                leases[name] = Lease(running.kind, taken.fence, new)
-                leased[name] = taken
+            for name, leased_job in running.jobs.items():
+                new = (
+                    leased_job.progress
+                    if leased_job.progress != leased_job.stored_progress
+                    else None
+                )
+                leases[name] = Lease(running.kind, leased_job.fence, new)
+                leased[name] = leased_job
         confirmed_names, strays = await self._run_in_thread(self._store.beat, self._owner, leases)
         for stray in strays & self._strays:  # a stray of the last beat, too: not taken just now
-            if not any(stray.name in running.taken for running in (self._runs, self._calls)):
+            if not any(stray.name in running.jobs for running in (self._runs, self._calls)):
                 await self._run_in_thread(self._store.let_go, stray)
         self._strays = strays
         for name, lease in leases.items():
@@ -479,7 +487,7 @@ class Jobs:
                 return
             problem = error_body(error)["error"]
         state = FAILED if problem else SUCCEEDED
-        progress = self._runs.taken[job.id].progress or job.progress
+        progress = self._runs.jobs[job.id].progress or job.progress
         end = partial(self._store.end, job.id, state, time.time(), *self._retention)
         end = partial(end, fence=job.fence, result=result, error=problem, progress=progress)
         if await self._persist(job, end):
@@ -530,12 +538,12 @@ class Jobs:
                 raise asyncio.CancelledError  # its client ended it first
             form = await self._fair_share.run(client, len(raw), _form, raw)
             del raw
-            progress, taken = _JobProgress(form.fields.n), self._runs.taken[job.id]
+            progress, leased_job = _JobProgress(form.fields.n), self._runs.jobs[job.id]
 
             def keep_progress(number: int, meta: Mapping[str, Any]) -> None:
                 self._pauses.found_room(job.scope)
                 if (changed := progress.update(number, meta)) is not None:
-                    taken.progress = changed
+                    leased_job.progress = changed
 
             # A new id for each try: a worker may still run the try of a router that was killed.
             name = job.id if job.fence == 1 else f"{job.id}.{job.fence}"
@@ -590,7 +598,7 @@ class _JobProgress:
 
 
 @dataclass(slots=True, eq=False)
-class _TakenJob:
+class _LeasedJob:
     """A job that this router runs, or whose webhook it calls."""
 
     fence: int
@@ -612,7 +620,7 @@ class _RunningJobs:
     def __init__(self, kind: str, most: int) -> None:
         self.kind = kind
         self.places = Shares(most)
-        self.taken: dict[str, _TakenJob] = {}
+        self.jobs: dict[str, _LeasedJob] = {}
 
 
 def _listed(store: JobStore, scope: str, limit: int, after: str | None) -> bytes:

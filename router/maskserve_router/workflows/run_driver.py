@@ -103,7 +103,7 @@ class RunDriver:
     """Holder of the key that calls."""
     headers: Mapping[str, str]
     """Headers of the call."""
-    held: ExitStack
+    reservation: ExitStack
     """Counts the bytes of its values until it is closed."""
     events: Unread = field(default_factory=Unread)
     """Events for the client, encoded ModelInferResponses."""
@@ -189,7 +189,7 @@ class RunDriver:
         if any(isinstance(part, bytes) for part in parts_of(list(outputs.values()))):
             size = self.values.turn_bytes(nbytes(outputs))
             outputs = await self._turn(size, self.values.store_bytes, outputs)
-        self.held.enter_context(self.services.admission.hold(self.client, nbytes(outputs)))
+        self.reservation.enter_context(self.services.admission.hold(self.client, nbytes(outputs)))
         return outputs, report
 
     async def _edit(self, task: Task, room: EditRoom) -> NodeResult:
@@ -268,8 +268,8 @@ class RunDriver:
         self, task: Task, meta: Mapping[str, Any], picture: Mapping[str, Any]
     ) -> None:
         """Add an event of an edit's progress, with its preview if the workflow gives an image."""
-        shown = picture if "image" in self.time.plan.outputs else None
-        self._report({**meta, "key": task.key, "node": EDIT}, shown, passing=True)
+        preview = picture if "image" in self.time.plan.outputs else None
+        self._report({**meta, "key": task.key, "node": EDIT}, preview, passing=True)
 
     def _read(self) -> dict[str, Any] | None:
         """Return the outputs once all nodes have ended; None: some still run, or run again."""

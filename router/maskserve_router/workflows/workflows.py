@@ -118,8 +118,8 @@ class Workflows:
             Failure: an error of a worker or node server.
         """
         services = self._services
-        with ExitStack() as held:  # the bytes of the request and of all values
-            held.enter_context(services.admission.operation(client, message.size))
+        with ExitStack() as reservation:  # the bytes of the request and of all values
+            reservation.enter_context(services.admission.operation(client, message.size))
             arrival = time.monotonic()
             plan = self.plans[message.head.model_name]
             turn = partial(services.fair_share.run, client)
@@ -138,15 +138,15 @@ class Workflows:
                 timeout=timeout,
                 arrival=arrival,
             )
-            held.enter_context(self._calls.under_way(call))
-            values = await self._open_values(client, held)
+            reservation.enter_context(self._calls.under_way(call))
+            values = await self._open_values(client, reservation)
             size = values.turn_bytes(message.size)
             inputs = await turn(size, values.store_inputs, plan, inputs)
             run = _run_time(plan, WorkflowRun(plan, inputs, values.exists), call)
-            driver = RunDriver(services, call, run, values, client, headers, held)
+            driver = RunDriver(services, call, run, values, client, headers, reservation)
             await driver.measure_input_masks(inputs)
             services.times.begin(run)
-            held.callback(services.times.end, run)
+            reservation.callback(services.times.end, run)
             early = asyncio.create_task(self._load_loras(plan.early))
             try:
                 with logged(call, client, driver.log_fields):
@@ -159,15 +159,15 @@ class Workflows:
                 early.cancel()
                 await asyncio.gather(early, return_exceptions=True)
 
-    async def _open_values(self, client: KeyHolder, held: ExitStack) -> RunValues:
-        """Return the values of a new run, which end when `held` is closed."""
+    async def _open_values(self, client: KeyHolder, reservation: ExitStack) -> RunValues:
+        """Return the values of a new run, which end when `reservation` is closed."""
         fair_share = self._services.fair_share
         arguments = self._values, client.scope, fair_share.later
         if self._values.host:
             values = await fair_share.locked(RunValues, *arguments)
         else:
             values = RunValues(*arguments)
-        held.callback(values.end)
+        reservation.callback(values.end)
         return values
 
     async def infer(

@@ -59,7 +59,9 @@ def law_error(name: str) -> float:
     """Return by how much the law of degrees misses the published seconds at most."""
     law = PRICES[name].seconds(1024)
     steps = [(s - AROUND) / XDIT_STEPS for s in XDIT[name]]
-    return max(abs(ours / theirs - 1) for ours, theirs in zip(law, steps, strict=False))
+    return max(
+        abs(fitted_s / published_s - 1) for fitted_s, published_s in zip(law, steps, strict=False)
+    )
 
 
 def steps_at_peak(degree: int) -> float:

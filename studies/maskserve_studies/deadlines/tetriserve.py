@@ -55,12 +55,12 @@ def statements(sar: dict[str, float], by_size: dict[str, dict[str, float]]) -> l
     - B: degrees 1 and 2 have nearly all pictures of 256x256 in time and none of 2048x2048.
     - C: degrees 4 and 8 have most pictures of 2048x2048 in time.
     """
-    held = {
+    by_statement = {
         "A": max(sar[name] for name in FIXED) <= 0.6,
         "B": all(by_size[n]["256"] >= 0.9 and by_size[n]["2048"] <= 0.05 for n in FIXED[:2]),
         "C": all(by_size[n]["2048"] >= 0.5 for n in FIXED[2:]),
     }
-    return [name for name, holds in held.items() if holds]
+    return [name for name, holds in by_statement.items() if holds]
 
 
 def problem(seeds: Sequence[int]) -> list[Report]:
@@ -68,8 +68,8 @@ def problem(seeds: Sequence[int]) -> list[Report]:
     reports = []
     for (name, costs), steps in itertools.product(PRICES.items(), STEPS):
         at = point(Load(steps=steps), step_times(costs), POLICIES, seeds)
-        held = statements(at["sar"], at["by_size"])
-        reports.append({"prices": name, "steps": steps, **at, "statements": held})
+        true_statements = statements(at["sar"], at["by_size"])
+        reports.append({"prices": name, "steps": steps, **at, "statements": true_statements})
     return reports
 
 

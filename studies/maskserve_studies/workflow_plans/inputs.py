@@ -136,7 +136,7 @@ def range_table(report: Report) -> str:
 
 def _over(figures: Report) -> float:
     pairs = zip(figures["ours"], figures["planned"], strict=True)
-    return statistics.median(float(ours / planned) for ours, planned in pairs)
+    return statistics.median(float(shared / planned) for shared, planned in pairs)
 
 
 def tables(report: Report) -> list[str]:

@@ -104,7 +104,7 @@ async def test_a_job_is_an_edit_that_is_fetched_later(tmp_path: Path) -> None:
             worker.hold()
         name = await client.give(form(n=2, seed=7))
         await until("it runs", lambda: sum(len(w.requests) for w in workers) == 2)
-        await until("it is told how far it is", lambda: router._jobs._runs.taken[name].progress)
+        await until("it is told how far it is", lambda: router._jobs._runs.jobs[name].progress)
         _, body, _ = await client.call("GET", f"/{name}")
         assert (body["status"], body["progress"]) == ("running", {"step": 6, "steps": 6})
         for worker in workers:
@@ -141,7 +141,7 @@ async def test_a_cancelled_job_leaves_its_worker(tmp_path: Path) -> None:
         assert (status, body["status"]) == (200, "cancelled")
         await until("nothing is under way", lambda: not router.admission.edits)
         assert (await client.ended(name))["status"] == "cancelled"
-        assert (router.admission.bytes, router._jobs._runs.taken) == (0, {})
+        assert (router.admission.bytes, router._jobs._runs.jobs) == (0, {})
 
 
 async def test_a_router_that_stops_as_a_job_wakes_it_stops() -> None:
@@ -338,13 +338,13 @@ async def test_a_router_goes_on_with_a_lost_ones_job(tmp_path: Path) -> None:
             }
         )
         async with Router(config) as router:
-            await until("the other has it", lambda: name in router._jobs._runs.taken)
+            await until("the other has it", lambda: name in router._jobs._runs.jobs)
             for worker in workers:
                 worker.let_go()
             other_client = Client(client._session, f"http://127.0.0.1:{router.http.port}")
             ended = await other_client.ended(name)
             assert ended["status"] == "succeeded"
-            await until("the lost one is done", lambda: not lost._jobs._runs.taken)
+            await until("the lost one is done", lambda: not lost._jobs._runs.jobs)
             assert await other_client.ended(name) == ended
             counted = lost.metrics.registry.get_sample_value
             assert not counted("maskserve_jobs_total", {"state": "succeeded"})
@@ -658,7 +658,7 @@ async def test_a_webhook_is_told_until_it_is_taken(tmp_path: Path) -> None:
             name = await client.give(form(webhook=f"https://hooks.example:{host.port}/done?x=1"))
             ended = await client.ended(name)
             await until("it is told", lambda: len(host.heads) == 3)
-            await until("that is known", lambda: not router._jobs._calls.taken)
+            await until("that is known", lambda: not router._jobs._calls.jobs)
             _, job_body, _ = await client.call("GET", f"/{name}")
             assert job_body["webhook"]["taken"] is True
         for head, body in zip(host.heads, host.bodies, strict=True):

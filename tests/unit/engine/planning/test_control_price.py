@@ -112,7 +112,7 @@ def test_an_edit_s_work_is_that_of_the_steps_in_which_its_nets_run(tiny_fill: Pa
     from_third = [0, 0, 0, whole[0], *[part[0]] * 6]
     always = [whole[1], *[part[1]] * 9]
     ahead = [(step in (1, 4)) * sum(whole) for step in range(10)]
-    expected = [sum(each) for each in zip(from_third, always, ahead, strict=True)]
+    expected = [sum(shares) for shares in zip(from_third, always, ahead, strict=True)]
     assert [scale_at(controls[0], step, 10) > 0 for step in range(10)] == [
         n > 0 for n in from_third
     ]

@@ -154,11 +154,11 @@ def test_a_round_places_nothing_between_its_ends() -> None:
 def test_a_round_serves_late_edits_last() -> None:
     """A late edit took all devices from edits that could be in time."""
     late = Work(Ticket("late", 50, 1, 1, 0.0, due=0.1, seconds=TIMES[2048]), 50, 0.0)
-    others = [
+    punctual = [
         Work(Ticket(f"e{n}", 50, 1, 1, 0.0, due=9.0, seconds=TIMES[1024]), 50, 0.0)
         for n in range(4)
     ]
-    runs = Rounds(8, round_steps=4).decide(0.0, [late, *others]).runs
+    runs = Rounds(8, round_steps=4).decide(0.0, [late, *punctual]).runs
     assert {row.request_id for run in runs for row in run.rows} >= {"e0", "e1", "e2", "e3"}
     alone = Rounds(8, round_steps=4).decide(0.0, [late]).runs
     assert [len(run.devices) for run in alone] == [8]

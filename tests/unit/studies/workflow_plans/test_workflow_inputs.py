@@ -21,7 +21,7 @@ from maskserve_studies.workflow_plans.systems import (
 def test_the_ranges_hold_the_defaults_and_each_input_has_a_source() -> None:
     assert TWO in TWOS
     assert LOAD_S in LOADS_S
-    assert all(each.source for each in inputs())
+    assert all(value.source for value in inputs())
 
 
 def test_two_devices_speed_up_a_lone_request_by_their_input() -> None:

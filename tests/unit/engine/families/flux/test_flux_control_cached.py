@@ -164,9 +164,9 @@ def test_a_refresh_step_is_computed_ahead_at_the_one_before(
         FluxNets().run([controlled(oracle, foreseen, times, 3)])
     computed.pop()
     run_until(replay, row, 2)
-    [kept], [expected] = (control.residuals[0].tokens for control in (row.residuals, oracle))
+    [step_cache], [expected] = (control.residuals[0].tokens for control in (row.residuals, oracle))
     for block in range(len(plain.outs)):
-        sources = [cache.source(block, times[3]) for cache in (kept, expected)]
+        sources = [cache.source(block, times[3]) for cache in (step_cache, expected)]
         for mine, other in zip(*[source.parts for source in sources], strict=True):
             assert_equal(mine.data.numpy(), other.data.numpy())
     run(replay, [row], "kv")
@@ -185,8 +185,8 @@ def test_a_net_that_has_not_begun_is_not_asked_ahead(
     assert isinstance(row.residuals, RowControl)
     assert row.residuals.schedule.dense == {2}
     run_until(replay, row, 4)
-    [kept] = row.residuals.residuals[0].tokens
-    assert kept.reaches == row.walk(0)[max(row.residuals.schedule.anchors)].timestep
+    [step_cache] = row.residuals.residuals[0].tokens
+    assert step_cache.reaches == row.walk(0)[max(row.residuals.schedule.anchors)].timestep
     assert row.residuals.residuals[0].step == 2
 
 
