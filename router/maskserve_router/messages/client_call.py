@@ -52,8 +52,9 @@ class ClientCall:
             limits["SETTINGS.deadline_ms"] = limit_ms / 1e3
         # KServe's own parameter, which the worker also obeys. Indexing the map would add a key.
         if "timeout" in self.message.head.parameters:
-            timeout_us = self.message.head.parameters["timeout"].int64_param
-            if timeout_us > 0:
+            parameter = self.message.head.parameters["timeout"]
+            # `check_request` admits both kinds of whole numbers.
+            if timeout_us := parameter.int64_param or parameter.uint64_param:
                 limits["parameter timeout"] = timeout_us / 1e6
         return limits
 
