@@ -575,6 +575,8 @@ class RowInput:
     context: int = 0
     """Number of the last tokens, computed or cached, that are the context. 0 where shown tokens are
     cached behind it."""
+    still: int = 0
+    """Number of the last computed tokens that no step moves."""
     timeless: bool = False
     """Whether the model sees the context at time 0."""
     fixed: tuple[TokenCache, ...] = ()
@@ -586,11 +588,6 @@ class RowInput:
     pads: int = 0
     """Number of the last text tokens that stand beside the image in image-only blocks
     (`forward.Transformer.alone`)."""
-
-    @property
-    def still(self) -> int:
-        """Number of the last computed tokens that no step moves."""
-        return 0 if self.cached else self.context
 
     @property
     def alone(self) -> RowInput:

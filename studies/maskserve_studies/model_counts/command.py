@@ -38,6 +38,8 @@ from maskserve_engine.spec.model_spec import ModelSpec, anchor_stride
 from maskserve_engine.stages.loader import load_part
 from maskserve_engine.stages.vae import images_of, load_vae, moments_of
 
+ENABLED_STRIDE = 0.35
+"""`[cache] own_anchors` that docs/models.md names for families whose refresh steps are off."""
 RATIOS = (0.05, 0.11, 0.2, 0.35)
 EDIT_RATIOS = (0.11, 0.35)
 _RATIO = 0.11
@@ -156,7 +158,7 @@ class Counted:
     @property
     def refresh_steps(self) -> int:
         """Return the number of refresh steps of an edit that has any."""
-        return refresh_count(self.steps, self.spec.refresh.stride or REFRESH_RULE.stride)
+        return refresh_count(self.steps, self.spec.refresh.stride or ENABLED_STRIDE)
 
     @cached_property
     def stage_flops(self) -> float:

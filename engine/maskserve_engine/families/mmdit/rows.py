@@ -341,6 +341,7 @@ class FlowRow:
             *[span.latents.at(sigma, change) for span in spans],
         ]
         cis = [masked.cis, *[span.cis[: len(span)] for span in spans]]
+        contexts = (masked.context, *[span.latents.context for span in spans])
         words = prompt.words
         fixed = () if self.references is None else (*self.references.sees, self.references)
         return RowInput(
@@ -352,6 +353,7 @@ class FlowRow:
             cached=self._cached(prompt.cache, text_cis, step, computed),
             residuals=self.residuals,
             context=self._context_tokens(computed),
+            still=sum(len(context) for context in contexts if context is not None),
             timeless=prompt.timeless,
             fixed=fixed if words is None else (*fixed, words),
             back=None if words is None else words.back,
