@@ -17,13 +17,30 @@ _TEMPLATE = (
 )
 
 
+def random_vae() -> Any:
+    """Return a small VAE with statistics of its latents, from torch's generator."""
+    from diffusers import AutoencoderKLFlux2
+
+    vae = AutoencoderKLFlux2(
+        block_out_channels=(8, 8, 8),
+        down_block_types=("DownEncoderBlock2D",) * 3,
+        up_block_types=("UpDecoderBlock2D",) * 3,
+        layers_per_block=1,
+        latent_channels=LATENT_CHANNELS,
+        norm_num_groups=4,
+        sample_size=NATIVE,
+    )
+    vae.bn.running_mean.normal_(0.0, 0.3)
+    vae.bn.running_var.uniform_(0.5, 2.0)
+    return vae
+
+
 def build_tiny_flux2(folder: Path, *, distilled: bool = True, exact: bool = False) -> Path:
     """Write the model to `folder` and return it. `distilled` False: a base model; `exact`: a model
     for klein 9B-KV's pipeline.
     """
     import torch
     from diffusers import (
-        AutoencoderKLFlux2,
         FlowMatchEulerDiscreteScheduler,
         Flux2KleinInpaintPipeline,
         Flux2KleinKVPipeline,
@@ -34,17 +51,7 @@ def build_tiny_flux2(folder: Path, *, distilled: bool = True, exact: bool = Fals
     tokenizer = chat_tokenizer()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        vae = AutoencoderKLFlux2(
-            block_out_channels=(8, 8, 8),
-            down_block_types=("DownEncoderBlock2D",) * 3,
-            up_block_types=("UpDecoderBlock2D",) * 3,
-            layers_per_block=1,
-            latent_channels=LATENT_CHANNELS,
-            norm_num_groups=4,
-            sample_size=NATIVE,
-        )
-        vae.bn.running_mean.normal_(0.0, 0.3)
-        vae.bn.running_var.uniform_(0.5, 2.0)
+        vae = random_vae()
         config = Qwen3Config(
             vocab_size=len(tokenizer), hidden_size=TEXT, intermediate_size=TEXT,
             num_hidden_layers=29, num_attention_heads=2, num_key_value_heads=1, head_dim=8,

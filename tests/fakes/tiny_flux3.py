@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.fakes.tiny_flux2 import chat_tokenizer
-from tests.fakes.tiny_model import CONFIG, LATENT_CHANNELS, NATIVE
+from tests.fakes.tiny_flux2 import chat_tokenizer, random_vae
+from tests.fakes.tiny_model import CONFIG, LATENT_CHANNELS
 
 TEXT = 16
 """Width of the text encoder."""
@@ -14,7 +14,7 @@ TEXT = 16
 def build_tiny_flux3(folder: Path, *, distilled: bool = True) -> Path:
     """Write the model to `folder` and return it. `distilled` False: a base model."""
     import torch
-    from diffusers import AutoencoderKLFlux2, Flux3Transformer2DModel
+    from diffusers import Flux3Transformer2DModel
     from diffusers.modular_pipelines.flux3 import Flux3AutoBlocks, Flux3DistilledAutoBlocks
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
@@ -31,17 +31,7 @@ def build_tiny_flux3(folder: Path, *, distilled: bool = True) -> Path:
     channels = 4 * LATENT_CHANNELS
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        vae = AutoencoderKLFlux2(
-            block_out_channels=(8, 8, 8),
-            down_block_types=("DownEncoderBlock2D",) * 3,
-            up_block_types=("UpDecoderBlock2D",) * 3,
-            layers_per_block=1,
-            latent_channels=LATENT_CHANNELS,
-            norm_num_groups=4,
-            sample_size=NATIVE,
-        )
-        vae.bn.running_mean.normal_(0.0, 0.3)
-        vae.bn.running_var.uniform_(0.5, 2.0)
+        vae = random_vae()
         transformer = Flux3Transformer2DModel(
             in_channels=channels,
             cond_in_channels=channels,

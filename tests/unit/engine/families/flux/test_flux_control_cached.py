@@ -113,18 +113,23 @@ def run_until(replay: Replay, row: FlowRow, step: int) -> None:
         replay.step([row], ("kv",) * replay.adapter.blocks)
 
 
-def test_nets_compute_all_tokens_at_one_step_in_so_many(
-    replay: Replay, encoder: Encoder, nets: dict[str, Any]
-) -> None:
-    computed = []
+def watched_net(net: FluxControlNet) -> tuple[FluxControlNet, list[list[int]]]:
+    """Return the net, and a list to which each run of it adds its rows' numbers of tokens."""
+    computed: list[list[int]] = []
 
     class Watched(FluxControlNet):
         def samples(self, packed: Any, at: Any) -> Any:
             computed.append([len(row.tokens) for row in packed.rows])
             return super().samples(packed, at)
 
+    return Watched(*(getattr(net, field.name) for field in fields(net))), computed
+
+
+def test_nets_compute_all_tokens_at_one_step_in_so_many(
+    replay: Replay, encoder: Encoder, nets: dict[str, Any]
+) -> None:
     plain = nets["plain"]
-    watched = Watched(*(getattr(plain, field.name) for field in fields(plain)))
+    watched, computed = watched_net(plain)
     job = controlled_job(encoder, "e", "plain")
     row = cached(replay, job, Primed(replay.adapter, encoder, job))
     row = with_nets(replay, row, job, {"plain": watched}, 3)
@@ -143,15 +148,8 @@ def test_a_refresh_step_is_computed_ahead_at_the_one_before(
     """Beside the computed tokens of the step; the base has no such pass. What is kept is what the
     net computes of all tokens as they are expected at that refresh step.
     """
-    computed = []
-
-    class Watched(FluxControlNet):
-        def samples(self, packed: Any, at: Any) -> Any:
-            computed.append([len(row.tokens) for row in packed.rows])
-            return super().samples(packed, at)
-
     plain = nets["plain"]
-    watched = Watched(*(getattr(plain, field.name) for field in fields(plain)))
+    watched, computed = watched_net(plain)
     job = controlled_job(encoder, "e", "plain")
     row = cached(replay, job, Primed(replay.adapter, encoder, job))
     row = with_nets(replay, row, job, {"plain": watched}, 3)
