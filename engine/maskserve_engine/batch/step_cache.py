@@ -523,16 +523,16 @@ def input_between_refreshes(
     has it.
 
     Args:
-        row: input of the pass with its text, and the tokens that it reads from a template.
+        row: input of the pass with its text; it reads no other cache.
         cis: [m, head_dim / 2] rotary factors of the image tokens in the cache.
         cache: step cache of the pass.
         sigma: returns the sigma of the present step.
     """
     if not cache.text:
-        return replace(row, cached=(RefreshedTokens(cache, sigma, cis), *row.cached))
+        return replace(row, cached=(RefreshedTokens(cache, sigma, cis),))
     of_text, computed = row.cis.split((len(row.text), len(row.tokens)))
     cached_tokens = RefreshedTokens(cache, sigma, torch.cat((of_text, cis)))
-    return replace(row, text=row.text[:0], cis=computed, cached=(cached_tokens, *row.cached))
+    return replace(row, text=row.text[:0], cis=computed, cached=(cached_tokens,))
 
 
 class AnchoredRow(Protocol):
@@ -620,10 +620,24 @@ class StepCacheReader:
         """Return the entry that `step` reads between refresh steps. None: the step has to compute
         all tokens, because the cache was lost with a rank or has another share.
         """
+        self._follow_row()
         share = None if heads is None else heads[:2]
         complete = [step_cache.whole(share, by_rank=by_rank) for step_cache in self._row.anchors]
         self.entry = self._entry() if all(complete) else None
         return self.entry
+
+    def _follow_row(self) -> None:
+        """Let caches that the row has begun anew, after a LoRA came late or it moved here, lie
+        where those before did.
+        """
+        caches = tuple(self._row.anchors)
+        if caches == self._caches:
+            return
+        for before, step_cache in zip(self._caches, caches, strict=True):
+            before.release()
+            step_cache.host, step_cache.on_host = before.host, before.on_host
+            step_cache.out_of_memory = before.out_of_memory
+        self._caches = caches
 
     def look_ahead(self, step: int) -> None:
         """Do nothing: a step cache has one entry."""

@@ -4,14 +4,16 @@ and the path of the tokens that it leaves out.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from maskserve_engine.batch import step_cache as step_cache_module
-from maskserve_engine.batch.step_cache import RefreshSchedule, StepCache
+from maskserve_engine.batch.step_cache import RefreshSchedule, StepCache, StepCacheReader
 from maskserve_engine.cache.entries import encode
+from maskserve_engine.cache.host_cache import HostMemory
 from maskserve_engine.families.mmdit.spans import ExtrapolatedLatents
 from maskserve_engine.layers.scatter_kv import KvSource
 
@@ -109,3 +111,22 @@ def test_tokens_left_out_go_on_by_the_velocity_that_anchors_foretell() -> None:
         before, last = velocities[-2:]
         expected = expected + change * (last + weight * (last - before))
         assert torch.allclose(outside.latents_now, expected, atol=1e-6), step
+
+
+def test_a_cache_that_is_begun_anew_lies_in_host_memory_as_the_one_before() -> None:
+    """A row begins its caches anew where a LoRA comes late; host memory stays one account."""
+    store: Any = SimpleNamespace(rows=HostMemory(2**20), loader=None)
+    row = SimpleNamespace(anchors=(anchors(),))
+    [before] = row.anchors
+    reader = StepCacheReader(row, 1, store, on_host=True)
+    take(before, 0, 1.0, 3)
+    before.passed(1.0)
+    assert store.rows.booked == before.nbytes > 0
+    row.anchors = (anchors(),)
+    assert reader.turn_to(1) is None  # it has refreshed nothing
+    [anew] = row.anchors
+    assert (anew.on_host, store.rows.booked) == (True, 0)
+    take(anew, 1, 0.8, 5)
+    assert store.rows.booked == anew.nbytes > 0
+    reader.release()
+    assert store.rows.booked == 0
