@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from maskserve_common.contracts.keys import NO_SCOPE
 from maskserve_common.fair_queue import KeyWork
 from maskserve_common.shares import Shares
-from maskserve_router.keys import KeyHolder
+from maskserve_router.key_holder import KeyHolder
 
 _SMALL = 64 * 1024
 """Bytes below which work runs on the loop: a change of threads would take as long."""

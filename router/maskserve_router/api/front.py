@@ -10,7 +10,8 @@ from tritonclient.grpc import service_pb2 as pb
 from maskserve_common.contracts.tensors import Contract
 from maskserve_common.errors import InvalidRequest
 from maskserve_router.fair_share import FairShare
-from maskserve_router.keys import KeyHolder, KeyRing
+from maskserve_router.key_holder import KeyHolder
+from maskserve_router.keys import KeyRing
 from maskserve_router.messages.edit_call import parse_request
 from maskserve_router.messages.model_request import ModelRequest
 from maskserve_router.operations.control import ClusterControl

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from maskserve_common.errors import InvalidRequest
 from maskserve_router.config import Http
 from maskserve_router.fair_share import FairShare
-from maskserve_router.keys import KeyHolder
+from maskserve_router.key_holder import KeyHolder
 from maskserve_router.scheduling.admission import Admission
 
 _PATIENCE_S = 10.0

@@ -29,7 +29,7 @@ from maskserve_router.api.kserve_http import (
     infer_response,
 )
 from maskserve_router.fair_share import FairShare
-from maskserve_router.keys import KeyHolder
+from maskserve_router.key_holder import KeyHolder
 from maskserve_router.messages.edit_call import check_request
 from maskserve_router.messages.failures import Failure
 from maskserve_router.messages.model_answer import ModelAnswer

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from google.protobuf.message import Message
 from tritonclient.grpc import service_pb2 as pb
 
-from maskserve_router.keys import EditCounts, KeyHolder
+from maskserve_router.key_holder import EditCounts, KeyHolder
 
 _LATEST = ("last_inference",)
 

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from maskserve_router.api.openai.answers import answering, json_answer
-from maskserve_router.keys import KeyHolder
+from maskserve_router.key_holder import KeyHolder
 from maskserve_router.workflows.workflows import Workflows
 
 

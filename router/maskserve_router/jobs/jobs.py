@@ -51,7 +51,8 @@ from maskserve_router.jobs.store import (
     open_store,
 )
 from maskserve_router.jobs.webhooks import Webhooks
-from maskserve_router.keys import Daily, KeyHolder, KeyRing
+from maskserve_router.key_holder import Daily, KeyHolder
+from maskserve_router.keys import KeyRing
 from maskserve_router.messages.failures import (
     Failure,
     NotSupported,

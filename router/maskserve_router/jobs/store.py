@@ -53,7 +53,7 @@ from sqlalchemy import (
 from sqlalchemy.exc import ArgumentError, IntegrityError, OperationalError
 
 from maskserve_common.config import ConfigError
-from maskserve_router.keys import Daily
+from maskserve_router.key_holder import Daily
 from maskserve_router.messages.job_states import FAILED, QUEUED, RUNNING
 
 P = ParamSpec("P")

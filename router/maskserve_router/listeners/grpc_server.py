@@ -20,7 +20,7 @@ from maskserve_common.errors import DeadlineExceeded, MaskserveError
 from maskserve_router.api.front import Front
 from maskserve_router.api.server_calls import ServerCalls, operators_only, shared_memory_refused
 from maskserve_router.config import Grpc, RouterConfig
-from maskserve_router.keys import KeyHolder
+from maskserve_router.key_holder import KeyHolder
 from maskserve_router.listeners.certificates import Certificates
 from maskserve_router.listeners.descriptors import connections
 from maskserve_router.listeners.open_calls import OpenCall, OpenCalls

@@ -15,7 +15,7 @@ from maskserve_common.errors import InvalidRequest
 from maskserve_router.api.http_answers import JSON, Handler, answering, json_response, refused
 from maskserve_router.api.http_inference import HttpInference, model_of
 from maskserve_router.api.server_calls import ServerCalls, operators_only, shared_memory_refused
-from maskserve_router.keys import KeyHolder
+from maskserve_router.key_holder import KeyHolder
 from maskserve_router.listeners.openapi import document
 from maskserve_router.messages.json_values import values_of
 

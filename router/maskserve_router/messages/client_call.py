@@ -15,6 +15,7 @@ from msgspec import structs
 from maskserve_common.contracts.keys import NO_SCOPE, edit_of, name_of, scope_of, scoped
 from maskserve_common.contracts.settings import EditSettings
 from maskserve_common.errors import InvalidRequest
+from maskserve_router.key_holder import KeyHolder
 from maskserve_router.messages.model_request import ModelRequest
 
 _SEED_BITS = 32
@@ -30,6 +31,8 @@ class ClientCall:
     settings: EditSettings | None
     """Settings with seed and request id; None if the request is malformed. A worker then reports
     the error."""
+    owner: KeyHolder
+    """Holder of the key that calls."""
     request_id: str
     """Unique among the calls of its kind; it begins with the scope of the client's key."""
     timeout: float | None = None

@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from msgspec import structs
 from tritonclient.grpc import service_pb2 as pb
 
-from maskserve_common.contracts.keys import NO_SCOPE, scoped
+from maskserve_common.contracts.keys import scoped
 from maskserve_common.contracts.settings import dump_settings, parse_settings
 from maskserve_common.contracts.tensors import CONTRACTS, Contract
 from maskserve_common.errors import InvalidRequest
 from maskserve_common.reading import nearest
+from maskserve_router.key_holder import KeyHolder
 from maskserve_router.messages.client_call import ClientCall, identified
 from maskserve_router.messages.forwarded_headers import Metadata
 from maskserve_router.messages.model_request import MOST_ELEMENTS, ModelRequest
@@ -234,15 +235,13 @@ class UnknownModel(InvalidRequest):
 def make_edit_call(
     message: ModelRequest,
     size: int,
+    owner: KeyHolder,
     metadata: Metadata = (),
     timeout: float | None = None,
-    scope: str = NO_SCOPE,
-    *,
-    private_prompt: bool = False,
 ) -> EditCall:
     """Return the edit of a request.
 
-    Its id gets the client's `scope`. Its prompt is private if the client or the settings say so.
+    Its id gets the owner's scope. Its prompt is private if the owner or the settings say so.
 
     Raises:
         InvalidRequest: naming the setting.
@@ -252,10 +251,11 @@ def make_edit_call(
         mask, raw = message.read("MASK"), message.read("SETTINGS")
         prompted = len(message.view("PROMPT")) > 0
     except LookupError:
-        name = scoped(scope, uuid.uuid4().hex)
+        name = scoped(owner.scope, uuid.uuid4().hex)
         return EditCall(
             message=message,
             settings=None,
+            owner=owner,
             request_id=name,
             timeout=timeout,
             image=memoryview(b""),
@@ -264,12 +264,14 @@ def make_edit_call(
             size=size,
             metadata=metadata,
         )
-    settings = identified(parse_settings(raw), scope)
-    settings = structs.replace(settings, private_prompt=settings.private_prompt or private_prompt)
+    settings = identified(parse_settings(raw), owner.scope)
+    private = settings.private_prompt or owner.private_prompts
+    settings = structs.replace(settings, private_prompt=private)
     assert settings.request_id is not None
     return EditCall(
         message=message,
         settings=settings,
+        owner=owner,
         request_id=settings.request_id,
         timeout=timeout,
         image=image,

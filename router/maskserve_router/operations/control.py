@@ -17,7 +17,7 @@ from maskserve_common.contracts.operations import ADAPTER_WRITES, PATIENT, SCOPE
 from maskserve_common.errors import EngineFailed, InvalidRequest
 from maskserve_common.routing import Edit, NoWorkerAvailable
 from maskserve_router.fair_share import FairShare
-from maskserve_router.keys import KeyHolder
+from maskserve_router.key_holder import KeyHolder
 from maskserve_router.messages.client_call import request_id_of
 from maskserve_router.messages.control_message import (
     check_image,

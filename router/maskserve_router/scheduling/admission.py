@@ -11,7 +11,7 @@ from typing import Self
 
 from maskserve_common.shares import EVERYBODY, Full, Shares
 from maskserve_router.config import AdmissionBounds
-from maskserve_router.keys import KeyHolder
+from maskserve_router.key_holder import KeyHolder
 from maskserve_router.messages.failures import RetryLater
 from maskserve_router.metrics import Metrics
 

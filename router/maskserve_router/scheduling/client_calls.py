@@ -12,12 +12,14 @@ from typing import Any, Generic, TypeVar
 from maskserve_common.contracts.due_times import OK
 from maskserve_common.errors import Cancelled, InvalidRequest, MaskserveError
 from maskserve_common.logs import about
-from maskserve_router.keys import EditCounts, KeyHolder
+from maskserve_router.key_holder import EditCounts
 from maskserve_router.messages.client_call import ClientCall
 from maskserve_router.messages.failures import Failure, guarded
 from maskserve_router.workers.stream_buffer import Unread
 
 log = logging.getLogger("maskserve.router")
+_LONGEST_ERROR = 300
+"""Most characters of an error in the log."""
 C = TypeVar("C", bound=ClientCall)
 
 
@@ -82,14 +84,12 @@ async def messages_of(
 @contextmanager
 def logged(
     call: ClientCall,
-    client: KeyHolder,
     ended: Callable[[str, MaskserveError | Failure | None], Mapping[str, Any]],
 ) -> Iterator[None]:
-    """Count a call for its client when the block ends, and write its log line.
+    """Count a call for its owner when the block ends, and write its log line.
 
     Args:
         call: the call.
-        client: holder of the key that calls.
         ended: called with the code and the error, if there is one; returns further fields of the
             line.
 
@@ -111,13 +111,16 @@ def logged(
     finally:
         code = OK if error is None else error.code
         seconds = time.monotonic() - call.arrival
-        served = client.served.setdefault(call.message.head.model_name, EditCounts())
+        served = call.owner.served.setdefault(call.message.head.model_name, EditCounts())
         served.add(seconds, succeeded=error is None)
         fields = {
             "code": code,
-            "client": client.name,
+            "client": call.owner.name,
             "seconds": round(seconds, 4),
             **ended(code, error),
         }
+        if error is not None:
+            text = error.details if isinstance(error, Failure) else str(error)
+            fields["error"] = text[:_LONGEST_ERROR]
         extra = {**about(call.request_id), "event": call.kind, "fields": fields}
         log.info("%s %s", call.kind, code, extra=extra)

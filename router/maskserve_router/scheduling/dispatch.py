@@ -29,7 +29,7 @@ from maskserve_common.lru_cache import LruCache
 from maskserve_common.routing import Edit, NoWorkerAvailable, assign
 from maskserve_router.config import RouterConfig
 from maskserve_router.fair_share import FairShare
-from maskserve_router.keys import KeyHolder
+from maskserve_router.key_holder import KeyHolder
 from maskserve_router.messages.edit_call import EditCall, make_edit_call
 from maskserve_router.messages.failures import Blame, Failure, RetryLater
 from maskserve_router.messages.model_request import ModelRequest
@@ -86,8 +86,8 @@ class Dispatcher:
         Raises:
             MaskserveError: its mask or settings cannot be used.
         """
-        call = make_edit_call(message, message.size, scope=client.scope)
-        edit, _ = await self._measure_edit(call, client)
+        call = make_edit_call(message, message.size, client)
+        edit, _ = await self._measure_edit(call)
         return self._alone_s(call, edit)
 
     def share_left(self, request_id: str) -> float | None:
@@ -100,38 +100,33 @@ class Dispatcher:
         """Forget which workers have a result: it is now registered everywhere, or deleted."""
         self._homes.drop(template_id)
 
-    async def infer(self, call: EditCall, client: KeyHolder, room: EditRoom) -> bytes:
+    async def infer(self, call: EditCall, room: EditRoom) -> bytes:
         """Run a unary edit and return the worker's answer unchanged.
 
         Args:
             call: the edit.
-            client: holder of the key that sent it.
             room: memory of the request as sent, and then of its answer.
 
         Raises:
             MaskserveError: the router refused or cancelled the edit.
             Failure: the worker failed the edit.
         """
-        async with aclosing(self._run(call, client, room, unary)) as answers:
+        async with aclosing(self._run(call, room, unary)) as answers:
             # Read to the end of the generator, which accounts for the edit after its only answer.
             (answer,) = [response async for response in answers]
         return answer
 
-    def stream(
-        self, call: EditCall, client: KeyHolder, room: EditRoom
-    ) -> AsyncGenerator[bytes, None]:
+    def stream(self, call: EditCall, room: EditRoom) -> AsyncGenerator[bytes, None]:
         """Run a streamed edit and yield the worker's messages; otherwise like `infer`."""
-        return self._run(call, client, room, streamed)
+        return self._run(call, room, streamed)
 
-    async def _run(
-        self, call: EditCall, client: KeyHolder, room: EditRoom, send: Send
-    ) -> AsyncGenerator[bytes, None]:
+    async def _run(self, call: EditCall, room: EditRoom, send: Send) -> AsyncGenerator[bytes, None]:
         with ExitStack() as exit_stack:
             exit_stack.enter_context(self._count_outcome(call))
             exit_stack.enter_context(self._calls.under_way(call))
-            exit_stack.enter_context(self._admission.edit(client))
-            edit, digest = await self._measure_edit(call, client)
-            await room.take(self._most_bytes(call, client))
+            exit_stack.enter_context(self._admission.edit(call.owner))
+            edit, digest = await self._measure_edit(call)
+            await room.take(self._most_bytes(call))
             if self._config.routing.order != "fcfs":
                 edit = replace(edit, due=call.due)
             if edit.due < math.inf:
@@ -149,14 +144,14 @@ class Dispatcher:
                         room.becomes(max(call.size + buffered_bytes, room.size))
                     yield answer
 
-    def _most_bytes(self, call: EditCall, client: KeyHolder) -> int:
+    def _most_bytes(self, call: EditCall) -> int:
         """Return the bytes to reserve: the larger of the request as sent and its answer.
 
-        They leave the client room for the request as received, which it holds, too. Otherwise the
+        They leave the owner room for the request as received, which it holds, too. Otherwise the
         edit could never run.
         """
         return max(
-            call.size, min(call.answer_bytes, self._admission.most_bytes(client) - call.size)
+            call.size, min(call.answer_bytes, self._admission.most_bytes(call.owner) - call.size)
         )
 
     async def _attempts(
@@ -251,7 +246,7 @@ class Dispatcher:
         by_size = self._pool.roster.some_due_by_size(time.monotonic())
         return -math.inf if by_size else None
 
-    async def _measure_edit(self, call: EditCall, client: KeyHolder) -> tuple[Edit, bytes]:
+    async def _measure_edit(self, call: EditCall) -> tuple[Edit, bytes]:
         """Return the edit's cost and its image's digest; placeholders if no worker can take it.
 
         Raises:
@@ -266,7 +261,7 @@ class Dispatcher:
         if served is None:
             return Edit(call.settings.num_inference_steps or 1, 1, 1, model=model), b""
         edit, digest, call.answer_bytes = await self._measure.edit(
-            client, call.image, call.mask, call.settings, served, model, prompted=call.prompted
+            call.owner, call.image, call.mask, call.settings, served, model, prompted=call.prompted
         )
         passes = 2 if call.settings.negative_prompt is not None else 1
         pixels = edit.total_tokens // passes * served.token_pixels**2

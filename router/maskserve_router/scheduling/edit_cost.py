@@ -21,7 +21,7 @@ from maskserve_common.lru_cache import LruCache
 from maskserve_common.routing import Edit
 from maskserve_router.config import RouterConfig
 from maskserve_router.fair_share import FairShare
-from maskserve_router.keys import KeyHolder
+from maskserve_router.key_holder import KeyHolder
 
 _MASKS = 16_384
 """Masks whose token counts are remembered: many edits use the same few masks."""

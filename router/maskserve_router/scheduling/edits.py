@@ -7,7 +7,7 @@ from contextlib import aclosing, contextmanager
 from typing import Any
 
 from maskserve_common.errors import MaskserveError
-from maskserve_router.keys import KeyHolder
+from maskserve_router.key_holder import KeyHolder
 from maskserve_router.messages.edit_call import EditCall, make_edit_call
 from maskserve_router.messages.failures import Failure
 from maskserve_router.messages.forwarded_headers import foreign_id, known_headers
@@ -53,8 +53,8 @@ class Edits:
         """Return the answer to one edit; arguments and errors are those of `Front.infer`."""
         await self._masks.filled_in(message, client)
         call = _edit_call(message, size, headers, timeout, client)
-        with self._logged(call, client, route, foreign_id(headers)):
-            return await self._dispatcher.infer(call, client, room)
+        with self._logged(call, route, foreign_id(headers)):
+            return await self._dispatcher.infer(call, room)
 
     async def stream(
         self,
@@ -69,15 +69,13 @@ class Edits:
         """Yield the answers to one edit; arguments and errors are those of `Front.stream`."""
         await self._masks.filled_in(message, client)
         call = _edit_call(message, size, headers, timeout, client)
-        with self._logged(call, client, route, foreign_id(headers)):
-            async with aclosing(self._dispatcher.stream(call, client, room)) as answers:
+        with self._logged(call, route, foreign_id(headers)):
+            async with aclosing(self._dispatcher.stream(call, room)) as answers:
                 async for answer in answers:
                     yield answer
 
     @contextmanager
-    def _logged(
-        self, call: EditCall, client: KeyHolder, route: str, foreign: str
-    ) -> Iterator[None]:
+    def _logged(self, call: EditCall, route: str, foreign: str) -> Iterator[None]:
         """Write a log line, a count and a span when the edit ends."""
         span = self._tracing.open(call)
 
@@ -88,12 +86,9 @@ class Edits:
             fields = {"route": route, "upstream": call.worker, "tries": call.tries}
             if foreign:
                 fields["x_request_id"] = foreign
-            if error is not None:
-                error_text = error.details if isinstance(error, Failure) else str(error)
-                fields["error"] = error_text[:300]
             return fields
 
-        with logged(call, client, ended):
+        with logged(call, ended):
             yield
 
 
@@ -110,10 +105,7 @@ def _edit_call(
         InvalidRequest: naming the setting.
         AdapterNotFound: the settings name a LoRA of another key.
     """
-    private, edit_headers = client.private_prompts, known_headers(headers)
-    call = make_edit_call(
-        message, size, edit_headers, timeout, client.scope, private_prompt=private
-    )
+    call = make_edit_call(message, size, client, known_headers(headers), timeout)
     if call.settings is not None:
         client.check_adapters((lora.name for lora in call.settings.loras), "SETTINGS.loras")
     return call

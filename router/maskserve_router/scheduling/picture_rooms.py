@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from maskserve_router.keys import KeyHolder
+from maskserve_router.key_holder import KeyHolder
 from maskserve_router.scheduling.admission import Admission, EditRoom, NoRoomInMemory
 
 _POLL_S = 0.1

@@ -27,7 +27,7 @@ from maskserve_common.shares import PATIENCE_S, urgency
 from maskserve_router.config import WorkflowFiles
 from maskserve_router.dns import Discovery
 from maskserve_router.fair_share import FairPlaces, FairShare
-from maskserve_router.keys import KeyHolder
+from maskserve_router.key_holder import KeyHolder
 from maskserve_router.messages.failures import Blame, Failure
 from maskserve_router.workers.upstream import Upstream, failures
 from maskserve_workflows.live_placement import LivePlacement

@@ -28,7 +28,6 @@ from maskserve_common.errors import (
     split_code,
 )
 from maskserve_router.fair_share import FairShare
-from maskserve_router.keys import KeyHolder
 from maskserve_router.messages.client_call import ClientCall
 from maskserve_router.messages.failures import Failure, let_go
 from maskserve_router.scheduling.admission import Admission, EditRoom
@@ -88,6 +87,13 @@ class RunCall(ClientCall):
     kind = "workflow"
     settings: EditSettings
     """Settings of all its edits, with seed and request id."""
+    plan: WorkflowPlan
+    reports: list[dict[str, Any]] = field(default_factory=list)
+    """Reports of finished nodes, in order of their ends."""
+
+    def log_fields(self, code: str, error: MaskserveError | Failure | None) -> dict[str, Any]:
+        """Return further fields of its log line, for `logged`."""
+        return {"workflow": self.plan.name, "nodes": len(self.reports)}
 
 
 @dataclass(slots=True, eq=False)
@@ -99,16 +105,12 @@ class RunDriver:
     time: RunTime
     """The run's plan, its state, and when it is due."""
     values: RunValues
-    client: KeyHolder
-    """Holder of the key that calls."""
     headers: Mapping[str, str]
     """Headers of the call."""
     reservation: ExitStack
     """Counts the bytes of its values until it is closed."""
     events: Unread = field(default_factory=Unread)
     """Events for the client, encoded ModelInferResponses."""
-    reports: list[dict[str, Any]] = field(default_factory=list)
-    """Reports of finished nodes, in order of their ends."""
 
     async def measure_input_masks(self, inputs: Mapping[str, Any]) -> None:
         """Predict the seconds of the edits whose masks are inputs of the workflow."""
@@ -154,10 +156,6 @@ class RunDriver:
                 node_call.cancel()
             await asyncio.gather(*under_way, return_exceptions=True)
 
-    def log_fields(self, code: str, error: MaskserveError | Failure | None) -> dict[str, Any]:
-        """Return further fields of the run's log line, for `logged`."""
-        return {"workflow": self.time.plan.name, "nodes": len(self.reports)}
-
     async def answer(self) -> pb.ModelInferResponse:
         """Return the answer of the run, whose work has ended."""
         assert self.call.work is not None
@@ -170,7 +168,7 @@ class RunDriver:
             "digest": plan.digest,
             "seconds": round(time.monotonic() - self.time.begin, 4),
             "outputs": output_kinds(plan),
-            "nodes": self.reports,
+            "nodes": self.call.reports,
             "values": {"count": self.values.count, "bytes": self.values.bytes},
         }
         return await self._turn(nbytes(outputs), run_event, plan, meta, outputs)
@@ -182,14 +180,16 @@ class RunDriver:
         self.services.times.check_next(self.time, task)
         if task.call.node == EDIT:
             self.time.sent[task.key] = edit_id(task, self.call.settings)
-            with self.services.admission.room(self.client) as room:
+            with self.services.admission.room(self.call.owner) as room:
                 outputs, report = await self._edit(task, room)
         else:
             outputs, report = await self._node(task)
         if any(isinstance(part, bytes) for part in parts_of(list(outputs.values()))):
             size = self.values.turn_bytes(nbytes(outputs))
             outputs = await self._turn(size, self.values.store_bytes, outputs)
-        self.reservation.enter_context(self.services.admission.hold(self.client, nbytes(outputs)))
+        self.reservation.enter_context(
+            self.services.admission.hold(self.call.owner, nbytes(outputs))
+        )
         return outputs, report
 
     async def _edit(self, task: Task, room: EditRoom) -> NodeResult:
@@ -212,7 +212,7 @@ class RunDriver:
         )
         deadline = times.deadline_of(self.time, task)
         left_s = None if deadline == math.inf else max(deadline - begin, 0.001)
-        arguments = request, request.size, self.client, self.headers, left_s, _ROUTE, room
+        arguments = request, request.size, self.call.owner, self.headers, left_s, _ROUTE, room
         if self._streams:
             answers = self.services.edits.stream(*arguments)
             outputs, meta = await _follow(answers, self._turn, partial(self._report_progress, task))
@@ -228,19 +228,19 @@ class RunDriver:
     async def _node(self, task: Task) -> NodeResult:
         """Run another node at a node server."""
         starts_by = self.services.times.due_of(self.time, task)
-        node = await self.services.nodes.call(task, self.client, starts_by, self.values.run)
+        node = await self.services.nodes.call(task, self.call.owner, starts_by, self.values.run)
         return node.outputs, {key: getattr(node, name) for key, name in _NODE_FIELDS.items()}
 
     async def _measure(self, task: Task) -> None:
         """Predict the seconds of an edit with a known mask, as far as possible."""
         with suppress(MaskserveError):
             edit = edit_request(task, self.call.settings, False, math.inf, self.values)
-            if (seconds := await self.services.edits.alone_s(edit, self.client)) is not None:
+            if (seconds := await self.services.edits.alone_s(edit, self.call.owner)) is not None:
                 self.time.edit_s[task.key] = seconds
 
     async def _turn(self, size: int, work: Callable[..., T], *arguments: Any) -> T:
         """Return `work(*arguments)`, run in the client's turn; see `FairShare.run`."""
-        return await self.services.fair_share.run(self.client, size, work, *arguments)
+        return await self.services.fair_share.run(self.call.owner, size, work, *arguments)
 
     @property
     def _streams(self) -> bool:
@@ -308,10 +308,10 @@ class RunDriver:
             raise InvalidRequest(task.key, split_code(text)[1]) from None
         total_tries = call_report.pop("tries", 1) + tries - 1
         report = {"key": task.key, "node": task.call.node, "tries": total_tries, **call_report}
-        self.reports[:] = [
-            node_report for node_report in self.reports if node_report["key"] != task.key
-        ]  # a node that runs again replaces its report
-        self.reports.append(report)
+        reports = self.call.reports
+        # A node that runs again replaces its report.
+        reports[:] = [old for old in reports if old["key"] != task.key]
+        reports.append(report)
         if self.call.settings.progress:
             self._report({"event": "node", **report})
         self.values.register(outputs)

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import ExitStack, aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import ExitStack, aclosing, asynccontextmanager
 from functools import partial
 from typing import Any, Final
 
@@ -22,7 +21,7 @@ from maskserve_common.contracts.settings import EditSettings, parse_settings
 from maskserve_common.contracts.tensors import META, Contract, text
 from maskserve_common.errors import InvalidRequest
 from maskserve_common.files.values import NO_VALUES, Values
-from maskserve_router.keys import KeyHolder
+from maskserve_router.key_holder import KeyHolder
 from maskserve_router.messages.client_call import identified
 from maskserve_router.messages.control_message import control_request
 from maskserve_router.messages.edit_call import MODELS
@@ -117,47 +116,45 @@ class Workflows:
             MaskserveError: it cannot run, a node failed, it was cancelled, or it was late.
             Failure: an error of a worker or node server.
         """
-        services = self._services
+        call = _run_call(message, self.plans[message.head.model_name], client, timeout, watched)
         with ExitStack() as reservation:  # the bytes of the request and of all values
-            reservation.enter_context(services.admission.operation(client, message.size))
-            arrival = time.monotonic()
-            plan = self.plans[message.head.model_name]
-            turn = partial(services.fair_share.run, client)
-            settings, inputs = await turn(
-                message.size, _parse, message, plan, client, self._limits.max_prompt_chars
-            )
-            if not watched:
-                settings = structs.replace(settings, progress=False, preview_every=0)
-            client.check_adapters(plan.early, f"{plan.name}.loras")
-            await services.nodes.check(_nodes_of(plan))
-            assert settings.request_id is not None
-            call = RunCall(
-                message=message,
-                settings=settings,
-                request_id=settings.request_id,
-                timeout=timeout,
-                arrival=arrival,
-            )
-            reservation.enter_context(self._calls.under_way(call))
-            values = await self._open_values(client, reservation)
-            size = values.turn_bytes(message.size)
-            inputs = await turn(size, values.store_inputs, plan, inputs)
-            run = _run_time(plan, WorkflowRun(plan, inputs, values.exists), call)
-            driver = RunDriver(services, call, run, values, client, headers, reservation)
-            await driver.measure_input_masks(inputs)
-            services.times.begin(run)
-            reservation.callback(services.times.end, run)
-            early = asyncio.create_task(self._load_loras(plan.early))
-            try:
-                with logged(call, client, driver.log_fields):
-                    messages = messages_of(call, driver.outputs(), driver.events)
-                    async with aclosing(messages) as events:
-                        async for event in events:
-                            yield pb.ModelInferResponse.FromString(event)
-                yield await driver.answer()
-            finally:
-                early.cancel()
-                await asyncio.gather(early, return_exceptions=True)
+            with logged(call, call.log_fields):
+                driver = await self._begin(call, headers, reservation)
+                messages = messages_of(call, driver.outputs(), driver.events)
+                async with self._early_loads(call.plan), aclosing(messages) as events:
+                    async for event in events:
+                        yield pb.ModelInferResponse.FromString(event)
+            yield await driver.answer()
+
+    async def _begin(
+        self, call: RunCall, headers: Mapping[str, str], reservation: ExitStack
+    ) -> RunDriver:
+        """Admit a run and return its driver.
+
+        Args:
+            call: the run.
+            headers: headers of the call.
+            reservation: ends the run's part of what it uses when it is closed.
+
+        Raises:
+            MaskserveError: it cannot run now, or its inputs are faulty.
+        """
+        services, plan, client = self._services, call.plan, call.owner
+        size = call.message.size
+        reservation.enter_context(services.admission.operation(client, size))
+        turn = partial(services.fair_share.run, client)
+        inputs = await turn(size, _inputs, call.message, plan, self._limits.max_prompt_chars)
+        client.check_adapters(plan.early, f"{plan.name}.loras")
+        await services.nodes.check(_nodes_of(plan))
+        reservation.enter_context(self._calls.under_way(call))
+        values = await self._open_values(client, reservation)
+        inputs = await turn(values.turn_bytes(size), values.store_inputs, plan, inputs)
+        run = _run_time(plan, WorkflowRun(plan, inputs, values.exists), call)
+        driver = RunDriver(services, call, run, values, headers, reservation)
+        await driver.measure_input_masks(inputs)
+        services.times.begin(run)
+        reservation.callback(services.times.end, run)
+        return driver
 
     async def _open_values(self, client: KeyHolder, reservation: ExitStack) -> RunValues:
         """Return the values of a new run, which end when `reservation` is closed."""
@@ -184,6 +181,16 @@ class Workflows:
         return await self._services.fair_share.run(
             client, answer.ByteSize(), answer.SerializeToString
         )
+
+    @asynccontextmanager
+    async def _early_loads(self, plan: WorkflowPlan) -> AsyncIterator[None]:
+        """Let workers load the LoRAs that later nodes need, during the block."""
+        early = asyncio.create_task(self._load_loras(plan.early))
+        try:
+            yield
+        finally:
+            early.cancel()
+            await asyncio.gather(early, return_exceptions=True)
 
     async def _load_loras(self, names: Sequence[str]) -> None:
         """Let the workers load LoRAs; runs that need the same LoRA share one load.
@@ -224,20 +231,34 @@ def contract_of(plan: WorkflowPlan) -> Contract:
     )
 
 
-def _parse(
-    message: ModelRequest, plan: WorkflowPlan, client: KeyHolder, longest: int
-) -> tuple[EditSettings, dict[str, Any]]:
-    """Return the settings of all edits of a run, with seed and request id, and the run's inputs.
-
-    Args:
-        message: the request.
-        plan: plan of the run.
-        client: holder of the key that calls.
-        longest: most characters of a text input.
+def _run_call(
+    message: ModelRequest,
+    plan: WorkflowPlan,
+    client: KeyHolder,
+    timeout: float | None,
+    watched: bool,
+) -> RunCall:
+    """Return the call of a request, with seed and request id; see `Workflows.stream`.
 
     Raises:
-        InvalidRequest: naming the faulty input.
+        InvalidRequest: naming the faulty setting.
     """
+    settings = identified(_settings(message, plan), client.scope)
+    if not watched:
+        settings = structs.replace(settings, progress=False, preview_every=0)
+    assert settings.request_id is not None
+    return RunCall(
+        message=message,
+        settings=settings,
+        owner=client,
+        request_id=settings.request_id,
+        timeout=timeout,
+        plan=plan,
+    )
+
+
+def _settings(message: ModelRequest, plan: WorkflowPlan) -> EditSettings:
+    """Return the settings of all edits of a run. Raises InvalidRequest: naming one."""
     tensor_names = {tensor.name for tensor in message.head.inputs}
     settings = parse_settings(message.read("SETTINGS") if "SETTINGS" in tensor_names else b"")
     if settings.output_format != "png":
@@ -246,6 +267,20 @@ def _parse(
     if settings.output_quality is not None:
         problem = f"is {settings.output_quality}, and {plan.name} answers with PNG"
         raise InvalidRequest("SETTINGS.output_quality", problem, "none")
+    return settings
+
+
+def _inputs(message: ModelRequest, plan: WorkflowPlan, longest: int) -> dict[str, Any]:
+    """Return the inputs of a run.
+
+    Args:
+        message: the request.
+        plan: plan of the run.
+        longest: most characters of a text input.
+
+    Raises:
+        InvalidRequest: naming the faulty input.
+    """
     inputs: dict[str, Any] = {}
     for plan_input in plan.inputs:
         name = plan_input.name.upper()
@@ -258,7 +293,7 @@ def _parse(
             if len(value) > longest:
                 raise InvalidRequest(name, f"is {len(value)} characters long", f"up to {longest}")
         inputs[plan_input.name] = value
-    return identified(settings, client.scope), inputs
+    return inputs
 
 
 def _run_time(plan: WorkflowPlan, machine: WorkflowRun, call: RunCall) -> RunTime:

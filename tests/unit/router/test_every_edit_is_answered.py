@@ -22,7 +22,7 @@ from maskserve_common.errors import CODES, MaskserveError
 from maskserve_common.routing import POLICIES, Edit, assign, make_policy
 from maskserve_router.config import router_config_of
 from maskserve_router.fair_share import FairShare
-from maskserve_router.keys import KeyHolder
+from maskserve_router.key_holder import KeyHolder
 from maskserve_router.messages.edit_call import EditCall, make_edit_call, parse_request
 from maskserve_router.messages.failures import Failure
 from maskserve_router.metrics import Metrics
@@ -183,15 +183,15 @@ class Site:
         raw = edit_request(
             b"", mask_of(32, SIDE), template_id="0" * 32, request_id=name, **settings
         )
-        call = make_edit_call(parse_request(raw), len(raw), (), timeout, client.scope)
-        self.edits[call.request_id] = asyncio.create_task(self._answered(call, client, streamed))
+        call = make_edit_call(parse_request(raw), len(raw), client, (), timeout)
+        self.edits[call.request_id] = asyncio.create_task(self._answered(call, streamed))
 
-    async def _answered(self, call: EditCall, client: KeyHolder, streamed: bool) -> None:
-        with self.admission.room(client) as room:
+    async def _answered(self, call: EditCall, streamed: bool) -> None:
+        with self.admission.room(call.owner) as room:
             if not streamed:
-                await self.dispatcher.infer(call, client, room)
+                await self.dispatcher.infer(call, room)
                 return
-            async for _ in self.dispatcher.stream(call, client, room):
+            async for _ in self.dispatcher.stream(call, room):
                 pass
 
     def end_a_call(self, end: int | None) -> None:

@@ -30,7 +30,7 @@ from maskserve_router.jobs.store import (
     QuotaReached,
     open_store,
 )
-from maskserve_router.keys import Daily
+from maskserve_router.key_holder import Daily
 from maskserve_router.messages.job_states import CANCELLED, FAILED, QUEUED, RUNNING, SUCCEEDED
 from tests.support.draws import fresh_random
 from tests.support.postgres import find_postgres, postgres

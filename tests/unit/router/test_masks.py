@@ -20,7 +20,7 @@ from maskserve_common.imaging.images import decode_mask
 from maskserve_common.imaging.masks import selected
 from maskserve_router.api.openai.masks import _text_of_mask
 from maskserve_router.fair_share import FairShare
-from maskserve_router.keys import KeyHolder
+from maskserve_router.key_holder import KeyHolder
 from maskserve_router.messages.failures import Failure
 from maskserve_router.messages.model_request import ModelRequest
 from maskserve_router.scheduling.mask_finder import MaskFinder

@@ -13,7 +13,7 @@ import pytest
 from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_common.errors import InvalidRequest
-from maskserve_router.keys import KeyHolder
+from maskserve_router.key_holder import KeyHolder
 from maskserve_router.operations.control import merged_adapters
 from tests.support.router import calling, cluster, control_request, edit, picture
 

@@ -37,7 +37,7 @@ from maskserve_router.api.openai import edits
 from maskserve_router.api.openai.form import EditForm, Fields
 from maskserve_router.config import AdmissionBounds, Http
 from maskserve_router.fair_share import FairShare
-from maskserve_router.keys import KeyHolder
+from maskserve_router.key_holder import KeyHolder
 from maskserve_router.listeners import grpc_server, http_server
 from maskserve_router.listeners.descriptors import connections, raise_limit
 from maskserve_router.messages.edit_call import MODELS, parse_request

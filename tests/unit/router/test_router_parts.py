@@ -34,6 +34,7 @@ from maskserve_router.config import (
     RouterConfig,
     load_router_config,
 )
+from maskserve_router.key_holder import KeyHolder
 from maskserve_router.keys import KeyRing
 from maskserve_router.listeners.http_server import HttpServer
 from maskserve_router.messages.edit_call import check_request, make_edit_call, parse_request
@@ -276,6 +277,7 @@ def test_statistics_are_summed_by_model():
     assert model_stats["last_inference"] == 50
 
 
+ANYBODY = KeyHolder("anybody", 64, admin=True)
 TENSORS = {"IMAGE": b"\x89PNG", "MASK": b"\xff\x00", "PROMPT": "é".encode(), "SETTINGS": b"{}"}
 
 
@@ -307,7 +309,7 @@ def test_the_binary_extension_there_and_back():
         message.head.parameters["b"].string_param,
     ) == (1, "x")
     assert not requested_outputs.is_binary("META")
-    call = make_edit_call(message, len(body))
+    call = make_edit_call(message, len(body), ANYBODY)
     assert (bytes(call.image), call.mask) == (TENSORS["IMAGE"], TENSORS["MASK"])
     response = pb.ModelInferResponse(model_name="edit", model_version="1", id="7")
     for name, value in (("IMAGE", b"\xff\xfe"), ("META", b'{"a":1}')):
@@ -400,7 +402,7 @@ def settings_of(encoded: bytes) -> dict[str, object]:
 
 def test_a_second_try_is_the_same_edit_with_what_is_left_of_its_time():
     message = message_of({**TENSORS, "SETTINGS": b'{"deadline_ms":60000}'})
-    call = make_edit_call(message, 1)
+    call = make_edit_call(message, 1, ANYBODY)
     first = settings_of(call.encoded())
     call.arrival -= 10.0
     second = settings_of(call.encoded())
@@ -408,11 +410,11 @@ def test_a_second_try_is_the_same_edit_with_what_is_left_of_its_time():
     assert first["request_id"] == second["request_id"] == call.request_id
     assert second["deadline_ms"] in range(49_000, 50_001)
     edit_call = make_edit_call(
-        message_of({**TENSORS, "SETTINGS": b'{"seed":5,"request_id":"x"}'}), 1
+        message_of({**TENSORS, "SETTINGS": b'{"seed":5,"request_id":"x"}'}), 1, ANYBODY
     )
     assert settings_of(edit_call.encoded()) == {"seed": 5, "request_id": "x"}
     with pytest.raises(InvalidRequest, match="has a part behind '~'"):
-        make_edit_call(message_of({**TENSORS, "SETTINGS": b'{"request_id":"x~2"}'}), 1)
+        make_edit_call(message_of({**TENSORS, "SETTINGS": b'{"request_id":"x~2"}'}), 1, ANYBODY)
 
 
 def test_a_prompt_is_private_if_the_edit_or_its_key_says_so():
@@ -420,32 +422,33 @@ def test_a_prompt_is_private_if_the_edit_or_its_key_says_so():
         message = message_of(
             {**TENSORS, "SETTINGS": b'{"private_prompt":true}' if edit_private else b"{}"}
         )
-        settings = make_edit_call(message, 1, private_prompt=key_private).settings
+        owner = KeyHolder("a", 1, admin=False, private_prompts=key_private)
+        settings = make_edit_call(message, 1, owner).settings
         assert settings is not None
         assert settings.private_prompt == (key_private or edit_private)
 
 
 def test_the_first_of_three_deadlines_counts():
     message = message_of({**TENSORS, "SETTINGS": b'{"deadline_ms":5000}'})
-    assert make_edit_call(message_of(TENSORS), 1).deadline is None
-    call = make_edit_call(message, 1, timeout=9.0)
+    assert make_edit_call(message_of(TENSORS), 1, ANYBODY).deadline is None
+    call = make_edit_call(message, 1, ANYBODY, timeout=9.0)
     assert call.deadline == pytest.approx(call.arrival + 5.0)
-    call = make_edit_call(message, 1, timeout=2.0)
+    call = make_edit_call(message, 1, ANYBODY, timeout=2.0)
     assert call.deadline == pytest.approx(call.arrival + 2.0)
     for kind in ("int64_param", "uint64_param"):
         setattr(message.head.parameters["timeout"], kind, 1_000_000)  # KServe's, in microseconds
-        call = make_edit_call(message, 1, timeout=2.0)
+        call = make_edit_call(message, 1, ANYBODY, timeout=2.0)
         assert call.deadline == pytest.approx(call.arrival + 1.0)
 
 
 def test_an_edit_that_may_be_late_is_due_and_has_no_deadline():
     late = b'{"deadline_ms":5000,"on_late":"finish"}'
-    call = make_edit_call(message_of({**TENSORS, "SETTINGS": late}), 1)
+    call = make_edit_call(message_of({**TENSORS, "SETTINGS": late}), 1, ANYBODY)
     assert (call.deadline, call.due_s) == (None, 5.0)
     assert settings_of(call.encoded())["deadline_ms"] in range(4_000, 5_001)
-    call = make_edit_call(message_of({**TENSORS, "SETTINGS": late}), 1, timeout=9.0)
+    call = make_edit_call(message_of({**TENSORS, "SETTINGS": late}), 1, ANYBODY, timeout=9.0)
     assert (call.deadline, call.due_s) == (pytest.approx(call.arrival + 9.0), 5.0)
-    free = make_edit_call(message_of(TENSORS), 1)
+    free = make_edit_call(message_of(TENSORS), 1, ANYBODY)
     assert free.due_s is None
     free.by_size_ms = 3000
     assert free.due_s == 3.0
@@ -457,7 +460,7 @@ def test_contents_that_are_not_raw_are_made_so():
         message.inputs.add(name=name, datatype="BYTES", shape=[1]).contents.bytes_contents.append(
             value
         )
-    call = make_edit_call(parsed(message), 1)
+    call = make_edit_call(parsed(message), 1, ANYBODY)
     assert call.mask == TENSORS["MASK"]
     assert "seed" in settings_of(call.encoded())
     message.raw_input_contents.append(b"")
@@ -478,7 +481,7 @@ def test_requests_of_another_form_go_on_as_they_are(tensors: dict[str, bytes]):
     if len(tensors) == 4:
         message.contents[3] = b"\x09\0\0\0"  # says more than it has
     encoded_before = message.encoded()
-    call = make_edit_call(message, 1)
+    call = make_edit_call(message, 1, ANYBODY)
     assert call.settings is None
     assert call.encoded() == encoded_before
 

@@ -14,7 +14,8 @@ from maskserve_common.errors import InvalidRequest
 from maskserve_router.api.http_body import Bodies
 from maskserve_router.config import AdmissionBounds, Http, Key
 from maskserve_router.fair_share import FairShare
-from maskserve_router.keys import KeyHolder, KeyRing
+from maskserve_router.key_holder import KeyHolder
+from maskserve_router.keys import KeyRing
 from maskserve_router.messages.failures import RetryLater
 from maskserve_router.metrics import Metrics
 from maskserve_router.scheduling.admission import Admission

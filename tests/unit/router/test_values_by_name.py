@@ -25,7 +25,7 @@ from maskserve_common.files.values import RUN, Values
 from maskserve_common.imaging.images import encode_png, plain_picture
 from maskserve_router.config import AdmissionBounds, RouterConfig, WorkflowFiles
 from maskserve_router.fair_share import IN_A_THREAD, FairShare
-from maskserve_router.keys import KeyHolder
+from maskserve_router.key_holder import KeyHolder
 from maskserve_router.messages.edit_call import make_edit_call
 from maskserve_router.messages.failures import Failure
 from maskserve_router.messages.model_request import ModelRequest
@@ -248,7 +248,7 @@ def test_an_edit_for_another_host_has_values_in_place_of_names(values: Values) -
     settings = structs.replace(parse_settings(b"{}"), request_id="k1!run", seed=7)
     task = Task("edit-1", NodeCall("edit-1", "edit"), {**inputs, "prompt": "a star"})
     message = edit_request(task, settings, False, math.inf, files)
-    edited = make_edit_call(message, message.size, scope="k1")
+    edited = make_edit_call(message, message.size, KeyHolder("k1", 64, admin=False, scope="k1"))
 
     def sent(host: str) -> tuple[ModelRequest, bytes, bytes]:
         request = ModelRequest.parse(edited.encoded(host))

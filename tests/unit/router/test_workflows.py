@@ -6,10 +6,12 @@ import asyncio
 import dataclasses
 import itertools
 import json
+import logging
 import math
 import socket
 import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import grpc
@@ -21,7 +23,7 @@ from maskserve_common.contracts import bytes_tensor
 from maskserve_common.errors import Cancelled, DeadlineExceeded, EngineFailed, InvalidRequest
 from maskserve_router.config import AdmissionBounds, RouterConfig, WorkflowFiles
 from maskserve_router.fair_share import FairShare
-from maskserve_router.keys import KeyHolder
+from maskserve_router.key_holder import KeyHolder
 from maskserve_router.messages.edit_call import check_request
 from maskserve_router.messages.failures import Failure, RetryLater
 from maskserve_router.messages.model_request import ModelRequest
@@ -693,6 +695,38 @@ async def test_runs_and_what_they_make_count_with_their_key() -> None:
     assert served._services.admission.bytes == 0
 
 
+async def test_a_refused_run_has_the_log_line_of_a_refused_edit(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Of a run that was refused as it came, the log said nothing."""
+    caplog.set_level(logging.INFO, "maskserve.router")
+    served, client = workflows(Nodes(), Edits(alone_s=30.0)), holder("greedy")
+
+    async def refused_line(**settings: Any) -> Any:
+        caplog.clear()
+        with pytest.raises((InvalidRequest, DeadlineExceeded, RetryLater)) as refused:
+            await served.infer(request(request_id="mine", **settings), {}, None, client)
+        [line] = [item for item in caplog.records if vars(item).get("event") == "workflow"]
+        fields = vars(line)["fields"]
+        assert (fields["client"], fields["workflow"], fields["nodes"]) == ("greedy", "pair", 0)
+        assert fields["code"] == refused.value.code
+        assert fields["error"] == str(refused.value)
+        return line
+
+    assert "too short for pair" in str(vars(await refused_line(deadline_ms=10_000)))
+    with ExitStack() as under_way:
+        for _ in range(2):
+            under_way.enter_context(served._services.admission.operation(client, 0))
+        assert "greedy has its share" in str(vars(await refused_line()))
+    served._services.edits.never = True  # type: ignore[attr-defined]
+    first = asyncio.create_task(served.infer(request(request_id="mine"), {}, None, client))
+    await until("it runs", lambda: served._calls)
+    assert "is in flight" in str(vars(await refused_line()))
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    assert client.served["pair"].failed == 4
+
+
 async def test_large_pictures_of_runs_are_copied_off_the_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -708,7 +742,7 @@ async def test_large_pictures_of_runs_are_copied_off_the_loop(
         return record_thread
 
     copying = dict.fromkeys(("edit_request", "edit_answer", "run_event"), run_driver)
-    copying["_parse"] = served_workflows
+    copying["_inputs"] = served_workflows
     for name, module in copying.items():
         monkeypatch.setattr(module, name, watched(module, name))
     message = request()

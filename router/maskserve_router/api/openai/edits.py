@@ -51,7 +51,7 @@ from maskserve_router.api.openai.workflow_form import (
 )
 from maskserve_router.api.outputs import Outputs, check_output
 from maskserve_router.fair_share import FairShare
-from maskserve_router.keys import KeyHolder
+from maskserve_router.key_holder import KeyHolder
 from maskserve_router.messages.failures import Failure, text_of
 from maskserve_router.messages.model_answer import ModelAnswer
 from maskserve_router.messages.model_request import ModelRequest

@@ -19,7 +19,7 @@ from maskserve_common.errors import InvalidRequest
 from maskserve_router.api.public_hosts import PublicHosts, PublicUrl, Resolve, is_public, resolve
 from maskserve_router.config import ImageHosts
 from maskserve_router.fair_share import FairShare
-from maskserve_router.keys import KeyHolder
+from maskserve_router.key_holder import KeyHolder
 from maskserve_router.scheduling.admission import Admission
 
 _ACCEPTED = '{"image_url": "data:image/png;base64,…"}'

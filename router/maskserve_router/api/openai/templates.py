@@ -20,7 +20,7 @@ from maskserve_router.api.http_body import Bodies
 from maskserve_router.api.openai.answers import Handler, json_answer
 from maskserve_router.api.openai.form import convert, read_multipart
 from maskserve_router.fair_share import FairShare
-from maskserve_router.keys import KeyHolder
+from maskserve_router.key_holder import KeyHolder
 from maskserve_router.messages.control_message import registration
 from maskserve_router.operations.control import ClusterControl
 
