@@ -26,6 +26,13 @@ Device = Annotated[
     str,
     Meta(pattern=r"\A(auto|cpu|meta|cuda(:\d+)?)?\Z", description="auto, cpu, cuda or cuda:N"),
 ]
+Addresses = Annotated[
+    str,
+    Meta(
+        pattern=r"\A([^\s,]+:\d{1,5}( *, *[^\s,]+:\d{1,5})*)?\Z",
+        description="HOST:PORT or dns:NAME:PORT, several with commas",
+    ),
+]
 
 
 class ModelConfig(Table, frozen=True):
@@ -241,12 +248,12 @@ class CacheConfig(Table, frozen=True):
 class StagesConfig(Table, frozen=True):
     """`[stages]`: the encoder and the decoder."""
 
-    service: str = ""
-    """Address (HOST:PORT, gRPC) of a stage service (`maskserve serve --stages-device`); the other
-    keys then apply to it. Empty: each worker has its own stages."""
+    service: Addresses = ""
+    """Address (gRPC) of a stage service (`maskserve serve --stages-device`), or several that share
+    the requests; the other keys then apply to them. Empty: each worker has its own stages."""
     service_timeout_s: Annotated[float, Meta(ge=0.1, le=50.0)] = 30.0
-    """Seconds that edits wait for a silent service. Then they fail, and the worker takes none until
-    it is back."""
+    """Seconds that edits wait if no service answers. Then they fail, and the worker takes none
+    until one is back."""
     prompt_bytes: Annotated[int, Meta(ge=0, le=2**40)] = 2**28
     """Bytes of prompt embeddings that the encoder keeps; FLUX.1's takes 8 MB. 0: none."""
     template_bytes: Annotated[int, Meta(ge=0, le=2**40)] = 2**29
@@ -266,6 +273,11 @@ class StagesConfig(Table, frozen=True):
     vae_tiles: Literal["auto", "on", "off"] = "auto"
     """Let the VAE take pictures with a side above its `sample_size` in tiles, as diffusers'
     `enable_tiling`; without halos. `auto`: if the model's native size is above 1536."""
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Addresses of the stage services."""
+        return tuple(address.strip() for address in self.service.split(",") if address)
 
 
 class SloConfig(Table, frozen=True):

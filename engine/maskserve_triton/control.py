@@ -189,11 +189,13 @@ class WorkerControl:
             self._listings.take(memoryview(status.templates))  # type: ignore[arg-type]
             status.templates = {}
             more = {"template_changes": to_builtins(self._listings.changes(known))}
-        nodes = (*status.nodes, *self._stages.nodes(status.model))
-        stored_values = self._values.stored()
-        values: dict[str, Any] = json.loads(
-            replace(status, nodes=nodes, values=stored_values).to_json()
+        added = replace(
+            status,
+            nodes=(*status.nodes, *self._stages.nodes(status.model)),
+            services=tuple(self._stages.services()),
+            values=self._values.stored(),
         )
+        values: dict[str, Any] = json.loads(added.to_json())
         age = status.age_s()
         if self._admission.state() != OPEN:
             for record in (values, *values["nodes"]):

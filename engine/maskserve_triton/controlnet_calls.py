@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import grpc
 from tritonclient.grpc import service_pb2 as pb
-from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
-from maskserve_common import transport
 from maskserve_common.contracts import bytes_tensor
 from maskserve_common.errors import Overloaded
-from maskserve_triton.tensor_io import relayed
+from maskserve_triton.remote_model import NoAnswer, RemoteModel
 
 _MODEL = "controlnet"
 
@@ -25,8 +22,7 @@ class ControlNetCalls:
     """
 
     def __init__(self, url: str) -> None:
-        self._channel = grpc.insecure_channel(url, transport.SERVICE)
-        self._stub = GRPCInferenceServiceStub(self._channel)
+        self._model = RemoteModel(url, _MODEL)
 
     def call(self, op: dict[str, Any], arrays: bytes, limit_s: float) -> dict[str, Any]:
         """Call the service and return its answer.
@@ -45,18 +41,13 @@ class ControlNetCalls:
             request.inputs.add(name="ARRAYS", datatype="UINT8", shape=[len(arrays)])
             request.raw_input_contents.append(arrays)
         try:
-            response = next(self._stub.ModelStreamInfer(iter([request]), timeout=limit_s), None)
-        except grpc.RpcError as error:
+            response = self._model.call_decoupled(request, limit_s)
+        except NoAnswer as error:
             raise Overloaded(
-                f"the ControlNet service does not answer ({error.code().name}); try again later"
+                f"the ControlNet service does not answer ({error.code.name}); try again later"
             ) from error
-        if response is None:
-            raise Overloaded("the ControlNet service gives no answer; try again later")
-        if response.error_message:
-            raise relayed(response.error_message, "")
-        raw = bytes_tensor.outputs(response.infer_response)["RESULT"]
-        result: dict[str, Any] = json.loads(bytes(raw))
+        result: dict[str, Any] = json.loads(bytes(bytes_tensor.outputs(response)["RESULT"]))
         return result
 
     def close(self) -> None:
-        self._channel.close()
+        self._model.close()

@@ -1,45 +1,40 @@
 """The encoder or the decoder of a worker whose stages a service runs (`[stages] service`).
 
-The service is a Triton with the models `encoder` and `decoder`. The worker's models forward each
-request to the service's model of the same name and return its response. So Triton batches requests
+The service is one or several Tritons with the models `encoder` and `decoder`. The worker's models
+forward each request to a model of the same name and return its response. So Triton batches requests
 of several workers as it does those of one (`Contract.together`), and edits of all workers share the
 service's caches.
 
-If the service ends, the supervisor restarts it, and the worker sends the lost requests again, since
-both stages are functions of their inputs. `execute` returns before the responses, so that no
-request waits for another.
+If a Triton of the service ends, the supervisor restarts it, and the worker sends the lost requests
+again, to another one if there is any (replicas.py): both stages are functions of their inputs.
+`execute` returns before the responses, so that no request waits for another.
 """
 
 from __future__ import annotations
 
-import logging
-import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, ClassVar
 
-import grpc
 import numpy as np
 from tritonclient.grpc import service_pb2 as pb
-from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
-from maskserve_common import transport
 from maskserve_common.config import Config, ConfigError, Stage
 from maskserve_common.contracts import bytes_tensor
 from maskserve_common.contracts.postprocess_context import NOTHING, PostprocessContext, request_in
 from maskserve_common.contracts.tensors import CONTRACTS
-from maskserve_common.errors import MaskserveError, Overloaded, guarded, has_code
+from maskserve_common.errors import EngineFailed, MaskserveError, Overloaded, guarded
 from maskserve_common.files.stages import NO_ANSWER, PRIMING_PROMPT_FILE, StageOutages
 from maskserve_common.files.store import FileStore
 from maskserve_common.tracing import TRACEPARENT, parent_of
 from maskserve_triton.answer import Answer, answer_all
-from maskserve_triton.stage_requests import NO_PIXELS, PRIMING_PROMPT, REVISION
-from maskserve_triton.tensor_io import Outputs, failed_event, relayed, view_array
+from maskserve_triton.remote_model import NoAnswer
+from maskserve_triton.replicas import NotServed, Replicas
+from maskserve_triton.stage_requests import NO_PIXELS, OTHER_STAGES, PRIMING_PROMPT, REVISION
+from maskserve_triton.tensor_io import Outputs, failed_event, view_array
 from maskserve_triton.together import batched
-
-log = logging.getLogger("maskserve")
 
 _NO_EDIT = {
     "PIXELS": NO_PIXELS,
@@ -48,17 +43,11 @@ _NO_EDIT = {
 }
 _DTYPES: dict[str, type[np.generic]] = {"UINT8": np.uint8, "FP32": np.float32, "BYTES": np.object_}
 _THREADS = 16
-"""Most requests at the service at a time: twice as many as one `execute` takes."""
-_RETRY_S = 0.1
-_PING_EVERY_S = 0.5
-_PING_TIMEOUT_S = 2.0
-_LOG_EVERY_S = 10.0
-_NO_SERVICE = (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.UNIMPLEMENTED)
-"""Status codes of a server that is no stage service."""
+"""Most requests at a replica at a time: twice as many as one `execute` takes."""
 
 
 class StageService:
-    """One model of a service; may be used from any thread.
+    """One stage at the replicas of a service; may be used from any thread.
 
     Args:
         config: configuration of the worker.
@@ -67,27 +56,17 @@ class StageService:
     """
 
     def __init__(self, config: Config, stage: Stage, revision: str) -> None:
-        stages = config.stages
-        self._url, self._stage, self._revision = stages.service, stage, revision
-        self._patience_s, self._limit_s = stages.service_timeout_s, config.engine.stuck_timeout_s
-        self._channel = grpc.insecure_channel(self._url, transport.SERVICE)
-        self._stub = GRPCInferenceServiceStub(self._channel)
-        self._outages = StageOutages(config)
-        self._outages.mark(stage, lost=False)
-        self._is_lost = False
-        self._closing = threading.Event()
-        self._watcher = threading.Thread(target=self._watch, name=f"{stage}-service", daemon=True)
-
-    def watch(self) -> None:
-        """Start to watch the service and to report its outages."""
-        self._watcher.start()
-
-    def close(self) -> None:
-        """Close the connection; calls under way end with an error."""
-        self._closing.set()
-        self._channel.close()
-        if self._watcher.ident is not None:
-            self._watcher.join()
+        stages, outages = config.stages, StageOutages(config)
+        self._stage, self._revision = stage, revision
+        self._limit_s = config.engine.stuck_timeout_s
+        self._replicas = Replicas(
+            stages.addresses,
+            stage,
+            stages.service_timeout_s,
+            _problem,
+            partial(outages.mark, stage),
+        )
+        self.watch, self.close = self._replicas.watch, self._replicas.close
 
     def request(self, inputs: Outputs, parent: str = "") -> Any:
         """Return a request to the model.
@@ -108,66 +87,25 @@ class StageService:
             infer_request.raw_input_contents.append(raw)
         return infer_request
 
-    def call(self, request: Any, *, patiently: bool = False) -> Outputs:
+    def call(self, request: Any, *, starts: bool = False) -> Outputs:
         """Return the model's outputs, with their batch dimension. Blocks.
 
         Args:
             request: a request that `request` has built.
-            patiently: whether to repeat the call without limit while the service does not answer.
+            starts: whether the worker starts: it waits until a service answers, and its operator
+                may read addresses.
 
         Raises:
-            MaskserveError: the model's own error.
-            Overloaded: the service does not answer any more.
-            ConfigError: the server has no such model.
+            MaskserveError: the model's own error; or Overloaded, no service answers any more; or
+                EngineFailed, all serve other stages.
         """
-        begin, warned_at_s = 0.0, -_LOG_EVERY_S
-        while not self._closing.is_set():
-            try:
-                return _outputs(self._stub.ModelInfer(request, timeout=self._limit_s))
-            except grpc.RpcError as error:
-                code, details = error.code(), error.details() or ""
-                if has_code(details):
-                    raise relayed(details, "") from None
-                if code in _NO_SERVICE:
-                    problem = f"[stages] service: {self._url} has no {self._stage} ({details})"
-                    raise ConfigError(problem) from None
-                if self._closing.is_set():
-                    break
-                now_s = time.monotonic()
-                begin = begin or now_s
-                if patiently and now_s - warned_at_s > _LOG_EVERY_S:
-                    warned_at_s = now_s
-                    log.warning("waiting for the stage service at %s: %s", self._url, code.name)
-                is_over = self._is_lost or now_s - begin > self._patience_s
-                if not patiently and (is_over or code is grpc.StatusCode.DEADLINE_EXCEEDED):
-                    raise Overloaded(NO_ANSWER) from None
-            except ValueError:  # the channel was closed
-                if not self._closing.is_set():
-                    raise
-            self._closing.wait(_RETRY_S)
-        raise Overloaded("the worker is stopping")
-
-    def _watch(self) -> None:
-        """Ping the service, so that a worker without edits also notices an outage."""
-        last_ready_s, was_ready = time.monotonic(), True
-        ready_request = pb.ModelReadyRequest(name=self._stage)
-        while not self._closing.wait(_PING_EVERY_S):
-            try:
-                is_ready = self._stub.ModelReady(ready_request, timeout=_PING_TIMEOUT_S).ready
-            except grpc.RpcError:
-                is_ready = False
-            except ValueError:
-                return  # the channel is closed
-            if is_ready != was_ready:
-                was_ready = is_ready
-                state_text = "is back" if is_ready else "does not answer"
-                log.warning("the stage service at %s %s", self._url, state_text)
-            now_s = time.monotonic()
-            last_ready_s = now_s if is_ready else last_ready_s
-            is_lost = now_s - last_ready_s > self._patience_s
-            if is_lost != self._is_lost:
-                self._is_lost = is_lost
-                self._outages.mark(self._stage, lost=is_lost)
+        try:
+            return _outputs(self._replicas.call(request, self._limit_s, patiently=starts))
+        except NoAnswer:
+            raise Overloaded(NO_ANSWER) from None
+        except NotServed as error:
+            problem = next(iter(error.problems.values()))
+            raise EngineFailed(str(error) if starts else f"the stage service {problem}") from None
 
 
 class ForwardedStage(ABC):
@@ -187,10 +125,12 @@ class ForwardedStage(ABC):
     def __init__(self, api: Any, config: Config, revision: str) -> None:
         self._api = api
         self._service = StageService(config, self.stage, revision)
-        self._pool = ThreadPoolExecutor(_THREADS, f"{self.stage}-forward")
+        thread_count = _THREADS * len(config.stages.addresses)
+        self._pool = ThreadPoolExecutor(thread_count, f"{self.stage}-forward")
         try:
             self._open(config)
         except MaskserveError as error:
+            self.close()
             raise ConfigError(f"[stages] service: {error.message}") from None
         self._service.watch()
 
@@ -252,7 +192,7 @@ class ForwardedEncoder(ForwardedStage):
 
     def _open(self, config: Config) -> None:
         infer_request = self._service.request(batched({**_NO_EDIT, "REQUEST": PRIMING_PROMPT}))
-        prompt = self._service.call(infer_request, patiently=True)["CONDITIONING"]
+        prompt = self._service.call(infer_request, starts=True)["CONDITIONING"]
         FileStore(config.runtime_dir).write(PRIMING_PROMPT_FILE, prompt.tobytes())
 
     def _take(self, request: Any, answer: Answer) -> None:
@@ -287,6 +227,11 @@ class ForwardedDecoder(ForwardedStage):
             answer.finish(batched(outputs))
 
         self._forward(request, {**inputs, "CONTEXT": stripped_context[None]}, finish, fail)
+
+
+def _problem(error: MaskserveError) -> str:
+    """Return why a replica that answers with this error serves other stages; empty: it does not."""
+    return OTHER_STAGES if OTHER_STAGES in error.message else ""
 
 
 def _outputs(answer: Any) -> Outputs:

@@ -13,6 +13,8 @@ from maskserve_common.errors import EngineFailed
 
 REVISION = "stages_revision"
 """Parameter of a forwarded request: the digest of the stages that it is made for."""
+OTHER_STAGES = "has the encoder and decoder of another model"
+"""End of the error of a service that serves another model than the worker."""
 PRIMING_PROMPT = b'{"op":"priming_prompt"}'
 """REQUEST for the encoder's file of the empty prompt, returned as CONDITIONING; its pictures have
 no pixels."""
@@ -27,4 +29,4 @@ def check_revision(request: Any, revision: Callable[[], str]) -> None:
     """
     requested_revision = parameters(request).get(REVISION)
     if requested_revision is not None and requested_revision != revision():
-        raise EngineFailed("the stage service has the encoder and decoder of another model")
+        raise EngineFailed(f"the stage service {OTHER_STAGES}")

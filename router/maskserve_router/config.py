@@ -14,11 +14,11 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, structs
 
+from maskserve_common.addresses import is_address
 from maskserve_common.config import ConfigError, LimitsConfig, LogConfig, TraceConfig, ValuesConfig
 from maskserve_common.config_file import laid_over, read_tables, read_toml
 from maskserve_common.reading import Table
 from maskserve_common.routing.policies import POLICIES
-from maskserve_router.dns import is_address
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]

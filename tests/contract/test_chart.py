@@ -42,6 +42,7 @@ EVERYTHING = {
 ON_CPU = {"worker.gpu.count": "0", "image.tag": "cpu", "worker.model": "/opt/models/demo"}
 SERVICES = {
     "stages.enabled": "true",
+    "stages.replicas": "2",
     "stages.config": "[stages] # ours\nprompt_bytes = 1024\nservice_timeout_s = 20.0",
     "controls.enabled": "true",
     "controls.folder": "/models/nets",
@@ -287,7 +288,7 @@ def test_services_run_what_serve_takes_and_are_found(helm: Path) -> None:
         assert all(str(Path(folder).parent) in mounts for folder in config.nodes.folders().values())
     worker = config_of(tomllib.loads(one(resources, "ConfigMap", "-worker")["data"]["worker.toml"]))
     host, _, port = addresses["stages"].rpartition(":")
-    assert worker.stages.service == f"{host.removesuffix('.edits')}:{port}"
+    assert worker.stages.service == f"dns:{host.removesuffix('.edits')}:{port}"
     host, _, port = addresses["controls"].rpartition(":")
     assert worker.controls.service == f"{host.removesuffix('.edits')}:{port}"
     # What they say of these tables is said to workers, too, who wait for them; nothing else is.
@@ -310,7 +311,7 @@ def test_node_servers_are_scaled_by_what_routers_publish(helm: Path) -> None:
     name = f'{Metrics().nodes_busy._name}{{namespace="edits",model=~"find|segment"}}'
     assert trigger["metadata"]["query"] == f"sum(max by (model) ({name}))"
     assert "replicas" not in one(resources, "Deployment", "-nodes-find")["spec"]
-    assert one(resources, "Deployment", "-stages")["spec"]["replicas"] == 1
+    assert one(resources, "Deployment", "-stages")["spec"]["replicas"] == 2
 
 
 def test_a_router_that_is_to_have_keys_does_not_start_without(helm: Path, tmp_path: Path) -> None:

@@ -55,12 +55,13 @@ def test_workers_are_reached_by_the_router_and_prometheus_alone() -> None:
         return set(SERVICES[name].get("networks", ("default",)))
 
     assert len(WORKERS) == 11
-    assert all(networks(name) - {"controls"} == {"workers"} for name in WORKERS)
+    assert all(networks(name) - {"stages", "controls"} == {"workers"} for name in WORKERS)
     client_services = {name for name in SERVICES if "workers" in networks(name)} - set(WORKERS)
     assert client_services == {*ROUTERS, "prometheus"}
     assert {name for name in SERVICES if "nodes" in networks(name)} == {"nodes", "router-hosts"}
-    assert {name for name in SERVICES if "controls" in networks(name)} == {"controls", "edits"}
-    assert not any(SERVICES[name].get("ports") for name in (*WORKERS, "nodes"))
+    for service in ("stages", "controls"):
+        assert {name for name in SERVICES if service in networks(name)} == {service, "edits"}
+    assert not any(SERVICES[name].get("ports") for name in (*WORKERS, "stages", "nodes"))
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -124,9 +125,9 @@ def test_a_router_finds_the_workers_and_is_found(name: str) -> None:
     assert aliases(SERVICES[name]) == ["routers"]
 
 
-def test_hosts_are_workers_with_shared_stages_a_node_server_and_controlnets() -> None:
+def test_hosts_are_workers_two_stage_services_a_node_server_and_controlnets() -> None:
     edits, nodes = served("edits"), served("nodes")
-    assert (edits.workers, bool(edits.stages_device), edits.nodes) == (2, True, None)
+    assert (edits.workers, edits.stages_device, edits.nodes) == (2, "", None)
     assert (nodes.workers, nodes.host) == (0, "0.0.0.0")
     assert SERVICES["nodes"]["volumes"] == [f"./deploy/nodes.toml:{nodes.nodes}:ro"]
     ports = Ports.of_nodes(DEFAULT_BASE_PORT)
@@ -134,6 +135,12 @@ def test_hosts_are_workers_with_shared_stages_a_node_server_and_controlnets() ->
     router = router_parser().parse_args(SERVICES["router-hosts"]["command"][1:])
     assert router.node == [f"dns:nodes:{ports.grpc}"]
     assert aliases(SERVICES["nodes"]) == ["nodes"]
+    stages = served("stages")
+    assert (stages.workers, stages.host, stages.model) == (0, "0.0.0.0", edits.model)
+    assert SERVICES["stages"]["deploy"] == {"replicas": 2}
+    assert aliases(SERVICES["stages"]) == ["stages"]
+    stage_ports = Ports.of_stages(DEFAULT_BASE_PORT)
+    assert f":{stage_ports.http}/v2/health/ready" in SERVICES["stages"]["healthcheck"]["test"][-1]
     controls = served("controls")
     assert (controls.workers, controls.host, controls.model) == (0, "0.0.0.0", edits.model)
     ports = Ports.of_controlnet(DEFAULT_BASE_PORT)
@@ -141,7 +148,9 @@ def test_hosts_are_workers_with_shared_stages_a_node_server_and_controlnets() ->
     assert aliases(SERVICES["controls"]) == ["controls"]
     tables = [load_config(ROOT / "deploy" / name) for name in ("edits.toml", "worker.toml")]
     assert tables[0].controls.service == f"controls:{ports.grpc}"
-    assert replace(tables[0], controls=tables[1].controls) == tables[1]
+    assert tables[0].stages.service == f"dns:stages:{stage_ports.grpc}"
+    as_others = replace(tables[0], stages=tables[1].stages, controls=tables[1].controls)
+    assert as_others == tables[1]
     of_image = dict(re.findall(r"^COPY (assets/\S+) (\S+)$", DOCKERFILE, flags=re.MULTILINE))
     assert of_image["assets/workflows"] == router.workflows
     assert of_image["assets/controlnets"] == edits.controlnets == controls.controlnets

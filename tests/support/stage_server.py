@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import queue
 import threading
+import time
 from collections.abc import Mapping
 from concurrent import futures
 from typing import Any
@@ -31,17 +32,25 @@ class StageServer:
         api: the Triton API of the stages.
         stages: by name.
         port: 0 for a free one.
+        host: address to listen at.
     """
 
-    def __init__(self, api: FakeTriton, stages: Mapping[str, Any], port: int = 0) -> None:
+    def __init__(
+        self,
+        api: FakeTriton,
+        stages: Mapping[str, Any],
+        port: int = 0,
+        host: str = "127.0.0.1",
+    ) -> None:
         self.api = api
         self.models = {name: _Model(stage) for name, stage in stages.items()}
         self._server = grpc.server(
             futures.ThreadPoolExecutor(32), options=[("grpc.so_reuseport", 0)]
         )
         service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(_Service(self), self._server)
-        self.port = self._server.add_insecure_port(f"127.0.0.1:{port}")
-        self.url = f"127.0.0.1:{self.port}"
+        self.port = self._server.add_insecure_port(f"{host}:{port}")
+        self.url = f"{host}:{self.port}"
+        self.is_silent = threading.Event()
 
     def __enter__(self) -> StageServer:
         self._server.start()
@@ -52,9 +61,14 @@ class StageServer:
 
     def kill(self) -> None:
         """End the server with all its requests."""
+        self.is_silent.clear()
         self._server.stop(0).wait()
         for model in self.models.values():
             model.end()
+
+    def fall_silent(self) -> None:
+        """Answer nothing more, with all connections open, as a stopped process."""
+        self.is_silent.set()
 
 
 class _Model:
@@ -66,6 +80,8 @@ class _Model:
         self.idle.set()
         self.waiting: queue.Queue[Request | None] = queue.Queue()
         self.has_begun = False
+        self.pending: set[Request] = set()
+        """Requests that have come and are not answered."""
         self._stage = stage
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -93,6 +109,8 @@ class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
         self._server = server
 
     def ModelReady(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
+        while self._server.is_silent.is_set() and context.is_active():
+            time.sleep(0.05)
         return service_pb2.ModelReadyResponse(ready=request.name in self._server.models)
 
     def ModelInfer(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
@@ -119,10 +137,14 @@ class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
                 )  # makes it writable
             tensors[declaration.name] = array.reshape(tuple(declaration.shape))
         call = self._server.api.request(json.dumps(parameters), **tensors)
+        model.pending.add(call)
         model.waiting.put(call)
-        while not call.sender.finished.wait(0.05):
-            if not context.is_active():
-                context.abort(grpc.StatusCode.UNAVAILABLE, "killed")
+        try:
+            while not call.sender.finished.wait(0.05) or self._server.is_silent.is_set():
+                if not context.is_active():
+                    context.abort(grpc.StatusCode.UNAVAILABLE, "killed")
+        finally:
+            model.pending.discard(call)
         reply = call.sender.sent[-1]
         if reply.has_error():
             context.abort(grpc.StatusCode.INTERNAL, reply.error().message())

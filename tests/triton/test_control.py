@@ -176,15 +176,19 @@ def test_status_says_which_stages_are_away(
     api: FakeTriton, config: Config, beat: Callable[..., None]
 ) -> None:
     beat(state="ready", nodes=(NodeStatus("denoiser", "tiny", "ready"),))
-    served = structs.replace(config, stages=StagesConfig(service="127.0.0.1:1"))
+    served = structs.replace(config, stages=StagesConfig(service="a:1,b:1"))
     control = WorkerControl(api, served)
     try:
-        for away in (True, False):
-            StageOutages(served).mark("decoder", lost=away)
+        for last, away in (("loading", True), ("ready", False)):
+            StageOutages(served).mark("decoder", {"a:1": "failed", "b:1": last})
             status = ask(api, control, {"op": "status"})
             states = {node["name"]: node["state"] for node in status["nodes"]}
             decoder = "loading" if away else "ready"
             assert states == {"denoiser": "ready", "encoder": "ready", "decoder": decoder}
+            assert status["services"] == [
+                {"name": "a:1", "model": "decoder", "state": "failed"},
+                {"name": "b:1", "model": "decoder", "state": last},
+            ]
             keys = WorkerStatus.__struct_fields__
             record = {name: value for name, value in status.items() if name in keys}
             assert WorkerStatus.from_json(json.dumps(record)).takes_edits == (not away)

@@ -587,12 +587,12 @@ def test_no_edit_is_taken_while_the_stage_service_is_away(
     away = StageOutages(served)
     front = EditFront(api, served, FILL_FACTS, "edit", streaming=False)
     try:
-        away.mark("encoder", lost=True)
+        away.mark("encoder", {"127.0.0.1:1": "loading"})
         refused, accepted = edit(api), edit(api)
         front.execute([refused])
         text, code = error_of(refused)
         assert (text, code) == (f"[OVERLOADED] {NO_ANSWER}", api.TritonError.UNAVAILABLE)
-        away.mark("encoder", lost=False)
+        away.mark("encoder", {"127.0.0.1:1": "ready"})
         api.models["edit_pipeline"] = final
         front.execute([accepted])
         assert accepted.sender.wait().text("IMAGE") == b"picture"

@@ -4,7 +4,9 @@ fails, is killed, or is another. tests/unit/engine/stages/test_shared_stages.py 
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -18,13 +20,13 @@ from msgspec.structs import replace
 
 from maskserve_common.config import Config, ConfigError, StagesConfig
 from maskserve_common.contracts.postprocess_context import NOTHING, PostprocessContext, request_in
-from maskserve_common.errors import InvalidRequest
+from maskserve_common.errors import EngineFailed, InvalidRequest
 from maskserve_common.files.stages import NO_ANSWER, PRIMING_PROMPT_FILE, StageOutages
 from maskserve_common.tracing import make_tracer
-from maskserve_triton import forwarded_stages as stages
+from maskserve_triton import replicas
 from maskserve_triton.forwarded_stages import ForwardedDecoder, ForwardedEncoder, ForwardedStage
 from maskserve_triton.stage_requests import NO_PIXELS, PRIMING_PROMPT, check_revision
-from maskserve_triton.tensor_io import Outputs, failed_event, read_bytes
+from maskserve_triton.tensor_io import Outputs, error_response, failed_event, read_bytes
 from maskserve_triton.together import Together, batched, view_item
 from tests.fakes.pb_utils import FakeTriton, Request
 from tests.support.draws import fresh_rng
@@ -108,6 +110,21 @@ class Decoder:
         return {"PIXELS": NO_PIXELS, "META": meta, "CONTEXT": NOTHING}
 
 
+class Foreign:
+    """An encoder of another model."""
+
+    def __init__(self, api: FakeTriton) -> None:
+        self._api = api
+
+    def execute(self, requests: list[Any]) -> None:
+        for request in requests:
+            with pytest.raises(EngineFailed) as refused:
+                check_revision(request, lambda: "another")
+            answer = error_response(self._api, refused.value)
+            flags = self._api.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+            request.get_response_sender().send(answer, flags=flags)
+
+
 class Site:
     """Stages of a worker's own, a service with such, and workers that ask it."""
 
@@ -122,6 +139,10 @@ class Site:
             "encoder": Encoder(self._api, self._config),
             "decoder": Decoder(self._api, self._config),
         }
+
+    def new_server(self) -> StageServer:
+        """A second replica."""
+        return self._opened.enter_context(StageServer(self._api, self.new_stages()))
 
     def worker(self, name: str = "worker", **keys: Any) -> Config:
         """The configuration of one that asks the service."""
@@ -295,7 +316,7 @@ def test_a_worker_waits_for_its_service_to_start(
 
     def wait(event: threading.Event, timeout: float | None = None) -> bool:
         """The service starts once it was asked in vain for longer than edits would wait."""
-        if timeout == stages._RETRY_S:
+        if timeout == replicas._RETRY_S:
             tries.append(timeout)
             if len(tries) == 5:
                 opened.enter_context(StageServer(api, site.new_stages(), port))
@@ -307,8 +328,130 @@ def test_a_worker_waits_for_its_service_to_start(
     answer_to(encoder, to_encode(api))
 
 
+def test_requests_go_to_the_replica_with_the_fewest(api: FakeTriton, site: Site) -> None:
+    servers = [site.server, site.new_server(), site.new_server()]
+    names = ", ".join(server.url for server in servers)
+    encoder = site.open(ForwardedEncoder, site.worker(service=names))
+    models = [server.models["encoder"] for server in servers]
+    for model in models:
+        model.idle.clear()
+    shares = []
+    for count in range(1, 10):
+        request = to_encode(api)
+        encoder.execute([request])
+        eventually("it has come", lambda n=count: sum(len(m.pending) for m in models) == n)
+        shares.append(sorted(len(model.pending) for model in models))
+    assert shares[2::3] == [[n, n, n] for n in (1, 2, 3)]
+    for model in models:
+        model.idle.set()
+
+
+@pytest.mark.parametrize("how", ["killed", "deaf"])
+def test_a_replica_that_ends_loses_no_request(api: FakeTriton, site: Site, how: str) -> None:
+    """At any moment: the other answers with the same bytes, long before a service is given up."""
+    rng = fresh_rng()
+    other = site.new_server()
+    config = site.worker(service=f"{site.server.url},{other.url}")
+    opened = {"encoder": ForwardedEncoder, "decoder": ForwardedDecoder}
+    stages = {name: site.open(kind, config) for name, kind in opened.items()}
+    makers = {"encoder": to_encode, "decoder": to_decode}
+    names = [str(rng.choice(list(stages))) for _ in range(40)]
+    requests = [makers[name](api) for name in names]
+    expected = [
+        answer_to(site.local_stages[name], again(api, request))
+        for name, request in zip(names, requests, strict=True)
+    ]
+    for model in site.server.models.values():
+        model.idle.clear()
+    end_at = int(rng.integers(4, 36))
+    for number, (name, request) in enumerate(zip(names, requests, strict=True)):
+        stages[name].execute([request])
+        if number == end_at:
+            models = site.server.models.values()
+            eventually("it has requests", lambda m=models: any(model.pending for model in m))
+            site.server.kill() if how == "killed" else site.server.fall_silent()
+    answers = [tensors_of(request) for request in requests]
+    for answer in (*answers, *expected):
+        answer.pop("ENCODED", None)  # it says how many shared a call
+    assert answers == expected
+    assert StageOutages(config).names() == []
+
+
+def test_a_replica_away_is_told_and_found_again(api: FakeTriton, site: Site) -> None:
+    other = site.new_server()
+    config = site.worker(service=f"{site.server.url},{other.url}", service_timeout_s=0.2)
+    encoder, away = site.open(ForwardedEncoder, config), StageOutages(config)
+
+    def states() -> dict[str, str]:
+        return {node.name: node.state for node in away.services()}
+
+    assert states() == {site.server.url: "ready", other.url: "ready"}
+    other.kill()
+    eventually("it is missed", lambda: states()[other.url] == "loading", 60)
+    assert (states()[site.server.url], away.names()) == ("ready", [])
+    answer_to(encoder, to_encode(api))
+    with StageServer(api, site.new_stages(), other.port) as same:
+        eventually("it is back", lambda: states()[other.url] == "ready", 60)
+        model = site.server.models["encoder"]
+        model.idle.clear()
+        requests = [to_encode(api) for _ in range(6)]
+        encoder.execute(requests)
+        eventually("both have some", lambda: model.pending and same.models["encoder"].has_begun)
+        model.idle.set()
+        for request in requests:
+            tensors_of(request)
+
+
+def test_a_replica_of_another_model_is_refused_and_the_others_go_on(
+    api: FakeTriton, site: Site, opened: ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkey = opened.enter_context(pytest.MonkeyPatch.context())
+    foreign = site.new_server()
+    monkey.setattr(foreign.models["encoder"], "_stage", Foreign(api))
+    empty = opened.enter_context(StageServer(api, {}))
+    addresses = [foreign.url, empty.url, site.server.url]
+    config = site.worker(service=",".join(addresses))
+    encoder = site.open(ForwardedEncoder, config)
+    for _ in range(5):
+        request = to_encode(api)
+        expected = answer_to(site.local_stages["encoder"], again(api, request))
+        assert answer_to(encoder, request) == expected
+    states = {node.name: node.state for node in StageOutages(config).services()}
+    assert states == {foreign.url: "failed", empty.url: "failed", site.server.url: "ready"}
+    assert f"{foreign.url} has the encoder and decoder of another model" in caplog.text
+    assert f"{empty.url} has no encoder" in caplog.text
+    with pytest.raises(ConfigError, match=rf"{foreign.url} has the .*; {empty.url} has no encoder"):
+        site.open(ForwardedEncoder, site.worker(service=",".join(addresses[:2])))
+
+
+def test_replicas_behind_a_name_are_found_anew(
+    api: FakeTriton, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both of one port, as pods have it."""
+    port, hosts, tries = site.server.port, ["127.0.0.1"], itertools.count()
+
+    def addresses_of(host: str, port: int, **more: Any) -> Any:
+        assert host == "stages"
+        if next(tries) < 3:
+            raise OSError("no such name yet")
+        return [(None, None, None, "", (address, port)) for address in hosts]
+
+    monkeypatch.setattr("socket.getaddrinfo", addresses_of)
+    monkeypatch.setattr(replicas, "_RESOLVE_EVERY_S", 0.01)
+    config = site.worker(service=f"dns:stages:{port}")
+    encoder, away = site.open(ForwardedEncoder, config), StageOutages(config)
+    answer_to(encoder, to_encode(api))
+    with StageServer(api, site.new_stages(), port, "127.0.0.2") as other:
+        hosts[:] = ["127.0.0.2"]
+        eventually("it is found", lambda: [n.name for n in away.services()] == [other.url])
+        request = to_encode(api)
+        answer_to(encoder, request)
+        assert other.models["encoder"].has_begun
+
+
 def test_a_service_of_another_model_is_refused(api: FakeTriton, site: Site) -> None:
-    with pytest.raises(ConfigError, match=r"\[stages\] service: the stage service .* of another"):
+    problem = f"[stages] service: {site.server.url} has the encoder and decoder of another model"
+    with pytest.raises(ConfigError, match=re.escape(problem)):
         site.open(ForwardedEncoder, site.worker(), "of others")
     decoder = site.open(ForwardedDecoder, site.worker(), "of others")
     meta = json.loads(answer_to(decoder, to_decode(api))["META"][2][0][0])

@@ -90,10 +90,12 @@ class Served:
 
 
 class NodeStatus(msgspec.Struct):
-    """A part of a worker that runs a model of its own, step by step."""
+    """A part of a worker that runs a model of its own, step by step, or a service that runs one for
+    it.
+    """
 
     name: str
-    """Such as `denoiser`; no other node of the worker has it."""
+    """Such as `denoiser`; no other node of the worker has it. The address of a service."""
     model: str
     state: State
 
@@ -208,6 +210,9 @@ class WorkerStatus(msgspec.Struct):
     """Stages and engine of an edit's steps; `state` is that of the engine that runs them. Empty in
     records of versions without nodes.
     """
+    services: tuple[NodeStatus, ...] = ()
+    """Services that run stages of the worker, by address, with the stage as their model. One that
+    is away does not keep the worker from taking edits."""
     values: ValuesHeld = ValuesHeld()
     """Values in files, at the time when the record is read."""
     version: int = VERSION

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,18 +15,18 @@ from maskserve_router.dns import Discovery
 async def test_a_reload_is_not_undone_by_a_resolution_under_way(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    goes_on, servers = asyncio.Event(), set[str]()
+    goes_on, servers = threading.Event(), set[str]()
 
-    async def addresses_of(host: str, port: int, **more: Any) -> Any:
+    def addresses_of(host: str, port: int, **more: Any) -> Any:
         if host == "old":
-            await goes_on.wait()
+            assert goes_on.wait(60)
         return [(None, None, None, "", (f"{host}-1", port))]
 
     def changed(new: Sequence[str], removed: Sequence[str]) -> None:
         servers.update(new)
         servers.difference_update(removed)
 
-    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", addresses_of)
+    monkeypatch.setattr("socket.getaddrinfo", addresses_of)
     discovery = Discovery(["dns:old:9"], 60.0, changed)
     ready = asyncio.create_task(discovery.ready())
     await asyncio.sleep(0)

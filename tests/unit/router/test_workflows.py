@@ -392,12 +392,12 @@ async def test_of_calls_at_node_servers_each_key_has_its_turn() -> None:
 async def test_servers_behind_a_name_are_found_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     call_addresses, host_addresses, goes_on = [], ["10.0.0.1"], asyncio.Event()
 
-    async def resolve(host: str, port: int, **more: Any) -> Any:
+    def resolve(host: str, port: int, **more: Any) -> Any:
         if not host_addresses:
             raise OSError("no such name")
         return [(None, None, None, "", (address, port)) for address in host_addresses]
 
-    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", resolve)
+    monkeypatch.setattr("socket.getaddrinfo", resolve)
     monkeypatch.setattr(node_pool, "_RESOLVE_S", 0.001)
 
     class Served(NodePool):
