@@ -1,142 +1,154 @@
-"""Fair queue of keys: the work that each key has received on a worker, and the rows that step
-together.
+"""The one queue in which items of several keys wait for places: edits and calls at the router,
+tickets of a worker, jobs of threads. Callers add the wait, of a future or of a thread.
+
+The next place goes to the key that holds fewest places; among equal keys, to the one that was
+served longest ago (`maskserve_common.shares`). Of a key's items, the most urgent one is next, then
+the oldest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Protocol, TypeVar
+import heapq
+import itertools
+import sys
+from bisect import bisect_left, insort
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
-from maskserve_common.contracts.keys import scope_of
+from maskserve_common.shares import Shares
 
-
-class KeyedRow(Protocol):
-    """The part of a ticket that the fair queue reads."""
-
-    @property
-    def request_id(self) -> str: ...
-
-    @property
-    def active_tokens(self) -> int: ...
-
-    @property
-    def seconds(self) -> tuple[float, ...]: ...
-
-    @property
-    def shared(self) -> float: ...
+T = TypeVar("T")
 
 
-T = TypeVar("T", bound=KeyedRow)
-_HEAVY = 1e30
+@dataclass(slots=True, eq=False)
+class Turn(Generic[T]):
+    """The turn of a waiting item."""
+
+    order: tuple[float, int]
+    """Urgency and number, which are unique; the lowest of a key is next."""
+    key: Hashable
+    item: T
+    line: Hashable
+
+    def __lt__(self, other: Turn[T]) -> bool:
+        return self.order < other.order
 
 
-_MEMORY = 64
-"""Steps after which about a third of a key's work still counts."""
-_FAR = 8
-"""Steps of work by which a key must lag before it steps alone."""
+class FairQueue(Generic[T]):
+    """Waiting items, and the places that each key holds; for one thread or event loop.
 
+    A dispatch reads one item of each key, however many wait.
 
-class KeyWork:
-    """Recent work of each key; the key with least lags. Keys that send requests only occasionally
-    are served before busy keys. Earlier work decays, so a busy key never waits long, and two busy
-    keys share equally.
+    Args:
+        places: places of all keys (`held.budget`); 0: the caller knows which are free.
+        most_waiting: most items that may wait; each key has a share of them (`check_room`).
     """
 
-    def __init__(self) -> None:
-        self._used: dict[str, float] = {}
-        self._weight = 1.0
-        """Weight of work that is added now. It grows, so that earlier work counts less."""
+    def __init__(self, places: int = 0, most_waiting: int = sys.maxsize) -> None:
+        self.held, self.waiting = Shares(places), Shares(most_waiting)
+        self._lines: dict[Hashable, dict[Hashable, list[Turn[T]]]] = {}
+        """Key -> line -> turns in order; none is empty."""
+        self._number = 0
 
-    def add(self, key: str, work: float, steps: float = 1.0) -> None:
-        """Record the work that a key has received, `steps` after the previous key."""
-        self._weight *= (1 + 1 / _MEMORY) ** steps
-        self._used[key] = self._used.get(key, 0.0) + work * self._weight
-        if self._weight > _HEAVY:
-            scaled = ((key, total / self._weight) for key, total in self._used.items())
-            self._used = {key: total for key, total in scaled if total > 1 / _HEAVY}
-            self._weight = 1.0
+    def __len__(self) -> int:
+        return self.waiting.total
 
-    def used(self, key: str) -> float:
-        """Return the decayed work that a key has received."""
-        return self._used.get(key, 0.0) / self._weight
-
-    def furthest_behind(self, keys: Iterable[str]) -> str:
-        """Return the key that has received least."""
-        return min(keys, key=lambda key: self._used.get(key, 0.0))
-
-    def lag(self, key: str, keys: Iterable[str]) -> float:
-        """Return the work that the busiest of these keys has received beyond this key's."""
-        most = max(self._used.get(other_key, 0.0) for other_key in keys)
-        return (most - self._used.get(key, 0.0)) / self._weight
-
-
-class FairQueue:
-    """Gives each of n keys at least an nth of the speed that it would have alone, however many rows
-    the others have.
-
-    A key may have any number of rows, and each makes the step longer for all. So if several keys
-    have rows, no key adds more work to a step than the key with least work. The fixed cost of a
-    step is shared: on a device on which more rows cost little, all of them fit. Rows of a key that
-    do not fit alternate. If rows of several keys cannot share a step, their batches alternate by
-    the work that each key received. A key that received little work recently has the step's time to
-    itself; others join if that costs nothing.
-    """
-
-    def __init__(self) -> None:
-        self._work = KeyWork()
-        self._stepped: dict[str, int] = {}
-        """Request id -> number of its last step."""
-        self._step = 0
-
-    def next(self, live: Sequence[KeyedRow]) -> str | None:
-        """Return the key that is served next; None: all rows belong to one key."""
-        keys = dict.fromkeys(map(_key_of, live))
-        return self._work.furthest_behind(keys) if len(keys) > 1 else None
-
-    def rows(self, batch: Sequence[T], live: Sequence[KeyedRow]) -> tuple[T, ...]:
-        """Return the rows of a batch that step now.
+    def put(self, key: Hashable, item: T, urgency: float = 0.0, line: Hashable = None) -> Turn[T]:
+        """Add an item, even beyond `most_waiting`.
 
         Args:
-            batch: rows that may share a step, at least one of the key that `next` names.
-            live: all rows.
+            key: key that the place is booked to.
+            item: the waiting item.
+            urgency: lowest is first among the key's items (`maskserve_common.shares.urgency`).
+            line: items of one key and line fit the same places.
         """
-        self._step += 1
-        work_by_key: dict[str, float] = {}
-        for ticket in live:
-            work_by_key[_key_of(ticket)] = work_by_key.get(_key_of(ticket), 0.0) + _work(ticket)
-        shared = max(ticket.shared for ticket in live)
-        if len(work_by_key) == 1:
-            self._stepped = {}
-            self._work.add(_key_of(batch[0]), sum(map(_work, batch)) + shared)
-            return tuple(batch)
-        first = self._work.furthest_behind(work_by_key)
-        steps_alone = self._work.lag(first, work_by_key) > _FAR * (work_by_key[first] + shared)
-        free = shared * (1 - 1 / len(work_by_key))
-        bound = min(work_by_key.values()) + free
-        granted_work: dict[str, float] = {}
-        chosen = set()
-        for ticket in sorted(batch, key=lambda ticket: self._stepped.get(ticket.request_id, 0)):
-            key, work = _key_of(ticket), _work(ticket)
-            joins = key not in granted_work and (key == first or not steps_alone)
-            if joins or granted_work.get(key, 0.0) + work <= (
-                free if steps_alone and key != first else bound
-            ):
-                granted_work[key] = granted_work.get(key, 0.0) + work
-                chosen.add(ticket.request_id)
-        for key, work in granted_work.items():
-            self._work.add(key, work + shared / len(granted_work))
-        ids = {ticket.request_id for ticket in live}
-        self._stepped = {name: at for name, at in self._stepped.items() if name in ids}
-        self._stepped.update(dict.fromkeys(chosen, self._step))
-        return tuple(ticket for ticket in batch if ticket.request_id in chosen)
+        self._number += 1
+        turn = Turn((urgency, self._number), key, item, line)
+        insort(self._lines.setdefault(key, {}).setdefault(line, []), turn)
+        self.waiting.book(key)
+        return turn
 
+    def cancel(self, turn: Turn[T]) -> bool:
+        """Remove an item. Return False if it waits no longer."""
+        lines = self._lines.get(turn.key, {})
+        line = lines.get(turn.line, [])
+        index = bisect_left(line, turn)
+        if index == len(line) or line[index] is not turn:
+            return False
+        del line[index]
+        if not line:
+            del lines[turn.line]
+        if not lines:
+            del self._lines[turn.key]
+        self.waiting.give_back(turn.key)
+        return True
 
-def _key_of(ticket: KeyedRow) -> str:
-    return scope_of(ticket.request_id)
+    def offers(self) -> Iterator[Turn[T]]:
+        """Yield the turns to which the next free place is offered, one after another.
 
+        The caller takes or cancels each, or leaves it, and then the rest of its line gets no offer.
+        """
+        heads = [
+            (self.held.rank(key), line[0])
+            for key, lines in self._lines.items()
+            for line in lines.values()
+        ]
+        heapq.heapify(heads)
+        while heads:
+            rank, turn = heads[0]
+            if rank != self.held.rank(turn.key):  # another line of the key took a place
+                heapq.heapreplace(heads, (self.held.rank(turn.key), turn))
+                continue
+            yield turn
+            line = self._lines.get(turn.key, {}).get(turn.line)
+            if line is None or line[0] is turn:
+                heapq.heappop(heads)
+            else:
+                heapq.heapreplace(heads, (self.held.rank(turn.key), line[0]))
 
-def _work(ticket: KeyedRow) -> float:
-    """Return what the row adds to a step: seconds, or tokens if seconds are unknown."""
-    if not ticket.seconds:
-        return float(ticket.active_tokens)
-    return ticket.seconds[0] - ticket.shared
+    def take(self, turn: Turn[T]) -> None:
+        """Remove an item, whose key holds a place from now on."""
+        self.cancel(turn)
+        self.held.book(turn.key)
+
+    def give_back(self, key: Hashable) -> None:
+        """Return a place of the key."""
+        self.held.give_back(key)
+
+    def order(self) -> Iterator[Turn[T]]:
+        """Yield the turns in the order in which they get places if none is given back.
+
+        The queue must not change meanwhile.
+        """
+        heads: list[tuple[tuple[int, int], Turn[T], Iterator[Turn[T]]]] = []
+        for key, lines in self._lines.items():
+            merged = heapq.merge(*lines.values())
+            heads.append((self.held.rank(key), next(merged), merged))
+        heapq.heapify(heads)
+        for number in itertools.count(self.held.served + 1):
+            if not heads:
+                return
+            (held, _), turn, turns = heads[0]
+            yield turn
+            if (following := next(turns, None)) is None:
+                heapq.heappop(heads)
+            else:
+                heapq.heapreplace(heads, ((held + 1, number), following, turns))
+
+    def check_room(self, key: Hashable) -> None:
+        """Check that one more item of the key may wait.
+
+        Raises:
+            Full: too many items wait, in all or of this key.
+        """
+        self.waiting.check(key)
+
+    def check_integrity(self) -> bool:
+        """Whether all structures agree."""
+        lines = [line for lines in self._lines.values() for line in lines.values()]
+        return (
+            all(self._lines.values())
+            and all(line and line == sorted(line) for line in lines)
+            and sum(map(len, lines)) == len(self)
+        )

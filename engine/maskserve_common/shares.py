@@ -9,7 +9,7 @@ rules bound every shared resource (bytes in memory, edits, files, threads):
   the number of keys (Choudhury and Hahne's dynamic thresholds, 1998). A key that uses nothing may
   take one unit if any is free. EVERYBODY, for clients without keys, may use the whole budget.
 - the *turn*: the next waiting item is one of the key that uses least; among equal keys, of the one
-  that was served longest ago. So a busy key waits only behind itself.
+  that was served longest ago (`rank`). So a busy key waits only behind itself.
 
 Resources that return by themselves, such as an edit's row, need turns only: one key alone may use
 all (`book`). Resources that stay as long as their user likes need shares (`take`, `hold`).
@@ -18,15 +18,13 @@ all (`book`). Resources that stay as long as their user likes need shares (`take
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
 
 EVERYBODY = ""
 """Key of clients that are not distinguished (`contracts.keys.NO_SCOPE`)."""
 _REMEMBERED = 4096
 """Idle keys whose last turn is remembered."""
-T = TypeVar("T")
 
 
 class Full(Exception):
@@ -70,16 +68,17 @@ class Shares:
         self._in_use: Counter[Hashable] = Counter()
         self._served_at: OrderedDict[Hashable, int] = OrderedDict()
         """Key -> number of its last turn."""
-        self._served = 0
+        self.served = 0
+        """Number of the last turn."""
 
     def in_use(self, key: Hashable) -> int:
         """Units that the key uses."""
         return self._in_use[key]
 
     @property
-    def keys(self) -> int:
-        """Number of keys that use anything."""
-        return len(self._in_use)
+    def free(self) -> int:
+        """Units that nobody uses."""
+        return self.budget - self.total
 
     def room(self, key: Hashable) -> int:
         """Units that the key may take on now."""
@@ -90,21 +89,25 @@ class Shares:
         return max(self._in_use, key=self._in_use.__getitem__, default=EVERYBODY)
 
     def take(self, key: Hashable, size: int = 1) -> None:
-        """Take `size` more units for the key, and record its turn.
+        """Take `size` more units for the key, and record its turn; raises as `check`."""
+        self.check(key, size)
+        self.book(key, size)
+
+    def check(self, key: Hashable, size: int = 1) -> None:
+        """Check that the key may take `size` more units.
 
         Raises:
             Full: there is no room for it.
         """
         if size > self.room(key):
-            raise Full(of_key=size <= self.budget - self.total)
-        self.book(key, size)
+            raise Full(of_key=size <= self.free)
 
     def book(self, key: Hashable, size: int = 1) -> None:
         """Record a use without a check, where keys share turns only."""
         self.total += size
         self._in_use[key] += size
-        self._served += 1
-        self._served_at[key] = self._served
+        self.served += 1
+        self._served_at[key] = self.served
         self._served_at.move_to_end(key)
         if len(self._served_at) > _REMEMBERED:
             self._served_at.popitem(last=False)
@@ -125,21 +128,9 @@ class Shares:
         finally:
             self.give_back(key, size)
 
-    def fair_order(self, waiting: Iterable[T], key_of: Callable[[T], Hashable]) -> list[T]:
-        """Return the waiting items in the order of their turns.
-
-        Args:
-            waiting: items; those of one key in the order in which they are served.
-            key_of: returns an item's key.
-        """
-        ahead = Counter(self._in_use)
-        ranked = []
-        for place, waiter in enumerate(waiting):
-            key = key_of(waiter)
-            ranked.append((ahead[key], self._served_at.get(key, 0), place, waiter))
-            ahead[key] += 1
-        ranked.sort(key=lambda rank: rank[:3])
-        return [waiter for *_, waiter in ranked]
+    def rank(self, key: Hashable) -> tuple[int, int]:
+        """Return the key's place in the order of turns: the lowest is next."""
+        return self._in_use[key], self._served_at.get(key, 0)
 
 
 def urgency(

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 
-from maskserve_common.shares import Full, Shares
+from maskserve_common.fair_queue import FairQueue
 
 
 class FairThreads:
@@ -36,10 +36,10 @@ class FairThreads:
         # On Linux a thread has a niceness of its own.
         self._threads = ThreadPoolExecutor(threads, name, os.nice, (nice,))
         self._lock = threading.Lock()
-        self._busy = Shares(threads)
-        self._queued = Shares(sys.maxsize if most_waiting is None else most_waiting)
+        self._queue: FairQueue[Callable[[], None]] = FairQueue(
+            threads, sys.maxsize if most_waiting is None else most_waiting
+        )
         self._short_jobs = short_jobs
-        self._waiting: list[tuple[Hashable, Callable[[], None]]] = []
 
     def submit(self, key: Hashable, job: Callable[[], None]) -> None:
         """Run a job in its turn; nobody sees its exceptions.
@@ -48,41 +48,33 @@ class FairThreads:
             Full: too many jobs wait, in all or of this key.
         """
         with self._lock:
-            self._queued.take(key)
-            self._waiting.append((key, job))
+            self._queue.check_room(key)
+            self._queue.put(key, job)
             self._dispatch()
 
     @property
     def idle(self) -> bool:
         """Whether nothing runs and nothing waits."""
-        return not self._busy.total and not self._waiting
+        return not self._queue.held.total and not len(self._queue)
 
     def close(self) -> None:
         """Start no more jobs; running ones continue."""
         with self._lock:
-            self._waiting.clear()
+            for turn in list(self._queue.order()):
+                self._queue.cancel(turn)
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _dispatch(self) -> None:
-        for queued_job in self._busy.fair_order(self._waiting, lambda waiting: waiting[0]):
-            key, job = queued_job
-            if self._short_jobs:
-                if self._busy.total == self._busy.budget:
-                    return
-                self._busy.book(key)
-            else:
-                try:
-                    self._busy.take(key)
-                except Full:
-                    continue
-            self._waiting.remove(queued_job)
-            self._queued.give_back(key)
-            self._threads.submit(self._run, key, job)
+        held = self._queue.held
+        for turn in self._queue.offers():
+            if (held.free if self._short_jobs else held.room(turn.key)) > 0:
+                self._queue.take(turn)
+                self._threads.submit(self._run, turn.key, turn.item)
 
     def _run(self, key: Hashable, job: Callable[[], None]) -> None:
         try:
             job()
         finally:
             with self._lock:
-                self._busy.give_back(key)
+                self._queue.give_back(key)
                 self._dispatch()

@@ -11,15 +11,14 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from bisect import insort
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from maskserve_common.contracts.keys import NO_SCOPE
-from maskserve_common.fair_queue import KeyWork
-from maskserve_common.shares import Shares
+from maskserve_common.fair_queue import FairQueue
+from maskserve_common.key_work import KeyWork
 from maskserve_router.key_holder import KeyHolder
 
 _SMALL = 64 * 1024
@@ -52,13 +51,11 @@ class FairPlaces:
     """
 
     def __init__(self, places: int) -> None:
-        self._places = places
-        self._in_use = Shares(places)
-        self._waiting: list[tuple[float, str, asyncio.Future[None]]] = []
+        self._queue: FairQueue[asyncio.Future[None]] = FairQueue(places)
 
     def resize(self, places: int) -> None:
         """Change the number of places; places in use are not taken back."""
-        self._places = places
+        self._queue.held.budget = places
         self._hand_out()
 
     async def enter(self, key: str, urgency: float = 0.0) -> None:
@@ -66,19 +63,19 @@ class FairPlaces:
 
         Among a key's own waiting calls, the lowest urgency comes first, then the oldest.
         """
-        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        insort(self._waiting, (urgency, key, place), key=lambda waiter: waiter[0])
+        turn = self._queue.put(key, asyncio.get_running_loop().create_future(), urgency)
         self._hand_out()
         try:
-            await place
+            await turn.item
         except asyncio.CancelledError:
-            if not place.cancelled():  # it was handed out just now
-                self._in_use.give_back(key)
-            self._hand_out()
+            if turn.item.cancelled():
+                self._queue.cancel(turn)
+            else:  # the place was handed out just now
+                self.leave(key)
             raise
 
     def leave(self, key: str) -> None:
-        self._in_use.give_back(key)
+        self._queue.give_back(key)
         self._hand_out()
 
     @asynccontextmanager
@@ -91,13 +88,14 @@ class FairPlaces:
             self.leave(key)
 
     def _hand_out(self) -> None:
-        self._waiting = [waiter for waiter in self._waiting if not waiter[2].cancelled()]
-        while self._waiting and self._in_use.total < self._places:
-            chosen = self._in_use.fair_order(self._waiting, lambda waiter: waiter[1])[0]
-            _, key, place = chosen
-            self._waiting.remove(chosen)
-            self._in_use.book(key)
-            place.set_result(None)
+        for turn in self._queue.offers():
+            if self._queue.held.free <= 0:
+                return
+            if turn.item.done():
+                self._queue.cancel(turn)  # its wait has just ended
+            else:
+                self._queue.take(turn)
+                turn.item.set_result(None)
 
 
 class _Threads:

@@ -9,7 +9,7 @@ Order of live tickets: a free row goes to the key with fewest rows (`maskserve_c
 within a key to the ticket that is due first. A ticket without a due time counts as due PATIENCE_S
 after its arrival, and a step of priority as AGING_S seconds (`TicketQueue`). Rows join and leave at
 any step boundary. Rows that cannot share a step (`batch_key`) alternate. Rows of a key also
-alternate if they would delay another key's (`FairQueue`). No other live row ever waits.
+alternate if they would delay another key's (`FairSteps`). No other live row ever waits.
 
 Background tickets (priming) are rows of a second class:
 
@@ -30,15 +30,16 @@ from __future__ import annotations
 
 import heapq
 import math
-from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple, Protocol
 
 from maskserve_common.contracts.keys import name_of, scope_of
 from maskserve_common.errors import InvalidRequest, Overloaded
-from maskserve_common.fair_queue import FairQueue
-from maskserve_common.shares import PATIENCE_S, Shares, urgency
+from maskserve_common.fair_queue import FairQueue, Turn
+from maskserve_common.shares import PATIENCE_S, Full, urgency
+from maskserve_engine.scheduling.fair_steps import FairSteps
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,20 +194,6 @@ AGING_S = 5.0
 """Seconds of waiting that one step of priority is worth."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class _Place:
-    """A ticket's place in the order of its key; it never changes, so that nobody starves."""
-
-    urgency: float
-    number: int
-    """Unique number, so that tickets are never compared."""
-    ticket: Ticket = field(compare=False)
-
-    @property
-    def key(self) -> str:
-        return scope_of(self.ticket.request_id)
-
-
 class TicketQueue:
     """Waiting tickets, and the rows of each key, which decide the order of turns.
 
@@ -218,22 +205,19 @@ class TicketQueue:
     """
 
     def __init__(self, most: int) -> None:
-        self._places: list[_Place] = []
-        """Waiting tickets in the order of their keys' priorities."""
-        self._of: dict[str, _Place] = {}
-        """Places of waiting tickets, by request id."""
-        self._waiting, self._rows = Shares(most), Shares(0)
-        self._number = 0
+        self._queue: FairQueue[Ticket] = FairQueue(most_waiting=most)
+        self._turns: dict[str, Turn[Ticket]] = {}
+        """Request id -> turn of a waiting ticket."""
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._queue)
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._of
+        return request_id in self._turns
 
     def __iter__(self) -> Iterator[Ticket]:
         """Yield tickets in the order in which they will get a row."""
-        return iter([place.ticket for place in self._fair_order()])
+        return (turn.item for turn in self._queue.order())
 
     def check_room(self, ticket: Ticket) -> None:
         """Check that a ticket may wait.
@@ -241,53 +225,43 @@ class TicketQueue:
         Raises:
             Overloaded: no more tickets may wait, in all or of its key.
         """
-        if self._waiting.room(scope_of(ticket.request_id)) < 1:
-            waiting_count = self._waiting.in_use(scope_of(ticket.request_id))
-            free = len(self) < self._waiting.budget
-            count_text = f"{waiting_count} edits of this key" if free else f"{len(self)} edits"
-            raise Overloaded(f"{count_text} are waiting already; try again later")
+        key = scope_of(ticket.request_id)
+        try:
+            self._queue.check_room(key)
+        except Full as full:
+            of_key = f"{self._queue.waiting.in_use(key)} edits of this key"
+            count_text = of_key if full.of_key else f"{len(self)} edits"
+            raise Overloaded(f"{count_text} are waiting already; try again later") from None
 
     def add(self, ticket: Ticket) -> None:
         due_at = ticket.deadline if ticket.due is None else ticket.due
         urgent = urgency(ticket.arrival, ticket.priority, AGING_S, due_at, PATIENCE_S)
-        place = _Place(urgent, self._number, ticket)
-        self._number += 1
-        insort(self._places, place)
-        self._of[ticket.request_id] = place
-        self._waiting.book(place.key)
+        turn = self._queue.put(scope_of(ticket.request_id), ticket, urgent)
+        self._turns[ticket.request_id] = turn
 
     def discard(self, request_id: str) -> Ticket | None:
         """Remove a waiting ticket; None: it does not wait."""
-        place = self._of.pop(request_id, None)
-        if place is None:
+        turn = self._turns.pop(request_id, None)
+        if turn is None:
             return None
-        del self._places[bisect_left(self._places, place)]
-        self._waiting.give_back(place.key)
-        return place.ticket
+        self._queue.cancel(turn)
+        return turn.item
 
     def admit(self, count: int) -> list[Ticket]:
         """Remove up to `count` tickets, which get a row now, in order."""
-        chosen = [place.ticket for place in self._fair_order()[: max(count, 0)]]
-        for ticket in chosen:
-            self.discard(ticket.request_id)
-            self._rows.book(scope_of(ticket.request_id))
-        return chosen
+        admitted = []
+        for turn in islice(self._queue.offers(), max(count, 0)):
+            self._queue.take(turn)
+            admitted.append(self._turns.pop(turn.item.request_id).item)
+        return admitted
 
     def free(self, ticket: Ticket) -> None:
-        self._rows.give_back(scope_of(ticket.request_id))
+        self._queue.give_back(scope_of(ticket.request_id))
 
     def check_integrity(self) -> bool:
         """Whether all structures agree."""
-        return (
-            self._places == sorted(self._places)
-            and {place.ticket.request_id: place for place in self._places} == self._of
-            and len(self._places) == self._waiting.total
-        )
-
-    def _fair_order(self) -> list[_Place]:
-        if self._waiting.keys < 2:
-            return self._places
-        return self._rows.fair_order(self._places, lambda place: place.key)
+        turns = {turn.item.request_id: turn for turn in self._queue.order()}
+        return turns == self._turns and self._queue.check_integrity()
 
 
 class StepScheduler:
@@ -336,7 +310,7 @@ class StepScheduler:
         self._credit = 0.0  # computed tokens that priming may add beside live rows
         self._step = 0
         self._last_batch: dict[Hashable, int] = {}  # batch key -> its last step
-        self._fair_queue = FairQueue()
+        self._fair_steps = FairSteps()
 
     @property
     def running(self) -> tuple[Ticket, ...]:
@@ -426,7 +400,7 @@ class StepScheduler:
         clients' keys compete, the batch of the next key, with no more rows than the keys' shares
         allow.
         """
-        turn_key = self._fair_queue.next(live)
+        turn_key = self._fair_steps.next(live)
         keys = dict.fromkeys(ticket.batch_key for ticket in (*live, *background))
         self._step += 1
         self._last_batch = {key: self._last_batch.get(key, 0) for key in keys}
@@ -439,7 +413,7 @@ class StepScheduler:
         self._last_batch[chosen] = self._step
         batch = tuple(ticket for ticket in live if ticket.batch_key == chosen)
         return (
-            self._fair_queue.rows(batch, live) if batch else (),
+            self._fair_steps.rows(batch, live) if batch else (),
             tuple(ticket for ticket in background if ticket.batch_key == chosen),
         )
 

@@ -367,13 +367,13 @@ class Jobs:
         keys, results = await self._run_in_thread(self._store.waiting, running.kind, time.time())
         while places.total < places.budget:
             free = [key for key in keys if self._may_start(running, key, results)]
-            turns = places.fair_order(free, lambda key: key.scope)
-            if not turns:
+            if not free:
                 return
-            take = partial(self._store.take, self._owner, running.kind, turns[0].scope)
+            turn = min(free, key=lambda key: places.rank(key.scope))
+            take = partial(self._store.take, self._owner, running.kind, turn.scope)
             job = await self._run_in_thread(take, time.time())
             if job is None:
-                keys.remove(turns[0])
+                keys.remove(turn)
                 continue
             if (previous := running.jobs.get(job.id)) is not None:
                 # The job was put back or lost just now: end its previous task first, since a job

@@ -1,24 +1,25 @@
 """The queue of edits that wait for a place at a worker.
 
-The next place goes to the key that has the fewest edits at workers of that model
-(`maskserve_common.shares`). A key that has none there may also take a spare place, so that it need
-not wait until another key's edit ends. Of a key's edits, the one that must begin first to be in
-time is next. An edit without a due time counts as due PATIENCE_S after its arrival, as at workers.
-Each step of priority counts as `aging_s` seconds of waiting, so that no edit is overtaken for ever.
+The next place goes to the key that has the fewest edits at workers of that model (`FairQueue`). A
+key that has none there may also take a spare place, so that it need not wait until another key's
+edit ends. Of a key's edits, the one that must begin first to be in time is next. An edit without a
+due time counts as due PATIENCE_S after its arrival, as at workers. Each step of priority counts as
+`aging_s` seconds of waiting, so that no edit is overtaken for ever.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
-from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from maskserve_common.contracts.keys import scope_of
 from maskserve_common.errors import DeadlineExceeded
+from maskserve_common.fair_queue import FairQueue, Turn
 from maskserve_common.routing import Edit, NoWorkerAvailable, Policy
-from maskserve_common.shares import PATIENCE_S, Shares, urgency
+from maskserve_common.shares import PATIENCE_S, urgency
 from maskserve_router.workers.pool import Pool
 from maskserve_router.workers.worker import Sent, Worker, WorkerEpoch
 
@@ -29,20 +30,16 @@ class Waiting:
 
     request_id: str
     edit: Edit
-    key: tuple[float, int]
     avoid: frozenset[WorkerEpoch]
     """Workers that failed this edit and do not get it again."""
     may_wait: bool
     """True while the edit may wait even if no worker takes edits."""
     place: asyncio.Future[Sent] = field(default_factory=asyncio.Future)
-    owner: tuple[str, str] = field(init=False)
-    """Key by which edits take turns (`_key_of`); every dispatch reads it of all waiting edits."""
 
-    def __post_init__(self) -> None:
-        self.owner = _key_of(self.request_id, self.edit)
-
-    def __lt__(self, other: Waiting) -> bool:
-        return self.key < other.key
+    @property
+    def particular(self) -> bool:
+        """Whether the edit may find no worker where others of its key find one, or the reverse."""
+        return bool(self.avoid) or self.may_wait
 
 
 def _key_of(request_id: str, edit: Edit) -> tuple[str, str]:
@@ -65,13 +62,11 @@ class PendingQueue:
     ) -> None:
         self._pool, self._policy, self._aging_s = pool, policy, aging_s
         self._decided = decided
-        self._waiting: list[Waiting] = []
-        self._sent = Shares(0)
-        """Edits at workers by key, for turns only: workers limit their places themselves."""
-        self._number = 0
+        self._queue: FairQueue[Waiting] = FairQueue()
+        """Its places are edits at workers, which limit them themselves."""
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._queue)
 
     async def enter(
         self,
@@ -98,10 +93,8 @@ class PendingQueue:
             NoWorkerAvailable: no worker serves it.
             DeadlineExceeded: the deadline passed first.
         """
-        self._number += 1
-        key = self._key(edit, arrival, starts_by)
-        waiting = Waiting(request_id, edit, key, avoid, may_wait=patience_s > 0.0)
-        insort(self._waiting, waiting)
+        waiting = Waiting(request_id, edit, avoid, may_wait=patience_s > 0.0)
+        turn = self._put(waiting, arrival, starts_by)
         self.dispatch()
         if waiting.place.done():
             return waiting.place.result()
@@ -118,13 +111,13 @@ class PendingQueue:
                 self.leave(waiting.place.result())
             raise
         finally:
-            self._remove(waiting)
+            self._queue.cancel(turn)
             for timer in timers:
                 timer.cancel()
 
     def is_first(self, request_id: str, edit: Edit) -> bool:
         """Return whether no edit of the key and model of this edit is at a worker."""
-        return not self._sent.in_use(_key_of(request_id, edit))
+        return not self._queue.held.in_use(_key_of(request_id, edit))
 
     def before(
         self, request_id: str, edit: Edit, arrival: float, starts_by: float | None
@@ -134,76 +127,70 @@ class PendingQueue:
         The arguments are those of `enter`. Edits of other models are not among them, because they
         wait for other workers.
         """
-        new = Waiting(request_id, edit, self._key(edit, arrival, starts_by), frozenset(), False)
-        ahead = []
-        waiting = self._waiting.copy()
-        insort(waiting, new)
-        for candidate in self._sent.fair_order(waiting, lambda waiting: waiting.owner):
-            if candidate is new:
-                break
-            if candidate.edit.model == edit.model and not candidate.place.done():
-                ahead.append(candidate.edit)
+        new = self._put(Waiting(request_id, edit, frozenset(), False), arrival, starts_by)
+        turns = itertools.takewhile(lambda turn: turn is not new, self._queue.order())
+        ahead = [
+            turn.item.edit
+            for turn in turns
+            if turn.item.edit.model == edit.model and not turn.item.place.done()
+        ]
+        self._queue.cancel(new)
         return ahead
 
-    def _key(self, edit: Edit, arrival: float, starts_by: float | None) -> tuple[float, int]:
+    def _put(self, waiting: Waiting, arrival: float, starts_by: float | None) -> Turn[Waiting]:
+        edit = waiting.edit
         urgent = urgency(arrival, edit.priority, self._aging_s, starts_by, PATIENCE_S)
-        return urgent, self._number
+        line = waiting if waiting.particular else None
+        return self._queue.put(_key_of(waiting.request_id, edit), waiting, urgent, line)
 
     def leave(self, sent: Sent) -> None:
         """Remove an edit from its worker's ledger, and give its place to the next edit."""
         sent.worker.remove(sent)
-        self._sent.give_back(_key_of(sent.request_id, sent.edit))
+        self._queue.give_back(_key_of(sent.request_id, sent.edit))
         self.dispatch()
 
     def dispatch(self) -> None:
         """Send every waiting edit for which a worker has a place, in the order of turns."""
-        if not self._waiting:
-            return
-        by_owner = {waiting.owner: waiting for waiting in self._waiting}
-        kinds = {self._kind(waiting): waiting for waiting in by_owner.values()}
-        full = {kind for kind, waiting in kinds.items() if self._full(self._as_sent(waiting))}
-        if len(full) == len(kinds) and not any(waiting.avoid for waiting in self._waiting):
-            return
-        for waiting in self._sent.fair_order(self._waiting, lambda waiting: waiting.owner):
+        full: dict[tuple[str, bool], bool] = {}
+        """Model, and whether a spare place may be taken -> whether no worker has a place."""
+        for turn in self._queue.offers():
+            waiting = turn.item
             if waiting.place.done():
-                continue  # its wait has just ended, and `enter` removes it
-            kind = self._kind(waiting)
-            if kind in full and not waiting.avoid:
+                self._queue.cancel(turn)  # its wait has just ended
+                continue
+            kind = waiting.edit.model, not self._queue.held.in_use(turn.key)
+            if kind not in full:
+                full[kind] = self._full(self._as_sent(turn))
+            if full[kind] and not waiting.particular:
                 continue
             try:
-                sent_edit = self._send(waiting)
+                sent_edit = self._send(waiting, self._as_sent(turn))
             except NoWorkerAvailable as error:
-                if error.full and not waiting.avoid:
-                    full.add(kind)
-                if error.full or waiting.may_wait:
-                    continue
-                waiting.place.set_exception(error)
+                if error.full:
+                    full[kind] = full[kind] or not waiting.particular
+                elif not waiting.may_wait:
+                    self._queue.cancel(turn)
+                    waiting.place.set_exception(error)
             else:
+                self._queue.take(turn)
                 waiting.place.set_result(sent_edit)
-                if self._full(sent_edit.edit):
-                    full.add(kind)
-            self._remove(waiting)
+                full.clear()
 
-    def _kind(self, waiting: Waiting) -> tuple[str, bool]:
-        """Return the edit's model and whether it may take a spare place."""
-        return waiting.edit.model, not self._sent.in_use(waiting.owner)
-
-    def _as_sent(self, waiting: Waiting) -> Edit:
-        _, first = self._kind(waiting)
-        return replace(waiting.edit, first_of_key=True) if first else waiting.edit
+    def _as_sent(self, turn: Turn[Waiting]) -> Edit:
+        edit = turn.item.edit
+        return edit if self._queue.held.in_use(turn.key) else replace(edit, first_of_key=True)
 
     def _full(self, edit: Edit) -> bool:
         """Return whether workers serve the edit's model and none of them has a place."""
         table = self._pool.roster.table(time.monotonic())
         return not len(table.taking(edit)) and len(table.serving(edit)) > 0
 
-    def _send(self, waiting: Waiting) -> Sent:
-        now_s, edit = time.monotonic(), self._as_sent(waiting)
+    def _send(self, waiting: Waiting, edit: Edit) -> Sent:
+        now_s = time.monotonic()
         worker = self._choose(edit, now_s, waiting.avoid)
         predicted = worker.predict(edit, now_s)
         sent_edit = Sent(waiting.request_id, edit, worker, now_s, predicted, listed_at=now_s)
         worker.add(sent_edit)
-        self._sent.book(waiting.owner)
         worker.breaker.sent(waiting.request_id)
         return sent_edit
 
@@ -241,7 +228,3 @@ class PendingQueue:
     def _stop_waiting(self, waiting: Waiting) -> None:
         waiting.may_wait = False
         self.dispatch()
-
-    def _remove(self, waiting: Waiting) -> None:
-        if waiting in self._waiting:
-            self._waiting.remove(waiting)

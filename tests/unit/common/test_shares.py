@@ -1,4 +1,4 @@
-"""Budgets that keys share, and whose turn it is."""
+"""Budgets that keys share."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ def test_keys_that_take_all_they_may_leave_as_much_to_the_next(keys: int, share:
     shares = Shares(100)
     names = [f"k{i}" for i in range(keys)]
     while takers := [name for name in names if shares.room(name)]:
-        # In turn, as whoever is served by `in_turn` does.
-        shares.take(shares.fair_order(takers, str)[0])
+        shares.take(min(takers, key=shares.rank))
     assert all(share - 1 <= shares.in_use(name) <= share + 1 for name in names)
     assert shares.room("newcomer") >= (100 - shares.total) // 2 > 0
 
@@ -57,34 +56,6 @@ def test_whatever_is_taken_stays_within_budget_and_share(requests: list[tuple[st
                 shares.take(key, size)
         assert shares.total == sum(sizes_in_use.values()) <= 97
     assert all(shares.in_use(key) == booked_size for key, booked_size in sizes_in_use.items())
-
-
-def test_a_key_that_asks_for_much_waits_behind_itself_alone():
-    shares = Shares(8)
-    for _ in range(6):
-        shares.book("greedy")
-    waiting = [f"greedy {i}" for i in range(40)] + ["modest 0", "modest 1"]
-    assert shares.fair_order(waiting, lambda entry: entry.split()[0])[:2] == [
-        "modest 0",
-        "modest 1",
-    ]
-
-
-def test_keys_that_hold_as_much_take_turns():
-    """With one place, the one that has just had it holds nothing when the next turn is decided."""
-    shares, served = Shares(1), []
-    for _ in range(6):
-        waiting = ["greedy", "greedy", "modest"]
-        served.append(shares.fair_order(waiting, str)[0])
-        with shares.hold(served[-1]):
-            pass
-    assert served in (["greedy", "modest"] * 3, ["modest", "greedy"] * 3)
-
-
-def test_of_one_key_the_order_stays():
-    shares = Shares(4)
-    shares.book("a", 3)
-    assert shares.fair_order("acebd", lambda _: "a") == list("acebd")
 
 
 @given(st.integers(0, 100), st.floats(0, 1e4), st.none() | st.floats(0, 1e6))

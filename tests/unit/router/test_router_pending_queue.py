@@ -125,7 +125,7 @@ async def test_waits_that_end_as_a_place_comes_free_take_no_place():
         for name in ("late", "cancelled")
     )
     await asyncio.sleep(0)
-    queue._expire(queue._waiting[0])
+    queue._expire(next(queue._queue.order()).item)
     cancelled.cancel()
     queue.leave(first)
     ends = await asyncio.gather(late, cancelled, return_exceptions=True)

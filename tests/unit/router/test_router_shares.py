@@ -13,7 +13,7 @@ import maskserve_router.fair_share as turns
 from maskserve_common.errors import InvalidRequest
 from maskserve_router.api.http_body import Bodies
 from maskserve_router.config import AdmissionBounds, Http, Key
-from maskserve_router.fair_share import FairShare
+from maskserve_router.fair_share import FairPlaces, FairShare
 from maskserve_router.key_holder import KeyHolder
 from maskserve_router.keys import KeyRing
 from maskserve_router.messages.failures import RetryLater
@@ -142,3 +142,41 @@ def test_keys_are_told_apart_by_name_and_keep_their_counts():
     assert ring._clients[0][1].scope
     ring.change((Key(name="a", sha256="1" * 64), Key(name="b", sha256="2" * 64)))
     assert [holder.name for _, holder in ring._clients] == ["a", "b"]
+
+
+async def test_a_call_that_leaves_as_a_place_comes_free_holds_none():
+    places, entered = FairPlaces(1), list[str]()
+
+    async def call(key: str) -> None:
+        await places.enter(key)
+        entered.append(key)
+
+    await places.enter("first")
+    early, late, last = (asyncio.create_task(call(key)) for key in ("early", "late", "last"))
+    await asyncio.sleep(0)
+    early.cancel()  # its wait ends before the place comes free
+    places.leave("first")
+    late.cancel()  # it has the place already
+    await asyncio.gather(early, late, return_exceptions=True)
+    await asyncio.wait_for(last, 30)
+    assert entered == ["last"]
+    assert (len(places._queue), places._queue.held.total) == (0, 1)
+
+
+async def test_calls_of_a_key_go_by_urgency_and_keys_by_turns():
+    places, entered = FairPlaces(1), list[str]()
+
+    async def call(key: str, name: str, urgency: float) -> None:
+        async with places.place(key, urgency):
+            entered.append(name)
+
+    await places.enter("a")
+    calls = [("a", "a late", 2.0), ("a", "a soon", 1.0), ("b", "b", 9.0)]
+    tasks = [asyncio.create_task(call(*arguments)) for arguments in calls]
+    await asyncio.sleep(0)
+    places.leave("a")
+    await asyncio.gather(*tasks)
+    assert entered == ["b", "a soon", "a late"]
+    places.resize(3)
+    for key in "abc":
+        await asyncio.wait_for(places.enter(key), 30)

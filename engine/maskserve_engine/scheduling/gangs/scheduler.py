@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from maskserve_common.contracts.keys import name_of, scope_of
 from maskserve_common.errors import InvalidRequest, Overloaded
-from maskserve_common.fair_queue import KeyWork
+from maskserve_common.key_work import KeyWork
 from maskserve_engine.scheduling.gangs.work import GangPolicy, Work, age_order, seconds_together
 from maskserve_engine.scheduling.step_scheduler import (
     ALL_FREE,
