@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -11,9 +12,11 @@ import msgspec
 
 from maskserve_client.commands import connected, write_whole
 from maskserve_client.wire import ImageInput
+from maskserve_common.config import NODE_PATH_HELP, node_path_folders
 from maskserve_common.errors import InvalidRequest
 from maskserve_workflows.explanation import explain
 from maskserve_workflows.folder import compile_folder, read_plans
+from maskserve_workflows.nodes import NODE_FILES
 from maskserve_workflows.passes import PASSES
 from maskserve_workflows.plan import WorkflowPlan, dump_plan
 from maskserve_workflows.ports import WorkflowError
@@ -41,6 +44,7 @@ def add_workflows(
     for command, run in ((compile_parser, _compile), (check, _check), (explain_parser, _explain)):
         command.add_argument("folder", type=Path, metavar="DIR", help="folder of the definitions")
         command.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+        command.add_argument("--node-path", default="", metavar="DIR[:DIR]", help=NODE_PATH_HELP)
         command.add_argument(
             "--without",
             action="append",
@@ -88,6 +92,8 @@ def add_workflows(
 
 
 def _compiled(options: argparse.Namespace) -> list[WorkflowPlan]:
+    for problem in NODE_FILES.read(node_path_folders(options.node_path)):
+        print(f"maskserve: {problem}", file=sys.stderr)
     try:
         return compile_folder(options.folder, set(PASSES) - set(options.without))
     except WorkflowError as error:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Final, Literal, get_args
 
+import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
@@ -366,21 +367,30 @@ class ControlsConfig(Table, frozen=True):
     tested on one GPU only); those without room pass through host memory."""
 
 
+NODE_PATH_HELP: Final = "folders of node files, whose nodes workflows may have"
+"""Help of `--node-path`."""
+
+
+def node_path_folders(path: str) -> list[str]:
+    """Folders of `--node-path`, which has colons between them."""
+    return [os.path.abspath(folder) for folder in path.split(os.pathsep) if folder]
+
+
+def is_url(source: str) -> bool:
+    """Whether a model's source in `[nodes]` is a server, not a folder or hub id."""
+    return source.startswith(("http://", "https://"))
+
+
 class NodesConfig(Table, frozen=True):
     """`[nodes]`: the models of workflow nodes, in the file of `maskserve serve --nodes`; `[model]
-    device` is their device.
+    device` is their device. The name of each further model is a key, too, and its value a folder,
+    hub id or URL.
     """
 
-    find: str = ""
-    """CLIPSeg or GroundingDINO model (transformers folder or hub id): masks by name. Empty:
-    none."""
-    segment: str = ""
-    """SAM or SAM 2 model (folder or hub id): masks by clicks and boxes, and of things that
-    GroundingDINO finds. Empty: none."""
-    enlarge: str = ""
-    """Swin2SR model (folder or hub id) that doubles sides. Empty: none."""
-    likeness: str = ""
-    """CLIP model (folder or hub id), for `resembles`. Empty: none."""
+    path: tuple[str, ...] = ()
+    """Folders of node files, after those of `--node-path`."""
+    models: dict[str, str] = msgspec.field(default_factory=dict)
+    """Folder, hub id or URL of each model by its name; the names may stand in `[nodes]`, too."""
     verify_url: Annotated[str, Meta(pattern=r"\A(https?://\S+)?\Z")] = ""
     """URL, up to `/v1`, of an OpenAI-compatible server with a vision model, for `agrees`. Redirects
     are not followed."""
@@ -396,10 +406,14 @@ class NodesConfig(Table, frozen=True):
     device_bytes: Annotated[int, Meta(ge=0, le=2**50)] = 8 * 2**30
     """Bytes of loaded weights; the least used model without a call makes room for others."""
 
+    def source(self, key: str) -> str:
+        """Folder, hub id or URL under a key; empty: none."""
+        value = self.models.get(key, getattr(self, key, ""))
+        return value if isinstance(value, str) else ""
+
     def folders(self) -> dict[str, str]:
-        """Folders of the models that are served, by key."""
-        keys = ("find", "segment", "enlarge", "likeness")
-        return {key: folder for key in keys if (folder := getattr(self, key))}
+        """Folders and hub ids of the models that are served, by key."""
+        return {key: value for key, value in self.models.items() if value and not is_url(value)}
 
 
 class ValuesConfig(Table, frozen=True):

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from maskserve_common.config import Config, ConfigError
+from maskserve_common.config import Config, ConfigError, NodesConfig
 from maskserve_common.reading import Misread, Table, read
 
 if sys.version_info >= (3, 11):
@@ -50,7 +50,24 @@ def config_of(values: Mapping[str, Any]) -> Config:
         defaults = Path(model_path) / "maskserve.toml"
         if defaults.is_file():
             values = laid_over(read_toml(defaults), values)
-    return read_tables(values, Config)
+    return read_tables(_with_node_models(values), Config)
+
+
+def _with_node_models(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the tables with the models that `[nodes]` names by keys of their own in its `models`.
+
+    Only who reads node files knows the names (`node_folders.check_names`).
+    """
+    nodes = values.get("nodes")
+    if not isinstance(nodes, dict) or not isinstance(nodes.get("models", {}), dict):
+        return values
+    names = {
+        key: source
+        for key, source in nodes.items()
+        if key not in NodesConfig.__struct_fields__ and isinstance(source, str)
+    }
+    others = {key: value for key, value in nodes.items() if key not in names}
+    return {**values, "nodes": {**others, "models": {**nodes.get("models", {}), **names}}}
 
 
 def read_toml(path: Path) -> dict[str, Any]:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import traceback
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from maskserve_common.contracts.tensors import SERVICES
-from maskserve_common.errors import InvalidRequest, guarded
+from maskserve_common.errors import (
+    EngineFailed,
+    InvalidRequest,
+    MaskserveError,
+    Overloaded,
+    guarded,
+)
 from maskserve_common.files.values import Values
 from maskserve_common.reading import Misread
 from maskserve_triton.answer import Answer, answer_all
@@ -19,11 +27,13 @@ from maskserve_workflows.node_types import NodeType
 from maskserve_workflows.nodes import NODE_TYPES
 from maskserve_workflows.wire import (
     NOT_HOSTED,
+    OTHER_VERSION,
     PLACED,
     RECORD,
     NodeResult,
     NodeTask,
     Put,
+    misfit,
     pack_values,
     read_all,
     unpack_values,
@@ -63,6 +73,9 @@ class NodeFront:
         kind = NODE_TYPES.get(task.node)
         if kind is None or not self._models.hosts(kind.model):
             raise InvalidRequest("TASK.node", f"{task.node[:60]!r} {NOT_HOSTED}")
+        if task.signature not in ("", kind.signature):
+            problem = f"{kind.name} {OTHER_VERSION}: {Path(kind.file).name} has {kind.signature}"
+            raise InvalidRequest("TASK.node", problem, task.signature)
         input_kinds = {laid.name: laid.kind for laid in task.inputs}
         if input_kinds != {name: kind.inputs[name] for name in kind.inputs if name in input_kinds}:
             raise InvalidRequest("TASK.inputs", "are not the node's", ", ".join(kind.inputs))
@@ -88,11 +101,24 @@ def _answer(
     answer: Answer, kind: NodeType, put: Put, outputs: dict[str, Any] | Exception, seconds: float
 ) -> None:
     if isinstance(outputs, Exception):
-        answer.fail(guarded("", outputs))  # raised, it would refer to itself and the values
+        answer.fail(_failure(kind, outputs))  # raised, it would refer to itself and the values
         return
     try:
+        if problem := misfit(outputs, kind.outputs):
+            raise EngineFailed(f"{kind.name}: {Path(kind.file).name} returns {problem}")
         layout, parts = pack_values(outputs, kind.outputs, put)
         result = msgspec.json.encode(NodeResult(layout, round(seconds, 6)))
         answer.finish({"RESULT": result, "MADE": parts})
     except Exception as error:
         answer.fail(guarded("", error))
+
+
+def _failure(kind: NodeType, error: Exception) -> MaskserveError:
+    """Return the error for the client: of a foreign one only the place."""
+    known = guarded("", error)
+    if known is error or isinstance(known, Overloaded):
+        return known
+    file = Path(kind.file)
+    frames = [x for x in traceback.extract_tb(error.__traceback__) if x.filename == kind.file]
+    where = f"{file.name}:{frames[-1].lineno}" if frames else file.name
+    return EngineFailed(f"{kind.name}: failed with a {type(error).__name__} in {where}")

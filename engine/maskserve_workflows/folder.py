@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import runpy
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from maskserve_workflows.definition import Workflow
@@ -33,13 +33,25 @@ def compile_folder(folder: Path, passes: Collection[str] | None = None) -> list[
     return list(plans.values())
 
 
-def read_plans(folder: Path) -> list[WorkflowPlan]:
+def read_plans(folder: Path, report: Callable[[str], None] | None = None) -> list[WorkflowPlan]:
     """Return the .json plans in a folder, by name. No Python of the folder runs.
+
+    Args:
+        folder: folder of the plans.
+        report: receives the error of each plan that cannot be read; None: the first one is raised.
 
     Raises:
         WorkflowError: naming the file.
     """
-    return [_plan(path) for path in _files(folder, ".json")]
+    plans = []
+    for path in _files(folder, ".json"):
+        try:
+            plans.append(_plan(path))
+        except WorkflowError as error:
+            if report is None:
+                raise
+            report(str(error))
+    return plans
 
 
 def _plan(path: Path) -> WorkflowPlan:

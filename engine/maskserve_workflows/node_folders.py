@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
-from maskserve_common.config import ConfigError, NodesConfig
+from maskserve_common.config import ConfigError, NodesConfig, is_url
 from maskserve_common.config_file import read_json
-
-_GROUNDED: Final = "grounding-dino"
-_ACCEPTED: Final = MappingProxyType(
-    {
-        "find": ("clipseg", _GROUNDED),
-        "segment": ("sam", "sam2", "sam2_video"),
-        "enlarge": ("swin2sr",),
-        "likeness": ("clip",),
-    }
-)
-"""Model -> accepted `model_type`s. Published SAM 2 folders are for videos; only the part for
-pictures is read."""
+from maskserve_common.reading import nearest
+from maskserve_workflows.node_types import NodeModel
+from maskserve_workflows.nodes import NODE_FILES
 
 
 class NodeFolder(NamedTuple):
-    """A model's folder in the form of transformers."""
+    """A model's folder."""
 
     name: str
-    kind: str
-    """`model_type` of its config.json."""
+    model: NodeModel
     nbytes: int
     """Bytes of its weight files."""
 
@@ -38,13 +27,41 @@ class NodeFolder(NamedTuple):
 
     @classmethod
     def of(cls, name: str, path: Path) -> NodeFolder:
-        """Return the folder's facts. Raises ConfigError: the model does not accept its class."""
-        kind = read_json(path / "config.json", f"nodes.{name}").get("model_type")
-        accepted = _ACCEPTED[name]
-        if kind not in accepted:
-            raise ConfigError(f"nodes.{name}: {path} is a {kind}; accepted: {', '.join(accepted)}")
-        nbytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
-        return cls(name, kind, nbytes)
+        """Return the folder's facts. Raises ConfigError: no class of the model accepts it."""
+        by_kind = {kind: model for model in NODE_FILES.models(name) for kind in model.kinds}
+        if by_kind:
+            kind = read_json(path / "config.json", f"nodes.{name}").get("model_type")
+            if kind not in by_kind:
+                accepted = ", ".join(by_kind)
+                raise ConfigError(f"nodes.{name}: {path} is a {kind}; accepted: {accepted}")
+            model = by_kind[kind]
+        elif path.is_dir():
+            [model] = NODE_FILES.models(name)
+        else:
+            raise ConfigError(f"nodes.{name}: {path} is not a folder; accepted: a folder")
+        weights = list(path.glob("*.safetensors")) or [x for x in path.rglob("*") if x.is_file()]
+        return cls(name, model, sum(file.stat().st_size for file in weights))
+
+
+def check_names(nodes: NodesConfig) -> None:
+    """Raise ConfigError if `[nodes]` has a key that is no model's."""
+    sources = {model.source for model in NODE_FILES.all_models if model.source}
+    known = sorted({*nodes.__struct_fields__, *sources})
+    for name in nodes.models:
+        if name not in sources:
+            problem = f"is not a known key{nearest(name, known)}"
+            raise ConfigError(f"[nodes] {name}: {problem}; accepted: {', '.join(known)}")
+
+
+def light_models(nodes: NodesConfig) -> dict[str, NodeModel]:
+    """Return the models without a folder that a node server runs, by name: those that need nothing
+    in `[nodes]`, and those at a URL.
+    """
+    return {
+        model.name: model
+        for model in NODE_FILES.all_models
+        if not model.source or is_url(nodes.source(model.source))
+    }
 
 
 def node_folders(nodes: NodesConfig) -> dict[str, tuple[NodeFolder, ...]]:
@@ -53,17 +70,18 @@ def node_folders(nodes: NodesConfig) -> dict[str, tuple[NodeFolder, ...]]:
     `find` with GroundingDINO also needs `segment`, which cuts out the boxes that it finds.
 
     Raises:
-        ConfigError: a folder has another class, or a needed one is missing.
+        ConfigError: a key is unknown, a folder has another class, or a needed one is missing.
     """
+    check_names(nodes)
     folders = {name: NodeFolder.of(name, Path(path)) for name, path in nodes.folders().items()}
-    needed: dict[str, tuple[NodeFolder, ...]] = {
-        name: (folder,) for name, folder in folders.items()
-    }
-    if "find" in folders and folders["find"].kind == _GROUNDED:
-        if "segment" not in folders:
-            accepted = ", ".join(_ACCEPTED["segment"])
-            raise ConfigError(
-                f"nodes.find: a {_GROUNDED} needs nodes.segment; accepted: {accepted}"
-            )
-        needed["find"] += (folders["segment"],)
+    needed = {}
+    for name, folder in folders.items():
+        for other in folder.model.needs:
+            if other not in folders:
+                accepted = ", ".join(x for model in NODE_FILES.models(other) for x in model.kinds)
+                kind = next(iter(folder.model.kinds), name)
+                raise ConfigError(
+                    f"nodes.{name}: a {kind} needs nodes.{other}; accepted: {accepted}"
+                )
+        needed[name] = (folder, *(folders[other] for other in folder.model.needs))
     return needed

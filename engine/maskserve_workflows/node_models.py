@@ -12,6 +12,7 @@ calls together, so that they share equal work.
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 import time
 from collections import deque
@@ -19,6 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
@@ -29,11 +31,14 @@ from maskserve_common.observations import Observations
 from maskserve_common.resources.loading import Kind, Loaded, ResourceLoader
 from maskserve_common.resources.residency import Residency, Resource
 from maskserve_common.resources.resource_cache import ResourceCache
-from maskserve_workflows.node_folders import NodeFolder, node_folders
-from maskserve_workflows.node_request import NodeRequest, Nodes
-from maskserve_workflows.nodes import LIGHT
-from maskserve_workflows.pictures import PictureNodes
+from maskserve_workflows.node_files import open_model
+from maskserve_workflows.node_folders import NodeFolder, light_models, node_folders
+from maskserve_workflows.node_request import ModelSetup, NodeRequest, Nodes
+from maskserve_workflows.node_types import NodeModel
+from maskserve_workflows.nodes import NODE_FILES
+from maskserve_workflows.ports import WorkflowError
 
+log = logging.getLogger("maskserve")
 NODE_MODELS: Final = Kind(
     "node",
     "model",
@@ -54,9 +59,8 @@ Done = Callable[[dict[str, Any] | Exception, float], None]
 """Callback with the outcome of a call and the seconds that it ran, in any thread."""
 
 
-OpenNodes: TypeAlias = Callable[[str, Config, Mapping[str, Nodes]], Nodes]
-"""Loader of a model of this class (`NodeFolder.kind`, or `verify`). It receives the mapping of
-loaded models, in which its calls find the other models that they need."""
+OpenNodes: TypeAlias = Callable[[NodeModel, ModelSetup], Nodes]
+"""Loader of a model (`node_files.open_model`)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,8 +87,14 @@ class NodeLoader(ResourceLoader[NodeFolder]):
         return 0.0
 
     def _load_now(self, folder: NodeFolder, begin: float) -> Loaded:
+        source = self._config.nodes.source(folder.model.source)
+        setup = ModelSetup(source, self._config, self.opened)
         try:
-            self.opened[folder.name] = self._open(folder.kind, self._config, self.opened)
+            self.opened[folder.name] = self._open(folder.model, setup)
+        except WorkflowError as error:
+            log.error("%s", error, exc_info=error)
+            file = Path(folder.model.file).name
+            raise EngineFailed(f"nodes: model {folder.name}: {file} cannot be imported") from None
         except ValueError as error:  # no call's fault
             raise EngineFailed(f"nodes: model {folder.name} {error}") from None
         return Loaded(folder.version, folder.nbytes, time.monotonic() - begin, folder.nbytes)
@@ -119,15 +129,17 @@ class NodeModels:
     def __init__(
         self,
         config: Config,
-        open_nodes: OpenNodes,
+        open_nodes: OpenNodes = open_model,
         thread: Callable[[Config], None] = lambda config: None,
     ) -> None:
         self._config, self._thread = config, thread
+        for problem in NODE_FILES.read(config.nodes.path):
+            log.error("%s", problem)
         self._needed = node_folders(config.nodes)
-        self._light: dict[str, Nodes] = {LIGHT: PictureNodes(config.limits)}
+        self._light = _opened(light_models(config.nodes), config, open_nodes)
         """Runners without weights."""
-        if config.nodes.verify_url:
-            self._light["verify"] = open_nodes("verify", config, {})
+        self._ends = ThreadPoolExecutor(1, "ends")
+        """Thread of callbacks that must not run with `_lock`."""
         self._lock = threading.Lock()
         self._budget = config.nodes.device_bytes
         self._residency = Residency(_MOST_WAITING, {NODE_MODELS.name: self._budget}, self._evicted)
@@ -148,6 +160,7 @@ class NodeModels:
 
     def close(self) -> None:
         self._loader.close()
+        self._ends.shutdown(wait=False)
         with self._lock:
             for queue in self._queues.values():
                 queue.thread.shutdown(wait=False, cancel_futures=True)
@@ -254,7 +267,7 @@ class NodeModels:
         return self._queues[model]
 
     def _end(self, work: NodeWork, error: Exception) -> None:
-        self._queue(LIGHT).thread.submit(work.done, error, 0.0)  # runs without `_lock`
+        self._ends.submit(work.done, error, 0.0)
 
     def _evicted(self, resource: Resource) -> None:
         self._models.dropped(resource)
@@ -309,6 +322,20 @@ class NodeModels:
             self._advance()
 
 
+def _opened(
+    models: Mapping[str, NodeModel], config: Config, open_nodes: OpenNodes
+) -> dict[str, Nodes]:
+    """Open models without weights; those that cannot be opened are left out."""
+    opened = {}
+    for name, model in models.items():
+        source = config.nodes.source(model.source) if model.source else ""
+        try:
+            opened[name] = open_nodes(model, ModelSetup(source, config))
+        except Exception as error:
+            log.error("model %s is not served: %s", name, error, exc_info=error)
+    return opened
+
+
 def _unheard(outputs: dict[str, Any] | Exception, seconds: float) -> None:
     """Ignore the outcome: nobody waits for it."""
 
@@ -328,8 +355,8 @@ def _check_fits(needed: Sequence[NodeFolder], budget: int) -> None:
 
 def _run_all(nodes: Nodes, request: Sequence[NodeRequest]) -> Iterable[dict[str, Any] | Exception]:
     """Yield the outcome of each call, and an exception for each that the nodes leave unanswered."""
-    end: Exception = RuntimeError("not all calls were answered")
-    remaining = len(request)
+    name, remaining = type(nodes).__name__, len(request)
+    end: Exception = EngineFailed(f"nodes: run() of {name} left a call unanswered")
     try:
         for outcome in nodes.run(request):
             remaining -= 1

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
+
+from maskserve_common.config import Config
 
 
 class NodeRequest(NamedTuple):
@@ -19,6 +22,17 @@ class Nodes(Protocol):
 
     def run(self, calls: Sequence[NodeRequest]) -> Iterable[dict[str, Any] | Exception]:
         """Yield each call's outputs by name, or the exception that it raised, in order."""
+
+
+class ModelSetup(NamedTuple):
+    """Argument of the constructor of a model's class."""
+
+    source: str
+    """Folder or URL in `[nodes]`; empty if the model needs none."""
+    config: Config
+    """Configuration of the node server."""
+    loaded: Mapping[str, Any] = MappingProxyType({})
+    """Models by name; while a call runs, it contains those that the model `needs`."""
 
 
 def one_by_one(

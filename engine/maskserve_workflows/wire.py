@@ -9,7 +9,7 @@ pixels, because encoding PNG takes more time than the smaller transfer saves. A 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Final, TypeAlias
 
 import msgspec
 import numpy as np
@@ -25,6 +25,8 @@ PLACED = "placed"
 """Setting of that request: models that the server has to load (`NodeModels.place`)."""
 NOT_HOSTED = "is not run by this node server"
 """Message of a server whose `[nodes]` lack the node's model."""
+OTHER_VERSION = "is of another version at this node server"
+"""Message of a server whose file of the node has other ports or settings than the router's."""
 MOST_ELEMENTS = 256
 """Most elements of a call, one way."""
 Put: TypeAlias = Callable[[Sequence[bytes | memoryview]], bytes | None]
@@ -52,6 +54,8 @@ class NodeTask(msgspec.Struct, frozen=True):
     run: str = ""
     """Run that outputs are stored for, if the server shares files with the router; empty: outputs
     pass as bytes."""
+    signature: str = ""
+    """`NodeType.signature` at the router; empty: any."""
 
 
 class NodeResult(msgspec.Struct, frozen=True):
@@ -115,6 +119,51 @@ def pack_values(
         layout.append(ValueLayout(name, kind, len(parts), waves))
         elements += parts
     return tuple(layout), elements
+
+
+def misfit(outputs: Any, kinds: Mapping[str, str]) -> str:
+    """Return the problem of a node's outputs, with the accepted ones; empty: they fit."""
+    if not isinstance(outputs, Mapping) or outputs.keys() != kinds.keys():
+        names = ", ".join(map(str, outputs)) if isinstance(outputs, Mapping) else ""
+        problem = names or f"a {type(outputs).__name__}"
+        return f"{problem}; accepted: {', '.join(kinds)}"
+    for name, kind in kinds.items():
+        value = outputs[name]
+        listed = kind in ("pictures", "verdicts")
+        if not isinstance(value, tuple | list) if listed else not _is(kind, value):
+            return f"{name}, a {_described(value)}; accepted: {_ACCEPTED[kind]}"
+        for part in value if listed else ():
+            if not _is(kind[:-1], part):
+                return f"{name} with a {_described(part)}; accepted: {_ACCEPTED[kind[:-1]]}"
+    return ""
+
+
+_ACCEPTED: Final = {
+    "picture": "pixels uint8 [H, W, 3], or a picture that the node received",
+    "mask": "pixels uint8 [H, W], or a mask that the node received",
+    "text": "str",
+    "verdict": "Judgement",
+    "regions": "Areas",
+    "pictures": "a list of pictures",
+    "verdicts": "a list of verdicts",
+}
+
+
+def _is(kind: str, value: Any) -> bool:
+    """Return whether a single value is of a kind."""
+    if kind in ("picture", "mask"):
+        if isinstance(value, np.ndarray):
+            shape = (3, 3) if kind == "picture" else (2, None)
+            last = value.shape[-1] if kind == "picture" else None
+            return value.dtype == np.uint8 and (value.ndim, last) == shape
+        return isinstance(value, bytes | memoryview | NamedValue)
+    return isinstance(value, {"text": str, "verdict": Judgement, "regions": Areas}[kind])
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, np.ndarray):
+        return f"{type(value).__name__} {value.dtype} {list(value.shape)}"
+    return type(value).__name__
 
 
 def unpack_values(layout: Sequence[ValueLayout], elements: Sequence[bytes]) -> dict[str, Any]:

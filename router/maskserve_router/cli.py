@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from maskserve_common.config import ConfigError
+from maskserve_common.config import NODE_PATH_HELP, ConfigError, node_path_folders
 from maskserve_common.logs import log_handler
 from maskserve_router.config import RouterConfig, load_router_config
 from maskserve_router.listeners.descriptors import raise_limit
@@ -77,7 +77,8 @@ def _config(options: argparse.Namespace) -> RouterConfig:
     over: dict[str, Any] = {"listen": listen}
     if options.worker:
         over["workers"] = {"addresses": options.worker}
-    workflows = {"folder": options.workflows, "nodes": options.node}
+    node_path = node_path_folders(options.node_path)
+    workflows = {"folder": options.workflows, "nodes": options.node, "node_path": node_path}
     over["workflows"] = {name: value for name, value in workflows.items() if value}
     if options.values is not None:
         over["values"] = {"folder": options.values}
@@ -114,6 +115,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="folder of workflow plans; the router serves each plan as a model",
     )
+    add("--node-path", default="", metavar="DIR[:DIR]", help=NODE_PATH_HELP)
     add(
         "--node",
         action="append",

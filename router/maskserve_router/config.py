@@ -78,6 +78,8 @@ class WorkflowFiles(Table, frozen=True):
 
     folder: str = ""
     """Folder of plans that `maskserve workflows compile` wrote, read at the start. Empty: none."""
+    node_path: tuple[str, ...] = ()
+    """Folders of node files, whose nodes plans may have."""
     nodes: tuple[str, ...] = ()
     """`host:port` of each node server's gRPC port, or `dns:name:port` as for workers."""
     kept_bytes: Annotated[int, Meta(ge=0, le=2**40)] = 64 * MIB

@@ -53,6 +53,7 @@ from maskserve_router.workflows.run_driver import RunServices
 from maskserve_router.workflows.run_times import RunTimes
 from maskserve_router.workflows.workflows import Workflows
 from maskserve_workflows.folder import read_plans
+from maskserve_workflows.nodes import NODE_FILES
 from maskserve_workflows.plan import WorkflowPlan
 from maskserve_workflows.ports import WorkflowError
 
@@ -320,9 +321,12 @@ def _plans(config: RouterConfig) -> list[WorkflowPlan]:
     Raises:
         ConfigError: naming the file.
     """
+    problems = NODE_FILES.read(config.workflows.node_path)
+    for problem in problems:
+        log.error("%s", problem)
     if not config.workflows.folder:
         return []
-    try:
-        return read_plans(Path(config.workflows.folder))
+    try:  # a plan that needs a file with an error is left out; all others are served
+        return read_plans(Path(config.workflows.folder), log.error if problems else None)
     except WorkflowError as error:
         raise ConfigError(f"[workflows] folder: {error}") from None

@@ -10,7 +10,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from maskserve_common.config import WEIGHT_FORMS
+from maskserve_common.config import NODE_PATH_HELP, WEIGHT_FORMS, node_path_folders
 from maskserve_serving.errors import ServeError
 
 _PACKAGE = Path(__file__).resolve().parent
@@ -175,6 +175,9 @@ class ServeOptions:
         metavar="FILE",
     )
     """Its ports are base + {7 HTTP, 8 gRPC, 9 metrics}."""
+    node_path: str = _flag(
+        NODE_PATH_HELP + "; together with --nodes or --workflows", "", metavar="DIR[:DIR]"
+    )
     workflows: Path | None = _flag(
         "make the router serve the plans in this folder, written by `maskserve workflows compile`",
         None,
@@ -322,6 +325,11 @@ class ServeOptions:
             *(("fuse-lora", path) for path in map(lora_file, self.fuse_loras) if not path.is_dir()),
         ):
             check_path(f"--{flag}", file, "a file", folder=False)
+
+    @property
+    def node_folders(self) -> list[str]:
+        """Folders of `--node-path`."""
+        return node_path_folders(self.node_path)
 
     @property
     def of_model(self) -> dict[str, Any]:

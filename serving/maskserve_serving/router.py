@@ -10,6 +10,7 @@ from pathlib import Path
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import Ports, check_free, reachable
 from maskserve_serving.process import Process
+from maskserve_serving.source import node_path
 
 # Its event loop decodes no pictures: it answers within milliseconds.
 _SILENT_S = 10.0
@@ -51,6 +52,8 @@ class RouterProcess(Process):
         if self._options.nodes is not None:
             command += ["--node", f"127.0.0.1:{Ports.of_nodes(self._options.base_port).grpc}"]
             command += ["--values", str(self._run_dir / "values")]
+        if node_folders := [*self._options.node_folders, *node_path(self._options.nodes)]:
+            command += ["--node-path", os.pathsep.join(node_folders)]
         if self._options.workflows is not None:
             command += ["--workflows", str(self._options.workflows.absolute())]
         if self._options.router_config is not None:

@@ -16,10 +16,11 @@ from maskserve_serving.options import MODELS, SERVICES
 from maskserve_serving.ports import Ports, check_free, reachable
 from maskserve_serving.process import Process
 from maskserve_serving.shm_cleanup import close_regions, region_prefix, remove_regions
-from maskserve_serving.source import with_node_folders
+from maskserve_serving.source import node_path, with_node_folders
 from maskserve_serving.spec import Spec, with_controlnets
 from maskserve_serving.supervisor_log import SupervisorLog
-from maskserve_workflows.node_folders import node_folders
+from maskserve_workflows.node_folders import check_names, node_folders
+from maskserve_workflows.nodes import NODE_FILES
 
 _HOST = "127.0.0.1"
 """Address of services that only processes of this host use."""
@@ -197,7 +198,16 @@ class NodesProcess(ServiceProcess):
     def tables(self) -> dict[str, Any]:
         file = self._spec.options.nodes
         tables = read_tables(file)
-        tables = with_node_folders(tables, checked(tables).nodes.folders(), file)
+        path = [*self._spec.options.node_folders, *node_path(file)]
+        tables = with_values(tables, "nodes", path=path)
+        for problem in NODE_FILES.read(path):
+            self._spec.options.report(problem)
+        nodes = checked(tables).nodes
+        try:
+            check_names(nodes)
+        except ConfigError as error:
+            raise ServeError(f"{file}: {error}") from None
+        tables = with_node_folders(tables, nodes.folders(), file)
         if self._spec.options.router:
             tables = with_values(tables, "values", folder=str(self._files.values))
         try:

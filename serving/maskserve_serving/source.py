@@ -10,7 +10,7 @@ from typing import Any
 from maskserve_common.config import ConfigError
 from maskserve_engine.families.specs import DENSE_ONLY, load_spec
 from maskserve_serving.errors import ServeError
-from maskserve_serving.files import with_values
+from maskserve_serving.files import checked, read_tables, with_values
 
 # "owner/name". A path begins with a dot or slash, or exists.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -72,6 +72,11 @@ def with_model_cache(tables: dict[str, Any], report: Callable[[str], None]) -> d
         return tables
     report(f"[cache] enabled is false: {DENSE_ONLY}")
     return with_values(tables, "cache", enabled=False)
+
+
+def node_path(file: Path | None) -> list[str]:
+    """Return the folders in `[nodes] path` of a node server's configuration file."""
+    return [str(Path(x).absolute()) for x in checked(read_tables(file)).nodes.path]
 
 
 def with_node_folders(

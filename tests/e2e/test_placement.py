@@ -28,6 +28,7 @@ from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
 from maskserve_serving.supervisor import Supervisor
 from maskserve_workflows.definition import Workflow
+from maskserve_workflows.node_request import ModelSetup
 from maskserve_workflows.nodes import enlarge, find, segment
 from maskserve_workflows.passes import compiled
 from maskserve_workflows.plan import dump_plan
@@ -63,12 +64,12 @@ def expected_of(models: Path) -> dict[tuple[str, int], bytes]:
     from maskserve_engine.nodes.find import FindNodes
     from maskserve_engine.nodes.segment import SegmentNodes
 
-    tables = {name: str(models / name) for name in NODES}
-    config = config_of({"model": {"device": "cpu", "torch_threads": 1}, "nodes": tables})
+    config = config_of({"model": {"device": "cpu", "torch_threads": 1}})
+    setups = {name: ModelSetup(str(models / name), config) for name in NODES}
     node_calls: dict[str, tuple[Any, str, dict[str, Any], dict[str, Any]]] = {
-        "find": (FindNodes(config), "mask", {"name": "a star"}, {"threshold": 0.5}),
-        "enlarge": (EnlargeNodes(config), "picture", {}, {}),
-        "segment": (SegmentNodes(config), "mask", {}, {"points": (), "box": BOX}),
+        "find": (FindNodes(setups["find"]), "mask", {"name": "a star"}, {"threshold": 0.5}),
+        "enlarge": (EnlargeNodes(setups["enlarge"]), "picture", {}, {}),
+        "segment": (SegmentNodes(setups["segment"]), "mask", {}, {"points": (), "box": BOX}),
     }
     return {
         (name, number): run_one(nodes, name, {"picture": picture, **inputs}, settings)[output]

@@ -28,15 +28,15 @@ from tritonclient.utils import InferenceServerException
 from maskserve_benchmarks.router_site import RouterSite
 from maskserve_client.client import Client
 from maskserve_client.masks import Masks
-from maskserve_common.config import LimitsConfig
 from maskserve_common.config_file import config_of
 from maskserve_common.contracts.keys import TEMPLATE_ID
 from maskserve_common.errors import InvalidRequest, MaskserveError, TemplateNotFound
 from maskserve_common.files.store import size_of
 from maskserve_serving.supervisor import Supervisor
 from maskserve_workflows.folder import read_plans
+from maskserve_workflows.node_request import ModelSetup
 from maskserve_workflows.nodes import NODE_TYPES
-from maskserve_workflows.pictures import PictureNodes, encode_mask
+from maskserve_workflows.pictures import encode_mask
 from maskserve_workflows.plan import NodeCall
 from maskserve_workflows.ports import WorkflowError
 from maskserve_workflows.run import seed_of
@@ -176,17 +176,17 @@ class InProcess:
     def __init__(self, site: Site, folder: Path, seed: int = SEED) -> None:
         from maskserve_engine.nodes.enlarge import EnlargeNodes
         from maskserve_engine.nodes.find import FindNodes
+        from maskserve_engine.nodes.pictures import PictureNodes
 
         config = config_of(
             {
                 "model": {"device": "cpu", "torch_threads": 1},
-                "nodes": {"find": str(folder / "find"), "enlarge": str(folder / "big")},
             }
         )
         self._nodes: dict[str, Any] = {
-            "pictures": PictureNodes(LimitsConfig()),
-            "find": FindNodes(config),
-            "enlarge": EnlargeNodes(config),
+            "pictures": PictureNodes(ModelSetup("", config)),
+            "find": FindNodes(ModelSetup(str(folder / "find"), config)),
+            "enlarge": EnlargeNodes(ModelSetup(str(folder / "big"), config)),
         }
         self._url, self._seed = site.url, seed
 
@@ -337,9 +337,8 @@ def test_a_sam_2_masks_what_is_clicked_on(site: Site, folder: Path) -> None:
     assert site.supervisor.router is not None
     url = f"http://127.0.0.1:{site.supervisor.router.ports.http}"
     clicked: dict[str, Any] = {"points": [[40, 40, 1], [3, 3, 0]], "box": [8, 8, 60, 60]}
-    nodes = SegmentNodes(
-        config_of({"model": {"device": "cpu"}, "nodes": {"segment": str(folder / "segment")}})
-    )
+    config = config_of({"model": {"device": "cpu"}})
+    nodes = SegmentNodes(ModelSetup(str(folder / "segment"), config))
     mask_result = Masks(url).find(SOURCE, **clicked)
     mask, score = nodes.find_mask(scene(SIDE, SIDE), clicked["points"], clicked["box"])
     # White in the answer, where its alpha is 0, too.

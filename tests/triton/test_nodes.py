@@ -14,10 +14,10 @@ from maskserve_common.config import Config, ValuesConfig
 from maskserve_common.config_file import config_of
 from maskserve_common.files.values import Values
 from maskserve_common.imaging.images import as_file, encode_png, plain_picture
+from maskserve_engine.nodes.pictures import PictureNodes
 from maskserve_triton.nodes import NodeFront
 from maskserve_workflows.node_models import NodeModels
 from maskserve_workflows.nodes import NODE_TYPES
-from maskserve_workflows.pictures import PictureNodes
 from maskserve_workflows.values import Judgement, NamedValue, parts_of
 from maskserve_workflows.wire import (
     PLACED,
@@ -51,7 +51,7 @@ def values(tmp_path: Path) -> Values:
 
 @pytest.fixture
 def ask(api: FakeTriton, config: Config, values: Values) -> Iterator[Ask]:
-    models = NodeModels(config, lambda kind, config, loaded: pytest.fail(kind))
+    models = NodeModels(config)
     front = NodeFront(api, models, values)
 
     def call_node(node: str, inputs: dict[str, Any], run: str = "", scope: str = "k1") -> Any:
@@ -132,7 +132,7 @@ def test_a_name_that_is_another_keys_or_gone_is_not_known(ask: Ask, values: Valu
 
 
 def test_the_record_says_what_the_host_holds(api: FakeTriton, values: Values) -> None:
-    models = NodeModels(Config(), lambda kind, config, loaded: pytest.fail(kind))
+    models = NodeModels(Config())
     request = api.request(TASK=msgspec.json.encode(NodeTask(RECORD, (), {})), VALUES=cells([]))
     values.put([b"something"], "k1", "run")
     NodeFront(api, models, values).execute([request])
@@ -147,7 +147,7 @@ def test_who_asks_for_the_record_may_say_what_is_to_be_loaded(
     (tmp_path / "config.json").write_text('{"model_type": "clipseg"}')
     (tmp_path / "model.safetensors").write_bytes(bytes(100))
     config = config_of({"nodes": {"find": str(tmp_path), "load": "use"}})
-    models = NodeModels(config, lambda kind, config, loaded: PictureNodes(config.limits))
+    models = NodeModels(config, lambda model, setup: PictureNodes(setup))
     front = NodeFront(api, models, values)
 
     def ask_record(settings: dict[str, Any]) -> Any:

@@ -16,12 +16,12 @@ from msgspec import inspect as types
 
 from maskserve_benchmarks.checkout import CHECKOUT
 from maskserve_benchmarks.documents.check_flag import check_only
-from maskserve_common.config import Config
+from maskserve_common.config import Config, NodesConfig
 from maskserve_common.contracts.settings import EditSettings
 from maskserve_common.reading import Table, sentences
 from maskserve_router.config import RouterConfig
 from maskserve_workflows.node_types import EDIT
-from maskserve_workflows.nodes import NODE_TYPES
+from maskserve_workflows.nodes import NODE_FILES, NODE_TYPES
 
 DOCUMENT = CHECKOUT / "docs" / "configuration.md"
 WORKFLOWS = CHECKOUT / "docs" / "workflows.md"
@@ -68,7 +68,18 @@ def tables(struct: type[Table], excluded: type[Table] = Table) -> Iterator[str]:
     yield from _table("", plain)
     for table in struct_types:
         fields = types.type_info(table).fields  # type: ignore[attr-defined]
-        yield from _table(table.__doc__, [_key(f, sentences(table)) for f in fields])
+        rows = [_key(f, sentences(table)) for f in fields]
+        yield from _table(table.__doc__, rows + (_models() if table is NodesConfig else []))
+
+
+def _models() -> list[str]:
+    """Return the keys of `[nodes]` that built-in node files declare."""
+    abouts: dict[str, list[str]] = {}
+    for model in NODE_FILES.all_models:
+        if model.source == model.name:
+            abouts.setdefault(model.name, []).append(model.about)
+    accepted = "folder or hub id"
+    return [_row(name, "", accepted, " Or: ".join(about)) for name, about in abouts.items()]
 
 
 def settings_table() -> str:

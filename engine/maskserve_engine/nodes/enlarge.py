@@ -10,23 +10,32 @@ import torch
 from msgspec import structs
 from transformers import Swin2SRForImageSuperResolution
 
-from maskserve_common.config import Config
 from maskserve_engine.stages.loader import device_of
-from maskserve_workflows.node_request import NodeRequest, one_by_one
+from maskserve_workflows.node_request import ModelSetup, NodeRequest, one_by_one
+from maskserve_workflows.node_types import node, node_model
 from maskserve_workflows.pictures import read_picture
+from maskserve_workflows.ports import Picture
 
 MOST_PIXELS: Final = 2**21
 """Maximum pixels of a picture, for which the model takes some gigabytes."""
 
 
-class EnlargeNodes:
-    """The node `enlarge`; `[nodes] enlarge` is the folder."""
+@node(model="enlarge", price_s=0.3)
+def enlarge(picture: Picture) -> Picture:
+    """Double the picture's sides."""
+    raise NotImplementedError
 
-    def __init__(self, config: Config) -> None:
-        most = min(config.limits.max_pixels, MOST_PIXELS)
-        self._limits = structs.replace(config.limits, max_pixels=most)
-        self._device = device_of(config)
-        model: Any = Swin2SRForImageSuperResolution.from_pretrained(config.nodes.enlarge)
+
+@node_model("enlarge", source="enlarge", kinds=("swin2sr",))
+class EnlargeNodes:
+    """Swin2SR model that doubles sides."""
+
+    def __init__(self, setup: ModelSetup) -> None:
+        limits = setup.config.limits
+        most = min(limits.max_pixels, MOST_PIXELS)
+        self._limits = structs.replace(limits, max_pixels=most)
+        self._device = device_of(setup.config)
+        model: Any = Swin2SRForImageSuperResolution.from_pretrained(setup.source)
         self._model = model.to(self._device).eval()
 
     def run(self, calls: Sequence[NodeRequest]) -> Iterable[dict[str, Any] | Exception]:

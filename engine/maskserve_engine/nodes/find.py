@@ -3,29 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+from msgspec import Meta
 from PIL import Image
 from transformers import CLIPSegForImageSegmentation, CLIPSegProcessor
 
-from maskserve_common.config import Config
 from maskserve_common.errors import InvalidRequest
 from maskserve_engine.stages.loader import device_of
-from maskserve_workflows.node_request import NodeRequest, one_by_one
+from maskserve_workflows.node_request import ModelSetup, NodeRequest, one_by_one
+from maskserve_workflows.node_types import node, node_model
 from maskserve_workflows.pictures import Grey, Pixels, mask_pixels, read_mask, read_picture
+from maskserve_workflows.ports import Mask, Picture, Verdict, Words
 from maskserve_workflows.values import Judgement
 
+Share = Annotated[float, Meta(ge=0, le=1)]
 
+
+@node(model="find", price_s=0.1)
+def find(picture: Picture, name: Words | str, *, threshold: Share = 0.5) -> Mask:
+    """Find the object of this name in the picture. If there is none, the run ends with an error."""
+    raise NotImplementedError
+
+
+@node(model="find", price_s=0.1)
+def shows(
+    picture: Picture, mask: Mask, name: Words | str, *, threshold: Share = 0.5, enough: Share = 0.2
+) -> Verdict:
+    """Check that the object of this name is in the mask, and fills at least the share `enough` of
+    it.
+    """
+    raise NotImplementedError
+
+
+@node_model("find", source="find", kinds=("clipseg",))
 class FindNodes:
-    """The nodes `find` and `shows`; `[nodes] find` is the folder."""
+    """CLIPSeg model: masks by name."""
 
-    def __init__(self, config: Config) -> None:
-        self._limits, self._device = config.limits, device_of(config)
-        folder = config.nodes.find
-        self._processor: Any = CLIPSegProcessor.from_pretrained(folder)
-        model: Any = CLIPSegForImageSegmentation.from_pretrained(folder)
+    def __init__(self, setup: ModelSetup) -> None:
+        self._limits, self._device = setup.config.limits, device_of(setup.config)
+        self._processor: Any = CLIPSegProcessor.from_pretrained(setup.source)
+        model: Any = CLIPSegForImageSegmentation.from_pretrained(setup.source)
         self._model = model.to(self._device).eval()
 
     def run(self, calls: Sequence[NodeRequest]) -> Iterable[dict[str, Any] | Exception]:

@@ -4,7 +4,6 @@ transformers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,26 +11,22 @@ import torch
 from PIL import Image
 from transformers import AutoProcessor, GroundingDinoForObjectDetection
 
-from maskserve_common.config import Config
 from maskserve_engine.nodes.find import FindNodes
-from maskserve_engine.nodes.segment import SegmentNodes
 from maskserve_engine.stages.loader import device_of
+from maskserve_workflows.node_request import ModelSetup
+from maskserve_workflows.node_types import node_model
 from maskserve_workflows.pictures import Grey, Pixels
 
 
+@node_model("find", source="find", kinds=("grounding-dino",), needs=("segment",))
 class GroundedNodes(FindNodes):
-    """The nodes `find` and `shows`.
+    """GroundingDINO model: masks by name, which the model `segment` cuts out."""
 
-    Args:
-        config: configuration of the node server; `[nodes] find` is GroundingDINO's folder.
-        loaded: models by name; it contains `segment` whenever a call runs.
-    """
-
-    def __init__(self, config: Config, loaded: Mapping[str, SegmentNodes]) -> None:
-        self._limits, self._device, self._loaded = config.limits, device_of(config), loaded
-        folder = config.nodes.find
-        self._processor: Any = AutoProcessor.from_pretrained(folder)
-        detector: Any = GroundingDinoForObjectDetection.from_pretrained(folder)
+    def __init__(self, setup: ModelSetup) -> None:
+        self._limits, self._device = setup.config.limits, device_of(setup.config)
+        self._loaded = setup.loaded
+        self._processor: Any = AutoProcessor.from_pretrained(setup.source)
+        detector: Any = GroundingDinoForObjectDetection.from_pretrained(setup.source)
         self._model = detector.to(self._device).eval()
 
     def features(self, pixels: Pixels) -> Any:
@@ -57,4 +52,5 @@ class GroundedNodes(FindNodes):
         boxes = detections["boxes"].tolist()
         if not boxes:
             return np.zeros(size[:2], np.bool_)
-        return self._loaded["segment"].in_boxes(features, boxes)
+        mask: Grey = self._loaded["segment"].in_boxes(features, boxes)
+        return mask

@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from msgspec import Meta
 from PIL import Image
 from transformers import CLIPModel, CLIPProcessor
 
-from maskserve_common.config import Config
 from maskserve_engine.stages.loader import device_of
-from maskserve_workflows.node_request import NodeRequest, one_by_one
+from maskserve_workflows.node_request import ModelSetup, NodeRequest, one_by_one
+from maskserve_workflows.node_types import node, node_model
 from maskserve_workflows.pictures import read_picture
+from maskserve_workflows.ports import Picture, Verdict, Words
 from maskserve_workflows.values import Judgement
 
 
-class LikenessNodes:
-    """The node `resembles`; `[nodes] likeness` is the folder."""
+@node(model="likeness", price_s=0.1)
+def resembles(
+    picture: Picture, text: Words | str, *, enough: Annotated[float, Meta(ge=0, le=1)] = 0.25
+) -> Verdict:
+    """Compare the picture with the text by CLIP's cosine, which passes from `enough` on."""
+    raise NotImplementedError
 
-    def __init__(self, config: Config) -> None:
-        self._limits, self._device = config.limits, device_of(config)
-        folder = config.nodes.likeness
-        self._processor: Any = CLIPProcessor.from_pretrained(folder)
-        model: Any = CLIPModel.from_pretrained(folder)
+
+@node_model("likeness", source="likeness", kinds=("clip",))
+class LikenessNodes:
+    """CLIP model, for `resembles`."""
+
+    def __init__(self, setup: ModelSetup) -> None:
+        self._limits, self._device = setup.config.limits, device_of(setup.config)
+        self._processor: Any = CLIPProcessor.from_pretrained(setup.source)
+        model: Any = CLIPModel.from_pretrained(setup.source)
         self._model = model.to(self._device).eval()
 
     def run(self, calls: Sequence[NodeRequest]) -> Iterable[dict[str, Any] | Exception]:

@@ -13,11 +13,13 @@ from transformers import AutoModelForMaskGeneration, Sam2Processor, SamProcessor
 from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
-from maskserve_common.config import Config
+from maskserve_common.contracts.settings import Click
 from maskserve_common.errors import InvalidRequest
 from maskserve_engine.stages.loader import device_of
-from maskserve_workflows.node_request import NodeRequest, one_by_one
+from maskserve_workflows.node_request import ModelSetup, NodeRequest, one_by_one
+from maskserve_workflows.node_types import node, node_model
 from maskserve_workflows.pictures import Grey, Pixels, mask_pixels, read_picture
+from maskserve_workflows.ports import Mask, Picture, Verdict
 from maskserve_workflows.values import Judgement
 
 Points: TypeAlias = Sequence[tuple[float, float, int]]
@@ -27,12 +29,32 @@ _SIZES = ("original_sizes", "reshaped_input_sizes")
 """Keys of a processor's output that describe its picture."""
 
 
-class SegmentNodes:
-    """The node `segment`; `[nodes] segment` is the folder."""
+class MaskMatch(NamedTuple):
+    """A mask, and the model's verdict on it."""
 
-    def __init__(self, config: Config) -> None:
-        self._limits, self._device = config.limits, device_of(config)
-        folder = config.nodes.segment
+    mask: Mask
+    verdict: Verdict
+
+
+@node(model="segment", price_s=0.3)
+def segment(
+    picture: Picture, *, points: tuple[Click, ...] = (), box: tuple[float, ...] = ()
+) -> MaskMatch:
+    """Select the region under clicks (x, y, and 1, or 0 for a point outside of it) and in a box
+    (left, top, right, bottom). The verdict is the model's own estimate of the fit. An empty region
+    ends the run with an error.
+    """
+    raise NotImplementedError
+
+
+# Published SAM 2 folders are for videos; only the part for pictures is read.
+@node_model("segment", source="segment", kinds=("sam", "sam2", "sam2_video"))
+class SegmentNodes:
+    """SAM or SAM 2 model: masks by clicks and boxes, and of things that GroundingDINO finds."""
+
+    def __init__(self, setup: ModelSetup) -> None:
+        self._limits, self._device = setup.config.limits, device_of(setup.config)
+        folder = setup.source
         model: Any = AutoModelForMaskGeneration.from_pretrained(folder)
         self._model = model.to(self._device).eval()
         is_sam1 = model.config.model_type == "sam"

@@ -11,16 +11,18 @@ import re
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import httpx
 import msgspec
+from msgspec import Meta
 
-from maskserve_common.config import Config
 from maskserve_common.errors import EngineFailed
 from maskserve_common.imaging.images import encode_png
-from maskserve_workflows.node_request import NodeRequest
+from maskserve_workflows.node_request import ModelSetup, NodeRequest
+from maskserve_workflows.node_types import node, node_model
 from maskserve_workflows.pictures import read_picture
+from maskserve_workflows.ports import Picture, Verdict, Words
 from maskserve_workflows.values import Judgement
 
 _QUESTION: Final = (
@@ -31,16 +33,25 @@ _AT_ONCE: Final = 8
 _MOST_BYTES: Final = 2**20
 
 
-class VerifyNodes:
-    """The node `agrees`; `[nodes] verify_url` is `…/v1`."""
+@node(model="verify", price_s=1.0, deterministic=False)
+def agrees(
+    picture: Picture, statement: Words | str, *, enough: Annotated[float, Meta(ge=0, le=1)] = 0.7
+) -> Verdict:
+    """Ask the operator's vision-language model whether the statement is true of the picture: a
+    score from 0 to 1, which passes from `enough` on.
+    """
+    raise NotImplementedError
 
-    def __init__(self, config: Config) -> None:
-        nodes, self._limits = config.nodes, config.limits
+
+@node_model("verify", source="verify_url")
+class VerifyNodes:
+    """A vision-language model at a URL."""
+
+    def __init__(self, setup: ModelSetup) -> None:
+        nodes, self._limits = setup.config.nodes, setup.config.limits
         key = Path(nodes.verify_key_file).read_text().strip() if nodes.verify_key_file else "none"
-        self._url, self._model = (
-            f"{nodes.verify_url.rstrip('/')}/chat/completions",
-            nodes.verify_model,
-        )
+        self._url = f"{setup.source.rstrip('/')}/chat/completions"
+        self._model = nodes.verify_model
         self._client = httpx.Client(
             headers={"Authorization": f"Bearer {key}"}, timeout=nodes.verify_timeout_s,
             trust_env=False, follow_redirects=False,

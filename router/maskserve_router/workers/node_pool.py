@@ -19,7 +19,7 @@ from msgspec import structs
 from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_common.contracts import bytes_tensor
-from maskserve_common.errors import EngineFailed, InvalidRequest, TemplateNotFound
+from maskserve_common.errors import EngineFailed, InvalidRequest, TemplateNotFound, split_code
 from maskserve_common.files.values import NO_VALUES, Values, parse
 from maskserve_common.imaging.images import as_file
 from maskserve_common.lru_cache import LruCache
@@ -38,6 +38,7 @@ from maskserve_workflows.values import NamedValue, map_parts, named_in
 from maskserve_workflows.wire import (
     MOST_ELEMENTS,
     NOT_HOSTED,
+    OTHER_VERSION,
     PLACED,
     RECORD,
     NodeResult,
@@ -60,7 +61,7 @@ _RESOLVE_S = 5.0
 """Seconds between two name resolutions."""
 _PLACE_S = 5.0
 _MODEL = "nodes"
-_UNKNOWN = ("unknown model", NOT_HOSTED)
+_UNKNOWN = ("unknown model", NOT_HOSTED, OTHER_VERSION)
 """Errors of a server that does not run a node, from Triton or from the server's model."""
 _NEVER_BEGUN = ("failed to connect", "resolution failed", "Server is stopping", "Server not ready")
 """UNAVAILABLE errors, from gRPC and Triton, of a server that did not take the call. Any other error
@@ -162,6 +163,8 @@ class NodePool:
         """Models that some server has reported."""
         self._seconds: dict[str, float] = {}
         """Node type -> mean seconds of its recent calls."""
+        self._warned: set[tuple[str, str]] = set()
+        """Servers with another version of a node, and their errors."""
         self._placement = LivePlacement()
         self._placing: asyncio.Task[None] | None = None
 
@@ -368,7 +371,7 @@ class NodePool:
 
     def _message(self, task: Task, kind: NodeType, scope: str, run: str) -> _Message:
         layout, elements = pack_values(task.inputs, kind.inputs)
-        node_task = NodeTask(kind.name, layout, task.call.settings, scope)
+        node_task = NodeTask(kind.name, layout, task.call.settings, scope, signature=kind.signature)
         digest = hashlib.sha256(msgspec.json.encode(node_task, order="sorted"))
         for element in elements:
             digest.update(b"%d:" % len(element))
@@ -408,7 +411,7 @@ class NodePool:
         """Return a server's answer, its address and the number of tries; raises as `call`."""
         end, wait_s, tries, plain = time.monotonic() + _PATIENCE_S, _POLL_S, 1, b""
         failed: Failure | EngineFailed | None = None
-        lost, broken = 0, set[str]()
+        lost, broken, other_version = 0, set[str](), ""
         while True:  # tries each server once per round, until one takes the call
             await self._discovery.ready()
             is_unreachable = bool(self._addresses) and not self._servers
@@ -430,6 +433,9 @@ class NodePool:
                         address, None
                     )  # another server may take over the address
                 if any(words in failure.details for words in _UNKNOWN):
+                    if OTHER_VERSION in failure.details:
+                        other_version = failure.details
+                        self._warn(address, other_version)
                     continue
                 tries = 2
                 unavailable = failure.status is grpc.StatusCode.UNAVAILABLE
@@ -454,11 +460,19 @@ class NodePool:
             if not is_unreachable or time.monotonic() > end:
                 if failed is not None:
                     raise failed
+                if other_version:
+                    raise EngineFailed(split_code(other_version)[1])
                 capability = f"runs {kind.model}" if not is_unreachable else "can be reached"
                 raise EngineFailed(f"{kind.name}: no node server {capability}")
             tries = 2
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, _MOST_POLL_S)
+
+    def _warn(self, address: str, details: str) -> None:
+        """Log once that a server has another version of a node."""
+        if (address, details) not in self._warned:
+            self._warned.add((address, details))
+            log.warning("node server %s is left out: %s", address, details)
 
     def _rank(self, model: str, address: str) -> tuple[float, float, bool, str]:
         """Rank servers by predicted end; of equal ones those that take names come first."""

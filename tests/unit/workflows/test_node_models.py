@@ -14,7 +14,8 @@ from maskserve_common.config import ConfigError
 from maskserve_common.config_file import config_of
 from maskserve_common.errors import EngineFailed, InvalidRequest
 from maskserve_workflows.node_models import NodeModels
-from maskserve_workflows.node_request import NodeRequest, one_by_one
+from maskserve_workflows.node_request import ModelSetup, NodeRequest, Nodes, one_by_one
+from maskserve_workflows.node_types import NodeModel
 from tests.support.eventually import eventually
 
 KINDS = {"find": "clipseg", "enlarge": "swin2sr"}
@@ -43,14 +44,15 @@ class Server:
         self.broken: set[str] = set()
         for name, kind in kinds.items():
             write_folder(tmp_path / name, json.dumps({"model_type": kind}))
-        self._names = {kind: name for name, kind in kinds.items()}
         nodes = {name: str(tmp_path / name) for name in kinds}
         config = config_of({"nodes": {**nodes, "device_bytes": device_bytes, "load": load}})
         self.models = NodeModels(config, self._open)
         self.results: dict[str, Any] = {}
 
-    def _open(self, kind: str, config: Any, loaded: Any) -> Server._Nodes:
-        name = self._names[kind]
+    def _open(self, model: NodeModel, setup: ModelSetup) -> Nodes:
+        name = model.name
+        if name == "pictures":
+            return self._Nodes(self)
         assert not self.loading, "two are loaded at once"
         self.loading += 1
         self.loads.append(name)
@@ -267,4 +269,4 @@ def test_a_folder_of_another_class_is_told_at_start(
         write_folder(tmp_path, text)
     config = config_of({"nodes": {"find": str(tmp_path)}})
     with pytest.raises(ConfigError, match=words):
-        NodeModels(config, lambda kind, config, loaded: pytest.fail("it is loaded"))
+        NodeModels(config, lambda model, setup: pytest.fail("it is loaded"))

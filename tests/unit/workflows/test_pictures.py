@@ -9,12 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from maskserve_common.config import LimitsConfig
+from maskserve_common.config import Config, LimitsConfig
 from maskserve_common.errors import InvalidRequest
 from maskserve_common.imaging.images import encode_png
+from maskserve_engine.nodes.pictures import PictureNodes
+from maskserve_workflows.node_request import ModelSetup
 from maskserve_workflows.nodes import NODE_TYPES
 from maskserve_workflows.pictures import (
-    PictureNodes,
     components,
     encode_mask,
     read_mask,
@@ -26,7 +27,7 @@ from tests.support.examples import examples
 from tests.support.workflows import run_one
 
 LIMITS = LimitsConfig()
-NODES = PictureNodes(LIMITS)
+NODES = PictureNodes(ModelSetup("", Config(limits=LIMITS)))
 
 
 def run(node, **inputs):

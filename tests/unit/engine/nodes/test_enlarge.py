@@ -13,6 +13,7 @@ from maskserve_common.config_file import config_of
 from maskserve_common.errors import InvalidRequest
 from maskserve_common.imaging.images import encode_png
 from maskserve_engine.nodes.enlarge import EnlargeNodes
+from maskserve_workflows.node_request import ModelSetup
 from maskserve_workflows.pictures import read_picture
 from tests.fakes.tiny_nodes import build_enlarge
 from tests.support.workflows import run_one
@@ -22,7 +23,7 @@ def test_a_picture_is_enlarged_as_far_as_memory_bears(tmp_path: Path) -> None:
     """One of 49 megapixels, 155 KiB, took a node server all the memory there was."""
     build_enlarge(tmp_path)
     config = config_of({"nodes": {"enlarge": str(tmp_path)}, "model": {"device": "cpu"}})
-    nodes = EnlargeNodes(config)
+    nodes = EnlargeNodes(ModelSetup(str(tmp_path), config))
 
     def enlarged(picture: bytes) -> Any:
         return run_one(nodes, "enlarge", {"picture": picture}, {})["picture"]

@@ -14,7 +14,7 @@ from maskserve_common.config_file import config_of
 from maskserve_common.errors import InvalidRequest
 from maskserve_common.imaging.images import encode_png
 from maskserve_engine.nodes.find import FindNodes
-from maskserve_workflows.node_request import NodeRequest
+from maskserve_workflows.node_request import ModelSetup, NodeRequest
 from maskserve_workflows.pictures import encode_mask, read_mask
 from tests.fakes.tiny_nodes import build_find
 from tests.support.draws import fresh_rng
@@ -23,7 +23,7 @@ from tests.support.draws import fresh_rng
 def test_calls_of_one_picture_see_it_once_and_answer_as_the_whole_model(tmp_path: Path) -> None:
     build_find(tmp_path)
     config = config_of({"nodes": {"find": str(tmp_path)}, "model": {"device": "cpu"}})
-    nodes, rng = FindNodes(config), fresh_rng()
+    nodes, rng = FindNodes(ModelSetup(str(tmp_path), config)), fresh_rng()
     pictures = [rng.integers(0, 256, (24, 40, 3), dtype=np.uint8) for _ in range(2)]
     names = ["a star", "a rather long name of a blue heart", "x"]
     model: Any = CLIPSegForImageSegmentation.from_pretrained(tmp_path).eval()
@@ -61,7 +61,7 @@ def test_three_rows_of_pixels_are_no_channels(tmp_path: Path) -> None:
     build_find(tmp_path)
     config = config_of({"nodes": {"find": str(tmp_path)}, "model": {"device": "cpu"}})
     pixels = fresh_rng().integers(0, 256, (3, 40, 3), dtype=np.uint8)
-    nodes = FindNodes(config)
+    nodes = FindNodes(ModelSetup(str(tmp_path), config))
     processor: Any = CLIPSegProcessor.from_pretrained(tmp_path)
     inputs: list[Any] = []
     nodes._model.clip.vision_model.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))

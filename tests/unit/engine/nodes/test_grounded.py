@@ -11,8 +11,9 @@ import pytest
 from maskserve_common.config_file import config_of
 from maskserve_common.errors import InvalidRequest
 from maskserve_common.imaging.images import encode_png
-from maskserve_engine.nodes.registry import open_nodes
+from maskserve_workflows.node_files import open_model
 from maskserve_workflows.node_folders import node_folders
+from maskserve_workflows.node_request import ModelSetup
 from maskserve_workflows.pictures import read_mask
 from tests.fakes.tiny_nodes import build_grounded
 from tests.support.draws import fresh_rng
@@ -24,13 +25,15 @@ def test_what_is_found_is_what_sam_says_of_the_boxes(tmp_path: Path) -> None:
     folders = {"find": str(tmp_path / "dino"), "segment": str(tmp_path / "sam")}
     config = config_of({"nodes": folders, "model": {"device": "cpu"}})
     needed = {
-        name: [requirement.kind for requirement in of]
+        name: [(requirement.name, requirement.model.class_name) for requirement in of]
         for name, of in node_folders(config.nodes).items()
     }
-    assert needed == {"find": ["grounding-dino", "sam"], "segment": ["sam"]}
+    dino, sam = ("find", "GroundedNodes"), ("segment", "SegmentNodes")
+    assert needed == {"find": [dino, sam], "segment": [sam]}
     loaded: dict[str, Any] = {}
-    nodes = open_nodes("grounding-dino", config, loaded)
-    loaded["segment"] = open_nodes("sam", config, {})
+    [[found, cut], _] = node_folders(config.nodes).values()
+    nodes = open_model(found.model, ModelSetup(folders["find"], config, loaded))
+    loaded["segment"] = open_model(cut.model, ModelSetup(folders["segment"], config))
     pixels = fresh_rng().integers(0, 256, (40, 52, 3), dtype=np.uint8)
     inputs = {"picture": encode_png(pixels), "name": "A red star"}
     masks = [

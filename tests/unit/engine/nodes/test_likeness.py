@@ -11,6 +11,7 @@ from transformers import CLIPModel, CLIPProcessor
 from maskserve_common.config_file import config_of
 from maskserve_common.imaging.images import encode_png
 from maskserve_engine.nodes.likeness import LikenessNodes
+from maskserve_workflows.node_request import ModelSetup
 from tests.fakes.tiny_nodes import build_likeness
 from tests.support.draws import fresh_rng
 from tests.support.workflows import run_one
@@ -18,7 +19,7 @@ from tests.support.workflows import run_one
 
 def test_a_picture_is_like_a_text_by_the_cosine_of_both(tmp_path: Path) -> None:
     build_likeness(tmp_path)
-    nodes = LikenessNodes(config_of({"nodes": {"likeness": str(tmp_path)}}))
+    nodes = LikenessNodes(ModelSetup(str(tmp_path), config_of({})))
     model, processor = (
         CLIPModel.from_pretrained(tmp_path).eval(),
         CLIPProcessor.from_pretrained(tmp_path),

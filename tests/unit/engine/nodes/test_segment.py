@@ -16,9 +16,8 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 
 from maskserve_common.config_file import config_of
 from maskserve_common.errors import InvalidRequest
-from maskserve_engine.nodes.registry import open_nodes
 from maskserve_engine.nodes.segment import SegmentNodes, check_clicks
-from maskserve_workflows.node_request import NodeRequest
+from maskserve_workflows.node_request import ModelSetup, NodeRequest
 from tests.fakes.pictures import encode, scene
 from tests.fakes.tiny_nodes import build_segment, build_segment_2
 from tests.support.draws import fresh_rng
@@ -40,9 +39,8 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def nodes_of(folder: Path) -> SegmentNodes:
     options = {"nodes": {"segment": str(folder)}, "model": {"device": "cpu"}}
-    nodes = open_nodes(folder.name, config_of(options), {})
-    assert isinstance(nodes, SegmentNodes)
-    return nodes
+    assert folder.name in vars(SegmentNodes)["node_model"].kinds
+    return SegmentNodes(ModelSetup(str(folder), config_of(options)))
 
 
 def expected(folder: Path, picture: Any, points: Any, box: Any) -> tuple[Any, float]:

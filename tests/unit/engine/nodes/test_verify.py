@@ -17,7 +17,7 @@ from maskserve_common.config_file import config_of
 from maskserve_common.errors import EngineFailed, InvalidRequest
 from maskserve_common.imaging.images import encode_png
 from maskserve_engine.nodes.verify import VerifyNodes
-from maskserve_workflows.node_request import NodeRequest
+from maskserve_workflows.node_request import ModelSetup, NodeRequest
 from maskserve_workflows.values import Judgement
 
 PICTURE = encode_png(np.zeros((4, 6, 3), np.uint8))
@@ -63,7 +63,7 @@ def url() -> Iterator[str]:
 def nodes_of(url: str, tmp_path: Path) -> VerifyNodes:
     (tmp_path / "key").write_text("secret\n")
     options = {"verify_url": url, "verify_model": "sees", "verify_key_file": str(tmp_path / "key")}
-    return VerifyNodes(config_of({"nodes": options}))
+    return VerifyNodes(ModelSetup(url, config_of({"nodes": options})))
 
 
 def test_its_number_is_the_score_and_all_else_an_error(

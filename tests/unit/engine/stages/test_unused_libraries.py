@@ -47,7 +47,7 @@ def test_a_folder_that_is_quantised_may_want_any(tmp_path: Path) -> None:
 
 
 def test_so_may_a_node_servers(tmp_path: Path) -> None:
-    config = Config(nodes=NodesConfig(find=str(tmp_path)))
+    config = Config(nodes=NodesConfig(models={"find": str(tmp_path)}))
     for settings, hidden in (({}, ALL), ({"quantization_config": {"bits": 4}}, set())):
         (tmp_path / "config.json").write_text(json.dumps(settings))
         assert set(unused_libraries(config)) == hidden
