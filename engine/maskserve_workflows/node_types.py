@@ -223,7 +223,7 @@ def _declared(
                 f"{name}.{key}: is {_words(hints.get(key))}; accepted: a port ({_PORTS}); settings "
                 "stand after a `*`"
             )
-    returns = hints.get("return")
+    returns: Any = hints.get("return")
     settings_type: Any = msgspec.defstruct(
         f"{name}_settings",
         [

@@ -5,7 +5,9 @@ plans.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -13,10 +15,12 @@ import numpy as np
 from hypothesis import strategies as st
 from msgspec import structs
 
+from maskserve_benchmarks.checkout import CHECKOUT
 from maskserve_common.imaging.images import encode_png
 from maskserve_workflows.definition import Workflow, each, repeat
 from maskserve_workflows.node_request import NodeRequest, Nodes
 from maskserve_workflows.nodes import (
+    NODE_FILES,
     best,
     compose,
     edit,
@@ -36,6 +40,31 @@ DRAWN = 30
 """Number of plans of `drawn_plans`."""
 Node = Callable[[str, NodeCall, Mapping[str, Any]], Mapping[str, Any]]
 """Key, node and inputs → outputs."""
+
+
+@contextmanager
+def node_path(*folders: Path) -> Iterator[list[str]]:
+    """The node files of these folders, in this process; gives the errors of reading them."""
+    files = NODE_FILES
+    parts: list[dict[Any, Any]] = [files._types, files._functions, files._models]
+    before = [dict(part) for part in parts]
+    try:
+        yield files.read(folders)
+    finally:
+        files._models = before.pop()
+        for part, values in zip(parts, before, strict=False):
+            part.clear()
+            part.update(values)
+
+
+def new_node(folder: Path) -> Path:
+    """Write the node of docs/workflows.md to a folder; return it."""
+    section = (CHECKOUT / "docs" / "workflows.md").read_text().partition("## Add a node")[2]
+    text = section.partition("```python\n")[2].partition("```")[0]
+    assert len(text.splitlines()) <= 30
+    folder.mkdir(exist_ok=True)
+    (folder / "sharpen.py").write_text(text)
+    return folder
 
 
 def run_one(
