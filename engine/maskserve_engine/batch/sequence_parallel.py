@@ -290,6 +290,7 @@ class RankShare:
             cached=tuple(cached),
             fixed=fixed,
             context=max(0, last_tokens.stop - max(last_tokens.start, end - row.context)),
+            still=0,  # the whole row's velocity is moved, not a share of it
         )
 
     def refresh(self) -> None:

@@ -102,7 +102,9 @@ class HostCache:
         self._memory, self._loader, self._stalls = memory, loader, stalls
         self._entry = _HostEntry(tuple([_HostBlock() for _ in range(blocks)]))
         self._order: list[Part] = []
-        """Parts in the order in which steps read them."""
+        """Parts in the order in which steps read them: as the row has computed them first."""
+        self._places: dict[Part, int] = {}
+        """Place of each part in that order."""
         self._new: set[Part] = set()
         """Parts that were written since the load began."""
         self._load: _HostLoad | None = None
@@ -142,9 +144,9 @@ class HostCache:
             self._copied = self._copied or torch.cuda.Event()
             self._copied.record(torch.cuda.current_stream(device))
         block, name = part
-        if part not in self._order:
+        if part not in self._places:
+            self._places[part] = len(self._order)
             self._order.append(part)
-            self._order.sort()
         self._entry.blocks[block].parts[name] = copies
         self._new.add(part)
         return copies
@@ -179,9 +181,9 @@ class HostCache:
 
             block, name = part
             return tuple([coded.map(back, back) for coded in self._entry.blocks[block].part(name)])
-        place = self._order.index(part)
+        place = self._places[part]
         window = [p for p in self._order[place : place + 1 + BLOCKS_AHEAD] if p not in self._new]
-        self._loader.forget(self._load, set(self._order).difference(window))
+        self._loader.keep_only(self._load, window)
         self._loader.ask(self._load, window, self._step)
         arrival = self._load.arrived.get(part)
         if arrival is not None and arrival.ready():
@@ -199,6 +201,7 @@ class HostCache:
         for block in self._entry.blocks:
             block.parts.clear()
         self._order.clear()
+        self._places.clear()
         self._new.clear()
 
     def _drop(self) -> None:

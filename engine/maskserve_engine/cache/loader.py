@@ -536,10 +536,10 @@ class Loader:
                 self._changed.wait(_LOOK_S)
             return load.arrived[part]
 
-    def forget(self, load: Load, parts: Collection[Part]) -> None:
-        """Drop parts of a load from the device; they can be asked for again."""
+    def keep_only(self, load: Load, parts: Collection[Part]) -> None:
+        """Drop the other parts of a load from the device; they can be asked for again."""
         with self._changed:
-            for part in [part for part in load.arrived if part in parts]:
+            for part in [part for part in load.arrived if part not in parts]:
                 load.forget(part)
 
     def drop(self, load: Load) -> None:
