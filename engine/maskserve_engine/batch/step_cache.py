@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from maskserve_common.contracts.tiers import DEVICE, HOST
+from maskserve_engine.batch.cache_parts import CacheParts
 from maskserve_engine.batch.packing import RowInput
 from maskserve_engine.cache.entries import PARTS, Coded, encode
 from maskserve_engine.cache.host_cache import HostCache
@@ -179,7 +180,6 @@ class _Refreshed:
         return self.parts + self.slopes + self.second_order
 
     def with_tensors(self, tensors: tuple[Coded, ...]) -> _Refreshed:
-        """Return the same refresh step with the tensors at another place."""
         slopes = len(self.parts) + len(self.slopes)
         return replace(
             self,
@@ -187,6 +187,22 @@ class _Refreshed:
             slopes=tensors[len(self.parts) : slopes],
             second_order=tensors[slopes:],
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Correction:
+    """A block's residual correction."""
+
+    parts: tuple[Coded, ...]
+    """[m, width] keys and values of the cached tokens in the row's last dense first step."""
+    difference: bool = False
+    """Whether they are the difference between these and the template's entry."""
+
+    def tensors(self) -> tuple[Coded, ...]:
+        return self.parts
+
+    def with_tensors(self, tensors: tuple[Coded, ...]) -> _Correction:
+        return replace(self, parts=tensors)
 
 
 class StepCache:
@@ -200,15 +216,10 @@ class StepCache:
         self._words: int | None = None
         """Number of text tokens of a row with a template, whose text and ring are kept; None: the
         row has no template."""
-        self._refreshed: dict[Part, _Refreshed] = {}
-        self.host: HostCache | None = None
-        """Host memory to which the cache may move; None: it stays on the device."""
-        self.on_host = False
-        """Whether its tensors lie there."""
+        self._refreshed = CacheParts[_Refreshed]()
+        self._corrections = CacheParts[_Correction]()
         self.out_of_memory = False
-        """Whether it was dropped for lack of memory."""
-        self._near: tuple[Part, _Refreshed] | None = None
-        """Last part that was read or written, on the device."""
+        """Whether something of it was dropped for lack of memory."""
         self._line = AnchorLine((), plan.power)
         """Line through the complete refresh steps."""
         self._at = 0.0
@@ -218,14 +229,13 @@ class StepCache:
         self._first: tuple[int, float] = (0, 0.0)
         """For a row with a template: number of cached tokens, which come last, in the step to be
         captured, and the sigma of its last dense step."""
-        self._dense_first: dict[int, tuple[Coded, ...]] = {}
-        """[m, width] keys and values of these tokens in a dense first step, by block."""
-        self._lacked: dict[int, tuple[Coded, ...]] = {}
-        """Difference between `_dense_first` and the template's entry, by block."""
         self._dtype = torch.float32
         self._has: Share = None
         self._share: Share = None
         self._lost: int | None = None
+        """Step whose refresh step found no memory."""
+        self._uncorrected: int | None = None
+        """Dense first step that found no memory."""
 
     def whole(self, heads: Span | None = None, *, by_rank: bool = False) -> bool:
         """Return whether all blocks are cached for a rank with `heads`, for one with all heads
@@ -236,9 +246,46 @@ class StepCache:
 
     @property
     def nbytes(self) -> int:
-        groups = [refreshed.tensors() for refreshed in self._refreshed.values()]
-        groups += [*self._dense_first.values(), *self._lacked.values()]
-        return sum(coded.nbytes for group in groups for coded in group)
+        return self._refreshed.nbytes + self._corrections.nbytes
+
+    def may_move(self, hosts: Callable[[], HostCache], *, on_host: bool = False) -> None:
+        """Let the cache move to host memory.
+
+        Args:
+            hosts: makes a place there.
+            on_host: whether it lies there from the start.
+        """
+        for parts in (self._refreshed, self._corrections):
+            parts.host, parts.on_host = hosts(), on_host
+
+    def take_place(self, before: StepCache) -> None:
+        """Lie where another cache lay, which ends."""
+        before.release()
+        for parts, parts_before in (
+            (self._refreshed, before._refreshed),
+            (self._corrections, before._corrections),
+        ):
+            parts.host, parts.on_host = parts_before.host, parts_before.on_host
+        self.out_of_memory = before.out_of_memory
+
+    def hosts(self, *, reads: bool = True) -> list[HostCache]:
+        """Return the places in host memory from which a step reads.
+
+        Args:
+            reads: whether it reads refresh steps; otherwise the residual correction alone.
+        """
+        groups = ((self._refreshed, reads), (self._corrections, self.corrects_residuals))
+        return [
+            parts.host
+            for parts, is_read in groups
+            if is_read and parts.on_host and parts.host is not None
+        ]
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that steps have read from host memory."""
+        hosts = (self._refreshed.host, self._corrections.host)
+        return sum(host.moved for host in hosts if host is not None)
 
     def anchor(
         self, step: int, sigma: float, computed: int, total: int, *, reads: bool = False
@@ -296,12 +343,20 @@ class StepCache:
         `first` is the entry that the row reads first. The noisier the step, the larger the
         correction.
         """
-        first_kv = self._dense_first.pop(block, None)
-        if first_kv is not None:
-            self._lacked[block] = tuple(map(self._less, first_kv, entry.coded_parts()))
-        if block not in self._lacked:
+        name = (block, "kv")
+        if name not in self._corrections:
             return entry
-        return replace(entry, changes=(Change(self._lacked[block], sigma / self._first[1]),))
+        correction = self._corrections.get(name)
+        if not correction.difference:
+            if not self._corrections.put(name, lambda: self._lack(name, entry)):
+                self._lose_correction()
+                return entry
+            correction = self._corrections.get(name)
+        return replace(entry, changes=(Change(correction.parts, sigma / self._first[1]),))
+
+    def _lack(self, name: Part, entry: KvSource) -> _Correction:
+        dense = self._corrections.get(name).parts
+        return _Correction(tuple(map(self._less, dense, entry.coded_parts())), difference=True)
 
     def _less(self, dense: Coded, entry: Coded) -> Coded:
         decoded = torch.empty(
@@ -329,10 +384,27 @@ class StepCache:
         cached_count = self._first[0]
         if cached_count:
             self._dtype = keys.dtype
-            encoded = [encode(tensor[-cached_count:], self.plan.format) for tensor in kv]
-            self._dense_first[block] = tuple(encoded)
+            self._keep_dense(block, [tensor[-cached_count:] for tensor in kv])
         if not self.plan.corrects_residuals or self.text:
             self._keep(block, "kv", kv)
+
+    def _keep_dense(self, block: int, kv: Sequence[Tensor]) -> None:
+        """Keep [m, width] keys and values of the cached tokens in a dense first step."""
+
+        def encoded() -> _Correction:
+            return _Correction(tuple([encode(tensor, self.plan.format) for tensor in kv]))
+
+        if self._uncorrected == self._step:
+            return
+        if not self._corrections.put((block, "kv"), encoded):
+            self._uncorrected = self._step
+            self._lose_correction()
+
+    def _lose_correction(self) -> None:
+        """Drop the residual correction for lack of memory: steps read entries as they are."""
+        _log.warning("no memory for an edit's residual correction")
+        self.out_of_memory = True
+        self._corrections.clear()
 
     def _keep(self, block: int, part: str, tensors: Sequence[Tensor]) -> None:
         """Keep [tokens, width] tensors of a part of a block.
@@ -342,68 +414,23 @@ class StepCache:
         if self._reads and self._share != self._has:
             self._lost = self._step  # the step itself still reads the cached share
         self._rotate()
-        previous = self._refreshed.get((block, part))
+        name = (block, part)
+        previous = self._refreshed.peek(name)
         if self._lost == self._step or (previous is not None and previous.step == self._step):
             return
-        new = self._refreshed_part((block, part), tensors)
-        if new is None and self._move_to_host():
-            new = self._refreshed_part((block, part), tensors)
-        if new is None:
+        if not self._refreshed.put(name, lambda: self._refresh(name, tensors)):
             _log.warning("no memory for what an edit's step %d leaves", self._step)
             self._lose()
-            return
-        self._refreshed[block, part] = new
-
-    def _refreshed_part(self, name: Part, tensors: Sequence[Tensor]) -> _Refreshed | None:
-        """Return the next refresh step of a part, where the cache lies; None: there is no memory
-        for it.
-        """
-        last = self._on_device(name) if name in self._refreshed else None
-        try:
-            new = self._refresh(last, [self._cached_of(name[0], x) for x in tensors])
-        except torch.OutOfMemoryError:
-            return None
-        return self._host_copy(name, new) if self.on_host else new
-
-    def _host_copy(self, name: Part, new: _Refreshed) -> _Refreshed | None:
-        assert self.host is not None, "a cache on the host has memory there"
-        copies = self.host.put(name, new.tensors())
-        if copies is None:
-            return None
-        self._near = (name, new)
-        return new.with_tensors(copies)
-
-    def _move_to_host(self) -> bool:
-        """Move all tensors to host memory; return False if they stay where they are."""
-        if self.host is None or self.on_host:
-            return False
-        moved: dict[Part, _Refreshed] = {}
-        for name, refreshed in self._refreshed.items():
-            copy = self._host_copy(name, refreshed)
-            if copy is None:
-                self.host.clear()
-                return False
-            moved[name] = copy
-        _log.warning("an edit's step cache moves to host memory at step %d", self._step)
-        self._refreshed, self._near, self.on_host = moved, None, True
-        return True
-
-    def _on_device(self, name: Part) -> _Refreshed:
-        """Return a part on the device. Of a cache on the host only the last one stays there."""
-        refreshed = self._refreshed[name]
-        if not self.on_host:
-            return refreshed
-        assert self.host is not None, "a cache on the host has memory there"
-        if self._near is None or self._near[0] != name:
-            self._near = None
-            self._near = (name, refreshed.with_tensors(self.host.get(name)))
-        return self._near[1]
 
     def release(self) -> None:
         """Drop the cache; its row has ended."""
         self._clear()
+        self._corrections.clear()
 
-    def _refresh(self, last: _Refreshed | None, new: Sequence[Tensor]) -> _Refreshed:
+    def _refresh(self, name: Part, tensors: Sequence[Tensor]) -> _Refreshed:
+        """Return the next refresh step of a part."""
+        last = self._refreshed.get(name) if name in self._refreshed else None
+        new = [self._cached_of(name[0], x) for x in tensors]
         plan, slopes, bends = self.plan, [], []
         line = AnchorLine((), plan.power) if last is None else last.line
         if last is not None and plan.power:
@@ -444,9 +471,6 @@ class StepCache:
 
     def _clear(self) -> None:
         self._refreshed.clear()
-        self._near = None
-        if self.host is not None:
-            self.host.clear()
         self._line = AnchorLine((), self.plan.power)
 
     def _cached_of(self, block: int, x: Tensor) -> Tensor:
@@ -475,11 +499,11 @@ class StepCache:
 
     @property
     def corrects_residuals(self) -> bool:
-        return bool(self._dense_first or self._lacked)
+        return len(self._corrections) > 0
 
     def source(self, block: int, sigma: float, part: str = "kv") -> KvSource:
         """Return a part of a block at `sigma`, for the tokens that the step does not compute."""
-        cached_part = self._on_device((block, part))
+        cached_part = self._refreshed.get((block, part))
         weight = cached_part.line.weight(sigma)
         along = (Change(cached_part.slopes, weight),) if weight else ()
         across = (
@@ -592,17 +616,18 @@ class StepCacheReader:
         self._stalls: list[Any] = []
         self._caches = tuple(row.anchors)
         if store is not None and store.rows.budget_bytes:
+            rows, loader = store.rows, store.loader
             for step_cache in self._caches:
-                step_cache.host = HostCache(store.rows, store.loader, blocks, self._stalls)
-                step_cache.on_host = on_host
+                step_cache.may_move(
+                    lambda: HostCache(rows, loader, blocks, self._stalls), on_host=on_host
+                )
         self._on_device = StepCacheEntry(StepCacheLoad(self._sizes(()), DEVICE.name, ()), [])
         self.entry: StepCacheEntry | None = None
 
     @property
     def loaded(self) -> Mapping[str, int]:
         """Bytes that steps have read from the host."""
-        hosts = [step_cache.host for step_cache in self._caches if step_cache.host is not None]
-        moved = sum(host.moved for host in hosts)
+        moved = sum(step_cache.moved_bytes for step_cache in self._caches)
         return {HOST.name: moved} if moved else {}
 
     @property
@@ -623,7 +648,17 @@ class StepCacheReader:
         self._follow_row()
         share = None if heads is None else heads[:2]
         complete = [step_cache.whole(share, by_rank=by_rank) for step_cache in self._row.anchors]
-        self.entry = self._entry() if all(complete) else None
+        self.entry = self._entry() or self._on_device if all(complete) else None
+        return self.entry
+
+    def turn_beside(self, *, reads: bool) -> StepCacheEntry | None:
+        """Return what a step reads from host memory beside its template; None: nothing.
+
+        Args:
+            reads: whether the step reads refresh steps, too, and not only a residual correction.
+        """
+        self._follow_row()
+        self.entry = self._entry(reads=reads)
         return self.entry
 
     def _follow_row(self) -> None:
@@ -634,9 +669,7 @@ class StepCacheReader:
         if caches == self._caches:
             return
         for before, step_cache in zip(self._caches, caches, strict=True):
-            before.release()
-            step_cache.host, step_cache.on_host = before.host, before.on_host
-            step_cache.out_of_memory = before.out_of_memory
+            step_cache.take_place(before)
         self._caches = caches
 
     def look_ahead(self, step: int) -> None:
@@ -653,11 +686,11 @@ class StepCacheReader:
             step_cache.release()
         self.entry = None
 
-    def _entry(self) -> StepCacheEntry:
-        caches = [step_cache for step_cache in self._row.anchors if step_cache.on_host]
-        hosts = tuple([cache.host for cache in caches if cache.host is not None])
+    def _entry(self, *, reads: bool = True) -> StepCacheEntry | None:
+        """Return what a step reads from host memory; None: nothing."""
+        hosts = tuple([host for cache in self._row.anchors for host in cache.hosts(reads=reads)])
         if not hosts:
-            return self._on_device
+            return None
         return StepCacheEntry(StepCacheLoad(self._sizes(hosts), HOST.name, hosts), self._stalls)
 
     def _sizes(self, hosts: Sequence[HostCache]) -> Floats:

@@ -215,7 +215,7 @@ class GangExecutor:
 
     def load(
         self, reads: Sequence[Read], devices: tuple[int, ...] = (0,)
-    ) -> Mapping[str, LoadState]:
+    ) -> Mapping[str, tuple[LoadState, ...]]:
         gang_rows = [self._rows[read.row] for read in reads]
         gang = self._gang(gang_rows, devices)
         for process in gang:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -198,7 +199,7 @@ class Rank:
 
     def load(
         self, reads: Sequence[Read], share: tuple[int, int] | None, by_rank: bool
-    ) -> dict[str, EntryLoad]:
+    ) -> dict[str, tuple[EntryLoad, ...]]:
         """See `Executor.load`.
 
         Args:
@@ -215,9 +216,12 @@ class Rank:
         except ValueError:  # entries of this format cannot be cut by heads
             loads = self._local.load(ready_reads)
         entry_loads: dict[int, EntryLoad] = {}
-        for load in loads.values():  # rows with one load also share its `EntryLoad`
+        for load in chain.from_iterable(loads.values()):  # rows may share one
             entry_loads.setdefault(id(load), EntryLoad(load.tier, load.sizes, load.missing))
-        return {row: entry_loads[id(load)] for row, load in loads.items()}
+        return {
+            row: tuple([entry_loads[id(load)] for load in row_loads])
+            for row, row_loads in loads.items()
+        }
 
     def step(self, step: StepInput, gang: str) -> StepAnswer:
         """Take one step; `gang` names the ranks that share it, and is empty for this rank alone."""

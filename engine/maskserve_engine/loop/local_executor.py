@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from maskserve_common.contracts.keys import STILL, Anchor
+from maskserve_common.contracts.tiers import DEVICE, HOST
 from maskserve_common.errors import EngineFailed
 from maskserve_common.logs import about
 from maskserve_engine.adapters.control_net_loader import NetFolder
 from maskserve_engine.base.device_clock import Span, mark
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.sequence_parallel import Exchange
-from maskserve_engine.batch.step_cache import Entry, StepCacheReader
+from maskserve_engine.batch.step_cache import Entry, StepCacheEntry, StepCacheReader
 from maskserve_engine.batch.transfer import HostCopy, side_stream
 from maskserve_engine.cache.host_cache import bytes_in_use
 from maskserve_engine.cache.loader import EntryLost, Selection
@@ -71,6 +74,8 @@ class LocalExecutor:
         self._rows: dict[str, Any] = {}
         self._readers: dict[str, EntryReader | StepCacheReader] = {}
         """Readers of the cached rows, by row."""
+        self._beside: dict[str, StepCacheReader] = {}
+        """Readers of step caches beside a template, by row."""
         self._still: dict[str, EntryReader] = {}
         """Readers of rows that take their references from a template's entry, by row."""
         self._jobs: dict[str, EditJob] = {}
@@ -134,7 +139,8 @@ class LocalExecutor:
             self._read_still(row, spec.key)
             return RowReport()
         assert self._store is not None, _NO_STORE
-        refresh_schedule = spec.schedule if self._booked(row, spec.nbytes, spare=True) else None
+        tier = None if spec.schedule is None else self._room(row, spec.nbytes, spare=True)
+        refresh_schedule = None if tier is None else spec.schedule
         cached_row = self._with_room(
             row, lambda: adapter.cached_row(spec.job, spec.noise_seed, refresh_schedule)
         )
@@ -143,6 +149,8 @@ class LocalExecutor:
         assert selection is not None
         reader = EntryReader(self._store, spec.key, spec.anchors, selection, sure=spec.sure)
         self._rows[row], self._readers[row] = cached_row, reader
+        if tier is not None:
+            self._beside[row] = self._step_cache_reader(cached_row, tier)
         references_ready = self._read_still(row, spec.key, sure=spec.sure)
         return RowReport(reader.complete and references_ready, selection.digest, refresh_schedule)
 
@@ -183,13 +191,21 @@ class LocalExecutor:
             self._step_cache_bytes[row] = nbytes
         return row in self._step_cache_bytes
 
-    def _booked_on_host(self, row: str, nbytes: int) -> bool:
-        """Whether a row's step cache fits host memory, and the device has room for its blocks in
-        use, which are then reserved.
+    def _room(self, row: str, nbytes: int, *, spare: bool = False) -> str | None:
+        """Return the tier of a row's step cache, whose bytes on the device are then reserved; None:
+        there is no room. In host memory it takes the bytes of its blocks in use on the device.
         """
         assert self._store is not None, _NO_STORE
+        if self._booked(row, nbytes, spare=spare):
+            return DEVICE.name
         rows, in_use = self._store.rows, bytes_in_use(nbytes, self._adapter.entry_blocks)
-        return rows.booked + nbytes <= rows.budget_bytes and self._booked(row, in_use)
+        if rows.booked + nbytes > rows.budget_bytes:
+            return None
+        return HOST.name if self._booked(row, in_use, spare=spare) else None
+
+    def _step_cache_reader(self, row: Any, tier: str) -> StepCacheReader:
+        blocks = self._adapter.entry_blocks
+        return StepCacheReader(row, blocks, self._store, on_host=tier == HOST.name)
 
     def _with_room(self, row: str, make: Callable[[], Any]) -> Any:
         """Make a row; on an error free the bytes reserved for it."""
@@ -205,14 +221,13 @@ class LocalExecutor:
             self._store.memory.unbook(nbytes)
 
     def _make_anchored(self, row: str, spec: AnchoredRowSpec) -> RowReport:
-        on_host = not self._booked(row, spec.nbytes)
-        if on_host and not self._booked_on_host(row, spec.nbytes):
+        tier = self._room(row, spec.nbytes)
+        if tier is None:
             row_made = self.make(row, DenseRowSpec(spec.job, spec.key))
             return row_made._replace(complete=False)
         anchored = self._with_room(row, lambda: self._adapter.anchored_row(spec.job, spec.plan))
         self._control(row, anchored, spec.job)
-        reader = StepCacheReader(anchored, self._adapter.entry_blocks, self._store, on_host=on_host)
-        self._rows[row], self._readers[row] = anchored, reader
+        self._rows[row], self._readers[row] = anchored, self._step_cache_reader(anchored, tier)
         self._read_still(row, spec.key)
         return RowReport(selection=row.encode())
 
@@ -227,12 +242,14 @@ class LocalExecutor:
                 served = self._served[row] = self._service.open(opening, adapters)
                 self._adapter.serve_control(family_row, served)
 
-    def load(self, reads: Sequence[Read], devices: tuple[int, ...] = (0,)) -> dict[str, LoadState]:
+    def load(
+        self, reads: Sequence[Read], devices: tuple[int, ...] = (0,)
+    ) -> dict[str, tuple[LoadState, ...]]:
         return self.load_shared(reads, None, by_rank=False)
 
     def load_shared(
         self, reads: Sequence[Read], heads: Heads | None, *, by_rank: bool
-    ) -> dict[str, LoadState]:
+    ) -> dict[str, tuple[LoadState, ...]]:
         """Find what rows read, for a step that ranks share (see `load`).
 
         Args:
@@ -243,7 +260,7 @@ class LocalExecutor:
         Raises:
             ValueError: these heads cannot be cut out of the storage format.
         """
-        loads: dict[str, LoadState] = {}
+        loads: dict[str, tuple[LoadState, ...]] = {}
         for read in reads:
             step, reader = self._rows[read.row].step, self._readers.get(read.row)
             if reader is None:
@@ -253,9 +270,20 @@ class LocalExecutor:
                 handle = reader.turn_to(step, heads=heads, by_rank=by_rank)
             else:
                 handle = reader.turn_to(step, whole=read.whole, heads=heads)
+            beside = self._turn_beside(read)
             if handle is not None:
-                loads[read.row] = handle.load
+                loads[read.row] = (handle.load, *(() if beside is None else (beside.load,)))
         return loads
+
+    def _turn_beside(self, read: Read) -> StepCacheEntry | None:
+        """Return what a row's next step reads from a step cache beside its template; None: nothing,
+        or nothing in host memory.
+        """
+        reader = self._beside.get(read.row)
+        return None if reader is None else reader.turn_beside(reads=self._frozen(read))
+
+    def _frozen(self, read: Read) -> bool:
+        return not read.text and bool(self._rows[read.row].keeps_text)
 
     def step(self, step: StepInput, done: StepDone) -> None:
         done(self.run(step))
@@ -270,16 +298,21 @@ class LocalExecutor:
         """
         running = list(step.rows)
         entries: dict[str, Entry] = {}
+        beside: list[StepCacheEntry] = []
         for read in step.reads:
             handle = self._readers[read.row].entry
             assert handle is not None, "what a step reads was found by `load`"
             entries[read.row] = handle
-            row = self._rows[read.row]
-            row.frozen = not read.text and row.keeps_text
+            self._rows[read.row].frozen = self._frozen(read)
+            reader = self._beside.get(read.row)
+            if reader is not None and reader.entry is not None:
+                beside.append(reader.entry)
         for name in running:
             self._read_fixed_parts(name, step.number)
         self._ask(step, entries)
-        handles = list(entries.values())
+        for step_cache in beside:
+            step_cache.want((), step.number)
+        handles = [*entries.values(), *beside]
         earlier = [len(handle.stalls) for handle in handles]
         failed: dict[str, EngineFailed] = {}
         lost: list[str] = []
@@ -323,11 +356,12 @@ class LocalExecutor:
         if served is not None:
             served.close()
         self._give_back(row)
-        reader, reference_reader = self._readers.pop(row, None), self._still.pop(row, None)
-        for row_reader in (reader, reference_reader):
+        reader, beside = self._readers.pop(row, None), self._beside.pop(row, None)
+        reference_reader = self._still.pop(row, None)
+        for row_reader in (reader, beside, reference_reader):
             if row_reader is not None:
                 row_reader.release()
-        return reader
+        return reader if reader is None or beside is None else _RowLoads((reader, beside))
 
     def idle(self) -> None:
         self._adapter.release()
@@ -389,7 +423,7 @@ class LocalExecutor:
                 if exchange is not None:
                     raise
                 lost_reads = [read for read in step.reads if _is_lost(entries.get(read.row))]
-                if not lost_reads and not self._lose_still(running):
+                if not (lost_reads or self._lose_beside(running) or self._lose_still(running)):
                     raise
                 _log.warning("a step goes on without an entry: %s", error)
             # outside of `except`, whose error keeps the tensors of the step that was given up
@@ -401,6 +435,16 @@ class LocalExecutor:
                     continue
                 self._readers[read.row].lose()
                 lost.append(read.row)
+
+    def _lose_beside(self, running: Sequence[str]) -> bool:
+        """Let rows whose step caches beside a template do not arrive go on without; return whether
+        there were any.
+        """
+        lost = [row for row in running if row in self._beside and _is_lost(self._beside[row].entry)]
+        for row in lost:
+            self._beside[row].lose()
+            self._rows[row].frozen = False
+        return bool(lost)
 
     def _lose_still(self, running: Sequence[str]) -> bool:
         """Let rows whose template lost its references make their own; return whether any did."""
@@ -444,6 +488,28 @@ class LocalExecutor:
             getattr(row_state, "lookahead", None) is not None,
         )
         return RowStep(row, row_state.step, skipped, read, text, stale, new, foresaw)
+
+
+@dataclass(frozen=True, slots=True)
+class _RowLoads:
+    """`RowLoads` of a row with a template and a step cache."""
+
+    readers: tuple[EntryReader | StepCacheReader, ...]
+
+    @property
+    def loaded(self) -> Mapping[str, int]:
+        loaded = Counter[str]()
+        for reader in self.readers:
+            loaded.update(reader.loaded)
+        return loaded
+
+    @property
+    def stalled(self) -> float:
+        return sum(reader.stalled for reader in self.readers)
+
+    @property
+    def out_of_memory(self) -> bool:
+        return any(reader.out_of_memory for reader in self.readers)
 
 
 def _is_lost(handle: Entry | None) -> bool:

@@ -34,7 +34,8 @@ _LATE = 1.02
 class Reading:
     totals: Totals
     """Sums of the row's step, as its cost depends on them."""
-    load: LoadState
+    loads: tuple[LoadState, ...]
+    """Loads of its entry, and of its step cache beside a template."""
     stays: int
     """Number of the row's steps that read this entry."""
 
@@ -76,8 +77,8 @@ class StepPlanner:
         """
         model = _of_rank(self.costs.model, ranks)
         totals = Totals.sum_of(row.totals for row in rows)
-        loads = {id(row.load): row for row in rows}.values()
-        missing = _Bytes(work, [(row.load.tier, row.load.missing) for row in loads])
+        loads = {id(load): (load, row.stays) for row in rows for load in row.loads}.values()
+        missing = _Bytes(work, [(load.tier, load.missing) for load, _ in loads])
 
         def present_costs() -> StepCosts:
             return missing.costs(totals, model, dense)
@@ -85,7 +86,7 @@ class StepPlanner:
         if fixed:
             step_plan = evaluate(present_costs(), missing.all_loaded(), lead=0.0)
             return StepPlan(step_plan, step_plan, "fixed")
-        whole = _Bytes(work, [(row.load.tier, row.load.sizes / row.stays) for row in loads])
+        whole = _Bytes(work, [(load.tier, load.sizes / stays) for load, stays in loads])
         problem = (self.costs.sequence, work.tokens, whole.key, ranks)
         steady = self.plans.get(
             problem,

@@ -100,7 +100,7 @@ class StepRunner:
 
     def _load(
         self, running: Running, devices: tuple[int, ...]
-    ) -> tuple[list[Read], Mapping[str, LoadState]]:
+    ) -> tuple[list[Read], Mapping[str, tuple[LoadState, ...]]]:
         """Start the loads of the entries that cached rows read in this step, if they are ready."""
         cached = [(edit, edit.reads) for edit in running if isinstance(edit, RequestState)]
         readers = [(edit, reads) for edit, reads in cached if reads is not None]
@@ -123,7 +123,11 @@ class StepRunner:
         return [read for read in row_reads if read.row in loads], loads
 
     def _plan(
-        self, running: Running, devices: int, work: ModelWork, loads: Mapping[str, LoadState]
+        self,
+        running: Running,
+        devices: int,
+        work: ModelWork,
+        loads: Mapping[str, tuple[LoadState, ...]],
     ) -> StepPlan | None:
         """Plan how rows that read entries run on `devices` devices; None: no row reads any."""
         if not loads:
@@ -131,13 +135,13 @@ class StepRunner:
         reading, dense_totals, fixed = [], list[Totals](), self._fixed
         ranks = devices if devices > 1 and self._share_tokens(running) else 1
         for edit in running:
-            load = loads.get(edit.request_id)
-            if load is not None and isinstance(edit, RequestState) and edit.reads is not None:
+            row_loads = loads.get(edit.request_id)
+            if row_loads is not None and isinstance(edit, RequestState) and edit.reads is not None:
                 steps_done, lookahead = edit.tally.done, edit.work.lookahead
                 stays = edit.reads.stays(steps_done)
-                reading.append(Reading(edit.reads_counted(steps_done), load, stays))
+                reading.append(Reading(edit.reads_counted(steps_done), row_loads, stays))
                 if edit.reads.looks_ahead(steps_done) and lookahead.reads:
-                    reading.append(Reading(lookahead.counted, load, stays))
+                    reading.append(Reading(lookahead.counted, row_loads, stays))
                 elif edit.reads.looks_ahead(steps_done):
                     dense_totals.append(lookahead.counted)
                 fixed = fixed or edit.job.request.settings.reproducible

@@ -109,7 +109,7 @@ def _cached_step(
             assert handle is not None, "a forced request is not refused"
             handles.append(handle)
         readings = [
-            Reading(adapter.counted(job), handle.load, stays=1)
+            Reading(adapter.counted(job), (handle.load,), stays=1)
             for job, handle in zip(jobs, handles, strict=True)
         ]
         plan = planner.plan(work, readings, None, fixed=True).plan

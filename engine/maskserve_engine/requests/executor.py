@@ -141,7 +141,7 @@ class RowLoads(Protocol):
 
     @property
     def out_of_memory(self) -> bool:
-        """Whether steps computed all tokens because a step cache found no memory."""
+        """Whether steps computed more tokens because a step cache found no memory."""
         ...
 
 
@@ -270,9 +270,10 @@ class Executor(Protocol):
 
     def load(
         self, reads: Sequence[Read], devices: tuple[int, ...] = (0,)
-    ) -> Mapping[str, LoadState]:
-        """Request the entry that each row's next step reads, on the devices that will take it. Rows
-        that are missing from the result compute all tokens in that step.
+    ) -> Mapping[str, tuple[LoadState, ...]]:
+        """Request the entry that each row's next step reads, on the devices that will take it, and
+        a step cache beside it that lies in host memory. Rows that are missing from the result
+        compute all tokens in that step.
         """
         ...
 

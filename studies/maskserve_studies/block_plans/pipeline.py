@@ -165,7 +165,9 @@ class Pipeline:
         handle = reader.turn_to(n)
         assert handle is not None
         self.row.entry = handle
-        planned = self.planner.plan(self.bench.work, [Reading(self.totals, handle.load, 1)], None)
+        planned = self.planner.plan(
+            self.bench.work, [Reading(self.totals, (handle.load,), 1)], None
+        )
         handle.want(parts_of(planned.plan), n)
         ahead = reader.look_ahead(n)
         if ahead is not None:

@@ -230,7 +230,8 @@ class FlowRow:
     @property
     def keeps_text(self) -> bool:
         """Whether its step caches can serve a step that does not compute the text."""
-        return self.refreshes or (self.step_cache is not None and self.step_cache.whole())
+        caches = self.anchors
+        return self.refreshes or (bool(caches) and all(cache.whole() for cache in caches))
 
     @property
     def reads_step_cache(self) -> bool:

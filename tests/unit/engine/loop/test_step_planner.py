@@ -44,7 +44,7 @@ def planner(seconds_per_byte: float) -> StepPlanner:
 
 
 def reading(load: Load, stays: int = 1) -> Reading:
-    return Reading(WORK.totals([RowTokens((4.0,), 8.0)]), load, stays)
+    return Reading(WORK.totals([RowTokens((4.0,), 8.0)]), (load,), stays)
 
 
 def test_what_is_there_is_taken() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -29,6 +29,7 @@ from maskserve_engine.requests.refresh_schedules import (
 from maskserve_engine.requests.state import EditWork, RequestState
 from maskserve_engine.requests.templates import ExecutionPlan
 from tests.fakes.jobs import config_of
+from tests.support.draws import fresh_seed
 from tests.support.engines import accept, edit, job, make_engine, priced_by_flops
 from tests.support.eventually import eventually
 from tests.support.sink import Sink
@@ -238,6 +239,122 @@ def test_an_edit_whose_cache_does_not_come_back_goes_on_dense(
     monkeypatch.setattr(loader.mover, "move", broken)
     meta = edit(engine, own_job(encoder, 15, "b", 10)).meta
     assert len(meta["anchors"]) > 5
+    idle(engine)
+
+
+def hit_job(engine: Engine, encoder: Encoder, name: str, seed: int) -> EditJob:
+    """A drawn edit of a template, the same for each seed: of the model that takes them with a
+    negative prompt, of the other with dense first steps, whose residuals correct the entries.
+    """
+    rng = np.random.default_rng(seed)
+    settings: dict[str, Any] = {"num_inference_steps": int(rng.integers(12, 24))}
+    if engine.adapter.spec.semantics.blends and rng.random() < 0.5:
+        settings.update(negative_prompt="a dog", true_cfg_scale=2.0)
+    return job(encoder, int(rng.integers(100)), name, cache="require", **settings)
+
+
+def refuse_room(engine: Engine, own_bytes: int, patch: pytest.MonkeyPatch) -> None:
+    """Let the device have no room for a step cache of so many bytes; loads have theirs."""
+    patch.setattr(host_cache, "BLOCKS_AHEAD", 0)  # models here have few blocks
+    memory = engine.cache.store.memory
+    book = memory.book
+    patch.setattr(memory, "book", lambda n, **options: n != own_bytes and book(n, **options))
+
+
+def test_a_cache_beside_a_template_gives_the_same_picture_in_host_memory(
+    engine: Engine, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seed = fresh_seed()
+    expected = edit(engine, hit_job(engine, encoder, "device", seed))
+    assert (expected.meta["cache"], expected.meta["own_bytes"] > 0) == ("hit", True)
+    rows = host_rows(engine)
+    refuse_room(engine, expected.meta["own_bytes"], monkeypatch)
+    moved = edit(engine, hit_job(engine, encoder, "host", seed))
+    np.testing.assert_array_equal(moved.latents, expected.latents)
+    same = ("cache", "own_bytes", "text_steps", "computed_tokens", "kinds")
+    assert [moved.meta[key] for key in same] == [expected.meta[key] for key in same]
+    assert moved.meta["cache_bytes"]["host"] > expected.meta["cache_bytes"].get("host", 0)
+    assert "dense_for" not in moved.meta
+    idle(engine)
+    assert rows.booked == 0
+
+
+def scarce(engine: Engine, patch: pytest.MonkeyPatch, fails: Callable[[list[int]], bool]) -> None:
+    """Let the step cache of the row under way find no memory where `fails` says so, of the steps
+    at which it has asked for some.
+    """
+    executor, encode = cast(Any, engine.executor), step_cache_module.encode
+    steps: list[int] = []
+
+    def scarce_encode(x: Any, format: str) -> Any:
+        [row] = executor._rows.values()
+        steps.append(row.step)
+        if fails(steps):
+            raise torch.OutOfMemoryError("no memory for a step cache")
+        return encode(x, format)
+
+    patch.setattr(step_cache_module, "encode", scarce_encode)
+
+
+@pytest.mark.parametrize("call", [0, 3])
+def test_without_memory_in_mid_edit_a_cache_beside_a_template_moves_to_host_memory(
+    engine: Engine, encoder: Encoder, monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
+    seed = fresh_seed()
+    expected = edit(engine, hit_job(engine, encoder, "device", seed))
+    rows, failed = host_rows(engine), list[int]()
+    at = int(np.random.default_rng(seed).integers(3))
+
+    def fails_once(steps: list[int]) -> bool:
+        if failed or sum(step >= at for step in steps) <= call:
+            return False
+        failed.append(steps[-1])
+        return True
+
+    scarce(engine, monkeypatch, fails_once)
+    moved = edit(engine, hit_job(engine, encoder, "moved", seed))
+    assert failed
+    np.testing.assert_array_equal(moved.latents, expected.latents)
+    assert moved.meta["text_steps"] == expected.meta["text_steps"]
+    assert moved.meta["cache_bytes"]["host"] > expected.meta["cache_bytes"].get("host", 0)
+    assert "dense_for" not in moved.meta
+    idle(engine)
+    assert rows.booked == 0
+
+
+def test_without_memory_anywhere_an_edit_of_a_template_computes_its_text_and_says_so(
+    engine: Engine, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seed = fresh_seed()
+    expected = edit(engine, hit_job(engine, encoder, "device", seed)).meta
+    scarce(engine, monkeypatch, lambda steps: True)
+    meta = edit(engine, hit_job(engine, encoder, "scarce", seed)).meta
+    assert (meta["cache"], meta["dense_for"]) == ("hit", "memory")
+    assert meta["text_steps"] == meta["steps"] > expected["text_steps"]
+    idle(engine)
+
+
+def test_an_edit_of_a_template_whose_step_cache_does_not_come_back_computes_its_text(
+    engine: Engine, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its template's entries still come."""
+    seed = fresh_seed()
+    expected = edit(engine, hit_job(engine, encoder, "device", seed)).meta
+    host_rows(engine)
+    refuse_room(engine, expected["own_bytes"], monkeypatch)
+    mover = engine.cache.store.loader.mover
+    move = mover.move
+
+    def broken(parts: Any, ids: Any, *room: Any) -> Any:
+        if ids is None:  # a step cache's, of which all tokens are read
+            raise RuntimeError("the link is broken")
+        return move(parts, ids, *room)
+
+    monkeypatch.setattr(mover, "move", broken)
+    meta = edit(engine, hit_job(engine, encoder, "lost", seed)).meta
+    assert meta["cache"] == "hit"
+    assert meta["kinds"]["kv"] == expected["kinds"]["kv"]
+    assert meta["text_steps"] > expected["text_steps"]
     idle(engine)
 
 
