@@ -413,7 +413,7 @@ def test_what_is_foreseen_beside_a_template_is_what_a_row_has_that_is_there(
     words, active = len(row.prompt.text), len(row.latents)
     places = torch.cat((torch.arange(words), words + torch.argsort(order)[active:]))
     for block in range(adapter.blocks):
-        parts = row.step_cache._refreshed[block, "kv"].parts
+        parts = row.step_cache.source(block, row.walk_sigma()).parts
         for part, expected in zip(parts, capture.blocks[block], strict=True):
             assert_equal(part.data.numpy(), expected[places].numpy())
 
@@ -439,7 +439,7 @@ def test_what_is_left_out_beside_a_template_lies_on_its_line(
         replay.step([row], ("kv",) * adapter.blocks)
         if row.step in (1, 3):
             latents.append(latents if row.ring is None else row.ring.latents.latents_now.clone())
-            snapshots.append(row.step_cache._refreshed[0, "kv"].parts[0].data.clone())
+            snapshots.append(row.step_cache.source(0, row.walk_sigma()).parts[0].data.clone())
     step_cache, words = row.step_cache, len(row.prompt.text)
     assert step_cache is not None
     row.frozen = True
