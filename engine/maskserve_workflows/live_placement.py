@@ -12,10 +12,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
+from maskserve_common.contracts.status_record import BUSY_SHARE
 from maskserve_workflows.placement import ModelLoad, Placed, filled, placements, sustained
 
-BUSY_SHARE: Final = 0.8
-"""Share of its time that a server should be busy; the rest is for bursts. The chart uses it too."""
 _ENOUGH: Final = 1.0 / BUSY_SHARE
 """Value of `sustained` at which a placement needs no change."""
 _GAIN: Final = 1.2

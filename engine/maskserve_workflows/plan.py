@@ -14,6 +14,7 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta, structs
 
+from maskserve_common.contracts.tensors import INPUT_KINDS
 from maskserve_common.reading import Misread, Table, nearest, read
 from maskserve_workflows.node_types import setting_error
 from maskserve_workflows.nodes import NODE_TYPES
@@ -24,7 +25,6 @@ MOST: Final = 16
 """Most rounds of a loop."""
 MOST_STEPS: Final = 64
 INPUTS: Final = "inputs"
-INPUT_KINDS: Final = ("picture", "mask", "text")
 RESERVED: Final = frozenset({"edit", "edit_stream", "edit_pipeline", "control"})
 """Model names that are always taken."""
 

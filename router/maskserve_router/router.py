@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -22,6 +23,7 @@ from maskserve_router.api.http_body import Bodies
 from maskserve_router.api.http_inference import HttpInference
 from maskserve_router.api.no_jobs import NoJobs
 from maskserve_router.api.openai.edits import ImageEdits
+from maskserve_router.api.openai.form import ModelForm
 from maskserve_router.api.openai.image_urls import ImageUrls
 from maskserve_router.api.openai.masks import mask_routes
 from maskserve_router.api.openai.routes import openai_routes
@@ -44,21 +46,16 @@ from maskserve_router.operations.control import ClusterControl
 from maskserve_router.scheduling.admission import Admission
 from maskserve_router.scheduling.dispatch import Dispatcher
 from maskserve_router.scheduling.edits import Edits
-from maskserve_router.scheduling.mask_finder import MaskFinder
+from maskserve_router.scheduling.mask_finder import MaskFinder, no_segmenter
 from maskserve_router.scheduling.pending_queue import PendingQueue
+from maskserve_router.scheduling.served_workflows import ServedWorkflows
 from maskserve_router.tracing import Tracing
-from maskserve_router.workers.node_pool import NodePool
 from maskserve_router.workers.pool import Pool
-from maskserve_router.workflows.run_driver import RunServices
-from maskserve_router.workflows.run_times import RunTimes
-from maskserve_router.workflows.workflows import Workflows
-from maskserve_workflows.folder import read_plans
-from maskserve_workflows.nodes import NODE_FILES
-from maskserve_workflows.plan import WorkflowPlan
-from maskserve_workflows.ports import WorkflowError
 
 if TYPE_CHECKING:
     from maskserve_router.jobs.jobs import Jobs
+    from maskserve_router.nodes.node_pool import NodePool
+    from maskserve_workflows.plan import WorkflowPlan
 
 log = logging.getLogger("maskserve.router")
 _OPERATORS = 64
@@ -67,6 +64,8 @@ _LOCK_S = 0.1
 """Longest seconds that a process may hold the lock of the values folder while others wait."""
 _JOB_LIBRARIES = ("sqlalchemy", "tenacity")
 """Libraries of the extra `jobs`."""
+_WORKFLOW_LIBRARIES = ("maskserve_workflows",)
+"""Packages of the extra `workflows`."""
 _POLL_S = 2.0
 """Seconds between two checks of the files of keys and certificates."""
 
@@ -98,17 +97,14 @@ class Router:
             config, self.pool, self.pending, self.admission, turns, self.metrics, values
         )
         self._tracing = Tracing(config)
-        self._nodes = NodePool(config.workflows, turns, config.routing.order, values)
-        masks = MaskFinder(self._nodes, turns)
+        masks, nodes = _masks(config, turns, values)
         edits = Edits(self._dispatcher, masks, self.metrics, self._tracing)
-        times = RunTimes(
-            config,
-            self._nodes.seconds,
-            self.pool.running_s,
-            self._dispatcher.share_left,
-        )
-        services = RunServices(edits, self._nodes, self.admission, turns, times)
-        workflows = Workflows(_plans(config), services, self.pool.ready, config.limits, values)
+        workflows, forms = ServedWorkflows(), dict[str, ModelForm]()
+        if nodes is not None:
+            workflows, forms = _workflows(
+                config, nodes, edits, self.pool, self._dispatcher, self.admission, turns, values
+            )
+        self._workflows = workflows
         self._control = control = ClusterControl(
             config.name,
             self.pool,
@@ -135,7 +131,9 @@ class Router:
         )
         self._urls = urls = ImageUrls(config.image_urls, config.limits, self.admission, turns)
         self._outputs = Outputs(config.outputs.timeout_s)
-        images = ImageEdits(bodies, config.limits, front, turns, self.pool, urls, self._outputs)
+        images = ImageEdits(
+            bodies, config.limits, front, turns, self.pool, urls, self._outputs, forms
+        )
         templates = TemplateRoutes(bodies, front, control, turns)
         self._jobs, job_routes = _jobs(
             config, front, images, keys, self.admission, turns, self.metrics
@@ -168,7 +166,7 @@ class Router:
             self.pending,
             self.admission,
             self.metrics,
-            self._nodes,
+            workflows,
             self.reload,
             listen.admin_names,
         )
@@ -187,7 +185,7 @@ class Router:
         try:
             await self._jobs.start()
             await self.pool.start()
-            self._nodes.start()
+            self._workflows.start()
             # Start gRPC first: a client that sees the router ready over HTTP may call over gRPC.
             await self.grpc.start()
             await self.http.start()
@@ -276,7 +274,7 @@ class Router:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
         await self.pool.close()
-        await self._nodes.close()
+        await self._workflows.close()
         self._fair_share.close()
         self._tracing.close()
 
@@ -315,12 +313,69 @@ def _jobs(
     return jobs, job_routes(front, images, jobs)
 
 
+def _masks(
+    config: RouterConfig, fair_share: FairShare, values: Values
+) -> tuple[MaskFinder, NodePool | None]:
+    """Return the finder of masks, and the node servers; None: neither they nor workflows are
+    configured, and their package is not imported.
+
+    Raises:
+        ConfigError: the extra `workflows` is not installed.
+    """
+    files = config.workflows
+    if not (files.folder or files.nodes or files.node_path):
+        return MaskFinder(no_segmenter, fair_share), None
+    try:
+        from maskserve_router.nodes.node_pool import NodePool
+        from maskserve_router.nodes.segmenter import segment
+    except ModuleNotFoundError as error:
+        if error.name not in _WORKFLOW_LIBRARIES:
+            raise
+        raise ConfigError(
+            "[workflows]: workflows and node servers need the extra `workflows` "
+            f"(pip install -e '.[workflows]'): {error.name} is missing"
+        ) from None
+    nodes = NodePool(files, fair_share, config.routing.order, values)
+    return MaskFinder(partial(segment, nodes), fair_share), nodes
+
+
+def _workflows(
+    config: RouterConfig,
+    nodes: NodePool,
+    edits: Edits,
+    pool: Pool,
+    dispatcher: Dispatcher,
+    admission: Admission,
+    fair_share: FairShare,
+    values: Values,
+) -> tuple[ServedWorkflows, dict[str, ModelForm]]:
+    """Return the workflows, and their forms by name.
+
+    Raises:
+        ConfigError: a plan cannot be read.
+    """
+    from maskserve_router.api.openai.workflow_form import WorkflowForm
+    from maskserve_router.workflows.run_driver import RunServices
+    from maskserve_router.workflows.run_times import RunTimes
+    from maskserve_router.workflows.workflows import Workflows
+
+    times = RunTimes(config, nodes.seconds, pool.running_s, dispatcher.share_left)
+    services = RunServices(edits, nodes, admission, fair_share, times)
+    plans = _plans(config)
+    forms: dict[str, ModelForm] = {plan.name: WorkflowForm(plan, config.limits) for plan in plans}
+    return Workflows(plans, services, pool.ready, config.limits, values), forms
+
+
 def _plans(config: RouterConfig) -> list[WorkflowPlan]:
     """Return the plans of the configured folder.
 
     Raises:
         ConfigError: naming the file.
     """
+    from maskserve_workflows.folder import read_plans
+    from maskserve_workflows.nodes import NODE_FILES
+    from maskserve_workflows.ports import WorkflowError
+
     problems = NODE_FILES.read(config.workflows.node_path)
     for problem in problems:
         log.error("%s", problem)

@@ -20,6 +20,8 @@ from maskserve_common.contracts.pricing import Pricing
 
 VERSION = 2
 ADAPTERS_LISTED = 256
+BUSY_SHARE = 0.8
+"""Share of its time that a server should be busy; the rest is for bursts. The chart uses it too."""
 Kind = Literal["dense", "cached", "prime"]
 AdapterTier = Literal["device", "coming", "host"]
 State = Literal["loading", "ready", "draining", "stopped", "failed"]

@@ -13,6 +13,10 @@ of the ensemble that reads it names it among its inputs.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Final
+
+INPUT_KINDS: Final = ("picture", "mask", "text")
+"""Kinds of a workflow's inputs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,7 @@ from maskserve_router.operations.control import ClusterControl
 from maskserve_router.scheduling.admission import Admission, EditRoom
 from maskserve_router.scheduling.edits import Edits
 from maskserve_router.scheduling.picture_rooms import PictureRooms
-from maskserve_router.workflows.workflows import Workflows
-from maskserve_workflows.plan import WorkflowPlan
+from maskserve_router.scheduling.served_workflows import ServedWorkflows
 
 
 class Front:
@@ -41,7 +40,7 @@ class Front:
         fair_share: FairShare,
         edits: Edits,
         control: ClusterControl,
-        workflows: Workflows,
+        workflows: ServedWorkflows,
     ) -> None:
         self._keys, self._admission, self._fair_share = keys, admission, fair_share
         self._edits, self._control, self._workflows = edits, control, workflows
@@ -50,11 +49,6 @@ class Front:
     def models(self) -> Mapping[str, Contract]:
         """Model name -> tensors, for all models that clients may call."""
         return self._workflows.models
-
-    @property
-    def plans(self) -> Mapping[str, WorkflowPlan]:
-        """Workflows by name."""
-        return self._workflows.plans
 
     def client(self, headers: Mapping[str, str]) -> KeyHolder:
         """Return the caller; see `KeyRing.client`."""
@@ -128,7 +122,7 @@ class Front:
         """
         if message.head.model_name == "control":
             return await self._control.infer(message, client)
-        if message.head.model_name in self._workflows.plans:
+        if message.head.model_name in self._workflows.names:
             answer = await self._workflows.infer(message, headers, timeout, client)
             room.becomes(len(answer))
             return answer
@@ -149,7 +143,7 @@ class Front:
             answer = pb.ModelInferResponse.FromString(await self._control.infer(message, client))
             yield pb.ModelStreamInferResponse(infer_response=answer).SerializeToString()
             return
-        if message.head.model_name in self._workflows.plans:
+        if message.head.model_name in self._workflows.names:
             run = self._workflows.stream(message, headers, timeout, client)
             async with aclosing(run) as events:
                 async for event in events:

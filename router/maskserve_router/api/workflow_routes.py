@@ -10,11 +10,11 @@ from starlette.routing import Route
 
 from maskserve_router.api.openai.answers import answering, json_answer
 from maskserve_router.key_holder import KeyHolder
-from maskserve_router.workflows.workflows import Workflows
+from maskserve_router.scheduling.served_workflows import ServedWorkflows
 
 
 def workflow_routes(
-    identify: Callable[[Mapping[str, str]], KeyHolder], workflows: Workflows
+    identify: Callable[[Mapping[str, str]], KeyHolder], workflows: ServedWorkflows
 ) -> list[Route]:
     """Return the routes of workflows."""
 

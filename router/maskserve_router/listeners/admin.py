@@ -20,7 +20,7 @@ from maskserve_router.metrics import Metrics
 from maskserve_router.operations.control import cluster_status
 from maskserve_router.scheduling.admission import Admission
 from maskserve_router.scheduling.pending_queue import PendingQueue
-from maskserve_router.workers.node_pool import NodePool
+from maskserve_router.scheduling.served_workflows import ServedWorkflows
 from maskserve_router.workers.pool import Pool
 
 _JSON = "application/json"
@@ -36,7 +36,7 @@ class Admin:
         pending: waiting edits.
         admission: counts of edits.
         metrics: the metrics to show.
-        nodes: the node servers.
+        workflows: the workflows and their node servers.
         reload: reads the configuration again.
         names: accepted host names, as `maskserve_common.sites.has_name`.
     """
@@ -48,13 +48,13 @@ class Admin:
         pending: PendingQueue,
         admission: Admission,
         metrics: Metrics,
-        nodes: NodePool,
+        workflows: ServedWorkflows,
         reload: Callable[[], Awaitable[None]],
         names: Sequence[str] = (),
     ) -> None:
         self._name, self._pool, self._pending = name, pool, pending
         self._admission, self._metrics, self._reload = admission, metrics, reload
-        self._nodes, self._names = nodes, names
+        self._workflows, self._names = workflows, names
 
     def app(self) -> Starlette:
         return Starlette(
@@ -78,7 +78,7 @@ class Admin:
             metrics.worker_up.labels(address).set(worker.ready)
             metrics.inflight.labels(address).set(len(worker.sent))
             metrics.ejections.labels(address)  # a rate needs a zero before the first event
-        for model, busy in self._nodes.busy().items():
+        for model, busy in self._workflows.busy().items():
             metrics.nodes_busy.labels(model).set(busy)
         metrics.waiting.set(len(self._pending))
         metrics.edits.set(self._admission.edits)

@@ -11,11 +11,10 @@ import msgspec
 
 from maskserve_common.contracts.keys import TEMPLATE_ID
 from maskserve_common.contracts.settings import EditSettings, MaskFrom
-from maskserve_common.contracts.tensors import CONTRACTS
+from maskserve_common.contracts.tensors import CONTRACTS, INPUT_KINDS
 from maskserve_common.reading import sentences
 from maskserve_router.api.openai.form import EXTENSIONS, Fields, ImageUrl
 from maskserve_router.messages.job_states import MOST_LISTED
-from maskserve_workflows.plan import INPUT_KINDS
 
 Json = dict[str, Any]
 _PICTURE = {"type": "string", "contentMediaType": "application/octet-stream", "format": "binary"}

@@ -27,6 +27,11 @@ from maskserve_router.messages.edit_call import UnknownModel
 
 log = logging.getLogger("maskserve.router")
 Status = grpc.StatusCode
+MOST_LOST = 2
+"""Servers that a call may lose before it is given up: the call itself may crash them."""
+_NEVER_BEGUN = ("failed to connect", "resolution failed", "Server is stopping", "Server not ready")
+"""UNAVAILABLE errors, from gRPC and Triton, of a server that did not take the call. Any other error
+without our code means a connection lost during the call."""
 
 
 class Unauthorized(InvalidRequest):
@@ -87,6 +92,12 @@ class Failure(Exception):
         if self.coded:
             return split_code(self.details)[0]
         return _CODES.get(self.status, EngineFailed.code)
+
+    @property
+    def untaken(self) -> bool:
+        """True if the server did not take the call: it is stopping, or nobody listens there."""
+        unavailable = self.status is Status.UNAVAILABLE
+        return unavailable and (self.coded or any(words in self.details for words in _NEVER_BEGUN))
 
     @property
     def blame(self) -> Blame:

@@ -30,11 +30,11 @@ from maskserve_router.messages.model_request import ModelRequest
 from maskserve_router.operations.replication_queue import MissedOperations, refused
 from maskserve_router.scheduling.admission import Admission
 from maskserve_router.scheduling.dispatch import Dispatcher
+from maskserve_router.scheduling.served_workflows import ServedWorkflows
 from maskserve_router.workers.autoscaling import workers_needed
 from maskserve_router.workers.pool import Pool
 from maskserve_router.workers.predictions import Predictions
 from maskserve_router.workers.worker import Worker
-from maskserve_router.workflows.workflows import Workflows
 
 log = logging.getLogger("maskserve.router")
 _TIMEOUT_S = 12.0
@@ -53,7 +53,7 @@ class ClusterControl:
         admission: Admission,
         fair_share: FairShare,
         predictions: Predictions,
-        workflows: Workflows,
+        workflows: ServedWorkflows,
     ) -> None:
         self._workflows = workflows
         self._name, self._pool, self._dispatcher = name, pool, dispatcher

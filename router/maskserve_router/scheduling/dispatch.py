@@ -31,7 +31,7 @@ from maskserve_router.config import RouterConfig
 from maskserve_router.fair_share import FairShare
 from maskserve_router.key_holder import KeyHolder
 from maskserve_router.messages.edit_call import EditCall, make_edit_call
-from maskserve_router.messages.failures import Blame, Failure, RetryLater
+from maskserve_router.messages.failures import MOST_LOST, Blame, Failure, RetryLater
 from maskserve_router.messages.model_request import ModelRequest
 from maskserve_router.metrics import Metrics
 from maskserve_router.scheduling.admission import Admission, EditRoom
@@ -161,7 +161,7 @@ class Dispatcher:
         avoid: frozenset[WorkerEpoch] = frozenset()
         non_home_workers = self._workers_but_home(edit.template_id)
         failure: Failure | None = None
-        retried = False
+        lost = 0
         with ExitStack() as exit_stack:
             while True:
                 sent_edit = await self._place(call, edit, avoid | non_home_workers, failure)
@@ -183,11 +183,12 @@ class Dispatcher:
                 except Failure as error:
                     failure = error
                     avoid |= {epoch}
-                    if not self._may_retry(failure, avoid, retried):
+                    is_lost = failure.blame in (Blame.WORKER, Blame.UNKNOWN)
+                    lost += is_lost
+                    if not self._may_retry(failure, avoid, lost):
                         raise
                     call.restarts += begun
-                    if failure.blame in (Blame.WORKER, Blame.UNKNOWN):
-                        retried = True
+                    if is_lost:
                         exit_stack.enter_context(self._budget.spend())
                     self._metrics.retries.labels(failure.blame.value).inc()
 
@@ -371,7 +372,7 @@ class Dispatcher:
             breaker.gave_up(name)
             self._pending.leave(sent)
 
-    def _may_retry(self, failure: Failure, avoid: frozenset[WorkerEpoch], retried: bool) -> bool:
+    def _may_retry(self, failure: Failure, avoid: frozenset[WorkerEpoch], lost: int) -> bool:
         """Return whether to retry on another worker, which may also be one that is down now."""
         workers = self._pool.workers.values()
         has_alternative = any(worker.epoch not in avoid for worker in workers)
@@ -379,7 +380,8 @@ class Dispatcher:
             case Blame.REFUSED:
                 return has_alternative
             case Blame.WORKER | Blame.UNKNOWN:
-                return has_alternative and not retried and self._budget.allows(len(self._calls))
+                allowed = lost < MOST_LOST and self._budget.allows(len(self._calls))
+                return has_alternative and allowed
         return False
 
     def _workers_but_home(self, template_id: str) -> frozenset[WorkerEpoch]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
-import msgspec
 from msgspec import structs
 
 from maskserve_common.contracts.settings import MaskFrom, dump_settings, parse_settings
@@ -13,11 +14,6 @@ from maskserve_router.fair_share import FairShare
 from maskserve_router.key_holder import KeyHolder
 from maskserve_router.messages.failures import Failure
 from maskserve_router.messages.model_request import ModelRequest
-from maskserve_router.workers.node_pool import NodePool, hosts
-from maskserve_workflows.node_types import NodeType
-from maskserve_workflows.nodes import NODE_TYPES
-from maskserve_workflows.plan import NodeCall
-from maskserve_workflows.run import Task
 
 FIELD = "SETTINGS.mask_from"
 
@@ -32,16 +28,24 @@ class FoundMask:
     """The model's score of the mask; None: the model gives none."""
 
 
+Segment: TypeAlias = Callable[[bytes, MaskFrom, KeyHolder], Awaitable[FoundMask | None]]
+"""Returns the mask of a thing in a picture; None: no segmenter of that kind is served."""
+
+
+async def no_segmenter(image: bytes, prompt: MaskFrom, client: KeyHolder) -> None:
+    """Find nothing: the router has no node servers."""
+
+
 class MaskFinder:
     """Finds masks. Use it from the event loop only.
 
     Args:
-        nodes: the node servers.
+        segment: calls a segmenter.
         fair_share: threads that read and write requests off the loop.
     """
 
-    def __init__(self, nodes: NodePool, fair_share: FairShare) -> None:
-        self._nodes, self._fair_share = nodes, fair_share
+    def __init__(self, segment: Segment, fair_share: FairShare) -> None:
+        self._segment, self._fair_share = segment, fair_share
 
     async def find(
         self, image: bytes, prompt: MaskFrom, client: KeyHolder, field: str = FIELD
@@ -60,18 +64,16 @@ class MaskFinder:
         """
         prompt.check(field)
         field = field or ("text" if prompt.text else "points" if prompt.points else "box")
-        kind = NODE_TYPES["find" if prompt.text else "segment"]
-        if not hosts(kind.model, await self._nodes.records(client)):
-            selector = "a thing's name" if prompt.text else "clicks and boxes"
-            raise InvalidRequest(field, f"no segmenter that takes {selector} is served", "a mask")
         try:
-            answer = await self._nodes.call(_task(kind, image, prompt), client)
+            found_mask = await self._segment(image, prompt, client)
         except Failure as failure:
             if failure.code != InvalidRequest.code:
                 raise
             raise InvalidRequest(field, split_code(failure.details)[1]) from None
-        verdict = answer.outputs.get("verdict")
-        return FoundMask(answer.outputs["mask"], None if verdict is None else verdict.score)
+        if found_mask is None:
+            selector = "a thing's name" if prompt.text else "clicks and boxes"
+            raise InvalidRequest(field, f"no segmenter that takes {selector} is served", "a mask")
+        return found_mask
 
     async def filled_in(self, message: ModelRequest, client: KeyHolder) -> None:
         """Write the mask into an edit whose settings have `mask_from`.
@@ -106,10 +108,3 @@ class MaskFinder:
         message.write("MASK", found_mask.mask)
         mask_settings = structs.replace(settings, mask_from=None, mask_mode="white")
         message.write("SETTINGS", dump_settings(mask_settings))
-
-
-def _task(kind: NodeType, image: bytes, prompt: MaskFrom) -> Task:
-    settings = {} if prompt.text else {"points": prompt.points, "box": prompt.box}
-    node_settings = {name: value for name, value in msgspec.to_builtins(settings).items() if value}
-    inputs = {"picture": image, **({"name": prompt.text} if prompt.text else {})}
-    return Task(kind.name, NodeCall(id=kind.name, node=kind.name, settings=node_settings), inputs)

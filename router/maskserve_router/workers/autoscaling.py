@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from maskserve_common.contracts.status_record import BUSY_SHARE
 from maskserve_router.workers.worker import Worker
-from maskserve_workflows.live_placement import BUSY_SHARE
 
 
 def servers_needed(busy: float) -> int:

@@ -12,10 +12,10 @@ import grpc
 
 from maskserve_common.errors import EngineFailed
 from maskserve_router.config import RouterConfig
-from maskserve_router.dns import Discovery
 from maskserve_router.messages.control_message import control_request
 from maskserve_router.messages.failures import Failure
 from maskserve_router.workers.roster import Roster
+from maskserve_router.workers.server_pool import ServerPool
 from maskserve_router.workers.template_index import TemplateIndex
 from maskserve_router.workers.worker import Worker, read_status
 
@@ -25,7 +25,7 @@ _READING_SHARE = 0.02
 """Share of a core for the records of one worker; long records are polled less often."""
 
 
-class Pool:
+class Pool(ServerPool[Worker]):
     """All workers of the configuration.
 
     Args:
@@ -34,18 +34,14 @@ class Pool:
     """
 
     def __init__(self, config: RouterConfig, changed: Callable[[], None]) -> None:
-        self.config = config
-        self.workers: dict[str, Worker] = {}
+        super().__init__(config.workers.addresses, config.workers.dns_interval_s)
+        self.config, self.workers = config, self.servers
         self._index = TemplateIndex()
         self.roster = Roster(self._index)
         self._changed = changed
         self._polls: dict[Worker, asyncio.Task[None]] = {}
         """Worker -> polling task. A retired worker stays until its edits end, even if its address
         is already a new worker's."""
-        self._discovery = Discovery(
-            config.workers.addresses, config.workers.dns_interval_s, self._addresses_changed
-        )
-        self._closing: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """Resolve the workers' names and poll each worker once."""
@@ -53,13 +49,13 @@ class Pool:
         await asyncio.gather(*(self._poll_once(worker) for worker in self.workers.values()))
 
     async def close(self) -> None:
+        """Close all connections. Calls under way end."""
         await self._discovery.close()
         polls = list(self._polls.values())
         for task in polls:
             task.cancel()
-        await asyncio.gather(*polls, *self._closing, return_exceptions=True)
-        for worker in self.workers.values():
-            await worker.upstream.close()
+        await asyncio.gather(*polls, return_exceptions=True)
+        await super().close()
 
     async def reload(self, config: RouterConfig) -> None:
         """Apply the workers of a new configuration; removed workers finish their edits."""
@@ -95,31 +91,28 @@ class Pool:
         self.roster.join(worker)
         return worker
 
+    def _added(self, address: str) -> Worker:
+        worker = self.join(address)
+        self._polls[worker] = asyncio.create_task(self._keep_polling(worker))
+        return worker
+
     def _addresses_changed(self, new: Sequence[str], removed: Sequence[str]) -> None:
-        for address in sorted(new):
-            log.info("worker %s was added", address)
-            worker = self.join(address)
-            self._polls[worker] = asyncio.create_task(self._keep_polling(worker))
-        for address in sorted(removed):
-            log.info("worker %s was removed", address)
-            worker = self.workers.pop(address)
-            self.roster.leave(worker)
-            task = asyncio.create_task(self._retire(worker))
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
+        for address in removed:
+            self.roster.leave(self.workers[address])
+        super()._addresses_changed(sorted(new), sorted(removed))
         self._changed()
 
-    async def _retire(self, worker: Worker) -> None:
-        """Let a removed worker finish its edits, then close its connection."""
+    async def _finish(self, worker: Worker) -> None:
         worker.draining = True
         end = time.monotonic() + self.config.faults.drain_grace_s
-        while worker.sent and time.monotonic() < end:
-            await asyncio.sleep(0.05)
-        self._polls.pop(worker).cancel()
-        message = f"[{EngineFailed.code}] the worker was removed from the configuration"
-        worker.lost(Failure(grpc.StatusCode.UNAVAILABLE, message))
-        await worker.upstream.close()
-        self._index.leave(worker.number)
+        try:
+            while worker.sent and time.monotonic() < end:
+                await asyncio.sleep(0.05)
+        finally:
+            self._polls.pop(worker).cancel()
+            message = f"[{EngineFailed.code}] the worker was removed from the configuration"
+            worker.lost(Failure(grpc.StatusCode.UNAVAILABLE, message))
+            self._index.leave(worker.number)
 
     # Polling.
 

@@ -24,8 +24,8 @@ from maskserve_router.config import RouterConfig
 from maskserve_router.messages.failures import Failure
 from maskserve_router.workers.answer_times import AnswerTimes
 from maskserve_router.workers.breaker import Breaker
+from maskserve_router.workers.server_pool import Server
 from maskserve_router.workers.template_index import TemplateIndex
-from maskserve_router.workers.upstream import Upstream
 
 UNPRICED = Pricing(step=0.005, dense_row=0.1, cached_row=0.01, active_token=2e-5)
 """Prices for a worker that reports none: only the ratios between edits matter."""
@@ -156,14 +156,13 @@ class Sent:
 
 
 @dataclass(slots=True, eq=False)
-class Worker:
+class Worker(Server):
     """One worker, identified by its address: workers on two hosts may have the same name."""
 
-    address: str
+    kind = "worker"
     config: RouterConfig
     index: TemplateIndex = field(default_factory=TemplateIndex)
     """Index of templates, shared by all workers of the pool."""
-    upstream: Upstream = field(init=False)
     breaker: Breaker = field(init=False)
     status: PolledStatus | None = None
     as_of: float = 0.0
@@ -192,8 +191,8 @@ class Worker:
     _view: WorkerView | None = None
 
     def __post_init__(self) -> None:
+        Server.__post_init__(self)
         self.number = self.index.join()
-        self.upstream = Upstream(self.address)
         self.breaker = Breaker(self.config.faults)
 
     @property

@@ -30,9 +30,9 @@ from maskserve_common.errors import (
 from maskserve_router.fair_share import FairShare
 from maskserve_router.messages.client_call import ClientCall
 from maskserve_router.messages.failures import Failure, let_go
+from maskserve_router.nodes.node_pool import NodePool
 from maskserve_router.scheduling.admission import Admission, EditRoom
 from maskserve_router.scheduling.edits import Edits
-from maskserve_router.workers.node_pool import NodePool
 from maskserve_router.workers.stream_buffer import Message, Unread
 from maskserve_router.workflows.run_messages import (
     NodeResult,
@@ -60,7 +60,7 @@ _EVENT_FIELDS: Final = ("event", "step", "steps", "restarts")
 _EDIT_FIELDS: Final[tuple[str, ...]] = ("worker", "seed", "cache", "encoded")
 """Fields of an edit's META that the run's META repeats."""
 _NODE_FIELDS: Final = {"server": "server", "seconds": "seconds", "kept": "reused", "tries": "tries"}
-"""Key of the run's META -> field of `node_pool.NodeAnswer` that it repeats."""
+"""Key of the run's META -> field of `node_messages.NodeAnswer` that it repeats."""
 T = TypeVar("T")
 
 

@@ -26,9 +26,10 @@ from maskserve_router.messages.client_call import identified
 from maskserve_router.messages.control_message import control_request
 from maskserve_router.messages.edit_call import MODELS
 from maskserve_router.messages.model_request import ModelRequest
+from maskserve_router.nodes.node_pool import hosts
 from maskserve_router.scheduling.client_calls import ClientCalls, logged, messages_of
+from maskserve_router.scheduling.served_workflows import ServedWorkflows
 from maskserve_router.workers.autoscaling import servers_needed
-from maskserve_router.workers.node_pool import hosts
 from maskserve_router.workers.worker import Worker
 from maskserve_router.workflows.run_driver import RunCall, RunDriver, RunServices
 from maskserve_router.workflows.run_times import RunTime
@@ -41,7 +42,7 @@ from maskserve_workflows.run import WorkflowRun
 _LORA_LOAD_S: Final = 60.0
 
 
-class Workflows:
+class Workflows(ServedWorkflows):
     """Runs plans. Use it from the event loop only.
 
     Args:
@@ -64,17 +65,21 @@ class Workflows:
         self._limits, self._values = limits, values
         self.plans = {plan.name: plan for plan in plans}
         self.models = {**MODELS, **{plan.name: contract_of(plan) for plan in plans}}
-        """Model name -> tensors, for all models that clients may call."""
+        self.names = self.plans.keys()
         self._calls: ClientCalls[RunCall] = ClientCalls()
         self._loading: set[str] = set()
         """LoRAs that workers load before edits need them."""
 
+    def start(self) -> None:
+        self._services.nodes.start()
+
+    async def close(self) -> None:
+        await self._services.nodes.close()
+
     def cancel(self, request_id: str) -> bool:
-        """Cancel a run and all its nodes. Return False: none with this id is under way."""
         return self._calls.cancel(request_id)
 
     async def listed(self, client: KeyHolder) -> dict[str, Any]:
-        """Return the answer of `/v1/workflows`: all plans, and the servers of their models."""
         listed, records = [], await self._services.nodes.records(client)
         for plan in self.plans.values():
             models = sorted({NODE_TYPES[node].model for node in _nodes_of(plan)})
@@ -83,13 +88,14 @@ class Workflows:
         return {"object": "list", "data": listed}
 
     async def node_servers(self, client: KeyHolder) -> dict[str, Any]:
-        """Return each node server's record; None: the server does not answer."""
         return await self._services.nodes.records(client)
 
     def node_servers_needed(self) -> int:
-        """Return the number of node servers that recent calls need; 0: none are configured."""
         nodes = self._services.nodes
         return servers_needed(sum(nodes.busy().values())) if nodes.known else 0
+
+    def busy(self) -> Mapping[str, float]:
+        return self._services.nodes.busy()
 
     async def stream(
         self,
@@ -100,22 +106,6 @@ class Workflows:
         *,
         watched: bool = True,
     ) -> AsyncGenerator[pb.ModelInferResponse, None]:
-        """Yield the events of a run, then the answer.
-
-        `progress` adds an event for each finished node and the edits' progress; `preview_every`
-        adds previews.
-
-        Args:
-            message: the checked request.
-            headers: headers of the call.
-            timeout: seconds that the client waits.
-            client: holder of the key that calls.
-            watched: False if the client sees only the answer.
-
-        Raises:
-            MaskserveError: it cannot run, a node failed, it was cancelled, or it was late.
-            Failure: an error of a worker or node server.
-        """
         call = _run_call(message, self.plans[message.head.model_name], client, timeout, watched)
         with ExitStack() as reservation:  # the bytes of the request and of all values
             with logged(call, call.log_fields):
@@ -174,7 +164,6 @@ class Workflows:
         timeout: float | None,
         client: KeyHolder,
     ) -> bytes:
-        """Return only the answer; raises as `stream` does."""
         run = self.stream(message, headers, timeout, client, watched=False)
         async with aclosing(run) as events:
             (answer,) = [event async for event in events]
@@ -238,7 +227,7 @@ def _run_call(
     timeout: float | None,
     watched: bool,
 ) -> RunCall:
-    """Return the call of a request, with seed and request id; see `Workflows.stream`.
+    """Return the call of a request, with seed and request id; see `ServedWorkflows.stream`.
 
     Raises:
         InvalidRequest: naming the faulty setting.

@@ -23,7 +23,7 @@ from maskserve_common.imaging.images import as_file, encode_png
 from maskserve_router.config import WorkflowFiles
 from maskserve_router.fair_share import FairShare
 from maskserve_router.key_holder import KeyHolder
-from maskserve_router.workers.node_pool import NodePool
+from maskserve_router.nodes.node_pool import NodePool
 from maskserve_router.workflows.run_values import RunValues
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import Ports, free_base_port

@@ -18,7 +18,7 @@ from maskserve_common.imaging.images import as_file, encode_png, plain_picture
 from maskserve_router.config import WorkflowFiles
 from maskserve_router.fair_share import FairShare
 from maskserve_router.key_holder import KeyHolder
-from maskserve_router.workers.node_pool import NodePool
+from maskserve_router.nodes.node_pool import NodePool
 from maskserve_workflows.plan import NodeCall
 from maskserve_workflows.run import Task
 from maskserve_workflows.values import NamedValue

@@ -291,7 +291,7 @@ async def settle(site: Site, last: str) -> None:
 
 
 async def run(policy: str, order: str, script: list[tuple[Any, ...]], last: str) -> None:
-    with patch("maskserve_router.workers.worker.Upstream", ScriptedUpstream):
+    with patch("maskserve_router.workers.server_pool.Upstream", ScriptedUpstream):
         site = Site(policy, order)
         await site.pool.start()
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -23,8 +24,9 @@ from maskserve_router.fair_share import FairShare
 from maskserve_router.key_holder import KeyHolder
 from maskserve_router.messages.failures import Failure
 from maskserve_router.messages.model_request import ModelRequest
+from maskserve_router.nodes.node_messages import NodeAnswer
+from maskserve_router.nodes.segmenter import segment
 from maskserve_router.scheduling.mask_finder import MaskFinder
-from maskserve_router.workers.node_pool import NodeAnswer
 from maskserve_workflows.run import Task
 from maskserve_workflows.values import Judgement
 from tests.fakes.pictures import encode, scene
@@ -53,7 +55,7 @@ class Pool:
 
 
 def finder(pool: Pool) -> MaskFinder:
-    return MaskFinder(pool, FairShare(1))  # type: ignore[arg-type]
+    return MaskFinder(partial(segment, pool), FairShare(1))  # type: ignore[arg-type]
 
 
 def request(mask: bytes = b"", image: bytes = b"picture", **settings: Any) -> Any:

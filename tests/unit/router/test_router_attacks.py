@@ -50,7 +50,6 @@ from maskserve_router.scheduling.admission import Admission, EditRoom
 from maskserve_router.scheduling.edit_cost import MaskTokens, count_tokens
 from maskserve_router.scheduling.picture_rooms import PictureRooms
 from maskserve_router.workers.stream_buffer import Message, Unread
-from maskserve_workflows.plan import WorkflowPlan
 from tests.support.router import (
     FAST,
     SIDE,
@@ -698,7 +697,7 @@ async def test_large_answers_are_written_off_the_loop(monkeypatch: pytest.Monkey
     bytes_tensor.add_output(answer, "META", [b"{}"])
 
     class Front:
-        models, plans = MODELS, dict[str, WorkflowPlan]()
+        models = MODELS
 
         def client(self, headers: object) -> KeyHolder:
             return holder("a")
@@ -727,7 +726,7 @@ async def test_large_answers_are_written_off_the_loop(monkeypatch: pytest.Monkey
     for name in ("_edit_message", "_picture_of"):
         watch(edits, name)
     form = EditForm(Fields(prompt="a"), b"i" * MIB, b"m", {})
-    handlers = edits.ImageEdits(none, LimitsConfig(), any_front, FairShare(1), none, none, none)
+    handlers = edits.ImageEdits(none, LimitsConfig(), any_front, FairShare(1), none, none, none, {})
     pictures = handlers._pictures(holder("a"), form, 2 * MIB, {}, "r")
     assert [len(picture) async for picture, _ in pictures] == [MIB]
     assert threads.pop("_picture_of") is not threading.current_thread()

@@ -30,8 +30,10 @@ from maskserve_router.messages.edit_call import make_edit_call
 from maskserve_router.messages.failures import Failure
 from maskserve_router.messages.model_request import ModelRequest
 from maskserve_router.metrics import Metrics
+from maskserve_router.nodes.node_messages import NodeAnswer
+from maskserve_router.nodes.node_pool import NodePool
+from maskserve_router.nodes.node_server import NodeServer
 from maskserve_router.scheduling.admission import Admission
-from maskserve_router.workers.node_pool import NodeAnswer, NodePool
 from maskserve_router.workflows.run_driver import RunServices
 from maskserve_router.workflows.run_messages import edit_request
 from maskserve_router.workflows.run_times import RunTimes
@@ -70,17 +72,17 @@ class Served(NodePool):
         super().__init__(files, FairShare(1), values=values)
         self.far_values, self.calls = values, list[list[bytes]]()
 
-    async def _record(self, address: str) -> dict[str, Any]:
-        self._shares_folder[address] = address == "here:1"
+    async def _record(self, server: NodeServer, settings: Any = None) -> dict[str, Any]:
+        server.host = self._values.host if server.address == "here:1" else ""
         return {}
 
-    async def _sent(self, address: str, raw: bytes, kind: Any) -> bytes:
-        request = pb.ModelInferRequest.FromString(raw)
-        raw_task, raw_values = request.raw_input_contents
+    async def _sent(self, server: NodeServer, request: bytes, kind: Any) -> bytes:
+        message = pb.ModelInferRequest.FromString(request)
+        raw_task, raw_values = message.raw_input_contents
         task = json.loads(bytes(bytes_tensor.only(raw_task)))
         elements = bytes_tensor.elements(raw_values, 16)
         self.calls.append(elements)
-        assert bool(task["run"]) == (address == "here:1")
+        assert bool(task["run"]) == (server.address == "here:1")
         [value] = [bytes(self.far_values.read(element, task["scope"])) for element in elements]
         output = value[::-1]
         put = self.far_values.put([output], task["scope"], task["run"]) or output

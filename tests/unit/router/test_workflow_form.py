@@ -15,7 +15,7 @@ from maskserve_common.contracts import bytes_tensor
 from maskserve_common.errors import InvalidRequest
 from maskserve_router.api.openai.edits import _picture_of
 from maskserve_router.api.openai.form import EditForm, Fields, convert
-from maskserve_router.api.openai.workflow_form import check_form, texts_of, workflow_message
+from maskserve_router.api.openai.workflow_form import WorkflowForm
 from maskserve_router.messages.model_answer import ModelAnswer
 from maskserve_workflows.definition import Workflow
 from maskserve_workflows.nodes import edit, find, outline, shows
@@ -58,8 +58,9 @@ def with_alpha() -> bytes:
 
 def test_inputs_are_pictures_in_their_order_a_white_mask_and_texts():
     edit_form = form(mask=with_alpha(), control=(b"sketch",))
-    check_form(RIMS, edit_form)
-    message = workflow_message(RIMS, edit_form, {"seed": 7}, LimitsConfig())
+    rims_form = WorkflowForm(RIMS, LimitsConfig())
+    rims_form.check(edit_form)
+    message = rims_form.message(edit_form, {"seed": 7})
     names = [tensor.name for tensor in message.head.inputs]
     tensors = dict(zip(names, map(bytes_tensor.only, message.contents), strict=True))
     assert (bytes(tensors["IMAGE"]), bytes(tensors["SKETCH"])) == (b"image", b"sketch")
@@ -72,9 +73,10 @@ def test_inputs_are_pictures_in_their_order_a_white_mask_and_texts():
 
 
 def test_texts_beside_the_prompt_are_fields():
-    assert texts_of(NAMED) == {"name"}
-    check_form(NAMED, form(texts={"name": "red star"}))
-    message = workflow_message(NAMED, form(texts={"name": "star"}), {}, LimitsConfig())
+    named_form = WorkflowForm(NAMED, LimitsConfig())
+    assert named_form.texts == {"name"}
+    named_form.check(form(texts={"name": "red star"}))
+    message = named_form.message(form(texts={"name": "star"}), {})
     assert [tensor.name for tensor in message.head.inputs] == [
         "IMAGE",
         "NAME",
@@ -99,7 +101,7 @@ def test_texts_beside_the_prompt_are_fields():
 )
 def test_what_a_workflow_does_not_take_is_refused_by_name(plan, edit_form: EditForm, field: str):
     with pytest.raises(InvalidRequest, match=rf"\] {field}: "):
-        check_form(plan, edit_form)
+        WorkflowForm(plan, LimitsConfig()).check(edit_form)
 
 
 def test_further_outputs_are_of_the_plans_kinds():

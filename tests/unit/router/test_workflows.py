@@ -28,9 +28,11 @@ from maskserve_router.messages.edit_call import check_request
 from maskserve_router.messages.failures import Failure, RetryLater
 from maskserve_router.messages.model_request import ModelRequest
 from maskserve_router.metrics import Metrics
+from maskserve_router.nodes import call_tries, node_pool
+from maskserve_router.nodes.node_messages import NodeAnswer
+from maskserve_router.nodes.node_pool import NodePool
+from maskserve_router.nodes.node_server import NodeServer
 from maskserve_router.scheduling.admission import Admission
-from maskserve_router.workers import node_pool
-from maskserve_router.workers.node_pool import NodeAnswer, NodePool
 from maskserve_router.workers.upstream import Upstream, failures
 from maskserve_router.workflows import run_driver
 from maskserve_router.workflows import workflows as served_workflows
@@ -210,9 +212,9 @@ async def test_a_run_of_which_a_node_runs_nowhere_is_refused_before_its_edits() 
     hosted, addresses = [{"name": "find"}, {"name": "pictures"}], []
 
     class Pool(NodePool):
-        async def _record(self, address: str) -> dict[str, Any] | None:
-            addresses.append(address)
-            return None if address in down else {"models": hosted}
+        async def _record(self, server: NodeServer, settings: Any = None) -> dict[str, Any] | None:
+            addresses.append(server.address)
+            return None if server.address in down else {"models": hosted}
 
     down: set[str] = set()
     pool, edits = Pool(WorkflowFiles(nodes=("a:1", "b:1")), FairShare(1)), Edits()
@@ -362,9 +364,9 @@ async def test_of_calls_at_node_servers_each_key_has_its_turn() -> None:
     goes_on, sent_texts = asyncio.Event(), []
 
     class Slow(NodePool):
-        async def _sent(self, address: str, raw: bytes, kind: Any) -> bytes:
-            request = pb.ModelInferRequest.FromString(raw)
-            sent_texts.append(bytes(request.raw_input_contents[1][4:]))
+        async def _sent(self, server: NodeServer, request: bytes, kind: Any) -> bytes:
+            message = pb.ModelInferRequest.FromString(request)
+            sent_texts.append(bytes(message.raw_input_contents[1][4:]))
             await goes_on.wait()
             return made_answer("mask")
 
@@ -401,11 +403,10 @@ async def test_servers_behind_a_name_are_found_anew(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(node_pool, "_RESOLVE_S", 0.001)
 
     class Served(NodePool):
-        async def _sent(self, address: str, raw: bytes, kind: Any) -> bytes:
-            self._load[address] += 1.0
-            call_addresses.append(address)
-            await goes_on.wait()
-            self._load[address] -= 1.0
+        async def _sent(self, server: NodeServer, request: bytes, kind: Any) -> bytes:
+            call_addresses.append(server.address)
+            with server.busy(1.0):
+                await goes_on.wait()
             return made_answer("mask", seconds=30.0)
 
     pool = Served(WorkflowFiles(nodes=("dns:nodes:9",), kept_bytes=0), FairShare(1))
@@ -423,7 +424,7 @@ async def test_servers_behind_a_name_are_found_anew(monkeypatch: pytest.MonkeyPa
     host_addresses.clear()  # what is known stays
     calls.append(call("e"))
     host_addresses[:] = ["10.0.0.2"]
-    await until("the one has gone", lambda: call("f") and list(pool._servers) == ["10.0.0.2:9"])
+    await until("the one has gone", lambda: call("f") and list(pool.servers) == ["10.0.0.2:9"])
     goes_on.set()
     assert {answer.server for answer in await asyncio.gather(*calls)} == {
         "10.0.0.1:9",
@@ -442,7 +443,8 @@ async def test_calls_go_where_their_model_is_placed() -> None:
     placed: dict[str, list[str]] = {}
 
     class Pool(NodePool):
-        async def _record(self, address: str, settings: Any = None) -> dict[str, Any] | None:
+        async def _record(self, server: NodeServer, settings: Any = None) -> dict[str, Any] | None:
+            address = server.address
             if address in dead:
                 return None
             for name in (settings or {}).get("placed", ()):
@@ -454,11 +456,11 @@ async def test_calls_go_where_their_model_is_placed() -> None:
             ]
             return {"device_bytes": 18, "models": models}
 
-        async def _sent(self, address: str, raw: bytes, kind: Any) -> bytes:
-            call_addresses.append(address)
-            if address in dead:
+        async def _sent(self, server: NodeServer, request: bytes, kind: Any) -> bytes:
+            call_addresses.append(server.address)
+            if server.address in dead:
                 raise Failure(grpc.StatusCode.UNAVAILABLE, "gone")
-            self._load[address] += 1.0  # as if it had not answered yet
+            server.load_s += 1.0  # as if it had not answered yet
             return made_answer("picture")
 
     pool = Pool(WorkflowFiles(nodes=tuple(states), kept_bytes=0), FairShare(1))
@@ -475,7 +477,8 @@ async def test_calls_go_where_their_model_is_placed() -> None:
     await pool.place()
     assert set(placed) == {"b:1"}
     assert min(pool.busy().values()) > 2
-    pool._load = dict.fromkeys(states, 0.0)
+    for server in pool.servers.values():
+        server.load_s = 0.0
     assert [await call() for _ in range(4)] == ["a:1", "b:1"] * 2
     dead.add("b:1")
     call_addresses.clear()
@@ -503,12 +506,12 @@ class AnsweringPool(NodePool):
         super().__init__(WorkflowFiles(nodes=tuple(servers), kept_bytes=0), FairShare(1))
         self.words, self.status, self.calls = words, grpc.StatusCode[status], list[str]()
 
-    async def _record(self, address: str, settings: Any = None) -> None:
+    async def _record(self, server: NodeServer, settings: Any = None) -> None:
         return None
 
-    async def _sent(self, address: str, raw: bytes, kind: Any) -> bytes:
-        self.calls.append(address)
-        if (words := self.words(address)) is not None:
+    async def _sent(self, server: NodeServer, request: bytes, kind: Any) -> bytes:
+        self.calls.append(server.address)
+        if (words := self.words(server.address)) is not None:
             raise Failure(self.status, words)
         return made_answer("picture")
 
@@ -590,8 +593,8 @@ async def test_a_server_that_was_lost_has_the_call_once_more(
     answers: list[str | None], patience_s: float, ends: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The only one, once it is back. Those that do not have the call do not count."""
-    monkeypatch.setattr(node_pool, "_POLL_S", 1e-4)
-    monkeypatch.setattr(node_pool, "_PATIENCE_S", patience_s)
+    monkeypatch.setattr(call_tries, "_POLL_S", 1e-4)
+    monkeypatch.setattr(call_tries, "_PATIENCE_S", patience_s)
     words = iter(answers)
     pool = AnsweringPool(["a:1"], lambda _: next(words), "UNAVAILABLE")
     if ends:
@@ -610,7 +613,8 @@ async def test_words_of_a_port_that_nobody_listens_at_are_known() -> None:
         with pytest.raises(Failure) as refused, failures():
             await server.infer(b"", 60.0)
     assert refused.value.status is grpc.StatusCode.UNAVAILABLE
-    assert any(words in refused.value.details for words in node_pool._NEVER_BEGUN)
+    assert refused.value.untaken
+    assert not refused.value.coded
     await server.close()
 
 
@@ -635,7 +639,7 @@ async def test_answers_of_nodes_are_kept_for_their_key() -> None:
     node_names, goes_on = [], asyncio.Event()
 
     class Served(NodePool):
-        async def _sent(self, address: str, raw: bytes, kind: Any) -> bytes:
+        async def _sent(self, server: NodeServer, request: bytes, kind: Any) -> bytes:
             node_names.append(kind.name)
             await goes_on.wait()
             if node_names.count("find") == 1:
@@ -662,7 +666,7 @@ async def test_answers_of_nodes_are_kept_for_their_key() -> None:
     assert node_names.count("find") == 5
     for i in range(20):
         await call(f"cat {i}")  # there is no room for all
-    assert pool._stored.nbytes <= 20_000
+    assert pool._kept.nbytes <= 20_000
     assert (await call("star", key="b")).reused
     await pool.close()
 

@@ -41,14 +41,8 @@ from maskserve_router.api.openai.answers import (
     partial_event,
     text_of_picture,
 )
-from maskserve_router.api.openai.form import EditForm, Fields, read_form
+from maskserve_router.api.openai.form import PICTURE, EditForm, Fields, ModelForm, read_form
 from maskserve_router.api.openai.image_urls import ImageUrls
-from maskserve_router.api.openai.workflow_form import (
-    PICTURE,
-    check_form,
-    texts_of,
-    workflow_message,
-)
 from maskserve_router.api.outputs import Outputs, check_output
 from maskserve_router.fair_share import FairShare
 from maskserve_router.key_holder import KeyHolder
@@ -58,8 +52,6 @@ from maskserve_router.messages.model_request import ModelRequest
 from maskserve_router.scheduling.admission import EditRoom
 from maskserve_router.scheduling.edit_cost import answer_bytes
 from maskserve_router.workers.pool import Pool
-from maskserve_workflows.node_types import EDIT
-from maskserve_workflows.plan import NodeCall, every_step
 
 _DRAWN_SEED_BITS = 32
 _OWNER = "maskserve"
@@ -74,7 +66,7 @@ OnProgress: TypeAlias = Callable[[int, Mapping[str, Any]], None]
 
 
 class ImageEdits:
-    """Handlers of edits and models."""
+    """Handlers of edits and models; `forms` has the form of each workflow by name."""
 
     def __init__(
         self,
@@ -85,8 +77,9 @@ class ImageEdits:
         pool: Pool,
         urls: ImageUrls,
         outputs: Outputs,
+        forms: Mapping[str, ModelForm],
     ) -> None:
-        self._bodies, self._limits, self._front = bodies, limits, front
+        self._bodies, self._limits, self._front, self._forms = bodies, limits, front, forms
         self._fair_share, self._pool, self._urls, self._outputs = fair_share, pool, urls, outputs
 
     async def edit(self, request: Request, request_id: str) -> Response:
@@ -248,7 +241,7 @@ class ImageEdits:
                     decoded[name] = height, width
                     if name != "MASK":
                         decode_raster(raw, name, self._limits)
-        if form.fields.model in self._front.plans or "mask_from" in form.settings:
+        if form.fields.model in self._forms or "mask_from" in form.settings:
             return
         settings = parse_settings(msgspec.json.encode(_with_mask_mode(form.settings)))
         drawn = form.mask or (b"" if any(settings.expand) else form.image)
@@ -267,13 +260,9 @@ class ImageEdits:
         else:
             sides = [served.native_resolution for served in self._served_models()]
             height = width = max(sides, default=1024)
-        plan = self._front.plans.get(form.fields.model or "")
-        if plan is None:
-            steps = self._steps(form.settings)
-        else:
-            calls = [call for call in every_step(plan.steps) if isinstance(call, NodeCall)]
-            edits = [call for call in calls if call.node == EDIT]
-            steps = sum(self._steps({**form.settings, **call.settings}) for call in edits)
+        workflow = self._forms.get(form.fields.model or "")
+        edits = [{}] if workflow is None else workflow.edits
+        steps = sum(self._steps({**form.settings, **settings}) for settings in edits)
         return form.fields.n * steps * height * width / 1e6
 
     async def models(self, request: Request, request_id: str) -> Response:
@@ -291,11 +280,11 @@ class ImageEdits:
     def _served(self) -> list[str]:
         """Return the names of the models that workers serve now, and of the workflows."""
         models = {worker.status.model for worker in self._pool.up() if worker.status}
-        return sorted({*models, *self._front.plans})
+        return sorted({*models, *self._forms})
 
     def _texts(self, model: Any) -> Collection[str] | None:
-        plan = self._front.plans.get(model) if isinstance(model, str) else None
-        return None if plan is None else texts_of(plan)
+        workflow = self._forms.get(model) if isinstance(model, str) else None
+        return None if workflow is None else workflow.texts
 
     def _checked(self, form: EditForm) -> EditForm:
         """Check a form and add the margins that its `size` needs.
@@ -306,9 +295,9 @@ class ImageEdits:
         model, size = form.fields.model, form.fields.size
         if model is not None and model not in self._served():
             raise ModelNotFound(model, self._served())
-        plan = self._front.plans.get(model or "")
-        if plan is not None:
-            check_form(plan, form)
+        workflow = self._forms.get(model or "")
+        if workflow is not None:
+            workflow.check(form)
         if size == "auto":
             return form
         image = read_size(form.image or form.mask or b"", "image", self._limits)
@@ -443,10 +432,10 @@ class ImageEdits:
                     yield await self._fair_share.run(client, len(raw), _picture_of, answer)
 
     def _message(self, model: str, form: EditForm, more_settings: dict[str, Any]) -> ModelRequest:
-        plan = self._front.plans.get(form.fields.model or "")
-        if plan is None:
+        workflow = self._forms.get(form.fields.model or "")
+        if workflow is None:
             return _edit_message(model, form, more_settings)
-        return workflow_message(plan, form, more_settings, self._limits)
+        return workflow.message(form, more_settings)
 
     def _preview_every(self, form: EditForm) -> int:
         """Return the steps between previews, so that the requested number comes before the end."""

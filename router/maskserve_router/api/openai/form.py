@@ -7,9 +7,9 @@ fields (`seed`, `num_inference_steps`, `template_id`, …) go into SETTINGS, whi
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, Protocol, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -19,8 +19,11 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from maskserve_common.contracts.settings import Background, EditSettings
 from maskserve_common.errors import InvalidRequest
 from maskserve_common.reading import Misread, Table, nearest, read
+from maskserve_router.messages.model_request import ModelRequest
 from maskserve_router.messages.request_limits import check_json
 
+PICTURE = "image"
+"""Name of a workflow's output that becomes the answer's picture."""
 _MAX_FIELDS = 64
 _MAX_FILES = 18
 _MAX_TEXT = 256 * 1024
@@ -137,6 +140,33 @@ class EditForm:
     """Control pictures, or the further pictures of a workflow."""
     texts: Mapping[str, str] = field(default_factory=dict)
     """Further text inputs of a workflow."""
+
+
+class ModelForm(Protocol):
+    """How forms name the inputs of a model that workers do not serve: a workflow."""
+
+    texts: frozenset[str]
+    """Text inputs that are form fields of their own."""
+    edits: Sequence[Mapping[str, Any]]
+    """Settings of each of its edits."""
+
+    def check(self, form: EditForm) -> None:
+        """Check that a form fits the model.
+
+        Raises:
+            InvalidRequest: naming the field.
+        """
+
+    def message(self, form: EditForm, more_settings: dict[str, Any]) -> ModelRequest:
+        """Return the request to the model.
+
+        Args:
+            form: a form that passed `check`.
+            more_settings: settings that the router adds.
+
+        Raises:
+            InvalidRequest: the mask cannot be used.
+        """
 
 
 async def read_form(

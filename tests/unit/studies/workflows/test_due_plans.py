@@ -14,7 +14,7 @@ from maskserve_benchmarks.simulator.hardware import Hardware
 from maskserve_router.config import WorkflowFiles
 from maskserve_router.fair_share import FairShare
 from maskserve_router.key_holder import KeyHolder
-from maskserve_router.workers.node_pool import NodePool
+from maskserve_router.nodes.node_pool import NodePool
 from maskserve_studies.workflow_plans.chains import (
     KINDS,
     NODES,

@@ -1,0 +1,102 @@
+"""A router imports only what it is configured for. Each test builds one in its own process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from maskserve_benchmarks.documents.module_index import code_lines
+
+_START = """
+import json, os, sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name in {missing}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Missing())
+from maskserve_common.config import ConfigError
+from maskserve_router.config import router_config_of
+from maskserve_router.router import Router
+
+try:
+    router = Router(router_config_of({tables}))
+except ConfigError as error:
+    print(error)
+else:
+    print(router._jobs.state)
+files = {{name: vars(module).get("__file__") for name, module in sys.modules.items()}}
+print(json.dumps(files), flush=True)
+os._exit(0)  # a router that was not started logs as Python ends
+"""
+JOBS = ("sqlalchemy", "tenacity")
+WORKFLOWS = ("maskserve_workflows",)
+NO_JOBS = {"enabled": False}
+JOBS_ROOM = "maskserve_router.jobs"
+WORKFLOW_ROOMS = ("maskserve_router.workflows", "maskserve_router.nodes")
+MOST_LINES = 13_500
+"""Most code lines of ours, common packages included, that a router of edits imports."""
+
+
+def started(
+    tables: dict[str, object], missing: tuple[str, ...] = (), state: Path | None = None
+) -> tuple[str, dict[str, str | None]]:
+    """The output of a process that builds a router of this configuration, and the files of its
+    modules by name.
+    """
+    script = _START.format(missing=missing, tables=tables)
+    environment = {"PYTHONPATH": ":".join(filter(None, sys.path)), "HOME": str(state or "/")}
+    run = subprocess.run(
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        check=True,
+    )
+    *output, modules = run.stdout.splitlines()
+    return "\n".join(output), json.loads(modules)
+
+
+def test_a_router_of_edits_imports_neither_jobs_nor_workflows() -> None:
+    output, modules = started({"jobs": NO_JOBS})
+    assert output == "off"
+    assert modules.keys().isdisjoint({*JOBS, *WORKFLOWS, JOBS_ROOM, *WORKFLOW_ROOMS})
+    files = [file for name, file in modules.items() if name.startswith("maskserve_") and file]
+    assert len(files) > 100
+    lines = sum(code_lines(Path(file).read_text(encoding="utf-8")) for file in files)
+    assert lines <= MOST_LINES
+
+
+@pytest.mark.parametrize("table", ["folder", "nodes"])
+def test_plans_or_node_servers_import_workflows(table: str, tmp_path: Path) -> None:
+    workflows = {"folder": str(tmp_path)} if table == "folder" else {"nodes": ["127.0.0.1:9"]}
+    _, modules = started({"jobs": NO_JOBS, "workflows": workflows})
+    assert modules.keys() >= {*WORKFLOWS, *WORKFLOW_ROOMS}
+    assert modules.keys().isdisjoint({*JOBS, JOBS_ROOM})
+
+
+def test_without_the_extra_workflows_cannot_be_configured() -> None:
+    tables = {"jobs": NO_JOBS, "workflows": {"nodes": ["127.0.0.1:9"]}}
+    output, _ = started(tables, WORKFLOWS)
+    assert output == (
+        "[workflows]: workflows and node servers need the extra `workflows` "
+        "(pip install -e '.[workflows]'): maskserve_workflows is missing"
+    )
+    assert started({"jobs": NO_JOBS}, WORKFLOWS)[0] == "off"
+
+
+def test_without_the_extra_a_router_takes_no_jobs_and_says_so(tmp_path: Path) -> None:
+    output, _ = started({}, JOBS, tmp_path)
+    assert output.endswith("\noff")
+    assert "pip install -e '.[jobs]'" in output
+
+
+def test_without_the_extra_a_database_cannot_be_configured(tmp_path: Path) -> None:
+    output, _ = started({"jobs": {"database": str(tmp_path / "jobs")}}, JOBS, tmp_path)
+    assert output.startswith("[jobs]: jobs need the extra `jobs`")
+    assert "sqlalchemy is missing" in output
