@@ -22,6 +22,7 @@ from maskserve_common.reading import Misread
 from maskserve_triton.answer import Answer, answer_all
 from maskserve_triton.tensor_io import read_bytes, read_elements
 from maskserve_workflows.node_models import NodeModels
+from maskserve_workflows.node_outputs import misfit
 from maskserve_workflows.node_request import NodeRequest
 from maskserve_workflows.node_types import NodeType
 from maskserve_workflows.nodes import NODE_TYPES
@@ -33,7 +34,6 @@ from maskserve_workflows.wire import (
     NodeResult,
     NodeTask,
     Put,
-    misfit,
     pack_values,
     read_all,
     unpack_values,

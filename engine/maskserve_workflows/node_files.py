@@ -155,13 +155,15 @@ def open_model(model: NodeModel, setup: ModelSetup) -> Nodes:
 
 def error_of(path: Path, error: BaseException) -> str:
     """Return a sentence about an error in a file, with the line where it happened."""
-    line = getattr(error, "lineno", None) if isinstance(error, SyntaxError) else None
+    line, problem = None, str(error)
+    if isinstance(error, SyntaxError) and error.filename == str(path):
+        line, problem = error.lineno, error.msg
     for frame in traceback.extract_tb(error.__traceback__):
         if frame.filename == str(path):
             line = frame.lineno
     where = f"{path}:{line}" if line else f"{path}"
     name = "" if isinstance(error, WorkflowError) else f"{type(error).__name__}: "
-    return f"{where}: {name}{error}"
+    return f"{where}: {name}{problem}"
 
 
 @cache

@@ -9,7 +9,7 @@ pixels, because encoding PNG takes more time than the smaller transfer saves. A 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Final, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -119,51 +119,6 @@ def pack_values(
         layout.append(ValueLayout(name, kind, len(parts), waves))
         elements += parts
     return tuple(layout), elements
-
-
-def misfit(outputs: Any, kinds: Mapping[str, str]) -> str:
-    """Return the problem of a node's outputs, with the accepted ones; empty: they fit."""
-    if not isinstance(outputs, Mapping) or outputs.keys() != kinds.keys():
-        names = ", ".join(map(str, outputs)) if isinstance(outputs, Mapping) else ""
-        problem = names or f"a {type(outputs).__name__}"
-        return f"{problem}; accepted: {', '.join(kinds)}"
-    for name, kind in kinds.items():
-        value = outputs[name]
-        listed = kind in ("pictures", "verdicts")
-        if not isinstance(value, tuple | list) if listed else not _is(kind, value):
-            return f"{name}, a {_described(value)}; accepted: {_ACCEPTED[kind]}"
-        for part in value if listed else ():
-            if not _is(kind[:-1], part):
-                return f"{name} with a {_described(part)}; accepted: {_ACCEPTED[kind[:-1]]}"
-    return ""
-
-
-_ACCEPTED: Final = {
-    "picture": "pixels uint8 [H, W, 3], or a picture that the node received",
-    "mask": "pixels uint8 [H, W], or a mask that the node received",
-    "text": "str",
-    "verdict": "Judgement",
-    "regions": "Areas",
-    "pictures": "a list of pictures",
-    "verdicts": "a list of verdicts",
-}
-
-
-def _is(kind: str, value: Any) -> bool:
-    """Return whether a single value is of a kind."""
-    if kind in ("picture", "mask"):
-        if isinstance(value, np.ndarray):
-            shape = (3, 3) if kind == "picture" else (2, None)
-            last = value.shape[-1] if kind == "picture" else None
-            return value.dtype == np.uint8 and (value.ndim, last) == shape
-        return isinstance(value, bytes | memoryview | NamedValue)
-    return isinstance(value, {"text": str, "verdict": Judgement, "regions": Areas}[kind])
-
-
-def _described(value: Any) -> str:
-    if isinstance(value, np.ndarray):
-        return f"{type(value).__name__} {value.dtype} {list(value.shape)}"
-    return type(value).__name__
 
 
 def unpack_values(layout: Sequence[ValueLayout], elements: Sequence[bytes]) -> dict[str, Any]:

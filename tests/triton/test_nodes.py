@@ -20,6 +20,7 @@ from maskserve_workflows.node_models import NodeModels
 from maskserve_workflows.nodes import NODE_TYPES
 from maskserve_workflows.values import Judgement, NamedValue, parts_of
 from maskserve_workflows.wire import (
+    OTHER_VERSION,
     PLACED,
     RECORD,
     NodeResult,
@@ -30,6 +31,7 @@ from maskserve_workflows.wire import (
 from tests.fakes.pb_utils import FakeTriton
 from tests.support.draws import fresh_rng
 from tests.support.eventually import eventually
+from tests.support.workflows import node_path
 
 Ask = Callable[..., Any]
 VERDICTS = (Judgement(0.2, passed=False), Judgement(0.9, passed=True))
@@ -169,3 +171,87 @@ def test_who_asks_for_the_record_may_say_what_is_to_be_loaded(
         assert "TASK.placed: " in error.message()
         assert "accepted: names of models" in error.message()
     models.close()
+
+
+BAD = """
+import numpy as np
+from typing import NamedTuple
+from maskserve_workflows.node_types import node, node_model
+from maskserve_workflows.ports import Mask, Picture
+
+class Both(NamedTuple):
+    picture: Picture
+    mask: Mask
+
+@node(model="odd", price_s=0.1)
+def odd(mask: Mask, *, does: str = "") -> Both: ...
+
+@node_model("odd")
+class Odd:
+    def __init__(self, setup): ...
+    def run(self, calls):
+        for call in calls:
+            does = call.settings["does"]
+            picture, mask = np.zeros((4, 4, 3), np.uint8), np.zeros((4, 4), np.uint8)
+            if does == "too few":
+                return
+            if does == "raise":
+                raise ZeroDivisionError("a secret")
+            yield {
+                "": {"picture": picture, "mask": mask},
+                "name": {"picture": picture, "masks": mask},
+                "one": {"picture": picture},
+                "list": [picture, mask],
+                "floats": {"picture": picture.astype(float), "mask": mask},
+                "shape": {"picture": mask, "mask": mask},
+                "type": {"picture": picture, "mask": "white"},
+                "error": KeyError("x"),
+            }[does]
+"""
+RAISE = BAD.splitlines().index('                raise ZeroDivisionError("a secret")') + 1
+
+
+@pytest.mark.parametrize(
+    ("does", "words"),
+    [
+        ("too few", "nodes: run() of Odd left a call unanswered"),
+        ("raise", f"odd: failed with a ZeroDivisionError in odd.py:{RAISE}"),
+        ("error", "odd: failed with a KeyError in odd.py"),
+        ("name", "odd: odd.py returns picture, masks; accepted: picture, mask"),
+        ("one", "odd: odd.py returns picture; accepted: picture, mask"),
+        ("list", "odd: odd.py returns a list; accepted: picture, mask by name"),
+        ("floats", "odd: odd.py returns picture: an array float64 [4, 4, 3]; accepted: pixels uint8"
+         " [H, W, 3], or a picture that the node received"),
+        ("shape", "odd: odd.py returns picture: an array uint8 [4, 4]; accepted: pixels uint8 "
+         "[H, W, 3], or a picture that the node received"),
+        ("type", "odd: odd.py returns mask: a str; accepted: pixels uint8 [H, W], or a mask that "
+         "the node received"),
+    ],
+)  # fmt: skip
+def test_a_class_that_breaks_its_signature_fails_its_call(
+    api: FakeTriton, values: Values, tmp_path: Path, does: str, words: str
+) -> None:
+    (tmp_path / "odd.py").write_text(BAD)
+    (tmp_path / "worse.py").write_text("import nowhere\n" + BAD.replace("odd", "worse"))
+    with node_path():
+        models = NodeModels(config_of({"nodes": {"path": [str(tmp_path)]}}))
+        assert not models.hosts("worse")  # it cannot be imported; all others are served
+        front = NodeFront(api, models, values)
+
+        def error_of(does: str, signature: str = "", node: str = "odd") -> str:
+            layout, elements = pack_values({"mask": encode_png(np.ones((4, 4), np.uint8))},
+                                           {"mask": "mask"})  # fmt: skip
+            task = NodeTask(node, layout, {"does": does}, signature=signature)
+            request = api.request(TASK=msgspec.json.encode(task), VALUES=cells(elements))
+            front.execute([request])
+            error = request.sender.wait().error()
+            return "" if error is None else str(error.message())
+
+        assert error_of(does) == f"[ENGINE_FAILED] {words}"
+        assert error_of("", NODE_TYPES["odd"].signature) == ""
+        other = NODE_TYPES["odd"].signature.replace("mask: mask", "area: mask", 1)
+        sentence = error_of("", other)
+        assert sentence.startswith(f"[INVALID_REQUEST] TASK.node: odd {OTHER_VERSION}: odd.py has ")
+        assert sentence.endswith(f"accepted: {other}")
+        assert "'worse' is not run by this node server" in error_of("", node="worse")
+        models.close()
