@@ -176,7 +176,7 @@ class ServeOptions:
     )
     """Its ports are base + {7 HTTP, 8 gRPC, 9 metrics}."""
     node_path: str = _flag(
-        NODE_PATH_HELP + "; together with --nodes or --workflows", "", metavar="DIR[:DIR]"
+        f"{NODE_PATH_HELP}; together with --nodes or --router", "", metavar="DIR[:DIR]"
     )
     workflows: Path | None = _flag(
         "make the router serve the plans in this folder, written by `maskserve workflows compile`",
@@ -280,6 +280,11 @@ class ServeOptions:
                 raise ServeError(
                     f"--{flag}: is an option of the router; accepted: together with --router"
                 )
+        if self.node_path and self.nodes is None and not self.router:
+            raise ServeError(
+                "--node-path: is an option of node servers and routers; accepted: together with "
+                "--nodes or --router"
+            )
         for flag, device in (
             ("controlnet-device", self.controlnet_device),
             ("stages-device", self.stages_device),

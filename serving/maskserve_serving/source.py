@@ -11,6 +11,7 @@ from maskserve_common.config import ConfigError
 from maskserve_engine.families.specs import DENSE_ONLY, load_spec
 from maskserve_serving.errors import ServeError
 from maskserve_serving.files import checked, read_tables, with_values
+from maskserve_workflows.nodes import NODE_FILES
 
 # "owner/name". A path begins with a dot or slash, or exists.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -20,7 +21,8 @@ _SERVED = ["*.json", "*.toml", "*/*"]
 """Files of a hub model: its folders, and files other than weights beside them. FLUX.1's folders
 have a second copy of the weights there, in one file."""
 _NODE = ["*.json", "*.txt", "*.safetensors"]
-"""Files of a node's model: those that transformers reads, and no other forms of weights."""
+"""Files of a node's model in transformers' form, and no other forms of weights; of a model with a
+form of its own all are fetched."""
 _TRANSFORMER = ["transformer/*.safetensors"]
 """Files that a GGUF file replaces."""
 
@@ -93,10 +95,11 @@ def with_node_folders(
     Raises:
         ServeError: there is no such model.
     """
-    whole = {
-        key: str(_local(model, f"{file}: nodes.{key}", None, _NODE, (), fetch).absolute())
-        for key, model in nodes.items()
-    }
+    whole = {}
+    for key, model in nodes.items():
+        files = _NODE if any(known.kinds for known in NODE_FILES.models(key)) else ["*"]
+        folder = _local(model, f"{file}: nodes.{key}", None, files, (), fetch)
+        whole[key] = str(folder.absolute())
     return with_values(tables, "nodes", **whole)
 
 

@@ -264,12 +264,13 @@ def test_node_models_lie_in_folders_or_on_the_hub(tmp_path: Path) -> None:
     from huggingface_hub.utils import filter_repo_objects
 
     needed_files = ["config.json", "model.safetensors", "vocab.txt"]
+    all_files = [*needed_files, "sam2.pt", "tf_model.h5"]
     fetched: list[str] = []
 
     def fetch(name: str, **patterns: Any) -> str:
         assert name == "some/sam2"
         del patterns["revision"]
-        fetched.extend(filter_repo_objects([*needed_files, "sam2.pt", "tf_model.h5"], **patterns))
+        fetched.extend(filter_repo_objects(all_files, **patterns))
         return str(tmp_path / "fetched")
 
     tables: dict[str, Any] = {"nodes": {"load": "use"}}
@@ -280,6 +281,9 @@ def test_node_models_lie_in_folders_or_on_the_hub(tmp_path: Path) -> None:
     assert fetched == needed_files
     with pytest.raises(ServeError, match=r"^n.toml: nodes.find: there is no folder /nowhere$"):
         with_node_folders(tables, {"find": "/nowhere"}, "n.toml", fetch)
+    fetched.clear()
+    with_node_folders(tables, {"other": "some/sam2"}, "n.toml", fetch)  # it has a form of its own
+    assert fetched == all_files
 
 
 def test_a_model_without_a_cache_is_served_without_which_is_said(tmp_path: Path) -> None:
@@ -685,6 +689,7 @@ def test_a_client_s_install_says_what_serving_needs() -> None:
         ),
         ({"workflows": Path("nosuch"), "router": True}, "--workflows: nosuch is not there"),
         ({"router_config": Path("r.toml")}, "--router-config: is an option of the router"),
+        ({"node_path": "nodes"}, "--node-path: is an option of node servers and routers; accepted"),
         ({"router_config": Path("r.toml"), "router": True}, "--router-config: r.toml is not there"),
         ({"nodes": Path()}, "--nodes: . is a folder; accepted: a file"),
         ({"config": Path("nosuch")}, "--config: nosuch is not there; accepted: a file"),
