@@ -28,6 +28,7 @@ from maskserve_workflows.nodes import sharpen
 with Workflow("crisp") as crisp:
     crisp.gives(image=sharpen(crisp.picture("image"), percent=200))
 """
+BROKEN = DEFINITION.replace("sharpen", "blur").replace("crisp", "blurred")
 SERVED_S = 120.0
 
 
@@ -50,13 +51,15 @@ def test_a_new_node_is_run_by_the_server_that_has_its_version(tmp_path: Path) ->
     older = new_node(tmp_path / "older")
     file = older / "sharpen.py"
     file.write_text(file.read_text().replace("percent", "strength"))
-    (nodes / "broken.py").write_text("import nowhere\ndef turn(:")
+    blur = nodes / "blur.py"
+    blur.write_text((nodes / "sharpen.py").read_text().replace("sharpen", "blur"))
     plans.mkdir()
-    (plans / "crisp.py").write_text(DEFINITION)
+    (plans / "workflows.py").write_text(DEFINITION + BROKEN)
     pixels = scene(96, 64)
     sharpened = Image.fromarray(pixels).filter(ImageFilter.UnsharpMask(percent=200))
     with node_path(), ExitStack() as stack:  # the supervisors read files, too
         assert main(["workflows", "compile", str(plans), "--node-path", str(nodes)]) == 0
+        blur.write_text("import numpy\ndef blur(:")
         servers = {
             name: stack.enter_context(serve(tmp_path / name, folder))
             for name, folder in (("first", older), ("second", nodes))
@@ -86,7 +89,8 @@ def test_a_new_node_is_run_by_the_server_that_has_its_version(tmp_path: Path) ->
                 assert np.array_equal(made, np.asarray(sharpened))
                 assert [node["server"] for node in meta["nodes"]] == [addresses["second"]]
             log = router.log.read_text()
-            assert "broken.py:2: SyntaxError" in log
+            assert "blur.py:2: SyntaxError" in log
+            assert "blurred.json: blur-1: there is no node 'blur'" in log
             assert log.count(f"node server {addresses['first']} is left out") <= 1
         with route("first") as router, Client(router.grpc_url) as client:
             with pytest.raises(EngineFailed, match=r"sharpen is of another version .*strength"):

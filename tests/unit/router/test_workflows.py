@@ -45,6 +45,7 @@ from maskserve_workflows.passes import compiled
 from maskserve_workflows.plan import NodeCall, WorkflowPlan
 from maskserve_workflows.run import Task, seed_of
 from maskserve_workflows.values import Judgement
+from maskserve_workflows.wire import NOT_HOSTED, OTHER_VERSION
 from tests.support.router import until
 
 CLIENT = KeyHolder("anybody", 64, admin=True)
@@ -536,6 +537,24 @@ async def test_a_call_that_a_server_cannot_do_is_the_next_ones() -> None:
     with pytest.raises(Failure, match="not known"):
         await pool.enlarged()
     assert pool.calls == ["a:1"]
+    await pool.close()
+
+
+async def test_a_server_with_another_version_of_a_node_is_left_out(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    sentence = f"TASK.node: enlarge {OTHER_VERSION}: enlarge.py has () -> mask: mask"
+    errors_by_address = {"a:1": f"[INVALID_REQUEST] {sentence}"}
+    pool = AnsweringPool(["a:1", "b:1"], errors_by_address.get)
+    for _ in range(3):
+        assert (await pool.enlarged()).server == "b:1"
+    assert [record.getMessage() for record in caplog.records].count(
+        f"node server a:1 is left out: [INVALID_REQUEST] {sentence}"
+    ) == 1
+    errors_by_address["b:1"] = f"[INVALID_REQUEST] TASK.node: enlarge {NOT_HOSTED}"
+    with pytest.raises(EngineFailed) as refused:
+        await pool.enlarged()
+    assert refused.value.message == sentence
     await pool.close()
 
 
