@@ -265,21 +265,21 @@ MUTATIONS = (
     # Residuals: where they are stored, and who announces them
     Mutation(
         "a session of a service that has ended is used on",
-        "engine/maskserve_engine/control_link/served.py",
+        "engine/maskserve_engine/control_link/services.py",
         "if link is not None and not link.over:",
         "if link is not None:",
         f"{_LOST}::test_a_session_is_shared_while_its_service_lives_and_anew_behind_another",
     ),
     Mutation(
         "each ControlNet has a session of its own",
-        "engine/maskserve_engine/control_link/served.py",
+        "engine/maskserve_engine/control_link/services.py",
         "if link is not None and not link.over:",
         "if False:",
         f"{_LOST}::test_a_session_is_shared_while_its_service_lives_and_anew_behind_another",
     ),
     Mutation(
         "a service is not asked whether it is still there",
-        "engine/maskserve_engine/control_link/served.py",
+        "engine/maskserve_engine/control_link/services.py",
         'self._calls.call({"op": "health"}, b"", self._patience_s)',
         "pass",
         f"{_LOST}::test_a_session_is_shared_while_its_service_lives_and_anew_behind_another",

@@ -353,11 +353,12 @@ class ControlsConfig(Table, frozen=True):
     """FLUX ControlNets with different numbers of blocks. `each`: each net's outputs go where they
     would go alone; `shallowest`: as in diffusers, which drops deeper outputs."""
     service: str = ""
-    """Address (HOST:PORT, gRPC) of a ControlNet service (`maskserve serve --controlnet-device`);
-    empty: ControlNets run beside the base. Residuals come through memory from a loopback address,
-    else over TCP."""
+    """Addresses (HOST:PORT, gRPC; commas between them) of ControlNet services (`maskserve serve
+    --controlnet-device`), which run the ControlNets of an edit beside each other; empty:
+    ControlNets run beside the base. Residuals come through memory from a loopback address, else
+    over TCP."""
     service_timeout_s: Annotated[float, Meta(ge=0.1, le=600.0)] = 5.0
-    """Seconds of silence of the service after which its edits fail; less than `[engine]
+    """Seconds of silence of a service after which its edits fail; less than `[engine]
     heartbeat_timeout_s`."""
     listen: str = ""
     """HOST:PORT (TCP) at which a service accepts denoisers of other hosts (`maskserve serve
@@ -553,6 +554,27 @@ def sharing_the_device(config: Config, stage: Stage) -> Config:
     return replace(
         config, model=replace(model, torch_threads=threads, device=device or model.device)
     )
+
+
+def control_services(config: Config) -> tuple[str, ...]:
+    """Return the addresses in `[controls] service`.
+
+    Raises:
+        ConfigError: one is named twice, or the configuration does not go with several.
+    """
+    controls = config.controls
+    addresses = [address.strip() for address in controls.service.split(",")]
+    addresses = [address for address in addresses if address]
+    twice = next((a for n, a in enumerate(addresses) if a in addresses[:n]), None)
+    if twice is not None:
+        raise ConfigError(f"[controls] service: names {twice} twice; accepted: once each")
+    if len(addresses) > 1 and controls.unequal_depths == "shallowest":
+        raise ConfigError(
+            '[controls] unequal_depths: "shallowest" does not go with several addresses in '
+            "[controls] service, because one service must know all depths; "
+            'accepted: "each", or one service'
+        )
+    return tuple(addresses)
 
 
 def gpus_required(config: Config) -> int:

@@ -20,11 +20,11 @@ from maskserve_common.errors import EngineFailed
 from maskserve_engine.base.job import ControlInput
 from maskserve_engine.control_link.opening import OpenedControl, Opening, OpeningMessage
 from maskserve_engine.control_link.served import (
-    ControlService,
     RowRequest,
     ServedRow,
     request_residuals,
 )
+from maskserve_engine.control_link.services import ControlService, ControlServices
 from maskserve_engine.control_link.transport import SocketMessages
 from maskserve_engine.stages.loader import dtype_of
 from maskserve_studies.adapters.service_process import PATIENCE_S, PipeCalls, service_process
@@ -51,18 +51,19 @@ def serving(device: torch.device, ipc_bytes: int) -> Iterator[PipeCalls]:
         yield calls
 
 
-def denoiser(calls: PipeCalls, device: torch.device, *, lent: bool) -> ControlService:
+def denoiser(calls: PipeCalls, device: torch.device, *, lent: bool) -> ControlServices:
     """Another one's; `lent`: whether it opens what it is lent."""
     dtype = str(dtype_of(config_of({"model": {"device": str(device)}}))).removeprefix("torch.")
     connect = partial(SocketMessages, device=device)
     service = ControlService(SharedCalls(calls), device, dtype, PATIENCE_S, connect)
-    service.load(NET, NET, NET, PATIENCE_S)
+    services = ControlServices([service])
+    services.load(NET, NET, NET, PATIENCE_S)
     assert service._link is not None
     assert (service._link.messages.lent is not None) == (lent and device.type == "cuda")
-    return service
+    return services
 
 
-def opened(service: ControlService) -> ServedRow:
+def opened(service: ControlServices) -> ServedRow:
     control = OpenedControl.of(ControlInput(NET, np.zeros((0, 0, 3), np.uint8)))
     plan = refreshed_every(1, STEPS)
     return service.open(Opening(OpeningMessage((control,), tuple(range(STEPS)), plan), {}))
@@ -107,7 +108,7 @@ def test_sessions_that_end_leave_room_for_others(device: torch.device) -> None:
                 check(row, sample)
             if number % 2:
                 row.close()
-                row.link._pool.submit(int).result()  # the service has been told
+                row.link_rows[0].link._pool.submit(int).result()  # the service has been told
             service.close()
 
 

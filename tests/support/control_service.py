@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from maskserve_common.config import Config
 from maskserve_common.errors import EngineFailed, MaskserveError, Overloaded, split_code
 from maskserve_engine.control_link.network import NetworkMessages
-from maskserve_engine.control_link.served import ControlService
+from maskserve_engine.control_link.services import ControlService, ControlServices
 from maskserve_engine.control_link.transport import Attached, Messages, SocketMessages
 from maskserve_engine.families.specs import load_spec
 from maskserve_engine.spec.control_nets import ControlNets, content_of
@@ -83,15 +83,16 @@ class Service:
         self,
         patience_s: float = 10.0,
         connect: Callable[[Attached], Messages] = SocketMessages,
-    ) -> ControlService:
+    ) -> ControlServices:
         """A new denoiser's session that has loaded all ControlNets."""
         calls = DirectCalls(self.front, self.triton)
-        control_service = ControlService(calls, torch.device("cpu"), "float32", patience_s, connect)
+        device = torch.device("cpu")
+        services = ControlServices([ControlService(calls, device, "float32", patience_s, connect)])
         for name in self.versions:
-            self.load(control_service, name)
-        return control_service
+            self.load(services, name)
+        return services
 
-    def load(self, denoiser: ControlService, name: str) -> None:
+    def load(self, denoiser: ControlServices | ControlService, name: str) -> None:
         denoiser.load(name, self.versions[name], self.contents[name], 60.0)
 
     def close(self) -> None:

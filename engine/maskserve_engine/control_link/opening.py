@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
+from msgspec import structs
 from safetensors.torch import load, save
 from torch import Tensor
 
@@ -59,10 +60,23 @@ class OpeningMessage(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """Opening of one row; its family defines which arrays there are."""
+    """Opening of one row; its family defines which arrays there are. `picture.N` is the picture of
+    control N.
+    """
 
     spec: OpeningMessage
     arrays: dict[str, Tensor]
+
+    def of_nets(self, numbers: range) -> Opening:
+        """Return the opening with only these of its controls."""
+        controls = tuple([self.spec.controls[number] for number in numbers])
+        arrays = {name: x for name, x in self.arrays.items() if not name.startswith("picture.")}
+        pictures = {
+            f"picture.{at}": self.arrays[f"picture.{number}"]
+            for at, number in enumerate(numbers)
+            if f"picture.{number}" in self.arrays
+        }
+        return Opening(structs.replace(self.spec, controls=controls), {**arrays, **pictures})
 
     def on(self, device: torch.device) -> Opening:
         """Return a copy with its numbers on a device, moved in one transfer; ids stay in host

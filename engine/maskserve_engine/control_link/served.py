@@ -1,8 +1,11 @@
-"""ControlNets of a denoiser's rows that another process runs (docs/adr/0035; Katz §5).
+"""Rows whose ControlNets run in services, and the sessions with these (docs/adr/0035; Katz §5).
 
 The denoiser requests residuals as a step begins and continues with its own blocks. It waits where a
 residual is added, until that residual has arrived. Rows with `adapters: fast` send the request one
 step ahead (`reuse`).
+
+The ControlNets of a row may run in several services, beside each other (docs/adr/0066). Then it has
+a `LinkRow` at each, and their residuals are added in the order of the edit's controls.
 """
 
 from __future__ import annotations
@@ -10,31 +13,28 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from functools import cache, reduce
+from operator import add, is_
 from typing import Any, NamedTuple, Protocol
 
-import msgspec
 import torch
-from msgspec import structs
 from torch import Tensor
 
-from maskserve_common.contracts.settings import AdapterMode
-from maskserve_common.errors import EngineFailed, MaskserveError, Overloaded
+from maskserve_common.errors import EngineFailed, MaskserveError
+from maskserve_engine.batch.step_cache import RefreshSchedule
 from maskserve_engine.control_link.opening import Opening
 from maskserve_engine.control_link.reuse import Reuse, SentRequest
 from maskserve_engine.control_link.slots import LOOKAHEAD
 from maskserve_engine.control_link.transport import (
     AddedPart,
     Answered,
-    Attached,
     Lost,
     Messages,
     RequestedRow,
     ResidualsRequest,
-    SocketMessages,
 )
 
 _log = logging.getLogger(__name__)
@@ -87,25 +87,21 @@ class LookaheadRequest(NamedTuple):
     and the service only fills its step caches."""
 
 
-class ServedRow:
-    """A row at the service; gives the residuals that the base adds (`batch.packing.Residuals`)."""
+class LinkRow:
+    """A row at one service: ControlNets of an edit that run there, and whose residuals the service
+    sums.
 
-    def __init__(
-        self, link: Link, name: str, opening: Opening, opened: Future[Any], *, fast: bool
-    ) -> None:
-        self.link, self.name = link, name
-        self.schedule = opening.spec.schedule
-        """Schedule of its nets (`families.control.RowControl`)."""
+    Args:
+        link: session with the service.
+        name: name of the row in the session.
+        nets: number of its ControlNets.
+        reuse: requests of the row; at each service it decides alike.
+        opened: the call that opens the row.
+    """
+
+    def __init__(self, link: Link, name: str, nets: int, reuse: Reuse, opened: Future[Any]) -> None:
+        self.link, self.name, self.nets, self.reuse = link, name, nets, reuse
         self.slots = link.messages.slots(name)
-        controls, steps = (
-            [control.input for control in opening.spec.controls],
-            opening.spec.timesteps,
-        )
-        count = len(steps)
-        scales = [
-            tuple(control.scale_at(step, count) for control in controls) for step in range(count)
-        ]
-        self.reuse = Reuse(scales, fast=fast)
         self._opened: Future[Any] | None = opened
         self.added: SentRequest | None = None
         """Request whose residuals the present step adds; None: none."""
@@ -113,11 +109,6 @@ class ServedRow:
         """Whether those residuals were requested one step ahead, so not for the step's latents."""
         self.lookahead: SentRequest | None = None
         """Request whose residuals the present step's lookahead adds; None: none."""
-
-    @property
-    def for_lookahead(self) -> LookaheadResiduals:
-        """Residuals of the lookahead pass."""
-        return LookaheadResiduals(self)
 
     def turn_to(self, step: int, added: SentRequest | None) -> None:
         self.added = added
@@ -142,32 +133,82 @@ class ServedRow:
                 raise EngineFailed(error.message) from error
             self._opened = None
 
-    def after(self, number: int) -> Tensor | None:
-        """Wait for the residual at a place of the base and return it; None: nothing is added.
+    def residual(self, sent: SentRequest | None, place: int) -> Tensor | None:
+        """Wait for the residual of a request at a place of the base and return it; None: nothing is
+        added.
 
         Raises:
             EngineFailed: it will not arrive.
         """
-        return None if self.added is None else self.link.find(self.added, self, number)
+        return None if sent is None else self.link.find(sent, self, place)
 
     @property
     def numbers(self) -> set[int]:
         """Numbers of the requests whose answers may still be added."""
         return self.reuse.numbers | (set() if self.lookahead is None else {self.lookahead.number})
 
+
+class _Sum:
+    """Sum of residuals, of which several places and passes add the same ones."""
+
+    def __init__(self) -> None:
+        self._terms: Sequence[Tensor] = ()
+        self._total: Tensor | None = None
+
+    def of(self, residuals: Iterable[Tensor | None]) -> Tensor | None:
+        """Return the sum, added in order; None: there is nothing to add."""
+        terms = [x for x in residuals if x is not None]
+        is_same = len(terms) == len(self._terms) and all(map(is_, terms, self._terms))
+        if not is_same:
+            self._terms, self._total = terms, reduce(add, terms) if terms else None
+        return self._total
+
+
+class ServedRow:
+    """A row whose ControlNets run in services; gives the residuals that the base adds
+    (`batch.packing.Residuals`).
+
+    Args:
+        link_rows: the row at each service, in the order in which their residuals are added.
+        schedule: schedule of its nets (`families.control.RowControl`).
+    """
+
+    def __init__(self, link_rows: Sequence[LinkRow], schedule: RefreshSchedule) -> None:
+        self.link_rows, self.schedule = tuple(link_rows), schedule
+        self._sum = _Sum()
+
+    @property
+    def for_lookahead(self) -> LookaheadResiduals:
+        """Residuals of the lookahead pass."""
+        return LookaheadResiduals(self, _Sum())
+
+    @property
+    def stale(self) -> bool:
+        """Whether residuals of the present step were requested one step ahead."""
+        return any(row.stale for row in self.link_rows)
+
+    def after(self, number: int) -> Tensor | None:
+        """Wait for the residual at a place of the base and return it; None: nothing is added.
+
+        Raises:
+            EngineFailed: it will not arrive.
+        """
+        return self._sum.of(row.residual(row.added, number) for row in self.link_rows)
+
     def close(self) -> None:
-        self.link.close_row(self)
+        for row in self.link_rows:
+            row.link.close_row(row)
 
 
 class LookaheadResiduals(NamedTuple):
     """Residuals that a row adds to a lookahead pass (`batch.packing.Residuals`)."""
 
     row: ServedRow
+    sum: _Sum
 
     def after(self, number: int) -> Tensor | None:
         """Wait for the residual at a place of the base and return it; None: nothing is added."""
-        row = self.row
-        return None if row.lookahead is None else row.link.find(row.lookahead, row, number)
+        return self.sum.of(row.residual(row.lookahead, number) for row in self.row.link_rows)
 
 
 _batches = itertools.count(1)
@@ -178,13 +219,22 @@ def new_batch() -> int:
 
 
 def request_residuals(requests: Sequence[RowRequest], batch: int) -> None:
-    """Request each row's residuals through its link; the first lost session fails all rows."""
-    for link in dict.fromkeys(ask.row.link for ask in requests):
-        link.request([ask for ask in requests if ask.row.link is link], batch)
+    """Request each row's residuals from all its services at once; the first lost session fails all
+    rows.
+    """
+    requests = [request._replace(extrapolate=cache(request.extrapolate)) for request in requests]
+    by_link: dict[Link, list[tuple[LinkRow, RowRequest]]] = {}
+    for request in requests:
+        for row in request.row.link_rows:
+            by_link.setdefault(row.link, []).append((row, request))
+    for link, link_requests in by_link.items():
+        link.request(link_requests, batch)
 
 
-class _Question(NamedTuple):
-    row: ServedRow
+class _RequestedPass(NamedTuple):
+    """A row's pass whose residuals are requested: of its step, of the next one, or a lookahead."""
+
+    row: LinkRow
     step: int
     computed: int
     sample: Tensor
@@ -192,7 +242,7 @@ class _Question(NamedTuple):
     lookahead: int | None = None
 
 
-class _Answer:
+class _Received:
     """The parts received in answer to one request."""
 
     def __init__(self) -> None:
@@ -225,6 +275,7 @@ class Link:
         messages: transport to the service.
         session: the service's name of the session.
         patience_s: `[controls] service_timeout_s`.
+        address: HOST:PORT of the service, for messages.
     """
 
     def __init__(
@@ -234,13 +285,14 @@ class Link:
         calls: ServiceCalls,
         device: torch.device,
         patience_s: float,
+        address: str = "",
     ) -> None:
         self.messages, self.session, self._calls = messages, session, calls
-        self._device, self._patience_s = device, patience_s
+        self._device, self._patience_s, self._address = device, patience_s, address
         self._names, self._numbers = itertools.count(), itertools.count(1)
-        self._rows: set[ServedRow] = set()
+        self._rows: set[LinkRow] = set()
         """Open rows."""
-        self._answers: dict[int, _Answer] = {}
+        self._answers: dict[int, _Received] = {}
         """Answers that some row may still need, by the number of the request."""
         self._pool = ThreadPoolExecutor(1, "controlnet calls")
         self.lost = ""
@@ -248,12 +300,12 @@ class Link:
         self.waits: list[float] = []
         """Seconds that steps have waited for residuals; the reader clears the list."""
 
-    def open(self, opening: Opening, *, fast: bool = False) -> ServedRow:
+    def open(self, opening: Opening, reuse: Reuse) -> LinkRow:
         """Return a row at the service; its first request waits until the service has it.
 
         Args:
-            opening: opening of the row.
-            fast: whether residuals are requested one step ahead.
+            opening: opening of the row, with the ControlNets that run at this service.
+            reuse: the row's requests, of which there is none yet.
 
         Raises:
             ControlLost: the session is over.
@@ -263,11 +315,16 @@ class Link:
             raise self._over("it has ended")
         name = f"{self.session}-{next(self._names)}"
         opened = self._pool.submit(self._open, name, opening)
-        row = ServedRow(self, name, opening, opened, fast=fast)
+        row = LinkRow(self, name, len(opening.spec.controls), reuse, opened)
         self._rows.add(row)
         return row
 
-    def close_row(self, row: ServedRow) -> None:
+    @property
+    def nets(self) -> int:
+        """Number of ControlNets of the open rows, each counted in each row."""
+        return sum(row.nets for row in self._rows)
+
+    def close_row(self, row: LinkRow) -> None:
         self._rows.discard(row)
         self.send({"op": "close", "session": self.session, "row": row.name})
 
@@ -276,57 +333,56 @@ class Link:
         if not self.lost:
             self._pool.submit(self._call, op)
 
-    def request(self, requests: Sequence[RowRequest], batch: int) -> None:
+    def request(self, requests: Sequence[tuple[LinkRow, RowRequest]], batch: int) -> None:
         """Request the residuals of a step, for rows that begin it together, and of the next step
         for rows that request ahead.
 
         Raises:
             EngineFailed: they will not arrive.
         """
-        current: list[_Question] = []
-        ahead: list[_Question] = []
-        for row_ask in requests:
-            row, step = row_ask.row, row_ask.step
-            added = row.reuse.at(step, row_ask.computed, self._failed)
+        present: list[_RequestedPass] = []
+        ahead: list[_RequestedPass] = []
+        for row, request in requests:
+            step, computed = request.step, request.computed
+            added = row.reuse.at(step, computed, self._failed)
             row.turn_to(step, added)
             row.lookahead = None
             if row.reuse.needs_present(step, added):
-                current.append(
-                    _Question(row, step, row_ask.computed, row_ask.sample, extrapolated=False)
+                present.append(
+                    _RequestedPass(row, step, computed, request.sample, extrapolated=False)
                 )
-            if row_ask.lookahead is not None and row.reuse.acts(row_ask.lookahead.step):
-                at, lookahead_sample, computed = row_ask.lookahead
-                current.append(
-                    _Question(
-                        row, step, computed, lookahead_sample, extrapolated=False, lookahead=at
-                    )
+            foreseen = request.lookahead
+            if foreseen is not None and row.reuse.acts(foreseen.step):
+                at, sample, count = foreseen
+                present.append(
+                    _RequestedPass(row, step, count, sample, extrapolated=False, lookahead=at)
                 )
-            if row.reuse.needs_extrapolated(step, row_ask.computed):
-                sample = row_ask.extrapolate()
-                if sample is not None:
+            if row.reuse.needs_extrapolated(step, computed):
+                extrapolated = request.extrapolate()
+                if extrapolated is not None:
                     ahead.append(
-                        _Question(row, step + 1, row_ask.computed, sample, extrapolated=True)
+                        _RequestedPass(row, step + 1, computed, extrapolated, extrapolated=True)
                     )
-        for questions in (current, ahead):
-            if questions:
-                self._send(questions, batch)
+        for passes in (present, ahead):
+            if passes:
+                self._send(passes, batch)
         needed = {number for row in self._rows for number in row.numbers}
         self._answers = {n: answer for n, answer in self._answers.items() if n in needed}
 
-    def _send(self, questions: Sequence[_Question], batch: int) -> None:
+    def _send(self, passes: Sequence[_RequestedPass], batch: int) -> None:
         self._check()
         while self.messages.receive():  # unread answers of skipped blocks would block the service
             self._read(self._patience_s)
         number, rows = next(self._numbers), []
-        for question in questions:
-            row, sample = question.row, question.sample
-            slot = row.free_slot(question.step) if question.lookahead is None else LOOKAHEAD
+        for requested in passes:
+            row, sample, is_step = requested.row, requested.sample, requested.lookahead is None
+            slot = row.free_slot(requested.step) if is_step else LOOKAHEAD
             row.await_opened()
             with self._slots():
                 row.slots.request(slot).write(0, sample)
             dtype, shape = str(sample.dtype).removeprefix("torch."), tuple(sample.shape)
-            fields = (row.name, question.step, question.computed, slot, shape, dtype)
-            rows.append(RequestedRow(*fields, lookahead=question.lookahead))
+            fields = (row.name, requested.step, requested.computed, slot, shape, dtype)
+            rows.append(RequestedRow(*fields, lookahead=requested.lookahead))
         self._settle()
         try:
             self.messages.request(
@@ -334,18 +390,16 @@ class Link:
             )
         except Lost as error:
             raise self._over(str(error)) from error
-        self._answers[number] = _Answer()
-        for question, row_record in zip(questions, rows, strict=True):
-            row = question.row
-            ask = SentRequest(
-                number, question.step, question.computed, row_record.slot, question.extrapolated
-            )
-            if question.lookahead is not None:
-                row.lookahead = ask
+        self._answers[number] = _Received()
+        for requested, record in zip(passes, rows, strict=True):
+            row, step, extrapolated = requested.row, requested.step, requested.extrapolated
+            sent = SentRequest(number, step, requested.computed, record.slot, extrapolated)
+            if requested.lookahead is not None:
+                row.lookahead = sent
                 continue
-            row.reuse.keep(ask)
-            if row.added is None and not question.extrapolated:
-                row.turn_to(question.step, ask)
+            row.reuse.keep(sent)
+            if row.added is None and not extrapolated:
+                row.turn_to(step, sent)
 
     def _failed(self, number: int) -> bool:
         return bool(self._answers[number].error)
@@ -358,7 +412,7 @@ class Link:
         if more.number in self._answers:
             self._answers[more.number].add(more)
 
-    def find(self, sent: SentRequest, row: ServedRow, place: int) -> Tensor | None:
+    def find(self, sent: SentRequest, row: LinkRow, place: int) -> Tensor | None:
         """Wait for the residual of a row at a place; None: nothing is added.
 
         Raises:
@@ -385,7 +439,7 @@ class Link:
             cached_copy = answer.copied[row.name, sent.slot] = part, self._copy(part, row)
         return cached_copy[1]
 
-    def _copy(self, part: AddedPart, row: ServedRow) -> Tensor:
+    def _copy(self, part: AddedPart, row: LinkRow) -> Tensor:
         """Copy a row's residual to the base's device.
 
         Raises:
@@ -442,122 +496,18 @@ class Link:
 
     def _check(self) -> None:
         if self.lost:
-            raise _lost(self.lost)
+            raise lost(self._address, self.lost)
 
     def _over(self, why: str) -> ControlLost:
-        _log.error("the ControlNet service is lost: %s", why)
+        _log.error("the ControlNet service %s is lost: %s", self._address, why)
         self.lost = why
         self.close()
-        return _lost(why)
+        return lost(self._address, why)
 
 
-def _lost(why: str) -> ControlLost:
-    return ControlLost(f"the ControlNet service was lost while the edit ran ({why}); send it again")
-
-
-class ControlService:
-    """A denoiser's service. The denoiser attaches to it when it is first needed, and again after a
-    loss.
-
-    Args:
-        dtype: data type of the base; the service's must be the same.
-        patience_s: `[controls] service_timeout_s`.
-        connect: connects to an attached session.
-    """
-
-    def __init__(
-        self,
-        calls: ServiceCalls,
-        device: torch.device,
-        dtype: str,
-        patience_s: float,
-        connect: Callable[[Attached], Messages] = SocketMessages,
-    ) -> None:
-        self._calls, self._device, self._dtype = calls, device, dtype
-        self._patience_s, self._connect = patience_s, connect
-        self._link: Link | None = None
-        self._nets_held: dict[str, tuple[Link, str]] = {}
-        """ControlNets that the service holds, by version: the session, and the content by which the
-        service names the net.
-        """
-
-    # Called from the loader's thread.
-
-    def load(self, name: str, version: str, content: str, limit_s: float) -> dict[str, Any]:
-        """Have the service load a ControlNet; return its answer (`digest`).
-
-        Args:
-            name: name of its folder, on both sides.
-            version: its version at this denoiser.
-            content: digest of the folder here (`spec.control_nets.content_of`).
-            limit_s: seconds after which the call is given up.
-
-        Raises:
-            MaskserveError: it cannot be loaded, or the service does not answer.
-        """
-        link = self._attached()
-        op = {"op": "load", "session": link.session, "name": name, "version": content}
-        response = self._calls.call(op, b"", limit_s)
-        self._nets_held[version] = link, content
-        return response
-
-    def _attached(self) -> Link:
-        link = self._link
-        if link is not None and not link.over:
-            self._calls.call({"op": "health"}, b"", self._patience_s)
-            return link
-        response = self._calls.call({"op": "attach", "dtype": self._dtype}, b"", self._patience_s)
-        attached = msgspec.convert(response, Attached)
-        try:
-            messages = self._connect(attached)
-        except Lost as error:
-            raise Overloaded(f"the ControlNet service: {error}; try again later") from error
-        self._link = Link(messages, attached.session, self._calls, self._device, self._patience_s)
-        return self._link
-
-    # Called from the engine's thread.
-
-    def holds(self, version: str) -> bool:
-        """Whether the service holds a ControlNet for this denoiser."""
-        link, _ = self._nets_held.get(version, (None, ""))
-        return link is not None and not link.over
-
-    def drop(self, version: str) -> None:
-        """Release a ControlNet that is not needed any more."""
-        link, content = self._nets_held.pop(version, (None, ""))
-        other_contents = [
-            loaded_content for _, loaded_content in list(self._nets_held.values())
-        ]  # copies under another name
-        if link is not None and not link.lost and content not in other_contents:
-            link.send({"op": "drop", "session": link.session, "version": content})
-
-    def open(self, opening: Opening, adapters: AdapterMode = "exact") -> ServedRow:
-        """Return a row at the service.
-
-        Args:
-            opening: opening of the row.
-            adapters: adapter mode of the edit.
-
-        Raises:
-            ControlLost: the service cannot be reached.
-        """
-        if self._link is None:
-            raise _lost("it was never there")
-        controls = [
-            structs.replace(control, net=self._nets_held.get(control.net, (None, control.net))[1])
-            for control in opening.spec.controls
-        ]
-        facts = structs.replace(opening.spec, controls=tuple(controls))
-        return self._link.open(replace(opening, spec=facts), fast=adapters == "fast")
-
-    def take_waits(self) -> list[float]:
-        """Return and clear the seconds that steps have waited for residuals."""
-        if self._link is None:
-            return []
-        waits, self._link.waits = self._link.waits, []
-        return waits
-
-    def close(self) -> None:
-        if self._link is not None:
-            self._link.close()
-        self._calls.close()
+def lost(address: str, why: str) -> ControlLost:
+    """Return the error of an edit whose service, at this address, is lost."""
+    reason = f"{address}: {why}" if address else why
+    return ControlLost(
+        f"the ControlNet service was lost while the edit ran ({reason}); send it again"
+    )

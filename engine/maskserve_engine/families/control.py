@@ -11,8 +11,10 @@ it. The family defines how a net runs and what it keeps (`Nets.outputs`).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
+from operator import itemgetter
 from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -108,7 +110,7 @@ class Controlled(NamedTuple, Generic[I]):
     adds: bool = True
     """Whether the base adds the residuals; otherwise a lookahead only fills the step caches."""
     before: Sequence[float] = ()
-    """Timesteps of earlier steps whose vectors are computed with it in a batch of one row."""
+    """Timesteps of earlier steps whose vectors are computed with it, if all rows have the same."""
 
     @property
     def at(self) -> int:
@@ -198,28 +200,67 @@ class Nets(ABC, Generic[I]):
                 request = NetRequest(row, number, net_input, scale)
                 if scale and (row.adds or request.keeps):
                     requests_by_net.setdefault(id(net_input.net), []).append(request)
-        last = {
-            id(request.row.control): net
-            for net, net_requests in requests_by_net.items()
-            for request in net_requests
-            if request.row.adds
-        }
-        for net, net_requests in requests_by_net.items():
-            controls = {id(request.row.control): request.row.control for request in net_requests}
-            whole = [control for key, control in controls.items() if last.get(key) == net]
+        sums: dict[int, _RowSum] = {}
+        for request in chain.from_iterable(requests_by_net.values()):
+            if request.row.adds:
+                control = request.row.control
+                sums.setdefault(id(control), _RowSum(control)).pending.add(request.number)
+        for net_requests in requests_by_net.values():
+            adding = [request for request in net_requests if request.row.adds]
+            for request in adding:
+                sums[id(request.row.control)].pending.discard(request.number)
+            net_sums = {key: sums[key] for key in (id(request.row.control) for request in adding)}
+            whole = [row_sum.control for row_sum in net_sums.values() if not row_sum.pending]
             for places, by_row in self.outputs(net_requests[0].net_input.net, net_requests):
                 for request, samples in zip(net_requests, by_row, strict=True):
-                    passes = request.row.control.passes if request.row.adds else ()
-                    for residuals, sample in zip(passes, samples, strict=False):
-                        _add(residuals.added, places, sample * request.scale)
+                    if request.row.adds:
+                        scaled = [sample * request.scale for sample in samples]
+                        sums[id(request.row.control)].take(request.number, places, scaled)
+                for row_sum in net_sums.values():
+                    row_sum.add(places)
                 if on_complete is not None:
                     on_complete([(control, places) for control in whole])
+            for row_sum in net_sums.values():
+                row_sum.add(list(row_sum.waiting))
 
 
-def _add(added: dict[int, Tensor], places: Sequence[int], sample: Tensor) -> None:
-    for place in places:
-        previous = added.get(place)
-        added[place] = sample if previous is None else previous + sample
+class _RowSum:
+    """Sum of the outputs of a row's nets, added in the order of the edit's controls whatever order
+    the nets of a batch run in. An output waits until those of earlier controls are there.
+    """
+
+    def __init__(self, control: RowControl[Any]) -> None:
+        self.control = control
+        self.pending: set[int] = set()
+        """Numbers of the nets that have not begun to run."""
+        self.waiting: dict[int, list[tuple[int, Sequence[Tensor]]]] = {}
+        """Outputs (number, sample of each pass) that wait, by place."""
+
+    def take(self, number: int, places: Sequence[int], samples: Sequence[Tensor]) -> None:
+        """Let a net's output wait at its places."""
+        for place in places:
+            self.waiting.setdefault(place, []).append((number, samples))
+
+    def add(self, places: Iterable[int]) -> None:
+        """Add the outputs at these places that wait for no other net."""
+        least = min(self.pending, default=None)
+        sums: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
+        """Sums with their terms, by the terms: equal ones at several places are one tensor."""
+        for place in places:
+            waiting = sorted(self.waiting.pop(place, ()), key=itemgetter(0))
+            ready = [item for item in waiting if least is None or item[0] < least]
+            if waiting[len(ready) :]:
+                self.waiting[place] = waiting[len(ready) :]
+            for _, samples in ready:
+                for residuals, sample in zip(self.control.passes, samples, strict=False):
+                    added, before = residuals.added, residuals.added.get(place)
+                    if before is None:
+                        added[place] = sample
+                        continue
+                    key = id(before), id(sample)
+                    if key not in sums:
+                        sums[key] = before, sample, before + sample
+                    added[place] = sums[key][-1]
 
 
 # Nets over rows whose base is in another process: the part of a family for ControlNet services.

@@ -25,7 +25,8 @@ from maskserve_engine.cache.loader import EntryLost, Selection
 from maskserve_engine.cache.reader import EntryReader, Heads
 from maskserve_engine.cache.store import Store
 from maskserve_engine.cache.tier import Note
-from maskserve_engine.control_link.served import ControlService, ServedRow
+from maskserve_engine.control_link.served import ServedRow
+from maskserve_engine.control_link.services import ControlServices
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.layers.low_rank import Factors, LowRankSet
 from maskserve_engine.loop.step_planner import parts_of
@@ -61,16 +62,16 @@ class LocalExecutor:
 
     Args:
         store: store of the entries; None: no row reads or makes any.
-        service: service that runs the rows' ControlNets; None: they run in this process.
+        services: services that run the rows' ControlNets; None: they run in this process.
     """
 
     def __init__(
         self,
         adapter: Adapter,
         store: Store | None = None,
-        service: ControlService | None = None,
+        services: ControlServices | None = None,
     ) -> None:
-        self._adapter, self._store, self._service = adapter, store, service
+        self._adapter, self._store, self._services = adapter, store, services
         self._rows: dict[str, Any] = {}
         self._readers: dict[str, EntryReader | StepCacheReader] = {}
         """Readers of the cached rows, by row."""
@@ -112,8 +113,8 @@ class LocalExecutor:
 
     def drop_net(self, net: str) -> None:
         self._nets.pop(net, None)
-        if self._service is not None:
-            self._service.drop(net)
+        if self._services is not None:
+            self._services.drop(net)
 
     def read(self, row: str, key: str, anchors: Sequence[Anchor | None]) -> None:
         reader = self._readers[row]
@@ -233,13 +234,13 @@ class LocalExecutor:
 
     def _control(self, row: str, family_row: Any, job: EditJob) -> None:
         """Let a row add the residuals of its ControlNets, wherever these run."""
-        if self._service is None:
+        if self._services is None:
             self._adapter.control(family_row, job, self._nets)
         elif job.controls:
             opening = self._adapter.opening(family_row, job)
             if opening is not None:
                 adapters = job.request.settings.adapters
-                served = self._served[row] = self._service.open(opening, adapters)
+                served = self._served[row] = self._services.open(opening, adapters)
                 self._adapter.serve_control(family_row, served)
 
     def load(
@@ -334,7 +335,7 @@ class LocalExecutor:
             tuple([s for h, n in zip(handles, earlier, strict=True) for s in h.stalls[n:]]),
             tuple(lost),
             failed,
-            () if self._service is None else tuple(self._service.take_waits()),
+            () if self._services is None else tuple(self._services.take_waits()),
         )
 
     def result(self, row: str) -> HostCopy:
@@ -370,8 +371,8 @@ class LocalExecutor:
         return [] if self._store is None else self._store.loader.take_moves()
 
     def close(self) -> None:
-        if self._service is not None:
-            self._service.close()
+        if self._services is not None:
+            self._services.close()
 
     # For moves of rows from one executor to another.
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from maskserve_common.config import Config
+from maskserve_common.config import Config, control_services
 from maskserve_common.errors import MaskserveError
 from maskserve_common.observations import Observations
 from maskserve_common.resources.loading import Kind, Loadable, Loaded
@@ -26,8 +26,9 @@ from maskserve_engine.cache.loader import HostMover
 from maskserve_engine.cache.priming_prompt import PromptFile
 from maskserve_engine.cache.store import Store
 from maskserve_engine.control_link.network import connection_to
-from maskserve_engine.control_link.served import ControlService, ServiceCalls
+from maskserve_engine.control_link.served import ServiceCalls
 from maskserve_engine.control_link.served_nets import ServedNetLoader
+from maskserve_engine.control_link.services import ControlService, ControlServices
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.families.registry import load_adapter
 from maskserve_engine.fitting.card_table import check_fits
@@ -70,7 +71,7 @@ def load_engine(
     config: Config,
     lora_loader: Callable[[Config, Place], LoraSource] = LoraLoader,
     policy: MakePolicy | None = None,
-    calls: ServiceCalls | None = None,
+    calls: Callable[[str], ServiceCalls] | None = None,
 ) -> Engine:
     """Load the model and return an engine that steps it; slow.
 
@@ -78,7 +79,8 @@ def load_engine(
         config: configuration of this worker.
         lora_loader: loader of LoRAs (see `assemble`).
         policy: makes the scheduling policy; None: the configured one.
-        calls: calls of the ControlNet service; None: ControlNets run in this process.
+        calls: makes the calls of a ControlNet service, from its address; None: ControlNets run in
+            this process.
 
     Raises:
         ConfigError: the model cannot be served.
@@ -96,21 +98,27 @@ def load_engine(
     chosen = policy or partial(StepScheduler, static=is_static(config.engine))
     if calls is None:
         return assemble(config, adapter, revision=revision, policy=chosen, lora_loader=lora_loader)
-    service = ControlService(
-        calls,
-        adapter.device,
-        str(dtype_of(config)).removeprefix("torch."),
-        config.controls.service_timeout_s,
-        connection_to(config.controls.service, adapter.device),
+    services = ControlServices(
+        [
+            ControlService(
+                calls(address),
+                adapter.device,
+                str(dtype_of(config)).removeprefix("torch."),
+                config.controls.service_timeout_s,
+                connection_to(address, adapter.device),
+                address,
+            )
+            for address in control_services(config)
+        ]
     )
     return assemble(
         config,
         adapter,
         revision=revision,
-        executor=lambda adapter, store: LocalExecutor(adapter, store, service),
+        executor=lambda adapter, store: LocalExecutor(adapter, store, services),
         policy=chosen,
         lora_loader=lora_loader,
-        net_loader=lambda config, spec, load: ServedNetLoader(config, spec, load, service),
+        net_loader=lambda config, spec, load: ServedNetLoader(config, spec, load, services),
     )
 
 

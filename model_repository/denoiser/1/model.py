@@ -26,7 +26,7 @@ class TritonPythonModel(WorkerModel):
         if config.controls.service:  # imports gRPC
             from maskserve_triton.controlnet_calls import ControlNetCalls
 
-            calls = ControlNetCalls(config.controls.service)
+            calls = ControlNetCalls
         self._engine = load_engine(config, calls=calls)
         self._engine.start()
         self._engine.warm_up()

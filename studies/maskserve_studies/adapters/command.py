@@ -32,7 +32,9 @@ the ControlNet in a service, on a core each, as a share of the limit by FLOPs (`
 `three_controls_of_limit`: the same for three ControlNets in three services on emulated devices
 (`emulated_controls`). `…_alone_ms` is a step with all nets on the base's device, and
 `…_one_service_ms` a step with all nets in one service. `…_bus_…` also counts the residuals' way
-through host memory.
+through host memory. `three_controls_over_one` is a step with three ControlNets in three services
+over a step with one in one service; `three_links_over_one` is the same for edits over a link of 10
+Gbit/s from each service.
 
 `ahead_over_free_link`: an edit whose ControlNet is in a service behind 10 Gbit/s, with `adapters:
 fast`, over an edit without a network between them (both emulated). `exact_…` is for steps that
@@ -277,6 +279,9 @@ BARS = {
     "dense_control_sdxl": ("above", 1.66),
     "service_of_limit": ("at least", 0.85),
     "three_controls_of_limit": ("at least", 0.94),
+    "three_controls_over_one": ("at most", 1.25),
+    "three_controls_bus_over_one": ("at most", 1.25),
+    "three_links_over_one": ("at most", 1.25),
     "ahead_over_free_link": ("at most", 1.05),
     "exact_over_free_link": ("above", 1.05),
     "cfg_pair": ("at least", 1.7),
@@ -301,9 +306,11 @@ PARTS: dict[str, tuple[Callable[[argparse.Namespace], dict[str, Any]], ...]] = {
         control_step,
         unet_control_step,
         lambda args: service_step(args.repeat, args.clock),
+        cfg_pair,
+    ),
+    "services": (
         lambda args: three_controls(args.repeat),
         lambda args: slow_link(args.repeat),
-        cfg_pair,
     ),
 }
 """Measurements by the name that `--only` takes."""

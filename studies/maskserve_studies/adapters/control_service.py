@@ -22,7 +22,7 @@ from maskserve_benchmarks.steps.unet_rig import TEXT, UNETS, UnetBench
 from maskserve_benchmarks.timing import Timer
 from maskserve_engine.base.job import ControlInput
 from maskserve_engine.control_link.opening import OpenedControl, Opening, OpeningMessage
-from maskserve_engine.control_link.served import ControlService
+from maskserve_engine.control_link.services import ControlService, ControlServices
 from maskserve_engine.families.control import NetBatch, RowControl
 from maskserve_engine.families.unet.control import (
     ServedPass,
@@ -92,11 +92,12 @@ def service_step(repeat: int, clock: str = "wall") -> dict[str, Any]:
         with service_process(_Unet(), cores[1]) as calls:
             alone_on(cores[0])
             service = ControlService(calls, bench.device, "float32", PATIENCE_S)
-            service.load(NET, NET, NET, PATIENCE_S)
+            services = ControlServices([service])
+            services.load(NET, NET, NET, PATIENCE_S)
             plain_ms, in_process_ms, served_ms = _timed(
-                bench, service, Timer(bench.device, clock), repeat
+                bench, services, Timer(bench.device, clock), repeat
             )
-            service.close()
+            services.close()
     finally:
         os.sched_setaffinity(0, set(cores))
         torch.set_num_threads(threads)
@@ -112,7 +113,7 @@ def service_step(repeat: int, clock: str = "wall") -> dict[str, Any]:
     }
 
 
-def _timed(bench: UnetBench, service: ControlService, timer: Timer, repeat: int) -> list[float]:
+def _timed(bench: UnetBench, services: ControlServices, timer: Timer, repeat: int) -> list[float]:
     side, width = _PIXELS * bench.side, int(UNETS[PRESET]["cross_attention_dim"])
     with torch.inference_mode():
         texts = torch.randn(1, TEXT, width)
@@ -128,7 +129,7 @@ def _timed(bench: UnetBench, service: ControlService, timer: Timer, repeat: int)
     arrays = {"texts": texts, "micro.0": pooled, "micro.1": sizes, "picture.0": picture}
     timesteps = tuple(served_row.precomputed_timesteps)
     message = OpeningMessage((OpenedControl.of(control),), timesteps, plan)
-    row = service.open(Opening(message, arrays))
+    row = services.open(Opening(message, arrays))
     served_row.control = UnetServedControl(row, (ServedPass(row, 0),))
     rows = plain, in_process_row, served_row
     for bench_row in rows:

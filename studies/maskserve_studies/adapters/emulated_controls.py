@@ -8,9 +8,10 @@ processes' messages and for the end of a step. Residuals have the shapes of SDXL
 with guidance.
 
 `three_controls`: dense steps with three ControlNets, each in a service on its own device (Fig. 16).
-The pace is that of one ControlNet's step on an H800 as Katz measured it. Three variants are
-compared: all nets on the base's device, one after the other; one service with all three nets; and
-three services whose residuals go through host memory.
+The pace is that of one ControlNet's step on an H800 as Katz measured it. All nets on the base's
+device, one after the other, are compared with one service that runs all three, with three services
+beside each other, whose residuals lie on the base's device or go through host memory, and with one
+ControlNet in one service or in three.
 
 `slow_link`: edits with a ControlNet in a service behind 10 Gbit/s, over the same edits without a
 network. The service's own process sends each message when the link would have carried it, byte by
@@ -39,12 +40,12 @@ from maskserve_benchmarks.steps.unet_rig import UNETS
 from maskserve_common.contracts.settings import AdapterMode
 from maskserve_engine.control_link.opening import OpenedControl, Opening, OpeningMessage
 from maskserve_engine.control_link.served import (
-    ControlService,
     RowRequest,
     ServedRow,
     new_batch,
     request_residuals,
 )
+from maskserve_engine.control_link.services import ControlService, ControlServices
 from maskserve_engine.control_link.transport import Answered, Connection, Lost
 from maskserve_engine.families.control import NetStep, Residual, Send
 from maskserve_studies.adapters.control_service import PRESET, flops
@@ -179,49 +180,63 @@ class Base:
         self._device.wait()
 
     def take_with_services(
-        self, requests: Sequence[RowRequest], batch: int, bytes_per_s: float | None = None
+        self, request: RowRequest, batch: int, bytes_per_s: float | None = None
     ) -> None:
         """Take a step that waits for ControlNets where their residuals are added.
 
         Args:
-            requests: the row's request at each service.
+            request: the row's request to its services.
             batch: the number of the batch.
             bytes_per_s: speed at which residuals come from host memory; None: they are on the
                 device.
         """
-        request_residuals(requests, batch)
+        request_residuals([request], batch)
         self._device.launch(self._down_s)
         for place in reversed(range(_PLACES)):
-            for request in requests:
-                assert request.row.after(place) is not None
-                if bytes_per_s is not None:
-                    self._device.launch(RESIDUAL_BYTES[place] / bytes_per_s)
+            assert request.row.after(place) is not None
+            if bytes_per_s is not None:
+                sent_bytes = len(request.row.link_rows) * RESIDUAL_BYTES[place]
+                self._device.launch(sent_bytes / bytes_per_s)
             self._device.launch((self.step_s - self._down_s) / _PLACES)
         self._device.wait()
 
 
-def _session(calls: PipeCalls, nets: Sequence[str]) -> ControlService:
-    """A denoiser's session with a service that has loaded these ControlNets."""
-    session = ControlService(calls, torch.device("cpu"), "float32", _PATIENCE_S)
+def _services(calls: Sequence[PipeCalls], nets: Sequence[str]) -> ControlServices:
+    """A denoiser's sessions with services that have loaded these ControlNets between them."""
+    device = torch.device("cpu")
+    services = ControlServices(
+        [ControlService(call, device, "float32", _PATIENCE_S) for call in calls]
+    )
     for name in nets:
-        session.load(name, name, name, _PATIENCE_S)
-    return session
+        services.load(name, name, name, _PATIENCE_S)
+    return services
 
 
 def _row(
-    session: ControlService, nets: Sequence[str], steps: int, adapters: AdapterMode = "exact"
+    services: ControlServices, nets: Sequence[str], steps: int, adapters: AdapterMode = "exact"
 ) -> ServedRow:
-    """The row of a new edit with these ControlNets, which the service has loaded."""
+    """The row of a new edit with these ControlNets, which the services have loaded."""
     controls = tuple([OpenedControl(name, 1.0, 0.0, 1.0, None) for name in nets])
-    row = session.open(
+    row = services.open(
         Opening(OpeningMessage(controls, (0.0,) * steps, refreshed_every(1, steps)), {}), adapters
     )
-    row.await_opened()
+    for link_row in row.link_rows:
+        link_row.await_opened()
     return row
 
 
+class _Variant(NamedTuple):
+    """Services, the ControlNets of an edit, and how its residuals reach the base."""
+
+    services: ControlServices
+    nets: Sequence[str]
+    bytes_per_s: float | None
+    """Speed at which residuals come from host memory; None: they are on the device."""
+
+
 def three_controls(repeat: int) -> dict[str, Any]:
-    """Steps with all ControlNets on the base's device, in one service, and in three, in turn.
+    """Steps with all ControlNets on the base's device, in one service, and in three, and steps with
+    one ControlNet in a service, in turn.
 
     Args:
         repeat: edits of each; the medians of their steps are compared.
@@ -231,63 +246,52 @@ def three_controls(repeat: int) -> dict[str, Any]:
     bus_s = sum(RESIDUAL_BYTES) / _BUS_BYTES_PER_S
     with ExitStack() as stack:
 
-        def start_services(
-            sent_s: float, *net_names: Sequence[str]
-        ) -> list[tuple[PipeCalls, Sequence[str]]]:
-            """Services that will load these ControlNets."""
-            nets = Nets(_NET_S, sent_s, [1] * _PLACES)
-            return [
-                (stack.enter_context(service_process(nets)), service_names)
-                for service_names in net_names
-            ]
+        def started(sent_s: float, services: int, nets: Sequence[str]) -> ControlServices:
+            family = Nets(_NET_S, sent_s, [1] * _PLACES)
+            calls = [stack.enter_context(service_process(family)) for _ in range(services)]
+            return _services(calls, nets)
 
-        single_names = [[name] for name in names]
-        services = {
-            "one_service": (start_services(0.0, names), None),
-            "": (start_services(0.0, *single_names), None),
-            "bus": (start_services(bus_s, *single_names), _BUS_BYTES_PER_S),
+        alone, one = started(0.0, 1, names[:1]), started(0.0, 1, names)
+        three, three_bus = started(0.0, NETS, names), started(bus_s, NETS, names)
+        alone_bus = started(bus_s, 1, names[:1])
+        variants = {
+            "one_control": _Variant(alone, names[:1], None),
+            "one_control_three_services": _Variant(three, names[:1], None),
+            "one_control_bus": _Variant(alone_bus, names[:1], _BUS_BYTES_PER_S),
+            "three_controls_one_service": _Variant(one, names, None),
+            "three_controls": _Variant(three, names, None),
+            "three_controls_bus": _Variant(three_bus, names, _BUS_BYTES_PER_S),
         }
-        sessions_by_variant = {
-            name: (
-                [(_session(calls, net_names), net_names) for calls, net_names in items],
-                bytes_per_s,
-            )
-            for name, (items, bytes_per_s) in services.items()
-        }
-        times: dict[str, list[float]] = {name: [] for name in ("alone", *sessions_by_variant)}
+        times: dict[str, list[float]] = {name: [] for name in ("three_controls_alone", *variants)}
         for _ in range(repeat):
-            times["alone"] += _timed([partial(base.take_after_nets, NETS)] * _DENSE_STEPS)
-            for name, (sessions, bytes_per_s) in sessions_by_variant.items():
-                rows = [_row(session, net_names, _DENSE_STEPS) for session, net_names in sessions]
-                batch = new_batch()
-
-                def step(
-                    number: int,
-                    rows: Sequence[ServedRow] = rows,
-                    batch: int = batch,
-                    bytes_per_s: float | None = bytes_per_s,
-                ) -> None:
-                    requests = [RowRequest(row, number, torch.zeros(1)) for row in rows]
-                    base.take_with_services(requests, batch, bytes_per_s)
-
+            times["three_controls_alone"] += _timed(
+                [partial(base.take_after_nets, NETS)] * _DENSE_STEPS
+            )
+            for name, variant in variants.items():
+                row = _row(variant.services, variant.nets, _DENSE_STEPS)
+                step = partial(_dense_step, base, row, new_batch(), variant.bytes_per_s)
                 times[name] += _timed([partial(step, n) for n in range(_DENSE_STEPS)])
-                for row in rows:
-                    row.close()
-        for sessions, _ in sessions_by_variant.values():
-            for session, _ in sessions:
-                session.close()
+                row.close()
+        for services in (alone, one, three, three_bus, alone_bus):
+            services.close()
     ms = {name: 1e3 * statistics.median(items) for name, items in times.items()}
-    speedup, limit = ms["alone"] / ms[""], 1.0 + NETS * base.of_net
+    before, limit = ms["three_controls_alone"], 1.0 + NETS * base.of_net
+    speedup = before / ms["three_controls"]
     return {
-        "three_controls_alone_ms": round(ms["alone"], 1),
-        "three_controls_one_service_ms": round(ms["one_service"], 1),
-        "three_controls_ms": round(ms[""], 1),
-        "three_controls_bus_ms": round(ms["bus"], 1),
+        **{f"{name}_ms": round(value, 1) for name, value in ms.items()},
+        "three_controls_over_one": round(ms["three_controls"] / ms["one_control"], 3),
+        "three_controls_bus_over_one": round(ms["three_controls_bus"] / ms["one_control_bus"], 3),
         "three_controls_speedup": round(speedup, 3),
         "three_controls_limit": round(limit, 3),
         "three_controls_of_limit": round(speedup / limit, 3),
-        "three_controls_bus_of_limit": round(ms["alone"] / ms["bus"] / limit, 3),
+        "three_controls_bus_of_limit": round(before / ms["three_controls_bus"] / limit, 3),
     }
+
+
+def _dense_step(
+    base: Base, row: ServedRow, batch: int, bytes_per_s: float | None, number: int
+) -> None:
+    base.take_with_services(RowRequest(row, number, torch.zeros(1)), batch, bytes_per_s)
 
 
 def _timed(steps: Sequence[Callable[[], None]]) -> list[float]:
@@ -347,30 +351,32 @@ def _bytes(shape: Sequence[int], dtype: str) -> int:
 
 
 def slow_link(repeat: int) -> dict[str, Any]:
-    """Edits over a free link, and over the slow link with each mode, in turn.
+    """Edits over a free link, over the slow link with each mode, and with three ControlNets over a
+    slow link each, in turn.
 
     Args:
         repeat: edits of each way; their medians are compared.
     """
     transfer_s = sum(RESIDUAL_BYTES) / _LINK_BYTES_PER_S
-    base, net = Base(transfer_s / TRANSFER), ["net"]
+    base, names = Base(transfer_s / TRANSFER), [f"net-{number}" for number in range(NETS)]
     nets = Nets(base.net_s, 0.0, [n // _BYTES_PER_SENT for n in RESIDUAL_BYTES])
     slow_connection = partial(SlowConnection, _LINK_BYTES_PER_S / _BYTES_PER_SENT)
     with ExitStack() as stack:
-        free_calls, slow_calls = (
+        free_calls, slow_calls, *other_calls = (
             stack.enter_context(service_process(nets, connection=item))
-            for item in (Connection, slow_connection)
+            for item in (Connection, *[slow_connection] * (1 + NETS))
         )
-        slow_session = _session(slow_calls, net)
-        variants: dict[str, tuple[ControlService, AdapterMode]] = {
-            "free": (_session(free_calls, net), "exact"),
-            "exact": (slow_session, "exact"),
-            "ahead": (slow_session, "fast"),
+        free, slow = _services([free_calls], names[:1]), _services([slow_calls], names[:1])
+        variants: dict[str, tuple[ControlServices, Sequence[str], AdapterMode]] = {
+            "free": (free, names[:1], "exact"),
+            "exact": (slow, names[:1], "exact"),
+            "ahead": (slow, names[:1], "fast"),
+            "three": (_services(other_calls, names), names, "exact"),
         }
         seconds: dict[str, list[float]] = {name: [] for name in variants}
         for _ in range(repeat):
-            for name, (session, adapters) in variants.items():
-                row = _row(session, net, _EDIT_STEPS, adapters)
+            for name, (services, controls, adapters) in variants.items():
+                row = _row(services, controls, _EDIT_STEPS, adapters)
                 begin = time.perf_counter()
                 _edit(base, row)
                 seconds[name].append(time.perf_counter() - begin)
@@ -380,6 +386,7 @@ def slow_link(repeat: int) -> dict[str, Any]:
         "free_link_edit_ms": round(1e3 * median["free"], 1),
         "link_transfer_ms": round(1e3 * transfer_s, 1),
         "link_transfer_of_step": TRANSFER,
+        "three_links_over_one": round(median["three"] / median["exact"], 3),
         **{
             f"{name}_over_free_link": round(median[name] / median["free"], 3)
             for name in ("exact", "ahead")
@@ -393,7 +400,7 @@ def _edit(base: Base, row: ServedRow) -> None:
     for step in range(_EDIT_STEPS):
         # As in real rows: nothing can be extrapolated before the first step's answer.
         guess = None if step == 0 else latents
-        base.take_with_services([RowRequest(row, step, latents, 1, partial(_same, guess))], batch)
+        base.take_with_services(RowRequest(row, step, latents, 1, partial(_same, guess)), batch)
 
 
 def _same(latents: torch.Tensor | None) -> torch.Tensor | None:

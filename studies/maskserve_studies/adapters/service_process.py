@@ -25,7 +25,7 @@ from maskserve_common.contracts.request import ResolvedControl
 from maskserve_common.errors import MaskserveError
 from maskserve_common.resources.loading import Loaded
 from maskserve_engine.control_link.opening import Opening
-from maskserve_engine.control_link.served import ControlService
+from maskserve_engine.control_link.services import ControlService, ControlServices
 from maskserve_engine.control_link.transport import Connection as Denoiser
 from maskserve_engine.control_service.service import ControlNetService
 from maskserve_engine.families.specs import load_spec
@@ -208,13 +208,13 @@ class ServiceHere:
         self.version = ControlNets(self._config, spec).find(net.name, "").version
         self._content = content_of(net)
 
-    def denoiser(self) -> ControlService:
+    def denoiser(self) -> ControlServices:
         """Return a denoiser's end of the service, with the ControlNet loaded."""
         dtype = str(dtype_of(self._config)).removeprefix("torch.")
         calls, device = DirectCalls(self._service), torch.device("cpu")
-        service = ControlService(calls, device, dtype, PATIENCE_S)
-        service.load(self._name, self.version, self._content, PATIENCE_S)
-        return service
+        services = ControlServices([ControlService(calls, device, dtype, PATIENCE_S)])
+        services.load(self._name, self.version, self._content, PATIENCE_S)
+        return services
 
     def close(self) -> None:
         self._service.close()

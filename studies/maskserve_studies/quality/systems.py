@@ -27,7 +27,7 @@ from maskserve_engine.base.job import Conditioning, EditJob
 from maskserve_engine.batch.skipping import FirstBlockCache
 from maskserve_engine.batch.step_cache import RefreshSchedule
 from maskserve_engine.cache.entries import AnchorEntry, BlockEntry, Coded, encode
-from maskserve_engine.control_link.served import ControlService
+from maskserve_engine.control_link.services import ControlServices
 from maskserve_engine.families.flux.adapter import FluxAdapter
 from maskserve_engine.families.mmdit.rows import FlowPrimingRow, FlowRow
 from maskserve_engine.families.mmdit.spans import MaskedTokens
@@ -84,7 +84,7 @@ class Rig:
         self._by_prompt = self.adapter.spec.primed_by_prompt and not wordless
         self.replay = Replay(self.adapter)
         self.prompt = self.encoder.priming_prompt()
-        self.served: ControlService | None = None
+        self.served: ControlServices | None = None
         """Runs the rows' ControlNets, for edits with `adapters: fast`; None: they run in the rig's
         rows."""
         self._steps_taken: Counter[CacheChoice] = Counter()

@@ -231,7 +231,9 @@ class FluxNets(Nets[FluxNetInput]):
         key, step = (id(net), *passes), first.step
         begin, step_vectors = self._vectors.get(key, (step, ()))
         if not begin <= step < begin + len(step_vectors):
-            before = first.before if all(request.row is first for request in same) else ()
+            before = (
+                first.before if all(request.row.before == first.before for request in same) else ()
+            )
             ahead = min(
                 LEAST_PRECOMPUTED_STEPS,
                 *(len(before) + len(request.row.timesteps) for request in same),

@@ -27,7 +27,7 @@ from maskserve_benchmarks.steps.replay import Replay
 from maskserve_common.errors import EngineFailed
 from maskserve_engine.base.job import ControlInput, EditJob
 from maskserve_engine.control_link.reuse import Reuse, SentRequest
-from maskserve_engine.control_link.served import ControlService
+from maskserve_engine.control_link.services import ControlServices
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.families.unet.adapter import UnetAdapter
 from maskserve_engine.families.unet.latents import PackedLatents, extrapolated_latents
@@ -81,7 +81,7 @@ class Model:
         return self.adapter.prepare(job)
 
     def row(
-        self, job: EditJob, service: ControlService, adapters: Any, primed: Primed | None = None
+        self, job: EditJob, service: ControlServices, adapters: Any, primed: Primed | None = None
     ) -> Any:
         row: Any = (
             self.adapter.dense_row(job) if primed is None else cached(self.replay, job, primed)
@@ -268,10 +268,11 @@ def test_no_step_waits_behind_the_first_one(model: Model) -> None:
 
 def _all_there(served: Any) -> bool:
     """Whether what was asked for the row has been answered."""
-    link = served.link
+    [row] = served.link_rows
+    link = row.link
     while link.messages.receive():
         link._read(1.0)
-    return all(link._answers[number].ended for number in served.reuse.numbers)
+    return all(link._answers[number].ended for number in row.reuse.numbers)
 
 
 def test_what_an_ask_ahead_cannot_have_costs_the_row_alone(model: Model) -> None:
@@ -287,8 +288,9 @@ def test_what_an_ask_ahead_cannot_have_costs_the_row_alone(model: Model) -> None
     for _ in range(2):
         model.adapter.step(rows, None)
     served = row_of[id(lost)][1]
-    session = model.service.front._service.sessions._sessions[served.link.session]
-    slots = session.rows.pop(served.name).slots
+    [link_row] = served.link_rows
+    session = model.service.front._service.sessions._sessions[link_row.link.session]
+    slots = session.rows.pop(link_row.name).slots
     for _ in range(2):  # the answer to what was asked before is still there
         try:
             model.adapter.step(rows, None)

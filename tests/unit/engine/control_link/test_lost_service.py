@@ -19,7 +19,8 @@ from maskserve_common.contracts.request import ResolvedControl
 from maskserve_common.errors import EngineFailed, InvalidRequest, MaskserveError, Overloaded
 from maskserve_common.files.sockets import short_path
 from maskserve_engine.base.job import ControlInput, EditJob
-from maskserve_engine.control_link.served import ControlService, RowRequest, request_residuals
+from maskserve_engine.control_link.served import RowRequest, request_residuals
+from maskserve_engine.control_link.services import ControlService, ControlServices
 from maskserve_engine.control_link.slots import RowSlots, SharedSlot
 from maskserve_engine.control_link.transport import (
     Answered,
@@ -108,8 +109,8 @@ def step(executor: LocalExecutor, *rows: str) -> StepResult:
     return step_results[0]
 
 
-def executor_of(site: Site, service: ControlService, jobs: Any) -> LocalExecutor:
-    executor = LocalExecutor(site.adapter, None, service)
+def executor_of(site: Site, services: ControlServices, jobs: Any) -> LocalExecutor:
+    executor = LocalExecutor(site.adapter, None, services)
     for job in jobs:
         executor.make(job.request.request_id, DenseRowSpec(job))
     return executor
@@ -152,7 +153,7 @@ def test_one_that_ends_fails_its_edits_in_words_and_batch_mates_go_on(
 def test_one_that_is_frozen_fails_them_within_its_patience(site: Site, adapters: str) -> None:
     jobs = site.jobs(adapters)
     calls = DirectCalls(site.service.front, site.service.triton)
-    service = ControlService(calls, torch.device("cpu"), "float32", 0.3, Silent)
+    service = ControlServices([ControlService(calls, torch.device("cpu"), "float32", 0.3, Silent)])
     site.service.load(service, "one")
     executor = executor_of(site, service, jobs)
     begin = time.monotonic()
@@ -169,7 +170,7 @@ def test_one_that_ends_as_a_row_is_opened_is_named(site: Site) -> None:
 
     jobs = site.jobs()
     calls = Unreachable(site.service.front, site.service.triton)
-    service = ControlService(calls, torch.device("cpu"), "float32", 5.0)
+    service = ControlServices([ControlService(calls, torch.device("cpu"), "float32", 5.0)])
     site.service.load(service, "one")
     executor = executor_of(site, service, jobs)
     check_only_it_fails(site, executor, jobs, "ControlNet service does not answer")
@@ -208,7 +209,7 @@ def test_a_denoiser_attaches_again_once_a_new_one_is_there(site: Site, tmp_path:
         service.open(site.adapter.opening(site.adapter.dense_row(jobs[0]), jobs[0]))  # type: ignore[arg-type]
     again = Service(site.model, tmp_path / "again", {})
     again.config = site.service.config
-    service._calls._front = again.front  # type: ignore[attr-defined]
+    service.services[0]._calls._front = again.front  # type: ignore[attr-defined]
     with pytest.raises(MaskserveError):
         site.service.load(service, "one")  # its folder has no such ControlNet
     assert not service.holds(version)
@@ -222,7 +223,7 @@ def test_a_session_is_shared_while_its_service_lives_and_anew_behind_another(
     """Rows of the one that came after it get what their nets say."""
     jobs, version = site.jobs(), site.service.versions["one"]
     service = site.service.denoiser(connect=connect)
-    calls: Any = service._calls
+    calls: Any = service.services[0]._calls
     site.service.load(service, "one")
     assert calls.ops == ["attach", "load", "health", "load"]  # asked whether it is there still
     executor = executor_of(site, service, jobs)
@@ -246,8 +247,9 @@ def test_what_it_cannot_do_costs_the_row_and_not_the_session(site: Site, connect
     service = site.service.denoiser(connect=connect)
     executor = executor_of(site, service, jobs)
     [served] = executor._served.values()
-    served.await_opened()
-    site.service.front._service.sessions.close_row(served.link.session, served.name)
+    [row] = served.link_rows
+    row.await_opened()
+    site.service.front._service.sessions.close_row(row.link.session, row.name)
     result = step(executor, "with", "without")
     assert "not open" in str(result.failed["with"])
     assert service.holds(site.service.versions["one"])
@@ -412,7 +414,7 @@ def test_an_edit_says_how_many_of_its_steps_asked_ahead(site: Site) -> None:
         cache=structs.replace(service.config.cache, enabled=False),
         controls=structs.replace(service.config.controls, service="127.0.0.1:1"),
     )
-    engine = load_engine(config, calls=DirectCalls(service.front, service.triton))
+    engine = load_engine(config, calls=lambda address: DirectCalls(service.front, service.triton))
     named = ResolvedControl(name="one", version=service.versions["one"])
     stale = []
     engine.start()

@@ -29,7 +29,7 @@ from maskserve_common.errors import EngineFailed, Overloaded
 from maskserve_engine.base.job import ControlInput
 from maskserve_engine.control_link import network
 from maskserve_engine.control_link.network import NetworkMessages, Wire, connection_to, room_for
-from maskserve_engine.control_link.served import ControlService
+from maskserve_engine.control_link.services import ControlService
 from maskserve_engine.control_link.slots import LocalSlot, RowSlots
 from maskserve_engine.control_link.transport import (
     AddedPart,

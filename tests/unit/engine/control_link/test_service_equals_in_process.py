@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from maskserve_benchmarks.steps.replay import Replay
 from maskserve_engine.base.job import ControlInput, EditJob
-from maskserve_engine.control_link.served import ControlService
+from maskserve_engine.control_link.services import ControlServices
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from tests.fakes.control_nets import random_net, random_unet_net
 from tests.fakes.jobs import config_of, encode_case, random_case, unet_case
@@ -75,7 +75,7 @@ class Model:
         return jobs
 
     def rows(
-        self, jobs: Sequence[EditJob], service: ControlService | None, primed: Primed | None
+        self, jobs: Sequence[EditJob], service: ControlServices | None, primed: Primed | None
     ) -> list[Any]:
         """Rows of the jobs, every other one cached where there are entries."""
         rows = []
@@ -149,7 +149,7 @@ def test_rows_with_lookahead_are_the_same_bytes_with_a_service(model: Model, fas
         refresh_rows.plan(0, 2, model.adapter.steps(job) - 1, looks_ahead=True) for job in jobs
     ]
 
-    def run(service: ControlService | None) -> list[Any]:
+    def run(service: ControlServices | None) -> list[Any]:
         rows: list[Any] = []
         for job, plan in zip(jobs, plans, strict=True):
             rows.append(model.adapter.anchored_row(job, plan))
