@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
+from maskserve_common.addresses import DNS
 from maskserve_common.reading import Table
 
 EntryFormat = Literal["model", "int8", "float8", "int4"]
@@ -34,6 +35,11 @@ Addresses = Annotated[
         description="HOST:PORT or dns:NAME:PORT, several with commas",
     ),
 ]
+
+
+def comma_list(text: str) -> tuple[str, ...]:
+    """Return the parts of a text with commas between them."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
 class ModelConfig(Table, frozen=True):
@@ -278,7 +284,7 @@ class StagesConfig(Table, frozen=True):
     @property
     def addresses(self) -> tuple[str, ...]:
         """Addresses of the stage services."""
-        return tuple(address.strip() for address in self.service.split(",") if address)
+        return comma_list(self.service)
 
 
 class SloConfig(Table, frozen=True):
@@ -352,11 +358,10 @@ class ControlsConfig(Table, frozen=True):
     unequal_depths: Literal["each", "shallowest"] = "each"
     """FLUX ControlNets with different numbers of blocks. `each`: each net's outputs go where they
     would go alone; `shallowest`: as in diffusers, which drops deeper outputs."""
-    service: str = ""
-    """Addresses (HOST:PORT, gRPC; commas between them) of ControlNet services (`maskserve serve
-    --controlnet-device`), which run the ControlNets of an edit beside each other; empty:
-    ControlNets run beside the base. Residuals come through memory from a loopback address, else
-    over TCP."""
+    service: Addresses = ""
+    """Address (gRPC) of a ControlNet service (`maskserve serve --controlnet-device`), or several
+    that run the ControlNets of an edit beside each other; empty: ControlNets run beside the base.
+    Residuals come through memory from a loopback address, else over TCP."""
     service_timeout_s: Annotated[float, Meta(ge=0.1, le=600.0)] = 5.0
     """Seconds of silence of a service after which its edits fail; less than `[engine]
     heartbeat_timeout_s`."""
@@ -366,6 +371,25 @@ class ControlsConfig(Table, frozen=True):
     ipc_bytes: Annotated[int, Meta(ge=0, le=2**50)] = 0
     """Device bytes through which a service on a GPU sends residuals to its host's GPUs (CUDA IPC;
     tested on one GPU only); those without room pass through host memory."""
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Addresses of the ControlNet services.
+
+        Raises:
+            ConfigError: one is named twice, or other keys do not go with several.
+        """
+        addresses = comma_list(self.service)
+        if len(set(addresses)) < len(addresses):
+            raise ConfigError("[controls] service: names an address twice; accepted: each once")
+        several = len(addresses) > 1 or self.service.startswith(DNS)
+        if several and self.unequal_depths == "shallowest":
+            raise ConfigError(
+                '[controls] unequal_depths: "shallowest" does not go with several addresses in '
+                "[controls] service, because one service must know all depths; "
+                'accepted: "each", or one service'
+            )
+        return addresses
 
 
 NODE_PATH_HELP: Final = "folders of node files, whose nodes workflows may have"
@@ -554,27 +578,6 @@ def sharing_the_device(config: Config, stage: Stage) -> Config:
     return replace(
         config, model=replace(model, torch_threads=threads, device=device or model.device)
     )
-
-
-def control_services(config: Config) -> tuple[str, ...]:
-    """Return the addresses in `[controls] service`.
-
-    Raises:
-        ConfigError: one is named twice, or the configuration does not go with several.
-    """
-    controls = config.controls
-    addresses = [address.strip() for address in controls.service.split(",")]
-    addresses = [address for address in addresses if address]
-    twice = next((a for n, a in enumerate(addresses) if a in addresses[:n]), None)
-    if twice is not None:
-        raise ConfigError(f"[controls] service: names {twice} twice; accepted: once each")
-    if len(addresses) > 1 and controls.unequal_depths == "shallowest":
-        raise ConfigError(
-            '[controls] unequal_depths: "shallowest" does not go with several addresses in '
-            "[controls] service, because one service must know all depths; "
-            'accepted: "each", or one service'
-        )
-    return tuple(addresses)
 
 
 def gpus_required(config: Config) -> int:

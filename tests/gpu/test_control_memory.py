@@ -56,7 +56,7 @@ def denoiser(calls: PipeCalls, device: torch.device, *, lent: bool) -> ControlSe
     dtype = str(dtype_of(config_of({"model": {"device": str(device)}}))).removeprefix("torch.")
     connect = partial(SocketMessages, device=device)
     service = ControlService(SharedCalls(calls), device, dtype, PATIENCE_S, connect)
-    services = ControlServices([service])
+    services = ControlServices.of(service)
     services.load(NET, NET, NET, PATIENCE_S)
     assert service._link is not None
     assert (service._link.messages.lent is not None) == (lent and device.type == "cuda")

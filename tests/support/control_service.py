@@ -87,7 +87,8 @@ class Service:
         """A new denoiser's session that has loaded all ControlNets."""
         calls = DirectCalls(self.front, self.triton)
         device = torch.device("cpu")
-        services = ControlServices([ControlService(calls, device, "float32", patience_s, connect)])
+        service = ControlService(calls, device, "float32", patience_s, connect)
+        services = ControlServices.of(service)
         for name in self.versions:
             self.load(services, name)
         return services

@@ -1,10 +1,11 @@
 """The ControlNet services of a denoiser: which of them hold a ControlNet, and where each net of a
-row runs (docs/adr/0084; Katz §5).
+row runs (docs/adr/0085; Katz §5).
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -16,6 +17,7 @@ import msgspec
 import torch
 from msgspec import structs
 
+from maskserve_common.addresses import DNS, resolved
 from maskserve_common.contracts.settings import AdapterMode
 from maskserve_common.errors import EngineFailed, MaskserveError, Overloaded
 from maskserve_engine.control_link.opening import Opening
@@ -25,8 +27,9 @@ from maskserve_engine.control_link.transport import Attached, Lost, Messages, So
 
 _log = logging.getLogger(__name__)
 _RETRY_S = 5.0
-"""Seconds in which a service that failed to load a ControlNet loads no replica."""
+"""Seconds in which a service that failed to load a ControlNet is asked last, and for no replica."""
 _REPLICA_LIMIT_S = 300.0
+_RESOLVE_EVERY_S = 5.0
 
 
 # Decisions, as plain data: services are known by their number
@@ -117,6 +120,7 @@ class ControlService:
     ) -> None:
         self._calls, self._device, self._dtype = calls, device, dtype
         self._patience_s, self._connect, self.address = patience_s, connect, address
+        self._rests_until = 0.0
         self._lock = threading.Lock()
         """Held by the thread that loads."""
         self._link: Link | None = None
@@ -162,12 +166,22 @@ class ControlService:
         )
         return self._link
 
-    # Called from the engine's thread.
+    # Called from any thread.
+
+    def rest(self) -> None:
+        """Load no replica for a while."""
+        self._rests_until = time.monotonic() + _RETRY_S
+
+    @property
+    def is_resting(self) -> bool:
+        return self._rests_until > time.monotonic()
 
     @property
     def held(self) -> set[str]:
         """Versions of the ControlNets that the service holds for this denoiser."""
         return {version for version, (link, _) in list(self._nets_held.items()) if not link.over}
+
+    # Called from the engine's thread.
 
     @property
     def open_nets(self) -> int:
@@ -226,17 +240,30 @@ class ControlServices:
     Used by the engine's thread, but for `load`.
 
     Args:
-        services: in the order of `[controls] service`.
+        addresses: addresses in `[controls] service`.
+        service: makes the service at an address, HOST:PORT.
     """
 
-    def __init__(self, services: Sequence[ControlService]) -> None:
-        self.services = tuple(services)
+    def __init__(self, addresses: Sequence[str], service: Callable[[str], ControlService]) -> None:
+        self._addresses, self._service = addresses, service
+        self.services: tuple[ControlService, ...] = ()
         self._sources: dict[str, _Source] = {}
         """ControlNets that edits may name, by version."""
-        self._rests_until = [0.0] * len(services)
-        """Times until which services that failed to load are asked last, and for no replica."""
-        self._loads = ThreadPoolExecutor(1, "controlnet replicas")
-        self._loading: set[Replica] = set()
+        self._background = ThreadPoolExecutor(1, "controlnet replicas")
+        self._loading: set[tuple[str, ControlService]] = set()
+        """Replicas that are being loaded."""
+        self._lock = threading.Lock()
+        """Held by the thread that resolves names."""
+        self._gone: list[ControlService] = []
+        """Services whose addresses are gone, to be closed."""
+        self._resolve_at = math.inf
+        self._resolve()
+
+    @classmethod
+    def of(cls, *services: ControlService) -> ControlServices:
+        """Return these services, whose addresses differ."""
+        by_address = {service.address: service for service in services}
+        return cls(tuple(by_address), by_address.__getitem__)
 
     def load(self, name: str, version: str, content: str, limit_s: float) -> dict[str, Any]:
         """Have one of the services load a ControlNet; arguments and result as those of
@@ -245,38 +272,20 @@ class ControlServices:
         Raises:
             MaskserveError: none can load it.
         """
-        now_s, errors = time.monotonic(), list[MaskserveError]()
-
-        def cost(number: int) -> tuple[bool, int]:
-            return self._rests_until[number] > now_s, len(self.services[number].held)
-
-        for number in sorted(range(len(self.services)), key=cost):
+        if self._has_names:
+            self._resolve()
+        source, errors = _Source(name, content), list[MaskserveError]()
+        for service in sorted(self.services, key=lambda s: (s.is_resting, len(s.held))):
             try:
-                response = self._load(number, _Source(name, content), version, limit_s)
+                response = _load(service, source, version, limit_s)
             except MaskserveError as error:
                 errors.append(error)
                 continue
-            self._sources[version] = _Source(name, content)
+            self._sources[version] = source
             return response
-        raise errors[0]
-
-    def _load(self, number: int, source: _Source, version: str, limit_s: float) -> dict[str, Any]:
-        """Have a service load a ControlNet; an error names the service."""
-        service = self.services[number]
-        try:
-            return service.load(source.name, version, source.content, limit_s)
-        except MaskserveError as error:
-            self._rests_until[number] = time.monotonic() + _RETRY_S
-            _log.warning(
-                "ControlNet service %s does not load ControlNet %s: %s",
-                service.address,
-                source.name,
-                error.message,
-            )
-            if service.address and isinstance(error, EngineFailed | Overloaded):
-                message = f"{error.message} ([controls] service {service.address})"
-                raise type(error)(message) from error
-            raise
+        if errors:
+            raise errors[0]
+        raise Overloaded(f"[controls] service: {self._names} has no address; try again later")
 
     def holds(self, version: str) -> bool:
         """Whether a service holds a ControlNet for this denoiser."""
@@ -298,14 +307,15 @@ class ControlServices:
         Raises:
             ControlLost: no service holds one of them any more, or it cannot be reached.
         """
-        spec = opening.spec
-        nets, held = [control.net for control in spec.controls], [s.held for s in self.services]
+        self._follow()
+        spec, services = opening.spec, self.services
+        nets, held = [control.net for control in spec.controls], [s.held for s in services]
         for net in nets:
             if not any(net in names for names in held):
                 source = self._sources.get(net)
                 name = "one of its ControlNets" if source is None else source.name
                 raise lost("", f"no service holds {name}")
-        services = assigned(nets, held, [service.open_nets for service in self.services])
+        numbers = assigned(nets, held, [service.open_nets for service in services])
         steps = range(len(spec.timesteps))
         scales = [
             tuple(control.input.scale_at(step, len(steps)) for control in spec.controls)
@@ -313,41 +323,89 @@ class ControlServices:
         ]
         link_rows: list[LinkRow] = []
         try:
-            for run in summed_runs(services):
-                service = self.services[services[run.start]]
+            for run in summed_runs(numbers):
                 reuse = Reuse(scales, fast=adapters == "fast")
+                service = services[numbers[run.start]]
                 link_rows.append(service.open(opening.of_nets(run), reuse))
         except EngineFailed:
             ServedRow(link_rows, spec.schedule).close()
             raise
-        open_nets = [service.open_nets for service in self.services]
-        for replica in missing_replicas(nets, services, held, open_nets):
-            self._replicate(replica)
+        open_nets = [service.open_nets for service in services]
+        for replica in missing_replicas(nets, numbers, held, open_nets):
+            self._replicate(replica.net, services[replica.service])
         return ServedRow(link_rows, spec.schedule)
-
-    def _replicate(self, replica: Replica) -> None:
-        """Load a replica in a thread of its own, unless the service has just failed to load one."""
-        is_resting = self._rests_until[replica.service] > time.monotonic()
-        if is_resting or replica in self._loading or replica.net not in self._sources:
-            return
-        self._loading.add(replica)
-        self._loads.submit(self._load_replica, replica, self._sources[replica.net])
-
-    def _load_replica(self, replica: Replica, source: _Source) -> None:
-        try:
-            self._load(replica.service, source, replica.net, _REPLICA_LIMIT_S)
-        except MaskserveError:  # logged
-            return
-        finally:
-            self._loading.discard(replica)
-        if replica.net not in self._sources:  # dropped meanwhile
-            self.services[replica.service].drop(replica.net)
 
     def take_waits(self) -> list[float]:
         """Return and clear the seconds that steps have waited for residuals."""
         return [wait for service in self.services for wait in service.take_waits()]
 
     def close(self) -> None:
-        self._loads.shutdown(wait=False, cancel_futures=True)
-        for service in self.services:
+        self._background.shutdown(wait=False, cancel_futures=True)
+        for service in (*self.services, *self._gone):
             service.close()
+
+    def _replicate(self, version: str, service: ControlService) -> None:
+        """Load a replica in a thread of its own, unless the service has just failed to load one."""
+        replica, source = (version, service), self._sources.get(version)
+        if source is not None and not service.is_resting and replica not in self._loading:
+            self._loading.add(replica)
+            self._background.submit(self._load_replica, version, service, source)
+
+    def _load_replica(self, version: str, service: ControlService, source: _Source) -> None:
+        try:
+            _load(service, source, version, _REPLICA_LIMIT_S)
+        except MaskserveError:  # logged
+            return
+        finally:
+            self._loading.discard((version, service))
+        if version not in self._sources:  # dropped meanwhile
+            service.drop(version)
+
+    @property
+    def _has_names(self) -> bool:
+        return any(address.startswith(DNS) for address in self._addresses)
+
+    @property
+    def _names(self) -> str:
+        return ", ".join(self._addresses)
+
+    def _follow(self) -> None:
+        """Resolve names in a thread of its own from time to time, and close services that are
+        gone.
+        """
+        while self._gone:
+            self._gone.pop().close()
+        if self._has_names and time.monotonic() >= self._resolve_at:
+            self._resolve_at = math.inf
+            self._background.submit(self._resolve)
+
+    def _resolve(self) -> None:
+        """Find the services at the configured addresses. One whose address is gone stays while it
+        holds a net: rows may run there.
+        """
+        with self._lock:
+            known = {service.address: service for service in self.services}
+            addresses = resolved(self._addresses, known)
+            found = [known.get(address) or self._service(address) for address in addresses]
+            others = [service for service in self.services if service not in found]
+            self.services = (*found, *[service for service in others if service.held])
+            self._gone += [service for service in others if not service.held]
+            self._resolve_at = time.monotonic() + _RESOLVE_EVERY_S
+
+
+def _load(service: ControlService, source: _Source, version: str, limit_s: float) -> dict[str, Any]:
+    """Have a service load a ControlNet; an error names the service, which then rests."""
+    try:
+        return service.load(source.name, version, source.content, limit_s)
+    except MaskserveError as error:
+        service.rest()
+        _log.warning(
+            "ControlNet service %s does not load ControlNet %s: %s",
+            service.address,
+            source.name,
+            error.message,
+        )
+        if service.address and isinstance(error, EngineFailed | Overloaded):
+            message = f"{error.message} ([controls] service {service.address})"
+            raise type(error)(message) from error
+        raise

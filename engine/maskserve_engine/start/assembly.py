@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from maskserve_common.config import Config, control_services
+from maskserve_common.config import Config
 from maskserve_common.errors import MaskserveError
 from maskserve_common.observations import Observations
 from maskserve_common.resources.loading import Kind, Loadable, Loaded
@@ -98,19 +98,20 @@ def load_engine(
     chosen = policy or partial(StepScheduler, static=is_static(config.engine))
     if calls is None:
         return assemble(config, adapter, revision=revision, policy=chosen, lora_loader=lora_loader)
-    services = ControlServices(
-        [
-            ControlService(
-                calls(address),
-                adapter.device,
-                str(dtype_of(config)).removeprefix("torch."),
-                config.controls.service_timeout_s,
-                connection_to(address, adapter.device),
-                address,
-            )
-            for address in control_services(config)
-        ]
-    )
+    dtype, patience_s = str(dtype_of(config)), config.controls.service_timeout_s
+
+    def service_at(address: str) -> ControlService:
+        connect = connection_to(address, adapter.device)
+        return ControlService(
+            calls(address),
+            adapter.device,
+            dtype.removeprefix("torch."),
+            patience_s,
+            connect,
+            address,
+        )
+
+    services = ControlServices(config.controls.addresses, service_at)
     return assemble(
         config,
         adapter,

@@ -92,7 +92,7 @@ def service_step(repeat: int, clock: str = "wall") -> dict[str, Any]:
         with service_process(_Unet(), cores[1]) as calls:
             alone_on(cores[0])
             service = ControlService(calls, bench.device, "float32", PATIENCE_S)
-            services = ControlServices([service])
+            services = ControlServices.of(service)
             services.load(NET, NET, NET, PATIENCE_S)
             plain_ms, in_process_ms, served_ms = _timed(
                 bench, services, Timer(bench.device, clock), repeat

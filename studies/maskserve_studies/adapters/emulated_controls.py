@@ -204,8 +204,11 @@ class Base:
 def _services(calls: Sequence[PipeCalls], nets: Sequence[str]) -> ControlServices:
     """A denoiser's sessions with services that have loaded these ControlNets between them."""
     device = torch.device("cpu")
-    services = ControlServices(
-        [ControlService(call, device, "float32", _PATIENCE_S) for call in calls]
+    services = ControlServices.of(
+        *(
+            ControlService(call, device, "float32", _PATIENCE_S, address=str(number))
+            for number, call in enumerate(calls)
+        )
     )
     for name in nets:
         services.load(name, name, name, _PATIENCE_S)

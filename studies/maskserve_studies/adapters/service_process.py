@@ -212,7 +212,8 @@ class ServiceHere:
         """Return a denoiser's end of the service, with the ControlNet loaded."""
         dtype = str(dtype_of(self._config)).removeprefix("torch.")
         calls, device = DirectCalls(self._service), torch.device("cpu")
-        services = ControlServices([ControlService(calls, device, dtype, PATIENCE_S)])
+        service = ControlService(calls, device, dtype, PATIENCE_S)
+        services = ControlServices.of(service)
         services.load(self._name, self.version, self._content, PATIENCE_S)
         return services
 

@@ -153,7 +153,7 @@ def test_one_that_ends_fails_its_edits_in_words_and_batch_mates_go_on(
 def test_one_that_is_frozen_fails_them_within_its_patience(site: Site, adapters: str) -> None:
     jobs = site.jobs(adapters)
     calls = DirectCalls(site.service.front, site.service.triton)
-    service = ControlServices([ControlService(calls, torch.device("cpu"), "float32", 0.3, Silent)])
+    service = ControlServices.of(ControlService(calls, torch.device("cpu"), "float32", 0.3, Silent))
     site.service.load(service, "one")
     executor = executor_of(site, service, jobs)
     begin = time.monotonic()
@@ -170,7 +170,7 @@ def test_one_that_ends_as_a_row_is_opened_is_named(site: Site) -> None:
 
     jobs = site.jobs()
     calls = Unreachable(site.service.front, site.service.triton)
-    service = ControlServices([ControlService(calls, torch.device("cpu"), "float32", 5.0)])
+    service = ControlServices.of(ControlService(calls, torch.device("cpu"), "float32", 5.0))
     site.service.load(service, "one")
     executor = executor_of(site, service, jobs)
     check_only_it_fails(site, executor, jobs, "ControlNet service does not answer")

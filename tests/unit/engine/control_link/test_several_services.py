@@ -15,14 +15,16 @@ import torch
 from torch import Tensor
 
 from maskserve_benchmarks.steps.replay import Replay
+from maskserve_common.config import ConfigError
+from maskserve_common.config_file import config_of as configuration
 from maskserve_common.errors import EngineFailed, Overloaded
 from maskserve_engine.base.job import ControlInput, EditJob
 from maskserve_engine.control_link import served as served_rows
+from maskserve_engine.control_link import services as control_services
 from maskserve_engine.control_link.served import LinkRow
 from maskserve_engine.control_link.services import (
     ControlService,
     ControlServices,
-    Replica,
     assigned,
     missing_replicas,
     summed_runs,
@@ -118,8 +120,8 @@ class Model:
     ) -> ControlServices:
         """Sessions with these services, which hold the ControlNets between them."""
         device = torch.device("cpu")
-        pool = ControlServices(
-            [
+        pool = ControlServices.of(
+            *(
                 ControlService(
                     DirectCalls(service.front, service.triton),
                     device,
@@ -128,7 +130,7 @@ class Model:
                     address=f"host-{number}:8001",
                 )
                 for number, service in enumerate(services)
-            ]
+            )
         )
         for name in names:
             pool.load(name, self.versions[name], self.contents[name], 60.0)
@@ -237,9 +239,9 @@ def test_residuals_of_one_step_ahead_are_those_of_one_service(model: Model) -> N
 
 @pytest.fixture
 def flux(tiny_inpaint: Path, tmp_path: Path) -> Iterator[Model]:
-    own_model = Model(tiny_inpaint, tmp_path)
-    yield own_model
-    for service in own_model.services:
+    flux_model = Model(tiny_inpaint, tmp_path)
+    yield flux_model
+    for service in flux_model.services:
         service.close()
 
 
@@ -313,10 +315,63 @@ def test_an_address_that_does_not_answer_is_named(flux: Model) -> None:
 
     first = flux.services[0]
     calls = Unreachable(first.front, first.triton)
-    services = ControlServices(
-        [ControlService(calls, torch.device("cpu"), "float32", 1.0, address="host-9:8001")]
+    services = ControlServices.of(
+        ControlService(calls, torch.device("cpu"), "float32", 1.0, address="host-9:8001")
     )
     with pytest.raises(Overloaded, match=r"does not answer.*\[controls\] service host-9:8001"):
         services.load("a", flux.versions["a"], flux.contents["a"], 60.0)
-    services._replicate(Replica(flux.versions["a"], 0))
-    assert not services._loading, "a service that has just failed is asked for no replica"
+    [service] = services.services
+    assert service.is_resting, "a service that has just failed would be asked for replicas"
+
+
+def test_services_of_a_name_are_followed(flux: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new one takes replicas, and one that is gone keeps its rows to their ends."""
+    found = ["10.0.0.1:8001"]
+    monkeypatch.setattr(control_services, "resolved", lambda addresses, known: tuple(found))
+    monkeypatch.setattr(control_services, "_RESOLVE_EVERY_S", 0.0)
+    by_address = dict(zip((f"10.0.0.{n}:8001" for n in (1, 2, 3)), flux.services, strict=True))
+
+    def service_at(address: str) -> ControlService:
+        calls = DirectCalls(by_address[address].front, by_address[address].triton)
+        return ControlService(calls, torch.device("cpu"), "float32", 10.0, address=address)
+
+    services = ControlServices(["dns:controls:8001"], service_at)
+    version = flux.versions["a"]
+    services.load("a", version, flux.contents["a"], 60.0)
+    jobs = flux.jobs(fresh_rng(), [("a",)] * 4)
+    local = flux.run(flux.rows(jobs, None), together=False)
+    rows = flux.rows(jobs[:1], services)
+    found[:] = ["10.0.0.2:8001"]
+    rows += flux.rows(jobs[1:2], services)
+    eventually("the new one is found", lambda: len(services.services) == 2)
+    rows += flux.rows(jobs[2:3], services)
+    eventually("it takes a replica", lambda: version in services.services[0].held)
+    rows += flux.rows(jobs[3:], services)
+    first, second = (service._link for service in services.services[::-1])
+    assert [link_rows(row)[0].link for row in rows] == [first, first, first, second]
+    assert flux.run(rows, together=False) == local
+    services.drop(version)
+    services.load("b", flux.versions["b"], flux.contents["b"], 60.0)
+    [left] = services.services
+    assert left.address == "10.0.0.2:8001"
+    services.close()
+
+
+@pytest.mark.parametrize(
+    ("controls", "problem"),
+    [
+        ({"service": "a:1, b:2 ,a:1"}, "names an address twice"),
+        ({"service": "a:1,b:2", "unequal_depths": "shallowest"}, "unequal_depths"),
+        ({"service": "dns:a:1", "unequal_depths": "shallowest"}, "unequal_depths"),
+    ],
+)
+def test_addresses_that_do_not_go_together_are_refused(
+    controls: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        _ = configuration({"controls": controls}).controls.addresses
+
+
+def test_one_address_or_several_with_commas() -> None:
+    for service, addresses in (("", ()), ("a:1", ("a:1",)), ("a:1, b:2", ("a:1", "b:2"))):
+        assert configuration({"controls": {"service": service}}).controls.addresses == addresses
