@@ -45,6 +45,7 @@ SERVICES = {
     "stages.replicas": "2",
     "stages.config": "[stages] # ours\nprompt_bytes = 1024\nservice_timeout_s = 20.0",
     "controls.enabled": "true",
+    "controls.replicas": "3",
     "controls.folder": "/models/nets",
     "controls.config": "[log]\nlevel = 'DEBUG'\n"
     "[controls]\ndevice_bytes = 1024\nservice_timeout_s = 9.0",
@@ -290,7 +291,7 @@ def test_services_run_what_serve_takes_and_are_found(helm: Path) -> None:
     host, _, port = addresses["stages"].rpartition(":")
     assert worker.stages.service == f"dns:{host.removesuffix('.edits')}:{port}"
     host, _, port = addresses["controls"].rpartition(":")
-    assert worker.controls.service == f"{host.removesuffix('.edits')}:{port}"
+    assert worker.controls.service == f"dns:{host.removesuffix('.edits')}:{port}"
     # What they say of these tables is said to workers, too, who wait for them; nothing else is.
     assert (worker.stages.service_timeout_s, worker.controls.service_timeout_s) == (20.0, 9.0)
     assert worker.log == LogConfig()
@@ -312,6 +313,7 @@ def test_node_servers_are_scaled_by_what_routers_publish(helm: Path) -> None:
     assert trigger["metadata"]["query"] == f"sum(max by (model) ({name}))"
     assert "replicas" not in one(resources, "Deployment", "-nodes-find")["spec"]
     assert one(resources, "Deployment", "-stages")["spec"]["replicas"] == 2
+    assert one(resources, "Deployment", "-controls")["spec"]["replicas"] == 3
 
 
 def test_a_router_that_is_to_have_keys_does_not_start_without(helm: Path, tmp_path: Path) -> None:

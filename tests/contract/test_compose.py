@@ -145,9 +145,10 @@ def test_hosts_are_workers_two_stage_services_a_node_server_and_controlnets() ->
     assert (controls.workers, controls.host, controls.model) == (0, "0.0.0.0", edits.model)
     ports = Ports.of_controlnet(DEFAULT_BASE_PORT)
     assert f":{ports.http}/v2/health/ready" in SERVICES["controls"]["healthcheck"]["test"][-1]
+    assert SERVICES["controls"]["deploy"] == {"replicas": 2}
     assert aliases(SERVICES["controls"]) == ["controls"]
     tables = [load_config(ROOT / "deploy" / name) for name in ("edits.toml", "worker.toml")]
-    assert tables[0].controls.service == f"controls:{ports.grpc}"
+    assert tables[0].controls.service == f"dns:controls:{ports.grpc}"
     assert tables[0].stages.service == f"dns:stages:{stage_ports.grpc}"
     as_others = replace(tables[0], stages=tables[1].stages, controls=tables[1].controls)
     assert as_others == tables[1]

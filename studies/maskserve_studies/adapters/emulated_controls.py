@@ -365,9 +365,10 @@ def slow_link(repeat: int) -> dict[str, Any]:
     nets = Nets(base.net_s, 0.0, [n // _BYTES_PER_SENT for n in RESIDUAL_BYTES])
     slow_connection = partial(SlowConnection, _LINK_BYTES_PER_S / _BYTES_PER_SENT)
     with ExitStack() as stack:
+        connections: list[Callable[[socket], Connection]] = [Connection]
+        connections += [slow_connection] * (1 + NETS)
         free_calls, slow_calls, *other_calls = (
-            stack.enter_context(service_process(nets, connection=item))
-            for item in (Connection, *[slow_connection] * (1 + NETS))
+            stack.enter_context(service_process(nets, connection=item)) for item in connections
         )
         free, slow = _services([free_calls], names[:1]), _services([slow_calls], names[:1])
         variants: dict[str, tuple[ControlServices, Sequence[str], AdapterMode]] = {
