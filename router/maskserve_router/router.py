@@ -8,8 +8,6 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -54,8 +52,7 @@ from maskserve_router.workers.pool import Pool
 
 if TYPE_CHECKING:
     from maskserve_router.jobs.jobs import Jobs
-    from maskserve_router.nodes.node_pool import NodePool
-    from maskserve_workflows.plan import WorkflowPlan
+    from maskserve_router.workflow_parts import WorkflowParts
 
 log = logging.getLogger("maskserve.router")
 _OPERATORS = 64
@@ -97,13 +94,13 @@ class Router:
             config, self.pool, self.pending, self.admission, turns, self.metrics, values
         )
         self._tracing = Tracing(config)
-        masks, nodes = _masks(config, turns, values)
+        parts = _workflow_parts(config, turns, values)
+        masks = MaskFinder(no_segmenter if parts is None else parts.segment, turns)
         edits = Edits(self._dispatcher, masks, self.metrics, self._tracing)
         workflows, forms = ServedWorkflows(), dict[str, ModelForm]()
-        if nodes is not None:
-            workflows, forms = _workflows(
-                config, nodes, edits, self.pool, self._dispatcher, self.admission, turns, values
-            )
+        if parts is not None:
+            workflows = parts.workflows(edits, self.pool, self._dispatcher, self.admission)
+            forms = parts.forms
         self._workflows = workflows
         self._control = control = ClusterControl(
             config.name,
@@ -313,21 +310,19 @@ def _jobs(
     return jobs, job_routes(front, images, jobs)
 
 
-def _masks(
+def _workflow_parts(
     config: RouterConfig, fair_share: FairShare, values: Values
-) -> tuple[MaskFinder, NodePool | None]:
-    """Return the finder of masks, and the node servers; None: neither they nor workflows are
-    configured, and their package is not imported.
+) -> WorkflowParts | None:
+    """Return the parts for workflows; None: neither workflows nor node servers are configured.
 
     Raises:
-        ConfigError: the extra `workflows` is not installed.
+        ConfigError: the extra `workflows` is not installed, or a plan cannot be read.
     """
     files = config.workflows
     if not (files.folder or files.nodes or files.node_path):
-        return MaskFinder(no_segmenter, fair_share), None
+        return None
     try:
-        from maskserve_router.nodes.node_pool import NodePool
-        from maskserve_router.nodes.segmenter import segment
+        from maskserve_router.workflow_parts import WorkflowParts
     except ModuleNotFoundError as error:
         if error.name not in _WORKFLOW_LIBRARIES:
             raise
@@ -335,53 +330,4 @@ def _masks(
             "[workflows]: workflows and node servers need the extra `workflows` "
             f"(pip install -e '.[workflows]'): {error.name} is missing"
         ) from None
-    nodes = NodePool(files, fair_share, config.routing.order, values)
-    return MaskFinder(partial(segment, nodes), fair_share), nodes
-
-
-def _workflows(
-    config: RouterConfig,
-    nodes: NodePool,
-    edits: Edits,
-    pool: Pool,
-    dispatcher: Dispatcher,
-    admission: Admission,
-    fair_share: FairShare,
-    values: Values,
-) -> tuple[ServedWorkflows, dict[str, ModelForm]]:
-    """Return the workflows, and their forms by name.
-
-    Raises:
-        ConfigError: a plan cannot be read.
-    """
-    from maskserve_router.api.openai.workflow_form import WorkflowForm
-    from maskserve_router.workflows.run_driver import RunServices
-    from maskserve_router.workflows.run_times import RunTimes
-    from maskserve_router.workflows.workflows import Workflows
-
-    times = RunTimes(config, nodes.seconds, pool.running_s, dispatcher.share_left)
-    services = RunServices(edits, nodes, admission, fair_share, times)
-    plans = _plans(config)
-    forms: dict[str, ModelForm] = {plan.name: WorkflowForm(plan, config.limits) for plan in plans}
-    return Workflows(plans, services, pool.ready, config.limits, values), forms
-
-
-def _plans(config: RouterConfig) -> list[WorkflowPlan]:
-    """Return the plans of the configured folder.
-
-    Raises:
-        ConfigError: naming the file.
-    """
-    from maskserve_workflows.folder import read_plans
-    from maskserve_workflows.nodes import NODE_FILES
-    from maskserve_workflows.ports import WorkflowError
-
-    problems = NODE_FILES.read(config.workflows.node_path)
-    for problem in problems:
-        log.error("%s", problem)
-    if not config.workflows.folder:
-        return []
-    try:  # a plan that needs a file with an error is left out; all others are served
-        return read_plans(Path(config.workflows.folder), log.error if problems else None)
-    except WorkflowError as error:
-        raise ConfigError(f"[workflows] folder: {error}") from None
+    return WorkflowParts(config, fair_share, values)

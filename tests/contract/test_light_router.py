@@ -72,9 +72,10 @@ def test_a_router_of_edits_imports_neither_jobs_nor_workflows() -> None:
     assert lines <= MOST_LINES
 
 
-@pytest.mark.parametrize("table", ["folder", "nodes"])
-def test_plans_or_node_servers_import_workflows(table: str, tmp_path: Path) -> None:
-    workflows = {"folder": str(tmp_path)} if table == "folder" else {"nodes": ["127.0.0.1:9"]}
+@pytest.mark.parametrize("key", ["folder", "nodes", "node_path"])
+def test_plans_or_node_servers_import_workflows(key: str, tmp_path: Path) -> None:
+    values = {"folder": str(tmp_path), "nodes": ["127.0.0.1:9"], "node_path": [str(tmp_path)]}
+    workflows = {key: values[key]}
     _, modules = started({"jobs": NO_JOBS, "workflows": workflows})
     assert modules.keys() >= {*WORKFLOWS, *WORKFLOW_ROOMS}
     assert modules.keys().isdisjoint({*JOBS, JOBS_ROOM})

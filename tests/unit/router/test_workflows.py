@@ -24,7 +24,7 @@ from maskserve_common.errors import Cancelled, DeadlineExceeded, EngineFailed, I
 from maskserve_router.config import AdmissionBounds, RouterConfig, WorkflowFiles
 from maskserve_router.fair_share import FairShare
 from maskserve_router.key_holder import KeyHolder
-from maskserve_router.messages.edit_call import check_request
+from maskserve_router.messages.edit_call import MODELS, check_request
 from maskserve_router.messages.failures import Failure, RetryLater
 from maskserve_router.messages.model_request import ModelRequest
 from maskserve_router.metrics import Metrics
@@ -33,6 +33,7 @@ from maskserve_router.nodes.node_messages import NodeAnswer
 from maskserve_router.nodes.node_pool import NodePool
 from maskserve_router.nodes.node_server import NodeServer
 from maskserve_router.scheduling.admission import Admission
+from maskserve_router.scheduling.served_workflows import ServedWorkflows
 from maskserve_router.workers.upstream import Upstream, failures
 from maskserve_router.workflows import run_driver
 from maskserve_router.workflows import workflows as served_workflows
@@ -716,6 +717,24 @@ async def test_runs_and_what_they_make_count_with_their_key() -> None:
     with pytest.raises(RetryLater, match="bytes of requests and answers are under way"):
         await workflows(Large(), Edits()).infer(request(), {}, None, holder("greedy"))
     assert served._services.admission.bytes == 0
+
+
+async def test_a_router_without_workflows_says_what_one_with_none_says() -> None:
+    pool = NodePool(WorkflowFiles(), FairShare(1))
+    admission = Admission(AdmissionBounds(), Metrics())
+    times = RunTimes(RouterConfig(), pool.seconds, lambda: [0.0])
+    services = RunServices(Edits(), pool, admission, FairShare(1), times)  # type: ignore[arg-type]
+    said = []
+    for served in (ServedWorkflows(), Workflows([], services, list, LimitsConfig())):
+        served.start()
+        listed, servers = await served.listed(CLIENT), await served.node_servers(CLIENT)
+        needed = served.node_servers_needed()
+        said.append((listed, servers, needed, dict(served.busy()), served.cancel("mine")))
+        assert (served.models, list(served.names)) == (MODELS, [])
+        await served.close()
+    assert said[0] == said[1]
+    with pytest.raises(InvalidRequest, match="there is no model 'pair'"):
+        await ServedWorkflows().infer(request(), {}, None, CLIENT)
 
 
 async def test_a_refused_run_has_the_log_line_of_a_refused_edit(
