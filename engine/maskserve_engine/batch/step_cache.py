@@ -281,6 +281,11 @@ class StepCache:
             if is_read and parts.on_host and parts.host is not None
         ]
 
+    def begin_loads(self, step: int) -> None:
+        """Start the loads from host memory of a step's first blocks."""
+        for host in self.hosts():
+            host.begin(step)
+
     @property
     def moved_bytes(self) -> int:
         """Bytes that steps have read from host memory."""
@@ -599,30 +604,28 @@ class StepCacheEntry:
 Entry = Handle | StepCacheEntry
 
 
-class StepCacheReader:
-    """Reads a row's step caches, in place of a `cache.reader.EntryReader`.
+class _RowCaches:
+    """Step caches of one row (`executor.RowLoads`).
 
     Args:
-        row: row with step caches.
-        blocks: number of the model's blocks, with feature maps.
         store: its host memory may receive the caches; None: they stay on the device.
         on_host: whether the caches lie in host memory from the start.
     """
 
-    def __init__(
-        self, row: AnchoredRow, blocks: int, store: Store | None = None, *, on_host: bool = False
-    ) -> None:
-        self._row, self._blocks = row, blocks
+    def __init__(self, store: Store | None, *, on_host: bool) -> None:
+        self._store, self._is_on_host = store, on_host
+        self._caches: tuple[StepCache, ...] = ()
         self._stalls: list[Any] = []
-        self._caches = tuple(row.anchors)
-        if store is not None and store.rows.budget_bytes:
-            rows, loader = store.rows, store.loader
-            for step_cache in self._caches:
-                step_cache.may_move(
-                    lambda: HostCache(rows, loader, blocks, self._stalls), on_host=on_host
-                )
-        self._on_device = StepCacheEntry(StepCacheLoad(self._sizes(()), DEVICE.name, ()), [])
-        self.entry: StepCacheEntry | None = None
+
+    def _place(self, cache: StepCache, blocks: int) -> None:
+        """Let a new cache of so many blocks move to host memory, if rows may have any."""
+        store = self._store
+        if store is None or not store.rows.budget_bytes:
+            return
+        rows, loader = store.rows, store.loader
+        cache.may_move(
+            lambda: HostCache(rows, loader, blocks, self._stalls), on_host=self._is_on_host
+        )
 
     @property
     def loaded(self) -> Mapping[str, int]:
@@ -638,6 +641,50 @@ class StepCacheReader:
     def out_of_memory(self) -> bool:
         """Whether the row has computed all tokens because a cache found no memory."""
         return any(step_cache.out_of_memory for step_cache in self._caches)
+
+    def lose(self) -> None:
+        """Give up the caches, which do not arrive from host memory."""
+        for step_cache in self._caches:
+            step_cache.release()
+
+    def release(self) -> None:
+        self.lose()
+
+
+class NetStepCaches(_RowCaches):
+    """Step caches of a row's ControlNets, which have blocks of their own."""
+
+    def add(self, cache: StepCache, blocks: int) -> None:
+        """Take a new step cache of a net of so many blocks."""
+        self._caches = (*self._caches, cache)
+        self._place(cache, blocks)
+
+    @property
+    def lost(self) -> bool:
+        """Whether tensors do not arrive from host memory."""
+        return any(host.lost is not None for cache in self._caches for host in cache.hosts())
+
+
+class StepCacheReader(_RowCaches):
+    """Reads a row's step caches, in place of a `cache.reader.EntryReader`.
+
+    Args:
+        row: row with step caches.
+        blocks: number of the model's blocks, with feature maps.
+        store: its host memory may receive the caches; None: they stay on the device.
+        on_host: whether the caches lie in host memory from the start.
+    """
+
+    def __init__(
+        self, row: AnchoredRow, blocks: int, store: Store | None = None, *, on_host: bool = False
+    ) -> None:
+        super().__init__(store, on_host=on_host)
+        self._row, self._blocks = row, blocks
+        self._caches = tuple(row.anchors)
+        for step_cache in self._caches:
+            self._place(step_cache, blocks)
+        self._on_device = StepCacheEntry(StepCacheLoad(self._sizes(()), DEVICE.name, ()), [])
+        self.entry: StepCacheEntry | None = None
 
     def turn_to(
         self, step: int, *, heads: Heads | None = None, by_rank: bool = False
@@ -676,14 +723,7 @@ class StepCacheReader:
         """Do nothing: a step cache has one entry."""
 
     def lose(self) -> None:
-        """Give up the caches, which do not arrive from host memory."""
-        for step_cache in self._row.anchors:
-            step_cache.release()
-        self.entry = None
-
-    def release(self) -> None:
-        for step_cache in self._caches:
-            step_cache.release()
+        super().lose()
         self.entry = None
 
     def _entry(self, *, reads: bool = True) -> StepCacheEntry | None:

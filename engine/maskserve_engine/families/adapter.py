@@ -14,7 +14,7 @@ from maskserve_common.contracts.keys import Anchor
 from maskserve_common.contracts.settings import Ranged
 from maskserve_engine.base.job import Conditioning, EditJob, TokenCounts
 from maskserve_engine.batch.sequence_parallel import Exchange
-from maskserve_engine.batch.step_cache import AnchoredRow, Entry, RefreshSchedule
+from maskserve_engine.batch.step_cache import AnchoredRow, Entry, NetStepCaches, RefreshSchedule
 from maskserve_engine.batch.stepping import Row
 from maskserve_engine.batch.transfer import HostCopy
 from maskserve_engine.cache.entries import AnchorEntry
@@ -191,9 +191,20 @@ class Adapter(Protocol):
         """
         ...
 
-    def control(self, row: Any, job: EditJob, nets: Mapping[str, Any]) -> None:
-        """Add ControlNets to a row that has taken no step; `nets` has all that the job's controls
-        name.
+    def control(
+        self,
+        row: Any,
+        job: EditJob,
+        nets: Mapping[str, Any],
+        caches: NetStepCaches | None = None,
+    ) -> None:
+        """Add ControlNets to a row that has taken no step.
+
+        Args:
+            row: the row.
+            job: its edit.
+            nets: all ControlNets that the job's controls name.
+            caches: receives the nets' step caches; None: they stay on the device.
         """
         ...
 

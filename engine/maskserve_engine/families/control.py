@@ -22,7 +22,7 @@ from torch import Tensor
 
 from maskserve_common.contracts.settings import Ranged, scale_at
 from maskserve_engine.base.job import ControlInput, EditJob
-from maskserve_engine.batch.step_cache import RefreshSchedule
+from maskserve_engine.batch.step_cache import NetStepCaches, RefreshSchedule, StepCache
 from maskserve_engine.control_link.opening import Opening
 from maskserve_engine.planning.refresh_steps import RefreshRule
 from maskserve_engine.spec.model_spec import ModelSpec
@@ -37,6 +37,7 @@ class NetInput(Protocol):
 
 
 I = TypeVar("I", bound=NetInput)  # noqa: E741
+C = TypeVar("C", bound=StepCache)
 
 
 class NetResiduals(NamedTuple):
@@ -67,6 +68,9 @@ class RowControl(Generic[I]):
     """Residuals of the prompt's pass, then of the negative prompt's if one model call computes
     both."""
     residuals: dict[int, NetResiduals] = field(default_factory=dict)
+    caches: NetStepCaches | None = None
+    """Receives the nets' step caches, which may then lie in host memory; None: they stay on the
+    device."""
     _lookahead: RowControl[I] | None = field(init=False, default=None)
 
     @property
@@ -75,6 +79,12 @@ class RowControl(Generic[I]):
         if self._lookahead is None:
             self._lookahead = replace(self, passes=tuple([PassResiduals() for _ in self.passes]))
         return self._lookahead
+
+    def place(self, cache: C, blocks: int) -> C:
+        """Return a new step cache of a net of so many blocks, where it may lie."""
+        if self.caches is not None:
+            self.caches.add(cache, blocks)
+        return cache
 
     def forget(self) -> None:
         for residuals in (
@@ -310,12 +320,18 @@ class OpenedRows(ABC):
     def controlled_by(self, row: Any, control: RowControl[Any]) -> None:
         """Add the residuals of `control` to a row."""
 
-    def control(self, row: Any, job: EditJob, nets: Mapping[str, Any]) -> None:
+    def control(
+        self,
+        row: Any,
+        job: EditJob,
+        nets: Mapping[str, Any],
+        caches: NetStepCaches | None = None,
+    ) -> None:
         with torch.inference_mode():
             opening = self.opening(row, job)
             if opening is not None:
                 control = self.net_row(opening.on(self.device), nets).control
-                control.exact = job.request.settings.reproducible
+                control.exact, control.caches = job.request.settings.reproducible, caches
                 self.controlled_by(row, control)
 
 

@@ -18,7 +18,12 @@ from maskserve_engine.adapters.control_net_loader import NetFolder
 from maskserve_engine.base.device_clock import Span, mark
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.sequence_parallel import Exchange
-from maskserve_engine.batch.step_cache import Entry, StepCacheEntry, StepCacheReader
+from maskserve_engine.batch.step_cache import (
+    Entry,
+    NetStepCaches,
+    StepCacheEntry,
+    StepCacheReader,
+)
 from maskserve_engine.batch.transfer import HostCopy, side_stream
 from maskserve_engine.cache.host_cache import bytes_in_use
 from maskserve_engine.cache.loader import EntryLost, Selection
@@ -77,6 +82,8 @@ class LocalExecutor:
         """Readers of the cached rows, by row."""
         self._beside: dict[str, StepCacheReader] = {}
         """Readers of step caches beside a template, by row."""
+        self._net_caches: dict[str, NetStepCaches] = {}
+        """Step caches of the ControlNets that run beside a row."""
         self._still: dict[str, EntryReader] = {}
         """Readers of rows that take their references from a template's entry, by row."""
         self._jobs: dict[str, EditJob] = {}
@@ -145,7 +152,7 @@ class LocalExecutor:
         cached_row = self._with_room(
             row, lambda: adapter.cached_row(spec.job, spec.noise_seed, refresh_schedule)
         )
-        self._control(row, cached_row, spec.job)
+        self._control(row, cached_row, spec.job, tier)
         selection = cached_row.selection
         assert selection is not None
         reader = EntryReader(self._store, spec.key, spec.anchors, selection, sure=spec.sure)
@@ -227,15 +234,20 @@ class LocalExecutor:
             row_made = self.make(row, DenseRowSpec(spec.job, spec.key))
             return row_made._replace(complete=False)
         anchored = self._with_room(row, lambda: self._adapter.anchored_row(spec.job, spec.plan))
-        self._control(row, anchored, spec.job)
+        self._control(row, anchored, spec.job, tier)
         self._rows[row], self._readers[row] = anchored, self._step_cache_reader(anchored, tier)
         self._read_still(row, spec.key)
         return RowReport(selection=row.encode())
 
-    def _control(self, row: str, family_row: Any, job: EditJob) -> None:
-        """Let a row add the residuals of its ControlNets, wherever these run."""
+    def _control(self, row: str, family_row: Any, job: EditJob, tier: str | None = None) -> None:
+        """Let a row add the residuals of its ControlNets, wherever these run. The step caches of
+        nets beside it lie in the tier of the row's own.
+        """
         if self._services is None:
-            self._adapter.control(family_row, job, self._nets)
+            caches = NetStepCaches(self._store, on_host=tier == HOST.name) if job.controls else None
+            self._adapter.control(family_row, job, self._nets, caches)
+            if caches is not None:
+                self._net_caches[row] = caches
         elif job.controls:
             opening = self._adapter.opening(family_row, job)
             if opening is not None:
@@ -357,12 +369,15 @@ class LocalExecutor:
         if served is not None:
             served.close()
         self._give_back(row)
-        reader, beside = self._readers.pop(row, None), self._beside.pop(row, None)
+        readers = [
+            readers.pop(row)
+            for readers in (self._readers, self._beside, self._net_caches)
+            if row in readers
+        ]
         reference_reader = self._still.pop(row, None)
-        for row_reader in (reader, beside, reference_reader):
-            if row_reader is not None:
-                row_reader.release()
-        return reader if reader is None or beside is None else _RowLoads((reader, beside))
+        for row_reader in (*readers, *([] if reference_reader is None else [reference_reader])):
+            row_reader.release()
+        return _RowLoads(tuple(readers)) if readers else None
 
     def idle(self) -> None:
         self._adapter.release()
@@ -438,14 +453,18 @@ class LocalExecutor:
                 lost.append(read.row)
 
     def _lose_beside(self, running: Sequence[str]) -> bool:
-        """Let rows whose step caches beside a template do not arrive go on without; return whether
-        there were any.
+        """Let rows go on without step caches, beside a template or of ControlNets, that do not
+        arrive; return whether there were any.
         """
+        nets = [self._net_caches[row] for row in running if row in self._net_caches]
+        lost_nets = [caches for caches in nets if caches.lost]
+        for caches in lost_nets:
+            caches.lose()
         lost = [row for row in running if row in self._beside and _is_lost(self._beside[row].entry)]
         for row in lost:
             self._beside[row].lose()
             self._rows[row].frozen = False
-        return bool(lost)
+        return bool(lost or lost_nets)
 
     def _lose_still(self, running: Sequence[str]) -> bool:
         """Let rows whose template lost its references make their own; return whether any did."""
@@ -493,9 +512,9 @@ class LocalExecutor:
 
 @dataclass(frozen=True, slots=True)
 class _RowLoads:
-    """`RowLoads` of a row with a template and a step cache."""
+    """Loads of all readers of a row."""
 
-    readers: tuple[EntryReader | StepCacheReader, ...]
+    readers: tuple[RowLoads, ...]
 
     @property
     def loaded(self) -> Mapping[str, int]:

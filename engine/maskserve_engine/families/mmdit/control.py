@@ -268,6 +268,7 @@ def _net_input(request: NetRequest[FluxNetInput]) -> RowInput:
             replace(net_tokens, tokens=net_tokens.tokens[:computed], cis=cis)
         )
         [previous_cache] = request.cached
+        previous_cache.begin_loads(row.step)
         return input_between_refreshes(
             computed_input, cached_cis, previous_cache, lambda: row.timesteps[0]
         )
@@ -275,7 +276,11 @@ def _net_input(request: NetRequest[FluxNetInput]) -> RowInput:
     if not request.keeps:
         return row_input
     last = request.last
-    [step_cache] = [StepCache(row.control.schedule)] if last is None else last.tokens
+    if last is None:
+        blocks = len(request.net_input.net.outs)
+        step_cache = row.control.place(StepCache(row.control.schedule), blocks)
+    else:
+        [step_cache] = last.tokens
     at, reads = row.timesteps[0], row.lookahead is not None
     step_cache.anchor(row.step, at, active, len(row_input.tokens), reads=reads)
     return replace(row_input, capture=step_cache)

@@ -290,12 +290,17 @@ def _seeing(net: UnetControlNet, request: NetRequest[UnetNetInput]) -> Sequence[
     if not request.keeps:
         for step_cache in request.cached or ():
             step_cache.now = row.timesteps[0]
+            step_cache.begin_loads(row.step)
         return ()
-    new_caches = [
-        NetAnchors(row.control.schedule, request.net_input.cached_ids, net.levels)
-        for _ in request.net_input.passes
-    ]
-    anchors: Sequence[NetAnchors] = new_caches if last is None else last.tokens
+    anchors: Sequence[NetAnchors]
+    if last is None:
+        schedule, ids = row.control.schedule, request.net_input.cached_ids
+        anchors = [
+            row.control.place(NetAnchors(schedule, ids, net.levels), len(net.levels))
+            for _ in request.net_input.passes
+        ]
+    else:
+        anchors = last.tokens
     reads = row.lookahead is not None
     for step_cache in anchors:
         step_cache.anchor(row.step, row.timesteps[0], 0, 0, reads=reads)

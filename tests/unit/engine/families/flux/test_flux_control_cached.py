@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any, cast
 
@@ -14,7 +14,7 @@ from maskserve_benchmarks.steps.replay import Replay, plan_of_kinds, refreshed_e
 from maskserve_engine.base.job import ControlInput, EditJob
 from maskserve_engine.batch import step_cache as own_anchors
 from maskserve_engine.batch.forward import State
-from maskserve_engine.batch.step_cache import RefreshSchedule, StepCacheReader
+from maskserve_engine.batch.step_cache import NetStepCaches, RefreshSchedule, StepCacheReader
 from maskserve_engine.families.control import RowControl
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.flux.adapter import FluxAdapter
@@ -30,6 +30,7 @@ from tests.fakes.control_nets import random_net
 from tests.fakes.jobs import encode_case, random_case, tolerance
 from tests.support.cached_rows import KINDS, NOISE_SEED, Primed, assert_equal, cached, result, run
 from tests.support.draws import fresh_rng
+from tests.support.host_rows import check_lost_net_caches, check_net_caches
 
 pytestmark = pytest.mark.spread("folder")
 
@@ -170,6 +171,35 @@ def test_a_refresh_step_is_computed_ahead_at_the_one_before(
     run(replay, [row], "kv")
     active, total = tokens.active, tokens.total
     assert computed == [[total], [active, total], [active], [active], [active]]
+
+
+def test_step_caches_of_nets_lie_in_either_memory(
+    replay: Replay,
+    encoder: Encoder,
+    nets: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = controlled_job(encoder, "e", "plain", "union")
+    primed = Primed(replay.adapter, encoder, job)
+
+    def row_with(caches: NetStepCaches | None) -> Any:
+        row: Any = cached(replay, job, primed)
+        replay.adapter.control(row, job, nets, caches)
+        row.residuals.schedule = look_ahead(0, 3)
+        return row
+
+    def run_steps(caches: NetStepCaches) -> Callable[[], bool]:
+        row = row_with(caches)
+
+        def step() -> bool:
+            replay.step([row], ("kv",) * replay.adapter.blocks)
+            return bool(row.step < row.steps)
+
+        return step
+
+    call = int(fresh_rng().integers(1, 12))
+    check_net_caches(lambda caches: result(replay, row_with(caches), "kv"), monkeypatch, call)
+    check_lost_net_caches(run_steps)
 
 
 def test_a_net_that_has_not_begun_is_not_asked_ahead(

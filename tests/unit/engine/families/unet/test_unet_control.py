@@ -20,7 +20,7 @@ from PIL import Image
 
 from maskserve_benchmarks.steps.replay import Replay, plan_of_kinds, refreshed_every
 from maskserve_engine.base.job import ControlInput, EditJob
-from maskserve_engine.batch.step_cache import RefreshSchedule, StepCacheReader
+from maskserve_engine.batch.step_cache import NetStepCaches, RefreshSchedule, StepCacheReader
 from maskserve_engine.cache.entries import PARTS
 from maskserve_engine.families.control import Controlled
 from maskserve_engine.families.registry import load_adapter, load_encoder
@@ -36,6 +36,7 @@ from tests.fakes.tiny_unet import EACH_SORT, VARIANTS
 from tests.support import refresh_rows
 from tests.support.cached_rows import KINDS, Primed, cached, result, run
 from tests.support.draws import fresh_rng, fresh_seed
+from tests.support.host_rows import check_lost_net_caches, check_net_caches
 from tests.support.lookahead_unet import Ahead, LookaheadNet, LookaheadUnet
 
 pytestmark = pytest.mark.spread("model", "served")
@@ -346,6 +347,38 @@ def test_nets_compute_all_tokens_at_one_step_in_so_many(served: Model) -> None:
     counts = [len(ids) for ids in control.inputs[0].cached_ids]
     assert len(keys.data) == len(values.data) == counts[level]
     assert counts[0] == tokens.total - tokens.active
+
+
+def test_step_caches_of_nets_lie_in_either_memory(
+    served: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng, replay = fresh_rng(), Replay(served.adapter)
+    guidance = float(rng.choice([1.0, 7.5]))
+    [job] = controlled_jobs(
+        served, rng, [("one", "two")], guidance_scale=guidance, num_inference_steps=5
+    )
+    primed = Primed(served.adapter, served.encoder, job)
+
+    def row_with(caches: NetStepCaches | None) -> Any:
+        row: Any = cached(replay, job, primed)
+        served.adapter.control(row, job, served.nets, caches)
+        row.control.schedule = RefreshSchedule(
+            frozenset({0, 3}), "model", text=False, looks_ahead=True
+        )
+        return row
+
+    def run_steps(caches: NetStepCaches) -> Callable[[], bool]:
+        row = row_with(caches)
+
+        def step() -> bool:
+            replay.step([row], ("kv",) * served.adapter.blocks)
+            return bool(row.step < row.steps)
+
+        return step
+
+    call = int(rng.integers(1, 12))
+    check_net_caches(lambda caches: result(replay, row_with(caches), "kv"), monkeypatch, call)
+    check_lost_net_caches(run_steps)
 
 
 @pytest.mark.parametrize("refresh", [1, 2])
