@@ -7,12 +7,15 @@ from collections.abc import Iterable
 from functools import partial
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 
 from maskserve_engine.cache.entries import Coded, encode
 from maskserve_engine.cache.host_cache import BLOCKS_AHEAD, HostCache, HostMemory
 from maskserve_engine.cache.loader import HostMover, Load, Loader, Part
+from maskserve_engine.planning.two_stream import StepCosts, evaluate
+from tests.support import examples
 from tests.support.draws import fresh_rng
 
 
@@ -124,3 +127,50 @@ def test_without_room_a_part_stays_as_it_was(blocks: int) -> None:
     assert (cache.nbytes, memory.booked) == (nbytes, nbytes)
     cache.clear()
     assert memory.booked == 0
+
+
+class ClockedLoader(InstantLoader):
+    """A loader over a link of one byte a second, on a clock of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.free = 0.0
+        """Seconds at which the step is, and at which the link has done all that was asked."""
+        self.due: dict[Part, float] = {}
+
+    def ask(self, load: Load, parts: Iterable[Part], step: int) -> None:
+        for part in parts:
+            if part not in load.arrived:
+                seconds = sum(coded.nbytes for coded in load.parts(*part))
+                self.due[part] = self.free = max(self.free, self.now) + seconds
+                super().ask(load, [part], step)
+
+
+def test_a_step_takes_as_long_as_the_planner_predicts() -> None:
+    """On a clock that counts blocks' compute and the link's bytes: the loads of few blocks ahead do
+    what a link does that never waits. The planner predicts the whole step.
+    """
+    rng = fresh_rng()
+    for _ in range(examples.number(60)):
+        blocks = int(rng.integers(10, 60))
+        wide = int(rng.integers(1, blocks))
+        sizes = [int(rng.integers(4, 12)) * (1 + (block < wide)) for block in range(blocks)]
+        loader = ClockedLoader()
+        cache = HostCache(HostMemory(2**30), loader, blocks, [])
+        for block, size in enumerate(sizes):
+            assert cache.put((block, "kv"), (encode(torch.zeros(size, 8), "model"),)) is not None
+        loads = cache.sizes()[:, :2]
+        mean = loads[:, 1].mean() * 10.0 ** rng.uniform(-0.7, 0.7)
+        compute = mean * rng.uniform(0.8, 1.2, blocks) * (1 + (np.arange(blocks) < wide))
+        costs = StepCosts(
+            np.repeat(compute[:, None], 3, axis=1),
+            np.stack((np.full(blocks, np.inf), loads[:, 1]), axis=1),
+            np.zeros(blocks),
+        )
+        predicted = evaluate(costs, ("kv",) * blocks, lead=0.0).latency
+        cache.begin(1)
+        for block in range(blocks):
+            cache.get((block, "kv"))
+            loader.now = max(loader.now, loader.due[block, "kv"]) + compute[block]
+        assert predicted <= loader.now * 1.000001
+        assert loader.now <= 1.05 * predicted
