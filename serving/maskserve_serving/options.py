@@ -162,11 +162,12 @@ class ServeOptions:
     """Its ports are base + {3 steps of other hosts' workers, 4 HTTP, 5 gRPC, 6 metrics}."""
     stages_device: str = _flag(
         "encode and decode on this device, in a separate server for all workers: cpu, cuda or "
-        "cuda:N (default: in each worker)",
+        "cuda:N; several with commas: a server for each, among which requests are divided "
+        "(default: in each worker)",
         "",
-        metavar="D",
+        metavar="D[,D]",
     )
-    """Its ports are base + {14 HTTP, 15 gRPC, 16 metrics}."""
+    """The ports of server i are base + 10·i + {14 HTTP, 15 gRPC, 16 metrics}."""
     nodes: Path | None = _flag(
         "run nodes of workflows in a separate server; the [nodes] table of the configuration FILE "
         "names their models",
@@ -285,11 +286,11 @@ class ServeOptions:
                 "--node-path: is an option of node servers and routers; accepted: together with "
                 "--nodes or --router"
             )
-        for flag, device in (
-            ("controlnet-device", self.controlnet_device),
-            ("stages-device", self.stages_device),
-        ):
-            if not re.fullmatch(r"(cpu|cuda(:\d+)?)?", device):
+        devices = [("stages-device", device) for device in self.stages_devices]
+        if self.controlnet_device:
+            devices.append(("controlnet-device", self.controlnet_device))
+        for flag, device in devices:
+            if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
                 raise ServeError(f"--{flag}: is {device!r}; accepted: cpu, cuda or cuda:N")
 
     def check_tables(self, tables: dict[str, Any]) -> None:
@@ -309,6 +310,10 @@ class ServeOptions:
             check_adapters("[adapters] store", named("adapters", "store"))
         if not self.controlnets:
             check_path("[controls] folder", named("controls", "folder"), CONTROLNETS)
+        addresses = [address.strip() for address in named("stages", "service").split(",")]
+        for address in addresses:
+            if addresses.count(address) > 1:
+                raise ServeError(f"[stages] service: {address} is listed twice")
         check_path("[safety] repository", named("safety", "repository"), "a folder with a model")
         check_path("[model] gguf", named("model", "gguf"), "a GGUF file", folder=False)
         for lora in map(lora_file, named("model", "fuse_loras")):
@@ -335,6 +340,11 @@ class ServeOptions:
     def node_folders(self) -> list[str]:
         """Folders of `--node-path`."""
         return node_path_folders(self.node_path)
+
+    @property
+    def stages_devices(self) -> tuple[str, ...]:
+        """The device of each stage service."""
+        return tuple(self.stages_device.split(",")) if self.stages_device else ()
 
     @property
     def of_model(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from maskserve_serving.errors import ServeError
@@ -38,9 +39,9 @@ class Ports:
         return cls(base + 7, base + 8, base + 9)
 
     @classmethod
-    def of_stages(cls, base: int) -> Ports:
-        """Return the stage service's ports, from those reserved for the second worker."""
-        first = base + STRIDE
+    def of_stages(cls, base: int, index: int = 0) -> Ports:
+        """Return a stage service's ports, from those reserved for the second worker and later."""
+        first = base + STRIDE * (1 + index)
         return cls(first + 4, first + 5, first + 6)
 
     def all(self) -> dict[str, int]:
@@ -59,6 +60,19 @@ def check_free(host: str, ports: Ports, option: str = "--base-port") -> None:
                 f"port {port} ({use}) on {host} cannot be used: {problem}; stop what uses it or "
                 f"choose another {option}"
             )
+
+
+def check_distinct(ports_by_name: Mapping[str, Ports]) -> None:
+    """Raise a ServeError that names two servers of one supervisor with a port in common."""
+    name_by_port: dict[int, str] = {}
+    for name, ports in ports_by_name.items():
+        for use, port in ports.all().items():
+            if other := name_by_port.get(port):
+                raise ServeError(
+                    f"port {port} ({use}) of {name} is a port of {other}, too; choose another "
+                    "--base-port or --router-port"
+                )
+            name_by_port[port] = name
 
 
 def reachable(host: str) -> str:

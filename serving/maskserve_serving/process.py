@@ -16,6 +16,7 @@ from maskserve_serving.command import EXIT_TIMEOUT_S
 from maskserve_serving.errors import ServeError
 from maskserve_serving.heartbeat import Heartbeat, is_ready
 from maskserve_serving.orphans import RUN_DIR
+from maskserve_serving.ports import Ports
 from maskserve_serving.supervisor_log import SupervisorLog
 from maskserve_serving.triton_log import TritonLog, failure, refusal
 
@@ -31,6 +32,8 @@ class Process(ABC):
         run_dir: folder of the supervisor, by which its processes are found if it is killed.
         report: receives progress, a line at a time.
     """
+
+    ports: Ports
 
     def __init__(
         self,

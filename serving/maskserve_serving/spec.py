@@ -83,7 +83,7 @@ class Spec:
         """Return the CPU threads of a process that steps: configured, or a share of the cores."""
         configured: int = config.model.torch_threads
         options = self.options
-        services = bool(options.controlnet_device) + bool(options.stages_device)
+        services = bool(options.controlnet_device) + len(options.stages_devices)
         return configured or max(1, cores() // (options.workers * config.engine.devices + services))
 
 
@@ -98,8 +98,8 @@ def with_controlnets(options: ServeOptions, tables: dict[str, Any]) -> dict[str,
 
 
 def with_stages(options: ServeOptions, tables: dict[str, Any]) -> dict[str, Any]:
-    """Return `tables` with the service that encodes and decodes, if the command line has one."""
-    if not options.stages_device:
+    """Return `tables` with the services that encode and decode, if the command line has any."""
+    ports = [Ports.of_stages(options.base_port, i) for i in range(len(options.stages_devices))]
+    if not ports:
         return tables
-    service = f"127.0.0.1:{Ports.of_stages(options.base_port).grpc}"
-    return with_values(tables, "stages", service=service)
+    return with_values(tables, "stages", service=",".join(f"127.0.0.1:{p.grpc}" for p in ports))

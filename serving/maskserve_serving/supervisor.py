@@ -24,16 +24,13 @@ from maskserve_serving.files import (
     remove_stale,
     with_values,
 )
+from maskserve_serving.hosted import hosted_by
 from maskserve_serving.options import ServeOptions
+from maskserve_serving.ports import check_distinct
 from maskserve_serving.process import Process
 from maskserve_serving.router import RouterProcess
 from maskserve_serving.runtime import check_packages, find_runtime
-from maskserve_serving.service import (
-    ControlNetProcess,
-    NodesProcess,
-    ServiceProcess,
-    StagesProcess,
-)
+from maskserve_serving.service import ServiceProcess
 from maskserve_serving.source import with_model, with_model_cache
 from maskserve_serving.spec import Spec
 from maskserve_serving.tracing import with_trace
@@ -114,12 +111,7 @@ class Supervisor:
         self._specs = specs_of(options, runtime, tables)
         self.workers = [WorkerProcess(spec) for spec in self._specs[: options.workers]]
         first = self._specs[0]
-        if options.controlnet_device:
-            self.services.append(ControlNetProcess(first))
-        if options.stages_device:
-            self.services.append(StagesProcess(first))
-        if options.nodes is not None:
-            self.services.append(NodesProcess(first))
+        self.services = [ServiceProcess(first, hosted) for hosted in hosted_by(first.options)]
         if options.router:
             addresses = [worker.grpc_url for worker in self.workers]
             self.router = RouterProcess(first.options, addresses, first.files.root.parent)
@@ -127,6 +119,7 @@ class Supervisor:
         try:
             self._locks = hold(self._files())
             remove_stale(options.base_port, self._files(), options.report)
+            check_distinct({process.name: process.ports for process in self._processes()})
             for process in self._processes():
                 process.check_ports()
                 process.check_log()

@@ -36,7 +36,7 @@ class WorkerProcess(Process):
         url = f"http://{reachable(options.host)}:{spec.ports.http}"
         run_dir = spec.files.root.parent
         super().__init__(spec.name, "tritonserver", url, spec.log, run_dir, options.report)
-        self.spec = spec
+        self.spec, self.ports = spec, spec.ports
         self.config = Config()
         self._status = StatusReader(spec.files.status)
         self._silence = Silence()

@@ -12,9 +12,10 @@ from maskserve_common.config import cores, sharing_the_device
 from maskserve_common.files.stages import STAGES
 from maskserve_serving.errors import ServeError
 from maskserve_serving.files import WorkerFiles, checked
+from maskserve_serving.hosted import hosted_by
 from maskserve_serving.options import ServeOptions
-from maskserve_serving.ports import Ports, free_base_port
-from maskserve_serving.service import ControlNetProcess, NodesProcess, StagesProcess
+from maskserve_serving.ports import Ports, check_distinct, free_base_port
+from maskserve_serving.service import ServiceProcess
 from maskserve_serving.spec import Spec, with_controlnets, with_stages
 
 
@@ -24,6 +25,12 @@ def spec(folder: Path, **fields: Any) -> Spec:
     )
     files = WorkerFiles(folder / "memory" / "worker-0", folder / "disk" / "worker-0")
     return Spec(0, options, cast(Any, None), {}, files)
+
+
+def service_of(service_spec: Spec) -> ServiceProcess:
+    """The only one."""
+    (hosted,) = hosted_by(service_spec.options)
+    return ServiceProcess(service_spec, hosted)
 
 
 def test_workers_are_told_where_the_service_is(tmp_path: Path) -> None:
@@ -67,9 +74,9 @@ def test_the_stage_service_has_the_workers_own_configuration_but_for_where_it_ru
         "stages": {"encode_halo": 3, "service": "elsewhere:1"},
     }
     service_spec = replace(spec(tmp_path, stages_device="cuda:1", adapters="loras"), tables=tables)
-    process = StagesProcess(service_spec)
+    process = service_of(service_spec)
     config = checked(process.tables())
-    assert process.models() == ["encoder", "decoder"]
+    assert process.hosted.models == ("encoder", "decoder")
     assert {sharing_the_device(config, stage).model.device for stage in STAGES} == {"cuda:1"}
     assert (config.stages.service, config.stages.encode_halo) == ("", 3)
     assert config.model.t5_weights == "int8"
@@ -78,7 +85,7 @@ def test_the_stage_service_has_the_workers_own_configuration_but_for_where_it_ru
 
 
 def test_a_service_without_controlnets_is_refused_before_anything_runs(tmp_path: Path) -> None:
-    process = ControlNetProcess(spec(tmp_path, controlnet_device="cpu"))
+    process = service_of(spec(tmp_path, controlnet_device="cpu"))
     with pytest.raises(ServeError, match="--controlnets DIR"):
         process.start()
     assert process.pid is None
@@ -106,7 +113,7 @@ def test_services_alone_are_for_other_hosts(tmp_path: Path) -> None:
     ServeOptions(workers=0, nodes=nodes).check()
     for workers, host in ((0, "0.0.0.0"), (2, "127.0.0.1")):
         service_spec = spec(tmp_path, workers=workers, host="0.0.0.0", stages_device="cpu")
-        service = StagesProcess(service_spec)
+        service = service_of(service_spec)
         assert service._options.host == host
         assert service.grpc_url == f"127.0.0.1:{service.ports.grpc}"
         assert service_spec.threads(checked({})) == max(1, cores() // (workers + 1))
@@ -124,7 +131,7 @@ def test_a_controlnet_service_listens_to_other_hosts_where_it_is_alone(tmp_path:
             controlnet_device="cpu",
         )
         service_spec.options.check()
-        service = ControlNetProcess(service_spec)
+        service = service_of(service_spec)
         address = f"0.0.0.0:{service_spec.options.base_port + 3}" if listens else ""
         assert checked(service.tables()).controls.listen == address
         assert service._options.host == ("0.0.0.0" if listens else "127.0.0.1")
@@ -135,7 +142,42 @@ def test_a_node_server_has_the_folder_of_values_of_its_router(tmp_path: Path) ->
     nodes = tmp_path / "nodes.toml"
     nodes.write_text('[values]\nfolder = "/mine"\n')
     router_spec, plain_spec = spec(tmp_path, nodes=nodes, router=True), spec(tmp_path, nodes=nodes)
-    assert checked(NodesProcess(router_spec).tables()).values.folder == str(
-        router_spec.files.values
+    folder = checked(service_of(router_spec).tables()).values.folder
+    assert folder == str(router_spec.files.values)
+    assert checked(service_of(plain_spec).tables()).values.folder == "/mine"
+
+
+def test_stages_have_a_service_for_each_device(tmp_path: Path) -> None:
+    nodes = tmp_path / "nodes.toml"
+    nodes.touch()
+    several_spec = spec(
+        tmp_path, stages_device="cuda:1,cpu,cpu", controlnet_device="cpu", nodes=nodes, workers=4
     )
-    assert checked(NodesProcess(plain_spec).tables()).values.folder == "/mine"
+    options = several_spec.options
+    options.check_flags()
+    services = [ServiceProcess(several_spec, hosted) for hosted in hosted_by(options)]
+    names = ["controlnet", "stages-0", "stages-1", "stages-2", "nodes"]
+    assert [service.name for service in services] == names
+    stages = services[1:4]
+    devices = [checked(service.tables()).model.device for service in stages]
+    assert devices == ["cuda:1", "cpu", "cpu"]
+    addresses = checked(with_stages(options, {})).stages.addresses
+    assert addresses == tuple(service.grpc_url for service in stages)
+    assert several_spec.threads(checked({})) == max(1, cores() // (4 + 4))
+    ports = {service.name: service.ports for service in services}
+    ports |= {f"worker-{i}": Ports.of_worker(options.base_port, i) for i in range(4)}
+    check_distinct(ports)
+    router = Ports(stages[2].ports.grpc, 1, 2)
+    with pytest.raises(ServeError, match=rf"port {router.http} \(HTTP\) of router is a port of st"):
+        check_distinct({**ports, "router": router})
+    with pytest.raises(ServeError, match="--stages-device: is ''; accepted: cpu, cuda or cuda:N"):
+        ServeOptions("m", stages_device="cpu,").check_flags()
+
+
+def test_an_address_that_is_listed_twice_is_refused() -> None:
+    tables = {"stages": {"service": "a:1,b:1, a:1"}}
+    with pytest.raises(ServeError, match=r"\[stages\] service: a:1 is listed twice"):
+        ServeOptions("m").check_tables(tables)
+    ServeOptions("m").check_tables({"stages": {"service": "a:1,b:1"}})
+    with pytest.raises(ServeError, match=r"service: 'a:1,,b:1' has another form; accepted: HOST:P"):
+        checked({"stages": {"service": "a:1,,b:1"}})

@@ -1,0 +1,101 @@
+"""The models that services beside the workers host: ControlNets, stages, nodes of workflows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from maskserve_common.config import ConfigError
+from maskserve_common.files.stages import STAGES
+from maskserve_serving.errors import ServeError
+from maskserve_serving.files import checked, read_tables, with_values
+from maskserve_serving.options import MODELS, SERVICES, ServeOptions
+from maskserve_serving.ports import Ports
+from maskserve_serving.source import node_path, with_node_folders
+from maskserve_serving.spec import Spec, with_controlnets
+from maskserve_workflows.node_folders import check_names, node_folders
+from maskserve_workflows.nodes import NODE_FILES
+
+
+@dataclass(frozen=True, slots=True)
+class Hosted:
+    """Models that one Triton hosts."""
+
+    name: str
+    """Name of the service."""
+    ports: Ports
+    models: tuple[str, ...]
+    """The Triton models to load."""
+    repositories: tuple[Path, ...]
+    """Folders that have them."""
+    tables: Callable[[Spec], dict[str, Any]]
+    """Returns their configuration by the spec of a worker that they serve; raises ServeError if
+    there is nothing to serve."""
+    is_local: bool
+    """Whether only processes of this host call them."""
+    device: str = ""
+    """Device of the models; empty: the configuration's."""
+
+
+def hosted_by(options: ServeOptions) -> list[Hosted]:
+    """Return what a supervisor's services host; without workers or a router, for other hosts."""
+    base, has_workers, services = options.base_port, bool(options.workers), list[Hosted]()
+    if device := options.controlnet_device:
+        ports = Ports.of_controlnet(base)
+        services.append(
+            Hosted(
+                "controlnet", ports, ("controlnet",), (SERVICES,), _controlnets, has_workers, device
+            )
+        )
+    for index, device in enumerate(options.stages_devices):
+        name = f"stages-{index}" if len(options.stages_devices) > 1 else "stages"
+        ports = Ports.of_stages(base, index)
+        services.append(Hosted(name, ports, STAGES, (MODELS,), _stages, has_workers, device))
+    if options.nodes is not None:
+        ports = Ports.of_nodes(base)
+        services.append(Hosted("nodes", ports, ("nodes",), (SERVICES,), _nodes, options.router))
+    return services
+
+
+def _controlnets(spec: Spec) -> dict[str, Any]:
+    options = spec.options
+    tables = with_controlnets(options, spec.with_model(spec.tables))
+    link = Ports.of_controlnet(options.base_port).link
+    listen = "" if options.workers else f"{options.host}:{link}"
+    tables = with_values(tables, "controls", service="", listen=listen)
+    if not checked(tables).controls.folder:
+        raise ServeError(
+            "--controlnet-device: there are no ControlNets to serve; give --controlnets DIR"
+        )
+    return tables
+
+
+def _stages(spec: Spec) -> dict[str, Any]:
+    tables = spec.with_adapters(spec.with_model(spec.tables))
+    tables = with_values(tables, "model", encoder_device="", decoder_device="")
+    tables = with_values(tables, "safety", repository="")
+    return with_values(tables, "stages", service="")
+
+
+def _nodes(spec: Spec) -> dict[str, Any]:
+    file = spec.options.nodes
+    tables = read_tables(file)
+    path = [*spec.options.node_folders, *node_path(file)]
+    tables = with_values(tables, "nodes", path=path)
+    for problem in NODE_FILES.read(path):
+        spec.options.report(problem)
+    nodes = checked(tables).nodes
+    try:
+        check_names(nodes)
+    except ConfigError as error:
+        raise ServeError(f"{file}: {error}") from None
+    tables = with_node_folders(tables, nodes.folders(), file)
+    if spec.options.router:
+        tables = with_values(tables, "values", folder=str(spec.files.values))
+    try:
+        node_folders(checked(tables).nodes)
+    except ConfigError as error:
+        raise ServeError(f"{file}: {error}") from None
+    return tables
