@@ -808,6 +808,21 @@ MUTATIONS = (
         f"{_UNIT}/workflows/test_scheduling.py"
         "::test_a_plan_is_refused_for_what_it_makes_late_and_not_for_what_is_late_anyway",
     ),
+    # Replicas of the encoder and the decoder
+    Mutation(
+        "a lost request of a stage is not sent again",
+        "engine/maskserve_triton/replicas.py",
+        "failure, replica.is_ready = error, False",
+        "raise",
+        "tests/triton/test_stages.py::test_a_replica_that_ends_loses_no_request[killed]",
+    ),
+    Mutation(
+        "a busy replica gets as many requests as an idle one",
+        "engine/maskserve_triton/replicas.py",
+        "(not r.is_ready, r.calls, r.turn)",
+        "(not r.is_ready, r.turn)",
+        "tests/triton/test_stages.py::test_requests_go_to_the_replica_with_the_fewest",
+    ),
     # Jobs, and masks with grey
     Mutation(
         "a lost router ends its job",

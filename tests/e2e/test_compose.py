@@ -130,7 +130,7 @@ def test_prometheus_has_workers_and_router(compose: Compose) -> None:
     eventually("edits counted", lambda: value("sum(maskserve_requests_total)") > 0, 60)
 
 
-HOSTS = ("edits", "controls", "nodes", "router-hosts")
+HOSTS = ("edits", "stages", "controls", "nodes", "router-hosts")
 
 
 @pytest.fixture
@@ -141,6 +141,7 @@ def hosts(compose: Compose) -> Iterator[Compose]:
         system.run("up", "--no-build", "--detach", *HOSTS)
         for service in HOSTS:
             eventually(f"{service} healthy", lambda s=service: system.healthy(s), 600)
+        assert len(system.containers("stages")) == 2
         yield system
     finally:
         system.run("down", "--volumes", "--timeout", "90")

@@ -87,15 +87,20 @@ class Compose:
         return result.stdout
 
     def container(self, service: str) -> dict[str, Any]:
-        """The engine's description of a service's container."""
-        name = self.run("ps", "-q", service).split()[0]
+        """The engine's description of a service's container, the first if it has several."""
+        return self.containers(service)[0]
+
+    def containers(self, service: str) -> list[dict[str, Any]]:
+        names = self.run("ps", "-q", service).split()
         result = subprocess.run(
-            ["docker", "inspect", name], capture_output=True, text=True, check=True
+            ["docker", "inspect", *names], capture_output=True, text=True, check=True
         )
-        state: dict[str, Any] = json.loads(result.stdout)[0]
-        return state
+        descriptions: list[dict[str, Any]] = json.loads(result.stdout)
+        return descriptions
 
     def healthy(self, service: str) -> bool:
-        state: dict[str, Any] = self.container(service)["State"]
-        assert state["Running"], f"{service} has ended: {self.run('logs', '--tail=40', service)}"
-        return bool(state["Health"]["Status"] == "healthy")
+        """Whether all its containers are."""
+        states = [description["State"] for description in self.containers(service)]
+        for state in states:
+            assert state["Running"], f"{service} ended: {self.run('logs', '--tail=40', service)}"
+        return all(state["Health"]["Status"] == "healthy" for state in states)

@@ -333,15 +333,25 @@ def test_requests_go_to_the_replica_with_the_fewest(api: FakeTriton, site: Site)
     names = ", ".join(server.url for server in servers)
     encoder = site.open(ForwardedEncoder, site.worker(service=names))
     models = [server.models["encoder"] for server in servers]
+    busy = models[fresh_rng().integers(3)]
+    busy.idle.clear()
+    requests = [to_encode(api) for _ in range(12)]
+    answered = [request.sender.finished for request in requests]
+    for count, request in enumerate(requests, 1):
+        encoder.execute([request])
+        eventually(
+            "it is answered, or at the busy one",
+            lambda n=count: sum(e.is_set() for e in answered) + len(busy.pending) == n,
+        )
+    assert len(busy.pending) == 1
     for model in models:
         model.idle.clear()
     shares = []
-    for count in range(1, 10):
-        request = to_encode(api)
-        encoder.execute([request])
+    for count in range(2, 10):
+        encoder.execute([to_encode(api)])
         eventually("it has come", lambda n=count: sum(len(m.pending) for m in models) == n)
         shares.append(sorted(len(model.pending) for model in models))
-    assert shares[2::3] == [[n, n, n] for n in (1, 2, 3)]
+    assert shares[1::3] == [[n, n, n] for n in (1, 2, 3)]
     for model in models:
         model.idle.set()
 
