@@ -221,8 +221,8 @@ MUTATIONS = (
     Mutation(
         "a line is booked for one anchor",
         "engine/maskserve_engine/requests/refresh_schedules.py",
-        "changes = min(len(plan.anchors) - 1, 1 + plan.second_order) if plan.power else 0",
-        "changes = min(len(plan.anchors), 1 + plan.second_order) if plan.power else 0",
+        "changes = min(len(plan.anchors) - 1, 1 + plan.second_order)",
+        "changes = min(len(plan.anchors), 1 + plan.second_order)",
         f"{_REFRESH}::test_what_is_booked_is_what_is_kept",
     ),
     Mutation(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,8 @@ from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.step_cache import RefreshSchedule, StepCache, StepCacheReader
 from maskserve_engine.cache.entries import encode
 from maskserve_engine.families.adapter import Adapter
+from maskserve_engine.families.mmdit.preparation import model_inputs
+from maskserve_engine.families.mmdit.spans import ExtrapolatedLatents
 from maskserve_engine.layers.scatter_kv import KvSource
 from maskserve_engine.requests.refresh_schedules import step_cache_bytes
 from maskserve_engine.spec.model_spec import ModelSpec
@@ -140,6 +142,48 @@ class Straight(StepCache):
         return places[0], places[min(1, len(places) - 1)]
 
 
+class StepwiseLatents(ExtrapolatedLatents):
+    """Cached tokens that move at each step by the velocity on the line through the last two refresh
+    steps, from the sigmas alone.
+    """
+
+    __slots__ = ("_row", "_velocities")
+
+    def __init__(self, row: Any) -> None:
+        latents = row.unmasked.latents
+        super().__init__(*[getattr(latents, each.name) for each in fields(latents)])
+        self._row = row
+        self._velocities: list[tuple[float, Tensor]] = []
+        """(sigma, velocity) of all refresh steps so far."""
+
+    @property
+    def latents_now(self) -> Tensor:
+        return self.latents
+
+    def at(self, sigma: Tensor, change: float = 0.0) -> Tensor:
+        if self.blend is not None or not change:
+            return super().at(sigma)
+        ahead = float(sigma) - self._row.walk_sigma()
+        latents = self.latents + ahead * self._velocities[-1][1]
+        return model_inputs(latents, self.condition, self.context)
+
+    def anchored(self, move: Tensor, change: float) -> None:
+        sigmas = self._row.schedule.sigmas[self._row.step :]
+        self._velocities.append((self._row.walk_sigma(), move / float(sigmas[1] - sigmas[0])))
+
+    def lookahead(self, velocity: Tensor) -> None:
+        step = self._row.step_cache.plan.next_refresh(self._row.step)
+        self._velocities.append((float(self._row.schedule.sigmas[step]), velocity))
+
+    def passed(self, change: float, weight: float) -> None:
+        power, row = self._row.step_cache.plan.power, self._row
+        (before, earlier), (last, later) = (self._velocities * 2)[-2:]
+        places = [sigma**power for sigma in (before, last, row.walk_sigma())]
+        share = (places[2] - places[0]) / (places[1] - places[0]) if before != last else 1.0
+        after = float(row.schedule.sigmas[row.step + 1])
+        self.latents = self.latents + (after - row.walk_sigma()) * torch.lerp(earlier, later, share)
+
+
 def check_dense_refresh_steps(adapter: Adapter, job: EditJob, *, text: bool = True) -> None:
     """Check that a row whose every step is a refresh step equals the dense row where it computes,
     and that a row with fewer is near it. What rows keep is no more than what is booked for them.
@@ -164,7 +208,8 @@ def check_dense_refresh_steps(adapter: Adapter, job: EditJob, *, text: bool = Tr
 
 
 def check_lines(adapter: Adapter, job: EditJob, *, text: bool = True) -> None:
-    """Check that a row with few refresh steps equals a row that draws its own lines.
+    """Check that a row with few refresh steps equals a row that draws its own lines, of keys and
+    values and of the cached tokens' velocity.
 
     Args:
         adapter: of a flow-matching family.
@@ -175,6 +220,7 @@ def check_lines(adapter: Adapter, job: EditJob, *, text: bool = True) -> None:
         row = row_of(adapter, job, schedule)
         for prompt in row.passes:
             prompt.cache = Straight(schedule)
+        row.unmasked.latents = StepwiseLatents(row)
         run(adapter, [row], [schedule])
         lines = computed(adapter.spec, job, row.result().array())
         latents = computed(adapter.spec, job, result(adapter, job, schedule))

@@ -64,8 +64,7 @@ class RefreshSchedule:
     ring: bool = False
     """Whether other steps do not compute the ring round the mask either."""
     power: float = 1.0
-    """Exponent of sigma over which keys and values are linear; 0: they stay as the last refresh
-    step left them."""
+    """Exponent of sigma over which keys and values are linear."""
     corrects_residuals: bool = False
     """For a row with a template: whether its dense first steps correct the entries that later steps
     read."""
@@ -158,7 +157,7 @@ class AnchorLine:
 
 @lru_cache(maxsize=256)  # each block of each row calls it at each step
 def _weight(sigmas: tuple[float, ...], power: float, sigma: float) -> float:
-    if len(sigmas) < 2 or not power:
+    if len(sigmas) < 2:
         return 0.0
     earlier, last, current = (value**power for value in (*sigmas, sigma))
     return (last - current) / (earlier - last) if earlier != last else 0.0
@@ -438,7 +437,7 @@ class StepCache:
         new = [self._cached_of(name[0], x) for x in tensors]
         plan, slopes, bends = self.plan, [], []
         line = AnchorLine((), plan.power) if last is None else last.line
-        if last is not None and plan.power:
+        if last is not None:
             pairs = zip(last.parts, new, strict=True)
             changes = [new_tensor - self._decoded(coded, new_tensor) for coded, new_tensor in pairs]
             slopes = [encode(tensor, plan.format) for tensor in changes]

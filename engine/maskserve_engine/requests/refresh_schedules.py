@@ -124,7 +124,7 @@ def step_cache_bytes_with_template(
     if plan.corrects_residuals:
         all_tokens, *_ = adapter.work(*job.moments.shape[1:]).tokens
         cached_counts = [(float(all_tokens - tokens.active),)] * len(texts)
-        nbytes += _bytes(replace(plan, power=0.0), adapter, job, cached_counts, dtype)
+        nbytes += _bytes(replace(plan, anchors=frozenset({0})), adapter, job, cached_counts, dtype)
     return nbytes
 
 
@@ -136,5 +136,5 @@ def _bytes(
     dtype: str,
 ) -> int:
     fmt = FORMATS[dtype if plan.format == "model" else plan.format]
-    changes = min(len(plan.anchors) - 1, 1 + plan.second_order) if plan.power else 0
+    changes = min(len(plan.anchors) - 1, 1 + plan.second_order)
     return planning.step_cache_bytes(adapter.work(*job.moments.shape[1:]), widths, fmt, changes)

@@ -268,7 +268,6 @@ def test_what_is_booked_is_what_is_kept(adapter: FluxAdapter, encoder: Encoder) 
         plan(0, 2, 4),
         plan(0, 2, 4, second_order=True),
         plan(0, 3, ring=True, looks_ahead=True),
-        replace(plan(0, 3), power=0.0),
     ):
         row = row_of(adapter, job, schedule)
         run(adapter, [row], [schedule])
