@@ -42,7 +42,7 @@ class FairQueue(Generic[T]):
 
     Args:
         places: places of all keys (`held.budget`); 0: the caller knows which are free.
-        most_waiting: most items that may wait; each key has a share of them (`check_room`).
+        most_waiting: most items that may wait; each key has a share of them (`waiting.check`).
     """
 
     def __init__(self, places: int = 0, most_waiting: int = sys.maxsize) -> None:
@@ -135,14 +135,6 @@ class FairQueue(Generic[T]):
                 heapq.heappop(heads)
             else:
                 heapq.heapreplace(heads, ((held + 1, number), following, turns))
-
-    def check_room(self, key: Hashable) -> None:
-        """Check that one more item of the key may wait.
-
-        Raises:
-            Full: too many items wait, in all or of this key.
-        """
-        self.waiting.check(key)
 
     def check_integrity(self) -> bool:
         """Whether all structures agree."""

@@ -48,7 +48,7 @@ class FairThreads:
             Full: too many jobs wait, in all or of this key.
         """
         with self._lock:
-            self._queue.check_room(key)
+            self._queue.waiting.check(key)
             self._queue.put(key, job)
             self._dispatch()
 

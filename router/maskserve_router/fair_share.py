@@ -98,13 +98,30 @@ class FairPlaces:
                 turn.item.set_result(None)
 
 
-class _Threads:
-    """Threads that keys take in turn."""
+class LoopThreads:
+    """Threads that keys take in turn, for work of the event loop. Use it from there only."""
 
     def __init__(self, threads: int, name: str, nice: int = 0) -> None:
         # On Linux a thread has a niceness of its own.
-        self.pool = ThreadPoolExecutor(threads, name, os.nice, (nice,))
-        self.places = FairPlaces(threads)
+        self._pool = ThreadPoolExecutor(threads, name, os.nice, (nice,))
+        self._places = FairPlaces(threads)
+
+    async def run(self, key: str, work: Callable[..., T], *arguments: Any) -> T:
+        """Return `work(*arguments)`, run in the key's turn."""
+        await self._places.enter(key)
+        task = asyncio.get_running_loop().run_in_executor(self._pool, work, *arguments)
+        # A thread cannot be stopped: its place is free when it is done, not when the client leaves.
+        task.add_done_callback(lambda done: self._over(key, done))
+        return await asyncio.shield(task)
+
+    def _over(self, key: str, done: asyncio.Future[Any]) -> None:
+        if not done.cancelled():
+            done.exception()  # marks an exception that nobody awaits as seen
+        self._places.leave(key)
+
+    def close(self) -> None:
+        """Start no more work; what runs goes on."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 class FairShare:
@@ -115,8 +132,8 @@ class FairShare:
     """
 
     def __init__(self, threads: int) -> None:
-        self._work = _Threads(threads, "turns", _NICE)
-        self._statements = _Threads(_STATEMENTS, "statements")
+        self._work = LoopThreads(threads, "turns", _NICE)
+        self._statements = LoopThreads(_STATEMENTS, "statements")
         self._locked = ThreadPoolExecutor(1, "locked")
         self._used, self._at = KeyWork(), time.monotonic()
         self._last: dict[str, float] = {}
@@ -155,7 +172,7 @@ class FairShare:
 
     def close(self) -> None:
         for threads in (self._work, self._statements):
-            threads.pool.shutdown(wait=False, cancel_futures=True)
+            threads.close()
         self._locked.shutdown(wait=False)
 
     async def run(self, client: KeyHolder, size: int, work: Callable[..., T], *arguments: Any) -> T:
@@ -192,28 +209,17 @@ class FairShare:
         return await asyncio.shield(asyncio.wrap_future(self._locked.submit(work, *arguments)))
 
     async def _threaded(
-        self, threads: _Threads, client: KeyHolder, work: Callable[..., T], *arguments: Any
+        self, threads: LoopThreads, client: KeyHolder, work: Callable[..., T], *arguments: Any
     ) -> T:
-        await threads.places.enter(client.scope)
-        spent = [0.0]
-        task = asyncio.get_running_loop().run_in_executor(
-            threads.pool, _timed, spent, work, *arguments
-        )
-        # A thread cannot be stopped: its place is free when it is done, not when the client leaves.
-        task.add_done_callback(lambda done: self._over(threads, client.scope, done, spent[0]))
-        return await asyncio.shield(task)
+        """Return `work(*arguments)`; book its processor seconds, even if the client leaves."""
+        loop = asyncio.get_running_loop()
 
-    def _over(self, threads: _Threads, key: str, done: asyncio.Future[Any], seconds: float) -> None:
-        self._spent(key, seconds)
-        if not done.cancelled():
-            done.exception()  # marks an exception that nobody awaits as seen
-        threads.places.leave(key)
+        def timed() -> T:
+            began = time.thread_time()
+            try:
+                return work(*arguments)
+            finally:
+                seconds = time.thread_time() - began
+                loop.call_soon_threadsafe(self._spent, client.scope, seconds)
 
-
-def _timed(spent: list[float], work: Callable[..., T], *arguments: Any) -> T:
-    """Return `work(*given)`; store its processor seconds in the one element of `spent`."""
-    began = time.thread_time()
-    try:
-        return work(*arguments)
-    finally:
-        spent[0] = time.thread_time() - began
+        return await threads.run(client.scope, timed)

@@ -31,7 +31,7 @@ from maskserve_router.api.outputs import Outputs, check_output
 
 check_output(sys.argv[1], ["s3://answers/of-one/", "s3://nowhere/"])
 try:
-    asyncio.run(Outputs(30).put(sys.argv[1], sys.stdin.buffer.read()))
+    asyncio.run(Outputs(30).put("", sys.argv[1], sys.stdin.buffer.read()))
 except EngineFailed as error:
     sys.exit(str(error))
 else:

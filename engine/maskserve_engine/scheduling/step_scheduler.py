@@ -227,7 +227,7 @@ class TicketQueue:
         """
         key = scope_of(ticket.request_id)
         try:
-            self._queue.check_room(key)
+            self._queue.waiting.check(key)
         except Full as full:
             of_key = f"{self._queue.waiting.in_use(key)} edits of this key"
             count_text = of_key if full.of_key else f"{len(self)} edits"

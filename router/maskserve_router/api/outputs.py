@@ -10,13 +10,13 @@ import logging
 import re
 import secrets
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Final
 
 import fsspec
 
 from maskserve_common.errors import EngineFailed, InvalidRequest
+from maskserve_router.fair_share import LoopThreads
 
 log = logging.getLogger("maskserve.router")
 _NAME: Final = re.compile(r"[A-Za-z0-9._@+=, -]+")
@@ -56,18 +56,18 @@ class Outputs:
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._threads = ThreadPoolExecutor(_THREADS, "outputs")
+        self._threads = LoopThreads(_THREADS, "outputs")
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
 
-    async def put(self, url: str, content: bytes | memoryview) -> None:
-        """Write a file, which appears only when it is complete.
+    async def put(self, scope: str, url: str, content: bytes | memoryview) -> None:
+        """Write a file, in the turn of a key; it appears only when it is complete.
 
         Raises:
             EngineFailed: it cannot be written, or not in time.
         """
-        work = asyncio.get_running_loop().run_in_executor(self._threads, _write, url, content)
+        work = asyncio.ensure_future(self._threads.run(scope, _write, url, content))
         try:
             await asyncio.wait_for(asyncio.shield(work), self._timeout_s)
             return

@@ -167,11 +167,11 @@ def test_keys_that_hold_as_much_take_turns():
 def test_a_key_may_not_fill_the_queue():
     queue: FairQueue[int] = FairQueue(most_waiting=4)
     for number in range(2):
-        queue.check_room("greedy")
+        queue.waiting.check("greedy")
         queue.put("greedy", number)
     with pytest.raises(Full):
-        queue.check_room("greedy")
-    queue.check_room("modest")
+        queue.waiting.check("greedy")
+    queue.waiting.check("modest")
 
 
 def test_a_dispatch_looks_at_one_item_of_each_key():

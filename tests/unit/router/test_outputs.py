@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import re
@@ -84,11 +85,11 @@ async def test_a_file_is_there_whole_or_not_at_all(
 ) -> None:
     outputs = Outputs(30.0)
     place = tmp_path / "of" / "me" / "a.png"
-    await outputs.put(f"file://{place}", b"a picture")
+    await outputs.put("any", f"file://{place}", b"a picture")
     assert place.read_bytes() == b"a picture"
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(EngineFailed, match=r"output_url: could not be written: \w+Error"):
-        await outputs.put(f"file://{tmp_path}/file/a.png", b"a picture")
+        await outputs.put("any", f"file://{tmp_path}/file/a.png", b"a picture")
 
     def half(self: Any, path: str, content: bytes, **_: Any) -> None:
         Path(path).write_bytes(content[:3])
@@ -96,7 +97,7 @@ async def test_a_file_is_there_whole_or_not_at_all(
 
     monkeypatch.setattr(type(fsspec.filesystem("file")), "pipe_file", half)
     with pytest.raises(EngineFailed):
-        await outputs.put(f"file://{place}", b"another")
+        await outputs.put("any", f"file://{place}", b"another")
     assert place.read_bytes() == b"a picture"
     assert list(place.parent.iterdir()) == [place]
     outputs.close()
@@ -107,8 +108,30 @@ async def test_what_takes_too_long_is_told(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("maskserve_router.api.outputs._write", lambda *_: go_on.wait(30))
     outputs = Outputs(0.05)
     with pytest.raises(EngineFailed, match=r"not within 0\.05 s"):
-        await outputs.put("memory://a", b"")
+        await outputs.put("any", "memory://a", b"")
     go_on.set()
+    outputs.close()
+
+
+async def test_a_key_that_puts_many_pictures_delays_itself_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The writes of all keys were one line: one key's backlog was before all others."""
+    go_on, written = threading.Event(), list[str]()
+
+    def write(url: str, content: bytes) -> None:
+        assert go_on.wait(30)
+        written.append(url)
+
+    monkeypatch.setattr("maskserve_router.api.outputs._write", write)
+    monkeypatch.setattr("maskserve_router.api.outputs._THREADS", 1)
+    outputs = Outputs(30.0)
+    urls = [("any", f"memory://{number}") for number in range(9)] + [("other", "memory://other")]
+    writes = [asyncio.create_task(outputs.put(scope, url, b"")) for scope, url in urls]
+    await asyncio.sleep(0)
+    go_on.set()
+    await asyncio.gather(*writes)
+    assert written.index("memory://other") == 1
     outputs.close()
 
 

@@ -98,7 +98,7 @@ class ImageEdits:
                 return self._whole(client, await while_connected(request, work), request_id)
             urls = _output_urls(form.fields, request_id)
             picture_stream = self._pictures(client, form, size, headers, request_id)
-            parts = self._parts(form, picture_stream, urls)
+            parts = self._parts(client, form, picture_stream, urls)
             first = await while_connected(request, _first_of(parts))
             return WrittenAnswer(
                 _with_first(first, parts),
@@ -180,14 +180,18 @@ class ImageEdits:
         picture_stream = self._pictures(client, form, size, headers, request_id, on_progress)
         body = io.BytesIO()
         with self._front.room(client) as room:
-            async with aclosing(self._parts(form, picture_stream, urls)) as parts:
+            async with aclosing(self._parts(client, form, picture_stream, urls)) as parts:
                 async for part in parts:
                     room.becomes(room.size + len(part))
                     body.write(part)
         return msgspec.Raw(body.getvalue())
 
     async def _parts(
-        self, form: EditForm, results: AsyncGenerator[Picture, None], urls: Sequence[str]
+        self,
+        client: KeyHolder,
+        form: EditForm,
+        results: AsyncGenerator[Picture, None],
+        urls: Sequence[str],
     ) -> AsyncGenerator[bytes, None]:
         """Yield the answer's JSON in parts, picture by picture."""
         metas: list[Mapping[str, Any]] = []
@@ -195,7 +199,7 @@ class ImageEdits:
             async for picture, meta in pictures:
                 yield images_begin(form.fields, picture) if not metas else b","
                 if urls:
-                    await self._outputs.put(urls[len(metas)], picture)
+                    await self._outputs.put(client.scope, urls[len(metas)], picture)
                     yield image_at(urls[len(metas)], meta)
                 else:
                     for part in image_parts(picture, meta):
