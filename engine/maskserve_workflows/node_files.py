@@ -42,11 +42,20 @@ class NodeFiles:
         """
         self._functions = {function.__name__: function for function in functions}
         self._types = {name: node_type_of(function) for name, function in self._functions.items()}
-        self._models: dict[tuple[str, str], NodeModel] = {}
+        self._models: list[NodeModel] = []
         self.types: Mapping[str, NodeType] = MappingProxyType(self._types)
         """Node types by name."""
         self.functions: Mapping[str, Callable[..., Any]] = MappingProxyType(self._functions)
         """Functions by name, which a definition calls."""
+
+    @property
+    def models(self) -> tuple[NodeModel, ...]:
+        """All classes that run nodes."""
+        return tuple(self._models)
+
+    def classes(self, model: str) -> list[NodeModel]:
+        """Return the classes that run a model; it has several if these accept different folders."""
+        return [known for known in self._models if known.name == model]
 
     def read(self, folders: Iterable[str | Path]) -> list[str]:
         """Read the signatures in the folders' .py files. A file with an error is left out.
@@ -61,59 +70,46 @@ class NodeFiles:
             paths += sorted(path.absolute() for path in folder.glob("*.py"))
         for path in (path for path in paths if path.name != "__init__.py"):
             try:
-                self._add(path, signatures(path))
-            except WorkflowError as error:
-                problems.append(str(error))
+                self._add(str(path), signatures(path))
+            except (Exception, SystemExit) as error:
+                problems.append(error_of(path, error))
         return problems + [self._without_model(kind) for kind in self._unserved()]
 
-    def models(self, name: str) -> list[NodeModel]:
-        """Return the classes that run a model; it has several if these accept different folders."""
-        return list(dict.fromkeys(x for (known, _), x in self._models.items() if known == name))
+    def _add(self, file: str, namespace: Mapping[str, Any]) -> None:
+        """Add what a file declares, in place of what it declared before.
 
-    @property
-    def all_models(self) -> list[NodeModel]:
-        return list(dict.fromkeys(self._models.values()))
-
-    def _add(self, path: Path, namespace: Mapping[str, Any]) -> None:
+        Raises:
+            WorkflowError: it declares nothing, or the names of another file.
+        """
         functions, models = _declared_in(namespace)
         if not functions and not models:
-            raise WorkflowError(f"{path}: declares nothing; accepted: @node and @node_model")
+            raise WorkflowError("declares nothing; accepted: @node and @node_model")
         for name, function in functions.items():
-            self._require_new(path, "node", name, self._types.get(name))
-            _check_model(path, f"node {name}", node_type_of(function).model)
-        keys = {(model.name, kind): model for model in models for kind in model.kinds or ("",)}
-        for (name, kind), model in keys.items():
-            _check_model(path, model.class_name, name)
-            _check_source(path, model)
-            rival = next(
-                (x for key, x in self._models.items() if key in ((name, kind), (name, ""))
-                 or (not kind and key[0] == name)), None,
-            )  # fmt: skip
-            self._require_new(path, "model", name, rival)
-        for known in (self._functions, self._types):
-            for name in [x for x, kind in self._types.items() if kind.file == str(path)]:
-                known.pop(name, None)
+            if (known := self._types.get(name)) is not None and known.file != file:
+                raise _taken("node", name, known.file)
+            _check_model(f"node {name}", node_type_of(function).model)
+        others = [known for known in self._models if known.file != file]
+        for model in models:
+            _check_model(model.class_name, model.name)
+            _check_source(model)
+            for other in others:
+                if _accept_the_same(model, other):
+                    raise _taken("model", model.name, other.file)
+            others.append(model)
+        self._models = others
+        for name in [name for name, kind in self._types.items() if kind.file == file]:
+            del self._types[name], self._functions[name]
         self._functions.update(functions)
         self._types.update({name: node_type_of(function) for name, function in functions.items()})
-        others = {key: x for key, x in self._models.items() if x.file != str(path)}
-        self._models = others | keys
-
-    def _require_new(
-        self, path: Path, what: str, name: str, known: NodeType | NodeModel | None
-    ) -> None:
-        if known is not None and known.file != str(path):
-            raise WorkflowError(
-                f"{path}: {what} {name} is declared in {known.file}, too; accepted: each name once"
-            )
 
     def _unserved(self) -> list[NodeType]:
-        names = {model.name for model in self.all_models} | {EDIT}
+        names = {model.name for model in self._models} | {EDIT}
         return [kind for kind in self._types.values() if kind.model not in names]
 
     def _without_model(self, kind: NodeType) -> str:
         """Leave out a node that no model runs; return the error."""
         del self._types[kind.name], self._functions[kind.name]
-        names = sorted({model.name for model in self.all_models})
+        names = sorted({model.name for model in self._models})
         return (
             f"{kind.file}: node {kind.name} is run by model {kind.model}, which no file declares"
             f'{nearest(kind.model, names)}; accepted: @node_model("{kind.model}") on a class, or '
@@ -122,21 +118,13 @@ class NodeFiles:
 
 
 def signatures(path: Path) -> dict[str, Any]:
-    """Return the namespace of a file's signatures.
-
-    Raises:
-        WorkflowError: naming the file and line.
-    """
+    """Return the namespace of a file's signatures; raises as an import of the file does."""
     module = types.ModuleType(_module_name(path, "signatures"))
     module.__file__ = str(path)
     sys.modules[module.__name__] = module  # where annotations of its classes are looked up
-    namespace = vars(module)
-    try:
-        tree = _signature_part(ast.parse(path.read_bytes(), str(path)))
-        exec(compile(tree, str(path), "exec"), namespace)
-    except Exception as error:
-        raise WorkflowError(error_of(path, error)) from error
-    return namespace
+    tree = _signature_part(ast.parse(path.read_bytes(), str(path)))
+    exec(compile(tree, str(path), "exec"), vars(module))
+    return vars(module)
 
 
 def open_model(model: NodeModel, setup: ModelSetup) -> Nodes:
@@ -147,7 +135,7 @@ def open_model(model: NodeModel, setup: ModelSetup) -> Nodes:
     """
     try:
         cls = vars(_module(Path(model.file)))[model.class_name]
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise WorkflowError(error_of(Path(model.file), error)) from error
     nodes: Nodes = cls(setup)
     return nodes
@@ -249,27 +237,34 @@ def _declared_in(
     """Return the functions and models that a namespace declares itself, not those it imports."""
     name = namespace["__name__"]
     here = [x for x in namespace.values() if getattr(x, "__module__", "") == name]
-    functions = [x for x in here if callable(x) and "node_type" in vars(x)]
-    models = [vars(x)["node_model"] for x in here if "node_model" in vars(x)]
-    return {function.__name__: function for function in functions}, models
+    attributes = [(x, getattr(x, "__dict__", {})) for x in here]
+    functions = {x.__name__: x for x, known in attributes if "node_type" in known}
+    return functions, [known["node_model"] for _, known in attributes if "node_model" in known]
 
 
-def _check_model(path: Path, what: str, model: str) -> None:
-    if not model.isidentifier() or model == EDIT:
+def _taken(what: str, name: str, file: str) -> WorkflowError:
+    return WorkflowError(f"{what} {name} is declared in {file}, too; accepted: each name once")
+
+
+def _accept_the_same(one: NodeModel, other: NodeModel) -> bool:
+    """Return whether two classes run one model from folders of one kind."""
+    return one.name == other.name and (
+        not one.kinds or not other.kinds or not set(one.kinds).isdisjoint(other.kinds)
+    )
+
+
+def _check_model(what: str, model: Any) -> None:
+    if not isinstance(model, str) or not model.isidentifier() or model == EDIT:
         raise WorkflowError(
-            f"{path}: {what} names model {model!r}; accepted: letters, digits and _, but not {EDIT}"
+            f"{what} names model {model!r}; accepted: letters, digits and _, but not {EDIT}"
         )
 
 
-def _check_source(path: Path, model: NodeModel) -> None:
-    fields = NodesConfig.__struct_fields__
-    source = model.source
-    if source and source != model.name and (source not in fields or source in _RESERVED):
-        raise WorkflowError(
-            f"{path}: {model.class_name} has source {source!r}; accepted: {model.name}"
-        )
-    if source in _RESERVED or (not source and (model.kinds or model.needs)):
-        raise WorkflowError(
-            f"{path}: {model.class_name} has source {source!r}; accepted: the name of a model that "
-            f"is none of {', '.join(sorted(_RESERVED))}"
-        )
+def _check_source(model: NodeModel) -> None:
+    """Raise WorkflowError if a class has a key of `[nodes]` that is another's, or lacks one."""
+    source, fields = model.source, NodesConfig.__struct_fields__
+    is_needed = bool(model.kinds or model.needs)
+    is_key = source == model.name or source in fields
+    if source in _RESERVED or (not is_key if source else is_needed):
+        accepted = model.name if model.name not in _RESERVED else "another name of the model"
+        raise WorkflowError(f"{model.class_name} has source {source!r}; accepted: {accepted}")

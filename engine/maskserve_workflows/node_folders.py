@@ -28,7 +28,7 @@ class NodeFolder(NamedTuple):
     @classmethod
     def of(cls, name: str, path: Path) -> NodeFolder:
         """Return the folder's facts. Raises ConfigError: no class of the model accepts it."""
-        by_kind = {kind: model for model in NODE_FILES.models(name) for kind in model.kinds}
+        by_kind = {kind: model for model in NODE_FILES.classes(name) for kind in model.kinds}
         if by_kind:
             kind = read_json(path / "config.json", f"nodes.{name}").get("model_type")
             if kind not in by_kind:
@@ -36,7 +36,7 @@ class NodeFolder(NamedTuple):
                 raise ConfigError(f"nodes.{name}: {path} is a {kind}; accepted: {accepted}")
             model = by_kind[kind]
         elif path.is_dir():
-            [model] = NODE_FILES.models(name)
+            [model] = NODE_FILES.classes(name)
         else:
             raise ConfigError(f"nodes.{name}: {path} is not a folder; accepted: a folder")
         weights = list(path.glob("*.safetensors")) or [x for x in path.rglob("*") if x.is_file()]
@@ -45,7 +45,7 @@ class NodeFolder(NamedTuple):
 
 def check_names(nodes: NodesConfig) -> None:
     """Raise ConfigError if `[nodes]` has a key that is no model's."""
-    sources = {model.source for model in NODE_FILES.all_models if model.source}
+    sources = {model.source for model in NODE_FILES.models if model.source}
     known = sorted({*nodes.__struct_fields__, *sources})
     for name in nodes.models:
         if name not in sources:
@@ -59,7 +59,7 @@ def light_models(nodes: NodesConfig) -> dict[str, NodeModel]:
     """
     return {
         model.name: model
-        for model in NODE_FILES.all_models
+        for model in NODE_FILES.models
         if not model.source or is_url(nodes.source(model.source))
     }
 
@@ -78,7 +78,7 @@ def node_folders(nodes: NodesConfig) -> dict[str, tuple[NodeFolder, ...]]:
     for name, folder in folders.items():
         for other in folder.model.needs:
             if other not in folders:
-                accepted = ", ".join(x for model in NODE_FILES.models(other) for x in model.kinds)
+                accepted = ", ".join(x for model in NODE_FILES.classes(other) for x in model.kinds)
                 kind = next(iter(folder.model.kinds), name)
                 raise ConfigError(
                     f"nodes.{name}: a {kind} needs nodes.{other}; accepted: {accepted}"

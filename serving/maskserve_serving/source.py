@@ -97,7 +97,7 @@ def with_node_folders(
     """
     whole = {}
     for key, model in nodes.items():
-        files = _NODE if any(known.kinds for known in NODE_FILES.models(key)) else ["*"]
+        files = _NODE if any(known.kinds for known in NODE_FILES.classes(key)) else ["*"]
         folder = _local(model, f"{file}: nodes.{key}", None, files, (), fetch)
         whole[key] = str(folder.absolute())
     return with_values(tables, "nodes", **whole)

@@ -21,6 +21,7 @@ from maskserve_workflows.definition import Workflow, each, repeat
 from maskserve_workflows.node_request import NodeRequest, Nodes
 from maskserve_workflows.nodes import (
     NODE_FILES,
+    NODE_TYPES,
     best,
     compose,
     edit,
@@ -45,16 +46,15 @@ Node = Callable[[str, NodeCall, Mapping[str, Any]], Mapping[str, Any]]
 @contextmanager
 def node_path(*folders: Path) -> Iterator[list[str]]:
     """The node files of these folders, in this process; gives the errors of reading them."""
-    files = NODE_FILES
-    parts: list[dict[Any, Any]] = [files._types, files._functions, files._models]
-    before = [dict(part) for part in parts]
+    types, functions, models = dict(NODE_TYPES), dict(NODE_FILES.functions), NODE_FILES.models
     try:
-        yield files.read(folders)
+        yield NODE_FILES.read(folders)
     finally:
-        files._models = before.pop()
-        for part, values in zip(parts, before, strict=False):
-            part.clear()
-            part.update(values)
+        NODE_FILES._models = list(models)
+        for known in (NODE_FILES._types, NODE_FILES._functions):
+            known.clear()
+        NODE_FILES._types.update(types)
+        NODE_FILES._functions.update(functions)
 
 
 def new_node(folder: Path) -> Path:

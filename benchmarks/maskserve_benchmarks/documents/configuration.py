@@ -75,7 +75,7 @@ def tables(struct: type[Table], excluded: type[Table] = Table) -> Iterator[str]:
 def _models() -> list[str]:
     """Return the keys of `[nodes]` that built-in node files declare."""
     abouts: dict[str, list[str]] = {}
-    for model in NODE_FILES.all_models:
+    for model in NODE_FILES.models:
         if model.source == model.name:
             abouts.setdefault(model.name, []).append(model.about)
     accepted = "folder or hub id"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +20,7 @@ from maskserve_workflows.node_request import NodeRequest
 from maskserve_workflows.nodes import NODE_TYPES
 from maskserve_workflows.plan import NodeCall
 from tests.fakes.pictures import encode, scene
+from tests.support.eventually import eventually
 from tests.support.workflows import interpret, new_node, node_path
 
 DEFINITION = """
@@ -65,3 +67,91 @@ def test_a_new_node_is_compiled_and_run(tmp_path: Path, capsys: pytest.CaptureFi
     sharpened = Image.fromarray(pixels).filter(ImageFilter.UnsharpMask(percent=200))
     assert outputs["image"] == encode(np.asarray(sharpened))
     assert outputs["lines"]
+
+
+WEIGHED = """
+import torch
+
+from maskserve_workflows.node_request import one_by_one
+from maskserve_workflows.node_types import node, node_model
+from maskserve_workflows.ports import Picture, Words
+
+
+class Layers(torch.nn.Module):
+    def forward(self, x):
+        return x * self.scale
+
+
+@node(model="scale", price_s=0.1)
+def scale(text: Words) -> Words: ...
+
+
+@node_model("scale", source="scale", kinds=("scaler",), needs=("unit",))
+class Scale(Layers):
+    def __init__(self, setup):
+        super().__init__()
+        self.scale = torch.load(f"{setup.source}/scale.pt")
+        self.loaded = setup.loaded
+
+    def run(self, calls):
+        return one_by_one(self.scaled, calls)
+
+    def scaled(self, call):
+        unit = self.loaded["unit"].name
+        return {"text": f"{float(self(torch.tensor(float(call.inputs['text'])))):g} {unit}"}
+
+
+@node_model("unit", source="unit", kinds=("unit",))
+class Unit:
+    def __init__(self, setup):
+        self.name = setup.source.rpartition("/")[2]
+
+
+@node(model="place", price_s=0.1)
+def place(text: Words) -> Words: ...
+
+
+@node_model("place", source="place")
+class Place:
+    def __init__(self, setup):
+        self.source = setup.source
+
+    def run(self, calls):
+        return [{"text": self.source} for call in calls]
+"""
+
+
+def test_a_node_may_have_weights_another_model_or_a_url(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    (tmp_path / "scale.py").write_text(WEIGHED)
+    (tmp_path / "wrong.py").write_text(
+        WEIGHED.replace("import torch", "import torch, nowhere")
+        .replace("place", "home").replace("scale", "size").replace("unit", "metre")
+    )  # fmt: skip
+    for kind, names in (("scaler", ("scale", "size")), ("unit", ("unit", "metre"))):
+        for name in names:
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "config.json").write_text(
+                json.dumps({"model_type": kind.replace("unit", name)})
+            )
+            torch.save(torch.tensor(2.5), tmp_path / name / f"{name}.pt")
+    nodes: dict[str, Any] = {name: str(tmp_path / name) for name in ("scale", "unit")}
+    nodes |= {name: str(tmp_path / name) for name in ("size", "metre")}
+    nodes |= {"place": "http://127.0.0.1:9/v1", "path": [str(tmp_path)], "load": "use"}
+    (tmp_path / "size" / "config.json").write_text('{"model_type": "scaler"}')
+    results: dict[str, Any] = {}
+    with node_path():
+        models = NodeModels(config_of({"nodes": nodes}))
+        for name in ("place", "scale", "size"):
+
+            def done(result: Any, seconds: float, name: str = name) -> None:
+                results[name] = result
+
+            models.call(name, NodeRequest(name, {"text": "4"}, {}), done)
+        eventually("all are answered", lambda: len(results) == 3)
+        sizes = {model["name"]: model["bytes"] for model in models.record()["models"]}
+        models.close()
+    assert results["place"] == {"text": "http://127.0.0.1:9/v1"}
+    assert results["scale"] == {"text": "10 unit"}
+    assert str(results["size"]) == "[ENGINE_FAILED] nodes: model size: wrong.py cannot be imported"
+    assert sizes["place"] == 0 < sizes["scale"]

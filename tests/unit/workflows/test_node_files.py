@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import re
 import subprocess
 import sys
@@ -12,10 +14,10 @@ import pytest
 
 from maskserve_common.config import Config, ConfigError
 from maskserve_common.config_file import config_of
-from maskserve_workflows.node_files import NodeFiles, open_model
+from maskserve_workflows.node_files import NodeFiles, open_model, signatures
 from maskserve_workflows.node_folders import node_folders
 from maskserve_workflows.node_request import ModelSetup
-from maskserve_workflows.nodes import NODE_FILES, edit
+from maskserve_workflows.nodes import BUILT_IN, NODE_FILES, edit
 from maskserve_workflows.ports import WorkflowError
 from tests.support.workflows import node_path
 
@@ -55,11 +57,33 @@ def test_signatures_are_read_without_the_model(tmp_path: Path) -> None:
     assert problems == []
     assert files.types["turn"].outputs == {"picture": "picture", "mask": "mask"}
     assert files.types["turn"].about == "Turn it."
-    [model] = files.models("turn")
+    [model] = files.classes("turn")
     assert (model.about, model.kinds, model.source) == ("A turner.", ("turner",), "turn")
     line = text.splitlines().index("import nowhere") + 1
     with pytest.raises(WorkflowError, match=rf"turn.py:{line}: ModuleNotFoundError: .*'nowhere'"):
         open_model(model, ModelSetup("", Config()))
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in BUILT_IN.glob("[a-z]*.py")))
+def test_signatures_are_those_of_the_whole_file(name: str) -> None:
+    part = signatures(BUILT_IN / f"{name}.py")
+    whole = vars(importlib.import_module(f"maskserve_engine.nodes.{name}"))
+    declared = 0
+    for key, value in part.items():
+        attributes = getattr(value, "__dict__", {})
+        if (kind := attributes.get("node_type")) is not None:
+            oracle = vars(whole[key])["node_type"]
+            assert kind.signature == oracle.signature
+            settings, returns = kind.settings, kind.returns
+            assert dataclasses.replace(oracle, settings=settings, returns=returns) == kind
+        elif (model := attributes.get("node_model")) is not None:
+            assert model == vars(whole[key])["node_model"]
+        else:
+            continue
+        declared += 1
+    here = [x for x in whole.values() if getattr(x, "__module__", "") == whole["__name__"]]
+    marks = [{"node_type", "node_model"} & getattr(x, "__dict__", {}).keys() for x in here]
+    assert declared == sum(map(bool, marks))
 
 
 def test_a_signature_tells_versions_apart(tmp_path: Path) -> None:
@@ -108,6 +132,11 @@ GOOD = HEAD + TURN.replace("turn", "good") + TURNER.replace("turn", "good")
         (HEAD + TURN + TURNER.replace('"turn"', '"turn", source="other"'),
          r"bad.py: Turner has source 'other'; accepted: turn"),
         ("import os\n", r"bad.py: declares nothing"),
+        (HEAD + "import sys\nS = sys.exit('no')\n" + TURN.replace("0.1", "S") + TURNER,
+         r"bad.py:4: SystemExit: no"),
+        (HEAD + TURN + TURNER.replace('"turn"', "5"), r"bad.py: Turner names model 5; accepted: "),
+        (HEAD + TURN + TURNER + TURNER.replace("Turner", "Other"),
+         r"bad.py: model turn is declared in .*bad.py, too"),
     ],
 )  # fmt: skip
 def test_a_bad_file_is_left_out_in_a_sentence(tmp_path: Path, text: str, words: str) -> None:
@@ -131,7 +160,7 @@ def test_classes_of_one_model_accept_different_folders(tmp_path: Path) -> None:
     first = TURNER.replace('"turn"', '"turn", source="turn", kinds=("a",)')
     files, problems = read(write(tmp_path, turn=HEAD + TURN + first, other=HEAD + other))
     assert problems == []
-    assert {model.class_name: model.kinds for model in files.models("turn")} == {
+    assert {model.class_name: model.kinds for model in files.classes("turn")} == {
         "Turner": ("a",), "Other": ("b",)
     }  # fmt: skip
     _, problems = read(write(tmp_path, other=HEAD + other.replace('"b"', '"a"')))
@@ -162,5 +191,5 @@ def test_a_router_reads_built_in_files_without_the_model_libraries() -> None:
         "assert not {'torch', 'transformers', 'httpx', 'diffusers'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", probe], check=True)
-    kinds = {kind for model in NODE_FILES.all_models for kind in model.kinds}
+    kinds = {kind for model in NODE_FILES.models for kind in model.kinds}
     assert {"clipseg", "grounding-dino", "sam", "sam2", "sam2_video", "swin2sr", "clip"} <= kinds
