@@ -86,7 +86,7 @@ class Layers(torch.nn.Module):
 def scale(text: Words) -> Words: ...
 
 
-@node_model("scale", source="scale", kinds=("scaler",), needs=("unit",))
+@node_model("scale", source="scale", kinds=("scale",), needs=("unit",))
 class Scale(Layers):
     def __init__(self, setup):
         super().__init__()
@@ -128,17 +128,13 @@ def test_a_node_may_have_weights_another_model_or_a_url(tmp_path: Path) -> None:
         WEIGHED.replace("import torch", "import torch, nowhere")
         .replace("place", "home").replace("scale", "size").replace("unit", "metre")
     )  # fmt: skip
-    for kind, names in (("scaler", ("scale", "size")), ("unit", ("unit", "metre"))):
-        for name in names:
-            (tmp_path / name).mkdir()
-            (tmp_path / name / "config.json").write_text(
-                json.dumps({"model_type": kind.replace("unit", name)})
-            )
-            torch.save(torch.tensor(2.5), tmp_path / name / f"{name}.pt")
-    nodes: dict[str, Any] = {name: str(tmp_path / name) for name in ("scale", "unit")}
-    nodes |= {name: str(tmp_path / name) for name in ("size", "metre")}
+    folders = ("scale", "unit", "size", "metre")
+    for name in folders:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"model_type": name}))
+        torch.save(torch.tensor(2.5), tmp_path / name / f"{name}.pt")
+    nodes: dict[str, Any] = {name: str(tmp_path / name) for name in folders}
     nodes |= {"place": "http://127.0.0.1:9/v1", "path": [str(tmp_path)], "load": "use"}
-    (tmp_path / "size" / "config.json").write_text('{"model_type": "scaler"}')
     results: dict[str, Any] = {}
     with node_path():
         models = NodeModels(config_of({"nodes": nodes}))
