@@ -832,6 +832,13 @@ MUTATIONS = (
         f"{_UNIT}/router/test_job_store.py::test_a_late_writer_fails_on_the_fence",
     ),
     Mutation(
+        "a call that ends its servers goes to a third",
+        "router/maskserve_router/messages/failures.py",
+        "MOST_LOST = 2",
+        "MOST_LOST = 3",
+        f"{_UNIT}/router/test_workflows.py::test_a_failure_without_a_word_is_tried_at_one_other",
+    ),
+    Mutation(
         "a redirect takes a webhook",
         "router/maskserve_router/jobs/webhooks.py",
         "if 200 <= status < 300:",
