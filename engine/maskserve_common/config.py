@@ -37,9 +37,17 @@ Addresses = Annotated[
 ]
 
 
-def comma_list(text: str) -> tuple[str, ...]:
-    """Return the parts of a text with commas between them."""
-    return tuple(part.strip() for part in text.split(",") if part.strip())
+def _address_list(key: str, text: str) -> tuple[str, ...]:
+    """Return the addresses of a key's value, which has commas between them.
+
+    Raises:
+        ConfigError: one is listed twice.
+    """
+    addresses = tuple(part.strip() for part in text.split(",") if part.strip())
+    for address in addresses:
+        if addresses.count(address) > 1:
+            raise ConfigError(f"{key}: {address} is listed twice; accepted: each address once")
+    return addresses
 
 
 class ModelConfig(Table, frozen=True):
@@ -283,8 +291,12 @@ class StagesConfig(Table, frozen=True):
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Addresses of the stage services."""
-        return comma_list(self.service)
+        """Addresses of the stage services.
+
+        Raises:
+            ConfigError: one is listed twice.
+        """
+        return _address_list("[stages] service", self.service)
 
 
 class SloConfig(Table, frozen=True):
@@ -377,11 +389,9 @@ class ControlsConfig(Table, frozen=True):
         """Addresses of the ControlNet services.
 
         Raises:
-            ConfigError: one is named twice, or other keys do not go with several.
+            ConfigError: one is listed twice, or other keys do not go with several.
         """
-        addresses = comma_list(self.service)
-        if len(set(addresses)) < len(addresses):
-            raise ConfigError("[controls] service: names an address twice; accepted: each once")
+        addresses = _address_list("[controls] service", self.service)
         several = len(addresses) > 1 or self.service.startswith(DNS)
         if several and self.unequal_depths == "shallowest":
             raise ConfigError(

@@ -10,7 +10,8 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from maskserve_common.config import NODE_PATH_HELP, WEIGHT_FORMS, node_path_folders
+from maskserve_common.config import NODE_PATH_HELP, WEIGHT_FORMS, ConfigError, node_path_folders
+from maskserve_common.config_file import config_of
 from maskserve_serving.errors import ServeError
 
 _PACKAGE = Path(__file__).resolve().parent
@@ -310,10 +311,11 @@ class ServeOptions:
             check_adapters("[adapters] store", named("adapters", "store"))
         if not self.controlnets:
             check_path("[controls] folder", named("controls", "folder"), CONTROLNETS)
-        addresses = [address.strip() for address in named("stages", "service").split(",")]
-        for address in addresses:
-            if addresses.count(address) > 1:
-                raise ServeError(f"[stages] service: {address} is listed twice")
+        try:
+            config = config_of(tables)
+            _ = config.stages.addresses, config.controls.addresses
+        except ConfigError as error:
+            raise ServeError(str(error)) from None
         check_path("[safety] repository", named("safety", "repository"), "a folder with a model")
         check_path("[model] gguf", named("model", "gguf"), "a GGUF file", folder=False)
         for lora in map(lora_file, named("model", "fuse_loras")):

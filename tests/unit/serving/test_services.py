@@ -174,10 +174,11 @@ def test_stages_have_a_service_for_each_device(tmp_path: Path) -> None:
         ServeOptions("m", stages_device="cpu,").check_flags()
 
 
-def test_an_address_that_is_listed_twice_is_refused() -> None:
-    tables = {"stages": {"service": "a:1,b:1, a:1"}}
-    with pytest.raises(ServeError, match=r"\[stages\] service: a:1 is listed twice"):
+@pytest.mark.parametrize("table", ["stages", "controls"])
+def test_an_address_that_is_listed_twice_is_refused(table: str) -> None:
+    tables = {table: {"service": "a:1,b:1, a:1"}}
+    with pytest.raises(ServeError, match=rf"\[{table}\] service: a:1 is listed twice"):
         ServeOptions("m").check_tables(tables)
-    ServeOptions("m").check_tables({"stages": {"service": "a:1,b:1"}})
+    ServeOptions("m").check_tables({table: {"service": "a:1,b:1"}})
     with pytest.raises(ServeError, match=r"service: 'a:1,,b:1' has another form; accepted: HOST:P"):
-        checked({"stages": {"service": "a:1,,b:1"}})
+        checked({table: {"service": "a:1,,b:1"}})

@@ -360,7 +360,7 @@ def test_services_of_a_name_are_followed(flux: Model, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("controls", "problem"),
     [
-        ({"service": "a:1, b:2 ,a:1"}, "names an address twice"),
+        ({"service": "a:1, b:2 ,a:1"}, "a:1 is listed twice"),
         ({"service": "a:1,b:2", "unequal_depths": "shallowest"}, "unequal_depths"),
         ({"service": "dns:a:1", "unequal_depths": "shallowest"}, "unequal_depths"),
     ],
