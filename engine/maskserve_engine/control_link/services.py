@@ -177,6 +177,13 @@ class ControlService:
         return self._rests_until > time.monotonic()
 
     @property
+    def is_away(self) -> bool:
+        """Whether the service has failed to load a ControlNet, or was lost and not attached to
+        since.
+        """
+        return self.is_resting or (self._link is not None and self._link.over)
+
+    @property
     def held(self) -> set[str]:
         """Versions of the ControlNets that the service holds for this denoiser."""
         return {version for version, (link, _) in list(self._nets_held.items()) if not link.over}
@@ -275,7 +282,7 @@ class ControlServices:
         if self._has_names:
             self._resolve()
         source, errors = _Source(name, content), list[MaskserveError]()
-        for service in sorted(self.services, key=lambda s: (s.is_resting, len(s.held))):
+        for service in sorted(self.services, key=lambda s: (s.is_away, len(s.held))):
             try:
                 response = _load(service, source, version, limit_s)
             except MaskserveError as error:

@@ -22,12 +22,13 @@ from msgspec.structs import replace
 
 from maskserve_common.config import Config
 from maskserve_common.contracts.request import ResolvedControl
-from maskserve_common.errors import MaskserveError
+from maskserve_common.errors import MaskserveError, Overloaded
 from maskserve_common.resources.loading import Loaded
 from maskserve_engine.control_link.opening import Opening
 from maskserve_engine.control_link.services import ControlService, ControlServices
 from maskserve_engine.control_link.transport import Connection as Denoiser
 from maskserve_engine.control_service.service import ControlNetService
+from maskserve_engine.control_service.sessions import ServiceNetLoader
 from maskserve_engine.families.specs import load_spec
 from maskserve_engine.spec.control_nets import ControlNets, content_of
 from maskserve_engine.stages.loader import dtype_of
@@ -64,6 +65,10 @@ class DirectCalls:
                 return {"digest": loaded.digest}
             case {"op": "open"}:
                 sessions.open(op["session"], op["row"], Opening.unpacked(op["opening"], arrays))
+            case {"op": "health"}:
+                return sessions.counts()
+            case {"op": "drop"}:
+                sessions.drop(op["session"], op["version"])
             case {"op": "close"}:
                 sessions.close_row(op["session"], op["row"])
         return {}
@@ -125,7 +130,7 @@ def _serve(
     """Run the process of a service until the pipe closes."""
     if core is not None:
         alone_on(core)
-    loader: Any = partial(_Loader, family)
+    loader: Any = ServiceNetLoader if family is None else partial(_Loader, family)
     service = ControlNetService(config, Path(folder), loader, family, connection)
     calls = DirectCalls(service)
     while True:
@@ -138,15 +143,18 @@ def _serve(
 
 
 class PipeCalls:
-    """`ServiceCalls` through a pipe."""
+    """`ServiceCalls` through a pipe, to the process `pid`."""
 
-    def __init__(self, pipe: Connection) -> None:
-        self._pipe, self._door = pipe, threading.Lock()
+    def __init__(self, pipe: Connection, pid: int) -> None:
+        self._pipe, self.pid, self._door = pipe, pid, threading.Lock()
 
     def call(self, op: dict[str, Any], arrays: bytes, limit_s: float) -> dict[str, Any]:
         with self._door:
-            self._pipe.send((op, arrays))
-            reply: dict[str, Any] = self._pipe.recv()
+            try:
+                self._pipe.send((op, arrays))
+                reply: dict[str, Any] = self._pipe.recv()
+            except (EOFError, OSError) as error:
+                raise Overloaded("the ControlNet service does not answer") from error
             return reply
 
     def close(self) -> None:
@@ -155,7 +163,7 @@ class PipeCalls:
 
 @contextmanager
 def service_process(
-    family: Family,
+    family: Family | None,
     core: int | None = None,
     connection: Callable[[socket], Denoiser] = Denoiser,
     config: Config = Config(),  # noqa: B008
@@ -163,7 +171,8 @@ def service_process(
     """Run a process with a service while the context lasts.
 
     Args:
-        family: family of its ControlNets.
+        family: family of its ControlNets; None: that of the configured model, with the nets in
+            `[controls] folder`.
         core: core of its own for the process; None: any core.
         connection: class of a denoiser's connection.
         config: configuration of the service.
@@ -176,7 +185,8 @@ def service_process(
         )
         spawned.start()
         child_pipe.close()
-        calls = PipeCalls(parent_pipe)
+        assert spawned.pid is not None
+        calls = PipeCalls(parent_pipe, spawned.pid)
         try:
             yield calls
         finally:
