@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +43,11 @@ class Hosted:
 def hosted_by(options: ServeOptions) -> list[Hosted]:
     """Return what a supervisor's services host; without workers or a router, for other hosts."""
     base, has_workers, services = options.base_port, bool(options.workers), list[Hosted]()
-    if device := options.controlnet_device:
-        ports = Ports.of_controlnet(base)
-        services.append(
-            Hosted(
-                "controlnet", ports, ("controlnet",), (SERVICES,), _controlnets, has_workers, device
-            )
-        )
+    for index, device in enumerate(options.controlnet_devices):
+        name = f"controlnet-{index}" if len(options.controlnet_devices) > 1 else "controlnet"
+        ports, models = Ports.of_controlnet(base, index), ("controlnet",)
+        tables = partial(_controlnets, index)
+        services.append(Hosted(name, ports, models, (SERVICES,), tables, has_workers, device))
     for index, device in enumerate(options.stages_devices):
         name = f"stages-{index}" if len(options.stages_devices) > 1 else "stages"
         ports = Ports.of_stages(base, index)
@@ -59,10 +58,14 @@ def hosted_by(options: ServeOptions) -> list[Hosted]:
     return services
 
 
-def _controlnets(spec: Spec) -> dict[str, Any]:
+def _controlnets(index: int, spec: Spec) -> dict[str, Any]:
     options = spec.options
     tables = with_controlnets(options, spec.with_model(spec.tables))
-    link = Ports.of_controlnet(options.base_port).link
+    try:
+        _ = checked(tables).controls.addresses
+    except ConfigError as error:
+        raise ServeError(str(error)) from None
+    link = Ports.of_controlnet(options.base_port, index).link
     listen = "" if options.workers else f"{options.host}:{link}"
     tables = with_values(tables, "controls", service="", listen=listen)
     if not checked(tables).controls.folder:

@@ -155,12 +155,14 @@ class ServeOptions:
         metavar="DIR",
     )
     controlnet_device: str = _flag(
-        "run ControlNets on this device, in a separate server: cpu, cuda or cuda:N "
+        "run ControlNets on this device, in a separate server: cpu, cuda or cuda:N; several with "
+        "commas: a server for each, which run the ControlNets of an edit beside each other "
         "(default: in each worker, before the base model's step)",
         "",
-        metavar="D",
+        metavar="D[,D]",
     )
-    """Its ports are base + {3 steps of other hosts' workers, 4 HTTP, 5 gRPC, 6 metrics}."""
+    """Its ports are base + {3 steps of other hosts' workers, 4 HTTP, 5 gRPC, 6 metrics}; those of a
+    further server i are base + 10·i + {3, 7, 8, 9}."""
     stages_device: str = _flag(
         "encode and decode on this device, in a separate server for all workers: cpu, cuda or "
         "cuda:N; several with commas: a server for each, among which requests are divided "
@@ -288,8 +290,7 @@ class ServeOptions:
                 "--nodes or --router"
             )
         devices = [("stages-device", device) for device in self.stages_devices]
-        if self.controlnet_device:
-            devices.append(("controlnet-device", self.controlnet_device))
+        devices += [("controlnet-device", device) for device in self.controlnet_devices]
         for flag, device in devices:
             if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
                 raise ServeError(f"--{flag}: is {device!r}; accepted: cpu, cuda or cuda:N")
@@ -347,6 +348,11 @@ class ServeOptions:
     def stages_devices(self) -> tuple[str, ...]:
         """The device of each stage service."""
         return tuple(self.stages_device.split(",")) if self.stages_device else ()
+
+    @property
+    def controlnet_devices(self) -> tuple[str, ...]:
+        """Devices of the ControlNet services, each of which has a server."""
+        return tuple(self.controlnet_device.split(",")) if self.controlnet_device else ()
 
     @property
     def of_model(self) -> dict[str, Any]:

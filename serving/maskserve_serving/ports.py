@@ -29,9 +29,13 @@ class Ports:
         return cls(first, first + 1, first + 2)
 
     @classmethod
-    def of_controlnet(cls, base: int) -> Ports:
-        """Return the ControlNet service's ports, from those reserved for the first worker."""
-        return cls(base + 4, base + 5, base + 6, base + 3)
+    def of_controlnet(cls, base: int, index: int = 0) -> Ports:
+        """Return a ControlNet service's ports, from those reserved for the worker of this index.
+        After the first worker's, the stage services have the places that this service has there.
+        """
+        first = base + STRIDE * index
+        http = first + (7 if index else 4)
+        return cls(http, http + 1, http + 2, first + 3)
 
     @classmethod
     def of_nodes(cls, base: int) -> Ports:

@@ -83,17 +83,18 @@ class Spec:
         """Return the CPU threads of a process that steps: configured, or a share of the cores."""
         configured: int = config.model.torch_threads
         options = self.options
-        services = bool(options.controlnet_device) + len(options.stages_devices)
+        services = len(options.controlnet_devices) + len(options.stages_devices)
         return configured or max(1, cores() // (options.workers * config.engine.devices + services))
 
 
 def with_controlnets(options: ServeOptions, tables: dict[str, Any]) -> dict[str, Any]:
-    """Return `tables` with the ControlNets' folder and the service that runs them."""
+    """Return `tables` with the ControlNets' folder and the services that run them."""
     overrides: dict[str, str] = {}
     if options.controlnets:
         overrides["folder"] = str(Path(options.controlnets).absolute())
-    if options.controlnet_device:
-        overrides["service"] = f"127.0.0.1:{Ports.of_controlnet(options.base_port).grpc}"
+    if devices := options.controlnet_devices:
+        ports = [Ports.of_controlnet(options.base_port, i) for i in range(len(devices))]
+        overrides["service"] = ",".join(f"127.0.0.1:{p.grpc}" for p in ports)
     return with_values(tables, "controls", **overrides) if overrides else tables
 
 

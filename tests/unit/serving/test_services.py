@@ -44,6 +44,40 @@ def test_workers_are_told_where_the_service_is(tmp_path: Path) -> None:
     assert with_controlnets(spec(tmp_path).options, {}) == {}
 
 
+def test_each_controlnet_device_has_a_service_with_ports_of_its_own(tmp_path: Path) -> None:
+    nets = tmp_path / "nets"
+    nets.mkdir()
+    options = {"controlnets": str(nets), "controlnet_device": "cpu,cuda:1,cuda:1"}
+    options |= {"stages_device": "cpu,cpu", "workers": 4}
+    service_spec = spec(tmp_path, **options)
+    base, hosted = service_spec.options.base_port, hosted_by(service_spec.options)
+    controlnets = [item for item in hosted if item.models == ("controlnet",)]
+    names = ["controlnet-0", "controlnet-1", "controlnet-2"]
+    assert [item.name for item in controlnets] == names
+    assert [item.device for item in controlnets] == ["cpu", "cuda:1", "cuda:1"]
+    controls = checked(with_controlnets(service_spec.options, {})).controls
+    assert controls.addresses == tuple(f"127.0.0.1:{item.ports.grpc}" for item in controlnets)
+    workers = [Ports.of_worker(base, index) for index in range(4)]
+    servers = [*workers, Ports.of_nodes(base), *(item.ports for item in hosted)]
+    ports = [port for server in servers for port in server.all().values()]
+    assert len(ports) == len(set(ports))
+    assert service_spec.threads(checked({})) == max(1, cores() // (4 + 3 + 2))
+    alone = spec(tmp_path, **{**options, "workers": 0, "host": "0.0.0.0", "stages_device": ""})
+    base = alone.options.base_port
+    listens = [checked(item.tables(alone)).controls.listen for item in hosted_by(alone.options)]
+    assert listens == [f"0.0.0.0:{base + port}" for port in (3, 13, 23)]
+
+
+def test_controlnet_services_do_not_go_with_shallowest_depths(tmp_path: Path) -> None:
+    tables = {"controls": {"folder": str(tmp_path), "unequal_depths": "shallowest"}}
+    refused = replace(spec(tmp_path, controlnet_device="cpu,cpu"), tables=tables)
+    for item in hosted_by(refused.options):
+        with pytest.raises(ServeError, match="unequal_depths"):
+            item.tables(refused)
+    [one] = hosted_by(spec(tmp_path, controlnet_device="cpu").options)
+    assert one.tables(replace(spec(tmp_path, controlnet_device="cpu"), tables=tables))
+
+
 def test_cores_are_shared_with_the_service(tmp_path: Path) -> None:
     plain_spec, shared = spec(tmp_path), spec(tmp_path, controlnet_device="cpu")
     assert plain_spec.threads(checked({})) == cores()

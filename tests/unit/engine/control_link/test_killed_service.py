@@ -189,6 +189,7 @@ def edit_and_kill(
     folders = [service._link.messages._folder for service in services.services if service._link]  # type: ignore[attr-defined]
     for calls in left:
         eventually("its rows are gone", lambda calls=calls: counts(calls)["rows"] == 0)
+    executor.idle()  # the last batch holds its rows
     executor.close()
     for calls in left:
         eventually("its session is over", lambda calls=calls: counts(calls)["sessions"] == 0)
