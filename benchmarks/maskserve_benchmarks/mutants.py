@@ -56,6 +56,7 @@ _REFRESH = f"{_UNIT}/engine/families/flux/test_flux_refresh.py"
 _SLOTS = f"{_UNIT}/engine/control_link/test_free_slots.py"
 _LOST = f"{_UNIT}/engine/control_link/test_lost_service.py"
 _FAST = f"{_UNIT}/engine/control_link/test_fast_controls.py"
+_SEVERAL = f"{_UNIT}/engine/control_link/test_several_services.py"
 _SAMPLERS = f"{_UNIT}/engine/families/unet/test_unet_samplers.py"
 _FLOW, _FLUX2 = (
     "engine/maskserve_engine/families/mmdit",
@@ -283,6 +284,21 @@ MUTATIONS = (
         'self._calls.call({"op": "health"}, b"", self._patience_s)',
         "pass",
         f"{_LOST}::test_a_session_is_shared_while_its_service_lives_and_anew_behind_another",
+    ),
+    Mutation(
+        "a service sums nets that follow those of another",
+        "engine/maskserve_engine/control_link/services.py",
+        "return [range(first), *(range(n, n + 1) for n in range(first, count))]",
+        "return [range(first), *([range(first, count)] if first < count else [])]",
+        f"{_SEVERAL}::test_only_leading_nets_of_one_service_are_summed_there",
+    ),
+    Mutation(
+        "outputs of ControlNets are added as a batch runs the nets",
+        "engine/maskserve_engine/families/control.py",
+        "ready = [item for item in waiting if least is None or item[0] < least]",
+        "ready = waiting",
+        f"{_UNIT}/engine/families/test_net_sums.py"
+        "::test_sums_are_those_of_the_row_alone_whatever_its_mates_make_run_first",
     ),
     Mutation(
         "a slot that a step still reads is handed out",

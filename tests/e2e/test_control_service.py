@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from maskserve_common.errors import EngineFailed, MaskserveError, Overloaded
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
 from maskserve_serving.supervisor import Supervisor
+from maskserve_triton.controlnet_calls import ControlNetCalls
 from tests.fakes.control_nets import random_net
 from tests.fakes.pictures import encode, scene
 from tests.support.calls import Pixels, pixels
@@ -42,12 +43,14 @@ class Site:
         self.meta: dict[str, Any] = {}
         """META of the last edit."""
 
-    def edit(self, *, control: bool, worker: int = 0, **more: Any) -> Pixels:
+    def edit(
+        self, *, control: bool, worker: int = 0, nets: Sequence[str] = ("plain",), **more: Any
+    ) -> Pixels:
         settings: dict[str, Any] = {"num_inference_steps": STEPS, "cache": "off", "seed": 1, **more}
         if control:
             settings |= {
-                "control": [encode(PICTURE)],
-                "controls": [{"name": "plain", "scale": 0.8}],
+                "control": [encode(PICTURE)] * len(nets),
+                "controls": [{"name": name, "scale": 0.8} for name in nets],
             }
         with Client(self.supervisor.workers[worker].grpc_url) as client:
             result = client.edit(
@@ -68,6 +71,7 @@ class Site:
 def nets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("nets")
     random_net(11, 1, 1).save_pretrained(folder / "plain")
+    random_net(12, 1, 1).save_pretrained(folder / "other")
     return folder
 
 
@@ -121,6 +125,42 @@ def test_a_service_answers_as_nets_beside_the_base_do(
         assert np.abs(local_site.edit(control=False).astype(int) - expected).max() > 5
 
 
+def test_a_service_for_each_device_shares_the_nets_and_one_that_dies_leaves_them(
+    site: Site, tiny_inpaint: Path, nets: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    names = ("plain", "other")
+    expected = site.edit(control=True, nets=names).astype(int)
+    serve_options = options(
+        tiny_inpaint, nets, tmp_path_factory.mktemp("two-logs"), controlnet_device="cpu,cpu"
+    )
+    with Supervisor(serve_options) as supervisor:
+        two = Site(supervisor)
+        assert np.abs(two.edit(control=True, nets=names) - expected).max() <= 1
+        loaded = []
+        for service in supervisor.services:
+            calls = ControlNetCalls(service.grpc_url)
+            loaded.append(calls.call({"op": "health"}, b"", 10.0)["nets"])
+            calls.close()
+        assert loaded == [1, 1]
+        pid = supervisor.services[1].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        assert np.abs(edit_after_harm(two, names) - expected).max() <= 1
+        assert supervisor.workers[0].restarts == 0
+
+
+def edit_after_harm(site: Site, nets: Sequence[str] = ("plain",)) -> Pixels:
+    """Edit until a service takes it."""
+    end = time.monotonic() + 90
+    while True:
+        try:
+            return site.edit(control=True, nets=nets)
+        except MaskserveError as refused:
+            if "ControlNet service" not in str(refused) or time.monotonic() > end:
+                raise
+            time.sleep(0.5)
+
+
 def kill_server(site: Site) -> None:
     [service] = site.supervisor.services
     assert service.pid is not None
@@ -157,15 +197,7 @@ def test_harm_fails_its_edits_in_words_spares_the_others_and_is_repaired(
         assert time.monotonic() - begin < 30
         for future in plain_edits:
             assert np.abs(future.result(60).astype(int) - plain).max() <= 1
-    end = time.monotonic() + 90
-    while True:
-        try:
-            edited = site.edit(control=True)
-            break
-        except MaskserveError as refused:
-            if "ControlNet service" not in str(refused) or time.monotonic() > end:
-                raise
-            time.sleep(0.5)
+    edited = edit_after_harm(site)
     assert np.abs(edited.astype(int) - expected).max() <= 1
     assert site.meta["controls_stalled_ms"] > 0
     assert site.supervisor.services[0].restarts == restarts + 1

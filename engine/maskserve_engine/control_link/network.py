@@ -248,7 +248,7 @@ class NetworkMessages:
             raise Lost("it has ended")
         return answered
 
-    def receive(self) -> bool:
+    def has_next(self) -> bool:
         return not self._answers.empty()
 
     def ended(self) -> bool:

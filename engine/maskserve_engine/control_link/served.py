@@ -371,7 +371,7 @@ class Link:
 
     def _send(self, passes: Sequence[_RequestedPass], batch: int) -> None:
         self._check()
-        while self.messages.receive():  # unread answers of skipped blocks would block the service
+        while self.messages.has_next():  # unread answers of skipped blocks would block the service
             self._read(self._patience_s)
         number, rows = next(self._numbers), []
         for requested in passes:
@@ -425,7 +425,7 @@ class Link:
             part = answer.at(row.name, sent.slot, place)
             if part is not None or answer.ended:
                 break
-            if not self.messages.receive():
+            if not self.messages.has_next():
                 begin = begin or time.monotonic()
             self._read(begin + self._patience_s - time.monotonic() if begin else self._patience_s)
         if begin:

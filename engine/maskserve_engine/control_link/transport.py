@@ -128,7 +128,7 @@ class Messages(Protocol):
         """
         ...
 
-    def receive(self) -> bool:
+    def has_next(self) -> bool:
         """Whether `next` would return at once."""
         ...
 
@@ -185,7 +185,7 @@ class SocketMessages:
             raise Lost("it has ended")
         return self._answers.decode(message)
 
-    def receive(self) -> bool:
+    def has_next(self) -> bool:
         poller = select.poll()
         poller.register(self._socket, select.POLLIN)
         return bool(poller.poll(0))

@@ -270,7 +270,7 @@ def _all_there(served: Any) -> bool:
     """Whether what was asked for the row has been answered."""
     [row] = served.link_rows
     link = row.link
-    while link.messages.receive():
+    while link.messages.has_next():
         link._read(1.0)
     return all(link._answers[number].ended for number in row.reuse.numbers)
 

@@ -62,7 +62,7 @@ class Silent:
         time.sleep(max(patience_s, 0.0))
         raise Lost("it has not answered in time")
 
-    def receive(self) -> bool:
+    def has_next(self) -> bool:
         return False
 
     def ended(self) -> bool:
