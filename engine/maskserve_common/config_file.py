@@ -66,8 +66,8 @@ def _with_node_models(values: Mapping[str, Any]) -> Mapping[str, Any]:
         for key, source in nodes.items()
         if key not in NodesConfig.__struct_fields__ and isinstance(source, str)
     }
-    others = {key: value for key, value in nodes.items() if key not in names}
-    return {**values, "nodes": {**others, "models": {**nodes.get("models", {}), **names}}}
+    fixed_keys = {key: value for key, value in nodes.items() if key not in names}
+    return {**values, "nodes": {**fixed_keys, "models": {**nodes.get("models", {}), **names}}}
 
 
 def read_toml(path: Path) -> dict[str, Any]:

@@ -46,7 +46,7 @@ class FairQueue(Generic[T]):
     """
 
     def __init__(self, places: int = 0, most_waiting: int = sys.maxsize) -> None:
-        self.held, self.waiting = Shares(places), Shares(most_waiting)
+        self.places, self.waiting = Shares(places), Shares(most_waiting)
         self._lines: dict[Hashable, dict[Hashable, list[Turn[T]]]] = {}
         """Key -> line -> turns in order; none is empty."""
         self._number = 0
@@ -90,31 +90,31 @@ class FairQueue(Generic[T]):
         The caller takes or cancels each, or leaves it, and then the rest of its line gets no offer.
         """
         heads = [
-            (self.held.rank(key), line[0])
+            (self.places.rank(key), line[0])
             for key, lines in self._lines.items()
             for line in lines.values()
         ]
         heapq.heapify(heads)
         while heads:
             rank, turn = heads[0]
-            if rank != self.held.rank(turn.key):  # another line of the key took a place
-                heapq.heapreplace(heads, (self.held.rank(turn.key), turn))
+            if rank != self.places.rank(turn.key):  # another line of the key took a place
+                heapq.heapreplace(heads, (self.places.rank(turn.key), turn))
                 continue
             yield turn
             line = self._lines.get(turn.key, {}).get(turn.line)
             if line is None or line[0] is turn:
                 heapq.heappop(heads)
             else:
-                heapq.heapreplace(heads, (self.held.rank(turn.key), line[0]))
+                heapq.heapreplace(heads, (self.places.rank(turn.key), line[0]))
 
     def take(self, turn: Turn[T]) -> None:
         """Remove an item, whose key holds a place from now on."""
         self.cancel(turn)
-        self.held.book(turn.key)
+        self.places.book(turn.key)
 
     def give_back(self, key: Hashable) -> None:
         """Return a place of the key."""
-        self.held.give_back(key)
+        self.places.give_back(key)
 
     def order(self) -> Iterator[Turn[T]]:
         """Yield the turns in the order in which they get places if none is given back.
@@ -124,17 +124,17 @@ class FairQueue(Generic[T]):
         heads: list[tuple[tuple[int, int], Turn[T], Iterator[Turn[T]]]] = []
         for key, lines in self._lines.items():
             merged = heapq.merge(*lines.values())
-            heads.append((self.held.rank(key), next(merged), merged))
+            heads.append((self.places.rank(key), next(merged), merged))
         heapq.heapify(heads)
-        for number in itertools.count(self.held.served + 1):
+        for number in itertools.count(self.places.served + 1):
             if not heads:
                 return
-            (held, _), turn, turns = heads[0]
+            (count, _), turn, turns = heads[0]
             yield turn
             if (following := next(turns, None)) is None:
                 heapq.heappop(heads)
             else:
-                heapq.heapreplace(heads, ((held + 1, number), following, turns))
+                heapq.heapreplace(heads, ((count + 1, number), following, turns))
 
     def check_integrity(self) -> bool:
         """Whether all structures agree."""

@@ -55,7 +55,7 @@ class FairThreads:
     @property
     def idle(self) -> bool:
         """Whether nothing runs and nothing waits."""
-        return not self._queue.held.total and not len(self._queue)
+        return not self._queue.places.total and not len(self._queue)
 
     def close(self) -> None:
         """Start no more jobs; running ones continue."""
@@ -65,9 +65,9 @@ class FairThreads:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _dispatch(self) -> None:
-        held = self._queue.held
+        places = self._queue.places
         for turn in self._queue.offers():
-            if (held.free if self._short_jobs else held.room(turn.key)) > 0:
+            if (places.free if self._short_jobs else places.room(turn.key)) > 0:
                 self._queue.take(turn)
                 self._threads.submit(self._run, turn.key, turn.item)
 

@@ -86,17 +86,17 @@ class NodeFiles:
             raise WorkflowError("declares nothing; accepted: @node and @node_model")
         for name, function in functions.items():
             if (known := self._types.get(name)) is not None and known.file != file:
-                raise _taken("node", name, known.file)
+                raise _declared_twice("node", name, known.file)
             _check_model(f"node {name}", node_type_of(function).model)
-        others = [known for known in self._models if known.file != file]
+        other_models = [known for known in self._models if known.file != file]
         for model in models:
             _check_model(model.class_name, model.name)
             _check_source(model)
-            for other in others:
+            for other in other_models:
                 if _accept_the_same(model, other):
-                    raise _taken("model", model.name, other.file)
-            others.append(model)
-        self._models = others
+                    raise _declared_twice("model", model.name, other.file)
+            other_models.append(model)
+        self._models = other_models
         for name in [name for name, kind in self._types.items() if kind.file == file]:
             del self._types[name], self._functions[name]
         self._functions.update(functions)
@@ -171,16 +171,18 @@ def _module_name(path: Path, part: str) -> str:
 
 def _signature_part(tree: ast.Module) -> ast.Module:
     """Return the statements that declare nodes and models, and those that bind their names."""
-    kept = {at: part for at, x in enumerate(tree.body) if (part := _declaration(x)) is not None}
-    waiting = list(kept.values())
+    parts_by_line = {
+        at: part for at, x in enumerate(tree.body) if (part := _declaration(x)) is not None
+    }
+    waiting = list(parts_by_line.values())
     needed: set[str] = set()
     while waiting:
         needed |= {x.id for x in ast.walk(waiting.pop()) if isinstance(x, ast.Name)}
         for at, statement in enumerate(tree.body):
-            if at not in kept and not needed.isdisjoint(_bound(statement)):
-                kept[at] = statement
+            if at not in parts_by_line and not needed.isdisjoint(_bound(statement)):
+                parts_by_line[at] = statement
                 waiting.append(statement)
-    parts = [_needed_part(kept[at], needed) for at in sorted(kept)]
+    parts = [_needed_part(parts_by_line[at], needed) for at in sorted(parts_by_line)]
     futures = [x for x in tree.body if isinstance(x, ast.ImportFrom) and x.module == "__future__"]
     return ast.Module([*futures, *parts], [])
 
@@ -236,14 +238,14 @@ def _declared_in(
 ) -> tuple[dict[str, Callable[..., Any]], list[NodeModel]]:
     """Return the functions and models that a namespace declares itself, not those it imports."""
     name = namespace["__name__"]
-    here = [x for x in namespace.values() if getattr(x, "__module__", "") == name]
-    attributes = [(x, getattr(x, "__dict__", {})) for x in here]
+    members = [x for x in namespace.values() if getattr(x, "__module__", "") == name]
+    attributes = [(x, getattr(x, "__dict__", {})) for x in members]
     functions = {x.__name__: x for x, known in attributes if "node_type" in known}
     return functions, [known["node_model"] for _, known in attributes if "node_model" in known]
 
 
-def _taken(what: str, name: str, file: str) -> WorkflowError:
-    return WorkflowError(f"{what} {name} is declared in {file}, too; accepted: each name once")
+def _declared_twice(kind: str, name: str, file: str) -> WorkflowError:
+    return WorkflowError(f"{kind} {name} is declared in {file}, too; accepted: each name once")
 
 
 def _accept_the_same(one: NodeModel, other: NodeModel) -> bool:
@@ -253,10 +255,10 @@ def _accept_the_same(one: NodeModel, other: NodeModel) -> bool:
     )
 
 
-def _check_model(what: str, model: Any) -> None:
+def _check_model(owner: str, model: Any) -> None:
     if not isinstance(model, str) or not model.isidentifier() or model == EDIT:
         raise WorkflowError(
-            f"{what} names model {model!r}; accepted: letters, digits and _, but not {EDIT}"
+            f"{owner} names model {model!r}; accepted: letters, digits and _, but not {EDIT}"
         )
 
 

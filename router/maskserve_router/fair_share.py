@@ -55,7 +55,7 @@ class FairPlaces:
 
     def resize(self, places: int) -> None:
         """Change the number of places; places in use are not taken back."""
-        self._queue.held.budget = places
+        self._queue.places.budget = places
         self._hand_out()
 
     async def enter(self, key: str, urgency: float = 0.0) -> None:
@@ -89,7 +89,7 @@ class FairPlaces:
 
     def _hand_out(self) -> None:
         for turn in self._queue.offers():
-            if self._queue.held.free <= 0:
+            if self._queue.places.free <= 0:
                 return
             if turn.item.done():
                 self._queue.cancel(turn)  # its wait has just ended

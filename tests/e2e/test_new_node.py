@@ -85,8 +85,8 @@ def test_a_new_node_is_run_by_the_server_that_has_its_version(tmp_path: Path) ->
             eventually("it serves", lambda: bool(run()), timeout_s=SERVED_S)
             for _ in range(4):
                 outputs, meta = client.run_workflow("crisp", {"image": encode(pixels)})
-                made = np.asarray(Image.open(io.BytesIO(outputs["image"])))
-                assert np.array_equal(made, np.asarray(sharpened))
+                output = np.asarray(Image.open(io.BytesIO(outputs["image"])))
+                assert np.array_equal(output, np.asarray(sharpened))
                 assert [node["server"] for node in meta["nodes"]] == [addresses["second"]]
             log = router.log.read_text()
             assert "blur.py:2: SyntaxError" in log

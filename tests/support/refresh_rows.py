@@ -151,7 +151,7 @@ class StepwiseLatents(ExtrapolatedLatents):
 
     def __init__(self, row: Any) -> None:
         latents = row.unmasked.latents
-        super().__init__(*[getattr(latents, each.name) for each in fields(latents)])
+        super().__init__(*[getattr(latents, field.name) for field in fields(latents)])
         self._row = row
         self._velocities: list[tuple[float, Tensor]] = []
         """(sigma, velocity) of all refresh steps so far."""

@@ -70,9 +70,9 @@ class CacheParts(Generic[C]):
 
     def put(self, part: Part, make: Callable[[], C]) -> bool:
         """Set a part to what `make` returns; return False if there is no memory for it."""
-        content = self._made(part, make)
+        content = self._content_of(part, make)
         if content is None and self._move_to_host():
-            content = self._made(part, make)
+            content = self._content_of(part, make)
         if content is None:
             return False
         self._contents[part] = content
@@ -84,7 +84,7 @@ class CacheParts(Generic[C]):
         if self.host is not None:
             self.host.clear()
 
-    def _made(self, part: Part, make: Callable[[], C]) -> C | None:
+    def _content_of(self, part: Part, make: Callable[[], C]) -> C | None:
         try:
             content = make()
         except torch.OutOfMemoryError:

@@ -41,7 +41,7 @@ class Replica(NamedTuple):
 
 
 def assigned(
-    nets: Sequence[str], held: Sequence[Collection[str]], open_nets: Sequence[int]
+    nets: Sequence[str], nets_of: Sequence[Collection[str]], open_nets: Sequence[int]
 ) -> list[int]:
     """Return the service that runs each net of a row: of those that hold it the one with the fewest
     open nets, by order if equal. A net that a row names twice runs at one service, which packs
@@ -49,13 +49,13 @@ def assigned(
 
     Args:
         nets: the row's nets, in the order of the edit's controls; some service holds each.
-        held: nets that each service holds.
+        nets_of: nets that each service holds.
         open_nets: nets of the rows that are open at each service.
     """
     counts = list(open_nets)
     services: dict[str, int] = {}
     for net in nets:
-        holders = [number for number, names in enumerate(held) if net in names]
+        holders = [number for number, names in enumerate(nets_of) if net in names]
         number = services.setdefault(net, min(holders, key=counts.__getitem__))
         counts[number] += 1
     return [services[net] for net in nets]
@@ -77,22 +77,22 @@ def summed_runs(services: Sequence[int]) -> list[range]:
 def missing_replicas(
     nets: Sequence[str],
     services: Sequence[int],
-    held: Sequence[Collection[str]],
+    nets_of: Sequence[Collection[str]],
     open_nets: Sequence[int],
 ) -> list[Replica]:
-    """Return the replicas that later rows need: nets that wait for others at their service, while
+    """Return the replicas that later rows need: nets that wait for removed at their service, while
     another service has no row. Each idle service loads one of them.
 
     Args:
         nets: nets of a row that opens.
         services: service of each (`assigned`).
-        held: nets that each service holds.
+        nets_of: nets that each service holds.
         open_nets: nets of the rows that are open at each service, including this row.
     """
     idle = [number for number, count in enumerate(open_nets) if not count]
     replicas = []
     for net, service in dict(zip(nets, services, strict=True)).items():
-        free = next((number for number in idle if net not in held[number]), None)
+        free = next((number for number in idle if net not in nets_of[number]), None)
         if open_nets[service] > 1 and free is not None:
             idle.remove(free)
             replicas.append(Replica(net, free))
@@ -184,7 +184,7 @@ class ControlService:
         return self.is_resting or (self._link is not None and self._link.over)
 
     @property
-    def held(self) -> set[str]:
+    def nets(self) -> set[str]:
         """Versions of the ControlNets that the service holds for this denoiser."""
         return {version for version, (link, _) in list(self._nets_held.items()) if not link.over}
 
@@ -241,7 +241,7 @@ class _Source(NamedTuple):
 
 class ControlServices:
     """The services of a denoiser. A ControlNet is loaded by the service that holds the fewest; a
-    net that others delay there is then also loaded by a service without rows. So replicas follow
+    net that removed delay there is then also loaded by a service without rows. So replicas follow
     the load, and a service that was lost and is back gets nets again.
 
     Used by the engine's thread, but for `load`.
@@ -261,7 +261,7 @@ class ControlServices:
         """Replicas that are being loaded."""
         self._lock = threading.Lock()
         """Held by the thread that resolves names."""
-        self._gone: list[ControlService] = []
+        self._retired: list[ControlService] = []
         """Services whose addresses are gone, to be closed."""
         self._resolve_at = math.inf
         self._resolve()
@@ -282,7 +282,7 @@ class ControlServices:
         if self._has_names:
             self._resolve()
         source, errors = _Source(name, content), list[MaskserveError]()
-        for service in sorted(self.services, key=lambda s: (s.is_away, len(s.held))):
+        for service in sorted(self.services, key=lambda s: (s.is_away, len(s.nets))):
             try:
                 response = _load(service, source, version, limit_s)
             except MaskserveError as error:
@@ -296,7 +296,7 @@ class ControlServices:
 
     def holds(self, version: str) -> bool:
         """Whether a service holds a ControlNet for this denoiser."""
-        return any(version in service.held for service in self.services)
+        return any(version in service.nets for service in self.services)
 
     def drop(self, version: str) -> None:
         """Release a ControlNet that is not needed any more."""
@@ -316,13 +316,13 @@ class ControlServices:
         """
         self._follow()
         spec, services = opening.spec, self.services
-        nets, held = [control.net for control in spec.controls], [s.held for s in services]
+        nets, nets_of = [control.net for control in spec.controls], [s.nets for s in services]
         for net in nets:
-            if not any(net in names for names in held):
+            if not any(net in names for names in nets_of):
                 source = self._sources.get(net)
                 name = "one of its ControlNets" if source is None else source.name
                 raise lost("", f"no service holds {name}")
-        numbers = assigned(nets, held, [service.open_nets for service in services])
+        numbers = assigned(nets, nets_of, [service.open_nets for service in services])
         steps = range(len(spec.timesteps))
         scales = [
             tuple(control.input.scale_at(step, len(steps)) for control in spec.controls)
@@ -338,7 +338,7 @@ class ControlServices:
             ServedRow(link_rows, spec.schedule).close()
             raise
         open_nets = [service.open_nets for service in services]
-        for replica in missing_replicas(nets, numbers, held, open_nets):
+        for replica in missing_replicas(nets, numbers, nets_of, open_nets):
             self._replicate(replica.net, services[replica.service])
         return ServedRow(link_rows, spec.schedule)
 
@@ -348,7 +348,7 @@ class ControlServices:
 
     def close(self) -> None:
         self._background.shutdown(wait=False, cancel_futures=True)
-        for service in (*self.services, *self._gone):
+        for service in (*self.services, *self._retired):
             service.close()
 
     def _replicate(self, version: str, service: ControlService) -> None:
@@ -380,8 +380,8 @@ class ControlServices:
         """Resolve names in a thread of its own from time to time, and close services that are
         gone.
         """
-        while self._gone:
-            self._gone.pop().close()
+        while self._retired:
+            self._retired.pop().close()
         if self._has_names and time.monotonic() >= self._resolve_at:
             self._resolve_at = math.inf
             self._background.submit(self._resolve)
@@ -393,10 +393,10 @@ class ControlServices:
         with self._lock:
             known = {service.address: service for service in self.services}
             addresses = resolved(self._addresses, known)
-            found = [known.get(address) or self._service(address) for address in addresses]
-            others = [service for service in self.services if service not in found]
-            self.services = (*found, *[service for service in others if service.held])
-            self._gone += [service for service in others if not service.held]
+            services = [known.get(address) or self._service(address) for address in addresses]
+            removed = [service for service in self.services if service not in services]
+            self.services = (*services, *[service for service in removed if service.nets])
+            self._retired += [service for service in removed if not service.nets]
             self._resolve_at = time.monotonic() + _RESOLVE_EVERY_S
 
 

@@ -80,7 +80,7 @@ class LocalExecutor:
         self._rows: dict[str, Any] = {}
         self._readers: dict[str, EntryReader | StepCacheReader] = {}
         """Readers of the cached rows, by row."""
-        self._beside: dict[str, StepCacheReader] = {}
+        self._template_step_caches: dict[str, StepCacheReader] = {}
         """Readers of step caches beside a template, by row."""
         self._net_caches: dict[str, NetStepCaches] = {}
         """Step caches of the ControlNets that run beside a row."""
@@ -158,7 +158,7 @@ class LocalExecutor:
         reader = EntryReader(self._store, spec.key, spec.anchors, selection, sure=spec.sure)
         self._rows[row], self._readers[row] = cached_row, reader
         if tier is not None:
-            self._beside[row] = self._step_cache_reader(cached_row, tier)
+            self._template_step_caches[row] = self._step_cache_reader(cached_row, tier)
         references_ready = self._read_still(row, spec.key, sure=spec.sure)
         return RowReport(reader.complete and references_ready, selection.digest, refresh_schedule)
 
@@ -283,16 +283,16 @@ class LocalExecutor:
                 handle = reader.turn_to(step, heads=heads, by_rank=by_rank)
             else:
                 handle = reader.turn_to(step, whole=read.whole, heads=heads)
-            beside = self._turn_beside(read)
+            step_cache = self._turn_beside(read)
             if handle is not None:
-                loads[read.row] = (handle.load, *(() if beside is None else (beside.load,)))
+                loads[read.row] = (handle.load, *(() if step_cache is None else (step_cache.load,)))
         return loads
 
     def _turn_beside(self, read: Read) -> StepCacheEntry | None:
         """Return what a row's next step reads from a step cache beside its template; None: nothing,
         or nothing in host memory.
         """
-        reader = self._beside.get(read.row)
+        reader = self._template_step_caches.get(read.row)
         return None if reader is None else reader.turn_beside(reads=self._frozen(read))
 
     def _frozen(self, read: Read) -> bool:
@@ -311,21 +311,21 @@ class LocalExecutor:
         """
         running = list(step.rows)
         entries: dict[str, Entry] = {}
-        beside: list[StepCacheEntry] = []
+        step_caches: list[StepCacheEntry] = []
         for read in step.reads:
             handle = self._readers[read.row].entry
             assert handle is not None, "what a step reads was found by `load`"
             entries[read.row] = handle
             self._rows[read.row].frozen = self._frozen(read)
-            reader = self._beside.get(read.row)
+            reader = self._template_step_caches.get(read.row)
             if reader is not None and reader.entry is not None:
-                beside.append(reader.entry)
+                step_caches.append(reader.entry)
         for name in running:
             self._read_fixed_parts(name, step.number)
         self._ask(step, entries)
-        for step_cache in beside:
+        for step_cache in step_caches:
             step_cache.want((), step.number)
-        handles = [*entries.values(), *beside]
+        handles = [*entries.values(), *step_caches]
         earlier = [len(handle.stalls) for handle in handles]
         failed: dict[str, EngineFailed] = {}
         lost: list[str] = []
@@ -371,7 +371,7 @@ class LocalExecutor:
         self._give_back(row)
         readers = [
             readers.pop(row)
-            for readers in (self._readers, self._beside, self._net_caches)
+            for readers in (self._readers, self._template_step_caches, self._net_caches)
             if row in readers
         ]
         reference_reader = self._still.pop(row, None)
@@ -460,9 +460,13 @@ class LocalExecutor:
         lost_nets = [caches for caches in nets if caches.lost]
         for caches in lost_nets:
             caches.lose()
-        lost = [row for row in running if row in self._beside and _is_lost(self._beside[row].entry)]
+        lost = [
+            row
+            for row in running
+            if row in self._template_step_caches and _is_lost(self._template_step_caches[row].entry)
+        ]
         for row in lost:
-            self._beside[row].lose()
+            self._template_step_caches[row].lose()
             self._rows[row].frozen = False
         return bool(lost or lost_nets)
 

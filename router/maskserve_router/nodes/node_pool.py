@@ -85,7 +85,7 @@ class NodePool(ServerPool[NodeServer]):
     ) -> None:
         super().__init__(files.nodes, _RESOLVE_S)
         self._fair_share, self._order, self._values = fair_share, order, values
-        self._kept = KeptAnswers(files, values, fair_share)
+        self._answers = KeptAnswers(files, values, fair_share)
         self._places: dict[str, FairPlaces] = {}
         """Triton model -> places for its calls."""
         self._numbers: dict[str, int] = {}
@@ -126,7 +126,7 @@ class NodePool(ServerPool[NodeServer]):
         if self._placing is not None:
             self._placing.cancel()
             await asyncio.gather(self._placing, return_exceptions=True)
-        await self._kept.close()
+        await self._answers.close()
         await super().close()
 
     def busy(self) -> Mapping[str, float]:
@@ -189,7 +189,7 @@ class NodePool(ServerPool[NodeServer]):
         )
         make = partial(self._call_node, message, kind, client, due)
         if kind.deterministic:
-            answer = await self._kept.answer(AnswerKey(client.scope, message.digest), run, make)
+            answer = await self._answers.answer(AnswerKey(client.scope, message.digest), run, make)
         else:
             answer = await make()
         return answer._replace(server=self._name(answer.server, client))

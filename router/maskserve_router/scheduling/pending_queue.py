@@ -117,7 +117,7 @@ class PendingQueue:
 
     def is_first(self, request_id: str, edit: Edit) -> bool:
         """Return whether no edit of the key and model of this edit is at a worker."""
-        return not self._queue.held.in_use(_key_of(request_id, edit))
+        return not self._queue.places.in_use(_key_of(request_id, edit))
 
     def before(
         self, request_id: str, edit: Edit, arrival: float, starts_by: float | None
@@ -158,7 +158,7 @@ class PendingQueue:
             if waiting.place.done():
                 self._queue.cancel(turn)  # its wait has just ended
                 continue
-            kind = waiting.edit.model, not self._queue.held.in_use(turn.key)
+            kind = waiting.edit.model, not self._queue.places.in_use(turn.key)
             if kind not in full:
                 full[kind] = self._full(self._as_sent(turn))
             if full[kind] and not waiting.particular:
@@ -178,7 +178,7 @@ class PendingQueue:
 
     def _as_sent(self, turn: Turn[Waiting]) -> Edit:
         edit = turn.item.edit
-        return edit if self._queue.held.in_use(turn.key) else replace(edit, first_of_key=True)
+        return edit if self._queue.places.in_use(turn.key) else replace(edit, first_of_key=True)
 
     def _full(self, edit: Edit) -> bool:
         """Return whether workers serve the edit's model and none of them has a place."""

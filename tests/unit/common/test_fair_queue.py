@@ -30,7 +30,7 @@ class Rule:
 
     def __init__(self) -> None:
         self.waiting: list[Item] = []
-        self.held: Counter[str] = Counter()
+        self.places: Counter[str] = Counter()
         self.served: dict[str, int] = {}
         self.turns = 0
 
@@ -40,7 +40,7 @@ class Rule:
         return min(
             open_items,
             key=lambda item: (
-                self.held[item.key],
+                self.places[item.key],
                 self.served.get(item.key, 0),
                 item.urgency,
                 item.number,
@@ -51,13 +51,13 @@ class Rule:
     def take(self, item: Item) -> None:
         self.waiting.remove(item)
         self.turns += 1
-        self.held[item.key] += 1
+        self.places[item.key] += 1
         self.served[item.key] = self.turns
 
     def order(self) -> list[Item]:
         """The items in the order in which they get places if none is given back."""
         rest = Rule()
-        rest.waiting, rest.held = list(self.waiting), Counter(self.held)
+        rest.waiting, rest.places = list(self.waiting), Counter(self.places)
         rest.served, rest.turns = dict(self.served), self.turns
         order = []
         while (item := rest.next()) is not None:
@@ -119,20 +119,20 @@ class Machine(RuleBasedStateMachine):
                 self.queue.cancel(turn)
                 self.rule.waiting.remove(turn.item)
 
-    @precondition(lambda self: self.rule.held.total())
+    @precondition(lambda self: self.rule.places.total())
     @rule(data=st.data())
     def give_back(self, data: st.DataObject) -> None:
-        key = data.draw(st.sampled_from(sorted(self.rule.held.elements())))
+        key = data.draw(st.sampled_from(sorted(self.rule.places.elements())))
         self.queue.give_back(key)
-        self.rule.held[key] -= 1
+        self.rule.places[key] -= 1
 
     @invariant()
     def agrees(self) -> None:
         assert self.queue.check_integrity()
         assert [turn.item for turn in self.queue.order()] == self.rule.order()
         assert len(self.queue) == len(self.rule.waiting)
-        for key, held in self.rule.held.items():
-            assert self.queue.held.in_use(key) == held
+        for key, count in self.rule.places.items():
+            assert self.queue.places.in_use(key) == count
 
 
 Machine.TestCase.settings = examples(150, stateful_step_count=40)

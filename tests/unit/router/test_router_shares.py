@@ -160,7 +160,7 @@ async def test_a_call_that_leaves_as_a_place_comes_free_holds_none():
     await asyncio.gather(early, late, return_exceptions=True)
     await asyncio.wait_for(last, 30)
     assert entered == ["last"]
-    assert (len(places._queue), places._queue.held.total) == (0, 1)
+    assert (len(places._queue), places._queue.places.total) == (0, 1)
 
 
 async def test_calls_of_a_key_go_by_urgency_and_keys_by_turns():

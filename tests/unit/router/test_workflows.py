@@ -724,15 +724,15 @@ async def test_a_router_without_workflows_says_what_one_with_none_says() -> None
     admission = Admission(AdmissionBounds(), Metrics())
     times = RunTimes(RouterConfig(), pool.seconds, lambda: [0.0])
     services = RunServices(Edits(), pool, admission, FairShare(1), times)  # type: ignore[arg-type]
-    said = []
+    answers = []
     for served in (ServedWorkflows(), Workflows([], services, list, LimitsConfig())):
         served.start()
         listed, servers = await served.listed(CLIENT), await served.node_servers(CLIENT)
         needed = served.node_servers_needed()
-        said.append((listed, servers, needed, dict(served.busy()), served.cancel("mine")))
+        answers.append((listed, servers, needed, dict(served.busy()), served.cancel("mine")))
         assert (served.models, list(served.names)) == (MODELS, [])
         await served.close()
-    assert said[0] == said[1]
+    assert answers[0] == answers[1]
     with pytest.raises(InvalidRequest, match="there is no model 'pair'"):
         await ServedWorkflows().infer(request(), {}, None, CLIENT)
 
@@ -740,7 +740,7 @@ async def test_a_router_without_workflows_says_what_one_with_none_says() -> None
 async def test_a_refused_run_has_the_log_line_of_a_refused_edit(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Of a run that was refused as it came, the log said nothing."""
+    """A run that was refused at once had no log line."""
     caplog.set_level(logging.INFO, "maskserve.router")
     served, client = workflows(Nodes(), Edits(alone_s=30.0)), holder("greedy")
 

@@ -81,8 +81,8 @@ def test_signatures_are_those_of_the_whole_file(name: str) -> None:
         else:
             continue
         declared += 1
-    here = [x for x in whole.values() if getattr(x, "__module__", "") == whole["__name__"]]
-    marks = [{"node_type", "node_model"} & getattr(x, "__dict__", {}).keys() for x in here]
+    members = [x for x in whole.values() if getattr(x, "__module__", "") == whole["__name__"]]
+    marks = [{"node_type", "node_model"} & getattr(x, "__dict__", {}).keys() for x in members]
     assert declared == sum(map(bool, marks))
 
 

@@ -133,7 +133,7 @@ def test_edits_that_use_the_killed_one_end_and_the_others_keep_their_bytes(
 
 
 def open_files() -> Counter[str]:
-    """What this process has open, by kind; sockets and slots."""
+    """Count the sockets and slots that this process has open, by kind."""
     kinds = Counter[str]()
     for number in os.listdir("/proc/self/fd"):
         with suppress(OSError):

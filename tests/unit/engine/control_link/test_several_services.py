@@ -51,27 +51,27 @@ def test_each_net_runs_where_the_fewest_nets_are_open() -> None:
     rng = fresh_rng()
     for _ in range(200):
         count = int(rng.integers(1, 5))
-        held = [{n for n in NAMES if rng.random() < 0.6} for _ in range(count)]
-        held[int(rng.integers(count))] |= set(NAMES)
+        nets_of = [{n for n in NAMES if rng.random() < 0.6} for _ in range(count)]
+        nets_of[int(rng.integers(count))] |= set(NAMES)
         open_nets = [int(n) for n in rng.integers(0, 4, count)]
         nets = [str(n) for n in rng.choice(NAMES, int(rng.integers(1, 5)))]
-        services = assigned(nets, held, open_nets)
+        services = assigned(nets, nets_of, open_nets)
         counts = list(open_nets)
         for number, (net, service) in enumerate(zip(nets, services, strict=True)):
-            assert net in held[service]
+            assert net in nets_of[service]
             if net in nets[:number]:
                 assert service == services[nets.index(net)]
             else:
-                holders = [n for n in range(count) if net in held[n]]
+                holders = [n for n in range(count) if net in nets_of[n]]
                 assert (counts[service], service) == min((counts[n], n) for n in holders)
             counts[service] += 1
         idle = {number for number, open_count in enumerate(counts) if not open_count}
-        replicas = missing_replicas(nets, services, held, counts)
+        replicas = missing_replicas(nets, services, nets_of, counts)
         assert len({replica.service for replica in replicas}) == len(replicas)
         for replica in replicas:
             assert replica.service in idle
             assert replica.net in nets
-            assert replica.net not in held[replica.service]
+            assert replica.net not in nets_of[replica.service]
             assert counts[services[nets.index(replica.net)]] > 1
 
 
@@ -81,10 +81,10 @@ def test_only_leading_nets_of_one_service_are_summed_there() -> None:
         services = [int(n) for n in rng.integers(0, 3, int(rng.integers(1, 6)))]
         runs = summed_runs(services)
         assert [n for run in runs for n in run] == list(range(len(services)))
-        first, *others = runs
+        first, *further = runs
         assert {services[n] for n in first} == {services[0]}
-        assert all(len(run) == 1 for run in others)
-        assert not others or services[others[0].start] != services[0]
+        assert all(len(run) == 1 for run in further)
+        assert not further or services[further[0].start] != services[0]
 
 
 # Rows
@@ -254,12 +254,12 @@ def test_a_net_with_waiting_rows_gets_a_replica_and_later_rows_use_it(flux: Mode
     jobs = flux.jobs(fresh_rng(), [("a",)] * 5)
     services = flux.denoiser(flux.services, ["a"])
     version, local = flux.versions["a"], flux.run(flux.rows(jobs, None), together=False)
-    assert [version in service.held for service in services.services] == [True, False, False]
+    assert [version in service.nets for service in services.services] == [True, False, False]
     rows = flux.rows(jobs[:2], services)
-    eventually("a replica is loaded", lambda: version in services.services[1].held)
-    assert version not in services.services[2].held
+    eventually("a replica is loaded", lambda: version in services.services[1].nets)
+    assert version not in services.services[2].nets
     rows += flux.rows(jobs[2:4], services)
-    eventually("an idle service loads one, too", lambda: version in services.services[2].held)
+    eventually("an idle service loads one, too", lambda: version in services.services[2].nets)
     rows += flux.rows(jobs[4:], services)
     links = [service._link for service in services.services]
     assert [links.index(link_rows(row)[0].link) for row in rows] == [0, 0, 1, 1, 2]
@@ -298,7 +298,7 @@ def test_another_version_is_refused_by_address_and_the_others_go_on(flux: Model)
     folder.write_text(folder.read_text() + "\n")
     services = flux.denoiser(flux.services)
     version = flux.versions["a"]
-    assert [version in service.held for service in services.services] == [False, True, False]
+    assert [version in service.nets for service in services.services] == [False, True, False]
     services.close()
     alone = flux.denoiser(flux.services[:1], [])
     with pytest.raises(EngineFailed) as refused:
@@ -326,8 +326,8 @@ def test_an_address_that_does_not_answer_is_named(flux: Model) -> None:
 
 def test_services_of_a_name_are_followed(flux: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """A new one takes replicas, and one that is gone keeps its rows to their ends."""
-    found = ["10.0.0.1:8001"]
-    monkeypatch.setattr(control_services, "resolved", lambda addresses, known: tuple(found))
+    addresses_now = ["10.0.0.1:8001"]
+    monkeypatch.setattr(control_services, "resolved", lambda addresses, known: tuple(addresses_now))
     monkeypatch.setattr(control_services, "_RESOLVE_EVERY_S", 0.0)
     by_address = dict(zip((f"10.0.0.{n}:8001" for n in (1, 2, 3)), flux.services, strict=True))
 
@@ -341,11 +341,11 @@ def test_services_of_a_name_are_followed(flux: Model, monkeypatch: pytest.Monkey
     jobs = flux.jobs(fresh_rng(), [("a",)] * 4)
     local = flux.run(flux.rows(jobs, None), together=False)
     rows = flux.rows(jobs[:1], services)
-    found[:] = ["10.0.0.2:8001"]
+    addresses_now[:] = ["10.0.0.2:8001"]
     rows += flux.rows(jobs[1:2], services)
-    eventually("the new one is found", lambda: len(services.services) == 2)
+    eventually("the new one is addresses_now", lambda: len(services.services) == 2)
     rows += flux.rows(jobs[2:3], services)
-    eventually("it takes a replica", lambda: version in services.services[0].held)
+    eventually("it takes a replica", lambda: version in services.services[0].nets)
     rows += flux.rows(jobs[3:], services)
     first, second = (service._link for service in services.services[::-1])
     assert [link_rows(row)[0].link for row in rows] == [first, first, first, second]

@@ -31,8 +31,8 @@ def test_what_is_found_is_what_sam_says_of_the_boxes(tmp_path: Path) -> None:
     dino, sam = ("find", "GroundedNodes"), ("segment", "SegmentNodes")
     assert needed == {"find": [dino, sam], "segment": [sam]}
     loaded: dict[str, Any] = {}
-    [[found, cut], _] = node_folders(config.nodes).values()
-    nodes = open_model(found.model, ModelSetup(folders["find"], config, loaded))
+    [[finder, cut], _] = node_folders(config.nodes).values()
+    nodes = open_model(finder.model, ModelSetup(folders["find"], config, loaded))
     loaded["segment"] = open_model(cut.model, ModelSetup(folders["segment"], config))
     pixels = fresh_rng().integers(0, 256, (40, 52, 3), dtype=np.uint8)
     inputs = {"picture": encode_png(pixels), "name": "A red star"}
