@@ -7,12 +7,20 @@ microseconds.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import msgspec
 
 from maskserve_common.config import Config
 from maskserve_common.contracts.settings import ControlSetting, EditSettings, LoraSetting
 from maskserve_common.errors import InvalidRequest
+
+
+EditKind = Literal["inpaint", "edit", "generate"]
+"""`inpaint`: repaint the mask of a source; `edit`: a new version of the whole source, by the model's
+edit or image-to-image pipeline; `generate`: a picture without a source, by its text-to-image
+pipeline (docs/adr/0084).
+"""
 
 
 class Lora(LoraSetting, frozen=True):
@@ -46,6 +54,7 @@ class AcceptedEdit:
     """Settings, checked, with the worker's defaults, a seed and a request id."""
     accepted_ns: int
     """Wall clock (time.time_ns) when the front took the request, from which deadlines count."""
+    kind: EditKind = "inpaint"
     due_ms: int | None = None
     """Milliseconds from then until the client wants the answer; None: no wish."""
     after_token_s: float = 0.0
@@ -76,6 +85,7 @@ class EditRequest:
     model_size: tuple[int, int]
     accepted_ns: int
     """Time of acceptance, as in `AcceptedEdit`."""
+    kind: EditKind = "inpaint"
     due_ms: int | None = None
     after_token_s: float = 0.0
     loras: tuple[Lora, ...] = ()

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 from maskserve_common.config import Config, ConfigError
 from maskserve_common.config_file import read_json
 from maskserve_common.contracts.dense_steps import NO_DENSE_STEPS, DenseSteps
+from maskserve_common.contracts.request import EditKind
 from maskserve_common.contracts.reuse_levels import refresh_count
 from maskserve_common.contracts.semantics import Semantics
 from maskserve_engine.planning.refresh_steps import REFRESH_RULE, RefreshRule, count_with_controls
@@ -117,6 +118,8 @@ class ModelSpec:
     """The transformer's or UNet's config.json, for FLOP counting."""
     control: ControlNetSpec | None
     """ControlNets that fit the model; None: it takes none."""
+    edit_kinds: frozenset[EditKind] = frozenset({"inpaint"})
+    """Kinds of edits that pipelines of the model's family make with its weights."""
     refresh: RefreshSpec = RefreshSpec()
     """Refresh steps of the family's edits."""
     corrects_residuals: bool = False
