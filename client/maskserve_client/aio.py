@@ -36,8 +36,8 @@ class AsyncClient(Endpoint):
     async def edit(
         self,
         image: ImageInput | None,
-        mask: ImageInput | None,
-        prompt: str,
+        mask: ImageInput | None = None,
+        prompt: str = "",
         *,
         control: Sequence[ImageInput] = (),
         timeout: float | None = None,
@@ -48,11 +48,25 @@ class AsyncClient(Endpoint):
         call = await asyncio.to_thread(wire.edit, image, mask, prompt, settings, control)
         return await self._infer(call, timeout)
 
+    async def generate(
+        self,
+        prompt: str,
+        size: str = "auto",
+        *,
+        control: Sequence[ImageInput] = (),
+        timeout: float | None = None,
+        **settings: Any,
+    ) -> EditResult:
+        """Make a picture without a source; see `Client.generate`."""
+        return await self.edit(
+            None, None, prompt, control=control, timeout=timeout, size=size, **settings
+        )
+
     async def edit_stream(
         self,
         image: ImageInput | None,
-        mask: ImageInput | None,
-        prompt: str,
+        mask: ImageInput | None = None,
+        prompt: str = "",
         *,
         control: Sequence[ImageInput] = (),
         timeout: float | None = None,

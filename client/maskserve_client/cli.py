@@ -92,7 +92,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     top = argparse.ArgumentParser(
         prog="maskserve",
-        description="Send masked image edits to a maskserve worker or router, or serve a model.",
+        description="Send image edits to a maskserve worker or router, or serve a model.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -104,6 +104,7 @@ def parser() -> argparse.ArgumentParser:
     )
     subcommands = top.add_subparsers(required=True, metavar="COMMAND")
     _add_edit(subcommands)
+    _add_generate(subcommands)
     _add_mask(subcommands)
     status = subcommands.add_parser("status", help="show the state of a worker or router")
     status.set_defaults(run=commands.status)
@@ -185,14 +186,48 @@ def _add_common(command: argparse.ArgumentParser) -> None:
 def _add_edit(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     edit = subcommands.add_parser(
         "edit",
-        help="repaint the masked part of an image",
+        help="repaint the masked part of an image, or edit all of it",
         description="Repaint the masked part of an image. Pixels outside the mask stay the same, "
-        "bit for bit, if --out is a .png or .webp.",
+        "bit for bit, if --out is a .png or .webp. Without --mask the whole image is edited, by "
+        "models that edit by instruction, or with --strength below 1.",
         epilog='example: maskserve edit --image a.png --mask m.png --prompt "a red star" '
         "--out b.png",
     )
     _add_common(edit)
     files, running = _add_edit_options(edit)
+    _add_size(
+        files, "without a mask, the size of the picture (auto: as the model's pipeline has it)"
+    )
+    _add_answer_options(files, running)
+    edit.set_defaults(run=commands.edit)
+
+
+def _add_generate(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    generate = subcommands.add_parser(
+        "generate",
+        help="make an image from a prompt alone",
+        description="Make an image from a prompt alone, by models that have a text-to-image "
+        "pipeline.",
+        epilog='example: maskserve generate --prompt "a red star" --size 1024x768 --out b.png',
+    )
+    _add_common(generate)
+    files = generate.add_argument_group("picture")
+    _add_size(files, "size of the picture (auto: the model's native square)")
+    _add_file_options(files)
+    _add_model_options(generate)
+    running = _add_running_options(generate)
+    _add_answer_options(files, running)
+    generate.set_defaults(
+        run=commands.edit, image=None, mask=None, expand=None, find=None, click=None, box=None
+    )
+
+
+def _add_size(files: argparse._ArgumentGroup, text: str) -> None:
+    files.add_argument("--size", metavar="auto|WxH", help=text)
+
+
+def _add_answer_options(files: argparse._ArgumentGroup, running: argparse._ArgumentGroup) -> None:
+    """Add the options of an edit whose answer a client waits for."""
     files.add_argument(
         "--out", required=True, metavar="FILE", help="file to write: .png, .webp or .jpg"
     )
@@ -200,8 +235,8 @@ def _add_edit(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--keep-result",
         action="store_true",
         default=None,
-        help="keep the edited picture on the server for some time and print its id, for the next "
-        "edit's --template-id",
+        help="keep the picture on the server for some time and print its id, for the next edit's "
+        "--template-id",
     )
     running.add_argument("--request-id", metavar="ID", help="name of the edit, for cancel and logs")
     running.add_argument(
@@ -224,7 +259,6 @@ def _add_edit(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     running.add_argument(
         "--preview-every", type=int, metavar="N", help="steps between two previews (default 4)"
     )
-    edit.set_defaults(run=commands.edit)
 
 
 def _add_edit_options(
@@ -244,7 +278,7 @@ def _add_edit_options(
     files.add_argument(
         "--mask",
         metavar="FILE",
-        help="mask of the image's size: white pixels are edited; optional with --expand",
+        help="mask of the image's size: white pixels are edited; without it or --expand, all are",
     )
     _add_mask_from(files)
     files.add_argument("--mask-mode", choices=MASK_MODES, help="how to read the mask")
@@ -270,10 +304,27 @@ def _add_edit_options(
         metavar="L,T,R,B",
         help="grow the image by this many pixels left, top, right, bottom; the new area is painted",
     )
+    _add_file_options(files)
+    files.add_argument(
+        "--ring",
+        dest="mask_ring",
+        type=int,
+        metavar="TOKENS",
+        help="also compute this many tokens around the mask; they are not pasted",
+    )
+    model = _add_model_options(edit)
+    model.add_argument(
+        "--strength", type=float, metavar="X", help="share of the steps to run, (0, 1]"
+    )
+    return files, _add_running_options(edit)
+
+
+def _add_file_options(files: argparse._ArgumentGroup) -> None:
+    """Add options of the answer's file."""
     files.add_argument(
         "--background",
         choices=BACKGROUNDS,
-        help="opaque: drop the image's transparency, which .png and .webp otherwise keep",
+        help="opaque: drop the picture's transparency, which .png and .webp otherwise keep",
     )
     files.add_argument(
         "--quality",
@@ -282,14 +333,10 @@ def _add_edit_options(
         metavar="N",
         help="quality of a .jpg (default 95) or .webp (default lossless), 0 to 100",
     )
-    files.add_argument(
-        "--ring",
-        dest="mask_ring",
-        type=int,
-        metavar="TOKENS",
-        help="also compute this many tokens around the mask; they are not pasted",
-    )
 
+
+def _add_model_options(edit: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Add options of the model's run."""
     model = edit.add_argument_group(
         "what to paint", "The server's defaults apply to missing options."
     )
@@ -298,9 +345,6 @@ def _add_edit_options(
     model.add_argument("--seed", type=int, metavar="N", help="seed (default: drawn and reported)")
     model.add_argument(
         "--steps", dest="num_inference_steps", type=int, metavar="N", help="denoising steps"
-    )
-    model.add_argument(
-        "--strength", type=float, metavar="X", help="share of the steps to run, (0, 1]"
     )
     model.add_argument(
         "--guidance",
@@ -335,7 +379,11 @@ def _add_edit_options(
         help="name of a ControlNet on the server, and its picture, of the image's size; may be "
         "repeated",
     )
+    return model
 
+
+def _add_running_options(edit: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Add options of scheduling and of computation that is left out."""
     running = edit.add_argument_group("how to serve it")
     running.add_argument(
         "--adapters",
@@ -378,7 +426,7 @@ def _add_edit_options(
         metavar="DB",
         help="lowest quality with --reuse elastic: measured PSNR in the mask",
     )
-    return files, running
+    return running
 
 
 def _add_templates(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

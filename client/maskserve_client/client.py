@@ -63,8 +63,8 @@ class Client(Endpoint):
     def edit(
         self,
         image: ImageInput | None,
-        mask: ImageInput | None,
-        prompt: str,
+        mask: ImageInput | None = None,
+        prompt: str = "",
         *,
         control: Sequence[ImageInput] = (),
         timeout: float | None = None,
@@ -75,7 +75,9 @@ class Client(Endpoint):
         Args:
             image: the source; None with the setting `template_id`.
             mask: mask of the same size; it edits where it is white, or where alpha is 0 if it has
-                transparency. None with the setting `expand`: the new part is edited.
+                transparency. None with the setting `expand`: the new part is edited. None without
+                it: the whole picture is, by models that edit by instruction, or with the setting
+                `strength` below 1.
             prompt: what to paint there.
             control: pictures of the same size for the ControlNets in the setting `controls`.
             timeout: seconds after which the edit is cancelled.
@@ -87,17 +89,44 @@ class Client(Endpoint):
         """
         return self._infer(wire.edit(image, mask, prompt, settings, control), timeout)
 
+    def generate(
+        self,
+        prompt: str,
+        size: str = "auto",
+        *,
+        control: Sequence[ImageInput] = (),
+        timeout: float | None = None,
+        **settings: Any,
+    ) -> EditResult:
+        """Make a picture without a source and wait for it.
+
+        Args:
+            prompt: what to paint.
+            size: WIDTHxHEIGHT, as 1024x768; `auto`: the model's native square.
+            control: pictures of that size for the ControlNets in the setting `controls`.
+            timeout: seconds after which it is cancelled.
+            settings: as in `edit`.
+
+        Raises:
+            MaskserveError: the server's error, or ServerUnavailable.
+            OSError: a path cannot be read.
+        """
+        return self.edit(
+            None, None, prompt, control=control, timeout=timeout, size=size, **settings
+        )
+
     def edit_stream(
         self,
         image: ImageInput | None,
-        mask: ImageInput | None,
-        prompt: str,
+        mask: ImageInput | None = None,
+        prompt: str = "",
         *,
         control: Sequence[ImageInput] = (),
         timeout: float | None = None,
         **settings: Any,
     ) -> Generator[Event, None, None]:
-        """Yield Progress and Preview events of one edit, then one Final.
+        """Yield Progress and Preview events of one edit, then one Final. Without an image, a
+        picture is made (`generate`).
 
         The edit is sent when the first event is requested. Closing or dropping the iterator cancels
         the edit on the server. Arguments and errors are those of `edit`; `progress` is on unless it

@@ -62,7 +62,7 @@ def _authorities(path: str | None) -> bytes | None:
 
 
 def edit(options: argparse.Namespace) -> None:
-    """Run `maskserve edit`."""
+    """Run `maskserve edit`, and `maskserve generate`, which has no picture."""
     out = Path(options.out)
     settings = _settings(options, out)
     inputs = (options.image, options.mask, options.prompt)

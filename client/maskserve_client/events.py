@@ -13,7 +13,8 @@ class EditResult:
     """An edited picture."""
 
     image: Image.Image
-    """RGB, of the source's size."""
+    """RGB, of the source's size; without a mask, of the size at which the model works. RGBA if the
+    source or the model has transparency."""
     encoded: bytes
     """The picture's file from the server."""
     meta: dict[str, Any]

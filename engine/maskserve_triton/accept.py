@@ -13,8 +13,10 @@ import uuid
 from msgspec.structs import asdict, replace
 
 from maskserve_common.config import Config, model_name
+from maskserve_common.contracts.edit_kinds import check_kind
 from maskserve_common.contracts.request import (
     AcceptedEdit,
+    EditKind,
     Lora,
     ResolvedControl,
     check_prompt,
@@ -23,6 +25,7 @@ from maskserve_common.contracts.request import (
 )
 from maskserve_common.contracts.settings import ControlSetting, EditSettings, LoraSetting
 from maskserve_common.errors import InvalidRequest
+from maskserve_common.imaging.whole import check_answer_size
 from maskserve_engine.spec.control_nets import ControlNets
 from maskserve_engine.spec.model_spec import ModelSpec
 from maskserve_lora.catalogue import Catalogue
@@ -39,6 +42,7 @@ def accept_edit(
     config: Config,
     catalogue: Catalogue | None = None,
     nets: ControlNets | None = None,
+    kind: EditKind = "inpaint",
 ) -> AcceptedEdit:
     """Check an edit without its pictures, fill in the worker's defaults, and note the time.
 
@@ -49,18 +53,24 @@ def accept_edit(
         config: configuration of the worker.
         catalogue: catalogue of adapters; None: none are served.
         nets: ControlNets; None: none are served.
+        kind: kind of the edit, by its pictures (`contracts.edit_kinds`).
 
     Raises:
-        InvalidRequest: naming PROMPT or `SETTINGS.<key>`.
+        InvalidRequest: naming PROMPT, `SETTINGS.<key>`, or the picture that the model needs.
         AdapterNotFound: naming `SETTINGS.loras[i].name` or `SETTINGS.controls[i].name`.
         Overloaded: the adapters' storage does not answer.
     """
     check_settings(requested, spec, config)
+    references, alpha = spec.semantics.reference, spec.latents.alpha
+    check_kind(requested, kind, spec.edit_kinds, references=references, alpha=alpha)
+    if requested.answer_size is not None:
+        native, multiple = spec.native_resolution, spec.size_multiple
+        check_answer_size(requested.answer_size, native, multiple, config.limits)
     text = check_prompt(prompt, config)
     loras = _versions(requested.loras, catalogue) if requested.loras else ()
     controls = _resolved(requested.controls, nets) if requested.controls else ()
     settings = with_defaults(requested, spec, config)
-    return AcceptedEdit(text, settings, time.time_ns(), loras=loras, controls=controls)
+    return AcceptedEdit(text, settings, time.time_ns(), kind, loras=loras, controls=controls)
 
 
 def check_settings(settings: EditSettings, spec: ModelSpec, config: Config) -> None:

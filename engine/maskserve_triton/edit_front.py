@@ -23,6 +23,7 @@ from dataclasses import replace
 from typing import Any
 
 from maskserve_common.config import Config
+from maskserve_common.contracts.edit_kinds import edit_kind
 from maskserve_common.contracts.meta import as_told, with_result, with_slack
 from maskserve_common.contracts.parameters import parameters
 from maskserve_common.contracts.settings import parse_settings
@@ -133,8 +134,10 @@ class EditFront:
         request_log.request_id = bounded_request.settings.request_id or ""
         request_log.due = bounded_request.due_ms is not None or self._config.slo.enabled
         catalogue = self._adapters.catalogue
+        image, mask = any(pictures["IMAGE"]), any(pictures["MASK"])
+        kind = edit_kind(bounded_request.settings, image=image, mask=mask)
         edit = accept_edit(
-            bounded_request.settings, prompt, self._spec, self._config, catalogue, self._nets
+            bounded_request.settings, prompt, self._spec, self._config, catalogue, self._nets, kind
         )
         after_token_s = self._after_steps.per_token_s
         edit = replace(edit, due_ms=bounded_request.due_ms, after_token_s=after_token_s)

@@ -35,6 +35,7 @@ from maskserve_engine.stages.encoded import (
     NO_MOMENTS,
     Encoded,
     EncodeReport,
+    How,
     TokensRead,
 )
 from maskserve_engine.stages.moments_folder import MomentsFolder
@@ -47,6 +48,7 @@ R = TypeVar("R")
 
 _COUNTED = 64
 """Prompts whose number of tokens is remembered."""
+_TEMPLATE: dict[bool | None, How | None] = {True: "kept", False: "made", None: None}
 _WHOLE_FROM = 0.5
 """Share of a picture from which its pieces cost as much as the whole."""
 
@@ -56,7 +58,7 @@ class ToEncode(NamedTuple):
 
     edit: EditRequest
     pixels: NDArray[np.uint8]
-    """[H, W, 3] source at model resolution."""
+    """[H, W, 3] source at model resolution; [0, 0, 3] without one."""
     edit_mask: NDArray[np.uint8]
     """[H, W], above 127 = edit."""
     controls: NDArray[np.uint8] | None = None
@@ -102,8 +104,8 @@ class _Pictures(NamedTuple):
 
     moments: NDArray[np.float32]
     masked: NDArray[np.float32]
-    from_cache: bool
-    """Whether the template's moments came from the cache."""
+    from_cache: bool | None
+    """Whether the template's moments came from the cache; None: there is no template."""
     whole: bool
     """Whether the masked picture was encoded whole."""
     batch: int
@@ -205,7 +207,7 @@ class EditEncoder:
                 report = EncodeReport(
                     ms=1e3 * (shared_s + time.perf_counter() - begin),
                     prompt="kept" if text.from_cache else "made",
-                    template="kept" if pictures.from_cache else "made",
+                    template=_TEMPLATE[pictures.from_cache],
                     masked="whole" if pictures.whole else "pieces",
                     batch=max(text.batch, pictures.batch),
                     tokens=text.tokens,
@@ -234,7 +236,7 @@ class EditEncoder:
     def _keys(self, request: ToEncode) -> list[PromptKey]:
         """Return the keys of the prompt and, where there is one, of the negative prompt."""
         edit, settings, picture = request.edit, request.edit.settings, ""
-        if self._encoder.spec.encoder_picture:
+        if self._encoder.spec.encoder_picture and request.pixels.size:
             picture = edit.pixels_id or template_id(request.pixels)
         loras = tuple((lora.version, lora.scale) for lora in edit.loras if lora.text and lora.scale)
         keys = [self._key(edit.prompt, loras)]
@@ -288,8 +290,9 @@ class EditEncoder:
         missing = [key for key in keys if key not in cached and key not in embeddings]
         is_computed = bool(missing or embeddings)
         if missing:
+            pixels = request.pixels if request.pixels.size else None
             with self._adapters.applied(edit.loras):
-                embeddings |= {key: self._embeddings(key, request.pixels) for key in missing}
+                embeddings |= {key: self._embeddings(key, pixels) for key in missing}
         embeddings = cached | embeddings
         negative = embeddings[keys[1]] if len(keys) == 2 else None
         return _Prompts(embeddings[keys[0]], negative, not is_computed, batch, self._tokens(edit))
@@ -307,6 +310,8 @@ class EditEncoder:
     # Pictures
 
     def _pictures(self, number: int, request: ToEncode, masked: _MaskedPictures) -> _Pictures:
+        if request.edit.kind == "generate":
+            return _Pictures(self._no_moments(request.edit_mask), NO_MOMENTS, None, True, 1)
         template, is_cached = self._template(request.edit, request.pixels)
         if not self._encoder.spec.semantics.masked_picture:
             return _Pictures(template.moments, NO_MOMENTS, is_cached, True, 1)
@@ -320,6 +325,12 @@ class EditEncoder:
             return _Pictures(template.moments, moments, is_cached, True, batch)
         moments = self._encoder.masked_pieces(request.pixels, request.edit_mask, pieces, template)
         return _Pictures(template.moments, moments, is_cached, False, 1)
+
+    def _no_moments(self, edit_mask: NDArray[np.uint8]) -> NDArray[np.float32]:
+        """Return zeros of the size of a picture's moments, [2C, h, w], in place of a source's."""
+        spec = self._encoder.spec
+        height, width = (side // spec.vae_scale_factor for side in edit_mask.shape)
+        return np.zeros((2 * spec.latent_channels, height, width), np.float32)
 
     def _whole_masks(self, edits: Sequence[ToEncode]) -> list[int]:
         """Return the edits whose masked pictures may share a call: none is known to go in

@@ -1,4 +1,6 @@
-"""The last model of the ensemble: lay the edited pixels over the source and encode the answer."""
+"""The last model of the ensemble: lay the edited pixels over the source, where there is a mask, and
+encode the answer.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +24,7 @@ from maskserve_common.imaging.images import (
     decode_raster,
     encode_image,
     encode_png,
+    resize,
     resize_part,
     to_base64,
 )
@@ -30,7 +33,7 @@ from maskserve_common.imaging.provenance import Mark, Unsigned, has_manifest
 from maskserve_common.imaging.safety import Check, let_pass
 
 _PLAIN = Unsigned()
-_RGB = 3
+_RGB, _MODE = 3, "RGB"
 Fine: TypeAlias = npt.NDArray[np.uint16]
 """Samples of 16 bits, [H, W, 3 or 4]."""
 
@@ -49,6 +52,8 @@ def finish_edit(
     If the model draws an alpha, it is multiplied with the weight. The response has the source's
     colour profile and metadata. A PNG has 16 bits if the source has.
 
+    Without a mask, the response is the model's picture.
+
     Args:
         pixels: RGB uint8 [h, w, 3] at the model's size, or RGBA.
         context: preprocess's record of the edit.
@@ -60,6 +65,8 @@ def finish_edit(
         EngineFailed: it cannot be signed.
     """
     request = EditRequest.from_json(context.request)
+    if request.kind != "inpaint":
+        return _finish_whole(pixels, context, request, mark, check)
     out, weights, fine, metadata = source_and_weights(context, request)
     source = out.copy() if check is not None else out
     colour, box = Colour.unpack(context.colour), weights.getbbox()
@@ -84,19 +91,64 @@ def finish_edit(
     if check is not None:
         let_pass(check, source, request.prompt, out)
     if fine is not None:
-        encoded = encode_png(fine, colour, mark.xmp, metadata)
+        encoded = encode_png(fine, colour, mark.xmp(request.kind), metadata)
     else:
         encoded = encode_image(
             np.asarray(out),
             settings.output_format,
             settings.output_quality,
             colour,
-            mark.xmp,
+            mark.xmp(request.kind),
             metadata,
         )
+    return _signed(encoded, context, request, mark, box or (0, 0, *out.size))
+
+
+def _finish_whole(
+    pixels: npt.NDArray[np.uint8],
+    context: PostprocessContext,
+    request: EditRequest,
+    mark: Mark,
+    check: Check | None,
+) -> bytes:
+    """Encode the model's picture as it is: `finish_edit` of an edit without a mask."""
+    settings = request.settings
+    opaque = settings.background == "opaque" or settings.output_format == "jpeg"
+    drawn = np.ascontiguousarray(pixels[..., :_RGB]) if opaque else pixels
+    picture = Image.fromarray(drawn)
+    if check is not None:
+        let_pass(check, _checked_source(context, picture), request.prompt, picture)
+    encoded = encode_image(
+        drawn, settings.output_format, settings.output_quality, xmp=mark.xmp(request.kind)
+    )
+    return _signed(encoded, context, request, mark, (0, 0, *picture.size))
+
+
+def _checked_source(context: PostprocessContext, picture: Image.Image) -> Image.Image:
+    """Return the source that a check compares a picture with, RGB of the picture's size; black
+    without a source, so that all of the picture is new.
+    """
+    if not context.decoded:
+        source = decode_raster(bytes(context.source), "source", NO_LIMITS)
+        seen = source.colour.to_display(as_mode(source.image, "RGB"))
+        return resize(seen, (picture.height, picture.width))
+    if not context.source:
+        return Image.new(_MODE, picture.size)
+    return Image.frombytes(_MODE, picture.size, context.source)
+
+
+def _signed(
+    encoded: bytes,
+    context: PostprocessContext,
+    request: EditRequest,
+    mark: Mark,
+    box: tuple[int, int, int, int],
+) -> bytes:
+    """Return the response of an encoded picture: signed, and as text if the client wants that."""
+    settings = request.settings
     file = b"" if context.decoded else bytes(context.source)
     signed_source = file if has_manifest(file) else b""
-    encoded = mark.sign(encoded, settings.output_format, box or (0, 0, *out.size), signed_source)
+    encoded = mark.sign(encoded, settings.output_format, box, signed_source, request.kind)
     return to_base64(encoded) if settings.output_encoding == "base64" else encoded
 
 

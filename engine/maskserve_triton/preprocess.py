@@ -43,6 +43,7 @@ from maskserve_common.imaging.masks import (
 )
 from maskserve_common.imaging.provenance import has_manifest
 from maskserve_common.imaging.view import View, choose_view
+from maskserve_common.imaging.whole import Fit, SizeRule, fit_of, native_size
 from maskserve_engine.spec.encoder_picture import LONGEST
 from maskserve_engine.spec.model_spec import ModelSpec
 from maskserve_triton.accept import accept_edit
@@ -51,6 +52,14 @@ DECODED_PIXELS = 1_500_000
 """Sources of up to so many pixels go to postprocess decoded, which takes a fraction of the time of
 decoding them again. Larger ones would use too much memory while edits wait for a row.
 """
+
+_EDIT_SIZES: dict[str, SizeRule] = {
+    "flux": "preferred",
+    "flux2": "cut",
+    "qwen_image": "area",
+    "qwen_image21": "area",
+}
+"""How a family's edit pipeline, which sees the source as references, chooses its size."""
 
 FindTemplate = Callable[[str, str], bytes | None]
 """Reads the encoded image that was registered under an id, as a client of some scope may see it;
@@ -100,6 +109,8 @@ def prepare_edit(
         InvalidRequest: naming the field.
         TemplateNotFound: SETTINGS.template_id names no registered template.
     """
+    if accepted.kind != "inpaint":
+        return _prepare_whole(image, accepted, spec, config, find_template, control)
     start, settings = time.perf_counter(), accepted.settings
     source, source_id = _source(image, settings, config, find_template)
     canvas = _answer_size(settings, source, config)
@@ -114,11 +125,14 @@ def prepare_edit(
         edit = strongest(view.window.crop(selection.strength), view.size)
     edit = mask_for_model(edit, spec)
     pixels = _view_of(source, settings, view)
-    controls = _control_pictures(control, accepted.controls, view, config)
-    if settings.output_encoding == "auto":
-        input_bytes = mask or image
-        encoding = "base64" if input_bytes and is_base64_text(input_bytes) else "raw"
-        settings = structs.replace(settings, output_encoding=encoding)
+    controls = _control_pictures(
+        control,
+        accepted.controls,
+        canvas,
+        lambda picture: _at(view.window.crop(picture.pixels), picture.colour, view.size),
+        config,
+    )
+    settings = _with_encoding(settings, mask or image)
     request = replace(
         _request(replace(accepted, settings=settings), source, source_id, pixels),
         source_size=canvas,
@@ -128,7 +142,7 @@ def prepare_edit(
         warnings=(*source.warnings, *selection.warnings),
     )
     fine = source.low is not None and settings.output_format == "png"
-    signed = bool(config.provenance.certificate) and has_manifest(bytes(source.encoded))
+    signed = _signed(source, config)
     # Data that pixels cannot carry stays in the file.
     decoded = paste.size <= decoded_pixels and not (fine or signed or source.metadata)
     source_bytes = _decoded(source, alpha=request.alpha) if decoded else source.encoded
@@ -139,6 +153,54 @@ def prepare_edit(
         request.to_json(), source_bytes, weights, decoded, source.colour.pack()
     )
     return PreparedEdit(pixels, edit, controls, request, context)
+
+
+def _prepare_whole(
+    image: bytes | memoryview,
+    accepted: AcceptedEdit,
+    spec: ModelSpec,
+    config: Config,
+    find_template: FindTemplate | None,
+    control: Sequence[bytes | memoryview],
+) -> PreparedEdit:
+    """Prepare an edit without a mask, or a picture without a source: `prepare_edit` of these."""
+    start, settings = time.perf_counter(), _with_encoding(accepted.settings, image)
+    accepted = replace(accepted, settings=settings)
+    native, multiple = spec.native_resolution, spec.size_multiple
+    size = settings.answer_size
+    if accepted.kind == "generate":
+        size = size or native_size(native, multiple)
+        fit, canvas, pixels = Fit(size, size), size, np.zeros((0, 0, 3), np.uint8)
+        request, context = _request_without_source(accepted, size), PostprocessContext()
+    else:
+        source, source_id = _source(image, settings, config, find_template)
+        rule = _EDIT_SIZES.get(spec.family, "bounded") if spec.semantics.reference else "bounded"
+        fit = Fit(size, size) if size else fit_of(source.size, rule, native, multiple)
+        canvas, pixels = source.size, _fitted(source, fit)
+        request = _request(accepted, source, source_id, pixels)
+        request = replace(request, source_size=fit.size, warnings=source.warnings)
+        context = _seen_source(source, pixels, config)
+    _check_shape(fit.size, spec)
+    _check_format(settings, fit.size)
+    controls = _control_pictures(
+        control, accepted.controls, canvas, lambda picture: _fitted(picture, fit), config
+    )
+    taken_ms = (time.perf_counter() - start) * 1e3
+    request.timings_ms["preprocess"] = round(taken_ms, 3)
+    context = replace(context, request=request.to_json())
+    return PreparedEdit(pixels, np.full(fit.size, 255, np.uint8), controls, request, context)
+
+
+def _seen_source(
+    source: Decoded, pixels: npt.NDArray[np.uint8], config: Config
+) -> PostprocessContext:
+    """Return the source for the operator's check and the provenance of an answer of which it is no
+    part: its file if that is signed, its pixels as the model sees them for a check alone.
+    """
+    if _signed(source, config):
+        return PostprocessContext(source=source.encoded, decoded=False)
+    checks = config.safety.check or config.safety.model
+    return PostprocessContext(source=pixels.tobytes() if checks else b"")
 
 
 def pixels_of(
@@ -209,7 +271,8 @@ def _check_shape(size: Size, spec: ModelSpec) -> None:
 def _control_pictures(
     encoded: Sequence[bytes | memoryview],
     controls: Sequence[ResolvedControl],
-    view: View,
+    size: Size,
+    fitted: Callable[[Decoded], npt.NDArray[np.uint8]],
     config: Config,
 ) -> npt.NDArray[np.uint8]:
     """Return the control pictures [pictures, h, w, 3], cropped and resized like their source.
@@ -217,7 +280,8 @@ def _control_pictures(
     Args:
         encoded: elements of CONTROL.
         controls: controls, each with its `image`.
-        view: view of the edit.
+        size: (height, width) that each must have.
+        fitted: returns a picture as the model sees it.
         config: configuration of the worker.
 
     Raises:
@@ -225,7 +289,6 @@ def _control_pictures(
     """
     if not encoded and not controls:
         return np.zeros((0, 0, 0, 3), np.uint8)
-    size = view.canvas
     shape = f"{size[1]}x{size[0]} pixels, as the answer"
     if len(encoded) > MAX_CONTROLS:
         raise InvalidRequest("CONTROL", f"has {len(encoded)} pictures", f"up to {MAX_CONTROLS}")
@@ -250,7 +313,7 @@ def _control_pictures(
         if decoded.size != size:
             problem = f"is {decoded.size[1]}x{decoded.size[0]} pixels"
             raise InvalidRequest(f"CONTROL[{index}]", problem, shape)
-        pictures.append(_at(view.window.crop(decoded.pixels), decoded.colour, view.size))
+        pictures.append(fitted(decoded))
     return np.stack(pictures)
 
 
@@ -261,20 +324,37 @@ def _answer_size(settings: EditSettings, source: Decoded, config: Config) -> Siz
         InvalidRequest: it is too large for a limit or the format.
     """
     size = canvas_size(source.size, settings.expand, config.limits)
-    longest = MAX_OUTPUT_SIDE[settings.output_format]
     if source.colour.only_png and settings.output_format != "png":
         raise InvalidRequest(
             "SETTINGS.output_format",
             f"{settings.output_format} cannot say what IMAGE's numbers mean (cICP of HDR)",
             "png",
         )
-    if max(size) > longest:
+    _check_format(settings, size)
+    return size
+
+
+def _check_format(settings: EditSettings, size: Size) -> None:
+    """Check that the answer's format can hold a size. Raises InvalidRequest if it cannot."""
+    if max(size) > MAX_OUTPUT_SIDE[settings.output_format]:
         raise InvalidRequest(
             "SETTINGS.output_format",
             f"{settings.output_format} cannot hold {size[1]}x{size[0]} pixels",
             "png",
         )
-    return size
+
+
+def _with_encoding(settings: EditSettings, picture: bytes | memoryview) -> EditSettings:
+    """Return settings whose `output_encoding` is that of a picture, if they leave it open."""
+    if settings.output_encoding != "auto":
+        return settings
+    encoding = "base64" if picture and is_base64_text(picture) else "raw"
+    return structs.replace(settings, output_encoding=encoding)
+
+
+def _signed(source: Decoded, config: Config) -> bool:
+    """Whether the answer's signature names the source's."""
+    return bool(config.provenance.certificate) and has_manifest(bytes(source.encoded))
 
 
 def _keeps_alpha(settings: EditSettings, source: Decoded, paste: npt.NDArray[np.uint8]) -> bool:
@@ -307,7 +387,14 @@ def _request(
         source_id: template id of the image.
         pixels: RGB [h, w, 3] at the model's size.
     """
-    settings, size = accepted.settings, (pixels.shape[0], pixels.shape[1])
+    request = _request_without_source(accepted, (pixels.shape[0], pixels.shape[1]))
+    pixels_id = entries_id(source_id) if pixels is source.pixels else template_id(pixels)
+    return replace(request, template_id=source_id, source_size=source.size, pixels_id=pixels_id)
+
+
+def _request_without_source(accepted: AcceptedEdit, size: Size) -> EditRequest:
+    """Return REQUEST of a picture of the model's (height, width) `size`."""
+    settings = accepted.settings
     assert settings.seed is not None
     assert settings.request_id is not None
     return EditRequest(
@@ -315,15 +402,15 @@ def _request(
         prompt=accepted.prompt,
         settings=settings,
         seed=settings.seed,
-        template_id=source_id,
-        source_size=source.size,
+        template_id="",
+        source_size=size,
         model_size=size,
         accepted_ns=accepted.accepted_ns,
+        kind=accepted.kind,
         due_ms=accepted.due_ms,
         after_token_s=accepted.after_token_s,
         loras=accepted.loras,
         controls=accepted.controls,
-        pixels_id=entries_id(source_id) if pixels is source.pixels else template_id(pixels),
     )
 
 
@@ -337,6 +424,14 @@ def _at(pixels: npt.NDArray[np.uint8], colour: Colour, size: Size) -> npt.NDArra
     if pixels.shape[:2] == size and colour == SRGB:
         return pixels
     return np.asarray(colour.to_display(resize(Image.fromarray(pixels), size)))
+
+
+def _fitted(picture: Decoded, fit: Fit) -> npt.NDArray[np.uint8]:
+    """Return a picture as the model sees it without a mask, in sRGB, RGB [h, w, 3]."""
+    if picture.size == fit.scaled == fit.size and picture.colour == SRGB:
+        return picture.pixels
+    image = fit.of(Image.fromarray(picture.pixels))
+    return np.ascontiguousarray(picture.colour.to_display(image))
 
 
 def mask_for_model(edit: npt.NDArray[np.uint8], spec: ModelSpec) -> npt.NDArray[np.uint8]:

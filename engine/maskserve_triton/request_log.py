@@ -17,7 +17,7 @@ from maskserve_triton.metric_table import outcome_of
 log = logging.getLogger("maskserve.edit")
 
 _FROM_META = (
-    "seed", "template_id", "mask_ratio", "mask_ring", "active_tokens", "total_tokens",
+    "seed", "kind", "template_id", "mask_ratio", "mask_ring", "active_tokens", "total_tokens",
     "computed_tokens", "steps", "steps_skipped", "cache", "batch_mean", "due_ms", "slack_ms", "slo",
 )  # fmt: skip
 _LEVELS = {

@@ -67,7 +67,8 @@ def read_bytes(api: Any, request: Any, name: str) -> bytes:
 
 
 def read_elements(api: Any, request: Any, declared: Tensor) -> list[bytes]:
-    """Return copies of all elements of a BYTES tensor; none for an absent optional one.
+    """Return copies of all elements of a BYTES tensor. An absent optional one has no elements, or
+    one without bytes if it must have one.
 
     Raises:
         InvalidRequest: it is missing, or its number of elements is not the declared one.
@@ -76,7 +77,7 @@ def read_elements(api: Any, request: Any, declared: Tensor) -> list[bytes]:
     tensor = api.get_input_tensor_by_name(request, declared.name)
     if tensor is None:
         if declared.optional:
-            return []
+            return [b""] * max(size, 0)
         raise InvalidRequest(declared.name, "is missing", f"a BYTES tensor of shape [{size}]")
     values = tensor.as_numpy().reshape(-1)
     if size not in (-1, values.size):

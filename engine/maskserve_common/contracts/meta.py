@@ -59,7 +59,8 @@ def final_meta(
         "seed": request.seed,
         "worker": worker,
         "model": model,
-        "template_id": request.template_id,
+        "kind": request.kind,
+        "template_id": request.template_id or None,
         "warnings": request.warnings,
         **_window(request),
         **engine,
@@ -142,7 +143,7 @@ def as_told(meta: bytes, values: Mapping[str, Any], *, insists: bool) -> bytes:
     del fields[NEW]
     encoded = fields.get("encoded", {})
     for name in new:
-        if name in encoded:
+        if encoded.get(name):
             encoded[name] = "made"
     if "template" in new and "masked" in encoded:
         encoded["masked"] = "whole"

@@ -26,12 +26,15 @@ def request_in(packed: npt.NDArray[np.uint8]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class PostprocessContext:
-    request: bytes
-    source: bytes | memoryview
-    """The source image: RGB pixels, or the received or registered file."""
-    paste: bytes | memoryview
-    """Weight of the edited pixel, 8 bits at the source's size: pixels, or a PNG."""
-    decoded: bool
+    request: bytes = b""
+    source: bytes | memoryview = b""
+    """The source image: RGB pixels, or the received or registered file. Empty where the answer
+    needs none: there is no mask, and no operator's check.
+    """
+    paste: bytes | memoryview = b""
+    """Weight of the edited pixel, 8 bits at the source's size: pixels, or a PNG. Empty without a
+    mask."""
+    decoded: bool = True
     """Whether `source` and `paste` are pixels."""
     colour: bytes = b""
     """Colour space of the source (`imaging.colour.Colour.pack`)."""

@@ -79,9 +79,9 @@ class EditRequest:
     settings: EditSettings
     seed: int
     template_id: str
-    """Digest of the decoded source pixels and their size."""
+    """Digest of the decoded source pixels and their size; empty without a source."""
     source_size: tuple[int, int]
-    """Size of the answer, with what `expand` adds."""
+    """Size of the answer, with what `expand` adds; without a mask, the model's size."""
     model_size: tuple[int, int]
     accepted_ns: int
     """Time of acceptance, as in `AcceptedEdit`."""
@@ -92,7 +92,8 @@ class EditRequest:
     controls: tuple[ResolvedControl, ...] = ()
     """ControlNets, each with its `image`."""
     pixels_id: str = ""
-    """Digest of the source's pixels at model resolution; entries are keyed on it."""
+    """Digest of the source's pixels at model resolution; entries are keyed on it. Empty without a
+    source."""
     window: tuple[int, int, int, int] | None = None
     """Top, left, height and width of the part that the model sees; None: all."""
     alpha: bool = False

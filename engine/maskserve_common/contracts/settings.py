@@ -47,6 +47,14 @@ Margins = Annotated[
         description=f"pixels [left, top, right, bottom], each 0 to {MAX_MARGIN}",
     ),
 ]
+PictureSize = Annotated[
+    str,
+    Meta(
+        pattern=r"\A(?:auto|[1-9][0-9]{0,4}x[1-9][0-9]{0,4})\Z",
+        max_length=11,
+        description="auto, or WIDTHxHEIGHT in pixels, as 1024x768",
+    ),
+]
 Guidance = Annotated[float, Meta(ge=0, le=1000)]
 Name = Annotated[str, Meta(max_length=256, description="a model name of up to 256 characters")]
 Text = Annotated[str, Meta(max_length=32_000)]
@@ -194,6 +202,10 @@ class EditSettings(Table, frozen=True):
     window, if the source exceeds the model's area and the window is under half of it."""
     crop_padding: Annotated[float, Meta(ge=0, le=4096)] = 0.25
     """Margin of that window: below 1 a share of the mask's longer side, from 1 on pixels."""
+    size: PictureSize = "auto"
+    """Without MASK, the answer's size: WIDTHxHEIGHT in multiples of the model's grid, at most its
+    native area. `auto`: the size that the model's pipeline chooses for IMAGE; without IMAGE, the
+    model's native square."""
     expand: Margins = (0, 0, 0, 0)
     """Pixels by which the picture grows; the new area is edited. MASK has the source's size, or is
     empty."""
@@ -253,6 +265,14 @@ class EditSettings(Table, frozen=True):
     """Order of a key's waiting edits: each unit counts as five seconds of waiting."""
     request_id: RequestId | None = None
     """Name of the edit, for a cancel and in logs; by default the server makes one."""
+
+    @property
+    def answer_size(self) -> tuple[int, int] | None:
+        """(height, width) of `size`; None: it is `auto`."""
+        if self.size == "auto":
+            return None
+        width, height = map(int, self.size.split("x"))
+        return height, width
 
     @property
     def limit_ms(self) -> int | None:

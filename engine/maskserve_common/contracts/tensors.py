@@ -6,8 +6,8 @@ The denoiser, not Triton, batches edits, step by step. Triton batches only reque
 decoder: those that arrived while the model was busy go into one `execute` (`Contract.together`).
 
 To let clients send one more tensor, add it to `PICTURES` as optional. `edit` and `edit_stream` then
-accept it, and the fronts pass it to the ensemble, with no elements if a client sent none. The model
-of the ensemble that reads it names it among its inputs.
+accept it, and the fronts pass it to the ensemble, empty if a client sent none. The model of the
+ensemble that reads it names it among its inputs.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def text(name: str, *, optional: bool = False) -> Tensor:
     return Tensor(name, "BYTES", (1,), optional)
 
 
-IMAGE = text("IMAGE")
-MASK = text("MASK")
+IMAGE = text("IMAGE", optional=True)
+MASK = text("MASK", optional=True)
 PROMPT = text("PROMPT")
 SETTINGS = text("SETTINGS")
 CONTROL = Tensor("CONTROL", "BYTES", (-1,), optional=True)  # control pictures of IMAGE's size
@@ -76,7 +76,8 @@ REQUEST = text("REQUEST")
 # progress without a preview.
 CONTEXT = Tensor("CONTEXT", "UINT8", (-1,))
 
-PIXELS = Tensor("PIXELS", "UINT8", (-1, -1, 3))  # [H, W, RGB] at model resolution
+# [H, W, RGB] at model resolution; [0, 0, 3] without a source.
+PIXELS = Tensor("PIXELS", "UINT8", (-1, -1, 3))
 DECODED_PIXELS = replace(PIXELS, dims=(-1, -1, -1))  # some models also draw an alpha channel
 EDIT_MASK = Tensor("EDIT_MASK", "UINT8", (-1, -1))  # [H, W] at model resolution, 255 = edit
 CONTROLS = Tensor("CONTROLS", "UINT8", (-1, -1, -1, 3))  # [pictures, H, W, RGB] as PIXELS
@@ -92,7 +93,7 @@ LATENTS = Tensor("LATENTS", "FP32", (-1, -1, -1))  # [C, h, w]; [0, 0, 0]: progr
 
 PICTURES = (IMAGE, MASK, CONTROL)
 """The client's tensors that a front passes to the ensemble unread: BYTES [1], or [-1] if a client
-may send any number."""
+may send any number. An absent one is passed on empty."""
 
 
 def _optional(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -104,7 +105,7 @@ def _required(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 _CLIENT_IN = (*PICTURES, PROMPT, SETTINGS)
-_CLIENT_OUT = (IMAGE, META)
+_CLIENT_OUT = (text("IMAGE"), META)
 _PIPELINE_IN = (*_required(*PICTURES), ACCEPTED)  # an ensemble has no optional inputs
 
 CONTRACTS: dict[str, Contract] = {

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from maskserve_common.config import Config, ConfigError, ProvenanceConfig, model_name
+from maskserve_common.contracts.request import EditKind
 from maskserve_common.errors import EngineFailed, InvalidRequest
 from maskserve_common.imaging.containers import read_container
 from maskserve_common.imaging.images import encode_png
@@ -26,14 +27,25 @@ from maskserve_common.imaging.images import encode_png
 Box = tuple[int, int, int, int]
 
 SOURCE_TYPE = "http://cv.iptc.org/newscodes/digitalsourcetype/compositeWithTrainedAlgorithmicMedia"
-"""IPTC's term for a picture of which a trained model has made a part."""
+"""IPTC's term for a picture of which a trained model has made a part, or all from a source."""
+GENERATED_TYPE = "http://cv.iptc.org/newscodes/digitalsourcetype/trainedAlgorithmicMedia"
+"""IPTC's term for a picture that a trained model has made without a source."""
 _RDF = "http://www.w3.org/1999/02/22-rdf-syntax-ns#"
 _IPTC = "http://iptc.org/std/Iptc4xmpExt/2008-02-29/"
-XMP = (
-    f'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:RDF xmlns:rdf="{_RDF}"><rdf:Description rdf:about=""'
-    f' xmlns:Iptc4xmpExt="{_IPTC}" Iptc4xmpExt:DigitalSourceType="{SOURCE_TYPE}"/></rdf:RDF>'
-    "</x:xmpmeta>"
-).encode()
+
+
+def source_type(kind: EditKind) -> str:
+    """Return IPTC's digital source type of the answers of a kind of edit."""
+    return GENERATED_TYPE if kind == "generate" else SOURCE_TYPE
+
+
+def edit_xmp(kind: EditKind) -> bytes:
+    """Return the XMP of the answers of a kind of edit."""
+    return (
+        f'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:RDF xmlns:rdf="{_RDF}"><rdf:Description '
+        f'rdf:about="" xmlns:Iptc4xmpExt="{_IPTC}" '
+        f'Iptc4xmpExt:DigitalSourceType="{source_type(kind)}"/></rdf:RDF></x:xmpmeta>'
+    ).encode()
 
 
 _SOURCE = {"title": "source", "relationship": "parentOf", "label": "source"}
@@ -48,10 +60,17 @@ log = logging.getLogger("maskserve")
 class Mark(Protocol):
     """Marking of responses."""
 
-    xmp: bytes
-    """XMP for the file as it is encoded; empty: none."""
+    def xmp(self, kind: EditKind) -> bytes:
+        """Return XMP for the file as it is encoded; empty: none."""
 
-    def sign(self, encoded: bytes, output_format: str, box: Box, source: bytes = b"") -> bytes:
+    def sign(
+        self,
+        encoded: bytes,
+        output_format: str,
+        box: Box,
+        source: bytes = b"",
+        kind: EditKind = "inpaint",
+    ) -> bytes:
         """Return the file, signed if the operator has a certificate.
 
         Args:
@@ -59,6 +78,7 @@ class Mark(Protocol):
             output_format: `png`, `jpeg` or `webp`.
             box: left, top, right and bottom of the painted area, in pixels.
             source: file of the source, if it has a manifest.
+            kind: kind of the edit.
 
         Raises:
             EngineFailed: it cannot be signed.
@@ -68,10 +88,20 @@ class Mark(Protocol):
 class Unsigned:
     """A mark without a signature, or none."""
 
-    def __init__(self, xmp: bytes = XMP) -> None:
-        self.xmp = xmp
+    def __init__(self, *, mark: bool = True) -> None:
+        self._mark = mark
 
-    def sign(self, encoded: bytes, output_format: str, box: Box, source: bytes = b"") -> bytes:
+    def xmp(self, kind: EditKind) -> bytes:
+        return edit_xmp(kind) if self._mark else b""
+
+    def sign(
+        self,
+        encoded: bytes,
+        output_format: str,
+        box: Box,
+        source: bytes = b"",
+        kind: EditKind = "inpaint",
+    ) -> bytes:
         return encoded
 
 
@@ -91,11 +121,11 @@ def make_mark(config: Config) -> Mark:
         missing = "private_key" if provenance.certificate else "certificate"
         raise ConfigError(f"provenance.{missing} is missing; it needs certificate and private_key")
     if not provenance.certificate:
-        return Unsigned(XMP if provenance.mark else b"")
+        return Unsigned(mark=provenance.mark)
     return _Signed(provenance, model_name(config))
 
 
-class _Signed:
+class _Signed(Unsigned):
     def __init__(self, config: ProvenanceConfig, model: str) -> None:
         try:
             import c2pa
@@ -103,7 +133,7 @@ class _Signed:
             raise ConfigError(
                 "provenance.certificate needs the package c2pa-python (the extra `provenance`)"
             ) from None
-        self.xmp = XMP if config.mark else b""
+        super().__init__(mark=config.mark)
         self._c2pa, self._model, self._config = c2pa, model, config
         self._agent = {"name": "maskserve", "version": importlib.metadata.version("maskserve")}
         # A thumbnail would be larger than the picture. A source's file sends nobody anywhere.
@@ -125,21 +155,31 @@ class _Signed:
         except (c2pa.C2paError, EngineFailed, OSError) as error:
             raise ConfigError(f"provenance.certificate cannot sign: {error}") from None
 
-    def sign(self, encoded: bytes, output_format: str, box: Box, source: bytes = b"") -> bytes:
+    def sign(
+        self,
+        encoded: bytes,
+        output_format: str,
+        box: Box,
+        source: bytes = b"",
+        kind: EditKind = "inpaint",
+    ) -> bytes:
         try:
             if not self._config.timestamp_url:
-                return self._signed(encoded, output_format, box, source)
-            return self._in_time(encoded, output_format, box, source)
+                return self._signed(encoded, output_format, box, source, kind)
+            return self._in_time(encoded, output_format, box, source, kind)
         except self._c2pa.C2paError as error:
             raise EngineFailed(f"the picture could not be signed: {error}") from None
 
-    def _signed(self, encoded: bytes, output_format: str, box: Box, source: bytes) -> bytes:
+    def _signed(
+        self, encoded: bytes, output_format: str, box: Box, source: bytes, kind: EditKind
+    ) -> bytes:
         if source:
             try:
                 return self._built(self._with_source(box, source), encoded, output_format)
             except (self._c2pa.C2paError, InvalidRequest) as error:
                 log.warning("a source's C2PA manifest is left out: %s", error)
-        plain = self._c2pa.Builder(self._manifest(box), self._context)
+        manifest = self._generated() if kind == "generate" else self._manifest(box)
+        plain = self._c2pa.Builder(manifest, self._context)
         return self._built(plain, encoded, output_format)
 
     def _built(self, builder: Any, encoded: bytes, output_format: str) -> bytes:
@@ -211,5 +251,17 @@ class _Signed:
         if opened:
             named = {"ingredientIds": [_SOURCE["label"]]}
             began = {"action": "c2pa.opened", "parameters": named}
-        actions = {"label": "c2pa.actions.v2", "data": {"actions": [began, edited]}}
-        return {"claim_generator_info": [self._agent], "assertions": [actions]}
+        return self._manifest_of(began, edited)
+
+    def _generated(self) -> dict[str, Any]:
+        """Return the C2PA manifest of a picture without a source."""
+        created = {
+            "action": "c2pa.created",
+            "softwareAgent": {"name": self._model},
+            "digitalSourceType": GENERATED_TYPE,
+        }
+        return self._manifest_of(created)
+
+    def _manifest_of(self, *actions: dict[str, Any]) -> dict[str, Any]:
+        assertion = {"label": "c2pa.actions.v2", "data": {"actions": list(actions)}}
+        return {"claim_generator_info": [self._agent], "assertions": [assertion]}

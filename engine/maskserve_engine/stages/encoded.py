@@ -23,7 +23,7 @@ class Encoded:
     """One encoded edit. It contains no random numbers (design §4)."""
 
     moments: NDArray[np.float32]
-    """[2C, h, w] VAE posterior of the source: mean, log-variance."""
+    """[2C, h, w] VAE posterior of the source: mean, log-variance; zeros without a source."""
     masked_moments: NDArray[np.float32]
     """The same with the masked area blanked; [0, 0, 0] for models without it."""
     conditioning: Conditioning
@@ -49,8 +49,8 @@ class EncodeReport(msgspec.Struct, frozen=True):
     ms: float
     prompt: How
     """Whether the embeddings, including the negative prompt's, were cached."""
-    template: How
-    """Whether the source's moments were cached."""
+    template: How | None
+    """Whether the source's moments were cached; None: there is no source."""
     masked: Literal["whole", "pieces"] = "whole"
     """How much of the masked picture was encoded, if the model takes one."""
     batch: int = 1

@@ -156,7 +156,9 @@ def _is_count(parameter: pb.InferParameter) -> bool:
 
 
 def _check_tensors(message: ModelRequest, contract: Contract) -> None:
-    """Raise InvalidRequest if the request's tensors are not those of the model."""
+    """Raise InvalidRequest if the request's tensors are not those of the model. Add an empty
+    element for an absent picture, as a worker reads it.
+    """
     head = message.head
     declared = {tensor.name: tensor for tensor in contract.inputs}
     input_names = [tensor.name for tensor in head.inputs]
@@ -211,6 +213,9 @@ def _check_tensors(message: ModelRequest, contract: Contract) -> None:
                 f"is not {tensor.shape[0]} elements in BYTES form",
                 "for each, a length of 4 bytes, then the element",
             )
+    for name, declaration in declared.items():
+        if declaration.dims == (1,) and name not in input_names:
+            message.add(name, [b""])
     outputs = [tensor.name for tensor in contract.outputs]
     for output in head.outputs:
         if output.name not in outputs:

@@ -30,6 +30,7 @@ _MAX_TEXT = 256 * 1024
 """Most bytes of a text field."""
 _FORM_FIELDS = (
     "model",
+    "size",
     "background",
     "output_format",
     "output_quality",

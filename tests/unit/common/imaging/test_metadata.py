@@ -18,7 +18,7 @@ from maskserve_common.config import Config
 from maskserve_common.contracts.settings import EditSettings
 from maskserve_common.imaging.images import NO_LIMITS, decode_image
 from maskserve_common.imaging.metadata import MOST_XMP_BYTES, Metadata, iptc_of, xmp_of
-from maskserve_common.imaging.provenance import SOURCE_TYPE, XMP
+from maskserve_common.imaging.provenance import SOURCE_TYPE, edit_xmp
 from maskserve_triton.accept import accept_edit
 from maskserve_triton.postprocess import finish_edit
 from maskserve_triton.preprocess import prepare_edit
@@ -131,7 +131,8 @@ def test_pictures_that_say_something_else_are_templates_of_their_own() -> None:
 )
 def test_a_packet_that_cannot_be_read_is_left_out(packet: bytes) -> None:
     assert xmp_of(packet) == b""
-    assert Metadata(xmp=xmp_of(packet)).marked(XMP) == XMP
+    mark = edit_xmp("inpaint")
+    assert Metadata(xmp=xmp_of(packet)).marked(mark) == mark
 
 
 def test_texts_beyond_their_bounds_are_left_out() -> None:

@@ -1,0 +1,128 @@
+"""The kind of an edit: it follows from the edit's pictures, and each kind has its settings
+(docs/adr/0084).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from msgspec.structs import fields
+
+from maskserve_common.contracts.request import EditKind
+from maskserve_common.contracts.settings import EditSettings
+from maskserve_common.errors import InvalidRequest
+
+_OF_MASKS = (
+    "mask_mode",
+    "mask_dilate",
+    "mask_feather",
+    "mask_ring",
+    "crop_to_mask",
+    "crop_padding",
+)
+"""Settings without effect where there is no mask."""
+_DEFAULTS = {field.name: field.default for field in fields(EditSettings)}
+_PICTURES: dict[EditKind, str] = {
+    "inpaint": "IMAGE with MASK",
+    "edit": "IMAGE alone",
+    "generate": "neither IMAGE nor MASK",
+}
+
+
+def edit_kind(settings: EditSettings, *, image: bool, mask: bool) -> EditKind:
+    """Return the kind of an edit.
+
+    Args:
+        settings: settings of the edit.
+        image: whether IMAGE has bytes.
+        mask: whether MASK has bytes.
+
+    Raises:
+        InvalidRequest: there is a mask without a source.
+    """
+    masks = {
+        "MASK": mask,
+        "SETTINGS.expand": any(settings.expand),
+        "SETTINGS.mask_from": settings.mask_from is not None,
+    }
+    has_source = image or settings.template_id is not None
+    for name, is_present in masks.items():
+        if is_present and not has_source:
+            raise InvalidRequest(
+                "IMAGE",
+                f"is missing, and {name} needs a source",
+                "an image, or SETTINGS.template_id of a registered template",
+            )
+    if any(masks.values()):
+        return "inpaint"
+    return "edit" if has_source else "generate"
+
+
+def check_kind(
+    settings: EditSettings,
+    kind: EditKind,
+    served: Collection[EditKind],
+    *,
+    references: bool,
+    alpha: bool,
+) -> None:
+    """Refuse an edit of a kind that a model does not have, and settings without effect in its kind.
+
+    Args:
+        settings: the client's settings.
+        kind: kind of the edit.
+        served: kinds that the model has.
+        references: whether the model sees the source as reference tokens at every step.
+        alpha: whether the model draws an alpha channel.
+
+    Raises:
+        InvalidRequest: naming the tensor or `SETTINGS.<key>`.
+    """
+    if kind not in served:
+        raise _not_served(kind, served)
+    if kind == "inpaint":
+        if settings.size != "auto":
+            raise InvalidRequest(
+                "SETTINGS.size", "has no effect with MASK", "auto: the answer has IMAGE's size"
+            )
+        return
+    for name in _OF_MASKS:
+        if getattr(settings, name) != _DEFAULTS[name]:
+            raise InvalidRequest(f"SETTINGS.{name}", "has no effect without MASK", f"no {name}")
+    if settings.cache in ("own", "require"):
+        problem = f"is {settings.cache}, and nothing is cached without MASK"
+        raise InvalidRequest("SETTINGS.cache", problem, "auto or off")
+    if settings.background == "transparent" and not alpha:
+        problem = "is transparent, and this model draws no transparency"
+        raise InvalidRequest("SETTINGS.background", problem, "auto or opaque")
+    _check_strength(settings.strength, kind, references=references)
+
+
+def _not_served(kind: EditKind, served: Collection[EditKind]) -> InvalidRequest:
+    accepted = " or ".join(pictures for name, pictures in _PICTURES.items() if name in served)
+    if kind == "inpaint":
+        return InvalidRequest("MASK", "is given, and this model repaints no masks", accepted)
+    if set(served) == {"inpaint"}:
+        problem = "is missing: this model repaints masks only"
+        return InvalidRequest("MASK" if kind == "edit" else "IMAGE", problem, accepted)
+    if kind == "edit":
+        return InvalidRequest("MASK", "is missing: this model edits no whole pictures", accepted)
+    problem = "is missing: this model makes no pictures without a source"
+    return InvalidRequest("IMAGE", problem, accepted)
+
+
+def _check_strength(strength: float, kind: EditKind, *, references: bool) -> None:
+    if kind == "generate":
+        if strength < 1:
+            raise InvalidRequest("SETTINGS.strength", "has no effect without IMAGE", "1")
+    elif references:
+        if strength < 1:
+            raise InvalidRequest(
+                "SETTINGS.strength",
+                "has no effect without MASK: this model sees IMAGE at every step",
+                "1",
+            )
+    elif strength == 1:
+        raise InvalidRequest(
+            "SETTINGS.strength", "is 1, where IMAGE has no effect without MASK", "below 1"
+        )
