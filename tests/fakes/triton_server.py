@@ -21,6 +21,8 @@ import numpy as np
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from maskserve_common.config import Config, ModelConfig
+from maskserve_common.contracts.edit_kinds import edit_kind
+from maskserve_common.contracts.request import EditKind
 from maskserve_common.contracts.settings import parse_settings
 from maskserve_common.errors import InvalidRequest, MaskserveError
 from maskserve_common.imaging.images import decode_image
@@ -50,6 +52,8 @@ class FakeWorker:
     """End streams without a final answer."""
     trailing_empty: bool = False
     """End streams by an empty message, as Triton does on request."""
+    edit_kinds: frozenset[EditKind] = FILL_FACTS.edit_kinds
+    """Kinds of edits that its model has."""
     garble: bool = False
     """Send a final answer whose image is not a picture."""
     url: str = ""
@@ -137,9 +141,11 @@ class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
         inputs = _inputs(request)
         self.worker.requests.append({**inputs, "model_name": request.model_name.encode()})
         settings = parse_settings(inputs["SETTINGS"])
-        accepted = accept_edit(settings, inputs["PROMPT"], FILL_FACTS, CONFIG)
+        facts = replace(FILL_FACTS, edit_kinds=self.worker.edit_kinds)
+        kind = edit_kind(settings, image=bool(inputs["IMAGE"]), mask=bool(inputs["MASK"]))
+        accepted = accept_edit(settings, inputs["PROMPT"], facts, CONFIG, kind=kind)
         edit = prepare_edit(
-            inputs["IMAGE"], inputs["MASK"], accepted, FILL_FACTS, CONFIG, self.worker.get
+            inputs["IMAGE"], inputs["MASK"], accepted, facts, CONFIG, self.worker.get
         )
         # Not earlier: an interrupt in between would hide the reason for refusing an edit.
         self.worker.started.set()
@@ -171,7 +177,8 @@ class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
             "seed": edit.request.seed,
             "worker": CONFIG.worker,
             "model": "demo",
-            "template_id": edit.request.template_id,
+            "kind": edit.request.kind,
+            "template_id": edit.request.template_id or None,
             "active_tokens": len(active),
             "total_tokens": total,
             "computed_tokens": steps * total,
@@ -281,7 +288,7 @@ class FakeServer:
 
 
 def _painted(edit: PreparedEdit) -> bytes:
-    pixels = np.empty_like(edit.pixels)
+    pixels = np.empty((*edit.edit_mask.shape, 3), np.uint8)
     pixels[:] = PAINT
     return finish_edit(pixels, edit.context)
 

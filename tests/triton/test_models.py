@@ -232,9 +232,11 @@ def test_elements_are_read_and_made_as_declared(api: FakeTriton) -> None:
     for elements in ([], [b"a", b"b"]):
         triton_tensor = tensor(api, "CONTROL", elements).as_numpy()
         assert (triton_tensor.dtype, list(triton_tensor)) == (np.object_, elements)
-    for tensors in ({}, {"MASK": np.array([b"a", b"b"], np.object_)}):
-        with pytest.raises(InvalidRequest, match=r"MASK: .*; accepted: a BYTES tensor of shape"):
-            read_elements(api, api.request(**tensors), CONTRACTS["edit"].input("MASK"))
+    assert read_elements(api, api.request(), CONTRACTS["edit"].input("MASK")) == [b""]
+    for name, elements in (("PROMPT", []), ("MASK", [b"a", b"b"])):
+        tensors = {name: np.array(elements, np.object_)} if elements else {}
+        with pytest.raises(InvalidRequest, match=rf"{name}: .*; accepted: a BYTES tensor of shape"):
+            read_elements(api, api.request(**tensors), CONTRACTS["edit"].input(name))
 
 
 @pytest.mark.usefixtures("beat")

@@ -1,0 +1,150 @@
+"""An edit's kind follows from its pictures; what its model or kind lacks is refused by name."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+from msgspec.structs import fields
+
+from maskserve_common.config import Config, LimitsConfig
+from maskserve_common.contracts.edit_kinds import edit_kind
+from maskserve_common.contracts.request import AcceptedEdit, EditKind
+from maskserve_common.contracts.semantics import INPAINT, REFERENCE
+from maskserve_common.contracts.settings import EditSettings, MaskFrom, parse_settings
+from maskserve_common.errors import InvalidRequest
+from maskserve_engine.spec.model_spec import ModelSpec
+from maskserve_triton.accept import accept_edit
+from tests.fakes.facts import FILL_FACTS
+
+EVERY: frozenset[EditKind] = frozenset({"inpaint", "edit", "generate"})
+BASE = replace(FILL_FACTS, semantics=INPAINT, edit_kinds=EVERY)
+"""A base model, which sees no references."""
+KONTEXT = replace(BASE, semantics=REFERENCE)
+
+
+def accept(kind: EditKind, spec: ModelSpec = BASE, **settings: Any) -> AcceptedEdit:
+    return accept_edit(EditSettings(**settings), b"x", spec, Config(), kind=kind)
+
+
+def test_the_pictures_decide_the_kind() -> None:
+    masks = ({}, {"expand": (1, 0, 0, 0)}, {"mask_from": MaskFrom(text="a cat")})
+    for image, template, mask, setting in product(
+        (True, False), (True, False), (True, False), masks
+    ):
+        named = {"template_id": "0" * 32} if template else {}
+        settings = EditSettings(**named, **setting)
+        has_source, has_mask = image or template, mask or bool(setting)
+        if has_mask and not has_source:
+            [name] = ["MASK"] if mask else [f"SETTINGS.{key}" for key in setting]
+            with pytest.raises(InvalidRequest, match=rf"IMAGE: is missing, and {name} needs"):
+                edit_kind(settings, image=image, mask=mask)
+            continue
+        expected = "inpaint" if has_mask else "edit" if has_source else "generate"
+        assert edit_kind(settings, image=image, mask=mask) == expected
+
+
+def test_a_kind_that_a_model_lacks_is_refused_and_the_others_are_named() -> None:
+    every: tuple[EditKind, ...] = ("inpaint", "edit", "generate")
+    pictures = {
+        "inpaint": "IMAGE with MASK",
+        "edit": "IMAGE alone",
+        "generate": "neither IMAGE nor MASK",
+    }
+    for chosen in product((True, False), repeat=3):
+        served = {kind for kind, is_served in zip(every, chosen, strict=True) if is_served}
+        spec = replace(BASE, edit_kinds=frozenset(served))
+        for kind in every:
+            strength = {"strength": 0.5} if kind == "edit" else {}
+            if kind in served:
+                assert accept(kind, spec, **strength).kind == kind
+                continue
+            with pytest.raises(InvalidRequest) as caught:
+                accept(kind, spec, **strength)
+            assert caught.value.field == ("IMAGE" if kind == "generate" else "MASK")
+            for other in every:
+                assert (pictures[other] in caught.value.message) == (other in served)
+    only = replace(BASE, edit_kinds=frozenset({"inpaint"}))
+    with pytest.raises(InvalidRequest, match="MASK: is missing: this model repaints masks only"):
+        accept("edit", only)
+
+
+@pytest.mark.parametrize("kind", ["edit", "generate"])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"mask_mode": "white"},
+        {"mask_dilate": 3},
+        {"mask_feather": 3},
+        {"mask_ring": 0},
+        {"crop_to_mask": "off"},
+        {"crop_padding": 0.5},
+        {"cache": "own"},
+        {"cache": "require"},
+        {"background": "transparent"},
+    ],
+)
+def test_settings_without_effect_are_refused(kind: EditKind, setting: dict[str, Any]) -> None:
+    [name] = setting
+    with pytest.raises(InvalidRequest, match=rf"SETTINGS\.{name}: "):
+        accept(kind, KONTEXT, **setting)
+    config = Config()
+    accept_edit(EditSettings(**setting), b"x", KONTEXT, config)
+    default = {field.name: field.default for field in fields(EditSettings)}[name]
+    accept(kind, KONTEXT, **{name: default})
+
+
+def test_a_model_with_alpha_may_draw_transparency() -> None:
+    spec = replace(KONTEXT, latents=replace(KONTEXT.latents, alpha=True))
+    accept("generate", spec, background="transparent")
+
+
+def test_strength_is_for_sources_that_are_noised() -> None:
+    accept("edit", BASE, strength=0.5)
+    accept("edit", KONTEXT)
+    accept("generate", BASE)
+    with pytest.raises(InvalidRequest, match=r"SETTINGS\.strength: is 1, .*; accepted: below 1"):
+        accept("edit", BASE)
+    with pytest.raises(InvalidRequest, match=r"SETTINGS\.strength: .* sees IMAGE at every step"):
+        accept("edit", KONTEXT, strength=0.5)
+    with pytest.raises(InvalidRequest, match=r"SETTINGS\.strength: has no effect without IMAGE"):
+        accept("generate", BASE, strength=0.5)
+
+
+def test_a_size_stands_without_a_mask_alone() -> None:
+    with pytest.raises(InvalidRequest, match=r"SETTINGS\.size: has no effect with MASK"):
+        accept("inpaint", size="64x64")
+    assert accept("generate", size="64x48").settings.answer_size == (48, 64)
+    assert EditSettings().answer_size is None
+
+
+def test_a_size_off_the_grid_or_too_large_is_refused_with_one_that_fits() -> None:
+    spec = replace(BASE, native_resolution=1024, size_multiple=16)
+    with pytest.raises(InvalidRequest, match=r"SETTINGS\.size: is 1001x700, .* 1008x704"):
+        accept("generate", spec, size="1001x700")
+    with pytest.raises(InvalidRequest, match=r"up to 1048576 pixels, the model's native area"):
+        accept("generate", spec, size="1040x1024")
+    for size in ("1024x1024", "2048x512", "16x16"):
+        accept("generate", spec, size=size)
+    config = Config(limits=LimitsConfig(max_side=512))
+    with pytest.raises(InvalidRequest, match=r"SETTINGS\.size: .* sides of up to 512 pixels"):
+        accept_edit(EditSettings(size="1024x16"), b"x", spec, config, kind="generate")
+
+
+@pytest.mark.parametrize(
+    "size",
+    ["", "1024", "1024x", "x1024", "0x64", "64x0", "-64x64", "64X64", "64x64 ", "1e3x64", 64],
+)
+def test_a_size_of_another_form_is_refused(size: object) -> None:
+    with pytest.raises(InvalidRequest, match=r"SETTINGS\.size: "):
+        parse_settings(json.dumps({"size": size}).encode())
+
+
+def test_an_empty_prompt_is_accepted_in_every_kind() -> None:
+    """No served pipeline needs one."""
+    for kind in ("inpaint", "edit", "generate"):
+        edit = accept_edit(EditSettings(), b"", KONTEXT, Config(), kind=kind)  # type: ignore[arg-type]
+        assert AcceptedEdit.from_json(edit.to_json()) == edit

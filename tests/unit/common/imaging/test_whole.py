@@ -1,0 +1,285 @@
+"""Pictures without a mask: their sizes are diffusers', and their answers the model's pictures."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from typing import Any
+
+import c2pa
+import numpy as np
+import pytest
+from PIL import Image
+
+from maskserve_common.config import Config, ProvenanceConfig, SafetyConfig
+from maskserve_common.contracts.keys import template_id
+from maskserve_common.contracts.request import EditKind, EditRequest, ResolvedControl
+from maskserve_common.contracts.semantics import REFERENCE
+from maskserve_common.contracts.settings import EditSettings
+from maskserve_common.errors import InvalidRequest, Refused
+from maskserve_common.imaging.images import to_base64
+from maskserve_common.imaging.provenance import GENERATED_TYPE, SOURCE_TYPE, make_mark
+from maskserve_common.imaging.whole import (
+    _PREFERRED,
+    Fit,
+    check_answer_size,
+    fit_of,
+    native_size,
+)
+from maskserve_engine.spec.model_spec import ModelSpec
+from maskserve_triton.accept import accept_edit
+from maskserve_triton.postprocess import finish_edit
+from maskserve_triton.preprocess import PreparedEdit, pixels_of, prepare_edit
+from tests.fakes.facts import FILL_FACTS
+from tests.fakes.pictures import encode, scene
+from tests.fakes.profiles import rgb_profile
+from tests.support.certificates import write_signer
+from tests.support.draws import fresh_rng
+
+FACTS = replace(
+    FILL_FACTS,
+    semantics=REFERENCE,
+    native_resolution=64,
+    edit_kinds=frozenset({"inpaint", "edit", "generate"}),
+)
+"""A small FLUX.1 Kontext that also makes pictures."""
+SIZE = (40, 56)
+
+
+def prepare(
+    kind: EditKind,
+    image: bytes = b"",
+    config: Config | None = None,
+    facts: ModelSpec = FACTS,
+    control: tuple[bytes, ...] = (),
+    **settings: Any,
+) -> PreparedEdit:
+    config = config or Config()
+    accepted = accept_edit(EditSettings(**settings), b"a red star", facts, config, kind=kind)
+    controls = tuple(
+        ResolvedControl(name=f"net-{index}", image=index) for index in range(len(control))
+    )
+    accepted = replace(accepted, controls=controls)
+    return prepare_edit(image, b"", accepted, facts, config, control=control)
+
+
+def drawn_sizes(count: int, low: int, high: int) -> list[tuple[int, int]]:
+    rng = fresh_rng()
+    return [(int(h), int(w)) for h, w in rng.integers(low, high, (count, 2))]
+
+
+# Sizes, beside diffusers'
+
+
+def test_kontexts_size_is_the_pipelines() -> None:
+    from diffusers.pipelines.flux.pipeline_flux_kontext import PREFERRED_KONTEXT_RESOLUTIONS
+
+    assert list(_PREFERRED) == PREFERRED_KONTEXT_RESOLUTIONS
+    for height, width in drawn_sizes(200, 64, 5000):
+        ratio = width / height
+        _, wide, high = min((abs(ratio - w / h), w, h) for w, h in PREFERRED_KONTEXT_RESOLUTIONS)
+        assert fit_of((height, width), "preferred", 1024, 16) == Fit((high, wide), (high, wide))
+
+
+def test_qwens_size_is_the_pipelines() -> None:
+    from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit import calculate_dimensions
+
+    for height, width in drawn_sizes(200, 64, 5000):
+        wide, high, _ = calculate_dimensions(1024 * 1024, width / height)
+        assert fit_of((height, width), "area", 1024, 32) == Fit((high, wide), (high, wide))
+
+
+def test_kleins_picture_is_the_pipelines() -> None:
+    from diffusers.pipelines.flux2.image_processor import Flux2ImageProcessor
+
+    processor = Flux2ImageProcessor(vae_scale_factor=16)
+    for height, width in drawn_sizes(12, 64, 1400):
+        source = Image.fromarray(scene(height, width))
+        expected = source
+        if width * height > 1024 * 1024:
+            expected = processor._resize_to_target_area(source, 1024 * 1024)
+        wide, high = (side // 16 * 16 for side in expected.size)
+        expected = processor._resize_and_crop(expected, wide, high)
+        fit = fit_of((height, width), "cut", 1024, 16)
+        np.testing.assert_array_equal(fit.of(source), expected)
+        assert fit.size == (high, wide)
+
+
+@pytest.mark.parametrize("rule", ["bounded", "preferred", "area", "cut"])
+def test_every_size_is_on_the_grid_of_a_model_of_any_size(rule: Any) -> None:
+    rng = fresh_rng()
+    for height, width in [*drawn_sizes(200, 1, 3000), (1, 3000), (3000, 1), (1, 1)]:
+        multiple = int(rng.choice([8, 16, 32]))
+        native = multiple * int(rng.integers(1, 65))
+        fit = fit_of((height, width), rule, native, multiple)
+        assert all(side % multiple == 0 < side for side in fit.size)
+        assert all(part <= whole for part, whole in zip(fit.size, fit.scaled, strict=True))
+        picture = fit.of(Image.fromarray(np.zeros((height, width, 3), np.uint8)))
+        assert (picture.height, picture.width) == fit.size
+
+
+def test_a_refused_size_names_one_that_is_accepted() -> None:
+    limits, rng = Config().limits, fresh_rng()
+    assert native_size(1000, 16) == (992, 992)
+    for height, width in drawn_sizes(300, 1, 3000):
+        multiple = int(rng.choice([8, 16, 32]))
+        native = multiple * int(rng.integers(8, 65))
+        fits = height % multiple == width % multiple == 0 and height * width <= native**2
+        try:
+            check_answer_size((height, width), native, multiple, limits)
+            assert fits
+        except InvalidRequest as error:
+            assert not fits
+            wide, high = map(int, error.message.rsplit(" ", 1)[1].split("x"))
+            check_answer_size((high, wide), native, multiple, limits)
+
+
+# Arrays of the model
+
+
+def test_an_edit_without_a_mask_is_the_whole_source_at_the_models_size() -> None:
+    source = scene(*SIZE)
+    facts = replace(FACTS, family="flux2")
+    edit = prepare("edit", encode(source), facts=facts, seed=7)
+    np.testing.assert_array_equal(edit.pixels, source)
+    assert edit.edit_mask.shape == SIZE
+    assert (edit.edit_mask == 255).all()
+    request = edit.request
+    assert (request.kind, request.source_size, request.model_size) == ("edit", SIZE, SIZE)
+    assert (request.window, request.edit_boxes, request.alpha) == (None, (), False)
+    assert request.template_id == template_id(source)
+    assert request.pixels_id
+    assert EditRequest.from_json(edit.context.request) == request
+    assert not edit.context.source
+
+
+def test_an_edits_size_is_the_clients_or_the_models() -> None:
+    image = encode(scene(*SIZE))
+    assert prepare("edit", image).request.model_size == fit_of(SIZE, "preferred", 64, 8).size
+    sized = prepare("edit", image, size="32x64")
+    assert (sized.pixels.shape, sized.request.source_size) == ((64, 32, 3), (64, 32))
+    kept = prepare("edit", image, size="56x40")
+    np.testing.assert_array_equal(kept.pixels, scene(*SIZE))
+
+
+def test_a_source_of_other_colours_is_seen_in_srgb() -> None:
+    source = encode(scene(*SIZE), "PNG", icc_profile=rgb_profile())
+    edit = prepare("edit", source, size="56x40")
+    assert not np.array_equal(edit.pixels, scene(*SIZE))
+
+
+def test_a_picture_without_a_source_has_its_size_alone() -> None:
+    edit = prepare("generate", size="48x32")
+    assert edit.pixels.shape == (0, 0, 3)
+    assert edit.edit_mask.shape == (32, 48)
+    assert (edit.edit_mask == 255).all()
+    request = edit.request
+    assert (request.kind, request.template_id, request.pixels_id) == ("generate", "", "")
+    assert (request.source_size, request.model_size) == ((32, 48), (32, 48))
+    assert prepare("generate").request.model_size == (64, 64)
+    accepted = accept_edit(EditSettings(), b"", FACTS, Config(), kind="generate")
+    assert pixels_of([b"", b""], accepted, Config(), lambda *_: None) == 0
+
+
+def test_control_pictures_are_fitted_as_the_source_is() -> None:
+    outline = scene(*SIZE)
+    facts = replace(FACTS, family="flux2", native_resolution=40)
+    edit = prepare("edit", encode(outline), facts=facts, control=(encode(outline),))
+    np.testing.assert_array_equal(edit.controls[0], edit.pixels)
+    made = prepare("generate", size="56x40", control=(encode(outline),))
+    np.testing.assert_array_equal(made.controls[0], outline)
+    with pytest.raises(InvalidRequest, match=r"CONTROL\[0\]: is 56x40 pixels"):
+        prepare("generate", size="48x40", control=(encode(outline),))
+
+
+# Answers
+
+
+def drawn(size: tuple[int, int], channels: int = 3) -> np.ndarray:
+    return fresh_rng().integers(0, 256, (*size, channels), dtype=np.uint8)
+
+
+@pytest.mark.parametrize("kind", ["edit", "generate"])
+@pytest.mark.parametrize("output_format", ["png", "webp", "jpeg"])
+def test_the_answer_is_the_models_picture(kind: EditKind, output_format: Any) -> None:
+    image = encode(scene(*SIZE)) if kind == "edit" else b""
+    edit = prepare(kind, image, output_format=output_format)
+    pixels = drawn(edit.request.model_size)
+    answer = Image.open(io.BytesIO(finish_edit(pixels, edit.context)))
+    assert (answer.mode, answer.format) == ("RGB", output_format.upper())
+    if output_format != "jpeg":
+        np.testing.assert_array_equal(answer, pixels)
+
+
+def test_a_model_with_alpha_answers_as_it_draws() -> None:
+    facts = replace(FACTS, latents=replace(FACTS.latents, alpha=True))
+    for settings, channels in (
+        ({}, 4),
+        ({"background": "transparent"}, 4),
+        ({"background": "opaque"}, 3),
+        ({"output_format": "jpeg"}, 3),
+    ):
+        edit = prepare("generate", facts=facts, **settings)
+        pixels = drawn(edit.request.model_size, 4)
+        answer = Image.open(io.BytesIO(finish_edit(pixels, edit.context)))
+        assert len(answer.getbands()) == channels
+        if settings.get("output_format") != "jpeg":
+            np.testing.assert_array_equal(answer, pixels[..., :channels])
+
+
+def test_the_answer_is_text_where_the_source_came_as_text() -> None:
+    edit = prepare("edit", to_base64(encode(scene(*SIZE))))
+    assert edit.request.settings.output_encoding == "base64"
+    answer = finish_edit(drawn(edit.request.model_size), edit.context)
+    assert answer.startswith(b"iVBOR")
+    assert prepare("generate").request.settings.output_encoding == "raw"
+
+
+def test_the_mark_tells_pictures_without_a_source_from_edits() -> None:
+    for kind, term in (("edit", SOURCE_TYPE), ("generate", GENERATED_TYPE)):
+        image = encode(scene(*SIZE)) if kind == "edit" else b""
+        edit = prepare(kind, image)  # type: ignore[arg-type]
+        pixels = drawn(edit.request.model_size)
+        answer = finish_edit(pixels, edit.context, make_mark(Config()))
+        assert f'DigitalSourceType="{term}"'.encode() in answer
+
+
+def test_a_signature_names_the_source_of_an_edit_and_none_of_others(tmp_path: Any) -> None:
+    chain, key = write_signer(tmp_path)
+    provenance = ProvenanceConfig(certificate=str(chain), private_key=str(key))
+    config = Config(provenance=provenance)
+    mark = make_mark(config)
+
+    def store(edit: PreparedEdit) -> tuple[bytes, dict[str, Any]]:
+        answer = finish_edit(drawn(edit.request.model_size), edit.context, mark)
+        store = json.loads(c2pa.Reader("image/png", io.BytesIO(answer)).json())
+        assert store["validation_state"] == "Valid"
+        return answer, store
+
+    made, first = store(prepare("generate", config=config))
+    [manifest] = first["manifests"].values()
+    [action] = manifest["assertions"][0]["data"]["actions"]
+    assert (action["action"], action["digitalSourceType"]) == ("c2pa.created", GENERATED_TYPE)
+    _, second = store(prepare("edit", made, config=config))
+    assert len(second["manifests"]) == 2
+
+
+@pytest.mark.parametrize("kind", ["edit", "generate"])
+def test_the_check_sees_the_source_or_black(kind: EditKind) -> None:
+    config = Config(safety=SafetyConfig(check="json:dumps"))
+    image = encode(scene(*SIZE)) if kind == "edit" else b""
+    edit = prepare(kind, image, config=config, size="56x40")
+    pixels, calls = drawn(SIZE), []
+
+    def check(source: Image.Image, prompt: str, made: Image.Image) -> str | None:
+        calls.append((np.asarray(source), prompt, np.asarray(made)))
+        return None if len(calls) == 1 else "no"
+
+    finish_edit(pixels, edit.context, check=check)
+    ((source, prompt, made),) = calls
+    np.testing.assert_array_equal(source, scene(*SIZE) if kind == "edit" else np.zeros((*SIZE, 3)))
+    assert prompt == "a red star"
+    np.testing.assert_array_equal(made, pixels)
+    with pytest.raises(Refused, match="no"):
+        finish_edit(pixels, edit.context, check=check)
