@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,12 +18,14 @@ from msgspec import structs
 from maskserve_common.config import Config, StagesConfig
 from maskserve_common.contracts.keys import template_id
 from maskserve_common.contracts.request import AcceptedEdit
+from maskserve_common.contracts.semantics import REFERENCE
 from maskserve_common.contracts.settings import EditSettings
 from maskserve_common.contracts.status_record import NodeStatus, RowStatus
 from maskserve_common.errors import Cancelled
 from maskserve_common.files.stages import NO_ANSWER, StageOutages
 from maskserve_common.files.values import NO_VALUES
 from maskserve_common.imaging.images import to_base64
+from maskserve_engine.spec.model_spec import ModelSpec
 from maskserve_triton import call as calls_module
 from maskserve_triton.acks import AckReceiver
 from maskserve_triton.admission import Gate
@@ -102,9 +105,9 @@ def stuck() -> Iterator[Stuck]:
 def fronts(api: FakeTriton, config: Config) -> Iterator[Callable[..., EditFront]]:
     all_fronts: list[EditFront] = []
 
-    def make(name: str = "edit", **options: Any) -> EditFront:
+    def make(name: str = "edit", facts: ModelSpec = FILL_FACTS, **options: Any) -> EditFront:
         streaming = name == "edit_stream"
-        all_fronts.append(EditFront(api, config, FILL_FACTS, name, streaming=streaming, **options))
+        all_fronts.append(EditFront(api, config, facts, name, streaming=streaming, **options))
         return all_fronts[-1]
 
     yield make
@@ -304,6 +307,58 @@ def test_bad_settings_are_refused_at_once(
     front.execute([request])
     text, code = error_of(request)
     assert text.startswith(message)
+    assert code == api.TritonError.INVALID_ARG
+    assert api.calls == []
+
+
+@pytest.mark.parametrize("name", ["edit", "edit_stream"])
+def test_the_pictures_that_came_decide_the_kind(
+    api: FakeTriton, fronts: Callable[..., EditFront], name: str
+) -> None:
+    """An absent picture is an empty one."""
+    kinds = frozenset({"inpaint", "edit", "generate"})
+    facts = replace(FILL_FACTS, semantics=REFERENCE, edit_kinds=kinds)
+    front = fronts(name, facts)
+    api.models["edit_pipeline"] = final
+    absent: dict[str, Any] = {}
+    for pictures, kind in (
+        ({"IMAGE": b"image", "MASK": b"mask"}, "inpaint"),
+        ({"IMAGE": b"image", "MASK": b""}, "edit"),
+        ({"IMAGE": b"image"}, "edit"),
+        ({"IMAGE": b"", "MASK": b""}, "generate"),
+        (absent, "generate"),
+    ):
+        request = api.request(PROMPT=b"a red star", SETTINGS=b"{}", **pictures)
+        front.execute([request])
+        request.sender.wait()
+        call = api.calls[-1]
+        assert call.accepted().kind == kind
+        for tensor in ("IMAGE", "MASK"):
+            assert list(call.tensors[tensor].as_numpy()) == [pictures.get(tensor, b"")]
+
+
+@pytest.mark.parametrize(
+    ("pictures", "settings", "message"),
+    [
+        ({"MASK": b"mask"}, {}, "IMAGE: is missing, and MASK needs a source"),
+        ({}, {"expand": [8, 0, 0, 0]}, "IMAGE: is missing, and SETTINGS.expand needs a source"),
+        ({"IMAGE": b"image"}, {}, "MASK: is missing: this model repaints masks only"),
+        ({}, {}, "IMAGE: is missing: this model repaints masks only"),
+        ({"IMAGE": b"image", "MASK": b"mask"}, {"size": "64x64"}, "SETTINGS.size: has no effect"),
+    ],
+)
+def test_a_kind_that_the_model_lacks_is_refused_at_once(
+    api: FakeTriton,
+    front: EditFront,
+    pictures: dict[str, bytes],
+    settings: dict[str, Any],
+    message: str,
+) -> None:
+    raw = json.dumps(settings).encode()
+    request = api.request(PROMPT=b"a red star", SETTINGS=raw, **pictures)
+    front.execute([request])
+    text, code = error_of(request)
+    assert text.startswith(f"[INVALID_REQUEST] {message}")
     assert code == api.TritonError.INVALID_ARG
     assert api.calls == []
 

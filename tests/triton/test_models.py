@@ -25,14 +25,16 @@ from maskserve_common.config import Config
 from maskserve_common.contracts import bytes_tensor
 from maskserve_common.contracts.meta import final_meta, with_timing
 from maskserve_common.contracts.postprocess_context import NOTHING
-from maskserve_common.contracts.request import AcceptedEdit, EditRequest
+from maskserve_common.contracts.request import AcceptedEdit, EditKind, EditRequest
 from maskserve_common.contracts.settings import EditSettings
 from maskserve_common.contracts.tensors import CONTRACTS, Tensor
 from maskserve_common.errors import InvalidRequest, MaskserveError, Overloaded
 from maskserve_common.imaging.images import encode_image
 from maskserve_common.liveness import signed_in
+from maskserve_engine.families.specs import load_spec
 from maskserve_triton.controlnet_calls import ControlNetCalls
 from maskserve_triton.tensor_io import read_elements, tensor
+from maskserve_triton.together import batched
 from maskserve_triton.worker_model import WorkerModel
 from tests.fakes.pb_utils import FakeTriton, InferenceResponse, Request
 from tests.support.certificates import write_signer
@@ -100,6 +102,15 @@ def respond(model: Any, *requests: Request) -> list[InferenceResponse]:
     return [request.sender.wait() for request in requests]
 
 
+def of_alone(model: Any, api: FakeTriton, inputs: dict[str, Any]) -> dict[str, Any]:
+    """The outputs of a model that takes requests together, for one request."""
+    request = api.request(**batched(inputs))
+    model.execute([request])
+    response = request.sender.wait()
+    assert response.error() is None, response.error().message()
+    return {tensor.name(): tensor.as_numpy()[0] for tensor in response.output_tensors()}
+
+
 def pictures() -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(3)
     source = rng.integers(0, 256, (50, 70, 3), dtype=np.uint8)
@@ -146,6 +157,46 @@ def test_an_edit_passes_through_pre_and_postprocess(
     assert timings["postprocess"] > 0
     assert passing.text("IMAGE") == b""
     assert passing.text("META") == b'{"event": "progress", "step": 1}'
+
+
+@pytest.mark.parametrize("kind", ["edit", "generate"])
+def test_an_edit_without_a_mask_passes_up_to_the_engine_and_behind_it(
+    api: FakeTriton, load: Callable[[str], Any], tiny_fill: Path, kind: EditKind
+) -> None:
+    source = pictures()[0] if kind == "edit" else None
+    image = b"" if source is None else encode_image(source, "png")
+    settings = EditSettings(seed=5, request_id="mine", size="72x48")
+    accepted = AcceptedEdit("a red star", settings, 123, kind).to_json()
+    pre, post = load("preprocess"), load("postprocess")
+    [response] = respond(pre, api.request(IMAGE=image, MASK=b"", ACCEPTED=accepted))
+    prepared = outputs("preprocess", response)
+    assert (prepared["EDIT_MASK"] == np.full((48, 72), 255)).all()
+    assert prepared["PIXELS"].shape == ((48, 72, 3) if kind == "edit" else (0, 0, 3))
+    edit = EditRequest.from_json(prepared["REQUEST"][0])
+    assert edit.kind == kind
+
+    inputs = {tensor.name: prepared[tensor.name] for tensor in CONTRACTS["encoder"].inputs}
+    encoded = of_alone(load("encoder"), api, {**inputs, "REQUEST": prepared["REQUEST"][0]})
+    moments, spec = encoded["MOMENTS"], load_spec(tiny_fill)
+    scale = spec.vae_scale_factor
+    assert moments.shape == (2 * spec.latent_channels, 48 // scale, 72 // scale)
+    assert moments.any() == (kind == "edit")
+    how = json.loads(encoded["ENCODED"][0])
+    assert how["template"] == ("made" if kind == "edit" else None)
+
+    meta = final_meta(edit, "w", "m", {"cache": "off"}, {})
+    latents = np.zeros((spec.latent_channels, 48 // scale, 72 // scale), np.float32)
+    event = {"LATENTS": latents, "META": meta, "CONTEXT": prepared["CONTEXT"]}
+    decoded = of_alone(load("decoder"), api, event)
+    assert decoded["PIXELS"].shape == (48, 72, 3)
+    final = api.request(PIXELS=decoded["PIXELS"], META=meta, CONTEXT=prepared["CONTEXT"])
+    [final_response] = respond(post, final)
+    made = outputs("postprocess", final_response)
+    picture = np.asarray(Image.open(io.BytesIO(made["IMAGE"][0])))
+    np.testing.assert_array_equal(picture, decoded["PIXELS"])
+    values = json.loads(made["META"][0])
+    assert values["kind"] == kind
+    assert (values["template_id"] is None) == (kind == "generate")
 
 
 def test_a_picture_is_signed_and_shown_to_the_check(

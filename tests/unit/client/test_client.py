@@ -26,6 +26,7 @@ from maskserve_client import (
     Cancelled,
     Client,
     DeadlineExceeded,
+    EditResult,
     EngineFailed,
     Final,
     InvalidRequest,
@@ -104,6 +105,41 @@ def test_pictures_may_be_bytes_paths_or_pil(
     assert worker.requests[0]["IMAGE"] == IMAGES[0]
     cmyk = client.edit(Image.fromarray(SOURCE).convert("CMYK"), IMAGES[1], "x")
     assert cmyk.image.size == SIZE[::-1]
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_picture_needs_no_source_and_an_edit_no_mask(
+    client: Client, worker: FakeWorker, streaming: bool
+) -> None:
+    worker.edit_kinds = frozenset({"inpaint", "edit", "generate"})
+
+    def ask(*inputs: object, **settings: object) -> EditResult:
+        if not streaming:
+            return client.edit(*inputs, "x", **settings)  # type: ignore[arg-type]
+        *_, last = client.edit_stream(*inputs, "x", **settings)  # type: ignore[arg-type]
+        assert isinstance(last, Final)
+        return last.result
+
+    edited = ask(IMAGES[0], None, strength=0.5)
+    assert (edited.meta["kind"], edited.image.size) == ("edit", SIZE[::-1])
+    made = ask(None, None, size="48x32")
+    assert (made.meta["kind"], made.image.size) == ("generate", (48, 32))
+    assert made.meta["template_id"] is None
+    assert (np.asarray(made.image) == PAINT).all()
+
+
+def test_a_picture_is_made_by_its_prompt(client: Client, worker: FakeWorker) -> None:
+    worker.edit_kinds = frozenset({"generate"})
+    result = client.generate("a red star", "48x32", seed=7)
+    assert (result.seed, result.image.size) == (7, (48, 32))
+    assert client.generate("a red star").image.size == (128, 128)
+    (request, _) = worker.requests
+    assert (request["IMAGE"], request["MASK"], request["PROMPT"]) == (b"", b"", b"a red star")
+    assert json.loads(request["SETTINGS"]) == {"size": "48x32", "seed": 7}
+    with pytest.raises(InvalidRequest, match=r"SETTINGS\.size"):
+        client.generate("a red star", "48 x 32")
+    with pytest.raises(InvalidRequest, match="MASK: is missing"):
+        client.edit(IMAGES[0], prompt="a red star")
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,19 @@ async def test_edits_run_side_by_side(client_and_worker: tuple[AsyncClient, Fake
         check_picture(result.image)
 
 
+async def test_a_picture_is_made_by_its_prompt(
+    client_and_worker: tuple[AsyncClient, FakeWorker],
+) -> None:
+    client, worker = client_and_worker
+    worker.edit_kinds = frozenset({"edit", "generate"})
+    made = await client.generate("a red star", "48x32")
+    assert (made.meta["kind"], made.image.size) == ("generate", (48, 32))
+    edited = await client.edit(IMAGES[0], prompt="a red star", strength=0.5)
+    assert edited.meta["kind"] == "edit"
+    events = [event async for event in client.edit_stream(None, prompt="x", size="48x32")]
+    assert isinstance(events[-1], Final)
+
+
 async def test_a_stream_tells_steps_previews_and_the_end(
     client_and_worker: tuple[AsyncClient, FakeWorker],
 ) -> None:

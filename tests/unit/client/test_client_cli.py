@@ -103,6 +103,35 @@ def test_every_option_reaches_the_server(worker: FakeWorker, folder: Path) -> No
     assert Image.open(folder / "b.webp").format == "WEBP"
 
 
+@pytest.mark.parametrize("stream", ["--stream", "--no-stream"])
+def test_a_picture_is_made_without_a_source(
+    worker: FakeWorker, folder: Path, capsys: Capture, stream: str
+) -> None:
+    worker.edit_kinds = frozenset({"generate"})
+    out = folder / "made.png"
+    sizes = {"--seed": "5", "--steps": "3", "--size": "48x32"}
+    words = [word for pair in sizes.items() for word in pair]
+    command = ["generate", "--url", worker.url, "--prompt", "a red star", "--out", str(out), stream]
+    assert main([*command, *words]) == 0
+    assert Image.open(out).size == (48, 32)
+    assert capsys.readouterr().out.startswith(f"{out}: seed 5, 3 steps, ")
+    request = worker.requests[0]
+    assert (request["IMAGE"], request["MASK"]) == (b"", b"")
+    settings = json.loads(request["SETTINGS"])
+    expected = {"seed": 5, "num_inference_steps": 3, "size": "48x32", "output_format": "png"}
+    assert settings == {**expected, **({"progress": True} if stream == "--stream" else {})}
+
+
+def test_an_edit_needs_no_mask(worker: FakeWorker, folder: Path, capsys: Capture) -> None:
+    image, out = str(folder / "a.png"), str(folder / "b.png")
+    command = ["edit", "--url", worker.url, "--image", image, "--prompt", "x", "--out", out]
+    assert main(command) == 2
+    assert "MASK: is missing: this model repaints masks only" in capsys.readouterr().err
+    worker.edit_kinds = frozenset({"edit"})
+    assert main([*command, "--strength", "0.5", "--size", "48x32"]) == 0
+    assert Image.open(out).size == (48, 32)
+
+
 def test_nothing_is_sent_that_was_not_given(worker: FakeWorker, folder: Path) -> None:
     assert edit(worker.url, folder, out="b.JPG") == 0
     assert json.loads(worker.requests[0]["SETTINGS"]) == {"output_format": "jpeg"}
