@@ -1,0 +1,208 @@
+"""Edits without a mask and pictures without a source are the pipelines', through a real Triton."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from maskserve_benchmarks.checkout import DEMO_MODEL
+from maskserve_client import (
+    Cancelled,
+    Client,
+    DeadlineExceeded,
+    Final,
+    InvalidRequest,
+    Preview,
+    Progress,
+)
+from maskserve_client.cli import main
+from maskserve_serving.options import ServeOptions
+from maskserve_serving.ports import free_base_port
+from maskserve_serving.supervisor import Supervisor
+from maskserve_serving.worker import WorkerProcess
+from tests.fakes.pictures import scene
+from tests.support.calls import Grpc, Http, InferenceServerException, Pixels, edit_inputs, pixels
+from tests.support.draws import fresh_seed
+
+MODEL = DEMO_MODEL.with_name("demo-edit")
+PROMPT = "a red star"
+STEPS, LENGTH = 4, 32
+SOURCE_SIZE = (100, 72)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
+    """The demo edit model, which has every kind."""
+    folder = tmp_path_factory.mktemp("kinds")
+    options = ServeOptions(model=str(MODEL), base_port=free_base_port(), log_dir=folder)
+    with Supervisor(options) as running:
+        yield running.workers[0]
+        assert running.workers[0].restarts == 0
+
+
+@pytest.fixture(scope="module")
+def client(served: WorkerProcess) -> Iterator[Client]:
+    with Client(served.grpc_url) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def pipeline() -> Any:
+    from diffusers import Flux2KleinPipeline
+
+    pipeline = Flux2KleinPipeline.from_pretrained(MODEL)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def expected(pipeline: Any, seed: int, **options: Any) -> Pixels:
+    import torch
+
+    [image] = pipeline(
+        prompt=PROMPT,
+        num_inference_steps=STEPS,
+        max_sequence_length=LENGTH,
+        generator=torch.Generator("cpu").manual_seed(seed),
+        **options,
+    ).images
+    return np.asarray(image)
+
+
+def check_same(actual: Image.Image, wanted: Pixels) -> None:
+    assert actual.mode == "RGB"
+    difference = np.abs(np.asarray(actual).astype(int) - wanted)
+    assert difference.max() <= 1
+
+
+def test_a_picture_without_a_source_is_the_pipelines(client: Client, pipeline: Any) -> None:
+    for size, (height, width) in (("auto", (128, 128)), ("96x64", (64, 96))):
+        seed = fresh_seed()
+        result = client.generate(PROMPT, size, seed=seed, num_inference_steps=STEPS)
+        check_same(result.image, expected(pipeline, seed, height=height, width=width))
+        assert (result.meta["kind"], result.meta["template_id"]) == ("generate", None)
+        assert result.meta["steps"] == STEPS
+
+
+def test_an_edit_without_a_mask_is_the_pipelines(client: Client, pipeline: Any) -> None:
+    source, seed = Image.fromarray(scene(*SOURCE_SIZE)), fresh_seed()
+    wanted = expected(pipeline, seed, image=source)
+    for _ in range(2):  # the second time from kept moments
+        result = client.edit(source, prompt=PROMPT, seed=seed, num_inference_steps=STEPS)
+        check_same(result.image, wanted)
+        assert result.meta["kind"] == "edit"
+    assert result.meta["encoded"]["template"] == "kept"
+
+
+def test_both_run_beside_masked_edits_and_give_the_same_pictures(client: Client) -> None:
+    source, seed = scene(128, 128), fresh_seed()
+    mask = np.zeros((128, 128), np.uint8)
+    mask[32:64, 32:64] = 255
+    settings = {"seed": seed, "num_inference_steps": 20, "cache": "off"}
+    asks: list[tuple[Any, ...]] = [(source, mask), (source, None), (None, None)]
+    alone = [client.edit(*ask, PROMPT, **settings).encoded for ask in asks]
+    together: dict[int, bytes] = {}
+
+    def run(number: int) -> None:
+        together[number] = client.edit(*asks[number], PROMPT, **settings).encoded
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(asks))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [together[number] for number in range(len(asks))] == alone
+
+
+@pytest.mark.parametrize("image", [None, scene(*SOURCE_SIZE)], ids=["generate", "edit"])
+def test_a_stream_has_progress_and_previews_of_the_answers_size(
+    client: Client, image: Pixels | None
+) -> None:
+    settings = {"num_inference_steps": 8, "preview_every": 2, "size": "96x64"}
+    events = list(client.edit_stream(image, prompt=PROMPT, **settings))
+    assert isinstance(events[-1], Final)
+    assert events[-1].result.image.size == (96, 64)
+    assert any(isinstance(event, Progress) for event in events)
+    for event in events:
+        if isinstance(event, Preview):
+            assert event.image.size == (96, 64)
+
+
+def test_a_kept_picture_is_the_next_edits_source(client: Client) -> None:
+    made = client.generate(PROMPT, "96x64", num_inference_steps=STEPS, keep_result=True)
+    name = made.result_template_id
+    assert name is not None
+    edited = client.edit(None, prompt="a blue circle", num_inference_steps=STEPS, template_id=name)
+    assert (edited.meta["kind"], edited.meta["template_id"]) == ("edit", name)
+    assert edited.image.size == (96, 64)
+
+
+def test_a_picture_is_cancelled_and_has_a_deadline(client: Client) -> None:
+    long = {"num_inference_steps": 200}
+    events = client.edit_stream(None, prompt=PROMPT, request_id="mine", **long)
+    next(events)
+    assert client.cancel("mine")
+    with pytest.raises(Cancelled):
+        list(events)
+    with pytest.raises(DeadlineExceeded):
+        client.generate(PROMPT, deadline_ms=1, **long)
+
+
+def test_the_command_makes_a_picture(served: WorkerProcess, tmp_path: Any) -> None:
+    out = tmp_path / "made.png"
+    words = ["--prompt", PROMPT, "--size", "96x64", "--steps", "4", "--out", str(out)]
+    assert main(["generate", "--url", served.grpc_url, *words]) == 0
+    assert Image.open(out).size == (96, 64)
+
+
+def test_pictures_may_be_left_out_of_a_request(served: WorkerProcess) -> None:
+    """Plain clients need not send empty tensors."""
+    settings = json.dumps({"size": "96x64", "num_inference_steps": 2})
+    with closing(Http(served.http_url)) as http:
+        image, meta = http.edit({"PROMPT": PROMPT.encode(), "SETTINGS": settings.encode()})
+    assert pixels(image).shape == (64, 96, 3)
+    assert meta["kind"] == "generate"
+
+
+REFUSED: dict[str, tuple[dict[str, bytes | None], dict[str, Any], str]] = {
+    "no mask": ({"MASK": None}, {}, "MASK: is missing: this model repaints masks only"),
+    "empty mask": ({"MASK": b""}, {}, "MASK: is missing: this model repaints masks only"),
+    "no picture": ({"IMAGE": None, "MASK": None}, {}, "IMAGE: is missing: this model repaints"),
+    "no source": ({"IMAGE": b""}, {}, "IMAGE: is missing, and MASK needs a source"),
+    "a size": ({}, {"size": "64x64"}, "SETTINGS.size: has no effect with MASK"),
+    "no size": ({}, {"size": "64 by 64"}, "SETTINGS.size: "),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_that_repaints_masks_says_so(grpc: Grpc, name: str) -> None:
+    changed, settings, message = REFUSED[name]
+    plain = edit_inputs(scene(64, 64), np.full((64, 64), 255, np.uint8), **settings)
+    inputs = {tensor: raw for tensor, raw in {**plain, **changed}.items() if raw is not None}
+    with pytest.raises(InferenceServerException) as error:
+        grpc.edit(inputs)
+    assert f"[INVALID_REQUEST] {message}" in error.value.message()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"size": "100x64"}, "SETTINGS.size: is 100x64, off the model's grid"),
+        ({"size": "256x256"}, "SETTINGS.size: is 256x256 = 65536 pixels; accepted: up to 16384"),
+        ({"strength": 0.5}, "SETTINGS.strength: has no effect without IMAGE"),
+        ({"mask_feather": 3}, "SETTINGS.mask_feather: has no effect without MASK"),
+        ({"expand": [8, 0, 0, 0]}, "IMAGE: is missing, and SETTINGS.expand needs a source"),
+    ],
+)
+def test_what_a_picture_without_a_source_cannot_have_is_refused(
+    client: Client, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidRequest) as error:
+        client.edit(None, prompt=PROMPT, **settings)
+    assert message in str(error.value)
