@@ -60,7 +60,7 @@ def final_meta(
         "worker": worker,
         "model": model,
         "kind": request.kind,
-        "template_id": request.template_id or None,
+        "template_id": request.template_id,
         "warnings": request.warnings,
         **_window(request),
         **engine,
@@ -68,6 +68,7 @@ def final_meta(
         "decode_batch": 1,
         "timings_ms": {name: round(float(timings.get(name, 0.0)), 3) for name in TIMINGS},
     }
+    values["template_id"] = values["template_id"] or None  # without a source
     values.setdefault("steps", 0)
     values.setdefault("step", values["steps"])
     return _dump(values)

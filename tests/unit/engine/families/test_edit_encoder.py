@@ -110,6 +110,28 @@ def test_what_is_kept_is_what_would_be_made(
         assert edit_encoder._templates.nbytes <= budget
 
 
+@pytest.mark.parametrize("model", ["inpaint", "sdxl-base"])
+def test_without_a_mask_the_source_is_encoded_once_and_without_one_nothing_is(
+    model: str, make: Make, tiny_inpaint: Path, tiny_unets: dict[str, Path]
+) -> None:
+    folder = {"inpaint": tiny_inpaint, **tiny_unets}[model]
+    config, rng = config_of(folder), fresh_rng()
+    encoder = load_encoder(config)
+    edit_encoder, case = make(encoder, config), random_case(rng)
+    full, none = np.full_like(case.mask, 255), np.zeros((0, 0, 3), np.uint8)
+    whole = ToEncode(replace(edit_of(case), kind="edit"), case.pixels, full)
+    made = replace(edit_of(case), kind="generate", template_id="", pixels_id="")
+    for template in ("made", "kept"):
+        results = list(edit_encoder.encode_all([whole, ToEncode(made, none, full)]))
+        (edited, edited_report), (blank, blank_report) = results  # type: ignore[misc]
+        np.testing.assert_array_equal(edited.moments, encoder.moments(case.pixels))
+        assert edited_report.template == template
+        assert blank.moments.shape == edited.moments.shape
+        assert not blank.moments.any()
+        assert blank_report.template is None
+        same_arrays(blank.conditioning, edited.conditioning)
+
+
 def test_what_an_edit_still_reads_outlives_its_eviction(make: Make, tiny_fill: Path) -> None:
     config, rng = config_of(tiny_fill), fresh_rng()
     encoder = load_encoder(config)
