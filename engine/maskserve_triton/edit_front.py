@@ -135,7 +135,7 @@ class EditFront:
         request_log.due = bounded_request.due_ms is not None or self._config.slo.enabled
         catalogue = self._adapters.catalogue
         image, mask = any(pictures["IMAGE"]), any(pictures["MASK"])
-        kind = edit_kind(bounded_request.settings, image=image, mask=mask)
+        request_log.kind = kind = edit_kind(bounded_request.settings, image=image, mask=mask)
         edit = accept_edit(
             bounded_request.settings, prompt, self._spec, self._config, catalogue, self._nets, kind
         )

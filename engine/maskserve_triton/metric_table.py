@@ -162,6 +162,7 @@ FRONT_METRICS = {
     "edit_seconds": _histogram(
         "Seconds from the acceptance of an edit to its picture.", _EDIT, "model"
     ),
+    "edit_kinds_total": _counter("Edits answered with a picture, by kind.", "model", "kind"),
     "slo_total": _counter("Edits with a due time, by outcome.", "model", "outcome"),
     "slack_seconds": _histogram(
         "Seconds left until the due time when an edit was answered; negative if it was late.",

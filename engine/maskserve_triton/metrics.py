@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from maskserve_common.contracts.due_times import SLO_OUTCOMES
+from maskserve_common.contracts.request import EDIT_KINDS
 from maskserve_common.observations import Observations
 from maskserve_common.status import StatusReader, WorkerStatus
 from maskserve_triton.metric_table import (
@@ -145,6 +146,8 @@ class FrontMetrics:
         # A rate sees the first of its kind only if there was a zero before it.
         for outcome, code in ENDS:
             self._page.metric("edit_ends_total", model, outcome, code)
+        for kind in EDIT_KINDS:
+            self._page.metric("edit_kinds_total", model, kind)
         for outcome in SLO_OUTCOMES:
             self._page.metric("slo_total", model, outcome)
         for name in ("edit_seconds", "slack_seconds"):

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from maskserve_common.contracts.due_times import OK, slo_outcome
+from maskserve_common.contracts.request import EditKind
 from maskserve_common.errors import MaskserveError, Overloaded
 from maskserve_common.observations import Observations
 from maskserve_common.tracing import OpenSpan
@@ -50,6 +51,7 @@ class RequestLog:
         self.span = span or OpenSpan()
         self._accepted = time.monotonic()
         self.request_id = ""
+        self.kind: EditKind = "inpaint"
         self.due = False
         self.slack_s = 0.0
         """Seconds from the answer to the due time; negative: the answer was late."""
@@ -64,6 +66,7 @@ class RequestLog:
         self._observations.add("edit_ends_total", 1.0, self._model, outcome, code)
         if error is None:
             self._observations.add("edit_seconds", taken_s, self._model)
+            self._observations.add("edit_kinds_total", 1.0, self._model, self.kind)
         self._count_outcome(code)
         level = logging.WARNING if code == Overloaded.code else _LEVELS[outcome]
         if not log.isEnabledFor(level):

@@ -151,11 +151,14 @@ def test_fronts_share_their_metrics(api: FakeTriton) -> None:
     assert len(api.metrics["maskserve_edit_ends_total"]) == 2 * len(ENDS)
     unary.add("edit_ends_total", 1.0, "edit", "refused", "INVALID_REQUEST")
     streaming.add("edit_seconds", 1.5, "edit_stream")
+    streaming.add("edit_kinds_total", 1.0, "edit_stream", "generate")
     for front in fronts:
         front.publish()
     assert one(api, "edit_ends_total", model="edit", code="INVALID_REQUEST").value == 1
     assert one(api, "edit_ends_total", model="edit_stream", code="INVALID_REQUEST").value == 0
     assert one(api, "edit_seconds", model="edit_stream").observed == [1.5]
+    assert one(api, "edit_kinds_total", model="edit_stream", kind="generate").value == 1
+    assert one(api, "edit_kinds_total", model="edit", kind="generate").value == 0
 
 
 @pytest.mark.parametrize(

@@ -76,9 +76,10 @@ def test_a_done_edit_says_what_was_done(
         "denoise_ms": 20.0,
     }
     assert len(left) == 1
-    ends, seconds = request_log._observations.take()
+    ends, seconds, kinds = request_log._observations.take()
     assert ends == ("edit_ends_total", 1.0, ("edit", "done", "OK"))
     assert (seconds[0], seconds[2]) == ("edit_seconds", ("edit",))
+    assert kinds == ("edit_kinds_total", 1.0, ("edit", "inpaint"))
 
 
 @pytest.mark.parametrize(

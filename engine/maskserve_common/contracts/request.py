@@ -7,7 +7,7 @@ microseconds.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -20,6 +20,7 @@ EditKind = Literal["inpaint", "edit", "generate"]
 model's edit or image-to-image pipeline; `generate`: a picture without a source, by its
 text-to-image pipeline (docs/adr/0084).
 """
+EDIT_KINDS: tuple[EditKind, ...] = get_args(EditKind)
 
 
 class Lora(LoraSetting, frozen=True):
