@@ -129,7 +129,7 @@ def test_below_its_level_only_the_count_is_kept(
     caplog.set_level(logging.WARNING)
     request_log.answered(None, {"META": b"never read"})
     assert edit_lines(caplog) == []
-    assert len(list(request_log._observations.take())) == 2
+    assert len(list(request_log._observations.take())) == 3
 
 
 # Through a front
