@@ -41,6 +41,7 @@ from maskserve_benchmarks.perf.run import Measurement, measure
 from maskserve_benchmarks.perf.server import Server, own_server, running_server
 from maskserve_benchmarks.perf.tool import Tool, find_tool
 from maskserve_benchmarks.simulator.workload import MIXES
+from maskserve_common.contracts.request import EDIT_KINDS
 from maskserve_common.contracts.settings import CACHE_MODES
 from maskserve_serving.errors import ServeError
 
@@ -109,6 +110,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "miss its own signal to start",
     )
     edits = parser.add_argument_group("edits")
+    edits.add_argument("--kind", choices=EDIT_KINDS, default="inpaint", help="edits by pictures")
+    edits.add_argument("--strength", type=float, help="the setting `strength`")
     edits.add_argument("--size", type=int, default=128, help="sides of the pictures, pixels")
     edits.add_argument("--steps", type=int, default=8, help="denoising steps")
     edits.add_argument("--cache", choices=CACHE_MODES, default="auto", help="the setting `cache`")
@@ -138,12 +141,15 @@ def run(options: argparse.Namespace) -> int:
     check_numbers(options)
     settings: dict[str, Any] = {"num_inference_steps": options.steps, "cache": options.cache}
     settings["progress"] = options.progress  # `edit` sends one response in any case
+    if options.strength is not None:
+        settings["strength"] = options.strength
     edits = make_edits(
         InputOptions(
             size=options.size,
             entries=options.entries,
             templates=options.templates,
             mix=options.mix,
+            kind=options.kind,
             seed=options.seed,
             settings=settings,
         ),
@@ -229,6 +235,7 @@ def describe(
         "hardware": options.hardware,
         "tool": tool.version,
         "model": model or "unknown",
+        "kind": options.kind,
         "size": options.size,
         "steps": options.steps,
         "cache": options.cache,

@@ -21,6 +21,7 @@ from maskserve_benchmarks.demo_model.palette import COLOURS, SHAPES
 from maskserve_benchmarks.demo_model.prompts import phrase
 from maskserve_benchmarks.perf.errors import PerfError
 from maskserve_benchmarks.simulator.workload import MIXES
+from maskserve_common.contracts.request import EDIT_KINDS, EditKind
 from maskserve_common.imaging.images import encode_image
 
 Mask = npt.NDArray[np.bool_]
@@ -41,6 +42,9 @@ class InputOptions:
     seed."""
     mix: str = "production"
     """Published distribution of mask ratios: a name of `simulator.workload.MIXES`."""
+    kind: EditKind = "inpaint"
+    """Kind of the edits. Without a mask or picture, that tensor is empty, and the answers have the
+    size of the pictures."""
     seed: int = 0
     settings: dict[str, Any] = field(default_factory=dict)
     """SETTINGS of every edit; each edit also gets its own `seed`."""
@@ -50,6 +54,8 @@ class InputOptions:
             value = getattr(self, name)
             if not low <= value <= high:
                 raise PerfError(f"--{name}: {value} is not from {low} to {high}")
+        if self.kind not in EDIT_KINDS:
+            raise PerfError(f"--kind: {self.kind!r} is not one of {', '.join(EDIT_KINDS)}")
         if self.mix not in MIXES:
             raise PerfError(f"--mix: {self.mix!r} is not one of {', '.join(MIXES)}")
 
@@ -59,13 +65,13 @@ class Edit:
     """One edit in the form in which it is sent."""
 
     image: bytes
-    """PNG file."""
+    """PNG file; empty without a source."""
     mask: bytes
-    """PNG file in grey; white is edited."""
+    """PNG file in grey; white is edited. Empty without a mask."""
     prompt: str
     settings: dict[str, Any]
     mask_ratio: float
-    """White pixels over all pixels."""
+    """White pixels over all pixels; 1 without a mask."""
 
     def tensors(self) -> dict[str, bytes]:
         """Return the fronts' input tensors by name."""
@@ -93,16 +99,19 @@ def make_edits(options: InputOptions, photos: list[Path]) -> list[Edit]:
         encode_image(np.asarray(_crop(opened[i % len(opened)], options.size, crops)), "png")
         for i in range(min(options.templates, options.entries))
     ]
+    settings, is_masked = dict(options.settings), options.kind == "inpaint"
+    if not is_masked:
+        settings["size"] = f"{options.size}x{options.size}"
     edits = []
     for number, ratio in enumerate(draw_ratios(options.mix, options.entries, masks)):
         mask = draw_mask(options.size, float(ratio), masks)
         edits.append(
             Edit(
-                image=pictures[number % len(pictures)],
-                mask=encode_image(mask * np.uint8(255), "png"),
+                image=b"" if options.kind == "generate" else pictures[number % len(pictures)],
+                mask=encode_image(mask * np.uint8(255), "png") if is_masked else b"",
                 prompt=phrase(words, str(words.choice(list(COLOURS))), str(words.choice(SHAPES))),
-                settings={**options.settings, "seed": number},
-                mask_ratio=float(mask.mean()),
+                settings={**settings, "seed": number},
+                mask_ratio=float(mask.mean()) if is_masked else 1.0,
             )
         )
     return edits

@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 from base64 import b64decode
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +36,7 @@ from maskserve_benchmarks.perf.results import parse_errors, parse_report, parse_
 from maskserve_benchmarks.perf.run import Measurement, measure, measure_once, start
 from maskserve_benchmarks.perf.server import running_server
 from maskserve_benchmarks.simulator.workload import MIXES, draw_gaps
+from maskserve_common.contracts.request import EditKind
 from maskserve_common.contracts.settings import parse_settings
 
 ROOT = Path(__file__).parents[3]
@@ -50,6 +52,21 @@ def unpack(text: str) -> bytes:
     raw = b64decode(text, validate=True)
     assert struct.unpack("<I", raw[:4]) == (len(raw) - 4,)
     return raw[4:]
+
+
+@pytest.mark.parametrize("kind", ["edit", "generate"])
+def test_edits_without_a_mask_differ_in_nothing_else(kind: EditKind) -> None:
+    options = InputOptions(size=64, entries=6, templates=3, settings={"strength": 0.5})
+    masked, edits = make_edits(options, PHOTOS), make_edits(replace(options, kind=kind), PHOTOS)
+    for edit, other in zip(edits, masked, strict=True):
+        tensors = edit.tensors()
+        assert tensors["MASK"] == b""
+        assert tensors["IMAGE"] == (other.image if kind == "edit" else b"")
+        assert (edit.prompt, edit.mask_ratio) == (other.prompt, 1.0)
+        assert edit.settings == {**other.settings, "size": "64x64"}
+        assert parse_settings(tensors["SETTINGS"]).answer_size == (64, 64)
+    with pytest.raises(PerfError, match="--kind"):
+        InputOptions(kind="repaint")  # type: ignore[arg-type]
 
 
 @given(st.binary(max_size=300))
