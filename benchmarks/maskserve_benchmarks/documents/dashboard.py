@@ -101,8 +101,11 @@ ROWS: dict[str, Sequence[Panel]] = {
         Panel(
             "Answers",
             "ops",
-            {"{{outcome}}": _rate(_ENDS, by="outcome")},
-            "Edits per second, by outcome.",
+            {
+                "{{outcome}}": _rate(_ENDS, by="outcome"),
+                "{{kind}}": _rate("edit_kinds_total", by="kind"),
+            },
+            "Edits per second, by outcome; those with a picture, by kind.",
         ),
         Panel("Seconds of an edit", "s", _quantiles("edit_seconds"), "From acceptance to picture."),
         Panel("Waiting for a row", "s", _quantiles("queue_seconds"), "In the engine."),
