@@ -43,7 +43,7 @@ from maskserve_common.imaging.masks import (
 )
 from maskserve_common.imaging.provenance import has_manifest
 from maskserve_common.imaging.view import View, choose_view
-from maskserve_common.imaging.whole import Fit, SizeRule, fit_of, native_size
+from maskserve_common.imaging.whole import PictureFit, fit_of, native_size
 from maskserve_engine.spec.encoder_picture import LONGEST
 from maskserve_engine.spec.model_spec import ModelSpec
 from maskserve_triton.accept import accept_edit
@@ -52,14 +52,6 @@ DECODED_PIXELS = 1_500_000
 """Sources of up to so many pixels go to postprocess decoded, which takes a fraction of the time of
 decoding them again. Larger ones would use too much memory while edits wait for a row.
 """
-
-_EDIT_SIZES: dict[str, SizeRule] = {
-    "flux": "preferred",
-    "flux2": "cut",
-    "qwen_image": "area",
-    "qwen_image21": "area",
-}
-"""How a family's edit pipeline, which sees the source as references, chooses its size."""
 
 FindTemplate = Callable[[str, str], bytes | None]
 """Reads the encoded image that was registered under an id, as a client of some scope may see it;
@@ -170,12 +162,12 @@ def _prepare_whole(
     size = settings.answer_size
     if accepted.kind == "generate":
         size = size or native_size(native, multiple)
-        fit, canvas, pixels = Fit(size, size), size, np.zeros((0, 0, 3), np.uint8)
+        fit, canvas, pixels = PictureFit(size, size), size, np.zeros((0, 0, 3), np.uint8)
         request, context = _request_without_source(accepted, size), PostprocessContext()
     else:
         source, source_id = _source(image, settings, config, find_template)
-        rule = _EDIT_SIZES.get(spec.family, "bounded") if spec.semantics.reference else "bounded"
-        fit = Fit(size, size) if size else fit_of(source.size, rule, native, multiple)
+        chosen = fit_of(source.size, spec.edit_size, native, multiple)
+        fit = PictureFit(size, size) if size else chosen
         canvas, pixels = source.size, _fitted(source, fit)
         request = _request(accepted, source, source_id, pixels)
         request = replace(request, source_size=fit.size, warnings=source.warnings)
@@ -426,7 +418,7 @@ def _at(pixels: npt.NDArray[np.uint8], colour: Colour, size: Size) -> npt.NDArra
     return np.asarray(colour.to_display(resize(Image.fromarray(pixels), size)))
 
 
-def _fitted(picture: Decoded, fit: Fit) -> npt.NDArray[np.uint8]:
+def _fitted(picture: Decoded, fit: PictureFit) -> npt.NDArray[np.uint8]:
     """Return a picture as the model sees it without a mask, in sRGB, RGB [h, w, 3]."""
     if picture.size == fit.scaled == fit.size and picture.colour == SRGB:
         return picture.pixels

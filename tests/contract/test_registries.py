@@ -48,7 +48,7 @@ NAMED = {
         "engine/maskserve_engine/scheduling/policies.py",
         "engine/maskserve_common/config.py",
     },
-    "inpaint": {"engine/maskserve_common/contracts/semantics.py"},
+    "sampled reference": {"engine/maskserve_common/contracts/semantics.py"},
     "remote": {"engine/maskserve_common/contracts/tiers.py"},
     "AutoencoderKLQwenImage": {"engine/maskserve_engine/spec/latents.py"},
 }

@@ -35,7 +35,7 @@ _PREFERRED = (
 _PREFERRED_SIDE = 1024
 
 
-class Fit(NamedTuple):
+class PictureFit(NamedTuple):
     """How a source becomes the model's picture."""
 
     scaled: Size
@@ -69,18 +69,18 @@ def native_size(native: int, multiple: int) -> Size:
     return model_size((native, native), native, multiple)
 
 
-def fit_of(source: Size, rule: SizeRule, native: int, multiple: int) -> Fit:
+def fit_of(source: Size, rule: SizeRule, native: int, multiple: int) -> PictureFit:
     """Return how a model's pipeline fits a source of this (height, width); see `native_size`."""
     match rule:
         case "bounded":
             size = model_size(source, native, multiple)
-            return Fit(size, size)
+            return PictureFit(size, size)
         case "preferred":
             size = _preferred(source, native, multiple)
-            return Fit(size, size)
+            return PictureFit(size, size)
         case "area":
             size = _of_area(source, native, multiple)
-            return Fit(size, size)
+            return PictureFit(size, size)
         case "cut":
             return _cut(source, native, multiple)
 
@@ -102,13 +102,13 @@ def _of_area(source: Size, native: int, multiple: int) -> Size:
     return high, wide
 
 
-def _cut(source: Size, native: int, multiple: int) -> Fit:
+def _cut(source: Size, native: int, multiple: int) -> PictureFit:
     height, width = source
     if height * width > native**2:
         scale = math.sqrt(native**2 / (width * height))
         height, width = int(height * scale), int(width * scale)
     size = _down(height, multiple), _down(width, multiple)
-    return Fit((max(height, size[0]), max(width, size[1])), size)
+    return PictureFit((max(height, size[0]), max(width, size[1])), size)
 
 
 def _down(side: int, multiple: int) -> int:

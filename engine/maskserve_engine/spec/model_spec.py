@@ -17,6 +17,7 @@ from maskserve_common.contracts.dense_steps import NO_DENSE_STEPS, DenseSteps
 from maskserve_common.contracts.request import EditKind
 from maskserve_common.contracts.reuse_levels import refresh_count
 from maskserve_common.contracts.semantics import Semantics
+from maskserve_common.imaging.whole import SizeRule
 from maskserve_engine.planning.refresh_steps import REFRESH_RULE, RefreshRule, count_with_controls
 from maskserve_engine.spec.encoder_picture import EncoderPicture
 from maskserve_engine.spec.latents import LatentSpace, latent_space
@@ -138,6 +139,8 @@ class ModelSpec:
     """Whether entries hold all that blocks read of other tokens; otherwise edits compute all
     tokens, and caching must be off.
     """
+    edit_size: SizeRule = "bounded"
+    """How the pipeline of its edits without a mask chooses their size."""
     mask_latents: int = 1
     """Latents along a side for which its pipeline samples the mask once, where it blends."""
     skips_steps: bool = False

@@ -179,6 +179,7 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelSpec:
         # diffusers' Flux pipelines assume 128 latents a side unless the model says otherwise.
         native_resolution=native_resolution or int(vae.get("sample_size") or 128 * latents.pixels),
         size_multiple=latents.pixels * patch,
+        edit_size="preferred" if semantics.reference else "bounded",
         guidance="embedded" if embedded else "none",
         defaults=defaults,
         stride=1 if distilled else _STRIDES[semantics],

@@ -70,6 +70,7 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelSpec:
         patch=_PATCH,
         native_resolution=native_resolution or int(vae.get("sample_size") or 1024),
         size_multiple=latents.pixels * _PATCH,
+        edit_size="cut",
         guidance="none" if distilled else "cfg",
         defaults=_DISTILLED if distilled else DEFAULTS,
         stride=1 if distilled else _STRIDE,

@@ -64,6 +64,7 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelSpec:
         native_resolution=native_resolution or 128 * latents.pixels,
         # Edit models are given sides in multiples of two tokens, as their pipelines have them.
         size_multiple=latents.pixels * _PATCH * (1 + semantics.reference),
+        edit_size="area" if semantics.reference else "bounded",
         guidance="none",
         defaults=_PLUS if semantics is REFERENCE else DEFAULTS,
         stride=_STRIDE,

@@ -67,6 +67,7 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelSpec:
         native_resolution=native_resolution or 128 * latents.pixels,
         # The text encoder has a slot for each two tokens a side.
         size_multiple=latents.pixels * _PATCH * 2,
+        edit_size="area",
         guidance="none",
         defaults=replace(DEFAULTS, num_inference_steps=len(sigmas)) if sigmas else DEFAULTS,
         stride=1 if sigmas else _STRIDE,

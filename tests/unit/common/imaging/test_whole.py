@@ -22,7 +22,7 @@ from maskserve_common.imaging.images import to_base64
 from maskserve_common.imaging.provenance import GENERATED_TYPE, SOURCE_TYPE, make_mark
 from maskserve_common.imaging.whole import (
     _PREFERRED,
-    Fit,
+    PictureFit,
     check_answer_size,
     fit_of,
     native_size,
@@ -41,6 +41,7 @@ FACTS = replace(
     FILL_FACTS,
     semantics=REFERENCE,
     native_resolution=64,
+    edit_size="preferred",
     edit_kinds=frozenset({"inpaint", "edit", "generate"}),
 )
 """A small FLUX.1 Kontext that also makes pictures."""
@@ -79,7 +80,9 @@ def test_kontexts_size_is_the_pipelines() -> None:
     for height, width in drawn_sizes(200, 64, 5000):
         ratio = width / height
         _, wide, high = min((abs(ratio - w / h), w, h) for w, h in PREFERRED_KONTEXT_RESOLUTIONS)
-        assert fit_of((height, width), "preferred", 1024, 16) == Fit((high, wide), (high, wide))
+        assert fit_of((height, width), "preferred", 1024, 16) == PictureFit(
+            (high, wide), (high, wide)
+        )
 
 
 def test_qwens_size_is_the_pipelines() -> None:
@@ -87,7 +90,7 @@ def test_qwens_size_is_the_pipelines() -> None:
 
     for height, width in drawn_sizes(200, 64, 5000):
         wide, high, _ = calculate_dimensions(1024 * 1024, width / height)
-        assert fit_of((height, width), "area", 1024, 32) == Fit((high, wide), (high, wide))
+        assert fit_of((height, width), "area", 1024, 32) == PictureFit((high, wide), (high, wide))
 
 
 def test_kleins_picture_is_the_pipelines() -> None:
@@ -140,7 +143,7 @@ def test_a_refused_size_names_one_that_is_accepted() -> None:
 
 def test_an_edit_without_a_mask_is_the_whole_source_at_the_models_size() -> None:
     source = scene(*SIZE)
-    facts = replace(FACTS, family="flux2")
+    facts = replace(FACTS, edit_size="cut")
     edit = prepare("edit", encode(source), facts=facts, seed=7)
     np.testing.assert_array_equal(edit.pixels, source)
     assert edit.edit_mask.shape == SIZE
@@ -184,7 +187,7 @@ def test_a_picture_without_a_source_has_its_size_alone() -> None:
 
 def test_control_pictures_are_fitted_as_the_source_is() -> None:
     outline = scene(*SIZE)
-    facts = replace(FACTS, family="flux2", native_resolution=40)
+    facts = replace(FACTS, edit_size="cut", native_resolution=40)
     edit = prepare("edit", encode(outline), facts=facts, control=(encode(outline),))
     np.testing.assert_array_equal(edit.controls[0], edit.pixels)
     made = prepare("generate", size="56x40", control=(encode(outline),))
