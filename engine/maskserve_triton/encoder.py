@@ -151,7 +151,9 @@ class EditEncoder:
             ConfigError: a part cannot be loaded.
         """
         loaded = cls(load_encoder(config), config)
-        empty = loaded._keep(loaded._key(PRIMING_PROMPT), loaded._encoder.priming_prompt())
+        empty = loaded._encoder.priming_prompt()
+        if empty:
+            loaded._keep(loaded._key(PRIMING_PROMPT), empty)
         write_priming_prompt(empty, config.runtime_dir)
         return loaded
 

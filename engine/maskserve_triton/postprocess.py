@@ -117,21 +117,21 @@ def _finish_whole(
     drawn = np.ascontiguousarray(pixels[..., :_RGB]) if opaque else pixels
     picture = Image.fromarray(drawn)
     if check is not None:
-        let_pass(check, _checked_source(context, picture), request.prompt, picture)
+        let_pass(check, _source_for_check(context, picture), request.prompt, picture)
     encoded = encode_image(
         drawn, settings.output_format, settings.output_quality, xmp=mark.xmp(request.kind)
     )
     return _signed(encoded, context, request, mark, (0, 0, *picture.size))
 
 
-def _checked_source(context: PostprocessContext, picture: Image.Image) -> Image.Image:
+def _source_for_check(context: PostprocessContext, picture: Image.Image) -> Image.Image:
     """Return the source that a check compares a picture with, RGB of the picture's size; black
     without a source, so that all of the picture is new.
     """
     if not context.decoded:
         source = decode_raster(bytes(context.source), "source", NO_LIMITS)
-        seen = source.colour.to_display(as_mode(source.image, "RGB"))
-        return resize(seen, (picture.height, picture.width))
+        displayed = source.colour.to_display(as_mode(source.image, "RGB"))
+        return resize(displayed, (picture.height, picture.width))
     if not context.source:
         return Image.new(_MODE, picture.size)
     return Image.frombytes(_MODE, picture.size, context.source)

@@ -171,7 +171,7 @@ def _prepare_whole(
         canvas, pixels = source.size, _fitted(source, fit)
         request = _request(accepted, source, source_id, pixels)
         request = replace(request, source_size=fit.size, warnings=source.warnings)
-        context = _seen_source(source, pixels, config)
+        context = _source_context(source, pixels, config)
     _check_shape(fit.size, spec)
     _check_format(settings, fit.size)
     controls = _control_pictures(
@@ -183,7 +183,7 @@ def _prepare_whole(
     return PreparedEdit(pixels, np.full(fit.size, 255, np.uint8), controls, request, context)
 
 
-def _seen_source(
+def _source_context(
     source: Decoded, pixels: npt.NDArray[np.uint8], config: Config
 ) -> PostprocessContext:
     """Return the source for the operator's check and the provenance of an answer of which it is no

@@ -75,9 +75,9 @@ def expected(pipeline: Any, seed: int, **options: Any) -> Pixels:
     return np.asarray(image)
 
 
-def check_same(actual: Image.Image, wanted: Pixels) -> None:
+def check_same(actual: Image.Image, expected_pixels: Pixels) -> None:
     assert actual.mode == "RGB"
-    difference = np.abs(np.asarray(actual).astype(int) - wanted)
+    difference = np.abs(np.asarray(actual).astype(int) - expected_pixels)
     assert difference.max() <= 1
 
 
@@ -92,10 +92,10 @@ def test_a_picture_without_a_source_is_the_pipelines(client: Client, pipeline: A
 
 def test_an_edit_without_a_mask_is_the_pipelines(client: Client, pipeline: Any) -> None:
     source, seed = Image.fromarray(scene(*SOURCE_SIZE)), fresh_seed()
-    wanted = expected(pipeline, seed, image=source)
+    expected_pixels = expected(pipeline, seed, image=source)
     for _ in range(2):  # the second time from kept moments
         result = client.edit(source, prompt=PROMPT, seed=seed, num_inference_steps=STEPS)
-        check_same(result.image, wanted)
+        check_same(result.image, expected_pixels)
         assert result.meta["kind"] == "edit"
     assert result.meta["encoded"]["template"] == "kept"
 

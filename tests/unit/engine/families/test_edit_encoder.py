@@ -29,6 +29,7 @@ from maskserve_engine.stages.encoded import Encoded, TokensRead
 from maskserve_engine.stages.vae_pieces import PixelBox
 from maskserve_triton.encoder import EditEncoder, ToEncode
 from tests.fakes.jobs import WORDS, Case, config_of, random_case
+from tests.fakes.tiny_qwen_image21 import build_tiny_qwen_image21
 from tests.support.covering import is_unet
 from tests.support.draws import fresh_rng
 from tests.support.text_loras import of_text, served
@@ -130,6 +131,21 @@ def test_without_a_mask_the_source_is_encoded_once_and_without_one_nothing_is(
         assert not blank.moments.any()
         assert blank_report.template is None
         same_arrays(blank.conditioning, edited.conditioning)
+
+
+def test_an_empty_prompt_without_a_source_is_no_priming_prompt(tmp_path: Path) -> None:
+    """Models whose prompts are about a picture have none."""
+    config = structs.replace(
+        config_of(build_tiny_qwen_image21(tmp_path / "model")), runtime_dir=str(tmp_path)
+    )
+    edit_encoder, case = EditEncoder.load(config), random_case(fresh_rng())
+    mask, none = np.full((32, 64), 255, np.uint8), np.zeros((0, 0, 3), np.uint8)
+    edit = replace(edit_of(case, ""), kind="generate", template_id="", pixels_id="")
+    for prompt in ("made", "kept"):
+        encoded, report = edit_encoder.encode(edit, none, mask)
+        same_arrays(encoded.conditioning, load_encoder(config).encode_prompt(""))
+        assert report.prompt == prompt
+    edit_encoder.close()
 
 
 def test_what_an_edit_still_reads_outlives_its_eviction(make: Make, tiny_fill: Path) -> None:
