@@ -68,7 +68,7 @@ def _output() -> pb.ModelInferRequest:
 
 
 REFUSED = {
-    "no mask": (_without("MASK"), "MASK: is missing"),
+    "no prompt": (_without("PROMPT"), "PROMPT: is missing"),
     "another version": (_version(), "model_version: there is no version '7'"),
     "one input too many": (_extra(), "'MORE' is not an input"),
     "another shape": (_wrong(shape=[1, 1]), r"IMAGE.shape: is \[1, 1\]"),
@@ -94,7 +94,7 @@ async def test_requests_that_no_worker_takes_eject_no_worker():
 
             async def requests() -> Any:
                 for _ in range(12):
-                    for name in ("no mask", "another version", "one input too many"):
+                    for name in ("no prompt", "another version", "one input too many"):
                         message = pb.ModelInferRequest.FromString(
                             REFUSED[name][0].SerializeToString()
                         )
