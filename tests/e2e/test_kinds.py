@@ -105,19 +105,19 @@ def test_both_run_beside_masked_edits_and_give_the_same_pictures(client: Client)
     mask = np.zeros((128, 128), np.uint8)
     mask[32:64, 32:64] = 255
     settings = {"seed": seed, "num_inference_steps": 20, "cache": "off", "reproducible": True}
-    asks: list[tuple[Any, ...]] = [(source, mask), (source, None), (None, None)]
-    alone = [client.edit(*ask, PROMPT, **settings).encoded for ask in asks]
+    edits: list[tuple[Any, ...]] = [(source, mask), (source, None), (None, None)]
+    alone = [client.edit(*edit, PROMPT, **settings).encoded for edit in edits]
     together: dict[int, bytes] = {}
 
     def run(number: int) -> None:
-        together[number] = client.edit(*asks[number], PROMPT, **settings).encoded
+        together[number] = client.edit(*edits[number], PROMPT, **settings).encoded
 
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(asks))]
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(edits))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert [together[number] for number in range(len(asks))] == alone
+    assert [together[number] for number in range(len(edits))] == alone
 
 
 @pytest.mark.parametrize("image", [None, scene(*SOURCE_SIZE)], ids=["generate", "edit"])
@@ -135,8 +135,8 @@ def test_a_stream_has_progress_and_previews_of_the_answers_size(
 
 
 def test_a_kept_picture_is_the_next_edits_source(client: Client) -> None:
-    made = client.generate(PROMPT, "96x64", num_inference_steps=STEPS, keep_result=True)
-    name = made.result_template_id
+    picture = client.generate(PROMPT, "96x64", num_inference_steps=STEPS, keep_result=True)
+    name = picture.result_template_id
     assert name is not None
     edited = client.edit(None, prompt="a blue circle", num_inference_steps=STEPS, template_id=name)
     assert (edited.meta["kind"], edited.meta["template_id"]) == ("edit", name)

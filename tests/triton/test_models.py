@@ -191,10 +191,10 @@ def test_an_edit_without_a_mask_passes_up_to_the_engine_and_behind_it(
     assert decoded["PIXELS"].shape == (48, 72, 3)
     final = api.request(PIXELS=decoded["PIXELS"], META=meta, CONTEXT=prepared["CONTEXT"])
     [final_response] = respond(post, final)
-    made = outputs("postprocess", final_response)
-    picture = np.asarray(Image.open(io.BytesIO(made["IMAGE"][0])))
+    response_tensors = outputs("postprocess", final_response)
+    picture = np.asarray(Image.open(io.BytesIO(response_tensors["IMAGE"][0])))
     np.testing.assert_array_equal(picture, decoded["PIXELS"])
-    values = json.loads(made["META"][0])
+    values = json.loads(response_tensors["META"][0])
     assert values["kind"] == kind
     assert (values["template_id"] is None) == (kind == "generate")
 

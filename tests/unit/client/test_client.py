@@ -122,10 +122,10 @@ def test_a_picture_needs_no_source_and_an_edit_no_mask(
 
     edited = ask(IMAGES[0], None, strength=0.5)
     assert (edited.meta["kind"], edited.image.size) == ("edit", SIZE[::-1])
-    made = ask(None, None, size="48x32")
-    assert (made.meta["kind"], made.image.size) == ("generate", (48, 32))
-    assert made.meta["template_id"] is None
-    assert (np.asarray(made.image) == PAINT).all()
+    picture = ask(None, None, size="48x32")
+    assert (picture.meta["kind"], picture.image.size) == ("generate", (48, 32))
+    assert picture.meta["template_id"] is None
+    assert (np.asarray(picture.image) == PAINT).all()
 
 
 def test_a_picture_is_made_by_its_prompt(client: Client, worker: FakeWorker) -> None:

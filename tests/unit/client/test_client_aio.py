@@ -69,8 +69,8 @@ async def test_a_picture_is_made_by_its_prompt(
 ) -> None:
     client, worker = client_and_worker
     worker.edit_kinds = frozenset({"edit", "generate"})
-    made = await client.generate("a red star", "48x32")
-    assert (made.meta["kind"], made.image.size) == ("generate", (48, 32))
+    picture = await client.generate("a red star", "48x32")
+    assert (picture.meta["kind"], picture.image.size) == ("generate", (48, 32))
     edited = await client.edit(IMAGES[0], prompt="a red star", strength=0.5)
     assert edited.meta["kind"] == "edit"
     events = [event async for event in client.edit_stream(None, prompt="x", size="48x32")]

@@ -162,8 +162,8 @@ def test_an_edits_size_is_the_clients_or_the_models() -> None:
     assert prepare("edit", image).request.model_size == fit_of(SIZE, "preferred", 64, 8).size
     sized = prepare("edit", image, size="32x64")
     assert (sized.pixels.shape, sized.request.source_size) == ((64, 32, 3), (64, 32))
-    kept = prepare("edit", image, size="56x40")
-    np.testing.assert_array_equal(kept.pixels, scene(*SIZE))
+    unscaled = prepare("edit", image, size="56x40")
+    np.testing.assert_array_equal(unscaled.pixels, scene(*SIZE))
 
 
 def test_a_source_of_other_colours_is_seen_in_srgb() -> None:
@@ -190,8 +190,8 @@ def test_control_pictures_are_fitted_as_the_source_is() -> None:
     facts = replace(FACTS, edit_size="cut", native_resolution=40)
     edit = prepare("edit", encode(outline), facts=facts, control=(encode(outline),))
     np.testing.assert_array_equal(edit.controls[0], edit.pixels)
-    made = prepare("generate", size="56x40", control=(encode(outline),))
-    np.testing.assert_array_equal(made.controls[0], outline)
+    picture = prepare("generate", size="56x40", control=(encode(outline),))
+    np.testing.assert_array_equal(picture.controls[0], outline)
     with pytest.raises(InvalidRequest, match=r"CONTROL\[0\]: is 56x40 pixels"):
         prepare("generate", size="48x40", control=(encode(outline),))
 
@@ -260,11 +260,11 @@ def test_a_signature_names_the_source_of_an_edit_and_none_of_others(tmp_path: An
         assert store["validation_state"] == "Valid"
         return answer, store
 
-    made, first = store(prepare("generate", config=config))
+    picture, first = store(prepare("generate", config=config))
     [manifest] = first["manifests"].values()
     [action] = manifest["assertions"][0]["data"]["actions"]
     assert (action["action"], action["digitalSourceType"]) == ("c2pa.created", GENERATED_TYPE)
-    _, second = store(prepare("edit", made, config=config))
+    _, second = store(prepare("edit", picture, config=config))
     assert len(second["manifests"]) == 2
 
 
@@ -275,14 +275,14 @@ def test_the_check_sees_the_source_or_black(kind: EditKind) -> None:
     edit = prepare(kind, image, config=config, size="56x40")
     pixels, calls = drawn(SIZE), []
 
-    def check(source: Image.Image, prompt: str, made: Image.Image) -> str | None:
-        calls.append((np.asarray(source), prompt, np.asarray(made)))
+    def check(source: Image.Image, prompt: str, picture: Image.Image) -> str | None:
+        calls.append((np.asarray(source), prompt, np.asarray(picture)))
         return None if len(calls) == 1 else "no"
 
     finish_edit(pixels, edit.context, check=check)
-    ((source, prompt, made),) = calls
+    ((source, prompt, picture),) = calls
     np.testing.assert_array_equal(source, scene(*SIZE) if kind == "edit" else np.zeros((*SIZE, 3)))
     assert prompt == "a red star"
-    np.testing.assert_array_equal(made, pixels)
+    np.testing.assert_array_equal(picture, pixels)
     with pytest.raises(Refused, match="no"):
         finish_edit(pixels, edit.context, check=check)

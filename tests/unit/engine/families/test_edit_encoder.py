@@ -121,9 +121,9 @@ def test_without_a_mask_the_source_is_encoded_once_and_without_one_nothing_is(
     edit_encoder, case = make(encoder, config), random_case(rng)
     full, none = np.full_like(case.mask, 255), np.zeros((0, 0, 3), np.uint8)
     whole = ToEncode(replace(edit_of(case), kind="edit"), case.pixels, full)
-    made = replace(edit_of(case), kind="generate", template_id="", pixels_id="")
+    generation = replace(edit_of(case), kind="generate", template_id="", pixels_id="")
     for template in ("made", "kept"):
-        results = list(edit_encoder.encode_all([whole, ToEncode(made, none, full)]))
+        results = list(edit_encoder.encode_all([whole, ToEncode(generation, none, full)]))
         (edited, edited_report), (blank, blank_report) = results  # type: ignore[misc]
         np.testing.assert_array_equal(edited.moments, encoder.moments(case.pixels))
         assert edited_report.template == template
