@@ -686,7 +686,7 @@ async def test_answers_of_nodes_are_kept_for_their_key() -> None:
     assert node_names.count("find") == 5
     for i in range(20):
         await call(f"cat {i}")  # there is no room for all
-    assert pool._kept.nbytes <= 20_000
+    assert pool._answers.nbytes <= 20_000
     assert (await call("star", key="b")).reused
     await pool.close()
 
