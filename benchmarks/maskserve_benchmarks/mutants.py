@@ -5,7 +5,7 @@ A mutation that its test survives means that the test asserts too little; one wh
 its file any more, or whose test cannot run, is an error of this table.
 
     scripts/bench mutants                 all of them
-    scripts/bench mutants ring paste      those whose names hold one of these words
+    scripts/bench mutants ring paste      those whose name or file has one of these words
 """
 
 from __future__ import annotations
@@ -73,6 +73,20 @@ _Z_IMAGE = "engine/maskserve_engine/families/z_image/adapter.py"
 _OF_Z_IMAGE = f"{_UNIT}/engine/families/z_image/test_z_image.py"
 _FOUR = f"{_KLEIN}::test_a_distilled_model_has_an_anchor_for_each_of_its_four_steps"
 _EXACT = f"{_UNIT}/engine/families/mmdit/test_exact_references.py"
+_HOST_ROWS = f"{_UNIT}/engine/requests/test_refresh_steps.py"
+_SERVICES = "engine/maskserve_engine/control_link/services.py"
+_STAGES = "tests/triton/test_stages.py"
+_QUEUE = f"{_UNIT}/common/test_fair_queue.py"
+_NODE_FILES, _OF_NODE_FILES = (
+    "engine/maskserve_workflows/node_files.py",
+    f"{_UNIT}/workflows/test_node_files.py",
+)
+_KEPT_ANSWERS, _BY_NAME = (
+    "router/maskserve_router/nodes/kept_answers.py",
+    f"{_UNIT}/router/test_values_by_name.py",
+)
+_RUNS = f"{_UNIT}/router/test_workflows.py"
+_LIGHT = "tests/contract/test_light_router.py"
 
 MUTATIONS = (
     # Which entry a row reads
@@ -824,20 +838,233 @@ MUTATIONS = (
         f"{_UNIT}/workflows/test_scheduling.py"
         "::test_a_plan_is_refused_for_what_it_makes_late_and_not_for_what_is_late_anyway",
     ),
+    # Step caches in host memory, beside a template too
+    Mutation(
+        "a step cache without memory does not move to host memory",
+        "engine/maskserve_engine/batch/cache_parts.py",
+        "if content is None and self._move_to_host():",
+        "if False:",
+        f"{_HOST_ROWS}"
+        "::test_without_memory_in_mid_edit_a_cache_beside_a_template_moves_to_host_memory",
+    ),
+    Mutation(
+        "a step cache that is begun anew lies on the device",
+        "engine/maskserve_engine/batch/step_cache.py",
+        "parts.host, parts.on_host = parts_before.host, parts_before.on_host",
+        "pass",
+        f"{_KEPT}::test_a_cache_that_is_begun_anew_lies_in_host_memory_as_the_one_before",
+    ),
+    Mutation(
+        "a step cache beside a template keeps its host memory",
+        "engine/maskserve_engine/loop/local_executor.py",
+        "for readers in (self._readers, self._beside, self._net_caches)",
+        "for readers in (self._readers, self._net_caches)",
+        f"{_HOST_ROWS}::test_a_cache_beside_a_template_gives_the_same_picture_in_host_memory",
+    ),
+    Mutation(
+        "a step fails whose cache beside a template does not arrive",
+        "engine/maskserve_engine/loop/local_executor.py",
+        "if not (lost_reads or self._lose_beside(running) or self._lose_still(running)):",
+        "if not (lost_reads or self._lose_still(running)):",
+        f"{_HOST_ROWS}"
+        "::test_an_edit_of_a_template_whose_step_cache_does_not_come_back_computes_its_text",
+    ),
+    # Several ControlNet services
+    Mutation(
+        "nets of one row all run at the service that was idle first",
+        _SERVICES,
+        "counts[number] += 1",
+        "pass",
+        f"{_SEVERAL}::test_each_net_runs_where_the_fewest_nets_are_open",
+    ),
+    Mutation(
+        "a net gets a replica although nothing waits",
+        _SERVICES,
+        "if open_nets[service] > 1 and free is not None:",
+        "if free is not None:",
+        f"{_SEVERAL}::test_each_net_runs_where_the_fewest_nets_are_open",
+    ),
+    Mutation(
+        "a lost service loads first",
+        _SERVICES,
+        "key=lambda s: (s.is_away, len(s.held))",
+        "key=lambda s: len(s.held)",
+        f"{_UNIT}/engine/control_link/test_killed_service.py"
+        "::test_edits_that_use_the_killed_one_end_and_the_others_keep_their_bytes",
+    ),
+    # The fair queue
+    Mutation(
+        "a key that holds places is served as often as one that holds none",
+        "engine/maskserve_common/shares.py",
+        "return self._in_use[key], self._served_at.get(key, 0)",
+        "return 0, self._served_at.get(key, 0)",
+        f"{_QUEUE}::test_a_key_that_asks_for_much_waits_behind_itself_alone",
+    ),
+    Mutation(
+        "keys that hold as much take no turns",
+        "engine/maskserve_common/shares.py",
+        "return self._in_use[key], self._served_at.get(key, 0)",
+        "return self._in_use[key], 0",
+        f"{_QUEUE}::test_keys_that_hold_as_much_take_turns",
+    ),
+    Mutation(
+        "an item that got its place still counts as one that waits",
+        "engine/maskserve_common/fair_queue.py",
+        "self.waiting.give_back(turn.key)",
+        "pass",
+        f"{_QUEUE}::test_a_key_may_not_fill_the_queue",
+    ),
+    Mutation(
+        "each line of a key has a turn",
+        "engine/maskserve_common/fair_queue.py",
+        "if rank != self.held.rank(turn.key):  # another line of the key took a place",
+        "if False:",
+        f"{_QUEUE}::test_a_key_with_two_lines_takes_one_turn",
+    ),
+    Mutation(
+        "a call that leaves as a place comes free keeps it",
+        "router/maskserve_router/fair_share.py",
+        "else:  # the place was handed out just now",
+        "elif False:",
+        f"{_UNIT}/router/test_router_shares.py"
+        "::test_a_call_that_leaves_as_a_place_comes_free_holds_none",
+    ),
+    # Node files
+    Mutation(
+        "a router imports what a node's body needs",
+        _NODE_FILES,
+        "if isinstance(statement, ast.Import | ast.ImportFrom):",
+        "if False:",
+        f"{_OF_NODE_FILES}::test_signatures_are_read_without_the_model",
+    ),
+    Mutation(
+        "a file takes the node of another one",
+        _NODE_FILES,
+        "if (known := self._types.get(name)) is not None and known.file != file:",
+        "if False:",
+        f"{_OF_NODE_FILES}::test_a_bad_file_is_left_out_in_a_sentence",
+    ),
+    Mutation(
+        "two versions of a node differ in nothing if their settings do",
+        "engine/maskserve_workflows/node_types.py",
+        "return f\"({', '.join([*inputs, *settings])}) -> {', '.join(outputs)}\"",
+        "return f\"({', '.join(inputs)}) -> {', '.join(outputs)}\"",
+        f"{_OF_NODE_FILES}::test_a_signature_tells_versions_apart",
+    ),
+    Mutation(
+        "another version of a node runs a call",
+        "engine/maskserve_triton/nodes.py",
+        'if task.signature not in ("", kind.signature):',
+        "if False:",
+        "tests/triton/test_nodes.py::test_a_class_that_breaks_its_signature_fails_its_call",
+    ),
+    # Calls of nodes, and their kept answers
+    Mutation(
+        "an answer is kept for all keys",
+        "router/maskserve_router/nodes/node_pool.py",
+        "AnswerKey(client.scope, message.digest)",
+        'AnswerKey("", message.digest)',
+        f"{_RUNS}::test_answers_of_nodes_are_kept_for_their_key",
+    ),
+    Mutation(
+        "equal calls at once are all made",
+        _KEPT_ANSWERS,
+        "while (answer := self._answers.get(key)) is not None or key in self._pending:",
+        "while (answer := self._answers.get(key)) is not None:",
+        f"{_RUNS}::test_answers_of_nodes_are_kept_for_their_key",
+    ),
+    Mutation(
+        "an answer that makes room leaves its files",
+        _KEPT_ANSWERS,
+        "self._fair_share.later(self._values.free, names, key.scope, self._owner)",
+        "pass",
+        f"{_BY_NAME}::test_kept_answers_that_make_room_leave_no_files",
+    ),
+    Mutation(
+        "a kept answer whose values are lost is given",
+        _KEPT_ANSWERS,
+        "if not self._values.share(names, scope, self._owner):  # renews their time to live",
+        "if False:",
+        f"{_BY_NAME}::test_kept_answers_that_are_only_read_do_not_expire",
+    ),
+    Mutation(
+        "a server of another host is as near as one of this",
+        "router/maskserve_router/nodes/node_pool.py",
+        "return *score, server.host not in (None, self._values.host), server.address",
+        "return *score, False, server.address",
+        f"{_BY_NAME}::test_of_servers_that_have_nothing_to_do_one_of_this_host_is_asked",
+    ),
+    Mutation(
+        "a server with another version of a node fails the call",
+        "router/maskserve_router/nodes/call_tries.py",
+        "if OTHER_VERSION in failure.details:",
+        "if False:",
+        f"{_RUNS}::test_a_server_with_another_version_of_a_node_is_left_out",
+    ),
+    Mutation(
+        "a server that failed a call is tried again",
+        "router/maskserve_router/nodes/call_tries.py",
+        "self.broken.add(server)",
+        "pass",
+        f"{_RUNS}::test_a_server_that_failed_a_call_is_not_asked_while_another_comes_back",
+    ),
+    # A router of edits alone
+    Mutation(
+        "every router imports workflows",
+        "router/maskserve_router/router.py",
+        "if not (files.folder or files.nodes or files.node_path):",
+        "if False:",
+        f"{_LIGHT}::test_a_router_of_edits_imports_neither_jobs_nor_workflows",
+    ),
+    Mutation(
+        "a router of node files alone has no workflows",
+        "router/maskserve_router/router.py",
+        "if not (files.folder or files.nodes or files.node_path):",
+        "if not (files.folder or files.nodes):",
+        f"{_LIGHT}::test_plans_or_node_servers_import_workflows",
+    ),
+    Mutation(
+        "a router without the extra `workflows` ends with a trace",
+        "router/maskserve_router/router.py",
+        "if error.name not in _WORKFLOW_LIBRARIES:",
+        "if True:",
+        f"{_LIGHT}::test_without_the_extra_workflows_cannot_be_configured",
+    ),
     # Replicas of the encoder and the decoder
     Mutation(
         "a lost request of a stage is not sent again",
         "engine/maskserve_triton/replicas.py",
         "failure, replica.is_ready = error, False",
         "raise",
-        "tests/triton/test_stages.py::test_a_replica_that_ends_loses_no_request[killed]",
+        f"{_STAGES}::test_a_replica_that_ends_loses_no_request[killed]",
     ),
     Mutation(
         "a busy replica gets as many requests as an idle one",
         "engine/maskserve_triton/replicas.py",
         "(not r.is_ready, r.calls, r.turn)",
         "(not r.is_ready, r.turn)",
-        "tests/triton/test_stages.py::test_requests_go_to_the_replica_with_the_fewest",
+        f"{_STAGES}::test_requests_go_to_the_replica_with_the_fewest",
+    ),
+    Mutation(
+        "a silent replica keeps its requests",
+        "engine/maskserve_triton/replicas.py",
+        "replica.model.reconnect()",
+        "pass",
+        f"{_STAGES}::test_a_replica_that_ends_loses_no_request",
+    ),
+    Mutation(
+        "a replica of another model goes on to get requests",
+        "engine/maskserve_triton/replicas.py",
+        "untried = [r for r in self._replicas if r not in tried and not r.problem]",
+        "untried = [r for r in self._replicas if r not in tried]",
+        f"{_STAGES}::test_a_replica_of_another_model_is_refused_and_the_others_go_on",
+    ),
+    Mutation(
+        "a stage gets requests of another revision",
+        "engine/maskserve_triton/forwarded_stages.py",
+        "infer_request.parameters[REVISION].string_param = self._revision",
+        'infer_request.parameters[REVISION].string_param = ""',
+        f"{_STAGES}::test_a_service_of_another_model_is_refused",
     ),
     # Jobs, and masks with grey
     Mutation(
@@ -935,34 +1162,53 @@ def judge(copy: Copy, mutation: Mutation) -> tuple[Verdict, str]:
 def run(mutations: Sequence[Mutation], tree: Path = CHECKOUT) -> dict[str, Verdict]:
     """Judge each mutation in turn in a copy of `tree`, and print the verdict.
 
+    The tests of a file run once without a mutation, before the first one that they judge.
+
     Raises:
         RuntimeError: a test fails without any mutation, so its failure would prove nothing.
     """
+    unchecked: dict[str, dict[str, None]] = {}
+    for mutation in mutations:
+        unchecked.setdefault(_test_file(mutation.test), {})[mutation.test] = None
     verdicts: dict[str, Verdict] = {}
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         copy = Copy(Path(folder), tree)
-        code, output = copy.test(*dict.fromkeys(mutation.test for mutation in mutations))
-        if code != _PASSED:
-            raise RuntimeError(f"the tests do not pass as they are:\n{output}")
         for mutation in mutations:
+            file = _test_file(mutation.test)
+            if tests := unchecked.pop(file, None):
+                begin = time.perf_counter()
+                code, output = copy.test(*tests)
+                if code != _PASSED:
+                    raise RuntimeError(f"the tests do not pass as they are:\n{output}")
+                _report("passes", begin, file)
             begin = time.perf_counter()
             verdicts[mutation.name], about = judge(copy, mutation)
-            seconds = time.perf_counter() - begin
-            print(
-                f"{verdicts[mutation.name]:8} {seconds:5.1f} s  {mutation.name}: {about}",
-                flush=True,
-            )
+            _report(verdicts[mutation.name], begin, f"{mutation.name}: {about}")
     return verdicts
+
+
+def _test_file(test: str) -> str:
+    return test.partition("::")[0]
+
+
+def _report(verdict: str, begin: float, about: str) -> None:
+    print(f"{verdict:8} {time.perf_counter() - begin:5.1f} s  {about}", flush=True)
 
 
 def main() -> int:
     """Run all mutations; the exit code is 0 if every mutation was killed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("words", nargs="*", help="only mutations whose names hold one of these")
+    parser.add_argument(
+        "words", nargs="*", help="only mutations whose name or file has one of these"
+    )
     words = parser.parse_args().words
-    chosen = [m for m in MUTATIONS if not words or any(word in m.name for word in words)]
+    chosen = [
+        mutation
+        for mutation in MUTATIONS
+        if not words or any(word in mutation.name or word in mutation.file for word in words)
+    ]
     if not chosen:
-        parser.error(f"no mutation's name holds any of: {', '.join(words)}")
+        parser.error(f"no mutation's name or file has any of: {', '.join(words)}")
     verdicts = run(chosen)
     killed = sum(verdict == "killed" for verdict in verdicts.values())
     print(f"{killed} of {len(verdicts)} killed")

@@ -172,6 +172,20 @@ def test_a_key_may_not_fill_the_queue():
     with pytest.raises(Full):
         queue.waiting.check("greedy")
     queue.waiting.check("modest")
+    queue.take(next(queue.offers()))
+    queue.waiting.check("greedy")
+
+
+def test_a_key_with_two_lines_takes_one_turn():
+    queue: FairQueue[str] = FairQueue()
+    for line in ("own", "other"):
+        queue.put("greedy", line, line=line)
+    queue.put("modest", "modest")
+    served = []
+    for turn in queue.offers():
+        queue.take(turn)
+        served.append(turn.item)
+    assert served == ["own", "modest", "other"]
 
 
 def test_a_dispatch_looks_at_one_item_of_each_key():

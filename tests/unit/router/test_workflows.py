@@ -626,6 +626,22 @@ async def test_a_server_that_was_lost_has_the_call_once_more(
     await pool.close()
 
 
+async def test_a_server_that_failed_a_call_is_not_asked_while_another_comes_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(call_tries, "_POLL_S", 1e-4)
+    refusals = iter([_REFUSED, _REFUSED, None])
+
+    def words(address: str) -> str | None:
+        pool.status = grpc.StatusCode.INTERNAL if address == "a:1" else grpc.StatusCode.UNAVAILABLE
+        return _STUB_DIED if address == "a:1" else next(refusals)
+
+    pool = AnsweringPool(["a:1", "b:1"], words)
+    assert (await pool.enlarged()).tries == 2
+    assert pool.calls == ["a:1", "b:1", "b:1", "b:1"]
+    await pool.close()
+
+
 async def test_words_of_a_port_that_nobody_listens_at_are_known() -> None:
     with socket.socket() as bound_socket:
         bound_socket.bind(("127.0.0.1", 0))

@@ -44,11 +44,12 @@ def test_signatures_are_read_without_the_model(tmp_path: Path) -> None:
     """Neither its imports, nor its bases, nor its body."""
     text = (
         '"""A model."""\nfrom __future__ import annotations\n'
-        "import nowhere\nfrom nowhere import Base\nfrom typing import Literal, NamedTuple\n" + HEAD
+        "import math, nowhere\nfrom nowhere import Base\n"
+        "from typing import Literal, NamedTuple\n" + HEAD
         + "WEIGHTS = nowhere.open('weights')\nSide = Literal['left', 'right']\n"
         + "class Turned(NamedTuple):\n    picture: Picture\n    mask: Mask\n"
         + '@node(model="turn", price_s=0.1)\n'
-        + "def turn(picture: Picture, *, side: Side = 'left') -> Turned:\n"
+        + "def turn(picture: Picture, *, side: Side = 'left', by: float = math.pi) -> Turned:\n"
         + "    '''Turn it.'''\n    return nowhere.turn()\n"
         + '@nowhere.fast\n@node_model("turn", source="turn", kinds=("turner",))\n'
         + "class Turner(Base):\n    '''A turner.'''\n    size = nowhere.size\n"
@@ -59,7 +60,7 @@ def test_signatures_are_read_without_the_model(tmp_path: Path) -> None:
     assert files.types["turn"].about == "Turn it."
     [model] = files.classes("turn")
     assert (model.about, model.kinds, model.source) == ("A turner.", ("turner",), "turn")
-    line = text.splitlines().index("import nowhere") + 1
+    line = text.splitlines().index("import math, nowhere") + 1
     with pytest.raises(WorkflowError, match=rf"turn.py:{line}: ModuleNotFoundError: .*'nowhere'"):
         open_model(model, ModelSetup("", Config()))
 
