@@ -168,7 +168,7 @@ class Packing:
     """Number of each row's context tokens that the model sees at time 0: the last cached ones; in a
     row without cached tokens the last computed ones."""
     modes: Modes | None
-    """None: there is no such context."""
+    """None: the model sees no context at time 0."""
 
     def rows_from(self, text: Tensor, image: Tensor) -> Tensor:
         if len(self.text) == 1:
@@ -258,10 +258,11 @@ def _pack(
     fixed: Parts,
     device: torch.device,
     context: tuple[int, ...],
+    sees_time_0: bool,
 ) -> Packing:
     cached, further = tuple(map(sum, parts)), tuple(map(sum, fixed))
     timeless = [0 if m else c for c, m in zip(context, cached, strict=True)]
-    modes = Modes.of(text, image, cached, context) if any(context) else None
+    modes = Modes.of(text, image, cached, context) if sees_time_0 else None
     text_spans, image_spans = spans(text), spans(image)
     n_text = sum(text)
     order = np.concatenate(
@@ -378,9 +379,19 @@ def sparse_layout(
     fixed: Parts,
     device: torch.device,
     context: tuple[int, ...],
+    timeless: bool,
 ) -> SparseLayout:
-    """Return both packings of a step; `context` as in `Packing`. Cached, since batches last many
-    steps.
+    """Return both packings of a step. Cached, since batches last many steps.
+
+    Args:
+        text: text tokens of each row.
+        image: computed image tokens of each row.
+        parts: lengths of its cached tokens.
+        fixed: lengths of its fixed tokens.
+        device: device of the tensors.
+        context: as in `Packing`.
+        timeless: whether the model sees contexts at time 0 (`Packing.modes`), though no row of the
+            step may have one.
     """
     none, cached = ((0,),) * len(parts), tuple(map(sum, parts))
     all_image = tuple(i + r for i, r in zip(image, cached, strict=True))
@@ -394,13 +405,13 @@ def sparse_layout(
 
     def widened() -> Widened:
         return Widened(
-            _pack(text, all_image, none, fixed, device, context),
+            _pack(text, all_image, none, fixed, device, context, timeless),
             *positions(image),
             *positions([t + i for t, i in zip(text, image, strict=True)]),
         )
 
     narrow, rest_stream = (
-        _pack(text, image, parts, fixed, device, context),
+        _pack(text, image, parts, fixed, device, context, timeless),
         _stream(cached, device, [min(c, m) for c, m in zip(context, cached, strict=True)]),
     )
     if device.type == "cpu":  # few steps compute all tokens of a cached row
@@ -619,6 +630,7 @@ class Packed:
             *self._lengths,
             rows[0].tokens.device,
             tuple(row.context * row.timeless for row in rows),
+            any(row.timeless for row in rows),
         )
         self.tokens = torch.cat([row.tokens for row in rows])
         self.text = torch.cat([row.text for row in rows])
@@ -654,7 +666,12 @@ class Packed:
         narrow = self.layout.narrow
         texts = tuple([row.pads for row in self.rows])
         packed.layout = sparse_layout(
-            texts, narrow.image, *self._lengths, self.tokens.device, narrow.context
+            texts,
+            narrow.image,
+            *self._lengths,
+            self.tokens.device,
+            narrow.context,
+            narrow.modes is not None,
         )
         return packed
 

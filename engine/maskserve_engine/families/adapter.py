@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from maskserve_common.contracts.keys import Anchor
+from maskserve_common.contracts.request import EditKind
 from maskserve_common.contracts.settings import Ranged
 from maskserve_engine.base.job import Conditioning, EditJob, TokenCounts
 from maskserve_engine.batch.sequence_parallel import Exchange
@@ -78,7 +79,7 @@ class Adapter(Protocol):
 
     def tokens(self, job: EditJob) -> TokenCounts: ...
 
-    def work(self, height: int, width: int) -> ModelWork:
+    def work(self, height: int, width: int, *, kind: EditKind = "inpaint") -> ModelWork:
         """Return the counted work, and with it the shape of entries, at a size of latents."""
         ...
 

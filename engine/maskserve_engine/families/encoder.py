@@ -152,18 +152,25 @@ class Encoder(ABC):
         """Encode one edit, without any cache.
 
         Args:
-            pixels: [H, W, 3] source at model resolution.
+            pixels: [H, W, 3] source at model resolution; [0, 0, 3]: there is none.
             edit_mask: [H, W], above 0 = edit.
             prompt: any text; it is cut to the text encoders' length, as in diffusers.
             negative_prompt: any text; None: no negative prompt.
         """
-        moments, masked = self.moments(pixels), NO_MOMENTS
+        moments = self.moments(pixels) if pixels.size else self.no_moments(edit_mask.shape)
+        masked = NO_MOMENTS
         if self.spec.semantics.masked_picture:
             masked = self.masked_moments(pixels, edit_mask)
         text, away = self.encode_prompt(prompt, pixels), None
         if negative_prompt is not None:
             away = self.as_negative(negative_prompt, self.encode_prompt(negative_prompt, pixels))
         return Encoded(moments, masked, text, away)
+
+    def no_moments(self, size: tuple[int, ...]) -> NDArray[np.float32]:
+        """Return [2C, h, w] zeros in place of a source, for a picture of (height, width) pixels."""
+        space = self.spec.latents
+        height, width = (side // space.pixels for side in size)
+        return np.zeros((2 * space.channels, height, width), np.float32)
 
     def moments(self, pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
         """Return [2C, h, w] of the source."""
@@ -258,7 +265,7 @@ class Encoder(ABC):
 
     def encode_prompt(self, prompt: str, pixels: NDArray[np.uint8] | None = None) -> Conditioning:
         """Return one prompt's arrays. `pixels`, [H, W, 3] at model resolution, are read by models
-        whose prompts are about a picture (`ModelSpec.encoder_picture`).
+        whose prompts are about a picture (`ModelSpec.encoder_picture`); [0, 0, 3]: there is none.
         """
         [encoded] = self.encode_prompts([prompt])
         return encoded

@@ -103,7 +103,7 @@ class DegreeTimes:
     def _counted(self, edit: RequestState) -> tuple[ModelWork, RowTokens]:
         """Return the model's work at the edit's size, and the tokens that its step computes."""
         _, height, width = edit.job.moments.shape
-        work = self._adapter.work(height, width)
+        work = self._adapter.work(height, width, kind=edit.job.request.kind)
         cached = edit.mode == "cached"
         tokens = edit.work.active_tokens if cached else edit.work.total_tokens
         active = tuple([float(tokens) * n / work.tokens[0] for n in work.tokens])

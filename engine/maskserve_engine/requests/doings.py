@@ -33,8 +33,10 @@ class Doings:
             return []
         texts = repr((edit.prompt, settings.negative_prompt)).encode()
         digest = hashlib.blake2b(texts, digest_size=16).hexdigest()
-        templates = self._add((scope, TEMPLATE, edit.template_id))
         new = [] if self._add((scope, PROMPT, digest)) else [PROMPT]
+        if not edit.template_id:
+            return new
+        templates = self._add((scope, TEMPLATE, edit.template_id))
         if settings.template_id is None:
             new += [] if templates else [TEMPLATE]
             new += [CACHE] if templates < _PRIMED_AT else []

@@ -56,7 +56,7 @@ class ExecutionPolicy:
     def choose(self, edit: RequestState) -> ExecutionPlan:
         """Return the first of these plans that the edit may take:
 
-        - dense: with `cache: off`, or a mask above `[cache] dense_above_ratio`;
+        - dense: with `cache: off`, without a mask, or a mask above `[cache] dense_above_ratio`;
         - cached: its template is primed;
         - wait: it insists on its template;
         - wait: it would be late without its template, and is in time after the priming;
@@ -71,12 +71,14 @@ class ExecutionPolicy:
         job, settings = edit.job, edit.job.request.settings
         if settings.cache == "off":
             return DENSE
+        dense_for = self._cache.dense_for(job)
+        if dense_for == job.request.kind:
+            return replace(DENSE, dense_for=dense_for)
         key = self._cache.key_of(job)
         drift = self._audits.over_limit(key)
         if drift is not None and not settings.insists:
             edit.drift = drift
             return self.without_template(edit, replace(DENSE, key=key))
-        dense_for = self._cache.dense_for(job)
         if dense_for:
             dense = replace(DENSE, dense_for=dense_for, key=key)
             return dense if dense_for == "mask_ratio" else self.without_template(edit, dense)

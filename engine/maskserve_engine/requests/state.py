@@ -81,7 +81,10 @@ class EditWork:
 
     @classmethod
     def of(cls, job: EditJob, adapter: Adapter) -> EditWork:
-        tokens, work = adapter.tokens(job), adapter.work(*job.moments.shape[1:])
+        tokens, work = (
+            adapter.tokens(job),
+            adapter.work(*job.moments.shape[1:], kind=job.request.kind),
+        )
         return cls(
             total_tokens=tokens.total,
             active_tokens=tokens.active,
@@ -670,7 +673,7 @@ class RequestState:
         renewed = (
             adapter.counted(self.job, plan, anchor=True) if execution.schedule is None else None
         )
-        work = adapter.work(*self.job.moments.shape[1:])
+        work = adapter.work(*self.job.moments.shape[1:], kind=self.job.request.kind)
         return plain.with_schedule(plan, between, work, renewed)
 
     def step_flops(self, plan: ExecutionPlan, adapter: Adapter) -> float:

@@ -57,8 +57,9 @@ class ExecutionPlan:
     is notified of the end.
     """
     dense_for: str = ""
-    """Why the edit runs dense: `mask_ratio` or `mask_side` of its mask, `work` if refresh steps
-    would be as much work, `memory` if its step cache did not fit; empty without such a reason.
+    """Why the edit runs dense: its kind if it has no mask, `mask_ratio` or `mask_side` of its mask,
+    `work` if refresh steps would be as much work, `memory` if its step cache did not fit; empty
+    without such a reason.
     """
     dense_steps: int = 0
     """Number of steps of a cached edit that compute all tokens: its first ones, or its refresh
@@ -314,6 +315,9 @@ class TemplateCache:
         return job.request.settings.cache != "off" and not self.dense_for(job)
 
     def dense_for(self, job: EditJob) -> str:
+        """Return why the edit reads no template (`ExecutionPlan.dense_for`); empty: it may."""
+        if job.request.kind != "inpaint":
+            return job.request.kind
         tokens = self.adapter.tokens(job)
         # Computing nearly everything is faster than loading the rest.
         if tokens.active / tokens.total >= self.config.dense_above_ratio:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from maskserve_common.config import Config
+from maskserve_common.contracts.request import EditKind
 from maskserve_engine.planning.flops import ModelWork
 from maskserve_engine.spec.model_spec import ModelSpec
 
@@ -65,6 +66,7 @@ def family_work(
     *,
     halo: int = 0,
     recorded: bool = False,
+    kind: EditKind = "inpaint",
 ) -> ModelWork:
     """Count a model's work on one picture.
 
@@ -75,10 +77,11 @@ def family_work(
         width: latent columns.
         halo: positions round a mask's box (`ModelWork.halo`); 0 for families without convolutions.
         recorded: whether steps are CUDA graphs.
+        kind: kind of the edit, which decides how many reference pictures the model sees.
     """
-    semantics = spec.semantics
+    references = spec.references(kind)
     picture = StepPicture(
-        height, width, halo, recorded, references=int(semantics.reference), exact=semantics.exact
+        height, width, halo, recorded, references=references, exact=spec.semantics.exact
     )
     work = family.count(spec.denoiser, picture)
     picture_tokens = spec.encoder_picture_tokens(height, width)

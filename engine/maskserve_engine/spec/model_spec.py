@@ -32,6 +32,10 @@ Guidance = Literal["embedded", "cfg", "none"]
 second time with the negative prompt; `none`: the model has no guidance.
 """
 
+INPAINT_ONLY: frozenset[EditKind] = frozenset({"inpaint"})
+SOURCE_KINDS: frozenset[EditKind] = frozenset({"inpaint", "edit"})
+ALL_KINDS: frozenset[EditKind] = frozenset({"inpaint", "edit", "generate"})
+
 ALL_STEPS = 1000
 """A stride that is longer than any schedule."""
 
@@ -119,7 +123,7 @@ class ModelSpec:
     """The transformer's or UNet's config.json, for FLOP counting."""
     control: ControlNetSpec | None
     """ControlNets that fit the model; None: it takes none."""
-    edit_kinds: frozenset[EditKind] = frozenset({"inpaint"})
+    edit_kinds: frozenset[EditKind] = INPAINT_ONLY
     """Kinds of edits that pipelines of the model's family make with its weights."""
     refresh: RefreshSpec = RefreshSpec()
     """Refresh steps of the family's edits."""
@@ -175,6 +179,10 @@ class ModelSpec:
     """Schedule of a distilled model before its sampler shifts it: its edits have as many steps.
     Empty: edits choose their number of steps.
     """
+
+    def references(self, kind: EditKind) -> int:
+        """Return the number of reference pictures that the model sees in an edit of this kind."""
+        return int(self.semantics.reference and kind != "generate")
 
     @property
     def primed_by_prompt(self) -> bool:

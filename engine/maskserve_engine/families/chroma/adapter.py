@@ -78,6 +78,7 @@ class ChromaAdapter(FluxAdapter):
     family: ClassVar[FamilyModule] = chroma
     transformer = "ChromaTransformer2DModel"
     batches = ChromaBatch
+    flow_sigmas = frozenset()
 
     def weights_of(self, model: Any, placed_bytes: int, graphs: Graphs | None) -> FluxWeights:
         base_weights = ChromaWeights.of(model)

@@ -15,6 +15,7 @@ from maskserve_engine.planning.layer_table import Layers, Shape
 from maskserve_engine.spec import mmdit
 from maskserve_engine.spec.family import StepPicture
 from maskserve_engine.spec.model_spec import (
+    ALL_KINDS,
     EditDefaults,
     ModelSpec,
     RefreshSpec,
@@ -58,6 +59,7 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelSpec:
         true_cfg=False,
         denoiser=read_json(folder / "transformer" / "config.json"),
         control=None,
+        edit_kinds=ALL_KINDS,
         keeps_placed=True,
         padded_to=1,
         t5=True,

@@ -96,6 +96,7 @@ class FluxAdapter(FlowAdapter[FluxWeights]):
     transformer = "FluxTransformer2DModel"
     batches = FluxBatch
     text_places: ClassVar[tuple[str, ...]] = (_CONTEXT,)
+    flow_sigmas = frozenset({"generate"})
     shallowest = False
     """Whether `[controls] unequal_depths` is `shallowest`; passed on by
     `OpeningMessage.shallowest`."""
@@ -124,8 +125,8 @@ class FluxAdapter(FlowAdapter[FluxWeights]):
             embedder = low_rank(_CONTEXT, embedder, (adapters,))
         return embedder(embeds, ((0, len(embeds)),))
 
-    def positions(self, height: int, width: int, text: int) -> Tensor:
-        pictures = 1 + self.spec.semantics.reference
+    def positions(self, height: int, width: int, text: int, references: int) -> Tensor:
+        pictures = 1 + references
         ids = torch.zeros(text + pictures * height * width, 3, device=self.device)
         # The picture's number, row and column.
         axes = [torch.arange(n, device=self.device) for n in (pictures, height, width)]

@@ -9,15 +9,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.graphs import Graphs
 from maskserve_engine.batch.transfer import to_device
 from maskserve_engine.families.flux.adapter import FluxAdapter
 from maskserve_engine.families.flux2 import spec as flux2
 from maskserve_engine.families.flux2.weights import places_of, weights_of
-from maskserve_engine.families.mmdit.preparation import PATCH, FlowPreparation, unpack_latents
+from maskserve_engine.families.mmdit.preparation import (
+    PATCH,
+    FlowPreparation,
+    grid_of,
+    latents_shape,
+    unpack_latents,
+)
 from maskserve_engine.families.mmdit.weights import FluxWeights
 from maskserve_engine.layers.low_rank import Place
 from maskserve_engine.spec.family import FamilyModule
+from maskserve_engine.spec.model_spec import ALL_KINDS
 from maskserve_engine.stages.latents import draw
 
 REFERENCE = 10
@@ -33,11 +41,11 @@ _LARGE = 4300
 class Flux2Preparation(FlowPreparation):
     """Draws random numbers in the order of Flux2KleinInpaintPipeline."""
 
-    def noise(self, clean: Tensor, generator: torch.Generator) -> Tensor:
+    def noise(self, job: EditJob, generator: torch.Generator) -> Tensor:
         """Return noise drawn in the shape of packed latents."""
-        channels, height, width = clean.shape
-        grid = height // PATCH, width // PATCH
-        packed = draw(torch.Size((channels * PATCH**2, *grid)), generator, clean.dtype)
+        channels, grid = latents_shape(job)[0], grid_of(job)
+        shape = torch.Size((channels * PATCH**2, *grid))
+        packed = draw(shape, generator, self.noise_dtype(job.request.kind))
         return unpack_latents(packed.flatten(1).T, grid)
 
     def sampled(self, mask: Tensor, size: Sequence[int]) -> Tensor:
@@ -51,6 +59,7 @@ class Flux2Adapter(FluxAdapter):
     family: ClassVar[FamilyModule] = flux2
     transformer = "Flux2Transformer2DModel"
     preparation = Flux2Preparation
+    flow_sigmas = ALL_KINDS
 
     @staticmethod
     def shift(config: Mapping[str, Any], tokens: int, steps: int) -> float:
@@ -72,8 +81,8 @@ class Flux2Adapter(FluxAdapter):
         """Return `ids_of` these tokens; families with other positions override this."""
         return ids_of(pictures, height, width, text)
 
-    def positions(self, height: int, width: int, text: int) -> Tensor:
-        ids = self.ids(1 + self.spec.semantics.reference, height, width, text)
+    def positions(self, height: int, width: int, text: int, references: int) -> Tensor:
+        ids = self.ids(1 + references, height, width, text)
         cos, sin = self.model.pos_embed(*to_device([ids], self.device))
         return torch.complex(cos[:, ::2].contiguous(), sin[:, ::2].contiguous())
 

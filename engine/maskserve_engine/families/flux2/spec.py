@@ -18,6 +18,7 @@ from maskserve_engine.spec import mmdit
 from maskserve_engine.spec.family import StepPicture
 from maskserve_engine.spec.latents import latent_space, with_statistics
 from maskserve_engine.spec.model_spec import (
+    ALL_KINDS,
     EditDefaults,
     ModelSpec,
     RefreshSpec,
@@ -85,6 +86,7 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelSpec:
         mask_latents=_PATCH,
         denoiser=read_json(folder / "transformer" / "config.json"),
         control=None,
+        edit_kinds=ALL_KINDS,
         keeps_placed=True,
         least_steps=least_steps(sampler),
     )

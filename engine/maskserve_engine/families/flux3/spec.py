@@ -16,6 +16,7 @@ from maskserve_engine.spec import mmdit
 from maskserve_engine.spec.family import StepPicture
 from maskserve_engine.spec.latents import latent_space, with_statistics
 from maskserve_engine.spec.model_spec import (
+    ALL_KINDS,
     EditDefaults,
     ModelSpec,
     RefreshSpec,
@@ -65,6 +66,7 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelSpec:
         mask_latents=_PATCH,
         denoiser=transformer,
         control=None,
+        edit_kinds=ALL_KINDS,
         keeps_placed=True,
         padded_to=1,
     )

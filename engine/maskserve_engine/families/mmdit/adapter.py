@@ -14,7 +14,7 @@ from torch import Tensor
 
 from maskserve_common.config import Config, ConfigError, outside_noise
 from maskserve_common.contracts.keys import Anchor, anchor_steps, cover
-from maskserve_common.contracts.request import steps_run
+from maskserve_common.contracts.request import EditKind, steps_run
 from maskserve_common.imaging.masks import cover_a_side
 from maskserve_engine.adapters.fuse import fused
 from maskserve_engine.base.job import Conditioning, EditJob, TokenCounts
@@ -89,6 +89,8 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
     """Prefixes of the weights' places that `text` reads."""
     tells_sigmas: ClassVar[bool] = True
     """Whether the family's pipeline passes sigmas to its sampler (`shift`)."""
+    flow_sigmas: ClassVar[frozenset[EditKind]] = frozenset()
+    """Kinds of edits whose pipelines let a sampler with `use_flow_sigmas` choose its sigmas."""
     sampler_shift: ClassVar[float | None] = None
     """Shift of the sampler that the family's pipeline makes by itself; None: folders have one."""
     preparation: ClassVar[type[FlowPreparation]] = FlowPreparation
@@ -124,6 +126,7 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
             dtype=self.dtype,
             outside_noise=outside_noise,
             shift=self.shift,
+            flow_sigmas=self.flow_sigmas,
             buckets=recorder is not None,
         )
         self._refresh_rule = refresh_rule
@@ -193,9 +196,9 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
         return words
 
     @abstractmethod
-    def positions(self, height: int, width: int, text: int) -> Tensor:
-        """Return [T + height · width + R, head_dim / 2] complex rotary factors of text, image
-        tokens and references (if the model takes any).
+    def positions(self, height: int, width: int, text: int, references: int) -> Tensor:
+        """Return [T + height · width · (1 + references), head_dim / 2] complex rotary factors of
+        text, image tokens and reference pictures.
         """
 
     def steps(self, job: EditJob) -> int:
@@ -209,9 +212,9 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
         side = self.spec.dense_steps.side > 0 and cover_a_side(active, gh, gw)
         return TokenCounts(len(active), gh * gw, inner, ring, side)
 
-    def _make_work(self, height: int, width: int) -> ModelWork:
+    def _make_work(self, height: int, width: int, *, kind: EditKind = "inpaint") -> ModelWork:
         recorded = self.weights.graphs is not None
-        return family_work(self.family, self.spec, height, width, recorded=recorded)
+        return family_work(self.family, self.spec, height, width, recorded=recorded, kind=kind)
 
     def counted(
         self, job: EditJob, schedule: RefreshSchedule | None = None, *, anchor: bool = False
@@ -232,7 +235,7 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
             float(self.text_tokens(len(p["prompt_embeds"]), grid)) - prompt_pictures
             for p in prompts
         ]
-        return self.work(height, width).totals(
+        return self.work(height, width, kind=job.request.kind).totals(
             [RowTokens(active, text * n, text_read=(not text) * n) for n in lengths]
         )
 
@@ -248,7 +251,14 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
         within tolerance of one.
         """
         shift, model_sigmas = self.shift, self.spec.sigmas
-        walk = make_schedule(self.sampler, steps, tokens, shift=shift, sigmas=model_sigmas).walk
+        walk = make_schedule(
+            self.sampler,
+            steps,
+            tokens,
+            shift=shift,
+            sigmas=model_sigmas,
+            flow_sigmas="inpaint" in self.flow_sigmas,
+        ).walk
         chosen = anchor_steps([step.sigma for step in walk], stride)
         anchors = (Anchor(walk[i].sigma, walk[i].timestep) for i in chosen)
         return cover(tuple(anchors), self.anchor_tolerance)
@@ -395,30 +405,36 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
         text = self.text(prompt.embeds, grid)  # the same at every step, so embedded once
         return PromptPass(
             text,
-            self._positions(*grid, len(text))[: len(text)],
+            self._positions(*grid, len(text), self._pictures(job))[: len(text)],
             prompt.pooled,
             job.request.settings.guidance_scale if self.spec.guidance == "embedded" else None,
             self.pads(grid),
             self.timeless,
         )
 
+    def _pictures(self, job: EditJob) -> int:
+        """Return the number of the row's reference pictures."""
+        return self.spec.references(job.request.kind)
+
     def _image_positions(self, job: EditJob, text: int) -> Tensor:
         """Return the rotary factors of the image tokens, and of references that are packed with
         them; `text` counts the text tokens before them.
         """
         height, width = grid_of(job)
-        whole = self._positions(height, width, text)[text:]
+        whole = self._positions(height, width, text, self._pictures(job))[text:]
         return whole[: height * width] if self.spec.semantics.exact else whole
 
     def _references(self, job: EditJob, text: int) -> References | None:
         """Return the reference pictures of a model whose references do not depend on the row; None
-        for others. `text` counts the text tokens before them.
+        for others, and if there are none. `text` counts the text tokens before them.
         """
-        if not self.spec.semantics.exact:
+        count = self._pictures(job)
+        if not (self.spec.semantics.exact and count):
             return None
         height, width = grid_of(job)
         [tokens] = moved((self._preparation.clean(job),), self.device)
-        return References(tokens, self._positions(height, width, text)[text + height * width :])
+        cis = self._positions(height, width, text, count)[text + height * width :]
+        return References(tokens, cis)
 
     def most_ranks(self, job: EditJob) -> int:
         """Return the number of attention heads; for rows that ranks cannot share, one rank for each

@@ -1,7 +1,7 @@
 """Initial tensors of an edit's rows, as far as they depend on its job alone, in host memory.
 
 The schedule; latents packed into tokens, and all random numbers in the order of the pipeline that
-is served; Fill's extra channels, or Inpaint's blend after each step.
+makes edits of the job's kind; Fill's extra channels, or Inpaint's blend after each step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from maskserve_common.contracts.request import steps_run
+from maskserve_common.contracts.request import EditKind, steps_run
 from maskserve_common.contracts.settings import acting
 from maskserve_common.imaging.masks import TokenIds, active_tokens, tokens_within, widened
 from maskserve_engine.base.buckets import bucket
@@ -270,11 +270,13 @@ class FlowPreparation:
         dtype: torch.dtype,
         outside_noise: str,
         shift: Shift = linear_shift,
+        flow_sigmas: frozenset[EditKind] = frozenset(),
         buckets: bool = False,
     ) -> None:
         self._spec, self._sampler = spec, sampler
         self._dtype, self._buckets = dtype, buckets
         self._outside_noise, self._shift = outside_noise, shift
+        self._flow_sigmas = flow_sigmas
 
     def prepared(self, job: EditJob) -> FlowPrepared:
         """Return the job's prepared tensors; if missing, prepare them without `template`."""
@@ -363,7 +365,13 @@ class FlowPreparation:
         steps, model_sigmas = settings.num_inference_steps, self._spec.sigmas
         assert steps is not None
         return make_schedule(
-            self._sampler, steps, height * width, settings.strength, self._shift, model_sigmas
+            self._sampler,
+            steps,
+            height * width,
+            settings.strength,
+            self._shift,
+            model_sigmas,
+            flow_sigmas=job.request.kind in self._flow_sigmas,
         )
 
     def prompt(self, conditioning: Conditioning) -> FlowPrompt:
@@ -387,25 +395,39 @@ class FlowPreparation:
         """Draw all other random numbers of the edit, on the CPU, in the pipeline's order. Families
         with another order override this.
         """
+        if job.request.kind == "generate":
+            return FlowStart(pack_latents(self.noise(job, generator)), None, None)
         image, semantics = self._posterior(job.moments), self._spec.semantics
         if semantics.masked_picture:
             masked, factor = self._posterior(job.masked_moments), self._spec.vae_scale_factor
             return start_fill(image, masked, job.edit_mask, factor, schedule, generator)
-        chosen = semantics.reference and not semantics.sampled
+        whole = job.request.kind == "edit"
+        chosen = semantics.reference and (whole or not semantics.sampled)
         clean = image.mode() if chosen else image.sample(generator)
-        mask = torch.from_numpy(job.edit_mask).float()[None, None] / 255
-        start = start_inpaint(
-            clean,
-            self.noise(clean, generator),
-            self.sampled(mask, clean.shape[1:])[0],
-            schedule,
-            outside_seed(job, self._outside_noise),
-        )
+        noise = self.noise(job, generator)
+        if whole:
+            latents = (
+                noise if job.request.settings.strength == 1.0 else _mixed(clean, noise, schedule)
+            )
+            start = FlowStart(pack_latents(latents), None, None)
+        else:
+            mask = torch.from_numpy(job.edit_mask).float()[None, None] / 255
+            start = start_inpaint(
+                clean,
+                noise,
+                self.sampled(mask, clean.shape[1:])[0],
+                schedule,
+                outside_seed(job, self._outside_noise),
+            )
         return replace(start, context=pack_latents(clean)) if semantics.context else start
 
-    def noise(self, clean: Tensor, generator: torch.Generator) -> Tensor:
+    def noise(self, job: EditJob, generator: torch.Generator) -> Tensor:
         """Return [C, h, w] noise, drawn as the pipeline draws it."""
-        return draw(clean.shape, generator, clean.dtype)
+        return draw(latents_shape(job), generator, self.noise_dtype(job.request.kind))
+
+    def noise_dtype(self, kind: EditKind) -> torch.dtype:
+        """Return the dtype in which that kind's pipeline draws noise."""
+        return self._dtype
 
     def sampled(self, mask: Tensor, size: Sequence[int]) -> Tensor:
         """Resize a mask [1, 1, H, W] of pixels to [1, 1, h, w] of latents, as the pipeline does."""
@@ -435,6 +457,12 @@ class FlowPreparation:
 
     def _posterior(self, moments: NDArray[np.float32]) -> Posterior:
         return Posterior(moments, self._spec.latents, self._dtype)
+
+
+def latents_shape(job: EditJob) -> torch.Size:
+    """Return (C, h, w)."""
+    channels, height, width = job.moments.shape
+    return torch.Size((channels // 2, height, width))
 
 
 def grid_of(job: EditJob) -> tuple[int, int]:

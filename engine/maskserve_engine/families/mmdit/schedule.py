@@ -145,8 +145,10 @@ def make_schedule(
     strength: float = 1.0,
     shift: Shift = linear_shift,
     sigmas: Sequence[float] = (),
+    *,
+    flow_sigmas: bool = False,
 ) -> Schedule:
-    """Return the schedule of diffusers' inpaint pipelines for flow models.
+    """Return the schedule of diffusers' pipelines for flow models.
 
     Args:
         sampler: the model's sampler; several threads may use it.
@@ -155,22 +157,30 @@ def make_schedule(
         strength: share of the steps that is run.
         shift: shift of the family.
         sigmas: `ModelSpec.sigmas`.
+        flow_sigmas: whether a sampler with `use_flow_sigmas` chooses its sigmas.
     """
     assert not sigmas or len(sigmas) == steps, "other steps are refused of such models"
     mu, begin = shift(sampler.config, tokens, steps), steps - steps_run(steps, strength)
+    chooses = flow_sigmas and bool(sampler.config.get("use_flow_sigmas"))
     if type(sampler).__name__ == _EULER:
-        sampler = _walked(copy.copy(sampler), steps, mu, sigmas)  # it changes
+        sampler = _walked(copy.copy(sampler), steps, mu, _listed(steps, sigmas))  # it changes
         return _schedule(sampler, begin, ())
-    return _multistep(sampler, steps, mu, begin, tuple(sigmas))
+    return _multistep(sampler, steps, mu, begin, () if chooses else _listed(steps, sigmas))
 
 
-def _walked(sampler: Any, steps: int, mu: float | None, listed_sigmas: Sequence[float]) -> Any:
-    """Set the sampler's timesteps as diffusers' pipeline does."""
+def _listed(steps: int, sigmas: Sequence[float]) -> tuple[float, ...]:
+    """Return the sigmas that pipelines pass to their sampler."""
+    return tuple(sigmas) or tuple(np.linspace(1.0, 1 / steps, steps).tolist())
+
+
+def _walked(sampler: Any, steps: int, mu: float | None, sigmas: tuple[float, ...]) -> Any:
+    """Set the sampler's timesteps as diffusers' pipeline does. Without `sigmas` it chooses them."""
     if mu is None:
         sampler.set_timesteps(steps)
+    elif sigmas:
+        sampler.set_timesteps(sigmas=np.array(sigmas), mu=mu)
     else:
-        sigmas = np.array(listed_sigmas) if listed_sigmas else np.linspace(1.0, 1 / steps, steps)
-        sampler.set_timesteps(sigmas=sigmas, mu=mu)
+        sampler.set_timesteps(steps, mu=mu)
     return sampler
 
 
@@ -182,10 +192,10 @@ def _schedule(sampler: Any, begin: int, moves: tuple[Move, ...]) -> Schedule:
 
 @lru_cache(maxsize=256)
 def _multistep(
-    sampler: Any, steps: int, mu: float | None, begin: int, listed_sigmas: tuple[float, ...]
+    sampler: Any, steps: int, mu: float | None, begin: int, sigmas: tuple[float, ...]
 ) -> Schedule:
     """Return a multistep sampler's schedule. Cached: probing takes some milliseconds per step."""
-    sampler = _walked(copy.deepcopy(sampler), steps, mu, listed_sigmas)
+    sampler = _walked(copy.deepcopy(sampler), steps, mu, sigmas)
     sampler.set_begin_index(begin)
     probe_sampler = copy.deepcopy(sampler)
     moves = matrices(

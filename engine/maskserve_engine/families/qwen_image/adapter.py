@@ -30,6 +30,7 @@ class QwenImageAdapter(FluxAdapter):
     family: ClassVar[FamilyModule] = qwen_image
     transformer = "QwenImageTransformer2DModel"
     batches = QwenImageBatch
+    flow_sigmas = frozenset()
 
     def weights_of(self, model: Any, placed_bytes: int, graphs: Graphs | None) -> FluxWeights:
         return weights_of(model, placed_bytes=placed_bytes, graphs=graphs)
@@ -45,10 +46,10 @@ class QwenImageAdapter(FluxAdapter):
     def timeless(self) -> bool:
         return bool(self.model.zero_cond_t)
 
-    def positions(self, height: int, width: int, text: int) -> Tensor:
+    def positions(self, height: int, width: int, text: int, references: int) -> Tensor:
         """Return the factors of pictures, centred at 0, and of the text after them on their
         diagonal.
         """
-        pictures = [(1, height, width)] * (1 + self.spec.semantics.reference)
+        pictures = [(1, height, width)] * (1 + references)
         image, words = self.model.pos_embed([pictures], device=self.device, max_txt_seq_len=text)
         return torch.cat((words, image))

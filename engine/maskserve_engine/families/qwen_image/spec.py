@@ -17,6 +17,8 @@ from maskserve_engine.spec.encoder_picture import EncoderPicture
 from maskserve_engine.spec.family import StepPicture
 from maskserve_engine.spec.latents import latent_space
 from maskserve_engine.spec.model_spec import (
+    ALL_KINDS,
+    SOURCE_KINDS,
     EditDefaults,
     ModelSpec,
     RefreshSpec,
@@ -73,6 +75,7 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelSpec:
         true_cfg=True,
         denoiser=read_json(folder / "transformer" / "config.json"),
         control=None,
+        edit_kinds=SOURCE_KINDS if semantics.reference else ALL_KINDS,
         keeps_placed=True,
         padded_to=1,
         encoder_picture=shown_spec,

@@ -1,6 +1,7 @@
 """Qwen-Image-2.1, where its rows differ from FLUX.1's.
 
-Its tokens form a sequence: some words, the reference, the prompt, and last the picture. Each
+Its tokens form a sequence: some words, the reference, the prompt, and last the picture; without a
+reference they begin with the prompt. Each
 attends to those before it, pictures also to all of themselves, and all but the picture are computed
 at time 0. So steps compute the picture only. The reference's keys and values follow from the
 source, and a template caches them; those of words are computed once per edit.
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from maskserve_engine.base.job import Conditioning, EditJob
 from maskserve_engine.batch.graphs import Graphs
+from maskserve_engine.batch.packing import TokenCache
 from maskserve_engine.batch.transfer import to_device
 from maskserve_engine.families.flux.adapter import FluxAdapter, FluxBatch
 from maskserve_engine.families.flux2.adapter import Flux2Preparation
@@ -47,8 +49,8 @@ class QwenImage21Batch(FluxBatch):
         them.
         """
         for row in self.rows:
-            assert row.references is not None
-            _say(model, row, row.references.before)
+            if row.references is not None:
+                _say(model, row, row.references.before)
         super().make_fixed(model)
         for row in self.rows:
             if isinstance(row, FlowRow):
@@ -59,9 +61,9 @@ class QwenImage21Batch(FluxBatch):
 def _say(model: FluxWeights, row: Row, words: FixedWords | None) -> None:
     if words is not None and words.entry is None:
         assert isinstance(model, QwenImage21Weights)
-        assert row.references is not None
         words.entry = fixed_words_entry(model.with_adapters((row.adapters,)), words)
-        row.references.computed = True
+        if row.references is not None:
+            row.references.computed = True
 
 
 class QwenImage21Adapter(FluxAdapter):
@@ -69,6 +71,7 @@ class QwenImage21Adapter(FluxAdapter):
     transformer = "QwenImage21Transformer2DModel"
     batches = QwenImage21Batch
     preparation = Flux2Preparation
+    flow_sigmas = frozenset()
     text_places = ()
 
     def weights_of(self, model: Any, placed_bytes: int, graphs: Graphs | None) -> FluxWeights:
@@ -89,27 +92,30 @@ class QwenImage21Adapter(FluxAdapter):
     def attach(self, row: Any, job: EditJob, adapters: Adapters) -> None:
         super().attach(row, job, adapters)
         passes = row.passes if isinstance(row, FlowRow) else ()
-        for words in (row.references.before, *(prompt.words for prompt in passes)):
+        before = None if row.references is None else row.references.before
+        for words in (before, *(prompt.words for prompt in passes)):
             if words is not None:
                 words.entry = None  # made without them
 
-    def positions(self, height: int, width: int, text: int) -> Tensor:
-        return self._rotary(places_of_pictures(height, width))
+    def positions(self, height: int, width: int, text: int, references: int) -> Tensor:
+        return self._rotary(places_of_pictures(height, width)[: (1 + references) * height * width])
 
     def words(
         self, job: EditJob, prompt: FlowPrompt, references: References | None
     ) -> FixedWords | None:
-        """Return the words of a prompt, which follow the reference."""
-        assert references is not None
-        assert references.before is not None
-        count, begin = len(prompt.embeds), len(references.before) + max(grid_of(job))
+        """Return the words of a prompt, which follow the reference if there is one."""
+        count, begin, visible = len(prompt.embeds), 0, tuple[TokenCache, ...]()
+        if references is not None:
+            assert references.before is not None
+            begin = len(references.before) + max(grid_of(job))
+            visible = (references.before, references)
         back = self._rotary(torch.tensor([[-count, 0, 0]]))[0]
-        visible = (references.before, references)
         return FixedWords(prompt.embeds, self._spoken(count, 0, begin), visible, back)
 
     def _references(self, job: EditJob, text: int) -> References | None:
         refs = super()._references(job, text)
-        assert refs is not None
+        if refs is None:
+            return None
         embeds = torch.from_numpy(job.conditioning[BEFORE]).to(self.dtype)
         [embeds] = to_device([embeds], self.device)
         count = len(embeds)

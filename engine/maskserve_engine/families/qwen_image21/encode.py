@@ -73,10 +73,15 @@ class QwenImage21Encoder(OneTextEncoder):
 
     def encode_prompt(self, prompt: str, pixels: NDArray[np.uint8] | None = None) -> Conditioning:
         """Return `prompt_embeds` [T, width] of the words after the picture, and the states of those
-        before it. Long prompts are cut, unlike in the pipeline.
+        before it; without a picture, of all words. Long prompts are cut, unlike in the pipeline.
         """
-        assert pixels is not None, "the prompt is about a picture"
+        assert pixels is not None, "the prompt may be about a picture"
         check_prompt(prompt)
+        if not pixels.size:
+            with torch.inference_mode():
+                [states], _, _ = self.text.pipeline.encode_prompt(prompt)
+            used_tokens = len(states) - self.text.read_of(prompt).cut
+            return {"prompt_embeds": to_numpy(states[:used_tokens])}
         with torch.inference_mode():
             [states], _, [slots] = self.text.pipeline.encode_prompt(
                 prompt, [Image.fromarray(pixels)]

@@ -21,6 +21,7 @@ from maskserve_engine.spec.encoder_picture import EncoderPicture
 from maskserve_engine.spec.family import StepPicture
 from maskserve_engine.spec.latents import latent_space
 from maskserve_engine.spec.model_spec import (
+    ALL_KINDS,
     EditDefaults,
     ModelSpec,
     RefreshSpec,
@@ -79,6 +80,7 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelSpec:
         true_cfg=True,
         denoiser=as_flux(transformer),
         control=None,
+        edit_kinds=ALL_KINDS,
         keeps_placed=True,
         padded_to=1,
         mask_latents=_PATCH,

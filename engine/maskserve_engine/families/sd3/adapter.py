@@ -136,9 +136,8 @@ class Sd3Preparation(FlowPreparation):
 
     def start(self, job: EditJob, schedule: Schedule, generator: torch.Generator) -> FlowStart:
         start = super().start(job, schedule, generator)
-        if job.request.settings.strength == 1.0:  # however little of the source a sampler leaves
-            assert start.blend is not None
-            start = replace(start, latents=start.blend.noise)
+        if start.blend is not None and job.request.settings.strength == 1.0:
+            start = replace(start, latents=start.blend.noise)  # whatever a sampler leaves of it
         return replace(start, condition=self._places(job))
 
     def template(self, job: EditJob, noise_seed: int) -> FlowTemplate:
@@ -182,7 +181,7 @@ class Sd3Adapter(FluxAdapter):
     def places_of(model: Any) -> Mapping[str, Place]:
         return places_of(model)
 
-    def positions(self, height: int, width: int, text: int) -> Tensor:
+    def positions(self, height: int, width: int, text: int, references: int) -> Tensor:
         """Return factors of no rotation: positions are in the tokens."""
         half = self.weights.head_dim // 2
         return torch.ones(text + height * width, half, dtype=torch.complex64, device=self.device)

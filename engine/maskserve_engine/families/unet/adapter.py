@@ -13,6 +13,7 @@ from torch import Tensor
 
 from maskserve_common.config import Config, ConfigError, outside_noise
 from maskserve_common.contracts.keys import Anchor, anchor_steps
+from maskserve_common.contracts.request import EditKind
 from maskserve_common.contracts.settings import acting
 from maskserve_engine.adapters.fuse import fused
 from maskserve_engine.base.job import Conditioning, ControlInput, EditJob, TokenCounts
@@ -418,7 +419,7 @@ class UnetAdapter(Stepping[Row, UnetWeights], OpenedRows):
         micro = micro_conditioning(self.model, *micro_inputs)
         return UnetPrompt(text, added_embedding(self.model, micro), micro)
 
-    def _make_work(self, height: int, width: int) -> ModelWork:
+    def _make_work(self, height: int, width: int, *, kind: EditKind = "inpaint") -> ModelWork:
         recorded = self.weights.graphs is not None
         return unet_work(
             self.spec.denoiser, height, width, guidance=False, halo=self._halo, recorded=recorded

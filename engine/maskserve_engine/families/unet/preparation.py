@@ -15,6 +15,8 @@ from maskserve_engine.base.job import Conditioning, EditJob
 from maskserve_engine.families.unet.conditioning import (
     UnetInputs,
     UnetStart,
+    start_edit,
+    start_generation,
     start_row,
     template_inputs,
 )
@@ -115,8 +117,12 @@ class UnetPreparation:
 
     def _start(self, job: EditJob) -> UnetStart:
         generator = torch.Generator("cpu").manual_seed(job.request.seed)
-        masked = self._posterior(job.masked_moments) if self._fill else None
         image, schedule = self._posterior(job.moments), self.schedule(job)
+        if job.request.kind == "generate":
+            return start_generation(image.mean.shape, schedule, generator, self._dtype)
+        if job.request.kind == "edit":
+            return start_edit(image, schedule, generator, self._dtype)
+        masked = self._posterior(job.masked_moments) if self._fill else None
         blends = self._spec.semantics.blends
         seed = outside_seed(job, self._outside_noise) if blends else None
         return start_row(image, masked, job.edit_mask, schedule, generator, self._dtype, seed)

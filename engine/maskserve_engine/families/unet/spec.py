@@ -20,6 +20,8 @@ from maskserve_engine.planning.flops import BlockWork, FeatureMap, FixedWork, Mo
 from maskserve_engine.planning.layer_table import Layers, Shape, Shapes, layer_flops
 from maskserve_engine.spec.family import StepPicture
 from maskserve_engine.spec.model_spec import (
+    ALL_KINDS,
+    INPAINT_ONLY,
     ControlNetSpec,
     EditDefaults,
     ModelSpec,
@@ -461,6 +463,7 @@ def read(folder: Path, _: str, native_resolution: int) -> ModelSpec:
         true_cfg=False,
         denoiser=unet,
         control=CONTROL,
+        edit_kinds=ALL_KINDS if semantics is INPAINT else INPAINT_ONLY,
         refresh=RefreshSpec(
             stride=REFRESH_STRIDES[semantics],
             leaves_text=False,  # text is not among the tokens

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from maskserve_common.contracts.request import EditKind
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.graphs import Graphs
 from maskserve_engine.families.mmdit.adapter import FlowAdapter
@@ -46,7 +47,7 @@ class ZImageBatch(FlowBatch[ZImageWeights]):
 
 
 class ZImagePreparation(FlowPreparation):
-    """Draws random numbers in the order of ZImageInpaintPipeline."""
+    """Draws random numbers as Z-Image's pipelines do."""
 
     def start(self, job: EditJob, schedule: Schedule, generator: torch.Generator) -> FlowStart:
         """Prepare latents in float32, in which they stay between steps whatever the model's
@@ -54,6 +55,9 @@ class ZImagePreparation(FlowPreparation):
         """
         start = super().start(job, schedule, generator)
         return replace(start, latents=start.latents.float())
+
+    def noise_dtype(self, kind: EditKind) -> torch.dtype:
+        return torch.float32 if kind == "generate" else self._dtype
 
 
 class ZImageAdapter(FlowAdapter[ZImageWeights]):
@@ -90,7 +94,7 @@ class ZImageAdapter(FlowAdapter[ZImageWeights]):
         text = refined(weights, embeds, PADDED_TO, text_cis)
         return torch.cat((text, weights.image_pad.expand(self.pads(grid), -1)))
 
-    def positions(self, height: int, width: int, text: int) -> Tensor:
+    def positions(self, height: int, width: int, text: int, references: int) -> Tensor:
         return self._rotary(positions_of(height, width, text, self.pads((height, width))))
 
     def priming_positions(self, job: EditJob, cis: Tensor) -> Tensor:

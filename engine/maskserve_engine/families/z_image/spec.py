@@ -16,6 +16,7 @@ from maskserve_engine.planning.layer_table import Layers, Shapes
 from maskserve_engine.spec import mmdit
 from maskserve_engine.spec.family import StepPicture
 from maskserve_engine.spec.model_spec import (
+    ALL_KINDS,
     EditDefaults,
     ModelSpec,
     RefreshSpec,
@@ -96,6 +97,7 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelSpec:
         true_cfg=False,
         denoiser=as_flux(transformer),
         control=None,
+        edit_kinds=ALL_KINDS,
         keeps_placed=True,
         padded_to=PADDED_TO,
         least_steps=least_steps(sampler),
