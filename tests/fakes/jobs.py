@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from maskserve_benchmarks.edits.direct import job_of, request_of
 from maskserve_common import config_file
 from maskserve_common.config import Config
 from maskserve_common.config_file import laid_over
+from maskserve_common.contracts.request import EditKind
 from maskserve_common.contracts.settings import EditSettings
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.families.encoder import Encoder
@@ -29,6 +30,7 @@ class Case:
     prompt: str
     settings: EditSettings
     seed: int
+    kind: EditKind = "inpaint"
 
 
 def config_of(folder: Path, **sections: dict[str, Any]) -> Config:
@@ -77,7 +79,10 @@ def unet_case(rng: np.random.Generator, **settings: Any) -> Case:
 
 def encode_case(encoder: Encoder, case: Case, request_id: str) -> EditJob:
     request = request_of(case.pixels, case.prompt, case.settings, case.seed, request_id)
-    return job_of(encoder, request, case.pixels, case.mask)
+    request, pixels = replace(request, kind=case.kind), case.pixels
+    if case.kind == "generate":
+        request, pixels = replace(request, template_id="", pixels_id=""), pixels[:0, :0]
+    return job_of(encoder, request, pixels, case.mask)
 
 
 def tolerance(expected: NDArray[np.float32]) -> float:

@@ -5,7 +5,9 @@ import torch, because not every process that collects tests needs it.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,14 +41,6 @@ def diffusers_edit(
     import torch
 
     height, width = mask.shape
-    if settings.negative_prompt is not None:
-        # SDXL treats a missing negative prompt unlike an empty one; our server treats them alike.
-        zeros = pipeline.config.get("force_zeros_for_empty_prompt", False)
-        options["negative_prompt"] = (
-            (settings.negative_prompt or None) if zeros else (settings.negative_prompt)
-        )
-        if settings.true_cfg_scale is not None:
-            options["true_cfg_scale"] = settings.true_cfg_scale
     return pipeline(
         prompt=prompt,
         image=Image.fromarray(pixels),
@@ -57,8 +51,46 @@ def diffusers_edit(
         guidance_scale=settings.guidance_scale,
         strength=settings.strength,
         generator=torch.Generator("cpu").manual_seed(seed),
+        **_negative(pipeline, settings),
         **options,
     ).images
+
+
+def _negative(pipeline: Any, settings: EditSettings) -> dict[str, Any]:
+    if settings.negative_prompt is None:
+        return {}
+    # SDXL treats a missing negative prompt unlike an empty one; our server treats them alike.
+    zeros = pipeline.config.get("force_zeros_for_empty_prompt", False)
+    text = (settings.negative_prompt or None) if zeros else settings.negative_prompt
+    more = {"true_cfg_scale": settings.true_cfg_scale} if settings.true_cfg_scale else {}
+    return {"negative_prompt": text, **more}
+
+
+def whole_picture(pipeline: Any, case: Case, **options: Any) -> Any:
+    """`images` of a pipeline without a mask: of the source, or of the prompt alone. Of `options`
+    and of the edit's settings a pipeline gets those that it takes.
+    """
+    import torch
+
+    settings, (height, width) = case.settings, case.mask.shape
+    values: dict[str, Any] = {
+        "height": height,
+        "width": width,
+        "num_inference_steps": settings.num_inference_steps,
+        "guidance_scale": settings.guidance_scale,
+        "strength": settings.strength,
+        "generator": torch.Generator("cpu").manual_seed(case.seed),
+        "output_type": "latent",
+        **_negative(pipeline, settings),
+        **options,
+    }
+    if case.kind == "edit":
+        values["image"] = Image.fromarray(case.pixels)
+    taken = inspect.signature(pipeline.__call__).parameters
+    arguments = {
+        name: value for name, value in values.items() if name in taken and value is not None
+    }
+    return pipeline(prompt=case.prompt, **arguments).images
 
 
 def blended_edit(
@@ -161,6 +193,34 @@ def flux3_edit(pipeline: Any, edit: Case) -> NDArray[np.float32]:
     return picture
 
 
+def flux3_whole_picture(pipeline: Any, case: Case) -> NDArray[np.float32]:
+    """[C, h, w] latents of a FLUX.3 pipeline, of the source or of the prompt alone."""
+    import torch
+    import torch.nn.functional as F
+    from diffusers import ClassifierFreeGuidance
+
+    settings, (height, width) = case.settings, case.mask.shape
+    more: dict[str, Any] = {}
+    if "guider" in pipeline.components:
+        guider = ClassifierFreeGuidance(guidance_scale=settings.guidance_scale or 1.0)
+        pipeline.update_components(guider=guider)
+        more["negative_prompt"] = settings.negative_prompt
+    if case.kind == "edit":
+        more["image"] = Image.fromarray(case.pixels)
+    latents = pipeline(
+        prompt=case.prompt,
+        height=height,
+        width=width,
+        num_inference_steps=settings.num_inference_steps,
+        generator=torch.Generator("cpu").manual_seed(case.seed),
+        max_sequence_length=160,
+        output="latents",
+        **more,
+    )
+    picture: NDArray[np.float32] = F.pixel_shuffle(latents, 2)[0].float().numpy()
+    return picture
+
+
 def qwen_edit_pipeline(folder: Path) -> Any:
     """The inpainting pipeline of a Qwen-Image-Edit folder, or the pipeline without a mask of a
     -2509, -2511 or 2.1 folder. It is put together here because diffusers' processor needs
@@ -188,6 +248,27 @@ def qwen_edit_pipeline(folder: Path) -> Any:
     return pipeline
 
 
+@contextmanager
+def _own_area(module: Any, size: tuple[int, ...]) -> Iterator[pytest.MonkeyPatch]:
+    """Let the area of 1024x1024 of a Qwen pipeline's module be a picture of (width, height)."""
+    real = module.calculate_dimensions
+
+    def dimensions(area: int, ratio: float) -> Any:
+        sizes = real(area, ratio)
+        return (*size, *sizes[2:]) if area == 1024**2 else sizes
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(module, "calculate_dimensions", dimensions)
+        yield patched
+
+
+def qwen_whole_picture(pipeline: Any, case: Case) -> Any:
+    """`whole_picture` of such a pipeline, at the picture's own size."""
+    module = importlib.import_module(type(pipeline).__module__)
+    with _own_area(module, case.mask.shape[::-1]):
+        return whole_picture(pipeline, case)
+
+
 def qwen_edit(
     pipeline: Any,
     pixels: NDArray[np.uint8],
@@ -199,15 +280,8 @@ def qwen_edit(
 ) -> Any:
     """`images` of such a pipeline. Its area of 1024x1024 is the picture's own area here."""
     module = importlib.import_module(type(pipeline).__module__)
-    real, size = module.calculate_dimensions, mask.shape[::-1]
-
-    def dimensions(area: int, ratio: float) -> Any:
-        sizes = real(area, ratio)
-        return (*size, *sizes[2:]) if area == 1024**2 else sizes
-
     args = pixels, mask, prompt, settings, seed
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(module, "calculate_dimensions", dimensions)
+    with _own_area(module, mask.shape[::-1]) as patched:
         if hasattr(pipeline, "mask_processor"):
             return diffusers_edit(pipeline, *args, **options)
         start, blend, walk = _blended_start(pipeline, module, *args)

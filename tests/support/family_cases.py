@@ -18,6 +18,7 @@ from PIL import Image
 
 from maskserve_benchmarks.steps.replay import Replay
 from maskserve_common.config import Config
+from maskserve_common.contracts.request import EditKind
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.spec.model_index import read_model_index
@@ -29,8 +30,11 @@ from tests.fakes.pipelines import (
     diffusers_edit,
     diffusers_latents,
     flux3_edit,
+    flux3_whole_picture,
     qwen_edit,
     qwen_edit_pipeline,
+    qwen_whole_picture,
+    whole_picture,
 )
 from tests.fakes.tiny_families import FAMILIES
 from tests.support.cached_rows import KINDS, Primed
@@ -52,6 +56,10 @@ class FamilyCase:
     oracle: Callable[[FamilyModel, Case], Latents]
     """Result of the diffusers pipeline."""
     pipeline: Callable[[Path], Any]
+    wholes: Mapping[EditKind, Callable[[FamilyModel, Case], Latents]] = field(default_factory=dict)
+    """Result of the diffusers pipeline of each kind of edit without a mask that the model makes."""
+    img2img: bool = True
+    """Whether an edit of the whole picture begins at its `strength`."""
     plain: Settings = field(default_factory=dict)
     """Settings of an edit with one pass a step."""
     guidance: Callable[[np.random.Generator], Settings] | None = None
@@ -93,15 +101,20 @@ class FamilyCase:
     slow: bool = False
     """Whether only the slow tests have this model."""
 
-    def edit(self, seed: int, **settings: Any) -> Case:
+    def edit(self, seed: int, kind: EditKind = "inpaint", **settings: Any) -> Case:
         """A random edit of a seed: odd seeds are guided, and every third has the long prompt."""
         rng = np.random.default_rng(seed)
         steps = int(rng.integers(self.least_steps, 7))
         more = self.guidance(rng) if self.guidance and seed % 2 else {}
         defaults = {"cache": "off", "num_inference_steps": steps, **self.plain, **more}
+        if kind != "inpaint":
+            begins = kind == "edit" and self.img2img
+            settings = {**settings, "strength": 0.6 if begins else 1.0}
         edit = random_case(rng, **{**defaults, **settings})
         if self.sides is not None:
             edit = replace(edit, **_picture(rng, *(int(rng.choice(side)) for side in self.sides)))
+        if kind != "inpaint":
+            edit = replace(edit, kind=kind, mask=np.full_like(edit.mask, 255))
         return replace(edit, prompt=self.long_prompt) if self.long and seed % 3 == 2 else edit
 
     @property
@@ -135,6 +148,7 @@ class FamilyModel:
         self.pipeline = case.pipeline(self.folder)
         self.pipeline.set_progress_bar_config(disable=True)
         self.denoiser = getattr(self.pipeline, "transformer", None) or self.pipeline.unet
+        self.sibling = cache(self._sibling)
         self.primed = cache(self._primed)
         self.expected = cache(self._expected)
 
@@ -147,22 +161,35 @@ class FamilyModel:
                for name in names},
         )  # fmt: skip
 
-    def edit(self, seed: int, **settings: Any) -> Case:
-        edit = self.case.edit(seed, **settings)
+    def edit(self, seed: int, kind: EditKind = "inpaint", **settings: Any) -> Case:
+        edit = self.case.edit(seed, kind, **settings)
         return replace(edit, mask=mask_for_model(edit.mask, self.adapter.spec))
 
-    def job(self, seed: int, **settings: Any) -> EditJob:
-        return self.encoded(self.edit(seed, **settings), f"edit-{seed}")
+    def job(self, seed: int, kind: EditKind = "inpaint", **settings: Any) -> EditJob:
+        return self.encoded(self.edit(seed, kind, **settings), f"{kind}-{seed}")
 
     def encoded(self, edit: Case, name: str = "edit") -> EditJob:
         return encode_case(self.encoder, edit, name)
 
     def oracle(self, edit: Case) -> Latents:
-        return self.case.oracle(self, edit)
+        oracle = self.case.oracle if edit.kind == "inpaint" else self.case.wholes[edit.kind]
+        return oracle(self, edit)
 
-    def _expected(self, seed: int) -> Latents:
+    def _expected(self, seed: int, kind: EditKind = "inpaint") -> Latents:
         """The pipeline's result of the edit of a seed."""
-        return self.oracle(self.edit(seed))
+        return self.oracle(self.edit(seed, kind))
+
+    def _sibling(self, name: str) -> Any:
+        """Another pipeline of diffusers over the same parts; it takes small pictures, too."""
+        import diffusers
+
+        pipeline = getattr(diffusers, name).from_pipe(self.pipeline)
+        pipeline.set_progress_bar_config(disable=True)
+        if "_prepare_attention_mask" in vars(self.pipeline):
+            pipeline._prepare_attention_mask = self.pipeline._prepare_attention_mask
+        if hasattr(pipeline.image_processor, "check_image_input"):
+            pipeline.image_processor.check_image_input = lambda image: None
+        return pipeline
 
     def _primed(self, seed: int) -> Primed:
         """The template of the edit of a seed."""
@@ -221,6 +248,64 @@ def _unet_pipeline(folder: Path) -> Any:
     return StableDiffusionInpaintPipeline.from_pretrained(folder, safety_checker=None)
 
 
+Read = Callable[["FamilyModel", Case, Any], Latents]
+"""Returns [C, h, w] from a pipeline's `images`."""
+
+
+def _whole(
+    model: FamilyModel,
+    edit: Case,
+    name: str,
+    read: Read,
+    run: Callable[..., Any] = whole_picture,
+    **arguments: Any,
+) -> Latents:
+    """Latents of the pipeline of this name, which has no mask."""
+    return read(model, edit, run(model.sibling(name), edit, **arguments))
+
+
+def _wholes(
+    edit: str,
+    generate: str | None,
+    read: Read,
+    run: Callable[..., Any] = whole_picture,
+    **arguments: Any,
+) -> Mapping[EditKind, Callable[[FamilyModel, Case], Latents]]:
+    """`FamilyCase.wholes`, by the names of the pipelines."""
+    names: dict[EditKind, str | None] = {"edit": edit, "generate": generate}
+    return {
+        kind: partial(_whole, name=name, read=read, run=run, **arguments)
+        for kind, name in names.items()
+        if name is not None
+    }
+
+
+def _first(model: FamilyModel, edit: Case, images: Any) -> Latents:
+    latents: Latents = images[0].float().numpy()
+    return latents
+
+
+def _tokens(model: FamilyModel, edit: Case, images: Any) -> Latents:
+    return _unpacked(model, edit, images, frames=False)
+
+
+def _frames(model: FamilyModel, edit: Case, images: Any) -> Latents:
+    return _unpacked(model, edit, images, frames=True)
+
+
+def _of_vae(model: FamilyModel, edit: Case, images: Any) -> Latents:
+    """Latents that the pipeline has scaled for the VAE."""
+    latents: Latents = to_model(images, model.adapter.spec.latents)[0].numpy()
+    return latents
+
+
+def _squares(model: FamilyModel, edit: Case, images: Any) -> Latents:
+    """Four latents of a token that lie in one place are a square of 2x2 here."""
+    unpacked = model.pipeline._unpack_latents(images, *edit.mask.shape, 16)[:, :, 0]
+    latents: Latents = torch.nn.functional.pixel_shuffle(unpacked, 2)[0].numpy()
+    return latents
+
+
 def _plain(model: FamilyModel, edit: Case, **arguments: Any) -> Latents:
     """Latents that the pipeline has in the shape of a picture."""
     images = diffusers_edit(
@@ -260,14 +345,11 @@ def _qwen_edit(model: FamilyModel, edit: Case) -> Latents:
 
 
 def _qwen21(model: FamilyModel, edit: Case) -> Latents:
-    """Four latents of a token that lie in one place are a square of 2x2 here."""
     tokens = qwen_edit(
         model.pipeline, edit.pixels, edit.mask, edit.prompt, edit.settings, edit.seed,
         output_type="latent",
     )  # fmt: skip
-    unpacked = model.pipeline._unpack_latents(tokens, *edit.mask.shape, 16)[:, :, 0]
-    latents: Latents = torch.nn.functional.pixel_shuffle(unpacked, 2)[0].numpy()
-    return latents
+    return _squares(model, edit, tokens)
 
 
 def _klein(model: FamilyModel, edit: Case) -> Latents:
@@ -282,7 +364,7 @@ def _klein(model: FamilyModel, edit: Case) -> Latents:
         max_sequence_length=48,
         output_type="latent",
     ).images
-    return to_model(latents, model.adapter.spec.latents)[0].numpy()
+    return _of_vae(model, edit, latents)
 
 
 def _klein_kv(model: FamilyModel, edit: Case) -> Latents:
@@ -290,7 +372,7 @@ def _klein_kv(model: FamilyModel, edit: Case) -> Latents:
         model.pipeline, edit.pixels, edit.mask, edit.prompt, edit.settings, edit.seed,
         max_sequence_length=48, output_type="latent",
     )  # fmt: skip
-    return to_model(latents, model.adapter.spec.latents)[0].numpy()
+    return _of_vae(model, edit, latents)
 
 
 def _flux3_pipeline(folder: Path) -> Any:
@@ -310,6 +392,27 @@ def _flux3_pipeline(folder: Path) -> Any:
 
 def _flux3(model: FamilyModel, edit: Case) -> Latents:
     return flux3_edit(model.pipeline, edit)
+
+
+def _flux3_whole(model: FamilyModel, edit: Case) -> Latents:
+    return flux3_whole_picture(model.pipeline, edit)
+
+
+def _qwen_whole(model: FamilyModel, edit: Case) -> Latents:
+    pipeline = model.pipeline
+    if hasattr(pipeline, "mask_processor"):
+        pipeline = model.sibling("QwenImageEditPipeline")
+    return _frames(model, edit, qwen_whole_picture(pipeline, edit))
+
+
+def _qwen21_whole(model: FamilyModel, edit: Case) -> Latents:
+    return _squares(model, edit, qwen_whole_picture(model.pipeline, edit))
+
+
+def _kontext_whole(model: FamilyModel, edit: Case) -> Latents:
+    """The pipeline fits any size into an area; here it is the picture's."""
+    arguments = {"max_sequence_length": 16, "_auto_resize": False, "max_area": edit.mask.size}
+    return _whole(model, edit, "FluxKontextPipeline", _tokens, **arguments)
 
 
 def _scaled(
@@ -356,12 +459,16 @@ _KLEIN = FamilyCase(
     plain={"guidance_scale": None},
     sections=_text(48),
     all_tokens=("dense",),
+    wholes=_wholes("Flux2KleinPipeline", "Flux2KleinPipeline", _of_vae, max_sequence_length=48),
+    img2img=False,
 )
 _FLUX3 = FamilyCase(
     "flux3-klein",
     "flux3",
     _flux3,
     _flux3_pipeline,
+    wholes={"edit": _flux3_whole, "generate": _flux3_whole},
+    img2img=False,
     plain={"guidance_scale": None},
     sections=_text(160),
     long=24,
@@ -374,6 +481,7 @@ _QWEN = FamilyCase(
     "qwen-image",
     partial(_packed, frames=True, max_sequence_length=320),
     _pipeline,
+    _wholes("QwenImageImg2ImgPipeline", "QwenImagePipeline", _frames, max_sequence_length=320),
     plain={"guidance_scale": None},
     guidance=guided,
     long=72,
@@ -386,6 +494,8 @@ _QWEN_EDIT = replace(
     sort="qwen-image-edit",
     oracle=_qwen_edit,
     pipeline=qwen_edit_pipeline,
+    wholes={"edit": _qwen_whole},
+    img2img=False,
     sections=_text(320),
     kinds=_KV,
     all_tokens=(),  # an edit's reference is drawn, a template's is not: test_qwen_edit.py
@@ -398,6 +508,12 @@ _SD3 = FamilyCase(
     "sd3-large",
     partial(_plain, max_sequence_length=16),
     _pipeline,
+    _wholes(
+        "StableDiffusion3Img2ImgPipeline",
+        "StableDiffusion3Pipeline",
+        _first,
+        max_sequence_length=16,
+    ),
     plain={"guidance_scale": 1.0},
     guidance=_CFG,
     sections=_text(16),
@@ -427,19 +543,27 @@ CASES: Mapping[str, FamilyCase] = {
     case.name: case
     for case in (
         _FLUX,
-        replace(_FLUX, name="flux-base", guidance=guided),
+        replace(
+            _FLUX,
+            name="flux-base",
+            guidance=guided,
+            wholes=_wholes("FluxImg2ImgPipeline", "FluxPipeline", _tokens, max_sequence_length=16),
+        ),
         replace(
             _FLUX,
             name="flux-kontext",
             sort="kontext",
             guidance=guided,
             all_tokens=("dense",),
+            wholes={"edit": _kontext_whole},
+            img2img=False,
         ),
         FamilyCase(
             "chroma",
             "chroma",
             partial(_packed, max_sequence_length=64),
             _chroma_pipeline,
+            _wholes("ChromaImg2ImgPipeline", "ChromaPipeline", _tokens, max_sequence_length=64),
             plain={"guidance_scale": 1.0},
             guidance=_CFG,
             sections=_text(64),
@@ -466,7 +590,15 @@ CASES: Mapping[str, FamilyCase] = {
             plain={"guidance_scale": 1.0},
             guidance=partial(_scaled, low=1.5, high=6.0, negatives=("",)),
         ),
-        replace(_KLEIN, name="klein-kv", oracle=_klein_kv, all_tokens=KINDS),
+        replace(
+            _KLEIN,
+            name="klein-kv",
+            oracle=_klein_kv,
+            all_tokens=KINDS,
+            wholes=_wholes(
+                "Flux2KleinKVPipeline", "Flux2KleinKVPipeline", _of_vae, max_sequence_length=48
+            ),
+        ),
         _FLUX3,
         replace(_FLUX3, name="flux3-base", plain={"guidance_scale": 1.0}, guidance=_CFG),
         _QWEN,
@@ -478,6 +610,7 @@ CASES: Mapping[str, FamilyCase] = {
             name="qwen-image-21",
             sort="qwen-image-21",
             oracle=_qwen21,
+            wholes={"edit": _qwen21_whole, "generate": _qwen21_whole},
             sections=_text(400),
             sides=((32, 64, 96, 128), (32, 64, 96, 128)),
             all_tokens=_KV,
@@ -489,6 +622,7 @@ CASES: Mapping[str, FamilyCase] = {
             "z-image",
             partial(_plain, max_sequence_length=320),
             _pipeline,
+            _wholes("ZImageImg2ImgPipeline", "ZImagePipeline", _first, max_sequence_length=320),
             plain={"guidance_scale": 0.0},
             guidance=partial(_scaled, low=0.5, high=5.0, negatives=("", "a blue circle")),
             long=66,
@@ -497,9 +631,19 @@ CASES: Mapping[str, FamilyCase] = {
             refresh_text=False,  # its first blocks do not see the text
             rank_tokens=32,  # other pictures are padded, and keep to one rank
         ),
-        _UNET,
+        replace(
+            _UNET,
+            wholes=_wholes("StableDiffusionImg2ImgPipeline", "StableDiffusionPipeline", _first),
+        ),
         replace(_UNET, name="sdxl-fill", sort="sdxl", kinds=_BOTH),
         replace(_UNET, name="sd21-fill", slow=True),
-        replace(_UNET, name="sdxl-base", sort="sdxl", kinds=_BOTH, slow=True),
+        replace(
+            _UNET,
+            name="sdxl-base",
+            sort="sdxl",
+            kinds=_BOTH,
+            slow=True,
+            wholes=_wholes("StableDiffusionXLImg2ImgPipeline", "StableDiffusionXLPipeline", _first),
+        ),
     )
 }

@@ -57,22 +57,25 @@ def check_ranks(
     jobs: Sequence[EditJob],
     primed: Sequence[Primed],
     kind: str,
+    wholes: Sequence[EditJob] = (),
     *,
     deals: bool = False,
 ) -> None:
-    """Check that two ranks give the results of one, for cached rows and a dense row.
+    """Check that two ranks give the results of one, for cached and dense rows.
 
     Args:
         adapter: of the model.
-        jobs: edits of the cached rows; the dense row is the first one's.
+        jobs: edits of the cached rows; the first one has a dense row, too.
         primed: the template of each edit.
         kind: of the cached rows' blocks.
+        wholes: edits without a mask.
         deals: whether ranks deal the passes of rows, instead of each pass's tokens.
     """
 
     def run(rank: Rank) -> list[Any]:
         rows: list[Any] = [cached(rank.replay, *pair) for pair in zip(jobs, primed, strict=True)]
-        return rank.run([*rows, rank.adapter.dense_row(jobs[0])], (kind,) * adapter.blocks)
+        rows += [rank.adapter.dense_row(job) for job in (*jobs[:1], *wholes)]
+        return rank.run(rows, (kind,) * adapter.blocks)
 
     [expected] = by_ranks(adapter, 1, run)
     for by_rank in by_ranks(adapter, 2, run, deals=deals):

@@ -11,12 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from maskserve_benchmarks.steps.replay import plan_of_kinds
+from maskserve_benchmarks.steps.replay import Replay, plan_of_kinds
 from maskserve_common.imaging.masks import active_tokens
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.step_cache import RefreshSchedule, StepCache, StepCacheReader
 from maskserve_engine.cache.entries import encode
-from maskserve_engine.families.adapter import Adapter
+from maskserve_engine.families.adapter import Adapter, EditRow
 from maskserve_engine.families.mmdit.preparation import model_inputs
 from maskserve_engine.families.mmdit.spans import ExtrapolatedLatents
 from maskserve_engine.layers.scatter_kv import KvSource
@@ -56,6 +56,26 @@ def run(adapter: Adapter, rows: Sequence[Any], plans: Sequence[RefreshSchedule |
         reads: Any = [None if schedule is None or row.step in schedule.dense
                       else reader.turn_to(row.step) for row, schedule, reader in live]  # fmt: skip
         adapter.step([row for row, _, _ in live], kinds if any(reads) else None, reads)
+
+
+class FirstEdits(Replay):
+    """Steps rows with refresh steps beside rows that read entries."""
+
+    def __init__(self, adapter: Adapter) -> None:
+        super().__init__(adapter)
+        self._first: dict[int, tuple[Any, RefreshSchedule, StepCacheReader]] = {}
+
+    def first_edit(self, job: EditJob, schedule: RefreshSchedule) -> Any:
+        row = self.adapter.anchored_row(job, schedule)
+        reader = StepCacheReader(row, self.adapter.entry_blocks)
+        self._first[id(row)] = row, schedule, reader
+        return row
+
+    def next_read(self, row: EditRow) -> Any:
+        if id(row) not in self._first:
+            return super().next_read(row)
+        _, schedule, reader = self._first[id(row)]
+        return None if row.step in schedule.dense else reader.turn_to(row.step)
 
 
 def result(adapter: Adapter, job: EditJob, schedule: RefreshSchedule | None) -> Any:

@@ -157,19 +157,20 @@ class Encoder(ABC):
             prompt: any text; it is cut to the text encoders' length, as in diffusers.
             negative_prompt: any text; None: no negative prompt.
         """
-        moments = self.moments(pixels) if pixels.size else self.no_moments(edit_mask.shape)
+        source = pixels if pixels.size else None
+        moments = self.no_moments(edit_mask) if source is None else self.moments(source)
         masked = NO_MOMENTS
         if self.spec.semantics.masked_picture:
             masked = self.masked_moments(pixels, edit_mask)
-        text, away = self.encode_prompt(prompt, pixels), None
+        text, away = self.encode_prompt(prompt, source), None
         if negative_prompt is not None:
-            away = self.as_negative(negative_prompt, self.encode_prompt(negative_prompt, pixels))
+            away = self.as_negative(negative_prompt, self.encode_prompt(negative_prompt, source))
         return Encoded(moments, masked, text, away)
 
-    def no_moments(self, size: tuple[int, ...]) -> NDArray[np.float32]:
-        """Return [2C, h, w] zeros in place of a source, for a picture of (height, width) pixels."""
+    def no_moments(self, edit_mask: NDArray[np.uint8]) -> NDArray[np.float32]:
+        """Return zeros in place of a source's moments, [2C, h, w], of the size of an edit mask."""
         space = self.spec.latents
-        height, width = (side // space.pixels for side in size)
+        height, width = (side // space.pixels for side in edit_mask.shape)
         return np.zeros((2 * space.channels, height, width), np.float32)
 
     def moments(self, pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
@@ -265,7 +266,7 @@ class Encoder(ABC):
 
     def encode_prompt(self, prompt: str, pixels: NDArray[np.uint8] | None = None) -> Conditioning:
         """Return one prompt's arrays. `pixels`, [H, W, 3] at model resolution, are read by models
-        whose prompts are about a picture (`ModelSpec.encoder_picture`); [0, 0, 3]: there is none.
+        whose prompts are about a picture (`ModelSpec.encoder_picture`); None: there is no source.
         """
         [encoded] = self.encode_prompts([prompt])
         return encoded

@@ -406,9 +406,7 @@ class FlowPreparation:
         clean = image.mode() if chosen else image.sample(generator)
         noise = self.noise(job, generator)
         if whole:
-            latents = (
-                noise if job.request.settings.strength == 1.0 else _mixed(clean, noise, schedule)
-            )
+            latents = noise if semantics.reference else _mixed(clean, noise, schedule)
             start = FlowStart(pack_latents(latents), None, None)
         else:
             mask = torch.from_numpy(job.edit_mask).float()[None, None] / 255

@@ -75,9 +75,8 @@ class QwenImage21Encoder(OneTextEncoder):
         """Return `prompt_embeds` [T, width] of the words after the picture, and the states of those
         before it; without a picture, of all words. Long prompts are cut, unlike in the pipeline.
         """
-        assert pixels is not None, "the prompt may be about a picture"
         check_prompt(prompt)
-        if not pixels.size:
+        if pixels is None:
             with torch.inference_mode():
                 [states], _, _ = self.text.pipeline.encode_prompt(prompt)
             used_tokens = len(states) - self.text.read_of(prompt).cut

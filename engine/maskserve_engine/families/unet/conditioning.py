@@ -85,24 +85,20 @@ def start_row(
     return UnetStart(latents, torch.cat((mask, masked.sample(generator).to(dtype))), blend)
 
 
-def start_generation(
-    size: torch.Size, schedule: UnetSchedule, generator: torch.Generator, dtype: torch.dtype
+def start_whole(
+    image: Posterior | None,
+    size: torch.Size,
+    schedule: UnetSchedule,
+    generator: torch.Generator,
+    dtype: torch.dtype,
 ) -> UnetStart:
-    """Prepare [C, h, w] latents of a size as StableDiffusionPipeline and
-    StableDiffusionXLPipeline do.
+    """Prepare latents of a size [C, h, w] as StableDiffusionImg2ImgPipeline and
+    StableDiffusionXLImg2ImgPipeline do, which draw the image's sample, then the noise; without an
+    image as StableDiffusionPipeline and StableDiffusionXLPipeline do.
     """
-    return UnetStart(schedule.noise(draw(size, generator, dtype)), None, None)
-
-
-def start_edit(
-    image: Posterior, schedule: UnetSchedule, generator: torch.Generator, dtype: torch.dtype
-) -> UnetStart:
-    """Prepare as StableDiffusionImg2ImgPipeline and StableDiffusionXLImg2ImgPipeline do; draws the
-    image's sample, then the noise. At full strength, too, some of the image is left.
-    """
-    clean = image.sample(generator).to(dtype)
-    noise = draw(clean.shape, generator, dtype)
-    return UnetStart(schedule.noised(clean, noise), None, None)
+    clean = None if image is None else image.sample(generator).to(dtype)[None]
+    noise = draw(size, generator, dtype)
+    return UnetStart(schedule.start(clean, noise[None])[0], None, None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,8 @@ from maskserve_engine.base.job import Conditioning, EditJob
 from maskserve_engine.families.unet.conditioning import (
     UnetInputs,
     UnetStart,
-    start_edit,
-    start_generation,
     start_row,
+    start_whole,
     template_inputs,
 )
 from maskserve_engine.families.unet.rows import UnetInactive
@@ -118,10 +117,9 @@ class UnetPreparation:
     def _start(self, job: EditJob) -> UnetStart:
         generator = torch.Generator("cpu").manual_seed(job.request.seed)
         image, schedule = self._posterior(job.moments), self.schedule(job)
-        if job.request.kind == "generate":
-            return start_generation(image.mean.shape, schedule, generator, self._dtype)
-        if job.request.kind == "edit":
-            return start_edit(image, schedule, generator, self._dtype)
+        if job.request.kind != "inpaint":
+            source = image if job.request.kind == "edit" else None
+            return start_whole(source, image.mean.shape, schedule, generator, self._dtype)
         masked = self._posterior(job.masked_moments) if self._fill else None
         blends = self._spec.semantics.blends
         seed = outside_seed(job, self._outside_noise) if blends else None

@@ -117,21 +117,10 @@ class UnetSchedule:
         self._levels = levels
 
     def start(self, clean: Tensor | None, noise: Tensor) -> Tensor:
-        """Return the initial latents of an inpainting pipeline; `clean` is not read at full
-        strength.
-        """
+        """Return the initial latents; `clean` is not read at full strength."""
         if self.whole:
-            return self.noise(noise)
+            return noise * self._sampler.init_noise_sigma
         assert clean is not None
-        return self.noised(clean, noise)
-
-    def noise(self, noise: Tensor) -> Tensor:
-        """Return initial latents without a source."""
-        latents: Tensor = noise * self._sampler.init_noise_sigma
-        return latents
-
-    def noised(self, clean: Tensor, noise: Tensor) -> Tensor:
-        """Return the source, noised to the first timestep."""
         signal, share = _noised(self._sampler, self._timesteps[:1], clean.dtype)
         return signal * clean + share * noise
 

@@ -1,6 +1,7 @@
-"""The checks that every model family passes (design §4, §8): dense rows against diffusers' own
-pipeline, all other rows against dense ones. The table of `tests.support.family_cases` has a row for
-each model; what is particular to a family is in the family's own folder.
+"""The checks that every model family passes (design §4, §8): dense rows of each kind of edit
+against diffusers' own pipeline, all other rows against dense ones. The table of
+`tests.support.family_cases` has a row for each model; what is particular to a family is in the
+family's own folder.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from tests.support.cached_rows import Primed, assert_equal, result
 from tests.support.family_cases import CASES, FamilyCase, FamilyModel
 from tests.support.lora_oracle import read
 from tests.support.ranks import check_ranks
+from tests.support.refresh_rows import FirstEdits
 
 pytestmark = pytest.mark.spread("model", sort=lambda case: case.sort)
 
@@ -60,6 +62,51 @@ def test_dense_rows_of_any_mix_are_the_pipelines(model: FamilyModel) -> None:
         assert_equal(row.result().array(), model.expected(seed))
 
 
+@pytest.mark.each_value
+@for_each(lambda case: case.wholes)
+def test_whole_edits_and_generations_of_any_mix_are_the_pipelines(model: FamilyModel) -> None:
+    edits = [(seed, kind) for seed in EDITS for kind in model.case.wholes]
+    rows = [model.adapter.dense_row(model.job(*edit)) for edit in edits]
+    cached_rows.run(model.replay, rows, "dense")
+    for edit, row in zip(edits, rows, strict=True):
+        assert_equal(row.result().array(), model.expected(*edit))
+
+
+@pytest.mark.each_value
+@for_each(lambda case: True)
+def test_the_kinds_of_edits_are_those_of_diffusers(model: FamilyModel) -> None:
+    assert model.adapter.spec.edit_kinds == {"inpaint", *model.case.wholes}
+
+
+@for_each(lambda case: case.wholes)
+def test_kinds_of_edits_change_nothing_of_one_another(model: FamilyModel) -> None:
+    """A masked edit without a cache, a hit, a first edit and every other kind, begun at different
+    steps.
+    """
+    replay, case, steps = FirstEdits(model.adapter), model.case, 6
+
+    def rows() -> list[EditRow]:
+        jobs = [model.job(seed, num_inference_steps=steps, strength=1.0) for seed in EDITS[:3]]
+        mixed: list[EditRow] = [model.adapter.dense_row(jobs[0])]
+        if case.kinds:
+            mixed.append(cached_rows.cached(replay, jobs[1], model.primed(1)))
+        if case.refresh_text is not None:
+            schedule = refresh_rows.plan(0, 3, text=case.refresh_text)
+            mixed.append(replay.first_edit(jobs[2], schedule))
+        wholes = [(kind, seed) for kind in case.wholes for seed in (3, 4)]
+        mixed += [model.adapter.dense_row(model.job(seed, kind)) for kind, seed in wholes]
+        return mixed
+
+    alone = [result(replay, row, "kv") for row in rows()]
+    together, begun = rows(), list[EditRow]()
+    for row in together:
+        begun.append(row)
+        replay.step([row for row in begun if row.step < row.steps], ("kv",) * model.adapter.blocks)
+    cached_rows.run(replay, together, "kv")
+    for row, expected in zip(together, alone, strict=True):
+        assert_equal(row.result().array(), expected)
+
+
 @for_each(lambda case: case.all_tokens)
 def test_a_cached_row_that_computes_all_tokens_is_dense(model: FamilyModel) -> None:
     for seed in (1, 2):
@@ -83,9 +130,6 @@ def test_a_step_without_an_anchor_computes_the_template(model: FamilyModel) -> N
 
 @for_each(lambda case: True)
 def test_cancelled_parked_and_moved_rows_change_nothing(model: FamilyModel) -> None:
-    """In a batch that begins together, one row is cancelled, one waits for three steps, and one
-    goes on as a row of another process would. They end as rows that nothing befell.
-    """
     jobs = [model.job(seed, **{**SHORT, "num_inference_steps": 5}) for seed in range(4)]
 
     def rows() -> list[EditRow]:
@@ -98,6 +142,20 @@ def test_cancelled_parked_and_moved_rows_change_nothing(model: FamilyModel) -> N
             ]
         return dense
 
+    _befall(model, rows)
+
+
+@for_each(lambda case: case.wholes)
+def test_cancelled_parked_and_moved_rows_of_any_kind_change_nothing(model: FamilyModel) -> None:
+    kinds = tuple(model.case.wholes) * 4
+    jobs = [model.job(seed, kinds[seed], num_inference_steps=8) for seed in range(4)]
+    _befall(model, lambda: [model.adapter.dense_row(job) for job in jobs])
+
+
+def _befall(model: FamilyModel, rows: Callable[[], list[EditRow]]) -> None:
+    """In a batch of four rows that begins together, one is cancelled, one waits for three steps,
+    and one goes on as a row of another process would. They end as rows that nothing befell.
+    """
     undisturbed = [result(model.replay, row, "kv") for row in rows()]
     kinds = ("kv",) * model.adapter.blocks
     stays, parked, moves, cancelled = rows()
@@ -143,6 +201,7 @@ def test_int8_weights_serve_it(model: FamilyModel) -> None:
 def test_loras_are_those_that_diffusers_loads(model: FamilyModel, tmp_path: Path) -> None:
     """Two of every layer beside a row without any; and one in each further form of names."""
     edits = [model.edit(seed, **SHORT) for seed in (4, 5)]
+    edits += [model.edit(5, kind, num_inference_steps=4) for kind in model.case.wholes]
     plain = model.oracle(edits[0])
     for form in model.case.lora_forms:
         rows: list[Any] = [model.adapter.dense_row(model.encoded(edits[0]))]
@@ -165,7 +224,13 @@ def test_a_lora_that_comes_late_is_one_that_was_there(model: FamilyModel, tmp_pa
     """Nothing that a row or its batch computed once, before the LoRA came, is read after: the next
     steps are those of a row that had the LoRA when it came to the same latents. The edit is guided.
     """
-    job, file = model.job(5, **SHORT), _lora(model, tmp_path, 5, model.case.lora_forms[0])
+    file = _lora(model, tmp_path, 5, model.case.lora_forms[0])
+    _check_late_lora(model, model.job(5, **SHORT), file)
+    for kind in model.case.wholes:
+        _check_late_lora(model, model.job(5, kind, num_inference_steps=5), file)
+
+
+def _check_late_lora(model: FamilyModel, job: EditJob, file: Path) -> None:
     late, early, plain = (model.adapter.dense_row(job) for _ in range(3))
     model.adapter.step([late], None)
     carried = model.adapter.carried(late)
@@ -196,10 +261,13 @@ def test_steps_between_refresh_steps_lie_on_their_lines(model: FamilyModel) -> N
 def test_two_ranks_compute_the_rows_of_one(model: FamilyModel) -> None:
     seeds = _whole_pictures(model, 2)
     jobs = [model.job(seed, **SHORT) for seed in seeds]
+    wholes = [model.job(seed, kind, num_inference_steps=4)
+              for kind in model.case.wholes for seed in seeds]  # fmt: skip
     for deal in model.case.ranks:
         primed = [model.primed(seed) for seed in seeds]
         for kind in model.case.kinds:
-            check_ranks(model.adapter, jobs, primed, kind, deals=deal == "passes")
+            check_ranks(model.adapter, jobs, primed, kind, wholes, deals=deal == "passes")
+        check_ranks(model.adapter, [], [], "dense", wholes, deals=deal == "passes")
 
 
 def _lora(model: FamilyModel, folder: Path, seed: int, form: str) -> Path:
