@@ -58,6 +58,11 @@ def random_case(rng: np.random.Generator, **settings: Any) -> Case:
     )
 
 
+def without_mask(case: Case, kind: EditKind) -> Case:
+    """The same edit as one of the whole picture, or as a picture without a source."""
+    return replace(case, kind=kind, mask=np.full_like(case.mask, 255))
+
+
 def guided(rng: np.random.Generator) -> dict[str, Any]:
     """Random settings of an edit with a negative prompt."""
     scale = float(np.round(rng.uniform(1.2, 6), 2))

@@ -24,7 +24,15 @@ from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.spec.model_index import read_model_index
 from maskserve_engine.stages.latents import to_model
 from maskserve_triton.preprocess import mask_for_model
-from tests.fakes.jobs import WORDS, Case, config_of, encode_case, guided, random_case
+from tests.fakes.jobs import (
+    WORDS,
+    Case,
+    config_of,
+    encode_case,
+    guided,
+    random_case,
+    without_mask,
+)
 from tests.fakes.pipelines import (
     blended_edit,
     diffusers_edit,
@@ -114,7 +122,7 @@ class FamilyCase:
         if self.sides is not None:
             edit = replace(edit, **_picture(rng, *(int(rng.choice(side)) for side in self.sides)))
         if kind != "inpaint":
-            edit = replace(edit, kind=kind, mask=np.full_like(edit.mask, 255))
+            edit = without_mask(edit, kind)
         return replace(edit, prompt=self.long_prompt) if self.long and seed % 3 == 2 else edit
 
     @property

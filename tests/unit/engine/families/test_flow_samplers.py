@@ -28,12 +28,15 @@ from maskserve_triton.preprocess import mask_for_model
 from tests.fakes.jobs import Case, config_of, encode_case, random_case
 from tests.fakes.pipelines import diffusers_edit, diffusers_latents
 from tests.fakes.tiny_chroma import build_tiny_chroma
+from tests.fakes.tiny_families import FAMILIES
 from tests.fakes.tiny_model import build_tiny_model
 from tests.fakes.tiny_qwen_image import build_tiny_qwen_image
 from tests.fakes.tiny_sd3 import build_tiny_sd3
 from tests.fakes.tiny_z_image import build_tiny_z_image
 from tests.support import cached_rows
 from tests.support.cached_rows import assert_equal
+from tests.support.family_cases import CASES as FAMILY_CASES
+from tests.support.family_cases import FamilyModel
 
 FLOW = {"use_flow_sigmas": True, "prediction_type": "flow_prediction"}
 
@@ -78,6 +81,13 @@ CASES = [
 ]  # fmt: skip
 
 
+def _save_sampler(sampler: Any, folder: Path) -> None:
+    """Put diffusers' own class of a sampler into a model folder, in place of the one there."""
+    real: Any = type(sampler).__mro__[2]
+    shutil.rmtree(folder / "scheduler")
+    real.from_config(sampler.config).save_pretrained(folder / "scheduler")
+
+
 class Served:
     """Diffusers' pipeline and our parts over a folder with another sampler."""
 
@@ -85,9 +95,7 @@ class Served:
         from diffusers import DiffusionPipeline
 
         self.name, self.folder = name, Path(shutil.copytree(plain, folder))
-        real: Any = type(sampler).__mro__[2]
-        shutil.rmtree(folder / "scheduler")
-        real.from_config(sampler.config).save_pretrained(folder / "scheduler")
+        _save_sampler(sampler, folder)
         self.pipeline: Any = DiffusionPipeline.from_pretrained(plain)
         self.pipeline.set_progress_bar_config(disable=True)
         self.pipeline.scheduler = sampler
@@ -155,6 +163,27 @@ def test_rows_are_the_pipeline_s(
     for case, row in zip(cases, rows, strict=True):
         assert_equal(row.result().array(), served.oracle(case))
     cached_rows.check_all_active(served.replay, served.encoder, jobs[0], "kv")
+
+
+WHOLES = [
+    ("flux-base", "unipc"), ("flux-base", "unipc-shifts"), ("klein-base", "unipc-shifts"),
+    ("qwen-image", "unipc"), ("z-image", "unipc"), ("chroma", "unipc"),
+    ("sd3-large", "unipc"), ("sd3-large", "dpm-3"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "sampler"), WHOLES, ids=map("-".join, WHOLES))
+def test_rows_of_each_kind_are_the_pipeline_s(name: str, sampler: str, tmp_path: Path) -> None:
+    """Some pipelines list sigmas for such samplers, others leave them the choice."""
+    folder, chosen = FAMILIES[name](tmp_path / "m"), SAMPLERS[sampler]()
+    _save_sampler(chosen, folder)
+    model = FamilyModel(FAMILY_CASES[name], folder)
+    model.pipeline.scheduler = chosen
+    edits = [model.edit(seed, kind) for kind in ("inpaint", *model.case.wholes) for seed in (1, 2)]
+    rows: list[Any] = [model.adapter.dense_row(model.encoded(edit)) for edit in edits]
+    cached_rows.run(model.replay, rows, "dense")
+    for edit, row in zip(edits, rows, strict=True):
+        assert_equal(row.result().array(), model.oracle(edit))
 
 
 def test_a_row_that_moves_on_takes_along_what_its_sampler_remembers(

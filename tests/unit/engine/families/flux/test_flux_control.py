@@ -10,20 +10,30 @@ import numpy as np
 import pytest
 import torch
 from diffusers import (
+    FluxControlNetImg2ImgPipeline,
     FluxControlNetInpaintPipeline,
     FluxControlNetModel,
+    FluxControlNetPipeline,
     FluxMultiControlNetModel,
     FluxTransformer2DModel,
 )
 from numpy.typing import NDArray
 from PIL import Image
 
+from maskserve_common.contracts.request import EditKind
 from maskserve_engine.base.job import ControlInput, EditJob
 from maskserve_engine.families.mmdit.control import FluxControlNet
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from tests.fakes.control_nets import CHANNELS, random_net
-from tests.fakes.jobs import Case, config_of, encode_case, random_case, tolerance
-from tests.fakes.pipelines import diffusers_latents
+from tests.fakes.jobs import (
+    Case,
+    config_of,
+    encode_case,
+    random_case,
+    tolerance,
+    without_mask,
+)
+from tests.fakes.pipelines import diffusers_latents, whole_picture
 from tests.support.draws import fresh_rng
 
 pytestmark = pytest.mark.spread("folder")
@@ -76,7 +86,7 @@ class Model:
         return np.asarray(row.result().array())
 
     def oracle(self, case: Case, controls: tuple[ControlInput, ...]) -> NDArray[np.float32]:
-        """[C, h, w] of FluxControlNetInpaintPipeline."""
+        """[C, h, w] of the ControlNet pipeline of the edit's kind."""
         nets = [ALL_NETS[control.net] for control in controls]
         pictures = [Image.fromarray(control.picture) for control in controls]
         modes = [-1 if control.mode is None else control.mode for control in controls]
@@ -86,19 +96,29 @@ class Model:
         )
         scales = [control.scale for control in controls]
         is_match = len(nets) == 1
-        pipeline = FluxControlNetInpaintPipeline.from_pretrained(
+        pipeline = _PIPELINES[case.kind].from_pretrained(
             self.folder, controlnet=nets[0] if is_match else FluxMultiControlNetModel(nets)
         )
         pipeline.set_progress_bar_config(disable=True)
-        return diffusers_latents(
-            pipeline,
-            case,
-            control_image=pictures[0] if is_match else pictures,
-            control_mode=modes[0] if is_match else modes,
-            controlnet_conditioning_scale=scales[0] if is_match else scales,
-            control_guidance_start=starts[0] if is_match else starts,
-            control_guidance_end=ends[0] if is_match else ends,
-        )
+        inputs = {
+            "control_image": pictures[0] if is_match else pictures,
+            "control_mode": modes[0] if is_match else modes,
+            "controlnet_conditioning_scale": scales[0] if is_match else scales,
+            "control_guidance_start": starts[0] if is_match else starts,
+            "control_guidance_end": ends[0] if is_match else ends,
+        }
+        if case.kind == "inpaint":
+            return diffusers_latents(pipeline, case, **inputs)
+        tokens = whole_picture(pipeline, case, max_sequence_length=16, **inputs)
+        [latents] = pipeline._unpack_latents(tokens, *case.mask.shape, pipeline.vae_scale_factor)
+        return np.asarray(latents.float().numpy())
+
+
+_PIPELINES: dict[EditKind, Any] = {
+    "inpaint": FluxControlNetInpaintPipeline,
+    "edit": FluxControlNetImg2ImgPipeline,
+    "generate": FluxControlNetPipeline,
+}
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +148,23 @@ def test_a_dense_row_equals_the_pipeline(inpaint: Model, net: str, whole: bool) 
     expected, latents = inpaint.oracle(case, controls), inpaint.alone(inpaint.job(case, controls))
     assert np.abs(latents - expected).max() <= tolerance(expected)
     assert np.abs(latents - inpaint.alone(inpaint.job(case))).max() > 100 * tolerance(expected)
+
+
+@pytest.mark.parametrize("kind", ["edit", "generate"])
+def test_nets_without_a_mask_equal_the_pipeline(inpaint: Model, kind: EditKind) -> None:
+    """They draw their pictures' samples first. Beside them runs a row of the other kind."""
+    rng = fresh_rng()
+    strength = 0.7 if kind == "edit" else 1.0
+    case = without_mask(large_case(rng, num_inference_steps=6, strength=strength), kind)
+    controls = (inpaint.control(rng, case, "plain", scale=0.8),)
+    expected = inpaint.oracle(case, controls)
+    row = inpaint.row(inpaint.job(case, controls))
+    other = without_mask(large_case(rng, num_inference_steps=8, strength=1.0), "generate")
+    beside = inpaint.row(inpaint.job(other, name="other"))
+    while row.step < row.steps:
+        inpaint.adapter.step([beside, row], None)
+    assert np.abs(row.result().array() - expected).max() <= tolerance(expected)
+    assert np.abs(expected - inpaint.alone(inpaint.job(case))).max() > 100 * tolerance(expected)
 
 
 def test_several_nets_sum_as_in_the_pipeline(inpaint: Model) -> None:

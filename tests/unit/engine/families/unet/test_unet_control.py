@@ -12,13 +12,18 @@ import pytest
 import torch
 from diffusers import (
     MultiControlNetModel,
+    StableDiffusionControlNetImg2ImgPipeline,
     StableDiffusionControlNetInpaintPipeline,
+    StableDiffusionControlNetPipeline,
+    StableDiffusionXLControlNetImg2ImgPipeline,
     StableDiffusionXLControlNetInpaintPipeline,
+    StableDiffusionXLControlNetPipeline,
 )
 from numpy.typing import NDArray
 from PIL import Image
 
 from maskserve_benchmarks.steps.replay import Replay, plan_of_kinds, refreshed_every
+from maskserve_common.contracts.request import EditKind
 from maskserve_engine.base.job import ControlInput, EditJob
 from maskserve_engine.batch.step_cache import NetStepCaches, RefreshSchedule, StepCacheReader
 from maskserve_engine.cache.entries import PARTS
@@ -30,8 +35,15 @@ from maskserve_engine.families.unet.forward import PackedPasses
 from maskserve_engine.families.unet.latents import PackedLatents
 from maskserve_engine.families.unet.rows import UnetLookahead, UnetRow
 from tests.fakes.control_nets import random_unet_net
-from tests.fakes.jobs import Case, config_of, encode_case, tolerance, unet_case
-from tests.fakes.pipelines import diffusers_edit
+from tests.fakes.jobs import (
+    Case,
+    config_of,
+    encode_case,
+    tolerance,
+    unet_case,
+    without_mask,
+)
+from tests.fakes.pipelines import diffusers_edit, whole_picture
 from tests.fakes.tiny_unet import EACH_SORT, VARIANTS
 from tests.support import refresh_rows
 from tests.support.cached_rows import KINDS, Primed, cached, result, run
@@ -87,13 +99,11 @@ class Model:
         controls: tuple[ControlInput, ...],
         prepare: Callable[[Any], object] = lambda pipeline: None,
     ) -> NDArray[np.float32]:
-        """[C, h, w] of the ControlNet inpaint pipeline, once it was prepared."""
+        """[C, h, w] of the ControlNet pipeline of the edit's kind, once it was prepared."""
         nets = [self.real[control.net] for control in controls]
         pictures = [Image.fromarray(control.picture) for control in controls]
-        cls: Any = StableDiffusionControlNetInpaintPipeline
-        parts: dict[str, Any] = {"safety_checker": None}
-        if self.xl:
-            cls, parts = StableDiffusionXLControlNetInpaintPipeline, {}
+        cls = _PIPELINES[case.kind][self.xl]
+        parts: dict[str, Any] = {} if self.xl else {"safety_checker": None}
         is_match = len(nets) == 1
         pipeline = cls.from_pretrained(
             self.folder, controlnet=nets[0] if is_match else MultiControlNetModel(nets), **parts
@@ -101,6 +111,15 @@ class Model:
         pipeline.set_progress_bar_config(disable=True)
         prepare(pipeline)
         scales, starts, ends = zip(*[(c.scale, c.start, c.end) for c in controls], strict=True)
+        picture = "image" if case.kind == "generate" else "control_image"
+        inputs = {
+            picture: pictures[0] if is_match else pictures,
+            "controlnet_conditioning_scale": scales[0] if is_match else list(scales),
+            "control_guidance_start": starts[0] if is_match else list(starts),
+            "control_guidance_end": ends[0] if is_match else list(ends),
+        }
+        if case.kind != "inpaint":
+            return np.asarray(whole_picture(pipeline, case, **inputs)[0].numpy())
         latents = diffusers_edit(
             pipeline,
             case.pixels,
@@ -109,12 +128,23 @@ class Model:
             case.settings,
             case.seed,
             output_type="latent",
-            control_image=pictures[0] if is_match else pictures,
-            controlnet_conditioning_scale=scales[0] if is_match else list(scales),
-            control_guidance_start=starts[0] if is_match else list(starts),
-            control_guidance_end=ends[0] if is_match else list(ends),
+            **inputs,
         )
         return np.asarray(latents[0].numpy())
+
+
+_PIPELINES: dict[EditKind, tuple[Any, Any]] = {
+    "inpaint": (
+        StableDiffusionControlNetInpaintPipeline,
+        StableDiffusionXLControlNetInpaintPipeline,
+    ),
+    "edit": (
+        StableDiffusionControlNetImg2ImgPipeline,
+        StableDiffusionXLControlNetImg2ImgPipeline,
+    ),
+    "generate": (StableDiffusionControlNetPipeline, StableDiffusionXLControlNetPipeline),
+}
+"""Pipelines of each kind of edit: of Stable Diffusion, and of SDXL."""
 
 
 @pytest.fixture(scope="module", params=EACH_SORT)
@@ -138,6 +168,23 @@ def test_a_dense_row_equals_the_pipeline(
         ControlInput(net, picture(rng, case), float(rng.uniform(0.3, 1.2)), start, end)
         for net, start, end in zip(nets, (0.2, 0.0), (0.9, 1.0), strict=False)
     )
+    expected, latents = model.oracle(case, controls), model.alone(model.job(case, controls))
+    assert np.abs(latents - expected).max() <= tolerance(expected)
+    assert np.abs(latents - model.alone(model.job(case))).max() > 10 * tolerance(expected)
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("guidance", [1.0, 7.5])
+@pytest.mark.parametrize("kind", ["edit", "generate"])
+@pytest.mark.parametrize("base", ["sd-base", "sdxl-base"])
+def test_nets_without_a_mask_equal_the_pipeline(
+    base: str, kind: EditKind, guidance: float, tiny_unets: dict[str, Path]
+) -> None:
+    rng, model = fresh_rng(), Model(tiny_unets[base])
+    strength = 0.7 if kind == "edit" else 1.0
+    case = large_case(rng, num_inference_steps=6, strength=strength, guidance_scale=guidance)
+    case = without_mask(case, kind)
+    controls = (ControlInput("one", picture(rng, case), 0.9),)
     expected, latents = model.oracle(case, controls), model.alone(model.job(case, controls))
     assert np.abs(latents - expected).max() <= tolerance(expected)
     assert np.abs(latents - model.alone(model.job(case))).max() > 10 * tolerance(expected)
