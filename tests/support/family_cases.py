@@ -191,7 +191,8 @@ class FamilyModel:
         """Another pipeline of diffusers over the same parts; it takes small pictures, too."""
         import diffusers
 
-        pipeline = getattr(diffusers, name).from_pipe(self.pipeline)
+        dtype = self.denoiser.dtype
+        pipeline = getattr(diffusers, name).from_pipe(self.pipeline, torch_dtype=dtype)
         pipeline.set_progress_bar_config(disable=True)
         if "_prepare_attention_mask" in vars(self.pipeline):
             pipeline._prepare_attention_mask = self.pipeline._prepare_attention_mask
