@@ -156,7 +156,7 @@ class FamilyModel:
         self.pipeline = case.pipeline(self.folder)
         self.pipeline.set_progress_bar_config(disable=True)
         self.denoiser = getattr(self.pipeline, "transformer", None) or self.pipeline.unet
-        self.sibling = cache(self._sibling)
+        self._pipelines = cache(self._other_pipeline)
         self.primed = cache(self._primed)
         self.expected = cache(self._expected)
 
@@ -187,8 +187,13 @@ class FamilyModel:
         """The pipeline's result of the edit of a seed."""
         return self.oracle(self.edit(seed, kind))
 
-    def _sibling(self, name: str) -> Any:
+    def sibling(self, name: str) -> Any:
         """Another pipeline of diffusers over the same parts; it takes small pictures, too."""
+        pipeline = self._pipelines(name)
+        pipeline.scheduler = self.pipeline.scheduler  # which a test may have replaced
+        return pipeline
+
+    def _other_pipeline(self, name: str) -> Any:
         import diffusers
 
         dtype = self.denoiser.dtype

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from maskserve_benchmarks.steps.replay import Replay
+from maskserve_common.contracts.request import EditKind
 from maskserve_engine.families.unet.adapter import UnetAdapter
 from tests.fakes.jobs import Case, unet_case
 from tests.fakes.tiny_unet import samplers
@@ -59,6 +60,21 @@ def test_a_dense_row_equals_the_pipeline(
     rng = np.random.default_rng([len(name), int(10 * strength), int(guidance)])
     edit = unet_case(rng, cache="off", strength=strength, guidance_scale=guidance)
     check(model, served(name), edit)
+
+
+@pytest.mark.parametrize("name", samplers())
+@pytest.mark.parametrize("kind", ["edit", "generate"])
+@pytest.mark.parametrize("base", ["sd21-base", pytest.param("sdxl-base", marks=pytest.mark.slow)])
+def test_a_row_without_a_mask_equals_the_pipeline(
+    family_model: Callable[[str], FamilyModel], base: str, name: str, kind: EditKind
+) -> None:
+    model, sampler = family_model(base), samplers()[name]
+    unet = model.adapter
+    assert isinstance(unet, UnetAdapter)
+    adapter = UnetAdapter(unet.spec, unet.model, sampler, exact_vae=unet.exact_vae)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(model.pipeline, "scheduler", sampler)
+        check(model, adapter, model.edit(len(name), kind))
 
 
 @pytest.mark.parametrize("negative", ["", "x"])
