@@ -44,8 +44,7 @@ class Flux2Preparation(FlowPreparation):
     def noise(self, job: EditJob, generator: torch.Generator) -> Tensor:
         """Return noise drawn in the shape of packed latents."""
         channels, grid = latents_shape(job)[0], grid_of(job)
-        shape = torch.Size((channels * PATCH**2, *grid))
-        packed = draw(shape, generator, self.noise_dtype(job.request.kind))
+        packed = draw(torch.Size((channels * PATCH**2, *grid)), generator, self._dtype)
         return unpack_latents(packed.flatten(1).T, grid)
 
     def sampled(self, mask: Tensor, size: Sequence[int]) -> Tensor:

@@ -8,16 +8,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from maskserve_common.contracts.request import EditKind
-from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.graphs import Graphs
 from maskserve_engine.families.flux.adapter import FluxBatch
-from maskserve_engine.families.flux2.adapter import (
-    REFERENCE,
-    Flux2Adapter,
-    Flux2Preparation,
-    ids_of,
-)
+from maskserve_engine.families.flux2.adapter import REFERENCE, Flux2Adapter, ids_of
 from maskserve_engine.families.flux3 import spec as flux3
 from maskserve_engine.families.flux3.weights import Flux3Weights, places_of, weights_of
 from maskserve_engine.families.mmdit.blocks import Vectors
@@ -32,21 +25,10 @@ class Flux3Batch(FluxBatch):
         return weights.vectors(self.timesteps[steps], self.targets[steps])
 
 
-class Flux3Preparation(Flux2Preparation):
-    """Draws noise in float32, unless a mask takes the place of FLUX.2's."""
-
-    def noise(self, job: EditJob, generator: torch.Generator) -> Tensor:
-        return super().noise(job, generator).to(self._dtype)
-
-    def noise_dtype(self, kind: EditKind) -> torch.dtype:
-        return self._dtype if kind == "inpaint" else torch.float32
-
-
 class Flux3Adapter(Flux2Adapter):
     family: ClassVar[FamilyModule] = flux3
     transformer = "Flux3Transformer2DModel"
     batches = Flux3Batch
-    preparation = Flux3Preparation
     flow_sigmas = frozenset()
     sampler_shift = 6.93
 

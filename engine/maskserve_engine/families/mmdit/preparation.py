@@ -421,11 +421,7 @@ class FlowPreparation:
 
     def noise(self, job: EditJob, generator: torch.Generator) -> Tensor:
         """Return [C, h, w] noise, drawn as the pipeline draws it."""
-        return draw(latents_shape(job), generator, self.noise_dtype(job.request.kind))
-
-    def noise_dtype(self, kind: EditKind) -> torch.dtype:
-        """Return the dtype in which that kind's pipeline draws noise."""
-        return self._dtype
+        return draw(latents_shape(job), generator, self._dtype)
 
     def sampled(self, mask: Tensor, size: Sequence[int]) -> Tensor:
         """Resize a mask [1, 1, H, W] of pixels to [1, 1, h, w] of latents, as the pipeline does."""

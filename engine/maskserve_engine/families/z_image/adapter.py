@@ -9,13 +9,17 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from maskserve_common.contracts.request import EditKind
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.graphs import Graphs
 from maskserve_engine.families.mmdit.adapter import FlowAdapter
 from maskserve_engine.families.mmdit.batch import FlowBatch
 from maskserve_engine.families.mmdit.blocks import precomputed_steps
-from maskserve_engine.families.mmdit.preparation import FlowPreparation, FlowStart, grid_of
+from maskserve_engine.families.mmdit.preparation import (
+    FlowPreparation,
+    FlowStart,
+    grid_of,
+    latents_shape,
+)
 from maskserve_engine.families.mmdit.schedule import Schedule
 from maskserve_engine.families.z_image import spec as z_image
 from maskserve_engine.families.z_image.blocks import ZImageStep, ZImageVectors, refined, vectors
@@ -23,6 +27,7 @@ from maskserve_engine.families.z_image.spec import PADDED_TO, pads_of
 from maskserve_engine.families.z_image.weights import ZImageWeights, places_of
 from maskserve_engine.layers.low_rank import Adapters, Place
 from maskserve_engine.spec.family import FamilyModule
+from maskserve_engine.stages.latents import draw
 
 _ZERO = torch.zeros(1, dtype=torch.int64)
 
@@ -56,8 +61,10 @@ class ZImagePreparation(FlowPreparation):
         start = super().start(job, schedule, generator)
         return replace(start, latents=start.latents.float())
 
-    def noise_dtype(self, kind: EditKind) -> torch.dtype:
-        return torch.float32 if kind == "generate" else self._dtype
+    def noise(self, job: EditJob, generator: torch.Generator) -> Tensor:
+        """Return noise; without a source it is drawn in float32, too."""
+        dtype = torch.float32 if job.request.kind == "generate" else self._dtype
+        return draw(latents_shape(job), generator, dtype)
 
 
 class ZImageAdapter(FlowAdapter[ZImageWeights]):

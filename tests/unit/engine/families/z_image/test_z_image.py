@@ -18,6 +18,7 @@ from maskserve_common.contracts.settings import EditSettings
 from maskserve_common.errors import InvalidRequest
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.cache.entries import AnchorEntry
+from maskserve_engine.families.mmdit.preparation import pack_latents
 from maskserve_engine.families.registry import load_adapter
 from maskserve_engine.families.specs import load_spec
 from maskserve_engine.requests.refresh_schedules import make_refresh_schedule
@@ -226,6 +227,18 @@ def test_latents_stay_in_float32_between_steps(model: FamilyModel) -> None:
         adapter.step([row], None)
         assert row.latents.dtype == torch.float32
         assert not torch.equal(row.latents, row.latents.to(torch.bfloat16).float())
+
+
+def test_half_precision_begins_with_noise_in_float32(model: FamilyModel) -> None:
+    """Without a source the pipeline draws it so; an edit's begins in the model's dtype."""
+    job = model.job(0, "generate")
+    adapter: Any = load_adapter(model.config_with(model={"dtype": "bfloat16"}))
+    height, width = job.edit_mask.shape
+    generator = torch.Generator("cpu").manual_seed(job.request.seed)
+    pipeline, channels = model.sibling("ZImagePipeline"), adapter.spec.latent_channels
+    drawn = pipeline.prepare_latents(1, channels, height, width, torch.float32, "cpu", generator)
+    torch.testing.assert_close(adapter.dense_row(job).latents, pack_latents(drawn[0]))
+    assert not torch.equal(drawn, drawn.bfloat16().float())
 
 
 def test_guidance_above_nothing_takes_a_second_pass(model: FamilyModel) -> None:
