@@ -164,7 +164,7 @@ class ToyAdapter(FlowAdapter[ToyWeights]):
     def text(self, embeds: Tensor, grid: Any, adapters: Any = ()) -> Tensor:
         return self.model.text(embeds)
 
-    def positions(self, height: int, width: int, text: int) -> Tensor:
+    def positions(self, height: int, width: int, text: int, references: int) -> Tensor:
         return positions(height, width, text)
 
 
