@@ -64,6 +64,7 @@ _FLOW, _FLUX2 = (
 )
 _CONTRACT = f"{_UNIT}/engine/families/test_family_contract.py"
 _DENSE = f"{_CONTRACT}::test_dense_rows_of_any_mix_are_the_pipelines"
+_WHOLE = f"{_CONTRACT}::test_whole_edits_and_generations_of_any_mix_are_the_pipelines"
 _KLEIN = f"{_UNIT}/engine/families/flux2/test_flux2.py"
 _QWEN = f"{_UNIT}/engine/families/qwen_image/test_qwen_image.py"
 _QWEN_EDIT = f"{_UNIT}/engine/families/qwen_image/test_qwen_edit.py"
@@ -575,6 +576,51 @@ MUTATIONS = (
         "computed, next_step = moved[-len(self.masked) :], self.step + 1",
         f"{_DENSE}[klein]",
     ),
+    # Edits without a mask, and pictures without a source
+    Mutation(
+        "a picture without a source draws a source's sample",
+        f"{_FLOW}/preparation.py",
+        "            return FlowStart(pack_latents(self.noise(job, generator)), None, None)",
+        "            self._posterior(job.moments).sample(generator)\n"
+        "            return FlowStart(pack_latents(self.noise(job, generator)), None, None)",
+        f"{_WHOLE}[flux-base]",
+    ),
+    Mutation(
+        "a picture without a source has a reference",
+        "engine/maskserve_engine/spec/model_spec.py",
+        'return int(self.semantics.reference and kind != "generate")',
+        "return int(self.semantics.reference)",
+        f"{_WHOLE}[flux3-klein]",
+    ),
+    Mutation(
+        "an edit without a mask has a sample for a reference",
+        f"{_FLOW}/preparation.py",
+        "chosen = semantics.reference and (whole or not semantics.sampled)",
+        "chosen = semantics.reference and not semantics.sampled",
+        f"{_WHOLE}[qwen-image-edit]",
+    ),
+    Mutation(
+        "an edit without a mask begins as noise",
+        f"{_FLOW}/preparation.py",
+        "latents = noise if semantics.reference else _mixed(clean, noise, schedule)",
+        "latents = noise",
+        f"{_WHOLE}[chroma]",
+    ),
+    Mutation(
+        "blocks by mode are given no modes by pictures without a source",
+        "engine/maskserve_engine/batch/packing.py",
+        "            any(row.timeless for row in rows),",
+        "            any(row.context * row.timeless for row in rows),",
+        f"{_CONTRACT}::test_two_ranks_compute_the_rows_of_one[flux3-base]",
+    ),
+    Mutation(
+        "edits without a mask are counted for their template",
+        "engine/maskserve_engine/requests/templates.py",
+        'if job.request.kind != "inpaint":',
+        "if False:",
+        f"{_UNIT}/engine/loop/test_whole_pictures.py"
+        "::test_nothing_counts_primes_or_reads_a_template[klein]",
+    ),
     Mutation(
         "entries of references that follow a prompt serve all prompts",
         "engine/maskserve_engine/spec/model_spec.py",
@@ -606,8 +652,8 @@ MUTATIONS = (
     Mutation(
         "anchors are of another schedule than the model's own",
         f"{_FLOW}/adapter.py",
-        "walk = make_schedule(self.sampler, steps, tokens, shift=shift, sigmas=model_sigmas).walk",
-        "walk = make_schedule(self.sampler, steps, tokens, sigmas=model_sigmas).walk",
+        "            shift=shift,",
+        "",
         _FOUR,
     ),
     Mutation(
@@ -697,15 +743,15 @@ MUTATIONS = (
     Mutation(
         "a distilled model goes by the base model's schedule",
         f"{_FLOW}/schedule.py",
-        "sigmas = np.array(listed_sigmas) if listed_sigmas else np.linspace(1.0, 1 / steps, steps)",
-        "sigmas = np.linspace(1.0, 1 / steps, steps)",
+        "return tuple(sigmas) or tuple(np.linspace(1.0, 1 / steps, steps).tolist())",
+        "return tuple(np.linspace(1.0, 1 / steps, steps).tolist())",
         f"{_OF_QWEN21}::test_a_distilled_model_goes_by_its_own_schedule",
     ),
     Mutation(
         "a distilled model's template is primed for the base model's schedule",
         f"{_FLOW}/adapter.py",
-        "walk = make_schedule(self.sampler, steps, tokens, shift=shift, sigmas=model_sigmas).walk",
-        "walk = make_schedule(self.sampler, steps, tokens, shift=shift).walk",
+        "            sigmas=model_sigmas,",
+        "",
         f"{_OF_QWEN21}::test_a_distilled_model_goes_by_its_own_schedule",
     ),
     Mutation(
@@ -796,14 +842,14 @@ MUTATIONS = (
     Mutation(
         "a negative prompt's words do not hear of an adapter that came late",
         _QWEN21,
-        "for words in (row.references.before, *(prompt.words for prompt in passes)):",
-        "for words in (row.references.before, row.prompt.words):",
+        "for words in (before, *(prompt.words for prompt in passes)):",
+        "for words in (before, row.prompt.words):",
         f"{_CONTRACT}::test_a_lora_that_comes_late_is_one_that_was_there[qwen-image-21]",
     ),
     Mutation(
         "words before a picture do not hear of an adapter that came late",
         _QWEN21,
-        "for words in (row.references.before, *(prompt.words for prompt in passes)):",
+        "for words in (before, *(prompt.words for prompt in passes)):",
         "for words in [prompt.words for prompt in passes]:",
         f"{_CONTRACT}::test_a_lora_that_comes_late_is_one_that_was_there[qwen-image-21]",
     ),
