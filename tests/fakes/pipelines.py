@@ -86,9 +86,9 @@ def whole_picture(pipeline: Any, case: Case, **options: Any) -> Any:
     }
     if case.kind == "edit":
         values["image"] = Image.fromarray(case.pixels)
-    taken = inspect.signature(pipeline.__call__).parameters
+    parameters = inspect.signature(pipeline.__call__).parameters
     arguments = {
-        name: value for name, value in values.items() if name in taken and value is not None
+        name: value for name, value in values.items() if name in parameters and value is not None
     }
     return pipeline(prompt=case.prompt, **arguments).images
 

@@ -103,9 +103,9 @@ def test_a_reproducible_one_has_the_same_bits_at_any_load(
 ) -> None:
     first = job(model, 1, kind, "alone", reproducible=True)
     alone = edit(engine, first)
-    others = [job(model, seed, other, f"{other}-{seed}") for other in KINDS for seed in (2, 3)]
+    mates = [job(model, seed, other, f"{other}-{seed}") for other in KINDS for seed in (2, 3)]
     again = replace(first, request=replace(first.request, request_id="again"))
-    *_, among = run(engine, [*others, again])
+    *_, among = run(engine, [*mates, again])
     np.testing.assert_array_equal(among.latents, alone.latents)
     assert among.meta["dense_for"] == kind
 

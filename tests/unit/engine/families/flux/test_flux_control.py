@@ -160,9 +160,9 @@ def test_nets_without_a_mask_equal_the_pipeline(inpaint: Model, kind: EditKind) 
     expected = inpaint.oracle(case, controls)
     row = inpaint.row(inpaint.job(case, controls))
     other = without_mask(large_case(rng, num_inference_steps=8, strength=1.0), "generate")
-    beside = inpaint.row(inpaint.job(other, name="other"))
+    mate = inpaint.row(inpaint.job(other, name="other"))
     while row.step < row.steps:
-        inpaint.adapter.step([beside, row], None)
+        inpaint.adapter.step([mate, row], None)
     assert np.abs(row.result().array() - expected).max() <= tolerance(expected)
     assert np.abs(expected - inpaint.alone(inpaint.job(case))).max() > 100 * tolerance(expected)
 
