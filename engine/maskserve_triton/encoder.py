@@ -313,7 +313,7 @@ class EditEncoder:
 
     def _pictures(self, number: int, request: ToEncode, masked: _MaskedPictures) -> _Pictures:
         if request.edit.kind == "generate":
-            return _Pictures(self._no_moments(request.edit_mask), NO_MOMENTS, None, True, 1)
+            return _Pictures(self._encoder.no_moments(request.edit_mask), NO_MOMENTS, None, True, 1)
         template, is_cached = self._template(request.edit, request.pixels)
         if not self._encoder.spec.semantics.masked_picture:
             return _Pictures(template.moments, NO_MOMENTS, is_cached, True, 1)
@@ -327,12 +327,6 @@ class EditEncoder:
             return _Pictures(template.moments, moments, is_cached, True, batch)
         moments = self._encoder.masked_pieces(request.pixels, request.edit_mask, pieces, template)
         return _Pictures(template.moments, moments, is_cached, False, 1)
-
-    def _no_moments(self, edit_mask: NDArray[np.uint8]) -> NDArray[np.float32]:
-        """Return zeros of the size of a picture's moments, [2C, h, w], in place of a source's."""
-        spec = self._encoder.spec
-        height, width = (side // spec.vae_scale_factor for side in edit_mask.shape)
-        return np.zeros((2 * spec.latent_channels, height, width), np.float32)
 
     def _whole_masks(self, edits: Sequence[ToEncode]) -> list[int]:
         """Return the edits whose masked pictures may share a call: none is known to go in
