@@ -288,6 +288,7 @@ def test_rows_without_the_lost_service_go_on_and_new_ones_use_those_left(flux: M
         flux.rows([jobs[lost]], services)
     assert services.services[(lost + 1) % 3].open_nets == 2, "rows that failed are not closed yet"
     services.load(net, flux.versions[net], flux.contents[net], 60.0)
+    assert not services.services[lost].is_resting, "the lost one is asked to load before the others"
     assert flux.run(flux.rows(jobs, services), together=False) == local
     services.close()
 
