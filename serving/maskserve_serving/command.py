@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import secrets
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from maskserve_common import transport
 from maskserve_common.config import Config
 from maskserve_serving.errors import ServeError
+from maskserve_serving.interpreter import ignored_folders, stub_programs
 from maskserve_serving.options import CLOSED_APIS, ServeOptions
 from maskserve_serving.ports import Ports
 from maskserve_serving.runtime import Runtime
@@ -124,7 +124,8 @@ def environment(
         runtime: the Triton server.
         config: configuration file of the worker.
         gpus: CUDA_VISIBLE_DEVICES; None keeps the host's.
-        cache: folder for compiled kernels, which outlive the worker; None: none.
+        cache: folder for compiled kernels and the stubs' interpreter, which outlive the worker;
+            None: none.
     """
     env = {**TUNING, **os.environ}
     if cache is not None:  # machine code of our own kernels
@@ -141,9 +142,10 @@ def environment(
         # numpy's own threads would only compete with the denoiser.
         OPENBLAS_NUM_THREADS="1",
         PYTHONUNBUFFERED="1",
-        # The stub finds its interpreter, and with it the virtual environment, by PATH. It is an
-        # isolated interpreter and ignores PYTHONPATH.
-        PATH=os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", os.defpath)]),
+        # The stub finds its interpreter, and with it the virtual environment, by PATH.
+        PATH=os.pathsep.join(
+            [str(stub_programs(ignored_folders(), cache)), env.get("PATH", os.defpath)]
+        ),
     )
     # The Triton from pip needs no libraries of the host; an installed one may.
     libraries = runtime.libraries or (without_cuda(env.pop("LD_LIBRARY_PATH", "")),)

@@ -25,6 +25,7 @@ from maskserve_serving.errors import ServeError
 
 OLDEST_GLIBC = (2, 35)
 _PACKAGE = "nvidia-pytriton"
+_NUMPY_1, _NUMPY_2 = b"numpy.core", b"numpy._core"
 _SUPERVISOR_PACKAGES = ("psutil", "tomli_w")
 _WORKER_PACKAGES = ("torch", "diffusers", "transformers")
 _REASONS = {"torch": " (the first with attention over rows of different lengths)"}
@@ -108,7 +109,9 @@ def installed_runtime(binary: Path) -> Runtime:
     if not (binary.is_file() and os.access(binary, os.X_OK)):
         raise ServeError(f"--tritonserver: {binary} is not an executable file")
     backends = binary.parent.parent / "backends"
-    check_stub(backends / "python" / "triton_python_backend_stub", sys.version_info[:2])
+    stub = backends / "python" / "triton_python_backend_stub"
+    check_stub(stub, sys.version_info[:2])
+    check_numpy(stub, importlib.metadata.version("numpy"))
     return Runtime(binary, backends if backends.is_dir() else None, (), "installed")
 
 
@@ -125,6 +128,7 @@ def pip_runtime(cache_dir: Path) -> Runtime:
     version = importlib.metadata.version(_PACKAGE)
     check_glibc(platform.libc_ver())
     stub = find_stub(package / "python_backend_stubs", sys.version_info[:2], version)
+    check_numpy(stub, importlib.metadata.version("numpy"))
     python_library = find_libpython(sys.version_info[:2])
     tree = cache_dir / f"pytriton-{version}-py{sys.version_info[0]}.{sys.version_info[1]}"
     if not (tree / "bin" / "tritonserver").is_file():
@@ -186,6 +190,23 @@ def check_stub(stub: Path, python: tuple[int, int]) -> None:
         f"{server_python}, "
         f"or use a server that was built for Python {local_python}"
     )
+
+
+def check_numpy(stub: Path, version: str) -> None:
+    """Raise a ServeError if the server's stub process reads arrays of numpy 1 alone.
+
+    A pybind11 before 2.12 looks for `numpy.core`, a newer one for `numpy._core`, too. Under numpy 2
+    the older one takes the bytes of every tensor for none.
+    """
+    if int(version.split(".")[0]) < 2 or not stub.is_file():
+        return
+    code = stub.read_bytes()
+    if _NUMPY_1 in code and _NUMPY_2 not in code:
+        raise ServeError(
+            f"numpy {version} is installed, and the Triton server of {stub} reads arrays of numpy "
+            "1 alone; install numpy 1.26 (pip install 'numpy<2'), or use a server with a newer "
+            "Python backend"
+        )
 
 
 def find_libpython(python: tuple[int, int]) -> Path | None:

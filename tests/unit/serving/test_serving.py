@@ -176,6 +176,45 @@ def test_the_stub_from_pip_says_which_python_it_is_for(tmp_path: Path) -> None:
         runtime.check_stub(stub / "python" / "triton_python_backend_stub", (3, 99))
 
 
+def test_numpy_2_is_refused_where_the_stub_reads_numpy_1_alone(tmp_path: Path) -> None:
+    stub = runtime.pip_runtime(default_cache_dir()).backends
+    assert stub is not None
+    pip_stub = stub / "python" / "triton_python_backend_stub"
+    runtime.check_numpy(pip_stub, "1.26.4")
+    with pytest.raises(ServeError, match=r"^numpy 2.5.2 is installed, .* numpy 1 alone; install"):
+        runtime.check_numpy(pip_stub, "2.5.2")
+    newer = tmp_path / "triton_python_backend_stub"
+    newer.write_bytes(b"numpy.core\0numpy._core\0")
+    runtime.check_numpy(newer, "2.5.2")
+    runtime.check_numpy(tmp_path / "none", "2.5.2")
+
+
+def test_a_stub_imports_what_its_parent_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stub is an isolated interpreter that finds `python3` by PATH."""
+    folder = tmp_path / "named"
+    folder.mkdir()
+    (folder / "only_by_pythonpath.py").write_text("there = True\n", encoding="utf-8")
+    (folder / "msgspec.py").write_text("ours = True\n", encoding="utf-8")
+    server = runtime.Runtime(Path("/t/bin/tritonserver"), None, (), "installed")
+    code = "import msgspec, numpy, only_by_pythonpath as m; print(m.there, msgspec.ours)"
+
+    def imports() -> subprocess.CompletedProcess[str]:
+        env = command.environment(server, tmp_path / "config.toml", None, tmp_path / "cache")
+        python = shutil.which("python3", path=env["PATH"])
+        assert python is not None
+        return subprocess.run([python, "-I", "-c", code], capture_output=True, text=True)
+
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    assert "No module named 'only_by_pythonpath'" in imports().stderr
+    monkeypatch.setenv("PYTHONPATH", f"{folder}{os.pathsep}/none")
+    for _ in range(2):  # made once, then found
+        assert imports().stdout == "True True\n", imports().stderr
+    [made] = (tmp_path / "cache").iterdir()
+    assert made.name.startswith("interpreter-")
+
+
 def test_a_package_that_is_too_old_is_told() -> None:
     requirements = ["numpy>=1.26", "torch>=99.1; extra == 'engine'"]
     runtime.check_floors(["numpy"], requirements)
