@@ -211,8 +211,8 @@ def test_a_stub_imports_what_its_parent_can(
     monkeypatch.setenv("PYTHONPATH", f"{folder}{os.pathsep}/none")
     for _ in range(2):  # made once, then found
         assert imports().stdout == "True True\n", imports().stderr
-    [made] = (tmp_path / "cache").iterdir()
-    assert made.name.startswith("interpreter-")
+    [interpreter] = (tmp_path / "cache").iterdir()
+    assert interpreter.name.startswith("interpreter-")
 
 
 def test_a_package_that_is_too_old_is_told() -> None:
