@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
@@ -160,6 +160,7 @@ class Site:
             "decoded": round(statistics.mean(meta["decoded"] for meta in metas), 3),
             "encoded": dict(Counter(_encoded(meta) for meta in metas)),
             "mask_ratio": round(statistics.mean(edit.mask_ratio for edit in edits), 3),
+            "dense_steps": round(statistics.mean(meta.get("dense_steps", 0) for meta in metas), 2),
             "active_tokens": round(statistics.mean(meta["active_tokens"] for meta in metas), 1),
         }
 
@@ -173,12 +174,19 @@ def _encoded(meta: dict[str, Any]) -> str:
 
 @contextmanager
 def worker_of(
-    model: Path, folder: Path, stages: dict[str, int] | None = None, processes: int = 1
+    model: Path,
+    folder: Path,
+    stages: dict[str, int] | None = None,
+    processes: int = 1,
+    tables: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Iterator[Site]:
-    """Run a worker of a model while the context lasts; its steps use `processes` processes."""
+    """Run a worker of a model while the context lasts; its steps use `processes` processes, and
+    `tables` are further tables of its configuration.
+    """
     folder.mkdir()
     config = folder / "config.toml"
-    tables = {"model": {"path": str(model)}, "stages": stages or {}}
+    tables = {"stages": stages or {}, **(tables or {})}
+    tables["model"] = {**tables.get("model", {}), "path": str(model)}
     config.write_text(tomli_w.dumps(tables), encoding="utf-8")
     options = ServeOptions(
         model=str(model),

@@ -16,6 +16,9 @@ import io
 import json
 import time
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +33,8 @@ a batch."""
 _MARGIN = 0.25
 """Margin around the mask's box, as a share of the box's longer side: the context that the model
 sees."""
+_OF_EDITS = {"Flux2KleinPipeline": "Flux2KleinInpaintPipeline"}
+"""Pipelines of folders → those that take masks."""
 
 
 class PipelineEdit(NamedTuple):
@@ -46,40 +51,68 @@ class PipelineEdit(NamedTuple):
     """Names and scales of the LoRAs."""
 
 
-class PipelineModel:
-    """Triton model of the module's docstring: diffusers' pipeline, tuned.
+class Pipeline:
+    """diffusers' pipeline of a folder: in float32 on a CPU, in bfloat16 on a GPU.
 
     Args:
-        utils: Triton's module of the Python backend, which only a model can import.
+        model: folder.
+        mode: see the module's docstring.
+        threshold: of FirstBlockCache.
+        loras: folder of LoRAs; empty: none.
+        weights: a pipeline of the same folder, whose weights are shared; None: load them.
     """
 
-    def __init__(self, utils: Any) -> None:
-        self.utils = utils
+    def __init__(
+        self,
+        model: str,
+        mode: str,
+        threshold: float = 0.0,
+        loras: str = "",
+        weights: Pipeline | None = None,
+    ) -> None:
+        import diffusers
 
-    def initialize(self, args: dict[str, str]) -> None:
-        from diffusers import FluxFillPipeline
-
-        parameters = json.loads(args["model_config"])["parameters"]
-        settings = {name: value["string_value"] for name, value in parameters.items()}
-        torch.set_num_threads(int(settings["threads"]))
-        self.mode = settings["mode"]
-        self.pipe = FluxFillPipeline.from_pretrained(settings["model"])
+        folder = Path(model)
+        name = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))["_class_name"]
+        cls = getattr(diffusers, _OF_EDITS.get(name, name))
+        self.mode = mode
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        if weights is None:
+            self.pipe = cls.from_pretrained(model, torch_dtype=dtype).to(self.device)
+        else:
+            self.pipe = cls(**weights.pipe.components | {"transformer": weights.transformer_copy()})
         self.pipe.set_progress_bar_config(disable=True)
-        tables = tomllib.loads(
-            (Path(settings["model"]) / "maskserve.toml").read_text(encoding="utf-8")
-        )
+        tables = tomllib.loads((folder / "maskserve.toml").read_text(encoding="utf-8"))
         self.defaults = tables["model"]
-        self.loras = bool(settings["loras"])
-        if self.loras:
-            for file in sorted(Path(settings["loras"]).glob("*.safetensors")):
+        self.loras = bool(loras)
+        if loras:
+            for file in sorted(Path(loras).glob("*.safetensors")):
                 self.pipe.load_lora_weights(file, adapter_name=file.stem)
-        if self.mode == "first_block_cache":
-            _add_cache(self.pipe.transformer, float(settings["threshold"]))
+        if mode == "first_block_cache":
+            _add_cache(self.pipe.transformer, threshold)
 
-    def execute(self, requests: list[Any]) -> list[Any]:
-        """Serve requests; the interface is that of Triton's Python backend."""
-        begin = time.perf_counter()
-        edits = [self._read(_texts(request, self.utils)) for request in requests]
+    def transformer_copy(self) -> Any:
+        """Return a copy of the transformer that shares its weights."""
+        transformer = self.pipe.transformer
+        tensors = chain(transformer.parameters(), transformer.buffers())
+        return deepcopy(transformer, {id(tensor): tensor for tensor in tensors})
+
+    def read(self, texts: Mapping[str, bytes]) -> PipelineEdit:
+        """Return an edit from the tensors of maskserve's `edit`."""
+        settings = json.loads(texts["SETTINGS"])
+        image = Image.open(io.BytesIO(texts["IMAGE"])).convert("RGB")
+        mask = Image.open(io.BytesIO(texts["MASK"])).convert("L")
+        steps = settings.get("num_inference_steps") or self.defaults["num_inference_steps"]
+        box = crop_box(mask) if self.mode == "crop" else (0, 0, *image.size)
+        loras = tuple([(lora["name"], lora["scale"]) for lora in settings.get("loras", ())])
+        prompt = texts["PROMPT"].decode()
+        return PipelineEdit(image, mask, prompt, int(settings["seed"]), steps, box, loras)
+
+    def pictures(self, edits: Sequence[PipelineEdit]) -> list[tuple[bytes, dict[str, Any]]]:
+        """Return a PNG file for each edit, and how it was computed. Edits of one size and the same
+        LoRAs are one call of diffusers' pipeline.
+        """
         groups: dict[tuple[int, Any], list[int]] = defaultdict(list)
         for number, edit in enumerate(edits):
             groups[edit.box[2] - edit.box[0], edit.loras].append(number)
@@ -90,26 +123,7 @@ class PipelineModel:
                 numbers, self._run(side, [edits[n] for n in numbers]), strict=True
             ):
                 answers[number] = (picture, {"batch": len(numbers), "side": side})
-        # Answers leave together, so this is the working time of each.
-        call_ms = 1e3 * (time.perf_counter() - begin)
-        return [self._answer(picture, meta | {"call_ms": call_ms}) for picture, meta in answers]
-
-    def _answer(self, picture: bytes, meta: dict[str, Any]) -> Any:
-        values = {"IMAGE": picture, "META": json.dumps(meta).encode()}
-        tensors = [
-            self.utils.Tensor(name, np.array([[value]], object)) for name, value in values.items()
-        ]
-        return self.utils.InferenceResponse(tensors)
-
-    def _read(self, texts: dict[str, bytes]) -> PipelineEdit:
-        settings = json.loads(texts["SETTINGS"])
-        image = Image.open(io.BytesIO(texts["IMAGE"])).convert("RGB")
-        mask = Image.open(io.BytesIO(texts["MASK"])).convert("L")
-        steps = settings.get("num_inference_steps") or self.defaults["num_inference_steps"]
-        box = crop_box(mask) if self.mode == "crop" else (0, 0, *image.size)
-        loras = tuple([(lora["name"], lora["scale"]) for lora in settings.get("loras", ())])
-        prompt = texts["PROMPT"].decode()
-        return PipelineEdit(image, mask, prompt, int(settings["seed"]), steps, box, loras)
+        return answers
 
     def _adapt(self, loras: tuple[tuple[str, float], ...]) -> None:
         """Set the LoRAs. Adapters are state of the whole pipeline."""
@@ -128,11 +142,47 @@ class PipelineModel:
             mask_image=[edit.mask.crop(edit.box) for edit in edits],
             height=side,
             width=side,
+            strength=1.0,
             num_inference_steps=edits[0].steps,
             max_sequence_length=self.defaults["max_sequence_length"],
             generator=[torch.Generator("cpu").manual_seed(edit.seed) for edit in edits],
         ).images
         return [_paste(edit, picture) for edit, picture in zip(edits, pictures, strict=True)]
+
+
+class PipelineModel:
+    """Triton model of the module's docstring: diffusers' pipeline, tuned.
+
+    Args:
+        utils: Triton's module of the Python backend, which only a model can import.
+    """
+
+    def __init__(self, utils: Any) -> None:
+        self.utils = utils
+
+    def initialize(self, args: dict[str, str]) -> None:
+        parameters = json.loads(args["model_config"])["parameters"]
+        settings = {name: value["string_value"] for name, value in parameters.items()}
+        torch.set_num_threads(int(settings["threads"]))
+        self.pipeline = Pipeline(
+            settings["model"], settings["mode"], float(settings["threshold"]), settings["loras"]
+        )
+
+    def execute(self, requests: list[Any]) -> list[Any]:
+        """Serve requests; the interface is that of Triton's Python backend."""
+        begin = time.perf_counter()
+        edits = [self.pipeline.read(_texts(request, self.utils)) for request in requests]
+        answers = self.pipeline.pictures(edits)
+        # Answers leave together, so this is the working time of each.
+        call_ms = 1e3 * (time.perf_counter() - begin)
+        return [self._answer(picture, meta | {"call_ms": call_ms}) for picture, meta in answers]
+
+    def _answer(self, picture: bytes, meta: dict[str, Any]) -> Any:
+        values = {"IMAGE": picture, "META": json.dumps(meta).encode()}
+        tensors = [
+            self.utils.Tensor(name, np.array([[value]], object)) for name, value in values.items()
+        ]
+        return self.utils.InferenceResponse(tensors)
 
 
 def crop_box(mask: Image.Image) -> tuple[int, int, int, int]:

@@ -168,12 +168,12 @@ def time_served_steps(bench: Bench, repeat: int) -> list[dict[str, Any]]:
     weights, served = bench.weights, as_served(bench)
     bench.fill_entry("kv")
     mixes = product(SERVED, ("kv", NO_TEXT), RATIOS)
-    served_steps = [_served_step(bench, served, *mix, repeat) for mix in mixes]
+    served_steps = [served_step(bench, served, *mix, repeat) for mix in mixes]
     bench.weights, bench.batch = weights, None
     return served_steps
 
 
-def _served_step(
+def served_step(
     bench: Bench, served: Any, batch: int, kind: str, ratio: float, repeat: int
 ) -> dict[str, Any]:
     weights, is_between = bench.weights, kind == NO_TEXT

@@ -1,0 +1,1 @@
+"""Whole edits on a GPU, beside what people would run there instead."""
