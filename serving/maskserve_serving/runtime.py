@@ -195,8 +195,8 @@ def check_stub(stub: Path, python: tuple[int, int]) -> None:
 def check_numpy(stub: Path, version: str) -> None:
     """Raise a ServeError if the server's stub process reads arrays of numpy 1 alone.
 
-    A pybind11 before 2.12 looks for `numpy.core`, a newer one for `numpy._core`, too. Under numpy 2
-    the older one takes the bytes of every tensor for none.
+    A pybind11 before 2.12 does not know the module that numpy 2 renamed (`_NUMPY_2`), and takes the
+    bytes of every tensor for none.
     """
     if int(version.split(".")[0]) < 2 or not stub.is_file():
         return

@@ -38,7 +38,7 @@ def write_page(file: Path) -> Path:
 
 
 def _lines(report: Mapping[str, Any], file: Path) -> list[str]:
-    name = f"[{file.name}]({file.name})" if report else f"`{file.name}`"
+    name = f"[{file.name}]({file.name})" if file.exists() else f"`{file.name}`"
     lines = [line.format(json=name) for line in _HEAD]
     if not any(part["on_gpu"] for part in report.values()):
         lines += ["", _NEVER]

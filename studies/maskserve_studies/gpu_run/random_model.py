@@ -13,6 +13,7 @@ from typing import Any
 import tomli_w
 import torch
 from safetensors.torch import save_file
+from transformers import PreTrainedModel
 
 _STD = 0.02
 _SHARD = 4 * 2**30
@@ -76,6 +77,8 @@ def _empty(library: str, name: str, folder: Path) -> Any:
 def _drawn(model: Any, device: torch.device, generator: torch.Generator) -> Any:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = model.to(dtype).to_empty(device=device)
+    if isinstance(model, PreTrainedModel):
+        model.tie_weights()
     for name, tensor in model.state_dict().items():
         if not tensor.is_floating_point() or name.endswith("bias"):
             tensor.zero_()
