@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import msgspec
 from msgspec import Meta, structs
 
 from maskserve_common.addresses import is_address
@@ -179,6 +180,26 @@ class ImageHosts(Table, frozen=True):
     """Seconds to fetch one picture."""
 
 
+_URL = r"^(https?://[A-Za-z0-9.:\[\]/_-]+)?$"
+
+
+class OpenAIConfig(Table, frozen=True):
+    """`[openai]`: names and URLs of OpenAI's API."""
+
+    aliases: dict[Annotated[str, Meta(min_length=1, max_length=256)], str] = msgspec.field(
+        default_factory=dict
+    )
+    """Model names that clients have built in, such as `gpt-image-1`, each with the name of a served
+    model or workflow. A served model's own name goes first."""
+    url_bytes: Bytes = 256 * MIB
+    """Bytes of all pictures that are kept for `response_format: url`; keys share them."""
+    url_s: Seconds = 3600.0
+    """Seconds after its last use when such a picture is no longer kept."""
+    public_url: Annotated[str, Meta(pattern=_URL, description="an http or https URL")] = ""
+    """Start of such pictures' URLs, such as `https://edits.example.com`; empty: as the client
+    reached the router."""
+
+
 class JobsConfig(Table, frozen=True):
     """`[jobs]`: edits and workflows whose results are kept until they are fetched."""
 
@@ -289,6 +310,7 @@ class RouterConfig(Table, frozen=True):
     http: Http = Http()
     grpc: Grpc = Grpc()
     image_urls: ImageHosts = ImageHosts()
+    openai: OpenAIConfig = OpenAIConfig()
     jobs: JobsConfig = JobsConfig()
     outputs: OutputUrls = OutputUrls()
     keys: tuple[Key, ...] = ()

@@ -24,7 +24,9 @@ from maskserve_router.api.openai.edits import ImageEdits
 from maskserve_router.api.openai.form import ModelForm
 from maskserve_router.api.openai.image_urls import ImageUrls
 from maskserve_router.api.openai.masks import mask_routes
+from maskserve_router.api.openai.picture_urls import PictureUrls
 from maskserve_router.api.openai.routes import openai_routes
+from maskserve_router.api.openai.served_models import ServedModels
 from maskserve_router.api.openai.templates import TemplateRoutes
 from maskserve_router.api.outputs import Outputs
 from maskserve_router.api.server_calls import ServerCalls
@@ -128,8 +130,10 @@ class Router:
         )
         self._urls = urls = ImageUrls(config.image_urls, config.limits, self.admission, turns)
         self._outputs = Outputs(config.outputs.timeout_s)
+        kept = PictureUrls(config.openai)
+        models = ServedModels(self.pool, forms, config.openai.aliases)
         images = ImageEdits(
-            bodies, config.limits, front, turns, self.pool, urls, self._outputs, forms
+            bodies, config.limits, front, turns, models, urls, self._outputs, kept, forms
         )
         templates = TemplateRoutes(bodies, front, control, turns)
         self._jobs, job_routes = _jobs(
@@ -142,7 +146,7 @@ class Router:
                 inference,
                 keys.client,
                 [
-                    *openai_routes(images, templates),
+                    *openai_routes(images, templates, kept),
                     *mask_routes(bodies, front, masks, turns),
                     *job_routes,
                     *workflow_routes(keys.client, workflows),

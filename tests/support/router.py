@@ -115,7 +115,8 @@ class Faulty(EmulatedWorker):
                 await context.abort(self.refuses, "not now")
         if message.model_name != "control":
             self.headers.append(dict(context.invocation_metadata()))
-            self.requests.append(json.loads(message.raw_input_contents[3][4:]))
+            place = [tensor.name for tensor in message.inputs].index("SETTINGS")
+            self.requests.append(json.loads(message.raw_input_contents[place][4:]))
             if (
                 self.keeps_ids
                 and [e["request_id"] for e in self.requests].count(self.requests[-1]["request_id"])

@@ -17,6 +17,7 @@ import msgspec
 from maskserve_common.contracts.dense_steps import NO_DENSE_STEPS, DenseSteps
 from maskserve_common.contracts.memory_table import MemoryTable
 from maskserve_common.contracts.pricing import Pricing
+from maskserve_common.contracts.request import EditKind
 
 VERSION = 2
 ADAPTERS_LISTED = 256
@@ -89,6 +90,8 @@ class Served:
     """When edits are due that do not say so (`due_times.due_by_size`)."""
     skipping: str = ""
     """Semantics of a model whose edits may leave steps out; empty: they may not."""
+    edit_kinds: tuple[EditKind, ...] = ("inpaint",)
+    """Kinds of edits that the model makes."""
 
 
 class NodeStatus(msgspec.Struct):

@@ -164,6 +164,7 @@ class StatusPublisher:
                 own_over_template=spec.refresh.over_template,
                 due_ms=config.slo.times_ms,
                 skipping=spec.skipping,
+                edit_kinds=tuple(sorted(spec.edit_kinds)),
             ),
         )
 

@@ -21,6 +21,7 @@ _PICTURE = {"type": "string", "contentMediaType": "application/octet-stream", "f
 _ERROR_STATUSES = (400, 401, 404, 413, 429, 503, 504)
 """Error statuses that any call may have (docs/api.md#errors)."""
 _MODEL = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+_FILE = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
 _TEMPLATE = {
     "name": "template_id",
     "in": "path",
@@ -81,23 +82,16 @@ _DELETED: Json = {"type": "object", "properties": {"id": _TEXT, "object": _TEXT}
 
 
 def _openai() -> Json:
-    edit = {
-        "summary": "Repaint the masked part of an image",
-        **_edit_body("webhook"),
-        "responses": {
-            "200": {
-                "description": "The edited pictures, or server-sent events with `stream`",
-                "content": {
-                    "application/json": {"schema": _ref("Images")},
-                    "text/event-stream": {"schema": _TEXT},
-                },
-            },
-            **_error_responses("Error"),
-        },
-    }
+    edit = _pictures("Repaint the masked part of an image, or all of it", _edit_body("webhook"))
+    generation = _pictures(
+        "Make a picture from a text",
+        _body(_edit({"images": _list(_ref("ImageUrl"))}, ("webhook", "anchor", "input_fidelity"))),
+    )
     models = _object(object=_TEXT, data=_list(_ref("Model")))
     return {
         "/v1/images/edits": {"post": edit},
+        "/v1/images/generations": {"post": generation},
+        "/v1/images/files/{name}": {"parameters": [_FILE], "get": _file()},
         "/v1/models": {
             "get": _operation("List the models that workers serve now", models, "Error")
         },
@@ -105,6 +99,28 @@ def _openai() -> Json:
             "parameters": [_MODEL],
             "get": _operation("Get a model", _ref("Model"), "Error"),
         },
+    }
+
+
+def _pictures(summary: str, body: Json) -> Json:
+    """Return an operation that answers with pictures, or with events."""
+    content = {
+        "application/json": {"schema": _ref("Images")},
+        "text/event-stream": {"schema": _TEXT},
+    }
+    description = "The pictures, or server-sent events with `stream`"
+    responses = {"200": {"description": description, "content": content}}
+    return {"summary": summary, **body, "responses": {**responses, **_error_responses("Error")}}
+
+
+def _file() -> Json:
+    types = ("image/png", "image/jpeg", "image/webp")
+    content = {media_type: {"schema": _PICTURE} for media_type in types}
+    responses = {"200": {"description": "The picture", "content": content}}
+    return {
+        "summary": "Get a picture that an answer with `response_format: url` names",
+        "responses": {**responses, "404": {"description": "It is no longer kept"}},
+        "security": [{}],
     }
 
 

@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import replace
 
 from maskserve_common.contracts.due_times import OK, due_by_size
+from maskserve_common.contracts.edit_kinds import edit_kind
 from maskserve_common.contracts.keys import tried
+from maskserve_common.contracts.request import EditKind
 from maskserve_common.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -255,7 +258,8 @@ class Dispatcher:
         """
         if call.settings is None:
             return Edit(1, 1, 1), b""
-        model = self._model(call.settings.model)
+        kind = edit_kind(call.settings, image=bool(call.image), mask=bool(call.mask))
+        model = self._model(call.settings.model, kind)
         served = next(
             (w.served for w in self._pool.workers.values() if w.model == model and w.served), None
         )
@@ -269,24 +273,36 @@ class Dispatcher:
         call.by_size_ms = due_by_size(served.due_ms, pixels)
         return edit, digest
 
-    def _model(self, name: str | None) -> str:
+    def _model(self, name: str | None, kind: EditKind) -> str:
         """Return the model of the edit: the requested one, the configured one, or the one that more
-        than half of the workers serve.
+        than half of the workers serve. If only some models make edits of this kind, only these
+        count.
 
         Half, so that a single worker with another model does not change the default.
         """
         models = self._pool.models()
+        able_models = self._makers(models, kind) or models
         chosen = name or self._config.routing.default_model
+        if not name and chosen in models and chosen not in able_models:
+            chosen = ""
         if not chosen and models:
-            common, workers = models.most_common(1)[0]
-            chosen = common if 2 * workers > models.total() else ""
+            common, workers = able_models.most_common(1)[0]
+            chosen = common if 2 * workers > able_models.total() else ""
         if not chosen and models:
-            raise InvalidRequest(
-                "SETTINGS.model", "is needed where several are served", ", ".join(sorted(models))
-            )
+            able = ", ".join(sorted(able_models))
+            raise InvalidRequest("SETTINGS.model", "is needed where several are served", able)
         if chosen and models and chosen not in models:
             raise InvalidRequest("SETTINGS.model", "is not served here", ", ".join(sorted(models)))
         return chosen
+
+    def _makers(self, models: Counter[str], kind: EditKind) -> Counter[str]:
+        """Return the models that make edits of a kind."""
+        makers = {
+            worker.model
+            for worker in self._pool.workers.values()
+            if worker.served and kind in worker.served.edit_kinds
+        }
+        return Counter({model: count for model, count in models.items() if model in makers})
 
     def _check_deadline(self, call: EditCall, edit: Edit) -> None:
         """Refuse an edit that cannot meet its deadline.

@@ -201,10 +201,10 @@ def count_tokens(
 ) -> MaskTokens:
     """Return the token counts of an edit with this mask, or slightly higher ones.
 
-    A mask that is too large for the router to decode counts as all tokens.
+    A mask that is too large for the router to decode counts as all tokens, as does none.
 
     Args:
-        mask: bytes of MASK.
+        mask: bytes of MASK; empty: there is none.
         settings: settings of the edit.
         served: properties of the model.
         limits: limits, checked before decoding.
@@ -214,13 +214,13 @@ def count_tokens(
         InvalidRequest: naming MASK.
     """
     side, native = served.token_pixels, served.native_resolution
+    if not mask and not any(settings.expand):
+        return _whole(settings.answer_size or size or (native, native), served)
     if size is None:
         size = read_size(mask, "MASK", limits) if mask else (native, native)
     canvas = canvas_size(size, settings.expand, limits)
     if canvas[0] * canvas[1] > _MOST_PIXELS:
-        rows, columns = (length // side for length in model_size(canvas, native, side))
-        tokens, pixels = rows * columns, canvas[0] * canvas[1]
-        return MaskTokens(tokens, tokens, True, tokens, 0, pixels)
+        return _whole(canvas, served)
     selected = select(mask, settings, limits, size).pixels
     view = choose_view(selected, settings, native, side)
     part = view.window.crop(selected)
@@ -231,6 +231,14 @@ def count_tokens(
     covers = cover_a_side(active, rows, columns)
     ring_only, pixels = len(outer) - len(inner), canvas[0] * canvas[1]
     return MaskTokens(len(active), rows * columns, covers, len(inner), ring_only, pixels)
+
+
+def _whole(size: Size, served: Served) -> MaskTokens:
+    """Return the counts of an edit of a whole picture, by the (height, width) of its answer."""
+    side = served.token_pixels
+    rows, columns = (length // side for length in model_size(size, served.native_resolution, side))
+    tokens = rows * columns
+    return MaskTokens(tokens, tokens, True, tokens, 0, size[0] * size[1])
 
 
 def answer_bytes(pixels: int, settings: EditSettings) -> int:
@@ -253,6 +261,6 @@ def _mask_key(mask: bytes, drawn_on: bytes, settings: EditSettings, served: Serv
         settings.mask_feather,
         settings.mask_ring,
     )
-    part = settings.expand, settings.crop_to_mask, settings.crop_padding
+    part = settings.size, settings.expand, settings.crop_to_mask, settings.crop_padding
     model = (served.native_resolution, served.token_pixels, served.mask_ring)
     return hashlib.sha256(mask + drawn_on + repr((mask_settings, part, model)).encode()).digest()

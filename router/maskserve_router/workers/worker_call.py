@@ -29,7 +29,7 @@ class _Meta(msgspec.Struct):
     """The fields of an answer's META that the router reads."""
 
     event: str = ""
-    template_id: str = ""
+    template_id: str | None = None
     result_template_id: str | None = None
 
 
@@ -150,7 +150,7 @@ def template_of(answer: bytes, *, streamed: bool) -> str:
         answer: a worker's last message.
         streamed: True if it came in a stream.
     """
-    return _meta_of(answer, streamed=streamed).template_id
+    return _meta_of(answer, streamed=streamed).template_id or ""
 
 
 def result_of(answer: bytes, *, streamed: bool) -> str:

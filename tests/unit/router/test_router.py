@@ -53,8 +53,8 @@ async def test_an_edit_that_has_its_picture_primed_is_not_judged_as_one_without_
         with pytest.raises(
             grpc.aio.AioRpcError, match=r"2000 ms are too short .* about 5\d\d\d ms"
         ):
-            await call(edit_request(b"", mask, deadline_ms=2000))
-        await call(edit_request(b"", mask, deadline_ms=2000, cache="require"))
+            await call(edit_request(b"", mask, template_id="0" * 32, deadline_ms=2000))
+        await call(edit_request(b"", mask, template_id="0" * 32, deadline_ms=2000, cache="require"))
 
 
 async def test_a_deadline_that_cannot_be_met_now_is_refused_until_later():

@@ -726,7 +726,9 @@ async def test_large_answers_are_written_off_the_loop(monkeypatch: pytest.Monkey
     for name in ("_edit_message", "_picture_of"):
         watch(edits, name)
     form = EditForm(Fields(prompt="a"), b"i" * MIB, b"m", {})
-    handlers = edits.ImageEdits(none, LimitsConfig(), any_front, FairShare(1), none, none, none, {})
+    handlers = edits.ImageEdits(
+        none, LimitsConfig(), any_front, FairShare(1), none, none, none, none, {}
+    )
     pictures = handlers._pictures(holder("a"), form, 2 * MIB, {}, "r")
     assert [len(picture) async for picture, _ in pictures] == [MIB]
     assert threads.pop("_picture_of") is not threading.current_thread()

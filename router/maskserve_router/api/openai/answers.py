@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from maskserve_common.errors import EngineFailed, InvalidRequest, MaskserveError, split_code
 from maskserve_router.api.http_answers import JSON
-from maskserve_router.api.openai.form import Fields
+from maskserve_router.api.openai.form import EditForm, Fields
 from maskserve_router.messages.failures import (
     Failure,
     Unauthorized,
@@ -175,27 +175,30 @@ def image_bytes(picture: Picture) -> int:
     return -(-len(picture) // 3) * 4
 
 
-def partial_event(fields: Fields, picture: Picture, index: int) -> Iterator[bytes]:
+def partial_event(form: EditForm, picture: Picture, index: int) -> Iterator[bytes]:
     """Yield the event of a preview."""
     more = {"partial_image_index": index}
-    return _event("image_edit.partial_image", fields, picture, more)
+    return _event(form, "partial_image", picture, more)
 
 
-def completed_event(fields: Fields, picture: Picture, meta: dict[str, Any]) -> Iterator[bytes]:
+def completed_event(form: EditForm, picture: Picture, meta: dict[str, Any]) -> Iterator[bytes]:
     more = {**_stored_fields(meta), "usage": _usage([meta]), "maskserve": [meta]}
-    return _event("image_edit.completed", fields, picture, more)
+    return _event(form, "completed", picture, more)
 
 
 def error_event(error: MaskserveError | Failure) -> bytes:
     return b"event: error\ndata: %b\n\n" % msgspec.json.encode(error_body(error))
 
 
-def _event(name: str, fields: Fields, picture: Picture, more: Mapping[str, Any]) -> Iterator[bytes]:
+def _event(
+    form: EditForm, event: str, picture: Picture, more: Mapping[str, Any]
+) -> Iterator[bytes]:
+    name = f"image_generation.{event}" if form.kind == "generate" else f"image_edit.{event}"
     behind = {
         "created_at": int(time.time()),
         **_picture_fields(picture),
-        "quality": "auto",
-        "output_format": fields.output_format,
+        "quality": form.fields.quality,
+        "output_format": form.fields.output_format,
         **more,
     }
     yield b"event: %b\ndata: " % name.encode()

@@ -1,4 +1,6 @@
-"""`/v1/images/edits` and `/v1/models`: OpenAI's API in front of the workers."""
+"""`/v1/images/edits`, `/v1/images/generations` and `/v1/models`: OpenAI's API in front of the
+workers.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +8,14 @@ import asyncio
 import io
 import re
 import secrets
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
 import msgspec
+from msgspec import structs
 from starlette.requests import Request
 from starlette.responses import Response
 from tritonclient.grpc import service_pb2 as pb
@@ -20,16 +23,14 @@ from tritonclient.grpc import service_pb2 as pb
 from maskserve_common.config import LimitsConfig
 from maskserve_common.contracts.request import steps_run
 from maskserve_common.contracts.settings import MAX_MARGIN, EditSettings, parse_settings
-from maskserve_common.contracts.status_record import Served
 from maskserve_common.errors import EngineFailed, InvalidRequest, MaskserveError
-from maskserve_common.imaging.images import Size, decode_raster, read_size
+from maskserve_common.imaging.images import Size, decode_mask, decode_raster, read_size
 from maskserve_common.imaging.masks import select
 from maskserve_router.api.front import Front
 from maskserve_router.api.http_answers import JSON, WrittenAnswer, each_of, while_connected
 from maskserve_router.api.http_body import Bodies
 from maskserve_router.api.http_events import Event, event_stream
 from maskserve_router.api.openai.answers import (
-    ModelNotFound,
     completed_event,
     error_event,
     image_at,
@@ -41,8 +42,17 @@ from maskserve_router.api.openai.answers import (
     partial_event,
     text_of_picture,
 )
-from maskserve_router.api.openai.form import PICTURE, EditForm, Fields, ModelForm, read_form
+from maskserve_router.api.openai.form import (
+    PICTURE,
+    EditForm,
+    Fields,
+    ModelForm,
+    Source,
+    read_form,
+)
 from maskserve_router.api.openai.image_urls import ImageUrls
+from maskserve_router.api.openai.picture_urls import PictureUrls
+from maskserve_router.api.openai.served_models import ServedModels
 from maskserve_router.api.outputs import Outputs, check_output
 from maskserve_router.fair_share import FairShare
 from maskserve_router.key_holder import KeyHolder
@@ -51,7 +61,6 @@ from maskserve_router.messages.model_answer import ModelAnswer
 from maskserve_router.messages.model_request import ModelRequest
 from maskserve_router.scheduling.admission import EditRoom
 from maskserve_router.scheduling.edit_cost import answer_bytes
-from maskserve_router.workers.pool import Pool
 
 _DRAWN_SEED_BITS = 32
 _OWNER = "maskserve"
@@ -63,10 +72,20 @@ _ROUTE = "openai"
 Picture: TypeAlias = tuple[memoryview, dict[str, Any]]
 """A picture's file, uncopied, and its META."""
 OnProgress: TypeAlias = Callable[[int, Mapping[str, Any]], None]
+Place: TypeAlias = Callable[[int, memoryview], Awaitable[str]]
+"""Puts a picture, by its number, where a URL points, and returns the URL."""
 
 
 class ImageEdits:
-    """Handlers of edits and models; `forms` has the form of each workflow by name."""
+    """Handlers of edits, generations and models.
+
+    Args:
+        models: models that workers serve.
+        urls: fetches pictures of requests.
+        outputs: writes pictures to URLs of requests.
+        kept: keeps pictures that answers name by URL.
+        forms: form of each workflow, by name.
+    """
 
     def __init__(
         self,
@@ -74,31 +93,41 @@ class ImageEdits:
         limits: LimitsConfig,
         front: Front,
         fair_share: FairShare,
-        pool: Pool,
+        models: ServedModels,
         urls: ImageUrls,
         outputs: Outputs,
+        kept: PictureUrls,
         forms: Mapping[str, ModelForm],
     ) -> None:
         self._bodies, self._limits, self._front, self._forms = bodies, limits, front, forms
-        self._fair_share, self._pool, self._urls, self._outputs = fair_share, pool, urls, outputs
+        self._fair_share, self._models = fair_share, models
+        self._urls, self._outputs, self._kept = urls, outputs, kept
 
     async def edit(self, request: Request, request_id: str) -> Response:
+        """Answer an edit of an image."""
+        return await self._respond(request, request_id, "required")
+
+    async def generate(self, request: Request, request_id: str) -> Response:
+        """Answer a picture made from a text alone."""
+        return await self._respond(request, request_id, "none")
+
+    async def _respond(self, request: Request, request_id: str, source: Source) -> Response:
         headers = dict(request.headers.items())
         client = self._front.client(headers)  # before the body is read
         with ExitStack() as exit_stack:
-            form, size = await self.read(request, client, exit_stack)
+            form, size = await self.read(request, client, exit_stack, source)
             if form.fields.webhook is not None:
                 raise InvalidRequest("webhook", "is given without a job", "POST /v1/jobs")
             if form.fields.stream:
                 return await self._stream(
                     request, client, form, size, headers, request_id, exit_stack
                 )
+            place = self._placing(form, client, request_id, str(request.base_url))
             if request.scope["http_version"] == "1.0":  # HTTP/1.0 needs the length of a body
-                work = self.answer(client, form, size, headers, request_id)
+                work = self._answer(client, form, size, headers, request_id, place)
                 return self._whole(client, await while_connected(request, work), request_id)
-            urls = _output_urls(form.fields, request_id)
             picture_stream = self._pictures(client, form, size, headers, request_id)
-            parts = self._parts(client, form, picture_stream, urls)
+            parts = _parts(form, picture_stream, place)
             first = await while_connected(request, _first_of(parts))
             return WrittenAnswer(
                 _with_first(first, parts),
@@ -117,7 +146,11 @@ class ImageEdits:
             return WrittenAnswer(parts, written.pop_all(), headers=named, media_type=JSON)
 
     async def read(
-        self, request: Request, client: KeyHolder, resources: ExitStack
+        self,
+        request: Request,
+        client: KeyHolder,
+        resources: ExitStack,
+        source: Source = "optional",
     ) -> tuple[EditForm, int]:
         """Read and check a request as far as no worker is needed; return it and its bytes.
 
@@ -125,6 +158,7 @@ class ImageEdits:
             request: a form or JSON with `Fields` and settings.
             client: holder of the key that sent it.
             resources: counts the bytes of its pictures until it is closed.
+            source: whether the request has an image or a template.
 
         Raises:
             InvalidRequest: naming the field.
@@ -137,7 +171,7 @@ class ImageEdits:
 
         size = len(body)
         parse = partial(self._fair_share.run, client, size)
-        form = await read_form(request.headers, body, picture, parse, self._texts)
+        form = await read_form(request.headers, body, picture, parse, self._texts, source)
         del body
         self._front.check_pictures(form.fields.n, client)
         if (url := form.fields.output_url) is not None:
@@ -173,40 +207,60 @@ class ImageEdits:
             MaskserveError: the router's error.
             Failure: a worker's error.
         """
+        if form.fields.response_format == "url":
+            raise InvalidRequest("response_format", "is url of a job", "b64_json, or output_url")
+        place = self._placing(form, client, called or request_id)
+        return await self._answer(client, form, size, headers, request_id, place, on_progress)
+
+    async def _answer(
+        self,
+        client: KeyHolder,
+        form: EditForm,
+        size: int,
+        headers: dict[str, str],
+        request_id: str,
+        place: Place | None,
+        on_progress: OnProgress | None = None,
+    ) -> msgspec.Raw:
         self._front.check_pictures(form.fields.n, client)
-        urls = _output_urls(form.fields, called or request_id)
-        if not urls:
+        if place is None:
             self._check_text(client, form)
         picture_stream = self._pictures(client, form, size, headers, request_id, on_progress)
         body = io.BytesIO()
         with self._front.room(client) as room:
-            async with aclosing(self._parts(client, form, picture_stream, urls)) as parts:
+            async with aclosing(_parts(form, picture_stream, place)) as parts:
                 async for part in parts:
                     room.becomes(room.size + len(part))
                     body.write(part)
         return msgspec.Raw(body.getvalue())
 
-    async def _parts(
-        self,
-        client: KeyHolder,
-        form: EditForm,
-        results: AsyncGenerator[Picture, None],
-        urls: Sequence[str],
-    ) -> AsyncGenerator[bytes, None]:
-        """Yield the answer's JSON in parts, picture by picture."""
-        metas: list[Mapping[str, Any]] = []
-        async with aclosing(results) as pictures:
-            async for picture, meta in pictures:
-                yield images_begin(form.fields, picture) if not metas else b","
-                if urls:
-                    await self._outputs.put(client.scope, urls[len(metas)], picture)
-                    yield image_at(urls[len(metas)], meta)
-                else:
-                    for part in image_parts(picture, meta):
-                        yield part
-                metas.append(meta)
-                del picture  # it is written; frees its memory
-        yield images_end(metas)
+    def _placing(
+        self, form: EditForm, client: KeyHolder, name: str, origin: str = ""
+    ) -> Place | None:
+        """Return how pictures of a form are put where their URLs point; None: pictures go into the
+        answer.
+
+        Args:
+            form: the request.
+            client: holder of the key that sent it.
+            name: name of files that are written to a folder.
+            origin: scheme and host of URLs at this router.
+        """
+        fields = form.fields
+        if urls := _output_urls(fields, name):
+
+            async def write(number: int, picture: memoryview) -> str:
+                await self._outputs.put(client.scope, urls[number], picture)
+                return urls[number]
+
+            return write
+        if fields.response_format == "url":
+
+            async def keep(number: int, picture: memoryview) -> str:
+                return self._kept.keep(client, picture, fields.output_format, origin)
+
+            return keep
+        return None
 
     def _check_text(self, client: KeyHolder, form: EditForm) -> None:
         """Check that the client can hold the whole answer as one text.
@@ -214,8 +268,8 @@ class ImageEdits:
         Raises:
             InvalidRequest: naming `n`.
         """
-        if not (sized_image := form.image or form.mask):
-            return
+        if form.kind != "inpaint" or not (sized_image := form.image or form.mask):
+            return  # without a mask, the model's area bounds the answer
         fields = form.fields
         settings = EditSettings(
             output_format=fields.output_format,
@@ -247,7 +301,9 @@ class ImageEdits:
                         decode_raster(raw, name, self._limits)
         if form.fields.model in self._forms or "mask_from" in form.settings:
             return
-        settings = parse_settings(msgspec.json.encode(_with_mask_mode(form.settings)))
+        settings = parse_settings(msgspec.json.encode(_settings_of(form)))
+        if form.kind != "inpaint":
+            return
         drawn = form.mask or (b"" if any(settings.expand) else form.image)
         size = decoded.get("IMAGE" if form.image else "MASK")
         if size is not None:
@@ -259,10 +315,12 @@ class ImageEdits:
         Raises:
             InvalidRequest: the picture is not readable.
         """
-        if form.image:
+        if answer_size := parse_settings(msgspec.json.encode(_settings_of(form))).answer_size:
+            height, width = answer_size
+        elif form.image:
             height, width = read_size(form.image, "image", self._limits)
         else:
-            sides = [served.native_resolution for served in self._served_models()]
+            sides = [served.native_resolution for served in self._models.properties()]
             height = width = max(sides, default=1024)
         workflow = self._forms.get(form.fields.model or "")
         edits = [{}] if workflow is None else workflow.edits
@@ -271,44 +329,54 @@ class ImageEdits:
 
     async def models(self, request: Request, request_id: str) -> Response:
         self._front.client(request.headers)
-        listed = [_model(name) for name in self._served()]
+        listed = [_model(name) for name in self._models.names()]
         return json_answer({"object": "list", "data": listed}, request_id)
 
     async def model(self, request: Request, request_id: str) -> Response:
         self._front.client(request.headers)
         name = request.path_params["model"]
-        if name not in self._served():
-            raise ModelNotFound(name, self._served())
+        self._models.resolved(name)
         return json_answer(_model(name), request_id)
-
-    def _served(self) -> list[str]:
-        """Return the names of the models that workers serve now, and of the workflows."""
-        models = {worker.status.model for worker in self._pool.up() if worker.status}
-        return sorted({*models, *self._forms})
 
     def _texts(self, model: Any) -> Collection[str] | None:
         workflow = self._forms.get(model) if isinstance(model, str) else None
         return None if workflow is None else workflow.texts
 
     def _checked(self, form: EditForm) -> EditForm:
-        """Check a form and add the margins that its `size` needs.
+        """Check a form, and add what follows from its fields and the models that are served.
 
         Raises:
             InvalidRequest: naming the field.
         """
-        model, size = form.fields.model, form.fields.size
-        if model is not None and model not in self._served():
-            raise ModelNotFound(model, self._served())
-        workflow = self._forms.get(model or "")
-        if workflow is not None:
+        model = self._models.resolved(form.fields.model)
+        form = replace(form, fields=structs.replace(form.fields, model=model))
+        steps = self._models.steps(model, form.fields.quality)
+        if steps is not None:
+            form = replace(form, settings={**form.settings, "num_inference_steps": steps})
+        if workflow := self._forms.get(model or ""):
             workflow.check(form)
-        if size == "auto":
             return form
+        if form.kind == "edit" and form.image:
+            whole = self._models.makes("edit", model)
+            form = replace(form, masks_itself=not whole or self._is_transparent(form.image))
+        if form.kind != "inpaint" or form.fields.size == "auto":
+            return form
+        size = form.fields.size
         image = read_size(form.image or form.mask or b"", "image", self._limits)
         margins = _margins(size, image, form.fields.anchor)
         if form.settings.get("expand", margins) != margins:
             raise InvalidRequest("size", f"is {size[:20]}", "auto together with expand")
         return replace(form, settings={**form.settings, "expand": margins})
+
+    def _is_transparent(self, image: bytes) -> bool:
+        """Return whether an image has fully transparent pixels, which are its mask. Pictures that
+        are too large for the router to decode count as opaque.
+        """
+        height, width = read_size(image, "image", self._limits)
+        if height * width > _DECODED_PIXELS:
+            return False
+        alpha = decode_mask(image, "image", self._limits).alpha
+        return alpha is not None and not alpha.all()
 
     async def _pictures(
         self,
@@ -413,11 +481,11 @@ class ImageEdits:
                 if meta.get("event") != "preview":
                     last = picture, meta
                 elif preview_count < form.fields.partial_images:
-                    yield partial_event(form.fields, picture, preview_count)
+                    yield partial_event(form, picture, preview_count)
                     preview_count += 1
         if last is None:
             raise EngineFailed("the stream ended before the answer")
-        yield completed_event(form.fields, *last)
+        yield completed_event(form, *last)
 
     async def _events(
         self,
@@ -450,15 +518,30 @@ class ImageEdits:
         """Return the steps of an edit, from unchecked settings or by default."""
         steps, strength = settings.get("num_inference_steps"), settings.get("strength")
         if not isinstance(steps, int):
-            steps = min((served.num_inference_steps for served in self._served_models()), default=1)
+            served_models = self._models.properties()
+            steps = min((served.num_inference_steps for served in served_models), default=1)
         steps = min(max(steps, 1), _MOST_STEPS)
         if isinstance(strength, int | float) and 0 < strength < 1:
             return steps_run(steps, strength)
         return steps
 
-    def _served_models(self) -> list[Served]:
-        """Return the properties of the models that workers serve."""
-        return [w.status.served for w in self._pool.up() if w.status and w.status.served]
+
+async def _parts(
+    form: EditForm, results: AsyncGenerator[Picture, None], place: Place | None
+) -> AsyncGenerator[bytes, None]:
+    """Yield the answer's JSON in parts, picture by picture."""
+    metas: list[Mapping[str, Any]] = []
+    async with aclosing(results) as pictures:
+        async for picture, meta in pictures:
+            yield images_begin(form.fields, picture) if not metas else b","
+            if place is not None:
+                yield image_at(await place(len(metas), picture), meta)
+            else:
+                for part in image_parts(picture, meta):
+                    yield part
+            metas.append(meta)
+            del picture  # it is written; frees its memory
+    yield images_end(metas)
 
 
 def _margins(fields: str, image: Size, anchor: str) -> list[int]:
@@ -527,10 +610,14 @@ def _with_settings(message: ModelRequest, more: Mapping[str, Any]) -> ModelReque
     return copied
 
 
-def _with_mask_mode(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with OpenAI's reading of masks, unless they choose one."""
-    chosen = {"mask_mode", "mask_from"} & settings.keys()
-    return {**settings} if chosen else {"mask_mode": "alpha", **settings}
+def _settings_of(form: EditForm) -> dict[str, Any]:
+    """Return a form's settings with its size, or with OpenAI's reading of masks unless they choose
+    one.
+    """
+    if form.kind != "inpaint":
+        return {**form.settings, "size": form.fields.size}
+    chosen = {"mask_mode", "mask_from"} & form.settings.keys()
+    return {**form.settings} if chosen else {"mask_mode": "alpha", **form.settings}
 
 
 def _edit_message(model: str, form: EditForm, more_settings: dict[str, Any]) -> ModelRequest:
@@ -542,11 +629,8 @@ def _edit_message(model: str, form: EditForm, more_settings: dict[str, Any]) -> 
         "output_format": form_fields.output_format,
         "output_quality": form_fields.output_compression,
     }
-    settings = _with_mask_mode(form.settings) | fields | more_settings | {"output_encoding": "raw"}
-    mask = form.mask
-    if mask is None:  # a larger canvas needs no mask, and mask_from finds one
-        needs_no_mask = any(settings.get("expand") or ()) or settings.get("mask_from")
-        mask = b"" if needs_no_mask else form.image
+    settings = _settings_of(form) | fields | more_settings | {"output_encoding": "raw"}
+    mask = form.image if form.masks_itself and form.mask is None else form.mask or b""
     inputs: dict[str, Sequence[bytes]] = {
         "IMAGE": [form.image],
         "MASK": [mask],
@@ -599,6 +683,10 @@ def _in_form_words(form: EditForm, error: MaskserveError | Failure) -> Maskserve
         if phrase in text_of(error):
             accepted = "transparent pixels where to edit, or mask_mode: white"
             return InvalidRequest("mask", f"has {problem}", accepted)
+    quality = form.fields.quality
+    if quality != "auto" and "SETTINGS.num_inference_steps" in text_of(error):
+        problem = f"is {quality}, and the model does not take as many steps"
+        return InvalidRequest("quality", problem, "auto")
     if isinstance(error, Failure):
         source = 0 if "template_id" in form.settings else 1
         return replace(error, details=in_openais_words(error.details, source))

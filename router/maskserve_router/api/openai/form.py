@@ -1,4 +1,4 @@
-"""Requests for image edits in OpenAI's forms: a multipart form, or JSON with URLs.
+"""Requests for pictures in OpenAI's forms: a multipart form, or JSON with URLs.
 
 A request that no worker can serve is refused with the name of the field. Settings beyond OpenAI's
 fields (`seed`, `num_inference_steps`, `template_id`, …) go into SETTINGS, which a worker checks.
@@ -16,6 +16,7 @@ from msgspec import Meta
 from starlette.datastructures import Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
+from maskserve_common.contracts.request import EditKind
 from maskserve_common.contracts.settings import Background, EditSettings
 from maskserve_common.errors import InvalidRequest
 from maskserve_common.reading import Misread, Table, nearest, read
@@ -75,6 +76,9 @@ workflow."""
 FetchPicture: TypeAlias = Callable[[str, str], Awaitable[bytes]]
 """(field, URL) -> bytes of the picture; see `ImageUrls.read`."""
 
+Quality = Literal["auto", "low", "medium", "standard", "high", "hd"]
+Source = Literal["required", "optional", "none"]
+"""Whether a request has an image or a template to edit."""
 Anchor = Literal[
     "center",
     "left",
@@ -96,26 +100,33 @@ class ImageUrl(Table, frozen=True):
 
 
 class Fields(Table, frozen=True):
-    """OpenAI's fields of an edit, without its pictures."""
+    """OpenAI's fields of an edit or a generation, without its pictures."""
 
     prompt: Annotated[str, Meta(max_length=32_000)]
     model: str | None = None
     n: Annotated[int, Meta(ge=1, le=10)] = 1
     size: str = "auto"
-    """`auto`, WIDTHxHEIGHT of the image, or a larger size: the canvas grows, and the new part is
-    edited."""
+    """With a mask: `auto`, WIDTHxHEIGHT of the image, or a larger size: the canvas grows, and the
+    new part is edited. Without one: the answer's size, in multiples of the model's grid; `auto`:
+    the model's choice."""
     anchor: Anchor = "center"
     """Position of the image on a larger canvas."""
-    quality: Literal["auto"] = "auto"
+    quality: Quality = "auto"
+    """Steps of the model: `low` half as many, `high` and `hd` one and a half times as many."""
     background: Background = "auto"
     """`auto` and `transparent` keep the image's own transparency outside the mask, `opaque` does
     not."""
     input_fidelity: Literal["low", "high"] | None = None
     """Accepted without effect: pixels outside the mask are always the image's own."""
+    moderation: Literal["auto", "low"] | None = None
+    """Accepted without effect: the operator's check decides (`[safety]`)."""
+    style: Literal["vivid", "natural"] | None = None
+    """Accepted without effect."""
     output_format: Literal["png", "jpeg", "webp"] = "png"
     output_compression: Annotated[int, Meta(ge=0, le=100)] | None = None
     """Quality of JPEG and WebP."""
-    response_format: Literal["b64_json"] = "b64_json"
+    response_format: Literal["b64_json", "url"] = "b64_json"
+    """`url`: the answer names pictures, which the router keeps for `[openai] url_s` seconds."""
     stream: bool = False
     partial_images: Annotated[int, Meta(ge=0, le=3)] = 0
     output_url: str | None = None
@@ -133,14 +144,30 @@ class EditForm:
 
     fields: Fields
     image: bytes
-    """Bytes of the image; empty if `settings` name a template."""
+    """Bytes of the image; empty if `settings` name a template, or the picture has no source."""
     mask: bytes | None
+    """Bytes of the mask; None: the client sent none."""
     settings: dict[str, Any]
     """Settings for SETTINGS, as the client gave them."""
     control: tuple[bytes, ...] = ()
     """Control pictures, or the further pictures of a workflow."""
     texts: Mapping[str, str] = field(default_factory=dict)
     """Further text inputs of a workflow."""
+    masks_itself: bool = False
+    """Whether the image's own transparent pixels are the mask."""
+
+    @property
+    def has_source(self) -> bool:
+        return bool(self.image) or self.settings.get("template_id") is not None
+
+    @property
+    def kind(self) -> EditKind:
+        """The kind of the edit (docs/adr/0084)."""
+        if not self.has_source:
+            return "generate"
+        masked = self.mask is not None or self.masks_itself
+        grows = any(self.settings.get("expand") or ())
+        return "inpaint" if masked or grows or self.settings.get("mask_from") else "edit"
 
 
 class ModelForm(Protocol):
@@ -176,8 +203,9 @@ async def read_form(
     fetch: FetchPicture,
     parse: Parse,
     texts: Texts = lambda _: None,
+    source: Source = "required",
 ) -> EditForm:
-    """Read the edit of a request.
+    """Read the edit or the generation of a request.
 
     Args:
         headers: headers of the request.
@@ -185,6 +213,7 @@ async def read_form(
         fetch: fetches the picture of a URL.
         parse: calls functions whose time grows with the body.
         texts: returns the text inputs of the workflow that `model` names.
+        source: whether the request has an image or a template.
 
     Raises:
         InvalidRequest: naming the field.
@@ -217,16 +246,12 @@ async def read_form(
     if text_names is not None:  # further pictures are the workflow's
         images, control = images[:1], images[1:]
     elif "controls" in settings:  # further pictures are those of its controls
-        source = 0 if "template_id" in settings else 1
-        images, control = images[:source], images[source:]
+        source_count = 0 if "template_id" in settings or source == "none" else 1
+        images, control = images[:source_count], images[source_count:]
     if len(images) > 1:
         raise InvalidRequest("image", f"is given {len(images)} times", "one image")
     if len(masks) > 1:
         raise InvalidRequest("mask", f"is given {len(masks)} times", "one mask")
-    if not images and "template_id" not in settings:
-        raise InvalidRequest(
-            "image", "is missing", "a PNG, JPEG, WebP, AVIF, GIF or TIFF file, or template_id"
-        )
     form = EditForm(
         convert(values, Fields),
         images[0] if images else b"",
@@ -235,7 +260,7 @@ async def read_form(
         tuple(control),
         workflow_texts,
     )
-    _check_form(form)
+    _check_form(form, source)
     return form
 
 
@@ -246,10 +271,29 @@ def _check_names(values: Mapping[str, Any], known_fields: Collection[str]) -> No
         raise InvalidRequest(unknown[0][:40], problem, ", ".join(sorted(known_fields)))
 
 
-def _check_form(form: EditForm) -> None:
-    """Raise InvalidRequest if fields of a form exclude one another, or the mask is missing."""
-    if form.mask is None and not form.image:
-        raise InvalidRequest("mask", "is missing", "a PNG with transparent pixels where to edit")
+def _check_form(form: EditForm, source: Source) -> None:
+    """Raise InvalidRequest if fields of a form exclude one another, or a picture is missing or is
+    no field of it.
+    """
+    if not form.has_source and (source == "required" or form.mask is not None):
+        raise InvalidRequest(
+            "image", "is missing", "a PNG, JPEG, WebP, AVIF, GIF or TIFF file, or template_id"
+        )
+    if source == "none":
+        for name, is_present in (
+            ("image", bool(form.image)),
+            ("mask", form.mask is not None),
+            ("template_id", "template_id" in form.settings),
+        ):
+            if is_present:
+                raise InvalidRequest(name, "is not a field of a generation", "/v1/images/edits")
+    if form.fields.response_format == "url" and form.fields.stream:
+        raise InvalidRequest("response_format", "is url in a stream", "b64_json")
+    if form.fields.response_format == "url" and form.fields.output_url is not None:
+        raise InvalidRequest("response_format", "is url together with output_url", "one of them")
+    if form.fields.quality != "auto" and "num_inference_steps" in form.settings:
+        problem = f"is {form.fields.quality} together with num_inference_steps"
+        raise InvalidRequest("quality", problem, "one of them")
     if form.fields.partial_images and not form.fields.stream:
         raise InvalidRequest("partial_images", "is given without stream", "0, or stream: true")
     if form.fields.stream and form.fields.n > 1:

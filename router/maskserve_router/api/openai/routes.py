@@ -6,15 +6,18 @@ from starlette.routing import Route
 
 from maskserve_router.api.openai.answers import answering
 from maskserve_router.api.openai.edits import ImageEdits
+from maskserve_router.api.openai.picture_urls import PictureUrls
 from maskserve_router.api.openai.templates import TemplateRoutes
 
 _ONE = "/v1/templates/{template_id}"
 
 
-def openai_routes(edits: ImageEdits, templates: TemplateRoutes) -> list[Route]:
-    """Return the routes of edits, models and templates."""
+def openai_routes(edits: ImageEdits, templates: TemplateRoutes, kept: PictureUrls) -> list[Route]:
+    """Return the routes of edits, generations, kept pictures, models and templates."""
     return [
         Route("/v1/images/edits", answering(edits.edit), methods=["POST"]),
+        Route("/v1/images/generations", answering(edits.generate), methods=["POST"]),
+        kept.route(),
         Route("/v1/models", answering(edits.models), methods=["GET"]),
         Route("/v1/models/{model:path}", answering(edits.model), methods=["GET"]),
         Route("/v1/templates", answering(templates.all), methods=["GET"]),

@@ -1,0 +1,83 @@
+"""`response_format: url`: pictures that the router keeps for a while, and their path."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from typing import Final
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from maskserve_common.errors import InvalidRequest
+from maskserve_common.lru_cache import LruCache
+from maskserve_router.api.openai.answers import NotFound, answering
+from maskserve_router.config import OpenAIConfig
+from maskserve_router.key_holder import KeyHolder
+
+PATH: Final = "/v1/images/files"
+_TYPES: Final = {"png": "image/png", "jpeg": "image/jpeg", "webp": "image/webp"}
+
+
+class PictureUrls:
+    """Keeps pictures in memory, shared fairly by keys. Use it from the event loop only.
+
+    A URL contains a digest that only this router can compute. So nobody can guess it, and a key's
+    equal pictures are kept once. Whoever has the URL may fetch the picture without a key, as
+    clients of OpenAI's API do.
+
+    Args:
+        config: `[openai]`.
+    """
+
+    def __init__(self, config: OpenAIConfig) -> None:
+        self._public_url, self._most_bytes = config.public_url.rstrip("/"), config.url_bytes
+        self._secret = secrets.token_bytes(32)
+        self._pictures: LruCache[str, bytes] = LruCache(
+            config.url_bytes, len, _owner_of, config.url_s
+        )
+
+    def keep(
+        self, client: KeyHolder, picture: bytes | memoryview, output_format: str, origin: str
+    ) -> str:
+        """Keep a picture and return its URL.
+
+        Args:
+            client: holder of the key that had it made.
+            picture: its file.
+            output_format: `png`, `jpeg` or `webp`.
+            origin: scheme and host by which the client reached the router; `[openai] public_url`
+                goes before it.
+
+        Raises:
+            InvalidRequest: the picture is larger than all pictures may be.
+        """
+        if len(picture) > self._most_bytes:
+            raise InvalidRequest(
+                "response_format",
+                f"is url, and the picture has {len(picture)} bytes of {self._most_bytes} that are "
+                "kept",
+                "b64_json",
+            )
+        owner = hashlib.blake2b(client.scope.encode(), digest_size=6, key=self._secret)
+        digest = hashlib.blake2b(picture, digest_size=24, key=self._secret)
+        name = f"{owner.hexdigest()}-{digest.hexdigest()}.{output_format}"
+        self._pictures.put(name, bytes(picture))
+        return f"{self._public_url or origin.rstrip('/')}{PATH}/{name}"
+
+    def route(self) -> Route:
+        """Return the route at which pictures are fetched."""
+        return Route(f"{PATH}/{{name}}", answering(self._fetch), methods=["GET"])
+
+    async def _fetch(self, request: Request, request_id: str) -> Response:
+        name = request.path_params["name"]
+        picture = self._pictures.get(name)
+        if picture is None:
+            raise NotFound("url", "names no picture, or one that is no longer kept")
+        headers = {"x-request-id": request_id, "cache-control": "private, max-age=3600"}
+        return Response(picture, 200, headers, _TYPES[name.rpartition(".")[2]])
+
+
+def _owner_of(name: str) -> str:
+    return name.partition("-")[0]

@@ -1,0 +1,238 @@
+"""Pictures without a mask or a source through OpenAI's API: kinds, sizes, names and URLs."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import aiohttp
+import pytest
+from PIL import Image
+from tritonclient.grpc import service_pb2 as pb
+
+from maskserve_common.contracts.request import EditKind
+from maskserve_router.api.openai.picture_urls import PATH, PictureUrls
+from maskserve_router.config import OpenAIConfig
+from maskserve_router.keys import KeyRing
+from maskserve_router.router import Router
+from tests.support.router import SIDE, Faulty, calling, cluster, until
+from tests.support.router_requests import edit_request, mask_of
+
+ALL: tuple[EditKind, ...] = ("edit", "generate", "inpaint")
+
+
+def picture(mode: str = "RGB", alpha: int = 255) -> bytes:
+    file = io.BytesIO()
+    image = Image.new(mode, (SIDE, SIDE), "red")
+    if mode == "RGBA":
+        image.putalpha(alpha)
+    image.save(file, "png")
+    return file.getvalue()
+
+
+async def make(worker: Faulty, router: Router, kinds: tuple[EditKind, ...]) -> None:
+    """Let a worker serve these kinds of edits, and wait until the router knows."""
+    served = worker._status.served
+    assert served is not None
+    worker._status.served = replace(served, edit_kinds=kinds)
+    number = [w.address for w in router.pool.workers.values()].index(worker.address)
+    entry = list(router.pool.workers.values())[number]
+    await until("it says so", lambda: entry.served and entry.served.edit_kinds == kinds)
+
+
+class Session:
+    """Calls of OpenAI's API at a router."""
+
+    def __init__(self, session: aiohttp.ClientSession, router: Router) -> None:
+        self._session, self.url = session, f"http://127.0.0.1:{router.http.port}"
+
+    async def generate(self, **fields: Any) -> tuple[int, Any]:
+        url = f"{self.url}/v1/images/generations"
+        async with self._session.post(url, json={"prompt": "a star", **fields}) as response:
+            return response.status, await body_of(response)
+
+    async def edit(self, image: bytes, mask: bytes | None = None, **fields: Any) -> tuple[int, Any]:
+        form = aiohttp.FormData({"prompt": "a star"})
+        form.add_field("image", image, filename="a.png")
+        if mask is not None:
+            form.add_field("mask", mask, filename="m.png")
+        for name, value in fields.items():
+            form.add_field(name, str(value))
+        async with self._session.post(f"{self.url}/v1/images/edits", data=form) as response:
+            return response.status, await body_of(response)
+
+    async def get(self, url: str) -> tuple[int, str, bytes]:
+        async with self._session.get(url) as response:
+            return response.status, response.headers["content-type"], await response.read()
+
+
+async def body_of(response: aiohttp.ClientResponse) -> Any:
+    raw = await response.read()
+    return json.loads(raw) if response.content_type == "application/json" else raw.decode()
+
+
+@asynccontextmanager
+async def serving(
+    *kinds: tuple[EditKind, ...], **tables: Any
+) -> AsyncIterator[tuple[Session, list[Faulty]]]:
+    """A router before one worker for each of these sets of kinds."""
+    async with (
+        cluster(None, answer=picture(), **tables) as (router, workers),
+        aiohttp.ClientSession() as session,
+    ):
+        for worker, kind in zip(workers, kinds, strict=False):
+            await make(worker, router, kind)
+        for worker in workers[len(kinds) :]:
+            await make(worker, router, kinds[-1])
+        yield Session(session, router), list(workers)
+
+
+def settings_of(workers: list[Faulty]) -> list[dict[str, Any]]:
+    return [request for worker in workers for request in worker.requests]
+
+
+async def test_a_generation_has_no_pictures_and_its_size() -> None:
+    async with serving(ALL) as (session, workers):
+        status, body = await session.generate(size=f"{SIDE}x{SIDE}", n=2, seed=5, user="me")
+        assert (status, len(body["data"])) == (200, 2)
+        assert base64.b64decode(body["data"][0]["b64_json"]) == picture()
+        requests = settings_of(workers)
+        assert sorted(request["seed"] for request in requests) == [5, 6]
+        assert {request["size"] for request in requests} == {f"{SIDE}x{SIDE}"}
+        assert not any("mask_mode" in request for request in requests)
+
+
+async def test_a_stream_of_a_generation_has_openais_events() -> None:
+    async with serving(ALL) as (session, workers):
+        for worker in workers:
+            worker.progress = 1
+        status, body = await session.generate(stream=True)
+        assert status == 200
+        assert "event: image_generation.completed" in body
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"template_id": "0" * 32}, "template_id: is not a field of a generation"),
+        ({"size": "huge"}, "size: "),
+        ({"quality": "best"}, "quality: "),
+        ({"quality": "low", "num_inference_steps": 4}, "quality: is low together with num_inf"),
+        ({"response_format": "url", "stream": True}, "response_format: is url in a stream"),
+        ({"model": "dall-e-9"}, "model: 'dall-e-9' is not served here"),
+        ({"images": [{"image_url": "data:image/png;base64,AAAA"}]}, "image: is not a field"),
+        ({"prompt": None}, "prompt: is missing"),
+    ],
+)
+async def test_a_generation_that_cannot_be_is_refused_by_its_field(
+    fields: dict[str, Any], message: str
+) -> None:
+    async with serving(ALL) as (session, workers):
+        status, body = await session.generate(**fields)
+        assert status in (400, 404)
+        assert message in body["error"]["message"]
+        assert not settings_of(workers)
+
+
+@pytest.mark.parametrize(
+    ("image", "kinds", "masked"),
+    [
+        (picture(), ALL, False),
+        (picture("RGBA"), ALL, False),  # opaque: no pixel is a mask
+        (picture("RGBA", 0), ALL, True),
+        (picture(), ("inpaint",), True),  # the worker refuses it, in its own words
+    ],
+)
+async def test_an_image_without_a_mask_is_edited_whole_unless_it_masks_itself(
+    image: bytes, kinds: tuple[EditKind, ...], masked: bool
+) -> None:
+    async with serving(kinds) as (session, workers):
+        status, _ = await session.edit(image)
+        assert status == (200 if kinds == ALL else 400)
+        for request in settings_of(workers):
+            assert (request.get("mask_mode") == "alpha") is masked
+
+
+async def test_a_size_is_the_answers_without_a_mask_and_a_canvas_with_one() -> None:
+    async with serving(ALL) as (session, workers):
+        await session.edit(picture(), size="32x32")
+        assert settings_of(workers)[-1]["size"] == "32x32"
+        status, body = await session.edit(picture(), mask_of(100, SIDE), size="32x32")
+        assert (status, "larger: the picture grows" in body["error"]["message"]) == (400, True)
+        status, _ = await session.edit(
+            picture(), mask_of(100, SIDE), size="96x96", mask_mode="white"
+        )
+        assert status == 200
+        assert settings_of(workers)[-1]["expand"] == [16, 16, 16, 16]
+
+
+async def test_quality_is_a_share_of_the_models_steps() -> None:
+    async with serving(ALL) as (session, workers):
+        served = workers[0]._status.served
+        assert served is not None
+        steps = served.num_inference_steps
+        for quality, share in (("low", 0.5), ("high", 1.5), ("hd", 1.5)):
+            await session.generate(quality=quality)
+            assert settings_of(workers)[-1]["num_inference_steps"] == round(share * steps)
+        for quality in ("auto", "medium", "standard"):
+            await session.generate(quality=quality)
+            assert "num_inference_steps" not in settings_of(workers)[-1]
+
+
+async def test_names_that_clients_have_built_in_stand_for_a_served_model() -> None:
+    aliases = {"gpt-image-1": "flux", "dall-e-2": "absent"}
+    async with serving(ALL, openai={"aliases": aliases}) as (session, workers):
+        status, _ = await session.generate(model="gpt-image-1")
+        assert (status, settings_of(workers)[-1]["model"]) == (200, "flux")
+        status, body = await session.generate(model="dall-e-2")
+        assert (status, body["error"]["code"]) == (404, "model_not_found")
+        _, _, listed = await session.get(f"{session.url}/v1/models")
+        assert [model["id"] for model in json.loads(listed)["data"]] == ["flux", "gpt-image-1"]
+
+
+async def test_a_url_names_a_picture_for_a_while() -> None:
+    async with serving(ALL, openai={"url_s": 0.3}) as (session, _):
+        status, body = await session.generate(response_format="url", output_format="png")
+        assert status == 200
+        url = body["data"][0]["url"]
+        assert url.startswith(f"{session.url}{PATH}/")
+        assert "b64_json" not in body["data"][0]
+        assert await session.get(url) == (200, "image/png", picture())
+        status, _, _ = await session.get(url.replace("-", "-0"))
+        assert status == 404
+        await asyncio.sleep(0.5)
+        status, _, raw = await session.get(url)
+        assert (status, "no longer kept" in json.loads(raw)["error"]["message"]) == (404, True)
+
+
+def test_urls_begin_as_the_operator_says_and_keys_share_the_room() -> None:
+    urls = PictureUrls(OpenAIConfig(url_bytes=100, public_url="https://edits.example/"))
+    client = KeyRing((), 99).client({})
+    first = urls.keep(client, b"a" * 60, "png", "http://host:1/")
+    assert first.startswith(f"https://edits.example{PATH}/")
+    assert urls.keep(client, b"a" * 60, "png", "http://host:1/") == first
+    urls.keep(client, b"b" * 60, "jpeg", "http://host:1/")
+    assert len(urls._pictures) == 1
+    with pytest.raises(Exception, match="response_format: is url, and the picture has 101 bytes"):
+        urls.keep(client, b"a" * 101, "png", "http://host:1/")
+
+
+async def test_kserve_needs_neither_picture_and_chooses_a_model_that_makes_the_kind() -> None:
+    async with (
+        cluster(None, ("fill", "klein"), answer=picture()) as (router, workers),
+        calling(router) as call,
+    ):
+        await make(workers[0], router, ("inpaint",))
+        await make(workers[1], router, ALL)
+        message = pb.ModelInferRequest.FromString(edit_request(b"", b""))
+        for tensor in list(message.inputs)[:2]:
+            message.inputs.remove(tensor)
+        del message.raw_input_contents[:2]
+        await call(message.SerializeToString())
+        assert [len(worker.requests) for worker in workers] == [0, 1]
