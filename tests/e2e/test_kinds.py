@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import threading
 from collections.abc import Iterator
@@ -9,10 +10,13 @@ from contextlib import closing
 from typing import Any
 
 import numpy as np
+import openai
 import pytest
+import requests
 from PIL import Image
 
 from maskserve_benchmarks.checkout import DEMO_MODEL
+from maskserve_benchmarks.router_site import RouterSite
 from maskserve_client import (
     Cancelled,
     Client,
@@ -27,7 +31,7 @@ from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
 from maskserve_serving.supervisor import Supervisor
 from maskserve_serving.worker import WorkerProcess
-from tests.fakes.pictures import scene
+from tests.fakes.pictures import encode, scene
 from tests.support.calls import Grpc, Http, InferenceServerException, Pixels, edit_inputs, pixels
 from tests.support.draws import fresh_seed
 
@@ -51,6 +55,17 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
 def client(served: WorkerProcess) -> Iterator[Client]:
     with Client(served.grpc_url) as client:
         yield client
+
+
+@pytest.fixture(scope="module")
+def sdk(served: WorkerProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+    """OpenAI's SDK before a router."""
+    tables = {"openai": {"aliases": {"gpt-image-1": "demo-edit"}}}
+    with (
+        RouterSite([served.grpc_url], tmp_path_factory.mktemp("router"), tables) as site,
+        openai.OpenAI(base_url=f"http://{site.http_url}/v1", api_key="none", max_retries=0) as sdk,
+    ):
+        yield sdk
 
 
 @pytest.fixture(scope="module")
@@ -168,6 +183,43 @@ def test_pictures_may_be_left_out_of_a_request(served: WorkerProcess) -> None:
         image, meta = http.edit({"PROMPT": PROMPT.encode(), "SETTINGS": settings.encode()})
     assert pixels(image).shape == (64, 96, 3)
     assert meta["kind"] == "generate"
+
+
+def picture_of(encoded: str | None) -> Pixels:
+    assert encoded is not None
+    return pixels(base64.b64decode(encoded))
+
+
+def test_openais_sdk_gets_the_same_pictures(client: Client, sdk: openai.OpenAI) -> None:
+    settings = {"seed": fresh_seed(), "num_inference_steps": STEPS}
+    made = sdk.images.generate(
+        prompt=PROMPT, model="gpt-image-1", size="96x64", n=2, extra_body=settings
+    )
+    assert made.data is not None
+    for number, image in enumerate(made.data):
+        alone = client.generate(PROMPT, "96x64", **{**settings, "seed": settings["seed"] + number})
+        assert np.array_equal(picture_of(image.b64_json), np.asarray(alone.image))
+    source = encode(scene(*SOURCE_SIZE))
+    edited = sdk.images.edit(image=("a.png", source), prompt=PROMPT, extra_body=settings)
+    assert edited.data is not None
+    alone = client.edit(source, prompt=PROMPT, **settings)
+    assert np.array_equal(picture_of(edited.data[0].b64_json), np.asarray(alone.image))
+
+
+def test_openais_sdk_gets_a_url_and_events(sdk: openai.OpenAI) -> None:
+    settings = {"seed": 5, "num_inference_steps": 8}
+    named = sdk.images.generate(prompt=PROMPT, response_format="url", extra_body=settings)
+    assert named.data is not None
+    assert named.data[0].url is not None
+    fetched = requests.get(named.data[0].url, timeout=30)  # without a key
+    assert (fetched.status_code, fetched.headers["content-type"]) == (200, "image/png")
+    events = list(
+        sdk.images.generate(prompt=PROMPT, stream=True, partial_images=2, extra_body=settings)
+    )
+    kinds = [event.type for event in events]
+    assert kinds[-1] == "image_generation.completed"
+    assert set(kinds[:-1]) <= {"image_generation.partial_image"}
+    assert np.array_equal(picture_of(events[-1].b64_json), pixels(fetched.content))
 
 
 REFUSED: dict[str, tuple[dict[str, bytes | None], dict[str, Any], str]] = {
