@@ -1,5 +1,5 @@
 """The kind of an edit: it follows from the edit's pictures, and each kind has its settings
-(docs/adr/0084).
+(docs/adr/0086).
 """
 
 from __future__ import annotations

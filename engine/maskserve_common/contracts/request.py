@@ -18,7 +18,7 @@ from maskserve_common.errors import InvalidRequest
 EditKind = Literal["inpaint", "edit", "generate"]
 """`inpaint`: repaint the mask of a source; `edit`: a new version of the whole source, by the
 model's edit or image-to-image pipeline; `generate`: a picture without a source, by its
-text-to-image pipeline (docs/adr/0084).
+text-to-image pipeline (docs/adr/0086).
 """
 EDIT_KINDS: tuple[EditKind, ...] = get_args(EditKind)
 

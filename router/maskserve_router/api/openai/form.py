@@ -162,7 +162,7 @@ class EditForm:
 
     @property
     def kind(self) -> EditKind:
-        """The kind of the edit (docs/adr/0084)."""
+        """The kind of the edit (docs/adr/0086)."""
         if not self.has_source:
             return "generate"
         masked = self.mask is not None or self.masks_itself
