@@ -130,10 +130,10 @@ class Router:
         )
         self._urls = urls = ImageUrls(config.image_urls, config.limits, self.admission, turns)
         self._outputs = Outputs(config.outputs.timeout_s)
-        kept = PictureUrls(config.openai)
+        picture_urls = PictureUrls(config.openai)
         models = ServedModels(self.pool, forms, config.openai.aliases)
         images = ImageEdits(
-            bodies, config.limits, front, turns, models, urls, self._outputs, kept, forms
+            bodies, config.limits, front, turns, models, urls, self._outputs, picture_urls, forms
         )
         templates = TemplateRoutes(bodies, front, control, turns)
         self._jobs, job_routes = _jobs(
@@ -146,7 +146,7 @@ class Router:
                 inference,
                 keys.client,
                 [
-                    *openai_routes(images, templates, kept),
+                    *openai_routes(images, templates, picture_urls),
                     *mask_routes(bodies, front, masks, turns),
                     *job_routes,
                     *workflow_routes(keys.client, workflows),

@@ -192,11 +192,11 @@ def picture_of(encoded: str | None) -> Pixels:
 
 def test_openais_sdk_gets_the_same_pictures(client: Client, sdk: openai.OpenAI) -> None:
     settings = {"seed": fresh_seed(), "num_inference_steps": STEPS}
-    made = sdk.images.generate(
+    answer = sdk.images.generate(
         prompt=PROMPT, model="gpt-image-1", size="96x64", n=2, extra_body=settings
     )
-    assert made.data is not None
-    for number, image in enumerate(made.data):
+    assert answer.data is not None
+    for number, image in enumerate(answer.data):
         alone = client.generate(PROMPT, "96x64", **{**settings, "seed": settings["seed"] + number})
         assert np.array_equal(picture_of(image.b64_json), np.asarray(alone.image))
     source = encode(scene(*SOURCE_SIZE))

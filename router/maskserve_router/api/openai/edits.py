@@ -83,7 +83,7 @@ class ImageEdits:
         models: models that workers serve.
         urls: fetches pictures of requests.
         outputs: writes pictures to URLs of requests.
-        kept: keeps pictures that answers name by URL.
+        picture_urls: keeps pictures that answers name by URL.
         forms: form of each workflow, by name.
     """
 
@@ -96,12 +96,12 @@ class ImageEdits:
         models: ServedModels,
         urls: ImageUrls,
         outputs: Outputs,
-        kept: PictureUrls,
+        picture_urls: PictureUrls,
         forms: Mapping[str, ModelForm],
     ) -> None:
         self._bodies, self._limits, self._front, self._forms = bodies, limits, front, forms
         self._fair_share, self._models = fair_share, models
-        self._urls, self._outputs, self._kept = urls, outputs, kept
+        self._urls, self._outputs, self._picture_urls = urls, outputs, picture_urls
 
     async def edit(self, request: Request, request_id: str) -> Response:
         """Answer an edit of an image."""
@@ -257,7 +257,7 @@ class ImageEdits:
         if fields.response_format == "url":
 
             async def keep(number: int, picture: memoryview) -> str:
-                return self._kept.keep(client, picture, fields.output_format, origin)
+                return self._picture_urls.keep(client, picture, fields.output_format, origin)
 
             return keep
         return None

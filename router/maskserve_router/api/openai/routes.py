@@ -12,12 +12,14 @@ from maskserve_router.api.openai.templates import TemplateRoutes
 _ONE = "/v1/templates/{template_id}"
 
 
-def openai_routes(edits: ImageEdits, templates: TemplateRoutes, kept: PictureUrls) -> list[Route]:
+def openai_routes(
+    edits: ImageEdits, templates: TemplateRoutes, picture_urls: PictureUrls
+) -> list[Route]:
     """Return the routes of edits, generations, kept pictures, models and templates."""
     return [
         Route("/v1/images/edits", answering(edits.edit), methods=["POST"]),
         Route("/v1/images/generations", answering(edits.generate), methods=["POST"]),
-        kept.route(),
+        picture_urls.route(),
         Route("/v1/models", answering(edits.models), methods=["GET"]),
         Route("/v1/models/{model:path}", answering(edits.model), methods=["GET"]),
         Route("/v1/templates", answering(templates.all), methods=["GET"]),
