@@ -26,7 +26,7 @@ def print_cards(options: ServeOptions) -> int:
         options.check()
         tables = read_tables(options.config)
         options.check_tables(tables)
-        named = with_model(tables, options.model, _SHAPES)
+        named = with_model(tables, options.model, _SHAPES, parts=options.checkpoint_parts)
         tables = with_model_cache(named, partial(print, file=sys.stderr))
         tables = with_controlnets(options, with_values(tables, "model", **options.of_model))
         tables = with_stages(options, tables)

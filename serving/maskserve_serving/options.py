@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from maskserve_common.config import NODE_PATH_HELP, WEIGHT_FORMS, ConfigError, node_path_folders
 from maskserve_common.config_file import config_of
+from maskserve_serving.checkpoint import CheckpointParts
 from maskserve_serving.errors import ServeError
 
 _PACKAGE = Path(__file__).resolve().parent
@@ -64,7 +65,31 @@ class ServeOptions:
     Empty, 0 and None leave the configuration's value.
     """
 
-    model: str = _flag("model: a folder in diffusers format, or a hub id", "")
+    model: str = _flag(
+        "model: a folder in diffusers format, a hub id, or a checkpoint file (.safetensors, or the "
+        ".safetensors.index.json of several)",
+        "",
+    )
+    base: str = _flag(
+        "of a checkpoint file: folder or hub id of a model like it, in diffusers format, with its "
+        "configuration and the parts that the file lacks (default: diffusers' own for it)",
+        "",
+        metavar="DIR|ID",
+    )
+    text_encoders: tuple[str, ...] = _flag(
+        "of a checkpoint file: a text encoder, as a folder, a file or a hub id, in place of the "
+        "base's; may be repeated",
+        (),
+        name="--text-encoder",
+        action="append",
+        metavar="DIR|FILE|ID",
+        by_hand=list,
+    )
+    vae: str = _flag(
+        "of a checkpoint file: the VAE, as a folder, a file or a hub id, in place of the base's",
+        "",
+        metavar="DIR|FILE|ID",
+    )
     workers: int = _flag(
         "number of workers, each a Triton server (default %(default)s); 0: run only the services "
         "of --controlnet-device, --stages-device or --nodes, for workers and routers elsewhere",
@@ -294,6 +319,13 @@ class ServeOptions:
         for flag, device in devices:
             if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
                 raise ServeError(f"--{flag}: is {device!r}; accepted: cpu, cuda or cuda:N")
+
+    @property
+    def checkpoint_parts(self) -> CheckpointParts:
+        """What stands beside a checkpoint file."""
+        return CheckpointParts(
+            self.base, self.text_encoders, self.vae, self.cache_dir / "models", self.report
+        )
 
     def check_tables(self, tables: dict[str, Any]) -> None:
         """Check that files named in the configuration exist, unless a flag replaces them.

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from maskserve_common.config import ConfigError
+from maskserve_engine.checkpoints.request import CheckpointRequest
 from maskserve_engine.families.specs import DENSE_ONLY, load_spec
+from maskserve_serving.checkpoint import CheckpointParts, describe, folder_of, is_checkpoint
 from maskserve_serving.errors import ServeError
 from maskserve_serving.files import checked, read_tables, with_values
 from maskserve_workflows.nodes import NODE_FILES
@@ -17,7 +19,8 @@ from maskserve_workflows.nodes import NODE_FILES
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 Fetch = Callable[..., str]
-_SERVED = ["*.json", "*.toml", "*/*"]
+_NO_PARTS = CheckpointParts()
+_SERVED_FILES = ["*.json", "*.toml", "*/*"]
 """Files of a hub model: its folders, and files other than weights beside them. FLUX.1's folders
 have a second copy of the weights there, in one file."""
 _NODE = ["*.json", "*.txt", "*.safetensors"]
@@ -39,19 +42,30 @@ def with_model(
     model: str,
     files: list[str] | None = None,
     fetch: Fetch = from_hub,
+    parts: CheckpointParts = _NO_PARTS,
 ) -> dict[str, Any]:
     """Return tables with the local folder of `model`, at the revision that they name.
 
     Args:
         tables: configuration tables.
-        model: folder or hub id.
+        model: folder, hub id or checkpoint file.
         files: patterns of a hub model's files to fetch; None: all that serving needs.
         fetch: huggingface_hub's `snapshot_download`, or a stand-in.
+        parts: what stands beside a checkpoint file.
 
     Raises:
         ServeError: there is no such model, or it is not supported.
     """
     model_table = tables.get("model", {})
+    if is_checkpoint(model):
+        file = Path(model).expanduser()
+        folder = _checkpoint_folder(file, parts, files, fetch)
+        name = model_table.get("name") or file.name.split(".safetensors")[0]
+        return with_values(tables, "model", path=str(_served(folder)), name=name)
+    if parts:
+        raise ServeError(
+            f"--base, --text-encoder, --vae: stand beside a checkpoint file; {model} is none"
+        )
     without = _TRANSFORMER if model_table.get("gguf") else []
     folder = resolve_model(model, str(model_table.get("revision", "")), files, without, fetch)
     tables = with_values(tables, "model", path=str(folder))
@@ -122,7 +136,17 @@ def resolve_model(
     Raises:
         ServeError: there is no such model, or it is not supported.
     """
-    folder = _local(model, "--model", revision or None, files or _SERVED, without, fetch)
+    return _served(
+        _local(model, "--model", revision or None, files or _SERVED_FILES, without, fetch)
+    )
+
+
+def _served(folder: Path) -> Path:
+    """Return a model folder in full.
+
+    Raises:
+        ServeError: it is not served.
+    """
     try:
         load_spec(folder)
     except ConfigError as error:
@@ -132,6 +156,40 @@ def resolve_model(
             f"--model: {folder} is a damaged model folder ({type(error).__name__}: {error})"
         ) from error
     return folder.resolve()
+
+
+def _checkpoint_folder(
+    file: Path, parts: CheckpointParts, files: list[str] | None, fetch: Fetch
+) -> Path:
+    """Return the folder of a checkpoint file; arguments are those of `with_model`."""
+    base, without = parts.base, [*_TRANSFORMER, "unet/*.safetensors"]
+    if not Path(base).is_dir() or not base:  # the base is fetched: only what the file lacks
+        description = describe(file)
+        base = base or description.base
+        if not base:
+            raise ServeError(
+                f"--model: {file} is a checkpoint of several models, by its tensors' names; name "
+                "the model's folder or hub id with --base"
+            )
+        if parts.vae or description.vae:
+            without.append("vae/*.safetensors")
+    folder = _local(base, "--base", None, files or _SERVED_FILES, without, fetch)
+    request = CheckpointRequest(
+        str(file.absolute()),
+        str(folder.absolute()),
+        tuple(_part(name, "--text-encoder", files, fetch) for name in parts.text_encoders),
+        _part(parts.vae, "--vae", files, fetch) if parts.vae else "",
+        weights=files is None,
+    )
+    return folder_of(request, parts)
+
+
+def _part(name: str, key: str, files: list[str] | None, fetch: Fetch) -> str:
+    """Return the folder or file of a part."""
+    path = Path(name).expanduser()
+    if not path.is_file():
+        path = _local(name, key, None, files or _NODE, (), fetch)
+    return str(path.absolute())
 
 
 def _local(

@@ -100,7 +100,8 @@ class Supervisor:
         tables = with_values(read_tables(options.config), "model", **options.of_model)
         options.check_tables(tables)
         if options.model:
-            tables = with_model_cache(with_model(tables, options.model), options.report)
+            tables = with_model(tables, options.model, parts=options.checkpoint_parts)
+            tables = with_model_cache(tables, options.report)
         tables = with_trace(tables, options)
         if options.cfg_devices:
             tables = with_pair(options, tables)

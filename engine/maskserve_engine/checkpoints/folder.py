@@ -1,0 +1,278 @@
+"""A folder in diffusers format, made from a checkpoint file and the folder of a model like it.
+
+The file's parts are converted to diffusers' names; all other parts are links:
+
+    model_index.json, tokenizer/, scheduler/  -> the base folder
+    transformer/config.json                   -> the base folder's
+    transformer/diffusion_pytorch_model.safetensors    converted, tensor by tensor
+    vae/, text_encoder/                       the file's, those that are named beside it, or -> base
+
+`maskserve serve` runs it as a process, which gives its memory back at its end:
+
+    python -m maskserve_engine.checkpoints.folder REQUEST.json
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from maskserve_common.config import ConfigError
+from maskserve_common.config_file import config_of, read_json
+from maskserve_common.files.safetensors_header import encode_header
+from maskserve_common.files.weight_files import weight_files
+from maskserve_engine.checkpoints.parts import (
+    Tensors,
+    converted_denoiser,
+    converted_vae,
+    denoiser_class,
+    denoiser_of,
+    part_file,
+    text_encoder_fit,
+    text_encoders_of,
+    vae_of,
+)
+from maskserve_engine.checkpoints.recorded import RecordedTensor
+from maskserve_engine.checkpoints.request import CheckpointRequest, Description
+from maskserve_engine.checkpoints.stored import DTYPES, StoredTensors
+from maskserve_engine.spec.model_index import read_model_index
+from maskserve_engine.stages.loader import shape_of
+
+DENOISERS = ("transformer", "unet")
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_SPARE = 2**28
+"""Bytes of a disk that stay free."""
+
+
+def describe(file: Path) -> Description:
+    """Describe a checkpoint.
+
+    Raises:
+        ConfigError: it is damaged, or not served; one sentence.
+    """
+    stored = StoredTensors(file)
+    tensors = stored.tensors()
+    try:
+        cls, base = denoiser_class(denoiser_of(tensors))
+    except ConfigError as error:
+        raise ConfigError(f"{file} {error}") from error
+    return Description(
+        cls=cls,
+        base=base,
+        form=stored.form,
+        nbytes=stored.nbytes,
+        vae=bool(vae_of(tensors)),
+        text_encoders=len(text_encoders_of(tensors)),
+    )
+
+
+class _Maker:
+    """Writes the folder of one request, part by part."""
+
+    def __init__(self, request: CheckpointRequest) -> None:
+        self.file, self.base = Path(request.file), Path(request.base).absolute()
+        self.folder, self.weights = Path(request.folder), request.weights
+        self.request = request
+        self.index = read_model_index(self.base)
+        self.stored = StoredTensors(self.file)
+        self.tensors = self.stored.tensors()
+        self.config = config_of({"model": {"path": str(self.base), "device": "meta"}})
+
+    def make(self) -> None:
+        for file in self.base.glob("*.json"):
+            (self.folder / file.name).symlink_to(file)
+        denoiser = next((name for name in DENOISERS if name in self.index), "")
+        if not denoiser:
+            raise ConfigError(f"{self.base} has no denoiser in its index")
+        given = self._text_encoders()
+        for name, value in self.index.items():
+            if not isinstance(value, list) or not value[0]:
+                continue
+            if name == denoiser:
+                self._denoiser(name)
+            elif name == "vae":
+                self._vae(name)
+            elif name.startswith("text_encoder"):
+                self._text_encoder(name, given)
+            elif (self.base / name).is_dir():
+                (self.folder / name).symlink_to(self.base / name)
+        if given:
+            raise ConfigError(
+                f"--text-encoder: {next(iter(given))} is none of the model's text encoders"
+            )
+
+    def _denoiser(self, name: str) -> None:
+        cls, config = self.index[name][-1], read_json(self.base / name / "config.json")
+        try:
+            converted = converted_denoiser(
+                denoiser_of(self.tensors), cls, config, self._expected(name)
+            )
+        except ConfigError as error:
+            raise ConfigError(f"{self.file} {error}") from error
+        self._write(name, converted, self.stored)
+
+    def _vae(self, name: str) -> None:
+        given = Path(self.request.vae)
+        if self.request.vae and given.is_dir():
+            inner = given / name if (given / name).is_dir() else given
+            if not (inner / "config.json").is_file():
+                raise ConfigError(f"--vae: {given} has no config.json")
+            (self.folder / name).symlink_to(inner.absolute())
+            return
+        stored = StoredTensors(given) if self.request.vae else self.stored
+        tensors = stored.tensors()
+        vae = vae_of(tensors) or (tensors if self.request.vae else {})
+        if not vae:
+            self._link_base(name, "--vae")
+            return
+        config = read_json(self.base / name / "config.json")
+        try:
+            converted = converted_vae(vae, self.index[name][-1], config, self._expected(name))
+        except ConfigError as error:
+            raise ConfigError(f"{stored.file} {error}") from error
+        self._write(name, converted, stored)
+
+    def _text_encoder(self, name: str, given: dict[Path, list[tuple[Tensors, Any]]]) -> None:
+        """Take the part from what is named for it, the file, or the base folder."""
+        expected, near = self._expected(name), ""
+        for path, candidates in given.items():
+            for tensors, source in candidates:
+                fit = text_encoder_fit(tensors, expected)
+                if fit == "":
+                    del given[path]
+                    if isinstance(source, Path):
+                        (self.folder / name).symlink_to(source)
+                    else:
+                        self._write(name, tensors, source)
+                    return
+                near = near or (f"--text-encoder: {path} {fit} ({name})" if fit else "")
+        for tensors in text_encoders_of(self.tensors):
+            if text_encoder_fit(tensors, expected) == "":
+                self._write(name, tensors, self.stored)
+                return
+        if near:
+            raise ConfigError(near)
+        self._link_base(name, "--text-encoder")
+
+    def _text_encoders(self) -> dict[Path, list[tuple[Tensors, Any]]]:
+        """Return the text encoders of each --text-encoder, with the folder or the file that they
+        are in.
+        """
+        given: dict[Path, list[tuple[Tensors, Any]]] = {}
+        for name in self.request.text_encoders:
+            path = Path(name)
+            if path.is_dir():
+                folders = [
+                    inner.absolute()
+                    for inner in (sorted(path.glob("text_encoder*")) or [path])
+                    if inner.is_dir()
+                ]
+                for folder in folders:
+                    files = weight_files(folder).files
+                    tensors: Tensors = {}
+                    for file in files:
+                        tensors |= StoredTensors(file).tensors()
+                    given[folder if len(folders) > 1 else path] = [(tensors, folder)]
+            else:
+                stored = StoredTensors(path)
+                tensors = dict(stored.tensors())
+                given[path] = [(each, stored) for each in text_encoders_of(tensors) or [tensors]]
+        return given
+
+    def _link_base(self, name: str, flag: str) -> None:
+        folder = self.base / name
+        if self.weights and not weight_files(folder).files:
+            raise ConfigError(
+                f"{flag}: is missing: {self.file} has no {name}, and {self.base} has no weights of "
+                "it; name a folder, a file or a hub id"
+            )
+        (self.folder / name).symlink_to(folder)
+
+    def _expected(self, name: str) -> dict[str, torch.Tensor]:
+        return shape_of(self.config, name).state_dict()
+
+    def _write(self, name: str, tensors: Tensors, stored: StoredTensors) -> None:
+        folder = self.folder / name
+        folder.mkdir()
+        for file in (self.base / name).glob("*.json"):
+            if not file.name.endswith(".index.json"):
+                (folder / file.name).symlink_to(file)
+        if not self.weights:
+            return
+        file = part_file(folder, self.index[name][0])
+        if stored.plain and tensors.keys() == stored.names:  # a text encoder's file
+            file.symlink_to(stored.file.absolute())
+            return
+        if stored.form in ("fp8", "fp8 scaled", "int8"):
+            print(f"{name}: {stored.file.name} is in {stored.form}; decoded to bf16 by layer")
+        write_tensors(file, tensors)
+
+
+def write_tensors(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write a safetensors file, computing one tensor at a time.
+
+    Raises:
+        ConfigError: the disk has too little room.
+    """
+    head = encode_header(
+        {name: (_NAMES[x.dtype], tuple(x.shape), x.nbytes) for name, x in tensors.items()},
+        {"format": "pt"},
+    )
+    needed = len(head) + sum(x.nbytes for x in tensors.values())
+    free = shutil.disk_usage(file.parent).free
+    if needed + _SPARE > free:
+        raise ConfigError(
+            f"{file.parent} is on a disk with {free / 2**30:.1f} GiB free; the converted weights "
+            f"take {needed / 2**30:.1f} GiB"
+        )
+    with file.open("wb") as opened:
+        opened.write(head)
+        for tensor in tensors.values():
+            for piece in _bytes(tensor):
+                opened.write(piece)
+
+
+def _bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
+    whole = tensor.values() if isinstance(tensor, RecordedTensor) else tensor
+    if whole.numel():
+        yield memoryview(whole.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def make_folder(request: CheckpointRequest) -> None:
+    """Write the folder of a request, which exists and is empty.
+
+    Raises:
+        ConfigError: the parts are damaged or do not fit; one sentence.
+    """
+    try:
+        _Maker(request).make()
+    except ValueError as error:  # variants of a folder
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{request.base} {error}") from error
+
+
+def main(argv: list[str]) -> int:
+    """Describe the file of a request, or write its folder."""
+    warnings.simplefilter("ignore")
+    request = msgspec.json.decode(Path(argv[1]).read_bytes(), type=CheckpointRequest)
+    try:
+        if request.folder:
+            make_folder(request)
+        else:
+            print(msgspec.json.encode(describe(Path(request.file))).decode())
+    except ConfigError as error:
+        print(f"maskserve serve: {str(error).removeprefix('[model] path: ')}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv))

@@ -1,0 +1,239 @@
+"""The parts of a model in a checkpoint file, by diffusers' key maps.
+
+A file holds a denoiser, and may hold a VAE and text encoders beside it, under prefixes:
+
+    model.diffusion_model.               the denoiser; or no prefix, where the file has nothing else
+    vae.  first_stage_model.             the VAE
+    text_encoders.NAME.transformer.      text encoders as transformers names their weights
+    cond_stage_model.transformer.  conditioner.embedders.0.transformer.          CLIP, the same
+    cond_stage_model.model.        conditioner.embedders.1.model.                OpenCLIP's names
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from maskserve_common.config import ConfigError
+from maskserve_common.files.safetensors_header import short
+
+Tensors = dict[str, torch.Tensor]
+"""Recorded tensors, or plain ones that a map adds."""
+
+_DENOISER = "model.diffusion_model."
+_VAE = ("vae.", "first_stage_model.")
+_TEXT = re.compile(
+    r"text_encoders\.[^.]+\.(transformer\.|model\.)?|cond_stage_model\.transformer\."
+    r"|conditioner\.embedders\.0\.transformer\."
+)
+_OPEN_CLIP = ("cond_stage_model.model.", "conditioner.embedders.1.model.")
+_OTHERS = (*_VAE, "text_encoders.", "cond_stage_model.", "conditioner.", "model_ema.")
+_CLASSES = {
+    "FluxTransformer2DModel": ("flux-dev", "flux-fill", "flux-depth", "flux-schnell"),
+    "Flux2Transformer2DModel": ("flux-2-dev",),
+    "Flux3Transformer2DModel": ("flux-3-image", "flux-3-image-distilled"),
+    "ChromaTransformer2DModel": ("chroma",),
+    "SD3Transformer2DModel": ("sd3", "sd35_large", "sd35_medium"),
+    "ZImageTransformer2DModel": ("z-image-turbo",),
+    "QwenImage21Transformer2DModel": ("qwen-image-2.1",),
+    "UNet2DConditionModel": (
+        "v1", "v2", "inpainting", "inpainting_v2", "xl_base", "xl_inpaint", "playground-v2-5",
+    ),
+}  # fmt: skip
+"""Classes of denoisers that are served, with diffusers' names of their checkpoints."""
+_QWEN_IMAGE, _QWEN_KEY = "QwenImageTransformer2DModel", "transformer_blocks.0.img_mod.1.weight"
+_UNET = "UNet2DConditionModel"
+_UNET_KEYS = ("input_blocks.0.0.weight", "time_embed.0.weight")
+_TIED = ("embed_tokens.weight", "shared.weight", "lm_head.weight", "position_ids")
+"""Weights of text encoders that may be those of others, and constants."""
+_COUNT = "num_batches_tracked"
+"""A constant that files may lack."""
+_VAE_MAPS = {"AutoencoderKLFlux2": "AutoencoderKL", "AutoencoderKLQwenImage": "AutoencoderKLWan"}
+"""VAEs whose files have the names of another class."""
+
+
+def denoiser_of(tensors: Mapping[str, torch.Tensor]) -> Tensors:
+    """Return the denoiser's tensors, without a prefix."""
+    prefixed = {
+        name.removeprefix(_DENOISER): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(_DENOISER)
+    }
+    return prefixed or {
+        name.removeprefix("diffusion_model.").removeprefix("transformer."): tensor
+        for name, tensor in tensors.items()
+        if not name.startswith(_OTHERS)
+    }
+
+
+def denoiser_class(denoiser: Mapping[str, torch.Tensor]) -> tuple[str, str]:
+    """Return the class of a denoiser and the hub id of diffusers' folder for it, by names and
+    shapes.
+
+    Returns:
+        An empty id where the names fit several models; an empty class where they are those of
+        diffusers, or of no denoiser.
+
+    Raises:
+        ConfigError: its class is not served; the text ends a sentence about the file.
+    """
+    from diffusers.loaders import single_file_utils
+
+    if _QWEN_KEY in denoiser:
+        return _QWEN_IMAGE, ""
+    named = {f"{_DENOISER}{name}": tensor for name, tensor in denoiser.items()}
+    kind = single_file_utils.infer_diffusers_model_type({**named, **denoiser})
+    if kind == "v1" and not all(name in denoiser for name in _UNET_KEYS):
+        return "", ""
+    for cls, kinds in _CLASSES.items():
+        if kind in kinds:
+            source = single_file_utils.DIFFUSERS_DEFAULT_PIPELINE_PATHS[kind]
+            return cls, str(source["pretrained_model_name_or_path"])
+    raise ConfigError(f"is a checkpoint of {kind}, which is not served; served: {_served()}")
+
+
+def _served() -> str:
+    return ", ".join([*_CLASSES, _QWEN_IMAGE])
+
+
+def converted_denoiser(
+    denoiser: Tensors, cls: str, config: Mapping[str, Any], expected: Mapping[str, torch.Tensor]
+) -> Tensors:
+    """Return a denoiser under diffusers' names.
+
+    Args:
+        denoiser: its tensors, without a prefix.
+        cls: name of its class in diffusers.
+        config: its config.json.
+        expected: tensors of the model that the config describes.
+
+    Raises:
+        ConfigError: it is not such a model; the text ends a sentence about the file.
+    """
+    if denoiser.keys() == expected.keys():
+        return _checked(denoiser, expected)
+    known, _ = denoiser_class(denoiser)
+    if known and known != cls:
+        raise ConfigError(f"is a {known} by its tensors' names; expected: {cls}")
+    if not known:
+        missing = sorted(expected.keys() - denoiser.keys())
+        raise ConfigError(f"is not a checkpoint of {cls}: it has no {missing[0]}")
+    if cls == _UNET:  # its map looks for the prefix
+        denoiser = {f"{_DENOISER}{name}": tensor for name, tensor in denoiser.items()}
+    return _checked(_mapped(cls, denoiser, config), expected)
+
+
+def vae_of(tensors: Mapping[str, torch.Tensor]) -> Tensors:
+    """Return the VAE's tensors of a checkpoint, without a prefix; none: it has no VAE."""
+    return {
+        name.removeprefix(prefix): tensor
+        for prefix in _VAE
+        for name, tensor in tensors.items()
+        if name.startswith(prefix)
+    }
+
+
+def converted_vae(
+    vae: Tensors, cls: str, config: Mapping[str, Any], expected: Mapping[str, torch.Tensor]
+) -> Tensors:
+    """Return a VAE under diffusers' names; arguments and errors as in `converted_denoiser`."""
+    if vae.keys() >= expected.keys():
+        return _checked(vae, expected)
+    statistics = {name: tensor for name, tensor in vae.items() if name.startswith("bn.")}
+    return _checked({**_mapped(_VAE_MAPS.get(cls, cls), vae, config), **statistics}, expected)
+
+
+def text_encoders_of(tensors: Mapping[str, torch.Tensor]) -> list[Tensors]:
+    """Return the text encoders of a checkpoint, under transformers' names."""
+    by_prefix: dict[str, Tensors] = {}
+    for name, tensor in tensors.items():
+        if match := _TEXT.match(name):
+            by_prefix.setdefault(match[0], {})[name[match.end() :]] = tensor
+    return [*by_prefix.values(), *_open_clip(tensors)]
+
+
+def _open_clip(tensors: Mapping[str, torch.Tensor]) -> Iterable[Tensors]:
+    from diffusers.loaders.single_file_utils import convert_open_clip_checkpoint
+
+    for prefix in _OPEN_CLIP:
+        embedding = tensors.get(f"{prefix}token_embedding.weight")
+        if embedding is not None:  # the map asks its model only for a width
+            model = SimpleNamespace(config=SimpleNamespace(hidden_size=embedding.shape[-1]))
+            yield convert_open_clip_checkpoint(model, dict(tensors), prefix=prefix)
+
+
+def text_encoder_fit(
+    encoder: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
+) -> str | None:
+    """Compare a text encoder with a part of the model.
+
+    Returns:
+        Empty: it is this part. None: it is another model. Otherwise how it differs, as the end of a
+        sentence about the file.
+    """
+    tensors = {_bare(name): tensor for name, tensor in encoder.items()}
+    wanted = {_bare(name): tensor for name, tensor in expected.items()}
+    shared = tensors.keys() & wanted.keys()
+    if 2 * len(shared) < len(wanted):
+        return None
+    for name in sorted(shared):
+        if tensors[name].shape != wanted[name].shape:
+            shapes = (list(tensors[name].shape), list(wanted[name].shape))
+            return f"has {short(name)} of shape {shapes[0]}; the model's has {shapes[1]}"
+    for name in sorted(wanted.keys() - shared):
+        if not name.endswith(_TIED):
+            return f"has no {short(name)}, which the model's has"
+    return ""
+
+
+def _bare(name: str) -> str:
+    """Return a weight's name without the wrappers that versions of transformers differ in."""
+    wrappers = ("model", "text_model", "language_model", "transformer")
+    return ".".join(word for word in name.split(".") if word not in wrappers)
+
+
+def _mapped(cls: str, tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
+    from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
+
+    if cls not in SINGLE_FILE_LOADABLE_CLASSES:
+        raise ConfigError(f"has no {cls} under diffusers' names, and diffusers maps no others")
+    convert: Callable[..., Tensors] = SINGLE_FILE_LOADABLE_CLASSES[cls]["checkpoint_mapping_fn"]
+    try:
+        return convert(checkpoint=dict(tensors), config=dict(config))
+    except KeyError as error:
+        raise ConfigError(
+            f"is not a whole checkpoint of {cls}: it has no {error.args[0]}"
+        ) from error
+    except (IndexError, ValueError, RuntimeError, TypeError, AttributeError) as error:
+        why = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ConfigError(f"is not a checkpoint of {cls}: {why}") from error
+
+
+def _checked(tensors: Tensors, expected: Mapping[str, torch.Tensor]) -> Tensors:
+    """Return the expected ones of these tensors.
+
+    Raises:
+        ConfigError: one is missing or has another shape.
+    """
+    for name, tensor in expected.items():
+        if name not in tensors and name.endswith(_COUNT):
+            tensors = {**tensors, name: torch.zeros(tensor.shape, dtype=torch.int64)}
+        if name not in tensors:
+            raise ConfigError(f"has no tensor for {short(name)}; expected: {list(tensor.shape)}")
+        if tensors[name].shape != tensor.shape:
+            raise ConfigError(
+                f"has shape {list(tensors[name].shape)} for {short(name)}; expected: "
+                f"{list(tensor.shape)}, by the folder with the model's parts"
+            )
+    return {name: tensors[name] for name in expected}
+
+
+def part_file(folder: Path, library: str) -> Path:
+    """Return the weights' file of a part's folder, as the library names it."""
+    name = "model" if library == "transformers" else "diffusion_pytorch_model"
+    return folder / f"{name}.safetensors"
