@@ -19,6 +19,7 @@ COMMANDS = {
     "router": "edits.router_overhead",
     "every_edit": "edits.every_edit",
     "fuzz_headers": "edits.fuzz_headers",
+    "convert_checkpoint": "edits.convert_checkpoint",
     # Load.
     "end_to_end": "rivals.end_to_end",
     "perf_analyzer": "perf.command",
