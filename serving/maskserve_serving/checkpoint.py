@@ -29,7 +29,7 @@ _FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class CheckpointParts:
-    """What stands beside a checkpoint file, as flags name it."""
+    """The parts beside a checkpoint file, as flags name it."""
 
     base: str = ""
     text_encoders: tuple[str, ...] = ()

@@ -322,7 +322,7 @@ class ServeOptions:
 
     @property
     def checkpoint_parts(self) -> CheckpointParts:
-        """What stands beside a checkpoint file."""
+        """The parts beside a checkpoint file."""
         return CheckpointParts(
             self.base, self.text_encoders, self.vae, self.cache_dir / "models", self.report
         )

@@ -91,7 +91,7 @@ class _Maker:
         denoiser = next((name for name in DENOISERS if name in self.index), "")
         if not denoiser:
             raise ConfigError(f"{self.base} has no denoiser in its index")
-        given = self._text_encoders()
+        encoders = self._text_encoders()
         for name, value in self.index.items():
             if not isinstance(value, list) or not value[0]:
                 continue
@@ -100,12 +100,12 @@ class _Maker:
             elif name == "vae":
                 self._vae(name)
             elif name.startswith("text_encoder"):
-                self._text_encoder(name, given)
+                self._text_encoder(name, encoders)
             elif (self.base / name).is_dir():
                 (self.folder / name).symlink_to(self.base / name)
-        if given:
+        if encoders:
             raise ConfigError(
-                f"--text-encoder: {next(iter(given))} is none of the model's text encoders"
+                f"--text-encoder: {next(iter(encoders))} is none of the model's text encoders"
             )
 
     def _denoiser(self, name: str) -> None:
@@ -119,14 +119,14 @@ class _Maker:
         self._write(name, converted, self.stored)
 
     def _vae(self, name: str) -> None:
-        given = Path(self.request.vae)
-        if self.request.vae and given.is_dir():
-            inner = given / name if (given / name).is_dir() else given
+        vae_path = Path(self.request.vae)
+        if self.request.vae and vae_path.is_dir():
+            inner = vae_path / name if (vae_path / name).is_dir() else vae_path
             if not (inner / "config.json").is_file():
-                raise ConfigError(f"--vae: {given} has no config.json")
+                raise ConfigError(f"--vae: {vae_path} has no config.json")
             (self.folder / name).symlink_to(inner.absolute())
             return
-        stored = StoredTensors(given) if self.request.vae else self.stored
+        stored = StoredTensors(vae_path) if self.request.vae else self.stored
         tensors = stored.tensors()
         vae = vae_of(tensors) or (tensors if self.request.vae else {})
         if not vae:
@@ -139,14 +139,14 @@ class _Maker:
             raise ConfigError(f"{stored.file} {error}") from error
         self._write(name, converted, stored)
 
-    def _text_encoder(self, name: str, given: dict[Path, list[tuple[Tensors, Any]]]) -> None:
+    def _text_encoder(self, name: str, encoders: dict[Path, list[tuple[Tensors, Any]]]) -> None:
         """Take the part from what is named for it, the file, or the base folder."""
         expected, near = self._expected(name), ""
-        for path, candidates in given.items():
+        for path, candidates in encoders.items():
             for tensors, source in candidates:
                 fit = text_encoder_fit(tensors, expected)
                 if fit == "":
-                    del given[path]
+                    del encoders[path]
                     if isinstance(source, Path):
                         (self.folder / name).symlink_to(source)
                     else:
@@ -165,7 +165,7 @@ class _Maker:
         """Return the text encoders of each --text-encoder, with the folder or the file that they
         are in.
         """
-        given: dict[Path, list[tuple[Tensors, Any]]] = {}
+        encoders: dict[Path, list[tuple[Tensors, Any]]] = {}
         for name in self.request.text_encoders:
             path = Path(name)
             if path.is_dir():
@@ -179,12 +179,14 @@ class _Maker:
                     tensors: Tensors = {}
                     for file in files:
                         tensors |= StoredTensors(file).tensors()
-                    given[folder if len(folders) > 1 else path] = [(tensors, folder)]
+                    encoders[folder if len(folders) > 1 else path] = [(tensors, folder)]
             else:
                 stored = StoredTensors(path)
                 tensors = dict(stored.tensors())
-                given[path] = [(each, stored) for each in text_encoders_of(tensors) or [tensors]]
-        return given
+                encoders[path] = [
+                    (encoder, stored) for encoder in text_encoders_of(tensors) or [tensors]
+                ]
+        return encoders
 
     def _link_base(self, name: str, flag: str) -> None:
         folder = self.base / name

@@ -177,15 +177,15 @@ def text_encoder_fit(
         sentence about the file.
     """
     tensors = {_bare(name): tensor for name, tensor in encoder.items()}
-    wanted = {_bare(name): tensor for name, tensor in expected.items()}
-    shared = tensors.keys() & wanted.keys()
-    if 2 * len(shared) < len(wanted):
+    model_tensors = {_bare(name): tensor for name, tensor in expected.items()}
+    shared = tensors.keys() & model_tensors.keys()
+    if 2 * len(shared) < len(model_tensors):
         return None
     for name in sorted(shared):
-        if tensors[name].shape != wanted[name].shape:
-            shapes = (list(tensors[name].shape), list(wanted[name].shape))
+        if tensors[name].shape != model_tensors[name].shape:
+            shapes = (list(tensors[name].shape), list(model_tensors[name].shape))
             return f"has {short(name)} of shape {shapes[0]}; the model's has {shapes[1]}"
-    for name in sorted(wanted.keys() - shared):
+    for name in sorted(model_tensors.keys() - shared):
         if not name.endswith(_TIED):
             return f"has no {short(name)}, which the model's has"
     return ""

@@ -34,17 +34,17 @@ def bases(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-
     return cache(lambda model: FAMILIES[model](root / model))
 
 
-def made(folder: Path, file: Path, base: Path, **parts: object) -> Path:
+def folder_of(folder: Path, file: Path, base: Path, **parts: object) -> Path:
     folder.mkdir()
     make_folder(CheckpointRequest(str(file), str(base), folder=str(folder), **parts))  # type: ignore[arg-type]
     return folder
 
 
-def assert_near(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], error: float):  # type: ignore[no-untyped-def]
-    assert found.keys() == wanted.keys()
-    for name, tensor in wanted.items():
+def assert_near(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], error: float):  # type: ignore[no-untyped-def]
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
         bound = error * float(tensor.abs().max())
-        assert float((found[name].float() - tensor.float()).abs().max()) <= bound, name
+        assert float((actual[name].float() - tensor.float()).abs().max()) <= bound, name
 
 
 @pytest.mark.parametrize("model", LAYOUTS)
@@ -59,7 +59,7 @@ def test_a_checkpoint_has_the_weights_of_its_folder(
     file = write_checkpoint(model, base, tmp_path / "it.safetensors", form)
     description = describe(file)
     assert (description.cls, description.form) == (CLASSES[model], form)
-    folder = made(tmp_path / "out", file, base)
+    folder = folder_of(tmp_path / "out", file, base)
     assert_near(
         weights_of(folder / "transformer"), weights_of(base / "transformer"), FORMS[form][1]
     )
@@ -73,7 +73,7 @@ def test_names_without_a_prefix_and_newer_names_of_scales(bases, tmp_path: Path)
     tensors = fp8_scaled(z_image(weights_of(base / "transformer")), "weight_scale")
     tensors.pop("scaled_fp8")
     save_file(tensors, tmp_path / "it.safetensors")
-    folder = made(tmp_path / "out", tmp_path / "it.safetensors", base)
+    folder = folder_of(tmp_path / "out", tmp_path / "it.safetensors", base)
     assert_near(weights_of(folder / "transformer"), weights_of(base / "transformer"), 2.0**-3)
 
 
@@ -89,7 +89,7 @@ def test_shards_are_one_checkpoint(bases, tmp_path: Path) -> None:  # type: igno
         )
     index = tmp_path / "it.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": weight_map}))
-    folder = made(tmp_path / "out", index, base)
+    folder = folder_of(tmp_path / "out", index, base)
     assert_near(weights_of(folder / "transformer"), weights_of(base / "transformer"), 0.0)
     index.write_text(json.dumps({"weight_map": {"a": "../it.safetensors"}}))
     with pytest.raises(ConfigError, match=r"names ../it.safetensors; expected: files beside it"):
@@ -110,10 +110,10 @@ def test_parts_beside_and_inside_the_file(bases, tmp_path: Path) -> None:  # typ
         else:
             (bare / child.name).symlink_to(child)
     with pytest.raises(ConfigError, match=r"is missing: .*has no (vae|text_encoder), and"):
-        made(tmp_path / "none", file, bare)
+        folder_of(tmp_path / "none", file, bare)
     text, vae = (weights_of(base / name) for name in ("text_encoder", "vae"))
     save_file(text, tmp_path / "text.safetensors")
-    named = made(
+    named = folder_of(
         tmp_path / "named", file, bare, text_encoders=(str(tmp_path / "text.safetensors"),),
         vae=str(base / "vae"),
     )  # fmt: skip
@@ -123,7 +123,7 @@ def test_parts_beside_and_inside_the_file(bases, tmp_path: Path) -> None:  # typ
         {**{name: x.values() for name, x in StoredTensors(file).tensors().items()}, **inside},
         tmp_path / "all.safetensors",
     )
-    whole = made(tmp_path / "whole", tmp_path / "all.safetensors", bare)
+    whole = folder_of(tmp_path / "whole", tmp_path / "all.safetensors", bare)
     for folder in (named, whole):
         assert_near(weights_of(folder / "text_encoder"), text, 0.0)
         assert_near(weights_of(folder / "vae"), vae, 0.0)
@@ -138,7 +138,7 @@ def test_a_text_encoder_of_another_width_is_refused(bases, tmp_path: Path) -> No
     }
     save_file(text, tmp_path / "wide.safetensors")
     with pytest.raises(ConfigError, match=r"wide.safetensors has .* of shape .*; the model's has"):
-        made(tmp_path / "out", file, base, text_encoders=(str(tmp_path / "wide.safetensors"),))
+        folder_of(tmp_path / "out", file, base, text_encoders=(str(tmp_path / "wide.safetensors"),))
 
 
 def test_a_file_of_another_family_is_refused(bases, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
@@ -148,7 +148,7 @@ def test_a_file_of_another_family_is_refused(bases, tmp_path: Path) -> None:  # 
         match=r"it.safetensors is a Flux2Transformer2DModel by its tensors' names; "
         "expected: ZImageTransformer2DModel",
     ):
-        made(tmp_path / "out", file, bases("z-image"))
+        folder_of(tmp_path / "out", file, bases("z-image"))
 
 
 @pytest.mark.parametrize(
