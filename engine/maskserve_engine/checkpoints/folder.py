@@ -182,7 +182,7 @@ class _Maker:
                     encoders[folder if len(folders) > 1 else path] = [(tensors, folder)]
             else:
                 stored = StoredTensors(path)
-                tensors = dict(stored.tensors())
+                tensors = stored.tensors()
                 encoders[path] = [
                     (encoder, stored) for encoder in text_encoders_of(tensors) or [tensors]
                 ]
@@ -244,7 +244,7 @@ def write_tensors(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 def _bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
     whole = tensor.values() if isinstance(tensor, RecordedTensor) else tensor
     if whole.numel():
-        yield memoryview(whole.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+        yield whole.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def make_folder(request: CheckpointRequest) -> None:

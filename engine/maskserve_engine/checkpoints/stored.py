@@ -109,7 +109,7 @@ class StoredTensors:
             self._places[name].place.dtype not in _EIGHT_BITS for name in self.names
         ) and len(self.names) == len(self._places)
 
-    def tensors(self) -> dict[str, RecordedTensor]:
+    def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors by name, decoded; the names of scales are left out."""
         return {name: self._recorded(name) for name in sorted(self.names)}
 
