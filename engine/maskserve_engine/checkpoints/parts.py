@@ -53,8 +53,6 @@ _TIED = ("embed_tokens.weight", "shared.weight", "lm_head.weight", "position_ids
 """Weights of text encoders that may be those of others, and constants."""
 _COUNT = "num_batches_tracked"
 """A constant that files may lack."""
-_VAE_MAPS = {"AutoencoderKLFlux2": "AutoencoderKL", "AutoencoderKLQwenImage": "AutoencoderKLWan"}
-"""VAEs whose files have the names of another class."""
 
 
 def denoiser_of(tensors: Mapping[str, torch.Tensor]) -> Tensors:
@@ -144,8 +142,7 @@ def converted_vae(
     """Return a VAE under diffusers' names; arguments and errors as in `converted_denoiser`."""
     if vae.keys() >= expected.keys():
         return _checked(vae, expected)
-    statistics = {name: tensor for name, tensor in vae.items() if name.startswith("bn.")}
-    return _checked({**_mapped(_VAE_MAPS.get(cls, cls), vae, config), **statistics}, expected)
+    return _checked(_mapped(cls, vae, config), expected)
 
 
 def text_encoders_of(tensors: Mapping[str, torch.Tensor]) -> list[Tensors]:
