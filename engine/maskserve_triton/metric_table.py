@@ -61,6 +61,7 @@ _WAIT = (0.005, 0.025, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 3
 _EDIT = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0)
 _SHARE = (0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 _RATIO = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+_ERROR = (0.005, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
 _DRIFT = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.25, 0.3, 0.5, 0.75, 1.0)
 
 ENGINE_METRICS = {
@@ -143,6 +144,10 @@ ENGINE_METRICS = {
         _DRIFT,
         "template",
         first="other",
+    ),
+    "refresh_error": _histogram(
+        "Mean relative error of an edit's lookaheads at its refresh steps, of edits that had some.",
+        _ERROR,
     ),
     "step_prediction_error": _histogram(
         "Error of a plan's predicted step time, as a share of the step time.", _SHARE

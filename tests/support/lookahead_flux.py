@@ -183,6 +183,17 @@ class LookaheadFlux:
             velocity[:, idle] = (last + times * (last - before))[:, idle]
         return (velocity,)
 
+    def errors(self) -> dict[int, float]:
+        """Relative difference between each lookahead's velocity and the model's at its refresh
+        step, over the computed tokens.
+        """
+        errors = {}
+        for sigma, ahead in self.velocities[1:] if self.schedule.looks_ahead else ():
+            step = self.sigmas.index(sigma)
+            expected, foreseen = self.answers[step][:, self.active], ahead[:, self.active]
+            errors[step] = float((expected - foreseen).norm() / expected.norm())
+        return errors
+
     def _begin(self, inputs: dict[str, Any]) -> Tensor:
         self.step += 1
         return self._idle(inputs)

@@ -53,9 +53,7 @@ class Ahead:
         """
         then = float(self._scheduler.timesteps[to])
         (signal, share), (new, rest) = (self._levels(at) for at in (timestep, then))
-        guided = answer[-1]
-        if len(answer) > 1:
-            guided = answer[0] + self._guidance * (answer[1] - answer[0])
+        guided = self.guided(answer)
         latents = last[0, : answer.shape[1]]
         if self._scheduler.config.prediction_type == "v_prediction":
             clean, noise = signal * latents - share * guided, signal * guided + share * latents
@@ -69,6 +67,12 @@ class Ahead:
         whole = last.clone()
         whole[:, : answer.shape[1]] = moved
         return whole, then
+
+    def guided(self, answer: Tensor) -> Tensor:
+        """[C, h, w] of the model's [passes, C, h, w]."""
+        if len(answer) == 1:
+            return answer[0]
+        return answer[0] + self._guidance * (answer[1] - answer[0])
 
     def _levels(self, timestep: float) -> tuple[float, float]:
         alphas_cumprod = float(self._scheduler.alphas_cumprod[int(timestep)])
@@ -106,6 +110,10 @@ class LookaheadUnet:
         self.residuals: dict[str, Any] = {}
         """A ControlNet's residuals for the lookahead call."""
         self.refreshed: dict[str, list[tuple[float, Tensor]]] = {}
+        self.foreseen: dict[int, Tensor] = {}
+        """Guided answers of the lookaheads, by refresh step."""
+        self.errors: dict[int, float] = {}
+        """Relative difference between these and the model's answers, over the computed tokens."""
         self.idle: dict[int, Tensor] = {}
         self.boxes: dict[tuple[int, int], Tensor] = {}
         for level, ids in active.items():
@@ -171,6 +179,8 @@ class LookaheadUnet:
             *self.ahead.sample(self.ahead.steps[self.step], *self.last), *args, **named
         )
         self.looks = False
+        if isinstance(answered, Tensor):  # a ControlNet's answers are residuals
+            self.foreseen[self.ahead.steps[self.step]] = self.ahead.guided(answered)
         return answered
 
     def forward(self, sample: Tensor, timestep: Any, *args: Any, **named: Any) -> Any:
@@ -179,6 +189,11 @@ class LookaheadUnet:
             self.look(*args, **{**named, **self.residuals})
         answer = self.answered(sample, float(timestep), *args, **named)
         self.last = sample, answer, float(timestep)
+        if self.ahead is not None and self.step in self.foreseen:
+            computed = ~self.idle[answer.shape[2] * answer.shape[3]].view(answer.shape[2:])
+            guided = self.ahead.guided(answer) * computed
+            missed = guided - self.foreseen[self.step] * computed
+            self.errors[self.step] = float(missed.norm() / guided.norm())
         return (answer,)
 
     def _tokens(self, name: str) -> Any:

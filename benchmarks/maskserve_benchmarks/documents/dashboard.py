@@ -242,6 +242,12 @@ ROWS: dict[str, Sequence[Panel]] = {
             "Of cached edits that were repeated without the cache (audit_share).",
         ),
         Panel(
+            "Refresh error",
+            "percentunit",
+            _quantiles("refresh_error"),
+            "Mean error of an edit's lookaheads at its refresh steps.",
+        ),
+        Panel(
             "Cache faults and audits",
             "ops",
             {

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from maskserve_common.contracts.tiers import DEVICE, HOST
 from maskserve_engine.batch.cache_parts import CacheParts
+from maskserve_engine.batch.lookahead_errors import LookaheadErrors
 from maskserve_engine.batch.packing import RowInput
 from maskserve_engine.cache.entries import PARTS, Coded, encode
 from maskserve_engine.cache.host_cache import HostCache
@@ -219,6 +220,8 @@ class StepCache:
         self._corrections = CacheParts[_Correction]()
         self.out_of_memory = False
         """Whether something of it was dropped for lack of memory."""
+        self.errors = LookaheadErrors()
+        """Errors of the lookaheads; those of a row are in the step cache of its first pass."""
         self._line = AnchorLine((), plan.power)
         """Line through the complete refresh steps."""
         self._at = 0.0
@@ -266,6 +269,7 @@ class StepCache:
         ):
             parts.host, parts.on_host = parts_before.host, parts_before.on_host
         self.out_of_memory = before.out_of_memory
+        self.errors = before.errors.begun_anew()
 
     def hosts(self, *, reads: bool = True) -> list[HostCache]:
         """Return the places in host memory from which a step reads.
@@ -640,6 +644,14 @@ class _RowCaches:
     def out_of_memory(self) -> bool:
         """Whether the row has computed all tokens because a cache found no memory."""
         return any(step_cache.out_of_memory for step_cache in self._caches)
+
+    @property
+    def refresh_errors(self) -> Mapping[int, float]:
+        """Errors of the row's lookaheads (`LookaheadErrors`)."""
+        errors: dict[int, float] = {}
+        for step_cache in self._caches:
+            errors.update(step_cache.errors.by_step())
+        return errors
 
     def lose(self) -> None:
         """Give up the caches, which do not arrive from host memory."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from maskserve_common.contracts.keys import Anchor
 from maskserve_engine.base.device_clock import Span
@@ -30,6 +31,7 @@ class EntryReader:
     """
 
     out_of_memory = False
+    refresh_errors: Mapping[int, float] = MappingProxyType({})
 
     def __init__(
         self,

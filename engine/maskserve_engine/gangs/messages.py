@@ -66,6 +66,7 @@ class EntryLoads:
     loaded: dict[str, int]
     stalled: float
     out_of_memory: bool
+    refresh_errors: dict[int, float]
 
 
 class RowPlace(NamedTuple):

@@ -287,7 +287,12 @@ class Rank:
             self.release(row)
             entry_loads = None
             if loads is not None:
-                entry_loads = EntryLoads(dict(loads.loaded), loads.stalled, loads.out_of_memory)
+                entry_loads = EntryLoads(
+                    dict(loads.loaded),
+                    loads.stalled,
+                    loads.out_of_memory,
+                    dict(loads.refresh_errors),
+                )
             return RowAfter(step, None, result, entry_loads)
         carried = self._local.position(row)[1] if reports else None
         preview_every = spec.job.request.settings.preview_every

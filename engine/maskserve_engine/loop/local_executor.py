@@ -535,6 +535,13 @@ class _RowLoads:
     def out_of_memory(self) -> bool:
         return any(reader.out_of_memory for reader in self.readers)
 
+    @property
+    def refresh_errors(self) -> Mapping[int, float]:
+        errors: dict[int, float] = {}
+        for reader in self.readers:
+            errors.update(reader.refresh_errors)
+        return errors
+
 
 def _is_lost(handle: Entry | None) -> bool:
     return handle is not None and handle.load.lost is not None

@@ -144,6 +144,13 @@ class RowLoads(Protocol):
         """Whether steps computed more tokens because a step cache found no memory."""
         ...
 
+    @property
+    def refresh_errors(self) -> Mapping[int, float]:
+        """Relative errors of its lookaheads, by refresh step; known when the device has done its
+        steps.
+        """
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class StepInput:

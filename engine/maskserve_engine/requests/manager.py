@@ -19,6 +19,7 @@ from maskserve_common.errors import (
     MaskserveError,
     guarded,
 )
+from maskserve_common.observations import Observations
 from maskserve_common.resources.loading import Kind, Loadable, Loaded
 from maskserve_common.resources.residency import Resource
 from maskserve_common.status import RowStatus
@@ -71,8 +72,8 @@ def overflowed(step: int) -> EngineFailed:
 class RequestManager:
     """Holds every accepted edit and every template being primed, from acceptance to its end.
 
-    `adapters` are the edits' LoRAs and ControlNets, `in_time` refuses edits that would be late, and
-    `primings` is None where all edits run dense.
+    `adapters` are the edits' LoRAs and ControlNets, `in_time` refuses edits that would be late,
+    `primings` is None where all edits run dense, and `observations` get the edits' refresh errors.
     """
 
     def __init__(
@@ -86,10 +87,11 @@ class RequestManager:
         audits: Audits,
         in_time: InTime,
         primings: Primings | None,
+        observations: Observations,
     ) -> None:
         self.adapter, self.executor, self.output = adapter, executor, output
         self.adapters, self.audits, self.in_time = adapters, audits, in_time
-        self.primings = primings
+        self.primings, self._observations = primings, observations
         self._worker, self._model = config.worker, model_name(config)
         self._dtype = str(dtype_of(config)).removeprefix("torch.")
         self._table = table
@@ -192,6 +194,8 @@ class RequestManager:
             array = latents.array()  # waits for its steps
             if not latents.finite():
                 return Failed(overflowed(edit.work.steps), edit.timeline())
+            if edit.refresh_error is not None:
+                self._observations.add("refresh_error", edit.refresh_error)
             return FinalEvent(array, edit.final_meta(self._worker, self._model), edit.timeline())
 
         lost = Failed(EngineFailed("the result did not come from the device"), edit.timeline())

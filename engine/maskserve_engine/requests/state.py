@@ -639,6 +639,7 @@ class RequestState:
             **self.controls.meta(),
             **({"dense_for": dense_for} if dense_for else {}),
             **self._dense_steps(),
+            **self._refresh_errors(),
             **self._work(self.work.steps),
             "timings_ms": {
                 **request.timings_ms,
@@ -655,6 +656,19 @@ class RequestState:
             return {"dense_steps": len(self.tally.dense), "anchors": self.tally.dense, **of_text}
         first = {"dense_steps": self.plan.dense_steps} if self.plan.dense_steps else {}
         return first if template_refresh is None else {**first, **of_text}
+
+    @property
+    def refresh_error(self) -> float | None:
+        """Mean relative error of its lookaheads, once its row has ended; None: it had none."""
+        errors = {} if self.loads is None else self.loads.refresh_errors
+        return sum(errors.values()) / len(errors) if errors else None
+
+    def _refresh_errors(self) -> dict[str, Any]:
+        mean = self.refresh_error
+        if mean is None or self.loads is None:
+            return {}
+        by_step = {str(step): round(e, 5) for step, e in self.loads.refresh_errors.items()}
+        return {"refresh_error": round(mean, 5), "refresh_errors": by_step}
 
     def go(self, plan: ExecutionPlan, adapter: Adapter) -> None:
         """Set the execution plan, and with it the work and the reuse levels."""

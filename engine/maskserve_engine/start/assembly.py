@@ -264,7 +264,16 @@ def assemble(
     request_table = RequestTable(scheduler, residency, degrees.of if degrees else on_one_device)
     in_time = InTime(config, prices.measured)
     manager = RequestManager(
-        config, adapter, step_executor, output, request_table, adapters, audits, in_time, primings
+        config,
+        adapter,
+        step_executor,
+        output,
+        request_table,
+        adapters,
+        audits,
+        in_time,
+        primings,
+        observations,
     )
     runner = StepRunner(
         config,

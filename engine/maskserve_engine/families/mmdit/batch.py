@@ -128,6 +128,9 @@ class FlowBatch(ReusableBatch[Row, W]):
         self._steered = tuple(
             [row for row in rows if isinstance(row, FlowRow) and row.schedule.moves]
         )
+        self._refreshing = tuple(
+            [row for row in rows if isinstance(row, FlowRow) and row.step_cache is not None]
+        )
         needs_eager = self.packed.residuals or self.packed.sees_fixed or self.packed.primes
         narrow = self.packed.layout.narrow
         longest = max(end - begin for begin, end in narrow.all_keys.k_spans)
@@ -188,6 +191,8 @@ class FlowBatch(ReusableBatch[Row, W]):
             self._guide(velocity)
         if self._still is not None:  # after guidance, whose rule may divide by an answer's length
             velocity.index_fill_(0, self._still, 0.0)
+        for refreshing in self._refreshing:
+            refreshing.arrive(velocity)
         for steered in self._steered:
             steered.steer(velocity)
         with one_cpu_thread():  # so short an operation is done before a second thread has woken

@@ -443,6 +443,14 @@ class FlowRow:
         """Lookahead of the next step, as it was packed."""
         return None if self.packed is None else self.packed.lookahead
 
+    def arrive(self, velocity: Tensor) -> None:
+        """Compare the model's answer, [N, 4C] of the whole batch, with a lookahead's, if one was
+        computed for this step.
+        """
+        assert self.packed is not None
+        if self.step_cache is not None:
+            self.step_cache.errors.arrive(self.step, velocity[self.packed.place])
+
     def steer(self, velocity: Tensor) -> None:
         """Replace the model's answer, [N, 4C] of the whole batch, by the velocity that takes the
         latents where the multistep sampler takes them. Tokens that only some steps compute keep the
@@ -487,6 +495,8 @@ class FlowRow:
         walk, ahead = self.schedule.walk[self.step], packed.lookahead
         if ahead is not None:
             self._passed(self.schedule.walk[ahead.step].sigma)
+            begin = ahead.place.start
+            cache.errors.foresee(ahead.step, moves[begin : begin + len(self.masked)])
         elif not self.reads_step_cache and (cache.text or self.refreshes):
             self._passed(walk.sigma)
         left_out = self._left_out

@@ -283,6 +283,8 @@ class UnetRow:
     def advance(self, state: Tensor, model_input: Tensor, answer: Tensor) -> None:
         """Record a completed step; all tensors are kept. `answer` is guided."""
         self.state, self._input, self.answer = state, model_input, answer
+        if self.anchors and self.step in self.anchors[0].plan.anchors:
+            self.anchors[0].errors.arrive(self.step, self._computed(answer))
         anchor = self.step if self.entry is None else self.lookahead
         if anchor == self.step:
             self.leave(anchor, answer)
@@ -290,6 +292,15 @@ class UnetRow:
             for step_cache in self.anchors:
                 step_cache.passed(self.sigma_at(anchor))
         self.step += 1
+
+    def foresee(self, anchor: int, answer: Tensor) -> None:
+        """Keep a lookahead's guided answer, to compare with the model's at the refresh step."""
+        self.anchors[0].errors.foresee(anchor, self._computed(answer))
+
+    def _computed(self, answer: Tensor) -> Tensor:
+        """Return [C, h, w] `answer` with zeros outside of the computed tokens."""
+        assert self.inactive is not None, "a dense row has no refresh steps"
+        return answer * self.inactive.mask
 
     def leave(self, anchor: int, answer: Tensor) -> None:
         """Keep the surroundings of the tile and the guided `answer` of a refresh step, if there is
@@ -401,6 +412,7 @@ class UnetLookahead:
             [away] = negative_answers
             answer = away + guidance.scale * (answer.float() - away)
         self.row.leave(self.anchor, answer)
+        self.row.foresee(self.anchor, answer)
 
 
 @dataclass(slots=True)

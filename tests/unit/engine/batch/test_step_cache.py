@@ -113,6 +113,22 @@ def test_tokens_left_out_go_on_by_the_velocity_that_anchors_foretell() -> None:
         assert torch.allclose(outside.latents_now, expected, atol=1e-6), step
 
 
+def test_lookaheads_of_a_cache_that_is_begun_anew_are_forgotten_and_errors_are_kept() -> None:
+    answer, ahead = torch.tensor([3.0, 4.0]), torch.tensor([3.0, 3.0])
+    before, anew = (anchors(looks_ahead=True) for _ in range(2))
+    before.errors.foresee(3, ahead)
+    before.errors.foresee(6, ahead)
+    before.errors.arrive(2, answer)
+    for _ in range(2):  # a step that is tried again
+        before.errors.arrive(3, answer)
+    anew.take_place(before)
+    anew.errors.arrive(6, answer)
+    assert anew.errors.by_step() == pytest.approx({3: 0.2})
+    anew.errors.foresee(8, answer)
+    anew.errors.arrive(8, torch.zeros(2))
+    assert anew.errors.by_step() == pytest.approx({3: 0.2, 8: 0.0})
+
+
 def test_a_cache_that_is_begun_anew_lies_in_host_memory_as_the_one_before() -> None:
     """A row begins its caches anew where a LoRA comes late; host memory stays one account."""
     store: Any = SimpleNamespace(rows=HostMemory(2**20), loader=None)

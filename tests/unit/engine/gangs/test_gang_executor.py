@@ -356,6 +356,9 @@ def test_edits_of_a_template_leave_their_text_out_where_each_device_has_its_own(
         assert by_one.meta["text_steps"] == by_two.meta["text_steps"] == 3
         for name in ("computed_tokens", "own_bytes"):  # what is kept is kept in the same format
             assert by_one.meta[name] == by_two.meta[name]
+        assert by_two.meta["refresh_errors"] == pytest.approx(
+            by_one.meta["refresh_errors"], abs=1e-4
+        )
         assert_same([by_two.latents], [by_one.latents])
         sink = Sink()
         two.submit(job(encoder, 3, "lost", progress=True, **options), sink)

@@ -83,6 +83,26 @@ def test_a_first_edit_computes_all_tokens_at_its_anchors_alone(
     idle(engine)
 
 
+@pytest.mark.parametrize("cache", ["own", "require"])
+def test_meta_and_metrics_say_how_far_lookaheads_were_off(
+    engine: Engine, encoder: Encoder, cache: str
+) -> None:
+    edit_job = job(encoder, 3, "edit", num_inference_steps=20, cache=cache)
+    meta = edit(engine, edit_job).meta
+    errors = meta["refresh_errors"]
+    assert len(errors) == meta["text_steps"] - 1
+    if cache == "own":
+        schedule = make_refresh_schedule(engine.config, engine.adapter, edit_job)
+        assert schedule is not None
+        assert set(errors) == {str(step) for step in schedule.anchors - schedule.dense}
+    assert all(0 < error < 1 for error in errors.values())
+    assert meta["refresh_error"] == pytest.approx(np.mean(list(errors.values())), abs=1e-5)
+    [observed] = [v for name, v, _ in engine.observations.take() if name == "refresh_error"]
+    assert observed == pytest.approx(meta["refresh_error"], abs=1e-5)
+    dense = edit(engine, job(encoder, 3, "dense", num_inference_steps=20, cache="off")).meta
+    assert not {"refresh_error", "refresh_errors"} & set(dense)
+
+
 def test_an_edit_with_a_control_net_has_the_same_anchors(engine: Engine, encoder: Encoder) -> None:
     plain = job(encoder, 1, "first", num_inference_steps=20)
     controlled = replace(plain, controls=(ControlInput("net", plain.edit_mask),))

@@ -67,6 +67,8 @@ def test_first_edits_and_strips_have_refresh_steps(engine: Engine, encoder: Enco
         active, total = meta["active_tokens"], meta["total_tokens"]
         assert meta["computed_tokens"] == len(anchors) * total + (steps - 1) * active
         assert meta["own_bytes"] > 0
+        assert list(meta["refresh_errors"]) == ["10", "18"]
+        assert 0 < meta["refresh_error"] < 1
     idle(engine)
 
 

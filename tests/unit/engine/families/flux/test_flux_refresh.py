@@ -107,11 +107,16 @@ def test_it_is_the_pipeline_whose_other_tokens_are_foretold(
     anchors = ({0, 2}, {0, 3, 6}, {0, 2, 4})[seed]  # the last bend, and have steps behind them
     schedule = plan(*anchors, text=text, ring=ring, looks_ahead=looks_ahead)
     schedule = replace(schedule, power=(1.0, 3.0, 2.0)[seed], second_order=seed != 1)
-    LookaheadFlux(pipeline, adapter, job, schedule)
+    oracle = LookaheadFlux(pipeline, adapter, job, schedule)
     expected = diffusers_latents(pipeline, case)
-    latents = result(adapter, job, schedule)
+    row = row_of(adapter, job, schedule)
+    run(adapter, [row], [schedule])
+    latents = row.result().array()
     parts = (computed(adapter.spec, job, x, leaves_ring=ring) for x in (latents, expected))
     assert_equal(*parts)
+    errors = row.step_cache.errors.by_step()
+    assert set(errors) == (anchors - {0} if looks_ahead else set())
+    assert errors == pytest.approx(oracle.errors(), rel=1e-3)
 
 
 @pytest.mark.parametrize("format", ["int8", "int4"])

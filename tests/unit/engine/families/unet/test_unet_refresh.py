@@ -126,12 +126,17 @@ def test_it_is_the_pipeline_whose_others_are_foretold(
         inside = None if blend is None else blend.mask[0] > 0
         ahead = Ahead(pipeline.scheduler, steps, case.settings.guidance_scale, inside)
     size = job.moments.shape[1:]
-    LookaheadUnet(pipeline.unet, active, dense, halo or 1, size, ahead, second_order=bends)
+    oracle = LookaheadUnet(pipeline.unet, active, dense, halo or 1, size, ahead, second_order=bends)
     expected = diffusers_edit(pipeline, case.pixels, case.mask, case.prompt, case.settings,
                               case.seed, output_type="latent")[0].numpy()  # fmt: skip
-    latents = result(adapter, job, make(*dense))
+    mine = make(*dense)
+    row = row_of(adapter, job, mine)
+    run(adapter, [row], [mine])
+    latents, errors = row.result().array(), row.anchors[0].errors.by_step()
     assert_equal(computed(adapter.spec, job, latents), computed(adapter.spec, job, expected))
-    mine, off = make(*dense), np.abs(computed(adapter.spec, job, latents - expected)).max()
+    assert set(errors) == ({4, 6} if looks_ahead else set())
+    assert errors == pytest.approx(oracle.errors, rel=1e-3)
+    off = np.abs(computed(adapter.spec, job, latents - expected)).max()
     rivals = [replace(mine, power=0.0), replace(mine, looks_ahead=not looks_ahead)]
     for rival in [*rivals, *([replace(mine, second_order=False)] if bends else [])]:
         maximum = np.abs(computed(adapter.spec, job, result(adapter, job, rival) - expected)).max()
