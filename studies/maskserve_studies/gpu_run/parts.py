@@ -49,6 +49,7 @@ from maskserve_studies.gpu_run.sides import (
     through_triton,
 )
 
+PLAIN = "as it is"
 MASKSERVE, FIRST, HIT = "maskserve", "maskserve, first edit", "maskserve, hit"
 OF_PARTS = {
     "a": ("as it is", "crop and stitch", "FirstBlockCache"),
@@ -174,6 +175,7 @@ class Comparison:
     def start(self, stack: ExitStack, rivals: Sequence[str]) -> None:
         """Start the sides. Rivals come first, so that the worker counts their memory, and share
         their weights. Every side answers edits that are not timed: they compile, record and prime.
+        The pipeline as it is stands in for rivals that cannot.
         """
         source, limit_s, step = self.source, self.plan.start_s, self.run.step
         step(
@@ -183,20 +185,26 @@ class Comparison:
                 source.shapes, source.words, self.folder, dict(source.settings), self.device
             ),
         )
-        weights: Rival | None = None
-        for name in rivals:
-            rival = step(f"start: {name}", limit_s, partial(Rival, self.folder, name, weights))
+        plain: Rival | None = None
+        if rivals:
+            plain = step(f"start: {PLAIN}", limit_s, partial(Rival, self.folder, PLAIN))
+        for name in rivals if plain is not None else ():
+            rival: Rival | None = plain
+            if name != PLAIN:
+                rival = step(f"start: {name}", limit_s, partial(Rival, self.folder, name, plain))
             if rival is not None:
                 self.sides[f"diffusers, {name}"] = rival
-                weights = weights or rival
         for name, way in self._ways(stack).items():
             side = step(name, limit_s, partial(stack.enter_context, way))
             if side is not None:
                 self.sides = {MASKSERVE: side, **self.sides}
                 break
         for name, side in list(self.sides.items()):
-            if step(f"before: {name}", limit_s, partial(self._warm, side)) is None:
+            share_s = min(limit_s, self.run.left_s() / 4)  # compilers may take all of it
+            if step(f"before: {name}", share_s, partial(self._warm, side)) is None:
                 del self.sides[name]
+        if plain is not None and not any(isinstance(x, Rival) for x in self.sides.values()):
+            self.sides[f"diffusers, {PLAIN}"] = plain
 
     def _ways(self, stack: ExitStack) -> dict[str, Any]:
         """Return the ways to serve, the preferred one first."""

@@ -14,13 +14,14 @@ import torch
 
 from maskserve_benchmarks.checkout import DEMO_MODEL
 from maskserve_benchmarks.edits.edit import production_edits
+from maskserve_benchmarks.perf.inputs import Edit
 from maskserve_engine.families.specs import load_spec
 from maskserve_studies.gpu_run import bundle, command
 from maskserve_studies.gpu_run.page import write_page
 from maskserve_studies.gpu_run.parts import FIRST, HIT
 from maskserve_studies.gpu_run.random_model import write_random_model
 from maskserve_studies.gpu_run.run import Run, StepTimeout, time_limit
-from maskserve_studies.gpu_run.sides import poisson, static_batches
+from maskserve_studies.gpu_run.sides import Rival, poisson, static_batches
 
 ABOUT = {"command": "c", "hardware": "h", "date": "d", "torch": "2", "on_gpu": False}
 
@@ -62,6 +63,33 @@ def test_parts_run_on_a_cpu(tmp_path: Path) -> None:
     page = file.with_suffix(".md").read_text(encoding="utf-8")
     assert "It has not run on a GPU" in page
     assert "| maskserve, hit |" in page
+
+
+def test_the_plain_pipeline_stands_in_for_rivals_that_cannot_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch_of = Rival.batch
+
+    def batch(self: Rival, edits: list[Edit]) -> object:
+        if self.form == "fp8":
+            raise RuntimeError("no compiler")
+        return batch_of(self, edits)
+
+    monkeypatch.setattr(Rival, "batch", batch)
+    file = tmp_path / "results.json"
+    plan = replace(
+        command.TINY,
+        fill=replace(command.TINY.fill, steps=(4,)),
+        rivals={"b": ("fp8, compiled",)},
+        triton=False,
+        arrivals=2,
+        at_once=(1,),
+    )
+    assert command.main(["--tiny", "--json", str(file), "--part", "b"], tiny=plan) == 0
+    steps = json.loads(file.read_text(encoding="utf-8"))["b"]["steps"]
+    assert steps["before: diffusers, fp8, compiled"]["why"] == "RuntimeError: no compiler"
+    assert "diffusers, as it is" in steps["int8, 4 steps, 1 at once"]["figures"]
+    assert steps["Poisson arrivals beside static batches"]["figures"]["edits"] == 2
 
 
 @pytest.mark.slow
