@@ -11,9 +11,7 @@ import numpy as np
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
 from maskserve_serving.supervisor import Supervisor
-from tests.fakes.checkpoint_files import write_checkpoint
 from tests.fakes.pictures import blob_mask, scene
-from tests.fakes.tiny_families import FAMILIES
 from tests.support.calls import Grpc, Pixels, edit_inputs, pixels
 
 SIDE = 64
@@ -36,6 +34,9 @@ def edited(folder: Path, tiny: Path, **flags: Any) -> Pixels:
 
 
 def test_a_checkpoint_edits_as_its_folder(tmp_path: Path) -> None:
+    from tests.fakes.checkpoint_files import write_checkpoint
+    from tests.fakes.tiny_families import FAMILIES
+
     tiny = FAMILIES["z-image"](tmp_path / "z-image")
     file = write_checkpoint("z-image", tiny, tmp_path / "z.safetensors")
     of_folder = edited(tmp_path, tiny, model=str(tiny))

@@ -239,7 +239,7 @@ def test_what_cannot_be_done_is_refused_in_openais_form(
         ({"extra_body": {"sed": 1}}, "sed", "did you mean seed"),
         ({"extra_body": {"loras": [{"name": "any"}]}}, "loras[0].name", "not served here"),
         ({"size": "64x63"}, "size", "auto, 64x64, or larger"),
-        ({"quality": "high"}, "quality", "accepted: auto"),
+        ({"quality": "best"}, "quality", "accepted: auto"),
         ({"output_compression": 50}, "output_compression", "jpeg or webp"),
         ({"extra_body": {"num_inference_steps": 0}}, "num_inference_steps", "1 to 1000"),
         ({"extra_body": {"negative_prompt": "x"}}, "negative_prompt", ""),

@@ -630,7 +630,8 @@ def _edit_message(model: str, form: EditForm, more_settings: dict[str, Any]) -> 
         "output_quality": form_fields.output_compression,
     }
     settings = _settings_of(form) | fields | more_settings | {"output_encoding": "raw"}
-    mask = form.image if form.masks_itself and form.mask is None else form.mask or b""
+    grows = any(settings.get("expand") or ())  # such an edit needs no mask
+    mask = form.image if form.masks_itself and form.mask is None and not grows else form.mask or b""
     inputs: dict[str, Sequence[bytes]] = {
         "IMAGE": [form.image],
         "MASK": [mask],
