@@ -109,6 +109,10 @@ class LinkRow:
         """Whether those residuals were requested one step ahead, so not for the step's latents."""
         self.lookahead: SentRequest | None = None
         """Request whose residuals the present step's lookahead adds; None: none."""
+        self.last_lookahead = 0
+        """Number of the latest request with a lookahead, whose input lies in a slot of its own; 0:
+        there was none.
+        """
 
     def turn_to(self, step: int, added: SentRequest | None) -> None:
         self.added = added
@@ -145,7 +149,7 @@ class LinkRow:
     @property
     def numbers(self) -> set[int]:
         """Numbers of the requests whose answers may still be added."""
-        return self.reuse.numbers | (set() if self.lookahead is None else {self.lookahead.number})
+        return self.reuse.numbers | {self.last_lookahead}
 
 
 class _Sum:
@@ -378,6 +382,8 @@ class Link:
             row, sample, is_step = requested.row, requested.sample, requested.lookahead is None
             slot = row.free_slot(requested.step) if is_step else LOOKAHEAD
             row.await_opened()
+            if not is_step:
+                self._await_answer(row.last_lookahead)
             with self._slots():
                 row.slots.request(slot).write(0, sample)
             dtype, shape = str(sample.dtype).removeprefix("torch."), tuple(sample.shape)
@@ -395,11 +401,19 @@ class Link:
             row, step, extrapolated = requested.row, requested.step, requested.extrapolated
             sent = SentRequest(number, step, requested.computed, record.slot, extrapolated)
             if requested.lookahead is not None:
-                row.lookahead = sent
+                row.lookahead, row.last_lookahead = sent, number
                 continue
             row.reuse.keep(sent)
             if row.added is None and not extrapolated:
                 row.turn_to(step, sent)
+
+    def _await_answer(self, number: int) -> None:
+        """Wait until the service has read all inputs of a request, whose slot is written anew. A
+        step of a fast row does not wait for a lookahead that only fills step caches.
+        """
+        answer = self._answers.get(number)
+        while answer is not None and not answer.ended:
+            self._read(self._patience_s)
 
     def _failed(self, number: int) -> bool:
         return bool(self._answers[number].error)
