@@ -53,9 +53,14 @@ def edit_kind(settings: EditSettings, *, image: bool, mask: bool) -> EditKind:
                 f"is missing, and {name} needs a source",
                 "an image, or SETTINGS.template_id of a registered template",
             )
-    if any(masks.values()):
-        return "inpaint"
-    return "edit" if has_source else "generate"
+    return kind_of(source=has_source, masked=any(masks.values()))
+
+
+def kind_of(*, source: bool, masked: bool) -> EditKind:
+    """Return the kind of an edit, by whether it has a source and a mask, which needs one."""
+    if not source:
+        return "generate"
+    return "inpaint" if masked else "edit"
 
 
 def check_kind(

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import io
 import json
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -17,6 +18,7 @@ from PIL import Image
 from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_common.contracts.request import EditKind
+from maskserve_router.api.openai.edits import ImageEdits
 from maskserve_router.api.openai.picture_urls import PATH, PictureUrls
 from maskserve_router.config import OpenAIConfig
 from maskserve_router.keys import KeyRing
@@ -159,6 +161,24 @@ async def test_an_image_without_a_mask_is_edited_whole_unless_it_masks_itself(
             assert (request.get("mask_mode") == "alpha") is masked
 
 
+async def test_alpha_is_decoded_off_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A small file can have many pixels."""
+    threads: list[threading.Thread] = []
+    is_transparent = ImageEdits._is_transparent
+
+    def watched(self: ImageEdits, image: bytes) -> bool:
+        threads.append(threading.current_thread())
+        return is_transparent(self, image)
+
+    monkeypatch.setattr(ImageEdits, "_is_transparent", watched)
+    async with serving(ALL) as (session, _):
+        await session.edit(picture())
+    assert len(threads) == 1
+    assert threads[0] is not threading.main_thread()
+
+
 async def test_a_size_is_the_answers_without_a_mask_and_a_canvas_with_one() -> None:
     async with serving(ALL) as (session, workers):
         await session.edit(picture(), size="32x32")
@@ -213,14 +233,18 @@ async def test_a_url_names_a_picture_for_a_while() -> None:
 
 def test_urls_begin_as_the_operator_says_and_keys_share_the_room() -> None:
     urls = PictureUrls(OpenAIConfig(url_bytes=100, public_url="https://edits.example/"))
-    client = KeyRing((), 99).client({})
-    first = urls.keep(client, b"a" * 60, "png", "http://host:1/")
+    scope = KeyRing((), 99).client({}).scope
+
+    def keep(picture: bytes, output_format: str) -> str:
+        return urls.keep(*urls.named(scope, picture, output_format), "http://host:1/")
+
+    first = keep(b"a" * 60, "png")
     assert first.startswith(f"https://edits.example{PATH}/")
-    assert urls.keep(client, b"a" * 60, "png", "http://host:1/") == first
-    urls.keep(client, b"b" * 60, "jpeg", "http://host:1/")
+    assert keep(b"a" * 60, "png") == first
+    keep(b"b" * 60, "jpeg")
     assert len(urls._pictures) == 1
     with pytest.raises(Exception, match="response_format: is url, and the picture has 101 bytes"):
-        urls.keep(client, b"a" * 101, "png", "http://host:1/")
+        keep(b"a" * 101, "png")
 
 
 async def test_kserve_needs_neither_picture_and_chooses_a_model_that_makes_the_kind() -> None:

@@ -54,7 +54,7 @@ from maskserve_router.api.openai.image_urls import ImageUrls
 from maskserve_router.api.openai.picture_urls import PictureUrls
 from maskserve_router.api.openai.served_models import ServedModels
 from maskserve_router.api.outputs import Outputs, check_output
-from maskserve_router.fair_share import FairShare
+from maskserve_router.fair_share import IN_A_THREAD, FairShare
 from maskserve_router.key_holder import KeyHolder
 from maskserve_router.messages.failures import Failure, text_of
 from maskserve_router.messages.model_answer import ModelAnswer
@@ -180,6 +180,8 @@ class ImageEdits:
                 raise InvalidRequest("output_url", "is given with a stream", "stream: false")
             if form.fields.n > 1 and not url.endswith("/"):
                 raise InvalidRequest("output_url", "is one file for several", "a folder, NAME/")
+        if form.kind == "edit":  # a small file can have many pixels, and its alpha is decoded
+            parse = partial(self._fair_share.run, client, max(size, IN_A_THREAD))
         return await parse(self._checked, form), size
 
     async def answer(
@@ -257,7 +259,15 @@ class ImageEdits:
         if fields.response_format == "url":
 
             async def keep(number: int, picture: memoryview) -> str:
-                return self._picture_urls.keep(client, picture, fields.output_format, origin)
+                name, content = await self._fair_share.run(
+                    client,
+                    len(picture),
+                    self._picture_urls.named,
+                    client.scope,
+                    picture,
+                    fields.output_format,
+                )
+                return self._picture_urls.keep(name, content, origin)
 
             return keep
         return None

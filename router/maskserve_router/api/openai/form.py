@@ -16,6 +16,7 @@ from msgspec import Meta
 from starlette.datastructures import Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
+from maskserve_common.contracts.edit_kinds import kind_of
 from maskserve_common.contracts.request import EditKind
 from maskserve_common.contracts.settings import Background, EditSettings
 from maskserve_common.errors import InvalidRequest
@@ -163,11 +164,10 @@ class EditForm:
     @property
     def kind(self) -> EditKind:
         """The kind of the edit (docs/adr/0086)."""
-        if not self.has_source:
-            return "generate"
-        masked = self.mask is not None or self.masks_itself
+        has_mask = self.mask is not None or self.masks_itself
         grows = any(self.settings.get("expand") or ())
-        return "inpaint" if masked or grows or self.settings.get("mask_from") else "edit"
+        masked = has_mask or grows or bool(self.settings.get("mask_from"))
+        return kind_of(source=self.has_source, masked=masked)
 
 
 class ModelForm(Protocol):

@@ -14,14 +14,14 @@ from maskserve_common.errors import InvalidRequest
 from maskserve_common.lru_cache import LruCache
 from maskserve_router.api.openai.answers import NotFound, answering
 from maskserve_router.config import OpenAIConfig
-from maskserve_router.key_holder import KeyHolder
 
 PATH: Final = "/v1/images/files"
 _TYPES: Final = {"png": "image/png", "jpeg": "image/jpeg", "webp": "image/webp"}
 
 
 class PictureUrls:
-    """Keeps pictures in memory, shared fairly by keys. Use it from the event loop only.
+    """Keeps pictures in memory, shared fairly by keys. Use it from the event loop only, but for
+    `named`.
 
     A URL contains a digest that only this router can compute. So nobody can guess it, and a key's
     equal pictures are kept once. Whoever has the URL may fetch the picture without a key, as
@@ -38,17 +38,15 @@ class PictureUrls:
             config.url_bytes, len, _owner_of, config.url_s
         )
 
-    def keep(
-        self, client: KeyHolder, picture: bytes | memoryview, output_format: str, origin: str
-    ) -> str:
-        """Keep a picture and return its URL.
+    def named(
+        self, scope: str, picture: bytes | memoryview, output_format: str
+    ) -> tuple[str, bytes]:
+        """Return a picture's name and a copy of its file; takes a time that grows with the file.
 
         Args:
-            client: holder of the key that had it made.
+            scope: scope of the key that had it made.
             picture: its file.
             output_format: `png`, `jpeg` or `webp`.
-            origin: scheme and host by which the client reached the router; `[openai] public_url`
-                goes before it.
 
         Raises:
             InvalidRequest: the picture is larger than all pictures may be.
@@ -60,10 +58,20 @@ class PictureUrls:
                 "kept",
                 "b64_json",
             )
-        owner = hashlib.blake2b(client.scope.encode(), digest_size=6, key=self._secret)
+        owner = hashlib.blake2b(scope.encode(), digest_size=6, key=self._secret)
         digest = hashlib.blake2b(picture, digest_size=24, key=self._secret)
-        name = f"{owner.hexdigest()}-{digest.hexdigest()}.{output_format}"
-        self._pictures.put(name, bytes(picture))
+        return f"{owner.hexdigest()}-{digest.hexdigest()}.{output_format}", bytes(picture)
+
+    def keep(self, name: str, content: bytes, origin: str) -> str:
+        """Keep a picture and return its URL.
+
+        Args:
+            name: its name (`named`).
+            content: its file.
+            origin: scheme and host by which the client reached the router; `[openai] public_url`
+                goes before it.
+        """
+        self._pictures.put(name, content)
         return f"{self._public_url or origin.rstrip('/')}{PATH}/{name}"
 
     def route(self) -> Route:
