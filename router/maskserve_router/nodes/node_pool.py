@@ -160,6 +160,30 @@ class NodePool(ServerPool[NodeServer]):
             if all(records) and NODE_TYPES[name].model not in self._hosted:
                 raise EngineFailed(f"{name}: no node server runs {NODE_TYPES[name].model}")
 
+    async def serves(self, model: str) -> bool:
+        """Return whether a server that answers runs a model. It waits for no server that is known
+        to be silent.
+
+        Raises:
+            EngineFailed: none that answers runs it, and others are silent.
+        """
+        await self._discovery.ready()
+        servers = self.servers.values()
+        waiting = {
+            asyncio.create_task(self._record(server)) for server in servers if not server.silent
+        }
+        try:
+            while waiting:
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                if any(_runs(model, task.result()) for task in done):
+                    return True
+        finally:
+            for task in waiting:
+                task.cancel()
+        if any(server.silent for server in servers):
+            raise EngineFailed(f"{model}: its node server does not answer; try again later")
+        return False
+
     def seconds(self, node: str) -> float | None:
         """Return the mean seconds of recent calls of a node type; None: unknown."""
         return self._seconds.get(node)
@@ -294,10 +318,12 @@ class NodePool(ServerPool[NodeServer]):
             await tries.next_round()
             await self._discovery.ready()
 
-    def _rank(self, model: str, server: NodeServer) -> tuple[float, float, bool, str]:
-        """Rank servers by predicted end; of equal ones those that take names come first."""
+    def _rank(self, model: str, server: NodeServer) -> tuple[bool, float, float, bool, str]:
+        """Rank servers by predicted end, silent ones last; of equal ones those that take names come
+        first.
+        """
         score = self._placement.score(model, server.address, server.load_s)
-        return *score, server.host not in (None, self._values.host), server.address
+        return server.silent, *score, server.host not in (None, self._values.host), server.address
 
     async def _request(self, message: _Message, server: NodeServer, client: KeyHolder) -> bytes:
         """Return the encoded request for a server."""
@@ -319,8 +345,9 @@ class NodePool(ServerPool[NodeServer]):
 
 def hosts(model: str, records: Mapping[str, Any]) -> list[str]:
     """Return the addresses of the node servers that run a model."""
-    return [
-        address
-        for address, record in records.items()
-        if record and any(entry["name"] == model for entry in record["models"])
-    ]
+    return [address for address, record in records.items() if _runs(model, record)]
+
+
+def _runs(model: str, record: Mapping[str, Any] | None) -> bool:
+    """Return whether a server's record lists a model; None: it does not answer."""
+    return record is not None and any(entry["name"] == model for entry in record["models"])

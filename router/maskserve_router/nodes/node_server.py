@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import grpc
+
 from maskserve_router.messages.failures import Failure
 from maskserve_router.nodes.node_messages import record_of, record_request
 from maskserve_router.workers.server_pool import Server
@@ -27,6 +29,8 @@ class NodeServer(Server):
     host: str | None = None
     """Name of its host, whose values folder it shares; empty: it shares none; None: unknown, as no
     record came since its last failure."""
+    silent: bool = False
+    """True from a record that did not come in time until the next one that comes."""
     misfits: set[str] = field(default_factory=set)
     """Errors about nodes that it has in another version, each logged once."""
 
@@ -40,8 +44,11 @@ class NodeServer(Server):
             with failures():
                 answer = await self.upstream.infer(record_request(settings), _STATUS_S)
             record = record_of(answer)
-        except (Failure, ValueError):
+        except (Failure, ValueError) as error:
+            if isinstance(error, Failure) and error.status is grpc.StatusCode.DEADLINE_EXCEEDED:
+                self.silent = True
             return None
+        self.silent = False
         self.host = record.get("values", {}).get("host", "")
         return record
 

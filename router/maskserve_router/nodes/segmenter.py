@@ -6,7 +6,7 @@ import msgspec
 
 from maskserve_common.contracts.settings import MaskFrom
 from maskserve_router.key_holder import KeyHolder
-from maskserve_router.nodes.node_pool import NodePool, hosts
+from maskserve_router.nodes.node_pool import NodePool
 from maskserve_router.scheduling.mask_finder import FoundMask
 from maskserve_workflows.node_types import NodeType
 from maskserve_workflows.nodes import NODE_TYPES
@@ -27,10 +27,10 @@ async def segment(
 
     Raises:
         Failure: the segmenter's own error.
-        EngineFailed: its server was lost.
+        EngineFailed: its server was lost or is silent.
     """
     kind = NODE_TYPES["find" if prompt.text else "segment"]
-    if not hosts(kind.model, await nodes.records(client)):
+    if not await nodes.serves(kind.model):
         return None
     answer = await nodes.call(_task(kind, image, prompt), client)
     verdict = answer.outputs.get("verdict")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import socket
 from functools import partial
 from typing import Any
 
@@ -15,16 +16,21 @@ import pytest
 from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_common.config import LimitsConfig
+from maskserve_common.contracts import bytes_tensor
 from maskserve_common.contracts.settings import MaskFrom
-from maskserve_common.errors import InvalidRequest
+from maskserve_common.errors import EngineFailed, InvalidRequest
 from maskserve_common.imaging.images import decode_mask
 from maskserve_common.imaging.masks import selected
 from maskserve_router.api.openai.masks import _text_of_mask
+from maskserve_router.config import WorkflowFiles
 from maskserve_router.fair_share import FairShare
 from maskserve_router.key_holder import KeyHolder
 from maskserve_router.messages.failures import Failure
 from maskserve_router.messages.model_request import ModelRequest
+from maskserve_router.nodes import node_server
 from maskserve_router.nodes.node_messages import NodeAnswer
+from maskserve_router.nodes.node_pool import NodePool
+from maskserve_router.nodes.node_server import NodeServer
 from maskserve_router.nodes.segmenter import segment
 from maskserve_router.scheduling.mask_finder import MaskFinder
 from maskserve_workflows.run import Task
@@ -43,8 +49,8 @@ class Pool:
         self.models, self.fails = models, fails
         self.tasks: list[Task] = []
 
-    async def records(self, client: Any) -> dict[str, Any]:
-        return {"gone": None, "there": {"models": [{"name": name} for name in self.models]}}
+    async def serves(self, model: str) -> bool:
+        return model in self.models
 
     async def call(self, task: Task, client: KeyHolder) -> NodeAnswer:
         self.tasks.append(task)
@@ -143,6 +149,53 @@ async def test_a_node_s_refusal_names_the_setting() -> None:
         await finder(Pool("find", fails=error_text)).find(b"", MaskFrom(text="a car"), CLIENT)
     with pytest.raises(Failure):
         await finder(Pool("find", fails="[OVERLOADED] no")).find(b"", MaskFrom(text="a"), CLIENT)
+
+
+async def test_a_silent_server_costs_no_mask_a_wait() -> None:
+    """Each request waited 5 s for the record of a server that had frozen."""
+    models = {"quiet:1": {"segment", "find"}, "there:1": {"find"}}
+    asked: list[str] = []
+
+    class Servers(NodePool):
+        async def _record(self, server: NodeServer, settings: Any = None) -> dict[str, Any] | None:
+            asked.append(server.address)
+            if server.address == "quiet:1":
+                await asyncio.Event().wait()
+            return {"models": [{"name": name} for name in models[server.address]]}
+
+        async def _sent(self, server: NodeServer, request: bytes, kind: Any) -> bytes:
+            answer = pb.ModelInferResponse()
+            result = {"outputs": [{"name": "mask", "kind": "mask"}], "seconds": 0.1}
+            bytes_tensor.add_output(answer, "RESULT", [json.dumps(result).encode()])
+            bytes_tensor.add_output(answer, "MADE", [server.address.encode()])
+            return answer.SerializeToString()
+
+    pool = Servers(WorkflowFiles(nodes=tuple(models), kept_bytes=0), FairShare(1))
+    masks = MaskFinder(partial(segment, pool), FairShare(1))
+    async with asyncio.timeout(30):
+        for silent in (False, True):  # not known yet, and known
+            await pool.serves("find")
+            pool.servers["quiet:1"].silent = silent
+            await masks.find(b"picture", MaskFrom(text="the car"), CLIENT)
+        assert (await masks.find(b"b", MaskFrom(text="a"), CLIENT)).mask == b"there:1"
+        asked.clear()
+        with pytest.raises(EngineFailed, match="segment: its node server does not answer"):
+            await masks.find(b"picture", MaskFrom(box=(0.0, 0.0, 9.0, 9.0)), CLIENT)
+    assert asked == ["there:1"]
+    await pool.close()
+
+
+async def test_a_record_that_does_not_come_makes_a_server_silent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(node_server, "_STATUS_S", 0.2)
+    with socket.socket() as mute:  # takes connections and never says a word
+        mute.bind(("127.0.0.1", 0))
+        mute.listen()
+        server = NodeServer(f"127.0.0.1:{mute.getsockname()[1]}")
+        assert await server.record({}) is None
+        assert server.silent
+        await server.upstream.close()
 
 
 async def test_an_edit_is_given_its_mask() -> None:
