@@ -173,8 +173,8 @@ class WorkerControl:
         ]
 
     def _read_status(self, known: str | None) -> dict[str, Any]:
-        """Return the engine's record with its age, the admission state, and the stages that a
-        service runs.
+        """Return the engine's record with its age, the admission state, and the stages that
+        services run.
 
         Args:
             known: version of the template list that the client has; the record then has only the
@@ -192,7 +192,7 @@ class WorkerControl:
         added = replace(
             status,
             nodes=(*status.nodes, *self._stages.nodes(status.model)),
-            services=tuple(self._stages.services()),
+            services=(*status.services, *self._stages.services()),
             values=self._values.stored(),
         )
         values: dict[str, Any] = json.loads(added.to_json())

@@ -31,6 +31,10 @@ class WorkerModel(ABC):
         os.umask(0o077)  # templates, prompts and entries in files are nobody else's
         end_with_server()
         self._config = load_config()
+        if self._config.nodes.models:
+            from maskserve_workflows.node_folders import check_worker_names
+
+            check_worker_names(self._config.nodes)
         start_log(self._config, self.name)
         with without_garbage_collection():
             self.open(self._config)

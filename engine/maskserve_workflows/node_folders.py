@@ -53,6 +53,15 @@ def check_names(nodes: NodesConfig) -> None:
             raise ConfigError(f"[nodes] {name}: {problem}; accepted: {', '.join(known)}")
 
 
+def check_worker_names(nodes: NodesConfig) -> None:
+    """Raise ConfigError if a worker's `[nodes]`, which it does not use, has a key that is no
+    model's of the files in its `path`.
+    """
+    if nodes.models:
+        NODE_FILES.read(nodes.path)
+        check_names(nodes)
+
+
 def light_models(nodes: NodesConfig) -> dict[str, NodeModel]:
     """Return the models without a folder that a node server runs, by name: those that need nothing
     in `[nodes]`, and those at a URL.

@@ -16,7 +16,7 @@ from maskserve_serving.options import MODELS, SERVICES, ServeOptions
 from maskserve_serving.ports import Ports
 from maskserve_serving.source import node_path, with_node_folders
 from maskserve_serving.spec import Spec, with_controlnets
-from maskserve_workflows.node_folders import check_names, node_folders
+from maskserve_workflows.node_folders import check_names, check_worker_names, node_folders
 from maskserve_workflows.nodes import NODE_FILES
 
 
@@ -56,6 +56,14 @@ def hosted_by(options: ServeOptions) -> list[Hosted]:
         ports = Ports.of_nodes(base)
         services.append(Hosted("nodes", ports, ("nodes",), (SERVICES,), _nodes, options.router))
     return services
+
+
+def check_node_names(tables: dict[str, Any]) -> None:
+    """Raise ServeError if `[nodes]` of the workers' configuration has a key that is no model's."""
+    try:
+        check_worker_names(checked(tables).nodes)
+    except ConfigError as error:
+        raise ServeError(str(error)) from None
 
 
 def _controlnets(index: int, spec: Spec) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from maskserve_serving.files import (
     remove_stale,
     with_values,
 )
-from maskserve_serving.hosted import hosted_by
+from maskserve_serving.hosted import check_node_names, hosted_by
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import check_distinct
 from maskserve_serving.process import Process
@@ -102,6 +102,7 @@ class Supervisor:
         if options.model:
             tables = with_model(tables, options.model, parts=options.checkpoint_parts)
             tables = with_model_cache(tables, options.report)
+        check_node_names(tables)
         tables = with_trace(tables, options)
         if options.cfg_devices:
             tables = with_pair(options, tables)

@@ -61,6 +61,7 @@ SERVICES = {
     "nodes[1].gpu.resource": "nvidia.com/gpu",
     "nodes[1].resources.limits.memory": "16Gi",
     "workflowsClaim": "plans",
+    "nodeFilesConfigMap": "depth",
     "worker.modelsClaim": "models",
     "autoscaling.enabled": "true",
 }
@@ -287,6 +288,8 @@ def test_services_run_what_serve_takes_and_are_found(helm: Path) -> None:
         assert config.stages.prompt_bytes == (1024 if part == "stages" else 2**28)
         assert (config.controls.device_bytes == 1024) == (part == "controls")
         assert all(str(Path(folder).parent) in mounts for folder in config.nodes.folders().values())
+        assert options.node_folders == (["/nodes"] if options.nodes else [])
+        assert mounts.issuperset(options.node_folders)
     worker = config_of(tomllib.loads(one(resources, "ConfigMap", "-worker")["data"]["worker.toml"]))
     host, _, port = addresses["stages"].rpartition(":")
     assert worker.stages.service == f"dns:{host.removesuffix('.edits')}:{port}"
@@ -300,7 +303,8 @@ def test_services_run_what_serve_takes_and_are_found(helm: Path) -> None:
     (router,) = one(resources, "Deployment", "-router")["spec"]["template"]["spec"]["containers"]
     arguments = router_parser().parse_args(router["command"][1:])
     assert arguments.node == [f"dns:{addresses['nodes-find']}", f"dns:{addresses['nodes-big']}"]
-    assert arguments.workflows in {mount["mountPath"] for mount in router["volumeMounts"]}
+    mounts = {mount["mountPath"] for mount in router["volumeMounts"]}
+    assert mounts >= {arguments.workflows, arguments.node_path} == {"/workflows", "/nodes"}
 
 
 def test_node_servers_are_scaled_by_what_routers_publish(helm: Path) -> None:

@@ -216,8 +216,8 @@ class WorkerStatus(msgspec.Struct):
     records of versions without nodes.
     """
     services: tuple[NodeStatus, ...] = ()
-    """Services that run stages of the worker, by address, with the stage as their model. One that
-    is away does not keep the worker from taking edits."""
+    """Services that run stages or ControlNets of the worker, by address; their model is the stage,
+    or `controlnet`. One that is away does not keep the worker from taking edits."""
     values: ValuesHeld = ValuesHeld()
     """Values in files, at the time when the record is read."""
     version: int = VERSION

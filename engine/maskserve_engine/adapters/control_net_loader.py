@@ -14,7 +14,7 @@ import torch
 
 from maskserve_common.config import Config
 from maskserve_common.contracts.request import ResolvedControl
-from maskserve_common.contracts.status_record import LoadCost
+from maskserve_common.contracts.status_record import LoadCost, NodeStatus
 from maskserve_common.errors import InvalidRequest, MaskserveError, Overloaded
 from maskserve_common.files.weight_files import weight_files
 from maskserve_common.resources.loading import Kind, Loaded, ResourceLoader
@@ -116,6 +116,10 @@ class ControlNetLoader(ResourceLoader[ResolvedControl]):
     def holds(self, control: ResolvedControl) -> bool:
         """Return whether a loaded net is still there: always."""
         return True
+
+    def services(self) -> tuple[NodeStatus, ...]:
+        """Return the services that run the nets: none."""
+        return ()
 
     def _load_now(self, item: ResolvedControl, begin: float) -> Loaded:
         net = self._nets.find(item.name, CONTROL_NETS.setting)

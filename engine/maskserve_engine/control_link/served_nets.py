@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from maskserve_common.config import Config
 from maskserve_common.contracts.request import ResolvedControl
+from maskserve_common.contracts.status_record import NodeStatus
 from maskserve_engine.adapters.control_net_loader import ControlNetLoader, Place
 from maskserve_engine.control_link.services import ControlServices
 from maskserve_engine.spec.control_nets import KnownControlNet, content_of
@@ -23,6 +24,9 @@ class ServedNetLoader(ControlNetLoader):
 
     def holds(self, control: ResolvedControl) -> bool:
         return self._services.holds(control.version)
+
+    def services(self) -> tuple[NodeStatus, ...]:
+        return self._services.statuses()
 
     def _loaded(self, net: KnownControlNet, item: ResolvedControl) -> str:
         content = content_of(net.path)

@@ -19,6 +19,7 @@ from msgspec import structs
 
 from maskserve_common.addresses import DNS, resolved
 from maskserve_common.contracts.settings import AdapterMode
+from maskserve_common.contracts.status_record import NodeStatus
 from maskserve_common.errors import EngineFailed, MaskserveError, Overloaded
 from maskserve_engine.control_link.opening import Opening
 from maskserve_engine.control_link.reuse import Reuse
@@ -184,6 +185,12 @@ class ControlService:
         return self.is_resting or (self._link is not None and self._link.over)
 
     @property
+    def status(self) -> NodeStatus:
+        """The service as a status record lists it: ready while the denoiser is attached to it."""
+        is_ready = self._link is not None and not self.is_away
+        return NodeStatus(self.address, "controlnet", "ready" if is_ready else "loading")
+
+    @property
     def nets(self) -> set[str]:
         """Versions of the ControlNets that the service holds for this denoiser."""
         return {version for version, (link, _) in list(self._nets_held.items()) if not link.over}
@@ -293,6 +300,10 @@ class ControlServices:
         if errors:
             raise errors[0]
         raise Overloaded(f"[controls] service: {self._names} has no address; try again later")
+
+    def statuses(self) -> tuple[NodeStatus, ...]:
+        """Return the services as a status record lists them."""
+        return tuple(service.status for service in self.services)
 
     def holds(self, version: str) -> bool:
         """Whether a service holds a ControlNet for this denoiser."""

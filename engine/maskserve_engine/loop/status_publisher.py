@@ -189,6 +189,7 @@ class StatusPublisher:
         nets = self._manager.adapters.nets
         if nets is not None:
             status.controlnets, status.controlnet_loads = nets.listed(), nets.costs.published
+            status.services = nets.services()
             status.typical_controlnet_bytes = nets.typical_bytes()
             status.counters = {**status.counters, **nets.counters}
         self._writer.write(status)

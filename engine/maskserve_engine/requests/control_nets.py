@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from maskserve_common.contracts.request import ResolvedControl
 from maskserve_common.contracts.settings import acting, scale_at
+from maskserve_common.contracts.status_record import NodeStatus
 from maskserve_common.errors import MaskserveError
 from maskserve_common.observations import Observations
 from maskserve_common.resources.loading import Loaded, Source
@@ -29,6 +30,8 @@ class ControlNetSource(Source[ResolvedControl], Protocol):
     def config(self, control: ResolvedControl) -> Mapping[str, Any]: ...
 
     def holds(self, control: ResolvedControl) -> bool: ...
+
+    def services(self) -> tuple[NodeStatus, ...]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +154,10 @@ class EditControlNets(ResourceCache[ResolvedControl]):
     def typical_bytes(self) -> float:
         """Return the mean device bytes of the ControlNets found in the folder at startup."""
         return self._typical_bytes
+
+    def services(self) -> tuple[NodeStatus, ...]:
+        """Return the services that run the nets, as a status record lists them."""
+        return self._loader.services()
 
     def _bytes(self, item: ResolvedControl) -> tuple[int, int]:
         nbytes = self._loader.device_bytes(item)

@@ -12,7 +12,7 @@ from maskserve_common.config import cores, sharing_the_device
 from maskserve_common.files.stages import STAGES
 from maskserve_serving.errors import ServeError
 from maskserve_serving.files import WorkerFiles, checked
-from maskserve_serving.hosted import hosted_by
+from maskserve_serving.hosted import check_node_names, hosted_by
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import Ports, check_distinct, free_base_port
 from maskserve_serving.service import ServiceProcess
@@ -31,6 +31,12 @@ def service_of(service_spec: Spec) -> ServiceProcess:
     """The only one."""
     (hosted,) = hosted_by(service_spec.options)
     return ServiceProcess(service_spec, hosted)
+
+
+def test_keys_of_nodes_beside_a_model_are_checked() -> None:
+    check_node_names({"nodes": {"find": "a folder"}})
+    with pytest.raises(ServeError, match=r"\[nodes\] finds: .* \(did you mean find\?\)"):
+        check_node_names({"nodes": {"finds": "a folder"}})
 
 
 def test_workers_are_told_where_the_service_is(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 from maskserve_common.config import Config, ConfigError
 from maskserve_common.config_file import config_of
 from maskserve_workflows.node_files import NodeFiles, open_model, signatures
-from maskserve_workflows.node_folders import node_folders
+from maskserve_workflows.node_folders import check_worker_names, node_folders
 from maskserve_workflows.node_request import ModelSetup
 from maskserve_workflows.nodes import BUILT_IN, NODE_FILES, edit
 from maskserve_workflows.ports import WorkflowError
@@ -183,6 +183,18 @@ def test_keys_of_nodes_are_those_that_files_declare(tmp_path: Path) -> None:
         tables["nodes"]["turns"] = "x"
         with pytest.raises(ConfigError, match=r"^\[nodes\] turns: .* \(did you mean turn\?\)"):
             node_folders(config_of(tables).nodes)
+
+
+def test_a_worker_refuses_keys_of_nodes_that_no_file_declares(tmp_path: Path) -> None:
+    """A name of text was taken for a model's by every process but a node server."""
+    text = TURNER.replace('"turn"', '"turn", source="turn"')
+    folder = str(write(tmp_path, turn=HEAD + TURN + text))
+    tables: dict[str, Any] = {"nodes": {"find": "a", "turns": "x", "path": [folder]}}
+    with node_path():  # leaves the files of this process as they were
+        with pytest.raises(ConfigError, match=r"^\[nodes\] turns: .* \(did you mean turn\?\)"):
+            check_worker_names(config_of(tables).nodes)
+        tables["nodes"]["turn"] = tables["nodes"].pop("turns")
+        check_worker_names(config_of(tables).nodes)
 
 
 def test_a_router_reads_built_in_files_without_the_model_libraries() -> None:

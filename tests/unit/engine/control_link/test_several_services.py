@@ -282,6 +282,8 @@ def test_rows_without_the_lost_service_go_on_and_new_ones_use_those_left(flux: M
                 flux.run([rows[number]])
         else:
             assert flux.run([rows[number]]) == [local[number]]
+    states = ["loading" if number == lost else "ready" for number in range(3)]
+    assert [status.state for status in services.statuses()] == states
     net = NAMES[lost]
     assert not services.holds(flux.versions[net])
     with pytest.raises(EngineFailed, match=rf"no service holds {net}"):
