@@ -154,11 +154,11 @@ async def test_a_node_s_refusal_names_the_setting() -> None:
 async def test_a_silent_server_costs_no_mask_a_wait() -> None:
     """Each request waited 5 s for the record of a server that had frozen."""
     models = {"quiet:1": {"segment", "find"}, "there:1": {"find"}}
-    asked: list[str] = []
+    addresses: list[str] = []
 
     class Servers(NodePool):
         async def _record(self, server: NodeServer, settings: Any = None) -> dict[str, Any] | None:
-            asked.append(server.address)
+            addresses.append(server.address)
             if server.address == "quiet:1":
                 await asyncio.Event().wait()
             return {"models": [{"name": name} for name in models[server.address]]}
@@ -178,10 +178,10 @@ async def test_a_silent_server_costs_no_mask_a_wait() -> None:
             pool.servers["quiet:1"].silent = silent
             await masks.find(b"picture", MaskFrom(text="the car"), CLIENT)
         assert (await masks.find(b"b", MaskFrom(text="a"), CLIENT)).mask == b"there:1"
-        asked.clear()
+        addresses.clear()
         with pytest.raises(EngineFailed, match="segment: its node server does not answer"):
             await masks.find(b"picture", MaskFrom(box=(0.0, 0.0, 9.0, 9.0)), CLIENT)
-    assert asked == ["there:1"]
+    assert addresses == ["there:1"]
     await pool.close()
 
 
