@@ -322,8 +322,8 @@ class NodePool(ServerPool[NodeServer]):
         """Rank servers by predicted end, silent ones last; of equal ones those that take names come
         first.
         """
-        score = self._placement.score(model, server.address, server.load_s)
-        return server.silent, *score, server.host not in (None, self._values.host), server.address
+        score = server.silent, *self._placement.score(model, server.address, server.load_s)
+        return *score, server.host not in (None, self._values.host), server.address
 
     async def _request(self, message: _Message, server: NodeServer, client: KeyHolder) -> bytes:
         """Return the encoded request for a server."""
