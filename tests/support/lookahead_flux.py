@@ -188,7 +188,7 @@ class LookaheadFlux:
         step, over the computed tokens.
         """
         errors = {}
-        for sigma, ahead in self.velocities[1:] if self.schedule.looks_ahead else ():
+        for sigma, ahead in self.velocities[1:]:
             step = self.sigmas.index(sigma)
             expected, foreseen = self.answers[step][:, self.active], ahead[:, self.active]
             errors[step] = float((expected - foreseen).norm() / expected.norm())
@@ -214,12 +214,7 @@ class LookaheadFlux:
     def _lookahead(self, inputs: dict[str, Any], idle: Tensor) -> dict[str, Tensor] | None:
         """Inputs of the lookahead call; None: this step has no lookahead."""
         step, at = self.step, self.schedule.next_refresh(self.step)
-        if not (
-            self.schedule.looks_ahead
-            and step
-            and step in self.schedule.computed_at
-            and at is not None
-        ):
+        if not (step and step in self.schedule.computed_at and at is not None):
             return None
         moved, self.state.sigma, self.state.anchor = self.answers[-1].clone(), self.sigmas[at], True
         moved[:, idle] = self.velocities[-1][1][:, idle]

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from maskserve_benchmarks.steps.replay import Replay, plan_of_kinds
+from maskserve_benchmarks.steps.replay import Replay, WithoutLookahead, plan_of_kinds
 from maskserve_common.imaging.masks import active_tokens
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.step_cache import RefreshSchedule, StepCache, StepCacheReader
@@ -30,14 +30,12 @@ def plan(
     text: bool = True,
     ring: bool = False,
     format: str = "model",
-    looks_ahead: bool = False,
     second_order: bool = False,
     power: float = 1.0,
+    lookahead: bool = True,
 ) -> RefreshSchedule:
-    return RefreshSchedule(
-        frozenset(anchors), format, text, ring, power,
-        second_order=second_order, looks_ahead=looks_ahead,
-    )  # fmt: skip
+    cls = RefreshSchedule if lookahead else WithoutLookahead
+    return cls(frozenset(anchors), format, text, ring, power, second_order=second_order)
 
 
 def row_of(adapter: Adapter, job: EditJob, schedule: RefreshSchedule | None) -> Any:
@@ -214,7 +212,7 @@ def check_dense_refresh_steps(adapter: Adapter, job: EditJob, *, text: bool = Tr
         text: whether steps between refresh steps leave the text out.
     """
     dense = computed(adapter.spec, job, result(adapter, job, None))
-    every = result(adapter, job, plan(*range(adapter.steps(job)), text=text))
+    every = result(adapter, job, plan(*range(adapter.steps(job)), text=text, lookahead=False))
     assert np.abs(computed(adapter.spec, job, every) - dense).max() <= tolerance(dense)
     for schedule in _few(text=text):
         row = row_of(adapter, job, schedule)
@@ -250,6 +248,6 @@ def check_lines(adapter: Adapter, job: EditJob, *, text: bool = True) -> None:
 def _few(*, text: bool) -> tuple[RefreshSchedule, ...]:
     """Schedules of three of six steps: with dense refresh steps, and with lookahead."""
     return (
-        plan(0, 1, 3, text=text, power=1.5),
-        plan(0, 3, 5, text=text, looks_ahead=True, power=1.5),
+        plan(0, 1, 3, text=text, power=1.5, lookahead=False),
+        plan(0, 3, 5, text=text, power=1.5),
     )

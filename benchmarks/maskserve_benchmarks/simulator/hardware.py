@@ -192,7 +192,7 @@ class Hardware:
         if not count:
             return frozenset()
         growth = self.spec.refresh.growth
-        return lookahead_steps_of(refresh_steps(count, range(steps, 0, -1), 0.0, growth=growth))
+        return lookahead_steps_of(refresh_steps(count, range(steps, 0, -1), 1.0, growth))
 
     def step_seconds(self, cached: int, active: int, dense: int, step_cache_rows: int = 0) -> float:
         """Return the seconds of a step of `cached` rows with `active` tokens in all and `dense`

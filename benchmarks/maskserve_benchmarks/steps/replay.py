@@ -94,6 +94,25 @@ def plan_of_kinds(kinds: Sequence[str]) -> Plan:
     return evaluate(costs, kinds, lead=0.0)
 
 
+class WithoutLookahead(RefreshSchedule):
+    """A rival: a row computes its refresh steps when it arrives there, and steps behind the last
+    two extrapolate from them.
+    """
+
+    __slots__ = ()
+
+    @property
+    def dense(self) -> frozenset[int]:
+        return self.anchors
+
+    @property
+    def computed_at(self) -> frozenset[int]:
+        return self.anchors
+
+    def next_refresh(self, step: int) -> int | None:
+        return None
+
+
 def refreshed_every(every: int, steps: int) -> RefreshSchedule:
     """Return the schedule of a row whose ControlNets compute all tokens every `every` steps."""
-    return RefreshSchedule(frozenset(range(0, steps, every)), "model", text=False)
+    return WithoutLookahead(frozenset(range(0, steps, every)), "model", text=False)

@@ -21,11 +21,11 @@ from maskserve_benchmarks.published_models import (
     QWEN_PLUS_SHOWN,
     Z_IMAGE,
 )
-from maskserve_benchmarks.steps.replay import in_memory
+from maskserve_benchmarks.steps.replay import WithoutLookahead, in_memory
 from maskserve_common.config import CacheConfig
 from maskserve_common.contracts.keys import STILL, Anchor
 from maskserve_engine.batch.sequence_parallel import Exchange
-from maskserve_engine.batch.step_cache import RefreshSchedule, StepCache, StepCacheReader
+from maskserve_engine.batch.step_cache import StepCache, StepCacheReader
 from maskserve_engine.cache.entries import AnchorEntry, BlockEntry, encode
 from maskserve_engine.cache.loader import Selection
 from maskserve_engine.families.flux.adapter import FluxBatch
@@ -335,7 +335,7 @@ class Bench:
         walk = [Walk(1000.0 * s, s, -1.0 / self.steps) for s in sigmas.tolist()[:-1]]
         row.schedule = Schedule(sigmas.to(self.device), tuple(walk))
         row.prompt.cache = StepCache(
-            RefreshSchedule(frozenset({0, 2}), self.format, self.family.leaves_text)
+            WithoutLookahead(frozenset({0, 2}), self.format, self.family.leaves_text)
         )
         for step in (0, 2):
             self.refresh_step(row, step)

@@ -7,10 +7,10 @@ arrives at a refresh step, its step runs a second pass for the next refresh step
 the model's last answer predicts them. Keys and values of the steps between are interpolated over
 sigma, linearly or to second order.
 
-Without lookahead, refresh steps are the row's own dense steps, and later steps extrapolate from the
-last two. A UNet's row extrapolates the ends of stacks, too. So the edit needs no template, no
-store, and no entries made with its adapters. (FlashPS §3.1 primes templates; TaylorSeer
-extrapolates a whole model's features from earlier steps.)
+Steps after the last refresh step extrapolate from the last two. A UNet's row reads the ends of
+stacks in the same way. So the edit needs no template, no store, and no entries made with its
+adapters. (FlashPS §3.1 primes templates; TaylorSeer extrapolates a whole model's features from
+earlier steps.)
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ divide them, or, if ranks deal passes, whether this rank has the pass."""
 
 @dataclass(frozen=True, slots=True)
 class RefreshSchedule:
-    """The steps at which a row refreshes, and how it keeps the result."""
+    """The steps at which a row refreshes, and how it keeps the result. All refresh steps but the
+    first are computed ahead, at the refresh step before.
+    """
 
     anchors: frozenset[int]
     """Refresh steps: they compute all tokens of a row without a template, or of a row's
@@ -72,12 +74,11 @@ class RefreshSchedule:
     second_order: bool = False
     """Whether to use the parabola through the last three refresh steps; it counts less the longer
     the last interval is against the one before."""
-    looks_ahead: bool = False
-    """Whether all refresh steps but the first are computed ahead, at the refresh step before."""
 
     @property
     def dense(self) -> frozenset[int]:
-        return frozenset(sorted(self.anchors)[:1]) if self.looks_ahead else self.anchors
+        """The first refresh step, whose step computes all of its tokens."""
+        return frozenset(sorted(self.anchors)[:1])
 
     @property
     def lookahead_steps(self) -> frozenset[int]:
@@ -87,9 +88,7 @@ class RefreshSchedule:
     @property
     def computed_at(self) -> frozenset[int]:
         """Steps that compute a refresh step: their own, or a later one by lookahead."""
-        return (
-            lookahead_steps_of(self.anchors) if self.looks_ahead and self.anchors else self.anchors
-        )
+        return lookahead_steps_of(self.anchors) if self.anchors else self.anchors
 
     def next_refresh(self, step: int) -> int | None:
         """Return the first refresh step after `step`; None: there is none."""
@@ -110,13 +109,12 @@ class RefreshSchedule:
         """
         power = spec.refresh.evenly_over
         return cls(
-            refresh_steps(count, sigmas, power, growth=spec.refresh.growth),
+            refresh_steps(count, sigmas, power, spec.refresh.growth),
             rule.format,
             rule.text,
             rule.ring,
             power,
             second_order=spec.refresh.second_order,
-            looks_ahead=True,
         )
 
     @classmethod

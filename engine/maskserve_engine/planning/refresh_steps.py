@@ -7,7 +7,6 @@ ControlNets compute all tokens.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -36,7 +35,7 @@ REFRESH_RULE = RefreshRule()
 
 
 def refresh_steps(
-    count: int, sigmas: Sequence[float], evenly_over: float, *, growth: float = 0.0
+    count: int, sigmas: Sequence[float], evenly_over: float, growth: float
 ) -> frozenset[int]:
     """Return the refresh steps: the first step, and the steps nearest to equal parts of sigma.
 
@@ -44,23 +43,19 @@ def refresh_steps(
         count: number of refresh steps, at least one.
         sigmas: sigmas of the edit's steps, falling.
         evenly_over: power of sigma over which the parts are equal. With a sampler that is shifted
-            to large sigmas, sigma falls most in the last steps, so refresh steps lie there too. 0:
-            parts have equally many steps.
-        growth: ratio of each part's length to the one before, for rows with lookahead, whose steps
-            lie between refresh steps. The last part, after all refresh steps, is then half as long
-            as the others on average. The second step, which computes the first lookahead, is no
-            refresh step. 0: rows have no lookahead.
+            to large sigmas, sigma falls most in the last steps, so refresh steps lie there too.
+        growth: ratio of each part's length to the one before. The last part, after all refresh
+            steps, is half as long as the others on average. The second step, which computes the
+            first lookahead, is no refresh step.
     """
     steps, parts = len(sigmas), np.ones(count)
-    if growth and count > 1:
+    if count > 1:
         parts[:-1] = growth ** np.arange(count - 1)
         parts[-1] = 0.5 * parts[:-1].mean()
     ends = [0.0, *parts.cumsum()[:-1] / parts.sum()]
-    if not evenly_over:
-        return frozenset(math.ceil(end * steps) for end in ends)
     distances, chosen = np.asarray(sigmas) ** evenly_over, [0]
     for number in range(1, count):
-        begin = max(chosen[-1] + 1, 1 + (growth > 0))
+        begin = max(chosen[-1] + 1, 2)
         candidates = distances[begin : steps - count + number + 1]
         target = distances[0] * (1 - ends[number])
         chosen.append(begin + int(np.abs(candidates - target).argmin()))

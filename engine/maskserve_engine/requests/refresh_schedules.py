@@ -82,9 +82,7 @@ def with_anchors(
     """Return the schedule with this number of refresh steps."""
     sigmas = [sigma for sigma, _ in adapter.sigmas(job)]
     facts = adapter.spec
-    anchors = planning.refresh_steps(
-        count, sigmas, facts.refresh.evenly_over, growth=facts.refresh.growth
-    )
+    anchors = planning.refresh_steps(count, sigmas, facts.refresh.evenly_over, facts.refresh.growth)
     return replace(plan, anchors=anchors)
 
 

@@ -10,10 +10,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 from msgspec import structs
 
 from maskserve_benchmarks.demo_model.scenes import Edit
-from maskserve_benchmarks.steps.replay import plan_of_kinds
+from maskserve_benchmarks.steps.replay import WithoutLookahead, plan_of_kinds
 from maskserve_common.config import Config
 from maskserve_common.contracts.reuse_levels import refresh_count
 from maskserve_engine.base.job import EditJob
@@ -79,8 +80,10 @@ def served_choice(
     spec, sigmas = rig.adapter.spec, [sigma for sigma, _ in rig.adapter.sigmas(job)]
     count = count or refresh_count(len(sigmas), refresh_stride(Config(), spec))
     with_lookahead = lookahead and count > 1
-    growth = with_lookahead * spec.refresh.growth
-    anchors = refresh_steps(count, sigmas, spec.refresh.evenly_over, growth=growth)
+    if with_lookahead:
+        anchors = refresh_steps(count, sigmas, spec.refresh.evenly_over, spec.refresh.growth)
+    else:
+        anchors = _steps_without_lookahead(count, sigmas, spec.refresh.evenly_over)
     return RefreshChoice(
         tuple(sorted(anchors)),
         text=spec.refresh.leaves_text
@@ -102,10 +105,8 @@ def choices(rig: Rig, job: EditJob) -> list[RefreshChoice]:
     joint = spec.family != "unet"
     largest_count = 2 if steps <= 4 else 4 if steps <= 8 else 5
     served_default = served_choice(rig, job)
-    even = replace(
-        served_default,
-        dense=tuple(sorted(refresh_steps(len(served_default.dense), range(steps, 0, -1), 0.0))),
-    )
+    count = len(served_default.dense)
+    even = replace(served_default, dense=tuple(-(-n * steps // count) for n in range(count)))
     counts = range(largest_count, 0, -1)
     candidates = [
         served_default,
@@ -151,14 +152,14 @@ def edit_with_refreshes(
         power = spec.refresh.evenly_over if choice.lookahead else _power_behind(spec)
     if bends is None:
         bends = choice.lookahead and spec.refresh.second_order
-    plan = RefreshSchedule(
+    schedule = RefreshSchedule if choice.lookahead else WithoutLookahead
+    plan = schedule(
         frozenset(choice.dense),
         choice.format,
         choice.text,
         choice.leaves_ring,
         power,
         second_order=bends,
-        looks_ahead=choice.lookahead,
     )
     rows: list[Any] = []
     for job in jobs:
@@ -231,6 +232,19 @@ def table(
         if joint:
             figures["flux_flop_speedup"] = round(flux_flop_speedup(choice), 3)
         yield {**figures, **by_class(qualities)}
+
+
+def _steps_without_lookahead(
+    count: int, sigmas: Sequence[float], evenly_over: float
+) -> frozenset[int]:
+    """Return the first step, and the steps nearest to equal parts of sigma to a power."""
+    steps, distances, chosen = len(sigmas), np.asarray(sigmas) ** evenly_over, [0]
+    for number in range(1, count):
+        begin = chosen[-1] + 1
+        candidates = distances[begin : steps - count + number + 1]
+        target = distances[0] * (1 - number / count)
+        chosen.append(begin + int(np.abs(candidates - target).argmin()))
+    return frozenset(chosen)
 
 
 def _power_behind(spec: ModelSpec) -> float:

@@ -92,9 +92,7 @@ def fidelity(
     dense_start = replace(cached, dense_steps=1, stride=7)
     text = served_choice(rig, job)
     power = rig.adapter.spec.refresh.evenly_over
-    plan = RefreshSchedule(
-        frozenset(text.dense), choice.format, True, text.leaves_ring, power, looks_ahead=True
-    )
+    plan = RefreshSchedule(frozenset(text.dense), choice.format, True, text.leaves_ring, power)
     variants = {
         "hit": (cached, None),
         "hit_text": (cached, replace(plan, ring=False)),

@@ -477,12 +477,9 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
 
     def attach(self, row: Any, job: EditJob, adapters: Adapters) -> None:
         changed_adapters, row.adapters = (*row.adapters, *adapters), adapters
-        if (
-            isinstance(row, FlowRow)
-            and row.step_cache is not None
-            and row.step_cache.plan.looks_ahead
-        ):
-            self.attach_step_cache(row, row.step_cache.plan)  # computed without them
+        step_cache = row.step_cache if isinstance(row, FlowRow) else None
+        if step_cache is not None and step_cache.plan.anchors:
+            self.attach_step_cache(row, step_cache.plan)  # computed without them
         if row.references is not None and isinstance(row.references.entry, AnchorEntry):
             row.references.entry = None  # made without them
         changed = {place for adapter, _ in changed_adapters for place in adapter.updates}

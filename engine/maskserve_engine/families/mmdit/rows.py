@@ -263,18 +263,10 @@ class FlowRow:
         arrived at the last one in its step cache. None: there is none.
         """
         step_cache = self.step_cache
-        if (
-            step_cache is None
-            or not step_cache.plan.looks_ahead
-            or not self.reads_step_cache
-            or self.sampler.moved is None
-        ):
+        if step_cache is None or not self.reads_step_cache or self.sampler.moved is None:
             return None
-        return (
-            step_cache.plan.next_refresh(self.step)
-            if step_cache.reaches >= self.walk_sigma()
-            else None
-        )
+        arrived = step_cache.reaches >= self.walk_sigma()
+        return step_cache.plan.next_refresh(self.step) if arrived else None
 
     def model_input(self) -> RowInput:
         return self._pass_input(self.prompt)

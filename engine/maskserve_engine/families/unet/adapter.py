@@ -298,7 +298,7 @@ class UnetAdapter(Stepping[Row, UnetWeights], OpenedRows):
 
     def attach(self, row: Any, job: EditJob, adapters: Adapters) -> None:
         row.adapters = adapters
-        if isinstance(row, UnetRow) and row.plan is not None and row.plan.looks_ahead:
+        if isinstance(row, UnetRow) and row.plan is not None:
             row.begin_anew()  # its lookahead was computed without them
         with torch.inference_mode():
             row.change_prompts(lambda prompt: self._changed(prompt, adapters))

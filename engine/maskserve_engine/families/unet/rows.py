@@ -198,10 +198,9 @@ class UnetRow:
         """Refresh step that the next step computes ahead: the first one after it, once the row has
         arrived at the last one in its step cache. None: there is none.
         """
-        plan = self.plan
-        if plan is None or not plan.looks_ahead or self.entry is None:
+        if self.plan is None or self.entry is None:
             return None
-        return plan.next_refresh(self.step) if self.anchors[0].reaches >= self.sigma else None
+        return self.plan.next_refresh(self.step) if self.anchors[0].reaches >= self.sigma else None
 
     @property
     def steps(self) -> int:

@@ -115,7 +115,7 @@ def test_tokens_left_out_go_on_by_the_velocity_that_anchors_foretell() -> None:
 
 def test_lookaheads_of_a_cache_that_is_begun_anew_are_forgotten_and_errors_are_kept() -> None:
     answer, ahead = torch.tensor([3.0, 4.0]), torch.tensor([3.0, 3.0])
-    before, anew = (anchors(looks_ahead=True) for _ in range(2))
+    before, anew = (anchors() for _ in range(2))
     before.errors.foresee(3, ahead)
     before.errors.foresee(6, ahead)
     before.errors.arrive(2, answer)

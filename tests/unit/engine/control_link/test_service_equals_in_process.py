@@ -145,9 +145,7 @@ def test_rows_with_lookahead_are_the_same_bytes_with_a_service(model: Model, fas
     when they are needed, and the edit ends.
     """
     jobs = model.jobs(fresh_rng())
-    plans = [
-        refresh_rows.plan(0, 2, model.adapter.steps(job) - 1, looks_ahead=True) for job in jobs
-    ]
+    plans = [refresh_rows.plan(0, 2, model.adapter.steps(job) - 1) for job in jobs]
 
     def run(service: ControlServices | None) -> list[Any]:
         rows: list[Any] = []

@@ -100,7 +100,7 @@ def test_an_edit_s_work_is_that_of_the_steps_in_which_its_nets_run(tiny_fill: Pa
             return dict(nets[control.version].config)
 
     counted = adapter.counted(edit)
-    schedule = RefreshSchedule(frozenset({0, 4, 8}), "int8", text=True, looks_ahead=True)
+    schedule = RefreshSchedule(frozenset({0, 4, 8}), "int8", text=True)
     work = ControlWork.of(edit, adapter.spec, counted, 10, Nets(), schedule)  # type: ignore[arg-type]
     whole, part = [], []
     for name in nets:
@@ -121,7 +121,7 @@ def test_an_edit_s_work_is_that_of_the_steps_in_which_its_nets_run(tiny_fill: Pa
     assert work.mean(cached=False) == pytest.approx(0.7 * whole[0] + whole[1])
     # With refresh steps {0, 5, 8}: step 1 looks ahead to 5, before the first net begins to
     # act, and 8 at step 5.
-    plan = RefreshSchedule(frozenset({0, 5, 8}), "int8", text=True, looks_ahead=True)
+    plan = RefreshSchedule(frozenset({0, 5, 8}), "int8", text=True)
     edit_work, between = work.with_schedule(plan, adapter.counted(edit, plan)), []
     for name, all_text in zip(nets, part, strict=True):
         net = control_work(adapter.spec, nets[name].config, *edit.moments.shape[1:])

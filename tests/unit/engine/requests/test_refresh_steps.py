@@ -64,7 +64,6 @@ def computed_at(engine: Engine, edit_job: EditJob) -> list[int]:
     """The edit's refresh steps."""
     refresh_schedule = make_refresh_schedule(engine.config, engine.adapter, edit_job)
     assert refresh_schedule is not None
-    assert refresh_schedule.looks_ahead
     assert refresh_schedule.second_order == engine.adapter.spec.semantics.blends
     return sorted(refresh_schedule.computed_at)
 

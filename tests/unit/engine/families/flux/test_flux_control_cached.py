@@ -10,7 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from maskserve_benchmarks.steps.replay import Replay, plan_of_kinds, refreshed_every
+from maskserve_benchmarks.steps.replay import (
+    Replay,
+    WithoutLookahead,
+    plan_of_kinds,
+    refreshed_every,
+)
 from maskserve_engine.base.job import ControlInput, EditJob
 from maskserve_engine.batch import step_cache as own_anchors
 from maskserve_engine.batch.forward import State
@@ -140,7 +145,7 @@ def test_nets_compute_all_tokens_at_one_step_in_so_many(
 
 
 def look_ahead(*anchors: int) -> RefreshSchedule:
-    return RefreshSchedule(frozenset(anchors), "model", text=False, looks_ahead=True)
+    return RefreshSchedule(frozenset(anchors), "model", text=False)
 
 
 def test_a_refresh_step_is_computed_ahead_at_the_one_before(
@@ -347,7 +352,7 @@ def test_with_own_anchors_at_each_step_it_is_dense(
     replay: Replay, encoder: Encoder, nets: dict[str, Any], text: bool
 ) -> None:
     job = controlled_job(encoder, "e", "plain", "union")
-    plan = RefreshSchedule(frozenset(range(5)), "model", text)
+    plan = WithoutLookahead(frozenset(range(5)), "model", text)
     row = anchored(replay, job, nets, plan)
     run_anchored(replay.adapter, [row], plan.anchors)
     dense = replay.adapter.dense_row(job)
@@ -376,7 +381,7 @@ def test_nets_are_refreshed_at_their_rows_anchors(
     watched = Watched(*(getattr(plain, field.name) for field in fields(plain)))
     job = controlled_job(encoder, "e", "plain")
     row = anchored(
-        replay, job, {"plain": watched}, RefreshSchedule(frozenset({0, 2}), "int8", text)
+        replay, job, {"plain": watched}, WithoutLookahead(frozenset({0, 2}), "int8", text)
     )
     run_anchored(replay.adapter, [row], frozenset({0, 3}))  # the second one has been put off
     tokens = replay.adapter.tokens(job)
@@ -419,8 +424,8 @@ def test_anchored_rows_with_nets_together_are_as_each_alone(
     jobs = [controlled_job(encoder, str(i), *names) for i, names in enumerate(texts)]
     alone, together = ([anchored(replay, job, nets, plan) for job in jobs] for _ in range(2))
     for row in alone:
-        run_anchored(replay.adapter, [row], plan.anchors)
-    run_anchored(replay.adapter, together, plan.anchors)
+        run_anchored(replay.adapter, [row], plan.dense)
+    run_anchored(replay.adapter, together, plan.dense)
     for row, other in zip(together, alone, strict=True):
         assert_equal(row.result().array(), other.result().array())
 
@@ -430,7 +435,7 @@ def test_a_later_control_sees_all_tokens_at_its_first_step(
 ) -> None:
     job = controlled_job(encoder, "e", "plain")
     job = replace(job, controls=(replace(job.controls[0], start=0.3),))
-    row = anchored(replay, job, nets, RefreshSchedule(frozenset({0, 3}), "model", True))
+    row = anchored(replay, job, nets, WithoutLookahead(frozenset({0, 3}), "model", True))
     run_anchored(replay.adapter, [row], frozenset({0, 3}))
     assert isinstance(row.residuals, RowControl)
     assert row.residuals.residuals[0].step == 3

@@ -73,7 +73,7 @@ def test_it_is_the_pipeline_whose_nets_foresee(
     moments = encoder.encode(picture, case.mask, "").moments
     control = ControlInput("net", picture, scale=0.8, moments=moments)
     job = replace(encode_case(encoder, case, "oracle"), controls=(control,))
-    schedule = replace(plan(0, 3, 6, text=text, looks_ahead=True), power=1.5)
+    schedule = replace(plan(0, 3, 6, text=text), power=1.5)
     pipeline: Any = FluxControlNetInpaintPipeline.from_pretrained(tiny_inpaint, controlnet=NET)
     pipeline.set_progress_bar_config(disable=True)
     forward, processors = NET.forward, NET.attn_processors

@@ -62,9 +62,8 @@ def test_with_all_tokens_active_and_the_text_computed_it_is_dense(
     # A context is never active: it stays what the anchors foretell.
     reference = adapter.spec.semantics.reference
     dense = range(7) if reference else (0, 3)
-    for looks_ahead in (False,) if reference else (False, True):
-        latents = result(adapter, job, plan(*dense, text=False, looks_ahead=looks_ahead))
-        assert_equal(latents, result(adapter, job, None))
+    latents = result(adapter, job, plan(*dense, text=False, lookahead=not reference))
+    assert_equal(latents, result(adapter, job, None))
 
 
 @pytest.mark.parametrize("text", [True, False])
@@ -72,8 +71,8 @@ def test_rows_do_not_depend_on_their_batch(
     adapter: FluxAdapter, encoder: Encoder, text: bool
 ) -> None:
     jobs = [make_job(encoder, seed, num_inference_steps=3 + seed) for seed in range(5)]
-    plans = [plan(0, 2, text=text), None, plan(0, 3, 4, text=not text, looks_ahead=True),
-             plan(0, text=text), plan(0, 3, 5, text=text, ring=text, looks_ahead=True)]  # fmt: skip
+    plans = [plan(0, 2, text=text), None, plan(0, 3, 4, text=not text),
+             plan(0, text=text), plan(0, 3, 5, text=text, ring=text)]  # fmt: skip
 
     def rows() -> list[Any]:
         return [row_of(adapter, job, schedule) for job, schedule in zip(jobs, plans, strict=True)]
@@ -85,7 +84,6 @@ def test_rows_do_not_depend_on_their_batch(
         assert_equal(neighbour.result().array(), row.result().array())
 
 
-@pytest.mark.parametrize("looks_ahead", [True, False])
 @pytest.mark.parametrize("left_out", ["text and ring", "text", "neither"])
 @pytest.mark.parametrize("seed", range(3))
 def test_it_is_the_pipeline_whose_other_tokens_are_foretold(
@@ -94,7 +92,6 @@ def test_it_is_the_pipeline_whose_other_tokens_are_foretold(
     encoder: Encoder,
     seed: int,
     left_out: str,
-    looks_ahead: bool,
 ) -> None:
     from diffusers import DiffusionPipeline
 
@@ -105,7 +102,7 @@ def test_it_is_the_pipeline_whose_other_tokens_are_foretold(
     job = encode_case(encoder, case, "oracle")
     text, ring = "text" in left_out, "ring" in left_out
     anchors = ({0, 2}, {0, 3, 6}, {0, 2, 4})[seed]  # the last bend, and have steps behind them
-    schedule = plan(*anchors, text=text, ring=ring, looks_ahead=looks_ahead)
+    schedule = plan(*anchors, text=text, ring=ring)
     schedule = replace(schedule, power=(1.0, 3.0, 2.0)[seed], second_order=seed != 1)
     oracle = LookaheadFlux(pipeline, adapter, job, schedule)
     expected = diffusers_latents(pipeline, case)
@@ -115,7 +112,7 @@ def test_it_is_the_pipeline_whose_other_tokens_are_foretold(
     parts = (computed(adapter.spec, job, x, leaves_ring=ring) for x in (latents, expected))
     assert_equal(*parts)
     errors = row.step_cache.errors.by_step()
-    assert set(errors) == (anchors - {0} if looks_ahead else set())
+    assert set(errors) == anchors - {0}
     assert errors == pytest.approx(oracle.errors(), rel=1e-3)
 
 
@@ -225,7 +222,7 @@ def test_what_is_shown_of_a_row_on_its_way_has_the_source_outside_the_mask(
     adapter: FluxAdapter, encoder: Encoder
 ) -> None:
     """The ring, too, which is as noisy as the step until the last one is done."""
-    job, schedule = make_job(encoder, 1, mask_ring=1), plan(0, 3, ring=True, looks_ahead=True)
+    job, schedule = make_job(encoder, 1, mask_ring=1), plan(0, 3, ring=True)
     row = row_of(adapter, job, schedule)
     reader, kinds = (
         StepCacheReader(row, adapter.entry_blocks),
@@ -272,7 +269,7 @@ def test_what_is_booked_is_what_is_kept(adapter: FluxAdapter, encoder: Encoder) 
         plan(0, 3, text=False),
         plan(0, 2, 4),
         plan(0, 2, 4, second_order=True),
-        plan(0, 3, ring=True, looks_ahead=True),
+        plan(0, 3, ring=True),
     ):
         row = row_of(adapter, job, schedule)
         run(adapter, [row], [schedule])
@@ -303,7 +300,7 @@ def test_rows_whose_first_step_lifts_entries_do_not_depend_on_their_batch(
 ) -> None:
     jobs, replay = [make_job(encoder, seed) for seed in range(20, 24)], Replay(adapter)
     lifts = RefreshSchedule(frozenset(), "int8", text=False, corrects_residuals=True)
-    ahead = plan(0, 3, ring=True, format="int8", looks_ahead=True)
+    ahead = plan(0, 3, ring=True, format="int8")
     plans = [replace(ahead, corrects_residuals=True), None, lifts, plan(0, 4)]
     primed = [Primed(adapter, encoder, job, stride=2) for job in jobs]
 
@@ -324,7 +321,8 @@ def test_text_that_is_computed_at_each_step_beside_a_template_changes_nothing(
 ) -> None:
     job, replay = make_job(encoder, seed), Replay(adapter)
     primed = Primed(adapter, encoder, job)
-    plain, refreshed = (hit(replay, job, primed, text) for text in (None, plan(*range(7))))
+    every = plan(*range(7), lookahead=False)
+    plain, refreshed = (hit(replay, job, primed, text) for text in (None, every))
     for row in (plain, refreshed):
         run_hits(replay, [row])
     assert_equal(refreshed.result().array(), plain.result().array())
@@ -335,10 +333,10 @@ def test_rows_that_leave_the_text_out_beside_a_template_do_not_depend_on_their_b
 ) -> None:
     jobs, replay = [make_job(encoder, seed) for seed in range(4)], Replay(adapter)
     plans = [
-        plan(0, 3, ring=True, looks_ahead=True),
+        plan(0, 3, ring=True),
         None,
         plan(0, 2, 5),
-        plan(0, 4, looks_ahead=True),
+        plan(0, 4),
     ]
     primed = [Primed(adapter, encoder, job) for job in jobs]
 
@@ -361,7 +359,7 @@ def test_a_ring_that_is_computed_at_each_step_is_one_that_is_not_left_out(
     wide = job.with_ring(max(2, adapter.spec.refresh.ring or 0))
     plain, refreshed = (
         hit(replay, wide, primed, None),
-        hit(replay, job, primed, plan(*range(7), ring=True)),
+        hit(replay, job, primed, plan(*range(7), ring=True, lookahead=False)),
     )
     for row in (plain, refreshed):
         run_hits(replay, [row])
@@ -379,7 +377,7 @@ def test_what_is_foreseen_beside_a_template_is_what_a_row_has_that_is_there(
     """
     job, replay = make_job(encoder, 8, mask_ring=2), Replay(adapter)
     primed, capture = Primed(adapter, encoder, job, stride=7), Seen(text=True)
-    schedule = plan(0, 4, ring=ring, looks_ahead=True)
+    schedule = plan(0, 4, ring=ring)
     row = hit(replay, job, primed, schedule)
     kinds = ("kv",) * adapter.blocks
     replay.step([row], kinds)
@@ -430,7 +428,7 @@ def test_what_is_left_out_beside_a_template_lies_on_its_line(
     these are what two anchors foretell; the ring's latents go on by what moved them there.
     """
     job, replay = make_job(encoder, 0), Replay(adapter)
-    row = hit(replay, job, Primed(adapter, encoder, job), plan(0, 2, ring=ring))
+    row = hit(replay, job, Primed(adapter, encoder, job), plan(0, 2, ring=ring, lookahead=False))
     count, latents, snapshots = (
         0 if row.ring is None else len(row.ring),
         list[Tensor](),

@@ -409,9 +409,7 @@ def test_step_caches_of_nets_lie_in_either_memory(
     def row_with(caches: NetStepCaches | None) -> Any:
         row: Any = cached(replay, job, primed)
         served.adapter.control(row, job, served.nets, caches)
-        row.control.schedule = RefreshSchedule(
-            frozenset({0, 3}), "model", text=False, looks_ahead=True
-        )
+        row.control.schedule = RefreshSchedule(frozenset({0, 3}), "model", text=False)
         return row
 
     def run_steps(caches: NetStepCaches) -> Callable[[], bool]:
@@ -467,7 +465,7 @@ def test_it_is_the_pipeline_whose_nets_foresee(
     rng = np.random.default_rng(int(guidance))
     case = large_case(rng, num_inference_steps=8, strength=1.0, guidance_scale=guidance)
     controls = (ControlInput("one", picture(rng, case), scale=0.8),)
-    job, plan = model.job(case, controls), refresh_rows.plan(0, 4, 6, looks_ahead=True)
+    job, plan = model.job(case, controls), refresh_rows.plan(0, 4, 6)
     active = model.adapter.prepare(job).prepared.active.levels
 
     def foreseeing(pipeline: Any) -> None:
@@ -497,7 +495,7 @@ def test_it_is_the_pipeline_whose_nets_foresee(
 def test_with_own_anchors_at_each_step_it_is_dense(served: Model, guidance: float) -> None:
     settings = {"guidance_scale": guidance, "num_inference_steps": 5}
     [job] = controlled_jobs(served, fresh_rng(), [("one", "two")], **settings)
-    plan = refresh_rows.plan(*range(served.adapter.steps(job)))
+    plan = refresh_rows.plan(*range(served.adapter.steps(job)), lookahead=False)
     row = anchored(served, job, plan)
     refresh_rows.run(served.adapter, [row], [plan])
     active = row.inactive.mask.numpy()[0]
@@ -512,9 +510,9 @@ def test_between_own_anchors_nets_compute_the_active_tokens_alone(served: Model)
     rng = np.random.default_rng(seed)
     jobs = controlled_jobs(served, rng, (("one",), (), ("two", "one")), num_inference_steps=6)
     plans = [
-        refresh_rows.plan(0, 3),
-        refresh_rows.plan(0, 2),
-        refresh_rows.plan(0, 2, 4, format="int8"),
+        refresh_rows.plan(0, 3, lookahead=False),
+        refresh_rows.plan(0, 2, lookahead=False),
+        refresh_rows.plan(0, 2, 4, format="int8", lookahead=False),
     ]
     together = [anchored(served, *pair) for pair in zip(jobs, plans, strict=True)]
     refresh_rows.run(served.adapter, together, plans)

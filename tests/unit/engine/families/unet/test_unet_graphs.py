@@ -147,7 +147,7 @@ def test_steps_between_own_anchors_are_recorded(folder: Path, encoder: Encoder) 
     seed = fresh_seed()
     guided = {"guidance_scale": 7.5, "negative_prompt": "blue"}
     jobs = [job_of(encoder, seed, at=at, **guided) for at in range(3)]
-    plans = [plan(0, 2), None, plan(0, 3, looks_ahead=True)]
+    plans = [plan(0, 2), None, plan(0, 3)]
     capture, latents = Replayed(), []
     for adapter in (adapter_of(folder, None), adapter_of(folder, capture)):
         for _ in range(2):

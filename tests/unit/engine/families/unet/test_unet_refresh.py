@@ -5,7 +5,6 @@ whose UNet is given what two anchors foretell.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,26 +79,21 @@ def test_with_all_tokens_active_it_is_dense(folder: Path, encoder: Encoder, halo
     adapter, job = adapter_of(folder, halo), make_job(encoder, 2)
     job = replace(job, edit_mask=np.full_like(job.edit_mask, 255))
     dense = result(adapter, job, None)
-    for looks_ahead in (False, True):
-        assert_equal(result(adapter, job, plan(0, 3, looks_ahead=looks_ahead)), dense)
+    assert_equal(result(adapter, job, plan(0, 3)), dense)
 
 
 def test_rows_do_not_depend_on_their_batch(adapter: UnetAdapter, encoder: Encoder) -> None:
     jobs = [make_job(encoder, seed, num_inference_steps=4 + seed) for seed in range(6)]
-    ahead = partial(plan, looks_ahead=True)
-    plans = [plan(0, 2), None, ahead(0, 3, 4), ahead(0, 2), ahead(0, 3, 5), plan(0)]
+    plans = [plan(0, 2), None, plan(0, 3, 4), plan(0, 2), plan(0, 3, 5), plan(0)]
     together = [row_of(adapter, job, schedule) for job, schedule in zip(jobs, plans, strict=True)]
     run(adapter, together, plans)
     for job, schedule, neighbour in zip(jobs, plans, together, strict=True):
         assert_equal(neighbour.result().array(), result(adapter, job, schedule))
 
 
-@pytest.mark.parametrize(
-    ("halo", "seed", "looks_ahead", "bends"),
-    [(0, 0, False, False), (2, 1, False, False), (ALL, 2, True, True), (0, 3, True, False)],
-)
+@pytest.mark.parametrize(("halo", "seed", "bends"), [(0, 0, False), (2, 1, False), (ALL, 2, True)])
 def test_it_is_the_pipeline_whose_others_are_foretold(
-    folder: Path, encoder: Encoder, halo: int, seed: int, looks_ahead: bool, bends: bool
+    folder: Path, encoder: Encoder, halo: int, seed: int, bends: bool
 ) -> None:
     """Between anchors tokens and maps outside lie on lines, from which tokens may bend; a row that
     holds them is far off.
@@ -114,30 +108,23 @@ def test_it_is_the_pipeline_whose_others_are_foretold(
     case = make_case(40 + seed, num_inference_steps=8, mask_ring=seed % 2,
                      guidance_scale=(1.0, 7.5)[seed % 2])  # fmt: skip
     job = encode_case(encoder, case, "oracle")
-    dense = {0, 3, 6} if seed else {0, 2}
     prepared = adapter.prepare(job).prepared
-    active, blend, ahead, make = prepared.active.levels, prepared.inputs.start.blend, None, plan
-    if looks_ahead:
-        steps, dense, make = (
-            {1: 4, 4: 6},
-            {0},
-            partial(plan, 4, 6, looks_ahead=True, second_order=bends),
-        )
-        inside = None if blend is None else blend.mask[0] > 0
-        ahead = Ahead(pipeline.scheduler, steps, case.settings.guidance_scale, inside)
+    active, blend = prepared.active.levels, prepared.inputs.start.blend
+    inside = None if blend is None else blend.mask[0] > 0
+    ahead = Ahead(pipeline.scheduler, {1: 4, 4: 6}, case.settings.guidance_scale, inside)
     size = job.moments.shape[1:]
-    oracle = LookaheadUnet(pipeline.unet, active, dense, halo or 1, size, ahead, second_order=bends)
+    oracle = LookaheadUnet(pipeline.unet, active, {0}, halo or 1, size, ahead, second_order=bends)
     expected = diffusers_edit(pipeline, case.pixels, case.mask, case.prompt, case.settings,
                               case.seed, output_type="latent")[0].numpy()  # fmt: skip
-    mine = make(*dense)
+    mine = plan(0, 4, 6, second_order=bends)
     row = row_of(adapter, job, mine)
     run(adapter, [row], [mine])
     latents, errors = row.result().array(), row.anchors[0].errors.by_step()
     assert_equal(computed(adapter.spec, job, latents), computed(adapter.spec, job, expected))
-    assert set(errors) == ({4, 6} if looks_ahead else set())
+    assert set(errors) == {4, 6}
     assert errors == pytest.approx(oracle.errors, rel=1e-3)
     off = np.abs(computed(adapter.spec, job, latents - expected)).max()
-    rivals = [replace(mine, power=0.0), replace(mine, looks_ahead=not looks_ahead)]
+    rivals = [replace(mine, power=3.0), plan(0, 4, 6, second_order=bends, lookahead=False)]
     for rival in [*rivals, *([replace(mine, second_order=False)] if bends else [])]:
         maximum = np.abs(computed(adapter.spec, job, result(adapter, job, rival) - expected)).max()
         assert maximum > 10 * off, rival
@@ -147,13 +134,12 @@ def test_what_was_foreseen_without_an_adapter_is_forgotten_with_it(
     adapter: UnetAdapter, encoder: Encoder
 ) -> None:
     job = make_job(encoder, 8)
-    for looks_ahead in (True, False):
-        row = row_of(adapter, job, plan(0, 3, looks_ahead=looks_ahead))
-        reader = StepCacheReader(row, adapter.entry_blocks)
-        adapter.step([row], None, [None])
-        assert reader.turn_to(1) is not None
-        adapter.attach(row, job, ())
-        assert (reader.turn_to(1) is None) == looks_ahead
+    row = row_of(adapter, job, plan(0, 3))
+    reader = StepCacheReader(row, adapter.entry_blocks)
+    adapter.step([row], None, [None])
+    assert reader.turn_to(1) is not None
+    adapter.attach(row, job, ())
+    assert reader.turn_to(1) is None
 
 
 @pytest.mark.parametrize("format", ["int8", "int4"])
@@ -191,9 +177,7 @@ def test_what_is_counted_of_a_step_is_what_torch_counts(
     assert flops == work.batch_flops(adapter.counted(job, schedule), kinds, None)
 
 
-@pytest.mark.parametrize(
-    "schedule", [plan(0, 2), plan(0, 3, 5, looks_ahead=True, second_order=True)]
-)
+@pytest.mark.parametrize("schedule", [plan(0, 2), plan(0, 3, 5, second_order=True)])
 def test_what_is_booked_is_what_is_held(
     adapter: UnetAdapter, encoder: Encoder, schedule: RefreshSchedule
 ) -> None:
