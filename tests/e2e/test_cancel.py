@@ -27,8 +27,8 @@ from tests.support.calls import (
     texts,
 )
 
-# A cancel is seen within two looks of the front and two steps of the engine, on a busy machine.
-SOON_S = 2.0
+# Only a bound on a failure: that a cancel ends the edit early is seen by the count of finished edits.
+SOON_S = 60.0
 
 
 def running(grpc: Grpc) -> set[str]:

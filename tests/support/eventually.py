@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 
-def eventually(condition: str, check: Any, timeout_s: float = 10.0) -> float:
+def eventually(condition: str, check: Any, timeout_s: float = 60.0) -> float:
     """Wait until `check()` is true; returns the seconds it took."""
     began = time.monotonic()
     while not check():
