@@ -27,7 +27,7 @@ from tests.support.calls import (
     texts,
 )
 
-# Only a bound on a failure: that a cancel ends the edit early is seen by the count of finished edits.
+# Bounds a failure only: the count of finished edits shows that a cancel ends an edit early.
 SOON_S = 60.0
 
 

@@ -300,7 +300,7 @@ def test_who_shows_no_key_in_time_is_ended_however_it_dawdles(
                 time.sleep(0.05)
                 if not remote._links and time.monotonic() - begin > 0.2:
                     break
-        assert 0.2 < time.monotonic() - begin < 3
+        assert 0.2 < time.monotonic() - begin < 4.5
     wire = over_tcp(at)
     time.sleep(0.7)
     assert not wire.ended()  # the limit is of the proof alone

@@ -279,7 +279,7 @@ def test_a_lock_that_another_process_keeps_holds_nobody_up(tmp_path: Path) -> No
             assert not folder.share([], "a", "run")
             folder.free([], "a", "run")
             folder.end("a", "other")
-        assert time.monotonic() - began < 1.0
+        assert time.monotonic() - began < 4.0
         assert bytes(folder.read(reference, "a")) == b"a value"  # readers take no lock
     folder._closed_until = 0.0
     assert folder.put([b"another"], "a", "run") is not None

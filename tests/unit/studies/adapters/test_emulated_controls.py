@@ -25,7 +25,7 @@ def test_messages_come_in_turn_when_their_bytes_would_have() -> None:
         begin = time.monotonic()
         for message in (answered(1, 2, 300), answered(2, 300), Answered(3, ended=True)):
             link.send(message)
-        assert time.monotonic() - begin < 0.5, "sending has waited"
+        assert time.monotonic() - begin < 1.5, "sending has waited"
         arrivals = []
         for _ in range(3):
             answer = msgspec.msgpack.decode(client_socket.recv(4096), type=Answered)
