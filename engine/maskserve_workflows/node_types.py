@@ -4,10 +4,10 @@
     def find(picture: Picture, name: Words | str, *, threshold: Share = 0.5) -> Mask:
         "Return the mask of the named thing in the picture."
 
-The signature declares everything. Parameters of a port's class are inputs; a default of None makes
-one optional, and text may be literal. Parameters after the `*` are settings, checked by their
-types. The return type declares the outputs. Calling the function inside a `Workflow` records the
-node, and mypy checks the wiring by the same signature.
+The signature declares everything. Parameters of a port's class are inputs; one that may be None is
+optional, and text may be literal. Parameters after the `*` are settings, checked by their types.
+The return type declares the outputs. Calling the function inside a `Workflow` records the node, and
+mypy checks the wiring by the same signature.
 
     @node_model("find", source="find", kinds=("clipseg",))
     class FindNodes: ...
@@ -45,7 +45,7 @@ from maskserve_workflows.ports import KINDS, Port, WorkflowError
 P = ParamSpec("P")
 R = TypeVar("R")
 EDIT: Final = "edit"
-"""The only node type that runs on workers, step by step in their batches."""
+"""Model of the node types that run on workers, step by step in their batches."""
 _NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,35}")
 _PORTS: Final = ", ".join(port.__name__ for port in KINDS.values())
 
@@ -215,7 +215,8 @@ def _declared(
         port = _port(hints.get(key))
         if port is not None:
             inputs[key] = port.kind
-            optional |= {key} if parameter.default is None else set()
+            is_optional = parameter.default is None or types.NoneType in get_args(hints[key])
+            optional |= {key} if is_optional else set()
         elif parameter.kind is inspect.Parameter.KEYWORD_ONLY:
             fields.append((key, _setting(f"{name}.{key}", hints.get(key)), parameter.default))
         else:

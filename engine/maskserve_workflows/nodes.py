@@ -1,7 +1,7 @@
 """All node types, as a definition imports them.
 
-`edit` runs on workers. The others come from node files: those of `maskserve_engine/nodes`, and
-those that an operator adds (`--node-path`).
+`edit` and `generate` run on workers. The others come from node files: those of
+`maskserve_engine/nodes`, and those that an operator adds (`--node-path`).
 """
 
 from __future__ import annotations
@@ -37,18 +37,26 @@ BUILT_IN: Final = Path(__file__).parents[1] / "maskserve_engine" / "nodes"
 @node(model=EDIT, price_s=1.0, deterministic=False, settings=EditSettings)
 def edit(
     image: Picture,
-    mask: Mask,
+    mask: Mask | None,
     prompt: Words | str,
     control: Picture | None = None,
     **settings: Any,
 ) -> Picture:
-    """Repaint the picture where the mask is white. Settings are those of an edit; without a `seed`
-    each call draws one.
+    """Repaint the picture where the mask is white, or without a mask edit all of it as the prompt
+    says. Settings are those of an edit; without a `seed` each call draws one.
     """
     raise NotImplementedError
 
 
-NODE_FILES: Final = NodeFiles(edit)
+@node(model=EDIT, price_s=1.0, deterministic=False, settings=EditSettings)
+def generate(prompt: Words | str, control: Picture | None = None, **settings: Any) -> Picture:
+    """Make a picture from the prompt alone. Settings are those of an edit, such as `size`; without
+    a `seed` each call draws one.
+    """
+    raise NotImplementedError
+
+
+NODE_FILES: Final = NodeFiles(edit, generate)
 """The node files of this process."""
 NODE_TYPES: Final[Mapping[str, NodeType]] = NODE_FILES.types
 """All node types, by name."""

@@ -12,7 +12,6 @@ from typing import Final
 import msgspec
 from msgspec import structs
 
-from maskserve_workflows.node_types import EDIT
 from maskserve_workflows.nodes import NODE_TYPES
 from maskserve_workflows.plan import (
     Each,
@@ -22,7 +21,10 @@ from maskserve_workflows.plan import (
     WorkflowPlan,
     check_plan,
     digest_of,
+    edit_calls,
     every_step,
+    is_edit,
+    kind_of_edit,
     references,
 )
 
@@ -117,7 +119,7 @@ def prime_first(plan: WorkflowPlan) -> tuple[WorkflowPlan, list[str]]:
     def primed(step: Step) -> Step:
         if not isinstance(step, NodeCall):
             return structs.replace(step, body=tuple(map(primed, step.body)))
-        if step.node != EDIT or "cache" in step.settings or step.inputs["image"] not in several:
+        if not _is_masked(step) or "cache" in step.settings or step.inputs["image"] not in several:
             return step
         return structs.replace(step, settings={**step.settings, "cache": "require"})
 
@@ -148,13 +150,7 @@ def side_by_side(plan: WorkflowPlan) -> tuple[WorkflowPlan, list[str]]:
 def hoist_edits(plan: WorkflowPlan) -> tuple[WorkflowPlan, list[str]]:
     """Load LoRAs that edits of later nodes name as the run begins."""
     first = {f"inputs.{workflow_input.name}" for workflow_input in plan.inputs}
-    later = [
-        step
-        for step in every_step(plan.steps)
-        if isinstance(step, NodeCall)
-        and step.node == EDIT
-        and not set(step.inputs.values()) <= first
-    ]
+    later = [step for step in edit_calls(plan.steps) if not set(step.inputs.values()) <= first]
     early = {lora["name"]: None for step in later for lora in step.settings.get("loras", ())}
     notes = [f"{name} is brought as the run begins" for name in early]
     return structs.replace(plan, early=tuple(early)), notes
@@ -184,11 +180,16 @@ def _with_references(step: Step, renamed: Callable[[str], str]) -> Step:
     return structs.replace(step, over=over, carry=carry, carried=carried, gives=outputs)
 
 
+def _is_masked(call: NodeCall) -> bool:
+    """Return whether a call is an edit that may read cached tokens."""
+    return is_edit(call) and kind_of_edit(call) == "inpaint"
+
+
 def _edits_of(steps: Sequence[Step]) -> Iterator[tuple[str, int]]:
-    """Yield the pictures that edits need, each with the most edits at once."""
+    """Yield the pictures that masked edits need, each with the most edits at once."""
     for step in steps:
         if isinstance(step, NodeCall):
-            if step.node == EDIT:
+            if _is_masked(step):
                 yield step.inputs["image"], 1
             continue
         rounds = step.most if isinstance(step, Each) else 1

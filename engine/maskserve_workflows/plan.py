@@ -14,9 +14,13 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta, structs
 
+from maskserve_common.contracts.edit_kinds import check_settings_of, kind_of
+from maskserve_common.contracts.request import EditKind
+from maskserve_common.contracts.settings import EditSettings
 from maskserve_common.contracts.tensors import INPUT_KINDS
+from maskserve_common.errors import InvalidRequest
 from maskserve_common.reading import Misread, Table, nearest, read
-from maskserve_workflows.node_types import setting_error
+from maskserve_workflows.node_types import EDIT, setting_error
 from maskserve_workflows.nodes import NODE_TYPES
 from maskserve_workflows.ports import MANY, WorkflowError
 
@@ -167,6 +171,26 @@ def every_step(steps: Sequence[Step]) -> Iterator[Step]:
             yield from every_step(step.body)
 
 
+def is_edit(call: NodeCall) -> bool:
+    """Return whether a worker runs a call, as an edit of some kind."""
+    return NODE_TYPES[call.node].model == EDIT
+
+
+def edit_calls(steps: Sequence[Step]) -> Iterator[NodeCall]:
+    """Yield the calls that workers run, in order."""
+    for step in every_step(steps):
+        if isinstance(step, NodeCall) and is_edit(step):
+            yield step
+
+
+def kind_of_edit(call: NodeCall) -> EditKind:
+    """Return the kind of a worker's call."""
+    settings = call.settings
+    grows = any(settings.get("expand") or ())
+    masked = "mask" in call.inputs or grows or settings.get("mask_from") is not None
+    return kind_of(source="image" in call.inputs, masked=masked)
+
+
 def all_kinds(plan: WorkflowPlan) -> dict[str, str]:
     """Return the kind of every value by reference, including those of bodies."""
     kinds = {
@@ -280,9 +304,23 @@ def _check_call(step: NodeCall, known: Mapping[str, str], sources: Mapping[str, 
             continue
         _fits(f"{step.id}.{name}", step.inputs[name], expected_kind, known, sources)
     try:
-        kind.checked(step.settings)
+        settings = kind.checked(step.settings)
     except Misread as error:
         raise setting_error(step.id, error) from None
+    if kind.model == EDIT:
+        _check_edit(step, read(settings, EditSettings))
+
+
+def _check_edit(call: NodeCall, settings: EditSettings) -> None:
+    """Check that the settings of a worker's call have an effect.
+
+    Raises:
+        WorkflowError: naming the setting.
+    """
+    try:
+        check_settings_of(settings, kind_of_edit(call))
+    except InvalidRequest as error:
+        raise WorkflowError(f"{call.id}.{error.message.removeprefix('SETTINGS.')}") from None
 
 
 def _check_loop(

@@ -5,7 +5,7 @@ from pathlib import Path
 from maskserve_workflows.folder import compile_folder, read_plans
 
 FOLDER = Path(__file__).parents[2] / "assets" / "workflows"
-SHIPPED = {"background", "detail", "outline", "replace", "variants"}
+SHIPPED = {"background", "detail", "outline", "replace", "scene", "variants"}
 _MOST_LINES = 20
 
 

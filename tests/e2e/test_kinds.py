@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from typing import Any
 
@@ -15,7 +15,7 @@ import pytest
 import requests
 from PIL import Image
 
-from maskserve_benchmarks.checkout import DEMO_MODEL
+from maskserve_benchmarks.checkout import CHECKOUT, DEMO_MODEL
 from maskserve_benchmarks.router_site import RouterSite
 from maskserve_client import (
     Cancelled,
@@ -27,15 +27,25 @@ from maskserve_client import (
     Progress,
 )
 from maskserve_client.cli import main
+from maskserve_common.contracts.request import EDIT_KINDS
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
 from maskserve_serving.supervisor import Supervisor
 from maskserve_serving.worker import WorkerProcess
+from maskserve_workflows.definition import Workflow, each
+from maskserve_workflows.folder import read_plans
+from maskserve_workflows.nodes import edit, generate
+from maskserve_workflows.passes import PASSES, compiled
+from maskserve_workflows.plan import NodeCall, WorkflowPlan, dump_plan
+from maskserve_workflows.ports import Picture
+from maskserve_workflows.run import seed_of
 from tests.fakes.pictures import encode, scene
 from tests.support.calls import Grpc, Http, InferenceServerException, Pixels, edit_inputs, pixels
-from tests.support.draws import fresh_seed
+from tests.support.draws import fresh_rng, fresh_seed
+from tests.support.workflows import interpret
 
 MODEL = DEMO_MODEL.with_name("demo-edit")
+WORKFLOWS = CHECKOUT / "assets" / "workflows"
 PROMPT = "a red star"
 STEPS, LENGTH = 4, 32
 SOURCE_SIZE = (100, 72)
@@ -58,13 +68,58 @@ def client(served: WorkerProcess) -> Iterator[Client]:
 
 
 @pytest.fixture(scope="module")
-def sdk(served: WorkerProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+def plans() -> list[WorkflowPlan]:
+    """The workflow `scene` of the assets, and random ones of edits of all kinds."""
+    [scene_plan] = [plan for plan in read_plans(WORKFLOWS) if plan.name == "scene"]
+    return [scene_plan, *(drawn_plan(f"drawn-{number}") for number in range(3))]
+
+
+def drawn_plan(name: str) -> WorkflowPlan:
+    """Edits of all kinds in a random order, some in a loop. All pictures have one size."""
+    rng = fresh_rng()
+    with Workflow(name) as flow:
+        pictures, mask = [flow.picture("image")], flow.mask("mask")
+        texts = [flow.text("prompt"), "a blue circle"]
+
+        def picked(values: list[Any]) -> Any:
+            return values[rng.integers(len(values))]
+
+        def call(picture: Picture) -> Picture:
+            prompt, kind = picked(texts), picked([*EDIT_KINDS])
+            if kind == "generate":
+                return generate(prompt)
+            return edit(picture, mask if kind == "inpaint" else None, prompt)
+
+        for _ in range(3):
+            pictures.append(call(picked(pictures)))
+        with each(2, carry=picked(pictures)) as one:
+            one.carried = call(one.picture)
+        pictures.append(call(one.carried))
+        flow.gives(image=pictures[-1], other=picked(pictures))
+    return compiled(flow.plan, set(PASSES) - {"prime"})
+
+
+@pytest.fixture(scope="module")
+def site(
+    served: WorkerProcess, plans: list[WorkflowPlan], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RouterSite]:
+    """A router with workflows."""
+    folder = tmp_path_factory.mktemp("router")
+    for plan in plans:
+        (folder / f"{plan.name}.json").write_bytes(dump_plan(plan))
+    tables: dict[str, dict[str, object]] = {
+        "openai": {"aliases": {"gpt-image-1": "demo-edit"}},
+        "workflows": {"folder": str(folder)},
+    }
+    with RouterSite([served.grpc_url], folder, tables) as site:
+        yield site
+
+
+@pytest.fixture(scope="module")
+def sdk(site: RouterSite) -> Iterator[openai.OpenAI]:
     """OpenAI's SDK before a router."""
-    tables = {"openai": {"aliases": {"gpt-image-1": "demo-edit"}}}
-    with (
-        RouterSite([served.grpc_url], tmp_path_factory.mktemp("router"), tables) as site,
-        openai.OpenAI(base_url=f"http://{site.http_url}/v1", api_key="none", max_retries=0) as sdk,
-    ):
+    url = f"http://{site.http_url}/v1"
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as sdk:
         yield sdk
 
 
@@ -220,6 +275,45 @@ def test_openais_sdk_gets_a_url_and_events(sdk: openai.OpenAI) -> None:
     assert kinds[-1] == "image_generation.completed"
     assert set(kinds[:-1]) <= {"image_generation.partial_image"}
     assert np.array_equal(picture_of(events[-1].b64_json), pixels(fetched.content))
+
+
+def test_workflows_of_all_kinds_give_the_pictures_of_an_interpreter(
+    client: Client, site: RouterSite, plans: list[WorkflowPlan]
+) -> None:
+    mask = np.zeros((128, 128), np.uint8)
+    mask[32:64, 32:64] = 255
+    texts = {"prompt": PROMPT, "change": "a blue circle"}
+    values = {"image": encode(scene(128, 128)), "mask": encode(mask), **texts}
+    settings = {"num_inference_steps": 2, "reproducible": True}
+    with Client(site.grpc_url) as router:
+        for plan in plans:
+            seed = fresh_seed()
+
+            def node(key: str, call: NodeCall, inputs: Mapping[str, Any]) -> dict[str, Any]:
+                seeds = {"seed": seed_of(seed, key)}  # noqa: B023  it is called before the next
+                pictures = [inputs.get(name) for name in ("image", "mask")]
+                return {
+                    "picture": client.edit(*pictures, inputs["prompt"], **settings, **seeds).encoded
+                }
+
+            inputs = {plan_input.name: values[plan_input.name] for plan_input in plan.inputs}
+            outputs, meta = router.run_workflow(plan.name, inputs, **settings, seed=seed)
+            assert outputs == interpret(plan, inputs, node)
+            assert all(report["seconds"] > 0 for report in meta["nodes"])
+
+
+def test_a_workflow_may_begin_with_a_generation(sdk: openai.OpenAI) -> None:
+    """Through OpenAI's endpoint for these: it takes a size, and gives all pictures."""
+    answer = sdk.images.generate(
+        prompt=PROMPT, model="scene", size="96x64",
+        extra_body={"change": "a blue circle", "num_inference_steps": 2},
+    )  # fmt: skip
+    assert answer.data is not None
+    assert picture_of(answer.data[0].b64_json).shape == (64, 96, 3)
+    assert answer.model_extra is not None
+    (meta,) = answer.model_extra["maskserve"]
+    assert picture_of(meta["outputs"]["made"]).shape == (64, 96, 3)
+    assert [report["node"] for report in meta["nodes"]] == ["generate", "edit"]
 
 
 REFUSED: dict[str, tuple[dict[str, bytes | None], dict[str, Any], str]] = {

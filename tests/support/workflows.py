@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from maskserve_benchmarks.checkout import CHECKOUT
+from maskserve_common.contracts.request import EDIT_KINDS
 from maskserve_common.imaging.images import encode_png
 from maskserve_workflows.definition import Workflow, each, repeat
 from maskserve_workflows.node_request import NodeRequest, Nodes
@@ -27,6 +28,7 @@ from maskserve_workflows.nodes import (
     edit,
     enlarge,
     find,
+    generate,
     invert,
     outline,
     shows,
@@ -150,7 +152,9 @@ def _repeat(step: Repeat, values: Mapping[str, Any], key: str, node: Node) -> di
 
 
 @st.composite
-def plans(draw: st.DrawFn, deep: int = 2, rounds: int = 3, *, sized: bool = False) -> WorkflowPlan:
+def plans(
+    draw: st.DrawFn, deep: int = 2, rounds: int = 3, *, sized: bool = False, masked: bool = False
+) -> WorkflowPlan:
     """A definition with random nodes and loops that are wired as their kinds allow.
 
     Args:
@@ -158,6 +162,7 @@ def plans(draw: st.DrawFn, deep: int = 2, rounds: int = 3, *, sized: bool = Fals
         deep: depth of nested loops.
         rounds: most rounds of a loop without regions.
         sized: all pictures keep the size of the masks.
+        masked: all edits have a mask.
     """
 
     def pick(values: Sequence[Any]) -> Any:
@@ -172,7 +177,12 @@ def plans(draw: st.DrawFn, deep: int = 2, rounds: int = 3, *, sized: bool = Fals
                 kind = draw(st.integers(0, 7 if depth < deep else 4))
                 if kind == 0:
                     seed = {"seed": 3} if draw(st.booleans()) else {}
-                    pictures.append(edit(pick(pictures), pick(masks), pick(texts), **seed))
+                    edit_kind = "inpaint" if masked else pick(EDIT_KINDS)
+                    if edit_kind == "generate":
+                        pictures.append(generate(pick(texts), **seed))
+                        continue
+                    mask = pick(masks) if edit_kind == "inpaint" else None
+                    pictures.append(edit(pick(pictures), mask, pick(texts), **seed))
                 elif kind == 1:
                     masks.append(find(pick(pictures), pick(texts)))
                 elif kind == 2:
@@ -246,7 +256,7 @@ def drawn_plans() -> list[WorkflowPlan]:
         suppress_health_check=list(hypothesis.HealthCheck),
     )  # fmt: skip
     @hypothesis.seed(time.time_ns())
-    @hypothesis.given(plans(deep=1, rounds=2, sized=True))
+    @hypothesis.given(plans(deep=1, rounds=2, sized=True, masked=True))
     def draw(plan: WorkflowPlan) -> None:
         named = structs.replace(plan, name=f"drawn-{len(workflow_plans)}")
         workflow_plans.append(compiled(named, set(PASSES) - {"prime"}))

@@ -96,7 +96,7 @@ def with_nodes(text: str) -> str:
             f"{name}: {port}" + (", or none" if name in kind.optional else "")
             for name, port in kind.inputs.items()
         ]
-        fields = () if kind.name == EDIT else kind.settings.__struct_fields__
+        fields = () if kind.model == EDIT else kind.settings.__struct_fields__
         inputs += [f"`{name}=`" for name in fields]
         outputs = [
             port if name == port else f"`.{name}`: {port}" for name, port in kind.outputs.items()

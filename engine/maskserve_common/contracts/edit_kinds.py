@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from msgspec.structs import fields
+from msgspec.structs import fields, replace
 
 from maskserve_common.contracts.request import EditKind
 from maskserve_common.contracts.settings import EditSettings
@@ -20,7 +20,19 @@ _OF_MASKS = (
     "crop_to_mask",
     "crop_padding",
 )
-"""Settings without effect where there is no mask."""
+_WITHOUT_EFFECT: dict[EditKind, tuple[str, ...]] = {
+    "inpaint": ("size",),
+    "edit": _OF_MASKS,
+    "generate": (*_OF_MASKS, "strength"),
+}
+_OF_OTHER_KINDS: dict[EditKind, tuple[str, ...]] = {
+    "inpaint": (),
+    "edit": ("expand", "mask_from"),
+    "generate": ("expand", "mask_from", "template_id"),
+}
+"""Settings that would make an edit of another kind."""
+_CACHED = ("own", "require")
+"""Values of `cache` that ask for cached tokens, which an edit without a mask has not."""
 _DEFAULTS = {field.name: field.default for field in fields(EditSettings)}
 _PICTURES: dict[EditKind, str] = {
     "inpaint": "IMAGE with MASK",
@@ -85,22 +97,50 @@ def check_kind(
     """
     if kind not in served:
         raise _not_served(kind, served)
+    check_settings_of(settings, kind)
     if kind == "inpaint":
-        if settings.size != "auto":
-            raise InvalidRequest(
-                "SETTINGS.size", "has no effect with MASK", "auto: the answer has IMAGE's size"
-            )
         return
-    for name in _OF_MASKS:
-        if getattr(settings, name) != _DEFAULTS[name]:
-            raise InvalidRequest(f"SETTINGS.{name}", "has no effect without MASK", f"no {name}")
-    if settings.cache in ("own", "require"):
-        problem = f"is {settings.cache}, and nothing is cached without MASK"
-        raise InvalidRequest("SETTINGS.cache", problem, "auto or off")
     if settings.background == "transparent" and not alpha:
         problem = "is transparent, and this model draws no transparency"
         raise InvalidRequest("SETTINGS.background", problem, "auto or opaque")
-    _check_strength(settings.strength, kind, references=references)
+    if kind == "edit":
+        _check_strength(settings.strength, references=references)
+
+
+def check_settings_of(settings: EditSettings, kind: EditKind) -> None:
+    """Refuse settings that have no effect in a kind of edit, whatever the model.
+
+    Raises:
+        InvalidRequest: naming `SETTINGS.<key>`.
+    """
+    for name in (*_WITHOUT_EFFECT[kind], *_OF_OTHER_KINDS[kind]):
+        if getattr(settings, name) != _DEFAULTS[name]:
+            raise InvalidRequest(f"SETTINGS.{name}", *_no_effect(name))
+    if kind != "inpaint" and settings.cache in _CACHED:
+        problem = f"is {settings.cache}, and nothing is cached without MASK"
+        raise InvalidRequest("SETTINGS.cache", problem, "auto or off")
+
+
+def settings_for(settings: EditSettings, kind: EditKind) -> EditSettings:
+    """Return settings of several edits as one of this kind takes them: without those that have no
+    effect in it or would make an edit of another kind.
+    """
+    names = (*_WITHOUT_EFFECT[kind], *_OF_OTHER_KINDS[kind])
+    dropped = {name: _DEFAULTS[name] for name in names}
+    if kind != "inpaint" and settings.cache in _CACHED:
+        dropped["cache"] = _DEFAULTS["cache"]
+    return replace(settings, **dropped)
+
+
+def _no_effect(name: str) -> tuple[str, str]:
+    """Return why a setting has no effect, and the accepted values."""
+    if name == "size":
+        return "has no effect with MASK", "auto: the answer has IMAGE's size"
+    if name == "strength":
+        return "has no effect without IMAGE", "1"
+    if name in _OF_OTHER_KINDS["generate"]:
+        return "needs a source, and this picture has none", f"no {name}"
+    return "has no effect without MASK", f"no {name}"
 
 
 def _not_served(kind: EditKind, served: Collection[EditKind]) -> InvalidRequest:
@@ -116,11 +156,8 @@ def _not_served(kind: EditKind, served: Collection[EditKind]) -> InvalidRequest:
     return InvalidRequest("IMAGE", problem, accepted)
 
 
-def _check_strength(strength: float, kind: EditKind, *, references: bool) -> None:
-    if kind == "generate":
-        if strength < 1:
-            raise InvalidRequest("SETTINGS.strength", "has no effect without IMAGE", "1")
-    elif references:
+def _check_strength(strength: float, *, references: bool) -> None:
+    if references:
         if strength < 1:
             raise InvalidRequest(
                 "SETTINGS.strength",

@@ -77,20 +77,23 @@ class Dispatcher:
         """Cancel an edit in any phase. Return False: none with this id is under way."""
         return self._calls.cancel(request_id)
 
-    async def alone_s(self, message: ModelRequest, client: KeyHolder) -> float | None:
+    async def alone_s(
+        self, message: ModelRequest, client: KeyHolder, kind: EditKind
+    ) -> float | None:
         """Return the seconds from sending the edit to an idle worker until its answer.
 
         None: no worker takes edits.
 
         Args:
-            message: the edit; it is not sent.
+            message: the edit; it is not sent, and its source may be missing.
             client: holder of the key that asks.
+            kind: kind of the edit.
 
         Raises:
             MaskserveError: its mask or settings cannot be used.
         """
         call = make_edit_call(message, message.size, client)
-        edit, _ = await self._measure_edit(call)
+        edit, _ = await self._measure_edit(call, kind)
         return self._alone_s(call, edit)
 
     def share_left(self, request_id: str) -> float | None:
@@ -250,15 +253,21 @@ class Dispatcher:
         by_size = self._pool.roster.some_due_by_size(time.monotonic())
         return -math.inf if by_size else None
 
-    async def _measure_edit(self, call: EditCall) -> tuple[Edit, bytes]:
+    async def _measure_edit(
+        self, call: EditCall, kind: EditKind | None = None
+    ) -> tuple[Edit, bytes]:
         """Return the edit's cost and its image's digest; placeholders if no worker can take it.
+
+        Args:
+            call: the edit.
+            kind: its kind; None: as its pictures say.
 
         Raises:
             InvalidRequest: the mask cannot be used, or no worker serves the model.
         """
         if call.settings is None:
             return Edit(1, 1, 1), b""
-        kind = edit_kind(call.settings, image=bool(call.image), mask=bool(call.mask))
+        kind = kind or edit_kind(call.settings, image=bool(call.image), mask=bool(call.mask))
         model = self._model(call.settings.model, kind)
         served = next(
             (w.served for w in self._pool.workers.values() if w.model == model and w.served), None

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from typing import Any
 
+from maskserve_common.contracts.request import EditKind
 from maskserve_common.errors import MaskserveError
 from maskserve_router.key_holder import KeyHolder
 from maskserve_router.messages.edit_call import EditCall, make_edit_call
@@ -36,9 +37,11 @@ class Edits:
         self._dispatcher, self._masks = dispatcher, masks
         self._metrics, self._tracing = metrics, tracing
 
-    async def alone_s(self, message: ModelRequest, client: KeyHolder) -> float | None:
+    async def alone_s(
+        self, message: ModelRequest, client: KeyHolder, kind: EditKind
+    ) -> float | None:
         """Return `Dispatcher.alone_s`."""
-        return await self._dispatcher.alone_s(message, client)
+        return await self._dispatcher.alone_s(message, client, kind)
 
     async def infer(
         self,

@@ -44,8 +44,15 @@ from maskserve_router.workflows.run_messages import (
 )
 from maskserve_router.workflows.run_times import RunTime, RunTimes
 from maskserve_router.workflows.run_values import RunValues
-from maskserve_workflows.node_types import EDIT
-from maskserve_workflows.plan import INPUTS, NodeCall, WorkflowPlan, every_step, output_kinds
+from maskserve_workflows.plan import (
+    INPUTS,
+    NodeCall,
+    WorkflowPlan,
+    edit_calls,
+    is_edit,
+    kind_of_edit,
+    output_kinds,
+)
 from maskserve_workflows.ports import WorkflowError
 from maskserve_workflows.run import Task
 from maskserve_workflows.values import named_in, parts_of
@@ -112,9 +119,9 @@ class RunDriver:
     events: Unread = field(default_factory=Unread)
     """Events for the client, encoded ModelInferResponses."""
 
-    async def measure_input_masks(self, inputs: Mapping[str, Any]) -> None:
-        """Predict the seconds of the edits whose masks are inputs of the workflow."""
-        for step in _edits_with_input_masks(self.time.plan):
+    async def measure_inputs(self, inputs: Mapping[str, Any]) -> None:
+        """Predict the seconds of the edits that follow from inputs of the workflow."""
+        for step in _edits_of_inputs(self.time.plan):
             step_inputs = {name: inputs.get(_input(ref), b"") for name, ref in step.inputs.items()}
             await self._measure(Task(step.id, step, {"prompt": "", **step_inputs, **step.texts}))
 
@@ -175,10 +182,10 @@ class RunDriver:
 
     async def _call(self, task: Task) -> NodeResult:
         """Run a node and return its outputs, counted as the client's bytes, and its report."""
-        if task.call.node == EDIT and task.call.id not in self.time.edit_s:
+        if is_edit(task.call) and task.call.id not in self.time.edit_s:
             await self._measure(task)
         self.services.times.check_next(self.time, task)
-        if task.call.node == EDIT:
+        if is_edit(task.call):
             self.time.sent[task.key] = edit_id(task, self.call.settings)
             with self.services.admission.room(self.call.owner) as room:
                 outputs, report = await self._edit(task, room)
@@ -232,10 +239,12 @@ class RunDriver:
         return node.outputs, {key: getattr(node, name) for key, name in _NODE_FIELDS.items()}
 
     async def _measure(self, task: Task) -> None:
-        """Predict the seconds of an edit with a known mask, as far as possible."""
+        """Predict the seconds of an edit by its mask, or its size, as far as possible."""
         with suppress(MaskserveError):
             edit = edit_request(task, self.call.settings, False, math.inf, self.values)
-            if (seconds := await self.services.edits.alone_s(edit, self.call.owner)) is not None:
+            kind = kind_of_edit(task.call)  # its source may be unknown yet
+            seconds = await self.services.edits.alone_s(edit, self.call.owner, kind)
+            if seconds is not None:
                 self.time.edit_s[task.key] = seconds
 
     async def _turn(self, size: int, work: Callable[..., T], *arguments: Any) -> T:
@@ -269,7 +278,7 @@ class RunDriver:
     ) -> None:
         """Add an event of an edit's progress, with its preview if the workflow gives an image."""
         preview = picture if "image" in self.time.plan.outputs else None
-        self._report({**meta, "key": task.key, "node": EDIT}, preview, passing=True)
+        self._report({**meta, "key": task.key, "node": task.call.node}, preview, passing=True)
 
     def _read(self) -> dict[str, Any] | None:
         """Return the outputs once all nodes have ended; None: some still run, or run again."""
@@ -290,7 +299,7 @@ class RunDriver:
             outputs, call_report = call.result()
         except EngineFailed as error:
             # An edit has already been tried on another worker (`Dispatcher`).
-            if task.call.node == EDIT or tries == _TRIES:
+            if is_edit(task.call) or tries == _TRIES:
                 raise
             self._lost(task, error)
             return
@@ -324,10 +333,16 @@ class RunDriver:
         self.time.machine.lost(task.key)
 
 
-def _edits_with_input_masks(plan: WorkflowPlan) -> list[NodeCall]:
-    """Return the edits whose masks are inputs of the workflow."""
-    calls = (step for step in every_step(plan.steps) if isinstance(step, NodeCall))
-    return [step for step in calls if step.node == EDIT and _input(step.inputs["mask"])]
+def _edits_of_inputs(plan: WorkflowPlan) -> list[NodeCall]:
+    """Return the edits whose masks are inputs of the workflow; of edits without a mask those whose
+    pictures are, and the generations.
+    """
+
+    def follows(call: NodeCall) -> bool:
+        ref = call.inputs.get("mask") or call.inputs.get("image")
+        return ref is None or bool(_input(ref))
+
+    return [call for call in edit_calls(plan.steps) if follows(call)]
 
 
 def _input(ref: str) -> str:

@@ -11,6 +11,7 @@ import msgspec
 from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_common.contracts import bytes_tensor
+from maskserve_common.contracts.edit_kinds import settings_for
 from maskserve_common.contracts.keys import name_of, scope_of, scoped
 from maskserve_common.contracts.settings import EditSettings, dump_settings
 from maskserve_common.files.values import RUN
@@ -18,7 +19,7 @@ from maskserve_common.imaging.images import as_file
 from maskserve_router.messages.model_request import ModelRequest
 from maskserve_router.workflows.run_values import RunValues
 from maskserve_workflows.node_types import EDIT
-from maskserve_workflows.plan import WorkflowPlan
+from maskserve_workflows.plan import WorkflowPlan, kind_of_edit
 from maskserve_workflows.run import Task, seed_of
 from maskserve_workflows.values import Judgement, NamedValue
 
@@ -31,7 +32,8 @@ _LONGEST_NAME: Final = 60
 def edit_request(
     task: Task, settings: EditSettings, streams: bool, due_s: float, values: RunValues | None
 ) -> ModelRequest:
-    """Return the request of a run's edit. The node's settings override those of the run.
+    """Return the request of a run's edit. The node's settings override those of the run, of which
+    it has those with an effect in its kind.
 
     Args:
         task: the edit.
@@ -43,7 +45,7 @@ def edit_request(
     """
     assert settings.seed is not None
     edit_settings = {
-        **msgspec.json.decode(dump_settings(settings)),
+        **msgspec.json.decode(dump_settings(settings_for(settings, kind_of_edit(task.call)))),
         "seed": seed_of(settings.seed, task.key),
         **_due(task, due_s),
         **task.call.settings,
@@ -64,8 +66,8 @@ def edit_request(
 
         request.host, request.elsewhere = values.host, elsewhere
         request.head.parameters[RUN].string_param = values.run
-    request.add("IMAGE", [inputs["image"]])
-    request.add("MASK", [inputs["mask"]])
+    request.add("IMAGE", [inputs.get("image", b"")])
+    request.add("MASK", [inputs.get("mask", b"")])
     request.add("PROMPT", [inputs["prompt"].encode()])
     request.add("SETTINGS", [msgspec.json.encode(edit_settings)])
     if "control" in inputs:

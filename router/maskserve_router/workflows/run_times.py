@@ -12,9 +12,8 @@ from maskserve_common.errors import DeadlineExceeded
 from maskserve_router.config import RouterConfig
 from maskserve_router.messages.failures import RetryLater
 from maskserve_workflows.lengths import Price
-from maskserve_workflows.node_types import EDIT
 from maskserve_workflows.nodes import NODE_TYPES
-from maskserve_workflows.plan import NodeCall, WorkflowPlan
+from maskserve_workflows.plan import NodeCall, WorkflowPlan, is_edit
 from maskserve_workflows.run import Task, WorkflowRun
 from maskserve_workflows.scheduling import (
     ORDERS,
@@ -160,10 +159,10 @@ class RunTimes:
             return task_s if share is None else task_s * share * rows
 
         def edits(call: NodeCall) -> float:
-            return price(call) if call.node == EDIT else 0.0
+            return price(call) if is_edit(call) else 0.0
 
         def waiting(task: Task) -> float:
-            return remaining(task, rows=False) if task.call.node == EDIT else 0.0
+            return remaining(task, rows=False) if is_edit(task.call) else 0.0
 
         path, _ = run.machine.remaining_s(price, remaining)
         _, work = run.machine.remaining_s(edits, waiting)
@@ -187,7 +186,7 @@ class RunTimes:
         """
 
         def seconds(call: NodeCall) -> float:
-            if call.node == EDIT:
+            if is_edit(call):
                 measured_s = run.edit_s.get(call.id)
                 if measured_s is None and guess:
                     measured_s = self._edit_s.get((run.plan.name, call.id))

@@ -34,9 +34,8 @@ from maskserve_router.workers.worker import Worker
 from maskserve_router.workflows.run_driver import RunCall, RunDriver, RunServices
 from maskserve_router.workflows.run_times import RunTime
 from maskserve_router.workflows.run_values import RunValues
-from maskserve_workflows.node_types import EDIT
 from maskserve_workflows.nodes import NODE_TYPES
-from maskserve_workflows.plan import NodeCall, WorkflowPlan, every_step
+from maskserve_workflows.plan import NodeCall, WorkflowPlan, every_step, is_edit
 from maskserve_workflows.run import WorkflowRun
 
 _LORA_LOAD_S: Final = 60.0
@@ -141,7 +140,7 @@ class Workflows(ServedWorkflows):
         inputs = await turn(values.turn_bytes(size), values.store_inputs, plan, inputs)
         run = _run_time(plan, WorkflowRun(plan, inputs, values.exists), call)
         driver = RunDriver(services, call, run, values, headers, reservation)
-        await driver.measure_input_masks(inputs)
+        await driver.measure_inputs(inputs)
         services.times.begin(run)
         reservation.callback(services.times.end, run)
         return driver
@@ -204,7 +203,7 @@ class Workflows(ServedWorkflows):
 def _nodes_of(plan: WorkflowPlan) -> set[str]:
     """Return the types of the nodes that node servers run."""
     calls = (step for step in every_step(plan.steps) if isinstance(step, NodeCall))
-    return {call.node for call in calls} - {EDIT}
+    return {call.node for call in calls if not is_edit(call)}
 
 
 def contract_of(plan: WorkflowPlan) -> Contract:

@@ -27,6 +27,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from maskserve_benchmarks.simulator.hardware import Hardware
 from maskserve_common.routing import Edit
 from maskserve_router.config import router_config_of
+from maskserve_router.key_holder import KeyHolder
+from maskserve_router.messages.model_request import ModelRequest
 from maskserve_router.router import Router
 from tests.fakes.collector import collector
 from tests.support.router import FAST, SIDE, calling, cluster, control_request, edit, until
@@ -130,6 +132,17 @@ def workers_alone_s(router: Router) -> float:
     now_s = time.monotonic()
     whole_edit = Edit(28, 4096, 4096, model="flux")
     return min(worker.least_s(whole_edit, now_s, alone=True) for worker in router.pool.ready())
+
+
+async def test_an_edit_whose_source_is_not_known_yet_has_a_price():
+    """A workflow's edit with a mask of the client and a picture that a node makes: it had none."""
+    async with cluster(hardware=FAST) as (router, _):
+        client = KeyHolder("anybody", 64, admin=True)
+        messages = map(ModelRequest.parse, (edit_request(b"", mask_of(100, SIDE)), edit(100)))
+        price, known_price = [
+            await router._dispatcher.alone_s(message, client, "inpaint") for message in messages
+        ]
+        assert price == known_price > 0
 
 
 async def test_an_elastic_edit_is_refused_by_what_its_level_takes():

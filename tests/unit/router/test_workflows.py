@@ -41,7 +41,7 @@ from maskserve_router.workflows.run_driver import RunServices
 from maskserve_router.workflows.run_times import RunTimes
 from maskserve_router.workflows.workflows import Workflows
 from maskserve_workflows.definition import Workflow, each
-from maskserve_workflows.nodes import best, edit, enlarge, shows
+from maskserve_workflows.nodes import best, edit, enlarge, generate, shows
 from maskserve_workflows.passes import compiled
 from maskserve_workflows.plan import NodeCall, WorkflowPlan
 from maskserve_workflows.run import Task, seed_of
@@ -97,9 +97,10 @@ class Edits:
     def __init__(self, *, never: bool = False, alone_s: float | None = None) -> None:
         self.never, self.calls, self.left, self.seconds = never, [], 0, alone_s
         self.measured: list[bytes] = []
+        self.pictures: list[bytes] = []
 
-    async def alone_s(self, message: Any, client: KeyHolder) -> float | None:
-        self.measured.append(message.read("MASK"))
+    async def alone_s(self, message: Any, client: KeyHolder, kind: str) -> float | None:
+        self.measured.append(message.read("IMAGE" if kind == "edit" else "MASK"))
         return self.seconds
 
     async def infer(self, message: Any, size: int, *_: Any) -> bytes:
@@ -127,6 +128,7 @@ class Edits:
             finally:
                 self.left += 1
         picture = b"made of %d" % settings["seed"]
+        self.pictures.append(picture)
         return answer_of(picture, worker="w", seed=settings["seed"], cache="hit", steps=3)
 
 
@@ -269,6 +271,39 @@ async def test_a_run_is_judged_by_what_its_masks_cost() -> None:
         await run(Nodes(), large, request(deadline_ms=10_000))
     assert (large.measured, large.calls) == ([b"m"], [])
     await run(Nodes(), Edits(alone_s=3.0), request(deadline_ms=10_000))
+
+
+with Workflow("kinds", "An edit of each kind.") as flow:
+    image, mask, prompt = flow.picture("image"), flow.mask("mask"), flow.text("prompt")
+    made = generate(prompt, size="96x64")
+    flow.gives(
+        one=edit(image, None, prompt, strength=0.5),
+        two=edit(made, None, prompt),
+        three=edit(made, mask, prompt),
+    )
+KINDS = compiled(flow.plan)
+
+
+async def test_edits_without_a_mask_have_a_price_and_the_settings_of_their_kind() -> None:
+    """Of the run's settings each has those with an effect; known at the start are the price of the
+    generation, and of edits whose masks or pictures are inputs.
+    """
+    edits = Edits(alone_s=1.0)
+    message = request(size="64x64", mask_dilate=4, cache="own", strength=0.75)
+    message.head.model_name = "kinds"
+    served = workflows(Nodes(), edits, KINDS)
+    check_request(message, served.models)
+    await served.infer(message, {}, None, CLIENT)
+    assert edits.measured == [b"", b"i", b"m", edits.pictures[0]]
+    by_name = {settings["request_id"].rpartition("/")[2]: settings for settings in edits.calls}
+    keys = ("size", "mask_dilate", "cache", "strength")
+    taken = {name: {key: s[key] for key in keys if key in s} for name, s in by_name.items()}
+    assert taken == {
+        "generate-1": {"size": "96x64"},
+        "edit-1": {"size": "64x64", "strength": 0.5},
+        "edit-2": {"size": "64x64", "strength": 0.75},
+        "edit-3": {"mask_dilate": 4, "cache": "own", "strength": 0.75},
+    }
 
 
 async def test_a_cancel_or_deadline_ends_every_node() -> None:

@@ -15,7 +15,14 @@ from tests.support.examples import examples
 from tests.support.workflows import plans
 
 INPUTS = {"image": "image", "mask": "mask", "name": "name"}
-PRICES = {"edit": 1.0, "find": 0.25, "shows": 0.125, "enlarge": 0.5, "compose": 0.0625}
+PRICES = {
+    "edit": 1.0,
+    "generate": 2.0,
+    "find": 0.25,
+    "shows": 0.125,
+    "enlarge": 0.5,
+    "compose": 0.0625,
+}
 
 
 def price(call):

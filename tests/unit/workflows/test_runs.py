@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from maskserve_workflows.definition import Workflow, each, repeat
-from maskserve_workflows.nodes import NODE_TYPES, edit, enlarge, find, shows, split
+from maskserve_workflows.nodes import NODE_TYPES, edit, enlarge, find, generate, shows, split
 from maskserve_workflows.passes import PASSES, compiled
-from maskserve_workflows.plan import dump_plan, parse_plan
+from maskserve_workflows.plan import dump_plan, is_edit, parse_plan
 from maskserve_workflows.ports import WorkflowError
 from maskserve_workflows.run import WorkflowRun, seed_of
 from maskserve_workflows.values import Areas, Judgement
@@ -22,7 +22,7 @@ from tests.support.workflows import interpret, plans
 def node(key, call, inputs):
     """The outputs of a node: text that names all its inputs; an edit's has its seed, too."""
     kind = NODE_TYPES[call.node]
-    seed = call.settings.get("seed", seed_of(7, key)) if call.node == "edit" else ""
+    seed = call.settings.get("seed", seed_of(7, key)) if is_edit(call) else ""
     settings = {k: v for k, v in call.settings.items() if k != "cache"}
     description = f"{call.node}{sorted(inputs.items())}{sorted(settings.items())}{seed}"
     digest = hashlib.sha256(description.encode()).hexdigest()[:12]
@@ -165,6 +165,22 @@ def test_passes_note_what_they_did():
     assert plan.early == ("hollow",)
     assert {step.settings.get("cache") for step in plan.steps if step.node == "edit"} == {"require"}
     assert {note.partition(":")[0] for note in plan.notes} == {"dead", "merge", "prime", "early"}
+
+
+def test_passes_know_what_an_edit_without_a_mask_shares():
+    """Nothing is primed for it; a generation's LoRAs are loaded early; equal seeds are one call."""
+    lora = {"loras": [{"name": "hollow"}]}
+    with Workflow("made", "From a text, twice.") as flow:
+        image, prompt = flow.picture("image"), flow.text("prompt")
+        one, same = (generate(prompt, seed=3, **lora) for _ in range(2))
+        changed = [edit(image, None, words) for words in ("bluer", "redder")]
+        last = generate(prompt, changed[0], **lora)
+        flow.gives(one=one, same=same, last=last, other=changed[1])
+    plan = compiled(flow.plan)
+    assert [step.node for step in plan.steps].count("generate") == 2
+    assert all("cache" not in step.settings for step in plan.steps)
+    assert plan.early == ("hollow",)
+    assert {note.partition(":")[0] for note in plan.notes} == {"merge", "early"}
 
 
 def test_a_plan_that_was_changed_by_hand_is_refused():

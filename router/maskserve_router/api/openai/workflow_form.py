@@ -14,8 +14,7 @@ from maskserve_common.imaging.images import decode_mask, encode_image
 from maskserve_common.imaging.masks import selected
 from maskserve_router.api.openai.form import PICTURE, EditForm, ModelForm
 from maskserve_router.messages.model_request import ModelRequest
-from maskserve_workflows.node_types import EDIT
-from maskserve_workflows.plan import NodeCall, WorkflowPlan, every_step
+from maskserve_workflows.plan import WorkflowPlan, edit_calls, kind_of_edit
 
 
 class WorkflowForm(ModelForm):
@@ -30,8 +29,9 @@ class WorkflowForm(ModelForm):
         self._plan, self._limits = plan, limits
         texts = {plan_input.name for plan_input in plan.inputs if plan_input.kind == "text"}
         self.texts = frozenset(texts - {"prompt"})
-        calls = (step for step in every_step(plan.steps) if isinstance(step, NodeCall))
-        self.edits = [call.settings for call in calls if call.node == EDIT]
+        calls = list(edit_calls(plan.steps))
+        self.edits = [call.settings for call in calls]
+        self._has_size = any(kind_of_edit(call) != "inpaint" for call in calls)
 
     def check(self, form: EditForm) -> None:
         plan = self._plan
@@ -51,8 +51,9 @@ class WorkflowForm(ModelForm):
                 if present:
                     takes = ", ".join(plan_input.name for plan_input in plan.inputs)
                     raise InvalidRequest(name, f"is not an input of {plan.name}", takes)
-        if form.fields.size != "auto":
-            raise InvalidRequest("size", f"is {form.fields.size[:20]}", "auto with a workflow")
+        if form.fields.size != "auto" and not self._has_size:
+            problem = f"is {form.fields.size[:20]}, and {plan.name} edits with masks"
+            raise InvalidRequest("size", problem, "auto")
         required = sum(plan_input.kind == "picture" for plan_input in plan.inputs)
         count = bool(form.image) + len(form.control)
         if count != required:
@@ -78,6 +79,7 @@ class WorkflowForm(ModelForm):
         settings = {
             **form.settings,
             "mask_mode": "white",
+            "size": form.fields.size,
             "background": form.fields.background,
             **more_settings,
         }

@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import fields
 
 from maskserve_common.config import Config, LimitsConfig
-from maskserve_common.contracts.edit_kinds import edit_kind
+from maskserve_common.contracts.edit_kinds import check_settings_of, edit_kind, settings_for
 from maskserve_common.contracts.request import AcceptedEdit, EditKind
 from maskserve_common.contracts.semantics import INPAINT, REFERENCE
 from maskserve_common.contracts.settings import EditSettings, MaskFrom, parse_settings
@@ -95,6 +95,28 @@ def test_settings_without_effect_are_refused(kind: EditKind, setting: dict[str, 
     accept_edit(EditSettings(**setting), b"x", KONTEXT, config)
     default = {field.name: field.default for field in fields(EditSettings)}[name]
     accept(kind, KONTEXT, **{name: default})
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_settings_of_several_edits_fit_each_kind(kind: EditKind) -> None:
+    """What has no effect in a kind, or would change it, is dropped; all else stays."""
+    shared = EditSettings(
+        size="64x64", mask_dilate=3, mask_mode="white", expand=(8, 0, 0, 0), strength=0.5,
+        mask_from=MaskFrom(text="a cat"), template_id="0" * 16, cache="require", seed=7,
+        guidance_scale=3.0,
+    )  # fmt: skip
+    settings = settings_for(shared, kind)
+    check_settings_of(settings, kind)
+    assert (settings.seed, settings.guidance_scale) == (7, 3.0)
+    changed = {field.name for field in fields(EditSettings)
+               if getattr(settings, field.name) != getattr(shared, field.name)}  # fmt: skip
+    whole = {"mask_dilate", "mask_mode", "expand", "mask_from", "cache"}
+    dropped: dict[EditKind, set[str]] = {
+        "inpaint": {"size"},
+        "edit": whole,
+        "generate": whole | {"strength", "template_id"},
+    }
+    assert changed == dropped[kind]
 
 
 def test_a_model_with_alpha_may_draw_transparency() -> None:
