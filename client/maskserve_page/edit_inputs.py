@@ -11,12 +11,15 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from maskserve_common.contracts.request import EditKind
 from maskserve_common.errors import InvalidRequest
 from maskserve_page.pictures import PagePicture, PagePictures
 
 _PREVIEWS = 6
 """Most previews of one edit."""
 _SEED_BITS = 32
+_SHAPES = ((1, 1), (3, 2), (2, 3), (16, 9), (9, 16))
+"""Ratios of width and height."""
 
 
 class InputMissing(InvalidRequest):
@@ -42,18 +45,22 @@ def decode_picture(text: str) -> bytes:
 
 
 def source_and_mask(
-    painted: str | None, pictures_on_disk: PagePictures
-) -> tuple[PagePicture, Image.Image]:
-    """Return the picture and the mask, which is white where the user painted.
+    painted: str | None, pictures_on_disk: PagePictures, kind: EditKind = "inpaint"
+) -> tuple[PagePicture | None, Image.Image | None]:
+    """Return the picture and the mask of an edit, as far as its kind has them. The mask is white
+    where the user painted.
 
     Args:
         painted: the canvas's JSON; see `painter.js`.
         pictures_on_disk: pictures of the page.
+        kind: kind of the edit.
 
     Raises:
         InputMissing: there is no picture, or nothing was painted.
         InvalidRequest: the mask belongs to another picture.
     """
+    if kind == "generate":
+        return None, None
     try:
         canvas = json.loads(painted or "{}")
         name, bits = canvas["name"], base64.b64decode(canvas.get("mask", ""), validate=True)
@@ -62,6 +69,8 @@ def source_and_mask(
             "There is no picture yet: choose, paste or drop one, or pick one."
         ) from None
     source = pictures_on_disk.get(name)
+    if kind == "edit":
+        return source, None
     height, width = source.size
     touched = np.unpackbits(np.frombuffer(bits, np.uint8))[: width * height]
     if not touched.any():
@@ -71,24 +80,43 @@ def source_and_mask(
     return source, Image.fromarray(255 * touched.reshape(height, width))
 
 
+def sizes_of(native: int) -> list[tuple[str, str]]:
+    """Return sizes to choose from, each as shown and as `SETTINGS.size`: the model's own, then
+    shapes of about the area of its native square.
+    """
+    unit = max(native // 8 // 32 * 32, 16)  # a multiple of every model's grid
+    sizes = [("automatic", "auto")]
+    for across, down in _SHAPES:
+        scale = (across / down) ** 0.5
+        width, height = (int(native * part) // unit * unit for part in (scale, 1 / scale))
+        sizes.append((f"{width} × {height}", f"{width}x{height}"))
+    return sizes
+
+
 def settings_of(
+    kind: EditKind,
     seed: float | None,
     new_seed: bool,
     steps: float | None,
     guidance: float | None,
+    size: str | None,
+    strength: float | None,
     dilate: int,
     feather: int,
     cache: str,
     loras: str | None,
 ) -> dict[str, Any]:
-    """Return SETTINGS of an edit, without settings left at the model's defaults."""
+    """Return SETTINGS of an edit of this kind, without those left at the model's defaults."""
     settings: dict[str, Any] = {
         "seed": secrets.randbits(_SEED_BITS) if new_seed or seed is None else int(seed),
-        "mask_dilate": int(dilate),
-        "mask_feather": int(feather),
-        "cache": cache,
         "preview_every": max(1, int(steps or 28) // _PREVIEWS),
     }
+    if kind == "inpaint":
+        settings |= {"mask_dilate": int(dilate), "mask_feather": int(feather), "cache": cache}
+    else:
+        settings["size"] = (size or "auto").replace(" ", "").replace("×", "x")
+    if kind == "edit" and strength is not None:
+        settings["strength"] = float(strength)
     if steps:
         settings["num_inference_steps"] = int(steps)
     if guidance:

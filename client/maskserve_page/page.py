@@ -15,15 +15,16 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from PIL import Image
 
 from maskserve_client import EditResult, Final, Masks, Preview
+from maskserve_common.contracts.request import EditKind
 from maskserve_common.contracts.settings import CACHE_MODES
 from maskserve_common.errors import Cancelled, InvalidRequest, MaskserveError
 from maskserve_page import texts
-from maskserve_page.edit_inputs import decode_picture, settings_of, source_and_mask
+from maskserve_page.edit_inputs import decode_picture, settings_of, sizes_of, source_and_mask
 from maskserve_page.pictures import EXPIRES_S, PagePicture, PagePictures
 from maskserve_page.session import Session
 
@@ -46,6 +47,26 @@ _MOST_UNDONE = 8
 """Most pictures that Undo can go back."""
 
 
+class _Tab(NamedTuple):
+    """Words of the page for a kind of edit."""
+
+    name: str
+    button: str
+    label: str
+    """Label of the prompt."""
+    example: str
+
+
+_TABS: dict[EditKind, _Tab] = {
+    "generate": _Tab("Create", "Create", "What to show", "a red star"),
+    "inpaint": _Tab("Edit", "Edit", "What to paint there", "a red star"),
+    "edit": _Tab("Instruct", "Edit", "What to change", "make the star blue"),
+}
+"""Kind -> its tab, in the order of the page."""
+_STRENGTH = 0.75
+"""Strength of an edit without a mask, for models that need one."""
+
+
 def make_page(
     session: Session, pictures_on_disk: PagePictures, pictures: list[Path], masks: Masks | None
 ) -> Any:
@@ -65,13 +86,9 @@ def make_page(
         fill_width=True,
         delete_cache=(600, int(EXPIRES_S)),
     ) as page:
-        gr.HTML(
-            "<h1>maskserve</h1> <p>Paint over the part to change, describe its new content, and "
-            "edit.</p>",
-            elem_classes="head",
-        )
+        gr.HTML("<h1>maskserve</h1> <p>Make pictures, and change them.</p>", elem_classes="head")
         with gr.Row():
-            with gr.Column(scale=5):
+            with gr.Column(scale=5, elem_classes="form"):
                 form = _form(gr, session, pictures_on_disk, pictures, masks)
             with gr.Column(scale=4, elem_classes="outcome"):
                 outcome = _outcome(gr)
@@ -84,6 +101,8 @@ def make_page(
 class _Form:
     """Input components."""
 
+    kind: Any
+    """Tabs of the kinds of edits."""
     editor: Any
     prompt: Any
     run: Any
@@ -101,6 +120,8 @@ def _form(
     masks: Masks | None,
 ) -> _Form:
     model = session.model()
+    kinds = [kind for kind in _TABS if kind in model.kinds]
+    first: EditKind = "inpaint" if "inpaint" in kinds else kinds[0]
 
     def take(encoded: str) -> dict[str, str]:
         """Keep a picture in base64; return its name and URL, or an error sentence."""
@@ -124,7 +145,15 @@ def _form(
         Image.open(io.BytesIO(scored_mask.mask)).convert("L").save(plain, "PNG")
         return {"mask": base64.b64encode(plain.getvalue()).decode()}
 
-    painter = _text("painter.html").replace("{least}", str(_LEAST_MASK.get(model, 0)))
+    kind = gr.Radio(
+        [(_TABS[name].name, name) for name in kinds],
+        value=first,
+        show_label=False,
+        container=False,
+        visible=len(kinds) > 1,
+        elem_id="kinds",
+    )
+    painter = _text("painter.html").replace("{least}", str(_LEAST_MASK.get(model.name, 0)))
     editor = gr.HTML(
         html_template=painter.replace("{clicks}", "" if masks else "hidden"),
         js_on_load=_text("painter.js"),
@@ -133,19 +162,26 @@ def _form(
         padding=False,
         elem_id="editor",
     )
+    size = gr.Dropdown(
+        sizes_of(model.native_resolution),
+        value="auto",
+        label="Size",
+        allow_custom_value=True,
+        elem_id="size",
+    )
     with gr.Row(elem_classes="ask"):
         prompt = gr.Textbox(
-            label="What to paint there",
-            placeholder="a red star",
+            label=_TABS[first].label,
+            placeholder=_TABS[first].example,
             elem_id="prompt",
             scale=4,
             min_width=200,
         )
-        run = gr.Button("Edit", variant="primary", elem_id="run", min_width=100)
+        run = gr.Button(_TABS[first].button, variant="primary", elem_id="run", min_width=100)
         stop = gr.Button("Stop", variant="stop", elem_id="stop", visible="hidden", min_width=100)
-    if model in WORDS:
+    if model.name in WORDS:
         with gr.Row(elem_classes="chips", elem_id="chips"):
-            for words in WORDS[model]:
+            for words in WORDS[model.name]:
                 chip = gr.Button(words, size="sm")
                 chip.click(None, None, prompt, js=f"() => {json.dumps(words)}")
     if pictures:
@@ -157,14 +193,34 @@ def _form(
         with gr.Row():
             steps = gr.Number(label="Steps (0: the model's default)", value=0, precision=0)
             guidance = gr.Number(label="Guidance (0: the model's default)", value=0)
-        with gr.Row():
+        strength = gr.Slider(
+            0.05,
+            1,
+            None if model.references else _STRENGTH,
+            step=0.05,
+            label="Strength (how far the picture may change)",
+            visible=not model.references,
+            elem_id="strength",
+        )
+        with gr.Row(elem_classes="of-masks"):
             dilate = gr.Slider(0, 64, 0, step=1, label="Grow the mask (pixels)")
             feather = gr.Slider(0, 64, 0, step=1, label="Feather the mask (pixels)")
         with gr.Row():
-            cache = gr.Dropdown(list(CACHE_MODES), value="auto", label="Cache")
+            cache = gr.Dropdown(
+                list(CACHE_MODES), value="auto", label="Cache", elem_classes="of-masks"
+            )
             loras = gr.Textbox(label="LoRAs", placeholder="hollow:0.8, other")
-    more = [draw, steps, guidance, dilate, feather, cache, loras]
-    return _Form(editor, prompt, run, stop, seed, more)
+    kind.change(_words_of, kind, [prompt, run], show_progress="hidden")
+    more = [draw, steps, guidance, size, strength, dilate, feather, cache, loras]
+    return _Form(kind, editor, prompt, run, stop, seed, more)
+
+
+def _words_of(kind: EditKind) -> tuple[Any, Any]:
+    """Return the updates of the prompt and the button for a kind."""
+    import gradio as gr
+
+    tab = _TABS[kind]
+    return gr.Textbox(label=tab.label, placeholder=tab.example), gr.Button(tab.button)
 
 
 def _gallery(
@@ -250,10 +306,10 @@ def _edits(
 
     def edit(*inputs: Any) -> Iterator[Any]:
         """Yield updates while an edit runs; errors become sentences of the page."""
-        painted, text, name, *setting_values = inputs
+        painted, text, name, kind, *setting_values = inputs
         try:
-            source, mask = source_and_mask(painted, pictures_on_disk)
-            settings = {**settings_of(*setting_values), "request_id": name}
+            source, mask = source_and_mask(painted, pictures_on_disk, kind)
+            settings = {**settings_of(kind, *setting_values), "request_id": name}
             yield buttons(running=True)
             shown_at = 0.0
             with closing(session.events(source, mask, text or "", settings)) as events:
@@ -268,7 +324,9 @@ def _edits(
                                 "done", event.result.meta.get("warnings", ())
                             ),
                             outcome.live: "",
-                            outcome.preview: texts.comparison(source, picture, mask),
+                            outcome.preview: texts.comparison(source, picture, mask)
+                            if source
+                            else texts.picture(picture),
                             outcome.bar: gr.Row(visible=True),
                         }
                         yield {**result_updates(event.result, picture), request: _fresh_id()}
@@ -294,7 +352,7 @@ def _edits(
     triggers = [form.run.click, form.prompt.submit]
     # Only in the browser: a round trip to the server would delay the edit.
     gr.on(triggers, None, None, outcome.status, js=f"() => `{texts.note('sent')}`")
-    edit_inputs = [form.editor, form.prompt, request, form.seed, *form.more]
+    edit_inputs = [form.editor, form.prompt, request, form.kind, form.seed, *form.more]
     changed = [request, form.run, form.stop, form.seed, *vars(outcome).values()]
     gr.on(triggers, edit, edit_inputs, changed, show_progress="hidden")
     form.stop.click(session.stop, request, None, show_progress="hidden")
@@ -305,8 +363,9 @@ def _continue_and_undo(
 ) -> None:
     """Connect the buttons that make a result the picture to edit, and that undo it."""
     past = gr.State([])
+    editing = next((kind for _, kind in form.kind.choices if kind != "generate"), None)
 
-    def carry_on(painted: str | None, result: str, before: list[str]) -> Any:
+    def carry_on(painted: str | None, result: str, before: list[str], kind: EditKind) -> Any:
         """Make the result the picture to edit, and keep the previous picture."""
         earlier = [*before, json.loads(painted)["name"]][-_MOST_UNDONE:] if painted else before
         return (
@@ -314,6 +373,7 @@ def _continue_and_undo(
             earlier,
             gr.Button(interactive=bool(earlier)),
             gr.Button(interactive=False),
+            editing if kind == "generate" and editing else kind,
         )
 
     def go_back(before: list[str]) -> Any:
@@ -326,7 +386,9 @@ def _continue_and_undo(
         )
 
     editor, undo, go_on = form.editor, outcome.undo, outcome.go_on
-    go_on.click(carry_on, [editor, outcome.last, past], [editor, past, undo, go_on])
+    go_on.click(
+        carry_on, [editor, outcome.last, past, form.kind], [editor, past, undo, go_on, form.kind]
+    )
     undo.click(go_back, [past], [editor, past, undo])
 
 

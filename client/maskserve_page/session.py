@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from PIL import Image
 
 from maskserve_client import Client, EditResult, Event
 from maskserve_client.errors import ServerUnavailable
+from maskserve_common.contracts.request import EDIT_KINDS, EditKind
 from maskserve_common.errors import MaskserveError, Overloaded, TemplateNotFound
 from maskserve_page.pictures import PagePicture
+
+
+class ServedModel(NamedTuple):
+    """What the page knows of the server's model, or of its models together."""
+
+    name: str = ""
+    """Empty: unknown at present."""
+    kinds: tuple[EditKind, ...] = ("inpaint",)
+    """Kinds of edits that it makes."""
+    native_resolution: int = 1024
+    """Side in pixels of the square at which it works."""
+    references: bool = False
+    """Whether an edit without a mask follows an instruction; otherwise it has a strength."""
 
 
 class Session:
@@ -46,12 +60,13 @@ class Session:
         except MaskserveError:
             return True
 
-    def model(self) -> str:
-        """Return the name of the served model; empty: unknown at present."""
+    def model(self) -> ServedModel:
+        """Return the served model."""
         try:
-            return str(self._client.control("status").get("model", ""))
+            status = self._client.control("status")
         except MaskserveError:
-            return ""
+            return ServedModel()
+        return _served_model(status)
 
     def stop(self, request_id: str) -> None:
         """Cancel an edit; a finished one stays."""
@@ -90,14 +105,19 @@ class Session:
         return template
 
     def events(
-        self, source: PagePicture, mask: Image.Image, prompt: str, settings: dict[str, Any]
+        self,
+        source: PagePicture | None,
+        mask: Image.Image | None,
+        prompt: str,
+        settings: dict[str, Any],
     ) -> Generator[Event, None, None]:
-        """Yield the events of one edit."""
+        """Yield the events of one edit; without a source, of a picture from the prompt alone."""
+        settings = {**settings, "keep_result": True}
         for retrying in (False, True):
-            name = self._template(source, anew=retrying).result()
-            more = {**settings, "template_id": name, "keep_result": True}
+            if source is not None:
+                settings["template_id"] = self._template(source, anew=retrying).result()
             try:
-                with closing(self._client.edit_stream(None, mask, prompt, **more)) as events:
+                with closing(self._client.edit_stream(None, mask, prompt, **settings)) as events:
                     yield from events
                 return
             except TemplateNotFound:  # the server was restarted, or has dropped it
@@ -125,3 +145,20 @@ class Session:
                 registration = self._pool.submit(self._register, source.file)
                 self._templates[source.name] = registration
         return registration
+
+
+def _served_model(status: Mapping[str, Any]) -> ServedModel:
+    """Return the model of a worker's status, or the models of a router's together."""
+    records = [record for record in status.get("workers", {}).values() if record.get("served")]
+    served = [record["served"] for record in records or [status] if record.get("served")]
+    name = str(status.get("model", ""))
+    if not served:
+        return ServedModel(name)
+    kinds = {kind for record in served for kind in record["edit_kinds"]}
+    editors = [record for record in served if "edit" in record["edit_kinds"]]
+    return ServedModel(
+        name,
+        tuple(kind for kind in EDIT_KINDS if kind in kinds),
+        min(record["native_resolution"] for record in served),
+        all(record["references"] for record in editors),
+    )

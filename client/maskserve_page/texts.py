@@ -21,13 +21,21 @@ _CUT = re.compile(r"(.+): text_encoder\w* reads \d+ tokens and not the last (\d+
 _FIELDS = {"IMAGE": "The picture", "MASK": "The mask", "PROMPT": "The prompt"}
 
 
-def comparison(before: PagePicture, after: PagePicture, mask: Image.Image) -> str:
+def picture(made: PagePicture) -> str:
+    """Return a picture that was made without a source."""
+    return f'<img class="made" alt="the picture" src="{html.escape(made.url)}">'
+
+
+def comparison(before: PagePicture, after: PagePicture, mask: Image.Image | None) -> str:
     """Return both pictures with a movable line between them.
 
-    At first the line is left of the mask, so that the whole edit is visible.
+    At first the line is left of the mask, so that the whole edit is visible; without a mask it is
+    in the middle.
     """
-    left, _, _, _ = mask.getbbox() or (0, 0, 0, 0)
-    at = max(3, 100 * left // mask.width - 3)
+    at = 50
+    if mask is not None:
+        left, _, _, _ = mask.getbbox() or (0, 0, 0, 0)
+        at = max(3, 100 * left // mask.width - 3)
     return (
         f'<div class="compare" style="--at: {at}%">'
         f'<img alt="before" src="{html.escape(before.url)}">'
@@ -51,13 +59,14 @@ def summary(meta: Mapping[str, Any]) -> str:
     timings = meta.get("timings_ms", {})
     total = sum(timings.get(stage, 0.0) for stage in STAGES) / 1e3
     computed, whole = meta.get("computed_tokens"), meta.get("total_tokens", 0) * meta["steps"]
+    is_masked = meta.get("kind", "inpaint") == "inpaint"
     more = {
         "hit": "The edit used cached activations of the picture.",
         "own": "Some steps computed the whole picture, and the other steps reused their results.",
         "miss": "The server is preparing the picture for the next edit.",
         "off": "The edit used no cached activations.",
-    }.get(str(meta.get("cache")), "")
-    if computed is not None and whole:
+    }.get(str(meta.get("cache")) if is_masked else "", "")
+    if computed is not None and whole and is_masked:
         more += f" The edit took {computed / whole:.0%} of the work of a whole picture."
     window = meta.get("window")
     if window is not None:

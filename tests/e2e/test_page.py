@@ -44,6 +44,17 @@ def address(worker: WorkerProcess, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture(scope="module")
+def address_of_klein(
+    klein_worker: WorkerProcess, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
+    """The page of a model that has edits of all kinds."""
+    pictures = tmp_path_factory.mktemp("pictures")
+    Image.fromarray(scene(SIDE, SIDE)).save(pictures / "scene.png")
+    with served(klein_worker.grpc_url, pictures) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     with chromium() as chromium_browser:
         yield chromium_browser
@@ -175,6 +186,44 @@ def test_the_result_can_be_gone_on_with_and_undone(page: Page) -> None:
     expect(undo).to_be_enabled()
     undo.click()
     expect(undo).to_be_disabled()
+
+
+def test_a_picture_is_made_and_edited_without_painting(
+    browser: Browser, address_of_klein: str, tmp_path: Path
+) -> None:
+    with opened(browser, address_of_klein) as page:
+        editor, result, brush = (
+            page.locator(name) for name in ("#editor .stack", "#result", "#editor .brush")
+        )
+        expect(editor).to_be_visible()  # the tab Edit is open
+        expect(brush).to_be_visible()
+        expect(page.locator("#size")).not_to_be_visible()
+        page.get_by_role("radio", name="Create").locator("..").click()
+        expect(editor).not_to_be_visible()
+        expect(page.locator("#pictures")).not_to_be_visible()
+        page.get_by_label("What to show").fill("a red star")
+        page.get_by_role("button", name="Create").click()
+        expect(page.locator("#status")).to_contain_text("done", timeout=90_000)
+        expect(result.locator("img")).to_have_count(1)
+        made = result.locator("img").get_attribute("src")
+        page.get_by_role("button", name="Go on with this picture").click()
+        expect(editor).to_be_visible()
+        expect(page.locator("#editor .said")).to_contain_text("pixels")
+        page.get_by_role("radio", name="Instruct").locator("..").click()
+        expect(brush).not_to_be_visible()
+        expect(page.locator("#strength")).not_to_be_visible()  # it sees its source at every step
+        page.get_by_label("What to change").fill("make it blue")
+        page.locator("#run").click()
+        expect(result.locator(".compare img")).to_have_count(2, timeout=90_000)
+        assert result.locator("img").first.get_attribute("src") == made
+        assert result.locator("img").last.get_attribute("src") != made
+        page.get_by_role("radio", name="Edit").locator("..").click()
+        expect(brush).to_be_visible()
+        page.screenshot(path=tmp_path / "page.png", full_page=True)
+
+
+def test_a_model_of_one_kind_has_no_tabs(page: Page) -> None:
+    expect(page.locator("#kinds")).not_to_be_visible()
 
 
 def test_without_a_router_that_segments_there_is_nothing_to_click(page: Page) -> None:

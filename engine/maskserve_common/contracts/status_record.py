@@ -92,6 +92,9 @@ class Served:
     """Semantics of a model whose edits may leave steps out; empty: they may not."""
     edit_kinds: tuple[EditKind, ...] = ("inpaint",)
     """Kinds of edits that the model makes."""
+    references: bool = False
+    """Whether it sees a source as references at every step, so that an edit without a mask follows
+    an instruction; otherwise such an edit begins at its noised source (`strength` below 1)."""
 
 
 class NodeStatus(msgspec.Struct):

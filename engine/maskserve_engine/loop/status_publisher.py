@@ -165,6 +165,7 @@ class StatusPublisher:
                 due_ms=config.slo.times_ms,
                 skipping=spec.skipping,
                 edit_kinds=tuple(sorted(spec.edit_kinds)),
+                references=spec.semantics.reference,
             ),
         )
 

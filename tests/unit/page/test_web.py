@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from PIL import Image
@@ -20,18 +21,21 @@ from PIL import Image
 from maskserve_benchmarks.demo_model.palette import COLOURS, SHAPES
 from maskserve_benchmarks.soak.pictures import png_file
 from maskserve_client.events import EditResult, Event, Progress
-from maskserve_common.contracts.settings import parse_settings
+from maskserve_common.contracts.edit_kinds import check_settings_of
+from maskserve_common.contracts.request import EDIT_KINDS, EditKind
+from maskserve_common.contracts.settings import EditSettings, parse_settings
+from maskserve_common.contracts.status_record import Served
 from maskserve_common.errors import InvalidRequest, Overloaded, TemplateNotFound
-from maskserve_page.edit_inputs import InputMissing, settings_of, source_and_mask
+from maskserve_page.edit_inputs import InputMissing, settings_of, sizes_of, source_and_mask
 from maskserve_page.page import WORDS
 from maskserve_page.pictures import PagePictures, pictures_of
 from maskserve_page.same_origin import SameOrigin
-from maskserve_page.session import Session
+from maskserve_page.session import ServedModel, Session
 from maskserve_page.texts import error_note, note, plain_warning, summary
 from tests.fakes.pictures import encode
 
 MASK = Image.new("L", (8, 8), 255)
-PLAIN: tuple[Any, ...] = (7, False, 0, 0, 0, 0, "auto", "")
+PLAIN: tuple[Any, ...] = ("inpaint", 7, False, 0, 0, "auto", None, 0, 0, "auto", "")
 
 
 @pytest.fixture
@@ -77,6 +81,16 @@ def test_what_is_missing_or_broken_is_said(pictures: PagePictures) -> None:
     ]:
         with pytest.raises(InvalidRequest, match=error_pattern):
             source_and_mask(text, pictures)
+
+
+def test_an_edit_has_the_pictures_of_its_kind(pictures: PagePictures) -> None:
+    picture = pictures.take(encode(Image.new("RGB", (20, 10))))
+    unpainted = painted(picture.name, np.zeros((10, 20), bool))
+    assert source_and_mask(unpainted, pictures, "edit") == (picture, None)
+    for text in (unpainted, None, ""):
+        assert source_and_mask(text, pictures, "generate") == (None, None)
+    with pytest.raises(InputMissing, match="There is no picture yet"):
+        source_and_mask(None, pictures, "edit")
 
 
 def test_a_photograph_is_turned_as_its_camera_says(pictures: PagePictures) -> None:
@@ -166,17 +180,32 @@ def test_the_picture_that_was_not_used_for_longest_goes(tmp_path: Path) -> None:
 
 
 def test_settings_are_those_that_the_server_takes() -> None:
-    page_settings = settings_of(7, False, 12, 3.5, 2, 1, "require", "hollow:0.8, other")
+    page_settings = settings_of(
+        "inpaint", 7, False, 12, 3.5, "64x64", 0.5, 2, 1, "require", "hollow:0.8, other"
+    )
     assert page_settings["loras"] == [{"name": "hollow", "scale": 0.8}, {"name": "other"}]
     for settings in (
         page_settings,
         settings_of(*PLAIN),
-        settings_of(None, True, None, None, 0, 0, "off", None),
+        settings_of("inpaint", None, True, None, None, None, None, 0, 0, "off", None),
     ):
         parse_settings(json.dumps(settings).encode())
+    for kind in EDIT_KINDS:
+        more = 12, 3.5, "96 × 64", 0.5, 2, 1, "require", ""
+        settings = settings_of(kind, 7, False, *more)
+        check_settings_of(parse_settings(json.dumps(settings).encode()), kind)
     assert "num_inference_steps" not in settings_of(*PLAIN)
     with pytest.raises(InvalidRequest, match="LoRAs: 'x' is not a number"):
         settings_of(*PLAIN[:-1], "hollow:x")
+
+
+def test_sizes_are_of_the_models_area_and_on_its_grid() -> None:
+    for native in (128, 512, 768, 1024, 1328):
+        sizes = [EditSettings(size=size).answer_size for _, size in sizes_of(native)]
+        assert sizes[0] is None
+        for height, width in filter(None, sizes):
+            assert 0.7 * native**2 < height * width <= native**2
+            assert height % 16 == width % 16 == 0
 
 
 def test_a_folder_of_pictures_that_is_not_there_is_told(tmp_path: Any) -> None:
@@ -295,11 +324,45 @@ def test_the_demo_model_knows_the_words_that_are_shown() -> None:
 
 def test_the_model_is_known_or_not() -> None:
     client: Any = ForgetfulClient()
-    assert Session(client).model() == "demo"
+    assert Session(client).model() == ServedModel("demo")
     assert Session(client).ready()
     client.silent = True
-    assert Session(client).model() == ""
+    assert Session(client).model() == ServedModel()
     assert not Session(client).ready()
+
+
+def test_the_kinds_are_those_of_all_workers() -> None:
+    def record(references: bool, *kinds: EditKind) -> dict[str, Any]:
+        return msgspec.to_builtins(
+            {"served": Served(512, 16, 28, edit_kinds=kinds, references=references)}
+        )
+
+    fill, base = record(False, "inpaint"), record(False, "edit", "inpaint")
+    kontext = record(True, "edit")
+
+    class Asked:
+        def __init__(self, status: dict[str, Any]) -> None:
+            self.control = lambda op: {"model": "a", **status}
+
+    for status, kinds, references in (
+        (fill, ("inpaint",), True),
+        (base, ("inpaint", "edit"), False),
+        ({"workers": {"1": fill, "2": kontext, "3": {}}}, ("inpaint", "edit"), True),
+        ({"workers": {"1": base, "2": kontext}}, ("inpaint", "edit"), False),
+    ):
+        client: Any = Asked(status)
+        assert Session(client).model() == ServedModel("a", kinds, 512, references)
+
+
+def test_a_picture_without_a_source_is_requested_without_a_template() -> None:
+    class Client:
+        def edit_stream(self, image: None, mask: None, prompt: str, **settings: Any) -> Any:
+            assert (image, mask, prompt) == (None, None, "x")
+            assert settings == {"size": "auto", "keep_result": True}
+            yield Progress(1, 2)
+
+    client: Any = Client()
+    assert list(Session(client).events(None, None, "x", {"size": "auto"})) == [Progress(1, 2)]
 
 
 def test_what_is_yet_to_be_done_is_a_hint_and_no_failure() -> None:
