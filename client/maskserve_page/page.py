@@ -88,7 +88,7 @@ def make_page(
     ) as page:
         gr.HTML("<h1>maskserve</h1> <p>Make pictures, and change them.</p>", elem_classes="head")
         with gr.Row():
-            with gr.Column(scale=5, elem_classes="form"):
+            with gr.Column(scale=5, elem_id="request"):
                 form = _form(gr, session, pictures_on_disk, pictures, masks)
             with gr.Column(scale=4, elem_classes="outcome"):
                 outcome = _outcome(gr)
@@ -196,7 +196,7 @@ def _form(
         strength = gr.Slider(
             0.05,
             1,
-            None if model.references else _STRENGTH,
+            1 if model.references else _STRENGTH,
             step=0.05,
             label="Strength (how far the picture may change)",
             visible=not model.references,

@@ -201,6 +201,7 @@ def test_a_picture_is_made_and_edited_without_painting(
         page.get_by_role("radio", name="Create").locator("..").click()
         expect(editor).not_to_be_visible()
         expect(page.locator("#pictures")).not_to_be_visible()
+        expect(page.locator("#size")).to_be_visible()
         page.get_by_label("What to show").fill("a red star")
         page.get_by_role("button", name="Create").click()
         expect(page.locator("#status")).to_contain_text("done", timeout=90_000)
