@@ -11,7 +11,7 @@ import io
 import json
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ from maskserve_common.errors import Cancelled, InvalidRequest, MaskserveError
 from maskserve_page import texts
 from maskserve_page.edit_inputs import decode_picture, settings_of, sizes_of, source_and_mask
 from maskserve_page.pictures import EXPIRES_S, PagePicture, PagePictures
-from maskserve_page.session import Session
+from maskserve_page.session import ServedModel, Session
 
 _PREVIEW_S = 0.25
 """Least seconds between two progress updates: updates take time of the cores that compute."""
@@ -80,21 +80,29 @@ def make_page(
     """
     import gradio as gr
 
+    model = session.model()
     with gr.Blocks(
         title="maskserve",
         analytics_enabled=False,
         fill_width=True,
         delete_cache=(600, int(EXPIRES_S)),
     ) as page:
-        gr.HTML("<h1>maskserve</h1> <p>Make pictures, and change them.</p>", elem_classes="head")
+        gr.HTML(f"<h1>maskserve</h1> <p>{_about(model.kinds)}</p>", elem_classes="head")
         with gr.Row():
             with gr.Column(scale=5, elem_id="request"):
-                form = _form(gr, session, pictures_on_disk, pictures, masks)
+                form = _form(gr, session, model, pictures_on_disk, pictures, masks)
             with gr.Column(scale=4, elem_classes="outcome"):
                 outcome = _outcome(gr)
         _edits(gr, form, outcome, session, pictures_on_disk)
         _continue_and_undo(gr, form, outcome, pictures_on_disk)
     return page
+
+
+def _about(kinds: Collection[EditKind]) -> str:
+    """Return what the page is for, in a sentence."""
+    if set(kinds) == {"inpaint"}:
+        return "Paint over the part to change, describe its new content, and edit."
+    return "Make pictures, and change them."
 
 
 @dataclass(frozen=True)
@@ -115,11 +123,11 @@ class _Form:
 def _form(
     gr: Any,
     session: Session,
+    model: ServedModel,
     pictures_on_disk: PagePictures,
     pictures: list[Path],
     masks: Masks | None,
 ) -> _Form:
-    model = session.model()
     kinds = [kind for kind in _TABS if kind in model.kinds]
     first: EditKind = "inpaint" if "inpaint" in kinds else kinds[0]
 

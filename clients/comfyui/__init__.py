@@ -1,4 +1,4 @@
-"""ComfyUI: an edit by a maskserve server, as a node.
+"""ComfyUI: edits and pictures by a maskserve server, as nodes.
 
 Put this folder, or a link to it, into ComfyUI's `custom_nodes`, and `pip install CHECKOUT` of
 maskserve where ComfyUI runs; the server may be anywhere.
@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from maskserve_client import Client, Final, Progress
@@ -23,10 +24,23 @@ except ImportError:
 
 _MOST_SEEDS = 2**53
 _AT_A_TIME = 16
+_PROMPT = ("STRING", {"multiline": True})
+_SEED = (
+    "INT",
+    {"default": 0, "min": 0, "max": _MOST_SEEDS - 1, "control_after_generate": True},
+)
+_URL = ("STRING", {"default": "localhost:8081", "tooltip": "HOST:PORT of gRPC"})
+_ABOUT_SETTINGS = "settings of an edit as JSON, such as num_inference_steps or loras"
+_OPTIONAL = {
+    "settings": ("STRING", {"default": "{}", "multiline": True, "tooltip": _ABOUT_SETTINGS}),
+    "key": ("STRING", {"default": "", "tooltip": "API key of the router"}),
+}
 
 
 class MaskserveEdit:
-    """Repaints the masked part of a picture; the rest stays unchanged."""
+    """Repaints the masked part of a picture; the rest stays unchanged. Without a mask, edits the
+    whole picture, with models that do.
+    """
 
     CATEGORY = "maskserve"
     DESCRIPTION = __doc__
@@ -35,32 +49,18 @@ class MaskserveEdit:
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802  ComfyUI's name
-        seeds = {"default": 0, "min": 0, "max": _MOST_SEEDS - 1, "control_after_generate": True}
-        about = "settings of an edit as JSON, such as num_inference_steps or loras"
         return {
-            "required": {
-                "image": ("IMAGE",),
-                "mask": ("MASK",),
-                "prompt": ("STRING", {"multiline": True}),
-                "seed": ("INT", seeds),
-                "url": ("STRING", {"default": "localhost:8081", "tooltip": "HOST:PORT of gRPC"}),
-            },
-            "optional": {
-                "settings": ("STRING", {"default": "{}", "multiline": True, "tooltip": about}),
-                "key": (
-                    "STRING",
-                    {"default": "", "tooltip": "API key of the router"},
-                ),
-            },
+            "required": {"image": ("IMAGE",), "prompt": _PROMPT, "seed": _SEED, "url": _URL},
+            "optional": {"mask": ("MASK",), **_OPTIONAL},
         }
 
     def edit(
         self,
         image: torch.Tensor,
-        mask: torch.Tensor,
         prompt: str,
         seed: int,
         url: str,
+        mask: torch.Tensor | None = None,
         settings: str = "{}",
         key: str = "",
     ) -> tuple[torch.Tensor]:
@@ -69,39 +69,123 @@ class MaskserveEdit:
 
         Args:
             image: [B, H, W, 3] from 0 to 1.
+            prompt: what to paint there; without a mask, what to change.
+            seed: seed of the first picture; the others use the following numbers.
+            url: gRPC address of a worker or router.
             mask: [1 or B, H, W] from 0 to 1; values from 0.5 on are edited, or with `mask_mode:
-                strength` in proportion.
-            prompt: what to paint there.
+                strength` in proportion. None: all of the picture.
+            settings: further settings, as JSON.
+            key: API key of the router.
+        """
+        pictures = _levels(image)
+        if mask is None:
+            edits = [_Edit(picture, None) for picture in pictures]
+            return _made(url, key, edits, prompt, {"seed": seed, **json.loads(settings)})
+        masks = _levels(mask)
+        edits = [
+            _Edit(picture, masks[min(number, len(masks) - 1)])
+            for number, picture in enumerate(pictures)
+        ]
+        of_masks = {"seed": seed, "mask_mode": "white", **json.loads(settings)}
+        return _made(url, key, edits, prompt, of_masks)
+
+
+class MaskserveGenerate:
+    """Makes pictures from a text alone, with models that do."""
+
+    CATEGORY = "maskserve"
+    DESCRIPTION = __doc__
+    FUNCTION = "generate"
+    RETURN_TYPES = ("IMAGE",)
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802
+        about = "auto: the model's own size; or WIDTHxHEIGHT, in multiples of the model's grid"
+        return {
+            "required": {
+                "prompt": _PROMPT,
+                "size": ("STRING", {"default": "auto", "tooltip": about}),
+                "pictures": ("INT", {"default": 1, "min": 1, "max": _AT_A_TIME}),
+                "seed": _SEED,
+                "url": _URL,
+            },
+            "optional": _OPTIONAL,
+        }
+
+    def generate(
+        self,
+        prompt: str,
+        size: str,
+        pictures: int,
+        seed: int,
+        url: str,
+        settings: str = "{}",
+        key: str = "",
+    ) -> tuple[torch.Tensor]:
+        """Make pictures at the same time.
+
+        Args:
+            prompt: what to show.
+            size: "auto" or "WIDTHxHEIGHT".
+            pictures: how many.
             seed: seed of the first picture; the others use the following numbers.
             url: gRPC address of a worker or router.
             settings: further settings, as JSON.
             key: API key of the router.
         """
-        given = {"seed": seed, "mask_mode": "white", **json.loads(settings)}
-        pictures = (image.cpu().numpy() * 255).round().clip(0, 255).astype(np.uint8)
-        masks = (mask.cpu().numpy() * 255).round().clip(0, 255).astype(np.uint8)
-        done: dict[int, tuple[int, int]] = {}
-        bar = None if ProgressBar is None else ProgressBar(100)
-        with Client(url, headers={"x-api-key": key} if key else {}) as client:
-
-            def one(number: int) -> Any:
-                own = {**given, "seed": given["seed"] + number}
-                where = masks[min(number, len(masks) - 1)]
-                for event in client.edit_stream(pictures[number], where, prompt, **own):
-                    if bar is not None:  # an interrupt leaves the stream, which cancels the edit
-                        throw_exception_if_processing_interrupted()
-                    if bar is not None and isinstance(event, Progress):
-                        done[number] = event.step, event.steps
-                        step, steps = (sum(each) for each in zip(*done.values(), strict=True))
-                        bar.update_absolute(step, steps)
-                    if isinstance(event, Final):
-                        return np.asarray(event.result.image.convert("RGB"))
-                raise RuntimeError("the stream ended without a picture")
-
-            with ThreadPoolExecutor(_AT_A_TIME) as threads:
-                made = np.stack(list(threads.map(one, range(len(pictures)))))
-        return (torch.from_numpy(made.astype(np.float32) / 255),)
+        edits = [_Edit(None, None)] * pictures
+        shared = {"seed": seed, "size": size, **json.loads(settings)}
+        return _made(url, key, edits, prompt, shared)
 
 
-NODE_CLASS_MAPPINGS = {"MaskserveEdit": MaskserveEdit}
-NODE_DISPLAY_NAME_MAPPINGS = {"MaskserveEdit": "maskserve: edit"}
+class _Edit(NamedTuple):
+    """The pictures of an edit, uint8; None: it has none."""
+
+    picture: npt.NDArray[np.uint8] | None
+    mask: npt.NDArray[np.uint8] | None
+
+
+def _levels(values: torch.Tensor) -> npt.NDArray[np.uint8]:
+    """Return values from 0 to 1 as levels from 0 to 255."""
+    return (values.cpu().numpy() * 255).round().clip(0, 255).astype(np.uint8)
+
+
+def _made(
+    url: str, key: str, edits: list[_Edit], prompt: str, settings: dict[str, Any]
+) -> tuple[torch.Tensor]:
+    """Return the pictures of edits that run at the same time: [B, H, W, 3] from 0 to 1.
+
+    Args:
+        url: gRPC address of a worker or router.
+        key: API key of the router; empty: none.
+        edits: the pictures of each.
+        prompt: prompt of all.
+        settings: settings of all; each edit's seed is `seed` plus its number.
+    """
+    done: dict[int, tuple[int, int]] = {}
+    bar = None if ProgressBar is None else ProgressBar(100)
+    with Client(url, headers={"x-api-key": key} if key else {}) as client:
+
+        def one(number: int) -> Any:
+            own = {**settings, "seed": settings["seed"] + number}
+            for event in client.edit_stream(*edits[number], prompt, **own):
+                if bar is not None:  # an interrupt leaves the stream, which cancels the edit
+                    throw_exception_if_processing_interrupted()
+                if bar is not None and isinstance(event, Progress):
+                    done[number] = event.step, event.steps
+                    step, steps = (sum(each) for each in zip(*done.values(), strict=True))
+                    bar.update_absolute(step, steps)
+                if isinstance(event, Final):
+                    return np.asarray(event.result.image.convert("RGB"))
+            raise RuntimeError("the stream ended without a picture")
+
+        with ThreadPoolExecutor(_AT_A_TIME) as threads:
+            made = np.stack(list(threads.map(one, range(len(edits)))))
+    return (torch.from_numpy(made.astype(np.float32) / 255),)
+
+
+NODE_CLASS_MAPPINGS = {"MaskserveEdit": MaskserveEdit, "MaskserveGenerate": MaskserveGenerate}
+NODE_DISPLAY_NAME_MAPPINGS = {
+    "MaskserveEdit": "maskserve: edit",
+    "MaskserveGenerate": "maskserve: generate",
+}

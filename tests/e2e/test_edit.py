@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import base64
-import importlib.util
 import json
 import threading
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,6 +34,7 @@ from tests.support.calls import (
     tensors,
 )
 from tests.support.draws import fresh_rng
+from tests.support.node_pack import load_node_pack
 
 FINAL_KEYS = {
     "event", "step", "steps", "request_id", "seed", "worker", "model", "template_id",
@@ -328,13 +327,3 @@ def test_comfyui_s_node_gives_each_picture_s_edit(worker: WorkerProcess, grpc: G
     for number, source in enumerate(sources):
         expected = pixels(grpc.edit(edit_inputs(source, mask, seed=5 + number))[0])
         assert np.array_equal((images[number] * 255).round().to(torch.uint8).numpy(), expected)
-
-
-def load_node_pack(folder: Path) -> Any:
-    """As ComfyUI loads a folder of `custom_nodes`."""
-    spec = importlib.util.spec_from_file_location(str(folder), folder / "__init__.py")
-    assert spec is not None
-    assert spec.loader is not None
-    pack = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(pack)
-    return pack

@@ -42,6 +42,7 @@ from maskserve_workflows.run import seed_of
 from tests.fakes.pictures import encode, scene
 from tests.support.calls import Grpc, Http, InferenceServerException, Pixels, edit_inputs, pixels
 from tests.support.draws import fresh_rng, fresh_seed
+from tests.support.node_pack import load_node_pack
 from tests.support.workflows import interpret
 
 MODEL = DEMO_MODEL.with_name("demo-edit")
@@ -229,6 +230,33 @@ def test_the_command_makes_a_picture(served: WorkerProcess, tmp_path: Any) -> No
     words = ["--prompt", PROMPT, "--size", "96x64", "--steps", "4", "--out", str(out)]
     assert main(["generate", "--url", served.grpc_url, *words]) == 0
     assert Image.open(out).size == (96, 64)
+
+
+def test_comfyuis_nodes_give_the_same_pictures(served: WorkerProcess, client: Client) -> None:
+    import torch
+
+    pack = load_node_pack(CHECKOUT / "clients" / "comfyui")
+    settings = {"num_inference_steps": STEPS, "seed": 5}
+    shared = {"prompt": PROMPT, "url": served.grpc_url, "settings": json.dumps(settings), "key": ""}
+    source = scene(*SOURCE_SIZE)
+    image = torch.from_numpy(source.astype(np.float32) / 255)[None]
+    calls: dict[str, tuple[dict[str, Any], list[Any]]] = {
+        "MaskserveEdit": ({"image": image}, [client.edit(source, None, PROMPT, **settings)]),
+        "MaskserveGenerate": (
+            {"size": "96x64", "pictures": 2},
+            [client.generate(PROMPT, "96x64", **{**settings, "seed": 5 + n}) for n in range(2)],
+        ),
+    }
+    for name, (inputs, expected_results) in calls.items():
+        node = pack.NODE_CLASS_MAPPINGS[name]
+        input_types = {**node.INPUT_TYPES()["required"], **node.INPUT_TYPES()["optional"]}
+        node_inputs = {**shared, **inputs, "seed": 5}
+        assert node_inputs.keys() | {"mask"} == input_types.keys() | {"mask"}
+        (images,) = getattr(node(), node.FUNCTION)(**node_inputs)
+        assert node.RETURN_TYPES == ("IMAGE",)
+        levels = (images * 255).round().to(torch.uint8).numpy()
+        assert np.array_equal(levels, np.stack([result.image for result in expected_results]))
+    assert pack.NODE_DISPLAY_NAME_MAPPINGS.keys() == calls.keys()
 
 
 def test_pictures_may_be_left_out_of_a_request(served: WorkerProcess) -> None:

@@ -13,7 +13,7 @@ from maskserve_common.contracts.keys import TEMPLATE_ID
 from maskserve_common.contracts.settings import EditSettings, MaskFrom
 from maskserve_common.contracts.tensors import CONTRACTS, INPUT_KINDS
 from maskserve_common.reading import sentences
-from maskserve_router.api.openai.form import EXTENSIONS, Fields, ImageUrl
+from maskserve_router.api.openai.form import EXTENSIONS, NOT_VARIED, Fields, ImageUrl
 from maskserve_router.messages.job_states import MOST_LISTED
 
 Json = dict[str, Any]
@@ -87,10 +87,12 @@ def _openai() -> Json:
         "Make a picture from a text",
         _body(_edit({"images": _list(_ref("ImageUrl"))}, ("webhook", "anchor", "input_fidelity"))),
     )
+    variation = _pictures("Vary an image, with a base model", _variation_body())
     models = _object(object=_TEXT, data=_list(_ref("Model")))
     return {
         "/v1/images/edits": {"post": edit},
         "/v1/images/generations": {"post": generation},
+        "/v1/images/variations": {"post": variation},
         "/v1/images/files/{name}": {"parameters": [_FILE], "get": _file()},
         "/v1/models": {
             "get": _operation("List the models that workers serve now", models, "Error")
@@ -225,6 +227,20 @@ def _edit_body(*without: str) -> Json:
         "multipart/form-data": {"schema": _edit(files, without)},
         "application/json": {"schema": _edit(urls, without)},
     }
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def _variation_body() -> Json:
+    """Return the request body of a variation, as a form or JSON."""
+    pictures: list[Json] = [{"image": _PICTURE}, {"images": _list(_ref("ImageUrl"))}]
+    schemas = [_edit(picture, ("webhook", *NOT_VARIED)) for picture in pictures]
+    for schema in schemas:
+        schema["required"] = []
+        schema["properties"] = {
+            name: field for name, field in schema["properties"].items() if name not in NOT_VARIED
+        }
+    names = ("multipart/form-data", "application/json")
+    content = {name: {"schema": schema} for name, schema in zip(names, schemas, strict=True)}
     return {"requestBody": {"required": True, "content": content}}
 
 

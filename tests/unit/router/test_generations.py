@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import aiohttp
+import grpc
 import pytest
 from PIL import Image
 from tritonclient.grpc import service_pb2 as pb
@@ -38,14 +39,16 @@ def picture(mode: str = "RGB", alpha: int = 255) -> bytes:
     return file.getvalue()
 
 
-async def make(worker: Faulty, router: Router, kinds: tuple[EditKind, ...]) -> None:
+async def make(
+    worker: Faulty, router: Router, kinds: tuple[EditKind, ...], *, references: bool = False
+) -> None:
     """Let a worker serve these kinds of edits, and wait until the router knows."""
     served = worker._status.served
     assert served is not None
-    worker._status.served = replace(served, edit_kinds=kinds)
+    expected = worker._status.served = replace(served, edit_kinds=kinds, references=references)
     number = [w.address for w in router.pool.workers.values()].index(worker.address)
     entry = list(router.pool.workers.values())[number]
-    await until("it says so", lambda: entry.served and entry.served.edit_kinds == kinds)
+    await until("it says so", lambda: entry.served == expected)
 
 
 class Session:
@@ -159,6 +162,68 @@ async def test_an_image_without_a_mask_is_edited_whole_unless_it_masks_itself(
         assert status == (200 if kinds == ALL else 400)
         for request in settings_of(workers):
             assert (request.get("mask_mode") == "alpha") is masked
+
+
+async def test_a_variation_is_an_edit_of_a_base_model_without_a_prompt() -> None:
+    """Of models that edit by instructions none is chosen, and a named one is refused."""
+    async with (
+        cluster(None, ("klein", "flux"), answer=picture()) as (router, workers),
+        aiohttp.ClientSession() as session,
+    ):
+        url = f"http://127.0.0.1:{router.http.port}/v1/images/variations"
+
+        async def vary(**fields: str) -> tuple[int, Any]:
+            form = aiohttp.FormData(fields)
+            form.add_field("image", picture("RGBA", 0), filename="a.png")
+            async with session.post(url, data=form) as response:
+                return response.status, await body_of(response)
+
+        await make(workers[0], router, ALL, references=True)
+        await make(workers[1], router, ALL)
+        for fields in ({}, {"model": "flux", "strength": "0.3", "size": f"{SIDE}x{SIDE}"}):
+            status, body = await vary(n="2", seed="5", **fields)
+            assert (status, len(body["data"])) == (200, 2)
+        assert not workers[0].requests
+        settings = workers[1].requests
+        assert [request["strength"] for request in settings] == [0.6, 0.6, 0.3, 0.3]
+        assert not any("mask_mode" in request for request in settings)
+        for fields, message in (
+            ({"model": "klein"}, "model: klein needs a prompt or a mask to change a picture"),
+            ({"prompt": "a star"}, "prompt: is not a field of a variation"),
+            ({"mask_from": '{"text": "a star"}'}, "mask_from: is not a field of a variation"),
+        ):
+            status, body = await vary(**fields)
+            assert (status, message in body["error"]["message"]) == (400, True), body
+        await make(workers[1], router, ("inpaint",))
+        status, body = await vary()
+        assert "model: each that is served needs a prompt or a mask" in body["error"]["message"]
+
+
+_NO_EFFECT = "has no effect without MASK; accepted: no mask_dilate"
+_NOT_SERVED = "is missing: this model repaints masks only; accepted: IMAGE with MASK"
+
+
+@pytest.mark.parametrize(
+    ("text", "param", "generated"),
+    [
+        (f"SETTINGS.mask_dilate: {_NO_EFFECT}", "mask_dilate", False),
+        (f"SETTINGS.mask_dilate: {_NO_EFFECT}", "mask_dilate", True),
+        (f"IMAGE: {_NOT_SERVED}", "image", True),
+        (f"MASK: {_NOT_SERVED}", "mask", False),
+    ],
+)
+async def test_a_refusal_names_its_field_though_it_says_mask(
+    text: str, param: str, generated: bool
+) -> None:
+    """A generation was told that its mask is missing."""
+    async with serving(ALL) as (session, workers):
+        for worker in workers:
+            worker.fails, worker.status = 9, grpc.StatusCode.INVALID_ARGUMENT
+            worker.text = f"[INVALID_REQUEST] {text}"
+        status, body = await (session.generate() if generated else session.edit(picture()))
+        assert (status, body["error"]["param"]) == (400, param)
+        is_of_mask = "no fully transparent pixels" in body["error"]["message"]
+        assert is_of_mask == (param == "mask")
 
 
 async def test_alpha_is_decoded_off_the_loop(

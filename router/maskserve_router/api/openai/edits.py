@@ -1,5 +1,5 @@
-"""`/v1/images/edits`, `/v1/images/generations` and `/v1/models`: OpenAI's API in front of the
-workers.
+"""`/v1/images/edits`, `generations` and `variations`, and `/v1/models`: OpenAI's API in front of
+the workers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tritonclient.grpc import service_pb2 as pb
 from maskserve_common.config import LimitsConfig
 from maskserve_common.contracts.request import steps_run
 from maskserve_common.contracts.settings import MAX_MARGIN, EditSettings, parse_settings
-from maskserve_common.errors import EngineFailed, InvalidRequest, MaskserveError
+from maskserve_common.errors import EngineFailed, InvalidRequest, MaskserveError, split_code
 from maskserve_common.imaging.images import Size, decode_mask, decode_raster, read_size
 from maskserve_common.imaging.masks import select
 from maskserve_router.api.front import Front
@@ -69,6 +69,9 @@ _DECODED_PIXELS = 2**24
 """Most pixels of a picture that the router decodes; each takes up to six bytes."""
 _MIB = 2**20
 _ROUTE = "openai"
+_VARIATION_STRENGTH = 0.6
+"""Share of the steps that a variation runs from its noised source: the default of diffusers'
+FluxImg2ImgPipeline."""
 Picture: TypeAlias = tuple[memoryview, dict[str, Any]]
 """A picture's file, uncopied, and its META."""
 OnProgress: TypeAlias = Callable[[int, Mapping[str, Any]], None]
@@ -77,7 +80,7 @@ Place: TypeAlias = Callable[[int, memoryview], Awaitable[str]]
 
 
 class ImageEdits:
-    """Handlers of edits, generations and models.
+    """Handlers of edits, generations, variations and models.
 
     Args:
         models: models that workers serve.
@@ -110,6 +113,10 @@ class ImageEdits:
     async def generate(self, request: Request, request_id: str) -> Response:
         """Answer a picture made from a text alone."""
         return await self._respond(request, request_id, "none")
+
+    async def vary(self, request: Request, request_id: str) -> Response:
+        """Answer a picture that resembles an image."""
+        return await self._respond(request, request_id, "varied")
 
     async def _respond(self, request: Request, request_id: str, source: Source) -> Response:
         headers = dict(request.headers.items())
@@ -359,6 +366,9 @@ class ImageEdits:
             InvalidRequest: naming the field.
         """
         model = self._models.resolved(form.fields.model)
+        if form.is_variation:
+            model = self._models.varying(model)
+            form = replace(form, settings={"strength": _VARIATION_STRENGTH, **form.settings})
         form = replace(form, fields=structs.replace(form.fields, model=model))
         steps = self._models.steps(model, form.fields.quality)
         if steps is not None:
@@ -366,7 +376,7 @@ class ImageEdits:
         if workflow := self._forms.get(model or ""):
             workflow.check(form)
             return form
-        if form.kind == "edit" and form.image:
+        if form.kind == "edit" and form.image and not form.is_variation:
             whole = self._models.makes("edit", model)
             form = replace(form, masks_itself=not whole or self._is_transparent(form.image))
         if form.kind != "inpaint" or form.fields.size == "auto":
@@ -684,7 +694,7 @@ def _in_form_words(form: EditForm, error: MaskserveError | Failure) -> Maskserve
 
     A client that sent no mask gets no message about a mask's channels.
     """
-    if form.mask is None and "MASK" in text_of(error):
+    if form.mask is None and form.has_source and split_code(text_of(error))[1].startswith("MASK"):
         return InvalidRequest(
             "mask",
             "is missing, and the image has no fully transparent pixels",

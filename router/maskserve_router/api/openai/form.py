@@ -78,8 +78,10 @@ FetchPicture: TypeAlias = Callable[[str, str], Awaitable[bytes]]
 """(field, URL) -> bytes of the picture; see `ImageUrls.read`."""
 
 Quality = Literal["auto", "low", "medium", "standard", "high", "hd"]
-Source = Literal["required", "optional", "none"]
-"""Whether a request has an image or a template to edit."""
+Source = Literal["required", "optional", "none", "varied"]
+"""Whether a request has an image or a template to edit; `varied`: it has, and no prompt or mask."""
+NOT_VARIED = ("prompt", "mask", "mask_from", "expand", "anchor", "controls")
+"""Fields of an edit that a variation has not."""
 Anchor = Literal[
     "center",
     "left",
@@ -156,6 +158,8 @@ class EditForm:
     """Further text inputs of a workflow."""
     masks_itself: bool = False
     """Whether the image's own transparent pixels are the mask."""
+    is_variation: bool = False
+    """Whether it is to be varied, without a prompt."""
 
     @property
     def has_source(self) -> bool:
@@ -232,6 +236,9 @@ async def read_form(
     masks = files.pop("mask", [])
     if files:
         raise InvalidRequest(next(iter(files))[:40], "is not a picture of an edit", "image, mask")
+    if source == "varied":
+        _check_varied(values, masks)
+        values["prompt"] = ""
     extension_values = {name: values.pop(name) for name in list(values) if name in EXTENSIONS}
     settings = {name: setting_of(name, value) for name, value in extension_values.items()}
     text_names = texts(values.get("model"))
@@ -259,9 +266,17 @@ async def read_form(
         settings,
         tuple(control),
         workflow_texts,
+        is_variation=source == "varied",
     )
     _check_form(form, source)
     return form
+
+
+def _check_varied(values: Mapping[str, Any], masks: Sequence[bytes]) -> None:
+    """Raise InvalidRequest if a variation has fields of an edit."""
+    for name in NOT_VARIED:
+        if name in values or (name == "mask" and masks):
+            raise InvalidRequest(name, "is not a field of a variation", "/v1/images/edits")
 
 
 def _check_names(values: Mapping[str, Any], known_fields: Collection[str]) -> None:
@@ -275,7 +290,7 @@ def _check_form(form: EditForm, source: Source) -> None:
     """Raise InvalidRequest if fields of a form exclude one another, or a picture is missing or is
     no field of it.
     """
-    if not form.has_source and (source == "required" or form.mask is not None):
+    if not form.has_source and (source in ("required", "varied") or form.mask is not None):
         raise InvalidRequest(
             "image", "is missing", "a PNG, JPEG, WebP, AVIF, GIF or TIFF file, or template_id"
         )

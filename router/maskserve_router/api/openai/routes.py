@@ -15,10 +15,11 @@ _ONE = "/v1/templates/{template_id}"
 def openai_routes(
     edits: ImageEdits, templates: TemplateRoutes, picture_urls: PictureUrls
 ) -> list[Route]:
-    """Return the routes of edits, generations, kept pictures, models and templates."""
+    """Return the routes of edits, generations, variations, kept pictures, models and templates."""
     return [
         Route("/v1/images/edits", answering(edits.edit), methods=["POST"]),
         Route("/v1/images/generations", answering(edits.generate), methods=["POST"]),
+        Route("/v1/images/variations", answering(edits.vary), methods=["POST"]),
         picture_urls.route(),
         Route("/v1/models", answering(edits.models), methods=["GET"]),
         Route("/v1/models/{model:path}", answering(edits.model), methods=["GET"]),

@@ -8,6 +8,7 @@ from typing import Final
 
 from maskserve_common.contracts.request import EditKind
 from maskserve_common.contracts.status_record import Served
+from maskserve_common.errors import InvalidRequest
 from maskserve_router.api.openai.answers import ModelNotFound
 from maskserve_router.api.openai.form import Quality
 from maskserve_router.workers.pool import Pool
@@ -58,6 +59,31 @@ class ServedModels:
     def makes(self, kind: EditKind, name: str | None) -> bool:
         """Return whether a worker makes edits of a kind with a model."""
         return any(kind in served.edit_kinds for served in self.properties(name))
+
+    def varying(self, name: str | None) -> str | None:
+        """Return the model of a variation: the named one, or the one with most workers of those
+        that begin an edit without a mask at the noised source; None: no worker tells.
+
+        Raises:
+            InvalidRequest: the model, or every model, edits by instructions or with masks only.
+        """
+        statuses = [worker.status for worker in self._pool.up() if worker.status]
+        tellers = [
+            (status.model, status.served)
+            for status in statuses
+            if status.served and name in (None, status.model)
+        ]
+        able = [
+            model
+            for model, served in tellers
+            if "edit" in served.edit_kinds and not served.references
+        ]
+        if name in self._workflows or (tellers and not able):
+            problem = "needs a prompt or a mask to change a picture"
+            if name is None:
+                raise InvalidRequest("model", f"each that is served {problem}", "/v1/images/edits")
+            raise InvalidRequest("model", f"{name} {problem}", "/v1/images/edits, or a base model")
+        return max(sorted(set(able)), key=able.count, default=name)
 
     def steps(self, name: str | None, quality: Quality) -> int | None:
         """Return the steps of a quality; None: the model's own, or no worker says how many."""
