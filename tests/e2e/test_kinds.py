@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,7 @@ from maskserve_workflows.run import seed_of
 from tests.fakes.pictures import encode, scene
 from tests.support.calls import Grpc, Http, InferenceServerException, Pixels, edit_inputs, pixels
 from tests.support.draws import fresh_rng, fresh_seed
+from tests.support.litellm import litellm_proxy, needs_litellm
 from tests.support.node_pack import load_node_pack
 from tests.support.workflows import interpret
 
@@ -303,6 +305,75 @@ def test_openais_sdk_gets_a_url_and_events(sdk: openai.OpenAI) -> None:
     assert kinds[-1] == "image_generation.completed"
     assert set(kinds[:-1]) <= {"image_generation.partial_image"}
     assert np.array_equal(picture_of(events[-1].b64_json), pixels(fetched.content))
+
+
+_MORE = {"seed": "5", "num_inference_steps": str(STEPS)}
+SENT: dict[str, tuple[str, dict[str, Any]]] = {
+    "Open WebUI makes a picture": (
+        "generations?api-version=2026-01-01",
+        {"json": {"model": "demo-edit", "prompt": PROMPT, "n": 1, "size": "96x64",
+                  "response_format": "b64_json", "seed": 5, "num_inference_steps": STEPS}},
+    ),
+    "Open WebUI makes one of a built-in model": (
+        "generations",
+        {"json": {"model": "gpt-image-1", "prompt": PROMPT, "n": 1, "size": "96x64",
+                  "seed": 5, "num_inference_steps": STEPS}},
+    ),
+    "Open WebUI edits one": (
+        "edits",
+        {"data": {"model": "demo-edit", "prompt": PROMPT, "n": "1",
+                  "response_format": "b64_json", **_MORE}, "field": "image"},
+    ),
+    "LiteLLM makes one": (
+        "generations",
+        {"json": {"model": "demo-edit", "prompt": PROMPT, "n": 1, "size": "96x64",
+                  "seed": 5, "num_inference_steps": STEPS}},
+    ),
+    "LiteLLM edits one": (
+        "edits",
+        {"data": {"model": "demo-edit", **_MORE, "prompt": PROMPT}, "field": "image[]"},
+    ),
+}  # fmt: skip
+"""Path and body of requests as these programs send them, with settings as they take them:
+IMAGES_OPENAI_API_PARAMS, `extra_body`."""
+
+
+@pytest.mark.parametrize("name", SENT)
+def test_what_other_programs_send_gives_the_clients_picture(
+    client: Client, site: RouterSite, name: str
+) -> None:
+    path, body = SENT[name]
+    settings = {"seed": 5, "num_inference_steps": STEPS}
+    source = encode(scene(*SOURCE_SIZE))
+    if "data" in body:
+        body = {"data": body["data"], "files": {body["field"]: ("image.png", source, "image/png")}}
+        expected_result = client.edit(source, prompt=PROMPT, **settings)
+    else:
+        expected_result = client.generate(PROMPT, "96x64", **settings)
+    answer = requests.post(f"http://{site.http_url}/v1/images/{path}", **body, timeout=60)
+    answer.raise_for_status()
+    [image] = answer.json()["data"]
+    assert not image.get("url")
+    assert np.array_equal(picture_of(image["b64_json"]), np.asarray(expected_result.image))
+
+
+@pytest.mark.slow
+@needs_litellm
+def test_pictures_go_through_litellms_proxy(
+    sdk: openai.OpenAI, site: RouterSite, tmp_path: Path
+) -> None:
+    more: dict[str, Any] = {"extra_body": {"seed": 5, "num_inference_steps": STEPS}}
+    source = ("a.png", encode(scene(*SOURCE_SIZE)))
+
+    def pictures(through: openai.OpenAI, model: str) -> list[Pixels]:
+        made = through.images.generate(prompt=PROMPT, model=model, size="96x64", n=2, **more)
+        edited = through.images.edit(image=source, prompt=PROMPT, model=model, **more)
+        return [picture_of(image.b64_json) for image in (*(made.data or ()), *(edited.data or ()))]
+
+    with litellm_proxy(site.http_url, "demo-edit", "none", tmp_path) as through:
+        gained, straight = pictures(through, "edits"), pictures(sdk, "demo-edit")
+    for picture, expected_picture in zip(gained, straight, strict=True):
+        assert np.array_equal(picture, expected_picture)
 
 
 def test_workflows_of_all_kinds_give_the_pictures_of_an_interpreter(

@@ -6,12 +6,7 @@ import asyncio
 import base64
 import hashlib
 import io
-import os
 import re
-import shutil
-import signal
-import socket
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +26,7 @@ from maskserve_serving.worker import WorkerProcess
 from tests.fakes.pictures import blob_mask, encode, scene
 from tests.support.calls import Grpc, edit_inputs, eventually, pixels
 from tests.support.draws import fresh_rng, fresh_seed
+from tests.support.litellm import litellm_proxy, needs_litellm
 
 KEYS = {"one": "key-of-one", "two": "key-of-two"}
 SIDE = 64
@@ -478,57 +474,17 @@ def test_what_open_webui_sends_is_an_edit(
     assert not np.array_equal(edited, scene(SIDE, SIDE))
 
 
-LITELLM = os.environ.get("MASKSERVE_LITELLM") or shutil.which("litellm")
-
-
 @pytest.mark.slow
-@pytest.mark.skipif(LITELLM is None, reason="litellm: it is not installed")
+@needs_litellm
 def test_edits_go_through_litellms_proxy(
     router: RouterSite, client: openai.OpenAI, files: dict[str, Any], tmp_path: Path
 ) -> None:
-    """As docs/api.md sets it up; MASKSERVE_LITELLM is the program, wherever it is installed."""
     [model] = [model_entry.id for model_entry in client.models.list()]
-    (tmp_path / "litellm.yaml").write_text(
-        "model_list:\n"
-        "  - model_name: edits\n"
-        "    litellm_params:\n"
-        f"      model: openai/{model}\n"
-        f"      api_base: http://{router.http_url}/v1\n"
-        f"      api_key: {KEYS['one']}\n"
-        "general_settings:\n"
-        "  master_key: sk-of-the-proxy\n"
-    )
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    assert LITELLM is not None
-    command = [LITELLM, "--config", str(tmp_path / "litellm.yaml"), "--host", "127.0.0.1"]
-    with (tmp_path / "litellm.txt").open("wb") as log_file:
-        proxy = subprocess.Popen(
-            [*command, "--port", str(port)],
-            stdout=log_file,
-            stderr=log_file,
-            start_new_session=True,
-        )
-    try:
-        url = f"http://127.0.0.1:{port}"
-
-        def ready() -> bool:
-            try:
-                return requests.get(f"{url}/health/readiness", timeout=5).ok
-            except requests.ConnectionError:
-                return False
-
-        eventually("the proxy is ready", ready, 180)
-        more = {"seed": 5, **STEPS, "reproducible": True}
-        more.pop("cache")  # LiteLLM has a setting of that name
-        with openai.OpenAI(
-            base_url=f"{url}/v1", api_key="sk-of-the-proxy", max_retries=0
-        ) as through:
-            answer = through.images.edit(**files, model="edits", extra_body=more)
-            with pytest.raises(openai.APIStatusError, match="mask"):
-                through.images.edit(image=files["image"], prompt="x", model="edits")
-        straight = client.images.edit(**files, extra_body=more)
-        assert np.array_equal(pixels_of(answer), pixels_of(straight))
-    finally:
-        os.killpg(proxy.pid, signal.SIGTERM)
-        proxy.wait(30)
+    more = {"seed": 5, **STEPS, "reproducible": True}
+    more.pop("cache")  # LiteLLM has a setting of that name
+    with litellm_proxy(router.http_url, model, KEYS["one"], tmp_path) as through:
+        answer = through.images.edit(**files, model="edits", extra_body=more)
+        with pytest.raises(openai.APIStatusError, match="mask"):
+            through.images.edit(image=files["image"], prompt="x", model="edits")
+    straight = client.images.edit(**files, extra_body=more)
+    assert np.array_equal(pixels_of(answer), pixels_of(straight))
