@@ -43,6 +43,7 @@ from maskserve_workflows.run import seed_of
 from tests.fakes.pictures import encode, scene
 from tests.support.calls import Grpc, Http, InferenceServerException, Pixels, edit_inputs, pixels
 from tests.support.draws import fresh_rng, fresh_seed
+from tests.support.eventually import eventually
 from tests.support.litellm import litellm_proxy, needs_litellm
 from tests.support.node_pack import load_node_pack
 from tests.support.workflows import interpret
@@ -451,3 +452,66 @@ def test_what_a_picture_without_a_source_cannot_have_is_refused(
     with pytest.raises(InvalidRequest) as error:
         client.edit(None, prompt=PROMPT, **settings)
     assert message in str(error.value)
+
+
+def posted(site: RouterSite, path: str, **fields: Any) -> dict[str, Any]:
+    """OpenAI's error for a request, or the end of a job."""
+    url = f"http://{site.http_url}/v1/{path}"
+    body = requests.post(url, json={"prompt": PROMPT, **fields}, timeout=60).json()
+    if "id" in body:
+        ended = ("failed", "succeeded")
+        eventually("it ends", lambda: requests.get(f"{url}/{body['id']}").json()["status"] in ended)
+        body = requests.get(f"{url}/{body['id']}", timeout=60).json()
+    error: dict[str, Any] = body["error"]
+    return error
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        ("100x64", "size: is 100x64, off the model's grid; accepted: multiples of 16 pixels; the "
+         "nearest size is 96x64"),
+        ("256x256", "size: is 256x256 = 65536 pixels; accepted: up to 16384 pixels"),
+    ],
+)  # fmt: skip
+def test_a_size_is_refused_by_its_name_at_every_door(
+    site: RouterSite, size: str, message: str
+) -> None:
+    texts = {"prompt": PROMPT, "change": "a blue circle"}
+    with Client(site.grpc_url) as router:
+        with pytest.raises(InvalidRequest) as error:
+            router.generate(PROMPT, size)
+        assert f"SETTINGS.{message}" in str(error.value)
+        with pytest.raises(InvalidRequest) as error:
+            router.run_workflow("scene", texts, size=size)
+        assert f"generate-1: SETTINGS.{message}" in str(error.value)
+    for path in ("images/generations", "jobs"):
+        refused = posted(site, path, size=size)
+        assert refused["message"].startswith(message)
+        assert refused["param"] == "size"
+
+
+def test_a_mask_without_a_source_is_refused_at_every_door(site: RouterSite) -> None:
+    mask = encode(np.full((64, 64), 255, np.uint8))
+    with Client(site.grpc_url) as router, pytest.raises(InvalidRequest) as error:
+        router.edit(None, mask, PROMPT)
+    assert "IMAGE: is missing, and MASK needs a source" in str(error.value)
+    url = f"data:image/png;base64,{base64.b64encode(mask).decode()}"
+    for path in ("images/edits", "jobs"):
+        refused = posted(site, path, mask={"image_url": url})
+        assert (refused["param"], "image: is missing" in refused["message"]) == ("image", True)
+
+
+def test_an_empty_prompt_is_a_prompt_and_none_is_named(client: Client, site: RouterSite) -> None:
+    """No served pipeline needs words."""
+    url = f"http://{site.http_url}/v1/images/generations"
+    settings = {"seed": 5, "num_inference_steps": 2}
+    answer = requests.post(url, json={"prompt": "", "size": "96x64", **settings}, timeout=60).json()
+    [image] = answer["data"]
+    alone = client.generate("", "96x64", **settings)
+    assert np.array_equal(picture_of(image["b64_json"]), np.asarray(alone.image))
+    refused = requests.post(url, json=settings, timeout=60).json()["error"]
+    assert (refused["param"], refused["message"].partition(";")[0]) == (
+        "prompt",
+        "prompt: is missing",
+    )
