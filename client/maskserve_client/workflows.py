@@ -82,6 +82,9 @@ def add_workflows(
         help="denoising steps of each edit",
     )
     run_parser.add_argument(
+        "--size", metavar="auto|WxH", help="size of the pictures of edits without a mask"
+    )
+    run_parser.add_argument(
         "--request-id", metavar="ID", help="name of the run, for cancel and logs"
     )
     run_parser.add_argument(
@@ -139,7 +142,7 @@ def _run(options: argparse.Namespace) -> None:
         if not separator:
             raise InvalidRequest("INPUT", f"{argument} has no value", "NAME=TEXT or NAME=@FILE")
         inputs[name] = Path(value[1:]) if value.startswith("@") else value
-    names = ("seed", "num_inference_steps", "request_id")
+    names = ("seed", "num_inference_steps", "size", "request_id")
     settings = {name: value for name in names if (value := getattr(options, name)) is not None}
     with connected(options) as client:
         outputs, meta = client.run_workflow(
