@@ -469,7 +469,7 @@ def posted(site: RouterSite, path: str, **fields: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("size", "message"),
     [
-        ("100x64", "size: is 100x64, off the model's grid; accepted: multiples of 16 pixels; the "
+        ("100x64", "size: is 100x64, off the model's grid; accepted: multiples of 8 pixels; the "
          "nearest size is 96x64"),
         ("256x256", "size: is 256x256 = 65536 pixels; accepted: up to 16384 pixels"),
     ],
