@@ -19,7 +19,7 @@ from maskserve_page.pictures import PagePicture
 
 
 class ServedModel(NamedTuple):
-    """What the page knows of the server's model, or of its models together."""
+    """The server's model, or its models together, as far as the page needs to know."""
 
     name: str = ""
     """Empty: unknown at present."""

@@ -21,9 +21,9 @@ _CUT = re.compile(r"(.+): text_encoder\w* reads \d+ tokens and not the last (\d+
 _FIELDS = {"IMAGE": "The picture", "MASK": "The mask", "PROMPT": "The prompt"}
 
 
-def picture(made: PagePicture) -> str:
+def picture(result: PagePicture) -> str:
     """Return a picture that was made without a source."""
-    return f'<img class="made" alt="the picture" src="{html.escape(made.url)}">'
+    return f'<img class="made" alt="the picture" src="{html.escape(result.url)}">'
 
 
 def comparison(before: PagePicture, after: PagePicture, mask: Image.Image | None) -> str:

@@ -367,9 +367,11 @@ def test_pictures_go_through_litellms_proxy(
     source = ("a.png", encode(scene(*SOURCE_SIZE)))
 
     def pictures(through: openai.OpenAI, model: str) -> list[Pixels]:
-        made = through.images.generate(prompt=PROMPT, model=model, size="96x64", n=2, **more)
+        generated = through.images.generate(prompt=PROMPT, model=model, size="96x64", n=2, **more)
         edited = through.images.edit(image=source, prompt=PROMPT, model=model, **more)
-        return [picture_of(image.b64_json) for image in (*(made.data or ()), *(edited.data or ()))]
+        return [
+            picture_of(image.b64_json) for image in (*(generated.data or ()), *(edited.data or ()))
+        ]
 
     with litellm_proxy(site.http_url, "demo-edit", "none", tmp_path) as through:
         gained, straight = pictures(through, "edits"), pictures(sdk, "demo-edit")

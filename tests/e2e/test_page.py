@@ -206,7 +206,7 @@ def test_a_picture_is_made_and_edited_without_painting(
         page.get_by_role("button", name="Create").click()
         expect(page.locator("#status")).to_contain_text("done", timeout=90_000)
         expect(result.locator("img")).to_have_count(1)
-        made = result.locator("img").get_attribute("src")
+        first_url = result.locator("img").get_attribute("src")
         page.get_by_role("button", name="Go on with this picture").click()
         expect(editor).to_be_visible()
         expect(page.locator("#editor .said")).to_contain_text("pixels")
@@ -216,8 +216,8 @@ def test_a_picture_is_made_and_edited_without_painting(
         page.get_by_label("What to change").fill("make it blue")
         page.locator("#run").click()
         expect(result.locator(".compare img")).to_have_count(2, timeout=90_000)
-        assert result.locator("img").first.get_attribute("src") == made
-        assert result.locator("img").last.get_attribute("src") != made
+        assert result.locator("img").first.get_attribute("src") == first_url
+        assert result.locator("img").last.get_attribute("src") != first_url
         page.get_by_role("radio", name="Edit").locator("..").click()
         expect(brush).to_be_visible()
         page.screenshot(path=tmp_path / "page.png", full_page=True)

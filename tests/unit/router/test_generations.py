@@ -165,7 +165,7 @@ async def test_an_image_without_a_mask_is_edited_whole_unless_it_masks_itself(
 
 
 async def test_a_variation_is_an_edit_of_a_base_model_without_a_prompt() -> None:
-    """Of models that edit by instructions none is chosen, and a named one is refused."""
+    """No model that edits by instructions is chosen, and one that is named is refused."""
     async with (
         cluster(None, ("klein", "flux"), answer=picture()) as (router, workers),
         aiohttp.ClientSession() as session,

@@ -275,18 +275,18 @@ async def test_a_run_is_judged_by_what_its_masks_cost() -> None:
 
 with Workflow("kinds", "An edit of each kind.") as flow:
     image, mask, prompt = flow.picture("image"), flow.mask("mask"), flow.text("prompt")
-    made = generate(prompt, size="96x64")
+    picture = generate(prompt, size="96x64")
     flow.gives(
         one=edit(image, None, prompt, strength=0.5),
-        two=edit(made, None, prompt),
-        three=edit(made, mask, prompt),
+        two=edit(picture, None, prompt),
+        three=edit(picture, mask, prompt),
     )
 KINDS = compiled(flow.plan)
 
 
 async def test_edits_without_a_mask_have_a_price_and_the_settings_of_their_kind() -> None:
-    """Of the run's settings each has those with an effect; known at the start are the price of the
-    generation, and of edits whose masks or pictures are inputs.
+    """Each has those of the run's settings that have an effect; known at the start are the prices
+    of the generation, and of edits whose masks or pictures are inputs.
     """
     edits = Edits(alone_s=1.0)
     message = request(size="64x64", mask_dilate=4, cache="own", strength=0.75)
@@ -297,8 +297,10 @@ async def test_edits_without_a_mask_have_a_price_and_the_settings_of_their_kind(
     assert edits.measured == [b"", b"i", b"m", edits.pictures[0]]
     by_name = {settings["request_id"].rpartition("/")[2]: settings for settings in edits.calls}
     keys = ("size", "mask_dilate", "cache", "strength")
-    taken = {name: {key: s[key] for key in keys if key in s} for name, s in by_name.items()}
-    assert taken == {
+    settings_by_name = {
+        name: {key: s[key] for key in keys if key in s} for name, s in by_name.items()
+    }
+    assert settings_by_name == {
         "generate-1": {"size": "96x64"},
         "edit-1": {"size": "64x64", "strength": 0.5},
         "edit-2": {"size": "64x64", "strength": 0.75},

@@ -99,7 +99,7 @@ def test_settings_without_effect_are_refused(kind: EditKind, setting: dict[str, 
 
 @pytest.mark.parametrize("kind", EVERY)
 def test_settings_of_several_edits_fit_each_kind(kind: EditKind) -> None:
-    """What has no effect in a kind, or would change it, is dropped; all else stays."""
+    """Settings without effect in a kind, or that would change it, are dropped; all others stay."""
     shared = EditSettings(
         size="64x64", mask_dilate=3, mask_mode="white", expand=(8, 0, 0, 0), strength=0.5,
         mask_from=MaskFrom(text="a cat"), template_id="0" * 16, cache="require", seed=7,
