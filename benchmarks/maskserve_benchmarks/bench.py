@@ -17,6 +17,7 @@ COMMANDS = {
     "bench_edit": "edits.edit",
     "overhead": "edits.overhead",
     "router": "edits.router_overhead",
+    "pictures": "edits.pictures",
     "every_edit": "edits.every_edit",
     "fuzz_headers": "edits.fuzz_headers",
     "convert_checkpoint": "edits.convert_checkpoint",

@@ -29,7 +29,7 @@ _PLATFORMS = (*(f"manylinux_2_{n}_x86_64" for n in (35, 28, 27, 24, 17)), "manyl
 _PACKAGES = (
     "nvidia-pytriton", "numpy", "diffusers", "torchao", "accelerate", "msgspec", "tomli_w",
     "protobuf", "grpcio", "grpcio-health-checking", "python-rapidjson", "psutil", "pillow",
-    "packaging", "safetensors", "fsspec", "tqdm", "xxhash",
+    "isal", "packaging", "safetensors", "fsspec", "tqdm", "xxhash",
     # Clients of Triton, and what they import.
     "tritonclient", "geventhttpclient", "gevent", "greenlet", "zope.event", "zope.interface",
     "brotli", "certifi",
