@@ -347,7 +347,9 @@ class AdaptersConfig(Table, frozen=True):
     disk_bytes: Annotated[int, Meta(ge=2**10, le=2**53)] = 2**36
     """Bytes of that folder."""
     device_bytes: Annotated[int, Meta(ge=2**10, le=2**50)] = 2**31
-    """Bytes of adapters on the denoiser's device."""
+    """Most bytes of adapters on the denoiser's device. A GPU reserves them at the start, before
+    templates get room; a CPU reserves what the store's files take if it is a folder, and at most a
+    quarter of the free memory."""
     max_bytes: Annotated[int, Meta(ge=2**10, le=2**40)] = 2**30
     """Largest file of an adapter."""
     max_rank: Annotated[int, Meta(ge=1, le=4096)] = 256
@@ -366,7 +368,9 @@ class ControlsConfig(Table, frozen=True):
     folder: str = ""
     """Folder with a diffusers folder NAME for each ControlNet. Empty: no ControlNets."""
     device_bytes: Annotated[int, Meta(ge=2**10, le=2**50)] = 2**33
-    """Bytes of ControlNets on the denoiser's device."""
+    """Most bytes of ControlNets on the denoiser's device. A GPU reserves them at the start, before
+    templates get room; a CPU reserves what the folder's ControlNets take, at most a quarter of the
+    free memory."""
     unequal_depths: Literal["each", "shallowest"] = "each"
     """FLUX ControlNets with different numbers of blocks. `each`: each net's outputs go where they
     would go alone; `shallowest`: as in diffusers, which drops deeper outputs."""

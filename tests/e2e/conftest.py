@@ -185,8 +185,7 @@ def plain_worker(
     made_nets()["plain"].save_pretrained(nets / "cut")
     [weights] = (nets / "cut").glob("*.safetensors")
     weights.write_bytes(weights.read_bytes()[:-64])
-    tables = f'[controls]\nfolder = "{nets}"\ndevice_bytes = 100_000_000\n'
-    folder = tmp_path_factory.mktemp("plain")
+    tables, folder = f'[controls]\nfolder = "{nets}"\n', tmp_path_factory.mktemp("plain")
     with plain_triton(tiny_inpaint, tables, folder) as running:
         yield running
 

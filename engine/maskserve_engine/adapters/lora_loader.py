@@ -16,6 +16,7 @@ from maskserve_common.files.adapter_folder import AdapterFile
 from maskserve_common.resources.loading import Kind, Loaded, ResourceLoader
 from maskserve_engine.adapters.lora_file import read_lora
 from maskserve_engine.layers.low_rank import Factors
+from maskserve_engine.stages.loader import dtype_of
 from maskserve_lora.base_layers import BaseLayers
 from maskserve_lora.catalogue import KnownAdapter
 from maskserve_lora.store import AdapterStore
@@ -40,6 +41,13 @@ LORAS = Kind(
 
 Place = Callable[[str, Mapping[str, Factors]], int]
 """Puts a LoRA's updates, by layer, on the device under its version; returns their bytes there."""
+
+
+def estimated_bytes(config: Config, file_bytes: int) -> int:
+    """Return the estimated device bytes of a file in half precision; the true number is known once
+    it is loaded.
+    """
+    return file_bytes * dtype_of(config).itemsize // 2
 
 
 class LoraLoader(ResourceLoader[Lora]):

@@ -32,6 +32,7 @@ from maskserve_engine.families.registry import load_adapter
 from maskserve_engine.fitting.entry_store import sized
 from maskserve_engine.fitting.memory import (
     GPU_SHARE,
+    adapter_bytes,
     control_bytes,
     denoiser_bytes,
     image_bytes,
@@ -210,8 +211,7 @@ class Shapes:
         total = step_bytes(config, self.adapter) + self.size.step_bytes
         if config.cache.enabled and self.spec.keeps_placed:
             total += config.cache.placed_on("cuda")
-        total += config.adapters.device_bytes if config.adapters.store else 0
-        return total + control_bytes(config, self.adapter)
+        return total + adapter_bytes(config) + control_bytes(config, self.adapter)
 
     @property
     def least(self) -> int:

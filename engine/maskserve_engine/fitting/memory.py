@@ -15,18 +15,20 @@ from maskserve_common.contracts.memory_table import MemoryTable
 from maskserve_common.files.safetensors_header import header_of
 from maskserve_common.files.weight_files import weight_files
 from maskserve_common.liveness import signed_in
+from maskserve_engine.adapters.lora_loader import estimated_bytes
 from maskserve_engine.cache.sizing import TemplateSize
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.families.specs import control_work, recorded_rows
 from maskserve_engine.planning.entry_bytes import FORMATS
 from maskserve_engine.planning.flops import ModelWork
 from maskserve_engine.planning.refresh_steps import step_cache_bytes
-from maskserve_engine.spec.control_nets import ControlNets
+from maskserve_engine.spec.control_nets import ControlNets, KnownControlNet
 from maskserve_engine.spec.model_index import read_model_index
 from maskserve_engine.spec.model_spec import ModelSpec, refresh_rule, refresh_stride
 from maskserve_engine.stages.loader import device_of, dtype_of, shape_of
 from maskserve_engine.stages.quantise import bytes_as, gguf_bytes, largest_layer_bytes
 from maskserve_engine.stages.vae import in_tiles
+from maskserve_lora.storage import Storage, StorageFailed
 
 _T5 = "T5EncoderModel"
 """The class in model_index.json of what `[model] t5_weights` and `t5_offload` are about."""
@@ -61,8 +63,11 @@ def memory_table(
     if config.cache.enabled and keeps:
         step += config.cache.placed_on(device.type)
     stage_bytes: dict[Stage, int] = {}
-    adapters = config.adapters.device_bytes if config.adapters.store else 0
-    controls = control_bytes(config, adapter)
+    host_free = free if device.type == "cpu" else None
+    adapters, controls = (
+        adapter_bytes(config, host_free),
+        control_bytes(config, adapter, host_free),
+    )
     pending_bytes = step + adapters + controls
     for stage in ("encoder", "decoder"):
         stage_config = sharing_the_device(config, stage)
@@ -151,12 +156,49 @@ def _left_bytes(config: Config, spec: ModelSpec, work: ModelWork, device: str) -
     return step_cache_bytes(work, tokens, fmt, 1 + spec.refresh.second_order)
 
 
-def control_bytes(config: Config, adapter: Adapter) -> int:
-    """Return the ControlNets' bytes on the denoiser's device: their budget, each row's step cache
-    in the largest net for each pass, and the residuals of rows and lookahead. With a service the
-    denoiser holds the residuals alone (`service_bytes`).
+def adapter_bytes(config: Config, host_free: int | None = None) -> int:
+    """Return the bytes to reserve for LoRAs on the denoiser's device: their budget.
+
+    A CPU takes memory for a file only when it loads the file, so it reserves at most what the files
+    of a folder take, and a share of what is free.
+
+    Args:
+        config: configuration of the worker.
+        host_free: free bytes of the host, if the device is a CPU; None: it is a GPU.
     """
-    controls, works = config.controls, _net_works(config, adapter)
+    store, budget = config.adapters.store, config.adapters.device_bytes
+    if not store:
+        return 0
+    if host_free is None:
+        return budget
+    return min(budget, int(_CPU_SHARE * host_free), _lora_bytes(config, budget))
+
+
+def _lora_bytes(config: Config, unknown: int) -> int:
+    """Return the bytes that all LoRAs of the store take once they are loaded; `unknown` if it is no
+    folder of the host.
+    """
+    store = config.adapters.store
+    if not Path(store).is_dir():
+        return unknown
+    try:
+        files = Storage(store, config.adapters.timeout_s).files().values()
+    except StorageFailed:
+        return unknown
+    return sum(
+        estimated_bytes(config, file.nbytes)
+        for file in files
+        if file.nbytes <= config.adapters.max_bytes
+    )
+
+
+def control_bytes(config: Config, adapter: Adapter, host_free: int | None = None) -> int:
+    """Return the ControlNets' bytes on the denoiser's device: their budget (on a CPU as
+    `adapter_bytes` says), each row's step cache in the largest net for each pass, and the residuals
+    of rows and lookahead. With a service the denoiser holds the residuals alone (`service_bytes`).
+    """
+    controls, nets = config.controls, _nets(config, adapter)
+    works = _net_works(adapter, nets)
     if not controls.folder:
         return 0
     residual_bytes, rows = _words_bytes(config, works), config.engine.max_rows
@@ -164,14 +206,18 @@ def control_bytes(config: Config, adapter: Adapter) -> int:
     of_rows = _passes(adapter.spec) * (rows + ahead) * residual_bytes
     if controls.service:
         return of_rows
-    return controls.device_bytes + of_rows + _reference_bytes(config, adapter.spec, works)
+    budget = controls.device_bytes
+    if host_free is not None:
+        net_bytes = sum(net.numbers for net in nets) * dtype_of(config).itemsize
+        budget = min(budget, int(_CPU_SHARE * host_free), net_bytes)
+    return budget + of_rows + _reference_bytes(config, adapter.spec, works)
 
 
 def service_bytes(config: Config, adapter: Adapter) -> int:
     """Return the bytes of a ControlNet service's device for one such worker: the nets' budget, the
     step caches of the worker's rows, the largest step, and the memory that it lends.
     """
-    spec, works = adapter.spec, _net_works(config, adapter)
+    spec, works = adapter.spec, _net_works(adapter, _nets(config, adapter))
     text, rows = spec.text_tokens(config.model.max_sequence_length), config.engine.max_rows
     passes = _passes(spec) * rows
     peak = max((peak_values(work, passes, text) for work in works), default=0)
@@ -180,15 +226,16 @@ def service_bytes(config: Config, adapter: Adapter) -> int:
     return fixed_bytes + step + _reference_bytes(config, spec, works)
 
 
-def _net_works(config: Config, adapter: Adapter) -> list[ModelWork]:
-    """Return the work of each usable ControlNet at the model's native size."""
+def _nets(config: Config, adapter: Adapter) -> list[KnownControlNet]:
+    """Return the usable ControlNets of the folder."""
+    return [net for net in ControlNets(config, adapter.spec).all() if not net.problem]
+
+
+def _net_works(adapter: Adapter, nets: Iterable[KnownControlNet]) -> list[ModelWork]:
+    """Return the work of each ControlNet at the model's native size."""
     spec = adapter.spec
     side = spec.native_resolution // spec.vae_scale_factor
-    return [
-        control_work(spec, net.config, side, side)
-        for net in ControlNets(config, spec).all()
-        if not net.problem
-    ]
+    return [control_work(spec, net.config, side, side) for net in nets]
 
 
 def _passes(spec: ModelSpec) -> int:

@@ -22,8 +22,7 @@ from maskserve_common.resources.loading import Loaded, Source
 from maskserve_common.resources.residency import Residency, Resource
 from maskserve_common.resources.resource_cache import ResourceCache
 from maskserve_common.shares import Shares
-from maskserve_engine.adapters.lora_loader import LORAS
-from maskserve_engine.stages.loader import dtype_of
+from maskserve_engine.adapters.lora_loader import LORAS, estimated_bytes
 
 _MOST_EVICTED = 64
 
@@ -48,7 +47,7 @@ class Loras(ResourceCache[Lora]):
         observations: Observations,
     ) -> None:
         super().__init__(LORAS, residency, loader, on_loaded, observations)
-        self._loader, self._bytes_per_weight = loader, dtype_of(config).itemsize
+        self._loader, self._config = loader, config
         self._pinned = Shares(config.adapters.device_bytes)
         """Device bytes of the LoRAs that each key's edits use; a LoRA that several edits use counts
         once.
@@ -135,10 +134,7 @@ class Loras(ResourceCache[Lora]):
         return self._device_bytes(file_bytes), file_bytes
 
     def _device_bytes(self, file_bytes: int) -> int:
-        """Return the estimated device bytes of a file in half precision; the true number is known
-        once it is loaded.
-        """
-        return file_bytes * self._bytes_per_weight // 2
+        return estimated_bytes(self._config, file_bytes)
 
     def _load(self, resource: Resource, item: Lora, worth: float) -> bool:
         comes = super()._load(resource, item, worth)

@@ -102,7 +102,11 @@ def test_what_is_loaded_already_is_not_taken_twice(tiny_fill: Path, tmp_path: Pa
 
 def test_loras_have_their_budget(tiny_fill: Path, tmp_path: Path) -> None:
     without = table(tiny_fill, tmp_path)
-    where = {"store": str(tmp_path), "device_bytes": FREE // 10}
+    store = tmp_path / "loras"
+    store.mkdir()
+    with (store / "large.safetensors").open("wb") as file:
+        file.truncate(FREE // 5)
+    where = {"store": str(store), "device_bytes": FREE // 10}
     budget = table(tiny_fill, tmp_path, adapters=where)
     assert (without.adapters, budget.adapters) == (0, FREE // 10)
     assert without.cache - budget.cache == pytest.approx(FREE / 40, abs=1)
@@ -115,6 +119,49 @@ def test_loras_have_their_budget(tiny_fill: Path, tmp_path: Path) -> None:
         budget.cache,
     )
     assert sum(parts) + budget.others + budget.left == budget.total
+
+
+def test_a_cpu_reserves_no_more_than_the_files_of_a_folder(tiny_fill: Path, tmp_path: Path) -> None:
+    """Its budgets are larger than the memory that is free, and a template has room."""
+    nets, store = tmp_path / "nets", tmp_path / "loras"
+    net = random_net(0, 2, 1)
+    net.save_pretrained(nets / "edges")
+    store.mkdir()
+    with (store / "small.safetensors").open("wb") as file:
+        file.truncate(2**20)
+    folders = {"controls": {"folder": str(nets)}, "adapters": {"store": str(store)}}
+    budget, without = table(tiny_fill, tmp_path, **folders), table(tiny_fill, tmp_path)
+    assert budget.adapters == 2 * 2**20  # its half precision in float32
+    without_nets = table(tiny_fill, tmp_path, controls={"folder": str(tmp_path / "none")})
+    assert without_nets.controls == 0
+    weights = sum(parameter.nbytes for parameter in net.parameters())
+    assert weights < budget.controls < FREE // 10
+    assert budget.cache > 0.9 * without.cache > budget.template
+
+
+@pytest.mark.parametrize("store", ["memory://loras", "large"])
+def test_a_cpu_reserves_no_more_than_a_share_of_what_is_free(
+    tiny_fill: Path, tmp_path: Path, store: str
+) -> None:
+    """For a store that is no folder, or more files than the memory holds."""
+    folder = tmp_path / "large"
+    folder.mkdir()
+    for name in "abc":
+        with (folder / f"{name}.safetensors").open("wb") as file:
+            file.truncate(FREE)
+    where = str(folder) if store == "large" else store
+    budget = table(tiny_fill, tmp_path, adapters={"store": where})
+    assert budget.adapters == FREE // 4
+    assert budget.cache > budget.template
+
+
+def test_a_gpu_reserves_its_budgets(tiny_fill: Path, tmp_path: Path) -> None:
+    config = config_of(
+        tiny_fill, adapters={"store": str(tmp_path)}, controls={"folder": str(tmp_path)}
+    )
+    adapter = load_adapter(config)
+    assert memory.adapter_bytes(config) == config.adapters.device_bytes
+    assert memory.control_bytes(config, adapter) == config.controls.device_bytes
 
 
 def test_a_stage_elsewhere_takes_nothing_here(tiny_fill: Path, tmp_path: Path) -> None:
@@ -384,23 +431,23 @@ def test_rows_with_control_nets_are_in_the_table(tiny_fill: Path, tmp_path: Path
     folder = tmp_path / "nets"
     random_net(0, 2, 1).save_pretrained(folder / "edges")
     (tmp_path / "run").mkdir()
-    budget = {"folder": str(folder), "device_bytes": 2**20}
+    budget = {"folder": str(folder), "device_bytes": 2**17}
 
     def controls(rows: int, **more: Any) -> int:
         options = {"controls": {**budget, **more}, "engine": {"max_rows": rows}}
         return table(tiny_fill, tmp_path / "run", **options).controls
 
     one, two, three = map(controls, (1, 2, 3))
-    assert three - two == two - one < one - 2**20  # one of them looks ahead
-    assert 0 < controls(1, service="127.0.0.1:1") < one - 2**20
+    assert three - two == two - one < one - 2**17  # one of them looks ahead
+    assert 0 < controls(1, service="127.0.0.1:1") < one - 2**17
     config = config_of(tiny_fill, controls={**budget, "ipc_bytes": 2**21}, engine={"max_rows": 2})
     adapter = load_adapter(config)
     # A service has what it lends besides; what a step of its own takes, too.
     assert two + 2**21 < memory.service_bytes(config, adapter) < two + 2**21 + 2**23
     (folder / "edges" / "config.json").write_text("{}")
-    assert controls(3) == 2**20
+    assert controls(3) == 0
     bare = load_adapter(config)
-    assert memory.service_bytes(config, bare) == 2**20 + 2**21
+    assert memory.service_bytes(config, bare) == 2**17 + 2**21
 
 
 def tensor_bytes(tree: object) -> int:
