@@ -37,6 +37,7 @@ from maskserve_engine.cache.store import Handle, Store
 from maskserve_engine.layers.attention import Span
 from maskserve_engine.layers.scatter_kv import Change, KvSource
 from maskserve_engine.planning.flops import Floats
+from maskserve_engine.planning.refresh_control import RefreshControl, Remainder
 from maskserve_engine.planning.refresh_steps import (
     RefreshRule,
     count_with_controls,
@@ -74,11 +75,24 @@ class RefreshSchedule:
     second_order: bool = False
     """Whether to use the parabola through the last three refresh steps; it counts less the longer
     the last interval is against the one before."""
+    control: RefreshControl | None = None
+    """Places refresh steps by the errors of the row's lookaheads: later `anchors` are expected
+    ones, and a lookahead is computed one step after its refresh step. None: places are fixed."""
+    dense_from: int | None = None
+    """Step from which the row computes all tokens, since no lookahead is near enough; these steps
+    are among the refresh steps. None: there is none."""
 
     @property
     def dense(self) -> frozenset[int]:
-        """The first refresh step, whose step computes all of its tokens."""
-        return frozenset(sorted(self.anchors)[:1])
+        """Refresh steps whose steps compute all of their tokens: the first, and those at the end
+        without lookahead.
+        """
+        return frozenset(sorted(self.anchors)[:1]) | self._at_end
+
+    @property
+    def _at_end(self) -> frozenset[int]:
+        begin = self.dense_from
+        return frozenset(step for step in self.anchors if begin is not None and step >= begin)
 
     @property
     def lookahead_steps(self) -> frozenset[int]:
@@ -88,7 +102,23 @@ class RefreshSchedule:
     @property
     def computed_at(self) -> frozenset[int]:
         """Steps that compute a refresh step: their own, or a later one by lookahead."""
-        return lookahead_steps_of(self.anchors) if self.anchors else self.anchors
+        if not self.anchors:
+            return self.anchors
+        at_end, delayed = self._at_end, self.control is not None
+        return lookahead_steps_of(self.anchors - at_end, delayed=delayed) | at_end
+
+    @property
+    def turns(self) -> frozenset[int]:
+        """Steps that pack other tokens than the step before, or may do so."""
+        after = {step + 1 for step in self.anchors} if self.control is not None else set[int]()
+        return self.computed_at | after
+
+    def controlled(self, step: int, remainder: Remainder) -> RefreshSchedule:
+        """Return the schedule with this remainder after refresh step `step`."""
+        kept = {anchor for anchor in self.anchors if anchor <= step}
+        return replace(
+            self, anchors=remainder.refresh_steps | kept, dense_from=remainder.dense_from
+        )
 
     def next_refresh(self, step: int) -> int | None:
         """Return the first refresh step after `step`; None: there is none."""
@@ -730,6 +760,18 @@ class StepCacheReader(_RowCaches):
 
     def look_ahead(self, step: int) -> None:
         """Do nothing: a step cache has one entry."""
+
+    def controlling_error(self, step: int) -> float | None:
+        """Return the lookahead error at a step just taken, if the row's next refresh step depends
+        on it; None: it does not, or the step was none. Waits until the device has computed it.
+        """
+        [first, *_] = self._row.anchors
+        return None if first.plan.control is None else first.errors.by_step().get(step)
+
+    def refresh_at(self, schedule: RefreshSchedule) -> None:
+        """Follow another schedule from the next step on."""
+        for step_cache in self._row.anchors:
+            step_cache.plan = schedule
 
     def lose(self) -> None:
         super().lose()

@@ -24,6 +24,7 @@ from maskserve_common.contracts.keys import Anchor
 from maskserve_common.errors import EngineFailed
 from maskserve_engine.adapters.control_net_loader import NetFolder
 from maskserve_engine.base.device_clock import Span
+from maskserve_engine.batch.step_cache import RefreshSchedule
 from maskserve_engine.batch.transfer import HostCopy
 from maskserve_engine.cache.store import Store
 from maskserve_engine.cache.tier import Note
@@ -200,6 +201,13 @@ class GangExecutor:
         gang_row.spec = replace(gang_row.spec, key=key, anchors=tuple(anchors))
         for process in gang_row.steps_in_rank:
             process.call("read", gang_row.name, key, gang_row.spec.anchors)
+
+    def refresh_at(self, row: str, schedule: RefreshSchedule) -> None:
+        gang_row = self._rows[row]
+        assert isinstance(gang_row.spec, AnchoredRowSpec)
+        gang_row.spec = replace(gang_row.spec, plan=schedule)
+        for process in gang_row.steps_in_rank:
+            process.call("refresh_at", gang_row.name, schedule)
 
     def make(self, row: str, spec: RowSpec) -> RowReport:
         """Register a row. A rank makes it with its first step there, and an error then fails the

@@ -33,6 +33,7 @@ from maskserve_engine.adapters.control_net_loader import NetFolder
 from maskserve_engine.adapters.fuse import served_form
 from maskserve_engine.base.device_clock import Span
 from maskserve_engine.batch.sequence_parallel import GangExchange, share_of
+from maskserve_engine.batch.step_cache import RefreshSchedule
 from maskserve_engine.batch.transfer import moved
 from maskserve_engine.cache.tier import Note
 from maskserve_engine.families.registry import load_adapter
@@ -191,6 +192,9 @@ class Rank:
             self._local.read(row, key, anchors)
 
         self._change(row, open_and_read)
+
+    def refresh_at(self, row: str, schedule: RefreshSchedule) -> None:
+        self._change(row, partial(self._local.refresh_at, row, schedule))
 
     def place(self, places: Sequence[RowPlace]) -> None:
         """Set rows to the state that other ranks have computed."""

@@ -21,6 +21,7 @@ from maskserve_engine.batch.sequence_parallel import Exchange
 from maskserve_engine.batch.step_cache import (
     Entry,
     NetStepCaches,
+    RefreshSchedule,
     StepCacheEntry,
     StepCacheReader,
 )
@@ -129,6 +130,11 @@ class LocalExecutor:
         reader.turn_over(key, anchors)
         if row in self._still:
             self._still[row].turn_over(key, [STILL] * len(anchors))
+
+    def refresh_at(self, row: str, schedule: RefreshSchedule) -> None:
+        reader = self._readers.get(row)
+        if isinstance(reader, StepCacheReader):  # without room it is a dense row
+            reader.refresh_at(schedule)
 
     def make(self, row: str, spec: RowSpec) -> RowReport:
         adapter = self._adapter
@@ -511,7 +517,10 @@ class LocalExecutor:
             getattr(row_state, "skipped", 0),
             getattr(row_state, "lookahead", None) is not None,
         )
-        return RowStep(row, row_state.step, skipped, read, text, stale, new, foresaw)
+        reader, error = self._readers.get(row), None
+        if isinstance(reader, StepCacheReader):
+            error = reader.controlling_error(row_state.step - 1)
+        return RowStep(row, row_state.step, skipped, read, text, stale, new, foresaw, error)
 
 
 @dataclass(frozen=True, slots=True)

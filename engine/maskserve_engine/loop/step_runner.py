@@ -292,6 +292,9 @@ class StepRunner:
             self.counters[f"plan_blocks_total.{kind}"] += blocks
         computed = edit.computed_tokens(step)
         edit.tally.computed_tokens += computed
+        schedule = edit.refreshed(step, self.adapter)
+        if schedule is not None:
+            self.executor.refresh_at(edit.request_id, schedule)
         self.counters["active_tokens_total"] += work.passes * computed
         if edit.overflowed is not None:
             self._end(edit, overflowed(edit.overflowed))

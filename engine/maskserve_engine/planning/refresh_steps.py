@@ -62,15 +62,18 @@ def refresh_steps(
     return frozenset(chosen)
 
 
-def lookahead_steps_of(anchors: frozenset[int]) -> frozenset[int]:
+def lookahead_steps_of(anchors: frozenset[int], *, delayed: bool = False) -> frozenset[int]:
     """Return the steps at which a row with lookahead computes all tokens for these refresh steps.
 
     The first refresh step computes its own tokens. Each refresh step but the last also computes, by
     lookahead, those of the next one. The first does so one step late, since a lookahead needs the
-    model's answer at the step before.
+    model's answer at the step before; if `delayed`, all do, since the next place depends on the
+    error at this one.
     """
     first = min(anchors)
-    return frozenset({first} | {max(first + 1, anchor) for anchor in anchors - {max(anchors)}})
+    return frozenset(
+        {first} | {max(first + 1, anchor + delayed) for anchor in anchors - {max(anchors)}}
+    )
 
 
 def count_with_controls(steps: int, stride: float) -> int:

@@ -189,6 +189,8 @@ class RowStep(NamedTuple):
     """Whether it computed its references before this step."""
     foresaw: bool = False
     """Whether it computed a lookahead beside the step's tokens."""
+    refresh_error: float | None = None
+    """Lookahead error at this step, if the row's next refresh step depends on it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,6 +275,10 @@ class Executor(Protocol):
 
         Raises whatever went wrong; there is no row then.
         """
+        ...
+
+    def refresh_at(self, row: str, schedule: RefreshSchedule) -> None:
+        """Make a row with refresh steps follow another schedule from its next step on."""
         ...
 
     def load(

@@ -17,8 +17,9 @@ from maskserve_engine.batch.step_cache import RefreshSchedule
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.planning import refresh_steps as planning
 from maskserve_engine.planning.entry_bytes import FORMATS
+from maskserve_engine.planning.refresh_control import RefreshControl
 from maskserve_engine.scheduling.policies import policy_of
-from maskserve_engine.spec.model_spec import refresh_rule, refresh_stride
+from maskserve_engine.spec.model_spec import refresh_rule, refresh_stride, refreshes_by_error
 from maskserve_engine.stages.loader import device_of
 
 
@@ -26,7 +27,16 @@ def make_refresh_schedule(config: Config, adapter: Adapter, job: EditJob) -> Ref
     """Return the schedule of an edit's refresh steps; None: it can have none, or would gain
     nothing.
     """
-    return _plan(config, adapter, job) if job.request.settings.may_anchor else None
+    if not job.request.settings.may_anchor:
+        return None
+    plan = _plan(config, adapter, job)
+    if plan is None or not refreshes_by_error(config, adapter.spec):
+        return plan
+    if job.controls:
+        return None
+    sigmas = [sigma for sigma, _ in adapter.sigmas(job)]
+    control = RefreshControl.of(config.cache.fidelity, sigmas, plan.power)
+    return replace(plan, anchors=control.begin(), control=control)
 
 
 def schedules_with_template(
@@ -51,7 +61,7 @@ def schedules_with_template(
     if policy_of(config.engine).shares_steps:
         return (None,)  # ranks that share a step would have to agree on their step caches
     rule = refresh_rule(config, adapter.spec, device_of(config).type)
-    plan = _plan(config, adapter, job)
+    plan = None if refreshes_by_error(config, adapter.spec) else _plan(config, adapter, job)
     lifts = dense_steps > 0 and adapter.spec.corrects_residuals
     lifting = (
         RefreshSchedule(frozenset(), rule.format, text=False, corrects_residuals=True)

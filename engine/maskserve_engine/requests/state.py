@@ -22,6 +22,7 @@ from maskserve_engine.base.timeline import RequestTimeline
 from maskserve_engine.batch.step_cache import RefreshSchedule
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.planning.flops import ModelWork, Totals
+from maskserve_engine.planning.refresh_control import Remainder
 from maskserve_engine.requests.audits import Audit
 from maskserve_engine.requests.control_nets import ControlNetSource, ControlWork
 from maskserve_engine.requests.executor import RowLoads, RowReport, RowStep
@@ -273,21 +274,25 @@ class EntryReads:
         """Steps that compute the text; None: all."""
         self.steps_delayed = 0
         """Steps of the batch for which its next refresh step has waited."""
+        self.refreshed_at = 0
+        """Last refresh step taken."""
 
     @classmethod
     def of_schedule(
         cls, request_id: str, plan: RefreshSchedule, sigmas: Sequence[tuple[float, float]]
     ) -> EntryReads:
         """Return the reads of a row that uses its step cache at all but its dense steps."""
-        anchors = [None if step in plan.dense else Anchor(*at) for step, at in enumerate(sigmas)]
-        reads = cls(f"own:{request_id}", anchors, request_id.encode())
-        reads.reads_step_cache, reads.computes, reads.lookahead_steps = (
-            True,
-            plan.computed_at,
-            plan.lookahead_steps,
-        )
-        reads.text = frozenset() if plan.text else None
+        reads = cls(f"own:{request_id}", [Anchor(*at) for at in sigmas], request_id.encode())
+        reads.reads_step_cache, reads.text = True, frozenset() if plan.text else None
+        reads.follow(plan)
         return reads
+
+    def follow(self, plan: RefreshSchedule) -> None:
+        """Read the step cache at all but the dense steps of a schedule."""
+        self.anchors = tuple(
+            None if step in plan.dense else anchor for step, anchor in enumerate(self.anchors)
+        )
+        self.computes, self.lookahead_steps = plan.computed_at, plan.lookahead_steps
 
     @classmethod
     def of_template(
@@ -689,6 +694,37 @@ class RequestState:
         )
         work = adapter.work(*self.job.moments.shape[1:], kind=self.job.request.kind)
         return plain.with_schedule(plan, between, work, renewed)
+
+    def refreshed(self, step: RowStep, adapter: Adapter) -> RefreshSchedule | None:
+        """Record a step of a row with refresh steps. Return the schedule of the steps after it if
+        its error places the next refresh step, and set plan and work by it; None: it does not.
+        """
+        plan, reads, number = self.plan.schedule, self.reads, step.done - 1
+        if plan is None or plan.control is None or reads is None:
+            return None
+        before, error = reads.refreshed_at, step.refresh_error
+        if error is not None or not step.read:
+            reads.refreshed_at = number
+        if error is None or step.done == self.work.steps:
+            return None
+        remainder = plan.control.after(before, number, error)
+        chosen = self._with_remainder(number, remainder)
+        if self.step_flops(chosen, adapter) > self.work.without_schedule().step_flops("dense"):
+            chosen = self._with_remainder(number, plan.control.dense_after(number))
+        self.go(chosen, adapter)
+        assert chosen.schedule is not None
+        reads.follow(chosen.schedule)
+        return chosen.schedule
+
+    def _with_remainder(self, step: int, remainder: Remainder) -> ExecutionPlan:
+        assert self.plan.schedule is not None
+        schedule = self.plan.schedule.controlled(step, remainder)
+        return replace(
+            self.plan,
+            schedule=schedule,
+            dense_steps=len(schedule.anchors),
+            dense_for="error" if remainder.failed else "",
+        )
 
     def step_flops(self, plan: ExecutionPlan, adapter: Adapter) -> float:
         """Return the mean FLOPs of one of its steps alone with a plan; plans are compared by it."""

@@ -18,6 +18,7 @@ from maskserve_common.contracts.request import EditKind
 from maskserve_common.contracts.reuse_levels import refresh_count
 from maskserve_common.contracts.semantics import Semantics
 from maskserve_common.imaging.whole import SizeRule
+from maskserve_engine.planning.refresh_control import EXPECTED_STRIDE
 from maskserve_engine.planning.refresh_steps import REFRESH_RULE, RefreshRule, count_with_controls
 from maskserve_engine.spec.encoder_picture import EncoderPicture
 from maskserve_engine.spec.latents import LatentSpace, latent_space
@@ -295,7 +296,19 @@ def refresh_stride(config: Config, spec: ModelSpec) -> float:
     if spec.refresh.stride is None:
         return 0.0
     configured = config.cache.own_anchors
+    if refreshes_by_error(config, spec):
+        return EXPECTED_STRIDE
     return configured if configured >= 0 else spec.refresh.stride
+
+
+def refreshes_by_error(config: Config, spec: ModelSpec) -> bool:
+    """Whether refresh steps are placed by the errors of lookaheads (`RefreshControl`): their places
+    are neither configured nor known for the model. Devices that share a step would have to agree on
+    them.
+    """
+    engine, cache = config.engine, config.cache
+    is_open = cache.own_anchors < 0 and spec.refresh.stride == 0.0
+    return is_open and cache.fidelity > 0 and (engine.devices == 1 or engine.policy == "spread")
 
 
 def refresh_rule(config: Config, spec: ModelSpec, device: str = "cuda") -> RefreshRule:
@@ -355,7 +368,8 @@ def text_shares(config: Config, spec: ModelSpec, steps: int, *, shared: bool) ->
     anchors = refresh_count(steps, refresh_stride(config, spec))
     if not anchors or not refresh_rule(config, spec).text:
         return ALL_TEXT
-    if shared or spec.encoder_picture is not None:  # the template has most of the text then
+    computed = shared or refreshes_by_error(config, spec)
+    if computed or spec.encoder_picture is not None:  # the template has most of the text then
         return TextShares(1.0, 0.0)
     return TextShares(anchors / steps, 0.0, (anchors - 1) / steps)
 

@@ -131,6 +131,14 @@ def flux_flop_speedup(choice: RefreshChoice) -> float:
     """Return dense FLOPs over the choice's FLOPs: FLUX.1-dev at 1024x1024, 28 steps, a square mask
     of 0.11.
     """
+    whole, between = flux_step_flops(choice)
+    share = len(choice.dense) / FLUX_STEPS
+    cached_share = 1 - (1 / FLUX_STEPS if choice.lookahead else share)
+    return whole / (share * whole + cached_share * between)
+
+
+def flux_step_flops(choice: RefreshChoice) -> tuple[float, float]:
+    """Return FLOPs of a dense step of that edit, and of one between the choice's refresh steps."""
     work = published_flux()
     grid = math.isqrt(work.tokens[0])
     ring = 0 if choice.leaves_ring else choice.ring
@@ -138,9 +146,7 @@ def flux_flop_speedup(choice: RefreshChoice) -> float:
     whole = work.step_flops([work.row_at(1.0, FLUX_TEXT)], "dense")
     computed = 0 if choice.text else FLUX_TEXT
     row_tokens = RowTokens(active, computed, text_read=FLUX_TEXT - computed)
-    share = len(choice.dense) / FLUX_STEPS
-    cached_share = 1 - (1 / FLUX_STEPS if choice.lookahead else share)
-    return whole / (share * whole + cached_share * work.step_flops([row_tokens], "kv"))
+    return whole, work.step_flops([row_tokens], "kv")
 
 
 def edit_with_refreshes(
@@ -168,7 +174,7 @@ def edit_with_refreshes(
         rows.append(rig.adapter.anchored_row(ringed, plan))
         rig.attach(rows[-1], ringed)
     kinds = plan_of_kinds(("kv",) * rig.adapter.blocks)
-    with _scaled_extrapolation(choice.reach):
+    with scaled_extrapolation(choice.reach):
         for first in range(0, len(rows), BATCH):
             batch = rows[first : first + BATCH]
             readers = [StepCacheReader(row, rig.adapter.entry_blocks) for row in batch]
@@ -255,7 +261,7 @@ def _power_behind(spec: ModelSpec) -> float:
 
 
 @contextmanager
-def _scaled_extrapolation(times: float) -> Iterator[None]:
+def scaled_extrapolation(times: float) -> Iterator[None]:
     """Scale all rows' extrapolation by `times` while the context lasts."""
     original = AnchorLine.weight
     AnchorLine.weight = lambda self, sigma: times * original(self, sigma)  # type: ignore[method-assign]

@@ -206,8 +206,8 @@ class FlowRow:
             return 1  # it packs tokens that other steps do not compute
         if self.fills_step_cache or self.lookahead_step is not None:
             return 1  # the capture is prepared for that step
-        anchors = frozenset[int]() if self.step_cache is None else self.step_cache.plan.computed_at
-        return min((a for a in anchors if a > self.step), default=self.steps) - self.step
+        turns = frozenset[int]() if self.step_cache is None else self.step_cache.plan.turns
+        return min((turn for turn in turns if turn > self.step), default=self.steps) - self.step
 
     @property
     def refreshes(self) -> bool:
@@ -265,8 +265,11 @@ class FlowRow:
         step_cache = self.step_cache
         if step_cache is None or not self.reads_step_cache or self.sampler.moved is None:
             return None
+        plan = step_cache.plan
+        if plan.control is not None and self.step in plan.anchors:
+            return None  # the next place depends on this step's error
         arrived = step_cache.reaches >= self.walk_sigma()
-        return step_cache.plan.next_refresh(self.step) if arrived else None
+        return plan.next_refresh(self.step) if arrived else None
 
     def model_input(self) -> RowInput:
         return self._pass_input(self.prompt)

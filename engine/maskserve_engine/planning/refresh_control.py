@@ -1,0 +1,106 @@
+"""Places of refresh steps that follow from a row's errors, for models without tuned places
+(docs/adr/0090).
+
+At each refresh step the row's lookahead error is known (`batch.lookahead_errors`). It grows with
+about the `_ORDER`-th power of the distance between two refresh steps, so the error of the last
+distance tells how long the next one may be, as in a solver with adaptive steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+_ORDER = 2.3
+_FIRST = 0.4
+"""Place of the first lookahead's refresh step, as a share of the whole distance."""
+_LAST = 2.5
+"""How much shorter the stretch after the last refresh step has to be than one between two: keys and
+values are extrapolated there, and no error sees it."""
+_GROWTH = 4.0
+"""Largest ratio of a distance to the one before."""
+_INTERCEPT_DB, _SLOPE_DB = 34.4, 10.3
+"""Line through the edits of demo models: dB against dense over the mean lookahead error,
+`_INTERCEPT_DB` - `_SLOPE_DB` · log10(error). `scripts/bench reuse` fits it again."""
+_MARGIN_DB = 2.0
+"""What edits may lie under the line."""
+EXPECTED_STRIDE = 0.35
+"""Share of an edit's steps between two refresh steps that prices foresee."""
+
+
+def tolerance_of(fidelity: float) -> float:
+    """Return the lookahead error up to which edits keep `fidelity` dB; 0 dB: none is too large."""
+    return 10.0 ** ((_INTERCEPT_DB - _MARGIN_DB - fidelity) / _SLOPE_DB)
+
+
+class Remainder(NamedTuple):
+    """How a row takes the steps after a refresh step."""
+
+    refresh_steps: frozenset[int] = frozenset()
+    """Refresh steps to come; those after the first are expected, and may move."""
+    dense_from: int | None = None
+    """Step from which all steps compute all tokens; None: none does."""
+    failed: bool = False
+    """Whether that is because even the nearest refresh step is too far."""
+
+
+@dataclass(frozen=True, slots=True)
+class RefreshControl:
+    """Places a row's refresh steps by its lookahead errors."""
+
+    tolerance: float
+    """Largest lookahead error, above 0."""
+    distances: tuple[float, ...]
+    """Distance of each step from the end: its sigma to the power over which values interpolate."""
+
+    @classmethod
+    def of(cls, fidelity: float, sigmas: Sequence[float], power: float) -> RefreshControl:
+        return cls(tolerance_of(fidelity), tuple([sigma**power for sigma in sigmas]))
+
+    def begin(self) -> frozenset[int]:
+        """Return the refresh steps that a row expects before its first error."""
+        target = self.distances[0] * (1.0 - _FIRST)
+        first = min(range(2, len(self.distances)), key=lambda n: abs(self.distances[n] - target))
+        return frozenset({0, first}) | self._spread(first, 1)
+
+    def after(self, before: int, step: int, error: float) -> Remainder:
+        """Return the remainder of a row that has arrived at refresh step `step`.
+
+        Args:
+            before: refresh step before it.
+            step: refresh step at which the row's lookahead was off by `error`.
+            error: relative error, see `LookaheadErrors`.
+        """
+        last, rest = len(self.distances) - 1, self.distances[step]
+        scale = (self.tolerance / error) ** (1.0 / _ORDER) if error > 0.0 else _GROWTH
+        reach = (self.distances[before] - rest) * min(scale, _GROWTH)
+        if step == last or _LAST * rest <= reach:
+            return Remainder()
+        nearest = step + 2  # the step between computes the lookahead
+        if nearest > last:
+            return self.dense_after(step)
+        if rest - self.distances[nearest] > reach:
+            return self.dense_after(step)._replace(failed=True)
+        count = max(1, math.ceil(rest / reach - 1.0 / _LAST))
+        return Remainder(self._spread(step, count, reach))
+
+    def dense_after(self, step: int) -> Remainder:
+        """Return the remainder of a row whose steps after `step` compute all tokens."""
+        return Remainder(frozenset(range(step + 1, len(self.distances))), step + 1)
+
+    def _spread(self, step: int, count: int, reach: float = math.inf) -> frozenset[int]:
+        """Return up to `count` refresh steps at even distances after `step`; the first is within
+        `reach`.
+        """
+        begin, places = self.distances[step], list[int]()
+        length = begin / (count + 1.0 / _LAST)
+        for number in range(1, count + 1):
+            candidates = [
+                (abs(distance - begin + number * length), place)
+                for place, distance in enumerate(self.distances)
+                if place >= (places or [step])[-1] + 2 and (places or begin - distance <= reach)
+            ]
+            places += [min(candidates)[1]] if candidates else []
+        return frozenset(places)

@@ -1,0 +1,240 @@
+"""Measure edits whose errors place their refresh steps: how near they are to dense edits, and what
+they cost.
+
+    python scripts/bench reuse --json reuse.json
+
+Edits of the demo models, as many of each class as `--n` says, are compared with our dense rows, in
+dB in the mask, for each fidelity that they promise:
+
+- `mean`, `worst_class`, `least`, `under_30`: the edits' dB, and the share under 30.
+- `kept`: the share within 3 dB of the promise or above.
+- `refresh_steps`: mean number of steps that compute all tokens, in their own pass or ahead.
+- `flops`: FLOPs as a share of a dense edit's, with FLUX.1's sizes at a mask ratio of 0.11.
+
+`rivals` ignore the errors and must miss a limit: `far` refreshes at the first two places alone,
+`held` keeps the last refresh step's values between refresh steps. `line` is fitted through all
+controlled edits: dB over log10 of their mean error.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from msgspec import structs
+
+from maskserve_benchmarks.checkout import DEMO_MODEL
+from maskserve_benchmarks.demo_model.scenes import Edit
+from maskserve_benchmarks.reports import about, write_json
+from maskserve_benchmarks.steps.replay import plan_of_kinds
+from maskserve_benchmarks.timing import hardware
+from maskserve_engine.base.job import EditJob
+from maskserve_engine.batch.step_cache import RefreshSchedule, StepCacheReader
+from maskserve_engine.planning.refresh_control import RefreshControl
+from maskserve_studies.demo_model.edit_classes import CLASSES, edits_of
+from maskserve_studies.demo_model.reference_edits import NAMED_CLASSES, named_class
+from maskserve_studies.quality.metrics import VISIBLE_BELOW, compare
+from maskserve_studies.quality.refresh_steps import (
+    flux_step_flops,
+    scaled_extrapolation,
+    served_choice,
+)
+from maskserve_studies.quality.systems import BATCH, Picture, Rig
+
+MODELS: dict[str, tuple[Path, int]] = {
+    "fill": (DEMO_MODEL, 20),
+    "klein": (DEMO_MODEL.with_name("demo-edit"), 20),
+    "klein8": (DEMO_MODEL.with_name("demo-edit"), 8),
+    "klein4": (DEMO_MODEL.with_name("demo-edit"), 4),
+}
+FIDELITIES = (36.0, 40.0, 44.0, 48.0)
+_RIVALS_AT = 40.0
+_SHORT_DB = 3.0
+"""dB below the promise from which an edit has broken it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ControlledEdit:
+    picture: Picture
+    schedule: RefreshSchedule
+    """Schedule that its row has followed."""
+    errors: tuple[float, ...]
+
+
+def controlled(
+    rig: Rig, edits: Sequence[Edit], jobs: Sequence[EditJob], plan: RefreshSchedule, ring: int
+) -> list[ControlledEdit]:
+    """Make the edits by rows that begin with a schedule, and follow their errors if it has a
+    control.
+    """
+    kinds, out = plan_of_kinds(("kv",) * rig.adapter.blocks), list[ControlledEdit]()
+    for first in range(0, len(jobs), BATCH):
+        rows: list[Any] = []
+        for job in jobs[first : first + BATCH]:
+            settings = structs.replace(job.request.settings, mask_ring=ring)
+            ringed = replace(job, request=replace(job.request, settings=settings))
+            rows.append(rig.adapter.anchored_row(ringed, plan))
+            rig.attach(rows[-1], ringed)
+        readers = [StepCacheReader(row, rig.adapter.entry_blocks) for row in rows]
+        plans, refreshed_at = [plan] * len(rows), [0] * len(rows)
+        for step in range(rig.steps):
+            reads: Any = [
+                None if step in row_plan.dense else reader.turn_to(step)
+                for row_plan, reader in zip(plans, readers, strict=True)
+            ]
+            rig.adapter.step(rows, kinds if any(reads) else None, reads)
+            for number, reader in enumerate(readers):
+                error, control = reader.controlling_error(step), plan.control
+                if error is None or control is None:
+                    continue
+                remainder = control.after(refreshed_at[number], step, error)
+                plans[number], refreshed_at[number] = (
+                    plans[number].controlled(step, remainder),
+                    step,
+                )
+                reader.refresh_at(plans[number])
+        for edit, row, row_plan, reader in zip(
+            edits[first : first + BATCH], rows, plans, readers, strict=True
+        ):
+            picture = rig.finish(edit, row.result().array())
+            out.append(ControlledEdit(picture, row_plan, tuple(reader.refresh_errors.values())))
+    return out
+
+
+class Trial:
+    """The edits of one model, and their dense pictures.
+
+    Args:
+        folder: folder of the model.
+        steps: steps of each edit.
+        n: edits of each class.
+    """
+
+    def __init__(self, folder: Path, steps: int, n: int) -> None:
+        self.rig = rig = Rig(folder, steps)
+        named = rig.adapter.spec.semantics.reference
+        classes = (
+            {name: named_class(name, n) for name in NAMED_CLASSES}
+            if named
+            else {name: edits_of(name, n) for name in CLASSES}
+        )
+        self.classes = [name for name, edits in classes.items() for _ in edits]
+        self.edits = [edit for edits in classes.values() for edit in edits]
+        self.jobs = rig.jobs(self.edits)
+        self.dense = rig.dense(self.edits, self.jobs)
+        self.choice = served_choice(rig, self.jobs[0], 2)
+        self.points: list[tuple[float, float]] = []
+        """Mean error and dB of each controlled edit."""
+
+    def schedule(self, fidelity: float) -> RefreshSchedule:
+        """Return the schedule with which edits begin that promise a fidelity."""
+        spec = self.rig.adapter.spec.refresh
+        sigmas = [sigma for sigma, _ in self.rig.adapter.sigmas(self.jobs[0])]
+        control = RefreshControl.of(fidelity, sigmas, spec.evenly_over)
+        return RefreshSchedule(
+            control.begin(),
+            self.choice.format,
+            self.choice.text,
+            self.choice.leaves_ring,
+            spec.evenly_over,
+            second_order=spec.second_order,
+            control=control,
+        )
+
+    def figures(self, fidelity: float, plan: RefreshSchedule | None = None) -> dict[str, Any]:
+        """Return the figures of edits that promise a fidelity.
+
+        Args:
+            fidelity: dB.
+            plan: schedule of a rival; None: their errors place refresh steps.
+        """
+        chosen = self.schedule(fidelity) if plan is None else plan
+        made = controlled(self.rig, self.edits, self.jobs, chosen, self.choice.ring)
+        qualities = compare(self.edits, [edit.picture for edit in made], self.dense)
+        db = np.array([quality.psnr_in_mask for quality in qualities])
+        if plan is None:
+            self.points += [
+                (float(np.mean(edit.errors)), float(value))
+                for edit, value in zip(made, db, strict=True)
+                if edit.errors
+            ]
+        means = [db[np.array(self.classes) == name].mean() for name in dict.fromkeys(self.classes)]
+        return {
+            "fidelity": fidelity,
+            "edits": len(made),
+            "mean": round(float(db.mean()), 2),
+            "worst_class": round(float(min(means)), 2),
+            "least": round(float(db.min()), 2),
+            "under_30": round(float(np.mean(db < VISIBLE_BELOW)), 4),
+            "kept": round(float(np.mean(db >= fidelity - _SHORT_DB)), 4),
+            "refresh_steps": round(float(np.mean([len(e.schedule.anchors) for e in made])), 2),
+            "flops": round(float(np.mean([self._flops(e.schedule) for e in made])), 3),
+        }
+
+    def _flops(self, plan: RefreshSchedule) -> float:
+        whole, between = flux_step_flops(self.choice)
+        steps, refreshes = self.rig.steps, len(plan.anchors)
+        return (refreshes * whole + (steps - len(plan.dense)) * between) / (steps * whole)
+
+    def rivals(self) -> dict[str, dict[str, Any]]:
+        plan = self.schedule(_RIVALS_AT)
+        far = replace(plan, anchors=frozenset(sorted(plan.anchors)[:2]), control=None)
+        rivals = {"far": self.figures(_RIVALS_AT, far)}
+        points = list(self.points)
+        with scaled_extrapolation(0.0):
+            rivals["held"] = self.figures(_RIVALS_AT)
+        self.points = points
+        return rivals
+
+
+def passes(figures: dict[str, Any]) -> bool:
+    """Whether figures are within the limits."""
+    promise, least_mean, worst_class = figures["fidelity"], 40.0, 34.0
+    return bool(
+        figures["mean"] >= min(least_mean, promise)
+        and figures["worst_class"] >= worst_class
+        and figures["under_30"] <= 0.005
+        and figures["kept"] >= 0.95
+    )
+
+
+def fitted(points: Sequence[tuple[float, float]]) -> dict[str, float]:
+    """Return the line of dB over log10 of the mean error."""
+    errors, db = np.array(points).T
+    slope, intercept = np.polyfit(np.log10(errors), db, 1)
+    missed = db - (intercept + slope * np.log10(errors))
+    return {
+        "intercept": round(float(intercept), 1),
+        "slope": round(float(-slope), 1),
+        "rms": round(float(np.sqrt(np.mean(missed**2))), 1),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    add = parser.add_argument
+    add("--only", nargs="+", choices=tuple(MODELS), default=tuple(MODELS))
+    add("--n", type=int, default=16, help="edits of each class (default 16)")
+    add("--fidelity", type=float, nargs="+", default=FIDELITIES, help="dB that edits promise")
+    add("--json", type=Path)
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    models, points = dict[str, Any](), list[tuple[float, float]]()
+    for name in args.only:
+        trial = Trial(*MODELS[name], args.n)
+        promised = [trial.figures(fidelity) for fidelity in args.fidelity]
+        rivals = trial.rivals()
+        for label, figures in (*zip(args.fidelity, promised, strict=True), *rivals.items()):
+            print(name, label, "passes" if passes(figures) else "MISSES", figures, flush=True)
+        models[name] = {"promised": promised, "rivals": rivals}
+        points += trial.points
+    line = fitted(points)
+    print("line", line)
+    write_json({**about(hardware(torch.device("cpu"))), "line": line, "models": models}, args.json)
+    return 0

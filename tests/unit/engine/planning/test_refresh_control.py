@@ -1,0 +1,79 @@
+"""Places of refresh steps by the errors of lookaheads."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from maskserve_engine.planning.refresh_control import RefreshControl, Remainder, tolerance_of
+from tests.support.draws import fresh_rng
+
+
+@pytest.fixture
+def control() -> RefreshControl:
+    rng = fresh_rng()
+    sigmas = np.sort(rng.uniform(0.01, 1.0, int(rng.integers(4, 51))))[::-1]
+    return RefreshControl.of(float(rng.uniform(20, 60)), sigmas.tolist(), 1.5)
+
+
+def taken(control: RefreshControl, error: float) -> list[Remainder]:
+    """Remainders of a row whose lookaheads are all off by `error`."""
+    begin = sorted(control.begin())
+    before, step, remainders = begin[0], begin[1], list[Remainder]()
+    while True:
+        remainders.append(control.after(before, step, error))
+        to_come = sorted(remainders[-1].refresh_steps)
+        if not to_come or remainders[-1].dense_from is not None:
+            return remainders
+        before, step = step, to_come[0]
+
+
+def test_more_fidelity_allows_less_error() -> None:
+    low, high = sorted(fresh_rng().uniform(10, 80, 2))
+    assert 0 < tolerance_of(high) < tolerance_of(low)
+
+
+@pytest.mark.parametrize("scale", [0.01, 0.3, 1.0, 3.0, 100.0])
+def test_each_refresh_step_leaves_room_for_its_lookahead(
+    control: RefreshControl, scale: float
+) -> None:
+    last = len(control.distances) - 1
+    before, step = sorted(control.begin())[:2]
+    assert (before, step >= 2) == (0, True)
+    for remainder in taken(control, scale * control.tolerance):
+        to_come = sorted(remainder.refresh_steps)
+        if remainder.dense_from is not None:
+            assert to_come == list(range(step + 1, last + 1))
+            assert remainder.dense_from == step + 1
+        else:
+            assert all(np.diff([step, *to_come]) >= 2)
+            assert not to_come or to_come[-1] <= last
+        before, step = step, to_come[0] if to_come else last
+
+
+def test_the_next_refresh_step_lies_within_the_distance_that_the_error_allows(
+    control: RefreshControl,
+) -> None:
+    before, step, *_ = sorted(control.begin())
+    distances = control.distances
+    if step == len(distances) - 1:
+        return
+    for error in control.tolerance * np.geomspace(1e-3, 1e3, 60):
+        remainder = control.after(before, step, float(error))
+        growth = min((control.tolerance / error) ** (1 / 2.3), 4.0)
+        reach = growth * (distances[before] - distances[step]) + 1e-12
+        if not remainder.refresh_steps:
+            assert 2.5 * distances[step] <= reach
+        elif remainder.dense_from is None:
+            assert distances[step] - distances[min(remainder.refresh_steps)] <= reach
+    assert remainder.dense_from == step + 1
+
+
+def test_where_the_nearest_refresh_step_is_too_far_the_rest_is_dense() -> None:
+    control = RefreshControl(0.1, tuple(np.linspace(1.0, 0.05, 20)))
+    _, first = sorted(control.begin())[:2]
+    remainder = control.after(0, first, 100.0)
+    assert (remainder.dense_from, remainder.failed) == (first + 1, True)
+    assert control.after(0, first, 0.0) == control.after(0, first, 1e-9)
+    assert control.after(0, 19, 100.0) == Remainder()
+    assert control.after(16, 18, 100.0) == Remainder(frozenset({19}), 19)

@@ -1,0 +1,133 @@
+"""Edits of models without tuned places of refresh steps: their errors place them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from maskserve_engine.base.job import FinalEvent
+from maskserve_engine.families.encoder import Encoder
+from maskserve_engine.families.registry import load_encoder
+from maskserve_engine.loop.engine import Engine
+from maskserve_engine.planning.refresh_control import RefreshControl, tolerance_of
+from maskserve_engine.requests.refresh_schedules import make_refresh_schedule
+from tests.fakes.jobs import config_of, tolerance
+from tests.support.draws import fresh_seed
+from tests.support.engines import edit, job, make_engine
+from tests.support.eventually import eventually
+from tests.support.refresh_rows import result
+from tests.support.sink import Sink
+
+STEPS = 20
+LOW, HIGH = 8.0, 100.0
+"""Fidelities at which a model with random weights refreshes seldom, and cannot often enough."""
+
+
+@pytest.fixture(scope="module")
+def encoder(tiny_kontext: Path) -> Encoder:
+    return load_encoder(config_of(tiny_kontext))
+
+
+@pytest.fixture
+def engine(
+    tiny_kontext: Path, encoder: Encoder, request: pytest.FixtureRequest
+) -> Iterator[Engine]:
+    fidelity = getattr(request, "param", LOW)
+    engine = make_engine(tiny_kontext, encoder, own_anchors=-1.0, fidelity=fidelity)
+    yield engine
+    engine.close(5.0)
+    assert not engine.manager.edits
+
+
+def schedule_of(engine: Engine, final: FinalEvent, edit_job: Any) -> Any:
+    """The schedule that a row follows at last, by the errors that META reports."""
+    schedule = make_refresh_schedule(engine.config, engine.adapter, edit_job)
+    assert schedule is not None
+    assert schedule.control is not None
+    before = 0
+    for step, error in final.meta["refresh_errors"].items():
+        schedule = schedule.controlled(int(step), schedule.control.after(before, int(step), error))
+        before = int(step)
+    return schedule
+
+
+@pytest.mark.parametrize("engine", [LOW, 14.0, 20.0], indirect=True)
+def test_its_errors_place_an_edits_refresh_steps(engine: Engine, encoder: Encoder) -> None:
+    edit_job = job(encoder, fresh_seed(), "first", num_inference_steps=STEPS)
+    final = edit(engine, edit_job)
+    schedule = schedule_of(engine, final, edit_job)
+    assert final.meta["cache"] == "own"
+    assert final.meta["anchors"] == sorted(schedule.computed_at)
+    assert final.meta["dense_steps"] == len(schedule.anchors)
+    assert set(final.meta["refresh_errors"]) == {
+        str(step) for step in schedule.anchors - schedule.dense
+    }
+    # As if the row had known the places from the start.
+    expected = result(engine.adapter, edit_job, schedule)
+    np.testing.assert_allclose(final.latents, expected, atol=tolerance(expected))
+
+
+@pytest.mark.parametrize("engine", [HIGH], indirect=True)
+def test_where_no_refresh_step_is_near_enough_the_rest_is_dense(
+    engine: Engine, encoder: Encoder
+) -> None:
+    edit_job = job(encoder, fresh_seed(), "dense", num_inference_steps=STEPS)
+    meta = edit(engine, edit_job).meta
+    [first] = map(int, meta["refresh_errors"])
+    assert meta["dense_for"] == "error"
+    assert meta["anchors"] == [0, 1, *range(first + 1, STEPS)]
+
+
+@pytest.mark.parametrize("engine", [0.0], indirect=True)
+def test_without_a_fidelity_edits_are_dense(engine: Engine, encoder: Encoder) -> None:
+    edit_job = job(encoder, fresh_seed(), "dense", num_inference_steps=STEPS)
+    final = edit(engine, edit_job)
+    assert final.meta["cache"] == "miss"
+    np.testing.assert_array_equal(final.latents, result(engine.adapter, edit_job, None))
+
+
+def test_its_places_do_not_depend_on_its_batch(engine: Engine, encoder: Encoder) -> None:
+    jobs = [
+        job(encoder, fresh_seed(), f"edit-{n}", num_inference_steps=STEPS + 4 * n) for n in range(3)
+    ]
+    alone = [edit(engine, each) for each in jobs]
+    sinks = [Sink() for _ in jobs]
+    for edit_job, sink in zip(jobs, sinks, strict=True):
+        request = replace(edit_job.request, request_id=f"{edit_job.request.request_id}-again")
+        engine.submit(replace(edit_job, request=request), sink)
+    for before, sink in zip(alone, sinks, strict=True):
+        final = sink.final()
+        assert final.meta["anchors"] == before.meta["anchors"]
+        np.testing.assert_allclose(final.latents, before.latents, atol=tolerance(before.latents))
+    eventually("the edits have left", lambda: not engine.manager.edits)
+    engine.cache.check_integrity()
+
+
+@pytest.mark.parametrize("engine", [LOW, 20.0, HIGH], indirect=True)
+def test_it_is_never_priced_above_a_dense_edit(engine: Engine, encoder: Encoder) -> None:
+    edit_job = job(encoder, fresh_seed(), "priced", num_inference_steps=STEPS)
+    prices, sink = list[float](), Sink()
+    engine.submit(edit_job, sink)
+
+    def price() -> bool:
+        edits = list(engine.ask(lambda: [(e.flops, e.work) for e in engine.manager.edits.values()])
+                     .result())  # fmt: skip
+        prices.extend(flops / work.without_schedule().step_flops("dense") for flops, work in edits)
+        return not edits
+
+    eventually("the edit has ended", price)
+    assert all(price <= 1.0 + 1e-9 for price in prices)
+    sink.final()
+
+
+def test_the_tolerance_is_that_of_the_configuration(engine: Engine, encoder: Encoder) -> None:
+    edit_job = job(encoder, 1, "first", num_inference_steps=STEPS)
+    schedule = make_refresh_schedule(engine.config, engine.adapter, edit_job)
+    assert schedule is not None
+    assert isinstance(schedule.control, RefreshControl)
+    assert schedule.control.tolerance == tolerance_of(LOW)
