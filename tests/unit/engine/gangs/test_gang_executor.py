@@ -500,6 +500,22 @@ def test_edits_of_unets_can_be_sent_to_a_rank(tiny_unets: dict[str, Path], name:
     assert np.array_equal(*(row.result().array() for row in rows))
 
 
+@pytest.mark.slow
+def test_errors_that_ranks_measure_place_refresh_steps(tiny_kontext: Path) -> None:
+    encoder, metas = load_encoder(config_of(tiny_kontext)), list[list[Any]]()
+    for devices in (1, 2):
+        config = config_for(tiny_kontext, devices)
+        cache = structs.replace(config.cache, fidelity=14.0, own_format="model")
+        engine = started(structs.replace(config, cache=cache), encoder)
+        try:
+            jobs = [job(encoder, n, str(n), num_inference_steps=20, strength=1.0) for n in range(3)]
+            metas.append([(f.meta["cache"], f.meta["anchors"]) for f in edited(engine, jobs)])
+        finally:
+            engine.close(5.0)
+    assert metas[0] == metas[1]
+    assert {cache for cache, _ in metas[0]} == {"own"}
+
+
 # families/flux2 has ranks in threads that make and read them; families/flow what they are.
 @pytest.mark.slow
 def test_exact_references_go_with_a_row_to_any_rank(tmp_path: Path) -> None:
