@@ -214,6 +214,22 @@ MUTATIONS = (
         "::test_an_edit_with_controls_looks_ahead_once_at_least",
     ),
     Mutation(
+        "the stretch behind the last refresh step may be as long as one between two",
+        "engine/maskserve_engine/planning/refresh_control.py",
+        "if step == last or _LAST * rest <= reach:",
+        "if step == last or rest <= reach:",
+        f"{_UNIT}/engine/planning/test_refresh_control.py"
+        "::test_the_next_refresh_step_lies_within_the_distance_that_the_error_allows",
+    ),
+    Mutation(
+        "a lookahead is computed before the error that places it is known",
+        f"{_FLOW}/rows.py",
+        "if plan.control is not None and self.step in plan.anchors:",
+        "if plan.control is not None and self.step < 0:",
+        f"{_UNIT}/engine/requests/test_controlled_refreshes.py"
+        "::test_its_errors_place_an_edits_refresh_steps",
+    ),
+    Mutation(
         "what anchors leave bends less than three of them show",
         "engine/maskserve_engine/batch/step_cache.py",
         "bends.append(encode(missed.div_(1.0 + reach), plan.format))",

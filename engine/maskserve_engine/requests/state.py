@@ -732,6 +732,8 @@ class RequestState:
 
     def _levels(self, spec: ModelSpec) -> tuple[ReuseLevel, ...]:
         settings, refresh_schedule = self.job.request.settings, self.plan.schedule
+        if refresh_schedule is not None and refresh_schedule.control is not None:
+            return ()  # levels have places of their own
         if refresh_schedule is not None:
             return levels_of(settings, spec.skipping, "own", len(refresh_schedule.anchors))
         if self.mode != "cached":
