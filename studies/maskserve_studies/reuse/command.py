@@ -155,7 +155,7 @@ class Trial:
             self.choice.text,
             self.choice.leaves_ring,
             spec.evenly_over,
-            second_order=spec.second_order,
+            # A family without places knows no second order either.
             control=control,
         )
 
@@ -235,7 +235,8 @@ def fitted(points: Sequence[tuple[float, float]]) -> dict[str, float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     add = parser.add_argument
-    add("--only", nargs="+", choices=tuple(MODELS), default=tuple(MODELS))
+    add("--only", nargs="+", choices=(*MODELS, "base"), default=tuple(MODELS))
+    add("--base", type=Path, help="folder of a model with Inpaint semantics (train_inpaint_model)")
     add("--n", type=int, default=16, help="edits of each class (default 16)")
     add("--fidelity", type=float, nargs="+", default=FIDELITIES, help="dB that edits promise")
     add("--json", type=Path)
@@ -244,7 +245,10 @@ def main() -> int:
     torch.set_num_threads(1)
     models, points = dict[str, Any](), list[tuple[float, float]]()
     for name in args.only:
-        trial = Trial(*MODELS[name], args.n)
+        if name == "base" and args.base is None:
+            raise SystemExit("--only base needs --base")
+        folder, steps = (args.base, 20) if name == "base" else MODELS[name]
+        trial = Trial(folder, steps, args.n)
         promised = [trial.figures(fidelity) for fidelity in args.fidelity]
         rivals = trial.rivals()
         for label, figures in (*zip(args.fidelity, promised, strict=True), *rivals.items()):
