@@ -115,9 +115,9 @@ class RefreshSchedule:
 
     def controlled(self, step: int, remainder: Remainder) -> RefreshSchedule:
         """Return the schedule with this remainder after refresh step `step`."""
-        kept = {anchor for anchor in self.anchors if anchor <= step}
+        so_far = {anchor for anchor in self.anchors if anchor <= step}
         return replace(
-            self, anchors=remainder.refresh_steps | kept, dense_from=remainder.dense_from
+            self, anchors=remainder.refresh_steps | so_far, dense_from=remainder.dense_from
         )
 
     def next_refresh(self, step: int) -> int | None:

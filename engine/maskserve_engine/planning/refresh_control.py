@@ -25,7 +25,7 @@ _INTERCEPT_DB, _SLOPE_DB = 34.4, 10.3
 """Line through the edits of demo models: dB against dense over the mean lookahead error,
 `_INTERCEPT_DB` - `_SLOPE_DB` · log10(error). `scripts/bench reuse` fits it again."""
 _MARGIN_DB = 2.0
-"""What edits may lie under the line."""
+"""Margin for edits under the line."""
 EXPECTED_STRIDE = 0.35
 """Share of an edit's steps between two refresh steps that prices foresee."""
 

@@ -137,10 +137,10 @@ class Trial:
         for count in range(2, 2 + max(1, min(4, self.rig.steps // 3))):
             anchors = frozenset(served_choice(self.rig, self.jobs[0], count).dense)
             fixed = replace(self.schedule(_RIVALS_AT), anchors=anchors, control=None)
-            made, db = self._made(fixed)
+            results, db = self._run(fixed)
             points += [
                 (float(np.mean(edit.errors)), float(value))
-                for edit, value in zip(made, db, strict=True)
+                for edit, value in zip(results, db, strict=True)
             ]
         return points
 
@@ -167,25 +167,25 @@ class Trial:
             plan: schedule of a rival; None: their errors place refresh steps.
         """
         chosen = self.schedule(fidelity) if plan is None else plan
-        made, db = self._made(chosen)
+        results, db = self._run(chosen)
         means = [db[np.array(self.classes) == name].mean() for name in dict.fromkeys(self.classes)]
         return {
             "fidelity": fidelity,
-            "edits": len(made),
+            "edits": len(results),
             "mean": round(float(db.mean()), 2),
             "worst_class": round(float(min(means)), 2),
             "least": round(float(db.min()), 2),
             "under_30": round(float(np.mean(db < VISIBLE_BELOW)), 4),
             "kept": round(float(np.mean(db >= fidelity - _SHORT_DB)), 4),
-            "refresh_steps": round(float(np.mean([len(e.schedule.anchors) for e in made])), 2),
-            "flops": round(float(np.mean([self._flops(e.schedule) for e in made])), 3),
+            "refresh_steps": round(float(np.mean([len(e.schedule.anchors) for e in results])), 2),
+            "flops": round(float(np.mean([self._flops(e.schedule) for e in results])), 3),
         }
 
-    def _made(self, plan: RefreshSchedule) -> tuple[list[ControlledEdit], NDArray[np.float64]]:
+    def _run(self, plan: RefreshSchedule) -> tuple[list[ControlledEdit], NDArray[np.float64]]:
         """Return the edits of a schedule, and their dB."""
-        made = controlled(self.rig, self.edits, self.jobs, plan, self.choice.ring)
-        qualities = compare(self.edits, [edit.picture for edit in made], self.dense)
-        return made, np.array([quality.psnr_in_mask for quality in qualities])
+        results = controlled(self.rig, self.edits, self.jobs, plan, self.choice.ring)
+        qualities = compare(self.edits, [edit.picture for edit in results], self.dense)
+        return results, np.array([quality.psnr_in_mask for quality in qualities])
 
     def _flops(self, plan: RefreshSchedule) -> float:
         whole, between = flux_step_flops(self.choice)

@@ -16,7 +16,7 @@ def control() -> RefreshControl:
     return RefreshControl.of(float(rng.uniform(20, 60)), sigmas.tolist(), 1.5)
 
 
-def taken(control: RefreshControl, error: float) -> list[Remainder]:
+def remainders_of(control: RefreshControl, error: float) -> list[Remainder]:
     """Remainders of a row whose lookaheads are all off by `error`."""
     begin = sorted(control.begin())
     before, step, remainders = begin[0], begin[1], list[Remainder]()
@@ -40,7 +40,7 @@ def test_each_refresh_step_leaves_room_for_its_lookahead(
     last = len(control.distances) - 1
     before, step = sorted(control.begin())[:2]
     assert (before, step >= 2) == (0, True)
-    for remainder in taken(control, scale * control.tolerance):
+    for remainder in remainders_of(control, scale * control.tolerance):
         to_come = sorted(remainder.refresh_steps)
         if remainder.dense_from is not None:
             assert to_come == list(range(step + 1, last + 1))

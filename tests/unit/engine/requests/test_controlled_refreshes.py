@@ -95,7 +95,7 @@ def test_its_places_do_not_depend_on_its_batch(engine: Engine, encoder: Encoder)
     jobs = [
         job(encoder, fresh_seed(), f"edit-{n}", num_inference_steps=STEPS + 4 * n) for n in range(3)
     ]
-    alone = [edit(engine, each) for each in jobs]
+    alone = [edit(engine, edit_job) for edit_job in jobs]
     sinks = [Sink() for _ in jobs]
     for edit_job, sink in zip(jobs, sinks, strict=True):
         request = replace(edit_job.request, request_id=f"{edit_job.request.request_id}-again")
