@@ -31,6 +31,8 @@ class Call:
     """Parent of the spans that the models record for it."""
     run: str = ""
     """Workflow run for which the answer is put into a file; empty: the answer is sent."""
+    encoding: str = ""
+    """MAKE or TAKE (`maskserve_common.files.values.ENCODING`), or empty."""
     accepted: float = field(default_factory=time.monotonic)
     sent: bool = False
     """Whether it is in the pipeline; until then it waits for a thread."""

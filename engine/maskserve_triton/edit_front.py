@@ -17,6 +17,7 @@ If the denoiser dies, a pool thread stays blocked for good; the watcher has answ
 
 from __future__ import annotations
 
+import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -30,7 +31,7 @@ from maskserve_common.contracts.settings import parse_settings
 from maskserve_common.contracts.tensors import PICTURES
 from maskserve_common.errors import EngineFailed, Overloaded, guarded
 from maskserve_common.files.stages import NO_ANSWER, StageOutages
-from maskserve_common.files.values import RUN
+from maskserve_common.files.values import ENCODING, MAKE, RUN
 from maskserve_common.observations import Observations
 from maskserve_common.tracing import TRACEPARENT, Tracer, make_tracer
 from maskserve_engine.spec.control_nets import ControlNets
@@ -44,7 +45,7 @@ from maskserve_triton.answer import Answer
 from maskserve_triton.call import Call, Calls, bounded
 from maskserve_triton.cancels import Withdrawals
 from maskserve_triton.metrics import FrontMetrics, MetricsThread
-from maskserve_triton.pipeline import Event, run_edit
+from maskserve_triton.pipeline import Event, encode_edit, run_edit
 from maskserve_triton.request_log import RequestLog
 from maskserve_triton.results import Results
 from maskserve_triton.tensor_io import read_bytes, read_elements
@@ -151,10 +152,10 @@ class EditFront:
             return
         for lora in edit.loras:
             self._adapters.begin(lora.name, lora.version)
-        run = str(parameters(request).get(RUN, ""))
-        call = Call(
-            edit, pictures, answer, bounded_request.limit_name, request_log.span.traceparent, run
-        )
+        run, encoding = (str(parameters(request).get(name, "")) for name in (RUN, ENCODING))
+        request_log.encodes = encoding == MAKE
+        limit_name, parent = bounded_request.limit_name, request_log.span.traceparent
+        call = Call(edit, pictures, answer, limit_name, parent, run, encoding)
         self._calls.add(call)
         self._watcher.wake()
         self._pool.submit(self._run, call, request_log)
@@ -178,6 +179,12 @@ class EditFront:
         settings, stage_parameters = call.edit.settings, {TRACEPARENT: call.traceparent}
         if call.run:
             stage_parameters[RUN] = call.run
+        if call.encoding:
+            stage_parameters[ENCODING] = call.encoding
+        if call.encoding == MAKE:
+            meta = encode_edit(self._api, call.inputs(), stage_parameters, call.request_id)
+            call.answer.finish({"IMAGE": b"", "META": json.dumps(meta).encode()})
+            return
         more = settings.progress or settings.preview_every
         acks = AckSender(self._config.runtime_dir) if more else None
         call.sent = True

@@ -41,6 +41,7 @@ from maskserve_engine.stages.encoded import (
 from maskserve_engine.stages.moments_folder import MomentsFolder
 from maskserve_engine.stages.vae_batches import shares_calls, vae_batches
 from maskserve_engine.stages.vae_pieces import Pieces, PixelBox
+from maskserve_triton.run_encodings import RunEncodings, RunScope
 
 log = logging.getLogger("maskserve")
 
@@ -63,6 +64,14 @@ class ToEncode(NamedTuple):
     """[H, W], above 127 = edit."""
     controls: NDArray[np.uint8] | None = None
     """[pictures, H, W, 3] control pictures; None: there are none."""
+    run: str = ""
+    """Workflow run that has its encoding, or will keep it; empty: none."""
+    makes: bool = False
+    """Whether the run keeps its encoding, and the edit ends with it."""
+
+    @property
+    def run_scope(self) -> RunScope:
+        return RunScope(scope_of(self.edit.request_id), self.run)
 
 
 class PromptKey(NamedTuple):
@@ -120,11 +129,18 @@ class EditEncoder:
         encoder: encoder of the served model.
         config: configuration of the worker.
         texts_aside: whether a second thread encodes prompts; None: on a GPU.
+        run_encodings: encodings of workflow runs; None: there are none.
     """
 
     def __init__(
-        self, encoder: Encoder, config: Config, *, texts_aside: bool | None = None
+        self,
+        encoder: Encoder,
+        config: Config,
+        *,
+        texts_aside: bool | None = None,
+        run_encodings: RunEncodings | None = None,
     ) -> None:
+        self._run_encodings = run_encodings
         self._encoder, self._model = encoder, config.model
         device = encoder.vae.device
         self._shares_calls = shares_calls(config.stages, device.type)
@@ -143,14 +159,18 @@ class EditEncoder:
         self._for_decoder.clear()
 
     @classmethod
-    def load(cls, config: Config) -> EditEncoder:
+    def load(cls, config: Config, run_encodings: RunEncodings | None = None) -> EditEncoder:
         """Load the encoder of the folder in `[model] path`. Write the embedding of an empty prompt
         for the denoiser, which has no text encoders and primes with it.
+
+        Args:
+            config: configuration of the worker.
+            run_encodings: encodings of workflow runs; None: there are none.
 
         Raises:
             ConfigError: a part cannot be loaded.
         """
-        loaded = cls(load_encoder(config), config)
+        loaded = cls(load_encoder(config), config, run_encodings=run_encodings)
         empty = loaded._encoder.priming_prompt()
         if empty:
             loaded._keep(loaded._key(PRIMING_PROMPT), empty)
@@ -188,6 +208,8 @@ class EditEncoder:
             Overloaded: a LoRA's file has left the host since the edit was accepted.
         """
         begin = time.perf_counter()
+        for edit_input in edits:
+            self._take_from_run(edit_input)
         shared: dict[PromptKey, tuple[Conditioning, int]] = {}
         share = self._aside(lambda: self._share_prompts(edits, shared))
         prompts = [
@@ -215,6 +237,7 @@ class EditEncoder:
                     tokens=text.tokens,
                 )
                 result = encoded, report
+                self._keep_for_run(edit_input)
             except Exception as error:
                 result = error
             yield result
@@ -222,6 +245,36 @@ class EditEncoder:
     def _read_of(self, text: str) -> dict[str, TokensRead]:
         encoders = self._encoder.text_encoders.items()
         return {name: encoder.read_of(text) for name, encoder in encoders}
+
+    # Encodings of workflow runs
+
+    def _take_from_run(self, request: ToEncode) -> None:
+        """Bring what the edit's run has of its encoding into the caches."""
+        encodings, run = self._run_encodings, request.run_scope
+        if encodings is None or not request.run:
+            return
+        for key in self._keys(request):
+            if key in self._prompts:
+                continue
+            if (embeddings := encodings.prompt(key, run)) is not None:
+                self._prompts.put(key, embeddings)
+        name = request.edit.pixels_id
+        if name and self._templates.get(name) is None:
+            template = encodings.template(name, run)
+            if template is not None:
+                self._keep_template(name, template)
+
+    def _keep_for_run(self, request: ToEncode) -> None:
+        """Keep the edit's encoding for its run, if it is to make it."""
+        encodings, run = self._run_encodings, request.run_scope
+        if encodings is None or not request.makes:
+            return
+        for key in self._keys(request):
+            if (embeddings := self._prompts.get(key)) is not None:
+                encodings.keep_prompt(key, embeddings, run)
+        name = request.edit.pixels_id
+        if name and (template := self._templates.get(name)) is not None:
+            encodings.keep_template(name, template, run)
 
     # Prompts. On a GPU, all in a thread of their own.
 
@@ -335,7 +388,8 @@ class EditEncoder:
         if not self._shares_calls or not self._encoder.spec.semantics.masked_picture:
             return []
         numbers = []
-        for number, (edit, _, edit_mask, _) in enumerate(edits):
+        for number, request in enumerate(edits):
+            edit, edit_mask = request.edit, request.edit_mask
             template = self._templates.get(edit.pixels_id) if edit.pixels_id else None
             in_pieces = template is not None and self._pieces(edit, template) is not None
             if edit_mask.any() and not in_pieces and not edit.settings.reproducible:
@@ -351,9 +405,12 @@ class EditEncoder:
             return cached, True
         encoding = self._encoder.template(pixels)
         if edit.pixels_id:
-            self._for_decoder.write(edit.pixels_id, encoding.moments)
-            self._templates.put(edit.pixels_id, encoding)
+            self._keep_template(edit.pixels_id, encoding)
         return encoding, False
+
+    def _keep_template(self, pixels_id: str, encoding: TemplateEncoding) -> None:
+        self._for_decoder.write(pixels_id, encoding.moments)
+        self._templates.put(pixels_id, encoding)
 
     def _pieces(self, edit: EditRequest, template: TemplateEncoding) -> Pieces | None:
         """Return the pieces in which to encode the masked picture; None: encode it whole."""

@@ -13,9 +13,10 @@ again, to another one if there is any (replicas.py): both stages are functions o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -23,12 +24,14 @@ from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_common.config import Config, ConfigError, Stage
 from maskserve_common.contracts import bytes_tensor
+from maskserve_common.contracts.parameters import parameters
 from maskserve_common.contracts.postprocess_context import NOTHING, PostprocessContext, request_in
 from maskserve_common.contracts.tensors import CONTRACTS
 from maskserve_common.errors import EngineFailed, MaskserveError, Overloaded, guarded
 from maskserve_common.files.stages import NO_ANSWER, PRIMING_PROMPT_FILE, StageOutages
 from maskserve_common.files.store import FileStore
-from maskserve_common.tracing import TRACEPARENT, parent_of
+from maskserve_common.files.values import ENCODING, RUN
+from maskserve_common.tracing import TRACEPARENT
 from maskserve_triton.answer import Answer, answer_all
 from maskserve_triton.remote_model import NoAnswer
 from maskserve_triton.replicas import NotServed, Replicas
@@ -42,6 +45,9 @@ _NO_EDIT = {
     "CONTROLS": np.zeros((0, 0, 0, 3), np.uint8),
 }
 _DTYPES: dict[str, type[np.generic]] = {"UINT8": np.uint8, "FP32": np.float32, "BYTES": np.object_}
+_PASSED_ON = (TRACEPARENT, RUN, ENCODING)
+"""Parameters of a worker's request that the service gets."""
+NO_PARAMETERS: Mapping[str, Any] = MappingProxyType({})
 _THREADS = 16
 """Most requests at a replica at a time: twice as many as one `execute` takes."""
 
@@ -68,17 +74,20 @@ class StageService:
         )
         self.watch, self.close = self._replicas.watch, self._replicas.close
 
-    def request(self, inputs: Outputs, parent: str = "") -> Any:
+    def request(
+        self, inputs: Outputs, request_parameters: Mapping[str, Any] = NO_PARAMETERS
+    ) -> Any:
         """Return a request to the model.
 
         Args:
             inputs: arrays with their batch dimension.
-            parent: parent span of the call; empty: none.
+            request_parameters: parameters of the worker's request.
         """
         infer_request = pb.ModelInferRequest(model_name=self._stage)
         infer_request.parameters[REVISION].string_param = self._revision
-        if parent:
-            infer_request.parameters[TRACEPARENT].string_param = parent
+        for name in _PASSED_ON:
+            if value := request_parameters.get(name):
+                infer_request.parameters[name].string_param = str(value)
         for declared in CONTRACTS[self._stage].inputs:
             value = inputs[declared.name]
             infer_request.inputs.add(name=declared.name, datatype=declared.dtype, shape=value.shape)
@@ -174,7 +183,7 @@ class ForwardedStage(ABC):
         finish: Callable[[Outputs], object],
         fail: Callable[[MaskserveError], object],
     ) -> None:
-        infer_request = self._service.request(inputs, parent_of(request))
+        infer_request = self._service.request(inputs, parameters(request))
 
         def forward() -> None:
             try:

@@ -92,6 +92,51 @@ def run_edit(
 _ENCODED = ("MOMENTS", "MASKED_MOMENTS", "CONDITIONING")
 
 
+def encode_edit(
+    api: Any, inputs: dict[str, list[bytes]], parameters: dict[str, str], request_id: str
+) -> dict[str, Any]:
+    """Run an edit's preprocess and encoder alone, and return its META. Blocks.
+
+    Args:
+        api: triton_python_backend_utils.
+        inputs: elements of the BYTES tensors.
+        parameters: parameters of both requests.
+        request_id: id for error messages.
+
+    Raises:
+        MaskserveError: the error of a model.
+    """
+    pictures = ("PIXELS", "EDIT_MASK", "CONTROLS")
+    prepared = _answer_of(
+        api.InferenceRequest(
+            model_name="preprocess",
+            requested_output_names=[*pictures, "REQUEST"],
+            inputs=[tensor(api, name, value) for name, value in inputs.items()],
+            parameters=parameters,
+        ),
+        request_id,
+    )
+    arrays = {x.name(): x.as_numpy() for x in prepared.output_tensors()}
+    request = output(api, prepared, "REQUEST")
+    encoded = _answer_of(
+        api.InferenceRequest(
+            model_name="encoder",
+            requested_output_names=["ENCODED"],
+            inputs=named_tensors(
+                api, batched({**{name: arrays[name] for name in pictures}, "REQUEST": request})
+            ),
+            parameters=parameters,
+        ),
+        request_id,
+    )
+    report, edit = json.loads(output(api, encoded, "ENCODED")), json.loads(request)
+    timings_ms = {**edit["timings_ms"], "encode": round(report.pop("ms"), 3)}
+    template_id = edit["template_id"]
+    return {
+        "event": "final", "encoded": report, "template_id": template_id, "timings_ms": timings_ms,
+    }  # fmt: skip
+
+
 def encode_template(api: Any, prepared: PreparedTemplate) -> list[Any]:
     """Encode a template and return the denoiser's input tensors for priming it. Blocks.
 
@@ -109,14 +154,20 @@ def encode_template(api: Any, prepared: PreparedTemplate) -> list[Any]:
         requested_output_names=list(_ENCODED),
         inputs=named_tensors(api, batched(inputs)),
     )
-    answer = call.exec()
-    if answer.has_error():
-        raise relayed(answer.error().message(), prepared.request.request_id)
+    answer = _answer_of(call, prepared.request.request_id)
     encoded = [
         tensor(api, output_tensor.name(), output_tensor.as_numpy()[0])
         for output_tensor in answer.output_tensors()
     ]
     return [tensor(api, "EDIT_MASK", prepared.edit_mask), *encoded]
+
+
+def _answer_of(call: Any, request_id: str) -> Any:
+    """Return the only response to a call. Blocks. Raises MaskserveError: the model's error."""
+    answer = call.exec()
+    if answer.has_error():
+        raise relayed(answer.error().message(), request_id)
+    return answer
 
 
 def prime_template(api: Any, encoded: bytes, spec: ModelSpec, config: Config) -> dict[str, Any]:

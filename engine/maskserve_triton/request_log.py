@@ -52,6 +52,8 @@ class RequestLog:
         self._accepted = time.monotonic()
         self.request_id = ""
         self.kind: EditKind = "inpaint"
+        self.encodes = False
+        """Whether it ends with its encoder and counts as no edit."""
         self.due = False
         self.slack_s = 0.0
         """Seconds from the answer to the due time; negative: the answer was late."""
@@ -63,11 +65,13 @@ class RequestLog:
         code = OK if error is None else error.code
         outcome = outcome_of(code)
         self.span.end(error, request_id=self.request_id, outcome=outcome)
-        self._observations.add("edit_ends_total", 1.0, self._model, outcome, code)
-        if error is None:
-            self._observations.add("edit_seconds", taken_s, self._model)
-            self._observations.add("edit_kinds_total", 1.0, self._model, self.kind)
-        self._count_outcome(code)
+        name = "encoding" if self.encodes else "edit"
+        if not self.encodes:
+            self._observations.add("edit_ends_total", 1.0, self._model, outcome, code)
+            if error is None:
+                self._observations.add("edit_seconds", taken_s, self._model)
+                self._observations.add("edit_kinds_total", 1.0, self._model, self.kind)
+            self._count_outcome(code)
         level = logging.WARNING if code == Overloaded.code else _LEVELS[outcome]
         if not log.isEnabledFor(level):
             return
@@ -75,8 +79,8 @@ class RequestLog:
         fields = {"outcome": outcome, "code": code, "total_ms": round(1e3 * taken_s, 3), **details}
         if traceparent := self.span.traceparent:
             fields["trace_id"] = traceparent.split("-")[1]
-        extra = {"event": "edit", "request_id": self.request_id, "fields": fields}
-        log.log(level, "edit %s", outcome, extra=extra)
+        extra = {"event": name, "request_id": self.request_id, "fields": fields}
+        log.log(level, "%s %s", name, outcome, extra=extra)
 
     def _count_outcome(self, code: str) -> None:
         """Count whether the edit was in time, if it has a due time."""

@@ -12,9 +12,11 @@ import numpy as np
 
 from maskserve_common.config import Config, sharing_the_device
 from maskserve_common.contracts.meta import with_timing
+from maskserve_common.contracts.parameters import parameters
 from maskserve_common.contracts.postprocess_context import NOTHING
 from maskserve_common.contracts.request import EditRequest
 from maskserve_common.files.stages import PRIMING_PROMPT_FILE
+from maskserve_common.files.values import ENCODING, MAKE, RUN, Values
 from maskserve_common.tracing import make_tracer
 from maskserve_engine.families.registry import load_decoder
 from maskserve_engine.families.specs import load_spec
@@ -23,6 +25,7 @@ from maskserve_engine.stages.revision import stages_revision
 from maskserve_engine.stages.unused_libraries import hide_unused_libraries
 from maskserve_triton.decoder import EditDecoder, ToDecode
 from maskserve_triton.encoder import EditEncoder, ToEncode
+from maskserve_triton.run_encodings import RunEncodings
 from maskserve_triton.stage_requests import NO_PIXELS, PRIMING_PROMPT, check_revision
 from maskserve_triton.tensor_io import Outputs, failed_event, read_bytes
 from maskserve_triton.together import Together, view_item
@@ -38,9 +41,10 @@ class EncoderStage:
     def __init__(self, api: Any, config: Config) -> None:
         hide_unused_libraries(config)
         self._api, self._config = api, config
-        self._encoder = EditEncoder.load(sharing_the_device(config, "encoder"))
         self._tracer = make_tracer(config, "encoder")
         self._revision = cache(lambda: stages_revision(config))
+        encodings = RunEncodings(Values(config.values), self._revision)
+        self._encoder = EditEncoder.load(sharing_the_device(config, "encoder"), encodings)
         self._requests = Together(api, self._tracer, "encode", self._read, self._encode)
 
     def execute(self, requests: list[Any]) -> None:
@@ -56,11 +60,14 @@ class EncoderStage:
         edit = read_bytes(self._api, request, "REQUEST")
         if edit == PRIMING_PROMPT:
             return None
+        request_parameters = parameters(request)
         return ToEncode(
             EditRequest.from_json(edit),
             view_item(self._api, request, "PIXELS", np.uint8, ndim=3),
             view_item(self._api, request, "EDIT_MASK", np.uint8, ndim=2),
             view_item(self._api, request, "CONTROLS", np.uint8, ndim=4),
+            str(request_parameters.get(RUN, "")) if ENCODING in request_parameters else "",
+            request_parameters.get(ENCODING) == MAKE,
         )
 
     def _encode(self, requests: Sequence[ToEncode | None]) -> Iterator[Outputs | Exception]:

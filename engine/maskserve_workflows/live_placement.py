@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from maskserve_common.contracts.status_record import BUSY_SHARE
 from maskserve_workflows.placement import ModelLoad, Placed, filled, placements, sustained
+from maskserve_workflows.scheduling import NodePlace, Prices, ReadyNode
 
 _ENOUGH: Final = 1.0 / BUSY_SHARE
 """Value of `sustained` at which a placement needs no change."""
@@ -53,27 +54,33 @@ class LivePlacement:
         self._observed_s = 0.0
         """Seconds of the window that have been observed."""
 
-    def score(self, model: str, server: str, queue_s: float) -> tuple[int, float]:
+    def score(
+        self, model: str, server: str, queue_s: float, fetch_s: float = 0.0
+    ) -> tuple[int, float]:
         """Return the rank of a server for a call; the lowest gets it.
 
         The first element is 0 where the model is loaded, 1 where it has free room, 2 where room can
         be made, and 3 where it cannot be loaded or nothing is known. The second is the predicted
-        seconds to the call's end.
+        seconds to the call's end, `Prices.score` at measured prices.
 
         Args:
             model: model of the call.
             server: name of the server.
             queue_s: seconds of work that the server still has.
+            fetch_s: seconds to bring it the call's inputs.
         """
         models, rooms, placed, _ = self._lying
         record = models.get(server, {}).get(model)
         if record is None or not _is_available(record, rooms[server]):
-            return 3, queue_s
-        load_s = 0.0 if record["state"] == "here" else record.get("load_s", 0.0)
+            return 3, queue_s + fetch_s
+        loaded = frozenset({model}) if record["state"] == "here" else frozenset()
+        node = ReadyNode(model, 0.0, 0, math.inf, (record["seconds"],), models=frozenset({model}))
+        prices = Prices({model: record.get("load_s", 0.0)})
+        seconds = fetch_s + prices.score(node, NodePlace(server, queue_s, loaded), 0.0)
         free_bytes = rooms[server] - sum(models[server][name]["bytes"] for name in placed[server])
         lies = not record["bytes"] or model in placed[server]
         place = 0 if lies else 1 if record["bytes"] <= free_bytes else 2
-        return place, load_s + queue_s + record["seconds"]
+        return place, seconds
 
     def busy(self) -> Mapping[str, float]:
         """Return how many servers the calls of each model kept busy lately, over all routers."""

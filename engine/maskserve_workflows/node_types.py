@@ -44,6 +44,8 @@ from maskserve_workflows.ports import KINDS, Port, WorkflowError
 
 P = ParamSpec("P")
 R = TypeVar("R")
+ENCODE: Final = "encode"
+"""The node type that runs the encoder of edits that come later, at a worker."""
 EDIT: Final = "edit"
 """Model of the node types that run on workers, step by step in their batches."""
 _NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,35}")

@@ -1,6 +1,6 @@
 """All node types, as a definition imports them.
 
-`edit` and `generate` run on workers. The others come from node files: those of
+`edit`, `generate` and `encode` run on workers. The others come from node files: those of
 `maskserve_engine/nodes`, and those that an operator adds (`--node-path`).
 """
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from maskserve_common.contracts.settings import EditSettings
 from maskserve_workflows.node_files import NodeFiles
 from maskserve_workflows.node_types import EDIT, NodeType, node
-from maskserve_workflows.ports import Mask, Picture, Words
+from maskserve_workflows.ports import Encoding, Mask, Picture, Words
 
 if TYPE_CHECKING:
     from maskserve_engine.nodes.enlarge import enlarge as enlarge
@@ -40,6 +40,7 @@ def edit(
     mask: Mask | None,
     prompt: Words | str,
     control: Picture | None = None,
+    encoding: Encoding | None = None,
     **settings: Any,
 ) -> Picture:
     """Repaint the picture where the mask is white, or without a mask edit all of it as the prompt
@@ -56,7 +57,17 @@ def generate(prompt: Words | str, control: Picture | None = None, **settings: An
     raise NotImplementedError
 
 
-NODE_FILES: Final = NodeFiles(edit, generate)
+@node(model=EDIT, price_s=0.1, settings=EditSettings)
+def encode(
+    image: Picture, mask: Mask | None, prompt: Words | str | None = None, **settings: Any
+) -> Encoding:
+    """Encode the picture, and the prompt if there is one, for several edits. The pass `encode` adds
+    it.
+    """
+    raise NotImplementedError
+
+
+NODE_FILES: Final = NodeFiles(edit, generate, encode)
 """The node files of this process."""
 NODE_TYPES: Final[Mapping[str, NodeType]] = NODE_FILES.types
 """All node types, by name."""

@@ -6,14 +6,18 @@ otherwise.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 from msgspec import structs
 
+from maskserve_common.contracts.settings import ENCODER_SETTINGS
+from maskserve_workflows.node_types import ENCODE
 from maskserve_workflows.nodes import NODE_TYPES
 from maskserve_workflows.plan import (
+    MOST_STEPS,
     Each,
     NodeCall,
     Repeat,
@@ -109,6 +113,52 @@ def merge_equal(plan: WorkflowPlan) -> tuple[WorkflowPlan, list[str]]:
     return structs.replace(plan, steps=steps, outputs=outputs), notes
 
 
+def share_encodings(plan: WorkflowPlan) -> tuple[WorkflowPlan, list[str]]:
+    """Encode a picture once for several edits with this picture and mask, before they begin; with
+    it their prompt, if they have the same.
+    """
+    notes: list[str] = []
+    names = {step.id for step in every_step(plan.steps)}
+
+    def fresh() -> str:
+        name = next(name for i in itertools.count(1) if (name := f"{ENCODE}-{i}") not in names)
+        names.add(name)
+        return name
+
+    def shared(steps: Sequence[Step], encoding_of: dict[str, str]) -> tuple[Step, ...]:
+        """Return the steps with encodings before those that share them.
+
+        Args:
+            steps: steps of the plan or of a loop's body.
+            encoding_of: edit -> its encoding, where that is known; it is added to.
+        """
+        groups: dict[bytes, list[_SharingEdit]] = {}
+        for number, step in enumerate(steps):
+            for edit in _sharing_edits(step, number):
+                if edit.call.id not in encoding_of:
+                    groups.setdefault(edit.key, []).append(edit)
+        encodes: dict[int, list[NodeCall]] = {}
+        for edits in groups.values():
+            count = sum(edit.most for edit in edits)
+            if count > 1 and len(names) < MOST_STEPS:
+                call = _encode_call(fresh(), edits)
+                encodes.setdefault(edits[0].number, []).append(call)
+                encoding_of |= {edit.call.id: call.id for edit in edits}
+                notes.append(f"{call.inputs['image']} is encoded once for {count} edits")
+        new_steps: list[Step] = []
+        for number, step in enumerate(steps):
+            new_steps += encodes.get(number, ())
+            if not isinstance(step, NodeCall):
+                step = structs.replace(step, body=shared(step.body, encoding_of))
+            elif step.id in encoding_of:
+                inputs = {**step.inputs, "encoding": f"{encoding_of[step.id]}.encoding"}
+                step = structs.replace(step, inputs=inputs)
+            new_steps.append(step)
+        return tuple(new_steps)
+
+    return structs.replace(plan, steps=shared(plan.steps, {})), notes
+
+
 def prime_first(plan: WorkflowPlan) -> tuple[WorkflowPlan, list[str]]:
     """Let edits that share a picture wait until it is primed, and then run cached."""
     counts: dict[str, int] = {}
@@ -160,6 +210,7 @@ PASSES: Final[dict[str, Callable[[WorkflowPlan], tuple[WorkflowPlan, list[str]]]
     "dead": drop_dead,
     "merge": merge_equal,
     "beside": side_by_side,
+    "encode": share_encodings,
     "prime": prime_first,
     "early": hoist_edits,
 }
@@ -200,3 +251,62 @@ def _edits_of(steps: Sequence[Step]) -> Iterator[tuple[str, int]]:
             )
             outside = ref.partition(".")[0] not in body_ids
             yield ref, count * (rounds if outside or is_parallel else 1)
+
+
+class _SharingEdit(NamedTuple):
+    """An edit in a step, with inputs from outside of the step's loops."""
+
+    number: int
+    """Place of the step in its body."""
+    call: NodeCall
+    most: int
+    """Most calls of it at once."""
+    outer: Mapping[str, str]
+    """Its inputs that are known before the step."""
+
+    @property
+    def key(self) -> bytes:
+        """Equal for edits whose picture has one encoding."""
+        settings = {name: x for name, x in self.call.settings.items() if name in ENCODER_SETTINGS}
+        place = [self.outer["image"], self.outer.get("mask"), settings]
+        return msgspec.json.encode(place, order="sorted")
+
+
+def _sharing_edits(step: Step, number: int) -> Iterator[_SharingEdit]:
+    """Yield the edits in a step whose picture and mask come from before it."""
+    inner_ids = set() if isinstance(step, NodeCall) else {x.id for x in every_step([step])}
+    for call, count in _edits_at_once(step):
+        outer = {
+            name: ref for name, ref in call.inputs.items() if ref.partition(".")[0] not in inner_ids
+        }
+        pictures = {"image", "mask"} & call.inputs.keys()
+        is_settled = "encoding" in call.inputs or "mask_from" in call.settings
+        if outer.keys() >= pictures and not is_settled:
+            yield _SharingEdit(number, call, count, outer)
+
+
+def _edits_at_once(step: Step) -> Iterator[tuple[NodeCall, int]]:
+    """Yield the edits in a step, each with the most calls at once."""
+    if isinstance(step, NodeCall):
+        if is_edit(step) and kind_of_edit(step) != "generate":
+            yield step, 1
+        return
+    rounds = step.most if isinstance(step, Each) else 1
+    for substep in step.body:
+        yield from ((call, rounds * count) for call, count in _edits_at_once(substep))
+
+
+def _encode_call(name: str, edits: Sequence[_SharingEdit]) -> NodeCall:
+    """Return the call that encodes for these edits: the prompt, too, if they have the same."""
+    first = edits[0]
+    prompts = {(edit.outer.get("prompt"), edit.call.texts.get("prompt")) for edit in edits}
+    ref, text = prompts.pop() if len(prompts) == 1 else (None, None)
+    inputs = {name: first.outer[name] for name in ("image", "mask") if name in first.outer}
+    settings = {key: x for key, x in first.call.settings.items() if key in ENCODER_SETTINGS}
+    return NodeCall(
+        id=name,
+        node=ENCODE,
+        inputs=inputs if ref is None else {**inputs, "prompt": ref},
+        texts={} if text is None else {"prompt": text},
+        settings=settings,
+    )

@@ -20,7 +20,7 @@ from maskserve_common.contracts.settings import EditSettings
 from maskserve_common.contracts.tensors import INPUT_KINDS
 from maskserve_common.errors import InvalidRequest
 from maskserve_common.reading import Misread, Table, nearest, read
-from maskserve_workflows.node_types import EDIT, setting_error
+from maskserve_workflows.node_types import EDIT, ENCODE, setting_error
 from maskserve_workflows.nodes import NODE_TYPES
 from maskserve_workflows.ports import MANY, WorkflowError
 
@@ -173,7 +173,7 @@ def every_step(steps: Sequence[Step]) -> Iterator[Step]:
 
 def is_edit(call: NodeCall) -> bool:
     """Return whether a worker runs a call, as an edit of some kind."""
-    return NODE_TYPES[call.node].model == EDIT
+    return NODE_TYPES[call.node].model == EDIT and call.node != ENCODE
 
 
 def edit_calls(steps: Sequence[Step]) -> Iterator[NodeCall]:

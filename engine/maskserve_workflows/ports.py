@@ -86,8 +86,15 @@ class Verdicts(Port):
     kind = "verdicts"
 
 
+class Encoding(Port):
+    """Outputs of the encoder for a picture and a prompt."""
+
+    kind = "encoding"
+
+
 KINDS: Final[dict[str, type[Port]]] = {
-    port.kind: port for port in (Picture, Mask, Words, Verdict, Regions, Pictures, Verdicts)
+    port.kind: port
+    for port in (Picture, Mask, Words, Verdict, Regions, Pictures, Verdicts, Encoding)
 }
 MANY: Final = {"mask": "regions", "picture": "pictures", "verdict": "verdicts"}
 """Kind → the kind of a list of such values."""

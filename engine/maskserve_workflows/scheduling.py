@@ -1,13 +1,20 @@
 """The choice of ready nodes to run, and of their places: data in, decisions out.
 
-    decide        maskserve's: least slack first, the place with the lowest score, as many devices
-                  as the due time needs, none that others wait for
+    Prices.score  the seconds until a node would be done at a place
+    admits        whether a new plan can be in time (§5.3)
+    predicted     when each plan would end
+    decide        least slack first, the place with the lowest score, as many devices as the due
+                  time needs, none that others wait for
     algorithm_1   LegoDiffusion's cycle as printed (Algorithm 1)
-    predicted     when each plan would end, for admission (§5.3)
 
 A node's *slack* is the time that its plan's due time leaves beside its own seconds and those of the
 nodes after it. Its score at a place is fetch + load + queue + run: the seconds to bring its inputs
 and models there, of the place's remaining work, and of the node itself.
+
+The router orders calls by slack, admits plans, and scores node servers at measured prices
+(`live_placement`). It scores workers for edits by `maskserve_common.routing`, which prices steps.
+Its admission counts no loads, because these go on while a plan's earlier nodes run. `decide` and
+`algorithm_1` are the simulator's, whose devices are all alike and are all the scheduler's.
 """
 
 from __future__ import annotations

@@ -87,6 +87,8 @@ def _stages(spec: Spec) -> dict[str, Any]:
     tables = spec.with_adapters(spec.with_model(spec.tables))
     tables = with_values(tables, "model", encoder_device="", decoder_device="")
     tables = with_values(tables, "safety", repository="")
+    if spec.options.router:
+        tables = with_values(tables, "values", folder=str(spec.files.values))
     return with_values(tables, "stages", service="")
 
 

@@ -192,6 +192,8 @@ class InProcess:
 
     def __call__(self, key: str, call: NodeCall, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         kind = NODE_TYPES[call.node]
+        if call.node == "encode":
+            return {"encoding": None}
         if call.node == "edit":
             edit_settings = {
                 name: value for name, value in call.settings.items() if name != "cache"
@@ -228,6 +230,10 @@ def test_a_run_gives_the_bytes_of_an_interpreter_in_process(site: Site, folder: 
     outputs, meta = site.run("tries", **inputs, **exact)
     expected = interpret(by_name["tries"], inputs, node)
     assert outputs["IMAGE"] == expected["image"]
+    [encode] = [x for x in meta["nodes"] if x["node"] == "encode"]
+    assert {"template", "prompt"} <= encode["encoded"].keys()
+    of_edits = [x["encoded"] for x in meta["nodes"] if x["node"] == "edit"]
+    assert {(x["template"], x["prompt"]) for x in of_edits} == {("kept", "kept")}
     verdict = json.loads(outputs["VERDICT"])
     assert verdict == {"score": expected["verdict"].score, "passed": expected["verdict"].passed}
 

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from msgspec import structs
 
@@ -23,7 +24,7 @@ from maskserve_common.contracts.settings import EditSettings
 from maskserve_common.contracts.status_record import NodeStatus, RowStatus
 from maskserve_common.errors import Cancelled
 from maskserve_common.files.stages import NO_ANSWER, StageOutages
-from maskserve_common.files.values import NO_VALUES
+from maskserve_common.files.values import ENCODING, MAKE, NO_VALUES, RUN
 from maskserve_common.imaging.images import to_base64
 from maskserve_engine.spec.model_spec import ModelSpec
 from maskserve_triton import call as calls_module
@@ -126,6 +127,25 @@ def test_unary_sends_the_final_event_only(api: FakeTriton, front: EditFront) -> 
     front.execute([request])
     assert request.sender.wait().text("IMAGE") == b"picture"
     assert len(request.sender.sent) == 1
+
+
+def test_an_encoding_ends_with_the_encoder(api: FakeTriton, front: EditFront) -> None:
+    def preprocess(call: Call) -> Iterator[InferenceResponse]:
+        assert (call.parameters[RUN], call.parameters[ENCODING]) == ("r", MAKE)
+        pixels, none = np.zeros((8, 8, 3), np.uint8), np.zeros((0, 0, 0, 3), np.uint8)
+        request = json.dumps({"template_id": "t", "timings_ms": {}}).encode()
+        yield reply(PIXELS=pixels, EDIT_MASK=pixels[..., 0], CONTROLS=none, REQUEST=request)
+
+    def encoder(call: Call) -> Iterator[InferenceResponse]:
+        yield reply(ENCODED=json.dumps({"ms": 2.5, "template": "made"}).encode())
+
+    api.models |= {"preprocess": preprocess, "encoder": encoder}
+    request = edit(api)
+    request._parameters = json.dumps({RUN: "r", ENCODING: MAKE})
+    front.execute([request])
+    assert meta_of(request)["encoded"] == {"template": "made"}
+    assert request.sender.wait().text("IMAGE") == b""
+    assert not api.calls_of("edit_pipeline")
 
 
 def answer_with(picture: bytes) -> Callable[[Call], Iterator[InferenceResponse]]:

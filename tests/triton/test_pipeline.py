@@ -7,10 +7,11 @@ import json
 import weakref
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from maskserve_common.errors import MaskserveError
-from maskserve_triton.pipeline import run_edit
+from maskserve_triton.pipeline import encode_edit, run_edit
 from tests.fakes.pb_utils import Call, FakeTriton, InferenceResponse, failure, reply
 
 
@@ -76,3 +77,29 @@ def test_a_receipt_for_each_event_and_a_word_at_the_end(api: FakeTriton, event_c
         assert next(run, None) is None
     run.close()
     assert acks.messages == ["taken"] * event_count + ["over"]
+
+
+def test_an_encoding_alone_runs_two_models_and_gives_their_times(api: FakeTriton) -> None:
+    pixels = np.zeros((8, 8, 3), np.uint8)
+
+    def preprocess(call: Call) -> Iterator[InferenceResponse]:
+        assert call.parameters == {"run": "mine"}
+        request = json.dumps({"template_id": "t", "timings_ms": {"preprocess": 1.5}}).encode()
+        mask, controls = pixels[..., 0], np.zeros((0, 0, 0, 3), np.uint8)
+        yield reply(PIXELS=pixels, EDIT_MASK=mask, CONTROLS=controls, REQUEST=request)
+
+    def encoder(call: Call) -> Iterator[InferenceResponse]:
+        assert call.parameters == {"run": "mine"}
+        assert call.tensors["PIXELS"].as_numpy().shape == (1, 8, 8, 3)
+        yield reply(ENCODED=json.dumps({"ms": 2.5, "template": "made"}).encode())
+
+    api.models |= {"preprocess": preprocess, "encoder": encoder}
+    assert encode_edit(api, {"IMAGE": [b"image"]}, {"run": "mine"}, "me") == {
+        "event": "final",
+        "encoded": {"template": "made"},
+        "template_id": "t",
+        "timings_ms": {"preprocess": 1.5, "encode": 2.5},
+    }
+    api.models["encoder"] = refused
+    with pytest.raises(MaskserveError, match="the edit was cancelled"):
+        encode_edit(api, {"IMAGE": [b"image"]}, {"run": "mine"}, "me")

@@ -56,6 +56,18 @@ def edit_lines(caplog: pytest.LogCaptureFixture) -> list[Any]:
     return [record for record in caplog.records if getattr(record, "event", "") == "edit"]
 
 
+def test_an_encoding_counts_as_no_edit(
+    request_log: RequestLog, left: list[None], caplog: pytest.LogCaptureFixture
+) -> None:
+    request_log.encodes = True
+    with caplog.at_level(logging.INFO):
+        request_log.answered(None, {"META": json.dumps(META).encode()})
+    assert len(left) == 1
+    assert not list(request_log._observations.take())
+    assert not edit_lines(caplog)
+    assert "encoding done" in caplog.text
+
+
 def test_a_done_edit_says_what_was_done(
     request_log: RequestLog, left: list[None], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Literal, Protocol, TypeVar, get_args
+from typing import Annotated, Any, Final, Literal, Protocol, TypeVar, get_args
 
 import msgspec
 from msgspec import Meta
@@ -291,6 +291,16 @@ class EditSettings(Table, frozen=True):
     def insists(self) -> bool:
         """Whether the edit waits for its template rather than go without the cache."""
         return self.cache == "require" or self.reproducible
+
+
+ENCODER_SETTINGS: Final = frozenset(
+    {
+        "model", "guidance_scale", "true_cfg_scale", "negative_prompt", "mask_mode", "mask_dilate",
+        "mask_feather", "crop_to_mask", "crop_padding", "size", "expand", "reproducible", "loras",
+        "private_prompt", "template_id",
+    }
+)  # fmt: skip
+"""Settings on which the outputs of the encoder depend."""
 
 
 def no_duplicates(field: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:

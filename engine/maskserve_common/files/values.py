@@ -30,6 +30,10 @@ log = logging.getLogger("maskserve")
 RUN = "run"
 """Request parameter: the run for which the answer's picture is stored. Without it, the picture is
 sent."""
+ENCODING = "encoding"
+"""Request parameter of a run's edit. MAKE: the edit ends with its encoder, whose outputs the run
+keeps. TAKE: its encoder takes them from the run."""
+MAKE, TAKE = "make", "take"
 PREFIX = b"value:"
 _REFERENCE = re.compile(rb"value:([0-9a-f]{64}):([0-9]{1,15})")
 _OPEN, _HOST = ".open", ".host"
@@ -92,12 +96,34 @@ class Values(NamedFiles):
         digest = hashlib.sha256()
         for part in parts:
             digest.update(part)
-        name, owner = digest.hexdigest(), _owner(scope, run)
+        name = digest.hexdigest()
+        if self.put_named(name, parts, scope, run):
+            return b"%s%s:%d" % (PREFIX, name.encode(), nbytes)
+        return None
+
+    def put_named(
+        self, name: str, parts: Sequence[bytes | memoryview], scope: str, run: str
+    ) -> bool:
+        """Store these bytes under a SHA-256, such as that of all that they were made of; arguments
+        otherwise as those of `put`. Return False: there is no room, or the run is over.
+        """
+        if not (self.host and run):
+            return False
         try:
-            if self.share([name], scope, run) or self._add(name, parts, nbytes, owner):
-                return b"%s%s:%d" % (PREFIX, name.encode(), nbytes)
+            nbytes = sum(len(part) for part in parts)
+            return self.share([name], scope, run) or self._add(
+                name, parts, nbytes, _owner(scope, run)
+            )
         except (OSError, Overloaded) as error:
             self._warn(error)
+            return False
+
+    def read_named(self, name: str, scope: str, run: str) -> bytes | None:
+        """Return a value of the run that was put under this name; None: it has none."""
+        if not (run and self.has(name, scope, run)):
+            return None
+        with suppress(FileNotFoundError):
+            return self._file(name).read_bytes()
         return None
 
     def share(self, names: Iterable[str], scope: str, run: str) -> bool:

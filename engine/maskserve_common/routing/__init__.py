@@ -23,13 +23,14 @@ from maskserve_common.routing.policies import (
 )
 from maskserve_common.routing.predict import assign, predicted_seconds
 from maskserve_common.routing.profile import RowLoad
-from maskserve_common.routing.view import Edit, WorkerView
+from maskserve_common.routing.view import Edit, EncodingPlace, WorkerView
 from maskserve_common.routing.worker_table import WorkerTable
 
 __all__ = [
     "POLICIES",
     "AdapterView",
     "Edit",
+    "EncodingPlace",
     "LeastRequests",
     "LeastTokens",
     "MaskAware",

@@ -20,6 +20,15 @@ SPARE_PLACES = 2
 them, such a key waits until an edit of a busy key has ended."""
 
 
+class EncodingPlace(NamedTuple):
+    """The outputs of an encoder, which a workflow run keeps for its edits."""
+
+    at: str
+    """Name of the host whose workers take them."""
+    seconds: float
+    """Seconds that it took to make them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Edit:
     """An edit that needs a worker."""
@@ -57,6 +66,8 @@ class Edit:
     due: float = math.inf
     """Due time on the policies' clock; workers give rows to the most urgent first. Infinite: none,
     and it comes after all others."""
+    encoded: EncodingPlace | None = None
+    """Where its picture is encoded already; None: nowhere."""
     first_of_key: bool = False
     """Whether no edit of its key is at a worker: it may take a spare place."""
 

@@ -15,6 +15,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_common.contracts import bytes_tensor
 from maskserve_common.errors import InvalidRequest
+from maskserve_common.routing import EncodingPlace
 from maskserve_router.messages.request_limits import raw_contents
 
 Buffer: TypeAlias = bytes | memoryview
@@ -38,6 +39,8 @@ class ModelRequest:
     elsewhere: Callable[[], ModelRequest] | None = None
     """Makes the same request with bytes in place of names, for other hosts; None: it has no
     names."""
+    encoding: EncodingPlace | None = None
+    """Where its picture and prompt are encoded already; None: nowhere."""
 
     @classmethod
     def parse(cls, raw: bytes) -> ModelRequest:
@@ -68,7 +71,7 @@ class ModelRequest:
         """Return a copy with shared contents that can be written to independently."""
         head = pb.ModelInferRequest()
         head.CopyFrom(self.head)
-        return ModelRequest(head, list(self.contents), self.host, self.elsewhere)
+        return ModelRequest(head, list(self.contents), self.host, self.elsewhere, self.encoding)
 
     @property
     def size(self) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import structs
@@ -42,6 +42,8 @@ _AT_A_SERVER = 2
 """Calls of a model that are sent to each server at a time: one runs, the next waits."""
 _LONG = 2**30
 """A size that always takes a thread."""
+_LEAST_TRANSFER = 2**16
+"""Least bytes of a call to another host whose time is that of its bytes."""
 _REMEMBERED = 0.2
 """Weight of the newest call in the mean seconds of a node type."""
 
@@ -56,8 +58,20 @@ class _Message:
     """Encoded request for a server of this host, with names of values."""
     encode_plain: Callable[[], bytes] | None
     """Makes the encoded request for other hosts, with values; None: `whole` fits all."""
+    nbytes: int
+    """Bytes of the inputs."""
     plain: bytes = b""
     """The encoded request for other hosts, once it is made."""
+
+
+class _Answered(NamedTuple):
+    """A server's answer to a call."""
+
+    raw: bytes
+    server: NodeServer
+    tries: int
+    seconds: float
+    """Seconds from sending to the answer."""
 
 
 class NodePool(ServerPool[NodeServer]):
@@ -94,6 +108,8 @@ class NodePool(ServerPool[NodeServer]):
         """Models that some server has reported."""
         self._seconds: dict[str, float] = {}
         """Node type -> mean seconds of its recent calls."""
+        self._byte_s = 0.0
+        """Mean seconds of a byte to or from servers of other hosts."""
         self.known = bool(files.nodes)
         """True if the configuration names node servers."""
         self._placement, self._place_s = LivePlacement(), place_s
@@ -273,7 +289,8 @@ class NodePool(ServerPool[NodeServer]):
             return node_request(node_task, pack_values(values, kind.inputs)[1])
 
         whole = node_request(structs.replace(node_task, run=run), elements)
-        return _Message(digest.digest(), whole, plain if run else None)
+        size = nbytes(task.inputs)
+        return _Message(digest.digest(), whole, plain if run else None, size)
 
     async def _call_node(
         self, message: _Message, kind: NodeType, client: KeyHolder, due: float
@@ -282,10 +299,25 @@ class NodePool(ServerPool[NodeServer]):
         line = self._places.setdefault(kind.model, FairPlaces(self._most()))
         starts_by = due - self._price_s(kind)
         async with line.place(client.scope, self._urgency(starts_by)):
-            answer, server, tries = await self._answer(message, kind, client)
-            return await self._fair_share.run(
-                client, len(answer), node_answer, answer, server.address, tries
+            raw, server, tries, seconds = await self._answer(message, kind, client)
+            answer = await self._fair_share.run(
+                client, len(raw), node_answer, raw, server.address, tries
             )
+            if self._is_far(server):
+                self._learn_transfer(message.nbytes + len(raw), seconds - answer.seconds)
+            return answer
+
+    def _learn_transfer(self, size: int, seconds: float) -> None:
+        """Learn from a transfer of `size` bytes; of a few bytes nothing can be learned."""
+        if size < _LEAST_TRANSFER:
+            return
+        byte_s = max(seconds, 0.0) / size
+        average_s = self._byte_s or byte_s
+        self._byte_s = average_s + _REMEMBERED * (byte_s - average_s)
+
+    def _is_far(self, server: NodeServer) -> bool:
+        """Return True if a server is known not to share this host's folder of values."""
+        return server.host not in (None, self._values.host)
 
     def _urgency(self, starts_by: float) -> float:
         due_time = None if self._order == "fcfs" else starts_by
@@ -295,22 +327,22 @@ class NodePool(ServerPool[NodeServer]):
         """Return the predicted seconds of a call."""
         return self._seconds.get(kind.name, kind.price_s)
 
-    async def _answer(
-        self, message: _Message, kind: NodeType, client: KeyHolder
-    ) -> tuple[bytes, NodeServer, int]:
-        """Return a server's answer, the server and the number of tries; raises as `call`."""
+    async def _answer(self, message: _Message, kind: NodeType, client: KeyHolder) -> _Answered:
+        """Return a server's answer; raises as `call`."""
         tries = CallTries(kind)
         while True:
             tries.returning = self.known and not self.servers
             candidates = set(self.servers.values()) - tries.broken
-            for server in sorted(candidates, key=partial(self._rank, kind.model)):
+            for server in sorted(candidates, key=partial(self._rank, kind.model, message)):
                 request = await self._request(message, server, client)
                 if self.servers.get(server.address) is not server:
                     tries.returning = True
                     continue
                 self._placement.count_call(kind.model, server.address)
                 try:
-                    return await self._sent(server, request, kind), server, tries.count
+                    begin = time.monotonic()
+                    raw = await self._sent(server, request, kind)
+                    return _Answered(raw, server, tries.count, time.monotonic() - begin)
                 except Failure as failure:
                     if failure.code != InvalidRequest.code:
                         server.host = None  # another server may take over the address
@@ -318,11 +350,15 @@ class NodePool(ServerPool[NodeServer]):
             await tries.next_round()
             await self._discovery.ready()
 
-    def _rank(self, model: str, server: NodeServer) -> tuple[bool, float, float, bool, str]:
+    def _rank(
+        self, model: str, message: _Message, server: NodeServer
+    ) -> tuple[bool, float, float, bool, str]:
         """Rank servers by predicted end, silent ones last; of equal ones those that take names come
         first.
         """
-        score = server.silent, *self._placement.score(model, server.address, server.load_s)
+        fetch_s = message.nbytes * self._byte_s if self._is_far(server) else 0.0
+        placed = self._placement.score(model, server.address, server.load_s, fetch_s)
+        score = server.silent, *placed
         return *score, server.host not in (None, self._values.host), server.address
 
     async def _request(self, message: _Message, server: NodeServer, client: KeyHolder) -> bytes:

@@ -47,6 +47,8 @@ from maskserve_router.workers.stream_buffer import Unread
 from maskserve_router.workers.worker import Sent, Worker, WorkerEpoch
 from maskserve_router.workers.worker_call import Send, result_of, streamed, template_of, unary
 
+_ENCODE_S = 60.0
+"""Most seconds of an encoder that runs alone."""
 _MOST_PREDICTED = 16
 """Most full workers for which a prediction is made: those that free a place soonest."""
 
@@ -95,6 +97,40 @@ class Dispatcher:
         call = make_edit_call(message, message.size, client)
         edit, _ = await self._measure_edit(call, kind)
         return self._alone_s(call, edit)
+
+    async def encode(self, message: ModelRequest, client: KeyHolder) -> bytes:
+        """Have the encoder of a worker of the message's host run alone, and return the answer: of
+        the worker that would finish the edit first.
+
+        Args:
+            message: the edit, with the request parameter ENCODING.
+            client: holder of the key that asks.
+
+        Raises:
+            MaskserveError: it cannot be used, or no worker has a place now.
+            Failure: the worker's error.
+        """
+        call = make_edit_call(message, message.size, client, timeout=_ENCODE_S)
+        with self._admission.operation(client, message.size):
+            edit, _ = await self._measure_edit(call)
+            workers, now_s = self._pool.workers.values(), time.monotonic()
+            elsewhere = {worker.number for worker in workers if worker.host != message.host}
+            roster = self._pool.roster
+            number = roster.table(now_s).choose(edit, now_s, elsewhere)
+            if number is None:
+                raise NoWorkerAvailable(edit, [worker.view(now_s) for worker in workers])
+            worker = roster.worker(number)
+            # A record lists no encoder, so none is missed in it; the call ends with its worker.
+            sent = Sent(
+                call.sent_as, replace(edit, steps=1), worker, now_s, worker.predict(edit, now_s),
+                listed_at=math.inf,
+            )  # fmt: skip
+            worker.add(sent)
+            try:
+                [answer] = [message.content async for message in unary(sent, call)]
+            finally:
+                worker.remove(sent)
+            return answer
 
     def share_left(self, request_id: str) -> float | None:
         """Return the share of steps left of an edit with a row; None: it waits for a row."""
@@ -277,6 +313,7 @@ class Dispatcher:
         edit, digest, call.answer_bytes = await self._measure.edit(
             call.owner, call.image, call.mask, call.settings, served, model, prompted=call.prompted
         )
+        edit = replace(edit, encoded=call.message.encoding)
         passes = 2 if call.settings.negative_prompt is not None else 1
         pixels = edit.total_tokens // passes * served.token_pixels**2
         call.by_size_ms = due_by_size(served.due_ms, pixels)

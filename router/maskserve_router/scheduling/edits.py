@@ -43,6 +43,10 @@ class Edits:
         """Return `Dispatcher.alone_s`."""
         return await self._dispatcher.alone_s(message, client, kind)
 
+    async def encode(self, message: ModelRequest, client: KeyHolder) -> bytes:
+        """Return `Dispatcher.encode`."""
+        return await self._dispatcher.encode(message, client)
+
     async def infer(
         self,
         message: ModelRequest,

@@ -207,7 +207,7 @@ class PendingQueue:
         table = roster.table(now)
         begin = time.perf_counter()
         if self._policy.predicts:
-            number = table.choose(edit, now, excluded)
+            number = self._chosen(edit, now, excluded)
         else:
             takers = [n for n in table.taking(edit).tolist() if n not in excluded]
             by_name = {table.view(n).worker: n for n in takers}
@@ -218,6 +218,24 @@ class PendingQueue:
             return roster.worker(number)
         candidates = [worker for worker in workers.values() if worker.number not in excluded]
         raise NoWorkerAvailable(edit, [worker.view(now) for worker in candidates])
+
+    def _chosen(self, edit: Edit, now: float, excluded: set[int]) -> int | None:
+        """Return the number of the worker that would finish the edit first, where those that do not
+        have its encoding take the seconds to make it; None: none takes it.
+        """
+        roster, table = self._pool.roster, self._pool.roster.table(now)
+        first = table.choose(edit, now, excluded)
+        if edit.encoded is None or first is None:
+            return first
+        workers = self._pool.workers.values()
+        other_workers = {worker.number for worker in workers if worker.host != edit.encoded.at}
+        holder = (
+            table.choose(edit, now, excluded | other_workers) if first in other_workers else None
+        )
+        if holder is None:
+            return first
+        ends = [roster.worker(n).predict(edit, now).denoised_s for n in (first, holder)]
+        return holder if ends[1] < ends[0] + edit.encoded.seconds else first
 
     def _expire(self, waiting: Waiting) -> None:
         if not waiting.place.done():

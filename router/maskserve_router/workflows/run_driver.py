@@ -7,6 +7,7 @@ keys, cost, retry); other nodes run on node servers.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
@@ -27,6 +28,7 @@ from maskserve_common.errors import (
     TemplateNotFound,
     split_code,
 )
+from maskserve_common.routing import EncodingPlace
 from maskserve_router.fair_share import FairShare
 from maskserve_router.messages.client_call import ClientCall
 from maskserve_router.messages.failures import Failure, let_go
@@ -39,11 +41,13 @@ from maskserve_router.workflows.run_messages import (
     edit_answer,
     edit_id,
     edit_request,
+    encode_request,
     run_event,
     stream_answer,
 )
 from maskserve_router.workflows.run_times import RunTime, RunTimes
 from maskserve_router.workflows.run_values import RunValues
+from maskserve_workflows.node_types import ENCODE
 from maskserve_workflows.plan import (
     INPUTS,
     NodeCall,
@@ -58,6 +62,7 @@ from maskserve_workflows.run import Task
 from maskserve_workflows.values import named_in, parts_of
 from maskserve_workflows.wire import nbytes, picture_of
 
+log = logging.getLogger("maskserve.router")
 _TRIES: Final = 3
 """Most tries of a node whose server is lost."""
 _ROUTE: Final = "workflow"
@@ -185,7 +190,9 @@ class RunDriver:
         if is_edit(task.call) and task.call.id not in self.time.edit_s:
             await self._measure(task)
         self.services.times.check_next(self.time, task)
-        if is_edit(task.call):
+        if task.call.node == ENCODE:
+            outputs, report = await self._encode(task)
+        elif is_edit(task.call):
             self.time.sent[task.key] = edit_id(task, self.call.settings)
             with self.services.admission.room(self.call.owner) as room:
                 outputs, report = await self._edit(task, room)
@@ -231,6 +238,26 @@ class RunDriver:
         report["seconds"] = round(seconds, 4)
         times.learn(self.time, task, meta, seconds)
         return {"picture": picture_of(outputs["image"])}, report
+
+    async def _encode(self, task: Task) -> NodeResult:
+        """Encode a picture for edits of the run at a worker of this host. If that fails, or the run
+        has no folder of values, they encode it themselves.
+        """
+        begin, encoded, meta = time.monotonic(), None, dict[str, Any]()
+        if self.values.run:
+            size = nbytes(task.inputs)
+            request = await self._turn(size, encode_request, task, self.call.settings, self.values)
+            try:
+                answer = await self.services.edits.encode(request, self.call.owner)
+                _, meta = edit_answer(answer)
+                encoded = EncodingPlace(self.values.host, meta["timings_ms"]["encode"] / 1e3)
+                self.services.times.learn_encoding(time.monotonic() - begin)
+            except (MaskserveError, Failure) as error:
+                log.info("%s: the edits encode by themselves: %s", task.key, error)
+                let_go(error)
+        report = {name: meta[name] for name in _EDIT_FIELDS if name in meta}
+        report["seconds"] = round(time.monotonic() - begin, 4)
+        return {"encoding": encoded}, report
 
     async def _node(self, task: Task) -> NodeResult:
         """Run another node at a node server."""

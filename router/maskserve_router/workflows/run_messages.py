@@ -13,8 +13,8 @@ from tritonclient.grpc import service_pb2 as pb
 from maskserve_common.contracts import bytes_tensor
 from maskserve_common.contracts.edit_kinds import settings_for
 from maskserve_common.contracts.keys import name_of, scope_of, scoped
-from maskserve_common.contracts.settings import EditSettings, dump_settings
-from maskserve_common.files.values import RUN
+from maskserve_common.contracts.settings import ENCODER_SETTINGS, EditSettings, dump_settings
+from maskserve_common.files.values import ENCODING, MAKE, RUN, TAKE
 from maskserve_common.imaging.images import as_file
 from maskserve_router.messages.model_request import ModelRequest
 from maskserve_router.workflows.run_values import RunValues
@@ -52,12 +52,7 @@ def edit_request(
         "request_id": name_of(edit_id(task, settings)),
         "output_format": "png",
     }
-    model = f"{EDIT}_stream" if streams else EDIT
-    request = ModelRequest(pb.ModelInferRequest(model_name=model))
-    inputs: dict[str, Any] = {
-        name: value.element if isinstance(value, NamedValue) else value
-        for name, value in task.inputs.items()
-    }
+    request = _request(task, edit_settings, f"{EDIT}_stream" if streams else EDIT)
     if values is not None and values.run:
 
         def elsewhere() -> ModelRequest:
@@ -66,10 +61,42 @@ def edit_request(
 
         request.host, request.elsewhere = values.host, elsewhere
         request.head.parameters[RUN].string_param = values.run
+        if (encoded := task.inputs.get("encoding")) is not None:
+            request.encoding = encoded
+            request.head.parameters[ENCODING].string_param = TAKE
+    return request
+
+
+def encode_request(task: Task, settings: EditSettings, values: RunValues) -> ModelRequest:
+    """Return the request that a worker of this host encodes a picture for the run.
+
+    Args:
+        task: the encoding.
+        settings: settings of the run.
+        values: the run's values.
+    """
+    of_run = settings_for(settings, kind_of_edit(task.call))
+    merged = {**msgspec.json.decode(dump_settings(of_run)), **task.call.settings}
+    encoder_settings = {name: x for name, x in merged.items() if name in ENCODER_SETTINGS}
+    encoder_settings["request_id"] = name_of(edit_id(task, settings))
+    request = _request(task, encoder_settings, EDIT)
+    request.host = values.host
+    request.head.parameters[RUN].string_param = values.run
+    request.head.parameters[ENCODING].string_param = MAKE
+    return request
+
+
+def _request(task: Task, settings: Mapping[str, Any], model: str) -> ModelRequest:
+    """Return a task's request to a worker."""
+    request = ModelRequest(pb.ModelInferRequest(model_name=model))
+    inputs: dict[str, Any] = {
+        name: value.element if isinstance(value, NamedValue) else value
+        for name, value in task.inputs.items()
+    }
     request.add("IMAGE", [inputs.get("image", b"")])
     request.add("MASK", [inputs.get("mask", b"")])
-    request.add("PROMPT", [inputs["prompt"].encode()])
-    request.add("SETTINGS", [msgspec.json.encode(edit_settings)])
+    request.add("PROMPT", [inputs.get("prompt", "").encode()])
+    request.add("SETTINGS", [msgspec.json.encode(settings)])
     if "control" in inputs:
         request.add("CONTROL", [inputs["control"]])
     for output in ("IMAGE", "META"):

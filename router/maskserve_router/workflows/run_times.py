@@ -12,6 +12,7 @@ from maskserve_common.errors import DeadlineExceeded
 from maskserve_router.config import RouterConfig
 from maskserve_router.messages.failures import RetryLater
 from maskserve_workflows.lengths import Price
+from maskserve_workflows.node_types import ENCODE
 from maskserve_workflows.nodes import NODE_TYPES
 from maskserve_workflows.plan import NodeCall, WorkflowPlan, is_edit
 from maskserve_workflows.run import Task, WorkflowRun
@@ -70,6 +71,8 @@ class RunTimes:
         self._edit_s: dict[tuple[str, str], float] = {}
         """(workflow, step) -> mean seconds of recent edits, for edits whose masks are not known
         yet."""
+        self._encode_s: float | None = None
+        """Mean seconds of recent encodings; None: unknown."""
         self._runs: list[RunTime] = []
 
     def begin(self, run: RunTime) -> None:
@@ -101,6 +104,11 @@ class RunTimes:
         step = run.plan.name, task.call.id
         average_s = self._edit_s.get(step, run_s)
         self._edit_s[step] = average_s + _NEWEST_WEIGHT * (run_s - average_s)
+
+    def learn_encoding(self, seconds: float) -> None:
+        """Learn the seconds of an encoding for several edits, from sending to the answer."""
+        average_s = seconds if self._encode_s is None else self._encode_s
+        self._encode_s = average_s + _NEWEST_WEIGHT * (seconds - average_s)
 
     def due_of(self, run: RunTime, task: Task) -> float:
         """Return the due time of a node: that of the run less the seconds of the nodes after it."""
@@ -190,6 +198,8 @@ class RunTimes:
                 measured_s = run.edit_s.get(call.id)
                 if measured_s is None and guess:
                     measured_s = self._edit_s.get((run.plan.name, call.id))
+            elif call.node == ENCODE:
+                measured_s = self._encode_s
             else:
                 measured_s = self._node_s(call.node)
             return (

@@ -34,6 +34,7 @@ from maskserve_router.workers.worker import Worker
 from maskserve_router.workflows.run_driver import RunCall, RunDriver, RunServices
 from maskserve_router.workflows.run_times import RunTime
 from maskserve_router.workflows.run_values import RunValues
+from maskserve_workflows.node_types import ENCODE
 from maskserve_workflows.nodes import NODE_TYPES
 from maskserve_workflows.plan import NodeCall, WorkflowPlan, every_step, is_edit
 from maskserve_workflows.run import WorkflowRun
@@ -203,7 +204,7 @@ class Workflows(ServedWorkflows):
 def _nodes_of(plan: WorkflowPlan) -> set[str]:
     """Return the types of the nodes that node servers run."""
     calls = (step for step in every_step(plan.steps) if isinstance(step, NodeCall))
-    return {call.node for call in calls if not is_edit(call)}
+    return {call.node for call in calls if not is_edit(call)} - {ENCODE}
 
 
 def contract_of(plan: WorkflowPlan) -> Contract:

@@ -11,6 +11,10 @@ import pytest
 
 from maskserve_benchmarks.emulator.worker import RESULT_ID
 from maskserve_benchmarks.simulator.hardware import Hardware
+from maskserve_router.key_holder import KeyHolder
+from maskserve_router.messages.failures import Failure
+from maskserve_router.messages.model_answer import ModelAnswer
+from maskserve_router.messages.model_request import ModelRequest
 from maskserve_router.operations.control import cluster_status
 from tests.support.router import SIDE, calling, cluster, control_request, edit, until
 from tests.support.router_requests import edit_request, mask_of
@@ -177,6 +181,26 @@ async def test_what_a_silent_worker_holds_goes_to_another():
         assert status["alive"]
         assert status["workers"][silent.address]["state"] == "down"
         assert "running" not in status["workers"][silent.address]  # what it last said is over
+
+
+async def test_an_encoding_ends_with_a_worker_that_falls_silent() -> None:
+    """A run waited a minute for it."""
+    async with cluster() as (router, workers):
+        owner = KeyHolder("anybody", 64, admin=True)
+
+        def encode() -> asyncio.Task[bytes]:
+            message = ModelRequest.parse(edit())
+            return asyncio.create_task(router._dispatcher.encode(message, owner))
+
+        answer = await asyncio.wait_for(encode(), 30)
+        assert ModelAnswer.parse(answer).outputs()
+        assert sum(len(worker.requests) for worker in workers) == 1
+        for worker in workers:
+            worker.freeze()
+        pending = encode()
+        with pytest.raises(Failure, match="the worker no longer answers"):
+            await asyncio.wait_for(pending, 30)
+        assert not any(worker.sent for worker in router.pool.workers.values())
 
 
 async def test_an_edit_waits_for_a_worker_that_is_late_to_say_it_is_ready():

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from dataclasses import replace
 
 import pytest
 
-from maskserve_common.contracts.status_record import NodeStatus
+from maskserve_common.contracts.status_record import NodeStatus, RowStatus, ValuesHeld
 from maskserve_common.errors import DeadlineExceeded
-from maskserve_common.routing import Edit, NoWorkerAvailable, make_policy
+from maskserve_common.routing import Edit, EncodingPlace, NoWorkerAvailable, make_policy
 from maskserve_router.config import router_config_of
 from maskserve_router.scheduling.pending_queue import PendingQueue
 from maskserve_router.workers.pool import Pool
@@ -179,3 +181,27 @@ async def test_a_key_with_nothing_at_a_worker_does_not_wait_for_edits_of_a_busy_
         queue.leave(sent_edit)
     assert not worker.sent
     await worker.upstream.close()
+
+
+async def test_an_edit_goes_where_its_picture_is_encoded_if_that_pays() -> None:
+    pool = Pool(router_config_of({}), lambda: None)
+    now_s = time.monotonic()
+    for name, rows in (("busy", 1), ("idle", 0)):
+        status = PolledStatus("w", "m", "ready", max_rows=1, max_waiting=99)
+        status.values = ValuesHeld(host=name)
+        status.running = (RowStatus("other", "dense", 9, 9, 300),) * rows
+        pool.join(f"{name}:1").heard(status, now_s)
+    queue = PendingQueue(pool, make_policy("mask_aware"), 5.0, lambda _: None)
+    edit = Edit(4, 1, 9, model="m")
+    busy, idle = (pool.workers[f"{name}:1"].predict(edit, now_s) for name in ("busy", "idle"))
+    longer_s = busy.denoised_s - idle.denoised_s
+    assert longer_s > 0
+    for share, host in ((0.0, "idle"), (0.5, "idle"), (2.0, "busy")):
+        encoded = EncodingPlace("busy", share * longer_s)
+        sent_edit = await queue.enter("e", replace(edit, encoded=encoded), now_s, None)
+        assert sent_edit.worker.host == host
+        queue.leave(sent_edit)
+    elsewhere = replace(edit, encoded=EncodingPlace("elsewhere", 100.0))
+    assert (await queue.enter("e", elsewhere, now_s, None)).worker.host == "idle"
+    for worker in pool.workers.values():
+        await worker.upstream.close()

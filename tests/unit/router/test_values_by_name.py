@@ -8,6 +8,7 @@ import json
 import math
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ from maskserve_common.config import LimitsConfig, ValuesConfig
 from maskserve_common.contracts import bytes_tensor
 from maskserve_common.contracts.settings import parse_settings
 from maskserve_common.errors import TemplateNotFound
-from maskserve_common.files.values import RUN, Values
+from maskserve_common.files.values import ENCODING, MAKE, RUN, TAKE, Values
 from maskserve_common.imaging.images import encode_png, plain_picture
+from maskserve_common.routing import EncodingPlace
 from maskserve_router.config import AdmissionBounds, RouterConfig, WorkflowFiles
 from maskserve_router.fair_share import IN_A_THREAD, FairShare
 from maskserve_router.key_holder import KeyHolder
@@ -41,8 +43,8 @@ from maskserve_router.workflows.run_values import RunValues
 from maskserve_router.workflows.workflows import Workflows
 from maskserve_workflows.definition import Workflow
 from maskserve_workflows.nodes import edit, invert, outline
-from maskserve_workflows.passes import compiled
-from maskserve_workflows.plan import NodeCall
+from maskserve_workflows.passes import PASSES, compiled
+from maskserve_workflows.plan import NodeCall, WorkflowPlan
 from maskserve_workflows.run import Task
 from maskserve_workflows.values import Areas, Judgement, NamedValue, map_parts
 
@@ -124,6 +126,23 @@ async def test_of_servers_that_have_nothing_to_do_one_of_this_host_is_asked(
     files, pool = RunValues(values, "k1"), Served("far:1", "here:1", values=values, kept_bytes=0)
     servers = [(await inverted(pool, files)).server for _ in range(3)]
     assert servers == ["nodes-0", "nodes-1", "nodes-1"]  # what far:1 is, is known once it is asked
+    files.end()
+    await pool.close()
+
+
+async def test_bytes_to_another_host_cost_what_earlier_ones_took(values: Values) -> None:
+    """An idle server of another host got the call, whatever its inputs weighed."""
+    files, pool = RunValues(values, "k1"), Served("far:1", "here:1", values=values, kept_bytes=0)
+    for _ in range(2):
+        await inverted(pool, files)
+    pool.servers["here:1"].load_s = 0.1
+    assert (await inverted(pool, files)).server == "nodes-0"
+    pool._learn_transfer(100, 100.0)  # too few to learn from
+    assert (await inverted(pool, files)).server == "nodes-0"
+    pool._learn_transfer(2**20, 2**20 * 0.1 / len(MASK) / 2)
+    assert (await inverted(pool, files)).server == "nodes-0"
+    pool._learn_transfer(2**20, 2**20 * 20 * 0.1 / len(MASK))
+    assert (await inverted(pool, files)).server == "nodes-1"
     files.end()
     await pool.close()
 
@@ -249,6 +268,8 @@ def test_an_edit_for_another_host_has_values_in_place_of_names(values: Values) -
     inputs = files.store_inputs(PLAN, {"image": PICTURE, "mask": MASK})
     settings = structs.replace(parse_settings(b"{}"), request_id="k1!run", seed=7)
     task = Task("edit-1", NodeCall("edit-1", "edit"), {**inputs, "prompt": "a star"})
+    encoded = EncodingPlace(values.host, 0.5)
+    task = replace(task, inputs={**task.inputs, "encoding": encoded})
     message = edit_request(task, settings, False, math.inf, files)
     edited = make_edit_call(message, message.size, KeyHolder("k1", 64, admin=False, scope="k1"))
 
@@ -259,10 +280,12 @@ def test_an_edit_for_another_host_has_values_in_place_of_names(values: Values) -
     near_request, *names = sent(values.host)
     assert all(name.startswith(b"value:") for name in names)
     assert near_request.head.parameters[RUN].string_param == files.run
+    assert near_request.head.parameters[ENCODING].string_param == TAKE
+    assert message.encoding == encoded
     for host in ("", "another"):
         far, *pictures = sent(host)
         assert pictures == [PICTURE, MASK]
-        assert RUN not in far.head.parameters
+        assert far.head.parameters.keys().isdisjoint({RUN, ENCODING})
         assert far.read("SETTINGS") == near_request.read("SETTINGS")
     files.end()
     with pytest.raises(TemplateNotFound):
@@ -443,3 +466,79 @@ async def test_kept_answers_take_no_lock_in_the_event_loop(
     await pool.close()
     assert left(values) == 0
     assert threading.main_thread() not in threads
+
+
+with Workflow("five", "Five wishes for one picture.") as five:
+    image, mask = five.picture("image"), five.mask("mask")
+    five.gives(**{f"image{i}": edit(image, mask, f"wish {i}") for i in range(5)})
+
+
+class Encoders:
+    """Workers whose encoders take what their run has, as `RunEncodings` does."""
+
+    def __init__(self, values: Values, *, fails: bool = False) -> None:
+        self.values, self.fails = values, fails
+        self.encodings: list[str] = []
+        """Request ids of those that made the picture's encoding."""
+        self.places: list[EncodingPlace | None] = []
+
+    async def alone_s(self, message: ModelRequest, client: KeyHolder) -> None:
+        return None
+
+    async def encode(self, message: ModelRequest, client: KeyHolder) -> bytes:
+        assert message.head.parameters[ENCODING].string_param == MAKE
+        if self.fails:
+            raise Failure(grpc.StatusCode.UNAVAILABLE, "it has died")
+        return self._answer(message, {"timings_ms": {"encode": 40.0}, "encoded": {}})
+
+    async def infer(self, message: ModelRequest, *_: Any) -> bytes:
+        self.places.append(message.encoding)
+        takes = message.head.parameters[ENCODING].string_param == TAKE
+        assert takes == (message.encoding is not None)
+        return self._answer(message, {})
+
+    def _answer(self, message: ModelRequest, meta: dict[str, Any]) -> bytes:
+        run, how = (message.head.parameters[name].string_param for name in (RUN, ENCODING))
+        picture = bytes(self.values.read(message.read("IMAGE"), "k1"))
+        name = hashlib.sha256(picture).hexdigest()[::-1]
+        if not how or self.values.read_named(name, "k1", run) is None:
+            self.encodings.append(json.loads(message.read("SETTINGS"))["request_id"])
+        if how == MAKE:
+            assert self.values.put_named(name, [b"moments"], "k1", run)
+        answer = pb.ModelInferResponse(model_name="edit")
+        bytes_tensor.add_output(answer, "IMAGE", [picture + message.read("PROMPT")])
+        bytes_tensor.add_output(answer, "META", [json.dumps(meta).encode()])
+        return bytes(answer.SerializeToString())
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_variants_of_a_picture_encode_it_once_by_the_plan(
+    values: Values, fails: bool
+) -> None:
+    async def run(plan: WorkflowPlan) -> tuple[Encoders, dict[str, bytes]]:
+        encoders = Encoders(values, fails=fails)
+        times = RunTimes(RouterConfig(), lambda node: None, lambda: [0.0])
+        admission = Admission(AdmissionBounds(), Metrics())
+        nodes: Any = Served(values=values)
+        services = RunServices(encoders, nodes, admission, FairShare(2), times)  # type: ignore[arg-type]
+        served = Workflows([plan], services, list, LimitsConfig(), values)
+        message = ModelRequest(pb.ModelInferRequest(model_name="five"))
+        for name, value in {"IMAGE": PICTURE, "MASK": MASK, "SETTINGS": b"{}"}.items():
+            message.add(name, [value])
+        raw = await served.infer(message, {}, None, CLIENT)
+        await services.fair_share.locked(int)  # behind the run's end
+        outputs = bytes_tensor.outputs(pb.ModelInferResponse.FromString(raw))
+        return encoders, {name: bytes(x) for name, x in outputs.items() if name != "META"}
+
+    naive, expected = await run(compiled(five.plan, set(PASSES) - {"encode"}))
+    assert len(naive.encodings) == 5
+    assert naive.places == [None] * 5
+    shared, outputs = await run(compiled(five.plan))
+    assert outputs == expected
+    if fails:
+        assert (len(shared.encodings), shared.places) == (5, [None] * 5)
+    else:
+        [name] = shared.encodings
+        assert name.endswith("/encode-1")
+        assert shared.places == [EncodingPlace(values.host, 0.04)] * 5
+    assert left(values) == 0

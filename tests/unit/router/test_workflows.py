@@ -193,7 +193,7 @@ async def test_edits_have_the_settings_of_the_request_and_a_seed_and_id_of_their
     assert outputs["IMAGE"] == b"large made of %d" % seed_of(7, "each-1[0]/edit-1")
     assert json.loads(outputs["VERDICT"])["passed"] is True
     assert (meta["request_id"], meta["seed"], meta["digest"]) == ("mine", 7, PLAN.digest)
-    assert len(meta["nodes"]) == 6
+    assert len(meta["nodes"]) == 7
     nodes_by_key = {node_record["key"]: node_record for node_record in meta["nodes"]}
     assert nodes_by_key["each-1[0]/edit-1"]["worker"] == "w"
     assert nodes_by_key["enlarge-1"]["server"] == "here:1"
@@ -363,7 +363,7 @@ async def test_a_stream_tells_of_each_node() -> None:
     events = served.stream(request(progress=True), {}, None, CLIENT)
     metas = [json.loads(bytes(bytes_tensor.outputs(event)["META"])) async for event in events]
     assert [meta["event"] for meta in metas if meta["event"] != "progress"] == [
-        *["preview"] * 2, *["node"] * 6, "final",
+        "node", *["preview"] * 2, *["node"] * 6, "final",
     ]  # fmt: skip
 
 

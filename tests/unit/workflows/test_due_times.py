@@ -31,7 +31,8 @@ def price(call):
 
 def answer(task):
     """One region, and a verdict that passes: what is counted on where it is not known."""
-    outputs_by_node = {"edit": {"picture": "p"}, "find": {"mask": "m"}, "invert": {"mask": "m"},
+    outputs_by_node = {"encode": {"encoding": None},
+            "edit": {"picture": "p"}, "find": {"mask": "m"}, "invert": {"mask": "m"},
             "shows": {"verdict": Judgement(1.0, True)}, "split": {"regions": Areas(("m",), (0,))},
             "best": {"picture": "p", "verdict": Judgement(1.0, True)}}  # fmt: skip
     return outputs_by_node.get(task.call.node, {"picture": "p"})

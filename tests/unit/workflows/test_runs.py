@@ -22,6 +22,7 @@ from tests.support.workflows import interpret, plans
 def node(key, call, inputs):
     """The outputs of a node: text that names all its inputs; an edit's has its seed, too."""
     kind = NODE_TYPES[call.node]
+    inputs = {name: value for name, value in inputs.items() if name != "encoding"}  # no difference
     seed = call.settings.get("seed", seed_of(7, key)) if is_edit(call) else ""
     settings = {k: v for k, v in call.settings.items() if k != "cache"}
     description = f"{call.node}{sorted(inputs.items())}{sorted(settings.items())}{seed}"
@@ -161,10 +162,13 @@ def test_passes_note_what_they_did():
         flow.gives(**{f"image{i}": picture for i, picture in enumerate(edits)})
     plan = compiled(flow.plan)
     assert [step.node for step in plan.steps].count("find") == 1
+    assert [step.node for step in plan.steps].count("encode") == 1
     assert "enlarge" not in [step.node for step in plan.steps]
     assert plan.early == ("hollow",)
     assert {step.settings.get("cache") for step in plan.steps if step.node == "edit"} == {"require"}
-    assert {note.partition(":")[0] for note in plan.notes} == {"dead", "merge", "prime", "early"}
+    assert {note.partition(":")[0] for note in plan.notes} == {
+        "dead", "merge", "encode", "prime", "early"
+    }  # fmt: skip
 
 
 def test_passes_know_what_an_edit_without_a_mask_shares():
@@ -180,7 +184,7 @@ def test_passes_know_what_an_edit_without_a_mask_shares():
     assert [step.node for step in plan.steps].count("generate") == 2
     assert all("cache" not in step.settings for step in plan.steps)
     assert plan.early == ("hollow",)
-    assert {note.partition(":")[0] for note in plan.notes} == {"merge", "early"}
+    assert {note.partition(":")[0] for note in plan.notes} == {"merge", "encode", "early"}
 
 
 def test_a_plan_that_was_changed_by_hand_is_refused():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,11 +17,13 @@ from numpy.typing import NDArray
 from maskserve_benchmarks.checkout import DEMO_MODEL
 from maskserve_benchmarks.demo_model.scenes import held_out_edits
 from maskserve_benchmarks.edits.direct import Direct, request_of
-from maskserve_common.config import Config
+from maskserve_common.config import Config, ValuesConfig
 from maskserve_common.contracts.request import EditRequest
 from maskserve_common.contracts.settings import EditSettings
 from maskserve_common.errors import Overloaded
+from maskserve_common.files.values import Values
 from maskserve_common.imaging.masks import component_boxes
+from maskserve_common.lru_cache import LruCache
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.cache.priming_prompt import PromptFile
 from maskserve_engine.families.encoder import Encoder, TextEncoder
@@ -28,6 +31,7 @@ from maskserve_engine.families.registry import load_encoder
 from maskserve_engine.stages.encoded import Encoded, TokensRead
 from maskserve_engine.stages.vae_pieces import PixelBox
 from maskserve_triton.encoder import EditEncoder, ToEncode
+from maskserve_triton.run_encodings import RunEncodings
 from tests.fakes.jobs import WORDS, Case, config_of, random_case
 from tests.fakes.tiny_qwen_image21 import build_tiny_qwen_image21
 from tests.support.covering import is_unet
@@ -492,3 +496,67 @@ def test_what_is_cut_of_a_prompt_is_told(
     assert report.meta["prompt_tokens"]["text_encoder"]["cut"] > 0
     json = type(report).from_json(report.to_json())
     assert json == report
+
+
+@pytest.mark.parametrize("same_prompt", [False, True])
+@pytest.mark.parametrize("model", ["fill", "inpaint"])
+def test_a_run_encodes_a_picture_once_for_all_workers_of_a_host(
+    model: str,
+    same_prompt: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tiny_fill: Path,
+    tiny_inpaint: Path,
+) -> None:
+    """Five variants, each at a worker of its own, made the encoding five times."""
+    config, rng = config_of({"fill": tiny_fill, "inpaint": tiny_inpaint}[model]), fresh_rng()
+    encoder, calls = load_encoder(config), Counter[str]()
+    for name in ("template", "encode_prompt"):
+        function = getattr(encoder, name)
+
+        def counted(*args: Any, name: str = name, function: Any = function) -> Any:
+            calls[name] += 1
+            return function(*args)
+
+        monkeypatch.setattr(encoder, name, counted)
+    values = Values(ValuesConfig(str(tmp_path / "values")))
+    values.begin("", "run")
+    workers = [
+        EditEncoder(
+            encoder,
+            structs.replace(config, runtime_dir=str(tmp_path / str(number))),
+            run_encodings=RunEncodings(values, lambda: "of these stages"),
+        )
+        for number in range(6)
+    ]
+    case = random_case(rng)
+    mask = (rng.random(case.pixels.shape[:2]) < 0.5).astype(np.uint8) * 255
+    texts = [WORDS[0]] * 5 if same_prompt else [f"{WORDS[0]} {number}" for number in range(5)]
+    edits = [edit_of(replace(case, prompt=text)) for text in texts]
+
+    def variants(run: str) -> list[Encoded]:
+        inputs = [ToEncode(edit, case.pixels, mask, None, run) for edit in edits]
+        encoded = []
+        for worker, edit_input in zip(workers[1:], inputs, strict=True):
+            [result] = worker.encode_all([edit_input])
+            assert not isinstance(result, Exception)
+            encoded.append(result[0])
+        return encoded
+
+    alone = variants("")
+    assert calls == {"template": 5, "encode_prompt": 5}, "without the plan each worker encodes"
+    for worker in workers:
+        worker._templates.drop(edits[0].pixels_id)
+        worker._prompts = LruCache(2**28, lambda arrays: 1)
+    calls.clear()
+    maker = edit_of(replace(case, prompt=WORDS[0] if same_prompt else ""))
+    [result] = workers[0].encode_all([ToEncode(maker, case.pixels, mask, None, "run", makes=True)])
+    assert not isinstance(result, Exception)
+    shared = variants("run")
+    assert calls == {"template": 1, "encode_prompt": 1 if same_prompt else 6}
+    for actual, expected in zip(shared, alone, strict=True):
+        same(actual, expected)
+    values.end("", "run")
+    assert values.stored().count == 0
+    for worker in workers:
+        worker.close()
