@@ -337,7 +337,7 @@ async def test_a_value_that_is_lost_is_made_again_and_nothing_else(
             return NodeAnswer({kind: NamedValue(put)}, "here:1", 0.1, 1)
 
     class Edits:
-        async def alone_s(self, message: ModelRequest, client: KeyHolder) -> None:
+        async def alone_s(self, message: ModelRequest, client: KeyHolder, *_: Any) -> None:
             return None
 
         async def infer(self, message: ModelRequest, *_: Any) -> bytes:
@@ -482,7 +482,7 @@ class Encoders:
         """Request ids of those that made the picture's encoding."""
         self.places: list[EncodingPlace | None] = []
 
-    async def alone_s(self, message: ModelRequest, client: KeyHolder) -> None:
+    async def alone_s(self, message: ModelRequest, client: KeyHolder, *_: Any) -> None:
         return None
 
     async def encode(self, message: ModelRequest, client: KeyHolder) -> bytes:
