@@ -120,6 +120,7 @@ def parser() -> argparse.ArgumentParser:
     add_jobs(subcommands, _add_common, _add_edit_options)
     add_workflows(subcommands, _add_common)
     _add_web(subcommands)
+    _add_check(subcommands)
     _add_serve(subcommands)
     return top
 
@@ -535,6 +536,18 @@ def _add_web(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     web.set_defaults(run=commands.web)
     _add_common(web)
+
+
+def _add_check(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    check = subcommands.add_parser(
+        "check",
+        help="say what a model, a checkpoint file or an adapter is, and what it needs",
+        description=serving.CHECK_DESCRIPTION,
+        epilog=serving.CHECK_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    serving.add_check_arguments(check)
+    check.set_defaults(run=serving.check)
 
 
 def _add_serve(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

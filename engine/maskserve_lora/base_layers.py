@@ -5,6 +5,7 @@ Read from the headers of the model's own safetensors files: no weight is touched
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -283,7 +284,7 @@ class BaseLayers:
             BadAdapter: naming the layer.
         """
         first, *_ = shapes = [self._shapes[part][name] for name in layers.layers]
-        inputs, *kernel = first[1:]
+        inputs, *kernel = (math.prod(first[1:]),) if layer.flat else first[1:]
         outputs, layer_names = sum(shape[0] for shape in shapes), " and ".join(layers.layers)[:80]
         if layer.inputs > inputs and layer.outputs == outputs:
             raise BadAdapter(

@@ -28,7 +28,7 @@ from maskserve_lora.storage import Storage, StorageFailed, Stored
 
 log = logging.getLogger("maskserve")
 
-_FORMAT = 4
+_FORMAT = 5
 
 
 class KnownAdapter(msgspec.Struct, frozen=True):
@@ -49,6 +49,8 @@ class KnownAdapter(msgspec.Struct, frozen=True):
     """Reason why it is not served; empty if it is."""
     notes: tuple[str, ...] = ()
     """Notes on skipped parts and on assumptions (`lora_plan.LoraPlan.notes`)."""
+    product_bytes: int = 0
+    """As in `lora_header.LoraHeader`."""
     config: str = ""
     """Path in the storage of PEFT's configuration; empty: there is none."""
     config_bytes: int = 0
@@ -221,7 +223,9 @@ class Catalogue:
         )
         digest = hashlib.sha256(msgspec.msgpack.encode((head, stored.nbytes, config))).hexdigest()
         if (twin := by_header.get(digest)) is not None:
-            description = Described(twin.rank, twin.parts, twin.notes, twin.problem)
+            description = Described(
+                twin.rank, twin.parts, twin.notes, twin.problem, twin.product_bytes
+            )
         else:
             description = self._headers.describe(head, stored.nbytes, config)
         return msgspec.structs.replace(plain, header=digest, **msgspec.structs.asdict(description))

@@ -52,6 +52,8 @@ class Described(msgspec.Struct, frozen=True):
     notes: tuple[str, ...] = ()
     problem: str = ""
     """Reason why the file is not served; empty if it is."""
+    product_bytes: int = 0
+    """As in `lora_header.LoraHeader`."""
 
 
 class HeaderProcess:
@@ -130,7 +132,7 @@ def described(
         plan = plan_of(header, base)
     except BadAdapter as error:
         return Described(problem=str(error))
-    return Described(header.rank, plan.parts, plan.notes)
+    return Described(header.rank, plan.parts, plan.notes, product_bytes=header.product_bytes)
 
 
 def main() -> None:

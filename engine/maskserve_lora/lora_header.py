@@ -5,6 +5,9 @@ Files are safetensors only: other formats may run code when they are read.
     module.lora_A.weight   A, [rank, in] or [rank, in, k, k]      also lora_down, lora.down
     module.lora_B.weight   B, [out, rank] or [out, rank, 1, 1]    also lora_up, lora.up
     module.alpha           scalar: the update is B A · alpha / rank; without it B A
+
+LoKr's and LoHa's matrices (`products`) take the places of A and B. With `dora_scale`, or PEFT's
+`lora_magnitude_vector`, [out], the layer's rows get these lengths after the update (DoRA).
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from maskserve_common.files.safetensors_header import (
     reader_of,
     short,
 )
+from maskserve_lora.products import ROLES, Kind, product_of
 
 PEFT_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 """Files that PEFT's `save_pretrained` writes into a folder; only the second has alphas."""
@@ -50,6 +54,7 @@ _ENDS = {
     "down": (".lora_A", ".lora_down", ".lora.down", ".lora_linear_layer.down", "_lora.down"),
     "up": (".lora_B", ".lora_up", ".lora.up", ".lora_linear_layer.up", "_lora.up"),
     "alpha": (".alpha", ".lora_alpha"),
+    "magnitude": (".dora_scale", ".lora_magnitude_vector"),
 }
 """Name endings of an update's tensors, without `.weight`."""
 _OTHER_TENSORS = {
@@ -60,9 +65,8 @@ _OTHER_TENSORS = {
 """Name endings of tensors of other kinds."""
 # Other kinds of adapters, by parts of their tensors' names, or after $ by their ends.
 _OTHER_KINDS = {
-    "DoRA": ("dora_scale", "lora_magnitude_vector"),
-    "LoKr": (".lokr_",),
-    "LoHa": (".hada_",),
+    "Tucker-decomposed LoKr": (".lokr_t",),
+    "Tucker-decomposed LoHa": (".hada_t",),
     "OFT": (".oft_",),
     "GLoRA": ("$.a1.weight", "$.a2.weight", "$.b1.weight", "$.b2.weight"),
     "IA3": ("$.on_input",),
@@ -122,6 +126,15 @@ class LoraHeader:
         """The largest of its layers'."""
         return max(layer.rank for layer in self.layers.values())
 
+    @property
+    def product_bytes(self) -> int:
+        """Bytes of all factors in half precision, for a file with LoKr or LoHa; else 0: the file
+        has them as they are.
+        """
+        if not any(layer.flat for layer in self.layers.values()):
+            return 0
+        return sum(2 * x.rank * (x.inputs + x.outputs) for x in self.layers.values())
+
 
 class Names(NamedTuple):
     """Tensors of one layer's update; the alpha may be missing."""
@@ -129,16 +142,44 @@ class Names(NamedTuple):
     down: str = ""
     up: str = ""
     alpha: str = ""
+    magnitude: str = ""
+    """Lengths of the layer's rows (DoRA); empty: they are not set."""
+    matrices: tuple[tuple[str, str], ...] = ()
+    """Names by role (`products.ROLES`) of LoKr's or LoHa's matrices, in place of down and up."""
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """All names; the first is one of a matrix."""
+        names = (*dict(self.matrices).values(), self.down, self.up, self.alpha, self.magnitude)
+        return tuple(name for name in names if name)
+
+    @property
+    def kind(self) -> Kind:
+        return ROLES[self.matrices[0][0]] if self.matrices else "LoRA"
 
 
 class Layer(NamedTuple):
     """Shape of the update of one layer."""
 
     rank: int
+    """Rank of its factors."""
     inputs: int
     outputs: int
     kernel: tuple[int, ...]
     """Sides of a convolution's kernel; () for a linear layer."""
+    flat: bool = False
+    """Whether `inputs` are those of a convolution, times the places of its kernel."""
+    inner_rank: int = 0
+    """Rank by which an alpha is divided, if it is another; -1: no alpha counts."""
+
+    @property
+    def alpha_rank(self) -> int:
+        return self.inner_rank or self.rank
+
+
+def is_adapter(tensors: Iterable[str]) -> bool:
+    """Whether tensors of these names are a LoRA, or an adapter of another kind."""
+    return any(_parts_of(name)[1] not in ("", "alpha") or _other_kind(name) for name in tensors)
 
 
 def read_tensors(read: Callable[[int, int], bytes], nbytes: int) -> Header:
@@ -160,6 +201,7 @@ def read_header(
     max_bytes: int = sys.maxsize,
     max_rank: int = sys.maxsize,
     config: bytes = b"",
+    fused: bool = False,
 ) -> LoraHeader:
     """Read which layers a LoRA file changes, from its header alone.
 
@@ -169,6 +211,7 @@ def read_header(
         max_bytes: largest file that is served.
         max_rank: largest rank of a layer that is served.
         config: PEFT's adapter_config.json, where one lies beside the file.
+        fused: whether it is fused into the weights: then it may be a DoRA, which depends on them.
 
     Raises:
         BadAdapter: it cannot be served.
@@ -184,22 +227,39 @@ def read_header(
     named, other_tensors = by_module(tensors)
     layers = {}
     for (part, module), names in named.items():
-        down, up = tensors[names.down], tensors[names.up]
-        layer = _layer(module, down.shape, up.shape)
+        layer = _layer(module, names, tensors)
         if layer.rank > max_rank:
-            raise BadAdapter(f"has rank {layer.rank} in {short(module)}; at most {max_rank} served")
-        for name, place in ((names.down, down), (names.up, up)):
-            if place.dtype not in _EXPONENTS:
+            raise BadAdapter(
+                f"has rank {layer.rank} in {short(module)}; at most {max_rank} served, and any if "
+                "it is fused (--fuse-lora)"
+            )
+        for name in names.tensors:
+            if name != names.alpha and tensors[name].dtype not in _EXPONENTS:
                 raise BadAdapter(
-                    f"holds {short(name)} in {place.dtype}; served: {', '.join(_EXPONENTS)}"
+                    f"holds {short(name)} in {tensors[name].dtype}; served: {', '.join(_EXPONENTS)}"
                 )
+        if names.magnitude:
+            _check_magnitude(module, layer, tensors[names.magnitude].shape, fused=fused)
         if names.alpha and math.prod(tensors[names.alpha].shape) != 1:
             raise BadAdapter(f"holds an alpha for {short(module)} that is not a single number")
         layers[part, module] = layer
     return LoraHeader(layers, named, other_tensors, tensors, nbytes, metadata)
 
 
-def header_of_file(path: Path, **bounds: int) -> LoraHeader:
+def _check_magnitude(module: str, layer: Layer, shape: tuple[int, ...], *, fused: bool) -> None:
+    if not fused:
+        raise BadAdapter(
+            f"is a DoRA ({short(module)}), which depends on the model's own weights; accepted: "
+            "--fuse-lora, for all edits of a worker"
+        )
+    if math.prod(shape) != layer.outputs or shape[0] != layer.outputs:
+        raise BadAdapter(
+            f"has a magnitude of shape {list(shape)} in {short(module)}; expected: one number for "
+            f"each of {layer.outputs} rows"
+        )
+
+
+def header_of_file(path: Path, *, fused: bool = False, **bounds: int) -> LoraHeader:
     """Read the header of a file on this host, with PEFT's configuration if it lies beside it.
 
     Raises:
@@ -209,7 +269,7 @@ def header_of_file(path: Path, **bounds: int) -> LoraHeader:
     config = config_of(path)
     with path.open("rb") as opened:
         nbytes = os.fstat(opened.fileno()).st_size
-        return read_header(reader_of(opened), nbytes, config=config, **bounds)
+        return read_header(reader_of(opened), nbytes, config=config, fused=fused, **bounds)
 
 
 def config_of(path: Path) -> bytes:
@@ -257,13 +317,23 @@ def by_module(tensors: Iterable[str]) -> tuple[dict[tuple[str, str], Names], dic
             other_tensors[name] = _kind_of(name)
             continue
         previous = names_by_module.get(module, Names())
-        if getattr(previous, role):
-            raise BadAdapter(f"holds the matrices of {short(module)} twice")
-        names_by_module[module] = previous._replace(**{role: name})
+        if role in ROLES:
+            if previous.matrices and previous.kind != ROLES[role]:
+                raise BadAdapter(f"is both LoKr and LoHa in {short(module)}")
+            changes: dict[str, Any] = {"matrices": (*previous.matrices, (role, name))}
+        else:
+            changes = {role: name}
+            if getattr(previous, role):
+                raise BadAdapter(f"holds the matrices of {short(module)} twice")
+        names_by_module[module] = previous._replace(**changes)
     for module, names in list(names_by_module.items()):
+        if names.matrices and not names.down and not names.up:
+            continue
         if names.alpha and not names.down and not names.up:
             other_tensors[names.alpha] = "an alpha without matrices"
             del names_by_module[module]
+        elif names.matrices:
+            raise BadAdapter(f"has matrices of a LoRA and of a {names.kind} in {short(module)}")
         elif not names.down or not names.up:
             missing = "up" if names.down else "down"
             raise BadAdapter(f"is not whole: {short(module)} has no {missing} matrix")
@@ -280,6 +350,9 @@ def _parts_of(name: str) -> tuple[str, str]:
     update.
     """
     stem = name.removesuffix(".weight")
+    owner, _, end = stem.rpartition(".")
+    if end in ROLES and owner:
+        return owner, end
     for role, ends in _ENDS.items():
         for end in ends:
             if stem.endswith(end) and len(stem) > len(end):
@@ -344,7 +417,7 @@ def check_values(
 
 def _refuse_other_kinds(tensors: Iterable[str]) -> None:
     for name in tensors:
-        kind = next((kind for kind, marks in _OTHER_KINDS.items() if _has(name, marks)), "")
+        kind = _other_kind(name)
         module, _, last = name.rpartition(".")
         if last in ("scale", "weight", "bias") and "norm" in module.rpartition(".")[2]:
             kind = "LoRA with norms"
@@ -352,16 +425,33 @@ def _refuse_other_kinds(tensors: Iterable[str]) -> None:
             raise BadAdapter(f"is of a kind that is not served: {kind} ({short(name)})")
 
 
+def _other_kind(name: str) -> str:
+    return next((kind for kind, marks in _OTHER_KINDS.items() if _has(name, marks)), "")
+
+
 def _has(name: str, marks: Iterable[str]) -> bool:
     return any(name.endswith(mark[1:]) if mark[0] == "$" else mark in name for mark in marks)
 
 
-def _layer(name: str, down: tuple[int, ...], up: tuple[int, ...]) -> Layer:
+def _layer(module: str, names: Names, tensors: Mapping[str, TensorPlace]) -> Layer:
     """Return the shape of the update, after checking that the matrices fit each other."""
+    if names.matrices:
+        shapes = {role: tensors[name].shape for role, name in names.matrices}
+        try:
+            product = product_of(names.kind, shapes)
+        except ValueError as error:
+            raise BadAdapter(f"{error} in {short(module)}") from error
+        return Layer(
+            product.rank, product.inputs, product.outputs, (), flat=True,
+            inner_rank=product.inner_rank or -1,
+        )  # fmt: skip
+    down, up = tensors[names.down].shape, tensors[names.up].shape
     if len(down) != len(up) or len(down) not in (2, 4):
-        raise BadAdapter(f"has matrices of other forms in {short(name)}: {down}, {up}")
+        raise BadAdapter(f"has matrices of other forms in {short(module)}: {down}, {up}")
     rank, inputs, *kernel = down
     outputs, inner, *sides = up
     if min(down) < 1 or min(up) < 1 or inner != rank or any(side != 1 for side in sides):
-        raise BadAdapter(f"has matrices that do not fit in {short(name)}: {list(down)}, {list(up)}")
+        raise BadAdapter(
+            f"has matrices that do not fit in {short(module)}: {list(down)}, {list(up)}"
+        )
     return Layer(rank, inputs, outputs, tuple(kernel))

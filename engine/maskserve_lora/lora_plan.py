@@ -53,7 +53,12 @@ class LayerUpdate(NamedTuple):
     rows: tuple[tuple[int, int], ...]
     """Row ranges [begin, end) of B, concatenated; none: all rows."""
     inputs: int
-    """Input features of the layer. A may have fewer columns: the others are 0."""
+    """Input features of the layer, or of flat factors all numbers that an output sees. A may have
+    fewer columns: the others are 0."""
+    kernel: tuple[int, ...] = ()
+    """[in, kh, kw] of a convolution whose factors are flat."""
+    inner_rank: int = 0
+    """As in `lora_header.Layer`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +80,7 @@ class LoraPlan:
     @property
     def tensors(self) -> set[str]:
         """Names of the tensors that are read."""
-        return {name for update in self.updates for name in update.names if name}
+        return {name for update in self.updates for name in update.names.tensors}
 
 
 def plan_of(header: LoraHeader, base: BaseLayers | None) -> LoraPlan:
@@ -103,7 +108,7 @@ def plan_of(header: LoraHeader, base: BaseLayers | None) -> LoraPlan:
             fixed = part in base.fixed
             reason = _why_not(part, module, transformer=transformer, known=has_part, fixed=fixed)
             sort = omitted if reason else unknown
-            sort.setdefault(reason or part, []).append(names.down)
+            sort.setdefault(reason or part, []).append(names.tensors[0])
     native_layers = {
         (part, candidate.layers[0])
         for (part, _), candidate in targets.items()
@@ -113,7 +118,7 @@ def plan_of(header: LoraHeader, base: BaseLayers | None) -> LoraPlan:
     for (part, module), meaning in targets.items():
         if meaning.published and {(part, name) for name in meaning.layers} <= native_layers:
             omitted.setdefault("the same layers are there under another name", []).append(
-                header.names[part, module].down
+                header.names[part, module].tensors[0]
             )
             continue
         base.check_layer(part, meaning, header.layers[part, module])
@@ -138,19 +143,22 @@ def plan_of(header: LoraHeader, base: BaseLayers | None) -> LoraPlan:
     return LoraPlan(tuple(updates.values()), tuple(notes), tuple(zeros))
 
 
-def check_file(path: Path, base: BaseLayers | None, **bounds: int) -> tuple[LoraHeader, LoraPlan]:
+def check_file(
+    path: Path, base: BaseLayers | None, *, fused: bool = False, **bounds: int
+) -> tuple[LoraHeader, LoraPlan]:
     """Check a file on this host to its last weight.
 
     Args:
         path: the LoRA file.
         base: layers of the model; None: the fit is not checked.
+        fused: as in `read_header`.
         bounds: limits for `read_header`.
 
     Raises:
         BadAdapter: it would not be served.
         OSError: it cannot be read.
     """
-    header = header_of_file(path, **bounds)
+    header = header_of_file(path, fused=fused, **bounds)
     plan = plan_of(header, base)
     data = np.memmap(path, np.uint8, mode="r")
     check_values(data, header.tensors, sorted(plan.tensors), plan.zeros)
@@ -226,8 +234,12 @@ def _updates(
             rows = (outputs // 2, outputs), (0, outputs // 2)
         elif len(layers.layers) > 1:
             rows = ((begin, end),)
-        scale = alphas.scale(part, module, layer.rank, of_module=bool(names.alpha))
-        yield LayerUpdate(part, name, names, scale, rows, inputs)
+        scale = alphas.scale(part, module, layer.alpha_rank, of_module=bool(names.alpha))
+        inner = tuple(base.shape(part, name)[1:])
+        if layer.flat:
+            inputs = math.prod(inner)
+        kernel = inner if layer.flat and len(inner) > 1 else ()
+        yield LayerUpdate(part, name, names, scale, rows, inputs, kernel, layer.inner_rank)
 
 
 class _Alphas:
@@ -244,11 +256,14 @@ class _Alphas:
         self._by_part = _decoded(metadata.get(_DIFFUSERS_KEY, ""))
         self._config = _decoded(metadata.get(CONFIG_KEY, ""))
         kind = self._config.get("peft_type", "LORA")
-        if kind != "LORA":
+        if kind in ("LOKR", "LOHA"):
+            self._config = _as_lora(self._config)
+        elif kind != "LORA":
             raise BadAdapter(f"is of a kind that is not served: {short(str(kind))}")
+        dora = any(names.magnitude for names in header.names.values())
         for prefix in ("transformer.", "unet.", "text_encoder.", "text_encoder_2."):
-            _check_config(self._by_part, prefix)
-        _check_config(self._config, "")
+            _check_config(self._by_part, prefix, dora=dora)
+        _check_config(self._config, "", dora=dora)
         self.notes: list[str] = []
         self._known: dict[str, _Patterns] = {}
         if self._config or self._by_part:
@@ -261,7 +276,7 @@ class _Alphas:
                     f"is taken at alpha = rank, as its tensors say: {key} in its metadata is "
                     f"{short(metadata[key])} and tells how it was trained"
                 )
-        if any(header.names[key].down.startswith("base_model.model.") for key in bare):
+        if any(header.names[key].tensors[0].startswith("base_model.model.") for key in bare):
             self.notes.append(
                 f"is taken at alpha = rank: it is PEFT's file without its {CONFIG_FILE}, which "
                 "says its alpha"
@@ -299,6 +314,7 @@ class _Alphas:
                 ) from error
             if not math.isfinite(alpha):
                 raise BadAdapter(f"has an alpha for {short(module)} that is not a finite number")
+            rank = values.get("product_rank", rank)  # PEFT's, even where no matrix has factors
             rooted = values.get(f"{prefix}use_rslora")
             return alpha / (math.sqrt(rank) if rooted else rank)
         return None
@@ -309,6 +325,21 @@ class _Alphas:
         return patterns
 
 
+def _as_lora(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return PEFT's configuration of a LoKr or LoHa with LoRA's key of the alpha.
+
+    Raises:
+        BadAdapter: layers differ in rank or alpha, or its convolutions are Tucker-decomposed.
+    """
+    for key in ("rank_pattern", "alpha_pattern", "use_effective_conv2d"):
+        if config.get(key):
+            raise BadAdapter(f"is of a kind that is not served: {config['peft_type']} with {key}")
+    alpha, rank = config.get("alpha"), config.get("r")
+    if not isinstance(alpha, int | float) or not isinstance(rank, int) or rank < 1:
+        raise BadAdapter("has metadata about alpha and r of another form")
+    return {"lora_alpha": alpha, "product_rank": rank}
+
+
 def _decoded(text: str) -> dict[str, Any]:
     try:
         return msgspec.json.decode(text, type=dict) if text else {}
@@ -316,12 +347,12 @@ def _decoded(text: str) -> dict[str, Any]:
         raise BadAdapter("has metadata that cannot be read") from error
 
 
-def _check_config(values: Mapping[str, Any], prefix: str) -> None:
+def _check_config(values: Mapping[str, Any], prefix: str, *, dora: bool) -> None:
     """Refuse what PEFT's configuration says an adapter is beyond its factors. Ranks are the
     tensors' own, and fan_in_fan_out means nothing to layers that are no Conv1D (PEFT's words).
     """
     for key, description in _NEEDED.items():
-        if values.get(f"{prefix}{key}"):
+        if values.get(f"{prefix}{key}") and not (dora and key == "use_dora"):
             raise BadAdapter(
                 f"is of a kind that is not served: {description} (its metadata say so)"
             )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -231,13 +232,16 @@ def host_folder(config: Config) -> Path:
     return Path(config.adapters.host_dir or Path(config.runtime_dir) / "adapters")
 
 
-def describe_file(path: Path, model: str | Path | None = None, gguf: str = "") -> dict[str, Any]:
+def describe_file(
+    path: Path, model: str | Path | None = None, gguf: str = "", *, fused: bool = False
+) -> dict[str, Any]:
     """Check a LoRA that no worker serves yet to its last weight, and describe it.
 
     Args:
         path: a LoRA file, or PEFT's or diffusers' folder of one.
         model: folder of its model; None: the fit is not checked.
         gguf: file whose weights replace the model's transformer; empty: none.
+        fused: whether it is fused into the weights: a DoRA or any rank is then served.
 
     Raises:
         BadAdapter: it would not be served.
@@ -253,7 +257,10 @@ def describe_file(path: Path, model: str | Path | None = None, gguf: str = "") -
         raise BadAdapter(why_no_name(name))
     limits = AdaptersConfig()
     base = None if model is None else BaseLayers.of_folder(model, gguf)
-    header, plan = check_file(path, base, max_bytes=limits.max_bytes, max_rank=limits.max_rank)
+    max_rank = sys.maxsize if fused else limits.max_rank
+    header, plan = check_file(
+        path, base, max_bytes=limits.max_bytes, max_rank=max_rank, fused=fused
+    )
     return {
         "name": name,
         "bytes": header.nbytes,

@@ -6,7 +6,9 @@ written aside and renamed, so it is whole or not there.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import math
 import os
 import shutil
 import subprocess
@@ -15,14 +17,18 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
-from maskserve_engine.checkpoints.request import CheckpointRequest, Description
+from maskserve_common.files.store import FileStore
+from maskserve_engine.checkpoints.request import CheckpointRequest, Description, ModelReport
 from maskserve_serving.errors import ServeError
+from maskserve_serving.file_kind import ENDS, check_denoiser
 
-ENDS = (".safetensors", ".safetensors.index.json")
-_MODULE = "maskserve_engine.checkpoints.folder"
+_FOLDER = "maskserve_engine.checkpoints.folder"
+_REPORT = "maskserve_engine.fitting.model_report"
+T = TypeVar("T")
 _FORMAT = 1
 """Changes when the same file would be converted otherwise."""
 
@@ -46,7 +52,7 @@ def is_checkpoint(model: str) -> bool:
     """Whether `--model` is a file.
 
     Raises:
-        ServeError: it is a file of another kind.
+        ServeError: it is a file of another kind; the text names the flag that takes it.
     """
     file = Path(model).expanduser()
     if not file.is_file():
@@ -55,11 +61,7 @@ def is_checkpoint(model: str) -> bool:
         raise ServeError(
             f"--model: {file} is a GGUF file; accepted: the model's folder, with --gguf {file}"
         )
-    if not file.name.endswith(ENDS):
-        raise ServeError(
-            f"--model: {file} is not a safetensors file; other formats are not read, as they may "
-            "run code"
-        )
+    check_denoiser(file)
     return True
 
 
@@ -69,8 +71,20 @@ def describe(file: Path) -> Description:
     Raises:
         ServeError: it is damaged or not served.
     """
-    text = _run(CheckpointRequest(str(file)))
-    return msgspec.json.decode(text.strip().splitlines()[-1], type=Description)
+    return _decoded(_run(CheckpointRequest(str(file))), Description)
+
+
+def report_of(request: CheckpointRequest) -> ModelReport:
+    """Report on a model or a checkpoint without its weights (`model_report.report`).
+
+    Raises:
+        ServeError: it is damaged or not served.
+    """
+    return _decoded(_run(request, _REPORT), ModelReport)
+
+
+def _decoded(output: str, form: type[T]) -> T:
+    return msgspec.json.decode(output.strip().splitlines()[-1], type=form)
 
 
 def folder_of(request: CheckpointRequest, parts: CheckpointParts) -> Path:
@@ -90,28 +104,46 @@ def folder_of(request: CheckpointRequest, parts: CheckpointParts) -> Path:
     words = repr((_FORMAT, request.weights, request.vae, request.text_encoders, identity))
     digest = hashlib.sha256(words.encode()).hexdigest()[:16]
     folder = parts.cache / f"{file.name.split('.safetensors')[0]}-{digest}"
-    if folder.is_dir() and all(path.exists() for path in folder.rglob("*")):
+    if _is_whole(folder):
         return folder
-    shutil.rmtree(folder, ignore_errors=True)  # a link in it ends nowhere
+    store = FileStore(parts.cache)
     try:
-        parts.cache.mkdir(parents=True, exist_ok=True)
-        aside = Path(tempfile.mkdtemp(prefix=".", dir=parts.cache))
+        with store.bringing(folder.name, math.inf):  # another start of the model waits
+            if not _is_whole(folder):
+                _make(request, folder, store, parts.report)
     except OSError as error:
         raise ServeError(f"{parts.cache}: cannot be written ({error.strerror})") from error
+    return folder
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether a folder is there, and none of its links ends nowhere."""
+    return folder.is_dir() and all(path.exists() for path in folder.rglob("*"))
+
+
+def _make(
+    request: CheckpointRequest, folder: Path, store: FileStore, report: Callable[[str], None]
+) -> None:
+    _remove_abandoned(store)
+    shutil.rmtree(folder, ignore_errors=True)
+    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=store.folder))
     try:
         if request.weights:
-            parts.report(f"{file.name}: converted once, to {folder}")
+            report(f"{Path(request.file).name}: converted once, to {folder}")
         output = _run(msgspec.structs.replace(request, folder=str(aside)))
         for line in output.splitlines():
-            parts.report(line)
-        try:
-            aside.rename(folder)
-        except OSError:
-            if not folder.is_dir():  # another start was first
-                raise
+            report(line)
+        aside.rename(folder)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-    return folder
+
+
+def _remove_abandoned(store: FileStore) -> None:
+    """Remove the folders aside of conversions that were killed; those that run hold a lock."""
+    for aside in store.folder.glob(".*/"):
+        name = aside.name.rpartition("-")[0].removeprefix(".") or aside.name
+        with contextlib.suppress(TimeoutError), store.bringing(name, 0.0):
+            shutil.rmtree(aside, ignore_errors=True)
 
 
 def _identity(path: Path) -> Sequence[object]:
@@ -131,12 +163,12 @@ def _shards(path: Path) -> int:
     return 2**16 if path.name.endswith(ENDS[1]) else 0
 
 
-def _run(request: CheckpointRequest) -> str:
+def _run(request: CheckpointRequest, module: str = _FOLDER) -> str:
     """Return the output of the process that reads checkpoints."""
     with tempfile.NamedTemporaryFile(prefix="maskserve-checkpoint-", suffix=".json") as file:
         file.write(msgspec.json.encode(request))
         file.flush()
-        command = [sys.executable, "-m", _MODULE, file.name]
+        command = [sys.executable, "-m", module, file.name]
         ended = subprocess.run(command, check=False, capture_output=True)
     if ended.returncode:
         raise ServeError(last_sentence(ended.stderr.decode(errors="replace")))

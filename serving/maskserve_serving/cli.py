@@ -49,6 +49,55 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+CHECK_DESCRIPTION = """\
+Say what a model is: its family, form and sizes, the jobs that it serves, the adapters and
+ControlNets that fit, its licence, and what cards of 16 to 80 GB hold of it. Of a checkpoint file
+also what is missing, and the flag that names it. No weights are read, and no server is asked.
+"""
+CHECK_EPILOG = """\
+exit codes:
+  0    it is served as it is named
+  2    it is not, or parts are missing; the last line says why
+
+example: maskserve check z_image_turbo_fp8.safetensors --base models/Z-Image-Turbo
+"""
+
+
+def add_check_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="folder, hub id, checkpoint file, LoRA or ControlNet",
+    )
+    parser.add_argument(
+        "--base",
+        default="",
+        metavar="MODEL",
+        help="of a checkpoint file, as in serve; of a LoRA or ControlNet, the model that it is for",
+    )
+    parser.add_argument(
+        "--text-encoder",
+        dest="text_encoders",
+        action="append",
+        default=[],
+        metavar="MODEL",
+        help="of a checkpoint file, as in serve; may be repeated",
+    )
+    parser.add_argument(
+        "--vae", default="", metavar="MODEL", help="of a checkpoint file, as in serve"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+
+
+def check(flags: argparse.Namespace) -> int:
+    """Print what a model is and return the exit code."""
+    from maskserve_serving.check import print_check
+    from maskserve_serving.checkpoint import CheckpointParts
+
+    parts = CheckpointParts(flags.base, tuple(flags.text_encoders), flags.vae)
+    return print_check(flags.model, parts, as_json=flags.json)
+
+
 def serve(flags: argparse.Namespace) -> int:
     """Serve until a signal and return the exit code."""
     os.umask(0o077)  # entries, templates and logs are private

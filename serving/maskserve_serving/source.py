@@ -10,6 +10,7 @@ from typing import Any
 from maskserve_common.config import ConfigError
 from maskserve_engine.checkpoints.request import CheckpointRequest
 from maskserve_engine.families.specs import DENSE_ONLY, load_spec
+from maskserve_engine.spec.model_index import read_model_index
 from maskserve_serving.checkpoint import CheckpointParts, describe, folder_of, is_checkpoint
 from maskserve_serving.errors import ServeError
 from maskserve_serving.files import checked, read_tables, with_values
@@ -68,11 +69,39 @@ def with_model(
         )
     without = _TRANSFORMER if model_table.get("gguf") else []
     folder = resolve_model(model, str(model_table.get("revision", "")), files, without, fetch)
+    if files is None:
+        stages = tables.get("stages", {}).get("service")
+        for sentence in parts_without_weights(folder, gguf=bool(without), stages=bool(stages)):
+            raise ServeError(sentence)
     tables = with_values(tables, "model", path=str(folder))
     if not Path(model).exists() and not tables["model"].get("name"):
         # A downloaded model's folder is named after its revision; clients know the hub id.
         tables = with_values(tables, "model", name=model.split("/")[-1])
     return tables
+
+
+_MODELS = ("transformer", "unet", "vae", "text_encoder")
+"""How the names of parts with weights begin."""
+_DENOISERS = ("transformer", "unet")
+_ANY_WEIGHTS = ("*.safetensors", "*.bin")
+
+
+def parts_without_weights(folder: Path, *, gguf: bool = False, stages: bool = False) -> list[str]:
+    """Return a sentence for each part of a model folder that has no weights.
+
+    Args:
+        folder: folder in diffusers format.
+        gguf: whether a GGUF file has the transformer's.
+        stages: whether a service has the text encoders and the VAE.
+    """
+    return [
+        f"--model: {folder} has no weights of its {name} ({value[-1]}); use a folder that has all "
+        "parts, as diffusers saves it"
+        for name, value in read_model_index(folder).items()
+        if name.startswith(_MODELS) and isinstance(value, list) and value[0]
+        if not (gguf and name == "transformer") and not (stages and name not in _DENOISERS)
+        if not any(any((folder / name).glob(files)) for files in _ANY_WEIGHTS)
+    ]
 
 
 def with_model_cache(tables: dict[str, Any], report: Callable[[str], None]) -> dict[str, Any]:
@@ -174,14 +203,26 @@ def _checkpoint_folder(
         if parts.vae or description.vae:
             without.append("vae/*.safetensors")
     folder = _local(base, "--base", None, files or _SERVED_FILES, without, fetch)
-    request = CheckpointRequest(
+    return folder_of(checkpoint_request(file, folder, parts, files, fetch), parts)
+
+
+def checkpoint_request(
+    file: Path,
+    folder: Path,
+    parts: CheckpointParts,
+    files: list[str] | None = None,
+    fetch: Fetch = from_hub,
+) -> CheckpointRequest:
+    """Return a checkpoint file with its base folder and the parts beside it on this host; other
+    arguments are those of `with_model`.
+    """
+    return CheckpointRequest(
         str(file.absolute()),
         str(folder.absolute()),
         tuple(_part(name, "--text-encoder", files, fetch) for name in parts.text_encoders),
         _part(parts.vae, "--vae", files, fetch) if parts.vae else "",
         weights=files is None,
     )
-    return folder_of(request, parts)
 
 
 def _part(name: str, key: str, files: list[str] | None, fetch: Fetch) -> str:

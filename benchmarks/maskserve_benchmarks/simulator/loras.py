@@ -119,6 +119,9 @@ class _Source:
             self._on_host.popitem(last=False)
         self._files = tuple(self._on_host.values())
 
+    def half_bytes(self, lora: Lora) -> int:
+        return self.file_bytes(lora)
+
     def file_bytes(self, lora: Lora) -> int:
         return NBYTES
 

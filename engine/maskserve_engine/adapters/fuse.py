@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from maskserve_common.config import Config, ConfigError
-from maskserve_engine.adapters.lora_file import read_lora
+from maskserve_engine.adapters.lora_file import LayerChange, changes_of
 from maskserve_engine.stages.loader import device_of
 from maskserve_engine.stages.quantise import form_in_words
 from maskserve_lora.base_layers import BaseLayers
@@ -72,17 +72,33 @@ def fused(config: Config, model: nn.Module, part: str) -> nn.Module:
     for path, scale in loras:
         _description(path, config)  # checks the file
         try:
-            base = BaseLayers.of_folder(config.model.path)
-            layers = read_lora(path, base, config.model.path, only=(part,)).get(part, {})
-            for name, (down, up) in layers.items():
-                weight = _layer(model, name).weight
-                change = (up.flatten(1) @ down.flatten(1)).view_as(weight).to(weight.device)
-                weight.copy_(weight.float() + scale * change)
+            base, model_path = BaseLayers.of_folder(config.model.path), config.model.path
+            count = 0
+            for change in changes_of(path, base, model_path, (part,), fused=True):
+                weight = _layer(model, change.layer).weight
+                weight.copy_(_changed(weight.float(), change, scale))
+                count += 1
         except BadAdapter as error:
             raise _config_error(path, str(error)) from error
-        if layers:
-            _log.info("%s x %g is fused into %d layers of %s", path.name, scale, len(layers), part)
+        if count:
+            _log.info("%s x %g is fused into %d layers of %s", path.name, scale, count, part)
     return model
+
+
+def _changed(weight: torch.Tensor, change: LayerChange, scale: float) -> torch.Tensor:
+    """Return a layer's new weight in float32.
+
+    A DoRA is fused by its scale's share of the way from the weight to DoRA's at scale 1, as LyCORIS
+    and ComfyUI do: (1 - s) W + s m (W + B A) / |W + B A|, with the length of each row.
+    """
+    down, up = change.factors
+    update = (up.flatten(1) @ down.flatten(1)).view_as(weight).to(weight.device)
+    if change.magnitude is None:
+        return weight + scale * update
+    rows = (weight + update).flatten(1)
+    lengths = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+    magnitude = change.magnitude.to(weight.device)[:, None]
+    return torch.lerp(weight, (rows * (magnitude / lengths)).view_as(weight), scale)
 
 
 def _parse(text: str) -> FusedLora:
@@ -100,7 +116,7 @@ def _parse(text: str) -> FusedLora:
 
 def _description(path: Path, config: Config) -> dict[str, Any]:
     try:
-        return describe_file(path, config.model.path)
+        return describe_file(path, config.model.path, fused=True)
     except OSError as error:
         raise _config_error(path, f"cannot be read: {error.strerror}") from error
     except BadAdapter as error:

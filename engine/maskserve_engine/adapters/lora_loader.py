@@ -43,11 +43,11 @@ Place = Callable[[str, Mapping[str, Factors]], int]
 """Puts a LoRA's updates, by layer, on the device under its version; returns their bytes there."""
 
 
-def estimated_bytes(config: Config, file_bytes: int) -> int:
-    """Return the estimated device bytes of a file in half precision; the true number is known once
-    it is loaded.
+def estimated_bytes(config: Config, half_bytes: int) -> int:
+    """Return the estimated device bytes of factors that take `half_bytes` in half precision; the
+    true number is known once they are loaded.
     """
-    return file_bytes * dtype_of(config).itemsize // 2
+    return half_bytes * dtype_of(config).itemsize // 2
 
 
 class LoraLoader(ResourceLoader[Lora]):
@@ -81,6 +81,11 @@ class LoraLoader(ResourceLoader[Lora]):
             MaskserveError: the LoRA is not served, or not any more.
         """
         return self._store.catalogue.find(lora.name, LORAS.setting).nbytes
+
+    def half_bytes(self, lora: Lora) -> int:
+        """Return the bytes of its factors in half precision, about; raises as `file_bytes`."""
+        known = self._store.catalogue.find(lora.name, LORAS.setting)
+        return known.product_bytes or known.nbytes
 
     def typical_bytes(self) -> float:
         """Return the mean bytes of the catalogue's files, from its content of at most a second ago;

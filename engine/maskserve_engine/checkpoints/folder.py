@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 import torch
 
-from maskserve_common.config import ConfigError
+from maskserve_common.config import Config, ConfigError
 from maskserve_common.config_file import config_of, read_json
 from maskserve_common.files.safetensors_header import encode_header
 from maskserve_common.files.weight_files import weight_files
@@ -44,6 +44,7 @@ from maskserve_engine.checkpoints.request import CheckpointRequest, Description
 from maskserve_engine.checkpoints.stored import DTYPES, StoredTensors
 from maskserve_engine.spec.model_index import read_model_index
 from maskserve_engine.stages.loader import shape_of
+from maskserve_engine.stages.unused_libraries import hide_unused_libraries
 
 DENOISERS = ("transformer", "unet")
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -84,6 +85,8 @@ class _Maker:
         self.stored = StoredTensors(self.file)
         self.tensors = self.stored.tensors()
         self.config = config_of({"model": {"path": str(self.base), "device": "meta"}})
+        self.missing: list[str] = []
+        """A sentence for each part without weights."""
 
     def make(self) -> None:
         for file in self.base.glob("*.json"):
@@ -190,11 +193,13 @@ class _Maker:
 
     def _link_base(self, name: str, flag: str) -> None:
         folder = self.base / name
-        if self.weights and not weight_files(folder).files:
-            raise ConfigError(
+        if not weight_files(folder).files:
+            self.missing.append(
                 f"{flag}: is missing: {self.file} has no {name}, and {self.base} has no weights of "
                 "it; name a folder, a file or a hub id"
             )
+            if self.weights:
+                raise ConfigError(self.missing[0])
         (self.folder / name).symlink_to(folder)
 
     def _expected(self, name: str) -> dict[str, torch.Tensor]:
@@ -247,14 +252,19 @@ def _bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
         yield whole.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def make_folder(request: CheckpointRequest) -> None:
+def make_folder(request: CheckpointRequest) -> list[str]:
     """Write the folder of a request, which exists and is empty.
+
+    Returns:
+        A sentence for each part without weights, if the request wants none written.
 
     Raises:
         ConfigError: the parts are damaged or do not fit; one sentence.
     """
     try:
-        _Maker(request).make()
+        maker = _Maker(request)
+        maker.make()
+        return maker.missing
     except ValueError as error:  # variants of a folder
         if isinstance(error, ConfigError):
             raise
@@ -264,6 +274,7 @@ def make_folder(request: CheckpointRequest) -> None:
 def main(argv: list[str]) -> int:
     """Describe the file of a request, or write its folder."""
     warnings.simplefilter("ignore")
+    hide_unused_libraries(Config())
     request = msgspec.json.decode(Path(argv[1]).read_bytes(), type=CheckpointRequest)
     try:
         if request.folder:

@@ -27,6 +27,7 @@ from maskserve_common.config import (
 )
 from maskserve_common.config_file import load_config
 from maskserve_engine.cache.host_cache import bytes_in_use
+from maskserve_engine.checkpoints.request import Card
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.families.registry import load_adapter
 from maskserve_engine.fitting.entry_store import sized
@@ -266,6 +267,37 @@ def check_fits(config: Config, free: int) -> None:
     raise ConfigError(f"{message}{fit.missing / _GIB:.1f} GiB are missing with {settings}")
 
 
+def fits(shapes: Shapes) -> Iterator[tuple[int, str, Fit]]:
+    """Yield for each card its size in GB, forms of nearly the same size, and how they fit."""
+    by_size: dict[float, list[str]] = {}
+    for form, nbytes in shapes.weights.items():
+        by_size.setdefault(round(nbytes / _GIB, 1), []).append(form)
+    for card in CARDS:
+        for forms in by_size.values():
+            form_names = "GGUF" if shapes.configured.model.gguf else ", ".join(forms)
+            yield card, form_names, shapes.fit(forms[0], int(_USABLE * card * _GIB))
+
+
+def best_fits(shapes: Shapes) -> tuple[Card, ...]:
+    """Return for each card the first form that holds enough, or else the one that holds most."""
+    best: dict[int, tuple[str, Fit]] = {}
+    for card, forms, fit in fits(shapes):
+        _, other = best.get(card, ("", None))
+        if other is None or (not other.enough and (fit.enough or fit.worth > other.worth)):
+            best[card] = forms, fit
+    return tuple(
+        Card(
+            card, forms, fit.rows, fit.templates, fit.missing,
+            _settings_beside_form(shapes.configured, fit),
+        )
+        for card, (forms, fit) in best.items()
+    )  # fmt: skip
+
+
+def _settings_beside_form(config: Config, fit: Fit) -> str:
+    return fit.settings_text(replace(config, model=replace(config.model, weights=fit.form)))
+
+
 def text(shapes: Shapes) -> str:
     """Return the table in Markdown; forms of nearly the same size share a line."""
     spec, config = shapes.spec, shapes.configured
@@ -279,24 +311,16 @@ def text(shapes: Shapes) -> str:
         "| card | weights | denoiser | encoder | decoder | rows | step | templates | settings |",
         "|---" * 9 + "|",
     ]
-    by_size: dict[float, list[str]] = {}
-    for form, nbytes in shapes.weights.items():
-        by_size.setdefault(round(nbytes / _GIB, 1), []).append(form)
-    for card in CARDS:
-        for forms in by_size.values():
-            fit = shapes.fit(forms[0], int(_USABLE * card * _GIB))
-            sizes = [
-                f"{part_bytes / _GIB:.1f}" for part_bytes in (fit.weights, fit.encoder, fit.decoder)
-            ]
-            columns = ["–", f"{fit.step / _GIB:.1f}", "–", f"{fit.missing / _GIB:.1f} missing"]
-            if not fit.missing:
-                settings = fit.settings_text(
-                    replace(config, model=replace(config.model, weights=fit.form))
-                )
-                columns = [str(fit.rows), columns[1], str(fit.templates), settings]
-            form_names = "GGUF" if config.model.gguf else ", ".join(forms)
-            cells = [f"{card} GB", form_names, *sizes, *columns]
-            lines.append(f"| {' | '.join(cells)} |")
+    for card, forms, fit in fits(shapes):
+        sizes = [
+            f"{part_bytes / _GIB:.1f}" for part_bytes in (fit.weights, fit.encoder, fit.decoder)
+        ]
+        columns = ["–", f"{fit.step / _GIB:.1f}", "–", f"{fit.missing / _GIB:.1f} missing"]
+        if not fit.missing:
+            settings = _settings_beside_form(config, fit)
+            columns = [str(fit.rows), columns[1], str(fit.templates), settings]
+        cells = [f"{card} GB", forms, *sizes, *columns]
+        lines.append(f"| {' | '.join(cells)} |")
     step_cache = refresh_bytes(shapes.config, shapes.adapter, "cuda")
     if config.cache.enabled and step_cache:
         in_use = bytes_in_use(step_cache, shapes.adapter.entry_blocks)

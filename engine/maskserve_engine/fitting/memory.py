@@ -28,6 +28,7 @@ from maskserve_engine.spec.model_spec import ModelSpec, refresh_rule, refresh_st
 from maskserve_engine.stages.loader import device_of, dtype_of, shape_of
 from maskserve_engine.stages.quantise import bytes_as, gguf_bytes, largest_layer_bytes
 from maskserve_engine.stages.vae import in_tiles
+from maskserve_lora.lora_header import BadAdapter, header_of_file
 from maskserve_lora.storage import Storage, StorageFailed
 
 _T5 = "T5EncoderModel"
@@ -186,10 +187,18 @@ def _lora_bytes(config: Config, unknown: int) -> int:
     except StorageFailed:
         return unknown
     return sum(
-        estimated_bytes(config, file.nbytes)
+        estimated_bytes(config, _half_bytes(Path(store, file.path), file.nbytes))
         for file in files
         if file.nbytes <= config.adapters.max_bytes
     )
+
+
+def _half_bytes(path: Path, nbytes: int) -> int:
+    """Return about how many bytes the factors of a LoRA file take in half precision."""
+    try:
+        return header_of_file(path).product_bytes or nbytes
+    except (BadAdapter, OSError):
+        return nbytes
 
 
 def control_bytes(config: Config, adapter: Adapter, host_free: int | None = None) -> int:

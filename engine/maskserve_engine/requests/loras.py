@@ -32,6 +32,8 @@ class LoraSource(Source[Lora], Protocol):
 
     def file_bytes(self, lora: Lora) -> int: ...
 
+    def half_bytes(self, lora: Lora) -> int: ...
+
     def on_host(self) -> tuple[AdapterFile, ...]: ...
 
 
@@ -131,10 +133,10 @@ class Loras(ResourceCache[Lora]):
 
     def _bytes(self, item: Lora) -> tuple[int, int]:
         file_bytes = self._loader.file_bytes(item)
-        return self._device_bytes(file_bytes), file_bytes
+        return self._device_bytes(self._loader.half_bytes(item)), file_bytes
 
-    def _device_bytes(self, file_bytes: int) -> int:
-        return estimated_bytes(self._config, file_bytes)
+    def _device_bytes(self, half_bytes: int) -> int:
+        return estimated_bytes(self._config, half_bytes)
 
     def _load(self, resource: Resource, item: Lora, worth: float) -> bool:
         comes = super()._load(resource, item, worth)

@@ -81,6 +81,9 @@ class _ImmediateLoader:
             loaded = Loaded("", NBYTES, 0.0, NBYTES, "storage")
             loras.arrived(self._pending.pop(), loaded)
 
+    def half_bytes(self, lora: Lora) -> int:
+        return self.file_bytes(lora)
+
     def file_bytes(self, lora: Lora) -> int:
         return NBYTES
 

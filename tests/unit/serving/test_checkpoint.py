@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import save_file
 
+from maskserve_common.files.store import FileStore
 from maskserve_serving.checkpoint import CheckpointParts
 from maskserve_serving.errors import ServeError
 from maskserve_serving.source import with_model
@@ -71,11 +73,29 @@ def test_files_that_are_no_checkpoints_are_refused(base: Path, tmp_path: Path) -
         with pytest.raises(ServeError, match=sentence):
             served(tmp_path / name, base=str(base))
     save_file(weights_of(base / "vae"), tmp_path / "vae.safetensors")
-    with pytest.raises(ServeError, match="is not a checkpoint of ZImageTransformer2DModel"):
+    with pytest.raises(ServeError, match=r"is a VAE alone; accepted: .* with --vae "):
         served(tmp_path / "vae.safetensors", base=str(base))
+    save_file({"transformer_blocks.0.x": torch.ones(1)}, tmp_path / "bare.safetensors")
     with pytest.raises(ServeError, match="name the model's folder or hub id with --base"):
-        served(tmp_path / "vae.safetensors")
+        served(tmp_path / "bare.safetensors")
     with pytest.raises(ServeError, match="stand beside a checkpoint file"):
         served(base, vae=str(base / "vae"))
     left = tmp_path / "cache" / "models"
     assert not left.exists() or list(left.iterdir()) == []
+
+
+def test_what_killed_conversions_left_is_removed_but_not_a_running_one(
+    base: Path, file: Path
+) -> None:
+    cache = base.parent / "cache" / "models"
+    killed, running = cache / ".z-old-0123456789abcdef-k1_l2", cache / ".z-new-0123-r1_n2"
+    for folder in (killed, running):
+        (folder / "vae").mkdir(parents=True)
+    write_checkpoint("z-image", base, file, "fp16")
+    with FileStore(cache).bringing("z-new-0123", 0.0):
+        served(file, base=str(base))
+        assert not killed.exists()
+        assert running.exists()
+    write_checkpoint("z-image", base, file, "bf16")
+    served(file, base=str(base))
+    assert [path.name for path in cache.glob(".*")] == []

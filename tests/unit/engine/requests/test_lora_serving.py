@@ -60,6 +60,9 @@ class SlowLoras:
         self.host: tuple[AdapterFile, ...] = ()
         self.nbytes = FILE_BYTES
 
+    def half_bytes(self, lora: Lora) -> int:
+        return self.file_bytes(lora)
+
     def file_bytes(self, lora: Lora) -> int:
         return self.nbytes
 

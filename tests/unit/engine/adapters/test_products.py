@@ -1,0 +1,181 @@
+"""LoKr, LoHa and DoRA: by their formulas in float64, and by PEFT, which writes the files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from maskserve_engine.adapters.fuse import fused
+from maskserve_engine.adapters.lora_file import read_lora
+from maskserve_lora.base_layers import BaseLayers
+from maskserve_lora.lora_header import BadAdapter, Layer, header_of_file
+from maskserve_lora.lora_plan import check_file
+from tests.fakes.jobs import config_of
+from tests.fakes.loras import Arrays, write
+from tests.support.draws import fresh_rng
+from tests.support.lora_oracle import deltas
+
+LINEAR, CONV = (32, 48), (16, 24, 3, 3)
+"""Weights of two layers, [out, in] and [out, in, kh, kw]."""
+BASE = BaseLayers({"denoiser": {"a.to_q": LINEAR, "a.conv": CONV}}, "unet")
+SIDES = {"a.to_q": ((4, 6), (8, 8)), "a.conv": ((4, 3), (4, 8))}
+"""Shapes of W1 and W2 of a LoKr of each; a convolution's W2 has its kernel, too."""
+
+
+def drawn(*shape: int) -> np.ndarray[Any, Any]:
+    return fresh_rng().standard_normal(shape).astype(np.float32)
+
+
+def file_of(folder: Path, tensors: Arrays) -> Path:
+    write(folder / "x.safetensors", tensors)
+    return folder / "x.safetensors"
+
+
+def changes(file: Path, base: BaseLayers = BASE) -> dict[str, Tensor]:
+    return deltas(read_lora(file, base, "a model"))
+
+
+def assert_near(actual: Tensor, expected: Tensor) -> None:
+    assert actual.shape == expected.shape
+    assert float((actual - expected).abs().max()) <= 1e-5 * float(expected.abs().max())
+
+
+@pytest.mark.parametrize("layer", SIDES)
+@pytest.mark.parametrize("factored", ["", "1", "2", "12"])
+@pytest.mark.parametrize("prefix", ["lycoris_", "diffusion_model.", "lora_unet_"])
+@pytest.mark.each_value
+def test_lokr_is_kronecker_s_product(
+    tmp_path: Path, layer: str, factored: str, prefix: str
+) -> None:
+    kernel = CONV[2:] if layer == "a.conv" else ()
+    name = layer if prefix.endswith(".") else layer.replace(".", "_")
+    tensors: Arrays = {f"{prefix}{name}.alpha": np.array(3.0, np.float32)}
+    whole = []
+    for side, (rows, columns) in zip("12", SIDES[layer], strict=True):
+        inner = (columns, *kernel) if side == "2" else (columns,)
+        if side in factored:
+            pair = drawn(rows, 2), drawn(2, *inner)
+            tensors |= {
+                f"{prefix}{name}.lokr_w{side}_{end}": x for end, x in zip("ab", pair, strict=True)
+            }
+            product = np.tensordot(pair[0].astype(np.float64), pair[1], 1)
+        else:
+            product = drawn(rows, *inner)
+            tensors[f"{prefix}{name}.lokr_w{side}"] = product
+        whole.append(torch.from_numpy(product.astype(np.float64)))
+    first = whole[0][..., None, None] if kernel else whole[0]
+    expected = torch.kron(first, whole[1]) * (3.0 / 2 if factored else 1.0)
+    assert_near(changes(file_of(tmp_path, tensors))[f"denoiser/{layer}"], expected)
+
+
+@pytest.mark.parametrize("shape", [LINEAR, CONV])
+@pytest.mark.parametrize("rank", [2, 7])
+def test_loha_is_hadamard_s_product(tmp_path: Path, shape: tuple[int, ...], rank: int) -> None:
+    layer = "a_conv" if len(shape) > 2 else "a_to_q"
+    inputs = int(np.prod(shape[1:]))
+    pairs = [(drawn(shape[0], rank), drawn(rank, inputs)) for _ in range(2)]
+    tensors: Arrays = {f"lycoris_{layer}.alpha": np.array(1.0, np.float32)}
+    for side, pair in enumerate(pairs, 1):
+        for end, matrix in zip("ab", pair, strict=True):
+            tensors[f"lycoris_{layer}.hada_w{side}_{end}"] = matrix
+    products = [torch.from_numpy(a).double() @ torch.from_numpy(b).double() for a, b in pairs]
+    [actual] = changes(file_of(tmp_path, tensors)).values()
+    assert_near(actual, (products[0] * products[1]).view(shape) / rank)
+
+
+def tiny() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.ModuleDict({"a": nn.ModuleDict({"to_q": nn.Linear(48, 32, bias=False)})})
+
+
+@pytest.mark.parametrize("kind", ["LoKr", "LoHa"])
+def test_peft_s_files_mean_what_they_mean_to_peft(tmp_path: Path, kind: str) -> None:
+    import peft
+
+    config = getattr(peft, f"{kind}Config")(r=2, alpha=5, target_modules=["to_q"])
+    model = peft.get_peft_model(tiny(), config)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            nn.init.normal_(parameter)
+    model.save_pretrained(str(tmp_path))
+    layer: Any = model.get_submodule("base_model.model.a.to_q")
+    expected = layer.get_delta_weight("default").detach().double()
+    base = BaseLayers({"denoiser": {"a.to_q": (32, 48)}})
+    [actual] = changes(tmp_path / "adapter_model.safetensors", base).values()
+    assert_near(actual, expected)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.4])
+def test_a_dora_is_fused_by_peft_s_formula(tmp_path: Path, scale: float, tiny_fill: Path) -> None:
+    import peft
+    from diffusers import FluxTransformer2DModel
+
+    def model() -> Any:
+        return FluxTransformer2DModel.from_pretrained(tiny_fill / "transformer")
+
+    layers = ["transformer_blocks.0.attn.to_q", "single_transformer_blocks.0.proj_out"]
+    plain = model()
+    weights = {name: plain.get_submodule(name).weight.detach().clone() for name in layers}
+    tuned: Any = peft.get_peft_model(
+        model(), peft.LoraConfig(r=3, lora_alpha=2, target_modules=layers, use_dora=True)
+    )
+    for name, parameter in tuned.named_parameters():
+        if "lora_" in name:
+            nn.init.uniform_(parameter, 0.1, 0.5)
+    tuned.save_pretrained(str(tmp_path / "dora"))
+    file = tmp_path / "dora" / "adapter_model.safetensors"
+    merged = tuned.merge_and_unload()
+    config = config_of(tiny_fill, model={"fuse_loras": [f"{file}:{scale}"]})
+    changed = fused(config, plain.requires_grad_(False), "denoiser")
+    for name in layers:
+        expected = torch.lerp(weights[name], merged.get_submodule(name).weight.detach(), scale)
+        assert_near(changed.get_submodule(name).weight.detach().double(), expected.double())
+    with pytest.raises(BadAdapter, match=r"is a DoRA .* accepted: --fuse-lora"):
+        header_of_file(file)
+
+
+def test_half_precision_bytes_of_products_are_counted(tmp_path: Path) -> None:
+    tensors: Arrays = {"lycoris_a_to_q.lokr_w1": drawn(4, 6), "lycoris_a_to_q.lokr_w2": drawn(8, 8)}
+    header = header_of_file(file_of(tmp_path, tensors))
+    assert header.layers["denoiser", "a_to_q"] == Layer(32, 48, 32, (), True, -1)
+    assert header.product_bytes == 2 * 32 * (48 + 32)
+
+
+BAD: dict[str, tuple[dict[str, tuple[int, ...]], str]] = {
+    "a side is missing": ({"lokr_w1": (4, 6)}, "is not whole: it has no lokr_w2"),
+    "a factor is missing": ({"lokr_w1": (4, 6), "lokr_w2_a": (8, 2)}, "has no lokr_w2"),
+    "a side twice": (
+        {"lokr_w1": (4, 6), "lokr_w2": (8, 8), "lokr_w2_a": (8, 2)},
+        "lokr_w2 in another form",
+    ),
+    "factors of other ranks": (
+        {"lokr_w1": (4, 6), "lokr_w2_a": (8, 2), "lokr_w2_b": (3, 8)},
+        "do not fit",
+    ),
+    "other widths": ({"lokr_w1": (4, 6), "lokr_w2": (8, 2)}, "is for another model"),
+    "empty": ({"lokr_w1": (0, 6), "lokr_w2": (8, 8)}, "empty"),
+    "Hadamard's of two shapes": (
+        {"hada_w1_a": (32, 2), "hada_w1_b": (2, 48), "hada_w2_a": (32, 2), "hada_w2_b": (2, 40)},
+        "W2 of",
+    ),
+    "two kinds": ({"lokr_w1": (4, 6), "hada_w1_a": (8, 8)}, "both LoKr and LoHa"),
+    "Tucker's": ({"lokr_t2": (2, 2, 3, 3)}, "Tucker-decomposed LoKr"),
+    "OFT": ({"oft_blocks": (2, 4, 4)}, "OFT"),
+    "a rank beyond the bound": (
+        {"hada_w1_a": (32, 5), "hada_w1_b": (5, 48), "hada_w2_a": (32, 5), "hada_w2_b": (5, 48)},
+        r"has rank 25 in a_to_q; at most 24 served, and any if it is fused",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_products_are_refused_by_their_header(tmp_path: Path, case: str) -> None:
+    shapes, why = BAD[case]
+    file = file_of(tmp_path, {f"lycoris_a_to_q.{role}": drawn(*x) for role, x in shapes.items()})
+    with pytest.raises(BadAdapter, match=why):
+        check_file(file, BASE, max_rank=24)
