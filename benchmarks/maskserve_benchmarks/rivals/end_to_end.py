@@ -9,7 +9,8 @@ templates. Both sides are tuned first, by edits per second with 8 in flight: the
 delay, instances and threads, and the way in which maskserve shares the cores (`best_share`). Then
 the systems take turns in rounds: saturation (8 in flight), one edit alone, and Poisson arrivals at
 shares of the rival's rate. Closer studies follow (`one_model`): batch sizes, mask ratios, workers
-without a part, LoRAs. The command writes results.json, the plots and the page.
+without a part, LoRAs. `pictures` is text to image of mixed sizes, beside diffusers' text-to-image
+pipeline. The command writes results.json, the plots and the page.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ import numpy as np
 import psutil
 from skimage.metrics import structural_similarity
 
-from maskserve_benchmarks.checkout import CHECKOUT, DEMO_MODEL
+from maskserve_benchmarks.checkout import CHECKOUT, DEMO_EDIT, DEMO_MODEL
 from maskserve_benchmarks.edits.edit import large_model
 from maskserve_benchmarks.edits.lora_edits import write_loras
 from maskserve_benchmarks.machine import machine, stolen_s
@@ -69,19 +70,26 @@ BARS = {
     "unseen_vs_diffusers": 2.8,
     "primed_vs_diffusers": 5.0,
     "primed_vs_diffusers_demo": 2.5,
+    "pictures_vs_diffusers": 1.0,
+    "pictures_p95_vs_diffusers": 1.3,
     "p95_vs_static": 0.35,
     "p95_vs_strawman": 0.40,
     "p95_vs_least_requests": 0.26,
 }
 """Bars of the figures. The first five hold for measurements of the larger model, or of the demo
 model if the name ends in `_demo`; `unseen` and `primed` compare runs with the same number of steps.
-The other bars hold for simulated figures."""
+`pictures` are text to image of mixed sizes: at saturation, and P95 at the pipeline's own rate. The
+other bars hold for simulated figures."""
 
 
 _TURNS = 3
 _CLEARLY = 1.05
 """Ratio of rates from which the faster side wins; below it the result is a draw."""
 _MIXES = ("production", "public")
+_SATURATED = "saturated production"
+_SIZES = ("64x64", "96x128", "128x128", "192x192")
+"""Sizes of text to image, equally often: a quarter to nine quarters of the model's area, as in
+TetriServe's uniform mix."""
 _CURVES: dict[str, Any] = {
     "batches": (1, 2, 4, 8),
     "ratios": (0.05, 0.1, 0.2, 0.35, 0.5, 0.8),
@@ -97,6 +105,10 @@ QUICK = {
         256, 12, 2, 1, (1.0,), 30, 300.0, TUNINGS[4:], judged=2, everywhere=False,
         ratios=(0.1, 0.35), study_rounds=1, unseen=16,
     ),
+    "pictures": Plan(
+        128, 24, 4, 3, (1.0,), 36, 60.0, tuple(TUNINGS[n] for n in (2, 4)), study_rounds=1,
+        kind="generate", sizes=_SIZES,
+    ),
 }  # fmt: skip
 FULL = {
     "demo": Plan(
@@ -106,6 +118,9 @@ FULL = {
     "bench": Plan(
         256, 16, 3, 2, (0.5, 1.0), 30, 600.0, TUNINGS, _MIXES, judged=4, everywhere=False,
         rings=(0, 2), unseen=32, **_CURVES,
+    ),
+    "pictures": Plan(
+        128, 48, 8, 3, (0.5, 0.8, 1.0), 72, 240.0, TUNINGS, kind="generate", sizes=_SIZES
     ),
 }  # fmt: skip
 
@@ -177,7 +192,8 @@ def tune_rival(bench: Bench) -> tuple[Rival, list[Figures]]:
 
 def measure_model(name: str, tool: Tool, folder: Path, plan: Plan) -> Figures:
     """Measure everything for one model."""
-    model = DEMO_MODEL if name == "demo" else large_model(folder / "model")
+    small = {"demo": DEMO_MODEL, "pictures": DEMO_EDIT}
+    model = small[name] if name in small else large_model(folder / "model")
     store = folder / "loras"
     store.mkdir()
     loras = write_loras(store) if plan.loras else []
@@ -209,22 +225,23 @@ def measure_model(name: str, tool: Tool, folder: Path, plan: Plan) -> Figures:
                         pictures[system.key] = bench.pictures(system, judged)
                 saturated = runs[system.key]["saturated production"][-1].answered_per_s
                 say(f"  round {number + 1}: {system.label:30} {saturated:.2f} edits/s")
-        whole, maskserve_system = (
-            all_systems[0],
-            next(item for item in all_systems if item.key == "maskserve"),
-        )
-        dense = next(item for item in all_systems if item.key == "dense")
+        by_key = {system.key: system for system in all_systems}
+        whole, maskserve_system = by_key["diffusers"], by_key["maskserve"]
+        compared = [by_key[key] for key in ("diffusers", "dense", "maskserve") if key in by_key]
         studies: Figures = {}
         say(f"{name}: studies")
         if plan.unseen:
             say("  pictures never seen")
-            studies["unseen"] = one_model.unseen_pictures(bench, [whole, dense, maskserve_system])
+            studies["unseen"] = one_model.unseen_pictures(bench, compared)
+        if plan.sizes:
+            say("  pictures of one size")
+            studies["one_size"] = one_model.one_size(bench, compared)
         if plan.batches:
             say("  batch sizes")
-            studies["batch_size"] = one_model.by_batch_size(bench, [whole, dense, maskserve_system])
+            studies["batch_size"] = one_model.by_batch_size(bench, compared)
         if plan.ratios:
             say("  mask ratios")
-            studies["mask_ratio"] = one_model.by_mask_ratio(bench, [whole, dense, maskserve_system])
+            studies["mask_ratio"] = one_model.by_mask_ratio(bench, compared)
         if plan.ablation:
             say("  parts left out")
             studies["ablation"] = one_model.ablation(
@@ -240,13 +257,13 @@ def measure_model(name: str, tool: Tool, folder: Path, plan: Plan) -> Figures:
             studies["loras"] = one_model.with_loras(bench, [pipeline, maskserve_system], loras)
     slo_ms = SLO * statistics.median(s.latencies().mean for s in runs["diffusers"]["alone"])
     return {
-        "pictures": f"{plan.size}x{plan.size}",
+        "pictures": ", ".join(plan.sizes) or f"{plan.size}x{plan.size}",
         "edits_per_run": plan.edits,
         "rounds": plan.rounds,
         "tuning": tuning,
         "own_tuning": own_rates,
         "slo_ms": round(slo_ms, 1),
-        "flop_limit": round(flop_limit(model, edits), 2),
+        **({} if plan.sizes else {"flop_limit": round(flop_limit(model, edits), 2)}),
         "studies": studies,
         "systems": {
             item.key: {
@@ -292,10 +309,13 @@ def take_turn(bench: Bench, system: System, runs: dict[str, list[Stamps]], rate:
 
 
 def likeness(edits: Sequence[Edit], pictures: Sequence[Any], reference: Sequence[Any]) -> Figures:
-    """Compare pictures in the mask with the rival's whole pictures."""
+    """Compare pictures in the mask with the rival's whole pictures; without a mask compare all
+    pixels.
+    """
     ssim, psnr = [], []
     for edit, picture, reference_picture in zip(edits, pictures, reference, strict=True):
-        mask = decode(edit.mask)[..., 0] > 127
+        shape = picture.shape[:2]
+        mask = decode(edit.mask)[..., 0] > 127 if edit.mask else np.ones(shape, np.bool_)
         _, ssim_map = structural_similarity(
             picture,
             reference_picture,
@@ -326,35 +346,43 @@ def flop_limit(model: Path, edits: Sequence[Edit]) -> float:
 def summary_of(report: Mapping[str, Any]) -> Figures:
     """Return the larger model's figures that have bars, and the figures that explain them."""
     bench, demo = report["bench"]["systems"], report["demo"]["systems"]
-
-    def times(systems: Figures, kind: str, figure: str, other: str = "diffusers") -> float:
-        maskserve_figure, rival_figure = (
-            systems["maskserve"][kind][figure],
-            systems[other][kind][figure],
-        )
-        ratio = (
-            rival_figure / maskserve_figure
-            if figure.endswith("_ms")
-            else maskserve_figure / rival_figure
-        )
-        return round(float(ratio), 2)
-
-    kind_name = "saturated production"
-    throughput = times(bench, kind_name, "edits_per_s")
+    throughput = _times(bench, _SATURATED, "edits_per_s")
     return {
         "throughput_vs_diffusers": throughput,
-        "throughput_vs_diffusers_demo": times(demo, kind_name, "edits_per_s"),
-        "throughput_vs_dense": times(bench, kind_name, "edits_per_s", "dense"),
-        "throughput_vs_crop": times(bench, kind_name, "edits_per_s", "crop"),
+        "throughput_vs_diffusers_demo": _times(demo, _SATURATED, "edits_per_s"),
+        "throughput_vs_dense": _times(bench, _SATURATED, "edits_per_s", "dense"),
+        "throughput_vs_crop": _times(bench, _SATURATED, "edits_per_s", "crop"),
         **_unseen_figures(report["bench"], ""),
         **_unseen_figures(report["demo"], "_demo"),
-        "mean_latency_vs_diffusers_at_saturation": times(bench, "rate 1", "mean_ms"),
+        **_picture_figures(report),
+        "mean_latency_vs_diffusers_at_saturation": _times(bench, "rate 1", "mean_ms"),
         "saturated_for_s": bench["diffusers"]["rate 1"]["seconds"],
         "ssim_in_mask": demo["maskserve"]["likeness"]["ssim_in_mask"],
         "of_flop_limit": round(
-            times(bench, kind_name, "edits_per_s", "dense") / report["bench"]["flop_limit"], 2
+            _times(bench, _SATURATED, "edits_per_s", "dense") / report["bench"]["flop_limit"], 2
         ),
         **report["simulated"],
+    }
+
+
+def _times(systems: Figures, kind: str, figure: str, other: str = "diffusers") -> float:
+    """Return how many times better maskserve's figure of this kind of run is than the other's."""
+    maskserve_figure, rival_figure = (
+        float(systems[name][kind][figure]) for name in ("maskserve", other)
+    )
+    if figure.endswith("_ms"):
+        maskserve_figure, rival_figure = rival_figure, maskserve_figure
+    return round(maskserve_figure / rival_figure, 2)
+
+
+def _picture_figures(report: Mapping[str, Any]) -> dict[str, float]:
+    """Return the figures of text to image, if it was measured."""
+    if "pictures" not in report:
+        return {}
+    systems = report["pictures"]["systems"]
+    return {
+        "pictures_vs_diffusers": _times(systems, _SATURATED, "edits_per_s"),
+        "pictures_p95_vs_diffusers": _times(systems, "rate 1", "p95_ms"),
     }
 
 
@@ -406,7 +434,7 @@ def main() -> int:
                 report[name] = measure_model(name, tool, Path(scratch), plan)
             write_json(report, results)  # save now: with --full a model takes an hour
     took = time.monotonic() - begin
-    report["about"] = {
+    about = {
         "command": "make bench-full" if args.full else "make bench",
         "date": time.strftime("%Y-%m-%d"),
         "hardware": machine(),
@@ -416,6 +444,11 @@ def main() -> int:
         "stolen_share": round((stolen_s() - stolen) / took / (os.cpu_count() or 1), 3),
         "tool": tool.version,
     }
+    if args.only and "about" in report:
+        command = f"scripts/bench end_to_end --only {args.only}"
+        report[args.only]["about"] = about | {"command": command}
+    else:
+        report["about"] = about
     if plans.keys() <= report.keys():
         say("simulated")
         report["simulated"] = one_model.simulate()

@@ -27,6 +27,7 @@ from maskserve_benchmarks.perf.server import Server
 from maskserve_benchmarks.perf.tool import Tool
 from maskserve_benchmarks.rivals.server import Rival, RivalServer
 from maskserve_benchmarks.triton_calls import decode
+from maskserve_common.contracts.request import EditKind
 
 Figures = dict[str, Any]
 IN_FLIGHT = 8
@@ -82,8 +83,13 @@ def variants() -> dict[tuple[str, str], Rival]:
 
 def systems(tuning: Rival, model: str, rings: Sequence[int]) -> list[System]:
     """Return the systems in the order of the paper's comparison. The larger model has random
-    weights, which cannot show an acceptable threshold, so it runs without FirstBlockCache.
+    weights, which cannot show an acceptable threshold, so it runs without FirstBlockCache. Text to
+    image has no mask, so there is one way to compute it.
     """
+    if model == "pictures":
+        key, label = MODES["whole"]
+        rival = variants()["whole", tuning.name]
+        return [System(key, label, rival=rival), System("maskserve", "maskserve")]
     all_systems = [
         System(key, label, rival=variants()[mode, tuning.name])
         for mode, (key, label) in MODES.items()
@@ -138,6 +144,10 @@ class Plan:
     """Number of edits of a run in the study of new pictures; 0: no study."""
     study_rounds: int = 3
     """Number of rounds of the studies in which systems take turns."""
+    kind: EditKind = "inpaint"
+    """Kind of the edits; `generate` is text to image."""
+    sizes: tuple[str, ...] = ()
+    """Sizes of pictures without a source, which take turns; empty: all have `size`."""
 
 
 class Bench:
@@ -186,8 +196,9 @@ class Bench:
 
     def edits(self, mix: str) -> list[Edit]:
         """Return the edits of a run, of four pictures."""
-        options = InputOptions(self.plan.size, self.plan.edits, 4, mix)
-        return make_edits(options, find_photos(CHECKOUT / "assets"))
+        options = InputOptions(self.plan.size, self.plan.edits, 4, mix, self.plan.kind)
+        edits = make_edits(options, find_photos(CHECKOUT / "assets"))
+        return of_sizes(edits, self.plan.sizes)
 
     def unseen(self, run: int) -> list[Edit]:
         """Return edits of the production mix, each with a picture that occurs in no other edit or
@@ -251,6 +262,17 @@ class Bench:
                 answer = client.infer(front, inputs).as_numpy("IMAGE")
                 pictures.append(decode(answer.reshape(-1)[0]))
         return pictures
+
+
+def of_sizes(edits: Sequence[Edit], sizes: Sequence[str]) -> list[Edit]:
+    """Return the edits with these sizes in turn, shuffled; with their own if `sizes` is empty."""
+    if not sizes:
+        return list(edits)
+    order = np.random.default_rng(0).permutation(len(edits))
+    return [
+        replace(edit, settings={**edit.settings, "size": sizes[number % len(sizes)]})
+        for edit, number in zip(edits, order, strict=True)
+    ]
 
 
 def run_figures(runs: Mapping[str, Sequence[Stamps]], slo_ms: float) -> Figures:

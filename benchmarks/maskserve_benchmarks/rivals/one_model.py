@@ -1,5 +1,5 @@
-"""Closer measurements of one model: new pictures, batch sizes, mask ratios, workers without a part,
-LoRAs.
+"""Closer measurements of one model: new pictures, pictures of one size, batch sizes, mask ratios,
+workers without a part, LoRAs.
 
 They repeat FlashPS's Figs. 14 and 15 and its ablation with real workers, and serve LoRAs as often
 as Katz measured. Systems that are compared take turns inside each round.
@@ -104,6 +104,22 @@ def unseen_pictures(bench: Bench, systems: Sequence[System]) -> Figures:
                     primed = bench.saturated(system, IN_FLIGHT, len(edits), primed_edits)
                     rates["primed"].append(primed)
     return {key: round(statistics.median(item), 3) for key, item in rates.items()}
+
+
+def one_size(bench: Bench, systems: Sequence[System]) -> Figures:
+    """Return pictures per second at saturation by system, when all have one size, so that the
+    pipeline can put any of them into one call. Values are medians over rounds.
+    """
+    edits = [
+        replace(edit, settings={**edit.settings, "size": f"{bench.plan.size}x{bench.plan.size}"})
+        for edit in bench.edits("production")
+    ]
+    rates: dict[str, list[float]] = {system.key: [] for system in systems}
+    for _ in range(bench.plan.study_rounds):
+        for system in systems:
+            with bench.serving(system):
+                rates[system.key].append(bench.saturated(system, IN_FLIGHT, len(edits), edits))
+    return {key: round(statistics.median(values), 3) for key, values in rates.items()}
 
 
 def edits_of_ratio(bench: Bench, ratio: float) -> list[Edit]:

@@ -12,6 +12,7 @@ Figures = Mapping[str, Any]
 MODELS = {
     "bench": "FLUX Fill of width 512 (2 + 4 blocks, random weights), 8 steps",
     "demo": "The demo model (FLUX Fill of width 128, 2 + 4 blocks), 20 steps",
+    "pictures": "Text to image (the demo edit model, FLUX.2 klein of width 128), 20 steps",
 }
 _COLOURS = {"diffusers": "0.45", "first_block": "0.6", "crop": "0.75", "dense": "tab:blue"}
 _MASKSERVE_COLOUR = "tab:orange"
@@ -27,22 +28,21 @@ def write_page(report: Figures, folder: Path) -> None:
 
 
 def page(report: Figures) -> str:
-    about, summary = report["about"], report["summary"]
+    summary = report["summary"]
     lines = [
         "# Beside what people would use instead",
         "",
-        f"Written by `{about['command']}` ({about['hardware']}, {about['date']}, commit "
-        f"{about['commit']}, {about['minutes']:g} minutes, {about['stolen_share']:.0%} of the "
-        "processor's time taken by others).",
+        _written(report["about"]),
         "",
         "Load by perf_analyzer over gRPC. Every system serves the same edits (production mask "
         "ratios, mean 0.11; four pictures, whose templates are primed) in the same Triton, in "
-        "turn. *diffusers' pipeline* is FluxFillPipeline in a Triton Python model with dynamic "
-        "batching.",
+        "turn. *diffusers' pipeline* is FluxFillPipeline, or Flux2KleinPipeline for text to "
+        "image, in a Triton Python model with dynamic batching.",
         "",
         "*Good*: the share answered within twice what the pipeline takes alone. *Waits*: mean ms "
         "until an edit has a row of maskserve's, or is in a call of the pipeline. *Like it*: SSIM "
-        "and dB in the mask against the pipeline's own whole picture of the same seed.",
+        "and dB in the mask, or in the whole picture without one, against the pipeline's own whole "
+        "picture of the same seed.",
         "",
         f"**At saturation {summary['throughput_vs_diffusers']:g} times the edits per second of "
         "diffusers' pipeline with the larger model** (bar 3), "
@@ -51,18 +51,33 @@ def page(report: Figures) -> str:
         f"{summary['mean_latency_vs_diffusers_at_saturation']:g} times lower (bar 14.7).",
         *_queue(report, summary),
         *_products(report),
+        *_pictures(summary),
         "",
         "![edits per second](throughput.png)",
         "",
         "![latencies](latency.png)",
         "",
     ]
-    for name, title in MODELS.items():
-        lines += _model(title, report[name])
+    for name in _models(report):
+        lines += _model(MODELS[name], report[name])
     lines += _studies(report)
     limit = report["bench"]["flop_limit"]
     lines += [READING.format(limit=f"1/{limit:g}", of_limit=summary["of_flop_limit"]), ""]
     return "\n".join(lines)
+
+
+def _models(report: Figures) -> list[str]:
+    """Return the models that were measured: a page of an older report has no text to image."""
+    return [name for name in MODELS if name in report]
+
+
+def _written(about: Figures) -> str:
+    """Return the sentence that says how, where and when figures were measured."""
+    return (
+        f"Written by `{about['command']}` ({about['hardware']}, {about['date']}, commit "
+        f"{about['commit']}, {about['minutes']:g} minutes, {about['stolen_share']:.0%} of the "
+        "processor's time taken by others)."
+    )
 
 
 def _queue(report: Figures, summary: Figures) -> list[str]:
@@ -78,6 +93,18 @@ def _queue(report: Figures, summary: Figures) -> list[str]:
         f"An edit of ours takes {maskserve_ms / 1e3:.2f} s there and {single_ms / 1e3:.2f} s "
         f"alone, one of the pipeline's {pipeline_ms / 1e3:.1f} s; the longer the rate is held, "
         "the longer."
+    ]
+
+
+def _pictures(summary: Figures) -> list[str]:
+    """Return the figures of text to image, if it was measured."""
+    if "pictures_vs_diffusers" not in summary:
+        return []
+    return [
+        "",
+        f"Text to image of mixed sizes, {summary['pictures_vs_diffusers']:g} times the pictures "
+        "per second at saturation (bar 1); the P95 at the rate where the pipeline saturates is "
+        f"{summary['pictures_p95_vs_diffusers']:g} times lower (bar 1.3).",
     ]
 
 
@@ -99,23 +126,25 @@ def _products(report: Figures) -> list[str]:
 
 def _model(title: str, model: Figures) -> list[str]:
     kinds = [kind for kind in model["systems"]["diffusers"] if kind.startswith("rate ")]
+    unseen, one_size = (model["studies"].get(study, {}) for study in ("unseen", "one_size"))
+    second = "all of one size" if one_size else f"pictures never seen, {UNSEEN_STEPS} steps"
     lines = [
         f"## {title}",
         "",
         f"Pictures of {model['pictures']}, {model['edits_per_run']} edits a run, "
         f"{_rounds(model['rounds'])}.",
+        *([_written(model["about"])] if "about" in model else []),
         "",
-        f"| system | edits/s, 8 in flight (rounds) | pictures never seen, {UNSEEN_STEPS} steps | "
-        "alone ms | like it |",
+        f"| system | edits/s, 8 in flight (rounds) | {second} | alone ms | like it |",
         "|---|---|---|---|---|",
     ]
-    unseen = model["studies"].get("unseen", {})
+    second_rates = one_size or unseen
     for key, system in model["systems"].items():
         full, like = system["saturated production"], system["likeness"]
         low, high = full["spread"]
         lines.append(
             f"| {system['label']} | **{full['edits_per_s']:.2f}** ({low:.2f} to {high:.2f}) | "
-            f"{format(unseen[key], '.2f') if key in unseen else ''} | "
+            f"{format(second_rates[key], '.2f') if key in second_rates else ''} | "
             f"{system['alone']['mean_ms']:.0f} | {like['ssim_in_mask']:.3f}, "
             f"{like['psnr_in_mask']:.1f} dB |"
         )
@@ -183,7 +212,7 @@ def _studies(report: Figures) -> list[str]:
         "![studies](studies.png)",
         "",
     ]
-    for name in MODELS:
+    for name in _models(report):
         studies, systems = report[name]["studies"], report[name]["systems"]
         if "ablation" in studies:
             dense = systems["dense"]
@@ -242,9 +271,9 @@ READING = """## Reading these numbers
 
 def plot_throughput(report: Figures, path: Path) -> None:
     """Plot edits per second at saturation, one bar per system."""
-    pyplot = _pyplot()
-    figure, axes = pyplot.subplots(1, len(MODELS), figsize=(11, 3.4))
-    for ax, (name, title) in zip(axes, MODELS.items(), strict=True):
+    pyplot, names = _pyplot(), _models(report)
+    figure, axes = pyplot.subplots(1, len(names), figsize=(5.5 * len(names), 3.4))
+    for ax, name in zip(axes, names, strict=True):
         systems = report[name]["systems"]
         keys = list(systems)[::-1]
         rates = [systems[key]["saturated production"]["edits_per_s"] for key in keys]
@@ -254,7 +283,7 @@ def plot_throughput(report: Figures, path: Path) -> None:
             color=[_COLOURS.get(key, _MASKSERVE_COLOUR) for key in keys],
         )
         ax.bar_label(bars, [f"{rate:.2f}" for rate in rates], padding=3)
-        ax.set_title(title.split(",")[0].split(" (")[0], fontsize=10)
+        ax.set_title(MODELS[name].split(",")[0].split(" (")[0], fontsize=10)
         ax.set_xlabel("edits/s, 8 in flight")
         ax.margins(x=0.15)
         ax.spines[["top", "right"]].set_visible(False)
@@ -263,9 +292,9 @@ def plot_throughput(report: Figures, path: Path) -> None:
 
 def plot_latency(report: Figures, path: Path) -> None:
     """Plot mean and P95 at each rate, one group of bars per rate."""
-    pyplot = _pyplot()
-    figure, axes = pyplot.subplots(1, len(MODELS), figsize=(11, 3.6))
-    for ax, (name, title) in zip(axes, MODELS.items(), strict=True):
+    pyplot, names = _pyplot(), _models(report)
+    figure, axes = pyplot.subplots(1, len(names), figsize=(5.5 * len(names), 3.6))
+    for ax, name in zip(axes, names, strict=True):
         systems = report[name]["systems"]
         kinds = [kind for kind in systems["diffusers"] if kind.startswith("rate ")]
         width = 0.8 / len(systems)
@@ -285,7 +314,7 @@ def plot_latency(report: Figures, path: Path) -> None:
             [f"{rate:.2f}/s" for rate in sent_rates],
         )
         ax.set_ylabel("seconds: mean, and P95 (pale)")
-        ax.set_title(title.split(",")[0].split(" (")[0], fontsize=10)
+        ax.set_title(MODELS[name].split(",")[0].split(" (")[0], fontsize=10)
         ax.spines[["top", "right"]].set_visible(False)
     most = max(axes, key=lambda ax: len(ax.get_legend_handles_labels()[0]))
     figure.legend(
@@ -302,7 +331,7 @@ def plot_studies(report: Figures, path: Path) -> None:
             ("batch_size", "edits in flight", "edits/s", 1.0),
             ("mask_ratio", "mask's share of the picture", "seconds, one edit alone", 1e-3),
         )
-        for name in MODELS
+        for name in _models(report)
         if study in report[name]["studies"]
     ]
     pyplot = _pyplot()

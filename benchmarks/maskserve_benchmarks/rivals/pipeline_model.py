@@ -1,8 +1,9 @@
 """diffusers' pipeline as a Triton model with dynamic batching: the usual first solution.
 
-A request has the tensors of maskserve's `edit`. Triton passes on the waiting requests, up to the
-model's `max_batch_size`. Edits of one size run as one call of the pipeline, and the results are
-pasted into their sources. Parameters of config.pbtxt:
+A request has the tensors of maskserve's `edit`; without picture and mask it asks for a new picture.
+Triton passes on the waiting requests, up to the model's `max_batch_size`. Requests of one size run
+as one call of the pipeline, and the results of edits are pasted into their sources. Parameters of
+config.pbtxt:
 
 - `model`: folder; `threads`: of torch.
 - `mode`: `whole` computes the whole picture; `first_block_cache` does so with diffusers'
@@ -18,6 +19,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,13 +37,16 @@ _MARGIN = 0.25
 sees."""
 _OF_EDITS = {"Flux2KleinPipeline": "Flux2KleinInpaintPipeline"}
 """Pipelines of folders → those that take masks."""
+_OF_PICTURES = {"Flux2KleinInpaintPipeline": "Flux2KleinPipeline"}
+"""Pipelines that take masks → those of the same parts for text to image."""
 
 
 class PipelineEdit(NamedTuple):
-    """An edit."""
+    """An edit, or a new picture."""
 
-    image: Image.Image
-    mask: Image.Image
+    image: Image.Image | None
+    """None: a new picture."""
+    mask: Image.Image | None
     prompt: str
     seed: int
     steps: int
@@ -49,6 +54,12 @@ class PipelineEdit(NamedTuple):
     """The computed part of the picture: left, upper, right, lower."""
     loras: tuple[tuple[str, float], ...]
     """Names and scales of the LoRAs."""
+
+    @property
+    def computed_size(self) -> tuple[int, int]:
+        """Width and height of the computed part."""
+        left, upper, right, lower = self.box
+        return right - left, lower - upper
 
 
 class Pipeline:
@@ -81,7 +92,9 @@ class Pipeline:
         if weights is None:
             self.pipe = cls.from_pretrained(model, torch_dtype=dtype).to(self.device)
         else:
-            self.pipe = cls(**weights.pipe.components | {"transformer": weights.transformer_copy()})
+            self.pipe = cls.from_pipe(
+                weights.pipe, transformer=weights.transformer_copy(), torch_dtype=dtype
+            )
         self.pipe.set_progress_bar_config(disable=True)
         tables = tomllib.loads((folder / "maskserve.toml").read_text(encoding="utf-8"))
         self.defaults = tables["model"]
@@ -98,13 +111,28 @@ class Pipeline:
         tensors = chain(transformer.parameters(), transformer.buffers())
         return deepcopy(transformer, {id(tensor): tensor for tensor in tensors})
 
+    @cached_property
+    def picture_pipe(self) -> Any:
+        """The pipeline of the same parts that makes new pictures."""
+        import diffusers
+
+        cls = getattr(diffusers, _OF_PICTURES[type(self.pipe).__name__])
+        pipe = cls.from_pipe(self.pipe, torch_dtype=self.pipe.dtype)
+        pipe.set_progress_bar_config(disable=True)
+        return pipe
+
     def read(self, texts: Mapping[str, bytes]) -> PipelineEdit:
         """Return an edit from the tensors of maskserve's `edit`."""
         settings = json.loads(texts["SETTINGS"])
-        image = Image.open(io.BytesIO(texts["IMAGE"])).convert("RGB")
-        mask = Image.open(io.BytesIO(texts["MASK"])).convert("L")
         steps = settings.get("num_inference_steps") or self.defaults["num_inference_steps"]
-        box = crop_box(mask) if self.mode == "crop" else (0, 0, *image.size)
+        image = mask = None
+        if texts["IMAGE"]:
+            image = Image.open(io.BytesIO(texts["IMAGE"])).convert("RGB")
+            mask = Image.open(io.BytesIO(texts["MASK"])).convert("L")
+            box = crop_box(mask) if self.mode == "crop" else (0, 0, *image.size)
+        else:
+            width, height = (int(side) for side in settings["size"].split("x"))
+            box = (0, 0, width, height)
         loras = tuple([(lora["name"], lora["scale"]) for lora in settings.get("loras", ())])
         prompt = texts["PROMPT"].decode()
         return PipelineEdit(image, mask, prompt, int(settings["seed"]), steps, box, loras)
@@ -113,16 +141,16 @@ class Pipeline:
         """Return a PNG file for each edit, and how it was computed. Edits of one size and the same
         LoRAs are one call of diffusers' pipeline.
         """
-        groups: dict[tuple[int, Any], list[int]] = defaultdict(list)
+        groups: dict[Any, list[int]] = defaultdict(list)
         for number, edit in enumerate(edits):
-            groups[edit.box[2] - edit.box[0], edit.loras].append(number)
+            groups[edit.computed_size, edit.image is None, edit.loras].append(number)
         answers: list[Any] = [None] * len(edits)
-        for (side, loras), numbers in groups.items():
+        for (size, _, loras), numbers in groups.items():
             self._adapt(loras)
             for number, picture in zip(
-                numbers, self._run(side, [edits[n] for n in numbers]), strict=True
+                numbers, self._run([edits[n] for n in numbers]), strict=True
             ):
-                answers[number] = (picture, {"batch": len(numbers), "side": side})
+                answers[number] = (picture, {"batch": len(numbers), "side": size[0]})
         return answers
 
     def _adapt(self, loras: tuple[tuple[str, float], ...]) -> None:
@@ -135,14 +163,22 @@ class Pipeline:
         else:
             self.pipe.disable_lora()
 
-    def _run(self, side: int, edits: list[PipelineEdit]) -> list[bytes]:
-        pictures = self.pipe(
+    def _run(self, edits: list[PipelineEdit]) -> list[bytes]:
+        width, height = edits[0].computed_size
+        cuts = [
+            (edit.image.crop(edit.box), edit.mask.crop(edit.box))
+            for edit in edits
+            if edit.image is not None and edit.mask is not None
+        ]
+        pipe, sources = self.pipe if cuts else self.picture_pipe, dict[str, Any]()
+        if cuts:
+            images, masks = map(list, zip(*cuts, strict=True))
+            sources = {"image": images, "mask_image": masks, "strength": 1.0}
+        pictures = pipe(
             prompt=[edit.prompt for edit in edits],
-            image=[edit.image.crop(edit.box) for edit in edits],
-            mask_image=[edit.mask.crop(edit.box) for edit in edits],
-            height=side,
-            width=side,
-            strength=1.0,
+            **sources,
+            height=height,
+            width=width,
             num_inference_steps=edits[0].steps,
             max_sequence_length=self.defaults["max_sequence_length"],
             generator=[torch.Generator("cpu").manual_seed(edit.seed) for edit in edits],
@@ -200,8 +236,10 @@ def crop_box(mask: Image.Image) -> tuple[int, int, int, int]:
 
 
 def _paste(edit: PipelineEdit, picture: Image.Image) -> bytes:
-    out = edit.image.copy()
-    out.paste(picture, edit.box[:2], edit.mask.crop(edit.box).point(lambda v: 255 * (v > 127)))
+    out = picture
+    if edit.image is not None and edit.mask is not None:
+        out = edit.image.copy()
+        out.paste(picture, edit.box[:2], edit.mask.crop(edit.box).point(lambda v: 255 * (v > 127)))
     file = io.BytesIO()
     out.save(file, "PNG")
     return file.getvalue()

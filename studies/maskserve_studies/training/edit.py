@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -32,10 +32,10 @@ from torch.nn import functional
 
 from maskserve_benchmarks.checkout import CHECKOUT, DEMO_MODEL
 from maskserve_benchmarks.demo_model.palette import COLOURS, SHAPES
+from maskserve_studies.demo_model.captioned_pictures import draw_captioned_picture
 from maskserve_studies.demo_model.evaluation import verdicts_of
 from maskserve_studies.demo_model.reference_edits import (
     MAX_LENGTH,
-    ObjectScene,
     PlacedObject,
     answer_of,
     make_object_scene,
@@ -74,21 +74,21 @@ class Batch:
 
     clean: torch.Tensor
     """(B, N, 32) latents of the right answers."""
-    reference: torch.Tensor
-    """(B, N, 32) latents of the sources."""
+    reference: torch.Tensor | None
+    """(B, N, 32) latents of the sources; None: text to image."""
     prompt: torch.Tensor
     """(B, T, 3 · WIDTH) text states."""
     ids: torch.Tensor
     """(N, 4) position ids of the answer's tokens."""
     token_objects: torch.Tensor
     """(B, N, 2): colour and shape of the object at each token, -1 elsewhere."""
-    new_object: torch.Tensor
-    """(B, 2): new colour and shape of the edited object, -1 if it goes or stays."""
+    new_objects: torch.Tensor
+    """(B, N, 2): colour and shape of the new object at each token, -1 where there is none."""
     edited_tokens: torch.Tensor
-    """(B, N): 1 at the edited object's tokens."""
+    """(B, N): 1 at the tokens of the edited object, or of every object of a new picture."""
     offsets: torch.Tensor
-    """(B, N, 3) in tokens: the way from each token to the edited object's centre, and
-    its radius.
+    """(B, N, 3) in tokens: the way from each token to the centre of the edited object, or of the
+    nearest one of a new picture, and its radius.
     """
 
 
@@ -102,6 +102,9 @@ def parse() -> argparse.Namespace:
     add("--text-minutes", type=float, default=4, help="CPU time of the text encoder")
     add("--minutes", type=float, default=145, help="CPU time of the transformer")
     add("--rate", type=float, default=3e-3, help="peak learning rate")
+    add("--seed", type=int, default=0, help="of the samples, the noise and the times")
+    add("--pictures", type=float, default=0.0, help="share of steps of text to image")
+    add("--start", type=Path, default=EDIT_MODEL, help="folder that --pictures goes on from")
     add("--export-only", action="store_true", help="export the latest checkpoints and stop")
     add("--judge", type=int, default=0, help="judge so many held-out edits of --out instead")
     add("--steps", type=int, default=20, help="of the judged edits")
@@ -148,20 +151,19 @@ def build_vae(kernel: tuple[torch.Tensor, torch.Tensor], old: AutoencoderKL) -> 
 
 
 class Sampler:
-    """Draws batches of pictures, small pictures first."""
+    """Draws batches of edits and of pictures."""
 
     def __init__(self, kernel: tuple[torch.Tensor, torch.Tensor], vae: Any, encode: Any) -> None:
         self._kernel, self._encode = kernel, encode
         self._mean = vae.bn.running_mean
         self._deviation = (vae.bn.running_var + vae.config.batch_norm_eps).sqrt()
         self._known: dict[str, torch.Tensor] = {}
-        self._rng = np.random.default_rng()
 
-    def draw(self, size: tuple[int, int], most: int) -> Batch:
-        """Draw edits of pictures of `size` (height, width), about TOKENS_PER_BATCH tokens
-        in all.
+    def edits(self, rng: np.random.Generator, size: tuple[int, int], most: int) -> Batch:
+        """Draw edits of pictures of `size` (height, width) with up to `most` objects, about
+        TOKENS_PER_BATCH tokens in all.
         """
-        rng, grid = self._rng, (size[0] // TOKEN, size[1] // TOKEN)
+        grid = (size[0] // TOKEN, size[1] // TOKEN)
         count = max(1, TOKENS_PER_BATCH // (2 * grid[0] * grid[1] + MAX_LENGTH))
         sources, answers, prompts = [], [], []
         object_labels, answer_labels, edited_tokens, offsets = [], [], [], []
@@ -173,9 +175,9 @@ class Sampler:
             sources.append(source)
             answers.append(source if empty else answer_of(scene, wish))
             prompts.append("" if empty else wish.prompt)
-            object_labels.append(_token_objects(scene, grid))
+            object_labels.append(_token_objects(scene.things, grid))
             becomes = None if empty else wish.becomes
-            answer_labels.append((-1, -1) if becomes is None else _numbers(becomes))
+            answer_labels.append(_token_objects([] if becomes is None else [becomes], grid))
             area = _covers(scene.things[wish.number], grid)
             edited_tokens.append(np.zeros_like(area) if empty else area)
             offsets.append(_place(scene.things[wish.number], grid))
@@ -183,11 +185,36 @@ class Sampler:
             self._tokens(answers),
             self._tokens(sources),
             self._prompts(prompts),
-            self._ids(grid),
+            _ids(grid, [int(rng.integers(max(1, FARTHEST - side))) for side in grid]),
             torch.from_numpy(np.stack(object_labels)).flatten(1, 2),
-            torch.tensor(answer_labels),
+            torch.from_numpy(np.stack(answer_labels)).flatten(1, 2),
             torch.from_numpy(np.stack(edited_tokens)).flatten(1).float(),
             torch.from_numpy(np.stack(offsets)).flatten(1, 2).float(),
+        )
+
+    def pictures(self, rng: np.random.Generator, size: tuple[int, int]) -> Batch:
+        """Draw captioned pictures of `size` (height, width), about TOKENS_PER_BATCH tokens in
+        all.
+        """
+        grid = (size[0] // TOKEN, size[1] // TOKEN)
+        count = max(1, TOKENS_PER_BATCH // (grid[0] * grid[1] + MAX_LENGTH))
+        drawn = [draw_captioned_picture(rng, size) for _ in range(count)]
+        labels, offsets = [], []
+        for one in drawn:
+            labels.append(torch.from_numpy(_token_objects(one.scene.things, grid)).flatten(0, 1))
+            ways = np.stack([_place(thing, grid) for thing in one.scene.things])
+            nearest = np.hypot(ways[..., 0], ways[..., 1]).argmin(0)[None, ..., None]
+            offsets.append(torch.from_numpy(np.take_along_axis(ways, nearest, 0)[0]).flatten(0, 1))
+        objects = torch.stack(labels)
+        return Batch(
+            self._tokens([one.picture for one in drawn]),
+            None,
+            self._prompts([one.caption for one in drawn]),
+            _ids(grid, (0, 0)),
+            objects,
+            objects,
+            (objects[..., 0] >= 0).float(),
+            torch.stack(offsets).float(),
         )
 
     def _tokens(self, pictures: list[Any]) -> torch.Tensor:
@@ -200,16 +227,13 @@ class Sampler:
             self._known |= dict(zip(new, self._encode(new), strict=True))
         return torch.stack([self._known[p] for p in prompts])
 
-    def _ids(self, grid: tuple[int, int]) -> torch.Tensor:
-        """Ids that begin at a random place where a picture of up to FARTHEST rows and columns can
-        hold them.
-        """
-        ids = torch.zeros(*grid, 4)
-        for axis, side in enumerate(grid):
-            begin = int(self._rng.integers(max(1, FARTHEST - side)))
-            along = torch.arange(side) + begin
-            ids[..., 1 + axis] = along[:, None] if axis == 0 else along[None]
-        return ids.view(-1, 4)
+
+def _ids(grid: tuple[int, int], begin: Sequence[int]) -> torch.Tensor:
+    """Position ids (N, 4) of a grid whose first row and column have the numbers `begin`."""
+    ids = torch.zeros(*grid, 4)
+    ids[..., 1] = (torch.arange(grid[0]) + begin[0])[:, None]
+    ids[..., 2] = torch.arange(grid[1]) + begin[1]
+    return ids.view(-1, 4)
 
 
 def _numbers(thing: PlacedObject) -> tuple[int, int]:
@@ -230,9 +254,10 @@ def _covers(thing: PlacedObject, grid: tuple[int, int]) -> Any:
     return np.hypot(down, right) < radius + 2 / TOKEN + 1 / 3
 
 
-def _token_objects(scene: ObjectScene, grid: tuple[int, int]) -> Any:
+def _token_objects(things: Sequence[PlacedObject], grid: tuple[int, int]) -> Any:
+    """Colour and shape of the object at each token (R, C, 2), -1 elsewhere."""
     labels = np.full((*grid, 2), -1)
-    for thing in scene.things:
+    for thing in things:
         labels[_covers(thing, grid)] = _numbers(thing)
     return labels
 
@@ -275,13 +300,15 @@ class Hints(nn.Module):
         """Sum of the heads' losses over the blocks that have run."""
         total = torch.zeros(())
         tokens = batch.clean.shape[1]
+        job = "" if batch.reference is not None else "picture's "
         for name, output in self._outputs.items():
-            image = output[1] if isinstance(output, tuple) else output[:, -2 * tokens :]
-            image = functional.layer_norm(image, image.shape[-1:])
-            answer, reference = image.split(tokens, dim=1)
-            if name in self.token_heads:
+            image = output[1] if isinstance(output, tuple) else output[:, MAX_LENGTH:]
+            image = functional.layer_norm(image.float(), image.shape[-1:])
+            parts = image.split(tokens, dim=1)
+            answer = parts[0]
+            if name in self.token_heads and len(parts) == 2:
                 total = total + self._entropy(
-                    "token", self.token_heads[name](reference), batch.token_objects
+                    job + "token", self.token_heads[name](parts[1]), batch.token_objects
                 )
             if name == "late":
                 error = (self.clean(answer) - batch.clean).square().mean(dim=2)
@@ -290,23 +317,20 @@ class Hints(nn.Module):
             if name in self.offset_heads:
                 error = (self.offset_heads[name](answer) - batch.offsets).abs().mean(dim=2)
                 error = (error * batch.edited_tokens).sum() / batch.edited_tokens.sum().clamp(min=1)
-                self.right["offset"].append(error.item())
+                self.right[job + "offset"].append(error.item())
                 total = total + error
-            for part in (answer, reference):
+            for part in parts:
                 logits = self.edited_heads[name](part)
                 targets = batch.edited_tokens.long()
                 total = total + functional.cross_entropy(logits.transpose(1, 2), targets)
                 is_edited = targets > 0
                 if name == "middle" and is_edited.any():
-                    self.right["edited"].append(
+                    self.right[job + "edited"].append(
                         float((logits.argmax(2) == targets)[is_edited].float().mean())
                     )
             if name in self.new_object_heads:
-                labels = torch.where(
-                    batch.edited_tokens[..., None] > 0, batch.new_object[:, None], -1
-                )
                 total = total + self._entropy(
-                    "new object", self.new_object_heads[name](answer), labels
+                    job + "new object", self.new_object_heads[name](answer), batch.new_objects
                 )
         self._outputs.clear()
         return total
@@ -328,10 +352,30 @@ def weighted_mean(error: torch.Tensor, batch: Batch) -> torch.Tensor:
     return (error * weight).sum() / weight.sum()
 
 
-def train(model: Any, sampler: Sampler, work: Path, seconds: float, rate: float) -> None:
-    """Train the model: small pictures of one or two objects first, whole pictures last."""
-    generator = torch.Generator().manual_seed(int.from_bytes(np.random.bytes(4), "little"))
-    rng = np.random.default_rng()
+def train(
+    model: Any,
+    sampler: Sampler,
+    work: Path,
+    seconds: float,
+    rate: float,
+    *,
+    seed: int = 0,
+    pictures: float = 0.0,
+) -> None:
+    """Train the model.
+
+    Args:
+        model: the transformer.
+        sampler: draws the samples.
+        work: folder of the checkpoint.
+        seconds: CPU time in all.
+        rate: peak learning rate.
+        seed: of the samples, the noise and the times.
+        pictures: share of steps with captioned pictures without a reference. The other steps are
+            edits. If it is 0, they have small pictures of one or two objects first and whole
+            pictures last; else the model knows edits already.
+    """
+    generator = torch.Generator()
     hints = Hints(model)
     module = nn.ModuleDict({"model": model, "hints": hints})
     model.train()
@@ -340,33 +384,47 @@ def train(model: Any, sampler: Sampler, work: Path, seconds: float, rate: float)
     for block in model.single_transformer_blocks:
         block.attn.set_processor(FusedMatmulAttention())
 
-    def take(step: int, progress: float) -> Step:
+    def draw_edits(rng: np.random.Generator, progress: float) -> Batch:
         draw = rng.random()
         large = 0.05 if progress < 0.5 else 0.15 if progress < 0.8 else 0.4
         size, most = ((48, 56), 1) if draw < 0.6 * (1 - progress) else ((56, 88), 2)
         if draw > 1 - large:
             size, most = ((128, 128), 4) if rng.random() < 0.6 else ((104, 152), 4)
-        if rng.random() < 0.5:
-            size = size[::-1]
-        batch = sampler.draw(size, most)
+        return sampler.edits(rng, size if rng.random() < 0.5 else size[::-1], most)
+
+    def draw_pictures(rng: np.random.Generator) -> Batch:
+        size = (128, 128) if rng.random() < 0.7 else (104, 152)
+        return sampler.pictures(rng, size if rng.random() < 0.5 else size[::-1])
+
+    def take(step: int, progress: float) -> Step:
+        rng = np.random.default_rng([seed, step])
+        generator.manual_seed(int(rng.integers(2**62)))
+        if rng.random() < pictures:
+            batch = draw_pictures(rng)
+        else:
+            batch = draw_edits(rng, progress if pictures == 0 else 1.0)
         time = sample_times(len(batch.clean), generator)
         noise = torch.randn(batch.clean.shape, generator=generator)
-        mixed = batch.clean + time[:, None, None] * (noise - batch.clean)
+        hidden_states = [batch.clean + time[:, None, None] * (noise - batch.clean)]
         text_ids = torch.zeros(MAX_LENGTH, 4)
         text_ids[:, 3] = torch.arange(MAX_LENGTH)
-        reference_ids = batch.ids.clone()
-        reference_ids[:, 0] = REFERENCE
-        velocity = model(
-            hidden_states=torch.cat([mixed, batch.reference], dim=1),
-            timestep=time,
-            encoder_hidden_states=batch.prompt,
-            txt_ids=text_ids,
-            img_ids=torch.cat([batch.ids, reference_ids]),
-            return_dict=False,
-        )[0][:, : mixed.shape[1]]
-        loss = weighted_mean((velocity - (noise - batch.clean)).square().mean(dim=2), batch)
+        image_ids = [batch.ids]
+        if batch.reference is not None:
+            hidden_states.append(batch.reference)
+            image_ids.append(batch.ids + torch.tensor([REFERENCE, 0, 0, 0]))
+        with torch.autocast("cpu", torch.bfloat16):
+            velocity = model(
+                hidden_states=torch.cat(hidden_states, dim=1),
+                timestep=time,
+                encoder_hidden_states=batch.prompt,
+                txt_ids=text_ids,
+                img_ids=torch.cat(image_ids),
+                return_dict=False,
+            )[0][:, : noise.shape[1]]
+        error = (velocity.float() - (noise - batch.clean)).square().mean(dim=2)
+        loss = weighted_mean(error, batch)
         strength = 0.2 if progress < 0.6 else 0.05
-        return Step(loss + strength * hints.loss(batch), len(mixed), loss.item())
+        return Step(loss + strength * hints.loss(batch), len(noise), loss.item())
 
     def accuracy_report() -> str:
         return "".join(f" {head} {np.mean(last[-60:]):.2f}" for head, last in hints.right.items())
@@ -440,10 +498,16 @@ def main() -> int:
         bias = bias / old.config.scaling_factor + (old.config.shift_factor or 0.0)
         raw = kernel / old.config.scaling_factor, bias
         vae = build_vae(raw, old)
-    if not args.export_only:
+    model = build_transformer()
+    if args.pictures:
+        pipe = Flux2KleinInpaintPipeline.from_pretrained(args.start)
+        tokenizer, encoder, vae = pipe.tokenizer, pipe.text_encoder, pipe.vae
+        model = pipe.transformer
+    elif not args.export_only:
         tokenizer = build_tokenizer()
         encoder = build_encoder(tokenizer)
         train_encoder(tokenizer, encoder, 60 * args.text_minutes, args.work / "text.pt")
+    if not args.export_only:
         encoder.eval().requires_grad_(False)
 
         @torch.no_grad()
@@ -452,9 +516,13 @@ def main() -> int:
             return states.permute(0, 2, 1, 3).flatten(2)
 
         train(
-            build_transformer(), Sampler(raw, vae, encode), args.work, 60 * args.minutes, args.rate
-        )
-    pipe = assemble(args.work, vae)
+            model, Sampler(raw, vae, encode), args.work, 60 * args.minutes, args.rate,
+            seed=args.seed, pictures=args.pictures,
+        )  # fmt: skip
+    if args.pictures:
+        _restore(args.work / "transformer.pt", "ema", pipe.transformer, "")
+    else:
+        pipe = assemble(args.work, vae)
     export(pipe, args.out, MAX_LENGTH)
     print(f"exported to {args.out}")
     return 0
