@@ -9,7 +9,7 @@ import torch
 from diffusers import Flux2KleinInpaintPipeline
 from PIL import Image
 
-from maskserve_benchmarks.checkout import DEMO_MODEL
+from maskserve_benchmarks.checkout import DEMO_EDIT
 from maskserve_common.contracts.settings import EditSettings
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.families.specs import load_spec
@@ -18,23 +18,21 @@ from maskserve_studies.demo_model.reference_edits import MAX_LENGTH, named_edits
 from maskserve_triton.preprocess import mask_for_model
 from tests.fakes.jobs import Case, config_of, encode_case
 
-MODEL = DEMO_MODEL.with_name("demo-edit")
-
 
 def test_the_folder_is_small_and_names_no_place_of_its_making() -> None:
-    files = [f for f in MODEL.rglob("*") if f.is_file()]
+    files = [f for f in DEMO_EDIT.rglob("*") if f.is_file()]
     assert sum(f.stat().st_size for f in files) <= 25_000_000
     assert not [f for f in files if f.suffix == ".json" and "_name_or_path" in f.read_text()]
 
 
 def test_it_is_a_distilled_klein_with_its_source_as_reference() -> None:
-    facts = load_spec(MODEL)
+    facts = load_spec(DEMO_EDIT)
     assert (facts.family, facts.guidance, facts.native_resolution) == ("flux2", "none", 128)
 
 
 def test_the_engine_and_diffusers_make_the_same_edit() -> None:
     (edit,) = named_edits(1)
-    config = config_of(MODEL, model={"outside_noise": "edit"})
+    config = config_of(DEMO_EDIT, model={"outside_noise": "edit"})
     adapter = load_adapter(config)
     mask = mask_for_model(edit.mask * np.uint8(255), adapter.spec)
     settings = EditSettings(num_inference_steps=4, mask_ring=0)
@@ -42,7 +40,7 @@ def test_the_engine_and_diffusers_make_the_same_edit() -> None:
     row = adapter.dense_row(encode_case(load_encoder(config), case, "one"))
     while row.step < row.steps:
         adapter.step([row], None)
-    pipeline: Any = Flux2KleinInpaintPipeline.from_pretrained(MODEL)
+    pipeline: Any = Flux2KleinInpaintPipeline.from_pretrained(DEMO_EDIT)
     pipeline.set_progress_bar_config(disable=True)
     latents = pipeline(
         prompt=edit.prompt,

@@ -16,7 +16,7 @@ import pytest
 import requests
 from PIL import Image
 
-from maskserve_benchmarks.checkout import CHECKOUT, DEMO_MODEL
+from maskserve_benchmarks.checkout import CHECKOUT, DEMO_EDIT
 from maskserve_benchmarks.router_site import RouterSite
 from maskserve_client import (
     Cancelled,
@@ -48,7 +48,6 @@ from tests.support.litellm import litellm_proxy, needs_litellm
 from tests.support.node_pack import load_node_pack
 from tests.support.workflows import interpret
 
-MODEL = DEMO_MODEL.with_name("demo-edit")
 WORKFLOWS = CHECKOUT / "assets" / "workflows"
 PROMPT = "a red star"
 STEPS, LENGTH = 4, 32
@@ -59,7 +58,7 @@ SOURCE_SIZE = (100, 72)
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
     """The demo edit model, which has every kind."""
     folder = tmp_path_factory.mktemp("kinds")
-    options = ServeOptions(model=str(MODEL), base_port=free_base_port(), log_dir=folder)
+    options = ServeOptions(model=str(DEMO_EDIT), base_port=free_base_port(), log_dir=folder)
     with Supervisor(options) as running:
         yield running.workers[0]
         assert running.workers[0].restarts == 0
@@ -131,7 +130,7 @@ def sdk(site: RouterSite) -> Iterator[openai.OpenAI]:
 def pipeline() -> Any:
     from diffusers import Flux2KleinPipeline
 
-    pipeline = Flux2KleinPipeline.from_pretrained(MODEL)
+    pipeline = Flux2KleinPipeline.from_pretrained(DEMO_EDIT)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 

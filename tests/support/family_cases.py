@@ -569,7 +569,7 @@ CASES: Mapping[str, FamilyCase] = {
             sort="kontext",
             guidance=guided,
             all_tokens=("dense",),
-            wholes={"edit": _kontext_whole},
+            wholes={"edit": _kontext_whole, "generate": _kontext_whole},
             img2img=False,
         ),
         FamilyCase(

@@ -87,9 +87,8 @@ _CLEARLY = 1.05
 """Ratio of rates from which the faster side wins; below it the result is a draw."""
 _MIXES = ("production", "public")
 _SATURATED = "saturated production"
-_SIZES = ("64x64", "96x128", "128x128", "192x192")
-"""Sizes of text to image, equally often: a quarter to nine quarters of the model's area, as in
-TetriServe's uniform mix."""
+_SIZES = ("64x64", "96x96", "160x96", "128x128")
+"""Sizes of text to image, equally often: a quarter of the model's area to all of it."""
 _CURVES: dict[str, Any] = {
     "batches": (1, 2, 4, 8),
     "ratios": (0.05, 0.1, 0.2, 0.35, 0.5, 0.8),

@@ -19,6 +19,7 @@ from maskserve_benchmarks.demo_model.scenes import (
     contrasting_colours_at,
     draw_background,
 )
+from maskserve_studies.demo_model.judge import judge
 from maskserve_studies.demo_model.reference_edits import SIDES, ObjectScene, PlacedObject
 
 RADII: Final = (16.0, 19.0)  # pixels of the circle around an object, whatever the picture's size
@@ -42,12 +43,18 @@ class CaptionedPicture:
         """The drawn picture."""
         return self.scene.drawn(self.scene.things)
 
-    def square(self, number: int) -> Mask:
-        """The square in which the object of this number must be."""
+    def shown_in(self, picture: Picture) -> bool:
+        """Return whether `picture`, of any producer, has every object at its place."""
+        return all(
+            judge(picture, picture, self._square(place)).matches(thing.colour, thing.shape)
+            for thing, place in zip(self.scene.things, self.places, strict=True)
+        )
+
+    def _square(self, place: tuple[float, float]) -> Mask:
+        """The square around a place in which the judge looks for its object."""
         mask = np.zeros(self.scene.background.shape[:2], np.bool_)
-        (x, y) = self.places[number]
-        low = [max(0, round(centre - REACH)) for centre in (y, x)]
-        mask[low[0] : round(y + REACH), low[1] : round(x + REACH)] = True
+        left, top = (max(0, round(centre - REACH)) for centre in place)
+        mask[top : round(place[1] + REACH), left : round(place[0] + REACH)] = True
         return mask
 
 
@@ -71,7 +78,7 @@ def draw_captioned_picture(
     sides = [[None], [first], [first, _OPPOSITE[first]]][int(rng.choice(3, p=[0.4, 0.2, 0.4]))]
     places = tuple(_place(side, size) for side in sides)
     while True:
-        kind = str(rng.choice(["gradient", "noise", "stripes"], p=[0.6, 0.2, 0.2]))
+        kind = str(rng.choice(["gradient", "stripes"], p=[0.8, 0.2]))
         background, _ = draw_background(rng, kind, size)
         things = list[PlacedObject]()
         for place in places:

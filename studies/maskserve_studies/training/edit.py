@@ -23,6 +23,7 @@ from diffusers import (
     AutoencoderKLFlux2,
     FlowMatchEulerDiscreteScheduler,
     Flux2KleinInpaintPipeline,
+    Flux2KleinPipeline,
     Flux2Transformer2DModel,
 )
 from diffusers.utils import logging
@@ -30,9 +31,12 @@ from PIL import Image
 from torch import nn
 from torch.nn import functional
 
-from maskserve_benchmarks.checkout import CHECKOUT, DEMO_MODEL
+from maskserve_benchmarks.checkout import CHECKOUT, DEMO_EDIT, DEMO_MODEL
 from maskserve_benchmarks.demo_model.palette import COLOURS, SHAPES
-from maskserve_studies.demo_model.captioned_pictures import draw_captioned_picture
+from maskserve_studies.demo_model.captioned_pictures import (
+    draw_captioned_picture,
+    held_out_pictures,
+)
 from maskserve_studies.demo_model.evaluation import verdicts_of
 from maskserve_studies.demo_model.reference_edits import (
     MAX_LENGTH,
@@ -58,13 +62,16 @@ from maskserve_studies.training.loop import Step, Training
 from maskserve_studies.training.transformer import optimisers, pack, sample_times
 from maskserve_studies.training.vae import to_tensor
 
-EDIT_MODEL: Final = CHECKOUT / "assets/models/demo-edit"
 FACTOR: Final = 4  # pixels a side of a latent of the demo's VAE
 TOKEN: Final = 2 * FACTOR  # pixels
 FARTHEST: Final = 21  # most rows and columns of a picture
 TOKENS_PER_BATCH: Final = 2600
 EMPTY_SHARE: Final = 0.08  # share of samples with an empty prompt, whose picture stays
 OUTSIDE_WEIGHT: Final = 0.15  # weight of the loss on tokens that the edit does not touch
+BEHIND_WEIGHT: Final = 0.4  # weight of the loss on tokens of a new picture without an object
+EDIT_LATENESS: Final = 1.8  # of `sample_times`
+LATENESS: Final = 1.0  # the same of new pictures, whose edges no source shows
+SHEET_COLUMNS: Final = 8
 REFERENCE: Final = 10  # FLUX.2's position of the reference on the first axis
 
 
@@ -96,18 +103,18 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     add = parser.add_argument
     add("--work", type=Path, default=CHECKOUT / ".cache/edit-train", help="work folder")
-    add(
-        "--out", type=Path, default=CHECKOUT / "assets/models/demo-edit", help="folder to export to"
-    )
+    add("--out", type=Path, default=DEMO_EDIT, help="folder to export to")
     add("--text-minutes", type=float, default=4, help="CPU time of the text encoder")
     add("--minutes", type=float, default=145, help="CPU time of the transformer")
     add("--rate", type=float, default=3e-3, help="peak learning rate")
     add("--seed", type=int, default=0, help="of the samples, the noise and the times")
     add("--pictures", type=float, default=0.0, help="share of steps of text to image")
-    add("--start", type=Path, default=EDIT_MODEL, help="folder that --pictures goes on from")
+    add("--start", type=Path, default=DEMO_EDIT, help="folder that --pictures goes on from")
     add("--export-only", action="store_true", help="export the latest checkpoints and stop")
     add("--judge", type=int, default=0, help="judge so many held-out edits of --out instead")
-    add("--steps", type=int, default=20, help="of the judged edits")
+    add("--judge-pictures", type=int, default=0, help="judge so many new pictures of --out instead")
+    add("--sheet", type=Path, help="PNG file of the judged pictures, eight a row")
+    add("--steps", type=int, default=20, help="of the judged edits and pictures")
     return parser.parse_args()
 
 
@@ -347,8 +354,9 @@ class Hints(nn.Module):
 
 
 def weighted_mean(error: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Mean of the errors (B, N). The edited object has most of the weight."""
-    weight = OUTSIDE_WEIGHT + (1 - OUTSIDE_WEIGHT) * batch.edited_tokens
+    """Mean of the errors (B, N). The edited or drawn objects have most of the weight."""
+    outside = BEHIND_WEIGHT if batch.reference is None else OUTSIDE_WEIGHT
+    weight = outside + (1 - outside) * batch.edited_tokens
     return (error * weight).sum() / weight.sum()
 
 
@@ -403,7 +411,8 @@ def train(
             batch = draw_pictures(rng)
         else:
             batch = draw_edits(rng, progress if pictures == 0 else 1.0)
-        time = sample_times(len(batch.clean), generator)
+        lateness = LATENESS if batch.reference is None else EDIT_LATENESS
+        time = sample_times(len(batch.clean), generator, lateness)
         noise = torch.randn(batch.clean.shape, generator=generator)
         hidden_states = [batch.clean + time[:, None, None] * (noise - batch.clean)]
         text_ids = torch.zeros(MAX_LENGTH, 4)
@@ -483,10 +492,47 @@ def judge(folder: Path, n: int, steps: int) -> None:
         print(f"{name}: {np.mean(right):.1%} of {len(edits)} edits right at {steps} steps")
 
 
+def judge_pictures(folder: Path, n: int, steps: int, sheet: Path | None) -> None:
+    """Judge diffusers' own text-to-image pipeline on captions that training never drew."""
+    pipe = Flux2KleinPipeline.from_pretrained(folder)
+    pipe.set_progress_bar_config(disable=True)
+    drawn_pictures = []
+    for held_out in (False, True):
+        right, clear = [], []
+        for i, one in enumerate(held_out_pictures(n, held_out=held_out)):
+            height, width = one.scene.background.shape[:2]
+            [image] = pipe(
+                prompt=one.caption,
+                height=height,
+                width=width,
+                num_inference_steps=steps,
+                max_sequence_length=MAX_LENGTH,
+                generator=torch.Generator("cpu").manual_seed(i),
+                output_type="np",
+            ).images
+            picture = np.rint(image * 255).astype(np.uint8)
+            drawn_pictures.append(picture)
+            right.append(one.shown_in(picture))
+            clear.append(one.shown_in(one.picture))
+        name = "objects that training did not show" if held_out else "pictures"
+        print(
+            f"{name}: {np.mean(right):.1%} of {n} captions followed at {steps} steps "
+            f"(drawn pictures: {np.mean(clear):.1%})"
+        )
+    if sheet is not None:
+        rows = len(drawn_pictures) // SHEET_COLUMNS
+        grid = np.stack(drawn_pictures[: rows * SHEET_COLUMNS])
+        grid = grid.reshape(rows, SHEET_COLUMNS, *grid.shape[1:])
+        Image.fromarray(np.concatenate(np.concatenate(list(grid), axis=1), axis=1)).save(sheet)
+
+
 def main() -> int:
     args = parse()
     if args.judge:
         judge(args.out, args.judge, args.steps)
+        return 0
+    if args.judge_pictures:
+        judge_pictures(args.out, args.judge_pictures, args.steps, args.sheet)
         return 0
     logging.disable_progress_bar()
     torch.set_num_threads(1)

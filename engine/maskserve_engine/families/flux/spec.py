@@ -22,7 +22,6 @@ from maskserve_engine.spec.model_spec import (
     ALL_KINDS,
     ALL_STEPS,
     INPAINT_ONLY,
-    SOURCE_KINDS,
     EditDefaults,
     ModelSpec,
     RefreshSpec,
@@ -73,7 +72,7 @@ _STRIDES = {FILL: ALL_STEPS, INPAINT: 7, REFERENCE: 7}
 """FLUX Fill sees the picture round the mask in extra channels, at every step. For other models it
 is noised like the rest, and its activations change with the noise."""
 
-_KINDS = {FILL: INPAINT_ONLY, INPAINT: ALL_KINDS, REFERENCE: SOURCE_KINDS}
+_KINDS = {FILL: INPAINT_ONLY, INPAINT: ALL_KINDS, REFERENCE: ALL_KINDS}
 _CONTROLS = {FILL: CONTROL, INPAINT: replace(CONTROL, stride=0.35), REFERENCE: None}
 """Where the picture round the mask is noised like the rest, its keys and values change less the
 less noise there is."""
