@@ -60,7 +60,7 @@ def test_new_pictures_are_those_of_the_text_to_image_pipeline_one_call_a_size() 
     """
     pipeline = Pipeline(str(DEMO_EDIT), "whole")
     sharing = Pipeline(str(DEMO_EDIT), "whole", weights=pipeline)
-    own = Flux2KleinPipeline.from_pretrained(DEMO_EDIT)
+    text_to_image = Flux2KleinPipeline.from_pretrained(DEMO_EDIT)
     settings = {"num_inference_steps": 1}
     sizes = ("64x32", "32x32")
     options = InputOptions(64, 4, 1, kind="generate", settings=settings)
@@ -71,7 +71,7 @@ def test_new_pictures_are_those_of_the_text_to_image_pipeline_one_call_a_size() 
     assert answers == sharing.pictures(requests)
     for edit, (picture, _) in zip(edits, answers, strict=True):
         width, height = map(int, edit.settings["size"].split("x"))
-        [expected] = own(
+        [expected] = text_to_image(
             prompt=edit.prompt,
             height=height,
             width=width,
