@@ -14,7 +14,6 @@ import numpy as np
 
 from maskserve_benchmarks.demo_model.palette import COLOURS, SHAPES
 from maskserve_benchmarks.demo_model.scenes import (
-    Mask,
     Picture,
     contrasting_colours_at,
     draw_background,
@@ -35,8 +34,8 @@ class CaptionedPicture:
 
     caption: str
     scene: ObjectScene
-    places: tuple[tuple[float, float], ...]
-    """x and y where the caption puts each object."""
+    sides: tuple[str | None, ...]
+    """The side at which the caption puts each object; None: in the middle."""
 
     @property
     def picture(self) -> Picture:
@@ -46,16 +45,18 @@ class CaptionedPicture:
     def shown_in(self, picture: Picture) -> bool:
         """Return whether `picture`, of any producer, has every object at its place."""
         return all(
-            judge(picture, picture, self._square(place)).matches(thing.colour, thing.shape)
-            for thing, place in zip(self.scene.things, self.places, strict=True)
+            shows(picture, thing.colour, thing.shape, side)
+            for thing, side in zip(self.scene.things, self.sides, strict=True)
         )
 
-    def _square(self, place: tuple[float, float]) -> Mask:
-        """The square around a place in which the judge looks for its object."""
-        mask = np.zeros(self.scene.background.shape[:2], np.bool_)
-        left, top = (max(0, round(centre - REACH)) for centre in place)
-        mask[top : round(place[1] + REACH), left : round(place[0] + REACH)] = True
-        return mask
+
+def shows(picture: Picture, colour: str, shape: str, side: str | None) -> bool:
+    """Return whether a picture has this object at this side, or in the middle."""
+    mask = np.zeros(picture.shape[:2], np.bool_)
+    x, y = _place(side, mask.shape)
+    left, top = (max(0, round(centre - REACH)) for centre in (x, y))
+    mask[top : round(y + REACH), left : round(x + REACH)] = True
+    return judge(picture, picture, mask).matches(colour, shape)
 
 
 def is_held_out(colour: str, shape: str) -> bool:
@@ -73,16 +74,15 @@ def draw_captioned_picture(
         size: height and width of the picture.
         held_out: whether its objects are those that training does not show.
     """
-    sides: list[str | None]
     first = str(rng.choice(SIDES))
-    sides = [[None], [first], [first, _OPPOSITE[first]]][int(rng.choice(3, p=[0.4, 0.2, 0.4]))]
-    places = tuple(_place(side, size) for side in sides)
+    layouts: list[list[str | None]] = [[None], [first], [first, _OPPOSITE[first]]]
+    sides = layouts[int(rng.choice(len(layouts), p=[0.4, 0.2, 0.4]))]
     while True:
         kind = str(rng.choice(["gradient", "stripes"], p=[0.8, 0.2]))
         background, _ = draw_background(rng, kind, size)
         things = list[PlacedObject]()
-        for place in places:
-            x, y = (float(at + rng.uniform(-SHIFT, SHIFT)) for at in place)
+        for side in sides:
+            x, y = (float(at + rng.uniform(-SHIFT, SHIFT)) for at in _place(side, size))
             radius = float(rng.uniform(*RADII))
             pairs = [
                 (colour, shape)
@@ -94,13 +94,13 @@ def draw_captioned_picture(
             if pairs:
                 colour, shape = pairs[int(rng.integers(len(pairs)))]
                 things.append(PlacedObject(colour, shape, (x, y), radius))
-        if len(things) == len(places):
+        if len(things) == len(sides):
             break
     caption = " and ".join(
         f"a {thing.colour} {thing.shape}" + (f" at the {side}" if side else "")
         for thing, side in zip(things, sides, strict=True)
     )
-    return CaptionedPicture(caption, ObjectScene(background, tuple(things)), places)
+    return CaptionedPicture(caption, ObjectScene(background, tuple(things)), tuple(sides))
 
 
 def held_out_pictures(
@@ -114,7 +114,7 @@ def held_out_pictures(
         yield draw_captioned_picture(rng, size, held_out=held_out)
 
 
-def _place(side: str | None, size: tuple[int, int]) -> tuple[float, float]:
+def _place(side: str | None, size: tuple[int, ...]) -> tuple[float, float]:
     """Where the caption puts an object: x and y, in the middle or a quarter from this side."""
     x, y = size[1] / 2, size[0] / 2
     if side in ("left", "right"):
