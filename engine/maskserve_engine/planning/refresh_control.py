@@ -59,11 +59,19 @@ class RefreshControl:
     def of(cls, fidelity: float, sigmas: Sequence[float], power: float) -> RefreshControl:
         return cls(tolerance_of(fidelity), tuple([sigma**power for sigma in sigmas]))
 
-    def begin(self) -> frozenset[int]:
-        """Return the refresh steps that a row expects before its first error."""
-        target = self.distances[0] * (1.0 - _FIRST)
-        first = min(range(2, len(self.distances)), key=lambda n: abs(self.distances[n] - target))
-        return frozenset({0, first}) | self._spread(first, 1)
+    def begin(self, step: int = 0) -> Remainder:
+        """Return the remainder of a row that has computed all tokens of `step` and knows no error
+        yet, or none that holds any longer.
+        """
+        target, candidates = self.distances[step] * (1.0 - _FIRST), range(step + 2, self._steps)
+        if not candidates:
+            return self.dense_after(step)
+        first = min(candidates, key=lambda n: abs(self.distances[n] - target))
+        return Remainder(frozenset({first}) | self._spread(first, 1))
+
+    @property
+    def _steps(self) -> int:
+        return len(self.distances)
 
     def after(self, before: int, step: int, error: float) -> Remainder:
         """Return the remainder of a row that has arrived at refresh step `step`.
@@ -73,7 +81,7 @@ class RefreshControl:
             step: refresh step at which the row's lookahead was off by `error`.
             error: relative error, see `LookaheadErrors`.
         """
-        last, rest = len(self.distances) - 1, self.distances[step]
+        last, rest = self._steps - 1, self.distances[step]
         scale = (self.tolerance / error) ** (1.0 / _ORDER) if error > 0.0 else _GROWTH
         reach = (self.distances[before] - rest) * min(scale, _GROWTH)
         if step == last or _LAST * rest <= reach:
@@ -88,7 +96,7 @@ class RefreshControl:
 
     def dense_after(self, step: int) -> Remainder:
         """Return the remainder of a row whose steps after `step` compute all tokens."""
-        return Remainder(frozenset(range(step + 1, len(self.distances))), step + 1)
+        return Remainder(frozenset(range(step + 1, self._steps)), step + 1)
 
     def _spread(self, step: int, count: int, reach: float = math.inf) -> frozenset[int]:
         """Return up to `count` refresh steps at even distances after `step`; the first is within

@@ -36,7 +36,7 @@ def make_refresh_schedule(config: Config, adapter: Adapter, job: EditJob) -> Ref
         return None
     sigmas = [sigma for sigma, _ in adapter.sigmas(job)]
     control = RefreshControl.of(config.cache.fidelity, sigmas, plan.power)
-    return replace(plan, anchors=control.begin(), control=control)
+    return replace(plan, anchors=control.begin().refresh_steps | {0}, control=control)
 
 
 def schedules_with_template(

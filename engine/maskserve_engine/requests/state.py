@@ -696,18 +696,24 @@ class RequestState:
         return plain.with_schedule(plan, between, work, renewed)
 
     def refreshed(self, step: RowStep, adapter: Adapter) -> RefreshSchedule | None:
-        """Record a step of a row with refresh steps. Return the schedule of the steps after it if
-        its error places the next refresh step, and set plan and work by it; None: it does not.
+        """Record a step of a row with refresh steps. Return the schedule of the steps after it, and
+        set plan and work by it, if its error places the next refresh step or if its step cache
+        begins anew; None: neither.
         """
         plan, reads, number = self.plan.schedule, self.reads, step.done - 1
         if plan is None or plan.control is None or reads is None:
             return None
         before, error = reads.refreshed_at, step.refresh_error
+        is_anew = not step.read and number not in plan.dense
         if error is not None or not step.read:
             reads.refreshed_at = number
-        if error is None or step.done == self.work.steps:
+        if step.done == self.work.steps or (error is None and not is_anew):
             return None
-        remainder = plan.control.after(before, number, error)
+        remainder = (
+            plan.control.begin(number)
+            if error is None
+            else plan.control.after(before, number, error)
+        )
         chosen = self._with_remainder(number, remainder)
         if self.step_flops(chosen, adapter) > self.work.without_schedule().step_flops("dense"):
             chosen = self._with_remainder(number, plan.control.dense_after(number))

@@ -150,7 +150,7 @@ class Trial:
         sigmas = [sigma for sigma, _ in self.rig.adapter.sigmas(self.jobs[0])]
         control = RefreshControl.of(fidelity, sigmas, spec.evenly_over)
         return RefreshSchedule(
-            control.begin(),
+            control.begin().refresh_steps | {0},
             self.choice.format,
             self.choice.text,
             self.choice.leaves_ring,

@@ -18,8 +18,7 @@ def control() -> RefreshControl:
 
 def remainders_of(control: RefreshControl, error: float) -> list[Remainder]:
     """Remainders of a row whose lookaheads are all off by `error`."""
-    begin = sorted(control.begin())
-    before, step, remainders = begin[0], begin[1], list[Remainder]()
+    before, step, remainders = 0, min(control.begin().refresh_steps), list[Remainder]()
     while True:
         remainders.append(control.after(before, step, error))
         to_come = sorted(remainders[-1].refresh_steps)
@@ -38,8 +37,8 @@ def test_each_refresh_step_leaves_room_for_its_lookahead(
     control: RefreshControl, scale: float
 ) -> None:
     last = len(control.distances) - 1
-    before, step = sorted(control.begin())[:2]
-    assert (before, step >= 2) == (0, True)
+    step = min(control.begin().refresh_steps)
+    assert step >= 2
     for remainder in remainders_of(control, scale * control.tolerance):
         to_come = sorted(remainder.refresh_steps)
         if remainder.dense_from is not None:
@@ -48,13 +47,13 @@ def test_each_refresh_step_leaves_room_for_its_lookahead(
         else:
             assert all(np.diff([step, *to_come]) >= 2)
             assert not to_come or to_come[-1] <= last
-        before, step = step, to_come[0] if to_come else last
+        step = to_come[0] if to_come else last
 
 
 def test_the_next_refresh_step_lies_within_the_distance_that_the_error_allows(
     control: RefreshControl,
 ) -> None:
-    before, step, *_ = sorted(control.begin())
+    before, step = 0, min(control.begin().refresh_steps)
     distances = control.distances
     if step == len(distances) - 1:
         return
@@ -71,9 +70,19 @@ def test_the_next_refresh_step_lies_within_the_distance_that_the_error_allows(
 
 def test_where_the_nearest_refresh_step_is_too_far_the_rest_is_dense() -> None:
     control = RefreshControl(0.1, tuple(np.linspace(1.0, 0.05, 20)))
-    _, first = sorted(control.begin())[:2]
+    first = min(control.begin().refresh_steps)
     remainder = control.after(0, first, 100.0)
     assert (remainder.dense_from, remainder.failed) == (first + 1, True)
     assert control.after(0, first, 0.0) == control.after(0, first, 1e-9)
     assert control.after(0, 19, 100.0) == Remainder()
     assert control.after(16, 18, 100.0) == Remainder(frozenset({19}), 19)
+
+
+def test_a_step_cache_that_begins_anew_gets_a_refresh_step_or_the_rest_is_dense(
+    control: RefreshControl,
+) -> None:
+    last = len(control.distances) - 1
+    for step in range(last):
+        remainder = control.begin(step)
+        assert min(remainder.refresh_steps) >= step + 2 or remainder == control.dense_after(step)
+        assert (remainder.dense_from is None) == (step + 2 <= last)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 
 from maskserve_engine.base.job import FinalEvent
+from maskserve_engine.batch import step_cache
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_encoder
 from maskserve_engine.loop.engine import Engine
@@ -89,6 +91,25 @@ def test_without_a_fidelity_edits_are_dense(engine: Engine, encoder: Encoder) ->
     final = edit(engine, edit_job)
     assert final.meta["cache"] == "miss"
     np.testing.assert_array_equal(final.latents, result(engine.adapter, edit_job, None))
+
+
+def test_a_step_cache_that_begins_anew_is_not_held_to_the_end(
+    engine: Engine, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seed, executor, encode = fresh_seed(), cast(Any, engine.executor), step_cache.encode
+    whole = edit(engine, job(encoder, seed, "whole", num_inference_steps=STEPS))
+    *_, before, last = (0, *map(int, whole.meta["refresh_errors"]))
+
+    def scarce(x: Any, format: str) -> Any:
+        [row] = executor._rows.values()
+        if before < row.step <= last:
+            raise torch.OutOfMemoryError("no memory for the last refresh step")
+        return encode(x, format)
+
+    monkeypatch.setattr(step_cache, "encode", scarce)
+    meta = edit(engine, job(encoder, seed, "anew", num_inference_steps=STEPS)).meta
+    assert meta["dense_for"] == "memory"
+    assert {last + 1, last + 2} & set(range(STEPS)) <= set(meta["anchors"])
 
 
 def test_its_places_do_not_depend_on_its_batch(engine: Engine, encoder: Encoder) -> None:
