@@ -63,6 +63,25 @@ def grpc(router: RouterSite) -> Iterator[Grpc]:
         yield client
 
 
+def test_a_variation_is_the_base_models_edit_without_words(
+    router: RouterSite, workers: dict[str, WorkerProcess]
+) -> None:
+    source = encode(scene(64, 64))
+    settings = {"seed": 5, "num_inference_steps": 4}
+    url = f"http://{router.http_url}/v1"
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as sdk:
+        answer = sdk.images.create_variation(image=("a.png", source), n=2, extra_body=settings)
+        with pytest.raises(openai.BadRequestError, match="klein-kv needs a prompt") as refused:
+            sdk.images.create_variation(image=("a.png", source), model="klein-kv")
+    assert refused.value.param == "model"
+    assert answer.data is not None
+    with Client(workers["sdxl-base"].grpc_url) as client:
+        for number, image in enumerate(answer.data):
+            alone = client.edit(source, prompt="", strength=0.6, **{**settings, "seed": 5 + number})
+            variation = pixels(base64.b64decode(image.b64_json or ""))
+            assert np.array_equal(variation, np.asarray(alone.image))
+
+
 @pytest.mark.parametrize("named", MODELS)
 @pytest.mark.parametrize("settings", [{}, {"cache": "require"}], ids=["dense", "cached"])
 def test_an_edit_runs_on_the_model_that_it_names(
