@@ -180,8 +180,8 @@ def prime_first(plan: WorkflowPlan) -> tuple[WorkflowPlan, list[str]]:
 def side_by_side(plan: WorkflowPlan) -> tuple[WorkflowPlan, list[str]]:
     """Let edits of one picture whose regions do not touch share it, and compose their results.
 
-    Regions that touch are edited one after the other. Answers change: each edit sees the picture
-    without the others' changes.
+    Regions that touch are edited one after the other, and so are all regions if a round edits a
+    picture without a mask. Answers change: each edit sees the picture without the others' changes.
     """
     notes: list[str] = []
 
@@ -189,7 +189,8 @@ def side_by_side(plan: WorkflowPlan) -> tuple[WorkflowPlan, list[str]]:
         if isinstance(step, NodeCall):
             return step
         step = structs.replace(step, body=tuple(map(parallel, step.body)))
-        if isinstance(step, Each) and step.carry is not None and step.over is not None:
+        carries = isinstance(step, Each) and step.carry is not None and step.over is not None
+        if carries and all(map(_is_masked, edit_calls(step.body))):
             notes.append(f"rounds of {step.id} whose regions stay apart share their picture")
             return structs.replace(step, side_by_side=True)
         return step

@@ -63,6 +63,7 @@ def grpc(router: RouterSite) -> Iterator[Grpc]:
         yield client
 
 
+@pytest.mark.filterwarnings("ignore:deprecated:DeprecationWarning")  # by the SDK
 def test_a_variation_is_the_base_models_edit_without_words(
     router: RouterSite, workers: dict[str, WorkerProcess]
 ) -> None:

@@ -121,6 +121,20 @@ def test_regions_that_stay_apart_are_painted_at_once_and_composed():
     assert len(run.ready()) == 1
 
 
+def test_rounds_that_edit_whole_pictures_run_one_after_the_other():
+    """Each changes all pixels, so the last would replace what the others painted."""
+    with Workflow("whole") as flow:
+        image = flow.picture("image")
+        with each(split(flow.mask("mask")), most=4, carry=image) as iteration:
+            painted = edit(iteration.picture, iteration.mask, "a")
+            iteration.carried = edit(painted, None, "sharper")
+        flow.gives(image=iteration.carried)
+    run = WorkflowRun(compiled(flow.plan), {"image": "image", "mask": "mask"})
+    run.ready()
+    run.done("split-1", {"regions": Areas(("a", "b"), (0, 0))})
+    assert [task.key for task in run.ready()] == ["each-1[0]/edit-1"]
+
+
 def test_no_region_leaves_the_picture_and_too_many_are_an_error():
     with Workflow("detail") as flow:
         image = flow.picture("image")
