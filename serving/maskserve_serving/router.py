@@ -51,6 +51,7 @@ class RouterProcess(Process):
             command += ["--worker", worker]
         if self._options.nodes is not None:
             command += ["--node", f"127.0.0.1:{Ports.of_nodes(self._options.base_port).grpc}"]
+        if self._options.nodes is not None or self._options.workflows is not None:
             command += ["--values", str(self._run_dir / "values")]
         if node_folders := [*self._options.node_folders, *node_path(self._options.nodes)]:
             command += ["--node-path", os.pathsep.join(node_folders)]
