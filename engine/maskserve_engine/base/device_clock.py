@@ -15,7 +15,7 @@ def mark(device: torch.device) -> Mark:
     """Return a mark of now; on CUDA, an event after the work that is queued so far."""
     if device.type != "cuda":
         return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
+    event = torch.cuda.Event(enable_timing=True, blocking=True)
     event.record(torch.cuda.current_stream(device))
     return event
 
@@ -31,3 +31,8 @@ class Span(NamedTuple):
             assert isinstance(self.end, float)
             return self.end - self.begin
         return self.begin.elapsed_time(self.end) / 1e3 if self.end.query() else None
+
+    def wait(self) -> None:
+        """Wait until the device has passed both marks."""
+        if not isinstance(self.end, float):
+            self.end.synchronize()

@@ -1,6 +1,6 @@
 """Costs of steps and loads on this worker: first an estimate, then fitted to measurements.
 
-A step's seconds are recorded when the device has done it: no step waits for the one before.
+A step's seconds are recorded when the device has done it. A step waits for the one before the last.
 """
 
 from __future__ import annotations
@@ -22,6 +22,10 @@ _WINDOW = 512
 _EVERY = 32
 """Samples between two fits."""
 _HOST_BOUND = 1.2
+MOST_QUEUED = 1
+"""Most steps that the device has not done when the next one is decided. The host launches a step
+while the device does the one before, so the device waits only for steps that take the host longer.
+"""
 _VARIED = 0.1
 """Coefficient of variation below which a line through the samples has no usable slope."""
 
@@ -145,6 +149,12 @@ class StepTimes:
         self._counters["steps_total"] += 1
         self._open.append(step)
         self.book()
+
+    def keep_pace(self) -> None:
+        """Wait until the device has done all steps but the last MOST_QUEUED, and record them."""
+        while len(self._open) > MOST_QUEUED:
+            self._open[0].span.wait()
+            self.book()
 
     def book(self) -> None:
         """Record the steps that the device has done."""

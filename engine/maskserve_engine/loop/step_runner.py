@@ -12,6 +12,7 @@ from maskserve_common.contracts.keys import STILL, Anchor
 from maskserve_common.errors import EngineFailed
 from maskserve_common.logs import about
 from maskserve_common.observations import Observations
+from maskserve_engine.base.device_clock import Span
 from maskserve_engine.base.job import PreviewEvent, ProgressEvent
 from maskserve_engine.base.mailbox import OutputThread
 from maskserve_engine.families.adapter import Adapter
@@ -74,7 +75,9 @@ class StepRunner:
         self._batch_flops = BatchFlops()
 
     def step(self, running: Running, devices: tuple[int, ...] = (0,)) -> None:
-        """Take one step of these rows.
+        """Queue one step of these rows. It returns when the device has done the steps before it, or
+        all but the last of them (`StepTimes.keep_pace`): whoever comes or leaves meanwhile counts
+        at the next one.
 
         Args:
             running: at least one row.
@@ -97,6 +100,7 @@ class StepRunner:
             self._update(live_edits, result, self._dense if planned is None else planned.plan.kinds)
 
         self.executor.step(step, done)
+        self.times.keep_pace()
 
     def _load(
         self, running: Running, devices: tuple[int, ...]
@@ -259,7 +263,7 @@ class StepRunner:
                 if isinstance(edit, RequestState) and edit.request_id in result.lost:
                     assert edit.reads is not None, "only a row that reads entries can lose one"
                     edit.reads.lose(edit.tally.done)
-                self._count(edit, steps[edit.request_id], len(steps), kinds)
+                self._count(edit, steps[edit.request_id], len(steps), kinds, result.span)
             except Exception as error:
                 _log.exception("the end of a step failed", extra=about(edit.request_id))
                 reason = EngineFailed(f"a denoising step failed ({type(error).__name__})")
@@ -273,7 +277,12 @@ class StepRunner:
             self.manager.end(edit.request_id, error)
 
     def _count(
-        self, edit: RequestState | PrimingState, step: RowStep, rows: int, kinds: tuple[str, ...]
+        self,
+        edit: RequestState | PrimingState,
+        step: RowStep,
+        rows: int,
+        kinds: tuple[str, ...],
+        span: Span,
     ) -> None:
         """Count a row's step; report progress to the client, or finish the row."""
         if isinstance(edit, PrimingState):
@@ -306,9 +315,10 @@ class StepRunner:
                 self.observations.add("queue_seconds", queued)
             self.manager.finish(edit)
         else:
-            self._report_progress(edit)
+            self._report_progress(edit, span)
 
-    def _report_progress(self, edit: RequestState) -> None:
+    def _report_progress(self, edit: RequestState, span: Span) -> None:
+        """Send the progress of an edit when the device has done the step."""
         settings, step, steps = edit.job.request.settings, edit.tally.done, edit.work.steps
         if settings.preview_every and step % settings.preview_every == 0:
             latents = self.executor.estimate(edit.request_id)
@@ -321,7 +331,12 @@ class StepRunner:
 
             self.output.send_when_ready(edit.sink, preview)
         elif settings.progress:
-            self.output.send(edit.sink, ProgressEvent(step, steps))
+
+            def progress() -> ProgressEvent:
+                span.wait()
+                return ProgressEvent(step, steps)
+
+            self.output.send_when_ready(edit.sink, progress)
 
     def _host_seconds(self, work: ModelWork, planned: StepPlan | None) -> float:
         launch = self.planner.costs.model.launch

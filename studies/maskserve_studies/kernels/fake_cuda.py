@@ -66,8 +66,9 @@ def _numpy(tensor: Tensor) -> Any:
 
 
 class FakeEvent:
-    """An event that the device passes when `FakeCuda.catch_up` is called; events are a millisecond
-    apart. Before that only `query` returns without waiting.
+    """An event that the device passes when `FakeCuda.catch_up` is called, or when the thread that
+    drives the device waits for it; events are a millisecond apart. Before that only `query` returns
+    without waiting.
     """
 
     def __init__(self, cuda: FakeCuda) -> None:
@@ -151,7 +152,7 @@ class FakeCuda:
             "stream": lambda _: nullcontext(),
             "CUDAGraph": lambda: _FakeGraph(self),
             "graph_pool_handle": lambda: (0, 0),
-            "Event": lambda enable_timing=False: FakeEvent(self),
+            "Event": lambda **_: FakeEvent(self),
         }
         self._patches = [
             patch.object(torch.cuda, name, value) for name, value in attributes.items()
@@ -180,12 +181,13 @@ class FakeCuda:
             self._progress.notify_all()
 
     def reach(self, event: int) -> None:
-        """Wait for the device, unless this thread is the only one that could let it catch up."""
-        if threading.get_ident() != self._thread:
-            with self._progress:
-                assert self._progress.wait_for(lambda: event <= self.passed, _PATIENCE_S), (
-                    "no event"
-                )
+        """Wait for the device. If this is the thread that drives it, it catches up to the event."""
+        with self._progress:
+            if threading.get_ident() == self._thread:
+                self.passed = max(self.passed, event)
+                self._progress.notify_all()
+                return
+            assert self._progress.wait_for(lambda: event <= self.passed, _PATIENCE_S), "no event"
 
     def log_wait(self, reason: str) -> None:
         """Log that the host waits, if this is the thread that drives the device; other threads may

@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 
 import pytest
 
+from maskserve_engine.base.device_clock import Span
+from maskserve_engine.base.job import ProgressEvent
 from maskserve_engine.base.mailbox import OutputThread
 from maskserve_engine.batch.sequence_parallel import Exchange
 from maskserve_engine.cache.store import Store
@@ -67,6 +69,7 @@ class Watched(LocalExecutor):
 
     def run(self, step: StepInput, exchange: Exchange | None = None) -> StepResult:
         result = super().run(step, exchange)
+        self._loop.spans.append(result.span)
         self._loop.primed = any(row.startswith("prime:") for row in step.rows)
         self._loop.foresaw = any(row.foresaw for row in result.rows)
         self._loop.ran = [
@@ -101,6 +104,8 @@ class Loop:
         self.engine._output.start()
         self.ran: list[tuple[str, bool, bool]] = []
         """Rows of the last turn, and whether each read an entry and computed its text."""
+        self.spans: list[Span] = []
+        """Spans of all turns."""
         self.foresaw = False
         """Whether one of them computed an anchor ahead."""
         self.steady = 0
@@ -198,6 +203,28 @@ def test_an_answer_is_told_when_the_device_has_it(loop: Loop) -> None:
     assert not sink.done.wait(0.05)
     loop.cuda.catch_up()
     assert sink.final().latents.ndim == 3
+
+
+def test_the_host_stays_near_the_device(loop: Loop) -> None:
+    """One step is under way when the next is decided: an edit that arrives then is in it, and a
+    client is told of the steps that the device has done.
+    """
+    first = loop.submit(0, "first", num_inference_steps=8, progress=True, cache="off")
+    for _ in range(6):
+        loop.engine.run_once()
+        done = sum(span.seconds() is not None for span in loop.spans)
+        assert done >= len(loop.spans) - 1
+        assert len(first.events) <= done
+    second = loop.submit(0, "second", num_inference_steps=2, cache="off")
+    loop.engine.run_once()
+    assert "second" in {row for row, *_ in loop.ran}
+    assert len(loop.spans) - done <= 2
+    while not (first.done.is_set() and second.done.is_set()):
+        if len(loop.engine.manager.scheduler):
+            loop.engine.run_once()
+        loop.cuda.catch_up()
+    progress = [event.step for event in first.events if isinstance(event, ProgressEvent)]
+    assert progress == [*range(1, len(first.events))]
 
 
 def test_a_turn_that_waits_for_an_answer_is_seen(
