@@ -497,8 +497,8 @@ MUTATIONS = (
     Mutation(
         "Kontext's reference lies where the picture does",
         "engine/maskserve_engine/families/flux/adapter.py",
-        "ids[text:] = torch.cartesian_prod(*axes)",
-        "ids[text:, 1:] = torch.cartesian_prod(*axes)[:, 1:]",
+        "torch.cartesian_prod(torch.tensor([number]), torch.arange(rows)",
+        "torch.cartesian_prod(torch.tensor([0]), torch.arange(rows)",
         f"{_DENSE}[flux-kontext]",
     ),
     Mutation(
@@ -581,9 +581,24 @@ MUTATIONS = (
     Mutation(
         "references do not hear of an adapter that came late",
         f"{_FLOW}/adapter.py",
-        "row.references.entry = None  # made without them",
+        "references.reset()  # made without them",
         "pass",
         f"{_EXACT}::test_references_are_made_again_with_adapters_that_came_late",
+    ),
+    Mutation(
+        "references beside the source lie where it does",
+        _FLUX2,
+        "torch.tensor([REFERENCE * number])",
+        "torch.tensor([REFERENCE * min(number, 1)])",
+        f"{_CONTRACT}::test_edits_with_references_of_any_mix_are_the_pipelines[klein]",
+    ),
+    Mutation(
+        "an edit with references reads its source's template",
+        "engine/maskserve_engine/requests/templates.py",
+        'return "references"',
+        'return ""',
+        "tests/unit/engine/families/test_references.py"
+        "::test_an_edit_with_references_reads_no_template[klein-kv-off-references]",
     ),
     Mutation(
         "a blend reaches the context",
@@ -731,7 +746,7 @@ MUTATIONS = (
     Mutation(
         "a prompt is kept for all pictures",
         "engine/maskserve_triton/encoder.py",
-        "picture = edit.pixels_id or template_id(request.pixels)",
+        'picture = " ".join((source, *(reference.pixels_id for reference in edit.references)))',
         'picture = ""',
         f"{_QWEN_EDIT}::test_prompts_are_kept_by_picture",
     ),
@@ -858,14 +873,14 @@ MUTATIONS = (
     Mutation(
         "a negative prompt's words do not hear of an adapter that came late",
         _QWEN21,
-        "for words in (before, *(prompt.words for prompt in passes)):",
-        "for words in (before, row.prompt.words):",
+        "for words in (*befores, *(prompt.words for prompt in passes)):",
+        "for words in (*befores, row.prompt.words):",
         f"{_CONTRACT}::test_a_lora_that_comes_late_is_one_that_was_there[qwen-image-21]",
     ),
     Mutation(
         "words before a picture do not hear of an adapter that came late",
         _QWEN21,
-        "for words in (before, *(prompt.words for prompt in passes)):",
+        "for words in (*befores, *(prompt.words for prompt in passes)):",
         "for words in [prompt.words for prompt in passes]:",
         f"{_CONTRACT}::test_a_lora_that_comes_late_is_one_that_was_there[qwen-image-21]",
     ),

@@ -35,17 +35,18 @@ class AsyncClient(Endpoint):
 
     async def edit(
         self,
-        image: ImageInput | None,
+        image: ImageInput | None = None,
         mask: ImageInput | None = None,
         prompt: str = "",
         *,
+        images: Sequence[ImageInput] = (),
         control: Sequence[ImageInput] = (),
         timeout: float | None = None,
         **settings: Any,
     ) -> EditResult:
         """Run one edit; see `Client.edit`."""
         # Files and pixels are read and written off the event loop, as everywhere below.
-        call = await asyncio.to_thread(wire.edit, image, mask, prompt, settings, control)
+        call = await asyncio.to_thread(wire.edit, image, mask, prompt, settings, control, images)
         return await self._infer(call, timeout)
 
     async def generate(
@@ -64,10 +65,11 @@ class AsyncClient(Endpoint):
 
     async def edit_stream(
         self,
-        image: ImageInput | None,
+        image: ImageInput | None = None,
         mask: ImageInput | None = None,
         prompt: str = "",
         *,
+        images: Sequence[ImageInput] = (),
         control: Sequence[ImageInput] = (),
         timeout: float | None = None,
         **settings: Any,
@@ -77,7 +79,9 @@ class AsyncClient(Endpoint):
         Leaving the loop early cancels the edit only when the iterator is closed: use
         contextlib.aclosing.
         """
-        request = await asyncio.to_thread(wire.edit_stream, image, mask, prompt, settings, control)
+        request = await asyncio.to_thread(
+            wire.edit_stream, image, mask, prompt, settings, control, images
+        )
 
         async def requests() -> AsyncGenerator[service_pb2.ModelInferRequest, None]:
             yield request

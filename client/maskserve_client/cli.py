@@ -219,7 +219,14 @@ def _add_generate(subcommands: argparse._SubParsersAction[argparse.ArgumentParse
     running = _add_running_options(generate)
     _add_answer_options(files, running)
     generate.set_defaults(
-        run=commands.edit, image=None, mask=None, expand=None, find=None, click=None, box=None
+        run=commands.edit,
+        image=None,
+        reference=None,
+        mask=None,
+        expand=None,
+        find=None,
+        click=None,
+        box=None,
     )
 
 
@@ -275,6 +282,13 @@ def _add_edit_options(
         "--template-id",
         metavar="ID",
         help="a registered template or a kept result, instead of --image",
+    )
+    files.add_argument(
+        "--reference",
+        action="append",
+        metavar="FILE",
+        help="picture that the model sees beside the image; may be repeated, up to the model's "
+        "number",
     )
     files.add_argument(
         "--mask",

@@ -62,10 +62,11 @@ class Client(Endpoint):
 
     def edit(
         self,
-        image: ImageInput | None,
+        image: ImageInput | None = None,
         mask: ImageInput | None = None,
         prompt: str = "",
         *,
+        images: Sequence[ImageInput] = (),
         control: Sequence[ImageInput] = (),
         timeout: float | None = None,
         **settings: Any,
@@ -79,6 +80,8 @@ class Client(Endpoint):
                 it: the whole picture is, by models that edit by instruction, or with the setting
                 `strength` below 1.
             prompt: what to paint there.
+            images: references, which the model sees beside the source or the template. Without
+                either, the first is the source.
             control: pictures of the same size for the ControlNets in the setting `controls`.
             timeout: seconds after which the edit is cancelled.
             settings: see maskserve_common.contracts.settings.EditSettings.
@@ -87,7 +90,7 @@ class Client(Endpoint):
             MaskserveError: the server's error, or ServerUnavailable.
             OSError: a path cannot be read.
         """
-        return self._infer(wire.edit(image, mask, prompt, settings, control), timeout)
+        return self._infer(wire.edit(image, mask, prompt, settings, control, images), timeout)
 
     def generate(
         self,
@@ -117,10 +120,11 @@ class Client(Endpoint):
 
     def edit_stream(
         self,
-        image: ImageInput | None,
+        image: ImageInput | None = None,
         mask: ImageInput | None = None,
         prompt: str = "",
         *,
+        images: Sequence[ImageInput] = (),
         control: Sequence[ImageInput] = (),
         timeout: float | None = None,
         **settings: Any,
@@ -132,7 +136,7 @@ class Client(Endpoint):
         the edit on the server. Arguments and errors are those of `edit`; `progress` is on unless it
         is set.
         """
-        request = wire.edit_stream(image, mask, prompt, settings, control)
+        request = wire.edit_stream(image, mask, prompt, settings, control, images)
         return self._events(request, timeout, progress=settings.get("progress", True))
 
     def control(self, op: str, *, timeout: float | None = 10.0, **fields: Any) -> dict[str, Any]:

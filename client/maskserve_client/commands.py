@@ -139,7 +139,7 @@ def _settings(options: argparse.Namespace, out: Path) -> dict[str, Any]:
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
     """Return the settings that an edit's options give, without unset ones.
 
-    `control` has the pictures of its ControlNets.
+    `control` has the pictures of its ControlNets, `images` its references.
 
     Raises:
         InvalidRequest: an option is malformed.
@@ -152,6 +152,8 @@ def settings_of(options: argparse.Namespace) -> dict[str, Any]:
         settings["mask_from"] = mask_source
     if options.lora:
         settings["loras"] = [_lora(text) for text in options.lora]
+    if options.reference:
+        settings["images"] = options.reference
     if options.control:
         settings["controls"], settings["control"] = zip(
             *map(_control, options.control), strict=True

@@ -35,6 +35,7 @@ class EditJobs(RouterHttp):
         mask: ImageInput | None,
         prompt: str,
         *,
+        images: Sequence[ImageInput] = (),
         control: Sequence[ImageInput] = (),
         idempotency_key: str = "",
         **fields: Any,
@@ -45,7 +46,9 @@ class EditJobs(RouterHttp):
             image: the picture; None with the setting `template_id`.
             mask: mask of the picture's size; None if a setting selects the edited part.
             prompt: what to paint there.
-            control: a picture for each of the setting `controls`.
+            images: references, as in `Client.edit`.
+            control: a picture for each of the setting `controls`; an edit with these has no
+                references.
             idempotency_key: repeated calls with the same key return the same job.
             fields: settings of an edit, and fields of `/v1/images/edits` such as `n`, `webhook`,
                 `output_url`.
@@ -54,7 +57,7 @@ class EditJobs(RouterHttp):
             MaskserveError: the server's error, or ServerUnavailable.
             OSError: a path cannot be read.
         """
-        pictures = [picture for picture in (image, *control) if picture is not None]
+        pictures = [picture for picture in (image, *images, *control) if picture is not None]
         files = [("image", wire.image_bytes(picture)) for picture in pictures]
         if mask is not None:
             files.append(("mask", wire.image_bytes(mask, "mask")))

@@ -97,6 +97,26 @@ def image_bytes(image: ImageInput | None, field: str = "image") -> bytes:
     return out.getvalue()
 
 
+def pictures(
+    image: ImageInput | None, images: Sequence[ImageInput], settings: Mapping[str, Any]
+) -> list[bytes]:
+    """Return the elements of IMAGE: the source, empty for a template, then references.
+
+    Args:
+        image: the source; None with the setting `template_id`, or if `images` has it.
+        images: further pictures; without `image` and a template the first is the source.
+        settings: settings of the edit.
+
+    Raises:
+        InvalidRequest: an array is not a picture.
+        OSError: a path cannot be read.
+    """
+    encoded = [image_bytes(further, f"images[{index}]") for index, further in enumerate(images)]
+    if image is None and encoded and settings.get("template_id") is None:
+        return encoded
+    return [image_bytes(image), *encoded]
+
+
 def _picture_of(array: npt.NDArray[Any], field: str) -> Image.Image:
     shaped = array.ndim == 2 or (array.ndim == 3 and array.shape[2] in (1, 3, 4))
     if array.dtype not in (np.uint8, np.bool_) or not shaped or not array.size:
@@ -133,6 +153,7 @@ def edit(
     prompt: str,
     settings: Mapping[str, Any],
     control: Sequence[ImageInput] = (),
+    images: Sequence[ImageInput] = (),
 ) -> ModelCall[EditResult]:
     """Make one edit, answered once.
 
@@ -140,7 +161,8 @@ def edit(
         InvalidRequest: a setting is invalid for every server.
         OSError: a path cannot be read.
     """
-    return ModelCall(_edit("edit", image, mask, prompt, settings, control), _result)
+    request = _edit("edit", image, mask, prompt, settings, control, images)
+    return ModelCall(request, _result)
 
 
 def edit_stream(
@@ -149,9 +171,11 @@ def edit_stream(
     prompt: str,
     settings: Mapping[str, Any],
     control: Sequence[ImageInput] = (),
+    images: Sequence[ImageInput] = (),
 ) -> service_pb2.ModelInferRequest:
     """Return one edit, answered by events (`stream_event`); errors are those of `edit`."""
-    return _edit("edit_stream", image, mask, prompt, {"progress": True, **settings}, control)
+    settings = {"progress": True, **settings}
+    return _edit("edit_stream", image, mask, prompt, settings, control, images)
 
 
 def control(op: str, fields: Mapping[str, Any]) -> ModelCall[dict[str, Any]]:
@@ -208,11 +232,12 @@ def _edit(
     prompt: str,
     settings: Mapping[str, Any],
     control: Sequence[ImageInput],
+    images: Sequence[ImageInput],
 ) -> service_pb2.ModelInferRequest:
     return _request(
         model,
         {
-            "IMAGE": image_bytes(image, "image"),
+            "IMAGE": pictures(image, images, settings),
             "MASK": image_bytes(mask, "mask"),
             "PROMPT": prompt.encode(),
             "SETTINGS": _settings_bytes(settings),

@@ -111,9 +111,9 @@ class LimitsConfig(Table, frozen=True):
     """`[limits]`: bounds on one request."""
 
     max_image_bytes: Annotated[int, Meta(ge=1024, le=2**31)] = 50 * 2**20
-    """Encoded bytes of an image."""
+    """Encoded bytes of an image; and of all elements of IMAGE together."""
     max_pixels: Annotated[int, Meta(ge=64, le=2**31)] = 50_000_000
-    """Decoded pixels of an image."""
+    """Decoded pixels of an image; and of all elements of IMAGE together."""
     max_side: Annotated[int, Meta(ge=8, le=65535)] = 16384
     """Longest side of an image."""
     max_prompt_chars: Annotated[int, Meta(ge=1, le=10**6)] = 32_000

@@ -35,7 +35,7 @@ from maskserve_engine.base.job import (
 from maskserve_engine.base.timeline import RequestTimeline, stages
 from maskserve_engine.loop.engine import Engine
 from maskserve_engine.requests.doings import Doings
-from maskserve_engine.stages.encoded import EncodeReport, unpack_conditioning
+from maskserve_engine.stages.encoded import EncodeReport, unpack_conditioning, unpack_references
 from maskserve_triton.acks import ACKS, AckReceiver, FlowControl
 from maskserve_triton.answer import Answer, answer_all
 from maskserve_triton.tensor_io import read_array, read_array_or_none, read_bytes
@@ -104,16 +104,32 @@ class DenoiserFrontend:
         packed = self._array(request, "CONDITIONING", np.uint8, 1)
         conditioning, negative = unpack_conditioning(packed)
         pictures = read_array_or_none(self._api, request, "CONTROLS", np.uint8, ndim=4)
-        moments = read_array_or_none(self._api, request, "CONTROL_MOMENTS", np.float32, ndim=4)
+        control_moments = read_array_or_none(
+            self._api, request, "CONTROL_MOMENTS", np.float32, ndim=4
+        )
+        moments = self._array(request, "MOMENTS", np.float32, 3)
         return EditJob(
             request=edit,
             edit_mask=self._array(request, "EDIT_MASK", np.uint8, 2),
-            moments=self._array(request, "MOMENTS", np.float32, 3),
+            moments=moments,
             masked_moments=self._array(request, "MASKED_MOMENTS", np.float32, 3),
             conditioning=conditioning,
             negative=negative,
-            controls=tuple([_control(control, pictures, moments) for control in edit.controls]),
+            controls=tuple(
+                [_control(control, pictures, control_moments) for control in edit.controls]
+            ),
+            references=self._references(edit, moments, request) if edit.references else (),
         )
+
+    def _references(
+        self, edit: EditRequest, moments: NDArray[np.float32], request: Any
+    ) -> tuple[NDArray[np.float32], ...]:
+        """Return the moments of the further references, by the scale of the source's."""
+        channels, rows, _ = moments.shape
+        scale = edit.model_size[0] // rows
+        sizes = [(height // scale, width // scale) for height, width in edit.reference_sizes]
+        packed = self._array(request, "REFERENCE_MOMENTS", np.float32, 1)
+        return unpack_references(packed, sizes, channels)
 
     def _array(self, request: Any, name: str, dtype: type[np.generic], ndim: int) -> NDArray[Any]:
         return read_array(self._api, request, name, dtype, ndim=ndim)

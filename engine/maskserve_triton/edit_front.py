@@ -24,7 +24,7 @@ from dataclasses import replace
 from typing import Any
 
 from maskserve_common.config import Config
-from maskserve_common.contracts.edit_kinds import edit_kind
+from maskserve_common.contracts.edit_kinds import check_references, edit_kind
 from maskserve_common.contracts.meta import as_told, with_result, with_slack
 from maskserve_common.contracts.parameters import parameters
 from maskserve_common.contracts.settings import parse_settings
@@ -135,7 +135,10 @@ class EditFront:
         request_log.request_id = bounded_request.settings.request_id or ""
         request_log.due = bounded_request.due_ms is not None or self._config.slo.enabled
         catalogue = self._adapters.catalogue
-        image, mask = any(pictures["IMAGE"]), any(pictures["MASK"])
+        images = pictures["IMAGE"] = pictures["IMAGE"] or [b""]
+        mask = any(pictures["MASK"])
+        check_references(images, bounded_request.settings, self._spec.most_pictures)
+        image = bool(images[0])
         request_log.kind = kind = edit_kind(bounded_request.settings, image=image, mask=mask)
         edit = accept_edit(
             bounded_request.settings, prompt, self._spec, self._config, catalogue, self._nets, kind

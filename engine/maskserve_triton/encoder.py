@@ -68,10 +68,24 @@ class ToEncode(NamedTuple):
     """Workflow run that has its encoding, or will keep it; empty: none."""
     makes: bool = False
     """Whether the run keeps its encoding, and the edit ends with it."""
+    references: NDArray[np.uint8] | None = None
+    """Pixels of the further references, one after the other; None: there are none."""
 
     @property
     def run_scope(self) -> RunScope:
         return RunScope(scope_of(self.edit.request_id), self.run)
+
+    @property
+    def pictures(self) -> list[NDArray[np.uint8]]:
+        """RGB [h, w, 3] of the source and of the further references; none without a source."""
+        pictures = [self.pixels] if self.pixels.size else []
+        begin = 0
+        for height, width in self.edit.reference_sizes:
+            assert self.references is not None, "REQUEST names references that did not come"
+            end = begin + 3 * height * width
+            pictures.append(self.references[begin:end].reshape(height, width, 3))
+            begin = end
+        return pictures
 
 
 class PromptKey(NamedTuple):
@@ -86,7 +100,7 @@ class PromptKey(NamedTuple):
     loras: tuple[tuple[str, float], ...]
     """File and scale of the LoRAs that change the text encoders, in the order of their addition."""
     picture: str = ""
-    """Digest of the source's pixels, if the text encoder sees them."""
+    """Digests of the pixels of source and references, if the text encoder sees them."""
     owner: str | None = None
     """Scope of the API key with separately cached prompts; None: they are shared."""
     alone: bool = False
@@ -119,6 +133,8 @@ class _Pictures(NamedTuple):
     """Whether the masked picture was encoded whole."""
     batch: int
     """Masked pictures in the call of the VAE."""
+    references: tuple[NDArray[np.float32], ...] = ()
+    """Moments of the further references."""
 
 
 class EditEncoder:
@@ -226,7 +242,12 @@ class EditEncoder:
                 controls = self._control_moments(edit_input.controls)
                 text = prompts[number]()
                 encoded = Encoded(
-                    pictures.moments, pictures.masked, text.prompt, text.negative, controls
+                    pictures.moments,
+                    pictures.masked,
+                    text.prompt,
+                    text.negative,
+                    controls,
+                    pictures.references,
                 )
                 report = EncodeReport(
                     ms=1e3 * (shared_s + time.perf_counter() - begin),
@@ -292,7 +313,8 @@ class EditEncoder:
         """Return the keys of the prompt and, where there is one, of the negative prompt."""
         edit, settings, picture = request.edit, request.edit.settings, ""
         if self._encoder.spec.encoder_picture and request.pixels.size:
-            picture = edit.pixels_id or template_id(request.pixels)
+            source = edit.pixels_id or template_id(request.pixels)
+            picture = " ".join((source, *(reference.pixels_id for reference in edit.references)))
         loras = tuple((lora.version, lora.scale) for lora in edit.loras if lora.text and lora.scale)
         keys = [self._key(edit.prompt, loras)]
         if settings.negative_prompt is not None:
@@ -345,16 +367,16 @@ class EditEncoder:
         missing = [key for key in keys if key not in cached and key not in embeddings]
         is_computed = bool(missing or embeddings)
         if missing:
-            pixels = request.pixels if request.pixels.size else None
+            pictures = request.pictures
             with self._adapters.applied(edit.loras):
-                embeddings |= {key: self._embeddings(key, pixels) for key in missing}
+                embeddings |= {key: self._embeddings(key, pictures) for key in missing}
         embeddings = cached | embeddings
         negative = embeddings[keys[1]] if len(keys) == 2 else None
         return _Prompts(embeddings[keys[0]], negative, not is_computed, batch, self._tokens(edit))
 
-    def _embeddings(self, key: PromptKey, pixels: NDArray[np.uint8] | None = None) -> Conditioning:
+    def _embeddings(self, key: PromptKey, pictures: Sequence[NDArray[np.uint8]]) -> Conditioning:
         """Compute a prompt's embeddings by itself. The caller applies the key's LoRAs."""
-        return self._keep(key, self._encoder.encode_prompt(key.text, pixels))
+        return self._keep(key, self._encoder.encode_prompt(key.text, pictures))
 
     def _keep(self, key: PromptKey, encoded: Conditioning) -> Conditioning:
         if key.negative:
@@ -367,9 +389,13 @@ class EditEncoder:
     def _pictures(self, number: int, request: ToEncode, masked: _MaskedPictures) -> _Pictures:
         if request.edit.kind == "generate":
             return _Pictures(self._encoder.no_moments(request.edit_mask), NO_MOMENTS, None, True, 1)
-        template, is_cached = self._template(request.edit, request.pixels)
+        template, is_cached = self._template(request.edit.pixels_id, request.pixels)
         if not self._encoder.spec.semantics.masked_picture:
-            return _Pictures(template.moments, NO_MOMENTS, is_cached, True, 1)
+            further = zip(request.edit.references, request.pictures[1:], strict=True)
+            references = tuple(
+                [self._template(named.pixels_id, pixels)[0].moments for named, pixels in further]
+            )
+            return _Pictures(template.moments, NO_MOMENTS, is_cached, True, 1, references)
         if not request.edit_mask.any():  # a template that is primed
             return _Pictures(template.moments, template.moments, is_cached, True, 1)
         pieces = (
@@ -396,16 +422,16 @@ class EditEncoder:
                 numbers.append(number)
         return numbers
 
-    def _template(
-        self, edit: EditRequest, pixels: NDArray[np.uint8]
-    ) -> tuple[TemplateEncoding, bool]:
-        """Return the source's encoding, and whether it came from the cache."""
-        cached = self._templates.get(edit.pixels_id) if edit.pixels_id else None
+    def _template(self, pixels_id: str, pixels: NDArray[np.uint8]) -> tuple[TemplateEncoding, bool]:
+        """Return a picture's encoding, and whether it came from the cache; an empty id names
+        none.
+        """
+        cached = self._templates.get(pixels_id) if pixels_id else None
         if cached is not None:
             return cached, True
         encoding = self._encoder.template(pixels)
-        if edit.pixels_id:
-            self._keep_template(edit.pixels_id, encoding)
+        if pixels_id:
+            self._keep_template(pixels_id, encoding)
         return encoding, False
 
     def _keep_template(self, pixels_id: str, encoding: TemplateEncoding) -> None:

@@ -41,6 +41,7 @@ from maskserve_triton.together import batched
 
 _NO_EDIT = {
     "PIXELS": NO_PIXELS,
+    "REFERENCES": np.zeros(0, np.uint8),
     "EDIT_MASK": np.zeros((0, 0), np.uint8),
     "CONTROLS": np.zeros((0, 0, 0, 3), np.uint8),
 }

@@ -106,7 +106,7 @@ def encode_edit(
     Raises:
         MaskserveError: the error of a model.
     """
-    pictures = ("PIXELS", "EDIT_MASK", "CONTROLS")
+    pictures = ("PIXELS", "REFERENCES", "EDIT_MASK", "CONTROLS")
     prepared = _answer_of(
         api.InferenceRequest(
             model_name="preprocess",
@@ -145,6 +145,7 @@ def encode_template(api: Any, prepared: PreparedTemplate) -> list[Any]:
     """
     inputs = {
         "PIXELS": prepared.pixels,
+        "REFERENCES": np.zeros(0, np.uint8),
         "EDIT_MASK": prepared.edit_mask,
         "CONTROLS": np.zeros((0, 0, 0, 3), np.uint8),
         "REQUEST": prepared.request.to_json(),

@@ -15,10 +15,15 @@ import numpy.typing as npt
 from msgspec import structs
 from PIL import Image
 
-from maskserve_common.config import Config
+from maskserve_common.config import Config, LimitsConfig
 from maskserve_common.contracts.keys import entries_id, scope_of, template_id
 from maskserve_common.contracts.postprocess_context import PostprocessContext
-from maskserve_common.contracts.request import AcceptedEdit, EditRequest, ResolvedControl
+from maskserve_common.contracts.request import (
+    AcceptedEdit,
+    EditRequest,
+    Reference,
+    ResolvedControl,
+)
 from maskserve_common.contracts.settings import MAX_CONTROLS, EditSettings
 from maskserve_common.errors import InvalidRequest, TemplateNotFound
 from maskserve_common.imaging.canvas import canvas_size, grown
@@ -70,6 +75,8 @@ class PreparedEdit:
     """
     controls: npt.NDArray[np.uint8]
     """CONTROLS: RGB [pictures, h, w, 3] at the model's size."""
+    references: npt.NDArray[np.uint8]
+    """REFERENCES: RGB of each, one after the other, at the sizes in `request`."""
     request: EditRequest
     context: PostprocessContext
 
@@ -83,26 +90,29 @@ def prepare_edit(
     find_template: FindTemplate | None = None,
     control: Sequence[bytes | memoryview] = (),
     *,
+    references: Sequence[bytes | memoryview] = (),
     decoded_pixels: int = DECODED_PIXELS,
 ) -> PreparedEdit:
     """Check an edit's pictures and convert them to the model's resolution.
 
     Args:
-        image: bytes of the IMAGE tensor; empty if SETTINGS.template_id names a template.
+        image: first element of IMAGE; empty if SETTINGS.template_id names a template.
         mask: bytes of the MASK tensor.
         accepted: the edit without its pictures.
         spec: spec of the served model.
         config: configuration of the worker.
         find_template: reads a registered template; None: the worker keeps none.
         control: elements of CONTROL.
+        references: further elements of IMAGE.
         decoded_pixels: most pixels of a source that is passed on decoded.
 
     Raises:
         InvalidRequest: naming the field.
         TemplateNotFound: SETTINGS.template_id names no registered template.
     """
+    check_together((image, *references), config.limits)
     if accepted.kind != "inpaint":
-        return _prepare_whole(image, accepted, spec, config, find_template, control)
+        return _prepare_whole(image, accepted, spec, config, find_template, control, references)
     start, settings = time.perf_counter(), accepted.settings
     source, source_id = _source(image, settings, config, find_template)
     canvas = _answer_size(settings, source, config)
@@ -124,6 +134,7 @@ def prepare_edit(
         lambda picture: _at(view.window.crop(picture.pixels), picture.colour, view.size),
         config,
     )
+    reference_pixels = _reference_pixels(references, spec, config)
     settings = _with_encoding(settings, mask or image)
     request = replace(
         _request(replace(accepted, settings=settings), source, source_id, pixels),
@@ -131,6 +142,7 @@ def prepare_edit(
         window=view.window if view.is_part else None,
         alpha=_keeps_alpha(settings, source, paste),
         edit_boxes=component_boxes(edit, spec.token_pixels),
+        references=_named(reference_pixels),
         warnings=(*source.warnings, *selection.warnings),
     )
     fine = source.low is not None and settings.output_format == "png"
@@ -144,7 +156,7 @@ def prepare_edit(
     context = PostprocessContext(
         request.to_json(), source_bytes, weights, decoded, source.colour.pack()
     )
-    return PreparedEdit(pixels, edit, controls, request, context)
+    return PreparedEdit(pixels, edit, controls, _joined(reference_pixels), request, context)
 
 
 def _prepare_whole(
@@ -154,23 +166,31 @@ def _prepare_whole(
     config: Config,
     find_template: FindTemplate | None,
     control: Sequence[bytes | memoryview],
+    references: Sequence[bytes | memoryview],
 ) -> PreparedEdit:
     """Prepare an edit without a mask, or a picture without a source: `prepare_edit` of these."""
     start, settings = time.perf_counter(), _with_encoding(accepted.settings, image)
     accepted = replace(accepted, settings=settings)
     native, multiple = spec.native_resolution, spec.size_multiple
-    size = settings.answer_size
+    size, reference_pixels = settings.answer_size, list[npt.NDArray[np.uint8]]()
     if accepted.kind == "generate":
         size = size or native_size(native, multiple)
         fit, canvas, pixels = PictureFit(size, size), size, np.zeros((0, 0, 3), np.uint8)
         request, context = _request_without_source(accepted, size), PostprocessContext()
     else:
         source, source_id = _source(image, settings, config, find_template)
-        chosen = fit_of(source.size, spec.edit_size, native, multiple)
+        rule = spec.reference_size if references else spec.edit_size
+        chosen = fit_of(source.size, rule, native, multiple)
         fit = PictureFit(size, size) if size else chosen
         canvas, pixels = source.size, _fitted(source, fit)
         request = _request(accepted, source, source_id, pixels)
-        request = replace(request, source_size=fit.size, warnings=source.warnings)
+        reference_pixels = _reference_pixels(references, spec, config)
+        request = replace(
+            request,
+            source_size=fit.size,
+            references=_named(reference_pixels),
+            warnings=source.warnings,
+        )
         context = _source_context(source, pixels, config)
     _check_shape(fit.size, spec)
     _check_format(settings, fit.size)
@@ -180,7 +200,59 @@ def _prepare_whole(
     taken_ms = (time.perf_counter() - start) * 1e3
     request.timings_ms["preprocess"] = round(taken_ms, 3)
     context = replace(context, request=request.to_json())
-    return PreparedEdit(pixels, np.full(fit.size, 255, np.uint8), controls, request, context)
+    mask = np.full(fit.size, 255, np.uint8)
+    return PreparedEdit(pixels, mask, controls, _joined(reference_pixels), request, context)
+
+
+def check_together(pictures: Sequence[bytes | memoryview], limits: LimitsConfig) -> None:
+    """Check what the pictures of IMAGE are together, by their headers, where there are several.
+
+    Raises:
+        InvalidRequest: they are too large, or one is no picture.
+    """
+    if len(pictures) < 2:
+        return
+    size = sum(map(len, pictures))
+    if size > limits.max_image_bytes:
+        problem = f"has pictures of {size} bytes together"
+        raise InvalidRequest("IMAGE", problem, f"up to {limits.max_image_bytes} bytes")
+    pixels = sum(
+        math.prod(read_size(picture, f"IMAGE[{index}]", limits))
+        for index, picture in enumerate(pictures)
+        if picture
+    )
+    if pixels > limits.max_pixels:
+        problem = f"has pictures of {pixels} pixels together"
+        raise InvalidRequest("IMAGE", problem, f"up to {limits.max_pixels} pixels")
+
+
+def _reference_pixels(
+    encoded: Sequence[bytes | memoryview], spec: ModelSpec, config: Config
+) -> list[npt.NDArray[np.uint8]]:
+    """Return references as the model sees them, in sRGB, RGB [h, w, 3] each.
+
+    Raises:
+        InvalidRequest: naming the element of IMAGE.
+    """
+    native, multiple, pictures = spec.native_resolution, spec.size_multiple, []
+    for index, raw in enumerate(encoded, start=1):
+        field = f"IMAGE[{index}]"
+        picture = decode_image(raw, field, config.limits)
+        fit = fit_of(picture.size, spec.reference_size, native, multiple)
+        _check_shape(fit.size, spec, field)
+        pictures.append(_fitted(picture, fit))
+    return pictures
+
+
+def _named(pictures: Sequence[npt.NDArray[np.uint8]]) -> tuple[Reference, ...]:
+    return tuple(
+        [Reference((len(pixels), pixels.shape[1]), template_id(pixels)) for pixels in pictures]
+    )
+
+
+def _joined(pictures: Sequence[npt.NDArray[np.uint8]]) -> npt.NDArray[np.uint8]:
+    flat = [np.zeros(0, np.uint8), *(pixels.reshape(-1) for pixels in pictures)]
+    return np.concatenate(flat)
 
 
 def _source_context(
@@ -204,7 +276,7 @@ def pixels_of(
     """Return the number of pixels of an edit's pictures, read from their headers.
 
     Args:
-        pictures: bytes of IMAGE, MASK and CONTROL.
+        pictures: elements of IMAGE, MASK and CONTROL.
         accepted: the edit without its pictures.
         config: configuration of the worker.
         find_template: reads a registered template.
@@ -214,7 +286,7 @@ def pixels_of(
     """
     named = accepted.settings.template_id
     scope = scope_of(accepted.settings.request_id or "")
-    template = find_template(named, scope) if named and not pictures[0] else None
+    template = find_template(named, scope) if named and not any(pictures[:1]) else None
     encoded = [picture for picture in (template, *pictures) if picture]
     return sum(math.prod(read_size(picture, "IMAGE", config.limits)) for picture in encoded)
 
@@ -246,7 +318,7 @@ def prepare_template(encoded: bytes, spec: ModelSpec, config: Config) -> Prepare
     return PreparedTemplate(pixels, np.zeros(size, np.uint8), request)
 
 
-def _check_shape(size: Size, spec: ModelSpec) -> None:
+def _check_shape(size: Size, spec: ModelSpec, field: str = "IMAGE") -> None:
     """Check that the text encoder takes a picture that the model sees at this size.
 
     Raises:
@@ -254,7 +326,7 @@ def _check_shape(size: Size, spec: ModelSpec) -> None:
     """
     if spec.encoder_picture is not None and max(size) > LONGEST * min(size):
         raise InvalidRequest(
-            "IMAGE",
+            field,
             f"is {size[1]}x{size[0]} pixels to the model",
             f"sides of which none is more than {LONGEST} times as long as the other",
         )

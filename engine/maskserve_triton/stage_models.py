@@ -20,7 +20,12 @@ from maskserve_common.files.values import ENCODING, MAKE, RUN, Values
 from maskserve_common.tracing import make_tracer
 from maskserve_engine.families.registry import load_decoder
 from maskserve_engine.families.specs import load_spec
-from maskserve_engine.stages.encoded import NO_CONTROLS, NO_MOMENTS, pack_conditioning
+from maskserve_engine.stages.encoded import (
+    NO_CONTROLS,
+    NO_MOMENTS,
+    pack_conditioning,
+    pack_references,
+)
 from maskserve_engine.stages.revision import stages_revision
 from maskserve_engine.stages.unused_libraries import hide_unused_libraries
 from maskserve_triton.decoder import EditDecoder, ToDecode
@@ -68,6 +73,7 @@ class EncoderStage:
             view_item(self._api, request, "CONTROLS", np.uint8, ndim=4),
             str(request_parameters.get(RUN, "")) if ENCODING in request_parameters else "",
             request_parameters.get(ENCODING) == MAKE,
+            view_item(self._api, request, "REFERENCES", np.uint8, ndim=1),
         )
 
     def _encode(self, requests: Sequence[ToEncode | None]) -> Iterator[Outputs | Exception]:
@@ -81,6 +87,7 @@ class EncoderStage:
             yield {
                 "MOMENTS": encoding.moments,
                 "MASKED_MOMENTS": encoding.masked_moments,
+                "REFERENCE_MOMENTS": pack_references(encoding.references),
                 "CONTROL_MOMENTS": encoding.control_moments,
                 "CONDITIONING": pack_conditioning(encoding.conditioning, encoding.negative),
                 "ENCODED": report.to_json(),
@@ -91,6 +98,7 @@ class EncoderStage:
         return {
             "MOMENTS": NO_MOMENTS,
             "MASKED_MOMENTS": NO_MOMENTS,
+            "REFERENCE_MOMENTS": pack_references(()),
             "CONTROL_MOMENTS": NO_CONTROLS,
             "CONDITIONING": np.frombuffer(file.read_bytes(), np.uint8),
             "ENCODED": b"{}",

@@ -246,6 +246,7 @@ def test_the_encoder_takes_what_waits_together(worker: WorkerProcess) -> None:
         return [
             _input("PIXELS", pixels[None]),
             _input("EDIT_MASK", mask[None]),
+            _input("REFERENCES", np.zeros((1, 0), np.uint8)),
             _input("CONTROLS", np.zeros((1, 0, 0, 0, 3), np.uint8)),
             _input("REQUEST", np.array([[request.to_json()]], np.object_)),
         ]

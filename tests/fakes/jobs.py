@@ -13,7 +13,8 @@ from maskserve_benchmarks.edits.direct import job_of, request_of
 from maskserve_common import config_file
 from maskserve_common.config import Config
 from maskserve_common.config_file import laid_over
-from maskserve_common.contracts.request import EditKind
+from maskserve_common.contracts.keys import template_id
+from maskserve_common.contracts.request import EditKind, Reference
 from maskserve_common.contracts.settings import EditSettings
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.families.encoder import Encoder
@@ -31,6 +32,12 @@ class Case:
     settings: EditSettings
     seed: int
     kind: EditKind = "inpaint"
+    references: tuple[NDArray[np.uint8], ...] = ()
+    """Pictures beside the source."""
+
+    @property
+    def pictures(self) -> list[NDArray[np.uint8]]:
+        return [self.pixels, *self.references]
 
 
 def config_of(folder: Path, **sections: dict[str, Any]) -> Config:
@@ -87,7 +94,14 @@ def encode_case(encoder: Encoder, case: Case, request_id: str) -> EditJob:
     request, pixels = replace(request, kind=case.kind), case.pixels
     if case.kind == "generate":
         request, pixels = replace(request, template_id="", pixels_id=""), pixels[:0, :0]
-    return job_of(encoder, request, pixels, case.mask)
+    request = replace(
+        request,
+        references=tuple(
+            Reference((len(pixels), pixels.shape[1]), template_id(pixels))
+            for pixels in case.references
+        ),
+    )
+    return job_of(encoder, request, pixels, case.mask, case.references)
 
 
 def tolerance(expected: NDArray[np.float32]) -> float:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -85,12 +85,18 @@ def whole_picture(pipeline: Any, case: Case, **options: Any) -> Any:
         **options,
     }
     if case.kind == "edit":
-        values["image"] = Image.fromarray(case.pixels)
+        values["image"] = _images(case.pixels, case.references)
     parameters = inspect.signature(pipeline.__call__).parameters
     arguments = {
         name: value for name, value in values.items() if name in parameters and value is not None
     }
     return pipeline(prompt=case.prompt, **arguments).images
+
+
+def _images(pixels: NDArray[np.uint8], references: Sequence[NDArray[np.uint8]]) -> Any:
+    """The pictures as a pipeline takes them: one, or a list."""
+    images = [Image.fromarray(picture) for picture in (pixels, *references)]
+    return images if references else images[0]
 
 
 def blended_edit(
@@ -100,6 +106,7 @@ def blended_edit(
     prompt: str,
     settings: EditSettings,
     seed: int,
+    references: Sequence[NDArray[np.uint8]] = (),
     **options: Any,
 ) -> Any:
     """`images` of Flux2KleinKVPipeline, which has no mask. They are blended after each step, as in
@@ -134,7 +141,7 @@ def blended_edit(
 
     return pipeline(
         prompt=prompt,
-        image=source,
+        image=_images(pixels, references),
         latents=start,
         sigmas=sigmas,
         num_inference_steps=steps,
@@ -181,7 +188,7 @@ def flux3_edit(pipeline: Any, edit: Case) -> NDArray[np.float32]:
         patched.setattr(sampler, "step", blended)
         latents = pipeline(
             prompt=edit.prompt,
-            image=source,
+            image=_images(edit.pixels, edit.references),
             latents=start,
             sigmas=sigmas,
             num_inference_steps=len(sigmas),
@@ -206,7 +213,7 @@ def flux3_whole_picture(pipeline: Any, case: Case) -> NDArray[np.float32]:
         pipeline.update_components(guider=guider)
         more["negative_prompt"] = settings.negative_prompt
     if case.kind == "edit":
-        more["image"] = Image.fromarray(case.pixels)
+        more["image"] = _images(case.pixels, case.references)
     latents = pipeline(
         prompt=case.prompt,
         height=height,
@@ -249,12 +256,18 @@ def qwen_edit_pipeline(folder: Path) -> Any:
 
 
 @contextmanager
-def _own_area(module: Any, size: tuple[int, ...]) -> Iterator[pytest.MonkeyPatch]:
-    """Let the area of 1024x1024 of a Qwen pipeline's module be a picture of (width, height)."""
+def _own_area(
+    module: Any, pixels: NDArray[np.uint8], references: Sequence[NDArray[np.uint8]] = ()
+) -> Iterator[pytest.MonkeyPatch]:
+    """Let the area of 1024x1024 of a Qwen pipeline's module be that of the pictures, each of its
+    own ratio.
+    """
     real = module.calculate_dimensions
+    own_sizes = [picture.shape[1::-1] for picture in (pixels, *references)]
 
     def dimensions(area: int, ratio: float) -> Any:
         sizes = real(area, ratio)
+        size = min(own_sizes, key=lambda size: abs(size[0] / size[1] - ratio))
         return (*size, *sizes[2:]) if area == 1024**2 else sizes
 
     with pytest.MonkeyPatch.context() as patched:
@@ -265,7 +278,7 @@ def _own_area(module: Any, size: tuple[int, ...]) -> Iterator[pytest.MonkeyPatch
 def qwen_whole_picture(pipeline: Any, case: Case) -> Any:
     """`whole_picture` of such a pipeline, at the picture's own size."""
     module = importlib.import_module(type(pipeline).__module__)
-    with _own_area(module, case.mask.shape[::-1]):
+    with _own_area(module, case.mask[..., None], case.references):
         return whole_picture(pipeline, case)
 
 
@@ -276,12 +289,13 @@ def qwen_edit(
     prompt: str,
     settings: EditSettings,
     seed: int,
+    references: Sequence[NDArray[np.uint8]] = (),
     **options: Any,
 ) -> Any:
     """`images` of such a pipeline. Its area of 1024x1024 is the picture's own area here."""
     module = importlib.import_module(type(pipeline).__module__)
     args = pixels, mask, prompt, settings, seed
-    with _own_area(module, mask.shape[::-1]) as patched:
+    with _own_area(module, pixels, references) as patched:
         if hasattr(pipeline, "mask_processor"):
             return diffusers_edit(pipeline, *args, **options)
         start, blend, walk = _blended_start(pipeline, module, *args)
@@ -291,7 +305,9 @@ def qwen_edit(
             options["true_cfg_scale"] = settings.true_cfg_scale
         return pipeline(
             prompt=prompt,
-            image=Image.fromarray(pixels),
+            image=_images(pixels, references),
+            height=mask.shape[0],
+            width=mask.shape[1],
             latents=start,
             num_inference_steps=settings.num_inference_steps,
             callback_on_step_end=blend,

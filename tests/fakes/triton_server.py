@@ -21,7 +21,8 @@ import numpy as np
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from maskserve_common.config import Config, ModelConfig
-from maskserve_common.contracts.edit_kinds import edit_kind
+from maskserve_common.contracts import bytes_tensor
+from maskserve_common.contracts.edit_kinds import check_references, edit_kind
 from maskserve_common.contracts.request import EditKind
 from maskserve_common.contracts.settings import parse_settings
 from maskserve_common.errors import InvalidRequest, MaskserveError
@@ -54,6 +55,8 @@ class FakeWorker:
     """End streams by an empty message, as Triton does on request."""
     edit_kinds: frozenset[EditKind] = FILL_FACTS.edit_kinds
     """Kinds of edits that its model has."""
+    most_pictures: int = 1
+    """Most pictures in IMAGE."""
     garble: bool = False
     """Send a final answer whose image is not a picture."""
     url: str = ""
@@ -144,8 +147,16 @@ class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
         facts = replace(FILL_FACTS, edit_kinds=self.worker.edit_kinds)
         kind = edit_kind(settings, image=bool(inputs["IMAGE"]), mask=bool(inputs["MASK"]))
         accepted = accept_edit(settings, inputs["PROMPT"], facts, CONFIG, kind=kind)
+        references = _references(inputs)
+        check_references([inputs["IMAGE"], *references], settings, self.worker.most_pictures)
         edit = prepare_edit(
-            inputs["IMAGE"], inputs["MASK"], accepted, facts, CONFIG, self.worker.get
+            inputs["IMAGE"],
+            inputs["MASK"],
+            accepted,
+            facts,
+            CONFIG,
+            self.worker.get,
+            references=references,
         )
         # Not earlier: an interrupt in between would hide the reason for refusing an edit.
         self.worker.started.set()
@@ -296,10 +307,16 @@ def _painted(edit: PreparedEdit) -> bytes:
 def _inputs(request: Any) -> dict[str, bytes]:
     tensors = {}
     for tensor, raw in zip(request.inputs, request.raw_input_contents, strict=True):
-        assert (tensor.datatype, list(tensor.shape)) == ("BYTES", [1])
-        assert struct.unpack_from("<I", raw)[0] == len(raw) - 4
-        tensors[tensor.name] = raw[4:]
+        first, *more = bytes_tensor.elements(raw, 16)
+        assert (tensor.datatype, list(tensor.shape)) == ("BYTES", [1 + len(more)])
+        assert not more or tensor.name == "IMAGE"
+        tensors[tensor.name] = first
+        tensors |= {f"IMAGE[{index}]": picture for index, picture in enumerate(more, start=1)}
     return tensors
+
+
+def _references(inputs: dict[str, bytes]) -> list[bytes]:
+    return [picture for name, picture in inputs.items() if name.startswith("IMAGE[")]
 
 
 def _event_response(request: Any, event: dict[str, Any]) -> Any:

@@ -66,6 +66,8 @@ class FamilyCase:
     pipeline: Callable[[Path], Any]
     wholes: Mapping[EditKind, Callable[[FamilyModel, Case], Latents]] = field(default_factory=dict)
     """Result of the diffusers pipeline of each kind of edit without a mask that the model makes."""
+    references: Mapping[EditKind, int] = field(default_factory=dict)
+    """Most references beside the source that the pipelines above take, by the kind of the edit."""
     img2img: bool = True
     """Whether an edit of the whole picture begins at its `strength`."""
     plain: Settings = field(default_factory=dict)
@@ -109,8 +111,12 @@ class FamilyCase:
     slow: bool = False
     """Whether only the slow tests have this model."""
 
-    def edit(self, seed: int, kind: EditKind = "inpaint", **settings: Any) -> Case:
-        """A random edit of a seed: odd seeds are guided, and every third has the long prompt."""
+    def edit(
+        self, seed: int, kind: EditKind = "inpaint", *, several: bool = False, **settings: Any
+    ) -> Case:
+        """A random edit of a seed: odd seeds are guided, and every third has the long prompt. With
+        `several` it has references beside its source.
+        """
         rng = np.random.default_rng(seed)
         steps = int(rng.integers(self.least_steps, 7))
         more = self.guidance(rng) if self.guidance and seed % 2 else {}
@@ -123,7 +129,21 @@ class FamilyCase:
             edit = replace(edit, **_picture(rng, *(int(rng.choice(side)) for side in self.sides)))
         if kind != "inpaint":
             edit = without_mask(edit, kind)
+        if several:
+            edit = replace(edit, references=self._references(rng, edit, self.references[kind]))
         return replace(edit, prompt=self.long_prompt) if self.long and seed % 3 == 2 else edit
+
+    def _references(
+        self, rng: np.random.Generator, edit: Case, most: int
+    ) -> tuple[NDArray[np.uint8], ...]:
+        """Pictures of other ratios than the source's and one another's."""
+        count, pictures = int(rng.integers(1, most + 1)), [edit.mask[..., None]]
+        while len(pictures) <= count:
+            sides = self.sides or (range(32, 65, 8),) * 2
+            size = [int(rng.choice(side)) for side in sides]
+            if size[0] / size[1] not in [len(picture) / picture.shape[1] for picture in pictures]:
+                pictures.append(rng.integers(0, 256, (*size, 3), dtype=np.uint8))
+        return tuple(pictures[1:])
 
     @property
     def long_prompt(self) -> str:
@@ -169,12 +189,22 @@ class FamilyModel:
                for name in names},
         )  # fmt: skip
 
-    def edit(self, seed: int, kind: EditKind = "inpaint", **settings: Any) -> Case:
-        edit = self.case.edit(seed, kind, **settings)
+    @property
+    def several(self) -> list[EditKind]:
+        """Kinds of its edits with references beside the source."""
+        return list(self.case.references)
+
+    def edit(
+        self, seed: int, kind: EditKind = "inpaint", *, several: bool = False, **settings: Any
+    ) -> Case:
+        edit = self.case.edit(seed, kind, several=several, **settings)
         return replace(edit, mask=mask_for_model(edit.mask, self.adapter.spec))
 
-    def job(self, seed: int, kind: EditKind = "inpaint", **settings: Any) -> EditJob:
-        return self.encoded(self.edit(seed, kind, **settings), f"{kind}-{seed}")
+    def job(
+        self, seed: int, kind: EditKind = "inpaint", *, several: bool = False, **settings: Any
+    ) -> EditJob:
+        edit = self.edit(seed, kind, several=several, **settings)
+        return self.encoded(edit, f"{kind}-{seed}" + "-several" * several)
 
     def encoded(self, edit: Case, name: str = "edit") -> EditJob:
         return encode_case(self.encoder, edit, name)
@@ -183,9 +213,9 @@ class FamilyModel:
         oracle = self.case.oracle if edit.kind == "inpaint" else self.case.wholes[edit.kind]
         return oracle(self, edit)
 
-    def _expected(self, seed: int, kind: EditKind = "inpaint") -> Latents:
+    def _expected(self, seed: int, kind: EditKind = "inpaint", *, several: bool = False) -> Latents:
         """The pipeline's result of the edit of a seed."""
-        return self.oracle(self.edit(seed, kind))
+        return self.oracle(self.edit(seed, kind, several=several))
 
     def sibling(self, name: str) -> Any:
         """Another pipeline of diffusers over the same parts; it takes small pictures, too."""
@@ -351,25 +381,26 @@ def _flux(model: FamilyModel, edit: Case) -> Latents:
 
 
 def _qwen_edit(model: FamilyModel, edit: Case) -> Latents:
-    tokens = qwen_edit(
+    return _unpacked(model, edit, _qwen_tokens(model, edit), frames=True)
+
+
+def _qwen_tokens(model: FamilyModel, edit: Case) -> Any:
+    return qwen_edit(
         model.pipeline, edit.pixels, edit.mask, edit.prompt, edit.settings, edit.seed,
-        output_type="latent",
+        edit.references, output_type="latent",
     )  # fmt: skip
-    return _unpacked(model, edit, tokens, frames=True)
 
 
 def _qwen21(model: FamilyModel, edit: Case) -> Latents:
-    tokens = qwen_edit(
-        model.pipeline, edit.pixels, edit.mask, edit.prompt, edit.settings, edit.seed,
-        output_type="latent",
-    )  # fmt: skip
-    return _squares(model, edit, tokens)
+    return _squares(model, edit, _qwen_tokens(model, edit))
 
 
 def _klein(model: FamilyModel, edit: Case) -> Latents:
+    reference = Image.fromarray(edit.references[0]) if edit.references else None
     latents = model.pipeline(
         prompt=edit.prompt,
         image=Image.fromarray(edit.pixels),
+        image_reference=reference,
         mask_image=Image.fromarray(edit.mask),
         num_inference_steps=edit.settings.num_inference_steps,
         strength=edit.settings.strength,
@@ -384,7 +415,7 @@ def _klein(model: FamilyModel, edit: Case) -> Latents:
 def _klein_kv(model: FamilyModel, edit: Case) -> Latents:
     latents = blended_edit(
         model.pipeline, edit.pixels, edit.mask, edit.prompt, edit.settings, edit.seed,
-        max_sequence_length=48, output_type="latent",
+        edit.references, max_sequence_length=48, output_type="latent",
     )  # fmt: skip
     return _of_vae(model, edit, latents)
 
@@ -452,6 +483,7 @@ def _text(tokens: int) -> dict[str, Settings]:
     return {"model": {"max_sequence_length": tokens}}
 
 
+_SEVERAL: Mapping[EditKind, int] = {"inpaint": 2, "edit": 2}
 _EDIT_NOISE = {"model": {"outside_noise": "edit"}}
 """The noise of the pipelines, also where rows have refresh steps."""
 
@@ -474,6 +506,7 @@ _KLEIN = FamilyCase(
     sections=_text(48),
     all_tokens=("dense",),
     wholes=_wholes("Flux2KleinPipeline", "Flux2KleinPipeline", _of_vae, max_sequence_length=48),
+    references={"inpaint": 1, "edit": 3},
     img2img=False,
 )
 _FLUX3 = FamilyCase(
@@ -482,6 +515,7 @@ _FLUX3 = FamilyCase(
     _flux3,
     _flux3_pipeline,
     wholes={"edit": _flux3_whole, "generate": _flux3_whole},
+    references=_SEVERAL,
     img2img=False,
     plain={"guidance_scale": None},
     sections=_text(160),
@@ -608,6 +642,7 @@ CASES: Mapping[str, FamilyCase] = {
             _KLEIN,
             name="klein-kv",
             oracle=_klein_kv,
+            references=_SEVERAL,
             all_tokens=KINDS,
             wholes=_wholes(
                 "Flux2KleinKVPipeline", "Flux2KleinKVPipeline", _of_vae, max_sequence_length=48
@@ -617,14 +652,22 @@ CASES: Mapping[str, FamilyCase] = {
         replace(_FLUX3, name="flux3-base", plain={"guidance_scale": 1.0}, guidance=_CFG),
         _QWEN,
         _QWEN_EDIT,
-        replace(_QWEN_EDIT, name="qwen-image-edit-2509", sort="qwen-image-edit-2509"),
-        replace(_QWEN_EDIT, name="qwen-image-edit-2511", sort="qwen-image-edit-2511"),
+        *(
+            replace(
+                _QWEN_EDIT,
+                name=f"qwen-image-edit-{release}",
+                sort=f"qwen-image-edit-{release}",
+                references=_SEVERAL,
+            )
+            for release in (2509, 2511)
+        ),
         replace(
             _QWEN_EDIT,
             name="qwen-image-21",
             sort="qwen-image-21",
             oracle=_qwen21,
             wholes={"edit": _qwen21_whole, "generate": _qwen21_whole},
+            references=_SEVERAL,
             sections=_text(400),
             sides=((32, 64, 96, 128), (32, 64, 96, 128)),
             all_tokens=_KV,

@@ -134,7 +134,8 @@ def test_an_encoding_ends_with_the_encoder(api: FakeTriton, front: EditFront) ->
         assert (call.parameters[RUN], call.parameters[ENCODING]) == ("r", MAKE)
         pixels, none = np.zeros((8, 8, 3), np.uint8), np.zeros((0, 0, 0, 3), np.uint8)
         request = json.dumps({"template_id": "t", "timings_ms": {}}).encode()
-        yield reply(PIXELS=pixels, EDIT_MASK=pixels[..., 0], CONTROLS=none, REQUEST=request)
+        arrays = {"EDIT_MASK": pixels[..., 0], "REFERENCES": np.zeros(0, np.uint8)}
+        yield reply(PIXELS=pixels, CONTROLS=none, REQUEST=request, **arrays)
 
     def encoder(call: Call) -> Iterator[InferenceResponse]:
         yield reply(ENCODED=json.dumps({"ms": 2.5, "template": "made"}).encode())
@@ -364,13 +365,18 @@ def test_the_pictures_that_came_decide_the_kind(
         ({}, {"expand": [8, 0, 0, 0]}, "IMAGE: is missing, and SETTINGS.expand needs a source"),
         ({"IMAGE": b"image"}, {}, "MASK: is missing: this model repaints masks only"),
         ({}, {}, "IMAGE: is missing: this model repaints masks only"),
+        (
+            {"IMAGE": np.array([b"a", b"b"], np.object_), "MASK": b"mask"},
+            {},
+            "IMAGE: has 2 pictures; accepted: one",
+        ),
         ({"IMAGE": b"image", "MASK": b"mask"}, {"size": "64x64"}, "SETTINGS.size: has no effect"),
     ],
 )
 def test_a_kind_that_the_model_lacks_is_refused_at_once(
     api: FakeTriton,
     front: EditFront,
-    pictures: dict[str, bytes],
+    pictures: dict[str, Any],
     settings: dict[str, Any],
     message: str,
 ) -> None:

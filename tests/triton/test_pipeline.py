@@ -86,7 +86,8 @@ def test_an_encoding_alone_runs_two_models_and_gives_their_times(api: FakeTriton
         assert call.parameters == {"run": "mine"}
         request = json.dumps({"template_id": "t", "timings_ms": {"preprocess": 1.5}}).encode()
         mask, controls = pixels[..., 0], np.zeros((0, 0, 0, 3), np.uint8)
-        yield reply(PIXELS=pixels, EDIT_MASK=mask, CONTROLS=controls, REQUEST=request)
+        arrays = {"EDIT_MASK": mask, "CONTROLS": controls, "REFERENCES": np.zeros(0, np.uint8)}
+        yield reply(PIXELS=pixels, REQUEST=request, **arrays)
 
     def encoder(call: Call) -> Iterator[InferenceResponse]:
         assert call.parameters == {"run": "mine"}

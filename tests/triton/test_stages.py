@@ -47,17 +47,18 @@ class Encoder:
     def execute(self, requests: list[Any]) -> None:
         self._requests.execute(requests)
 
-    def _read(self, request: Any) -> tuple[bytes, Any, Any, Any]:
+    def _read(self, request: Any) -> tuple[bytes, Any, Any, Any, Any]:
         check_revision(request, lambda: REVISION)
         return (
             read_bytes(self._api, request, "REQUEST"),
             np.array(view_item(self._api, request, "PIXELS", np.uint8, ndim=3)),
             np.array(view_item(self._api, request, "EDIT_MASK", np.uint8, ndim=2)),
             np.array(view_item(self._api, request, "CONTROLS", np.uint8, ndim=4)),
+            np.array(view_item(self._api, request, "REFERENCES", np.uint8, ndim=1)),
         )
 
     def _encode(self, edits: Sequence[Any]) -> Iterator[Outputs | Exception]:
-        for request, pixels, mask, controls in edits:
+        for request, pixels, mask, controls, references in edits:
             if request == b"{":
                 yield InvalidRequest("REQUEST", "is broken")
                 continue
@@ -65,6 +66,7 @@ class Encoder:
             yield {
                 "MOMENTS": pixels.astype(np.float32),
                 "MASKED_MOMENTS": mask[None].astype(np.float32),
+                "REFERENCE_MOMENTS": references.astype(np.float32),
                 "CONTROL_MOMENTS": controls.astype(np.float32),
                 "CONDITIONING": np.frombuffer(text, np.uint8),
                 "ENCODED": json.dumps({"batch": len(edits)}).encode(),
@@ -177,6 +179,7 @@ def to_encode(api: FakeTriton, request_json: bytes = b'{"prompt":"a star"}') -> 
         "PIXELS": rng.integers(0, 256, (height, width, 3), np.uint8),
         "EDIT_MASK": rng.integers(0, 256, (height, width), np.uint8),
         "CONTROLS": rng.integers(0, 256, (rng.integers(3), height, width, 3), np.uint8),
+        "REFERENCES": rng.integers(0, 256, rng.integers(40), np.uint8),
     }
     return api.request("", **batched(tensors))
 

@@ -139,9 +139,11 @@ def job_of(
     request: EditRequest,
     pixels: NDArray[np.uint8],
     edit_mask: NDArray[np.uint8],
+    references: Sequence[NDArray[np.uint8]] = (),
 ) -> EditJob:
     """Return the denoiser's job for a prepared edit, with the encoder's results for it."""
-    encoded = encoder.encode(pixels, edit_mask, request.prompt, request.settings.negative_prompt)
+    negative = request.settings.negative_prompt
+    encoded = encoder.encode(pixels, edit_mask, request.prompt, negative, references)
     return EditJob(
         request,
         edit_mask,
@@ -149,6 +151,7 @@ def job_of(
         encoded.masked_moments,
         encoded.conditioning,
         encoded.negative,
+        references=encoded.references,
     )
 
 

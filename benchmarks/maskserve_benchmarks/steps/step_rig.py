@@ -48,7 +48,7 @@ from maskserve_engine.families.mmdit.weights import places_of as flux_places
 from maskserve_engine.families.qwen_image.adapter import QwenImageBatch
 from maskserve_engine.families.qwen_image.weights import places_of as qwen_places
 from maskserve_engine.families.qwen_image.weights import weights_of as qwen_weights
-from maskserve_engine.families.qwen_image21.adapter import QwenImage21Batch, places_of_pictures
+from maskserve_engine.families.qwen_image21.adapter import QwenImage21Batch, places_at
 from maskserve_engine.families.qwen_image21.adapter import rotary as qwen21_rotary
 from maskserve_engine.families.qwen_image21.weights import places_of as qwen21_places
 from maskserve_engine.families.qwen_image21.weights import weights_of as qwen21_weights
@@ -74,7 +74,7 @@ def _flux_cis(model: Any, pictures: int, height: int, width: int, text: int) -> 
 
 
 def _flux2_cis(model: Any, pictures: int, height: int, width: int, text: int) -> torch.Tensor:
-    return _angles(model, ids_of(pictures, height, width, text).to(model.device))
+    return _angles(model, ids_of([(height, width)] * pictures, text).to(model.device))
 
 
 def _qwen_cis(model: Any, pictures: int, height: int, width: int, text: int) -> torch.Tensor:
@@ -88,7 +88,9 @@ def _z_image_cis(model: Any, pictures: int, height: int, width: int, text: int) 
 
 
 def _qwen21_cis(model: Any, pictures: int, height: int, width: int, text: int) -> torch.Tensor:
-    return qwen21_rotary(model, places_of_pictures(height, width)).to(model.device)
+    starts = (0, -max(height, width))
+    places = torch.cat([places_at(height, width, start) for start in starts])
+    return qwen21_rotary(model, places).to(model.device)
 
 
 class Family(NamedTuple):

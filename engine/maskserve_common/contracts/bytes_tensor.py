@@ -57,6 +57,14 @@ def only(raw: bytes | memoryview) -> memoryview:
     return memoryview(raw)[_LENGTH:]
 
 
+def first(raw: bytes | memoryview) -> memoryview:
+    """Return a view of a tensor's first element, in contents of which `count` knows the elements;
+    empty: there is none.
+    """
+    end = _LENGTH + int.from_bytes(raw[:_LENGTH], "little")
+    return memoryview(raw)[_LENGTH:end]
+
+
 def add_input(request: Any, name: str, elements: Sequence[bytes]) -> None:
     """Append a tensor to a `ModelInferRequest` with raw contents."""
     request.inputs.add(name=name, datatype="BYTES", shape=[len(elements)])

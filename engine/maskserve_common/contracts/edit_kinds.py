@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from msgspec.structs import fields, replace
 
@@ -66,6 +66,35 @@ def edit_kind(settings: EditSettings, *, image: bool, mask: bool) -> EditKind:
                 "an image, or SETTINGS.template_id of a registered template",
             )
     return kind_of(source=has_source, masked=any(masks.values()))
+
+
+def check_references(
+    pictures: Sequence[bytes | memoryview], settings: EditSettings, most: int
+) -> None:
+    """Refuse pictures of IMAGE that a model does not take.
+
+    Args:
+        pictures: elements of IMAGE: the source, or nothing for a template, then references.
+        settings: settings of the edit.
+        most: most pictures that the model sees, with the source.
+
+    Raises:
+        InvalidRequest: naming IMAGE or its element.
+    """
+    if len(pictures) < 2:
+        return
+    if not pictures[0] and settings.template_id is None:
+        raise InvalidRequest(
+            "IMAGE[0]",
+            "is empty, and further pictures follow",
+            "the picture to edit, or SETTINGS.template_id of a registered template",
+        )
+    if len(pictures) > most:
+        accepted = f"up to {most} with this model" if most > 1 else "one with this model"
+        raise InvalidRequest("IMAGE", f"has {len(pictures)} pictures", accepted)
+    for index, picture in enumerate(pictures):
+        if index and not picture:
+            raise InvalidRequest(f"IMAGE[{index}]", "is empty", "a picture")
 
 
 def kind_of(*, source: bool, masked: bool) -> EditKind:

@@ -71,6 +71,16 @@ class AcceptedEdit:
 
 
 @dataclass(frozen=True, slots=True)
+class Reference:
+    """A picture of IMAGE behind the first, as the model sees it."""
+
+    size: tuple[int, int]
+    """(height, width) in pixels."""
+    pixels_id: str
+    """Digest of its pixels at that size."""
+
+
+@dataclass(frozen=True, slots=True)
 class EditRequest:
     """An edit as preprocess passes it on. Sizes are (height, width) in pixels."""
 
@@ -94,6 +104,8 @@ class EditRequest:
     pixels_id: str = ""
     """Digest of the source's pixels at model resolution; entries are keyed on it. Empty without a
     source."""
+    references: tuple[Reference, ...] = ()
+    """Pictures that the model sees beside the source."""
     window: tuple[int, int, int, int] | None = None
     """Top, left, height and width of the part that the model sees; None: all."""
     alpha: bool = False
@@ -108,6 +120,11 @@ class EditRequest:
     def view_size(self) -> tuple[int, int]:
         """(height, width) of the model's view, in the source's pixels."""
         return self.source_size if self.window is None else self.window[2:]
+
+    @property
+    def reference_sizes(self) -> list[tuple[int, int]]:
+        """(height, width) of each further reference."""
+        return [reference.size for reference in self.references]
 
     @property
     def used_loras(self) -> tuple[Lora, ...]:

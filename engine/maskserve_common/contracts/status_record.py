@@ -95,6 +95,8 @@ class Served:
     references: bool = False
     """Whether it sees a source as references at every step, so that an edit without a mask follows
     an instruction; otherwise such an edit begins at its noised source (`strength` below 1)."""
+    most_pictures: int = 1
+    """Most pictures in IMAGE."""
 
 
 class NodeStatus(msgspec.Struct):

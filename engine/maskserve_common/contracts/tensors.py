@@ -60,7 +60,8 @@ def text(name: str, *, optional: bool = False) -> Tensor:
     return Tensor(name, "BYTES", (1,), optional)
 
 
-IMAGE = text("IMAGE", optional=True)
+# The source, empty for a template; then further reference pictures of the model.
+IMAGE = Tensor("IMAGE", "BYTES", (-1,), optional=True)
 MASK = text("MASK", optional=True)
 PROMPT = text("PROMPT")
 SETTINGS = text("SETTINGS")
@@ -79,10 +80,14 @@ CONTEXT = Tensor("CONTEXT", "UINT8", (-1,))
 # [H, W, RGB] at model resolution; [0, 0, 3] without a source.
 PIXELS = Tensor("PIXELS", "UINT8", (-1, -1, 3))
 DECODED_PIXELS = replace(PIXELS, dims=(-1, -1, -1))  # some models also draw an alpha channel
+# Pixels of the further references, one after the other; REQUEST has their sizes.
+REFERENCES = Tensor("REFERENCES", "UINT8", (-1,))
 EDIT_MASK = Tensor("EDIT_MASK", "UINT8", (-1, -1))  # [H, W] at model resolution, 255 = edit
 CONTROLS = Tensor("CONTROLS", "UINT8", (-1, -1, -1, 3))  # [pictures, H, W, RGB] as PIXELS
 MOMENTS = Tensor("MOMENTS", "FP32", (-1, -1, -1))  # VAE mean and log-variance [2C, h, w]
 MASKED_MOMENTS = Tensor("MASKED_MOMENTS", "FP32", (-1, -1, -1))  # same, masked area blanked; Fill
+# VAE moments of the further references, one after the other, each [2C, h, w].
+REFERENCE_MOMENTS = Tensor("REFERENCE_MOMENTS", "FP32", (-1,))
 # [pictures, 2C, h, w]: moments of the control pictures, for ControlNets that take latents; else
 # empty.
 CONTROL_MOMENTS = Tensor("CONTROL_MOMENTS", "FP32", (-1, -1, -1, -1))
@@ -132,12 +137,12 @@ CONTRACTS: dict[str, Contract] = {
         "Decodes, checks and resizes on the CPU, in threads. Default mode with a late answer: one "
         "large image does not hold up the next.",
         _PIPELINE_IN,
-        (PIXELS, EDIT_MASK, CONTROLS, REQUEST, CONTEXT),
+        (PIXELS, REFERENCES, EDIT_MASK, CONTROLS, REQUEST, CONTEXT),
     ),
     "encoder": Contract(
         "KIND_MODEL: the model places itself, on the GPU if there is one.",
-        (PIXELS, EDIT_MASK, CONTROLS, REQUEST),
-        (MOMENTS, MASKED_MOMENTS, CONTROL_MOMENTS, CONDITIONING, ENCODED),
+        (PIXELS, REFERENCES, EDIT_MASK, CONTROLS, REQUEST),
+        (MOMENTS, MASKED_MOMENTS, REFERENCE_MOMENTS, CONTROL_MOMENTS, CONDITIONING, ENCODED),
         on_device=True,
         together=8,
     ),
@@ -152,6 +157,7 @@ CONTRACTS: dict[str, Contract] = {
                 CONTROLS,
                 MOMENTS,
                 MASKED_MOMENTS,
+                REFERENCE_MOMENTS,
                 CONTROL_MOMENTS,
                 CONDITIONING,
                 ENCODED,

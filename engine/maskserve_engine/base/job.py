@@ -86,6 +86,8 @@ class EditJob:
     """Names the adapters with which its template's entries are made and read; empty: none."""
     controls: tuple[ControlInput, ...] = ()
     """ControlNet inputs of the edit."""
+    references: tuple[NDArray[np.float32], ...] = ()
+    """[2C, h, w] VAE posterior of each reference beside the source."""
     prepared: object = None
     """The row's initial state, set by `Adapter.prepare`; its type is the family's."""
 

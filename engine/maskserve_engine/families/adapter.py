@@ -79,8 +79,12 @@ class Adapter(Protocol):
 
     def tokens(self, job: EditJob) -> TokenCounts: ...
 
-    def work(self, height: int, width: int, *, kind: EditKind = "inpaint") -> ModelWork:
-        """Return the counted work, and with it the shape of entries, at a size of latents."""
+    def work(
+        self, height: int, width: int, *, kind: EditKind = "inpaint", further: int = 0
+    ) -> ModelWork:
+        """Return the counted work, and with it the shape of entries, at a size of latents; with
+        `further` tokens of references beside the source.
+        """
         ...
 
     def counted(
@@ -274,3 +278,11 @@ class Adapter(Protocol):
     def release(self) -> None:
         """Free the state kept for the last step's rows."""
         ...
+
+
+def work_of(adapter: Adapter, job: EditJob) -> ModelWork:
+    """Return the counted work of an edit's picture and references."""
+    _, height, width = job.moments.shape
+    latents = sum(moments.shape[1] * moments.shape[2] for moments in job.references)
+    further = latents // adapter.spec.patch**2
+    return adapter.work(height, width, kind=job.request.kind, further=further)

@@ -148,6 +148,7 @@ class Encoder(ABC):
         edit_mask: NDArray[np.uint8],
         prompt: str,
         negative_prompt: str | None = None,
+        references: Sequence[NDArray[np.uint8]] = (),
     ) -> Encoded:
         """Encode one edit, without any cache.
 
@@ -156,16 +157,18 @@ class Encoder(ABC):
             edit_mask: [H, W], above 0 = edit.
             prompt: any text; it is cut to the text encoders' length, as in diffusers.
             negative_prompt: any text; None: no negative prompt.
+            references: [h, w, 3] of each further reference.
         """
-        source = pixels if pixels.size else None
-        moments = self.no_moments(edit_mask) if source is None else self.moments(source)
+        pictures = [pixels, *references] if pixels.size else []
+        moments = self.moments(pixels) if pictures else self.no_moments(edit_mask)
         masked = NO_MOMENTS
         if self.spec.semantics.masked_picture:
             masked = self.masked_moments(pixels, edit_mask)
-        text, away = self.encode_prompt(prompt, source), None
+        text, away = self.encode_prompt(prompt, pictures), None
         if negative_prompt is not None:
-            away = self.as_negative(negative_prompt, self.encode_prompt(negative_prompt, source))
-        return Encoded(moments, masked, text, away)
+            away = self.as_negative(negative_prompt, self.encode_prompt(negative_prompt, pictures))
+        further = tuple([self.moments(reference) for reference in references])
+        return Encoded(moments, masked, text, away, references=further)
 
     def no_moments(self, edit_mask: NDArray[np.uint8]) -> NDArray[np.float32]:
         """Return zeros in place of a source's moments, [2C, h, w], of the size of an edit mask."""
@@ -264,9 +267,12 @@ class Encoder(ABC):
     def encode_prompts(self, prompts: Sequence[str]) -> list[Conditioning]:
         """Return each prompt's arrays, by the family's names, computed in one call."""
 
-    def encode_prompt(self, prompt: str, pixels: NDArray[np.uint8] | None = None) -> Conditioning:
-        """Return one prompt's arrays. `pixels`, [H, W, 3] at model resolution, are read by models
-        whose prompts are about a picture (`ModelSpec.encoder_picture`); None: there is no source.
+    def encode_prompt(
+        self, prompt: str, pictures: Sequence[NDArray[np.uint8]] = ()
+    ) -> Conditioning:
+        """Return one prompt's arrays. `pictures`, the source and further references, [h, w, 3] each
+        as the model sees them, are read by models whose prompts are about pictures
+        (`ModelSpec.encoder_picture`).
         """
         [encoded] = self.encode_prompts([prompt])
         return encoded

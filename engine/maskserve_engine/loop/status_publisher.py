@@ -166,6 +166,7 @@ class StatusPublisher:
                 skipping=spec.skipping,
                 edit_kinds=tuple(sorted(spec.edit_kinds)),
                 references=spec.semantics.reference,
+                most_pictures=spec.most_pictures,
             ),
         )
 

@@ -316,6 +316,10 @@ class ModelWork:
         context = self.context + tokens
         return replace(self, tokens=(base_tokens + tokens,), context=context, peak_row=peak)
 
+    def seeing(self, tokens: int, *, exact: bool) -> ModelWork:
+        """Return the work with `tokens` more tokens of references (`StepPicture.exact`)."""
+        return replace(self, still=self.still + tokens) if exact else self.looking_at(tokens)
+
     def totals(self, rows: Sequence[RowTokens]) -> Totals:
         """Return the sums of `rows`.
 

@@ -19,7 +19,7 @@ from maskserve_common.resources.resource_cache import ResourceCache
 from maskserve_engine.adapters.control_net_loader import CONTROL_NETS
 from maskserve_engine.adapters.lora_loader import LORAS
 from maskserve_engine.base.job import EditJob
-from maskserve_engine.families.adapter import Adapter
+from maskserve_engine.families.adapter import Adapter, work_of
 from maskserve_engine.planning.flops import ModelWork
 from maskserve_engine.requests.control_nets import EditControlNets
 from maskserve_engine.requests.executor import Executor
@@ -102,7 +102,7 @@ class EditAdapters:
             return
         edit.loras.digests = tuple([self.loras.digest(lora) for lora in edit.loras.effective])
         edit.loras.nbytes, edit.row_status = self.loras.file_bytes(edit.loras.effective), None
-        work = self._adapter.work(*edit.job.moments.shape[1:], kind=edit.job.request.kind)
+        work = work_of(self._adapter, edit.job)
         edit.work = edit.work.without_schedule().with_loras(self._works(edit.job), work)
         if self._entries_with_loras:
             scales = [lora.scale for lora in edit.loras.effective]
@@ -156,6 +156,6 @@ class EditAdapters:
     def _works(self, job: EditJob) -> list[ModelWork]:
         """Return the work that the job's loaded LoRAs add to the model's."""
         assert self.loras is not None
-        work = self._adapter.work(*job.moments.shape[1:], kind=job.request.kind)
+        work = work_of(self._adapter, job)
         loaded = map(self.loras.loaded, job.request.used_loras)
         return [work.lora_work(lora.layers) for lora in loaded]

@@ -65,8 +65,8 @@ class ExecutionPolicy:
         - dense.
 
         Only the last two apply with `cache: own`, if the template has drifted, if the mask covers a
-        side (`ModelSpec.dense_sides`), and if refresh steps keep more of an edit than a template
-        does (`RefreshSpec.over_template`).
+        side (`ModelSpec.dense_sides`), if there are references beside the source, and if refresh
+        steps keep more of an edit than a template does (`RefreshSpec.over_template`).
         """
         job, settings = edit.job, edit.job.request.settings
         if settings.cache == "off":
@@ -74,7 +74,7 @@ class ExecutionPolicy:
         dense_for = self._cache.dense_for(job)
         if dense_for == job.request.kind:
             return replace(DENSE, dense_for=dense_for)
-        key = self._cache.key_of(job)
+        key = "" if job.references else self._cache.key_of(job)
         drift = self._audits.over_limit(key)
         if drift is not None and not settings.insists:
             edit.drift = drift

@@ -14,7 +14,7 @@ from maskserve_common.config import Config
 from maskserve_common.contracts.reuse_levels import refresh_count
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.step_cache import RefreshSchedule
-from maskserve_engine.families.adapter import Adapter
+from maskserve_engine.families.adapter import Adapter, work_of
 from maskserve_engine.planning import refresh_steps as planning
 from maskserve_engine.planning.entry_bytes import FORMATS
 from maskserve_engine.planning.refresh_control import RefreshControl
@@ -105,7 +105,7 @@ def step_cache_bytes(plan: RefreshSchedule, adapter: Adapter, job: EditJob, dtyp
         job: the edit.
         dtype: data type of the model.
     """
-    work, counted = adapter.work(*job.moments.shape[1:]), adapter.counted(job, plan)
+    work, counted = work_of(adapter, job), adapter.counted(job, plan)
     texts = [per_text for per_text in (job.conditioning, job.negative) if per_text is not None]
     picture_tokens = adapter.spec.encoder_picture_tokens(
         *job.moments.shape[1:]
@@ -130,7 +130,7 @@ def step_cache_bytes_with_template(
     words = [(float(len(text["prompt_embeds"]) + ring),) for text in texts]
     nbytes = _bytes(plan, adapter, job, words, dtype) if plan.text else 0
     if plan.corrects_residuals:
-        all_tokens, *_ = adapter.work(*job.moments.shape[1:]).tokens
+        all_tokens, *_ = work_of(adapter, job).tokens
         cached_counts = [(float(all_tokens - tokens.active),)] * len(texts)
         nbytes += _bytes(replace(plan, anchors=frozenset({0})), adapter, job, cached_counts, dtype)
     return nbytes
@@ -145,4 +145,4 @@ def _bytes(
 ) -> int:
     fmt = FORMATS[dtype if plan.format == "model" else plan.format]
     changes = min(len(plan.anchors) - 1, 1 + plan.second_order)
-    return planning.step_cache_bytes(adapter.work(*job.moments.shape[1:]), widths, fmt, changes)
+    return planning.step_cache_bytes(work_of(adapter, job), widths, fmt, changes)

@@ -20,7 +20,7 @@ from maskserve_common.contracts.status_record import Kind, RowStatus
 from maskserve_engine.base.job import EditJob, Sink
 from maskserve_engine.base.timeline import RequestTimeline
 from maskserve_engine.batch.step_cache import RefreshSchedule
-from maskserve_engine.families.adapter import Adapter
+from maskserve_engine.families.adapter import Adapter, work_of
 from maskserve_engine.planning.flops import ModelWork, Totals
 from maskserve_engine.planning.refresh_control import Remainder
 from maskserve_engine.requests.audits import Audit
@@ -82,10 +82,7 @@ class EditWork:
 
     @classmethod
     def of(cls, job: EditJob, adapter: Adapter) -> EditWork:
-        tokens, work = (
-            adapter.tokens(job),
-            adapter.work(*job.moments.shape[1:], kind=job.request.kind),
-        )
+        tokens, work = adapter.tokens(job), work_of(adapter, job)
         return cls(
             total_tokens=tokens.total,
             active_tokens=tokens.active,
@@ -592,6 +589,7 @@ class RequestState:
             due=self.deadline if self.due is None else self.due,
             seconds=self.seconds,
             shared=self.shared,
+            rows=1 + (len(self.job.references) + 1) // 2,
         )
 
     def count_step(self, step: RowStep, rows: int, kinds: tuple[str, ...]) -> tuple[str, ...]:
@@ -692,7 +690,7 @@ class RequestState:
         renewed = (
             adapter.counted(self.job, plan, anchor=True) if execution.schedule is None else None
         )
-        work = adapter.work(*self.job.moments.shape[1:], kind=self.job.request.kind)
+        work = work_of(adapter, self.job)
         return plain.with_schedule(plan, between, work, renewed)
 
     def refreshed(self, step: RowStep, adapter: Adapter) -> RefreshSchedule | None:

@@ -58,7 +58,8 @@ class ExecutionPlan:
     """
     dense_for: str = ""
     """Why the edit runs dense: its kind if it has no mask, `mask_ratio` or `mask_side` of its mask,
-    `work` if refresh steps would be as much work, `memory` if its step cache did not fit; empty
+    `references` beside its source, which entries have not seen, `work` if refresh steps would be as
+    much work, `memory` if its step cache did not fit; empty
     without such a reason.
     """
     dense_steps: int = 0
@@ -322,6 +323,8 @@ class TemplateCache:
         # Computing nearly everything is faster than loading the rest.
         if tokens.active / tokens.total >= self.config.dense_above_ratio:
             return "mask_ratio"
+        if job.references:
+            return "references"
         sided = self.adapter.spec.dense_sides and tokens.cover_a_side
         return "mask_side" if sided else ""
 

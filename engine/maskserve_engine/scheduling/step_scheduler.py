@@ -32,7 +32,6 @@ import heapq
 import math
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 from typing import NamedTuple, Protocol
 
 from maskserve_common.contracts.keys import name_of, scope_of
@@ -71,6 +70,8 @@ class Ticket:
     """
     shared: float = 0.0
     """Part of each of `seconds` that does not depend on a step's rows: several rows share it."""
+    rows: int = 1
+    """Rows without further references whose tokens its row has: it takes as many of `max_rows`."""
 
     def __post_init__(self) -> None:
         fits = 0 <= self.active_tokens <= self.total_tokens
@@ -247,12 +248,23 @@ class TicketQueue:
         self._queue.cancel(turn)
         return turn.item
 
-    def admit(self, count: int) -> list[Ticket]:
-        """Remove up to `count` tickets, which get a row now, in order."""
-        admitted = []
-        for turn in islice(self._queue.offers(), max(count, 0)):
+    def admit(self, room: int, *, alone: bool = False) -> list[Ticket]:
+        """Remove the tickets that get a row now, in order: up to the first for which there is no
+        room.
+
+        Args:
+            room: free rows.
+            alone: whether the first fits without other rows, however large it is.
+        """
+        admitted: list[Ticket] = []
+        for turn in self._queue.offers() if room > 0 else ():
+            if turn.item.rows > room and (admitted or not alone):
+                break
             self._queue.take(turn)
             admitted.append(self._turns.pop(turn.item.request_id).item)
+            room -= turn.item.rows
+            if room <= 0:
+                break
         return admitted
 
     def free(self, ticket: Ticket) -> None:
@@ -381,7 +393,8 @@ class StepScheduler:
         expired = self._expire(now)
         turn = self._background_place()
         closed = self._static and bool(self._live)
-        room = 0 if closed else self.max_rows - turn - len(self._live)
+        used_rows = sum(ticket.rows for ticket in self._live.values())
+        room = 0 if closed else self.max_rows - turn - used_rows
         admitted = self._admit(self._live_waiting, self._live, room)
         live = tuple(self._live.values())
         started = self._admit(
@@ -447,7 +460,7 @@ class StepScheduler:
     def _admit(self, queue: TicketQueue, rows: dict[str, Ticket], count: int) -> tuple[Ticket, ...]:
         if count <= 0 or not len(queue):
             return ()
-        admitted = tuple(queue.admit(count))
+        admitted = tuple(queue.admit(count, alone=not rows))
         rows.update((ticket.request_id, ticket) for ticket in admitted)
         return admitted
 

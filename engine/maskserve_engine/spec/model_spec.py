@@ -146,6 +146,10 @@ class ModelSpec:
     """
     edit_size: SizeRule = "bounded"
     """How the pipeline of its edits without a mask chooses their size."""
+    most_pictures: int = 1
+    """Most pictures in IMAGE: the source, and references beside it."""
+    reference_size: SizeRule = "cut"
+    """How the pipeline chooses the size of each of several pictures."""
     mask_latents: int = 1
     """Latents along a side for which its pipeline samples the mask once, where it blends."""
     skips_steps: bool = False

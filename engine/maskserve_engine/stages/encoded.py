@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -30,6 +31,8 @@ class Encoded:
     negative: Conditioning | None = None
     control_moments: NDArray[np.float32] = field(default_factory=lambda: NO_CONTROLS)
     """[pictures, 2C, h, w] of the control pictures, if ControlNets take latents."""
+    references: tuple[NDArray[np.float32], ...] = ()
+    """[2C, h, w] of each further reference."""
 
 
 How = Literal["made", "kept"]
@@ -89,6 +92,26 @@ class EncodeReport(msgspec.Struct, frozen=True):
 
 
 _decode_report = msgspec.json.Decoder(EncodeReport).decode
+
+
+def pack_references(moments: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
+    """Pack the REFERENCE_MOMENTS tensor: the moments one after the other."""
+    return np.concatenate([NO_MOMENTS.reshape(-1), *(array.reshape(-1) for array in moments)])
+
+
+def unpack_references(
+    packed: NDArray[np.float32], sizes: Sequence[tuple[int, int]], channels: int
+) -> tuple[NDArray[np.float32], ...]:
+    """Unpack `pack_references`; the arrays are views.
+
+    Args:
+        packed: the tensor.
+        sizes: (height, width) of each, in latents.
+        channels: 2C.
+    """
+    ends = np.cumsum([channels * height * width for height, width in sizes])
+    parts = np.split(packed, ends[:-1]) if len(sizes) else []
+    return tuple([part.reshape(channels, *size) for part, size in zip(parts, sizes, strict=True)])
 
 
 def pack_conditioning(prompt: Conditioning, negative: Conditioning | None) -> NDArray[np.uint8]:

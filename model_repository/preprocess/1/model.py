@@ -8,7 +8,7 @@ import triton_python_backend_utils as pb_utils
 from maskserve_common.config import Config
 from maskserve_common.contracts.keys import scope_of
 from maskserve_common.contracts.request import AcceptedEdit
-from maskserve_common.contracts.tensors import CONTROL
+from maskserve_common.contracts.tensors import CONTROL, IMAGE
 from maskserve_common.files.values import Values
 from maskserve_common.tracing import make_tracer
 from maskserve_engine.families.specs import load_spec
@@ -40,8 +40,9 @@ class TritonPythonModel(WorkerModel):
     def _read(self, request: Any) -> PictureJob:
         accepted = AcceptedEdit.from_json(read_bytes(pb_utils, request, "ACCEPTED"))
         scope = scope_of(accepted.settings.request_id or "")
-        image, mask = (read_bytes(pb_utils, request, name) for name in ("IMAGE", "MASK"))
-        pictures = [image, mask, *read_elements(pb_utils, request, CONTROL)]
+        images = read_elements(pb_utils, request, IMAGE) or [b""]
+        mask = read_bytes(pb_utils, request, "MASK")
+        pictures = [*images, mask, *read_elements(pb_utils, request, CONTROL)]
 
         # The job reads headers first, and then, perhaps in another thread, the pictures.
         find_template = cache(self._templates.get)
@@ -54,11 +55,10 @@ class TritonPythonModel(WorkerModel):
             return pixels_of(read(), accepted, self._config, find_template)
 
         def prepare() -> Outputs:
-            image, mask, *control = read()
-            spec, config = self._spec, self._config
-            return _outputs(
-                prepare_edit(image, mask, accepted, spec, config, find_template, control)
-            )
+            read_pictures, count = read(), len(images)
+            (image, *references), (mask, *control) = read_pictures[:count], read_pictures[count:]
+            arguments = accepted, self._spec, self._config, find_template, control
+            return _outputs(prepare_edit(image, mask, *arguments, references=references))
 
         return PictureJob(scope, pixels, prepare)
 
@@ -68,6 +68,7 @@ def _outputs(prepared: PreparedEdit) -> Outputs:
         "PIXELS": prepared.pixels,
         "EDIT_MASK": prepared.edit_mask,
         "CONTROLS": prepared.controls,
+        "REFERENCES": prepared.references,
         "REQUEST": prepared.context.request,
         "CONTEXT": prepared.context.pack(),
     }

@@ -216,7 +216,7 @@ class Jobs:
             self._webhooks.check(webhook, client.webhook_secret)
         store = await self._opened()
         await self._fair_share.run(client, _LARGE, self._edits.check_pictures, form)
-        pictures = sum(map(len, (form.image, form.mask or b"", *form.control)))
+        pictures = sum(map(len, (form.image, form.mask or b"", *form.references, *form.control)))
         digest = await self._fair_share.run(client, pictures, _digest, form)
         seeded = form
         if form.settings.get("seed") is None:  # drawn now, so that each try is the same edit

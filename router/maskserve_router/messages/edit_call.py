@@ -38,6 +38,8 @@ class EditCall(ClientCall):
     kind = "edit"
     image: memoryview
     mask: bytes
+    references: int = 0
+    """Pictures of IMAGE behind the first."""
     prompted: bool
     """True if its prompt has any text."""
     size: int
@@ -208,9 +210,10 @@ def _check_tensors(message: ModelRequest, contract: Contract) -> None:
                     "a length of 4 bytes, then the element",
                 ) from None
         elif message.count(tensor.name) != tensor.shape[0]:
+            size = tensor.shape[0]
             raise InvalidRequest(
                 tensor.name,
-                f"is not {tensor.shape[0]} elements in BYTES form",
+                f"is not {'one element' if size == 1 else f'{size} elements'} in BYTES form",
                 "for each, a length of 4 bytes, then the element",
             )
     for name, declaration in declared.items():
@@ -252,7 +255,7 @@ def make_edit_call(
         InvalidRequest: naming the setting.
     """
     try:
-        image = message.view("IMAGE")
+        image, references = message.first("IMAGE"), max(0, message.count("IMAGE") - 1)
         mask, raw = message.read("MASK"), message.read("SETTINGS")
         prompted = len(message.view("PROMPT")) > 0
     except LookupError:
@@ -281,6 +284,7 @@ def make_edit_call(
         timeout=timeout,
         image=image,
         mask=mask,
+        references=references,
         prompted=prompted,
         size=size,
         metadata=metadata,

@@ -23,7 +23,8 @@ _RAW_CONTENTS = b"\x3a"
 """Tag of `raw_input_contents` on the wire."""
 _BYTES = "BYTES"
 MOST_ELEMENTS = 64
-"""Most elements of a tensor without a fixed size; an edit has at most three control pictures."""
+"""Most elements of a tensor without a fixed size; an edit has at most three control pictures, and
+ten references."""
 
 
 @dataclass(slots=True, eq=False)
@@ -97,13 +98,28 @@ class ModelRequest:
         except ValueError:
             raise LookupError(name) from None
 
+    def first(self, name: str) -> memoryview:
+        """Return the first element of a checked input of any number, without a copy; empty: there
+        is none.
+        """
+        try:
+            return bytes_tensor.first(self.contents[self._place(name)])
+        except LookupError:
+            return memoryview(b"")
+
     def read(self, name: str) -> bytes:
         """Return a copy of the one element of an input; raises as `view`."""
         return bytes(self.view(name))
 
     def count(self, name: str) -> int:
-        """Return the number of elements of an input; -1: it is malformed."""
-        return bytes_tensor.count(self.contents[self._place(name)], MOST_ELEMENTS)
+        """Return the number of elements of an input; 0: there is no such input; -1: it is
+        malformed.
+        """
+        try:
+            place = self._place(name)
+        except LookupError:
+            return 0
+        return bytes_tensor.count(self.contents[place], MOST_ELEMENTS)
 
     def write(self, name: str, value: bytes) -> None:
         """Replace the one element of an input."""

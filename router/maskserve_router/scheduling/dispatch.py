@@ -39,7 +39,7 @@ from maskserve_router.messages.model_request import ModelRequest
 from maskserve_router.metrics import Metrics
 from maskserve_router.scheduling.admission import Admission, EditRoom
 from maskserve_router.scheduling.client_calls import ClientCalls, messages_of
-from maskserve_router.scheduling.edit_cost import Measure
+from maskserve_router.scheduling.edit_cost import Measure, shown_share
 from maskserve_router.scheduling.pending_queue import PendingQueue
 from maskserve_router.scheduling.retry_budget import RetryBudget
 from maskserve_router.workers.pool import Pool
@@ -304,30 +304,38 @@ class Dispatcher:
         if call.settings is None:
             return Edit(1, 1, 1), b""
         kind = kind or edit_kind(call.settings, image=bool(call.image), mask=bool(call.mask))
-        model = self._model(call.settings.model, kind)
+        model = self._model(call.settings.model, kind, 1 + call.references)
         served = next(
             (w.served for w in self._pool.workers.values() if w.model == model and w.served), None
         )
         if served is None:
             return Edit(call.settings.num_inference_steps or 1, 1, 1, model=model), b""
         edit, digest, call.answer_bytes = await self._measure.edit(
-            call.owner, call.image, call.mask, call.settings, served, model, prompted=call.prompted
+            call.owner,
+            call.image,
+            call.mask,
+            call.settings,
+            served,
+            model,
+            references=call.references,
+            prompted=call.prompted,
         )
         edit = replace(edit, encoded=call.message.encoding)
         passes = 2 if call.settings.negative_prompt is not None else 1
-        pixels = edit.total_tokens // passes * served.token_pixels**2
+        tokens = edit.total_tokens / passes / shown_share(call.references)
+        pixels = round(tokens) * served.token_pixels**2
         call.by_size_ms = due_by_size(served.due_ms, pixels)
         return edit, digest
 
-    def _model(self, name: str | None, kind: EditKind) -> str:
+    def _model(self, name: str | None, kind: EditKind, pictures: int) -> str:
         """Return the model of the edit: the requested one, the configured one, or the one that more
-        than half of the workers serve. If only some models make edits of this kind, only these
-        count.
+        than half of the workers serve. If only some models make edits of this kind, or see so many
+        pictures, only these count.
 
         Half, so that a single worker with another model does not change the default.
         """
         models = self._pool.models()
-        able_models = self._makers(models, kind) or models
+        able_models = self._makers(models, kind, pictures) or models
         chosen = name or self._config.routing.default_model
         if not name and chosen in models and chosen not in able_models:
             chosen = ""
@@ -341,12 +349,14 @@ class Dispatcher:
             raise InvalidRequest("SETTINGS.model", "is not served here", ", ".join(sorted(models)))
         return chosen
 
-    def _makers(self, models: Counter[str], kind: EditKind) -> Counter[str]:
-        """Return the models that make edits of a kind."""
+    def _makers(self, models: Counter[str], kind: EditKind, pictures: int) -> Counter[str]:
+        """Return the models that make edits of a kind, of so many pictures."""
         makers = {
             worker.model
             for worker in self._pool.workers.values()
-            if worker.served and kind in worker.served.edit_kinds
+            if worker.served
+            and kind in worker.served.edit_kinds
+            and pictures <= worker.served.most_pictures
         }
         return Counter({model: count for model, count in models.items() if model in makers})
 

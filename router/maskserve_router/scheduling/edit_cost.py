@@ -87,6 +87,7 @@ class Measure:
         served: Served,
         model: str,
         *,
+        references: int = 0,
         prompted: bool,
     ) -> tuple[Edit, bytes, int]:
         """Return the cost of the edit, the digest of its image and the most bytes of its answer.
@@ -98,6 +99,7 @@ class Measure:
             settings: settings as the client sent them.
             served: properties of the model that runs the edit.
             model: name of that model.
+            references: pictures beside the source.
             prompted: True if the prompt has text.
 
         Raises:
@@ -120,6 +122,7 @@ class Measure:
         active, total, side, inner, ring, pixels = tokens
         cache = served.cache and settings.cache != "off"
         passes = 2 if settings.negative_prompt is not None else 1
+        factor = passes * shown_share(references)
         steps = steps_run(
             settings.num_inference_steps or served.num_inference_steps, settings.strength
         )
@@ -129,8 +132,8 @@ class Measure:
         levels = _levels(settings, served, refresh_steps)
         edit = Edit(
             steps=steps,
-            active_tokens=passes * active,
-            total_tokens=passes * total,
+            active_tokens=round(factor * active),
+            total_tokens=round(factor * total),
             template_id=settings.template_id or self._templates.get(digest) or "",
             priority=settings.priority,
             model=model,
@@ -141,8 +144,8 @@ class Measure:
             refresh_steps=refresh_steps,
             always_refreshes=refresh_steps > 0
             and (served.own_over_template or settings.cache == "own"),
-            inner_tokens=passes * inner,
-            ring_tokens=passes * ring,
+            inner_tokens=round(factor * inner),
+            ring_tokens=round(factor * ring),
             adapters=adapters,
             controls=controls,
             cached_levels=levels["cached"],
@@ -159,6 +162,14 @@ class Measure:
     def knows(self, digest: bytes) -> bool:
         """Return whether the image's template is known, or there is no image."""
         return not digest or self._templates.get(digest) is not None
+
+
+def shown_share(references: int) -> float:
+    """Return the tokens of an edit with references beside its source, as a multiple of those
+    without: of pictures of one size. A model that sees references sees the source beside the
+    picture that it makes.
+    """
+    return (2 + references) / 2
 
 
 def _refresh_steps(settings: EditSettings, served: Served, steps: int, mask_ratio: float) -> int:

@@ -94,7 +94,7 @@ class MaskFinder:
         settings = parse_settings(raw)
         if settings.mask_from is None:
             return
-        image = await self._fair_share.run(client, message.size, message.read, "IMAGE")
+        image = await self._fair_share.run(client, message.size, _source, message)
         if message.view("MASK"):
             raise InvalidRequest(
                 FIELD, "cannot be combined with MASK", "one of them; MASK may be empty"
@@ -108,3 +108,7 @@ class MaskFinder:
         message.write("MASK", found_mask.mask)
         mask_settings = structs.replace(settings, mask_from=None, mask_mode="white")
         message.write("SETTINGS", dump_settings(mask_settings))
+
+
+def _source(message: ModelRequest) -> bytes:
+    return bytes(message.first("IMAGE"))

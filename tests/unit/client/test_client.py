@@ -107,6 +107,20 @@ def test_pictures_may_be_bytes_paths_or_pil(
     assert cmyk.image.size == SIZE[::-1]
 
 
+def test_further_pictures_follow_the_source_or_the_template(
+    client: Client, worker: FakeWorker
+) -> None:
+    worker.edit_kinds, worker.most_pictures = frozenset({"edit"}), 3
+    template, further, strength = client.register(IMAGES[0]), IMAGES[1], {"strength": 0.5}
+    client.edit(IMAGES[0], prompt="x", images=[further], **strength)
+    client.edit(images=[IMAGES[0], further], prompt="x", **strength)
+    client.edit(images=[further], prompt="x", template_id=template, **strength)
+    sent = [(request["IMAGE"], request["IMAGE[1]"]) for request in worker.requests]
+    assert sent == [(IMAGES[0], further), (IMAGES[0], further), (b"", further)]
+    with pytest.raises(InvalidRequest, match="IMAGE: has 4 pictures; accepted: up to 3"):
+        client.edit(images=[*IMAGES, *IMAGES], prompt="x", **strength)
+
+
 @pytest.mark.parametrize("streaming", [True, False])
 def test_a_picture_needs_no_source_and_an_edit_no_mask(
     client: Client, worker: FakeWorker, streaming: bool

@@ -122,6 +122,17 @@ def test_a_picture_is_made_without_a_source(
     assert settings == {**expected, **({"progress": True} if stream == "--stream" else {})}
 
 
+def test_references_are_sent_behind_the_image(worker: FakeWorker, folder: Path) -> None:
+    worker.edit_kinds, worker.most_pictures = frozenset({"edit"}), 3
+    image, other, out = (str(folder / name) for name in ("a.png", "m.png", "b.png"))
+    command = ["edit", "--url", worker.url, "--image", image, "--prompt", "x", "--out", out]
+    words = ["--strength", "0.5", "--reference", other, "--reference", image]
+    assert main([*command, *words]) == 0
+    [request] = worker.requests
+    sent = [request[name] for name in ("IMAGE", "IMAGE[1]", "IMAGE[2]")]
+    assert sent == [Path(name).read_bytes() for name in (image, other, image)]
+
+
 def test_an_edit_needs_no_mask(worker: FakeWorker, folder: Path, capsys: Capture) -> None:
     image, out = str(folder / "a.png"), str(folder / "b.png")
     command = ["edit", "--url", worker.url, "--image", image, "--prompt", "x", "--out", out]

@@ -18,11 +18,14 @@ import pytest
 from PIL import Image
 from tritonclient.grpc import service_pb2 as pb
 
+from maskserve_common.contracts import bytes_tensor
 from maskserve_common.contracts.request import EditKind
+from maskserve_common.errors import InvalidRequest
 from maskserve_router.api.openai.edits import ImageEdits
 from maskserve_router.api.openai.picture_urls import PATH, PictureUrls
 from maskserve_router.config import OpenAIConfig
 from maskserve_router.keys import KeyRing
+from maskserve_router.messages.edit_call import make_edit_call, parse_request
 from maskserve_router.router import Router
 from tests.support.router import SIDE, Faulty, calling, cluster, until
 from tests.support.router_requests import edit_request, mask_of
@@ -40,12 +43,19 @@ def picture(mode: str = "RGB", alpha: int = 255) -> bytes:
 
 
 async def make(
-    worker: Faulty, router: Router, kinds: tuple[EditKind, ...], *, references: bool = False
+    worker: Faulty,
+    router: Router,
+    kinds: tuple[EditKind, ...],
+    *,
+    references: bool = False,
+    most_pictures: int = 1,
 ) -> None:
     """Let a worker serve these kinds of edits, and wait until the router knows."""
     served = worker._status.served
     assert served is not None
-    expected = worker._status.served = replace(served, edit_kinds=kinds, references=references)
+    expected = worker._status.served = replace(
+        served, edit_kinds=kinds, references=references, most_pictures=most_pictures
+    )
     number = [w.address for w in router.pool.workers.values()].index(worker.address)
     entry = list(router.pool.workers.values())[number]
     await until("it says so", lambda: entry.served == expected)
@@ -325,3 +335,43 @@ async def test_kserve_needs_neither_picture_and_chooses_a_model_that_makes_the_k
         del message.raw_input_contents[:2]
         await call(message.SerializeToString())
         assert [len(worker.requests) for worker in workers] == [0, 1]
+
+
+async def test_an_edit_goes_to_a_model_that_sees_as_many_pictures() -> None:
+    """By KServe's API and OpenAI's."""
+    async with (
+        cluster(None, ("kontext", "klein"), answer=picture()) as (router, workers),
+        calling(router) as call,
+    ):
+        await make(workers[0], router, ALL)
+        await make(workers[1], router, ALL, most_pictures=3)
+        await call(several(picture(), picture(), picture()))
+        assert [len(worker.requests) for worker in workers] == [0, 1]
+        url = f"http://127.0.0.1:{router.http.port}/v1/images/edits"
+        form = aiohttp.FormData({"prompt": "a star"})
+        for _ in range(2):
+            form.add_field("image[]", picture(), filename="a.png")
+        async with aiohttp.ClientSession() as session, session.post(url, data=form) as response:
+            assert response.status == 200
+        assert [len(worker.requests) for worker in workers] == [0, 2]
+
+
+def several(*pictures: bytes) -> bytes:
+    """A request to `edit` with these elements of IMAGE."""
+    message = pb.ModelInferRequest.FromString(edit_request(b"", b""))
+    message.inputs[0].shape[:] = [len(pictures)]
+    message.raw_input_contents[0] = bytes_tensor.pack(pictures)
+    encoded: bytes = message.SerializeToString()
+    return encoded
+
+
+def test_the_first_picture_of_several_is_the_source() -> None:
+    for pictures in ((), (b"a",), (b"a", b"bc"), (b"", b"bc")):
+        message = parse_request(several(*pictures))
+        call = make_edit_call(message, 0, KeyRing((), 99).client({}))
+        assert call.image == (pictures[0] if pictures else b"")
+        assert call.references == max(0, len(pictures) - 1)
+    broken = pb.ModelInferRequest.FromString(several(b"a", b"bc"))
+    broken.raw_input_contents[0] = broken.raw_input_contents[0][:-1]
+    with pytest.raises(InvalidRequest, match=r"IMAGE: is not 2 elements in BYTES form"):
+        parse_request(broken.SerializeToString())

@@ -95,8 +95,19 @@ async def test_openais_fields_and_ours_are_read():
 async def test_brackets_behind_image_are_the_list_of_images():
     form = await form_of(("image[]", b"one"), ("prompt", ""))
     assert form.image == b"one"
-    with pytest.raises(InvalidRequest, match="image: is given 2 times"):
-        await form_of(("image[]", b"one"), ("image[]", b"two"), ("prompt", ""))
+    form = await form_of(("image[]", b"one"), ("image[]", b"two"), ("prompt", ""))
+    assert (form.image, form.references, form.control) == (b"one", (b"two",), ())
+
+
+async def test_further_pictures_are_references_or_those_of_controls():
+    pictures = [("image[]", name) for name in (b"one", b"two", b"three")]
+    for fields, expected in (
+        ([], (b"one", (b"two", b"three"), ())),
+        ([("template_id", "0" * 32)], (b"", (b"one", b"two", b"three"), ())),
+        ([("controls[][name]", "a")], (b"one", (), (b"two", b"three"))),
+    ):
+        form = await form_of(*pictures, ("prompt", ""), *fields)
+        assert (form.image, form.references, form.control) == expected
 
 
 async def test_json_carries_data_urls_and_nothing_is_fetched():
@@ -239,6 +250,7 @@ def test_errors_have_the_names_of_this_api():
         ),
         ("IMAGE: is 3x3 pixels, and MASK", "image: is 3x3 pixels, and mask"),
         ("CONTROL[1]: is 2x2; accepted: as IMAGE", "image[2]: is 2x2; accepted: as image"),
+        ("IMAGE[1]: is empty; accepted: a picture", "image[1]: is empty; accepted: a picture"),
         ("SETTINGS.controls[0].image: but CONTROL has", "controls[0].image: but image has"),
         ("PROMPT: holds a NUL", "prompt: holds a NUL"),
         ("OP.template_id: has another form", "template_id: has another form"),

@@ -33,7 +33,7 @@ from maskserve_engine.families.mmdit.control import (
     NetTokens,
     controlled,
 )
-from maskserve_engine.families.mmdit.preparation import PATCH
+from maskserve_engine.families.mmdit.preparation import PATCH, Grid
 from maskserve_engine.families.mmdit.rows import FlowRow, Row
 from maskserve_engine.families.mmdit.weights import FluxWeights, places_of
 from maskserve_engine.layers.low_rank import Adapters, Place, low_rank
@@ -125,12 +125,13 @@ class FluxAdapter(FlowAdapter[FluxWeights]):
             embedder = low_rank(_CONTEXT, embedder, (adapters,))
         return embedder(embeds, ((0, len(embeds)),))
 
-    def positions(self, height: int, width: int, text: int, references: int) -> Tensor:
-        pictures = 1 + references
-        ids = torch.zeros(text + pictures * height * width, 3, device=self.device)
+    def positions(self, height: int, width: int, text: int, references: tuple[Grid, ...]) -> Tensor:
         # The picture's number, row and column.
-        axes = [torch.arange(n, device=self.device) for n in (pictures, height, width)]
-        ids[text:] = torch.cartesian_prod(*axes)
+        pictures = [
+            torch.cartesian_prod(torch.tensor([number]), torch.arange(rows), torch.arange(columns))
+            for number, (rows, columns) in enumerate(((height, width), *references))
+        ]
+        ids = torch.cat((torch.zeros(text, 3), *pictures)).to(self.device)
         cos, sin = self.model.pos_embed(ids)  # each angle stands twice, side by side
         return torch.complex(cos[:, ::2].contiguous(), sin[:, ::2].contiguous())
 

@@ -18,6 +18,7 @@ from maskserve_engine.families.flux2.weights import places_of, weights_of
 from maskserve_engine.families.mmdit.preparation import (
     PATCH,
     FlowPreparation,
+    Grid,
     grid_of,
     latents_shape,
     unpack_latents,
@@ -76,22 +77,26 @@ class Flux2Adapter(FluxAdapter):
         return places_of(model)
 
     @staticmethod
-    def ids(pictures: int, height: int, width: int, text: int) -> Tensor:
+    def ids(pictures: Sequence[Grid], text: int) -> Tensor:
         """Return `ids_of` these tokens; families with other positions override this."""
-        return ids_of(pictures, height, width, text)
+        return ids_of(pictures, text)
 
-    def positions(self, height: int, width: int, text: int, references: int) -> Tensor:
-        ids = self.ids(1 + references, height, width, text)
+    def positions(self, height: int, width: int, text: int, references: tuple[Grid, ...]) -> Tensor:
+        ids = self.ids(((height, width), *references), text)
         cos, sin = self.model.pos_embed(*to_device([ids], self.device))
         return torch.complex(cos[:, ::2].contiguous(), sin[:, ::2].contiguous())
 
 
-def ids_of(pictures: int, height: int, width: int, text: int) -> Tensor:
-    """Return [T + pictures · height · width, 4]: number, row and column of a picture's token;
-    position of a word.
+def ids_of(pictures: Sequence[Grid], text: int) -> Tensor:
+    """Return [T + N, 4] of a prompt and of the picture and its references, of these grids: number,
+    row and column of a picture's token; position of a word.
     """
     origin = torch.zeros(1, dtype=torch.int64)
-    numbers = REFERENCE * torch.arange(pictures)
-    image = torch.cartesian_prod(numbers, torch.arange(height), torch.arange(width), origin)
     words = torch.cartesian_prod(origin, origin, origin, torch.arange(text))
-    return torch.cat((words, image))
+    tokens = [
+        torch.cartesian_prod(
+            torch.tensor([REFERENCE * number]), torch.arange(rows), torch.arange(columns), origin
+        )
+        for number, (rows, columns) in enumerate(pictures)
+    ]
+    return torch.cat((words, *tokens))

@@ -43,6 +43,8 @@ _REFRESH_STRIDE = 0.5
 """Two refresh steps of four steps, and of 20: both meet the quality limits
 (docs/decisions/refresh-steps.md); with exact references the effect has not been measured."""
 _PATCH = 2
+_MOST_PICTURES = 10
+"""References of the models' cards."""
 _MODULATIONS = {
     "double_stream_modulation_img": 6,
     "double_stream_modulation_txt": 6,
@@ -72,6 +74,7 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelSpec:
         native_resolution=native_resolution or int(vae.get("sample_size") or 1024),
         size_multiple=latents.pixels * _PATCH,
         edit_size="cut",
+        most_pictures=_MOST_PICTURES,
         guidance="none" if distilled else "cfg",
         defaults=_DISTILLED if distilled else DEFAULTS,
         stride=1 if distilled else _STRIDE,

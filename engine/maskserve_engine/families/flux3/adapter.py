@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -14,6 +14,7 @@ from maskserve_engine.families.flux2.adapter import REFERENCE, Flux2Adapter, ids
 from maskserve_engine.families.flux3 import spec as flux3
 from maskserve_engine.families.flux3.weights import Flux3Weights, places_of, weights_of
 from maskserve_engine.families.mmdit.blocks import Vectors
+from maskserve_engine.families.mmdit.preparation import Grid
 from maskserve_engine.families.mmdit.weights import FluxWeights
 from maskserve_engine.layers.low_rank import Place
 from maskserve_engine.spec.family import FamilyModule
@@ -44,7 +45,7 @@ class Flux3Adapter(Flux2Adapter):
         return True
 
     @staticmethod
-    def ids(pictures: int, height: int, width: int, text: int) -> Tensor:
+    def ids(pictures: Sequence[Grid], text: int) -> Tensor:
         """Return positions with half a step between tokens, and references before the words."""
-        number, row, column, word = ids_of(pictures, height, width, text).float().unbind(1)
+        number, row, column, word = ids_of(pictures, text).float().unbind(1)
         return torch.stack((0 * number, row / 2, column / 2, word - number / REFERENCE), dim=1)

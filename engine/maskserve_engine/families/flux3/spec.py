@@ -33,6 +33,8 @@ DEFAULTS = EditDefaults(num_inference_steps=50, guidance_scale=3.5)
 _OF_DISTILLED = EditDefaults(num_inference_steps=16, guidance_scale=0.0)
 _STRIDE, _OF_DISTILLED_STRIDE = 7, 2
 _PATCH = 2
+_MOST_PICTURES = 10
+"""References as of FLUX.2 klein; its pipeline names no number."""
 
 control_work = flux.control_work
 recorded_rows = no_recorded_rows
@@ -56,6 +58,7 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelSpec:
         patch=_PATCH,
         native_resolution=native_resolution or int(vae.get("sample_size") or 1024),
         size_multiple=latents.pixels * _PATCH,
+        most_pictures=_MOST_PICTURES,
         guidance="none" if distilled else "cfg",
         defaults=_OF_DISTILLED if distilled else DEFAULTS,
         stride=_OF_DISTILLED_STRIDE if distilled else _STRIDE,

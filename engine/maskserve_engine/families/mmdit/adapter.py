@@ -7,6 +7,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, ClassVar, Generic, Self, TypeVar
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -23,9 +24,9 @@ from maskserve_engine.batch.skipping import FirstBlockCache
 from maskserve_engine.batch.step_cache import RefreshSchedule, StepCache
 from maskserve_engine.batch.stepping import Stepping
 from maskserve_engine.batch.transfer import moved
-from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.control_link.opening import Opening
 from maskserve_engine.control_link.served import ServedRow
+from maskserve_engine.families.adapter import work_of
 from maskserve_engine.families.control import NetBatch, NetRow, OpenedRows, RowControl
 from maskserve_engine.families.mmdit.batch import FlowBatch, FlowWeights
 from maskserve_engine.families.mmdit.preparation import (
@@ -33,7 +34,9 @@ from maskserve_engine.families.mmdit.preparation import (
     FlowPreparation,
     FlowPrompt,
     FlowTemplate,
+    Grid,
     grid_of,
+    reference_grids,
 )
 from maskserve_engine.families.mmdit.rows import (
     FlowPrimingRow,
@@ -53,6 +56,7 @@ from maskserve_engine.families.mmdit.spans import (
     FixedWords,
     MaskedTokens,
     References,
+    SharedEntry,
     TokenSpan,
 )
 from maskserve_engine.layers.low_rank import Adapters, Factors, LowRankSet, Place, low_rank_set
@@ -132,6 +136,8 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
         self._refresh_rule = refresh_rule
         self._places = self.places_of(model)
         self._positions = lru_cache(maxsize=64)(self.positions)
+        self._shared_entries: WeakValueDictionary[Hashable, SharedEntry] = WeakValueDictionary()
+        """Keys and values of references of the present rows, by the names of their pictures."""
         self.work = lru_cache(maxsize=64)(self._make_work)
         self.anchors = lru_cache(maxsize=64)(self._make_anchors)
 
@@ -196,9 +202,9 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
         return words
 
     @abstractmethod
-    def positions(self, height: int, width: int, text: int, references: int) -> Tensor:
-        """Return [T + height · width · (1 + references), head_dim / 2] complex rotary factors of
-        text, image tokens and reference pictures.
+    def positions(self, height: int, width: int, text: int, references: tuple[Grid, ...]) -> Tensor:
+        """Return [T + height · width + R, head_dim / 2] complex rotary factors of text, image
+        tokens, and the R tokens of reference pictures of these grids.
         """
 
     def steps(self, job: EditJob) -> int:
@@ -212,15 +218,17 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
         side = self.spec.dense_steps.side > 0 and cover_a_side(active, gh, gw)
         return TokenCounts(len(active), gh * gw, inner, ring, side)
 
-    def _make_work(self, height: int, width: int, *, kind: EditKind = "inpaint") -> ModelWork:
+    def _make_work(
+        self, height: int, width: int, *, kind: EditKind = "inpaint", further: int = 0
+    ) -> ModelWork:
         recorded = self.weights.graphs is not None
-        return family_work(self.family, self.spec, height, width, recorded=recorded, kind=kind)
+        work = family_work(self.family, self.spec, height, width, recorded=recorded, kind=kind)
+        return work.seeing(further, exact=self.spec.semantics.exact) if further else work
 
     def counted(
         self, job: EditJob, schedule: RefreshSchedule | None = None, *, anchor: bool = False
     ) -> Totals:
         text, tokens = schedule is None or anchor or not schedule.text, self.tokens(job)
-        _, height, width = job.moments.shape
         prompts = [
             conditioning
             for conditioning in (job.conditioning, job.negative)
@@ -235,7 +243,7 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
             float(self.text_tokens(len(p["prompt_embeds"]), grid)) - prompt_pictures
             for p in prompts
         ]
-        return self.work(height, width, kind=job.request.kind).totals(
+        return work_of(self, job).totals(
             [RowTokens(active, text * n, text_read=(not text) * n) for n in lengths]
         )
 
@@ -405,36 +413,43 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
         text = self.text(prompt.embeds, grid)  # the same at every step, so embedded once
         return PromptPass(
             text,
-            self._positions(*grid, len(text), self._pictures(job))[: len(text)],
+            self._positions(*grid, len(text), reference_grids(job, self.spec))[: len(text)],
             prompt.pooled,
             job.request.settings.guidance_scale if self.spec.guidance == "embedded" else None,
             self.pads(grid),
             self.timeless,
         )
 
-    def _pictures(self, job: EditJob) -> int:
-        """Return the number of the row's reference pictures."""
-        return self.spec.references(job.request.kind)
-
     def _image_positions(self, job: EditJob, text: int) -> Tensor:
         """Return the rotary factors of the image tokens, and of references that are packed with
         them; `text` counts the text tokens before them.
         """
         height, width = grid_of(job)
-        whole = self._positions(height, width, text, self._pictures(job))[text:]
+        whole = self._positions(height, width, text, reference_grids(job, self.spec))[text:]
         return whole[: height * width] if self.spec.semantics.exact else whole
 
     def _references(self, job: EditJob, text: int) -> References | None:
         """Return the reference pictures of a model whose references do not depend on the row; None
         for others, and if there are none. `text` counts the text tokens before them.
         """
-        count = self._pictures(job)
-        if not (self.spec.semantics.exact and count):
+        grids = reference_grids(job, self.spec)
+        if not (self.spec.semantics.exact and grids):
             return None
         height, width = grid_of(job)
-        [tokens] = moved((self._preparation.clean(job),), self.device)
-        cis = self._positions(height, width, text, count)[text + height * width :]
+        [tokens] = moved((self._preparation.references(job),), self.device)
+        cis = self._positions(height, width, text, grids)[text + height * width :]
         return References(tokens, cis)
+
+    def _share(self, references: References | None, job: EditJob) -> None:
+        """Let a new row share its references' keys and values with rows of the same pictures. A
+        reproducible one has its own, since rounding depends on the rows that computed them.
+        """
+        request = job.request
+        names = (request.pixels_id, *(reference.pixels_id for reference in request.references))
+        if references is None or request.settings.reproducible or not all(names):
+            return
+        for number, one in enumerate(references.all):
+            one.shared = self._shared_entries.setdefault((*names, number), SharedEntry())
 
     def most_ranks(self, job: EditJob) -> int:
         """Return the number of attention heads; for rows that ranks cannot share, one rank for each
@@ -480,8 +495,8 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
         step_cache = row.step_cache if isinstance(row, FlowRow) else None
         if step_cache is not None and step_cache.plan.anchors:
             self.attach_step_cache(row, step_cache.plan)  # computed without them
-        if row.references is not None and isinstance(row.references.entry, AnchorEntry):
-            row.references.entry = None  # made without them
+        for references in () if row.references is None else row.references.all:
+            references.reset()  # made without them
         changed = {place for adapter, _ in changed_adapters for place in adapter.updates}
         if not any(place.startswith(self.text_places) for place in changed):
             return  # its prompt's tokens have not changed
@@ -527,6 +542,7 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
         start, prompt = inputs.start, self._prompt_pass(job, inputs.prompt)
         text = len(prompt.text)
         references = self._references(job, text)
+        self._share(references, job)
         prompt.words = self.words(job, inputs.prompt, references)
         threshold = job.request.settings.first_block_threshold
         return FlowRow(

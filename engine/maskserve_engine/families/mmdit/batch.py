@@ -35,6 +35,7 @@ from maskserve_engine.control_link.served import (
 )
 from maskserve_engine.families.mmdit.rows import FlowPrimingRow, FlowRow, PromptPass, Row
 from maskserve_engine.families.mmdit.schedule import Walk
+from maskserve_engine.families.mmdit.spans import References
 from maskserve_engine.layers.low_rank import Adapters
 from maskserve_engine.stages.cpu_threads import one_cpu_thread
 
@@ -204,14 +205,29 @@ class FlowBatch(ReusableBatch[Row, W]):
 
     def make_fixed(self, model: W) -> None:
         """Compute missing keys and values of references, alone and at time 0, since they do not
-        depend on the row. Families with other fixed tokens extend this.
+        depend on the row; those that rows share once. Families with other fixed tokens extend this.
         """
-        lacking = [row for row in self.rows if row.needs_references]
-        if not lacking:
-            return
-        making = [FlowPrimingRow.of_references(row, len(model.blocks)) for row in lacking]
+        while lacking := self._lacking_references():
+            self.make_references(model, lacking)
+
+    def _lacking_references(self) -> list[tuple[Row, References]]:
+        lacking: dict[int, tuple[Row, References]] = {}
+        for row in self.rows:
+            references = row.missing_references()
+            if references is not None:
+                lacking.setdefault(id(references.shared or references), (row, references))
+        return list(lacking.values())
+
+    def make_references(self, model: W, lacking: Sequence[tuple[Row, References]]) -> None:
+        """Compute the keys and values of these references of rows, which see no others that
+        lack them.
+        """
+        making = [
+            FlowPrimingRow.of_references(row, references, len(model.blocks))
+            for row, references in lacking
+        ]
         type(self)(making).step(model, ())
-        for row in lacking:
+        for row, _ in lacking:
             assert row.references is not None
             row.references.computed = True
 

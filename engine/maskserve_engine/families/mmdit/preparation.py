@@ -37,6 +37,15 @@ from maskserve_engine.stages.latents import (
 BEFORE = "before"
 """Name of the prompt states before the picture, for families whose denoiser inserts the picture
 between words."""
+
+
+def before(number: int) -> str:
+    """Return the name of the prompt states before a picture, by its number."""
+    return f"{BEFORE}.{number}" if number else BEFORE
+
+
+Grid = tuple[int, int]
+"""Rows and columns of a picture's tokens."""
 PATCH = 2  # latents per token along one side, fixed in diffusers' Flux pipelines
 
 
@@ -318,6 +327,15 @@ class FlowPreparation:
         """Return [N, 4C] latents of the source: a cached row's result outside of the mask."""
         return pack_latents(self._posterior(job.moments).mode())
 
+    def references(self, job: EditJob) -> Tensor:
+        """Return [R, 4C] latents of the source and of the further references."""
+        return self._with_further(self.clean(job), job)
+
+    def _with_further(self, clean: Tensor, job: EditJob) -> Tensor:
+        """Return [R, 4C]: the source's tokens [N, 4C], then those of the further references."""
+        further = [pack_latents(self._posterior(moments).mode()) for moments in job.references]
+        return torch.cat((clean, *further)) if further else clean
+
     def active(self, job: EditJob) -> TokenIds:
         if isinstance(job.prepared, FlowPrepared):
             return job.prepared.active
@@ -417,7 +435,9 @@ class FlowPreparation:
                 schedule,
                 outside_seed(job, self._outside_noise),
             )
-        return replace(start, context=pack_latents(clean)) if semantics.context else start
+        if not semantics.context:
+            return start
+        return replace(start, context=self._with_further(pack_latents(clean), job))
 
     def noise(self, job: EditJob, generator: torch.Generator) -> Tensor:
         """Return [C, h, w] noise, drawn as the pipeline draws it."""
@@ -442,8 +462,9 @@ class FlowPreparation:
         shown tokens.
         """
         height, width = grid_of(job)
-        tokens = height * width * (1 + self._spec.semantics.context) + self.picture_words(job)
-        return Selection([np.setdiff1d(np.arange(tokens), active)])
+        grids = reference_grids(job, self._spec) if self._spec.semantics.context else ()
+        tokens = sum(rows * columns for rows, columns in ((height, width), *grids))
+        return Selection([np.setdiff1d(np.arange(tokens + self.picture_words(job)), active)])
 
     def picture_words(self, job: EditJob) -> int:
         _, height, width = job.moments.shape
@@ -459,6 +480,17 @@ def latents_shape(job: EditJob) -> torch.Size:
     return torch.Size((channels // 2, height, width))
 
 
-def grid_of(job: EditJob) -> tuple[int, int]:
-    _, height, width = job.moments.shape
+def grid_of(job: EditJob) -> Grid:
+    return _grid(job.moments)
+
+
+def reference_grids(job: EditJob, spec: ModelSpec) -> tuple[Grid, ...]:
+    """Return the grids of the row's reference pictures, of which the source is the first."""
+    if not spec.references(job.request.kind):
+        return ()
+    return tuple([_grid(moments) for moments in (job.moments, *job.references)])
+
+
+def _grid(moments: NDArray[np.float32]) -> Grid:
+    _, height, width = moments.shape
     return height // PATCH, width // PATCH

@@ -170,10 +170,9 @@ class FlowRow:
     def steps(self) -> int:
         return self.schedule.steps
 
-    @property
-    def needs_references(self) -> bool:
-        """Whether its next step needs keys and values of references that are not computed yet."""
-        return self.references is not None and self.references.entry is None
+    def missing_references(self) -> References | None:
+        """Return the references whose keys and values are to be computed next for its next step."""
+        return None if self.references is None else self.references.next_missing()
 
     @property
     def skipped(self) -> int:
@@ -339,7 +338,7 @@ class FlowRow:
         cis = [masked.cis, *[span.cis[: len(span)] for span in spans]]
         contexts = (masked.context, *[span.latents.context for span in spans])
         words = prompt.words
-        fixed = () if self.references is None else (*self.references.sees, self.references)
+        fixed = () if self.references is None else self.references.whole
         return RowInput(
             tokens[0] if len(tokens) == 1 else torch.cat(tokens),
             text if computed.text else text[:0],
@@ -597,10 +596,8 @@ class FlowPrimingRow:
     adapters: Adapters = ()
 
     @classmethod
-    def of_references(cls, row: Row, blocks: int) -> FlowPrimingRow:
-        """Return a row that computes the references of `row`, in the model's dtype."""
-        references = row.references
-        assert references is not None, "a row without references lacks none"
+    def of_references(cls, row: Row, references: References, blocks: int) -> FlowPrimingRow:
+        """Return a row that computes references of `row`, in the model's dtype."""
         template, kinds = (
             FlowTemplate(references.tokens, references.tokens, None),
             (frozenset({"kv"}),) * blocks,
@@ -614,12 +611,10 @@ class FlowPrimingRow:
     def steps(self) -> int:
         return len(self.anchors)
 
-    @property
-    def needs_references(self) -> bool:
-        references = self.references
-        return (
-            references is not None and references.entry is None and self.anchors[self.step] != STILL
-        )
+    def missing_references(self) -> References | None:
+        if self.references is None or self.anchors[self.step] == STILL:
+            return None
+        return self.references.next_missing()
 
     def take_entry(self) -> AnchorEntry:
         return self.done.pop()
@@ -657,11 +652,7 @@ class FlowPrimingRow:
             capture=self.recorder, pads=prompt.pads,
             context=0 if context is None else len(context), timeless=prompt.timeless,
         )  # fmt: skip
-        return (
-            row_input
-            if references is None
-            else replace(row_input, fixed=(*references.sees, references))
-        )
+        return row_input if references is None else replace(row_input, fixed=references.whole)
 
     def settle(self, latents: Tensor, begin: int) -> None:
         """Do nothing: priming moves no latents."""
@@ -677,7 +668,7 @@ class FlowPrimingRow:
         assert self.recorder is not None
         entry = self.recorder.entry(self.anchors[self.step])
         if self.references is not None and entry.anchor == STILL:
-            self.references.entry = entry
+            self.references.record(entry)
         self.done.append(entry)
         self.recorder = None
         self.step += 1

@@ -158,6 +158,14 @@ class ExtrapolatedLatents:
         self.times = (last + change * (1.0 + weight), previous - change * weight)
 
 
+@dataclass(slots=True, weakref_slot=True)
+class SharedEntry:
+    """Keys and values of references that rows of the same pictures share."""
+
+    entry: AnchorEntry | None = None
+    """None until a row has computed them."""
+
+
 @dataclass(slots=True)
 class References:
     """Reference pictures that do not depend on the row (`RowInput.fixed`)."""
@@ -171,13 +179,51 @@ class References:
     """Whether the row's last step computed these keys and values, or those of `before`."""
     before: FixedWords | None = None
     """Prompt tokens before the references, which they attend to."""
+    earlier: References | None = None
+    """References before these prompt tokens, which they attend to."""
+    shared: SharedEntry | None = None
+    """Where rows of the same pictures find the keys and values; None: they are the row's own."""
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     @property
     def sees(self) -> tuple[TokenCache, ...]:
-        return () if self.before is None else (self.before,)
+        """The tokens before it, in order."""
+        visible = () if self.earlier is None else self.earlier.whole
+        return visible if self.before is None else (*visible, self.before)
+
+    @property
+    def whole(self) -> tuple[TokenCache, ...]:
+        """The tokens before it, and its own."""
+        return (*self.sees, self)
+
+    @property
+    def all(self) -> tuple[References, ...]:
+        """The earlier ones, and these."""
+        return (self,) if self.earlier is None else (*self.earlier.all, self)
+
+    def next_missing(self) -> References | None:
+        """Take keys and values that another row has computed, and return the first of all
+        references that still has none.
+        """
+        for references in self.all:
+            if references.entry is None and references.shared is not None:
+                references.entry = references.shared.entry
+            if references.entry is None:
+                return references
+        return None
+
+    def record(self, entry: AnchorEntry) -> None:
+        """Keep keys and values that the row has computed."""
+        self.entry = entry
+        if self.shared is not None:
+            self.shared.entry = entry
+
+    def reset(self) -> None:
+        """Forget computed keys and values: with adapters of the row they are its own."""
+        if not isinstance(self.entry, Handle):
+            self.entry, self.shared = None, None
 
     def source(self, block: int, part: str = "kv") -> KvSource:
         if isinstance(self.entry, AnchorEntry):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from maskserve_engine.batch.graphs import Graphs
 from maskserve_engine.families.flux.adapter import FluxAdapter, FluxBatch
+from maskserve_engine.families.mmdit.preparation import Grid
 from maskserve_engine.families.mmdit.weights import FluxWeights
 from maskserve_engine.families.qwen_image import spec as qwen_image
 from maskserve_engine.families.qwen_image.weights import places_of, weights_of
@@ -46,10 +47,10 @@ class QwenImageAdapter(FluxAdapter):
     def timeless(self) -> bool:
         return bool(self.model.zero_cond_t)
 
-    def positions(self, height: int, width: int, text: int, references: int) -> Tensor:
+    def positions(self, height: int, width: int, text: int, references: tuple[Grid, ...]) -> Tensor:
         """Return the factors of pictures, centred at 0, and of the text after them on their
         diagonal.
         """
-        pictures = [(1, height, width)] * (1 + references)
+        pictures = [(1, *grid) for grid in ((height, width), *references)]
         image, words = self.model.pos_embed([pictures], device=self.device, max_txt_seq_len=text)
         return torch.cat((words, image))

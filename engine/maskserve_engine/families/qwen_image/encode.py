@@ -105,21 +105,30 @@ class QwenImageEditEncoder(OneTextEncoder):
     def encode_prompts(self, prompts: Sequence[str]) -> list[Conditioning]:
         raise AssertionError("each prompt is about a picture")
 
-    def encode_prompt(self, prompt: str, pixels: NDArray[np.uint8] | None = None) -> Conditioning:
-        """Return `prompt_embeds` [picture + T, width]. Long prompts are cut, unlike in the
+    def encode_prompt(
+        self, prompt: str, pictures: Sequence[NDArray[np.uint8]] = ()
+    ) -> Conditioning:
+        """Return `prompt_embeds` [pictures + T, width]. Long prompts are cut, unlike in the
         pipeline.
         """
-        assert pixels is not None, "the prompt is about a picture"
-        assert self.spec.encoder_picture is not None
+        assert pictures, "the prompt is about a picture"
         check_prompt(prompt)
-        (height, width), pipeline = pixels.shape[:2], self.text.pipeline
-        picture = pipeline.image_processor.resize(
-            Image.fromarray(pixels), *self.spec.encoder_picture.size(height, width)
-        )
+        images = [self._resized(pixels) for pixels in pictures]
         with torch.inference_mode():
-            [states], _ = pipeline.encode_prompt(prompt, picture)
+            [states], _ = self.text.pipeline.encode_prompt(
+                prompt, images if len(images) > 1 else images[0]
+            )
         used_tokens = len(states) - self.text.read_of(prompt).cut
         return {"prompt_embeds": to_numpy(states[:used_tokens])}
+
+    def _resized(self, pixels: NDArray[np.uint8]) -> Image.Image:
+        """Return a picture as the text encoder's processor gets it."""
+        assert self.spec.encoder_picture is not None
+        height, width = self.spec.encoder_picture.size(*pixels.shape[:2])
+        resized: Image.Image = self.text.pipeline.image_processor.resize(
+            Image.fromarray(pixels), height, width
+        )
+        return resized
 
 
 def check_prompt(prompt: str) -> None:

@@ -45,6 +45,8 @@ _ENCODER_AREA = 384 * 384
 """Pixels to which these models' pipeline scales the picture for the text encoder."""
 _STRIDE = 7
 _PATCH = 2
+_MOST_PICTURES = 3
+"""References that -2509 and -2511 are trained on, by their cards."""
 
 control_work = flux.control_work
 recorded_rows = no_recorded_rows
@@ -67,6 +69,8 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelSpec:
         # Edit models are given sides in multiples of two tokens, as their pipelines have them.
         size_multiple=latents.pixels * _PATCH * (1 + semantics.reference),
         edit_size="area" if semantics.reference else "bounded",
+        most_pictures=_MOST_PICTURES if semantics is REFERENCE else 1,
+        reference_size="area",
         guidance="none",
         defaults=_PLUS if semantics is REFERENCE else DEFAULTS,
         stride=_STRIDE,

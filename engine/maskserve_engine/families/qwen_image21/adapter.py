@@ -1,32 +1,40 @@
 """Qwen-Image-2.1, where its rows differ from FLUX.1's.
 
-Its tokens form a sequence: some words, the reference, the prompt, and last the picture; without a
-reference they begin with the prompt. Each
+Its tokens form a sequence: for each reference some words and the reference, then the prompt, and
+last the picture; without a reference they begin with the prompt. Each
 attends to those before it, pictures also to all of themselves, and all but the picture are computed
-at time 0. So steps compute the picture only. The reference's keys and values follow from the
+at time 0. So steps compute the picture only. A lone reference's keys and values follow from the
 source, and a template caches them; those of words are computed once per edit.
 
 On the first axis of positions the model puts a picture after everything that precedes it. Here the
-picture is at 0, and the reference as far before it as without a prompt. Attention sees the keys of
+picture is at 0, and the references as far before it as without a prompt. Attention sees the keys of
 the sequence rotated back by the prompt's number of tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from maskserve_engine.base.job import Conditioning, EditJob
 from maskserve_engine.batch.graphs import Graphs
 from maskserve_engine.batch.packing import TokenCache
-from maskserve_engine.batch.transfer import to_device
+from maskserve_engine.batch.transfer import moved
 from maskserve_engine.families.flux.adapter import FluxAdapter, FluxBatch
 from maskserve_engine.families.flux2.adapter import Flux2Preparation
 from maskserve_engine.families.mmdit.blocks import Vectors
-from maskserve_engine.families.mmdit.preparation import BEFORE, FlowPrompt, grid_of
+from maskserve_engine.families.mmdit.preparation import (
+    BEFORE,
+    FlowPrompt,
+    Grid,
+    before,
+    reference_grids,
+)
 from maskserve_engine.families.mmdit.rows import FlowRow, Row
 from maskserve_engine.families.mmdit.spans import FixedWords, References
 from maskserve_engine.families.mmdit.weights import FluxWeights
@@ -45,17 +53,22 @@ class QwenImage21Batch(FluxBatch):
         return vectors(weights, self.timesteps[steps])
 
     def make_fixed(self, model: FluxWeights) -> None:
-        """Compute missing keys and values of words, too: references attend to the words before
-        them.
-        """
-        for row in self.rows:
-            if row.references is not None:
-                _say(model, row, row.references.before)
+        """Compute missing keys and values of words, too."""
         super().make_fixed(model)
         for row in self.rows:
+            for references in () if row.references is None else row.references.all:
+                _say(model, row, references.before)  # if a template has the references
             if isinstance(row, FlowRow):
                 for prompt in row.passes:
                     _say(model, row, prompt.words)
+
+    def make_references(
+        self, model: FluxWeights, lacking: Sequence[tuple[Row, References]]
+    ) -> None:
+        """Compute the words before the references first, to which these attend."""
+        for row, references in lacking:
+            _say(model, row, references.before)
+        super().make_references(model, lacking)
 
 
 def _say(model: FluxWeights, row: Row, words: FixedWords | None) -> None:
@@ -92,35 +105,54 @@ class QwenImage21Adapter(FluxAdapter):
     def attach(self, row: Any, job: EditJob, adapters: Adapters) -> None:
         super().attach(row, job, adapters)
         passes = row.passes if isinstance(row, FlowRow) else ()
-        before = None if row.references is None else row.references.before
-        for words in (before, *(prompt.words for prompt in passes)):
+        references = () if row.references is None else row.references.all
+        befores = [of_one.before for of_one in references]
+        for words in (*befores, *(prompt.words for prompt in passes)):
             if words is not None:
                 words.entry = None  # made without them
 
-    def positions(self, height: int, width: int, text: int, references: int) -> Tensor:
-        return self._rotary(places_of_pictures(height, width)[: (1 + references) * height * width])
+    def positions(self, height: int, width: int, text: int, references: tuple[Grid, ...]) -> Tensor:
+        """Return the factors of the picture alone: those of references depend on the words between
+        them.
+        """
+        return self._rotary(places_at(height, width, 0))
 
     def words(
         self, job: EditJob, prompt: FlowPrompt, references: References | None
     ) -> FixedWords | None:
         """Return the words of a prompt, which follow the reference if there is one."""
-        count, begin, visible = len(prompt.embeds), 0, tuple[TokenCache, ...]()
+        count, visible = len(prompt.embeds), tuple[TokenCache, ...]()
+        begin = sum(len(words) + extent for words, extent in self._sentence(job))
         if references is not None:
-            assert references.before is not None
-            begin = len(references.before) + max(grid_of(job))
-            visible = (references.before, references)
+            visible = references.whole
         back = self._rotary(torch.tensor([[-count, 0, 0]]))[0]
         return FixedWords(prompt.embeds, self._spoken(count, 0, begin), visible, back)
 
     def _references(self, job: EditJob, text: int) -> References | None:
-        refs = super()._references(job, text)
-        if refs is None:
+        grids, references = reference_grids(job, self.spec), None
+        if not grids:
             return None
-        embeds = torch.from_numpy(job.conditioning[BEFORE]).to(self.dtype)
-        [embeds] = to_device([embeds], self.device)
-        count = len(embeds)
-        refs.before = FixedWords(embeds, self._spoken(count, -max(grid_of(job)) - count, 0))
-        return refs
+        sentence = self._sentence(job)
+        end = sum(len(words) + extent for words, extent in sentence)
+        states = [torch.from_numpy(words).to(self.dtype) for words, _ in sentence]
+        tokens = self._preparation.references(job).split([rows * cols for rows, cols in grids])
+        host_tensors = tuple(zip(tokens, states, strict=True))
+        begin = 0
+        for grid, (picture, embeds) in zip(grids, moved(host_tensors, self.device), strict=True):
+            visible = () if references is None else references.whole
+            words = FixedWords(embeds, self._spoken(len(embeds), begin - end, begin), visible)
+            begin += len(embeds)
+            cis = self._rotary(places_at(*grid, begin - end))
+            references = References(picture, cis, before=words, earlier=references)
+            begin += max(grid)
+        return references
+
+    def _sentence(self, job: EditJob) -> list[tuple[NDArray[np.float32], int]]:
+        """Return for each reference the states of the words before it, and the number of positions
+        that it takes.
+        """
+        grids = reference_grids(job, self.spec)
+        return [(job.conditioning[before(number)], max(grid)) for number, grid in enumerate(grids)]
 
     def _spoken(self, count: int, first: int, begin: int) -> Tensor:
         """Return [count, head_dim / 2] of words that begin at `first` on the first axis and at
@@ -133,10 +165,9 @@ class QwenImage21Adapter(FluxAdapter):
         return rotary(self.model, places).to(self.device)
 
 
-def places_of_pictures(height: int, width: int) -> Tensor:
-    """Return [2 · height · width, 3] positions of a picture and its reference."""
-    places = torch.cartesian_prod(torch.tensor([0]), _middle(height), _middle(width))
-    return torch.cat((places, places - torch.tensor([max(height, width), 0, 0])))
+def places_at(height: int, width: int, first: int) -> Tensor:
+    """Return [height · width, 3] positions of a picture that is at `first` on the first axis."""
+    return torch.cartesian_prod(torch.tensor([first]), _middle(height), _middle(width))
 
 
 def rotary(model: Any, places: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from PIL import Image
 from maskserve_common.config import Config
 from maskserve_engine.base.job import Conditioning
 from maskserve_engine.families.encoder import OneTextEncoder, TextEncoder, to_numpy
-from maskserve_engine.families.mmdit.preparation import BEFORE
+from maskserve_engine.families.mmdit.preparation import before
 from maskserve_engine.families.qwen_image.encode import check_prompt, picture_processor
 from maskserve_engine.spec.model_spec import ModelSpec
 from maskserve_engine.stages.encoded import TokensRead
@@ -71,23 +71,32 @@ class QwenImage21Encoder(OneTextEncoder):
     def encode_prompts(self, prompts: Sequence[str]) -> list[Conditioning]:
         raise AssertionError("each prompt is about a picture")
 
-    def encode_prompt(self, prompt: str, pixels: NDArray[np.uint8] | None = None) -> Conditioning:
-        """Return `prompt_embeds` [T, width] of the words after the picture, and the states of those
-        before it; without a picture, of all words. Long prompts are cut, unlike in the pipeline.
+    def encode_prompt(
+        self, prompt: str, pictures: Sequence[NDArray[np.uint8]] = ()
+    ) -> Conditioning:
+        """Return `prompt_embeds` [T, width] of the words after the pictures, and the states of
+        those before each; without a picture, of all words. Long prompts are cut, unlike in the
+        pipeline.
         """
         check_prompt(prompt)
-        if pixels is None:
+        if not pictures:
             with torch.inference_mode():
                 [states], _, _ = self.text.pipeline.encode_prompt(prompt)
             used_tokens = len(states) - self.text.read_of(prompt).cut
             return {"prompt_embeds": to_numpy(states[:used_tokens])}
         with torch.inference_mode():
             [states], _, [slots] = self.text.pipeline.encode_prompt(
-                prompt, [Image.fromarray(pixels)]
+                prompt, [Image.fromarray(pixels) for pixels in pictures]
             )
-        picture_slots = slots.nonzero()
-        begin, end = int(picture_slots[0]), int(picture_slots[-1]) + 1
+        edges = torch.diff(slots.int(), prepend=slots.new_zeros(1).int()).nonzero().flatten()
+        first, *rest = edges.tolist()  # pictures' first slots, and the words' behind them
+        places = [0, first, *rest]
+        words = [
+            to_numpy(states[begin:end])
+            for begin, end in zip(places[::2], places[1::2], strict=False)
+        ]
+        last = to_numpy(states[places[-1] : places[-1] + self.text.length])
         return {
-            "prompt_embeds": to_numpy(states[end : end + self.text.length]),
-            BEFORE: to_numpy(states[:begin]),
+            "prompt_embeds": last,
+            **{before(number): of_one for number, of_one in enumerate(words)},
         }

@@ -39,6 +39,8 @@ DEFAULTS = EditDefaults(num_inference_steps=40, guidance_scale=0.0)
 _STRIDE = 7
 """Anchor stride; each of a distilled model's few steps has its own anchor."""
 _PATCH = 2
+_MOST_PICTURES = 10
+"""Its pipeline names no number."""
 
 control_work = flux.control_work
 recorded_rows = no_recorded_rows
@@ -69,6 +71,8 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelSpec:
         # The text encoder has a slot for each two tokens a side.
         size_multiple=latents.pixels * _PATCH * 2,
         edit_size="area",
+        most_pictures=_MOST_PICTURES,
+        reference_size="area",
         guidance="none",
         defaults=replace(DEFAULTS, num_inference_steps=len(sigmas)) if sigmas else DEFAULTS,
         stride=1 if sigmas else _STRIDE,

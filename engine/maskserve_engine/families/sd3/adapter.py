@@ -21,6 +21,7 @@ from maskserve_engine.families.mmdit.preparation import (
     FlowPreparation,
     FlowStart,
     FlowTemplate,
+    Grid,
     grid_of,
 )
 from maskserve_engine.families.mmdit.schedule import Schedule
@@ -181,7 +182,7 @@ class Sd3Adapter(FluxAdapter):
     def places_of(model: Any) -> Mapping[str, Place]:
         return places_of(model)
 
-    def positions(self, height: int, width: int, text: int, references: int) -> Tensor:
+    def positions(self, height: int, width: int, text: int, references: tuple[Grid, ...]) -> Tensor:
         """Return factors of no rotation: positions are in the tokens."""
         half = self.weights.head_dim // 2
         return torch.ones(text + height * width, half, dtype=torch.complex64, device=self.device)

@@ -419,7 +419,9 @@ class UnetAdapter(Stepping[Row, UnetWeights], OpenedRows):
         micro = micro_conditioning(self.model, *micro_inputs)
         return UnetPrompt(text, added_embedding(self.model, micro), micro)
 
-    def _make_work(self, height: int, width: int, *, kind: EditKind = "inpaint") -> ModelWork:
+    def _make_work(
+        self, height: int, width: int, *, kind: EditKind = "inpaint", further: int = 0
+    ) -> ModelWork:
         recorded = self.weights.graphs is not None
         return unet_work(
             self.spec.denoiser, height, width, guidance=False, halo=self._halo, recorded=recorded

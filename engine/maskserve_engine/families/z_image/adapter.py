@@ -17,6 +17,7 @@ from maskserve_engine.families.mmdit.blocks import precomputed_steps
 from maskserve_engine.families.mmdit.preparation import (
     FlowPreparation,
     FlowStart,
+    Grid,
     grid_of,
     latents_shape,
 )
@@ -101,7 +102,7 @@ class ZImageAdapter(FlowAdapter[ZImageWeights]):
         text = refined(weights, embeds, PADDED_TO, text_cis)
         return torch.cat((text, weights.image_pad.expand(self.pads(grid), -1)))
 
-    def positions(self, height: int, width: int, text: int, references: int) -> Tensor:
+    def positions(self, height: int, width: int, text: int, references: tuple[Grid, ...]) -> Tensor:
         return self._rotary(positions_of(height, width, text, self.pads((height, width))))
 
     def priming_positions(self, job: EditJob, cis: Tensor) -> Tensor:

@@ -102,7 +102,8 @@ class GangScheduler:
         ]
         for ticket in expired:
             self.cancel(ticket.request_id)
-        admitted = self._waiting.admit(self._max_works - len(self._works))
+        used_rows = sum(work.ticket.rows for work in self._works.values())
+        admitted = self._waiting.admit(self._max_works - used_rows, alone=not self._works)
         for ticket in admitted:
             self._works[ticket.request_id] = Work(ticket, ticket.steps, ticket.arrival)
         runs = [

@@ -32,7 +32,7 @@ from maskserve_router.messages.forwarded_headers import foreign_id
 
 _FIELD = re.compile(r"(?P<name>[A-Za-z_][A-Za-z0-9_.\[\]]*): ")
 _FIELD_NAMES = re.compile(
-    r"\b(?:(?:SETTINGS|OP)\.(\w+)|(CONTROL)\[(\d+)\]|(IMAGE|MASK|PROMPT|CONTROL)\b)"
+    r"\b(?:(?:SETTINGS|OP)\.(\w+)|(CONTROL|IMAGE)\[(\d+)\]|(IMAGE|MASK|PROMPT|CONTROL)\b)"
 )
 _OPENAIS = {
     "output_quality": "output_compression",
@@ -77,13 +77,14 @@ def in_openais_words(text: str, sources: int = 1) -> str:
 
     Args:
         text: the message.
-        sources: number of images before those of the controls.
+        sources: number of images before those of the controls, or the references: 0 for a template.
     """
 
     def field(match: re.Match[str]) -> str:
         setting, picture, index, tensor = match.groups()
         if picture:
-            return f"image[{int(index) + sources}]"
+            first = sources if picture == "CONTROL" else sources - 1
+            return f"image[{max(0, int(index) + first)}]"
         name = setting or tensor
         return _OPENAIS.get(name, name if setting else name.lower())
 

@@ -307,6 +307,7 @@ class ImageEdits:
             InvalidRequest: naming the picture.
         """
         pictures = {"IMAGE": form.image, "MASK": form.mask or b""}
+        pictures |= {f"IMAGE[{index}]": raw for index, raw in enumerate(form.references, start=1)}
         pictures |= {f"CONTROL[{index}]": raw for index, raw in enumerate(form.control)}
         decoded: dict[str, Size] = {}
         for name, raw in pictures.items():
@@ -653,7 +654,7 @@ def _edit_message(model: str, form: EditForm, more_settings: dict[str, Any]) -> 
     grows = any(settings.get("expand") or ())  # such an edit needs no mask
     mask = form.image if form.masks_itself and form.mask is None and not grows else form.mask or b""
     inputs: dict[str, Sequence[bytes]] = {
-        "IMAGE": [form.image],
+        "IMAGE": [form.image, *form.references],
         "MASK": [mask],
         "PROMPT": [form.fields.prompt.encode()],
         "SETTINGS": [msgspec.json.encode(settings)],

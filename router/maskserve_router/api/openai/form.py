@@ -160,6 +160,8 @@ class EditForm:
     """Whether the image's own transparent pixels are the mask."""
     is_variation: bool = False
     """Whether it is to be varied, without a prompt."""
+    references: tuple[bytes, ...] = ()
+    """Pictures that the model sees beside the image, or beside a template."""
 
     @property
     def has_source(self) -> bool:
@@ -249,14 +251,18 @@ async def read_form(
     for name, value in workflow_texts.items():
         if not isinstance(value, str):
             raise InvalidRequest(name, "is not a text", "a text")
-    control: list[bytes] = []
+    control, references = list[bytes](), list[bytes]()
     if text_names is not None:  # further pictures are the workflow's
         images, control = images[:1], images[1:]
-    elif "controls" in settings:  # further pictures are those of its controls
-        source_count = 0 if "template_id" in settings or source == "none" else 1
-        images, control = images[:source_count], images[source_count:]
-    if len(images) > 1:
-        raise InvalidRequest("image", f"is given {len(images)} times", "one image")
+    else:
+        source_count = 0 if "template_id" in settings else 1
+        if "controls" in settings:  # further pictures are those of its controls
+            source_count *= source != "none"
+            images, control = images[:source_count], images[source_count:]
+        else:
+            images, references = images[:source_count], images[source_count:]
+    if source == "varied" and references:
+        raise InvalidRequest("image", f"is given {1 + len(references)} times", "one image")
     if len(masks) > 1:
         raise InvalidRequest("mask", f"is given {len(masks)} times", "one mask")
     form = EditForm(
@@ -267,6 +273,7 @@ async def read_form(
         tuple(control),
         workflow_texts,
         is_variation=source == "varied",
+        references=tuple(references),
     )
     _check_form(form, source)
     return form
@@ -296,7 +303,7 @@ def _check_form(form: EditForm, source: Source) -> None:
         )
     if source == "none":
         for name, is_present in (
-            ("image", bool(form.image)),
+            ("image", bool(form.image or form.references)),
             ("mask", form.mask is not None),
             ("template_id", "template_id" in form.settings),
         ):

@@ -11,7 +11,12 @@ import pytest
 from msgspec.structs import fields
 
 from maskserve_common.config import Config, LimitsConfig
-from maskserve_common.contracts.edit_kinds import check_settings_of, edit_kind, settings_for
+from maskserve_common.contracts.edit_kinds import (
+    check_references,
+    check_settings_of,
+    edit_kind,
+    settings_for,
+)
 from maskserve_common.contracts.request import AcceptedEdit, EditKind
 from maskserve_common.contracts.semantics import INPAINT, REFERENCE
 from maskserve_common.contracts.settings import EditSettings, MaskFrom, parse_settings
@@ -45,6 +50,29 @@ def test_the_pictures_decide_the_kind() -> None:
             continue
         expected = "inpaint" if has_mask else "edit" if has_source else "generate"
         assert edit_kind(settings, image=image, mask=mask) == expected
+
+
+@pytest.mark.parametrize(
+    ("pictures", "most", "message"),
+    [
+        ([b"a", b"b"], 1, "IMAGE: has 2 pictures; accepted: one with this model"),
+        ([b"a", b"b", b"c"], 2, "IMAGE: has 3 pictures; accepted: up to 2 with this model"),
+        ([b"a", b"", b"c"], 3, "IMAGE[1]: is empty; accepted: a picture"),
+        ([b"", b"b"], 3, "IMAGE[0]: is empty, and further pictures follow"),
+    ],
+)
+def test_pictures_that_a_model_does_not_take_are_refused(
+    pictures: list[bytes], most: int, message: str
+) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        check_references(pictures, EditSettings(), most)
+    assert refused.value.message.startswith(message)
+
+
+def test_a_template_may_have_references() -> None:
+    check_references([b"", b"b", b"c"], EditSettings(template_id="0" * 32), 3)
+    for pictures in ([], [b""], [b"a"], [b"a", b"b"]):
+        check_references(pictures, EditSettings(), 2)
 
 
 def test_a_kind_that_a_model_lacks_is_refused_and_the_others_are_named() -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from maskserve_common.config import Config, ProvenanceConfig, SafetyConfig
+from maskserve_common.config import Config, LimitsConfig, ProvenanceConfig, SafetyConfig
 from maskserve_common.contracts.keys import template_id
 from maskserve_common.contracts.request import EditKind, EditRequest, ResolvedControl
 from maskserve_common.contracts.semantics import REFERENCE
@@ -54,6 +54,7 @@ def prepare(
     config: Config | None = None,
     facts: ModelSpec = FACTS,
     control: tuple[bytes, ...] = (),
+    references: tuple[bytes, ...] = (),
     **settings: Any,
 ) -> PreparedEdit:
     config = config or Config()
@@ -62,7 +63,7 @@ def prepare(
         ResolvedControl(name=f"net-{index}", image=index) for index in range(len(control))
     )
     accepted = replace(accepted, controls=controls)
-    return prepare_edit(image, b"", accepted, facts, config, control=control)
+    return prepare_edit(image, b"", accepted, facts, config, control=control, references=references)
 
 
 def drawn_sizes(count: int, low: int, high: int) -> list[tuple[int, int]]:
@@ -120,6 +121,41 @@ def test_every_size_is_on_the_grid_of_a_model_of_any_size(rule: Any) -> None:
         assert all(part <= whole for part, whole in zip(fit.size, fit.scaled, strict=True))
         picture = fit.of(Image.fromarray(np.zeros((height, width, 3), np.uint8)))
         assert (picture.height, picture.width) == fit.size
+
+
+def test_references_have_the_size_of_one_of_several() -> None:
+    pictures = [scene(*size) for size in (SIZE, (40, 72), (200, 90))]
+    image, *references = map(encode, pictures)
+    prepared = prepare("edit", image, references=tuple(references))
+    edit, begin = prepared.request, 0
+    for reference, picture in zip(edit.references, pictures[1:], strict=True):
+        fit = fit_of(picture.shape[:2], "cut", 64, FACTS.size_multiple)
+        height, width = reference.size
+        pixels = prepared.references[begin : begin + 3 * height * width]
+        reference_pixels = pixels.reshape(height, width, 3)
+        np.testing.assert_array_equal(reference_pixels, fit.of(Image.fromarray(picture)))
+        assert reference.pixels_id == template_id(reference_pixels)
+        begin += pixels.size
+    assert begin == prepared.references.size
+    assert EditRequest.from_json(edit.to_json()).references == edit.references
+    assert edit.source_size == fit_of(SIZE, "cut", 64, FACTS.size_multiple).size
+
+
+def test_several_pictures_are_bounded_together_and_a_bad_one_is_named() -> None:
+    image, other = encode(scene(*SIZE)), encode(scene(40, 72))
+    pixels, size = 40 * 56 + 40 * 72, len(image) + len(other)
+    for limits, message in (
+        (LimitsConfig(max_pixels=pixels - 1), f"IMAGE: has pictures of {pixels} pixels together"),
+        (LimitsConfig(max_image_bytes=size - 1), f"IMAGE: has pictures of {size} bytes together"),
+    ):
+        with pytest.raises(InvalidRequest) as refused:
+            prepare("edit", image, Config(limits=limits), references=(other,))
+        assert refused.value.message.startswith(message)
+    fits = LimitsConfig(max_pixels=pixels, max_image_bytes=size)
+    assert prepare("edit", image, Config(limits=fits), references=(other,)).request.references
+    for broken in (b"no picture", other[:60]):
+        with pytest.raises(InvalidRequest, match=r"^\[INVALID_REQUEST\] IMAGE\[2\]: "):
+            prepare("edit", image, references=(other, broken))
 
 
 def test_a_refused_size_names_one_that_is_accepted() -> None:

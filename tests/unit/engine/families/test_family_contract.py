@@ -73,6 +73,17 @@ def test_whole_edits_and_generations_of_any_mix_are_the_pipelines(model: FamilyM
 
 
 @pytest.mark.each_value
+@for_each(lambda case: case.references)
+def test_edits_with_references_of_any_mix_are_the_pipelines(model: FamilyModel) -> None:
+    """The references have other sizes than the source, and rows other numbers of them."""
+    edits = [(seed, kind) for seed in EDITS[:4] for kind in model.several]
+    rows = [model.adapter.dense_row(model.job(*edit, several=True)) for edit in edits]
+    cached_rows.run(model.replay, rows, "dense")
+    for edit, row in zip(edits, rows, strict=True):
+        assert_equal(row.result().array(), model.expected(*edit, several=True))
+
+
+@pytest.mark.each_value
 @for_each(lambda case: True)
 def test_the_kinds_of_edits_are_those_of_diffusers(model: FamilyModel) -> None:
     assert model.adapter.spec.edit_kinds == {"inpaint", *model.case.wholes}
@@ -80,8 +91,8 @@ def test_the_kinds_of_edits_are_those_of_diffusers(model: FamilyModel) -> None:
 
 @for_each(lambda case: case.wholes)
 def test_kinds_of_edits_change_nothing_of_one_another(model: FamilyModel) -> None:
-    """A masked edit without a cache, a hit, a first edit and every other kind, begun at different
-    steps.
+    """A masked edit without a cache, a hit, a first edit and every other kind, some with several
+    references, begun at different steps.
     """
     replay, case, steps = FirstEdits(model.adapter), model.case, 6
 
@@ -95,6 +106,11 @@ def test_kinds_of_edits_change_nothing_of_one_another(model: FamilyModel) -> Non
             mixed.append(replay.first_edit(jobs[2], schedule))
         wholes = [(kind, seed) for kind in case.wholes for seed in (3, 4)]
         mixed += [model.adapter.dense_row(model.job(seed, kind)) for kind, seed in wholes]
+        several = [model.job(5, kind, several=True) for kind in model.several]
+        mixed += [model.adapter.dense_row(job) for job in several]
+        if several and case.refresh_text is not None:
+            job = model.job(4, several=True, num_inference_steps=steps, strength=1.0)
+            mixed.append(replay.first_edit(job, refresh_rows.plan(0, 3, text=case.refresh_text)))
         return mixed
 
     alone = [result(replay, row, "kv") for row in rows()]
@@ -148,7 +164,11 @@ def test_cancelled_parked_and_moved_rows_change_nothing(model: FamilyModel) -> N
 @for_each(lambda case: case.wholes)
 def test_cancelled_parked_and_moved_rows_of_any_kind_change_nothing(model: FamilyModel) -> None:
     kinds = tuple(model.case.wholes) * 4
-    jobs = [model.job(seed, kinds[seed], num_inference_steps=8) for seed in range(4)]
+    several = [kind in model.several for kind in kinds]
+    jobs = [
+        model.job(seed, kinds[seed], several=several[seed], num_inference_steps=8)
+        for seed in range(4)
+    ]
     _befall(model, lambda: [model.adapter.dense_row(job) for job in jobs])
 
 
@@ -202,6 +222,7 @@ def test_loras_are_those_that_diffusers_loads(model: FamilyModel, tmp_path: Path
     """Two of every layer beside a row without any; and one in each further form of names."""
     edits = [model.edit(seed, **SHORT) for seed in (4, 5)]
     edits += [model.edit(5, kind, num_inference_steps=4) for kind in model.case.wholes]
+    edits += [model.edit(5, kind, several=True, **SHORT) for kind in model.several]
     plain = model.oracle(edits[0])
     for form in model.case.lora_forms:
         rows: list[Any] = [model.adapter.dense_row(model.encoded(edits[0]))]
@@ -228,6 +249,8 @@ def test_a_lora_that_comes_late_is_one_that_was_there(model: FamilyModel, tmp_pa
     _check_late_lora(model, model.job(5, **SHORT), file)
     for kind in model.case.wholes:
         _check_late_lora(model, model.job(5, kind, num_inference_steps=5), file)
+    for kind in model.several[-1:]:
+        _check_late_lora(model, model.job(5, kind, several=True, **SHORT), file)
 
 
 def _check_late_lora(model: FamilyModel, job: EditJob, file: Path) -> None:
@@ -246,8 +269,10 @@ def _check_late_lora(model: FamilyModel, job: EditJob, file: Path) -> None:
 
 @for_each(lambda case: case.refresh_text is not None)
 def test_refresh_steps_are_dense_steps(model: FamilyModel) -> None:
-    job = model.job(1, num_inference_steps=6, strength=1.0, mask_ring=1)
-    refresh_rows.check_dense_refresh_steps(model.adapter, job, text=bool(model.case.refresh_text))
+    for several in (False, True)[: 1 + bool(model.several)]:
+        job = model.job(1, several=several, num_inference_steps=6, strength=1.0, mask_ring=1)
+        text = bool(model.case.refresh_text)
+        refresh_rows.check_dense_refresh_steps(model.adapter, job, text=text)
 
 
 @for_each(lambda case: case.lines)
@@ -263,6 +288,7 @@ def test_two_ranks_compute_the_rows_of_one(model: FamilyModel) -> None:
     jobs = [model.job(seed, **SHORT) for seed in seeds]
     wholes = [model.job(seed, kind, num_inference_steps=4)
               for kind in model.case.wholes for seed in seeds]  # fmt: skip
+    wholes += [model.job(seeds[0], kind, several=True, **SHORT) for kind in model.several]
     for deal in model.case.ranks:
         primed = [model.primed(seed) for seed in seeds]
         for kind in model.case.kinds:

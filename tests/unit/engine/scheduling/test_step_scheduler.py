@@ -151,6 +151,23 @@ def test_rows_join_and_leave_at_any_step_and_are_not_preempted():
     assert names(decision.admitted) == ["urgent"]
 
 
+def test_a_large_row_takes_several_places_and_none_overtakes_it():
+    scheduler = StepScheduler(4, 8)
+    sizes = {"a": 1, "large": 3, "b": 2, "larger": 9, "c": 1}
+    for arrival, (name, rows) in enumerate(sizes.items()):
+        scheduler.submit(replace(ticket(name, arrival=float(arrival)), rows=rows))
+    assert names(scheduler.schedule(0.0).running) == ["a", "large"]
+    scheduler.finish("a")
+    assert names(scheduler.schedule(1.0).running) == ["large"]
+    scheduler.finish("large")
+    assert names(scheduler.schedule(2.0).running) == ["b"]
+    scheduler.finish("b")
+    assert names(scheduler.schedule(3.0).running) == ["larger"]  # it fits alone
+    scheduler.finish("larger")
+    assert names(scheduler.schedule(4.0).running) == ["c"]
+    scheduler.check_integrity()
+
+
 def test_a_deadline_that_passes_removes_waiting_and_running_tickets_once():
     scheduler = StepScheduler(1, 8)
     scheduler.submit(ticket("runs", deadline=5.0))

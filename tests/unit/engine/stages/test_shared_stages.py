@@ -48,6 +48,7 @@ def to_encode(api: FakeTriton, case: Case, prompt: str) -> Request:
         "PIXELS": case.pixels,
         "EDIT_MASK": case.mask,
         "CONTROLS": np.zeros((0, *case.pixels.shape), np.uint8),
+        "REFERENCES": np.zeros(0, np.uint8),
     }
     return api.request("", **batched(tensors))
 

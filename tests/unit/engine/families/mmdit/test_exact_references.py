@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from maskserve_common.contracts.keys import STILL
+from maskserve_common.contracts.keys import STILL, template_id
+from maskserve_common.contracts.request import Reference
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.cache.entries import Recorder
 from maskserve_engine.cache.loader import EntryLost
@@ -27,6 +28,7 @@ from maskserve_engine.loop.engine import Engine
 from tests.fakes.jobs import config_of, encode_case, random_case
 from tests.fakes.tiny_flux2 import build_tiny_flux2
 from tests.support.cached_rows import assert_equal
+from tests.support.draws import fresh_rng
 from tests.support.engines import edit, make_engine
 
 TEXT = {"max_sequence_length": 48}
@@ -132,9 +134,9 @@ def references_made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     real = FlowPrimingRow.of_references
 
-    def of_references(row: Any, blocks: int) -> FlowPrimingRow:
+    def of_references(row: Any, references: Any, blocks: int) -> FlowPrimingRow:
         names.append(row.request_id)
-        return real(row, blocks)
+        return real(row, references, blocks)
 
     monkeypatch.setattr(FlowPrimingRow, "of_references", of_references)
     return names
@@ -198,3 +200,41 @@ def test_an_evicted_template_is_primed_with_its_references_again(
     edit(engine, one(encoder, "c", cache="require"))
     assert engine.cache.templates()
     assert references_made == ["b"]
+
+
+def test_rows_of_the_same_pictures_share_keys_and_values(
+    folders: dict[str, Path], encoder: Encoder, references_made: list[str]
+) -> None:
+    """They are computed once for all that are there at a time, and each row ends as alone."""
+    adapter = load_adapter(config_of(folders["exact"], model=TEXT))
+    jobs = [one(encoder, f"{seed}", seed, all_of_it=True) for seed in range(3)]
+    jobs += [
+        one(encoder, f"own {seed}", seed, all_of_it=True, reproducible=True) for seed in (0, 1)
+    ]
+    [other] = fresh_rng().integers(0, 256, (1, 32, 48, 3), np.uint8)
+    two = replace(jobs[0].request, references=(Reference((32, 48), template_id(other)),))
+    jobs.append(replace(jobs[0], request=two, references=(encoder.moments(other),)))
+
+    def alone(job: Any) -> Any:
+        row = adapter.dense_row(job)
+        for _ in range(row.steps):
+            adapter.step([row], None)
+        return row.result().array()
+
+    expected = []
+    for job in jobs:
+        expected.append(alone(job))
+        adapter.release()
+    references_made.clear()
+    first = adapter.dense_row(jobs[0])
+    adapter.step([first], None)
+    rows = [first, *map(adapter.dense_row, jobs[1:])]
+    while running := [row for row in rows if row.step < row.steps]:
+        adapter.step(running, None)
+    assert references_made == ["0", "own 0", "own 1", "0"]
+    for row, latents in zip(rows, expected, strict=True):
+        assert_equal(row.result().array(), latents)
+    assert first.references.entry is rows[1].references.entry is not rows[3].references.entry
+    del rows, first, row
+    adapter.release()
+    assert not adapter._shared_entries

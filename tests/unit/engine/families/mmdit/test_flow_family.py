@@ -24,6 +24,7 @@ from maskserve_common.contracts.settings import EditSettings
 from maskserve_engine.base.job import Conditioning, EditJob
 from maskserve_engine.families.mmdit.adapter import FlowAdapter
 from maskserve_engine.families.mmdit.batch import FlowBatch
+from maskserve_engine.families.mmdit.preparation import Grid
 from maskserve_engine.stages.encoded import NO_MOMENTS
 from tests.fakes.facts import FILL_FACTS
 from tests.support.cached_rows import assert_equal
@@ -164,7 +165,7 @@ class ToyAdapter(FlowAdapter[ToyWeights]):
     def text(self, embeds: Tensor, grid: Any, adapters: Any = ()) -> Tensor:
         return self.model.text(embeds)
 
-    def positions(self, height: int, width: int, text: int, references: int) -> Tensor:
+    def positions(self, height: int, width: int, text: int, references: tuple[Grid, ...]) -> Tensor:
         return positions(height, width, text)
 
 

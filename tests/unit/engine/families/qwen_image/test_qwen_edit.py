@@ -48,7 +48,7 @@ def still(job: Any) -> Any:
 def test_of_what_is_shown_the_encoder_says_the_same_beside_any_prompt(model: FamilyModel) -> None:
     case = model.edit(0)
     embeds = [
-        model.encoder.encode_prompt(prompt, case.pixels)["prompt_embeds"]
+        model.encoder.encode_prompt(prompt, [case.pixels])["prompt_embeds"]
         for prompt in ("", "a red star", model.case.long_prompt)
     ]
     shown_tokens = model.adapter.spec.encoder_picture_tokens(
@@ -59,7 +59,7 @@ def test_of_what_is_shown_the_encoder_says_the_same_beside_any_prompt(model: Fam
         assert_equal(other[:shown_tokens], embeds[0][:shown_tokens])
         assert np.abs(other[len(embeds[0]) - 2] - embeds[0][-2]).max() > 0.1
     other = np.roll(case.pixels, 5, 1)
-    apart = model.encoder.encode_prompt("", other)["prompt_embeds"]
+    apart = model.encoder.encode_prompt("", [other])["prompt_embeds"]
     assert np.abs(apart - embeds[0])[:shown_tokens].max() > 0.1
 
 
@@ -82,7 +82,7 @@ def test_a_prompt_longer_than_what_is_read_is_cut(model: FamilyModel) -> None:
         words = len(whole) - before
         read_of = encoder.text_encoders["text_encoder"].read_of(prompt)
         assert (read_of.used, read_of.cut) == (min(words, most), max(0, words - most))
-        embeds = encoder.encode_prompt(prompt, case.pixels)["prompt_embeds"]
+        embeds = encoder.encode_prompt(prompt, [case.pixels])["prompt_embeds"]
         assert_equal(embeds, whole[: before + min(words, most)].detach().numpy())
     assert words > 2 * most
 
@@ -103,7 +103,7 @@ def test_prompts_are_kept_by_picture(model: FamilyModel, tmp_path: Path) -> None
         for edit, answer in zip(edits(), encoder.encode_all(edits()), strict=True):
             assert not isinstance(answer, Exception)
             encoded, report = answer
-            alone = model.encoder.encode_prompt("a red star", edit.pixels)["prompt_embeds"]
+            alone = model.encoder.encode_prompt("a red star", [edit.pixels])["prompt_embeds"]
             assert np.array_equal(encoded.conditioning["prompt_embeds"], alone)
             assert report.prompt == name
     encoder.close()
@@ -231,4 +231,4 @@ def test_entries_without_keys_and_values_are_refused(model: FamilyModel) -> None
 def test_a_prompt_that_names_a_pictures_place_is_refused(model: FamilyModel, place: str) -> None:
     case = model.edit(0)
     with pytest.raises(InvalidRequest, match="is where the model has a picture"):
-        model.encoder.encode_prompt(f"a cat {place}", case.pixels)
+        model.encoder.encode_prompt(f"a cat {place}", [case.pixels])

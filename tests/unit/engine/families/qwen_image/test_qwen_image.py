@@ -50,8 +50,8 @@ def test_entries_do_not_depend_on_how_long_a_prompt_is(model: FamilyModel) -> No
     adapter: Any = model.adapter
     assert adapter.spec.key_text(300, 24) == 0
     for text in (1, 300):
-        positions = adapter.positions(4, 6, text, 0)[text:]
-        assert_equal(positions.real.numpy(), adapter.positions(4, 6, 5, 0)[5:].real.numpy())
+        positions = adapter.positions(4, 6, text, ())[text:]
+        assert_equal(positions.real.numpy(), adapter.positions(4, 6, 5, ())[5:].real.numpy())
 
 
 @pytest.mark.parametrize("steps", [4, 8])

@@ -70,7 +70,7 @@ def test_words_before_the_picture_are_the_same_of_all_prompts_and_pictures(
     case = model.edit(0)
 
     def words(prompt: str, pixels: NDArray[np.uint8]) -> tuple[Any, Any]:
-        conditioning = model.encoder.encode_prompt(prompt, pixels)
+        conditioning = model.encoder.encode_prompt(prompt, [pixels])
         return conditioning["before"], conditioning["prompt_embeds"]
 
     before, behind = words("a red star", case.pixels)
@@ -87,10 +87,10 @@ def test_a_prompt_longer_than_what_is_read_is_cut(model: FamilyModel, tmp_path: 
     config = config_of(model.folder, model={"max_sequence_length": 30})
     encoder = load_encoder(config)
     case = model.edit(0)
-    embeds = encoder.encode_prompt(model.case.long_prompt, case.pixels)["prompt_embeds"]
+    embeds = encoder.encode_prompt(model.case.long_prompt, [case.pixels])["prompt_embeds"]
     assert len(embeds) == 30
     read = encoder.text_encoders["text_encoder"].read_of(model.case.long_prompt)
-    whole = model.encoder.encode_prompt(model.case.long_prompt, case.pixels)["prompt_embeds"]
+    whole = model.encoder.encode_prompt(model.case.long_prompt, [case.pixels])["prompt_embeds"]
     assert (read.used, read.used + read.cut) == (30, len(whole))
     assert_equal(embeds, whole[:30])
 
@@ -191,9 +191,9 @@ def test_a_template_has_its_reference_once_for_edits_of_any_prompt(
     texts: list[str] = []
     real = FlowPrimingRow.of_references
 
-    def of_references(row: Any, blocks: int) -> FlowPrimingRow:
+    def of_references(row: Any, references: Any, blocks: int) -> FlowPrimingRow:
         texts.append(row.request_id)
-        return real(row, blocks)
+        return real(row, references, blocks)
 
     monkeypatch.setattr(FlowPrimingRow, "of_references", of_references)
     base = replace(model.edit(0, num_inference_steps=4, strength=1.0), seed=7)
@@ -289,4 +289,4 @@ def test_models_that_are_others_are_refused(model: FamilyModel, tmp_path: Path) 
 def test_a_prompt_that_names_a_pictures_place_is_refused(model: FamilyModel, place: str) -> None:
     case = model.edit(0)
     with pytest.raises(InvalidRequest, match="is where the model has a picture"):
-        model.encoder.encode_prompt(f"a cat {place}", case.pixels)
+        model.encoder.encode_prompt(f"a cat {place}", [case.pixels])
