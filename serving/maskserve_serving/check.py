@@ -148,10 +148,6 @@ def _check_file(file: Path, parts: CheckpointParts, check: Check) -> None:
     check.it, check.bytes = kind_of(names_of(file)), {"file": file.stat().st_size}
     check.licence = _of_metadata(file)
     check_denoiser(file)
-    if file.suffix == ".gguf":
-        from maskserve_serving.checkpoint import is_checkpoint
-
-        is_checkpoint(str(file))
     is_hub = bool(parts.base) and not Path(parts.base).expanduser().is_dir()
     request = CheckpointRequest(str(file.absolute()))
     if parts.base:

@@ -57,12 +57,13 @@ def is_checkpoint(model: str) -> bool:
     file = Path(model).expanduser()
     if not file.is_file():
         return False
-    if file.suffix == ".gguf":
-        raise ServeError(
-            f"--model: {file} is a GGUF file; accepted: the model's folder, with --gguf {file}"
-        )
     check_denoiser(file)
     return True
+
+
+def name_of(file: Path) -> str:
+    """Return a checkpoint file's name without its end."""
+    return file.name.split(".safetensors")[0].removesuffix(".gguf")
 
 
 def describe(file: Path) -> Description:
@@ -103,7 +104,7 @@ def folder_of(request: CheckpointRequest, parts: CheckpointParts) -> Path:
     identity = [_identity(Path(name)) for name in named if name]
     words = repr((_FORMAT, request.weights, request.vae, request.text_encoders, identity))
     digest = hashlib.sha256(words.encode()).hexdigest()[:16]
-    folder = parts.cache / f"{file.name.split('.safetensors')[0]}-{digest}"
+    folder = parts.cache / f"{name_of(file)}-{digest}"
     if _is_whole(folder):
         return folder
     store = FileStore(parts.cache)

@@ -11,7 +11,13 @@ from maskserve_common.config import ConfigError
 from maskserve_engine.checkpoints.request import CheckpointRequest
 from maskserve_engine.families.specs import DENSE_ONLY, load_spec
 from maskserve_engine.spec.model_index import read_model_index
-from maskserve_serving.checkpoint import CheckpointParts, describe, folder_of, is_checkpoint
+from maskserve_serving.checkpoint import (
+    CheckpointParts,
+    describe,
+    folder_of,
+    is_checkpoint,
+    name_of,
+)
 from maskserve_serving.errors import ServeError
 from maskserve_serving.files import checked, read_tables, with_values
 from maskserve_workflows.nodes import NODE_FILES
@@ -61,7 +67,7 @@ def with_model(
     if is_checkpoint(model):
         file = Path(model).expanduser()
         folder = _checkpoint_folder(file, parts, files, fetch)
-        name = model_table.get("name") or file.name.split(".safetensors")[0]
+        name = model_table.get("name") or name_of(file)
         return with_values(tables, "model", path=str(_served(folder)), name=name)
     if parts:
         raise ServeError(

@@ -24,10 +24,11 @@ from typing import Any
 import msgspec
 import torch
 
-from maskserve_common.config import Config, ConfigError
+from maskserve_common.config import ConfigError
 from maskserve_common.config_file import config_of, read_json
 from maskserve_common.files.safetensors_header import encode_header
 from maskserve_common.files.weight_files import weight_files
+from maskserve_engine.checkpoints.gguf_tensors import GGUF_END, GgufTensors
 from maskserve_engine.checkpoints.parts import (
     Tensors,
     converted_denoiser,
@@ -52,13 +53,25 @@ _SPARE = 2**28
 """Bytes of a disk that stay free."""
 
 
+Stored = StoredTensors | GgufTensors
+
+
+def opened_tensors(file: Path) -> Stored:
+    """Return the tensors of a file in either format.
+
+    Raises:
+        ConfigError: it is damaged, or in a form that is not read; one sentence.
+    """
+    return GgufTensors(file) if file.suffix == GGUF_END else StoredTensors(file)
+
+
 def describe(file: Path) -> Description:
     """Describe a checkpoint.
 
     Raises:
         ConfigError: it is damaged, or not served; one sentence.
     """
-    stored = StoredTensors(file)
+    stored = opened_tensors(file)
     tensors = stored.tensors()
     try:
         cls, base = denoiser_class(denoiser_of(tensors))
@@ -82,7 +95,7 @@ class _Maker:
         self.folder, self.weights = Path(request.folder), request.weights
         self.request = request
         self.index = read_model_index(self.base)
-        self.stored = StoredTensors(self.file)
+        self.stored = opened_tensors(self.file)
         self.tensors = self.stored.tensors()
         self.config = config_of({"model": {"path": str(self.base), "device": "meta"}})
         self.missing: list[str] = []
@@ -129,7 +142,7 @@ class _Maker:
                 raise ConfigError(f"--vae: {vae_path} has no config.json")
             (self.folder / name).symlink_to(inner.absolute())
             return
-        stored = StoredTensors(vae_path) if self.request.vae else self.stored
+        stored = opened_tensors(vae_path) if self.request.vae else self.stored
         tensors = stored.tensors()
         vae = vae_of(tensors) or (tensors if self.request.vae else {})
         if not vae:
@@ -184,7 +197,7 @@ class _Maker:
                         tensors |= StoredTensors(file).tensors()
                     encoders[folder if len(folders) > 1 else path] = [(tensors, folder)]
             else:
-                stored = StoredTensors(path)
+                stored = opened_tensors(path)
                 tensors = stored.tensors()
                 encoders[path] = [
                     (encoder, stored) for encoder in text_encoders_of(tensors) or [tensors]
@@ -205,7 +218,7 @@ class _Maker:
     def _expected(self, name: str) -> dict[str, torch.Tensor]:
         return shape_of(self.config, name).state_dict()
 
-    def _write(self, name: str, tensors: Tensors, stored: StoredTensors) -> None:
+    def _write(self, name: str, tensors: Tensors, stored: Stored) -> None:
         folder = self.folder / name
         folder.mkdir()
         for file in (self.base / name).glob("*.json"):
@@ -217,7 +230,7 @@ class _Maker:
         if stored.plain and tensors.keys() == stored.names:  # a text encoder's file
             file.symlink_to(stored.file.absolute())
             return
-        if stored.form in ("fp8", "fp8 scaled", "int8"):
+        if stored.form not in ("bf16", "fp16", "fp32"):
             print(f"{name}: {stored.file.name} is in {stored.form}; decoded to bf16 by layer")
         write_tensors(file, tensors)
 
@@ -274,8 +287,8 @@ def make_folder(request: CheckpointRequest) -> list[str]:
 def main(argv: list[str]) -> int:
     """Describe the file of a request, or write its folder."""
     warnings.simplefilter("ignore")
-    hide_unused_libraries(Config())
     request = msgspec.json.decode(Path(argv[1]).read_bytes(), type=CheckpointRequest)
+    hide_unused_libraries(config_of({"model": {"gguf": request.file}}))
     try:
         if request.folder:
             make_folder(request)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from maskserve_common.config import Config, ConfigError
+from maskserve_common.config import ConfigError
 from maskserve_common.config_file import config_of
 from maskserve_engine.checkpoints.folder import describe, make_folder
 from maskserve_engine.checkpoints.request import Card, CheckpointRequest, ModelReport
@@ -51,8 +51,8 @@ def _cards(folder: str) -> tuple[Card, ...]:
 def main(argv: list[str]) -> int:
     """Print the report of a request as JSON."""
     warnings.simplefilter("ignore")
-    hide_unused_libraries(Config())
     request = msgspec.json.decode(Path(argv[1]).read_bytes(), type=CheckpointRequest)
+    hide_unused_libraries(config_of({"model": {"gguf": request.file}}))
     try:
         print(msgspec.json.encode(report(request)).decode())
     except ConfigError as error:

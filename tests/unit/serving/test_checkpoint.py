@@ -65,7 +65,7 @@ def test_the_base_is_fetched_without_what_the_file_has(base: Path, file: Path) -
 
 def test_files_that_are_no_checkpoints_are_refused(base: Path, tmp_path: Path) -> None:
     for name, sentence in (
-        ("a.gguf", "is a GGUF file; accepted: the model's folder, with --gguf"),
+        ("a.gguf", "is cut short: its header is not whole"),
         ("a.ckpt", "other formats are not read, as they may run code"),
         ("a.safetensors", "too short for a safetensors file"),
     ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -18,8 +19,23 @@ from maskserve_engine.checkpoints.recorded import RecordedTensor
 from maskserve_engine.checkpoints.request import CheckpointRequest
 from maskserve_engine.checkpoints.stored import StoredTensors
 from maskserve_engine.families.specs import load_spec
-from tests.fakes.checkpoint_files import FORMS, LAYOUTS, weights_of, write_checkpoint
+from tests.fakes.checkpoint_files import (
+    FORMS,
+    LAYOUTS,
+    mxfp8,
+    weights_of,
+    write_checkpoint,
+    write_gguf_checkpoint,
+)
 from tests.fakes.tiny_families import FAMILIES
+
+U8 = torch.ones(4, 8, dtype=torch.uint8)
+
+
+def mark(**values: object) -> torch.Tensor:
+    """ComfyUI's mark of a layer's form."""
+    return torch.tensor(list(json.dumps(values).encode()), dtype=torch.uint8)
+
 
 CLASSES = {
     "z-image": "ZImageTransformer2DModel",
@@ -64,6 +80,37 @@ def test_a_checkpoint_has_the_weights_of_its_folder(
         weights_of(folder / "transformer"), weights_of(base / "transformer"), FORMS[form][1]
     )
     assert load_spec(folder) == load_spec(base)
+
+
+@pytest.mark.parametrize("model", LAYOUTS)
+def test_a_gguf_file_has_the_weights_of_its_folder(
+    bases: Callable[[str], Path], tmp_path: Path, model: str
+) -> None:
+    base = bases(model)
+    file = write_gguf_checkpoint(model, base, tmp_path / "it.gguf", ("Q8_0", "BF16", "F16"))
+    assert describe(file).cls == CLASSES[model]
+    folder = folder_of(tmp_path / "out", file, base)
+    assert_near(weights_of(folder / "transformer"), weights_of(base / "transformer"), 2.0**-7)
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ConfigError, match=r"it.gguf is not a GGUF file that is read: .*cut short"):
+        describe(file)
+
+
+def test_marks_in_the_header_are_those_of_layers(
+    bases: Callable[[str], Path], tmp_path: Path
+) -> None:
+    base = bases("z-image")
+    tensors = mxfp8(LAYOUTS["z-image"](weights_of(base / "transformer")))
+    layers = {
+        name.removesuffix(".comfy_quant"): {"format": "mxfp8"}
+        for name in list(tensors)
+        if name.endswith(".comfy_quant") and tensors.pop(name) is not None
+    }
+    prefixed = {f"model.diffusion_model.{name}": tensor for name, tensor in tensors.items()}
+    metadata = {"_quantization_metadata": json.dumps({"layers": layers})}
+    save_file(prefixed, tmp_path / "it.safetensors", metadata)
+    folder = folder_of(tmp_path / "out", tmp_path / "it.safetensors", base)
+    assert_near(weights_of(folder / "transformer"), weights_of(base / "transformer"), 2.0**-3)
 
 
 def test_names_without_a_prefix_and_newer_names_of_scales(bases, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
@@ -154,8 +201,23 @@ def test_a_file_of_another_family_is_refused(bases, tmp_path: Path) -> None:  # 
 @pytest.mark.parametrize(
     ("tensors", "sentence"),
     [
-        ({"a.weight_scale_2": torch.ones(1)}, "is in nvfp4"),
-        ({"a.weight_scale": torch.ones(1, dtype=torch.uint8)}, "is in mxfp8"),
+        (
+            {"a.weight": U8, "a.weight_scale": torch.ones(4), "a.weight_scale_2": torch.ones(1)},
+            "is in nvfp4 without ComfyUI's mark",
+        ),
+        (
+            {"a.weight": U8, "a.weight_scale": torch.ones(1, dtype=torch.uint8)},
+            "is in mxfp8 without ComfyUI's mark",
+        ),
+        ({"a.weight": U8, "a.comfy_quant": mark(format="mxfp8")}, "expected of mxfp8: F8_E4M3"),
+        ({"a.weight": U8, "a.comfy_quant": mark(format="nvfp4")}, "has no 512 scales of nvfp4"),
+        ({"a.weight": U8, "a.comfy_quant": mark(format="w4a8")}, "in ComfyUI's w4a8"),
+        (
+            {"a.weight": U8, "a.comfy_quant": mark(format="int8_tensorwise", convrot=True)},
+            "in ComfyUI's int8_tensorwise with rotated weights",
+        ),
+        ({"a.comfy_quant": torch.ones(3, dtype=torch.uint8)}, "is no JSON object"),
+        ({"a.comfy_quant": torch.ones(5000, dtype=torch.uint8)}, "is too long for a mark"),
         ({"a.qweight": torch.ones(1, dtype=torch.int8)}, "is in Nunchaku's W4A4"),
         ({"a.scale_weight": torch.ones(1)}, "is the scale of a.weight, which is missing"),
         (
