@@ -66,7 +66,7 @@ def assert_near(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 @pytest.mark.parametrize("model", LAYOUTS)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_checkpoint_has_the_weights_of_its_folder(
-    bases,  # type: ignore[no-untyped-def]
+    bases: Callable[[str], Path],
     tmp_path: Path,
     model: str,
     form: str,
