@@ -1,11 +1,14 @@
 """Estimate edits on common GPUs, by model, form of the weights and attention, and compare them with
 a server that computes all tokens. Nobody measured it.
 
-Counted: FLOPs, the bytes that kernels move, launches (as in `gpu_estimate`), and FLOPs of T5 and
-the VAE. Assumed: the data sheets' peaks and the shares of them that are reached, by card. Fewer
-tokens reach less, because the tiles of products do not divide them evenly (`tile_use`). The dense
-server takes the lesser of two times: a published time, or the time of our own dense kernels in the
-faster of bfloat16 and FP8.
+Counted: FLOPs, the bytes that kernels move, launches (as in `gpu_estimate`), and FLOPs of SDXL's
+VAE. Measured on an H200: T5 and FLUX's VAE, scaled by the peaks of other cards. Assumed: the data
+sheets' peaks and the shares of them that are reached, by card. Fewer tokens reach less, because the
+tiles of products do not divide them evenly (`tile_use`). The dense server takes the lesser of two
+times: a published time, or the time of our own dense kernels in the faster of bfloat16 and FP8.
+
+The second table has FLUX.1 at 28, 8 and 4 steps beside crop and stitch, the dense server, and that
+server with FirstBlockCache.
 
     python scripts/bench gpu_cards
 """
@@ -22,9 +25,8 @@ from typing import NamedTuple
 import torch
 from diffusers import AutoencoderKL
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import T5Config, T5EncoderModel
 
-from maskserve_benchmarks.published_models import FLUX_DEV, FLUX_VAE, SDXL, T5_XXL
+from maskserve_benchmarks.published_models import FLUX_DEV, FLUX_VAE, SDXL
 from maskserve_common.contracts.reuse_levels import refresh_count
 from maskserve_common.contracts.semantics import FILL
 from maskserve_engine.families.flux.spec import REFRESH_STRIDES as FLUX_STRIDES
@@ -282,16 +284,56 @@ def step_ms(
 _DENSE_TOKENS = 4096 + 512
 
 
-def stage_flops() -> tuple[float, float]:
-    """FLOPs of T5 over 512 tokens, and of the VAE that encodes and decodes one picture."""
+T5_MS, ENCODE_MS, DECODE_MS = 24.0, 47.0, 85.0
+"""Milliseconds on an H200 (docs/gpu.md)."""
+_ENCODES = 2
+"""Pictures that the VAE encodes for an edit: the source and its masked picture."""
+
+
+def flux_stages_s(card: Card, area: float = 1.0) -> float:
+    """Seconds of FLUX.1's T5 and VAE, with pictures of this share of 1024x1024 pixels."""
+    h200 = next(item for item in CARDS if item.name == "H200")
+    slower = h200.half * h200.products_reached / (card.half * card.products_reached)
+    return slower * (T5_MS + area * (_ENCODES * ENCODE_MS + DECODE_MS)) / 1e3
+
+
+def sdxl_stages_s(card: Card, vae: float) -> float:
+    """Seconds of SDXL's VAE of so many FLOPs, in float32. Its text encoders take almost none."""
+    return vae / (card.single * 0.5)
+
+
+def vae_flops() -> float:
+    """FLOPs of the VAE for an edit."""
     with torch.device("meta"), torch.inference_mode():
-        t5, vae = T5EncoderModel(T5Config(**T5_XXL)).eval(), AutoencoderKL(**FLUX_VAE).eval()
-        with FlopCounterMode(display=False) as t5_counter:
-            t5(torch.zeros(1, 512, dtype=torch.long))
-        with FlopCounterMode(display=False) as vae_counter:
+        vae = AutoencoderKL(**FLUX_VAE).eval()
+        with FlopCounterMode(display=False) as encode:
             vae.encode(torch.zeros(1, 3, _SIDE, _SIDE))
+        with FlopCounterMode(display=False) as decode:
             vae.decode(torch.zeros(1, 16, _SIDE // 8, _SIDE // 8))
-    return float(t5_counter.get_total_flops()), float(vae_counter.get_total_flops())
+    return float(_ENCODES * encode.get_total_flops() + decode.get_total_flops())
+
+
+CROP_SIDE = 512
+"""Side of crop and stitch's square for a square mask of 0.11 (`rivals.pipeline_model.crop_box`)."""
+FBC_SHARE = 17.01 / 26.36
+"""Share of an edit's seconds at 28 steps that FirstBlockCache leaves, on an L20 at threshold 0.08
+(huggingface/diffusers, docs/source/en/optimization/para_attn.md at 03abeda).
+"""
+
+
+def flux_crop(dense: Counted) -> Counted:
+    """Count a dense step of FLUX.1 on the crop. Bytes follow the tokens, weights stay."""
+    work, text = flux_work(FLUX_DEV, CROP_SIDE // 8, CROP_SIDE // 8), _TEXT["FLUX.1"]
+    tokens = work.tokens[0] + text
+    share = tokens / dense.tokens
+    products, attention = _flops(work, None, text)
+    return dense._replace(
+        tokens=tokens,
+        products=products,
+        attention=attention,
+        needed=share * dense.needed,
+        other_bytes=share * dense.other_bytes,
+    )
 
 
 class Offer(NamedTuple):
@@ -331,11 +373,51 @@ def count_steps() -> dict[StepKey, Counted]:
     return counted
 
 
+TimeStep = Callable[..., float]
+"""Returns milliseconds of an offer's step, by mask ratio; it may lie between refresh steps."""
+
+
+class EditTimes(NamedTuple):
+    """Seconds of an edit."""
+
+    dense: float
+    hit: float
+    first: float
+
+
+def edit_times(
+    offer: Offer, ratio: float, steps: int, stages_s: float, time: TimeStep
+) -> EditTimes:
+    dense, hit = time(offer, None), time(offer, ratio)
+    share = refresh_count(steps, STRIDES[offer.model]) / steps
+    reads = 1 - 1 / steps if share else 0.0  # all refresh steps but the first also read
+    first = share * dense + reads * time(offer, ratio, between_refreshes=True) if share else dense
+    return EditTimes(*(steps * ms / 1e3 + stages_s for ms in (dense, hit, first)))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--bytes-reached", type=float, default=0.7, help="share of the peak")
     parser.add_argument("--launch-us", type=float, default=6.0, help="of the host, per kernel")
     args = parser.parse_args()
+    counted, vae = count_steps(), vae_flops()
+
+    def time_step(offer: Offer, ratio: float | None, between_refreshes: bool = False) -> float:
+        key = offer.model, ratio, offer.form.name == "fp8", between_refreshes
+        return step_ms(offer.card, counted[key], offer.form, offer.attention, args)
+
+    def time_crop(offer: Offer) -> float:
+        crop = flux_crop(counted["FLUX.1", None, offer.form.name == "fp8", False])
+        return step_ms(offer.card, crop, offer.form, offer.attention, args)
+
+    _print_edits(time_step, vae)
+    print()
+    _print_few_steps(time_step, time_crop)
+    return 0
+
+
+def _print_edits(time_step: TimeStep, vae: float) -> None:
+    """Print all offers at the default steps."""
     masks = [ratio for ratio in RATIOS if ratio is not None]
     columns = ["card", "model", "weights", "attention", "dense ms"]
     columns += [f"{label} {m:.2f}" for m in masks for label in ("hit ms,", "own ms,")]
@@ -343,38 +425,43 @@ def main() -> int:
     columns += ["a dense server's step ms", *(f"{w} {m:.2f}" for w in ("hit times,", "first times,")
                                               for m in masks), "T5, VAE s"]  # fmt: skip
     print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
-    counted = count_steps()
-    t5, vae = stage_flops()
     for offer in (item for card in CARDS for item in offers(card)):
         card, model, form, attention = offer
         steps = STEPS[model]
-
-        def time_step(offer: Offer, ratio: float | None, between_refreshes: bool = False) -> float:
-            key = offer.model, ratio, offer.form.name == "fp8", between_refreshes
-            return step_ms(offer.card, counted[key], offer.form, offer.attention, args)
-
-        # SDXL's VAE runs in float32; its text encoders take almost no time.
-        rate = card.single * 0.5 if model == "SDXL" else card.half * card.products_reached
-        stages_s = (vae if model == "SDXL" else vae + t5) / rate
-        dense, share = time_step(offer, None), refresh_count(steps, STRIDES[model]) / steps
-        hit_ms, between_ms = (
-            [time_step(offer, m) for m in masks],
-            [time_step(offer, m, between_refreshes=True) for m in masks],
-        )
-        reads = 1 - 1 / steps  # all refresh steps but the first also read
-        means = [dense, *hit_ms, *(share * dense + reads * item for item in between_ms)]
-        edits = [steps * item / 1e3 + stages_s for item in means]
+        stages_s = sdxl_stages_s(card, vae) if model == "SDXL" else flux_stages_s(card)
+        times = [edit_times(offer, m, steps, stages_s, time_step) for m in masks]
+        edits = [times[0].dense, *(item.hit for item in times), *(item.first for item in times)]
         rival, rival_text = _rival(offer, time_step)
         rival_edit = steps * rival / 1e3 + stages_s
-        cells = [card.name, model, form.name, attention, f"{dense:.1f}"]
-        cells += [f"{ms:.1f}" for pair in zip(hit_ms, between_ms, strict=True) for ms in pair]
+        cells = [card.name, model, form.name, attention, f"{time_step(offer, None):.1f}"]
+        for mask in masks:
+            cells += [f"{time_step(offer, mask):.1f}", f"{time_step(offer, mask, True):.1f}"]
         cells += [f"{item:.2f}" for item in edits]
         cells += [rival_text, *(f"{rival_edit / item:.1f}" for item in edits[1:])]
         print(f"| {' | '.join([*cells, f'{stages_s:.2f}'])} |", flush=True)
-    return 0
 
 
-def _rival(offer: Offer, time_step: Callable[[Offer, float | None], float]) -> tuple[float, str]:
+def _print_few_steps(time_step: TimeStep, time_crop: Callable[[Offer], float]) -> None:
+    """Print FLUX.1 in FP8 at m = 0.11 by steps, beside others in the same form."""
+    columns = ["card", "steps", "T5, VAE s", "hit s", "first s", "crop and stitch s",
+               "dense server s", "dense server, FirstBlockCache s", "hit times dense server",
+               "first times dense server", "first times crop and stitch"]  # fmt: skip
+    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
+    for card in CARDS:
+        offer = next(item for item in offers(card) if item.form.name == "fp8")
+        stages_s, rival = flux_stages_s(card), _rival(offer, time_step)[0]
+        for steps in (28, 8, 4):
+            times = edit_times(offer, 0.11, steps, stages_s, time_step)
+            crop = steps * time_crop(offer) / 1e3 + flux_stages_s(card, (CROP_SIDE / _SIDE) ** 2)
+            dense = steps * rival / 1e3 + stages_s
+            skipping = f"{FBC_SHARE * dense:.2f}" if steps == STEPS["FLUX.1"] else "–"
+            seconds = [f"{item:.2f}" for item in (stages_s, times.hit, times.first, crop, dense)]
+            ratios = (dense / times.hit, dense / times.first, crop / times.first)
+            cells = [card.name, str(steps), *seconds, skipping, *(f"{r:.1f}" for r in ratios)]
+            print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def _rival(offer: Offer, time_step: TimeStep) -> tuple[float, str]:
     """The dense server's step and its text in the table: the published time, or the time of our own
     dense kernels, whichever is less.
     """

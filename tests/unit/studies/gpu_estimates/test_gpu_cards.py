@@ -12,7 +12,10 @@ from maskserve_studies.gpu_estimates.cards import (
     H100,
     RTX_4090,
     Counted,
+    edit_times,
     flux_between,
+    flux_crop,
+    flux_stages_s,
     offers,
     step_ms,
     tile_use,
@@ -78,3 +81,34 @@ def test_a_step_between_refresh_steps_multiplies_no_text_and_moves_more() -> Non
     assert between.products < 0.55 * hit.products
     assert between.other_bytes > hit.other_bytes
     assert between.launches == hit.launches  # the change is added as the entry is placed
+
+
+def test_stages_take_what_an_h200_took_and_more_on_slower_cards() -> None:
+    by_name = {card.name: flux_stages_s(card) for card in CARDS}
+    assert by_name["H200"] == pytest.approx(0.024 + 2 * 0.047 + 0.085)
+    assert by_name["RTX 4090"] > by_name["L40S"] > by_name["H200"] > by_name["B200"]
+
+
+def test_an_edit_of_few_steps_gains_less() -> None:
+    offer = next(item for item in offers(H100) if item.form is FP8)
+
+    def time(offer: object, ratio: float | None, between_refreshes: bool = False) -> float:
+        return 100.0 if ratio is None else 10.0 if between_refreshes else 20.0
+
+    gains = []
+    for steps in (28, 8, 4):
+        dense, hit, first = edit_times(offer, 0.11, steps, 0.2, time)
+        assert hit < first < dense
+        gains.append(dense / first)
+    assert gains == sorted(gains, reverse=True)
+    assert (
+        edit_times(offer, 0.11, 2, 0.2, time).first == edit_times(offer, 0.11, 2, 0.2, time).dense
+    )
+
+
+def test_a_crop_has_a_quarter_of_the_pictures_tokens() -> None:
+    crop = flux_crop(DENSE)
+    assert crop.tokens == 1024 + 512
+    assert crop.weights == DENSE.weights
+    assert crop.products < crop.tokens / DENSE.tokens * DENSE.products * 1.02
+    assert crop.attention < DENSE.attention / 8
