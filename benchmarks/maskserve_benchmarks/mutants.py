@@ -275,8 +275,8 @@ MUTATIONS = (
     Mutation(
         "a preview shows a noisy ring",
         f"{_FLOW}/rows.py",
-        "share * moved.float(), ended=False)",
-        "share * moved.float(), ended=True)",
+        "return self.image.whole(latents, ended=False)",
+        "return self.image.whole(latents, ended=True)",
         f"{_REFRESH}::test_what_is_shown_of_a_row_on_its_way_has_the_source_outside_the_mask",
     ),
     Mutation(
@@ -437,7 +437,7 @@ MUTATIONS = (
     ),
     Mutation(
         "tokens outside come back as they were left",
-        "engine/maskserve_engine/families/mmdit/rows.py",
+        "engine/maskserve_engine/families/mmdit/spans.py",
         "tokens[span.ids[: len(latents)]] = latents.to(computed.dtype)",
         "tokens[span.ids[: len(latents)]] = 0.0",
         f"{_UNIT}/engine/families/flux/test_flux_cached.py::test_inactive_tokens_come_back_as_the_template",
@@ -603,8 +603,8 @@ MUTATIONS = (
     Mutation(
         "a blend reaches the context",
         f"{_FLOW}/rows.py",
-        "computed, next_step = moved[: len(self.masked)], self.step + 1",
-        "computed, next_step = moved[-len(self.masked) :], self.step + 1",
+        "computed, next_step = moved[: len(self.image.masked)], self.step + 1",
+        "computed, next_step = moved[-len(self.image.masked) :], self.step + 1",
         f"{_DENSE}[klein]",
     ),
     # Edits without a mask, and pictures without a source

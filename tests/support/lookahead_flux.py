@@ -106,16 +106,16 @@ def parabola(now: float, through: Sequence[tuple[float, Tensor]]) -> tuple[Tenso
 
 def ahead(row: FlowRow, tokens_now: Tensor, change: float, moved: Tensor, at: int) -> Tensor:
     """[1, N, in_channels] the model's input at a lookahead, made from its input now."""
-    assert row.unmasked is not None
-    outside: Any = row.unmasked.latents
-    index = row.unmasked.ids[: len(outside.clean)]
+    assert row.image.unmasked is not None
+    outside: Any = row.image.unmasked.latents
+    index = row.image.unmasked.ids[: len(outside.clean)]
     total, channels = len(index) + len(row.latents), row.channels
     tokens, sigma = tokens_now.clone(), row.schedule.sigmas[at]
     tokens[0, :total, :channels] += change * moved[0, :total]
-    if row.masked.blend is not None:
-        active = row.masked.ids
+    if row.image.masked.blend is not None:
+        active = row.image.masked.ids
         token = tokens[0, active, :channels]
-        tokens[0, active, :channels] = row.masked.blend.apply(token, sigma, at, row.steps)
+        tokens[0, active, :channels] = row.image.masked.blend.apply(token, sigma, at, row.steps)
         tokens[0, index, :channels] = outside.blend.source(sigma)
     return tokens
 

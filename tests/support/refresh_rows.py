@@ -168,7 +168,7 @@ class StepwiseLatents(ExtrapolatedLatents):
     __slots__ = ("_row", "_velocities")
 
     def __init__(self, row: Any) -> None:
-        latents = row.unmasked.latents
+        latents = row.image.unmasked.latents
         super().__init__(*[getattr(latents, field.name) for field in fields(latents)])
         self._row = row
         self._velocities: list[tuple[float, Tensor]] = []
@@ -238,7 +238,7 @@ def check_lines(adapter: Adapter, job: EditJob, *, text: bool = True) -> None:
         row = row_of(adapter, job, schedule)
         for prompt in row.passes:
             prompt.cache = Straight(schedule)
-        row.unmasked.latents = StepwiseLatents(row)
+        row.image.unmasked.latents = StepwiseLatents(row)
         run(adapter, [row], [schedule])
         lines = computed(adapter.spec, job, row.result().array())
         latents = computed(adapter.spec, job, result(adapter, job, schedule))

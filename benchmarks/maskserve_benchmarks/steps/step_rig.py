@@ -39,6 +39,7 @@ from maskserve_engine.families.mmdit.rows import FlowPrimingRow, FlowRow, Prompt
 from maskserve_engine.families.mmdit.schedule import Schedule, Walk
 from maskserve_engine.families.mmdit.spans import (
     ExtrapolatedLatents,
+    ImageSpans,
     MaskedTokens,
     References,
     TokenSpan,
@@ -278,17 +279,20 @@ class Bench:
                 torch.linspace(0.5, 0.45, self.steps + 1, device=self.device),
                 (Walk(500.0, 0.5, -0.05 / self.steps),) * self.steps,
             ),
-            grid=self.grid,
-            prompt=PromptPass(
-                self._random(words, self.weights.width),
-                cis[:words],
-                self._pooled(),
-                3.5 if self.config.get("guidance_embeds") else None,
-                timeless=bool(self.config.get("zero_cond_t")),
+            passes=(
+                PromptPass(
+                    self._random(words, self.weights.width),
+                    cis[:words],
+                    self._pooled(),
+                    3.5 if self.config.get("guidance_embeds") else None,
+                    timeless=bool(self.config.get("zero_cond_t")),
+                ),
             ),
-            negative=None,
-            masked=MaskedTokens(
-                None, cis[words:], self._random(tokens, out), condition, None, context
+            image=ImageSpans(
+                self.grid,
+                MaskedTokens(
+                    None, cis[words:], self._random(tokens, out), condition, None, context
+                ),
             ),
             # A dense row keeps references in the format of diffusers' own cache.
             references=self._references("model" if mask_ratio is None else self.format),
@@ -306,11 +310,13 @@ class Bench:
         template = FlowTemplate(row.latents, self._random(tokens, out), condition, context)
         selection = Selection([read_ids])
         places = torch.cat((cis[words:], cis[: self.shown_tokens]))[index]
-        row.unmasked = TokenSpan(index, places, template.take(image), selection, self.shown_tokens)
+        row.image.unmasked = TokenSpan(
+            index, places, template.take(image), selection, self.shown_tokens
+        )
         row.entry = in_memory(self.entry, selection, whole=self.device.type == "cuda")
-        row.masked = MaskedTokens(
+        row.image.masked = MaskedTokens(
             active,
-            row.masked.cis[active],
+            row.image.masked.cis[active],
             row.latents[active],
             None if condition is None else condition[active],
             None,
@@ -320,16 +326,16 @@ class Bench:
     def anchored_row(self, ratio: float, seed: int) -> FlowRow:
         """Return a row that has taken two refresh steps and the step after them."""
         row = self.row(ratio, seed)
-        assert row.unmasked is not None
-        template: Any = row.unmasked.latents
+        assert row.image.unmasked is not None
+        template: Any = row.image.unmasked.latents
         latents = ExtrapolatedLatents(
             template.clean, template.condition, None, template.clean, template.context
         )
-        count = len(row.unmasked)
-        row.unmasked = replace(
-            row.unmasked,
-            ids=row.unmasked.ids[:count],
-            cis=row.unmasked.cis[:count],
+        count = len(row.image.unmasked)
+        row.image.unmasked = replace(
+            row.image.unmasked,
+            ids=row.image.unmasked.ids[:count],
+            cis=row.image.unmasked.cis[:count],
             latents=latents,
             words=0,
         )
@@ -370,7 +376,8 @@ class Bench:
     def guided(self, row: FlowRow) -> FlowRow:
         """Return the row with a negative prompt, so it takes a second pass."""
         text = self._random(self.shown_tokens + self.text, self.weights.width)
-        row.negative = replace(row.prompt, text=text, pooled=self._pooled(), cache=None, scale=3.0)
+        negative = replace(row.prompt, text=text, pooled=self._pooled(), cache=None, scale=3.0)
+        row.passes = (row.prompt, negative)
         return row
 
     def priming_row(self) -> FlowPrimingRow:
@@ -384,14 +391,14 @@ class Bench:
             template=FlowTemplate(
                 row.latents,
                 torch.empty_like(row.latents),
-                row.masked.condition,
-                row.masked.context,
+                row.image.masked.condition,
+                row.image.masked.context,
             ),
             anchors=(self.entry.anchor,),
             sigmas=torch.tensor([self.entry.anchor.sigma], device=self.device),
             prompt=replace(prompt, text=prompt.text[:text_tokens], cis=prompt.cis[:text_tokens]),
             embeds=prompt.text,
-            cis=row.masked.cis,
+            cis=row.image.masked.cis,
             kinds=(frozenset({"kv"} if self.shown_tokens else {"h", "kv"}),) * self.blocks,
             format=self.format,
             references=row.references,

@@ -100,7 +100,7 @@ def _flux_steps(dtype: torch.dtype) -> dict[str, Step]:
     """FLUX's width at 256 pixels, one double and one single block, a dense row."""
     bench = Bench("flux-256", (1, 1), dtype, _CPU, "int8")
     row = bench.row(None, 1)
-    row.negative = replace(row.prompt, scale=4.0)
+    row.passes = (row.prompt, replace(row.prompt, scale=4.0))
 
     def step(exchange: Exchange | None) -> None:
         row.step = 1  # not the step that makes vectors of later steps

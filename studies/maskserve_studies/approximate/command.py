@@ -120,7 +120,7 @@ class Trial:
         """[n, 4C] results of these edits when they start from the given latents before a step."""
         rows = [self.rig.adapter.dense_row(job) for job in self.jobs]
         for row, start_latents in zip(rows, latents, strict=True):
-            row.masked.latents, row.step = start_latents.clone(), step
+            row.image.masked.latents, row.step = start_latents.clone(), step
         self.rig.run(rows, ())
         return [row.latents for row in rows]
 

@@ -177,7 +177,7 @@ class Rig:
         self.run(parts, (choice.block_kind,) * self.adapter.blocks)
         self._steps_skipped[choice] += sum(part.skipped for part in parts)
         for row, part in zip(rows, parts, strict=True):
-            row.masked.latents, row.step = part.latents, part.step
+            row.image.masked.latents, row.step = part.latents, part.step
         self._steps_taken[choice] += len(rows) * self.steps
         return self._finish_all(edits, rows)
 
@@ -271,15 +271,16 @@ class Rig:
         dense_rows = [self.adapter.dense_row(job) for job in jobs]
         parts = []
         for row, ids in zip(dense_rows, tokens, strict=True):
-            index, masked = torch.from_numpy(ids), row.masked
+            index, masked = torch.from_numpy(ids), row.image.masked
             condition = None if masked.condition is None else masked.condition[index]
             blend = None if masked.blend is None else masked.blend.take(index)
+            tokens_alone = MaskedTokens(
+                None, masked.cis[index], masked.latents[index], condition, blend
+            )
             parts.append(
                 replace(
                     row,
-                    masked=MaskedTokens(
-                        None, masked.cis[index], masked.latents[index], condition, blend
-                    ),
+                    image=replace(row.image, masked=tokens_alone),
                     # A prompt that has seen its reference brings that reference along.
                     references=None if row.prompt.words is None else row.references,
                 )
@@ -290,8 +291,10 @@ class Rig:
             self.adapter.cached_row(job, job.request.template_noise_seed) for job in jobs
         ]
         for row, part, ids in zip(finished_rows, parts, tokens, strict=True):
-            assert row.masked.ids is not None
-            row.masked.latents = part.latents[np.searchsorted(ids, row.masked.ids.numpy())]
+            assert row.image.masked.ids is not None
+            row.image.masked.latents = part.latents[
+                np.searchsorted(ids, row.image.masked.ids.numpy())
+            ]
         return self._finish_all(edits, finished_rows)
 
     def template_bytes(self, choice: CacheChoice, entries: tuple[AnchorEntry, ...]) -> int:

@@ -25,10 +25,10 @@ def thinned(row: FlowRow, weight: int) -> FlowRow:
     """Return a cached row like `row` whose attention reads fewer tokens. Each far token counts as
     `weight` tokens. The new row has its own step and latents.
     """
-    unmasked, computed_ids = row.unmasked, row.masked.ids
+    unmasked, computed_ids = row.image.unmasked, row.image.masked.ids
     if unmasked is None or computed_ids is None:  # attention of a dense row reads all tokens
         return row
-    across = row.grid[1]
+    across = row.image.grid[1]
     unmasked_ids = unmasked.ids.numpy()
     ys, xs = np.divmod(unmasked_ids, across)
     active_ys, active_xs = np.divmod(computed_ids.numpy(), across)
@@ -44,29 +44,31 @@ def references_alone(row: FlowRow) -> FlowRow:
     """Return a cached row like `row` whose attention reads no token of the picture outside the
     mask.
     """
-    if row.unmasked is None:
+    if row.image.unmasked is None:
         return row
-    return _with_tokens(row, torch.nonzero(row.unmasked.ids >= row.grid[0] * row.grid[1])[:, 0])
+    return _with_tokens(
+        row, torch.nonzero(row.image.unmasked.ids >= row.image.grid[0] * row.image.grid[1])[:, 0]
+    )
 
 
 def references_computed(row: FlowRow) -> FlowRow:
     """Return a cached row like `row` that also computes the reference's tokens under the mask. It
     cannot take steps that compute all tokens.
     """
-    unmasked, computed_ids = row.unmasked, row.masked.ids
+    unmasked, computed_ids = row.image.unmasked, row.image.masked.ids
     if unmasked is None or computed_ids is None:
         return row
     assert unmasked.latents.context is not None
-    under = torch.isin(unmasked.ids, computed_ids + row.grid[0] * row.grid[1])
+    under = torch.isin(unmasked.ids, computed_ids + row.image.grid[0] * row.image.grid[1])
     reduced = _with_tokens(row, torch.nonzero(~under)[:, 0])
-    reduced.masked.context = unmasked.latents.context[computed_ids]
-    reduced.masked.cis = torch.cat((row.masked.cis, unmasked.cis[under]))
+    reduced.image.masked.context = unmasked.latents.context[computed_ids]
+    reduced.image.masked.cis = torch.cat((row.image.masked.cis, unmasked.cis[under]))
     return reduced
 
 
 def _with_tokens(row: FlowRow, token_ids: torch.Tensor) -> FlowRow:
     """Return the row with only the chosen ones of its cached tokens."""
-    unmasked = row.unmasked
+    unmasked = row.image.unmasked
     assert unmasked is not None
     assert isinstance(unmasked.latents, FlowTemplate)
     picture = token_ids[token_ids < len(unmasked.latents.clean)]
@@ -77,4 +79,6 @@ def _with_tokens(row: FlowRow, token_ids: torch.Tensor) -> FlowRow:
         cis=unmasked.cis[token_ids],
         selection=Selection([unmasked.ids[token_ids].numpy()]),
     )
-    return replace(row, unmasked=reduced, masked=replace(row.masked))
+    return replace(
+        row, image=replace(row.image, unmasked=reduced, masked=replace(row.image.masked))
+    )

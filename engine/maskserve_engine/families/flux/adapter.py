@@ -152,9 +152,9 @@ class FluxAdapter(FlowAdapter[FluxWeights]):
         if not prepared.controls:
             return None
         with torch.inference_mode():
-            cis = torch.cat((row.prompt.cis, row.masked.cis))
-            if row.unmasked is not None:
-                cis = torch.cat((cis, row.unmasked.cis))
+            cis = torch.cat((row.prompt.cis, row.image.masked.cis))
+            if row.image.unmasked is not None:
+                cis = torch.cat((cis, row.image.unmasked.cis))
             facts = OpeningMessage(
                 tuple([OpenedControl.of(control) for control, _ in prepared.controls]),
                 tuple([step.timestep for step in row.walk(0)]),
@@ -165,8 +165,8 @@ class FluxAdapter(FlowAdapter[FluxWeights]):
                 self.shallowest,
             )
             ids = None
-            if row.unmasked is not None:
-                ids = torch.cat((row.masked.ids, row.unmasked.ids)).cpu()
+            if row.image.unmasked is not None:
+                ids = torch.cat((row.image.masked.ids, row.image.unmasked.ids)).cpu()
             pictures = [x if ids is None else x[ids] for _, x in prepared.controls]
             arrays = {
                 "embeds": prepared.inputs.prompt.embeds,

@@ -54,6 +54,7 @@ from maskserve_engine.families.mmdit.schedule import (
 from maskserve_engine.families.mmdit.spans import (
     ExtrapolatedLatents,
     FixedWords,
+    ImageSpans,
     MaskedTokens,
     References,
     SharedEntry,
@@ -318,14 +319,14 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
             inputs, around, clean, template, active, ring, index = moved(host_tensors, self.device)
             selection.sent([index])
             row = self._row(job, inputs)
-            image, picture_tokens = row.masked.cis, self._preparation.picture_words(job)
+            image, picture_tokens = row.image.masked.cis, self._preparation.picture_words(job)
             template = self._filled(template)
             cached_cis = torch.cat((image, row.prompt.cis[:picture_tokens]))[index]
-            row.masked.ids, row.masked.cis = active, image[active]
-            row.unmasked = TokenSpan(index, cached_cis, template, selection, picture_tokens)
+            row.image.masked.ids, row.image.masked.cis = active, image[active]
+            row.image.unmasked = TokenSpan(index, cached_cis, template, selection, picture_tokens)
             if leaves_ring:
                 ring_latents = ExtrapolatedLatents.begin(around, clean, ring=len(ring))
-                row.ring = TokenSpan(ring, image[ring], ring_latents)
+                row.image.ring = TokenSpan(ring, image[ring], ring_latents)
             self.attach_step_cache(row, schedule)
             return row
 
@@ -358,10 +359,10 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
             )
             inputs, outside_start, clean, context, active, index = moved(host_tensors, self.device)
             row = self._row(job, inputs)
-            image = row.masked.cis
+            image = row.image.masked.cis
             latents = ExtrapolatedLatents.begin(outside_start, clean, context, ring=len(ring))
-            row.masked.ids, row.masked.cis = active, image[active]
-            row.unmasked = TokenSpan(index, image[index], latents, selection)
+            row.image.masked.ids, row.image.masked.cis = active, image[active]
+            row.image.unmasked = TokenSpan(index, image[index], latents, selection)
             self.attach_step_cache(row, plan)
             return row
 
@@ -468,19 +469,19 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
         """
         if not isinstance(row, FlowRow):
             return ()
-        unmasked = None if row.unmasked is None else row.unmasked.latents
+        unmasked = None if row.image.unmasked is None else row.image.unmasked.latents
         cached = (unmasked.latents_now,) if isinstance(unmasked, ExtrapolatedLatents) else ()
-        return (row.masked.latents, row.sampler.memory, *cached)
+        return (row.image.masked.latents, row.sampler.memory, *cached)
 
     def follow(self, row: Row, carried: tuple[Any, ...], steps: int) -> None:
         self.release()  # the batch was packed for the row's earlier step
         row.step = steps
         if isinstance(row, FlowRow):
-            row.masked.latents, memory, *cached = carried
+            row.image.masked.latents, memory, *cached = carried
             row.sampler = SamplerState(memory=memory)
-            unmasked = None if row.unmasked is None else row.unmasked.latents
-            if row.unmasked is not None and isinstance(unmasked, ExtrapolatedLatents):
-                row.unmasked.latents = unmasked.begun(*cached)
+            unmasked = None if row.image.unmasked is None else row.image.unmasked.latents
+            if row.image.unmasked is not None and isinstance(unmasked, ExtrapolatedLatents):
+                row.image.unmasked.latents = unmasked.begun(*cached)
             if row.step_cache is not None:
                 self.attach_step_cache(
                     row, row.step_cache.plan
@@ -528,7 +529,7 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
         """Return the schedule of the row's ControlNets. In a row without a template they compute
         all tokens when the base does.
         """
-        if row.step_cache is not None and row.refreshes:
+        if row.step_cache is not None and row.image.refreshes:
             return replace(row.step_cache.plan, anchors=frozenset())
         return self.net_schedule(job, job.controls)
 
@@ -544,20 +545,22 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
         references = self._references(job, text)
         self._share(references, job)
         prompt.words = self.words(job, inputs.prompt, references)
+        negative = self._negative(job, inputs.negative, references)
         threshold = job.request.settings.first_block_threshold
         return FlowRow(
             request_id=job.request.request_id,
             schedule=inputs.schedule,
-            grid=grid_of(job),
-            prompt=prompt,
-            negative=self._negative(job, inputs.negative, references),
-            masked=MaskedTokens(
-                None,
-                self._image_positions(job, text),
-                start.latents,
-                start.condition,
-                start.blend,
-                start.context,
+            passes=(prompt,) if negative is None else (prompt, negative),
+            image=ImageSpans(
+                grid_of(job),
+                MaskedTokens(
+                    None,
+                    self._image_positions(job, text),
+                    start.latents,
+                    start.condition,
+                    start.blend,
+                    start.context,
+                ),
             ),
             references=references,
             first_block=FirstBlockCache(threshold) if threshold else None,

@@ -412,7 +412,7 @@ class _Passes:
             )
 
         anchored = {
-            i: row for i, row in enumerate(rows) if isinstance(row, FlowRow) and row.refreshes
+            i: row for i, row in enumerate(rows) if isinstance(row, FlowRow) and row.image.refreshes
         }
         stays = [anchored[i].request_id if i in anchored else None for i in range(len(rows))]
         self._share = PassShare([list(map(cost, group)) for group in passes], stays, exchange)
@@ -490,7 +490,7 @@ def nets_lookahead(row: FlowRow, schedule: RefreshSchedule) -> NetsLookahead | N
     """
     if row.lookahead is not None:
         tokens = row.all_tokens(row.lookahead.step)
-        computed = len(tokens.tokens) if row.refreshes else len(row.masked)
+        computed = len(tokens.tokens) if row.image.refreshes else len(row.image.masked)
         return NetsLookahead(row.lookahead.step, tokens, computed)
     step = schedule.lookahead_at(row.step)
     if step is None or row.sampler.moved is None:

@@ -24,14 +24,12 @@ from maskserve_engine.cache.store import Handle
 from maskserve_engine.families.mmdit.preparation import (
     FlowTemplate,
     model_inputs,
-    unpack_latents,
 )
 from maskserve_engine.families.mmdit.schedule import Schedule, Walk
 from maskserve_engine.families.mmdit.spans import (
     ComputedSpans,
-    ExtrapolatedLatents,
     FixedWords,
-    MaskedTokens,
+    ImageSpans,
     References,
     TokenSpan,
 )
@@ -143,15 +141,9 @@ class FlowRow:
 
     request_id: str
     schedule: Schedule
-    grid: tuple[int, int]
-    prompt: PromptPass
-    negative: PromptPass | None
-    masked: MaskedTokens
-    ring: TokenSpan | None = None
-    """The ring round the mask of a row with a template. Steps that leave the text out read text and
-    ring from the step cache. None: all steps compute the ring, or the row reads no template."""
-    unmasked: TokenSpan | None = None
-    """Cached tokens; None: the row is dense."""
+    passes: tuple[PromptPass, ...]
+    """The prompt's pass and, with guidance, the negative prompt's."""
+    image: ImageSpans
     references: References | None = None
     """Reference pictures that do not depend on the row."""
     first_block: FirstBlockCache | None = None
@@ -184,16 +176,16 @@ class FlowRow:
 
     @property
     def selection(self) -> Selection | None:
-        return None if self.unmasked is None else self.unmasked.selection
+        return None if self.image.unmasked is None else self.image.unmasked.selection
 
     @property
     def latents(self) -> Tensor:
         """[n, 4C] of the masked tokens."""
-        return self.masked.latents
+        return self.image.masked.latents
 
     @property
     def channels(self) -> int:
-        return self.masked.latents.shape[1]
+        return self.image.masked.latents.shape[1]
 
     def walk(self, begin: int) -> tuple[Walk, ...]:
         return self.schedule.walk[begin:]
@@ -201,7 +193,7 @@ class FlowRow:
     @property
     def steady(self) -> int:
         """Number of steps, from the next one on, whose packed inputs differ only in latents."""
-        if self.unmasked is not None and self.entry is None:
+        if self.image.unmasked is not None and self.entry is None:
             return 1  # it packs tokens that other steps do not compute
         if self.fills_step_cache or self.lookahead_step is not None:
             return 1  # the capture is prepared for that step
@@ -209,18 +201,17 @@ class FlowRow:
         return min((turn for turn in turns if turn > self.step), default=self.steps) - self.step
 
     @property
-    def refreshes(self) -> bool:
-        """Whether the row has refresh steps and reads no template."""
-        return self.unmasked is not None and self.unmasked.refreshes
-
-    @property
     def step_cache(self) -> StepCache | None:
         """Step cache of the first pass; the second pass has one if this has."""
         return self.prompt.cache
 
     @property
-    def passes(self) -> tuple[PromptPass, ...]:
-        return (self.prompt,) if self.negative is None else (self.prompt, self.negative)
+    def prompt(self) -> PromptPass:
+        return self.passes[0]
+
+    @property
+    def negative(self) -> PromptPass | None:
+        return self.passes[1] if len(self.passes) > 1 else None
 
     @property
     def anchors(self) -> tuple[StepCache, ...]:
@@ -230,14 +221,14 @@ class FlowRow:
     def keeps_text(self) -> bool:
         """Whether its step caches can serve a step that does not compute the text."""
         caches = self.anchors
-        return self.refreshes or (bool(caches) and all(cache.whole() for cache in caches))
+        return self.image.refreshes or (bool(caches) and all(cache.whole() for cache in caches))
 
     @property
     def reads_step_cache(self) -> bool:
         """Whether the next step reads the step cache, in place of computing all tokens that only
         refresh steps compute.
         """
-        return self.entry is not None and (self.refreshes or self.frozen)
+        return self.entry is not None and (self.image.refreshes or self.frozen)
 
     @property
     def computes(self) -> ComputedSpans:
@@ -254,7 +245,7 @@ class FlowRow:
         if cache is None or self.reads_step_cache:
             return False
         corrects = cache.plan.corrects_residuals and self.entry is None
-        return self.refreshes or cache.text or corrects
+        return self.image.refreshes or cache.text or corrects
 
     @property
     def lookahead_step(self) -> int | None:
@@ -274,8 +265,7 @@ class FlowRow:
         return self._pass_input(self.prompt)
 
     def second_input(self) -> RowInput:
-        assert self.negative is not None
-        return self._pass_input(self.negative)
+        return self._pass_input(self.passes[1])
 
     def lookahead_inputs(self) -> list[RowInput]:
         """Return the inputs of the lookahead's passes; empty if the next step has no lookahead."""
@@ -300,7 +290,7 @@ class FlowRow:
     def _lookahead_input(self, prompt: PromptPass, step: int) -> RowInput:
         """Return the input of one lookahead pass at refresh step `step`."""
         assert prompt.cache is not None, "both passes fill a step cache"
-        row_input = self._input(prompt, step, ComputedSpans(unmasked=self.refreshes))
+        row_input = self._input(prompt, step, ComputedSpans(unmasked=self.image.refreshes))
         row_input = replace(row_input, capture=self._capture(prompt.cache, row_input, step))
         if self.residuals is None:
             return row_input
@@ -309,25 +299,20 @@ class FlowRow:
     def _capture(self, cache: StepCache, row_input: RowInput, step: int) -> StepCache:
         """Return the step cache, prepared to capture the pass `row_input` at `step`."""
         sigma, ahead = self.schedule.walk[step].sigma, step != self.step
-        if self.refreshes:
+        if self.image.refreshes:
             total = len(row_input.tokens)
-            return cache.anchor(self.step, sigma, len(self.masked), total, reads=ahead)
-        end = len(self.masked) + self._ring_tokens
+            return cache.anchor(self.step, sigma, len(self.image.masked), total, reads=ahead)
+        end = len(self.image.masked) + self.image.ring_tokens
         cached_count = len(row_input.tokens) - end if self.entry is None else 0
-        ring = slice(len(self.masked), end)
+        ring = slice(len(self.image.masked), end)
         return cache.begin_with_template(
             self.step, len(row_input.text), ring, cached_count, sigma, reads=ahead
         )
 
     def _input(self, prompt: PromptPass, step: int, computed: ComputedSpans) -> RowInput:
         """Return the input of one pass: masked tokens, and at their end the computed spans."""
-        masked, unmasked = self.masked, self.unmasked
+        masked, unmasked, spans = self.image.masked, self.image.unmasked, self.image.spans(computed)
         sigma, change = self.schedule.sigmas[step], self._change_to(step)
-        spans = [
-            span
-            for span, is_computed in ((self.ring, computed.ring), (unmasked, computed.unmasked))
-            if span is not None and is_computed
-        ]
         first_word = 0 if unmasked is None or computed.unmasked else unmasked.words
         text, text_cis = prompt.text[first_word:], prompt.cis[first_word:]
         latents = masked.latents if step == self.step else self._moved_to(step)
@@ -359,14 +344,14 @@ class FlowRow:
         self, cache: StepCache | None, text_cis: Tensor, step: int, computed: ComputedSpans
     ) -> tuple[CachedTokens, ...]:
         """Return the tokens of one pass that are not computed, by the cache that has them."""
-        unmasked = self.unmasked
+        unmasked = self.image.unmasked
         if unmasked is None or computed.unmasked:
             return ()
         cached: list[CachedTokens] = []
         if not computed.ring:
             assert cache is not None, "without a step cache the ring is computed"
             cis = [] if computed.text else [text_cis]
-            cis += [] if self.ring is None else [self.ring.cis]
+            cis += [] if self.image.ring is None else [self.image.ring.cis]
             cis += [unmasked.cis] if unmasked.refreshes else []
             cached.append(RefreshedTokens(cache, self.walk_sigma, torch.cat(cis)))
         if not unmasked.refreshes:
@@ -380,14 +365,10 @@ class FlowRow:
 
     def _context_tokens(self, computed: ComputedSpans) -> int:
         """See `RowInput.context`."""
-        unmasked = self.unmasked
-        context = self.masked.context if unmasked is None else unmasked.latents.context
+        unmasked = self.image.unmasked
+        context = self.image.masked.context if unmasked is None else unmasked.latents.context
         words = 0 if unmasked is None or computed.unmasked else unmasked.words
         return 0 if context is None or words else len(context)
-
-    @property
-    def _ring_tokens(self) -> int:
-        return 0 if self.ring is None else len(self.ring)
 
     def _change_to(self, step: int) -> float:
         return sum(walk.change for walk in self.schedule.walk[self.step : step])
@@ -399,31 +380,29 @@ class FlowRow:
         moved = self.sampler.moved
         assert moved is not None, "no step was taken yet"
         last = self.schedule.walk[self.step - 1].change
-        latents = self.masked.latents + moved * (self._change_to(step) / last)
-        if self.masked.blend is None:
+        latents = self.image.masked.latents + moved * (self._change_to(step) / last)
+        if self.image.masked.blend is None:
             return latents
-        return self.masked.blend.apply(latents, self.schedule.sigmas[step], step, self.steps)
+        return self.image.masked.blend.apply(latents, self.schedule.sigmas[step], step, self.steps)
 
     @property
     def computed(self) -> int:
         """Number of image tokens that the next step computes."""
-        computed, unmasked = self.computes, self.unmasked
-        count = len(self.masked) + computed.ring * self._ring_tokens
-        return count if unmasked is None else count + computed.unmasked * len(unmasked)
+        return self.image.count(self.computes)
 
     @property
     def active(self) -> int:
         """Number of image tokens computed by steps that read entries or the step cache; 0: all
         steps are dense.
         """
-        return 0 if self.unmasked is None else len(self.masked)
+        return 0 if self.image.unmasked is None else len(self.image.masked)
 
     def settle(self, latents: Tensor, begin: int) -> None:
         """Replace the latents by their view [n or all, 4C] in the batch, the computed tokens
         first.
         """
-        computed = len(self.masked)
-        self.masked.latents = latents[:computed]
+        computed = len(self.image.masked)
+        self.image.masked.latents = latents[:computed]
         self.packed = PackedTokens(slice(begin, begin + computed), latents[computed:])
 
     def settle_lookahead(self, place: slice) -> None:
@@ -451,7 +430,7 @@ class FlowRow:
         model's velocity.
         """
         assert self.packed is not None
-        row_velocity, latents = velocity[self.packed.place], self.masked.latents.float()
+        row_velocity, latents = velocity[self.packed.place], self.image.masked.latents.float()
         move = self.schedule.moves[self.step]
         memory = self.sampler.memory or (torch.zeros_like(latents),) * (len(move) - 1)
         moved, *memory_after = [
@@ -462,16 +441,16 @@ class FlowRow:
 
     @property
     def blends(self) -> bool:
-        return self.masked.blend is not None
+        return self.image.masked.blend is not None
 
     def blend_in(self, moved: Tensor) -> None:
         """Apply Inpaint's blend to [n or all, 4C] `moved`, between the sampler's step and
         `advance`.
         """
-        if self.masked.blend is not None:
-            computed, next_step = moved[: len(self.masked)], self.step + 1
+        if self.image.masked.blend is not None:
+            computed, next_step = moved[: len(self.image.masked)], self.step + 1
             sigma = self.schedule.sigmas[next_step]
-            computed.copy_(self.masked.blend.apply(computed, sigma, next_step, self.steps))
+            computed.copy_(self.image.masked.blend.apply(computed, sigma, next_step, self.steps))
 
     def advance(self, moves: Tensor) -> None:
         """Record a step; `moves`, [N, 4C] of the whole batch, are velocity times change of
@@ -480,7 +459,7 @@ class FlowRow:
         assert self.packed is not None
         sampler = self.sampler
         sampler.moved, sampler.memory = moves[self.packed.place], sampler.next_memory
-        if self.step_cache is not None and self.unmasked is not None:
+        if self.step_cache is not None and self.image.unmasked is not None:
             self._go_on(self.step_cache, self.packed, moves)
         self.step += 1
 
@@ -490,10 +469,10 @@ class FlowRow:
         if ahead is not None:
             self._passed(self.schedule.walk[ahead.step].sigma)
             begin = ahead.place.start
-            cache.errors.foresee(ahead.step, moves[begin : begin + len(self.masked)])
-        elif not self.reads_step_cache and (cache.text or self.refreshes):
+            cache.errors.foresee(ahead.step, moves[begin : begin + len(self.image.masked)])
+        elif not self.reads_step_cache and (cache.text or self.image.refreshes):
             self._passed(walk.sigma)
-        left_out = self._left_out
+        left_out = self.image.left_out
         if left_out is None:
             return
         count = len(left_out.clean)
@@ -503,16 +482,9 @@ class FlowRow:
             left_out.anchored(moves[begin : begin + count], walk.change)
             return
         if ahead is not None:
-            begin = ahead.place.start + len(self.masked)
+            begin = ahead.place.start + len(self.image.masked)
             left_out.lookahead(moves[begin : begin + count])
         left_out.passed(walk.change, cache.weight(walk.sigma))
-
-    @property
-    def _left_out(self) -> ExtrapolatedLatents | None:
-        """Image tokens that only some steps compute and whose latents the row keeps."""
-        span = self.unmasked if self.ring is None else self.ring
-        latents = None if span is None else span.latents
-        return latents if isinstance(latents, ExtrapolatedLatents) else None
 
     def _passed(self, sigma: float) -> None:
         for step_cache in self.anchors:
@@ -526,9 +498,9 @@ class FlowRow:
         if self.sampler.moved is None or next_step >= self.steps:
             return None
         latents = self._moved_to(next_step)
-        if self.unmasked is None:
+        if self.image.unmasked is None:
             return latents
-        unmasked_latents = self.unmasked.latents.at(self.schedule.sigmas[next_step])
+        unmasked_latents = self.image.unmasked.latents.at(self.schedule.sigmas[next_step])
         return torch.cat((latents, unmasked_latents[:, : self.channels]))
 
     def estimate(self) -> HostCopy:
@@ -536,22 +508,12 @@ class FlowRow:
         moved = self.sampler.moved
         assert moved is not None, "no step was taken yet"
         share = self.sigma / self.schedule.walk[self.step - 1].change
-        return self._image(self.masked.latents.float() - share * moved.float(), ended=False)
+        latents = self.image.masked.latents.float() - share * moved.float()
+        return self.image.whole(latents, ended=False)
 
     def result(self) -> HostCopy:
         """Return [C, h, w] latents."""
-        return self._image(self.masked.latents, ended=True)
-
-    def _image(self, computed: Tensor, *, ended: bool) -> HostCopy:
-        tokens, ids = computed, self.masked.ids
-        if ids is not None:
-            tokens = computed.new_empty(self.grid[0] * self.grid[1], computed.shape[1])
-            tokens[ids] = computed
-        for span in (self.unmasked, self.ring):
-            if span is not None:
-                latents = span.latents.result if ended else span.latents.clean
-                tokens[span.ids[: len(latents)]] = latents.to(computed.dtype)
-        return HostCopy(unpack_latents(tokens, self.grid).float())
+        return self.image.whole(self.image.masked.latents, ended=True)
 
 
 def _combined(factors: Sequence[float], tensors: Sequence[Tensor]) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from maskserve_engine.batch.packing import TokenCache
+from maskserve_engine.batch.transfer import HostCopy
 from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.cache.loader import Selection
 from maskserve_engine.cache.store import Handle
@@ -17,6 +18,7 @@ from maskserve_engine.families.mmdit.preparation import (
     FlowStart,
     FlowTemplate,
     model_inputs,
+    unpack_latents,
 )
 from maskserve_engine.layers.scatter_kv import KvSource
 
@@ -69,6 +71,59 @@ class TokenSpan:
         it.
         """
         return isinstance(self.latents, ExtrapolatedLatents)
+
+
+@dataclass(slots=True)
+class ImageSpans:
+    """The image tokens of a row, by the steps that compute them."""
+
+    grid: tuple[int, int]
+    masked: MaskedTokens
+    ring: TokenSpan | None = None
+    """The ring round the mask of a row with a template. Steps that leave the text out read text and
+    ring from the step cache. None: all steps compute the ring, or the row reads no template."""
+    unmasked: TokenSpan | None = None
+    """Cached tokens; None: the row is dense."""
+
+    @property
+    def refreshes(self) -> bool:
+        """Whether the row has refresh steps and reads no template."""
+        return self.unmasked is not None and self.unmasked.refreshes
+
+    @property
+    def ring_tokens(self) -> int:
+        return 0 if self.ring is None else len(self.ring)
+
+    @property
+    def left_out(self) -> ExtrapolatedLatents | None:
+        """Tokens that only some steps compute and whose latents the row keeps."""
+        span = self.unmasked if self.ring is None else self.ring
+        latents = None if span is None else span.latents
+        return latents if isinstance(latents, ExtrapolatedLatents) else None
+
+    def count(self, computed: ComputedSpans) -> int:
+        """Return the number of tokens that a step computes."""
+        count, unmasked = len(self.masked) + computed.ring * self.ring_tokens, self.unmasked
+        return count if unmasked is None else count + computed.unmasked * len(unmasked)
+
+    def spans(self, computed: ComputedSpans) -> list[TokenSpan]:
+        """Return the spans that a step computes behind the masked tokens, in order."""
+        pairs = (self.ring, computed.ring), (self.unmasked, computed.unmasked)
+        return [span for span, is_computed in pairs if span is not None and is_computed]
+
+    def whole(self, computed: Tensor, *, ended: bool) -> HostCopy:
+        """Return [C, h, w] latents of the picture: the masked tokens' are `computed`, [n, 4C]; the
+        others' those of the edit's result if it has `ended`, else the source's.
+        """
+        tokens, ids = computed, self.masked.ids
+        if ids is not None:
+            tokens = computed.new_empty(self.grid[0] * self.grid[1], computed.shape[1])
+            tokens[ids] = computed
+        for span in (self.unmasked, self.ring):
+            if span is not None:
+                latents = span.latents.result if ended else span.latents.clean
+                tokens[span.ids[: len(latents)]] = latents.to(computed.dtype)
+        return HostCopy(unpack_latents(tokens, self.grid).float())
 
 
 class ComputedSpans(NamedTuple):

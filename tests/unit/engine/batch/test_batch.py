@@ -15,7 +15,7 @@ from maskserve_engine.families.mmdit.batch import FlowBatch
 from maskserve_engine.families.mmdit.preparation import unpack_latents
 from maskserve_engine.families.mmdit.rows import FlowRow, PromptPass
 from maskserve_engine.families.mmdit.schedule import make_schedule
-from maskserve_engine.families.mmdit.spans import MaskedTokens
+from maskserve_engine.families.mmdit.spans import ImageSpans, MaskedTokens
 
 pytestmark = pytest.mark.each_value
 
@@ -80,19 +80,22 @@ def new_row(
     return FlowRow(
         request_id=f"{tokens}-{steps}",
         schedule=make_schedule(sampler, steps, tokens),
-        grid=(tokens, 1),
-        prompt=PromptPass(
-            torch.zeros(TEXT, 8, dtype=dtype),
-            torch.zeros(TEXT, 4, dtype=torch.complex64),
-            torch.zeros(4, dtype=dtype),
+        passes=(
+            PromptPass(
+                torch.zeros(TEXT, 8, dtype=dtype),
+                torch.zeros(TEXT, 4, dtype=torch.complex64),
+                torch.zeros(4, dtype=dtype),
+            ),
         ),
-        negative=None,
-        masked=MaskedTokens(
-            None,
-            torch.zeros(tokens, 4, dtype=torch.complex64),
-            torch.randn(tokens, CHANNELS).to(dtype),
-            torch.randn(tokens, 5).to(dtype) if condition else None,
-            None,
+        image=ImageSpans(
+            (tokens, 1),
+            MaskedTokens(
+                None,
+                torch.zeros(tokens, 4, dtype=torch.complex64),
+                torch.randn(tokens, CHANNELS).to(dtype),
+                torch.randn(tokens, 5).to(dtype) if condition else None,
+                None,
+            ),
         ),
     )
 
@@ -131,7 +134,7 @@ def test_rows_move_as_diffusers_moves_each(
             assert row.latents.dtype == dtype
             assert torch.allclose(row.latents, expected, rtol=ULP[dtype], atol=ULP[dtype])
             clean = row.latents.float() - row_sampler.sigmas[step + 1] * velocity.float()
-            estimate = unpack_latents(clean, row.grid)
+            estimate = unpack_latents(clean, row.image.grid)
             assert torch.allclose(
                 torch.from_numpy(row.estimate().array()),
                 estimate,
@@ -205,7 +208,7 @@ def test_no_row_has_moved_when_a_step_fails(
 ) -> None:
     """They are tried again one by one: what had moved would move twice."""
     rows = [new_row(sampler, 6, 9) for _ in range(3)]
-    rows[at].masked.blend = BrokenBlend()  # type: ignore[assignment]
+    rows[at].image.masked.blend = BrokenBlend()  # type: ignore[assignment]
     batch = Batch.of(rows, None)
     batch.step(velocities, ())
     before = [row.latents.clone() for row in rows]

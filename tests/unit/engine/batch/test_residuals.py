@@ -66,7 +66,7 @@ def test_a_dense_row_equals_diffusers_with_controlnet_samples(bench: Bench) -> N
     [result] = outputs(bench, [row], [])
 
     def positions(*_: Any) -> tuple[Tensor, Tensor]:
-        cis = torch.cat((row.prompt.cis, row.masked.cis))
+        cis = torch.cat((row.prompt.cis, row.image.masked.cis))
         cos, sin = cis.real, cis.imag
         return cos.repeat_interleave(2, 1).float(), sin.repeat_interleave(2, 1).float()
 
@@ -125,8 +125,9 @@ def test_a_cached_row_with_all_tokens_active_takes_what_a_dense_one_does(
     if kind == "mixed":
         kinds = ["dense", "kv", "project", "dense", "kv", "dense", "project"]
     [dense, cached] = rows(bench, (None, 1.0), 9)
-    cached.masked.latents, cached.prompt = dense.latents.clone(), replace(dense.prompt)
-    cached.masked.condition = dense.masked.condition
+    cached.image.masked.latents = dense.latents.clone()
+    cached.passes = (replace(dense.prompt), *cached.passes[1:])
+    cached.image.masked.condition = dense.image.masked.condition
     shape = len(dense.latents), bench.weights.width
     residuals = FixedResiduals({i: torch.randn(shape) for i in range(sum(BLOCKS))})
     dense.residuals = cached.residuals = residuals

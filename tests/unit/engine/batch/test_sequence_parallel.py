@@ -389,9 +389,9 @@ def test_a_rank_may_load_its_heads_alone(model: Model, kind: str) -> None:
     def run(rank: Rank) -> Any:
         row: Any = cached(rank.replay, job, primed)
         if rank.all is not None:
-            selection = row.unmasked.selection
+            selection = row.image.unmasked.selection
             heads = share_of(HEADS, rank.rank, rank.all.count)
-            row.unmasked.selection = selection.of_heads(*heads, HEADS)
+            row.image.unmasked.selection = selection.of_heads(*heads, HEADS)
             rank.replay.follow(row, row)
         return rank.run([row], (kind,) * 3)[0]
 

@@ -20,6 +20,7 @@ from diffusers import (
 )
 
 from maskserve_engine.batch.transfer import HostCopy
+from maskserve_engine.families.mmdit.rows import FlowRow
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.requests.audits import Audit
 from tests.fakes.jobs import config_of, encode_case, guided, random_case, tolerance, unet_case
@@ -106,11 +107,11 @@ def test_rows_dense_and_cached_have_one_noise_outside_the_mask(
     other = replace(job, request=replace(job.request, seed=job.request.seed + 1))
     first, second = (adapter.dense_row(edit) for edit in (job, other))
     cached = adapter.cached_row(job, job.request.template_noise_seed)
-    index, blend = cached.unmasked.ids, first.masked.blend
-    assert torch.equal(blend.noise[index], cached.unmasked.latents.noise)
+    index, blend = cached.image.unmasked.ids, first.image.masked.blend
+    assert torch.equal(blend.noise[index], cached.image.unmasked.latents.noise)
     under = blend.mask > 0
-    assert torch.equal(blend.noise[~under], second.masked.blend.noise[~under])
-    assert not torch.equal(blend.noise[under], second.masked.blend.noise[under])
+    assert torch.equal(blend.noise[~under], second.image.masked.blend.noise[~under])
+    assert not torch.equal(blend.noise[under], second.image.masked.blend.noise[under])
 
 
 @pytest.mark.parametrize(
@@ -160,4 +161,4 @@ def test_an_edit_that_is_made_again_for_its_drift_keeps_its_noise(tiny_inpaint: 
 
 def _blend(row: Any) -> Any:
     """The blend of a row of either kind of model."""
-    return getattr(row, "masked", row).blend
+    return row.image.masked.blend if isinstance(row, FlowRow) else row.blend

@@ -95,11 +95,11 @@ def test_flux_is_the_pipeline_held_back_under_grey(
     case = random_case(rng, num_inference_steps=int(rng.integers(3, 7)))
     soft = replace(case, mask=greys(rng, case.mask.shape))
     row: Any = adapter.dense_row(encode_case(encoder, soft, "soft"))
-    assert row.masked.blend is not None
-    channels, factor = row.masked.blend.clean.shape[1] // 4, pipeline.vae_scale_factor
+    assert row.image.masked.blend is not None
+    channels, factor = row.image.masked.blend.clean.shape[1] // 4, pipeline.vae_scale_factor
     grey = grey_of_latents(soft.mask, factor).expand(channels, -1, -1)
     packed = pipeline._pack_latents(grey[None].contiguous(), 1, *grey.shape)[0]
-    thresholds = Thresholds(packed, row.masked.blend.clean, row.masked.blend.noise)
+    thresholds = Thresholds(packed, row.image.masked.blend.clean, row.image.masked.blend.noise)
     whole = replace(case, mask=binary(soft.mask))
     expected = diffusers_latents(pipeline, whole, callback_on_step_end=thresholds)
     assert np.abs(result_of(adapter, row) - expected).max() <= tolerance(expected)

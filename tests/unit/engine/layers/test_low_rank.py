@@ -321,8 +321,8 @@ def test_inactive_tokens_are_the_template_s_whatever_loras_the_row_has(
         row.entry = replay.next_read(row)
         anchor, timestep = row.entry.anchor, model.adapter.sigmas(job)[step][1]
         if model.flux:
-            model_input, index = row.model_input(), row.unmasked.ids
-            active, [template_tokens] = row.masked.ids, model_input.cached
+            model_input, index = row.model_input(), row.image.unmasked.ids
+            active, [template_tokens] = row.image.masked.ids, model_input.cached
             entered = torch.empty(counts.total, model_input.tokens.shape[1])
             entered[active], entered[index] = model_input.tokens, template_tokens.tokens()
             primed_on = template.at(torch.tensor(anchor.sigma))

@@ -55,16 +55,18 @@ def test_with_a_ring_over_the_whole_picture_cached_equals_dense(
 def as_primed(replay: Replay, job: EditJob, primed: Primed, anchor: int) -> FlowRow:
     """A cached row whose every model input is that of the priming forward at an anchor."""
     row = cast(FlowRow, cached(replay, job, primed))
-    assert row.unmasked is not None
-    entry, active = primed.entries[anchor], row.masked.ids
+    assert row.image.unmasked is not None
+    entry, active = primed.entries[anchor], row.image.masked.ids
     inputs = primed.row.template.at(torch.tensor(entry.anchor.sigma))
-    latents = inputs.shape[1] if row.masked.condition is None else row.latents.shape[1]
-    row.masked.latents = inputs[active, :latents]
-    row.masked.condition = None if row.masked.condition is None else inputs[active, latents:]
-    row.prompt = replace(primed.row.prompt)
+    latents = inputs.shape[1] if row.image.masked.condition is None else row.latents.shape[1]
+    row.image.masked.latents = inputs[active, :latents]
+    row.image.masked.condition = (
+        None if row.image.masked.condition is None else inputs[active, latents:]
+    )
+    row.passes = (replace(primed.row.prompt), *row.passes[1:])
     sigma, timestep = entry.anchor.sigma, entry.anchor.timestep
     row.schedule = Schedule(torch.tensor([sigma, 0.0]), (Walk(timestep, sigma, -sigma),))
-    row.entry, row.step = in_memory(entry, row.unmasked.selection), 0
+    row.entry, row.step = in_memory(entry, row.image.unmasked.selection), 0
     return row
 
 
@@ -102,8 +104,8 @@ def check_priming_inputs(
             outputs = outputs_of(adapter, rows, kinds)
             for row, p, output in zip(rows, primed, outputs, strict=True):
                 p.row.step = anchor
-                assert row.unmasked is not None
-                expected = outputs_of(adapter, [p.row], ())[0][row.masked.ids]
+                assert row.image.unmasked is not None
+                expected = outputs_of(adapter, [p.row], ())[0][row.image.masked.ids]
                 difference = (output - expected).abs().max() if len(output) else 0.0
                 assert difference <= tolerance(expected.numpy()), kinds
 
@@ -115,8 +117,8 @@ def test_inactive_tokens_come_back_as_the_template(
     primed = Primed(adapter, encoder, job)
     row = cast(FlowRow, cached(replay, job, primed))
     out = pack_latents(torch.from_numpy(result(replay, row, "kv")))
-    assert row.unmasked is not None
-    index = row.unmasked.ids
+    assert row.image.unmasked is not None
+    index = row.image.unmasked.ids
     assert torch.equal(out[index], primed.row.template.clean[index])
 
 
@@ -159,9 +161,9 @@ def test_a_context_is_read_as_it_was_primed(kontext: tuple[Encoder, Replay]) -> 
     job = make_job(encoder, 1, num_inference_steps=4, strength=1.0)
     job = replace(job, edit_mask=np.full_like(job.edit_mask, 255))
     row = cast(FlowRow, cached(replay, job, Primed(replay.adapter, encoder, job)))
-    gh, gw = row.grid
-    assert row.unmasked is not None
-    assert row.unmasked.ids.tolist() == list(range(gh * gw, 2 * gh * gw))
+    gh, gw = row.image.grid
+    assert row.image.unmasked is not None
+    assert row.image.unmasked.ids.tolist() == list(range(gh * gw, 2 * gh * gw))
     dense = result(replay, replay.adapter.dense_row(job))
     assert np.abs(result(replay, row, "kv") - dense).max() > tolerance(dense)
 
@@ -174,5 +176,5 @@ def test_outside_of_a_mask_a_model_with_context_answers_the_source(
     primed = Primed(replay.adapter, encoder, job)
     row = cast(FlowRow, cached(replay, job, primed))
     out = pack_latents(torch.from_numpy(result(replay, row, "kv")))
-    outside = np.setdiff1d(np.arange(len(out)), row.masked.ids.numpy())  # type: ignore[union-attr]
+    outside = np.setdiff1d(np.arange(len(out)), row.image.masked.ids.numpy())  # type: ignore[union-attr]
     assert torch.equal(out[outside], primed.row.template.clean[outside])

@@ -215,7 +215,7 @@ def by_hand(model: Model, job: EditJob, net_of: dict[str, Any]) -> NDArray[np.fl
     assert isinstance(model.adapter.model, FluxTransformer2DModel)
     model_input = row.model_input()
     n, inputs = len(model_input.tokens), ready.inputs
-    grid_h, grid_w = row.grid
+    grid_h, grid_w = row.image.grid
     ids = torch.zeros(n, 3)
     ids[:, 1] = torch.arange(grid_h).repeat_interleave(grid_w)
     ids[:, 2] = torch.arange(grid_w).repeat(grid_h)

@@ -279,8 +279,8 @@ def test_a_bucket_is_filled_with_the_tokens_next_to_the_mask(
             for width in (ring, ring + 1, ring + 64)
         )
         row = adapter.cached_row(ready, 7)
-        assert row.unmasked is not None
-        computed = set(row.masked.ids.tolist())
+        assert row.image.unmasked is not None
+        computed = set(row.image.masked.ids.tolist())
         assert len(computed) == len(row.latents) == bucket(len(exact), rows * columns)
         assert adapter.tokens(job).active == adapter.tokens(ready).active == len(computed)
         assert exact <= computed <= all_of_it

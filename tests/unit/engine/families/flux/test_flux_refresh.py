@@ -193,8 +193,8 @@ def test_a_dense_first_step_lifts_what_a_template_has(
     plain.__class__ = Watched
     kinds = ("kv",) * adapter.blocks
     replay.step([plain], kinds)
-    assert row.unmasked is not None
-    count = len(row.unmasked.ids)
+    assert row.image.unmasked is not None
+    count = len(row.image.unmasked.ids)
     entries = replay._reads[id(row)].entries
     sigmas = [step.sigma for step in row.schedule.walk]
     while row.step < 6:
@@ -213,8 +213,10 @@ def test_a_dense_first_step_lifts_what_a_template_has(
             parts = zip(*read_now, capture.blocks[block], *of_template, strict=True)
             for part, slope, latents, of_now, of_first in parts:
                 read = part.data + lift.weight * slope.data
-                lacked = latents[-count:] - of_first.data[row.unmasked.ids]
-                expected = of_now.data[row.unmasked.ids] + sigmas[row.step] / sigmas[0] * lacked
+                lacked = latents[-count:] - of_first.data[row.image.unmasked.ids]
+                expected = (
+                    of_now.data[row.image.unmasked.ids] + sigmas[row.step] / sigmas[0] * lacked
+                )
                 assert_equal(read.numpy(), expected.numpy())
 
 
@@ -234,7 +236,7 @@ def test_what_is_shown_of_a_row_on_its_way_has_the_source_outside_the_mask(
     preview, source = row.estimate().array(), Posterior(
         job.moments, adapter.spec.latents, torch.float32
     ).mode().numpy()  # fmt: skip
-    gh, gw = row.grid
+    gh, gw = row.image.grid
     at = np.zeros(gh * gw, bool)
     at[adapter.prepare(job).prepared.inner] = True
     inner = at.reshape(gh, gw).repeat(2, 0).repeat(2, 1)
@@ -252,7 +254,7 @@ def test_what_a_step_ahead_is_asked_with_is_where_the_last_answer_leads(
     for step in range(4):
         before, latents = row.latents.clone(), row.extrapolated_latents()
         assert (latents is None) == (step in (0, 3))
-        if latents is not None and row.masked.blend is None:
+        if latents is not None and row.image.masked.blend is None:
             sigmas = row.schedule.sigmas
             velocity = row.sampler.moved / (sigmas[step] - sigmas[step - 1])
             expected = before + (sigmas[step + 1] - sigmas[step]) * velocity
@@ -363,8 +365,8 @@ def test_a_ring_that_is_computed_at_each_step_is_one_that_is_not_left_out(
     )
     for row in (plain, refreshed):
         run_hits(replay, [row])
-    assert refreshed.ring is not None
-    assert len(refreshed.latents) + len(refreshed.ring.ids) == len(plain.latents)
+    assert refreshed.image.ring is not None
+    assert len(refreshed.latents) + len(refreshed.image.ring.ids) == len(plain.latents)
     assert_equal(refreshed.result().array(), plain.result().array())
 
 
@@ -383,23 +385,25 @@ def test_what_is_foreseen_beside_a_template_is_what_a_row_has_that_is_there(
     replay.step([row], kinds)
     wide = job.with_ring(max(2, adapter.spec.refresh.ring or 0)) if ring else job
     arrived = hit(replay, wide, primed, None)
-    assert arrived.unmasked is not None
-    assert row.unmasked is not None
+    assert arrived.image.unmasked is not None
+    assert row.image.unmasked is not None
     change = row.schedule.walk[1:4]
     way = sum(step.change for step in change) / row.schedule.walk[0].change
     assert row.sampler.moved is not None
-    ids, latents = row.masked.ids, row.latents + way * row.sampler.moved
-    if row.ring is not None:
-        around = row.ring.latents.at(row.schedule.sigmas[4], sum(step.change for step in change))
-        ids = torch.cat((ids, row.ring.ids))
+    ids, latents = row.image.masked.ids, row.latents + way * row.sampler.moved
+    if row.image.ring is not None:
+        around = row.image.ring.latents.at(
+            row.schedule.sigmas[4], sum(step.change for step in change)
+        )
+        ids = torch.cat((ids, row.image.ring.ids))
         latents = torch.cat((latents, around[:, : row.channels]))
-    if row.masked.blend is not None:
-        latents[: len(row.latents)] = row.masked.blend.apply(
+    if row.image.masked.blend is not None:
+        latents[: len(row.latents)] = row.image.masked.blend.apply(
             latents[: len(row.latents)], row.schedule.sigmas[4], 4, row.steps
         )
     order = torch.argsort(ids)
-    assert_equal(ids[order].numpy(), arrived.masked.ids.numpy())
-    arrived.masked.latents, arrived.step = latents[order], 4
+    assert_equal(ids[order].numpy(), arrived.image.masked.ids.numpy())
+    arrived.image.masked.latents, arrived.step = latents[order], 4
 
     class Watched(FlowRow):
         __slots__ = ()
@@ -430,17 +434,19 @@ def test_what_is_left_out_beside_a_template_lies_on_its_line(
     job, replay = make_job(encoder, 0), Replay(adapter)
     row = hit(replay, job, Primed(adapter, encoder, job), plan(0, 2, ring=ring, lookahead=False))
     count, latents, snapshots = (
-        0 if row.ring is None else len(row.ring),
+        0 if row.image.ring is None else len(row.image.ring),
         list[Tensor](),
         list[Any](),
     )
     while row.step < 4:
         row.frozen = row.step not in (0, 2)
-        if row.ring is not None and not row.frozen:
-            latents.append(row.ring.latents.latents_now.clone())
+        if row.image.ring is not None and not row.frozen:
+            latents.append(row.image.ring.latents.latents_now.clone())
         replay.step([row], ("kv",) * adapter.blocks)
         if row.step in (1, 3):
-            latents.append(latents if row.ring is None else row.ring.latents.latents_now.clone())
+            latents.append(
+                latents if row.image.ring is None else row.image.ring.latents.latents_now.clone()
+            )
             snapshots.append(row.step_cache.source(0, row.walk_sigma()).parts[0].data.clone())
     step_cache, words = row.step_cache, len(row.prompt.text)
     assert step_cache is not None
@@ -455,7 +461,7 @@ def test_what_is_left_out_beside_a_template_lies_on_its_line(
     assert along.weight == pytest.approx(times)
     assert len(source.parts[0].data) == words + count == len(left_out.cis)
     assert_equal(along.parts[0].data.numpy(), (snapshots[1] - snapshots[0]).numpy())
-    if row.ring is None:
+    if row.image.ring is None:
         return
     assert len(model_input.tokens) == len(row.latents)
     begin, after, at, then = latents
@@ -463,5 +469,5 @@ def test_what_is_left_out_beside_a_template_lies_on_its_line(
     before, last = (after - begin) / changes[0], (then - at) / changes[1]
     t = (sigmas[2] - sigmas[3]) / (sigmas[0] - sigmas[2])
     expected = then + changes[2] * (last + t * (last - before))
-    if row.ring.latents.blend is None:
-        assert_equal(row.ring.latents.latents_now.numpy(), expected.numpy())
+    if row.image.ring.latents.blend is None:
+        assert_equal(row.image.ring.latents.latents_now.numpy(), expected.numpy())

@@ -98,7 +98,7 @@ def test_a_mask_keeps_no_share_of_the_source_in_a_thin_stroke(model: FamilyModel
         """How much of a token each latent of a row's mask may change."""
         job = model.encoded(replace(edit, pixels=pixels, mask=mask))
         row: Any = model.adapter.dense_row(job)
-        return set(row.masked.blend.mask.flatten().tolist())
+        return set(row.image.masked.blend.mask.flatten().tolist())
 
     assert shares(mask_for_model(stroke, facts)) == {0.0, 1.0}
     assert shares(mask_for_model(stroke, replace(facts, mask_latents=1))) - {0.0, 1.0}

@@ -49,7 +49,7 @@ def keys_at(adapter: Any, job: EditJob, step: int) -> Tensor:
     row = adapter.dense_row(job)
     for _ in range(step):
         adapter.step([row], None)
-    count = len(row.masked.cis) - len(row.latents)
+    count = len(row.image.masked.cis) - len(row.latents)
     if row.references is not None:
         row.references.entry = None  # made anew for this step
         adapter.step([row], None)

@@ -292,6 +292,6 @@ def test_with_every_token_active_cached_rows_are_dense(
         run(replay, [dense])
         assert_equal(row.result().array(), dense.result().array())
     for row in rows[2:]:
-        outside = packed(torch.from_numpy(row.result().array()))[row.unmasked.ids]
+        outside = packed(torch.from_numpy(row.result().array()))[row.image.unmasked.ids]
         assert len(outside)
-        assert torch.equal(outside, row.unmasked.latents.clean)
+        assert torch.equal(outside, row.image.unmasked.latents.clean)

@@ -140,13 +140,13 @@ def test_on_its_primings_inputs_a_cached_row_is_a_dense_one(model: FamilyModel) 
         """As a share of what the step moves."""
         row: Any = cached(model.replay, job, primed)
         dense: Any = model.adapter.dense_row(job)
-        row.masked.latents, dense.masked.latents = (
-            primed.row.template.noise[row.masked.ids],
+        row.image.masked.latents, dense.image.masked.latents = (
+            primed.row.template.noise[row.image.masked.ids],
             primed.row.template.noise.clone(),
         )
         model.replay.step([row, dense], KV * model.adapter.blocks)
         moved = dense.latents - primed.row.template.noise
-        off = row.latents - dense.latents[row.masked.ids]
+        off = row.latents - dense.latents[row.image.masked.ids]
         return float(off.abs().max() / moved.abs().max())
 
     wordless = {"prompt_embeds": job.conditioning["prompt_embeds"][:picture_words]}

@@ -178,10 +178,13 @@ def test_on_its_primings_inputs_a_cached_row_is_a_dense_one(model: FamilyModel) 
     dense: Any = model.adapter.dense_row(job)
     row = with_references(model, job, primed)
     noise = primed.row.template.noise
-    row.masked.latents, dense.masked.latents = noise[row.masked.ids], noise.clone()
+    row.image.masked.latents, dense.image.masked.latents = (
+        noise[row.image.masked.ids],
+        noise.clone(),
+    )
     model.replay.step([row, dense], KV * model.adapter.blocks)
     moved = dense.latents - noise
-    off = row.latents - dense.latents[row.masked.ids]
+    off = row.latents - dense.latents[row.image.masked.ids]
     assert float(off.abs().max() / moved.abs().max()) < 1e-5
 
 

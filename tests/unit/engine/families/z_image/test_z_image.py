@@ -50,7 +50,7 @@ def test_an_edit_is_priced_by_the_text_that_it_computes(model: FamilyModel) -> N
     adapter: Any = model.adapter
     for job, row in zip(jobs, rows, strict=True):
         words = len(job.conditioning["prompt_embeds"])
-        assert adapter.text_tokens(words, row.grid) == len(row.prompt.text)
+        assert adapter.text_tokens(words, row.image.grid) == len(row.prompt.text)
 
 
 def test_prompts_together_are_read_as_each_alone(model: FamilyModel) -> None:
@@ -161,9 +161,9 @@ def test_a_prompt_of_any_length_reads_what_its_own_length_would_have_primed(
             ),),
         )  # fmt: skip
         inputs = primed.row.template.at(torch.tensor(entry.anchor.sigma))
-        cached_row.masked.latents = inputs[cached_row.masked.ids].float()
-        cached_row.prompt = replace(primed.row.prompt)
-        cached_row.masked.blend = None
+        cached_row.image.masked.latents = inputs[cached_row.image.masked.ids].float()
+        cached_row.passes = (replace(primed.row.prompt), *cached_row.passes[1:])
+        cached_row.image.masked.blend = None
     model.replay.reads(row, [primed.entries[0]])
     model.replay.reads(whole, [None])
     assert_equal(result(model.replay, row, "kv"), result(model.replay, whole, "dense"))
