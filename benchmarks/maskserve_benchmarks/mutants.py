@@ -206,6 +206,13 @@ MUTATIONS = (
         f"{_CONTRACT}::test_steps_between_refresh_steps_lie_on_their_lines[sd3-large]",
     ),
     Mutation(
+        "LoRAs of joined layers change the first of them",
+        f"{_FLOW}/weights.py",
+        "places[name] = Place(product, widths * width, layer_shape(module))",
+        "places[name] = Place(product, 0, layer_shape(module))",
+        f"{_CONTRACT}::test_loras_are_those_that_diffusers_loads[chroma]",
+    ),
+    Mutation(
         "nets beside a template look ahead in no edit of few steps",
         "engine/maskserve_engine/planning/refresh_steps.py",
         "max(refresh_count(steps, stride), 2 if steps > 2 else 1)",
