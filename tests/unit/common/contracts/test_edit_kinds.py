@@ -125,7 +125,7 @@ def test_settings_without_effect_are_refused(kind: EditKind, setting: dict[str, 
     accept(kind, KONTEXT, **{name: default})
 
 
-@pytest.mark.parametrize("kind", EVERY)
+@pytest.mark.parametrize("kind", sorted(EVERY))
 def test_settings_of_several_edits_fit_each_kind(kind: EditKind) -> None:
     """Settings without effect in a kind, or that would change it, are dropped; all others stay."""
     shared = EditSettings(
