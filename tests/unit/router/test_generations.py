@@ -220,6 +220,7 @@ _NOT_SERVED = "is missing: this model repaints masks only; accepted: IMAGE with 
         (f"SETTINGS.mask_dilate: {_NO_EFFECT}", "mask_dilate", True),
         (f"IMAGE: {_NOT_SERVED}", "image", True),
         (f"MASK: {_NOT_SERVED}", "mask", False),
+        ("SETTINGS.mask_mode: is alpha, but MASK has no alpha channel", "mask", False),
     ],
 )
 async def test_a_refusal_names_its_field_though_it_says_mask(

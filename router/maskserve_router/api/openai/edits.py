@@ -695,20 +695,22 @@ def _in_form_words(form: EditForm, error: MaskserveError | Failure) -> Maskserve
 
     A client that sent no mask gets no message about a mask's channels.
     """
-    if form.mask is None and form.has_source and split_code(text_of(error))[1].startswith("MASK"):
+    text = split_code(text_of(error))[1]
+    problems = {"no alpha channel": "no alpha channel", "it is opaque": "no transparent pixels"}
+    problem = next((problems[phrase] for phrase in problems if phrase in text), None)
+    if form.mask is None and form.has_source and (problem or text.startswith("MASK")):
         return InvalidRequest(
             "mask",
             "is missing, and the image has no fully transparent pixels",
             "a PNG of the image's size, transparent (alpha 0) where to edit",
         )
-    for phrase, problem in (("no alpha channel",) * 2, ("it is opaque", "no transparent pixels")):
-        if phrase in text_of(error):
-            accepted = "transparent pixels where to edit, or mask_mode: white"
-            return InvalidRequest("mask", f"has {problem}", accepted)
+    if problem:
+        accepted = "transparent pixels where to edit, or mask_mode: white"
+        return InvalidRequest("mask", f"has {problem}", accepted)
     quality = form.fields.quality
     if quality != "auto" and "SETTINGS.num_inference_steps" in text_of(error):
-        problem = f"is {quality}, and the model does not take as many steps"
-        return InvalidRequest("quality", problem, "auto")
+        too_many = f"is {quality}, and the model does not take as many steps"
+        return InvalidRequest("quality", too_many, "auto")
     if isinstance(error, Failure):
         source = 0 if "template_id" in form.settings else 1
         return replace(error, details=in_openais_words(error.details, source))
