@@ -14,6 +14,7 @@ from maskserve_common.config import Config
 from maskserve_engine.base.job import Conditioning, EditJob
 from maskserve_engine.batch.forward import Transformer
 from maskserve_engine.batch.graphs import Graphs
+from maskserve_engine.batch.transfer import to_device
 from maskserve_engine.control_link.opening import OpenedControl, Opening, OpeningMessage
 from maskserve_engine.families.control import NetBatch, RowControl
 from maskserve_engine.families.flux import spec as flux
@@ -131,8 +132,9 @@ class FluxAdapter(FlowAdapter[FluxWeights]):
             torch.cartesian_prod(torch.tensor([number]), torch.arange(rows), torch.arange(columns))
             for number, (rows, columns) in enumerate(((height, width), *references))
         ]
-        ids = torch.cat((torch.zeros(text, 3), *pictures)).to(self.device)
-        cos, sin = self.model.pos_embed(ids)  # each angle stands twice, side by side
+        ids = torch.cat((torch.zeros(text, 3), *pictures))
+        # Each angle stands twice, side by side.
+        cos, sin = self.model.pos_embed(*to_device([ids], self.device))
         return torch.complex(cos[:, ::2].contiguous(), sin[:, ::2].contiguous())
 
     def carried(self, row: Row) -> tuple[Any, ...] | None:

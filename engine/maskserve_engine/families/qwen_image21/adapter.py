@@ -65,9 +65,12 @@ class QwenImage21Batch(FluxBatch):
     def make_references(
         self, model: FluxWeights, lacking: Sequence[tuple[Row, References]]
     ) -> None:
-        """Compute the words before the references first, to which these attend."""
+        """Compute the words before the references first, to which these attend. Earlier references
+        may be another row's, and the words before them are this row's.
+        """
         for row, references in lacking:
-            _say(model, row, references.before)
+            for seen in references.all:
+                _say(model, row, seen.before)
         super().make_references(model, lacking)
 
 
