@@ -238,7 +238,7 @@ def test_comfyuis_nodes_give_the_same_pictures(served: WorkerProcess, client: Cl
     import torch
 
     pack = load_node_pack(CHECKOUT / "clients" / "comfyui")
-    settings = {"num_inference_steps": STEPS, "seed": 5}
+    settings = {"num_inference_steps": STEPS, "seed": 5, "reproducible": True}
     shared = {"prompt": PROMPT, "url": served.grpc_url, "settings": json.dumps(settings), "key": ""}
     source = scene(*SOURCE_SIZE)
     image = torch.from_numpy(source.astype(np.float32) / 255)[None]
@@ -276,7 +276,7 @@ def picture_of(encoded: str | None) -> Pixels:
 
 
 def test_openais_sdk_gets_the_same_pictures(client: Client, sdk: openai.OpenAI) -> None:
-    settings = {"seed": fresh_seed(), "num_inference_steps": STEPS}
+    settings = {"seed": fresh_seed(), "num_inference_steps": STEPS, "reproducible": True}
     answer = sdk.images.generate(
         prompt=PROMPT, model="gpt-image-1", size="96x64", n=2, extra_body=settings
     )
@@ -362,7 +362,8 @@ def test_what_other_programs_send_gives_the_clients_picture(
 def test_pictures_go_through_litellms_proxy(
     sdk: openai.OpenAI, site: RouterSite, tmp_path: Path
 ) -> None:
-    more: dict[str, Any] = {"extra_body": {"seed": 5, "num_inference_steps": STEPS}}
+    settings = {"seed": 5, "num_inference_steps": STEPS, "reproducible": True}
+    more: dict[str, Any] = {"extra_body": settings}
     source = ("a.png", encode(scene(*SOURCE_SIZE)))
 
     def pictures(through: openai.OpenAI, model: str) -> list[Pixels]:

@@ -125,7 +125,11 @@ def test_templates_are_primed_and_previews_come(site: Supervisor) -> None:
     with Client(site.workers[0].grpc_url) as client:
         events = list(
             client.edit_stream(
-                encode(scene(SIDE, SIDE)), encode(MASK), "x", num_inference_steps=6, preview_every=2
+                encode(scene(SIDE, SIDE)),
+                encode(MASK),
+                "x",
+                num_inference_steps=200,  # time for a preview to be made
+                preview_every=2,
             )
         )
     assert any(isinstance(event, Preview) for event in events)
