@@ -69,8 +69,8 @@ class QwenImage21Batch(FluxBatch):
         may be another row's, and the words before them are this row's.
         """
         for row, references in lacking:
-            for seen in references.all:
-                _say(model, row, seen.before)
+            for part in references.all:
+                _say(model, row, part.before)
         super().make_references(model, lacking)
 
 
