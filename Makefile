@@ -68,17 +68,21 @@ demo: $(SERVING) ## a masked edit through a real Triton; writes demo-output/
 # Both at a time: tests of e2e wait for servers that start, and the others, which give way, compute
 # meanwhile. What needs a GPU has it for itself; without one it is skipped where its modules are
 # imported already.
+# Several servers share the cores. A thread that spins while it waits for others keeps these from
+# running, and Triton gives up a model's process that stands still for a second.
+SHARING := OMP_WAIT_POLICY=PASSIVE
+
 test: $(STAMP) ## the tests, with a real Triton
 	$(MAKE) -j2 test-e2e test-units
 	$(if $(GPU),$(PY) -m pytest tests/gpu --seed $(SEED) $(PYTEST_FLAGS))
 
 test-units: $(STAMP)
-	OMP_NUM_THREADS=1 nice -n 5 $(PY) -m pytest -n $(JOBS) --dist worksteal tests/unit \
+	OMP_NUM_THREADS=1 $(SHARING) nice -n 5 $(PY) -m pytest -n $(JOBS) --dist worksteal tests/unit \
 		tests/contract tests/triton $(if $(GPU),,tests/gpu) --seed $(SEED) $(PYTEST_FLAGS)
 
 # A file runs in one process, where its Triton is (tests/e2e/conftest.py says which share one).
 test-e2e: $(STAMP)
-	$(PY) -m pytest -n $(JOBS) --dist loadfile tests/e2e --seed $(SEED) $(PYTEST_FLAGS)
+	$(SHARING) $(PY) -m pytest -n $(JOBS) --dist loadfile tests/e2e --seed $(SEED) $(PYTEST_FLAGS)
 
 test-full: $(STAMP) ## the tests, slow ones too
 	MASKSERVE_FULL=1 $(MAKE) test SEED=fresh
