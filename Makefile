@@ -65,13 +65,13 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(SERVING) ## a masked edit through a real Triton; writes demo-output/
 	$(PY) scripts/bench demo --model $(MODEL)
 
-# Both at a time: tests of e2e wait for servers that start, and the others, which give way, compute
-# meanwhile. What needs a GPU has it for itself; without one it is skipped where its modules are
-# imported already.
 # Several servers share the cores. A thread that spins while it waits for others keeps these from
 # running, and Triton gives up a model's process that stands still for a second.
 SHARING := OMP_WAIT_POLICY=PASSIVE
 
+# Both at a time: tests of e2e wait for servers that start, and the others, which give way, compute
+# meanwhile. What needs a GPU has it for itself; without one it is skipped where its modules are
+# imported already.
 test: $(STAMP) ## the tests, with a real Triton
 	$(MAKE) -j2 test-e2e test-units
 	$(if $(GPU),$(PY) -m pytest tests/gpu --seed $(SEED) $(PYTEST_FLAGS))
