@@ -104,9 +104,10 @@ async def test_a_job_is_an_edit_that_is_fetched_later(tmp_path: Path) -> None:
             worker.hold()
         name = await client.give(form(n=2, seed=7))
         await until("it runs", lambda: sum(len(w.requests) for w in workers) == 2)
-        await until("it is told how far it is", lambda: router._jobs._runs.jobs[name].progress)
+        whole = {"step": 6, "steps": 6}  # of both pictures
+        await until("both say so", lambda: router._jobs._runs.jobs[name].progress == whole)
         _, body, _ = await client.call("GET", f"/{name}")
-        assert (body["status"], body["progress"]) == ("running", {"step": 6, "steps": 6})
+        assert (body["status"], body["progress"]) == ("running", whole)
         for worker in workers:
             worker.let_go()
         ended = await client.ended(name)
