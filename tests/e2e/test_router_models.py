@@ -68,7 +68,7 @@ def test_a_variation_is_the_base_models_edit_without_words(
     router: RouterSite, workers: dict[str, WorkerProcess]
 ) -> None:
     source = encode(scene(64, 64))
-    settings = {"seed": 5, "num_inference_steps": 4}
+    settings = {"seed": 5, "num_inference_steps": 4, "reproducible": True}
     url = f"http://{router.http_url}/v1"
     with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as sdk:
         answer = sdk.images.create_variation(image=("a.png", source), n=2, extra_body=settings)
