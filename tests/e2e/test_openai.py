@@ -118,9 +118,10 @@ def test_a_picture_of_any_format_is_edited_as_its_pixels_are(
 
 
 def test_n_pictures_have_seeds_one_after_the_other(client: openai.OpenAI, files: dict[str, Any]):
-    answer = client.images.edit(**files, n=3, output_format="webp", extra_body={"seed": 5, **STEPS})
+    same: dict[str, Any] = {"reproducible": True, **STEPS}
+    answer = client.images.edit(**files, n=3, output_format="webp", extra_body={"seed": 5, **same})
     assert [meta["seed"] for meta in answer.model_extra["maskserve"]] == [5, 6, 7]
-    single_answer = client.images.edit(**files, extra_body={"seed": 6, **STEPS})
+    single_answer = client.images.edit(**files, extra_body={"seed": 6, **same})
     assert np.array_equal(pixels_of(answer, 1), pixels_of(single_answer))
     assert not np.array_equal(pixels_of(answer, 0), pixels_of(answer, 1))
 
