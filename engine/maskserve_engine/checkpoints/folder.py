@@ -17,7 +17,7 @@ from __future__ import annotations
 import shutil
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -286,14 +286,25 @@ def make_folder(request: CheckpointRequest) -> list[str]:
 
 def main(argv: list[str]) -> int:
     """Describe the file of a request, or write its folder."""
-    warnings.simplefilter("ignore")
-    request = msgspec.json.decode(Path(argv[1]).read_bytes(), type=CheckpointRequest)
-    hide_unused_libraries(config_of({"model": {"gguf": request.file}}))
-    try:
+
+    def run(request: CheckpointRequest) -> None:
         if request.folder:
             make_folder(request)
         else:
             print(msgspec.json.encode(describe(Path(request.file))).decode())
+
+    return run_request(argv, run)
+
+
+def run_request(argv: list[str], run: Callable[[CheckpointRequest], None]) -> int:
+    """Run a command whose first argument names the file of a request. Return its exit status; an
+    error of the configuration is one sentence.
+    """
+    warnings.simplefilter("ignore")
+    request = msgspec.json.decode(Path(argv[1]).read_bytes(), type=CheckpointRequest)
+    hide_unused_libraries(config_of({"model": {"gguf": request.file}}))
+    try:
+        run(request)
     except ConfigError as error:
         print(f"maskserve serve: {str(error).removeprefix('[model] path: ')}", file=sys.stderr)
         return 1

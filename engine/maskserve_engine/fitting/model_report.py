@@ -12,18 +12,15 @@ from __future__ import annotations
 
 import sys
 import tempfile
-import warnings
 from pathlib import Path
 
 import msgspec
 
-from maskserve_common.config import ConfigError
 from maskserve_common.config_file import config_of
-from maskserve_engine.checkpoints.folder import describe, make_folder
+from maskserve_engine.checkpoints.folder import describe, make_folder, run_request
 from maskserve_engine.checkpoints.request import Card, CheckpointRequest, ModelReport
 from maskserve_engine.families.specs import load_spec
 from maskserve_engine.fitting.card_table import Shapes, best_fits
-from maskserve_engine.stages.unused_libraries import hide_unused_libraries
 
 
 def report(request: CheckpointRequest) -> ModelReport:
@@ -50,15 +47,7 @@ def _cards(folder: str) -> tuple[Card, ...]:
 
 def main(argv: list[str]) -> int:
     """Print the report of a request as JSON."""
-    warnings.simplefilter("ignore")
-    request = msgspec.json.decode(Path(argv[1]).read_bytes(), type=CheckpointRequest)
-    hide_unused_libraries(config_of({"model": {"gguf": request.file}}))
-    try:
-        print(msgspec.json.encode(report(request)).decode())
-    except ConfigError as error:
-        print(f"maskserve serve: {str(error).removeprefix('[model] path: ')}", file=sys.stderr)
-        return 1
-    return 0
+    return run_request(argv, lambda request: print(msgspec.json.encode(report(request)).decode()))
 
 
 if __name__ == "__main__":
