@@ -31,6 +31,7 @@ from tests.fakes.collector import Collector, collector
 from tests.fakes.control_nets import made_nets
 from tests.support.calls import Grpc, Http
 from tests.support.clone import Clone, serving_clone
+from tests.support.one_worker import one_worker
 from tests.support.plain_triton import PlainWorker, plain_triton
 from tests.support.workflows import drawn_plans, plans_of_every_kind
 
@@ -149,9 +150,8 @@ def unet_worker(
         base_port=free_base_port(),
         log_dir=tmp_path_factory.mktemp("unet-logs"),
     )
-    with Supervisor(options) as running:
-        yield running.workers[0]
-        assert running.workers[0].restarts == 0
+    with one_worker(options) as worker:
+        yield worker
 
 
 @pytest.fixture(scope="session")
@@ -169,9 +169,8 @@ def klein_worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerPro
         base_port=free_base_port(),
         log_dir=folder,
     )
-    with Supervisor(options) as running:
-        yield running.workers[0]
-        assert running.workers[0].restarts == 0
+    with one_worker(options) as worker:
+        yield worker
 
 
 @pytest.fixture(scope="session")

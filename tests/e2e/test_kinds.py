@@ -31,7 +31,6 @@ from maskserve_client.cli import main
 from maskserve_common.contracts.request import EDIT_KINDS
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
-from maskserve_serving.supervisor import Supervisor
 from maskserve_serving.worker import WorkerProcess
 from maskserve_workflows.definition import Workflow, each
 from maskserve_workflows.folder import read_plans
@@ -46,6 +45,7 @@ from tests.support.draws import fresh_rng, fresh_seed
 from tests.support.eventually import eventually
 from tests.support.litellm import litellm_proxy, needs_litellm
 from tests.support.node_pack import load_node_pack
+from tests.support.one_worker import one_worker
 from tests.support.workflows import interpret
 
 WORKFLOWS = CHECKOUT / "assets" / "workflows"
@@ -59,9 +59,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
     """The demo edit model, which has every kind."""
     folder = tmp_path_factory.mktemp("kinds")
     options = ServeOptions(model=str(DEMO_EDIT), base_port=free_base_port(), log_dir=folder)
-    with Supervisor(options) as running:
-        yield running.workers[0]
-        assert running.workers[0].restarts == 0
+    with one_worker(options) as worker:
+        yield worker
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,6 @@ from PIL import Image
 from maskserve_common.contracts.settings import EditSettings
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
-from maskserve_serving.supervisor import Supervisor
 from maskserve_serving.worker import WorkerProcess
 from tests.fakes.pictures import blob_mask, scene
 from tests.fakes.pipelines import (
@@ -35,6 +34,7 @@ from tests.support.calls import (
     edit_inputs,
     pixels,
 )
+from tests.support.one_worker import one_worker
 
 TOKENS = 8
 """Along each side of the source."""
@@ -113,9 +113,8 @@ def served(
     options = ServeOptions(
         config=config, model=str(folder), base_port=free_base_port(), log_dir=root
     )
-    with Supervisor(options) as running, closing(Grpc(running.workers[0].grpc_url)) as client:
+    with one_worker(options) as worker, closing(Grpc(worker.grpc_url)) as client:
         yield folder, client
-        assert running.workers[0].restarts == 0
 
 
 def expected(folder: Path, settings: EditSettings) -> Pixels:

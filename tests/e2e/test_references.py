@@ -21,11 +21,11 @@ from maskserve_client import Client, InvalidRequest
 from maskserve_client.cli import main
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
-from maskserve_serving.supervisor import Supervisor
 from maskserve_serving.worker import WorkerProcess
 from tests.fakes.pictures import encode, scene
 from tests.support.calls import Pixels, pixels
 from tests.support.draws import fresh_seed
+from tests.support.one_worker import one_worker
 
 PROMPT, STEPS, LENGTH = "a red star", 3, 48
 PICTURES = [scene(64, 48), scene(48, 64), scene(64, 72)]
@@ -48,9 +48,8 @@ def served(folder: Path) -> Iterator[WorkerProcess]:
     options = ServeOptions(
         model=str(folder), base_port=free_base_port(), log_dir=folder.parent, config=config
     )
-    with Supervisor(options) as running:
-        yield running.workers[0]
-        assert running.workers[0].restarts == 0
+    with one_worker(options) as worker:
+        yield worker
 
 
 @pytest.fixture(scope="module")
