@@ -38,19 +38,19 @@ class Listen(Table, frozen=True):
     host: str = "127.0.0.1"
     """Address of the clients' ports."""
     http_port: Port = 8080
-    """Port of KServe v2 over HTTP; 0 takes a free one."""
+    """Port of HTTP; 0 takes a free one."""
     grpc_port: Port = 8081
-    """Port of KServe v2 over gRPC; 0 takes a free one."""
+    """Port of gRPC; 0 takes a free one."""
     admin_host: str = "127.0.0.1"
-    """Address of the operators' port: metrics, drain, reload. Keep it from clients."""
+    """Address of the operators' port. Keep it from clients."""
     admin_port: Port = 8082
     """The operators' port; 0 takes a free one."""
     admin_names: tuple[str, ...] = ()
     """Host names for the operators' port, beside addresses, names without a dot and the machine's
     own; `.example.com`: all names below it. Others get 403."""
     tls_cert: str = ""
-    """PEM file of the certificate chain; with `tls_key`, both clients' ports speak TLS. The router
-    loads changes of both files within seconds."""
+    """PEM file of the certificate chain; with `tls_key`, both clients' ports use TLS. Changed files
+    are loaded within seconds."""
     tls_key: str = ""
     """PEM file of the certificate's key."""
 
@@ -59,33 +59,32 @@ class Workers(Table, frozen=True):
     """`[workers]`: the workers' addresses, and how they are polled."""
 
     addresses: tuple[str, ...] = ()
-    """`host:port` of each worker's gRPC port; `dns:name:port` means every address of a name."""
+    """`host:port` of each worker's gRPC port; `dns:name:port`: every address of a name."""
     dns_interval_s: Seconds = 5.0
-    """Seconds between two resolutions of the names."""
+    """Seconds between two resolutions of names."""
     poll_interval_s: Annotated[float, Meta(ge=0.01, le=5)] = 0.06
     """Seconds between two status requests to a worker."""
     polls_per_s: Annotated[int, Meta(ge=1, le=10**5)] = 500
-    """Most status requests per second to all workers; many workers are asked less often."""
+    """Most status requests per second to all workers."""
     poll_timeout_s: Seconds = 1.0
     """Seconds after which a status request counts as a miss."""
     misses: Count = 2
     """Consecutive misses after which a worker counts as down."""
     missed_bytes: Bytes = 256 * MIB
-    """Bytes of template images registered while a worker was down, kept until it has them."""
+    """Bytes of template images kept for workers that were down when they were registered."""
 
 
 class WorkflowFiles(Table, frozen=True):
     """`[workflows]`: plans that are served as models, and the servers that run their nodes."""
 
     folder: str = ""
-    """Folder of plans that `maskserve workflows compile` wrote, read at the start. Empty: none."""
+    """Folder of plans of `maskserve workflows compile`, read at start. Empty: none."""
     node_path: tuple[str, ...] = ()
-    """Folders of node files, whose nodes plans may have."""
+    """Folders of node files."""
     nodes: tuple[str, ...] = ()
-    """`host:port` of each node server's gRPC port, or `dns:name:port` as for workers."""
+    """`host:port` of each node server's gRPC port, or `dns:name:port`."""
     kept_bytes: Annotated[int, Meta(ge=0, le=2**40)] = 64 * MIB
-    """Bytes of nodes' answers kept for equal calls of the same key; keys share the space fairly. 0:
-    none."""
+    """Bytes of nodes' answers kept for equal calls of a key; keys share them. 0: none."""
     kept_s: Seconds = 3600.0
     """Seconds after its last use when a kept answer goes."""
 
@@ -96,30 +95,30 @@ class Routing(Table, frozen=True):
     policy: str = "mask_aware"
     """`mask_aware`, `least_requests`, `least_tokens` or `round_robin`."""
     order: Literal["slack", "fcfs"] = "slack"
-    """Order of a key's waiting work. `slack`: first the edit that must begin first to be in time
-    (without a due time: two minutes after arrival). `fcfs`: by arrival."""
+    """Order of a key's waiting work. `slack`: first what must begin first to be in time (without a
+    due time: two minutes after arrival). `fcfs`: by arrival."""
     default_model: str = ""
-    """Model for edits that name none; empty: the model of more than half of the workers."""
+    """Model for edits that name none; empty: that of more than half of the workers."""
     remembered_images: Count = 65_536
-    """Images whose template is remembered, to find the worker that has it."""
+    """Images whose template is remembered, to find its worker."""
     decoding_threads: Annotated[int, Meta(ge=1, le=64)] = 2
-    """Threads that inflate and parse requests and decode masks; keys use them in turn."""
+    """Threads that inflate and parse requests and decode masks."""
 
 
 class AdmissionBounds(Table, frozen=True):
     """`[admission]`: limits on edits and bytes under way; beyond, requests get a time to retry."""
 
     max_edits: Count = 512
-    """Edits admitted and not answered, and as many `control` operations; a key may have as many as
-    it leaves free."""
+    """Edits without an answer, and as many `control` operations; a key may have as many as it
+    leaves free."""
     max_bytes: Bytes = 640 * MIB
     """Bytes of requests and answers under way, answers reserved ahead; a key may have as many as it
     leaves free. With keys, at least four times `[http] max_body_bytes`."""
     waiting_per_worker: Annotated[int, Meta(ge=0, le=10**6)] = 8
-    """Edits that wait at a worker for a row; further ones wait in the router. 0: an edit is sent
-    once a row is free."""
+    """Edits that wait at a worker for a row; others wait in the router. 0: an edit is sent once a
+    row is free."""
     aging_s: Seconds = 5.0
-    """Seconds of waiting that count as much as one step of priority."""
+    """Seconds of waiting that count as one step of priority."""
     deadline_slack: Annotated[float, Meta(ge=1, le=100)] = 1.5
     """An edit is refused at once if its predicted time exceeds `deadline_ms` by this factor."""
 
@@ -132,12 +131,11 @@ class Faults(Table, frozen=True):
     retry_floor: Annotated[int, Meta(ge=0, le=10**6)] = 16
     """Retries that are always allowed."""
     retry_wait_s: Annotated[float, Meta(ge=0, le=600)] = 5.0
-    """Seconds that a failed edit waits for another worker that takes edits."""
+    """Seconds that a failed edit waits for another worker."""
     failures_to_eject: Count = 5
-    """Edits that a worker fails in a row before it is ejected."""
+    """Failed edits in a row before a worker is ejected."""
     eject_s: Seconds = 2.0
-    """Seconds of the first ejection, doubled each time up to `max_eject_s`. After each, one edit
-    tries the worker."""
+    """Seconds of the first ejection, doubled each time. After each, one edit tries the worker."""
     max_eject_s: Seconds = 60.0
     """Longest ejection of a worker."""
     max_ejected_share: Share = 0.5
@@ -145,7 +143,7 @@ class Faults(Table, frozen=True):
     unlisted_s: Seconds = 120.0
     """Seconds after which another worker gets an edit that its worker's records do not list."""
     drain_grace_s: Seconds = 60.0
-    """Seconds that admitted edits have to finish when the router stops."""
+    """Seconds that admitted edits have to finish at a stop."""
 
 
 class Http(Table, frozen=True):
@@ -160,22 +158,22 @@ class Http(Table, frozen=True):
     header_timeout_s: Seconds = 10.0
     """Seconds to send a request's headers."""
     min_bytes_per_s: Annotated[int, Meta(ge=0, le=10**9)] = 1024
-    """Least rate of a body. A body ten seconds behind it, or with a longer pause, is refused."""
+    """Least rate of a body; one that is ten seconds behind is refused."""
     keep_alive_s: Seconds = 620.0
-    """Seconds that an idle connection is kept, longer than load balancers keep it."""
+    """Seconds that an idle connection is kept, longer than load balancers do."""
     max_connections: Count = 4096
-    """Most connections, and at most half of the process's descriptors. Beyond, the longest silent
-    one of the address with the most is closed."""
+    """Most connections, and at most half of the descriptors. Beyond, the longest silent one of the
+    largest address is closed."""
     cors_origins: tuple[Annotated[str, Meta(pattern=ORIGIN, description=ORIGINS)], ...] = ()
-    """Origins whose pages may call the clients' port from a browser, such as
-    `https://app.example.com`; `*`: all. Cookies are not accepted."""
+    """Origins whose pages may call the clients' port, such as `https://app.example.com`; `*`: all.
+    Cookies are not accepted."""
 
 
 class ImageHosts(Table, frozen=True):
     """`[image_urls]`: pictures that requests of OpenAI's API give as https URLs."""
 
     hosts: tuple[Annotated[str, Meta(pattern=r"^[a-z0-9.-]+(:[0-9]+)?$")], ...] = ()
-    """Hosts of pictures that the router may fetch, `name` or `name:port`; empty: only data URLs."""
+    """Hosts, `name` or `name:port`; empty: only data URLs."""
     timeout_s: Seconds = 10.0
     """Seconds to fetch one picture."""
 
@@ -189,27 +187,27 @@ class OpenAIConfig(Table, frozen=True):
     aliases: dict[Annotated[str, Meta(min_length=1, max_length=256)], str] = msgspec.field(
         default_factory=dict
     )
-    """Model names that clients have built in, such as `gpt-image-1`, each with the name of a served
-    model or workflow. A served model's own name goes first."""
+    """Names that clients have built in, such as `gpt-image-1`, each with the name of a served model
+    or workflow."""
     url_bytes: Bytes = 256 * MIB
-    """Bytes of all pictures that are kept for `response_format: url`; keys share them."""
+    """Bytes of all pictures kept for `response_format: url`; keys share them."""
     url_s: Seconds = 3600.0
-    """Seconds after its last use when such a picture is no longer kept."""
+    """Seconds after its last use when such a picture goes."""
     public_url: Annotated[str, Meta(pattern=_URL, description="an http or https URL")] = ""
-    """Start of such pictures' URLs, such as `https://edits.example.com`; empty: as the client
-    reached the router."""
+    """Start of their URLs, such as `https://edits.example.com`; empty: as the client reached the
+    router."""
 
 
 class JobsConfig(Table, frozen=True):
     """`[jobs]`: edits and workflows whose results are kept until they are fetched."""
 
     enabled: bool = True
-    """False: jobs are refused with an error that says so."""
+    """False: jobs are refused."""
     database: str = ""
-    """SQLite file, or a URL such as `postgresql+psycopg://user:password@host/name` that several
-    routers may share. Empty: a file in the user's state folder (`$XDG_STATE_HOME/maskserve`)."""
+    """SQLite file, or a URL such as `postgresql+psycopg://user:password@host/name` that routers may
+    share. Empty: a file in `$XDG_STATE_HOME/maskserve`."""
     database_file: str = ""
-    """File that holds the value of `database`, such as a mounted secret."""
+    """File with the value of `database`, such as a mounted secret."""
     running: Annotated[int, Meta(ge=1, le=4096)] = 16
     """Jobs that this router runs at a time; keys take turns."""
     keep_s: Seconds = 86_400.0
@@ -217,24 +215,22 @@ class JobsConfig(Table, frozen=True):
     max_wait_s: Seconds = 86_400.0
     """Seconds after which a job that has not begun fails."""
     keep_jobs: Count = 10_000
-    """Finished jobs kept per key; beyond, the oldest goes. A key may have as many unfinished
-    jobs."""
+    """Finished jobs kept per key; a key may have as many unfinished ones."""
     max_bytes: Bytes = 4096 * MIB
     """Bytes of all jobs: half for requests, half for results; a key may have as much of each as it
     leaves free."""
     lease_s: Annotated[float, Meta(ge=0.5, le=3600)] = 15.0
-    """Seconds of silence after which a router loses its jobs; another router runs them again."""
+    """Seconds of silence after which other routers take over a router's jobs."""
     retries: Annotated[int, Meta(ge=0, le=100)] = 5
-    """Restarts of a job after a server fault, such as a lost worker; the pauses double, from two
-    seconds."""
+    """Restarts of a job after a server fault; pauses double, from two seconds."""
     webhook_hosts: tuple[Annotated[str, Meta(pattern=r"^[a-z0-9.-]+(:[0-9]+)?$")], ...] = ()
-    """Hosts that webhooks may name, `name` or `name:port`; empty: no webhooks."""
+    """Hosts that webhooks may name, `name` or `name:port`; empty: none."""
     webhook_secret: str = ""
-    """Secret that signs webhooks if there are no keys: `whsec_` and base64 of 24 to 64 bytes."""
+    """Secret of webhooks if there are no keys: `whsec_` and base64 of 24 to 64 bytes."""
     webhook_timeout_s: Seconds = 10.0
     """Seconds for one call of a webhook."""
     webhook_tries: Annotated[int, Meta(ge=1, le=100)] = 10
-    """Calls of a webhook until a 2xx answer; the pauses double, up to five minutes."""
+    """Calls of a webhook until a 2xx answer; pauses double, up to five minutes."""
 
 
 OUTPUT = r"^[a-z][a-z0-9+]*://[A-Za-z0-9._@+=,/ -]*/$"
@@ -245,8 +241,7 @@ class OutputUrls(Table, frozen=True):
     """`[outputs]`: URLs to which `output_url` may write pictures, instead of the answer."""
 
     urls: tuple[Prefix, ...] = ()
-    """Prefixes such as `s3://bucket/edits/` or `file:///srv/edits/`, if there are no keys. Empty:
-    none."""
+    """Prefixes such as `s3://bucket/edits/` or `file:///srv/edits/`, if there are no keys."""
     timeout_s: Seconds = 60.0
     """Seconds to write one picture."""
 
@@ -257,15 +252,15 @@ class Grpc(Table, frozen=True):
     max_connections: Count = 4096
     """Most connections, as far as descriptors allow; more are closed."""
     idle_s: Seconds = 60.0
-    """Seconds after which a connection without a call is closed; clients reopen it."""
+    """Seconds after which a connection without a call is closed."""
     max_calls: Count = 1280
-    """Most open calls; a client (a key's holder, or an address) may have as many as it leaves free.
-    Beyond, the longest silent call ends."""
+    """Most open calls; a client may have as many as it leaves free. Beyond, the longest silent call
+    ends."""
     silence_s: Seconds = 300.0
     """Seconds of silence after which a call with nothing under way ends."""
     max_age_s: Annotated[float, Meta(ge=0, le=86_400)] = 0.0
-    """Seconds after which a connection takes no more calls, so that clients spread over several
-    routers. 0: no limit."""
+    """Seconds after which a connection takes no more calls, so that clients spread over routers. 0:
+    no limit."""
 
 
 class Key(Table, frozen=True):
@@ -274,27 +269,27 @@ class Key(Table, frozen=True):
     name: Annotated[str, Meta(min_length=1, max_length=64)]
     """Name of its holder, for logs and metrics."""
     sha256: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
-    """SHA-256 of the key, so that this file has no key: `printf KEY | sha256sum`."""
+    """SHA-256 of the key: `printf KEY | sha256sum`."""
     max_edits: Count = 64
     """Most edits under way."""
     admin: bool = False
     """It sees and ends every client's edits, templates and statistics."""
     shares: bool = False
-    """Its templates are for every client, as with `"shared": true` in a registration."""
+    """Its templates are for every client."""
     private_prompts: bool = False
-    """Embeddings of its prompts are kept for it alone, as with `private_prompt` in SETTINGS."""
+    """Embeddings of its prompts are kept for it alone."""
     adapters: tuple[str, ...] = ()
-    """LoRAs of this key alone (`*` matches any characters); other keys do not see them."""
+    """LoRAs that other keys do not see (`*` matches any characters)."""
     output_urls: tuple[Prefix, ...] = ()
     """Prefixes of its `output_url`."""
     jobs_per_day: Annotated[int, Meta(ge=0, le=10**9)] = 0
-    """Jobs that it may submit per UTC day; 0: any number."""
+    """Jobs per UTC day; 0: any number."""
     job_bytes_per_day: Annotated[int, Meta(ge=0, le=2**50)] = 0
     """Bytes of these jobs' pictures; 0: any number."""
     job_megapixel_steps_per_day: Annotated[int, Meta(ge=0, le=10**12)] = 0
-    """Megapixels of these jobs' pictures, times their steps; 0: any number."""
+    """Their megapixels, times their steps; 0: any number."""
     webhook_secret: str = ""
-    """Secret that signs its webhooks: `whsec_` and base64 of 24 to 64 bytes. Empty: no webhooks."""
+    """Secret of its webhooks: `whsec_` and base64 of 24 to 64 bytes. Empty: no webhooks."""
 
 
 class RouterConfig(Table, frozen=True):
@@ -315,8 +310,8 @@ class RouterConfig(Table, frozen=True):
     outputs: OutputUrls = OutputUrls()
     keys: tuple[Key, ...] = ()
     keys_file: str = ""
-    """TOML file with further `[[keys]]` only, such as a mounted secret; the router loads changes
-    within seconds."""
+    """TOML file with further `[[keys]]` only, such as a mounted secret; changes are loaded within
+    seconds."""
     limits: LimitsConfig = LimitsConfig()
     log: LogConfig = LogConfig()
     trace: TraceConfig = TraceConfig()

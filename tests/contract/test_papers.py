@@ -33,24 +33,6 @@ def test_each_figure_table_and_algorithm_is_in_the_table(paper: Paper, kind: str
     assert numbers == set(range(1, getattr(paper, kind) + 1))
 
 
-DECISIONS = {"TetriServe": "deadlines", "Katz": "adapters", "LegoDiffusion": "workflows"}
-"""The page of docs/decisions that says of each figure how it stands here."""
-HEADINGS = {"simulated": "Simulated", "missing": "Not shown", "illustration": "No claim"}
-
-
-@pytest.mark.parametrize("paper", PAPERS[1:], ids=lambda paper: paper.name)
-def test_a_decision_says_of_each_figure_what_the_table_says(paper: Paper) -> None:
-    page = DOCUMENT.parent / "decisions" / f"{DECISIONS[paper.name]}.md"
-    section = page.read_text(encoding="utf-8").split(f"## {paper.name}'s figures")[1]
-    lines = dict(re.findall(r"^- \*\*(.*?)\*\*(.*)$", section.split("\n## ")[0], re.MULTILINE))
-    for part in paper.parts:
-        for figure in re.findall(r"\b(?:Fig\.|Table) \d+(?: left| right)?", part.part):
-            assert re.search(rf"\b{figure}\b", section), figure
-            if heading := HEADINGS.get(part.status):
-                line = next(text for name, text in lines.items() if name.startswith(heading))
-                assert re.search(rf"\b{figure}\b", line), (figure, heading)
-
-
 @pytest.mark.parametrize("paper", PAPERS, ids=lambda paper: paper.name)
 def test_what_is_simulated_says_from_which_inputs(paper: Paper) -> None:
     simulated = [part for part in paper.parts if part.status == "simulated"]

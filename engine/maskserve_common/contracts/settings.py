@@ -166,21 +166,20 @@ class EditSettings(Table, frozen=True):
     """Settings of one edit; `None` means the model's default."""
 
     model: Name | None = None
-    """Model that the edit needs; a router chooses a worker by it, and a worker accepts only its
-    own."""
+    """Model that the edit needs; a router chooses a worker by it, a worker accepts only its own."""
     seed: Annotated[int, Meta(ge=0, le=MAX_SEED)] | None = None
-    """Seed of the edit's noise. Without one the server draws it and names it in META."""
+    """Seed of the edit's noise; without one the server draws it, and META has it."""
     num_inference_steps: Annotated[int, Meta(ge=1, le=1000)] | None = None
     """Steps of the full schedule; by default the model's."""
     guidance_scale: Guidance | None = None
     """How closely the edit follows the prompt; by default the model's. Above 1 (Z-Image: 0), SDXL,
     SD 2.1, SD 3.5, Chroma, klein's base models and Z-Image run twice per step."""
     true_cfg_scale: Annotated[float, Meta(ge=1, le=100)] | None = None
-    """FLUX.1 (not Fill) and Qwen-Image: how strongly the edit avoids the negative prompt. 1: off;
-    above, the model runs twice per step."""
+    """FLUX.1 (not Fill) and Qwen-Image: how strongly the edit avoids the negative prompt. Above 1
+    the model runs twice per step."""
     negative_prompt: Text | None = None
-    """Things to avoid in the picture. FLUX Fill and FLUX.2 take none; FLUX.1 and Qwen-Image need
-    `true_cfg_scale` with it."""
+    """Things to avoid. FLUX Fill and FLUX.2 take none; FLUX.1 and Qwen-Image need `true_cfg_scale`
+    with it."""
     strength: Annotated[float, Meta(gt=0, le=1)] = 1.0
     """Share of the schedule that the edit runs."""
     mask_mode: MaskMode = "auto"
@@ -193,25 +192,24 @@ class EditSettings(Table, frozen=True):
     mask_dilate: Pixels = 0
     """Pixels by which the mask grows, at the source's size."""
     mask_feather: Pixels = 0
-    """Width in pixels, outside the mask, in which the edit fades into the source."""
+    """Pixels outside the mask in which the edit fades into the source."""
     mask_ring: Annotated[int, Meta(ge=0, le=64)] | None = None
-    """Width in tokens of the ring around the mask that a cached edit also computes and does not
-    paste; by default the model's."""
+    """Tokens around the mask that a cached edit also computes and does not paste; by default the
+    model's."""
     crop_to_mask: CropMode = "auto"
-    """`on`: the model sees only a window around the mask; `off`: the whole picture; `auto`: the
-    window, if the source exceeds the model's area and the window is under half of it."""
+    """`on`: the model sees a window around the mask; `off`: the whole picture; `auto`: the window,
+    if the source exceeds the model's area and the window is under half of it."""
     crop_padding: Annotated[float, Meta(ge=0, le=4096)] = 0.25
     """Margin of that window: below 1 a share of the mask's longer side, from 1 on pixels."""
     size: PictureSize = "auto"
-    """Without MASK, the answer's size: WIDTHxHEIGHT in multiples of the model's grid, at most its
-    native area. `auto`: the size that the model's pipeline chooses for IMAGE; without IMAGE, the
-    model's native square."""
+    """The answer's size without MASK: multiples of the model's grid, at most its native area.
+    `auto`: what the model's pipeline chooses for IMAGE, or the model's native square."""
     expand: Margins = (0, 0, 0, 0)
     """Pixels by which the picture grows; the new area is edited. MASK has the source's size, or is
     empty."""
     first_block_threshold: Annotated[float, Meta(ge=0, le=10)] | None = None
     """FLUX: a step skips its other blocks if its first block's relative change is below this value
-    (FirstBlockCache). 0 skips none; by default the model's (0)."""
+    (FirstBlockCache). 0: off; by default the model's (0)."""
     output_format: OutputFormat = "png"
     """Encoding of the edited picture."""
     output_quality: Annotated[int, Meta(ge=0, le=100)] | None = None
@@ -220,36 +218,35 @@ class EditSettings(Table, frozen=True):
     """For a transparent source. `auto`: transparent outside the mask, in PNG and WebP;
     `transparent`: the same, and JPEG is refused; `opaque`: not transparent."""
     output_encoding: OutputEncoding = "auto"
-    """`raw` bytes or `base64` text; `auto`: as MASK came (JSON carries only text)."""
+    """`raw` bytes or `base64` text; `auto`: as MASK came."""
     progress: bool = False
     """Send a progress event after every step (`edit_stream`)."""
     preview_every: Annotated[int, Meta(ge=0, le=1000)] = 0
-    """Send a preview image every so many steps; 0 sends none (`edit_stream`)."""
+    """Send a preview every so many steps; 0: none (`edit_stream`)."""
     cache: CacheMode = "auto"
     """Where steps read cached tokens. `auto`: the template's activations, or the edit's own refresh
-    steps; `own`: only refresh steps; `off`: nowhere, for the picture of the diffusers pipeline;
+    steps; `own`: only refresh steps; `off`: nowhere, for the diffusers pipeline's picture;
     `require`: the edit waits for its template, or runs dense if META's `dense_for` says so."""
     reproducible: bool = False
     """Equal requests give equal pixels, bit for bit, at any load and on every worker of one kind.
-    The edit waits for its template as with `require`, or ends with an error without a way to get
-    it."""
+    The edit waits for its template, or fails if it cannot get it."""
     loras: LoraSettings = ()
     """LoRAs of the edit: `name`, and `scale` (1 by default, -100 to 100)."""
     adapters: AdapterMode = "exact"
     """`exact`: steps wait for LoRAs and ControlNets; `fast`: the first steps may run without LoRAs,
-    and a ControlNet service's residuals may be requested one step ahead. A reproducible edit is
+    and residuals of a ControlNet service may be requested one step ahead. A reproducible edit is
     exact."""
     controls: ControlSettings = ()
     """ControlNets of the edit: `name`, `scale` (1 by default, -10 to 10), `start` and `end` (share
     of the steps, 0 to 1), `image` (index in CONTROL; by default its own) and `mode` (of union
     nets)."""
     private_prompt: bool = False
-    """Reuse the prompt's embeddings only for edits with the same API key."""
+    """Reuse the prompt's embeddings only for the same API key."""
     template_id: TemplateId | None = None
-    """A registered template or a kept result, to edit instead of IMAGE."""
+    """A registered template or kept result, to edit instead of IMAGE."""
     keep_result: bool = False
-    """Keep the result as a template for the next edit (META's `result_template_id`), until
-    `[limits] result_expires_s` after its last use."""
+    """Keep the result as a template (META's `result_template_id`), until `[limits]
+    result_expires_s` after its last use."""
     deadline_ms: Annotated[int, Meta(ge=1, le=MAX_DEADLINE_MS)] | None = None
     """Milliseconds after acceptance when the response is due."""
     on_late: LateMode = "drop"
@@ -257,10 +254,10 @@ class EditSettings(Table, frozen=True):
     `finish`: it goes on."""
     reuse: ReuseMode = "exact"
     """FLUX, `elastic`: an edit that would be late may skip steps, compute another ring, or refresh
-    less often. It needs `reuse_floor`."""
+    less often. Needs `reuse_floor`."""
     reuse_floor: Annotated[float, Meta(ge=0, le=100)] | None = None
-    """Lowest quality of a late edit with `reuse: elastic`: dB in the mask against a dense edit,
-    measured on the demo models."""
+    """Lowest quality of such an edit: dB in the mask against a dense edit, measured on the demo
+    models."""
     priority: Annotated[int, Meta(ge=PRIORITIES[0], le=PRIORITIES[1])] = 0
     """Order of a key's waiting edits: each unit counts as five seconds of waiting."""
     request_id: RequestId | None = None

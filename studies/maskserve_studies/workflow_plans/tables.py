@@ -1,4 +1,4 @@
-"""The tables of docs/decisions/simulator.md, from docs/benchmarks/workflows-simulated.json."""
+"""Tables of docs/benchmarks/workflow-inputs.md, from docs/benchmarks/workflows-simulated.json."""
 
 from __future__ import annotations
 
