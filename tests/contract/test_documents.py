@@ -161,9 +161,9 @@ def test_tables_of_simulated_results_are_those_of_the_run(page: str) -> None:
         for file, tables in RUNS[page]
         for table in tables(json.loads((folder / file).read_text(encoding="utf-8")))
     }
-    shown = [match.strip() for match in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)]
-    assert shown
-    assert [table for table in shown if table not in printed] == []
+    page_tables = [match.strip() for match in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)]
+    assert page_tables
+    assert [table for table in page_tables if table not in printed] == []
 
 
 def test_the_tables_of_keys_and_settings_are_those_of_the_code() -> None:
