@@ -22,6 +22,8 @@ _GAIN: Final = 1.2
 """Least factor by which another placement must be better."""
 _WINDOW_S: Final = 60.0
 """Seconds of the window in which calls count; older ones count less."""
+_ROUTER: Final = ""
+"""The place that has a call's inputs."""
 _IDLE: Final = 1e-3
 """Load below which a model counts as idle."""
 Record: TypeAlias = Mapping[str, Any]
@@ -55,7 +57,7 @@ class LivePlacement:
         """Seconds of the window that have been observed."""
 
     def score(
-        self, model: str, server: str, queue_s: float, fetch_s: float = 0.0
+        self, model: str, server: str, queue_s: float, nbytes: int = 0, byte_s: float = 0.0
     ) -> tuple[int, float]:
         """Return the rank of a server for a call; the lowest gets it.
 
@@ -67,16 +69,19 @@ class LivePlacement:
             model: model of the call.
             server: name of the server.
             queue_s: seconds of work that the server still has.
-            fetch_s: seconds to bring it the call's inputs.
+            nbytes: bytes of the call's inputs.
+            byte_s: seconds to bring the server a byte of them.
         """
         models, rooms, placed, _ = self._lying
         record = models.get(server, {}).get(model)
         if record is None or not _is_available(record, rooms[server]):
-            return 3, queue_s + fetch_s
+            return 3, queue_s + nbytes * byte_s
         loaded = frozenset({model}) if record["state"] == "here" else frozenset()
-        node = ReadyNode(model, 0.0, 0, math.inf, (record["seconds"],), models=frozenset({model}))
-        prices = Prices({model: record.get("load_s", 0.0)})
-        seconds = fetch_s + prices.score(node, NodePlace(server, queue_s, loaded), 0.0)
+        node = ReadyNode(
+            model, 0.0, math.inf, record["seconds"], 0.0, frozenset({model}), {_ROUTER: nbytes}
+        )
+        prices = Prices({model: record.get("load_s", 0.0)}, byte_s)
+        seconds = prices.score(node, NodePlace(server, queue_s, loaded), 0.0)
         free_bytes = rooms[server] - sum(models[server][name]["bytes"] for name in placed[server])
         lies = not record["bytes"] or model in placed[server]
         place = 0 if lies else 1 if record["bytes"] <= free_bytes else 2

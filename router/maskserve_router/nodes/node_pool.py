@@ -356,9 +356,11 @@ class NodePool(ServerPool[NodeServer]):
         """Rank servers by predicted end, silent ones last; of equal ones those that take names come
         first.
         """
-        fetch_s = message.nbytes * self._byte_s if self._is_far(server) else 0.0
-        placed = self._placement.score(model, server.address, server.load_s, fetch_s)
-        score = server.silent, *placed
+        byte_s = self._byte_s if self._is_far(server) else 0.0
+        score = (
+            server.silent,
+            *self._placement.score(model, server.address, server.load_s, message.nbytes, byte_s),
+        )
         return *score, server.host not in (None, self._values.host), server.address
 
     async def _request(self, message: _Message, server: NodeServer, client: KeyHolder) -> bytes:

@@ -141,7 +141,7 @@ class RunTimes:
         admitted = [self._remaining_work(admitted_run) for admitted_run in self._runs]
         if not places or admits(new, admitted, places, Prices(), now_s, self._order) is not None:
             return
-        remaining_s, needed = self._left(run), new.chain_s + new.run_s[0]
+        remaining_s, needed = self._left(run), new.chain_s + new.run_s
         if needed > remaining_s * self._slack:
             raise DeadlineExceeded(
                 f"{max(remaining_s, 0.0):.1f} s are too short for {run.plan.name}, "

@@ -40,6 +40,10 @@ Gbit/s from each service.
 fast`, over an edit without a network between them (both emulated). `exact_…` is for steps that
 wait.
 
+`served_ms`: milliseconds of an edit with no, one and three ControlNets and two LoRAs, at a real
+server with the nets beside the base, in one service and in three, and in diffusers' pipeline with
+the same models (`served_edits`; Katz Fig. 14 in form).
+
 `cfg_pair`: a step of a guided row by two processes of one core, one pass each, over both passes in
 one process (`cfg_pair.py`; SDXL at 0.3 of its width). `…_two_workers`: edits per second of two such
 processes with an edit each, over one process. The same figures exist for a cached row and for
@@ -80,6 +84,7 @@ from maskserve_studies.adapters.cfg_pair import cfg_pair
 from maskserve_studies.adapters.control_service import service_step
 from maskserve_studies.adapters.emulated_controls import slow_link, three_controls
 from maskserve_studies.adapters.lora_loading import lora_loading
+from maskserve_studies.adapters.served_edits import served_edits, served_table
 
 ROWS, RANK, RATIO = 8, 16, 0.25
 CONTROL_RATIO, UNET_CONTROL_RATIO = 0.11, 0.2
@@ -312,6 +317,7 @@ PARTS: dict[str, tuple[Callable[[argparse.Namespace], dict[str, Any]], ...]] = {
         lambda args: three_controls(args.repeat),
         lambda args: slow_link(args.repeat),
     ),
+    "served": (lambda args: served_edits(args.repeat, args.seed, tiny=args.tiny),),
 }
 """Measurements by the name that `--only` takes."""
 
@@ -324,6 +330,8 @@ def main() -> int:
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     parser.add_argument("--repeat", type=int, default=3, help="rounds of each part")
     parser.add_argument("--refresh", type=int, default=REFRESH, help="of control")
+    parser.add_argument("--seed", type=int, default=0, help="of served")
+    parser.add_argument("--tiny", action="store_true", help="served in two steps of 64 pixels")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.manual_seed(0)
@@ -336,6 +344,8 @@ def main() -> int:
         result = bars.get(name)
         bar = f"  ({result['bar']}: {'met' if result['met'] else 'MISSED'})" if result else ""
         print(f"{name:24} {value}{bar}")
+    if "served_ms" in summary:
+        print(served_table(summary))
     result = {"torch": torch.__version__, "summary": summary, "bars": bars}
     write_json(about(hardware(torch.device(args.device))) | result, args.json)
     return 0

@@ -1,5 +1,5 @@
-"""LegoDiffusion's figures with the scheduler of `maskserve_workflows`, and the gains from masks and
-due times.
+"""LegoDiffusion's figures with the router's order, score and admission, and the gains from masks
+and due times.
 
 A system's *rate* is the load at which it has nine of ten requests in time, as a share of the
 devices' dense capacity. Requests are due at twice their time alone. All systems serve the same
@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from maskserve_benchmarks.simulator.hardware import Hardware
 from maskserve_studies.workflow_plans.chains import RULES, draw_chains, simulate_chains
+from maskserve_studies.workflow_plans.dispatch import decide
 from maskserve_studies.workflow_plans.simulation import Node, PlanRequest, PlanRun, Rules
 from maskserve_studies.workflow_plans.systems import (
     BASES,
@@ -36,7 +37,7 @@ from maskserve_studies.workflow_plans.systems import (
     most,
     rate,
 )
-from maskserve_workflows.scheduling import NodePlace, Prices, ReadyNode, admits, decide
+from maskserve_workflows.scheduling import NodePlace, Prices, ReadyNode, admits
 
 Report = dict[str, Any]
 
@@ -148,19 +149,17 @@ def _ends_in_time(run: PlanRun, number: int) -> bool:
     return plan.ended <= plan.request.due
 
 
-def alone(base: str) -> Report:
-    """Seconds of a single request with a ControlNet, over its seconds on one device (Fig. 10)."""
-    flow = Flow(base, 1)
-    report = {}
-    for system in ("lego", "ours"):
-        seconds = []
-        for devices in (1, 2, 3):
-            load = replace(Load(_setting(base), 1.0, devices, 1, 1, scale=1e6))
-            run, plan_requests = SYSTEMS[system](load, [replace(draw_requests(load)[0], flow=flow)])
-            run.run(plan_requests)
-            seconds.append((run.plans[0].ended - plan_requests[0].arrival) / flow.solo_s)
-        report[system] = [round(ratio, 3) for ratio in seconds]
-    return report
+def alone(base: str) -> list[float]:
+    """Seconds of a single request with a ControlNet on one, two and three devices by Algorithm 1,
+    over its seconds on one device (Fig. 10).
+    """
+    flow, seconds = Flow(base, 1), []
+    for devices in (1, 2, 3):
+        load = Load(_setting(base), 1.0, devices, 1, 1, scale=1e6)
+        run, plan_requests = SYSTEMS["lego"](load, [replace(draw_requests(load)[0], flow=flow)])
+        run.run(plan_requests)
+        seconds.append((run.plans[0].ended - plan_requests[0].arrival) / flow.solo_s)
+    return [round(ratio, 3) for ratio in seconds]
 
 
 def _setting(base: str) -> str:
@@ -192,20 +191,18 @@ def sharing(base: str, requests: int, seeds: Sequence[int]) -> Report:
 
 
 def degrees(requests: int, seeds: Sequence[int]) -> Report:
-    """S1 on four devices: mean seconds of a request at MEAN_LOADS. The base has one device, two
-    devices of a fixed pair, or as many as the system gives it (Fig. 4, right).
+    """S1 on four devices by Algorithm 1: mean seconds of a request at MEAN_LOADS. The base has one
+    device, two devices of a fixed pair, or all that are idle (Fig. 4, right).
     """
     report: Report = {}
-    for system in ("lego", "ours"):
-        for name, devices, degree_slice in (
-            ("one", 4, slice(0, 1)),
-            ("two", 2, slice(1, 2)),
-            ("adaptive", 4, slice(None)),
-        ):
-            # A pair counts as one device here, with twice the load.
-            loads = [Load("S1", 4 / devices * at, devices, requests, 1) for at in MEAN_LOADS]
-            means = [_mean_s(SYSTEMS[system], load, seeds, degree_slice) for load in loads]
-            report[f"{system}_{name}"] = means
+    for name, devices, degree_slice in (
+        ("one", 4, slice(0, 1)),
+        ("two", 2, slice(1, 2)),
+        ("adaptive", 4, slice(None)),
+    ):
+        # A pair counts as one device here, with twice the load.
+        loads = [Load("S1", 4 / devices * at, devices, requests, 1) for at in MEAN_LOADS]
+        report[name] = [_mean_s(SYSTEMS["lego"], load, seeds, degree_slice) for load in loads]
     return report
 
 
@@ -330,7 +327,7 @@ def decisions(devices: int = MANY, plans: int = IN_FLIGHT, count: int = 21) -> R
         NodePlace(f"d{n}", rng.uniform(0.1, 9.0) * (n > 0), frozenset("m")) for n in range(devices)
     ]
     waiting = [
-        ReadyNode(str(n), rng.random(), 0, rng.uniform(20, 40), (7.0, 3.7), models=frozenset("m"))
+        ReadyNode(str(n), rng.random(), rng.uniform(20, 40), 7.0, models=frozenset("m"))
         for n in range(max(plans - devices, 1))
     ]
     for _ in range(count):

@@ -1,4 +1,4 @@
-"""Plans of nodes over devices, in virtual time. The production scheduler decides
+"""Plans of nodes over devices, in virtual time. Order, score and admission are the router's
 (`maskserve_workflows.scheduling`).
 
 A system is a way to cut requests into nodes, with rules for running them. A monolith is a plan of
@@ -12,15 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from maskserve_benchmarks.simulator.events import Events
+from maskserve_studies.workflow_plans.dispatch import Dispatch, PrintedNode, algorithm_1, decide
 from maskserve_workflows.scheduling import (
     ORDERS,
-    Dispatch,
     NodePlace,
     Prices,
     ReadyNode,
     admits,
-    algorithm_1,
-    decide,
     in_pieces,
     predicted,
 )
@@ -34,7 +32,7 @@ class Node:
 
     models: frozenset[str]
     run_s: tuple[float, ...]
-    """Seconds on one device, on two, and so on."""
+    """Seconds on one device, on two, and so on. Only Algorithm 1 uses several."""
     after: tuple[int, ...] = ()
     """Numbers of the nodes before it."""
     together: int = 1
@@ -193,7 +191,7 @@ class PlanRun:
         if not path:
             return []
         if self.rules.printed:
-            return [ReadyNode(key, request.arrival, 0, request.due, (path,))]
+            return [ReadyNode(key, request.arrival, request.due, path)]
         main = max(known_nodes, key=lambda node: node.run_s[0]).only
         work = sum(
             node.run_s[0]
@@ -203,17 +201,18 @@ class PlanRun:
         remaining = in_pieces(key, request.arrival, request.due, path, work)
         return [replace(remaining, only=main)]
 
-    def _node(self, plan: _Plan, number: int, key: str) -> ReadyNode:
+    def _node(self, plan: _Plan, number: int, key: str) -> PrintedNode:
         node, request = plan.request.nodes[number], plan.request
-        return ReadyNode(
+        return PrintedNode(
             key,
             request.arrival if self.rules.sees_plan else plan.ready[number],
-            plan.depth[number],
             request.due if self.rules.admission else math.inf,
-            node.run_s,
+            node.run_s[0],
             plan.behind[number],
             node.models,
             only=node.only,
+            depth=plan.depth[number],
+            degrees_s=node.run_s,
             together=node.together,
         )
 

@@ -123,7 +123,7 @@ class Load:
     load_s: float = LOAD_S
     """Seconds to load a GiB."""
     two: float = TWO
-    """Speed of two devices over one."""
+    """Speed of two devices over one, in Algorithm 1."""
     blind: bool = False
     """Whether monoliths admit all requests and run them to their end."""
 
@@ -220,14 +220,14 @@ def _mask_shares(requests: int, seed: int) -> tuple[float, ...]:
 def maskserve_system(
     load: Load, flow_requests: Sequence[FlowRequest], rules: Rules | None = None
 ) -> tuple[PlanRun, list[PlanRequest]]:
-    """Our system: models are placed by their loads. An edit is one node on its worker. A masked
-    edit is a cached row.
+    """Our system: models are placed by their loads. An edit is one node on its worker, which has
+    one device. A masked edit is a cached row.
     """
     plan_requests = []
     for number, request in enumerate(flow_requests):
         base = BASES[request.flow.base]
         loop, ends = request.flow.loop_s * request.share, base.text[1] + base.vae[1] + OVERHEAD_S
-        node = Node(frozenset(request.flow.parts), (loop + ends, loop / load.two + ends))
+        node = Node(frozenset(request.flow.parts), (loop + ends,))
         plan_requests.append(_plan_request(load, number, request, (node,)))
     models = _models(load)
     return _run(rules or Rules(), load, models, _loads(load, models)), plan_requests

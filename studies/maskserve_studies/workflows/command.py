@@ -13,6 +13,10 @@ picture is encoded. Also memory and processes with three workflows at once, comp
 own judge. The first tries are what a verifier that accepts everything would give.
 `stages`: memory that two workers with a stage service save, as a share of one encoder's and one
 decoder's processes. Also their edits per second, as a share of two workers with their own stages.
+`replicas`: edits per second with two replicas of the stage service over those with one, where the
+stages are the bottleneck; and edits that are lost or wrong while a replica is killed.
+`monoliths`: memory and seconds of three workflows at once on one server, over those on three
+servers with a workflow each (LegoDiffusion Fig. 4 left, Table 3).
 `by-name`: 16 MiB from node to node by name, compared with the way through the caller.
 `due`: plans with due times over eight emulated workers, compared with single edits and with the
 simulator (`due_plans`). It takes 10 minutes with 300 plans of a seed.
@@ -29,14 +33,15 @@ from __future__ import annotations
 
 import argparse
 import io
+import itertools
 import json
 import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -61,7 +66,12 @@ from maskserve_studies.demo_model.named_scenes import held_out_scenes
 from maskserve_studies.demo_model.node_judges import enlarge_db, find_iou
 from maskserve_studies.workflows.due_plans import due_plans
 from maskserve_studies.workflows.second_host import can_have_one, second_host
-from maskserve_studies.workflows.shared_stages import stages_edits, stages_memory
+from maskserve_studies.workflows.shared_stages import (
+    replica_killed,
+    replicas_edits,
+    stages_edits,
+    stages_memory,
+)
 from maskserve_studies.workflows.two_hosts import two_hosts, two_hosts_control
 from maskserve_studies.workflows.value_passing import pass_by_name
 from maskserve_workflows.definition import Workflow, each, repeat
@@ -81,6 +91,8 @@ _ENOUGH: Final = 0.17
 """Share of the mask that a thing must fill to count as found. An outline fills less than the nodes'
 default (0.2).
 """
+THREE: Final = ("variants_bench", "detail_bench", "added_bench")
+"""Workflows that share models."""
 NODES: Final = CHECKOUT / "assets" / "nodes"
 ADAPTERS: Final = CHECKOUT / "assets" / "adapters"
 
@@ -236,7 +248,7 @@ class Rivals:
         once. A server for each workflow would need three times the memory of one.
         """
         image, mask = self.picture(), _mask(_BOXES)
-        names = ("variants_bench", "detail_bench", "added_bench")
+        names = THREE
         self.run(names[0], image, mask)  # loads everything that the first use loads
         with peak() as single:
             self.run(names[0], self.picture(), mask)
@@ -398,6 +410,47 @@ def stages(args: argparse.Namespace) -> dict[str, Any]:
     return {**stages_memory(DEMO_MODEL), **stages_edits(DEMO_MODEL, args.rounds)}
 
 
+def replicas(args: argparse.Namespace) -> dict[str, Any]:
+    edits = 8 if args.tiny else 48
+    return {
+        **replicas_edits(DEMO_MODEL, args.rounds, edits),
+        **replica_killed(DEMO_MODEL, args.seeds[0], edits),
+    }
+
+
+def monoliths(args: argparse.Namespace) -> dict[str, Any]:
+    figures: dict[str, Any] = {}
+    for name, count in (("shared", 1), ("monoliths", len(THREE))):
+        with ExitStack() as running:
+            servers = [running.enter_context(served(args.find)) for _ in range(count)]
+            sides = list(zip(THREE, itertools.cycle(servers), strict=False))
+            _at_once(sides)  # loads everything that the first use loads
+            with peak() as used:
+                seconds = [_at_once(sides) for _ in range(args.rounds)]
+        figures[f"{name}_mib"] = used.mib
+        figures[f"{name}_processes"] = used.processes
+        figures[f"{name}_s"] = round(statistics.median(map(statistics.mean, seconds)), 3)
+        figures[f"seconds_{name}"] = seconds
+    for unit in ("mib", "s"):
+        ratio = figures[f"shared_{unit}"] / figures[f"monoliths_{unit}"]
+        figures[f"shared_of_monoliths_{unit}"] = round(ratio, 3)
+    return figures
+
+
+def _at_once(sides: Sequence[tuple[str, Rivals]]) -> list[float]:
+    """Seconds of runs that begin at once, each of a workflow at a server."""
+    mask = _mask(_BOXES)
+
+    def seconds(name: str, server: Rivals, image: bytes) -> float:
+        begin = time.perf_counter()
+        server.run(name, image, mask)
+        return round(time.perf_counter() - begin, 3)
+
+    with ThreadPoolExecutor(len(sides)) as pool:
+        calls = [pool.submit(seconds, *side, side[1].picture()) for side in sides]
+        return [call.result() for call in calls]
+
+
 def named(args: argparse.Namespace) -> dict[str, Any]:
     with served(args.find) as sides:
         address = f"127.0.0.1:{sides.nodes.ports.grpc}"
@@ -422,7 +475,8 @@ def hosts(args: argparse.Namespace) -> dict[str, Any]:
 
 PARTS: Final[dict[str, Callable[[argparse.Namespace], dict[str, Any]]]] = {
     "rivals": rivals, "added": added, "shared": shared, "models": models, "verified": verified,
-    "stages": stages, "by-name": named, "due": due, "hosts": hosts,
+    "stages": stages, "replicas": replicas, "monoliths": monoliths, "by-name": named,
+    "due": due, "hosts": hosts,
 }  # fmt: skip
 
 
@@ -432,7 +486,8 @@ def main() -> int:
     add("--rounds", type=int, default=5)
     add("--edits", type=int, default=200, help="of `verified`")
     add("--plans", type=int, default=300, help="of `due`, at each load in each order")
-    add("--seeds", type=int, nargs="+", default=[1], help="of `due`")
+    add("--seeds", type=int, nargs="+", default=[1], help="of `due`; the first also of `replicas`")
+    add("--tiny", action="store_true", help="few edits of `replicas`")
     add("--find", type=Path, default=NODES / "find", help="folder of a CLIPSeg model")
     add("--enlarge", type=Path, default=NODES / "enlarge", help="folder of a Swin2SR model")
     add("--only", nargs="+", choices=list(PARTS), metavar="PART", help=", ".join(PARTS))

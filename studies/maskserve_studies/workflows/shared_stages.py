@@ -1,5 +1,6 @@
 """Memory and edits per second of two workers that share the encoder and decoder of a service,
-compared with two workers with their own.
+compared with two workers with their own. Also a second replica of the service alone, and edits
+while a replica is killed.
 
 All processes of workers and service count, Triton's included, by their proportional set sizes:
 shared memory, such as torch's libraries, counts once. Edits per second are measured with both
@@ -9,12 +10,15 @@ have their rounds in turn.
 
 from __future__ import annotations
 
+import os
+import signal
 import statistics
 import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +26,7 @@ import numpy as np
 import psutil
 
 from maskserve_benchmarks.timing import rates_in_turn
-from maskserve_client.client import Client
+from maskserve_client import Client, MaskserveError
 from maskserve_common.files.stages import STAGES
 from maskserve_common.imaging.images import encode_png
 from maskserve_common.liveness import signed_in
@@ -67,13 +71,69 @@ def stages_edits(model: Path, rounds: int) -> dict[str, Any]:
     }
 
 
-def _edits_s(supervisor: Supervisor, count: int) -> float:
+def replicas_edits(model: Path, rounds: int, count: int = _OF_A_ROUND) -> dict[str, Any]:
+    """Edits per second with two replicas of the stage service, over those with one; medians. Edits
+    have one step, so the stages are the bottleneck, and only they are scaled.
+    """
+    with _serving(model, "cpu") as one, _serving(model, "cpu,cpu") as two:
+        sides = {"one": one, "two": two}
+        for side in sides.values():
+            _edits_s(side, _AT_ONCE, steps=1)
+        rates = rates_in_turn(sides, lambda side: _edits_s(side, count, steps=1), rounds)
+    medians = {name: statistics.median(samples) for name, samples in rates.items()}
+    return {
+        "replicas_edits_ratio": round(medians["two"] / medians["one"], 3),
+        "seconds_replicas_edits_s": rates,
+    }
+
+
+def replica_killed(model: Path, seed: int, count: int = _OF_A_ROUND) -> dict[str, Any]:
+    """Kill one of two replicas of the stage service while edits run: how many edits have no answer,
+    or other bytes than in a run without a kill.
+    """
+    rng = np.random.default_rng(seed)
+    with _serving(model, "cpu,cpu") as supervisor:
+        urls = [worker.grpc_url for worker in supervisor.workers]
+
+        def edited(number: int) -> bytes | None:
+            try:
+                return _edit(
+                    urls[number % len(urls)],
+                    np.random.default_rng((seed, number)),
+                    seed=number,
+                    reproducible=True,
+                    cache="off",
+                )
+            except MaskserveError:
+                return None
+
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            expected = list(pool.map(edited, range(count)))
+            begin = time.monotonic()
+            list(pool.map(edited, range(count)))
+            run_s = time.monotonic() - begin
+            answers = pool.map(edited, range(count))
+            time.sleep(rng.uniform(0.2, 0.6) * run_s)
+            killed = supervisor.services[1]
+            assert killed.pid is not None
+            os.kill(killed.pid, signal.SIGKILL)
+            pictures = list(answers)
+    pairs = zip(pictures, expected, strict=True)
+    return {
+        "killed_edits": count,
+        "killed_lost": pictures.count(None),
+        "killed_wrong": sum(one is not None and one != other for one, other in pairs),
+    }
+
+
+def _edits_s(supervisor: Supervisor, count: int, **settings: Any) -> float:
     """Edits per second of `count` edits, half of them at each worker."""
     urls = [worker.grpc_url for worker in supervisor.workers]
     begin = time.monotonic()
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         rngs = np.random.default_rng().spawn(count)
-        list(pool.map(_edit, (urls[number % len(urls)] for number in range(count)), rngs))
+        edit = partial(_edit, **settings)
+        list(pool.map(edit, (urls[number % len(urls)] for number in range(count)), rngs))
     return count / (time.monotonic() - begin)
 
 
@@ -84,7 +144,7 @@ def _serving(model: Path, device: str) -> Iterator[Supervisor]:
             model=str(model),
             workers=2,
             stages_device=device,
-            base_port=free_base_port(2),
+            base_port=free_base_port(3),
             log_dir=Path(directory),
         )
         with Supervisor(options) as supervisor:
@@ -104,13 +164,21 @@ def _memory(model: Path, device: str) -> tuple[int, int]:
         return total_bytes, sum(_pss(models[stage]) for stage in STAGES)
 
 
-def _edit(url: str, rng: np.random.Generator) -> None:
+def _edit(url: str, rng: np.random.Generator, *, steps: int | None = None, **more: Any) -> bytes:
     mask = np.zeros((_SIDE, _SIDE), np.uint8)
     mask[32:80, 40:96] = 255
     picture = rng.integers(0, 256, (_SIDE, _SIDE, 3), np.uint8)
     prompt = f"a red star {rng.integers(2**32)}"
     with Client(url) as client:
-        client.edit(encode_png(picture), encode_png(mask), prompt, timeout=600)
+        result = client.edit(
+            encode_png(picture),
+            encode_png(mask),
+            prompt,
+            num_inference_steps=steps,
+            timeout=600,
+            **more,
+        )
+    return result.encoded
 
 
 def _tree(pid: int) -> int:

@@ -164,9 +164,9 @@ def test_scores_alone_load_again_and_again() -> None:
 
     class ScoreAlone(LivePlacement):
         def score(
-            self, model: str, server: str, queue_s: float, fetch_s: float = 0.0
+            self, model: str, server: str, queue_s: float, nbytes: int = 0, byte_s: float = 0.0
         ) -> tuple[int, float]:
-            return 0, super().score(model, server, queue_s, fetch_s)[1]
+            return 0, super().score(model, server, queue_s, nbytes, byte_s)[1]
 
         def observe(self, records: Any, now: float) -> dict[str, frozenset[str]]:
             super().observe(records, now)
@@ -288,7 +288,7 @@ def test_a_call_goes_to_who_would_be_done_first() -> None:
     router = LivePlacement()
     assert router.observe(records, 0.0) == {}
     assert router.score("a", "x", 0.0) == (0, pytest.approx(0.1))
-    assert router.score("a", "x", 1.0, 0.5) == (0, pytest.approx(1.6))
+    assert router.score("a", "x", 1.0, 5, 0.1) == (0, pytest.approx(1.6))
     assert router.score("a", "x", 1.0) > router.score("a", "y", 0.0)
     assert router.score("a", "z", 0.0) == (0, pytest.approx(3.0))
     assert router.score("b", "x", 0.0) == (1, pytest.approx(0.5))

@@ -25,14 +25,13 @@ def test_the_ranges_hold_the_defaults_and_each_input_has_a_source() -> None:
 
 
 def test_two_devices_speed_up_a_lone_request_by_their_input() -> None:
-    for system in ("ours", "lego"):
-        seconds = []
-        for two in (1.0, 2.0):
-            load = Load("S4", 1.0, 2, 1, 1, scale=1e6, two=two)
-            run, requests = SYSTEMS[system](load, [FlowRequest(0.0, Flow("dev", 0))])
-            run.run(requests)
-            seconds.append(run.plans[0].ended)
-        assert 1.9 < seconds[0] / seconds[1] <= 2.0
+    seconds = []
+    for two in (1.0, 2.0):
+        load = Load("S4", 1.0, 2, 1, 1, scale=1e6, two=two)
+        run, requests = SYSTEMS["lego"](load, [FlowRequest(0.0, Flow("dev", 0))])
+        run.run(requests)
+        seconds.append(run.plans[0].ended)
+    assert 1.9 < seconds[0] / seconds[1] <= 2.0
 
 
 def test_a_committed_point_comes_out_anew() -> None:
