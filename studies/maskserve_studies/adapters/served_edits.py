@@ -140,7 +140,10 @@ class Diffusers:
         else:
             pipe.disable_lora()
         images = [Image.fromarray(control) for control in controls[: case.nets]]
-        control = {"control_image": images if case.nets > 1 else images[0]} if images else {}
+        control: dict[str, Any] = {}
+        if images:
+            control["control_image"] = images if case.nets > 1 else images[0]
+            control["controlnet_conditioning_scale"] = 1.0
         made = pipe(
             prompt=PROMPT,
             image=Image.fromarray(picture),
