@@ -144,7 +144,7 @@ class Diffusers:
         if images:
             control["control_image"] = images if case.nets > 1 else images[0]
             control["controlnet_conditioning_scale"] = 1.0
-        made = pipe(
+        edited = pipe(
             prompt=PROMPT,
             image=Image.fromarray(picture),
             mask_image=Image.fromarray(mask),
@@ -156,7 +156,7 @@ class Diffusers:
             generator=torch.Generator("cpu").manual_seed(1),
             **control,
         ).images[0]
-        return np.where(mask[..., None] > 127, np.asarray(made), picture)
+        return np.where(mask[..., None] > 127, np.asarray(edited), picture)
 
 
 def served_edit(url: str, inputs: Inputs, settings: Mapping[str, Any], case: Case) -> Pixels:
