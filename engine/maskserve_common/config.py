@@ -225,8 +225,9 @@ class CacheConfig(Table, frozen=True):
     without a template run dense. FLUX base models, FLUX.2 klein (not 9B-KV) and UNets refresh even
     with a template, except for `cache: require` and `reproducible`."""
     fidelity: Annotated[float, Meta(ge=0.0, le=100.0)] = 0.0
-    """For first edits if `own_anchors` is -1 and the model has no share: dB against dense edits by
-    which each places its refresh steps. 0: they run dense. Several devices: only with `spread`."""
+    """Fidelity of first edits in dB against dense ones, if `own_anchors` is -1 and the model has no
+    share: each edit places its refresh steps by its errors. 0: they run dense. Several devices:
+    only with `spread`."""
     own_format: Literal["auto", "model", "int8", "float8", "int4"] = "auto"
     """Storage format of the step cache. `auto`: int8 on a GPU, the model's precision on a CPU."""
     own_text: Literal["frozen", "computed"] = "frozen"
