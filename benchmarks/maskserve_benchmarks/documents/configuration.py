@@ -92,7 +92,8 @@ def with_nodes(text: str) -> str:
     rows = []
     for kind in NODE_TYPES.values():
         inputs = [
-            f"{name}: {port}" + (", or none" if name in kind.optional else "")
+            (port if name == port else f"{name}: {port}")
+            + (", or none" if name in kind.optional else "")
             for name, port in kind.inputs.items()
         ]
         fields = () if kind.model == EDIT else kind.settings.__struct_fields__
@@ -123,9 +124,9 @@ def _kind(field_type: types.Type) -> tuple[types.Type, str]:
 def _key(field: types.Field, sentences: dict[str, str]) -> str:
     kind, accepted = _kind(field.type)
     if isinstance(kind, types.IntType | types.FloatType):
-        low, above = (kind.ge, "") if kind.ge is not None else (kind.gt, "above ")
+        low, above = (kind.ge, "") if kind.ge is not None else (kind.gt, ">")
         if low is not None and kind.le is not None:
-            dash = " to " if above or low < 0 else "–"
+            dash = " to " if low < 0 else "–"
             accepted = f"{above}{_number(low)}{dash}{_number(kind.le)}"
     elif isinstance(kind, types.LiteralType):
         accepted = _undescribed([f"`{value}`" for value in kind.values], sentences[field.name])
