@@ -1,28 +1,36 @@
-"""Edit one masked photograph through a real Triton, from start to stop.
+"""Edit one masked photograph three times through a real Triton, beside the same edits with all
+tokens and by diffusers' own pipeline.
 
     python scripts/bench demo            (or: make demo)
 
-Writes demo-output/{source,mask,edited,side_by_side}.png, checks that the picture outside the mask
-is the source's, bit for bit, and says what the steps left out.
+The edits are a first one, another prompt, and one with a LoRA if the model is the demo's. Writes
+demo-output/{source,mask,edited,side_by_side,edits}.png, checks that the picture outside the mask is
+the source's, bit for bit, and prints a table of what was measured. The server has stopped when
+diffusers' pipeline runs, so each has all cores for itself. All kernels have run before on a
+mirrored photograph.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import shutil
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, ImageOps
+from PIL import Image, ImageDraw, ImageFont, ImageOps
 from tqdm import tqdm
 
 from maskserve_benchmarks.checkout import CHECKOUT, DEMO_MODEL
+from maskserve_benchmarks.reports import table
 from maskserve_client import Client, EditResult, Final, MaskserveError, Progress
+from maskserve_common.errors import InvalidRequest
 from maskserve_serving.errors import ServeError
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
@@ -30,6 +38,11 @@ from maskserve_serving.supervisor import Supervisor
 
 ASSETS = CHECKOUT / "assets" / "demo"
 SHEET = CHECKOUT / "docs" / "images" / "demo_model_sheet.png"
+LORAS, LORA = CHECKOUT / "assets" / "adapters", "hollow"
+"""Of the demo model."""
+_COLUMNS = ("maskserve", "all tokens", "diffusers")
+_CELL, _GAP, _LINE = 300, 8, 22
+"""Pixels of a picture of the sheet, between them, and of a line of text."""
 Pixels = npt.NDArray[np.uint8]
 
 
@@ -37,22 +50,52 @@ class DemoFailed(Exception):
     """The demonstration did not show the expected result; the message is one sentence."""
 
 
+class DemoEdit(NamedTuple):
+    """An edit of the demonstration."""
+
+    name: str
+    prompt: str
+    loras: tuple[str, ...] = ()
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {"loras": [{"name": name} for name in self.loras]} if self.loras else {}
+
+
+class Measured(NamedTuple):
+    """A picture and the seconds until it was there."""
+
+    picture: Image.Image
+    seconds: float
+
+
+class Outcome(NamedTuple):
+    """What an edit gave."""
+
+    edit: DemoEdit
+    result: EditResult
+    by_system: dict[str, Measured]
+    """In the order of `_COLUMNS`."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = parse(argv)
-        image = options.image
         options.out.mkdir(parents=True, exist_ok=True)
+        source, mask = upright(options.image, "RGB"), upright(options.mask, "L")
         with Supervisor(serve_options(options)) as supervisor:
             with Client(supervisor.workers[0].grpc_url) as client:
-                result = edit(client, image, options)
-                compare(client, image, options, result)
+                outcomes = edit_all(client, options, source, mask)
             print("stopping the server", flush=True)
-        show(options.out, upright(image, "RGB"), upright(options.mask, "L"), result)
-        if Path(options.model).resolve() == DEMO_MODEL:
+        show(options.out, source, mask, outcomes[0].result)
+        add_diffusers(options, source, mask, outcomes)
+        report(options.out, source, mask, outcomes)
+        if is_demo_model(options):
             shutil.copyfile(SHEET, options.out / SHEET.name)
             print(f"the demo model's 200 held-out edits: {options.out / SHEET.name}")
         served = os.path.relpath(options.model)
-        print(f"next: .venv/bin/maskserve serve --model {served} --router", flush=True)
+        print(f"next: make page MODEL={served}    # paint masks in a browser")
+        print(f"      .venv/bin/maskserve serve --model {served} --router    # serve", flush=True)
     except (ServeError, MaskserveError, DemoFailed, OSError) as error:
         print(f"demo: {error}", file=sys.stderr)
         return 1
@@ -68,7 +111,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--model", default=str(DEMO_MODEL), help="model folder")
     add("--image", type=Path, help="source picture; default: one that the model can edit")
     add("--mask", type=Path, help="white is edited")
-    add("--prompt")
+    add("--prompt", action="append", help="of the first edit; given again, of the next")
     add("--seed", type=int, default=1)
     add("--out", type=Path, default=Path("demo-output"), help="folder for the pictures")
     options = parser.parse_args(argv)
@@ -76,8 +119,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     inputs = model_inputs if model_inputs.is_dir() else ASSETS
     options.image = options.image or find_source(inputs)
     options.mask = options.mask or inputs / "mask.png"
-    options.prompt = options.prompt or (inputs / "prompt.txt").read_text().strip()
+    prompts = options.prompt or (inputs / "prompt.txt").read_text().splitlines()
+    first, second, third = (prompts[min(number, len(prompts) - 1)] for number in range(3))
+    options.edits = [DemoEdit("first edit", first), DemoEdit("another prompt", second)]
+    if is_demo_model(options):
+        options.edits.append(DemoEdit(f"with the LoRA {LORA!r}", third, (LORA,)))
     return options
+
+
+def is_demo_model(options: argparse.Namespace) -> bool:
+    return Path(options.model).resolve() == DEMO_MODEL
 
 
 def find_source(folder: Path) -> Path:
@@ -95,58 +146,7 @@ def serve_options(options: argparse.Namespace) -> ServeOptions:
         base_port=free_base_port(),
         log_dir=logs,
         entries=options.out / "entries",
-    )
-
-
-def edit(client: Client, image: Path, options: argparse.Namespace) -> EditResult:
-    """Send the edit and show a progress bar."""
-    print(f"editing {image.name}: {options.prompt!r}", flush=True)
-    began = time.perf_counter()
-    with tqdm(unit="step", leave=True) as bar:
-        for event in client.edit_stream(image, options.mask, options.prompt, seed=options.seed):
-            if isinstance(event, Progress):
-                bar.total = event.steps
-                bar.update(event.step - bar.n)
-            elif isinstance(event, Final):
-                bar.total = event.result.meta["steps"]
-                bar.update(bar.total - bar.n)
-                result = event.result
-    seconds = time.perf_counter() - began
-    timings = ", ".join(f"{name} {ms:.0f}" for name, ms in result.meta["timings_ms"].items())
-    print(f"edited in {seconds:.2f} s (ms: {timings})", flush=True)
-    return result
-
-
-def compare(client: Client, image: Path, options: argparse.Namespace, first: EditResult) -> None:
-    """Print how much the cached steps saved against the same edit with all tokens computed."""
-    meta = first.meta
-    total, steps = meta["total_tokens"], meta["steps"]
-    if meta["cache"] not in ("hit", "own"):
-        print(f"cache: {meta['cache']}; every step computed all {total} tokens")
-        return
-    # The first edit of a shape also prepares kernels, so both modes are timed on their second edit.
-    repeats = {}
-    for cache in ("off", "auto", "off", "auto"):
-        repeats[cache] = client.edit(
-            image, options.mask, options.prompt, seed=options.seed, cache=cache
-        )
-    dense, repeat_meta = repeats["off"], repeats["auto"].meta
-    saved = dense.meta["timings_ms"]["denoise"] / repeat_meta["timings_ms"]["denoise"]
-    difference = np.abs(np.asarray(dense.image, int) - np.asarray(first.image, int))
-    inside = upright(options.mask, "L").point(lambda value: 255 * (value >= 128))
-    level = difference[np.asarray(inside) > 0].mean()
-    if "window" in meta:
-        left, top, right, bottom = meta["window"]["box"]
-        print(f"the model saw the {right - left}x{bottom - top} pixels round the mask")
-    print(
-        f"{meta.get('dense_steps', 0)} of {steps} steps computed all {total} tokens; of those of "
-        f"all steps {meta['computed_tokens'] / (steps * total):.0%} were computed"
-    )
-    print(
-        f"denoising took {repeat_meta['timings_ms']['denoise']:.0f} ms, with all tokens in "
-        "each step "
-        f"{dense.meta['timings_ms']['denoise']:.0f} ms ({saved:.1f}x); the two pictures differ by "
-        f"{level:.1f} of 255 levels on average inside the mask"
+        adapters=str(LORAS) if is_demo_model(options) else "",
     )
 
 
@@ -154,6 +154,68 @@ def upright(path: Path, mode: str) -> Image.Image:
     """Return a picture as a viewer shows it, read without the server's code."""
     with Image.open(path) as image:
         return ImageOps.exif_transpose(image).convert(mode)
+
+
+def edit_all(
+    client: Client, options: argparse.Namespace, source: Image.Image, mask: Image.Image
+) -> list[Outcome]:
+    """Run every edit, and the same with all tokens."""
+    mirrored = ImageOps.mirror(source), ImageOps.mirror(mask)
+    client.edit(*mirrored, options.edits[0].prompt, seed=options.seed)
+    for edit in options.edits:
+        settings = {"seed": options.seed, **edit.settings}
+        client.edit(*mirrored, edit.prompt, cache="off", **settings)
+        prime(client, *mirrored, edit, settings)
+    outcomes = []
+    for number, edit in enumerate(options.edits):
+        settings = {"seed": options.seed, **edit.settings}
+        if number:
+            prime(client, source, mask, edit, settings)
+        print(f"{edit.name}: {edit.prompt!r}", flush=True)
+        begin = time.perf_counter()
+        result = follow(client, source, mask, edit, settings)
+        fast = Measured(result.image, time.perf_counter() - begin)
+        begin = time.perf_counter()
+        dense = client.edit(source, mask, edit.prompt, cache="off", **settings)
+        whole = Measured(dense.image, time.perf_counter() - begin)
+        outcomes.append(Outcome(edit, result, {_COLUMNS[0]: fast, _COLUMNS[1]: whole}))
+    return outcomes
+
+
+def prime(
+    client: Client,
+    source: Image.Image,
+    mask: Image.Image,
+    edit: DemoEdit,
+    settings: dict[str, Any],
+) -> None:
+    """Wait until the photograph's activations are cached, which the server does behind edits of a
+    photograph that it has seen before; models that read none have nothing to wait for.
+    """
+    try:
+        client.edit(source, mask, edit.prompt, cache="require", **settings)
+    except InvalidRequest:
+        client.edit(source, mask, edit.prompt, **settings)
+
+
+def follow(
+    client: Client,
+    source: Image.Image,
+    mask: Image.Image,
+    edit: DemoEdit,
+    settings: dict[str, Any],
+) -> EditResult:
+    """Send an edit and show a progress bar."""
+    with tqdm(unit="step", leave=True) as bar:
+        for event in client.edit_stream(source, mask, edit.prompt, **settings):
+            if isinstance(event, Progress):
+                bar.total = event.steps
+                bar.update(event.step - bar.n)
+            elif isinstance(event, Final):
+                bar.total = event.result.meta["steps"]
+                bar.update(bar.total - bar.n)
+                return event.result
+    raise DemoFailed("the stream ended without a picture")
 
 
 def show(out: Path, source: Image.Image, mask: Image.Image, result: EditResult) -> None:
@@ -181,13 +243,114 @@ def show(out: Path, source: Image.Image, mask: Image.Image, result: EditResult) 
         raise DemoFailed("nothing inside the mask was edited")
     print(f"outside the mask: all {(~inside).sum()} pixels equal the source's")
     print(f"inside the mask: {changed[inside].sum()} of {inside.sum()} pixels were repainted")
-    print("written:", ", ".join(str(out / f"{name}.png") for name in pictures))
 
 
-def side_by_side(*pictures: Image.Image, gap: int = 8) -> Image.Image:
+def side_by_side(*pictures: Image.Image, gap: int = _GAP) -> Image.Image:
     """Return pictures of one size in a row on white."""
     width, height = pictures[0].size
     row = Image.new("RGB", (len(pictures) * (width + gap) - gap, height), "white")
     for i, picture in enumerate(pictures):
         row.paste(picture.convert("RGB"), (i * (width + gap), 0))
     return row
+
+
+def add_diffusers(
+    options: argparse.Namespace, source: Image.Image, mask: Image.Image, outcomes: list[Outcome]
+) -> None:
+    """Run every edit by diffusers' own pipeline, on the part of the photograph that the model saw
+    at the server, and add the pictures to the outcomes.
+    """
+    from maskserve_benchmarks.rivals.pipeline_model import Pipeline, PipelineEdit
+
+    print("the same edits by diffusers' own pipeline", flush=True)
+    pipeline = Pipeline(options.model, "whole")
+    box, size = view_of(outcomes[0].result.meta, source)
+    seen = source.crop(box).resize(size, Image.Resampling.LANCZOS)
+    selected = mask.crop(box).resize(size)
+    for number, outcome in enumerate(outcomes):
+        edit, steps = outcome.edit, outcome.result.meta["steps"]
+        if edit.loras:
+            pipeline.pipe.load_lora_weights(LORAS / f"{LORA}.safetensors")
+        call = PipelineEdit(seen, selected, edit.prompt, options.seed, steps, (0, 0, *size), ())
+        if not number or edit.loras:  # prepares kernels
+            pipeline.pictures([call._replace(steps=2)])
+        begin = time.perf_counter()
+        [(png, _)] = pipeline.pictures([call])
+        seconds = time.perf_counter() - begin
+        drawn = Image.open(io.BytesIO(png)).resize((box[2] - box[0], box[3] - box[1]))
+        whole = source.copy()
+        whole.paste(drawn, box[:2], mask.crop(box).point(lambda value: 255 * (value >= 128)))
+        outcome.by_system[_COLUMNS[2]] = Measured(whole, seconds)
+
+
+def view_of(
+    meta: dict[str, Any], source: Image.Image
+) -> tuple[tuple[int, int, int, int], tuple[int, int]]:
+    """Return the box (left, top, right, bottom) of the photograph that the model saw, and the
+    (width, height) at which it did.
+    """
+    window = meta.get("window", {"box": [0, 0, *source.size], "scale": 1.0})
+    left, top, right, bottom = window["box"]
+    width, height = (round(side * window["scale"]) for side in (right - left, bottom - top))
+    return (left, top, right, bottom), (width, height)
+
+
+def report(out: Path, source: Image.Image, mask: Image.Image, outcomes: Sequence[Outcome]) -> None:
+    """Print the table, and write its pictures."""
+    inside, rows = np.asarray(mask) >= 128, []
+    for edit, result, by_system in outcomes:
+        meta, (fast, *others) = result.meta, by_system.values()
+        computed = meta["computed_tokens"] / (meta["steps"] * meta["total_tokens"])
+        seconds = [f"{x.seconds:.2f} s ({x.seconds / fast.seconds:.1f}x)" for x in others]
+        likeness = f"{psnr(fast.picture, others[0].picture, inside):.1f} dB"
+        row = edit.name, f"{fast.seconds:.2f} s", *seconds, meta["cache"], f"{computed:.0%}"
+        rows.append([*row, likeness])
+    columns = ("edit", *_COLUMNS, "cache", "tokens computed", "likeness to all tokens")
+    print(table(columns, rows))
+    print(
+        "Seconds of a whole edit; in brackets, how many times those of maskserve. Cache: `own` has "
+        "activations of its own steps, `hit` those of the photograph. Likeness: PSNR inside the "
+        "mask."
+    )
+    box, _ = view_of(outcomes[0].result.meta, source)
+    sheet(source, mask, outcomes, box).save(out / "edits.png")
+    print(f"written: {out / 'edits.png'} and the pictures of the first edit", flush=True)
+
+
+def psnr(picture: Image.Image, other: Image.Image, inside: npt.NDArray[np.bool_]) -> float:
+    """Return the likeness of two pictures in a part of them, in dB."""
+    difference = np.asarray(picture, np.float64)[inside] - np.asarray(other, np.float64)[inside]
+    return float(10 * np.log10(255**2 / max((difference**2).mean(), 1e-9)))
+
+
+def sheet(
+    source: Image.Image,
+    mask: Image.Image,
+    outcomes: Sequence[Outcome],
+    box: tuple[int, int, int, int],
+) -> Image.Image:
+    """Return the pictures of all edits around the box, a row for each, under their times."""
+    left, top, right, bottom = box
+    height = _CELL * (bottom - top) // (right - left)
+    step = height + 2 * _LINE + _GAP
+    columns = ("photograph and mask", *_COLUMNS)
+    picture = Image.new(
+        "RGB", (len(columns) * (_CELL + _GAP) - _GAP, len(outcomes) * step - _GAP), "white"
+    )
+    draw, font = ImageDraw.Draw(picture), ImageFont.load_default(size=14)
+
+    def cell(row: int, column: int, shown: Image.Image, text: str) -> None:
+        x, y = column * (_CELL + _GAP), row * step
+        draw.text((x, y + _LINE + 2), text, "black", font)
+        part = shown.crop(box).resize((_CELL, height), Image.Resampling.LANCZOS)
+        picture.paste(part, (x, y + 2 * _LINE))
+
+    shaded = Image.composite(Image.new("RGB", source.size, "white"), source, mask)
+    shaded = Image.blend(source, shaded, 0.4)
+    for row, outcome in enumerate(outcomes):
+        edit = outcome.edit
+        draw.text((0, row * step + 2), f"{edit.name}: {edit.prompt}", "black", font)
+        cell(row, 0, shaded, columns[0])
+        for column, (name, measured) in enumerate(outcome.by_system.items(), start=1):
+            cell(row, column, measured.picture, f"{name}, {measured.seconds:.2f} s")
+    return picture

@@ -291,6 +291,13 @@ def _add_edit_options(
         "number",
     )
     files.add_argument(
+        "--reference-id",
+        action="append",
+        dest="reference_ids",
+        metavar="ID",
+        help="a registered template or a kept result that follows the references; may be repeated",
+    )
+    files.add_argument(
         "--mask",
         metavar="FILE",
         help="mask of the image's size: white pixels are edited; without it or --expand, all are",

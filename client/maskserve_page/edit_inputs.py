@@ -80,6 +80,29 @@ def source_and_mask(
     return source, Image.fromarray(255 * touched.reshape(height, width))
 
 
+def references_of(
+    further: str | None, pictures_on_disk: PagePictures, kind: EditKind
+) -> list[PagePicture]:
+    """Return the pictures that an edit sees beside its source; only an instruction has any.
+
+    Args:
+        further: JSON of `references.js`, their names.
+        pictures_on_disk: pictures of the page.
+        kind: kind of the edit.
+
+    Raises:
+        InvalidRequest: one is not here any more, or `further` is no list.
+    """
+    if kind != "edit" or not further:
+        return []
+    try:
+        names = list(json.loads(further))
+    except (ValueError, TypeError, RecursionError):
+        problem = "is no list of names"
+        raise InvalidRequest("further pictures", problem, "pictures that are here") from None
+    return [pictures_on_disk.get(name) for name in names]
+
+
 def sizes_of(native: int) -> list[tuple[str, str]]:
     """Return sizes to choose from, each as shown and as `SETTINGS.size`: the model's own, then
     shapes of about the area of its native square.

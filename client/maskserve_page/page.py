@@ -24,7 +24,13 @@ from maskserve_common.contracts.request import EditKind
 from maskserve_common.contracts.settings import CACHE_MODES
 from maskserve_common.errors import Cancelled, InvalidRequest, MaskserveError
 from maskserve_page import texts
-from maskserve_page.edit_inputs import decode_picture, settings_of, sizes_of, source_and_mask
+from maskserve_page.edit_inputs import (
+    decode_picture,
+    references_of,
+    settings_of,
+    sizes_of,
+    source_and_mask,
+)
 from maskserve_page.pictures import EXPIRES_S, PagePicture, PagePictures
 from maskserve_page.session import ServedModel, Session
 
@@ -113,6 +119,7 @@ class _Form:
     """Tabs of the kinds of edits."""
     editor: Any
     prompt: Any
+    references: Any
     run: Any
     stop: Any
     seed: Any
@@ -164,7 +171,7 @@ def _form(
     painter = _text("painter.html").replace("{least}", str(_LEAST_MASK.get(model.name, 0)))
     editor = gr.HTML(
         html_template=painter.replace("{clicks}", "" if masks else "hidden"),
-        js_on_load=_text("painter.js"),
+        js_on_load=_text("files.js") + _text("painter.js"),
         server_functions=[take, find],
         apply_default_css=False,
         padding=False,
@@ -187,6 +194,15 @@ def _form(
         )
         run = gr.Button(_TABS[first].button, variant="primary", elem_id="run", min_width=100)
         stop = gr.Button("Stop", variant="stop", elem_id="stop", visible="hidden", min_width=100)
+    references = gr.HTML(
+        html_template=_text("references.html"),
+        js_on_load=_text("files.js") + _text("references.js"),
+        server_functions=[take],
+        apply_default_css=False,
+        padding=False,
+        visible=model.most_pictures > 1,
+        elem_id="references",
+    )
     if model.name in WORDS:
         with gr.Row(elem_classes="chips", elem_id="chips"):
             for words in WORDS[model.name]:
@@ -220,7 +236,7 @@ def _form(
             loras = gr.Textbox(label="LoRAs", placeholder="hollow:0.8, other")
     kind.change(_words_of, kind, [prompt, run], show_progress="hidden")
     more = [draw, steps, guidance, size, strength, dilate, feather, cache, loras]
-    return _Form(kind, editor, prompt, run, stop, seed, more)
+    return _Form(kind, editor, prompt, references, run, stop, seed, more)
 
 
 def _words_of(kind: EditKind) -> tuple[Any, Any]:
@@ -314,13 +330,15 @@ def _edits(
 
     def edit(*inputs: Any) -> Iterator[Any]:
         """Yield updates while an edit runs; errors become sentences of the page."""
-        painted, text, name, kind, *setting_values = inputs
+        painted, text, name, kind, further, *setting_values = inputs
         try:
             source, mask = source_and_mask(painted, pictures_on_disk, kind)
+            references = references_of(further, pictures_on_disk, kind)
             settings = {**settings_of(kind, *setting_values), "request_id": name}
             yield buttons(running=True)
             shown_at = 0.0
-            with closing(session.events(source, mask, text or "", settings)) as events:
+            edited = session.events(source, mask, text or "", settings, references)
+            with closing(edited) as events:
                 for event in events:
                     if isinstance(event, Final):
                         picture = pictures_on_disk.take(event.result.encoded)
@@ -360,7 +378,8 @@ def _edits(
     triggers = [form.run.click, form.prompt.submit]
     # Only in the browser: a round trip to the server would delay the edit.
     gr.on(triggers, None, None, outcome.status, js=f"() => `{texts.note('sent')}`")
-    edit_inputs = [form.editor, form.prompt, request, form.kind, form.seed, *form.more]
+    edit_inputs = [form.editor, form.prompt, request, form.kind, form.references]
+    edit_inputs += [form.seed, *form.more]
     changed = [request, form.run, form.stop, form.seed, *vars(outcome).values()]
     gr.on(triggers, edit, edit_inputs, changed, show_progress="hidden")
     form.stop.click(session.stop, request, None, show_progress="hidden")

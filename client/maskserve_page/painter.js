@@ -1,5 +1,6 @@
 // The page's canvas: shows a picture and paints a mask over it, pixel for pixel, in two dimensions.
-// Gradio calls this with `element`, `props`, `server` and `watch` (gr.HTML, js_on_load).
+// Gradio calls this, behind files.js, with `element`, `props`, `server` and `watch` (gr.HTML,
+// js_on_load).
 //
 // props.value, JSON:  from the page  {"name", "url"}: show this picture, with nothing painted
 //                     to the page    {"name", "width", "height", "mask"}: what is painted, the rows'
@@ -201,12 +202,7 @@ find(".clear").addEventListener("click", clear);
 async function take(file) {
   say("reading the picture …");
   try {
-    const text = await new Promise((done, failed) => {
-      const reader = new FileReader();
-      [reader.onload, reader.onerror] = [() => done(reader.result), () => failed(reader.error)];
-      reader.readAsDataURL(file);
-    });
-    const kept = await server.take(text.slice(text.indexOf(",") + 1));
+    const kept = await server.take(await base64Of(file));
     if (kept.error) say(kept.error);
     else await load(kept);
   } catch (error) {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from pathlib import Path
@@ -29,6 +29,8 @@ class ServedModel(NamedTuple):
     """Side in pixels of the square at which it works."""
     references: bool = False
     """Whether an edit without a mask follows an instruction; otherwise it has a strength."""
+    most_pictures: int = 1
+    """Most pictures that it sees, with the source."""
 
 
 class Session:
@@ -110,12 +112,16 @@ class Session:
         mask: Image.Image | None,
         prompt: str,
         settings: dict[str, Any],
+        references: Sequence[PagePicture] = (),
     ) -> Generator[Event, None, None]:
         """Yield the events of one edit; without a source, of a picture from the prompt alone."""
         settings = {**settings, "keep_result": True}
         for retrying in (False, True):
             if source is not None:
                 settings["template_id"] = self._template(source, anew=retrying).result()
+            if references:
+                templates = [self._template(picture, anew=retrying) for picture in references]
+                settings["reference_ids"] = [template.result() for template in templates]
             try:
                 with closing(self._client.edit_stream(None, mask, prompt, **settings)) as events:
                     yield from events
@@ -161,4 +167,5 @@ def _served_model(status: Mapping[str, Any]) -> ServedModel:
         tuple(kind for kind in EDIT_KINDS if kind in kinds),
         min(record["native_resolution"] for record in served),
         all(record["references"] for record in editors),
+        max((record["most_pictures"] for record in editors), default=1),
     )

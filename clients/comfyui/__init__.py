@@ -7,6 +7,7 @@ maskserve where ComfyUI runs; the server may be anywhere.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -37,9 +38,14 @@ _OPTIONAL = {
 }
 
 
+_REFERENCES = ("references", "references_2", "references_3")
+"""Inputs for pictures that the model sees beside the edited one; those of a batch have one size."""
+
+
 class MaskserveEdit:
     """Repaints the masked part of a picture; the rest stays unchanged. Without a mask, edits the
-    whole picture, with models that do.
+    whole picture, with models that do. References are further pictures that the prompt may name,
+    with models that see several.
     """
 
     CATEGORY = "maskserve"
@@ -51,7 +57,11 @@ class MaskserveEdit:
     def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802  ComfyUI's name
         return {
             "required": {"image": ("IMAGE",), "prompt": _PROMPT, "seed": _SEED, "url": _URL},
-            "optional": {"mask": ("MASK",), **_OPTIONAL},
+            "optional": {
+                "mask": ("MASK",),
+                **dict.fromkeys(_REFERENCES, ("IMAGE",)),
+                **_OPTIONAL,
+            },
         }
 
     def edit(
@@ -63,6 +73,7 @@ class MaskserveEdit:
         mask: torch.Tensor | None = None,
         settings: str = "{}",
         key: str = "",
+        **references: torch.Tensor | None,
     ) -> tuple[torch.Tensor]:
         """Edit the pictures of a batch at the same time, so that their steps share the server's
         batch.
@@ -76,14 +87,17 @@ class MaskserveEdit:
                 strength` in proportion. None: all of the picture.
             settings: further settings, as JSON.
             key: API key of the router.
+            references: pictures that the model sees beside each edited one, a batch for an input.
         """
         pictures = _levels(image)
+        batches = [references[name] for name in _REFERENCES if name in references]
+        further = [picture for batch in batches if batch is not None for picture in _levels(batch)]
         if mask is None:
-            edits = [_Edit(picture, None) for picture in pictures]
+            edits = [_Edit(picture, None, further) for picture in pictures]
             return _made(url, key, edits, prompt, {"seed": seed, **json.loads(settings)})
         masks = _levels(mask)
         edits = [
-            _Edit(picture, masks[min(number, len(masks) - 1)])
+            _Edit(picture, masks[min(number, len(masks) - 1)], further)
             for number, picture in enumerate(pictures)
         ]
         of_masks = {"seed": seed, "mask_mode": "white", **json.loads(settings)}
@@ -143,6 +157,7 @@ class _Edit(NamedTuple):
 
     picture: npt.NDArray[np.uint8] | None
     mask: npt.NDArray[np.uint8] | None
+    references: Sequence[npt.NDArray[np.uint8]] = ()
 
 
 def _levels(values: torch.Tensor) -> npt.NDArray[np.uint8]:
@@ -168,7 +183,8 @@ def _made(
 
         def one(number: int) -> Any:
             own = {**settings, "seed": settings["seed"] + number}
-            for event in client.edit_stream(*edits[number], prompt, **own):
+            picture, mask, references = edits[number]
+            for event in client.edit_stream(picture, mask, prompt, images=references, **own):
                 if bar is not None:  # an interrupt leaves the stream, which cancels the edit
                     throw_exception_if_processing_interrupted()
                 if bar is not None and isinstance(event, Progress):

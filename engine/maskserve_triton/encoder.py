@@ -49,7 +49,7 @@ R = TypeVar("R")
 
 _COUNTED = 64
 """Prompts whose number of tokens is remembered."""
-_TEMPLATE: dict[bool | None, How | None] = {True: "kept", False: "made", None: None}
+_HOW: dict[bool | None, How | None] = {True: "kept", False: "made", None: None}
 _WHOLE_FROM = 0.5
 """Share of a picture from which its pieces cost as much as the whole."""
 
@@ -74,6 +74,12 @@ class ToEncode(NamedTuple):
     @property
     def run_scope(self) -> RunScope:
         return RunScope(scope_of(self.edit.request_id), self.run)
+
+    @property
+    def pixels_ids(self) -> list[str]:
+        """Names of the encodings of the source and of the further references."""
+        names = (self.edit.pixels_id, *(named.pixels_id for named in self.edit.references))
+        return list(dict.fromkeys(filter(None, names)))
 
     @property
     def pictures(self) -> list[NDArray[np.uint8]]:
@@ -135,6 +141,8 @@ class _Pictures(NamedTuple):
     """Masked pictures in the call of the VAE."""
     references: tuple[NDArray[np.float32], ...] = ()
     """Moments of the further references."""
+    references_from_cache: bool | None = None
+    """Whether all of these came from the cache; None: there are none."""
 
 
 class EditEncoder:
@@ -252,7 +260,8 @@ class EditEncoder:
                 report = EncodeReport(
                     ms=1e3 * (shared_s + time.perf_counter() - begin),
                     prompt="kept" if text.from_cache else "made",
-                    template=_TEMPLATE[pictures.from_cache],
+                    template=_HOW[pictures.from_cache],
+                    references=_HOW[pictures.references_from_cache],
                     masked="whole" if pictures.whole else "pieces",
                     batch=max(text.batch, pictures.batch),
                     tokens=text.tokens,
@@ -279,11 +288,11 @@ class EditEncoder:
                 continue
             if (embeddings := encodings.prompt(key, run)) is not None:
                 self._prompts.put(key, embeddings)
-        name = request.edit.pixels_id
-        if name and self._templates.get(name) is None:
-            template = encodings.template(name, run)
-            if template is not None:
-                self._keep_template(name, template)
+        for name in request.pixels_ids:
+            if self._templates.get(name) is None:
+                template = encodings.template(name, run)
+                if template is not None:
+                    self._keep_template(name, template)
 
     def _keep_for_run(self, request: ToEncode) -> None:
         """Keep the edit's encoding for its run, if it is to make it."""
@@ -293,9 +302,9 @@ class EditEncoder:
         for key in self._keys(request):
             if (embeddings := self._prompts.get(key)) is not None:
                 encodings.keep_prompt(key, embeddings, run)
-        name = request.edit.pixels_id
-        if name and (template := self._templates.get(name)) is not None:
-            encodings.keep_template(name, template, run)
+        for name in request.pixels_ids:
+            if (template := self._templates.get(name)) is not None:
+                encodings.keep_template(name, template, run)
 
     # Prompts. On a GPU, all in a thread of their own.
 
@@ -392,10 +401,12 @@ class EditEncoder:
         template, is_cached = self._template(request.edit.pixels_id, request.pixels)
         if not self._encoder.spec.semantics.masked_picture:
             further = zip(request.edit.references, request.pictures[1:], strict=True)
-            references = tuple(
-                [self._template(named.pixels_id, pixels)[0].moments for named, pixels in further]
+            encoded = [self._template(named.pixels_id, pixels) for named, pixels in further]
+            references = tuple([encoding.moments for encoding, _ in encoded])
+            are_cached = all(from_cache for _, from_cache in encoded) if encoded else None
+            return _Pictures(
+                template.moments, NO_MOMENTS, is_cached, True, 1, references, are_cached
             )
-            return _Pictures(template.moments, NO_MOMENTS, is_cached, True, 1, references)
         if not request.edit_mask.any():  # a template that is primed
             return _Pictures(template.moments, template.moments, is_cached, True, 1)
         pieces = (

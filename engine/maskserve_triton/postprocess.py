@@ -31,6 +31,7 @@ from maskserve_common.imaging.images import (
 from maskserve_common.imaging.metadata import NOTHING, Metadata
 from maskserve_common.imaging.provenance import Mark, Unsigned, has_manifest
 from maskserve_common.imaging.safety import Check, let_pass
+from maskserve_common.imaging.whole import middle
 
 _PLAIN = Unsigned()
 _RGB, _MODE = 3, "RGB"
@@ -111,8 +112,8 @@ def _finish_whole(
     mark: Mark,
     check: Check | None,
 ) -> bytes:
-    """Encode the model's picture as it is: `finish_edit` of an edit without a mask."""
-    settings = request.settings
+    """Encode the model's picture, without its padding: `finish_edit` of an edit without a mask."""
+    settings, pixels = request.settings, middle(pixels, request.source_size)
     opaque = settings.background == "opaque" or settings.output_format == "jpeg"
     drawn = np.ascontiguousarray(pixels[..., :_RGB]) if opaque else pixels
     picture = Image.fromarray(drawn)

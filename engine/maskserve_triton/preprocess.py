@@ -48,7 +48,7 @@ from maskserve_common.imaging.masks import (
 )
 from maskserve_common.imaging.provenance import has_manifest
 from maskserve_common.imaging.view import View, choose_view
-from maskserve_common.imaging.whole import PictureFit, fit_of, native_size
+from maskserve_common.imaging.whole import PictureFit, fit_of, middle, native_size
 from maskserve_engine.spec.encoder_picture import LONGEST
 from maskserve_engine.spec.model_spec import ModelSpec
 from maskserve_triton.accept import accept_edit
@@ -103,13 +103,14 @@ def prepare_edit(
         config: configuration of the worker.
         find_template: reads a registered template; None: the worker keeps none.
         control: elements of CONTROL.
-        references: further elements of IMAGE.
+        references: further elements of IMAGE; those that the settings name follow.
         decoded_pixels: most pixels of a source that is passed on decoded.
 
     Raises:
         InvalidRequest: naming the field.
-        TemplateNotFound: SETTINGS.template_id names no registered template.
+        TemplateNotFound: the settings name a template that is not registered.
     """
+    references = (*references, *_named_references(accepted.settings, find_template))
     check_together((image, *references), config.limits)
     if accepted.kind != "inpaint":
         return _prepare_whole(image, accepted, spec, config, find_template, control, references)
@@ -187,11 +188,11 @@ def _prepare_whole(
         reference_pixels = _reference_pixels(references, spec, config)
         request = replace(
             request,
-            source_size=fit.size,
+            source_size=fit.answer_size,
             references=_named(reference_pixels),
             warnings=source.warnings,
         )
-        context = _source_context(source, pixels, config)
+        context = _source_context(source, middle(pixels, fit.answer_size), config)
     _check_shape(fit.size, spec)
     _check_format(settings, fit.size)
     controls = _control_pictures(
@@ -259,7 +260,8 @@ def _source_context(
     source: Decoded, pixels: npt.NDArray[np.uint8], config: Config
 ) -> PostprocessContext:
     """Return the source for the operator's check and the provenance of an answer of which it is no
-    part: its file if that is signed, its pixels as the model sees them for a check alone.
+    part: its file if that is signed, for a check alone its pixels as the model sees them, [H, W, 3]
+    of the answer's size.
     """
     if _signed(source, config):
         return PostprocessContext(source=source.encoded, decoded=False)
@@ -284,10 +286,11 @@ def pixels_of(
     Raises:
         InvalidRequest: a header cannot be read.
     """
-    named = accepted.settings.template_id
-    scope = scope_of(accepted.settings.request_id or "")
+    settings = accepted.settings
+    named, scope = settings.template_id, scope_of(settings.request_id or "")
     template = find_template(named, scope) if named and not any(pictures[:1]) else None
-    encoded = [picture for picture in (template, *pictures) if picture]
+    references = [find_template(name, scope) for name in settings.reference_ids]
+    encoded = [picture for picture in (template, *pictures, *references) if picture]
     return sum(math.prod(read_size(picture, "IMAGE", config.limits)) for picture in encoded)
 
 
@@ -535,7 +538,22 @@ def _source(
             )
         return source, source_id
     scope = scope_of(settings.request_id or "")
-    encoded = find_template(named, scope) if find_template is not None else None
-    if encoded is None:
-        raise TemplateNotFound(f"SETTINGS.template_id: {named} is not registered here")
+    encoded = _registered("SETTINGS.template_id", named, scope, find_template)
     return decode_image(encoded, "IMAGE", config.limits), named
+
+
+def _named_references(settings: EditSettings, find_template: FindTemplate | None) -> list[bytes]:
+    """Return the encoded references that the settings name."""
+    scope = scope_of(settings.request_id or "")
+    return [
+        _registered(f"SETTINGS.reference_ids[{index}]", name, scope, find_template)
+        for index, name in enumerate(settings.reference_ids)
+    ]
+
+
+def _registered(field: str, name: str, scope: str, find_template: FindTemplate | None) -> bytes:
+    """Return the encoded picture of a registered template. Raises TemplateNotFound."""
+    encoded = find_template(name, scope) if find_template is not None else None
+    if encoded is None:
+        raise TemplateNotFound(f"{field}: {name} is not registered here")
+    return encoded

@@ -23,12 +23,14 @@ from maskserve_workflows.plan import (
     Each,
     Input,
     NodeCall,
+    Refs,
     Repeat,
     Step,
     WorkflowPlan,
     check_plan,
 )
 from maskserve_workflows.ports import (
+    ELEMENT,
     KINDS,
     MANY,
     Mask,
@@ -143,12 +145,18 @@ class Workflow:
             raise WorkflowError(f"{name}: {error}; accepted: {kind.name}{signature}") from None
         more = next((p for p, x in signature.parameters.items() if x.kind is x.VAR_KEYWORD), None)
         settings = dict(bound.pop(more, {})) if more else {}
-        inputs, texts = {}, {}
+        inputs: dict[str, Refs] = {}
+        texts = {}
         for port, value in bound.items():
             if port not in kind.inputs:
                 settings[port] = value
             elif isinstance(value, str) and kind.inputs[port] == "text":
                 texts[port] = value
+            elif isinstance(value, list | tuple) and kind.inputs[port] in ELEMENT:
+                if value or port not in kind.optional:
+                    inputs[port] = tuple(
+                        [_ref(f"{name}.{port}[{i}]", part) for i, part in enumerate(value)]
+                    )
             elif value is not None:
                 inputs[port] = _ref(f"{name}.{port}", value)
         try:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from maskserve_workflows.nodes import NODE_TYPES
-from maskserve_workflows.plan import Each, NodeCall, Step, WorkflowPlan
+from maskserve_workflows.plan import Each, NodeCall, Refs, Step, WorkflowPlan
 
 
 def explain(plan: WorkflowPlan) -> str:
@@ -26,7 +26,7 @@ def _steps(steps: Sequence[Step], indent: str) -> Iterator[str]:
     for step in steps:
         if isinstance(step, NodeCall):
             kind = NODE_TYPES[step.node]
-            arguments = [f"{name}={ref}" for name, ref in step.inputs.items()]
+            arguments = [f"{name}={_taken(refs)}" for name, refs in step.inputs.items()]
             arguments += [f"{name}={_json(text)}" for name, text in step.texts.items()]
             arguments += [f"{name}={_json(value)}" for name, value in step.settings.items()]
             where = f"at {kind.model}, about {kind.price_s:g} s"
@@ -40,6 +40,10 @@ def _steps(steps: Sequence[Step], indent: str) -> Iterator[str]:
         else:
             yield f"{indent}{step.id}: until {step.until}, {step.most} times at most"
         yield from _steps(step.body, indent + "  ")
+
+
+def _taken(refs: Refs) -> str:
+    return refs if isinstance(refs, str) else f"[{', '.join(refs)}]"
 
 
 def _json(value: object) -> str:

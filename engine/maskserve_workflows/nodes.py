@@ -6,14 +6,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from maskserve_common.contracts.settings import EditSettings
 from maskserve_workflows.node_files import NodeFiles
 from maskserve_workflows.node_types import EDIT, NodeType, node
-from maskserve_workflows.ports import Encoding, Mask, Picture, Words
+from maskserve_workflows.ports import Encoding, Encodings, Mask, Picture, Pictures, Words
 
 if TYPE_CHECKING:
     from maskserve_engine.nodes.enlarge import enlarge as enlarge
@@ -40,11 +40,13 @@ def edit(
     mask: Mask | None,
     prompt: Words | str,
     control: Picture | None = None,
-    encoding: Encoding | None = None,
+    references: Pictures | Sequence[Picture] | None = None,
+    encodings: Encodings | Sequence[Encoding] | None = None,
     **settings: Any,
 ) -> Picture:
     """Repaint the picture where the mask is white, or without a mask edit all of it as the prompt
-    says. Settings are those of an edit; without a `seed` each call draws one.
+    says; models with references see further pictures. Settings are those of an edit; without a
+    `seed` each call draws one.
     """
     raise NotImplementedError
 
@@ -59,10 +61,14 @@ def generate(prompt: Words | str, control: Picture | None = None, **settings: An
 
 @node(model=EDIT, price_s=0.1, settings=EditSettings)
 def encode(
-    image: Picture, mask: Mask | None, prompt: Words | str | None = None, **settings: Any
+    image: Picture | None,
+    mask: Mask | None,
+    prompt: Words | str | None = None,
+    references: Pictures | Sequence[Picture] | None = None,
+    **settings: Any,
 ) -> Encoding:
-    """Encode the picture, and the prompt if there is one, for several edits. The pass `encode` adds
-    it.
+    """Encode a picture, its prompt and references, as far as there are any, for several edits. The
+    pass `encode` adds it.
     """
     raise NotImplementedError
 

@@ -7,19 +7,22 @@ otherwise.
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Final, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
 
 import msgspec
 from msgspec import structs
 
-from maskserve_common.contracts.settings import ENCODER_SETTINGS
+from maskserve_common.contracts.settings import ENCODER_SETTINGS, REFERENCE_SETTINGS
 from maskserve_workflows.node_types import ENCODE
 from maskserve_workflows.nodes import NODE_TYPES
 from maskserve_workflows.plan import (
     MOST_STEPS,
     Each,
     NodeCall,
+    Refs,
     Repeat,
     Step,
     WorkflowPlan,
@@ -30,6 +33,7 @@ from maskserve_workflows.plan import (
     is_edit,
     kind_of_edit,
     references,
+    refs_of,
 )
 
 
@@ -114,8 +118,9 @@ def merge_equal(plan: WorkflowPlan) -> tuple[WorkflowPlan, list[str]]:
 
 
 def share_encodings(plan: WorkflowPlan) -> tuple[WorkflowPlan, list[str]]:
-    """Encode a picture once for several edits with this picture and mask, before they begin; with
-    it their prompt, if they have the same.
+    """Encode a picture once for several edits that see it, before they begin: as the source under
+    one mask, with the prompt if they have the same, or as a reference. What the same edits share is
+    encoded by one call.
     """
     notes: list[str] = []
     names = {step.id for step in every_step(plan.steps)}
@@ -125,38 +130,46 @@ def share_encodings(plan: WorkflowPlan) -> tuple[WorkflowPlan, list[str]]:
         names.add(name)
         return name
 
-    def shared(steps: Sequence[Step], encoding_of: dict[str, str]) -> tuple[Step, ...]:
+    def shared(steps: Sequence[Step], encodings_of: dict[str, _Encodings]) -> tuple[Step, ...]:
         """Return the steps with encodings before those that share them.
 
         Args:
             steps: steps of the plan or of a loop's body.
-            encoding_of: edit -> its encoding, where that is known; it is added to.
+            encodings_of: edit -> its encodings, as far as known; they are added to.
         """
-        groups: dict[bytes, list[_SharingEdit]] = {}
+        edits_of: dict[_EncodedPicture, dict[str, _SharingEdit]] = {}
         for number, step in enumerate(steps):
             for edit in _sharing_edits(step, number):
-                if edit.call.id not in encoding_of:
-                    groups.setdefault(edit.key, []).append(edit)
+                for picture in edit.pictures:
+                    if picture not in encodings_of[edit.call.id].pictures:
+                        edits_of.setdefault(picture, {})[edit.call.id] = edit
+        pictures_of: dict[tuple[str, ...], list[_EncodedPicture]] = {}
+        for picture, edits in edits_of.items():
+            if sum(edit.most for edit in edits.values()) > 1:
+                pictures_of.setdefault(tuple(edits), []).append(picture)
         encodes: dict[int, list[NodeCall]] = {}
-        for edits in groups.values():
-            count = sum(edit.most for edit in edits)
-            if count > 1 and len(names) < MOST_STEPS:
-                call = _encode_call(fresh(), edits)
-                encodes.setdefault(edits[0].number, []).append(call)
-                encoding_of |= {edit.call.id: call.id for edit in edits}
-                notes.append(f"{call.inputs['image']} is encoded once for {count} edits")
+        for ids, pictures in pictures_of.items():
+            if len(names) == MOST_STEPS:
+                break
+            edits = [edits_of[pictures[0]][name] for name in ids]
+            call = _encode_call(fresh(), pictures, edits)
+            encodes.setdefault(edits[0].number, []).append(call)
+            for name in ids:
+                encodings_of[name].add(call.id, pictures)
+            count, what = sum(edit.most for edit in edits), dict.fromkeys(x.ref for x in pictures)
+            verb = "is" if len(what) == 1 else "are"
+            notes.append(f"{' and '.join(what)} {verb} encoded once for {count} edits")
         new_steps: list[Step] = []
         for number, step in enumerate(steps):
             new_steps += encodes.get(number, ())
             if not isinstance(step, NodeCall):
-                step = structs.replace(step, body=shared(step.body, encoding_of))
-            elif step.id in encoding_of:
-                inputs = {**step.inputs, "encoding": f"{encoding_of[step.id]}.encoding"}
-                step = structs.replace(step, inputs=inputs)
+                step = structs.replace(step, body=shared(step.body, encodings_of))
+            elif encodings := encodings_of[step.id].refs:
+                step = structs.replace(step, inputs={**step.inputs, "encodings": encodings})
             new_steps.append(step)
         return tuple(new_steps)
 
-    return structs.replace(plan, steps=shared(plan.steps, {})), notes
+    return structs.replace(plan, steps=shared(plan.steps, defaultdict(_Encodings))), notes
 
 
 def prime_first(plan: WorkflowPlan) -> tuple[WorkflowPlan, list[str]]:
@@ -169,7 +182,8 @@ def prime_first(plan: WorkflowPlan) -> tuple[WorkflowPlan, list[str]]:
     def primed(step: Step) -> Step:
         if not isinstance(step, NodeCall):
             return structs.replace(step, body=tuple(map(primed, step.body)))
-        if not _is_masked(step) or "cache" in step.settings or step.inputs["image"] not in several:
+        is_settled = not _reads_template(step) or "cache" in step.settings
+        if is_settled or step.inputs["image"] not in several:
             return step
         return structs.replace(step, settings={**step.settings, "cache": "require"})
 
@@ -201,7 +215,7 @@ def side_by_side(plan: WorkflowPlan) -> tuple[WorkflowPlan, list[str]]:
 def hoist_edits(plan: WorkflowPlan) -> tuple[WorkflowPlan, list[str]]:
     """Load LoRAs that edits of later nodes name as the run begins."""
     first = {f"inputs.{workflow_input.name}" for workflow_input in plan.inputs}
-    later = [step for step in edit_calls(plan.steps) if not set(step.inputs.values()) <= first]
+    later = [step for step in edit_calls(plan.steps) if not set(references(step)) <= first]
     early = {lora["name"]: None for step in later for lora in step.settings.get("loras", ())}
     notes = [f"{name} is brought as the run begins" for name in early]
     return structs.replace(plan, early=tuple(early)), notes
@@ -221,7 +235,10 @@ PASSES: Final[dict[str, Callable[[WorkflowPlan], tuple[WorkflowPlan, list[str]]]
 def _with_references(step: Step, renamed: Callable[[str], str]) -> Step:
     """Rename a step's own references to other steps; its body stays."""
     if isinstance(step, NodeCall):
-        inputs = {name: renamed(ref) for name, ref in step.inputs.items()}
+        inputs = {
+            name: renamed(refs) if isinstance(refs, str) else tuple(map(renamed, refs))
+            for name, refs in step.inputs.items()
+        }
         return structs.replace(step, inputs=inputs)
     outputs = {name: renamed(ref) for name, ref in step.gives.items()}
     if isinstance(step, Repeat):
@@ -233,16 +250,25 @@ def _with_references(step: Step, renamed: Callable[[str], str]) -> Step:
 
 
 def _is_masked(call: NodeCall) -> bool:
-    """Return whether a call is an edit that may read cached tokens."""
+    """Return whether a call is an edit with a mask."""
     return is_edit(call) and kind_of_edit(call) == "inpaint"
 
 
+def _reads_template(call: NodeCall) -> bool:
+    """Return whether a call is an edit that may read its template's entries, which have not seen
+    any references.
+    """
+    has_references = "references" in call.inputs or bool(call.settings.get("reference_ids"))
+    return _is_masked(call) and not has_references
+
+
 def _edits_of(steps: Sequence[Step]) -> Iterator[tuple[str, int]]:
-    """Yield the pictures that masked edits need, each with the most edits at once."""
+    """Yield the pictures of edits that may read entries, each with the most edits at once."""
     for step in steps:
         if isinstance(step, NodeCall):
-            if _is_masked(step):
-                yield step.inputs["image"], 1
+            if _reads_template(step):
+                [image] = refs_of(step.inputs["image"])
+                yield image, 1
             continue
         rounds = step.most if isinstance(step, Each) else 1
         body_ids = {substep.id for substep in every_step([step])}
@@ -252,6 +278,29 @@ def _edits_of(steps: Sequence[Step]) -> Iterator[tuple[str, int]]:
             )
             outside = ref.partition(".")[0] not in body_ids
             yield ref, count * (rounds if outside or is_parallel else 1)
+
+
+class _EncodedPicture(NamedTuple):
+    """A picture as the encoder sees it; equal ones have one encoding."""
+
+    ref: str
+    mask: str | None
+    settings: str
+    """Settings on which its encoding depends, as JSON."""
+    is_source: bool
+
+
+@dataclass(slots=True)
+class _Encodings:
+    """Encodings that an edit takes."""
+
+    refs: tuple[str, ...] = ()
+    pictures: set[_EncodedPicture] = field(default_factory=set)
+
+    def add(self, name: str, pictures: Collection[_EncodedPicture]) -> None:
+        """Add the encoding of these pictures by the step of this name."""
+        self.refs += (f"{name}.encoding",)
+        self.pictures.update(pictures)
 
 
 class _SharingEdit(NamedTuple):
@@ -264,26 +313,44 @@ class _SharingEdit(NamedTuple):
     """Most calls of it at once."""
     outer: Mapping[str, str]
     """Its inputs that are known before the step."""
-
-    @property
-    def key(self) -> bytes:
-        """Equal for edits whose picture has one encoding."""
-        settings = {name: x for name, x in self.call.settings.items() if name in ENCODER_SETTINGS}
-        place = [self.outer["image"], self.outer.get("mask"), settings]
-        return msgspec.json.encode(place, order="sorted")
+    pictures: tuple[_EncodedPicture, ...]
+    """Its source and references that are known before the step."""
 
 
 def _sharing_edits(step: Step, number: int) -> Iterator[_SharingEdit]:
-    """Yield the edits in a step whose picture and mask come from before it."""
+    """Yield the edits in a step with a picture from before it."""
     inner_ids = set() if isinstance(step, NodeCall) else {x.id for x in every_step([step])}
+
+    def is_outer(ref: str) -> bool:
+        return ref.partition(".")[0] not in inner_ids
+
     for call, count in _edits_at_once(step):
         outer = {
-            name: ref for name, ref in call.inputs.items() if ref.partition(".")[0] not in inner_ids
+            name: ref for name, ref in call.inputs.items() if isinstance(ref, str) and is_outer(ref)
         }
-        pictures = {"image", "mask"} & call.inputs.keys()
-        is_settled = "encoding" in call.inputs or "mask_from" in call.settings
-        if outer.keys() >= pictures and not is_settled:
-            yield _SharingEdit(number, call, count, outer)
+        pictures = []
+        if outer.keys() >= {"image", "mask"} & call.inputs.keys() and (
+            "mask_from" not in call.settings
+        ):
+            settings = _json(_encoder_settings(call, is_source=True))
+            pictures.append(_EncodedPicture(outer["image"], outer.get("mask"), settings, True))
+        listed, settings = call.inputs.get("references", ()), _json(_encoder_settings(call))
+        if not isinstance(listed, str):
+            pictures += [
+                _EncodedPicture(ref, None, settings, False) for ref in listed if is_outer(ref)
+            ]
+        if pictures and "encodings" not in call.inputs:
+            yield _SharingEdit(number, call, count, outer, tuple(pictures))
+
+
+def _encoder_settings(call: NodeCall, *, is_source: bool = False) -> dict[str, Any]:
+    """Return the settings on which the encoding of an edit's source depends, or of a reference."""
+    names = ENCODER_SETTINGS if is_source else REFERENCE_SETTINGS
+    return {name: value for name, value in call.settings.items() if name in names}
+
+
+def _json(value: object) -> str:
+    return msgspec.json.encode(value, order="sorted").decode()
 
 
 def _edits_at_once(step: Step) -> Iterator[tuple[NodeCall, int]]:
@@ -297,17 +364,25 @@ def _edits_at_once(step: Step) -> Iterator[tuple[NodeCall, int]]:
         yield from ((call, rounds * count) for call, count in _edits_at_once(substep))
 
 
-def _encode_call(name: str, edits: Sequence[_SharingEdit]) -> NodeCall:
-    """Return the call that encodes for these edits: the prompt, too, if they have the same."""
-    first = edits[0]
+def _encode_call(
+    name: str, pictures: Sequence[_EncodedPicture], edits: Sequence[_SharingEdit]
+) -> NodeCall:
+    """Return the call that encodes these pictures for these edits: with a source the prompt, too,
+    if they have the same.
+    """
+    source = next((picture for picture in pictures if picture.is_source), None)
+    references = tuple([picture.ref for picture in pictures if not picture.is_source])
+    inputs: dict[str, Refs] = {} if source is None else {"image": source.ref}
+    if source is not None and source.mask is not None:
+        inputs["mask"] = source.mask
+    if references:
+        inputs["references"] = references
     prompts = {(edit.outer.get("prompt"), edit.call.texts.get("prompt")) for edit in edits}
-    ref, text = prompts.pop() if len(prompts) == 1 else (None, None)
-    inputs = {name: first.outer[name] for name in ("image", "mask") if name in first.outer}
-    settings = {key: x for key, x in first.call.settings.items() if key in ENCODER_SETTINGS}
+    ref, text = prompts.pop() if source is not None and len(prompts) == 1 else (None, None)
     return NodeCall(
         id=name,
         node=ENCODE,
         inputs=inputs if ref is None else {**inputs, "prompt": ref},
         texts={} if text is None else {"prompt": text},
-        settings=settings,
+        settings=_encoder_settings(edits[0].call, is_source=source is not None),
     )

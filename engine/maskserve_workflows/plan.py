@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta, structs
 
-from maskserve_common.contracts.edit_kinds import check_settings_of, kind_of
+from maskserve_common.contracts.edit_kinds import MOST_PICTURES, check_settings_of, kind_of
 from maskserve_common.contracts.request import EditKind
 from maskserve_common.contracts.settings import EditSettings
 from maskserve_common.contracts.tensors import INPUT_KINDS
@@ -22,12 +22,14 @@ from maskserve_common.errors import InvalidRequest
 from maskserve_common.reading import Misread, Table, nearest, read
 from maskserve_workflows.node_types import EDIT, ENCODE, setting_error
 from maskserve_workflows.nodes import NODE_TYPES
-from maskserve_workflows.ports import MANY, WorkflowError
+from maskserve_workflows.ports import ELEMENT, MANY, WorkflowError
 
 VERSION: Final = 1
 MOST: Final = 16
 """Most rounds of a loop."""
 MOST_STEPS: Final = 64
+MOST_LISTED: Final = 64
+"""Most references of a list."""
 INPUTS: Final = "inputs"
 RESERVED: Final = frozenset({"edit", "edit_stream", "edit_pipeline", "control"})
 """Model names that are always taken."""
@@ -40,6 +42,8 @@ Id = Annotated[
     ),
 ]
 Ref = Annotated[str, Meta(max_length=100)]
+Refs = Ref | Annotated[tuple[Ref, ...], Meta(min_length=1, max_length=MOST_LISTED)]
+"""An input of a call; of a list's kind it may be the references of its values."""
 Rounds = Annotated[int, Meta(ge=1, le=MOST)]
 
 
@@ -49,7 +53,7 @@ class NodeCall(Table, frozen=True, tag="call", tag_field="step"):
     id: Id
     node: str
     """Node type."""
-    inputs: dict[str, Ref] = msgspec.field(default_factory=dict)
+    inputs: dict[str, Refs] = msgspec.field(default_factory=dict)
     texts: dict[str, Annotated[str, Meta(max_length=32_000)]] = msgspec.field(default_factory=dict)
     """Literal text inputs."""
     settings: dict[str, Any] = msgspec.field(default_factory=dict)
@@ -140,10 +144,16 @@ def round_kinds(step: Step) -> dict[str, str]:
     return kinds
 
 
+def refs_of(taken: Refs) -> tuple[str, ...]:
+    """Return the references of an input: its one, or those of its list."""
+    return (taken,) if isinstance(taken, str) else taken
+
+
 def references(step: Step) -> Iterator[str]:
     """Yield all references of a step, including those of its body to its own values."""
     if isinstance(step, NodeCall):
-        yield from step.inputs.values()
+        for taken in step.inputs.values():
+            yield from refs_of(taken)
         return
     ends = [step.until] if isinstance(step, Repeat) else [step.over, step.carry, step.carried]
     yield from [ref for ref in (*ends, *step.gives.values()) if ref is not None]
@@ -188,7 +198,8 @@ def kind_of_edit(call: NodeCall) -> EditKind:
     settings = call.settings
     grows = any(settings.get("expand") or ())
     masked = "mask" in call.inputs or grows or settings.get("mask_from") is not None
-    return kind_of(source="image" in call.inputs, masked=masked)
+    has_source = not {"image", "references"}.isdisjoint(call.inputs)
+    return kind_of(source=has_source, masked=masked)
 
 
 def all_kinds(plan: WorkflowPlan) -> dict[str, str]:
@@ -302,7 +313,7 @@ def _check_call(step: NodeCall, known: Mapping[str, str], sources: Mapping[str, 
             if name not in kind.optional:
                 raise WorkflowError(f"{step.id}.{name}: is missing; accepted: a {expected_kind}")
             continue
-        _fits(f"{step.id}.{name}", step.inputs[name], expected_kind, known, sources)
+        _fits_input(f"{step.id}.{name}", step.inputs[name], expected_kind, known, sources)
     try:
         settings = kind.checked(step.settings)
     except Misread as error:
@@ -312,11 +323,20 @@ def _check_call(step: NodeCall, known: Mapping[str, str], sources: Mapping[str, 
 
 
 def _check_edit(call: NodeCall, settings: EditSettings) -> None:
-    """Check that the settings of a worker's call have an effect.
+    """Check that the settings of a worker's call have an effect, and that a model may take its
+    references.
 
     Raises:
-        WorkflowError: naming the setting.
+        WorkflowError: naming the setting or `references`.
     """
+    if call.node == ENCODE and kind_of_edit(call) == "generate":
+        raise WorkflowError(f"{call.id}.image: is missing; accepted: a picture, or references")
+    references = call.inputs.get("references", ())
+    if not isinstance(references, str) and len(references) >= MOST_PICTURES:
+        raise WorkflowError(
+            f"{call.id}.references: has {len(references)} pictures; accepted: up to "
+            f"{MOST_PICTURES - 1}"
+        )
     try:
         check_settings_of(settings, kind_of_edit(call))
     except InvalidRequest as error:
@@ -386,6 +406,20 @@ def _fits(
             f"{where}: takes a {port_kind}, and {ref} is {kind}; accepted: "
             + (", ".join(fitting) or f"a {port_kind}")
         )
+
+
+def _fits_input(
+    where: str, taken: Refs, port_kind: str, known: Mapping[str, str], sources: Mapping[str, str]
+) -> None:
+    if isinstance(taken, str):
+        _fits(where, taken, port_kind, known, sources)
+        return
+    if port_kind not in ELEMENT:
+        raise WorkflowError(f"{where}: takes a {port_kind}, and is given a list; accepted: one")
+    if not taken:
+        raise WorkflowError(f"{where}: is empty; accepted: at least one {ELEMENT[port_kind]}")
+    for index, ref in enumerate(taken):
+        _fits(f"{where}[{index}]", ref, ELEMENT[port_kind], known, sources)
 
 
 def digest_of(plan: WorkflowPlan) -> str:

@@ -92,9 +92,19 @@ class Encoding(Port):
     kind = "encoding"
 
 
+class Encodings(Port):
+    """A list of encodings."""
+
+    kind = "encodings"
+
+
 KINDS: Final[dict[str, type[Port]]] = {
     port.kind: port
-    for port in (Picture, Mask, Words, Verdict, Regions, Pictures, Verdicts, Encoding)
-}
+    for port in (
+        Picture, Mask, Words, Verdict, Regions, Pictures, Verdicts, Encoding, Encodings
+    )
+}  # fmt: skip
 MANY: Final = {"mask": "regions", "picture": "pictures", "verdict": "verdicts"}
-"""Kind → the kind of a list of such values."""
+"""Kind → the kind of a list of such values, which a loop gives."""
+ELEMENT: Final = {many: one for one, many in MANY.items()} | {"encodings": "encoding"}
+"""Kind of a list → the kind of its values."""

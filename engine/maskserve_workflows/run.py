@@ -25,6 +25,7 @@ from maskserve_workflows.plan import (
     INPUTS,
     Each,
     NodeCall,
+    Refs,
     Repeat,
     Step,
     WorkflowPlan,
@@ -282,7 +283,7 @@ class WorkflowRun:
             scope.begun.add(step.id)
             key = f"{scope.path}{step.id}"
             if isinstance(step, NodeCall):
-                inputs = {name: scope.value(ref) for name, ref in step.inputs.items()}
+                inputs = {name: self._taken(scope, refs) for name, refs in step.inputs.items()}
                 self._start(Task(key, step, inputs | step.texts), scope)
             elif isinstance(step, Each):
                 self._loops.append(rounds := _Rounds(step, scope, key))
@@ -290,6 +291,16 @@ class WorkflowRun:
             else:
                 self._loops.append(rounds := _Rounds(step, scope, key))
                 self._open(rounds, [0])
+
+    def _taken(self, scope: _Scope, refs: Refs) -> Any:
+        """Return the value of an input of a call."""
+        if isinstance(refs, str):
+            return scope.value(refs)
+        return self._listed([scope.value(ref) for ref in refs], refs[0])
+
+    def _listed(self, values: Sequence[Any], ref: str) -> Any:
+        """Return values of the kind of `ref` as one value."""
+        return Areas.of_masks(values) if self._kinds[ref] == "mask" else tuple(values)
 
     def _start(self, task: Task, place: _Scope | _Rounds) -> None:
         self._running[task.key] = (task, place)
@@ -403,10 +414,7 @@ class WorkflowRun:
                 values[f"{step.id}.{name}"] = best_round.value(ref)
                 continue
             round_values = [rounds.rounds[number].value(ref) for number in sorted(rounds.rounds)]
-            is_mask = self._kinds[ref] == "mask"
-            values[f"{step.id}.{name}"] = (
-                Areas.of_masks(round_values) if is_mask else tuple(round_values)
-            )
+            values[f"{step.id}.{name}"] = self._listed(round_values, ref)
         if isinstance(step, Each) and step.carry is not None:
             values[f"{step.id}.carried"] = rounds.current
         self._step_ended(rounds.scope, step.id)

@@ -240,24 +240,32 @@ def test_comfyuis_nodes_give_the_same_pictures(served: WorkerProcess, client: Cl
     settings = {"num_inference_steps": STEPS, "seed": 5, "reproducible": True}
     shared = {"prompt": PROMPT, "url": served.grpc_url, "settings": json.dumps(settings), "key": ""}
     source = scene(*SOURCE_SIZE)
-    image = torch.from_numpy(source.astype(np.float32) / 255)[None]
-    calls: dict[str, tuple[dict[str, Any], list[Any]]] = {
-        "MaskserveEdit": ({"image": image}, [client.edit(source, None, PROMPT, **settings)]),
-        "MaskserveGenerate": (
+    others = [scene(*SOURCE_SIZE, seed) for seed in (1, 2)]
+    image, one, two = (
+        torch.from_numpy(np.stack(batch).astype(np.float32) / 255)
+        for batch in ([source], others[:1], others)
+    )
+    several = client.edit(source, None, PROMPT, images=[others[0], *others], **settings)
+    calls: list[tuple[str, dict[str, Any], list[Any]]] = [
+        ("MaskserveEdit", {"image": image}, [client.edit(source, None, PROMPT, **settings)]),
+        ("MaskserveEdit", {"image": image, "references": one, "references_2": two}, [several]),
+        (
+            "MaskserveGenerate",
             {"size": "96x64", "pictures": 2},
             [client.generate(PROMPT, "96x64", **{**settings, "seed": 5 + n}) for n in range(2)],
         ),
-    }
-    for name, (inputs, expected_results) in calls.items():
+    ]
+    for name, inputs, expected_results in calls:
         node = pack.NODE_CLASS_MAPPINGS[name]
         input_types = {**node.INPUT_TYPES()["required"], **node.INPUT_TYPES()["optional"]}
         node_inputs = {**shared, **inputs, "seed": 5}
-        assert node_inputs.keys() | {"mask"} == input_types.keys() | {"mask"}
+        left_out = {"mask", "references", "references_2", "references_3"}
+        assert node_inputs.keys() | left_out == input_types.keys() | left_out
         (images,) = getattr(node(), node.FUNCTION)(**node_inputs)
         assert node.RETURN_TYPES == ("IMAGE",)
         levels = (images * 255).round().to(torch.uint8).numpy()
         assert np.array_equal(levels, np.stack([result.image for result in expected_results]))
-    assert pack.NODE_DISPLAY_NAME_MAPPINGS.keys() == calls.keys()
+    assert pack.NODE_DISPLAY_NAME_MAPPINGS.keys() == {name for name, _, _ in calls}
 
 
 def test_pictures_may_be_left_out_of_a_request(served: WorkerProcess) -> None:

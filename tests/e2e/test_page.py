@@ -223,6 +223,45 @@ def test_a_picture_is_made_and_edited_without_painting(
         page.screenshot(path=tmp_path / "page.png", full_page=True)
 
 
+def test_an_instruction_sees_further_pictures(
+    browser: Browser, address_of_klein: str, tmp_path: Path
+) -> None:
+    files = []
+    for seed in (1, 2):
+        files.append(tmp_path / f"{seed}.png")
+        Image.fromarray(scene(64, 64, seed)).save(files[-1])
+    with opened(browser, address_of_klein) as page:
+        references, result = page.locator("#references"), page.locator("#result")
+        expect(references).not_to_be_visible()  # the tab Edit is open
+        pick(page, SIDE, SIDE)
+        page.get_by_role("radio", name="Instruct").locator("..").click()
+        expect(references).to_be_visible()
+        page.get_by_label("What to change").fill("a red star")
+        page.get_by_role("button", name="More").click()
+        page.get_by_label("New seed for each edit").uncheck()
+        urls: list[str | None] = [None]
+
+        def edit() -> None:
+            page.locator("#run").click()
+            last = result.locator(".compare img").last
+            if urls[-1] is not None:
+                expect(last).not_to_have_attribute("src", urls[-1], timeout=90_000)
+            expect(page.locator("#status")).to_contain_text("done", timeout=90_000)
+            urls.append(last.get_attribute("src"))
+
+        edit()
+        references.locator(".file").set_input_files(files)
+        expect(references.locator("img")).to_have_count(2)
+        page.screenshot(path=tmp_path / "page.png", full_page=True)
+        edit()
+        references.get_by_role("button", name="Remove further picture 1").click()
+        expect(references.locator("img")).to_have_count(1)
+        edit()
+        assert len(set(urls)) == len(urls)  # a picture's URL has the digest of its file
+        page.get_by_role("radio", name="Create").locator("..").click()
+        expect(references).not_to_be_visible()
+
+
 def test_a_model_of_one_kind_has_no_tabs(page: Page) -> None:
     expect(page.locator("#kinds")).not_to_be_visible()
 

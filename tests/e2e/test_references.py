@@ -12,16 +12,22 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
+import requests
 from PIL import Image
 from tritonclient import grpc as triton_grpc
 from tritonclient.utils import InferenceServerException
 
 from maskserve_benchmarks.router_site import RouterSite
-from maskserve_client import Client, InvalidRequest
+from maskserve_client import Client, InvalidRequest, TemplateNotFound
 from maskserve_client.cli import main
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
 from maskserve_serving.worker import WorkerProcess
+from maskserve_workflows.definition import Workflow
+from maskserve_workflows.nodes import edit
+from maskserve_workflows.passes import compiled
+from maskserve_workflows.plan import dump_plan
+from maskserve_workflows.run import seed_of
 from tests.fakes.pictures import encode, scene
 from tests.support.calls import Pixels, pixels
 from tests.support.draws import fresh_seed
@@ -195,3 +201,63 @@ def test_a_template_has_references_by_command_and_client(
     np.testing.assert_array_equal(Image.open(out), named.image)
     with pytest.raises(InvalidRequest, match=r"IMAGE\[1\]: "):
         client.edit(PICTURES[0], prompt=PROMPT, images=[b"no picture"])
+
+
+def test_references_are_named_as_a_template_is(
+    client: Client, served: WorkerProcess, tmp_path: Path
+) -> None:
+    settings = {"seed": 5, "num_inference_steps": STEPS, "prompt": PROMPT}
+    sent = client.edit(PICTURES[0], images=PICTURES[1:], **settings)
+    named = [client.register(picture) for picture in PICTURES[1:]]
+    for images, ids in ((PICTURES[1:2], named[1:]), ((), named)):
+        result = client.edit(PICTURES[0], images=images, reference_ids=ids, **settings)
+        assert result.encoded == sent.encoded
+        assert result.meta["encoded"]["references"] == "kept"
+    out = tmp_path / "out.png"
+    with RouterSite([served.grpc_url], tmp_path) as site:
+        words = ["--template-id", client.register(PICTURES[0]), "--prompt", PROMPT]
+        words += [word for name in named for word in ("--reference-id", name)]
+        command = ["edit", "--url", site.grpc_url, "--out", str(out), "--seed", "5"]
+        assert main([*command, *words, "--steps", str(STEPS)]) == 0
+        np.testing.assert_array_equal(Image.open(out), sent.image)
+        url = f"http://{site.http_url}/v1/images/edits"
+        files = [("image", ("a.png", encode(PICTURES[0])))]
+        form = {"prompt": PROMPT, "seed": 5, "num_inference_steps": STEPS}
+        answer = requests.post(
+            url, data={**form, "reference_ids[]": named}, files=files, timeout=60
+        )
+        assert answer.status_code == 200, answer.text
+        picture = pixels(base64.b64decode(answer.json()["data"][0]["b64_json"]))
+        np.testing.assert_array_equal(picture, sent.image)
+    with pytest.raises(TemplateNotFound, match=r"SETTINGS\.reference_ids\[1\]: 0{16} is not regis"):
+        client.edit(PICTURES[0], reference_ids=[named[0], "0" * 16], **settings)
+    with pytest.raises(InvalidRequest, match=r"SETTINGS\.reference_ids: make 11 pictures with"):
+        client.edit(PICTURES[0], reference_ids=named[:1] * 10, **settings)
+    with pytest.raises(InvalidRequest, match=r"SETTINGS\.reference_ids: needs a source"):
+        client.generate(PROMPT, reference_ids=named, seed=5)
+
+
+def test_a_workflow_has_references_and_encodes_a_shared_one_once(
+    client: Client, served: WorkerProcess, tmp_path: Path
+) -> None:
+    with Workflow("styled") as flow:
+        image, style, prompt = flow.picture("image"), flow.picture("style"), flow.text("prompt")
+        first = edit(image, None, prompt, references=[style], num_inference_steps=STEPS)
+        second = edit(first, None, prompt, references=[image, style], num_inference_steps=STEPS)
+        flow.gives(first=first, image=second)
+    (tmp_path / "styled.json").write_bytes(dump_plan(compiled(flow.plan)))
+    tables: dict[str, dict[str, object]] = {"workflows": {"folder": str(tmp_path)}}
+    inputs = {"image": encode(PICTURES[0]), "style": encode(PICTURES[1]), "prompt": PROMPT}
+    with (
+        RouterSite([served.grpc_url], tmp_path, tables) as site,
+        Client(site.grpc_url) as routed,
+    ):
+        outputs, meta = routed.run_workflow("styled", inputs, seed=3, reproducible=True)
+    reports = {report["key"]: report for report in meta["nodes"]}
+    assert "encode-1" in reports
+    source, images = inputs["image"], [inputs["style"]]
+    for name, output in (("edit-1", "first"), ("edit-2", "image")):
+        settings = {"seed": seed_of(3, name), "num_inference_steps": STEPS, "reproducible": True}
+        expected_result = client.edit(source, prompt=PROMPT, images=images, **settings)
+        assert outputs[output] == expected_result.encoded
+        source, images = outputs["first"], [inputs["image"], inputs["style"]]

@@ -94,7 +94,9 @@ def _steps(steps: Sequence[Step], values: dict[str, Any], path: str, node: Node)
     for step in steps:
         key = path + step.id
         if isinstance(step, NodeCall):
-            inputs = {name: values[ref] for name, ref in step.inputs.items()}
+            inputs = {
+                name: map_parts(refs, lambda ref: values[ref]) for name, refs in step.inputs.items()
+            }
             outputs = node(key, step, {**inputs, **step.texts})
         elif isinstance(step, Each):
             outputs = _run_each(step, values, key, node)
@@ -182,7 +184,10 @@ def plans(
                         pictures.append(generate(pick(texts), **seed))
                         continue
                     mask = pick(masks) if edit_kind == "inpaint" else None
-                    pictures.append(edit(pick(pictures), mask, pick(texts), **seed))
+                    further = [] if masked else [pick(pictures) for _ in range(pick((0, 0, 1, 2)))]
+                    pictures.append(
+                        edit(pick(pictures), mask, pick(texts), references=further, **seed)
+                    )
                 elif kind == 1:
                     masks.append(find(pick(pictures), pick(texts)))
                 elif kind == 2:

@@ -69,7 +69,7 @@ class Pipeline:
         model: folder.
         mode: see the module's docstring.
         threshold: of FirstBlockCache.
-        loras: folder of LoRAs; empty: none.
+        loras: files of LoRAs.
         weights: a pipeline of the same folder, whose weights are shared; None: load them.
     """
 
@@ -78,7 +78,7 @@ class Pipeline:
         model: str,
         mode: str,
         threshold: float = 0.0,
-        loras: str = "",
+        loras: Sequence[Path] = (),
         weights: Pipeline | None = None,
     ) -> None:
         import diffusers
@@ -99,9 +99,8 @@ class Pipeline:
         tables = tomllib.loads((folder / "maskserve.toml").read_text(encoding="utf-8"))
         self.defaults = tables["model"]
         self.loras = bool(loras)
-        if loras:
-            for file in sorted(Path(loras).glob("*.safetensors")):
-                self.pipe.load_lora_weights(file, adapter_name=file.stem)
+        for file in loras:
+            self.pipe.load_lora_weights(file, adapter_name=file.stem)
         if mode == "first_block_cache":
             _add_cache(self.pipe.transformer, threshold)
 
@@ -201,7 +200,10 @@ class PipelineModel:
         settings = {name: value["string_value"] for name, value in parameters.items()}
         torch.set_num_threads(int(settings["threads"]))
         self.pipeline = Pipeline(
-            settings["model"], settings["mode"], float(settings["threshold"]), settings["loras"]
+            settings["model"],
+            settings["mode"],
+            float(settings["threshold"]),
+            sorted(Path(settings["loras"]).glob("*.safetensors")) if settings["loras"] else (),
         )
 
     def execute(self, requests: list[Any]) -> list[Any]:

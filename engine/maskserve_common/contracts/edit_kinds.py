@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Final
 
 from msgspec.structs import fields, replace
 
@@ -12,6 +13,8 @@ from maskserve_common.contracts.request import EditKind
 from maskserve_common.contracts.settings import EditSettings
 from maskserve_common.errors import InvalidRequest
 
+MOST_PICTURES: Final = 10
+"""Most pictures that a served model takes, with the source."""
 _OF_MASKS = (
     "mask_mode",
     "mask_dilate",
@@ -28,7 +31,7 @@ _WITHOUT_EFFECT: dict[EditKind, tuple[str, ...]] = {
 _OF_OTHER_KINDS: dict[EditKind, tuple[str, ...]] = {
     "inpaint": (),
     "edit": ("expand", "mask_from"),
-    "generate": ("expand", "mask_from", "template_id"),
+    "generate": ("expand", "mask_from", "template_id", "reference_ids"),
 }
 """Settings that would make an edit of another kind."""
 _CACHED = ("own", "require")
@@ -71,7 +74,7 @@ def edit_kind(settings: EditSettings, *, image: bool, mask: bool) -> EditKind:
 def check_references(
     pictures: Sequence[bytes | memoryview], settings: EditSettings, most: int
 ) -> None:
-    """Refuse pictures of IMAGE that a model does not take.
+    """Refuse pictures that a model does not take.
 
     Args:
         pictures: elements of IMAGE: the source, or nothing for a template, then references.
@@ -79,18 +82,22 @@ def check_references(
         most: most pictures that the model sees, with the source.
 
     Raises:
-        InvalidRequest: naming IMAGE or its element.
+        InvalidRequest: naming IMAGE or its element, or SETTINGS.reference_ids.
     """
-    if len(pictures) < 2:
+    named = len(settings.reference_ids)
+    if len(pictures) + named < 2:
         return
-    if not pictures[0] and settings.template_id is None:
+    if len(pictures) > 1 and not pictures[0] and settings.template_id is None:
         raise InvalidRequest(
             "IMAGE[0]",
             "is empty, and further pictures follow",
             "the picture to edit, or SETTINGS.template_id of a registered template",
         )
-    if len(pictures) > most:
+    if len(pictures) + named > most:
         accepted = f"up to {most} with this model" if most > 1 else "one with this model"
+        if named:
+            problem = f"make {len(pictures) + named} pictures with those of IMAGE"
+            raise InvalidRequest("SETTINGS.reference_ids", problem, accepted)
         raise InvalidRequest("IMAGE", f"has {len(pictures)} pictures", accepted)
     for index, picture in enumerate(pictures):
         if index and not picture:

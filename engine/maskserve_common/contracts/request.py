@@ -91,7 +91,8 @@ class EditRequest:
     template_id: str
     """Digest of the decoded source pixels and their size; empty without a source."""
     source_size: tuple[int, int]
-    """Size of the answer, with what `expand` adds; without a mask, the model's size."""
+    """Size of the answer, with what `expand` adds; without a mask, the model's size or the middle
+    of it."""
     model_size: tuple[int, int]
     accepted_ns: int
     """Time of acceptance, as in `AcceptedEdit`."""

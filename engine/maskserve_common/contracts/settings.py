@@ -244,6 +244,8 @@ class EditSettings(Table, frozen=True):
     """Reuse the prompt's embeddings only for the same API key."""
     template_id: TemplateId | None = None
     """A registered template or kept result, to edit instead of IMAGE."""
+    reference_ids: tuple[TemplateId, ...] = ()
+    """Registered templates or kept results that the model sees behind the pictures of IMAGE."""
     keep_result: bool = False
     """Keep the result as a template (META's `result_template_id`), until `[limits]
     result_expires_s` after its last use."""
@@ -294,10 +296,12 @@ ENCODER_SETTINGS: Final = frozenset(
     {
         "model", "guidance_scale", "true_cfg_scale", "negative_prompt", "mask_mode", "mask_dilate",
         "mask_feather", "crop_to_mask", "crop_padding", "size", "expand", "reproducible", "loras",
-        "private_prompt", "template_id",
+        "private_prompt", "template_id", "reference_ids",
     }
 )  # fmt: skip
 """Settings on which the outputs of the encoder depend."""
+REFERENCE_SETTINGS: Final = frozenset({"model", "private_prompt", "reproducible"})
+"""Those on which the encodings of references depend."""
 
 
 def no_duplicates(field: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:

@@ -1,6 +1,7 @@
 """The model's size of a picture without a mask, and a source brought to it.
 
     source ─ resize ─► scaled ─ cut ─► the model's size, which is the answer's
+    source ─ resize ─► scaled ─ pad ─► the model's size; the answer has the size of `scaled` again
 
 The size is the client's, or the one that a model's pipeline in diffusers chooses for the source.
 """
@@ -10,13 +11,15 @@ from __future__ import annotations
 import math
 from typing import Literal, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 from PIL import Image
 
 from maskserve_common.config import LimitsConfig
 from maskserve_common.errors import InvalidRequest
 from maskserve_common.imaging.images import Size, check_size, model_size, resize
 
-SizeRule = Literal["bounded", "preferred", "area", "cut"]
+SizeRule = Literal["bounded", "preferred", "area", "cut", "padded"]
 """How a pipeline chooses the size for a source:
 
 - `bounded`: the source's own, at most the native area (image-to-image pipelines)
@@ -24,6 +27,8 @@ SizeRule = Literal["bounded", "preferred", "area", "cut"]
 - `area`: the native area, in the source's aspect ratio (QwenImageEditPipeline, QwenImage21Pipeline)
 - `cut`: the source's own, at most the native area, without what exceeds the grid at its sides
   (Flux2KleinPipeline)
+- `padded`: the source's own, at most the native area, with its reflection up to the grid (one
+  reference of FLUX.3's pipelines, which take four times the area)
 """
 
 _PREFERRED = (
@@ -33,6 +38,10 @@ _PREFERRED = (
 )  # fmt: skip
 """diffusers' PREFERRED_KONTEXT_RESOLUTIONS (width, height), for a native side of 1024 pixels."""
 _PREFERRED_SIDE = 1024
+_PADDED_SIDES = (64, 4096)
+"""Shortest and longest side of a padded picture (Flux3ImageProcessor)."""
+_SMALLER = 0.995
+"""Factor of a picture whose padded size is still too large."""
 
 
 class PictureFit(NamedTuple):
@@ -41,22 +50,34 @@ class PictureFit(NamedTuple):
     scaled: Size
     """(height, width) to which it is resized."""
     size: Size
-    """(height, width) of the model's picture: the middle of the resized one."""
+    """(height, width) of the model's picture: the middle of the resized one, or around it."""
+    rim: Literal["reflect", "symmetric"] = "reflect"
+    """How `size` is filled around a smaller picture (np.pad)."""
+
+    @property
+    def answer_size(self) -> Size:
+        """(height, width) of the answer, the middle of the model's picture."""
+        height, width = map(min, self.scaled, self.size)
+        return height, width
 
     def of(self, source: Image.Image) -> Image.Image:
         """Return a source as the model sees it."""
         scaled = resize(source, self.scaled)
         if self.scaled == self.size:
             return scaled
-        (height, width), top, left = self.size, *self._corner
-        return scaled.crop((left, top, left + width, top + height))
+        if self.answer_size != self.size:
+            margins = [
+                (around // 2, around - around // 2)
+                for around in (w - p for w, p in zip(self.size, self.scaled, strict=True))
+            ]
+            return Image.fromarray(np.pad(np.asarray(scaled), [*margins, (0, 0)], mode=self.rim))
+        return Image.fromarray(middle(np.asarray(scaled), self.size))
 
-    @property
-    def _corner(self) -> tuple[int, int]:
-        top, left = (
-            (whole - part) // 2 for whole, part in zip(self.scaled, self.size, strict=True)
-        )
-        return top, left
+
+def middle(pixels: npt.NDArray[np.uint8], size: Size) -> npt.NDArray[np.uint8]:
+    """Return the middle (height, width) of a picture [H, W, channels], a view."""
+    top, left = ((side - part) // 2 for side, part in zip(pixels.shape, size, strict=False))
+    return pixels[top : top + size[0], left : left + size[1]]
 
 
 def native_size(native: int, multiple: int) -> Size:
@@ -83,6 +104,8 @@ def fit_of(source: Size, rule: SizeRule, native: int, multiple: int) -> PictureF
             return PictureFit(size, size)
         case "cut":
             return _cut(source, native, multiple)
+        case "padded":
+            return _padded(source, native, multiple)
 
 
 def _preferred(source: Size, native: int, multiple: int) -> Size:
@@ -109,6 +132,23 @@ def _cut(source: Size, native: int, multiple: int) -> PictureFit:
         height, width = int(height * scale), int(width * scale)
     size = _down(height, multiple), _down(width, multiple)
     return PictureFit((max(height, size[0]), max(width, size[1])), size)
+
+
+def _padded(source: Size, native: int, multiple: int) -> PictureFit:
+    most = max(native, multiple) ** 2
+    shortest, longest = (_down(side, multiple) for side in _PADDED_SIDES)
+    shortest = min(shortest, _down(native, multiple))
+    scale = min(1.0, math.sqrt(most / math.prod(source)), longest / max(source))
+    while True:
+        high, wide = (max(1, round(side * scale)) for side in source)
+        rows, columns = (
+            min(longest, max(shortest, -(-side // multiple) * multiple)) for side in (high, wide)
+        )
+        if rows * columns <= most:
+            mirrored = min(high, wide) <= multiple
+            fit = PictureFit((high, wide), (rows, columns))
+            return fit._replace(rim="symmetric") if mirrored else fit
+        scale *= _SMALLER
 
 
 def _down(side: int, multiple: int) -> int:

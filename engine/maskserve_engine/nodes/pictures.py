@@ -64,7 +64,7 @@ def invert(mask: Mask) -> Mask:
 
 
 @node(model="pictures", price_s=0.005)
-def compose(picture: Picture, parts: Pictures) -> Picture:
+def compose(picture: Picture, parts: Pictures | Sequence[Picture]) -> Picture:
     """Put the changes of each part into the picture; where two parts changed a pixel, the later one
     counts.
     """
@@ -97,7 +97,7 @@ def pad(
 
 
 @node(model="pictures", price_s=0.001)
-def best(pictures: Pictures, verdicts: Verdicts) -> Best:
+def best(pictures: Pictures | Sequence[Picture], verdicts: Verdicts | Sequence[Verdict]) -> Best:
     """Choose the picture with the highest verdict, or the first of equal ones."""
     raise NotImplementedError
 

@@ -13,7 +13,7 @@ _PRIMED_AT = 2
 """Edits of a template that a key must have sent before one of its own may be cached: the background
 primes a template when it is seen for the second time.
 """
-TEMPLATE, PROMPT, CACHE = "template", "prompt", "cache"
+TEMPLATE, PROMPT, REFERENCES, CACHE = "template", "prompt", "references", "cache"
 
 
 class Doings:
@@ -23,8 +23,8 @@ class Doings:
         self._done: OrderedDict[tuple[str, ...], int] = OrderedDict()
 
     def new_of(self, edit: EditRequest) -> list[str]:
-        """Record an edit, and return which of TEMPLATE and PROMPT (already encoded) and CACHE
-        (already primed) its key's own requests cannot explain. A template that the edit names
+        """Record an edit, and return which of TEMPLATE, PROMPT and REFERENCES (already encoded) and
+        CACHE (already primed) its key's own requests cannot explain. A template that the edit names
         belongs to the key or is shared with it. Without separate keys every request counts as the
         key's own.
         """
@@ -34,6 +34,8 @@ class Doings:
         texts = repr((edit.prompt, settings.negative_prompt)).encode()
         digest = hashlib.blake2b(texts, digest_size=16).hexdigest()
         new = [] if self._add((scope, PROMPT, digest)) else [PROMPT]
+        references = [self._add((scope, REFERENCES, named.pixels_id)) for named in edit.references]
+        new += [] if all(references) else [REFERENCES]
         if not edit.template_id:
             return new
         templates = self._add((scope, TEMPLATE, edit.template_id))

@@ -54,6 +54,8 @@ class EncodeReport(msgspec.Struct, frozen=True):
     """Whether the embeddings, including the negative prompt's, were cached."""
     template: How | None
     """Whether the source's moments were cached; None: there is no source."""
+    references: How | None = None
+    """Whether the moments of all further references were cached; None: there are none."""
     masked: Literal["whole", "pieces"] = "whole"
     """How much of the masked picture was encoded, if the model takes one."""
     batch: int = 1
@@ -76,6 +78,8 @@ class EncodeReport(msgspec.Struct, frozen=True):
             "masked": self.masked,
             "batch": self.batch,
         }
+        if self.references is not None:
+            encoded["references"] = self.references
         read = {f"{name}_tokens": msgspec.to_builtins(reads) for name, reads in self.tokens.items()}
         return {"encoded": encoded, **read}
 

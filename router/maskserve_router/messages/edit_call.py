@@ -39,7 +39,7 @@ class EditCall(ClientCall):
     image: memoryview
     mask: bytes
     references: int = 0
-    """Pictures of IMAGE behind the first."""
+    """Pictures beside the source."""
     prompted: bool
     """True if its prompt has any text."""
     size: int
@@ -284,7 +284,7 @@ def make_edit_call(
         timeout=timeout,
         image=image,
         mask=mask,
-        references=references,
+        references=references + len(settings.reference_ids),
         prompted=prompted,
         size=size,
         metadata=metadata,

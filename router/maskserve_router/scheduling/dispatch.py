@@ -21,6 +21,7 @@ from maskserve_common.contracts.due_times import OK, due_by_size
 from maskserve_common.contracts.edit_kinds import edit_kind
 from maskserve_common.contracts.keys import tried
 from maskserve_common.contracts.request import EditKind
+from maskserve_common.contracts.settings import EditSettings
 from maskserve_common.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -201,7 +202,7 @@ class Dispatcher:
     ) -> None:
         """Run the edit on a worker, and after a failure on others if a retry may succeed."""
         avoid: frozenset[WorkerEpoch] = frozenset()
-        non_home_workers = self._workers_but_home(edit.template_id)
+        non_home_workers = self._workers_but_home(edit, call.settings)
         failure: Failure | None = None
         lost = 0
         with ExitStack() as exit_stack:
@@ -456,9 +457,14 @@ class Dispatcher:
                 return has_alternative and allowed
         return False
 
-    def _workers_but_home(self, template_id: str) -> frozenset[WorkerEpoch]:
-        """Return the workers without a kept result, if a ready worker has it; otherwise none."""
-        home = self._homes.get(template_id)
+    def _workers_but_home(
+        self, edit: Edit, settings: EditSettings | None
+    ) -> frozenset[WorkerEpoch]:
+        """Return the workers without a kept result that the edit names, if a ready worker has it;
+        otherwise none.
+        """
+        names = (edit.template_id, *(settings.reference_ids if settings else ()))
+        home = next((home for name in names if (home := self._homes.get(name))), None)
         if home is None:
             return frozenset()
         ready = self._pool.ready()
@@ -481,8 +487,9 @@ class Dispatcher:
         settings = call.settings
         if settings is None:
             return
-        if failure is not None and failure.code == TemplateNotFound.code and settings.template_id:
-            self._homes.put(edit.template_id, worker.results_at)
+        names = list(filter(None, (settings.template_id, *settings.reference_ids)))
+        if failure is not None and failure.code == TemplateNotFound.code and len(names) == 1:
+            self._homes.put(names[0], worker.results_at)
         if settings.keep_result:
             result_id = result_of(answer, streamed=send is streamed)
             if result_id:

@@ -56,10 +56,11 @@ from maskserve_workflows.plan import (
     is_edit,
     kind_of_edit,
     output_kinds,
+    refs_of,
 )
 from maskserve_workflows.ports import WorkflowError
 from maskserve_workflows.run import Task
-from maskserve_workflows.values import named_in, parts_of
+from maskserve_workflows.values import map_parts, named_in, parts_of
 from maskserve_workflows.wire import nbytes, picture_of
 
 log = logging.getLogger("maskserve.router")
@@ -127,7 +128,10 @@ class RunDriver:
     async def measure_inputs(self, inputs: Mapping[str, Any]) -> None:
         """Predict the seconds of the edits that follow from inputs of the workflow."""
         for step in _edits_of_inputs(self.time.plan):
-            step_inputs = {name: inputs.get(_input(ref), b"") for name, ref in step.inputs.items()}
+            step_inputs = {
+                name: map_parts(refs, lambda ref: inputs.get(_input(ref), b""))
+                for name, refs in step.inputs.items()
+            }
             await self._measure(Task(step.id, step, {"prompt": "", **step_inputs, **step.texts}))
 
     async def outputs(self) -> dict[str, Any]:
@@ -366,8 +370,8 @@ def _edits_of_inputs(plan: WorkflowPlan) -> list[NodeCall]:
     """
 
     def follows(call: NodeCall) -> bool:
-        ref = call.inputs.get("mask") or call.inputs.get("image")
-        return ref is None or bool(_input(ref))
+        refs = call.inputs.get("mask") or call.inputs.get("image")
+        return refs is None or all(map(_input, refs_of(refs)))
 
     return [call for call in edit_calls(plan.steps) if follows(call)]
 

@@ -13,15 +13,21 @@ from tritonclient.grpc import service_pb2 as pb
 from maskserve_common.contracts import bytes_tensor
 from maskserve_common.contracts.edit_kinds import settings_for
 from maskserve_common.contracts.keys import name_of, scope_of, scoped
-from maskserve_common.contracts.settings import ENCODER_SETTINGS, EditSettings, dump_settings
+from maskserve_common.contracts.settings import (
+    ENCODER_SETTINGS,
+    REFERENCE_SETTINGS,
+    EditSettings,
+    dump_settings,
+)
 from maskserve_common.files.values import ENCODING, MAKE, RUN, TAKE
 from maskserve_common.imaging.images import as_file
+from maskserve_common.routing import EncodingPlace
 from maskserve_router.messages.model_request import ModelRequest
 from maskserve_router.workflows.run_values import RunValues
 from maskserve_workflows.node_types import EDIT
 from maskserve_workflows.plan import WorkflowPlan, kind_of_edit
 from maskserve_workflows.run import Task, seed_of
-from maskserve_workflows.values import Judgement, NamedValue
+from maskserve_workflows.values import Judgement, NamedValue, map_parts
 
 NodeResult: TypeAlias = tuple[dict[str, Any], dict[str, Any]]
 """Outputs of a node, and its report for META."""
@@ -61,14 +67,17 @@ def edit_request(
 
         request.host, request.elsewhere = values.host, elsewhere
         request.head.parameters[RUN].string_param = values.run
-        if (encoded := task.inputs.get("encoding")) is not None:
-            request.encoding = encoded
+        encodings: list[EncodingPlace] = [x for x in task.inputs.get("encodings", ()) if x]
+        if encodings:
+            seconds = sum(encoding.seconds for encoding in encodings)
+            request.encoding = EncodingPlace(values.host, seconds)
             request.head.parameters[ENCODING].string_param = TAKE
     return request
 
 
 def encode_request(task: Task, settings: EditSettings, values: RunValues) -> ModelRequest:
-    """Return the request that a worker of this host encodes a picture for the run.
+    """Return the request that a worker of this host encodes pictures for the run. References
+    without a source are those of an edit whose source is the first of them.
 
     Args:
         task: the encoding.
@@ -77,8 +86,12 @@ def encode_request(task: Task, settings: EditSettings, values: RunValues) -> Mod
     """
     of_run = settings_for(settings, kind_of_edit(task.call))
     merged = {**msgspec.json.decode(dump_settings(of_run)), **task.call.settings}
-    encoder_settings = {name: x for name, x in merged.items() if name in ENCODER_SETTINGS}
+    names = ENCODER_SETTINGS if "image" in task.inputs else REFERENCE_SETTINGS
+    encoder_settings = {name: x for name, x in merged.items() if name in names}
     encoder_settings["request_id"] = name_of(edit_id(task, settings))
+    if "image" not in task.inputs:
+        inputs = {**task.inputs, "image": task.inputs["references"][0]}
+        task = Task(task.key, task.call, inputs)
     request = _request(task, encoder_settings, EDIT)
     request.host = values.host
     request.head.parameters[RUN].string_param = values.run
@@ -89,11 +102,8 @@ def encode_request(task: Task, settings: EditSettings, values: RunValues) -> Mod
 def _request(task: Task, settings: Mapping[str, Any], model: str) -> ModelRequest:
     """Return a task's request to a worker."""
     request = ModelRequest(pb.ModelInferRequest(model_name=model))
-    inputs: dict[str, Any] = {
-        name: value.element if isinstance(value, NamedValue) else value
-        for name, value in task.inputs.items()
-    }
-    request.add("IMAGE", [inputs.get("image", b"")])
+    inputs = {name: map_parts(value, _element) for name, value in task.inputs.items()}
+    request.add("IMAGE", [inputs.get("image", b""), *inputs.get("references", ())])
     request.add("MASK", [inputs.get("mask", b"")])
     request.add("PROMPT", [inputs.get("prompt", "").encode()])
     request.add("SETTINGS", [msgspec.json.encode(settings)])
@@ -102,6 +112,10 @@ def _request(task: Task, settings: Mapping[str, Any], model: str) -> ModelReques
     for output in ("IMAGE", "META"):
         request.head.outputs.add(name=output)
     return request
+
+
+def _element(part: Any) -> Any:
+    return part.element if isinstance(part, NamedValue) else part
 
 
 def edit_id(task: Task, settings: EditSettings) -> str:

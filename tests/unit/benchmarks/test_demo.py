@@ -1,44 +1,78 @@
-"""`make demo` says how its edit ran."""
+"""`make demo` prints what it measured, and shows each edit beside its rivals."""
 
 from __future__ import annotations
 
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
-from maskserve_benchmarks.demo import compare
+from maskserve_benchmarks.demo import (
+    _COLUMNS,
+    DemoEdit,
+    DemoFailed,
+    Measured,
+    Outcome,
+    parse,
+    psnr,
+    report,
+    show,
+    view_of,
+)
 from maskserve_client import EditResult
 
-OWN = {"cache": "own", "dense_steps": 3, "computed_tokens": 3500}
-HIT = {"cache": "hit", "computed_tokens": 2000}
-"""META of a demo that is run again: the one before primed its template."""
+SOURCE, MASK = Image.new("RGB", (64, 48), "navy"), Image.new("L", (64, 48))
+MASK.paste(255, (16, 8, 48, 40))
+META: dict[str, Any] = {
+    "total_tokens": 250, "steps": 20, "computed_tokens": 3500, "cache": "own",
+    "window": {"box": [8, 0, 56, 48], "scale": 2.0},
+}  # fmt: skip
 
 
-class Server:
-    """In the place of a client."""
-
-    def edit(self, *arguments: Any, **settings: Any) -> EditResult:
-        return answer({})
-
-
-def answer(meta: dict[str, Any]) -> EditResult:
-    full_meta = {"total_tokens": 250, "steps": 20, "timings_ms": {"denoise": 100.0}, **meta}
-    return EditResult(Image.new("RGB", (8, 8)), b"", full_meta)
+def outcome(name: str, seconds: tuple[float, float, float]) -> Outcome:
+    painted = SOURCE.copy()
+    painted.paste("red", (20, 12, 44, 36))
+    by_system = {
+        column: Measured(painted, time) for column, time in zip(_COLUMNS, seconds, strict=True)
+    }
+    return Outcome(DemoEdit(name, "a red star"), EditResult(painted, b"", META), by_system)
 
 
-@pytest.mark.parametrize(
-    ("meta", "text"), [(OWN, "3 of 20 steps computed all 250"), (HIT, "0 of 20 steps")]
-)
-def test_it_says_what_was_computed(
-    meta: dict[str, Any], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_the_table_has_what_was_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    mask = tmp_path / "mask.png"
-    Image.new("L", (8, 8), 255).save(mask)
-    options = Namespace(mask=mask, prompt="a star", seed=1)
-    compare(Server(), tmp_path, options, answer(meta))  # type: ignore[arg-type]
-    output = capsys.readouterr().out
-    assert text in output
-    assert f"{meta['computed_tokens'] / 5000:.0%} were computed" in output
+    outcomes = [outcome("first edit", (0.5, 1.0, 2.0)), outcome("another prompt", (0.25, 1.0, 1.5))]
+    report(tmp_path, SOURCE, MASK, outcomes)
+    lines = capsys.readouterr().out.splitlines()
+    assert "| first edit | 0.50 s | 1.00 s (2.0x) | 2.00 s (4.0x) | own | 70% |" in lines[2]
+    assert "| another prompt | 0.25 s | 1.00 s (4.0x) | 1.50 s (6.0x) |" in lines[3]
+    with Image.open(tmp_path / "edits.png") as picture:
+        colours = np.asarray(picture).reshape(-1, 3)
+    assert (colours == (255, 0, 0)).all(1).sum() > 6 * 100 * 100
+
+
+def test_the_model_saw_a_part_of_the_photograph() -> None:
+    assert view_of(META, SOURCE) == ((8, 0, 56, 48), (96, 96))
+    assert view_of({}, SOURCE) == ((0, 0, 64, 48), (64, 48))
+
+
+def test_a_pixel_outside_the_mask_that_differs_is_a_fault(tmp_path: Path) -> None:
+    inside = np.asarray(MASK) > 0
+    assert psnr(SOURCE, SOURCE, inside) > 100
+    show(tmp_path, SOURCE, MASK, outcome("", (1, 1, 1)).result)
+    for painted, problem in ((SOURCE, "nothing inside"), (Image.new("RGB", (64, 48)), "outside")):
+        with pytest.raises(DemoFailed, match=problem):
+            show(tmp_path, SOURCE, MASK, EditResult(painted, b"", META))
+
+
+def test_the_prompts_are_the_models_or_the_users() -> None:
+    names = [edit.name for edit in parse([]).edits]
+    assert names == ["first edit", "another prompt", "with the LoRA 'hollow'"]
+    edits = parse(["--model", "assets/models/demo-edit"]).edits
+    assert len({edit.prompt for edit in edits}) == len(edits) == 2
+    assert [edit.prompt for edit in parse(["--prompt", "a", "--prompt", "b"]).edits][:2] == [
+        "a",
+        "b",
+    ]

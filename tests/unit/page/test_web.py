@@ -26,7 +26,13 @@ from maskserve_common.contracts.request import EDIT_KINDS, EditKind
 from maskserve_common.contracts.settings import EditSettings, parse_settings
 from maskserve_common.contracts.status_record import Served
 from maskserve_common.errors import InvalidRequest, Overloaded, TemplateNotFound
-from maskserve_page.edit_inputs import InputMissing, settings_of, sizes_of, source_and_mask
+from maskserve_page.edit_inputs import (
+    InputMissing,
+    references_of,
+    settings_of,
+    sizes_of,
+    source_and_mask,
+)
 from maskserve_page.page import WORDS
 from maskserve_page.pictures import PagePictures, pictures_of
 from maskserve_page.same_origin import SameOrigin
@@ -91,6 +97,38 @@ def test_an_edit_has_the_pictures_of_its_kind(pictures: PagePictures) -> None:
         assert source_and_mask(text, pictures, "generate") == (None, None)
     with pytest.raises(InputMissing, match="There is no picture yet"):
         source_and_mask(None, pictures, "edit")
+
+
+def test_only_an_instruction_has_further_pictures(pictures: PagePictures) -> None:
+    reference = pictures.take(encode(Image.new("RGB", (20, 10))))
+    names = json.dumps([reference.name])
+    assert references_of(names, pictures, "edit") == [reference]
+    for text in (None, "", "[]"):
+        assert references_of(text, pictures, "edit") == []
+    for kind in ("inpaint", "generate"):
+        assert references_of(names, pictures, kind) == []
+    with pytest.raises(InvalidRequest, match="picture: is not here any more"):
+        references_of('["../../etc/passwd"]', pictures, "edit")
+    for text in ("7", "[", "null"):
+        with pytest.raises(InvalidRequest, match="further pictures: is no list of names"):
+            references_of(text, pictures, "edit")
+
+
+def test_a_further_picture_goes_by_the_name_of_its_template(pictures: PagePictures) -> None:
+    sent: list[dict[str, Any]] = []
+
+    class Client(ForgetfulClient):
+        def edit_stream(self, image: None, mask: None, prompt: str, **settings: Any) -> Any:
+            sent.append(settings)
+            yield Progress(1, 2)
+
+    client: Any = Client()
+    source, *further = (pictures.take(encode(Image.new("RGB", (n, n)))) for n in (1, 2, 3))
+    session = Session(client)
+    list(session.events(source, None, "x", {}, further))
+    templates = [session._template(picture).result() for picture in further]
+    assert sent[0]["reference_ids"] == templates
+    assert sent[0]["template_id"] not in templates
 
 
 def test_a_photograph_is_turned_as_its_camera_says(pictures: PagePictures) -> None:

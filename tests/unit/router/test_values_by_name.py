@@ -20,7 +20,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_common.config import LimitsConfig, ValuesConfig
 from maskserve_common.contracts import bytes_tensor
-from maskserve_common.contracts.settings import parse_settings
+from maskserve_common.contracts.settings import REFERENCE_SETTINGS, parse_settings
 from maskserve_common.errors import TemplateNotFound
 from maskserve_common.files.values import ENCODING, MAKE, RUN, TAKE, Values
 from maskserve_common.imaging.images import encode_png, plain_picture
@@ -37,7 +37,7 @@ from maskserve_router.nodes.node_pool import NodePool
 from maskserve_router.nodes.node_server import NodeServer
 from maskserve_router.scheduling.admission import Admission
 from maskserve_router.workflows.run_driver import RunServices
-from maskserve_router.workflows.run_messages import edit_request
+from maskserve_router.workflows.run_messages import edit_request, encode_request
 from maskserve_router.workflows.run_times import RunTimes
 from maskserve_router.workflows.run_values import RunValues
 from maskserve_router.workflows.workflows import Workflows
@@ -263,13 +263,34 @@ async def test_kept_answers_that_are_only_read_do_not_expire(
     assert left(values) == 0
 
 
+def test_references_follow_the_image_and_stand_in_for_it_in_an_encoding(values: Values) -> None:
+    files = RunValues(values, "k1")
+    settings = structs.replace(parse_settings(b"{}"), request_id="k1!run", seed=7)
+    lamp, style = b"a picture of a lamp", b"a picture of a style"
+    stored = files.store_inputs(PLAN, {"image": PICTURE})
+    inputs = {**stored, "prompt": "a star", "references": (lamp, style)}
+    task = Task("edit-1", NodeCall("edit-1", "edit", {"image": "inputs.image"}), inputs)
+    message = edit_request(task, settings, False, math.inf, files)
+    assert message.count("IMAGE") == 3
+    edited = make_edit_call(message, message.size, KeyHolder("k1", 64, admin=False, scope="k1"))
+    assert edited.references == 2
+    encoding = NodeCall("encode-1", "encode", {"references": ("inputs.lamp", "inputs.style")})
+    sized = structs.replace(settings, size="64x64", negative_prompt="blur")
+    task = Task("encode-1", encoding, {"references": (lamp, style)})
+    message = encode_request(task, sized, files)
+    content = message.contents[message._place("IMAGE")]
+    assert bytes_tensor.elements(bytes(content), 3) == [lamp, lamp, style]
+    assert json.loads(message.read("SETTINGS")).keys() <= {*REFERENCE_SETTINGS, "request_id"}
+    files.end()
+
+
 def test_an_edit_for_another_host_has_values_in_place_of_names(values: Values) -> None:
     files = RunValues(values, "k1")
     inputs = files.store_inputs(PLAN, {"image": PICTURE, "mask": MASK})
     settings = structs.replace(parse_settings(b"{}"), request_id="k1!run", seed=7)
     task = Task("edit-1", NodeCall("edit-1", "edit"), {**inputs, "prompt": "a star"})
     encoded = EncodingPlace(values.host, 0.5)
-    task = replace(task, inputs={**task.inputs, "encoding": encoded})
+    task = replace(task, inputs={**task.inputs, "encodings": (encoded, None)})
     message = edit_request(task, settings, False, math.inf, files)
     edited = make_edit_call(message, message.size, KeyHolder("k1", 64, admin=False, scope="k1"))
 

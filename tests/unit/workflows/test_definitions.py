@@ -12,6 +12,7 @@ from maskserve_workflows.nodes import (
     compose,
     crop,
     edit,
+    encode,
     enlarge,
     find,
     generate,
@@ -88,6 +89,11 @@ def _carried_mask(flow):
         iteration.carried = invert(iteration.mask)
 
 
+def _ten_references(flow):
+    picture = flow.picture("i")
+    edit(picture, None, "a", references=[picture] * 10)
+
+
 def _nested(flow):
     with Workflow("inner"):
         pass
@@ -134,6 +140,23 @@ ILL_TYPED: list[tuple[Define, str]] = [
     (lambda f: paste(f.picture("i"), f.mask("m"), f.mask("n")), "paste-1.part: takes a picture"),
     (lambda f: pad(f.picture("i"), left=-1), "pad-1.left: "),
     (lambda f: pad(f.picture("i"), top=1.5), "pad-1.top: "),
+    (
+        lambda f: edit(f.picture("i"), None, "a", references=f.picture("j")),
+        "edit-1.references: take",
+    ),
+    (
+        lambda f: edit(f.picture("i"), None, "a", references=[f.mask("m")]),
+        "edit-1.references[0]: t",
+    ),
+    (
+        lambda f: edit(f.picture("i"), None, "a", references=["b.png"]),
+        "edit-1.references[0]: is gi",
+    ),
+    (_ten_references, "edit-1.references: has 10 pictures; accepted: up to 9"),
+    (lambda f: edit([f.picture("i")], None, "a"), "edit-1.image: is given a list; accepted: what"),
+    (lambda f: generate("a", references=[f.picture("i")]), "generate-1.references: "),
+    (lambda f: encode(None, None, "a"), "encode-1.image: is missing; accepted: a picture, or"),
+    (lambda f: compose(f.picture("i"), []), "compose-1.parts: "),
     (_no_until, "repeat-1.until: is missing; accepted: until(verdict)"),
     (_empty, "each-1: has no steps; accepted: at least one"),
     (_no_carried, "each-1.carried: stands alone; accepted: both carry and carried"),

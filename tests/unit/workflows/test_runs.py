@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from maskserve_workflows.definition import Workflow, each, repeat
+from maskserve_workflows.explanation import explain
 from maskserve_workflows.nodes import NODE_TYPES, edit, enlarge, find, generate, shows, split
 from maskserve_workflows.passes import PASSES, compiled
 from maskserve_workflows.plan import dump_plan, is_edit, parse_plan
@@ -22,7 +23,7 @@ from tests.support.workflows import interpret, plans
 def node(key, call, inputs):
     """The outputs of a node: text that names all its inputs; an edit's has its seed, too."""
     kind = NODE_TYPES[call.node]
-    inputs = {name: value for name, value in inputs.items() if name != "encoding"}  # no difference
+    inputs = {name: value for name, value in inputs.items() if name != "encodings"}  # no difference
     seed = call.settings.get("seed", seed_of(7, key)) if is_edit(call) else ""
     settings = {k: v for k, v in call.settings.items() if k != "cache"}
     description = f"{call.node}{sorted(inputs.items())}{sorted(settings.items())}{seed}"
@@ -183,6 +184,37 @@ def test_passes_note_what_they_did():
     assert {note.partition(":")[0] for note in plan.notes} == {
         "dead", "merge", "encode", "prime", "early"
     }  # fmt: skip
+
+
+def test_a_reference_is_encoded_once_for_the_edits_that_share_it():
+    with Workflow("style", "Things of one style, and two pictures with a lamp.") as flow:
+        image, style, lamp = (flow.picture(name) for name in ("image", "style", "lamp"))
+        with each(split(flow.mask("mask")), most=3, carry=image) as one:
+            one.carried = edit(one.picture, one.mask, "a rose", references=[style])
+        pair = [edit(image, None, words, references=[lamp, style]) for words in ("day", "night")]
+        alone = edit(pair[0], None, "dusk", references=[image])
+        flow.gives(image=one.carried, day=pair[0], night=pair[1], dusk=alone)
+    plan = compiled(flow.plan)
+    steps = {step.id: step for step in plan.steps}
+    encodes = {
+        name: step.inputs for name, step in steps.items() if getattr(step, "node", "") == "encode"
+    }
+    assert encodes == {
+        "encode-1": {"references": ("inputs.style",)},
+        "encode-2": {"image": "inputs.image", "references": ("inputs.lamp",)},
+    }
+    [in_turn] = steps["each-1"].body
+    assert in_turn.inputs["encodings"] == ("encode-1.encoding",)
+    for name in ("edit-2", "edit-3"):
+        assert steps[name].inputs["encodings"] == ("encode-1.encoding", "encode-2.encoding")
+    assert "encodings" not in steps["edit-4"].inputs
+    assert all("cache" not in step.settings for step in (in_turn, steps["edit-2"]))
+    assert [note for note in plan.notes if note.startswith("encode")] == [
+        "encode: inputs.style is encoded once for 5 edits",
+        "encode: inputs.image and inputs.lamp are encoded once for 2 edits",
+    ]
+    assert parse_plan(dump_plan(plan)) == plan
+    assert "references=[inputs.lamp, inputs.style]" in explain(plan)
 
 
 def test_passes_know_what_an_edit_without_a_mask_shares():

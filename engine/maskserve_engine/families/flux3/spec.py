@@ -58,6 +58,7 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelSpec:
         patch=_PATCH,
         native_resolution=native_resolution or int(vae.get("sample_size") or 1024),
         size_multiple=latents.pixels * _PATCH,
+        edit_size="padded",
         most_pictures=_MOST_PICTURES,
         guidance="none" if distilled else "cfg",
         defaults=_OF_DISTILLED if distilled else DEFAULTS,

@@ -56,6 +56,8 @@ _TEXT_SETTINGS = frozenset(
     )
 )
 """Settings that are always text; others are read as JSON."""
+_TEXT_LISTS = frozenset(("reference_ids",))
+"""Settings that are lists of texts."""
 _CELL = re.compile(r"(\w{1,40})\[(\d{0,3})\]\[(\w{1,40})\]")
 """Form field for a value in a list of objects: `loras[][name]`, `loras[0][name]`."""
 _MEMBER = re.compile(r"(\w{1,40})\[([A-Za-z_]\w{0,39})\]((?:\[\d{0,3}\]){0,2})")
@@ -377,7 +379,8 @@ async def _read_multipart(
             elif name in ("image", "mask"):
                 raise InvalidRequest(name, "is text", "a file part (with a filename)")
             elif name != key:  # a list in the form of SDKs
-                values.setdefault(name, []).append(setting_of(name, value))
+                element = value if name in _TEXT_LISTS else setting_of(name, value)
+                values.setdefault(name, []).append(element)
             elif name in values:
                 raise InvalidRequest(name[:40], "is given twice", "each field once")
             else:

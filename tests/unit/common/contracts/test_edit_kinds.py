@@ -69,6 +69,21 @@ def test_pictures_that_a_model_does_not_take_are_refused(
     assert refused.value.message.startswith(message)
 
 
+@pytest.mark.parametrize(
+    ("pictures", "most", "accepted"),
+    [([b"a"], 2, "up to 2 with this model"), ([b"a", b"b"], 1, "one with this model")],
+)
+def test_named_references_count_beside_the_pictures(
+    pictures: list[bytes], most: int, accepted: str
+) -> None:
+    settings = EditSettings(reference_ids=("0" * 16, "1" * 16))
+    check_references(pictures, settings, len(pictures) + 2)
+    problem = f"make {len(pictures) + 2} pictures with those of IMAGE"
+    with pytest.raises(InvalidRequest) as refused:
+        check_references(pictures, settings, most)
+    assert refused.value.message == f"SETTINGS.reference_ids: {problem}; accepted: {accepted}"
+
+
 def test_a_template_may_have_references() -> None:
     check_references([b"", b"b", b"c"], EditSettings(template_id="0" * 32), 3)
     for pictures in ([], [b""], [b"a"], [b"a", b"b"]):

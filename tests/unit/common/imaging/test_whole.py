@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from maskserve_common.contracts.keys import template_id
 from maskserve_common.contracts.request import EditKind, EditRequest, ResolvedControl
 from maskserve_common.contracts.semantics import REFERENCE
 from maskserve_common.contracts.settings import EditSettings
-from maskserve_common.errors import InvalidRequest, Refused
+from maskserve_common.errors import InvalidRequest, Refused, TemplateNotFound
 from maskserve_common.imaging.images import to_base64
 from maskserve_common.imaging.provenance import GENERATED_TYPE, SOURCE_TYPE, make_mark
 from maskserve_common.imaging.whole import (
@@ -25,6 +26,7 @@ from maskserve_common.imaging.whole import (
     PictureFit,
     check_answer_size,
     fit_of,
+    middle,
     native_size,
 )
 from maskserve_engine.spec.model_spec import ModelSpec
@@ -55,6 +57,7 @@ def prepare(
     facts: ModelSpec = FACTS,
     control: tuple[bytes, ...] = (),
     references: tuple[bytes, ...] = (),
+    templates: Mapping[str, bytes] = {},
     **settings: Any,
 ) -> PreparedEdit:
     config = config or Config()
@@ -63,7 +66,10 @@ def prepare(
         ResolvedControl(name=f"net-{index}", image=index) for index in range(len(control))
     )
     accepted = replace(accepted, controls=controls)
-    return prepare_edit(image, b"", accepted, facts, config, control=control, references=references)
+    find = lambda name, scope: templates.get(name)  # noqa: E731
+    return prepare_edit(
+        image, b"", accepted, facts, config, find, control=control, references=references
+    )
 
 
 def drawn_sizes(count: int, low: int, high: int) -> list[tuple[int, int]]:
@@ -110,7 +116,33 @@ def test_kleins_picture_is_the_pipelines() -> None:
         assert fit.size == (high, wide)
 
 
-@pytest.mark.parametrize("rule", ["bounded", "preferred", "area", "cut"])
+@pytest.mark.parametrize("native", [1024, 320])
+def test_a_padded_picture_is_flux3s(native: int) -> None:
+    from diffusers.modular_pipelines.flux3.image_processor import Flux3ImageProcessor
+
+    processor, sizes = Flux3ImageProcessor(), drawn_sizes(10, 1, 700)
+    for height, width in [*sizes, (1, 1), (9, 400), (320, 320), (64, 80), (3, 2500)]:
+        source = Image.fromarray(scene(height, width))
+        kept = processor._resize_if_canvas_exceeds_area(source, native**2)
+        high, wide = processor._get_canvas_height_width(kept.height, kept.width)
+        expected = processor._resize_and_fill(kept, wide, high)
+        fit = fit_of((height, width), "padded", native, 16)
+        np.testing.assert_array_equal(fit.of(source), expected)
+        left, top, right, bottom = processor._get_fill_region(kept, high, wide)
+        answer = middle(np.asarray(expected), fit.answer_size)
+        np.testing.assert_array_equal(answer, np.asarray(expected)[top:bottom, left:right])
+
+
+def test_the_answer_has_no_padding() -> None:
+    facts = replace(FACTS, edit_size="padded")
+    edit = prepare("edit", encode(scene(50, 57)), facts=facts)
+    assert (edit.request.source_size, edit.request.model_size) == ((50, 57), (64, 64))
+    pixels = drawn((64, 64))
+    answer = Image.open(io.BytesIO(finish_edit(pixels, edit.context)))
+    np.testing.assert_array_equal(answer, pixels[7:57, 3:60])
+
+
+@pytest.mark.parametrize("rule", ["bounded", "preferred", "area", "cut", "padded"])
 def test_every_size_is_on_the_grid_of_a_model_of_any_size(rule: Any) -> None:
     rng = fresh_rng()
     for height, width in [*drawn_sizes(200, 1, 3000), (1, 3000), (3000, 1), (1, 1)]:
@@ -118,7 +150,8 @@ def test_every_size_is_on_the_grid_of_a_model_of_any_size(rule: Any) -> None:
         native = multiple * int(rng.integers(1, 65))
         fit = fit_of((height, width), rule, native, multiple)
         assert all(side % multiple == 0 < side for side in fit.size)
-        assert all(part <= whole for part, whole in zip(fit.size, fit.scaled, strict=True))
+        sides = (fit.scaled, fit.size) if rule == "padded" else (fit.size, fit.scaled)
+        assert all(part <= whole for part, whole in zip(*sides, strict=True))
         picture = fit.of(Image.fromarray(np.zeros((height, width, 3), np.uint8)))
         assert (picture.height, picture.width) == fit.size
 
@@ -139,6 +172,29 @@ def test_references_have_the_size_of_one_of_several() -> None:
     assert begin == prepared.references.size
     assert EditRequest.from_json(edit.to_json()).references == edit.references
     assert edit.source_size == fit_of(SIZE, "cut", 64, FACTS.size_multiple).size
+
+
+def test_named_references_follow_those_that_are_sent() -> None:
+    image, *others = (encode(scene(*size)) for size in (SIZE, (40, 72), (200, 90)))
+    names = {f"{number:016x}": picture for number, picture in enumerate(others)}
+    sent = prepare("edit", image, references=tuple(others))
+    for count in range(3):
+        edit = prepare(
+            "edit",
+            image,
+            references=tuple(others[:count]),
+            templates=names,
+            reference_ids=tuple(names)[count:],
+        )
+        assert edit.request.references == sent.request.references
+        np.testing.assert_array_equal(edit.references, sent.references)
+    with pytest.raises(TemplateNotFound, match=r"SETTINGS\.reference_ids\[1\]: f{16} is not"):
+        prepare("edit", image, templates=names, reference_ids=("0" * 16, "f" * 16))
+    accepted = accept_edit(
+        EditSettings(reference_ids=tuple(names)), b"", FACTS, Config(), kind="edit"
+    )
+    pixels = pixels_of([image, b""], accepted, Config(), lambda name, _: names.get(name))
+    assert pixels == 40 * 56 + 40 * 72 + 200 * 90
 
 
 def test_several_pictures_are_bounded_together_and_a_bad_one_is_named() -> None:

@@ -14,13 +14,15 @@ import pytest
 from msgspec import structs
 from numpy.typing import NDArray
 
-from maskserve_common.config import Config
+from maskserve_common.config import Config, ValuesConfig
 from maskserve_common.contracts.request import EditKind
 from maskserve_common.contracts.settings import EditSettings
+from maskserve_common.files.values import Values
 from maskserve_engine.stages.encoded import pack_references, unpack_references
 from maskserve_triton.accept import accept_edit
 from maskserve_triton.encoder import EditEncoder, ToEncode
 from maskserve_triton.preprocess import PreparedEdit, prepare_edit
+from maskserve_triton.run_encodings import RunEncodings
 from tests.fakes.pictures import encode, scene
 from tests.support.cached_rows import assert_equal
 from tests.support.draws import fresh_rng
@@ -81,6 +83,46 @@ def test_a_reference_that_edits_share_is_encoded_once(
     # As a source, and behind another one.
     list(encoder.encode_all([to_encode(prepared(model, [second, third]))]))
     assert len(encoded_shapes) == 3
+
+
+@pytest.mark.parametrize("model", ["klein"], indirect=True)
+def test_a_reference_that_edits_of_a_run_share_is_encoded_by_one_worker(
+    model: FamilyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded_shapes: list[tuple[int, ...]] = []
+    real = model.encoder.template
+
+    def template(pixels: NDArray[np.uint8]) -> Any:
+        encoded_shapes.append(pixels.shape)
+        return real(pixels)
+
+    monkeypatch.setattr(model.encoder, "template", template)
+    values = Values(ValuesConfig(folder=str(tmp_path / "values"), least_bytes=1))
+    values.begin("", "run")
+    made, taken, other = (
+        EditEncoder(
+            model.encoder,
+            structs.replace(model.config, runtime_dir=str(tmp_path / name)),
+            run_encodings=RunEncodings(values, lambda: "of these stages"),
+        )
+        for name in ("made", "taken", "other")
+    )
+    first, second, style = PIXELS
+    shared = to_encode(prepared(model, [style, style]))  # as the router sends a reference alone
+    [answer] = made.encode_all([shared._replace(run="run", makes=True)])
+    assert not isinstance(answer, Exception)
+    assert (len(encoded_shapes), answer[1].references) == (1, "kept")
+    edits = [to_encode(prepared(model, [source, style])) for source in (first, second)]
+    for encoder, run, how in ((taken, "run", "kept"), (other, "", "made")):
+        [answer] = encoder.encode_all([edits[run == ""]._replace(run=run)])
+        assert not isinstance(answer, Exception)
+        encoded, report = answer
+        assert (report.template, report.references) == ("made", how)
+        [moments] = encoded.references
+        assert np.array_equal(moments, model.encoder.moments(edits[0].pictures[1]))
+        encoder.close()
+    made.close()
+    assert len(encoded_shapes) == 1 + 1 + 2
 
 
 @pytest.mark.parametrize("model", ["qwen-image-edit-2511", "qwen-image-21"], indirect=True)

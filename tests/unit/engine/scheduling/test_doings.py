@@ -9,6 +9,7 @@ from typing import Any
 from msgspec import structs
 
 from maskserve_common.contracts.meta import as_told
+from maskserve_common.contracts.request import Reference
 from maskserve_engine.requests.doings import Doings
 from tests.fakes.scripted_engine import EDIT
 
@@ -47,6 +48,19 @@ def test_what_another_key_has_done_is_not_told():
     }
     assert meta_of([]) == HIT
     assert meta_of(["cache"], insists=True)["cache"] == "hit"
+
+
+def test_a_reference_of_another_key_is_not_told():
+    doings = Doings()
+    one, two = (Reference((8, 8), digit * 32) for digit in "12")
+    news = [
+        doings.new_of(replace(EDIT, request_id=f"{key}!x", references=references))
+        for key, references in (
+            ("other", (one, two)), ("mine", (one,)), ("mine", (one,)), ("mine", (two, one)),
+            ("mine", (one, two)), ("mine", ()),
+        )
+    ]  # fmt: skip
+    assert ["references" in new for new in news] == [True, True, False, True, False, False]
 
 
 def test_a_template_that_is_named_is_ones_own():
