@@ -18,6 +18,7 @@ import os
 import shutil
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -260,9 +261,10 @@ def add_diffusers(
     """Run every edit by diffusers' own pipeline, on the part of the photograph that the model saw
     at the server, and add the pictures to the outcomes.
     """
+    print("the same edits by diffusers' own pipeline", flush=True)
+    quiet()
     from maskserve_benchmarks.rivals.pipeline_model import Pipeline, PipelineEdit
 
-    print("the same edits by diffusers' own pipeline", flush=True)
     pipeline = Pipeline(options.model, "whole")
     box, size = view_of(outcomes[0].result.meta, source)
     seen = source.crop(box).resize(size, Image.Resampling.LANCZOS)
@@ -281,6 +283,17 @@ def add_diffusers(
         whole = source.copy()
         whole.paste(drawn, box[:2], mask.crop(box).point(lambda value: 255 * (value >= 128)))
         outcome.by_system[_COLUMNS[2]] = Measured(whole, seconds)
+
+
+def quiet() -> None:
+    """Keep the notes and progress bars of the libraries' loading off the terminal."""
+    from diffusers.utils import logging as of_diffusers
+    from transformers.utils import logging as of_transformers
+
+    warnings.simplefilter("ignore")
+    for library in (of_diffusers, of_transformers):
+        library.set_verbosity_error()
+        library.disable_progress_bar()
 
 
 def view_of(

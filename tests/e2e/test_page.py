@@ -239,10 +239,12 @@ def test_an_instruction_sees_further_pictures(
         page.get_by_label("What to change").fill("a red star")
         page.get_by_role("button", name="More").click()
         page.get_by_label("New seed for each edit").uncheck()
+        page.get_by_label("Steps").fill(str(LONG["num_inference_steps"]))  # Stop has to be seen
         urls: list[str | None] = [None]
 
         def edit() -> None:
             page.locator("#run").click()
+            expect(page.locator("#stop")).to_be_visible()
             last = result.locator(".compare img").last
             if urls[-1] is not None:
                 expect(last).not_to_have_attribute("src", urls[-1], timeout=90_000)
