@@ -40,7 +40,7 @@ from maskserve_serving.supervisor import Supervisor
 ASSETS = CHECKOUT / "assets" / "demo"
 SHEET = CHECKOUT / "docs" / "images" / "demo_model_sheet.png"
 LORAS, LORA = CHECKOUT / "assets" / "adapters", "hollow"
-"""Of the demo model."""
+"""LoRAs of the demo model, and the one that it shows."""
 _COLUMNS = ("maskserve", "all tokens", "diffusers")
 _CELL, _GAP, _LINE = 300, 8, 22
 """Pixels of a picture of the sheet, between them, and of a line of text."""
@@ -71,7 +71,7 @@ class Measured(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What an edit gave."""
+    """Pictures of an edit, and its answer."""
 
     edit: DemoEdit
     result: EditResult
@@ -267,13 +267,13 @@ def add_diffusers(
 
     pipeline = Pipeline(options.model, "whole")
     box, size = view_of(outcomes[0].result.meta, source)
-    seen = source.crop(box).resize(size, Image.Resampling.LANCZOS)
+    view = source.crop(box).resize(size, Image.Resampling.LANCZOS)
     selected = mask.crop(box).resize(size)
     for number, outcome in enumerate(outcomes):
         edit, steps = outcome.edit, outcome.result.meta["steps"]
         if edit.loras:
             pipeline.pipe.load_lora_weights(LORAS / f"{LORA}.safetensors")
-        call = PipelineEdit(seen, selected, edit.prompt, options.seed, steps, (0, 0, *size), ())
+        call = PipelineEdit(view, selected, edit.prompt, options.seed, steps, (0, 0, *size), ())
         if not number or edit.loras:  # prepares kernels
             pipeline.pictures([call._replace(steps=2)])
         begin = time.perf_counter()
@@ -312,10 +312,10 @@ def report(out: Path, source: Image.Image, mask: Image.Image, outcomes: Sequence
     """Print the table, and write its pictures."""
     inside, rows = np.asarray(mask) >= 128, []
     for edit, result, by_system in outcomes:
-        meta, (fast, *others) = result.meta, by_system.values()
+        meta, (fast, *rivals) = result.meta, by_system.values()
         computed = meta["computed_tokens"] / (meta["steps"] * meta["total_tokens"])
-        seconds = [f"{x.seconds:.2f} s ({x.seconds / fast.seconds:.1f}x)" for x in others]
-        likeness = f"{psnr(fast.picture, others[0].picture, inside):.1f} dB"
+        seconds = [f"{x.seconds:.2f} s ({x.seconds / fast.seconds:.1f}x)" for x in rivals]
+        likeness = f"{psnr(fast.picture, rivals[0].picture, inside):.1f} dB"
         row = edit.name, f"{fast.seconds:.2f} s", *seconds, meta["cache"], f"{computed:.0%}"
         rows.append([*row, likeness])
     columns = ("edit", *_COLUMNS, "cache", "tokens computed", "likeness to all tokens")
@@ -352,10 +352,10 @@ def sheet(
     )
     draw, font = ImageDraw.Draw(picture), ImageFont.load_default(size=14)
 
-    def cell(row: int, column: int, shown: Image.Image, text: str) -> None:
+    def cell(row: int, column: int, whole: Image.Image, text: str) -> None:
         x, y = column * (_CELL + _GAP), row * step
         draw.text((x, y + _LINE + 2), text, "black", font)
-        part = shown.crop(box).resize((_CELL, height), Image.Resampling.LANCZOS)
+        part = whole.crop(box).resize((_CELL, height), Image.Resampling.LANCZOS)
         picture.paste(part, (x, y + 2 * _LINE))
 
     shaded = Image.composite(Image.new("RGB", source.size, "white"), source, mask)

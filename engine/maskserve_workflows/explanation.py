@@ -26,7 +26,7 @@ def _steps(steps: Sequence[Step], indent: str) -> Iterator[str]:
     for step in steps:
         if isinstance(step, NodeCall):
             kind = NODE_TYPES[step.node]
-            arguments = [f"{name}={_taken(refs)}" for name, refs in step.inputs.items()]
+            arguments = [f"{name}={_refs_text(refs)}" for name, refs in step.inputs.items()]
             arguments += [f"{name}={_json(text)}" for name, text in step.texts.items()]
             arguments += [f"{name}={_json(value)}" for name, value in step.settings.items()]
             where = f"at {kind.model}, about {kind.price_s:g} s"
@@ -42,7 +42,7 @@ def _steps(steps: Sequence[Step], indent: str) -> Iterator[str]:
         yield from _steps(step.body, indent + "  ")
 
 
-def _taken(refs: Refs) -> str:
+def _refs_text(refs: Refs) -> str:
     return refs if isinstance(refs, str) else f"[{', '.join(refs)}]"
 
 

@@ -156,9 +156,9 @@ def share_encodings(plan: WorkflowPlan) -> tuple[WorkflowPlan, list[str]]:
             encodes.setdefault(edits[0].number, []).append(call)
             for name in ids:
                 encodings_of[name].add(call.id, pictures)
-            count, what = sum(edit.most for edit in edits), dict.fromkeys(x.ref for x in pictures)
-            verb = "is" if len(what) == 1 else "are"
-            notes.append(f"{' and '.join(what)} {verb} encoded once for {count} edits")
+            count, refs = sum(edit.most for edit in edits), dict.fromkeys(x.ref for x in pictures)
+            verb = "is" if len(refs) == 1 else "are"
+            notes.append(f"{' and '.join(refs)} {verb} encoded once for {count} edits")
         new_steps: list[Step] = []
         for number, step in enumerate(steps):
             new_steps += encodes.get(number, ())

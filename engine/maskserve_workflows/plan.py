@@ -144,16 +144,16 @@ def round_kinds(step: Step) -> dict[str, str]:
     return kinds
 
 
-def refs_of(taken: Refs) -> tuple[str, ...]:
+def refs_of(refs: Refs) -> tuple[str, ...]:
     """Return the references of an input: its one, or those of its list."""
-    return (taken,) if isinstance(taken, str) else taken
+    return (refs,) if isinstance(refs, str) else refs
 
 
 def references(step: Step) -> Iterator[str]:
     """Yield all references of a step, including those of its body to its own values."""
     if isinstance(step, NodeCall):
-        for taken in step.inputs.values():
-            yield from refs_of(taken)
+        for refs in step.inputs.values():
+            yield from refs_of(refs)
         return
     ends = [step.until] if isinstance(step, Repeat) else [step.over, step.carry, step.carried]
     yield from [ref for ref in (*ends, *step.gives.values()) if ref is not None]
@@ -409,16 +409,16 @@ def _fits(
 
 
 def _fits_input(
-    where: str, taken: Refs, port_kind: str, known: Mapping[str, str], sources: Mapping[str, str]
+    where: str, refs: Refs, port_kind: str, known: Mapping[str, str], sources: Mapping[str, str]
 ) -> None:
-    if isinstance(taken, str):
-        _fits(where, taken, port_kind, known, sources)
+    if isinstance(refs, str):
+        _fits(where, refs, port_kind, known, sources)
         return
     if port_kind not in ELEMENT:
         raise WorkflowError(f"{where}: takes a {port_kind}, and is given a list; accepted: one")
-    if not taken:
+    if not refs:
         raise WorkflowError(f"{where}: is empty; accepted: at least one {ELEMENT[port_kind]}")
-    for index, ref in enumerate(taken):
+    for index, ref in enumerate(refs):
         _fits(f"{where}[{index}]", ref, ELEMENT[port_kind], known, sources)
 
 

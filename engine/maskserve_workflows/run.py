@@ -283,7 +283,7 @@ class WorkflowRun:
             scope.begun.add(step.id)
             key = f"{scope.path}{step.id}"
             if isinstance(step, NodeCall):
-                inputs = {name: self._taken(scope, refs) for name, refs in step.inputs.items()}
+                inputs = {name: self._value_of(scope, refs) for name, refs in step.inputs.items()}
                 self._start(Task(key, step, inputs | step.texts), scope)
             elif isinstance(step, Each):
                 self._loops.append(rounds := _Rounds(step, scope, key))
@@ -292,7 +292,7 @@ class WorkflowRun:
                 self._loops.append(rounds := _Rounds(step, scope, key))
                 self._open(rounds, [0])
 
-    def _taken(self, scope: _Scope, refs: Refs) -> Any:
+    def _value_of(self, scope: _Scope, refs: Refs) -> Any:
         """Return the value of an input of a call."""
         if isinstance(refs, str):
             return scope.value(refs)

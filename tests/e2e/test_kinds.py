@@ -240,12 +240,12 @@ def test_comfyuis_nodes_give_the_same_pictures(served: WorkerProcess, client: Cl
     settings = {"num_inference_steps": STEPS, "seed": 5, "reproducible": True}
     shared = {"prompt": PROMPT, "url": served.grpc_url, "settings": json.dumps(settings), "key": ""}
     source = scene(*SOURCE_SIZE)
-    others = [scene(*SOURCE_SIZE, seed) for seed in (1, 2)]
+    further = [scene(*SOURCE_SIZE, seed) for seed in (1, 2)]
     image, one, two = (
         torch.from_numpy(np.stack(batch).astype(np.float32) / 255)
-        for batch in ([source], others[:1], others)
+        for batch in ([source], further[:1], further)
     )
-    several = client.edit(source, None, PROMPT, images=[others[0], *others], **settings)
+    several = client.edit(source, None, PROMPT, images=[further[0], *further], **settings)
     calls: list[tuple[str, dict[str, Any], list[Any]]] = [
         ("MaskserveEdit", {"image": image}, [client.edit(source, None, PROMPT, **settings)]),
         ("MaskserveEdit", {"image": image, "references": one, "references_2": two}, [several]),

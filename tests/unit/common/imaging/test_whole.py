@@ -123,12 +123,12 @@ def test_a_padded_picture_is_flux3s(native: int) -> None:
     processor, sizes = Flux3ImageProcessor(), drawn_sizes(10, 1, 700)
     for height, width in [*sizes, (1, 1), (9, 400), (320, 320), (64, 80), (3, 2500)]:
         source = Image.fromarray(scene(height, width))
-        kept = processor._resize_if_canvas_exceeds_area(source, native**2)
-        high, wide = processor._get_canvas_height_width(kept.height, kept.width)
-        expected = processor._resize_and_fill(kept, wide, high)
+        scaled = processor._resize_if_canvas_exceeds_area(source, native**2)
+        high, wide = processor._get_canvas_height_width(scaled.height, scaled.width)
+        expected = processor._resize_and_fill(scaled, wide, high)
         fit = fit_of((height, width), "padded", native, 16)
         np.testing.assert_array_equal(fit.of(source), expected)
-        left, top, right, bottom = processor._get_fill_region(kept, high, wide)
+        left, top, right, bottom = processor._get_fill_region(scaled, high, wide)
         answer = middle(np.asarray(expected), fit.answer_size)
         np.testing.assert_array_equal(answer, np.asarray(expected)[top:bottom, left:right])
 
@@ -175,14 +175,14 @@ def test_references_have_the_size_of_one_of_several() -> None:
 
 
 def test_named_references_follow_those_that_are_sent() -> None:
-    image, *others = (encode(scene(*size)) for size in (SIZE, (40, 72), (200, 90)))
-    names = {f"{number:016x}": picture for number, picture in enumerate(others)}
-    sent = prepare("edit", image, references=tuple(others))
+    image, *further = (encode(scene(*size)) for size in (SIZE, (40, 72), (200, 90)))
+    names = {f"{number:016x}": picture for number, picture in enumerate(further)}
+    sent = prepare("edit", image, references=tuple(further))
     for count in range(3):
         edit = prepare(
             "edit",
             image,
-            references=tuple(others[:count]),
+            references=tuple(further[:count]),
             templates=names,
             reference_ids=tuple(names)[count:],
         )

@@ -99,21 +99,21 @@ def test_a_reference_that_edits_of_a_run_share_is_encoded_by_one_worker(
     monkeypatch.setattr(model.encoder, "template", template)
     values = Values(ValuesConfig(folder=str(tmp_path / "values"), least_bytes=1))
     values.begin("", "run")
-    made, taken, other = (
+    maker, taker, stranger = (
         EditEncoder(
             model.encoder,
             structs.replace(model.config, runtime_dir=str(tmp_path / name)),
             run_encodings=RunEncodings(values, lambda: "of these stages"),
         )
-        for name in ("made", "taken", "other")
+        for name in ("maker", "taker", "stranger")
     )
     first, second, style = PIXELS
     shared = to_encode(prepared(model, [style, style]))  # as the router sends a reference alone
-    [answer] = made.encode_all([shared._replace(run="run", makes=True)])
+    [answer] = maker.encode_all([shared._replace(run="run", makes=True)])
     assert not isinstance(answer, Exception)
     assert (len(encoded_shapes), answer[1].references) == (1, "kept")
     edits = [to_encode(prepared(model, [source, style])) for source in (first, second)]
-    for encoder, run, how in ((taken, "run", "kept"), (other, "", "made")):
+    for encoder, run, how in ((taker, "run", "kept"), (stranger, "", "made")):
         [answer] = encoder.encode_all([edits[run == ""]._replace(run=run)])
         assert not isinstance(answer, Exception)
         encoded, report = answer
@@ -121,7 +121,7 @@ def test_a_reference_that_edits_of_a_run_share_is_encoded_by_one_worker(
         [moments] = encoded.references
         assert np.array_equal(moments, model.encoder.moments(edits[0].pictures[1]))
         encoder.close()
-    made.close()
+    maker.close()
     assert len(encoded_shapes) == 1 + 1 + 2
 
 
