@@ -151,12 +151,12 @@ def share_encodings(plan: WorkflowPlan) -> tuple[WorkflowPlan, list[str]]:
         for ids, pictures in pictures_of.items():
             if len(names) == MOST_STEPS:
                 break
-            edits = [edits_of[pictures[0]][name] for name in ids]
-            call = _encode_call(fresh(), pictures, edits)
-            encodes.setdefault(edits[0].number, []).append(call)
+            users = [edits_of[pictures[0]][name] for name in ids]
+            call = _encode_call(fresh(), pictures, users)
+            encodes.setdefault(users[0].number, []).append(call)
             for name in ids:
                 encodings_of[name].add(call.id, pictures)
-            count, refs = sum(edit.most for edit in edits), dict.fromkeys(x.ref for x in pictures)
+            count, refs = sum(edit.most for edit in users), dict.fromkeys(x.ref for x in pictures)
             verb = "is" if len(refs) == 1 else "are"
             notes.append(f"{' and '.join(refs)} {verb} encoded once for {count} edits")
         new_steps: list[Step] = []
