@@ -6,7 +6,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,3 +32,17 @@ def table(columns: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
     """Return a markdown table."""
     first, *body_lines = ("| " + " | ".join(map(str, line)) + " |" for line in (columns, *rows))
     return "\n".join((first, "|---" * len(columns) + "|", *body_lines))
+
+
+def write_page(title: str, text: str, report: Mapping[str, Any], file: Path | None) -> None:
+    """Write a page of results if there is a file to write to.
+
+    Args:
+        title: heading.
+        text: the results and what they are.
+        report: has the fields of `about`.
+        file: Markdown file.
+    """
+    if file is not None:
+        origin = f"`{report['command']}`; {report['hardware']}, {report['date']}."
+        file.write_text(f"# {title}\n\n{origin}\n\n{text}\n", encoding="utf-8")

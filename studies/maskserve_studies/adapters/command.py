@@ -65,7 +65,7 @@ import torch
 
 from maskserve_benchmarks.edits.lora_edits import lora_edits
 from maskserve_benchmarks.published_models import FLUX_DEV, SDXL
-from maskserve_benchmarks.reports import about, write_json
+from maskserve_benchmarks.reports import about, write_json, write_page
 from maskserve_benchmarks.steps.replay import refreshed_every
 from maskserve_benchmarks.steps.step import packed_steps
 from maskserve_benchmarks.steps.step_rig import Bench
@@ -84,7 +84,7 @@ from maskserve_studies.adapters.cfg_pair import cfg_pair
 from maskserve_studies.adapters.control_service import service_step
 from maskserve_studies.adapters.emulated_controls import slow_link, three_controls
 from maskserve_studies.adapters.lora_loading import lora_loading
-from maskserve_studies.adapters.served_edits import served_edits, served_table
+from maskserve_studies.adapters.served_edits import served_edits, served_text
 
 ROWS, RANK, RATIO = 8, 16, 0.25
 CONTROL_RATIO, UNET_CONTROL_RATIO = 0.11, 0.2
@@ -333,6 +333,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of served")
     parser.add_argument("--tiny", action="store_true", help="served in two steps of 64 pixels")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--page", type=Path, help="write served here (Markdown)")
     args = parser.parse_args()
     torch.manual_seed(0)
     summary: dict[str, Any] = {}
@@ -345,7 +346,10 @@ def main() -> int:
         bar = f"  ({result['bar']}: {'met' if result['met'] else 'MISSED'})" if result else ""
         print(f"{name:24} {value}{bar}")
     if "served_ms" in summary:
-        print(served_table(summary))
+        print(served_text(summary))
     result = {"torch": torch.__version__, "summary": summary, "bars": bars}
-    write_json(about(hardware(torch.device(args.device))) | result, args.json)
+    report = about(hardware(torch.device(args.device))) | result
+    write_json(report, args.json)
+    if "served_ms" in summary:
+        write_page("Edits with adapters", served_text(summary), report, args.page)
     return 0

@@ -53,7 +53,7 @@ from PIL import Image
 
 from maskserve_benchmarks.checkout import CHECKOUT, DEMO_MODEL
 from maskserve_benchmarks.demo_model.scenes import Picture, draw_background, to_bytes
-from maskserve_benchmarks.reports import about, write_json
+from maskserve_benchmarks.reports import about, write_json, write_page
 from maskserve_benchmarks.soak.sampler import sample_process
 from maskserve_benchmarks.timing import hardware
 from maskserve_client.client import Client
@@ -66,6 +66,7 @@ from maskserve_studies.demo_model.named_scenes import held_out_scenes
 from maskserve_studies.demo_model.node_judges import enlarge_db, find_iou
 from maskserve_studies.workflows.due_plans import due_plans
 from maskserve_studies.workflows.second_host import can_have_one, second_host
+from maskserve_studies.workflows.services_page import services_text
 from maskserve_studies.workflows.shared_stages import (
     replica_killed,
     replicas_edits,
@@ -492,6 +493,7 @@ def main() -> int:
     add("--enlarge", type=Path, default=NODES / "enlarge", help="folder of a Swin2SR model")
     add("--only", nargs="+", choices=list(PARTS), metavar="PART", help=", ".join(PARTS))
     add("--json", type=Path, metavar="FILE", help="write the figures there; --only adds to them")
+    add("--page", type=Path, metavar="FILE", help="write services and monoliths there (Markdown)")
     args = parser.parse_args()
     report: dict[str, Any] = {"summary": {}, "seconds": {}}
     if args.only and args.json is not None and args.json.exists():
@@ -500,5 +502,7 @@ def main() -> int:
         for name, value in PARTS[part](args).items():
             report["seconds" if name.startswith("seconds") else "summary"][name] = value
         print(json.dumps(report["summary"], indent=2), flush=True)
-        write_json({**report, **about(hardware(torch.device("cpu")))}, args.json)
+        whole = {**report, **about(hardware(torch.device("cpu")))}
+        write_json(whole, args.json)
+        write_page("Services and monoliths", services_text(report["summary"]), whole, args.page)
     return 0
