@@ -266,8 +266,9 @@ def served_text(report: Mapping[str, Any]) -> str:
     return (
         f"Milliseconds of an edit of the demo UNet ({side}x{side}, {steps} steps with guidance), "
         "one at a time at a real Triton; in brackets how many times as fast as diffusers' "
-        "pipeline, which has all models in memory. Every process has one thread. Nets run *beside* the base, "
-        "or in services; *by default* the server also reuses activations, and all others compute "
+        "pipeline, which has all models in memory. Every process has one thread. Nets run "
+        "*beside* the base, or in services; *by default* the server also reuses activations, and "
+        "all others compute "
         f"all tokens.\n\n{figures}\n\nPixels of the servers differ by {report['served_apart']} at "
         "most, and inside the mask from diffusers' picture by "
         f"{report['diffusers_apart']} on average."
