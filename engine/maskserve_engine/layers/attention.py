@@ -7,7 +7,7 @@ each row keeps the device busy and cuDNN is faster (`cudnn_is_sooner`); then row
 Elsewhere, or without that kernel, there is one call per row.
 
 cuDNN needs about 40 ms on the host to plan each new pair of lengths. Rows compute a bucket's number
-of tokens (base/buckets.py), so there are few.
+of tokens (`bucket`), so there are few.
 """
 
 from __future__ import annotations
@@ -45,6 +45,17 @@ def spans(lengths: Sequence[int]) -> tuple[Span, ...]:
         out.append((begin, begin + length))
         begin += length
     return tuple(out)
+
+
+@cache
+def bucket(count: int, most: int | None = None) -> int:
+    """Return the padded token count that is computed for `count` tokens: at most an eighth more
+    from 64 on, the next multiple of 8 below. There are eight buckets between a power of two and the
+    next. No bucket is larger than `most`.
+    """
+    step = max(8, 1 << max(0, count.bit_length() - 4))
+    rounded = -(-count // step) * step
+    return rounded if most is None else min(most, rounded)
 
 
 @dataclass(frozen=True)
@@ -100,18 +111,18 @@ def attention(query: Tensor, key: Tensor, value: Tensor, rows: Segments) -> Tens
     alike = rows.q_uniform > 0 and rows.k_uniform > 0
     if query.is_cuda and _together(query, rows, alike=alike):
         return varlen(query, key, value, rows)
-    if len(rows.q_spans) == 1:
-        return _dense(query[None], key[None], value[None])[0]
-    if alike:
-        count = len(rows.q_spans)
-        out = _dense(*(x.unflatten(0, (count, -1)) for x in (query, key, value)))
-        return out.flatten(0, 1)
+    if alike:  # as a lone row is
+        rows_first = (len(rows.q_spans), -1)
+        q, k, v = (x.unflatten(0, rows_first).transpose(1, 2) for x in (query, key, value))
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(0, 1)
     queries, keys = (
         [end - begin for begin, end in row_spans] for row_spans in (rows.q_spans, rows.k_spans)
     )
-    q, k, v = query[None], key[None], value[None]
-    row_tensors = zip(q.split(queries, 1), k.split(keys, 1), v.split(keys, 1), strict=True)
-    return torch.cat([_dense(*row)[0] for row in row_tensors])
+    of_rows = zip(query.split(queries), key.split(keys), value.split(keys), strict=True)
+    attended = [
+        F.scaled_dot_product_attention(*(x[None].transpose(1, 2) for x in row)) for row in of_rows
+    ]
+    return torch.cat([out.transpose(1, 2)[0] for out in attended])
 
 
 def _together(query: Tensor, rows: Segments, *, alike: bool) -> bool:
@@ -174,12 +185,6 @@ def choose_flash(major: int, activate: Callable[[str], object] = _activate) -> s
             else:
                 return f"{name}{missed}"
     return f"{_TORCH_FLASH}{missed}"
-
-
-def _dense(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(
-        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    ).transpose(1, 2)
 
 
 def varlen(query: Tensor, key: Tensor, value: Tensor, rows: Segments) -> Tensor:

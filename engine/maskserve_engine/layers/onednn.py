@@ -12,24 +12,19 @@ from functools import cache
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from maskserve_engine.base.buckets import bucket
+from maskserve_engine.layers.attention import bucket
 
 _LEAST_TOKENS = 16
-_LEAST_WORK = 1 << 23
+LEAST_WORK = 1 << 23
 """Multiply-adds below which padding and the slower call cost more than they gain."""
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return […, out] from x […, in], as `F.linear`, by the faster library on this CPU."""
-    if x.numel() * weight.shape[0] >= _LEAST_WORK and _may_pad(x):
-        return padded_linear(x, weight, bias)
-    return F.linear(x, weight, bias)
-
-
-def _may_pad(x: Tensor) -> bool:
+def may_pad(x: Tensor) -> bool:
+    """Return whether oneDNN may compute products of `x` […, in] with at least `LEAST_WORK`
+    multiply-adds.
+    """
     plain = x.device.type == "cpu" and x.dtype == torch.float32
     return plain and x.shape[:-1].numel() >= _LEAST_TOKENS and is_faster()
 

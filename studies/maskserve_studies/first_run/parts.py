@@ -25,7 +25,6 @@ from maskserve_benchmarks.edits.edit import Site, production_edits, worker_of
 from maskserve_benchmarks.published_models import FLUX_VAE, T5_XXL
 from maskserve_benchmarks.steps.step_rig import Bench
 from maskserve_benchmarks.timing import Timer
-from maskserve_engine.base.buckets import bucket
 from maskserve_engine.batch.graphs import Graphs
 from maskserve_engine.batch.transfer import moved
 from maskserve_engine.cache.entries import Coded, encode
@@ -38,7 +37,7 @@ from maskserve_engine.cache.store import Handle, Store
 from maskserve_engine.cache.tier import Note
 from maskserve_engine.families.specs import load_spec
 from maskserve_engine.fitting.entry_store import open_reserve
-from maskserve_engine.layers.attention import missing_varlen, segments, varlen
+from maskserve_engine.layers.attention import bucket, missing_varlen, segments, varlen
 from maskserve_engine.layers.scatter_kv import Change, KvSource, scatter_kv, slots_of
 from maskserve_engine.stages.quantise import quantise
 

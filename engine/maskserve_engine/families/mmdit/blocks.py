@@ -30,12 +30,13 @@ from maskserve_engine.families.mmdit.weights import (
 )
 from maskserve_engine.layers.attention import Span
 from maskserve_engine.layers.fp8 import Fp8Linear, quantised_gelu
-from maskserve_engine.layers.gelu import gelu, swiglu
 from maskserve_engine.layers.linear import (
     Linear,
     PlainLinear,
+    gelu,
     gelu_of,
     sum_of_parts,
+    swiglu,
     write_product,
 )
 from maskserve_engine.layers.modulation import Norm, PerRow, Vector, add_gated, modulate
@@ -239,16 +240,13 @@ class Modulated(NamedTuple):
     @classmethod
     def of(cls, product: Linear | ByMode, stream: Stream, x: Tensor, vectors: Tensor) -> Any:
         """Return a stream [N, width] modulated by its rows' vectors [R, … · width]."""
-        wide, spread_vectors = stream.wide(x), _spread(stream, vectors, x.shape[1])
+        wide = stream.wide(x)
+        spread_vectors = stream.spread(vectors, vectors.shape[1] // x.shape[1])
         return cls(
             wide,
             spread_vectors,
             modulate(wide, spread_vectors[0], spread_vectors[1], isinstance(product, Fp8Linear)),
         )
-
-
-def _spread(stream: Stream, vectors: Tensor, width: int) -> Sequence[Vector]:
-    return stream.spread(vectors, vectors.shape[1] // width)
 
 
 def _product(product: Linear | ByMode, x: Any, packing: Packing, rows: Sequence[Span]) -> Tensor:
@@ -376,7 +374,8 @@ class FluxStep:
         if isinstance(block, Double):
             behind = number + 1 if continues and not half else None
             c, x, ahead = self._after_streams(block, carried, attended, packing, behind)
-            c, x = clip(c), clip(x)
+            if half:
+                c, x = clip(c), clip(x)
             return c.view_as(text), x.view_as(image), ahead
         begin = packing.text[0] if image_alone else 0
         joined, x, gate = carried
@@ -440,8 +439,8 @@ class FluxStep:
                 self.vectors.double[next_block],
             )
             width = attended.shape[1]
-            of_text = _spread(packing.text_stream, vectors[1], width)
-            of_image = _spread(packing.image_stream, vectors[0], width)
+            of_text = packing.text_stream.spread(vectors[1], vectors[1].shape[1] // width)
+            of_image = packing.image_stream.spread(vectors[0], vectors[0].shape[1] // width)
             norms = _norm(following.text.qkv, of_text), _norm(following.image.qkv, of_image)
         c_attended, x_attended = packing.split(attended)
         x, x_normed = stream_post(

@@ -19,10 +19,10 @@ from torch import Tensor
 from maskserve_common.contracts.request import EditKind, steps_run
 from maskserve_common.contracts.settings import acting
 from maskserve_common.imaging.masks import TokenIds, active_tokens, tokens_within, widened
-from maskserve_engine.base.buckets import bucket
 from maskserve_engine.base.job import Conditioning, ControlInput, EditJob
 from maskserve_engine.cache.loader import Selection
 from maskserve_engine.families.mmdit.schedule import Schedule, Shift, linear_shift, make_schedule
+from maskserve_engine.layers.attention import bucket
 from maskserve_engine.spec.model_spec import ModelSpec
 from maskserve_engine.stages.latents import (
     Posterior,

@@ -24,8 +24,7 @@ from maskserve_engine.families.mmdit.weights import (
     time_text_of,
 )
 from maskserve_engine.layers.attention import Span
-from maskserve_engine.layers.gelu import gelu
-from maskserve_engine.layers.linear import Linear, linear
+from maskserve_engine.layers.linear import Linear, gelu, linear
 from maskserve_engine.layers.low_rank import Place
 
 

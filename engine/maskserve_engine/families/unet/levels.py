@@ -25,9 +25,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from maskserve_engine.base.buckets import bucket
 from maskserve_engine.families.unet.tile import Ids
-from maskserve_engine.layers.attention import Segments, ends, spans, uniform
+from maskserve_engine.layers.attention import Segments, bucket, ends, spans, uniform
 from maskserve_engine.layers.scatter_kv import KvSlots, slots_of
 
 

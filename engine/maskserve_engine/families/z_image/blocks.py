@@ -21,7 +21,7 @@ from maskserve_engine.batch.transfer import copy_tensors, mapped, to_device
 from maskserve_engine.families.mmdit.blocks import clip
 from maskserve_engine.families.z_image.weights import ZImageBlock, ZImageWeights
 from maskserve_engine.layers.attention import Span, attention, segments
-from maskserve_engine.layers.gelu import swiglu
+from maskserve_engine.layers.linear import swiglu
 from maskserve_engine.layers.modulation import PerRow, Vector
 from maskserve_engine.layers.qk_norm_rope import qk_norm_rope
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from maskserve_engine.layers.gelu import gelu
+from maskserve_engine.layers.linear import gelu
 from tests.support.draws import fresh_rng
 
 

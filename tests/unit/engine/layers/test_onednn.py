@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from maskserve_engine.base.buckets import bucket
 from maskserve_engine.layers import onednn
+from maskserve_engine.layers.attention import bucket
 from maskserve_engine.layers.linear import PlainLinear
 
 

@@ -16,7 +16,6 @@ from maskserve_benchmarks.steps.replay import Replay
 from maskserve_common.config import ConfigError
 from maskserve_common.contracts.request import Lora
 from maskserve_common.imaging.masks import active_tokens
-from maskserve_engine.base.buckets import bucket
 from maskserve_engine.base.job import ControlInput, EditJob
 from maskserve_engine.batch import forward
 from maskserve_engine.batch.graphs import Graphs
@@ -27,6 +26,7 @@ from maskserve_engine.families.mmdit.preparation import grid_of
 from maskserve_engine.families.mmdit.rows import EntryTokens
 from maskserve_engine.families.registry import load_adapter
 from maskserve_engine.families.specs import load_spec, recorded_rows
+from maskserve_engine.layers.attention import bucket
 from tests.fakes.jobs import config_of, encode_case, guided, random_case
 from tests.support import refresh_rows
 from tests.support.cached_rows import Primed, assert_equal, cached

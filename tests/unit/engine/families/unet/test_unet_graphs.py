@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from maskserve_benchmarks.steps.replay import Replay
-from maskserve_engine.base.buckets import bucket
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.graphs import Graphs
 from maskserve_engine.families.encoder import Encoder
@@ -21,6 +20,7 @@ from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.families.unet import graphs
 from maskserve_engine.families.unet.adapter import UnetAdapter
 from maskserve_engine.families.unet.rows import TemplateTokens
+from maskserve_engine.layers.attention import bucket
 from tests.fakes.jobs import config_of, encode_case, unet_case
 from tests.support.cached_rows import Primed, assert_equal, cached
 from tests.support.draws import fresh_seed
