@@ -12,19 +12,23 @@ rules bound every shared resource (bytes in memory, edits, files, threads):
   that was served longest ago (`rank`). So a busy key waits only behind itself.
 
 Resources that return by themselves, such as an edit's row, need turns only: one key alone may use
-all (`book`). Resources that stay as long as their user likes need shares (`take`, `hold`).
+all (`book`). Resources that stay as long as their user likes need shares (`take`, `hold`). Where
+keys share time and not places, their recent work decides (`KeyWork`).
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 
 EVERYBODY = ""
 """Key of clients that are not distinguished (`contracts.keys.NO_SCOPE`)."""
 _REMEMBERED = 4096
 """Idle keys whose last turn is remembered."""
+_MEMORY = 64
+"""Steps after which about a third of a key's work still counts."""
+_HEAVY = 1e30
 
 
 class Full(Exception):
@@ -152,3 +156,37 @@ def urgency(
 
 PATIENCE_S = 120.0
 """Seconds of waiting after which an edit without due time is as urgent as one that is due now."""
+
+
+class KeyWork:
+    """Recent work of each key; the key with least lags. Keys that send requests only occasionally
+    are served before busy keys. Earlier work decays, so a busy key never waits long, and two busy
+    keys share equally.
+    """
+
+    def __init__(self) -> None:
+        self._used: dict[str, float] = {}
+        self._weight = 1.0
+        """Weight of work that is added now. It grows, so that earlier work counts less."""
+
+    def add(self, key: str, work: float, steps: float = 1.0) -> None:
+        """Record the work that a key has received, `steps` after the previous key."""
+        self._weight *= (1 + 1 / _MEMORY) ** steps
+        self._used[key] = self._used.get(key, 0.0) + work * self._weight
+        if self._weight > _HEAVY:
+            scaled = ((key, total / self._weight) for key, total in self._used.items())
+            self._used = {key: total for key, total in scaled if total > 1 / _HEAVY}
+            self._weight = 1.0
+
+    def used(self, key: str) -> float:
+        """Return the decayed work that a key has received."""
+        return self._used.get(key, 0.0) / self._weight
+
+    def furthest_behind(self, keys: Iterable[str]) -> str:
+        """Return the key that has received least."""
+        return min(keys, key=lambda key: self._used.get(key, 0.0))
+
+    def lag(self, key: str, keys: Iterable[str]) -> float:
+        """Return the work that the busiest of these keys has received beyond this key's."""
+        most = max(self._used.get(other_key, 0.0) for other_key in keys)
+        return (most - self._used.get(key, 0.0)) / self._weight

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from maskserve_common.contracts.keys import NO_SCOPE
 from maskserve_common.fair_queue import FairQueue
-from maskserve_common.key_work import KeyWork
+from maskserve_common.shares import KeyWork
 from maskserve_router.key_holder import KeyHolder
 
 _SMALL = 64 * 1024

@@ -92,10 +92,13 @@ class OutputThread:
         self._queue.put((sink, lambda: event))
 
     def send_when_ready(
-        self, sink: Sink, make: Callable[[], EngineEvent], failed: EngineEvent | None = None
+        self,
+        sink: Sink,
+        make: Callable[[], EngineEvent],
+        failed: Callable[[], EngineEvent] | None = None,
     ) -> None:
         """Send an event that `make` builds on this thread, where it may wait for the device. If
-        `make` raises, send `failed` instead (None: nothing).
+        `make` raises, send what `failed` returns (None: nothing).
         """
 
         def event() -> EngineEvent:
@@ -105,7 +108,7 @@ class OutputThread:
                 if failed is None:
                     raise
                 _log.exception("a result did not come from the device")
-                return failed
+                return failed()
 
         self._queue.put((sink, event))
 

@@ -249,12 +249,13 @@ class LocalExecutor:
         """Let a row add the residuals of its ControlNets, wherever these run. The step caches of
         nets beside it lie in the tier of the row's own.
         """
+        if not job.controls:
+            return
         if self._services is None:
-            caches = NetStepCaches(self._store, on_host=tier == HOST.name) if job.controls else None
+            caches = NetStepCaches(self._store, on_host=tier == HOST.name)
             self._adapter.control(family_row, job, self._nets, caches)
-            if caches is not None:
-                self._net_caches[row] = caches
-        elif job.controls:
+            self._net_caches[row] = caches
+        else:
             opening = self._adapter.opening(family_row, job)
             if opening is not None:
                 adapters = job.request.settings.adapters

@@ -16,6 +16,7 @@ from maskserve_common.line_fit import Line, fit
 from maskserve_common.observations import Observations
 from maskserve_engine.base.device_clock import Span
 from maskserve_engine.planning.cost_model import CostModel
+from maskserve_engine.requests.state import RequestState
 from maskserve_engine.requests.templates import Priming
 
 _WINDOW = 512
@@ -43,6 +44,13 @@ class MeasuredCosts:
         """Number of fits; plans made for an earlier one are stale."""
         self._steps = _Samples()
         self._moves: dict[str, _Samples] = {}
+
+    def of(self, edit: RequestState) -> tuple[tuple[float, ...], float]:
+        """Return the seconds of an edit's step on one device, and its fixed part
+        (`RequestTable`).
+        """
+        line = self.model.compute
+        return (line.seconds(edit.flops),), line.fixed
 
     def step(self, flops: float, seconds: float, host: float = 0.0) -> None:
         """Record a step, without its waits for loads.

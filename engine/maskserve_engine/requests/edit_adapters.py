@@ -6,7 +6,7 @@ Used by the engine thread only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from maskserve_engine.requests.control_nets import EditControlNets
 from maskserve_engine.requests.executor import Executor
 from maskserve_engine.requests.loras import Loras, adapters_id
 from maskserve_engine.requests.state import RequestState
+from maskserve_engine.requests.templates import ExecutionPlan
 
 
 class EditAdapters:
@@ -159,3 +160,61 @@ class EditAdapters:
         work = work_of(self._adapter, job)
         loaded = map(self.loras.loaded, job.request.used_loras)
         return [work.lora_work(lora.layers) for lora in loaded]
+
+
+class LateRows:
+    """Rows that run before their LoRAs are loaded (`adapters: fast`).
+
+    Args:
+        choose: chooses the plan of a cached row whose LoRAs are loaded now
+            (`ExecutionPolicy.choose_with_adapters`); None: all edits run dense.
+    """
+
+    def __init__(
+        self,
+        adapters: EditAdapters,
+        choose: Callable[[RequestState], ExecutionPlan | None] | None,
+        executor: Executor,
+        adapter: Adapter,
+    ) -> None:
+        self._adapters, self._choose, self._executor = adapters, choose, executor
+        self._adapter = adapter
+        self.rows: dict[str, RequestState] = {}
+        """Rows by request id."""
+
+    def add(self, edit: RequestState) -> None:
+        edit.loras.late = True
+        self.rows[edit.request_id] = edit
+
+    def leave(self, request_id: str) -> None:
+        self.rows.pop(request_id, None)
+
+    def overdue(self) -> list[RequestState]:
+        """Return the rows whose next step needs their LoRAs."""
+        return [e for e in self.rows.values() if e.tally.done >= e.loras.without]
+
+    def waiting_for(self, item: Loadable) -> list[RequestState]:
+        """Return the rows that wait for this LoRA."""
+        return [edit for edit in self.rows.values() if item in edit.loras.effective]
+
+    def attach(self, edit: RequestState) -> None:
+        """Give a running row its loaded LoRAs, and their entries, from its next step on."""
+        self._adapters.name(edit)
+        edit.loras.from_step, edit.loras.late = edit.tally.done, False
+        self.leave(edit.request_id)
+        self._adapters.attach(edit.request_id, edit.loras.effective)
+        edit.go(self._plan(edit), self._adapter)
+
+    def _plan(self, edit: RequestState) -> ExecutionPlan:
+        """Return a plan that reads entries made with the row's LoRAs, if it reads entries and these
+        exist; otherwise its present plan.
+        """
+        if edit.plan.outcome != "hit" or not edit.job.adapters or self._choose is None:
+            return edit.plan  # its next refresh step computes with them
+        adapter_plan = self._choose(edit)
+        if adapter_plan is None:
+            return edit.plan  # it continues with the base model's entries
+        self._executor.read(edit.request_id, adapter_plan.key, adapter_plan.anchors)
+        assert edit.reads is not None
+        edit.reads = edit.reads.of_entries(adapter_plan.key, adapter_plan.anchors)
+        return replace(adapter_plan, schedule_with_template=edit.plan.schedule_with_template)

@@ -37,7 +37,7 @@ from maskserve_engine.requests.admission_checks import (
 )
 from maskserve_engine.requests.audits import Audits
 from maskserve_engine.requests.due_times import InTime
-from maskserve_engine.requests.edit_adapters import EditAdapters
+from maskserve_engine.requests.edit_adapters import EditAdapters, LateRows
 from maskserve_engine.requests.execution_policy import ExecutionPolicy
 from maskserve_engine.requests.executor import (
     AnchoredRowSpec,
@@ -46,7 +46,6 @@ from maskserve_engine.requests.executor import (
     Executor,
     RowReport,
 )
-from maskserve_engine.requests.late_rows import LateRows
 from maskserve_engine.requests.primings import Primings
 from maskserve_engine.requests.refresh_schedules import (
     step_cache_bytes,
@@ -100,7 +99,8 @@ class RequestManager:
         ways = None
         if primings is not None:
             ways = ExecutionPolicy(primings, audits, in_time, table, config, adapter)
-        self.late = LateRows(adapters, ways, executor, adapter)
+        choose = None if ways is None else ways.choose_with_adapters
+        self.late = LateRows(adapters, choose, executor, adapter)
         self._checks: tuple[AdmissionCheck, ...] = (
             AdaptersLoaded(adapters, table, config.engine.max_rows),
             PlanChosen(ways, adapter),
@@ -198,12 +198,13 @@ class RequestManager:
                 self._observations.add("refresh_error", edit.refresh_error)
             return FinalEvent(array, edit.final_meta(self._worker, self._model), edit.timeline())
 
-        lost = Failed(EngineFailed("the result did not come from the device"), edit.timeline())
+        def lost() -> Failed:
+            return Failed(EngineFailed("the result did not come from the device"), edit.timeline())
+
         self.output.send_when_ready(edit.sink, final, lost)
         # Neither skipping nor steps without LoRAs are the template's fault.
         if edit.plan.outcome == "hit" and not edit.tally.skipped and edit.loras.always:
-            assert self.primings is not None, _ONLY_CACHED
-            self.audits.offer(self.primings.cache.key_of(edit.job), edit.job, latents)
+            self.audits.offer(edit.plan.key, edit.job, latents)
 
     def _leave(self, edit: RequestState) -> None:
         self.scheduler.finish(edit.request_id)

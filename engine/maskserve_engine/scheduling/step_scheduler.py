@@ -30,15 +30,14 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from maskserve_common.contracts.keys import name_of, scope_of
 from maskserve_common.errors import InvalidRequest, Overloaded
 from maskserve_common.fair_queue import FairQueue, Turn
-from maskserve_common.shares import PATIENCE_S, Full, urgency
-from maskserve_engine.scheduling.fair_steps import FairSteps
+from maskserve_common.shares import PATIENCE_S, Full, KeyWork, urgency
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +71,10 @@ class Ticket:
     """Part of each of `seconds` that does not depend on a step's rows: several rows share it."""
     rows: int = 1
     """Rows without further references whose tokens its row has: it takes as many of `max_rows`."""
+    key: str = field(init=False, compare=False)
+    """Scope of the client (`scope_of`)."""
+    work: float = field(init=False, compare=False)
+    """What its row adds to a step: seconds, or tokens if seconds are unknown."""
 
     def __post_init__(self) -> None:
         fits = 0 <= self.active_tokens <= self.total_tokens
@@ -81,6 +84,9 @@ class Ticket:
             raise ValueError(f"ticket {self.request_id}: no such times of a step: {self}")
         if any(math.isnan(t) for t in (self.arrival, self.deadline, self.due) if t is not None):
             raise ValueError(f"ticket {self.request_id}: a time is not a number: {self}")
+        work = self.seconds[0] - self.shared if self.seconds else float(self.active_tokens)
+        object.__setattr__(self, "key", scope_of(self.request_id))
+        object.__setattr__(self, "work", work)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +199,8 @@ priming may add.
 
 AGING_S = 5.0
 """Seconds of waiting that one step of priority is worth."""
+_FAR = 8
+"""Steps of work by which a key must lag before it steps alone."""
 
 
 class TicketQueue:
@@ -211,7 +219,7 @@ class TicketQueue:
         """Request id -> turn of a waiting ticket."""
 
     def __len__(self) -> int:
-        return len(self._queue)
+        return len(self._turns)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._turns
@@ -226,7 +234,7 @@ class TicketQueue:
         Raises:
             Overloaded: no more tickets may wait, in all or of its key.
         """
-        key = scope_of(ticket.request_id)
+        key = ticket.key
         try:
             self._queue.waiting.check(key)
         except Full as full:
@@ -237,7 +245,7 @@ class TicketQueue:
     def add(self, ticket: Ticket) -> None:
         due_at = ticket.deadline if ticket.due is None else ticket.due
         urgent = urgency(ticket.arrival, ticket.priority, AGING_S, due_at, PATIENCE_S)
-        turn = self._queue.put(scope_of(ticket.request_id), ticket, urgent)
+        turn = self._queue.put(ticket.key, ticket, urgent)
         self._turns[ticket.request_id] = turn
 
     def discard(self, request_id: str) -> Ticket | None:
@@ -268,12 +276,73 @@ class TicketQueue:
         return admitted
 
     def free(self, ticket: Ticket) -> None:
-        self._queue.give_back(scope_of(ticket.request_id))
+        self._queue.give_back(ticket.key)
 
     def check_integrity(self) -> bool:
         """Whether all structures agree."""
         turns = {turn.item.request_id: turn for turn in self._queue.order()}
         return turns == self._turns and self._queue.check_integrity()
+
+
+class FairSteps:
+    """Gives each of n keys at least an nth of the speed that it would have alone, however many rows
+    the others have.
+
+    A key may have any number of rows, and each makes the step longer for all. So if several keys
+    have rows, no key adds more work to a step than the key with least work. The fixed cost of a
+    step is shared: on a device on which more rows cost little, all of them fit. Rows of a key that
+    do not fit alternate. If rows of several keys cannot share a step, their batches alternate by
+    the work that each key received. A key that received little work recently has the step's time to
+    itself; others join if that costs nothing.
+    """
+
+    def __init__(self) -> None:
+        self._work = KeyWork()
+        self._stepped: dict[str, int] = {}
+        """Request id -> number of its last step."""
+        self._step = 0
+
+    def next(self, live: Sequence[Ticket]) -> str | None:
+        """Return the key that is served next; None: all rows belong to one key."""
+        keys = dict.fromkeys(ticket.key for ticket in live)
+        return self._work.furthest_behind(keys) if len(keys) > 1 else None
+
+    def rows(self, batch: Sequence[Ticket], live: Sequence[Ticket]) -> tuple[Ticket, ...]:
+        """Return the rows of a batch that step now.
+
+        Args:
+            batch: rows that may share a step, at least one of the key that `next` names.
+            live: all rows.
+        """
+        self._step += 1
+        work_by_key: dict[str, float] = {}
+        for ticket in live:
+            work_by_key[ticket.key] = work_by_key.get(ticket.key, 0.0) + ticket.work
+        shared = max(ticket.shared for ticket in live)
+        if len(work_by_key) == 1:
+            self._stepped = {}
+            self._work.add(batch[0].key, sum(ticket.work for ticket in batch) + shared)
+            return tuple(batch)
+        first = self._work.furthest_behind(work_by_key)
+        steps_alone = self._work.lag(first, work_by_key) > _FAR * (work_by_key[first] + shared)
+        free = shared * (1 - 1 / len(work_by_key))
+        bound = min(work_by_key.values()) + free
+        granted_work: dict[str, float] = {}
+        chosen = set()
+        for ticket in sorted(batch, key=lambda ticket: self._stepped.get(ticket.request_id, 0)):
+            key, work = ticket.key, ticket.work
+            joins = key not in granted_work and (key == first or not steps_alone)
+            if joins or granted_work.get(key, 0.0) + work <= (
+                free if steps_alone and key != first else bound
+            ):
+                granted_work[key] = granted_work.get(key, 0.0) + work
+                chosen.add(ticket.request_id)
+        for key, work in granted_work.items():
+            self._work.add(key, work + shared / len(granted_work))
+        ids = {ticket.request_id for ticket in live}
+        self._stepped = {name: at for name, at in self._stepped.items() if name in ids}
+        self._stepped.update(dict.fromkeys(chosen, self._step))
+        return tuple(ticket for ticket in batch if ticket.request_id in chosen)
 
 
 class StepScheduler:
@@ -418,7 +487,7 @@ class StepScheduler:
         self._step += 1
         self._last_batch = {key: self._last_batch.get(key, 0) for key in keys}
         if turn_key is not None:
-            batch_keys = (t.batch_key for t in live if scope_of(t.request_id) == turn_key)
+            batch_keys = (t.batch_key for t in live if t.key == turn_key)
             keys = dict.fromkeys(batch_keys)
         if not keys:
             return (), ()

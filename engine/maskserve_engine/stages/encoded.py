@@ -29,7 +29,7 @@ class Encoded:
     """The same with the masked area blanked; [0, 0, 0] for models without it."""
     conditioning: Conditioning
     negative: Conditioning | None = None
-    control_moments: NDArray[np.float32] = field(default_factory=lambda: NO_CONTROLS)
+    control_moments: NDArray[np.float32] = field(default_factory=NO_CONTROLS.copy)
     """[pictures, 2C, h, w] of the control pictures, if ControlNets take latents."""
     references: tuple[NDArray[np.float32], ...] = ()
     """[2C, h, w] of each further reference."""

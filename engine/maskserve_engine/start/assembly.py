@@ -55,7 +55,6 @@ from maskserve_engine.requests.loras import Loras, LoraSource
 from maskserve_engine.requests.manager import RequestManager
 from maskserve_engine.requests.primings import Primings
 from maskserve_engine.requests.request_table import RequestTable
-from maskserve_engine.requests.state import RequestState
 from maskserve_engine.requests.templates import TemplateCache
 from maskserve_engine.scheduling.policies import is_static, policy_of
 from maskserve_engine.scheduling.step_scheduler import MakePolicy, StepScheduler
@@ -257,11 +256,7 @@ def assemble(
             lambda key: manager.template_settled(key),
         )
 
-    def on_one_device(edit: RequestState) -> tuple[tuple[float, ...], float]:
-        line = costs.model.compute
-        return (line.seconds(edit.flops),), line.fixed
-
-    request_table = RequestTable(scheduler, residency, degrees.of if degrees else on_one_device)
+    request_table = RequestTable(scheduler, residency, degrees.of if degrees else costs.of)
     in_time = InTime(config, prices.measured)
     manager = RequestManager(
         config,

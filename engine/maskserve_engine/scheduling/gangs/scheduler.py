@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from maskserve_common.contracts.keys import name_of, scope_of
+from maskserve_common.contracts.keys import name_of
 from maskserve_common.errors import InvalidRequest, Overloaded
-from maskserve_common.key_work import KeyWork
+from maskserve_common.shares import KeyWork
 from maskserve_engine.scheduling.gangs.work import GangPolicy, Work, age_order, seconds_together
 from maskserve_engine.scheduling.step_scheduler import (
     ALL_FREE,
@@ -125,7 +125,7 @@ class GangScheduler:
         idle: dict[str, list[Work]] = {}
         for work in self._works.values():
             work.first = False
-            idle_works = idle.setdefault(scope_of(work.ticket.request_id), [])
+            idle_works = idle.setdefault(work.ticket.key, [])
             if work.until is None:
                 idle_works.append(work)
         waiting = [key for key, idle_works in idle.items() if idle_works]
@@ -188,7 +188,7 @@ class GangScheduler:
             work.gang, work.running_steps = _mask(running.run.devices), running.left
             work.until = now + running.left * lasts
             took = len(running.run.devices) * lasts / len(rows)
-            self._used_by_key.add(scope_of(ticket.request_id), took)
+            self._used_by_key.add(ticket.key, took)
         running.left -= 1
         return Run(rows, running.run.devices)
 

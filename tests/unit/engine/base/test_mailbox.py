@@ -20,7 +20,7 @@ def test_an_answer_that_does_not_come_is_told_and_holds_up_nobody() -> None:
     output.send(engine_events.append, ProgressEvent(1, 4))
     output.send_when_ready(engine_events.append, lost)
     output.send_when_ready(engine_events.append, lambda: ProgressEvent(2, 4))
-    output.send_when_ready(engine_events.append, lost, failed)
+    output.send_when_ready(engine_events.append, lost, lambda: failed)
     output.send(engine_events.append, ProgressEvent(3, 4))
     output.close(10.0)
     assert engine_events == [ProgressEvent(1, 4), ProgressEvent(2, 4), failed, ProgressEvent(3, 4)]
