@@ -139,7 +139,9 @@ class LookaheadFlux:
         self.state = State(schedule.power, second_order=schedule.second_order)
         self.sigmas = [timestep / 1000 for _, timestep in adapter.sigmas(job)]
         prepared: Any = adapter.prepare(job).prepared
-        self.active = torch.from_numpy(prepared.inner if schedule.ring else prepared.active)
+        self.active = torch.from_numpy(
+            prepared.tokens.inner if schedule.ring else prepared.tokens.active
+        )
         self.step = -1
         self.answers: list[Tensor] = []
         self.velocities: list[tuple[float, Tensor]] = []

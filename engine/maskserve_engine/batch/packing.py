@@ -614,6 +614,7 @@ class Packed:
         """Cached tokens of all rows, in order; None for a dense row."""
         self.fixed = tuple(fixed_tokens for row in rows for fixed_tokens in row.fixed or (None,))
         """Fixed tokens of all rows, in order; None for a row without any."""
+        self.sees_fixed = any(row.fixed for row in rows)
         self.backs = tuple(row.back for row in rows for _ in row.fixed or (None,))
         self.captures = tuple(row.capture for row in rows)
         self.residuals = {i: row.residuals for i, row in enumerate(rows) if row.residuals}
@@ -650,10 +651,6 @@ class Packed:
     def entries(self) -> list[object]:
         """Entries that the rows read in this step: one for each of `cached`, then of `fixed`."""
         return [None if tokens is None else tokens.entry for tokens in (*self.cached, *self.fixed)]
-
-    @property
-    def sees_fixed(self) -> bool:
-        return any(tokens is not None for tokens in self.fixed)
 
     @cached_property
     def alone(self) -> Packed:

@@ -198,10 +198,10 @@ class AnchorEntry:
     """
     memory: Block | None = field(default=None, repr=False, compare=False)
     """The reserve's block with its tensors; None: they lie elsewhere."""
+    nbytes: int = field(init=False, repr=False, compare=False)
 
-    @property
-    def nbytes(self) -> int:
-        return sum(block.nbytes for block in self.blocks)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "nbytes", sum(block.nbytes for block in self.blocks))
 
     @property
     def room(self) -> int:

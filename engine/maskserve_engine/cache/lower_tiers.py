@@ -63,9 +63,13 @@ class LowerTiers:
         self._patience_s = patience_s
         self._most_open = _most_open_files()
         self._lock = threading.Lock()
-        """Guards all attributes below except the two threads."""
-        self._version = 0
-        self._listed: dict[str, Mapping[str, TierEntry]] = {tier.name: {} for tier in folders}
+        """Guards all attributes below except the two threads; `version` and `listed` may be read
+        without it.
+        """
+        self.version = 0
+        """Grows when `listed` changes."""
+        self.listed: dict[str, Mapping[str, TierEntry]] = {tier.name: {} for tier in folders}
+        """Templates of each tier in files, by key; at most a second old."""
         self._open: dict[tuple[str, Anchor], EntrySource] = {}
         """Open entries by key and anchor, the most recently used last."""
         self._busy: dict[str, int] = {}
@@ -81,16 +85,6 @@ class LowerTiers:
         """Transfers to and from the remote tier."""
         if folders:
             self._files.submit(self._look)
-
-    @property
-    def version(self) -> int:
-        """Grows when `listed` changes."""
-        return self._version
-
-    @property
-    def listed(self) -> dict[str, Mapping[str, TierEntry]]:
-        """Templates of each tier in files, by key; at most a second old."""
-        return self._listed
 
     def locate(self, key: str, anchors: Iterable[Anchor]) -> str | None:
         """Return the farthest tier that these entries need; None if some are nowhere.
@@ -164,11 +158,11 @@ class LowerTiers:
         with self._lock:
             self._open = {name: source for name, source in self._open.items() if name[0] != key}
             self._probed.pop(key, None)
-            self._listed = {
+            self.listed = {
                 tier: {k: template for k, template in templates.items() if k != key}
-                for tier, templates in self._listed.items()
+                for tier, templates in self.listed.items()
             }
-            self._version += 1
+            self.version += 1
         if self.remote is not None:
             self.network.submit(partial(self.remote.evict, key))
         return freed
@@ -287,9 +281,9 @@ class LowerTiers:
         }
         present_keys = {key for by_key in templates.values() for key in by_key}
         with self._lock:
-            if templates != self._listed:
-                self._listed = templates
-                self._version += 1
+            if templates != self.listed:
+                self.listed = templates
+                self.version += 1
             self._open = {
                 name: source for name, source in self._open.items() if name[0] in present_keys
             }

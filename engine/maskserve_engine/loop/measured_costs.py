@@ -5,7 +5,7 @@ A step's seconds are recorded when the device has done it. A step waits for the 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import NamedTuple
@@ -43,7 +43,7 @@ class MeasuredCosts:
         self.sequence = 0
         """Number of fits; plans made for an earlier one are stale."""
         self._steps = _Samples()
-        self._moves: dict[str, _Samples] = {}
+        self._moves: defaultdict[str, _Samples] = defaultdict(_Samples)
 
     def of(self, edit: RequestState) -> tuple[tuple[float, ...], float]:
         """Return the seconds of an edit's step on one device, and its fixed part
@@ -71,7 +71,7 @@ class MeasuredCosts:
     def moves(self, moved: Iterable[tuple[str, float, float]]) -> None:
         """Account for moves: (tier, bytes, seconds) each."""
         for tier, size, seconds in moved:
-            samples = self._moves.setdefault(tier, _Samples())
+            samples = self._moves[tier]
             if samples.add(size, seconds):
                 line = samples.line(self.model.loads.get(tier, Line(0.0, 1e-10)))
                 self.model = replace(self.model, loads={**self.model.loads, tier: line})

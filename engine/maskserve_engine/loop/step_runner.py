@@ -89,7 +89,7 @@ class StepRunner:
         running = _rows_of_step(running)
         reads, loads = self._load(running, devices)
         work = self._work(running[0])
-        planned = self._plan(running, len(devices), work, loads)
+        planned = self._plan(running, len(devices), work, reads, loads)
         step = self._input(running, devices, work, reads, planned)
 
         def done(result: StepResult) -> None:
@@ -131,29 +131,32 @@ class StepRunner:
         running: Running,
         devices: int,
         work: ModelWork,
+        reads: list[Read],
         loads: Mapping[str, tuple[LoadState, ...]],
     ) -> StepPlan | None:
         """Plan how rows that read entries run on `devices` devices; None: no row reads any."""
-        if not loads:
+        if not reads:
             return None
         reading, dense_totals, fixed = [], list[Totals](), self._fixed
         ranks = devices if devices > 1 and self._share_tokens(running) else 1
+        row_reads = {read.row: read for read in reads}
         for edit in running:
-            row_loads = loads.get(edit.request_id)
-            if row_loads is not None and isinstance(edit, RequestState) and edit.reads is not None:
-                steps_done, lookahead = edit.tally.done, edit.work.lookahead
-                stays = edit.reads.stays(steps_done)
-                reading.append(Reading(edit.reads_counted(steps_done), row_loads, stays))
-                if edit.reads.looks_ahead(steps_done) and lookahead.reads:
-                    reading.append(Reading(lookahead.counted, row_loads, stays))
-                elif edit.reads.looks_ahead(steps_done):
-                    dense_totals.append(lookahead.counted)
-                fixed = fixed or edit.job.request.settings.reproducible
-                # Text and step caches have keys and values only. Whether a row reads them follows
-                # from its own step, so that its picture does not depend on its batch.
-                fixed = fixed or edit.reads.reads_step_cache or edit.reads.without_text(steps_done)
-            else:
+            read = row_reads.get(edit.request_id)
+            if read is None or not isinstance(edit, RequestState) or edit.reads is None:
                 dense_totals.append(edit.counted)
+                continue
+            row_loads, stays = loads[read.row], edit.reads.stays(edit.tally.done)
+            reading.append(Reading(edit.work.reading(text=read.text), row_loads, stays))
+            if edit.reads.looks_ahead(edit.tally.done):
+                lookahead = edit.work.lookahead
+                if lookahead.reads:
+                    reading.append(Reading(lookahead.counted, row_loads, stays))
+                else:
+                    dense_totals.append(lookahead.counted)
+            # Text and step caches have keys and values only. Whether a row reads them follows from
+            # its own step, so that its picture does not depend on its batch.
+            only_keys = edit.reads.reads_step_cache or not read.text
+            fixed = fixed or read.required or only_keys
         dense = Totals.sum_of(dense_totals) if dense_totals else None
         planned = self.planner.plan(work, reading, dense, fixed=fixed, ranks=ranks)
         self.counters[f"plans_total.{planned.choice}"] += 1

@@ -82,19 +82,18 @@ class ExecutionPolicy:
         if dense_for:
             dense = replace(DENSE, dense_for=dense_for, key=key)
             return dense if dense_for == "mask_ratio" else self.without_template(edit, dense)
-        without = self.without_template(edit, replace(DENSE, outcome="miss", key=key))
-        nearer = self._adapter.spec.refresh.over_template and (
-            without.schedule is not None or without.dense_for == "work"
-        )
-        if settings.cache == "own" or nearer:
-            return without
+        missed = replace(DENSE, outcome="miss", key=key)
+        if settings.cache == "own" or self._adapter.spec.refresh.over_template:
+            without = self.without_template(edit, missed)
+            nearer = without.schedule is not None or without.dense_for == "work"
+            if settings.cache == "own" or nearer:
+                return without
         sight = self._cache.look_up(job, key, again=edit.starts > 0)
-        without = replace(without, prime=sight.worth_priming)
-        return (
-            self._of_template(edit, sight, insists=settings.insists)
-            or self._after_priming(edit, sight, without)
-            or without
-        )
+        cached = self._of_template(edit, sight, insists=settings.insists)
+        if cached is not None:
+            return cached
+        without = replace(self.without_template(edit, missed), prime=sight.worth_priming)
+        return self._after_priming(edit, sight, without) or without
 
     def without_template(self, edit: RequestState, dense: ExecutionPlan) -> ExecutionPlan:
         """Return a plan with refresh steps, or `dense` if the edit can have none or if they are as

@@ -533,17 +533,12 @@ class RequestState:
     def counted(self) -> Totals:
         return self.work.counted
 
-    def reads_counted(self, step: int) -> Totals:
-        """Return the sums of a step that reads cached tokens."""
-        assert self.reads is not None
-        return self.work.reading(text=not self.reads.without_text(step))
-
     def computed_tokens(self, step: RowStep) -> int:
         """Return the tokens that one pass of the step just taken computed."""
         if not step.read:
             return self.work.total_tokens
         row_tokens = self.work.reading(text=step.text).active[0] / self.work.passes
-        return round(row_tokens + step.foresaw * self.work.lookahead.tokens)
+        return round(row_tokens + (self.work.lookahead.tokens if step.foresaw else 0.0))
 
     @property
     def load_stall(self) -> float:

@@ -540,7 +540,8 @@ class StepScheduler:
             return
         earned = self.priming_share * sum(ticket.active_tokens for ticket in live)
         spent = sum(ticket.active_tokens for ticket in background)
-        self._credit = min(self._credit - spent, self._price()) + earned
+        price = self._price() if self._background or len(self._background_waiting) else 0
+        self._credit = min(self._credit - spent, price) + earned
 
     def _remove(self, request_id: str) -> Ticket:
         number, ticket = self._delayed.pop(request_id)

@@ -16,7 +16,6 @@ from torch import Tensor
 from maskserve_common.config import Config, ConfigError, outside_noise
 from maskserve_common.contracts.keys import Anchor, anchor_steps, cover
 from maskserve_common.contracts.request import EditKind, steps_run
-from maskserve_common.imaging.masks import cover_a_side
 from maskserve_engine.adapters.fuse import fused
 from maskserve_engine.base.job import Conditioning, EditJob, TokenCounts
 from maskserve_engine.batch.graphs import Graphs
@@ -214,10 +213,7 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
         return steps_run(settings.num_inference_steps, settings.strength)
 
     def tokens(self, job: EditJob) -> TokenCounts:
-        (gh, gw), active = grid_of(job), self._preparation.active(job)
-        inner, ring = map(len, self._preparation.ringed(job))
-        side = self.spec.dense_steps.side > 0 and cover_a_side(active, gh, gw)
-        return TokenCounts(len(active), gh * gw, inner, ring, side)
+        return self._preparation.tokens(job).counts
 
     def _make_work(
         self, height: int, width: int, *, kind: EditKind = "inpaint", further: int = 0

@@ -126,6 +126,7 @@ class FlowBatch(ReusableBatch[Row, W]):
         self._stream = self.packed.layout.narrow.image_stream
         self._still = _still(self.packed)
         self._blends = any(row.blends for row in rows)
+        self._sees_references = any(row.references is not None for row in rows)
         self._steered = tuple(
             [row for row in rows if isinstance(row, FlowRow) and row.schedule.moves]
         )
@@ -207,7 +208,7 @@ class FlowBatch(ReusableBatch[Row, W]):
         """Compute missing keys and values of references, alone and at time 0, since they do not
         depend on the row; those that rows share once. Families with other fixed tokens extend this.
         """
-        while lacking := self._lacking_references():
+        while self._sees_references and (lacking := self._lacking_references()):
             self.make_references(model, lacking)
 
     def _lacking_references(self) -> list[tuple[Row, References]]:

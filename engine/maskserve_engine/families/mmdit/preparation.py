@@ -18,8 +18,14 @@ from torch import Tensor
 
 from maskserve_common.contracts.request import EditKind, steps_run
 from maskserve_common.contracts.settings import acting
-from maskserve_common.imaging.masks import TokenIds, active_tokens, tokens_within, widened
-from maskserve_engine.base.job import Conditioning, ControlInput, EditJob
+from maskserve_common.imaging.masks import (
+    TokenIds,
+    active_tokens,
+    cover_a_side,
+    tokens_within,
+    widened,
+)
+from maskserve_engine.base.job import Conditioning, ControlInput, EditJob, TokenCounts
 from maskserve_engine.cache.loader import Selection
 from maskserve_engine.families.mmdit.schedule import Schedule, Shift, linear_shift, make_schedule
 from maskserve_engine.layers.attention import bucket
@@ -255,15 +261,25 @@ def template_inputs(image: Posterior, noise_seed: int, *, context: bool) -> Flow
 
 
 @dataclass(frozen=True, slots=True)
+class EditTokens:
+    """Image tokens of an edit, by the steps of a cached row that compute them."""
+
+    active: TokenIds
+    """Computed at every step."""
+    inner: TokenIds
+    """Computed at every step by a row whose ring is cached."""
+    ring: TokenIds
+    selection: Selection
+    """Tokens beside the active ones."""
+    counts: TokenCounts
+
+
+@dataclass(frozen=True, slots=True)
 class FlowPrepared:
     inputs: FlowInputs
     template: FlowTemplate | None
     """All tokens; set for edits whose rows may read or make entries."""
-    active: TokenIds
-    selection: Selection
-    inner: TokenIds
-    """Tokens computed at every step by a row whose ring is cached."""
-    ring: TokenIds
+    tokens: EditTokens
     controls: tuple[tuple[ControlInput, Tensor], ...] = ()
     """Active controls, each with its picture's latents as tokens [N, 4C]."""
 
@@ -291,7 +307,7 @@ class FlowPreparation:
         """Return the job's prepared tensors; if missing, prepare them without `template`."""
         if isinstance(job.prepared, FlowPrepared):
             return job.prepared
-        schedule, active = self.schedule(job), self.active(job)
+        schedule = self.schedule(job)
         generator = torch.Generator("cpu").manual_seed(job.request.seed)
         controls = self._controls(job, schedule, generator)  # they draw first
         inputs = FlowInputs(
@@ -300,21 +316,13 @@ class FlowPreparation:
             self.prompt(job.conditioning),
             None if job.negative is None else self.prompt(job.negative),
         )
-        return FlowPrepared(
-            inputs, None, active, self._cached_selection(job, active), *self._ringed(job), controls
-        )
+        return FlowPrepared(inputs, None, self._tokens(job), controls)
 
     def with_ring(self, job: EditJob, ring: int) -> EditJob:
         ringed = job.with_ring(ring)
         if not isinstance(job.prepared, FlowPrepared):
             return ringed
-        active = self._computed(ringed)
-        inner, around = self._ringed(ringed)
-        cached_selection = self._cached_selection(job, active)
-        ringed_prepared = replace(
-            job.prepared, active=active, selection=cached_selection, inner=inner, ring=around
-        )
-        return replace(ringed, prepared=ringed_prepared)
+        return replace(ringed, prepared=replace(job.prepared, tokens=self._tokens(ringed)))
 
     def template(self, job: EditJob, noise_seed: int) -> FlowTemplate:
         """Return the job's prepared template; if missing, draw its noise."""
@@ -336,27 +344,19 @@ class FlowPreparation:
         further = [pack_latents(self._posterior(moments).mode()) for moments in job.references]
         return torch.cat((clean, *further)) if further else clean
 
-    def active(self, job: EditJob) -> TokenIds:
-        if isinstance(job.prepared, FlowPrepared):
-            return job.prepared.active
-        return self._computed(job)
+    def tokens(self, job: EditJob) -> EditTokens:
+        return job.prepared.tokens if isinstance(job.prepared, FlowPrepared) else self._tokens(job)
 
-    def _computed(self, job: EditJob) -> TokenIds:
-        """Return the tokens of mask and ring, widened to a bucket if steps are recorded."""
-        active = active_tokens(job.edit_mask, self._spec.token_pixels, job.mask_ring)
-        return self._bucket(job, active)
-
-    def ringed(self, job: EditJob) -> tuple[TokenIds, TokenIds]:
-        """Return `FlowPrepared.inner` and `ring`."""
-        if isinstance(job.prepared, FlowPrepared):
-            return job.prepared.inner, job.prepared.ring
-        return self._ringed(job)
-
-    def _ringed(self, job: EditJob) -> tuple[TokenIds, TokenIds]:
-        ring = max(self._spec.refresh.ring or 0, job.mask_ring)
-        inner, outer = tokens_within(job.edit_mask, self._spec.token_pixels, 0, ring)
+    def _tokens(self, job: EditJob) -> EditTokens:
+        """Find the tokens of mask and ring, widened to a bucket if steps are recorded."""
+        pixels, ring = self._spec.token_pixels, max(self._spec.refresh.ring or 0, job.mask_ring)
+        active = self._bucket(job, active_tokens(job.edit_mask, pixels, job.mask_ring))
+        inner, outer = tokens_within(job.edit_mask, pixels, 0, ring)
         inner = self._bucket(job, inner)
-        return inner, np.setdiff1d(outer, inner)
+        around, (height, width) = np.setdiff1d(outer, inner), grid_of(job)
+        side = self._spec.dense_steps.side > 0 and cover_a_side(active, height, width)
+        counts = TokenCounts(len(active), height * width, len(inner), len(around), side)
+        return EditTokens(active, inner, around, self._cached_selection(job, active), counts)
 
     def _bucket(self, job: EditJob, tokens: TokenIds) -> TokenIds:
         if not self.recorded(job):
@@ -451,11 +451,11 @@ class FlowPreparation:
         """Return the tokens that all steps of a cached row compute, those that some steps compute,
         and those that only dense steps compute.
         """
-        ready = self.prepared(job)
+        tokens = self.tokens(job)
         if not leaves_ring:
-            return ready.active, ready.ring[:0], ready.selection
-        beyond = self._cached_selection(job, np.concatenate((ready.inner, ready.ring)))
-        return ready.inner, ready.ring, beyond
+            return tokens.active, tokens.ring[:0], tokens.selection
+        beyond = self._cached_selection(job, np.concatenate((tokens.inner, tokens.ring)))
+        return tokens.inner, tokens.ring, beyond
 
     def _cached_selection(self, job: EditJob, active: TokenIds) -> Selection:
         """Return the tokens that a cached row does not compute: image tokens, the context, then
@@ -481,16 +481,13 @@ def latents_shape(job: EditJob) -> torch.Size:
 
 
 def grid_of(job: EditJob) -> Grid:
-    return _grid(job.moments)
+    _, height, width = job.moments.shape
+    return height // PATCH, width // PATCH
 
 
 def reference_grids(job: EditJob, spec: ModelSpec) -> tuple[Grid, ...]:
     """Return the grids of the row's reference pictures, of which the source is the first."""
     if not spec.references(job.request.kind):
         return ()
-    return tuple([_grid(moments) for moments in (job.moments, *job.references)])
-
-
-def _grid(moments: NDArray[np.float32]) -> Grid:
-    _, height, width = moments.shape
-    return height // PATCH, width // PATCH
+    shapes = [moments.shape for moments in (job.moments, *job.references)]
+    return tuple([(height // PATCH, width // PATCH) for _, height, width in shapes])

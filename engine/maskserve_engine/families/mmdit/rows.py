@@ -203,7 +203,7 @@ class FlowRow:
     @property
     def step_cache(self) -> StepCache | None:
         """Step cache of the first pass; the second pass has one if this has."""
-        return self.prompt.cache
+        return self.passes[0].cache
 
     @property
     def prompt(self) -> PromptPass:

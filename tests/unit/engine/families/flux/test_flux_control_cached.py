@@ -358,7 +358,7 @@ def test_with_own_anchors_at_each_step_it_is_dense(
     dense = replay.adapter.dense_row(job)
     replay.adapter.control(dense, job, nets)
     expected = result(replay, dense)
-    active = replay.adapter.prepare(job).prepared.active
+    active = replay.adapter.prepare(job).prepared.tokens.active
     at = np.zeros(expected.shape[1] // 2 * (expected.shape[2] // 2), bool)
     at[active] = True
     computed = at.reshape(expected.shape[1] // 2, -1).repeat(2, 0).repeat(2, 1)

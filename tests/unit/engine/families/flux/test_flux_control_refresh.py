@@ -51,7 +51,7 @@ def result(adapter: FluxAdapter, job: EditJob, schedule: RefreshSchedule) -> Any
 def computed(adapter: FluxAdapter, job: EditJob, latents: Any) -> Any:
     _, height, width = latents.shape
     active = np.zeros((height // 2) * (width // 2), bool)
-    active[adapter.prepare(job).prepared.active] = True
+    active[adapter.prepare(job).prepared.tokens.active] = True
     return latents[:, active.reshape(height // 2, width // 2).repeat(2, 0).repeat(2, 1)]
 
 

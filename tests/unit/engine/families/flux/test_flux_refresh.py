@@ -238,7 +238,7 @@ def test_what_is_shown_of_a_row_on_its_way_has_the_source_outside_the_mask(
     ).mode().numpy()  # fmt: skip
     gh, gw = row.image.grid
     at = np.zeros(gh * gw, bool)
-    at[adapter.prepare(job).prepared.inner] = True
+    at[adapter.prepare(job).prepared.tokens.inner] = True
     inner = at.reshape(gh, gw).repeat(2, 0).repeat(2, 1)
     assert not inner.all()
     assert np.array_equal(preview[:, ~inner], source[:, ~inner])
