@@ -14,10 +14,10 @@ from typing import Literal, NamedTuple, Self, TypeVar
 
 import msgspec
 
-from maskserve_common.contracts.dense_steps import NO_DENSE_STEPS, DenseSteps
 from maskserve_common.contracts.memory_table import MemoryTable
 from maskserve_common.contracts.pricing import Pricing
 from maskserve_common.contracts.request import EditKind
+from maskserve_common.contracts.semantics import NO_DENSE_STEPS, DenseSteps
 
 VERSION = 2
 ADAPTERS_LISTED = 256

@@ -13,10 +13,9 @@ from typing import Any, Literal, NamedTuple
 
 from maskserve_common.config import Config, ConfigError
 from maskserve_common.config_file import read_json
-from maskserve_common.contracts.dense_steps import NO_DENSE_STEPS, DenseSteps
 from maskserve_common.contracts.request import EditKind
 from maskserve_common.contracts.reuse_levels import refresh_count
-from maskserve_common.contracts.semantics import Semantics
+from maskserve_common.contracts.semantics import NO_DENSE_STEPS, DenseSteps, Semantics
 from maskserve_common.imaging.whole import SizeRule
 from maskserve_engine.planning.refresh_control import EXPECTED_STRIDE
 from maskserve_engine.planning.refresh_steps import REFRESH_RULE, RefreshRule, count_with_controls

@@ -11,8 +11,7 @@ from typing import Any
 
 from maskserve_common.config import Config
 from maskserve_common.config_file import read_json
-from maskserve_common.contracts.dense_steps import DenseSteps
-from maskserve_common.contracts.semantics import FILL, INPAINT, REFERENCE
+from maskserve_common.contracts.semantics import FILL, INPAINT, REFERENCE, DenseSteps
 from maskserve_engine.planning.flops import FixedWork, ModelWork
 from maskserve_engine.planning.layer_table import Layers, Shape
 from maskserve_engine.spec import mmdit

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from maskserve_common.config_file import read_json
-from maskserve_common.contracts.dense_steps import DenseSteps
-from maskserve_common.contracts.semantics import INPAINT, REFERENCE, SAMPLED_REFERENCE
+from maskserve_common.contracts.semantics import INPAINT, REFERENCE, SAMPLED_REFERENCE, DenseSteps
 from maskserve_engine.families.flux import spec as flux
 from maskserve_engine.planning.flops import ModelWork
 from maskserve_engine.planning.layer_table import Layers

@@ -11,8 +11,7 @@ from typing import Any
 
 from maskserve_common.config import ConfigError
 from maskserve_common.config_file import read_json
-from maskserve_common.contracts.dense_steps import DenseSteps
-from maskserve_common.contracts.semantics import EXACT_REFERENCE
+from maskserve_common.contracts.semantics import EXACT_REFERENCE, DenseSteps
 from maskserve_engine.families.flux import spec as flux
 from maskserve_engine.planning.flops import ModelWork
 from maskserve_engine.planning.layer_table import Layers, Shapes

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from maskserve_common.contracts.dense_steps import DenseSteps
+from maskserve_common.contracts.semantics import DenseSteps
 from maskserve_common.contracts.settings import EditSettings
 from maskserve_common.contracts.status_record import Served
 from maskserve_common.routing import Edit, Pricing, WorkerView
