@@ -377,7 +377,7 @@ MUTATIONS = (
     ),
     Mutation(
         "prompts do not matter to how an edit begins",
-        "engine/maskserve_common/contracts/dense_steps.py",
+        "engine/maskserve_common/contracts/semantics.py",
         "needed = max(self.prompt if prompt else 0, self.side if side else 0)",
         "needed = self.side if side else 0",
         f"{_UNIT}/engine/families/test_dense_steps.py"
