@@ -3,6 +3,7 @@ process.
 
 scripts/bench code_path --json
 scripts/bench code_path --calls 30      # the functions entered most often
+scripts/bench code_path --files         # each file with its calls and functions
 
 The edit has 4 steps of the demo model and runs dense, or reads its template's entries. Each kind
 runs three times and the run with the fewest calls counts, because the engine's threads also do
@@ -89,7 +90,15 @@ def measure() -> dict[str, Counter[CodeType]]:
 
 
 def summary(calls: Counter[CodeType]) -> dict[str, int]:
-    return {"files": len({code.co_filename for code in calls}), "calls": calls.total()}
+    return {"files": len(by_file(calls)), "calls": calls.total()}
+
+
+def by_file(calls: Counter[CodeType]) -> dict[str, Counter[CodeType]]:
+    """Return the calls of each file, the file with most calls first."""
+    files: dict[str, Counter[CodeType]] = {}
+    for code, n in calls.items():
+        files.setdefault(code.co_filename, Counter())[code] = n
+    return dict(sorted(files.items(), key=lambda file: -file[1].total()))
 
 
 def main() -> int:
@@ -98,6 +107,7 @@ def main() -> int:
     )
     parser.add_argument("--json", action="store_true", help="print the counts as one JSON object")
     parser.add_argument("--calls", type=int, default=0, help="functions to list")
+    parser.add_argument("--files", action="store_true", help="list the files")
     options = parser.parse_args()
     counts_by_kind = measure()
     if options.json:
@@ -109,6 +119,13 @@ def main() -> int:
         for code, n in calls.most_common(options.calls):
             path = Path(code.co_filename).relative_to(CHECKOUT)
             print(f"  {n:6} {path}:{code.co_firstlineno} {code.co_qualname}")
+        for name, of_file in by_file(calls).items() if options.files else ():
+            file = Path(name)
+            lines = len(file.read_text(encoding="utf-8").splitlines())
+            print(
+                f"  {of_file.total():6} calls of {len(of_file):3} functions, {lines:4} lines: "
+                f"{file.relative_to(CHECKOUT)}"
+            )
     return 0
 
 
