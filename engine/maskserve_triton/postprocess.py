@@ -15,7 +15,6 @@ from maskserve_common.contracts.keys import scope_of
 from maskserve_common.contracts.postprocess_context import PostprocessContext
 from maskserve_common.contracts.request import EditRequest
 from maskserve_common.files.values import Values
-from maskserve_common.imaging.canvas import grown
 from maskserve_common.imaging.colour import Colour
 from maskserve_common.imaging.images import (
     NO_LIMITS,
@@ -31,6 +30,7 @@ from maskserve_common.imaging.images import (
 from maskserve_common.imaging.metadata import NOTHING, Metadata
 from maskserve_common.imaging.provenance import Mark, Unsigned, has_manifest
 from maskserve_common.imaging.safety import Check, let_pass
+from maskserve_common.imaging.view import grown
 from maskserve_common.imaging.whole import middle
 
 _PLAIN = Unsigned()

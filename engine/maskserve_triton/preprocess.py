@@ -26,7 +26,6 @@ from maskserve_common.contracts.request import (
 )
 from maskserve_common.contracts.settings import MAX_CONTROLS, EditSettings
 from maskserve_common.errors import InvalidRequest, TemplateNotFound
-from maskserve_common.imaging.canvas import canvas_size, grown
 from maskserve_common.imaging.colour import SRGB, Colour
 from maskserve_common.imaging.images import (
     MAX_OUTPUT_SIDE,
@@ -47,7 +46,7 @@ from maskserve_common.imaging.masks import (
     strongest,
 )
 from maskserve_common.imaging.provenance import has_manifest
-from maskserve_common.imaging.view import View, choose_view
+from maskserve_common.imaging.view import View, canvas_size, choose_view, grown
 from maskserve_common.imaging.whole import PictureFit, fit_of, middle, native_size
 from maskserve_engine.spec.encoder_picture import LONGEST
 from maskserve_engine.spec.model_spec import ModelSpec

@@ -23,24 +23,10 @@ import numpy.typing as npt
 from maskserve_common.config import LimitsConfig
 from maskserve_common.contracts.settings import EditSettings
 from maskserve_common.errors import InvalidRequest
-from maskserve_common.imaging.canvas import canvas_size, grown
 from maskserve_common.imaging.images import DecodedMask, Size, decode_mask
+from maskserve_common.imaging.view import Bools, bounding_box, canvas_size, grown
 
 Bytes2D: TypeAlias = npt.NDArray[np.uint8]
-Bools: TypeAlias = npt.NDArray[np.bool_]
-
-
-def bounding_box(selection: Bools, margin: int) -> tuple[slice, slice] | None:
-    rows = _span(selection.any(axis=1))
-    if rows is None:
-        return None
-    columns = _span(selection[rows[0] : rows[1]].any(axis=0))
-    assert columns is not None
-    return tuple(  # type: ignore[return-value]
-        slice(max(0, low - margin), min(side, high + margin))
-        for (low, high), side in zip((rows, columns), selection.shape, strict=True)
-    )
-
 
 MOST_BOXES = 16
 """Most boxes of one mask."""
@@ -136,14 +122,6 @@ def cover(
     for offset in range(1, int((last - first).max()) + 1):
         covered = np.maximum(covered, np.take(values, np.minimum(first + offset, last), axis=axis))
     return covered
-
-
-def _span(used: Bools) -> tuple[int, int] | None:
-    """[first, last + 1) of the true elements; None when there are none."""
-    first = int(used.argmax())
-    if not used[first]:
-        return None
-    return first, len(used) - int(used[::-1].argmax())
 
 
 WHITE_FROM = 128

@@ -1,4 +1,4 @@
-"""The view of an edit: the window round the mask that the model sees.
+"""The view of an edit: its canvas, and the window round the mask that the model sees.
 
     source ─ expand ─► canvas ─ window ─► the model's size
                           ▲                      │
@@ -12,21 +12,77 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
+import numpy as np
 import numpy.typing as npt
 
-from maskserve_common.contracts.settings import CropMode, EditSettings
-from maskserve_common.imaging.images import Size, model_size
-from maskserve_common.imaging.masks import Bools, bounding_box
+from maskserve_common.config import LimitsConfig
+from maskserve_common.contracts.settings import CropMode, EditSettings, Margins
+from maskserve_common.imaging.images import Size, check_size, model_size
 
 Span = tuple[int, int]
 A = TypeVar("A", bound=npt.NDArray[Any])
+Bools: TypeAlias = npt.NDArray[np.bool_]
 
 _GROWTH = 1.25
 """Ratio of a lattice's length to the next shorter one."""
 _UNITS = 8
 """Windows begin at multiples of an eighth of their length."""
+
+
+def canvas_size(size: Size, margins: Margins, limits: LimitsConfig) -> Size:
+    """Return the (height, width) of the canvas, and of the response.
+
+    Args:
+        size: size of the source.
+        margins: pixels left, top, right and bottom.
+        limits: bounds of a picture.
+
+    Raises:
+        InvalidRequest: naming SETTINGS.expand.
+    """
+    left, top, right, bottom = margins
+    canvas = size[0] + top + bottom, size[1] + left + right
+    if any(margins):
+        check_size(canvas, "SETTINGS.expand", limits)
+    return canvas
+
+
+def grown(picture: A, margins: Margins, **how: Any) -> A:
+    """Return a picture [H, W, …] at the canvas's size. Its edge pixels are repeated, so that the
+    model has a context, unless `how` gives numpy.pad another mode.
+
+    Args:
+        picture: pixels of the source's size.
+        margins: pixels left, top, right and bottom.
+        how: keyword arguments of numpy.pad.
+    """
+    if not any(margins):
+        return picture
+    left, top, right, bottom = margins
+    around = [(top, bottom), (left, right), *[(0, 0)] * (picture.ndim - 2)]
+    return cast(A, np.pad(picture, around, **(how or {"mode": "edge"})))
+
+
+def bounding_box(selection: Bools, margin: int) -> tuple[slice, slice] | None:
+    rows = _span(selection.any(axis=1))
+    if rows is None:
+        return None
+    columns = _span(selection[rows[0] : rows[1]].any(axis=0))
+    assert columns is not None
+    return tuple(  # type: ignore[return-value]
+        slice(max(0, low - margin), min(side, high + margin))
+        for (low, high), side in zip((rows, columns), selection.shape, strict=True)
+    )
+
+
+def _span(used: Bools) -> tuple[int, int] | None:
+    """[first, last + 1) of the true elements; None when there are none."""
+    first = int(used.argmax())
+    if not used[first]:
+        return None
+    return first, len(used) - int(used[::-1].argmax())
 
 
 class Window(NamedTuple):

@@ -11,7 +11,7 @@ from msgspec import Meta
 from PIL import Image, ImageFilter
 
 from maskserve_common.errors import InvalidRequest
-from maskserve_common.imaging.masks import bounding_box
+from maskserve_common.imaging.view import bounding_box
 from maskserve_workflows.node_request import ModelSetup, NodeRequest, one_by_one
 from maskserve_workflows.node_types import node, node_model, node_type_of
 from maskserve_workflows.pictures import (

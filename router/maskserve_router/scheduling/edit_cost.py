@@ -13,10 +13,9 @@ from maskserve_common.contracts.reuse_levels import Execution, ReuseLevel, level
 from maskserve_common.contracts.settings import EditSettings, shares
 from maskserve_common.contracts.status_record import Served
 from maskserve_common.files.values import NO_VALUES, Values
-from maskserve_common.imaging.canvas import canvas_size
 from maskserve_common.imaging.images import Size, model_size, read_size
 from maskserve_common.imaging.masks import cover_a_side, edit_region, select, tokens_within
-from maskserve_common.imaging.view import choose_view
+from maskserve_common.imaging.view import canvas_size, choose_view
 from maskserve_common.lru_cache import LruCache
 from maskserve_common.routing import Edit
 from maskserve_router.config import RouterConfig
