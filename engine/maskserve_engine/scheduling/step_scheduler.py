@@ -215,14 +215,8 @@ class TicketQueue:
 
     def __init__(self, most: int) -> None:
         self._queue: FairQueue[Ticket] = FairQueue(most_waiting=most)
-        self._turns: dict[str, Turn[Ticket]] = {}
+        self.turns: dict[str, Turn[Ticket]] = {}
         """Request id -> turn of a waiting ticket."""
-
-    def __len__(self) -> int:
-        return len(self._turns)
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._turns
 
     def __iter__(self) -> Iterator[Ticket]:
         """Yield tickets in the order in which they will get a row."""
@@ -239,18 +233,18 @@ class TicketQueue:
             self._queue.waiting.check(key)
         except Full as full:
             of_key = f"{self._queue.waiting.in_use(key)} edits of this key"
-            count_text = of_key if full.of_key else f"{len(self)} edits"
+            count_text = of_key if full.of_key else f"{len(self.turns)} edits"
             raise Overloaded(f"{count_text} are waiting already; try again later") from None
 
     def add(self, ticket: Ticket) -> None:
         due_at = ticket.deadline if ticket.due is None else ticket.due
         urgent = urgency(ticket.arrival, ticket.priority, AGING_S, due_at, PATIENCE_S)
         turn = self._queue.put(ticket.key, ticket, urgent)
-        self._turns[ticket.request_id] = turn
+        self.turns[ticket.request_id] = turn
 
     def discard(self, request_id: str) -> Ticket | None:
         """Remove a waiting ticket; None: it does not wait."""
-        turn = self._turns.pop(request_id, None)
+        turn = self.turns.pop(request_id, None)
         if turn is None:
             return None
         self._queue.cancel(turn)
@@ -269,7 +263,7 @@ class TicketQueue:
             if turn.item.rows > room and (admitted or not alone):
                 break
             self._queue.take(turn)
-            admitted.append(self._turns.pop(turn.item.request_id).item)
+            admitted.append(self.turns.pop(turn.item.request_id).item)
             room -= turn.item.rows
             if room <= 0:
                 break
@@ -281,7 +275,7 @@ class TicketQueue:
     def check_integrity(self) -> bool:
         """Whether all structures agree."""
         turns = {turn.item.request_id: turn for turn in self._queue.order()}
-        return turns == self._turns and self._queue.check_integrity()
+        return turns == self.turns and self._queue.check_integrity()
 
 
 class FairSteps:
@@ -512,8 +506,8 @@ class StepScheduler:
         return tuple(expired)
 
     def _background_place(self) -> int:
-        background_count = len(self._background) + len(self._background_waiting)
-        if not self._live and not self._live_waiting:
+        background_count = len(self._background) + len(self._background_waiting.turns)
+        if not self._live and not self._live_waiting.turns:
             return min(background_count, self.max_rows)
         if not background_count or self.priming_share == 0.0 or self._credit < self._price():
             return 0
@@ -527,7 +521,7 @@ class StepScheduler:
         return next((ticket.active_tokens for ticket in self._background_waiting), 0)
 
     def _admit(self, queue: TicketQueue, rows: dict[str, Ticket], count: int) -> tuple[Ticket, ...]:
-        if count <= 0 or not len(queue):
+        if count <= 0 or not queue.turns:
             return ()
         admitted = tuple(queue.admit(count, alone=not rows))
         rows.update((ticket.request_id, ticket) for ticket in admitted)
@@ -540,7 +534,7 @@ class StepScheduler:
             return
         earned = self.priming_share * sum(ticket.active_tokens for ticket in live)
         spent = sum(ticket.active_tokens for ticket in background)
-        price = self._price() if self._background or len(self._background_waiting) else 0
+        price = self._price() if self._background or self._background_waiting.turns else 0
         self._credit = min(self._credit - spent, price) + earned
 
     def _remove(self, request_id: str) -> Ticket:
@@ -574,8 +568,8 @@ class StepScheduler:
             "classes are apart": all(self._delayed[r][1].background for r in self._background)
             and not any(self._delayed[r][1].background for r in self._live),
             "rows fit": len(self._live) <= self.max_rows and len(self._background) <= self.max_rows,
-            "queues are bounded": len(self._live_waiting) <= self.max_waiting
-            and len(self._background_waiting) <= self.max_waiting,
+            "queues are bounded": len(self._live_waiting.turns) <= self.max_waiting
+            and len(self._background_waiting.turns) <= self.max_waiting,
             "each deadline is watched": all(
                 number in deadlines
                 for number, ticket in self._delayed.values()

@@ -66,13 +66,13 @@ class GangScheduler:
         return tuple(self._waiting)
 
     def __len__(self) -> int:
-        return len(self._works) + len(self._waiting)
+        return len(self._works) + len(self._waiting.turns)
 
     def submit(self, ticket: Ticket) -> None:
         name = ticket.request_id
         if self._draining:
             raise Overloaded("the worker is draining; send the edit to another or try again later")
-        if name in self._works or name in self._waiting:
+        if name in self._works or name in self._waiting.turns:
             raise InvalidRequest(
                 "SETTINGS.request_id", f"{name_of(name)!r} is still being served", "a new id"
             )
