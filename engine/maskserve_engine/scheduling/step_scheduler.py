@@ -71,9 +71,9 @@ class Ticket:
     """Part of each of `seconds` that does not depend on a step's rows: several rows share it."""
     rows: int = 1
     """Rows without further references whose tokens its row has: it takes as many of `max_rows`."""
-    key: str = field(init=False, compare=False)
+    key: str = field(init=False, repr=False, compare=False)
     """Scope of the client (`scope_of`)."""
-    work: float = field(init=False, compare=False)
+    work: float = field(init=False, repr=False, compare=False)
     """What its row adds to a step: seconds, or tokens if seconds are unknown."""
 
     def __post_init__(self) -> None:
