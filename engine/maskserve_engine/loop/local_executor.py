@@ -71,6 +71,9 @@ class LocalExecutor:
         services: services that run the rows' ControlNets; None: they run in this process.
     """
 
+    devices: Devices = ALL_FREE
+    """No device is busy: a step has ended when `step` returns."""
+
     def __init__(
         self,
         adapter: Adapter,
@@ -95,11 +98,6 @@ class LocalExecutor:
         self._nets: dict[str, Any] = {}
         self._served: dict[str, ServedRow] = {}
         self._failed_steps = 0
-
-    @property
-    def devices(self) -> Devices:
-        """Return no devices: a step has ended when `step` returns."""
-        return ALL_FREE
 
     def load_lora(self, adapter: str, factors: Mapping[str, Factors]) -> int:
         with side_stream(self._adapter.device):
