@@ -96,19 +96,21 @@ class RequestManager:
         self._table = table
         self.edits, self.scheduler, self.residency = table.edits, table.scheduler, table.residency
         self._priming = {} if primings is None else primings.states
-        ways = None
+        self.policy: ExecutionPolicy | None = None
+        """Chooses the plans of edits; None: all edits run dense."""
         if primings is not None:
-            ways = ExecutionPolicy(primings, audits, in_time, table, config, adapter)
-        choose = None if ways is None else ways.choose_with_adapters
+            self.policy = ExecutionPolicy(primings, audits, in_time, table, config, adapter)
+        policy = self.policy
+        choose = None if policy is None else policy.choose_with_adapters
         self.late = LateRows(adapters, choose, executor, adapter)
         self._checks: tuple[AdmissionCheck, ...] = (
             AdaptersLoaded(adapters, table, config.engine.max_rows),
-            PlanChosen(ways, adapter),
+            PlanChosen(policy, adapter),
             DoneInTime(in_time, table),
             *(
                 ()
-                if primings is None or ways is None
-                else (TemplateReady(primings, ways, adapter),)
+                if primings is None or policy is None
+                else (TemplateReady(primings, policy, adapter),)
             ),
         )
         self.refusal: MaskserveError | None = None

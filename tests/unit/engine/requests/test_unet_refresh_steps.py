@@ -80,7 +80,8 @@ def test_edits_read_no_template_that_do_not_insist(engine: Engine, encoder: Enco
         edit_job = job(encoder, 3, "next", num_inference_steps=12, cache=cache)
         edit_job = replace(edit_job, request=replace(edit_job.request, loras=loras))
         state = RequestState.of(edit_job, Sink(), engine.adapter)
-        return engine.manager.late._policy.choose(state).outcome
+        assert engine.manager.policy is not None
+        return engine.manager.policy.choose(state).outcome
 
     lora = Lora(name="a", version="1")
     assert [way("auto"), way("auto", lora)] == ["own", "own"]
