@@ -74,7 +74,7 @@ class Ticket:
     key: str = field(init=False, repr=False, compare=False)
     """Scope of the client (`scope_of`)."""
     work: float = field(init=False, repr=False, compare=False)
-    """What its row adds to a step: seconds, or tokens if seconds are unknown."""
+    """Seconds that its row adds to a step; its tokens if seconds are unknown."""
 
     def __post_init__(self) -> None:
         fits = 0 <= self.active_tokens <= self.total_tokens
