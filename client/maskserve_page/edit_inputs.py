@@ -6,7 +6,7 @@ import base64
 import binascii
 import json
 import secrets
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -44,11 +44,20 @@ def decode_picture(text: str) -> bytes:
         ) from None
 
 
-def source_and_mask(
+class Painted(NamedTuple):
+    """The canvas's part of an edit, as far as its kind has one."""
+
+    source: PagePicture | None = None
+    mask: Image.Image | None = None
+    """White where the user painted; None: nowhere, or the kind has no mask."""
+    expand: tuple[int, ...] = ()
+    """`SETTINGS.expand`; empty: the picture keeps its size."""
+
+
+def painted_of(
     painted: str | None, pictures_on_disk: PagePictures, kind: EditKind = "inpaint"
-) -> tuple[PagePicture | None, Image.Image | None]:
-    """Return the picture and the mask of an edit, as far as its kind has them. The mask is white
-    where the user painted.
+) -> Painted:
+    """Return the picture, the mask and the growth of an edit.
 
     Args:
         painted: the canvas's JSON; see `painter.js`.
@@ -60,24 +69,28 @@ def source_and_mask(
         InvalidRequest: the mask belongs to another picture.
     """
     if kind == "generate":
-        return None, None
+        return Painted()
     try:
         canvas = json.loads(painted or "{}")
         name, bits = canvas["name"], base64.b64decode(canvas.get("mask", ""), validate=True)
+        expand = tuple(int(margin) for margin in canvas.get("expand", ()))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise InputMissing(
             "There is no picture yet: choose, paste or drop one, or pick one."
         ) from None
     source = pictures_on_disk.get(name)
     if kind == "edit":
-        return source, None
+        return Painted(source)
+    expand = expand if any(expand) else ()
     height, width = source.size
     touched = np.unpackbits(np.frombuffer(bits, np.uint8))[: width * height]
+    if not touched.any() and expand:
+        return Painted(source, None, expand)
     if not touched.any():
         raise InputMissing("Nothing is masked yet: paint over what is to change.")
     if len(bits) != -(-width * height // 8):
         raise InvalidRequest("mask", "is of another picture", "paint it again")
-    return source, Image.fromarray(255 * touched.reshape(height, width))
+    return Painted(source, Image.fromarray(255 * touched.reshape(height, width)), expand)
 
 
 def references_of(

@@ -26,10 +26,10 @@ from maskserve_common.errors import Cancelled, InvalidRequest, MaskserveError
 from maskserve_page import texts
 from maskserve_page.edit_inputs import (
     decode_picture,
+    painted_of,
     references_of,
     settings_of,
     sizes_of,
-    source_and_mask,
 )
 from maskserve_page.pictures import EXPIRES_S, PagePicture, PagePictures
 from maskserve_page.session import ServedModel, Session
@@ -49,6 +49,8 @@ WORDS = {
 """Model name -> prompts of the suggestion buttons, for models that know few words."""
 _LEAST_MASK = {"demo": 0.02}
 """Model name -> smallest share of a picture that a mask should cover for this model."""
+_MOST_RESULTS = 24
+"""Most results of a session that the page shows."""
 _MOST_UNDONE = 8
 """Most pictures that Undo can go back."""
 
@@ -147,12 +149,17 @@ def _form(
         session.prepare(picture)
         return picture.template()
 
-    def find(click: dict[str, Any]) -> dict[str, str]:
-        """Return the mask of the object at a pixel, a PNG in base64, or an error sentence."""
+    def find(thing: dict[str, Any]) -> dict[str, str]:
+        """Return the mask of the object at a pixel, or of words, as a PNG in base64, or an error
+        sentence.
+        """
         try:
-            file, point = pictures_on_disk.get(click["name"]).file, [click["x"], click["y"], 1]
+            file = pictures_on_disk.get(thing["name"]).file
             assert masks is not None
-            scored_mask = masks.find(file, points=[point])
+            if "text" in thing:
+                scored_mask = masks.find(file, text=thing["text"])
+            else:
+                scored_mask = masks.find(file, points=[[thing["x"], thing["y"], 1]])
         except MaskserveError as error:
             return {"error": error.message}
         # Without alpha, because a canvas loses the colour of transparent pixels.
@@ -251,16 +258,7 @@ def _gallery(
     gr: Any, editor: Any, session: Session, pictures_on_disk: PagePictures, pictures: list[Path]
 ) -> None:
     gr.HTML("Or start with one of these", elem_classes="caption", padding=False)
-    gallery = gr.Gallery(
-        [str(path) for path in pictures],
-        show_label=False,
-        container=False,
-        columns=8,
-        allow_preview=False,
-        interactive=False,
-        buttons=[],
-        elem_id="pictures",
-    )
+    gallery = _thumbnails(gr, [str(path) for path in pictures], elem_id="pictures")
 
     def picked(event: Any) -> str:
         picture = pictures_on_disk.take(pictures[event.index].read_bytes())
@@ -286,6 +284,9 @@ class _Outcome:
     details: Any
     last: Any
     """State of the page: the name of the last finished picture."""
+    history: Any
+    results: Any
+    """State of the page: the names of the pictures in `history`, the oldest first."""
 
 
 def _outcome(gr: Any) -> _Outcome:
@@ -297,7 +298,22 @@ def _outcome(gr: Any) -> _Outcome:
         undo = gr.Button("Undo", interactive=False, elem_id="undo", min_width=80)
         file = gr.DownloadButton("Download", elem_id="download", min_width=100)
     details = gr.HTML("", elem_classes="facts", elem_id="facts", padding=False)
-    return _Outcome(status, live, picture, bar, go_on, undo, file, details, gr.State(""))
+    history = _thumbnails(gr, [], elem_id="history", label="Results, to edit on", visible=False)
+    last, results = gr.State(""), gr.State([])
+    return _Outcome(status, live, picture, bar, go_on, undo, file, details, last, history, results)
+
+
+def _thumbnails(gr: Any, files: list[str], **options: Any) -> Any:
+    """Return a row of pictures to choose from."""
+    return gr.Gallery(
+        files,
+        container=False,
+        columns=8,
+        allow_preview=False,
+        interactive=False,
+        buttons=[],
+        **{"show_label": "label" in options, **options},
+    )
 
 
 def _edits(
@@ -328,13 +344,24 @@ def _edits(
             outcome.last: picture.name,
         }
 
+    def history(results: list[str]) -> dict[Any, Any]:
+        """Return the updates that show the session's results, the newest first."""
+        available = pictures_on_disk.available(results)
+        files = [str(picture.file) for picture in reversed(available)]
+        return {
+            outcome.results: [picture.name for picture in available],
+            outcome.history: gr.Gallery(files, visible=len(files) > 1),
+        }
+
     def edit(*inputs: Any) -> Iterator[Any]:
         """Yield updates while an edit runs; errors become sentences of the page."""
-        painted, text, name, kind, further, *setting_values = inputs
+        painted, text, name, kind, further, results, *setting_values = inputs
         try:
-            source, mask = source_and_mask(painted, pictures_on_disk, kind)
+            source, mask, expand = painted_of(painted, pictures_on_disk, kind)
             references = references_of(further, pictures_on_disk, kind)
             settings = {**settings_of(kind, *setting_values), "request_id": name}
+            if expand:
+                settings["expand"] = expand
             yield buttons(running=True)
             shown_at = 0.0
             edited = session.events(source, mask, text or "", settings, references)
@@ -351,11 +378,16 @@ def _edits(
                             ),
                             outcome.live: "",
                             outcome.preview: texts.comparison(source, picture, mask)
-                            if source
+                            if source and source.size == picture.size
                             else texts.picture(picture),
                             outcome.bar: gr.Row(visible=True),
                         }
-                        yield {**result_updates(event.result, picture), request: _fresh_id()}
+                        results = [*results, picture.name][-_MOST_RESULTS:]
+                        yield {
+                            **result_updates(event.result, picture),
+                            **history(results),
+                            request: _fresh_id(),
+                        }
                     elif time.monotonic() - shown_at >= _PREVIEW_S:
                         values = {outcome.status: texts.progress(event)}
                         if isinstance(event, Preview):
@@ -379,7 +411,7 @@ def _edits(
     # Only in the browser: a round trip to the server would delay the edit.
     gr.on(triggers, None, None, outcome.status, js=f"() => `{texts.note('sent')}`")
     edit_inputs = [form.editor, form.prompt, request, form.kind, form.references]
-    edit_inputs += [form.seed, *form.more]
+    edit_inputs += [outcome.results, form.seed, *form.more]
     changed = [request, form.run, form.stop, form.seed, *vars(outcome).values()]
     gr.on(triggers, edit, edit_inputs, changed, show_progress="hidden")
     form.stop.click(session.stop, request, None, show_progress="hidden")
@@ -412,6 +444,17 @@ def _continue_and_undo(
             gr.Button(interactive=bool(older_names)),
         )
 
+    def go_on_with(results: list[str], event: Any) -> Any:
+        """Make an earlier result the picture to edit."""
+        try:
+            return json.dumps(pictures_on_disk.get(results[-1 - event.index]).template()), ""
+        except InvalidRequest as error:
+            return gr.skip(), texts.error_note(error)
+
+    go_on_with.__annotations__["event"] = gr.SelectData  # Gradio reads this annotation
+    outcome.history.select(
+        go_on_with, outcome.results, [form.editor, outcome.status], show_progress="hidden"
+    )
     editor, undo, go_on = form.editor, outcome.undo, outcome.go_on
     go_on.click(
         carry_on, [editor, outcome.last, past, form.kind], [editor, past, undo, go_on, form.kind]

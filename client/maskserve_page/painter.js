@@ -3,8 +3,9 @@
 // js_on_load).
 //
 // props.value, JSON:  from the page  {"name", "url"}: show this picture, with nothing painted
-//                     to the page    {"name", "width", "height", "mask"}: what is painted, the rows'
-//                                    bits one after the other, the first the highest, in base64
+//                     to the page    {"name", "width", "height", "mask", "expand"}: what is painted,
+//                                    the rows' bits one after the other, the first the highest, in
+//                                    base64; and the pixels by which the picture grows
 
 const find = (selector) => element.querySelector(selector);
 const base = find(".base"), paint = find(".paint"), size = find(".size"), said = find(".said");
@@ -12,7 +13,11 @@ const [PAINT] = new Uint32Array(Uint8Array.of(255, 55, 95, 150).buffer);
 const MOST_UNDONE = 20;
 // Share of the picture below which the served model shows little; 0: of no mask.
 const LEAST = Number(element.querySelector(".painter").dataset.least);
+const SNAP = 8; // pixels; the sides of a grown picture move by so many
+const MOST_ZOOM = 8;
 let name = null, width = 0, height = 0;
+let margins = [0, 0, 0, 0]; // by which the picture grows: left, top, right, bottom
+let zoom = 1;
 let mask = new Uint8Array(0);
 let before = [];
 let last = null; // where the pen is, while it is down
@@ -29,6 +34,8 @@ function show(image, called) {
   before = [];
   cursor = [width >> 1, height >> 1];
   down = false;
+  extend([0, 0, 0, 0]);
+  zoomTo(1);
   size.max = Math.max(8, Math.min(width, height) >> 1);
   size.value = Math.max(2, Math.min(width, height) >> 4);
   element.querySelector(".painter").classList.add("ready");
@@ -85,11 +92,28 @@ function report() {
   for (let i = 0; i < mask.length; i++) painted += mask[i];
   const small = painted > 0 && painted < LEAST * mask.length;
   const hint = " · this model shows little in so small a mask: paint over more";
-  say(`${width} × ${height} pixels${small ? hint : ""}`);
+  const [left, top, right, bottom] = margins, grows = margins.some((margin) => margin);
+  const grown = grows ? `, extended to ${left + width + right} × ${top + height + bottom}` : "";
+  say(`${width} × ${height} pixels${grown}${small && !grows ? hint : ""}`);
   let text = "";
   for (let i = 0; i < sent.length; i += 32768)
     text += String.fromCharCode(...sent.subarray(i, i + 32768));
-  props.value = JSON.stringify({ name, width, height, mask: btoa(text) });
+  props.value = JSON.stringify({ name, width, height, mask: btoa(text), expand: margins });
+}
+
+// Shows the margins by which the picture grows. What is new is edited, whatever is painted.
+function extend(pixels) {
+  const most = [width, height, width, height];
+  margins = pixels.map((margin, side) =>
+    Math.min(Math.max(Math.round(margin / SNAP) * SNAP, 0), most[side]));
+  const [left, top, right, bottom] = margins, whole = left + width + right;
+  find(".grown").style.padding =
+    [top, right, bottom, left].map((margin) => `${(100 * margin) / whole}%`).join(" ");
+}
+
+function zoomTo(factor) {
+  zoom = Math.min(Math.max(factor, 1), MOST_ZOOM);
+  find(".frame").style.width = `${100 * zoom}%`;
 }
 
 function undo() {
@@ -107,12 +131,19 @@ function clear() {
   report();
 }
 
-// Masks the thing at a place, or takes it out of the mask.
-async function pick([x, y]) {
+function invert() {
+  keep();
+  for (let i = 0; i < mask.length; i++) mask[i] ^= 1;
+  draw(0, 0, width, height);
+  report();
+}
+
+// Masks a thing, or takes it out of the mask: that at a place {x, y}, or that of the words {text}.
+async function pick(place) {
   const [asked, value] = [name, find(".erase").checked ? 0 : 1];
   say("looking what is there …");
   try {
-    const found = await server.find({ name: asked, x: Math.floor(x), y: Math.floor(y) });
+    const found = await server.find({ name: asked, ...place });
     if (asked !== name) return;
     if (found.error) return say(found.error);
     const image = new Image();
@@ -131,6 +162,8 @@ async function pick([x, y]) {
   }
 }
 
+function pickAt([x, y]) { return pick({ x: Math.floor(x), y: Math.floor(y) }); }
+
 function point(event) {
   const box = paint.getBoundingClientRect();
   return [
@@ -141,7 +174,7 @@ function point(event) {
 
 paint.addEventListener("pointerdown", (event) => {
   if (!name || event.button) return;
-  if (find(".click").checked) return void pick(point(event));
+  if (find(".click").checked) return void pickAt(point(event));
   paint.setPointerCapture(event.pointerId);
   keep();
   last = point(event);
@@ -182,7 +215,7 @@ paint.addEventListener("keydown", (event) => {
       report();
     }
   } else if (event.key === "Enter" && clicks) {
-    pick(cursor);
+    pickAt(cursor);
     return event.preventDefault();
   } else if (event.key === "+" || event.key === "-") {
     size.value = Number(size.value) + (event.key === "+" ? step : -step);
@@ -197,6 +230,56 @@ paint.addEventListener("keydown", (event) => {
 
 find(".undo").addEventListener("click", undo);
 find(".clear").addEventListener("click", clear);
+find(".invert").addEventListener("click", invert);
+find(".smaller").addEventListener("click", () => zoomTo(zoom / 1.5));
+find(".larger").addEventListener("click", () => zoomTo(zoom * 1.5));
+find(".view").addEventListener("wheel", (event) => {
+  if (!event.ctrlKey || !name) return;
+  event.preventDefault();
+  zoomTo(zoom * (event.deltaY < 0 ? 1.25 : 0.8));
+}, { passive: false });
+
+function seek() {
+  const text = find(".what").value.trim();
+  if (name && text) pick({ text });
+}
+find(".seek").addEventListener("click", seek);
+find(".what").addEventListener("keydown", (event) => {
+  if (event.key !== "Enter") return;
+  event.preventDefault();
+  seek();
+});
+
+// The handles at the sides: dragged, or moved by arrows, they extend the picture.
+for (const handle of element.querySelectorAll(".handle")) {
+  const side = Number(handle.dataset.side), axis = side % 2, outward = side < 2 ? -1 : 1;
+  const moved = (by, from) => extend(from.map((margin, i) => (i === side ? margin + by : margin)));
+  let start = null;
+  handle.addEventListener("pointerdown", (event) => {
+    const pixels = width / paint.getBoundingClientRect().width;
+    start = { at: [event.clientX, event.clientY][axis], from: margins, pixels };
+    handle.setPointerCapture(event.pointerId);
+  });
+  handle.addEventListener("pointermove", (event) => {
+    if (!start) return;
+    const at = [event.clientX, event.clientY][axis];
+    moved((at - start.at) * start.pixels * outward, start.from);
+  });
+  for (const end of ["pointerup", "pointercancel"])
+    handle.addEventListener(end, () => {
+      if (!start) return;
+      start = null;
+      report();
+    });
+  const keys = [["ArrowLeft", "ArrowRight"], ["ArrowUp", "ArrowDown"]][axis];
+  handle.addEventListener("keydown", (event) => {
+    const direction = keys.indexOf(event.key) * 2 - 1;
+    if (direction < -1) return;
+    event.preventDefault();
+    moved(direction * outward * 4 * SNAP, margins);
+    report();
+  });
+}
 
 // A picture of the user's own: the server has it from then on, so that its edits need not send it.
 async function take(file) {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -108,6 +108,11 @@ class PagePictures:
         if picture is None:
             raise InvalidRequest("picture", "is not here any more", "upload or pick it again")
         return picture
+
+    def available(self, names: Sequence[str]) -> list[PagePicture]:
+        """Return those of the pictures that are here, in this order."""
+        with self._tidying():
+            return [picture for picture in map(self._pictures.get, names) if picture is not None]
 
     def tidy(self) -> None:
         """Remove expired pictures."""

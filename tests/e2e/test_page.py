@@ -186,6 +186,20 @@ def test_the_result_can_be_gone_on_with_and_undone(page: Page) -> None:
     expect(undo).to_be_enabled()
     undo.click()
     expect(undo).to_be_disabled()
+    # A picture that grows is edited where it is new, and earlier results can be chosen again.
+    expect(page.locator("#history")).not_to_be_visible()
+    handle = page.locator("#editor .handle[data-side='2']")
+    handle.focus()
+    for _ in range(2):
+        page.keyboard.press("ArrowRight")
+    expect(page.locator("#editor .said")).to_contain_text(f"extended to {SIDE + 64} × {SIDE}")
+    page.locator("#run").click()
+    expect(page.locator("#result .made")).to_be_visible(timeout=90_000)
+    results = page.locator("#history .thumbnail-item")
+    expect(results).to_have_count(2)
+    for index, width in ((0, SIDE + 64), (1, SIDE)):
+        results.nth(index).click()
+        expect(page.locator("#editor .said")).to_contain_text(f"{width} × {SIDE} pixels")
 
 
 def test_a_picture_is_made_and_edited_without_painting(

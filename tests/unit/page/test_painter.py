@@ -75,4 +75,47 @@ def test_a_click_masks_a_thing_of_a_large_photograph_and_is_taken_back() -> None
         for painted in (thing, np.zeros_like(thing)):
             page.locator(".undo").click()
             np.testing.assert_array_equal(canvas_mask(page), painted)
+        page.locator(".invert").click()
+        assert canvas_mask(page).all()
+        page.locator(".undo").click()
+        page.locator(".what").fill("a thing")
+        page.locator(".seek").click()
+        page.wait_for_function("document.querySelector('.said').textContent.includes('pixels')")
+        np.testing.assert_array_equal(canvas_mask(page), thing)
+        assert page.evaluate("asked.at(-1)") == {"name": "photo", "text": "a thing"}
+        check_extension(page, thing)
         browser.close()
+
+
+def check_extension(page: Page, mask: NDArray[np.bool_]) -> None:
+    """The picture grows by its handles, and the mask stays where it is on the picture."""
+
+    def margins() -> list[int]:
+        value: list[int] = json.loads(page.evaluate("props.value"))["expand"]
+        return value
+
+    assert margins() == [0, 0, 0, 0]
+    canvas = page.locator(".paint")
+    before = canvas.bounding_box()
+    box = page.locator(".handle[data-side='2']").bounding_box()
+    assert before is not None
+    assert box is not None
+    page.mouse.move(box["x"] + 2, box["y"] + 9)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 2 + before["width"] / 4, box["y"] + 9)
+    page.mouse.up()
+    assert abs(margins()[2] - WIDTH / 4) <= 8
+    page.locator(".handle[data-side='1']").focus()
+    for key in ("ArrowUp", "ArrowUp", "ArrowDown"):
+        page.keyboard.press(key)
+    right = margins()[2]
+    assert margins() == [0, 32, right, 0]
+    after = canvas.bounding_box()
+    assert after is not None
+    # The whole is as wide as the picture was, and the canvas has its part.
+    assert abs(after["width"] / before["width"] - WIDTH / (WIDTH + right)) < 0.01
+    np.testing.assert_array_equal(canvas_mask(page), mask)
+    page.locator(".larger").click()
+    zoomed = canvas.bounding_box()
+    assert zoomed is not None
+    assert abs(zoomed["width"] / after["width"] - 1.5) < 0.05

@@ -28,10 +28,11 @@ from maskserve_common.contracts.status_record import Served
 from maskserve_common.errors import InvalidRequest, Overloaded, TemplateNotFound
 from maskserve_page.edit_inputs import (
     InputMissing,
+    Painted,
+    painted_of,
     references_of,
     settings_of,
     sizes_of,
-    source_and_mask,
 )
 from maskserve_page.page import WORDS
 from maskserve_page.pictures import PagePictures, pictures_of
@@ -64,7 +65,9 @@ def test_the_mask_is_what_was_painted_pixel_for_pixel(
     mask = random.random((height, width)) < 0.5
     mask[0, 0] = True
     picture = pictures.take(encode(Image.fromarray(pixels)))
-    source, mask_image = source_and_mask(painted(picture.name, mask), pictures)
+    source, mask_image, expand = painted_of(painted(picture.name, mask), pictures)
+    assert source is not None
+    assert expand == ()
     assert np.array_equal(np.asarray(mask_image), np.where(mask, 255, 0))
     assert source.size == (height, width)
     assert np.array_equal(np.asarray(Image.open(picture.file)), pixels)
@@ -86,17 +89,41 @@ def test_what_is_missing_or_broken_is_said(pictures: PagePictures) -> None:
         (painted(name, np.ones((30, 30), bool)), "mask: is of another picture"),
     ]:
         with pytest.raises(InvalidRequest, match=error_pattern):
-            source_and_mask(text, pictures)
+            painted_of(text, pictures)
 
 
 def test_an_edit_has_the_pictures_of_its_kind(pictures: PagePictures) -> None:
     picture = pictures.take(encode(Image.new("RGB", (20, 10))))
     unpainted = painted(picture.name, np.zeros((10, 20), bool))
-    assert source_and_mask(unpainted, pictures, "edit") == (picture, None)
+    assert painted_of(unpainted, pictures, "edit") == Painted(picture)
     for text in (unpainted, None, ""):
-        assert source_and_mask(text, pictures, "generate") == (None, None)
+        assert painted_of(text, pictures, "generate") == Painted()
     with pytest.raises(InputMissing, match="There is no picture yet"):
-        source_and_mask(None, pictures, "edit")
+        painted_of(None, pictures, "edit")
+
+
+def test_a_picture_that_grows_needs_no_mask(pictures: PagePictures) -> None:
+    picture = pictures.take(encode(Image.new("RGB", (20, 10))))
+
+    def grown(mask: Any, expand: Any) -> str:
+        return json.dumps(json.loads(painted(picture.name, mask)) | {"expand": expand})
+
+    none, some = np.zeros((10, 20), bool), np.ones((10, 20), bool)
+    assert painted_of(grown(none, [0, 8, 0, 16]), pictures) == Painted(picture, None, (0, 8, 0, 16))
+    source, mask, expand = painted_of(grown(some, [0, 8, 0, 16]), pictures)
+    assert (source, expand) == (picture, (0, 8, 0, 16))
+    assert mask is not None
+    with pytest.raises(InputMissing, match="Nothing is masked yet"):
+        painted_of(grown(none, [0, 0, 0, 0]), pictures)
+    with pytest.raises(InputMissing, match="There is no picture yet"):
+        painted_of(grown(none, "wide"), pictures)
+    assert painted_of(grown(none, [0, 8, 0, 16]), pictures, "edit") == Painted(picture)
+
+
+def test_results_are_listed_while_they_are_here(tmp_path: Path) -> None:
+    pictures = PagePictures(tmp_path, most=2)
+    names = [pictures.take(encode(Image.new("RGB", (8, side)))).name for side in (4, 5, 6)]
+    assert [picture.name for picture in pictures.available(names)] == names[1:]
 
 
 def test_only_an_instruction_has_further_pictures(pictures: PagePictures) -> None:
@@ -405,7 +432,7 @@ def test_a_picture_without_a_source_is_requested_without_a_template() -> None:
 
 def test_what_is_yet_to_be_done_is_a_hint_and_no_failure() -> None:
     with pytest.raises(InputMissing) as hint:
-        source_and_mask("", PagePictures(Path("nowhere")))
+        painted_of("", PagePictures(Path("nowhere")))
     assert error_note(hint.value) == (
         '<p role="status">There is no picture yet: choose, paste or drop one, or pick one.</p>'
     )
