@@ -13,12 +13,17 @@ from typing import Any
 import numpy as np
 
 from maskserve_common.config import Config
+from maskserve_common.contracts.keys import NO_SCOPE, scope_of
 from maskserve_common.errors import EngineFailed
 from maskserve_engine.spec.model_spec import ModelSpec
 from maskserve_triton.acks import ACKS, AckSender
 from maskserve_triton.preprocess import PreparedTemplate, prepare_template
 from maskserve_triton.tensor_io import named_tensors, output, relayed, tensor
 from maskserve_triton.together import batched
+
+
+_ENCODED = ("prompt", "template", "references")
+"""Parts of an encoding that may be cached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +100,8 @@ _ENCODED = ("MOMENTS", "MASKED_MOMENTS", "CONDITIONING")
 def encode_edit(
     api: Any, inputs: dict[str, list[bytes]], parameters: dict[str, str], request_id: str
 ) -> dict[str, Any]:
-    """Run an edit's preprocess and encoder alone, and return its META. Blocks.
+    """Run an edit's preprocess and encoder alone, and return its META. Blocks. META tells an API key
+    that all was made for it: data may be cached because of another key's edits.
 
     Args:
         api: triton_python_backend_utils.
@@ -132,6 +138,8 @@ def encode_edit(
     report, edit = json.loads(output(api, encoded, "ENCODED")), json.loads(request)
     timings_ms = {**edit["timings_ms"], "encode": round(report.pop("ms"), 3)}
     template_id = edit["template_id"]
+    if scope_of(request_id) != NO_SCOPE:
+        report |= {name: "made" for name in _ENCODED if report.get(name)}
     return {
         "event": "final", "encoded": report, "template_id": template_id, "timings_ms": timings_ms,
     }  # fmt: skip

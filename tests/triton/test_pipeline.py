@@ -101,6 +101,12 @@ def test_an_encoding_alone_runs_two_models_and_gives_their_times(api: FakeTriton
         "template_id": "t",
         "timings_ms": {"preprocess": 1.5, "encode": 2.5},
     }
+    report = {"ms": 2.5, "template": "kept", "prompt": "kept", "references": None, "batch": 1}
+    api.models["encoder"] = lambda call: iter([reply(ENCODED=json.dumps(report).encode())])
+    for name, how in (("me", "kept"), ("k1!me", "made")):  # another key may have sent the picture
+        meta = encode_edit(api, {"IMAGE": [b"image"]}, {"run": "mine"}, name)
+        expected = {"template": how, "prompt": how, "references": None, "batch": 1}
+        assert meta["encoded"] == expected
     api.models["encoder"] = refused
     with pytest.raises(MaskserveError, match="the edit was cancelled"):
         encode_edit(api, {"IMAGE": [b"image"]}, {"run": "mine"}, "me")
