@@ -21,7 +21,6 @@ from maskserve_triton.preprocess import PreparedTemplate, prepare_template
 from maskserve_triton.tensor_io import named_tensors, output, relayed, tensor
 from maskserve_triton.together import batched
 
-
 _ENCODED = ("prompt", "template", "references")
 """Parts of an encoding that may be cached."""
 
@@ -100,8 +99,9 @@ _ENCODED = ("MOMENTS", "MASKED_MOMENTS", "CONDITIONING")
 def encode_edit(
     api: Any, inputs: dict[str, list[bytes]], parameters: dict[str, str], request_id: str
 ) -> dict[str, Any]:
-    """Run an edit's preprocess and encoder alone, and return its META. Blocks. META tells an API key
-    that all was made for it: data may be cached because of another key's edits.
+    """Run an edit's preprocess and encoder alone, and return its META. Blocks.
+
+    META tells an API key that all was made for it: it may be cached because of another key's edits.
 
     Args:
         api: triton_python_backend_utils.
