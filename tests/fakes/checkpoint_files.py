@@ -1,4 +1,4 @@
-"""Checkpoint files of tiny models, in the layouts in which such models are published."""
+"""Checkpoint files of tiny models, in the forms in which such models are published."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-Tensors = dict[str, torch.Tensor]
+from tests.fakes.checkpoint_layouts import LAYOUTS, PARTS, Tensors
+
 PREFIX = "model.diffusion_model."
 _FP8_MAX = 448.0
 
@@ -21,88 +22,6 @@ def weights_of(folder: Path) -> Tensors:
     for file in sorted(folder.glob("*.safetensors")):
         tensors |= load_file(file)
     return tensors
-
-
-def z_image(tensors: Mapping[str, torch.Tensor]) -> Tensors:
-    """Z-Image's names, with queries, keys and values in one matrix."""
-    renames = {
-        "all_final_layer.2-1.": "final_layer.",
-        "all_x_embedder.2-1.": "x_embedder.",
-        ".attention.to_out.0.": ".attention.out.",
-        ".attention.norm_k.": ".attention.k_norm.",
-        ".attention.norm_q.": ".attention.q_norm.",
-    }
-    original: Tensors = {}
-    for name, tensor in tensors.items():
-        for new, old in renames.items():
-            name = name.replace(new, old)
-        if ".attention.to_q." in name:
-            parts = [tensors[name.replace("to_q", f"to_{letter}")] for letter in "qkv"]
-            original[name.replace("to_q", "qkv")] = torch.cat(parts)
-        elif ".attention.to_k." not in name and ".attention.to_v." not in name:
-            original[name] = tensor
-    return original
-
-
-def flux2(tensors: Mapping[str, torch.Tensor]) -> Tensors:
-    """FLUX.2's names: joint queries, keys and values, and shift before scale at the end."""
-    renames = {
-        "time_guidance_embed.timestep_embedder.linear_1": "time_in.in_layer",
-        "time_guidance_embed.timestep_embedder.linear_2": "time_in.out_layer",
-        "double_stream_modulation_img.linear": "double_stream_modulation_img.lin",
-        "double_stream_modulation_txt.linear": "double_stream_modulation_txt.lin",
-        "single_stream_modulation.linear": "single_stream_modulation.lin",
-        "x_embedder": "img_in",
-        "context_embedder": "txt_in",
-        "attn.norm_added_q.weight": "txt_attn.norm.query_norm.scale",
-        "attn.norm_added_k.weight": "txt_attn.norm.key_norm.scale",
-        "attn.to_add_out": "txt_attn.proj",
-        "ff_context.linear_in": "txt_mlp.0",
-        "ff_context.linear_out": "txt_mlp.2",
-        "ff.linear_in": "img_mlp.0",
-        "ff.linear_out": "img_mlp.2",
-    }
-    double = {
-        "attn.norm_q.weight": "img_attn.norm.query_norm.scale",
-        "attn.norm_k.weight": "img_attn.norm.key_norm.scale",
-        "attn.to_out.0": "img_attn.proj",
-        "transformer_blocks": "double_blocks",
-    }
-    single = {
-        "attn.norm_q.weight": "norm.query_norm.scale",
-        "attn.norm_k.weight": "norm.key_norm.scale",
-        "attn.to_qkv_mlp_proj": "linear1",
-        "attn.to_out": "linear2",
-        "single_transformer_blocks": "single_blocks",
-    }
-    joint = {
-        "attn.to_q.": ("to_q", "to_k", "to_v", "img_attn.qkv."),
-        "attn.add_q_proj.": ("add_q_proj", "add_k_proj", "add_v_proj", "txt_attn.qkv."),
-    }
-    original: Tensors = {}
-    for name, tensor in tensors.items():
-        if any(part in name for part in (".to_k.", ".to_v.", ".add_k_proj.", ".add_v_proj.")):
-            continue
-        for first, (*layers, old) in joint.items():
-            if first in name:
-                parts = [tensors[name.replace(layers[0], layer)] for layer in layers]
-                name, tensor = name.replace(first, old), torch.cat(parts)
-        if name == "norm_out.linear.weight":
-            name, tensor = "final_layer.adaLN_modulation.1.weight", torch.cat(tensor.chunk(2)[::-1])
-        name = "final_layer.linear.weight" if name == "proj_out.weight" else name
-        blocks = single if name.startswith("single_") and "modulation" not in name else double
-        for new, old in (*renames.items(), *blocks.items()):
-            name = name.replace(new, old)
-        original[name] = tensor
-    return original
-
-
-LAYOUTS: dict[str, Callable[[Mapping[str, torch.Tensor]], Tensors]] = {
-    "z-image": z_image,
-    "klein": flux2,
-    "qwen-image-edit": dict,
-}
-"""Published layouts of denoisers, by model of `tiny_families`."""
 
 
 def fp8_scaled(tensors: Mapping[str, torch.Tensor], scale: str = "scale_weight") -> Tensors:
@@ -187,14 +106,22 @@ def nvfp4(tensors: Mapping[str, torch.Tensor]) -> Tensors:
     return stored
 
 
+def denoiser_of(folder: Path) -> Path:
+    """The folder of a model's denoiser."""
+    return next(folder / name for name in ("transformer", "unet") if (folder / name).is_dir())
+
+
 def write_gguf_checkpoint(model: str, folder: Path, file: Path, forms: Sequence[str]) -> Path:
-    """Write the denoiser of a tiny model folder as GGUF, its matrices in these forms by turns."""
+    """Write the denoiser of a tiny model folder as GGUF, its matrices in these forms by turns. As
+    ComfyUI-GGUF does, tensors of a UNet are cut in rows of 256 numbers.
+    """
     import gguf
 
-    writer = gguf.GGUFWriter(file, "a model")
-    for number, (name, tensor) in enumerate(
-        LAYOUTS[model](weights_of(folder / "transformer")).items()
-    ):
+    writer, denoiser = gguf.GGUFWriter(file, "a model"), denoiser_of(folder)
+    for number, (name, tensor) in enumerate(LAYOUTS[model](weights_of(denoiser)).items()):
+        if denoiser.name == "unet" and tensor.dim() > 1 and tensor.numel() % 256 == 0:
+            writer.add_array(f"comfy.gguf.orig_shape.{name}", tuple(tensor.shape))
+            tensor = tensor.reshape(-1, 256)
         form = forms[number % len(forms)]
         whole = tensor.dim() != 2 or tensor.shape[-1] % 32
         kind = gguf.GGMLQuantizationType["F32" if whole else form]
@@ -228,10 +155,30 @@ def write_checkpoint(
     model: str, folder: Path, file: Path, form: str = "fp32", prefix: str = PREFIX
 ) -> Path:
     """Write the denoiser of a tiny model folder as it is published."""
-    original = FORMS[form][0](LAYOUTS[model](weights_of(folder / "transformer")))
+    return write_tensors(LAYOUTS[model](weights_of(denoiser_of(folder))), file, form, prefix)
+
+
+def write_tensors(
+    tensors: Mapping[str, torch.Tensor], file: Path, form: str, prefix: str = PREFIX
+) -> Path:
+    """Write a denoiser's tensors in a form."""
+    save_file(
+        {
+            name if name == "scaled_fp8" else f"{prefix}{name}": tensor.contiguous()
+            for name, tensor in FORMS[form][0](tensors).items()
+        },
+        file,
+    )
+    return file
+
+
+def write_whole_checkpoint(model: str, folder: Path, file: Path) -> Path:
+    """Write a tiny model with its text encoders and VAE in one file, as it is published."""
+    layouts = {denoiser_of(folder).name: (PREFIX, LAYOUTS[model]), **PARTS[model]}
     tensors = {
-        name if name == "scaled_fp8" else f"{prefix}{name}": tensor.contiguous()
-        for name, tensor in original.items()
+        f"{prefix}{name}": tensor.contiguous()
+        for part, (prefix, layout) in layouts.items()
+        for name, tensor in layout(weights_of(folder / part)).items()
     }
     save_file(tensors, file)
     return file

@@ -32,10 +32,10 @@ def build_tiny_sd3(folder: Path, *, medium: bool = False) -> Path:
 
     clip, t5 = clip_tokenizer(), t5_tokenizer()
 
-    def text() -> Any:
+    def text(inner: int) -> Any:
         return CLIPTextModelWithProjection(
             CLIPTextConfig(
-                vocab_size=len(clip), hidden_size=12, intermediate_size=_WIDTH, projection_dim=8,
+                vocab_size=len(clip), hidden_size=12, intermediate_size=inner, projection_dim=8,
                 num_hidden_layers=2, num_attention_heads=2, bos_token_id=clip.bos_token_id,
                 eos_token_id=clip.eos_token_id, pad_token_id=clip.pad_token_id,
             )
@@ -71,9 +71,9 @@ def build_tiny_sd3(folder: Path, *, medium: bool = False) -> Path:
                 use_quant_conv=False,
                 use_post_quant_conv=False,
             ),
-            text_encoder=text(),
+            text_encoder=text(_WIDTH),
             tokenizer=clip,
-            text_encoder_2=text(),
+            text_encoder_2=text(_WIDTH + 8),
             tokenizer_2=clip,
             text_encoder_3=T5EncoderModel(
                 T5Config(

@@ -163,10 +163,10 @@ def lora_reader(base: BaseLayers, bounds: Bounds, model: str) -> Callable[[Path]
 
 def read_gguf(path: Path) -> None:
     """Read a GGUF file as a worker does, and turn any error into one sentence."""
-    from maskserve_engine.stages.quantise import BAD_FILE, gguf_tensors
+    from maskserve_engine.stages.quantise import BAD_FILE, gguf_reader
 
     try:
-        gguf_tensors(path)
+        gguf_reader(path)
     except BAD_FILE as error:
         raise ValueError(
             str(error).strip().splitlines()[0] if str(error).strip() else repr(error)

@@ -39,6 +39,7 @@ from maskserve_engine.checkpoints.parts import (
     text_encoder_fit,
     text_encoders_of,
     vae_of,
+    whole_text_encoder,
 )
 from maskserve_engine.checkpoints.recorded import RecordedTensor
 from maskserve_engine.checkpoints.request import CheckpointRequest, Description
@@ -74,7 +75,7 @@ def describe(file: Path) -> Description:
     stored = opened_tensors(file)
     tensors = stored.tensors()
     try:
-        cls, base = denoiser_class(denoiser_of(tensors))
+        cls, base = denoiser_class({**tensors, **denoiser_of(tensors)})
     except ConfigError as error:
         raise ConfigError(f"{file} {error}") from error
     return Description(
@@ -98,6 +99,8 @@ class _Maker:
         self.stored = opened_tensors(self.file)
         self.tensors = self.stored.tensors()
         self.config = config_of({"model": {"path": str(self.base), "device": "meta"}})
+        self.text_encoders = text_encoders_of(self.tensors)
+        """Text encoders of the file that no part is yet."""
         self.missing: list[str] = []
         """A sentence for each part without weights."""
 
@@ -166,12 +169,13 @@ class _Maker:
                     if isinstance(source, Path):
                         (self.folder / name).symlink_to(source)
                     else:
-                        self._write(name, tensors, source)
+                        self._write(name, whole_text_encoder(tensors, expected), source)
                     return
                 near = near or (f"--text-encoder: {path} {fit} ({name})" if fit else "")
-        for tensors in text_encoders_of(self.tensors):
+        for place, tensors in enumerate(self.text_encoders):
             if text_encoder_fit(tensors, expected) == "":
-                self._write(name, tensors, self.stored)
+                del self.text_encoders[place]
+                self._write(name, whole_text_encoder(tensors, expected), self.stored)
                 return
         if near:
             raise ConfigError(near)

@@ -46,13 +46,25 @@ _CLASSES = {
     ),
 }  # fmt: skip
 """Classes of denoisers that are served, with diffusers' names of their checkpoints."""
-_QWEN_IMAGE, _QWEN_KEY = "QwenImageTransformer2DModel", "transformer_blocks.0.img_mod.1.weight"
-_UNET = "UNet2DConditionModel"
+_SD3, _QWEN_IMAGE, _UNET = (
+    "SD3Transformer2DModel", "QwenImageTransformer2DModel", "UNet2DConditionModel"
+)  # fmt: skip
+_KEYS = {
+    _SD3: "joint_blocks.0.x_block.attn.qkv.weight",
+    _QWEN_IMAGE: "transformer_blocks.0.img_mod.1.weight",
+}
+"""Names by which a class is known that diffusers tells by its sizes, or not at all."""
 _UNET_KEYS = ("input_blocks.0.0.weight", "time_embed.0.weight")
+_DEV_KEY = "guidance_in.in_layer.weight"
+_XL_KEY, _REFINER_WIDTH = "label_emb.0.0.weight", 2560
+_XL = {"v1": "xl_base", "inpainting": "xl_inpaint"}
+"""Kinds for which diffusers takes an SDXL without its text encoders."""
 _TIED = ("embed_tokens.weight", "shared.weight", "lm_head.weight", "position_ids")
 """Weights of text encoders that may be those of others, and constants."""
 _COUNT = "num_batches_tracked"
 """A constant that files may lack."""
+_PROJECTION = "text_projection.weight"
+_NUMBER = re.compile(r"\d+")
 
 
 def denoiser_of(tensors: Mapping[str, torch.Tensor]) -> Tensors:
@@ -73,6 +85,9 @@ def denoiser_class(denoiser: Mapping[str, torch.Tensor]) -> tuple[str, str]:
     """Return the class of a denoiser and the hub id of diffusers' folder for it, by names and
     shapes.
 
+    Args:
+        denoiser: its tensors, without a prefix; others of its file may stand beside them.
+
     Returns:
         An empty id where the names fit several models; an empty class where they are those of
         diffusers, or of no denoiser.
@@ -82,12 +97,22 @@ def denoiser_class(denoiser: Mapping[str, torch.Tensor]) -> tuple[str, str]:
     """
     from diffusers.loaders import single_file_utils
 
-    if _QWEN_KEY in denoiser:
-        return _QWEN_IMAGE, ""
     named = {f"{_DENOISER}{name}": tensor for name, tensor in denoiser.items()}
-    kind = single_file_utils.infer_diffusers_model_type({**named, **denoiser})
+    try:
+        kind = single_file_utils.infer_diffusers_model_type({**named, **denoiser})
+    except KeyError as error:
+        raise ConfigError(f"is not a whole checkpoint: it has no {error.args[0]}") from error
+    except (IndexError, UnboundLocalError, ValueError) as error:
+        raise ConfigError(
+            "is no checkpoint of a model that diffusers knows, by its tensors' shapes"
+        ) from error
     if kind == "v1" and not all(name in denoiser for name in _UNET_KEYS):
-        return "", ""
+        return next((cls for cls, key in _KEYS.items() if key in denoiser), ""), ""
+    if kind == "flux-2-dev" and _DEV_KEY not in denoiser:  # klein has no guidance
+        return "Flux2Transformer2DModel", ""
+    if kind in _XL and _XL_KEY in denoiser:
+        refiner = denoiser[_XL_KEY].shape[-1:] == (_REFINER_WIDTH,)
+        kind = "xl_refiner" if refiner else _XL[kind]
     for cls, kinds in _CLASSES.items():
         if kind in kinds:
             source = single_file_utils.DIFFUSERS_DEFAULT_PIPELINE_PATHS[kind]
@@ -182,10 +207,24 @@ def text_encoder_fit(
         if tensors[name].shape != model_tensors[name].shape:
             shapes = (list(tensors[name].shape), list(model_tensors[name].shape))
             return f"has {short(name)} of shape {shapes[0]}; the model's has {shapes[1]}"
-    for name in sorted(model_tensors.keys() - shared):
+    for name in sorted(model_tensors.keys() - shared - _identities(expected)):
         if not name.endswith(_TIED):
             return f"has no {short(name)}, which the model's has"
     return ""
+
+
+def whole_text_encoder(encoder: Tensors, expected: Mapping[str, torch.Tensor]) -> Tensors:
+    """Return a text encoder that fits a part of the model, with the projection that files of CLIP
+    leave out where it is the identity (Stable Diffusion 3.5).
+    """
+    left_out = _identities(expected) - encoder.keys()
+    return {**encoder, **{name: torch.eye(len(expected[name])) for name in left_out}}
+
+
+def _identities(expected: Mapping[str, torch.Tensor]) -> set[str]:
+    """Return the names of weights that are the identity where a file lacks them."""
+    shape = expected[_PROJECTION].shape if _PROJECTION in expected else (0, 1)
+    return {_PROJECTION} if shape[0] == shape[1] else set()
 
 
 def _bare(name: str) -> str:
@@ -215,8 +254,14 @@ def _checked(tensors: Tensors, expected: Mapping[str, torch.Tensor]) -> Tensors:
     """Return the expected ones of these tensors.
 
     Raises:
-        ConfigError: one is missing or has another shape.
+        ConfigError: one is missing or has another shape, or there are more blocks.
     """
+    in_blocks = {_NUMBER.sub("#", name) for name in expected}
+    for name in tensors.keys() - expected.keys():
+        if _NUMBER.sub("#", name) in in_blocks:
+            raise ConfigError(
+                f"has {short(name)}, in a block more than the model of the base folder has"
+            )
     for name, tensor in expected.items():
         if name not in tensors and name.endswith(_COUNT):
             tensors = {**tensors, name: torch.zeros(tensor.shape, dtype=torch.int64)}

@@ -58,7 +58,7 @@ def gguf_bytes(config: Config) -> int:
 
     plain = GGMLQuantizationType.F32, GGMLQuantizationType.F16
     try:
-        tensors = gguf_tensors(_gguf_file(config))
+        tensors = gguf_reader(_gguf_file(config)).tensors
     except BAD_FILE as error:
         raise _unreadable(config, error) from error
     itemsize = dtype_of(config).itemsize
@@ -184,7 +184,7 @@ def _load_gguf(config: Config, name: str, cls: Any) -> Any:
         raise ConfigError("[model] gguf: not with fuse_loras; a LoRA of an edit can be had")
     import_library("gguf", "gguf", model.gguf)
     try:
-        gguf_tensors(_gguf_file(config))
+        gguf_reader(_gguf_file(config))
         loaded = cls.from_single_file(
             str(_gguf_file(config)),
             config=model.path,
@@ -211,8 +211,8 @@ def _gguf_file(config: Config) -> Path:
     return file
 
 
-def gguf_tensors(file: Path) -> list[Any]:
-    """Return the tensors of a GGUF file, as its own library reads them.
+def gguf_reader(file: Path) -> Any:
+    """Return the reader of a GGUF file that its own library has, with tensors and metadata.
 
     Raises:
         ValueError: the file is invalid or incomplete; the library raises other exceptions, too.
@@ -230,7 +230,7 @@ def gguf_tensors(file: Path) -> list[Any]:
 
     with file.open("rb") as opened:
         read_gguf(opened, os.fstat(opened.fileno()).st_size, stored)
-    return list(GGUFReader(file).tensors)
+    return GGUFReader(file)
 
 
 def _unreadable(config: Config, error: Exception) -> ConfigError:
