@@ -80,11 +80,46 @@ _FLUX2 = {
     "single_blocks.{}.linear2": ("single_transformer_blocks.{}.attn.to_out",),
     "time_in.in_layer": ("time_guidance_embed.timestep_embedder.linear_1",),
     "time_in.out_layer": ("time_guidance_embed.timestep_embedder.linear_2",),
+    "guidance_in.in_layer": ("time_guidance_embed.guidance_embedder.linear_1",),
+    "guidance_in.out_layer": ("time_guidance_embed.guidance_embedder.linear_2",),
     "single_stream_modulation.lin": ("single_stream_modulation.linear",),
     "double_stream_modulation_img.lin": ("double_stream_modulation_img.linear",),
     "double_stream_modulation_txt.lin": ("double_stream_modulation_txt.linear",),
 }
 """Published names of FLUX.2 where its layers differ from FLUX.1's."""
+_FLUX3 = {
+    **{
+        f"{published}.{{}}.{name}": (f"{stack}.{{}}.{layer}",)
+        for published, stack in {
+            "content_mode_blocks.image": "mode_blocks.image",
+            "content_mode_blocks.image_cond": "mode_blocks.image_cond",
+            "txt_mode_blocks": "txt_mode_blocks",
+            "single_blocks": "single_transformer_blocks",
+        }.items()
+        for name, layer in {
+            "q_proj": "attn.to_q",
+            "k_proj": "attn.to_k",
+            "v_proj": "attn.to_v",
+            "attn_out": "attn.to_out.0",
+            "mlp_in": "ff.linear_in",
+            "mlp_out": "ff.linear_out",
+        }.items()
+    },
+    **{
+        f"{stream}_modulations.{mode}.lin": (f"{stream}_modulations.{mode}.linear",)
+        for stream in ("early_stream", "single_stream")
+        for mode in ("image", "image_cond", "txt")
+    },
+    "emb_in.image": ("x_embedders.image",),
+    "emb_in.image_cond": ("x_embedders.image_cond",),
+    "time_in.in_layer": ("timestep_embedder.linear_1",),
+    "time_in.out_layer": ("timestep_embedder.linear_2",),
+    "ref_time_in.in_layer": ("target_timestep_embedder.linear_1",),
+    "ref_time_in.out_layer": ("target_timestep_embedder.linear_2",),
+    "final_layer.image.linear": ("proj_out",),
+    "final_layer.image.adaLN_modulation.1": ("norm_out.linear",),
+}
+"""Published names of FLUX.3."""
 _CHROMA = {
     f"distilled_guidance_layer.layers.{{}}.{published}": (
         f"distilled_guidance_layer.layers.{{}}.{layer}",
@@ -141,7 +176,7 @@ _SD3 = {
 """Published names of Stable Diffusion 3.5."""
 _TRANSFORMERS = tuple(
     names
-    for table in (_FLUX, _FLUX2, _CHROMA, _Z_IMAGE, _QWEN_IMAGE_21, _SD3)
+    for table in (_FLUX, _FLUX2, _FLUX3, _CHROMA, _Z_IMAGE, _QWEN_IMAGE_21, _SD3)
     for names in table.items()
 )
 """All published names; a model has those whose layers it has."""

@@ -4,6 +4,7 @@ Files are safetensors only: other formats may run code when they are read.
 
     module.lora_A.weight   A, [rank, in] or [rank, in, k, k]      also lora_down, lora.down
     module.lora_B.weight   B, [out, rank] or [out, rank, 1, 1]    also lora_up, lora.up
+    module.lora_mid.weight a core, [rank, rank, k, k], with A of [rank, in, 1, 1] (Tucker)
     module.alpha           scalar: the update is B A · alpha / rank; without it B A
 
 LoKr's and LoHa's matrices (`products`) take the places of A and B. With `dora_scale`, or PEFT's
@@ -53,6 +54,7 @@ _EXPONENTS = {
 _ENDS = {
     "down": (".lora_A", ".lora_down", ".lora.down", ".lora_linear_layer.down", "_lora.down"),
     "up": (".lora_B", ".lora_up", ".lora.up", ".lora_linear_layer.up", "_lora.up"),
+    "core": (".lora_mid",),
     "alpha": (".alpha", ".lora_alpha"),
     "magnitude": (".dora_scale", ".lora_magnitude_vector"),
 }
@@ -65,12 +67,10 @@ _OTHER_TENSORS = {
 """Name endings of tensors of other kinds."""
 # Other kinds of adapters, by parts of their tensors' names, or after $ by their ends.
 _OTHER_KINDS = {
-    "Tucker-decomposed LoKr": (".lokr_t",),
-    "Tucker-decomposed LoHa": (".hada_t",),
+    "LoKr with a core in its first side": (".lokr_t1",),
     "OFT": (".oft_",),
     "GLoRA": ("$.a1.weight", "$.a2.weight", "$.b1.weight", "$.b2.weight"),
     "IA3": ("$.on_input",),
-    "Tucker-decomposed LoRA": (".lora_mid.",),
     "new weights": ("$.set_weight",),
     "LoRA with norms": ("$.w_norm", "$.b_norm"),
 }
@@ -144,13 +144,16 @@ class Names(NamedTuple):
     alpha: str = ""
     magnitude: str = ""
     """Lengths of the layer's rows (DoRA); empty: they are not set."""
+    core: str = ""
+    """Between down and up, the places of a convolution's kernel; empty: down has them."""
     matrices: tuple[tuple[str, str], ...] = ()
     """Names by role (`products.ROLES`) of LoKr's or LoHa's matrices, in place of down and up."""
 
     @property
     def tensors(self) -> tuple[str, ...]:
         """All names; the first is one of a matrix."""
-        names = (*dict(self.matrices).values(), self.down, self.up, self.alpha, self.magnitude)
+        factors = (self.down, self.core, self.up)
+        names = (*dict(self.matrices).values(), *factors, self.alpha, self.magnitude)
         return tuple(name for name in names if name)
 
     @property
@@ -327,9 +330,10 @@ def by_module(tensors: Iterable[str]) -> tuple[dict[tuple[str, str], Names], dic
                 raise BadAdapter(f"holds the matrices of {short(module)} twice")
         names_by_module[module] = previous._replace(**changes)
     for module, names in list(names_by_module.items()):
-        if names.matrices and not names.down and not names.up:
+        factors = names.down or names.core or names.up
+        if names.matrices and not factors:
             continue
-        if names.alpha and not names.down and not names.up:
+        if names.alpha and not factors and not names.matrices:
             other_tensors[names.alpha] = "an alpha without matrices"
             del names_by_module[module]
         elif names.matrices:
@@ -450,6 +454,13 @@ def _layer(module: str, names: Names, tensors: Mapping[str, TensorPlace]) -> Lay
         raise BadAdapter(f"has matrices of other forms in {short(module)}: {down}, {up}")
     rank, inputs, *kernel = down
     outputs, inner, *sides = up
+    if names.core:
+        core = tensors[names.core].shape
+        if len(core) != 4 or kernel != [1, 1] or core[1] != rank or min(core) < 1:
+            raise BadAdapter(
+                f"has a core that does not fit in {short(module)}: {list(down)}, {list(core)}"
+            )
+        rank, _, *kernel = core
     if min(down) < 1 or min(up) < 1 or inner != rank or any(side != 1 for side in sides):
         raise BadAdapter(
             f"has matrices that do not fit in {short(module)}: {list(down)}, {list(up)}"

@@ -329,9 +329,9 @@ def _as_lora(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return PEFT's configuration of a LoKr or LoHa with LoRA's key of the alpha.
 
     Raises:
-        BadAdapter: layers differ in rank or alpha, or its convolutions are Tucker-decomposed.
+        BadAdapter: layers differ in rank or alpha.
     """
-    for key in ("rank_pattern", "alpha_pattern", "use_effective_conv2d"):
+    for key in ("rank_pattern", "alpha_pattern"):
         if config.get(key):
             raise BadAdapter(f"is of a kind that is not served: {config['peft_type']} with {key}")
     alpha, rank = config.get("alpha"), config.get("r")

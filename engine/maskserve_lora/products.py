@@ -3,6 +3,9 @@
     LoKr   W1 ⊗ W2    lokr_w1 [l, m], or lokr_w1_a [l, r] times lokr_w1_b [r, m]; lokr_w2 the same
     LoHa   W1 ∘ W2    hada_w1_a [out, r] times hada_w1_b [r, in]; hada_w2_a and hada_w2_b the same
 
+With a core of Tucker's, lokr_t2 or hada_t1 and hada_t2 [r, r, k, k], a side of a convolution is
+aᵀ · (core · b): its a is [r, out], its b [r, in].
+
 Kronecker's and Hadamard's products of matrices that have factors have factors, too, of the product
 of their ranks. So such an update is served as a LoRA of that rank (`adapters.lora_file`), with the
 inputs of a convolution flattened.
@@ -19,6 +22,9 @@ Kind = Literal["LoRA", "LoKr", "LoHa"]
 ROLES: Mapping[str, Kind] = {
     **{f"lokr_w{side}{end}": "LoKr" for side in (1, 2) for end in ("", "_a", "_b")},
     **{f"hada_w{side}{end}": "LoHa" for side in (1, 2) for end in ("_a", "_b")},
+    "lokr_t2": "LoKr",
+    "hada_t1": "LoHa",
+    "hada_t2": "LoHa",
 }
 """Names of an update's matrices behind its layer's, and their kind."""
 
@@ -64,13 +70,26 @@ def product_of(kind: Kind, shapes: Mapping[str, tuple[int, ...]]) -> Product:
     return Product(outputs, inputs, min(rank, outputs, inputs), inner)
 
 
+def core_of(name: str) -> str:
+    """Return the name of a side's core."""
+    return name.replace("_w", "_t")
+
+
 def _side(name: str, shapes: Mapping[str, tuple[int, ...]]) -> Side:
     whole, left, right = (shapes.get(f"{name}{end}") for end in ("", "_a", "_b"))
+    core = shapes.get(core_of(name))
     if whole is not None:
-        if left is not None or right is not None or len(whole) not in (2, 4):
+        if left is not None or right is not None or core is not None or len(whole) not in (2, 4):
             raise ValueError(f"has {name} in another form")
         rows, columns = whole[0], math.prod(whole[1:])
         side = Side(rows, columns, min(rows, columns), whole=True)
+    elif core is not None and left is not None and right is not None:
+        if len(core) != 4 or len(left) != 2 or len(right) != 2 or core[:2] != left[:1] + right[:1]:
+            raise ValueError(
+                f"has factors of {name} that do not fit their core: {list(left)}, {list(core)}, "
+                f"{list(right)}"
+            )
+        side = Side(left[1], right[1] * core[2] * core[3], core[0], whole=False)
     elif left is not None and right is not None:
         if len(left) != 2 or len(right) not in (2, 4) or left[1] != right[0]:
             raise ValueError(f"has factors of {name} that do not fit: {list(left)}, {list(right)}")

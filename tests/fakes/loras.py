@@ -58,8 +58,8 @@ def of_model(
     Args:
         net: diffusers' module.
         seed: of the numbers.
-        form: of the first factor's name: lora_A, or lora_down with its alpha beside it. Names with
-            kohya's prefix have underscores.
+        form: of the first factor's name: lora_A, or lora_down with its alpha beside it. Names
+            behind a prefix with an underscore have underscores.
     """
     from torch import nn
 
@@ -69,7 +69,8 @@ def of_model(
             continue
         out, *inner = layer.weight.shape
         name = name.removesuffix(".base_layer")  # left by an earlier LoRA of the module
-        first = form.format(name.replace(".", "_") if form.startswith("lora_unet") else name)
+        flat = form.partition("{}")[0].endswith("_")
+        first = form.format(name.replace(".", "_") if flat else name)
         second = first.replace("lora_A", "lora_B").replace("lora_down", "lora_up")
         down = rng.standard_normal((2, *inner)) / np.prod(inner)
         tensors[first] = down.astype("f4")

@@ -22,6 +22,7 @@ from maskserve_engine.layers.low_rank import Factors
 from maskserve_lora.base_layers import BaseLayers
 from maskserve_lora.lora_header import PARTS, BadAdapter, header_of_file
 from maskserve_lora.lora_plan import LayerUpdate, plan_of
+from maskserve_lora.products import core_of
 
 _log = logging.getLogger(__name__)
 
@@ -107,6 +108,8 @@ def _change(update: LayerUpdate, read: Callable[[str], Tensor]) -> LayerChange:
         down, up = (_lokr if names.kind == "LoKr" else _loha)(matrices)
     else:
         down, up = read(names.down).float(), read(names.up).float()
+        if names.core:
+            down = torch.einsum("ijkl,jr->irkl", read(names.core).float(), down.flatten(1))
     if scale is None and names.alpha and update.inner_rank >= 0:
         scale = float(read(names.alpha)) / (update.inner_rank or len(down))
     magnitude = read(names.magnitude).float().flatten() if names.magnitude else None
@@ -148,10 +151,13 @@ def _loha(matrices: Mapping[str, Tensor]) -> Factors:
 
 
 def _side(matrices: Mapping[str, Tensor], name: str) -> Factors:
-    whole = matrices.get(name)
-    if whole is None:
-        return Factors(matrices[f"{name}_b"], matrices[f"{name}_a"])
-    return _of_whole(whole)
+    if (whole := matrices.get(name)) is not None:
+        return _of_whole(whole)
+    left, right = matrices[f"{name}_a"], matrices[f"{name}_b"]
+    if (core := matrices.get(core_of(name))) is None:
+        return Factors(right, left)
+    cores = core.view(len(left), len(right), -1)
+    return Factors(torch.einsum("ijk,jr->irk", cores, right).flatten(1), left.T.contiguous())
 
 
 def _of_whole(whole: Tensor) -> Factors:

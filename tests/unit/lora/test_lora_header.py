@@ -92,7 +92,7 @@ BAD: dict[str, tuple[Callable[[], Arrays], str]] = {
     "kohya's DoRA": (lambda: _with(dora_scale=(WIDTH, 1)), "DoRA"),
     "LoKr and LoRA": (lambda: _with(lokr_w1=(4, 4)), "of a LoRA and of a LoKr"),
     "LoHa and LoRA": (lambda: _with(hada_w1_a=(4, 4)), "of a LoRA and of a LoHa"),
-    "LoCon's middle": (lambda: _with(lora_mid__weight=(4, 4)), "Tucker"),
+    "LoCon's middle": (lambda: _with(lora_mid__weight=(4, 4)), "has a core that does not fit"),
     "new weights": (lambda: _with(set_weight=(WIDTH, WIDTH)), "new weights"),
     "no up": (lambda: _without("to_q.lora_B.weight"), "no up matrix"),
     "no down": (lambda: _without("to_q.lora_A.weight"), "no down matrix"),

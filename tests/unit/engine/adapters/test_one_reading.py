@@ -4,7 +4,6 @@ layers of a LoRA file, for each family. The layers are diffusers' own.
 
 from __future__ import annotations
 
-import json
 import shutil
 from functools import partial
 from pathlib import Path
@@ -17,13 +16,15 @@ from safetensors.torch import save_file
 
 from maskserve_common.errors import InvalidRequest
 from maskserve_engine.families.registry import load_adapter, load_encoder
+from maskserve_engine.spec.model_index import read_model_index
 from maskserve_lora.base_layers import BaseLayers
 from maskserve_lora.lora_header import BadAdapter
 from maskserve_lora.store import AdapterStore, describe_file
 from tests.fakes.jobs import config_of
 from tests.fakes.loras import Arrays, lora, of_model, write
 from tests.fakes.tiny_chroma import build_tiny_chroma
-from tests.fakes.tiny_flux2 import build_tiny_flux2
+from tests.fakes.tiny_flux2 import build_tiny_flux2, build_tiny_flux2_dev
+from tests.fakes.tiny_flux3 import build_tiny_flux3
 from tests.fakes.tiny_model import build_tiny_model
 from tests.fakes.tiny_qwen_image import build_tiny_qwen_image
 from tests.fakes.tiny_qwen_image21 import build_tiny_qwen_image21
@@ -40,6 +41,8 @@ CLIPS = {"FLUX.1": ("text_encoder",), "SD 2.1": ("text_encoder",),
 MODELS: dict[str, Any] = {
     "FLUX.1": partial(build_tiny_model, semantics="fill"),
     "FLUX.2": build_tiny_flux2,
+    "FLUX.2 dev": build_tiny_flux2_dev,
+    "FLUX.3": build_tiny_flux3,
     "Qwen-Image": build_tiny_qwen_image,
     "Qwen-Image-2.1": build_tiny_qwen_image21,
     "Z-Image": build_tiny_z_image,
@@ -49,6 +52,19 @@ MODELS: dict[str, Any] = {
     "SD 2.1": partial(build_tiny_unet, xl=False, fill=False),
     "SDXL": partial(build_tiny_unet, xl=True, fill=True),
 }
+TOOLS = {
+    "PEFT": "base_model.model.{}.lora_A.weight",
+    "diffusers, of transformers": "transformer.{}.lora_A.weight",
+    "diffusers, of UNets": "unet.{}.lora_A.weight",
+    "ai-toolkit and ComfyUI": "diffusion_model.{}.lora_A.weight",
+    "ComfyUI, of checkpoints": "model.diffusion_model.{}.lora_down.weight",
+    "kohya and musubi": "lora_unet_{}.lora_down.weight",
+    "OneTrainer": "lora_transformer_{}.lora_down.weight",
+    "LyCORIS": "lycoris_{}.lora_down.weight",
+    "Lightning": "{}.lora_down.weight",
+}
+"""Names of the first factor of a layer, by the tools that write them. Those of tools that keep the
+publishers' names are in test_published_names.py."""
 CLIP_Q = "text_model.encoder.layers.0.self_attn.q_proj"
 
 
@@ -62,8 +78,7 @@ class Served:
         self.config = config_of(folder, cache={"enabled": name != "SD 3.5 medium"})
         self.encoder, self.adapter = load_encoder(self.config), load_adapter(self.config)
         self.part = "transformer" if (folder / "transformer").is_dir() else "unet"
-        index = json.loads((folder / "model_index.json").read_text())
-        kind = getattr(diffusers, index[self.part][1])
+        kind = getattr(diffusers, read_model_index(folder)[self.part][1])
         self.net = kind.from_pretrained(folder, subfolder=self.part)
 
     def files(self) -> Arrays:
@@ -103,6 +118,22 @@ def test_edits_apply_to_every_layer_that_diffusers_has(served: Served, tmp_path:
     factors = read(tmp_path / "x.safetensors", served.folder)["denoiser"]
     assert len(factors) == len(served.files()) // 2
     served.adapter.low_rank(factors)
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_every_tool_s_names_of_diffusers_layers_are_those_layers(
+    served: Served, tool: str, tmp_path: Path
+) -> None:
+    form = TOOLS[tool]
+    write(tmp_path / "x.safetensors", of_model(served.net, 3, form))
+    factors = read(tmp_path / "x.safetensors", served.folder)["denoiser"]
+    write(tmp_path / "plain.safetensors", served.files())
+    plain = read(tmp_path / "plain.safetensors", served.folder)["denoiser"]
+    assert factors.keys() == plain.keys()
+    alpha = 0.5 if "lora_down" in form else 1.0  # 1, of rank 2
+    for name, (down, up) in plain.items():
+        assert np.array_equal(factors[name].down, down)
+        assert np.array_equal(factors[name].up, alpha * up)
 
 
 def test_what_no_edit_can_apply_is_noted_at_every_door(served: Served, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from maskserve_engine.adapters.fuse import fused
@@ -90,24 +91,49 @@ def test_loha_is_hadamard_s_product(tmp_path: Path, shape: tuple[int, ...], rank
 
 def tiny() -> nn.Module:
     torch.manual_seed(3)
-    return nn.ModuleDict({"a": nn.ModuleDict({"to_q": nn.Linear(48, 32, bias=False)})})
+    layers = {"to_q": nn.Linear(48, 32, bias=False), "conv": nn.Conv2d(24, 16, 3, bias=False)}
+    return nn.ModuleDict({"a": nn.ModuleDict(layers)})
 
 
+@pytest.mark.parametrize("layer", ["to_q", "conv"])
+@pytest.mark.parametrize("cored", [False, True])
 @pytest.mark.parametrize("kind", ["LoKr", "LoHa"])
-def test_peft_s_files_mean_what_they_mean_to_peft(tmp_path: Path, kind: str) -> None:
+def test_peft_s_files_mean_what_they_mean_to_peft(
+    tmp_path: Path, kind: str, cored: bool, layer: str
+) -> None:
+    """`cored`: PEFT's use_effective_conv2d, with a core of Tucker's for a convolution."""
     import peft
 
-    config = getattr(peft, f"{kind}Config")(r=2, alpha=5, target_modules=["to_q"])
+    config = getattr(peft, f"{kind}Config")(
+        r=2, alpha=5, target_modules=[layer], use_effective_conv2d=cored
+    )
     model = peft.get_peft_model(tiny(), config)
     for parameter in model.parameters():
         if parameter.requires_grad:
             nn.init.normal_(parameter)
     model.save_pretrained(str(tmp_path))
-    layer: Any = model.get_submodule("base_model.model.a.to_q")
-    expected = layer.get_delta_weight("default").detach().double()
-    base = BaseLayers({"denoiser": {"a.to_q": (32, 48)}})
-    [actual] = changes(tmp_path / "adapter_model.safetensors", base).values()
-    assert_near(actual, expected)
+    tuned: Any = model.get_submodule(f"base_model.model.a.{layer}")
+    expected = tuned.get_delta_weight("default").detach().double()
+    file = tmp_path / "adapter_model.safetensors"
+    with safe_open(file, "np") as opened:
+        names = list(opened.keys())
+    cores = [name for name in names if "_t" in name.split(".")[-1]]
+    assert bool(cores) == (cored and layer == "conv")
+    [actual] = changes(file).values()
+    assert_near(actual, expected.view(actual.shape))
+
+
+def test_a_lora_with_a_core_is_tucker_s_product(tmp_path: Path) -> None:
+    """LyCORIS' formula: core, inputs' and outputs' factors."""
+    down, core, up = drawn(3, 24, 1, 1), drawn(2, 3, 3, 3), drawn(16, 2, 1, 1)
+    tensors: Arrays = {
+        f"lora_unet_a_conv.{name}.weight": x
+        for name, x in {"lora_down": down, "lora_mid": core, "lora_up": up}.items()
+    }
+    tensors["lora_unet_a_conv.alpha"] = np.array(1.0, np.float32)
+    [actual] = changes(file_of(tmp_path, tensors)).values()
+    expected = np.einsum("ijkl,pi,jr->prkl", core, up[..., 0, 0], down[..., 0, 0])
+    assert_near(actual, torch.from_numpy(expected).double() / 2)
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.4])
@@ -164,7 +190,21 @@ BAD: dict[str, tuple[dict[str, tuple[int, ...]], str]] = {
         "W2 of",
     ),
     "two kinds": ({"lokr_w1": (4, 6), "hada_w1_a": (8, 8)}, "both LoKr and LoHa"),
-    "Tucker's": ({"lokr_t2": (2, 2, 3, 3)}, "Tucker-decomposed LoKr"),
+    "a core alone": ({"lokr_t2": (2, 2, 3, 3)}, "is not whole: it has no lokr_w1"),
+    "a core of another rank": (
+        {"lokr_w1": (4, 6), "lokr_w2_a": (2, 8), "lokr_w2_b": (2, 8), "lokr_t2": (3, 2, 1, 1)},
+        "do not fit their core",
+    ),
+    "a core in the first side": ({"lokr_t1": (2, 2, 3, 3)}, "a core in its first side"),
+    "a core of a LoRA alone": ({"lora_mid.weight": (2, 2, 3, 3)}, "is not whole"),
+    "a core that does not fit its factors": (
+        {
+            "lora_down.weight": (2, 48, 1, 1),
+            "lora_mid.weight": (2, 3, 3, 3),
+            "lora_up.weight": (32, 2, 1, 1),
+        },
+        "has a core that does not fit",
+    ),
     "OFT": ({"oft_blocks": (2, 4, 4)}, "OFT"),
     "a rank beyond the bound": (
         {"hada_w1_a": (32, 5), "hada_w1_b": (5, 48), "hada_w2_a": (32, 5), "hada_w2_b": (5, 48)},

@@ -122,8 +122,21 @@ FLUX_2 = Published(
     {"img_in": 1, "txt_in": 1, "time_in.in_layer": 1, "time_in.out_layer": 1,
      "double_stream_modulation_img.lin": 6, "double_stream_modulation_txt.lin": 6,
      "single_stream_modulation.lin": 3, "final_layer.linear": 1,
-     "final_layer.adaLN_modulation.1": 2},
+     "guidance_in.in_layer": 1, "guidance_in.out_layer": 1, "final_layer.adaLN_modulation.1": 2},
     FLUX_NORMS, width=64, biases=False,
+)  # fmt: skip
+FLUX_3_BLOCK = {"q_proj": 1, "k_proj": 1, "v_proj": 1, "attn_out": 1, "mlp_in": 6, "mlp_out": 1}
+FLUX_3 = Published(
+    "flux3",
+    dict.fromkeys(
+        ("content_mode_blocks.image.{}", "content_mode_blocks.image_cond.{}", "txt_mode_blocks.{}",
+         "single_blocks.{}"), FLUX_3_BLOCK),
+    {f"{stream}_stream_modulations.{mode}.lin": 3 for stream in ("early", "single")
+     for mode in ("image", "image_cond", "txt")}
+    | {"emb_in.image": 1, "emb_in.image_cond": 1, "txt_in": 1, "time_in.in_layer": 1,
+       "time_in.out_layer": 1, "ref_time_in.in_layer": 1, "ref_time_in.out_layer": 1,
+       "final_layer.image.linear": 1, "final_layer.image.adaLN_modulation.1": 2},
+    width=64, biases=False,
 )  # fmt: skip
 SD_3 = Published(
     "sd3",
@@ -165,13 +178,15 @@ QWEN_IMAGE_21 = Published(
     width=64, biases=False,
 )  # fmt: skip
 MODELS = {
-    "FLUX.1": FLUX_1, "Chroma": CHROMA, "FLUX.2": FLUX_2, "Stable Diffusion 3.5": SD_3,
+    "FLUX.1": FLUX_1, "Chroma": CHROMA, "FLUX.2": FLUX_2, "FLUX.3": FLUX_3,
+    "Stable Diffusion 3.5": SD_3,
     "Z-Image": Z_IMAGE, "Qwen-Image-2.1": QWEN_IMAGE_21,
 }  # fmt: skip
 FORMS = {
     "ComfyUI's": ("diffusion_model.{}", "lora_A", "lora_B"),
     "kohya's": ("lora_unet_{}", "lora_down", "lora_up"),
     "VideoX-Fun's": ("lora_unet__{}", "lora_down", "lora_up"),
+    "LyCORIS'": ("lycoris_{}", "lora_down", "lora_up"),
 }
 
 
@@ -213,7 +228,7 @@ def test_a_lora_changes_what_the_merged_checkpoint_changes(
     spelling, first, second = FORMS[form]
     path = tmp_path / "x.safetensors"
     for name, factors in loras(model):
-        module = spelling.format(name if form == "ComfyUI's" else name.replace(".", "_"))
+        module = spelling.format(name if spelling.endswith(".{}") else name.replace(".", "_"))
         write(path, {f"{module}.{first}.weight": factors["down"],
                      f"{module}.{second}.weight": factors["up"]})  # fmt: skip
         down, up = (torch.from_numpy(x).double().flatten(1) for x in factors.values())
