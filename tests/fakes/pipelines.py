@@ -109,8 +109,8 @@ def blended_edit(
     references: Sequence[NDArray[np.uint8]] = (),
     **options: Any,
 ) -> Any:
-    """`images` of Flux2KleinKVPipeline, which has no mask. They are blended after each step, as in
-    Flux2KleinInpaintPipeline.
+    """`images` of Flux2KleinKVPipeline or Flux2Pipeline, which have no mask. They are blended after
+    each step, as in Flux2KleinInpaintPipeline.
     """
     import torch
     import torch.nn.functional as F

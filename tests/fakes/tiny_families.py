@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from tests.fakes.tiny_chroma import build_tiny_chroma
-from tests.fakes.tiny_flux2 import build_tiny_flux2
+from tests.fakes.tiny_flux2 import build_tiny_flux2, build_tiny_flux2_dev
 from tests.fakes.tiny_flux3 import build_tiny_flux3
 from tests.fakes.tiny_model import build_tiny_model
 from tests.fakes.tiny_qwen_image import EDIT, PLUS, PLUS_2511, build_tiny_qwen_image
@@ -26,6 +26,7 @@ FAMILIES: dict[str, Callable[[Path], Path]] = {
     "klein": build_tiny_flux2,
     "klein-base": partial(build_tiny_flux2, distilled=False),
     "klein-kv": partial(build_tiny_flux2, exact=True),
+    "flux2-dev": build_tiny_flux2_dev,
     "flux3-klein": build_tiny_flux3,
     "flux3-base": partial(build_tiny_flux3, distilled=False),
     "chroma": build_tiny_chroma,

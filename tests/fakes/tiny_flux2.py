@@ -1,4 +1,6 @@
-"""A FLUX.2 klein of toy size with random weights, in diffusers format; nothing is downloaded."""
+"""A FLUX.2 klein or dev of toy size with random weights, in diffusers format; nothing is
+downloaded.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,11 @@ _TEMPLATE = (
     "{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+PARTS_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% for part in message['content'] %}{{ part['text'] }}{% endfor %}<|im_end|>\n{% endfor %}"
+)
+"""A chat template for messages of several parts, as processors have it."""
 
 
 def random_vae() -> Any:
@@ -77,6 +84,57 @@ def build_tiny_flux2(folder: Path, *, distilled: bool = True, exact: bool = Fals
     config_text = CONFIG.replace("guidance_scale = 3.0\n", "") if distilled else CONFIG
     (folder / "maskserve.toml").write_text(
         config_text.replace("max_sequence_length = 16", "max_sequence_length = 48"), "utf-8"
+    )
+    return folder
+
+
+def build_tiny_flux2_dev(folder: Path) -> Path:
+    """Write a model like FLUX.2 dev to `folder` and return it: with guidance as an input, and a
+    Mistral 3 for its prompts.
+    """
+    import torch
+    from diffusers import (
+        FlowMatchEulerDiscreteScheduler,
+        Flux2Pipeline,
+        Flux2Transformer2DModel,
+    )
+    from diffusers.pipelines.flux2.system_messages import SYSTEM_MESSAGE
+    from transformers import Mistral3Config, Mistral3ForConditionalGeneration
+
+    tokenizer = chat_tokenizer([SYSTEM_MESSAGE])
+    tokenizer.chat_template = PARTS_TEMPLATE
+    text = {
+        "model_type": "mistral", "vocab_size": len(tokenizer), "hidden_size": TEXT,
+        "intermediate_size": TEXT, "num_hidden_layers": 32, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 8,
+    }  # fmt: skip
+    vision = {
+        "model_type": "pixtral", "hidden_size": TEXT, "intermediate_size": TEXT,
+        "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32, "patch_size": 16,
+    }  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        pipeline = Flux2Pipeline(
+            scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift=3.0),
+            vae=random_vae(),
+            text_encoder=Mistral3ForConditionalGeneration(
+                Mistral3Config(text_config=text, vision_config=vision)
+            ),
+            tokenizer=tokenizer,
+            transformer=Flux2Transformer2DModel(
+                in_channels=4 * LATENT_CHANNELS,
+                num_layers=1,
+                num_single_layers=2,
+                attention_head_dim=16,
+                num_attention_heads=2,
+                joint_attention_dim=3 * TEXT,
+                axes_dims_rope=(4, 4, 4, 4),
+                guidance_embeds=True,
+            ),
+        )
+    pipeline.save_pretrained(folder)
+    (folder / "maskserve.toml").write_text(
+        CONFIG.replace("max_sequence_length = 16", "max_sequence_length = 96"), "utf-8"
     )
     return folder
 

@@ -5,17 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.fakes.tiny_flux2 import chat_tokenizer
+from tests.fakes.tiny_flux2 import PARTS_TEMPLATE, chat_tokenizer
 from tests.fakes.tiny_model import CONFIG, LATENT_CHANNELS
 
 TEXT = 16
 """Width of the text encoder."""
 _SPOKEN = "<|im_start|>system\nComprehend and analyze the provided prompt.<|im_end|>\n"
 _VISION = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
-_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
-    "{% for part in message['content'] %}{{ part['text'] }}{% endfor %}<|im_end|>\n{% endfor %}"
-)
 
 
 def build_tiny_qwen_image21(folder: Path, sigmas: list[float] | None = None) -> Path:
@@ -37,7 +33,7 @@ def build_tiny_qwen_image21(folder: Path, sigmas: list[float] | None = None) -> 
     from maskserve_engine.families.qwen_image.encode import picture_processor
 
     tokenizer = chat_tokenizer([_SPOKEN], _VISION)
-    tokenizer.chat_template = _TEMPLATE
+    tokenizer.chat_template = PARTS_TEMPLATE
     pictures = Qwen2VLImageProcessorPil(
         patch_size=16, merge_size=2, min_pixels=1024, max_pixels=16_777_216
     )

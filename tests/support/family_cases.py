@@ -350,6 +350,14 @@ def _squares(model: FamilyModel, edit: Case, images: Any) -> Latents:
     return latents
 
 
+def _of_squares(model: FamilyModel, edit: Case, images: Any) -> Latents:
+    """Latents of Flux2Pipeline: a token has four of a square of 2x2."""
+    grid = [side // model.adapter.spec.size_multiple for side in edit.mask.shape]
+    squares = images[0].T.unflatten(1, grid)
+    latents: Latents = torch.nn.functional.pixel_shuffle(squares, 2).float().numpy()
+    return latents
+
+
 def _plain(model: FamilyModel, edit: Case, **arguments: Any) -> Latents:
     """Latents that the pipeline has in the shape of a picture."""
     images = diffusers_edit(
@@ -412,12 +420,20 @@ def _klein(model: FamilyModel, edit: Case) -> Latents:
     return _of_vae(model, edit, latents)
 
 
-def _klein_kv(model: FamilyModel, edit: Case) -> Latents:
-    latents = blended_edit(
+def _flux2_blended(model: FamilyModel, edit: Case, **arguments: Any) -> Any:
+    return blended_edit(
         model.pipeline, edit.pixels, edit.mask, edit.prompt, edit.settings, edit.seed,
-        edit.references, max_sequence_length=48, output_type="latent",
+        edit.references, output_type="latent", **arguments,
     )  # fmt: skip
-    return _of_vae(model, edit, latents)
+
+
+def _klein_kv(model: FamilyModel, edit: Case) -> Latents:
+    return _of_vae(model, edit, _flux2_blended(model, edit, max_sequence_length=48))
+
+
+def _flux2_dev(model: FamilyModel, edit: Case) -> Latents:
+    arguments = {"max_sequence_length": 96, "guidance_scale": edit.settings.guidance_scale}
+    return _of_squares(model, edit, _flux2_blended(model, edit, **arguments))
 
 
 def _flux3_pipeline(folder: Path) -> Any:
@@ -647,6 +663,15 @@ CASES: Mapping[str, FamilyCase] = {
             wholes=_wholes(
                 "Flux2KleinKVPipeline", "Flux2KleinKVPipeline", _of_vae, max_sequence_length=48
             ),
+        ),
+        replace(
+            _KLEIN,
+            name="flux2-dev",
+            oracle=_flux2_dev,
+            plain={},
+            sections=_text(96),
+            references=_SEVERAL,
+            wholes=_wholes("Flux2Pipeline", "Flux2Pipeline", _of_squares, max_sequence_length=96),
         ),
         _FLUX3,
         replace(_FLUX3, name="flux3-base", plain={"guidance_scale": 1.0}, guidance=_CFG),

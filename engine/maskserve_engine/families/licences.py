@@ -24,6 +24,7 @@ LICENCES = MappingProxyType(
         "Flux2KleinPipeline": _KLEIN,
         "Flux2KleinInpaintPipeline": _KLEIN,
         "Flux2KleinKVPipeline": _NON_COMMERCIAL,
+        "Flux2Pipeline": _NON_COMMERCIAL,
         "Flux3DistilledModularPipeline": _NON_COMMERCIAL,
         "Flux3ModularPipeline": _NON_COMMERCIAL,
         "QwenImage21Pipeline": "Qwen research",

@@ -49,9 +49,13 @@ def _flux() -> FamilyLoaders:
 
 def _flux2() -> FamilyLoaders:
     from maskserve_engine.families.flux2.adapter import Flux2Adapter
-    from maskserve_engine.families.flux2.encode import Flux2Encoder
+    from maskserve_engine.families.flux2.encode import Flux2DevEncoder, Flux2Encoder
 
-    return FamilyLoaders(Flux2Encoder.load, Flux2Adapter.load, Decoder.load)
+    def load_encoder(spec: ModelSpec, config: Config) -> Encoder:
+        dev = spec.guidance == "embedded"
+        return (Flux2DevEncoder if dev else Flux2Encoder).load(spec, config)
+
+    return FamilyLoaders(load_encoder, Flux2Adapter.load, Decoder.load)
 
 
 def _flux3() -> FamilyLoaders:

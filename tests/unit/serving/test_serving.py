@@ -352,8 +352,8 @@ def test_a_model_without_a_cache_is_served_without_which_is_said(tmp_path: Path)
 def test_a_folder_that_is_no_model_is_told(tmp_path: Path) -> None:
     with pytest.raises(ServeError, match=r"is not a model folder \(no model_index.json\)"):
         resolve_model(str(tmp_path))
-    (tmp_path / "model_index.json").write_text('{"_class_name": "Flux2Pipeline"}')
-    with pytest.raises(ServeError, match="Flux2Pipeline is not served; served: FluxPipe"):
+    (tmp_path / "model_index.json").write_text('{"_class_name": "QwenImageLayeredPipeline"}')
+    with pytest.raises(ServeError, match="QwenImageLayeredPipeline is not served; served: QwenImage"):
         resolve_model(str(tmp_path))
     (tmp_path / "model_index.json").write_text('{"_class_name": "FluxFillPipeline"}')
     (tmp_path / "vae").mkdir()

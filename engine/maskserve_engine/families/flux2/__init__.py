@@ -1,3 +1,3 @@
-"""FLUX.2 klein, where it differs from FLUX.1. The blocks are the same, except for their weights'
-names.
+"""FLUX.2 klein and dev, where they differ from FLUX.1. The blocks are the same, except for their
+weights' names.
 """

@@ -1,8 +1,9 @@
-"""Encoder of FLUX.2 klein: the states of three layers of a Qwen3."""
+"""Encoders of FLUX.2: the states of three layers of a Qwen3 (klein) or a Mistral 3 (dev)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,10 +12,11 @@ from maskserve_common.config import Config
 from maskserve_engine.base.job import Conditioning
 from maskserve_engine.families.encoder import ChatEncoder, OneTextEncoder, TextEncoder, to_numpy
 from maskserve_engine.spec.model_spec import ModelSpec
+from maskserve_engine.stages.encoded import TokensRead
 from maskserve_engine.stages.loader import load_part
 
-_LAYERS = (9, 18, 27)
-"""Layers whose states the pipeline stacks; layers after the last one are not computed."""
+_LAYERS, _DEV_LAYERS = (9, 18, 27), (10, 20, 30)
+"""Layers whose states the pipelines stack; layers after the last one are not computed."""
 
 
 class Flux2Encoder(OneTextEncoder):
@@ -26,9 +28,8 @@ class Flux2Encoder(OneTextEncoder):
     def load_text(spec: ModelSpec, config: Config) -> TextEncoder:
         from transformers import Qwen3Model
 
-        return ChatEncoder.load(
-            config, Qwen3Model, length=config.model.max_sequence_length, load=first_layers
-        )
+        length = config.model.max_sequence_length
+        return ChatEncoder.load(config, Qwen3Model, length=length, load=_first(_LAYERS[-1]))
 
     def encode_prompts(self, prompts: Sequence[str]) -> list[Conditioning]:
         """Return `prompt_embeds` [T, 3 · width] of each prompt, with padding tokens."""
@@ -45,14 +46,65 @@ class Flux2Encoder(OneTextEncoder):
         return [{"prompt_embeds": state.copy()} for state in to_numpy(states)]
 
 
-def first_layers(config: Config, name: str, cls: Any) -> Any:
-    """Load the model without the layers after the last one that is read, at least a quarter of
-    it.
+@dataclass(frozen=True, slots=True)
+class _InstructedEncoder(TextEncoder):
+    """A text encoder whose chat begins with the pipeline's instructions."""
+
+    def read_of(self, prompt: str) -> TokensRead:
+        from diffusers.pipelines.flux2.pipeline_flux2 import format_input
+
+        [messages] = format_input([prompt])
+        tokens = self.tokenizer.apply_chat_template(
+            messages, tokenize=True, add_generation_prompt=False, return_dict=True
+        )
+        whole = len(tokens["input_ids"])
+        used = min(whole, self.length)
+        return TokensRead(used, whole - used)
+
+
+class Flux2DevEncoder(Flux2Encoder):
+    """Encoder of a FLUX.2 dev folder: a Mistral 3 that sees no picture. Its tokenizer does for the
+    pipeline's processor, which needs torchvision.
     """
-    model = load_part(config, name, cls)
-    backbone = getattr(
-        model, "model", model
-    )  # of its shape alone: with the head of a language model
-    backbone.layers = backbone.layers[: _LAYERS[-1]]
-    backbone.norm = torch.nn.Identity()
-    return backbone
+
+    @staticmethod
+    def load_text(spec: ModelSpec, config: Config) -> TextEncoder:
+        from transformers import Mistral3Model
+
+        length = config.model.max_sequence_length
+        return _InstructedEncoder.load(
+            config, Mistral3Model, length=length, load=_first(_DEV_LAYERS[-1])
+        )
+
+    def encode_prompts(self, prompts: Sequence[str]) -> list[Conditioning]:
+        """Return `prompt_embeds` [T, 3 · width] of each prompt, with padding tokens."""
+        from diffusers import Flux2Pipeline
+
+        with torch.inference_mode():
+            states = Flux2Pipeline._get_mistral_3_small_prompt_embeds(
+                self.text.model,
+                self.text.tokenizer,
+                list(prompts),
+                max_sequence_length=self.text.length,
+                hidden_states_layers=_DEV_LAYERS,
+            )
+        return [{"prompt_embeds": state.copy()} for state in to_numpy(states)]
+
+
+def _first(count: int) -> Callable[[Config, str, Any], Any]:
+    """Return a function that loads a language model's first layers, without a picture's encoder:
+    at least a quarter of the model is left out.
+    """
+
+    def load(config: Config, name: str, cls: Any) -> Any:
+        model = load_part(config, name, cls)
+        # Of its shape alone, it has the head of a language model.
+        backbone = getattr(model, "model", model)
+        if hasattr(backbone, "vision_tower"):
+            backbone.vision_tower = backbone.multi_modal_projector = torch.nn.Identity()
+        language = getattr(backbone, "language_model", backbone)
+        language.layers = language.layers[:count]
+        language.norm = torch.nn.Identity()
+        return model
+
+    return load

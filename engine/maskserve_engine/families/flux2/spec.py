@@ -1,5 +1,5 @@
-"""FLUX.2 klein (4B, 9B, base models, 9B-KV): pipelines, defaults, model spec of a folder, counted
-work.
+"""FLUX.2 klein (4B, 9B, base models, 9B-KV) and dev: pipelines, defaults, model spec of a folder,
+counted work.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from maskserve_engine.spec.latents import latent_space, with_statistics
 from maskserve_engine.spec.model_spec import (
     ALL_KINDS,
     EditDefaults,
+    Guidance,
     ModelSpec,
     RefreshSpec,
     least_steps,
@@ -29,18 +30,22 @@ PIPELINES = {
     "Flux2KleinInpaintPipeline": REFERENCE,
     "Flux2KleinPipeline": REFERENCE,
     "Flux2KleinKVPipeline": EXACT_REFERENCE,
+    "Flux2Pipeline": REFERENCE,
 }
 """Served semantics by the class in model_index.json."""
 NAME = "FLUX.2 models"
 SETTINGS = ()
 DEFAULTS = EditDefaults(num_inference_steps=50, guidance_scale=8.0)
 """Defaults of Flux2KleinInpaintPipeline, for base models."""
+_DEV = EditDefaults(num_inference_steps=50, guidance_scale=4.0)
+"""Defaults of Flux2Pipeline, whose models have guidance as an input."""
 _DISTILLED = EditDefaults(num_inference_steps=4, guidance_scale=0.0)
 """Steps that these models are distilled to; no pipeline's signature says so."""
 _STRIDE = 7
 _REFRESH_STRIDE = 0.5
 """Two refresh steps of four steps, and of 20: both meet the quality limits
-(docs/decisions/refresh-steps.md); with exact references the effect has not been measured."""
+(docs/decisions/refresh-steps.md); with exact references and with dev the effect has not been
+measured."""
 _PATCH = 2
 _MOST_PICTURES = 10
 """References of the models' cards."""
@@ -63,8 +68,11 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelSpec:
     epsilon = float(vae.get("batch_norm_eps", 1e-4))
     latents = with_statistics(latent_space(vae), folder / "vae", epsilon)
     semantics, index = PIPELINES[pipeline], read_json(folder / "model_index.json")
+    denoiser = read_json(folder / "transformer" / "config.json")
+    embedded = bool(denoiser.get("guidance_embeds", True))
     # The pipeline with exact references has only distilled models, and does not say so.
-    distilled = semantics.exact or bool(index.get("is_distilled", False))
+    distilled = semantics.exact or (not embedded and bool(index.get("is_distilled", False)))
+    guidance: Guidance = "embedded" if embedded else "none" if distilled else "cfg"
     return ModelSpec(
         family="flux2",
         semantics=semantics,
@@ -74,19 +82,19 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelSpec:
         size_multiple=latents.pixels * _PATCH,
         edit_size="cut",
         most_pictures=_MOST_PICTURES,
-        guidance="none" if distilled else "cfg",
-        defaults=_DISTILLED if distilled else DEFAULTS,
+        guidance=guidance,
+        defaults={"embedded": _DEV, "none": _DISTILLED, "cfg": DEFAULTS}[guidance],
         stride=1 if distilled else _STRIDE,
         dense_steps=DenseSteps(prompt=1, side=1),
         refresh=RefreshSpec(
-            stride=0.0 if semantics.exact else _REFRESH_STRIDE,
+            stride=0.0 if semantics.exact or embedded else _REFRESH_STRIDE,
             ring=0,
             over_template=not semantics.exact,
         ),
         true_cfg=False,
         negative_prompts=False,
         mask_latents=_PATCH,
-        denoiser=read_json(folder / "transformer" / "config.json"),
+        denoiser=denoiser,
         control=None,
         edit_kinds=ALL_KINDS,
         keeps_placed=True,
@@ -117,7 +125,9 @@ def count(config: Mapping[str, Any], picture: StepPicture) -> ModelWork:
         mmdit.BlockLayers.single(single),
     )
     time = int(config.get("timestep_guidance_channels", 256))
-    row = mmdit.embedder("time_guidance_embed.timestep_embedder", time, h)
+    row: Shapes = {}
+    for name in ("timestep", "guidance") if config.get("guidance_embeds", True) else ("timestep",):
+        row |= mmdit.embedder(f"time_guidance_embed.{name}_embedder", time, h)
     for name, vectors in _MODULATIONS.items():
         row[f"{name}.linear"] = (h, vectors * h)
     before, after = {"row": row, **flux.embedders_of(config)}, mmdit.last_layers(config)

@@ -95,8 +95,11 @@ _OUTSIDE = {
     "double_stream_modulation_img.linear": "shared.image",
     "double_stream_modulation_txt.linear": "shared.text",
     "single_stream_modulation.linear": "shared.single",
-    "time_guidance_embed.timestep_embedder.linear_1": "time_text_embed.timestep_embedder.linear_1",
-    "time_guidance_embed.timestep_embedder.linear_2": "time_text_embed.timestep_embedder.linear_2",
+    **{
+        f"time_guidance_embed.{name}": f"time_text_embed.{name}"
+        for embedder in ("timestep", "guidance")
+        for name in (f"{embedder}_embedder.linear_{n}" for n in (1, 2))
+    },
     "norm_out.linear": "last_vectors",
     "x_embedder": "x_embedder",
     "context_embedder": "context_embedder",

@@ -1,4 +1,4 @@
-"""The particulars of FLUX.2 klein: its schedule, exact references, and masks of token cells."""
+"""The particulars of FLUX.2: its schedule, exact references, and masks of token cells."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.family_cases import FamilyModel
 pytestmark = pytest.mark.spread("model")
 
 
-@pytest.fixture(params=["klein", "klein-base", "klein-kv"])
+@pytest.fixture(params=["klein", "klein-base", "klein-kv", "flux2-dev"])
 def model(
     request: pytest.FixtureRequest, family_model: Callable[[str], FamilyModel]
 ) -> FamilyModel:
