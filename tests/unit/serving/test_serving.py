@@ -353,7 +353,9 @@ def test_a_folder_that_is_no_model_is_told(tmp_path: Path) -> None:
     with pytest.raises(ServeError, match=r"is not a model folder \(no model_index.json\)"):
         resolve_model(str(tmp_path))
     (tmp_path / "model_index.json").write_text('{"_class_name": "QwenImageLayeredPipeline"}')
-    with pytest.raises(ServeError, match="QwenImageLayeredPipeline is not served; served: QwenImage"):
+    with pytest.raises(
+        ServeError, match="QwenImageLayeredPipeline is not served; served: QwenImage"
+    ):
         resolve_model(str(tmp_path))
     (tmp_path / "model_index.json").write_text('{"_class_name": "FluxFillPipeline"}')
     (tmp_path / "vae").mkdir()

@@ -101,6 +101,12 @@ CASES = {
          "guidance_embeds": False},
         inputs=lambda config: {**_tokens(config, 12, 4), "guidance": None},
     ),
+    "flux2 dev": Case(
+        "flux2", "Flux2Transformer2DModel",
+        {**_SIZES, "in_channels": 12, "num_layers": 2, "num_single_layers": 3,
+         "axes_dims_rope": (4, 4, 4, 4)},
+        inputs=lambda config: {**_tokens(config, 12, 4), "guidance": torch.ones(1)},
+    ),
     "flux3": Case(
         "flux3", "Flux3Transformer2DModel",
         {**_SIZES, "in_channels": 12, "cond_in_channels": 12, "num_layers": 2,
