@@ -27,14 +27,14 @@ def joined(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield tensors with the layers of each joint one in its place, by its name: a name's parts."""
     firsts = {names[0]: (joint, names) for joint, names in layers.items()}
-    others = {name for names in layers.values() for name in names[1:]}
+    later_layers = {name for names in layers.values() for name in names[1:]}
     for name, tensor in tensors.items():
-        layer = next((layer for layer in (*firsts, *others) if f".{layer}." in name), "")
+        layer = next((layer for layer in (*firsts, *later_layers) if f".{layer}." in name), "")
         if layer in firsts:
             joint, names = firsts[layer]
             parts = [tensors[name.replace(f".{layer}.", f".{other}.")] for other in names]
             yield name.replace(f".{layer}.", f".{joint}."), torch.cat(parts)
-        elif layer not in others:
+        elif layer not in later_layers:
             yield name, tensor
 
 
@@ -276,8 +276,8 @@ def unet(tensors: Mapping[str, torch.Tensor]) -> Tensors:
     """Stable Diffusion's and SDXL's names: blocks are numbered through all levels."""
 
     def count(pattern: str) -> int:
-        found = (re.match(pattern, name) for name in tensors)
-        return 1 + max(int(match[1]) for match in found if match)
+        matches = (re.match(pattern, name) for name in tensors)
+        return 1 + max(int(match[1]) for match in matches if match)
 
     down, up = (count(rf"{side}_blocks\.0\.resnets\.(\d+)") for side in ("down", "up"))
 
