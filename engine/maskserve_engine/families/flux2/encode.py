@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ class Flux2Encoder(OneTextEncoder):
         from transformers import Qwen3Model
 
         length = config.model.max_sequence_length
-        return ChatEncoder.load(config, Qwen3Model, length=length, load=_first(_LAYERS[-1]))
+        return ChatEncoder.load(config, Qwen3Model, length=length, load=first_layers)
 
     def encode_prompts(self, prompts: Sequence[str]) -> list[Conditioning]:
         """Return `prompt_embeds` [T, 3 · width] of each prompt, with padding tokens."""
@@ -72,9 +72,7 @@ class Flux2DevEncoder(Flux2Encoder):
         from transformers import Mistral3Model
 
         length = config.model.max_sequence_length
-        return _InstructedEncoder.load(
-            config, Mistral3Model, length=length, load=_first(_DEV_LAYERS[-1])
-        )
+        return _InstructedEncoder.load(config, Mistral3Model, length=length, load=first_layers)
 
     def encode_prompts(self, prompts: Sequence[str]) -> list[Conditioning]:
         """Return `prompt_embeds` [T, 3 · width] of each prompt, with padding tokens."""
@@ -91,20 +89,17 @@ class Flux2DevEncoder(Flux2Encoder):
         return [{"prompt_embeds": state.copy()} for state in to_numpy(states)]
 
 
-def _first(count: int) -> Callable[[Config, str, Any], Any]:
-    """Return a function that loads a language model's first layers, without a picture's encoder:
-    at least a quarter of the model is left out.
+def first_layers(config: Config, name: str, cls: Any) -> Any:
+    """Load a text encoder without the layers after the last one that is read, at least a quarter of
+    it, and without the part that sees pictures.
     """
-
-    def load(config: Config, name: str, cls: Any) -> Any:
-        model = load_part(config, name, cls)
-        # Of its shape alone, it has the head of a language model.
-        backbone = getattr(model, "model", model)
-        if hasattr(backbone, "vision_tower"):
-            backbone.vision_tower = backbone.multi_modal_projector = torch.nn.Identity()
-        language = getattr(backbone, "language_model", backbone)
-        language.layers = language.layers[:count]
-        language.norm = torch.nn.Identity()
-        return model
-
-    return load
+    model = load_part(config, name, cls)
+    # Of its shape alone, it has the head of a language model.
+    backbone = language = getattr(model, "model", model)
+    if hasattr(backbone, "vision_tower"):
+        backbone.vision_tower = backbone.multi_modal_projector = torch.nn.Identity()
+        language = backbone.language_model
+    count = _LAYERS[-1] if language is backbone else _DEV_LAYERS[-1]
+    language.layers = language.layers[:count]
+    language.norm = torch.nn.Identity()
+    return model

@@ -12,7 +12,7 @@ from maskserve_common.config_file import read_json
 from maskserve_common.contracts.semantics import EXACT_REFERENCE, REFERENCE, DenseSteps
 from maskserve_engine.families.flux import spec as flux
 from maskserve_engine.planning.flops import ModelWork
-from maskserve_engine.planning.layer_table import Layers, Shapes
+from maskserve_engine.planning.layer_table import Layers, Shape, Shapes
 from maskserve_engine.spec import mmdit
 from maskserve_engine.spec.family import StepPicture
 from maskserve_engine.spec.latents import latent_space, with_statistics
@@ -125,7 +125,7 @@ def count(config: Mapping[str, Any], picture: StepPicture) -> ModelWork:
         mmdit.BlockLayers.single(single),
     )
     time = int(config.get("timestep_guidance_channels", 256))
-    row: Shapes = {}
+    row: dict[str, Shape] = {}
     for name in ("timestep", "guidance") if config.get("guidance_embeds", True) else ("timestep",):
         row |= mmdit.embedder(f"time_guidance_embed.{name}_embedder", time, h)
     for name, vectors in _MODULATIONS.items():
