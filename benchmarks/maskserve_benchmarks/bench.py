@@ -46,6 +46,7 @@ COMMANDS = {
     "plan_counts": "maskserve_studies.block_plans.counts",
     "planner": "maskserve_studies.block_plans.planner",
     "kernel_table": "maskserve_studies.kernels.command",
+    "recorded_steps": "maskserve_studies.kernels.recorded_steps",
     "gpu_estimate": "maskserve_studies.gpu_estimates.step",
     "gpu_cards": "maskserve_studies.gpu_estimates.cards",
     "first_run": "maskserve_studies.first_run.command",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -14,6 +16,8 @@ from torch.utils._pytree import tree_leaves
 from maskserve_benchmarks.steps.replay import Replay
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.cache.loader import EntryLost
+from maskserve_engine.layers import attention
+from maskserve_engine.layers.kernels import operation
 from tests.support.cached_rows import Primed, cached
 
 
@@ -83,6 +87,30 @@ class HalfReplayed(Replayed):
         piece = super().end()
         piece.done = piece.done[: len(piece.done) // 2]
         return piece
+
+
+@operation("attend_rows")
+def attend_rows(q: Tensor, k: Tensor, v: Tensor, q_ends: Tensor, k_ends: Tensor) -> Tensor:
+    """Attention of rows that end where these tensors say when it runs, as on a GPU. Queries behind
+    all rows are not answered.
+    """
+    out = torch.full_like(q, torch.nan)
+    rows = zip(pairwise(q_ends.tolist()), pairwise(k_ends.tolist()), strict=True)
+    for queries, keys in rows:
+        at, to = slice(*queries), slice(*keys)
+        heads = (x[None].transpose(1, 2) for x in (q[at], k[to], v[to]))
+        out[at] = F.scaled_dot_product_attention(*heads).transpose(1, 2)[0]
+    return out
+
+
+def attend_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a CPU run padded steps, which need variable-length attention."""
+
+    def varlen(q: Tensor, k: Tensor, v: Tensor, rows: attention.Segments) -> Tensor:
+        answer: Tensor = attend_rows(q, k, v, rows.q_ends, rows.k_ends)
+        return answer
+
+    monkeypatch.setattr(attention, "varlen", varlen)
 
 
 def finish_behind_a_lost_entry(

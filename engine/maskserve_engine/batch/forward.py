@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from maskserve_engine.batch.graphs import AtOnce
-from maskserve_engine.batch.packing import Modes, Packed, Packing, Stream
-from maskserve_engine.layers.attention import attention
+from maskserve_engine.batch.packing import Capture, Modes, Packed, Packing, Stream
+from maskserve_engine.layers.attention import Span, attention
 from maskserve_engine.layers.qk_norm_rope import rotate
 from maskserve_engine.layers.scatter_kv import KvSlots, scatter_kv
 
@@ -423,6 +423,11 @@ class State:
         return keys, values
 
     def _load(self, index: int, k: Tensor, v: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
+        if self.packed.padded:
+            kv = self._all_keys(k, v, packing)
+            packing.scatter_computed((k, v), kv)
+            self.asking.between(partial(_exchange, index, kv), self.packed)
+            return kv
         widened = self.cached and self.wide  # it reads other keys than narrow blocks do
         placed = self.packed.placed_kv
         cached_kv = None if widened else placed.of(index, self.entries)
@@ -483,17 +488,9 @@ class State:
         return self.keys_to_captures(index, packing)
 
     def keys_to_captures(self, index: int, packing: Packing) -> CaptureKeys:
-        row_captures = list(
-            zip(self.packed.captures, packing.text, packing.row_stream.spans, strict=True)
+        return partial(
+            _to_captures, index, self.packed.captures, packing.text, packing.row_stream.spans
         )
-
-        def keys_values(keys: Tensor, values: Tensor) -> None:
-            for capture, text, (begin, end) in row_captures:
-                if capture is not None:
-                    at = slice(begin if capture.text else begin + text, end)
-                    capture.keys_values(index, keys[at], values[at])
-
-        return keys_values
 
     def join_streams(self) -> None:
         self.image = self.packing.rows_from(self.text, self.image)
@@ -505,6 +502,36 @@ class State:
         if self.wide and self.cached:
             image = self.layout.restrict(image, rows=self.joined)
         return self.layout.narrow.image_of(image) if self.joined else image
+
+
+def _to_captures(
+    index: int,
+    captures: Sequence[Capture | None],
+    text: Sequence[int],
+    spans: Sequence[Span],
+    keys: Tensor,
+    values: Tensor,
+) -> None:
+    """Give captures the keys and values of their rows, whose computed tokens lie at `spans` of
+    these, the text first.
+    """
+    for capture, words, (begin, end) in zip(captures, text, spans, strict=True):
+        if capture is not None:
+            at = slice(begin if capture.text else begin + words, end)
+            capture.keys_values(index, keys[at], values[at])
+
+
+def _exchange(index: int, kv: tuple[Tensor, Tensor], packed: Packed) -> None:
+    """Let captures read a block's computed keys and values, and place the cached ones: of the rows
+    that a padded step is run for, wherever they lie.
+    """
+    narrow = packed.layout.narrow
+    if packed.primes:
+        begins = [begin for begin, _ in narrow.all_keys.k_spans]
+        computed = [end - begin for begin, end in narrow.row_stream.spans]
+        spans = [(b, b + count) for b, count in zip(begins, computed, strict=True)]
+        _to_captures(index, packed.captures, narrow.text, spans, *kv)
+    _place(index, "kv", kv, narrow.slots, None, packed)
 
 
 def _place(

@@ -7,7 +7,8 @@ recorded with, so inputs are copied there.
 
     copy in ► piece ► place block 0 ► piece ► place block 1 ► … ► piece ► copy out
 
-Shapes must be those of the recording. So rows compute as many tokens as a bucket has (`bucket`).
+Shapes must be those of the recording. So rows compute as many tokens as a bucket has (`bucket`),
+and passes that share a step are padded together (`padding`).
 """
 
 from __future__ import annotations
@@ -88,6 +89,10 @@ class BatchStep(Protocol):
         ...
 
     def run(self, asking: AtOnce) -> Tensor: ...
+
+    def answer_of(self, recorded: Tensor) -> Tensor:
+        """Return a copy of this step's part of a recorded step's answer, whose end may be pads."""
+        ...
 
 
 class CudaCapture:
@@ -189,23 +194,31 @@ class RecordedStep:
             piece.replay()
             action(step.packed)
         self._pieces[-1].replay()
-        return self._answer.clone()
+        return step.answer_of(self._answer)
 
 
 class Graphs:
-    def __init__(self, capture: GraphCapture) -> None:
+    """Recorded steps of one model.
+
+    Args:
+        capture: records them.
+        rows: number of dense rows whose tokens the longest has, for steps whose rows are packed.
+    """
+
+    def __init__(self, capture: GraphCapture, rows: int = 1) -> None:
+        self.rows = rows
         self._capture: GraphCapture | None = capture
         self._buffers = _Buffers()
         self._steps: OrderedDict[Hashable, RecordedStep | None] = OrderedDict()
 
     @classmethod
-    def on(cls, device: torch.device, dtype: torch.dtype) -> Graphs | None:
+    def on(cls, device: torch.device, dtype: torch.dtype, rows: int = 1) -> Graphs | None:
         """Return graphs for a CUDA device; None elsewhere, or where attention needs the host for
         every row.
         """
         if device.type != "cuda" or missing_varlen(device, dtype) is not None:
             return None
-        return cls(CudaCapture(device))
+        return cls(CudaCapture(device), rows)
 
     def answer(self, step: BatchStep) -> Tensor:
         """Return the model's answer. The first step of a shape runs unrecorded, which also

@@ -251,7 +251,7 @@ Parts = tuple[tuple[int, ...], ...]
 any."""
 
 
-def _pack(
+def pack(
     text: tuple[int, ...],
     image: tuple[int, ...],
     parts: Parts,
@@ -405,13 +405,13 @@ def sparse_layout(
 
     def widened() -> Widened:
         return Widened(
-            _pack(text, all_image, none, fixed, device, context, timeless),
+            pack(text, all_image, none, fixed, device, context, timeless),
             *positions(image),
             *positions([t + i for t, i in zip(text, image, strict=True)]),
         )
 
     narrow, rest_stream = (
-        _pack(text, image, parts, fixed, device, context, timeless),
+        pack(text, image, parts, fixed, device, context, timeless),
         _stream(cached, device, [min(c, m) for c, m in zip(context, cached, strict=True)]),
     )
     if device.type == "cpu":  # few steps compute all tokens of a cached row
@@ -608,6 +608,9 @@ class RowInput:
 
 
 class Packed:
+    padded = False
+    """Whether these are the tensors of a padded step (`padding`)."""
+
     def __init__(self, rows: Sequence[RowInput]) -> None:
         self.rows = tuple(rows)
         self.cached = tuple(cached for row in rows for cached in row.cached or (None,))

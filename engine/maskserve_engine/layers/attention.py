@@ -72,6 +72,9 @@ class Segments:
     """Common number of queries, or 0."""
     k_uniform: int
     """Common number of keys, or 0."""
+    moving: bool = False
+    """Whether rows end where `q_ends` and `k_ends` say at each run, for recorded steps that serve
+    other rows; the spans then only bound them."""
 
     @property
     def q_longest(self) -> int:
@@ -108,6 +111,8 @@ def attention(query: Tensor, key: Tensor, value: Tensor, rows: Segments) -> Tens
     Returns:
         [Nq, heads, head_dim] in the order of `query`.
     """
+    if rows.moving:
+        return varlen(query, key, value, rows)
     alike = rows.q_uniform > 0 and rows.k_uniform > 0
     if query.is_cuda and _together(query, rows, alike=alike):
         return varlen(query, key, value, rows)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -14,6 +15,7 @@ from maskserve_common.config import Config
 from maskserve_common.contracts.request import EditRequest
 from maskserve_common.contracts.settings import EditSettings
 from maskserve_engine.base.job import EditJob
+from maskserve_engine.batch.step_cache import RefreshSchedule, StepCacheReader
 from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.cache.entry_file import EntrySource
 from maskserve_engine.cache.sizing import Kinds
@@ -21,7 +23,11 @@ from maskserve_engine.cache.store import Store
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.loop.step_planner import Reading, StepPlanner, parts_of
 from maskserve_engine.planning.flops import ModelWork
+from maskserve_engine.spec.model_spec import refresh_rule, refresh_stride
 from maskserve_engine.stages.loader import device_of, warm_up_side
+
+_REFRESHES = (0, 2, 3)
+"""Refresh steps of a warm-up: the last of them has a line and a parabola through the others."""
 
 
 def warm_up(
@@ -30,18 +36,22 @@ def warm_up(
     """Take a dense step and, if templates are cached, a priming step and a cached one.
 
     A GPU chooses and compiles kernels by shape, so there it takes dense and cached steps with 1, 2,
-    4, … and `max_rows` rows. No results are kept.
+    4, … and `max_rows` rows, and the first steps of edits with refresh steps. No results are kept.
     """
     counts = row_counts(config)
     jobs = [_blank_job(config, adapter, number) for number in range(counts[-1])]
     for count in counts:
         adapter.step([adapter.dense_row(job) for job in jobs[:count]], None)
+    _, height, width = jobs[0].moments.shape
+    work = adapter.work(height, width)
     if cache is not None:
         store, kinds = cache
-        _, height, width = jobs[0].moments.shape
         entry = _prime(config, adapter, jobs[0], kinds)
         for count in counts:
-            _cached_step(adapter, jobs[:count], entry, store, planner, adapter.work(height, width))
+            _cached_step(adapter, jobs[:count], entry, store, planner, work)
+    if device_of(config).type == "cuda" and refresh_stride(config, adapter.spec):
+        for count in counts:
+            _refresh_steps(config, adapter, jobs[:count], planner, work)
     adapter.release()
 
 
@@ -120,6 +130,37 @@ def _cached_step(
         for handle in handles:
             handle.release()
         store.loader.take_moves()  # clears the times of the first moves, which are slow
+
+
+def _refresh_steps(
+    config: Config,
+    adapter: Adapter,
+    jobs: Sequence[EditJob],
+    planner: StepPlanner,
+    work: ModelWork,
+) -> None:
+    """Take steps of edits with refresh steps as far as each sort: a refresh step, lookaheads, and
+    steps that read one, two and three terms of their step caches.
+    """
+    rule = refresh_rule(config, adapter.spec, device_of(config).type)
+    sigmas = [sigma for sigma, _ in adapter.sigmas(jobs[0])]
+    schedule = RefreshSchedule.of(adapter.spec, rule, 1, sigmas)
+    schedule = replace(schedule, anchors=frozenset(step for step in _REFRESHES if step < len(sigmas)))
+    rows = [adapter.anchored_row(job, schedule) for job in jobs]
+    readers = [StepCacheReader(row, adapter.entry_blocks) for row in rows]
+    for step in range(min(len(sigmas), max(_REFRESHES) + 2)):
+        if step in schedule.dense:
+            adapter.step(rows, None)
+            continue
+        entries = [reader.turn_to(step) for reader in readers]
+        readings = [
+            Reading(adapter.counted(job, schedule), () if entry is None else (entry.load,), stays=1)
+            for job, entry in zip(jobs, entries, strict=True)
+        ]
+        plan = planner.plan(work, readings, None, fixed=True).plan
+        adapter.step(rows, plan, entries)
+    for reader in readers:
+        reader.release()
 
 
 def _blank_job(config: Config, adapter: Adapter, number: int) -> EditJob:

@@ -76,6 +76,8 @@ _CONTROLS = {FILL: CONTROL, INPAINT: replace(CONTROL, stride=0.35), REFERENCE: N
 """Where the picture round the mask is noised like the rest, its keys and values change less the
 less noise there is."""
 
+RECORDED_ROWS = 2
+"""Dense rows whose tokens the longest recorded step has; longer ones keep a device busy."""
 _RECORDED_LAUNCHES_OUTSIDE = 18.0
 _OUT_LAUNCHES = 1.0
 
@@ -210,4 +212,4 @@ def recorded_rows(config: Config) -> int:
     recorded.
     """
     is_single_device = config.engine.devices == 1 and config.cache.placed_bytes <= 0
-    return int(config.engine.flux_cuda_graphs and is_single_device)
+    return RECORDED_ROWS * (config.engine.flux_cuda_graphs and is_single_device)

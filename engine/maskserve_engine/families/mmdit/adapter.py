@@ -81,7 +81,9 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
         sampler: computes schedules; it steps no row.
         placed_bytes: `[cache] placed_bytes`.
         outside_noise: `[model] outside_noise`.
-        graphs: `[engine] flux_cuda_graphs`; keys and values are then placed again at each step.
+        recorded_rows: number of dense rows whose tokens the longest recorded step has (`[engine]
+            flux_cuda_graphs`); keys and values are then placed again at each step. 0: no step is
+            recorded.
         refresh_rule: how rows fill their step caches.
     """
 
@@ -111,7 +113,7 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
         *,
         placed_bytes: int = 0,
         outside_noise: str = "auto",
-        graphs: bool = False,
+        recorded_rows: int = 0,
         refresh_rule: RefreshRule = REFRESH_RULE,
     ) -> None:
         check_sampler(sampler)
@@ -119,7 +121,9 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
         self.weight_bytes = module_bytes(model)
-        recorder = Graphs.on(model.device, model.dtype) if graphs else None
+        recorder = None
+        if recorded_rows:
+            recorder = Graphs.on(model.device, model.dtype, recorded_rows)
         room = placed_bytes if recorder is None else 0
         self.weights = self.weights_of(model, room, recorder)
         super().__init__(self.batches, self.weights)
@@ -162,7 +166,7 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
             load_sampler(config, tells_sigmas=cls.tells_sigmas, shift=cls.sampler_shift),
             placed_bytes=config.cache.placed_on(device_of(config).type),
             outside_noise=outside_noise(config),
-            graphs=cls.family.recorded_rows(config) > 0,
+            recorded_rows=cls.family.recorded_rows(config),
             refresh_rule=refresh_rule(config, spec, device_of(config).type),
         )
 

@@ -21,6 +21,7 @@ from maskserve_engine.batch.cfg_parallel import PassShare
 from maskserve_engine.batch.forward import Transformer, forward
 from maskserve_engine.batch.graphs import AtOnce, Graphs
 from maskserve_engine.batch.packing import Packed, RowInput
+from maskserve_engine.batch.padding import PaddedRows, Sizes, sizes_of
 from maskserve_engine.batch.sequence_parallel import Exchange, RankShare, forward_shared
 from maskserve_engine.batch.skipping import Skipper, forward_skipping
 from maskserve_engine.batch.step_cache import RefreshSchedule
@@ -70,21 +71,43 @@ class FlowStep:
 
     @property
     def shapes(self) -> Hashable | None:
-        if self.packed.cached_cis is None:
+        """A lone pass has the kernels of its own length, unless it is captured."""
+        cached = self.packed.cached_cis is not None
+        sizes = self.sizes
+        if sizes is not None or self.packed.primes:
+            return sizes
+        if not cached:
             return self.packed.shapes
         return None if "project" in self.kinds else (self.packed.shapes, tuple(self.kinds))
 
+    @property
+    def sizes(self) -> Sizes | None:
+        """Sizes to which the step is padded if it is recorded; None: it is not padded."""
+        packed = self.packed
+        loads = packed.cached_cis is None or set(self.kinds) == {"kv"}
+        several = len(packed.rows) > 1 or packed.primes
+        return sizes_of(packed) if loads and several else None
+
     def copied(self) -> FlowStep:
-        return FlowStep(self.model.copied(), self.packed.copied(), self.kinds)
+        model, sizes = self.model.copied(), self.sizes
+        if sizes is None:
+            return FlowStep(model, self.packed.copied(), self.kinds)
+        kinds = ("kv",) * model.block_count
+        step = FlowStep(model, PaddedRows.of(self.packed, sizes), kinds)
+        step.run(AtOnce())  # kernels of these sizes are chosen before one is recorded
+        return step
 
     def take(self, other: FlowStep, *, anew: bool) -> None:
         self.model.follow(other.model)
-        self.packed.tokens.copy_(other.packed.tokens)
+        self.packed.tokens[: len(other.packed.tokens)].copy_(other.packed.tokens)
         if anew:
             self.packed.take(other.packed)
 
     def run(self, asking: AtOnce) -> Tensor:
         return forward(self.model, self.packed, self.kinds, asking)
+
+    def answer_of(self, recorded: Tensor) -> Tensor:
+        return recorded[: len(self.packed.tokens)].clone()
 
 
 W = TypeVar("W", bound=FlowWeights)
@@ -133,11 +156,8 @@ class FlowBatch(ReusableBatch[Row, W]):
         self._refreshing = tuple(
             [row for row in rows if isinstance(row, FlowRow) and row.step_cache is not None]
         )
-        needs_eager = self.packed.residuals or self.packed.sees_fixed or self.packed.primes
-        narrow = self.packed.layout.narrow
-        longest = max(end - begin for begin, end in narrow.all_keys.k_spans)
-        few = narrow.row_stream.spans[-1][1] <= longest  # more tokens keep the device busy
-        self._recorded = few and all(row.recorded for row in rows) and not needs_eager
+        needs_eager = self.packed.residuals or self.packed.sees_fixed
+        self._recorded = all(row.recorded for row in rows) and not needs_eager
         extra_passes = [*(i for i, _ in self._guided), *self._lookahead_rows]
         self._packed_adapters = (*self._adapters, *(self._adapters[i] for i in extra_passes))
         self._weights: W | None = None
@@ -185,7 +205,7 @@ class FlowBatch(ReusableBatch[Row, W]):
                 velocity = share.forward(model_step, self.packed.tokens, kinds)
         elif self._skippers:
             velocity = forward_skipping(model_step, self.packed, kinds, self._skippers)
-        elif self._recorded and weights.graphs is not None:
+        elif self._recorded and weights.graphs is not None and self._fits(weights.graphs):
             velocity = weights.graphs.answer(FlowStep(model_step, self.packed, kinds))
         else:
             velocity = forward(model_step, self.packed, kinds)
@@ -203,6 +223,14 @@ class FlowBatch(ReusableBatch[Row, W]):
             second.copy_(self._parts[i])
         for row in self.rows:
             row.advance(velocity)  # by now the sampler's move
+
+    def _fits(self, graphs: Graphs) -> bool:
+        """Return whether the step is short enough to be recorded; a longer one keeps the device
+        busy.
+        """
+        narrow = self.packed.layout.narrow
+        longest = max(end - begin for begin, end in narrow.all_keys.k_spans)
+        return narrow.row_stream.spans[-1][1] <= graphs.rows * longest
 
     def make_fixed(self, model: W) -> None:
         """Compute missing keys and values of references, alone and at time 0, since they do not

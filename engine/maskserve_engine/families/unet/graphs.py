@@ -49,3 +49,6 @@ class UnetStep:
     def run(self, asking: AtOnce) -> Tensor:
         inputs = self.packed, self.sample, self.timesteps, self.kinds
         return forward(self.weights, *inputs, asking=asking)
+
+    def answer_of(self, recorded: Tensor) -> Tensor:
+        return recorded.clone()

@@ -19,8 +19,11 @@ from maskserve_common.imaging.masks import active_tokens
 from maskserve_engine.base.job import ControlInput, EditJob
 from maskserve_engine.batch import forward
 from maskserve_engine.batch.graphs import Graphs
+from maskserve_engine.batch.packing import Packed
+from maskserve_engine.batch.padding import QUANTUM, PaddedRows, Sizes
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.flux.adapter import FluxAdapter
+from maskserve_engine.families.flux.spec import RECORDED_ROWS
 from maskserve_engine.families.mmdit import batch as flow_batch
 from maskserve_engine.families.mmdit.preparation import grid_of
 from maskserve_engine.families.mmdit.rows import EntryTokens
@@ -31,7 +34,12 @@ from tests.fakes.jobs import config_of, encode_case, guided, random_case
 from tests.support import refresh_rows
 from tests.support.cached_rows import Primed, assert_equal, cached
 from tests.support.draws import fresh_seed
-from tests.support.replayed import HalfReplayed, Replayed, finish_behind_a_lost_entry
+from tests.support.replayed import (
+    HalfReplayed,
+    Replayed,
+    attend_on_a_cpu,
+    finish_behind_a_lost_entry,
+)
 
 pytestmark = pytest.mark.spread("folder")
 
@@ -43,13 +51,20 @@ def folder(request: pytest.FixtureRequest, tiny_flux: dict[str, Path]) -> Path:
     return tiny_flux[request.param]
 
 
-def adapter_of(folder: Path, capture: Replayed | None, *, buckets: bool = True) -> FluxAdapter:
+@pytest.fixture(autouse=True)
+def _padded_steps_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    attend_on_a_cpu(monkeypatch)
+
+
+def adapter_of(
+    folder: Path, capture: Replayed | None, *, buckets: bool = True, rows: int = 1
+) -> FluxAdapter:
     """As where steps are recorded, by `capture`."""
     adapter = load_adapter(config_of(folder, cache={"placed_bytes": 0}))
     assert isinstance(adapter, FluxAdapter)
     adapter._preparation._buckets = buckets
     if capture is not None:
-        adapter._stepped = replace(adapter.weights, graphs=Graphs(capture))
+        adapter._stepped = replace(adapter.weights, graphs=Graphs(capture, rows))
     return adapter
 
 
@@ -181,7 +196,7 @@ def test_a_recorded_step_runs_nothing_of_the_model_by_itself(
 def test_steps_between_a_rows_own_anchors_are_recorded(
     folder: Path, encoder: Encoder, text: bool
 ) -> None:
-    """Its anchors, which keep what they compute, are not; rows beside it neither then."""
+    """So are its anchors, which keep what they compute, alone and beside other rows."""
     seed = fresh_seed()
     capture = Replayed()
     plain, recording = adapter_of(folder, None), adapter_of(folder, capture)
@@ -259,8 +274,8 @@ def test_recorded_steps_share_what_is_written_between_their_pieces(
     assert len(recorded) >= 2
     for step in recorded:
         assert len(step._actions) == plain.blocks
-        for action in step._actions:
-            outs = cast(Any, action).args[2]
+        for action in step._actions:  # of a lone row its entries are placed, of two also read
+            outs = cast(Any, action).args[1 if len(cast(Any, action).args) == 2 else 2]
             assert outs[0].untyped_storage().data_ptr() in buffers
 
 
@@ -347,7 +362,7 @@ def test_recorded_steps_are_of_workers_with_one_device_that_keep_nothing_placed(
     def rows(**sections: dict[str, Any]) -> int:
         return recorded_rows(facts, config_of(tiny_fill, **sections))
 
-    assert rows() == rows(cache={"placed_bytes": 0}) == 1
+    assert rows() == rows(cache={"placed_bytes": 0}) == RECORDED_ROWS
     assert rows(cache={"placed_bytes": 7}) == rows(engine={"devices": 2}) == 0
     off: dict[str, Any] = {"flux_cuda_graphs": False}
     assert rows(engine=off) == 0
@@ -368,3 +383,77 @@ def test_steps_of_more_tokens_than_a_dense_row_has_are_not_recorded(
     assert capture.recorded == 0
     for job, row in zip(jobs, rows, strict=True):
         assert_equal(row.result().array(), refresh_rows.result(plain, job, None))
+
+
+def churned(adapter: FluxAdapter, plain: FluxAdapter, encoder: Encoder, seed: int) -> list[Any]:
+    """Rows of drawn edits after they have joined and left at drawn steps: first edits, edits that
+    read templates (primed by `plain`), and dense ones.
+    """
+    rng, replay = np.random.default_rng(seed), refresh_rows.FirstEdits(adapter)
+    waiting: list[tuple[int, Any]] = []
+    for number in range(6):
+        job, kind = job_of(encoder, seed + number), rng.choice(["first", "first", "hit", "dense"])
+        if kind == "first":
+            later = sorted(map(int, rng.choice(np.arange(2, STEPS), 2, replace=False)))
+            row = replay.first_edit(job, refresh_rows.plan(0, *later))
+        elif kind == "hit":
+            row = cached(replay, job, Primed(plain, encoder, job, "kv"))
+        else:
+            row = adapter.dense_row(job)
+        waiting.append((int(rng.integers(0, STEPS)), row))
+    for at in range(2 * STEPS):
+        live = [row for begin, row in waiting if begin <= at and row.step < row.steps]
+        if live:
+            replay.step(live, ("kv",) * adapter.blocks)
+    return [row for _, row in waiting]
+
+
+def kept(row: Any) -> list[Any]:
+    """What a row's step cache keeps."""
+    cache = row.step_cache
+    if cache is None:
+        return []
+    parts = [cache._refreshed.get(part) for part in sorted(cache._refreshed._contents)]
+    return [tensor for part in parts for coded in part.tensors() for tensor in coded.tensors()]
+
+
+def test_steps_of_drawn_batches_are_replayed_padded(folder: Path, encoder: Encoder) -> None:
+    """Few sizes serve all batches; refresh steps are among them."""
+    seed, capture = fresh_seed(), Replayed()
+    plain, recording = adapter_of(folder, None), adapter_of(folder, capture, rows=16)
+    for round in range(2):
+        rows = [churned(adapter, plain, encoder, seed + round) for adapter in (recording, plain)]
+        for one, other in zip(*rows, strict=True):
+            assert_equal(one.result().array(), other.result().array())
+            for recorded, expected in zip(kept(one), kept(other), strict=True):
+                assert recorded.shape == expected.shape
+                assert recorded.dtype == expected.dtype
+    sizes = [name for name in graphs_of(recording)._steps if isinstance(name, Sizes)]
+    assert {name.image for name in sizes} <= {QUANTUM}
+    assert capture.recorded > 0, seed
+    assert graphs_of(recording)._capture is capture, "recording was turned off"
+
+
+def test_pads_change_no_byte(
+    folder: Path, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Latents and step caches are the same whatever the pads hold, and finite."""
+    seed, take = fresh_seed(), PaddedRows.take
+
+    def poisoned(self: PaddedRows, other: Packed) -> None:
+        for name in ("tokens", "text", "cis"):
+            pads = getattr(self, name)[len(getattr(other, name)) :]
+            pads.fill_(torch.nan)
+        take(self, other)
+
+    rows = []
+    for patched in (False, True):
+        if patched:
+            monkeypatch.setattr(PaddedRows, "take", poisoned)
+        adapter = adapter_of(folder, Replayed(), rows=16)
+        rows.append(churned(adapter, adapter_of(folder, None), encoder, seed))
+    for one, other in zip(*rows, strict=True):
+        assert np.isfinite(other.result().array()).all()
+        np.testing.assert_array_equal(one.result().array(), other.result().array())
+        for tensor, expected in zip(kept(one), kept(other), strict=True):
+            assert torch.equal(tensor, expected)
