@@ -241,6 +241,8 @@ class StoredCoded:
     data: FileTensor
     scale: Tensor | None
     groups: FileTensor | None
+    scale_at: FileTensor | None = None
+    """Place of the scales in the file; None: there are none, or some channels were cut out."""
 
     @property
     def nbytes(self) -> int:
@@ -260,6 +262,21 @@ class StoredCoded:
             scale = scale[slice(*cut_at(len(scale), begin, end, of))]
         groups = None if self.groups is None else cut(self.groups)
         return StoredCoded(self.format, cut(self.data), scale, groups)
+
+    @property
+    def whole(self) -> bool:
+        """Whether these are all channels."""
+        return self.data.cut is None and (self.scale is None) == (self.scale_at is None)
+
+    def places(self) -> tuple[FileTensor, ...]:
+        """Return the tensors' places in the file, in its order."""
+        return tuple(t for t in (self.data, self.scale_at, self.groups) if t is not None)
+
+    def there(self, at: Callable[[FileTensor], Tensor]) -> Coded:
+        """Return the tensors as `at` finds them, the scales too."""
+        scale = None if self.scale_at is None else at(self.scale_at)
+        groups = None if self.groups is None else at(self.groups)
+        return Coded(self.format, at(self.data), scale, groups)
 
     def map(
         self,
@@ -367,15 +384,13 @@ def _stored_parts(
 def _stored(spans: dict[str, FileTensor], at: str, format: str) -> StoredCoded | None:
     if f"{at}data" not in spans:
         return None
-    scale = None
-    if f"{at}scale" in spans:
-        span = spans[f"{at}scale"]
-        scale = torch.empty(span.shape, dtype=span.dtype)
-        span.file.read(_bytes(scale), span.offset)
+    scale, scale_at = None, spans.get(f"{at}scale")
+    if scale_at is not None:
+        scale = torch.empty(scale_at.shape, dtype=scale_at.dtype)
+        scale_at.file.read(_bytes(scale), scale_at.offset)
     # Maps' means and variances are as computed beside tensors in any format.
-    return StoredCoded(
-        "model" if scale is None else format, spans[f"{at}data"], scale, spans.get(f"{at}groups")
-    )
+    coded = spans[f"{at}data"], scale, spans.get(f"{at}groups"), scale_at
+    return StoredCoded("model" if scale is None else format, *coded)
 
 
 def _coded_tensors(entry: AnchorEntry) -> list[tuple[str, Coded]]:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from maskserve_engine.cache.entries import PARTS, AnchorEntry, Coded
 from maskserve_engine.cache.entry_file import FileTensor, OpenFile, StoredCoded
-from maskserve_engine.cache.registered import Registrar
+from maskserve_engine.cache.registered import Registered, Registrar
 from maskserve_engine.cache.reserve import ALIGN, Block
 
 
@@ -86,25 +86,39 @@ Travelling = tuple[Coded, ...] | tuple[StoredCoded, ...]
 
 
 @dataclass(slots=True)
-class Arrival:
-    """A part on the device, or a queued copy of it. One stream, the model's, reads it."""
+class Copying:
+    """A copy to the device, of one or more parts. One stream, the model's, reads them."""
 
-    parts: tuple[Coded, ...]
-    event: torch.cuda.Event | None = None
-    """Event behind the copy; None: no wait is needed, or the reading stream has waited."""
+    event: torch.cuda.Event | None
+    """Event behind the copy; None: the reading stream has waited."""
+    memory: tuple[Tensor, ...]
 
-    def ready(self) -> bool:
-        return self.event is None or self.event.query()
-
-    def get(self) -> tuple[Coded, ...]:
-        """Return the part, for later work of the current stream."""
+    def wait(self) -> None:
+        """Let later work of the current stream come after the copy."""
         if self.event is not None:
             stream = torch.cuda.current_stream()
             stream.wait_event(self.event)
-            for coded in self.parts:
-                for tensor in coded.tensors():
-                    tensor.record_stream(stream)  # else its memory could be given away too early
-            self.event = None  # later work of that stream comes after the copy
+            for tensor in self.memory:
+                tensor.record_stream(stream)  # else it could be given away too early
+            self.event = None
+
+
+@dataclass(slots=True)
+class Arrival:
+    """A part on the device, or a queued copy of it."""
+
+    parts: tuple[Coded, ...]
+    copying: Copying | None = None
+    """The copy; None: no wait is needed."""
+
+    def ready(self) -> bool:
+        event = None if self.copying is None else self.copying.event
+        return event is None or event.query()
+
+    def get(self) -> tuple[Coded, ...]:
+        """Return the part, for later work of the current stream."""
+        if self.copying is not None:
+            self.copying.wait()
         return self.parts
 
 
@@ -129,6 +143,20 @@ class Mover(Protocol):
         self, parts: Travelling, ids: NDArray[np.int64] | None, room: Block | None = None
     ) -> Arrival:
         """Move the tokens `ids` (None: all) of some tensors to the device, into `room` if given."""
+        ...
+
+    def reads_whole(self, entry: LoadSource, selection: Selection) -> bool:
+        """Whether all tokens of an entry arrive sooner than those of a selection, so that rows
+        select theirs where they lie.
+        """
+        ...
+
+    def joins(self, part: Travelling, following: Travelling) -> bool:
+        """Whether a part can travel in one copy with the part before it, all tokens of both."""
+        ...
+
+    def copy_run(self, run: Sequence[Travelling], room: Block | None = None) -> list[Arrival]:
+        """Move parts that join (`joins`), in one copy."""
         ...
 
     def close(self) -> None:
@@ -159,6 +187,15 @@ class HostMover:
     ) -> Arrival:
         take = partial(gathered, ids=ids)
         return Arrival(tuple([coded.map(take) for coded in parts]))
+
+    def reads_whole(self, entry: LoadSource, selection: Selection) -> bool:
+        return False
+
+    def joins(self, part: Travelling, following: Travelling) -> bool:
+        return False
+
+    def copy_run(self, run: Sequence[Travelling], room: Block | None = None) -> list[Arrival]:
+        return [self.move(parts, None, room) for parts in run]
 
 
 def gathered(
@@ -215,10 +252,11 @@ class CudaMover:
     """Moves entries to a CUDA device in two ways, on a stream of its own; the host does not wait.
 
         gathered   file, or memory ─► tokens in a ring of pinned buffers ═► device
-        direct     file that is registered ═► whole tensor on the device ─► tokens of it
+        direct     file that is registered ═► whole tensors on the device, many in one copy
 
     The first way moves fewer bytes, at the rate of one core; the second moves more, at the rate of
-    the link. `rates` decides. A buffer is reused once its copy is done. At most `_MOST_COPIES`
+    the link. `rates` decides, of whole entries (`reads_whole`) or, where a rank reads some heads,
+    of single tensors, whose tokens the device then gathers. A buffer is reused once its copy is done. At most `_MOST_COPIES`
     direct copies are under way, so that urgent parts never wait long and the seconds of a move
     measure its way.
 
@@ -281,6 +319,9 @@ class CudaMover:
     def move(
         self, parts: Travelling, ids: NDArray[np.int64] | None, room: Block | None = None
     ) -> Arrival:
+        if ids is None and self.rates.direct > self.rates.gathered and _place_of(parts):
+            [arrival] = self.copy_run([parts], room)
+            return arrival
         with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
             arrived = tuple(
                 coded.map(
@@ -290,7 +331,68 @@ class CudaMover:
             )
             event = torch.cuda.Event()
             event.record(self.stream)
-        return Arrival(arrived, event)
+        tensors = tuple(tensor for coded in arrived for tensor in coded.tensors())
+        return Arrival(arrived, Copying(event, tensors))
+
+    def reads_whole(self, entry: LoadSource, selection: Selection) -> bool:
+        if selection.heads is not None:
+            return False
+        whole = selected = 0
+        for number, block in enumerate(entry.blocks):
+            tokens = len(selection.of(number))
+            for part in PARTS:
+                for coded in block.part(part):
+                    if not isinstance(coded, StoredCoded) or _registered(coded.data) is None:
+                        return False
+                    whole += coded.nbytes
+                    selected += coded.nbytes_of(tokens)
+        return whole * self.rates.gathered < selected * self.rates.direct
+
+    def joins(self, part: Travelling, following: Travelling) -> bool:
+        begin, middle = _place_of(part), _place_of(following)
+        return begin is not None and middle is not None and begin.stop == middle.start
+
+    def copy_run(self, run: Sequence[Travelling], room: Block | None = None) -> list[Arrival]:
+        first, last = _place_of(run[0]), _place_of(run[-1])
+        assert first is not None
+        assert last is not None
+        source = run[0][0]
+        assert isinstance(source, StoredCoded)
+        registered = _registered(source.data)
+        assert registered is not None
+        file, memory = registered
+        nbytes = last.stop - first.start
+        self._wait_for_copies()
+        with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+            if room is None:
+                arrived = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            else:
+                arrived = room.empty((nbytes,), torch.uint8)
+            arrived.copy_(memory[first.start : last.stop], non_blocking=True)
+            event = self._copied(file)
+
+        def there(tensor: FileTensor) -> Tensor:
+            begin = tensor.offset - first.start
+            return arrived[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
+        copying = Copying(event, (arrived,))
+        arrivals = []
+        for parts in run:
+            coded = [one.there(there) for one in parts if isinstance(one, StoredCoded)]
+            arrivals.append(Arrival(tuple(coded), copying))
+        return arrivals
+
+    def _wait_for_copies(self) -> None:
+        while len(self._copies) >= _MOST_COPIES:
+            self._copies.popleft().synchronize()
+
+    def _copied(self, file: Registered) -> torch.cuda.Event:
+        """Return an event behind a copy from the file, which ends no sooner."""
+        event = torch.cuda.Event()
+        event.record(self.stream)
+        file.copied(event)
+        self._copies.append(event)
+        return event
 
     def _travel(
         self, source: Tensor | FileTensor, ids: NDArray[np.int64] | None, room: Block | None
@@ -328,22 +430,18 @@ class CudaMover:
     def _direct(self, source: FileTensor, ids: NDArray[np.int64] | None, arrived: Tensor) -> bool:
         """Let the device read the whole tensor from the file, if that is faster."""
         whole, first = source.cut or (source, 0)
-        file = whole.file.registered
-        memory = None if file is None else file.memory
+        registered = _registered(whole)
         sooner = whole.nbytes * self.rates.gathered < arrived.nbytes * self.rates.direct
-        if file is None or memory is None or not sooner:
+        if registered is None or not sooner:
             return False
+        file, memory = registered
         device_ids = None if ids is None else self._on_device(ids)
-        while len(self._copies) >= _MOST_COPIES:
-            self._copies.popleft().synchronize()
+        self._wait_for_copies()
         out = arrived.flatten().view(torch.uint8)
         plain = device_ids is None and source.cut is None
         to = out if plain else torch.empty(whole.nbytes, dtype=torch.uint8, device=self.device)
         to.copy_(memory[whole.offset : whole.offset + whole.nbytes], non_blocking=True)
-        event = torch.cuda.Event()
-        event.record(self.stream)
-        file.copied(event)
-        self._copies.append(event)
+        self._copied(file)
         if not plain:
             tokens, out = to.view(len(whole), -1), out.view(len(arrived), -1)
             tokens = tokens[:, first : first + out.shape[1]]
@@ -363,6 +461,29 @@ class CudaMover:
         return device_ids
 
 
+def _registered(tensor: FileTensor) -> tuple[Registered, Tensor] | None:
+    """Return the memory of the tensor's file if the device reads it by itself."""
+    file = tensor.file.registered
+    memory = None if file is None else file.memory
+    return None if file is None or memory is None else (file, memory)
+
+
+def _place_of(part: Travelling) -> slice | None:
+    """Return the bytes of a registered file that are a part, all of them and nothing else; None: it
+    does not lie so, or a copy of it would not be aligned.
+    """
+    places: list[FileTensor] = []
+    for coded in part:
+        if not isinstance(coded, StoredCoded) or not coded.whole:
+            return None
+        places += coded.places()
+    begins = [place.offset for place in places]
+    ends = [place.offset + place.nbytes for place in places]
+    if begins[1:] != ends[:-1] or any(at % _ALIGNED for at in (*begins, ends[-1])):
+        return None
+    return None if _registered(places[0]) is None else slice(begins[0], ends[-1])
+
+
 def _widest(x: Tensor) -> Tensor:
     """Return [tokens, bytes] as the widest integers that divide each row: a device gathers number
     by number.
@@ -380,6 +501,12 @@ Part = tuple[int, str]
 
 _LOOK_S = 0.2
 """Seconds between two checks that the loader's thread is alive."""
+_ALIGNED = 16
+"""Bytes at whose multiples tensors of one copy begin, for the kernels that read them."""
+_RUNS = 4
+"""Copies in which an entry travels whose parts join: each asks for two calls of the host, and a
+step that waits for the entry begins with the first.
+"""
 _MOST_COPIES = 2
 """Most direct copies under way at once: while one travels, the next is queued."""
 _IDS = 8
@@ -577,22 +704,44 @@ class Loader:
                     self._changed.wait()
                 if self._closed:
                     return
-                *_, load, want = heapq.heappop(self._tasks)
+                step, *_, load, want = heapq.heappop(self._tasks)
+                wants = self._run_of(load, want, step)
                 self._moving = load
-            if want not in load.arrived and load.lost is None:
-                self._move(load, want)
+            if wants and load.lost is None:
+                self._move(load, wants)
             self._moving = None
             del load  # its memory is another's once nobody reads it
 
-    def _move(self, load: Load, part: Part) -> None:
-        parts = load.parts(*part)
+    def _run_of(self, load: Load, want: Part, step: int) -> list[Part]:
+        """Return the parts that travel with `want` in one copy: those that the step reads next and
+        that join it, up to a share of the entry. Empty: it has arrived.
+        """
+        if want in load.arrived:
+            return []
+        run, blocks = [want], load.entry.blocks
+        most = -(-int(np.isfinite(load.sizes).sum()) // _RUNS)
+        while len(run) < most and load.selection is None and self._tasks:
+            next_step, *_, next_load, following = self._tasks[0]
+            if next_load is not load or next_step != step or following in load.arrived:
+                break
+            tensors = (blocks[block].part(part) for block, part in (run[-1], following))
+            if not self.mover.joins(*tensors):
+                break
+            heapq.heappop(self._tasks)
+            run.append(following)
+        return run
+
+    def _move(self, load: Load, wants: Sequence[Part]) -> None:
         begin = time.perf_counter()
-        ids = None if load.selection is None else load.selection.of(part[0])
         try:
-            if load.memory is None:
-                arrival = self.mover.move(parts, ids)
+            if len(wants) > 1:
+                parts = [load.parts(*want) for want in wants]
+                arrivals = self.mover.copy_run(parts, load.memory)
             else:
-                arrival = self.mover.move(parts, ids, load.memory)
+                [(block, part)] = wants
+                ids = None if load.selection is None else load.selection.of(block)
+                room = () if load.memory is None else (load.memory,)
+                arrivals = [self.mover.move(load.parts(block, part), ids, *room)]
         except Exception as error:  # a device or a file may raise anything: readers get it
             with self._changed:
                 load.lost = error
@@ -600,7 +749,9 @@ class Loader:
             return
         with self._changed:
             if load.lost is None:
-                size = float(load.missing[part[0], PARTS.index(part[1])])
-                load.arrive(part, arrival)
+                size = 0.0
+                for want, arrival in zip(wants, arrivals, strict=True):
+                    size += float(load.missing[want[0], PARTS.index(want[1])])
+                    load.arrive(want, arrival)
                 self._moves.append((load.tier, size, time.perf_counter() - begin))
             self._changed.notify_all()

@@ -186,11 +186,29 @@ class Store:
             anchor: anchor of the entry.
             selection: tokens of the row.
             source: the entry, which the row keeps.
-            whole: whether to move all tokens, once for all rows that ask so.
+            whole: whether to move all tokens, once for all rows that ask so. They are moved too if
+                they arrive sooner and there is room.
             force: whether to read the entry even if there is no room.
         """
         self.memory.touch(key)
         self.lower.touch(key)
+        if not whole and self.loader.mover.reads_whole(source.entry, selection):
+            handle = self._handle(key, anchor, selection, source, whole=True, force=False)
+            if handle is not None:
+                return handle
+        return self._handle(key, anchor, selection, source, whole=whole, force=force)
+
+    def _handle(
+        self,
+        key: str,
+        anchor: Anchor,
+        selection: Selection,
+        source: EntrySource,
+        *,
+        whole: bool,
+        force: bool,
+    ) -> Handle | None:
+        """See `request`."""
         name = (key, anchor, b"" if whole else selection.digest)
         shared = self._shared.get(name)
         if shared is None:

@@ -20,7 +20,7 @@ from maskserve_benchmarks.steps.unet_rig import UNETS, UnetBench, build_unet
 from maskserve_common.observations import Observations
 from maskserve_engine.base.device_clock import Span, mark
 from maskserve_engine.batch.skipping import FirstBlockCache
-from maskserve_engine.cache.loader import Arrival
+from maskserve_engine.cache.loader import Copying
 from maskserve_engine.cache.reader import EntryReader
 from maskserve_engine.families.flux.adapter import FluxAdapter
 from maskserve_engine.families.registry import load_adapter, load_encoder
@@ -386,7 +386,8 @@ def test_what_a_step_took_is_known_without_waiting_for_it() -> None:
         handle._loader.mover.device = DEVICE
         late = torch.cuda.Event()
         late.record()
-        handle.load.arrived[0, "kv"] = Arrival(handle.load.arrived[0, "kv"].parts, late)
+        arrived = handle.load.arrived[0, "kv"]
+        arrived.copying = Copying(late, ())
         parts: Any = SimpleNamespace(
             device=DEVICE,
             blocks=2,
