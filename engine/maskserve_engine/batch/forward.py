@@ -525,6 +525,8 @@ def _exchange(index: int, kv: tuple[Tensor, Tensor], packed: Packed) -> None:
     """Let captures read a block's computed keys and values, and place the cached ones: of the rows
     that a padded step is run for, wherever they lie.
     """
+    if packed.padded:
+        return  # no rows: its kernels are being chosen
     narrow = packed.layout.narrow
     if packed.primes:
         begins = [begin for begin, _ in narrow.all_keys.k_spans]

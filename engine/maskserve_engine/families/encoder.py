@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -16,6 +16,7 @@ from torch import Tensor
 from maskserve_common.config import Config
 from maskserve_engine.adapters.fuse import fused
 from maskserve_engine.base.job import Conditioning
+from maskserve_engine.batch.graphs import AtOnce, Graphs
 from maskserve_engine.cache.priming_prompt import PRIMING_PROMPT
 from maskserve_engine.spec.model_spec import ModelSpec
 from maskserve_engine.stages.cpu_threads import limit_threads
@@ -40,11 +41,39 @@ RIM = 1
 
 
 @dataclass(frozen=True, slots=True)
+class _TextCall:
+    """A call of a text encoder that may be recorded (`graphs.BatchStep`)."""
+
+    model: Any
+    packed: Tensor
+    """[prompts, length] token ids."""
+
+    @property
+    def shapes(self) -> Hashable:
+        return tuple(self.packed.shape)
+
+    def copied(self) -> _TextCall:
+        return _TextCall(self.model, self.packed.clone())
+
+    def take(self, other: _TextCall, *, anew: bool) -> None:
+        self.packed.copy_(other.packed)
+
+    def run(self, asking: AtOnce) -> Tensor:
+        states: Tensor = self.model(self.packed).last_hidden_state
+        return states
+
+    def answer_of(self, recorded: Tensor) -> Tensor:
+        return recorded.clone()
+
+
+@dataclass(frozen=True, slots=True)
 class TextEncoder:
     tokenizer: Any
     model: Any
     length: int
     """Tokens of a prompt: shorter prompts are padded, longer ones cut, as in diffusers."""
+    graphs: Graphs | None = None
+    """Records `states`, one graph for each number of prompts; None: nothing is recorded."""
 
     @classmethod
     def load(
@@ -78,16 +107,29 @@ class TextEncoder:
         return cls(words, encoder, length or words.model_max_length)
 
     def __call__(self, prompts: Sequence[str], *, hidden_states: bool = False) -> Any:
-        ids = self.tokenizer(
+        return self.model(self._ids(prompts), output_hidden_states=hidden_states)
+
+    def states(self, prompts: Sequence[str]) -> Tensor:
+        """Return [prompts, length, width] of the last layer."""
+        call = _TextCall(self.model, self._ids(prompts))
+        return call.run(AtOnce()) if self.graphs is None else self.graphs.answer(call)
+
+    def recorded(self) -> Self:
+        """Return the encoder with calls of `states` recorded on a CUDA device that holds its
+        weights.
+        """
+        return replace(self, graphs=Graphs.on(self.model.device, self.model.dtype))
+
+    def _ids(self, prompts: Sequence[str]) -> Tensor:
+        ids: Tensor = self.tokenizer(
             list(prompts),
             padding="max_length",
             max_length=self.length,
             truncation=True,
             return_tensors="pt",
         ).input_ids
-        if self.model.device.type != "meta":  # with `meta` weights hooks move the input
-            ids = ids.to(self.model.device)
-        return self.model(ids, output_hidden_states=hidden_states)
+        # With `meta` weights hooks move the input.
+        return ids if self.model.device.type == "meta" else ids.to(self.model.device)
 
     def read_of(self, prompt: str) -> TokensRead:
         whole = len(self.tokenizer(prompt, verbose=False).input_ids)

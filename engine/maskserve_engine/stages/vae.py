@@ -29,8 +29,8 @@ def load_vae(config: Config, spec: ModelSpec) -> Any:
     vae = load_part(config, "vae", getattr(diffusers, spec.latents.vae))
     if in_tiles(config, spec):
         vae.enable_tiling()
-    if vae.device.type == "cpu" and not spec.latents.frames:
-        vae.to(memory_format=torch.channels_last)  # as oneDNN's convolutions take their maps
+    if not spec.latents.frames:
+        vae.to(memory_format=torch.channels_last)  # as oneDNN and tensor cores take their maps
     return vae
 
 

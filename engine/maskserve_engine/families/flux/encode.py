@@ -35,7 +35,7 @@ class FluxEncoder(Encoder):
             TextEncoder.load(config, CLIPTextModel),
             TextEncoder.load(
                 config, T5EncoderModel, "_2", config.model.max_sequence_length, load=load_t5
-            ),
+            ).recorded(),
         )
 
     @property
@@ -45,7 +45,7 @@ class FluxEncoder(Encoder):
     def encode_prompts(self, prompts: Sequence[str]) -> list[Conditioning]:
         """Return `prompt_embeds` [T, width] and `pooled` [width] of each prompt."""
         with torch.inference_mode():
-            states = to_numpy(self.t5(prompts).last_hidden_state)
+            states = to_numpy(self.t5.states(prompts))
             pooled = to_numpy(self.clip(prompts).pooler_output)
         return [
             {"prompt_embeds": states[i].copy(), "pooled": pooled[i].copy()}
