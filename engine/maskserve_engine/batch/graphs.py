@@ -27,10 +27,12 @@ from torch import Tensor
 
 from maskserve_engine.layers.attention import missing_varlen
 
-MOST_RECORDED = 16
+MOST_RECORDED = 64
 """Number of recorded steps that are kept; the least recently used one goes first."""
 _TOLERANCE = 0.02
 """Largest accepted difference of a recorded step, as a share of the largest absolute answer."""
+_INPUTS, _ALIGN = 2**26, 256
+"""Bytes of inputs for which memory is taken at first, and at whose multiples tensors begin."""
 _log = logging.getLogger(__name__)
 P = TypeVar("P")
 
@@ -76,8 +78,13 @@ class BatchStep(Protocol):
         """Key of all tensor shapes and kernel choices; None: the step cannot be recorded."""
         ...
 
-    def copied(self) -> Self:
-        """Return the same step on copied tensors, without entries."""
+    @property
+    def common(self) -> bool:
+        """Whether other steps will have these shapes, so that the first is recorded at once."""
+        ...
+
+    def copied(self, inputs: Inputs) -> Self:
+        """Return the same step on copied tensors, which may lie in `inputs`, without entries."""
         ...
 
     def take(self, other: Self, *, anew: bool) -> None:
@@ -126,6 +133,29 @@ class CudaCapture:
         return graph
 
 
+class Inputs:
+    """Memory that recorded steps share for their inputs: one step runs at a time, and copies them
+    first.
+    """
+
+    def __init__(self) -> None:
+        self._memory: Tensor | None = None
+        self.used = 0
+        """Bytes that hold inputs of the step that is being copied."""
+
+    def empty(self, like: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Allocate the step's next input, uninitialised, of the dtype and device of `like`."""
+        nbytes, begin = prod(shape) * like.element_size(), -(-self.used // _ALIGN) * _ALIGN
+        self.used = begin + nbytes
+        if self._memory is None or len(self._memory) < self.used:
+            # Steps recorded before keep the memory that was enough for them.
+            self._memory = like.new_empty(max(_INPUTS, 2 * self.used), dtype=torch.uint8)
+        return self._memory[begin : self.used].view(like.dtype).view(shape)
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        return self.empty(tensor, tuple(tensor.shape)).copy_(tensor)
+
+
 class _Buffers:
     """Buffers written between pieces. All recorded steps share them, since they run one after
     another.
@@ -168,11 +198,23 @@ class _Recording(AtOnce):
         return self._buffers[name]
 
 
+class _Memory:
+    """Memory of all recorded steps, and the one whose inputs it holds."""
+
+    def __init__(self) -> None:
+        self.buffers, self.inputs = _Buffers(), Inputs()
+        self.holds: RecordedStep | None = None
+
+
 class RecordedStep:
-    def __init__(self, capture: GraphCapture, buffers: _Buffers, step: BatchStep) -> None:
-        self._step: BatchStep = step.copied()
+    def __init__(self, capture: GraphCapture, memory: _Memory, step: BatchStep) -> None:
+        self._memory, memory.inputs.used = memory, 0
+        self._step: BatchStep = step.copied(memory.inputs)
+        self._shares = memory.inputs.used > 0
         self._of = weakref.ref(step.packed)
-        recording = _Recording(capture, buffers)
+        if self._shares:
+            memory.holds = self
+        recording = _Recording(capture, memory.buffers)
         with capture.session():
             capture.begin()
             try:
@@ -188,8 +230,11 @@ class RecordedStep:
         Raises:
             EntryLost: an entry's load failed; the next step is not affected.
         """
-        self._step.take(step, anew=self._of() is not step.packed)
+        held = not self._shares or self._memory.holds is self
+        self._step.take(step, anew=not held or self._of() is not step.packed)
         self._of = weakref.ref(step.packed)
+        if self._shares:
+            self._memory.holds = self
         for piece, action in zip(self._pieces, self._actions, strict=False):
             piece.replay()
             action(step.packed)
@@ -205,14 +250,14 @@ class Graphs:
         rows: number of dense rows whose tokens the longest has, for steps whose rows are packed.
     """
 
-    def __init__(self, capture: GraphCapture, rows: int = 1) -> None:
+    def __init__(self, capture: GraphCapture, rows: float = 1) -> None:
         self.rows = rows
         self._capture: GraphCapture | None = capture
-        self._buffers = _Buffers()
+        self._memory = _Memory()
         self._steps: OrderedDict[Hashable, RecordedStep | None] = OrderedDict()
 
     @classmethod
-    def on(cls, device: torch.device, dtype: torch.dtype, rows: int = 1) -> Graphs | None:
+    def on(cls, device: torch.device, dtype: torch.dtype, rows: float = 1) -> Graphs | None:
         """Return graphs for a CUDA device; None elsewhere, or where attention needs the host for
         every row.
         """
@@ -222,7 +267,7 @@ class Graphs:
 
     def answer(self, step: BatchStep) -> Tensor:
         """Return the model's answer. The first step of a shape runs unrecorded, which also
-        initialises its kernels; the second is recorded.
+        initialises its kernels; the second is recorded, or the first if the shape is common.
         """
         name = None if self._capture is None else step.shapes
         if name is None:
@@ -232,12 +277,13 @@ class Graphs:
             self._steps.move_to_end(name)
             return recorded.take(step)
         answer = step.run(AtOnce())
-        if name in self._steps:
-            self._record(name, answer, step)
-        else:
+        is_first = name not in self._steps
+        if is_first:
             self._steps[name] = None
             while len(self._steps) > MOST_RECORDED:
                 self._steps.popitem(last=False)
+        if step.common or not is_first:
+            self._record(name, answer, step)
         return answer
 
     def _record(self, name: Hashable, answer: Tensor, step: BatchStep) -> None:
@@ -246,7 +292,7 @@ class Graphs:
         """
         assert self._capture is not None
         try:
-            recorded = RecordedStep(self._capture, self._buffers, step)
+            recorded = RecordedStep(self._capture, self._memory, step)
             if self._capture.checks:
                 max_difference = (recorded.take(step) - answer).abs().max()
                 if not max_difference <= _TOLERANCE * answer.abs().max():
@@ -256,8 +302,9 @@ class Graphs:
             self._capture = None
             self._steps.clear()
             return
-        if self._buffers.grown:  # they are recorded again, and the smaller buffers freed
+        buffers = self._memory.buffers
+        if buffers.grown:  # they are recorded again, and the smaller ones freed
             self._steps = OrderedDict.fromkeys(self._steps)
-            self._buffers.grown = False
+            buffers.grown = False
         self._steps[name] = recorded
         self._steps.move_to_end(name)

@@ -692,16 +692,12 @@ class Packed:
         narrow = self.layout.narrow
         return narrow.text, narrow.image, narrow.cached, narrow.slots.spans
 
-    def copied(self) -> Packed:
+    def copied(self, clone: Callable[[Tensor], Tensor]) -> Packed:
         """Return the same rows on copied tensors, without entries."""
         packed = copy(self)
         packed.cached, packed.placed_kv = (None,) * len(self.cached), PlacedKV()
-        packed.tokens, packed.text, packed.cis = (
-            self.tokens.clone(),
-            self.text.clone(),
-            self.cis.clone(),
-        )
-        packed.cached_cis = None if self.cached_cis is None else self.cached_cis.clone()
+        packed.tokens, packed.text, packed.cis = map(clone, (self.tokens, self.text, self.cis))
+        packed.cached_cis = None if self.cached_cis is None else clone(self.cached_cis)
         vars(packed).pop("wide_cis", None)  # made of the tensors before the copy
         return packed
 

@@ -22,12 +22,13 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
+from maskserve_engine.batch.graphs import Inputs
 from maskserve_engine.batch.packing import Packed, Packing, PlacedKV, Stream, pack
 from maskserve_engine.batch.transfer import copy_tensors, mapped, moved
 from maskserve_engine.layers.scatter_kv import slots_of
 
 QUANTUM = 256
-"""Lengths of streams and keys are multiples of so many tokens."""
+"""Streams and keys have a multiple of so many tokens."""
 
 
 class Sizes(NamedTuple):
@@ -45,7 +46,9 @@ class Sizes(NamedTuple):
 
 
 def padded(count: int) -> int:
-    return -(-count // QUANTUM) * QUANTUM
+    """Return the next of few lengths, at most an eighth longer where that is over QUANTUM."""
+    step = min(max(QUANTUM, 1 << max(0, (count - 1).bit_length() - 3)), 4 * QUANTUM)
+    return -(-count // step) * step
 
 
 def sizes_of(packed: Packed) -> Sizes | None:
@@ -68,20 +71,24 @@ class PaddedRows(Packed):
     sizes: Sizes
 
     @classmethod
-    def of(cls, packed: Packed, sizes: Sizes) -> Self:
+    def of(cls, packed: Packed, sizes: Sizes, inputs: Inputs) -> Self:
+        """Return the tensors, in the memory of `inputs`, with these rows."""
+
+        def empty(like: Tensor, count: int) -> Tensor:
+            return inputs.empty(like, (count, *like.shape[1:]))
+
         rows = cls.__new__(cls)
         vars(rows).update(vars(packed))
         vars(rows).pop("wide_cis", None)  # made of the tensors before
         rows.rows, rows.cached = (), (None,) * len(packed.cached)
         rows.captures, rows.primes = (None,) * len(packed.captures), False
         rows.sizes, rows.placed_kv = sizes, PlacedKV()
-        rows.tokens = packed.tokens.new_zeros(sizes.image, *packed.tokens.shape[1:])
+        rows.tokens, rows.text = empty(packed.tokens, sizes.image), empty(packed.text, sizes.text)
+        rows.cis = empty(packed.cis, sizes.text + sizes.image)
         rows.tokens[: len(packed.tokens)] = packed.tokens
-        rows.text = packed.text.new_zeros(sizes.text, *packed.text.shape[1:])
-        rows.cis = packed.cis.new_zeros(sizes.text + sizes.image, *packed.cis.shape[1:])
         rows.cached_cis = packed.cis[:0]  # no padded step projects cached tokens
         rows.layout = replace(
-            packed.layout, narrow=mapped(_padded(packed.layout.narrow, sizes), Tensor.clone)
+            packed.layout, narrow=mapped(_padded(packed.layout.narrow, sizes), inputs.copy)
         )
         rows.take(packed)
         return rows

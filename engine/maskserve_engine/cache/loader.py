@@ -256,9 +256,9 @@ class CudaMover:
 
     The first way moves fewer bytes, at the rate of one core; the second moves more, at the rate of
     the link. `rates` decides, of whole entries (`reads_whole`) or, where a rank reads some heads,
-    of single tensors, whose tokens the device then gathers. A buffer is reused once its copy is done. At most `_MOST_COPIES`
-    direct copies are under way, so that urgent parts never wait long and the seconds of a move
-    measure its way.
+    of single tensors, whose tokens the device then gathers. A buffer is reused once its copy is
+    done. At most `_MOST_COPIES` direct copies are under way, so that urgent parts never wait long
+    and the seconds of a move measure its way.
 
     Args:
         buffer_bytes: size of one pinned buffer.

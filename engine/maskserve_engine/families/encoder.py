@@ -16,7 +16,7 @@ from torch import Tensor
 from maskserve_common.config import Config
 from maskserve_engine.adapters.fuse import fused
 from maskserve_engine.base.job import Conditioning
-from maskserve_engine.batch.graphs import AtOnce, Graphs
+from maskserve_engine.batch.graphs import AtOnce, Graphs, Inputs
 from maskserve_engine.cache.priming_prompt import PRIMING_PROMPT
 from maskserve_engine.spec.model_spec import ModelSpec
 from maskserve_engine.stages.cpu_threads import limit_threads
@@ -52,7 +52,11 @@ class _TextCall:
     def shapes(self) -> Hashable:
         return tuple(self.packed.shape)
 
-    def copied(self) -> _TextCall:
+    @property
+    def common(self) -> bool:
+        return True
+
+    def copied(self, inputs: Inputs) -> _TextCall:
         return _TextCall(self.model, self.packed.clone())
 
     def take(self, other: _TextCall, *, anew: bool) -> None:

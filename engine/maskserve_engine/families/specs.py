@@ -93,7 +93,7 @@ def check_widths(config: Config, spec: ModelSpec) -> None:
         )
 
 
-def recorded_rows(spec: ModelSpec, config: Config) -> int:
+def recorded_rows(spec: ModelSpec, config: Config) -> float:
     """Return the number of dense rows whose tokens fit in a recorded step on GPUs; 0: steps are not
     recorded.
     """

@@ -129,7 +129,7 @@ def step_bytes(config: Config, adapter: Adapter) -> int:
     return int(sum(values) + rows * still_values(work)) * dtype_of(config).itemsize
 
 
-def _recorded(config: Config, spec: ModelSpec) -> int:
+def _recorded(config: Config, spec: ModelSpec) -> float:
     """Return the most dense rows of a step that is recorded as a CUDA graph."""
     return recorded_rows(spec, config) if device_of(config).type != "cpu" else 0
 
@@ -269,7 +269,7 @@ def _reference_bytes(config: Config, spec: ModelSpec, works: Iterable[ModelWork]
     return _passes(spec) * config.engine.max_rows * net_bytes
 
 
-def peak_values(work: ModelWork, passes: int, text: int) -> int:
+def peak_values(work: ModelWork, passes: float, text: int) -> int:
     """Numbers that a dense step of so many passes holds at once, but for `still_values`."""
     return int(passes * (work.peak_row + text * work.peak_text) + work.peak_once)
 

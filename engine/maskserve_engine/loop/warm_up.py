@@ -145,7 +145,9 @@ def _refresh_steps(
     rule = refresh_rule(config, adapter.spec, device_of(config).type)
     sigmas = [sigma for sigma, _ in adapter.sigmas(jobs[0])]
     schedule = RefreshSchedule.of(adapter.spec, rule, 1, sigmas)
-    schedule = replace(schedule, anchors=frozenset(step for step in _REFRESHES if step < len(sigmas)))
+    schedule = replace(
+        schedule, anchors=frozenset(step for step in _REFRESHES if step < len(sigmas))
+    )
     rows = [adapter.anchored_row(job, schedule) for job in jobs]
     readers = [StepCacheReader(row, adapter.entry_blocks) for row in rows]
     for step in range(min(len(sigmas), max(_REFRESHES) + 2)):

@@ -35,6 +35,7 @@ from maskserve_engine.cache.memory_tier import MemoryTier
 from maskserve_engine.cache.registered import Registrar
 from maskserve_engine.cache.store import Handle, Store
 from maskserve_engine.cache.tier import Note
+from maskserve_engine.families.flux.spec import RECORDED_ROWS
 from maskserve_engine.families.specs import load_spec
 from maskserve_engine.fitting.entry_store import open_reserve
 from maskserve_engine.layers.attention import bucket, missing_varlen, segments, varlen
@@ -60,7 +61,7 @@ def as_served(bench: Bench) -> Any:
     """The bench's weights as a worker has them. Where CUDA graphs exist, rows with
     `FlowRow.recorded` are recorded.
     """
-    graphs = Graphs.on(bench.device, bench.dtype)
+    graphs = Graphs.on(bench.device, bench.dtype, RECORDED_ROWS)
     return (
         bench.weights if graphs is None else replace(bench.weights, graphs=graphs, placed_bytes=0)
     )

@@ -7,8 +7,8 @@ steps are recorded; nothing is computed. *First edits* have refresh steps, *hits
     python scripts/bench recorded_steps --json docs/benchmarks/recorded-steps.json
 
 `replayed` is the share of steps that replay a graph, `sizes` the number of recorded steps, `pads`
-the share of computed tokens that are pads, and `GiB` what the recorded steps hold: the activations
-of the longest, keys and values of the largest, and the inputs of all.
+the share of computed tokens that are pads, and `GiB` what the recorded steps hold, which share
+their memory: the activations of the longest, and the largest keys and values and inputs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from maskserve_benchmarks.published_models import FLUX_DEV
 from maskserve_benchmarks.reports import write_json
 from maskserve_common.contracts.reuse_levels import refresh_count
 from maskserve_engine.base.buckets import bucket
-from maskserve_engine.batch.graphs import AtOnce, GraphPiece, Graphs
+from maskserve_engine.batch.graphs import AtOnce, GraphPiece, Graphs, Inputs
 from maskserve_engine.batch.padding import Sizes
 from maskserve_engine.families.flux.spec import FILL, RECORDED_ROWS, REFRESH_STRIDES, flux_work
 from maskserve_engine.fitting.memory import peak_values
@@ -82,7 +82,11 @@ class _Step:
     def __init__(self, shapes: Hashable) -> None:
         self.shapes, self.packed, self.ran = shapes, self, False
 
-    def copied(self) -> _Step:
+    @property
+    def common(self) -> bool:
+        return isinstance(self.shapes, Sizes)
+
+    def copied(self, inputs: Inputs) -> _Step:
         return _Step(self.shapes)
 
     def take(self, other: _Step, *, anew: bool) -> None: ...
@@ -167,8 +171,11 @@ def recorded_bytes(keys: Sequence[Hashable]) -> int:
     activations = max(size.text + size.image for size in sizes) * values
     placed = max(size.keys for size in sizes) * 2 * WIDTH
     vectors = WIDTH * (12 * BLOCKS[0] + 3 * BLOCKS[1] + 2)
-    inputs = sum(
-        size.passes * vectors + size.text * WIDTH + (size.text + size.image) * 256 + size.image * 384
+    inputs = max(
+        size.passes * vectors
+        + size.text * WIDTH
+        + (size.text + size.image) * 256
+        + size.image * 384
         for size in sizes
     )
     return round(2 * (activations + placed + inputs))

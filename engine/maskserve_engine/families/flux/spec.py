@@ -76,7 +76,7 @@ _CONTROLS = {FILL: CONTROL, INPAINT: replace(CONTROL, stride=0.35), REFERENCE: N
 """Where the picture round the mask is noised like the rest, its keys and values change less the
 less noise there is."""
 
-RECORDED_ROWS = 2
+RECORDED_ROWS = 2.4
 """Dense rows whose tokens the longest recorded step has; longer ones keep a device busy."""
 _RECORDED_LAUNCHES_OUTSIDE = 18.0
 _OUT_LAUNCHES = 1.0
@@ -207,7 +207,7 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelSpec:
     )
 
 
-def recorded_rows(config: Config) -> int:
+def recorded_rows(config: Config) -> float:
     """Return the number of dense rows whose tokens fit in a recorded step on GPUs; 0: steps are not
     recorded.
     """

@@ -113,7 +113,7 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
         *,
         placed_bytes: int = 0,
         outside_noise: str = "auto",
-        recorded_rows: int = 0,
+        recorded_rows: float = 0,
         refresh_rule: RefreshRule = REFRESH_RULE,
     ) -> None:
         check_sampler(sampler)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from maskserve_engine.batch.cfg_parallel import PassShare
 from maskserve_engine.batch.forward import Transformer, forward
-from maskserve_engine.batch.graphs import AtOnce, Graphs
+from maskserve_engine.batch.graphs import AtOnce, Graphs, Inputs
 from maskserve_engine.batch.packing import Packed, RowInput
 from maskserve_engine.batch.padding import PaddedRows, Sizes, sizes_of
 from maskserve_engine.batch.sequence_parallel import Exchange, RankShare, forward_shared
@@ -88,12 +88,16 @@ class FlowStep:
         several = len(packed.rows) > 1 or packed.primes
         return sizes_of(packed) if loads and several else None
 
-    def copied(self) -> FlowStep:
-        model, sizes = self.model.copied(), self.sizes
+    @property
+    def common(self) -> bool:
+        return self.sizes is not None
+
+    def copied(self, inputs: Inputs) -> FlowStep:
+        model, sizes = self.model.copied(inputs.copy), self.sizes
         if sizes is None:
-            return FlowStep(model, self.packed.copied(), self.kinds)
+            return FlowStep(model, self.packed.copied(inputs.copy), self.kinds)
         kinds = ("kv",) * model.block_count
-        step = FlowStep(model, PaddedRows.of(self.packed, sizes), kinds)
+        step = FlowStep(model, PaddedRows.of(self.packed, sizes, inputs), kinds)
         step.run(AtOnce())  # kernels of these sizes are chosen before one is recorded
         return step
 

@@ -11,7 +11,7 @@ once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
@@ -280,8 +280,8 @@ class FluxStep:
     def take(self, rows: Sequence[int]) -> Self:
         return type(self)(self.weights.take(rows), self.vectors.take(rows))
 
-    def copied(self) -> Self:
-        return type(self)(self.weights, mapped(self.vectors, Tensor.clone))
+    def copied(self, copy: Callable[[Tensor], Tensor]) -> Self:
+        return type(self)(self.weights, mapped(self.vectors, copy))
 
     def follow(self, other: FluxStep) -> None:
         copy_tensors(self.vectors, other.vectors)

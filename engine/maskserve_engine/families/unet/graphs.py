@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from maskserve_engine.batch.graphs import AtOnce
+from maskserve_engine.batch.graphs import AtOnce, Inputs
 from maskserve_engine.families.unet.forward import PackedPasses, forward
 from maskserve_engine.families.unet.weights import UnetWeights
 
@@ -35,7 +35,11 @@ class UnetStep:
         kinds = tuple(self.kinds) if any(self.packed.rests) else ()
         return self.packed.shapes, tuple(self.sample.shape), kinds
 
-    def copied(self) -> UnetStep:
+    @property
+    def common(self) -> bool:
+        return False
+
+    def copied(self, inputs: Inputs) -> UnetStep:
         tensors = self.packed.copied(), self.sample.clone(), self.timesteps.clone()
         return UnetStep(self.weights, *tensors, self.kinds)
 

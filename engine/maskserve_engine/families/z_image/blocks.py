@@ -8,7 +8,7 @@ They compute what diffusers' ZImageTransformerBlock computes for every row alone
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,8 +91,8 @@ class ZImageStep:
     def take(self, rows: Sequence[int]) -> ZImageStep:
         return ZImageStep(self.weights.take(rows), self.vectors.take(rows))
 
-    def copied(self) -> ZImageStep:
-        return ZImageStep(self.weights, mapped(self.vectors, Tensor.clone))
+    def copied(self, copy: Callable[[Tensor], Tensor]) -> ZImageStep:
+        return ZImageStep(self.weights, mapped(self.vectors, copy))
 
     def follow(self, other: ZImageStep) -> None:
         copy_tensors(self.vectors, other.vectors)

@@ -24,6 +24,7 @@ from maskserve_engine.batch.graphs import MOST_RECORDED, Graphs
 from maskserve_engine.batch.skipping import FirstBlockCache
 from maskserve_engine.families.control import RowControl
 from maskserve_engine.families.flux.encode import FluxEncoder
+from maskserve_engine.families.flux.spec import RECORDED_ROWS
 from maskserve_engine.families.flux.spec import control_work as flux_control_work
 from maskserve_engine.families.registry import load_adapter, load_decoder, load_encoder
 from maskserve_engine.families.unet.spec import control_work as unet_control_work
@@ -321,7 +322,7 @@ def test_recorded_flux_steps_hold_no_more_than_a_rows_beside_the_others() -> Non
 def test_the_table_counts_recorded_flux_steps(
     tiny_fill: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step of one more row, and no room for keys and values that stay in place."""
+    """The rows of the longest besides, and no room for keys and values that stay in place."""
     adapter = load_adapter(config_of(tiny_fill))
     monkeypatch.setattr(memory, "device_of", lambda config: torch.device("cuda", 0))
     monkeypatch.setattr(memory, "_name", str)
@@ -333,7 +334,8 @@ def test_the_table_counts_recorded_flux_steps(
         steps.append(memory_table.step - size.anchor_bytes)
     side = adapter.spec.native_resolution // adapter.spec.vae_scale_factor
     text = adapter.spec.text_tokens(config.model.max_sequence_length)
-    more = memory.peak_values(adapter.work(side, side), 1, text) * adapter.dtype.itemsize
+    values = memory.peak_values(adapter.work(side, side), RECORDED_ROWS, text)
+    more = values * adapter.dtype.itemsize
     assert steps[1] == steps[0] - config.cache.placed_on("cuda") + more
 
 
