@@ -46,8 +46,8 @@ class Sizes(NamedTuple):
 
 
 def padded(count: int) -> int:
-    """Return the next of few lengths, at most an eighth longer where that is over QUANTUM."""
-    step = min(max(QUANTUM, 1 << max(0, (count - 1).bit_length() - 3)), 4 * QUANTUM)
+    """Return the next of few lengths, which lie twice as far apart where pads weigh less."""
+    step = QUANTUM if count <= 8 * QUANTUM else 2 * QUANTUM
     return -(-count // step) * step
 
 

@@ -36,10 +36,11 @@ def warm_up(
     """Take a dense step and, if templates are cached, a priming step and a cached one.
 
     A GPU chooses and compiles kernels by shape, so there it takes dense and cached steps with 1, 2,
-    4, … and `max_rows` rows, and the first steps of edits with refresh steps. No results are kept.
+    4, … and `max_rows` rows, and the first steps of edits with refresh steps. The longest steps go
+    first, so that recorded ones share their memory. No results are kept.
     """
-    counts = row_counts(config)
-    jobs = [_blank_job(config, adapter, number) for number in range(counts[-1])]
+    counts = row_counts(config)[::-1]
+    jobs = [_blank_job(config, adapter, number) for number in range(counts[0])]
     for count in counts:
         adapter.step([adapter.dense_row(job) for job in jobs[:count]], None)
     _, height, width = jobs[0].moments.shape

@@ -39,7 +39,7 @@ from maskserve_engine.planning.refresh_steps import lookahead_steps_of, refresh_
 IMAGE, TEXT, GRID, RING = 4096, 512, 64, 2
 """Tokens of a picture and of a prompt, tokens of a side, and the cached ring's width."""
 WIDTH, BLOCKS = 3072, (19, 38)
-"""Of FLUX.1: width, and numbers of double and single blocks."""
+"""FLUX.1's width, and its numbers of double and single blocks."""
 EDITS = 400
 CASES = ((1, 28), (4, 28), (4, 8), (8, 28), (8, 8))
 """Clients, and steps of their edits."""
@@ -136,11 +136,11 @@ def simulate(clients: int, steps: int, *, hit: bool, seed: int = 0) -> dict[str,
     rows = [row for row, _ in zip(waiting, range(clients), strict=False)]
     for row in rows:
         row.step = drawn.randrange(steps)  # they came one after the other
-    taken = replayed = tokens = pads = 0
+    steps_run = replayed = tokens = pads = 0
     while rows:
         passes = [one for row in rows for one in passes_of(row, dense, lookahead, hit)]
         count, key = sum(one.text + one.image for one in passes), key_of(passes)
-        taken += 1
+        steps_run += 1
         if count <= RECORDED_ROWS * (IMAGE + TEXT):
             step = _Step(key)
             graphs.answer(step)
@@ -153,7 +153,7 @@ def simulate(clients: int, steps: int, *, hit: bool, seed: int = 0) -> dict[str,
         rows += [row for row, _ in zip(waiting, range(clients - len(rows)), strict=False)]
     recorded = [key for key, step in graphs._steps.items() if step is not None]
     return {
-        "replayed": replayed / taken,
+        "replayed": replayed / steps_run,
         "sizes": len(recorded),
         "pads": pads / tokens,
         "gib": recorded_bytes(recorded) / 2**30,

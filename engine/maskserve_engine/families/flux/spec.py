@@ -76,8 +76,10 @@ _CONTROLS = {FILL: CONTROL, INPAINT: replace(CONTROL, stride=0.35), REFERENCE: N
 """Where the picture round the mask is noised like the rest, its keys and values change less the
 less noise there is."""
 
-RECORDED_ROWS = 2.4
+RECORDED_ROWS = 2.3
 """Dense rows whose tokens the longest recorded step has; longer ones keep a device busy."""
+_RECORDED_SHARE = 0.3
+"""Share of a worker's rows whose tokens the longest recorded step has at most."""
 _RECORDED_LAUNCHES_OUTSIDE = 18.0
 _OUT_LAUNCHES = 1.0
 
@@ -209,7 +211,9 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelSpec:
 
 def recorded_rows(config: Config) -> float:
     """Return the number of dense rows whose tokens fit in a recorded step on GPUs; 0: steps are not
-    recorded.
+    recorded. Workers of few rows, on cards with little memory, record shorter ones.
     """
     is_single_device = config.engine.devices == 1 and config.cache.placed_bytes <= 0
-    return RECORDED_ROWS * (config.engine.flux_cuda_graphs and is_single_device)
+    if not (config.engine.flux_cuda_graphs and is_single_device):
+        return 0
+    return min(RECORDED_ROWS, max(1.0, _RECORDED_SHARE * config.engine.max_rows))

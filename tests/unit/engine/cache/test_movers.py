@@ -22,7 +22,16 @@ from maskserve_engine.cache import loader
 from maskserve_engine.cache.entries import PARTS, AnchorEntry, Coded, encode
 from maskserve_engine.cache.entry_file import StoredEntry
 from maskserve_engine.cache.folder_tier import FolderTier
-from maskserve_engine.cache.loader import CudaMover, HostMover, LinkRates, Load, Loader, Selection
+from maskserve_engine.cache.loader import (
+    Arrival,
+    CudaMover,
+    HostMover,
+    LinkRates,
+    Load,
+    Loader,
+    Part,
+    Selection,
+)
 from maskserve_engine.cache.registered import Registrar
 from maskserve_engine.cache.reserve import Block
 from tests.fakes.cuda_runtime import Runtime
@@ -319,13 +328,18 @@ def test_what_is_moved_lies_in_the_block_that_was_taken_for_it(cuda: Cuda, store
                 assert 0 <= offset <= len(memory) - tensor.nbytes
 
 
+def arrivals(loader: Loader, load: Load, parts: list[Part]) -> list[tuple[int, str, Arrival]]:
+    """Parts when the loader has done its work, whose stream is this thread's here, too."""
+    return [(*part, loader.wait(load, part)) for part in parts]
+
+
 @pytest.mark.parametrize("format", ENTRY_FORMATS)
-@pytest.mark.parametrize("kept", [("kv",), ("h", "kv", "end")])
+@pytest.mark.parametrize("names", [("kv",), ("h", "kv", "end")])
 def test_a_whole_entry_travels_in_few_copies(
-    cuda: Cuda, stored: Stored, format: str, kept: tuple[str, ...]
+    cuda: Cuda, stored: Stored, format: str, names: tuple[str, ...]
 ) -> None:
     """Eight calls of the host: a copy and an event each. A step waits once for each copy."""
-    entry = random_entry(0, tokens=64, width=64, blocks=12, format=format, parts=kept)
+    entry = random_entry(0, tokens=64, width=64, blocks=12, format=format, parts=names)
     assert stored.tier.put("deep", entry, NOTE)
     file = stored.tier.open("deep", entry.anchor)
     assert file is not None
@@ -336,8 +350,8 @@ def test_a_whole_entry_travels_in_few_copies(
     parts = [(block, part) for block in range(12) for part in PARTS if load.keeps((block, part))]
     cuda.sent.clear()
     loader.ask(load, parts, 0)
-    for block, part in parts:
-        arrived = loader.wait(load, (block, part)).get()
+    for block, part, arrival in arrivals(loader, load, parts):
+        arrived = arrival.get()
         cuda.default.reach(len(cuda.default.work))
         assert equal(arrived, entry.blocks[block].part(part))
     assert len(cuda.sent) <= 4
@@ -352,8 +366,8 @@ def test_parts_that_do_not_follow_one_another_travel_alone(cuda: Cuda, stored: S
     parts = [(2, "kv"), (0, "kv"), (1, "h")]
     load, loader = Load(stored_entry, "host", None), Loader(stored.mover)
     loader.ask(load, parts, 0)
-    for block, part in parts:
-        arrived = loader.wait(load, (block, part)).get()
+    for block, part, arrival in arrivals(loader, load, parts):
+        arrived = arrival.get()
         cuda.default.reach(len(cuda.default.work))
         assert equal(arrived, entry.blocks[block].part(part))
     assert len(cuda.sent) == len(parts)

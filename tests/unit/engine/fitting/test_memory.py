@@ -24,9 +24,9 @@ from maskserve_engine.batch.graphs import MOST_RECORDED, Graphs
 from maskserve_engine.batch.skipping import FirstBlockCache
 from maskserve_engine.families.control import RowControl
 from maskserve_engine.families.flux.encode import FluxEncoder
-from maskserve_engine.families.flux.spec import RECORDED_ROWS
 from maskserve_engine.families.flux.spec import control_work as flux_control_work
 from maskserve_engine.families.registry import load_adapter, load_decoder, load_encoder
+from maskserve_engine.families.specs import recorded_rows
 from maskserve_engine.families.unet.spec import control_work as unet_control_work
 from maskserve_engine.fitting import memory
 from maskserve_engine.fitting.entry_store import estimated_costs, sized
@@ -334,7 +334,8 @@ def test_the_table_counts_recorded_flux_steps(
         steps.append(memory_table.step - size.anchor_bytes)
     side = adapter.spec.native_resolution // adapter.spec.vae_scale_factor
     text = adapter.spec.text_tokens(config.model.max_sequence_length)
-    values = memory.peak_values(adapter.work(side, side), RECORDED_ROWS, text)
+    rows = recorded_rows(adapter.spec, config)
+    values = memory.peak_values(adapter.work(side, side), rows, text)
     more = values * adapter.dtype.itemsize
     assert steps[1] == steps[0] - config.cache.placed_on("cuda") + more
 

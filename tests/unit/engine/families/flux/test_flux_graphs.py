@@ -408,8 +408,8 @@ def churned(adapter: FluxAdapter, plain: FluxAdapter, encoder: Encoder, seed: in
     return [row for _, row in waiting]
 
 
-def kept(row: Any) -> list[Any]:
-    """What a row's step cache keeps."""
+def cached_tensors(row: Any) -> list[Any]:
+    """All tensors of a row's step cache."""
     cache = row.step_cache
     if cache is None:
         return []
@@ -425,7 +425,7 @@ def test_steps_of_drawn_batches_are_replayed_padded(folder: Path, encoder: Encod
         rows = [churned(adapter, plain, encoder, seed + round) for adapter in (recording, plain)]
         for one, other in zip(*rows, strict=True):
             assert_equal(one.result().array(), other.result().array())
-            for recorded, expected in zip(kept(one), kept(other), strict=True):
+            for recorded, expected in zip(cached_tensors(one), cached_tensors(other), strict=True):
                 assert recorded.shape == expected.shape
                 assert recorded.dtype == expected.dtype
     sizes = [name for name in graphs_of(recording)._steps if isinstance(name, Sizes)]
@@ -456,7 +456,7 @@ def test_pads_change_no_byte(
     for one, other in zip(*rows, strict=True):
         assert np.isfinite(other.result().array()).all()
         np.testing.assert_array_equal(one.result().array(), other.result().array())
-        for tensor, expected in zip(kept(one), kept(other), strict=True):
+        for tensor, expected in zip(cached_tensors(one), cached_tensors(other), strict=True):
             assert torch.equal(tensor, expected)
 
 
