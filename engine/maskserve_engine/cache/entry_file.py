@@ -272,11 +272,11 @@ class StoredCoded:
         """Return the tensors' places in the file, in its order."""
         return tuple(t for t in (self.data, self.scale_at, self.groups) if t is not None)
 
-    def there(self, at: Callable[[FileTensor], Tensor]) -> Coded:
-        """Return the tensors as `at` finds them, the scales too."""
-        scale = None if self.scale_at is None else at(self.scale_at)
-        groups = None if self.groups is None else at(self.groups)
-        return Coded(self.format, at(self.data), scale, groups)
+    def viewed(self, view_of: Callable[[FileTensor], Tensor]) -> Coded:
+        """Return the tensors of a copy of the file, in which `view_of` finds them."""
+        scale = None if self.scale_at is None else view_of(self.scale_at)
+        groups = None if self.groups is None else view_of(self.groups)
+        return Coded(self.format, view_of(self.data), scale, groups)
 
     def map(
         self,

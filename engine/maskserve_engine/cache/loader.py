@@ -371,14 +371,14 @@ class CudaMover:
             arrived.copy_(memory[first.start : last.stop], non_blocking=True)
             event = self._copied(file)
 
-        def there(tensor: FileTensor) -> Tensor:
+        def view_of(tensor: FileTensor) -> Tensor:
             begin = tensor.offset - first.start
             return arrived[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
         copying = Copying(event, (arrived,))
         arrivals = []
         for parts in run:
-            coded = [one.there(there) for one in parts if isinstance(one, StoredCoded)]
+            coded = [one.viewed(view_of) for one in parts if isinstance(one, StoredCoded)]
             arrivals.append(Arrival(tuple(coded), copying))
         return arrivals
 
@@ -705,10 +705,10 @@ class Loader:
                 if self._closed:
                     return
                 step, *_, load, want = heapq.heappop(self._tasks)
-                wants = self._run_of(load, want, step)
+                run = self._run_of(load, want, step)
                 self._moving = load
-            if wants and load.lost is None:
-                self._move(load, wants)
+            if run and load.lost is None:
+                self._move(load, run)
             self._moving = None
             del load  # its memory is another's once nobody reads it
 
@@ -731,14 +731,14 @@ class Loader:
             run.append(following)
         return run
 
-    def _move(self, load: Load, wants: Sequence[Part]) -> None:
+    def _move(self, load: Load, run: Sequence[Part]) -> None:
         begin = time.perf_counter()
         try:
-            if len(wants) > 1:
-                parts = [load.parts(*want) for want in wants]
+            if len(run) > 1:
+                parts = [load.parts(*want) for want in run]
                 arrivals = self.mover.copy_run(parts, load.memory)
             else:
-                [(block, part)] = wants
+                [(block, part)] = run
                 ids = None if load.selection is None else load.selection.of(block)
                 room = () if load.memory is None else (load.memory,)
                 arrivals = [self.mover.move(load.parts(block, part), ids, *room)]
@@ -750,7 +750,7 @@ class Loader:
         with self._changed:
             if load.lost is None:
                 size = 0.0
-                for want, arrival in zip(wants, arrivals, strict=True):
+                for want, arrival in zip(run, arrivals, strict=True):
                     size += float(load.missing[want[0], PARTS.index(want[1])])
                     load.arrive(want, arrival)
                 self._moves.append((load.tier, size, time.perf_counter() - begin))
