@@ -230,8 +230,8 @@ class RecordedStep:
         Raises:
             EntryLost: an entry's load failed; the next step is not affected.
         """
-        held = not self._shares or self._memory.holds is self
-        self._step.take(step, anew=not held or self._of() is not step.packed)
+        overwritten = self._shares and self._memory.holds is not self
+        self._step.take(step, anew=overwritten or self._of() is not step.packed)
         self._of = weakref.ref(step.packed)
         if self._shares:
             self._memory.holds = self

@@ -135,12 +135,11 @@ def padded_packing(
     )
     keys = computed + sum(cached)
     assert exact.core_in_keys is not None
-    seen = exact.all_keys
     segments = replace(
-        seen,
+        exact.all_keys,
         q_spans=((0, sizes.text + sizes.image),),
         k_spans=((0, sizes.keys),),
-        k_ends=seen.k_ends.clamp(max=keys + 1),
+        k_ends=exact.all_keys.k_ends.clamp(max=keys + 1),
         q_uniform=0,
         k_uniform=0,
         moving=True,
