@@ -17,6 +17,7 @@ from maskserve_benchmarks.steps.step_rig import Bench, build_model
 from maskserve_benchmarks.steps.unet_rig import UnetBench, build_unet
 from maskserve_engine.batch.graphs import Graphs
 from maskserve_engine.batch.packing import sparse_layout
+from maskserve_engine.batch.padding import padded_packing
 from maskserve_engine.batch.step_cache import RefreshSchedule
 from maskserve_engine.families.mmdit.blocks import precomputed_steps
 from maskserve_engine.families.mmdit.rows import FlowPrimingRow, FlowRow
@@ -314,7 +315,8 @@ def _steady(cuda: FakeCuda, bench: UnetBench, rows: list[UnetRow], kind: str) ->
 
 def fake_bench(blocks: tuple[int, int], format: str, preset: str = "flux-1024") -> Bench:
     """Return a preset's model with `blocks` double and single blocks; call this inside FakeCuda."""
-    sparse_layout.cache_clear()  # its tensors belong to the earlier device
+    for layout in (sparse_layout, padded_packing):
+        layout.cache_clear()  # its tensors belong to the earlier device
     model = fake_weights(build_model(preset, blocks, torch.bfloat16, torch.device("meta")))
     return Bench(preset, blocks, torch.bfloat16, DEVICE, format, model, STEPS)
 
