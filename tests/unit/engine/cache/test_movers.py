@@ -361,9 +361,8 @@ def test_a_whole_entry_travels_in_few_copies(
 
 
 def test_parts_that_do_not_follow_one_another_travel_alone(cuda: Cuda, stored: Stored) -> None:
-    """And so do those of another step, and of a file that is read token by token."""
     stored_entry, entry = stored.entry(0)
-    parts = [(2, "kv"), (0, "kv"), (1, "h")]
+    parts = [(2, "kv"), (1, "h"), (0, "kv")]
     load, loader = Load(stored_entry, "host", None), Loader(stored.mover)
     loader.ask(load, parts, 0)
     for block, part, arrival in arrivals(loader, load, parts):
