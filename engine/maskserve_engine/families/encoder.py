@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -76,7 +76,7 @@ class TextEncoder:
     model: Any
     length: int
     """Tokens of a prompt: shorter prompts are padded, longer ones cut, as in diffusers."""
-    graphs: Graphs | None = None
+    graphs: Graphs | None = field(default=None, kw_only=True)
     """Records `states`, one graph for each number of prompts; None: nothing is recorded."""
 
     @classmethod

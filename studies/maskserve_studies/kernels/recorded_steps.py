@@ -29,10 +29,11 @@ from maskserve_benchmarks.perf.inputs import draw_ratios
 from maskserve_benchmarks.published_models import FLUX_DEV
 from maskserve_benchmarks.reports import write_json
 from maskserve_common.contracts.reuse_levels import refresh_count
+from maskserve_common.contracts.semantics import FILL
 from maskserve_engine.base.buckets import bucket
 from maskserve_engine.batch.graphs import AtOnce, GraphPiece, Graphs, Inputs
 from maskserve_engine.batch.padding import Sizes
-from maskserve_engine.families.flux.spec import FILL, RECORDED_ROWS, REFRESH_STRIDES, flux_work
+from maskserve_engine.families.flux.spec import RECORDED_ROWS, REFRESH_STRIDES, flux_work
 from maskserve_engine.fitting.memory import peak_values
 from maskserve_engine.planning.refresh_steps import lookahead_steps_of, refresh_steps
 
@@ -128,7 +129,7 @@ def key_of(passes: Sequence[Pass]) -> Hashable:
 def simulate(clients: int, steps: int, *, hit: bool, seed: int = 0) -> dict[str, float]:
     """Return the figures of one case; equal seeds give equal ones."""
     rng, drawn = np.random.default_rng(seed), random.Random(seed)
-    sigmas = np.linspace(1.0, 0.0, steps, endpoint=False)
+    sigmas = np.linspace(1.0, 0.0, steps, endpoint=False).tolist()
     anchors = refresh_steps(refresh_count(steps, REFRESH_STRIDES[FILL]), sigmas, 1.5, 1.0)
     dense = frozenset({0})
     lookahead = lookahead_steps_of(anchors) - dense
