@@ -30,11 +30,11 @@ from maskserve_benchmarks.published_models import FLUX_DEV
 from maskserve_benchmarks.reports import write_json
 from maskserve_common.contracts.reuse_levels import refresh_count
 from maskserve_common.contracts.semantics import FILL
-from maskserve_engine.base.buckets import bucket
 from maskserve_engine.batch.graphs import AtOnce, GraphPiece, Graphs, Inputs
 from maskserve_engine.batch.padding import Sizes
 from maskserve_engine.families.flux.spec import RECORDED_ROWS, REFRESH_STRIDES, flux_work
 from maskserve_engine.fitting.memory import peak_values
+from maskserve_engine.layers.attention import bucket
 from maskserve_engine.planning.refresh_steps import lookahead_steps_of, refresh_steps
 
 IMAGE, TEXT, GRID, RING = 4096, 512, 64, 2
