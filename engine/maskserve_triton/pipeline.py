@@ -21,7 +21,7 @@ from maskserve_triton.preprocess import PreparedTemplate, prepare_template
 from maskserve_triton.tensor_io import named_tensors, output, relayed, tensor
 from maskserve_triton.together import batched
 
-_ENCODED = ("prompt", "template", "references")
+_CACHED_PARTS = ("prompt", "template", "references")
 """Parts of an encoding that may be cached."""
 
 
@@ -139,7 +139,7 @@ def encode_edit(
     timings_ms = {**edit["timings_ms"], "encode": round(report.pop("ms"), 3)}
     template_id = edit["template_id"]
     if scope_of(request_id) != NO_SCOPE:
-        report |= {name: "made" for name in _ENCODED if report.get(name)}
+        report |= {name: "made" for name in _CACHED_PARTS if report.get(name)}
     return {
         "event": "final", "encoded": report, "template_id": template_id, "timings_ms": timings_ms,
     }  # fmt: skip
