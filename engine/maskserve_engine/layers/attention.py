@@ -116,7 +116,10 @@ def attention(query: Tensor, key: Tensor, value: Tensor, rows: Segments) -> Tens
     alike = rows.q_uniform > 0 and rows.k_uniform > 0
     if query.is_cuda and _together(query, rows, alike=alike):
         return varlen(query, key, value, rows)
-    if alike:  # as a lone row is
+    if len(rows.q_spans) == 1:
+        q, k, v = (x[None].transpose(1, 2) for x in (query, key, value))
+        return F.scaled_dot_product_attention(q, k, v)[0].transpose(0, 1)
+    if alike:
         rows_first = (len(rows.q_spans), -1)
         q, k, v = (x.unflatten(0, rows_first).transpose(1, 2) for x in (query, key, value))
         return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(0, 1)
