@@ -446,7 +446,8 @@ def _add_running_options(edit: argparse.ArgumentParser) -> argparse._ArgumentGro
         "--reuse-floor",
         type=float,
         metavar="DB",
-        help="lowest quality with --reuse elastic: measured PSNR in the mask",
+        help="dB in the mask against a dense edit: the edit refreshes by the errors that it "
+        "measures; with --reuse elastic the lowest measured quality",
     )
     return running
 

@@ -225,10 +225,10 @@ class CacheConfig(Table, frozen=True):
     """Distance between refresh steps, as a share of an edit's steps. -1: the model's; 0: edits
     without a template run dense. FLUX base models, FLUX.2 klein (not 9B-KV) and UNets refresh even
     with a template, except for `cache: require` and `reproducible`."""
-    fidelity: Annotated[float, Meta(ge=0.0, le=100.0)] = 0.0
+    fidelity: Annotated[float, Meta(ge=-1.0, le=100.0)] = -1.0
     """Fidelity of first edits in dB against dense ones, if `own_anchors` is -1 and the model has no
-    share: each edit places its refresh steps by its errors. 0: they run dense. Several devices:
-    only with `spread`."""
+    share: each edit places its refresh steps by its errors. -1: 40 with references, otherwise 0; 0:
+    they run dense. Several devices: only with `spread`."""
     own_format: Literal["auto", "model", "int8", "float8", "int4"] = "auto"
     """Storage format of the step cache. `auto`: int8 on a GPU, the model's precision on a CPU."""
     own_text: Literal["frozen", "computed"] = "frozen"

@@ -235,9 +235,11 @@ def _check_skipping(settings: EditSettings, spec: ModelSpec) -> None:
 
 def _check_reuse(settings: EditSettings, spec: ModelSpec) -> None:
     if settings.reuse != "elastic":
-        if settings.reuse_floor is not None:
+        if settings.promise and not settings.may_anchor:
             raise InvalidRequest(
-                "SETTINGS.reuse_floor", "has no effect where reuse is exact", "reuse elastic"
+                "SETTINGS.reuse_floor",
+                "places an edit's refresh steps, and this edit can have none",
+                "cache auto or own, without reproducible and first_block_threshold",
             )
         return
     if not spec.skips_steps:

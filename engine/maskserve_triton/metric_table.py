@@ -148,6 +148,7 @@ ENGINE_METRICS = {
     "refresh_error": _histogram(
         "Mean relative error of an edit's lookaheads at its refresh steps, of edits that had some.",
         _ERROR,
+        "model",
     ),
     "step_prediction_error": _histogram(
         "Error of a plan's predicted step time, as a share of the step time.", _SHARE

@@ -116,6 +116,7 @@ class EngineMetrics:
 
     def update(self, status: WorkerStatus) -> None:
         """Set levels and totals from the record."""
+        self._page.metric("refresh_error", status.model)  # so that a rate sees the first edit
         self._page.set("running_rows", len(status.running))
         self._page.set("waiting_rows", len(status.waiting))
         self._page.set("row_capacity", status.max_rows)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from maskserve_benchmarks.steps.replay import Replay, WithoutLookahead, plan_of_kinds
+from maskserve_common.config import Config
 from maskserve_common.imaging.masks import active_tokens
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.step_cache import RefreshSchedule, StepCache, StepCacheReader
@@ -20,7 +21,7 @@ from maskserve_engine.families.adapter import Adapter, EditRow
 from maskserve_engine.families.mmdit.preparation import model_inputs
 from maskserve_engine.families.mmdit.spans import ExtrapolatedLatents
 from maskserve_engine.layers.scatter_kv import KvSource
-from maskserve_engine.requests.refresh_schedules import step_cache_bytes
+from maskserve_engine.requests.refresh_schedules import make_refresh_schedule, step_cache_bytes
 from maskserve_engine.spec.model_spec import ModelSpec
 from tests.fakes.jobs import tolerance
 
@@ -81,6 +82,20 @@ def result(adapter: Adapter, job: EditJob, schedule: RefreshSchedule | None) -> 
     row = row_of(adapter, job, schedule)
     run(adapter, [row], [schedule])
     return row.result().array()
+
+
+def schedule_by_errors(
+    config: Config, adapter: Adapter, job: EditJob, meta: Mapping[str, Any]
+) -> RefreshSchedule:
+    """The schedule that an edit's row follows at last, by the errors that its META reports."""
+    schedule = make_refresh_schedule(config, adapter, job)
+    assert schedule is not None
+    assert schedule.control is not None
+    before = 0
+    for step, error in meta["refresh_errors"].items():
+        schedule = schedule.controlled(int(step), schedule.control.after(before, int(step), error))
+        before = int(step)
+    return schedule
 
 
 def computed(

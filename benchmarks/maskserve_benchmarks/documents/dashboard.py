@@ -35,8 +35,9 @@ def _rate(metric: str, labels: str = "", by: str = "") -> str:
     return inner if not by else inner.replace("sum(", f"sum by ({by}) (", 1)
 
 
-def _quantile(q: float, metric: str) -> str:
-    return f"histogram_quantile({q}, sum by (le) (rate(maskserve_{metric}_bucket[5m])))"
+def _quantile(q: float, metric: str, *by: str) -> str:
+    labels = ", ".join(("le", *by))
+    return f"histogram_quantile({q}, sum by ({labels}) (rate(maskserve_{metric}_bucket[5m])))"
 
 
 def _quantiles(metric: str) -> dict[str, str]:
@@ -244,8 +245,8 @@ ROWS: dict[str, Sequence[Panel]] = {
         Panel(
             "Refresh error",
             "percentunit",
-            _quantiles("refresh_error"),
-            "Mean error of an edit's lookaheads at its refresh steps.",
+            {f"{q:.0%} {{{{model}}}}": _quantile(q, "refresh_error", "model") for q in (0.5, 0.99)},
+            "Mean error of an edit's lookaheads at its refresh steps, by model.",
         ),
         Panel(
             "Cache faults and audits",

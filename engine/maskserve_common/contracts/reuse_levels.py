@@ -122,6 +122,8 @@ def with_template(levels: Iterable[ReuseLevel], times: float) -> tuple[ReuseLeve
 
 
 _LEAST_STEPS = 4
+EXPECTED_STRIDE = 0.35
+"""Stride that prices foresee for an edit whose errors place its refresh steps (docs/adr/0090)."""
 
 
 def refresh_count(steps: int, stride: float) -> int:

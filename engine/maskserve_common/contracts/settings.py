@@ -258,8 +258,9 @@ class EditSettings(Table, frozen=True):
     """FLUX, `elastic`: an edit that would be late may skip steps, compute another ring, or refresh
     less often. Needs `reuse_floor`."""
     reuse_floor: Annotated[float, Meta(ge=0, le=100)] | None = None
-    """Lowest quality of such an edit: dB in the mask against a dense edit, measured on the demo
-    models."""
+    """Without `elastic`, dB in the mask against a dense edit that the edit's refresh steps keep by
+    the errors that it measures (FLUX Fill and models with references; others run dense). With it,
+    lowest quality of a late edit, measured on the demo models."""
     priority: Annotated[int, Meta(ge=PRIORITIES[0], le=PRIORITIES[1])] = 0
     """Order of a key's waiting edits: each unit counts as five seconds of waiting."""
     request_id: RequestId | None = None
@@ -285,6 +286,11 @@ class EditSettings(Table, frozen=True):
         """
         is_allowed = self.cache in ("auto", "own") and not self.reproducible
         return is_allowed and not self.first_block_threshold
+
+    @property
+    def promise(self) -> float:
+        """Fidelity that the edit's errors have to keep, in dB; 0: it asks for none."""
+        return (self.reuse_floor or 0.0) if self.reuse == "exact" else 0.0
 
     @property
     def insists(self) -> bool:

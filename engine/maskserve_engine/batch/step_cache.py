@@ -113,6 +113,16 @@ class RefreshSchedule:
         after = {step + 1 for step in self.anchors} if self.control is not None else set[int]()
         return self.computed_at | after
 
+    def shares(self, steps: int, done: int = 0) -> tuple[float, float]:
+        """Return the share of the steps left, of `steps`, that compute all tokens, and of those
+        that compute nothing else.
+        """
+        left = range(done, steps)
+        return (
+            len(self.computed_at.intersection(left)) / len(left),
+            len(self.dense.intersection(left)) / len(left),
+        )
+
     def controlled(self, step: int, remainder: Remainder) -> RefreshSchedule:
         """Return the schedule with this remainder after refresh step `step`."""
         so_far = {anchor for anchor in self.anchors if anchor <= step}

@@ -35,6 +35,7 @@ from maskserve_engine.fitting.memory import (
     GPU_SHARE,
     adapter_bytes,
     control_bytes,
+    default_passes,
     denoiser_bytes,
     image_bytes,
     is_loaded,
@@ -328,7 +329,9 @@ def text(shapes: Shapes) -> str:
             "",
             f"A pass of an edit with refresh steps keeps {step_cache / _GIB:.2f} GiB at most, in "
             "place of templates. Without room for it on the device it lies in host memory, and the "
-            f"device holds {in_use / _GIB:.2f} GiB of it at once.",
+            f"device holds {in_use / _GIB:.2f} GiB of it at once."
+            + " By default an edit has two."
+            * (default_passes(shapes.config, spec) - 1),
         ]
     if config.controls.service and config.controls.folder:
         service_total = service_bytes(shapes.config, shapes.adapter)

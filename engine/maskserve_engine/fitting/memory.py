@@ -109,7 +109,7 @@ def memory_table(
         template=size.nbytes,
         adapters=adapters,
         controls=controls,
-        own=refresh_bytes(config, adapter, device.type),
+        own=default_passes(config, adapter.spec) * refresh_bytes(config, adapter, device.type),
     )
 
 
@@ -135,14 +135,20 @@ def _recorded(config: Config, spec: ModelSpec) -> float:
 
 
 def refresh_bytes(config: Config, adapter: Adapter, device: str) -> int:
-    """Return the bytes of the step cache of an edit without a template, at native size and with
-    nearly all tokens cached; 0: edits have no refresh steps.
+    """Return the bytes of a pass in the step cache of an edit without a template, at native size
+    and with nearly all tokens cached; 0: edits have no refresh steps.
     """
     spec = adapter.spec
     if not refresh_stride(config, spec):
         return 0
     side = spec.native_resolution // spec.vae_scale_factor
     return _left_bytes(config, spec, adapter.work(side, side), device)
+
+
+def default_passes(config: Config, spec: ModelSpec) -> int:
+    """Return the passes of an edit that sets no guidance."""
+    scale = spec.guidance_default(config.model.guidance_scale)
+    return 1 + (spec.guidance == "cfg" and scale > spec.guides_above)
 
 
 def _left_bytes(config: Config, spec: ModelSpec, work: ModelWork, device: str) -> int:

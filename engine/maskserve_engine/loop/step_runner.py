@@ -307,6 +307,7 @@ class StepRunner:
         schedule = edit.refreshed(step, self.adapter)
         if schedule is not None:
             self.executor.refresh_at(edit.request_id, schedule)
+            self.manager.reprice(edit)
         self.counters["active_tokens_total"] += work.passes * computed
         if edit.overflowed is not None:
             self._end(edit, overflowed(edit.overflowed))

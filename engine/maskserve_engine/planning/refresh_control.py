@@ -26,13 +26,16 @@ _INTERCEPT_DB, _SLOPE_DB = 34.4, 10.3
 `_INTERCEPT_DB` - `_SLOPE_DB` · log10(error). `scripts/bench reuse` fits it again."""
 _MARGIN_DB = 2.0
 """Margin for edits under the line."""
-EXPECTED_STRIDE = 0.35
-"""Share of an edit's steps between two refresh steps that prices foresee."""
 
 
 def tolerance_of(fidelity: float) -> float:
     """Return the lookahead error up to which edits keep `fidelity` dB; 0 dB: none is too large."""
     return 10.0 ** ((_INTERCEPT_DB - _MARGIN_DB - fidelity) / _SLOPE_DB)
+
+
+def fidelity_of(tolerance: float) -> float:
+    """Return the dB that edits keep with lookahead errors up to `tolerance`."""
+    return _INTERCEPT_DB - _MARGIN_DB - _SLOPE_DB * math.log10(tolerance)
 
 
 class Remainder(NamedTuple):

@@ -64,9 +64,10 @@ class ExecutionPolicy:
         - cached with refresh steps, if these are less work than a dense edit;
         - dense.
 
-        Only the last two apply with `cache: own`, if the template has drifted, if the mask covers a
-        side (`ModelSpec.dense_sides`), if there are references beside the source, and if refresh
-        steps keep more of an edit than a template does (`RefreshSpec.over_template`).
+        Only the last two apply with `cache: own`, with `reuse_floor`, if the template has drifted,
+        if the mask covers a side (`ModelSpec.dense_sides`), if there are references beside the
+        source, and if refresh steps keep more of an edit than a template does
+        (`RefreshSpec.over_template`).
         """
         job, settings = edit.job, edit.job.request.settings
         if settings.cache == "off":
@@ -83,10 +84,11 @@ class ExecutionPolicy:
             dense = replace(DENSE, dense_for=dense_for, key=key)
             return dense if dense_for == "mask_ratio" else self.without_template(edit, dense)
         missed = replace(DENSE, outcome="miss", key=key)
-        if settings.cache == "own" or self._adapter.spec.refresh.over_template:
+        asks = settings.cache == "own" or settings.promise > 0
+        if asks or self._adapter.spec.refresh.over_template:
             without = self.without_template(edit, missed)
             nearer = without.schedule is not None or without.dense_for == "work"
-            if settings.cache == "own" or nearer:
+            if asks or nearer:
                 return without
         sight = self._cache.look_up(job, key, again=edit.starts > 0)
         cached = self._of_template(edit, sight, insists=settings.insists)

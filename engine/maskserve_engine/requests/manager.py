@@ -182,6 +182,10 @@ class RequestManager:
             self.primings.begin(job, urgent=False)
         return self.primings.cache.priming_state(job)
 
+    def reprice(self, edit: RequestState) -> None:
+        """Correct the prices of a running edit, whose errors have placed refresh steps."""
+        self._table.reprice(edit)
+
     def finish(self, edit: RequestState) -> None:
         """Answer an edit whose row has taken its last step."""
         latents = self.executor.result(edit.request_id)
@@ -197,7 +201,7 @@ class RequestManager:
             if not latents.finite():
                 return Failed(overflowed(edit.work.steps), edit.timeline())
             if edit.refresh_error is not None:
-                self._observations.add("refresh_error", edit.refresh_error)
+                self._observations.add("refresh_error", edit.refresh_error, self._model)
             return FinalEvent(array, edit.final_meta(self._worker, self._model), edit.timeline())
 
         def lost() -> Failed:

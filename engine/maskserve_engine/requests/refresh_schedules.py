@@ -19,7 +19,12 @@ from maskserve_engine.planning import refresh_steps as planning
 from maskserve_engine.planning.entry_bytes import FORMATS
 from maskserve_engine.planning.refresh_control import RefreshControl
 from maskserve_engine.scheduling.policies import policy_of
-from maskserve_engine.spec.model_spec import refresh_rule, refresh_stride, refreshes_by_error
+from maskserve_engine.spec.model_spec import (
+    promised_fidelity,
+    refresh_rule,
+    refresh_stride,
+    refreshes_by_error,
+)
 from maskserve_engine.stages.loader import device_of
 
 
@@ -27,16 +32,21 @@ def make_refresh_schedule(config: Config, adapter: Adapter, job: EditJob) -> Ref
     """Return the schedule of an edit's refresh steps; None: it can have none, or would gain
     nothing.
     """
-    if not job.request.settings.may_anchor:
-        return None
-    plan = _plan(config, adapter, job)
-    if plan is None or not refreshes_by_error(config, adapter.spec):
+    settings = job.request.settings
+    fidelity = promised_fidelity(config, adapter.spec, settings.promise)
+    plan = _plan(config, adapter, job) if settings.may_anchor else None
+    if plan is None or not (fidelity or settings.promise):
         return plan
-    if job.controls:
-        return None
+    if job.controls or not fidelity:
+        return None  # nothing would measure what they keep
     sigmas = [sigma for sigma, _ in adapter.sigmas(job)]
-    control = RefreshControl.of(config.cache.fidelity, sigmas, plan.power)
-    return replace(plan, anchors=control.begin().refresh_steps | {0}, control=control)
+    control = RefreshControl.of(fidelity, sigmas, plan.power)
+    return replace(
+        plan,
+        anchors=control.begin().refresh_steps | {0},
+        second_order=False,
+        control=control,
+    )
 
 
 def schedules_with_template(
@@ -79,7 +89,8 @@ def schedules_with_template(
 def _plan(config: Config, adapter: Adapter, job: EditJob) -> RefreshSchedule | None:
     facts = adapter.spec
     rule = refresh_rule(config, facts, device_of(config).type)
-    count = refresh_count(adapter.steps(job), refresh_stride(config, facts))
+    promise = job.request.settings.promise
+    count = refresh_count(adapter.steps(job), refresh_stride(config, facts, promise))
     if not count:
         return None
     sigmas = [sigma for sigma, _ in adapter.sigmas(job)]

@@ -54,6 +54,11 @@ class RequestTable:
         edit.times.queued = time.monotonic()
         self.edits[edit.request_id] = edit
 
+    def reprice(self, edit: RequestState) -> None:
+        """Tell the scheduler the work that is left of a running edit."""
+        edit.seconds, edit.shared = self._step_seconds(edit)
+        self.scheduler.reprice(edit.make_ticket())
+
     def wait(self, edit: RequestState, resources: Sequence[Resource]) -> None:
         """Let an edit wait until these resources are ready.
 

@@ -22,7 +22,7 @@ from maskserve_engine.base.timeline import RequestTimeline
 from maskserve_engine.batch.step_cache import RefreshSchedule
 from maskserve_engine.families.adapter import Adapter, work_of
 from maskserve_engine.planning.flops import ModelWork, Totals
-from maskserve_engine.planning.refresh_control import Remainder
+from maskserve_engine.planning.refresh_control import Remainder, fidelity_of
 from maskserve_engine.requests.audits import Audit
 from maskserve_engine.requests.control_nets import ControlNetSource, ControlWork
 from maskserve_engine.requests.executor import RowLoads, RowReport, RowStep
@@ -111,21 +111,27 @@ class EditWork:
         )
 
     def with_schedule(
-        self, plan: RefreshSchedule, between: Totals, work: ModelWork, renewed: Totals | None
+        self,
+        plan: RefreshSchedule,
+        between: Totals,
+        work: ModelWork,
+        renewed: Totals | None,
+        done: int = 0,
     ) -> EditWork:
-        """Return the work of the edit with refresh steps: a cached step is the mean of all its
-        steps.
+        """Return the work of the edit with refresh steps: a cached step is the mean of all steps
+        that are left.
 
         Args:
             plan: schedule of its refresh steps.
             between: sums of a step between them, without LoRAs.
             work: work of the model at the edit's size.
             renewed: sums of a refresh step, without LoRAs, in a row that reads a template.
+            done: steps taken, less than all.
         """
         plain = self.without_schedule()
-        kinds, share = ("kv",) * len(work.blocks), len(plan.anchors) / self.steps
+        kinds, (share, alone) = ("kv",) * len(work.blocks), plan.shares(self.steps, done)
         between = replace(between, added=self.counted.added)
-        cached_share = 1.0 - len(plan.dense) / self.steps
+        cached_share = 1.0 - alone
         at_anchors, tokens = self.dense_flops, between.active[0]
         if renewed is not None:
             renewed = replace(renewed, added=self.counted.added)
@@ -442,6 +448,10 @@ class RequestState:
     """time.monotonic() at which its last step must have ended for that."""
     plan: ExecutionPlan = DENSE
     """Execution plan of the edit."""
+    left: EditWork | None = None
+    """Counted work whose cached step is the mean of the steps left, once its errors have placed
+    refresh steps; None: they have not.
+    """
     levels: tuple[ReuseLevel, ...] = ()
     """Reuse levels that it may step down to as it gets its row."""
     level: ReuseLevel | None = None
@@ -545,20 +555,39 @@ class RequestState:
         return 0.0 if self.loads is None else self.loads.stalled
 
     @property
+    def _dense_shares(self) -> tuple[float, float]:
+        """Shares of a cached edit's steps that compute all tokens, and of those that compute
+        nothing else; 0 for others. If its errors place its refresh steps, of the steps left.
+        """
+        if self.mode != "cached":
+            return 0.0, 0.0
+        plan, steps = self.plan, self.work.steps
+        if plan.schedule is None:
+            return plan.dense_steps / steps, plan.dense_steps / steps
+        return plan.schedule.shares(steps, self._priced_from)
+
+    @property
+    def _priced_from(self) -> int:
+        """Steps taken before those that its prices are about."""
+        schedule, done = self.plan.schedule, self.tally.done
+        is_moving = schedule is not None and schedule.control is not None
+        return done if is_moving and done < self.work.steps else 0
+
+    @property
     def dense_share(self) -> float:
         """Share of a cached edit's steps that compute all tokens; 0 for others."""
-        return self.plan.dense_steps / self.work.steps if self.mode == "cached" else 0.0
+        return self._dense_shares[0]
 
     @property
     def flops(self) -> float:
-        return self.work.step_flops(self.mode, _reads_nothing(self.plan))
+        """Mean FLOPs of one of its steps alone."""
+        work = self.left or self.work
+        return work.step_flops(self.mode, _reads_nothing(self.plan))
 
     @property
     def step_tokens(self) -> int:
         """Mean tokens that one of its steps computes."""
-        plan, share = self.plan.schedule, self.dense_share
-        dense_only_share = share if plan is None else len(plan.dense) / self.work.steps
-        return self.work.tokens(self.mode, share, dense_only_share)
+        return self.work.tokens(self.mode, *self._dense_shares)
 
     def late(self, now: float) -> bool:
         return self.deadline is not None and self.deadline <= now
@@ -665,16 +694,19 @@ class RequestState:
         mean = self.refresh_error
         if mean is None or self.loads is None:
             return {}
+        control = None if self.plan.schedule is None else self.plan.schedule.control
+        floor = {} if control is None else {"reuse_floor": round(fidelity_of(control.tolerance), 2)}
         by_step = {str(step): round(e, 5) for step, e in self.loads.refresh_errors.items()}
-        return {"refresh_error": round(mean, 5), "refresh_errors": by_step}
+        return {"refresh_error": round(mean, 5), "refresh_errors": by_step, **floor}
 
     def go(self, plan: ExecutionPlan, adapter: Adapter) -> None:
         """Set the execution plan, and with it the work and the reuse levels."""
         self.plan, self.work, self.row_status = plan, self.work_of(plan, adapter), None
+        self.left = self.work_of(plan, adapter, self._priced_from) if self._priced_from else None
         self.levels = self._levels(adapter.spec)
 
-    def work_of(self, execution: ExecutionPlan, adapter: Adapter) -> EditWork:
-        """Return the counted work of the edit with a plan."""
+    def work_of(self, execution: ExecutionPlan, adapter: Adapter, done: int = 0) -> EditWork:
+        """Return the counted work of the edit with a plan, after `done` steps."""
         plain, plan = (
             self.work.without_schedule(),
             execution.schedule or execution.schedule_with_template,
@@ -686,7 +718,7 @@ class RequestState:
             adapter.counted(self.job, plan, anchor=True) if execution.schedule is None else None
         )
         work = work_of(adapter, self.job)
-        return plain.with_schedule(plan, between, work, renewed)
+        return plain.with_schedule(plan, between, work, renewed, done)
 
     def refreshed(self, step: RowStep, adapter: Adapter) -> RefreshSchedule | None:
         """Record a step of a row with refresh steps. Return the schedule of the steps after it, and
@@ -708,7 +740,8 @@ class RequestState:
             else plan.control.after(before, number, error)
         )
         chosen = self._with_remainder(number, remainder)
-        if self.step_flops(chosen, adapter) > self.work.without_schedule().step_flops("dense"):
+        dense_flops = self.work.without_schedule().step_flops("dense")
+        if self.step_flops(chosen, adapter, step.done) > dense_flops:
             chosen = self._with_remainder(number, plan.control.dense_after(number))
         self.go(chosen, adapter)
         assert chosen.schedule is not None
@@ -725,9 +758,11 @@ class RequestState:
             dense_for="error" if remainder.failed else "",
         )
 
-    def step_flops(self, plan: ExecutionPlan, adapter: Adapter) -> float:
-        """Return the mean FLOPs of one of its steps alone with a plan; plans are compared by it."""
-        return self.work_of(plan, adapter).step_flops(plan.mode, _reads_nothing(plan))
+    def step_flops(self, plan: ExecutionPlan, adapter: Adapter, done: int = 0) -> float:
+        """Return the mean FLOPs of one of its steps alone with a plan, after `done` steps; plans
+        are compared by it.
+        """
+        return self.work_of(plan, adapter, done).step_flops(plan.mode, _reads_nothing(plan))
 
     def _levels(self, spec: ModelSpec) -> tuple[ReuseLevel, ...]:
         settings, refresh_schedule = self.job.request.settings, self.plan.schedule

@@ -81,6 +81,9 @@ class Spread:
         self._schedulers[self._device[request_id]].finish(request_id)
         del self._device[request_id], self._steps_taken[request_id]
 
+    def reprice(self, ticket: Ticket) -> None:
+        self._schedulers[self._device[ticket.request_id]].reprice(ticket)
+
     def drain(self) -> None:
         for scheduler in self._schedulers:
             scheduler.drain()

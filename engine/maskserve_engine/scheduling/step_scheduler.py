@@ -31,7 +31,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 from maskserve_common.contracts.keys import name_of, scope_of
@@ -87,6 +87,16 @@ class Ticket:
         work = self.seconds[0] - self.shared if self.seconds else float(self.active_tokens)
         object.__setattr__(self, "key", scope_of(self.request_id))
         object.__setattr__(self, "work", work)
+
+    def repriced(self, ticket: Ticket) -> Ticket:
+        """Return this ticket with the tokens, cost and seconds of a step of another."""
+        return replace(
+            self,
+            active_tokens=ticket.active_tokens,
+            cost=ticket.cost,
+            seconds=ticket.seconds,
+            shared=ticket.shared,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +177,15 @@ class SchedulingPolicy(Protocol):
 
     def finish(self, request_id: str) -> None:
         """Remove a ticket whose row has taken its last step.
+
+        Raises:
+            KeyError: no row of that name runs.
+        """
+        ...
+
+    def reprice(self, ticket: Ticket) -> None:
+        """Give the row of this name the ticket's prices (`Ticket.repriced`): the work that is left
+        of it differs from what was expected.
 
         Raises:
             KeyError: no row of that name runs.
@@ -446,6 +465,12 @@ class StepScheduler:
         if request_id not in self._live and request_id not in self._background:
             raise KeyError(request_id)
         self._remove(request_id)
+
+    def reprice(self, ticket: Ticket) -> None:
+        rows = self._background if ticket.background else self._live
+        repriced = rows[ticket.request_id].repriced(ticket)
+        number, _ = self._delayed[ticket.request_id]
+        rows[ticket.request_id], self._delayed[ticket.request_id] = repriced, (number, repriced)
 
     def drain(self) -> None:
         """Refuse new tickets from now on; present ones continue."""

@@ -14,10 +14,9 @@ from typing import Any, Literal, NamedTuple
 from maskserve_common.config import Config, ConfigError
 from maskserve_common.config_file import read_json
 from maskserve_common.contracts.request import EditKind
-from maskserve_common.contracts.reuse_levels import refresh_count
+from maskserve_common.contracts.reuse_levels import EXPECTED_STRIDE, refresh_count
 from maskserve_common.contracts.semantics import NO_DENSE_STEPS, DenseSteps, Semantics
 from maskserve_common.imaging.whole import SizeRule
-from maskserve_engine.planning.refresh_control import EXPECTED_STRIDE
 from maskserve_engine.planning.refresh_steps import REFRESH_RULE, RefreshRule, count_with_controls
 from maskserve_engine.spec.encoder_picture import EncoderPicture
 from maskserve_engine.spec.latents import LatentSpace, latent_space
@@ -38,6 +37,8 @@ ALL_KINDS: frozenset[EditKind] = frozenset({"inpaint", "edit", "generate"})
 
 ALL_STEPS = 1000
 """A stride that is longer than any schedule."""
+_REFERENCE_FIDELITY = 40.0
+"""dB that first edits of models with references promise (docs/adr/0090)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,8 @@ class RefreshSpec:
     """
     second_order: bool = False
     """Whether extrapolation is of second order, through three refresh steps (`RefreshSchedule`)."""
+    by_error: bool = True
+    """Whether the errors of lookaheads can place refresh steps (`RefreshControl`)."""
     over_template: bool = False
     """Whether an edit that may have refresh steps reads no template, since its step cache keeps
     more of it (docs/decisions/refresh-steps.md).
@@ -294,24 +297,46 @@ def no_recorded_rows(config: Config) -> int:
     return 0
 
 
-def refresh_stride(config: Config, spec: ModelSpec) -> float:
-    """Return the share of an edit's steps between two refresh steps; 0: it has none."""
+def refresh_stride(config: Config, spec: ModelSpec, promise: float = 0.0) -> float:
+    """Return the share of an edit's steps between two refresh steps; 0: it has none.
+
+    Args:
+        config: configuration of the worker.
+        spec: spec of the model.
+        promise: fidelity that the edit asks for, in dB (`EditSettings.promise`).
+    """
     if spec.refresh.stride is None:
         return 0.0
     configured = config.cache.own_anchors
-    if refreshes_by_error(config, spec):
+    if promised_fidelity(config, spec, promise):
         return EXPECTED_STRIDE
     return configured if configured >= 0 else spec.refresh.stride
 
 
 def refreshes_by_error(config: Config, spec: ModelSpec) -> bool:
-    """Whether refresh steps are placed by the errors of lookaheads (`RefreshControl`): their places
-    are neither configured nor known for the model. Devices that share a step would have to agree on
-    them.
+    """Whether refresh steps are placed by the errors of lookaheads (`RefreshControl`), also of
+    edits that do not ask for it.
     """
-    engine, cache = config.engine, config.cache
-    is_open = cache.own_anchors < 0 and spec.refresh.stride == 0.0
-    return is_open and cache.fidelity > 0 and (engine.devices == 1 or engine.policy == "spread")
+    return promised_fidelity(config, spec) > 0
+
+
+def promised_fidelity(config: Config, spec: ModelSpec, promise: float = 0.0) -> float:
+    """Return the fidelity, in dB against dense edits, that an edit's errors keep as they place its
+    refresh steps; 0: they place none. So it is if places are configured or known for the model, and
+    the edit asks for none. Devices that share a step would have to agree on places.
+    """
+    engine, cache, refresh, takes = config.engine, config.cache, spec.refresh, spec.semantics
+    is_alone = engine.devices == 1 or engine.policy == "spread"
+    if not is_alone or refresh.stride is None or not refresh.by_error or not cache.own_anchors:
+        return 0.0
+    if promise:
+        # Errors of models that blend alone do not tell their fidelity (docs/adr/0090).
+        return promise if takes.reference or takes.masked_picture else 0.0
+    if cache.own_anchors > 0 or refresh.stride:
+        return 0.0
+    if cache.fidelity >= 0:
+        return cache.fidelity
+    return _REFERENCE_FIDELITY if takes.reference else 0.0
 
 
 def refresh_rule(config: Config, spec: ModelSpec, device: str = "cuda") -> RefreshRule:

@@ -9,7 +9,13 @@ from msgspec import structs
 
 from maskserve_common.config import LimitsConfig
 from maskserve_common.contracts.request import steps_run
-from maskserve_common.contracts.reuse_levels import Execution, ReuseLevel, levels_of, refresh_count
+from maskserve_common.contracts.reuse_levels import (
+    EXPECTED_STRIDE,
+    Execution,
+    ReuseLevel,
+    levels_of,
+    refresh_count,
+)
 from maskserve_common.contracts.settings import EditSettings, shares
 from maskserve_common.contracts.status_record import Served
 from maskserve_common.files.values import NO_VALUES, Values
@@ -142,7 +148,7 @@ class Measure:
             dense_steps=served.dense_steps.of(steps, prompt=prompted, side=side),
             refresh_steps=refresh_steps,
             always_refreshes=refresh_steps > 0
-            and (served.own_over_template or settings.cache == "own"),
+            and (served.own_over_template or settings.cache == "own" or settings.promise > 0),
             inner_tokens=round(factor * inner),
             ring_tokens=round(factor * ring),
             adapters=adapters,
@@ -175,7 +181,7 @@ def _refresh_steps(settings: EditSettings, served: Served, steps: int, mask_rati
     """Return the number of refresh steps if the template is not at hand; 0: all steps are dense."""
     if not settings.may_anchor or mask_ratio >= served.dense_above_ratio:
         return 0
-    return refresh_count(steps, served.own_stride)
+    return refresh_count(steps, EXPECTED_STRIDE if settings.promise else served.own_stride)
 
 
 def image_digest(image: memoryview) -> bytes:

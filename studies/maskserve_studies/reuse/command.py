@@ -236,8 +236,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     add = parser.add_argument
     add("--only", nargs="+", choices=(*MODELS, "base"), default=tuple(MODELS))
-    add("--base", type=Path, help="folder of a model with Inpaint semantics (train_inpaint_model)")
+    add("--base", type=Path, help="folder of another model, as train_inpaint_model makes it")
     add("--n", type=int, default=16, help="edits of each class (default 16)")
+    add("--steps", type=int, help="steps of each edit (default 20, klein8 8, klein4 4)")
     add("--fidelity", type=float, nargs="+", default=FIDELITIES, help="dB that edits promise")
     add("--json", type=Path)
     args = parser.parse_args()
@@ -248,7 +249,7 @@ def main() -> int:
         if name == "base" and args.base is None:
             raise SystemExit("--only base needs --base")
         folder, steps = (args.base, 20) if name == "base" else MODELS[name]
-        trial = Trial(folder, steps, args.n)
+        trial = Trial(folder, args.steps or steps, args.n)
         promised = [trial.figures(fidelity) for fidelity in args.fidelity]
         rivals = trial.rivals()
         for label, figures in (*zip(args.fidelity, promised, strict=True), *rivals.items()):

@@ -50,7 +50,7 @@ _VALUES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     ),
     "on_late": (("drop", "finish"), ("", "DROP", "wait")),
     "reuse": (("exact",), ("", "EXACT", "elastic")),
-    "reuse_floor": ((), (-1, 0, 30.0, 101, 1e308)),
+    "reuse_floor": ((0, 30.0, 100), (-1, 101, 1e308)),
     "deadline_ms": ((600_000, 86_400_000), (0, -1, 86_400_001)),
     "priority": ((-100, 0, 100), (-101, 101, 10**30)),
     "request_id": ((), ("", " ", "a b", "x" * 129, "é", "a\n", "\ud83d", "<script>", "a\0b")),

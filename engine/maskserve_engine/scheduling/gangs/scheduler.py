@@ -89,6 +89,14 @@ class GangScheduler:
     def finish(self, request_id: str) -> None:
         self._waiting.free(self._works.pop(request_id).ticket)
 
+    def reprice(self, ticket: Ticket) -> None:
+        work = self._works[ticket.request_id]
+        seconds = self._of_all_degrees(ticket.seconds)
+        before, work.ticket = work.ticket, work.ticket.repriced(replace(ticket, seconds=seconds))
+        for active_run in self._running:
+            rows = [work.ticket if row is before else row for row in active_run.run.rows]
+            active_run.run = replace(active_run.run, rows=tuple(rows))
+
     def drain(self) -> None:
         self._draining = True
 

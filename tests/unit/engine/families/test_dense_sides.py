@@ -133,6 +133,8 @@ async def test_the_router_expects_the_same(name: str) -> None:
         ({"loras": (LoraSetting(name="a"),)}, (5, None)),
         ({"controls": (ControlSetting(name="n"),)}, (5, None)),
         ({"cache": "own"}, (5, True)),
+        ({"reuse_floor": 40.0}, (3, True)),
+        ({"reuse_floor": 40.0, "reuse": "elastic"}, (5, None)),
         ({"cache": "require"}, (0, False)),
         ({"reproducible": True}, (0, False)),
     ],

@@ -23,13 +23,18 @@ from maskserve_triton.accept import accept_edit
 from maskserve_triton.encoder import EditEncoder, ToEncode
 from maskserve_triton.preprocess import PreparedEdit, prepare_edit
 from maskserve_triton.run_encodings import RunEncodings
+from tests.fakes.jobs import tolerance
 from tests.fakes.pictures import encode, scene
 from tests.support.cached_rows import assert_equal
-from tests.support.draws import fresh_rng
+from tests.support.draws import fresh_rng, fresh_seed
 from tests.support.engines import edit, make_engine
 from tests.support.family_cases import FamilyModel
+from tests.support.refresh_rows import result, schedule_by_errors
+from tests.support.sink import Sink
 
 PIXELS = [scene(64, 64), scene(64, 96), scene(96, 64)]
+_LOW_FIDELITY = 14.0
+"""dB at which models with random weights refresh neither at each step nor once."""
 
 
 @pytest.fixture
@@ -180,5 +185,44 @@ def test_an_edit_with_references_reads_no_template(
         assert final.meta.get("dense_for") == dense_for
         if cache != "own":
             assert_equal(final.latents, model.oracle(case))
+    finally:
+        engine.close(5.0)
+
+
+@pytest.mark.parametrize("model", ["qwen-image-edit-2511", "klein-kv"], indirect=True)
+def test_errors_place_the_refresh_steps_of_edits_with_references(model: FamilyModel) -> None:
+    """Also beside others, with other numbers of pictures and steps."""
+    sections = {**model.case.sections.get("model", {}), "outside_noise": "edit"}
+    engine = make_engine(
+        model.folder, model.encoder, sections, own_anchors=-1.0, fidelity=_LOW_FIDELITY
+    )
+    seed = fresh_seed()
+    try:
+        jobs = []
+        for number in range(3):
+            case = model.edit(
+                2 * (seed + number), several=True, num_inference_steps=12 + number, strength=1.0,
+                cache="auto",
+            )  # fmt: skip
+            case = replace(case, mask=np.zeros_like(case.mask))
+            case.mask[:16, :16] = 255
+            jobs.append(model.encoded(case, f"edit-{number}"))
+        alone = [edit(engine, job) for job in jobs]
+        for job, final in zip(jobs, alone, strict=True):
+            schedule = schedule_by_errors(engine.config, engine.adapter, job, final.meta)
+            assert final.meta["cache"] == "own"
+            assert final.meta["anchors"] == sorted(schedule.computed_at)
+            expected = result(engine.adapter, job, schedule)
+            np.testing.assert_allclose(final.latents, expected, atol=tolerance(expected))
+        sinks = [Sink() for _ in jobs]
+        for job, sink in zip(jobs, sinks, strict=True):
+            request = replace(job.request, request_id=f"{job.request.request_id}-again")
+            engine.submit(replace(job, request=request), sink)
+        for sink, before in zip(sinks, alone, strict=True):
+            final = sink.final()
+            assert final.meta["anchors"] == before.meta["anchors"]
+            np.testing.assert_allclose(
+                final.latents, before.latents, atol=tolerance(before.latents)
+            )
     finally:
         engine.close(5.0)

@@ -117,6 +117,16 @@ def test_the_document_has_the_table(flux_fill: Shapes) -> None:
     assert "\n".join(lines[2:]) in (CHECKOUT / "docs" / "gpu.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize("name", ["qwen-image-edit", "flux2-klein-9b-kv", "qwen-image"])
+def test_it_tells_what_refresh_steps_by_error_keep(name: str) -> None:
+    folder = CHECKOUT / "assets" / "models" / f"{name}-shapes"
+    by_default = Shapes(config_of(folder))
+    lines = text(by_default), text(Shapes(config_of(folder, cache={"fidelity": 40.0})))
+    told = ["A pass of an edit with refresh steps keeps" in line for line in lines]
+    assert told == [by_default.spec.semantics.reference, True]
+    assert "By default an edit has two." not in lines[1]  # negative prompts are optional
+
+
 def test_a_start_that_cannot_fit_names_what_would(tiny_fill: Path) -> None:
     config = config_of(FLUX_FILL)
     with pytest.raises(ConfigError) as refused:

@@ -90,6 +90,17 @@ def test_the_parts_add_up_to_the_whole(tiny_fill: Path, tmp_path: Path) -> None:
     assert budget.cache == int(0.25 * (FREE - encoder))
 
 
+def test_step_caches_of_an_edits_passes_are_counted(
+    tiny_kontext: Path, tiny_unets: dict[str, Path], tmp_path: Path
+) -> None:
+    for folder, passes in ((tiny_kontext, 1), (tiny_unets["sdxl-base"], 2)):
+        config = config_of(folder)
+        nbytes = memory.refresh_bytes(config, load_adapter(config), "cpu")
+        assert table(folder, tmp_path).own == passes * nbytes > 0
+    without = table(tiny_kontext, tmp_path, cache={"fidelity": 0.0})
+    assert without.own == 0
+
+
 def test_what_is_loaded_already_is_not_taken_twice(tiny_fill: Path, tmp_path: Path) -> None:
     before = table(tiny_fill, tmp_path)
     sign_in(tmp_path, "encoder")

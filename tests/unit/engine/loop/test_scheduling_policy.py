@@ -70,6 +70,9 @@ class OneByOne:
             raise KeyError(request_id)
         self.cancel(request_id)
 
+    def reprice(self, ticket: Ticket) -> None:
+        """Prices decide nothing."""
+
     def drain(self) -> None:
         """Nothing is refused."""
 

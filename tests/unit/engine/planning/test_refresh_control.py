@@ -5,7 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from maskserve_engine.planning.refresh_control import RefreshControl, Remainder, tolerance_of
+from maskserve_engine.planning.refresh_control import (
+    RefreshControl,
+    Remainder,
+    fidelity_of,
+    tolerance_of,
+)
 from tests.support.draws import fresh_rng
 
 
@@ -30,6 +35,7 @@ def remainders_of(control: RefreshControl, error: float) -> list[Remainder]:
 def test_more_fidelity_allows_less_error() -> None:
     low, high = sorted(fresh_rng().uniform(10, 80, 2))
     assert 0 < tolerance_of(high) < tolerance_of(low)
+    assert fidelity_of(tolerance_of(low)) == pytest.approx(low)
 
 
 @pytest.mark.parametrize("scale", [0.01, 0.3, 1.0, 3.0, 100.0])

@@ -11,18 +11,19 @@ import numpy as np
 import pytest
 import torch
 
-from maskserve_engine.base.job import FinalEvent
 from maskserve_engine.batch import step_cache
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_encoder
 from maskserve_engine.loop.engine import Engine
 from maskserve_engine.planning.refresh_control import RefreshControl, tolerance_of
 from maskserve_engine.requests.refresh_schedules import make_refresh_schedule
+from maskserve_engine.requests.state import RequestState
+from maskserve_engine.scheduling.step_scheduler import Ticket
 from tests.fakes.jobs import config_of, tolerance
 from tests.support.draws import fresh_seed
 from tests.support.engines import edit, job, make_engine
 from tests.support.eventually import eventually
-from tests.support.refresh_rows import result
+from tests.support.refresh_rows import result, schedule_by_errors
 from tests.support.sink import Sink
 
 STEPS = 20
@@ -46,23 +47,11 @@ def engine(
     assert not engine.manager.edits
 
 
-def schedule_of(engine: Engine, final: FinalEvent, edit_job: Any) -> Any:
-    """The schedule that a row follows at last, by the errors that META reports."""
-    schedule = make_refresh_schedule(engine.config, engine.adapter, edit_job)
-    assert schedule is not None
-    assert schedule.control is not None
-    before = 0
-    for step, error in final.meta["refresh_errors"].items():
-        schedule = schedule.controlled(int(step), schedule.control.after(before, int(step), error))
-        before = int(step)
-    return schedule
-
-
 @pytest.mark.parametrize("engine", [LOW, 14.0, 20.0], indirect=True)
 def test_its_errors_place_an_edits_refresh_steps(engine: Engine, encoder: Encoder) -> None:
     edit_job = job(encoder, fresh_seed(), "first", num_inference_steps=STEPS)
     final = edit(engine, edit_job)
-    schedule = schedule_of(engine, final, edit_job)
+    schedule = schedule_by_errors(engine.config, engine.adapter, edit_job, final.meta)
     assert final.meta["cache"] == "own"
     assert final.meta["anchors"] == sorted(schedule.computed_at)
     assert final.meta["dense_steps"] == len(schedule.anchors)
@@ -83,6 +72,22 @@ def test_where_no_refresh_step_is_near_enough_the_rest_is_dense(
     [first] = map(int, meta["refresh_errors"])
     assert meta["dense_for"] == "error"
     assert meta["anchors"] == [0, 1, *range(first + 1, STEPS)]
+
+
+@pytest.mark.parametrize("engine", [0.0], indirect=True)
+@pytest.mark.parametrize("floor", [LOW, 14.0])
+def test_an_edit_may_ask_for_a_fidelity(engine: Engine, encoder: Encoder, floor: float) -> None:
+    """It then reads no template, since nothing measures what that keeps."""
+    seed, steps = fresh_seed(), {"num_inference_steps": STEPS}
+    edit(engine, job(encoder, seed, "primes", cache="require", **steps))
+    assert edit(engine, job(encoder, seed, "hit", **steps)).meta["cache"] == "hit"
+    edit_job = job(encoder, seed, "promised", reuse_floor=floor, **steps)
+    final = edit(engine, edit_job)
+    schedule = schedule_by_errors(engine.config, engine.adapter, edit_job, final.meta)
+    assert schedule.control is not None
+    assert schedule.control.tolerance == tolerance_of(floor)
+    assert (final.meta["cache"], final.meta["reuse_floor"]) == ("own", floor)
+    assert final.meta["anchors"] == sorted(schedule.computed_at)
 
 
 @pytest.mark.parametrize("engine", [0.0], indirect=True)
@@ -145,9 +150,44 @@ def test_it_is_never_priced_above_a_dense_edit(engine: Engine, encoder: Encoder)
     sink.final()
 
 
-def test_the_tolerance_is_that_of_the_configuration(engine: Engine, encoder: Encoder) -> None:
+@pytest.mark.parametrize("engine", [LOW, 14.0, 20.0, HIGH], indirect=True)
+def test_after_its_last_error_its_ticket_has_the_tokens_of_its_steps_left(
+    engine: Engine, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repriced, reprice = list[tuple[int, int, Ticket]](), engine.manager.reprice
+
+    def recorded(state: RequestState) -> None:
+        reprice(state)
+        [row] = engine.manager.scheduler.running
+        repriced.append((state.tally.done, state.tally.computed_tokens, row))
+
+    monkeypatch.setattr(engine.manager, "reprice", recorded)
+    meta = edit(engine, job(encoder, fresh_seed(), "priced", num_inference_steps=STEPS)).meta
+    done, tokens, row = repriced[-1]
+    left = STEPS - done
+    assert (meta["computed_tokens"] - tokens) / left == pytest.approx(row.active_tokens, abs=0.6)
+    assert row.steps == STEPS
+    assert len(repriced) == len([step for step in meta["refresh_errors"] if int(step) < STEPS - 1])
+
+
+@pytest.mark.parametrize(
+    ("engine", "promised"), [(LOW, LOW), (-1.0, 40.0)], indirect=["engine"], ids=["set", "default"]
+)
+def test_the_tolerance_is_that_of_the_promise(
+    engine: Engine, encoder: Encoder, promised: float
+) -> None:
     edit_job = job(encoder, 1, "first", num_inference_steps=STEPS)
     schedule = make_refresh_schedule(engine.config, engine.adapter, edit_job)
     assert schedule is not None
     assert isinstance(schedule.control, RefreshControl)
-    assert schedule.control.tolerance == tolerance_of(LOW)
+    assert schedule.control.tolerance == tolerance_of(promised)
+
+
+def test_without_room_for_its_step_cache_it_is_dense_and_says_so(
+    engine: Engine, encoder: Encoder
+) -> None:
+    edit_job = job(encoder, fresh_seed(), "dense", num_inference_steps=STEPS)
+    engine.cache.store.memory.budget_bytes = 1
+    final = edit(engine, edit_job)
+    assert (final.meta["cache"], final.meta["dense_for"]) == ("miss", "memory")
+    np.testing.assert_array_equal(final.latents, result(engine.adapter, edit_job, None))

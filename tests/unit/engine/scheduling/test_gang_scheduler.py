@@ -137,6 +137,9 @@ def test_every_edit_ends_once_whatever_happens(seed: int) -> None:
             choice = rng.choice(request_ids)
             assert scheduler.cancel(choice) is not None
             cancelled.add(choice)
+        if rng.random() < 0.1 and (running := [t.request_id for t in scheduler.running]):
+            seconds = rng.choice([BY_DEGREE[:2], (0.01,), ()])
+            scheduler.reprice(ticket(rng.choice(running), 1, seconds=seconds))
         busy_devices = frozenset(device for _, run in busy for device in run.devices)
         decision = scheduler.schedule(now, Devices(busy_devices, lost))
         cancelled |= {expired_ticket.request_id for expired_ticket in decision.expired}

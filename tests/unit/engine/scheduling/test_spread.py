@@ -39,6 +39,18 @@ def test_steps_that_were_taken_are_nothing_to_be_computed() -> None:
     assert rows(spread.schedule(7.0)) == {0: ["long", "next"], 1: ["short"]}
 
 
+def test_less_work_that_is_left_counts_less() -> None:
+    spread = Spread(2, 4, 8, 0.25)
+    spread.submit(ticket("long", 10, 20))
+    spread.submit(ticket("short", 6))
+    spread.schedule(0.0)
+    spread.reprice(Ticket("long", 1, 20, 5, 0.0))
+    spread.submit(ticket("next", 1))
+    assert rows(spread.schedule(1.0)) == {0: ["long", "next"], 1: ["short"]}
+    with pytest.raises(KeyError):
+        spread.reprice(ticket("none"))
+
+
 def test_a_busy_device_is_left_alone() -> None:
     spread = Spread(2, 4, 8, 0.25)
     for name in "ab":

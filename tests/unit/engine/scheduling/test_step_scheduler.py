@@ -488,6 +488,17 @@ class Machine(RuleBasedStateMachine):
             with pytest.raises(KeyError):
                 self.scheduler.finish(name)
 
+    @rule(name=tickets, active=st.integers(1, FULL), cost=st.floats(0.0, 9.0))
+    def reprice(self, name: str, active: int, cost: float) -> None:
+        if name not in self.running:
+            with pytest.raises(KeyError):
+                self.scheduler.reprice(ticket(name))
+            return
+        before = self.running[name]
+        self.running[name] = replace(before, active_tokens=active, cost=cost)
+        # Only prices count.
+        self.scheduler.reprice(replace(self.running[name], steps=99, arrival=9e9, deadline=None))
+
     @rule()
     def drain(self) -> None:
         if self.number > 12:
@@ -539,7 +550,7 @@ class Machine(RuleBasedStateMachine):
             return
         self.scheduler.check_integrity()
         assert set(names(self.scheduler.waiting)) == set(self.waiting)
-        assert set(names(self.scheduler.running)) == set(self.running)
+        assert {t.request_id: t for t in self.scheduler.running} == self.running
         assert len(self.scheduler) == len(self.waiting) + len(self.running)
         assert all(times == 1 for times in self.ended.values())
 

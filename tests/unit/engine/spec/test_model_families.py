@@ -15,14 +15,19 @@ from diffusers import AutoencoderKL
 from msgspec import structs
 
 from maskserve_benchmarks.checkout import CHECKOUT
-from maskserve_common.config import CacheConfig, Config, ConfigError
+from maskserve_common.config import CacheConfig, Config, ConfigError, EngineConfig
 from maskserve_common.contracts.semantics import FILL, INPAINT
 from maskserve_engine.families.flux import spec as flux
 from maskserve_engine.families.registry import FAMILIES as ENGINE_FAMILIES
 from maskserve_engine.families.specs import FAMILIES, check_widths, load_spec
 from maskserve_engine.families.unet import spec as unet
 from maskserve_engine.families.z_image import spec as z_image
-from maskserve_engine.spec.model_spec import EditDefaults, text_shares
+from maskserve_engine.spec.model_spec import (
+    EditDefaults,
+    promised_fidelity,
+    refreshes_by_error,
+    text_shares,
+)
 
 
 def defaults_of(pipeline: str) -> EditDefaults:
@@ -110,6 +115,26 @@ def test_text_is_left_out_where_rows_leave_it_out(folder: str, template: float) 
     shares = text_shares(Config(cache=CacheConfig(own_anchors=0.45)), facts, 28, shared=False)
     assert shares.template == template
     assert (shares.lookahead > 0) is (template < 1.0)
+
+
+def test_first_edits_of_models_with_references_refresh_by_their_errors() -> None:
+    """Unless their places are known, or configured; others' do where an edit asks for it."""
+    for folder in sorted((CHECKOUT / "assets" / "models").glob("*-shapes")):
+        facts = load_spec(folder)
+        is_open = facts.refresh.stride == 0.0
+        for fidelity in (-1.0, 0.0, 33.0):
+            config = Config(cache=CacheConfig(fidelity=fidelity))
+            expected = fidelity if fidelity >= 0 else 40.0 * facts.semantics.reference
+            assert promised_fidelity(config, facts) == expected * is_open
+            takes = facts.semantics
+            tells = (takes.reference or takes.masked_picture) and facts.family != "unet"
+            assert promised_fidelity(config, facts, 25.0) == 25.0 * tells
+        for own_anchors in (0.0, 0.3):
+            config = Config(cache=CacheConfig(own_anchors=own_anchors))
+            assert not refreshes_by_error(config, facts)
+            assert promised_fidelity(config, facts, 25.0) <= 100.0 * own_anchors
+        together = Config(engine=EngineConfig(devices=2, policy="rounds"))
+        assert promised_fidelity(together, facts, 25.0) == 0.0
 
 
 @pytest.mark.parametrize("key", ["entry_format", "own_format"])
