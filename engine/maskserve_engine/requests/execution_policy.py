@@ -84,11 +84,11 @@ class ExecutionPolicy:
             dense = replace(DENSE, dense_for=dense_for, key=key)
             return dense if dense_for == "mask_ratio" else self.without_template(edit, dense)
         missed = replace(DENSE, outcome="miss", key=key)
-        asks = settings.cache == "own" or settings.promise > 0
-        if asks or self._adapter.spec.refresh.over_template:
+        no_template = settings.cache == "own" or settings.promise > 0
+        if no_template or self._adapter.spec.refresh.over_template:
             without = self.without_template(edit, missed)
             nearer = without.schedule is not None or without.dense_for == "work"
-            if asks or nearer:
+            if no_template or nearer:
                 return without
         sight = self._cache.look_up(job, key, again=edit.starts > 0)
         cached = self._of_template(edit, sight, insists=settings.insists)

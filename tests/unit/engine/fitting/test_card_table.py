@@ -122,8 +122,8 @@ def test_it_tells_what_refresh_steps_by_error_keep(name: str) -> None:
     folder = CHECKOUT / "assets" / "models" / f"{name}-shapes"
     by_default = Shapes(config_of(folder))
     lines = text(by_default), text(Shapes(config_of(folder, cache={"fidelity": 40.0})))
-    told = ["A pass of an edit with refresh steps keeps" in line for line in lines]
-    assert told == [by_default.spec.semantics.reference, True]
+    has_line = ["A pass of an edit with refresh steps keeps" in line for line in lines]
+    assert has_line == [by_default.spec.semantics.reference, True]
     assert "By default an edit has two." not in lines[1]  # negative prompts are optional
 
 

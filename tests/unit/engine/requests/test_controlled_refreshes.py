@@ -10,6 +10,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 
 from maskserve_engine.batch import step_cache
 from maskserve_engine.families.encoder import Encoder
@@ -88,6 +89,22 @@ def test_an_edit_may_ask_for_a_fidelity(engine: Engine, encoder: Encoder, floor:
     assert schedule.control.tolerance == tolerance_of(floor)
     assert (final.meta["cache"], final.meta["reuse_floor"]) == ("own", floor)
     assert final.meta["anchors"] == sorted(schedule.computed_at)
+
+
+def test_where_errors_do_not_tell_a_fidelity_an_edit_that_asks_for_one_is_dense(
+    tiny_inpaint: Path,
+) -> None:
+    encoder = load_encoder(config_of(tiny_inpaint))
+    engine = make_engine(tiny_inpaint, encoder, own_anchors=-1.0)
+    try:
+        plain = job(encoder, fresh_seed(), "plain", num_inference_steps=STEPS)
+        settings = structs.replace(plain.request.settings, reuse_floor=LOW)
+        request = replace(plain.request, request_id="promised", settings=settings)
+        metas = [edit(engine, one).meta for one in (plain, replace(plain, request=request))]
+    finally:
+        engine.close(5.0)
+    assert [meta["cache"] for meta in metas] == ["own", "miss"]
+    assert metas[1]["computed_tokens"] == STEPS * metas[1]["total_tokens"]
 
 
 @pytest.mark.parametrize("engine", [0.0], indirect=True)

@@ -127,8 +127,8 @@ def test_first_edits_of_models_with_references_refresh_by_their_errors() -> None
             expected = fidelity if fidelity >= 0 else 40.0 * facts.semantics.reference
             assert promised_fidelity(config, facts) == expected * is_open
             takes = facts.semantics
-            tells = (takes.reference or takes.masked_picture) and facts.family != "unet"
-            assert promised_fidelity(config, facts, 25.0) == 25.0 * tells
+            has_errors = (takes.reference or takes.masked_picture) and facts.family != "unet"
+            assert promised_fidelity(config, facts, 25.0) == 25.0 * has_errors
         for own_anchors in (0.0, 0.3):
             config = Config(cache=CacheConfig(own_anchors=own_anchors))
             assert not refreshes_by_error(config, facts)
