@@ -223,8 +223,8 @@ class CacheConfig(Table, frozen=True):
     side."""
     own_anchors: Annotated[float, Meta(ge=-1.0, le=1.0)] = -1.0
     """Distance between refresh steps, as a share of an edit's steps. -1: the model's; 0: edits
-    without a template run dense. FLUX base models, FLUX.2 klein (not 9B-KV) and UNets refresh even
-    with a template, except for `cache: require` and `reproducible`."""
+    without a template run dense. FLUX base models, Kontext, FLUX.2 (not 9B-KV) and UNets refresh
+    even with a template, except for `cache: require` and `reproducible`."""
     fidelity: Annotated[float, Meta(ge=-1.0, le=100.0)] = -1.0
     """Fidelity of first edits in dB against dense ones, if `own_anchors` is -1 and the model has no
     share: each edit places its refresh steps by its errors. -1: 40 with references, otherwise 0; 0:
