@@ -64,6 +64,7 @@ COMMANDS = {
     "eval_demo_model": "maskserve_studies.demo_model.command",
     "refresh_steps": "maskserve_studies.refresh_steps.command",
     "reuse": "maskserve_studies.reuse.command",
+    "regions": "maskserve_studies.regions.command",
     "approximate": "maskserve_studies.approximate.command",
     "pieces": "maskserve_studies.vae_pieces.command",
     "windows": "maskserve_studies.windows.command",

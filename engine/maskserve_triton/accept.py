@@ -61,8 +61,14 @@ def accept_edit(
         Overloaded: the adapters' storage does not answer.
     """
     check_settings(requested, spec, config)
-    references, alpha = spec.semantics.reference, spec.latents.alpha
-    check_kind(requested, kind, spec.edit_kinds, references=references, alpha=alpha)
+    check_kind(
+        requested,
+        kind,
+        spec.edit_kinds,
+        references=spec.semantics.reference,
+        alpha=spec.latents.alpha,
+        regions=spec.region is not None and config.cache.enabled and config.engine.devices == 1,
+    )
     if requested.answer_size is not None:
         native, multiple = spec.native_resolution, spec.size_multiple
         check_answer_size(requested.answer_size, native, multiple, config.limits)

@@ -32,6 +32,7 @@ from maskserve_common.contracts.request import EDIT_KINDS
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
 from maskserve_serving.worker import WorkerProcess
+from maskserve_studies.demo_model.reference_edits import named_edits
 from maskserve_workflows.definition import Workflow, each
 from maskserve_workflows.folder import read_plans
 from maskserve_workflows.nodes import edit, generate
@@ -170,6 +171,21 @@ def test_an_edit_without_a_mask_is_the_pipelines(client: Client, pipeline: Any) 
         check_same(result.image, expected_pixels)
         assert result.meta["kind"] == "edit"
     assert result.meta["encoded"]["template"] == "kept"
+
+
+def test_an_edit_finds_its_region_and_is_near_the_dense_one(client: Client) -> None:
+    """The prompt names one object of the picture."""
+    [named] = named_edits(1)
+    settings = {"seed": fresh_seed(), "num_inference_steps": 20}
+    dense, found = (
+        client.edit(named.source, prompt=named.prompt, region=region, **settings)
+        for region in ("off", "auto")
+    )
+    difference = np.asarray(found.image, float) - np.asarray(dense.image, float)
+    assert 10 * np.log10(255**2 / np.mean(difference**2)) > 30
+    assert 0 < found.meta["region"]["share"] < 0.5
+    assert found.meta["computed_tokens"] < dense.meta["computed_tokens"]
+    assert "region" not in dense.meta
 
 
 def test_both_run_beside_masked_edits_and_give_the_same_pictures(client: Client) -> None:
@@ -451,6 +467,7 @@ def test_a_model_that_repaints_masks_says_so(grpc: Grpc, name: str) -> None:
         ({"size": "100x64"}, "SETTINGS.size: is 100x64, off the model's grid"),
         ({"size": "256x256"}, "SETTINGS.size: is 256x256 = 65536 pixels; accepted: up to 16384"),
         ({"strength": 0.5}, "SETTINGS.strength: has no effect without IMAGE"),
+        ({"region": "auto"}, "SETTINGS.region: has no effect here"),
         ({"mask_feather": 3}, "SETTINGS.mask_feather: has no effect without MASK"),
         ({"expand": [8, 0, 0, 0]}, "IMAGE: is missing, and SETTINGS.expand needs a source"),
     ],

@@ -24,9 +24,9 @@ _OF_MASKS = (
     "crop_padding",
 )
 _WITHOUT_EFFECT: dict[EditKind, tuple[str, ...]] = {
-    "inpaint": ("size",),
+    "inpaint": ("size", "region"),
     "edit": _OF_MASKS,
-    "generate": (*_OF_MASKS, "strength"),
+    "generate": (*_OF_MASKS, "strength", "region"),
 }
 _OF_OTHER_KINDS: dict[EditKind, tuple[str, ...]] = {
     "inpaint": (),
@@ -118,6 +118,7 @@ def check_kind(
     *,
     references: bool,
     alpha: bool,
+    regions: bool = False,
 ) -> None:
     """Refuse an edit of a kind that a model does not have, and settings without effect in its kind.
 
@@ -127,6 +128,7 @@ def check_kind(
         served: kinds that the model has.
         references: whether the model sees the source as reference tokens at every step.
         alpha: whether the model draws an alpha channel.
+        regions: whether the worker's edits find their regions (`region: auto`).
 
     Raises:
         InvalidRequest: naming the tensor or `SETTINGS.<key>`.
@@ -141,6 +143,9 @@ def check_kind(
         raise InvalidRequest("SETTINGS.background", problem, "auto or opaque")
     if kind == "edit":
         _check_strength(settings.strength, references=references)
+    if settings.region != "off" and not regions:
+        problem = f"is {settings.region}, and this worker's edits find no regions"
+        raise InvalidRequest("SETTINGS.region", problem, "off")
 
 
 def check_settings_of(settings: EditSettings, kind: EditKind) -> None:
@@ -172,6 +177,8 @@ def _no_effect(name: str) -> tuple[str, str]:
     """Return why a setting has no effect, and the accepted values."""
     if name == "size":
         return "has no effect with MASK", "auto: the answer has IMAGE's size"
+    if name == "region":
+        return "has no effect here: it is of edits with IMAGE and without MASK", "off"
     if name == "strength":
         return "has no effect without IMAGE", "1"
     if name in _OF_OTHER_KINDS["generate"]:

@@ -22,6 +22,7 @@ OutputFormat = Literal["png", "jpeg", "webp"]
 OutputEncoding = Literal["auto", "raw", "base64"]
 LateMode = Literal["drop", "finish"]
 ReuseMode = Literal["exact", "elastic"]
+RegionMode = Literal["off", "auto"]
 MASK_MODES: tuple[MaskMode, ...] = get_args(MaskMode)
 CACHE_MODES: tuple[CacheMode, ...] = get_args(CacheMode)
 CROP_MODES: tuple[CropMode, ...] = get_args(CropMode)
@@ -207,6 +208,9 @@ class EditSettings(Table, frozen=True):
     expand: Margins = (0, 0, 0, 0)
     """Pixels by which the picture grows; the new area is edited. MASK has the source's size, or is
     empty."""
+    region: RegionMode = "off"
+    """`auto`: an edit without MASK finds the tokens that it changes in its first steps, and then
+    computes those alone between its refresh steps (models of which this was measured)."""
     first_block_threshold: Annotated[float, Meta(ge=0, le=10)] | None = None
     """FLUX: a step skips its other blocks if its first block's relative change is below this value
     (FirstBlockCache). 0: off; by default the model's (0)."""

@@ -79,8 +79,8 @@ class RefreshSchedule:
     """Places refresh steps by the errors of the row's lookaheads: later `anchors` are expected
     ones, and a lookahead is computed one step after its refresh step. None: places are fixed."""
     dense_from: int | None = None
-    """Step from which the row computes all tokens, since no lookahead is near enough; these steps
-    are among the refresh steps. None: there is none."""
+    """Step from which the row computes all tokens: no lookahead is near enough, or there is no mask
+    (docs/adr/0091). These steps are among the refresh steps. None: there is none."""
 
     @property
     def dense(self) -> frozenset[int]:
@@ -123,6 +123,15 @@ class RefreshSchedule:
             len(self.dense.intersection(left)) / len(left),
         )
 
+    def begun_at(self, begin: int, steps: int, last: int) -> RefreshSchedule:
+        """Return the schedule, made for the last `steps` of an edit, as that of the edit from step
+        `begin` on, whose `last` steps compute all tokens.
+        """
+        end = begin + steps - last
+        places = {begin + anchor for anchor in self.anchors if begin + anchor < end}
+        last_steps = frozenset(range(end, begin + steps))
+        return replace(self, anchors=last_steps.union(places), dense_from=end)
+
     def controlled(self, step: int, remainder: Remainder) -> RefreshSchedule:
         """Return the schedule with this remainder after refresh step `step`."""
         so_far = {anchor for anchor in self.anchors if anchor <= step}
@@ -131,10 +140,11 @@ class RefreshSchedule:
         )
 
     def next_refresh(self, step: int) -> int | None:
-        """Return the first refresh step after `step`; None: there is none."""
-        return min(
-            (refresh_step for refresh_step in self.anchors if refresh_step > step), default=None
-        )
+        """Return the first refresh step after `step` that is computed ahead; None: there is
+        none.
+        """
+        ahead = [anchor for anchor in self.anchors - self._at_end if anchor > step]
+        return min(ahead, default=None)
 
     def lookahead_at(self, step: int) -> int | None:
         """Return the refresh step that a step computes ahead; None: it computes none."""

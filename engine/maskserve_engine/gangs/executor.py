@@ -39,6 +39,7 @@ from maskserve_engine.requests.executor import (
     LoadState,
     PrimingRowSpec,
     Read,
+    RegionSpec,
     RowLoads,
     RowReport,
     RowSpec,
@@ -208,6 +209,9 @@ class GangExecutor:
         gang_row.spec = replace(gang_row.spec, plan=schedule)
         for process in gang_row.steps_in_rank:
             process.call("refresh_at", gang_row.name, schedule)
+
+    def narrow(self, row: str, region: RegionSpec) -> bool:
+        raise AssertionError("fronts refuse regions where a worker has several devices")
 
     def make(self, row: str, spec: RowSpec) -> RowReport:
         """Register a row. A rank makes it with its first step there, and an error then fails the

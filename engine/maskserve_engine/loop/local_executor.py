@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from maskserve_common.contracts.keys import STILL, Anchor
 from maskserve_common.contracts.tiers import DEVICE, HOST
@@ -25,7 +26,7 @@ from maskserve_engine.batch.step_cache import (
     StepCacheEntry,
     StepCacheReader,
 )
-from maskserve_engine.batch.transfer import HostCopy, side_stream
+from maskserve_engine.batch.transfer import HostCopy, moved, side_stream
 from maskserve_engine.cache.host_cache import bytes_in_use
 from maskserve_engine.cache.loader import EntryLost, Selection
 from maskserve_engine.cache.reader import EntryReader, Heads
@@ -43,6 +44,7 @@ from maskserve_engine.requests.executor import (
     LoadState,
     PrimingRowSpec,
     Read,
+    RegionSpec,
     RowLoads,
     RowReport,
     RowSpec,
@@ -133,6 +135,18 @@ class LocalExecutor:
         reader = self._readers.get(row)
         if isinstance(reader, StepCacheReader):  # without room it is a dense row
             reader.refresh_at(schedule)
+
+    def narrow(self, row: str, region: RegionSpec) -> bool:
+        row_state, is_first = self._rows[row], row not in self._readers
+        tier = self._room(row, region.nbytes) if is_first else None  # a larger region needs no more
+        if is_first and tier is None:
+            return False
+        self._adapter.release()  # the batch was packed for other tokens
+        [tokens] = moved((torch.from_numpy(region.tokens),), self._adapter.device)
+        row_state.narrow(tokens, region.schedule)
+        if tier is not None:
+            self._readers[row] = self._step_cache_reader(row_state, tier)
+        return True
 
     def make(self, row: str, spec: RowSpec) -> RowReport:
         adapter = self._adapter
@@ -347,7 +361,12 @@ class LocalExecutor:
             self._step_alone(running, step, entries, failed)
         span = Span(begin, mark(self._adapter.device))
         return StepResult(
-            tuple([self._after_step(row, read=row in entries) for row in running]),
+            tuple(
+                [
+                    self._after_step(row, read=row in entries, measured=row in step.measured)
+                    for row in running
+                ]
+            ),
             span,
             tuple([s for h, n in zip(handles, earlier, strict=True) for s in h.stalls[n:]]),
             tuple(lost),
@@ -505,7 +524,7 @@ class LocalExecutor:
         if self._failed_steps >= _FAILED_STEPS:
             raise RuntimeError(f"{_FAILED_STEPS} steps in a row failed for every row")
 
-    def _after_step(self, row: str, *, read: bool) -> RowStep:
+    def _after_step(self, row: str, *, read: bool, measured: bool) -> RowStep:
         row_state = self._rows[row]
         served = self._served.get(row)
         stale = served is not None and served.stale
@@ -519,7 +538,8 @@ class LocalExecutor:
         reader, error = self._readers.get(row), None
         if isinstance(reader, StepCacheReader):
             error = reader.controlling_error(row_state.step - 1)
-        return RowStep(row, row_state.step, skipped, read, text, stale, new, foresaw, error)
+        change = row_state.change().array() if measured else None
+        return RowStep(row, row_state.step, skipped, read, text, stale, new, foresaw, error, change)
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,10 +173,20 @@ class StepRunner:
         self.counters["step_tokens_total"] += sum(edit.step_tokens for edit in running)
         rows = tuple([edit.request_id for edit in running])
         number = next(self._numbers)
+        edits = [edit for edit in running if isinstance(edit, RequestState)]
+        measures = self.manager.regions.measures
+        measured = tuple([edit.request_id for edit in edits if measures(edit)])
         if planned is None:
-            return StepInput(number, rows, devices)
+            return StepInput(number, rows, devices, measured=measured)
         return StepInput(
-            number, rows, devices, tuple(reads), work.maps, planned.plan, planned.next_plan
+            number,
+            rows,
+            devices,
+            tuple(reads),
+            work.maps,
+            planned.plan,
+            planned.next_plan,
+            measured,
         )
 
     def _record_waits(self, running: Running, waits: tuple[float, ...]) -> None:
@@ -308,6 +318,7 @@ class StepRunner:
         if schedule is not None:
             self.executor.refresh_at(edit.request_id, schedule)
             self.manager.reprice(edit)
+        self.manager.regions.follow(edit, step)
         self.counters["active_tokens_total"] += work.passes * computed
         if edit.overflowed is not None:
             self._end(edit, overflowed(edit.overflowed))

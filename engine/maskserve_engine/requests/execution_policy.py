@@ -9,7 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from maskserve_common.config import Config
+from maskserve_engine.base.job import EditJob
 from maskserve_engine.families.adapter import Adapter
+from maskserve_engine.planning.regions import RegionRule
 from maskserve_engine.requests.audits import Audits
 from maskserve_engine.requests.due_times import InTime
 from maskserve_engine.requests.primings import Primings
@@ -74,7 +76,7 @@ class ExecutionPolicy:
             return DENSE
         dense_for = self._cache.dense_for(job)
         if dense_for == job.request.kind:
-            return replace(DENSE, dense_for=dense_for)
+            return replace(DENSE, dense_for=dense_for, region=self._region(job))
         key = "" if job.references else self._cache.key_of(job)
         drift = self._audits.over_limit(key)
         if drift is not None and not settings.insists:
@@ -96,6 +98,16 @@ class ExecutionPolicy:
             return cached
         without = replace(self.without_template(edit, missed), prime=sight.worth_priming)
         return self._after_priming(edit, sight, without) or without
+
+    def _region(self, job: EditJob) -> RegionRule | None:
+        """Return how an edit without a mask finds its region; None: it does not ask for one, has
+        too few steps, or leaves no room for refresh steps.
+        """
+        rule, settings = self._adapter.spec.region, job.request.settings
+        if rule is None or settings.region == "off" or not settings.may_anchor or job.controls:
+            return None
+        is_long = self._adapter.steps(job) >= rule.after + 4
+        return rule if is_long and self._cache.keeps_kv else None
 
     def without_template(self, edit: RequestState, dense: ExecutionPlan) -> ExecutionPlan:
         """Return a plan with refresh steps, or `dense` if the edit can have none or if they are as

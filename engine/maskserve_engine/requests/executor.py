@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 
 from maskserve_common.contracts.keys import Anchor
 from maskserve_common.errors import EngineFailed
+from maskserve_common.imaging.masks import TokenIds
 from maskserve_engine.adapters.control_net_loader import NetFolder
 from maskserve_engine.base.device_clock import Span
 from maskserve_engine.base.job import Conditioning, EditJob
@@ -79,6 +80,17 @@ class AnchoredRowSpec:
     """Bytes of its step cache."""
     key: str = ""
     """Cache key of the template whose references it may read."""
+
+
+@dataclass(frozen=True, slots=True)
+class RegionSpec:
+    """The region that an edit without a mask goes on with."""
+
+    tokens: TokenIds
+    schedule: RefreshSchedule
+    """Its refresh steps; the first is the row's next step."""
+    nbytes: int
+    """Bytes of its step cache."""
 
 
 RowSpec = DenseRowSpec | AnchoredRowSpec | CachedRowSpec | PrimingRowSpec
@@ -169,6 +181,8 @@ class StepInput:
     """How rows that read entries run each block; None: no row reads any."""
     next_plan: Plan | None = None
     """Plan by which entries of later steps are loaded."""
+    measured: tuple[str, ...] = ()
+    """Rows whose change from their source is measured after the step."""
 
 
 class RowStep(NamedTuple):
@@ -191,6 +205,8 @@ class RowStep(NamedTuple):
     """Whether it computed a lookahead beside the step's tokens."""
     refresh_error: float | None = None
     """Lookahead error at this step, if the row's next refresh step depends on it."""
+    change: Floats | None = None
+    """[tokens] change of its predicted clean picture from its source, if the step measures it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,6 +295,12 @@ class Executor(Protocol):
 
     def refresh_at(self, row: str, schedule: RefreshSchedule) -> None:
         """Make a row with refresh steps follow another schedule from its next step on."""
+        ...
+
+    def narrow(self, row: str, region: RegionSpec) -> bool:
+        """Make a row without a mask compute a region alone between its refresh steps. Return False
+        if there is no room for its step cache: it goes on as before.
+        """
         ...
 
     def load(

@@ -51,6 +51,7 @@ from maskserve_engine.requests.refresh_schedules import (
     step_cache_bytes,
     step_cache_bytes_with_template,
 )
+from maskserve_engine.requests.regions import Regions
 from maskserve_engine.requests.request_table import RequestTable
 from maskserve_engine.requests.state import EntryReads, PrimingState, RequestState
 from maskserve_engine.requests.templates import DENSE
@@ -99,10 +100,10 @@ class RequestManager:
         self.policy: ExecutionPolicy | None = None
         """Chooses the plans of edits; None: all edits run dense."""
         if primings is not None:
-            self.policy = ExecutionPolicy(primings, audits, in_time, table, config, adapter)
         policy = self.policy
         choose = None if policy is None else policy.choose_with_adapters
         self.late = LateRows(adapters, choose, executor, adapter)
+        self.regions = Regions(config, adapter, executor, adapters)
         self._checks: tuple[AdmissionCheck, ...] = (
             AdaptersLoaded(adapters, table, config.engine.max_rows),
             PlanChosen(policy, adapter),

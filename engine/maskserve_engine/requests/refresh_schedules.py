@@ -97,6 +97,20 @@ def _plan(config: Config, adapter: Adapter, job: EditJob) -> RefreshSchedule | N
     return RefreshSchedule.of(facts, rule, count, sigmas)
 
 
+def make_region_schedule(
+    config: Config, adapter: Adapter, job: EditJob, begin: int
+) -> RefreshSchedule:
+    """Return the schedule of an edit that computes its region alone from step `begin` on, its first
+    refresh step.
+    """
+    facts, region = adapter.spec, adapter.spec.region
+    assert region is not None, "edits of this family find regions"
+    rule = refresh_rule(config, facts, device_of(config).type)
+    sigmas = [sigma for sigma, _ in adapter.sigmas(job)][begin:]
+    plan = RefreshSchedule.of(facts, rule._replace(ring=False), region.count(len(sigmas)), sigmas)
+    return plan.begun_at(begin, len(sigmas), region.last)
+
+
 def with_anchors(
     plan: RefreshSchedule, count: int, adapter: Adapter, job: EditJob
 ) -> RefreshSchedule:

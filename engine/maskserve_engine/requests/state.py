@@ -23,6 +23,7 @@ from maskserve_engine.batch.step_cache import RefreshSchedule
 from maskserve_engine.families.adapter import Adapter, work_of
 from maskserve_engine.planning.flops import ModelWork, Totals
 from maskserve_engine.planning.refresh_control import Remainder, fidelity_of
+from maskserve_engine.planning.regions import Bools
 from maskserve_engine.requests.audits import Audit
 from maskserve_engine.requests.control_nets import ControlNetSource, ControlWork
 from maskserve_engine.requests.executor import RowLoads, RowReport, RowStep
@@ -477,6 +478,11 @@ class RequestState:
     loads: RowLoads | None = None
     """Loads of a cached row that has ended."""
     step_cache_bytes: int = 0
+    region: Bools | None = None
+    """Tokens that an edit without a mask has found to change, [rows, columns]; None: it computes
+    all tokens."""
+    joined_tokens: int = 0
+    """Tokens of the region that have joined at refresh steps."""
     tally: StepTally = field(default_factory=StepTally)
     overflowed: int | None = None
     """Step whose preview was not finite, as the output thread has seen; None: none was."""
@@ -666,6 +672,7 @@ class RequestState:
             **self.controls.meta(),
             **({"dense_for": dense_for} if dense_for else {}),
             **self._dense_steps(),
+            **self._region(),
             **self._refresh_errors(),
             **self._work(self.work.steps),
             "timings_ms": {
@@ -683,6 +690,13 @@ class RequestState:
             return {"dense_steps": len(self.tally.dense), "anchors": self.tally.dense, **of_text}
         first = {"dense_steps": self.plan.dense_steps} if self.plan.dense_steps else {}
         return first if template_refresh is None else {**first, **of_text}
+
+    def _region(self) -> dict[str, Any]:
+        region = self.region
+        if region is None:
+            return {}
+        share = round(float(region.mean()), 4)
+        return {"region": {"share": share, "joined_tokens": self.joined_tokens}}
 
     @property
     def refresh_error(self) -> float | None:

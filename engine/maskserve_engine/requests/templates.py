@@ -29,6 +29,7 @@ from maskserve_engine.cache.priming_prompt import PRIMING_PROMPT
 from maskserve_engine.cache.store import Store
 from maskserve_engine.cache.tier import Note
 from maskserve_engine.families.adapter import Adapter
+from maskserve_engine.planning.regions import RegionRule
 from maskserve_engine.spec.model_spec import anchor_stride, dense_steps
 
 _REMEMBERED = 4096
@@ -70,6 +71,8 @@ class ExecutionPlan:
     """Schedule of the refresh steps of an edit without a template; None: it has none."""
     schedule_with_template: RefreshSchedule | None = None
     """Schedule of its step cache beside a template's entries; None: it has none."""
+    region: RegionRule | None = None
+    """How an edit without a mask finds its region; None: it computes all tokens."""
 
 
 DENSE = ExecutionPlan("dense", "off")

@@ -18,6 +18,7 @@ from maskserve_common.contracts.reuse_levels import EXPECTED_STRIDE, refresh_cou
 from maskserve_common.contracts.semantics import NO_DENSE_STEPS, DenseSteps, Semantics
 from maskserve_common.imaging.whole import SizeRule
 from maskserve_engine.planning.refresh_steps import REFRESH_RULE, RefreshRule, count_with_controls
+from maskserve_engine.planning.regions import RegionRule
 from maskserve_engine.spec.encoder_picture import EncoderPicture
 from maskserve_engine.spec.latents import LatentSpace, latent_space
 
@@ -130,6 +131,8 @@ class ModelSpec:
     """Kinds of edits that pipelines of the model's family make with its weights."""
     refresh: RefreshSpec = RefreshSpec()
     """Refresh steps of the family's edits."""
+    region: RegionRule | None = None
+    """How edits without a mask find the region that they change; None: they compute all tokens."""
     corrects_residuals: bool = False
     """Whether the residual correction found by a cached edit's dense first step is added to the
     entries that its other steps read.

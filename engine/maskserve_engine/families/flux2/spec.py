@@ -13,6 +13,7 @@ from maskserve_common.contracts.semantics import EXACT_REFERENCE, REFERENCE, Den
 from maskserve_engine.families.flux import spec as flux
 from maskserve_engine.planning.flops import ModelWork
 from maskserve_engine.planning.layer_table import Layers, Shape, Shapes
+from maskserve_engine.planning.regions import RegionRule
 from maskserve_engine.spec import mmdit
 from maskserve_engine.spec.family import StepPicture
 from maskserve_engine.spec.latents import latent_space, with_statistics
@@ -46,6 +47,8 @@ _REFRESH_STRIDE = 0.5
 """Two refresh steps of four steps, and of 20: both meet the quality limits
 (docs/decisions/refresh-steps.md); with exact references and with dev the effect has not been
 measured."""
+_REGION = RegionRule(after=2, threshold=0.2, joining=0.2)
+"""Measured at 20 steps (docs/adr/0091)."""
 _PATCH = 2
 _MOST_PICTURES = 10
 """References of the models' cards."""
@@ -73,6 +76,7 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelSpec:
     # The pipeline with exact references has only distilled models, and does not say so.
     distilled = semantics.exact or (not embedded and bool(index.get("is_distilled", False)))
     guidance: Guidance = "embedded" if embedded else "none" if distilled else "cfg"
+    is_euler = sampler.get("_class_name") == "FlowMatchEulerDiscreteScheduler"
     return ModelSpec(
         family="flux2",
         semantics=semantics,
@@ -91,6 +95,7 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelSpec:
             ring=0,
             over_template=not semantics.exact,
         ),
+        region=None if semantics.exact or not is_euler else _REGION,
         true_cfg=False,
         negative_prompts=False,
         mask_latents=_PATCH,

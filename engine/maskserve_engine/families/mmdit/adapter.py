@@ -325,7 +325,7 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
             row.image.masked.ids, row.image.masked.cis = active, image[active]
             row.image.unmasked = TokenSpan(index, cached_cis, template, selection, picture_tokens)
             if leaves_ring:
-                ring_latents = ExtrapolatedLatents.begin(around, clean, ring=len(ring))
+                ring_latents = ExtrapolatedLatents.begin(around, clean, predicted=len(ring))
                 row.image.ring = TokenSpan(ring, image[ring], ring_latents)
             self.attach_step_cache(row, schedule)
             return row
@@ -360,7 +360,7 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
             inputs, outside_start, clean, context, active, index = moved(host_tensors, self.device)
             row = self._row(job, inputs)
             image = row.image.masked.cis
-            latents = ExtrapolatedLatents.begin(outside_start, clean, context, ring=len(ring))
+            latents = ExtrapolatedLatents.begin(outside_start, clean, context, predicted=len(ring))
             row.image.masked.ids, row.image.masked.cis = active, image[active]
             row.image.unmasked = TokenSpan(index, image[index], latents, selection)
             self.attach_step_cache(row, plan)

@@ -15,6 +15,7 @@ from maskserve_engine.batch.skipping import FirstBlockCache
 from maskserve_engine.batch.step_cache import (
     Entry,
     RefreshedTokens,
+    RefreshSchedule,
     StepCache,
 )
 from maskserve_engine.batch.transfer import HostCopy
@@ -505,11 +506,27 @@ class FlowRow:
 
     def estimate(self) -> HostCopy:
         """Return [C, h, w] final latents by the last step's velocity."""
+        return self.image.whole(self._clean_estimate(), ended=False)
+
+    def _clean_estimate(self) -> Tensor:
+        """Return [n, 4C] final latents of the computed tokens by the last step's velocity."""
         moved = self.sampler.moved
         assert moved is not None, "no step was taken yet"
         share = self.sigma / self.schedule.walk[self.step - 1].change
-        latents = self.image.masked.latents.float() - share * moved.float()
-        return self.image.whole(latents, ended=False)
+        return self.image.masked.latents.float() - share * moved.float()
+
+    def change(self) -> HostCopy:
+        """Return [N] changes of the image tokens (`ImageSpans.change`)."""
+        return HostCopy(self.image.change(self._clean_estimate(), self.sigma))
+
+    def narrow(self, region: Tensor, plan: RefreshSchedule) -> None:
+        """Compute these image tokens [n] alone between the refresh steps of a schedule, whose first
+        one is the next step.
+        """
+        self.image = self.image.narrowed(region)
+        self.sampler = SamplerState()
+        for prompt in self.passes:
+            prompt.cache = StepCache(plan)
 
     def result(self) -> HostCopy:
         """Return [C, h, w] latents."""

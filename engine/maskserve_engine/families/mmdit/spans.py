@@ -111,6 +111,51 @@ class ImageSpans:
         pairs = (self.ring, computed.ring), (self.unmasked, computed.unmasked)
         return [span for span, is_computed in pairs if span is not None and is_computed]
 
+    def narrowed(self, region: Tensor) -> ImageSpans:
+        """Return the spans of an edit without a mask whose next steps compute these tokens [n], and
+        refresh steps all others.
+        """
+        masked, unmasked = self.masked, self.unmasked
+        latents, cis, context = masked.latents, masked.cis, masked.context
+        if unmasked is not None:
+            assert isinstance(unmasked.latents, ExtrapolatedLatents)
+            latents = self._in_order(latents, unmasked.latents.latents_now)
+            cis, context = self._in_order(cis, unmasked.cis), unmasked.latents.context
+        assert context is not None, "the source is the first reference"
+        is_outside = torch.ones(len(cis), dtype=torch.bool, device=cis.device)
+        is_outside[region] = False
+        ids = is_outside.nonzero()[:, 0]
+        outside = ids[: len(latents) - len(region)]
+        span = ExtrapolatedLatents(
+            latents[outside], None, None, context[outside], context, predicted=len(outside)
+        )
+        inside = MaskedTokens(region, cis[region], latents[region], None, None)
+        return replace(self, masked=inside, unmasked=TokenSpan(ids, cis[ids], span))
+
+    def change(self, computed: Tensor, sigma: Tensor) -> Tensor:
+        """Return [N] changes from the source to the predicted clean picture, of an edit without a
+        mask: root mean squares over each token's channels.
+
+        Args:
+            computed: [n, 4C] predicted clean latents of the masked tokens.
+            sigma: sigma of the next step.
+        """
+        unmasked, context = self.unmasked, self.masked.context
+        if unmasked is not None:
+            assert isinstance(unmasked.latents, ExtrapolatedLatents)
+            computed = self._in_order(computed, unmasked.latents.clean_estimate(sigma))
+            context = unmasked.latents.context
+        assert context is not None, "the source is the first reference"
+        return (computed - context[: len(computed)]).square().mean(dim=1).sqrt()
+
+    def _in_order(self, masked: Tensor, unmasked: Tensor) -> Tensor:
+        """Return rows of masked and unmasked tokens in the order of the picture and its context."""
+        assert self.unmasked is not None
+        assert self.masked.ids is not None
+        whole = masked.new_empty(len(masked) + len(unmasked), *masked.shape[1:])
+        whole[self.masked.ids], whole[self.unmasked.ids[: len(unmasked)]] = masked, unmasked
+        return whole
+
     def whole(self, computed: Tensor, *, ended: bool) -> HostCopy:
         """Return [C, h, w] latents of the picture: the masked tokens' are `computed`, [n, 4C]; the
         others' those of the edit's result if it has `ended`, else the source's.
@@ -149,7 +194,9 @@ class ExtrapolatedLatents:
     """[m, 4C] latents of the source."""
     context: Tensor | None = None
     """[R, 4C] context tokens: reference pictures, if the model takes any."""
-    ring: int = 0
+    predicted: int = 0
+    """Number of first tokens whose result is the row's prediction: those of the ring, or all if
+    there is no mask. Others keep the source."""
     velocity: tuple[Tensor, ...] = ()
     """[m, 4C] velocity at the last refresh step, and at the one before."""
     times: tuple[float, float] = (0.0, 0.0)
@@ -157,20 +204,24 @@ class ExtrapolatedLatents:
 
     @classmethod
     def begin(
-        cls, start: FlowStart, clean: Tensor, context: Tensor | None = None, *, ring: int = 0
+        cls, start: FlowStart, clean: Tensor, context: Tensor | None = None, *, predicted: int = 0
     ) -> ExtrapolatedLatents:
-        """Return the tokens of a row before its first step; the first `ring` of them are the
-        ring.
-        """
-        return cls(start.latents, start.condition, start.blend, clean, context, ring)
+        """Return the tokens of a row before its first step."""
+        return cls(start.latents, start.condition, start.blend, clean, context, predicted)
 
     @property
     def result(self) -> Tensor:
-        """[m, 4C] latents in the edit's result: the source, except for the ring."""
-        if not self.ring:
+        """[m, 4C] latents in the edit's result: the source, except for the `predicted` tokens."""
+        if not self.predicted:
             return self.clean
         around = self.latents_now if self.blend is None else self.blend.clean
-        return torch.cat((around[: self.ring], self.clean[self.ring :]))
+        return torch.cat((around[: self.predicted], self.clean[self.predicted :]))
+
+    def clean_estimate(self, sigma: Tensor) -> Tensor:
+        """Return [m, 4C] float32 latents towards which the tokens move, by the velocity of the last
+        refresh step; `sigma` is the present one.
+        """
+        return self.latents_now.float() - sigma * self.velocity[0].float()
 
     def at(self, sigma: Tensor, change: float = 0.0) -> Tensor:
         """Return [m + R, in_channels] model inputs at `sigma`, which is `change` away from the

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from msgspec.structs import fields
 
-from maskserve_common.config import Config, LimitsConfig
+from maskserve_common.config import Config, EngineConfig, LimitsConfig
 from maskserve_common.contracts.edit_kinds import (
     check_references,
     check_settings_of,
@@ -21,6 +21,7 @@ from maskserve_common.contracts.request import AcceptedEdit, EditKind
 from maskserve_common.contracts.semantics import INPAINT, REFERENCE
 from maskserve_common.contracts.settings import EditSettings, MaskFrom, parse_settings
 from maskserve_common.errors import InvalidRequest
+from maskserve_engine.planning.regions import RegionRule
 from maskserve_engine.spec.model_spec import ModelSpec
 from maskserve_triton.accept import accept_edit
 from tests.fakes.facts import FILL_FACTS
@@ -146,7 +147,7 @@ def test_settings_of_several_edits_fit_each_kind(kind: EditKind) -> None:
     shared = EditSettings(
         size="64x64", mask_dilate=3, mask_mode="white", expand=(8, 0, 0, 0), strength=0.5,
         mask_from=MaskFrom(text="a cat"), template_id="0" * 16, cache="require", seed=7,
-        guidance_scale=3.0,
+        guidance_scale=3.0, region="auto",
     )  # fmt: skip
     settings = settings_for(shared, kind)
     check_settings_of(settings, kind)
@@ -155,11 +156,24 @@ def test_settings_of_several_edits_fit_each_kind(kind: EditKind) -> None:
                if getattr(settings, field.name) != getattr(shared, field.name)}  # fmt: skip
     whole = {"mask_dilate", "mask_mode", "expand", "mask_from", "cache"}
     dropped: dict[EditKind, set[str]] = {
-        "inpaint": {"size"},
+        "inpaint": {"size", "region"},
         "edit": whole,
-        "generate": whole | {"strength", "template_id"},
+        "generate": whole | {"strength", "template_id", "region"},
     }
     assert changed == dropped[kind]
+
+
+def test_edits_without_a_mask_find_regions_where_that_was_measured() -> None:
+    measured = replace(KONTEXT, region=RegionRule(2, 0.2, 0.4))
+    assert accept("edit", measured, region="auto").settings.region == "auto"
+    pair = Config(engine=EngineConfig(devices=2))
+    for spec, config in ((KONTEXT, Config()), (measured, pair)):
+        with pytest.raises(InvalidRequest, match=r"SETTINGS\.region: .* find no regions"):
+            accept_edit(EditSettings(region="auto"), b"x", spec, config, kind="edit")
+    others: tuple[EditKind, ...] = ("inpaint", "generate")
+    for kind in others:
+        with pytest.raises(InvalidRequest, match=r"SETTINGS\.region: has no effect here"):
+            accept(kind, measured, region="auto")
 
 
 def test_a_model_with_alpha_may_draw_transparency() -> None:
