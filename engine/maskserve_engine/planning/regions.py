@@ -42,9 +42,9 @@ class RegionRule(NamedTuple):
             before: the region so far, of the shape of `change`; None: it is chosen for the first
                 time.
         """
-        if before is None:
-            return change >= self.threshold
-        return before | (change >= self.joining)
+        least = self.threshold if before is None else self.joining
+        region: Bools = change >= least
+        return region if before is None else region | before
 
     def count(self, steps: int) -> int:
         """Return the number of refresh steps of a row with so many steps left."""
