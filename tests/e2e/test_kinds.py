@@ -177,14 +177,14 @@ def test_an_edit_finds_its_region_and_is_near_the_dense_one(client: Client) -> N
     """The prompt names one object of the picture."""
     [named] = named_edits(1)
     settings = {"seed": fresh_seed(), "num_inference_steps": 20}
-    dense, found = (
+    dense, narrowed = (
         client.edit(named.source, prompt=named.prompt, region=region, **settings)
         for region in ("off", "auto")
     )
-    difference = np.asarray(found.image, float) - np.asarray(dense.image, float)
+    difference = np.asarray(narrowed.image, float) - np.asarray(dense.image, float)
     assert 10 * np.log10(255**2 / np.mean(difference**2)) > 30
-    assert 0 < found.meta["region"]["share"] < 0.5
-    assert found.meta["computed_tokens"] < dense.meta["computed_tokens"]
+    assert 0 < narrowed.meta["region"]["share"] < 0.5
+    assert narrowed.meta["computed_tokens"] < dense.meta["computed_tokens"]
     assert "region" not in dense.meta
 
 

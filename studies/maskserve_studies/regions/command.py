@@ -179,7 +179,7 @@ class Trial:
 
     def figures(self, edits: Sequence[RegionEdit]) -> dict[str, Any]:
         hit = sum(int((e.region & c).sum()) for e, c in zip(edits, self.changed, strict=True))
-        found = sum(int(edit.region.sum()) for edit in edits)
+        covered = sum(int(edit.region.sum()) for edit in edits)
         real = sum(int(changed.sum()) for changed in self.changed)
         db = np.array([psnr(e.picture, d) for e, d in zip(edits, self.dense, strict=True)])
         inside = np.array(
@@ -192,9 +192,9 @@ class Trial:
         return {
             "edits": len(edits),
             "recall": round(hit / max(real, 1), 3),
-            "precision": round(hit / max(found, 1), 3),
-            "iou": round(hit / max(found + real - hit, 1), 3),
-            "share": round(found / sum(edit.region.size for edit in edits), 3),
+            "precision": round(hit / max(covered, 1), 3),
+            "iou": round(hit / max(covered + real - hit, 1), 3),
+            "share": round(covered / sum(edit.region.size for edit in edits), 3),
             "mean": round(float(db.mean()), 1),
             "least": round(float(db.min()), 1),
             "under_30": round(float((db < 30).mean()), 3),

@@ -170,8 +170,8 @@ def test_edits_without_a_mask_find_regions_where_that_was_measured() -> None:
     for spec, config in ((KONTEXT, Config()), (measured, pair)):
         with pytest.raises(InvalidRequest, match=r"SETTINGS\.region: .* find no regions"):
             accept_edit(EditSettings(region="auto"), b"x", spec, config, kind="edit")
-    others: tuple[EditKind, ...] = ("inpaint", "generate")
-    for kind in others:
+    other_kinds: tuple[EditKind, ...] = ("inpaint", "generate")
+    for kind in other_kinds:
         with pytest.raises(InvalidRequest, match=r"SETTINGS\.region: has no effect here"):
             accept(kind, measured, region="auto")
 

@@ -39,8 +39,8 @@ def engine(model: FamilyModel) -> Iterator[Engine]:
 
 
 def job(model: FamilyModel, name: str, seed: int, **settings: Any) -> EditJob:
-    given = {"cache": "auto", "num_inference_steps": STEPS, "strength": 1.0, "region": "auto"}
-    edit_job = model.job(seed, "edit", **{**given, **settings})
+    defaults = {"cache": "auto", "num_inference_steps": STEPS, "strength": 1.0, "region": "auto"}
+    edit_job = model.job(seed, "edit", **{**defaults, **settings})
     return replace(edit_job, request=replace(edit_job.request, request_id=name))
 
 
@@ -140,22 +140,22 @@ class _Growing(RegionRule):
     """A column of tokens, and at each refresh step one more."""
 
     __slots__ = ()
-    found = 0
+    measured = 0
 
     def region(self, change: NDArray[Any], before: Bools | None = None) -> Bools:
-        type(self).found += 1
-        return np.broadcast_to(np.arange(change.shape[1]) < type(self).found, change.shape)
+        type(self).measured += 1
+        return np.broadcast_to(np.arange(change.shape[1]) < type(self).measured, change.shape)
 
 
 def test_tokens_join_at_refresh_steps(engine: Engine, model: FamilyModel) -> None:
-    _Growing.found = 0
+    _Growing.measured = 0
     follow_rule(engine, _Growing(AFTER, 0.0, 0.0))
     edit_job = job(model, "joins", fresh_seed())
     final = edit(engine, edit_job)
     rows, columns = (side // 2 for side in edit_job.moments.shape[1:])
-    joined = _Growing.found - 1
+    joined = _Growing.measured - 1
     assert joined > 0
-    share = round(min(1.0, _Growing.found / columns), 4)
+    share = round(min(1.0, _Growing.measured / columns), 4)
     assert final.meta["region"] == {"share": share, "joined_tokens": joined * rows}
     assert np.isfinite(final.latents).all()
     dense = refresh_rows.result(engine.adapter, edit_job, None)
