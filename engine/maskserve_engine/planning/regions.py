@@ -25,10 +25,6 @@ class RegionRule(NamedTuple):
     """Change of a token from which it belongs to the region: the root mean square over the channels
     of its packed latents, whose deviation over pictures is about 1.
     """
-    joining: float
-    """Change from which a token joins later. It is larger, since predictions from latents that a
-    row expects are less exact.
-    """
     refreshes: int = 2
     """Refresh steps once the region is known: the next step, and those that follow it."""
     last: int = 1
@@ -42,8 +38,7 @@ class RegionRule(NamedTuple):
             before: the region so far, of the shape of `change`; None: it is chosen for the first
                 time.
         """
-        least = self.threshold if before is None else self.joining
-        region: Bools = change >= least
+        region: Bools = change >= self.threshold
         return region if before is None else region | before
 
     def count(self, steps: int) -> int:

@@ -51,7 +51,7 @@ from maskserve_studies.demo_model.reference_edits import (
 from maskserve_studies.quality.choices import FLUX_TEXT
 from maskserve_studies.quality.systems import BATCH, Picture, Rig
 
-RULE = RegionRule(2, 0.2, 0.4)
+RULE = RegionRule(2, 0.2, 0.2)
 _REFRESH = RefreshRule()
 _TOKEN = 8
 """Pixels along one side of a token of the demo model."""
@@ -262,7 +262,6 @@ def main() -> int:
     add("--steps", type=int, default=20)
     add("--after", type=int, nargs="+", default=[RULE.after], help="steps before the region")
     add("--threshold", type=float, nargs="+", default=[RULE.threshold], help="change of a token")
-    add("--joining", type=float, nargs="+", default=[RULE.joining], help="of a token that joins")
     add("--refreshes", type=int, nargs="+", default=[RULE.refreshes])
     add("--last", type=int, nargs="+", default=[RULE.last], help="last steps of all tokens")
     add("--changed", type=float, default=12.0, help="levels from which a token has changed")
@@ -275,7 +274,7 @@ def main() -> int:
     torch.set_num_threads(1)
     trial = Trial(args.n, args.steps, args.changed, photographs=args.photographs)
     rows = []
-    for numbers in product(args.after, args.threshold, args.joining, args.refreshes, args.last):
+    for numbers in product(args.after, args.threshold, args.refreshes, args.last):
         rule = RegionRule(*numbers)
         rivals: dict[str, FindRegion | None] = {"found": None}
         if not args.no_rivals:
