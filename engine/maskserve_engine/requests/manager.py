@@ -100,6 +100,7 @@ class RequestManager:
         self.policy: ExecutionPolicy | None = None
         """Chooses the plans of edits; None: all edits run dense."""
         if primings is not None:
+            self.policy = ExecutionPolicy(primings, audits, in_time, table, config, adapter)
         policy = self.policy
         choose = None if policy is None else policy.choose_with_adapters
         self.late = LateRows(adapters, choose, executor, adapter)

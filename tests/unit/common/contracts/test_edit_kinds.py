@@ -164,7 +164,7 @@ def test_settings_of_several_edits_fit_each_kind(kind: EditKind) -> None:
 
 
 def test_edits_without_a_mask_find_regions_where_that_was_measured() -> None:
-    measured = replace(KONTEXT, region=RegionRule(2, 0.2, 0.4))
+    measured = replace(KONTEXT, region=RegionRule(2, 0.2))
     assert accept("edit", measured, region="auto").settings.region == "auto"
     pair = Config(engine=EngineConfig(devices=2))
     for spec, config in ((KONTEXT, Config()), (measured, pair)):
