@@ -282,8 +282,8 @@ MUTATIONS = (
     Mutation(
         "a preview shows a noisy ring",
         f"{_FLOW}/rows.py",
-        "return self.image.whole(latents, ended=False)",
-        "return self.image.whole(latents, ended=True)",
+        "return self.image.whole(self._clean_estimate(), ended=False)",
+        "return self.image.whole(self._clean_estimate(), ended=True)",
         f"{_REFRESH}::test_what_is_shown_of_a_row_on_its_way_has_the_source_outside_the_mask",
     ),
     Mutation(

@@ -51,7 +51,7 @@ from maskserve_engine.requests.refresh_schedules import (
     step_cache_bytes,
     step_cache_bytes_with_template,
 )
-from maskserve_engine.requests.regions import Regions
+from maskserve_engine.requests.regions import EditRegions
 from maskserve_engine.requests.request_table import RequestTable
 from maskserve_engine.requests.state import EntryReads, PrimingState, RequestState
 from maskserve_engine.requests.templates import DENSE
@@ -104,7 +104,7 @@ class RequestManager:
         policy = self.policy
         choose = None if policy is None else policy.choose_with_adapters
         self.late = LateRows(adapters, choose, executor, adapter)
-        self.regions = Regions(config, adapter, executor, adapters)
+        self.regions = EditRegions(config, adapter, executor, adapters)
         self._checks: tuple[AdmissionCheck, ...] = (
             AdaptersLoaded(adapters, table, config.engine.max_rows),
             PlanChosen(policy, adapter),

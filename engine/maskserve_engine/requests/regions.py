@@ -23,7 +23,7 @@ from maskserve_engine.requests.state import EditWork, EntryReads, RequestState
 from maskserve_engine.stages.loader import dtype_of
 
 
-class Regions:
+class EditRegions:
     """Narrows running edits to their regions.
 
     Args:
