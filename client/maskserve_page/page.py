@@ -378,7 +378,7 @@ def _edits(
                             ),
                             outcome.live: "",
                             outcome.preview: texts.comparison(source, picture, mask)
-                            if source and source.size == picture.size
+                            if source and not expand
                             else texts.picture(picture),
                             outcome.bar: gr.Row(visible=True),
                         }

@@ -80,7 +80,7 @@ def test_all_examples_ask_the_one_server_that_is_started() -> None:
         assert "maskserve edit" not in code or "--url localhost:8081" in code, code
 
 
-@pytest.mark.parametrize("package", ["pytest", "gradio", "peft"])
+@pytest.mark.parametrize("package", ["pytest", "gradio", "mypy"])
 def test_nothing_else_is_installed(package: str, clone: Clone) -> None:
     assert clone.shell(f".venv/bin/python -c 'import {package}'").returncode
 

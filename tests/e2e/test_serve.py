@@ -203,7 +203,7 @@ def test_denoiser_and_router_come_back_and_it_drains(
 
     # Told to stop in the middle of many edits: those that were accepted are finished.
     accepted: list[Pending] = [
-        by.begin(plain_edit(num_inference_steps=60, seed=i))
+        by.begin(plain_edit(num_inference_steps=400, seed=i))
         for i, by in enumerate((client, routed) * 6)
     ]
     eventually("they are accepted", lambda: client.control(op="status")["in_flight"] == 12)

@@ -49,7 +49,7 @@ def served(server: str, pictures: Path, *more: str) -> Iterator[str]:
     finally:
         page.send_signal(signal.SIGINT)
         output, _ = page.communicate(timeout=30)
-    assert "Traceback" not in output
+    assert "Traceback" not in output, output
 
 
 def answers(port: int) -> bool:
