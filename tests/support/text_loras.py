@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 from msgspec import structs
@@ -36,12 +37,16 @@ def served(folder: Path, model: Path, files: Mapping[str, Arrays]) -> tuple[Conf
     return config, loras
 
 
-def of_text(*parts: str, rank: int = 4, width: int = 32) -> Arrays:
+def of_text(
+    *parts: str, rank: int = 4, width: int = 32, inner: Mapping[str, int] = MappingProxyType({})
+) -> Arrays:
     """A LoRA of these text encoders, in the size of their weights; `width` is their
-    tokens' width.
+    tokens' width, and `inner` the feed-forward width of parts where it is not INNER.
     """
     attention = {f"{LAYER}self_attn.{name}": (width, width) for name in ("q_proj", "out_proj")}
     drawn: Arrays = {}
     for part in parts:
-        drawn |= lora({**attention, f"{LAYER}mlp.fc1": (width, INNER)}, rank, f"{part}.")
+        drawn |= lora(
+            {**attention, f"{LAYER}mlp.fc1": (width, inner.get(part, INNER))}, rank, f"{part}."
+        )
     return {name: (0.2 * value).astype(np.float32) for name, value in drawn.items()}

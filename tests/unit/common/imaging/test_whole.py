@@ -145,15 +145,17 @@ def test_the_answer_has_no_padding() -> None:
 @pytest.mark.parametrize("rule", ["bounded", "preferred", "area", "cut", "padded"])
 def test_every_size_is_on_the_grid_of_a_model_of_any_size(rule: Any) -> None:
     rng = fresh_rng()
-    for height, width in [*drawn_sizes(200, 1, 3000), (1, 3000), (3000, 1), (1, 1)]:
+    sizes = [(1, 3000), (3000, 1), (1, 1), *drawn_sizes(200, 1, 3000)]
+    for number, (height, width) in enumerate(sizes):
         multiple = int(rng.choice([8, 16, 32]))
         native = multiple * int(rng.integers(1, 65))
         fit = fit_of((height, width), rule, native, multiple)
         assert all(side % multiple == 0 < side for side in fit.size)
         sides = (fit.scaled, fit.size) if rule == "padded" else (fit.size, fit.scaled)
         assert all(part <= whole for part, whole in zip(*sides, strict=True))
-        picture = fit.of(Image.fromarray(np.zeros((height, width, 3), np.uint8)))
-        assert (picture.height, picture.width) == fit.size
+        if number < 12:  # a picture takes a thousand times as long
+            picture = fit.of(Image.fromarray(np.zeros((height, width, 3), np.uint8)))
+            assert (picture.height, picture.width) == fit.size
 
 
 def test_references_have_the_size_of_one_of_several() -> None:

@@ -99,10 +99,10 @@ def test_embeddings_are_those_of_the_pipeline_with_its_loras(
     case: tuple[Any, Path, tuple[str, ...]], tmp_path: Path
 ) -> None:
     pipeline, model, parts = case
-    width = 12 if "Diffusion3" in pipeline.__name__ else 32
+    width, inner = (12, {"text_encoder_2": 40}) if "Diffusion3" in pipeline.__name__ else (32, {})
     files = {
-        "one": of_text(*parts, width=width),
-        "two": of_text(*parts, rank=3, width=width),
+        "one": of_text(*parts, width=width, inner=inner),
+        "two": of_text(*parts, rank=3, width=width, inner=inner),
     }
     config, (one, two) = served(tmp_path, model, files)
     encoder = load_encoder(config)
