@@ -92,6 +92,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         add_diffusers(options, source, mask, outcomes)
         report(options.out, source, mask, outcomes)
         if is_demo_model(options):
+            print(
+                "The demo model is so small that its steps take little of these times; README, "
+                '"How fast it is", has a larger one and several edits at once.'
+            )
             shutil.copyfile(SHEET, options.out / SHEET.name)
             print(f"the demo model's 200 held-out edits: {options.out / SHEET.name}")
         served = os.path.relpath(options.model)
