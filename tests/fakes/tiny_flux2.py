@@ -51,7 +51,6 @@ def build_tiny_flux2(folder: Path, *, distilled: bool = True, exact: bool = Fals
         FlowMatchEulerDiscreteScheduler,
         Flux2KleinInpaintPipeline,
         Flux2KleinKVPipeline,
-        Flux2Transformer2DModel,
     )
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -68,16 +67,7 @@ def build_tiny_flux2(folder: Path, *, distilled: bool = True, exact: bool = Fals
             vae=vae,
             text_encoder=Qwen3ForCausalLM(config),
             tokenizer=tokenizer,
-            transformer=Flux2Transformer2DModel(
-                in_channels=4 * LATENT_CHANNELS,
-                num_layers=1,
-                num_single_layers=2,
-                attention_head_dim=16,
-                num_attention_heads=2,
-                joint_attention_dim=3 * TEXT,
-                axes_dims_rope=(4, 4, 4, 4),
-                guidance_embeds=False,
-            ),
+            transformer=_transformer(guidance=False),
             is_distilled=distilled,
         )
     pipeline.save_pretrained(folder)
@@ -88,6 +78,22 @@ def build_tiny_flux2(folder: Path, *, distilled: bool = True, exact: bool = Fals
     return folder
 
 
+def _transformer(*, guidance: bool) -> Any:
+    """A transformer with random weights; `guidance` is whether it has guidance as an input."""
+    from diffusers import Flux2Transformer2DModel
+
+    return Flux2Transformer2DModel(
+        in_channels=4 * LATENT_CHANNELS,
+        num_layers=1,
+        num_single_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=3 * TEXT,
+        axes_dims_rope=(4, 4, 4, 4),
+        guidance_embeds=guidance,
+    )
+
+
 def build_tiny_flux2_dev(folder: Path) -> Path:
     """Write a model like FLUX.2 dev to `folder` and return it: with guidance as an input, and a
     Mistral 3 for its prompts.
@@ -96,7 +102,6 @@ def build_tiny_flux2_dev(folder: Path) -> Path:
     from diffusers import (
         FlowMatchEulerDiscreteScheduler,
         Flux2Pipeline,
-        Flux2Transformer2DModel,
     )
     from diffusers.pipelines.flux2.system_messages import SYSTEM_MESSAGE
     from transformers import Mistral3Config, Mistral3ForConditionalGeneration
@@ -121,16 +126,7 @@ def build_tiny_flux2_dev(folder: Path) -> Path:
                 Mistral3Config(text_config=text, vision_config=vision)
             ),
             tokenizer=tokenizer,
-            transformer=Flux2Transformer2DModel(
-                in_channels=4 * LATENT_CHANNELS,
-                num_layers=1,
-                num_single_layers=2,
-                attention_head_dim=16,
-                num_attention_heads=2,
-                joint_attention_dim=3 * TEXT,
-                axes_dims_rope=(4, 4, 4, 4),
-                guidance_embeds=True,
-            ),
+            transformer=_transformer(guidance=True),
         )
     pipeline.save_pretrained(folder)
     (folder / "maskserve.toml").write_text(

@@ -33,17 +33,24 @@ class Flux2Encoder(OneTextEncoder):
 
     def encode_prompts(self, prompts: Sequence[str]) -> list[Conditioning]:
         """Return `prompt_embeds` [T, 3 · width] of each prompt, with padding tokens."""
-        from diffusers import Flux2KleinInpaintPipeline
-
+        text = self.text
         with torch.inference_mode():
-            states = Flux2KleinInpaintPipeline._get_qwen3_prompt_embeds(
-                self.text.model,
-                self.text.tokenizer,
-                list(prompts),
-                max_sequence_length=self.text.length,
-                hidden_states_layers=_LAYERS,
+            states = self.prompt_states(
+                text.model, text.tokenizer, list(prompts), max_sequence_length=text.length
             )
         return [{"prompt_embeds": state.copy()} for state in to_numpy(states)]
+
+    @staticmethod
+    def prompt_states(*text: Any, max_sequence_length: int) -> torch.Tensor:
+        """Return the states [prompts, T, 3 · width] that the model's pipeline reads, from a text
+        encoder, its tokenizer and prompts.
+        """
+        from diffusers import Flux2KleinInpaintPipeline
+
+        states: torch.Tensor = Flux2KleinInpaintPipeline._get_qwen3_prompt_embeds(
+            *text, max_sequence_length=max_sequence_length, hidden_states_layers=_LAYERS
+        )
+        return states
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,19 +81,15 @@ class Flux2DevEncoder(Flux2Encoder):
         length = config.model.max_sequence_length
         return _InstructedEncoder.load(config, Mistral3Model, length=length, load=first_layers)
 
-    def encode_prompts(self, prompts: Sequence[str]) -> list[Conditioning]:
-        """Return `prompt_embeds` [T, 3 · width] of each prompt, with padding tokens."""
+    @staticmethod
+    def prompt_states(*text: Any, max_sequence_length: int) -> torch.Tensor:
+        """Return the states as `Flux2Encoder.prompt_states` does."""
         from diffusers import Flux2Pipeline
 
-        with torch.inference_mode():
-            states = Flux2Pipeline._get_mistral_3_small_prompt_embeds(
-                self.text.model,
-                self.text.tokenizer,
-                list(prompts),
-                max_sequence_length=self.text.length,
-                hidden_states_layers=_DEV_LAYERS,
-            )
-        return [{"prompt_embeds": state.copy()} for state in to_numpy(states)]
+        states: torch.Tensor = Flux2Pipeline._get_mistral_3_small_prompt_embeds(
+            *text, max_sequence_length=max_sequence_length, hidden_states_layers=_DEV_LAYERS
+        )
+        return states
 
 
 def first_layers(config: Config, name: str, cls: Any) -> Any:

@@ -64,18 +64,24 @@ def to_encode(ready: PreparedEdit) -> ToEncode:
     return ToEncode(ready.request, *arrays, references=ready.references)
 
 
-@pytest.mark.parametrize("model", ["klein"], indirect=True)
-def test_a_reference_that_edits_share_is_encoded_once(
-    model: FamilyModel, encoder: EditEncoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    encoded_shapes: list[tuple[int, ...]] = []
+@pytest.fixture
+def encoded_shapes(model: FamilyModel, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The shapes of the pictures that the model's encoder encodes, as they come."""
+    shapes: list[tuple[int, ...]] = []
     real = model.encoder.template
 
     def template(pixels: NDArray[np.uint8]) -> Any:
-        encoded_shapes.append(pixels.shape)
+        shapes.append(pixels.shape)
         return real(pixels)
 
     monkeypatch.setattr(model.encoder, "template", template)
+    return shapes
+
+
+@pytest.mark.parametrize("model", ["klein"], indirect=True)
+def test_a_reference_that_edits_share_is_encoded_once(
+    model: FamilyModel, encoder: EditEncoder, encoded_shapes: list[tuple[int, ...]]
+) -> None:
     first, second, third = PIXELS
     ready = prepared(model, [first, second, third])
     [answer] = encoder.encode_all([to_encode(ready)])
@@ -92,16 +98,8 @@ def test_a_reference_that_edits_share_is_encoded_once(
 
 @pytest.mark.parametrize("model", ["klein"], indirect=True)
 def test_a_reference_that_edits_of_a_run_share_is_encoded_by_one_worker(
-    model: FamilyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: FamilyModel, tmp_path: Path, encoded_shapes: list[tuple[int, ...]]
 ) -> None:
-    encoded_shapes: list[tuple[int, ...]] = []
-    real = model.encoder.template
-
-    def template(pixels: NDArray[np.uint8]) -> Any:
-        encoded_shapes.append(pixels.shape)
-        return real(pixels)
-
-    monkeypatch.setattr(model.encoder, "template", template)
     values = Values(ValuesConfig(folder=str(tmp_path / "values"), least_bytes=1))
     values.begin("", "run")
     maker, taker, stranger = (
