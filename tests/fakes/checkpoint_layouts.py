@@ -52,16 +52,8 @@ def z_image(tensors: Mapping[str, torch.Tensor]) -> Tensors:
         ".attention.norm_k.": ".attention.k_norm.",
         ".attention.norm_q.": ".attention.q_norm.",
     }
-    original: Tensors = {}
-    for name, tensor in tensors.items():
-        for new, old in renames.items():
-            name = name.replace(new, old)
-        if ".attention.to_q." in name:
-            parts = [tensors[name.replace("to_q", f"to_{letter}")] for letter in "qkv"]
-            original[name.replace("to_q", "qkv")] = torch.cat(parts)
-        elif ".attention.to_k." not in name and ".attention.to_v." not in name:
-            original[name] = tensor
-    return original
+    joint = {"attention.qkv": ("attention.to_q", "attention.to_k", "attention.to_v")}
+    return {renamed(name, renames): tensor for name, tensor in joined(tensors, joint)}
 
 
 def flux2(tensors: Mapping[str, torch.Tensor]) -> Tensors:
@@ -98,24 +90,16 @@ def flux2(tensors: Mapping[str, torch.Tensor]) -> Tensors:
         "single_transformer_blocks": "single_blocks",
     }
     joint = {
-        "attn.to_q.": ("to_q", "to_k", "to_v", "img_attn.qkv."),
-        "attn.add_q_proj.": ("add_q_proj", "add_k_proj", "add_v_proj", "txt_attn.qkv."),
+        "img_attn.qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
+        "txt_attn.qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
     }
     original: Tensors = {}
-    for name, tensor in tensors.items():
-        if any(part in name for part in (".to_k.", ".to_v.", ".add_k_proj.", ".add_v_proj.")):
-            continue
-        for first, (*layers, old) in joint.items():
-            if first in name:
-                parts = [tensors[name.replace(layers[0], layer)] for layer in layers]
-                name, tensor = name.replace(first, old), torch.cat(parts)
+    for name, tensor in joined(tensors, joint):
         if name == "norm_out.linear.weight":
-            name, tensor = "final_layer.adaLN_modulation.1.weight", torch.cat(tensor.chunk(2)[::-1])
+            name, tensor = "final_layer.adaLN_modulation.1.weight", swapped(tensor)
         name = "final_layer.linear.weight" if name == "proj_out.weight" else name
         blocks = single if name.startswith("single_") and "modulation" not in name else double
-        for new, old in (*renames.items(), *blocks.items()):
-            name = name.replace(new, old)
-        original[name] = tensor
+        original[renamed(renamed(name, renames), blocks)] = tensor
     return original
 
 
