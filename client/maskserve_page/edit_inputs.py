@@ -74,7 +74,7 @@ def painted_of(
         canvas = json.loads(painted or "{}")
         name, bits = canvas["name"], base64.b64decode(canvas.get("mask", ""), validate=True)
         expand = tuple(int(margin) for margin in canvas.get("expand", ()))
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         raise InputMissing(
             "There is no picture yet: choose, paste or drop one, or pick one."
         ) from None

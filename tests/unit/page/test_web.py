@@ -115,8 +115,9 @@ def test_a_picture_that_grows_needs_no_mask(pictures: PagePictures) -> None:
     assert mask is not None
     with pytest.raises(InputMissing, match="Nothing is masked yet"):
         painted_of(grown(none, [0, 0, 0, 0]), pictures)
-    with pytest.raises(InputMissing, match="There is no picture yet"):
-        painted_of(grown(none, "wide"), pictures)
+    for nonsense in ("wide", [float("inf"), 0, 0, 0]):
+        with pytest.raises(InputMissing, match="There is no picture yet"):
+            painted_of(grown(none, nonsense), pictures)
     assert painted_of(grown(none, [0, 8, 0, 16]), pictures, "edit") == Painted(picture)
 
 
