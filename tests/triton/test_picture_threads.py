@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -19,17 +20,17 @@ LARGE, SMALL = LARGE_PIXELS + 1, LARGE_PIXELS
 
 
 class Desk:
-    """Makes requests whose jobs wait until they are let go."""
+    """Makes requests whose jobs put their names into `began` and wait for a permit to end."""
 
     def __init__(self, api: FakeTriton) -> None:
         self._api, self._jobs = api, dict[int, PictureJob]()
-        self.go, self.order = threading.Event(), list[str]()
+        self.permits, self.began = threading.Semaphore(0), queue.SimpleQueue[str]()
         self.threads = PictureThreads(api, Tracer(), "work", lambda r: self._jobs[id(r)])
 
     def send(self, name: str, pixels: int, key: str = "a", *, waits: bool = True) -> Request:
         def work() -> Outputs:
-            assert not waits or self.go.wait(30)
-            self.order.append(name)
+            self.began.put(name)
+            assert not waits or self.permits.acquire(timeout=30)
             niceness = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
             return {"IMAGE": name.encode(), "META": str(niceness).encode()}
 
@@ -41,32 +42,49 @@ class Desk:
         self.threads.execute([request])
         return request
 
+    def pass_large_pictures_on(self, key: str) -> None:
+        """Wait until the large pictures sent under a key so far wait for their own threads.
+
+        The threads of small pictures pass them on; both do so no more when both are in a barrier.
+        """
+        barrier = threading.Barrier(3, timeout=30)
+
+        def work() -> Outputs:
+            barrier.wait()
+            return {"IMAGE": b""}
+
+        for _ in range(2):
+            self.send_job(PictureJob(key, lambda: SMALL, work))
+        barrier.wait()
+
 
 @pytest.fixture
 def desk(api: FakeTriton) -> Iterator[Desk]:
     desk = Desk(api)
     yield desk
-    desk.go.set()
+    desk.permits.release(100)
     desk.threads.close()
 
 
 def test_a_small_picture_does_not_wait_for_large_ones(desk: Desk) -> None:
     large = [desk.send(f"large {number}", LARGE) for number in range(8)]
     small = desk.send("small", SMALL, waits=False).sender.wait()
-    assert desk.order == ["small"]
-    desk.go.set()
+    assert not any(request.sender.finished.is_set() for request in large)
+    desk.permits.release(8)
     niceness = {int(request.sender.wait().text("META")) for request in large}
     assert niceness == {min(19, int(small.text("META")) + 10)}
 
 
 @pytest.mark.parametrize("pixels", [SMALL, LARGE])
 def test_a_key_that_sends_many_pictures_waits_behind_itself(desk: Desk, pixels: int) -> None:
-    greedy = [desk.send(f"greedy {number}", pixels) for number in range(8)]
-    modest = desk.send("modest", pixels, "b")
-    desk.go.set()
-    for request in (*greedy, modest):
-        request.sender.wait()
-    assert desk.order.index("modest") <= 5
+    for number in range(8):
+        desk.send(f"greedy {number}", pixels)
+    assert all(desk.began.get(timeout=30).startswith("greedy") for _ in range(2))
+    desk.send("modest", pixels, "b")
+    if pixels == LARGE:
+        desk.pass_large_pictures_on("b")
+    desk.permits.release()
+    assert desk.began.get(timeout=30) == "modest"
 
 
 def test_one_key_alone_uses_all_threads(desk: Desk) -> None:
