@@ -55,7 +55,8 @@ from maskserve_studies.workflow_plans.chains import (
 )
 from maskserve_studies.workflows.node_server import EmulatedNodes
 from maskserve_workflows.folder import read_plans
-from maskserve_workflows.node_types import EDIT
+from maskserve_workflows.node_types import EDIT, ENCODE
+from maskserve_workflows.nodes import NODE_TYPES
 from maskserve_workflows.run import Task, WorkflowRun, seed_of
 from maskserve_workflows.values import Areas, Judgement
 
@@ -174,8 +175,8 @@ class Cluster:
         return {name: values.get(name, self._picture) for name in names}
 
     async def _script(self, request: Request, end: float) -> None:
-        """Run the plan like a client's script: the router gets edits, and node servers
-        get nodes.
+        """Run the plan like a client's script: the router gets edits, and node servers get nodes.
+        A script does not encode ahead: each of its edits does so itself.
         """
         machine = WorkflowRun(self.plans[request.kind], self._inputs(request))
         calls: dict[asyncio.Task[dict[str, Any]], Task] = {}
@@ -197,6 +198,8 @@ class Cluster:
             await asyncio.gather(*calls, return_exceptions=True)
 
     async def _node(self, task: Task) -> dict[str, Any]:
+        if task.call.node == ENCODE:
+            return dict.fromkeys(NODE_TYPES[ENCODE].outputs, b"")
         self._turn += 1
         return await self.nodes[self._turn % len(self.nodes)].run(task.call.node, task.inputs)
 

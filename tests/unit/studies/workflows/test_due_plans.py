@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from collections.abc import Sequence
 
 import grpc
 import grpc.aio
@@ -19,11 +21,12 @@ from maskserve_studies.workflow_plans.chains import (
     KINDS,
     NODES,
     RULES,
+    SECONDS,
     WORKERS,
     draw_chains,
     simulate_chains,
 )
-from maskserve_studies.workflows.due_plans import Cluster
+from maskserve_studies.workflows.due_plans import Cluster, Figures
 from maskserve_studies.workflows.node_server import EmulatedNodes
 from maskserve_workflows.plan import NodeCall
 from maskserve_workflows.run import Task
@@ -68,6 +71,26 @@ async def test_a_cluster_knows_nothing_of_the_tries_at_the_one_before() -> None:
             cluster.outputs_of("shows", {"name": plan_request.name})["verdict"] for _ in range(16)
         ]
         assert [item.passed for item in verdicts] == [False] * 8 + [True] * 8
+
+
+async def test_a_script_runs_every_plan() -> None:
+    """Plans encode for edits ahead, which no node server and no script does."""
+    edits = Counter[str]()
+
+    class Scripts(Cluster):
+        async def edit(
+            self, mask: bytes, prompt: str, settings: Figures, control: Sequence[bytes] = ()
+        ) -> bytes:
+            edits[prompt] += 1
+            return b""
+
+    cluster = Scripts("fcfs", Hardware())
+    cluster.nodes = [EmulatedNodes(dict.fromkeys(SECONDS, 0.0), cluster.outputs_of)]
+    requests = {request.kind: request for request in draw_chains(40, 0.8, 1, Hardware())}.values()
+    assert len(requests) == len(KINDS)
+    for request in requests:
+        assert await cluster.run(request, 60.0, scripted=True)
+        assert edits[request.name] == request.tries * len(request.edits)
 
 
 async def test_an_edit_that_is_withdrawn_leaves_its_row() -> None:
