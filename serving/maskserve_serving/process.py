@@ -101,8 +101,9 @@ class Process(ABC):
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             # A group of its own: Ctrl-C at the terminal reaches only the supervisor, and its own
-            # child processes can be ended together with it.
-            start_new_session=True,
+            # child processes can be ended together with it. No session of its own: Linux weighs
+            # sessions alike, so the router's niced threads would not give way to a worker's steps.
+            process_group=0,
         )
         assert self._process.stdout is not None
         self._log = TritonLog(self.output, self._process.stdout, self.report)

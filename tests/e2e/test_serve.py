@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import signal
@@ -193,6 +194,10 @@ def test_denoiser_and_router_come_back_and_it_drains(
         for process in psutil.Process(serving.process.pid).children()
         if "maskserve_router" in process.cmdline()
     ]
+    # Linux weighs sessions alike: only within one do the router's niced threads give way to steps.
+    pids = (router.pid, serving.child("denoiser").pid, serving.process.pid)
+    assert len({os.getsid(pid) for pid in pids}) == 1
+    assert len({os.getpgid(pid) for pid in pids}) == 3
     router.kill()
     serving.until("router: ready after")
     client.close()
