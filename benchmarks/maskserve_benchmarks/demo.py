@@ -1,9 +1,10 @@
-"""Edit one masked photograph three times through a real Triton, beside the same edits with all
-tokens and by diffusers' own pipeline.
+"""Edit one masked photograph three times through a real Triton, then eight pictures at once, beside
+the same edits with all tokens and by diffusers' own pipeline.
 
     python scripts/bench demo            (or: make demo)
 
-The edits are a first one, another prompt, and one with a LoRA if the model is the demo's. Writes
+The edits are a first one and another prompt; the demo model also has one with a LoRA, and
+eight different ones at once (`demo_burst`). Writes
 demo-output/{source,mask,edited,side_by_side,edits}.png, checks that the picture outside the mask is
 the source's, bit for bit, and prints a table of what was measured. The server has stopped when
 diffusers' pipeline runs, so each has all cores for itself. All kernels have run before on a
@@ -21,14 +22,17 @@ import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, ImageDraw, ImageFont, ImageOps
+from PIL import Image, ImageOps
 from tqdm import tqdm
 
+from maskserve_benchmarks import demo_burst
 from maskserve_benchmarks.checkout import CHECKOUT, DEMO_MODEL
+from maskserve_benchmarks.demo_burst import Burst
+from maskserve_benchmarks.demo_sheet import CELL, GAP, SheetRow, psnr, shaded, sheet
 from maskserve_benchmarks.reports import table
 from maskserve_client import Client, EditResult, Final, MaskserveError, Progress
 from maskserve_common.errors import InvalidRequest
@@ -37,13 +41,14 @@ from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
 from maskserve_serving.supervisor import Supervisor
 
+if TYPE_CHECKING:
+    from maskserve_benchmarks.rivals.pipeline_model import Pipeline
+
 ASSETS = CHECKOUT / "assets" / "demo"
 SHEET = CHECKOUT / "docs" / "images" / "demo_model_sheet.png"
 LORAS, LORA = CHECKOUT / "assets" / "adapters", "hollow"
 """LoRAs of the demo model, and the one that it shows."""
-_COLUMNS = ("maskserve", "all tokens", "diffusers")
-_CELL, _GAP, _LINE = 300, 8, 22
-"""Pixels of a picture of the sheet, between them, and of a line of text."""
+_COLUMNS = (demo_burst.MASKSERVE, demo_burst.ALL_TOKENS, demo_burst.DIFFUSERS)
 Pixels = npt.NDArray[np.uint8]
 
 
@@ -84,17 +89,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = parse(argv)
         options.out.mkdir(parents=True, exist_ok=True)
         source, mask = upright(options.image, "RGB"), upright(options.mask, "L")
+        rounds = demo_burst.burst_rounds() if is_demo_model(options) else []
         with Supervisor(serve_options(options)) as supervisor:
             with Client(supervisor.workers[0].grpc_url) as client:
                 outcomes = edit_all(client, options, source, mask)
+                if rounds:
+                    print(f"{demo_burst.NAME}, in rounds", flush=True)
+                    demo_burst.run_at_server(client, rounds)
             print("stopping the server", flush=True)
         show(options.out, source, mask, outcomes[0].result)
-        add_diffusers(options, source, mask, outcomes)
-        report(options.out, source, mask, outcomes)
+        print("the same edits by diffusers' own pipeline", flush=True)
+        pipeline = diffusers_pipeline(options)
+        if rounds:
+            demo_burst.run_by_diffusers(pipeline, rounds)
+        add_diffusers(pipeline, options, source, mask, outcomes)
+        report(options.out, source, mask, outcomes, Burst(rounds) if rounds else None)
         if is_demo_model(options):
             print(
-                "The demo model is so small that its steps take little of these times; README, "
-                '"How fast it is", has a larger one and several edits at once.'
+                "The demo model is so small that its steps take little of one edit's time; README, "
+                '"How fast it is", has a larger one.'
             )
             shutil.copyfile(SHEET, options.out / SHEET.name)
             print(f"the demo model's 200 held-out edits: {options.out / SHEET.name}")
@@ -250,7 +263,7 @@ def show(out: Path, source: Image.Image, mask: Image.Image, result: EditResult) 
     print(f"inside the mask: {changed[inside].sum()} of {inside.sum()} pixels were repainted")
 
 
-def side_by_side(*pictures: Image.Image, gap: int = _GAP) -> Image.Image:
+def side_by_side(*pictures: Image.Image, gap: int = GAP) -> Image.Image:
     """Return pictures of one size in a row on white."""
     width, height = pictures[0].size
     row = Image.new("RGB", (len(pictures) * (width + gap) - gap, height), "white")
@@ -259,17 +272,25 @@ def side_by_side(*pictures: Image.Image, gap: int = _GAP) -> Image.Image:
     return row
 
 
+def diffusers_pipeline(options: argparse.Namespace) -> Pipeline:
+    quiet()
+    from maskserve_benchmarks.rivals.pipeline_model import Pipeline
+
+    return Pipeline(options.model, "whole")
+
+
 def add_diffusers(
-    options: argparse.Namespace, source: Image.Image, mask: Image.Image, outcomes: list[Outcome]
+    pipeline: Pipeline,
+    options: argparse.Namespace,
+    source: Image.Image,
+    mask: Image.Image,
+    outcomes: list[Outcome],
 ) -> None:
     """Run every edit by diffusers' own pipeline, on the part of the photograph that the model saw
     at the server, and add the pictures to the outcomes.
     """
-    print("the same edits by diffusers' own pipeline", flush=True)
-    quiet()
-    from maskserve_benchmarks.rivals.pipeline_model import Pipeline, PipelineEdit
+    from maskserve_benchmarks.rivals.pipeline_model import PipelineEdit
 
-    pipeline = Pipeline(options.model, "whole")
     box, size = view_of(outcomes[0].result.meta, source)
     view = source.crop(box).resize(size, Image.Resampling.LANCZOS)
     selected = mask.crop(box).resize(size)
@@ -312,62 +333,55 @@ def view_of(
     return (left, top, right, bottom), (width, height)
 
 
-def report(out: Path, source: Image.Image, mask: Image.Image, outcomes: Sequence[Outcome]) -> None:
+def report(
+    out: Path,
+    source: Image.Image,
+    mask: Image.Image,
+    outcomes: Sequence[Outcome],
+    burst: Burst | None = None,
+) -> None:
     """Print the table, and write its pictures."""
     inside, rows = np.asarray(mask) >= 128, []
     for edit, result, by_system in outcomes:
         meta, (fast, *rivals) = result.meta, by_system.values()
         computed = meta["computed_tokens"] / (meta["steps"] * meta["total_tokens"])
         seconds = [f"{x.seconds:.2f} s ({x.seconds / fast.seconds:.1f}x)" for x in rivals]
-        likeness = f"{psnr(fast.picture, rivals[0].picture, inside):.1f} dB"
+        pictures = (np.asarray(x.picture)[inside] for x in (fast, rivals[0]))
+        likeness = f"{psnr(*pictures):.1f} dB"
         row = edit.name, f"{fast.seconds:.2f} s", *seconds, meta["cache"], f"{computed:.0%}"
         rows.append([*row, likeness])
+    if burst is not None:
+        rows.append(burst.cells())
     columns = ("edit", *_COLUMNS, "cache", "tokens computed", "likeness to all tokens")
     print(table(columns, rows))
     print(
-        "Seconds of a whole edit; in brackets, how many times those of maskserve. Cache: `own` has "
-        "activations of its own steps, `hit` those of the photograph. Likeness: PSNR inside the "
-        "mask."
+        "Seconds of a whole edit; in brackets, how many times as fast maskserve is. Cache: `own` "
+        "has activations of its own steps, `hit` those of the photograph. Likeness: PSNR inside "
+        "the mask."
     )
     box, _ = view_of(outcomes[0].result.meta, source)
-    sheet(source, mask, outcomes, box).save(out / "edits.png")
+    sheet_rows = [sheet_row(source, mask, outcome, box) for outcome in outcomes]
+    if burst is not None:
+        print(
+            f"{demo_burst.NAME}: different pictures, masks and prompts, sent together; diffusers "
+            f"edits one after the other, or in one call at {burst.ratio(demo_burst.ONE_CALL)}."
+        )
+        sheet_rows.append(burst.sheet_row())
+    sheet(sheet_rows).save(out / "edits.png")
     print(f"written: {out / 'edits.png'} and the pictures of the first edit", flush=True)
 
 
-def psnr(picture: Image.Image, other: Image.Image, inside: npt.NDArray[np.bool_]) -> float:
-    """Return the likeness of two pictures in a part of them, in dB."""
-    difference = np.asarray(picture, np.float64)[inside] - np.asarray(other, np.float64)[inside]
-    return float(10 * np.log10(255**2 / max((difference**2).mean(), 1e-9)))
-
-
-def sheet(
-    source: Image.Image,
-    mask: Image.Image,
-    outcomes: Sequence[Outcome],
-    box: tuple[int, int, int, int],
-) -> Image.Image:
-    """Return the pictures of all edits around the box, a row for each, under their times."""
+def sheet_row(
+    source: Image.Image, mask: Image.Image, outcome: Outcome, box: tuple[int, int, int, int]
+) -> SheetRow:
+    """Return an edit's pictures around the box, with their times."""
     left, top, right, bottom = box
-    height = _CELL * (bottom - top) // (right - left)
-    step = height + 2 * _LINE + _GAP
-    columns = ("photograph and mask", *_COLUMNS)
-    picture = Image.new(
-        "RGB", (len(columns) * (_CELL + _GAP) - _GAP, len(outcomes) * step - _GAP), "white"
-    )
-    draw, font = ImageDraw.Draw(picture), ImageFont.load_default(size=14)
+    size = CELL, CELL * (bottom - top) // (right - left)
 
-    def cell(row: int, column: int, whole: Image.Image, text: str) -> None:
-        x, y = column * (_CELL + _GAP), row * step
-        draw.text((x, y + _LINE + 2), text, "black", font)
-        part = whole.crop(box).resize((_CELL, height), Image.Resampling.LANCZOS)
-        picture.paste(part, (x, y + 2 * _LINE))
+    def part(whole: Image.Image) -> Image.Image:
+        return whole.crop(box).resize(size, Image.Resampling.LANCZOS)
 
-    shaded = Image.composite(Image.new("RGB", source.size, "white"), source, mask)
-    shaded = Image.blend(source, shaded, 0.4)
-    for row, outcome in enumerate(outcomes):
-        edit = outcome.edit
-        draw.text((0, row * step + 2), f"{edit.name}: {edit.prompt}", "black", font)
-        cell(row, 0, shaded, columns[0])
-        for column, (name, measured) in enumerate(outcome.by_system.items(), start=1):
-            cell(row, column, measured.picture, f"{name}, {measured.seconds:.2f} s")
-    return picture
+    cells = [("photograph and mask", part(shaded(source, mask)))]
+    for name, measured in outcome.by_system.items():
+        cells.append((f"{name}, {measured.seconds:.2f} s", part(measured.picture)))
+    return SheetRow(f"{outcome.edit.name}: {outcome.edit.prompt}", cells)

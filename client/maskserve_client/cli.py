@@ -120,6 +120,13 @@ def parser() -> argparse.ArgumentParser:
     add_jobs(subcommands, _add_common, _add_edit_options)
     add_workflows(subcommands, _add_common)
     _add_web(subcommands)
+    demo = subcommands.add_parser(
+        "demo",
+        help="edit a photograph by the demo model, beside diffusers",
+        description="Run the demonstration of a checkout, as `make demo` does. Its model is not in "
+        "the wheel.",
+    )
+    demo.set_defaults(run=commands.demo)
     _add_check(subcommands)
     _add_serve(subcommands)
     return top

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import ssl
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -386,6 +388,24 @@ def web(options: argparse.Namespace) -> None:
         context = tls_context(options)
         masks = Masks(http_address(options.router, context), key=options.key, context=context)
     serve_page(options, lambda: connected(options), masks)
+
+
+def demo(options: argparse.Namespace) -> int:
+    """Run `maskserve demo`: the checkout's demonstration, whose model no wheel holds.
+
+    Raises:
+        InvalidRequest: this is no checkout.
+    """
+    benchmarks = importlib.util.find_spec("maskserve_benchmarks")
+    if benchmarks is None or benchmarks.origin is None:
+        raise InvalidRequest(
+            "demo",
+            "the demo model is in maskserve's sources (assets/models/demo), not in this package",
+            "`make demo` in the sources, or `maskserve serve --model FOLDER` with another model",
+        )
+    return subprocess.call(
+        [sys.executable, Path(benchmarks.origin).parents[2] / "scripts/bench", "demo"]
+    )
 
 
 def cancel(options: argparse.Namespace) -> None:

@@ -325,8 +325,9 @@ def _edits(
     def buttons(*, running: bool) -> dict[Any, Any]:
         """Show Stop in the place of Edit while an edit runs.
 
-        The other button is hidden, not removed: the page may miss the removal of a button that
-        reappears quickly.
+        Each update of an edit has the buttons, and all that an update before it shows or hides:
+        Gradio sends only differences, and its page takes out of updates that it has not shown yet
+        what the next one lacks.
         """
         visibility = {True: True, False: "hidden"}
         return {
@@ -362,7 +363,9 @@ def _edits(
             settings = {**settings_of(kind, *setting_values), "request_id": name}
             if expand:
                 settings["expand"] = expand
-            yield buttons(running=True)
+            running = buttons(running=True)
+            done = {**buttons(running=False), outcome.bar: gr.Row(visible=True)}
+            yield running
             shown_at = 0.0
             edited = session.events(source, mask, text or "", settings, references)
             with closing(edited) as events:
@@ -372,7 +375,7 @@ def _edits(
                         session.remember(picture, event.result)
                         # The picture comes first, because the other updates take time.
                         yield {
-                            **buttons(running=False),
+                            **done,
                             outcome.status: texts.note(
                                 "done", event.result.meta.get("warnings", ())
                             ),
@@ -380,16 +383,16 @@ def _edits(
                             outcome.preview: texts.comparison(source, picture, mask)
                             if source and not expand
                             else texts.picture(picture),
-                            outcome.bar: gr.Row(visible=True),
                         }
                         results = [*results, picture.name][-_MOST_RESULTS:]
                         yield {
+                            **done,
                             **result_updates(event.result, picture),
                             **history(results),
                             request: _fresh_id(),
                         }
                     elif time.monotonic() - shown_at >= _PREVIEW_S:
-                        values = {outcome.status: texts.progress(event)}
+                        values = {**running, outcome.status: texts.progress(event)}
                         if isinstance(event, Preview):
                             values |= {
                                 outcome.live: texts.preview(event.image),

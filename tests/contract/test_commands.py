@@ -39,7 +39,7 @@ TEXTS = sorted(
 IDS = [str(path.relative_to(ROOT)) for path in TEXTS]
 CODE = re.compile(r"`([^`\n]+)`|^(?: {4}|\t)(.+)$|^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 WORDS = ("serve", "edit", "mask", "status", "cancel", "drain", "templates", "adapters", "jobs")
-COMMAND_WORDS = (*WORDS, "workflows", "web", "check")
+COMMAND_WORDS = (*WORDS, "workflows", "web", "demo", "check")
 
 
 def commands_of(text: str, name: str) -> Iterator[list[str]]:

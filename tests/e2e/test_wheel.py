@@ -61,6 +61,15 @@ def test_it_has_its_own_code_and_models(installed: Path, tmp_path: Path) -> None
         assert _files(carried) == _files(ROOT / original)
 
 
+def test_it_says_where_the_demo_model_is(installed: Path, tmp_path: Path) -> None:
+    demo = [installed / "maskserve", "demo"]
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    ran = subprocess.run(demo, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert ran.returncode == 2, ran.stderr
+    assert ran.stderr.startswith("maskserve: demo: the demo model is in maskserve's sources")
+    assert "make demo" in ran.stderr
+
+
 def _files(folder: Path) -> dict[str, bytes]:
     """Files that Triton reads in a repository; a wheel may leave out an empty version folder."""
     paths = (path for path in folder.rglob("*") if path.suffix in (".py", ".pbtxt"))

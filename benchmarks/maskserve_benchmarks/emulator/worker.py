@@ -39,6 +39,8 @@ class _Edit:
     done: asyncio.Future[None] = field(default_factory=asyncio.Future)
 
 
+_STEPS = 28
+"""Steps of an edit that does not say how many."""
 RESULT_ID = "a" * 32
 """Name under which a result is kept, if the edit asks for it."""
 
@@ -83,7 +85,7 @@ class EmulatedWorker:
             max_rows,
             max_waiting,
             templates={"host": templates},
-            served=Served(side, 1, 28, True, hardware.dense_above_ratio if hardware else 1.0),
+            served=Served(side, 1, _STEPS, True, hardware.dense_above_ratio if hardware else 1.0),
             pricing=hardware.pricing if hardware else None,
         )
         self.host = ""
@@ -135,6 +137,8 @@ class EmulatedWorker:
             "event": "final",
             "template_id": settings.template_id or "0" * 32,
             "seed": settings.seed,
+            "steps": settings.num_inference_steps or _STEPS,
+            "worker": self._status.worker,
             "timings_ms": {"queue": 1e3 * wait_s},
             **({"result_template_id": RESULT_ID} if settings.keep_result else {}),
         }
@@ -187,7 +191,7 @@ class EmulatedWorker:
         name, now_s = settings.request_id, time.monotonic()
         assert name is not None
         cached = hardware.cacheable(active)
-        steps, computed = settings.num_inference_steps or 28, active if cached else total
+        steps, computed = settings.num_inference_steps or _STEPS, active if cached else total
         limit, due_time = (
             None if ms is None else now_s + ms / 1e3
             for ms in (settings.limit_ms, settings.deadline_ms)

@@ -16,11 +16,21 @@ from maskserve_benchmarks.demo import (
     Measured,
     Outcome,
     parse,
-    psnr,
     report,
     show,
     view_of,
 )
+from maskserve_benchmarks.demo_burst import (
+    ALL_TOKENS,
+    DIFFUSERS,
+    EDITS,
+    MASKSERVE,
+    ONE_CALL,
+    ROUNDS,
+    Burst,
+    burst_rounds,
+)
+from maskserve_benchmarks.demo_sheet import psnr
 from maskserve_client import EditResult
 
 SOURCE, MASK = Image.new("RGB", (64, 48), "navy"), Image.new("L", (64, 48))
@@ -59,8 +69,6 @@ def test_the_model_saw_a_part_of_the_photograph() -> None:
 
 
 def test_a_pixel_outside_the_mask_that_differs_is_a_fault(tmp_path: Path) -> None:
-    inside = np.asarray(MASK) > 0
-    assert psnr(SOURCE, SOURCE, inside) > 100
     show(tmp_path, SOURCE, MASK, outcome("", (1, 1, 1)).result)
     for painted, problem in ((SOURCE, "nothing inside"), (Image.new("RGB", (64, 48)), "outside")):
         with pytest.raises(DemoFailed, match=problem):
@@ -76,3 +84,30 @@ def test_the_prompts_are_the_models_or_the_users() -> None:
         "a",
         "b",
     ]
+
+
+def test_eight_edits_at_once_count_by_their_median_round(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rounds = burst_rounds()
+    assert [len(turn.edits) for turn in rounds] == [EDITS] * (1 + ROUNDS)
+    prompts = {edit.prompt for turn in rounds for edit in turn.edits}
+    assert len(prompts) > EDITS * ROUNDS, "few prompts are known from rounds before"
+    seconds = {MASKSERVE: 0.5, ALL_TOKENS: 1.0, DIFFUSERS: 4.0, ONE_CALL: 2.0}
+    black = np.zeros((128, 128, 3), np.uint8)
+    for turn, factor in zip(rounds, (100.0, 3.0, 1.0, 0.5), strict=True):  # the first warms up
+        for side, time in seconds.items():
+            turn.pictures[side] = [black + np.uint8(side == MASKSERVE)] * EDITS
+            turn.seconds[side] = factor * time
+        turn.metas.extend([{**META, "cache": "hit"}] * EDITS)
+    report(tmp_path, SOURCE, MASK, [outcome("first edit", (0.5, 1.0, 2.0))], Burst(rounds))
+    printed = capsys.readouterr().out
+    row = "| 16.0 edits/s | 8.0 edits/s (2.0x) | 2.0 edits/s (8.0x) | hit | 70% | 48.1 dB |"
+    assert f"| eight edits at once {row}" in printed.splitlines()
+    assert "in one call at 4.0 edits/s (4.0x)" in printed
+    with Image.open(tmp_path / "edits.png") as picture:
+        assert picture.height > 2 * 150
+
+
+def test_the_likeness_of_equal_pictures_is_high() -> None:
+    assert psnr(np.asarray(SOURCE), np.asarray(SOURCE)) > 100
