@@ -66,7 +66,7 @@ def test_it_says_where_the_demo_model_is(installed: Path, tmp_path: Path) -> Non
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     ran = subprocess.run(demo, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
     assert ran.returncode == 2, ran.stderr
-    assert ran.stderr.startswith("maskserve: [INVALID_REQUEST] demo: the demo model is in maskserve's sources")
+    assert "demo: the demo model is in maskserve's sources" in ran.stderr
     assert "make demo" in ran.stderr
 
 
