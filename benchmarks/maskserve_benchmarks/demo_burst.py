@@ -108,7 +108,7 @@ def run_by_diffusers(pipeline: Any, rounds: Sequence[Round]) -> None:
 
 
 class Burst:
-    """What the rounds measured.
+    """The measured rates and pictures of the rounds.
 
     Args:
         rounds: all rounds, run by all sides.

@@ -45,9 +45,9 @@ def sheet(rows: Sequence[SheetRow]) -> Image.Image:
     return picture
 
 
-def psnr(pixels: npt.NDArray[np.uint8], others: npt.NDArray[np.uint8]) -> float:
-    """Return the likeness of pixels to others in dB."""
-    error = (pixels.astype(np.float64) - others) ** 2
+def psnr(pixels: npt.NDArray[np.uint8], reference: npt.NDArray[np.uint8]) -> float:
+    """Return the likeness of pixels to those of a reference, in dB."""
+    error = (pixels.astype(np.float64) - reference) ** 2
     return float(10 * np.log10(255**2 / max(error.mean(), 1e-9)))
 
 
