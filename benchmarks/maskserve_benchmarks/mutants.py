@@ -581,7 +581,7 @@ MUTATIONS = (
     Mutation(
         "rows of a template make their own references",
         "engine/maskserve_engine/loop/local_executor.py",
-        "row_state.references.entry = handle",
+        "references.entry = entry",
         "pass",
         f"{_EXACT}::test_a_template_has_its_references_once_and_all_its_rows_read_them",
     ),
@@ -941,15 +941,15 @@ MUTATIONS = (
     Mutation(
         "a step cache beside a template keeps its host memory",
         "engine/maskserve_engine/loop/local_executor.py",
-        "for readers in (self._readers, self._template_step_caches, self._net_caches)",
-        "for readers in (self._readers, self._net_caches)",
+        "for one in (self.reader, self.beside, self.nets) if one is not None]",
+        "for one in (self.reader, self.nets) if one is not None]",
         f"{_HOST_ROWS}::test_a_cache_beside_a_template_gives_the_same_picture_in_host_memory",
     ),
     Mutation(
         "a step fails whose cache beside a template does not arrive",
         "engine/maskserve_engine/loop/local_executor.py",
-        "if not (lost_reads or self._lose_beside(running) or self._lose_still(running)):",
-        "if not (lost_reads or self._lose_still(running)):",
+        "return any(lost_caches) or any([record.lose_references() for record in records])",
+        "return any([record.lose_references() for record in records])",
         f"{_HOST_ROWS}"
         "::test_an_edit_of_a_template_whose_step_cache_does_not_come_back_computes_its_text",
     ),

@@ -216,7 +216,7 @@ class Rank:
         heads = int(self.adapter.spec.denoiser["num_attention_heads"]) if share else 0
         cut = None if share is None else (*share_of(heads, *share), heads)
         try:
-            loads = self._local.load_shared(ready_reads, cut, by_rank=by_rank)
+            loads = self._local.load(ready_reads, heads=cut, by_rank=by_rank)
         except ValueError:  # entries of this format cannot be cut by heads
             loads = self._local.load(ready_reads)
         entry_loads: dict[int, EntryLoad] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +65,126 @@ _FAILED_STEPS = 3
 """Steps in a row without a successful row after which the executor gives up."""
 
 
+@dataclass(slots=True)
+class RowRecord:
+    """A row of this process, and the readers of what its steps do not compute."""
+
+    job: EditJob
+    row: Any = None
+    """The family's row."""
+    reader: EntryReader | StepCacheReader | None = None
+    """Reads the cached tokens; None: the row computes all tokens."""
+    beside: StepCacheReader | None = None
+    """Reads the step cache beside a template; None: there is none."""
+    references: EntryReader | None = None
+    """Reads the references from a template; None: the row computes them, or has none."""
+    nets: NetStepCaches | None = None
+    """Step caches of ControlNets that run in this process."""
+    served: ServedRow | None = None
+    """Its ControlNets at services; None: these run in this process."""
+    booked: int = 0
+    """Bytes reserved for its step cache on the device."""
+
+    def request(self, read: Read, heads: Heads | None, *, by_rank: bool) -> tuple[LoadState, ...]:
+        """Request what the next step reads, and return its loads; empty: it computes all tokens."""
+        entry: Entry | None
+        if self.reader is None:
+            return ()  # without room it is a dense row
+        if isinstance(self.reader, StepCacheReader):
+            entry = self.reader.turn_to(self.row.step, heads=heads, by_rank=by_rank)
+        else:
+            entry = self.reader.turn_to(self.row.step, whole=read.whole, heads=heads)
+        beside = None if self.beside is None else self.beside.turn_beside(reads=self._frozen(read))
+        if entry is None:
+            return ()
+        return (entry.load,) if beside is None else (entry.load, beside.load)
+
+    def _frozen(self, read: Read) -> bool:
+        return not read.text and bool(self.row.keeps_text)
+
+    def begin(self, read: Read) -> Entry:
+        """Prepare the row for a step that reads what was requested, and return its entry."""
+        assert self.reader is not None, "what a step reads was found by `load`"
+        assert self.reader.entry is not None, "what a step reads was found by `load`"
+        self.row.frozen = self._frozen(read)
+        return self.reader.entry
+
+    def read_references(self, blocks: int, number: int) -> None:
+        """Take the references from the template for step `number`, if they can be read now."""
+        references = getattr(self.row, "references", None)
+        if references is None:
+            return
+        references.computed = False
+        reader = self.references
+        entry = None if reader is None else reader.turn_to(self.row.step, whole=True)
+        if entry is not None:
+            entry.want([(block, "kv") for block in range(blocks)], number)
+            references.entry = entry
+
+    def lose_entry(self) -> None:
+        """Give up the entry of the present step, which does not arrive."""
+        assert self.reader is not None, "only a row that reads entries can lose one"
+        self.reader.lose()
+
+    def lose_step_caches(self) -> bool:
+        """Go on without step caches, beside a template or of ControlNets, that do not arrive;
+        return whether there were any.
+        """
+        lost_nets = self.nets is not None and self.nets.lost
+        if self.nets is not None and lost_nets:
+            self.nets.lose()
+        lost = self.beside is not None and _is_lost(self.beside.entry)
+        if self.beside is not None and lost:
+            self.beside.lose()
+            self.row.frozen = False
+        return lost or lost_nets
+
+    def lose_references(self) -> bool:
+        """Compute the references if the template lost them; return whether it has."""
+        reader = self.references
+        if reader is None or not _is_lost(reader.entry):
+            return False
+        reader.release()
+        self.references = self.row.references.entry = None
+        return True
+
+    def after_step(self, name: str, *, read: bool, measured: bool) -> RowStep:
+        """Return the outcome of the step just taken.
+
+        Args:
+            name: the row's name.
+            read: whether it read an entry.
+            measured: whether to measure the row's change from its source.
+        """
+        row, reader, error = self.row, self.reader, None
+        references = getattr(row, "references", None)
+        if isinstance(reader, StepCacheReader):
+            error = reader.controlling_error(row.step - 1)
+        return RowStep(
+            name,
+            row.step,
+            getattr(row, "skipped", 0),
+            read,
+            text=not (read and row.frozen),
+            stale=self.served is not None and self.served.stale,
+            computed_references=references is not None and references.computed,
+            foresaw=getattr(row, "lookahead", None) is not None,
+            refresh_error=error,
+            change=row.change().array() if measured else None,
+        )
+
+    def release(self, store: Store | None) -> RowLoads | None:
+        """Release what the row holds; return the loads of a cached row."""
+        if self.served is not None:
+            self.served.close()
+        if self.booked and store is not None:
+            store.memory.unbook(self.booked)
+        readers = [one for one in (self.reader, self.beside, self.nets) if one is not None]
+        for one in (*readers, *([] if self.references is None else [self.references])):
+            one.release()
+        return _RowLoads(tuple(readers)) if readers else None
+
+
 class LocalExecutor:
     """See `Executor`.
 
@@ -83,22 +203,9 @@ class LocalExecutor:
         services: ControlServices | None = None,
     ) -> None:
         self._adapter, self._store, self._services = adapter, store, services
-        self._rows: dict[str, Any] = {}
-        self._readers: dict[str, EntryReader | StepCacheReader] = {}
-        """Readers of the cached rows, by row."""
-        self._template_step_caches: dict[str, StepCacheReader] = {}
-        """Readers of step caches beside a template, by row."""
-        self._net_caches: dict[str, NetStepCaches] = {}
-        """Step caches of the ControlNets that run beside a row."""
-        self._still: dict[str, EntryReader] = {}
-        """Readers of rows that take their references from a template's entry, by row."""
-        self._jobs: dict[str, EditJob] = {}
-        """Jobs of all rows."""
-        self._step_cache_bytes: dict[str, int] = {}
-        """Bytes reserved for rows' step caches."""
+        self.rows: dict[str, RowRecord] = {}
         self._adapters: dict[str, LowRankSet] = {}
         self._nets: dict[str, Any] = {}
-        self._served: dict[str, ServedRow] = {}
         self._failed_steps = 0
 
     def load_lora(self, adapter: str, factors: Mapping[str, Factors]) -> int:
@@ -112,7 +219,8 @@ class LocalExecutor:
 
     def attach(self, row: str, adapters: Sequence[tuple[str, float]]) -> None:
         scaled_sets = tuple([(self._adapters[name], scale) for name, scale in adapters if scale])
-        self._adapter.attach(self._rows[row], self._jobs[row], scaled_sets)
+        record = self.rows[row]
+        self._adapter.attach(record.row, record.job, scaled_sets)
 
     def load_net(self, net: str, folder: NetFolder) -> None:
         model = folder.read()
@@ -125,197 +233,157 @@ class LocalExecutor:
             self._services.drop(net)
 
     def read(self, row: str, key: str, anchors: Sequence[Anchor | None]) -> None:
-        reader = self._readers[row]
-        assert isinstance(reader, EntryReader), "a row with anchors of its own reads no others"
-        reader.turn_over(key, anchors)
-        if row in self._still:
-            self._still[row].turn_over(key, [STILL] * len(anchors))
+        record = self.rows[row]
+        assert isinstance(record.reader, EntryReader), "a row with refresh steps reads no entries"
+        record.reader.turn_over(key, anchors)
+        if record.references is not None:
+            record.references.turn_over(key, [STILL] * len(anchors))
 
     def refresh_at(self, row: str, schedule: RefreshSchedule) -> None:
-        reader = self._readers.get(row)
+        reader = self.rows[row].reader
         if isinstance(reader, StepCacheReader):  # without room it is a dense row
             reader.refresh_at(schedule)
 
     def narrow(self, row: str, region: RegionSpec) -> bool:
-        row_state, is_first = self._rows[row], row not in self._readers
-        tier = self._room(row, region.nbytes) if is_first else None  # a larger region needs no more
+        record = self.rows[row]
+        is_first = record.reader is None
+        # A larger region needs no more memory than the first one.
+        tier = self._reserve(record, region.nbytes) if is_first else None
         if is_first and tier is None:
             return False
         self._adapter.release()  # the batch was packed for other tokens
         [tokens] = moved((torch.from_numpy(region.tokens),), self._adapter.device)
-        row_state.narrow(tokens, region.schedule)
+        record.row.narrow(tokens, region.schedule)
         if tier is not None:
-            self._readers[row] = self._step_cache_reader(row_state, tier)
+            record.reader = self._step_cache_reader(record.row, tier)
         return True
 
     def make(self, row: str, spec: RowSpec) -> RowReport:
-        adapter = self._adapter
-        self._jobs[row] = spec.job
+        record = RowRecord(spec.job)
+        try:
+            report = self._fill(record, spec)
+        except Exception:
+            record.release(self._store)
+            raise
+        self.rows[row] = record
+        return report
+
+    def _fill(self, record: RowRecord, spec: RowSpec) -> RowReport:
+        """Make the row of a new record, and its readers."""
+        adapter, job, tier = self._adapter, spec.job, None
         if isinstance(spec, PrimingRowSpec):
-            self._rows[row] = adapter.priming_row(
-                spec.job, spec.anchors, spec.prompt, spec.noise_seed, spec.kinds, spec.format
+            record.row = adapter.priming_row(
+                job, spec.anchors, spec.prompt, spec.noise_seed, spec.kinds, spec.format
             )
             return RowReport()
+        if isinstance(spec, CachedRowSpec):
+            return self._fill_cached(record, spec)
         if isinstance(spec, AnchoredRowSpec):
-            return self._make_anchored(row, spec)
-        if not isinstance(spec, CachedRowSpec):
-            dense = adapter.dense_row(spec.job)
-            self._control(row, dense, spec.job)
-            self._rows[row] = dense
-            self._read_still(row, spec.key)
-            return RowReport()
-        assert self._store is not None, _NO_STORE
-        tier = None if spec.schedule is None else self._room(row, spec.nbytes, spare=True)
-        refresh_schedule = None if tier is None else spec.schedule
-        cached_row = self._with_room(
-            row, lambda: adapter.cached_row(spec.job, spec.noise_seed, refresh_schedule)
-        )
-        self._control(row, cached_row, spec.job, tier)
-        selection = cached_row.selection
-        assert selection is not None
-        reader = EntryReader(self._store, spec.key, spec.anchors, selection, sure=spec.sure)
-        self._rows[row], self._readers[row] = cached_row, reader
-        if tier is not None:
-            self._template_step_caches[row] = self._step_cache_reader(cached_row, tier)
-        references_ready = self._read_still(row, spec.key, sure=spec.sure)
-        return RowReport(reader.complete and references_ready, selection.digest, refresh_schedule)
+            tier = self._reserve(record, spec.nbytes)
+            if tier is not None:
+                record.row = adapter.anchored_row(job, spec.plan)
+                record.reader = self._step_cache_reader(record.row, tier)
+        if record.row is None:
+            record.row = adapter.dense_row(job)
+        self._control(record, tier)
+        self._read_references(record, spec.key)
+        return RowReport(complete=tier is not None or isinstance(spec, DenseRowSpec))
 
-    def _read_still(self, row: str, key: str, *, sure: bool = False) -> bool:
-        """Let a row read its references from a template, if its references see nothing of the row;
-        return whether they can be read now. Otherwise the row makes its own.
+    def _fill_cached(self, record: RowRecord, spec: CachedRowSpec) -> RowReport:
+        assert self._store is not None, _NO_STORE
+        planned, tier = spec.schedule, None
+        if planned is not None:
+            tier = self._reserve(record, spec.nbytes, spare=True)
+        schedule = None if tier is None else planned
+        record.row = self._adapter.cached_row(spec.job, spec.noise_seed, schedule)
+        self._control(record, tier)
+        selection = record.row.selection
+        reader = EntryReader(self._store, spec.key, spec.anchors, selection, sure=spec.sure)
+        record.reader = reader
+        if tier is not None:
+            record.beside = self._step_cache_reader(record.row, tier)
+        references_ready = self._read_references(record, spec.key, sure=spec.sure)
+        return RowReport(reader.complete and references_ready, selection.digest, schedule)
+
+    def _read_references(self, record: RowRecord, key: str, *, sure: bool = False) -> bool:
+        """Let a new row read its references from a template, if its references see nothing of the
+        row; return whether they can be read now. Otherwise the row makes its own.
 
         Args:
-            row: name of a new row.
+            record: the row.
             key: cache key of the template; empty: there is none.
             sure: see `EntryReader`.
         """
-        references = getattr(self._rows[row], "references", None)
+        references = getattr(record.row, "references", None)
         if references is None or not key or self._store is None:
             return True
         if self._store.locate(key, [STILL]) is None:
             return False
-        steps, tokens = self._rows[row].steps, Selection([np.arange(len(references))])
-        self._still[row] = EntryReader(self._store, key, [STILL] * steps, tokens, sure=sure)
-        return self._still[row].complete
+        steps, tokens = record.row.steps, Selection([np.arange(len(references))])
+        reader = EntryReader(self._store, key, [STILL] * steps, tokens, sure=sure)
+        record.references = reader
+        return reader.complete
 
-    def _read_fixed_parts(self, row: str, step: int) -> None:
-        """Take a row's references from its template, if they can be read now."""
-        row_state = self._rows[row]
-        if getattr(row_state, "references", None) is None:
-            return
-        row_state.references.computed = False
-        reader = self._still.get(row)
-        handle = None if reader is None else reader.turn_to(row_state.step, whole=True)
-        if handle is not None:
-            handle.want([(block, "kv") for block in range(self._adapter.blocks)], step)
-            row_state.references.entry = handle
-
-    def _booked(self, row: str, nbytes: int, *, spare: bool = False) -> bool:
-        """Reserve bytes for a row's step cache; return False without room (`MemoryTier.book`)."""
-        assert self._store is not None, _NO_STORE
-        if nbytes and self._store.memory.book(nbytes, spare=spare):
-            self._step_cache_bytes[row] = nbytes
-        return row in self._step_cache_bytes
-
-    def _room(self, row: str, nbytes: int, *, spare: bool = False) -> str | None:
-        """Return the tier of a row's step cache, whose bytes on the device are then reserved; None:
+    def _reserve(self, record: RowRecord, nbytes: int, *, spare: bool = False) -> str | None:
+        """Reserve memory for a row's step cache (`MemoryTier.book`), and return its tier; None:
         there is no room. In host memory it takes the bytes of its blocks in use on the device.
         """
         assert self._store is not None, _NO_STORE
-        if self._booked(row, nbytes, spare=spare):
+        memory, rows = self._store.memory, self._store.rows
+        in_use = bytes_in_use(nbytes, self._adapter.entry_blocks)
+        if nbytes and memory.book(nbytes, spare=spare):
+            record.booked = nbytes
             return DEVICE.name
-        rows, in_use = self._store.rows, bytes_in_use(nbytes, self._adapter.entry_blocks)
-        if rows.booked + nbytes > rows.budget_bytes:
+        if not in_use or rows.booked + nbytes > rows.budget_bytes:
             return None
-        return HOST.name if self._booked(row, in_use, spare=spare) else None
+        if not memory.book(in_use, spare=spare):
+            return None
+        record.booked = in_use
+        return HOST.name
 
     def _step_cache_reader(self, row: Any, tier: str) -> StepCacheReader:
         blocks = self._adapter.entry_blocks
         return StepCacheReader(row, blocks, self._store, on_host=tier == HOST.name)
 
-    def _with_room(self, row: str, make: Callable[[], Any]) -> Any:
-        """Make a row; on an error free the bytes reserved for it."""
-        try:
-            return make()
-        except Exception:
-            self._give_back(row)
-            raise
-
-    def _give_back(self, row: str) -> None:
-        nbytes = self._step_cache_bytes.pop(row, 0)
-        if nbytes and self._store is not None:
-            self._store.memory.unbook(nbytes)
-
-    def _make_anchored(self, row: str, spec: AnchoredRowSpec) -> RowReport:
-        tier = self._room(row, spec.nbytes)
-        if tier is None:
-            row_made = self.make(row, DenseRowSpec(spec.job, spec.key))
-            return row_made._replace(complete=False)
-        anchored = self._with_room(row, lambda: self._adapter.anchored_row(spec.job, spec.plan))
-        self._control(row, anchored, spec.job, tier)
-        self._rows[row], self._readers[row] = anchored, self._step_cache_reader(anchored, tier)
-        self._read_still(row, spec.key)
-        return RowReport(selection=row.encode())
-
-    def _control(self, row: str, family_row: Any, job: EditJob, tier: str | None = None) -> None:
+    def _control(self, record: RowRecord, tier: str | None) -> None:
         """Let a row add the residuals of its ControlNets, wherever these run. The step caches of
         nets beside it lie in the tier of the row's own.
         """
+        row, job = record.row, record.job
         if not job.controls:
             return
         if self._services is None:
-            caches = NetStepCaches(self._store, on_host=tier == HOST.name)
-            self._adapter.control(family_row, job, self._nets, caches)
-            self._net_caches[row] = caches
-        else:
-            opening = self._adapter.opening(family_row, job)
-            if opening is not None:
-                adapters = job.request.settings.adapters
-                served = self._served[row] = self._services.open(opening, adapters)
-                self._adapter.serve_control(family_row, served)
+            record.nets = NetStepCaches(self._store, on_host=tier == HOST.name)
+            self._adapter.control(row, job, self._nets, record.nets)
+            return
+        opening = self._adapter.opening(row, job)
+        if opening is not None:
+            record.served = self._services.open(opening, job.request.settings.adapters)
+            self._adapter.serve_control(row, record.served)
 
     def load(
-        self, reads: Sequence[Read], devices: tuple[int, ...] = (0,)
+        self,
+        reads: Sequence[Read],
+        devices: tuple[int, ...] = (0,),
+        heads: Heads | None = None,
+        *,
+        by_rank: bool = False,
     ) -> dict[str, tuple[LoadState, ...]]:
-        return self.load_shared(reads, None, by_rank=False)
-
-    def load_shared(
-        self, reads: Sequence[Read], heads: Heads | None, *, by_rank: bool
-    ) -> dict[str, tuple[LoadState, ...]]:
-        """Find what rows read, for a step that ranks share (see `load`).
+        """See `Executor.load`.
 
         Args:
             reads: rows that read entries in this step.
+            devices: this device.
             heads: heads whose keys and values this rank reads when ranks share tokens; None: all.
             by_rank: whether ranks deal the passes.
 
         Raises:
             ValueError: these heads cannot be cut out of the storage format.
         """
-        loads: dict[str, tuple[LoadState, ...]] = {}
-        for read in reads:
-            step, reader = self._rows[read.row].step, self._readers.get(read.row)
-            if reader is None:
-                continue  # without room it is a dense row
-            handle: Entry | None
-            if isinstance(reader, StepCacheReader):
-                handle = reader.turn_to(step, heads=heads, by_rank=by_rank)
-            else:
-                handle = reader.turn_to(step, whole=read.whole, heads=heads)
-            step_cache = self._turn_beside(read)
-            if handle is not None:
-                loads[read.row] = (handle.load, *(() if step_cache is None else (step_cache.load,)))
-        return loads
-
-    def _turn_beside(self, read: Read) -> StepCacheEntry | None:
-        """Return what a row's next step reads from a step cache beside its template; None: nothing,
-        or nothing in host memory.
-        """
-        reader = self._template_step_caches.get(read.row)
-        return None if reader is None else reader.turn_beside(reads=self._frozen(read))
-
-    def _frozen(self, read: Read) -> bool:
-        return not read.text and bool(self._rows[read.row].keeps_text)
+        requested = [
+            (read.row, self.rows[read.row].request(read, heads, by_rank=by_rank)) for read in reads
+        ]
+        return {row: loads for row, loads in requested if loads}
 
     def step(self, step: StepInput, done: StepDone) -> None:
         done(self.run(step))
@@ -329,22 +397,11 @@ class LocalExecutor:
                 one, errors are raised, since the ranks must not part.
         """
         running = list(step.rows)
-        entries: dict[str, Entry] = {}
-        step_caches: list[StepCacheEntry] = []
-        for read in step.reads:
-            handle = self._readers[read.row].entry
-            assert handle is not None, "what a step reads was found by `load`"
-            entries[read.row] = handle
-            self._rows[read.row].frozen = self._frozen(read)
-            reader = self._template_step_caches.get(read.row)
-            if reader is not None and reader.entry is not None:
-                step_caches.append(reader.entry)
+        entries = {read.row: self.rows[read.row].begin(read) for read in step.reads}
         for name in running:
-            self._read_fixed_parts(name, step.number)
-        self._ask(step, entries)
-        for step_cache in step_caches:
-            step_cache.want((), step.number)
-        handles = [*entries.values(), *step_caches]
+            self.rows[name].read_references(self._adapter.blocks, step.number)
+        self._request(step, entries)
+        handles = [*entries.values(), *self._step_caches(step)]
         earlier = [len(handle.stalls) for handle in handles]
         failed: dict[str, EngineFailed] = {}
         lost: list[str] = []
@@ -361,12 +418,7 @@ class LocalExecutor:
             self._step_alone(running, step, entries, failed)
         span = Span(begin, mark(self._adapter.device))
         return StepResult(
-            tuple(
-                [
-                    self._after_step(row, read=row in entries, measured=row in step.measured)
-                    for row in running
-                ]
-            ),
+            tuple([self._after_step(name, step, entries) for name in running]),
             span,
             tuple([s for h, n in zip(handles, earlier, strict=True) for s in h.stalls[n:]]),
             tuple(lost),
@@ -375,33 +427,20 @@ class LocalExecutor:
         )
 
     def result(self, row: str) -> HostCopy:
-        latents: HostCopy = self._rows[row].result()
+        latents: HostCopy = self.rows[row].row.result()
         return latents
 
     def estimate(self, row: str) -> HostCopy:
-        latents: HostCopy = self._rows[row].estimate()
+        latents: HostCopy = self.rows[row].row.estimate()
         return latents
 
     def keep_entry(self, row: str, key: str, note: Note) -> bool:
         assert self._store is not None, _NO_STORE
-        return self._store.put(key, self._rows[row].take_entry(), note)
+        return self._store.put(key, self.rows[row].row.take_entry(), note)
 
     def release(self, row: str) -> RowLoads | None:
-        self._rows.pop(row, None)
-        self._jobs.pop(row, None)
-        served = self._served.pop(row, None)
-        if served is not None:
-            served.close()
-        self._give_back(row)
-        readers = [
-            readers.pop(row)
-            for readers in (self._readers, self._template_step_caches, self._net_caches)
-            if row in readers
-        ]
-        reference_reader = self._still.pop(row, None)
-        for row_reader in (*readers, *([] if reference_reader is None else [reference_reader])):
-            row_reader.release()
-        return _RowLoads(tuple(readers)) if readers else None
+        record = self.rows.pop(row, None)
+        return None if record is None else record.release(self._store)
 
     def idle(self) -> None:
         self._adapter.release()
@@ -417,31 +456,41 @@ class LocalExecutor:
 
     def position(self, row: str) -> tuple[int, tuple[Any, ...] | None]:
         """Return (steps taken, further arguments of `place`); see `Adapter.carried`."""
-        row_state = self._rows[row]
-        return row_state.step, self._adapter.carried(row_state)
+        family_row = self.rows[row].row
+        return family_row.step, self._adapter.carried(family_row)
 
     def is_done(self, row: str) -> bool:
-        row_state = self._rows[row]
-        return bool(row_state.step == row_state.steps)
+        family_row = self.rows[row].row
+        return bool(family_row.step == family_row.steps)
 
     def place(self, row: str, steps: int, carried: tuple[Any, ...]) -> None:
         """Set a row to the state that another executor has computed."""
-        self._adapter.follow(self._rows[row], carried, steps)
+        self._adapter.follow(self.rows[row].row, carried, steps)
 
-    def _ask(self, step: StepInput, entries: dict[str, Entry]) -> None:
+    def _request(self, step: StepInput, entries: Mapping[str, Entry]) -> None:
         """Load the parts that the plan reads, and behind them those of later steps."""
         if step.plan is None or step.next_plan is None:
             return
         parts = parts_of(step.plan, step.maps)
-        later = parts_of(step.next_plan, step.maps)
-        for handle in entries.values():
-            handle.want(parts, step.number)
+        later = parts if step.next_plan is step.plan else parts_of(step.next_plan, step.maps)
+        for entry in entries.values():
+            entry.want(parts, step.number)
         for row in entries:
-            current_step = self._rows[row].step
-            ahead = self._readers[row].look_ahead(current_step)
+            record = self.rows[row]
+            assert record.reader is not None
+            ahead = record.reader.look_ahead(record.row.step)
             if ahead is not None:
-                handle, at = ahead
-                handle.want(later, step.number + at - current_step)
+                entry, at = ahead
+                entry.want(later, step.number + at - record.row.step)
+
+    def _step_caches(self, step: StepInput) -> list[StepCacheEntry]:
+        """Load what the step reads from step caches beside templates, and return it."""
+        readers = [self.rows[read.row].beside for read in step.reads]
+        entries = [reader.entry for reader in readers if reader is not None]
+        step_caches = [entry for entry in entries if entry is not None]
+        for step_cache in step_caches:
+            step_cache.want((), step.number)
+        return step_caches
 
     def _step_all(
         self,
@@ -455,7 +504,7 @@ class LocalExecutor:
         """Run the step; if an entry is lost, run it again without the entry."""
         while running:
             try:
-                rows = [self._rows[row] for row in running]
+                rows = [self.rows[row].row for row in running]
                 reads = [entries.get(row) for row in running]
                 self._adapter.step(rows, step.plan, reads, exchange)
                 return
@@ -463,7 +512,7 @@ class LocalExecutor:
                 if exchange is not None:
                     raise
                 lost_reads = [read for read in step.reads if _is_lost(entries.get(read.row))]
-                if not (lost_reads or self._lose_beside(running) or self._lose_still(running)):
+                if not (lost_reads or self._lose_beside(running)):
                     raise
                 _log.warning("a step goes on without an entry: %s", error)
             # outside of `except`, whose error keeps the tensors of the step that was given up
@@ -473,34 +522,20 @@ class LocalExecutor:
                     running.remove(read.row)
                     failed[read.row] = EngineFailed(_LOST)
                     continue
-                self._readers[read.row].lose()
+                self.rows[read.row].lose_entry()
                 lost.append(read.row)
 
     def _lose_beside(self, running: Sequence[str]) -> bool:
-        """Let rows go on without step caches, beside a template or of ControlNets, that do not
-        arrive; return whether there were any.
+        """Let rows go on without step caches or, if none was lost, without their template's
+        references; return whether either was lost.
         """
-        nets = [self._net_caches[row] for row in running if row in self._net_caches]
-        lost_nets = [caches for caches in nets if caches.lost]
-        for caches in lost_nets:
-            caches.lose()
-        lost = [
-            row
-            for row in running
-            if row in self._template_step_caches and _is_lost(self._template_step_caches[row].entry)
-        ]
-        for row in lost:
-            self._template_step_caches[row].lose()
-            self._rows[row].frozen = False
-        return bool(lost or lost_nets)
+        records = [self.rows[row] for row in running]
+        lost_caches = [record.lose_step_caches() for record in records]
+        return any(lost_caches) or any([record.lose_references() for record in records])
 
-    def _lose_still(self, running: Sequence[str]) -> bool:
-        """Let rows whose template lost its references make their own; return whether any did."""
-        lost = [row for row in running if row in self._still and _is_lost(self._still[row].entry)]
-        for row in lost:
-            self._still.pop(row).release()
-            self._rows[row].references.entry = None
-        return bool(lost)
+    def _after_step(self, name: str, step: StepInput, entries: Mapping[str, Entry]) -> RowStep:
+        record, measured = self.rows[name], name in step.measured
+        return record.after_step(name, read=name in entries, measured=measured)
 
     def _step_alone(
         self,
@@ -512,7 +547,7 @@ class LocalExecutor:
         is_row_error = False
         for row in list(running):
             try:
-                self._adapter.step([self._rows[row]], step.plan, [entries.get(row)])
+                self._adapter.step([self.rows[row].row], step.plan, [entries.get(row)])
             except EngineFailed as error:  # not the model's fault, and said in words
                 running.remove(row)
                 failed[row], is_row_error = error, True
@@ -523,23 +558,6 @@ class LocalExecutor:
         self._failed_steps = 0 if running or is_row_error else self._failed_steps + 1
         if self._failed_steps >= _FAILED_STEPS:
             raise RuntimeError(f"{_FAILED_STEPS} steps in a row failed for every row")
-
-    def _after_step(self, row: str, *, read: bool, measured: bool) -> RowStep:
-        row_state = self._rows[row]
-        served = self._served.get(row)
-        stale = served is not None and served.stale
-        text = not (read and row_state.frozen)
-        references = getattr(row_state, "references", None)
-        new = references is not None and references.computed
-        skipped, foresaw = (
-            getattr(row_state, "skipped", 0),
-            getattr(row_state, "lookahead", None) is not None,
-        )
-        reader, error = self._readers.get(row), None
-        if isinstance(reader, StepCacheReader):
-            error = reader.controlling_error(row_state.step - 1)
-        change = row_state.change().array() if measured else None
-        return RowStep(row, row_state.step, skipped, read, text, stale, new, foresaw, error, change)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from maskserve_benchmarks.steps.replay import plan_of_kinds
 from maskserve_benchmarks.steps.unet_rig import UNETS, UnetBench, build_unet
 from maskserve_common.observations import Observations
 from maskserve_engine.base.device_clock import Span, mark
+from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.skipping import FirstBlockCache
 from maskserve_engine.cache.loader import Copying
 from maskserve_engine.cache.reader import EntryReader
@@ -29,7 +30,7 @@ from maskserve_engine.families.unet.conditioning import UnetBlend
 from maskserve_engine.families.unet.forward import PackedPasses
 from maskserve_engine.families.unet.latents import PackedLatents
 from maskserve_engine.families.unet.rows import Guidance
-from maskserve_engine.loop.local_executor import LocalExecutor
+from maskserve_engine.loop.local_executor import LocalExecutor, RowRecord
 from maskserve_engine.loop.measured_costs import MeasuredCosts, QueuedStep, StepTimes
 from maskserve_engine.loop.status_publisher import new_counters
 from maskserve_engine.planning.cost_model import H100, estimate
@@ -394,8 +395,8 @@ def test_what_a_step_took_is_known_without_waiting_for_it() -> None:
             step=lambda rows, plan, reads, exchange: bench.step(rows, plan.kinds),
         )
         executor = LocalExecutor(parts, parts)
-        executor._rows["edit"] = row
-        executor._readers["edit"] = cast(EntryReader, SimpleNamespace(entry=handle))
+        reader = cast(EntryReader, SimpleNamespace(entry=handle))
+        executor.rows["edit"] = RowRecord(cast(EditJob, None), row, reader)
         reads, plan = (Read("edit", whole=False, required=False),), plan_of_kinds(("kv", "kv"))
         costs = MeasuredCosts(estimate(H100))
         times = StepTimes(costs, handle._loader.take_moves, counters, observed)

@@ -203,4 +203,6 @@ def counts(calls: PipeCalls) -> dict[str, Any]:
 
 
 def _links(executor: LocalExecutor, row: str) -> Any:
-    return executor._served[row].link_rows
+    served = executor.rows[row].served
+    assert served is not None
+    return served.link_rows

@@ -246,7 +246,8 @@ def test_what_it_cannot_do_costs_the_row_and_not_the_session(site: Site, connect
     jobs = site.jobs()
     service = site.service.denoiser(connect=connect)
     executor = executor_of(site, service, jobs)
-    [served] = executor._served.values()
+    served = executor.rows["with"].served
+    assert served is not None
     [row] = served.link_rows
     row.await_opened()
     site.service.front._service.sessions.close_row(row.link.session, row.name)

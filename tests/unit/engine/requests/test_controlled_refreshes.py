@@ -122,8 +122,8 @@ def test_a_step_cache_that_begins_anew_is_not_held_to_the_end(
     executor, encode, last = cast(Any, engine.executor), step_cache.encode, STEPS - 3
 
     def scarce(x: Any, format: str) -> Any:
-        [row] = executor._rows.values()
-        if 0 < row.step <= last:
+        [record] = executor.rows.values()
+        if 0 < record.row.step <= last:
             raise torch.OutOfMemoryError("no memory for refresh steps")
         return encode(x, format)
 

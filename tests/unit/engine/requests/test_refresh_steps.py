@@ -142,8 +142,8 @@ def test_without_memory_in_mid_edit_it_goes_on_dense_until_there_is_some(
     *begin, last = computed_at(engine, short)
 
     def scarce(x: Any, format: str) -> Any:
-        [row] = executor._rows.values()
-        if row.step in (last, last + 1):
+        [record] = executor.rows.values()
+        if record.row.step in (last, last + 1):
             raise torch.OutOfMemoryError("no memory for anchors")
         return encode(x, format)
 
@@ -211,9 +211,9 @@ def test_without_memory_in_mid_edit_its_cache_moves_to_host_memory(
 
     def scarce(x: Any, format: str) -> Any:
         nonlocal calls
-        [row] = executor._rows.values()
-        calls += row.step == at
-        if row.step == at and calls == 3:
+        [record] = executor.rows.values()
+        calls += record.row.step == at
+        if record.row.step == at and calls == 3:
             raise torch.OutOfMemoryError("no memory for anchors")
         return encode(x, format)
 
@@ -306,8 +306,8 @@ def scarce(engine: Engine, patch: pytest.MonkeyPatch, fails: Callable[[list[int]
     steps: list[int] = []
 
     def scarce_encode(x: Any, format: str) -> Any:
-        [row] = executor._rows.values()
-        steps.append(row.step)
+        [record] = executor.rows.values()
+        steps.append(record.row.step)
         if fails(steps):
             raise torch.OutOfMemoryError("no memory for a step cache")
         return encode(x, format)
@@ -391,9 +391,9 @@ def test_what_is_booked_is_enough(engine: Engine, encoder: Encoder) -> None:
     release = executor.release
 
     def watched(row: str) -> Any:
-        response = executor._rows.get(row)
-        if response is not None:
-            passes = [response.step_cache, getattr(response.negative, "cache", None)]
+        record = executor.rows.get(row)
+        if record is not None:
+            passes = [record.row.step_cache, getattr(record.row.negative, "cache", None)]
             counts.append(sum(entry.nbytes for entry in passes if entry is not None))
         return release(row)
 

@@ -106,9 +106,9 @@ def test_what_is_booked_is_enough_and_without_room_it_is_dense(
     release = executor.release
 
     def watched(row: str) -> Any:
-        response = executor._rows.get(row)
-        if response is not None:
-            counts.append(sum(anchor.nbytes for anchor in response.anchors))
+        record = executor.rows.get(row)
+        if record is not None:
+            counts.append(sum(anchor.nbytes for anchor in record.row.anchors))
         return release(row)
 
     executor.release = watched
