@@ -274,7 +274,7 @@ MUTATIONS = (
     Mutation(
         "devices that share steps keep text beside a template",
         "engine/maskserve_engine/requests/refresh_schedules.py",
-        "if policy_of(config.engine).shares_steps:",
+        "if self._shares_steps:",
         "if False:",
         f"{_UNIT}/engine/requests/test_refresh_steps.py"
         "::test_where_devices_share_steps_an_edit_keeps_nothing_beside_a_template",

@@ -21,7 +21,7 @@ from maskserve_engine.families.adapter import Adapter, EditRow
 from maskserve_engine.families.mmdit.preparation import model_inputs
 from maskserve_engine.families.mmdit.spans import ExtrapolatedLatents
 from maskserve_engine.layers.scatter_kv import KvSource
-from maskserve_engine.requests.refresh_schedules import make_refresh_schedule, step_cache_bytes
+from maskserve_engine.requests.refresh_schedules import RefreshSchedules, step_cache_bytes
 from maskserve_engine.spec.model_spec import ModelSpec
 from tests.fakes.jobs import tolerance
 
@@ -88,7 +88,7 @@ def schedule_by_errors(
     config: Config, adapter: Adapter, job: EditJob, meta: Mapping[str, Any]
 ) -> RefreshSchedule:
     """The schedule that an edit's row follows at last, by the errors that its META reports."""
-    schedule = make_refresh_schedule(config, adapter, job)
+    schedule = RefreshSchedules(config, adapter).of(job)
     assert schedule is not None
     assert schedule.control is not None
     before = 0
@@ -236,7 +236,7 @@ def check_dense_refresh_steps(adapter: Adapter, job: EditJob, *, text: bool = Tr
         assert 0 < off.max() < np.abs(dense).max()
         assert off.mean() < 0.2 * np.abs(dense).mean()
         nbytes = sum(step_cache.nbytes for step_cache in row.anchors)
-        booked = step_cache_bytes(schedule, adapter, job, "float32")
+        booked = step_cache_bytes(schedule, adapter, job)
         assert 0 < nbytes == booked - adapter.anchored_bytes(job)
 
 

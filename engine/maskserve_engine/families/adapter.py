@@ -65,6 +65,7 @@ class Adapter(Protocol):
     spec: ModelSpec
     weight_bytes: int
     device: torch.device
+    dtype: torch.dtype
     blocks: int
     entry_blocks: int
     """Number of blocks in an entry, including feature maps after the transformer blocks."""

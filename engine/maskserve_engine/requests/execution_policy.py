@@ -8,17 +8,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from maskserve_common.config import Config
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.planning.regions import RegionRule
 from maskserve_engine.requests.audits import Audits
 from maskserve_engine.requests.due_times import InTime
 from maskserve_engine.requests.primings import Primings
-from maskserve_engine.requests.refresh_schedules import (
-    make_refresh_schedule,
-    schedules_with_template,
-)
+from maskserve_engine.requests.refresh_schedules import RefreshSchedules
 from maskserve_engine.requests.request_table import RequestTable
 from maskserve_engine.requests.state import RequestState
 from maskserve_engine.requests.templates import (
@@ -38,7 +34,7 @@ class ExecutionPolicy:
         audits: drift of audited templates.
         in_time: predicts when edits are done.
         table: table of the edits.
-        config: configuration of the worker.
+        schedules: decides refresh steps.
         adapter: the model.
     """
 
@@ -48,10 +44,10 @@ class ExecutionPolicy:
         audits: Audits,
         in_time: InTime,
         table: RequestTable,
-        config: Config,
+        schedules: RefreshSchedules,
         adapter: Adapter,
     ) -> None:
-        self._config, self._adapter = config, adapter
+        self._schedules, self._adapter = schedules, adapter
         self._cache, self._primings, self._audits = primings.cache, primings, audits
         self._in_time, self._table = in_time, table
 
@@ -113,7 +109,7 @@ class ExecutionPolicy:
         """Return a plan with refresh steps, or `dense` if the edit can have none or if they are as
         much work.
         """
-        plan = make_refresh_schedule(self._config, self._adapter, edit.job)
+        plan = self._schedules.of(edit.job)
         if plan is None or not self._cache.keeps_kv:
             return dense
         dense_steps = len(plan.anchors)
@@ -143,11 +139,11 @@ class ExecutionPolicy:
 
     def _with_step_cache(self, edit: RequestState, chosen: ExecutionPlan) -> ExecutionPlan:
         """Return the plan of least work for a hit with a step cache; see
-        `refresh_schedules.schedules_with_template`.
+        `RefreshSchedules.beside_template`.
         """
         if not self._cache.keeps_kv:
             return chosen
-        plans = schedules_with_template(self._config, self._adapter, edit.job, chosen.dense_steps)
+        plans = self._schedules.beside_template(edit.job, chosen.dense_steps)
         return self._least(edit, *(replace(chosen, schedule_with_template=plan) for plan in plans))
 
     def _of_template(

@@ -48,6 +48,7 @@ from maskserve_engine.requests.executor import (
 )
 from maskserve_engine.requests.primings import Primings
 from maskserve_engine.requests.refresh_schedules import (
+    RefreshSchedules,
     step_cache_bytes,
     step_cache_bytes_with_template,
 )
@@ -56,7 +57,6 @@ from maskserve_engine.requests.request_table import RequestTable
 from maskserve_engine.requests.state import EntryReads, PrimingState, RequestState
 from maskserve_engine.requests.templates import DENSE
 from maskserve_engine.scheduling.step_scheduler import Run, Ticket
-from maskserve_engine.stages.loader import dtype_of
 
 _ONLY_CACHED = "nothing of the kind comes about without a cache"
 
@@ -93,18 +93,22 @@ class RequestManager:
         self.adapters, self.audits, self.in_time = adapters, audits, in_time
         self.primings, self._observations = primings, observations
         self._worker, self._model = config.worker, model_name(config)
-        self._dtype = str(dtype_of(config)).removeprefix("torch.")
+        self._schedules = RefreshSchedules(config, adapter)
         self._table = table
         self.edits, self.scheduler, self.residency = table.edits, table.scheduler, table.residency
         self._priming = {} if primings is None else primings.states
         self.policy: ExecutionPolicy | None = None
         """Chooses the plans of edits; None: all edits run dense."""
         if primings is not None:
-            self.policy = ExecutionPolicy(primings, audits, in_time, table, config, adapter)
+            self.policy = ExecutionPolicy(
+                primings, audits, in_time, table, self._schedules, adapter
+            )
         policy = self.policy
         choose = None if policy is None else policy.choose_with_adapters
         self.late = LateRows(adapters, choose, executor, adapter)
-        self.regions = EditRegions(config, adapter, executor, adapters)
+        self.regions = EditRegions(
+            self._schedules, config.cache.dense_above_ratio, adapter, executor, adapters
+        )
         self._checks: tuple[AdmissionCheck, ...] = (
             AdaptersLoaded(adapters, table, config.engine.max_rows),
             PlanChosen(policy, adapter),
@@ -407,7 +411,7 @@ class RequestManager:
         if edit.levels:
             level = self.in_time.level(edit, self._batch_mates(edit), time.monotonic())
             if level is not None:
-                edit.step_down(level, self.adapter)
+                edit.step_down(level, self.adapter, self._schedules)
         job, route = edit.job, edit.plan
         if edit.mode != "cached":
             return self.executor.make(edit.request_id, DenseRowSpec(job, route.key))
@@ -417,7 +421,7 @@ class RequestManager:
         nbytes = 0
         if route.schedule_with_template is not None:
             nbytes = step_cache_bytes_with_template(
-                route.schedule_with_template, self.adapter, job, self._dtype
+                route.schedule_with_template, self.adapter, job
             )
         spec = CachedRowSpec(
             job, seed, route.key, route.anchors, sure, route.schedule_with_template, nbytes
@@ -432,7 +436,7 @@ class RequestManager:
 
     def _make_anchored_row(self, edit: RequestState, plan: RefreshSchedule) -> RowReport:
         """Make a row with refresh steps; if there is no room for its step cache, make it dense."""
-        nbytes = step_cache_bytes(plan, self.adapter, edit.job, self._dtype)
+        nbytes = step_cache_bytes(plan, self.adapter, edit.job)
         spec = AnchoredRowSpec(edit.job, plan, nbytes, edit.plan.key)
         row_made = self.executor.make(edit.request_id, spec)
         if row_made.complete:

@@ -28,108 +28,97 @@ from maskserve_engine.spec.model_spec import (
 from maskserve_engine.stages.loader import device_of
 
 
-def make_refresh_schedule(config: Config, adapter: Adapter, job: EditJob) -> RefreshSchedule | None:
-    """Return the schedule of an edit's refresh steps; None: it can have none, or would gain
-    nothing.
-    """
-    settings = job.request.settings
-    fidelity = promised_fidelity(config, adapter.spec, settings.promise)
-    plan = _plan(config, adapter, job) if settings.may_anchor else None
-    if plan is None or not (fidelity or settings.promise):
-        return plan
-    if job.controls or not fidelity:
-        return None  # nothing would measure what they keep
-    sigmas = [sigma for sigma, _ in adapter.sigmas(job)]
-    control = RefreshControl.of(fidelity, sigmas, plan.power)
-    return replace(
-        plan,
-        anchors=control.begin().refresh_steps | {0},
-        second_order=False,
-        control=control,
-    )
-
-
-def schedules_with_template(
-    config: Config, adapter: Adapter, job: EditJob, dense_steps: int
-) -> tuple[RefreshSchedule | None, ...]:
-    """Return the step caches that an edit may keep beside a template's entries, the largest first:
-    its text and ring, which steps between refresh steps leave out, and the residual correction from
-    its dense first steps; or the correction alone. None: no step cache.
+class RefreshSchedules:
+    """Decides the refresh steps of a worker's edits.
 
     Args:
         config: configuration of the worker.
         adapter: the model.
-        job: the edit.
-        dense_steps: number of first steps that compute all tokens.
     """
-    settings = job.request.settings
-    # Room for it depends on the load, so a reproducible edit has none.
-    if settings.first_block_threshold or settings.reproducible:
-        return (None,)
-    if adapter.spec.encoder_picture is not None:
-        return (None,)  # the template has most of its text
-    if policy_of(config.engine).shares_steps:
-        return (None,)  # ranks that share a step would have to agree on their step caches
-    rule = refresh_rule(config, adapter.spec, device_of(config).type)
-    plan = None if refreshes_by_error(config, adapter.spec) else _plan(config, adapter, job)
-    lifts = dense_steps > 0 and adapter.spec.corrects_residuals
-    lifting = (
-        RefreshSchedule(frozenset(), rule.format, text=False, corrects_residuals=True)
-        if lifts
-        else None
-    )
-    if plan is None or not plan.text:
-        return (lifting,)
-    if job.controls:  # the text refreshes with the nets
-        sigmas = [sigma for sigma, _ in adapter.sigmas(job)]
-        plan = RefreshSchedule.with_controls(adapter.spec, rule, sigmas)
-    return replace(plan, corrects_residuals=lifts), lifting
+
+    def __init__(self, config: Config, adapter: Adapter) -> None:
+        self._config, self._adapter, self._spec = config, adapter, adapter.spec
+        self._rule = refresh_rule(config, adapter.spec, device_of(config).type)
+        self._shares_steps = policy_of(config.engine).shares_steps
+
+    def of(self, job: EditJob) -> RefreshSchedule | None:
+        """Return the schedule of an edit's refresh steps; None: it can have none, or would gain
+        nothing.
+        """
+        settings = job.request.settings
+        fidelity = promised_fidelity(self._config, self._spec, settings.promise)
+        plan = self._strided(job) if settings.may_anchor else None
+        if plan is None or not (fidelity or settings.promise):
+            return plan
+        if job.controls or not fidelity:
+            return None  # nothing would measure what they keep
+        control = RefreshControl.of(fidelity, self._sigmas(job), plan.power)
+        return replace(
+            plan,
+            anchors=control.begin().refresh_steps | {0},
+            second_order=False,
+            control=control,
+        )
+
+    def beside_template(
+        self, job: EditJob, dense_steps: int
+    ) -> tuple[RefreshSchedule | None, ...]:
+        """Return the step caches that an edit may keep beside a template's entries, the largest
+        first: its text and ring, which steps between refresh steps leave out, and the residual
+        correction from its dense first steps; or the correction alone. None: no step cache.
+
+        Args:
+            job: the edit.
+            dense_steps: number of first steps that compute all tokens.
+        """
+        settings, spec = job.request.settings, self._spec
+        # Room for it depends on the load, so a reproducible edit has none.
+        if settings.first_block_threshold or settings.reproducible:
+            return (None,)
+        if spec.encoder_picture is not None:
+            return (None,)  # the template has most of its text
+        if self._shares_steps:
+            return (None,)  # ranks that share a step would have to agree on their step caches
+        plan = None if refreshes_by_error(self._config, spec) else self._strided(job)
+        lifts = dense_steps > 0 and spec.corrects_residuals
+        lifting = (
+            RefreshSchedule(frozenset(), self._rule.format, text=False, corrects_residuals=True)
+            if lifts
+            else None
+        )
+        if plan is None or not plan.text:
+            return (lifting,)
+        if job.controls:  # the text refreshes with the nets
+            plan = RefreshSchedule.with_controls(spec, self._rule, self._sigmas(job))
+        return replace(plan, corrects_residuals=lifts), lifting
+
+    def of_region(self, job: EditJob, begin: int) -> RefreshSchedule:
+        """Return the schedule of an edit that computes its region alone from step `begin` on, its
+        first refresh step.
+        """
+        region, sigmas = self._spec.region, self._sigmas(job)[begin:]
+        assert region is not None, "edits of this family find regions"
+        rule = self._rule._replace(ring=False)
+        plan = RefreshSchedule.of(self._spec, rule, region.count(len(sigmas)), sigmas)
+        return plan.begun_at(begin, len(sigmas), region.last)
+
+    def with_count(self, plan: RefreshSchedule, count: int, job: EditJob) -> RefreshSchedule:
+        """Return an edit's schedule with this number of refresh steps."""
+        anchors = RefreshSchedule.of(self._spec, self._rule, count, self._sigmas(job)).anchors
+        return replace(plan, anchors=anchors)
+
+    def _strided(self, job: EditJob) -> RefreshSchedule | None:
+        """Return the schedule by the worker's stride; None: the edit has no refresh steps."""
+        stride = refresh_stride(self._config, self._spec, job.request.settings.promise)
+        count, sigmas = refresh_count(self._adapter.steps(job), stride), self._sigmas(job)
+        return RefreshSchedule.of(self._spec, self._rule, count, sigmas) if count else None
+
+    def _sigmas(self, job: EditJob) -> list[float]:
+        return [sigma for sigma, _ in self._adapter.sigmas(job)]
 
 
-def _plan(config: Config, adapter: Adapter, job: EditJob) -> RefreshSchedule | None:
-    facts = adapter.spec
-    rule = refresh_rule(config, facts, device_of(config).type)
-    promise = job.request.settings.promise
-    count = refresh_count(adapter.steps(job), refresh_stride(config, facts, promise))
-    if not count:
-        return None
-    sigmas = [sigma for sigma, _ in adapter.sigmas(job)]
-    return RefreshSchedule.of(facts, rule, count, sigmas)
-
-
-def make_region_schedule(
-    config: Config, adapter: Adapter, job: EditJob, begin: int
-) -> RefreshSchedule:
-    """Return the schedule of an edit that computes its region alone from step `begin` on, its first
-    refresh step.
-    """
-    facts, region = adapter.spec, adapter.spec.region
-    assert region is not None, "edits of this family find regions"
-    rule = refresh_rule(config, facts, device_of(config).type)
-    sigmas = [sigma for sigma, _ in adapter.sigmas(job)][begin:]
-    plan = RefreshSchedule.of(facts, rule._replace(ring=False), region.count(len(sigmas)), sigmas)
-    return plan.begun_at(begin, len(sigmas), region.last)
-
-
-def with_anchors(
-    plan: RefreshSchedule, count: int, adapter: Adapter, job: EditJob
-) -> RefreshSchedule:
-    """Return the schedule with this number of refresh steps."""
-    sigmas = [sigma for sigma, _ in adapter.sigmas(job)]
-    facts = adapter.spec
-    anchors = planning.refresh_steps(count, sigmas, facts.refresh.evenly_over, facts.refresh.growth)
-    return replace(plan, anchors=anchors)
-
-
-def step_cache_bytes(plan: RefreshSchedule, adapter: Adapter, job: EditJob, dtype: str) -> int:
-    """Return the most bytes of an edit's step cache.
-
-    Args:
-        plan: schedule of its refresh steps.
-        adapter: the model.
-        job: the edit.
-        dtype: data type of the model.
-    """
+def step_cache_bytes(plan: RefreshSchedule, adapter: Adapter, job: EditJob) -> int:
+    """Return the most bytes of an edit's step cache."""
     work, counted = work_of(adapter, job), adapter.counted(job, plan)
     texts = [per_text for per_text in (job.conditioning, job.negative) if per_text is not None]
     picture_tokens = adapter.spec.encoder_picture_tokens(
@@ -142,22 +131,20 @@ def step_cache_bytes(plan: RefreshSchedule, adapter: Adapter, job: EditJob, dtyp
         )
         for text in texts
     ]
-    return _bytes(plan, adapter, job, per_text, dtype) + adapter.anchored_bytes(job)
+    return _bytes(plan, adapter, job, per_text) + adapter.anchored_bytes(job)
 
 
-def step_cache_bytes_with_template(
-    plan: RefreshSchedule, adapter: Adapter, job: EditJob, dtype: str
-) -> int:
+def step_cache_bytes_with_template(plan: RefreshSchedule, adapter: Adapter, job: EditJob) -> int:
     """Return the most bytes of the step cache of an edit that reads a template."""
     texts = [text for text in (job.conditioning, job.negative) if text is not None]
     tokens = adapter.tokens(job)
     ring = plan.ring * tokens.ring
     words = [(float(len(text["prompt_embeds"]) + ring),) for text in texts]
-    nbytes = _bytes(plan, adapter, job, words, dtype) if plan.text else 0
+    nbytes = _bytes(plan, adapter, job, words) if plan.text else 0
     if plan.corrects_residuals:
         all_tokens, *_ = work_of(adapter, job).tokens
         cached_counts = [(float(all_tokens - tokens.active),)] * len(texts)
-        nbytes += _bytes(replace(plan, anchors=frozenset({0})), adapter, job, cached_counts, dtype)
+        nbytes += _bytes(replace(plan, anchors=frozenset({0})), adapter, job, cached_counts)
     return nbytes
 
 
@@ -166,8 +153,8 @@ def _bytes(
     adapter: Adapter,
     job: EditJob,
     widths: Sequence[tuple[float, ...]],
-    dtype: str,
 ) -> int:
+    dtype = str(adapter.dtype).removeprefix("torch.")
     fmt = FORMATS[dtype if plan.format == "model" else plan.format]
     changes = min(len(plan.anchors) - 1, 1 + plan.second_order)
     return planning.step_cache_bytes(work_of(adapter, job), widths, fmt, changes)

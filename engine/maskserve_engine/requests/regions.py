@@ -13,32 +13,35 @@ from dataclasses import replace
 
 import numpy as np
 
-from maskserve_common.config import Config
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.planning.regions import Bools
 from maskserve_engine.requests.edit_adapters import EditAdapters
 from maskserve_engine.requests.executor import Executor, RegionSpec, RowStep
-from maskserve_engine.requests.refresh_schedules import make_region_schedule, step_cache_bytes
+from maskserve_engine.requests.refresh_schedules import RefreshSchedules, step_cache_bytes
 from maskserve_engine.requests.state import EditWork, EntryReads, RequestState
-from maskserve_engine.stages.loader import dtype_of
 
 
 class EditRegions:
     """Narrows running edits to their regions.
 
     Args:
-        config: configuration of the worker.
+        schedules: decides refresh steps.
+        dense_above_ratio: `[cache] dense_above_ratio`.
         adapter: the model.
         executor: holds the rows.
         adapters: the edits' LoRAs, which add to their work.
     """
 
     def __init__(
-        self, config: Config, adapter: Adapter, executor: Executor, adapters: EditAdapters
+        self,
+        schedules: RefreshSchedules,
+        dense_above_ratio: float,
+        adapter: Adapter,
+        executor: Executor,
+        adapters: EditAdapters,
     ) -> None:
-        self._config, self._adapter = config, adapter
-        self._executor, self._adapters = executor, adapters
-        self._dtype = str(dtype_of(config)).removeprefix("torch.")
+        self._schedules, self._dense_above_ratio = schedules, dense_above_ratio
+        self._adapter, self._executor, self._adapters = adapter, executor, adapters
 
     @staticmethod
     def measures(edit: RequestState) -> bool:
@@ -59,9 +62,7 @@ class EditRegions:
             return
         before = edit.region
         region = rule.region(step.change.reshape(self._grid(edit)), before)
-        if before is None and (
-            not region.any() or region.mean() >= self._config.cache.dense_above_ratio
-        ):
+        if before is None and (not region.any() or region.mean() >= self._dense_above_ratio):
             edit.plan = replace(edit.plan, region=None)
         elif before is None or (region & ~before).any():
             edit.joined_tokens += 0 if before is None else int((region & ~before).sum())
@@ -76,8 +77,8 @@ class EditRegions:
         adapter, pixels = self._adapter, self._adapter.spec.token_pixels
         mask = np.kron(region, np.full((pixels, pixels), 255, np.uint8))
         job = adapter.with_ring(replace(edit.job, edit_mask=mask.astype(np.uint8)), 0)
-        schedule = make_region_schedule(self._config, adapter, job, edit.tally.done)
-        nbytes = step_cache_bytes(schedule, adapter, job, self._dtype)
+        schedule = self._schedules.of_region(job, edit.tally.done)
+        nbytes = step_cache_bytes(schedule, adapter, job)
         spec = RegionSpec(np.flatnonzero(region), schedule, nbytes)
         if not self._executor.narrow(edit.request_id, spec):
             edit.plan = replace(edit.plan, region=None, dense_for="memory")

@@ -27,7 +27,7 @@ from maskserve_engine.planning.regions import Bools
 from maskserve_engine.requests.audits import Audit
 from maskserve_engine.requests.control_nets import ControlNetSource, ControlWork
 from maskserve_engine.requests.executor import RowLoads, RowReport, RowStep
-from maskserve_engine.requests.refresh_schedules import with_anchors
+from maskserve_engine.requests.refresh_schedules import RefreshSchedules
 from maskserve_engine.requests.templates import DENSE, ExecutionMode, ExecutionPlan, Priming
 from maskserve_engine.scheduling.step_scheduler import Ticket
 from maskserve_engine.spec.model_spec import ModelSpec
@@ -789,12 +789,14 @@ class RequestState:
         times = self.work.without_schedule().cached_flops / self.work.cached_flops
         return with_template(levels_of(settings, spec.skipping, "cached"), times)
 
-    def step_down(self, level: ReuseLevel, adapter: Adapter) -> None:
+    def step_down(
+        self, level: ReuseLevel, adapter: Adapter, schedules: RefreshSchedules
+    ) -> None:
         """Apply a reuse level; called before the row is made, since its tokens depend on it."""
         self.level = level
         if level.anchors:
             assert self.plan.schedule is not None, "other levels are of other ways"
-            plan = with_anchors(self.plan.schedule, level.anchors, adapter, self.job)
+            plan = schedules.with_count(self.plan.schedule, level.anchors, self.job)
             self.go(replace(self.plan, schedule=plan, dense_steps=level.anchors), adapter)
             return
         # A block that is skipped at a refresh step would leave nothing in the step cache.

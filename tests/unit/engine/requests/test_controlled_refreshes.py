@@ -17,7 +17,7 @@ from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_encoder
 from maskserve_engine.loop.engine import Engine
 from maskserve_engine.planning.refresh_control import RefreshControl, tolerance_of
-from maskserve_engine.requests.refresh_schedules import make_refresh_schedule
+from maskserve_engine.requests.refresh_schedules import RefreshSchedules
 from maskserve_engine.requests.state import RequestState
 from maskserve_engine.scheduling.step_scheduler import Ticket
 from tests.fakes.jobs import config_of, tolerance
@@ -194,7 +194,7 @@ def test_the_tolerance_is_that_of_the_promise(
     engine: Engine, encoder: Encoder, promised: float
 ) -> None:
     edit_job = job(encoder, 1, "first", num_inference_steps=STEPS)
-    schedule = make_refresh_schedule(engine.config, engine.adapter, edit_job)
+    schedule = RefreshSchedules(engine.config, engine.adapter).of(edit_job)
     assert schedule is not None
     assert isinstance(schedule.control, RefreshControl)
     assert schedule.control.tolerance == tolerance_of(promised)

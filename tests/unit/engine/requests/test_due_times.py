@@ -26,7 +26,7 @@ from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_encoder
 from maskserve_engine.loop.engine import Engine
 from maskserve_engine.requests.due_times import InTime
-from maskserve_engine.requests.refresh_schedules import schedules_with_template
+from maskserve_engine.requests.refresh_schedules import RefreshSchedules
 from maskserve_engine.requests.state import EditWork, RequestState
 from maskserve_engine.requests.templates import ExecutionPlan
 from maskserve_engine.scheduling.step_scheduler import StepScheduler, Ticket
@@ -366,7 +366,7 @@ def test_a_hit_steps_down_to_nothing_that_is_more_work_than_it_is(
     options: dict[str, Any] = {"num_inference_steps": 12, "cache": "require", "mask_ring": 1}
     one = job(encoder, 9, "primes", **options)
     edit(anchoring, one)
-    schedule = schedules_with_template(anchoring.config, anchoring.adapter, one, 0)[0]
+    schedule = RefreshSchedules(anchoring.config, anchoring.adapter).beside_template(one, 0)[0]
     assert schedule is not None
     counted = [anchoring.adapter.counted(one, schedule, anchor=flag) for flag in (False, True)]
     work = anchoring.adapter.work(*one.moments.shape[1:])
@@ -389,7 +389,7 @@ def test_a_router_foretells_how_far_a_hit_steps_down_as_its_worker_does(
     adapter, facts = anchoring.adapter, anchoring.adapter.spec
     edit_job = elastic(job(encoder, 9, "late", num_inference_steps=12, mask_ring=1), 30.0)
     state = RequestState.of(anchoring.prepared(edit_job), Sink(), adapter)
-    schedule = schedules_with_template(anchoring.config, adapter, edit_job, 0)[0]
+    schedule = RefreshSchedules(anchoring.config, adapter).beside_template(edit_job, 0)[0]
     state.go(ExecutionPlan("cached", "hit", schedule_with_template=schedule), adapter)
     tokens = adapter.tokens(edit_job)
     levels = levels_of(edit_job.request.settings, facts.skipping, "cached")

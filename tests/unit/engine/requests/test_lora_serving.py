@@ -33,7 +33,7 @@ from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.gangs.executor import GangExecutor
 from maskserve_engine.layers.low_rank import Factors
-from maskserve_engine.requests.refresh_schedules import make_refresh_schedule
+from maskserve_engine.requests.refresh_schedules import RefreshSchedules
 from maskserve_engine.start.assembly import load_engine
 from maskserve_triton.metric_table import ENGINE_METRICS
 from tests.fakes.jobs import config_of
@@ -294,7 +294,7 @@ def test_an_edit_that_parks_between_refresh_steps_goes_on_with_its_step_cache(
     final = sink.final()
     assert final.meta["cache"] == "own"
     assert {0, without} <= set(final.meta["anchors"])
-    refresh_schedule = make_refresh_schedule(site.engine.config, site.oracle, edit)
+    refresh_schedule = RefreshSchedules(site.engine.config, site.oracle).of(edit)
     assert refresh_schedule is not None
     assert close(
         final.latents, site.alone(edit, without, replace(refresh_schedule, format="model"))

@@ -22,10 +22,7 @@ from maskserve_engine.cache.host_cache import HostMemory
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_encoder
 from maskserve_engine.loop.engine import Engine
-from maskserve_engine.requests.refresh_schedules import (
-    make_refresh_schedule,
-    schedules_with_template,
-)
+from maskserve_engine.requests.refresh_schedules import RefreshSchedules
 from maskserve_engine.requests.state import EditWork, RequestState
 from maskserve_engine.requests.templates import ExecutionPlan
 from tests.fakes.jobs import config_of
@@ -62,7 +59,7 @@ def idle(engine: Engine) -> None:
 
 def computed_at(engine: Engine, edit_job: EditJob) -> list[int]:
     """The edit's refresh steps."""
-    refresh_schedule = make_refresh_schedule(engine.config, engine.adapter, edit_job)
+    refresh_schedule = RefreshSchedules(engine.config, engine.adapter).of(edit_job)
     assert refresh_schedule is not None
     assert refresh_schedule.second_order == engine.adapter.spec.semantics.blends
     return sorted(refresh_schedule.computed_at)
@@ -91,7 +88,7 @@ def test_meta_and_metrics_say_how_far_lookaheads_were_off(
     errors = meta["refresh_errors"]
     assert len(errors) == meta["text_steps"] - 1
     if cache == "own":
-        schedule = make_refresh_schedule(engine.config, engine.adapter, edit_job)
+        schedule = RefreshSchedules(engine.config, engine.adapter).of(edit_job)
         assert schedule is not None
         assert set(errors) == {str(step) for step in schedule.anchors - schedule.dense}
     assert all(0 < error < 1 for error in errors.values())
@@ -500,9 +497,10 @@ def test_where_devices_share_steps_an_edit_keeps_nothing_beside_a_template(
 ) -> None:
     """They would have to agree on who has what."""
     edit_job, config = job(encoder, 40, "hit", num_inference_steps=20), engine.config
-    assert schedules_with_template(config, engine.adapter, edit_job, 1)[0] is not None
+    alone = RefreshSchedules(config, engine.adapter).beside_template(edit_job, 1)
+    assert alone[0] is not None
     shared = replace_config(config, engine=replace_config(config.engine, devices=2, policy=policy))
-    assert schedules_with_template(shared, engine.adapter, edit_job, 1) == (None,)
+    assert RefreshSchedules(shared, engine.adapter).beside_template(edit_job, 1) == (None,)
 
 
 def test_a_router_prices_what_a_hit_leaves_out_as_its_worker_counts_it(
@@ -510,7 +508,7 @@ def test_a_router_prices_what_a_hit_leaves_out_as_its_worker_counts_it(
 ) -> None:
     edit_job = job(encoder, 40, "priced", num_inference_steps=20)
     adapter = engine.adapter
-    schedule = schedules_with_template(engine.config, adapter, edit_job, 0)[0]
+    schedule = RefreshSchedules(engine.config, adapter).beside_template(edit_job, 0)[0]
     assert schedule is not None
     work, tokens = adapter.work(*edit_job.moments.shape[1:]), adapter.tokens(edit_job)
     between, at_anchors = (
@@ -536,7 +534,7 @@ def test_a_router_prices_an_edit_with_refresh_steps_as_its_worker_counts_it(
     """All anchors but the first are computed beside steps that read."""
     edit_job = job(encoder, 40, "priced", num_inference_steps=20)
     state = RequestState.of(engine.prepared(edit_job), Sink(), engine.adapter)
-    refresh_schedule = make_refresh_schedule(engine.config, engine.adapter, edit_job)
+    refresh_schedule = RefreshSchedules(engine.config, engine.adapter).of(edit_job)
     assert refresh_schedule is not None
     state.go(
         ExecutionPlan(

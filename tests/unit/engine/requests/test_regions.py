@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from maskserve_engine.base.job import EditJob, FinalEvent
 from maskserve_engine.loop.engine import Engine
 from maskserve_engine.planning.regions import Bools, RegionRule
-from maskserve_engine.requests.refresh_schedules import make_region_schedule
+from maskserve_engine.requests.refresh_schedules import RefreshSchedules
 from tests.fakes.jobs import tolerance
 from tests.support import refresh_rows
 from tests.support.draws import fresh_rng, fresh_seed
@@ -79,7 +79,7 @@ def expected(engine: Engine, edit_job: EditJob, rule: RegionRule) -> tuple[Bools
     pixels = adapter.spec.token_pixels
     mask = np.kron(region, np.full((pixels, pixels), 255, np.uint8)).astype(np.uint8)
     masked = adapter.with_ring(replace(edit_job, edit_mask=mask, prepared=None), 0)
-    schedule = make_region_schedule(engine.config, adapter, masked, rule.after)
+    schedule = RefreshSchedules(engine.config, adapter).of_region(masked, rule.after)
     row = adapter.anchored_row(masked, schedule)
     unmasked = row.image.unmasked
     outside = unmasked.ids[: len(unmasked.latents.clean)]
@@ -100,7 +100,7 @@ def test_it_goes_on_as_an_edit_whose_mask_is_its_region(engine: Engine, model: F
     meta = final.meta
     assert meta["region"] == {"share": round(float(region.mean()), 4), "joined_tokens": 0}
     assert (meta["cache"], "dense_for" in meta) == ("own", False)
-    schedule = make_region_schedule(engine.config, engine.adapter, edit_job, AFTER)
+    schedule = RefreshSchedules(engine.config, engine.adapter).of_region(edit_job, AFTER)
     assert meta["anchors"] == [*range(AFTER), *sorted(schedule.computed_at)]
     assert meta["computed_tokens"] < meta["steps"] * meta["total_tokens"]
 

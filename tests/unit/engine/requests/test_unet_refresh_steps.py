@@ -16,7 +16,7 @@ from maskserve_engine.base.job import EditJob
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.loop.engine import Engine
-from maskserve_engine.requests.refresh_schedules import make_refresh_schedule
+from maskserve_engine.requests.refresh_schedules import RefreshSchedules
 from maskserve_engine.requests.state import RequestState
 from tests.fakes.jobs import config_of
 from tests.support.engines import edit, job, make_engine
@@ -164,9 +164,8 @@ def test_anchors_of_a_base_model_are_nearest_where_there_is_most_noise(
     """Evenly far apart those of trained ones kept 37 dB, and so 44."""
     config = config_of(tiny_unets["sd-base"])
     adapter, base_encoder = load_adapter(config), load_encoder(config)
-    plan = make_refresh_schedule(
-        config, adapter, job(base_encoder, 1, "base", num_inference_steps=20)
-    )
+    base_job = job(base_encoder, 1, "base", num_inference_steps=20)
+    plan = RefreshSchedules(config, adapter).of(base_job)
     assert plan is not None
     assert plan.second_order
     gaps = [later - sooner for sooner, later in pairwise(sorted(plan.anchors))]

@@ -276,7 +276,7 @@ def test_what_is_booked_is_what_is_kept(adapter: FluxAdapter, encoder: Encoder) 
         row = row_of(adapter, job, schedule)
         run(adapter, [row], [schedule])
         nbytes = sum(cache.nbytes for cache in row.anchors)
-        assert nbytes == step_cache_bytes(schedule, adapter, job, "float32"), schedule
+        assert nbytes == step_cache_bytes(schedule, adapter, job), schedule
 
 
 def test_what_is_booked_beside_a_template_is_what_is_kept(
@@ -294,7 +294,7 @@ def test_what_is_booked_beside_a_template_is_what_is_kept(
         row = begun(replay, job, primed, schedule)
         run_hits(replay, [row])
         nbytes = sum(cache.nbytes for cache in row.anchors)
-        assert nbytes == step_cache_bytes_with_template(schedule, adapter, job, "float32"), schedule
+        assert nbytes == step_cache_bytes_with_template(schedule, adapter, job), schedule
 
 
 def test_rows_whose_first_step_lifts_entries_do_not_depend_on_their_batch(

@@ -186,5 +186,5 @@ def test_what_is_booked_is_what_is_held(
     row = row_of(adapter, job, schedule)
     run(adapter, [row], [schedule])
     total = sum(anchor.nbytes for anchor in row.anchors)
-    booked = step_cache_bytes(schedule, adapter, job, "float32")
+    booked = step_cache_bytes(schedule, adapter, job)
     assert total < booked == total + adapter.anchored_bytes(job)

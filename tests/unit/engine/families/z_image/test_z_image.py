@@ -21,7 +21,7 @@ from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.families.mmdit.preparation import pack_latents
 from maskserve_engine.families.registry import load_adapter
 from maskserve_engine.families.specs import load_spec
-from maskserve_engine.requests.refresh_schedules import make_refresh_schedule
+from maskserve_engine.requests.refresh_schedules import RefreshSchedules
 from maskserve_engine.spec.control_nets import check_config
 from maskserve_engine.spec.model_spec import refresh_rule
 from maskserve_triton.accept import accept_edit, with_defaults
@@ -88,7 +88,7 @@ def test_refresh_steps_of_any_picture_are_dense_steps(model: FamilyModel, width:
 def test_a_first_edit_has_refresh_steps_where_the_configuration_says_so(model: FamilyModel) -> None:
     engine = make_engine(model.folder, model.encoder, own_anchors=0.35, own_format="model")
     job = picture_of(model, 8, 8, model.case.long_prompt, num_inference_steps=20, cache="auto")
-    refresh_schedule = make_refresh_schedule(engine.config, engine.adapter, job)
+    refresh_schedule = RefreshSchedules(engine.config, engine.adapter).of(job)
     assert refresh_schedule is not None
     try:
         final = edit(engine, job)
