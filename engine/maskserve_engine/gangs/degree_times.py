@@ -74,7 +74,7 @@ class DegreeTimes:
         seconds = seconds_by_degree(
             work,
             row,
-            "kv" if edit.mode == "cached" else "dense",
+            "kv" if edit.plan.mode == "cached" else "dense",
             line,
             exchange,
             tuple([degree for degree in DEGREES if degree <= most]),
@@ -93,7 +93,7 @@ class DegreeTimes:
         work, row = counted[0]
         calls = exchange.seconds(work, RowTokens((0.0,) * len(row.active), 0.0), ranks)
         exchanged = calls + sum(exchange.seconds(*work_row, ranks) - calls for work_row in counted)
-        kinds = ["kv" if edit.mode == "cached" else "dense" for edit in edits]
+        kinds = ["kv" if edit.plan.mode == "cached" else "dense" for edit in edits]
         uneven = sum(
             uneven_flops(*work_row, kind, ranks)
             for work_row, kind in zip(counted, kinds, strict=True)
@@ -103,7 +103,7 @@ class DegreeTimes:
     def _counted(self, edit: RequestState) -> tuple[ModelWork, RowTokens]:
         """Return the model's work at the edit's size, and the tokens that its step computes."""
         work = work_of(self._adapter, edit.job)
-        cached = edit.mode == "cached"
+        cached = edit.plan.mode == "cached"
         tokens = edit.work.active_tokens if cached else edit.work.total_tokens
         active = tuple([float(tokens) * n / work.tokens[0] for n in work.tokens])
         return work, RowTokens(active, float(len(edit.job.conditioning["prompt_embeds"])))

@@ -108,7 +108,7 @@ class TemplateReady:
         self._adapter = adapter
 
     def missing(self, edit: RequestState) -> Sequence[Resource]:
-        route, waits = edit.plan, edit.mode == "wait"
+        route, waits = edit.plan, edit.plan.mode == "wait"
         if route.prime:
             due_at = edit.make_ticket().due if waits else None
             self._primings.begin(edit.job, urgent=waits, due=due_at)

@@ -82,7 +82,7 @@ class ExecutionPolicy:
             dense = replace(DENSE, dense_for=dense_for, key=key)
             return dense if dense_for == "mask_ratio" else self.without_template(edit, dense)
         missed = replace(DENSE, outcome="miss", key=key)
-        no_template = settings.cache == "own" or settings.promise > 0
+        without, no_template = None, settings.cache == "own" or settings.promise > 0
         if no_template or self._adapter.spec.refresh.over_template:
             without = self.without_template(edit, missed)
             nearer = without.schedule is not None or without.dense_for == "work"
@@ -92,7 +92,8 @@ class ExecutionPolicy:
         cached = self._of_template(edit, sight, insists=settings.insists)
         if cached is not None:
             return cached
-        without = replace(self.without_template(edit, missed), prime=sight.worth_priming)
+        without = without or self.without_template(edit, missed)
+        without = replace(without, prime=sight.worth_priming)
         return self._after_priming(edit, sight, without) or without
 
     def _region(self, job: EditJob) -> RegionRule | None:

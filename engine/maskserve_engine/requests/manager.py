@@ -316,7 +316,7 @@ class RequestManager:
 
     def _end_wait(self, edit: RequestState) -> None:
         edit.waiting = False
-        if edit.mode != "wait":
+        if edit.plan.mode != "wait":
             self.adapters.waited(edit, time.monotonic() - edit.stopped)
 
     def _park(self, edit: RequestState) -> None:
@@ -364,7 +364,7 @@ class RequestManager:
             self._let_go(edit.request_id)
             failed = Failed(guarded(edit.request_id, error), edit.timeline())
             self.output.send(edit.sink, failed)
-        if tier and edit.mode == "cached":
+        if tier and edit.plan.mode == "cached":
             edit.plan = replace(edit.plan, tier=tier)  # the tier where it lay before the load
 
     def _admit(self, ticket: Ticket) -> None:
@@ -413,7 +413,7 @@ class RequestManager:
             if level is not None:
                 edit.step_down(level, self.adapter, self._schedules)
         job, route = edit.job, edit.plan
-        if edit.mode != "cached":
+        if edit.plan.mode != "cached":
             return self.executor.make(edit.request_id, DenseRowSpec(job, route.key))
         if route.schedule is not None:
             return self._make_anchored_row(edit, route.schedule)

@@ -542,10 +542,6 @@ class RequestState:
         )
 
     @property
-    def mode(self) -> ExecutionMode:
-        return self.plan.mode
-
-    @property
     def counted(self) -> Totals:
         return self.work.counted
 
@@ -565,7 +561,7 @@ class RequestState:
         """Shares of a cached edit's steps that compute all tokens, and of those that compute
         nothing else; 0 for others. If its errors place its refresh steps, of the steps left.
         """
-        if self.mode != "cached":
+        if self.plan.mode != "cached":
             return 0.0, 0.0
         plan, steps = self.plan, self.work.steps
         if plan.schedule is None:
@@ -588,12 +584,12 @@ class RequestState:
     def flops(self) -> float:
         """Mean FLOPs of one of its steps alone."""
         work = self.left or self.work
-        return work.step_flops(self.mode, _reads_nothing(self.plan))
+        return work.step_flops(self.plan.mode, self.plan.unread_share)
 
     @property
     def step_tokens(self) -> int:
         """Mean tokens that one of its steps computes."""
-        return self.work.tokens(self.mode, *self._dense_shares)
+        return self.work.tokens(self.plan.mode, *self._dense_shares)
 
     def late(self, now: float) -> bool:
         return self.deadline is not None and self.deadline <= now
@@ -629,13 +625,13 @@ class RequestState:
 
     def status(self) -> RowStatus:
         """Return its status, with the steps left now; cached since its plan was chosen."""
-        kind: Kind = "cached" if self.mode == "cached" else "dense"
+        kind: Kind = "cached" if self.plan.mode == "cached" else "dense"
         steps_left = self.work.steps - self.tally.done
         if self.row_status is None or self.row_status.kind != kind:
             self.row_status = RowStatus(
                 request_id=self.request_id,
                 kind=kind,
-                active_tokens=self.work.tokens(self.mode),
+                active_tokens=self.work.tokens(self.plan.mode),
                 total_tokens=self.work.passes * self.work.total_tokens,
                 steps_left=steps_left,
                 template_id=self.job.request.template_id,
@@ -776,7 +772,7 @@ class RequestState:
         """Return the mean FLOPs of one of its steps alone with a plan, after `done` steps; plans
         are compared by it.
         """
-        return self.work_of(plan, adapter, done).step_flops(plan.mode, _reads_nothing(plan))
+        return self.work_of(plan, adapter, done).step_flops(plan.mode, plan.unread_share)
 
     def _levels(self, spec: ModelSpec) -> tuple[ReuseLevel, ...]:
         settings, refresh_schedule = self.job.request.settings, self.plan.schedule
@@ -784,7 +780,7 @@ class RequestState:
             return ()  # levels have places of their own
         if refresh_schedule is not None:
             return levels_of(settings, spec.skipping, "own", len(refresh_schedule.anchors))
-        if self.mode != "cached":
+        if self.plan.mode != "cached":
             return levels_of(settings, spec.skipping, "dense")
         times = self.work.without_schedule().cached_flops / self.work.cached_flops
         return with_template(levels_of(settings, spec.skipping, "cached"), times)
@@ -840,7 +836,7 @@ class RequestState:
             },
             work={
                 "steps_done": steps_done,
-                "row": "cached" if self.mode == "cached" else "dense",
+                "row": "cached" if self.plan.mode == "cached" else "dense",
                 **self._work(steps_done),
                 "load_stall_ms": _ms(self.load_stall),
             },
@@ -877,13 +873,6 @@ class PrimingState:
             steps_left=self.ticket.steps - self.done,
             template_id=self.priming.template_id,
         )
-
-
-def _reads_nothing(plan: ExecutionPlan) -> float:
-    """Return the share of steps of an edit with a template that read no entry: its first ones, and
-    those without an anchor near enough.
-    """
-    return plan.anchors.count(None) / len(plan.anchors) if plan.anchors else 0.0
 
 
 def _ms(seconds: float) -> float:

@@ -74,6 +74,13 @@ class ExecutionPlan:
     region: RegionRule | None = None
     """How an edit without a mask finds its region; None: it computes all tokens."""
 
+    @property
+    def unread_share(self) -> float:
+        """Share of the steps of an edit with a template that read no entry: its first ones, and
+        those without an anchor near enough.
+        """
+        return self.anchors.count(None) / len(self.anchors) if self.anchors else 0.0
+
 
 DENSE = ExecutionPlan("dense", "off")
 """The plan without the cache."""

@@ -43,7 +43,7 @@ def test_edits_that_wait_for_a_row_hold_no_entry(engine: Engine, encoder: Encode
     def accept_and_evict() -> tuple[list[str], int]:  # in one turn: no step comes between
         for edit_job, sink in zip(jobs, sinks, strict=True):
             accept(engine, edit_job, sink)
-        hows = [engine.manager.edits[edit_job.request.request_id].mode for edit_job in jobs]
+        hows = [engine.manager.edits[edit_job.request.request_id].plan.mode for edit_job in jobs]
         engine.cache.evict(jobs[0].request.template_id)
         return hows, store.memory.nbytes
 
