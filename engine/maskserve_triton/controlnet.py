@@ -36,17 +36,17 @@ class ControlNetFrontend:
 
     def __init__(self, api: Any, config: Config) -> None:
         self._api = api
-        self._service = ControlNetService(config, Path(config.runtime_dir) / "controls")
+        self.service = ControlNetService(config, Path(config.runtime_dir) / "controls")
 
     def close(self) -> None:
-        self._service.close()
+        self.service.close()
 
     def execute(self, requests: list[Any]) -> None:
         """Take requests in; each is answered once."""
         answer_all(self._api, requests, self._operate)
 
     def _operate(self, request: Any, answer: Answer) -> None:
-        service, sessions = self._service, self._service.sessions
+        service, sessions = self.service, self.service.sessions
         match _operation(read_bytes(self._api, request, "OP")):
             case {"op": "health"}:
                 if service.problem:

@@ -31,15 +31,15 @@ class Loop:
 
     def turn(self) -> None:
         for run in self.engine.manager.schedule():
-            self.engine._step_runner.step(self.engine.manager.running(run))
+            self.engine.runner.step(self.engine.manager.running(run))
 
     def until_answered(self, sink: Sink) -> None:
-        self.engine._output.start()
+        self.engine.output.start()
         while not sink.events:
             self.turn()
 
     def close(self) -> None:
-        self.engine._output.close(5.0)
+        self.engine.output.close(5.0)
         self.engine.cache.store.close()
 
 

@@ -126,7 +126,7 @@ def measure_step(direct: Direct, edits: list[Edit], steps: int) -> dict[str, Any
     inner = model_clock()
     outer = Clock((flow_module, "forward"))
     marks: list[tuple[float, float, float]] = []
-    publisher = direct.engine._publisher
+    publisher = direct.engine.publisher
     publish = publisher.publish
 
     def publish_and_mark(state: State) -> None:  # once in every turn

@@ -144,7 +144,7 @@ class Worker:
 
     def costs(self) -> Any:
         """Return the worker's current cost model."""
-        return self._parts.engine._step_runner.planner.costs.model
+        return self._parts.engine.runner.planner.costs.model
 
     def edits(self, side: int, count: int, steps: int, *, cached: bool) -> list[EditJob]:
         """Return edits of one picture, with a tenth of it masked."""

@@ -79,7 +79,7 @@ class Stepping(Generic[R, M]):
     device: torch.device
 
     def __init__(self, batches: type[ReusableBatch[R, M]], stepped: M) -> None:
-        self._batches, self._stepped = batches, stepped
+        self._batches, self.stepped = batches, stepped
         self._batch: ReusableBatch[R, M] | None = None
 
     def step(
@@ -98,7 +98,7 @@ class Stepping(Generic[R, M]):
             last, self._batch = self._batch, None  # one whose step fails is not stepped again
             batch = self._batches.of(typed_rows, last)
             del last
-            batch.step(self._stepped, () if plan is None else plan.kinds, exchange)
+            batch.step(self.stepped, () if plan is None else plan.kinds, exchange)
             self._batch = batch
 
     @contextmanager

@@ -125,7 +125,7 @@ class GangExecutor:
         *,
         deals: bool = False,
     ) -> None:
-        self._ranks, self._adapter, self._post, self._deals = ranks, adapter, post, deals
+        self.ranks, self._adapter, self._post, self._deals = ranks, adapter, post, deals
         self._store = store
         self._living: dict[int, RankProcess] = {
             rank_process.device: rank_process for rank_process in ranks.processes
@@ -159,7 +159,7 @@ class GangExecutor:
     @property
     def devices(self) -> Devices:
         busy = [process.device for step in self._running for process in step.gang]
-        lost = set(range(len(self._ranks.processes))).difference(self._living)
+        lost = set(range(len(self.ranks.processes))).difference(self._living)
         return Devices(frozenset(busy), frozenset(lost))
 
     def load_lora(self, adapter: str, factors: Mapping[str, Factors]) -> int:
@@ -297,7 +297,7 @@ class GangExecutor:
         return moves
 
     def close(self) -> None:
-        self._ranks.close()
+        self.ranks.close()
 
     def _on_all(self, verb: str, *arguments: object) -> None:
         """Call a method of every rank and wait for the answers; may not be called from the engine's
@@ -480,7 +480,7 @@ class GangExecutor:
         """
         answers, count = [], self._most
         while count > 1:
-            for first in range(0, len(self._ranks.processes), count):
+            for first in range(0, len(self.ranks.processes), count):
                 living = [self._living.get(first + number) for number in range(count)]
                 gang = tuple([process for process in living if process is not None])
                 if len(gang) == count and gang not in self._gangs:
@@ -522,7 +522,7 @@ class GangExecutor:
         self._start(process.device)
 
     def _start(self, device: int) -> None:
-        process = self._ranks.processes[device] = self._ranks.start(device)
+        process = self.ranks.processes[device] = self.ranks.start(device)
         self._when_done(process.hello, partial(self._on_rank_started, process))
 
     def _on_rank_started(self, process: RankProcess, hello: Future[Any]) -> None:

@@ -77,8 +77,8 @@ class Engine:
         self.manager, self.audits = parts.manager, parts.audits
         self.observations, self.counters = parts.observations, parts.counters
         self.lora_loader, self.net_loader = parts.lora_loader, parts.net_loader
-        self.memory, self._cache, self._step_runner = parts.memory, parts.cache, parts.runner
-        self._publisher, self._inbox, self._output = parts.publisher, parts.inbox, parts.output
+        self.memory, self._cache, self.runner = parts.memory, parts.cache, parts.runner
+        self.publisher, self.inbox, self.output = parts.publisher, parts.inbox, parts.output
         self._state: State = "loading"
         self._stop = False
         self._checked = 0.0
@@ -88,7 +88,7 @@ class Engine:
     # Called from any thread.
 
     def start(self) -> None:
-        self._output.start()
+        self.output.start()
         self._thread.start()
 
     def warm_up(self) -> None:
@@ -100,7 +100,7 @@ class Engine:
         if not self.config.engine.warm_up:
             return
         begin = time.perf_counter()
-        runner = self._step_runner
+        runner = self.runner
         try:
             self.ask(
                 lambda: warm_up(self.config, self.adapter, self._store_and_kinds(), runner.planner)
@@ -113,7 +113,7 @@ class Engine:
         """Measure the rows per second of cached steps with `count` rows, for `seconds` seconds;
         call it before there are edits.
         """
-        planner = self._step_runner.planner
+        planner = self.runner.planner
         return self.ask(
             lambda: rows_per_s(
                 self.config, self.adapter, self._store_and_kinds(), planner, count, seconds
@@ -133,7 +133,7 @@ class Engine:
         except Exception as error:
             sink(Failed(guarded(job.request.request_id, error)))
             return
-        if not self._inbox.put(lambda: self.manager.accept(edit)):
+        if not self.inbox.put(lambda: self.manager.accept(edit)):
             sink(Failed(EngineFailed("the engine has stopped")))
 
     def prepared(self, job: EditJob) -> EditJob:
@@ -148,11 +148,11 @@ class Engine:
 
     def cancel(self, request_id: str) -> None:
         """Cancel an edit, if it is in the engine; its sink gets CANCELLED."""
-        self._inbox.put(lambda: self.manager.cancel(request_id))
+        self.inbox.put(lambda: self.manager.cancel(request_id))
 
     def ask(self, question: Callable[[], T]) -> Future[T]:
         """Run `question` on the engine's thread between two steps."""
-        return self._inbox.ask(question)
+        return self.inbox.ask(question)
 
     def heartbeat(self) -> Future[dict[str, Any]]:
         return self.ask(
@@ -201,7 +201,7 @@ class Engine:
                 "the worker is draining; send the edit to another or try again later"
             )
 
-        self._inbox.put(drain)
+        self.inbox.put(drain)
 
     def close(self, grace_s: float) -> None:
         """Drain, wait at most `grace_s` seconds for accepted edits, and end both threads."""
@@ -209,11 +209,11 @@ class Engine:
         end = time.monotonic() + grace_s
         while self.manager.edits and self._thread.is_alive() and time.monotonic() < end:
             time.sleep(0.01)
-        self._inbox.put(self._halt)
+        self.inbox.put(self._halt)
         if self._thread.is_alive():
             self._thread.join(grace_s + 30.0)
         self.executor.close()
-        self._output.close(5.0)
+        self.output.close(5.0)
         if self.lora_loader is not None:
             self.lora_loader.close()
         if self.net_loader is not None:
@@ -243,7 +243,7 @@ class Engine:
     def _run(self) -> None:
         try:
             self._state = "ready"
-            self._publisher.publish(self.state)
+            self.publisher.publish(self.state)
             limit_threads(self.config, filled_threads(self.config, self.adapter.spec))
             with self.adapter.session():
                 while not self._stop:
@@ -267,23 +267,23 @@ class Engine:
                     continue
                 if self.executor.devices == ALL_FREE:  # else it publishes while others step
                     # Before the step: readers then see the rows that are being computed.
-                    self._publisher.publish(self.state)
-                self._step_runner.step(running, run.devices)
+                    self.publisher.publish(self.state)
+                self.runner.step(running, run.devices)
 
     def _take_commands(self) -> None:
         """Run queued commands; wait for one when there is no row."""
         idle = len(self.manager.scheduler) == 0
         if idle:
             self.executor.idle()
-            self._step_runner.times.book()
+            self.runner.times.book()
         rests_s = self.manager.again - time.monotonic()  # what can begin has begun
         waits = idle or self.executor.devices != ALL_FREE or 0.0 < rests_s < math.inf
-        if not waits and self._inbox.empty():
+        if not waits and self.inbox.empty():
             return
         if waits:  # a sign of life: steps of ranks, and their starts, take as long as they do
-            self._publisher.publish(self.state)
+            self.publisher.publish(self.state)
         beat_s = self.config.engine.heartbeat_s
-        self._inbox.run(max(0.0, min(beat_s, rests_s)) if waits else 0.0)
+        self.inbox.run(max(0.0, min(beat_s, rests_s)) if waits else 0.0)
         self._check_cache()
 
     def _check_cache(self) -> None:
@@ -308,6 +308,6 @@ class Engine:
         ended, whatever fails.
         """
         try:
-            self._inbox.close()
+            self.inbox.close()
         finally:
-            self._publisher.end(self.state)
+            self.publisher.end(self.state)

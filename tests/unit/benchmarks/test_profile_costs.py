@@ -80,10 +80,10 @@ def test_a_worker_prices_by_its_profile_from_its_first_step(
     engine = {"devices": 2, "policy": "deadline", "warm_up": False, "costs": str(out)}
     worker = load_engine(config_of(tiny_fill, engine=engine))
     try:
-        pricing = worker._publisher._prices.pricing
+        pricing = worker.publisher._prices.pricing
         assert worker.counters["steps_total"] == 0
         assert pricing.step == line.fixed
         assert len(pricing.degrees) == 1
-        assert worker._publisher._prices.measured() is not None
+        assert worker.publisher._prices.measured() is not None
     finally:
         worker.close(5.0)

@@ -101,7 +101,7 @@ class Loop:
             lambda: aside(lambda: encoder.encode_prompt("")),
             executor=lambda adapter, store: Watched(adapter, store, self),
         )
-        self.engine._output.start()
+        self.engine.output.start()
         self.ran: list[tuple[str, bool, bool]] = []
         """Rows of the last turn, and whether each read an entry and computed its text."""
         self.spans: list[Span] = []
@@ -139,7 +139,7 @@ class Loop:
         return {edit.request_id for edit in request_states if edit.running}
 
     def close(self) -> None:
-        self.engine._output.close(5.0)
+        self.engine.output.close(5.0)
         self.engine.cache.store.close()
 
 
@@ -177,7 +177,7 @@ def test_rows_come_and_go_and_no_turn_waits_for_them(loop: Loop) -> None:
             sinks[str(number)] = loop.submit(int(rng.integers(2)), str(number), **settings)
         if rng.random() < 0.03:
             loop.engine.cancel(str(rng.choice(list(sinks))))
-        if len(loop.engine.manager.scheduler) or not loop.engine._inbox.empty():
+        if len(loop.engine.manager.scheduler) or not loop.engine.inbox.empty():
             loop.turn()
             reads |= any(read for _, read, _ in loop.ran)
     settings = {"num_inference_steps": max(4, most // 2), "cache": "require"}

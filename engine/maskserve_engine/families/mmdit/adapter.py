@@ -138,7 +138,7 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
             buckets=recorder is not None,
         )
         self._refresh_rule = refresh_rule
-        self._places = self.places_of(model)
+        self.places = self.places_of(model)
         self._positions = lru_cache(maxsize=64)(self.positions)
         self._shared_entries: WeakValueDictionary[Hashable, SharedEntry] = WeakValueDictionary()
         """Keys and values of references of the present rows, by the names of their pictures."""
@@ -489,7 +489,7 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
 
     def low_rank(self, factors: Mapping[str, Factors]) -> LowRankSet:
         with torch.inference_mode():
-            return low_rank_set(factors, self._places, self.device, self.dtype)
+            return low_rank_set(factors, self.places, self.device, self.dtype)
 
     def attach(self, row: Any, job: EditJob, adapters: Adapters) -> None:
         changed_adapters, row.adapters = (*row.adapters, *adapters), adapters

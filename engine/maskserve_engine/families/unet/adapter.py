@@ -98,7 +98,7 @@ class UnetAdapter(Stepping[Row, UnetWeights], OpenedRows):
         self.weight_bytes = module_bytes(model)
         self.entry_halves = 2 if cfg_entries and spec.zeros_for_empty_prompt else 1
         self._halo, self._refresh_rule = halo, refresh_rule
-        self._places = places_of(model)
+        self.places = places_of(model)
         counted = self._make_work(1, 1)
         self.blocks, self._maps = len(counted.blocks), len(counted.maps)
         self._cached_maps = unet_work(spec.denoiser, 1, 1, halo=1).maps
@@ -294,7 +294,7 @@ class UnetAdapter(Stepping[Row, UnetWeights], OpenedRows):
 
     def low_rank(self, factors: Mapping[str, Factors]) -> LowRankSet:
         with torch.inference_mode():
-            return low_rank_set(factors, self._places, self.device, self.dtype)
+            return low_rank_set(factors, self.places, self.device, self.dtype)
 
     def attach(self, row: Any, job: EditJob, adapters: Adapters) -> None:
         row.adapters = adapters

@@ -94,7 +94,7 @@ class Model:
         torch.manual_seed(5)
         factors = {
             name: Factors(torch.randn(2, p.shape[1]), torch.randn(p.shape[0], 2) * 0.02)
-            for name, p in self.adapter._places.items()
+            for name, p in self.adapter.places.items()
             if "transformer_blocks" in name
         }
         return self.adapter.low_rank(factors)

@@ -137,7 +137,7 @@ def one_token(job: EditJob) -> EditJob:
 
 def lora_of(adapter: FluxAdapter) -> Any:
     torch.manual_seed(5)
-    places = {n: p for n, p in adapter._places.items() if "transformer_blocks" in n}
+    places = {n: p for n, p in adapter.places.items() if "transformer_blocks" in n}
     return adapter.low_rank(
         {n: Factors(torch.randn(2, p.shape[1]), torch.randn(p.shape[0], 2) * 0.02)
          for n, p in places.items()}

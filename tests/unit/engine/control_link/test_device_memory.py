@@ -87,7 +87,7 @@ class Site:
         pixels = [executor.result(name).array() for name in ("a", "b")]
         for name in ("a", "b"):
             executor.release(name)
-        rows = service.front._service.sessions
+        rows = service.front.service.sessions
         eventually("no row is left", lambda: rows.counts()["rows"] == 0)
         executor.close()
         return pixels
@@ -99,7 +99,7 @@ def site(tiny_inpaint: Path, tmp_path: Path) -> Site:
 
 
 def block_of(service: Service) -> LentBlock:
-    block = service.front._service._lent
+    block = service.front.service._lent
     assert block is not None
     return block
 
@@ -192,7 +192,7 @@ def test_nothing_is_read_of_a_service_that_has_ended(
             ask(messages, message)
             before = ipc.reads
             eventually("it answers", messages.has_next)
-            service.front._service.close()
+            service.front.service.close()
             assert ipc.reads == before
 
         executor.step(StepInput(1, ("a",)), results.append)
@@ -218,7 +218,7 @@ def test_places_of_a_session_that_ended_rest_for_a_while(
         executor.step(StepInput(1, ("a",)), [].append)
         free = block_of(service).free()
         assert free < whole
-        sessions = service.front._service.sessions
+        sessions = service.front.service.sessions
         executor.close()
         eventually("its session has ended", lambda: sessions.counts()["sessions"] == 0)
         assert block_of(service).free() == free

@@ -289,7 +289,7 @@ def test_what_an_ask_ahead_cannot_have_costs_the_row_alone(model: Model) -> None
         model.adapter.step(rows, None)
     served = row_of[id(lost)][1]
     [link_row] = served.link_rows
-    session = model.service.front._service.sessions._sessions[link_row.link.session]
+    session = model.service.front.service.sessions._sessions[link_row.link.session]
     slots = session.rows.pop(link_row.name).slots
     for _ in range(2):  # the answer to what was asked before is still there
         try:

@@ -250,7 +250,7 @@ def test_what_it_cannot_do_costs_the_row_and_not_the_session(site: Site, connect
     assert served is not None
     [row] = served.link_rows
     row.await_opened()
-    site.service.front._service.sessions.close_row(row.link.session, row.name)
+    site.service.front.service.sessions.close_row(row.link.session, row.name)
     result = step(executor, "with", "without")
     assert "not open" in str(result.failed["with"])
     assert service.holds(site.service.versions["one"])
@@ -271,7 +271,7 @@ def test_a_denoiser_that_ends_leaves_nothing(site: Site, connect: Any) -> None:
     step(executor, "with", "without")
     assert slots(site)
     executor.close()
-    sessions = site.service.front._service.sessions
+    sessions = site.service.front.service.sessions
     nothing = {"sessions": 0, "rows": 0, "nets": 1}
     eventually("its rows are gone", lambda: sessions.counts() == nothing)
     eventually("their slots are gone", lambda: not slots(site))
@@ -314,12 +314,12 @@ def test_a_row_is_no_path(site: Site, name: str) -> None:
     opening = site.adapter.opening(site.adapter.dense_row(jobs[0]), jobs[0])
     assert opening is not None
     with pytest.raises(InvalidRequest, match=r"OP\.row: is not the name of a row"):
-        site.service.front._service.sessions.open("s", name, opening)
+        site.service.front.service.sessions.open("s", name, opening)
 
 
 def test_numbers_of_another_type_are_refused(site: Site) -> None:
     with pytest.raises(InvalidRequest, match=r"OP\.dtype: is bfloat16"):
-        site.service.front._service.sessions.attach("bfloat16")
+        site.service.front.service.sessions.attach("bfloat16")
 
 
 def test_a_slot_grows_and_tells_what_is_not_there(tmp_path: Path) -> None:

@@ -238,7 +238,7 @@ def test_strangers_hold_up_nobody_and_leave_nothing(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     at = attached(service)
-    remote = service.front._service._remote
+    remote = service.front.service._remote
     assert remote is not None
     files = len(os.listdir("/proc/self/fd"))
     silent = [socket.create_connection(("127.0.0.1", at.port)) for _ in range(3)]
@@ -254,7 +254,7 @@ def test_strangers_hold_up_nobody_and_leave_nothing(
 
 def test_so_many_may_connect_and_no_more(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("maskserve_engine.control_service.remote._MOST_LINKS", 1)
-    connection, remote = over_tcp(attached(service)), service.front._service._remote
+    connection, remote = over_tcp(attached(service)), service.front.service._remote
     # Its proof is counted just after its welcome is sent; until then another displaces it.
     eventually("its proof counts", lambda: remote is not None and not remote._unproven)
     assert "does not know this session" in refused(lambda: over_tcp(attached(service)))
@@ -265,7 +265,7 @@ def test_strangers_that_hold_all_places_give_way(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("maskserve_engine.control_service.remote._MOST_LINKS", 4)
-    at, remote = attached(service), service.front._service._remote
+    at, remote = attached(service), service.front.service._remote
     assert remote is not None
     with ExitStack() as exit_stack:
         silent = [
@@ -292,7 +292,7 @@ def test_who_shows_no_key_in_time_is_ended_however_it_dawdles(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("maskserve_engine.control_service.remote._PROOF_S", 0.5)
-    at, remote = attached(service), service.front._service._remote
+    at, remote = attached(service), service.front.service._remote
     assert remote is not None
     with socket.create_connection(("127.0.0.1", at.port)) as dawdler:
         begin = time.monotonic()
@@ -326,7 +326,7 @@ def test_a_session_that_breaks_the_rules_ends(service: Service, message: bytes) 
     broken.close()
     assert not other.ended()
     other.close()
-    sessions = service.front._service.sessions
+    sessions = service.front.service.sessions
     eventually("both sessions are over", lambda: sessions.counts()["sessions"] == 0)
 
 

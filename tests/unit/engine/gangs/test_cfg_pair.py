@@ -201,7 +201,7 @@ def test_a_rank_that_is_lost_between_anchors_makes_the_next_step_one(site: Site)
     job, adapter = site.job("between", 21, two=True, **options), site.one.adapter
     [sink] = submitted(site.two, [job])
     eventually("it is between anchors", lambda: len(sink.events) > 2)
-    site.ranks._ranks.processes[1].kill()
+    site.ranks.ranks.processes[1].kill()
     meta = sink.final().meta
     facts, count = adapter.spec, refresh_count(meta["steps"], 0.25)
     sigmas = [sigma for sigma, _ in adapter.sigmas(job)]
@@ -232,7 +232,7 @@ def test_edits_go_on_where_a_rank_is_lost(site: Site, number: signal.Signals, de
     counter = site.two.counters["steps_total"]
     sinks = submitted(site.two, jobs)
     eventually("some steps", lambda: site.two.counters["steps_total"] > counter + 5)
-    os.kill(site.ranks._ranks.processes[device].pid, number)
+    os.kill(site.ranks.ranks.processes[device].pid, number)
     eventually("it is noticed", lambda: device in site.ranks.devices.lost)
     for sink, reference in zip(sinks, expected, strict=True):
         final = sink.final()

@@ -231,7 +231,7 @@ def test_a_step_that_ranks_share_teaches_what_a_step_costs(
     if not isinstance(policy, AnyDegreeScheduler):
         return
     samples: list[tuple[float, float]] = []
-    costs = two._step_runner.planner.costs
+    costs = two.runner.planner.costs
     monkeypatch.setattr(costs, "step", lambda flops, seconds, *_: samples.append((flops, seconds)))
     counted = []
     for devices in ((1,), (0, 1)):
@@ -245,12 +245,12 @@ def test_a_step_that_ranks_share_teaches_what_a_step_costs(
     assert counted[0] == 2 * counted[1]
     edit = RequestState.of(job(encoder, 3, "asked"), Sink(), two.adapter)
     calls = 2 * two.adapter.blocks * ranks(two).exchange.call_seconds
-    assert calls < two._step_runner._overhead_shares([edit], 2) < 1.0
+    assert calls < two.runner._overhead_shares([edit], 2) < 1.0
 
 
 def test_ranks_let_go_of_edits_that_went_on_elsewhere(two: Engine, encoder: Encoder) -> None:
     run(two, [job(encoder, seed, f"moved-{seed}", cache="off") for seed in range(6)])
-    for process in ranks(two)._ranks.processes:
+    for process in ranks(two).ranks.processes:
         assert process.call("__getattribute__", "_specs").result(10.0) == {}
 
 
@@ -288,7 +288,7 @@ def test_edits_go_on_where_a_rank_is_lost(
     sinks = [Sink() for _ in jobs]
     for edit_job, sink in zip(jobs, sinks, strict=True):
         two.submit(edit_job, sink)
-    process = ranks(two)._ranks.processes[1]
+    process = ranks(two).ranks.processes[1]
     eventually("a row is there", lambda: rows_on(two, process))
     os.kill(process.pid, number)
     eventually("it is noticed", lambda: 1 in ranks(two).devices.lost)
@@ -330,7 +330,7 @@ def test_a_rank_that_is_lost_between_anchors_makes_the_next_step_one(
     sink = Sink()
     two.submit(job(encoder, 4, "lost", progress=True, **options), sink)
     eventually("it is between anchors", lambda: len(sink.events) > 3)
-    ranks(two)._ranks.processes[1].kill()
+    ranks(two).ranks.processes[1].kill()
     final = sink.final()
     policy.draws.always = ()
     # Where it went on it computed all tokens, and then its next refresh step with lookahead.
@@ -363,7 +363,7 @@ def test_edits_of_a_template_leave_their_text_out_where_each_device_has_its_own(
         sink = Sink()
         two.submit(job(encoder, 3, "lost", progress=True, **options), sink)
         eventually("it is between anchors", lambda: len(sink.events) > 3)
-        for process in ranks(two)._ranks.processes:
+        for process in ranks(two).ranks.processes:
             if rows_on(two, process):
                 process.kill()
         lost = sink.final()
@@ -379,7 +379,7 @@ def test_ranks_that_are_out_of_step_say_so_and_none_waits(two: Engine, encoder: 
     if not isinstance(two.manager.scheduler, AnyDegreeScheduler):
         return  # they form no gang
     both_back(two)
-    gang = tuple(ranks(two)._ranks.processes)
+    gang = tuple(ranks(two).ranks.processes)
     name = ranks(two)._gangs[gang]
     answers = [
         process.call("step", StepInput(number, ()), name) for number, process in enumerate(gang)
@@ -396,23 +396,23 @@ def test_the_engine_gives_signs_of_life_while_no_rank_is_there(
 ) -> None:
     both_back(two)
     published: list[float] = []
-    publish = two._publisher.publish
+    publish = two.publisher.publish
 
     def counted(state: State) -> None:
         published.append(time.monotonic())
         publish(state)
 
-    two._publisher.publish = counted  # type: ignore[method-assign]
+    two.publisher.publish = counted  # type: ignore[method-assign]
     sink = Sink()
     two.submit(job(encoder, 9, "held", num_inference_steps=60, cache="off"), sink)
     eventually("a step", lambda: len(published) > 1)
     killed = time.monotonic()
-    for process in ranks(two)._ranks.processes:
+    for process in ranks(two).ranks.processes:
         process.kill()
     assert sink.final().meta["steps"] == 60
     both_back(two)
     away = time.monotonic() - killed  # seconds: a rank's start, longer where others compute, too
-    del two._publisher.publish  # type: ignore[method-assign]
+    del two.publisher.publish  # type: ignore[method-assign]
     silences = np.diff(published)
     assert max(silences) < 0.5 * away
 
@@ -443,7 +443,7 @@ def test_rounds_give_the_edits_of_one_device(
         sinks = [Sink() for _ in jobs]
         for edit_job, sink in zip(jobs, sinks, strict=True):
             engine.submit(edit_job, sink)
-        process = ranks(engine)._ranks.processes[1]
+        process = ranks(engine).ranks.processes[1]
         eventually("a row is there", lambda: rows_on(engine, process))
         process.kill()
         assert_same([sink.final().latents for sink in sinks], expected)
@@ -574,7 +574,7 @@ def test_edits_of_unets_begin_anew_where_a_rank_is_lost(tiny_unets: dict[str, Pa
         sinks = [Sink() for _ in jobs]
         for edit_job, sink in zip(jobs, sinks, strict=True):
             two.submit(edit_job, sink)
-        process = ranks(two)._ranks.processes[1]
+        process = ranks(two).ranks.processes[1]
         eventually("a row is there", lambda: rows_on(two, process))
         os.kill(process.pid, signal.SIGKILL)
         assert_same([sink.final().latents for sink in sinks], expected)

@@ -165,7 +165,7 @@ def test_edits_go_on_where_one_of_many_ranks_is_lost(
     for edit_job, sink in zip(jobs, sinks, strict=True):
         many.submit(edit_job, sink)
     executor = executor_of(many)
-    process = executor._ranks.processes[2]
+    process = executor.ranks.processes[2]
     eventually(
         "a row is there",
         lambda: any(process in row.steps_in_rank for row in list(executor._rows.values())),

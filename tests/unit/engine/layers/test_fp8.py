@@ -103,7 +103,7 @@ def adapter() -> Any:
         weights = FluxWeights.of(adapter.model)
     assert isinstance(weights.single_blocks[0].qkv_up, Fp8Linear)
     assert isinstance(weights.double_blocks[0].image.qkv, Fp8Linear)
-    adapter._stepped = weights
+    adapter.stepped = weights
     return adapter
 
 
@@ -159,7 +159,7 @@ def test_products_write_a_lone_rows_keys_where_attention_reads_them(
     bench = Bench("demo", None, torch.float32, torch.device("cpu"), "model")
     bench.fill_entry("both")
     row = bench.row(0.3, 1)
-    stepped = adapter._stepped
+    stepped = adapter.stepped
 
     def velocity(placed_bytes: int) -> Tensor:
         weights = replace(stepped, placed_bytes=placed_bytes)

@@ -71,7 +71,7 @@ class Model:
         rank, alpha = int(torch.randint(1, 5, ())), int(torch.randint(1, 5, ()))
         places: Any = self.adapter
         self.net.add_adapter(
-            LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(places._places)), name
+            LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(places.places)), name
         )
         self.net.requires_grad_(False)
         factors = {}
@@ -81,7 +81,7 @@ class Model:
                 for weight in (down, up):
                     weight.copy_(torch.randn_like(weight) * 0.3 / weight[0].numel() ** 0.5)
                 factors[path] = Factors(down.clone(), up * (alpha / rank))
-        assert len(factors) == len(places._places)
+        assert len(factors) == len(places.places)
         return self.adapter.low_rank(factors)
 
     def case(self, rng: np.random.Generator, **options: Any) -> Case:
@@ -372,7 +372,7 @@ def test_a_row_takes_its_loras_between_two_steps(model: Model) -> None:
 
 
 def test_what_does_not_fit_the_model_is_refused_in_a_sentence(model: Model) -> None:
-    name = next(iter(model.adapter._places))  # type: ignore[attr-defined]
+    name = next(iter(model.adapter.places))  # type: ignore[attr-defined]
     fits = Factors(torch.zeros(2, 8), torch.zeros(8, 2))
     with pytest.raises(ValueError, match="not a layer that an adapter may change"):
         model.adapter.low_rank({"no.such.layer": fits})

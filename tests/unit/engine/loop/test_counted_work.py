@@ -64,7 +64,7 @@ def test_a_row_whose_entry_was_lost_counts_as_the_dense_row_that_it_is(
         edit(engine, job(encoder, 0, "primes", cache="require"))
         steps: list[float] = []
         monkeypatch.setattr(
-            engine._step_runner.planner.costs, "step", lambda flops, *_: steps.append(flops)
+            engine.runner.planner.costs, "step", lambda flops, *_: steps.append(flops)
         )
         edit(engine, job(encoder, 0, "dense", cache="off"))
         [dense] = set(steps)

@@ -127,7 +127,7 @@ def test_a_cached_step_adds_what_torch_counts(
     places: Any = adapter
     factors = {
         name: Factors(torch.randn(2, *inner), torch.randn(out, 2, *[1] * len(inner[1:])))
-        for name, place in places._places.items()
+        for name, place in places.places.items()
         if "norm" not in name and "attn2.to_" not in name and "embed" not in name
         for out, *inner in [place.shape]
     }

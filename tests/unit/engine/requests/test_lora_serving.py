@@ -129,7 +129,7 @@ class Site:
         self.engine.cache.prompt = lambda: encoder.encode_prompt("")
         loader: Any = self.engine.lora_loader
         self.loader: SlowLoras = loader
-        self.loader.places = oracle._places
+        self.loader.places = oracle.places
         self.engine.start()
 
     def job(self, name: str, seed: int = 1, *loras: tuple[str, float], **more: Any) -> EditJob:
@@ -566,9 +566,9 @@ def test_devices_have_the_loras_of_their_rows(make: Callable[..., Site]) -> None
     assert final.meta["cache"] == "hit"
     executor = site.engine.executor
     assert isinstance(executor, GangExecutor)
-    lost = executor._ranks.processes[1]
+    lost = executor.ranks.processes[1]
     lost.kill()
-    eventually("it is noticed", lambda: executor._ranks.processes[1] is not lost)
+    eventually("it is noticed", lambda: executor.ranks.processes[1] is not lost)
     eventually("it is back", lambda: not executor.devices.lost, 60.0)
     for result, alone in zip(served("again"), expected, strict=True):
         assert close(result, alone)

@@ -566,7 +566,7 @@ def test_which_steps_leave_the_text_out_does_not_follow_from_the_batch(
     step is to compute it, alone: by itself and beside others the edit is the same.
     """
     options: dict[str, Any] = {"num_inference_steps": 20, "cache": "require"}
-    planner = engine._step_runner.planner
+    planner = engine.runner.planner
     plan, blocks = planner.plan, engine.adapter.blocks
     counts: list[int] = []
 
@@ -579,7 +579,7 @@ def test_which_steps_leave_the_text_out_does_not_follow_from_the_batch(
     for edit_job in jobs:
         edit(engine, replace(edit_job, request=replace(edit_job.request, request_id="primes")))
     monkeypatch.setattr(planner, "plan", computing)
-    monkeypatch.setattr(engine._step_runner, "_fixed", False)  # `[cache] plan` is `auto`
+    monkeypatch.setattr(engine.runner, "_fixed", False)  # `[cache] plan` is `auto`
     alone = edit(engine, replace(jobs[0], request=replace(jobs[0].request, request_id="alone")))
     sinks = [Sink() for _ in jobs]
     accepted = engine.ask(lambda: [accept(engine, e, s) for e, s in zip(jobs, sinks, strict=True)])

@@ -64,7 +64,7 @@ def adapter_of(
     assert isinstance(adapter, FluxAdapter)
     adapter._preparation._buckets = buckets
     if capture is not None:
-        adapter._stepped = replace(adapter.weights, graphs=Graphs(capture, rows))
+        adapter.stepped = replace(adapter.weights, graphs=Graphs(capture, rows))
     return adapter
 
 
@@ -112,7 +112,7 @@ def results(
 
 
 def graphs_of(adapter: FluxAdapter) -> Graphs:
-    recorder = adapter._stepped.graphs
+    recorder = adapter.stepped.graphs
     assert recorder is not None
     return recorder
 

@@ -53,7 +53,7 @@ def adapter_of(
     assert isinstance(adapter, UnetAdapter)
     adapter._preparation._buckets = buckets  # tiles as where steps are recorded
     if capture is not None:
-        adapter._stepped = replace(adapter.weights, graphs=Graphs(capture))
+        adapter.stepped = replace(adapter.weights, graphs=Graphs(capture))
     return adapter
 
 
@@ -134,7 +134,7 @@ def test_tiles_that_join_and_leave_have_the_latents_that_they_have_without(
             assert_equal(result, latents)
         recorded.append(capture.recorded)
     assert recorded[0] > 0, seed
-    recorder = recording._stepped.graphs
+    recorder = recording.stepped.graphs
     assert isinstance(recorder, Graphs)
     assert recorder._capture is capture, "recording was turned off"
 
@@ -226,7 +226,7 @@ def test_rows_that_join_and_leave_have_the_latents_that_they_have_without(
         ):
             assert_equal(result, latents)
     assert capture.recorded > 0, seed
-    recorder = recording._stepped.graphs
+    recorder = recording.stepped.graphs
     assert isinstance(recorder, Graphs)
     assert recorder._capture is capture, "recording was turned off"
 
