@@ -7,7 +7,7 @@ beside the tokens, and keep a few large channels from drowning the rest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -170,17 +170,21 @@ class BlockEntry:
     """[tokens, width] at the block's output: part `end`, where a UNet's stack ends."""
     map: Coded | None = None
     """[tokens, width] of a feature map's positions: part `map`; no block has any."""
+    parts: Mapping[str, tuple[Coded, ...]] = field(init=False, repr=False, compare=False)
+    """Tensors of the parts that are kept, in the order of PARTS."""
+
+    def __post_init__(self) -> None:
+        fields = (self.hidden,), (self.keys, self.values), (self.end,), (self.map,)
+        parts = {part: kept for part, kept in zip(PARTS, fields, strict=True) if None not in kept}
+        object.__setattr__(self, "parts", parts)
 
     @property
     def nbytes(self) -> int:
-        return sum(coded.nbytes for part in PARTS for coded in self.part(part))
+        return sum(coded.nbytes for tensors in self.parts.values() for coded in tensors)
 
     def part(self, name: str) -> tuple[Coded, ...]:
         """Return the tensors of one of PARTS; none if it is not kept."""
-        if name == "kv":
-            return () if self.keys is None or self.values is None else (self.keys, self.values)
-        coded = {"h": self.hidden, "end": self.end, "map": self.map}[name]
-        return () if coded is None else (coded,)
+        return self.parts.get(name, ())
 
     def map_coded(self, change: Callable[[Coded], Coded]) -> BlockEntry:
         tensors = (self.hidden, self.keys, self.values, self.end, self.map)
@@ -208,8 +212,8 @@ class AnchorEntry:
         return sum(
             padded(tensor.nbytes)
             for block in self.blocks
-            for part in PARTS
-            for coded in block.part(part)
+            for tensors in block.parts.values()
+            for coded in tensors
             for tensor in coded.tensors()
         )
 

@@ -15,7 +15,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -340,8 +340,8 @@ class CudaMover:
         whole = selected = 0
         for number, block in enumerate(entry.blocks):
             tokens = len(selection.of(number))
-            for part in PARTS:
-                for coded in block.part(part):
+            for tensors in block.parts.values():
+                for coded in tensors:
                     if not isinstance(coded, StoredCoded) or _registered(coded.data) is None:
                         return False
                     whole += coded.nbytes
@@ -520,6 +520,9 @@ class EntryLost(Exception):
 class BlockSource(Protocol):
     """Tensors of a block by part, such as `entries.BlockEntry`."""
 
+    @property
+    def parts(self) -> Mapping[str, Travelling]: ...
+
     def part(self, name: str) -> Travelling: ...
 
 
@@ -557,7 +560,8 @@ class Load:
     @property
     def room(self) -> int:
         """Bytes of the reserve's block that fits all parts."""
-        tensors = 3 * sum(len(b.part(part)) for b in self.entry.blocks for part in PARTS)
+        blocks = self.entry.blocks
+        tensors = 3 * sum(len(part) for block in blocks for part in block.parts.values())
         return self.nbytes + ALIGN * tensors
 
     @property
@@ -591,15 +595,14 @@ class Load:
 
     def _sizes(self, block: int) -> list[float]:
         tokens = None if self.selection is None else len(self.selection.of(block))
-        sizes: list[float] = []
-        for part in PARTS:
+        sizes = dict.fromkeys(PARTS, np.inf)
+        for part in self.entry.blocks[block].parts:
             coded_parts = self.parts(block, part)
             if tokens is None:
-                size = sum(coded.nbytes for coded in coded_parts)
+                sizes[part] = sum(coded.nbytes for coded in coded_parts)
             else:
-                size = sum(coded.nbytes_of(tokens) for coded in coded_parts)
-            sizes.append(size if coded_parts else np.inf)
-        return sizes
+                sizes[part] = sum(coded.nbytes_of(tokens) for coded in coded_parts)
+        return list(sizes.values())
 
 
 class Loader:

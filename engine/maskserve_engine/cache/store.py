@@ -17,7 +17,7 @@ from torch import Tensor
 
 from maskserve_common.contracts.keys import Anchor, entries_id
 from maskserve_engine.base.device_clock import Span, mark
-from maskserve_engine.cache.entries import PARTS, AnchorEntry, Coded
+from maskserve_engine.cache.entries import AnchorEntry, Coded
 from maskserve_engine.cache.entry_file import EntrySource
 from maskserve_engine.cache.folder_tier import FolderTier
 from maskserve_engine.cache.host_cache import HostMemory
@@ -343,9 +343,8 @@ class Store:
         if isinstance(entry, AnchorEntry) and on_device:
             load = Load(entry, source.tier, None)
             for block, block_entry in enumerate(entry.blocks):
-                for part in PARTS:
-                    if block_entry.part(part):
-                        load.arrive((block, part), Arrival(block_entry.part(part)))
+                for part, tensors in block_entry.parts.items():
+                    load.arrive((block, part), Arrival(tensors))
             load.moved = booked = 0
         else:
             load = Load(source.entry, source.tier, selection)
