@@ -580,7 +580,7 @@ MUTATIONS = (
     ),
     Mutation(
         "rows of a template make their own references",
-        "engine/maskserve_engine/loop/local_executor.py",
+        "engine/maskserve_engine/loop/local_rows.py",
         "references.entry = entry",
         "pass",
         f"{_EXACT}::test_a_template_has_its_references_once_and_all_its_rows_read_them",
@@ -940,7 +940,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a step cache beside a template keeps its host memory",
-        "engine/maskserve_engine/loop/local_executor.py",
+        "engine/maskserve_engine/loop/local_rows.py",
         "for one in (self.reader, self.beside, self.nets) if one is not None]",
         "for one in (self.reader, self.nets) if one is not None]",
         f"{_HOST_ROWS}::test_a_cache_beside_a_template_gives_the_same_picture_in_host_memory",
@@ -948,8 +948,8 @@ MUTATIONS = (
     Mutation(
         "a step fails whose cache beside a template does not arrive",
         "engine/maskserve_engine/loop/local_executor.py",
-        "return any(lost_caches) or any([record.lose_references() for record in records])",
-        "return any([record.lose_references() for record in records])",
+        "return bool(lost_caches or sum([record.lose_references() for record in records]))",
+        "return bool(sum([record.lose_references() for record in records]))",
         f"{_HOST_ROWS}"
         "::test_an_edit_of_a_template_whose_step_cache_does_not_come_back_computes_its_text",
     ),

@@ -420,9 +420,7 @@ class RequestManager:
         seed, sure = job.request.template_noise_seed, job.request.settings.insists
         nbytes = 0
         if route.schedule_with_template is not None:
-            nbytes = step_cache_bytes_with_template(
-                route.schedule_with_template, self.adapter, job
-            )
+            nbytes = step_cache_bytes_with_template(route.schedule_with_template, self.adapter, job)
         spec = CachedRowSpec(
             job, seed, route.key, route.anchors, sure, route.schedule_with_template, nbytes
         )

@@ -60,9 +60,7 @@ class RefreshSchedules:
             control=control,
         )
 
-    def beside_template(
-        self, job: EditJob, dense_steps: int
-    ) -> tuple[RefreshSchedule | None, ...]:
+    def beside_template(self, job: EditJob, dense_steps: int) -> tuple[RefreshSchedule | None, ...]:
         """Return the step caches that an edit may keep beside a template's entries, the largest
         first: its text and ring, which steps between refresh steps leave out, and the residual
         correction from its dense first steps; or the correction alone. None: no step cache.

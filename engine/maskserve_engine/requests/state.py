@@ -785,9 +785,7 @@ class RequestState:
         times = self.work.without_schedule().cached_flops / self.work.cached_flops
         return with_template(levels_of(settings, spec.skipping, "cached"), times)
 
-    def step_down(
-        self, level: ReuseLevel, adapter: Adapter, schedules: RefreshSchedules
-    ) -> None:
+    def step_down(self, level: ReuseLevel, adapter: Adapter, schedules: RefreshSchedules) -> None:
         """Apply a reuse level; called before the row is made, since its tokens depend on it."""
         self.level = level
         if level.anchors:

@@ -30,7 +30,8 @@ from maskserve_engine.families.unet.conditioning import UnetBlend
 from maskserve_engine.families.unet.forward import PackedPasses
 from maskserve_engine.families.unet.latents import PackedLatents
 from maskserve_engine.families.unet.rows import Guidance
-from maskserve_engine.loop.local_executor import LocalExecutor, RowRecord
+from maskserve_engine.loop.local_executor import LocalExecutor
+from maskserve_engine.loop.local_rows import RowRecord
 from maskserve_engine.loop.measured_costs import MeasuredCosts, QueuedStep, StepTimes
 from maskserve_engine.loop.status_publisher import new_counters
 from maskserve_engine.planning.cost_model import H100, estimate
@@ -396,7 +397,7 @@ def test_what_a_step_took_is_known_without_waiting_for_it() -> None:
         )
         executor = LocalExecutor(parts, parts)
         reader = cast(EntryReader, SimpleNamespace(entry=handle))
-        executor.rows["edit"] = RowRecord(cast(EditJob, None), row, reader)
+        executor.rows["edit"] = RowRecord(None, cast(EditJob, None), row, reader)
         reads, plan = (Read("edit", whole=False, required=False),), plan_of_kinds(("kv", "kv"))
         costs = MeasuredCosts(estimate(H100))
         times = StepTimes(costs, handle._loader.take_moves, counters, observed)
