@@ -91,15 +91,13 @@ def lora_edits(args: argparse.Namespace) -> dict[str, Any]:
 
 def _flop_ratio(worker: Direct, job: EditJob, file: Path) -> float:
     """Return the FLOPs of an edit's cached step over those of the same step with a LoRA."""
-    adapter = worker.engine.adapter
-    work = adapter.work(*job.moments.shape[1:])
     with safe_open(file, "pt") as opened:
         layers = {
             module: sum(opened.get_tensor(name).numel() for name in (names.down, names.up))
             for (_, module), names in by_module(opened.keys())[0].items()
         }
-    without = EditWork.of(job, adapter)
-    with_lora = without.with_loras([work.lora_work(layers)], work)
+    without = EditWork.of(job, worker.engine.adapter)
+    with_lora = without.with_loras([without.model.lora_work(layers)])
     return without.cached_flops / with_lora.cached_flops
 
 

@@ -103,8 +103,7 @@ class EditAdapters:
             return
         edit.loras.digests = tuple([self.loras.digest(lora) for lora in edit.loras.effective])
         edit.loras.nbytes, edit.row_status = self.loras.file_bytes(edit.loras.effective), None
-        work = work_of(self._adapter, edit.job)
-        edit.work = edit.work.without_schedule().with_loras(self._works(edit.job), work)
+        edit.work = edit.work.without_schedule().with_loras(self._works(edit.job))
         if self._entries_with_loras:
             scales = [lora.scale for lora in edit.loras.effective]
             name = adapters_id(list(zip(edit.loras.digests, scales, strict=True)))

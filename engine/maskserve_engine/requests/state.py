@@ -53,6 +53,8 @@ class EditWork:
     steps: int
     counted: Totals
     """Sums of one step."""
+    model: ModelWork
+    """Work of the model at the edit's size."""
     batch_key: Hashable = None
     """Key of the batch: rows of equal keys may share a step."""
     passes: int = 1
@@ -83,39 +85,34 @@ class EditWork:
 
     @classmethod
     def of(cls, job: EditJob, adapter: Adapter) -> EditWork:
-        tokens, work = adapter.tokens(job), work_of(adapter, job)
+        tokens, model = adapter.tokens(job), work_of(adapter, job)
         return cls(
             total_tokens=tokens.total,
             active_tokens=tokens.active,
             steps=adapter.steps(job),
             counted=adapter.counted(job),
+            model=model,
             batch_key=adapter.batch_key(job),
             passes=1 if job.negative is None else 2,
-            still_flops=work.still_flops,
+            still_flops=model.still_flops,
             inner_tokens=tokens.inner,
             ring_tokens=tokens.ring,
-        ).with_loras((), work)
+        ).with_loras(())
 
-    def with_loras(self, loras: Sequence[ModelWork], work: ModelWork) -> EditWork:
-        """Return the work of the edit with these LoRAs.
-
-        Args:
-            loras: work that each LoRA adds.
-            work: work of the model at the edit's size.
-        """
-        counted = self.counted.with_loras(loras)
+    def with_loras(self, loras: Sequence[ModelWork]) -> EditWork:
+        """Return the work of the edit with LoRAs that add this work each."""
+        counted, model = self.counted.with_loras(loras), self.model
         return replace(
             self,
             counted=counted,
-            dense_flops=work.batch_flops(None, (), counted) + self.still_flops / self.steps,
-            cached_flops=work.batch_flops(counted, ("kv",) * len(work.blocks), None),
+            dense_flops=model.batch_flops(None, (), counted) + self.still_flops / self.steps,
+            cached_flops=model.batch_flops(counted, ("kv",) * len(model.blocks), None),
         )
 
     def with_schedule(
         self,
         plan: RefreshSchedule,
         between: Totals,
-        work: ModelWork,
         renewed: Totals | None,
         done: int = 0,
     ) -> EditWork:
@@ -125,20 +122,19 @@ class EditWork:
         Args:
             plan: schedule of its refresh steps.
             between: sums of a step between them, without LoRAs.
-            work: work of the model at the edit's size.
             renewed: sums of a refresh step, without LoRAs, in a row that reads a template.
             done: steps taken, less than all.
         """
-        plain = self.without_schedule()
-        kinds, (share, alone) = ("kv",) * len(work.blocks), plan.shares(self.steps, done)
+        plain, model = self.without_schedule(), self.model
+        kinds, (share, alone) = ("kv",) * len(model.blocks), plan.shares(self.steps, done)
         between = replace(between, added=self.counted.added)
         cached_share = 1.0 - alone
         at_anchors, tokens = self.dense_flops, between.active[0]
         if renewed is not None:
             renewed = replace(renewed, added=self.counted.added)
-            at_anchors = work.batch_flops(renewed, kinds, None)
+            at_anchors = model.batch_flops(renewed, kinds, None)
             tokens = share * renewed.active[0] + cached_share * tokens
-        mean = share * at_anchors + cached_share * work.batch_flops(between, kinds, None)
+        mean = share * at_anchors + cached_share * model.batch_flops(between, kinds, None)
         controls = plain.controls
         if controls is not None and renewed is None:
             controls = controls.with_schedule(plan, replace(between, added=None))
@@ -727,8 +723,7 @@ class RequestState:
         renewed = (
             adapter.counted(self.job, plan, anchor=True) if execution.schedule is None else None
         )
-        work = work_of(adapter, self.job)
-        return plain.with_schedule(plan, between, work, renewed, done)
+        return plain.with_schedule(plan, between, renewed, done)
 
     def refreshed(self, step: RowStep, adapter: Adapter) -> RefreshSchedule | None:
         """Record a step of a row with refresh steps. Return the schedule of the steps after it, and

@@ -369,12 +369,8 @@ def test_a_hit_steps_down_to_nothing_that_is_more_work_than_it_is(
     schedule = RefreshSchedules(anchoring.config, anchoring.adapter).beside_template(one, 0)[0]
     assert schedule is not None
     counted = [anchoring.adapter.counted(one, schedule, anchor=flag) for flag in (False, True)]
-    work = anchoring.adapter.work(*one.moments.shape[1:])
     plain = EditWork.of(one, anchoring.adapter)
-    times = (
-        plain.cached_flops
-        / plain.with_schedule(schedule, counted[0], work, counted[1]).cached_flops
-    )
+    times = plain.cached_flops / plain.with_schedule(schedule, counted[0], counted[1]).cached_flops
     levels = LEVELS[FILL, "cached"]
     less = [level for level in levels if times * level.work < 0.99]
     assert 0 < len(less) < len([level for level in levels if level.work < 0.99])

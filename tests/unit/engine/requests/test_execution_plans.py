@@ -150,7 +150,7 @@ def adapted(engine: Engine, edit: RequestState, loras: int) -> None:
     """Have so many LoRAs of all layers that are here."""
     work = engine.adapter.work(*edit.job.moments.shape[1:])
     one, _ = work.typical_lora()
-    edit.work = edit.work.with_loras([one] * loras, work)
+    edit.work = edit.work.with_loras([one] * loras)
 
 
 def accepted(

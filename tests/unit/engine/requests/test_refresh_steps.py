@@ -510,11 +510,11 @@ def test_a_router_prices_what_a_hit_leaves_out_as_its_worker_counts_it(
     adapter = engine.adapter
     schedule = RefreshSchedules(engine.config, adapter).beside_template(edit_job, 0)[0]
     assert schedule is not None
-    work, tokens = adapter.work(*edit_job.moments.shape[1:]), adapter.tokens(edit_job)
+    tokens = adapter.tokens(edit_job)
     between, at_anchors = (
         adapter.counted(edit_job, schedule, anchor=flag) for flag in (False, True)
     )
-    counted = EditWork.of(edit_job, adapter).with_schedule(schedule, between, work, at_anchors)
+    counted = EditWork.of(edit_job, adapter).with_schedule(schedule, between, at_anchors)
     pricing = priced_by_flops(engine, edit_job, 20)
     router_edit = Edit(
         20, tokens.active, tokens.total, inner_tokens=tokens.inner, ring_tokens=tokens.ring

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,8 @@ from maskserve_engine.requests.templates import ExecutionMode, ExecutionPlan
 from tests.fakes.jobs import config_of, encode_case, guided, random_case
 
 NOTHING = Totals(0, np.zeros((1, 6)), np.zeros((1, 6)), (0.0,), 0.0, (0.0,))
+MODEL: Any = None
+"""No test here reads it."""
 
 
 @pytest.mark.parametrize(("mode", "computed"), [("dense", 16), ("cached", 3)])
@@ -29,7 +32,7 @@ def test_a_negative_prompt_counts_its_pass_of_the_model_too(
         edit = RequestState(
             job,
             sink=print,
-            work=EditWork(16, 3, 4, NOTHING, passes=passes),
+            work=EditWork(16, 3, 4, NOTHING, MODEL, passes=passes),
             times=EditTimes(0.0),
             deadline=None,
             plan=ExecutionPlan(mode, "hit"),
@@ -48,7 +51,7 @@ def test_a_step_counts_as_what_it_computed_and_not_as_what_it_was_to_leave_out()
     others would read, a step that was to leave both out computes them.
     """
     between, renewed = (replace(NOTHING, rows=rows) for rows in (1, 2))
-    plain = EditWork(16, 3, 4, NOTHING)
+    plain = EditWork(16, 3, 4, NOTHING, MODEL)
     work = replace(plain, between=between, renewed=renewed, plain=plain)
     assert work.reading(text=False) is between
     assert work.reading(text=True) is renewed
