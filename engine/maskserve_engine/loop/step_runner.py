@@ -314,7 +314,7 @@ class StepRunner:
             self.counters[f"plan_blocks_total.{kind}"] += blocks
         computed = edit.computed_tokens(step)
         edit.tally.computed_tokens += computed
-        schedule = edit.refreshed(step, self.adapter)
+        schedule = self.manager.schedules.follow(edit, step)
         if schedule is not None:
             self.executor.refresh_at(edit.request_id, schedule)
             self.manager.reprice(edit)

@@ -93,21 +93,19 @@ class RequestManager:
         self.adapters, self.audits, self.in_time = adapters, audits, in_time
         self.primings, self._observations = primings, observations
         self._worker, self._model = config.worker, model_name(config)
-        self._schedules = RefreshSchedules(config, adapter)
+        self.schedules = RefreshSchedules(config, adapter)
         self._table = table
         self.edits, self.scheduler, self.residency = table.edits, table.scheduler, table.residency
         self._priming = {} if primings is None else primings.states
         self.policy: ExecutionPolicy | None = None
         """Chooses the plans of edits; None: all edits run dense."""
         if primings is not None:
-            self.policy = ExecutionPolicy(
-                primings, audits, in_time, table, self._schedules, adapter
-            )
+            self.policy = ExecutionPolicy(primings, audits, in_time, table, self.schedules, adapter)
         policy = self.policy
         choose = None if policy is None else policy.choose_with_adapters
         self.late = LateRows(adapters, choose, executor, adapter)
         self.regions = EditRegions(
-            self._schedules, config.cache.dense_above_ratio, adapter, executor, adapters
+            self.schedules, config.cache.dense_above_ratio, adapter, executor, adapters
         )
         self._checks: tuple[AdmissionCheck, ...] = (
             AdaptersLoaded(adapters, table, config.engine.max_rows),
@@ -411,7 +409,7 @@ class RequestManager:
         if edit.levels:
             level = self.in_time.level(edit, self._batch_mates(edit), time.monotonic())
             if level is not None:
-                edit.step_down(level, self.adapter, self._schedules)
+                edit.step_down(level, self.schedules.at_level(edit, level), self.adapter)
         job, route = edit.job, edit.plan
         if edit.plan.mode != "cached":
             return self.executor.make(edit.request_id, DenseRowSpec(job, route.key))

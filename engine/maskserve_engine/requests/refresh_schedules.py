@@ -11,13 +11,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from maskserve_common.config import Config
-from maskserve_common.contracts.reuse_levels import refresh_count
+from maskserve_common.contracts.reuse_levels import ReuseLevel, refresh_count
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.step_cache import RefreshSchedule
 from maskserve_engine.families.adapter import Adapter, work_of
 from maskserve_engine.planning import refresh_steps as planning
 from maskserve_engine.planning.entry_bytes import FORMATS
-from maskserve_engine.planning.refresh_control import RefreshControl
+from maskserve_engine.planning.refresh_control import RefreshControl, Remainder
+from maskserve_engine.requests.executor import RowStep
+from maskserve_engine.requests.state import RequestState
+from maskserve_engine.requests.templates import ExecutionPlan
 from maskserve_engine.scheduling.policies import policy_of
 from maskserve_engine.spec.model_spec import (
     promised_fidelity,
@@ -29,7 +32,7 @@ from maskserve_engine.stages.loader import device_of
 
 
 class RefreshSchedules:
-    """Decides the refresh steps of a worker's edits.
+    """Decides the refresh steps of a worker's edits: before they run, and by their errors.
 
     Args:
         config: configuration of the worker.
@@ -100,10 +103,42 @@ class RefreshSchedules:
         plan = RefreshSchedule.of(self._spec, rule, region.count(len(sigmas)), sigmas)
         return plan.begun_at(begin, len(sigmas), region.last)
 
-    def with_count(self, plan: RefreshSchedule, count: int, job: EditJob) -> RefreshSchedule:
-        """Return an edit's schedule with this number of refresh steps."""
-        anchors = RefreshSchedule.of(self._spec, self._rule, count, self._sigmas(job)).anchors
+    def at_level(self, edit: RequestState, level: ReuseLevel) -> RefreshSchedule | None:
+        """Return an edit's schedule at a reuse level; None: the level has no refresh steps."""
+        if not level.anchors:
+            return None
+        plan, sigmas = edit.plan.schedule, self._sigmas(edit.job)
+        assert plan is not None, "only an edit with refresh steps has such levels"
+        anchors = RefreshSchedule.of(self._spec, self._rule, level.anchors, sigmas).anchors
         return replace(plan, anchors=anchors)
+
+    def follow(self, edit: RequestState, step: RowStep) -> RefreshSchedule | None:
+        """Record a step of a row with refresh steps. Return the schedule of the steps after it, and
+        set plan and work by it, if its error places the next refresh step or if its step cache
+        begins anew; None: neither.
+        """
+        plan, reads, number = edit.plan.schedule, edit.reads, step.done - 1
+        if plan is None or plan.control is None or reads is None:
+            return None
+        before, error = reads.refreshed_at, step.refresh_error
+        is_anew = not step.read and number not in plan.dense
+        if error is not None or not step.read:
+            reads.refreshed_at = number
+        if step.done == edit.work.steps or (error is None and not is_anew):
+            return None
+        remainder = (
+            plan.control.begin(number)
+            if error is None
+            else plan.control.after(before, number, error)
+        )
+        schedule, chosen = _controlled(edit.plan, plan, number, remainder)
+        dense_flops = edit.work.without_schedule().step_flops("dense")
+        if edit.step_flops(chosen, self._adapter, step.done) > dense_flops:
+            dense_after = plan.control.dense_after(number)
+            schedule, chosen = _controlled(edit.plan, plan, number, dense_after)
+        edit.go(chosen, self._adapter)
+        reads.follow(schedule)
+        return schedule
 
     def _strided(self, job: EditJob) -> RefreshSchedule | None:
         """Return the schedule by the worker's stride; None: the edit has no refresh steps."""
@@ -113,6 +148,16 @@ class RefreshSchedules:
 
     def _sigmas(self, job: EditJob) -> list[float]:
         return [sigma for sigma, _ in self._adapter.sigmas(job)]
+
+
+def _controlled(
+    execution: ExecutionPlan, plan: RefreshSchedule, step: int, remainder: Remainder
+) -> tuple[RefreshSchedule, ExecutionPlan]:
+    """Return schedule and execution plan with this remainder after refresh step `step`."""
+    schedule = plan.controlled(step, remainder)
+    dense_for = "error" if remainder.failed else ""
+    count = len(schedule.anchors)
+    return schedule, replace(execution, schedule=schedule, dense_steps=count, dense_for=dense_for)
 
 
 def step_cache_bytes(plan: RefreshSchedule, adapter: Adapter, job: EditJob) -> int:

@@ -22,12 +22,11 @@ from maskserve_engine.base.timeline import RequestTimeline
 from maskserve_engine.batch.step_cache import RefreshSchedule
 from maskserve_engine.families.adapter import Adapter, work_of
 from maskserve_engine.planning.flops import ModelWork, Totals
-from maskserve_engine.planning.refresh_control import Remainder, fidelity_of
+from maskserve_engine.planning.refresh_control import fidelity_of
 from maskserve_engine.planning.regions import Bools
 from maskserve_engine.requests.audits import Audit
 from maskserve_engine.requests.control_nets import ControlNetSource, ControlWork
 from maskserve_engine.requests.executor import RowLoads, RowReport, RowStep
-from maskserve_engine.requests.refresh_schedules import RefreshSchedules
 from maskserve_engine.requests.templates import DENSE, ExecutionMode, ExecutionPlan, Priming
 from maskserve_engine.scheduling.step_scheduler import Ticket
 from maskserve_engine.spec.model_spec import ModelSpec
@@ -725,44 +724,6 @@ class RequestState:
         )
         return plain.with_schedule(plan, between, renewed, done)
 
-    def refreshed(self, step: RowStep, adapter: Adapter) -> RefreshSchedule | None:
-        """Record a step of a row with refresh steps. Return the schedule of the steps after it, and
-        set plan and work by it, if its error places the next refresh step or if its step cache
-        begins anew; None: neither.
-        """
-        plan, reads, number = self.plan.schedule, self.reads, step.done - 1
-        if plan is None or plan.control is None or reads is None:
-            return None
-        before, error = reads.refreshed_at, step.refresh_error
-        is_anew = not step.read and number not in plan.dense
-        if error is not None or not step.read:
-            reads.refreshed_at = number
-        if step.done == self.work.steps or (error is None and not is_anew):
-            return None
-        remainder = (
-            plan.control.begin(number)
-            if error is None
-            else plan.control.after(before, number, error)
-        )
-        chosen = self._with_remainder(number, remainder)
-        dense_flops = self.work.without_schedule().step_flops("dense")
-        if self.step_flops(chosen, adapter, step.done) > dense_flops:
-            chosen = self._with_remainder(number, plan.control.dense_after(number))
-        self.go(chosen, adapter)
-        assert chosen.schedule is not None
-        reads.follow(chosen.schedule)
-        return chosen.schedule
-
-    def _with_remainder(self, step: int, remainder: Remainder) -> ExecutionPlan:
-        assert self.plan.schedule is not None
-        schedule = self.plan.schedule.controlled(step, remainder)
-        return replace(
-            self.plan,
-            schedule=schedule,
-            dense_steps=len(schedule.anchors),
-            dense_for="error" if remainder.failed else "",
-        )
-
     def step_flops(self, plan: ExecutionPlan, adapter: Adapter, done: int = 0) -> float:
         """Return the mean FLOPs of one of its steps alone with a plan, after `done` steps; plans
         are compared by it.
@@ -780,13 +741,20 @@ class RequestState:
         times = self.work.without_schedule().cached_flops / self.work.cached_flops
         return with_template(levels_of(settings, spec.skipping, "cached"), times)
 
-    def step_down(self, level: ReuseLevel, adapter: Adapter, schedules: RefreshSchedules) -> None:
-        """Apply a reuse level; called before the row is made, since its tokens depend on it."""
+    def step_down(
+        self, level: ReuseLevel, schedule: RefreshSchedule | None, adapter: Adapter
+    ) -> None:
+        """Apply a reuse level; called before the row is made, since its tokens depend on it.
+
+        Args:
+            level: one of `levels`.
+            schedule: schedule of the level (`RefreshSchedules.at_level`).
+            adapter: the model.
+        """
         self.level = level
-        if level.anchors:
-            assert self.plan.schedule is not None, "other levels are of other ways"
-            plan = schedules.with_count(self.plan.schedule, level.anchors, self.job)
-            self.go(replace(self.plan, schedule=plan, dense_steps=level.anchors), adapter)
+        if schedule is not None:
+            plan = replace(self.plan, schedule=schedule, dense_steps=len(schedule.anchors))
+            self.go(plan, adapter)
             return
         # A block that is skipped at a refresh step would leave nothing in the step cache.
         self.go(replace(self.plan, schedule_with_template=None), adapter)

@@ -178,7 +178,7 @@ def check(engine: Engine, edit: RequestState) -> None:
         assert ticket.cost < dense
     for level in edit.levels:
         again = replace(edit)
-        again.step_down(level, engine.adapter)
+        again.step_down(level, None, engine.adapter)
         assert 0 < again.make_ticket().cost <= dense * (1 + 1e-12), level
         again.status()
 
