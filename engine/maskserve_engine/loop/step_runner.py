@@ -175,7 +175,8 @@ class StepRunner:
         number = next(self._numbers)
         edits = [edit for edit in running if isinstance(edit, RequestState)]
         measures = self.manager.regions.measures
-        measured = tuple([edit.request_id for edit in edits if measures(edit)])
+        finding = [edit for edit in edits if edit.plan.region is not None]
+        measured = tuple([edit.request_id for edit in finding if measures(edit)])
         if planned is None:
             return StepInput(number, rows, devices, measured=measured)
         return StepInput(
@@ -314,11 +315,10 @@ class StepRunner:
             self.counters[f"plan_blocks_total.{kind}"] += blocks
         computed = edit.computed_tokens(step)
         edit.tally.computed_tokens += computed
-        schedule = self.manager.schedules.follow(edit, step)
-        if schedule is not None:
-            self.executor.refresh_at(edit.request_id, schedule)
-            self.manager.reprice(edit)
-        self.manager.regions.follow(edit, step)
+        if edit.plan.schedule is not None:
+            self.manager.follow_errors(edit, step)
+        if step.change is not None:
+            self.manager.regions.follow(edit, step)
         self.counters["active_tokens_total"] += work.passes * computed
         if edit.overflowed is not None:
             self._end(edit, overflowed(edit.overflowed))

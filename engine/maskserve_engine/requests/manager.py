@@ -45,6 +45,7 @@ from maskserve_engine.requests.executor import (
     DenseRowSpec,
     Executor,
     RowReport,
+    RowStep,
 )
 from maskserve_engine.requests.primings import Primings
 from maskserve_engine.requests.refresh_schedules import (
@@ -186,9 +187,14 @@ class RequestManager:
             self.primings.begin(job, urgent=False)
         return self.primings.cache.priming_state(job)
 
-    def reprice(self, edit: RequestState) -> None:
-        """Correct the prices of a running edit, whose errors have placed refresh steps."""
-        self._table.reprice(edit)
+    def follow_errors(self, edit: RequestState, step: RowStep) -> None:
+        """Place the next refresh step of a running edit, and correct its prices, if the step has
+        shown an error that it depends on.
+        """
+        schedule = self.schedules.follow(edit, step)
+        if schedule is not None:
+            self.executor.refresh_at(edit.request_id, schedule)
+            self._table.reprice(edit)
 
     def finish(self, edit: RequestState) -> None:
         """Answer an edit whose row has taken its last step."""

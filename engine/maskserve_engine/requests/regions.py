@@ -48,18 +48,18 @@ class EditRegions:
         """Whether the change of an edit's prediction is measured after its next step."""
         rule, step = edit.plan.region, edit.tally.done
         if rule is None or step + 1 == edit.work.steps:
-            return False
+            return False  # it has found no region, or has no step for one
         if edit.region is None:
             return step + 1 == rule.after
         return edit.reads is not None and edit.reads.looks_ahead(step)
 
     def follow(self, edit: RequestState, step: RowStep) -> None:
-        """Narrow an edit to its region, or let more tokens join, if the step has measured its
-        change.
+        """Narrow an edit to its region, or let more tokens join, by the change that the step has
+        measured.
         """
         rule = edit.plan.region
-        if rule is None or step.change is None:
-            return
+        assert rule is not None, "only such an edit's change is measured"
+        assert step.change is not None, "the step has measured it"
         before = edit.region
         region = rule.region(step.change.reshape(self._grid(edit)), before)
         if before is None and (not region.any() or region.mean() >= self._dense_above_ratio):

@@ -18,7 +18,6 @@ from maskserve_engine.families.registry import load_encoder
 from maskserve_engine.loop.engine import Engine
 from maskserve_engine.planning.refresh_control import RefreshControl, tolerance_of
 from maskserve_engine.requests.refresh_schedules import RefreshSchedules
-from maskserve_engine.requests.state import RequestState
 from maskserve_engine.scheduling.step_scheduler import Ticket
 from tests.fakes.jobs import config_of, tolerance
 from tests.support.draws import fresh_seed
@@ -171,14 +170,15 @@ def test_it_is_never_priced_above_a_dense_edit(engine: Engine, encoder: Encoder)
 def test_after_its_last_error_its_ticket_has_the_tokens_of_its_steps_left(
     engine: Engine, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    repriced, reprice = list[tuple[int, int, Ticket]](), engine.manager.reprice
+    repriced, scheduler = list[tuple[int, int, Ticket]](), engine.manager.scheduler
+    reprice = scheduler.reprice
 
-    def recorded(state: RequestState) -> None:
-        reprice(state)
-        [row] = engine.manager.scheduler.running
+    def recorded(ticket: Ticket) -> None:
+        reprice(ticket)
+        [row], [state] = scheduler.running, engine.manager.edits.values()
         repriced.append((state.tally.done, state.tally.computed_tokens, row))
 
-    monkeypatch.setattr(engine.manager, "reprice", recorded)
+    monkeypatch.setattr(scheduler, "reprice", recorded)
     meta = edit(engine, job(encoder, fresh_seed(), "priced", num_inference_steps=STEPS)).meta
     done, tokens, row = repriced[-1]
     left = STEPS - done
