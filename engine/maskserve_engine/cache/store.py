@@ -50,12 +50,12 @@ class Handle:
         self.anchor, self.load = anchor, load
         self.stalls: list[Span] = []
         """Spans in which steps waited for a part."""
-        self._loader, self._selection, self._release = loader, selection, release
+        self.loader, self._selection, self._release = loader, selection, release
         self._released = False
 
     def want(self, parts: Iterable[Part], step: int) -> None:
         """Load parts for a step; see `Loader.ask`."""
-        self._loader.ask(self.load, parts, step)
+        self.loader.ask(self.load, parts, step)
 
     def ready(self, block: int, part: str) -> bool:
         """Whether `wait` would return at once."""
@@ -81,9 +81,9 @@ class Handle:
         if arrival is not None and arrival.ready():
             parts = arrival.get()
         else:
-            begin = mark(self._loader.mover.device)
-            parts = (arrival or self._loader.wait(self.load, (block, part))).get()
-            self.stalls.append(Span(begin, mark(self._loader.mover.device)))
+            begin = mark(self.loader.mover.device)
+            parts = (arrival or self.loader.wait(self.load, (block, part))).get()
+            self.stalls.append(Span(begin, mark(self.loader.mover.device)))
         if self.load.selection is not None:
             return parts, None
         return parts, self._selection.on(block, parts[0].data.device)

@@ -43,8 +43,8 @@ class RemoteDenoisers:
         self._listener, self._sessions = listener, sessions
         self._stop = threading.Event()
         self._lock = threading.Lock()
-        self._links: dict[Wire, threading.Thread] = {}
-        self._unproven: dict[Wire, str] = {}
+        self.links: dict[Wire, threading.Thread] = {}
+        self.unproven: dict[Wire, str] = {}
         """Hosts of links that have not proved their key, the oldest first."""
         self._hosts: dict[str, None] = {}
         """Hosts of denoisers."""
@@ -58,7 +58,7 @@ class RemoteDenoisers:
         self._thread.join()
         self._listener.close()
         with self._lock:
-            links = dict(self._links)
+            links = dict(self.links)
         for wire in links:
             wire.end()
         for thread in links.values():
@@ -75,11 +75,11 @@ class RemoteDenoisers:
                 self._stop.wait(_RETRY_S)
                 continue
             with self._lock:
-                if len(self._links) >= _MOST_LINKS and not self._displace(address[0]):
+                if len(self.links) >= _MOST_LINKS and not self._displace(address[0]):
                     wire.close()
                     continue
                 thread = threading.Thread(target=self._serve, args=(wire,), daemon=True)
-                self._links[wire], self._unproven[wire] = thread, address[0]
+                self.links[wire], self.unproven[wire] = thread, address[0]
             thread.start()
 
     def _displace(self, host: str) -> bool:
@@ -87,11 +87,11 @@ class RemoteDenoisers:
         may be ended.
         """
         strangers = [
-            wire for wire, other_host in self._unproven.items() if other_host not in self._hosts
+            wire for wire, other_host in self.unproven.items() if other_host not in self._hosts
         ]
-        unproven = list(self._unproven) if host in self._hosts else []
+        unproven = list(self.unproven) if host in self._hosts else []
         for wire in (*strangers, *unproven)[:1]:
-            del self._unproven[wire], self._links[wire]
+            del self.unproven[wire], self.links[wire]
             wire.end()
             return True
         return False
@@ -110,7 +110,7 @@ class RemoteDenoisers:
         finally:
             limit.cancel()
         with self._lock:
-            host = self._unproven.pop(wire, None)
+            host = self.unproven.pop(wire, None)
             if host is None:
                 raise Lost("it has given way to another")
             self._hosts.pop(host, None)
@@ -139,8 +139,8 @@ class RemoteDenoisers:
             _log.info("a denoiser's link is over: %s", error, exc_info=not is_lost)
         finally:
             with self._lock:
-                self._links.pop(wire, None)
-                self._unproven.pop(wire, None)
+                self.links.pop(wire, None)
+                self.unproven.pop(wire, None)
             wire.close()
 
     def _forward_requests(self, wire: Wire, local: SocketMessages, session: str) -> None:

@@ -90,7 +90,7 @@ class ControlNetService:
         self._turn_began_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="controlnets", daemon=True)
         self._thread.start()
-        self._remote = None if remote is None else RemoteDenoisers(remote, self.sessions)
+        self.remote = None if remote is None else RemoteDenoisers(remote, self.sessions)
         threading.Thread(target=self._watch, name="controlnets-watch", daemon=True).start()
 
     @property
@@ -107,8 +107,8 @@ class ControlNetService:
 
     def close(self) -> None:
         self._stop.set()
-        if self._remote is not None:
-            self._remote.close()
+        if self.remote is not None:
+            self.remote.close()
         self._thread.join(10.0)
         self.sessions.close()
         self._listener.close()

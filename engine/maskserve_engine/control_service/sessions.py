@@ -111,12 +111,12 @@ class DenoiserSessions:
         self._lock = threading.Lock()
         """Guards sessions and nets."""
         self._sessions: dict[str, DenoiserSession] = {}
-        self._family_nets: dict[str, Any] = {}
+        self.family_nets: dict[str, Any] = {}
         """ControlNets on the device, by version, in the family's form."""
-        self._residency = Residency(
+        self.residency = Residency(
             _MOST_WAITING, {CONTROL_NETS.name: config.controls.device_bytes}, self._dropped
         )
-        self._nets = EditControlNets(self._residency, self._loader, self._on_loaded, Observations())
+        self._nets = EditControlNets(self.residency, self._loader, self._on_loaded, Observations())
         self._waiting: dict[str, Done] = {}
         """Callbacks of pending loads, by ticket."""
         self._names = itertools.count()
@@ -163,7 +163,7 @@ class DenoiserSessions:
             resources = self._nets.hold(owner, [control])
             denoiser.versions.add(control.version)
             ticket = f"{owner} {next(self._names)}"
-            if self._residency.wait(ticket, resources):
+            if self.residency.wait(ticket, resources):
                 self._waiting[ticket] = done
                 return
             loaded = self._nets.loaded(control)
@@ -187,9 +187,9 @@ class DenoiserSessions:
         with self._lock:
             nets = {}
             for control in opening.spec.controls:
-                if control.net not in self._family_nets:
+                if control.net not in self.family_nets:
                     raise EngineFailed(f"the ControlNet service does not hold {control.net}")
-                nets[control.net] = self._family_nets[control.net]
+                nets[control.net] = self.family_nets[control.net]
             denoiser = self._session(session)
         arrays = {
             # Copied, because products of unaligned tensors round differently on CPUs.
@@ -216,7 +216,7 @@ class DenoiserSessions:
             self._forget_unconnected()
             sessions = list(self._sessions.values())
             rows = sum(len(session.rows) for session in sessions)
-            return {"sessions": len(sessions), "rows": rows, "nets": len(self._family_nets)}
+            return {"sessions": len(sessions), "rows": rows, "nets": len(self.family_nets)}
 
     def connected(self, name: str) -> bool:
         """Note that a denoiser has connected; return False if its session is not known."""
@@ -280,7 +280,7 @@ class DenoiserSessions:
         with torch.inference_mode():
             device_net = self._adapter.control_net(folder.read().to(self._device))
         with self._lock:
-            self._family_nets[version] = device_net
+            self.family_nets[version] = device_net
 
     def _on_loaded(self, control: ResolvedControl, outcome: Loaded | MaskserveError) -> None:
         """Account for a load that has ended; called in the loader's thread."""
@@ -288,7 +288,7 @@ class DenoiserSessions:
             if isinstance(outcome, Loaded):
                 tickets = self._nets.arrived(control, outcome)
             else:
-                self._family_nets.pop(control.version, None)
+                self.family_nets.pop(control.version, None)
                 tickets = self._nets.failed(control, outcome)
                 for session in self._sessions.values():
                     if control.version in session.versions:
@@ -301,7 +301,7 @@ class DenoiserSessions:
     def _dropped(self, resource: Resource) -> None:
         """Remove a ControlNet that was evicted to make room."""
         self._nets.dropped(resource)
-        self._family_nets.pop(resource.name, None)
+        self.family_nets.pop(resource.name, None)
 
 
 def _owner(session: str, version: str) -> str:

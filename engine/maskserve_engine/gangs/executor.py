@@ -130,7 +130,7 @@ class GangExecutor:
         self._living: dict[int, RankProcess] = {
             rank_process.device: rank_process for rank_process in ranks.processes
         }
-        self._rows: dict[str, _Row] = {}
+        self.rows: dict[str, _Row] = {}
         self._running: list[_RunningStep] = []
         self._names = count()
         self._adapters: dict[str, Mapping[str, Factors]] = {}
@@ -142,7 +142,7 @@ class GangExecutor:
         """Starts of each lost rank since its loss."""
         self._idle = True
         self._meeting = _meeting_place()
-        self._gangs: dict[tuple[RankProcess, ...], str] = {}
+        self.gangs: dict[tuple[RankProcess, ...], str] = {}
 
         def on_lost(process: RankProcess) -> None:
             self._post(partial(self._lost, process))
@@ -174,7 +174,7 @@ class GangExecutor:
             process.call("drop", adapter)
 
     def attach(self, row: str, adapters: Sequence[tuple[str, float]]) -> None:
-        gang_row = self._rows[row]
+        gang_row = self.rows[row]
         gang_row.adapters = tuple(adapters)
         for process in gang_row.steps_in_rank:
             process.call("attach", gang_row.name, gang_row.adapters)
@@ -197,14 +197,14 @@ class GangExecutor:
             process.call("drop_net", net)
 
     def read(self, row: str, key: str, anchors: Sequence[Anchor | None]) -> None:
-        gang_row = self._rows[row]
+        gang_row = self.rows[row]
         assert isinstance(gang_row.spec, CachedRowSpec)
         gang_row.spec = replace(gang_row.spec, key=key, anchors=tuple(anchors))
         for process in gang_row.steps_in_rank:
             process.call("read", gang_row.name, key, gang_row.spec.anchors)
 
     def refresh_at(self, row: str, schedule: RefreshSchedule) -> None:
-        gang_row = self._rows[row]
+        gang_row = self.rows[row]
         assert isinstance(gang_row.spec, AnchoredRowSpec)
         gang_row.spec = replace(gang_row.spec, plan=schedule)
         for process in gang_row.steps_in_rank:
@@ -217,8 +217,8 @@ class GangExecutor:
         """Register a row. A rank makes it with its first step there, and an error then fails the
         row.
         """
-        assert row not in self._rows, f"there is a row {row}"
-        self._rows[row] = _Row(f"{row}#{next(self._names)}", spec)
+        assert row not in self.rows, f"there is a row {row}"
+        self.rows[row] = _Row(f"{row}#{next(self._names)}", spec)
         # Rows of one mask and ring read the same tokens; ranks know which.
         refresh_schedule = spec.schedule if isinstance(spec, CachedRowSpec) else None
         return RowReport(
@@ -228,7 +228,7 @@ class GangExecutor:
     def load(
         self, reads: Sequence[Read], devices: tuple[int, ...] = (0,)
     ) -> Mapping[str, tuple[LoadState, ...]]:
-        gang_rows = [self._rows[read.row] for read in reads]
+        gang_rows = [self.rows[read.row] for read in reads]
         gang = self._gang(gang_rows, devices)
         for process in gang:
             self._send_rows(gang_rows, process)
@@ -258,28 +258,28 @@ class GangExecutor:
         }
 
     def step(self, step: StepInput, done: StepDone) -> None:
-        rows = tuple([self._rows[row] for row in step.rows])
+        rows = tuple([self.rows[row] for row in step.rows])
         gang = self._gang(rows, step.devices)
         self._begin(_RunningStep(step, rows, gang, done))
 
     def result(self, row: str) -> HostCopy:
-        outcome = self._rows[row].after
+        outcome = self.rows[row].after
         latents = None if outcome is None else outcome.result
         assert latents is not None, "it has taken its last step"
         return HostCopy(latents)
 
     def estimate(self, row: str) -> HostCopy:
-        outcome = self._rows[row].after
+        outcome = self.rows[row].after
         latents = None if outcome is None else outcome.estimate
         assert latents is not None, "its client is shown this step"
         return HostCopy(latents)
 
     def keep_entry(self, row: str, key: str, note: Note) -> bool:
-        outcome = self._rows[row].after  # the rank has put it there as part of the step
+        outcome = self.rows[row].after  # the rank has put it there as part of the step
         return outcome is not None and outcome.entry_stored
 
     def release(self, row: str) -> RowLoads | None:
-        gang_row = self._rows.pop(row, None)
+        gang_row = self.rows.pop(row, None)
         if gang_row is None:
             return None
         for process in gang_row.steps_in_rank:
@@ -439,7 +439,7 @@ class GangExecutor:
                 if process in row.steps_in_rank:
                     row.steps_in_rank[process] = -1
         rows = [(name, row) for name, row in zip(step.step.rows, step.rows, strict=True)
-                if self._rows.get(name) is row]  # fmt: skip
+                if self.rows.get(name) is row]  # fmt: skip
         if len(step.gang) > 1:
             self._part(step.gang)
             survivors = [rank for rank in step.gang if self._living.get(rank.device) is rank]
@@ -483,13 +483,13 @@ class GangExecutor:
             for first in range(0, len(self.ranks.processes), count):
                 living = [self._living.get(first + number) for number in range(count)]
                 gang = tuple([process for process in living if process is not None])
-                if len(gang) == count and gang not in self._gangs:
+                if len(gang) == count and gang not in self.gangs:
                     answers += self._join(gang)
             count //= 2
         return answers
 
     def _join(self, gang: tuple[RankProcess, ...]) -> list[Future[ExchangeCosts]]:
-        name = self._gangs[gang] = f"gang {next(self._names)}"
+        name = self.gangs[gang] = f"gang {next(self._names)}"
         return [
             process.call("join", name, number, len(gang), self._meeting.port)
             for number, process in enumerate(gang)
@@ -499,12 +499,12 @@ class GangExecutor:
         """Return the gang's name among its ranks; empty for one rank."""
         if len(gang) == 1:
             return ""
-        if gang not in self._gangs:  # they have parted
+        if gang not in self.gangs:  # they have parted
             self._join(gang)
-        return self._gangs[gang]
+        return self.gangs[gang]
 
     def _part(self, gang: tuple[RankProcess, ...]) -> None:
-        name = self._gangs.pop(gang, None)
+        name = self.gangs.pop(gang, None)
         for process in gang if name is not None else ():
             process.call("leave", name)
 
@@ -515,9 +515,9 @@ class GangExecutor:
             return  # it is known, or has never come
         _log.error("rank %d has ended; it is started again", process.device)
         del self._living[process.device]
-        for row in self._rows.values():
+        for row in self.rows.values():
             row.steps_in_rank.pop(process, None)
-        for gang in [gang for gang in self._gangs if process in gang]:
+        for gang in [gang for gang in self.gangs if process in gang]:
             self._part(gang)
         self._start(process.device)
 

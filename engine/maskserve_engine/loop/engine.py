@@ -81,7 +81,7 @@ class Engine:
         self.publisher, self.inbox, self.output = parts.publisher, parts.inbox, parts.output
         self._state: State = "loading"
         self._stop = False
-        self._checked = 0.0
+        self.checked_steps = 0.0
         """Steps taken when the idle store was last checked."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -289,9 +289,9 @@ class Engine:
     def _check_cache(self) -> None:
         """Check the cache's accounts when no row is left; log a mismatch."""
         steps_taken = self.counters["steps_total"]
-        if self._cache is None or len(self.manager.scheduler) or self._checked == steps_taken:
+        if self._cache is None or len(self.manager.scheduler) or self.checked_steps == steps_taken:
             return
-        self._checked = steps_taken
+        self.checked_steps = steps_taken
         try:
             self._cache.check_integrity(files=False)
         except AssertionError as error:

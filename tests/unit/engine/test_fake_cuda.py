@@ -385,7 +385,7 @@ def test_what_a_step_took_is_known_without_waiting_for_it() -> None:
         row = bench.row(0.11, 0)
         handle = row.entry
         assert handle is not None
-        handle._loader.mover.device = DEVICE
+        handle.loader.mover.device = DEVICE
         late = torch.cuda.Event()
         late.record()
         arrived = handle.load.arrived[0, "kv"]
@@ -400,7 +400,7 @@ def test_what_a_step_took_is_known_without_waiting_for_it() -> None:
         executor.rows["edit"] = RowRecord(None, cast(EditJob, None), row, reader)
         reads, plan = (Read("edit", whole=False, required=False),), plan_of_kinds(("kv", "kv"))
         costs = MeasuredCosts(estimate(H100))
-        times = StepTimes(costs, handle._loader.take_moves, counters, observed)
+        times = StepTimes(costs, handle.loader.take_moves, counters, observed)
         with cuda.watch() as log:
             for number in range(3):
                 took = executor.run(StepInput(number, ("edit",), reads=reads, plan=plan))

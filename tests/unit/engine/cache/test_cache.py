@@ -615,7 +615,7 @@ def test_an_idle_engine_says_when_a_row_has_left_something_behind(
 ) -> None:
     engine = make_engine(tiny_fill, encoder)
     edit(engine, job(encoder, 20, "a", cache="require"))
-    eventually("it has looked", lambda: engine._checked > 0)
+    eventually("it has looked", lambda: engine.checked_steps > 0)
     assert engine.counters["cache_integrity_failures_total"] == 0
     engine.cache.store.memory.book(1)  # as a row that is gone would have
     edit(engine, job(encoder, 20, "b", cache="require"))
@@ -631,7 +631,7 @@ def test_a_priming_that_begins_where_the_engine_was_idle_is_not_left_behind(
     engine = make_engine(tiny_fill, encoder)
     for seed in range(21, 25):  # each comes sooner than the engine looks
         edit(engine, job(encoder, seed, f"edit {seed}", cache="require"))
-    eventually("it has looked", lambda: engine._checked == engine.counters["steps_total"])
+    eventually("it has looked", lambda: engine.checked_steps == engine.counters["steps_total"])
     assert engine.counters["cache_integrity_failures_total"] == 0
     engine.close(10.0)
     assert_tables_agree(engine)

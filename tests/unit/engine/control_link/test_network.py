@@ -238,7 +238,7 @@ def test_strangers_hold_up_nobody_and_leave_nothing(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     at = attached(service)
-    remote = service.front.service._remote
+    remote = service.front.service.remote
     assert remote is not None
     files = len(os.listdir("/proc/self/fd"))
     silent = [socket.create_connection(("127.0.0.1", at.port)) for _ in range(3)]
@@ -248,15 +248,15 @@ def test_strangers_hold_up_nobody_and_leave_nothing(
             service.denoiser(connect=over_tcp).close()
     for connection in silent:
         connection.close()
-    eventually("nothing is left of them", lambda: not remote._links)
+    eventually("nothing is left of them", lambda: not remote.links)
     eventually("no file is", lambda: len(os.listdir("/proc/self/fd")) <= files)
 
 
 def test_so_many_may_connect_and_no_more(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("maskserve_engine.control_service.remote._MOST_LINKS", 1)
-    connection, remote = over_tcp(attached(service)), service.front.service._remote
+    connection, remote = over_tcp(attached(service)), service.front.service.remote
     # Its proof is counted just after its welcome is sent; until then another displaces it.
-    eventually("its proof counts", lambda: remote is not None and not remote._unproven)
+    eventually("its proof counts", lambda: remote is not None and not remote.unproven)
     assert "does not know this session" in refused(lambda: over_tcp(attached(service)))
     connection.close()
 
@@ -265,20 +265,20 @@ def test_strangers_that_hold_all_places_give_way(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("maskserve_engine.control_service.remote._MOST_LINKS", 4)
-    at, remote = attached(service), service.front.service._remote
+    at, remote = attached(service), service.front.service.remote
     assert remote is not None
     with ExitStack() as exit_stack:
         silent = [
             exit_stack.enter_context(socket.create_connection(("127.0.0.1", at.port)))
             for _ in range(9)
         ]
-        eventually("they hold all", lambda: len(remote._unproven) == 4)
+        eventually("they hold all", lambda: len(remote.unproven) == 4)
         first, second = over_tcp(at), over_tcp(at)
         # Now this host is known: its oldest that has shown nothing gives way to its next.
         third = over_tcp(at)
-        assert len(remote._links) <= 4
+        assert len(remote.links) <= 4
         assert not any(wire.ended() for wire in (first, second, third))
-        eventually("no stranger is left", lambda: not remote._unproven)
+        eventually("no stranger is left", lambda: not remote.unproven)
         for stranger in silent:
             stranger.settimeout(5)
             with suppress(OSError):
@@ -292,7 +292,7 @@ def test_who_shows_no_key_in_time_is_ended_however_it_dawdles(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("maskserve_engine.control_service.remote._PROOF_S", 0.5)
-    at, remote = attached(service), service.front.service._remote
+    at, remote = attached(service), service.front.service.remote
     assert remote is not None
     with socket.create_connection(("127.0.0.1", at.port)) as dawdler:
         begin = time.monotonic()
@@ -300,7 +300,7 @@ def test_who_shows_no_key_in_time_is_ended_however_it_dawdles(
             for byte in (100).to_bytes(4, "big") + b"x" * 99:
                 dawdler.sendall(bytes([byte]))
                 time.sleep(0.05)
-                if not remote._links and time.monotonic() - begin > 0.2:
+                if not remote.links and time.monotonic() - begin > 0.2:
                     break
         assert 0.2 < time.monotonic() - begin < 4.5
     wire = over_tcp(at)

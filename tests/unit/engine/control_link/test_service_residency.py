@@ -98,7 +98,7 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
     )
     yield Rig(service, cast(Source, service.sessions._loader))
     service.close()
-    service.sessions._residency.check_integrity()
+    service.sessions.residency.check_integrity()
 
 
 def test_all_who_ask_for_one_are_told_when_its_one_load_ends(rig: Rig) -> None:
@@ -124,7 +124,7 @@ def test_what_any_denoiser_holds_stays_and_what_none_holds_makes_room(rig: Rig) 
     rig.service.sessions.drop(other, "a5")
     assert rig.load(one, "c5") == []
     rig.source.arrive("c5")
-    assert set(rig.service.sessions._family_nets) == {"b4", "c5"}
+    assert set(rig.service.sessions.family_nets) == {"b4", "c5"}
 
 
 def test_a_session_that_its_denoiser_has_not_heard_of_goes(rig: Rig) -> None:
@@ -147,7 +147,7 @@ def test_the_least_used_per_byte_goes_first(rig: Rig) -> None:
     rig.load_now(session, "seldom4")  # the one used last, and yet the one to go
     rig.service.sessions.drop(session, "seldom4")
     rig.load_now(session, "new4")
-    assert set(rig.service.sessions._family_nets) == {"often4", "new4"}
+    assert set(rig.service.sessions.family_nets) == {"often4", "new4"}
 
 
 def test_a_load_that_fails_is_told_and_tried_anew_and_holds_nothing(rig: Rig) -> None:
@@ -199,5 +199,5 @@ def test_threads_that_load_and_evict_keep_the_counts(rig: Rig) -> None:
     thread.join()
     for name in list(rig.source.under_way):
         rig.source.arrive(name)
-    rig.service.sessions._residency.check_integrity()
-    assert sum(int(name[-1]) for name in rig.service.sessions._family_nets) <= ROOM
+    rig.service.sessions.residency.check_integrity()
+    assert sum(int(name[-1]) for name in rig.service.sessions.family_nets) <= ROOM

@@ -380,7 +380,7 @@ def test_ranks_that_are_out_of_step_say_so_and_none_waits(two: Engine, encoder: 
         return  # they form no gang
     both_back(two)
     gang = tuple(ranks(two).ranks.processes)
-    name = ranks(two)._gangs[gang]
+    name = ranks(two).gangs[gang]
     answers = [
         process.call("step", StepInput(number, ()), name) for number, process in enumerate(gang)
     ]
@@ -418,7 +418,7 @@ def test_the_engine_gives_signs_of_life_while_no_rank_is_there(
 
 
 def rows_on(engine: Engine, process: RankProcess) -> bool:
-    rows = list(ranks(engine)._rows.values())
+    rows = list(ranks(engine).rows.values())
     return any(process in row.steps_in_rank for row in rows)
 
 

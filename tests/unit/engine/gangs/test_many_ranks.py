@@ -168,7 +168,7 @@ def test_edits_go_on_where_one_of_many_ranks_is_lost(
     process = executor.ranks.processes[2]
     eventually(
         "a row is there",
-        lambda: any(process in row.steps_in_rank for row in list(executor._rows.values())),
+        lambda: any(process in row.steps_in_rank for row in list(executor.rows.values())),
         30.0,
     )
     os.kill(process.pid, signal.SIGKILL)
