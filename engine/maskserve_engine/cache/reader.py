@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
@@ -53,7 +52,6 @@ class EntryReader:
         self.next: Handle | None = None
         """Entry being loaded for a later step."""
         self._stalls: list[Span] = []
-        self._steps = Counter(self.anchors)
         self._store, self._sure = store, sure
         self._sources: dict[Anchor, EntrySource] = {}
         self._hold_all()
@@ -61,7 +59,7 @@ class EntryReader:
     @property
     def complete(self) -> bool:
         """Whether it has every entry that its steps read."""
-        return self._sources.keys() == self._steps.keys() - {None}
+        return self._sources.keys() == {*self.anchors} - {None}
 
     @property
     def stalled(self) -> float:
@@ -115,10 +113,6 @@ class EntryReader:
             self.next = self._request(anchor, whole=False, force=False)
         return None if self.next is None else (self.next, at)
 
-    def stays(self, step: int) -> int:
-        """Return the number of the row's steps that read the same entry."""
-        return self._steps[self.anchors[step]]
-
     def lose(self) -> None:
         """Give up this step's entry, which will not arrive."""
         if self.entry is not None:
@@ -131,7 +125,6 @@ class EntryReader:
         """Read the entries of another key from the next step on."""
         self.release()
         self.key, self.anchors = key, tuple(anchors)
-        self._steps = Counter(self.anchors)
         self._hold_all()
 
     def release(self) -> None:
