@@ -34,7 +34,7 @@ from maskserve_engine.base.job import (
 )
 from maskserve_engine.base.timeline import RequestTimeline, stages
 from maskserve_engine.loop.engine import Engine
-from maskserve_engine.requests.doings import Doings
+from maskserve_engine.requests.key_history import KeyHistory
 from maskserve_engine.stages.encoded import EncodeReport, unpack_conditioning, unpack_references
 from maskserve_triton.acks import ACKS, AckReceiver, FlowControl
 from maskserve_triton.answer import Answer, answer_all
@@ -65,7 +65,7 @@ class DenoiserFrontend:
         self._config = config
         self._model = model_name(config)
         self._acks = AckReceiver(config.runtime_dir)
-        self._doings = Doings()
+        self._history = KeyHistory()
 
     def close(self) -> None:
         """Once the engine has ended: what still waits for an ack is not sent."""
@@ -146,7 +146,7 @@ class DenoiserFrontend:
         """Return a sink that sends a job's events, and records its spans below `parent` at the end.
         Every image carries the context that postprocess needs.
         """
-        new = self._doings.new_of(edit)
+        new = self._history.new_of(edit)
 
         def sink(event: EngineEvent) -> None:
             match event:

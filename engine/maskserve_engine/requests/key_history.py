@@ -16,7 +16,7 @@ primes a template when it is seen for the second time.
 TEMPLATE, PROMPT, REFERENCES, CACHE = "template", "prompt", "references", "cache"
 
 
-class Doings:
+class KeyHistory:
     """Counts recent templates and prompts by API key; for one thread at a time."""
 
     def __init__(self) -> None:

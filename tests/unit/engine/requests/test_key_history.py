@@ -1,4 +1,4 @@
-"""META tells a key of its own doings alone."""
+"""META tells a key of its own history alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from msgspec import structs
 
 from maskserve_common.contracts.meta import as_told
 from maskserve_common.contracts.request import Reference
-from maskserve_engine.requests.doings import Doings
+from maskserve_engine.requests.key_history import KeyHistory
 from tests.fakes.scripted_engine import EDIT
 
 HIT = {
@@ -29,11 +29,11 @@ def meta_of(new: list[str], *, insists: bool = False) -> dict[str, Any]:
 
 def test_what_another_key_has_done_is_not_told():
     """`cache: hit` and `encoded: kept` on a key's first edit told it of another's."""
-    doings = Doings()
+    history = KeyHistory()
     news = []
     for key in ("other", "other", "other", "mine", "mine", "mine", ""):
         name = f"{key}!x" if key else "x"
-        news.append(doings.new_of(replace(EDIT, request_id=name)))
+        news.append(history.new_of(replace(EDIT, request_id=name)))
     first = ["prompt", "template", "cache"]
     assert news == [first, ["cache"], [], first, ["cache"], [], []]
     assert meta_of(first) == {
@@ -51,10 +51,10 @@ def test_what_another_key_has_done_is_not_told():
 
 
 def test_a_reference_of_another_key_is_not_told():
-    doings = Doings()
+    history = KeyHistory()
     one, two = (Reference((8, 8), digit * 32) for digit in "12")
     news = [
-        doings.new_of(replace(EDIT, request_id=f"{key}!x", references=references))
+        history.new_of(replace(EDIT, request_id=f"{key}!x", references=references))
         for key, references in (
             ("other", (one, two)), ("mine", (one,)), ("mine", (one,)), ("mine", (two, one)),
             ("mine", (one, two)), ("mine", ()),
@@ -64,6 +64,6 @@ def test_a_reference_of_another_key_is_not_told():
 
 
 def test_a_template_that_is_named_is_ones_own():
-    doings = Doings()
+    history = KeyHistory()
     named = structs.replace(EDIT.settings, template_id="0" * 32)
-    assert doings.new_of(replace(EDIT, request_id="mine!x", settings=named)) == ["prompt"]
+    assert history.new_of(replace(EDIT, request_id="mine!x", settings=named)) == ["prompt"]
