@@ -38,6 +38,7 @@ from maskserve_engine.requests.admission_checks import (
 from maskserve_engine.requests.audits import Audits
 from maskserve_engine.requests.due_times import InTime
 from maskserve_engine.requests.edit_adapters import EditAdapters, LateRows
+from maskserve_engine.requests.edit_report import final_meta, timeline
 from maskserve_engine.requests.execution_policy import ExecutionPolicy
 from maskserve_engine.requests.executor import (
     AnchoredRowSpec,
@@ -209,13 +210,13 @@ class RequestManager:
         def final() -> FinalEvent | Failed:
             array = latents.array()  # waits for its steps
             if not latents.finite():
-                return Failed(overflowed(edit.work.steps), edit.timeline())
+                return Failed(overflowed(edit.work.steps), timeline(edit))
             if edit.refresh_error is not None:
                 self._observations.add("refresh_error", edit.refresh_error, self._model)
-            return FinalEvent(array, edit.final_meta(self._worker, self._model), edit.timeline())
+            return FinalEvent(array, final_meta(edit, self._worker, self._model), timeline(edit))
 
         def lost() -> Failed:
-            return Failed(EngineFailed("the result did not come from the device"), edit.timeline())
+            return Failed(EngineFailed("the result did not come from the device"), timeline(edit))
 
         self.output.send_when_ready(edit.sink, final, lost)
         # Neither skipping nor steps without LoRAs are the template's fault.
@@ -240,7 +241,7 @@ class RequestManager:
             self.residency.leave(request_id)
             self._let_go(request_id)
             self.scheduler.cancel(request_id)
-            self.output.send(edit.sink, Failed(error, edit.timeline()))
+            self.output.send(edit.sink, Failed(error, timeline(edit)))
 
     def end_all(self, error: MaskserveError) -> None:
         """End all edits with an error, and refuse later ones."""
@@ -366,7 +367,7 @@ class RequestManager:
             self._start(edit)
         except Exception as error:
             self._let_go(edit.request_id)
-            failed = Failed(guarded(edit.request_id, error), edit.timeline())
+            failed = Failed(guarded(edit.request_id, error), timeline(edit))
             self.output.send(edit.sink, failed)
         if tier and edit.plan.mode == "cached":
             edit.plan = replace(edit.plan, tier=tier)  # the tier where it lay before the load

@@ -7,22 +7,20 @@ import time
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from msgspec import structs
 
 from maskserve_common.contracts.due_times import due_by_size
-from maskserve_common.contracts.keys import Anchor, name_of
+from maskserve_common.contracts.keys import Anchor
 from maskserve_common.contracts.request import Lora, ResolvedControl
 from maskserve_common.contracts.reuse_levels import ReuseLevel, levels_of, with_template
 from maskserve_common.contracts.settings import acting, shares
 from maskserve_common.contracts.status_record import Kind, RowStatus
 from maskserve_engine.base.job import EditJob, Sink
-from maskserve_engine.base.timeline import RequestTimeline
 from maskserve_engine.batch.step_cache import RefreshSchedule
 from maskserve_engine.families.adapter import Adapter, work_of
 from maskserve_engine.planning.flops import ModelWork, Totals
-from maskserve_engine.planning.refresh_control import fidelity_of
 from maskserve_engine.planning.regions import Bools
 from maskserve_engine.requests.audits import Audit
 from maskserve_engine.requests.control_nets import ControlNetSource, ControlWork
@@ -366,26 +364,6 @@ class LoraUse:
         """Whether all steps so far were computed with them."""
         return not self.late and not self.from_step
 
-    def meta(self, mode: str) -> dict[str, Any]:
-        """Return the LoRA keys of META; empty without LoRAs."""
-        if not self.effective:
-            return {}
-        pairs = zip(self.effective, self.digests or ("",) * len(self.effective), strict=True)
-        return {
-            "adapters": mode,
-            "loras": [
-                {
-                    "name": lora.name,
-                    "digest": digest,
-                    "scale": lora.scale,
-                    **({"notes": list(lora.notes)} if lora.notes else {}),
-                }
-                for lora, digest in pairs
-            ],
-            "loras_from_step": self.from_step,
-            "loras_waited_ms": _ms(self.waited_s),
-        }
-
 
 @dataclass(slots=True)
 class ControlUse:
@@ -401,31 +379,6 @@ class ControlUse:
     """
     stale_steps: int = 0
     """Steps that added a service's residuals requested one step ahead (`adapters: fast`)."""
-
-    def meta(self) -> dict[str, Any]:
-        """Return the ControlNet keys of META; empty without controls."""
-        if not self.requested:
-            return {}
-        digests = dict(
-            zip((control.version for control in self.effective), self.digests, strict=False)
-        )
-        return {
-            "controls": [
-                {
-                    "name": control.name,
-                    "digest": digests.get(control.version, ""),
-                    "scale": control.scale,
-                    "start": control.start,
-                    "end": control.end,
-                    "image": control.image,
-                    **({} if control.mode is None else {"mode": control.mode}),
-                }
-                for control in self.requested
-            ],
-            "controls_waited_ms": _ms(self.waited_s),
-            "controls_stalled_ms": _ms(self.stalled_s),
-            "controls_stale_steps": self.stale_steps,
-        }
 
 
 @dataclass(slots=True, eq=False)
@@ -548,10 +501,6 @@ class RequestState:
         return round(row_tokens + (self.work.lookahead.tokens if step.foresaw else 0.0))
 
     @property
-    def load_stall(self) -> float:
-        return 0.0 if self.loads is None else self.loads.stalled
-
-    @property
     def _dense_shares(self) -> tuple[float, float]:
         """Shares of a cached edit's steps that compute all tokens, and of those that compute
         nothing else; 0 for others. If its errors place its refresh steps, of the steps left.
@@ -640,69 +589,11 @@ class RequestState:
         self.row_status.steps_left = steps_left
         return self.row_status
 
-    def final_meta(self, worker: str, model: str) -> dict[str, Any]:
-        """Return META of the finished edit, without the keys of the models after the denoiser."""
-        now_s, request = time.monotonic(), self.job.request
-        out_of_memory = self.loads is not None and self.loads.out_of_memory
-        dense_for = self.plan.dense_for or ("memory" if out_of_memory else "")
-        return {
-            "event": "final",
-            "step": self.work.steps,
-            "request_id": name_of(request.request_id),
-            "seed": request.seed,
-            "worker": worker,
-            "model": model,
-            "template_id": request.template_id,
-            "cache_tier": self.plan.tier,
-            "cache_bytes": {} if self.loads is None else dict(self.loads.loaded),
-            "kinds": self.tally.kinds(),
-            **({} if self.due_ms is None else {"due_ms": self.due_ms}),
-            **({} if self.drift is None else {"drift": round(self.drift, 4)}),
-            **({} if self.level is None else {"reuse": self._reuse(self.level)}),
-            **self.loras.meta(request.settings.adapters),
-            **self.controls.meta(),
-            **({"dense_for": dense_for} if dense_for else {}),
-            **self._dense_steps(),
-            **self._region(),
-            **self._refresh_errors(),
-            **self._work(self.work.steps),
-            "timings_ms": {
-                **request.timings_ms,
-                "queue": _ms(self.times.admitted - self.times.submitted),
-                "denoise": _ms(now_s - self.times.admitted),
-                "load_stall": _ms(self.load_stall),
-            },
-        }
-
-    def _dense_steps(self) -> dict[str, Any]:
-        refresh_schedule, template_refresh = self.plan.schedule, self.plan.schedule_with_template
-        of_text = {"text_steps": self.tally.text, "own_bytes": self.step_cache_bytes}
-        if refresh_schedule is not None:
-            return {"dense_steps": len(self.tally.dense), "anchors": self.tally.dense, **of_text}
-        first = {"dense_steps": self.plan.dense_steps} if self.plan.dense_steps else {}
-        return first if template_refresh is None else {**first, **of_text}
-
-    def _region(self) -> dict[str, Any]:
-        region = self.region
-        if region is None:
-            return {}
-        share = round(float(region.mean()), 4)
-        return {"region": {"share": share, "joined_tokens": self.joined_tokens}}
-
     @property
     def refresh_error(self) -> float | None:
         """Mean relative error of its lookaheads, once its row has ended; None: it had none."""
         errors = {} if self.loads is None else self.loads.refresh_errors
         return sum(errors.values()) / len(errors) if errors else None
-
-    def _refresh_errors(self) -> dict[str, Any]:
-        mean = self.refresh_error
-        if mean is None or self.loads is None:
-            return {}
-        control = None if self.plan.schedule is None else self.plan.schedule.control
-        floor = {} if control is None else {"reuse_floor": round(fidelity_of(control.tolerance), 2)}
-        by_step = {str(step): round(e, 5) for step, e in self.loads.refresh_errors.items()}
-        return {"refresh_error": round(mean, 5), "refresh_errors": by_step, **floor}
 
     def go(self, plan: ExecutionPlan, adapter: Adapter) -> None:
         """Set the execution plan, and with it the work and the reuse levels."""
@@ -765,44 +656,6 @@ class RequestState:
             self.job = adapter.with_ring(self.job, level.ring)
             self.work = EditWork.of(self.job, adapter)
 
-    def _reuse(self, level: ReuseLevel) -> dict[str, Any]:
-        return {"level": level.name, "steps_skipped": self.tally.skipped, "psnr": level.psnr}
-
-    def _work(self, done: int) -> dict[str, Any]:
-        """Return the figures that META and traces share, after `done` steps."""
-        return {
-            "steps": self.work.steps,
-            "steps_skipped": self.tally.skipped,
-            "mask_ratio": round(self.work.mask_ratio, 6),
-            "mask_ring": self.job.mask_ring,
-            "active_tokens": self.work.active_tokens,
-            "total_tokens": self.work.total_tokens,
-            "computed_tokens": self.tally.computed_tokens,
-            "cache": self.plan.outcome,
-            "batch_mean": round(self.tally.rows_in_batches / done, 3) if done else 0.0,
-        }
-
-    def timeline(self) -> RequestTimeline:
-        steps_done, times = self.tally.done, self.times
-        return RequestTimeline(
-            submitted=times.submitted,
-            queued=times.queued,
-            admitted=times.admitted,
-            first_step=times.first_step,
-            ended=time.monotonic(),
-            waited=self.waited,
-            about={
-                "request_id": self.request_id,
-                "template_id": self.job.request.template_id,
-            },
-            work={
-                "steps_done": steps_done,
-                "row": "cached" if self.plan.mode == "cached" else "dense",
-                **self._work(steps_done),
-                "load_stall_ms": _ms(self.load_stall),
-            },
-        )
-
 
 @dataclass(slots=True, eq=False)
 class PrimingState:
@@ -834,7 +687,3 @@ class PrimingState:
             steps_left=self.ticket.steps - self.done,
             template_id=self.priming.template_id,
         )
-
-
-def _ms(seconds: float) -> float:
-    return round(1e3 * seconds, 3)
