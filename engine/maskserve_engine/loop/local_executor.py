@@ -244,7 +244,7 @@ class LocalExecutor:
 
     def _step_caches(self, step: StepInput) -> list[StepCacheEntry]:
         """Load what the step reads from step caches beside templates, and return it."""
-        readers = [self.rows[read.row].beside for read in step.reads]
+        readers = [self.rows[read.row].step_caches for read in step.reads]
         entries = [reader.entry for reader in readers if reader is not None]
         step_caches = [entry for entry in entries if entry is not None]
         for step_cache in step_caches:

@@ -53,7 +53,7 @@ class RowRecord:
     """The family's row."""
     reader: EntryReader | StepCacheReader | None = None
     """Reads the cached tokens; None: the row computes all tokens."""
-    beside: StepCacheReader | None = None
+    step_caches: StepCacheReader | None = None
     """Reads the step cache beside a template; None: there is none."""
     references: EntryReader | None = None
     """Reads the references from a template; None: the row computes them, or has none."""
@@ -73,10 +73,14 @@ class RowRecord:
             entry = self.reader.turn_to(self.row.step, heads=heads, by_rank=by_rank)
         else:
             entry = self.reader.turn_to(self.row.step, whole=read.whole, heads=heads)
-        beside = None if self.beside is None else self.beside.turn_beside(reads=self._frozen(read))
+        step_cache = (
+            None
+            if self.step_caches is None
+            else self.step_caches.turn_beside(reads=self._frozen(read))
+        )
         if entry is None:
             return ()
-        return (entry.load,) if beside is None else (entry.load, beside.load)
+        return (entry.load,) if step_cache is None else (entry.load, step_cache.load)
 
     def _frozen(self, read: Read) -> bool:
         return not read.text and bool(self.row.keeps_text)
@@ -112,9 +116,9 @@ class RowRecord:
         lost_nets = self.nets is not None and self.nets.lost
         if self.nets is not None and lost_nets:
             self.nets.lose()
-        lost = self.beside is not None and is_lost(self.beside.entry)
-        if self.beside is not None and lost:
-            self.beside.lose()
+        lost = self.step_caches is not None and is_lost(self.step_caches.entry)
+        if self.step_caches is not None and lost:
+            self.step_caches.lose()
             self.row.frozen = False
         return lost or lost_nets
 
@@ -158,7 +162,7 @@ class RowRecord:
             self.served.close()
         if self.booked and self.store is not None:
             self.store.memory.unbook(self.booked)
-        readers = [one for one in (self.reader, self.beside, self.nets) if one is not None]
+        readers = [one for one in (self.reader, self.step_caches, self.nets) if one is not None]
         for one in (*readers, *([] if self.references is None else [self.references])):
             one.release()
         return _RowLoads(tuple(readers)) if readers else None
@@ -234,7 +238,7 @@ class RowMaker:
         reader = EntryReader(self._store, spec.key, spec.anchors, selection, sure=spec.sure)
         record.reader = reader
         if tier is not None:
-            record.beside = self._step_cache_reader(record.row, tier)
+            record.step_caches = self._step_cache_reader(record.row, tier)
         references_ready = self._read_references(record, spec.key, sure=spec.sure)
         return RowReport(reader.complete and references_ready, selection.digest, schedule)
 

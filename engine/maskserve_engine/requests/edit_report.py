@@ -1,4 +1,4 @@
-"""What clients and traces learn of an edit: META of its result, and its timeline."""
+"""META of an edit's result, and its timeline for traces."""
 
 from __future__ import annotations
 
