@@ -60,8 +60,7 @@ class ModelConfig(Table, frozen=True):
     revision: str = ""
     """Hub revision; empty: the default branch."""
     variant: Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_-]*\Z")] = ""
-    """Variant of the weight files, such as `fp16`; a part without it takes its plain files, or its
-    only variant."""
+    """Variant of the weight files, such as `fp16`, where a part has it."""
     device: Device = "auto"
     """Device of the denoiser; N counts the worker's own GPUs."""
     encoder_device: Device = ""
@@ -78,14 +77,13 @@ class ModelConfig(Table, frozen=True):
     """GGUF file that replaces the transformer of a FLUX folder. Needs the extra `quantised`;
     excludes other `weights` and `fuse_loras`."""
     t5_weights: Literal["bf16", "int8"] = "bf16"
-    """Form of a T5's weights. `bf16`: as in the folder; `int8`: a byte per weight, with the extra
-    `quantised`."""
+    """Form of a T5's weights: as in the folder, or a byte each, with the extra `quantised`."""
     t5_offload: bool = False
-    """Keep a T5 in host memory and copy it layer by layer for each new prompt. Not with int8."""
+    """Keep a T5 in host memory and copy it layer by layer for each prompt. Not with int8."""
     fuse_loras: tuple[str, ...] = ()
     """LoRAs added to the weights for every edit: FILE or FILE:SCALE."""
     native_resolution: Annotated[int, Meta(ge=0, le=8192)] = 0
-    """Side of the square that bounds the model's input area; 0: the model's own."""
+    """Side of the square that bounds the model's input area; 0: the model's."""
     max_sequence_length: Annotated[int, Meta(ge=1, le=4096)] = 512
     """Text tokens of a T5 prompt."""
     num_inference_steps: Annotated[int, Meta(ge=0, le=1000)] = 0
@@ -93,14 +91,14 @@ class ModelConfig(Table, frozen=True):
     guidance_scale: Annotated[float, Meta(ge=0.0, le=1000.0)] = 0.0
     """Default guidance; 0: the diffusers pipeline's."""
     mask_ring: Annotated[int, Meta(ge=0, le=64)] = 1
-    """Default ring, in tokens, that a cached edit computes around the mask; at least two for FLUX
-    Fill with a template in steps that compute the text."""
+    """Default ring of cached edits, in tokens; at least two for FLUX Fill with a template in steps
+    that compute the text."""
     outside_noise: Literal["auto", "template", "edit"] = "auto"
-    """Noise outside the mask, for models that blend the source in. `template`: the same for all
-    edits of a picture; `edit`: as in diffusers; `auto`: `edit` with `cache: off` or without a
-    cache, else `template`."""
+    """Noise outside the mask, for models that blend the source in. `template`: equal for all edits
+    of a picture; `edit`: as in diffusers; `auto`: `edit` with `cache: off` or without a cache, else
+    `template`."""
     first_block_threshold: Annotated[float, Meta(ge=0.0, le=10.0)] = 0.0
-    """FLUX: default `first_block_threshold` of edits (FirstBlockCache); 0: off."""
+    """FLUX: default `first_block_threshold` of edits; 0: off."""
     torch_threads: Annotated[int, Meta(ge=0, le=1024)] = 0
     """Most CPU threads of the denoiser; 0: all."""
 
@@ -109,9 +107,9 @@ class LimitsConfig(Table, frozen=True):
     """`[limits]`: bounds on one request."""
 
     max_image_bytes: Annotated[int, Meta(ge=1024, le=2**31)] = 50 * 2**20
-    """Encoded bytes of an image, and of all elements of IMAGE together."""
+    """Encoded bytes of an image, and of all of an edit."""
     max_pixels: Annotated[int, Meta(ge=64, le=2**31)] = 50_000_000
-    """Decoded pixels of an image, and of all elements of IMAGE together."""
+    """Decoded pixels of an image, and of all of an edit."""
     max_side: Annotated[int, Meta(ge=8, le=65535)] = 16384
     """Longest side of an image."""
     max_prompt_chars: Annotated[int, Meta(ge=1, le=10**6)] = 32_000
@@ -119,8 +117,8 @@ class LimitsConfig(Table, frozen=True):
     max_template_bytes: Annotated[int, Meta(ge=0, le=2**50)] = 2**30
     """Encoded bytes of all registered images."""
     max_result_bytes: Annotated[int, Meta(ge=0, le=2**50)] = 2**29
-    """Encoded bytes of kept results (`keep_result`), shared with `[values] folder`. Beyond, the
-    least recently used go."""
+    """Encoded bytes of kept results (`keep_result`), shared with `[values] folder`; the least
+    recently used go."""
     result_expires_s: Annotated[float, Meta(ge=1, le=31 * 86400)] = 3600.0
     """Seconds after its last use when a kept result goes."""
     max_steps: Annotated[int, Meta(ge=1, le=1000)] = 200
@@ -133,19 +131,18 @@ class EngineConfig(Table, frozen=True):
     max_rows: Annotated[int, Meta(ge=1, le=256)] = 8
     """Rows of the running batch."""
     batching: Literal["continuous", "static"] = "continuous"
-    """`continuous`: an edit joins the running batch at any step. `static`, for comparison: none
-    joins until all have ended; not with `deadline` or `rounds`."""
+    """`continuous`: edits join the batch at any step. `static`, for comparison: none joins until
+    all have ended; not with `deadline` or `rounds`."""
     devices: Literal[1, 2, 4, 8] = 1
-    """Devices of this worker, each with the whole model and a process."""
+    """Devices of this worker, each with the whole model."""
     policy: Literal["spread", "deadline", "rounds", "cfg"] = "spread"
-    """Use of several devices. `spread`: a batch for each. `deadline`: FLUX steps get as many as due
+    """Use of several devices. `spread`: a batch each. `deadline`: FLUX steps get as many as due
     times need. `rounds`: the same, as in TetriServe. `cfg`: each of two computes one pass of
     classifier-free guidance."""
     round_steps: Annotated[int, Meta(ge=1, le=1000)] = 5
     """Steps of a round under `rounds`, of the slowest edit at its fastest degree."""
     costs: str = ""
-    """JSON file of `scripts/bench profile_costs` that prices steps from the start; empty: an
-    estimate at first."""
+    """JSON file of `scripts/bench profile_costs` that prices steps; empty: estimates at first."""
     max_waiting: Annotated[int, Meta(ge=1, le=10**6)] = 256
     """Edits that wait for a row; more are refused."""
     drain_grace_s: Annotated[float, Meta(ge=0, le=3600)] = 60.0
@@ -160,14 +157,14 @@ class EngineConfig(Table, frozen=True):
     watch_interval_s: Annotated[float, Meta(ge=0.001, le=1)] = 0.02
     """Seconds between a front's checks for a cancel; longer with longer steps."""
     warm_up: bool = True
-    """Run encoder, denoiser and decoder once before the worker is ready."""
+    """Run each model once before the worker is ready."""
     cuda_graphs: bool = True
     """Record UNet steps as CUDA graphs; a record takes as much memory as a step."""
     flux_cuda_graphs: bool = True
     """Record FLUX steps of up to 2.3 dense rows' tokens (0.3 of `max_rows`) as CUDA graphs; cached
-    rows then compute up to an eighth more tokens, and rows that share a step are padded together.
-    Not for edits that are `reproducible` or have LoRAs, ControlNets or a `first_block_threshold`,
-    nor with `placed_bytes` or several `devices`."""
+    rows then compute up to an eighth more tokens. Not for edits that are `reproducible` or have
+    LoRAs, ControlNets or a `first_block_threshold`, nor with `placed_bytes` or several
+    `devices`."""
     front_threads: Annotated[int, Meta(ge=1, le=4096)] = 64
     """Edits that one front serves at once."""
 
@@ -178,17 +175,16 @@ class CacheConfig(Table, frozen=True):
     enabled: bool = True
     """Prime templates and serve cached rows."""
     budget_bytes: Annotated[int, Meta(ge=0, le=2**50)] = 0
-    """Bytes on the device for entries and loads. 0: 80 % (GPU) or a quarter (CPU) of the memory
-    beside weights, stages and the largest step."""
+    """Bytes on the device for entries and loads. 0: 80 % (GPU) or a quarter (CPU) of what weights,
+    stages and the largest step leave."""
     host_dir: str = ""
     """Folder of the host tier, on a tmpfs that the host's workers share; empty: none."""
     host_bytes: Annotated[int, Meta(ge=0, le=2**50)] = 0
     """Bytes of the host tier; 0: half of the free space."""
     register_host: bool = True
-    """Let a GPU read host tier files on a tmpfs itself where that is faster than a gathering
-    core."""
+    """Let a GPU read files of a host tier on a tmpfs where that is faster."""
     disk_dir: str = ""
-    """Folder of the disk tier; empty: none, or the user's cache folder with `maskserve serve`
+    """Folder of the disk tier; empty: none, or in the user's cache folder with `maskserve serve`
     (`--entries DIR`: another; `''`: none)."""
     disk_bytes: Annotated[int, Meta(ge=0, le=2**53)] = 0
     """Bytes of the disk tier; 0: half of the free space."""
@@ -199,11 +195,10 @@ class CacheConfig(Table, frozen=True):
     remote_patience_s: Annotated[float, Meta(ge=0.01, le=3600.0)] = 10.0
     """Seconds that an edit waits for its template from the remote tier."""
     entry_kind: Literal["kv", "h", "both", "auto"] = "kv"
-    """Content of entries, per block. `auto`: what the planner would read from the host tier at a
+    """Content of entries. `auto`: per block, what the planner would read from the host tier at a
     mask ratio of 0.2."""
     cfg_entries: Literal["shared", "own"] = "shared"
-    """Entries under classifier-free guidance. `shared`: both passes read the same; `own`: the
-    negative pass has its own."""
+    """Entries under classifier-free guidance. `own`: the negative pass has its own."""
     plan: Literal["auto", "fixed"] = "auto"
     """`auto`: each step loads, projects or computes blocks, whichever is fastest; `fixed`: every
     block reads its entry."""
@@ -213,29 +208,29 @@ class CacheConfig(Table, frozen=True):
     entry_format: EntryFormat = "int4"
     """Storage format of entries."""
     placed_bytes: Annotated[int, Meta(ge=-1, le=2**50)] = -1
-    """FLUX: bytes of decoded keys and values that cached rows keep from step to step. -1: 64 MiB on
-    a GPU, 256 MiB on a CPU."""
+    """FLUX: bytes of decoded keys and values that rows keep between steps. -1: 64 MiB on a GPU, 256
+    MiB on a CPU."""
     stride: Annotated[int, Meta(ge=0, le=1000)] = 0
-    """Priming steps that share an anchor. 0: all for FLUX Fill, 7 for other models."""
+    """Priming steps that share an anchor. 0: all for FLUX Fill, 7 for others."""
     dense_steps: Annotated[int, Meta(ge=-1, le=1000)] = -1
     """First steps of a cached edit that compute all tokens. -1: none for FLUX Fill and UNets; for
     others one, if the edit has ten steps or more and a prompt or computed tokens along a whole
     side."""
     own_anchors: Annotated[float, Meta(ge=-1.0, le=1.0)] = -1.0
-    """Distance between refresh steps, as a share of an edit's steps. -1: the model's; 0: edits
-    without a template run dense. FLUX base models, Kontext, FLUX.2 (not 9B-KV) and UNets refresh
-    even with a template, except for `cache: require` and `reproducible`."""
+    """Distance between refresh steps, as a share of the steps. -1: the model's; 0: edits without a
+    template run dense. FLUX base models, Kontext, FLUX.2 (not 9B-KV) and UNets refresh even with a
+    template, except for `cache: require` and `reproducible`."""
     fidelity: Annotated[float, Meta(ge=-1.0, le=100.0)] = -1.0
-    """Fidelity of first edits in dB against dense ones, if `own_anchors` is -1 and the model has no
-    share: each edit places its refresh steps by its errors. -1: 40 with references, otherwise 0; 0:
-    they run dense. Several devices: only with `spread`."""
+    """dB against dense edits that first edits keep by placing refresh steps by their errors, if
+    `own_anchors` is -1 and the model has no share. -1: 40 with references, otherwise 0; 0: they run
+    dense. Several devices: only with `spread`."""
     own_format: Literal["auto", "model", "int8", "float8", "int4"] = "auto"
-    """Storage format of the step cache. `auto`: int8 on a GPU, the model's precision on a CPU."""
+    """Storage format of the step cache. `auto`: int8 on a GPU, the model's on a CPU."""
     own_text: Literal["frozen", "computed"] = "frozen"
     """Text, and for FLUX Fill and klein the ring, between refresh steps, also with a template of
     `kv` entries. `frozen`: interpolated, with a fixed `plan`; `computed`: computed."""
     dense_above_ratio: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.9
-    """Mask ratio from which a row runs dense, even on a hit and with `cache: require`."""
+    """Mask ratio from which a row runs dense, even with `cache: require`."""
     priming_share: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.25
     """Share of steps that priming may take from live rows."""
     audit_share: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
@@ -260,29 +255,29 @@ class StagesConfig(Table, frozen=True):
     """`[stages]`: the encoder and the decoder."""
 
     service: Addresses = ""
-    """gRPC address of a stage service (`maskserve serve --stages-device`), or several; the other
-    keys then apply to them. Empty: each worker has its own stages."""
+    """gRPC addresses of stage services (`maskserve serve --stages-device`), to which the other keys
+    then apply. Empty: own stages."""
     service_timeout_s: Annotated[float, Meta(ge=0.1, le=50.0)] = 30.0
-    """Seconds that edits wait if no service answers; then they fail, and the worker takes none
-    until one is back."""
+    """Seconds without any service after which edits fail; the worker takes none until one is
+    back."""
     prompt_bytes: Annotated[int, Meta(ge=0, le=2**40)] = 2**28
     """Bytes of kept prompt embeddings (FLUX.1's: 8 MB each). 0: none."""
     template_bytes: Annotated[int, Meta(ge=0, le=2**40)] = 2**29
     """Bytes of kept template encodings (FLUX.1 Fill at 1024 x 1024: 20 MB each). 0: none."""
     encode_halo: Annotated[int, Meta(ge=0, le=64)] = 2
     """Latents encoded around the mask, if a Fill model's masked picture equals the template
-    elsewhere. 0: all, as for `reproducible` edits and `cache` `off`."""
+    elsewhere. 0: all, as for `reproducible` edits and `cache: off`."""
     decode_halo: Annotated[int, Meta(ge=0, le=64)] = 4
-    """Positions decoded around a cached edit's pasted area, at each level of the VAE. 0: all, as
-    for dense and reproducible edits."""
+    """Positions decoded around a cached edit's paste, at each level of the VAE. 0: all, as for
+    dense and reproducible edits."""
     decode_bytes: Annotated[int, Meta(ge=0, le=2**40)] = 2**26
     """Bytes of template norms kept for `decode_halo` (FLUX.1's: 2 MB each)."""
     vae_batches: Literal["auto", "on", "off"] = "auto"
-    """Pass waiting pictures of one size, up to 1024 x 1024, through the VAE in one call, except
+    """Pass waiting pictures of one size, up to 1024 x 1024, through the VAE together, except
     `reproducible` edits. `auto`: on a GPU."""
     vae_tiles: Literal["auto", "on", "off"] = "auto"
-    """Let the VAE take pictures with a side above its `sample_size` in tiles (diffusers'
-    `enable_tiling`), without halos. `auto`: if the model's native size is above 1536."""
+    """Let the VAE take pictures above its `sample_size` in tiles (diffusers' `enable_tiling`),
+    without halos. `auto`: if the model's native size is above 1536."""
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -326,8 +321,8 @@ class AdaptersConfig(Table, frozen=True):
     """`[adapters]`: the LoRAs that edits may name."""
 
     store: str = ""
-    """Folder or fsspec URL of NAME.safetensors, or folders NAME of diffusers or PEFT. A name has
-    letters A to Z, digits, '.', '_' and '-'. Empty: no adapters."""
+    """Folder or fsspec URL of NAME.safetensors, or folders NAME of diffusers or PEFT. Names have A
+    to Z, digits, '.', '_' and '-'. Empty: none."""
     rescan_s: Annotated[float, Meta(ge=0.05, le=86400.0)] = 10.0
     """Seconds between two listings of the store."""
     timeout_s: Annotated[float, Meta(ge=0.05, le=3600.0)] = 20.0
@@ -338,22 +333,21 @@ class AdaptersConfig(Table, frozen=True):
     host_bytes: Annotated[int, Meta(ge=2**10, le=2**50)] = 2**32
     """Bytes of that folder."""
     disk_dir: str = ""
-    """Folder of a disk tier between store and host memory; empty: none."""
+    """Folder of a disk tier between store and host; empty: none."""
     disk_bytes: Annotated[int, Meta(ge=2**10, le=2**53)] = 2**36
     """Bytes of that folder."""
     device_bytes: Annotated[int, Meta(ge=2**10, le=2**50)] = 2**31
-    """Most bytes of adapters on the device. A GPU reserves them at start; a CPU what a store
-    folder's files take, at most a quarter of the free memory."""
+    """Most bytes of adapters on the device. A GPU reserves them; a CPU what the store's files take,
+    at most a quarter of the free memory."""
     max_bytes: Annotated[int, Meta(ge=2**10, le=2**40)] = 2**30
     """Largest file of an adapter."""
     max_rank: Annotated[int, Meta(ge=1, le=4096)] = 256
     """Largest rank of an adapter."""
     profiles: str = ""
     """JSON file: the sigma down to which an edit with `adapters: fast` may run without each
-    adapter. Others are waited for."""
+    adapter; others are waited for."""
     entries: Literal["own", "base"] = "own"
-    """Cached activations of edits with adapters: `own`, primed with the adapters; `base`, the
-    model's."""
+    """Templates of edits with adapters: `own`, primed with the adapters; `base`, the model's."""
 
 
 class ControlsConfig(Table, frozen=True):
@@ -362,24 +356,24 @@ class ControlsConfig(Table, frozen=True):
     folder: str = ""
     """Folder with a diffusers folder NAME for each ControlNet. Empty: none."""
     device_bytes: Annotated[int, Meta(ge=2**10, le=2**50)] = 2**33
-    """Most bytes of ControlNets on the device. A GPU reserves them at start; a CPU what the folder
-    takes, at most a quarter of the free memory."""
+    """Most bytes of ControlNets on the device. A GPU reserves them; a CPU what the folder takes, at
+    most a quarter of the free memory."""
     unequal_depths: Literal["each", "shallowest"] = "each"
-    """FLUX ControlNets of different depths. `each`: each net's outputs go where they would go
-    alone; `shallowest`: as in diffusers, which drops deeper outputs."""
+    """FLUX ControlNets of different depths. `each`: a net's outputs go where they would go alone;
+    `shallowest`: as in diffusers, which drops deeper outputs."""
     service: Addresses = ""
-    """gRPC address of a ControlNet service (`maskserve serve --controlnet-device`), or several that
-    run an edit's ControlNets beside each other; empty: they run beside the base. Residuals pass
-    memory from a loopback address, else TCP."""
+    """gRPC addresses of ControlNet services (`maskserve serve --controlnet-device`), which run an
+    edit's nets beside each other; empty: they run beside the base. Residuals pass memory at a
+    loopback address, else TCP."""
     service_timeout_s: Annotated[float, Meta(ge=0.1, le=600.0)] = 5.0
     """Seconds of silence after which a service's edits fail; less than `[engine]
     heartbeat_timeout_s`."""
     listen: str = ""
-    """HOST:PORT at which a service accepts denoisers of other hosts (`maskserve serve --workers 0
+    """HOST:PORT at which a service accepts other hosts (`maskserve serve --workers 0
     --controlnet-device` sets it). Empty: none."""
     ipc_bytes: Annotated[int, Meta(ge=0, le=2**50)] = 0
     """Device bytes through which a GPU's service sends residuals to its host's GPUs (CUDA IPC;
-    tested on one GPU only); others pass host memory."""
+    tested on one GPU only); 0: through host memory."""
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -422,10 +416,9 @@ class NodesConfig(Table, frozen=True):
     path: tuple[str, ...] = ()
     """Folders of node files, after those of `--node-path`."""
     models: dict[str, str] = msgspec.field(default_factory=dict)
-    """Folder, hub id or URL of each model by name; the names may stand in `[nodes]`, too."""
+    """Folder, hub id or URL of each model by name; names may stand in `[nodes]`, too."""
     verify_url: Annotated[str, Meta(pattern=r"\A(https?://\S+)?\Z")] = ""
-    """URL, up to `/v1`, of an OpenAI-compatible vision server, for `agrees`. Redirects are not
-    followed."""
+    """URL, up to `/v1`, of an OpenAI-compatible vision server, for `agrees`."""
     verify_model: str = ""
     """Name of its model."""
     verify_key_file: str = ""
@@ -433,8 +426,7 @@ class NodesConfig(Table, frozen=True):
     verify_timeout_s: Annotated[float, Meta(gt=0, le=600)] = 60.0
     """Seconds of silence after which it counts as failed."""
     load: Literal["start", "use"] = "start"
-    """When models are loaded. `start`: at the start, if `device_bytes` has room; `use`: at the
-    first call."""
+    """When models are loaded: at the `start`, if `device_bytes` has room, or at first `use`."""
     device_bytes: Annotated[int, Meta(ge=0, le=2**50)] = 8 * 2**30
     """Bytes of loaded weights; the least used idle model makes room."""
 
@@ -461,7 +453,7 @@ class ValuesConfig(Table, frozen=True):
     least_bytes: Annotated[int, Meta(ge=1, le=2**40)] = 2**18
     """Smaller values pass as bytes."""
     expires_s: Annotated[float, Meta(ge=1, le=31 * 86400)] = 3600.0
-    """Seconds without a new value after which the values of a run go: its router has died."""
+    """Seconds without a new value after which a run's values go: its router has died."""
 
 
 class ProvenanceConfig(Table, frozen=True):
@@ -478,7 +470,7 @@ class ProvenanceConfig(Table, frozen=True):
     timestamp_url: Annotated[str, Meta(pattern=r"\A(https?://\S+)?\Z")] = ""
     """Time-stamp authority (RFC 3161); empty: none."""
     timestamp_s: Annotated[float, Meta(gt=0, le=600)] = 10.0
-    """Seconds that it has to answer, or the response is not sent."""
+    """Seconds that it has to answer; later the response fails."""
 
 
 class SafetyConfig(Table, frozen=True):
@@ -487,13 +479,12 @@ class SafetyConfig(Table, frozen=True):
     check: Annotated[
         str, Meta(pattern=r"\A(\S+:\w+)?\Z", description="FILE.py:FUNCTION or MODULE:FUNCTION")
     ] = ""
-    """Function of source, prompt and every picture made, which returns the reason for a refusal, or
-    None; empty: none."""
+    """Function of source, prompt and picture that returns the reason for a refusal, or None; empty:
+    none."""
     model: Annotated[str, Meta(pattern=r"\A[\w.-]*\Z")] = ""
     """Model of the worker's Triton that decides the same; empty: none."""
     repository: str = ""
-    """Model repository with that model, which `maskserve serve` gives to Triton; empty: Triton has
-    it."""
+    """Model repository with that model, for `maskserve serve`; empty: Triton has it."""
 
 
 class LogConfig(Table, frozen=True):
@@ -504,8 +495,8 @@ class LogConfig(Table, frozen=True):
     format: Literal["json", "text"] = "json"
     """`json`: an object per line; `text`: for people."""
     file: str = ""
-    """File to which all processes append; empty: standard error. `maskserve serve` then names one
-    per worker."""
+    """File to which all processes append; empty: standard error, or with `maskserve serve` one per
+    worker."""
 
 
 class TraceConfig(Table, frozen=True):

@@ -47,10 +47,10 @@ class Listen(Table, frozen=True):
     """The operators' port; 0 takes a free one."""
     admin_names: tuple[str, ...] = ()
     """Host names for the operators' port, beside addresses, names without a dot and the machine's
-    own; `.example.com`: all names below it. Others get 403."""
+    own; `.example.com`: all below it."""
     tls_cert: str = ""
-    """PEM file of the certificate chain; with `tls_key`, both clients' ports use TLS. Changed files
-    are loaded within seconds."""
+    """PEM file of the certificate chain; with `tls_key`, clients' ports use TLS. Changed files are
+    loaded within seconds."""
     tls_key: str = ""
     """PEM file of the certificate's key."""
 
@@ -71,7 +71,7 @@ class Workers(Table, frozen=True):
     misses: Count = 2
     """Consecutive misses after which a worker counts as down."""
     missed_bytes: Bytes = 256 * MIB
-    """Bytes of template images kept for workers that were down when they were registered."""
+    """Bytes of registered images kept for workers that are down."""
 
 
 class WorkflowFiles(Table, frozen=True):
@@ -98,7 +98,7 @@ class Routing(Table, frozen=True):
     """Order of a key's waiting work. `slack`: first what must begin first to be in time (without a
     due time: two minutes after arrival). `fcfs`: by arrival."""
     default_model: str = ""
-    """Model for edits that name none; empty: that of more than half of the workers."""
+    """Model for edits that name none; empty: that of over half of the workers."""
     remembered_images: Count = 65_536
     """Images whose template is remembered, to find its worker."""
     decoding_threads: Annotated[int, Meta(ge=1, le=64)] = 2
@@ -112,8 +112,8 @@ class AdmissionBounds(Table, frozen=True):
     """Edits without an answer, and as many `control` operations; a key may have as many as it
     leaves free."""
     max_bytes: Bytes = 640 * MIB
-    """Bytes of requests and answers under way, answers reserved ahead; a key may have as many as it
-    leaves free. With keys, at least four times `[http] max_body_bytes`."""
+    """Bytes of requests and answers under way; a key may have as many as it leaves free. With keys,
+    at least four times `[http] max_body_bytes`."""
     waiting_per_worker: Annotated[int, Meta(ge=0, le=10**6)] = 8
     """Edits that wait at a worker for a row; others wait in the router. 0: an edit is sent once a
     row is free."""
@@ -141,7 +141,7 @@ class Faults(Table, frozen=True):
     max_ejected_share: Share = 0.5
     """Share of the workers that may be ejected at a time."""
     unlisted_s: Seconds = 120.0
-    """Seconds after which another worker gets an edit that its worker's records do not list."""
+    """Seconds after which an edit that its worker's records do not list goes to another."""
     drain_grace_s: Seconds = 60.0
     """Seconds that admitted edits have to finish at a stop."""
 
@@ -187,8 +187,8 @@ class OpenAIConfig(Table, frozen=True):
     aliases: dict[Annotated[str, Meta(min_length=1, max_length=256)], str] = msgspec.field(
         default_factory=dict
     )
-    """Names that clients have built in, such as `gpt-image-1`, each with the name of a served model
-    or workflow."""
+    """Names that clients have built in, such as `gpt-image-1`, each with a served model or
+    workflow."""
     url_bytes: Bytes = 256 * MIB
     """Bytes of all pictures kept for `response_format: url`; keys share them."""
     url_s: Seconds = 3600.0
@@ -217,8 +217,8 @@ class JobsConfig(Table, frozen=True):
     keep_jobs: Count = 10_000
     """Finished jobs kept per key; a key may have as many unfinished ones."""
     max_bytes: Bytes = 4096 * MIB
-    """Bytes of all jobs: half for requests, half for results; a key may have as much of each as it
-    leaves free."""
+    """Bytes of all jobs: half for requests, half for results; a key may have as much as it leaves
+    free."""
     lease_s: Annotated[float, Meta(ge=0.5, le=3600)] = 15.0
     """Seconds of silence after which other routers take over a router's jobs."""
     retries: Annotated[int, Meta(ge=0, le=100)] = 5
@@ -226,7 +226,7 @@ class JobsConfig(Table, frozen=True):
     webhook_hosts: tuple[Annotated[str, Meta(pattern=r"^[a-z0-9.-]+(:[0-9]+)?$")], ...] = ()
     """Hosts that webhooks may name, `name` or `name:port`; empty: none."""
     webhook_secret: str = ""
-    """Secret of webhooks if there are no keys: `whsec_` and base64 of 24 to 64 bytes."""
+    """Secret of webhooks without keys: `whsec_` and base64 of 24 to 64 bytes."""
     webhook_timeout_s: Seconds = 10.0
     """Seconds for one call of a webhook."""
     webhook_tries: Annotated[int, Meta(ge=1, le=100)] = 10
@@ -273,7 +273,7 @@ class Key(Table, frozen=True):
     max_edits: Count = 64
     """Most edits under way."""
     admin: bool = False
-    """It sees and ends every client's edits, templates and statistics."""
+    """It sees and ends all edits, templates and statistics."""
     shares: bool = False
     """Its templates are for every client."""
     private_prompts: bool = False
@@ -289,7 +289,7 @@ class Key(Table, frozen=True):
     job_megapixel_steps_per_day: Annotated[int, Meta(ge=0, le=10**12)] = 0
     """Their megapixels, times their steps; 0: any number."""
     webhook_secret: str = ""
-    """Secret of its webhooks: `whsec_` and base64 of 24 to 64 bytes. Empty: no webhooks."""
+    """Secret of its webhooks, as in `[jobs]`; empty: no webhooks."""
 
 
 class RouterConfig(Table, frozen=True):

@@ -53,7 +53,7 @@ model a dense one would take most of what caching saves."""
 
 @dataclass(frozen=True, slots=True)
 class DenseSteps:
-    """First steps that compute all tokens (docs/adr/0028). The largest number that applies counts.
+    """First steps that compute all tokens (docs/decisions/templates.md); the largest counts.
 
     Priming uses the template alone, without a prompt. If the model sees the picture around the mask
     as noisy as the rest, dense first steps improve cached edits with a prompt most.

@@ -167,9 +167,9 @@ class EditSettings(Table, frozen=True):
     """Settings of one edit; `None` means the model's default."""
 
     model: Name | None = None
-    """Model that the edit needs; a router chooses a worker by it, a worker accepts only its own."""
+    """Model of the edit; a router chooses a worker by it."""
     seed: Annotated[int, Meta(ge=0, le=MAX_SEED)] | None = None
-    """Seed of the edit's noise; without one the server draws it, and META has it."""
+    """Seed of the edit's noise; by default drawn by the server, and in META."""
     num_inference_steps: Annotated[int, Meta(ge=1, le=1000)] | None = None
     """Steps of the full schedule; by default the model's."""
     guidance_scale: Guidance | None = None
@@ -195,7 +195,7 @@ class EditSettings(Table, frozen=True):
     mask_feather: Pixels = 0
     """Pixels outside the mask in which the edit fades into the source."""
     mask_ring: Annotated[int, Meta(ge=0, le=64)] | None = None
-    """Tokens around the mask that a cached edit also computes and does not paste; by default the
+    """Tokens around the mask that a cached edit computes and does not paste; by default the
     model's."""
     crop_to_mask: CropMode = "auto"
     """`on`: the model sees a window around the mask; `off`: the whole picture; `auto`: the window,
@@ -209,11 +209,11 @@ class EditSettings(Table, frozen=True):
     """Pixels by which the picture grows; the new area is edited. MASK has the source's size, or is
     empty."""
     region: RegionMode = "off"
-    """`auto`: an edit without MASK finds the tokens that it changes in its first steps, and then
-    computes those alone between its refresh steps (models of which this was measured)."""
+    """`auto`: an edit without MASK finds the tokens that it changes, and between refresh steps
+    computes those alone (models of which this was measured)."""
     first_block_threshold: Annotated[float, Meta(ge=0, le=10)] | None = None
     """FLUX: a step skips its other blocks if its first block's relative change is below this value
-    (FirstBlockCache). 0: off; by default the model's (0)."""
+    (FirstBlockCache). 0: off; by default the model's."""
     output_format: OutputFormat = "png"
     """Encoding of the edited picture."""
     output_quality: Annotated[int, Meta(ge=0, le=100)] | None = None
@@ -228,18 +228,17 @@ class EditSettings(Table, frozen=True):
     preview_every: Annotated[int, Meta(ge=0, le=1000)] = 0
     """Send a preview every so many steps; 0: none (`edit_stream`)."""
     cache: CacheMode = "auto"
-    """Where steps read cached tokens. `auto`: the template's activations, or the edit's own refresh
-    steps; `own`: only refresh steps; `off`: nowhere, for the diffusers pipeline's picture;
-    `require`: the edit waits for its template, or runs dense if META's `dense_for` says so."""
+    """Where steps read cached tokens. `auto`: the template's activations, or own refresh steps;
+    `own`: only refresh steps; `off`: nowhere, for the diffusers pipeline's picture; `require`: the
+    edit waits for its template, or runs dense if META's `dense_for` says so."""
     reproducible: bool = False
     """Equal requests give equal pixels, bit for bit, at any load and on every worker of one kind.
-    The edit waits for its template, or fails if it cannot get it."""
+    The edit waits for its template, or fails."""
     loras: LoraSettings = ()
     """LoRAs of the edit: `name`, and `scale` (1 by default, -100 to 100)."""
     adapters: AdapterMode = "exact"
-    """`exact`: steps wait for LoRAs and ControlNets; `fast`: the first steps may run without LoRAs,
-    and residuals of a ControlNet service may be requested one step ahead. A reproducible edit is
-    exact."""
+    """`exact`: steps wait for LoRAs and ControlNets; `fast`: first steps may run without LoRAs, and
+    a ControlNet service may be asked one step ahead. A reproducible edit is exact."""
     controls: ControlSettings = ()
     """ControlNets of the edit: `name`, `scale` (1 by default, -10 to 10), `start` and `end` (share
     of the steps, 0 to 1), `image` (index in CONTROL; by default its own) and `mode` (of union
@@ -249,22 +248,22 @@ class EditSettings(Table, frozen=True):
     template_id: TemplateId | None = None
     """A registered template or kept result, to edit instead of IMAGE."""
     reference_ids: tuple[TemplateId, ...] = ()
-    """Registered templates or kept results that the model sees behind the pictures of IMAGE."""
+    """Registered templates or kept results that the model sees behind IMAGE."""
     keep_result: bool = False
-    """Keep the result as a template (META's `result_template_id`), until `[limits]
-    result_expires_s` after its last use."""
+    """Keep the result as a template (META's `result_template_id`) for `[limits] result_expires_s`
+    after its last use."""
     deadline_ms: Annotated[int, Meta(ge=1, le=MAX_DEADLINE_MS)] | None = None
     """Milliseconds after acceptance when the response is due."""
     on_late: LateMode = "drop"
     """`drop`: a late edit ends with an error, and is refused at once if it cannot be in time;
     `finish`: it goes on."""
     reuse: ReuseMode = "exact"
-    """FLUX, `elastic`: an edit that would be late may skip steps, compute another ring, or refresh
-    less often. Needs `reuse_floor`."""
+    """FLUX, `elastic`: a late edit may skip steps, compute another ring, or refresh less often.
+    Needs `reuse_floor`."""
     reuse_floor: Annotated[float, Meta(ge=0, le=100)] | None = None
-    """Without `elastic`, dB in the mask against a dense edit that the edit's refresh steps keep by
-    the errors that it measures (FLUX Fill and models with references; others run dense). With it,
-    lowest quality of a late edit, measured on the demo models."""
+    """Without `elastic`, dB in the mask against a dense edit that refresh steps keep by measured
+    errors (FLUX Fill and models with references; others run dense). With it, lowest quality of a
+    late edit, measured on the demo models."""
     priority: Annotated[int, Meta(ge=PRIORITIES[0], le=PRIORITIES[1])] = 0
     """Order of a key's waiting edits: each unit counts as five seconds of waiting."""
     request_id: RequestId | None = None

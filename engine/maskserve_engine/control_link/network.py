@@ -1,4 +1,4 @@
-"""The same messages over TCP, and the bytes of tensors behind them (docs/adr/0061).
+"""The same messages over TCP, and the bytes of tensors behind them (docs/adr/0035).
 
 A `Wire` is one connection. Messages are those of the standard library's `multiprocessing`, as
 bytes: they have bounds, and both ends show that they know the session's key. A tensor's bytes are

@@ -4,7 +4,7 @@ The denoiser requests residuals as a step begins and continues with its own bloc
 residual is added, until that residual has arrived. Rows with `adapters: fast` send the request one
 step ahead (`reuse`).
 
-The ControlNets of a row may run in several services, beside each other (docs/adr/0085). Then it has
+The ControlNets of a row may run in several services, beside each other (docs/adr/0035). Then it has
 a `LinkRow` at each, and their residuals are added in the order of the edit's controls.
 """
 

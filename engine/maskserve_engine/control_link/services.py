@@ -1,5 +1,5 @@
 """The ControlNet services of a denoiser: which of them hold a ControlNet, and where each net of a
-row runs (docs/adr/0085; Katz §5).
+row runs (docs/adr/0035; Katz §5).
 """
 
 from __future__ import annotations

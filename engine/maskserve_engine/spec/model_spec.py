@@ -69,7 +69,7 @@ class ControlNetSpec:
 
 @dataclass(frozen=True, slots=True)
 class RefreshSpec:
-    """How edits of a family refresh (docs/adr/0044)."""
+    """How edits of a family refresh (docs/decisions/refresh-steps.md)."""
 
     stride: float | None = None
     """Share of an edit's steps between two refresh steps, unless `[cache] own_anchors` sets one; 0:
@@ -120,7 +120,7 @@ class ModelSpec:
     defaults: EditDefaults
     """Defaults of the pipeline whose semantics are served."""
     stride: int
-    """Steps of the priming schedule that may share an anchor (docs/adr/0007)."""
+    """Steps of the priming schedule that may share an anchor (docs/decisions/templates.md)."""
     true_cfg: bool
     """Whether `true_cfg_scale` is served: a second pass, beside embedded guidance."""
     denoiser: dict[str, Any]
@@ -160,11 +160,11 @@ class ModelSpec:
     skips_steps: bool = False
     """Whether `first_block_threshold` is served."""
     dense_sides: bool = False
-    """Whether an edit that computes a whole side of the picture computes all of it (docs/adr/0023),
-    since caching it would cost too much quality.
+    """Whether an edit that computes a whole side of the picture computes all of it
+    (docs/decisions/masks.md), since caching it would cost too much quality.
     """
     dense_steps: DenseSteps = NO_DENSE_STEPS
-    """First steps of cached edits that compute all tokens (docs/adr/0028)."""
+    """First steps of cached edits that compute all tokens (docs/decisions/templates.md)."""
     keeps_placed: bool = False
     """Whether a batch keeps keys and values placed from step to step (`[cache] placed_bytes`)."""
     strength_rounds_up: bool = True
@@ -343,7 +343,8 @@ def promised_fidelity(config: Config, spec: ModelSpec, promise: float = 0.0) -> 
 
 
 def refresh_rule(config: Config, spec: ModelSpec, device: str = "cuda") -> RefreshRule:
-    """Return the rule by which rows and ControlNets fill their step caches (docs/adr/0044).
+    """Return the rule by which rows and ControlNets fill their step caches
+    (docs/decisions/refresh-steps.md).
     `device` is the type of the worker's device.
     """
     cache, control = config.cache, spec.control
@@ -406,7 +407,7 @@ def text_shares(config: Config, spec: ModelSpec, steps: int, *, shared: bool) ->
 
 
 def anchor_stride(configured: int, spec: ModelSpec) -> int:
-    """Return the steps that share an anchor (docs/adr/0007). `configured` is `[cache] stride`; 0:
-    the model's own.
+    """Return the steps that share an anchor (docs/decisions/templates.md). `configured` is
+    `[cache] stride`; 0: the model's own.
     """
     return configured or spec.stride

@@ -40,7 +40,7 @@ _MAX_PIPELINED = 32
 
 
 def bounded_protocol(bounds: Http, places: Places) -> type[Protocol]:
-    """Return uvicorn's protocol with limits on a connection (ADR 0022).
+    """Return uvicorn's protocol with limits on a connection (ADR 0013).
 
     It ends a connection with slow or long headers, long trailers, a body of too many chunks, or too
     many pipelined bytes or requests. Each connection has a place and is silent between requests.

@@ -102,7 +102,7 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
     preparation: ClassVar[type[FlowPreparation]] = FlowPreparation
     """Draws random numbers in the order of the family's pipeline."""
     anchor_tolerance = 1.0
-    """Any anchor serves any step (docs/adr/0007); `stride` decides how near it is."""
+    """Any anchor serves any step (docs/decisions/templates.md); `stride` decides how near it is."""
     entry_halves = 1
 
     def __init__(

@@ -71,8 +71,8 @@ class UnetAdapter(Stepping[Row, UnetWeights], OpenedRows):
     """
 
     anchor_tolerance = 1.0
-    """Any anchor serves any step (docs/adr/0007). An anchor's sigma is its timestep divided by the
-    number of trained timesteps."""
+    """Any anchor serves any step (docs/decisions/templates.md). An anchor's sigma is its timestep
+    divided by the number of trained timesteps."""
 
     def __init__(
         self,
