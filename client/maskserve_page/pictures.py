@@ -92,7 +92,7 @@ class PagePictures:
         """
         size = read_size(encoded, "picture", LIMITS)
         name = hashlib.sha256(encoded).hexdigest()
-        with self._tidying():
+        with self._locked():
             picture = self._pictures.get(name)
             if picture is None:
                 file = self._folder / f"{name}{_suffix(encoded)}"
@@ -103,7 +103,7 @@ class PagePictures:
 
     def get(self, name: Any) -> PagePicture:
         """Return a picture. Raises InvalidRequest: there is none with this name."""
-        with self._tidying():
+        with self._locked():
             picture = self._pictures.get(name) if isinstance(name, str) else None
         if picture is None:
             raise InvalidRequest("picture", "is not here any more", "upload or pick it again")
@@ -111,16 +111,16 @@ class PagePictures:
 
     def available(self, names: Sequence[str]) -> list[PagePicture]:
         """Return those of the pictures that are here, in this order."""
-        with self._tidying():
+        with self._locked():
             return [picture for picture in map(self._pictures.get, names) if picture is not None]
 
     def tidy(self) -> None:
         """Remove expired pictures."""
-        with self._tidying():
+        with self._locked():
             self._pictures.expire()
 
     @contextmanager
-    def tidied(self) -> Iterator[None]:
+    def tidy_regularly(self) -> Iterator[None]:
         """Remove expired pictures regularly within the block."""
         ended = threading.Event()
 
@@ -135,7 +135,7 @@ class PagePictures:
             ended.set()
 
     @contextmanager
-    def _tidying(self) -> Iterator[None]:
+    def _locked(self) -> Iterator[None]:
         """Hold the lock in the block; after it, report pictures that went."""
         with self._lock:
             yield
@@ -158,7 +158,7 @@ def _suffix(encoded: bytes) -> str:
     return suffix
 
 
-def pictures_of(folder: str | None) -> list[Path]:
+def pictures_in(folder: str | None) -> list[Path]:
     if folder is None:
         return []
     if not Path(folder).is_dir():

@@ -17,7 +17,7 @@ from typing import Any
 from maskserve_client import Client, Masks
 from maskserve_common.errors import InvalidRequest
 from maskserve_page.page import make_page
-from maskserve_page.pictures import LIMITS, PagePictures, pictures_of
+from maskserve_page.pictures import LIMITS, PagePictures, pictures_in
 from maskserve_page.same_origin import SameOrigin
 from maskserve_page.session import Session
 
@@ -49,7 +49,7 @@ def serve_page(
     import uvicorn
     from fastapi import FastAPI
 
-    pictures = pictures_of(options.images)
+    pictures = pictures_in(options.images)
     with (
         connect() as client,
         tempfile.TemporaryDirectory(prefix="maskserve-page-") as folder,
@@ -75,7 +75,7 @@ def serve_page(
         # Not by Gradio's own parameter, which warns if the page is mounted at the root.
         page.favicon_path = str(Path(__file__).with_name("icon.svg"))
         print(f"the page is at http://{options.host}:{options.port}  (Ctrl-C ends it)", flush=True)
-        with page_pictures.tidied():
+        with page_pictures.tidy_regularly():
             uvicorn.run(
                 SameOrigin(app, _MOST_BODY, options.name),
                 host=options.host,

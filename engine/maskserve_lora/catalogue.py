@@ -22,7 +22,7 @@ from maskserve_common.errors import AdapterNotFound, InvalidRequest, Overloaded
 from maskserve_common.files.safetensors_header import head_of
 from maskserve_common.files.store import FileStore
 from maskserve_lora.base_layers import BaseLayers
-from maskserve_lora.header_process import Bounds, Described, HeaderProcess
+from maskserve_lora.header_process import Bounds, HeaderDescription, HeaderProcess
 from maskserve_lora.lora_header import BadAdapter
 from maskserve_lora.storage import Storage, StorageFailed, Stored
 
@@ -145,7 +145,7 @@ class Catalogue:
         """
         with (
             contextlib.suppress(TimeoutError),
-            self._store.bringing(self._file.name, math.inf if wait else 0.0),
+            self._store.write_lock(self._file.name, math.inf if wait else 0.0),
         ):
             # If the clock was set back, the last scan lies in the future: list again.
             age = time.time() - self._written_at()
@@ -183,7 +183,7 @@ class Catalogue:
             if name in adapters:
                 continue
             try:
-                adapter = adapters[name] = self._described(stored, by_header)
+                adapter = adapters[name] = self._describe(stored, by_header)
                 by_header[adapter.header] = adapter
             except StorageFailed as error:
                 problem = f"{name}: {error}"
@@ -193,7 +193,7 @@ class Catalogue:
                 saved = time.monotonic()
         self._write(_Page(adapters, whole=not problem, problem=problem))
 
-    def _described(self, stored: Stored, by_header: Mapping[str, KnownAdapter]) -> KnownAdapter:
+    def _describe(self, stored: Stored, by_header: Mapping[str, KnownAdapter]) -> KnownAdapter:
         """Describe a file by its header, with the reason if it is refused. A description with an
         equal header is used again, so that a bad header costs its time once.
         """
@@ -223,7 +223,7 @@ class Catalogue:
         )
         digest = hashlib.sha256(msgspec.msgpack.encode((head, stored.nbytes, config))).hexdigest()
         if (twin := by_header.get(digest)) is not None:
-            description = Described(
+            description = HeaderDescription(
                 twin.rank, twin.parts, twin.notes, twin.problem, twin.product_bytes
             )
         else:

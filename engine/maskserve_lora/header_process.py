@@ -44,7 +44,7 @@ class _HeaderRequest(msgspec.Struct, frozen=True):
     config: bytes
 
 
-class Described(msgspec.Struct, frozen=True):
+class HeaderDescription(msgspec.Struct, frozen=True):
     """Description of a file by its header."""
 
     rank: int = 0
@@ -57,7 +57,8 @@ class Described(msgspec.Struct, frozen=True):
 
 
 class HeaderProcess:
-    """Starts the process with the first header, and again when a header has ended it.
+    """Describes files in a child process, which starts with the first header and again after a
+    header has ended it.
 
     Args:
         bounds: bounds of files.
@@ -70,7 +71,7 @@ class HeaderProcess:
         self._lock = threading.Lock()
         self._running: tuple[subprocess.Popen[bytes], Connection] | None = None
 
-    def describe(self, head: bytes, nbytes: int, config: bytes) -> Described:
+    def describe(self, head: bytes, nbytes: int, config: bytes) -> HeaderDescription:
         """Describe a file by its header.
 
         Args:
@@ -82,24 +83,24 @@ class HeaderProcess:
             OSError: the process cannot be started.
         """
         with self._lock:
-            _, pipe = self._running or self._started()
+            _, pipe = self._running or self._start()
             try:
                 pipe.send_bytes(msgspec.msgpack.encode(_HeaderRequest(head, nbytes, config)))
                 if pipe.poll(self._limit_s):
-                    return msgspec.msgpack.decode(pipe.recv_bytes(), type=Described)
+                    return msgspec.msgpack.decode(pipe.recv_bytes(), type=HeaderDescription)
                 why = f"takes longer than {self._limit_s:g} s to read"
             except (OSError, EOFError):
                 why = "ends the process that reads it"
             self._end()
         log.warning("a header of %d bytes %s", len(head), why)
-        return Described(problem=f"has a header that {why}")
+        return HeaderDescription(problem=f"has a header that {why}")
 
     def close(self) -> None:
         """End it; with the next header it is started again."""
         with self._lock:
             self._end()
 
-    def _started(self) -> tuple[subprocess.Popen[bytes], Connection]:
+    def _start(self) -> tuple[subprocess.Popen[bytes], Connection]:
         threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         self._running = process, pipe = start_child(self._module, threads)
         pipe.send_bytes(msgspec.msgpack.encode(self._bounds))
@@ -117,9 +118,9 @@ class HeaderProcess:
             process.wait()
 
 
-def described(
+def describe_header(
     head: bytes, nbytes: int, config: bytes, bounds: Bounds, base: BaseLayers
-) -> Described:
+) -> HeaderDescription:
     """See `HeaderProcess.describe`."""
     try:
         header = read_header(
@@ -131,8 +132,10 @@ def described(
         )
         plan = plan_of(header, base)
     except BadAdapter as error:
-        return Described(problem=str(error))
-    return Described(header.rank, plan.parts, plan.notes, product_bytes=header.product_bytes)
+        return HeaderDescription(problem=str(error))
+    return HeaderDescription(
+        header.rank, plan.parts, plan.notes, product_bytes=header.product_bytes
+    )
 
 
 def main() -> None:
@@ -149,9 +152,11 @@ def main() -> None:
             request = msgspec.msgpack.decode(pipe.recv_bytes(), type=_HeaderRequest)
         except EOFError:
             return
-        description = Described(problem=problem)
+        description = HeaderDescription(problem=problem)
         if base is not None:
-            description = described(request.head, request.nbytes, request.config, bounds, base)
+            description = describe_header(
+                request.head, request.nbytes, request.config, bounds, base
+            )
         pipe.send_bytes(msgspec.msgpack.encode(description))
 
 

@@ -38,7 +38,7 @@ DEPTH = 4
 FOLDER_FILES = ("pytorch_lora_weights.safetensors", PEFT_FILE)
 """File names in a folder that is an adapter; the first of these that exists."""
 SUFFIX = ".safetensors"
-# What file systems say of a file that is another after the file has been replaced.
+# Properties by which file systems tell that a file has been replaced.
 _STAMPS = ("ETag", "etag", "checksum", "md5", "md5Hash", "generation", "version_id", "crc32c")
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "modified")
 _MOST_STUCK = 16
@@ -89,34 +89,36 @@ class Storage:
         return {stored.name: stored for stored in self._within("listing", self._list)}
 
     def stat(self, path: str) -> Stored | None:
-        """A file of `files` as it is now; None: it is gone.
+        """Return the present state of a file of `files`; None: the file is gone.
 
         Raises:
             StorageFailed: no answer in time.
         """
 
         def look() -> Stored | None:
-            files, root = self._files()
-            files.invalidate_cache()
+            file_system, root = self._file_system()
+            file_system.invalidate_cache()
             try:
                 config_path = f"{path.rpartition('/')[0]}/{CONFIG_FILE}"
-                about = {path: files.info(path)}
-                if path.endswith(f"/{PEFT_FILE}") and files.exists(config_path):
-                    about[config_path] = files.info(config_path)
+                infos = {path: file_system.info(path)}
+                if path.endswith(f"/{PEFT_FILE}") and file_system.exists(config_path):
+                    infos[config_path] = file_system.info(config_path)
             except FileNotFoundError:
                 return None
-            return _stored(path, root, about)
+            return _stored(path, root, infos)
 
         return self._within("looking at a file", look)
 
     def read(self, path: str, begin: int, end: int) -> bytes:
-        """Bytes [begin, end) of a file.
+        """Return bytes [begin, end) of a file.
 
         Raises:
             StorageFailed: they do not come in time, or there are fewer.
         """
-        files, _ = self._files()
-        data: bytes = self._within("reading", lambda: files.cat_file(path, start=begin, end=end))
+        file_system, _ = self._file_system()
+        data: bytes = self._within(
+            "reading", lambda: file_system.cat_file(path, start=begin, end=end)
+        )
         if len(data) != end - begin:
             raise StorageFailed(f"it gave {len(data)} of {end - begin} bytes")
         return data
@@ -147,7 +149,7 @@ class Storage:
         for first in range(begin, nbytes, CHUNK_BYTES):
             yield self.read(path, first, min(first + CHUNK_BYTES, nbytes))
 
-    def _files(self) -> tuple[Any, str]:
+    def _file_system(self) -> tuple[Any, str]:
         """Return fsspec's file system and the folder in it."""
         if self._opened is None:
             # Workers have it; the client, which imports this package's other modules, may not.
@@ -157,19 +159,19 @@ class Storage:
         return self._opened
 
     def _list(self) -> list[Stored]:
-        files, root = self._files()
-        files.invalidate_cache()
-        listing: dict[str, dict[str, Any]] = files.find(root, maxdepth=DEPTH, detail=True)
-        if not listing and not files.exists(root):
+        file_system, root = self._file_system()
+        file_system.invalidate_cache()
+        listing: dict[str, dict[str, Any]] = file_system.find(root, maxdepth=DEPTH, detail=True)
+        if not listing and not file_system.exists(root):
             raise StorageFailed(f"there is no folder {self.url}")
-        for path, about in listing.items():
-            if about.get("islink"):  # a listing has the link's time, not its file's
+        for path, info in listing.items():
+            if info.get("islink"):  # a listing has the link's time, not its file's
                 with contextlib.suppress(FileNotFoundError):
-                    listing[path] = files.info(path)
+                    listing[path] = file_system.info(path)
         adapters = (_stored(path, root, listing) for path in sorted(listing, key=_precedence))
         return [stored for stored in adapters if stored is not None]
 
-    def _within(self, doing: str, call: Callable[[], _R]) -> _R:
+    def _within(self, action: str, call: Callable[[], _R]) -> _R:
         """Return what `call` returns, if it does so in time."""
         if not self._calls.acquire(blocking=False):
             raise StorageFailed(f"{_MOST_STUCK} calls wait for it already")
@@ -187,12 +189,12 @@ class Storage:
 
         threading.Thread(target=run, name="adapter-storage", daemon=True).start()
         if not finished.wait(self._timeout_s):
-            raise StorageFailed(f"no answer within {self._timeout_s:g} s ({doing})")
+            raise StorageFailed(f"no answer within {self._timeout_s:g} s ({action})")
         result, error = ended[0]
         if isinstance(error, StorageFailed):
             raise error
         if error is not None:
-            raise StorageFailed(f"{type(error).__name__}: {error} ({doing})") from error
+            raise StorageFailed(f"{type(error).__name__}: {error} ({action})") from error
         return result  # type: ignore[return-value]
 
 
@@ -218,16 +220,16 @@ def _stored(path: str, root: str, listing: Mapping[str, Mapping[str, Any]]) -> S
         root: root of the storage.
         listing: the file system's information on its files.
     """
-    about = listing[path]
+    info = listing[path]
     inside = unquote(f"/{path.lstrip('/')}").removeprefix(f"/{root.strip('/')}").strip("/")
     *folders, file = inside.split("/")
-    if about.get("type") == "directory" or any(part.startswith(".") for part in (*folders, file)):
+    if info.get("type") == "directory" or any(part.startswith(".") for part in (*folders, file)):
         return None
     stem, suffix = file[: -len(SUFFIX)], file[-len(SUFFIX) :]
     if not stem or suffix.lower() != SUFFIX:
         return None
     name = JOINT.join(folders if folders and file in FOLDER_FILES else (*folders, stem))
-    nbytes, version_parts = int(about.get("size") or 0), [inside, *_stamps(about)]
+    nbytes, version_parts = int(info.get("size") or 0), [inside, *_stamps(info)]
     config_path = f"{path.rpartition('/')[0]}/{CONFIG_FILE}"
     config = config_path if file == PEFT_FILE and config_path in listing else ""
     config_bytes = int(listing[config].get("size") or 0) if config else 0
@@ -242,8 +244,8 @@ def _stored(path: str, root: str, listing: Mapping[str, Mapping[str, Any]]) -> S
     return Stored(name, path, nbytes, version, config, config_bytes, problem)
 
 
-def _stamps(about: Mapping[str, Any]) -> list[str]:
+def _stamps(info: Mapping[str, Any]) -> list[str]:
     """Return the properties that differ after the file has been replaced."""
-    stamp = [str(about[key]) for key in _STAMPS if about.get(key)]
-    stamp = stamp or [str(about[key]) for key in _TIMES if about.get(key)]
-    return [str(int(about.get("size") or 0)), *stamp]
+    stamp = [str(info[key]) for key in _STAMPS if info.get(key)]
+    stamp = stamp or [str(info[key]) for key in _TIMES if info.get(key)]
+    return [str(int(info.get("size") or 0)), *stamp]

@@ -98,7 +98,7 @@ class AdapterStore:
         if file is not None:
             return file
         try:
-            with self.host.bringing(name, version, self._patience_s(name)):
+            with self.host.write_lock(name, version, self._patience_s(name)):
                 return self.host.find(name, version) or self._fetched(name, version, field)
         except TimeoutError:
             raise Overloaded(f"{field}: adapter {name} has been on its way for too long") from None
@@ -157,7 +157,7 @@ class AdapterStore:
             raise
         if self.disk is not None:
             try:
-                with self.disk.bringing(name, version, 0.0):
+                with self.disk.write_lock(name, version, 0.0):
                     self.disk.write(name, version, file.nbytes, _pieces(file.path))
             except (NoRoom, TimeoutError) as error:
                 log.warning("adapter %s is not kept on disk: %s", name, error)

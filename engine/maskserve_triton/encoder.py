@@ -35,7 +35,7 @@ from maskserve_engine.stages.encoded import (
     NO_MOMENTS,
     Encoded,
     EncodeReport,
-    How,
+    Origin,
     TokensRead,
 )
 from maskserve_engine.stages.moments_folder import MomentsFolder
@@ -49,7 +49,7 @@ R = TypeVar("R")
 
 _COUNTED = 64
 """Prompts whose number of tokens is remembered."""
-_HOW: dict[bool | None, How | None] = {True: "kept", False: "made", None: None}
+_ORIGINS: dict[bool | None, Origin | None] = {True: "kept", False: "made", None: None}
 _WHOLE_FROM = 0.5
 """Share of a picture from which its pieces cost as much as the whole."""
 
@@ -260,8 +260,8 @@ class EditEncoder:
                 report = EncodeReport(
                     ms=1e3 * (shared_s + time.perf_counter() - begin),
                     prompt="kept" if text.from_cache else "made",
-                    template=_HOW[pictures.from_cache],
-                    references=_HOW[pictures.references_from_cache],
+                    template=_ORIGINS[pictures.from_cache],
+                    references=_ORIGINS[pictures.references_from_cache],
                     masked="whole" if pictures.whole else "pieces",
                     batch=max(text.batch, pictures.batch),
                     tokens=text.tokens,

@@ -29,7 +29,7 @@ from maskserve_common.imaging.images import (
 )
 from maskserve_common.imaging.metadata import NOTHING, Metadata
 from maskserve_common.imaging.provenance import Mark, Unsigned, has_manifest
-from maskserve_common.imaging.safety import Check, let_pass
+from maskserve_common.imaging.safety import Check, require_acceptance
 from maskserve_common.imaging.view import grown
 from maskserve_common.imaging.whole import middle
 
@@ -90,7 +90,7 @@ def finish_edit(
             _mix(fine[top:bottom, left:right], np.asarray(edited), part)
     settings = request.settings
     if check is not None:
-        let_pass(check, source, request.prompt, out)
+        require_acceptance(check, source, request.prompt, out)
     if fine is not None:
         encoded = encode_png(fine, colour, mark.xmp(request.kind), metadata)
     else:
@@ -118,7 +118,7 @@ def _finish_whole(
     drawn = np.ascontiguousarray(pixels[..., :_RGB]) if opaque else pixels
     picture = Image.fromarray(drawn)
     if check is not None:
-        let_pass(check, _source_for_check(context, picture), request.prompt, picture)
+        require_acceptance(check, _source_for_check(context, picture), request.prompt, picture)
     encoded = encode_image(
         drawn, settings.output_format, settings.output_quality, xmp=mark.xmp(request.kind)
     )

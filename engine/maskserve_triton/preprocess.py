@@ -1,4 +1,4 @@
-"""The first model of the ensemble: it makes the model's arrays of an accepted edit's pictures.
+"""The first model of the ensemble: it turns the pictures of an accepted edit into arrays.
 
 It refuses pictures that cannot be edited; the front has refused everything else.
 """
@@ -58,8 +58,8 @@ decoding them again. Larger ones would use too much memory while edits wait for 
 """
 
 FindTemplate = Callable[[str, str], bytes | None]
-"""Reads the encoded image that was registered under an id, as a client of some scope may see it;
-None when the id names nothing, or nothing of that client's.
+"""Returns the encoded image registered under a template id, for a client's scope; None: the scope
+has no such template.
 """
 
 
@@ -109,7 +109,7 @@ def prepare_edit(
         InvalidRequest: naming the field.
         TemplateNotFound: the settings name a template that is not registered.
     """
-    references = (*references, *_named_references(accepted.settings, find_template))
+    references = (*references, *_referenced_pictures(accepted.settings, find_template))
     check_together((image, *references), config.limits)
     if accepted.kind != "inpaint":
         return _prepare_whole(image, accepted, spec, config, find_template, control, references)
@@ -131,7 +131,7 @@ def prepare_edit(
         control,
         accepted.controls,
         canvas,
-        lambda picture: _at(view.window.crop(picture.pixels), picture.colour, view.size),
+        lambda picture: _to_srgb(view.window.crop(picture.pixels), picture.colour, view.size),
         config,
     )
     reference_pixels = _reference_pixels(references, spec, config)
@@ -142,21 +142,34 @@ def prepare_edit(
         window=view.window if view.is_part else None,
         alpha=_keeps_alpha(settings, source, paste),
         edit_boxes=component_boxes(edit, spec.token_pixels),
-        references=_named(reference_pixels),
+        references=_reference_records(reference_pixels),
         warnings=(*source.warnings, *selection.warnings),
     )
-    fine = source.low is not None and settings.output_format == "png"
-    signed = _signed(source, config)
-    # Data that pixels cannot carry stays in the file.
-    decoded = paste.size <= decoded_pixels and not (fine or signed or source.metadata)
-    source_bytes = _decoded(source, alpha=request.alpha) if decoded else source.encoded
-    weights = paste.tobytes() if decoded else encode_png(paste)
-    taken_ms = (time.perf_counter() - start) * 1e3
-    request.timings_ms["preprocess"] = round(taken_ms, 3)
-    context = PostprocessContext(
-        request.to_json(), source_bytes, weights, decoded, source.colour.pack()
+    context = _paste_context(source, paste, request, config, decoded_pixels)
+    request.timings_ms["preprocess"] = round((time.perf_counter() - start) * 1e3, 3)
+    context = replace(context, request=request.to_json())
+    return PreparedEdit(pixels, edit, controls, _flat_pixels(reference_pixels), request, context)
+
+
+def _paste_context(
+    source: Decoded,
+    paste: npt.NDArray[np.uint8],
+    request: EditRequest,
+    config: Config,
+    decoded_pixels: int,
+) -> PostprocessContext:
+    """Return the source and the paste weights for postprocess, without REQUEST: as pixels up to
+    `decoded_pixels`, otherwise as files. Data that pixels cannot carry stays in the file.
+    """
+    has_16_bits = source.low is not None and request.settings.output_format == "png"
+    needs_file = has_16_bits or _keeps_manifest(source, config) or bool(source.metadata)
+    decoded = paste.size <= decoded_pixels and not needs_file
+    return PostprocessContext(
+        source=_pixel_bytes(source, alpha=request.alpha) if decoded else source.encoded,
+        paste=paste.tobytes() if decoded else encode_png(paste),
+        decoded=decoded,
+        colour=source.colour.pack(),
     )
-    return PreparedEdit(pixels, edit, controls, _joined(reference_pixels), request, context)
 
 
 def _prepare_whole(
@@ -182,26 +195,25 @@ def _prepare_whole(
         rule = spec.reference_size if references else spec.edit_size
         chosen = fit_of(source.size, rule, native, multiple)
         fit = PictureFit(size, size) if size else chosen
-        canvas, pixels = source.size, _fitted(source, fit)
+        canvas, pixels = source.size, _fit_picture(source, fit)
         request = _request(accepted, source, source_id, pixels)
         reference_pixels = _reference_pixels(references, spec, config)
         request = replace(
             request,
             source_size=fit.answer_size,
-            references=_named(reference_pixels),
+            references=_reference_records(reference_pixels),
             warnings=source.warnings,
         )
         context = _source_context(source, middle(pixels, fit.answer_size), config)
     _check_shape(fit.size, spec)
     _check_format(settings, fit.size)
     controls = _control_pictures(
-        control, accepted.controls, canvas, lambda picture: _fitted(picture, fit), config
+        control, accepted.controls, canvas, lambda picture: _fit_picture(picture, fit), config
     )
-    taken_ms = (time.perf_counter() - start) * 1e3
-    request.timings_ms["preprocess"] = round(taken_ms, 3)
+    request.timings_ms["preprocess"] = round((time.perf_counter() - start) * 1e3, 3)
     context = replace(context, request=request.to_json())
     mask = np.full(fit.size, 255, np.uint8)
-    return PreparedEdit(pixels, mask, controls, _joined(reference_pixels), request, context)
+    return PreparedEdit(pixels, mask, controls, _flat_pixels(reference_pixels), request, context)
 
 
 def check_together(pictures: Sequence[bytes | memoryview], limits: LimitsConfig) -> None:
@@ -240,17 +252,17 @@ def _reference_pixels(
         picture = decode_image(raw, field, config.limits)
         fit = fit_of(picture.size, spec.reference_size, native, multiple)
         _check_shape(fit.size, spec, field)
-        pictures.append(_fitted(picture, fit))
+        pictures.append(_fit_picture(picture, fit))
     return pictures
 
 
-def _named(pictures: Sequence[npt.NDArray[np.uint8]]) -> tuple[Reference, ...]:
+def _reference_records(pictures: Sequence[npt.NDArray[np.uint8]]) -> tuple[Reference, ...]:
     return tuple(
         [Reference((len(pixels), pixels.shape[1]), template_id(pixels)) for pixels in pictures]
     )
 
 
-def _joined(pictures: Sequence[npt.NDArray[np.uint8]]) -> npt.NDArray[np.uint8]:
+def _flat_pixels(pictures: Sequence[npt.NDArray[np.uint8]]) -> npt.NDArray[np.uint8]:
     flat = [np.zeros(0, np.uint8), *(pixels.reshape(-1) for pixels in pictures)]
     return np.concatenate(flat)
 
@@ -262,7 +274,7 @@ def _source_context(
     part: its file if that is signed, for a check alone its pixels as the model sees them, [H, W, 3]
     of the answer's size.
     """
-    if _signed(source, config):
+    if _keeps_manifest(source, config):
         return PostprocessContext(source=source.encoded, decoded=False)
     checks = config.safety.check or config.safety.model
     return PostprocessContext(source=pixels.tobytes() if checks else b"")
@@ -314,7 +326,7 @@ def prepare_template(encoded: bytes, spec: ModelSpec, config: Config) -> Prepare
     source = decode_image(encoded, "OP.image", config.limits)
     size = model_size(source.size, spec.native_resolution, spec.size_multiple)
     _check_shape(size, spec)
-    pixels = _at(source.pixels, source.colour, size)
+    pixels = _to_srgb(source.pixels, source.colour, size)
     accepted = accept_edit(EditSettings(), b"", spec, config)
     request = _request(accepted, source, source.template_id, pixels)
     return PreparedTemplate(pixels, np.zeros(size, np.uint8), request)
@@ -418,7 +430,7 @@ def _with_encoding(settings: EditSettings, picture: bytes | memoryview) -> EditS
     return structs.replace(settings, output_encoding=encoding)
 
 
-def _signed(source: Decoded, config: Config) -> bool:
+def _keeps_manifest(source: Decoded, config: Config) -> bool:
     """Whether the answer's signature names the source's."""
     return bool(config.provenance.certificate) and has_manifest(bytes(source.encoded))
 
@@ -435,7 +447,7 @@ def _keeps_alpha(settings: EditSettings, source: Decoded, paste: npt.NDArray[np.
     return bool((clear & (old < 255)).any())
 
 
-def _decoded(source: Decoded, *, alpha: bool) -> bytes:
+def _pixel_bytes(source: Decoded, *, alpha: bool) -> bytes:
     if not alpha:
         return source.pixels.tobytes()
     assert source.alpha is not None
@@ -482,17 +494,19 @@ def _request_without_source(accepted: AcceptedEdit, size: Size) -> EditRequest:
 
 def _view_of(source: Decoded, settings: EditSettings, view: View) -> npt.NDArray[np.uint8]:
     """Return the source as the model sees it, RGB [h, w, 3]."""
-    return _at(view.window.crop(grown(source.pixels, settings.expand)), source.colour, view.size)
+    return _to_srgb(
+        view.window.crop(grown(source.pixels, settings.expand)), source.colour, view.size
+    )
 
 
-def _at(pixels: npt.NDArray[np.uint8], colour: Colour, size: Size) -> npt.NDArray[np.uint8]:
+def _to_srgb(pixels: npt.NDArray[np.uint8], colour: Colour, size: Size) -> npt.NDArray[np.uint8]:
     """Resize a picture and convert it to sRGB, RGB [h, w, 3]."""
     if pixels.shape[:2] == size and colour == SRGB:
         return pixels
     return np.asarray(colour.to_display(resize(Image.fromarray(pixels), size)))
 
 
-def _fitted(picture: Decoded, fit: PictureFit) -> npt.NDArray[np.uint8]:
+def _fit_picture(picture: Decoded, fit: PictureFit) -> npt.NDArray[np.uint8]:
     """Return a picture as the model sees it without a mask, in sRGB, RGB [h, w, 3]."""
     if picture.size == fit.scaled == fit.size and picture.colour == SRGB:
         return picture.pixels
@@ -537,20 +551,22 @@ def _source(
             )
         return source, source_id
     scope = scope_of(settings.request_id or "")
-    encoded = _registered("SETTINGS.template_id", named, scope, find_template)
+    encoded = _registered_picture("SETTINGS.template_id", named, scope, find_template)
     return decode_image(encoded, "IMAGE", config.limits), named
 
 
-def _named_references(settings: EditSettings, find_template: FindTemplate | None) -> list[bytes]:
+def _referenced_pictures(settings: EditSettings, find_template: FindTemplate | None) -> list[bytes]:
     """Return the encoded references that the settings name."""
     scope = scope_of(settings.request_id or "")
     return [
-        _registered(f"SETTINGS.reference_ids[{index}]", name, scope, find_template)
+        _registered_picture(f"SETTINGS.reference_ids[{index}]", name, scope, find_template)
         for index, name in enumerate(settings.reference_ids)
     ]
 
 
-def _registered(field: str, name: str, scope: str, find_template: FindTemplate | None) -> bytes:
+def _registered_picture(
+    field: str, name: str, scope: str, find_template: FindTemplate | None
+) -> bytes:
     """Return the encoded picture of a registered template. Raises TemplateNotFound."""
     encoded = find_template(name, scope) if find_template is not None else None
     if encoded is None:

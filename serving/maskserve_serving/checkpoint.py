@@ -109,7 +109,7 @@ def folder_of(request: CheckpointRequest, parts: CheckpointParts) -> Path:
         return folder
     store = FileStore(parts.cache)
     try:
-        with store.bringing(folder.name, math.inf):  # another start of the model waits
+        with store.write_lock(folder.name, math.inf):  # another start of the model waits
             if not _is_whole(folder):
                 _make(request, folder, store, parts.report)
     except OSError as error:
@@ -143,7 +143,7 @@ def _remove_abandoned(store: FileStore) -> None:
     """Remove the folders aside of conversions that were killed; those that run hold a lock."""
     for aside in store.folder.glob(".*/"):
         name = aside.name.rpartition("-")[0].removeprefix(".") or aside.name
-        with contextlib.suppress(TimeoutError), store.bringing(name, 0.0):
+        with contextlib.suppress(TimeoutError), store.write_lock(name, 0.0):
             shutil.rmtree(aside, ignore_errors=True)
 
 

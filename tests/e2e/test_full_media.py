@@ -18,13 +18,13 @@ import pytest
 from maskserve_benchmarks.checkout import DEMO_MODEL
 from maskserve_client.client import Client
 from maskserve_common.errors import EngineFailed
-from maskserve_studies.workflows.second_host import can_have_one, second_host
+from maskserve_studies.workflows.second_host import can_make_second_host, second_host
 from tests.fakes.pictures import encode, scene
 from tests.support.eventually import eventually
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not can_have_one(), reason="needs root and iproute2"),
+    pytest.mark.skipif(not can_make_second_host(), reason="needs root and iproute2"),
 ]
 
 SIDE, LARGE, PICTURES, STEPS = 64, 1800, 12, 6

@@ -29,7 +29,7 @@ from maskserve_common.errors import EngineFailed, MaskserveError, Overloaded
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
 from maskserve_serving.supervisor import Supervisor
-from maskserve_studies.workflows.second_host import SecondHost, can_have_one, second_host
+from maskserve_studies.workflows.second_host import SecondHost, can_make_second_host, second_host
 from maskserve_triton.controlnet_calls import ControlNetCalls
 from maskserve_workflows.definition import Workflow, each
 from maskserve_workflows.nodes import best, edit, enlarge, outline, shows
@@ -41,7 +41,7 @@ from tests.support.eventually import eventually
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not can_have_one(), reason="needs root and iproute2"),
+    pytest.mark.skipif(not can_make_second_host(), reason="needs root and iproute2"),
 ]
 
 SIDE, STEPS, MOST_STEPS, BASE = 64, 400, 1000, 9000

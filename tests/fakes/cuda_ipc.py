@@ -36,7 +36,7 @@ class FakeIpc:
         monkeypatch.setattr(device_memory, "_lend", self._lend)
         monkeypatch.setattr(device_memory, "_open", self._open)
         monkeypatch.setattr(torch.cuda, "Event", _Event)
-        read, settle, give = OpenedBlock.read, OpenedBlock.settle, LentBlock._give
+        read, settle, give = OpenedBlock.read, OpenedBlock.settle, LentBlock._add_free
 
         def reads(block: OpenedBlock, begin: int, *args: Any) -> Tensor:
             with self._door:
@@ -56,7 +56,7 @@ class FakeIpc:
 
         monkeypatch.setattr(OpenedBlock, "read", reads)
         monkeypatch.setattr(OpenedBlock, "settle", settles)
-        monkeypatch.setattr(LentBlock, "_give", lend)
+        monkeypatch.setattr(LentBlock, "_add_free", lend)
 
     def catch_up(self) -> None:
         """Finish the copies of all reads."""

@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection
 
 import msgspec
 
-from maskserve_lora.header_process import Described
+from maskserve_lora.header_process import HeaderDescription
 
 if __name__ == "__main__":
     pipe = Connection(int(sys.argv[1]))
@@ -23,4 +23,4 @@ if __name__ == "__main__":
             time.sleep(600)
         if task["head"] == b"dead":
             sys.exit(1)
-        pipe.send_bytes(msgspec.msgpack.encode(Described(rank=7)))
+        pipe.send_bytes(msgspec.msgpack.encode(HeaderDescription(rank=7)))

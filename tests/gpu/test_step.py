@@ -27,7 +27,7 @@ from maskserve_engine.layers.modulation import (
 )
 from maskserve_engine.layers.qk_norm_rope import fused as fused_heads
 from maskserve_engine.layers.qk_norm_rope import norm_heads, rotate
-from maskserve_engine.layers.scatter_kv import KvSlots, KvSource, fused, scatter_kv
+from maskserve_engine.layers.scatter_kv import KvSlots, KvSource, scatter_by_kernels, scatter_kv
 from tests.support.no_waits import nothing_waits
 
 CUDA = torch.device("cuda", 0)
@@ -63,7 +63,7 @@ def test_the_placing_kernel_writes_what_the_plain_path_writes(format: str) -> No
     keys, values = (coded_tensor.map(*[lambda t: t.to(CUDA)] * 2) for coded_tensor in coded)
     outs = [torch.zeros(48, 3, 32, device=CUDA, dtype=torch.bfloat16) for _ in range(4)]
     source = KvSource((keys, values), ids.to(CUDA))
-    fused([source], outs[:2], at)
+    scatter_by_kernels([source], outs[:2], at)
     plain = [out.cpu() for out in outs[2:]]
     host = KvSource((coded[0], coded[1]), ids)
     scatter_kv([host], plain, KvSlots(at.spans, at.row_of, at.local, at.to, at.numbers))

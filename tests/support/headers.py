@@ -11,7 +11,7 @@ import pytest
 
 from maskserve_lora import catalogue
 from maskserve_lora.base_layers import BaseLayers
-from maskserve_lora.header_process import Bounds, Described, described
+from maskserve_lora.header_process import Bounds, HeaderDescription, describe_header
 
 
 class HeadersHere:
@@ -24,8 +24,8 @@ class HeadersHere:
     def _base(self) -> BaseLayers:
         return BaseLayers.of_folder(self._bounds.model, self._bounds.gguf)
 
-    def describe(self, head: bytes, nbytes: int, config: bytes) -> Described:
-        return described(head, nbytes, config, self._bounds, self._base)
+    def describe(self, head: bytes, nbytes: int, config: bytes) -> HeaderDescription:
+        return describe_header(head, nbytes, config, self._bounds, self._base)
 
     def close(self) -> None:
         """Close nothing: there is no process."""

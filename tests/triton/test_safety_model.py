@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from maskserve_common.errors import EngineFailed, Refused
-from maskserve_common.imaging.safety import let_pass
+from maskserve_common.imaging.safety import require_acceptance
 from maskserve_triton.safety_model import check_by_model
 from tests.fakes.pb_utils import Call, FakeTriton, InferenceResponse, failure, reply
 from tests.fakes.pictures import scene
@@ -27,9 +27,9 @@ def test_a_model_is_asked_and_its_reason_refuses(api: FakeTriton) -> None:
     api.models["judge"] = judge
     check = check_by_model(api, "judge")
     pictures = Image.fromarray(source), Image.fromarray(edited).convert("RGBA")
-    let_pass(check, pictures[0], "a circle", pictures[1])
+    require_acceptance(check, pictures[0], "a circle", pictures[1])
     with pytest.raises(Refused, match="no stars"):
-        let_pass(check, pictures[0], "a star", pictures[1])
+        require_acceptance(check, pictures[0], "a star", pictures[1])
     with pytest.raises(EngineFailed) as failed:
-        let_pass(check, pictures[0], "broken", pictures[1])
+        require_acceptance(check, pictures[0], "broken", pictures[1])
     assert "secret" not in str(failed.value)

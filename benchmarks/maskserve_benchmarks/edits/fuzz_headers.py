@@ -32,7 +32,7 @@ import numpy as np
 from maskserve_benchmarks.checkout import CHECKOUT
 from maskserve_common.files.safetensors_header import head_of, reader_of
 from maskserve_lora.base_layers import BaseLayers
-from maskserve_lora.header_process import Bounds, described
+from maskserve_lora.header_process import Bounds, describe_header
 from maskserve_lora.lora_header import BadAdapter
 from maskserve_lora.lora_plan import check_file
 
@@ -152,7 +152,7 @@ def lora_reader(base: BaseLayers, bounds: Bounds, model: str) -> Callable[[Path]
         nbytes = path.stat().st_size
         with path.open("rb") as opened:
             head = head_of(reader_of(opened), nbytes)
-        description = described(head, nbytes, b"", bounds, base)
+        description = describe_header(head, nbytes, b"", bounds, base)
         if description.problem:
             raise BadAdapter(description.problem)
         check_file(path, base, max_bytes=bounds.max_bytes, max_rank=bounds.max_rank)

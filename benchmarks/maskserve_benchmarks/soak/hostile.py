@@ -51,8 +51,7 @@ _HONEST = ("anna", "ben", "clara")
 _ATTACKERS = ("mallory", "mallory-2", "mallory-3", "mallory-4")
 _PAGE, _WITHDRAWN = "page", "gone"
 _CALM_SHARE = 0.125
-"""Time for which the honest clients are alone before the attack, and again after it, as a share of
-the attacked minutes."""
+"""Length of each phase without attacks, before and after them, as a share of the attacked time."""
 _EVERY_S = 6.0
 """Mean time between two edits of one client."""
 _ANSWER_S = 120.0
@@ -189,27 +188,12 @@ def hostile_soak(
         ServeError: the server does not start.
     """
     options.out.mkdir(parents=True, exist_ok=True)
-    base = free_base_port(2)
     config = options.out / "router.toml"
     _write_keys(config, (*_HONEST, *_ATTACKERS, _PAGE, _WITHDRAWN))
     loras = (options.out / "loras").absolute()
     loras.mkdir(parents=True, exist_ok=True)
     attacks.damage_lora(loras, 0)
-    serve = ServeOptions(
-        model=str(options.model),
-        base_port=base,
-        router=True,
-        router_port=base + STRIDE,
-        router_config=config,
-        config=write_config(options),
-        adapters=str(loras),
-        controlnets=str(CHECKOUT / "assets" / "controlnets"),
-        controlnet_device="cpu",
-        workflows=CHECKOUT / "assets" / "workflows",
-        log_dir=options.out / "logs",
-        report=options.say,
-    )
-    with Supervisor(serve) as supervisor, ExitStack() as stack:
+    with Supervisor(_serve_options(options, config, loras)) as supervisor, ExitStack() as stack:
         worker, router, (service,) = supervisor.workers[0], supervisor.router, supervisor.services
         assert router is not None
         page_port = free_base_port(1)
@@ -267,12 +251,9 @@ def hostile_soak(
             client.close()
         restarts = sum(process.restarts for process in (worker, router, service))
         drained = supervisor.stop()
-    books = (warm, calm, attacked)
     attack_counts = json.loads(report.read_text()) if report.exists() else {}
     summary = {
-        "lost": sum(len(book.lost) for book in books),
-        "wrong": sum(len(book.wrong) for book in books),
-        "p95_ratio": round(attacked.p95() / max(calm.p95(), 1e-9), 2),
+        **_edit_summary(warm, calm, attacked),
         "router_mib": peak.stop(),
         "page_mib": page_peak.stop(),
         "restarts": restarts,
@@ -280,9 +261,7 @@ def hostile_soak(
         "least_often": least_often(attack_counts),
         "attackers_cpu_share": cpu.share("attacked", "attackers"),
         "others_cpu_share": max(cpu.others_share.values()),
-        "ejections": int(
-            sum(map(float, re.findall(r"maskserve_ejections_total{.*} (\S+)", metrics)))
-        ),
+        "ejections": _ejections(metrics),
     }
     return {
         "model": options.model.name,
@@ -295,13 +274,48 @@ def hostile_soak(
         "p95_s": {"alone": round(calm.p95(), 3), "attacked": round(attacked.p95(), 3)},
         "stages_ms": {"alone": calm.means(), "attacked": attacked.means()},
         "cpu_s": cpu.seconds,
-        "problems": [text for book in books for text in (*book.lost, *book.wrong)][:20],
+        "problems": [text for book in (warm, calm, attacked) for text in (*book.lost, *book.wrong)][
+            :20
+        ],
         "attacks": attack_counts,
     }
 
 
+def _serve_options(options: SoakOptions, router_config: Path, loras: Path) -> ServeOptions:
+    """Return the options of the attacked server: a worker, a router and a ControlNet service."""
+    base = free_base_port(2)
+    return ServeOptions(
+        model=str(options.model),
+        base_port=base,
+        router=True,
+        router_port=base + STRIDE,
+        router_config=router_config,
+        config=write_config(options),
+        adapters=str(loras),
+        controlnets=str(CHECKOUT / "assets" / "controlnets"),
+        controlnet_device="cpu",
+        workflows=CHECKOUT / "assets" / "workflows",
+        log_dir=options.out / "logs",
+        report=options.say,
+    )
+
+
+def _edit_summary(warm: Book, calm: Book, attacked: Book) -> dict[str, float]:
+    books = (warm, calm, attacked)
+    return {
+        "lost": sum(len(book.lost) for book in books),
+        "wrong": sum(len(book.wrong) for book in books),
+        "p95_ratio": round(attacked.p95() / max(calm.p95(), 1e-9), 2),
+    }
+
+
+def _ejections(metrics: str) -> int:
+    """Return the router's ejections of workers, from its metrics page."""
+    return int(sum(map(float, re.findall(r"maskserve_ejections_total{.*} (\S+)", metrics))))
+
+
 def passed(summary: dict[str, Any]) -> bool:
-    """Return whether everything was tried and no honest client was hurt."""
+    """Return whether each attack was answered and no honest client was hurt."""
     return verdict(summary) == PASSED
 
 
@@ -347,18 +361,18 @@ class Peak:
 
     def __init__(self, pid: Any) -> None:
         self._pid, self._mib = pid, 0
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
         self._thread.start()
 
     def stop(self) -> int:
         """Stop sampling; return the largest memory in MiB."""
-        self._over.set()
+        self._stopping.set()
         self._thread.join()
         return self._mib
 
-    def _look(self) -> None:
-        while not self._over.wait(0.5):
+    def _sample(self) -> None:
+        while not self._stopping.wait(0.5):
             with suppress(OSError, AttributeError):
                 status = Path(f"/proc/{self._pid()}/status").read_text(encoding="ascii")
                 match = re.search(r"VmHWM:\s+(\d+) kB", status)
@@ -444,10 +458,10 @@ def _page(url: str, port: int, log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Run `maskserve web` at this port."""
     program = Path(sys.executable).with_name("maskserve")
     command = [str(program), "web", "--url", url, "--port", str(port)]
-    stages = {**os.environ, "MASKSERVE_KEY": secret(_PAGE)}
+    environment = {**os.environ, "MASKSERVE_KEY": secret(_PAGE)}
     with (
         log.open("wb") as output,
-        subprocess.Popen(command, stdout=output, stderr=output, env=stages) as page,
+        subprocess.Popen(command, stdout=output, stderr=output, env=environment) as page,
     ):
         try:
             yield page

@@ -230,7 +230,7 @@ class Bench:
         )
         self.work = FACTS[name].count(as_flux(self.config), picture)
         if self.shown_tokens:
-            self.work = self.work.looking_at(self.shown_tokens)
+            self.work = self.work.with_context(self.shown_tokens)
         self.entry = AnchorEntry(Anchor(0.5, 500.0), ())
         self._still: dict[str, AnchorEntry] = {}
         self.batch: FlowBatch[Any] | None = None

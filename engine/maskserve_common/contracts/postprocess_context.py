@@ -1,8 +1,8 @@
-"""The CONTEXT tensor: what postprocess needs of an edit's beginning.
+"""The CONTEXT tensor: the inputs of postprocess from the start of an edit.
 
-An ensemble step after a decoupled model cannot take inputs from before it, so this travels with
-every image through denoiser and decoder, which do not look into it: as one tensor, because every
-process on the way pays for each.
+An ensemble step after a decoupled model cannot take inputs from before it. So CONTEXT travels with
+each image through denoiser and decoder, which do not read it. It is one tensor, because each tensor
+costs time in each process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _HEAD = struct.Struct("<III?")
 
 
 def request_in(packed: npt.NDArray[np.uint8]) -> bytes:
-    """REQUEST in a packed context, which may be as large as a picture: nothing else is copied."""
+    """Return REQUEST from a packed context, without a copy of the pictures in it."""
     request, *_ = _HEAD.unpack(packed[: _HEAD.size].tobytes())
     return packed[_HEAD.size : _HEAD.size + request].tobytes()
 
@@ -40,14 +40,14 @@ class PostprocessContext:
     """Colour space of the source (`imaging.colour.Colour.pack`)."""
 
     def pack(self) -> npt.NDArray[np.uint8]:
-        """[n] bytes: the lengths of all parts but the last and `decoded`, then the parts."""
+        """Return [n] bytes: `decoded` and the lengths of all parts but the last, then the parts."""
         head = _HEAD.pack(len(self.request), len(self.colour), len(self.source), self.decoded)
         parts = (head, self.request, self.colour, self.source, self.paste)
         return np.frombuffer(b"".join(parts), np.uint8)
 
     @classmethod
     def unpack(cls, packed: npt.NDArray[np.uint8]) -> PostprocessContext:
-        """Pictures stay where they are, in `packed`."""
+        """Return the context; its pictures are views of `packed`."""
         raw = packed.data
         request, colour, source, decoded = _HEAD.unpack_from(raw)
         behind_request = _HEAD.size + request

@@ -46,8 +46,8 @@ class RowStatus(msgspec.Struct):
     template_id: str = ""
     priority: int = 0
     due_ns: int = 0
-    """When its last step is to have ended for its answer to come in time, on the host's
-    time.monotonic_ns; 0: it is due at no time."""
+    """Time by which its last step must end for the response to be in time, on the host's
+    time.monotonic_ns; 0: no due time."""
     controls: tuple[tuple[str, float], ...] = ()
     """ControlNets of the row, each with the share of the steps in which it acts."""
     adapter_bytes: int = 0
@@ -67,13 +67,13 @@ class Served:
     token_pixels: int
     """Pixels per token along one side."""
     num_inference_steps: int
-    """Steps of an edit that does not say how many."""
+    """Default number of steps."""
     cache: bool = True
     """Whether cached rows are served."""
     dense_above_ratio: float = 1.0
     """Mask ratio from which a row runs dense even on a hit."""
     mask_ring: int = 0
-    """Tokens that are computed round the mask, of an edit that does not say how many."""
+    """Default ring, in tokens."""
     dense_sides: bool = False
     """Whether a row that computes a whole side of the picture runs dense even on a hit."""
     dense_steps: DenseSteps = NO_DENSE_STEPS
@@ -87,9 +87,9 @@ class Served:
     own_over_template: bool = False
     """Whether an edit with refresh steps reads no template, even if it is ready."""
     due_ms: tuple[int, ...] = ()
-    """When edits are due that do not say so (`due_times.due_by_size`)."""
+    """Due times by size of edits without `deadline_ms` (`due_times.due_by_size`)."""
     skipping: str = ""
-    """Semantics of a model whose edits may leave steps out; empty: they may not."""
+    """Semantics of a model whose edits may skip steps; empty: they may not."""
     edit_kinds: tuple[EditKind, ...] = ("inpaint",)
     """Kinds of edits that the model makes."""
     references: bool = False
@@ -116,7 +116,7 @@ class TemplateChanges(msgspec.Struct, frozen=True):
     version: str
     """Version after the changes."""
     since: str = ""
-    """The version that they are since; empty: none, and all that the worker has is added."""
+    """Version of the reader; empty: it has none, and `added` lists all templates."""
     added: Mapping[str, tuple[str, ...]] = msgspec.field(default_factory=dict)
     """Tier -> `entries_id`."""
     removed: Mapping[str, tuple[str, ...]] = msgspec.field(default_factory=dict)
@@ -179,7 +179,7 @@ class WorkerStatus(msgspec.Struct):
     max_rows: int
     max_waiting: int
     devices: int = 1
-    """With a batch of `max_rows` each; an edit shares its own with a like part of the others."""
+    """Each device has a batch of `max_rows`, with an equal part of the edits."""
     sequence: int = 0
     """Counts the records of one writer from 1."""
     wall_ns: int = 0

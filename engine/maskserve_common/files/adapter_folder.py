@@ -74,7 +74,7 @@ class AdapterFolder:
         chunks: Iterable[bytes],
         check: Callable[[Path], None] = lambda _: None,
     ) -> AdapterFile:
-        """Write a file whole or not at all; one process or thread at a time (`bringing`).
+        """Write a file whole or not at all; one process or thread at a time (`write_lock`).
 
         Args:
             name: name of the adapter.
@@ -126,9 +126,9 @@ class AdapterFolder:
         marks = self.folder.glob(".pin-*")
         return frozenset(path.name.removeprefix(".pin-") for path in marks)
 
-    def bringing(self, name: str, version: str, timeout_s: float) -> AbstractContextManager[None]:
-        """See `FileStore.bringing`."""
-        return self._store.bringing(f"{name}@{version}", timeout_s)
+    def write_lock(self, name: str, version: str, timeout_s: float) -> AbstractContextManager[None]:
+        """See `FileStore.write_lock`."""
+        return self._store.write_lock(f"{name}@{version}", timeout_s)
 
     def _make_room(self, nbytes: int) -> None:
         """Evict the least recently used files to make room; only within `alone`."""

@@ -116,7 +116,7 @@ class FileStore:
             self._changing.release()
 
     @contextlib.contextmanager
-    def bringing(self, name: str, timeout_s: float) -> Iterator[None]:
+    def write_lock(self, name: str, timeout_s: float) -> Iterator[None]:
         """Be the only one that writes NAME.
 
         Raises:

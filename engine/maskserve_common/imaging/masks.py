@@ -131,7 +131,7 @@ COVERS_MOST = 0.9
 
 
 @dataclass(frozen=True, slots=True)
-class Selected:
+class Selection:
     """The selected part of the canvas."""
 
     pixels: Bools
@@ -144,7 +144,7 @@ class Selected:
 
 def select(
     raw: bytes | memoryview, settings: EditSettings, limits: LimitsConfig, size: Size
-) -> Selected:
+) -> Selection:
     """Return the pixels that a mask selects, including those that the canvas grows by.
 
     Args:
@@ -159,7 +159,7 @@ def select(
     expands = any(settings.expand)
     canvas_size(size, settings.expand, limits)
     if expands and not raw:
-        return Selected(grown(np.zeros(size, np.bool_), settings.expand, constant_values=True))
+        return Selection(grown(np.zeros(size, np.bool_), settings.expand, constant_values=True))
     mask, strength = decode_mask(raw, "MASK", limits, size), None
     if settings.mask_mode == "strength":
         for name in ("mask_dilate", "mask_feather"):
@@ -167,20 +167,22 @@ def select(
                 problem = "is given with mask_mode strength"
                 raise InvalidRequest(f"SETTINGS.{name}", problem, "0: grey fades out by itself")
         strength = grown(mask.luminance, settings.expand, constant_values=255)
-    chosen = selected(mask, settings.mask_mode)
-    warnings = _size_warnings(mask, settings.mask_mode, chosen)
+    pixels = selected_pixels(mask, settings.mask_mode)
+    warnings = _size_warnings(mask, settings.mask_mode, pixels)
     if expands:
-        chosen = grown(chosen, settings.expand, constant_values=True)
-    elif not chosen.any():
-        raise InvalidRequest("MASK", "selects nothing to edit", _accepted(mask, settings.mask_mode))
-    return Selected(chosen, warnings, strength)
+        pixels = grown(pixels, settings.expand, constant_values=True)
+    elif not pixels.any():
+        raise InvalidRequest(
+            "MASK", "selects nothing to edit", _mask_hint(mask, settings.mask_mode)
+        )
+    return Selection(pixels, warnings, strength)
 
 
-def _size_warnings(mask: DecodedMask, mode: str, chosen: Bools) -> tuple[str, ...]:
+def _size_warnings(mask: DecodedMask, mode: str, pixels: Bools) -> tuple[str, ...]:
     """Return a warning if the mask selects nearly the whole picture: usually its author meant the
     inverse, as with strokes on a transparent layer.
     """
-    share = np.count_nonzero(chosen) / chosen.size
+    share = np.count_nonzero(pixels) / pixels.size
     if share <= COVERS_MOST:
         return ()
     by_alpha = _by_alpha(mask, mode)
@@ -220,11 +222,11 @@ def edit_region(part: Bools, model_size: Size, dilate: int = 0, feather: int = 0
     region = part.view(np.uint8)
     for axis, (side, target) in enumerate(zip(source, model_size, strict=True)):
         region = cover(region, target, axis, pixels=side, spacing=factor)
-    return _full(region)
+    return _binary(region)
 
 
-def selected(mask: DecodedMask, mode: str) -> Bools:
-    """The pixels a mask selects, bool [H, W].
+def selected_pixels(mask: DecodedMask, mode: str) -> Bools:
+    """Return the pixels that a mask selects, bool [H, W].
 
     `white`: luminance of at least 128 edits, alpha is ignored. `alpha`: fully transparent edits.
     `auto`: `alpha` if any pixel is at all transparent, else `white`; so an opaque white-on-black
@@ -256,7 +258,7 @@ def _by_alpha(mask: DecodedMask, mode: str) -> bool:
     return mode == "alpha" or int(mask.alpha.min()) < 255
 
 
-def _accepted(mask: DecodedMask, mode: str) -> str:
+def _mask_hint(mask: DecodedMask, mode: str) -> str:
     """Return in words the masks that select something in this mode."""
     if _by_alpha(mask, mode):
         opaque = mask.alpha is not None and int(mask.alpha.min()) == 255
@@ -318,12 +320,12 @@ def _clip(span: slice, margin: int, side: int) -> tuple[slice, slice]:
 
 
 def edit_mask(paste: Bytes2D, model_size: Size) -> Bytes2D:
-    """The model's mask, uint8 [h, w] of 0 and 255.
+    """Return the model's mask, uint8 [h, w] of 0 and 255.
 
     A model pixel is edited if any source pixel under it has a weight above 0; so a mask of one
     pixel never vanishes.
     """
-    return _full(strongest(paste, model_size))
+    return _binary(strongest(paste, model_size))
 
 
 def strongest(values: Bytes2D, model_size: Size) -> Bytes2D:
@@ -333,7 +335,7 @@ def strongest(values: Bytes2D, model_size: Size) -> Bytes2D:
     return values
 
 
-def _full(values: Bytes2D) -> Bytes2D:
+def _binary(values: Bytes2D) -> Bytes2D:
     full: Bytes2D = (values > 0).view(np.uint8) * np.uint8(255)
     return full
 

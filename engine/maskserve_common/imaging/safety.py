@@ -22,32 +22,32 @@ returns why the picture is refused; None: it is accepted."""
 
 
 def load_check(config: Config) -> Check | None:
-    """The function that `[safety] check` names; None: it names none.
+    """Return the function that `[safety] check` names; None: no check is configured.
 
     Raises:
-        ConfigError: there is no such function, or there is a model, too.
+        ConfigError: the function cannot be imported, or `[safety] model` is set, too.
     """
-    named = config.safety.check
-    if not named:
+    name = config.safety.check
+    if not name:
         return None
     if config.safety.model:
         raise ConfigError(
             "safety.check: cannot be combined with safety.model; accepted: one of them"
         )
-    place, _, function = named.rpartition(":")
+    module, _, function = name.rpartition(":")
     try:
-        check = getattr(_module(place), function)
+        check = getattr(_module(module), function)
     except (ImportError, AttributeError, OSError, SyntaxError) as error:
-        raise ConfigError(f"safety.check: {named} cannot be imported ({error})") from None
+        raise ConfigError(f"safety.check: {name} cannot be imported ({error})") from None
     if not callable(check):
-        raise ConfigError(f"safety.check: {named} is not a function")
+        raise ConfigError(f"safety.check: {name} is not a function")
     return cast(Check, check)
 
 
-def _module(place: str) -> ModuleType:
-    if not place.endswith(".py"):
-        return importlib.import_module(place)
-    spec = importlib.util.spec_from_file_location("operators_check", place)
+def _module(name: str) -> ModuleType:
+    if not name.endswith(".py"):
+        return importlib.import_module(name)
+    spec = importlib.util.spec_from_file_location("operators_check", name)
     assert spec is not None, "it ends in .py"
     assert spec.loader is not None, "it ends in .py"
     module = importlib.util.module_from_spec(spec)
@@ -55,11 +55,11 @@ def _module(place: str) -> ModuleType:
     return module
 
 
-def let_pass(check: Check, source: Image.Image, prompt: str, result: Image.Image) -> None:
+def require_acceptance(check: Check, source: Image.Image, prompt: str, result: Image.Image) -> None:
     """Raise unless the check accepts a picture.
 
     Raises:
-        Refused: it does not; the message is the check's.
+        Refused: the check refuses it; the message is the check's.
         EngineFailed: the check itself failed.
     """
     try:

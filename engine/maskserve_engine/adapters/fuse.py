@@ -57,7 +57,7 @@ def served_form(config: Config) -> str:
 
 
 @torch.no_grad()
-def fused(config: Config, model: nn.Module, part: str) -> nn.Module:
+def fuse_configured_loras(config: Config, model: nn.Module, part: str) -> nn.Module:
     """Add the configured LoRAs to the weights of a part of the model, in place, and return it.
 
     Args:
@@ -76,7 +76,7 @@ def fused(config: Config, model: nn.Module, part: str) -> nn.Module:
             count = 0
             for change in changes_of(path, base, model_path, (part,), fused=True):
                 weight = _layer(model, change.layer).weight
-                weight.copy_(_changed(weight.float(), change, scale))
+                weight.copy_(_new_weight(weight.float(), change, scale))
                 count += 1
         except BadAdapter as error:
             raise _config_error(path, str(error)) from error
@@ -85,7 +85,7 @@ def fused(config: Config, model: nn.Module, part: str) -> nn.Module:
     return model
 
 
-def _changed(weight: torch.Tensor, change: LayerChange, scale: float) -> torch.Tensor:
+def _new_weight(weight: torch.Tensor, change: LayerChange, scale: float) -> torch.Tensor:
     """Return a layer's new weight in float32.
 
     A DoRA is fused by its scale's share of the way from the weight to DoRA's at scale 1, as LyCORIS

@@ -62,7 +62,7 @@ class TextAdapters:
                 if lora.text and lora.scale:
                     for part, layers in self._parts(lora).items():
                         for name, factors in layers.items():
-                            hook = _added(self._models[part], name, factors, lora.scale)
+                            hook = _add_hook(self._models[part], name, factors, lora.scale)
                             hooks.callback(hook.remove)
             yield
 
@@ -115,7 +115,7 @@ def _name_in(model: nn.Module, name: str) -> str:
     raise BadAdapter(f"changes {name}, which is not a linear layer of the text encoder")
 
 
-def _added(model: nn.Module, name: str, factors: Factors, scale: float) -> RemovableHandle:
+def _add_hook(model: nn.Module, name: str, factors: Factors, scale: float) -> RemovableHandle:
     """Add scale · B(A x) to a layer's output."""
     down, up = factors
 

@@ -43,26 +43,28 @@ def stages(
     Without a template to wait for, `queue` begins where `prepare` ends. `received` is the time at
     which the denoiser got the edit, on the timeline's clock.
     """
-    c, offset_ns = timeline, time.time_ns() - time.monotonic_ns()
+    offset_ns = time.time_ns() - time.monotonic_ns()
 
     def wall(monotonic: float) -> int:
-        """A time.monotonic() time as nanoseconds since 1970."""
+        """Return a time.monotonic() time as nanoseconds since 1970."""
         return offset_ns + int(1e9 * monotonic)
 
-    reached = [("prepare", received, c.submitted)]
-    if c.waited:
-        reached.append(("wait_prime", c.submitted, c.queued or c.ended))
-    if c.queued or not c.waited:
-        reached.append(("queue", reached[-1][2], c.admitted or c.ended))
-    if c.admitted:
-        reached.append(("denoise", c.admitted, c.ended))
+    reached = [("prepare", received, timeline.submitted)]
+    if timeline.waited:
+        primed = timeline.queued or timeline.ended
+        reached.append(("wait_prime", timeline.submitted, primed))
+    if timeline.queued or not timeline.waited:
+        reached.append(("queue", reached[-1][2], timeline.admitted or timeline.ended))
+    if timeline.admitted:
+        reached.append(("denoise", timeline.admitted, timeline.ended))
+    first_step = [("first step", wall(timeline.first_step))] if timeline.first_step else ()
     return [
         Stage(
             name,
             wall(start),
             wall(end),
-            {**c.about, **(c.work if name == "denoise" else {})},
-            [("first step", wall(c.first_step))] if name == "denoise" and c.first_step else (),
+            {**timeline.about, **(timeline.work if name == "denoise" else {})},
+            first_step if name == "denoise" else (),
             error if (name, start, end) == reached[-1] else None,
         )
         for name, start, end in reached

@@ -59,7 +59,7 @@ class GgufTensors:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors by name, decoded."""
-        return {name: self._recorded(self._stored[name]) for name in sorted(self.names)}
+        return {name: self._record(self._stored[name]) for name in sorted(self.names)}
 
     def _shape(self, reader: Any, name: str) -> tuple[int, ...]:
         shape = tuple(int(size) for size in reversed(self._stored[name].shape))
@@ -77,13 +77,13 @@ class GgufTensors:
             )
         return tuple(sizes)
 
-    def _recorded(self, stored: Any) -> RecordedTensor:
+    def _record(self, stored: Any) -> RecordedTensor:
         shape = self._shapes[stored.name]
         dtype = _PLAIN.get(stored.tensor_type.name, torch.bfloat16)
         plain = torch.empty(shape, dtype=dtype, device="meta")
-        return RecordedTensor.of(plain, lambda: self._decoded(stored, shape).to(dtype))
+        return RecordedTensor.of(plain, lambda: self._decode(stored, shape).to(dtype))
 
-    def _decoded(self, stored: Any, shape: tuple[int, ...]) -> torch.Tensor:
+    def _decode(self, stored: Any, shape: tuple[int, ...]) -> torch.Tensor:
         from gguf import quants
 
         try:

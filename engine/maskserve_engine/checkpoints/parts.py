@@ -53,14 +53,14 @@ _KEYS = {
     _SD3: "joint_blocks.0.x_block.attn.qkv.weight",
     _QWEN_IMAGE: "transformer_blocks.0.img_mod.1.weight",
 }
-"""Names by which a class is known that diffusers tells by its sizes, or not at all."""
+"""A tensor that identifies each class that diffusers infers from sizes, or not at all."""
 _UNET_KEYS = ("input_blocks.0.0.weight", "time_embed.0.weight")
 _DEV_KEY = "guidance_in.in_layer.weight"
 _XL_KEY, _REFINER_WIDTH = "label_emb.0.0.weight", 2560
 _XL = {"v1": "xl_base", "inpainting": "xl_inpaint"}
 """Kinds for which diffusers takes an SDXL without its text encoders."""
 _TIED = ("embed_tokens.weight", "shared.weight", "lm_head.weight", "position_ids")
-"""Weights of text encoders that may be those of others, and constants."""
+"""Weights of text encoders that files may lack: tied ones, and constants."""
 _COUNT = "num_batches_tracked"
 """A constant that files may lack."""
 _PROJECTION = "text_projection.weight"
@@ -117,10 +117,12 @@ def denoiser_class(denoiser: Mapping[str, torch.Tensor]) -> tuple[str, str]:
         if kind in kinds:
             source = single_file_utils.DIFFUSERS_DEFAULT_PIPELINE_PATHS[kind]
             return cls, str(source["pretrained_model_name_or_path"])
-    raise ConfigError(f"is a checkpoint of {kind}, which is not served; served: {_served()}")
+    raise ConfigError(
+        f"is a checkpoint of {kind}, which is not served; served: {_served_classes()}"
+    )
 
 
-def _served() -> str:
+def _served_classes() -> str:
     return ", ".join([*_CLASSES, _QWEN_IMAGE])
 
 
@@ -139,7 +141,7 @@ def converted_denoiser(
         ConfigError: it is not such a model; the text ends a sentence about the file.
     """
     if denoiser.keys() == expected.keys():
-        return _checked(denoiser, expected)
+        return _select_expected(denoiser, expected)
     known, _ = denoiser_class(denoiser)
     if known and known != cls:
         raise ConfigError(f"is a {known} by its tensors' names; expected: {cls}")
@@ -148,7 +150,7 @@ def converted_denoiser(
         raise ConfigError(f"is not a checkpoint of {cls}: it has no {missing[0]}")
     if cls == _UNET:  # its map looks for the prefix
         denoiser = {f"{_DENOISER}{name}": tensor for name, tensor in denoiser.items()}
-    return _checked(_mapped(cls, denoiser, config), expected)
+    return _select_expected(_convert_by_diffusers(cls, denoiser, config), expected)
 
 
 def vae_of(tensors: Mapping[str, torch.Tensor]) -> Tensors:
@@ -166,8 +168,8 @@ def converted_vae(
 ) -> Tensors:
     """Return a VAE under diffusers' names; arguments and errors as in `converted_denoiser`."""
     if vae.keys() >= expected.keys():
-        return _checked(vae, expected)
-    return _checked(_mapped(cls, vae, config), expected)
+        return _select_expected(vae, expected)
+    return _select_expected(_convert_by_diffusers(cls, vae, config), expected)
 
 
 def text_encoders_of(tensors: Mapping[str, torch.Tensor]) -> list[Tensors]:
@@ -198,8 +200,8 @@ def text_encoder_fit(
         Empty: it is this part. None: it is another model. Otherwise how it differs, as the end of a
         sentence about the file.
     """
-    tensors = {_bare(name): tensor for name, tensor in encoder.items()}
-    model_tensors = {_bare(name): tensor for name, tensor in expected.items()}
+    tensors = {_unwrapped_name(name): tensor for name, tensor in encoder.items()}
+    model_tensors = {_unwrapped_name(name): tensor for name, tensor in expected.items()}
     shared = tensors.keys() & model_tensors.keys()
     if 2 * len(shared) < len(model_tensors):
         return None
@@ -227,13 +229,13 @@ def _identities(expected: Mapping[str, torch.Tensor]) -> set[str]:
     return {_PROJECTION} if shape[0] == shape[1] else set()
 
 
-def _bare(name: str) -> str:
+def _unwrapped_name(name: str) -> str:
     """Return a weight's name without the wrappers that versions of transformers differ in."""
     wrappers = ("model", "text_model", "language_model", "transformer")
     return ".".join(word for word in name.split(".") if word not in wrappers)
 
 
-def _mapped(cls: str, tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
+def _convert_by_diffusers(cls: str, tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
     from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
 
     if cls not in SINGLE_FILE_LOADABLE_CLASSES:
@@ -250,7 +252,7 @@ def _mapped(cls: str, tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
         raise ConfigError(f"is not a checkpoint of {cls}: {why}") from error
 
 
-def _checked(tensors: Tensors, expected: Mapping[str, torch.Tensor]) -> Tensors:
+def _select_expected(tensors: Tensors, expected: Mapping[str, torch.Tensor]) -> Tensors:
     """Return the expected ones of these tensors.
 
     Raises:

@@ -54,7 +54,7 @@ class LentBlock:
         self._block, handle = _lend(nbytes, device)
         self.lent = Lent(handle, secrets.token_bytes(_ALIGNED))
         check = torch.frombuffer(bytearray(self.lent.check), dtype=torch.uint8)
-        _at(self._block, 0, check.shape, check.dtype).copy_(check)
+        _view(self._block, 0, check.shape, check.dtype).copy_(check)
         self.flush()
         self._free = [(_ALIGNED, nbytes)]
         """Free ranges (begin, end), in order."""
@@ -74,14 +74,14 @@ class LentBlock:
         """
         nbytes = -(-max(x.nbytes, 1) // _ALIGNED) * _ALIGNED
         with self._lock:
-            self._wake()
+            self._free_rested()
             fits = (at for at, (begin, end) in enumerate(self._free) if end - begin >= nbytes)
             if row not in self._places or (at := next(fits, None)) is None:
                 return None
             begin, end = self._free[at]
             self._free[at] = begin + nbytes, end
             self._places[row].setdefault(slot, []).append((begin, begin + nbytes))
-        _at(self._block, begin, x.shape, x.dtype).copy_(x)
+        _view(self._block, begin, x.shape, x.dtype).copy_(x)
         return begin
 
     def flush(self) -> None:
@@ -91,29 +91,29 @@ class LentBlock:
     def clear(self, row: str, slot: int) -> None:
         """Free the slot's places: its residuals have been read."""
         with self._lock:
-            self._give(self._places.get(row, {}).pop(slot, []))
+            self._add_free(self._places.get(row, {}).pop(slot, []))
 
     def close(self, row: str, *, read: bool) -> None:
         """Forget a row; `read`: its denoiser reads nothing of it any more."""
         with self._lock:
             places = [place for slot in self._places.pop(row, {}).values() for place in slot]
             if read:
-                self._give(places)
+                self._add_free(places)
             else:
                 self._resting.append((time.monotonic() + _REST_S, places))
 
     def free(self) -> int:
         with self._lock:
-            self._wake()
+            self._free_rested()
             return sum(end - begin for begin, end in self._free)
 
-    def _wake(self) -> None:
+    def _free_rested(self) -> None:
         now_s, resting = time.monotonic(), self._resting
         self._resting = [item for item in resting if item[0] > now_s]
         for _, places in (item for item in resting if item[0] <= now_s):
-            self._give(places)
+            self._add_free(places)
 
-    def _give(self, places: list[tuple[int, int]]) -> None:
+    def _add_free(self, places: list[tuple[int, int]]) -> None:
         merged: list[tuple[int, int]] = []
         for begin, end in sorted([*self._free, *places]):
             if merged and merged[-1][1] == begin:
@@ -140,7 +140,7 @@ class OpenedBlock:
 
     def read(self, begin: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return a copy of a residual, in the order of the device's work."""
-        residual = _at(self._block, begin, shape, dtype).clone()
+        residual = _view(self._block, begin, shape, dtype).clone()
         self._read.record()
         return residual
 
@@ -169,7 +169,7 @@ def opened_block(lent: Lent | None, device: torch.device) -> OpenedBlock | None:
         return None
 
 
-def _at(block: Tensor, begin: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def _view(block: Tensor, begin: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return block[begin : begin + prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from maskserve_common.config import Config
-from maskserve_engine.adapters.fuse import fused
+from maskserve_engine.adapters.fuse import fuse_configured_loras
 from maskserve_engine.base.job import Conditioning
 from maskserve_engine.batch.graphs import AtOnce, Graphs, Inputs
 from maskserve_engine.cache.priming_prompt import PRIMING_PROMPT
@@ -105,7 +105,7 @@ class TextEncoder:
         from transformers import AutoTokenizer
 
         words = load_plain(config, f"{tokenizer}{number}", AutoTokenizer)
-        encoder = fused(
+        encoder = fuse_configured_loras(
             config, load(config, f"text_encoder{number}", model), f"text_encoder{number}"
         )
         return cls(words, encoder, length or words.model_max_length)

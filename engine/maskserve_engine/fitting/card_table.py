@@ -30,7 +30,7 @@ from maskserve_engine.cache.host_cache import bytes_in_use
 from maskserve_engine.checkpoints.request import Card
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.families.registry import load_adapter
-from maskserve_engine.fitting.entry_store import sized
+from maskserve_engine.fitting.entry_store import template_layout
 from maskserve_engine.fitting.memory import (
     GPU_SHARE,
     adapter_bytes,
@@ -122,7 +122,7 @@ class Shapes:
         self.config = replace(config, model=plain)
         self.adapter: Adapter = load_adapter(self.config)
         self.spec: ModelSpec = self.adapter.spec
-        self.size = sized(self.config, self.adapter, estimate(H100))[1]
+        self.size = template_layout(self.config, self.adapter, estimate(H100))[1]
         self._needs = cache(self._needs_of)
 
     @property

@@ -51,8 +51,8 @@ _PADDING = 64
 _BUFFER_BYTES = 32 * 2**20
 """Bytes of a pinned buffer."""
 _TRIAL_TOKENS, _TRIAL_WIDTH, _LEFT_OUT = 8192, 3072, 9
-"""Trial of the links: number of tokens, their width, and which of them are left out: every ninth,
-as at a mask ratio of 0.11.
+"""Trial of the links: tokens, their width, and that one of nine is left out, as at a mask ratio of
+0.11.
 """
 _IDS: NDArray[np.int64] = np.flatnonzero(np.arange(_TRIAL_TOKENS) % _LEFT_OUT)
 
@@ -82,18 +82,19 @@ def measure_rates(mover: CudaMover, seconds: Timer, *, direct: bool) -> LinkRate
     """
     part = encode(torch.ones(_TRIAL_TOKENS, _TRIAL_WIDTH), "int8")
     assumed = LinkRates(direct=0.0)
-    gathered = moved_bytes_per_s(mover, part, seconds) or assumed.gathered
+    gather_rate = moved_bytes_per_s(mover, part, seconds) or assumed.gathered
     if not direct:
-        return LinkRates(gathered, 0.0)
+        return LinkRates(gather_rate, 0.0)
     with memory_file(part.data.nbytes) as file:
         mover.register(file)
         if file.registered is None:
-            return LinkRates(gathered, 0.0)
+            return LinkRates(gather_rate, 0.0)
         data = FileTensor(file, 0, part.data.dtype, tuple(part.data.shape), part.data.nbytes)
         mover.rates = LinkRates(direct=math.inf)
-        reached = moved_bytes_per_s(mover, StoredCoded(part.format, data, None, None), seconds)
-    whole = reached * _TRIAL_TOKENS / len(_IDS)
-    return LinkRates(gathered, whole or LinkRates().direct)
+        token_rate = moved_bytes_per_s(mover, StoredCoded(part.format, data, None, None), seconds)
+    # The direct way carries the tokens that are left out, too.
+    direct_rate = token_rate * _TRIAL_TOKENS / len(_IDS)
+    return LinkRates(gather_rate, direct_rate or LinkRates().direct)
 
 
 @contextmanager
@@ -144,8 +145,8 @@ def moved_bytes_per_s(mover: Mover, part: Coded | StoredCoded, seconds: Timer) -
         seconds: returns the seconds of one run of some work.
     """
     parts: Any = (part,)
-    took = seconds(lambda: mover.move(parts, _IDS).get())
-    return len(_IDS) * _TRIAL_WIDTH / took if took > 0 else 0.0
+    elapsed_s = seconds(lambda: mover.move(parts, _IDS).get())
+    return len(_IDS) * _TRIAL_WIDTH / elapsed_s if elapsed_s > 0 else 0.0
 
 
 def entry_format(config: Config) -> EntryFormat:
@@ -153,7 +154,9 @@ def entry_format(config: Config) -> EntryFormat:
     return FORMATS[str(dtype_of(config)).removeprefix("torch.") if name == "model" else name]
 
 
-def sized(config: Config, adapter: Adapter, costs: CostModel) -> tuple[Kinds, TemplateSize]:
+def template_layout(
+    config: Config, adapter: Adapter, costs: CostModel
+) -> tuple[Kinds, TemplateSize]:
     """Return the kind of entry that each block keeps, and the size of a square template of the
     model's native area.
     """

@@ -32,16 +32,16 @@ from maskserve_lora.lora_header import BadAdapter, header_of_file
 from maskserve_lora.storage import Storage, StorageFailed
 
 _T5 = "T5EncoderModel"
-"""The class in model_index.json of what `[model] t5_weights` and `t5_offload` are about."""
+"""Class in model_index.json to which `[model] t5_weights` and `t5_offload` apply."""
 _DENOISERS = ("transformer", "unet")
 GPU_SHARE, _CPU_SHARE = 0.8, 0.25
-"""The cache's share of the memory left. GPU kernels need workspace and the allocator leaves gaps; a
-host's memory is not this worker's alone.
+"""The cache's share of the remaining memory. GPU kernels need workspace, and the allocator leaves
+gaps; a host's memory is shared with other programs.
 """
 _PICTURE = 3
 """Channels of an image."""
 _TILED = 5
-"""Pictures' worth of tiles: 1.8 of those with their overlaps, their rows, and the whole."""
+"""Pictures that a VAE in tiles holds: 1.8 in overlapping tiles, their rows, and the result."""
 DeviceMemory = tuple[int, int]
 """(all, free) bytes."""
 
@@ -63,24 +63,13 @@ def memory_table(
     keeps = adapter.spec.keeps_placed and not _recorded(config, adapter.spec)
     if config.cache.enabled and keeps:
         step += config.cache.placed_on(device.type)
-    stage_bytes: dict[Stage, int] = {}
     host_free = free if device.type == "cpu" else None
     adapters, controls = (
         adapter_bytes(config, host_free),
         control_bytes(config, adapter, host_free),
     )
-    pending_bytes = step + adapters + controls
-    for stage in ("encoder", "decoder"):
-        stage_config = sharing_the_device(config, stage)
-        if config.stages.service or device_of(stage_config) != device:
-            stage_bytes[stage] = 0
-            continue
-        weights, work = (
-            weight_bytes(stage_config, stage),
-            image_bytes(stage_config, stage, adapter.spec),
-        )
-        stage_bytes[stage] = weights + work
-        pending_bytes += work if is_loaded(config, stage) else weights + work
+    stage_bytes, pending_stage_bytes = _stage_bytes(config, adapter.spec, device)
+    pending_bytes = step + adapters + controls + pending_stage_bytes
     cache = 0
     if config.cache.enabled:
         share = GPU_SHARE if device.type == "cuda" else _CPU_SHARE
@@ -113,6 +102,25 @@ def memory_table(
     )
 
 
+def _stage_bytes(
+    config: Config, spec: ModelSpec, device: torch.device
+) -> tuple[dict[Stage, int], int]:
+    """Return the bytes that each stage takes on the denoiser's device, and how many of them are
+    still free.
+    """
+    stage_bytes: dict[Stage, int] = {}
+    pending_bytes = 0
+    for stage in ("encoder", "decoder"):
+        stage_config = sharing_the_device(config, stage)
+        if config.stages.service or device_of(stage_config) != device:
+            stage_bytes[stage] = 0
+            continue
+        weights, work = weight_bytes(stage_config, stage), image_bytes(stage_config, stage, spec)
+        stage_bytes[stage] = weights + work
+        pending_bytes += work if is_loaded(config, stage) else weights + work
+    return stage_bytes, pending_bytes
+
+
 def step_bytes(config: Config, adapter: Adapter) -> int:
     """Return the bytes of the largest step beside weights and entries: `max_rows` dense rows of the
     model's native size, each with a negative prompt where the model takes one.
@@ -122,7 +130,7 @@ def step_bytes(config: Config, adapter: Adapter) -> int:
     rows, passes = config.engine.max_rows, 1 + spec.two_passes
     text = spec.text_tokens(config.model.max_sequence_length)
     work, recorded = adapter.work(side, side), min(passes * rows, _recorded(config, spec))
-    # What is recorded keeps its memory beside that of steps that are not.
+    # Recorded steps keep their memory; others need theirs beside it.
     values = [
         peak_values(work, row_count, text) for row_count in (passes * rows, recorded) if row_count
     ]
@@ -142,7 +150,7 @@ def refresh_bytes(config: Config, adapter: Adapter, device: str) -> int:
     if not refresh_stride(config, spec):
         return 0
     side = spec.native_resolution // spec.vae_scale_factor
-    return _left_bytes(config, spec, adapter.work(side, side), device)
+    return _step_cache_bytes(config, spec, adapter.work(side, side), device)
 
 
 def default_passes(config: Config, spec: ModelSpec) -> int:
@@ -151,7 +159,7 @@ def default_passes(config: Config, spec: ModelSpec) -> int:
     return 1 + (spec.guidance == "cfg" and scale > spec.guides_above)
 
 
-def _left_bytes(config: Config, spec: ModelSpec, work: ModelWork, device: str) -> int:
+def _step_cache_bytes(config: Config, spec: ModelSpec, work: ModelWork, device: str) -> int:
     """Return the bytes of a row's step cache with nearly all tokens cached, in the model or one of
     its ControlNets, for one pass.
     """
@@ -216,16 +224,16 @@ def control_bytes(config: Config, adapter: Adapter, host_free: int | None = None
     works = _net_works(adapter, nets)
     if not controls.folder:
         return 0
-    residual_bytes, rows = _words_bytes(config, works), config.engine.max_rows
+    residual_bytes, rows = _residual_bytes(config, works), config.engine.max_rows
     ahead = config.cache.enabled and refresh_stride(config, adapter.spec) > 0
-    of_rows = _passes(adapter.spec) * (rows + ahead) * residual_bytes
+    row_bytes = _passes(adapter.spec) * (rows + ahead) * residual_bytes
     if controls.service:
-        return of_rows
+        return row_bytes
     budget = controls.device_bytes
     if host_free is not None:
         net_bytes = sum(net.numbers for net in nets) * dtype_of(config).itemsize
         budget = min(budget, int(_CPU_SHARE * host_free), net_bytes)
-    return budget + of_rows + _reference_bytes(config, adapter.spec, works)
+    return budget + row_bytes + _net_cache_bytes(config, adapter.spec, works)
 
 
 def service_bytes(config: Config, adapter: Adapter) -> int:
@@ -236,9 +244,9 @@ def service_bytes(config: Config, adapter: Adapter) -> int:
     text, rows = spec.text_tokens(config.model.max_sequence_length), config.engine.max_rows
     passes = _passes(spec) * rows
     peak = max((peak_values(work, passes, text) for work in works), default=0)
-    step = peak * dtype_of(config).itemsize + passes * _words_bytes(config, works)
+    step = peak * dtype_of(config).itemsize + passes * _residual_bytes(config, works)
     fixed_bytes = config.controls.device_bytes + config.controls.ipc_bytes
-    return fixed_bytes + step + _reference_bytes(config, spec, works)
+    return fixed_bytes + step + _net_cache_bytes(config, spec, works)
 
 
 def _nets(config: Config, adapter: Adapter) -> list[KnownControlNet]:
@@ -257,32 +265,30 @@ def _passes(spec: ModelSpec) -> int:
     return 2 if spec.two_passes else 1
 
 
-def _words_bytes(config: Config, works: Iterable[ModelWork]) -> int:
-    """Return the bytes of the largest net's residuals in one pass, and of what it keeps of its
-    picture.
-    """
+def _residual_bytes(config: Config, works: Iterable[ModelWork]) -> int:
+    """Return the bytes that the largest net keeps for one pass: residuals, encoded picture."""
     return int(
         dtype_of(config).itemsize * max((work.carried_numbers for work in works), default=0.0)
     )
 
 
-def _reference_bytes(config: Config, spec: ModelSpec, works: Iterable[ModelWork]) -> int:
+def _net_cache_bytes(config: Config, spec: ModelSpec, works: Iterable[ModelWork]) -> int:
     """Return the bytes of all rows' step caches in the largest net."""
     if not config.cache.enabled:
         return 0
     device = device_of(config).type
-    net_bytes = max((_left_bytes(config, spec, work, device) for work in works), default=0)
+    net_bytes = max((_step_cache_bytes(config, spec, work, device) for work in works), default=0)
     return _passes(spec) * config.engine.max_rows * net_bytes
 
 
 def peak_values(work: ModelWork, passes: float, text: int) -> int:
-    """Numbers that a dense step of so many passes holds at once, but for `still_values`."""
+    """Return the numbers that a dense step of `passes` holds at once, without `still_values`."""
     return int(passes * (work.peak_row + text * work.peak_text) + work.peak_once)
 
 
 def still_values(work: ModelWork) -> float:
-    """Return the numbers of a row's references that see nothing of it: keys and values in all
-    blocks, which both passes read.
+    """Return the numbers of keys and values, in all blocks, of references that do not depend on the
+    row; both passes read them.
     """
     return float(2 * work.still * work.widths.sum())
 
@@ -293,10 +299,10 @@ def weight_bytes(config: Config, stage: Stage) -> int:
     they follow from the classes. A T5 that is moved layer by layer counts its largest layer.
     """
     total, folder = 0, Path(config.model.path)
-    for part, named in read_model_index(folder).items():
+    for part, class_names in read_model_index(folder).items():
         if part != "vae" and not (stage == "encoder" and part.startswith("text_encoder")):
             continue
-        files, t5 = _files(config, part), named[-1] == _T5
+        files, t5 = _files(config, part), class_names[-1] == _T5
         form = config.model.t5_weights if t5 else "bf16"
         if t5 and config.model.t5_offload:
             total += largest_layer_bytes(shape_of(config, part))
@@ -353,7 +359,7 @@ def image_bytes(config: Config, stage: Stage, spec: ModelSpec) -> int:
 
 
 def device_memory(device: torch.device) -> DeviceMemory:
-    """(all, free) bytes; for the CPU what the host has and can give without swapping."""
+    """Return (all, free) bytes; for a CPU the host's, free without swapping."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return total, free
@@ -370,7 +376,7 @@ def _file_bytes(file: Path) -> int:
 
 
 def is_loaded(config: Config, stage: Stage) -> bool:
-    """Whether the worker's process of a stage has its model in memory."""
+    """Return whether the worker's process of a stage has loaded its model."""
     folder = config.runtime_dir
     return bool(folder) and any(model == stage for model, _ in signed_in(folder))
 

@@ -145,7 +145,7 @@ class GangExecutor:
         self.gangs: dict[tuple[RankProcess, ...], str] = {}
 
         def on_lost(process: RankProcess) -> None:
-            self._post(partial(self._lost, process))
+            self._post(partial(self._on_lost, process))
 
         ranks.on_lost = on_lost
         if store is not None:
@@ -245,7 +245,7 @@ class GangExecutor:
             for process, share in zip(gang, shares, strict=True)
         ]
         results = [
-            self._awaited(process, call) for process, call in zip(gang, answers, strict=True)
+            self._wait_for(process, call) for process, call in zip(gang, answers, strict=True)
         ]
         if None in results:
             return {}  # nor will it take the step
@@ -375,18 +375,18 @@ class GangExecutor:
             rows=tuple(names.values()),
             reads=tuple([read._replace(row=names[read.row]) for read in step.step.reads]),
         )
-        gang = self._joined(step.gang)
+        gang = self._gang_name(step.gang)
         for process in step.gang:
             self._when_done(
-                process.call("step", rank_step, gang), partial(self._answered, step, process)
+                process.call("step", rank_step, gang), partial(self._on_answer, step, process)
             )
 
-    def _answered(
+    def _on_answer(
         self, step: _RunningStep, process: RankProcess, answer: Future[StepAnswer]
     ) -> None:
         error = answer.exception()
         if isinstance(error, RankLostError):
-            self._lost(process)
+            self._on_lost(process)
         step.answers[process] = answer.result() if error is None else Exception(str(error))
         if len(step.answers) < len(step.gang):
             return
@@ -459,7 +459,7 @@ class GangExecutor:
         if failed:
             step.done(StepResult((), Span(0.0, 0.0), failed=failed))
 
-    def _awaited(self, process: RankProcess, answer: Future[Any]) -> Any:
+    def _wait_for(self, process: RankProcess, answer: Future[Any]) -> Any:
         """Return an idle rank's answer; None: it failed or was lost. A rank silent for `_SILENT_S`
         seconds is killed, since the engine's thread must not wait.
         """
@@ -495,7 +495,7 @@ class GangExecutor:
             for number, process in enumerate(gang)
         ]
 
-    def _joined(self, gang: tuple[RankProcess, ...]) -> str:
+    def _gang_name(self, gang: tuple[RankProcess, ...]) -> str:
         """Return the gang's name among its ranks; empty for one rank."""
         if len(gang) == 1:
             return ""
@@ -510,7 +510,7 @@ class GangExecutor:
 
     # Starts and losses of ranks.
 
-    def _lost(self, process: RankProcess) -> None:
+    def _on_lost(self, process: RankProcess) -> None:
         if self._living.get(process.device) is not process:
             return  # it is known, or has never come
         _log.error("rank %d has ended; it is started again", process.device)

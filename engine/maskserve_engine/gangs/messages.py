@@ -106,28 +106,28 @@ class RankLostError(Exception):
     """The rank's process has ended."""
 
 
-def packed(message: object) -> bytes:
+def pack(message: object) -> bytes:
     # Not by `Connection.send`: torch would have it share tensors' memory by files that stay open.
-    written = io.BytesIO()
-    pickler = pickle.Pickler(written, pickle.HIGHEST_PROTOCOL)
+    buffer = io.BytesIO()
+    pickler = pickle.Pickler(buffer, pickle.HIGHEST_PROTOCOL)
     pickler.dispatch_table = _REDUCERS
     pickler.dump(message)
-    return written.getvalue()
+    return buffer.getvalue()
 
 
-def _reduced(tensor: Tensor) -> tuple[Any, ...]:
+def _reduce(tensor: Tensor) -> tuple[Any, ...]:
     """Reduce a tensor to its numbers, in host memory of the receiver. torch would archive the whole
     storage behind a view, which takes ten times as long.
     """
     raw = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-    return _rebuilt, (raw.numpy(), tensor.dtype, tuple(tensor.shape))
+    return _rebuild, (raw.numpy(), tensor.dtype, tuple(tensor.shape))
 
 
-def _rebuilt(raw: NDArray[np.uint8], dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+def _rebuild(raw: NDArray[np.uint8], dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     return torch.from_numpy(raw).view(dtype).view(shape)
 
 
-_REDUCERS = copyreg.dispatch_table | {Tensor: _reduced}
+_REDUCERS = copyreg.dispatch_table | {Tensor: _reduce}
 
 
 def send(pipe: Connection, message: object) -> None:
@@ -136,7 +136,7 @@ def send(pipe: Connection, message: object) -> None:
     Raises:
         OSError: the other end is closed.
     """
-    pipe.send_bytes(packed(message))
+    pipe.send_bytes(pack(message))
 
 
 def receive(pipe: Connection) -> Any:

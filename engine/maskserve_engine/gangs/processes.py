@@ -23,7 +23,7 @@ from maskserve_engine.gangs.messages import (
     RankAnswer,
     RankCall,
     RankLostError,
-    packed,
+    pack,
     receive,
     send,
 )
@@ -68,7 +68,7 @@ class RankProcess:
         with self._lock:
             number = self._number + 1
             try:
-                message = packed(RankCall(number, verb, arguments))
+                message = pack(RankCall(number, verb, arguments))
             except Exception as error:
                 _log.exception("%s cannot be sent to a rank", verb)
                 future.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))

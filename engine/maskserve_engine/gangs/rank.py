@@ -39,7 +39,12 @@ from maskserve_engine.cache.tier import Note
 from maskserve_engine.families.registry import load_adapter
 from maskserve_engine.families.specs import filled_threads
 from maskserve_engine.fitting.card_table import check_fits
-from maskserve_engine.fitting.entry_store import estimated_costs, open_mover, open_store, sized
+from maskserve_engine.fitting.entry_store import (
+    estimated_costs,
+    open_mover,
+    open_store,
+    template_layout,
+)
 from maskserve_engine.fitting.memory import device_memory, memory_table
 from maskserve_engine.gangs.messages import (
     DeviceDescription,
@@ -99,7 +104,7 @@ class Rank:
             adapter = load_adapter(config)
         mover = open_mover(config)
         costs = estimated_costs(config, mover)
-        kinds, size = sized(config, adapter, costs)
+        kinds, size = template_layout(config, adapter, costs)
         memory = memory_table(config, adapter, size)
         # On a CPU, all ranks share one memory.
         ranks = 1 if self.device.type == "cuda" else config.engine.devices

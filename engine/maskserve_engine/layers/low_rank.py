@@ -97,19 +97,19 @@ class LowRankConv:
 
     def __call__(self, x: Tensor) -> Tensor:
         out: Tensor = self.base(x)
-        return self._added(out, x, self.base.padding)
+        return self._add_updates(out, x, self.base.padding)
 
     def valid(self, x: Tensor) -> Tensor:
         """Convolve without padding: `x` includes the border."""
         base = self.base
-        return self._added(F.conv2d(x, base.weight, base.bias, base.stride), x, 0)
+        return self._add_updates(F.conv2d(x, base.weight, base.bias, base.stride), x, 0)
 
     def take(self, passes: slice) -> LowRankConv | None:
         """Return the convolution for some of the passes; None: they have no updates."""
         pass_updates = self.updates[passes]
         return LowRankConv(self.base, pass_updates) if any(pass_updates) else None
 
-    def _added(self, out: Tensor, x: Tensor, padding: Any) -> Tensor:
+    def _add_updates(self, out: Tensor, x: Tensor, padding: Any) -> Tensor:
         for number, updates in enumerate(self.updates):
             pass_slice = slice(number, number + 1)
             for update, scale in updates:
@@ -149,9 +149,9 @@ class LowRank:
 
     def __call__(self, x: Tensor, rows: Sequence[Span] = ()) -> Tensor:
         out = self.base(x, rows)
-        of_rows = zip(self.updates, rows, strict=True)
+        row_updates = zip(self.updates, rows, strict=True)
         # Rows side by side with the same adapters share their products.
-        for updates, adjacent_rows in groupby(of_rows, key=lambda row_update: row_update[0]):
+        for updates, adjacent_rows in groupby(row_updates, key=lambda row_update: row_update[0]):
             spans = [span for _, span in adjacent_rows]
             begin, end = spans[0][0], spans[-1][1]
             if begin < end:
@@ -234,7 +234,7 @@ def low_rank_set(
     Raises:
         ValueError: a layer does not exist or has another shape.
     """
-    joined: dict[str, list[tuple[int, Factors]]] = {}
+    factors_by_place: dict[str, list[tuple[int, Factors]]] = {}
     convolutions: dict[str, ConvUpdate] = {}
     for name, layer_factors in factors.items():
         place = places.get(name)
@@ -248,21 +248,21 @@ def low_rank_set(
             maps = (*down.shape, 1, 1)[:4], (*up.shape, 1, 1)[:4]
             channels_last = down.view(maps[0]).contiguous(memory_format=torch.channels_last)
             convolutions[place.name] = ConvUpdate(channels_last, up.view(maps[1]))
-        else:  # of tokens, a 1x1 convolution too
+        else:  # a product of tokens, or a 1x1 convolution
             up = up.flatten(1)
             up = torch.cat(up.chunk(2)[::-1]) if place.swapped else up
             flat = Factors(down.flatten(1), up)
-            joined.setdefault(place.name, []).append((place.begin, flat))
-    updates = {name: _joined(parts) for name, parts in joined.items()}
+            factors_by_place.setdefault(place.name, []).append((place.begin, flat))
+    updates = {name: _join(parts) for name, parts in factors_by_place.items()}
     tensors = [u.down for u in updates.values()] + [
         part.up for update in updates.values() for part in update.parts
     ]
     tensors += [tensor for conv in convolutions.values() for tensor in (conv.down, conv.up)]
-    of_kernels = {
+    kernel_updates = {
         place: (layer_update.down, layer_update.parts) for place, layer_update in updates.items()
     }
-    of_kernels |= {place: conv.flat() for place, conv in convolutions.items()}
-    slices = slices_of(of_kernels) if has_kernels(device) else {}
+    kernel_updates |= {place: conv.flat() for place, conv in convolutions.items()}
+    slices = slices_of(kernel_updates) if has_kernels(device) else {}
     return LowRankSet(updates, convolutions, sum(t.nbytes for t in tensors), slices)
 
 
@@ -283,7 +283,7 @@ def _check_shape(name: str, factors: Factors, shape: tuple[int, ...]) -> None:
     )
 
 
-def _joined(parts: Sequence[tuple[int, Factors]]) -> Update:
+def _join(parts: Sequence[tuple[int, Factors]]) -> Update:
     downs, update_parts, rank = [], [], 0
     for begin, (down, up) in parts:
         downs.append(down)

@@ -96,7 +96,7 @@ def scatter_kv(sources: Sequence[KvSource | None], outs: Sequence[Tensor], slots
         ]
         formats = {part.format for part in parts}
         if not any(missing_kernel(device, format) for format in formats):
-            fused(sources, outs, slots)
+            scatter_by_kernels(sources, outs, slots)
             return
     for source, (begin, end) in zip(sources, slots.spans, strict=True):
         if source is None:
@@ -111,9 +111,9 @@ def scatter_kv(sources: Sequence[KvSource | None], outs: Sequence[Tensor], slots
 
 
 def _decode(source: KvSource, number: int, out: Tensor) -> None:
-    coded_part = _of(source.parts[number], source.ids)
+    coded_part = _take_ids(source.parts[number], source.ids)
     added = [
-        (_of(kv_change.parts[number], kv_change.ids), kv_change.weight)
+        (_take_ids(kv_change.parts[number], kv_change.ids), kv_change.weight)
         for kv_change in source.changes
     ]
     if added and coded_part.format == added[0][0].format == "model":
@@ -127,7 +127,7 @@ def _decode(source: KvSource, number: int, out: Tensor) -> None:
         out.add_(change, alpha=weight)
 
 
-def _of(coded: Coded, ids: Tensor | None) -> Coded:
+def _take_ids(coded: Coded, ids: Tensor | None) -> Coded:
     return coded if ids is None else coded.take(ids)
 
 
@@ -141,18 +141,20 @@ def missing_kernel(device: torch.device, format: str) -> str | None:
     return reason
 
 
-def fused(sources: Sequence[KvSource | None], outs: Sequence[Tensor], slots: KvSlots) -> None:
+def scatter_by_kernels(
+    sources: Sequence[KvSource | None], outs: Sequence[Tensor], slots: KvSlots
+) -> None:
     """Run `scatter_kv` as one kernel per format, and one more for terms whose format differs from
     their parts'.
     """
     runs = [[] if source is None else _runs(source) for source in sources]
     for number in range(max(map(len, runs), default=0)):
-        turn = [run_terms[number] if number < len(run_terms) else () for run_terms in runs]
-        for format in dict.fromkeys(terms[0].parts[0].format for terms in turn if terms):
-            chosen = [
-                terms if terms and terms[0].parts[0].format == format else () for terms in turn
+        row_terms = [row[number] if number < len(row) else () for row in runs]
+        for format in dict.fromkeys(terms[0].parts[0].format for terms in row_terms if terms):
+            terms_in_format = [
+                terms if terms and terms[0].parts[0].format == format else () for terms in row_terms
             ]
-            _launch(chosen, outs, slots, format, adds=number > 0)
+            _launch(terms_in_format, outs, slots, format, adds=number > 0)
 
 
 Terms = tuple[Change, ...]
@@ -167,7 +169,7 @@ def _runs(source: KvSource) -> list[Terms]:
 
 
 def _launch(
-    chosen: Sequence[Terms],
+    terms: Sequence[Terms],
     outs: Sequence[Tensor],
     slots: KvSlots,
     format: str,
@@ -176,33 +178,33 @@ def _launch(
 ) -> None:
     """Write, or with `adds` add, each row's weighted terms; rows without terms are not changed."""
     nothing = slots.to[:0]
-    most = max(map(len, chosen))
-    # Of every row the first term, then the second, …
-    read = [
+    most = max(map(len, terms))
+    # The first terms of all rows, then the second ones, …
+    flat_terms = [
         row_terms[number] if number < len(row_terms) else _NOTHING
         for number in range(most)
-        for row_terms in chosen
+        for row_terms in terms
     ]
 
     def each_part(take: Callable[[Coded], Tensor | None]) -> list[Tensor]:
         """Collect a tensor of all first parts, then of all second parts."""
-        of_parts = [
+        tensors = [
             take(term.parts[number]) if term.parts else None
             for number in range(len(outs))
-            for term in read
+            for term in flat_terms
         ]
-        return [nothing if tensor is None else tensor for tensor in of_parts]
+        return [nothing if tensor is None else tensor for tensor in tensors]
 
     torch.ops.maskserve.scatter_kv(
         outs,
         slots.row_of,
         slots.local,
         slots.to,
-        [slots.numbers if term.ids is None else term.ids for term in read],
+        [slots.numbers if term.ids is None else term.ids for term in flat_terms],
         each_part(lambda coded: coded.data),
         each_part(lambda coded: coded.scale),
         each_part(lambda coded: coded.groups),
-        [term.weight for term in read],
+        [term.weight for term in flat_terms],
         most,
         format,
         adds,
@@ -229,19 +231,19 @@ def _scatter_kv(
     from maskserve_engine.layers.scatter_kv_kernel import scatter_kv_kernel
 
     source_count, width = len(ids), outs[0][0].numel()
-    # The kernel is made anew for each number of addresses: those up to a power of two are enough.
+    # The kernel is compiled for each number of addresses, so it is rounded up to a power of two.
     row_count = source_count // terms
     rows = triton.next_power_of_2(row_count)
 
     def padded(numbers: list[Any]) -> tuple[Any, ...]:
-        of_terms = [
+        by_term = [
             numbers[begin : begin + row_count] for begin in range(0, source_count, row_count)
         ]
-        return tuple(n for of in of_terms for n in (*of, *of[-1:] * (rows - row_count)))
+        return tuple(n for row in by_term for n in (*row, *row[-1:] * (rows - row_count)))
 
     def addresses(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-        # One of nothing is that of something: the kernel is made anew for each pattern of numbers
-        # that fit into 32 bits and such that do not.
+        # Empty tensors get an address, too: the kernel is compiled anew for each pattern of
+        # arguments that fit into 32 bits and arguments that do not.
         return padded([tensor.data_ptr() or outs[0].data_ptr() for tensor in tensors])
 
     parts = [

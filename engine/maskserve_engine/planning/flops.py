@@ -143,18 +143,18 @@ class RowTokens:
 
 
 @dataclass(frozen=True, slots=True)
-class Added:
-    """FLOPs that the LoRAs of a batch's rows add to its step, at the places of the model's own
-    FLOPs.
+class LoraFlops:
+    """FLOPs that the LoRAs of a batch's rows add to its step, by block and by place outside of the
+    blocks.
     """
 
     blocks: Floats
     """`[blocks, len(KINDS)]`"""
     fixed: Floats
-    """`[2, stacks + 1]` outside the blocks: of rows that compute all tokens, and of others."""
+    """`[2, stacks + 1]` outside the blocks: of dense rows, and of cached ones."""
 
     @classmethod
-    def by(cls, loras: Iterable[ModelWork], totals: Totals) -> Added:
+    def by(cls, loras: Iterable[ModelWork], totals: Totals) -> LoraFlops:
         """Return the FLOPs that these LoRAs, at least one, add to all rows of `totals`."""
         parts = [
             cls(
@@ -165,8 +165,8 @@ class Added:
         ]
         return reduce(add, parts)
 
-    def __add__(self, other: Added) -> Added:
-        return Added(self.blocks + other.blocks, self.fixed + other.fixed)
+    def __add__(self, other: LoraFlops) -> LoraFlops:
+        return LoraFlops(self.blocks + other.blocks, self.fixed + other.fixed)
 
     @property
     def cached(self) -> float:
@@ -186,7 +186,7 @@ class Totals:
     text: float
     convolved: tuple[float, ...]
     """Positions that all rows' convolutions compute when they run cached, per level."""
-    added: Added | None = None
+    added: LoraFlops | None = None
     """FLOPs that the rows' LoRAs add; None: there are none."""
 
     def __add__(self, other: Totals) -> Totals:
@@ -205,7 +205,7 @@ class Totals:
     def with_loras(self, loras: Sequence[ModelWork]) -> Totals:
         """Return the same rows with these LoRAs and no others (`lora_work`)."""
         bare = replace(self, added=None)
-        return replace(bare, added=Added.by(loras, bare)) if loras else bare
+        return replace(bare, added=LoraFlops.sum_of(loras, bare)) if loras else bare
 
     @staticmethod
     def sum_of(totals: Iterable[Totals]) -> Totals:
@@ -309,16 +309,16 @@ class ModelWork:
         ]
         return RowTokens(active, text, tuple(convolved))
 
-    def looking_at(self, tokens: int) -> ModelWork:
+    def with_context(self, tokens: int) -> ModelWork:
         """Return the work with `tokens` more tokens of reference pictures."""
         [base_tokens] = self.tokens
         peak = self.peak_row * (base_tokens + tokens) / base_tokens
         context = self.context + tokens
         return replace(self, tokens=(base_tokens + tokens,), context=context, peak_row=peak)
 
-    def seeing(self, tokens: int, *, exact: bool) -> ModelWork:
+    def with_references(self, tokens: int, *, exact: bool) -> ModelWork:
         """Return the work with `tokens` more tokens of references (`StepPicture.exact`)."""
-        return replace(self, still=self.still + tokens) if exact else self.looking_at(tokens)
+        return replace(self, still=self.still + tokens) if exact else self.with_context(tokens)
 
     def totals(self, rows: Sequence[RowTokens]) -> Totals:
         """Return the sums of `rows`.
@@ -444,8 +444,8 @@ class ModelWork:
         return self.lora_work(numbers), 2 * int(sum(numbers.values()))
 
     def batch_launches(self, kinds: Sequence[str]) -> float:
-        of_kinds = [KINDS.index(kind) for kind in kinds]
-        return float(self.launches[np.arange(len(of_kinds)), of_kinds].sum()) + self.fixed_launches
+        columns = [KINDS.index(kind) for kind in kinds]
+        return float(self.launches[np.arange(len(columns)), columns].sum()) + self.fixed_launches
 
     def step_flops(self, rows: Sequence[RowTokens], kind: str = "kv") -> float:
         """Return the FLOPs of one step of `rows` with every block run as `kind`."""
@@ -494,8 +494,8 @@ class BatchFlops:
             reads: whether each row reads an entry.
             kinds: kind of each block, for rows that read.
         """
-        way = _Batch(counted, reads, kinds)
-        if not way.same(self._batch):
+        batch = _Batch(counted, reads, kinds)
+        if not batch.same(self._batch):
             cached, dense = (
                 [
                     totals
@@ -504,7 +504,7 @@ class BatchFlops:
                 ]
                 for is_cached in (True, False)
             )
-            self._batch = way
+            self._batch = batch
             self._flops = work.batch_flops(
                 Totals.sum_of(cached) if cached else None,
                 kinds,

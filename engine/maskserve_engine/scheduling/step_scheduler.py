@@ -393,7 +393,8 @@ class StepScheduler:
         self._static = static
         self.draining = False
         self._number = 0
-        self._delayed: dict[str, tuple[int, Ticket]] = {}
+        # Request id -> the ticket and its number, in order of submission.
+        self._tickets: dict[str, tuple[int, Ticket]] = {}
         self._live_waiting = TicketQueue(max_waiting)
         self._background_waiting = TicketQueue(max_waiting)
         self._ids: dict[int, str] = {}  # a ticket's number -> request id
@@ -417,8 +418,8 @@ class StepScheduler:
         return (*self._live_waiting, *self._background_waiting)
 
     def __len__(self) -> int:
-        """Number of tickets: waiting, running and parked."""
-        return len(self._delayed)
+        """Return the number of tickets: waiting, running and parked."""
+        return len(self._tickets)
 
     def submit(self, ticket: Ticket) -> None:
         """Queue `ticket`; it runs from a later `schedule` on.
@@ -429,7 +430,7 @@ class StepScheduler:
         """
         if self.draining:
             raise Overloaded("the worker is draining; send the edit to another or try again later")
-        if ticket.request_id in self._delayed:
+        if ticket.request_id in self._tickets:
             raise InvalidRequest(
                 "SETTINGS.request_id",
                 f"{name_of(ticket.request_id)!r} is still being served",
@@ -442,7 +443,7 @@ class StepScheduler:
         """Queue a ticket that was accepted before, however many wait."""
         self._number += 1
         self._queue_of(ticket).add(ticket)
-        self._delayed[ticket.request_id] = (self._number, ticket)
+        self._tickets[ticket.request_id] = (self._number, ticket)
         self._ids[self._number] = ticket.request_id
         if ticket.deadline is not None and ticket.deadline < math.inf:
             heapq.heappush(self._deadlines, (ticket.deadline, self._number))
@@ -452,7 +453,7 @@ class StepScheduler:
 
     def cancel(self, request_id: str) -> Ticket | None:
         """Remove a ticket wherever it is; None: it is not in the scheduler, or has just ended."""
-        if request_id not in self._delayed:
+        if request_id not in self._tickets:
             return None
         return self._remove(request_id)
 
@@ -469,8 +470,8 @@ class StepScheduler:
     def reprice(self, ticket: Ticket) -> None:
         rows = self._background if ticket.background else self._live
         repriced = rows[ticket.request_id].repriced(ticket)
-        number, _ = self._delayed[ticket.request_id]
-        rows[ticket.request_id], self._delayed[ticket.request_id] = repriced, (number, repriced)
+        number, _ = self._tickets[ticket.request_id]
+        rows[ticket.request_id], self._tickets[ticket.request_id] = repriced, (number, repriced)
 
     def drain(self) -> None:
         """Refuse new tickets from now on; present ones continue."""
@@ -479,22 +480,22 @@ class StepScheduler:
     def schedule(self, now: float, devices: Devices = ALL_FREE) -> Decision:
         """Decide the next step: expire, admit, and choose the rows. The caller then runs them."""
         expired = self._expire(now)
-        turn = self._background_place()
-        closed = self._static and bool(self._live)
+        places = self._background_places()
+        is_closed = self._static and bool(self._live)
         used_rows = sum(ticket.rows for ticket in self._live.values())
-        room = 0 if closed else self.max_rows - turn - used_rows
+        room = 0 if is_closed else self.max_rows - places - used_rows
         admitted = self._admit(self._live_waiting, self._live, room)
-        live = tuple(self._live.values())
-        started = self._admit(
-            self._background_waiting, self._background, turn - len(self._background)
+        admitted += self._admit(
+            self._background_waiting, self._background, places - len(self._background)
         )
-        background = tuple(self._background.values())[:turn]
-        live, background = self._one_batch(live, background)
-        self._settle(live, background)
+        live, background = self._choose_batch(
+            tuple(self._live.values()), tuple(self._background.values())[:places]
+        )
+        self._update_credit(live, background)
         rows = (*live, *background)
-        return Decision((*admitted, *started), (Run(rows),) if rows else (), expired)
+        return Decision(admitted, (Run(rows),) if rows else (), expired)
 
-    def _one_batch(
+    def _choose_batch(
         self, live: tuple[Ticket, ...], background: tuple[Ticket, ...]
     ) -> tuple[tuple[Ticket, ...], tuple[Ticket, ...]]:
         """Choose rows that may share a step: of several batches the one that ran longest ago; if
@@ -525,22 +526,23 @@ class StepScheduler:
             if number in self._ids:
                 expired.append(self._remove(self._ids[number]))
         # Tickets that end before their deadline leave stale entries; a day's worth is too many.
-        if len(self._deadlines) > 2 * len(self._delayed) + 64:
+        if len(self._deadlines) > 2 * len(self._tickets) + 64:
             self._deadlines = [entry for entry in self._deadlines if entry[1] in self._ids]
             heapq.heapify(self._deadlines)
         return tuple(expired)
 
-    def _background_place(self) -> int:
+    def _background_places(self) -> int:
+        """Return the rows that background tickets may have in this step."""
         background_count = len(self._background) + len(self._background_waiting.turns)
         if not self._live and not self._live_waiting.turns:
             return min(background_count, self.max_rows)
-        if not background_count or self.priming_share == 0.0 or self._credit < self._price():
+        if not background_count or self.priming_share == 0.0 or self._credit < self._turn_price():
             return 0
         # One dense row at a time: a live row then waits for the rest of a single step.
         return min(1, self.max_rows - len(self._live))
 
-    def _price(self) -> int:
-        """Computed tokens of the background row whose turn is next; 0 if there is none."""
+    def _turn_price(self) -> int:
+        """Return the computed tokens of the background row whose turn is next; 0: there is none."""
         if self._background:
             return next(iter(self._background.values())).active_tokens
         return next((ticket.active_tokens for ticket in self._background_waiting), 0)
@@ -552,18 +554,18 @@ class StepScheduler:
         rows.update((ticket.request_id, ticket) for ticket in admitted)
         return admitted
 
-    def _settle(self, live: tuple[Ticket, ...], background: tuple[Ticket, ...]) -> None:
+    def _update_credit(self, live: tuple[Ticket, ...], background: tuple[Ticket, ...]) -> None:
         if not live:
-            # Nothing to share, or only a turn just paid for that live tickets wait behind.
+            # Priming had the step to itself, or its turn was paid for by earlier steps.
             self._credit = 0.0
             return
         earned = self.priming_share * sum(ticket.active_tokens for ticket in live)
         spent = sum(ticket.active_tokens for ticket in background)
-        price = self._price() if self._background or self._background_waiting.turns else 0
+        price = self._turn_price() if self._background or self._background_waiting.turns else 0
         self._credit = min(self._credit - spent, price) + earned
 
     def _remove(self, request_id: str) -> Ticket:
-        number, ticket = self._delayed.pop(request_id)
+        number, ticket = self._tickets.pop(request_id)
         del self._ids[number]
         rows = self._background if ticket.background else self._live
         queue = self._queue_of(ticket)
@@ -583,21 +585,21 @@ class StepScheduler:
         deadlines = {number for _, number in self._deadlines}
         checks = {
             "a ticket is in one place": sorted([*waiting, *self._live, *self._background])
-            == sorted(self._delayed),
-            "numbers name the held tickets": {
-                number: request_id for request_id, (number, _) in self._delayed.items()
+            == sorted(self._tickets),
+            "numbers name the tickets": {
+                number: request_id for request_id, (number, _) in self._tickets.items()
             }
             == self._ids,
             "queues are in order": self._live_waiting.check_integrity()
             and self._background_waiting.check_integrity(),
-            "classes are apart": all(self._delayed[r][1].background for r in self._background)
-            and not any(self._delayed[r][1].background for r in self._live),
+            "classes are apart": all(self._tickets[r][1].background for r in self._background)
+            and not any(self._tickets[r][1].background for r in self._live),
             "rows fit": len(self._live) <= self.max_rows and len(self._background) <= self.max_rows,
             "queues are bounded": len(self._live_waiting.turns) <= self.max_waiting
             and len(self._background_waiting.turns) <= self.max_waiting,
             "each deadline is watched": all(
                 number in deadlines
-                for number, ticket in self._delayed.values()
+                for number, ticket in self._tickets.values()
                 if ticket.deadline is not None and ticket.deadline < math.inf
             ),
             "no debts": self._credit >= 0.0,

@@ -58,7 +58,7 @@ class ControlNets:
         if self._folder is None or not self._folder.is_dir():
             return []
         names = sorted(path.parent.name for path in self._folder.glob(f"*/{_CONFIG}"))
-        return [self._described(name) for name in names if ADAPTER_NAME.fullmatch(name)]
+        return [self._describe(name) for name in names if ADAPTER_NAME.fullmatch(name)]
 
     def find(self, name: str, field: str) -> KnownControlNet:
         """Return the ControlNet of this name.
@@ -71,12 +71,12 @@ class ControlNets:
             raise InvalidRequest(field, "ControlNets are not served here", "no controls")
         if ADAPTER_NAME.fullmatch(name) is None or not (self._folder / name / _CONFIG).is_file():
             raise AdapterNotFound(f"{field}: there is no ControlNet {name}")
-        net = self._described(name)
+        net = self._describe(name)
         if net.problem:
             raise InvalidRequest(field, f"ControlNet {name} {net.problem}")
         return net
 
-    def _described(self, name: str) -> KnownControlNet:
+    def _describe(self, name: str) -> KnownControlNet:
         assert self._folder is not None
         path = self._folder / name
         try:
@@ -109,10 +109,10 @@ class ControlNets:
 
 
 def check_config(config: dict[str, Any], spec: ModelSpec) -> None:
-    """Check that a ControlNet's config.json fits the served model, as far as it says.
+    """Check that a ControlNet's config.json fits the served model.
 
     Raises:
-        ValueError: it is not; a sentence whose subject is the net.
+        ValueError: it does not; a sentence whose subject is the net.
     """
     control_spec = spec.control
     if control_spec is None:
@@ -140,7 +140,7 @@ def version_of(path: Path) -> str:
         OSError: the folder is gone.
     """
     stats = [(file.name, file.stat()) for file in _files(path)]
-    return _digest([(name, about.st_size, about.st_mtime_ns) for name, about in stats])
+    return _digest([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
 
 
 def content_of(path: Path) -> str:
@@ -157,8 +157,8 @@ def _files(path: Path) -> list[Path]:
     return [path / _CONFIG, *sorted(path.glob("*.safetensors"))]
 
 
-def _digest(about: object) -> str:
-    return hashlib.blake2b(repr(about).encode(), digest_size=16).hexdigest()
+def _digest(content: object) -> str:
+    return hashlib.blake2b(repr(content).encode(), digest_size=16).hexdigest()
 
 
 def _numbers(file: Path) -> int:

@@ -85,4 +85,4 @@ def family_work(
     )
     work = family.count(spec.denoiser, picture)
     picture_tokens = spec.encoder_picture_tokens(height, width)
-    return work.looking_at(picture_tokens) if picture_tokens else work
+    return work.with_context(picture_tokens) if picture_tokens else work

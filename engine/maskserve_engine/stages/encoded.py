@@ -35,7 +35,7 @@ class Encoded:
     """[2C, h, w] of each further reference."""
 
 
-How = Literal["made", "kept"]
+Origin = Literal["made", "kept"]
 
 
 class TokensRead(msgspec.Struct, frozen=True):
@@ -50,14 +50,14 @@ class EncodeReport(msgspec.Struct, frozen=True):
     """The ENCODED tensor: how an edit was encoded. META repeats it."""
 
     ms: float
-    prompt: How
+    prompt: Origin
     """Whether the embeddings, including the negative prompt's, were cached."""
-    template: How | None
+    template: Origin | None
     """Whether the source's moments were cached; None: there is no source."""
-    references: How | None = None
+    references: Origin | None = None
     """Whether the moments of all further references were cached; None: there are none."""
     masked: Literal["whole", "pieces"] = "whole"
-    """How much of the masked picture was encoded, if the model takes one."""
+    """Origin much of the masked picture was encoded, if the model takes one."""
     batch: int = 1
     """Edits that shared a call of the text encoders or of the VAE; the larger number."""
     tokens: dict[str, dict[str, TokensRead]] = {}

@@ -11,21 +11,21 @@ from maskserve_common.config import Config
 from maskserve_common.files.digests import file_digest
 from maskserve_engine.spec.model_index import read_model_index
 
-_OF_STAGES = (
+_STAGE_PARTS = (
     "vae", "text_encoder", "text_encoder_2", "text_encoder_3", "tokenizer", "tokenizer_2",
     "tokenizer_3", "processor",
 )  # fmt: skip
-_PARTS = ("transformer", "unet", "scheduler", *_OF_STAGES)
+_PARTS = ("transformer", "unet", "scheduler", *_STAGE_PARTS)
 
 
 def stages_revision(config: Config) -> str:
-    """Return the revision of encoder and decoder: models with equal ones give the same moments,
-    embeddings and pixels. A stage service compares it with that of its workers.
+    """Return the revision of encoder and decoder; equal revisions give the same moments, embeddings
+    and pixels. A stage service compares it with that of its workers.
     """
     model = config.model
     pipeline = read_model_index(Path(model.path)).get("_class_name")
-    how = f"{pipeline} {model.max_sequence_length} {' '.join(model.fuse_loras)} {model.variant}"
-    return model_revision(model.path, how, _OF_STAGES)
+    form = f"{pipeline} {model.max_sequence_length} {' '.join(model.fuse_loras)} {model.variant}"
+    return model_revision(model.path, form, _STAGE_PARTS)
 
 
 def model_revision(folder: str | Path, form: str = "", parts: Sequence[str] = _PARTS) -> str:

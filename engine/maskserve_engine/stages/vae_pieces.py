@@ -174,7 +174,7 @@ def _probes(pieces: Pieces) -> tuple[PixelBox, ...]:
     return tuple(probes)
 
 
-class _Known(NamedTuple):
+class _TemplateMoments(NamedTuple):
     """The template's [norms, 2, groups] means and variances for each norm of an edit."""
 
     outside: Tensor
@@ -196,7 +196,7 @@ class CellSums:
     def nbytes(self) -> int:
         return int(self.sums.nbytes)
 
-    def known(self, pieces: Pieces) -> _Known:
+    def template_moments(self, pieces: Pieces) -> _TemplateMoments:
         levels = range(max(self.levels) + 1)
         changed = [[pieces.changed(box, k) for box in pieces.edited_boxes] for k in levels]
         probes = [[box.scaled(1 << k) for box in pieces.probes] for k in levels]
@@ -205,7 +205,7 @@ class CellSums:
         outside = self._moments(outside_weights, areas)
         probe_weights = [self._covered(probes[k], k) for k in levels]
         areas = [max(1, sum(box.area for box in probes[k])) for k in levels]
-        return _Known(outside, self._moments(probe_weights, areas))
+        return _TemplateMoments(outside, self._moments(probe_weights, areas))
 
     def _moments(self, cells: Sequence[Tensor], areas: Sequence[int]) -> Tensor:
         """Return [norms, 2, groups] mean and variance over parts of cells: by level, [CELLS, CELLS]
@@ -279,12 +279,12 @@ class MixedNorm:
 
     def __init__(self, template: CellSums, pieces: Pieces, device: torch.device) -> None:
         self._pieces = pieces
-        template_moments = torch.stack(template.known(pieces), 1).float().to(device)
-        self._known = iter(template_moments)
+        moments = torch.stack(template.template_moments(pieces), 1).float().to(device)
+        self._template_moments = iter(moments)
 
     def __call__(self, norm: nn.GroupNorm, maps: list[Tensor], level: int) -> list[Tensor]:
         pieces, groups = self._pieces, norm.num_groups
-        (mean, variance), probes = next(self._known)
+        (mean, variance), probes = next(self._template_moments)
         changed = [pieces.changed(box, level) for box in pieces.edited_boxes]
         inside = _moments(
             groups, maps, [pieces.outer(b, level) for b in pieces.edited_boxes], changed

@@ -32,7 +32,12 @@ from maskserve_engine.control_link.services import ControlService, ControlServic
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.families.registry import load_adapter
 from maskserve_engine.fitting.card_table import check_fits
-from maskserve_engine.fitting.entry_store import estimated_costs, open_mover, open_store, sized
+from maskserve_engine.fitting.entry_store import (
+    estimated_costs,
+    open_mover,
+    open_store,
+    template_layout,
+)
 from maskserve_engine.fitting.memory import device_memory, memory_table
 from maskserve_engine.gangs.checks import check_devices
 from maskserve_engine.gangs.degree_times import DegreeTimes
@@ -147,7 +152,7 @@ def _load_ranks(
         ),
         policy=policy,
         lora_loader=lora_loader,
-        elsewhere=ranks.hello.device,
+        rank_device=ranks.hello.device,
         inbox=inbox,
     )
 
@@ -161,7 +166,7 @@ def assemble(
     policy: MakePolicy = StepScheduler,
     lora_loader: Callable[[Config, Place], LoraSource] = LoraLoader,
     net_loader: Callable[[Config, ModelSpec, PlaceNet], ControlNetSource] = ControlNetLoader,
-    elsewhere: DeviceDescription | None = None,
+    rank_device: DeviceDescription | None = None,
     inbox: Inbox | None = None,
 ) -> Engine:
     """Build an engine from its components.
@@ -176,16 +181,16 @@ def assemble(
         policy: makes the scheduling policy.
         lora_loader: loader of LoRAs; None: edits have none.
         net_loader: loader of ControlNets; None: edits have none.
-        elsewhere: the rows' devices, if other processes have the rows. Entries are then in files,
+        rank_device: the rows' devices, if other processes have the rows. Entries are then in files,
             which all these processes read.
         inbox: inbox of the engine's commands, if others need it too.
     """
     commands = inbox or Inbox()
     # If other processes have the rows, this one moves no entries.
-    mover = HostMover() if elsewhere else open_mover(config)
-    costs = MeasuredCosts(elsewhere.costs if elsewhere else estimated_costs(config, mover))
-    kinds, size = sized(config, adapter, costs.model)
-    memory = memory_table(config, adapter, size) if elsewhere is None else elsewhere.memory
+    mover = HostMover() if rank_device else open_mover(config)
+    costs = MeasuredCosts(rank_device.costs if rank_device else estimated_costs(config, mover))
+    kinds, size = template_layout(config, adapter, costs.model)
+    memory = memory_table(config, adapter, size) if rank_device is None else rank_device.memory
     _log.info("%s", memory.text())
     if memory.left < 0:
         _log.warning("budgets exceed the device's memory: make [cache] budget_bytes smaller")
@@ -198,7 +203,7 @@ def assemble(
 
     cache = store = None
     if config.cache.enabled:
-        local_cache_bytes = 0 if elsewhere else memory.cache
+        local_cache_bytes = 0 if rank_device else memory.cache
         store = open_store(config, size, costs.model, local_cache_bytes, mover)
         store.lower.on_change = arrived
         runtime = Path(config.runtime_dir) if config.runtime_dir else None

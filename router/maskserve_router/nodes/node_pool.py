@@ -236,7 +236,7 @@ class NodePool(ServerPool[NodeServer]):
 
     # Membership.
 
-    def _added(self, address: str) -> NodeServer:
+    def _add_server(self, address: str) -> NodeServer:
         self._numbers.setdefault(address, len(self._numbers))
         return NodeServer(address)
 

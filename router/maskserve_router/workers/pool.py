@@ -91,7 +91,7 @@ class Pool(ServerPool[Worker]):
         self.roster.join(worker)
         return worker
 
-    def _added(self, address: str) -> Worker:
+    def _add_server(self, address: str) -> Worker:
         worker = self.join(address)
         self._polls[worker] = asyncio.create_task(self._keep_polling(worker))
         return worker
@@ -152,7 +152,7 @@ class Pool(ServerPool[Worker]):
             if worker.ready or was_ready:
                 self._changed()
         if worker.misses >= self.config.workers.misses and worker.up:
-            self._lost(worker, why or "no answer")
+            self._mark_down(worker, why or "no answer")
 
     async def _status_of(self, worker: Worker) -> bytes:
         """Return a worker's record, with changes of its templates if the worker supports them."""
@@ -167,7 +167,7 @@ class Pool(ServerPool[Worker]):
                 worker.reports_all()
         return await worker.upstream.control(_STATUS, timeout)
 
-    def _lost(self, worker: Worker, why: str) -> None:
+    def _mark_down(self, worker: Worker, why: str) -> None:
         """Mark the worker as down and end the calls to it."""
         log.warning("worker %s is down: %s", worker.address, why)
         message = f"[{EngineFailed.code}] the worker no longer answers"

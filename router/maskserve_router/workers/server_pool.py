@@ -48,7 +48,7 @@ class ServerPool(ABC, Generic[S]):
         self._retiring: set[asyncio.Task[None]] = set()
 
     @abstractmethod
-    def _added(self, address: str) -> S:
+    def _add_server(self, address: str) -> S:
         """Return the server of a new address."""
 
     @abstractmethod
@@ -66,7 +66,7 @@ class ServerPool(ABC, Generic[S]):
 
     def _addresses_changed(self, new: Sequence[str], removed: Sequence[str]) -> None:
         for address in new:
-            server = self.servers[address] = self._added(address)
+            server = self.servers[address] = self._add_server(address)
             log.info("%s %s was added", server.kind, address)
         for address in removed:
             server = self.servers.pop(address)

@@ -56,7 +56,7 @@ SMALL = 200
 
 
 def policies(times: Times, devices: int = DEVICES) -> dict[str, Make]:
-    """Policies by name. A round lasts 5 of the slowest edit's fastest steps."""
+    """Return the policies by name. A round of `roundsN`: N of the slowest edit's fastest steps."""
     return {
         **{f"sp{k}": partial(Fixed, devices, k) for k in DEGREES if k <= devices},
         "sp8_late_last": lambda: Fixed(devices, devices, late_last=True),
@@ -80,7 +80,9 @@ def point(
     decision: float = 0.0,
     devices: int = DEVICES,
 ) -> Report:
-    """SAR of each policy on the same edits: mean, per seed, by size."""
+    """Return the share of edits in time (SAR) of each policy on the same edits: mean, per seed, by
+    size.
+    """
     policy_makers, shared = policies(times, devices), GangCosts().fixed
     report: Report = {
         "mix": load.mix,
@@ -106,8 +108,8 @@ def point(
 
 
 def masked(rate: float, seed: int, edits: int = 200) -> tuple[list[Ticket], list[Ticket]]:
-    """Edits with production masks at 1024 x 1024, due in 3 s. The first list is priced by computed
-    tokens, the second as if all edits were dense.
+    """Return edits with production masks at 1024 x 1024, due in 3 s: priced by computed tokens, and
+    as if all were dense.
     """
     costs = GangCosts()
     dense = costs.seconds(1024)
@@ -181,7 +183,7 @@ def decisions(times: Times, count: int = 2000) -> Report:
     """Milliseconds of processor time of one decision over 64 edits on 8 devices."""
     report = {}
     for name in ("rounds5", "deadline", "deadline_batched"):
-        rng, took = random.Random(1), []
+        rng, times_ms = random.Random(1), []
         for _ in range(count):
             works = []
             for number in range(64):
@@ -200,10 +202,10 @@ def decisions(times: Times, count: int = 2000) -> Report:
             policy = policies(times)[name]()
             start = time.process_time()
             policy.decide(0.0, works)
-            took.append(1e3 * (time.process_time() - start))
+            times_ms.append(1e3 * (time.process_time() - start))
         report[name] = {
-            "p50": float(np.percentile(took, 50)),
-            "p99": float(np.percentile(took, 99)),
+            "p50": float(np.percentile(times_ms, 50)),
+            "p99": float(np.percentile(times_ms, 99)),
         }
     return report
 
@@ -243,19 +245,20 @@ def run_deadlines(say: Callable[[str], None], seed: int = 1) -> Report:
     for decision in DECISION_SECONDS:
         for rate in (6.0, 12.0, 18.0):
             lengths = [f"rounds{n}" for n in ROUND_STEPS]
-            at = point(Load("uniform", rate), times, lengths, seeds, decision)
-            report["round_lengths"].append(at)
-            say(f"decision {1e3 * decision:.0f} ms: {_line(at)}")
+            figures = point(Load("uniform", rate), times, lengths, seeds, decision)
+            report["round_lengths"].append(figures)
+            say(f"decision {1e3 * decision:.0f} ms: {_line(figures)}")
     report["summary"] = summary(report)
     say(f"{report['summary']}")
     return report
 
 
 def summary(report: Report) -> Report:
-    """The figures that the bars are about. Gains are relative."""
+    """Return the figures that bars judge. Gains are relative."""
 
-    def gain(at: Report) -> float:
-        return float(at["sar"]["deadline"] / max(at["sar"][n] for n in FIXED) - 1.0)
+    def gain(figures: Report) -> float:
+        shares = figures["sar"]
+        return float(shares["deadline"] / max(shares[n] for n in FIXED) - 1.0)
 
     gains = {
         mix: next(gain(at) for at in report["scales"] if at["mix"] == mix and at["scale"] == 1.0)
@@ -280,6 +283,6 @@ def summary(report: Report) -> Report:
     }
 
 
-def _line(at: Report) -> str:
-    sar = "  ".join(f"{name} {value:.3f}" for name, value in at["sar"].items())
-    return f"{at['mix']:8} {at['per_minute']:4.0f}/min {at['scale']:.1f}x: {sar}"
+def _line(figures: Report) -> str:
+    sar = "  ".join(f"{name} {value:.3f}" for name, value in figures["sar"].items())
+    return f"{figures['mix']:8} {figures['per_minute']:4.0f}/min {figures['scale']:.1f}x: {sar}"

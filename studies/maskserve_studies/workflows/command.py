@@ -65,7 +65,7 @@ from maskserve_studies.demo_model.looks import edits_with, shows_look
 from maskserve_studies.demo_model.named_scenes import held_out_scenes
 from maskserve_studies.demo_model.node_judges import enlarge_db, find_iou
 from maskserve_studies.workflows.due_plans import due_plans
-from maskserve_studies.workflows.second_host import can_have_one, second_host
+from maskserve_studies.workflows.second_host import can_make_second_host, second_host
 from maskserve_studies.workflows.services_page import services_text
 from maskserve_studies.workflows.shared_stages import (
     replica_killed,
@@ -463,7 +463,7 @@ def due(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def hosts(args: argparse.Namespace) -> dict[str, Any]:
-    if not can_have_one():
+    if not can_make_second_host():
         return {"two_hosts_added_ms": None, "two_hosts_control_ratio": None}
     with tempfile.TemporaryDirectory() as directory, second_host() as remote:
         folder = Path(directory)

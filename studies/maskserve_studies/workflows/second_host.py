@@ -23,7 +23,7 @@ _READY_S: Final = 600.0
 _END_S: Final = 60.0
 
 
-def can_have_one() -> bool:
+def can_make_second_host() -> bool:
     """Return whether this process may make network namespaces."""
     return os.geteuid() == 0 and all(map(shutil.which, ("ip", "tc", "nsenter")))
 
@@ -233,7 +233,7 @@ def second_host() -> Iterator[SecondHost]:
     Raises:
         RuntimeError: this process may not make one, or there are too many.
     """
-    host = _claimed()
+    host = _claim_host()
     try:
         host.make()
         yield host
@@ -241,7 +241,7 @@ def second_host() -> Iterator[SecondHost]:
         host.remove()
 
 
-def _claimed() -> SecondHost:
+def _claim_host() -> SecondHost:
     for number in range(os.getpid(), os.getpid() + _NETWORKS):
         host = SecondHost(number % _NETWORKS)
         if host.claim():

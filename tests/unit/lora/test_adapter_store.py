@@ -22,7 +22,7 @@ from maskserve_common.config import Config
 from maskserve_common.errors import AdapterNotFound, InvalidRequest, Overloaded
 from maskserve_lora.base_layers import BaseLayers
 from maskserve_lora.catalogue import Catalogue
-from maskserve_lora.header_process import Described
+from maskserve_lora.header_process import HeaderDescription
 from maskserve_lora.lora_header import BadAdapter
 from maskserve_lora.storage import CHUNK_BYTES, Storage, StorageFailed
 from maskserve_lora.store import AdapterStore, describe_file
@@ -212,9 +212,9 @@ def test_a_header_that_was_read_costs_nothing_under_another_name_or_stamp(
     """One that took ten seconds took them again each time its file was touched."""
     read: list[bytes] = []
 
-    def describe(head: bytes, nbytes: int, config: bytes) -> Described:
+    def describe(head: bytes, nbytes: int, config: bytes) -> HeaderDescription:
         read.append(head)
-        return Described(problem="takes longer than 10 s to read")
+        return HeaderDescription(problem="takes longer than 10 s to read")
 
     slow = write(folder / "slow.safetensors")
     (folder / "same.safetensors").write_bytes(slow)
@@ -545,7 +545,7 @@ def test_a_killed_process_leaves_no_lock(tmp_path: Path, folder: Path) -> None:
             "import sys, time\n"
             "from maskserve_common.files.adapter_folder import AdapterFolder\n"
             "folder, version = sys.argv[1:]\n"
-            "with AdapterFolder(folder, 2**30).bringing('x', version, 1.0):\n"
+            "with AdapterFolder(folder, 2**30).write_lock('x', version, 1.0):\n"
             "    print('held', flush=True)\n"
             "    time.sleep(60)\n"
         )

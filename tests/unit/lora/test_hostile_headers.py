@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maskserve_lora.base_layers import BaseLayers
-from maskserve_lora.header_process import Bounds, Described, HeaderProcess, described
+from maskserve_lora.header_process import Bounds, HeaderDescription, HeaderProcess, describe_header
 from maskserve_lora.lora_header import BadAdapter, check_values, read_header
 from maskserve_lora.lora_plan import plan_of
 from tests.fakes.loras import LAYERS, lora
@@ -92,8 +92,10 @@ HOSTILE: dict[str, Callable[[], bytes]] = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_each_is_refused_in_a_sentence_after_little_work(name: str, base: BaseLayers) -> None:
     raw = HOSTILE[name]()
-    descriptions: list[Described] = []
-    lines = lines_run(lambda: descriptions.append(described(raw, len(raw), b"", BOUNDS, base)))
+    descriptions: list[HeaderDescription] = []
+    lines = lines_run(
+        lambda: descriptions.append(describe_header(raw, len(raw), b"", BOUNDS, base))
+    )
     assert descriptions[0].problem
     assert len(descriptions[0].problem) < 400
     assert "\n" not in descriptions[0].problem
@@ -106,7 +108,7 @@ def test_a_header_that_takes_too_long_costs_its_own_file_alone() -> None:
     try:
         assert "takes longer than 1 s" in headers.describe(b"slow", 4, b"").problem
         assert "ends the process" in headers.describe(b"dead", 4, b"").problem
-        assert headers.describe(b"good", 4, b"") == Described(rank=7)
+        assert headers.describe(b"good", 4, b"") == HeaderDescription(rank=7)
     finally:
         headers.close()
 
@@ -122,7 +124,7 @@ def test_headers_are_read_in_a_process_of_their_own(tmp_path: Path) -> None:
             bytes(safetensors.numpy.save(lora())),
             *(make() for make in list(HOSTILE.values())[:6]),
         ):
-            expected = described(raw, len(raw), b"", BOUNDS, base)
+            expected = describe_header(raw, len(raw), b"", BOUNDS, base)
             assert headers.describe(raw, len(raw), b"") == expected
     finally:
         headers.close()

@@ -35,7 +35,7 @@ from maskserve_page.edit_inputs import (
     sizes_of,
 )
 from maskserve_page.page import WORDS
-from maskserve_page.pictures import PagePictures, pictures_of
+from maskserve_page.pictures import PagePictures, pictures_in
 from maskserve_page.same_origin import SameOrigin
 from maskserve_page.session import ServedModel, Session
 from maskserve_page.texts import error_note, note, plain_warning, summary
@@ -275,14 +275,14 @@ def test_sizes_are_of_the_models_area_and_on_its_grid() -> None:
 
 
 def test_a_folder_of_pictures_that_is_not_there_is_told(tmp_path: Any) -> None:
-    assert pictures_of(None) == []
+    assert pictures_in(None) == []
     (tmp_path / "a.txt").touch()
     (tmp_path / "b.png").touch()
     (tmp_path / "elsewhere.png").symlink_to("/etc/passwd")
     (tmp_path / "folder.png").mkdir()
-    assert [path.name for path in pictures_of(str(tmp_path))] == ["b.png"]
+    assert [path.name for path in pictures_in(str(tmp_path))] == ["b.png"]
     with pytest.raises(InvalidRequest, match="--images"):
-        pictures_of(str(tmp_path / "none"))
+        pictures_in(str(tmp_path / "none"))
 
 
 class ForgetfulClient:

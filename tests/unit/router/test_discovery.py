@@ -56,7 +56,7 @@ class Pool(ServerPool[Server]):
         super().__init__(addresses, 60.0)
         self.finishing, self.goes_on = list[Server](), asyncio.Event()
 
-    def _added(self, address: str) -> Server:
+    def _add_server(self, address: str) -> Server:
         return Server(address)
 
     async def _finish(self, server: Server) -> None:

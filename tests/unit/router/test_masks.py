@@ -20,7 +20,7 @@ from maskserve_common.contracts import bytes_tensor
 from maskserve_common.contracts.settings import MaskFrom
 from maskserve_common.errors import EngineFailed, InvalidRequest
 from maskserve_common.imaging.images import decode_mask
-from maskserve_common.imaging.masks import selected
+from maskserve_common.imaging.masks import selected_pixels
 from maskserve_router.api.openai.masks import _text_of_mask
 from maskserve_router.config import WorkflowFiles
 from maskserve_router.fair_share import FairShare
@@ -250,4 +250,4 @@ def test_a_mask_of_ours_is_read_alike_at_all_doors() -> None:
     file = base64.b64decode(_text_of_mask(encode(white)))
     mask = decode_mask(file, "MASK", LimitsConfig())
     for mode in ("white", "alpha", "auto", "strength"):
-        assert (selected(mask, mode) == (white == 255)).all()
+        assert (selected_pixels(mask, mode) == (white == 255)).all()

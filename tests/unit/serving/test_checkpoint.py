@@ -92,7 +92,7 @@ def test_what_killed_conversions_left_is_removed_but_not_a_running_one(
     for folder in (killed, running):
         (folder / "vae").mkdir(parents=True)
     write_checkpoint("z-image", base, file, "fp16")
-    with FileStore(cache).bringing("z-new-0123", 0.0):
+    with FileStore(cache).write_lock("z-new-0123", 0.0):
         served(file, base=str(base))
         assert not killed.exists()
         assert running.exists()

@@ -16,7 +16,7 @@ from torch import Tensor
 from maskserve_common.config import Config, ConfigError, outside_noise
 from maskserve_common.contracts.keys import Anchor, anchor_steps, cover
 from maskserve_common.contracts.request import EditKind, steps_run
-from maskserve_engine.adapters.fuse import fused
+from maskserve_engine.adapters.fuse import fuse_configured_loras
 from maskserve_engine.base.job import Conditioning, EditJob, TokenCounts
 from maskserve_engine.batch.graphs import Graphs
 from maskserve_engine.batch.skipping import FirstBlockCache
@@ -159,7 +159,7 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
                 f"[cache] entry_kind: {config.cache.entry_kind} is not served with models whose "
                 "prompts are about a picture; use kv"
             )
-        fuse_weights = partial(fused, config, part="denoiser")
+        fuse_weights = partial(fuse_configured_loras, config, part="denoiser")
         return cls(
             spec,
             load_denoiser(config, "transformer", getattr(diffusers, cls.transformer), fuse_weights),
@@ -224,7 +224,7 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
     ) -> ModelWork:
         recorded = self.weights.graphs is not None
         work = family_work(self.family, self.spec, height, width, recorded=recorded, kind=kind)
-        return work.seeing(further, exact=self.spec.semantics.exact) if further else work
+        return work.with_references(further, exact=self.spec.semantics.exact) if further else work
 
     def counted(
         self, job: EditJob, schedule: RefreshSchedule | None = None, *, anchor: bool = False

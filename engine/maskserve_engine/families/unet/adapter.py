@@ -15,7 +15,7 @@ from maskserve_common.config import Config, ConfigError, outside_noise
 from maskserve_common.contracts.keys import Anchor, anchor_steps
 from maskserve_common.contracts.request import EditKind
 from maskserve_common.contracts.settings import acting
-from maskserve_engine.adapters.fuse import fused
+from maskserve_engine.adapters.fuse import fuse_configured_loras
 from maskserve_engine.base.job import Conditioning, ControlInput, EditJob, TokenCounts
 from maskserve_engine.batch.graphs import Graphs
 from maskserve_engine.batch.step_cache import RefreshSchedule
@@ -133,7 +133,10 @@ class UnetAdapter(Stepping[Row, UnetWeights], OpenedRows):
         return cls(
             spec,
             load_denoiser(
-                config, "unet", UNet2DConditionModel, partial(fused, config, part="denoiser")
+                config,
+                "unet",
+                UNet2DConditionModel,
+                partial(fuse_configured_loras, config, part="denoiser"),
             ),
             load_sampler(config, spec),
             exact_vae=spec.micro_conditioning and bool(vae.get("force_upcast", True)),

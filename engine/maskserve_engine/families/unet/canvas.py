@@ -157,7 +157,7 @@ class Tiled(Canvas):
         self._surroundings.turn_to(other._surroundings)
 
     def enter(self, conv: Any, sample: Tensor) -> Tensor:
-        return _convolved(conv, self.tile[0].enter(sample))
+        return _convolve(conv, self.tile[0].enter(sample))
 
     def norm(self, site: Site, norm: Any, x: Tensor) -> Tensor:
         return normalise(norm, x, self._moments(norm, x, self._around(site)))
@@ -169,17 +169,17 @@ class Tiled(Canvas):
         return normalise(norm, self.tile[site.level].near.paste(x, ring), moments)
 
     def convolve(self, level: int, conv: Any, x: Tensor) -> Tensor:
-        return _convolved(conv, self.tile[level].near.read(x))
+        return _convolve(conv, self.tile[level].near.read(x))
 
     def shrink(self, site: Site, sampler: Any, conv: Any, x: Tensor) -> Tensor:
         around, frame = self._around(site, strided=True), self.tile[site.level].strided
         ring = None if around is None else around.ring
-        return _convolved(conv, frame.read(frame.paste(x, ring)))
+        return _convolve(conv, frame.read(frame.paste(x, ring)))
 
     def widen(
         self, level: int, size: tuple[int, int], sampler: Any, conv: Any, x: Tensor
     ) -> Tensor:
-        return _convolved(conv, self.tile[level].upsampled(x))
+        return _convolve(conv, self.tile[level].upsampled(x))
 
     def cut(self, level: int, x: Tensor) -> Tensor:
         return self.tile[level].box.cut(x)
@@ -199,7 +199,7 @@ class Tiled(Canvas):
         return around.outside + tile_moments
 
 
-def _convolved(conv: Any, x: Tensor) -> Tensor:
+def _convolve(conv: Any, x: Tensor) -> Tensor:
     """Convolve `x`, which includes the border."""
     if isinstance(conv, ByPass):
         return conv.valid(x)

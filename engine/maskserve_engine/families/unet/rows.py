@@ -77,7 +77,7 @@ class TemplateTokens:
     half: int
     """Half of the entries: 0, or 1 for a second pass with its own."""
     _selections: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
-    """Cache of `_of`: (all ids, requested positions, selected ids) per level."""
+    """Cache of `_selected_ids`: (all ids, requested positions, selected ids) per level."""
 
     def source(self, block: int, part: str, positions: Tensor | None = None) -> KvSource:
         entry, inactive = self.row.entry, self.row.inactive
@@ -89,13 +89,15 @@ class TemplateTokens:
         if ids is not None:
             return KvSource(
                 parts,
-                ids[half_slice] if positions is None else self._of(ids, half_slice, positions),
+                ids[half_slice]
+                if positions is None
+                else self._selected_ids(ids, half_slice, positions),
             )
         return KvSource(
             tuple([coded.map(lambda tokens: tokens[half_slice]) for coded in parts]), positions
         )
 
-    def _of(self, ids: Tensor, part: slice, positions: Tensor) -> Tensor:
+    def _selected_ids(self, ids: Tensor, part: slice, positions: Tensor) -> Tensor:
         """Return [m] ids at `positions` in a half; the same at every step."""
         for all_ids, known_ids, selected_ids in self._selections:
             if all_ids is ids and known_ids is positions:
@@ -154,7 +156,7 @@ class UnetRow:
         if self.inactive is None:
             return
         if self.plan is not None:
-            self._anchor(self.plan, self.inactive)
+            self._begin_step_caches(self.plan, self.inactive)
         elif self.inactive.tile is not None:
             self.surroundings = TemplateSurroundings(
                 self.inactive.tile,
@@ -167,9 +169,9 @@ class UnetRow:
     def begin_anew(self) -> None:
         """Forget all step caches: they belong to another rank, or to other LoRAs."""
         if self.plan is not None and self.inactive is not None:
-            self._anchor(self.plan, self.inactive)
+            self._begin_step_caches(self.plan, self.inactive)
 
-    def _anchor(self, plan: RefreshSchedule, inactive: UnetInactive) -> None:
+    def _begin_step_caches(self, plan: RefreshSchedule, inactive: UnetInactive) -> None:
         passes, around = 1 if self.guidance is None else 2, None
         if inactive.tile is not None:
             dtype = inactive.template.clean.dtype
@@ -286,7 +288,7 @@ class UnetRow:
             self.anchors[0].errors.arrive(self.step, self._computed(answer))
         anchor = self.step if self.entry is None else self.lookahead
         if anchor == self.step:
-            self.leave(anchor, answer)
+            self.keep_surroundings(anchor, answer)
         if anchor is not None:
             for step_cache in self.anchors:
                 step_cache.passed(self.sigma_at(anchor))
@@ -301,18 +303,16 @@ class UnetRow:
         assert self.inactive is not None, "a dense row has no refresh steps"
         return answer * self.inactive.mask
 
-    def leave(self, anchor: int, answer: Tensor) -> None:
-        """Keep the surroundings of the tile and the guided `answer` of a refresh step, if there is
-        a tile.
+    def keep_surroundings(self, anchor: int, answer: Tensor) -> None:
+        """Keep what a refresh step computed outside the tile: feature maps, and the guided
+        `answer`; nothing without a tile.
         """
         if isinstance(self.surroundings, StepCacheSurroundings) and self.extrapolated is not None:
             self.surroundings.passed(self.sigma_at(anchor))
             self.extrapolated.passed(answer, self.sigma_at(anchor))
 
-    def jumped(self, step: int) -> Tensor:
-        """Return [C, h, w] latents for the model at a later step, if the model's last answer holds
-        until then.
-        """
+    def latents_ahead(self, step: int) -> Tensor:
+        """Return [C, h, w] the model's input at a later step, extrapolated by its last answer."""
         assert self._input is not None, "no step was taken yet"
         assert self.answer is not None
         last = self._input.float(), self.answer.float(), self.schedule.timesteps[self.step - 1]
@@ -401,7 +401,7 @@ class UnetLookahead:
 
     def sample(self) -> Tensor:
         """Return [in_channels, h, w]."""
-        latents, condition = self.row.jumped(self.anchor), self.row.condition
+        latents, condition = self.row.latents_ahead(self.anchor), self.row.condition
         return latents if condition is None else torch.cat((latents, condition))
 
     def advance(self, answers: Tensor) -> None:
@@ -410,7 +410,7 @@ class UnetLookahead:
         if guidance is not None:
             [away] = negative_answers
             answer = away + guidance.scale * (answer.float() - away)
-        self.row.leave(self.anchor, answer)
+        self.row.keep_surroundings(self.anchor, answer)
         self.row.foresee(self.anchor, answer)
 
 

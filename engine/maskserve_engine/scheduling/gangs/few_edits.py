@@ -15,8 +15,8 @@ from typing import NamedTuple
 from maskserve_engine.scheduling.gangs.work import Work, devices_of
 
 NODES = 120
-"""Places in the tree of lists that a search visits; its first list has the least slack first, each
-edit with the fewest devices that suffice.
+"""Nodes of the tree of lists that a search visits. Its first list has the edits by slack, each with
+the fewest devices that suffice.
 """
 
 _OVERDUE_S = 1e-3
@@ -72,8 +72,8 @@ class FewEdits:
         pairs = enumerate(zip(self.chosen, planned, strict=True))
         return {
             number: degree
-            for number, ((job, degree), begun) in pairs
-            if job.work.until is None and begun <= self.now
+            for number, ((job, degree), start) in pairs
+            if job.work.until is None and start <= self.now
         }
 
     def starts(
@@ -91,7 +91,7 @@ class FewEdits:
             free = _with_busy(free, degree, ready[number])
         for work, degree in placed:
             free = _with_busy(free, degree, self.now + _seconds(work, degree))
-        begun = []
+        starts = []
         for number, (job, degree) in enumerate(self.chosen):
             steps, begin = job.steps - (number in first), ready.get(number, job.ready)
             if steps:
@@ -101,8 +101,8 @@ class FewEdits:
                 return None
             if steps:
                 free = _with_busy(free, degree, end)
-            begun.append(begin)
-        return begun
+            starts.append(begin)
+        return starts
 
 
 def _job(now: float, work: Work, most: int) -> Job:
@@ -110,9 +110,9 @@ def _job(now: float, work: Work, most: int) -> Job:
     if work.until is not None:
         ready, steps = max(work.until, now + _OVERDUE_S), steps - work.running_steps
     degrees: list[tuple[int, float]] = []
-    for at, seconds in enumerate(work.ticket.seconds):
-        if 1 << at <= most and (not degrees or seconds < degrees[-1][1]):
-            degrees.append((1 << at, seconds))
+    for power, seconds in enumerate(work.ticket.seconds):
+        if 1 << power <= most and (not degrees or seconds < degrees[-1][1]):
+            degrees.append((1 << power, seconds))
     due_at = math.inf if work.ticket.due is None else work.ticket.due + 1e-9
     return Job(work, ready, steps, due_at, tuple(degrees))
 
@@ -121,7 +121,7 @@ def _search(jobs: Sequence[Job], free: _Free) -> tuple[tuple[Job, int], ...]:
     best: tuple[tuple[Job, int], ...] = ()
     best_demand, nodes = 0.0, NODES
 
-    def go(
+    def extend(
         left: tuple[Job, ...], free: _Free, chosen: tuple[tuple[Job, int], ...], demand: float
     ) -> None:
         nonlocal best, best_demand, nodes
@@ -133,13 +133,14 @@ def _search(jobs: Sequence[Job], free: _Free) -> tuple[tuple[Job, int], ...]:
         for number, job in enumerate(left):
             later_jobs = left[:number] + left[number + 1 :]
             for degree, seconds in job.degrees:
-                took = job.steps * seconds
-                end = max(free[degree - 1], job.ready) + took
+                duration_s = job.steps * seconds
+                end = max(free[degree - 1], job.ready) + duration_s
                 if end <= job.due:
                     next_free = _with_busy(free, degree, end)
-                    go(later_jobs, next_free, (*chosen, (job, degree)), demand + degree * took)
+                    demand_with = demand + degree * duration_s
+                    extend(later_jobs, next_free, (*chosen, (job, degree)), demand_with)
 
-    go(tuple(jobs), free, (), 0.0)
+    extend(tuple(jobs), free, (), 0.0)
     return best
 
 

@@ -11,7 +11,7 @@ from tritonclient.grpc import service_pb2 as pb
 from maskserve_common.config import LimitsConfig
 from maskserve_common.errors import InvalidRequest
 from maskserve_common.imaging.images import decode_mask, encode_image
-from maskserve_common.imaging.masks import selected
+from maskserve_common.imaging.masks import selected_pixels
 from maskserve_router.api.openai.form import PICTURE, EditForm, ModelForm
 from maskserve_router.messages.model_request import ModelRequest
 from maskserve_workflows.plan import WorkflowPlan, edit_calls, kind_of_edit
@@ -90,5 +90,5 @@ class WorkflowForm(ModelForm):
 def _white_mask(form: EditForm, limits: LimitsConfig) -> bytes:
     """Return the form's mask in white. OpenAI's masks edit transparent pixels."""
     mask = decode_mask(form.mask or form.image, "MASK", limits)
-    edited = selected(mask, form.settings.get("mask_mode", "alpha"))
+    edited = selected_pixels(mask, form.settings.get("mask_mode", "alpha"))
     return encode_image(np.where(edited, np.uint8(255), np.uint8(0)), "png")

@@ -25,7 +25,7 @@ from maskserve_common.imaging.masks import (
     edit_region,
     paste_weights,
     select,
-    selected,
+    selected_pixels,
 )
 from tests.fakes.pictures import encode
 from tests.support.draws import fresh_rng
@@ -70,25 +70,25 @@ def _masks(
 def test_white_from_128_edits() -> None:
     mask = DecodedMask(np.array([[0, 127, 128, 255]], np.uint8), None)
     for mode in ("white", "auto"):
-        np.testing.assert_array_equal(selected(mask, mode), [[False, False, True, True]])
+        np.testing.assert_array_equal(selected_pixels(mask, mode), [[False, False, True, True]])
 
 
 def test_alpha_0_edits_whatever_the_colour() -> None:
     mask = DecodedMask(np.array([[255, 255, 0, 0]], np.uint8), np.array([[0, 1, 0, 255]], np.uint8))
     for mode in ("alpha", "auto"):
-        np.testing.assert_array_equal(selected(mask, mode), [[True, False, True, False]])
-    np.testing.assert_array_equal(selected(mask, "white"), [[True, True, False, False]])
+        np.testing.assert_array_equal(selected_pixels(mask, mode), [[True, False, True, False]])
+    np.testing.assert_array_equal(selected_pixels(mask, "white"), [[True, True, False, False]])
 
 
 def test_auto_reads_an_opaque_alpha_channel_as_no_alpha() -> None:
     mask = DecodedMask(np.array([[255, 0]], np.uint8), np.array([[255, 255]], np.uint8))
-    np.testing.assert_array_equal(selected(mask, "auto"), [[True, False]])
-    np.testing.assert_array_equal(selected(mask, "alpha"), [[False, False]])
+    np.testing.assert_array_equal(selected_pixels(mask, "auto"), [[True, False]])
+    np.testing.assert_array_equal(selected_pixels(mask, "alpha"), [[False, False]])
 
 
 def test_alpha_of_a_mask_without_alpha_is_refused() -> None:
     with pytest.raises(InvalidRequest) as caught:
-        selected(_white(np.ones((2, 2))), "alpha")
+        selected_pixels(_white(np.ones((2, 2))), "alpha")
     assert caught.value.field == "SETTINGS.mask_mode"
 
 

@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from maskserve_engine.adapters.fuse import fused
+from maskserve_engine.adapters.fuse import fuse_configured_loras
 from maskserve_engine.adapters.lora_file import read_lora
 from maskserve_lora.base_layers import BaseLayers
 from maskserve_lora.lora_header import BadAdapter, Layer, header_of_file
@@ -157,7 +157,7 @@ def test_a_dora_is_fused_by_peft_s_formula(tmp_path: Path, scale: float, tiny_fi
     file = tmp_path / "dora" / "adapter_model.safetensors"
     merged = tuned.merge_and_unload()
     config = config_of(tiny_fill, model={"fuse_loras": [f"{file}:{scale}"]})
-    changed = fused(config, plain.requires_grad_(False), "denoiser")
+    changed = fuse_configured_loras(config, plain.requires_grad_(False), "denoiser")
     for name in layers:
         expected = torch.lerp(weights[name], merged.get_submodule(name).weight.detach(), scale)
         assert_near(changed.get_submodule(name).weight.detach().double(), expected.double())

@@ -94,7 +94,7 @@ def _same(content: bytes) -> int:
 
 def _put_adapter(folder: Path, number: int) -> None:
     adapters, version = AdapterFolder(folder, 10**9), f"{number:032x}"
-    with adapters.bringing("x", version, 60.0):
+    with adapters.write_lock("x", version, 60.0):
         adapters.write("x", version, 10_000, [bytes([number]) * 5_000] * 2)
         for file in adapters.files():
             if file.version != version:
@@ -291,12 +291,12 @@ def test_what_a_killed_writer_left_goes_and_what_a_living_one_writes_stays(tmp_p
 
 def test_one_at_a_time_brings_a_file(tmp_path: Path) -> None:
     file_store, other = FileStore(tmp_path), FileStore(tmp_path)
-    with file_store.bringing("x", 1.0):
-        with pytest.raises(TimeoutError), other.bringing("x", 0.0):
+    with file_store.write_lock("x", 1.0):
+        with pytest.raises(TimeoutError), other.write_lock("x", 0.0):
             raise AssertionError("both")
-        with other.bringing("y", 0.0):
+        with other.write_lock("y", 0.0):
             pass
-    with other.bringing("x", 0.0):
+    with other.write_lock("x", 0.0):
         pass
     assert list(tmp_path.iterdir()) == []
 

@@ -1,4 +1,4 @@
-"""First steps of cached edits that compute all tokens, by what is known of the edit (decisions/templates.md)."""
+"""First steps of cached edits that compute all tokens (docs/decisions/templates.md)."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from maskserve_common.config import WEIGHT_FORMS, ConfigError
 from maskserve_engine.families.registry import load_adapter
 from maskserve_engine.fitting import card_table
 from maskserve_engine.fitting.card_table import CARDS, Shapes, check_fits, text
-from maskserve_engine.fitting.entry_store import estimated_costs, sized
+from maskserve_engine.fitting.entry_store import estimated_costs, template_layout
 from maskserve_engine.fitting.memory import memory_table
 from maskserve_serving.cards import print_cards
 from maskserve_serving.options import ServeOptions
@@ -33,7 +33,7 @@ def test_it_counts_what_the_memory_table_counts(tiny_fill: Path, dtype: str) -> 
     # As on a GPU, whose default it is: the memory table here is that of a CPU.
     config = config_of(tiny_fill, model={"dtype": dtype}, cache={"placed_bytes": 2**26})
     shapes, adapter = Shapes(config), load_adapter(config)
-    size = sized(config, adapter, estimated_costs(config))[1]
+    size = template_layout(config, adapter, estimated_costs(config))[1]
     expected = memory_table(config, adapter, size)
     fit = shapes.fit_with("bf16", (), config.engine.max_rows, 10 * GIB)
     assert (fit.weights, fit.step, shapes.size) == (expected.weights, expected.step, size)

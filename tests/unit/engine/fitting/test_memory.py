@@ -29,7 +29,7 @@ from maskserve_engine.families.registry import load_adapter, load_decoder, load_
 from maskserve_engine.families.specs import recorded_rows
 from maskserve_engine.families.unet.spec import control_work as unet_control_work
 from maskserve_engine.fitting import memory
-from maskserve_engine.fitting.entry_store import estimated_costs, sized
+from maskserve_engine.fitting.entry_store import estimated_costs, template_layout
 from maskserve_engine.planning.entry_bytes import FORMATS
 from maskserve_engine.planning.refresh_steps import step_cache_bytes
 from maskserve_engine.spec.model_spec import one_scale
@@ -69,7 +69,7 @@ def table(folder: Path, tmp_path: Path, **sections: Any) -> MemoryTable:
     """On a host whose memory is known."""
     config = structs.replace(config_of(folder, **sections), runtime_dir=str(tmp_path))
     adapter = load_adapter(config)
-    _, size = sized(config, adapter, estimated_costs(config))
+    _, size = template_layout(config, adapter, estimated_costs(config))
     return memory.memory_table(config, adapter, size, (2 * FREE, FREE))
 
 
@@ -340,7 +340,7 @@ def test_the_table_counts_recorded_flux_steps(
     steps = []
     for on in (False, True):
         config = config_of(tiny_fill, engine={"flux_cuda_graphs": on})
-        _, size = sized(config, adapter, estimated_costs(config))
+        _, size = template_layout(config, adapter, estimated_costs(config))
         memory_table = memory.memory_table(config, adapter, size, (2 * FREE, FREE))
         steps.append(memory_table.step - size.anchor_bytes)
     side = adapter.spec.native_resolution // adapter.spec.vae_scale_factor

@@ -26,7 +26,7 @@ from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.gangs.checks import check_devices
 from maskserve_engine.gangs.executor import GangExecutor, _meeting_place
-from maskserve_engine.gangs.messages import packed
+from maskserve_engine.gangs.messages import pack
 from maskserve_engine.gangs.processes import RankProcess
 from maskserve_engine.loop.engine import Engine
 from maskserve_engine.requests.executor import DenseRowSpec, StepInput
@@ -493,7 +493,7 @@ def test_edits_of_unets_can_be_sent_to_a_rank(tiny_unets: dict[str, Path], name:
     edit_job = encode_case(encoder, unet_case(np.random.default_rng(4)), "edit")
     ready = adapter.prepare_template(adapter.prepare(edit_job), 5)
     rows = [adapter.dense_row(ready)]
-    document = pickle.loads(packed(DenseRowSpec(ready)))
+    document = pickle.loads(pack(DenseRowSpec(ready)))
     rows.append(adapter.dense_row(document.job))
     for row in rows:
         adapter.step([row], None)

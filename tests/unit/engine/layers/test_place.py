@@ -14,7 +14,13 @@ from itertools import product
 import torch
 from maskserve_engine.cache.entries import encode
 from maskserve_engine.layers import scatter_kv_kernel as module
-from maskserve_engine.layers.scatter_kv import Change, KvSlots, KvSource, fused, scatter_kv
+from maskserve_engine.layers.scatter_kv import (
+    Change,
+    KvSlots,
+    KvSource,
+    scatter_by_kernels,
+    scatter_kv,
+)
 
 kernel, counts = module.scatter_kv_kernel, set()
 
@@ -79,7 +85,7 @@ for seed, format in product(range(8), sys.argv[1:]):
         expected = room.clone().unbind(1)[3 - parts:]
         result = room.unbind(1)[3 - parts:]
     scatter_kv(sources, expected, places)
-    fused(sources, result, places)
+    scatter_by_kernels(sources, result, places)
     for one, other in zip(expected, result):
         # The interpreter cuts bfloat16 off where hardware and torch round.
         ulps = 2 ** -6 if dtype == torch.bfloat16 and format != "model" else 0.0

@@ -23,7 +23,7 @@ from maskserve_engine.families.unet.weights import places_of as unet_places
 from maskserve_engine.layers.low_rank import Factors
 from maskserve_engine.planning.cost_model import CostModel
 from maskserve_engine.planning.entry_bytes import FORMATS
-from maskserve_engine.planning.flops import Added, Totals
+from maskserve_engine.planning.flops import LoraFlops, Totals
 from maskserve_engine.planning.planner import plan_totals
 from maskserve_engine.planning.two_stream import step_costs
 from maskserve_engine.spec.estimate import pricing_of
@@ -157,7 +157,7 @@ def test_what_loras_of_some_rows_add_is_theirs_alone_and_reaches_every_plan() ->
     loras = plain.with_loras([lora, lora])
     total = loras + other
     assert total.added is not None
-    assert np.array_equal(total.added.blocks, Added.by([lora, lora], plain).blocks)
+    assert np.array_equal(total.added.blocks, LoraFlops.sum_of([lora, lora], plain).blocks)
     assert np.allclose(
         base.block_flops(total), base.block_flops(plain + other) + 2 * lora.block_flops(plain)
     )

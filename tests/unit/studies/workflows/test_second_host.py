@@ -7,9 +7,9 @@ import socket
 
 import pytest
 
-from maskserve_studies.workflows.second_host import can_have_one, second_host
+from maskserve_studies.workflows.second_host import can_make_second_host, second_host
 
-pytestmark = pytest.mark.skipif(not can_have_one(), reason="needs root and iproute2")
+pytestmark = pytest.mark.skipif(not can_make_second_host(), reason="needs root and iproute2")
 
 
 def test_two_at_once_are_both_reached() -> None:
