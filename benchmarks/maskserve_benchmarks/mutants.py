@@ -296,7 +296,7 @@ MUTATIONS = (
     Mutation(
         "a turn of priming that is paid for waits a step",
         "engine/maskserve_engine/scheduling/step_scheduler.py",
-        "or self._credit < self._price():",
+        "or self._credit < self._turn_price():",
         "or self._credit <= self._price():",
         f"{_UNIT}/engine/scheduling/test_step_scheduler.py"
         "::test_priming_takes_its_turn_as_soon_as_it_is_paid_for",

@@ -154,7 +154,7 @@ class LoraFlops:
     """`[2, stacks + 1]` outside the blocks: of dense rows, and of cached ones."""
 
     @classmethod
-    def by(cls, loras: Iterable[ModelWork], totals: Totals) -> LoraFlops:
+    def count(cls, loras: Iterable[ModelWork], totals: Totals) -> LoraFlops:
         """Return the FLOPs that these LoRAs, at least one, add to all rows of `totals`."""
         parts = [
             cls(
@@ -205,7 +205,7 @@ class Totals:
     def with_loras(self, loras: Sequence[ModelWork]) -> Totals:
         """Return the same rows with these LoRAs and no others (`lora_work`)."""
         bare = replace(self, added=None)
-        return replace(bare, added=LoraFlops.sum_of(loras, bare)) if loras else bare
+        return replace(bare, added=LoraFlops.count(loras, bare)) if loras else bare
 
     @staticmethod
     def sum_of(totals: Iterable[Totals]) -> Totals:

@@ -1,4 +1,4 @@
-"""UNets: an edit that computes a whole side of the picture computes all of it (docs/decisions/masks.md)."""
+"""UNets: edits that compute a whole side compute all of the picture (docs/decisions/masks.md)."""
 
 from __future__ import annotations
 

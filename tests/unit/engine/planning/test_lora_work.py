@@ -157,7 +157,7 @@ def test_what_loras_of_some_rows_add_is_theirs_alone_and_reaches_every_plan() ->
     loras = plain.with_loras([lora, lora])
     total = loras + other
     assert total.added is not None
-    assert np.array_equal(total.added.blocks, LoraFlops.sum_of([lora, lora], plain).blocks)
+    assert np.array_equal(total.added.blocks, LoraFlops.count([lora, lora], plain).blocks)
     assert np.allclose(
         base.block_flops(total), base.block_flops(plain + other) + 2 * lora.block_flops(plain)
     )
