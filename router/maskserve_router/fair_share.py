@@ -110,11 +110,11 @@ class LoopThreads:
         """Return `work(*arguments)`, run in the key's turn."""
         await self._places.enter(key)
         task = asyncio.get_running_loop().run_in_executor(self._pool, work, *arguments)
-        # A thread cannot be stopped: its place is free when it is done, not when the client leaves.
-        task.add_done_callback(lambda done: self._over(key, done))
+        # A thread cannot be stopped: its place is free when the work ends, even if the client left.
+        task.add_done_callback(lambda done: self._free_place(key, done))
         return await asyncio.shield(task)
 
-    def _over(self, key: str, done: asyncio.Future[Any]) -> None:
+    def _free_place(self, key: str, done: asyncio.Future[Any]) -> None:
         if not done.cancelled():
             done.exception()  # marks an exception that nobody awaits as seen
         self._places.leave(key)
@@ -135,9 +135,9 @@ class FairShare:
         self._work = LoopThreads(threads, "turns", _NICE)
         self._statements = LoopThreads(_STATEMENTS, "statements")
         self._locked = ThreadPoolExecutor(1, "locked")
-        self._used, self._at = KeyWork(), time.monotonic()
-        self._last: dict[str, float] = {}
-        """Key -> when it was last read from; only recent keys."""
+        self._used, self._used_at = KeyWork(), time.monotonic()
+        self._last_read: dict[str, float] = {}
+        """Key -> time of its last read; recent keys only."""
 
     async def may_read(self, client: KeyHolder) -> None:
         """Wait until a client's next message may be read.
@@ -146,7 +146,7 @@ class FairShare:
         clients are active.
         """
         key, waited = client.scope, False
-        self._last[key] = time.monotonic()
+        self._last_read[key] = time.monotonic()
         while key != NO_SCOPE and self._is_over_its_share(key):
             waited = True
             await asyncio.sleep(_STEP_S)
@@ -161,14 +161,16 @@ class FairShare:
         self._spent(key, 0.0)
         if self._used.used(key) <= _MOST_S:
             return False
-        late = self._at - 64 * _STEP_S
-        self._last = {other_key: at for other_key, at in self._last.items() if at > late}
-        return any(other_key != key for other_key in self._last)
+        late = self._used_at - 64 * _STEP_S
+        self._last_read = {
+            name: read_at for name, read_at in self._last_read.items() if read_at > late
+        }
+        return any(name != key for name in self._last_read)
 
     def _spent(self, key: str, seconds: float) -> None:
         now_s = time.monotonic()
-        self._used.add(key, seconds, (now_s - self._at) / _STEP_S)
-        self._at = now_s
+        self._used.add(key, seconds, (now_s - self._used_at) / _STEP_S)
+        self._used_at = now_s
 
     def close(self) -> None:
         for threads in (self._work, self._statements):
@@ -176,7 +178,7 @@ class FairShare:
         self._locked.shutdown(wait=False)
 
     async def run(self, client: KeyHolder, size: int, work: Callable[..., T], *arguments: Any) -> T:
-        """Return `work(*given)`, run in a thread if it is long.
+        """Return `work(*arguments)`, run in a thread if it is long.
 
         Args:
             client: holder of the key that the work is for.
@@ -186,29 +188,29 @@ class FairShare:
         """
         if size <= _SMALL:
             return work(*arguments)
-        return await self._threaded(self._work, client, work, *arguments)
+        return await self._run_in_threads(self._work, client, work, *arguments)
 
     async def ask(self, client: KeyHolder, work: Callable[..., T], *arguments: Any) -> T:
-        """Return `work(*given)`, which queries a database for a client.
+        """Return `work(*arguments)`, which queries a database for a client.
 
-        It may wait for the disk. A client that asks for much waits behind its own calls.
+        It may wait for the disk. A client with many calls waits behind its own.
         """
         await self.may_read(client)
         self._spent(client.scope, _CALL_S)
-        return await self._threaded(self._statements, client, work, *arguments)
+        return await self._run_in_threads(self._statements, client, work, *arguments)
 
     def later(self, work: Callable[..., object], *arguments: Any) -> None:
-        """Run `work(*given)` later, in the one thread for work that may wait for a file lock.
+        """Run `work(*arguments)` later, in the one thread for work that may wait for a file lock.
 
         Calls run in order, whether or not the client stays.
         """
         self._locked.submit(work, *arguments)
 
     async def locked(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Return `work(*given)`, run in the thread of `later`."""
+        """Return `work(*arguments)`, run in the thread of `later`."""
         return await asyncio.shield(asyncio.wrap_future(self._locked.submit(work, *arguments)))
 
-    async def _threaded(
+    async def _run_in_threads(
         self, threads: LoopThreads, client: KeyHolder, work: Callable[..., T], *arguments: Any
     ) -> T:
         """Return `work(*arguments)`; book its processor seconds, even if the client leaves."""

@@ -25,7 +25,7 @@ from maskserve_router.workers.worker import Sent, Worker, WorkerEpoch
 
 
 @dataclass(slots=True, eq=False)
-class Waiting:
+class WaitingEdit:
     """An edit that waits for a worker."""
 
     request_id: str
@@ -37,8 +37,10 @@ class Waiting:
     place: asyncio.Future[Sent] = field(default_factory=asyncio.Future)
 
     @property
-    def particular(self) -> bool:
-        """Whether the edit may find no worker where others of its key find one, or the reverse."""
+    def stands_apart(self) -> bool:
+        """Whether other workers may take the edit than take its key's other edits, so that it has a
+        line of its own.
+        """
         return bool(self.avoid) or self.may_wait
 
 
@@ -54,16 +56,16 @@ class PendingQueue:
         pool: the workers.
         policy: chooses among them.
         aging_s: seconds of waiting that weigh as much as one step of priority.
-        decided: called with the seconds that a decision took.
+        on_decision: called with the seconds of each decision.
     """
 
     def __init__(
-        self, pool: Pool, policy: Policy, aging_s: float, decided: Callable[[float], None]
+        self, pool: Pool, policy: Policy, aging_s: float, on_decision: Callable[[float], None]
     ) -> None:
         self._pool, self._policy, self._aging_s = pool, policy, aging_s
-        self._decided = decided
-        self._queue: FairQueue[Waiting] = FairQueue()
-        """Its places are edits at workers, which limit them themselves."""
+        self._on_decision = on_decision
+        self._queue: FairQueue[WaitingEdit] = FairQueue()
+        """Its places are edits at workers; they have no bound here, because workers have theirs."""
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -93,7 +95,7 @@ class PendingQueue:
             NoWorkerAvailable: no worker serves it.
             DeadlineExceeded: the deadline passed first.
         """
-        waiting = Waiting(request_id, edit, avoid, may_wait=patience_s > 0.0)
+        waiting = WaitingEdit(request_id, edit, avoid, may_wait=patience_s > 0.0)
         turn = self._put(waiting, arrival, starts_by)
         self.dispatch()
         if waiting.place.done():
@@ -127,7 +129,7 @@ class PendingQueue:
         The arguments are those of `enter`. Edits of other models are not among them, because they
         wait for other workers.
         """
-        new = self._put(Waiting(request_id, edit, frozenset(), False), arrival, starts_by)
+        new = self._put(WaitingEdit(request_id, edit, frozenset(), False), arrival, starts_by)
         turns = itertools.takewhile(lambda turn: turn is not new, self._queue.order())
         ahead = [
             turn.item.edit
@@ -137,10 +139,12 @@ class PendingQueue:
         self._queue.cancel(new)
         return ahead
 
-    def _put(self, waiting: Waiting, arrival: float, starts_by: float | None) -> Turn[Waiting]:
+    def _put(
+        self, waiting: WaitingEdit, arrival: float, starts_by: float | None
+    ) -> Turn[WaitingEdit]:
         edit = waiting.edit
         urgent = urgency(arrival, edit.priority, self._aging_s, starts_by, PATIENCE_S)
-        line = waiting if waiting.particular else None
+        line = waiting if waiting.stands_apart else None
         return self._queue.put(_key_of(waiting.request_id, edit), waiting, urgent, line)
 
     def leave(self, sent: Sent) -> None:
@@ -160,14 +164,14 @@ class PendingQueue:
                 continue
             kind = waiting.edit.model, not self._queue.places.in_use(turn.key)
             if kind not in full:
-                full[kind] = self._full(self._as_sent(turn))
-            if full[kind] and not waiting.particular:
+                full[kind] = self._is_full(self._as_sent(turn))
+            if full[kind] and not waiting.stands_apart:
                 continue
             try:
                 sent_edit = self._send(waiting, self._as_sent(turn))
             except NoWorkerAvailable as error:
                 if error.full:
-                    full[kind] = full[kind] or not waiting.particular
+                    full[kind] = full[kind] or not waiting.stands_apart
                 elif not waiting.may_wait:
                     self._queue.cancel(turn)
                     waiting.place.set_exception(error)
@@ -176,16 +180,16 @@ class PendingQueue:
                 waiting.place.set_result(sent_edit)
                 full.clear()
 
-    def _as_sent(self, turn: Turn[Waiting]) -> Edit:
+    def _as_sent(self, turn: Turn[WaitingEdit]) -> Edit:
         edit = turn.item.edit
         return edit if self._queue.places.in_use(turn.key) else replace(edit, first_of_key=True)
 
-    def _full(self, edit: Edit) -> bool:
+    def _is_full(self, edit: Edit) -> bool:
         """Return whether workers serve the edit's model and none of them has a place."""
         table = self._pool.roster.table(time.monotonic())
         return not len(table.taking(edit)) and len(table.serving(edit)) > 0
 
-    def _send(self, waiting: Waiting, edit: Edit) -> Sent:
+    def _send(self, waiting: WaitingEdit, edit: Edit) -> Sent:
         now_s = time.monotonic()
         worker = self._choose(edit, now_s, waiting.avoid)
         predicted = worker.predict(edit, now_s)
@@ -207,42 +211,42 @@ class PendingQueue:
         table = roster.table(now)
         begin = time.perf_counter()
         if self._policy.predicts:
-            number = self._chosen(edit, now, excluded)
+            number = self._first_to_finish(edit, now, excluded)
         else:
             takers = [n for n in table.taking(edit).tolist() if n not in excluded]
             by_name = {table.view(n).worker: n for n in takers}
             views = [table.view(n) for n in takers]
             number = by_name[self._policy.choose(edit, views, now)] if views else None
-        self._decided(time.perf_counter() - begin)
+        self._on_decision(time.perf_counter() - begin)
         if number is not None:
             return roster.worker(number)
         candidates = [worker for worker in workers.values() if worker.number not in excluded]
         raise NoWorkerAvailable(edit, [worker.view(now) for worker in candidates])
 
-    def _chosen(self, edit: Edit, now: float, excluded: set[int]) -> int | None:
-        """Return the number of the worker that would finish the edit first, where those that do not
-        have its encoding take the seconds to make it; None: none takes it.
+    def _first_to_finish(self, edit: Edit, now: float, excluded: set[int]) -> int | None:
+        """Return the number of the worker that would finish the edit first; a worker without the
+        edit's encoding counts as later by the seconds that it takes to make. None: none takes it.
         """
         roster, table = self._pool.roster, self._pool.roster.table(now)
         first = table.choose(edit, now, excluded)
         if edit.encoded is None or first is None:
             return first
         workers = self._pool.workers.values()
-        other_workers = {worker.number for worker in workers if worker.host != edit.encoded.at}
-        holder = (
-            table.choose(edit, now, excluded | other_workers) if first in other_workers else None
-        )
+        without_encoding = {worker.number for worker in workers if worker.host != edit.encoded.at}
+        if first not in without_encoding:
+            return first
+        holder = table.choose(edit, now, excluded | without_encoding)
         if holder is None:
             return first
         ends = [roster.worker(n).predict(edit, now).denoised_s for n in (first, holder)]
         return holder if ends[1] < ends[0] + edit.encoded.seconds else first
 
-    def _expire(self, waiting: Waiting) -> None:
+    def _expire(self, waiting: WaitingEdit) -> None:
         if not waiting.place.done():
             waiting.place.set_exception(
                 DeadlineExceeded("no worker had room for the edit while it could still be in time")
             )
 
-    def _stop_waiting(self, waiting: Waiting) -> None:
+    def _stop_waiting(self, waiting: WaitingEdit) -> None:
         waiting.may_wait = False
         self.dispatch()
