@@ -1,8 +1,8 @@
 """A worker's metrics on Triton's own /metrics page.
 
-A thread of its own publishes them: each value costs a message to Triton's process, which has no
-place in a step or before an answer. Levels and totals of the engine come from its status record;
-what histograms need comes, value by value, through `Observations`.
+A thread of its own publishes them, because each value costs a message to Triton's process, which
+would delay a step or an answer. Levels and totals of the engine come from its status record, values
+of histograms from `Observations`.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _EVERY_S = 0.25
 
 
 class MetricPage:
-    """The metrics of one process. A metric appears, at zero, when it is first named."""
+    """The metrics of one process. A metric appears, at zero, when it is first labels_by_name."""
 
     def __init__(self, api: Any, worker: str, table: Mapping[str, MetricSpec]) -> None:
         self._api, self._worker, self._table = api, worker, table
         self._families = {name: self._family(name, spec) for name, spec in table.items()}
         self._metrics: dict[tuple[str, ...], Any] = {}
-        self._last: dict[tuple[str, ...], float] = {}
+        self._published: dict[tuple[str, ...], float] = {}
         for name, spec in table.items():
             if not spec.labels:
                 self.metric(name)
@@ -49,25 +49,25 @@ class MetricPage:
     def set(self, name: str, value: float, *labels: str) -> None:
         """Set a gauge to `value`."""
         metric, key = self.metric(name, *labels), (name, *labels)
-        if self._last.get(key) != value:
+        if self._published.get(key) != value:
             metric.set(value)
-            self._last[key] = value
+            self._published[key] = value
 
     def total(self, name: str, total: float, *labels: str) -> None:
         """Raise a counter to `total`; it never decreases."""
         metric, key = self.metric(name, *labels), (name, *labels)
-        grown = total - self._last.get(key, 0.0)
-        if grown > 0:
-            metric.increment(grown)
-            self._last[key] = total
+        increase = total - self._published.get(key, 0.0)
+        if increase > 0:
+            metric.increment(increase)
+            self._published[key] = total
 
     def take(self, observations: Observations) -> None:
         """Enter observations into histograms and counters."""
         for name, value, labels in observations.take():
             first = self._table[name].first
-            begun = (name, *labels) in self._metrics
+            exists = (name, *labels) in self._metrics
             metric = self.metric(name, *labels)
-            if first and not begun:
+            if first and not exists:
                 metric = self.metric(name, first)
             if self._table[name].kind == "HISTOGRAM":
                 metric.observe(value)
@@ -75,14 +75,16 @@ class MetricPage:
                 metric.increment(value)
 
     def metric(self, name: str, *labels: str) -> Any:
-        """The metric of a family with these values of its labels."""
+        """Return the metric of a family with these labels."""
         key = (name, *labels)
         if key not in self._metrics:
             spec = self._table[name]
-            named = dict(zip(spec.labels, labels, strict=True))
-            more = {"buckets": list(spec.buckets)} if spec.buckets else {}
+            labels_by_name = dict(zip(spec.labels, labels, strict=True))
+            options = {"buckets": list(spec.buckets)} if spec.buckets else {}
             family = self._families[name]
-            self._metrics[key] = family.Metric(labels={"worker": self._worker, **named}, **more)
+            self._metrics[key] = family.Metric(
+                labels={"worker": self._worker, **labels_by_name}, **options
+            )
         return self._metrics[key]
 
     def _family(self, name: str, spec: MetricSpec) -> Any:
@@ -124,14 +126,14 @@ class EngineMetrics:
             self._page.set("cache_bytes", size, tier)
         for tier, template_ids in status.templates.items():
             self._page.set("cache_templates", len(template_ids), tier)
-        for tier, total_held in status.adapter_tiers.items():
-            self._page.set("adapter_bytes", total_held.nbytes, tier)
-            self._page.set("adapters", total_held.count, tier)
+        for tier, tier_total in status.adapter_tiers.items():
+            self._page.set("adapter_bytes", tier_total.nbytes, tier)
+            self._page.set("adapters", tier_total.count, tier)
         nets = [net.nbytes for net in status.controlnets if net.tier == "device"]
         self._page.set("controlnets", len(nets))
         self._page.set("controlnet_bytes", sum(nets))
         for key, total in status.counters.items():
-            # A counter with a label is in the record once for each of its values, behind a dot.
+            # A counter with a label has a key NAME.LABEL for each value of the label.
             name, _, label = key.partition(".")
             labels = (label,) if label else ()
             if name in ENGINE_METRICS and len(ENGINE_METRICS[name].labels) == len(labels):
@@ -166,12 +168,12 @@ class MetricsPublisher(Protocol):
 
 
 class MetricsThread:
-    """Publishes until closed, or its server is gone.
+    """Publishes metrics until it is closed or its server has ended.
 
     Args:
         metrics: metrics to publish.
         every_s: seconds between two publications.
-        server: process id of the server at the start.
+        server: returns the server's process id.
     """
 
     def __init__(
@@ -181,7 +183,7 @@ class MetricsThread:
         server: Callable[[], int] = os.getppid,
     ) -> None:
         self._metrics, self._every_s, self._server = metrics, every_s, server
-        self._started_by = server()
+        self._server_pid = server()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
         self._thread.start()
@@ -192,9 +194,9 @@ class MetricsThread:
 
     def _run(self) -> None:
         while not self._closing.wait(self._every_s):
-            # TRITON-2.51: a server that was killed takes no metric, and the stub waits for it with
-            # Python's lock in its hands: this process could not even end itself.
-            if self._server() != self._started_by:
+            # TRITON-2.51: for a killed server the stub waits for ever, and holds Python's lock: this
+            # process could not even end itself.
+            if self._server() != self._server_pid:
                 return
             try:
                 self._metrics.publish()
