@@ -194,7 +194,7 @@ class MetricsThread:
 
     def _run(self) -> None:
         while not self._closing.wait(self._every_s):
-            # TRITON-2.51: for a killed server the stub waits for ever, and holds Python's lock: this
+            # TRITON-2.51: for a killed server the stub waits for ever and holds Python's lock: this
             # process could not even end itself.
             if self._server() != self._server_pid:
                 return
