@@ -4,8 +4,8 @@ TRITON-2.51: the stub locks up for good if two responses of one call arrive in q
 both after the first. A thread that waits for responses wakes up with their lock and waits for
 Python's. The stub's thread with the second response waits for the former lock, and holds one of all
 calls. A thread that holds Python's lock and returns from a new call waits for the latter
-(docs/adr/0006-cancel-and-death.md). So if a call has several responses, the denoiser sends the next only after
-an ack of the last.
+(docs/adr/0006-cancel-and-death.md). So if a call has several responses, the denoiser sends the next
+only after an ack of the last.
 
 Acks are lines in a named pipe of the worker's runtime folder; each names a call by its key.
 """
