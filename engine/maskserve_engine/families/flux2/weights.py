@@ -26,8 +26,8 @@ from maskserve_engine.layers.linear import linear
 from maskserve_engine.layers.low_rank import Place
 
 
-def weights_of(model: Any, **more: Any) -> FluxWeights:
-    """Build from a Flux2Transformer2DModel; `more` are further fields of FluxWeights."""
+def weights_of(model: Any, **fields: Any) -> FluxWeights:
+    """Return the weights of a Flux2Transformer2DModel; `fields` are further fields of FluxWeights."""
     singles = model.single_transformer_blocks
     with torch.no_grad():
         return FluxWeights(
@@ -47,7 +47,7 @@ def weights_of(model: Any, **more: Any) -> FluxWeights:
                 linear(model.single_stream_modulation.linear),
             ),
             gated=True,
-            **more,
+            **fields,
         )
 
 
@@ -77,17 +77,17 @@ def _single(block: Any) -> Single:
     return Single(None, linear(attn.to_qkv_mlp_proj), norms, linear(attn.to_out))
 
 
-_OF_DOUBLE = {
+_DOUBLE_PRODUCTS = {
     **JOINT_ATTENTION,
     "ff.linear_in": ("image.up", 0),
     "ff.linear_out": ("image.down", 0),
     "ff_context.linear_in": ("text.up", 0),
     "ff_context.linear_out": ("text.down", 0),
 }
-_OF_SINGLE = {"attn.to_qkv_mlp_proj": ("qkv_up", 0), "attn.to_out": ("out", 0)}
+_SINGLE_PRODUCTS = {"attn.to_qkv_mlp_proj": ("qkv_up", 0), "attn.to_out": ("out", 0)}
 _STACKS = {
-    "transformer_blocks": ("double_blocks", _OF_DOUBLE),
-    "single_transformer_blocks": ("single_blocks", _OF_SINGLE),
+    "transformer_blocks": ("double_blocks", _DOUBLE_PRODUCTS),
+    "single_transformer_blocks": ("single_blocks", _SINGLE_PRODUCTS),
 }
 """Layer of a block → its product, and its offset in the product's outputs, in widths of the
 model."""

@@ -57,7 +57,7 @@ _SERVED = (*_TAKES_SIGMAS, "DPMSolverMultistepScheduler")
 
 
 def load_sampler(config: Config, *, tells_sigmas: bool, shift: float | None = None) -> Any:
-    """Load the sampler of a model folder; of one without, Euler with this `shift` if it is given.
+    """Load the sampler of a model folder; a folder without one gets Euler with `shift`, if given.
 
     Raises:
         ConfigError: the folder names a class that is not served. Its options would load, but
@@ -161,20 +161,23 @@ def make_schedule(
     """
     assert not sigmas or len(sigmas) == steps, "other steps are refused of such models"
     mu, begin = shift(sampler.config, tokens, steps), steps - steps_run(steps, strength)
-    chooses = flow_sigmas and bool(sampler.config.get("use_flow_sigmas"))
+    chooses_sigmas = flow_sigmas and bool(sampler.config.get("use_flow_sigmas"))
     if type(sampler).__name__ == _EULER:
-        sampler = _walked(copy.copy(sampler), steps, mu, _listed(steps, sigmas))  # it changes
+        sampler = _with_timesteps(copy.copy(sampler), steps, mu, _pipeline_sigmas(steps, sigmas))
         return _schedule(sampler, begin, ())
-    return _multistep(sampler, steps, mu, begin, () if chooses else _listed(steps, sigmas))
+    listed_sigmas = () if chooses_sigmas else _pipeline_sigmas(steps, sigmas)
+    return _multistep(sampler, steps, mu, begin, listed_sigmas)
 
 
-def _listed(steps: int, sigmas: Sequence[float]) -> tuple[float, ...]:
+def _pipeline_sigmas(steps: int, sigmas: Sequence[float]) -> tuple[float, ...]:
     """Return the sigmas that pipelines pass to their sampler."""
     return tuple(sigmas) or tuple(np.linspace(1.0, 1 / steps, steps).tolist())
 
 
-def _walked(sampler: Any, steps: int, mu: float | None, sigmas: tuple[float, ...]) -> Any:
-    """Set the sampler's timesteps as diffusers' pipeline does. Without `sigmas` it chooses them."""
+def _with_timesteps(sampler: Any, steps: int, mu: float | None, sigmas: tuple[float, ...]) -> Any:
+    """Return the sampler with the timesteps that diffusers' pipeline sets; empty `sigmas`: the
+    sampler chooses them.
+    """
     if mu is None:
         sampler.set_timesteps(steps)
     elif sigmas:
@@ -195,7 +198,7 @@ def _multistep(
     sampler: Any, steps: int, mu: float | None, begin: int, sigmas: tuple[float, ...]
 ) -> Schedule:
     """Return a multistep sampler's schedule. Cached: probing takes some milliseconds per step."""
-    sampler = _walked(copy.deepcopy(sampler), steps, mu, sigmas)
+    sampler = _with_timesteps(copy.deepcopy(sampler), steps, mu, sigmas)
     sampler.set_begin_index(begin)
     probe_sampler = copy.deepcopy(sampler)
     moves = matrices(
