@@ -27,7 +27,7 @@ from maskserve_engine.layers.low_rank import Place
 
 
 def weights_of(model: Any, **fields: Any) -> FluxWeights:
-    """Return the weights of a Flux2Transformer2DModel; `fields` are further fields of FluxWeights."""
+    """Return the weights of a Flux2Transformer2DModel; `fields` are further ones of FluxWeights."""
     singles = model.single_transformer_blocks
     with torch.no_grad():
         return FluxWeights(
