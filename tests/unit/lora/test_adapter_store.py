@@ -48,11 +48,11 @@ class Shelf(Storage):
             self.between()
         return data
 
-    def _files(self) -> tuple[Any, str]:
+    def _file_system(self) -> tuple[Any, str]:
         time.sleep(self.takes_s)
         if self.is_lost:
             raise OSError("the network is unreachable")
-        return super()._files()
+        return super()._file_system()
 
 
 @pytest.fixture
@@ -404,20 +404,20 @@ def test_a_silent_storage_costs_its_time_and_no_more(tmp_path: Path, folder: Pat
     with opened(tmp_path, shelf) as store:
         store.catalogue.scan()
         content = fetched_bytes(store, "here")
-        shelf._files = lambda: silent.wait(20) and Storage._files(shelf)  # type: ignore[assignment, method-assign, return-value]
+        shelf._file_system = lambda: silent.wait(20) and Storage._file_system(shelf)  # type: ignore[assignment, method-assign, return-value]
         begun = time.monotonic()
         with pytest.raises(Overloaded, match=r"SETTINGS.loras: adapter x .*no answer within 0.5 s"):
             fetched_bytes(store, "x")
         assert time.monotonic() - begun < 10.0
         silent.set()
         assert fetched_bytes(store, "here") == content
-        del shelf._files  # type: ignore[method-assign]
+        del shelf._file_system  # type: ignore[method-assign]
         assert fetched_bytes(store, "x") == raw
 
 
 def test_few_calls_are_stuck_at_once(folder: Path) -> None:
     shelf = Storage(str(folder), timeout_s=0.01)
-    shelf._files = lambda: time.sleep(1.0)  # type: ignore[assignment, method-assign, return-value]
+    shelf._file_system = lambda: time.sleep(1.0)  # type: ignore[assignment, method-assign, return-value]
     threads_before = threading.active_count()
     for _ in range(40):
         with pytest.raises(StorageFailed):

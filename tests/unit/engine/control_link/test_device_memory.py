@@ -255,7 +255,7 @@ def test_places_never_overlap_and_none_is_lost(ipc: FakeIpc) -> None:
                     full += row != "d"
         assert ("d", slot) not in lent_places  # nobody opened it
         for begin, x in (place for places in lent_places.values() for place in places):
-            assert torch.equal(device_memory._at(block._block, begin, x.shape, x.dtype), x)
+            assert torch.equal(device_memory._view(block._block, begin, x.shape, x.dtype), x)
     assert full
     for row in "abc":
         block.close(row, read=True)
