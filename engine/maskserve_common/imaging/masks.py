@@ -131,7 +131,7 @@ COVERS_MOST = 0.9
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
+class MaskSelection:
     """The selected part of the canvas."""
 
     pixels: Bools
@@ -144,7 +144,7 @@ class Selection:
 
 def select(
     raw: bytes | memoryview, settings: EditSettings, limits: LimitsConfig, size: Size
-) -> Selection:
+) -> MaskSelection:
     """Return the pixels that a mask selects, including those that the canvas grows by.
 
     Args:
@@ -159,7 +159,7 @@ def select(
     expands = any(settings.expand)
     canvas_size(size, settings.expand, limits)
     if expands and not raw:
-        return Selection(grown(np.zeros(size, np.bool_), settings.expand, constant_values=True))
+        return MaskSelection(grown(np.zeros(size, np.bool_), settings.expand, constant_values=True))
     mask, strength = decode_mask(raw, "MASK", limits, size), None
     if settings.mask_mode == "strength":
         for name in ("mask_dilate", "mask_feather"):
@@ -175,7 +175,7 @@ def select(
         raise InvalidRequest(
             "MASK", "selects nothing to edit", _mask_hint(mask, settings.mask_mode)
         )
-    return Selection(pixels, warnings, strength)
+    return MaskSelection(pixels, warnings, strength)
 
 
 def _size_warnings(mask: DecodedMask, mode: str, pixels: Bools) -> tuple[str, ...]:
