@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import io
 import json
@@ -10,6 +9,7 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -21,6 +21,7 @@ from tritonclient.grpc import service_pb2 as pb
 from maskserve_common.contracts import bytes_tensor
 from maskserve_common.contracts.request import EditKind
 from maskserve_common.errors import InvalidRequest
+from maskserve_common.lru_cache import LruCache
 from maskserve_router.api.openai.edits import ImageEdits
 from maskserve_router.api.openai.picture_urls import PATH, PictureUrls
 from maskserve_router.config import OpenAIConfig
@@ -292,8 +293,11 @@ async def test_names_that_clients_have_built_in_stand_for_a_served_model() -> No
         assert [model["id"] for model in json.loads(listed)["data"]] == ["flux", "gpt-image-1"]
 
 
-async def test_a_url_names_a_picture_for_a_while() -> None:
-    async with serving(ALL, openai={"url_s": 0.3}) as (session, _):
+async def test_a_url_names_a_picture_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [0.0]
+    cache = partial(LruCache, now=lambda: now_s[0])
+    monkeypatch.setattr("maskserve_router.api.openai.picture_urls.LruCache", cache)
+    async with serving(ALL, openai={"url_s": 60.0}) as (session, _):
         status, body = await session.generate(response_format="url", output_format="png")
         assert status == 200
         url = body["data"][0]["url"]
@@ -302,7 +306,7 @@ async def test_a_url_names_a_picture_for_a_while() -> None:
         assert await session.get(url) == (200, "image/png", picture())
         status, _, _ = await session.get(url.replace("-", "-0"))
         assert status == 404
-        await asyncio.sleep(0.5)
+        now_s[0] = 61.0
         status, _, raw = await session.get(url)
         assert (status, "no longer kept" in json.loads(raw)["error"]["message"]) == (404, True)
 
