@@ -11,6 +11,8 @@ import numpy as np
 from PIL import Image
 from tritonclient.grpc import service_pb2 as pb
 
+from maskserve_router.key_holder import KeyHolder
+from maskserve_router.messages.call_context import CallContext
 from maskserve_router.messages.model_request import ModelRequest
 
 INFER = "/inference.GRPCInferenceService/ModelInfer"
@@ -30,6 +32,11 @@ def edit_request(image: bytes, mask: bytes, **settings: object) -> bytes:
         message.raw_input_contents.append(struct.pack("<I", len(value)) + value)
     encoded: bytes = message.SerializeToString()
     return encoded
+
+
+def context_of(client: KeyHolder, timeout: float | None = None) -> CallContext:
+    """A call of a client."""
+    return CallContext(client, 0, {}, "test", timeout)
 
 
 def parsed(message: pb.ModelInferRequest) -> ModelRequest:

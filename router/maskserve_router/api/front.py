@@ -12,6 +12,7 @@ from maskserve_common.errors import InvalidRequest
 from maskserve_router.fair_share import FairShare
 from maskserve_router.key_holder import KeyHolder
 from maskserve_router.keys import KeyRing
+from maskserve_router.messages.call_context import CallContext
 from maskserve_router.messages.edit_call import parse_request
 from maskserve_router.messages.model_request import ModelRequest
 from maskserve_router.operations.control import ClusterControl
@@ -95,25 +96,12 @@ class Front:
                 f"1 to {most}",
             )
 
-    async def infer(
-        self,
-        message: ModelRequest,
-        size: int,
-        client: KeyHolder,
-        headers: Mapping[str, str],
-        timeout: float | None,
-        route: str,
-        room: EditRoom,
-    ) -> bytes:
+    async def infer(self, message: ModelRequest, context: CallContext, room: EditRoom) -> bytes:
         """Return the answer to one request, an encoded ModelInferResponse.
 
         Args:
             message: the request, checked by `parse_request`.
-            size: its bytes.
-            client: holder of the key that calls.
-            headers: headers of the call, names in lower case.
-            timeout: seconds that the client waits.
-            route: name of the interface, for logs and metrics.
+            context: the call that brought it.
             room: memory of the answer; the caller gives it back after writing.
 
         Raises:
@@ -121,36 +109,31 @@ class Front:
             Failure: a worker's error.
         """
         if message.head.model_name == "control":
-            return await self._control.infer(message, client)
+            return await self._control.infer(message, context.client)
         if message.head.model_name in self._workflows.names:
-            answer = await self._workflows.infer(message, headers, timeout, client)
+            answer = await self._workflows.infer(message, context)
             room.becomes(len(answer))
             return answer
-        return await self._edits.infer(message, size, client, headers, timeout, route, room)
+        return await self._edits.infer(message, context, room)
 
     async def stream(
-        self,
-        message: ModelRequest,
-        size: int,
-        client: KeyHolder,
-        headers: Mapping[str, str],
-        timeout: float | None,
-        route: str,
-        room: EditRoom,
+        self, message: ModelRequest, context: CallContext, room: EditRoom
     ) -> AsyncGenerator[bytes, None]:
         """Yield the answers as encoded ModelStreamInferResponses; otherwise like `infer`."""
         if message.head.model_name == "control":
-            answer = pb.ModelInferResponse.FromString(await self._control.infer(message, client))
+            answer = pb.ModelInferResponse.FromString(
+                await self._control.infer(message, context.client)
+            )
             yield pb.ModelStreamInferResponse(infer_response=answer).SerializeToString()
             return
         if message.head.model_name in self._workflows.names:
-            run = self._workflows.stream(message, headers, timeout, client)
+            run = self._workflows.stream(message, context)
             async with aclosing(run) as events:
                 async for event in events:
                     room.becomes(event.ByteSize())
-                    yield await self._fair_share.run(client, room.size, _in_stream, event)
+                    yield await self._fair_share.run(context.client, room.size, _in_stream, event)
             return
-        edit = self._edits.stream(message, size, client, headers, timeout, route, room)
+        edit = self._edits.stream(message, context, room)
         async with aclosing(edit) as answers:
             async for answer_bytes in answers:
                 yield answer_bytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import ExitStack, aclosing
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -30,6 +31,7 @@ from maskserve_router.api.kserve_http import (
 )
 from maskserve_router.fair_share import FairShare
 from maskserve_router.key_holder import KeyHolder
+from maskserve_router.messages.call_context import CallContext
 from maskserve_router.messages.edit_call import check_request
 from maskserve_router.messages.failures import Failure
 from maskserve_router.messages.model_answer import ModelAnswer
@@ -58,7 +60,8 @@ class HttpInference:
             )
             del body
             room = response_stack.enter_context(self._front.room(client))
-            work = self._front.infer(message, size, client, _headers(request), None, "http", room)
+            context = CallContext(client, size, _headers(request), "http")
+            work = self._front.infer(message, context, room)
             answer = await while_connected(request, work)
             parts, head = await self._fair_share.run(
                 client, len(answer), infer_response, answer, output_forms
@@ -69,16 +72,16 @@ class HttpInference:
 
     async def generate(self, request: Request) -> Response:
         with ExitStack() as exit_stack, ExitStack() as response_stack:
-            client, message, size = await self._generation(request, exit_stack)
-            room = response_stack.enter_context(self._front.room(client))
-            work = self._only_answer(message, size, client, _headers(request), room)
+            message, context = await self._generation(request, exit_stack)
+            room = response_stack.enter_context(self._front.room(context.client))
+            work = self._only_answer(message, context, room)
             return _written([await while_connected(request, work)], room, response_stack, {}, JSON)
 
     async def generate_stream(self, request: Request) -> Response:
         with ExitStack() as exit_stack:
-            client, message, size = await self._generation(request, exit_stack)
-            room = exit_stack.enter_context(self._front.room(client))
-            answers = self._answers(message, size, client, _headers(request), room)
+            message, context = await self._generation(request, exit_stack)
+            room = exit_stack.enter_context(self._front.room(context.client))
+            answers = self._answers(message, context, room)
             return await event_stream(request, _server_sent(answers), exit_stack, _error_event)
 
     async def body(self, request: Request) -> bytes:
@@ -99,26 +102,21 @@ class HttpInference:
 
     async def _generation(
         self, request: Request, resources: ExitStack
-    ) -> tuple[KeyHolder, ModelRequest, int]:
+    ) -> tuple[ModelRequest, CallContext]:
         client, body = await self._body(request, resources)
-        size = len(body)
         work = _checked_generate, self._front.models, *model_of(request), body
-        return client, await self._fair_share.run(client, size, *work), size
+        message = await self._fair_share.run(client, len(body), *work)
+        return message, CallContext(client, len(body), _headers(request), "generate")
 
     async def _only_answer(
-        self,
-        message: ModelRequest,
-        size: int,
-        client: KeyHolder,
-        headers: dict[str, str],
-        room: EditRoom,
+        self, message: ModelRequest, context: CallContext, room: EditRoom
     ) -> bytes:
         """Return the answer of /generate, which can hold only one.
 
         Raises:
             InvalidRequest: there are several, as with progress.
         """
-        async with aclosing(self._answers(message, size, client, headers, room)) as answers:
+        async with aclosing(self._answers(message, context, room)) as answers:
             responses = [answer async for answer in answers]
         if len(responses) != 1:
             raise InvalidRequest(
@@ -127,22 +125,17 @@ class HttpInference:
         return responses[0]
 
     async def _answers(
-        self,
-        message: ModelRequest,
-        size: int,
-        client: KeyHolder,
-        headers: dict[str, str],
-        room: EditRoom,
+        self, message: ModelRequest, context: CallContext, room: EditRoom
     ) -> AsyncGenerator[bytes, None]:
         """Yield each answer as JSON."""
+        turn = partial(self._fair_share.run, context.client)
         if not self._front.models[message.head.model_name].decoupled:
-            answer = await self._front.infer(message, size, client, headers, None, "generate", room)
-            yield await self._fair_share.run(client, len(answer), _as_json, answer)
+            answer = await self._front.infer(message, context, room)
+            yield await turn(len(answer), _as_json, answer)
             return
-        stream = self._front.stream(message, size, client, headers, None, "generate", room)
-        async with aclosing(stream) as answers:
+        async with aclosing(self._front.stream(message, context, room)) as answers:
             async for raw in answers:
-                if event_json := await self._fair_share.run(client, len(raw), _event_as_json, raw):
+                if event_json := await turn(len(raw), _event_as_json, raw):
                     yield event_json
 
 

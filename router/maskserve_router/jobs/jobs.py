@@ -548,9 +548,7 @@ class Jobs:
 
             # A new id for each try: a worker may still run the try of a router that was killed.
             name = job.id if job.fence == 1 else f"{job.id}.{job.fence}"
-            return await self._edits.answer(
-                client, form, job.bytes, {}, name, keep_progress, job.id
-            )
+            return await self._edits.answer(client, form, job.bytes, name, keep_progress, job.id)
 
     async def _call_webhook(self, job: JobRecord) -> None:
         """Call a job's webhook after its end."""

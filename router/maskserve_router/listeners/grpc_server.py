@@ -24,6 +24,7 @@ from maskserve_router.key_holder import KeyHolder
 from maskserve_router.listeners.certificates import Certificates
 from maskserve_router.listeners.descriptors import connections
 from maskserve_router.listeners.open_calls import OpenCall, OpenCalls
+from maskserve_router.messages.call_context import CallContext
 from maskserve_router.messages.failures import (
     Failure,
     NotSupported,
@@ -233,8 +234,8 @@ class GrpcServer:
             parsing = self._front.parse(await requests.only(), client, exit_stack)
             with requests.working():
                 message = await parsing
-                infer = self._front.infer
-                yield await infer(message, message.size, client, headers, left_s, "grpc", room)
+                call_context = CallContext(client, message.size, headers, "grpc", left_s)
+                yield await self._front.infer(message, call_context, room)
 
     async def _stream(self, requests: OpenCall, context: Context) -> AsyncGenerator[bytes, None]:
         answers: _Answers = asyncio.Queue(maxsize=1)
@@ -290,10 +291,8 @@ class GrpcServer:
             message = await self._front.parse(raw, client, exit_stack)
             room = exit_stack.enter_context(self._front.room(client))
             left_s = context.time_remaining()
-            stream = self._front.stream(
-                message, len(raw), client, headers, left_s, "grpc_stream", room
-            )
-            async with aclosing(stream) as events:
+            call_context = CallContext(client, len(raw), headers, "grpc_stream", left_s)
+            async with aclosing(self._front.stream(message, call_context, room)) as events:
                 async for event in events:
                     yield event
         except (MaskserveError, Failure) as error:

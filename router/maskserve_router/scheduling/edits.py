@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
 from typing import Any
 
 from maskserve_common.contracts.request import EditKind
 from maskserve_common.errors import MaskserveError
 from maskserve_router.key_holder import KeyHolder
+from maskserve_router.messages.call_context import CallContext
 from maskserve_router.messages.edit_call import EditCall, make_edit_call
 from maskserve_router.messages.failures import Failure
 from maskserve_router.messages.forwarded_headers import foreign_id, known_headers
@@ -47,36 +48,20 @@ class Edits:
         """Return `Dispatcher.encode`."""
         return await self._dispatcher.encode(message, client)
 
-    async def infer(
-        self,
-        message: ModelRequest,
-        size: int,
-        client: KeyHolder,
-        headers: Mapping[str, str],
-        timeout: float | None,
-        route: str,
-        room: EditRoom,
-    ) -> bytes:
+    async def infer(self, message: ModelRequest, context: CallContext, room: EditRoom) -> bytes:
         """Return the answer to one edit; arguments and errors are those of `Front.infer`."""
-        await self._masks.filled_in(message, client)
-        call = _edit_call(message, size, headers, timeout, client)
-        with self._logged(call, route, foreign_id(headers)):
+        await self._masks.filled_in(message, context.client)
+        call = _edit_call(message, context)
+        with self._logged(call, context.route, foreign_id(context.headers)):
             return await self._dispatcher.infer(call, room)
 
     async def stream(
-        self,
-        message: ModelRequest,
-        size: int,
-        client: KeyHolder,
-        headers: Mapping[str, str],
-        timeout: float | None,
-        route: str,
-        room: EditRoom,
+        self, message: ModelRequest, context: CallContext, room: EditRoom
     ) -> AsyncGenerator[bytes, None]:
         """Yield the answers to one edit; arguments and errors are those of `Front.stream`."""
-        await self._masks.filled_in(message, client)
-        call = _edit_call(message, size, headers, timeout, client)
-        with self._logged(call, route, foreign_id(headers)):
+        await self._masks.filled_in(message, context.client)
+        call = _edit_call(message, context)
+        with self._logged(call, context.route, foreign_id(context.headers)):
             async with aclosing(self._dispatcher.stream(call, room)) as answers:
                 async for answer in answers:
                     yield answer
@@ -99,20 +84,16 @@ class Edits:
             yield
 
 
-def _edit_call(
-    message: ModelRequest,
-    size: int,
-    headers: Mapping[str, str],
-    timeout: float | None,
-    client: KeyHolder,
-) -> EditCall:
+def _edit_call(message: ModelRequest, context: CallContext) -> EditCall:
     """Make the edit of a client's request.
 
     Raises:
         InvalidRequest: naming the setting.
         AdapterNotFound: the settings name a LoRA of another key.
     """
-    call = make_edit_call(message, size, client, known_headers(headers), timeout)
+    headers = known_headers(context.headers)
+    call = make_edit_call(message, context.size, context.client, headers, context.timeout)
     if call.settings is not None:
-        client.check_adapters((lora.name for lora in call.settings.loras), "SETTINGS.loras")
+        names = (lora.name for lora in call.settings.loras)
+        context.client.check_adapters(names, "SETTINGS.loras")
     return call

@@ -9,6 +9,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_common.contracts.tensors import Contract
 from maskserve_router.key_holder import KeyHolder
+from maskserve_router.messages.call_context import CallContext
 from maskserve_router.messages.edit_call import MODELS, UnknownModel
 from maskserve_router.messages.model_request import ModelRequest
 
@@ -48,13 +49,7 @@ class ServedWorkflows:
         return {}
 
     def stream(
-        self,
-        message: ModelRequest,
-        headers: Mapping[str, str],
-        timeout: float | None,
-        client: KeyHolder,
-        *,
-        watched: bool = True,
+        self, message: ModelRequest, context: CallContext, *, watched: bool = True
     ) -> AsyncGenerator[pb.ModelInferResponse, None]:
         """Yield the events of a run, then the answer.
 
@@ -63,9 +58,7 @@ class ServedWorkflows:
 
         Args:
             message: the checked request.
-            headers: headers of the call.
-            timeout: seconds that the client waits.
-            client: holder of the key that calls.
+            context: the call that brought it.
             watched: False if the client sees only the answer.
 
         Raises:
@@ -74,12 +67,6 @@ class ServedWorkflows:
         """
         raise UnknownModel(message.head.model_name, models=self.models)
 
-    async def infer(
-        self,
-        message: ModelRequest,
-        headers: Mapping[str, str],
-        timeout: float | None,
-        client: KeyHolder,
-    ) -> bytes:
+    async def infer(self, message: ModelRequest, context: CallContext) -> bytes:
         """Return only the answer; raises as `stream` does."""
         raise UnknownModel(message.head.model_name, models=self.models)

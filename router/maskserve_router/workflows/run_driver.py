@@ -30,6 +30,7 @@ from maskserve_common.errors import (
 )
 from maskserve_common.routing import EncodingPlace
 from maskserve_router.fair_share import FairShare
+from maskserve_router.messages.call_context import CallContext
 from maskserve_router.messages.client_call import ClientCall
 from maskserve_router.messages.failures import Failure, let_go
 from maskserve_router.nodes.node_pool import NodePool
@@ -230,12 +231,12 @@ class RunDriver:
         )
         deadline = times.deadline_of(self.time, task)
         left_s = None if deadline == math.inf else max(deadline - begin, 0.001)
-        arguments = request, request.size, self.call.owner, self.headers, left_s, _ROUTE, room
+        context = CallContext(self.call.owner, request.size, self.headers, _ROUTE, left_s)
         if self._streams:
-            answers = self.services.edits.stream(*arguments)
+            answers = self.services.edits.stream(request, context, room)
             outputs, meta = await _follow(answers, self._turn, partial(self._report_progress, task))
         else:
-            answer = await self.services.edits.infer(*arguments)
+            answer = await self.services.edits.infer(request, context, room)
             outputs, meta = await self._turn(len(answer), edit_answer, answer)
         report = {name: meta[name] for name in _EDIT_FIELDS if name in meta}
         seconds = time.monotonic() - begin

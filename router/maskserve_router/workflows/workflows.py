@@ -22,6 +22,7 @@ from maskserve_common.contracts.tensors import META, Contract, text
 from maskserve_common.errors import InvalidRequest
 from maskserve_common.files.values import NO_VALUES, Values
 from maskserve_router.key_holder import KeyHolder
+from maskserve_router.messages.call_context import CallContext
 from maskserve_router.messages.client_call import identified
 from maskserve_router.messages.control_message import control_request
 from maskserve_router.messages.edit_call import MODELS
@@ -98,18 +99,12 @@ class Workflows(ServedWorkflows):
         return self._services.nodes.busy()
 
     async def stream(
-        self,
-        message: ModelRequest,
-        headers: Mapping[str, str],
-        timeout: float | None,
-        client: KeyHolder,
-        *,
-        watched: bool = True,
+        self, message: ModelRequest, context: CallContext, *, watched: bool = True
     ) -> AsyncGenerator[pb.ModelInferResponse, None]:
-        call = _run_call(message, self.plans[message.head.model_name], client, timeout, watched)
+        call = _run_call(message, self.plans[message.head.model_name], context, watched)
         with ExitStack() as reservation:  # the bytes of the request and of all values
             with logged(call, call.log_fields):
-                driver = await self._begin(call, headers, reservation)
+                driver = await self._begin(call, context.headers, reservation)
                 messages = messages_of(call, driver.outputs(), driver.events)
                 async with self._early_loads(call.plan), aclosing(messages) as events:
                     async for event in events:
@@ -157,18 +152,12 @@ class Workflows(ServedWorkflows):
         reservation.callback(values.end)
         return values
 
-    async def infer(
-        self,
-        message: ModelRequest,
-        headers: Mapping[str, str],
-        timeout: float | None,
-        client: KeyHolder,
-    ) -> bytes:
-        run = self.stream(message, headers, timeout, client, watched=False)
+    async def infer(self, message: ModelRequest, context: CallContext) -> bytes:
+        run = self.stream(message, context, watched=False)
         async with aclosing(run) as events:
             (answer,) = [event async for event in events]
         return await self._services.fair_share.run(
-            client, answer.ByteSize(), answer.SerializeToString
+            context.client, answer.ByteSize(), answer.SerializeToString
         )
 
     @asynccontextmanager
@@ -221,27 +210,23 @@ def contract_of(plan: WorkflowPlan) -> Contract:
 
 
 def _run_call(
-    message: ModelRequest,
-    plan: WorkflowPlan,
-    client: KeyHolder,
-    timeout: float | None,
-    watched: bool,
+    message: ModelRequest, plan: WorkflowPlan, context: CallContext, watched: bool
 ) -> RunCall:
     """Return the call of a request, with seed and request id; see `ServedWorkflows.stream`.
 
     Raises:
         InvalidRequest: naming the faulty setting.
     """
-    settings = identified(_settings(message, plan), client.scope)
+    settings = identified(_settings(message, plan), context.client.scope)
     if not watched:
         settings = structs.replace(settings, progress=False, preview_every=0)
     assert settings.request_id is not None
     return RunCall(
         message=message,
         settings=settings,
-        owner=client,
+        owner=context.client,
         request_id=settings.request_id,
-        timeout=timeout,
+        timeout=context.timeout,
         plan=plan,
     )
 

@@ -40,6 +40,7 @@ from maskserve_router.fair_share import FairShare
 from maskserve_router.key_holder import KeyHolder
 from maskserve_router.listeners import grpc_server, http_server
 from maskserve_router.listeners.descriptors import connections, raise_limit
+from maskserve_router.messages.call_context import CallContext
 from maskserve_router.messages.edit_call import MODELS, parse_request
 from maskserve_router.messages.failures import RetryLater
 from maskserve_router.messages.forwarded_headers import known_headers
@@ -718,10 +719,11 @@ async def test_large_answers_are_written_off_the_loop(monkeypatch: pytest.Monkey
     any_front: Any = Front()
     none: Any = None
     generated = http_inference.HttpInference(none, any_front, FairShare(1))
+    context = CallContext(holder("a"), 2 * MIB, {}, "any")
     for model in ("edit", "edit_stream"):
         message = ModelRequest(pb.ModelInferRequest(model_name=model))
-        call_arguments = message, 0, holder("a"), {}, any_front.room(holder("a"))
-        assert len([chunk async for chunk in generated._answers(*call_arguments)]) == 1
+        room = any_front.room(holder("a"))
+        assert len([chunk async for chunk in generated._answers(message, context, room)]) == 1
         assert threads.pop("generate_response") is not threading.current_thread()
     for name in ("_edit_message", "_picture_of"):
         watch(edits, name)
@@ -729,11 +731,11 @@ async def test_large_answers_are_written_off_the_loop(monkeypatch: pytest.Monkey
     handlers = edits.ImageEdits(
         none, LimitsConfig(), any_front, FairShare(1), none, none, none, none, {}
     )
-    pictures = handlers._pictures(holder("a"), form, 2 * MIB, {}, "r")
+    pictures = handlers._pictures(edits.FormCall(form, context, "r"))
     assert [len(picture) async for picture, _ in pictures] == [MIB]
     assert threads.pop("_picture_of") is not threading.current_thread()
     room = any_front.room(holder("a"))
-    events = handlers._events(holder("a"), message, MIB, {}, room)
+    events = handlers._events(message, context, room)
     assert [len(picture) async for picture, _ in events] == [MIB]
     assert sorted(threads) == ["_edit_message", "_picture_of"]
     assert threading.current_thread() not in threads.values()

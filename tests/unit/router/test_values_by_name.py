@@ -47,6 +47,7 @@ from maskserve_workflows.passes import PASSES, compiled
 from maskserve_workflows.plan import NodeCall, WorkflowPlan
 from maskserve_workflows.run import Task
 from maskserve_workflows.values import Areas, Judgement, NamedValue, map_parts
+from tests.support.router_requests import context_of
 
 CLIENT = KeyHolder("somebody", 64, admin=False, scope="k1")
 PICTURE, MASK = b"a picture of some size", b"and its mask"
@@ -386,7 +387,7 @@ async def test_a_value_that_is_lost_is_made_again_and_nothing_else(
         message.add(name, [value])
     gc.disable()
     try:
-        raw = await served.infer(message, {}, None, CLIENT)
+        raw = await served.infer(message, context_of(CLIENT))
         await services.fair_share.locked(int)  # behind the run's end
         assert str(values._store.folder) not in Path("/proc/self/maps").read_text()
     finally:
@@ -546,7 +547,7 @@ async def test_variants_of_a_picture_encode_it_once_by_the_plan(
         message = ModelRequest(pb.ModelInferRequest(model_name="five"))
         for name, value in {"IMAGE": PICTURE, "MASK": MASK, "SETTINGS": b"{}"}.items():
             message.add(name, [value])
-        raw = await served.infer(message, {}, None, CLIENT)
+        raw = await served.infer(message, context_of(CLIENT))
         await services.fair_share.locked(int)  # behind the run's end
         outputs = bytes_tensor.outputs(pb.ModelInferResponse.FromString(raw))
         return encoders, {name: bytes(x) for name, x in outputs.items() if name != "META"}

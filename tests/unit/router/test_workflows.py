@@ -48,6 +48,7 @@ from maskserve_workflows.run import Task, seed_of
 from maskserve_workflows.values import Judgement
 from maskserve_workflows.wire import NOT_HOSTED, OTHER_VERSION
 from tests.support.router import until
+from tests.support.router_requests import context_of
 
 CLIENT = KeyHolder("anybody", 64, admin=True)
 
@@ -103,10 +104,10 @@ class Edits:
         self.measured.append(message.read("IMAGE" if kind == "edit" else "MASK"))
         return self.seconds
 
-    async def infer(self, message: Any, size: int, *_: Any) -> bytes:
+    async def infer(self, message: Any, context: Any, room: Any) -> bytes:
         return (await self._answer(message)).SerializeToString()
 
-    async def stream(self, message: Any, size: int, *_: Any) -> AsyncGenerator[bytes, None]:
+    async def stream(self, message: Any, context: Any, room: Any) -> AsyncGenerator[bytes, None]:
         assert message.head.model_name == "edit_stream"
         events = [
             answer_of(b"", event="progress", step=1, steps=2),
@@ -174,7 +175,7 @@ def workflows(
 async def run(nodes: Nodes, edits: Edits, message: Any) -> tuple[dict[str, bytes], dict[str, Any]]:
     served = workflows(nodes, edits)
     check_request(message, served.models)
-    raw = await served.infer(message, {}, None, CLIENT)
+    raw = await served.infer(message, context_of(CLIENT))
     outputs = bytes_tensor.outputs(pb.ModelInferResponse.FromString(raw))
     return {name: bytes(value) for name, value in outputs.items() if name != "META"}, json.loads(
         bytes(outputs["META"])
@@ -293,7 +294,7 @@ async def test_edits_without_a_mask_have_a_price_and_the_settings_of_their_kind(
     message.head.model_name = "kinds"
     served = workflows(Nodes(), edits, KINDS)
     check_request(message, served.models)
-    await served.infer(message, {}, None, CLIENT)
+    await served.infer(message, context_of(CLIENT))
     assert edits.measured == [b"", b"i", b"m", edits.pictures[0]]
     by_name = {settings["request_id"].rpartition("/")[2]: settings for settings in edits.calls}
     keys = ("size", "mask_dilate", "cache", "strength")
@@ -311,20 +312,20 @@ async def test_edits_without_a_mask_have_a_price_and_the_settings_of_their_kind(
 async def test_a_cancel_or_deadline_ends_every_node() -> None:
     edits = Edits(never=True)
     served = workflows(Nodes(), edits)
-    work = asyncio.create_task(served.infer(request(request_id="mine"), {}, None, CLIENT))
+    work = asyncio.create_task(served.infer(request(request_id="mine"), context_of(CLIENT)))
     await until("both edits are asked", lambda: len(edits.calls) == 2)
     with pytest.raises(InvalidRequest, match="names an edit that is in flight"):
-        await served.infer(request(request_id="mine"), {}, None, CLIENT)
+        await served.infer(request(request_id="mine"), context_of(CLIENT))
     assert served.cancel("mine")
     with pytest.raises(Cancelled, match="the workflow was cancelled"):
         await work
     assert edits.left == 2
     assert not served.cancel("mine")
     with pytest.raises(DeadlineExceeded, match="passed before pair ended"):
-        await served.infer(request(deadline_ms=20), {}, None, CLIENT)
+        await served.infer(request(deadline_ms=20), context_of(CLIENT))
     assert edits.left == len(edits.calls)  # none where the machine was too busy to ask
     count_before = len(edits.calls)
-    cancelled_call = asyncio.create_task(served.infer(request(), {}, None, CLIENT))
+    cancelled_call = asyncio.create_task(served.infer(request(), context_of(CLIENT)))
     await until("both edits are asked", lambda: len(edits.calls) == count_before + 2)
     cancelled_call.cancel()
     await asyncio.gather(cancelled_call, return_exceptions=True)
@@ -341,7 +342,7 @@ async def test_of_two_runs_with_one_id_that_come_together_one_is_refused() -> No
         return message
 
     ends = await asyncio.gather(
-        *(served.infer(large(), {}, None, CLIENT) for _ in range(2)), return_exceptions=True
+        *(served.infer(large(), context_of(CLIENT)) for _ in range(2)), return_exceptions=True
     )
     refused = [end for end in ends if isinstance(end, Exception)]
     assert [str(end) for end in refused] == [
@@ -355,12 +356,12 @@ async def test_a_run_ends_by_the_first_of_its_clients_limits() -> None:
     message = request(deadline_ms=3_600_000)
     message.head.parameters["timeout"].int64_param = 20_000  # microseconds
     with pytest.raises(DeadlineExceeded, match=r" 0\.0 s passed before pair ended"):
-        await workflows(Nodes(), Edits(never=True)).infer(message, {}, 9.0, CLIENT)
+        await workflows(Nodes(), Edits(never=True)).infer(message, context_of(CLIENT, 9.0))
 
 
 async def test_a_stream_tells_of_each_node() -> None:
     served = workflows(Nodes(), Edits())
-    events = served.stream(request(progress=True), {}, None, CLIENT)
+    events = served.stream(request(progress=True), context_of(CLIENT))
     metas = [json.loads(bytes(bytes_tensor.outputs(event)["META"])) async for event in events]
     assert [meta["event"] for meta in metas if meta["event"] != "progress"] == [
         "node", *["preview"] * 2, *["node"] * 6, "final",
@@ -368,7 +369,7 @@ async def test_a_stream_tells_of_each_node() -> None:
 
 
 async def test_edits_own_progress_and_previews_are_in_the_stream() -> None:
-    events = workflows(Nodes(), Edits()).stream(request(preview_every=1), {}, None, CLIENT)
+    events = workflows(Nodes(), Edits()).stream(request(preview_every=1), context_of(CLIENT))
     event_outputs = [bytes_tensor.outputs(event) async for event in events]
     metas = [json.loads(bytes(item["META"])) for item in event_outputs]
     assert [item["event"] for item in metas] == [*["progress", "preview"] * 2, "final"]
@@ -377,7 +378,7 @@ async def test_edits_own_progress_and_previews_are_in_the_stream() -> None:
     assert metas[-1]["outputs"] == {"image": "picture", "verdict": "verdict"}
     assert (metas[0]["step"], metas[0]["steps"]) == (1, 2)
     single_answer = await workflows(Nodes(), Edits()).infer(
-        request(progress=True, preview_every=1), {}, None, CLIENT
+        request(progress=True, preview_every=1), context_of(CLIENT)
     )
     assert b"final" in single_answer
 
@@ -749,7 +750,7 @@ async def test_runs_and_what_they_make_count_with_their_key() -> None:
     edits = Edits(never=True)
     served = workflows(Nodes(), edits, most_bytes=2**20)
     runs = [
-        asyncio.create_task(served.infer(request(), {}, None, holder("greedy"))) for _ in range(3)
+        asyncio.create_task(served.infer(request(), context_of(holder("greedy")))) for _ in range(3)
     ]
     await until("they run or are refused", lambda: any(run_task.done() for run_task in runs))
     refused = [run_task for run_task in runs if run_task.done()]
@@ -757,7 +758,7 @@ async def test_runs_and_what_they_make_count_with_their_key() -> None:
         await refused[0]
     assert len(refused) == 1
     edits.never = False
-    assert await served.infer(request(), {}, None, holder("modest"))
+    assert await served.infer(request(), context_of(holder("modest")))
     for task in runs:
         task.cancel()
     await asyncio.gather(*runs, return_exceptions=True)
@@ -768,7 +769,7 @@ async def test_runs_and_what_they_make_count_with_their_key() -> None:
             return answer._replace(outputs={**answer.outputs, "more": bytes(300_000)})
 
     with pytest.raises(RetryLater, match="bytes of requests and answers are under way"):
-        await workflows(Large(), Edits()).infer(request(), {}, None, holder("greedy"))
+        await workflows(Large(), Edits()).infer(request(), context_of(holder("greedy")))
     assert served._services.admission.bytes == 0
 
 
@@ -787,7 +788,7 @@ async def test_a_router_without_workflows_says_what_one_with_none_says() -> None
         await served.close()
     assert answers[0] == answers[1]
     with pytest.raises(InvalidRequest, match="there is no model 'pair'"):
-        await ServedWorkflows().infer(request(), {}, None, CLIENT)
+        await ServedWorkflows().infer(request(), context_of(CLIENT))
 
 
 async def test_a_refused_run_has_the_log_line_of_a_refused_edit(
@@ -800,7 +801,7 @@ async def test_a_refused_run_has_the_log_line_of_a_refused_edit(
     async def refused_line(**settings: Any) -> Any:
         caplog.clear()
         with pytest.raises((InvalidRequest, DeadlineExceeded, RetryLater)) as refused:
-            await served.infer(request(request_id="mine", **settings), {}, None, client)
+            await served.infer(request(request_id="mine", **settings), context_of(client))
         [line] = [item for item in caplog.records if vars(item).get("event") == "workflow"]
         fields = vars(line)["fields"]
         assert (fields["client"], fields["workflow"], fields["nodes"]) == ("greedy", "pair", 0)
@@ -814,7 +815,7 @@ async def test_a_refused_run_has_the_log_line_of_a_refused_edit(
             under_way.enter_context(served._services.admission.operation(client, 0))
         assert "greedy has its share" in str(vars(await refused_line()))
     served._services.edits.never = True  # type: ignore[attr-defined]
-    first = asyncio.create_task(served.infer(request(request_id="mine"), {}, None, client))
+    first = asyncio.create_task(served.infer(request(request_id="mine"), context_of(client)))
     await until("it runs", lambda: served._calls)
     assert "is in flight" in str(vars(await refused_line()))
     first.cancel()
@@ -848,7 +849,7 @@ async def test_large_pictures_of_runs_are_copied_off_the_loop(
             await super()._answer(message)
             return answer_of(bytes(2**17))
 
-    await workflows(Nodes(), Same(), most_bytes=2**23).infer(message, {}, None, CLIENT)
+    await workflows(Nodes(), Same(), most_bytes=2**23).infer(message, context_of(CLIENT))
     assert sorted(threads) == sorted(copying)
     assert threading.current_thread() not in threads.values()
 
@@ -873,7 +874,7 @@ async def test_a_lora_of_later_nodes_is_loaded_once_at_a_time() -> None:
     served = workflows(Nodes(), edits, plan, workers=lambda: [Worker, Worker])
     message = request()
     message.head.model_name = "twice"
-    runs = [asyncio.create_task(served.infer(message, {}, None, CLIENT)) for _ in range(4)]
+    runs = [asyncio.create_task(served.infer(message, context_of(CLIENT))) for _ in range(4)]
     await until("hosts are asked", lambda: len(requests) >= 2)
     assert len(requests) == 2
     for task in runs:

@@ -10,7 +10,7 @@ import re
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, aclosing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -56,6 +56,7 @@ from maskserve_router.api.openai.served_models import ServedModels
 from maskserve_router.api.outputs import Outputs, check_output
 from maskserve_router.fair_share import IN_A_THREAD, FairShare
 from maskserve_router.key_holder import KeyHolder
+from maskserve_router.messages.call_context import CallContext
 from maskserve_router.messages.failures import Failure, text_of
 from maskserve_router.messages.model_answer import ModelAnswer
 from maskserve_router.messages.model_request import ModelRequest
@@ -77,6 +78,19 @@ Picture: TypeAlias = tuple[memoryview, dict[str, Any]]
 OnProgress: TypeAlias = Callable[[int, Mapping[str, Any]], None]
 Place: TypeAlias = Callable[[int, memoryview], Awaitable[str]]
 """Puts a picture, by its number, where a URL points, and returns the URL."""
+
+
+@dataclass(frozen=True, slots=True)
+class FormCall:
+    """A checked form, and the call that brought it."""
+
+    form: EditForm
+    context: CallContext
+    request_id: str
+
+    @property
+    def client(self) -> KeyHolder:
+        return self.context.client
 
 
 class ImageEdits:
@@ -125,16 +139,14 @@ class ImageEdits:
             form, size = await self.read(request, client, exit_stack, source)
             if form.fields.webhook is not None:
                 raise InvalidRequest("webhook", "is given without a job", "POST /v1/jobs")
+            call = FormCall(form, CallContext(client, size, headers, _ROUTE), request_id)
             if form.fields.stream:
-                return await self._stream(
-                    request, client, form, size, headers, request_id, exit_stack
-                )
-            place = self._placing(form, client, request_id, str(request.base_url))
+                return await self._stream(request, call, exit_stack)
+            place = self._placing(call, request_id, str(request.base_url))
             if request.scope["http_version"] == "1.0":  # HTTP/1.0 needs the length of a body
-                work = self._answer(client, form, size, headers, request_id, place)
+                work = self._answer(call, place)
                 return self._whole(client, await while_connected(request, work), request_id)
-            picture_stream = self._pictures(client, form, size, headers, request_id)
-            parts = _parts(form, picture_stream, place)
+            parts = _parts(form, self._pictures(call), place)
             first = await while_connected(request, _first_of(parts))
             return WrittenAnswer(
                 _with_first(first, parts),
@@ -196,21 +208,19 @@ class ImageEdits:
         client: KeyHolder,
         form: EditForm,
         size: int,
-        headers: dict[str, str],
         request_id: str,
-        on_progress: OnProgress | None = None,
-        called: str | None = None,
+        on_progress: OnProgress,
+        name: str,
     ) -> msgspec.Raw:
-        """Run the edits of a form without a stream and return the answer's JSON.
+        """Run the edits of a job's form and return the answer's JSON.
 
         Args:
             client: holder of the key that sent it.
             form: result of `read`.
             size: bytes of the form.
-            headers: headers of the call.
             request_id: request id of its edits.
             on_progress: called with the picture's number and META for each event.
-            called: name of files written to a folder; None: `request_id`.
+            name: name of files written to a folder.
 
         Raises:
             MaskserveError: the router's error.
@@ -218,44 +228,33 @@ class ImageEdits:
         """
         if form.fields.response_format == "url":
             raise InvalidRequest("response_format", "is url of a job", "b64_json, or output_url")
-        place = self._placing(form, client, called or request_id)
-        return await self._answer(client, form, size, headers, request_id, place, on_progress)
+        call = FormCall(form, CallContext(client, size, {}, _ROUTE), request_id)
+        return await self._answer(call, self._placing(call, name), on_progress)
 
     async def _answer(
-        self,
-        client: KeyHolder,
-        form: EditForm,
-        size: int,
-        headers: dict[str, str],
-        request_id: str,
-        place: Place | None,
-        on_progress: OnProgress | None = None,
+        self, call: FormCall, place: Place | None, on_progress: OnProgress | None = None
     ) -> msgspec.Raw:
-        self._front.check_pictures(form.fields.n, client)
+        self._front.check_pictures(call.form.fields.n, call.client)
         if place is None:
-            self._check_text(client, form)
-        picture_stream = self._pictures(client, form, size, headers, request_id, on_progress)
-        body = io.BytesIO()
-        with self._front.room(client) as room:
-            async with aclosing(_parts(form, picture_stream, place)) as parts:
+            self._check_text(call.client, call.form)
+        body, pictures = io.BytesIO(), self._pictures(call, on_progress)
+        with self._front.room(call.client) as room:
+            async with aclosing(_parts(call.form, pictures, place)) as parts:
                 async for part in parts:
                     room.becomes(room.size + len(part))
                     body.write(part)
         return msgspec.Raw(body.getvalue())
 
-    def _placing(
-        self, form: EditForm, client: KeyHolder, name: str, origin: str = ""
-    ) -> Place | None:
+    def _placing(self, call: FormCall, name: str, origin: str = "") -> Place | None:
         """Return how pictures of a form are put where their URLs point; None: pictures go into the
         answer.
 
         Args:
-            form: the request.
-            client: holder of the key that sent it.
+            call: the form and its call.
             name: name of files that are written to a folder.
             origin: scheme and host of URLs at this router.
         """
-        fields = form.fields
+        client, fields = call.client, call.form.fields
         if urls := _output_urls(fields, name):
 
             async def write(number: int, picture: memoryview) -> str:
@@ -400,13 +399,7 @@ class ImageEdits:
         return alpha is not None and not alpha.all()
 
     async def _pictures(
-        self,
-        client: KeyHolder,
-        form: EditForm,
-        size: int,
-        headers: dict[str, str],
-        request_id: str,
-        on_progress: OnProgress | None = None,
+        self, call: FormCall, on_progress: OnProgress | None = None
     ) -> AsyncGenerator[Picture, None]:
         """Yield the pictures of `n` concurrent edits in order, each with its META.
 
@@ -414,22 +407,23 @@ class ImageEdits:
         edit waits for memory that earlier pictures hold. If an edit fails, the others are
         cancelled.
         """
+        form, context = call.form, call.context
         first = form.settings.get("seed")
         first = secrets.randbits(_DRAWN_SEED_BITS) if first is None else first
         model = "edit" if on_progress is None else "edit_stream"
-        request = await self._fair_share.run(client, size, self._message, model, form, {})
-        rooms = self._front.rooms(client)
+        request = await self._message(call, model, {})
+        rooms = self._front.rooms(call.client)
 
         async def one(number: int, room: EditRoom) -> Picture:
-            name = request_id if form.fields.n == 1 else f"{request_id}-{number}"
+            name = call.request_id if form.fields.n == 1 else f"{call.request_id}-{number}"
             seed = first + number if isinstance(first, int) else first
             message = _with_settings(request, {"seed": seed, "request_id": name})
             if on_progress is None:
-                arguments = message, size, client, headers, None, _ROUTE, room
-                return await self._picture(client, await self._front.infer(*arguments))
+                answer = ModelAnswer.parse(await self._front.infer(message, context, room))
+                return await self._picture(call.client, answer)
             message = _with_settings(message, {"progress": True})
             last: Picture | None = None
-            async with aclosing(self._events(client, message, size, headers, room)) as events:
+            async with aclosing(self._events(message, context, room)) as events:
                 async for last in events:
                     on_progress(number, last[1])
             if last is None:
@@ -461,35 +455,21 @@ class ImageEdits:
                     task.cancel()
                 await asyncio.gather(*tasks, short, whole, return_exceptions=True)
 
-    async def _picture(self, client: KeyHolder, raw: bytes) -> Picture:
-        return await self._fair_share.run(client, len(raw), _picture_of, ModelAnswer.parse(raw))
-
-    async def _stream(
-        self,
-        request: Request,
-        client: KeyHolder,
-        form: EditForm,
-        size: int,
-        headers: dict[str, str],
-        request_id: str,
-        resources: ExitStack,
-    ) -> Response:
-        extra_settings: dict[str, Any] = {"request_id": request_id}
+    async def _stream(self, request: Request, call: FormCall, resources: ExitStack) -> Response:
+        form = call.form
+        settings: dict[str, Any] = {"request_id": call.request_id}
         if form.fields.partial_images:
-            extra_settings["preview_every"] = self._preview_every(form)
-        message = await self._fair_share.run(
-            client, size, self._message, "edit_stream", form, extra_settings
-        )
-        room = resources.enter_context(self._front.room(client))
-        events = self._sent(form, self._events(client, message, size, headers, room))
+            settings["preview_every"] = self._preview_every(form)
+        message = await self._message(call, "edit_stream", settings)
+        room = resources.enter_context(self._front.room(call.client))
+        events = self._sent(form, self._events(message, call.context, room))
 
         def failure_event(error: MaskserveError | Failure) -> bytes:
             return error_event(_in_form_words(form, error))
 
         try:
-            return await event_stream(
-                request, events, resources, failure_event, {"x-request-id": request_id}
-            )
+            headers = {"x-request-id": call.request_id}
+            return await event_stream(request, events, resources, failure_event, headers)
         except (MaskserveError, Failure) as error:
             raise _in_form_words(form, error) from None
 
@@ -509,26 +489,24 @@ class ImageEdits:
         yield completed_event(form, *last)
 
     async def _events(
-        self,
-        client: KeyHolder,
-        message: ModelRequest,
-        size: int,
-        headers: dict[str, str],
-        room: EditRoom,
+        self, message: ModelRequest, context: CallContext, room: EditRoom
     ) -> AsyncGenerator[Picture, None]:
         """Yield previews and the final picture, each with its META."""
-        stream = self._front.stream(message, size, client, headers, None, _ROUTE, room)
-        async with aclosing(stream) as answers:
+        async with aclosing(self._front.stream(message, context, room)) as answers:
             async for raw in answers:
                 answer = ModelAnswer.parse(raw, streamed=True)
                 if answer.head.outputs:
-                    yield await self._fair_share.run(client, len(raw), _picture_of, answer)
+                    yield await self._picture(context.client, answer)
 
-    def _message(self, model: str, form: EditForm, more_settings: dict[str, Any]) -> ModelRequest:
-        workflow = self._forms.get(form.fields.model or "")
-        if workflow is None:
-            return _edit_message(model, form, more_settings)
-        return workflow.message(form, more_settings)
+    async def _picture(self, client: KeyHolder, answer: ModelAnswer) -> Picture:
+        size = sum(map(len, answer.contents))
+        return await self._fair_share.run(client, size, _picture_of, answer)
+
+    async def _message(self, call: FormCall, model: str, settings: dict[str, Any]) -> ModelRequest:
+        """Return the request to a model; `settings` are those that the router adds."""
+        workflow = self._forms.get(call.form.fields.model or "")
+        make = partial(_edit_message, model) if workflow is None else workflow.message
+        return await self._fair_share.run(call.client, call.context.size, make, call.form, settings)
 
     def _preview_every(self, form: EditForm) -> int:
         """Return the steps between previews, so that the requested number comes before the end."""
