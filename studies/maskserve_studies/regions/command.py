@@ -51,7 +51,7 @@ from maskserve_studies.demo_model.reference_edits import (
 from maskserve_studies.quality.choices import FLUX_TEXT
 from maskserve_studies.quality.systems import BATCH, Picture, Rig
 
-RULE = RegionRule(2, 0.2)
+RULE = flux2.REGION
 _REFRESH = RefreshRule()
 _TOKEN = 8
 """Pixels along one side of a token of the demo model."""

@@ -47,7 +47,7 @@ _REFRESH_STRIDE = 0.5
 """Two refresh steps of four steps, and of 20: both meet the quality limits
 (docs/decisions/refresh-steps.md); with exact references and with dev the effect has not been
 measured."""
-_REGION = RegionRule(after=2, threshold=0.2)
+REGION = RegionRule(after=2, threshold=0.3)
 """Measured at 20 steps (docs/adr/0091)."""
 _PATCH = 2
 _MOST_PICTURES = 10
@@ -95,7 +95,7 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelSpec:
             ring=0,
             over_template=not semantics.exact,
         ),
-        region=None if semantics.exact or embedded or not is_euler else _REGION,
+        region=None if semantics.exact or embedded or not is_euler else REGION,
         true_cfg=False,
         negative_prompts=False,
         mask_latents=_PATCH,
