@@ -38,6 +38,7 @@ COMMANDS = {
     "papers": "documents.papers",
     "check_install": "documents.install_check",
     "demo": "demo",
+    "job_pictures": "documents.job_pictures",
     # Studies of steps and of their plans.
     "bytes_table": "maskserve_studies.model_counts.entry_bytes",
     "model_counts": "maskserve_studies.model_counts.command",

@@ -15,16 +15,21 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.support.clone import Clone, blocks, serving_clone
+from maskserve_benchmarks.documents.job_pictures import readme_jobs
+from maskserve_studies.demo_model.captioned_pictures import shows
+from maskserve_studies.demo_model.judge import judge
+from tests.support.calls import Pixels
+from tests.support.clone import Clone, blocks, serving_clone, serving_jobs
 
 ROOT = Path(__file__).resolve().parents[2]
 README, API = blocks("README.md"), blocks("docs/api.md")
+JOBS = readme_jobs()
 ASKS = re.compile(r"localhost:\d|\.venv/bin/maskserve (edit|status|templates|adapters|workflows)")
 EXAMPLES = [
     (document, language, code)
     for document in ("README.md", "docs/api.md", "docs/workflows.md")
     for language, code in blocks(document)
-    if ASKS.search(code)
+    if ASKS.search(code) and code != JOBS
 ]
 
 
@@ -69,7 +74,8 @@ def check_lora_and_control_show(folder: Path) -> None:
 
 def test_the_documents_have_their_examples() -> None:
     for tool in ("maskserve edit", "openai", "tritonclient.grpc"):
-        assert len([code for _, code in README if tool in code]) == 1, tool
+        examples = [code for document, _, code in EXAMPLES if document == "README.md"]
+        assert len([code for code in examples if tool in code]) == 1, tool
     for tool in ("curl", "/v2/", "/v1/", "maskserve_client", "--lora", "--control"):
         assert any(tool in code for _, code in API), tool
 
@@ -101,6 +107,47 @@ def test_an_example_runs_as_printed(document: str, language: str, code: str, clo
     check_edited(clone.folder)
     if "a brown star" in code:
         check_lora_and_control_show(clone.folder)
+
+
+def seen(path: Path) -> Pixels:
+    with Image.open(path) as image:
+        return np.asarray(image.convert("RGB"))
+
+
+def objects_of(text: str) -> list[list[str]]:
+    """Colour, shape and side ("": in the middle) of the objects that a prompt asks for."""
+    return [list(words) for words in re.findall(r"\ba (\w+) (\w+)(?: at the (\w+))?", text)]
+
+
+def check_changed(before: Path, after: Path, caption: str, change: str) -> None:
+    """Two pictures have the caption's objects; in the second one has become another."""
+    objects, [[colour, shape, _]] = objects_of(caption), objects_of(change)
+    changed = [
+        [colour, shape, side] if f"the {old} {form}" in change else [old, form, side]
+        for old, form, side in objects
+    ]
+    assert changed != objects
+    for path, shown, others in ((before, objects, changed), (after, changed, objects)):
+        picture = seen(path)
+        assert all(shows(picture, *words, side or None) for *words, side in shown), path
+        assert not all(shows(picture, *words, side or None) for *words, side in others), path
+
+
+def test_the_four_jobs_show_what_their_prompts_name(demo: Clone) -> None:
+    with serving_jobs(demo.folder) as running:
+        ran = running.shell(f"export MASKSERVE_URL=localhost:{running.router}\n{JOBS}")
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    folder, inputs = demo.folder, ROOT / "assets/demo/demo-edit"
+    texts = re.findall(r'(?:--prompt |prompt=|change=)"([^"]*)"', JOBS)
+    caption, instruction, masked, scene, change = texts
+    check_changed(folder / "picture.png", folder / "instructed.png", caption, instruction)
+    check_changed(folder / "scene-made.png", folder / "scene.png", scene, change)
+    source, edited = seen(inputs / "source.png"), seen(folder / "edited.png")
+    mask = seen(inputs / "mask.png")[..., 0] > 127
+    [[colour, shape, _]] = objects_of(masked)
+    assert judge(edited, source, mask).matches(colour, shape)
+    assert not judge(source, source, mask).matches(colour, shape)
+    assert np.array_equal(edited[~mask], source[~mask])
 
 
 def test_the_page_ends_with_its_server() -> None:

@@ -26,8 +26,8 @@ def blocks(document: str) -> list[Block]:
     return re.findall(r"```(bash|python)\n(.*?)```", text, re.DOTALL)
 
 
-[SERVE] = [code for _, code in blocks("README.md") if "maskserve serve" in code]
-"""The server that all examples call."""
+SERVE_JOBS, SERVE = [code for _, code in blocks("README.md") if "maskserve serve" in code]
+"""The servers of the README's four jobs and of all other examples."""
 
 
 @dataclass(frozen=True)
@@ -79,15 +79,24 @@ def serving_clone(folder: Path, devices: int = 1) -> Iterator[Clone]:
             (folder / "assets" / path.name).symlink_to(path)
     make_environment(folder / ".venv", extras_of("SERVING"))
     (folder / "worker.toml").write_text("[adapters]\nrescan_s = 0.2\n")
+    options = f" --config worker.toml --devices-per-worker {devices}"
+    with _served(folder, SERVE, options) as clone:
+        yield clone
+
+
+@contextmanager
+def serving_jobs(folder: Path) -> Iterator[Clone]:
+    """The server of the README's four jobs on free ports, in a clone's folder."""
+    with _served(folder, SERVE_JOBS) as clone:
+        yield clone
+
+
+@contextmanager
+def _served(folder: Path, code: str, options: str = "") -> Iterator[Clone]:
     base = free_base_port(2)
-    command = SERVE.replace("\\\n", " ").strip()
+    command = code.replace("\\\n", " ").strip() + options
     process = subprocess.Popen(
-        [
-            "bash",
-            "-c",
-            f"exec {command} --config worker.toml --devices-per-worker {devices} "
-            f"--base-port {base} --router-port {base + 10}",
-        ],
+        ["bash", "-c", f"exec {command} --base-port {base} --router-port {base + 10}"],
         cwd=folder,
         env=environment(),
         stdout=subprocess.PIPE,
