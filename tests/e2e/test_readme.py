@@ -109,7 +109,7 @@ def test_an_example_runs_as_printed(document: str, language: str, code: str, clo
         check_lora_and_control_show(clone.folder)
 
 
-def seen(path: Path) -> Pixels:
+def pixels_of(path: Path) -> Pixels:
     with Image.open(path) as image:
         return np.asarray(image.convert("RGB"))
 
@@ -127,10 +127,10 @@ def check_changed(before: Path, after: Path, caption: str, change: str) -> None:
         for old, form, side in objects
     ]
     assert changed != objects
-    for path, shown, others in ((before, objects, changed), (after, changed, objects)):
-        picture = seen(path)
-        assert all(shows(picture, *words, side or None) for *words, side in shown), path
-        assert not all(shows(picture, *words, side or None) for *words, side in others), path
+    for path, right, wrong in ((before, objects, changed), (after, changed, objects)):
+        picture = pixels_of(path)
+        assert all(shows(picture, *words, side or None) for *words, side in right), path
+        assert not all(shows(picture, *words, side or None) for *words, side in wrong), path
 
 
 def test_the_four_jobs_show_what_their_prompts_name(demo: Clone) -> None:
@@ -142,8 +142,8 @@ def test_the_four_jobs_show_what_their_prompts_name(demo: Clone) -> None:
     caption, instruction, masked, scene, change = texts
     check_changed(folder / "picture.png", folder / "instructed.png", caption, instruction)
     check_changed(folder / "scene-made.png", folder / "scene.png", scene, change)
-    source, edited = seen(inputs / "source.png"), seen(folder / "edited.png")
-    mask = seen(inputs / "mask.png")[..., 0] > 127
+    source, edited = pixels_of(inputs / "source.png"), pixels_of(folder / "edited.png")
+    mask = pixels_of(inputs / "mask.png")[..., 0] > 127
     [[colour, shape, _]] = objects_of(masked)
     assert judge(edited, source, mask).matches(colour, shape)
     assert not judge(source, source, mask).matches(colour, shape)

@@ -38,15 +38,14 @@ def sheet(folder: Path) -> Image.Image:
         "under a mask": [_shaded(), _opened(folder / "edited.png")],
         "workflow": [_opened(folder / name) for name in ("scene-made.png", "scene.png")],
     }
-    pictures = [picture for job in jobs.values() for picture in job]
-    width, height = pictures[0].size
+    width, height = jobs["workflow"][0].size
     step = width + _GAP
-    whole = Image.new("RGB", (len(pictures) * step - _GAP, height + _LINE), "white")
+    whole = Image.new("RGB", (sum(map(len, jobs.values())) * step - _GAP, height + _LINE), "white")
     draw, font = ImageDraw.Draw(whole), ImageFont.load_default(size=14)
     x = 0
-    for job, shown in jobs.items():
+    for job, pictures in jobs.items():
         draw.text((x, 2), job, "black", font)
-        for picture in shown:
+        for picture in pictures:
             whole.paste(picture, (x, _LINE))
             x += step
     return whole
