@@ -126,6 +126,27 @@ EXPECTED_STRIDE = 0.35
 """Stride that prices foresee for an edit whose errors place its refresh steps (docs/adr/0090)."""
 
 
+class RefreshStrides(NamedTuple):
+    """Shares of a schedule between two refresh steps of edits that read no template; 0: they have
+    none. Engine and router read them alike.
+    """
+
+    plain: float
+    promised: float
+    """With `reuse_floor`."""
+    by_error: bool
+    """Whether errors place the refresh steps of all edits; with `reuse_floor` they always do."""
+    least_steps: int
+    """Least number of steps of an edit whose errors place its refresh steps."""
+
+    def count(self, settings: EditSettings, steps: int) -> int:
+        """Return the number of refresh steps of an edit of `steps` steps; 0: it has none."""
+        by_error = self.by_error or settings.promise > 0
+        if by_error and (settings.controls or steps < self.least_steps):
+            return 0  # errors see neither nets nor what is lost in few first steps
+        return refresh_count(steps, self.promised if settings.promise else self.plain)
+
+
 def refresh_count(steps: int, stride: float) -> int:
     """Return the number of refresh steps of an edit that reads no template: one for every `stride`
     of the schedule, at most half of all steps. An edit of fewer than four steps has none: one dense

@@ -32,6 +32,11 @@ class Semantics:
         """Whether references are among the tokens that a dense step computes."""
         return self.reference and not self.exact
 
+    @property
+    def noisy_around(self) -> bool:
+        """Whether the model sees the picture round the mask only as noisy as the rest."""
+        return self.blends and not self.reference
+
     def __str__(self) -> str:
         return self.name
 

@@ -17,6 +17,7 @@ import msgspec
 from maskserve_common.contracts.memory_table import MemoryTable
 from maskserve_common.contracts.pricing import Pricing
 from maskserve_common.contracts.request import EditKind
+from maskserve_common.contracts.reuse_levels import RefreshStrides
 from maskserve_common.contracts.semantics import NO_DENSE_STEPS, DenseSteps
 
 VERSION = 2
@@ -82,6 +83,12 @@ class Served:
     """Share of its steps from one refresh step to the next, for an edit whose template is not
     ready; 0: all steps compute all tokens.
     """
+    promised_stride: float = 0.0
+    """`own_stride` of an edit with `reuse_floor`."""
+    own_by_error: bool = False
+    """`RefreshStrides.by_error`."""
+    error_steps: int = 0
+    """`RefreshStrides.least_steps`."""
     own_ring: int = 0
     """`RefreshSpec.ring`; 0 where no steps leave a ring out."""
     own_over_template: bool = False
@@ -97,6 +104,12 @@ class Served:
     an instruction; otherwise such an edit begins at its noised source (`strength` below 1)."""
     most_pictures: int = 1
     """Most pictures in IMAGE."""
+
+    @property
+    def refresh_strides(self) -> RefreshStrides:
+        return RefreshStrides(
+            self.own_stride, self.promised_stride, self.own_by_error, self.error_steps
+        )
 
 
 class NodeStatus(msgspec.Struct):

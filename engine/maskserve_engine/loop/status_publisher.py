@@ -31,7 +31,7 @@ from maskserve_engine.spec.model_spec import (
     dense_steps,
     net_shares,
     refresh_rule,
-    refresh_stride,
+    refresh_strides,
     text_shares,
 )
 
@@ -138,7 +138,7 @@ class StatusPublisher:
         memory: MemoryTable,
     ) -> None:
         self._manager, self._cache, self._counters = manager, cache, counters
-        folder = config.runtime_dir
+        folder, strides = config.runtime_dir, refresh_strides(config, spec)
         self._writer = StatusWriter(Path(folder) / "status") if folder else None
         self._prices = prices
         self._status = WorkerStatus(
@@ -159,7 +159,10 @@ class StatusPublisher:
                 mask_ring=config.model.mask_ring,
                 dense_sides=spec.dense_sides,
                 dense_steps=dense_steps(config.cache.dense_steps, spec.dense_steps),
-                own_stride=refresh_stride(config, spec),
+                own_stride=strides.plain,
+                promised_stride=strides.promised,
+                own_by_error=strides.by_error,
+                error_steps=strides.least_steps,
                 own_ring=spec.refresh.ring or 0,
                 own_over_template=spec.refresh.over_template,
                 due_ms=config.slo.times_ms,

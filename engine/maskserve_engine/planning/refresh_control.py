@@ -21,6 +21,9 @@ _LAST = 2.5
 values are extrapolated there, and no error sees it."""
 _GROWTH = 4.0
 """Largest ratio of a distance to the one before."""
+_BLENDED_GROWTH = 2.15
+"""The same where the picture round the mask is as noisy as the rest. There the first steps decide
+most of an edit: the first refresh step is the nearest, and distances grow more slowly."""
 _INTERCEPT_DB, _SLOPE_DB = 34.4, 10.3
 """Line through the edits of demo models: dB against dense over the mean lookahead error,
 `_INTERCEPT_DB` - `_SLOPE_DB` · log10(error). `scripts/bench reuse` fits it again."""
@@ -57,16 +60,30 @@ class RefreshControl:
     """Largest lookahead error, above 0."""
     distances: tuple[float, ...]
     """Distance of each step from the end: its sigma to the power over which values interpolate."""
+    first: float = _FIRST
+    growth: float = _GROWTH
 
     @classmethod
-    def of(cls, fidelity: float, sigmas: Sequence[float], power: float) -> RefreshControl:
-        return cls(tolerance_of(fidelity), tuple([sigma**power for sigma in sigmas]))
+    def of(
+        cls, fidelity: float, sigmas: Sequence[float], power: float, *, noisy_around: bool = False
+    ) -> RefreshControl:
+        """Return the control of an edit's refresh steps.
+
+        Args:
+            fidelity: fidelity that it promises, in dB.
+            sigmas: sigmas of its steps.
+            power: power of sigma over which values interpolate.
+            noisy_around: `Semantics.noisy_around` of the model.
+        """
+        first, growth = (0.0, _BLENDED_GROWTH) if noisy_around else (_FIRST, _GROWTH)
+        distances = tuple([sigma**power for sigma in sigmas])
+        return cls(tolerance_of(fidelity), distances, first, growth)
 
     def begin(self, step: int = 0) -> Remainder:
         """Return the remainder of a row that has computed all tokens of `step` and knows no error
         yet, or none that holds any longer.
         """
-        target, candidates = self.distances[step] * (1.0 - _FIRST), range(step + 2, self._steps)
+        target, candidates = self.distances[step] * (1.0 - self.first), range(step + 2, self._steps)
         if not candidates:
             return self.dense_after(step)
         first = min(candidates, key=lambda n: abs(self.distances[n] - target))
@@ -85,8 +102,8 @@ class RefreshControl:
             error: relative error, see `LookaheadErrors`.
         """
         last, rest = self._steps - 1, self.distances[step]
-        scale = (self.tolerance / error) ** (1.0 / _ORDER) if error > 0.0 else _GROWTH
-        reach = (self.distances[before] - rest) * min(scale, _GROWTH)
+        scale = (self.tolerance / error) ** (1.0 / _ORDER) if error > 0.0 else self.growth
+        reach = (self.distances[before] - rest) * min(scale, self.growth)
         if step == last or _LAST * rest <= reach:
             return Remainder()
         nearest = step + 2  # the step between computes the lookahead

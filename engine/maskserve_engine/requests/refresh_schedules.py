@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from maskserve_common.config import Config
-from maskserve_common.contracts.reuse_levels import ReuseLevel, refresh_count
+from maskserve_common.contracts.reuse_levels import ReuseLevel
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.step_cache import RefreshSchedule
 from maskserve_engine.families.adapter import Adapter, work_of
@@ -25,7 +25,7 @@ from maskserve_engine.scheduling.policies import policy_of
 from maskserve_engine.spec.model_spec import (
     promised_fidelity,
     refresh_rule,
-    refresh_stride,
+    refresh_strides,
     refreshes_by_error,
 )
 from maskserve_engine.stages.loader import device_of
@@ -51,15 +51,15 @@ class RefreshSchedules:
         settings = job.request.settings
         fidelity = promised_fidelity(self._config, self._spec, settings.promise)
         plan = self._strided(job) if settings.may_anchor else None
-        if plan is None or not (fidelity or settings.promise):
+        if plan is None or not fidelity:
             return plan
-        if job.controls or not fidelity:
-            return None  # nothing would measure what they keep
-        control = RefreshControl.of(fidelity, self._sigmas(job), plan.power)
+        noisy_around = self._spec.semantics.noisy_around
+        sigmas = self._sigmas(job)
+        control = RefreshControl.of(fidelity, sigmas, plan.power, noisy_around=noisy_around)
         return replace(
             plan,
             anchors=control.begin().refresh_steps | {0},
-            second_order=False,
+            second_order=noisy_around,
             control=control,
         )
 
@@ -142,9 +142,11 @@ class RefreshSchedules:
 
     def _strided(self, job: EditJob) -> RefreshSchedule | None:
         """Return the schedule by the worker's stride; None: the edit has no refresh steps."""
-        stride = refresh_stride(self._config, self._spec, job.request.settings.promise)
-        count, sigmas = refresh_count(self._adapter.steps(job), stride), self._sigmas(job)
-        return RefreshSchedule.of(self._spec, self._rule, count, sigmas) if count else None
+        strides = refresh_strides(self._config, self._spec)
+        count = strides.count(job.request.settings, self._adapter.steps(job))
+        if not count:
+            return None
+        return RefreshSchedule.of(self._spec, self._rule, count, self._sigmas(job))
 
     def _sigmas(self, job: EditJob) -> list[float]:
         return [sigma for sigma, _ in self._adapter.sigmas(job)]
@@ -200,4 +202,6 @@ def _bytes(
     dtype = str(adapter.dtype).removeprefix("torch.")
     fmt = FORMATS[dtype if plan.format == "model" else plan.format]
     changes = min(len(plan.anchors) - 1, 1 + plan.second_order)
+    if plan.control is not None:  # its refresh steps may become more
+        changes = 1 + plan.second_order
     return planning.step_cache_bytes(work_of(adapter, job), widths, fmt, changes)

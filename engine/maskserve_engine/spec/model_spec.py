@@ -14,7 +14,11 @@ from typing import Any, Literal, NamedTuple
 from maskserve_common.config import Config, ConfigError
 from maskserve_common.config_file import read_json
 from maskserve_common.contracts.request import EditKind
-from maskserve_common.contracts.reuse_levels import EXPECTED_STRIDE, refresh_count
+from maskserve_common.contracts.reuse_levels import (
+    EXPECTED_STRIDE,
+    RefreshStrides,
+    refresh_count,
+)
 from maskserve_common.contracts.semantics import NO_DENSE_STEPS, DenseSteps, Semantics
 from maskserve_common.imaging.whole import SizeRule
 from maskserve_engine.planning.refresh_steps import REFRESH_RULE, RefreshRule, count_with_controls
@@ -38,6 +42,9 @@ ALL_KINDS: frozenset[EditKind] = frozenset({"inpaint", "edit", "generate"})
 
 ALL_STEPS = 1000
 """A stride that is longer than any schedule."""
+_NOISY_STEPS = 20
+"""Least steps of an edit whose errors place its refresh steps, where the picture round the mask is
+as noisy as the rest (docs/adr/0090)."""
 _REFERENCE_FIDELITY = 40.0
 """dB that first edits of models with references promise (docs/adr/0090)."""
 
@@ -91,8 +98,6 @@ class RefreshSpec:
     """
     second_order: bool = False
     """Whether extrapolation is of second order, through three refresh steps (`RefreshSchedule`)."""
-    by_error: bool = True
-    """Whether the errors of lookaheads can place refresh steps (`RefreshControl`)."""
     over_template: bool = False
     """Whether an edit that may have refresh steps reads no template, since its step cache keeps
     more of it (docs/decisions/refresh-steps.md).
@@ -300,18 +305,22 @@ def no_recorded_rows(config: Config) -> int:
     return 0
 
 
-def refresh_stride(config: Config, spec: ModelSpec, promise: float = 0.0) -> float:
-    """Return the share of an edit's steps between two refresh steps; 0: it has none.
+def refresh_strides(config: Config, spec: ModelSpec) -> RefreshStrides:
+    """Return the strides of a worker's edits."""
+    return RefreshStrides(
+        refresh_stride(config, spec),
+        EXPECTED_STRIDE if promised_fidelity(config, spec, promise=1.0) else 0.0,
+        refreshes_by_error(config, spec),
+        _NOISY_STEPS if spec.semantics.noisy_around else 0,
+    )
 
-    Args:
-        config: configuration of the worker.
-        spec: spec of the model.
-        promise: fidelity that the edit asks for, in dB (`EditSettings.promise`).
-    """
+
+def refresh_stride(config: Config, spec: ModelSpec) -> float:
+    """Return `RefreshStrides.plain` of a worker's edits."""
     if spec.refresh.stride is None:
         return 0.0
     configured = config.cache.own_anchors
-    if promised_fidelity(config, spec, promise):
+    if refreshes_by_error(config, spec):
         return EXPECTED_STRIDE
     return configured if configured >= 0 else spec.refresh.stride
 
@@ -328,18 +337,17 @@ def promised_fidelity(config: Config, spec: ModelSpec, promise: float = 0.0) -> 
     refresh steps; 0: they place none. So it is if places are configured or known for the model, and
     the edit asks for none. Devices that share a step would have to agree on places.
     """
-    engine, cache, refresh, takes = config.engine, config.cache, spec.refresh, spec.semantics
+    engine, cache, refresh = config.engine, config.cache, spec.refresh
     is_alone = engine.devices == 1 or engine.policy == "spread"
-    if not is_alone or refresh.stride is None or not refresh.by_error or not cache.own_anchors:
+    if not is_alone or refresh.stride is None or not cache.own_anchors:
         return 0.0
     if promise:
-        # Errors of models that blend alone do not tell their fidelity (docs/adr/0090).
-        return promise if takes.reference or takes.masked_picture else 0.0
+        return promise
     if cache.own_anchors > 0 or refresh.stride:
         return 0.0
     if cache.fidelity >= 0:
         return cache.fidelity
-    return _REFERENCE_FIDELITY if takes.reference else 0.0
+    return _REFERENCE_FIDELITY if spec.semantics.reference else 0.0
 
 
 def refresh_rule(config: Config, spec: ModelSpec, device: str = "cuda") -> RefreshRule:

@@ -10,11 +10,9 @@ from msgspec import structs
 from maskserve_common.config import LimitsConfig
 from maskserve_common.contracts.request import steps_run
 from maskserve_common.contracts.reuse_levels import (
-    EXPECTED_STRIDE,
     Execution,
     ReuseLevel,
     levels_of,
-    refresh_count,
 )
 from maskserve_common.contracts.settings import EditSettings, shares
 from maskserve_common.contracts.status_record import Served
@@ -125,7 +123,6 @@ class Measure:
             )
             self._tokens.put(key, tokens)
         active, total, side, inner, ring, pixels = tokens
-        cache = served.cache and settings.cache != "off"
         passes = 2 if settings.negative_prompt is not None else 1
         factor = passes * shown_share(references)
         steps = steps_run(
@@ -134,6 +131,7 @@ class Measure:
         controls = shares(settings.controls, steps)
         adapters = tuple(lora.name for lora in settings.loras if lora.scale)
         refresh_steps = _refresh_steps(settings, served, steps, active / total)
+        no_template = settings.cache in ("off", "own") or settings.promise > 0
         levels = _levels(settings, served, refresh_steps)
         edit = Edit(
             steps=steps,
@@ -142,13 +140,13 @@ class Measure:
             template_id=settings.template_id or self._templates.get(digest) or "",
             priority=settings.priority,
             model=model,
-            cache=cache
+            cache=served.cache
+            and (refresh_steps > 0 or not no_template)
             and active < served.dense_above_ratio * total
             and not (served.dense_sides and side),
             dense_steps=served.dense_steps.of(steps, prompt=prompted, side=side),
             refresh_steps=refresh_steps,
-            always_refreshes=refresh_steps > 0
-            and (served.own_over_template or settings.cache == "own" or settings.promise > 0),
+            always_refreshes=refresh_steps > 0 and (served.own_over_template or no_template),
             inner_tokens=round(factor * inner),
             ring_tokens=round(factor * ring),
             adapters=adapters,
@@ -181,7 +179,7 @@ def _refresh_steps(settings: EditSettings, served: Served, steps: int, mask_rati
     """Return the number of refresh steps if the template is not at hand; 0: all steps are dense."""
     if not settings.may_anchor or mask_ratio >= served.dense_above_ratio:
         return 0
-    return refresh_count(steps, EXPECTED_STRIDE if settings.promise else served.own_stride)
+    return served.refresh_strides.count(settings, steps)
 
 
 def image_digest(image: memoryview) -> bytes:

@@ -41,6 +41,8 @@ from maskserve_triton.preprocess import mask_for_model
 Picture = NDArray[np.uint8]
 TokenIds = NDArray[np.int64]
 BATCH = 8
+_NEGATIVE = "a blue circle"
+"""Negative prompt of edits with true classifier-free guidance."""
 ENTRY_KINDS = (frozenset({"h", "kv"}),)
 
 
@@ -54,6 +56,7 @@ class Rig:
         own_anchors: `[cache] own_anchors`; None: the default.
         halo: `[cache] conv_halo`.
         wordless: whether to prime templates with an empty prompt, whatever the model.
+        true_cfg: `true_cfg_scale` of every edit, beside a negative prompt; 0: none.
 
     Raises:
         SystemExit: the model's schedule has a different number of steps.
@@ -68,6 +71,7 @@ class Rig:
         own_anchors: float | None = None,
         halo: int = 0,
         wordless: bool = False,
+        true_cfg: float = 0.0,
     ) -> None:
         sigma_count = len(load_spec(folder).sigmas)
         if sigma_count and steps != sigma_count:
@@ -77,7 +81,7 @@ class Rig:
         if own_anchors is not None:
             tables["cache"]["own_anchors"] = own_anchors
         self.config = config_of(tables)
-        self.folder, self.steps = folder, steps
+        self.folder, self.steps, self._true_cfg = folder, steps, true_cfg
         self.encoder, self.decoder = load_encoder(self.config), load_decoder(self.config)
         self.adapter = cast(FluxAdapter, load_adapter(self.config))
         self.schedule = schedule(self.adapter.spec, steps)
@@ -100,6 +104,10 @@ class Rig:
         if self.adapter.spec.guidance != "none":
             scale = self.adapter.spec.guidance_default(self.config.model.guidance_scale)
             settings = structs.replace(settings, guidance_scale=scale)
+        if self._true_cfg:
+            settings = structs.replace(
+                settings, true_cfg_scale=self._true_cfg, negative_prompt=_NEGATIVE
+            )
         request = request_of(edit.source, edit.prompt, settings, seed, str(seed))
         return job_of(self.encoder, request, edit.source, mask)
 

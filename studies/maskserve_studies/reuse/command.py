@@ -12,9 +12,11 @@ dB in the mask, for each fidelity that they promise:
 - `flops`: FLOPs as a share of a dense edit's, with FLUX.1's sizes at a mask ratio of 0.11.
 
 `rivals` ignore the errors; on some model each must miss a limit, where controlled edits miss none.
-`once` has one refresh step after the first, where controlled edits have it; `far` has it twice as
-far; `held` keeps the values of the last refresh step, where others follow a line. `line` is fitted
-through edits with two to five refresh steps at fixed places: dB over log10 of their mean error.
+`first` has the first refresh step alone; `once` one more, where controlled edits have it; `far` has
+that one twice as far; `late`, of models that see the picture round the mask as noisy as the rest,
+begins as others do; `held` keeps the values of the last refresh step, where others follow a line.
+`line` is fitted through edits with two to five refresh steps at fixed places: dB over log10 of
+their mean error.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ import torch
 from msgspec import structs
 from numpy.typing import NDArray
 
-from maskserve_benchmarks.checkout import DEMO_MODEL
+from maskserve_benchmarks.checkout import DEMO_MODEL, DEMO_UNET
 from maskserve_benchmarks.demo_model.scenes import Edit
 from maskserve_benchmarks.reports import about, write_json
 from maskserve_benchmarks.steps.replay import plan_of_kinds
@@ -47,12 +49,14 @@ from maskserve_studies.quality.refresh_steps import (
     served_choice,
 )
 from maskserve_studies.quality.systems import BATCH, Picture, Rig
+from maskserve_studies.reuse.hits import hit_figures
 
 MODELS: dict[str, tuple[Path, int]] = {
     "fill": (DEMO_MODEL, 20),
     "klein": (DEMO_MODEL.with_name("demo-edit"), 20),
     "klein8": (DEMO_MODEL.with_name("demo-edit"), 8),
     "klein4": (DEMO_MODEL.with_name("demo-edit"), 4),
+    "unet": (DEMO_UNET, 20),
 }
 FIDELITIES = (36.0, 40.0, 44.0, 48.0)
 _RIVALS_AT = 40.0
@@ -115,10 +119,11 @@ class Trial:
         folder: folder of the model.
         steps: steps of each edit.
         n: edits of each class.
+        true_cfg: see `Rig`.
     """
 
-    def __init__(self, folder: Path, steps: int, n: int) -> None:
-        self.rig = rig = Rig(folder, steps)
+    def __init__(self, folder: Path, steps: int, n: int, true_cfg: float = 0.0) -> None:
+        self.rig = rig = Rig(folder, steps, true_cfg=true_cfg)
         named = rig.adapter.spec.semantics.reference
         classes = (
             {name: named_class(name, n) for name in NAMED_CLASSES}
@@ -146,16 +151,16 @@ class Trial:
 
     def schedule(self, fidelity: float) -> RefreshSchedule:
         """Return the schedule with which edits begin that promise a fidelity."""
-        spec = self.rig.adapter.spec.refresh
+        spec, noisy = self.rig.adapter.spec.refresh, self.rig.adapter.spec.semantics.noisy_around
         sigmas = [sigma for sigma, _ in self.rig.adapter.sigmas(self.jobs[0])]
-        control = RefreshControl.of(fidelity, sigmas, spec.evenly_over)
+        control = RefreshControl.of(fidelity, sigmas, spec.evenly_over, noisy_around=noisy)
         return RefreshSchedule(
             control.begin().refresh_steps | {0},
             self.choice.format,
             self.choice.text,
             self.choice.leaves_ring,
             spec.evenly_over,
-            # A family without places knows no second order either.
+            second_order=noisy,
             control=control,
         )
 
@@ -197,13 +202,17 @@ class Trial:
         assert plan.control is not None
         distances, first = np.array(plan.control.distances), sorted(plan.anchors)[1]
         twice = distances[0] - 2.0 * (distances[0] - distances[first])
-        places = {"once": first, "far": int(np.abs(distances - twice).argmin())}
+        places = {"once": first, "far": int(np.abs(distances - twice).argmin()), "first": 0}
         rivals = {
             name: self.figures(
                 _RIVALS_AT, replace(plan, anchors=frozenset({0, place}), control=None)
             )
             for name, place in places.items()
         }
+        if self.rig.adapter.spec.semantics.noisy_around:
+            late = RefreshControl(plan.control.tolerance, plan.control.distances)
+            anchors = late.begin().refresh_steps | {0}
+            rivals["late"] = self.figures(_RIVALS_AT, replace(plan, anchors=anchors, control=late))
         with scaled_extrapolation(0.0):
             rivals["held"] = self.figures(_RIVALS_AT)
         return rivals
@@ -239,17 +248,25 @@ def main() -> int:
     add("--base", type=Path, help="folder of another model, as train_inpaint_model makes it")
     add("--n", type=int, default=16, help="edits of each class (default 16)")
     add("--steps", type=int, help="steps of each edit (default 20, klein8 8, klein4 4)")
+    add("--true-cfg", type=float, default=0.0, help="true_cfg_scale of the edits (default none)")
     add("--fidelity", type=float, nargs="+", default=FIDELITIES, help="dB that edits promise")
+    add("--hits", action="store_true", help="edits that read a template instead (`hits`)")
     add("--json", type=Path)
     args = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(1)
+    if args.hits:
+        hits = hit_figures(args.n)
+        for label, figures in hits.items():
+            print(label, figures)
+        write_json({**about(hardware(torch.device("cpu"))), "hits": hits}, args.json)
+        return 0
     models, points = dict[str, Any](), list[tuple[float, float]]()
     for name in args.only:
         if name == "base" and args.base is None:
             raise SystemExit("--only base needs --base")
         folder, steps = (args.base, 20) if name == "base" else MODELS[name]
-        trial = Trial(folder, args.steps or steps, args.n)
+        trial = Trial(folder, args.steps or steps, args.n, args.true_cfg)
         promised = [trial.figures(fidelity) for fidelity in args.fidelity]
         rivals = trial.rivals()
         for label, figures in (*zip(args.fidelity, promised, strict=True), *rivals.items()):

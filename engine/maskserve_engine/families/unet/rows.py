@@ -168,8 +168,8 @@ class UnetRow:
 
     def begin_anew(self) -> None:
         """Forget all step caches: they belong to another rank, or to other LoRAs."""
-        if self.plan is not None and self.inactive is not None:
-            self._begin_step_caches(self.plan, self.inactive)
+        if self.anchors and self.inactive is not None:
+            self._begin_step_caches(self.anchors[0].plan, self.inactive)
 
     def _begin_step_caches(self, plan: RefreshSchedule, inactive: UnetInactive) -> None:
         passes, around = 1 if self.guidance is None else 2, None
@@ -200,9 +200,13 @@ class UnetRow:
         """Refresh step that the next step computes ahead: the first one after it, once the row has
         arrived at the last one in its step cache. None: there is none.
         """
-        if self.plan is None or self.entry is None:
+        if not self.anchors or self.entry is None:
             return None
-        return self.plan.next_refresh(self.step) if self.anchors[0].reaches >= self.sigma else None
+        step_cache = self.anchors[0]
+        plan = step_cache.plan
+        if plan.control is not None and self.step in plan.anchors:
+            return None  # the next place depends on this step's error
+        return plan.next_refresh(self.step) if step_cache.reaches >= self.sigma else None
 
     @property
     def steps(self) -> int:
@@ -285,7 +289,7 @@ class UnetRow:
         """Record a completed step; all tensors are kept. `answer` is guided."""
         self.state, self._input, self.answer = state, model_input, answer
         if self.anchors and self.step in self.anchors[0].plan.anchors:
-            self.anchors[0].errors.arrive(self.step, self._computed(answer))
+            self.anchors[0].errors.arrive(self.step, self._computed(model_input, answer, self.step))
         anchor = self.step if self.entry is None else self.lookahead
         if anchor == self.step:
             self.keep_surroundings(anchor, answer)
@@ -294,14 +298,15 @@ class UnetRow:
                 step_cache.passed(self.sigma_at(anchor))
         self.step += 1
 
-    def foresee(self, anchor: int, answer: Tensor) -> None:
+    def foresee(self, anchor: int, model_input: Tensor, answer: Tensor) -> None:
         """Keep a lookahead's guided answer, to compare with the model's at the refresh step."""
-        self.anchors[0].errors.foresee(anchor, self._computed(answer))
+        self.anchors[0].errors.foresee(anchor, self._computed(model_input, answer, anchor))
 
-    def _computed(self, answer: Tensor) -> Tensor:
-        """Return [C, h, w] `answer` with zeros outside of the computed tokens."""
+    def _computed(self, model_input: Tensor, answer: Tensor, step: int) -> Tensor:
+        """Return [C, h, w] velocity of a step, with zeros outside of the computed tokens."""
         assert self.inactive is not None, "a dense row has no refresh steps"
-        return answer * self.inactive.mask
+        timestep = self.schedule.timesteps[step]
+        return self.noise_levels.velocity(model_input, answer, timestep) * self.inactive.mask
 
     def keep_surroundings(self, anchor: int, answer: Tensor) -> None:
         """Keep what a refresh step computed outside the tile: feature maps, and the guided
@@ -366,6 +371,8 @@ class UnetLookahead:
     step: int = field(init=False)
     entry: Entry | None = field(init=False, default=None)
     """Always None: it computes all tokens."""
+    _latents: Tensor | None = field(init=False, default=None)
+    """[C, h, w] latents of its last `sample`."""
 
     def __post_init__(self) -> None:
         row = self.row
@@ -402,6 +409,7 @@ class UnetLookahead:
     def sample(self) -> Tensor:
         """Return [in_channels, h, w]."""
         latents, condition = self.row.latents_ahead(self.anchor), self.row.condition
+        self._latents = latents
         return latents if condition is None else torch.cat((latents, condition))
 
     def advance(self, answers: Tensor) -> None:
@@ -410,8 +418,9 @@ class UnetLookahead:
         if guidance is not None:
             [away] = negative_answers
             answer = away + guidance.scale * (answer.float() - away)
+        assert self._latents is not None, "its sample made the answers"
         self.row.keep_surroundings(self.anchor, answer)
-        self.row.foresee(self.anchor, answer)
+        self.row.foresee(self.anchor, self._latents, answer)
 
 
 @dataclass(slots=True)

@@ -206,6 +206,15 @@ class NoiseLevels:
             return signal * model_input - share * answer
         return (model_input - share * answer) / signal
 
+    def velocity(self, model_input: Tensor, answer: Tensor, timestep: float) -> Tensor:
+        """Return the answer as velocity, signal · noise - noise share · latents: its error is that
+        of the picture at any timestep.
+        """
+        if self._predicts_velocity:
+            return answer
+        signal, share = self.at(timestep)
+        return (answer - share * model_input) / signal
+
     def noise_in(self, model_input: Tensor, answer: Tensor, timestep: float) -> Tensor:
         signal, share = self.at(timestep)
         return share * model_input + signal * answer if self._predicts_velocity else answer

@@ -470,7 +470,6 @@ def read(folder: Path, _: str, native_resolution: int) -> ModelSpec:
             growth=_REFRESH_GROWTH[semantics],
             second_order=semantics == INPAINT,
             evenly_over=_REFRESH_EVENLY_OVER[semantics],
-            by_error=False,
             over_template=True,
         ),
         dense_sides=True,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from maskserve_common.imaging.masks import active_tokens, cover_a_side
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.loop.engine import Engine
+from maskserve_engine.requests.refresh_schedules import RefreshSchedules
+from maskserve_engine.spec.model_spec import refresh_strides
 from maskserve_router.config import RouterConfig
 from maskserve_router.fair_share import FairShare
 from maskserve_router.keys import KeyRing
@@ -134,6 +137,7 @@ async def test_the_router_expects_the_same(name: str) -> None:
         ({"controls": (ControlSetting(name="n"),)}, (5, None)),
         ({"cache": "own"}, (5, True)),
         ({"reuse_floor": 40.0}, (3, True)),
+        ({"reuse_floor": 40.0, "controls": (ControlSetting(name="n"),)}, (0, False)),
         ({"reuse_floor": 40.0, "reuse": "elastic"}, (5, None)),
         ({"cache": "require"}, (0, False)),
         ({"reproducible": True}, (0, False)),
@@ -146,12 +150,46 @@ async def test_the_router_knows_which_edits_have_anchors_of_their_own(
     for.
     """
     turns = FairShare(1)
-    mask, served = encode(masks()["corner"]), Served(64, 8, 20, own_stride=0.2,
-                                                  own_over_template=first)  # fmt: skip
+    strides = {"own_stride": 0.2, "promised_stride": 0.35}
+    served = Served(64, 8, 20, own_over_template=first, **strides)
+    mask = encode(masks()["corner"])
     measured, *_ = await Measure(RouterConfig(), turns).edit(
         ANYBODY, memoryview(b""), mask, EditSettings(**settings), served, "m", prompted=False
     )
     steps, over_template = counts
     assert measured.refresh_steps == steps
     assert measured.always_refreshes == (first if over_template is None else over_template)
+    assert measured.cache == (steps > 0 or "reuse_floor" not in settings)
+    turns.close()
+
+
+@pytest.mark.parametrize("model", ["tiny_fill", "tiny_inpaint", "tiny_kontext"])
+@pytest.mark.parametrize("cache", [{"fidelity": 0.0}, {"fidelity": 8.0}, {"own_anchors": 0.0}])
+async def test_the_router_expects_the_plans_of_the_engine(
+    model: str, cache: dict[str, float], request: pytest.FixtureRequest
+) -> None:
+    """By how it runs: with refresh steps or dense, whatever it asks for."""
+    folder = request.getfixturevalue(model)
+    config = config_of(folder, cache=cache)
+    adapter, turns = load_adapter(config), FairShare(1)
+    strides = refresh_strides(config, adapter.spec)
+    served = Served(
+        *(64, 8, 20),
+        own_stride=strides.plain,
+        promised_stride=strides.promised,
+        own_by_error=strides.by_error,
+        error_steps=strides.least_steps,
+    )
+    job = encode_case(load_encoder(config), random_case(fresh_rng(), strength=1.0), "e")
+    every = ({}, {"reuse_floor": 8.0}, {"cache": "own"}, {"cache": "off"})
+    for settings, steps in product(every, (20, 5)):
+        changes = {"num_inference_steps": steps, **settings}
+        asked = structs.replace(job.request.settings, **changes)
+        edit = replace(job, request=replace(job.request, settings=asked))
+        schedule = RefreshSchedules(config, adapter).of(edit)
+        measured, *_ = await Measure(RouterConfig(), turns).edit(
+            ANYBODY, memoryview(b""), encode(masks()["corner"]), asked, served, "m", prompted=False
+        )
+        assert (measured.refresh_steps > 0) == (schedule is not None)
+        assert measured.cache == (schedule is not None or not settings)
     turns.close()

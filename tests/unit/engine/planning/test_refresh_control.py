@@ -18,7 +18,8 @@ from tests.support.draws import fresh_rng
 def control() -> RefreshControl:
     rng = fresh_rng()
     sigmas = np.sort(rng.uniform(0.01, 1.0, int(rng.integers(4, 51))))[::-1]
-    return RefreshControl.of(float(rng.uniform(20, 60)), sigmas.tolist(), 1.5)
+    fidelity, noisy_around = float(rng.uniform(20, 60)), bool(rng.integers(2))
+    return RefreshControl.of(fidelity, sigmas.tolist(), 1.5, noisy_around=noisy_around)
 
 
 def remainders_of(control: RefreshControl, error: float) -> list[Remainder]:
@@ -36,6 +37,16 @@ def test_more_fidelity_allows_less_error() -> None:
     low, high = sorted(fresh_rng().uniform(10, 80, 2))
     assert 0 < tolerance_of(high) < tolerance_of(low)
     assert fidelity_of(tolerance_of(low)) == pytest.approx(low)
+
+
+def test_where_all_is_noisy_around_the_first_refresh_step_is_the_nearest() -> None:
+    """The first steps decide most there, and no error sees what is lost before it."""
+    sigmas = np.linspace(1.0, 0.05, int(fresh_rng().integers(8, 51))).tolist()
+    near, far = (RefreshControl.of(40.0, sigmas, 1.5, noisy_around=n) for n in (True, False))
+    assert min(near.begin().refresh_steps) == 2 < min(far.begin().refresh_steps)
+    for error in near.tolerance * np.geomspace(1e-3, 1e3, 20):
+        reach = [min(c.after(0, 2, float(error)).refresh_steps, default=99) for c in (near, far)]
+        assert reach[0] <= reach[1]
 
 
 @pytest.mark.parametrize("scale", [0.01, 0.3, 1.0, 3.0, 100.0])
@@ -65,7 +76,7 @@ def test_the_next_refresh_step_lies_within_the_distance_that_the_error_allows(
         return
     for error in control.tolerance * np.geomspace(1e-3, 1e3, 60):
         remainder = control.after(before, step, float(error))
-        growth = min((control.tolerance / error) ** (1 / 2.3), 4.0)
+        growth = min((control.tolerance / error) ** (1 / 2.3), control.growth)
         reach = growth * (distances[before] - distances[step]) + 1e-12
         if not remainder.refresh_steps:
             assert 2.5 * distances[step] <= reach

@@ -10,11 +10,11 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from msgspec import structs
 
 from maskserve_engine.batch import step_cache
 from maskserve_engine.families.encoder import Encoder
-from maskserve_engine.families.registry import load_encoder
+from maskserve_engine.families.mmdit.batch import FlowBatch
+from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.loop.engine import Engine
 from maskserve_engine.planning.refresh_control import RefreshControl, tolerance_of
 from maskserve_engine.requests.refresh_schedules import RefreshSchedules
@@ -23,7 +23,7 @@ from tests.fakes.jobs import config_of, tolerance
 from tests.support.draws import fresh_seed
 from tests.support.engines import edit, job, make_engine
 from tests.support.eventually import eventually
-from tests.support.refresh_rows import result, schedule_by_errors
+from tests.support.refresh_rows import plan, result, row_of, run, schedule_by_errors
 from tests.support.sink import Sink
 
 STEPS = 20
@@ -90,20 +90,61 @@ def test_an_edit_may_ask_for_a_fidelity(engine: Engine, encoder: Encoder, floor:
     assert final.meta["anchors"] == sorted(schedule.computed_at)
 
 
-def test_where_errors_do_not_tell_a_fidelity_an_edit_that_asks_for_one_is_dense(
+@pytest.mark.parametrize("model", ["inpaint", "sd-fill", "sdxl-base"])
+def test_models_with_known_places_keep_the_fidelity_that_an_edit_asks_for(
+    tiny_flux: dict[str, Path], tiny_unets: dict[str, Path], model: str
+) -> None:
+    folder = (tiny_flux | tiny_unets)[model]
+    encoder = load_encoder(config_of(folder))
+    engine = make_engine(folder, encoder, own_anchors=-1.0)
+    try:
+        edit_job = job(
+            encoder, fresh_seed(), "promised", num_inference_steps=STEPS, reuse_floor=LOW
+        )
+        final = edit(engine, edit_job)
+        schedule = schedule_by_errors(engine.config, engine.adapter, edit_job, final.meta)
+        expected = result(engine.adapter, edit_job, schedule)
+    finally:
+        engine.close(5.0)
+    assert (final.meta["cache"], final.meta["reuse_floor"]) == ("own", LOW)
+    assert final.meta["anchors"] == sorted(schedule.computed_at)
+    np.testing.assert_allclose(final.latents, expected, atol=tolerance(expected))
+
+
+def test_where_no_error_is_seen_an_edit_that_asks_for_a_fidelity_is_dense(
     tiny_inpaint: Path,
 ) -> None:
     encoder = load_encoder(config_of(tiny_inpaint))
-    engine = make_engine(tiny_inpaint, encoder, own_anchors=-1.0)
+    engine = make_engine(tiny_inpaint, encoder, own_anchors=0.0)
     try:
-        plain = job(encoder, fresh_seed(), "plain", num_inference_steps=STEPS)
-        settings = structs.replace(plain.request.settings, reuse_floor=LOW)
-        request = replace(plain.request, request_id="promised", settings=settings)
-        metas = [edit(engine, one).meta for one in (plain, replace(plain, request=request))]
+        meta = edit(engine, job(encoder, fresh_seed(), "dense", num_inference_steps=STEPS,
+                                reuse_floor=LOW)).meta  # fmt: skip
     finally:
         engine.close(5.0)
-    assert [meta["cache"] for meta in metas] == ["own", "miss"]
-    assert metas[1]["computed_tokens"] == STEPS * metas[1]["total_tokens"]
+    assert meta["cache"] == "miss"
+    assert meta["computed_tokens"] == STEPS * meta["total_tokens"]
+
+
+def test_errors_are_those_of_the_guided_answers(
+    tiny_inpaint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both passes count: with the prompt's alone, an edit's error would not see the other."""
+    encoder, adapter = load_encoder(config_of(tiny_inpaint)), load_adapter(config_of(tiny_inpaint))
+    guided, guide = list[torch.Tensor](), FlowBatch.guide
+
+    def recorded(positive: torch.Tensor, negative: torch.Tensor, scale: float) -> None:
+        guided.append(negative + scale * (positive - negative))
+        guide(positive, negative, scale)
+
+    monkeypatch.setattr(FlowBatch, "guide", staticmethod(recorded))
+    edit_job = job(encoder, fresh_seed(), "guided", num_inference_steps=8,
+                   negative_prompt="a dog", true_cfg_scale=4.0)  # fmt: skip
+    schedule = plan(0, 4)
+    row = row_of(adapter, edit_job, schedule)
+    run(adapter, [row], [schedule])
+    ahead, answer = guided[2], guided[5]  # step 1 has both passes of the lookahead, too
+    expected = float((answer - ahead[: len(answer)]).norm() / answer.norm())
+    assert row.step_cache.errors.by_step() == {4: pytest.approx(expected, rel=1e-3)}
 
 
 @pytest.mark.parametrize("engine", [0.0], indirect=True)

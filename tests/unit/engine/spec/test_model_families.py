@@ -126,9 +126,7 @@ def test_first_edits_of_models_with_references_refresh_by_their_errors() -> None
             config = Config(cache=CacheConfig(fidelity=fidelity))
             expected = fidelity if fidelity >= 0 else 40.0 * facts.semantics.reference
             assert promised_fidelity(config, facts) == expected * is_open
-            takes = facts.semantics
-            has_errors = (takes.reference or takes.masked_picture) and facts.family != "unet"
-            assert promised_fidelity(config, facts, 25.0) == 25.0 * has_errors
+            assert promised_fidelity(config, facts, 25.0) == 25.0
         for own_anchors in (0.0, 0.3):
             config = Config(cache=CacheConfig(own_anchors=own_anchors))
             assert not refreshes_by_error(config, facts)

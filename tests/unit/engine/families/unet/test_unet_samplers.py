@@ -24,7 +24,7 @@ from maskserve_engine.families.unet.sampler import NoiseLevels, UnetSchedule
 from maskserve_engine.stages.linear_steps import is_linear
 from tests.fakes.jobs import tolerance
 from tests.fakes.tiny_unet import samplers
-from tests.support.draws import fresh_seed
+from tests.support.draws import fresh_rng, fresh_seed
 
 pytestmark = pytest.mark.each_value
 
@@ -202,6 +202,16 @@ def test_a_state_holds_what_later_steps_read_and_no_more(name: str, depth: int) 
     sampler = all_samplers()[name]
     schedule = UnetSchedule(sampler, NoiseLevels(sampler), 20)
     assert schedule.state(torch.zeros(SHAPE)).shape == (depth, *SHAPE)
+
+
+def test_answers_of_both_kinds_have_one_velocity() -> None:
+    """The error of a picture is then the same share of either."""
+    rng, sampler = fresh_rng(), all_samplers()["ddim"]
+    levels, timestep = NoiseLevels(sampler), float(rng.integers(1, 998))
+    clean, noise = normal(rng, *SHAPE), normal(rng, *SHAPE)
+    signal, share = levels.at(timestep)
+    velocity = levels.velocity(levels.mixed(clean, noise, timestep), noise, timestep)
+    torch.testing.assert_close(velocity, signal * noise - share * clean, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["ddim", "ddim-v-zero-snr"])
