@@ -40,16 +40,18 @@ def hit_figures(n: int) -> dict[str, dict[str, Any]]:
     """
     rig = Rig(DEMO_MODEL, _STEPS)
     [job] = rig.jobs(edits_of(CLASSES[0], 1))
-    served, own = default(rig.adapter.spec, _STEPS), served_choice(rig, job)
+    served, refreshing = default(rig.adapter.spec, _STEPS), served_choice(rig, job)
     power = rig.adapter.spec.refresh.evenly_over
-    plan = RefreshSchedule(frozenset(own.dense), own.format, True, own.leaves_ring, power)
+    plan = RefreshSchedule(
+        frozenset(refreshing.dense), refreshing.format, True, refreshing.leaves_ring, power
+    )
     corrected, begun = replace(plan, corrects_residuals=True), replace(served, dense_steps=1)
     variants = {
         "hit": (served, plan),
         "dense_first": (begun, corrected),
         "dense_first_stride_7": (replace(begun, stride=7), corrected),
     }
-    found = {name: _Found() for name in variants}
+    results = {name: _HitResults() for name in variants}
     for name in CLASSES:
         edits = edits_of(name, n)
         jobs = rig.jobs(edits)
@@ -62,11 +64,11 @@ def hit_figures(n: int) -> dict[str, dict[str, Any]]:
                 for edit, row in zip(edits, rows, strict=True)
             ]
             db = [quality.psnr_in_mask for quality in compare(edits, pictures, dense)]
-            found[variant].add(name, db, errors)
-    return {variant: edits_found.figures() for variant, edits_found in found.items()}
+            results[variant].add(name, db, errors)
+    return {variant: class_results.figures() for variant, class_results in results.items()}
 
 
-class _Found:
+class _HitResults:
     def __init__(self) -> None:
         self._classes: list[str] = []
         self._db: list[float] = []

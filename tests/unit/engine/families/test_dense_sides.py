@@ -184,11 +184,17 @@ async def test_the_router_expects_the_plans_of_the_engine(
     every = ({}, {"reuse_floor": 8.0}, {"cache": "own"}, {"cache": "off"})
     for settings, steps in product(every, (20, 5)):
         changes = {"num_inference_steps": steps, **settings}
-        asked = structs.replace(job.request.settings, **changes)
-        edit = replace(job, request=replace(job.request, settings=asked))
+        edit_settings = structs.replace(job.request.settings, **changes)
+        edit = replace(job, request=replace(job.request, settings=edit_settings))
         schedule = RefreshSchedules(config, adapter).of(edit)
         measured, *_ = await Measure(RouterConfig(), turns).edit(
-            ANYBODY, memoryview(b""), encode(masks()["corner"]), asked, served, "m", prompted=False
+            ANYBODY,
+            memoryview(b""),
+            encode(masks()["corner"]),
+            edit_settings,
+            served,
+            "m",
+            prompted=False,
         )
         assert (measured.refresh_steps > 0) == (schedule is not None)
         assert measured.cache == (schedule is not None or not settings)
