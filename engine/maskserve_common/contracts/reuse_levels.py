@@ -139,7 +139,7 @@ class RefreshStrides(NamedTuple):
     least_steps: int
     """Least number of steps of an edit whose errors place its refresh steps."""
 
-    def count(self, settings: EditSettings, steps: int) -> int:
+    def count_of(self, settings: EditSettings, steps: int) -> int:
         """Return the number of refresh steps of an edit of `steps` steps; 0: it has none."""
         by_error = self.by_error or settings.promise > 0
         if by_error and (settings.controls or steps < self.least_steps):

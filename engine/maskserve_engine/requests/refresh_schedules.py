@@ -143,7 +143,7 @@ class RefreshSchedules:
     def _strided(self, job: EditJob) -> RefreshSchedule | None:
         """Return the schedule by the worker's stride; None: the edit has no refresh steps."""
         strides = refresh_strides(self._config, self._spec)
-        count = strides.count(job.request.settings, self._adapter.steps(job))
+        count = strides.count_of(job.request.settings, self._adapter.steps(job))
         if not count:
             return None
         return RefreshSchedule.of(self._spec, self._rule, count, self._sigmas(job))

@@ -179,7 +179,7 @@ def _refresh_steps(settings: EditSettings, served: Served, steps: int, mask_rati
     """Return the number of refresh steps if the template is not at hand; 0: all steps are dense."""
     if not settings.may_anchor or mask_ratio >= served.dense_above_ratio:
         return 0
-    return served.refresh_strides.count(settings, steps)
+    return served.refresh_strides.count_of(settings, steps)
 
 
 def image_digest(image: memoryview) -> bytes:

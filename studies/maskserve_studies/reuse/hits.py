@@ -104,8 +104,8 @@ def _figures(db: NDArray[np.float64]) -> dict[str, Any]:
 
 def rank_correlation(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
     """Return Spearman's rank correlation of two samples without ties."""
-    ranks = [np.argsort(np.argsort(values)) for values in (a, b)]
-    return round(float(np.corrcoef(*ranks)[0, 1]), 2)
+    ranks_a, ranks_b = (np.argsort(np.argsort(values)) for values in (a, b))
+    return round(float(np.corrcoef(ranks_a, ranks_b)[0, 1]), 2)
 
 
 def _run(
