@@ -232,6 +232,16 @@ class JobsConfig(Table, frozen=True):
     webhook_tries: Annotated[int, Meta(ge=1, le=100)] = 10
     """Calls of a webhook until a 2xx answer; pauses double, up to five minutes."""
 
+    @property
+    def byte_limit(self) -> int:
+        """Limit on the bytes of all unfinished requests, and also on those of all results."""
+        return self.max_bytes // 2
+
+    @property
+    def retention(self) -> tuple[float, int]:
+        """Seconds that finished jobs are kept, and the number kept for each key."""
+        return self.keep_s, self.keep_jobs
+
 
 OUTPUT = r"^[a-z][a-z0-9+]*://[A-Za-z0-9._@+=,/ -]*/$"
 Prefix = Annotated[str, Meta(pattern=OUTPUT, description="a URL that ends with a slash")]

@@ -15,7 +15,8 @@ from maskserve_common.errors import InvalidRequest
 from maskserve_router.api.front import Front
 from maskserve_router.api.openai.answers import answering, json_answer
 from maskserve_router.api.openai.edits import ImageEdits
-from maskserve_router.jobs.jobs import Jobs, description
+from maskserve_router.jobs.jobs import Jobs
+from maskserve_router.jobs.runner import description
 from maskserve_router.messages.job_states import MOST_LISTED
 
 _NAME = re.compile(r"[!-~]{1,255}")

@@ -24,7 +24,8 @@ from maskserve_common.config import ConfigError
 from maskserve_common.errors import InvalidRequest
 from maskserve_router.api.public_hosts import is_public
 from maskserve_router.config import JobsConfig, router_config_of
-from maskserve_router.jobs.jobs import _wait_for, database_of
+from maskserve_router.jobs.database import database_of
+from maskserve_router.jobs.runner import JobRunner, _wait_for
 from maskserve_router.jobs.webhooks import Webhooks
 from maskserve_router.messages.failures import NotSupported
 from maskserve_router.router import Router
@@ -93,6 +94,13 @@ async def jobs(
             yield router, workers, Client(session, f"http://127.0.0.1:{router.http.port}", key)
 
 
+def runner_of(router: Router) -> JobRunner:
+    """The part of a router that runs its jobs."""
+    runner = router._jobs.runner
+    assert runner is not None
+    return runner
+
+
 def keys(*names: str, **more: Any) -> list[dict[str, Any]]:
     digests = {name: hashlib.sha256(name.encode()).hexdigest() for name in names}
     return [{"name": name, "sha256": digest, **more} for name, digest in digests.items()]
@@ -105,7 +113,7 @@ async def test_a_job_is_an_edit_that_is_fetched_later(tmp_path: Path) -> None:
         name = await client.give(form(n=2, seed=7))
         await until("it runs", lambda: sum(len(w.requests) for w in workers) == 2)
         whole = {"step": 6, "steps": 6}  # of both pictures
-        await until("both say so", lambda: router._jobs._runs.jobs[name].progress == whole)
+        await until("both say so", lambda: runner_of(router).runs.jobs[name].progress == whole)
         _, body, _ = await client.call("GET", f"/{name}")
         assert (body["status"], body["progress"]) == ("running", whole)
         for worker in workers:
@@ -142,7 +150,7 @@ async def test_a_cancelled_job_leaves_its_worker(tmp_path: Path) -> None:
         assert (status, body["status"]) == (200, "cancelled")
         await until("nothing is under way", lambda: not router.admission.edits)
         assert (await client.ended(name))["status"] == "cancelled"
-        assert (router.admission.bytes, router._jobs._runs.jobs) == (0, {})
+        assert (router.admission.bytes, runner_of(router).runs.jobs) == (0, {})
 
 
 async def test_a_router_that_stops_as_a_job_wakes_it_stops() -> None:
@@ -172,7 +180,7 @@ async def test_a_job_waits_until_there_is_a_worker(tmp_path: Path) -> None:
             worker.silent = True
         await until("none is up", lambda: not router.pool.ready())
         name = await client.give()
-        await until("it has been tried", lambda: router._jobs._runs.places._served_at)
+        await until("it has been tried", lambda: runner_of(router).runs.places._served_at)
         for worker in workers:
             worker.silent = False
         assert (await client.ended(name))["status"] == "succeeded"
@@ -299,8 +307,7 @@ async def test_a_full_disk_is_told(tmp_path: Path) -> None:
     async with jobs(tmp_path) as (router, _, client):
         name = await client.give()
         await client.ended(name)
-        store = router._jobs._store
-        assert store is not None
+        store = runner_of(router).store
         with store._engine.begin() as db:
             pages = db.exec_driver_sql("PRAGMA page_count").scalar_one()
         store._engine.dispose()
@@ -329,7 +336,7 @@ async def test_a_router_goes_on_with_a_lost_ones_job(tmp_path: Path) -> None:
             worker.hold()
         name = await client.give()
         await until("it runs", lambda: any(w.requests for w in workers))
-        for task in lost._jobs._tasks:  # it renews no lease, and does not notice
+        for task in runner_of(lost).tasks:  # it renews no lease, and does not notice
             task.cancel()
         config = router_config_of(
             {
@@ -339,13 +346,13 @@ async def test_a_router_goes_on_with_a_lost_ones_job(tmp_path: Path) -> None:
             }
         )
         async with Router(config) as router:
-            await until("the other has it", lambda: name in router._jobs._runs.jobs)
+            await until("the other has it", lambda: name in runner_of(router).runs.jobs)
             for worker in workers:
                 worker.let_go()
             other_client = Client(client._session, f"http://127.0.0.1:{router.http.port}")
             ended = await other_client.ended(name)
             assert ended["status"] == "succeeded"
-            await until("the lost one is done", lambda: not lost._jobs._runs.jobs)
+            await until("the lost one is done", lambda: not runner_of(lost).runs.jobs)
             assert await other_client.ended(name) == ended
             counted = lost.metrics.registry.get_sample_value
             assert not counted("maskserve_jobs_total", {"state": "succeeded"})
@@ -371,7 +378,7 @@ async def test_a_router_that_was_stopped_takes_no_job_that_it_runs(tmp_path: Pat
         assert {(await client.ended(name))["status"] for name in names} == {"succeeded"}
         request_ids = [request["request_id"] for w in workers for request in w.requests]
         assert sorted(request_ids) == sorted(names)
-        await until("its places are free", lambda: router._jobs._runs.places.total == 0)
+        await until("its places are free", lambda: runner_of(router).runs.places.total == 0)
 
 
 async def test_a_router_that_was_taken_for_lost_goes_on(tmp_path: Path) -> None:
@@ -381,17 +388,16 @@ async def test_a_router_that_was_taken_for_lost_goes_on(tmp_path: Path) -> None:
             worker.hold()
         names = [await client.give() for _ in range(2)]
         await until("two run", lambda: sum(len(w.requests) for w in workers) == 2)
-        store = router._jobs._store
-        assert store is not None
+        store = runner_of(router).store
         for _ in range(20):  # at any moment between two beats
-            store.free(router._jobs._owner)
-            router._jobs._wake.set()
+            store.free(runner_of(router).owner)
+            runner_of(router).wake()
             await asyncio.sleep(0.1)
         for worker in workers:
             worker.let_go()
         assert {(await client.ended(name))["status"] for name in names} == {"succeeded"}
         assert len([request for w in workers for request in w.requests]) == 2
-        await until("its places are free", lambda: router._jobs._runs.places.total == 0)
+        await until("its places are free", lambda: runner_of(router).runs.places.total == 0)
         counted = router.metrics.registry.get_sample_value
         assert counted("maskserve_jobs_total", {"state": "succeeded"}) == 2
 
@@ -486,8 +492,7 @@ async def test_a_result_waits_for_a_database_that_is_away(tmp_path: Path) -> Non
             worker.hold()
         name = await client.give()
         await until("it runs", lambda: any(w.requests for w in workers))
-        store = router._jobs._store
-        assert store is not None
+        store = runner_of(router).store
         away = [True]
 
         def refuse(*_: Any) -> None:
@@ -655,11 +660,11 @@ async def test_a_webhook_is_told_until_it_is_taken(tmp_path: Path) -> None:
         jobs_table: dict[str, Any] = {"webhook_hosts": [f"hooks.example:{host.port}"]}
         jobs_table["webhook_secret"] = SECRET
         async with jobs(tmp_path, jobs=jobs_table) as (router, _, client):
-            router._jobs._webhooks = webhooks(host)
+            runner_of(router).webhooks = webhooks(host)
             name = await client.give(form(webhook=f"https://hooks.example:{host.port}/done?x=1"))
             ended = await client.ended(name)
             await until("it is told", lambda: len(host.heads) == 3)
-            await until("that is known", lambda: not router._jobs._calls.jobs)
+            await until("that is known", lambda: not runner_of(router).calls.jobs)
             _, job_body, _ = await client.call("GET", f"/{name}")
             assert job_body["webhook"]["taken"] is True
         for head, body in zip(host.heads, host.bodies, strict=True):
