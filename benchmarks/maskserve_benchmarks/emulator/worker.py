@@ -133,11 +133,13 @@ class EmulatedWorker:
             except DeadlineExceeded as late:
                 problem = f"[{late.code}] {late}"
                 await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, problem)
+        steps = settings.num_inference_steps or _STEPS
         meta = {
             "event": "final",
             "template_id": settings.template_id or "0" * 32,
             "seed": settings.seed,
-            "steps": settings.num_inference_steps or _STEPS,
+            "step": steps,
+            "steps": steps,
             "worker": self._status.worker,
             "timings_ms": {"queue": 1e3 * wait_s},
             **({"result_template_id": RESULT_ID} if settings.keep_result else {}),
