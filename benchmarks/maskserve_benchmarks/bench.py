@@ -50,7 +50,6 @@ COMMANDS = {
     "recorded_steps": "maskserve_studies.kernels.recorded_steps",
     "gpu_estimate": "maskserve_studies.gpu_estimates.step",
     "gpu_cards": "maskserve_studies.gpu_estimates.cards",
-    "first_run": "maskserve_studies.first_run.command",
     "gpu_run": "maskserve_studies.gpu_run.command",
     "bench_sp": "maskserve_studies.sequence_parallel.command",
     "vae_batches": "maskserve_studies.vae_batches.command",

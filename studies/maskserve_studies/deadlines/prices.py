@@ -135,7 +135,7 @@ def inputs() -> list[Input]:
             law("counted"),
             "measured",
             "a dense step at 1024², 119 ms: 114 to 122 on an H200 "
-            "(`scripts/bench first_run`, docs/gpu.md); the call is assumed",
+            "(`scripts/bench gpu_run --machine`, docs/gpu.md); the call is assumed",
         ),
         *(
             Input(

@@ -3,6 +3,7 @@ step with a limit, and results that are kept as they come.
 
     python scripts/bench gpu_run --bundle gpu     # any machine: writes what travels, and lists it
     ./gpu_run.sh --part a                         # the GPU machine, in the unpacked archive
+    ./gpu_run.sh --machine served loads           # steps and what lies round them (`machine`)
     python scripts/bench gpu_run --page           # the page, from the results
 
 `parts` says what each part measures. No part needs a network: weights of true width are drawn on
@@ -25,13 +26,14 @@ import torch
 
 from maskserve_benchmarks.checkout import CHECKOUT, DEMO_MODEL
 from maskserve_benchmarks.timing import hardware
-from maskserve_studies.first_run.command import versions
 from maskserve_studies.gpu_run.bundle import BundleError, write_bundle
+from maskserve_studies.gpu_run.machine import add_options, measure_machine, versions
 from maskserve_studies.gpu_run.page import write_page
 from maskserve_studies.gpu_run.parts import PARTS, Plan, Source
 from maskserve_studies.gpu_run.run import Run
 
 RESULTS = CHECKOUT / "docs" / "benchmarks" / "gpu-whole-edits.json"
+MACHINE = RESULTS.with_name("gpu-machine.json")
 _SHM = Path("/dev/shm")
 _MODELS = DEMO_MODEL.parent
 _EDIT = _MODELS / "demo-edit"
@@ -60,16 +62,23 @@ TINY = Plan(
 )  # fmt: skip
 
 
-def main(argv: Sequence[str] | None = None, *, tiny: Plan = TINY) -> int:
-    """Run the command. Tests can give `--tiny` another plan."""
+def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     add = parser.add_argument
     add("--bundle", type=Path, metavar="DIR", help="write what a GPU machine needs, and list it")
     add("--part", choices=PARTS, action="append", help="default: all")
+    add("--machine", nargs="*", metavar="PART", help="measure the machine's steps instead of edits")
     add("--tiny", action="store_true", help="on a CPU, with small models")
     add("--page", action="store_true", help="write the page from --json")
     add("--json", type=Path, help=f"results; default: {RESULTS.relative_to(CHECKOUT)}")
     add("--models", type=Path, help="folder for models; default: in memory (/dev/shm)")
+    add_options(parser)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None, *, tiny: Plan = TINY) -> int:
+    """Run the command. Tests can give `--tiny` another plan."""
+    parser = options()
     args = parser.parse_args(argv)
     if args.bundle is not None:
         try:
@@ -80,13 +89,15 @@ def main(argv: Sequence[str] | None = None, *, tiny: Plan = TINY) -> int:
         return 0
     if args.tiny and args.json is None:
         parser.error("--tiny needs --json: its times do not belong to the results")
-    file = args.json or RESULTS
+    file = args.json or (RESULTS if args.machine is None else MACHINE)
     if args.page:
         print(write_page(file))
         return 0
     if not args.tiny and not torch.cuda.is_available():
         parser.error("there is no CUDA device that torch can use; --tiny runs on a CPU")
     device = torch.device("cpu") if args.tiny else torch.device("cuda", 0)
+    if args.machine is not None:
+        return measure_machine(args, file, device, _command(argv))
     plan = tiny if args.tiny else FULL
     with tempfile.TemporaryDirectory() as scratch:
         models = args.models
@@ -104,9 +115,13 @@ def main(argv: Sequence[str] | None = None, *, tiny: Plan = TINY) -> int:
     return 0
 
 
+def _command(argv: Sequence[str] | None) -> str:
+    return " ".join(["scripts/bench gpu_run", *(sys.argv[1:] if argv is None else argv)])
+
+
 def _about(argv: Sequence[str] | None, device: torch.device) -> dict[str, Any]:
     return {
-        "command": " ".join(["scripts/bench gpu_run", *(sys.argv[1:] if argv is None else argv)]),
+        "command": _command(argv),
         "hardware": hardware(device),
         "date": time.strftime("%Y-%m-%d"),
         "torch": torch.__version__,

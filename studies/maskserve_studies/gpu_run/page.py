@@ -18,7 +18,7 @@ _HEAD = (
     "# Whole edits on a GPU",
     "",
     "`scripts/bench gpu_run --page` writes this page from {json}. Do not edit. "
-    "[gpu.md](../gpu.md#whole-edits) says how to run it.",
+    "[gpu.md](../gpu.md#a-quarter-of-an-hour-on-a-gpu) says how to run it.",
 )
 _NEVER = "It has not run on a GPU. There is no number until it has."
 _NOTES = (

@@ -28,15 +28,15 @@ from maskserve_benchmarks.steps.step_rig import NO_TEXT, Bench
 from maskserve_common.config_file import config_of
 from maskserve_engine.families.specs import counted_work, load_spec
 from maskserve_engine.stages.device_probe import peak_rates
-from maskserve_studies.first_run.command import (
+from maskserve_studies.gpu_estimates.cards import CARDS
+from maskserve_studies.gpu_run.machine import (
     FORMAT,
     served_step,
     time_mixed_steps,
     time_refresh_steps,
     unet_bench,
 )
-from maskserve_studies.first_run.parts import RATIO, as_served, time_loads
-from maskserve_studies.gpu_estimates.cards import CARDS
+from maskserve_studies.gpu_run.machine_parts import RATIO, as_served, time_loads
 from maskserve_studies.gpu_run.random_model import write_random_model
 from maskserve_studies.gpu_run.run import Run, StepTimeout
 from maskserve_studies.gpu_run.sides import (

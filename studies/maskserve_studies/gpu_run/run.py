@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any
 
 from maskserve_benchmarks.reports import write_json
-from maskserve_studies.first_run.parts import in_words
+from maskserve_studies.gpu_run.machine_parts import in_words
 
 Figures = dict[str, Any]
 _STUCK_S = 15.0

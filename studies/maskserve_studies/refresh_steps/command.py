@@ -56,7 +56,7 @@ from maskserve_common.contracts.semantics import FILL
 from maskserve_engine.batch.step_cache import RefreshSchedule
 from maskserve_engine.families.flux.spec import REFRESH_STRIDES
 from maskserve_studies.demo_model.edit_classes import CLASSES, edits_of
-from maskserve_studies.first_run.parts import as_served
+from maskserve_studies.gpu_run.machine_parts import as_served
 from maskserve_studies.quality.choices import default
 from maskserve_studies.quality.metrics import EditQuality, by_class, compare
 from maskserve_studies.quality.refresh_steps import (

@@ -39,7 +39,7 @@ SYSTEMS: Final = ("planned", "ours", "lego")
 def inputs() -> list[Input]:
     """Every input of the study."""
     flux, sd3, sd35 = BASES["dev"], BASES["sd3"], BASES["sd35"]
-    first_run = "`scripts/bench first_run`, docs/gpu.md"
+    first_run = "`scripts/bench gpu_run --machine`, docs/gpu.md"
     return [
         Input("workflows, devices", "S1 to S6; 8, 16", "problem", "Table 2, §7.2"),
         Input("due times", "2 times alone", "problem", "§7.1"),

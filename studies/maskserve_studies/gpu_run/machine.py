@@ -1,4 +1,4 @@
-"""Measure a machine with a GPU in under 10 minutes, and write a JSON file and its page.
+"""Measurements of a machine with a GPU, in under 10 minutes: a JSON file and its page.
 
 The file is written anew after each part. A part that fails has a reason in place of its figures,
 and the other parts go on. The parts are:
@@ -15,17 +15,10 @@ and the other parts go on. The parts are:
 - steps that load their entries at the same time;
 - diffusers' own transformer in turn: as it is, compiled, and in FP8;
 - steps of SDXL, also of rows with refresh steps;
-- T5 and the VAE;
-- whole edits of the demo model (or of `--model FOLDER`) through Triton, if there is one.
+- T5 and the VAE.
 
-    python scripts/bench first_run --json docs/benchmarks/gpu-first-run.json
-
-A page with plots, gpu-first-run.md, is written beside the JSON file.
-
-Some parts alone: `--only served attention_ms`. For a card that cannot hold the whole model, use
-fewer blocks: `--blocks 4 8`. A rehearsal on any machine, which says nothing about a GPU:
-
-    python scripts/bench first_run --device cpu --preset demo --json rehearsal.json
+A page with plots is written beside the JSON file. For a card that cannot hold the whole model, use
+fewer blocks: `--blocks 4 8`.
 """
 
 from __future__ import annotations
@@ -37,7 +30,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -48,7 +41,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from maskserve_benchmarks.checkout import CHECKOUT, DEMO_MODEL
+from maskserve_benchmarks.checkout import CHECKOUT
 from maskserve_benchmarks.reports import write_json
 from maskserve_benchmarks.steps.step import cached_step, measure, packed_steps
 from maskserve_benchmarks.steps.step_rig import NO_TEXT, PRESETS, Bench
@@ -65,14 +58,13 @@ from maskserve_engine.families.flux.spec import REFRESH_STRIDES
 from maskserve_engine.fitting.memory import device_memory, peak_values
 from maskserve_engine.layers.attention import choose_flash, missing_varlen
 from maskserve_engine.stages.device_probe import peak_rates
-from maskserve_studies.first_run.page import write_page
-from maskserve_studies.first_run.parts import (
+from maskserve_studies.gpu_run.machine_page import write_page
+from maskserve_studies.gpu_run.machine_parts import (
     RIVALS,
     as_served,
     in_turn,
     in_words,
     time_attention,
-    time_edits,
     time_loads,
     time_placing,
     time_rivals,
@@ -87,8 +79,6 @@ KINDS = ("kv", "project")
 FORMAT, DEFAULT = "int8", CacheConfig().entry_format
 MIXED = (2, 4, 8)
 """Numbers of rows in batches whose rows all have different mask ratios."""
-EDITS = 4
-"""Whole edits per edit in flight."""
 STEPS = 28
 """Steps of an edit whose picture is new."""
 _UNRECORDED = 2
@@ -343,37 +333,41 @@ def load_gb_per_s(device: torch.device, sent: int = _SENT) -> dict[str, float]:
     }
 
 
-def main(
-    argv: Sequence[str] | None = None,
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `measure_machine`, but for the parts."""
+    add = parser.add_argument_group("with --machine").add_argument
+    add("--preset", choices=PRESETS, help="default: flux-1024, or demo with --tiny")
+    add("--blocks", type=int, nargs=2, metavar=("DOUBLE", "SINGLE"), help="default: all")
+    add("--unet", choices=UNETS, help="UNet to step; default: SDXL on a GPU")
+    add("--rivals", nargs="*", choices=RIVALS, default=RIVALS, help="default: all")
+    add("--repeat", type=int, default=3, help="rounds of each step")
+
+
+def measure_machine(
+    args: argparse.Namespace,
+    file: Path,
+    device: torch.device,
+    command: str,
     *,
     tests: Callable[[torch.device], bool] = run_tests,
     steps: Callable[[Bench, int], list[dict[str, Any]]] = time_steps,
     sent: int = _SENT,
 ) -> int:
-    """Run the command. Tests can replace the first parts, and can send less than `_SENT` bytes."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--preset", choices=PRESETS, default="flux-1024")
-    parser.add_argument(
-        "--blocks",
-        type=int,
-        nargs=2,
-        metavar=("DOUBLE", "SINGLE"),
-        help="of the model; default: all",
-    )
-    parser.add_argument("--unet", choices=UNETS, help="UNet to step; default: SDXL on a GPU")
-    parser.add_argument("--rivals", nargs="*", choices=RIVALS, default=RIVALS, help="default: all")
-    parser.add_argument("--model", type=Path, default=DEMO_MODEL, help="folder, for whole edits")
-    parser.add_argument("--repeat", type=int, default=3, help="rounds of each step")
-    parser.add_argument("--only", nargs="+", metavar="PART", help="names in the JSON; default: all")
-    args = parser.parse_args(argv)
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("there is no CUDA device that torch can use; --device cpu rehearses")
+    """Measure the parts, and return 1 if one failed.
+
+    Args:
+        args: flags (`add_options`), and in `machine` names of parts; none: all.
+        file: JSON file of the report.
+        device: the device.
+        command: the command line, for the report.
+        tests: runs tests/gpu.
+        steps: times plain steps.
+        sent: bytes that the loader's measurement sends.
+    """
+    preset = args.preset or ("demo" if args.tiny else "flux-1024")
     begin = time.monotonic()
-    device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
     report: dict[str, Any] = {
-        "command": " ".join(["scripts/bench first_run", *(argv or sys.argv[1:])]),
+        "command": command,
         "date": time.strftime("%Y-%m-%d"),
         "hardware": hardware(device),
         "torch": torch.__version__,
@@ -384,16 +378,16 @@ def main(
     def keep() -> None:
         """Save the figures found so far, so that a later failure does not lose them."""
         report["seconds"] = round(time.monotonic() - begin, 1)
-        part = args.json.with_name(args.json.name + ".part")
+        part = file.with_name(file.name + ".part")
         write_json(report, part)
-        part.replace(args.json)
-        write_page(report, args.json)
+        part.replace(file)
+        write_page(report, file)
 
     def find(name: str, part: Callable[[], Any]) -> Any:
         """The figures of a part. None if the part is not selected, or if it fails; then the reason
         is saved.
         """
-        if args.only is not None and name not in (*args.only, "model"):
+        if args.machine and name not in (*args.machine, "model"):
             return None
         try:
             figures = part()
@@ -410,10 +404,10 @@ def main(
 
     def make_model() -> dict[str, Any]:
         blocks = None if args.blocks is None else tuple(args.blocks)
-        bench = Bench(args.preset, blocks, dtype, device, FORMAT)
+        bench = Bench(preset, blocks, dtype, device, FORMAT)
         total, free = device_memory(device)
         benches.append(bench)
-        of = f"{args.preset}, {bench.blocks} blocks, {str(dtype).removeprefix('torch.')}"
+        of = f"{preset}, {bench.blocks} blocks, {str(dtype).removeprefix('torch.')}"
         weights = sum(p.nbytes for p in bench.model.parameters())
         return {"name": of, "weights": weights, "total": total, "free": free}
 
@@ -440,10 +434,7 @@ def main(
         report["unet"] = unet
         find("unet_steps", lambda: time_mixed_steps(unet_bench(unet, dtype, device), 3))
         find("unet_own", lambda: time_refresh_steps(unet_bench(unet, dtype, device, steps=8)))
-    find("stages", lambda: time_stages(device, dtype, demo=args.preset == "demo"))
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    find("edits", lambda: time_edits(args.model, EDITS))
+    find("stages", lambda: time_stages(device, dtype, demo=preset == "demo"))
     over = [row for row in memory_steps or () if row["held"] > row["counted"]]
     failed = report["failed"]
     if "tests_passed" in report:

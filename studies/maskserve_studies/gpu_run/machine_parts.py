@@ -1,5 +1,5 @@
-"""The parts of a first run other than plain steps: kernels of a step, loads during steps, rivals,
-T5 and the VAE, and whole edits through Triton. A part that cannot run gives its reason.
+"""The parts of a machine's measurement other than plain steps: kernels of a step, loads during
+steps, rivals, T5 and the VAE. A part that cannot run gives its reason.
 """
 
 from __future__ import annotations
@@ -7,7 +7,6 @@ from __future__ import annotations
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -21,7 +20,6 @@ from diffusers import AutoencoderKL
 from transformers import T5Config, T5EncoderModel
 
 from maskserve_benchmarks.checkout import DEMO_MODEL
-from maskserve_benchmarks.edits.edit import Site, production_edits, worker_of
 from maskserve_benchmarks.published_models import FLUX_VAE, T5_XXL
 from maskserve_benchmarks.steps.step_rig import Bench
 from maskserve_benchmarks.timing import Timer
@@ -36,7 +34,6 @@ from maskserve_engine.cache.registered import Registrar
 from maskserve_engine.cache.store import Handle, Store
 from maskserve_engine.cache.tier import Note
 from maskserve_engine.families.flux.spec import RECORDED_ROWS
-from maskserve_engine.families.specs import load_spec
 from maskserve_engine.fitting.entry_store import open_reserve
 from maskserve_engine.layers.attention import bucket, missing_varlen, segments, varlen
 from maskserve_engine.layers.scatter_kv import Change, KvSource, scatter_kv, slots_of
@@ -51,7 +48,6 @@ _BUFFER = 32 * 2**20
 _ROUNDS, _CALLS = 3, 20
 _LOADS = 2
 """Loads that rows may have in flight: those of the last step and of the next step."""
-_AT_ONCE = (1, 8)
 _SHM = Path("/dev/shm")
 Figures = dict[str, Any]
 Quantise = Callable[[Any, Any, torch.device], None]
@@ -392,35 +388,3 @@ def time_stages(device: torch.device, dtype: torch.dtype, *, demo: bool) -> Figu
         "decode_ms": lambda: vae.decode(latents),
     }
     return {"tokens": tokens, "side": side, **in_turn(Timer(device), variants, _ROUNDS)}
-
-
-def time_edits(
-    model: Path,
-    count: int,
-    worker: Callable[[Path, Path], AbstractContextManager[Site]] = worker_of,
-) -> Figures:
-    """Whole edits through their own Triton, with production masks of primed templates, one and
-    several at a time. Without Triton, the reason.
-
-    Args:
-        model: folder.
-        count: edits per edit in flight.
-        worker: starts a worker, given a model and a folder for its files.
-    """
-    size = load_spec(str(model)).native_resolution
-    edits = production_edits(size, count * max(_AT_ONCE), 4)
-    try:
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            worker(model, Path(folder) / "worker") as site,
-        ):
-            for image in sorted({edit.image for edit in edits}):
-                site.prime(image)
-            site.run(edits[: max(_AT_ONCE)], max(_AT_ONCE))  # a worker's one-time work
-            runs = {
-                str(in_flight): site.run(edits[: count * in_flight], in_flight)
-                for in_flight in _AT_ONCE
-            }
-    except Exception as error:  # no Triton, or a worker that does not start
-        return {"model": model.name, "why": in_words(error)}
-    return {"model": model.name, "side": size, "at_once": runs}

@@ -1,4 +1,4 @@
-"""The page of a first run: tables and plots of the parts that its JSON has."""
+"""The page of a machine's measurement: tables and plots of the parts that its JSON has."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def write_page(report: Report, file: Path) -> None:
     """Write the page FILE.md, and beside it FILE-steps.png and FILE-memory.png.
 
     Args:
-        report: the report of `first_run`; parts may be missing.
+        report: the report of `machine`; parts may be missing.
         file: the JSON file of the report.
     """
     plots = {}
@@ -33,7 +33,7 @@ def write_page(report: Report, file: Path) -> None:
 
 def _lines(report: Report, plots: Mapping[str, str]) -> list[str]:
     lines = [
-        f"# First run on {report['hardware']}",
+        f"# Steps on {report['hardware']}",
         "",
         f"Made by `{report['command']}` on {report['date']}, torch {report['torch']}, in "
         f"{report.get('seconds', 0):g} s. Do not edit: the command writes it.",
@@ -111,19 +111,6 @@ def _rival_table(rivals: Sequence[Report]) -> list[str]:
         "",
         table(("rows", "who", "step ms"), rows),
     ]
-
-
-def _edit_table(edits: Report) -> list[str]:
-    if "why" in edits:
-        return [f"None of {edits['model']}: {edits['why']}"]
-    runs = edits["at_once"]
-    stages = next(iter(runs.values()))["stages_ms"]
-    rows = [
-        (in_flight, f"{run['edits_per_s']:.2f}", *_tenths(run["stages_ms"], *stages))
-        for in_flight, run in runs.items()
-    ]
-    about = f"{edits['model']}, {edits['side']}x{edits['side']}. Stages in ms, medians."
-    return [about, "", table(("at once", "edits/s", *stages), rows)]
 
 
 def _step_table(steps: Sequence[Report]) -> list[str]:
@@ -321,5 +308,4 @@ _SECTIONS: dict[str, tuple[str, Callable[[Any], list[str]]]] = {
     "loads": ("Steps that load their entries", _load_table),
     "rivals": ("Beside diffusers", _rival_table),
     "stages": ("T5 and the VAE", _stages),
-    "edits": ("Whole edits through Triton", _edit_table),
 }

@@ -1,4 +1,4 @@
-"""The first commands for a GPU have run here: every line, on the CPU and a small model."""
+"""A machine is measured here: every line, on the CPU and a small model."""
 
 from __future__ import annotations
 
@@ -9,26 +9,31 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from maskserve_benchmarks.checkout import DEMO_MODEL
 from maskserve_benchmarks.steps.step import rest_time
 from maskserve_benchmarks.steps.step_rig import Bench
 from maskserve_benchmarks.timing import Timer
 from maskserve_engine.cache.reserve import Reserve
-from maskserve_studies.first_run import command as first_run
-from maskserve_studies.first_run import parts as first_run_parts
-from maskserve_studies.first_run.page import write_page
-from maskserve_studies.first_run.parts import (
+from maskserve_studies.gpu_run import command, machine, machine_parts
+from maskserve_studies.gpu_run.machine_page import write_page
+from maskserve_studies.gpu_run.machine_parts import (
     RIVALS,
     answer_of,
     inputs_of,
     rival_of,
     time_attention,
-    time_edits,
     time_loads,
     time_placing,
     time_rivals,
 )
 from maskserve_studies.kernels.fake_cuda import FakeCuda
+
+CPU = torch.device("cpu")
+
+
+def measured(file: Path, *flags: str, device: torch.device = CPU, **parts: Any) -> int:
+    """Run `gpu_run --machine` with flags."""
+    args = command.options().parse_args(["--machine", *flags])
+    return machine.measure_machine(args, file, device, "c", **parts)
 
 
 @pytest.mark.slow
@@ -37,8 +42,7 @@ def test_a_rehearsal_measures_all_that_a_gpu_is_asked(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "rehearsal.json"
-    arguments = ["--device", "cpu", "--preset", "demo", "--repeat", "1", "--json", str(file)]
-    assert first_run.main(arguments) == 0, capfd.readouterr().out[-3000:]
+    assert measured(file, "--tiny", "--repeat", "1") == 0, capfd.readouterr().out[-3000:]
     report = json.loads(file.read_text(encoding="utf-8"))
     assert report["tests_passed"] is True
     assert {
@@ -46,17 +50,17 @@ def test_a_rehearsal_measures_all_that_a_gpu_is_asked(
     } == {
         (kind, format, batch, ratio)
         for kind, format, batches in (
-            *((kind, "int8", first_run.BATCHES) for kind in first_run.KINDS),
-            ("kv", "int4", first_run.BATCHES[:1]),
+            *((kind, "int8", machine.BATCHES) for kind in machine.KINDS),
+            ("kv", "int4", machine.BATCHES[:1]),
         )
         for batch in batches
-        for ratio in first_run.RATIOS
+        for ratio in machine.RATIOS
     }
     assert all(row["ms"] > 0 for row in report["served"])
     for row in report["steps"]:
         assert 0 < row["limit_ms"] < row["dense_limit_ms"]
         assert min(row["ms"], row["dense_ms"]) > 0
-    assert [row["batch"] for row in report["mixed"]] == list(first_run.MIXED)
+    assert [row["batch"] for row in report["mixed"]] == list(machine.MIXED)
     for row in report["asked"]:
         assert 0 < row["asked_ms"] <= row["ms"]
     assert report["attention"] == "one call for each row"
@@ -67,9 +71,8 @@ def test_a_rehearsal_measures_all_that_a_gpu_is_asked(
     assert {item["who"] for item in report["rivals"]} >= set(RIVALS)
     assert all(item["ms"] > 0 for item in report["rivals"])
     assert min(report["stages"][name] for name in ("t5_ms", "encode_ms", "decode_ms")) > 0
-    assert report["edits"]["at_once"].keys() == {"1", "8"}, report["edits"]
     page = file.with_suffix(".md").read_text(encoding="utf-8")
-    for title in ("Steps that load", "Beside diffusers", "T5 and the VAE", "Whole edits"):
+    for title in ("Steps that load", "Beside diffusers", "T5 and the VAE"):
         assert f"## {title}" in page
     assert {item.name for item in tmp_path.iterdir()} == {
         "rehearsal.json",
@@ -88,21 +91,20 @@ def test_on_a_device_that_computes_nothing_every_part_is_asked_for(
     steps that load: the loader has threads, and torch's fake tensors are for one.
     """
     file = tmp_path / "run.json"
-    arguments = ["--device", "cuda", "--blocks", "1", "1", "--repeat", "1", "--json", str(file)]
+    flags = "--blocks", "1", "1", "--repeat", "1"
     with FakeCuda() as cuda:
         monkeypatch.setattr(torch.cuda, "synchronize", lambda _=None: cuda.catch_up())
-        monkeypatch.setattr(first_run, "time_loads", lambda *_: [])
+        monkeypatch.setattr(machine, "time_loads", lambda *_: [])
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _=None: 0)
         monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _=None: 0)
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _=None: None)
         monkeypatch.setattr(torch.cuda, "memory_stats", lambda _=None: {})
-        assert first_run.main(arguments, tests=lambda device: True) == 0, capfd.readouterr().out[
-            -3000:
-        ]
+        code = measured(file, *flags, device=torch.device("cuda", 0), tests=lambda device: True)
+        assert code == 0, capfd.readouterr().out[-3000:]
     report = json.loads(file.read_text(encoding="utf-8"))
     assert report["failed"] == {}
     assert {item["who"] for item in report["rivals"]} >= set(RIVALS)
-    assert {item["kind"] for item in report["steps"]} == set(first_run.KINDS)
+    assert {item["kind"] for item in report["steps"]} == set(machine.KINDS)
     assert report["unet_steps"]
     assert all(item["ms"] > 0 for item in report["unet_own"])
 
@@ -111,24 +113,24 @@ def test_what_is_not_in_blocks_and_how_long_the_host_asks_are_parts_of_a_step() 
     bench = Bench("demo", (1, 1), torch.float32, torch.device("cpu"), "int8")
     bench.fill_entry("kv")
     assert rest_time(bench, Timer(bench.device), [bench.row(0.2, 0)], "kv") > 0
-    for step in first_run.time_launches(bench):
+    for step in machine.time_launches(bench):
         assert 0 < step["asked_ms"] <= step["ms"]
 
 
 def test_steps_are_timed_as_a_worker_takes_them(tmp_path: Path) -> None:
     bench = Bench("demo", (1, 1), torch.float32, torch.device("cpu"), "int8", steps=8)
-    served_steps = first_run.time_served_steps(bench, 1)
+    served_steps = machine.time_served_steps(bench, 1)
     assert [(step["batch"], step["kind"], step["mask_ratio"]) for step in served_steps] == [
         (batch, kind, ratio)
-        for batch in first_run.SERVED
+        for batch in machine.SERVED
         for kind in ("kv", "no-text")
-        for ratio in first_run.RATIOS
+        for ratio in machine.RATIOS
     ]
     assert all(step["ms"] > 0 and "asked_ms" not in step for step in served_steps)  # on a CPU
     assert [("anchor_ms" in step) for step in served_steps] == [
         s["kind"] == "no-text" for s in served_steps
     ]
-    assert sum("edit_times" in step for step in served_steps) == len(first_run.RATIOS)
+    assert sum("edit_times" in step for step in served_steps) == len(machine.RATIOS)
     served_steps[0]["asked_ms"] = 2.25
     report = {"hardware": "x", "command": "y", "date": "z", "torch": "2", "served": served_steps}
     write_page(report, tmp_path / "run.json")
@@ -160,21 +162,10 @@ def test_what_steps_are_made_of_is_timed_by_itself(tmp_path: Path) -> None:
 
 def test_parts_are_asked_for_by_name(tmp_path: Path) -> None:
     file = tmp_path / "run.json"
-    arguments = ["--device", "cpu", "--preset", "demo", "--blocks", "1", "1", "--only", "gb_per_s"]
-    assert first_run.main([*arguments, "--json", str(file)], sent=2**20) == 0
+    assert measured(file, "gb_per_s", "--tiny", "--blocks", "1", "1", sent=2**20) == 0
     report = json.loads(file.read_text(encoding="utf-8"))
     assert "gb_per_s" in report
-    assert not {"tests_passed", "steps", "served", "edits"} & report.keys()
-
-
-def test_without_a_gpu_it_says_what_to_do(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    if first_run.torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    with pytest.raises(SystemExit):
-        first_run.main(["--json", str(tmp_path / "x.json")])
-    assert "--device cpu rehearses" in capsys.readouterr().err
+    assert not {"tests_passed", "steps", "served"} & report.keys()
 
 
 def test_a_part_that_fails_says_why_and_the_others_go_on(
@@ -183,15 +174,11 @@ def test_a_part_that_fails_says_why_and_the_others_go_on(
     def fails(*_: object) -> NoReturn:
         raise RuntimeError("out of memory\nand a page of more")
 
-    def none(*_: object) -> dict[str, str]:
-        return {"model": "demo", "why": "no Triton"}
-
-    monkeypatch.setattr(first_run, "time_edits", none)
-    monkeypatch.setattr(first_run, "time_rivals", fails)
+    monkeypatch.setattr(machine, "time_rivals", fails)
     file = tmp_path / "run.json"
-    arguments = ["--device", "cpu", "--preset", "demo", "--blocks", "1", "2", "--json", str(file)]
+    flags = "--tiny", "--blocks", "1", "2", "--repeat", "1"
     passed: dict[str, Any] = {"tests": lambda device: True, "sent": 2**20}
-    assert first_run.main([*arguments, "--repeat", "1"], steps=fails, **passed) == 1
+    assert measured(file, *flags, steps=fails, **passed) == 1
     report = json.loads(file.read_text(encoding="utf-8"))
     assert report["tests_passed"] is True
     assert report["model"]["name"] == "demo, 3 blocks, float32"
@@ -199,7 +186,7 @@ def test_a_part_that_fails_says_why_and_the_others_go_on(
     assert report["gb_per_s"].keys() == {"gathered", "whole", "link"}
     why = "RuntimeError: out of memory"
     assert report["failed"] == {"steps": why, "rivals": why}
-    assert {"mixed", "asked", "held", "loads", "stages", "edits"} <= report.keys()
+    assert {"mixed", "asked", "held", "loads", "stages"} <= report.keys()
     page = file.with_suffix(".md").read_text(encoding="utf-8")
     assert "tests/gpu passed" in page
     assert "demo, 3 blocks, float32" in page
@@ -218,20 +205,19 @@ def test_without_a_model_the_parts_that_need_none_are_measured(
         raise torch.OutOfMemoryError("no room")
 
     file = tmp_path / "run.json"
-    for name in ("Bench", "time_stages", "time_edits"):
-        monkeypatch.setattr(first_run, name, lambda *_, **__: fails())
-    arguments = ["--device", "cpu", "--preset", "demo", "--json", str(file)]
-    assert first_run.main(arguments, tests=lambda device: True, sent=2**20) == 1
+    for name in ("Bench", "time_stages"):
+        monkeypatch.setattr(machine, name, lambda *_, **__: fails())
+    assert measured(file, "--tiny", tests=lambda device: True, sent=2**20) == 1
     assert {"tests_passed", "attention", "gb_per_s"} <= saved_keys[0]
     report = json.loads(file.read_text(encoding="utf-8"))
-    assert report["failed"].keys() == {"model", "stages", "edits"}
+    assert report["failed"].keys() == {"model", "stages"}
     page = file.with_suffix(".md").read_text(encoding="utf-8")
     assert "- model: none, OutOfMemoryError: no room" in page
     assert "## Steps" not in page
 
 
 def test_the_page_says_what_the_report_says(tmp_path: Path) -> None:
-    about = {"command": "first_run", "date": "today", "hardware": "a card", "torch": "2"}
+    about = {"command": "gpu_run", "date": "today", "hardware": "a card", "torch": "2"}
     steps = [
         {
             "kind": kind,
@@ -243,9 +229,9 @@ def test_the_page_says_what_the_report_says(tmp_path: Path) -> None:
             "limit_ms": 5 * batch * (ratio + 0.1),
             "dense_limit_ms": 6.0 * batch,
         }
-        for kind in first_run.KINDS
-        for batch in first_run.BATCHES
-        for ratio in first_run.RATIOS
+        for kind in machine.KINDS
+        for batch in machine.BATCHES
+        for ratio in machine.RATIOS
     ]
     memory_rows = [
         {"batch": 1, "mask_ratio": None, "held": 2**30, "counted": 2**31},
@@ -285,10 +271,10 @@ def test_loads_that_are_timed_are_cut_of_a_reserve(monkeypatch: pytest.MonkeyPat
         reserves.append(Reserve(nbytes, torch.device("cpu")))
         return reserves[-1]
 
-    monkeypatch.setattr(first_run_parts, "open_reserve", reserve)
+    monkeypatch.setattr(machine_parts, "open_reserve", reserve)
     time_loads(small_bench(), [1, 2])
     assert reserves[0].free == len(reserves[0].memory)
-    monkeypatch.setattr(first_run_parts, "_LOADS", 1)
+    monkeypatch.setattr(machine_parts, "_LOADS", 1)
     with pytest.raises(AssertionError, match="no room in the reserve"):
         time_loads(small_bench(), [2])
 
@@ -322,17 +308,11 @@ def test_a_rival_answers_all_tokens_of_the_step() -> None:
     assert bool(answer.isfinite().all())
 
 
-def test_where_no_triton_is_edits_say_why(tmp_path: Path) -> None:
-    def missing(*_: object) -> NoReturn:
-        raise FileNotFoundError("no tritonserver")
-
-    edits_report = time_edits(DEMO_MODEL, 1, missing)
-    assert edits_report == {"model": "demo", "why": "FileNotFoundError: no tritonserver"}
+def test_a_rival_that_cannot_run_has_a_reason_on_the_page(tmp_path: Path) -> None:
     report = {
-        "hardware": "x", "command": "y", "date": "z", "torch": "2", "edits": edits_report,
+        "hardware": "x", "command": "y", "date": "z", "torch": "2",
         "rivals": [{"who": "fp8", "why": "no such kernel"}],
     }  # fmt: skip
     write_page(report, tmp_path / "run.json")
     page = (tmp_path / "run.md").read_text(encoding="utf-8")
-    assert "None of demo: FileNotFoundError" in page
     assert "| – | fp8 | none: no such kernel |" in page

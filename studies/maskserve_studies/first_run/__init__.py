@@ -1,1 +1,0 @@
-"""The first run on a machine with a GPU."""
