@@ -161,10 +161,10 @@ class EngineConfig(Table, frozen=True):
     cuda_graphs: bool = True
     """Record UNet steps as CUDA graphs; a record takes as much memory as a step."""
     flux_cuda_graphs: bool = True
-    """Record FLUX steps of up to 2.3 dense rows' tokens (0.3 of `max_rows`) as CUDA graphs; cached
-    rows then compute up to an eighth more tokens. Not for edits that are `reproducible` or have
-    LoRAs, ControlNets or a `first_block_threshold`, nor with `placed_bytes` or several
-    `devices`."""
+    """Record FLUX's T5, and steps of up to 2.3 dense rows' tokens (0.3 of `max_rows`), as CUDA
+    graphs; cached rows then compute up to an eighth more tokens. Not for edits that are
+    `reproducible` or have LoRAs, ControlNets or a `first_block_threshold`, nor with `placed_bytes`
+    or several `devices`."""
     front_threads: Annotated[int, Meta(ge=1, le=4096)] = 64
     """Edits that one front serves at once."""
 

@@ -2,8 +2,8 @@
 together.
 
 A prompt's embeddings and a template's moments depend on their keys alone, so cached ones equal new
-ones. They are equal bit for bit if the embeddings were not computed with those of other edits;
-`reproducible` edits have separate ones. A Fill model's masked picture differs from its template
+ones. They are equal bit for bit if they were not computed in one call with others; `reproducible`
+edits have separate ones. A Fill model's masked picture differs from its template
 under the mask only; if the template is kept, it is encoded in pieces around the mask, nearly as if
 whole.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from typing import NamedTuple, TypeVar
@@ -30,6 +30,7 @@ from maskserve_engine.base.job import Conditioning
 from maskserve_engine.cache.priming_prompt import PRIMING_PROMPT, write_priming_prompt
 from maskserve_engine.families.encoder import Encoder, TemplateEncoding
 from maskserve_engine.families.registry import load_encoder
+from maskserve_engine.fitting.memory import device_memory, encoded_at_once
 from maskserve_engine.stages.encoded import (
     NO_CONTROLS,
     NO_MOMENTS,
@@ -39,7 +40,7 @@ from maskserve_engine.stages.encoded import (
     TokensRead,
 )
 from maskserve_engine.stages.moments_folder import MomentsFolder
-from maskserve_engine.stages.vae_batches import shares_calls, vae_batches
+from maskserve_engine.stages.vae_batches import FULL, shares_calls, vae_batches
 from maskserve_engine.stages.vae_pieces import Pieces, PixelBox
 from maskserve_triton.run_encodings import RunEncodings, RunScope
 
@@ -168,6 +169,11 @@ class EditEncoder:
         self._encoder, self._model = encoder, config.model
         device = encoder.vae.device
         self._shares_calls = shares_calls(config.stages, device.type)
+        self._most_pixels = FULL
+        if self._shares_calls:
+            total, _ = device_memory(device)
+            pictures = encoded_at_once(config, encoder.spec, device.type, total)
+            self._most_pixels = max(FULL, pictures * encoder.spec.native_resolution**2)
         aside = device.type == "cuda" if texts_aside is None else texts_aside
         self._texts = _Aside(device) if aside else None
         self._adapters = TextAdapters(config, encoder.text_models)
@@ -224,9 +230,10 @@ class EditEncoder:
     ) -> Iterator[tuple[Encoded, EncodeReport] | Exception]:
         """Encode the edits of one call; yield each as soon as it is done, in this order.
 
-        Prompts that are not cached are computed in one call of the text encoders, and masked
-        pictures of one size in one call of the VAE if that pays. Rounding depends on the edits that
-        share a call, so `reproducible` edits share none. A failed edit yields its error:
+        Prompts that are not cached are computed in one call of the text encoders, and pictures of
+        one size, masked ones and their sources, in one call of the VAE if that pays. Rounding
+        depends on what shares a call, so `reproducible` edits share none. A failed edit yields its
+        error:
 
             InvalidRequest: a LoRA's file does not fit.
             Overloaded: a LoRA's file has left the host since the edit was accepted.
@@ -239,14 +246,14 @@ class EditEncoder:
         prompts = [
             self._aside(partial(self._prompts_of, edit_input, shared)) for edit_input in edits
         ]
-        masked = _MaskedPictures(self._encoder, edits, self._whole_masks(edits))
+        whole = _WholePictures(self._encoder, edits, self._sharing(edits), self._most_pixels)
         share()
         shared_s = time.perf_counter() - begin
         for number, edit_input in enumerate(edits):
             begin = time.perf_counter()
             result: tuple[Encoded, EncodeReport] | Exception
             try:
-                pictures = self._pictures(number, edit_input, masked)
+                pictures = self._pictures(number, edit_input, whole)
                 controls = self._control_moments(edit_input.controls)
                 text = prompts[number]()
                 encoded = Encoded(
@@ -395,13 +402,20 @@ class EditEncoder:
 
     # Pictures
 
-    def _pictures(self, number: int, request: ToEncode, masked: _MaskedPictures) -> _Pictures:
+    def _pictures(self, number: int, request: ToEncode, whole: _WholePictures) -> _Pictures:
         if request.edit.kind == "generate":
             return _Pictures(self._encoder.no_moments(request.edit_mask), NO_MOMENTS, None, True, 1)
-        template, is_cached = self._template(request.edit.pixels_id, request.pixels)
+        template, is_cached = self._template(
+            request.edit.pixels_id,
+            partial(whole.source, number),
+            alone=request.edit.settings.reproducible,
+        )
         if not self._encoder.spec.semantics.masked_picture:
             further = zip(request.edit.references, request.pictures[1:], strict=True)
-            encoded = [self._template(named.pixels_id, pixels) for named, pixels in further]
+            encoded = [
+                self._template(named.pixels_id, partial(self._encoder.template, pixels))
+                for named, pixels in further
+            ]
             references = tuple([encoding.moments for encoding, _ in encoded])
             are_cached = all(from_cache for _, from_cache in encoded) if encoded else None
             return _Pictures(
@@ -409,38 +423,46 @@ class EditEncoder:
             )
         if not request.edit_mask.any():  # a template that is primed
             return _Pictures(template.moments, template.moments, is_cached, True, 1)
-        pieces = (
-            self._pieces(request.edit, template) if is_cached and number not in masked else None
-        )
+        pieces = self._pieces(request.edit, template) if is_cached and number not in whole else None
         if pieces is None:
-            moments, batch = masked.take(number)
+            moments, batch = whole.masked(number)
             return _Pictures(template.moments, moments, is_cached, True, batch)
         moments = self._encoder.masked_pieces(request.pixels, request.edit_mask, pieces, template)
         return _Pictures(template.moments, moments, is_cached, False, 1)
 
-    def _whole_masks(self, edits: Sequence[ToEncode]) -> list[int]:
-        """Return the edits whose masked pictures may share a call: none is known to go in
-        pieces.
+    def _sharing(self, edits: Sequence[ToEncode]) -> dict[int, bool]:
+        """Return the edits whose masked pictures may share a call, since none is known to go in
+        pieces, and whether their sources do, too: those that are not cached, once each.
         """
         if not self._shares_calls or not self._encoder.spec.semantics.masked_picture:
-            return []
-        numbers = []
+            return {}
+        sharing: dict[int, bool] = {}
+        sources = set[str]()
         for number, request in enumerate(edits):
             edit, edit_mask = request.edit, request.edit_mask
             template = self._templates.get(edit.pixels_id) if edit.pixels_id else None
             in_pieces = template is not None and self._pieces(edit, template) is not None
             if edit_mask.any() and not in_pieces and not edit.settings.reproducible:
-                numbers.append(number)
-        return numbers
+                # What a run shares is encoded as by any other worker of the host.
+                has_new = template is None and not request.run and edit.pixels_id not in sources
+                sharing[number] = has_new
+                sources.add(edit.pixels_id)
+        return sharing
 
-    def _template(self, pixels_id: str, pixels: NDArray[np.uint8]) -> tuple[TemplateEncoding, bool]:
-        """Return a picture's encoding, and whether it came from the cache; an empty id names
-        none.
+    def _template(
+        self, pixels_id: str, encode: Callable[[], TemplateEncoding], *, alone: bool = False
+    ) -> tuple[TemplateEncoding, bool]:
+        """Return a picture's encoding, and whether it came from the cache.
+
+        Args:
+            pixels_id: names the encoding; empty: it is not cached.
+            encode: encodes the picture.
+            alone: whether its call must have no other picture.
         """
         cached = self._templates.get(pixels_id) if pixels_id else None
-        if cached is not None:
+        if cached is not None and (cached.alone or not alone):
             return cached, True
-        encoding = self._encoder.template(pixels)
+        encoding = encode()
         if pixels_id:
             self._keep_template(pixels_id, encoding)
         return encoding, False
@@ -469,42 +491,85 @@ class EditEncoder:
         return np.stack([self._encoder.moments(picture) for picture in controls])
 
 
-class _MaskedPictures:
-    """Masked pictures that are encoded as a whole; those that share a call are encoded when the
-    first is requested.
+class _Picture(NamedTuple):
+    number: int
+    """Number of the edit."""
+    masked: bool
+    """Whether it is the masked picture, not the source."""
+
+
+class _WholePictures:
+    """Sources and masked pictures that are encoded as a whole; those that share a call are encoded
+    when the first is requested.
 
     Args:
         encoder: encoder of the model.
         edits: edits of one call.
-        sharing: edits that may share a call of the VAE.
+        sharing: edits whose masked pictures may share a call of the VAE, and whether their sources
+            do, too.
+        most: maximum pixels of a call.
     """
 
-    def __init__(self, encoder: Encoder, edits: Sequence[ToEncode], sharing: Sequence[int]) -> None:
+    def __init__(
+        self,
+        encoder: Encoder,
+        edits: Sequence[ToEncode],
+        sharing: Mapping[int, bool],
+        most: int,
+    ) -> None:
         self._encoder, self._edits = encoder, edits
-        shapes = {number: edits[number].edit_mask.shape for number in sharing}
-        self._batches = vae_batches({number: (h, w) for number, (h, w) in shapes.items()})
-        self._encoded: dict[int, tuple[NDArray[np.float32], int]] = {}
+        sizes: dict[_Picture, tuple[int, int]] = {}
+        for number, has_source in sharing.items():
+            height, width = edits[number].edit_mask.shape
+            names = [_Picture(number, False)] * has_source + [_Picture(number, True)]
+            sizes |= dict.fromkeys(names, (height, width))
+        self._batches = vae_batches(sizes, most)
+        self._sources: dict[int, TemplateEncoding] = {}
+        self._masked: dict[int, tuple[NDArray[np.float32], int]] = {}
 
     def __contains__(self, number: int) -> bool:
-        return number in self._batches
+        return _Picture(number, True) in self._batches
 
-    def take(self, number: int) -> tuple[NDArray[np.float32], int]:
-        """One edit's moments, and the number computed in the same call."""
-        batch = self._batches.get(number, (number,))
-        if number not in self._encoded and len(batch) > 1:
+    def source(self, number: int) -> TemplateEncoding:
+        if number not in self._sources:
+            self._encode(_Picture(number, False))
+        return self._sources.pop(number)
+
+    def masked(self, number: int) -> tuple[NDArray[np.float32], int]:
+        """Return an edit's moments, and the number of masked pictures in the same call."""
+        if number not in self._masked:
+            self._encode(_Picture(number, True))
+        return self._masked.pop(number)
+
+    def _encode(self, picture: _Picture) -> None:
+        """Encode a picture, with those of its call or, if that fails, alone."""
+        batch = self._batches.get(picture, (picture,))
+        if len(batch) > 1:
             try:
-                self._compute(batch)
+                self._encode_together(batch)
             except Exception:
                 log.exception("%d pictures were not encoded together; each goes alone", len(batch))
                 self._batches |= {member: (member,) for member in batch}
-        if number not in self._encoded:
-            self._compute((number,))
-        return self._encoded.pop(number)
+            else:
+                return
+        edit = self._edits[picture.number]
+        if picture.masked:
+            [moments] = self._encoder.all_masked_moments([(edit.pixels, edit.edit_mask)])
+            self._masked[picture.number] = moments, 1
+        else:
+            self._sources[picture.number] = self._encoder.template(edit.pixels)
 
-    def _compute(self, batch: Sequence[int]) -> None:
-        pictures = [(self._edits[member].pixels, self._edits[member].edit_mask) for member in batch]
-        moments = self._encoder.all_masked_moments(pictures)
-        self._encoded |= {member: (m, len(batch)) for member, m in zip(batch, moments, strict=True)}
+    def _encode_together(self, batch: Sequence[_Picture]) -> None:
+        sources = [member.number for member in batch if not member.masked]
+        masked = [member.number for member in batch if member.masked]
+        templates, moments = self._encoder.encode_pictures(
+            [self._edits[number].pixels for number in sources],
+            [(self._edits[number].pixels, self._edits[number].edit_mask) for number in masked],
+        )
+        self._sources |= zip(sources, templates, strict=True)
+        self._masked |= {
+            number: (m, len(masked)) for number, m in zip(masked, moments, strict=True)
+        }
 
 
 class _Aside:

@@ -36,6 +36,8 @@ from maskserve_engine.stages.vae_pieces import (
     resnet,
 )
 
+RECORDED_PROMPTS = 2
+"""Most prompts of a recorded call; those of a longer one keep the device busy."""
 RIM = 1
 """Width, in latents, of a piece's rim, which lacks too much of its surroundings to be used."""
 
@@ -49,8 +51,8 @@ class _TextCall:
     """[prompts, length] token ids."""
 
     @property
-    def shapes(self) -> Hashable:
-        return tuple(self.packed.shape)
+    def shapes(self) -> Hashable | None:
+        return tuple(self.packed.shape) if len(self.packed) <= RECORDED_PROMPTS else None
 
     @property
     def common(self) -> bool:
@@ -77,7 +79,7 @@ class TextEncoder:
     length: int
     """Tokens of a prompt: shorter prompts are padded, longer ones cut, as in diffusers."""
     graphs: Graphs | None = field(default=None, kw_only=True)
-    """Records `states`, one graph for each number of prompts; None: nothing is recorded."""
+    """Records `states`, a graph for each number of prompts; None: nothing is recorded."""
 
     @classmethod
     def load(
@@ -170,6 +172,8 @@ class TemplateEncoding:
     """[1, width, h, w] input of the encoder's middle, if that has attention."""
     sums: CellSums | None = None
     """None if masked pictures are not encoded in pieces."""
+    alone: bool = True
+    """Whether its call of the VAE had no other picture; rounding depends on it."""
 
     @property
     def nbytes(self) -> int:
@@ -238,24 +242,43 @@ class Encoder(ABC):
         self, edits: Sequence[tuple[NDArray[np.uint8], NDArray[np.uint8]]]
     ) -> list[NDArray[np.float32]]:
         """Return `masked_moments` of several edits of one size, in one call."""
-        with torch.inference_mode():
-            blanked = [_image(pixels) * torch.from_numpy(mask == 0) for pixels, mask in edits]
-            return list(self._all_moments(torch.cat(blanked)))
+        return self.encode_pictures((), edits)[1]
 
     def template(self, pixels: NDArray[np.uint8]) -> TemplateEncoding:
         """Return the source's moments, bit for bit as `moments`, and the data that `masked_pieces`
         needs.
         """
-        factor = self.spec.vae_scale_factor
-        size = pixels.shape[0] // factor, pixels.shape[1] // factor
-        if not self.has_pieces or is_tiled(self.vae, size, self.spec.latents):
-            return TemplateEncoding(self.moments(pixels))
-        recorder = NormRecorder(size)
+        [template], _ = self.encode_pictures((pixels,), ())
+        return template
+
+    def encode_pictures(
+        self,
+        sources: Sequence[NDArray[np.uint8]],
+        edits: Sequence[tuple[NDArray[np.uint8], NDArray[np.uint8]]],
+    ) -> tuple[list[TemplateEncoding], list[NDArray[np.float32]]]:
+        """Return `template` of sources, and `masked_moments` of edits (pixels and edit mask), all
+        of one size and in one call.
+        """
+        images = [_image(pixels) for pixels in sources]
+        images += [_image(pixels) * torch.from_numpy(mask == 0) for pixels, mask in edits]
+        count, factor = len(sources), self.spec.vae_scale_factor
+        size = images[0].shape[2] // factor, images[0].shape[3] // factor
         with torch.inference_mode():
-            maps = self._down([self._on_device(_image(pixels))], recorder)
-            middle = None if self._local else maps[0].cpu()
-            [moments] = self._finish(maps, recorder)
-            return TemplateEncoding(to_numpy(moments[0]), middle, recorder.sums)
+            batch = torch.cat(images)
+            if not count or not self.has_pieces or is_tiled(self.vae, size, self.spec.latents):
+                moments, recorder, middles = self._all_moments(batch), None, [None] * count
+            else:
+                recorder = NormRecorder(size, count)
+                maps = self._down([self._on_device(batch)], recorder)
+                middles = [
+                    None if self._local else x.clone() for x in maps[0][:count].cpu().split(1)
+                ]
+                moments = to_numpy(self._finish(maps, recorder)[0])
+        alone = len(images) == 1
+        kept = [array if alone else array.copy() for array in moments[:count]]
+        sums = [None] * count if recorder is None else recorder.sums
+        parts = zip(kept, middles, sums, strict=True)
+        return [TemplateEncoding(*part, alone=alone) for part in parts], list(moments[count:])
 
     def masked_pieces(
         self,

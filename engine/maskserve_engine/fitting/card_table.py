@@ -34,10 +34,10 @@ from maskserve_engine.fitting.entry_store import template_layout
 from maskserve_engine.fitting.memory import (
     GPU_SHARE,
     adapter_bytes,
+    call_bytes,
     control_bytes,
     default_passes,
     denoiser_bytes,
-    image_bytes,
     is_loaded,
     refresh_bytes,
     service_bytes,
@@ -155,7 +155,7 @@ class Shapes:
         self, form: str, settings: Settings, rows: int, usable: int, *, running: bool = False
     ) -> Fit:
         """Return the capacity with these settings; other arguments are those of `fit`."""
-        encoder, decoder, pending_bytes = self._needs(settings, running)
+        encoder, decoder, pending_bytes = self._needs(settings, usable, running)
         step = self._step(rows)
         free_bytes = usable - self.weights[form] - pending_bytes - step
         return Fit(
@@ -186,9 +186,9 @@ class Shapes:
             if not self.configured.model.decoder_device:
                 yield ("encoder_device", "cpu"), ("decoder_device", "cpu")
 
-    def _needs_of(self, settings: Settings, running: bool) -> tuple[int, int, int]:
+    def _needs_of(self, settings: Settings, usable: int, running: bool) -> tuple[int, int, int]:
         """Return the bytes of the encoder, those of the decoder, and the bytes of both and of CUDA
-        that are not taken yet.
+        that are not taken yet; arguments as in `fit`.
         """
         config = replace(self.config, model=replace(self.config.model, **dict(settings)))
         stage_bytes, pending_bytes = [], 0 if running else _CONTEXT
@@ -199,7 +199,7 @@ class Shapes:
                 stage_bytes.append(0)
                 continue
             work, weights = (
-                image_bytes(stage_config, stage, self.spec),
+                call_bytes(stage_config, stage, self.spec, "cuda", usable),
                 weight_bytes(stage_config, stage),
             )
             stage_bytes.append(work + weights)

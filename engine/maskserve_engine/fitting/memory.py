@@ -18,6 +18,7 @@ from maskserve_common.liveness import signed_in
 from maskserve_engine.adapters.lora_loader import estimated_bytes
 from maskserve_engine.cache.sizing import TemplateSize
 from maskserve_engine.families.adapter import Adapter
+from maskserve_engine.families.encoder import RECORDED_PROMPTS
 from maskserve_engine.families.specs import control_work, recorded_rows
 from maskserve_engine.planning.entry_bytes import FORMATS
 from maskserve_engine.planning.flops import ModelWork
@@ -28,6 +29,7 @@ from maskserve_engine.spec.model_spec import ModelSpec, refresh_rule, refresh_st
 from maskserve_engine.stages.loader import device_of, dtype_of, shape_of
 from maskserve_engine.stages.quantise import bytes_as, gguf_bytes, largest_layer_bytes
 from maskserve_engine.stages.vae import in_tiles
+from maskserve_engine.stages.vae_batches import shares_calls
 from maskserve_lora.lora_header import BadAdapter, header_of_file
 from maskserve_lora.storage import Storage, StorageFailed
 
@@ -42,6 +44,8 @@ _PICTURE = 3
 """Channels of an image."""
 _TILED = 5
 """Pictures that a VAE in tiles holds: 1.8 in overlapping tiles, their rows, and the result."""
+_SECOND_PICTURE = 0.02
+"""Largest share of a device's memory that a second picture may take in the VAE's encoder."""
 DeviceMemory = tuple[int, int]
 """(all, free) bytes."""
 
@@ -68,7 +72,7 @@ def memory_table(
         adapter_bytes(config, host_free),
         control_bytes(config, adapter, host_free),
     )
-    stage_bytes, pending_stage_bytes = _stage_bytes(config, adapter.spec, device)
+    stage_bytes, pending_stage_bytes = _stage_bytes(config, adapter.spec, device, total)
     pending_bytes = step + adapters + controls + pending_stage_bytes
     cache = 0
     if config.cache.enabled:
@@ -103,10 +107,10 @@ def memory_table(
 
 
 def _stage_bytes(
-    config: Config, spec: ModelSpec, device: torch.device
+    config: Config, spec: ModelSpec, device: torch.device, total: int
 ) -> tuple[dict[Stage, int], int]:
-    """Return the bytes that each stage takes on the denoiser's device, and how many of them are
-    still free.
+    """Return the bytes that each stage takes on the denoiser's device of `total` bytes, and how
+    many of them are still free.
     """
     stage_bytes: dict[Stage, int] = {}
     pending_bytes = 0
@@ -115,7 +119,8 @@ def _stage_bytes(
         if config.stages.service or device_of(stage_config) != device:
             stage_bytes[stage] = 0
             continue
-        weights, work = weight_bytes(stage_config, stage), image_bytes(stage_config, stage, spec)
+        weights = weight_bytes(stage_config, stage)
+        work = call_bytes(stage_config, stage, spec, device.type, total)
         stage_bytes[stage] = weights + work
         pending_bytes += work if is_loaded(config, stage) else weights + work
     return stage_bytes, pending_bytes
@@ -356,6 +361,40 @@ def image_bytes(config: Config, stage: Stage, spec: ModelSpec) -> int:
         return (live_channels + _PICTURE) * whole * itemsize
     tile = min(whole, spec.latents.tile**2)
     return (live_channels * tile + _TILED * _PICTURE * whole) * itemsize
+
+
+def call_bytes(config: Config, stage: Stage, spec: ModelSpec, device: str, total: int) -> int:
+    """Return the bytes of a stage's calls beside its weights, at native size; `device` is the kind
+    of its device, which has `total` bytes.
+    """
+    if stage == "decoder":
+        return image_bytes(config, stage, spec)
+    recorded = recorded_t5_bytes(config, spec) if device == "cuda" else 0
+    pictures = encoded_at_once(config, spec, device, total)
+    return recorded + pictures * image_bytes(config, stage, spec)
+
+
+def recorded_t5_bytes(config: Config, spec: ModelSpec) -> int:
+    """Return the bytes that a recorded T5 keeps; 0: it is not recorded. Four tensors of each width
+    are alive at once beside the position bias, or three of the bias while it is computed.
+    """
+    if not (spec.recorded_t5 and config.engine.flux_cuda_graphs) or config.model.t5_offload:
+        return 0
+    shape = read_json(Path(config.model.path) / spec.recorded_t5 / "config.json")
+    length = config.model.max_sequence_length
+    bias = int(shape["num_heads"]) * length**2
+    widths = int(shape["d_model"]) + int(shape["d_ff"])
+    tokens = RECORDED_PROMPTS * length
+    values = max(4 * tokens * widths + bias, 3 * bias)
+    return values * dtype_of(config).itemsize + tokens * torch.int64.itemsize
+
+
+def encoded_at_once(config: Config, spec: ModelSpec, device: str, total: int) -> int:
+    """Return the pictures of native size in a call of the VAE's encoder: two, a source and its
+    masked picture, if the model takes both and the second one takes little of the device; else one.
+    """
+    pairs = spec.semantics.masked_picture and shares_calls(config.stages, device)
+    return 2 if pairs and image_bytes(config, "encoder", spec) <= _SECOND_PICTURE * total else 1
 
 
 def device_memory(device: torch.device) -> DeviceMemory:

@@ -182,6 +182,8 @@ class ModelSpec:
     """Tokens of every prompt beside those that the configuration limits."""
     t5: bool = False
     """Whether a T5 is among its text encoders, by far the largest (`[model] t5_weights`)."""
+    recorded_t5: str = ""
+    """Folder of the T5 whose calls are CUDA graphs; empty: there is none."""
     encoder_picture: EncoderPicture | None = None
     """Part of the source that its text encoder sees, if any; each prompt is then
     about a picture.

@@ -84,7 +84,8 @@ class Decoder:
         recorder = NormRecorder((latents.shape[1], latents.shape[2]))
         with torch.inference_mode():
             self._up([self._middle(latents)], recorder, None)
-        return recorder.sums
+        [sums] = recorder.sums
+        return sums
 
     def pieces(
         self, boxes: Sequence[PixelBox], size: tuple[int, int], *, halo: int, spread: int

@@ -248,30 +248,32 @@ Norm = Callable[[nn.GroupNorm, list[Tensor], int], list[Tensor]]
 
 
 class NormRecorder:
-    """Norms of a template's whole picture; records their sums."""
+    """Norms of whole pictures, [n, C, h, w]; records the sums of the first ones, the templates."""
 
-    def __init__(self, size: tuple[int, int]) -> None:
+    def __init__(self, size: tuple[int, int], count: int = 1) -> None:
         self._size = size
-        self._sums: list[Tensor] = []
+        self._sums: list[list[Tensor]] = [[] for _ in range(count)]
         self._levels: list[int] = []
         self._widths: list[int] = []
 
     def __call__(self, norm: nn.GroupNorm, maps: list[Tensor], level: int) -> list[Tensor]:
         [whole] = maps
-        values = whole[0].float().unflatten(0, (norm.num_groups, -1))
-        sums = torch.stack((values.sum(1), values.square().sum(1)))
         rows, columns = (_cell(side) << level for side in self._size)
-        below, right = CELLS * rows - sums.shape[2], CELLS * columns - sums.shape[3]
-        cells = F.pad(sums, (0, right, 0, below)).unflatten(3, (CELLS, columns))
-        self._sums.append(cells.unflatten(2, (CELLS, rows)).sum((3, 5)).cpu())
+        for x, of_template in zip(whole, self._sums, strict=False):
+            values = x.float().unflatten(0, (norm.num_groups, -1))
+            sums = torch.stack((values.sum(1), values.square().sum(1)))
+            below, right = CELLS * rows - sums.shape[2], CELLS * columns - sums.shape[3]
+            cells = F.pad(sums, (0, right, 0, below)).unflatten(3, (CELLS, columns))
+            of_template.append(cells.unflatten(2, (CELLS, rows)).sum((3, 5)).cpu())
         self._levels.append(level)
         self._widths.append(norm.num_channels // norm.num_groups)
         return [norm(whole)]
 
     @property
-    def sums(self) -> CellSums:
-        sums = torch.stack(self._sums)
-        return CellSums(sums, tuple(self._levels), tuple(self._widths), self._size)
+    def sums(self) -> list[CellSums]:
+        """The sums of each template."""
+        levels, widths = tuple(self._levels), tuple(self._widths)
+        return [CellSums(torch.stack(sums), levels, widths, self._size) for sums in self._sums]
 
 
 class MixedNorm:

@@ -29,14 +29,10 @@ class FluxEncoder(Encoder):
         from transformers import CLIPTextModel, T5EncoderModel
 
         limit_threads(config)
-        return cls(
-            spec,
-            load_vae(config, spec),
-            TextEncoder.load(config, CLIPTextModel),
-            TextEncoder.load(
-                config, T5EncoderModel, "_2", config.model.max_sequence_length, load=load_t5
-            ).recorded(),
-        )
+        vae, clip = load_vae(config, spec), TextEncoder.load(config, CLIPTextModel)
+        length = config.model.max_sequence_length
+        t5 = TextEncoder.load(config, T5EncoderModel, "_2", length, load=load_t5)
+        return cls(spec, vae, clip, t5.recorded() if config.engine.flux_cuda_graphs else t5)
 
     @property
     def text_encoders(self) -> dict[str, TextEncoder]:

@@ -14,7 +14,9 @@ import pytest
 import torch
 from diffusers import AutoencoderKL
 from msgspec import structs
+from transformers import T5Config, T5EncoderModel
 
+from maskserve_benchmarks.published_models import T5_XXL
 from maskserve_benchmarks.steps.step_rig import Bench
 from maskserve_benchmarks.steps.unet_rig import TEXT, UNETS, UnetBench
 from maskserve_client import commands
@@ -23,10 +25,11 @@ from maskserve_common.liveness import sign_in
 from maskserve_engine.batch.graphs import MOST_RECORDED, Graphs
 from maskserve_engine.batch.skipping import FirstBlockCache
 from maskserve_engine.families.control import RowControl
+from maskserve_engine.families.encoder import RECORDED_PROMPTS
 from maskserve_engine.families.flux.encode import FluxEncoder
 from maskserve_engine.families.flux.spec import control_work as flux_control_work
 from maskserve_engine.families.registry import load_adapter, load_decoder, load_encoder
-from maskserve_engine.families.specs import recorded_rows
+from maskserve_engine.families.specs import load_spec, recorded_rows
 from maskserve_engine.families.unet.spec import control_work as unet_control_work
 from maskserve_engine.fitting import memory
 from maskserve_engine.fitting.entry_store import estimated_costs, template_layout
@@ -407,6 +410,43 @@ def test_an_image_takes_no_more_than_was_counted(stage: memory.Stage, tmp_path: 
     facts = replace(FILL_FACTS, native_resolution=512, latents=one_scale(tmp_path))
     counted = memory.image_bytes(config, stage, facts)
     assert 0.95 * counted <= live.peak <= counted
+
+
+@pytest.mark.parametrize("length", [64, 512])
+def test_a_recorded_t5_keeps_no_more_than_was_counted(length: int, tmp_path: Path) -> None:
+    """The T5 is that of FLUX in bfloat16, with fewer layers, which follow one another."""
+    about = T5Config(**{**T5_XXL, "num_layers": 2})
+    about.save_pretrained(tmp_path / "text_encoder_2")
+    peaks = []
+    with torch.device("meta"), torch.inference_mode():
+        t5 = T5EncoderModel(about).bfloat16().eval()
+        for prompts in range(1, RECORDED_PROMPTS + 1):
+            with LiveBytes("meta") as live:
+                t5(torch.empty(prompts, length, dtype=torch.long))
+            peaks.append(live.peak)
+    model = {"dtype": "bfloat16", "max_sequence_length": length}
+    config = config_of(tmp_path, model=model)
+    facts = replace(FILL_FACTS, recorded_t5="text_encoder_2")
+    counted = memory.recorded_t5_bytes(config, facts)
+    assert 0.95 * counted <= max(peaks) <= counted
+    for unrecorded in ({"model": {**model, "t5_offload": True}},
+                       {"model": model, "engine": {"flux_cuda_graphs": False}}):  # fmt: skip
+        assert memory.recorded_t5_bytes(config_of(tmp_path, **unrecorded), facts) == 0
+
+
+def test_two_pictures_are_counted_where_they_share_a_call(
+    tiny_fill: Path, tiny_inpaint: Path
+) -> None:
+    config, facts = config_of(tiny_fill), load_spec(tiny_fill)
+    one = memory.image_bytes(config, "encoder", facts)
+    for total, device, pictures in ((50 * one, "cuda", 2), (49 * one, "cuda", 1),
+                                    (50 * one, "cpu", 1)):  # fmt: skip
+        assert memory.encoded_at_once(config, facts, device, total) == pictures
+    without = config_of(tiny_fill, stages={"vae_batches": "off"})
+    assert memory.encoded_at_once(without, facts, "cuda", 50 * one) == 1
+    # This model takes no masked picture.
+    config, facts = config_of(tiny_inpaint), load_spec(tiny_inpaint)
+    assert memory.encoded_at_once(config, facts, "cuda", 2**40) == 1
 
 
 @pytest.mark.parametrize("mask", [None, 0.05])
