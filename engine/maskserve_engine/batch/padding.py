@@ -45,9 +45,9 @@ class Sizes(NamedTuple):
         return cls(len(text), padded(sum(text)), padded(sum(image)), padded(keys + 1))
 
 
-def padded(count: int) -> int:
+def padded(count: int, quantum: int = QUANTUM) -> int:
     """Return the next of few lengths, which lie twice as far apart where pads weigh less."""
-    step = QUANTUM if count <= 8 * QUANTUM else 2 * QUANTUM
+    step = quantum if count <= 8 * quantum else 2 * quantum
     return -(-count // step) * step
 
 

@@ -263,22 +263,26 @@ class Encoder(ABC):
         images += [_image(pixels) * torch.from_numpy(mask == 0) for pixels, mask in edits]
         count, factor = len(sources), self.spec.vae_scale_factor
         size = images[0].shape[2] // factor, images[0].shape[3] // factor
+        recorder = None
+        if count and self.has_pieces and not is_tiled(self.vae, size, self.spec.latents):
+            recorder = NormRecorder(size, count)
+        middles: list[Tensor | None] = [None] * count
+        sums: Sequence[CellSums | None] = [None] * count
         with torch.inference_mode():
             batch = torch.cat(images)
-            if not count or not self.has_pieces or is_tiled(self.vae, size, self.spec.latents):
-                moments, recorder, middles = self._all_moments(batch), None, [None] * count
+            if recorder is None:
+                moments = self._all_moments(batch)
             else:
-                recorder = NormRecorder(size, count)
                 maps = self._down([self._on_device(batch)], recorder)
-                middles = [
-                    None if self._local else x.clone() for x in maps[0][:count].cpu().split(1)
-                ]
-                moments = to_numpy(self._finish(maps, recorder)[0])
+                if not self._local:
+                    middles = [x.clone() for x in maps[0][:count].cpu().split(1)]
+                moments, sums = to_numpy(self._finish(maps, recorder)[0]), recorder.sums
         alone = len(images) == 1
-        kept = [array if alone else array.copy() for array in moments[:count]]
-        sums = [None] * count if recorder is None else recorder.sums
-        parts = zip(kept, middles, sums, strict=True)
-        return [TemplateEncoding(*part, alone=alone) for part in parts], list(moments[count:])
+        templates = [
+            TemplateEncoding(x.copy(), middle, of_norms, alone)
+            for x, middle, of_norms in zip(moments[:count], middles, sums, strict=True)
+        ]
+        return templates, list(moments[count:])
 
     def masked_pieces(
         self,

@@ -1,8 +1,9 @@
 """Count how often a worker's steps replay a CUDA graph while edits come and go. It needs no GPU.
 
-Clients send FLUX.1 Fill edits of 1024x1024 with masks of the production mix, each a new one as soon
-as the last is done. The engine's recorder (`batch.graphs`) and sizes (`batch.padding`) decide which
-steps are recorded; nothing is computed. *First edits* have refresh steps, *hits* read a template.
+Clients send edits of 1024x1024 by FLUX.1 Fill or SDXL with masks of the production mix, each a new
+one as soon as the last is done. The engine's recorder (`batch.graphs`) and sizes (`batch.padding`,
+`unet.levels`) decide which steps are recorded; nothing is computed. *First edits* have refresh
+steps, *hits* read a template. A step replays if all its passes do: UNets' lookaheads never do.
 
     python scripts/bench recorded_steps --json docs/benchmarks/recorded-steps.json
 
@@ -15,9 +16,10 @@ from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,13 +28,17 @@ import torch
 from torch import Tensor
 
 from maskserve_benchmarks.perf.inputs import draw_ratios
-from maskserve_benchmarks.published_models import FLUX_DEV
+from maskserve_benchmarks.published_models import FLUX_DEV, SDXL
 from maskserve_benchmarks.reports import write_json
 from maskserve_common.contracts.reuse_levels import refresh_count
-from maskserve_common.contracts.semantics import FILL
+from maskserve_common.contracts.semantics import FILL, INPAINT
 from maskserve_engine.batch.graphs import AtOnce, GraphPiece, Graphs, Inputs
 from maskserve_engine.batch.padding import Sizes
 from maskserve_engine.families.flux.spec import RECORDED_ROWS, REFRESH_STRIDES, flux_work
+from maskserve_engine.families.unet import spec as unet
+from maskserve_engine.families.unet.levels import together_length
+from maskserve_engine.families.unet.spec import unet_work
+from maskserve_engine.families.unet.tokens import ActiveTokens
 from maskserve_engine.fitting.memory import peak_values
 from maskserve_engine.layers.attention import bucket
 from maskserve_engine.planning.refresh_steps import lookahead_steps_of, refresh_steps
@@ -41,9 +47,10 @@ IMAGE, TEXT, GRID, RING = 4096, 512, 64, 2
 """Tokens of a picture and of a prompt, tokens of a side, and the cached ring's width."""
 WIDTH, BLOCKS = 3072, (19, 38)
 """FLUX.1's width, and its numbers of double and single blocks."""
+SIDE, TOKEN, LEVELS, ATTENDS = 1024, 8, (16384, 4096, 1024), (1, 2)
+"""SDXL's pixels of a side and of a token, tokens by level, and levels with attention."""
+SDXL_TEXT = 77
 EDITS = 400
-CASES = ((1, 28), (4, 28), (4, 8), (8, 28), (8, 8))
-"""Clients, and steps of their edits."""
 
 
 class Pass(NamedTuple):
@@ -59,6 +66,10 @@ class Row:
     inner: int
     ringed: int
     step: int = 0
+    counts: tuple[int, ...] = ()
+    """Computed tokens of each level of a UNet with attention."""
+    tile: Hashable = ()
+    """Sides of a UNet's tile at each level."""
 
 
 class _Piece:
@@ -85,6 +96,8 @@ class _Step:
 
     @property
     def common(self) -> bool:
+        if isinstance(self.shapes, UnetSizes):
+            return self.shapes.passes > 2 and not self.shapes.tiles
         return isinstance(self.shapes, Sizes)
 
     def copied(self, inputs: Inputs) -> _Step:
@@ -126,28 +139,109 @@ def key_of(passes: Sequence[Pass]) -> Hashable:
     return Sizes.of(texts, images, len(passes) * (IMAGE + TEXT))
 
 
-def simulate(clients: int, steps: int, *, hit: bool, seed: int = 0) -> dict[str, float]:
+class StepSizes(NamedTuple):
+    """A step's key, or None if it is not recorded, and its computed tokens and pads."""
+
+    key: Hashable | None
+    tokens: int = 0
+    pads: int = 0
+    all_recorded: bool = True
+    """Whether no pass runs beside it, unrecorded."""
+
+
+def flux_step(
+    rows: Sequence[Row], dense: frozenset[int], lookahead: frozenset[int], hit: bool
+) -> StepSizes:
+    passes = [one for row in rows for one in passes_of(row, dense, lookahead, hit)]
+    count, key = sum(one.text + one.image for one in passes), key_of(passes)
+    if count > RECORDED_ROWS * (IMAGE + TEXT):
+        return StepSizes(None)
+    return StepSizes(key, count, key.text + key.image - count if isinstance(key, Sizes) else 0)
+
+
+def sdxl_rows(edits: int, rng: np.random.Generator) -> Iterator[Row]:
+    """Yield edits whose masks are rectangles of up to twice the height or width, anywhere."""
+    for ratio in draw_ratios("production", edits, rng):
+        aspect = 2.0 ** rng.uniform(-0.5, 0.5)
+        height, width = (
+            min(SIDE, max(TOKEN, round(SIDE * ratio**0.5 * by))) for by in (aspect, 1 / aspect)
+        )
+        top, left = (int(rng.integers(0, SIDE - side + 1)) for side in (height, width))
+        mask = np.zeros((SIDE, SIDE), np.uint8)
+        mask[top : top + height, left : left + width] = 255
+        of = ActiveTokens.of(mask, TOKEN, len(LEVELS), ring=1, halo=0, buckets=True)
+        assert of.refresh_tile is not None
+        shapes = tuple([level.box.shape for level in of.refresh_tile])
+        yield Row(0, 0, counts=tuple([len(of.levels[i]) for i in ATTENDS]), tile=shapes)
+
+
+def sdxl_step(
+    rows: Sequence[Row], dense: frozenset[int], lookahead: frozenset[int], hit: bool
+) -> StepSizes:
+    """Rows have two passes each: classifier-free guidance."""
+    if not hit and any(row.step in dense for row in rows):
+        return StepSizes(None)
+    tokens = [LEVELS[level] for level in ATTENDS]
+    counts = [[2 * row.counts[i] for row in rows] for i in range(len(ATTENDS))]
+    if hit and len(rows) > 1:
+        lengths = [
+            together_length(sum(of_level), most)
+            for of_level, most in zip(counts, tokens, strict=True)
+        ]
+        key: Hashable = UnetSizes(2 * len(rows), tuple(lengths))
+    else:
+        of_rows = [tuple(map(bucket, row.counts, tokens)) for row in rows]
+        lengths = [2 * sum(of_level) for of_level in zip(*of_rows, strict=True)]
+        key = UnetSizes(2 * len(rows), tuple(of_rows), () if hit else tuple([r.tile for r in rows]))
+    count = sum(map(sum, counts))
+    looks = not hit and any(row.step in lookahead for row in rows)
+    return StepSizes(key, count, sum(lengths) - count, not looks)
+
+
+class UnetSizes(NamedTuple):
+    """Shapes by which a UNet's step is recorded, as `UnetStep.shapes` has them."""
+
+    passes: int
+    computed: Hashable
+    tiles: Hashable = ()
+
+
+@dataclass(frozen=True)
+class SimulatedModel:
+    """A model that is simulated."""
+
+    rows: Callable[[int, np.random.Generator], Iterator[Row]]
+    step: Callable[[Sequence[Row], frozenset[int], frozenset[int], bool], StepSizes]
+    cases: tuple[tuple[int, int], ...]
+    """Clients, and steps of their edits."""
+    refresh: tuple[float, float, float]
+    """Stride, power of sigma and growth of refresh steps."""
+
+
+def simulate(
+    model: SimulatedModel, clients: int, steps: int, *, hit: bool, seed: int = 0
+) -> dict[str, float]:
     """Return the figures of one case; equal seeds give equal ones."""
     rng, drawn = np.random.default_rng(seed), random.Random(seed)
     sigmas = np.linspace(1.0, 0.0, steps, endpoint=False).tolist()
-    anchors = refresh_steps(refresh_count(steps, REFRESH_STRIDES[FILL]), sigmas, 1.5, 1.0)
+    stride, power, growth = model.refresh
+    anchors = refresh_steps(refresh_count(steps, stride), sigmas, power, growth)
     dense = frozenset({0})
     lookahead = lookahead_steps_of(anchors) - dense
-    graphs, waiting = Graphs(_Capture()), rows_of(EDITS, rng)
+    graphs, waiting = Graphs(_Capture()), model.rows(EDITS, rng)
     rows = [row for row, _ in zip(waiting, range(clients), strict=False)]
     for row in rows:
         row.step = drawn.randrange(steps)  # they came one after the other
     steps_run = replayed = tokens = pads = 0
     while rows:
-        passes = [one for row in rows for one in passes_of(row, dense, lookahead, hit)]
-        count, key = sum(one.text + one.image for one in passes), key_of(passes)
+        sizes = model.step(rows, dense, lookahead, hit)
         steps_run += 1
-        if count <= RECORDED_ROWS * (IMAGE + TEXT):
-            step = _Step(key)
+        if sizes.key is not None:
+            step = _Step(sizes.key)
             graphs.answer(step)
-            replayed += not step.ran
-            tokens += count
-            pads += key.text + key.image - count if isinstance(key, Sizes) else 0
+            replayed += sizes.all_recorded and not step.ran
+            tokens += sizes.tokens
+            pads += sizes.pads
         for row in rows:
             row.step += 1
         rows = [row for row in rows if row.step < steps]
@@ -156,13 +250,22 @@ def simulate(clients: int, steps: int, *, hit: bool, seed: int = 0) -> dict[str,
     return {
         "replayed": replayed / steps_run,
         "sizes": len(recorded),
-        "pads": pads / tokens,
+        "pads": pads / max(1, tokens),
         "gib": recorded_bytes(recorded) / 2**30,
     }
 
 
 def recorded_bytes(keys: Sequence[Hashable]) -> int:
-    """Return the bytes that recorded steps of FLUX.1 hold in bfloat16 beside the weights."""
+    """Return the bytes that recorded steps hold in bfloat16 beside the weights."""
+    if not keys:
+        return 0
+    unet_passes = max((key.passes for key in keys if isinstance(key, UnetSizes)), default=0)
+    if unet_passes:
+        work = unet_work(SDXL, 2 * GRID, 2 * GRID, guidance=False, recorded=True)
+        widths = {block.level: block.width for block in work.blocks}
+        of_level = sum(work.tokens[level] * width for level, width in widths.items())
+        placed = 2 * unet_passes * of_level
+        return round(2 * (peak_values(work, unet_passes, SDXL_TEXT) + placed))
     sizes = [
         key if isinstance(key, Sizes) else Sizes(1, key.text, key.image, IMAGE + TEXT)
         for key in keys
@@ -182,20 +285,37 @@ def recorded_bytes(keys: Sequence[Hashable]) -> int:
     return round(2 * (activations + placed + inputs))
 
 
+MODELS = {
+    "FLUX.1": SimulatedModel(
+        rows_of,
+        flux_step,
+        ((1, 28), (4, 28), (4, 8), (8, 28), (8, 8)),
+        (REFRESH_STRIDES[FILL], 1.5, 1.0),
+    ),
+    "SDXL": SimulatedModel(
+        sdxl_rows,
+        sdxl_step,
+        ((1, 50), (4, 50), (4, 28), (4, 8), (8, 50), (8, 28), (8, 8)),
+        (unet.REFRESH_STRIDES[INPAINT], 0.85, 1.7),
+    ),
+}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to it, too")
     args = parser.parse_args()
     results = []
-    print("| edits | clients | steps | replayed | sizes | pads | GiB |")
-    print("|---|---|---|---|---|---|---|")
-    for hit in (False, True):
-        for clients, steps in CASES:
-            figures = simulate(clients, steps, hit=hit)
-            name = "hits" if hit else "first edits"
-            results.append({"edits": name, "clients": clients, "steps": steps, **figures})
+    print("| model | edits | clients | steps | replayed | sizes | pads | GiB |")
+    print("|---|---|---|---|---|---|---|---|")
+    for (name, model), hit in product(MODELS.items(), (False, True)):
+        for clients, steps in model.cases:
+            figures = simulate(model, clients, steps, hit=hit)
+            edits = "hits" if hit else "first edits"
+            about = {"model": name, "edits": edits, "clients": clients, "steps": steps}
+            results.append({**about, **figures})
             print(
-                f"| {name} | {clients} | {steps} | {figures['replayed']:.0%} "
+                f"| {name} | {edits} | {clients} | {steps} | {figures['replayed']:.0%} "
                 f"| {figures['sizes']} | {figures['pads']:.1%} | {figures['gib']:.2f} |",
                 flush=True,
             )

@@ -172,12 +172,15 @@ class UnetBatch(ReusableBatch[Row, UnetWeights]):
         if self._packed is None:
             depth = len(model.down_blocks)
             height, width = sample.shape[2:]
+            recorded, passes = self._recorded(model), [self._inputs[i] for i in pass_numbers]
+            tiled = any(pass_input.surroundings is not None for pass_input in passes)
             self._packed = PackedPasses(
-                [self._inputs[i] for i in pass_numbers],
+                passes,
                 (height, width),
                 depth,
                 sample.device,
-                buckets=self._recorded(model),
+                buckets=recorded,
+                together=recorded and len(self._order) > 1 and not tiled,
             )
         if self._weights is None:
             rows = zip(self._order, self._passes, strict=True)

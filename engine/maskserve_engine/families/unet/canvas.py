@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch.nn.functional as F
 from torch import Tensor
 
+from maskserve_engine.batch.graphs import Inputs
 from maskserve_engine.batch.row_updates import ByPass
 from maskserve_engine.families.unet.moments import Moments, normalise
 from maskserve_engine.families.unet.surroundings import Around, CopiedSurroundings, Surroundings
@@ -37,7 +38,7 @@ class Canvas(ABC):
         return self.passes.start, self.passes.stop
 
     @abstractmethod
-    def copied(self) -> Canvas:
+    def copied(self, inputs: Inputs) -> Canvas:
         """Return the same canvas on copied tensors, without entries."""
 
     @abstractmethod
@@ -45,8 +46,8 @@ class Canvas(ABC):
         """Copy the tile position of another canvas of the same shapes."""
 
     @abstractmethod
-    def turn_to(self, other: Canvas) -> None:
-        """Read the surroundings of another canvas's next step.
+    def turn_to(self, other: Canvas, *, anew: bool) -> None:
+        """Read the surroundings of another canvas's next step; `anew`: whatever was read before.
 
         Raises:
             EntryLost: an entry's load failed.
@@ -90,12 +91,12 @@ class Canvas(ABC):
 class Whole(Canvas):
     """Passes that compute the whole picture with the model's own modules."""
 
-    def copied(self) -> Whole:
+    def copied(self, inputs: Inputs) -> Whole:
         return self
 
     def take(self, other: Canvas) -> None: ...
 
-    def turn_to(self, other: Canvas) -> None: ...
+    def turn_to(self, other: Canvas, *, anew: bool) -> None: ...
 
     def enter(self, conv: Any, sample: Tensor) -> Tensor:
         return conv(sample)
@@ -140,9 +141,10 @@ class Tiled(Canvas):
     def shapes(self) -> Hashable:
         return self.passes.start, self.passes.stop, self._passes.start, self._surroundings.shapes
 
-    def copied(self) -> Tiled:
+    def copied(self, inputs: Inputs) -> Tiled:
         assert isinstance(self._surroundings, Surroundings)
-        return Tiled(self.passes, CopiedSurroundings(self._surroundings), self._passes.start)
+        surroundings = CopiedSurroundings(self._surroundings, inputs)
+        return Tiled(self.passes, surroundings, self._passes.start)
 
     def take(self, other: Canvas) -> None:
         assert isinstance(other, Tiled)
@@ -150,11 +152,11 @@ class Tiled(Canvas):
         assert isinstance(self._surroundings, CopiedSurroundings)
         self._surroundings.take(other._surroundings)
 
-    def turn_to(self, other: Canvas) -> None:
+    def turn_to(self, other: Canvas, *, anew: bool) -> None:
         assert isinstance(other, Tiled)
         assert isinstance(other._surroundings, Surroundings)
         assert isinstance(self._surroundings, CopiedSurroundings)
-        self._surroundings.turn_to(other._surroundings)
+        self._surroundings.turn_to(other._surroundings, anew=anew)
 
     def enter(self, conv: Any, sample: Tensor) -> Tensor:
         return _convolve(conv, self.tile[0].enter(sample))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from maskserve_engine.batch.graphs import AtOnce
+from maskserve_engine.batch.graphs import AtOnce, Inputs
 from maskserve_engine.batch.packing import Residuals
 from maskserve_engine.batch.row_updates import ByPass
 from maskserve_engine.batch.transfer import moved
@@ -59,7 +59,10 @@ class PackedPasses:
         device: torch.device,
         *,
         buckets: bool = False,
+        together: bool = False,
     ) -> None:
+        """Pack passes; `buckets` and `together` as in `make_level`."""
+        self.together = together
         self.rests = tuple(pass_input.cached for pass_input in passes)
         pass_residuals = tuple(pass_input.residuals for pass_input in passes)
         self.residuals = pass_residuals if any(pass_residuals) else ()
@@ -82,7 +85,8 @@ class PackedPasses:
                 else pass_input.surroundings.tile[level].inside
                 for pass_input in passes
             ]
-            levels.append(make_level(height * width, active, tiles, lengths, buckets=buckets))
+            level_inputs = height * width, active, tiles, lengths
+            levels.append(make_level(*level_inputs, buckets=buckets, together=together))
         self.levels = moved(tuple(levels), device)
 
     @property
@@ -90,20 +94,22 @@ class PackedPasses:
         """Whether steps may be recorded: no pass has residuals."""
         return not self.residuals
 
-    @property
-    def shapes(self) -> Hashable:
-        """Key of all tensor shapes of a step, beside those of its input."""
-        computed = tuple([(level.sparse or level).segments.q_spans for level in self.levels])
+    def shapes(self, attends: Sequence[bool]) -> Hashable:
+        """Return the key of all tensor shapes of a step, beside those of its input; `attends` says
+        of each level whether it has attention.
+        """
+        levels = zip(self.levels, attends, strict=True)
+        computed = tuple([level.shapes for level, has_attention in levels if has_attention])
         return computed, self.text.spans, tuple([canvas.shapes for canvas in self.canvases])
 
-    def copied(self) -> PackedPasses:
+    def copied(self, inputs: Inputs) -> PackedPasses:
         """Return the same passes on copied tensors, without entries."""
-        clone = copy(self)
+        clone, copy_of = copy(self), inputs.copy
         clone.rests = (None,) * len(self.rests)
-        clone.text = self.text.copied()
-        clone.added = None if self.added is None else self.added.clone()
-        clone.levels = tuple([level.copied() for level in self.levels])
-        clone.canvases = [canvas.copied() for canvas in self.canvases]
+        clone.text = self.text.copied(copy_of)
+        clone.added = None if self.added is None else copy_of(self.added)
+        clone.levels = tuple([level.copied(copy_of) for level in self.levels])
+        clone.canvases = [canvas.copied(inputs) for canvas in self.canvases]
         return clone
 
     def take(self, other: PackedPasses) -> None:
@@ -117,14 +123,15 @@ class PackedPasses:
         for canvas, source_canvas in zip(self.canvases, other.canvases, strict=True):
             canvas.take(source_canvas)
 
-    def turn_to(self, other: PackedPasses) -> None:
-        """Read the surroundings for the next step of passes that were taken.
+    def turn_to(self, other: PackedPasses, *, anew: bool) -> None:
+        """Read the surroundings for the next step of passes that were taken; `anew`: whatever was
+        read before.
 
         Raises:
             EntryLost: an entry's load failed.
         """
         for canvas, source_canvas in zip(self.canvases, other.canvases, strict=True):
-            canvas.turn_to(source_canvas)
+            canvas.turn_to(source_canvas, anew=anew)
 
     def place(self, level: int, number: int, part: str, outs: Sequence[Tensor]) -> None:
         sparse = self.levels[level].sparse

@@ -1,7 +1,8 @@
 """A UNet's recordable step (`batch.graphs`).
 
-Passes compute a bucket's number of tokens (`levels`), and tiles have sides from buckets, too; the
-tile's position and its surroundings are copied in. LoRAs, ControlNets, priming rows and projected
+A lone row's passes compute a bucket's number of tokens, and those of several rows without tiles are
+padded together (`levels`). Tiles have sides from buckets, too; the tile's position and its
+surroundings are copied in. LoRAs, ControlNets, priming rows and projected
 blocks are not recorded.
 """
 
@@ -33,22 +34,23 @@ class UnetStep:
         if not self.packed.plain or "project" in self.kinds:
             return None
         kinds = tuple(self.kinds) if any(self.packed.rests) else ()
-        return self.packed.shapes, tuple(self.sample.shape), kinds
+        shapes = self.packed.shapes(self.weights.attends)
+        return shapes, tuple(self.sample.shape), kinds
 
     @property
     def common(self) -> bool:
-        return False
+        return self.packed.together
 
     def copied(self, inputs: Inputs) -> UnetStep:
-        tensors = self.packed.copied(), self.sample.clone(), self.timesteps.clone()
-        return UnetStep(self.weights, *tensors, self.kinds)
+        inputs_of = inputs.copy(self.sample), inputs.copy(self.timesteps)
+        return UnetStep(self.weights, self.packed.copied(inputs), *inputs_of, self.kinds)
 
     def take(self, other: UnetStep, *, anew: bool) -> None:
         self.sample.copy_(other.sample)
         self.timesteps.copy_(other.timesteps)
         if anew:
             self.packed.take(other.packed)
-        self.packed.turn_to(other.packed)
+        self.packed.turn_to(other.packed, anew=anew)
 
     def run(self, asking: AtOnce) -> Tensor:
         inputs = self.packed, self.sample, self.timesteps, self.kinds

@@ -12,12 +12,13 @@ whose convolutions run on a tile has features in its box only.
 
 Where steps are recorded (`batch.graphs`), a cached pass computes a bucket's number of tokens, so
 that a few numbers determine the shapes of all tensors. The extra token is a cached one, and its
-result is overwritten from the cache.
+result is overwritten from the cache. Passes of several rows are padded together: one has all extra
+tokens, and where each pass ends is copied in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -25,9 +26,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from maskserve_engine.batch.padding import padded
+from maskserve_engine.batch.transfer import copy_tensors, mapped
 from maskserve_engine.families.unet.tile import Ids
 from maskserve_engine.layers.attention import Segments, bucket, ends, spans, uniform
 from maskserve_engine.layers.scatter_kv import KvSlots, slots_of
+
+_QUANTA = 16
+"""Lengths, up to all tokens of a large picture, to which passes are padded together."""
 
 
 @dataclass(frozen=True)
@@ -83,21 +89,40 @@ class Level:
     """None if every pass computes all tokens."""
     tiled: bool
 
-    def copied(self) -> Level:
-        """Return the same level with copied positions of the computed tokens."""
+    @property
+    def shapes(self) -> Hashable:
+        """Key of all tensor shapes, for the same passes of the same picture's size."""
+        return (self.sparse or self).segments.q_spans
+
+    def copied(self, copy: Callable[[Tensor], Tensor]) -> Level:
+        """Return the same level with a copy of what differs among levels of its shapes."""
         if self.sparse is None:
             return self
-        keys, feature_tokens = self.sparse.keys, self.sparse.computed
-        keys = replace(keys, core=keys.core.clone())
-        feature_tokens = replace(feature_tokens, core=feature_tokens.core.clone())
-        return replace(self, sparse=replace(self.sparse, keys=keys, computed=feature_tokens))
+        keys, computed, ends = mapped(_moving(self.sparse), copy)
+        sparse = self.sparse
+        return replace(
+            self,
+            sparse=replace(
+                sparse,
+                keys=replace(sparse.keys, core=keys),
+                computed=replace(sparse.computed, core=computed),
+                segments=replace(sparse.segments, q_ends=ends[0], k_ends=ends[1]),
+                cross=replace(sparse.cross, q_ends=ends[2], k_ends=ends[3]),
+            ),
+        )
 
     def take(self, other: Level) -> None:
-        """Copy the positions of another level's computed tokens, as many as here."""
+        """Copy where another level's computed tokens lie, as many as here."""
         if self.sparse is not None:
             assert other.sparse is not None
-            self.sparse.keys.core.copy_(other.sparse.keys.core)
-            self.sparse.computed.core.copy_(other.sparse.computed.core)
+            copy_tensors(_moving(self.sparse), _moving(other.sparse))
+
+
+def _moving(sparse: Sparse) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """Return the tensors that differ among levels of the same shapes."""
+    segments, cross = sparse.segments, sparse.cross
+    ends = segments.q_ends, segments.k_ends, cross.q_ends, cross.k_ends
+    return sparse.keys.core, sparse.computed.core, ends
 
 
 def make_level(
@@ -107,6 +132,7 @@ def make_level(
     text: Sequence[int],
     *,
     buckets: bool = False,
+    together: bool = False,
 ) -> Level:
     """Return a level of a batch, in host memory.
 
@@ -117,6 +143,7 @@ def make_level(
             None: no tile.
         text: text tokens per pass.
         buckets: whether passes compute a bucket's number of tokens.
+        together: whether passes are padded together instead; none has a tile.
     """
     whole = [tokens] * len(active)
     sparse = None
@@ -124,23 +151,35 @@ def make_level(
         computed = [_marked(tokens, ids) for ids in active]
         counts = [int(computed_mask.sum()) for computed_mask in computed]
         box_counts = [tokens if ids is None else len(ids) for ids in tiles]
-        padded = list(map(bucket, counts, box_counts)) if buckets else counts
-        feature_tokens = _partition(computed, padded)
+        lengths = list(map(bucket, counts, box_counts)) if buckets else counts
+        if together:
+            lengths = _padded_together(counts, tokens)
+        feature_tokens = _partition(computed, lengths)
         cached_in_box: tuple[Tensor | None, ...] = (None,) * len(active)
         if any(ids is not None for ids in tiles):
             inside = [_marked(tokens, ids) for ids in tiles]
             boxed = [
                 computed_mask[box] for computed_mask, box in zip(computed, inside, strict=True)
             ]
-            feature_tokens = _partition(boxed, padded)
+            feature_tokens = _partition(boxed, lengths)
             cached_in_box = tuple(
                 None if ids is None else torch.from_numpy(np.flatnonzero(box[~computed_mask]))
                 for ids, computed_mask, box in zip(tiles, computed, inside, strict=True)
             )
-        keys = _keys(counts, padded, tokens)
-        sparse = Sparse(
-            keys, feature_tokens, cached_in_box, _segments(padded, whole), _segments(padded, text)
-        )
+        keys = _keys(counts, lengths, tokens)
+        segments, cross = _segments(lengths, whole), _segments(lengths, text)
+        if together:
+            segments, cross = (
+                replace(
+                    rows,
+                    q_spans=((0, sum(lengths)),),
+                    q_uniform=0,
+                    k_uniform=0,
+                    moving=True,
+                )
+                for rows in (segments, cross)
+            )
+        sparse = Sparse(keys, feature_tokens, cached_in_box, segments, cross)
     tiled = any(ids is not None for ids in tiles)
     return Level(_segments(whole, whole), _segments(whole, text), sparse, tiled)
 
@@ -152,12 +191,12 @@ def _marked(tokens: int, ids: Ids | None) -> NDArray[np.bool_]:
     return marked
 
 
-def _partition(computed: Sequence[NDArray[np.bool_]], padded: Sequence[int]) -> Partition:
-    """Return the partition of passes whose tokens are `computed` or not, padded to `padded`
+def _partition(computed: Sequence[NDArray[np.bool_]], lengths: Sequence[int]) -> Partition:
+    """Return the partition of passes whose tokens are `computed` or not, padded to `lengths`
     computed ones.
     """
     core, cached_ids, begin = [], [], 0
-    for computed_mask, most in zip(computed, padded, strict=True):
+    for computed_mask, most in zip(computed, lengths, strict=True):
         core.append(
             begin + _padded(np.flatnonzero(computed_mask), most, int(np.argmin(computed_mask)))
         )
@@ -168,17 +207,35 @@ def _partition(computed: Sequence[NDArray[np.bool_]], padded: Sequence[int]) -> 
     return Partition(torch.from_numpy(np.concatenate(core)), slots, begin)
 
 
+def together_length(count: int, tokens: int) -> int:
+    """Return the next of few numbers of computed tokens for passes of `tokens`, in all."""
+    return padded(count, 8 * max(1, tokens // (8 * _QUANTA)))
+
+
+def _padded_together(counts: Sequence[int], tokens: int) -> list[int]:
+    """Return the passes' numbers of computed tokens, with all pads in one that has a cached
+    token.
+    """
+    lengths, total = list(counts), sum(counts)
+    with_cached = [i for i, count in enumerate(counts) if count < tokens]
+    if with_cached:
+        lengths[with_cached[-1]] += together_length(total, tokens) - total
+    return lengths
+
+
 def _padded(ids: Ids, most: int, other: int) -> Ids:
     """Pad `ids` to `most` with `other`, the id of a token that is not computed."""
     return np.pad(ids, (0, most - len(ids)), constant_values=other)
 
 
-def _keys(counts: Sequence[int], padded: Sequence[int], tokens: int) -> Keys:
-    """Return the keys of passes of `tokens`, of which `counts` are computed, padded to `padded`."""
+def _keys(counts: Sequence[int], lengths: Sequence[int], tokens: int) -> Keys:
+    """Return the keys of passes of `tokens`, of which `counts` are computed, padded to
+    `lengths`.
+    """
     begins = [number * tokens for number in range(len(counts))]
     core = [
         at + _padded(np.arange(count), most, count)
-        for at, count, most in zip(begins, counts, padded, strict=True)
+        for at, count, most in zip(begins, counts, lengths, strict=True)
     ]
     cached_spans = [(at + count, at + tokens) for at, count in zip(begins, counts, strict=True)]
     cached_slots = slots_of(spans([tokens - count for count in counts]))

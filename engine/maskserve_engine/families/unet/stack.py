@@ -97,10 +97,10 @@ class Text:
         keys, values = self._projected[number].unbind(1)
         return keys, values
 
-    def copied(self) -> Text:
+    def copied(self, copy_of: Callable[[Tensor], Tensor]) -> Text:
         clone = copy(self)
         clone._projected = {
-            number: projected.clone() for number, projected in self._projected.items()
+            number: copy_of(projected) for number, projected in self._projected.items()
         }
         return clone
 

@@ -7,11 +7,12 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
+from maskserve_engine.batch.graphs import Inputs
 from maskserve_engine.batch.step_cache import Entry
 from maskserve_engine.batch.transfer import copy_tensors, mapped, to_device
 from maskserve_engine.cache.entries import Coded
@@ -61,9 +62,15 @@ class RingRoom:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.places, rings, moments = self._laid_out(tile, maps, halves)
-        self.rings = torch.empty(rings, dtype=dtype, device=device)
-        self.moments = torch.empty(moments, device=device)
+        self._laid = tile, maps, halves
+        self.places, rings, moments = self._laid_out(*self._laid)
+        self._view(
+            torch.empty(rings, dtype=dtype, device=device), torch.empty(moments, device=device)
+        )
+
+    def _view(self, rings: Tensor, moments: Tensor) -> None:
+        self.rings, self.moments = rings, moments
+        tile, maps, halves = self._laid
         self.around: dict[RingRead, Around] = {}
         for read, (ring, outside) in self.places.items():
             feature_map, place = maps[read.number], tile[read.level]
@@ -76,6 +83,11 @@ class RingRoom:
                 mean, variance = self.moments[outside : outside + math.prod(shape)].view(shape)
                 outside_moments = Moments(math.prod(place.size) - place.box.area, mean, variance)
             self.around[read] = Around(ring_view, outside_moments)
+
+    def placed(self, inputs: Inputs) -> Self:
+        """Let the buffers lie among inputs, with unwritten content; return itself."""
+        self._view(*(inputs.empty(x, tuple(x.shape)) for x in (self.rings, self.moments)))
+        return self
 
     @staticmethod
     def _laid_out(
@@ -264,9 +276,9 @@ class CopiedSurroundings:
     copied in.
     """
 
-    def __init__(self, of: Surroundings) -> None:
-        self.tile, self.shapes = mapped(of.tile, Tensor.clone), of.shapes
-        self._room = of.room()
+    def __init__(self, of: Surroundings, inputs: Inputs) -> None:
+        self.tile, self.shapes = mapped(of.tile, inputs.copy), of.shapes
+        self._room = of.room().placed(inputs)
         self._copy(of)
         self._of: Callable[[], object] = weakref.ref(of.entry)
 
@@ -277,14 +289,15 @@ class CopiedSurroundings:
         """Copy the positions of another tile."""
         copy_tensors(self.tile, other.tile)
 
-    def turn_to(self, other: Surroundings) -> None:
-        """Copy the surroundings of another row's next step, unless they are here already.
+    def turn_to(self, other: Surroundings, *, anew: bool) -> None:
+        """Copy the surroundings of another row's next step, unless they are here already and
+        nothing has overwritten them (`anew`).
 
         Raises:
             EntryLost: an entry's load failed.
         """
         entry = other.entry
-        if self._of() is entry:
+        if self._of() is entry and not anew:
             return
         self._of = lambda: None  # until all of it is copied
         if not other.read_all(self._room):

@@ -88,6 +88,12 @@ class UnetWeights:
         stages = (*self.down_blocks, self.mid_block, *self.up_blocks)
         return sum(len(stack.transformer_blocks) for stage in stages for stack in stage)
 
+    @property
+    def attends(self) -> tuple[bool, ...]:
+        """Whether each level has attention."""
+        *upper, last = map(bool, self.down_blocks)
+        return (*upper, last or bool(self.mid_block))
+
     def with_linears(self, change: Callable[[str, Linear], Linear]) -> UnetWeights:
         """Return the weights with other products (`map_linears`), which receive the passes' spans.
 

@@ -435,7 +435,7 @@ def test_a_source_shares_the_call_of_its_masked_picture(
     mask = np.zeros_like(case.mask)
     mask[:16, :16] = 255
     expected, template = encoder.encode(case.pixels, mask, "a hat"), encoder.template(case.pixels)
-    for reproducible, kept, expected_calls in (
+    for reproducible, how, expected_calls in (
         (False, "made", [(1, 1)]),
         (False, "kept", [(0, 1)]),
         (True, "made", [(1, 0), (0, 1)]),
@@ -446,7 +446,7 @@ def test_a_source_shares_the_call_of_its_masked_picture(
         edit = edit_of(replace(case, settings=settings), "a hat")
         actual, report = edit_encoder.encode(edit, case.pixels, mask)
         assert calls == expected_calls
-        assert report.template == kept
+        assert report.template == how
         (same if reproducible else near)(actual, expected)
         cached = edit_encoder._templates.get(edit.pixels_id)
         assert cached is not None

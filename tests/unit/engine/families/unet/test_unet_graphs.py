@@ -26,7 +26,12 @@ from tests.support.cached_rows import Primed, assert_equal, cached
 from tests.support.draws import fresh_seed
 from tests.support.examples import WHOLE
 from tests.support.refresh_rows import plan, row_of, run
-from tests.support.replayed import HalfReplayed, Replayed, finish_behind_a_lost_entry
+from tests.support.replayed import (
+    HalfReplayed,
+    Replayed,
+    attend_on_a_cpu,
+    finish_behind_a_lost_entry,
+)
 
 pytestmark = pytest.mark.spread("folder")
 
@@ -39,6 +44,11 @@ TOKEN = 16
 @pytest.fixture(scope="module", params=["sdxl-base", "sd-fill"])
 def folder(request: pytest.FixtureRequest, tiny_unets: dict[str, Path]) -> Path:
     return tiny_unets[request.param]
+
+
+@pytest.fixture(autouse=True)
+def _padded_steps_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    attend_on_a_cpu(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -250,6 +260,34 @@ def test_a_recorded_step_runs_nothing_of_the_walk(
         while row.step < row.steps:
             replay.step([row], ("kv",) * adapter.blocks)
         assert len(walked) == 3  # the first, and the second once more to be recorded
+
+
+def test_rows_that_are_padded_together_share_a_recording_in_any_order(
+    folder: Path, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each row has another number of tokens; the sum is the same."""
+    seed, walked = fresh_seed(), list[int]()
+    walk = graphs.forward
+
+    def watched(*args: Any, **named: Any) -> Any:
+        walked.append(1)
+        return walk(*args, **named)
+
+    monkeypatch.setattr(graphs, "forward", watched)
+    adapter, plain = adapter_of(folder, Replayed()), adapter_of(folder, None)
+    jobs, kinds = [job_of(encoder, seed + i) for i in range(2)], ("kv",) * plain.blocks
+    templates = [Primed(plain, encoder, job) for job in jobs]
+    replay, expected = Replay(adapter), Replay(plain)
+    for order in ((0, 1), (1, 0)):
+        rows, plain_rows = (
+            [cached(which, jobs[i], templates[i]) for i in order] for which in (replay, expected)
+        )
+        while rows[0].step < rows[0].steps:
+            replay.step(rows, kinds)
+            expected.step(plain_rows, kinds)
+        for row, other in zip(rows, plain_rows, strict=True):
+            assert_equal(row.result().array(), other.result().array())
+        assert len(walked) == 2, seed  # the first step, and once more to be recorded
 
 
 def test_an_entry_that_is_lost_in_the_middle_harms_no_later_step(
