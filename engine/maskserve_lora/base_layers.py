@@ -127,6 +127,11 @@ _CHROMA = {
     for published, layer in {"in_layer": "linear_1", "out_layer": "linear_2"}.items()
 }
 """Published names of Chroma beside those of FLUX.1."""
+_LONGCAT = {
+    f"time_in.{published}": (f"time_embed.timestep_embedder.{layer}",)
+    for published, layer in {"in_layer": "linear_1", "out_layer": "linear_2"}.items()
+}
+"""ComfyUI's names of LongCat-Image beside those of FLUX.1."""
 _Z_IMAGE = {
     **{
         f"{stack}.{{}}.attention.{name}": tuple(f"{stack}.{{}}.attention.{part}" for part in parts)
@@ -176,7 +181,7 @@ _SD3 = {
 """Published names of Stable Diffusion 3.5."""
 _TRANSFORMERS = tuple(
     names
-    for table in (_FLUX, _FLUX2, _FLUX3, _CHROMA, _Z_IMAGE, _QWEN_IMAGE_21, _SD3)
+    for table in (_FLUX, _FLUX2, _FLUX3, _CHROMA, _LONGCAT, _Z_IMAGE, _QWEN_IMAGE_21, _SD3)
     for names in table.items()
 )
 """All published names; a model has those whose layers it has."""

@@ -140,6 +140,7 @@ _FLUX_NAMES = {
     "linear_1.": "in_layer.",
     "linear_2.": "out_layer.",
     "time_text_embed.timestep_embedder.": "time_in.",
+    "time_embed.timestep_embedder.": "time_in.",
     "time_text_embed.guidance_embedder.": "guidance_in.",
     "time_text_embed.text_embedder.": "vector_in.",
     "norm_out.linear.": "final_layer.adaLN_modulation.1.",
@@ -169,7 +170,7 @@ _FLUX_SINGLE = {
 
 
 def flux(tensors: Mapping[str, torch.Tensor]) -> Tensors:
-    """FLUX.1's and Chroma's names, with joint matrices, and shift before scale at the end."""
+    """FLUX.1's names, or those of models like it: joint matrices, shift before scale at the end."""
     single = {n: x for n, x in tensors.items() if n.startswith("single_transformer_blocks.")}
     original: Tensors = {}
     for name, tensor in joined(

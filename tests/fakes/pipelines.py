@@ -8,11 +8,13 @@ import importlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -150,6 +152,23 @@ def blended_edit(
     ).images
 
 
+@contextmanager
+def _blended_steps(
+    sampler: Any, clean: torch.Tensor, noise: torch.Tensor, mask: torch.Tensor
+) -> Iterator[None]:
+    """Let each step of a sampler end in the noised source where the mask, 1 = edit, is 0."""
+    real = sampler.step
+
+    def blended(*inputs: Any, **more: Any) -> Any:
+        [moved] = real(*inputs, **more)
+        sigma = sampler.sigmas[sampler.step_index]
+        return ((1 - mask) * (sigma * noise + (1 - sigma) * clean) + mask * moved,)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sampler, "step", blended)
+        yield
+
+
 def flux3_edit(pipeline: Any, edit: Case) -> NDArray[np.float32]:
     """[C, h, w] latents of a FLUX.3 pipeline, which has no mask. Its sampler's steps are blended as
     in Flux2KleinInpaintPipeline.
@@ -172,20 +191,12 @@ def flux3_edit(pipeline: Any, edit: Case) -> NDArray[np.float32]:
     sampler.set_timesteps(sigmas=sigmas)
     start = sampler.sigmas[0] * noise + (1 - sampler.sigmas[0]) * clean
     clean, noise, mask = (x.flatten(2).transpose(1, 2) for x in (clean, noise, mask))
-    real = sampler.step
-
-    def blended(*inputs: Any, **more: Any) -> Any:
-        [moved] = real(*inputs, **more)
-        sigma = sampler.sigmas[sampler.step_index]
-        return ((1 - mask) * (sigma * noise + (1 - sigma) * clean) + mask * moved,)
-
     more: dict[str, Any] = {}
     if "guider" in pipeline.components:
         guider = ClassifierFreeGuidance(guidance_scale=settings.guidance_scale or 1.0)
         pipeline.update_components(guider=guider)
         more["negative_prompt"] = settings.negative_prompt
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(sampler, "step", blended)
+    with _blended_steps(sampler, clean, noise, mask):
         latents = pipeline(
             prompt=edit.prompt,
             image=_images(edit.pixels, edit.references),
@@ -226,6 +237,64 @@ def flux3_whole_picture(pipeline: Any, case: Case) -> NDArray[np.float32]:
     )
     picture: NDArray[np.float32] = F.pixel_shuffle(latents, 2)[0].float().numpy()
     return picture
+
+
+def longcat_pipeline(folder: Path) -> Any:
+    """The pipeline of a LongCat-Image folder. Diffusers has none of it that loads LoRAs."""
+    from diffusers import LongCatImageEditPipeline, LongCatImagePipeline
+    from diffusers.loaders.lora_pipeline import QwenImageLoraLoaderMixin
+    from transformers import AutoTokenizer, Qwen2VLImageProcessorPil, Qwen2VLProcessor
+
+    from maskserve_engine.families.qwen_image.encode import picture_processor
+    from maskserve_engine.spec.model_index import read_model_index
+
+    is_edit = read_model_index(folder)["_class_name"] == "LongCatImageEditPipeline"
+    base: Any = LongCatImageEditPipeline if is_edit else LongCatImagePipeline
+    with_loras = type(
+        base.__name__, (base, QwenImageLoraLoaderMixin), {"__module__": base.__module__}
+    )
+    processor = picture_processor(
+        Qwen2VLProcessor,
+        Qwen2VLImageProcessorPil.from_pretrained(folder / "text_processor"),
+        AutoTokenizer.from_pretrained(folder / "tokenizer"),
+    )
+    pipeline: Any = with_loras.from_pretrained(folder, text_processor=processor)
+    return pipeline
+
+
+def longcat_edit(pipeline: Any, case: Case) -> torch.Tensor:
+    """Tokens of a LongCat-Image pipeline, which has neither mask nor strength. It begins with the
+    noised source, and its sampler's steps are blended, as in FluxInpaintPipeline.
+    """
+    import torch
+    import torch.nn.functional as F
+
+    settings, steps, vae = case.settings, case.settings.num_inference_steps, pipeline.vae
+    assert steps is not None
+    module = importlib.import_module(type(pipeline).__module__)
+    generator = torch.Generator("cpu").manual_seed(case.seed)
+    edits = hasattr(pipeline, "image_processor_vl")
+    image_tensor = pipeline.image_processor.preprocess(Image.fromarray(case.pixels))
+    with torch.no_grad():
+        posterior = vae.encode(image_tensor).latent_dist
+    clean = posterior.mode() if edits else posterior.sample(generator)
+    clean = (clean - vae.config.shift_factor) * vae.config.scaling_factor
+    noise = torch.randn(clean.shape, generator=generator)
+    mask = torch.from_numpy(case.mask > 127).float()[None, None]
+    mask = F.interpolate(mask, size=clean.shape[-2:]).expand_as(clean)
+    clean, noise, mask = (
+        pipeline._pack_latents(x.contiguous(), *x.shape) for x in (clean, noise, mask)
+    )
+    sigmas = np.linspace(1.0, 1 / steps, steps)[steps - steps_run(steps, settings.strength) :]
+    sampler = pipeline.scheduler
+    sampler.set_timesteps(sigmas=sigmas, mu=module.calculate_shift(clean.shape[1]))
+    start = sampler.sigmas[0] * noise + (1 - sampler.sigmas[0]) * clean
+    options: dict[str, Any] = {"latents": start, "sigmas": sigmas, "enable_prompt_rewrite": False}
+    case = replace(case, settings=structs.replace(settings, num_inference_steps=len(sigmas)))
+    with _blended_steps(sampler, clean, noise, mask):
+        if edits:
+            return qwen_whole_picture(pipeline, replace(case, kind="edit"), **options)
+        return whole_picture(pipeline, replace(case, kind="generate"), **options)
 
 
 def qwen_edit_pipeline(folder: Path) -> Any:
@@ -275,11 +344,11 @@ def _own_area(
         yield patched
 
 
-def qwen_whole_picture(pipeline: Any, case: Case) -> Any:
+def qwen_whole_picture(pipeline: Any, case: Case, **options: Any) -> Any:
     """`whole_picture` of such a pipeline, at the picture's own size."""
     module = importlib.import_module(type(pipeline).__module__)
     with _own_area(module, case.mask[..., None], case.references):
-        return whole_picture(pipeline, case)
+        return whole_picture(pipeline, case, **options)
 
 
 def qwen_edit(

@@ -12,6 +12,7 @@ from pathlib import Path
 from tests.fakes.tiny_chroma import build_tiny_chroma
 from tests.fakes.tiny_flux2 import build_tiny_flux2, build_tiny_flux2_dev
 from tests.fakes.tiny_flux3 import build_tiny_flux3
+from tests.fakes.tiny_longcat import build_tiny_longcat
 from tests.fakes.tiny_model import build_tiny_model
 from tests.fakes.tiny_qwen_image import EDIT, PLUS, PLUS_2511, build_tiny_qwen_image
 from tests.fakes.tiny_qwen_image21 import build_tiny_qwen_image21
@@ -29,6 +30,8 @@ FAMILIES: dict[str, Callable[[Path], Path]] = {
     "flux2-dev": build_tiny_flux2_dev,
     "flux3-klein": build_tiny_flux3,
     "flux3-base": partial(build_tiny_flux3, distilled=False),
+    "longcat-image": build_tiny_longcat,
+    "longcat-image-edit": partial(build_tiny_longcat, edits=True),
     "chroma": build_tiny_chroma,
     "sd3-large": build_tiny_sd3,
     "sd3-medium": partial(build_tiny_sd3, medium=True),

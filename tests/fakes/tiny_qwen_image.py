@@ -24,7 +24,7 @@ SPOKEN_OF_EDITS = (
     "consistency with the original input where appropriate.<|im_end|>\n<|im_start|>user\n"
 )
 """The text before every prompt of edit models: 64 tokens."""
-_VISION = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+VISION = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 EDIT, PLUS, PLUS_2511 = "QwenImageEditPipeline", "QwenImageEditPlusPipeline", "2511"
 
 
@@ -37,20 +37,9 @@ def build_tiny_qwen_image(folder: Path, edits: str = "") -> Path:
         QwenImageInpaintPipeline,
         QwenImageTransformer2DModel,
     )
-    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-    tokenizer = chat_tokenizer([SPOKEN_OF_EDITS if edits else SPOKEN], _VISION)
+    tokenizer = chat_tokenizer([SPOKEN_OF_EDITS if edits else SPOKEN], VISION)
     assert len(tokenizer(SPOKEN_OF_EDITS if edits else SPOKEN).input_ids) == (64 if edits else 34)
-    text = {
-        "vocab_size": len(tokenizer), "hidden_size": TEXT, "intermediate_size": TEXT,
-        "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
-        "rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]},
-    }  # fmt: skip
-    vision = {
-        "depth": 1, "hidden_size": TEXT, "intermediate_size": TEXT, "num_heads": 2,
-        "out_hidden_size": TEXT, "fullatt_block_indexes": [0],
-    }  # fmt: skip
-    start, end, image, video = tokenizer.convert_tokens_to_ids(_VISION)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         pipeline = QwenImageInpaintPipeline(
@@ -66,16 +55,7 @@ def build_tiny_qwen_image(folder: Path, edits: str = "") -> Path:
                 latents_mean=[0.3, -0.2, 0.1, 0.7],
                 latents_std=[1.5, 0.5, 2.0, 1.2],
             ),
-            text_encoder=Qwen2_5_VLForConditionalGeneration(
-                Qwen2_5_VLConfig(
-                    text_config=text,
-                    vision_config=vision,
-                    image_token_id=image,
-                    video_token_id=video,
-                    vision_start_token_id=start,
-                    vision_end_token_id=end,
-                )
-            ),
+            text_encoder=tiny_qwen_vl(tokenizer),
             tokenizer=tokenizer,
             transformer=QwenImageTransformer2DModel(
                 in_channels=4 * LATENT_CHANNELS,
@@ -99,6 +79,31 @@ def build_tiny_qwen_image(folder: Path, edits: str = "") -> Path:
         config.replace("max_sequence_length = 16", "max_sequence_length = 320"), "utf-8"
     )
     return folder
+
+
+def tiny_qwen_vl(tokenizer: Any) -> Any:
+    """Return a small Qwen2.5-VL, from torch's generator."""
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    text = {
+        "vocab_size": len(tokenizer), "hidden_size": TEXT, "intermediate_size": TEXT,
+        "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]},
+    }  # fmt: skip
+    vision = {
+        "depth": 1, "hidden_size": TEXT, "intermediate_size": TEXT, "num_heads": 2,
+        "out_hidden_size": TEXT, "fullatt_block_indexes": [0],
+    }  # fmt: skip
+    start, end, image, video = tokenizer.convert_tokens_to_ids(VISION)
+    config = Qwen2_5_VLConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=image,
+        video_token_id=video,
+        vision_start_token_id=start,
+        vision_end_token_id=end,
+    )
+    return Qwen2_5_VLForConditionalGeneration(config)
 
 
 def _as_edit_model(folder: Path, pipeline: str, tokenizer: Any) -> None:

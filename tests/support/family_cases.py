@@ -39,12 +39,15 @@ from tests.fakes.pipelines import (
     diffusers_latents,
     flux3_edit,
     flux3_whole_picture,
+    longcat_edit,
+    longcat_pipeline,
     qwen_edit,
     qwen_edit_pipeline,
     qwen_whole_picture,
     whole_picture,
 )
 from tests.fakes.tiny_families import FAMILIES
+from tests.fakes.tiny_longcat import LENGTH
 from tests.support.cached_rows import KINDS, Primed
 
 Latents = NDArray[np.float32]
@@ -459,6 +462,22 @@ def _flux3_whole(model: FamilyModel, edit: Case) -> Latents:
     return flux3_whole_picture(model.pipeline, edit)
 
 
+def _longcat_pipeline(folder: Path) -> Any:
+    """The pipeline, with the tokens of a prompt that the tiny model has."""
+    pipeline = longcat_pipeline(folder)
+    pipeline.tokenizer_max_length = LENGTH
+    return pipeline
+
+
+def _longcat(model: FamilyModel, edit: Case) -> Latents:
+    return _tokens(model, edit, longcat_edit(model.pipeline, edit))
+
+
+def _longcat_whole(model: FamilyModel, edit: Case) -> Latents:
+    run = qwen_whole_picture if edit.kind == "edit" else whole_picture
+    return _tokens(model, edit, run(model.pipeline, edit, enable_prompt_rewrite=False))
+
+
 def _qwen_whole(model: FamilyModel, edit: Case) -> Latents:
     pipeline = model.pipeline
     if hasattr(pipeline, "mask_processor"):
@@ -567,6 +586,18 @@ _QWEN_EDIT = replace(
     lora_forms=(_LIGHTNING,),
     ranks=("tokens", "passes"),
 )
+_LONGCAT = FamilyCase(
+    "longcat-image",
+    "longcat-image",
+    _longcat,
+    _longcat_pipeline,
+    {"edit": _longcat, "generate": _longcat_whole},
+    plain={"guidance_scale": 1.0},
+    guidance=_CFG,
+    sections=_text(LENGTH),
+    long=18,
+    kinds=_BOTH,
+)
 _SD3 = FamilyCase(
     "sd3-large",
     "sd3-large",
@@ -621,6 +652,17 @@ CASES: Mapping[str, FamilyCase] = {
             all_tokens=("dense",),
             wholes={"edit": _kontext_whole, "generate": _kontext_whole},
             img2img=False,
+        ),
+        _LONGCAT,
+        replace(
+            _LONGCAT,
+            name="longcat-image-edit",
+            sort="longcat-image-edit",
+            wholes={"edit": _longcat_whole},
+            img2img=False,
+            kinds=_KV,
+            all_tokens=("dense",),
+            ranks=("tokens", "passes"),
         ),
         FamilyCase(
             "chroma",

@@ -9,6 +9,7 @@ The size is the client's, or the one that a model's pipeline in diffusers choose
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -19,12 +20,13 @@ from maskserve_common.config import LimitsConfig
 from maskserve_common.errors import InvalidRequest
 from maskserve_common.imaging.images import Size, check_size, model_size, resize
 
-SizeRule = Literal["bounded", "preferred", "area", "cut", "padded"]
+SizeRule = Literal["bounded", "preferred", "area", "covering", "cut", "padded"]
 """How a pipeline chooses the size for a source:
 
 - `bounded`: the source's own, at most the native area (image-to-image pipelines)
 - `preferred`: the nearest aspect ratio of a list (FluxKontextPipeline)
 - `area`: the native area, in the source's aspect ratio (QwenImageEditPipeline, QwenImage21Pipeline)
+- `covering`: the same, with sides rounded up (LongCatImageEditPipeline)
 - `cut`: the source's own, at most the native area, without what exceeds the grid at its sides
   (Flux2KleinPipeline)
 - `padded`: the source's own, at most the native area, with its reflection up to the grid (one
@@ -100,7 +102,10 @@ def fit_of(source: Size, rule: SizeRule, native: int, multiple: int) -> PictureF
             size = _preferred(source, native, multiple)
             return PictureFit(size, size)
         case "area":
-            size = _of_area(source, native, multiple)
+            size = _of_area(source, native, multiple, round)
+            return PictureFit(size, size)
+        case "covering":
+            size = _of_area(source, native, multiple, math.ceil)
             return PictureFit(size, size)
         case "cut":
             return _cut(source, native, multiple)
@@ -116,11 +121,11 @@ def _preferred(source: Size, native: int, multiple: int) -> Size:
     return high, wide
 
 
-def _of_area(source: Size, native: int, multiple: int) -> Size:
+def _of_area(source: Size, native: int, multiple: int, rounded: Callable[[float], int]) -> Size:
     ratio = source[1] / source[0]
     width = math.sqrt(native**2 * ratio)
     high, wide = (
-        max(multiple, round(side / multiple) * multiple) for side in (width / ratio, width)
+        max(multiple, rounded(side / multiple) * multiple) for side in (width / ratio, width)
     )
     return high, wide
 

@@ -46,8 +46,9 @@ _CLASSES = {
     ),
 }  # fmt: skip
 """Classes of denoisers that are served, with diffusers' names of their checkpoints."""
-_SD3, _QWEN_IMAGE, _UNET = (
-    "SD3Transformer2DModel", "QwenImageTransformer2DModel", "UNet2DConditionModel"
+_SD3, _QWEN_IMAGE, _UNET, _FLUX, _LONGCAT = (
+    "SD3Transformer2DModel", "QwenImageTransformer2DModel", "UNet2DConditionModel",
+    "FluxTransformer2DModel", "LongCatImageTransformer2DModel",
 )  # fmt: skip
 _KEYS = {
     _SD3: "joint_blocks.0.x_block.attn.qkv.weight",
@@ -55,6 +56,12 @@ _KEYS = {
 }
 """A tensor that identifies each class that diffusers infers from sizes, or not at all."""
 _UNET_KEYS = ("input_blocks.0.0.weight", "time_embed.0.weight")
+_POOLED = tuple(
+    f"vector_in.{layer}.{part}"
+    for layer in ("in_layer", "out_layer")
+    for part in ("weight", "bias")
+)
+"""Tensors for a pooled prompt, which FLUX.1 has and LongCat-Image has not."""
 _DEV_KEY = "guidance_in.in_layer.weight"
 _XL_KEY, _REFINER_WIDTH = "label_emb.0.0.weight", 2560
 _XL = {"v1": "xl_base", "inpainting": "xl_inpaint"}
@@ -108,6 +115,8 @@ def denoiser_class(denoiser: Mapping[str, torch.Tensor]) -> tuple[str, str]:
         ) from error
     if kind == "v1" and not all(name in denoiser for name in _UNET_KEYS):
         return next((cls for cls, key in _KEYS.items() if key in denoiser), ""), ""
+    if kind == "flux-schnell" and _POOLED[0] not in denoiser:
+        return _LONGCAT, ""
     if kind == "flux-2-dev" and _DEV_KEY not in denoiser:  # klein has no guidance
         return "Flux2Transformer2DModel", ""
     if kind in _XL and _XL_KEY in denoiser:
@@ -123,7 +132,7 @@ def denoiser_class(denoiser: Mapping[str, torch.Tensor]) -> tuple[str, str]:
 
 
 def _served_classes() -> str:
-    return ", ".join([*_CLASSES, _QWEN_IMAGE])
+    return ", ".join([*_CLASSES, _QWEN_IMAGE, _LONGCAT])
 
 
 def converted_denoiser(
@@ -238,11 +247,14 @@ def _unwrapped_name(name: str) -> str:
 def _convert_by_diffusers(cls: str, tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
     from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
 
-    if cls not in SINGLE_FILE_LOADABLE_CLASSES:
+    is_longcat = cls == _LONGCAT
+    source, added = (_FLUX, _POOLED) if is_longcat else (cls, ())
+    if source not in SINGLE_FILE_LOADABLE_CLASSES:
         raise ConfigError(f"has no {cls} under diffusers' names, and diffusers maps no others")
-    convert: Callable[..., Tensors] = SINGLE_FILE_LOADABLE_CLASSES[cls]["checkpoint_mapping_fn"]
+    convert: Callable[..., Tensors] = SINGLE_FILE_LOADABLE_CLASSES[source]["checkpoint_mapping_fn"]
+    checkpoint = {**tensors, **dict.fromkeys(added, torch.zeros(0))}
     try:
-        return convert(checkpoint=dict(tensors), config=dict(config))
+        mapped = convert(checkpoint=checkpoint, config=dict(config))
     except KeyError as error:
         raise ConfigError(
             f"is not a whole checkpoint of {cls}: it has no {error.args[0]}"
@@ -250,6 +262,9 @@ def _convert_by_diffusers(cls: str, tensors: Tensors, config: Mapping[str, Any])
     except (IndexError, ValueError, RuntimeError, TypeError, AttributeError) as error:
         why = next(iter(str(error).splitlines()), type(error).__name__)
         raise ConfigError(f"is not a checkpoint of {cls}: {why}") from error
+    if is_longcat:
+        mapped = {name.replace("time_text_embed", "time_embed"): x for name, x in mapped.items()}
+    return mapped
 
 
 def _select_expected(tensors: Tensors, expected: Mapping[str, torch.Tensor]) -> Tensors:

@@ -65,6 +65,20 @@ def _flux3() -> FamilyLoaders:
     return FamilyLoaders(Flux3Encoder.load, Flux3Adapter.load, Decoder.load)
 
 
+def _longcat() -> FamilyLoaders:
+    from maskserve_engine.families.longcat.adapter import LongCatAdapter, LongCatEditAdapter
+    from maskserve_engine.families.longcat.encode import LongCatEditEncoder, LongCatEncoder
+
+    def load_encoder(spec: ModelSpec, config: Config) -> Encoder:
+        return (LongCatEditEncoder if spec.encoder_picture else LongCatEncoder).load(spec, config)
+
+    def load_adapter(spec: ModelSpec, config: Config) -> Adapter:
+        edits = spec.semantics.reference
+        return (LongCatEditAdapter if edits else LongCatAdapter).load(spec, config)
+
+    return FamilyLoaders(load_encoder, load_adapter, Decoder.load)
+
+
 def _qwen_image() -> FamilyLoaders:
     from maskserve_engine.families.qwen_image.adapter import QwenImageAdapter
     from maskserve_engine.families.qwen_image.encode import QwenImageEditEncoder, QwenImageEncoder
@@ -110,6 +124,7 @@ FAMILIES: dict[str, Callable[[], FamilyLoaders]] = {
     "flux": _flux,
     "flux2": _flux2,
     "flux3": _flux3,
+    "longcat": _longcat,
     "qwen_image": _qwen_image,
     "qwen_image21": _qwen_image21,
     "sd3": _sd3,

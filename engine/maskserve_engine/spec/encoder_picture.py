@@ -7,11 +7,11 @@ any prompt. A template therefore keeps their activations, as it keeps those of i
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 from maskserve_common.config import ConfigError
+from maskserve_common.config_file import read_json
 
 Size = tuple[int, int]
 LONGEST = 200
@@ -30,17 +30,24 @@ class EncoderPicture:
     most: int
     """Most pixels of the picture that is cut."""
     area: int = 0
-    """Pixels to which the picture is resized before; 0: it has the denoiser's size."""
+    """Pixels to which the picture is resized before; 0: its size follows from the denoiser's."""
+    divisor: int = 1
+    """Number by which the denoiser's sides are divided."""
     replaced: bool = False
     """Whether the denoiser has the picture's latents in place of these tokens."""
 
     @classmethod
-    def of(cls, processor: Mapping[str, Any], area: int = 0) -> EncoderPicture:
-        """Read the values from a processor's configuration.
+    def of(cls, folder: Path, area: int = 0, divisor: int = 1) -> EncoderPicture:
+        """Read the values from a processor's folder. transformers writes them into one file with
+        the rest, and before version 5 into a separate one; it reads them in this order.
 
         Raises:
-            ConfigError: a value is missing.
+            ConfigError: a file is unreadable, or a value is missing.
         """
+        whole = folder / "processor_config.json"
+        processor = read_json(whole).get("image_processor") if whole.is_file() else None
+        if not isinstance(processor, dict):
+            processor = read_json(folder / "preprocessor_config.json")
         size = processor.get("size") or {}
         try:
             return cls(
@@ -48,15 +55,16 @@ class EncoderPicture:
                 int(processor.get("min_pixels") or size["shortest_edge"]),
                 int(processor.get("max_pixels") or size["longest_edge"]),
                 area,
+                divisor,
             )
         except KeyError as error:
             name = error.args[0]
-            raise ConfigError(f"[model] path: processor: {name} is missing") from error
+            raise ConfigError(f"[model] path: {folder.name}: {name} is missing") from error
 
     def size(self, height: int, width: int) -> Size:
         """Return the (height, width) at which the processor gets a picture of this size."""
         if not self.area:
-            return height, width
+            return height // self.divisor, width // self.divisor
         wide = math.sqrt(self.area * width / height)
         high = wide * height / width
         return round(high / _GRID) * _GRID, round(wide / _GRID) * _GRID

@@ -13,7 +13,7 @@ from maskserve_engine.spec.model_index import read_model_index
 
 _STAGE_PARTS = (
     "vae", "text_encoder", "text_encoder_2", "text_encoder_3", "tokenizer", "tokenizer_2",
-    "tokenizer_3", "processor",
+    "tokenizer_3", "processor", "text_processor",
 )  # fmt: skip
 _PARTS = ("transformer", "unet", "scheduler", *_STAGE_PARTS)
 

@@ -116,9 +116,11 @@ class FluxAdapter(FlowAdapter[FluxWeights]):
         return places_of(model)
 
     def blank_prompt(self, tokens: int) -> Conditioning:
-        width = self.spec.denoiser.get("pooled_projection_dim")
-        pooled = {} if width is None else {"pooled": np.zeros(width, np.float32)}
-        return {**super().blank_prompt(tokens), **pooled}
+        blank = super().blank_prompt(tokens)
+        if self.weights.time_text_embed.text_embedder is None:
+            return blank
+        width = self.spec.denoiser["pooled_projection_dim"]
+        return {**blank, "pooled": np.zeros(width, np.float32)}
 
     def text(self, embeds: Tensor, grid: tuple[int, int], adapters: Adapters = ()) -> Tensor:
         embedder = self.weights.context_embedder
@@ -126,13 +128,19 @@ class FluxAdapter(FlowAdapter[FluxWeights]):
             embedder = low_rank(_CONTEXT, embedder, (adapters,))
         return embedder(embeds, ((0, len(embeds)),))
 
-    def positions(self, height: int, width: int, text: int, references: tuple[Grid, ...]) -> Tensor:
-        # The picture's number, row and column.
-        pictures = [
+    @staticmethod
+    def ids(pictures: Sequence[Grid], text: int) -> Tensor:
+        """Return [T + N, axes] positions of a prompt, and of the picture and its references, of
+        these grids: here a picture's number, row and column. Families with others override this.
+        """
+        tokens = [
             torch.cartesian_prod(torch.tensor([number]), torch.arange(rows), torch.arange(columns))
-            for number, (rows, columns) in enumerate(((height, width), *references))
+            for number, (rows, columns) in enumerate(pictures)
         ]
-        ids = torch.cat((torch.zeros(text, 3), *pictures))
+        return torch.cat((torch.zeros(text, 3), *tokens))
+
+    def positions(self, height: int, width: int, text: int, references: tuple[Grid, ...]) -> Tensor:
+        ids = self.ids(((height, width), *references), text)
         # Each angle stands twice, side by side.
         cos, sin = self.model.pos_embed(*to_device([ids], self.device))
         return torch.complex(cos[:, ::2].contiguous(), sin[:, ::2].contiguous())

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.graphs import Graphs
-from maskserve_engine.batch.transfer import to_device
 from maskserve_engine.families.flux.adapter import FluxAdapter
 from maskserve_engine.families.flux2 import spec as flux2
 from maskserve_engine.families.flux2.weights import places_of, weights_of
@@ -78,13 +77,7 @@ class Flux2Adapter(FluxAdapter):
 
     @staticmethod
     def ids(pictures: Sequence[Grid], text: int) -> Tensor:
-        """Return `ids_of` these tokens; families with other positions override this."""
         return ids_of(pictures, text)
-
-    def positions(self, height: int, width: int, text: int, references: tuple[Grid, ...]) -> Tensor:
-        ids = self.ids(((height, width), *references), text)
-        cos, sin = self.model.pos_embed(*to_device([ids], self.device))
-        return torch.complex(cos[:, ::2].contiguous(), sin[:, ::2].contiguous())
 
 
 def ids_of(pictures: Sequence[Grid], text: int) -> Tensor:

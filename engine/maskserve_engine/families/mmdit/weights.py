@@ -128,16 +128,16 @@ class FluxWeights(RowWeights):
     gated: bool = False
 
     @classmethod
-    def of(cls, model: Any) -> FluxWeights:
+    def of(cls, model: Any, embed: str = "time_text_embed") -> FluxWeights:
         """Build from a FluxTransformer2DModel, a FluxControlNetModel or another model with such
-        blocks.
+        blocks; `embed` is the name of its part that embeds the time.
         """
         doubles, singles = model.transformer_blocks, model.single_transformer_blocks
         whole = hasattr(model, "proj_out")
         with torch.no_grad():
             return cls(
                 linear(model.x_embedder),
-                time_text_of(model.time_text_embed),
+                time_text_of(getattr(model, embed)),
                 linear(model.context_embedder),
                 tuple(double_of(block) for block in doubles),
                 tuple(_single(block) for block in singles),
@@ -283,9 +283,13 @@ OUTSIDE = {
 }
 
 
-def places_of(model: Any) -> dict[str, Place]:
-    """Return the places of the layers that a LoRA may change in `FluxWeights`."""
-    return places_in(model, model.x_embedder.out_features, _STACKS, OUTSIDE)
+def places_of(
+    model: Any, outside: Mapping[str, str] = MappingProxyType(OUTSIDE)
+) -> dict[str, Place]:
+    """Return the places of the layers that a LoRA may change in `FluxWeights`; `outside` as in
+    `places_in`.
+    """
+    return places_in(model, model.x_embedder.out_features, _STACKS, outside)
 
 
 _IN_BLOCK = re.compile(r"(.+?)\.(\d+)\.(.+)")

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -27,12 +27,14 @@ number of tokens."""
 
 
 @dataclass(frozen=True, slots=True)
-class _TemplateEncoder(TextEncoder):
+class TemplateEncoder(TextEncoder):
+    """A text encoder that reads prompts in its pipeline's template."""
+
     pipeline: Any
     """The pipeline, which has the template and reads prompts; it has no other parts."""
 
     @classmethod
-    def of(cls, text: TextEncoder, pipeline: type, **parts: Any) -> _TemplateEncoder:
+    def of(cls, text: TextEncoder, pipeline: type, **parts: Any) -> Self:
         """Build from a folder's text encoder and the other parts with which its pipeline reads
         prompts.
         """
@@ -51,7 +53,8 @@ class _TemplateEncoder(TextEncoder):
         return TokensRead(used, words - used)
 
 
-def _text_of(config: Config) -> TextEncoder:
+def text_of(config: Config) -> TextEncoder:
+    """Load a folder's Qwen2.5-VL. Raises ConfigError if it cannot be loaded."""
     from transformers import Qwen2_5_VLForConditionalGeneration
 
     length = config.model.max_sequence_length
@@ -61,13 +64,13 @@ def _text_of(config: Config) -> TextEncoder:
 class QwenImageEncoder(OneTextEncoder):
     """VAE encoder and text encoder of a Qwen-Image folder: a Qwen2.5-VL."""
 
-    text: _TemplateEncoder
+    text: TemplateEncoder
 
     @staticmethod
     def load_text(spec: ModelSpec, config: Config) -> TextEncoder:
         from diffusers import QwenImageInpaintPipeline
 
-        return _TemplateEncoder.of(_text_of(config), QwenImageInpaintPipeline)
+        return TemplateEncoder.of(text_of(config), QwenImageInpaintPipeline)
 
     def encode_prompts(self, prompts: Sequence[str]) -> list[Conditioning]:
         """Return `prompt_embeds` [T, width] of each prompt, without padding."""
@@ -85,7 +88,7 @@ class QwenImageEncoder(OneTextEncoder):
 class QwenImageEditEncoder(OneTextEncoder):
     """Encoder of an edit model's folder, whose prompts are about the source."""
 
-    text: _TemplateEncoder
+    text: TemplateEncoder
 
     @staticmethod
     def load_text(spec: ModelSpec, config: Config) -> TextEncoder:
@@ -96,9 +99,9 @@ class QwenImageEditEncoder(OneTextEncoder):
         pipeline = (
             QwenImageEditPlusPipeline if spec.encoder_picture.area else QwenImageEditInpaintPipeline
         )
-        text = _text_of(config)
+        text = text_of(config)
         pictures = load_plain(config, "processor", Qwen2VLImageProcessorPil)
-        return _TemplateEncoder.of(
+        return TemplateEncoder.of(
             text, pipeline, processor=picture_processor(Qwen2VLProcessor, pictures, text.tokenizer)
         )
 
@@ -113,7 +116,7 @@ class QwenImageEditEncoder(OneTextEncoder):
         """
         assert pictures, "the prompt is about a picture"
         check_prompt(prompt)
-        images = [self._resized(pixels) for pixels in pictures]
+        images = [self.resized(pixels) for pixels in pictures]
         with torch.inference_mode():
             [states], _ = self.text.pipeline.encode_prompt(
                 prompt, images if len(images) > 1 else images[0]
@@ -121,7 +124,7 @@ class QwenImageEditEncoder(OneTextEncoder):
         used_tokens = len(states) - self.text.read_of(prompt).cut
         return {"prompt_embeds": to_numpy(states[:used_tokens])}
 
-    def _resized(self, pixels: NDArray[np.uint8]) -> Image.Image:
+    def resized(self, pixels: NDArray[np.uint8]) -> Image.Image:
         """Return a picture as the text encoder's processor gets it."""
         assert self.spec.encoder_picture is not None
         height, width = self.spec.encoder_picture.size(*pixels.shape[:2])

@@ -57,8 +57,8 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelSpec:
     latents = latent_space(read_json(folder / "vae" / "config.json"))
     semantics, shown_spec = PIPELINES[pipeline], None
     if semantics.reference:
-        processor = _of_pictures(folder / "processor")
-        shown_spec = EncoderPicture.of(processor, 0 if semantics.sampled else _ENCODER_AREA)
+        area = 0 if semantics.sampled else _ENCODER_AREA
+        shown_spec = EncoderPicture.of(folder / "processor", area)
     return ModelSpec(
         family="qwen_image",
         semantics=semantics,
@@ -83,19 +83,6 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelSpec:
         padded_to=1,
         encoder_picture=shown_spec,
         least_steps=least_steps(sampler),
-    )
-
-
-def _of_pictures(processor: Path) -> dict[str, Any]:
-    """Return the image options of a processor's folder. transformers writes them into one file with
-    the rest, and before version 5 into a separate one; it reads them in this order.
-    """
-    whole = processor / "processor_config.json"
-    image_processor = read_json(whole).get("image_processor") if whole.is_file() else None
-    return (
-        image_processor
-        if isinstance(image_processor, dict)
-        else read_json(processor / "preprocessor_config.json")
     )
 
 

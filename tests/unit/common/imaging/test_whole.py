@@ -100,6 +100,15 @@ def test_qwens_size_is_the_pipelines() -> None:
         assert fit_of((height, width), "area", 1024, 32) == PictureFit((high, wide), (high, wide))
 
 
+def test_longcats_size_is_the_pipelines() -> None:
+    from diffusers.pipelines.longcat_image.pipeline_longcat_image_edit import calculate_dimensions
+
+    for height, width in [*drawn_sizes(200, 64, 5000), (512, 512), (400, 1600)]:
+        wide, high = calculate_dimensions(1024 * 1024, width / height)
+        fit = fit_of((height, width), "covering", 1024, 16)
+        assert fit == PictureFit((high, wide), (high, wide))
+
+
 def test_kleins_picture_is_the_pipelines() -> None:
     from diffusers.pipelines.flux2.image_processor import Flux2ImageProcessor
 
@@ -142,7 +151,7 @@ def test_the_answer_has_no_padding() -> None:
     np.testing.assert_array_equal(answer, pixels[7:57, 3:60])
 
 
-@pytest.mark.parametrize("rule", ["bounded", "preferred", "area", "cut", "padded"])
+@pytest.mark.parametrize("rule", ["bounded", "preferred", "area", "covering", "cut", "padded"])
 def test_every_size_is_on_the_grid_of_a_model_of_any_size(rule: Any) -> None:
     rng = fresh_rng()
     sizes = [(1, 3000), (3000, 1), (1, 1), *drawn_sizes(200, 1, 3000)]

@@ -62,6 +62,8 @@ class Published(NamedTuple):
     width: int = WIDTH
     biases: bool = True
     inputs: Callable[[str], tuple[int, ...]] = lambda name: (INPUTS,)
+    time: str = "time_text_embed"
+    """Diffusers' name of the part that embeds the time, in the converter's place."""
 
     def layers(self) -> dict[str, int]:
         """Each layer's outputs."""
@@ -101,6 +103,17 @@ FLUX_1 = Published(
      "vector_in.in_layer": 1, "vector_in.out_layer": 1, "guidance_in.in_layer": 1,
      "guidance_in.out_layer": 1, "final_layer.linear": 1, "final_layer.adaLN_modulation.1": 2},
     FLUX_NORMS,
+)  # fmt: skip
+_POOLED = tuple(
+    f"vector_in.{layer}.{part}"
+    for layer in ("in_layer", "out_layer")
+    for part in ("weight", "bias")
+)
+LONGCAT = FLUX_1._replace(
+    outside={name: n for name, n in FLUX_1.outside.items() if "guidance" not in name
+             and "vector" not in name},
+    more_names={**FLUX_NORMS, "": _POOLED},
+    time="time_embed",
 )  # fmt: skip
 CHROMA = Published(
     "chroma",
@@ -178,8 +191,8 @@ QWEN_IMAGE_21 = Published(
     width=64, biases=False,
 )  # fmt: skip
 MODELS = {
-    "FLUX.1": FLUX_1, "Chroma": CHROMA, "FLUX.2": FLUX_2, "FLUX.3": FLUX_3,
-    "Stable Diffusion 3.5": SD_3,
+    "FLUX.1": FLUX_1, "Chroma": CHROMA, "LongCat-Image": LONGCAT,
+    "FLUX.2": FLUX_2, "FLUX.3": FLUX_3, "Stable Diffusion 3.5": SD_3,
     "Z-Image": Z_IMAGE, "Qwen-Image-2.1": QWEN_IMAGE_21,
 }  # fmt: skip
 FORMS = {
@@ -195,7 +208,8 @@ def converted(model: Published, checkpoint: Mapping[str, Tensor]) -> dict[str, T
 
     name = f"convert_{model.converter}_transformer_checkpoint_to_diffusers"
     tensors: dict[str, Tensor] = getattr(single_file_utils, name)(dict(checkpoint))
-    return {key: value for key, value in tensors.items() if key.endswith(".weight")}
+    renamed = {key.replace("time_text_embed", model.time): x for key, x in tensors.items()}
+    return {key: value for key, value in renamed.items() if key.endswith(".weight")}
 
 
 @pytest.fixture(scope="module", params=MODELS)

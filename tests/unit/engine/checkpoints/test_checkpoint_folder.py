@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from maskserve_common.config import ConfigError
 from maskserve_common.config_file import config_of
 from maskserve_engine.checkpoints.folder import describe, make_folder, write_tensors
-from maskserve_engine.checkpoints.parts import converted_denoiser
+from maskserve_engine.checkpoints.parts import converted_denoiser, denoiser_class
 from maskserve_engine.checkpoints.recorded import RecordedTensor
 from maskserve_engine.checkpoints.request import CheckpointRequest
 from maskserve_engine.checkpoints.stored import StoredTensors
@@ -398,9 +398,12 @@ def test_recorded_operations_give_the_values_of_plain_ones() -> None:
     assert torch.equal(result.values(), operations(plain))
 
 
-@pytest.mark.parametrize("cls", ["FluxTransformer2DModel", "ChromaTransformer2DModel"])
-def test_flux_and_chroma_are_mapped_at_their_published_width(cls: str) -> None:
-    """Diffusers' maps of both know one width. Each row of a matrix repeats one drawn number, so no
+@pytest.mark.parametrize(
+    "cls",
+    ["FluxTransformer2DModel", "ChromaTransformer2DModel", "LongCatImageTransformer2DModel"],
+)
+def test_flux_and_models_like_it_are_mapped_at_their_published_width(cls: str) -> None:
+    """Diffusers' maps know one width. Each row of a matrix repeats one drawn number, so no
     matrix takes memory.
     """
     import diffusers
@@ -409,7 +412,7 @@ def test_flux_and_chroma_are_mapped_at_their_published_width(cls: str) -> None:
     config: dict[str, Any] = {"num_layers": 1, "num_single_layers": 1}
     if cls.startswith("Flux"):
         config["guidance_embeds"] = True
-    else:
+    elif cls.startswith("Chroma"):
         config |= {"approximator_layers": 2}
     with torch.device("meta"):
         expected = model(**config).state_dict()
@@ -421,7 +424,9 @@ def test_flux_and_chroma_are_mapped_at_their_published_width(cls: str) -> None:
         name: RecordedTensor.of(x.to("meta").bfloat16(), partial(rows[name].expand, x.shape))
         for name, x in expected.items()
     }
-    mapped = converted_denoiser(flux(recorded), cls, config, expected)
+    published = flux(recorded)
+    assert denoiser_class(published)[0] == cls
+    mapped = converted_denoiser(published, cls, config, expected)
     assert mapped.keys() == expected.keys()
     for name, tensor in mapped.items():
         assert torch.equal(tensor.values(), rows[name].expand(expected[name].shape)), name

@@ -114,6 +114,12 @@ CASES = {
          "timestep_channels": 40, "flow_map": True},
         once=("mode_blocks.image_cond", "x_embedders.image_cond"),
     ),
+    "longcat": Case(
+        "longcat", "LongCatImageTransformer2DModel",
+        {**_SIZES, "in_channels": 12, "num_layers": 2, "num_single_layers": 3,
+         "axes_dims_rope": [4, 6, 6]},
+        inputs=lambda config: _tokens(config, 12, 3),
+    ),
     "qwen_image": Case(
         "qwen_image", "QwenImageTransformer2DModel",
         {**_SIZES, "in_channels": 12, "out_channels": 3, "num_layers": 2,

@@ -28,7 +28,7 @@ def test_a_byte_in_the_middle_of_a_large_file_makes_another_model(folder: Path) 
     assert model_revision(folder) != before
 
 
-@pytest.mark.parametrize("part", ["text_encoder_3", "tokenizer", "processor"])
+@pytest.mark.parametrize("part", ["text_encoder_3", "tokenizer", "processor", "text_processor"])
 def test_what_reads_a_prompt_or_a_picture_is_a_part_of_the_model(folder: Path, part: str) -> None:
     (folder / part).mkdir()
     file = folder / part / "config.json"
