@@ -74,6 +74,11 @@ _OTHER_KINDS = {
     "new weights": ("$.set_weight",),
     "LoRA with norms": ("$.w_norm", "$.b_norm"),
 }
+_INSTEAD = {
+    "OFT": "it turns the model's own weights; merge it into them (PEFT's merge_and_unload) and "
+    "serve that model",
+}
+"""The way to use adapters of a kind that is not served."""
 _PREFIXES = (
     (
         "text_encoder_2",
@@ -426,7 +431,8 @@ def _refuse_other_kinds(tensors: Iterable[str]) -> None:
         if last in ("scale", "weight", "bias") and "norm" in module.rpartition(".")[2]:
             kind = "LoRA with norms"
         if kind:
-            raise BadAdapter(f"is of a kind that is not served: {kind} ({short(name)})")
+            instead = f"; {_INSTEAD[kind]}" if kind in _INSTEAD else ""
+            raise BadAdapter(f"is of a kind that is not served: {kind} ({short(name)}){instead}")
 
 
 def _other_kind(name: str) -> str:

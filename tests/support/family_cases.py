@@ -661,7 +661,8 @@ CASES: Mapping[str, FamilyCase] = {
             wholes={"edit": _longcat_whole},
             img2img=False,
             kinds=_KV,
-            all_tokens=("dense",),
+            all_tokens=(),  # of shown tokens there are keys and values alone: test_qwen_edit.py
+            no_anchor=False,
             ranks=("tokens", "passes"),
         ),
         FamilyCase(

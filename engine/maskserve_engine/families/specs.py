@@ -18,6 +18,7 @@ from maskserve_engine.families.qwen_image import spec as qwen_image
 from maskserve_engine.families.qwen_image21 import spec as qwen_image21
 from maskserve_engine.families.sd3 import spec as sd3
 from maskserve_engine.families.unet import spec as unet
+from maskserve_engine.families.unserved import UNSERVED
 from maskserve_engine.families.z_image import spec as z_image
 from maskserve_engine.planning.flops import ModelWork
 from maskserve_engine.spec.family import FamilyModule, family_work
@@ -116,8 +117,9 @@ def load_spec(folder: str | Path, native_resolution: int = 0) -> ModelSpec:
             return family.read(folder, str(pipeline), native_resolution)
     served = [name for family in FAMILIES.values() for name in family.PIPELINES]
     like = ", ".join(get_close_matches(str(pipeline), served, n=4, cutoff=0.0))
+    known = f"; {UNSERVED[pipeline]}" if pipeline in UNSERVED else ""
     raise ConfigError(
-        f"[model] path: {pipeline} is not served; served: {like} and others (docs/models.md)"
+        f"[model] path: {pipeline} is not served; served: {like} and others (docs/models.md){known}"
     )
 
 

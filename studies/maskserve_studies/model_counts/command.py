@@ -71,6 +71,7 @@ MODELS = {
     "Qwen-Image-Edit": _shapes("qwen-image-edit", 64, 2),
     "Qwen-Image-Edit-2509 and -2511": _shapes("qwen-image-edit-2511", 64, 2),
     "Qwen-Image-2.1": _shapes("qwen-image-2.1", 64),
+    "LongCat-Image-Edit": _shapes("longcat-image-edit", passes=2),
     "Z-Image": _shapes("z-image", 64, 2),
 }
 """Models by their names in docs/models.md."""

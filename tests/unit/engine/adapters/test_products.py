@@ -205,7 +205,8 @@ BAD: dict[str, tuple[dict[str, tuple[int, ...]], str]] = {
         },
         "has a core that does not fit",
     ),
-    "OFT": ({"oft_blocks": (2, 4, 4)}, "OFT"),
+    "OFT": ({"oft_blocks": (2, 4, 4)}, "OFT .*; it turns the model's own weights; merge it"),
+    "PEFT's OFT": ({"oft_R.weight": (2, 6)}, "OFT .* merge it into them"),
     "a rank beyond the bound": (
         {"hada_w1_a": (32, 5), "hada_w1_b": (5, 48), "hada_w2_a": (32, 5), "hada_w2_b": (5, 48)},
         r"has rank 25 in a_to_q; at most 24 served, and any if it is fused",

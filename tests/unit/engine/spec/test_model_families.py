@@ -22,6 +22,7 @@ from maskserve_engine.families.longcat import spec as longcat
 from maskserve_engine.families.registry import FAMILIES as ENGINE_FAMILIES
 from maskserve_engine.families.specs import FAMILIES, check_widths, load_spec
 from maskserve_engine.families.unet import spec as unet
+from maskserve_engine.families.unserved import UNSERVED
 from maskserve_engine.families.z_image import spec as z_image
 from maskserve_engine.spec.model_spec import (
     EditDefaults,
@@ -64,7 +65,7 @@ def test_every_pipeline_is_one_of_diffusers_and_belongs_to_one_family() -> None:
 @pytest.mark.parametrize(
     "pipeline",
     [
-        "QwenImageLayeredPipeline",
+        *UNSERVED,
         "QwenImageControlNetPipeline",
         "QwenImageControlNetInpaintPipeline",
         "ZImageOmniPipeline",
@@ -78,6 +79,7 @@ def test_pipelines_beside_those_that_are_served_are_refused(pipeline: str, tmp_p
     with pytest.raises(ConfigError, match=f"{pipeline} is not served; served: ") as error:
         load_spec(tmp_path)
     assert "\n" not in str(error.value)
+    assert str(error.value).endswith(UNSERVED.get(pipeline, "(docs/models.md)"))
 
 
 def changed(folder: Path, to: Path, part: str, **values: Any) -> Path:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -20,8 +23,9 @@ from maskserve_engine.spec.model_spec import anchor_stride
 from maskserve_triton.accept import accept_edit
 from maskserve_triton.preprocess import mask_for_model
 from tests.fakes.jobs import config_of, tolerance
-from tests.fakes.tiny_flux2 import build_tiny_flux2
+from tests.fakes.tiny_flux2 import PARTS_TEMPLATE, build_tiny_flux2, chat_tokenizer
 from tests.support.cached_rows import Primed, cached, result
+from tests.support.draws import fresh_rng
 from tests.support.family_cases import FamilyModel
 
 pytestmark = pytest.mark.spread("model")
@@ -102,3 +106,51 @@ def test_a_mask_keeps_no_share_of_the_source_in_a_thin_stroke(model: FamilyModel
 
     assert shares(mask_for_model(stroke, facts)) == {0.0, 1.0}
     assert shares(mask_for_model(stroke, replace(facts, mask_latents=1))) - {0.0, 1.0}
+
+
+@pytest.fixture
+def pixtral(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Transformers' PixtralProcessor. Its module imports one function of a module that needs
+    torchvision, and calls it for no prompt.
+    """
+    pictures = ModuleType("image_processing_pixtral")
+    vars(pictures)["get_resize_output_image_size"] = None
+    package = "transformers.models.pixtral"
+    monkeypatch.setitem(sys.modules, f"{package}.image_processing_pixtral", pictures)
+    monkeypatch.delitem(sys.modules, f"{package}.processing_pixtral", raising=False)
+    processing = importlib.import_module(f"{package}.processing_pixtral")
+
+    class Pixtral(processing.PixtralProcessor):  # type: ignore[name-defined,misc]
+        def __init__(self, image_processor: Any, tokenizer: Any, **more: Any) -> None:
+            super().__init__(image_processor, tokenizer, **more)
+
+    return Pixtral
+
+
+def test_devs_tokenizer_reads_prompts_as_its_processor(pixtral: Any, tmp_path: Path) -> None:
+    """In the pipeline's template, from the files that the processor writes: cut, padded, alone or
+    together.
+    """
+    from diffusers.pipelines.flux2.pipeline_flux2 import format_input
+    from transformers import AutoTokenizer, PixtralImageProcessorPil
+
+    images = ["[IMG]", "[IMG_BREAK]", "[IMG_END]"]
+    processor = pixtral(
+        PixtralImageProcessorPil(), chat_tokenizer(more=images), chat_template=PARTS_TEMPLATE
+    )
+    processor.save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    rng = fresh_rng()
+    words = ("a red star", "étoile", "[IMG]", "<|im_end|>", "猫", " ", "x" * 300)
+    for count in (1, 3):
+        prompts = [" ".join(rng.choice(words, int(rng.integers(0, 5)))) for _ in range(count)]
+        read, expected = (
+            reader.apply_chat_template(
+                format_input(prompts), add_generation_prompt=False, tokenize=True,
+                return_dict=True, return_tensors="pt", padding="max_length", truncation=True,
+                max_length=600,
+            )
+            for reader in (tokenizer, processor)
+        )  # fmt: skip
+        for name in ("input_ids", "attention_mask"):
+            np.testing.assert_array_equal(read[name], expected[name])

@@ -1,4 +1,6 @@
-"""The particulars of Qwen-Image-Edit, -2509 and -2511: prompts that see the picture."""
+"""The particulars of Qwen-Image-Edit, -2509 and -2511: prompts that see the picture. Some are those
+of LongCat-Image-Edit, too.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,11 @@ from tests.support.cached_rows import Primed, assert_equal, cached, result
 from tests.support.family_cases import FamilyModel
 
 KV = ("kv",)
+MODELS = ["qwen-image-edit", "qwen-image-edit-2509", "qwen-image-edit-2511"]
+of_all_models = pytest.mark.parametrize("model", [*MODELS, "longcat-image-edit"], indirect=True)
 
 
-@pytest.fixture(params=["qwen-image-edit", "qwen-image-edit-2509", "qwen-image-edit-2511"])
+@pytest.fixture(params=MODELS)
 def model(
     request: pytest.FixtureRequest, family_model: Callable[[str], FamilyModel]
 ) -> FamilyModel:
@@ -87,6 +91,7 @@ def test_a_prompt_longer_than_what_is_read_is_cut(model: FamilyModel) -> None:
     assert words > 2 * most
 
 
+@of_all_models
 def test_prompts_are_kept_by_picture(model: FamilyModel, tmp_path: Path) -> None:
     """And are what each alone would be, however many come together."""
     encoder = EditEncoder(model.encoder, structs.replace(model.config, runtime_dir=str(tmp_path)))
@@ -109,6 +114,7 @@ def test_prompts_are_kept_by_picture(model: FamilyModel, tmp_path: Path) -> None
     encoder.close()
 
 
+@of_all_models
 def test_a_template_is_the_same_primed_by_any_edit_of_its_prompt(model: FamilyModel) -> None:
     """By one of another prompt it is not: what is kept has seen the words."""
     case = model.edit(2, num_inference_steps=3)
@@ -124,6 +130,7 @@ def test_a_template_is_the_same_primed_by_any_edit_of_its_prompt(model: FamilyMo
             assert (float((coded.data - apart).abs().max()) > 1e-4) == (number > 0)
 
 
+@of_all_models
 def test_on_its_primings_inputs_a_cached_row_is_a_dense_one(model: FamilyModel) -> None:
     """Noise of the template's own, and its prompt: what it reads is what it would compute. Without
     a word it is not, since references see the text.
@@ -155,6 +162,7 @@ def test_on_its_primings_inputs_a_cached_row_is_a_dense_one(model: FamilyModel) 
     assert apart(replace(job, conditioning=wordless)) > 10 * same
 
 
+@of_all_models
 def test_a_step_without_an_anchor_computes_all_that_is_shown(model: FamilyModel) -> None:
     """If every token is active, only reference and text are the template's."""
     job = still(model.job(1, num_inference_steps=3, strength=1.0))
@@ -221,6 +229,7 @@ def test_what_is_shown_follows_from_the_file_that_transformers_reads(
     assert picture.most == processor.size["longest_edge"] == 802_816
 
 
+@of_all_models
 def test_entries_without_keys_and_values_are_refused(model: FamilyModel) -> None:
     config = config_of(model.folder, cache={"entry_kind": "h"})
     with pytest.raises(ConfigError, match="entry_kind: h is not served with models whose prompts"):
