@@ -174,7 +174,7 @@ class EditSettings(Table, frozen=True):
     """Steps of the full schedule; by default the model's."""
     guidance_scale: Guidance | None = None
     """How closely the edit follows the prompt; by default the model's. Above 1 (Z-Image: 0), SDXL,
-    SD 2.1, SD 3.5, Chroma, klein's base models and Z-Image run twice per step."""
+    SD 2.1, SD 3.5, Chroma, LongCat-Image, klein's base models and Z-Image run twice per step."""
     true_cfg_scale: Annotated[float, Meta(ge=1, le=100)] | None = None
     """FLUX.1 (not Fill) and Qwen-Image: how strongly the edit avoids the negative prompt. Above 1
     the model runs twice per step."""
