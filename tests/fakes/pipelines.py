@@ -250,9 +250,8 @@ def longcat_pipeline(folder: Path) -> Any:
 
     is_edit = read_model_index(folder)["_class_name"] == "LongCatImageEditPipeline"
     base: Any = LongCatImageEditPipeline if is_edit else LongCatImagePipeline
-    with_loras = type(
-        base.__name__, (base, QwenImageLoraLoaderMixin), {"__module__": base.__module__}
-    )
+    methods = {"__module__": base.__module__}
+    with_loras: Any = type(base.__name__, (base, QwenImageLoraLoaderMixin), methods)
     processor = picture_processor(
         Qwen2VLProcessor,
         Qwen2VLImageProcessorPil.from_pretrained(folder / "text_processor"),
@@ -262,7 +261,7 @@ def longcat_pipeline(folder: Path) -> Any:
     return pipeline
 
 
-def longcat_edit(pipeline: Any, case: Case) -> torch.Tensor:
+def longcat_edit(pipeline: Any, case: Case) -> Any:
     """Tokens of a LongCat-Image pipeline, which has neither mask nor strength. It begins with the
     noised source, and its sampler's steps are blended, as in FluxInpaintPipeline.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from maskserve_common.contracts.settings import EditSettings
 from maskserve_common.errors import InvalidRequest
 from maskserve_engine.families.flux2.adapter import Flux2Adapter
+from maskserve_engine.families.qwen_image.encode import picture_processor
 from maskserve_engine.families.registry import load_adapter
 from maskserve_engine.spec.control_nets import check_config
 from maskserve_engine.spec.model_spec import anchor_stride
@@ -109,7 +110,7 @@ def test_a_mask_keeps_no_share_of_the_source_in_a_thin_stroke(model: FamilyModel
 
 
 @pytest.fixture
-def pixtral(monkeypatch: pytest.MonkeyPatch) -> Any:
+def pixtral(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Transformers' PixtralProcessor. Its module imports one function of a module that needs
     torchvision, and calls it for no prompt.
     """
@@ -118,13 +119,8 @@ def pixtral(monkeypatch: pytest.MonkeyPatch) -> Any:
     package = "transformers.models.pixtral"
     monkeypatch.setitem(sys.modules, f"{package}.image_processing_pixtral", pictures)
     monkeypatch.delitem(sys.modules, f"{package}.processing_pixtral", raising=False)
-    processing = importlib.import_module(f"{package}.processing_pixtral")
-
-    class Pixtral(processing.PixtralProcessor):  # type: ignore[name-defined,misc]
-        def __init__(self, image_processor: Any, tokenizer: Any, **more: Any) -> None:
-            super().__init__(image_processor, tokenizer, **more)
-
-    return Pixtral
+    yield importlib.import_module(f"{package}.processing_pixtral").PixtralProcessor
+    sys.modules.pop(f"{package}.processing_pixtral")
 
 
 def test_devs_tokenizer_reads_prompts_as_its_processor(pixtral: Any, tmp_path: Path) -> None:
@@ -135,9 +131,9 @@ def test_devs_tokenizer_reads_prompts_as_its_processor(pixtral: Any, tmp_path: P
     from transformers import AutoTokenizer, PixtralImageProcessorPil
 
     images = ["[IMG]", "[IMG_BREAK]", "[IMG_END]"]
-    processor = pixtral(
-        PixtralImageProcessorPil(), chat_tokenizer(more=images), chat_template=PARTS_TEMPLATE
-    )
+    whole = chat_tokenizer(more=images)
+    whole.chat_template = PARTS_TEMPLATE
+    processor = picture_processor(pixtral, PixtralImageProcessorPil(), whole)
     processor.save_pretrained(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     rng = fresh_rng()

@@ -41,7 +41,7 @@ def model(
 def embeds_of(model: FamilyModel, prompt: str, pixels: Any) -> Any:
     """The encoder's states, and the pipeline's."""
     picture = model.adapter.spec.encoder_picture
-    pictures, more = [], {}
+    pictures, more = list[Any](), dict[str, Any]()
     if picture is not None:
         size = picture.size(*pixels.shape[:2])
         image = model.pipeline.image_processor.resize(Image.fromarray(pixels), *size)
