@@ -117,9 +117,10 @@ def load_spec(folder: str | Path, native_resolution: int = 0) -> ModelSpec:
             return family.read(folder, str(pipeline), native_resolution)
     served = [name for family in FAMILIES.values() for name in family.PIPELINES]
     like = ", ".join(get_close_matches(str(pipeline), served, n=4, cutoff=0.0))
-    known = f"; {UNSERVED[pipeline]}" if pipeline in UNSERVED else ""
+    clause = UNSERVED.get(str(pipeline), "")
     raise ConfigError(
-        f"[model] path: {pipeline} is not served; served: {like} and others (docs/models.md){known}"
+        f"[model] path: {pipeline} is not served; served: {like} and others (docs/models.md)"
+        + f"; {clause}" * bool(clause)
     )
 
 
