@@ -815,9 +815,9 @@ MUTATIONS = (
     ),
     Mutation(
         "a processor of transformers 5 is read where those before it had theirs",
-        "engine/maskserve_engine/families/qwen_image/spec.py",
-        'image_processor = read_json(whole).get("image_processor") if whole.is_file() else None',
-        "image_processor = None",
+        "engine/maskserve_engine/spec/encoder_picture.py",
+        'processor = read_json(whole).get("image_processor") if whole.is_file() else None',
+        "processor = None",
         f"{_QWEN_EDIT}::test_what_is_shown_follows_from_the_file_that_transformers_reads",
     ),
     Mutation(
