@@ -161,7 +161,7 @@ class ClusterControl:
         answered = {*results, *(worker for worker, failure in failed.items() if refused(failure))}
         missed_by = self._pool.workers.keys() - answered
         name = first.get("template_id", "")
-        self._dispatcher.forget_home(name)
+        self._dispatcher.homes.forget(name)
         pending = self.missed.keep(operation, name, missed_by)
         return {**first, "workers": sorted(results), "pending": pending}
 

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import replace
 
@@ -21,27 +20,25 @@ from maskserve_common.contracts.due_times import OK, due_by_size
 from maskserve_common.contracts.edit_kinds import edit_kind
 from maskserve_common.contracts.keys import tried
 from maskserve_common.contracts.request import EditKind
-from maskserve_common.contracts.settings import EditSettings
 from maskserve_common.errors import (
-    DeadlineExceeded,
-    InvalidRequest,
     MaskserveError,
-    TemplateNotFound,
 )
 from maskserve_common.files.values import NO_VALUES, Values
-from maskserve_common.lru_cache import LruCache
-from maskserve_common.routing import Edit, NoWorkerAvailable, assign
+from maskserve_common.routing import Edit, NoWorkerAvailable
 from maskserve_router.config import RouterConfig
 from maskserve_router.fair_share import FairShare
 from maskserve_router.key_holder import KeyHolder
 from maskserve_router.messages.edit_call import EditCall, make_edit_call
-from maskserve_router.messages.failures import MOST_LOST, Blame, Failure, RetryLater
+from maskserve_router.messages.failures import MOST_LOST, Blame, Failure
 from maskserve_router.messages.model_request import ModelRequest
 from maskserve_router.metrics import Metrics
 from maskserve_router.scheduling.admission import Admission, EditRoom
 from maskserve_router.scheduling.client_calls import ClientCalls, messages_of
 from maskserve_router.scheduling.edit_cost import Measure, shown_share
+from maskserve_router.scheduling.edit_times import EditTimes
+from maskserve_router.scheduling.model_choice import model_of
 from maskserve_router.scheduling.pending_queue import PendingQueue
+from maskserve_router.scheduling.result_homes import ResultHomes
 from maskserve_router.scheduling.retry_budget import RetryBudget
 from maskserve_router.workers.pool import Pool
 from maskserve_router.workers.stream_buffer import Unread
@@ -50,8 +47,6 @@ from maskserve_router.workers.worker_call import Send, result_of, streamed, temp
 
 _ENCODE_S = 60.0
 """Most seconds of an encoder that runs alone."""
-_MOST_PREDICTED = 16
-"""Most full workers for which a prediction is made: those that free a place soonest."""
 
 
 class Dispatcher:
@@ -72,8 +67,8 @@ class Dispatcher:
         self._metrics = metrics
         self._measure = Measure(config, fair_share, values)
         self._budget = RetryBudget(config.faults.retry_share, config.faults.retry_floor)
-        self._homes: LruCache[str, str] = LruCache(config.routing.remembered_images)
-        """Id of a kept result -> `Worker.results_at` of the workers that have it."""
+        self._times = EditTimes(pool, pending, config.admission.deadline_slack, metrics)
+        self.homes = ResultHomes(pool, config.routing.remembered_images)
         self._calls: ClientCalls[EditCall] = ClientCalls()
 
     def cancel(self, request_id: str) -> bool:
@@ -97,7 +92,7 @@ class Dispatcher:
         """
         call = make_edit_call(message, message.size, client)
         edit, _ = await self._measure_edit(call, kind)
-        return self._alone_s(call, edit)
+        return self._times.alone_s(call, edit)
 
     async def encode(self, message: ModelRequest, client: KeyHolder) -> bytes:
         """Have the encoder of a worker of the message's host run alone, and return the answer: of
@@ -139,10 +134,6 @@ class Dispatcher:
         worker = None if call is None else self._pool.workers.get(call.worker)
         return None if call is None or worker is None else worker.share_left(call.sent_as)
 
-    def forget_home(self, template_id: str) -> None:
-        """Forget which workers have a result: it is now registered everywhere, or deleted."""
-        self._homes.drop(template_id)
-
     async def infer(self, call: EditCall, room: EditRoom) -> bytes:
         """Run a unary edit and return the worker's answer unchanged.
 
@@ -173,8 +164,8 @@ class Dispatcher:
             if self._config.routing.order != "fcfs":
                 edit = replace(edit, due=call.due)
             if edit.due < math.inf:
-                call.starts_by = edit.due - (self._alone_s(call, edit) or 0.0)
-            self._check_deadline(call, edit)
+                call.starts_by = edit.due - (self._times.alone_s(call, edit) or 0.0)
+            self._times.check_deadline(call, edit)
             unread = Unread()
             work = self._attempts(call, edit, digest, send, unread)
             async with aclosing(messages_of(call, work, unread)) as answers:
@@ -202,7 +193,7 @@ class Dispatcher:
     ) -> None:
         """Run the edit on a worker, and after a failure on others if a retry may succeed."""
         avoid: frozenset[WorkerEpoch] = frozenset()
-        non_home_workers = self._workers_but_home(edit, call.settings)
+        non_home_workers = self.homes.workers_without(edit, call.settings)
         failure: Failure | None = None
         lost = 0
         with ExitStack() as exit_stack:
@@ -220,8 +211,7 @@ class Dispatcher:
                         async for message in send(sent_edit, call):
                             begun, answer = True, message.content
                             unread.put(message)
-                        self._learn(digest, answer, send)
-                        self._learn_home(call, edit, sent_edit.worker, answer, send, failure)
+                        self._learn(call, digest, answer, sent_edit.worker, send, failure)
                         return
                 except Failure as error:
                     failure = error
@@ -305,7 +295,8 @@ class Dispatcher:
         if call.settings is None:
             return Edit(1, 1, 1), b""
         kind = kind or edit_kind(call.settings, image=bool(call.image), mask=bool(call.mask))
-        model = self._model(call.settings.model, kind, 1 + call.references)
+        default, pictures = self._config.routing.default_model, 1 + call.references
+        model = model_of(self._pool, default, call.settings.model, kind, pictures)
         served = next(
             (w.served for w in self._pool.workers.values() if w.model == model and w.served), None
         )
@@ -327,103 +318,6 @@ class Dispatcher:
         pixels = round(tokens) * served.token_pixels**2
         call.by_size_ms = due_by_size(served.due_ms, pixels)
         return edit, digest
-
-    def _model(self, name: str | None, kind: EditKind, pictures: int) -> str:
-        """Return the model of the edit: the requested one, the configured one, or the one that more
-        than half of the workers serve. If only some models make edits of this kind, or see so many
-        pictures, only these count.
-
-        Half, so that a single worker with another model does not change the default.
-        """
-        models = self._pool.models()
-        able_models = self._makers(models, kind, pictures) or models
-        chosen = name or self._config.routing.default_model
-        if not name and chosen in models and chosen not in able_models:
-            chosen = ""
-        if not chosen and models:
-            common, workers = able_models.most_common(1)[0]
-            chosen = common if 2 * workers > able_models.total() else ""
-        if not chosen and models:
-            able = ", ".join(sorted(able_models))
-            raise InvalidRequest("SETTINGS.model", "is needed where several are served", able)
-        if chosen and models and chosen not in models:
-            raise InvalidRequest("SETTINGS.model", "is not served here", ", ".join(sorted(models)))
-        return chosen
-
-    def _makers(self, models: Counter[str], kind: EditKind, pictures: int) -> Counter[str]:
-        """Return the models that make edits of a kind, of so many pictures."""
-        makers = {
-            worker.model
-            for worker in self._pool.workers.values()
-            if worker.served
-            and kind in worker.served.edit_kinds
-            and pictures <= worker.served.most_pictures
-        }
-        return Counter({model: count for model, count in models.items() if model in makers})
-
-    def _check_deadline(self, call: EditCall, edit: Edit) -> None:
-        """Refuse an edit that cannot meet its deadline.
-
-        Raises:
-            DeadlineExceeded: even an idle worker would be too slow.
-            RetryLater: every worker is too busy now.
-        """
-        if call.deadline is None:
-            return
-        least, slack = self._alone_s(call, edit), self._config.admission.deadline_slack
-        limit = call.deadline - call.arrival
-        if least is not None and least > limit * slack:
-            self._metrics.rejections.labels("deadline").inc()
-            raise DeadlineExceeded(
-                f"{call.deadline_name}: {1e3 * limit:.0f} ms are too short for this edit; alone "
-                f"on a worker it takes about {math.ceil(1e3 * least)} ms"
-            )
-        call.waits_until = call.deadline - (least or 0.0) / slack
-        now_s = time.monotonic()
-        soonest, remaining_s = self._soonest_s(call, edit, now_s), call.deadline - now_s
-        if soonest is not None and soonest > remaining_s * slack:
-            self._metrics.rejections.labels("deadline").inc()
-            raise RetryLater(
-                f"{call.deadline_name}: the edit would take about {soonest:.1f} s, and "
-                f"{max(remaining_s, 0):.1f} s are left",
-                soonest - remaining_s,
-            )
-
-    def _soonest_s(self, call: EditCall, edit: Edit, now: float) -> float | None:
-        """Return the seconds until the answer from the worker that finishes first.
-
-        If all workers are full, the prediction includes the edits that get places before this one.
-        None: no worker serves the model.
-        """
-        roster = self._pool.roster
-        table = roster.table(now)
-        edit = replace(edit, first_of_key=self._pending.is_first(call.request_id, edit))
-
-        def predicted_s(number: int, queue: Sequence[Edit] = ()) -> float:
-            return roster.worker(number).least_s(edit, now, queue=queue, primed=call.primed)
-
-        if len(takers := table.taking(edit)):
-            return table.least_s(edit, now, takers, predicted_s, primed=call.primed)
-        waiting = self._pending.before(call.request_id, edit, call.arrival, call.starts_by)
-        # Other workers get no waiting edit, and finish later than those of these that get none.
-        near = table.earliest(table.serving(edit), len(waiting) + _MOST_PREDICTED)
-        assignment = assign(waiting, [table.view(number) for number in near])
-        near.sort(key=lambda number: assignment.free_s[table.view(number).worker])
-        times = (
-            predicted_s(n, assignment.edits[table.view(n).worker]) for n in near[:_MOST_PREDICTED]
-        )
-        return min(times, default=None)
-
-    def _alone_s(self, call: EditCall, edit: Edit) -> float | None:
-        """Return the seconds until the answer from an idle worker; None: no worker takes edits."""
-        now_s, roster = time.monotonic(), self._pool.roster
-        table = roster.table(now_s)
-
-        def predicted_s(number: int) -> float:
-            return roster.worker(number).least_s(edit, now_s, alone=True, primed=call.primed)
-
-        takers = table.accepting(edit)
-        return table.least_s(edit, now_s, takers, predicted_s, alone=True, primed=call.primed)
 
     @contextmanager
     def _attempt(self, sent: Sent) -> Iterator[None]:
@@ -457,45 +351,21 @@ class Dispatcher:
                 return has_alternative and allowed
         return False
 
-    def _workers_but_home(
-        self, edit: Edit, settings: EditSettings | None
-    ) -> frozenset[WorkerEpoch]:
-        """Return the workers without a kept result that the edit names, if a ready worker has it;
-        otherwise none.
-        """
-        names = (edit.template_id, *(settings.reference_ids if settings else ()))
-        home = next((home for name in names if (home := self._homes.get(name))), None)
-        if home is None:
-            return frozenset()
-        ready = self._pool.ready()
-        if all(worker.results_at != home for worker in ready):
-            return frozenset()
-        return frozenset(worker.epoch for worker in ready if worker.results_at != home)
-
-    def _learn_home(
+    def _learn(
         self,
         call: EditCall,
-        edit: Edit,
-        worker: Worker,
+        digest: bytes,
         answer: bytes,
+        worker: Worker,
         send: Send,
         failure: Failure | None,
     ) -> None:
-        """Remember the workers that have a kept result: this worker made it, or a retry found it
-        there.
+        """Remember the template of the image and the home of the result, by which later edits are
+        routed.
         """
-        settings = call.settings
-        if settings is None:
-            return
-        names = list(filter(None, (settings.template_id, *settings.reference_ids)))
-        if failure is not None and failure.code == TemplateNotFound.code and len(names) == 1:
-            self._homes.put(names[0], worker.results_at)
-        if settings.keep_result:
-            result_id = result_of(answer, streamed=send is streamed)
-            if result_id:
-                self._homes.put(result_id, worker.results_at)
-
-    def _learn(self, digest: bytes, answer: bytes, send: Send) -> None:
-        """Remember the template of the image, by which later edits are routed."""
+        is_stream, settings = send is streamed, call.settings
         if not self._measure.knows(digest):
-            self._measure.learn(digest, template_of(answer, streamed=send is streamed))
+            self._measure.learn(digest, template_of(answer, streamed=is_stream))
+        if settings is not None:
+            result_id = result_of(answer, streamed=is_stream) if settings.keep_result else None
+            self.homes.learn(settings, worker, result_id, failure)

@@ -267,7 +267,7 @@ async def test_requests_behind_one_under_way_are_bounded_in_number():
 
 
 async def test_a_worker_that_tells_its_status_and_does_nothing_loses_its_edits():
-    faults = {"unlisted_s": 0.3}
+    faults = {"unlisted_s": 1.5}
     async with cluster(hardware=FAST, faults=faults) as (router, workers), calling(router) as call:
         workers[0].hold()
         workers[1].hold()
