@@ -65,7 +65,7 @@ class EditTimes:
             )
         call.waits_until = call.deadline - (least or 0.0) / slack
         now_s = time.monotonic()
-        soonest, remaining_s = self._soonest_s(call, edit, now_s), call.deadline - now_s
+        soonest, remaining_s = self.soonest_s(call, edit, now_s), call.deadline - now_s
         if soonest is not None and soonest > remaining_s * slack:
             self._metrics.rejections.labels("deadline").inc()
             raise RetryLater(
@@ -74,7 +74,7 @@ class EditTimes:
                 soonest - remaining_s,
             )
 
-    def _soonest_s(self, call: EditCall, edit: Edit, now: float) -> float | None:
+    def soonest_s(self, call: EditCall, edit: Edit, now: float) -> float | None:
         """Return the seconds until the answer from the worker that finishes first.
 
         If all workers are full, the prediction includes the edits that get places before this one.

@@ -32,7 +32,8 @@ from maskserve_common.listings import TemplateListings
 from maskserve_common.routing import Edit, make_policy
 from maskserve_router.config import RouterConfig, router_config_of
 from maskserve_router.listeners.descriptors import raise_limit
-from maskserve_router.scheduling.dispatch import Dispatcher
+from maskserve_router.metrics import Metrics
+from maskserve_router.scheduling.edit_times import EditTimes
 from maskserve_router.scheduling.pending_queue import PendingQueue
 from maskserve_router.workers.pool import Pool
 from maskserve_router.workers.worker import Worker, read_status
@@ -246,7 +247,7 @@ async def _measure_decisions(count: int, options: argparse.Namespace) -> dict[st
     names = itertools.count()
     decision_times: list[float] = []
     queue = PendingQueue(pool, make_policy("mask_aware"), 5.0, decision_times.append)
-    dispatcher = _dispatcher(config, pool, queue)
+    times = EditTimes(pool, queue, config.admission.deadline_slack, Metrics())
 
     def edit() -> Edit:
         tokens = rng.randrange(100, 2000)
@@ -258,8 +259,8 @@ async def _measure_decisions(count: int, options: argparse.Namespace) -> dict[st
     def deadline(edit_to_place: Edit) -> None:
         now_s = time.monotonic()
         call = _call(f"d{next(names)}", now_s)
-        dispatcher._alone_s(call, edit_to_place)
-        dispatcher._soonest_s(call, edit_to_place, now_s)
+        times.alone_s(call, edit_to_place)
+        times.soonest_s(call, edit_to_place, now_s)
 
     async def judge_deadline(edit_to_place: Edit) -> None:
         deadline(edit_to_place)
@@ -303,13 +304,6 @@ def _take_record(worker: Worker, templates: dict[str, list[str]], rng: random.Ra
     fields = msgspec.to_builtins(record(worker.number, rng, templates))
     fields |= {"age_s": 0.0, "alive": True, "in_flight": 0}
     worker.heard(read_status(msgspec.json.encode(fields)), time.monotonic())
-
-
-def _dispatcher(config: RouterConfig, pool: Pool, queue: PendingQueue) -> Dispatcher:
-    """Return a dispatcher with the parts that judge deadlines."""
-    dispatcher = Dispatcher.__new__(Dispatcher)
-    dispatcher._config, dispatcher._pool, dispatcher._pending = config, pool, queue
-    return dispatcher
 
 
 def _call(name: str, now: float) -> Any:
