@@ -33,9 +33,9 @@ from maskserve_router.messages.failures import MOST_LOST, Blame, Failure
 from maskserve_router.messages.model_request import ModelRequest
 from maskserve_router.metrics import Metrics
 from maskserve_router.scheduling.admission import Admission, EditRoom
+from maskserve_router.scheduling.answer_times import AnswerTimes
 from maskserve_router.scheduling.client_calls import ClientCalls, messages_of
 from maskserve_router.scheduling.edit_cost import Measure, shown_share
-from maskserve_router.scheduling.edit_times import EditTimes
 from maskserve_router.scheduling.model_choice import model_of
 from maskserve_router.scheduling.pending_queue import PendingQueue
 from maskserve_router.scheduling.result_homes import ResultHomes
@@ -67,7 +67,7 @@ class Dispatcher:
         self._metrics = metrics
         self._measure = Measure(config, fair_share, values)
         self._budget = RetryBudget(config.faults.retry_share, config.faults.retry_floor)
-        self._times = EditTimes(pool, pending, config.admission.deadline_slack, metrics)
+        self._times = AnswerTimes(pool, pending, config.admission.deadline_slack, metrics)
         self.homes = ResultHomes(pool, config.routing.remembered_images)
         self._calls: ClientCalls[EditCall] = ClientCalls()
 
