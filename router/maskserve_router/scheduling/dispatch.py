@@ -33,9 +33,9 @@ from maskserve_router.messages.failures import MOST_LOST, Blame, Failure
 from maskserve_router.messages.model_request import ModelRequest
 from maskserve_router.metrics import Metrics
 from maskserve_router.scheduling.admission import Admission, EditRoom
-from maskserve_router.scheduling.answer_times import AnswerTimes
 from maskserve_router.scheduling.client_calls import ClientCalls, messages_of
 from maskserve_router.scheduling.edit_cost import Measure, shown_share
+from maskserve_router.scheduling.edit_forecast import EditForecast
 from maskserve_router.scheduling.model_choice import model_of
 from maskserve_router.scheduling.pending_queue import PendingQueue
 from maskserve_router.scheduling.result_homes import ResultHomes
@@ -67,7 +67,7 @@ class Dispatcher:
         self._metrics = metrics
         self._measure = Measure(config, fair_share, values)
         self._budget = RetryBudget(config.faults.retry_share, config.faults.retry_floor)
-        self._times = AnswerTimes(pool, pending, config.admission.deadline_slack, metrics)
+        self._forecast = EditForecast(pool, pending, config.admission.deadline_slack, metrics)
         self.homes = ResultHomes(pool, config.routing.remembered_images)
         self._calls: ClientCalls[EditCall] = ClientCalls()
 
@@ -92,7 +92,7 @@ class Dispatcher:
         """
         call = make_edit_call(message, message.size, client)
         edit, _ = await self._measure_edit(call, kind)
-        return self._times.alone_s(call, edit)
+        return self._forecast.alone_s(call, edit)
 
     async def encode(self, message: ModelRequest, client: KeyHolder) -> bytes:
         """Have the encoder of a worker of the message's host run alone, and return the answer: of
@@ -164,8 +164,8 @@ class Dispatcher:
             if self._config.routing.order != "fcfs":
                 edit = replace(edit, due=call.due)
             if edit.due < math.inf:
-                call.starts_by = edit.due - (self._times.alone_s(call, edit) or 0.0)
-            self._times.check_deadline(call, edit)
+                call.starts_by = edit.due - (self._forecast.alone_s(call, edit) or 0.0)
+            self._forecast.check_deadline(call, edit)
             unread = Unread()
             work = self._attempts(call, edit, digest, send, unread)
             async with aclosing(messages_of(call, work, unread)) as answers:

@@ -33,7 +33,7 @@ from maskserve_common.routing import Edit, make_policy
 from maskserve_router.config import RouterConfig, router_config_of
 from maskserve_router.listeners.descriptors import raise_limit
 from maskserve_router.metrics import Metrics
-from maskserve_router.scheduling.answer_times import AnswerTimes
+from maskserve_router.scheduling.edit_forecast import EditForecast
 from maskserve_router.scheduling.pending_queue import PendingQueue
 from maskserve_router.workers.pool import Pool
 from maskserve_router.workers.worker import Worker, read_status
@@ -247,7 +247,7 @@ async def _measure_decisions(count: int, options: argparse.Namespace) -> dict[st
     names = itertools.count()
     decision_times: list[float] = []
     queue = PendingQueue(pool, make_policy("mask_aware"), 5.0, decision_times.append)
-    times = AnswerTimes(pool, queue, config.admission.deadline_slack, Metrics())
+    times = EditForecast(pool, queue, config.admission.deadline_slack, Metrics())
 
     def edit() -> Edit:
         tokens = rng.randrange(100, 2000)

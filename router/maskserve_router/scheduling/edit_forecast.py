@@ -19,7 +19,7 @@ _MOST_PREDICTED = 16
 """Most full workers for which a prediction is made: those that free a place soonest."""
 
 
-class AnswerTimes:
+class EditForecast:
     """Predicts times of edits.
 
     Args:
