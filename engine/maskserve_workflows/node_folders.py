@@ -27,7 +27,7 @@ class NodeFolder(NamedTuple):
 
     @classmethod
     def of(cls, name: str, path: Path) -> NodeFolder:
-        """Return the folder's facts. Raises ConfigError: no class of the model accepts it."""
+        """Return a model's folder. Raises ConfigError: no class of the model accepts it."""
         by_kind = {kind: model for model in NODE_FILES.classes(name) for kind in model.kinds}
         if by_kind:
             kind = read_json(path / "config.json", f"nodes.{name}").get("model_type")
@@ -44,7 +44,7 @@ class NodeFolder(NamedTuple):
 
 
 def check_names(nodes: NodesConfig) -> None:
-    """Raise ConfigError if `[nodes]` has a key that is no model's."""
+    """Raise ConfigError if a key of `[nodes]` names no model."""
     sources = {model.source for model in NODE_FILES.models if model.source}
     known = sorted({*nodes.__struct_fields__, *sources})
     for name in nodes.models:
@@ -54,8 +54,8 @@ def check_names(nodes: NodesConfig) -> None:
 
 
 def check_worker_names(nodes: NodesConfig) -> None:
-    """Raise ConfigError if a worker's `[nodes]`, which it does not use, has a key that is no
-    model's of the files in its `path`.
+    """Raise ConfigError if a key of a worker's `[nodes]` names no model of the files in `path`;
+    the worker itself uses none of them.
     """
     if nodes.models:
         NODE_FILES.read(nodes.path)

@@ -25,7 +25,7 @@ _OPTIONS = (("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1)
 
 
 class Probe:
-    """Asks both fronts repeatedly, in a thread.
+    """Sends a probe to both fronts again and again, in a thread.
 
     Only silence and a front's own error count. A port that refuses, such as one with TLS, tells
     nothing.
@@ -57,17 +57,18 @@ class Probe:
     def _run(self) -> None:
         with grpc.insecure_channel(self._url, _OPTIONS) as channel:
             stub = GRPCInferenceServiceStub(channel)
-            ways = {"edit": self._unary, "edit_stream": self._stream}
+            calls = {"edit": self._unary, "edit_stream": self._stream}
             while not self._stop.wait(self._every_s):
-                if all(self._answers(front, way, stub) for front, way in ways.items()):
+                if all(self._answers(front, call, stub) for front, call in calls.items()):
                     self.rounds += 1
 
     def _answers(
-        self, front: str, method: Callable[[GRPCInferenceServiceStub], str], stub: Any
+        self, front: str, call: Callable[[GRPCInferenceServiceStub], str], stub: Any
     ) -> bool:
+        """Return whether a front answers in time; note an error of its own."""
         self.last_front = front
         try:
-            reply = method(stub)
+            reply = call(stub)
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 return False

@@ -73,8 +73,8 @@ class Bodies:
     async def _chunks(self, request: Request) -> AsyncGenerator[bytes, None]:
         """Yield the body's parts as the client sends them.
 
-        Each part adds the time that it may take at the least rate, up to `_PATIENCE_S`. A body that
-        began fast can so not pause for long.
+        Each part adds the time that it may take at the least rate, up to `_PATIENCE_S`, so that a
+        body that begins fast cannot pause for long.
         """
         pace, left_s, size = max(self._bounds.min_bytes_per_s, 1), _PATIENCE_S, 0
         stream = aiter(request.stream())

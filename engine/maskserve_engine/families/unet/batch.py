@@ -1,4 +1,4 @@
-"""The running batch: passes packed once while its rows are the same."""
+"""The running batch of a UNet: its passes are packed once while its rows stay the same."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from maskserve_engine.control_link.served import (
     new_batch,
     request_residuals,
 )
-from maskserve_engine.families.control import RowControl
 from maskserve_engine.families.unet.captures import UnetAnchors
 from maskserve_engine.families.unet.control import (
     UnetNets,
@@ -48,10 +47,10 @@ class UnetBatch(ReusableBatch[Row, UnetWeights]):
         self._latents = PackedLatents(edits) if edits else None
         self._packed: PackedPasses | None = None
         self._begin = rows[0].step
-        ahead = [row.precomputed_timesteps for row in self._order]
-        steps, counts = min(map(len, ahead)), torch.tensor(self._passes)
+        timesteps = [row.precomputed_timesteps for row in self._order]
+        steps, counts = min(map(len, timesteps)), torch.tensor(self._passes)
         self._by_step = torch.tensor(
-            [row_passes[:steps] for row_passes in ahead]
+            [row_timesteps[:steps] for row_timesteps in timesteps]
         ).T.repeat_interleave(counts, 1)
         """[steps, passes] timesteps from `_begin` on; moved to the device at the first step."""
         self._inputs = [pass_input for passes in row_passes for pass_input in passes]
@@ -119,7 +118,7 @@ class UnetBatch(ReusableBatch[Row, UnetWeights]):
             return
         if any(isinstance(row, UnetPrimingRow) for row in self.rows):
             raise ValueError("rows that record what they compute take their steps on one device")
-        # Convolutions run on all positions, whatever a row's mask is: passes cost alike.
+        # Convolutions run on all positions, whatever the masks are, so all passes cost the same.
         costs = [[1.0] * count for count in self._passes]
         stays = [row.request_id if anchors else None for row, _, anchors in self._anchors()]
         self._share = PassShare(costs, stays, exchange)
@@ -186,12 +185,12 @@ class UnetBatch(ReusableBatch[Row, UnetWeights]):
             rows = zip(self._order, self._passes, strict=True)
             adapters = [row.adapters for row, count in rows for _ in range(count)]
             self._weights = model.with_adapters([adapters[i] for i in pass_numbers])
-        if self._recorded(model):
+        if self._is_recorded(model):
             assert model.graphs is not None
             return model.graphs.answer(UnetStep(model, self._packed, sample, timesteps, kinds))
         return forward(self._weights, self._packed, sample, timesteps, kinds, self._captures())
 
-    def _recorded(self, model: UnetWeights) -> bool:
+    def _is_recorded(self, model: UnetWeights) -> bool:
         return model.graphs is not None and not any(
             not isinstance(row, UnetRow) or row.adapters or row.control is not None or row.captures
             for row in self.rows
@@ -204,36 +203,47 @@ class UnetBatch(ReusableBatch[Row, UnetWeights]):
         h, w].
         """
         service_requests, local_rows = [], []
-        foreseen = {id(lookahead_row.row): lookahead_row for lookahead_row in lookaheads}
+        lookahead_by_row = {id(lookahead.row): lookahead for lookahead in lookaheads}
         for row, sample in zip(self._order, samples, strict=True):
             if not isinstance(row, UnetRow):
                 continue
             control, row_sample = row.control, sample[: len(row.latents)]
-            adds = id(row) in foreseen
-            anchor = None if control is None else foreseen.get(id(row)) or nets_lookahead(row)
-            lookahead_sample = None if anchor is None else anchor.sample()[: len(row_sample)]
+            if control is None:
+                continue
+            # The base adds the nets' outputs in its own lookahead, if it has one.
+            adds = id(row) in lookahead_by_row
+            lookahead = lookahead_by_row.get(id(row)) or nets_lookahead(row)
+            lookahead_sample = None if lookahead is None else lookahead.sample()[: len(row_sample)]
             if isinstance(control, UnetServedControl):
                 count = row_sample[0].numel() if row.active is None else len(row.active[0])
-                also = None
-                if anchor is not None and lookahead_sample is not None:
+                lookahead_request = None
+                if lookahead is not None and lookahead_sample is not None:
                     all_tokens = adds * row_sample[0].numel()
-                    also = LookaheadRequest(anchor.anchor, lookahead_sample, all_tokens)
-                later = partial(extrapolated_latents, row)
-                service_requests.append(
-                    RowRequest(control.served, row.step, row_sample, count, later, also)
-                )
-            elif isinstance(control, RowControl):
-                unet_sample = UnetSample(row_sample, row.active)
-                local_rows.append(
-                    controlled(control, unet_sample, row.timestep, row.step, row.steps)
-                )
-                if anchor is not None and lookahead_sample is not None:
-                    at, whole = anchor.anchor, UnetSample(lookahead_sample, None)
-                    [timestep] = anchor.precomputed_timesteps
-                    lookahead, step, steps = control.for_lookahead, row.step, row.steps
-                    local_rows.append(
-                        controlled(lookahead, whole, timestep, step, steps, at, adds=adds)
+                    lookahead_request = LookaheadRequest(
+                        lookahead.anchor, lookahead_sample, all_tokens
                     )
+                extrapolate = partial(extrapolated_latents, row)
+                service_requests.append(
+                    RowRequest(
+                        control.served, row.step, row_sample, count, extrapolate, lookahead_request
+                    )
+                )
+                continue
+            unet_sample = UnetSample(row_sample, row.active)
+            local_rows.append(controlled(control, unet_sample, row.timestep, row.step, row.steps))
+            if lookahead is not None and lookahead_sample is not None:
+                [timestep] = lookahead.precomputed_timesteps
+                local_rows.append(
+                    controlled(
+                        control.for_lookahead,
+                        UnetSample(lookahead_sample, None),
+                        timestep,
+                        row.step,
+                        row.steps,
+                        lookahead.anchor,
+                        adds=adds,
+                    )
+                )
         request_residuals(service_requests, self._number)
         self._nets.run(local_rows)
 
@@ -254,8 +264,8 @@ class UnetBatch(ReusableBatch[Row, UnetWeights]):
                 continue
             for number, capture in enumerate(row.captures, start=first):
                 if number in pass_numbers:
-                    at = pass_numbers.index(number)
-                    captures.append((at, at + 1, capture))
+                    index = pass_numbers.index(number)
+                    captures.append((index, index + 1, capture))
         return captures
 
 
