@@ -171,7 +171,7 @@ class UnetBatch(ReusableBatch[Row, UnetWeights]):
         if self._packed is None:
             depth = len(model.down_blocks)
             height, width = sample.shape[2:]
-            recorded, passes = self._recorded(model), [self._inputs[i] for i in pass_numbers]
+            recorded, passes = self._is_recorded(model), [self._inputs[i] for i in pass_numbers]
             tiled = any(pass_input.surroundings is not None for pass_input in passes)
             self._packed = PackedPasses(
                 passes,
