@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from maskserve_common.contracts.pricing import DegreePrice
-from maskserve_engine.families.adapter import Adapter, work_of
+from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.loop.measured_costs import MeasuredCosts
 from maskserve_engine.planning.degree_costs import (
     DEGREES,
@@ -102,7 +102,7 @@ class DegreeTimes:
 
     def _counted(self, edit: RequestState) -> tuple[ModelWork, RowTokens]:
         """Return the model's work at the edit's size, and the tokens that its step computes."""
-        work = work_of(self._adapter, edit.job)
+        work = edit.work.model
         cached = edit.plan.mode == "cached"
         tokens = edit.work.active_tokens if cached else edit.work.total_tokens
         active = tuple([float(tokens) * n / work.tokens[0] for n in work.tokens])

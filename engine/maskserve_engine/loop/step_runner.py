@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 
 from maskserve_common.config import Config
-from maskserve_common.contracts.keys import STILL, Anchor
+from maskserve_common.contracts.keys import Anchor
 from maskserve_common.errors import EngineFailed
 from maskserve_common.logs import about
 from maskserve_common.observations import Observations
@@ -251,20 +251,19 @@ class StepRunner:
         skipped blocks) or more (they computed their references).
         """
         surviving = [edit for edit in running if edit.request_id not in result.failed]
-        if not surviving or any(map(_uncounted, surviving, result.rows)):
-            return None
         rows = list(zip(surviving, result.rows, strict=True))
-        edits = ((edit, step) for edit, step in rows if isinstance(edit, RequestState))
+        totals = [edit.counted_in(step) for edit, step in rows]
+        counted = [one for one in totals if one is not None]
+        if not counted or len(counted) < len(totals):
+            return None
+        edits = [(edit, step) for edit, step in rows if isinstance(edit, RequestState)]
         lookaheads = [edit.work.lookahead for edit, step in edits if step.foresaw]
         return self._batch_flops.of(
             work,
-            [
-                *(_counted(edit, step) for edit, step in rows),
-                *(lookahead.counted for lookahead in lookaheads),
-            ],
+            [*counted, *(lookahead.counted for lookahead in lookaheads)],
             [*(step.read for step in result.rows), *(lookahead.reads for lookahead in lookaheads)],
             () if planned is None else planned.plan.kinds,
-        ) + sum(map(_control_flops, surviving, result.rows))
+        ) + sum(edit.control_flops(step) for edit, step in edits)
 
     def _update(self, running: Running, result: StepResult, kinds: tuple[str, ...]) -> None:
         steps = {step.row: step for step in result.rows}
@@ -305,7 +304,7 @@ class StepRunner:
             self.manager.primings.keep_anchor(edit, step)
             return
         work, cached = edit.work, step.read
-        self.counters["skipped_rows_total"] += _skipped(edit, step)
+        self.counters["skipped_rows_total"] += step.skipped > edit.tally.skipped
         if step.stale:
             edit.controls.stale_steps += 1
             self.counters["controlnet_stale_steps_total"] += 1
@@ -366,30 +365,6 @@ class StepRunner:
         job = first.priming.job if isinstance(first, PrimingState) else first.job
         _, height, width = job.moments.shape
         return self.adapter.work(height, width)
-
-
-def _control_flops(edit: RequestState | PrimingState, step: RowStep) -> float:
-    if not isinstance(edit, RequestState) or edit.work.controls is None:
-        return 0.0
-    return edit.work.controls.at(step.done - 1, cached=step.read, foresaw=step.foresaw)
-
-
-def _counted(edit: RequestState | PrimingState, step: RowStep) -> Totals:
-    """Return the sums of a row's tokens in the step just taken."""
-    if step.read and isinstance(edit, RequestState):
-        return edit.work.reading(text=step.text)
-    return edit.counted
-
-
-def _skipped(edit: RequestState | PrimingState, step: RowStep) -> bool:
-    return isinstance(edit, RequestState) and step.skipped > edit.tally.skipped
-
-
-def _uncounted(edit: RequestState | PrimingState, step: RowStep) -> bool:
-    """Whether the step just taken skipped blocks or made references, which no step counts."""
-    if isinstance(edit, PrimingState) and edit.priming.anchors[step.done - 1] == STILL:
-        return True
-    return step.computed_references or _skipped(edit, step)
 
 
 def _rows_of_step(running: Running) -> Running:

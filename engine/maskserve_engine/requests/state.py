@@ -12,7 +12,7 @@ from typing import NamedTuple
 from msgspec import structs
 
 from maskserve_common.contracts.due_times import due_by_size
-from maskserve_common.contracts.keys import Anchor
+from maskserve_common.contracts.keys import STILL, Anchor
 from maskserve_common.contracts.request import Lora, ResolvedControl
 from maskserve_common.contracts.reuse_levels import ReuseLevel, levels_of, with_template
 from maskserve_common.contracts.settings import acting, shares
@@ -493,6 +493,21 @@ class RequestState:
     def counted(self) -> Totals:
         return self.work.counted
 
+    def counted_in(self, step: RowStep) -> Totals | None:
+        """Return the sums of the step just taken. None: it did less than is counted (it skipped
+        blocks), or more (it computed its references).
+        """
+        if step.computed_references or step.skipped > self.tally.skipped:
+            return None
+        return self.work.reading(text=step.text) if step.read else self.work.counted
+
+    def control_flops(self, step: RowStep) -> float:
+        """Return the FLOPs of its ControlNets in the step just taken."""
+        controls = self.work.controls
+        if controls is None:
+            return 0.0
+        return controls.at(step.done - 1, cached=step.read, foresaw=step.foresaw)
+
     def computed_tokens(self, step: RowStep) -> int:
         """Return the tokens that one pass of the step just taken computed."""
         if not step.read:
@@ -672,6 +687,11 @@ class PrimingState:
     @property
     def request_id(self) -> str:
         return self.ticket.request_id
+
+    def counted_in(self, step: RowStep) -> Totals | None:
+        """Return the sums of the step just taken; None: it computed its references."""
+        is_still = self.priming.anchors[step.done - 1] == STILL
+        return None if is_still or step.computed_references else self.counted
 
     @property
     def step_tokens(self) -> int:
