@@ -43,7 +43,7 @@ _CONFIG = "config.json"
 _LICENCES = ("modelspec.license", "license", "general.license")
 """Keys of a file's metadata that name its licence."""
 _LAYERS = {
-    r"(double|single)_blocks|single_transformer_blocks": "FLUX.1, FLUX.2 or Chroma",
+    r"(double|single)_blocks|single_transformer_blocks": "FLUX.1, FLUX.2, Chroma or LongCat-Image",
     r"img_(mlp|mod)": "Qwen-Image models",
     r"attention(?!s)": "Z-Image",
     r"joint_blocks": "Stable Diffusion 3.5",

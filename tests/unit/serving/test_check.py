@@ -107,7 +107,8 @@ def test_adapters_and_control_nets(base: Path, tmp_path: Path) -> None:
     write(tmp_path / "flux.safetensors")
     check = checked(str(tmp_path / "flux.safetensors"), CheckpointParts())
     assert check.served
-    assert check.it == "a LoRA of rank 4, 3 layers, by its names for FLUX.1, FLUX.2 or Chroma"
+    names = "FLUX.1, FLUX.2, Chroma or LongCat-Image"
+    assert check.it == f"a LoRA of rank 4, 3 layers, by its names for {names}"
     other = checked(str(tmp_path / "flux.safetensors"), CheckpointParts(str(base)))
     assert "is for another model: the served one's denoiser has no layer" in other.problem
     write(tmp_path / "unet.safetensors", lora(OTHER_MODEL))
