@@ -222,8 +222,8 @@ class CacheConfig(Table, frozen=True):
     template, except for `cache: require` and `reproducible`."""
     fidelity: Annotated[float, Meta(ge=-1.0, le=100.0)] = -1.0
     """dB against dense edits that first edits keep by placing refresh steps by their errors, if
-    `own_anchors` is -1 and the model has no share. -1: 40 with references, otherwise 0; 0: they run
-    dense. Several devices: only with `spread`."""
+    `own_anchors` is -1 and the model has no share. -1: 40; 0: they run dense. Several devices: only
+    with `spread`."""
     own_format: Literal["auto", "model", "int8", "float8", "int4"] = "auto"
     """Storage format of the step cache. `auto`: int8 on a GPU, the model's on a CPU."""
     own_text: Literal["frozen", "computed"] = "frozen"

@@ -13,9 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from maskserve_common.contracts.semantics import Semantics
+
 _ORDER = 2.3
 _FIRST = 0.4
 """Place of the first lookahead's refresh step, as a share of the whole distance."""
+_FEW_STEPS, _FEW_FIDELITY = 8, 40.0
+"""Most steps of an edit with references, and most dB of its promise, with which the first lookahead
+goes to the last step: all steps between interpolate, and few lie there."""
 _LAST = 2.5
 """How much shorter the stretch after the last refresh step has to be than one between two: keys and
 values are extrapolated there, and no error sees it."""
@@ -65,7 +70,7 @@ class RefreshControl:
 
     @classmethod
     def of(
-        cls, fidelity: float, sigmas: Sequence[float], power: float, *, noisy_around: bool = False
+        cls, fidelity: float, sigmas: Sequence[float], power: float, semantics: Semantics
     ) -> RefreshControl:
         """Return the control of an edit's refresh steps.
 
@@ -73,9 +78,13 @@ class RefreshControl:
             fidelity: fidelity that it promises, in dB.
             sigmas: sigmas of its steps.
             power: power of sigma over which values interpolate.
-            noisy_around: `Semantics.noisy_around` of the model.
+            semantics: those of the model.
         """
-        first, growth = (0.0, _BLENDED_GROWTH) if noisy_around else (_FIRST, _GROWTH)
+        first, growth = _FIRST, _GROWTH
+        if semantics.noisy_around:
+            first, growth = 0.0, _BLENDED_GROWTH
+        elif semantics.reference and len(sigmas) <= _FEW_STEPS and fidelity <= _FEW_FIDELITY:
+            first = 1.0
         distances = tuple([sigma**power for sigma in sigmas])
         return cls(tolerance_of(fidelity), distances, first, growth)
 

@@ -53,13 +53,12 @@ class RefreshSchedules:
         plan = self._strided(job) if settings.may_anchor else None
         if plan is None or not fidelity:
             return plan
-        noisy_around = self._spec.semantics.noisy_around
-        sigmas = self._sigmas(job)
-        control = RefreshControl.of(fidelity, sigmas, plan.power, noisy_around=noisy_around)
+        semantics = self._spec.semantics
+        control = RefreshControl.of(fidelity, self._sigmas(job), plan.power, semantics)
         return replace(
             plan,
             anchors=control.begin().refresh_steps | {0},
-            second_order=noisy_around,
+            second_order=semantics.noisy_around,
             control=control,
         )
 

@@ -42,11 +42,11 @@ ALL_KINDS: frozenset[EditKind] = frozenset({"inpaint", "edit", "generate"})
 
 ALL_STEPS = 1000
 """A stride that is longer than any schedule."""
-_NOISY_STEPS = 20
+_NOISY_STEPS = 16
 """Least steps of an edit whose errors place its refresh steps, where the picture round the mask is
 as noisy as the rest (docs/adr/0090)."""
-_REFERENCE_FIDELITY = 40.0
-"""dB that first edits of models with references promise (docs/adr/0090)."""
+_FIDELITY = 40.0
+"""dB that first edits promise where places are neither known nor configured (docs/adr/0090)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,9 +347,7 @@ def promised_fidelity(config: Config, spec: ModelSpec, promise: float = 0.0) -> 
         return promise
     if cache.own_anchors > 0 or refresh.stride:
         return 0.0
-    if cache.fidelity >= 0:
-        return cache.fidelity
-    return _REFERENCE_FIDELITY if spec.semantics.reference else 0.0
+    return cache.fidelity if cache.fidelity >= 0 else _FIDELITY
 
 
 def refresh_rule(config: Config, spec: ModelSpec, device: str = "cuda") -> RefreshRule:

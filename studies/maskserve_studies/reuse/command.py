@@ -151,16 +151,16 @@ class Trial:
 
     def schedule(self, fidelity: float) -> RefreshSchedule:
         """Return the schedule with which edits begin that promise a fidelity."""
-        spec, noisy = self.rig.adapter.spec.refresh, self.rig.adapter.spec.semantics.noisy_around
+        spec, semantics = self.rig.adapter.spec.refresh, self.rig.adapter.spec.semantics
         sigmas = [sigma for sigma, _ in self.rig.adapter.sigmas(self.jobs[0])]
-        control = RefreshControl.of(fidelity, sigmas, spec.evenly_over, noisy_around=noisy)
+        control = RefreshControl.of(fidelity, sigmas, spec.evenly_over, semantics)
         return RefreshSchedule(
             control.begin().refresh_steps | {0},
             self.choice.format,
             self.choice.text,
             self.choice.leaves_ring,
             spec.evenly_over,
-            second_order=noisy,
+            second_order=semantics.noisy_around,
             control=control,
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from maskserve_common.contracts.semantics import FILL, INPAINT, REFERENCE
 from maskserve_engine.planning.refresh_control import (
     RefreshControl,
     Remainder,
@@ -18,8 +19,8 @@ from tests.support.draws import fresh_rng
 def control() -> RefreshControl:
     rng = fresh_rng()
     sigmas = np.sort(rng.uniform(0.01, 1.0, int(rng.integers(4, 51))))[::-1]
-    fidelity, noisy_around = float(rng.uniform(20, 60)), bool(rng.integers(2))
-    return RefreshControl.of(fidelity, sigmas.tolist(), 1.5, noisy_around=noisy_around)
+    semantics = (FILL, INPAINT, REFERENCE)[rng.integers(3)]
+    return RefreshControl.of(float(rng.uniform(20, 60)), sigmas.tolist(), 1.5, semantics)
 
 
 def remainders_of(control: RefreshControl, error: float) -> list[Remainder]:
@@ -42,11 +43,23 @@ def test_more_fidelity_allows_less_error() -> None:
 def test_where_all_is_noisy_around_the_first_refresh_step_is_the_nearest() -> None:
     """The first steps decide most there, and no error sees what is lost before it."""
     sigmas = np.linspace(1.0, 0.05, int(fresh_rng().integers(8, 51))).tolist()
-    near, far = (RefreshControl.of(40.0, sigmas, 1.5, noisy_around=n) for n in (True, False))
-    assert min(near.begin().refresh_steps) == 2 < min(far.begin().refresh_steps)
+    near, far = (RefreshControl.of(44.0, sigmas, 1.5, takes) for takes in (INPAINT, REFERENCE))
+    assert min(near.begin().refresh_steps) == 2 <= min(far.begin().refresh_steps)
     for error in near.tolerance * np.geomspace(1e-3, 1e3, 20):
         reach = [min(c.after(0, 2, float(error)).refresh_steps, default=99) for c in (near, far)]
         assert reach[0] <= reach[1]
+
+
+def test_in_few_steps_a_lower_promise_looks_ahead_to_the_last() -> None:
+    """With references alone: FLUX Fill would keep 34 dB in its worst class."""
+    steps = int(fresh_rng().integers(4, 9))
+    sigmas = np.linspace(1.0, 0.05, steps).tolist()
+    few, higher, fill = (
+        RefreshControl.of(fidelity, sigmas, 1.5, takes)
+        for fidelity, takes in ((40.0, REFERENCE), (44.0, REFERENCE), (40.0, FILL))
+    )
+    assert few.begin().refresh_steps == {steps - 1}
+    assert (higher.first, fill.first) == (0.4, 0.4)
 
 
 @pytest.mark.parametrize("scale", [0.01, 0.3, 1.0, 3.0, 100.0])

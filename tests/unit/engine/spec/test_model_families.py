@@ -122,14 +122,14 @@ def test_text_is_left_out_where_rows_leave_it_out(folder: str, template: float) 
     assert (shares.lookahead > 0) is (template < 1.0)
 
 
-def test_first_edits_of_models_with_references_refresh_by_their_errors() -> None:
+def test_first_edits_of_unmeasured_models_refresh_by_their_errors() -> None:
     """Unless their places are known, or configured; others' do where an edit asks for it."""
     for folder in sorted((CHECKOUT / "assets" / "models").glob("*-shapes")):
         facts = load_spec(folder)
         is_open = facts.refresh.stride == 0.0
         for fidelity in (-1.0, 0.0, 33.0):
             config = Config(cache=CacheConfig(fidelity=fidelity))
-            expected = fidelity if fidelity >= 0 else 40.0 * facts.semantics.reference
+            expected = fidelity if fidelity >= 0 else 40.0
             assert promised_fidelity(config, facts) == expected * is_open
             assert promised_fidelity(config, facts, 25.0) == 25.0
         for own_anchors in (0.0, 0.3):
