@@ -15,7 +15,7 @@ import numpy.typing as npt
 from msgspec import structs
 from PIL import Image
 
-from maskserve_common.config import Config, LimitsConfig
+from maskserve_common.config import Config
 from maskserve_common.contracts.keys import entries_id, scope_of, template_id
 from maskserve_common.contracts.postprocess_context import PostprocessContext
 from maskserve_common.contracts.request import (
@@ -24,11 +24,10 @@ from maskserve_common.contracts.request import (
     Reference,
     ResolvedControl,
 )
-from maskserve_common.contracts.settings import MAX_CONTROLS, EditSettings
+from maskserve_common.contracts.settings import EditSettings
 from maskserve_common.errors import InvalidRequest, TemplateNotFound
 from maskserve_common.imaging.colour import SRGB, Colour
 from maskserve_common.imaging.images import (
-    MAX_OUTPUT_SIDE,
     Decoded,
     Size,
     decode_image,
@@ -44,6 +43,12 @@ from maskserve_common.imaging.masks import (
     paste_weights,
     select,
     strongest,
+)
+from maskserve_common.imaging.picture_set import (
+    check_control_size,
+    check_controls,
+    check_format,
+    check_images,
 )
 from maskserve_common.imaging.provenance import has_manifest
 from maskserve_common.imaging.view import View, canvas_size, choose_view, grown
@@ -110,7 +115,7 @@ def prepare_edit(
         TemplateNotFound: the settings name a template that is not registered.
     """
     references = (*references, *_referenced_pictures(accepted.settings, find_template))
-    check_together((image, *references), config.limits)
+    check_images((image, *references), config.limits)
     if accepted.kind != "inpaint":
         return _prepare_whole(image, accepted, spec, config, find_template, control, references)
     start, settings = time.perf_counter(), accepted.settings
@@ -206,7 +211,7 @@ def _prepare_whole(
         )
         context = _source_context(source, middle(pixels, fit.answer_size), config)
     _check_shape(fit.size, spec)
-    _check_format(settings, fit.size)
+    check_format(settings, fit.size)
     controls = _control_pictures(
         control, accepted.controls, canvas, lambda picture: _fit_picture(picture, fit), config
     )
@@ -214,28 +219,6 @@ def _prepare_whole(
     context = replace(context, request=request.to_json())
     mask = np.full(fit.size, 255, np.uint8)
     return PreparedEdit(pixels, mask, controls, _flat_pixels(reference_pixels), request, context)
-
-
-def check_together(pictures: Sequence[bytes | memoryview], limits: LimitsConfig) -> None:
-    """Check what the pictures of IMAGE are together, by their headers, where there are several.
-
-    Raises:
-        InvalidRequest: they are too large, or one is no picture.
-    """
-    if len(pictures) < 2:
-        return
-    size = sum(map(len, pictures))
-    if size > limits.max_image_bytes:
-        problem = f"has pictures of {size} bytes together"
-        raise InvalidRequest("IMAGE", problem, f"up to {limits.max_image_bytes} bytes")
-    pixels = sum(
-        math.prod(read_size(picture, f"IMAGE[{index}]", limits))
-        for index, picture in enumerate(pictures)
-        if picture
-    )
-    if pixels > limits.max_pixels:
-        problem = f"has pictures of {pixels} pixels together"
-        raise InvalidRequest("IMAGE", problem, f"up to {limits.max_pixels} pixels")
 
 
 def _reference_pixels(
@@ -367,32 +350,19 @@ def _control_pictures(
     """
     if not encoded and not controls:
         return np.zeros((0, 0, 0, 3), np.uint8)
-    shape = f"{size[1]}x{size[0]} pixels, as the answer"
-    if len(encoded) > MAX_CONTROLS:
-        raise InvalidRequest("CONTROL", f"has {len(encoded)} pictures", f"up to {MAX_CONTROLS}")
-    for index, control in enumerate(controls):
-        picture = control.image
-        assert picture is not None, "it was resolved at the front"
-        if picture >= len(encoded):
-            raise InvalidRequest(
-                f"SETTINGS.controls[{index}].image",
-                f"is {picture}, but CONTROL has {len(encoded)} pictures",
-                f"a picture of {shape} in CONTROL for each control",
-            )
-    used = {control.image for control in controls}
-    unused = next((i for i in range(len(encoded)) if i not in used), None)
-    if unused is not None:
-        raise InvalidRequest(
-            f"CONTROL[{unused}]", "is named by no control", "one in SETTINGS.controls for each"
-        )
+    places = [_place(control) for control in controls]
+    check_controls(len(encoded), places, size)
     pictures = []
     for index, raw in enumerate(encoded):
         decoded = decode_image(raw, f"CONTROL[{index}]", config.limits)
-        if decoded.size != size:
-            problem = f"is {decoded.size[1]}x{decoded.size[0]} pixels"
-            raise InvalidRequest(f"CONTROL[{index}]", problem, shape)
+        check_control_size(index, decoded.size, size)
         pictures.append(fitted(decoded))
     return np.stack(pictures)
+
+
+def _place(control: ResolvedControl) -> int:
+    assert control.image is not None, "it was resolved at the front"
+    return control.image
 
 
 def _answer_size(settings: EditSettings, source: Decoded, config: Config) -> Size:
@@ -408,18 +378,8 @@ def _answer_size(settings: EditSettings, source: Decoded, config: Config) -> Siz
             f"{settings.output_format} cannot say what IMAGE's numbers mean (cICP of HDR)",
             "png",
         )
-    _check_format(settings, size)
+    check_format(settings, size)
     return size
-
-
-def _check_format(settings: EditSettings, size: Size) -> None:
-    """Check that the answer's format can hold a size. Raises InvalidRequest if it cannot."""
-    if max(size) > MAX_OUTPUT_SIDE[settings.output_format]:
-        raise InvalidRequest(
-            "SETTINGS.output_format",
-            f"{settings.output_format} cannot hold {size[1]}x{size[0]} pixels",
-            "png",
-        )
 
 
 def _with_encoding(settings: EditSettings, picture: bytes | memoryview) -> EditSettings:

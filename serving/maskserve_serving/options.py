@@ -351,6 +351,8 @@ class ServeOptions:
             raise ServeError(str(error)) from None
         check_path("[safety] repository", named("safety", "repository"), "a folder with a model")
         check_path("[model] gguf", named("model", "gguf"), "a GGUF file", folder=False)
+        for section, key in (("adapters", "profiles"), ("engine", "costs")):
+            check_path(f"[{section}] {key}", named(section, key), "a JSON file", folder=False)
         for lora in map(lora_file, named("model", "fuse_loras")):
             if not lora.is_dir():
                 check_path("[model] fuse_loras", lora, "FILE or FILE:SCALE", folder=False)

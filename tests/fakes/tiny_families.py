@@ -1,5 +1,6 @@
-"""A tiny folder of every pipeline that is served: `python -m tests.fakes.tiny_families FOLDER`
-writes all, for `scripts/bench every_edit --models FOLDER/*`.
+"""A tiny folder of every pipeline that is served: `python -m tests.fakes.tiny_families F` writes
+all, each with a LoRA and, if its family takes them, a ControlNet, for
+`scripts/bench every_edit --models F/models/* --adapters F/adapters --controlnets F/controlnets`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,10 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from safetensors.numpy import load_file
+
+from tests.fakes import loras
+from tests.fakes.control_nets import random_net, random_unet_net
 from tests.fakes.tiny_chroma import build_tiny_chroma
 from tests.fakes.tiny_flux2 import build_tiny_flux2, build_tiny_flux2_dev
 from tests.fakes.tiny_flux3 import build_tiny_flux3
@@ -50,17 +55,38 @@ FAMILIES: dict[str, Callable[[Path], Path]] = {
 
 DENSE = ("sd3-medium",)
 """Models that are served without a cache."""
+WITH_NETS = ("flux-fill", "flux-base")
+"""Models other than UNets that take ControlNets."""
 
 
 def build_all(folder: Path) -> None:
     """Write all folders for pictures of 128 pixels a side, with enough tokens for masks of many
     sizes.
     """
+    from diffusers import UNet2DConditionModel
+
     for name, build in FAMILIES.items():
-        file = build(folder / name) / "maskserve.toml"
+        model = build(folder / "models" / name)
+        file = model / "maskserve.toml"
         text = file.read_text("utf-8").replace("[model]\n", "[model]\nnative_resolution = 128\n")
         text += "\n[cache]\nenabled = false\n" if name in DENSE else ""
         file.write_text(text, "utf-8")
+        unet = (model / "unet").is_dir()
+        denoiser = "unet" if unet else "transformer"
+        tensors = load_file(model / denoiser / "diffusion_pytorch_model.safetensors")
+        queries = {
+            layer.removesuffix(".weight"): tensor.shape[::-1]
+            for layer, tensor in tensors.items()
+            if layer.endswith("to_q.weight")
+        }
+        lora = loras.lora(queries, prefix=f"{denoiser}.", seed=0)
+        loras.write(folder / "adapters" / name / "queries.safetensors", lora)
+        net = folder / "controlnets" / name / "net"
+        if unet:
+            base = UNet2DConditionModel.from_pretrained(model / "unet")
+            random_unet_net(base, 1).save_pretrained(net)
+        elif name in WITH_NETS:
+            random_net(1, 1, 1).save_pretrained(net)
 
 
 if __name__ == "__main__":

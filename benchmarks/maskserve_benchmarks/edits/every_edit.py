@@ -2,8 +2,9 @@
 a picture, or with an error that names the cause.
 
 Each picture is new to the worker: the first edit has no template. The same edit then runs with
-`cache: require` and with `cache: off`. Larger pictures are edited whole and in a window round the
-mask. Several edits run at a time. The exit code is 1 if an answer is the server's fault.
+`cache: require` and with `cache: off`. For every third mask size all three run again with each
+LoRA, each ControlNet and each of `--settings`. Larger pictures are edited whole and in a window
+round the mask. Several edits run at a time. The exit code is 1 if an answer is the server's fault.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
@@ -40,6 +41,7 @@ _LONG = 10
 """An edit with more steps than this runs only every third ratio; the ratios differ by number of
 steps."""
 CROPS = ("off", "on")
+FURTHER = {"reuse_floor": 30.0}
 _TIMEOUT_S = 600.0
 
 
@@ -55,6 +57,8 @@ class EditCase(NamedTuple):
     cache: str
     crop: str = "auto"
     """The setting `crop_to_mask`."""
+    further: str = "{}"
+    """Further settings, as JSON."""
 
 
 class CaseResult(NamedTuple):
@@ -77,6 +81,11 @@ def main() -> int:
     add("--ratios", type=float, nargs="+", default=RATIOS, help="shares of the picture masked")
     add("--steps", type=int, nargs="+", default=STEPS, help="numbers of denoising steps")
     add("--caches", nargs="+", default=CACHES, help="values of the setting `cache`")
+    add(
+        "--settings", type=json.loads, nargs="*", default=[FURTHER], help="JSON of further settings"
+    )
+    add("--adapters", type=Path, help="a folder with a folder of LoRAs for each model's name")
+    add("--controlnets", type=Path, help="a folder with a folder of ControlNets for each name")
     add("--size", type=int, default=128, help="side of the pictures, in pixels")
     add("--large-steps", type=int, nargs="*", default=LARGE_STEPS, help="steps of larger pictures")
     add("--together", type=int, default=4, help="edits at a time")
@@ -114,7 +123,7 @@ def summary(ends: list[CaseResult], stopped: str, seconds: float) -> dict[str, A
     }
 
 
-def cases(args: argparse.Namespace) -> Iterator[tuple[EditCase, ...]]:
+def cases(args: argparse.Namespace, further: Sequence[str]) -> Iterator[tuple[EditCase, ...]]:
     """Yield the edits. Edits of one picture come together and run one after the other."""
     rng, side = np.random.default_rng(args.seed), args.size
     grid = [(side, side)], args.steps, ("auto",)
@@ -122,20 +131,35 @@ def cases(args: argparse.Namespace) -> Iterator[tuple[EditCase, ...]]:
     for sizes, numbers, crops in (grid, large):
         for size, (nth, steps), crop in product(sizes, enumerate(numbers), crops):
             ratios = args.ratios[nth % 3 :: 3] if steps > _LONG else args.ratios
-            for ratio in ratios:
+            for place, ratio in enumerate(ratios):
                 shape = str(rng.choice(["square", "band"]))
+                settings = "{}", *(further if (place + nth) % 3 == 0 else ())
                 yield tuple(
-                    EditCase(size, shape, ratio, steps, cache, crop) for cache in args.caches
+                    EditCase(size, shape, ratio, steps, cache, crop, more)
+                    for more, cache in product(settings, args.caches)
                 )
+
+
+def _named(folder: Path | None, key: str) -> list[str]:
+    """Return settings, as JSON, that name one file or folder each of a folder."""
+    names = [path.name.removesuffix(".safetensors") for path in folder.iterdir()] if folder else []
+    return [json.dumps({key: [{"name": name}]}) for name in sorted(names)]
+
+
+def _below(folder: Path | None, name: str) -> Path | None:
+    return folder / name if folder and (folder / name).is_dir() else None
 
 
 def edits(folder: Path, args: argparse.Namespace) -> Iterator[CaseResult]:
     """Serve a model and edit drawn pictures of it."""
     rng = np.random.default_rng(args.seed)
+    loras, nets = (_below(path, folder.name) for path in (args.adapters, args.controlnets))
+    further = [*map(json.dumps, args.settings), *_named(loras, "loras"), *_named(nets, "controls")]
     with tempfile.TemporaryDirectory() as logs, ThreadPoolExecutor(args.together) as threads:
         options = ServeOptions(
-            model=str(folder), base_port=free_base_port(), log_dir=Path(logs), name=folder.name
-        )
+            model=str(folder), base_port=free_base_port(), log_dir=Path(logs), name=folder.name,
+            adapters=str(loras or ""), controlnets=str(nets or ""),
+        )  # fmt: skip
         with Supervisor(options) as site, Client(site.workers[0].grpc_url) as client:
 
             def ends(picture_cases: tuple[EditCase, ...], source: Image.Image) -> list[CaseResult]:
@@ -143,24 +167,26 @@ def edits(folder: Path, args: argparse.Namespace) -> Iterator[CaseResult]:
 
             pictures = [
                 (picture_cases, Image.fromarray(_picture(rng, picture_cases[0].size)))
-                for picture_cases in cases(args)
+                for picture_cases in cases(args, further)
             ]
             for picture_cases in threads.map(ends, *zip(*pictures, strict=True)):
                 yield from picture_cases
 
 
 def _edit(client: Client, source: Image.Image, case: EditCase) -> CaseResult:
-    mask = Image.fromarray(mask_of(case))
+    mask, further = Image.fromarray(mask_of(case)), json.loads(case.further)
     try:
         result = client.edit(
             source,
             mask,
             "a red star",
+            control=[source] * len(further.get("controls", ())),
             timeout=_TIMEOUT_S,
             seed=1,
             num_inference_steps=case.steps,
             cache=case.cache,
             crop_to_mask=case.crop,
+            **further,
         )
     except MaskserveError as error:
         refused = isinstance(error, InvalidRequest)

@@ -55,7 +55,7 @@ class ExecutionPolicy:
         """Return the first of these plans that the edit may take:
 
         - dense: with `cache: off`, without a mask, or a mask above `[cache] dense_above_ratio`;
-        - cached: its template is primed;
+        - cached: its template is primed, and reading it is no more work than a dense edit;
         - wait: it insists on its template;
         - wait: it would be late without its template, and is in time after the priming;
         - wait: it sees a window of a known picture that is worth priming, and has no due time;
@@ -91,7 +91,8 @@ class ExecutionPolicy:
         sight = self._cache.look_up(job, key, again=edit.starts > 0)
         cached = self._of_template(edit, sight, insists=settings.insists)
         if cached is not None:
-            return cached
+            more = cached.mode == "dense" and not settings.insists
+            return self.without_template(edit, cached) if more else cached
         without = without or self.without_template(edit, missed)
         without = replace(without, prime=sight.worth_priming)
         return self._after_priming(edit, sight, without) or without
@@ -136,7 +137,7 @@ class ExecutionPolicy:
         route = self._of_template(edit, sight, insists=False)
         if route is None and sight.worth_priming:
             self._primings.begin(job, urgent=False)
-        return route
+        return None if route is None or route.mode == "dense" else route
 
     def _with_step_cache(self, edit: RequestState, chosen: ExecutionPlan) -> ExecutionPlan:
         """Return the plan of least work for a hit with a step cache; see
@@ -151,28 +152,29 @@ class ExecutionPolicy:
         self, edit: RequestState, lookup: CacheLookup, *, insists: bool
     ) -> ExecutionPlan | None:
         """Return a plan that reads the template's entries or, if the edit insists on them, waits
-        for them; None: the edit runs without.
+        for them; a dense one if they save no work; None: the edit runs without.
         """
-        if not any(lookup.reads):
+        if not any(lookup.reads) or (lookup.tier is None and not insists):
             return None
-        if lookup.tier is not None:
-            ready = self._cache.fetch(lookup)
-            mode: ExecutionMode = "wait" if insists and not ready else "cached"
-            route = ExecutionPlan(
-                mode,
-                "hit",
-                lookup.key,
-                lookup.reads,
-                lookup.tier,
-                is_loading=not ready,
-                dense_steps=lookup.dense_steps,
-            )
-            return self._with_step_cache(edit, route)
-        if insists:
+        route = ExecutionPlan(
+            "cached",
+            "hit",
+            lookup.key,
+            lookup.reads,
+            lookup.tier or "",
+            dense_steps=lookup.dense_steps,
+        )
+        route = self._with_step_cache(edit, route)
+        dense = replace(DENSE, dense_for="work", key=lookup.key)
+        if self._least(edit, route, dense) is dense:
+            return dense
+        if lookup.tier is None:
             return ExecutionPlan(
                 "wait", "hit", lookup.key, prime=lookup.may_prime, is_loading=lookup.is_loading
             )
-        return None
+        ready = self._cache.fetch(lookup)
+        mode: ExecutionMode = "wait" if insists and not ready else "cached"
+        return replace(route, mode=mode, is_loading=not ready)
 
     def _after_priming(
         self, edit: RequestState, lookup: CacheLookup, without: ExecutionPlan

@@ -59,9 +59,8 @@ class ExecutionPlan:
     """
     dense_for: str = ""
     """Why the edit runs dense: its kind if it has no mask, `mask_ratio` or `mask_side` of its mask,
-    `references` beside its source, which entries have not seen, `work` if refresh steps would be as
-    much work, `memory` if its step cache did not fit; empty
-    without such a reason.
+    `references` beside its source, which entries have not seen, `work` if refresh steps or entries
+    would save none, `memory` if its step cache did not fit; empty without such a reason.
     """
     dense_steps: int = 0
     """Number of steps of a cached edit that compute all tokens: its first ones, or its refresh

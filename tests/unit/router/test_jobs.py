@@ -256,6 +256,51 @@ async def test_pictures_that_no_edit_takes_are_no_job(
         assert not any(w.requests for w in workers)
 
 
+_NET = '[{"name": "outline"}]'
+
+
+@pytest.mark.parametrize(
+    ("further", "settings", "message"),
+    [
+        ([b""], {}, "image[1]: is empty"),
+        ([cut(picture())], {}, "image[1]: "),
+        ([picture(32, 64)], {"controls": _NET}, "image[1]: is 32x64 pixels"),
+        ([picture()], {"controls": _NET, "expand": "[0, 8, 0, 0]"}, "image[1]: is 64x64 pixels"),
+        ([picture(), picture()], {"controls": _NET}, "image[2]: is named by no control"),
+        ([], {"controls": _NET}, "controls[0].image: is 0"),
+        ([], {"expand": "[0, 16320, 0, 0]", "output_format": "webp"}, "output_format: webp cannot"),
+    ],
+)
+async def test_pictures_that_do_not_go_together_are_no_job(
+    tmp_path: Path, further: list[bytes], settings: dict[str, str], message: str
+) -> None:
+    async with jobs(tmp_path) as (_, workers, client):
+        form_data = form(**settings)
+        for file in further:
+            form_data.add_field("image", file, filename="b.png")
+        status, answer, _ = await client.call("POST", "", form_data)
+        assert status == 400
+        assert answer["error"]["message"].startswith(message)
+        assert (await client.call("GET"))[1]["data"] == []
+        assert not any(w.requests for w in workers)
+
+
+async def test_pictures_that_are_too_large_together_are_no_job(tmp_path: Path) -> None:
+    async with jobs(tmp_path, limits={"max_pixels": 2 * 64 * 64 - 1}) as (_, _, client):
+        form_data = form()
+        form_data.add_field("image", picture(), filename="b.png")
+        status, answer, _ = await client.call("POST", "", form_data)
+        assert status == 400
+        assert answer["error"]["message"].startswith("image: has pictures of 8192 pixels together")
+
+
+async def test_control_pictures_of_the_answers_size_are_a_job(tmp_path: Path) -> None:
+    async with jobs(tmp_path) as (_, _, client):
+        form_data = form(controls=_NET, expand="[0, 8, 0, 0]")
+        form_data.add_field("image", picture(64, 72), filename="b.png")
+        await client.ended(await client.give(form_data))
+
+
 async def test_a_webhook_belongs_to_a_job(tmp_path: Path) -> None:
     async with jobs(tmp_path) as (router, _, _), aiohttp.ClientSession() as session:
         url = f"http://127.0.0.1:{router.http.port}/v1/images/edits"

@@ -752,7 +752,9 @@ def test_what_cannot_be_served_is_told_before_anything_starts(
     ("section", "key", "accepted"),
     [
         ("adapters", "store", "a folder, or a URL"),
+        ("adapters", "profiles", "a JSON file"),
         ("controls", "folder", "a folder with a subfolder for each ControlNet"),
+        ("engine", "costs", "a JSON file"),
         ("safety", "repository", "a folder"),
         ("model", "gguf", "a GGUF file"),
         ("model", "fuse_loras", "FILE or FILE:SCALE"),

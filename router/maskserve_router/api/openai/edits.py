@@ -21,11 +21,18 @@ from starlette.responses import Response
 from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_common.config import LimitsConfig
-from maskserve_common.contracts.request import steps_run
+from maskserve_common.contracts.request import EditKind, steps_run
 from maskserve_common.contracts.settings import MAX_MARGIN, EditSettings, parse_settings
 from maskserve_common.errors import EngineFailed, InvalidRequest, MaskserveError, split_code
 from maskserve_common.imaging.images import Size, decode_mask, decode_raster, read_size
 from maskserve_common.imaging.masks import select
+from maskserve_common.imaging.picture_set import (
+    check_control_size,
+    check_controls,
+    check_format,
+    check_images,
+)
+from maskserve_common.imaging.view import canvas_size
 from maskserve_router.api.front import Front
 from maskserve_router.api.http_answers import JSON, WrittenAnswer, each_of, while_connected
 from maskserve_router.api.http_body import Bodies
@@ -300,7 +307,7 @@ class ImageEdits:
             raise InvalidRequest("n", problem, "fewer pictures, jpeg, or output_url")
 
     def check_pictures(self, form: EditForm) -> None:
-        """Check a job's pictures before it waits: refuse pictures that every worker refuses.
+        """Check a job's pictures before it waits: refuse what every worker refuses.
 
         Raises:
             InvalidRequest: naming the picture.
@@ -308,23 +315,47 @@ class ImageEdits:
         pictures = {"IMAGE": form.image, "MASK": form.mask or b""}
         pictures |= {f"IMAGE[{index}]": raw for index, raw in enumerate(form.references, start=1)}
         pictures |= {f"CONTROL[{index}]": raw for index, raw in enumerate(form.control)}
-        decoded: dict[str, Size] = {}
+        sizes, decoded = dict[str, Size](), dict[str, Size]()
         for name, raw in pictures.items():
-            if raw:
-                height, width = read_size(raw, name, self._limits)
+            if raw or name not in ("IMAGE", "MASK"):
+                height, width = sizes[name] = read_size(raw, name, self._limits)
                 if height * width <= _DECODED_PIXELS:
                     decoded[name] = height, width
                     if name != "MASK":
                         decode_raster(raw, name, self._limits)
-        if form.fields.model in self._forms or "mask_from" in form.settings:
+        if form.fields.model in self._forms:
             return
+        check_images((form.image, *form.references), self._limits)
         settings = parse_settings(msgspec.json.encode(_settings_of(form)))
-        if form.kind != "inpaint":
+        self._check_answer(form.kind, settings, sizes)
+        if form.kind != "inpaint" or "mask_from" in form.settings:
             return
-        drawn = form.mask or (b"" if any(settings.expand) else form.image)
-        size = decoded.get("IMAGE" if form.image else "MASK")
-        if size is not None:
-            select(drawn, settings, self._limits, size)
+        mask, size = _mask_of(form), decoded.get("IMAGE" if form.image else "MASK")
+        if size is not None and (mask or any(settings.expand)):
+            select(mask, settings, self._limits, size)
+
+    def _check_answer(
+        self, kind: EditKind, settings: EditSettings, sizes: Mapping[str, Size]
+    ) -> None:
+        """Check the answer's size, as far as it is known, and that control pictures have it.
+
+        Raises:
+            InvalidRequest: naming the setting or the picture.
+        """
+        source = sizes.get("IMAGE", sizes.get("MASK"))
+        canvas = None if source is None else canvas_size(source, settings.expand, self._limits)
+        answer = settings.answer_size or canvas
+        if answer is not None:
+            check_format(settings, answer)
+        places = [
+            index if control.image is None else control.image
+            for index, control in enumerate(settings.controls)
+        ]
+        control_sizes = [size for name, size in sizes.items() if name.startswith("CONTROL")]
+        controlled = answer if kind == "generate" else canvas
+        check_controls(len(control_sizes), places, controlled)
+        for index, size in enumerate(control_sizes if controlled is not None else ()):
+            check_control_size(index, size, controlled)
 
     def work(self, form: EditForm) -> float:
         """Return the megapixels of a form's picture times the steps of all its edits.
@@ -619,6 +650,13 @@ def _settings_of(form: EditForm) -> dict[str, Any]:
     return {**form.settings} if chosen else {"mask_mode": "alpha", **form.settings}
 
 
+def _mask_of(form: EditForm) -> bytes:
+    """Return MASK of a form; empty without one, and where the canvas grows."""
+    if form.masks_itself and form.mask is None and not any(form.settings.get("expand") or ()):
+        return form.image
+    return form.mask or b""
+
+
 def _edit_message(model: str, form: EditForm, more_settings: dict[str, Any]) -> ModelRequest:
     """Return the request to a worker; `more_settings` are settings that the router adds."""
     form_fields = form.fields
@@ -629,11 +667,9 @@ def _edit_message(model: str, form: EditForm, more_settings: dict[str, Any]) -> 
         "output_quality": form_fields.output_compression,
     }
     settings = _settings_of(form) | fields | more_settings | {"output_encoding": "raw"}
-    grows = any(settings.get("expand") or ())  # such an edit needs no mask
-    mask = form.image if form.masks_itself and form.mask is None and not grows else form.mask or b""
     inputs: dict[str, Sequence[bytes]] = {
         "IMAGE": [form.image, *form.references],
-        "MASK": [mask],
+        "MASK": [_mask_of(form)],
         "PROMPT": [form.fields.prompt.encode()],
         "SETTINGS": [msgspec.json.encode(settings)],
         **({"CONTROL": form.control} if form.control else {}),

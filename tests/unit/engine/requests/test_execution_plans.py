@@ -34,8 +34,11 @@ from tests.support.sink import Sink
 MODELS = Path(__file__).parents[4] / "assets/models"
 SHAPES = sorted(path.name for path in MODELS.iterdir() if (path / "model_index.json").exists())
 """Folders of models; weights are not read."""
-FAMILIES = (*SHAPES, "sd3-large", "chroma")
-"""Those, and tiny ones of the families that have none there."""
+FAMILIES = (
+    *SHAPES, "chroma", "flux-base", "flux3-klein", "flux3-base", "klein-base", "sd3-large",
+    "sdxl-fill", "z-image-turbo",
+)  # fmt: skip
+"""Those, and tiny ones of the families and variants that have none there."""
 STEPS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 15, 20, 28, 37, 50)
 RATIOS = (0.02, 0.2, 0.4, 0.5, 0.56, 0.6, 0.65, 0.69, 0.75, 0.81, 0.88, 0.95, 1.0)
 SIZES = ((1.0, 1.0), (0.75, 1.25), (1.5, 0.5), (0.5, 0.5))
@@ -194,6 +197,7 @@ def test_no_edit_of_any_size_and_steps_is_more_work_than_a_dense_one(
         {"cache": "own"},
         {"cache": "require"} if primed else {"negative_prompt": None},
         {"reuse": "elastic", "reuse_floor": 0.0},
+        {"reuse_floor": 30.0},
     ]
     cases = list(product(STEPS, RATIOS))
     drawn = rng.permutation(len(cases))[: number(60)]
