@@ -211,7 +211,7 @@ def _prepare_whole(
         )
         context = _source_context(source, middle(pixels, fit.answer_size), config)
     _check_shape(fit.size, spec)
-    check_format(settings, fit.size)
+    check_format(settings.output_format, fit.size)
     controls = _control_pictures(
         control, accepted.controls, canvas, lambda picture: _fit_picture(picture, fit), config
     )
@@ -378,7 +378,7 @@ def _answer_size(settings: EditSettings, source: Decoded, config: Config) -> Siz
             f"{settings.output_format} cannot say what IMAGE's numbers mean (cICP of HDR)",
             "png",
         )
-    check_format(settings, size)
+    check_format(settings.output_format, size)
     return size
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from maskserve_common.config import LimitsConfig
-from maskserve_common.contracts.settings import MAX_CONTROLS, EditSettings
+from maskserve_common.contracts.settings import MAX_CONTROLS, OutputFormat
 from maskserve_common.errors import InvalidRequest
 from maskserve_common.imaging.images import MAX_OUTPUT_SIDE, Size, read_size
 
@@ -73,11 +73,11 @@ def _shape(answer: Size | None) -> str:
     )
 
 
-def check_format(settings: EditSettings, answer: Size) -> None:
+def check_format(output_format: OutputFormat, answer: Size) -> None:
     """Check that the answer's format can hold its size. Raises InvalidRequest if it cannot."""
-    if max(answer) > MAX_OUTPUT_SIDE[settings.output_format]:
+    if max(answer) > MAX_OUTPUT_SIDE[output_format]:
         raise InvalidRequest(
             "SETTINGS.output_format",
-            f"{settings.output_format} cannot hold {answer[1]}x{answer[0]} pixels",
+            f"{output_format} cannot hold {answer[1]}x{answer[0]} pixels",
             "png",
         )

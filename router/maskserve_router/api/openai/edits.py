@@ -21,7 +21,7 @@ from starlette.responses import Response
 from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_common.config import LimitsConfig
-from maskserve_common.contracts.request import EditKind, steps_run
+from maskserve_common.contracts.request import steps_run
 from maskserve_common.contracts.settings import MAX_MARGIN, EditSettings, parse_settings
 from maskserve_common.errors import EngineFailed, InvalidRequest, MaskserveError, split_code
 from maskserve_common.imaging.images import Size, decode_mask, decode_raster, read_size
@@ -327,7 +327,7 @@ class ImageEdits:
             return
         check_images((form.image, *form.references), self._limits)
         settings = parse_settings(msgspec.json.encode(_settings_of(form)))
-        self._check_answer(form.kind, settings, sizes)
+        self._check_answer(form, settings, sizes)
         if form.kind != "inpaint" or "mask_from" in form.settings:
             return
         mask, size = _mask_of(form), decoded.get("IMAGE" if form.image else "MASK")
@@ -335,7 +335,7 @@ class ImageEdits:
             select(mask, settings, self._limits, size)
 
     def _check_answer(
-        self, kind: EditKind, settings: EditSettings, sizes: Mapping[str, Size]
+        self, form: EditForm, settings: EditSettings, sizes: Mapping[str, Size]
     ) -> None:
         """Check the answer's size, as far as it is known, and that control pictures have it.
 
@@ -346,16 +346,17 @@ class ImageEdits:
         canvas = None if source is None else canvas_size(source, settings.expand, self._limits)
         answer = settings.answer_size or canvas
         if answer is not None:
-            check_format(settings, answer)
+            check_format(form.fields.output_format, answer)
         places = [
             index if control.image is None else control.image
             for index, control in enumerate(settings.controls)
         ]
         control_sizes = [size for name, size in sizes.items() if name.startswith("CONTROL")]
-        controlled = answer if kind == "generate" else canvas
+        controlled = answer if form.kind == "generate" else canvas
         check_controls(len(control_sizes), places, controlled)
-        for index, size in enumerate(control_sizes if controlled is not None else ()):
-            check_control_size(index, size, controlled)
+        if controlled is not None:
+            for index, size in enumerate(control_sizes):
+                check_control_size(index, size, controlled)
 
     def work(self, form: EditForm) -> float:
         """Return the megapixels of a form's picture times the steps of all its edits.
