@@ -159,7 +159,7 @@ class EngineConfig(Table, frozen=True):
     warm_up: bool = True
     """Run each model once before the worker is ready."""
     cuda_graphs: bool = True
-    """Record UNet steps as CUDA graphs; a record takes as much memory as a step."""
+    """Record UNet steps as CUDA graphs, which together take as much memory as a step."""
     flux_cuda_graphs: bool = True
     """Record FLUX's T5, and steps of up to 2.3 dense rows' tokens (0.3 of `max_rows`), as CUDA
     graphs; cached rows then compute up to an eighth more tokens. Not for edits that are
