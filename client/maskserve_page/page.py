@@ -184,20 +184,13 @@ def _form(
         padding=False,
         elem_id="editor",
     )
-    size = gr.Dropdown(
-        sizes_of(model.native_resolution),
-        value="auto",
-        label="Size",
-        allow_custom_value=True,
-        elem_id="size",
-    )
     with gr.Row(elem_classes="ask"):
         prompt = gr.Textbox(
             label=_TABS[first].label,
             placeholder=_TABS[first].example,
             elem_id="prompt",
             scale=4,
-            min_width=200,
+            min_width=300,  # on a phone the button is under it
         )
         run = gr.Button(_TABS[first].button, variant="primary", elem_id="run", min_width=100)
         stop = gr.Button("Stop", variant="stop", elem_id="stop", visible="hidden", min_width=100)
@@ -209,6 +202,13 @@ def _form(
         padding=False,
         visible=model.most_pictures > 1,
         elem_id="references",
+    )
+    size = gr.Dropdown(
+        sizes_of(model.native_resolution),
+        value="auto",
+        label="Size",
+        allow_custom_value=True,
+        elem_id="size",
     )
     if model.name in WORDS:
         with gr.Row(elem_classes="chips", elem_id="chips"):
@@ -294,11 +294,12 @@ def _outcome(gr: Any) -> _Outcome:
     live = gr.HTML("", elem_classes="live", elem_id="live", padding=False)
     picture = gr.HTML("", elem_id="result", padding=False)
     with gr.Row(visible=False, elem_id="done") as bar:
-        go_on = gr.Button("Go on with this picture", min_width=210)
-        undo = gr.Button("Undo", interactive=False, elem_id="undo", min_width=80)
-        file = gr.DownloadButton("Download", elem_id="download", min_width=100)
+        go_on = gr.Button("Go on with this picture", min_width=165)
+        undo = gr.Button("Undo", interactive=False, elem_id="undo", min_width=65)
+        file = gr.DownloadButton("Download", elem_id="download", min_width=90)
     details = gr.HTML("", elem_classes="facts", elem_id="facts", padding=False)
-    history = _thumbnails(gr, [], elem_id="history", label="Results, to edit on", visible=False)
+    gr.HTML("Results, to edit on", elem_classes="caption", padding=False)
+    history = _thumbnails(gr, [], elem_id="history", visible=False)
     last, results = gr.State(""), gr.State([])
     return _Outcome(status, live, picture, bar, go_on, undo, file, details, last, history, results)
 
@@ -312,7 +313,8 @@ def _thumbnails(gr: Any, files: list[str], **options: Any) -> Any:
         allow_preview=False,
         interactive=False,
         buttons=[],
-        **{"show_label": "label" in options, **options},
+        show_label=False,
+        **options,
     )
 
 

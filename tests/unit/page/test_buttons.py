@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from playwright.sync_api import Route, expect
+from playwright.sync_api import FloatRect, Page, Route, expect
 
 from maskserve_benchmarks.emulator.worker import EmulatedWorker
 from tests.fakes.pictures import encode
@@ -55,11 +55,10 @@ def instant_worker(picture: Image.Image) -> Iterator[str]:
         loop.close()
 
 
-@needs_browser
-@pytest.mark.timeout(300)
-def test_edit_is_back_when_all_updates_come_at_once(tmp_path: Path) -> None:
-    """The page's answer to an edit is held until it is complete, so its updates come in one read,
-    as they do after an edit of few milliseconds.
+@pytest.fixture
+def page(tmp_path: Path) -> Iterator[Page]:
+    """A page with a picture on which something is painted. Its answers to edits are held until they
+    are complete, so that all updates come in one read, as after an edit of few milliseconds.
     """
     picture = Image.new("RGB", (SIDE, SIDE), "navy")
     picture.save(tmp_path / "picture.png")
@@ -76,8 +75,26 @@ def test_edit_is_back_when_all_updates_come_at_once(tmp_path: Path) -> None:
         pick(page, SIDE, SIDE)
         paint(page, [(20, 20), (30, 30)])
         page.route("**/queue/data**", hold)
-        page.locator("#run").click()
-        expect(page.locator("#status")).to_contain_text("done")
-        expect(page.locator("#done")).to_be_visible()
-        expect(page.locator("#run")).to_be_visible()
-        expect(page.locator("#stop")).not_to_be_visible()
+        yield page
+
+
+def box(page: Page, selector: str) -> FloatRect:
+    bounds = page.locator(selector).first.bounding_box()
+    assert bounds is not None, selector
+    return bounds
+
+
+@needs_browser
+@pytest.mark.timeout(300)
+def test_edit_is_back_when_all_updates_come_at_once(page: Page) -> None:
+    page.locator("#run").click()
+    expect(page.locator("#status")).to_contain_text("done")
+    expect(page.locator("#done")).to_be_visible()
+    expect(page.locator("#run")).to_be_visible()
+    expect(page.locator("#stop")).not_to_be_visible()
+    # A phone: the button is under the prompt, and those of the result stand in one line.
+    page.set_viewport_size({"width": 390, "height": 844})
+    assert box(page, "#run")["y"] > box(page, "#prompt")["y"] + box(page, "#prompt")["height"]
+    assert len({box(page, name)["y"] for name in ("#done button", "#undo", "#download")}) == 1
+    left = box(page, "#editor .stack")["x"]
+    assert abs(box(page, "#pictures .thumbnail-item")["x"] - left) <= 1
