@@ -6,6 +6,7 @@
 #   docker build --target prometheus .    Debian's Prometheus, with our scrape configuration
 #
 # PIP_FLAGS are flags for pip, such as an index with another build of torch (CPU only, or your CUDA).
+# VERSION goes into the image's labels; `docker buildx build --sbom=true` adds a list of its packages.
 
 FROM scratch AS source
 COPY README.md LICENSE ./
@@ -44,6 +45,11 @@ RUN python3 -c "from pathlib import Path; from maskserve_serving.runtime import 
     && install -d -o maskserve /opt/cache/maskserve /opt/cache/maskserve/inductor
 USER maskserve
 WORKDIR /var/lib/maskserve
+ARG VERSION=""
+LABEL org.opencontainers.image.title="maskserve cpu" \
+    org.opencontainers.image.description="Worker and router on any machine" \
+    org.opencontainers.image.licenses="Apache-2.0" \
+    org.opencontainers.image.version="$VERSION"
 CMD ["maskserve", "serve", "--model", "/opt/models/demo", "--host", "0.0.0.0", "--log-dir", "/var/log/maskserve"]
 
 FROM debian:bookworm-slim AS page
@@ -64,6 +70,11 @@ RUN pip install --no-cache-dir $PIP_FLAGS --no-deps . \
 COPY assets/photos /pictures
 USER maskserve
 WORKDIR /home/maskserve
+ARG VERSION=""
+LABEL org.opencontainers.image.title="maskserve page" \
+    org.opencontainers.image.description="The page for masked edits" \
+    org.opencontainers.image.licenses="Apache-2.0" \
+    org.opencontainers.image.version="$VERSION"
 CMD ["maskserve", "web", "--host", "0.0.0.0", "--url", "routers:8081", "--images", "/pictures"]
 
 FROM debian:bookworm-slim AS prometheus
@@ -74,6 +85,11 @@ RUN apt-get update \
 COPY deploy/prometheus.yml /etc/prometheus/prometheus.yml
 COPY deploy/alerts.yml /etc/prometheus/alerts.yml
 USER prometheus
+ARG VERSION=""
+LABEL org.opencontainers.image.title="maskserve prometheus" \
+    org.opencontainers.image.description="Prometheus with the rules of maskserve" \
+    org.opencontainers.image.licenses="Apache-2.0" \
+    org.opencontainers.image.version="$VERSION"
 CMD ["prometheus", "--config.file=/etc/prometheus/prometheus.yml", "--storage.tsdb.path=/prometheus", "--storage.tsdb.retention.time=15d"]
 
 FROM nvcr.io/nvidia/tritonserver:26.07-py3 AS gpu
@@ -94,4 +110,9 @@ RUN pip install --no-cache-dir $PIP_FLAGS --no-deps . \
     && install -d -o maskserve /models /var/lib/maskserve /var/log/maskserve /host-tier
 USER maskserve
 WORKDIR /var/lib/maskserve
+ARG VERSION=""
+LABEL org.opencontainers.image.title="maskserve gpu" \
+    org.opencontainers.image.description="Worker and router on hosts with GPUs" \
+    org.opencontainers.image.licenses="Apache-2.0" \
+    org.opencontainers.image.version="$VERSION"
 CMD ["maskserve", "serve", "--model", "/models", "--host", "0.0.0.0", "--log-dir", "/var/log/maskserve"]

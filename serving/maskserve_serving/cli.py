@@ -16,7 +16,7 @@ from maskserve_serving.options import (
     MODELS,
     ServeOptions,
 )
-from maskserve_serving.runtime import check_packages
+from maskserve_serving.runtime import check_packages, not_installed
 from maskserve_serving.stop_signals import StopSignals
 
 if TYPE_CHECKING:
@@ -91,9 +91,12 @@ def add_check_arguments(parser: argparse.ArgumentParser) -> None:
 
 def check(flags: argparse.Namespace) -> int:
     """Print what a model is and return the exit code."""
-    from maskserve_serving.check import print_check
-    from maskserve_serving.checkpoint import CheckpointParts
-
+    try:
+        from maskserve_serving.check import print_check
+        from maskserve_serving.checkpoint import CheckpointParts
+    except ModuleNotFoundError as error:  # a client's install
+        print(f"maskserve check: {not_installed(error.name or '', 'engine')}", file=sys.stderr)
+        return 2
     parts = CheckpointParts(flags.base, tuple(flags.text_encoders), flags.vae)
     return print_check(flags.model, parts, as_json=flags.json)
 

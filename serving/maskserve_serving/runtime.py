@@ -61,11 +61,12 @@ def check_packages(
         required |= dict.fromkeys(_ROUTER_PACKAGES, "engine,server,router")
     for module, extras in required.items():
         if find(module) is None:
-            raise ServeError(
-                f"the package {module} is not installed "
-                f"(in the checkout: pip install -e '.[{extras}]')"
-            )
+            raise ServeError(not_installed(module, extras))
     check_floors(_WORKER_PACKAGES, importlib.metadata.requires("maskserve") or ())
+
+
+def not_installed(module: str, extras: str) -> str:
+    return f"the package {module} is not installed (in the checkout: pip install -e '.[{extras}]')"
 
 
 def check_floors(packages: Iterable[str], requirements: Iterable[str]) -> None:

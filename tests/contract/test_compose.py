@@ -64,6 +64,15 @@ def test_workers_are_reached_by_the_router_and_prometheus_alone() -> None:
     assert not any(SERVICES[name].get("ports") for name in (*WORKERS, "stages", "nodes"))
 
 
+def test_each_image_has_labels() -> None:
+    stages = re.split(r"^FROM .* AS (\w+)$", DOCKERFILE, flags=re.MULTILINE)[1:]
+    images = dict(zip(stages[::2], stages[1::2], strict=True))
+    del images["source"]
+    for name, body in images.items():
+        assert f'org.opencontainers.image.title="maskserve {name}"' in body
+        assert 'org.opencontainers.image.version="$VERSION"' in body
+
+
 @pytest.mark.parametrize("name", OURS)
 def test_each_image_is_a_target_of_the_dockerfile(name: str) -> None:
     target = SERVICES[name]["image"].removeprefix("maskserve:")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -702,19 +703,26 @@ def test_all_workers_share_the_adapters_in_memory(tmp_path: Path) -> None:
     assert nothing.with_adapters({}) == {}
 
 
-def test_a_client_s_install_says_what_serving_needs() -> None:
+@pytest.mark.parametrize(
+    ("arguments", "code", "extras"),
+    [(["serve", "--model", "x"], 1, "engine,server"), (["check", "x"], 2, "engine")],
+)
+def test_a_client_s_install_says_what_serving_needs(
+    arguments: list[str], code: int, extras: str
+) -> None:
     """The client's packages alone: what the supervisor imports is not there."""
     program = (
         "import sys\n"
         "sys.modules.update(psutil=None, tomli_w=None, torch=None)\n"
         "from maskserve_client.cli import main\n"
-        "sys.exit(main(['serve', '--model', 'x']))"
+        f"sys.exit(main({arguments}))"
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert ran.returncode == 1
-    assert ran.stderr == (
-        "maskserve serve: the package psutil is not installed "
-        "(in the checkout: pip install -e '.[engine,server]')\n"
+    assert ran.returncode == code
+    assert re.fullmatch(
+        rf"maskserve {arguments[0]}: the package (psutil|tomli_w) is not installed "
+        rf"\(in the checkout: pip install -e '\.\[{extras}\]'\)\n",
+        ran.stderr,
     )
 
 
