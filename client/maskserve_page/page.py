@@ -294,7 +294,7 @@ def _outcome(gr: Any) -> _Outcome:
     live = gr.HTML("", elem_classes="live", elem_id="live", padding=False)
     picture = gr.HTML("", elem_id="result", padding=False)
     with gr.Row(visible=False, elem_id="done") as bar:
-        go_on = gr.Button("Go on with this picture", min_width=165)
+        go_on = gr.Button("Go on with this picture", min_width=180)
         undo = gr.Button("Undo", interactive=False, elem_id="undo", min_width=65)
         file = gr.DownloadButton("Download", elem_id="download", min_width=90)
     details = gr.HTML("", elem_classes="facts", elem_id="facts", padding=False)

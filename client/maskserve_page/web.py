@@ -94,10 +94,21 @@ def _await(session: Session, url: str) -> None:
 
 
 def _theme() -> Any:
-    """Return a theme with fonts of the reader's machine, so that none are fetched."""
+    """Return a theme with fonts of the reader's machine, so that none are fetched, and buttons dark
+    enough for their white words (WCAG: a contrast of 4.5).
+    """
     import gradio as gr
 
+    red = gr.themes.colors.red
+    fills = {
+        "primary_background_fill": "*primary_700",
+        "primary_background_fill_hover": "*primary_800",
+        "cancel_background_fill": red.c700,
+        "cancel_background_fill_hover": red.c800,
+    }
     return gr.themes.Default(
         font=[gr.themes.Font("system-ui"), gr.themes.Font("sans-serif")],
         font_mono=[gr.themes.Font("ui-monospace"), gr.themes.Font("monospace")],
+    ).set(
+        **{f"button_{name}{mode}": fill for name, fill in fills.items() for mode in ("", "_dark")}
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from pathlib import Path
 from queue import Queue
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 from playwright.sync_api import FloatRect, Page, Route, expect
@@ -84,6 +86,20 @@ def box(page: Page, selector: str) -> FloatRect:
     return bounds
 
 
+def contrast(page: Page, selector: str) -> float:
+    """WCAG's contrast of a button's words and its colour."""
+    styles = "b => [getComputedStyle(b).color, getComputedStyle(b).backgroundColor]"
+    luminances = []
+    for colour in page.locator(selector).evaluate(styles):
+        channels = np.array([int(value) for value in re.findall(r"\d+", colour)[:3]]) / 255
+        linear = np.where(
+            channels <= 0.04045, channels / 12.92, ((channels + 0.055) / 1.055) ** 2.4
+        )
+        luminances.append(float(linear @ [0.2126, 0.7152, 0.0722]))
+    darker, lighter = sorted(luminances)
+    return (lighter + 0.05) / (darker + 0.05)
+
+
 @needs_browser
 @pytest.mark.timeout(300)
 def test_edit_is_back_when_all_updates_come_at_once(page: Page) -> None:
@@ -92,6 +108,10 @@ def test_edit_is_back_when_all_updates_come_at_once(page: Page) -> None:
     expect(page.locator("#done")).to_be_visible()
     expect(page.locator("#run")).to_be_visible()
     expect(page.locator("#stop")).not_to_be_visible()
+    page.add_style_tag(content="* { transition: none !important }")
+    for theme in ("light", "dark"):
+        page.evaluate("dark => document.body.classList.toggle('dark', dark)", theme == "dark")
+        assert min(contrast(page, button) for button in ("#run", "#stop")) >= 4.5, theme
     # A phone: the button is under the prompt, and those of the result stand in one line.
     page.set_viewport_size({"width": 390, "height": 844})
     assert box(page, "#run")["y"] > box(page, "#prompt")["y"] + box(page, "#prompt")["height"]
