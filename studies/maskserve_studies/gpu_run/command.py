@@ -15,6 +15,7 @@ about a GPU.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 import time
@@ -28,6 +29,7 @@ from maskserve_benchmarks.checkout import CHECKOUT, DEMO_MODEL
 from maskserve_benchmarks.timing import hardware
 from maskserve_studies.gpu_run.bundle import BundleError, write_bundle
 from maskserve_studies.gpu_run.machine import add_options, measure_machine, versions
+from maskserve_studies.gpu_run.machine_page import write_page as write_machine_page
 from maskserve_studies.gpu_run.page import write_page
 from maskserve_studies.gpu_run.parts import PARTS, Plan, Source
 from maskserve_studies.gpu_run.run import Run
@@ -91,7 +93,11 @@ def main(argv: Sequence[str] | None = None, *, tiny: Plan = TINY) -> int:
         parser.error("--tiny needs --json: its times do not belong to the results")
     file = args.json or (RESULTS if args.machine is None else MACHINE)
     if args.page:
-        print(write_page(file))
+        if args.machine is None:
+            write_page(file)
+        else:
+            write_machine_page(json.loads(file.read_text()), file)
+        print(file.with_suffix(".md"))
         return 0
     if not args.tiny and not torch.cuda.is_available():
         parser.error("there is no CUDA device that torch can use; --tiny runs on a CPU")

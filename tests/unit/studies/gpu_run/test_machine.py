@@ -308,6 +308,18 @@ def test_a_rival_answers_all_tokens_of_the_step() -> None:
     assert bool(answer.isfinite().all())
 
 
+def test_the_command_writes_the_page_of_the_machine(tmp_path: Path) -> None:
+    """It was the page of whole edits."""
+    report = {"hardware": "x", "command": "y", "date": "z", "torch": "2"}
+    write_page(report, tmp_path / "run.json")
+    expected = (tmp_path / "run.md").read_text(encoding="utf-8")
+    file = tmp_path / "again.json"
+    file.write_text(json.dumps(report))
+    assert command.main(["--machine", "--page", "--json", str(file)]) == 0
+    page = file.with_suffix(".md").read_text(encoding="utf-8")
+    assert page.replace("again", "run") == expected
+
+
 def test_a_rival_that_cannot_run_has_a_reason_on_the_page(tmp_path: Path) -> None:
     report = {
         "hardware": "x", "command": "y", "date": "z", "torch": "2",
