@@ -158,13 +158,14 @@ def find_source(folder: Path) -> Path:
 
 
 def serve_options(options: argparse.Namespace) -> ServeOptions:
-    logs = options.out / "logs"
+    logs, entries = options.out / "logs", options.out / "entries"
+    shutil.rmtree(entries, ignore_errors=True)  # of a run before: the first edit has no template
     print(f"starting Triton with {options.model}; its log is in {logs}", flush=True)
     return ServeOptions(
         model=options.model,
         base_port=free_base_port(),
         log_dir=logs,
-        entries=options.out / "entries",
+        entries=entries,
         adapters=str(LORAS) if is_demo_model(options) else "",
     )
 

@@ -17,6 +17,7 @@ from maskserve_benchmarks.demo import (
     Outcome,
     parse,
     report,
+    serve_options,
     show,
     view_of,
 )
@@ -73,6 +74,15 @@ def test_a_pixel_outside_the_mask_that_differs_is_a_fault(tmp_path: Path) -> Non
     for painted, problem in ((SOURCE, "nothing inside"), (Image.new("RGB", (64, 48)), "outside")):
         with pytest.raises(DemoFailed, match=problem):
             show(tmp_path, SOURCE, MASK, EditResult(painted, b"", META))
+
+
+def test_a_run_forgets_the_entries_of_the_run_before(tmp_path: Path) -> None:
+    """The first edit of a second run was a hit."""
+    old = tmp_path / "entries" / "old"
+    old.mkdir(parents=True)
+    options = serve_options(parse(["--out", str(tmp_path)]))
+    assert options.entries == old.parent
+    assert not old.exists()
 
 
 def test_the_prompts_are_the_models_or_the_users() -> None:
