@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from playwright.sync_api import Browser, Page, Request, expect, sync_playwright
+from playwright.sync_api import Browser, Locator, Page, Request, expect, sync_playwright
 
 from tests.support.eventually import eventually
 
@@ -76,6 +76,18 @@ def pick(page: Page, width: int, height: int) -> None:
     """Take the first picture, which has this size, and wait until painting works."""
     page.locator("#pictures .thumbnail-item").first.click()
     expect(page.locator("#editor .said")).to_contain_text(f"{width} × {height}")
+
+
+def fill_opened(field: Locator, value: str) -> None:
+    """Fill a field of a drawer that was opened just now: Gradio may draw it once more, with its
+    first value.
+    """
+    for _ in range(50):
+        field.fill(value)
+        field.page.wait_for_timeout(200)
+        if field.input_value() == value:
+            return
+    raise AssertionError(f"the field has {field.input_value()}, not {value}")
 
 
 def paint(page: Page, stroke: list[tuple[int, int]]) -> list[tuple[float, float]]:
