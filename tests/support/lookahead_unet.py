@@ -68,6 +68,15 @@ class Ahead:
         whole[:, : answer.shape[1]] = moved
         return whole, then
 
+    def velocity(self, sample: Tensor, answer: Tensor, timestep: float) -> Tensor:
+        """[C, h, w] guided answer to a model input as velocity: signal · noise - share · clean."""
+        guided, latents = self.guided(answer), sample[0, : answer.shape[1]]
+        if self._scheduler.config.prediction_type == "v_prediction":
+            return guided
+        signal, share = self._levels(timestep)
+        clean = (latents - share * guided) / signal
+        return signal * guided - share * clean
+
     def guided(self, answer: Tensor) -> Tensor:
         """[C, h, w] of the model's [passes, C, h, w]."""
         if len(answer) == 1:
@@ -111,9 +120,9 @@ class LookaheadUnet:
         """A ControlNet's residuals for the lookahead call."""
         self.refreshed: dict[str, list[tuple[float, Tensor]]] = {}
         self.foreseen: dict[int, Tensor] = {}
-        """Guided answers of the lookaheads, by refresh step."""
+        """Velocities of the lookaheads, by refresh step."""
         self.errors: dict[int, float] = {}
-        """Relative difference between these and the model's answers, over the computed tokens."""
+        """Relative difference between these and the model's, over the computed tokens."""
         self.idle: dict[int, Tensor] = {}
         self.boxes: dict[tuple[int, int], Tensor] = {}
         for level, ids in active.items():
@@ -175,12 +184,12 @@ class LookaheadUnet:
         assert self.ahead is not None
         assert self.last is not None
         self.looks = True
-        answered = self.answered(
-            *self.ahead.sample(self.ahead.steps[self.step], *self.last), *args, **named
-        )
+        refresh_step = self.ahead.steps[self.step]
+        sample, timestep = self.ahead.sample(refresh_step, *self.last)
+        answered = self.answered(sample, timestep, *args, **named)
         self.looks = False
         if isinstance(answered, Tensor):  # a ControlNet's answers are residuals
-            self.foreseen[self.ahead.steps[self.step]] = self.ahead.guided(answered)
+            self.foreseen[refresh_step] = self.ahead.velocity(sample, answered, timestep)
         return answered
 
     def forward(self, sample: Tensor, timestep: Any, *args: Any, **named: Any) -> Any:
@@ -191,9 +200,9 @@ class LookaheadUnet:
         self.last = sample, answer, float(timestep)
         if self.ahead is not None and self.step in self.foreseen:
             computed = ~self.idle[answer.shape[2] * answer.shape[3]].view(answer.shape[2:])
-            guided = self.ahead.guided(answer) * computed
-            missed = guided - self.foreseen[self.step] * computed
-            self.errors[self.step] = float(missed.norm() / guided.norm())
+            velocity = self.ahead.velocity(sample, answer, float(timestep)) * computed
+            missed = velocity - self.foreseen[self.step] * computed
+            self.errors[self.step] = float(missed.norm() / velocity.norm())
         return (answer,)
 
     def _tokens(self, name: str) -> Any:
