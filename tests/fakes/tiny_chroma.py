@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.fakes.tiny_model import CONFIG, LATENT_CHANNELS, NATIVE, WIDTH, t5_tokenizer
+from tests.fakes.tiny_model import CONFIG, LATENT_CHANNELS, WIDTH, t5_tokenizer, tiny_vae
 
 
 def build_tiny_chroma(folder: Path) -> Path:
     """Write the model to `folder` and return it."""
     import torch
     from diffusers import (
-        AutoencoderKL,
         ChromaInpaintPipeline,
         ChromaTransformer2DModel,
         FlowMatchEulerDiscreteScheduler,
@@ -23,19 +22,7 @@ def build_tiny_chroma(folder: Path) -> Path:
         torch.manual_seed(0)
         pipeline = ChromaInpaintPipeline(
             scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, max_shift=0.9),
-            vae=AutoencoderKL(
-                block_out_channels=(8, 8, 8),
-                down_block_types=("DownEncoderBlock2D",) * 3,
-                up_block_types=("UpDecoderBlock2D",) * 3,
-                layers_per_block=1,
-                latent_channels=LATENT_CHANNELS,
-                norm_num_groups=4,
-                sample_size=NATIVE,
-                scaling_factor=0.3611,
-                shift_factor=0.1159,
-                use_quant_conv=False,
-                use_post_quant_conv=False,
-            ),
+            vae=tiny_vae(LATENT_CHANNELS),
             text_encoder=T5EncoderModel(
                 T5Config(
                     vocab_size=len(tokenizer), d_model=WIDTH, d_kv=16, d_ff=WIDTH, num_layers=1,

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 from tests.fakes.tiny_flux2 import chat_tokenizer
-from tests.fakes.tiny_model import CONFIG, NATIVE
+from tests.fakes.tiny_model import CONFIG, tiny_vae
 from tests.fakes.tiny_qwen_image import TEXT, VISION, tiny_qwen_vl
 
 LENGTH = 96
@@ -21,7 +21,6 @@ def build_tiny_longcat(folder: Path, *, edits: bool = False) -> Path:
     """Write the model to `folder` and return it; `edits`: the model that edits pictures."""
     import torch
     from diffusers import (
-        AutoencoderKL,
         FlowMatchEulerDiscreteScheduler,
         LongCatImageEditPipeline,
         LongCatImagePipeline,
@@ -37,19 +36,7 @@ def build_tiny_longcat(folder: Path, *, edits: bool = False) -> Path:
         torch.manual_seed(0)
         pipeline = (LongCatImageEditPipeline if edits else LongCatImagePipeline)(
             scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift=3.0),
-            vae=AutoencoderKL(
-                block_out_channels=(8, 8, 8),
-                down_block_types=("DownEncoderBlock2D",) * 3,
-                up_block_types=("UpDecoderBlock2D",) * 3,
-                layers_per_block=1,
-                latent_channels=CHANNELS,
-                norm_num_groups=4,
-                sample_size=NATIVE,
-                scaling_factor=0.3611,
-                shift_factor=0.1159,
-                use_quant_conv=False,
-                use_post_quant_conv=False,
-            ),
+            vae=tiny_vae(CHANNELS),
             text_encoder=tiny_qwen_vl(tokenizer),
             tokenizer=tokenizer,
             text_processor=processor,

@@ -29,6 +29,25 @@ NATIVE = 64
 WIDTH = 32
 
 
+def tiny_vae(channels: int) -> Any:
+    """A VAE of three levels as FLUX.1 has it, with this number of latent channels."""
+    from diffusers import AutoencoderKL
+
+    return AutoencoderKL(
+        block_out_channels=(8, 8, 8),
+        down_block_types=("DownEncoderBlock2D",) * 3,
+        up_block_types=("UpDecoderBlock2D",) * 3,
+        layers_per_block=1,
+        latent_channels=channels,
+        norm_num_groups=4,
+        sample_size=NATIVE,
+        scaling_factor=0.3611,
+        shift_factor=0.1159,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+    )
+
+
 def build_tiny_model(folder: Path, semantics: str = "fill", seed: int = 0) -> Path:
     """Write the model to `folder` and return it.
 
@@ -77,7 +96,7 @@ def with_heads(model: Path, folder: Path, heads: int, width: int = 32) -> Path:
 
 
 def _components(semantics: str) -> dict[str, Any]:
-    from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel
+    from diffusers import FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel
     from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
     clip, t5 = clip_tokenizer(), t5_tokenizer()
@@ -93,19 +112,7 @@ def _components(semantics: str) -> dict[str, Any]:
             base_shift=0.5,
             max_shift=1.15,
         ),
-        "vae": AutoencoderKL(
-            block_out_channels=(8, 8, 8),
-            down_block_types=("DownEncoderBlock2D",) * 3,
-            up_block_types=("UpDecoderBlock2D",) * 3,
-            layers_per_block=1,
-            latent_channels=LATENT_CHANNELS,
-            norm_num_groups=4,
-            sample_size=NATIVE,
-            scaling_factor=0.3611,
-            shift_factor=0.1159,
-            use_quant_conv=False,
-            use_post_quant_conv=False,
-        ),
+        "vae": tiny_vae(LATENT_CHANNELS),
         "text_encoder": CLIPTextModel(
             CLIPTextConfig(
                 vocab_size=len(clip),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.fakes.tiny_flux2 import chat_tokenizer
-from tests.fakes.tiny_model import CONFIG, LATENT_CHANNELS, NATIVE
+from tests.fakes.tiny_model import CONFIG, LATENT_CHANNELS, tiny_vae
 
 TEXT = 16
 """Width of the text encoder."""
@@ -15,7 +15,6 @@ def build_tiny_z_image(folder: Path, *, turbo: bool = False) -> Path:
     """Write the model to `folder` and return it."""
     import torch
     from diffusers import (
-        AutoencoderKL,
         FlowMatchEulerDiscreteScheduler,
         ZImageInpaintPipeline,
         ZImageTransformer2DModel,
@@ -31,19 +30,7 @@ def build_tiny_z_image(folder: Path, *, turbo: bool = False) -> Path:
         )  # fmt: skip
         pipeline = ZImageInpaintPipeline(
             scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0 if turbo else 6.0),
-            vae=AutoencoderKL(
-                block_out_channels=(8, 8, 8),
-                down_block_types=("DownEncoderBlock2D",) * 3,
-                up_block_types=("UpDecoderBlock2D",) * 3,
-                layers_per_block=1,
-                latent_channels=LATENT_CHANNELS,
-                norm_num_groups=4,
-                sample_size=NATIVE,
-                scaling_factor=0.3611,
-                shift_factor=0.1159,
-                use_quant_conv=False,
-                use_post_quant_conv=False,
-            ),
+            vae=tiny_vae(LATENT_CHANNELS),
             text_encoder=Qwen3Model(config),
             tokenizer=tokenizer,
             transformer=ZImageTransformer2DModel(
