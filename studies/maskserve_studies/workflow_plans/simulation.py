@@ -142,8 +142,12 @@ class PlanRun:
 
     def in_time(self, requests: Sequence[PlanRequest]) -> float:
         """Share of all requests that ended by their due times."""
-        ended = sum(plan.ended <= plan.request.due + SETTLED for plan in self.plans)
-        return ended / len(requests)
+        return len(self.numbers_in_time()) / len(requests)
+
+    def numbers_in_time(self) -> set[int]:
+        """Numbers of the requests that ended by their due times."""
+        plans = [plan for plan in self.plans if plan.ended <= plan.request.due + SETTLED]
+        return {plan.request.number for plan in plans}
 
     def _arrive(self, now: float, request: object) -> None:
         assert isinstance(request, PlanRequest)

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maskserve_benchmarks.checkout import CHECKOUT
+from maskserve_studies.workflow_plans import simulation
 from maskserve_studies.workflow_plans import systems as plan_systems
 from maskserve_studies.workflow_plans.figures import (
     ASSUMPTIONS,
@@ -35,6 +36,7 @@ from maskserve_studies.workflow_plans.systems import (
     most,
     rate,
 )
+from maskserve_workflows.scheduling import admits
 from tests.support.examples import examples
 
 
@@ -234,6 +236,16 @@ def test_a_queue_that_is_not_seen_makes_all_late():
     load = Load("S4", 1.5, 8, 160, 1)
     assert in_time("planned", assumed(load, ["blind"])) < 0.5 * in_time("planned", load)
     assert in_time("ours", assumed(load, ["blind"])) == in_time("ours", load)
+
+
+def test_an_admission_that_expects_longer_calls_refuses_wrongly(monkeypatch):
+    assert overload("S1", 80, (1,))["refused_wrongly"] == 0.0
+
+    def careful(new, *arguments):
+        return admits(replace(new, run_s=1.5 * new.run_s), *arguments)
+
+    monkeypatch.setattr(simulation, "admits", careful)
+    assert overload("S1", 80, (1,))["refused_wrongly"] > 0.05
 
 
 def test_models_that_do_not_fit_have_nothing_in_time():
