@@ -37,6 +37,8 @@ DEPTH = 4
 """Most parts of a path in the storage; deeper files are not searched."""
 FOLDER_FILES = ("pytorch_lora_weights.safetensors", PEFT_FILE)
 """File names in a folder that is an adapter; the first of these that exists."""
+PICKLED_FILES = ("pytorch_lora_weights.bin", "adapter_model.bin")
+"""Their older forms, which are listed and not served: reading them may run code."""
 SUFFIX = ".safetensors"
 # Properties by which file systems tell that a file has been replaced.
 _STAMPS = ("ETag", "etag", "checksum", "md5", "md5Hash", "generation", "version_id", "crc32c")
@@ -161,13 +163,9 @@ class Storage:
     def _list(self) -> list[Stored]:
         file_system, root = self._file_system()
         file_system.invalidate_cache()
-        listing: dict[str, dict[str, Any]] = file_system.find(root, maxdepth=DEPTH, detail=True)
+        listing = _files_below(file_system, root, DEPTH)
         if not listing and not file_system.exists(root):
             raise StorageFailed(f"there is no folder {self.url}")
-        for path, info in listing.items():
-            if info.get("islink"):  # a listing has the link's time, not its file's
-                with contextlib.suppress(FileNotFoundError):
-                    listing[path] = file_system.info(path)
         adapters = (_stored(path, root, listing) for path in sorted(listing, key=_precedence))
         return [stored for stored in adapters if stored is not None]
 
@@ -206,9 +204,24 @@ def why_no_name(name: str) -> str:
     )
 
 
+def _files_below(file_system: Any, folder: str, depth: int) -> dict[str, dict[str, Any]]:
+    """Return the file system's information on a folder's files, by path, also behind links."""
+    listing: dict[str, dict[str, Any]] = file_system.find(folder, maxdepth=depth, detail=True)
+    links = [path for path, info in listing.items() if info.get("islink")]
+    for path in links:
+        with contextlib.suppress(FileNotFoundError):
+            info = listing[path] = file_system.info(path)  # of the target
+            deeper = depth - path.removeprefix(folder).strip("/").count("/") - 1
+            if info["type"] == "directory" and deeper:
+                listing |= _files_below(file_system, path, deeper)
+    return listing
+
+
 def _precedence(path: str) -> tuple[int, str]:
     """Sort key: NAME.safetensors comes last, and so wins over a folder NAME."""
     file = path.rpartition("/")[2]
+    if file in PICKLED_FILES:
+        return -len(FOLDER_FILES), path
     return -FOLDER_FILES.index(file) if file in FOLDER_FILES else 1, path
 
 
@@ -226,9 +239,11 @@ def _stored(path: str, root: str, listing: Mapping[str, Mapping[str, Any]]) -> S
     if info.get("type") == "directory" or any(part.startswith(".") for part in (*folders, file)):
         return None
     stem, suffix = file[: -len(SUFFIX)], file[-len(SUFFIX) :]
-    if not stem or suffix.lower() != SUFFIX:
+    is_pickled = bool(folders) and file in PICKLED_FILES
+    if not is_pickled and (not stem or suffix.lower() != SUFFIX):
         return None
-    name = JOINT.join(folders if folders and file in FOLDER_FILES else (*folders, stem))
+    is_folder = is_pickled or (folders and file in FOLDER_FILES)
+    name = JOINT.join(folders if is_folder else (*folders, stem))
     nbytes, version_parts = int(info.get("size") or 0), [inside, *_stamps(info)]
     config_path = f"{path.rpartition('/')[0]}/{CONFIG_FILE}"
     config = config_path if file == PEFT_FILE and config_path in listing else ""
@@ -236,6 +251,8 @@ def _stored(path: str, root: str, listing: Mapping[str, Mapping[str, Any]]) -> S
     if config:
         version_parts += _stamps(listing[config])
     problem = why_no_name(name) if ADAPTER_NAME.fullmatch(name) is None else ""
+    if is_pickled:
+        problem = f"is {file}, of a format that may run code; save it as safetensors"
     if config_bytes > MAX_CONFIG_BYTES:
         problem = f"has an {CONFIG_FILE} of {config_bytes} bytes; at most {MAX_CONFIG_BYTES}"
     version = hashlib.sha256(

@@ -428,7 +428,8 @@ def _read_gif(data: bytes) -> Container:
 def _read_tiff(data: bytes) -> Container:
     page = first_page(data, MOST_PROFILE_BYTES, MOST_BYTES)
     words = {PROFILE: page.profile} if page.profile else {}
-    metadata = Metadata(xmp=xmp_of(page.xmp), iptc=iptc_of(page.iptc) or page.iptc)
+    iptc = iptc_of(page.iptc) or page.iptc
+    metadata = Metadata(upright(page.exif), xmp_of(page.xmp), iptc, dpi=page.dpi)
     warning = "has several pages; the first is taken" if page.pages else ""
     return Container(
         "tiff", page.size, page.orientation, page.payload, words=words, end=len(data),

@@ -6,6 +6,7 @@ each point to the whole file.
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 _KINDS: Final = {1: "B", 3: "H", 4: "I"}
@@ -21,6 +22,13 @@ _NEEDED: Final = frozenset({
 tables, YCbCr."""
 _READ: Final = {1, 2, 3, 4, 5, 7, 8, 32_773, 32_946}
 """Compressions: none, fax, LZW, JPEG, Deflate, PackBits."""
+_TEXTS: Final = {270, 271, 272, 305, 306, 315, 33_432}
+"""Description, maker, camera, program, time, artist, copyright: EXIF has the same tags."""
+_ACROSS, _DOWN, _UNIT = 282, 283, 296
+_PER_INCH: Final = {2: 1.0, 3: 2.54}
+_KEPT: Final = {*_TEXTS, _ACROSS, _DOWN, _UNIT}
+_ASCII, _RATIONAL = 2, 5
+_MOST_DPI = 2**16
 _MOST_TAGS = 1024
 _LEAST_TILE = 2**22
 """Pixels that a tile may have although its picture is smaller."""
@@ -35,8 +43,12 @@ class FirstPage(NamedTuple):
     payload: bytes
     orientation: int
     profile: bytes
+    exif: bytes
+    """EXIF block of its texts."""
     xmp: bytes
     iptc: bytes
+    dpi: tuple[float, float] | None
+    """Pixels per inch, across and down."""
     pages: bool
     """Whether further pages follow."""
 
@@ -47,7 +59,7 @@ def first_page(data: bytes, most_profile: int, most_metadata: int) -> FirstPage:
     Args:
         data: bytes of the file.
         most_profile: most bytes of a profile that is read.
-        most_metadata: most bytes of XMP, and of IPTC, that are read.
+        most_metadata: most bytes of XMP, of IPTC and of a text that are read.
 
     Raises:
         ValueError: the file is cut short or damaged, or of an unsupported kind; continues "is ".
@@ -69,13 +81,16 @@ def first_page(data: bytes, most_profile: int, most_metadata: int) -> FirstPage:
     for begin in range(at + 2, end, 12):
         tag, kind, many, place = struct.unpack_from(order + "HHII", data, begin)
         nbytes = _SIZES.get(kind, 0) * many
-        if tag not in _NEEDED and tag not in (_ORIENTATION, _XMP, _IPTC, _PROFILE):
+        if tag not in _NEEDED | _KEPT and tag not in (_ORIENTATION, _XMP, _IPTC, _PROFILE):
             continue
         where = place if nbytes > 4 else begin + 8
         if where + nbytes > len(data):
+            if tag in _KEPT:
+                continue
             raise ValueError("a truncated TIFF")
         needed += nbytes if tag in _NEEDED else 0
-        most = {_PROFILE: most_profile, _XMP: most_metadata, _IPTC: most_metadata}.get(tag, 64)
+        most = most_profile if tag == _PROFILE else most_metadata
+        most = most if tag in (_PROFILE, _XMP, _IPTC, *_TEXTS) else 64
         value = data[where : where + nbytes] if nbytes <= most else b""
         entries.setdefault(tag, (data[begin : begin + 12], value))
     if needed > len(data):
@@ -111,7 +126,38 @@ def first_page(data: bytes, most_profile: int, most_metadata: int) -> FirstPage:
     head = data[:4] + struct.pack(order + "I", len(data) + len(gap))
     metadata = {tag: entries[tag][1] if tag in entries else b"" for tag in (_PROFILE, _XMP, _IPTC)}
     turned = number(_ORIENTATION, 1)
+    kinds = {tag: struct.unpack_from(order + "2xH", entries[tag][0])[0] for tag in entries}
+    texts = {
+        tag: entries[tag][1]
+        for tag in sorted(_TEXTS & entries.keys())
+        if kinds[tag] == _ASCII and entries[tag][1]
+    }
+
+    def dpi(tag: int) -> float:
+        """Return a resolution; 0: there is none."""
+        if kinds.get(tag) != _RATIONAL or len(entries[tag][1]) != _SIZES[_RATIONAL]:
+            return 0.0
+        above, below = struct.unpack(order + "II", entries[tag][1])
+        unit = numbers(_UNIT) if kinds.get(_UNIT) in _KINDS else ()
+        return (above / below if below else 0.0) * _PER_INCH.get(max(unit, default=2), 0.0)
+
+    resolution = dpi(_ACROSS), dpi(_DOWN)
+    is_plausible = 1 <= min(resolution) <= max(resolution) < _MOST_DPI
     return FirstPage(
         (height, width), head + data[8:] + gap + directory, turned if 1 <= turned <= 8 else 1,
-        metadata[_PROFILE], metadata[_XMP], metadata[_IPTC], any(data[end : end + 4]),
+        metadata[_PROFILE], _exif(data[:4], order, texts) if texts else b"", metadata[_XMP],
+        metadata[_IPTC], resolution if is_plausible else None, any(data[end : end + 4]),
     )  # fmt: skip
+
+
+def _exif(head: bytes, order: str, texts: Mapping[int, bytes]) -> bytes:
+    """Return an EXIF block of texts, by tag in order."""
+    entries, values = b"", b""
+    begin = 8 + 2 + 12 * len(texts) + 4
+    for tag, value in texts.items():
+        place = struct.pack(order + "I", begin + len(values))
+        entries += struct.pack(order + "HHI", tag, _ASCII, len(value))
+        entries += value.ljust(4, b"\0") if len(value) <= 4 else place
+        values += b"" if len(value) <= 4 else value
+    count = struct.pack(order + "IH", 8, len(texts))
+    return head + count + entries + bytes(4) + values

@@ -192,6 +192,32 @@ def test_links_are_followed(tmp_path: Path, folder: Path) -> None:
         assert store.catalogue.find("linked").version != version_before
 
 
+def test_a_link_to_a_folder_is_followed(tmp_path: Path, folder: Path) -> None:
+    """As people join folders of several programs; a loop ends."""
+    raw = write(tmp_path / "elsewhere" / "style" / "pytorch_lora_weights.safetensors")
+    write(tmp_path / "elsewhere" / "x.safetensors")
+    (folder / "joined").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "loop").symlink_to(folder)
+    with opened(tmp_path) as store:
+        store.catalogue.scan()
+        assert {"joined--x", "joined--style"} <= set(store.catalogue.all())
+        assert fetched_bytes(store, "joined--style") == raw
+
+
+def test_a_folder_of_a_format_that_runs_code_is_listed_with_a_sentence(
+    tmp_path: Path, folder: Path
+) -> None:
+    for name in ("old", "both"):
+        (folder / name).mkdir()
+        (folder / name / "adapter_model.bin").write_bytes(b"PK")
+    write(folder / "both" / "adapter_model.safetensors")
+    with opened(tmp_path) as store:
+        store.catalogue.scan()
+        assert not store.catalogue.find("both").problem
+        with pytest.raises(InvalidRequest, match="save it as safetensors"):
+            store.catalogue.find("old")
+
+
 def test_a_url_is_a_storage_too(tmp_path: Path) -> None:
     memory, name = fsspec.filesystem("memory"), f"adapters-{tmp_path.name}"
     raw = write(tmp_path / "x.safetensors")

@@ -283,7 +283,14 @@ async def test_a_browsers_input_that_was_left_empty_is_none(name: str):
         ("guidance_scale", "5.", 5.0),
         ("guidance_scale", "+3", 3.0),
         ("strength", "5e-1", 0.5),
+        ("strength", " .5 ", 0.5),
+        ("num_inference_steps", "20.0", 20),
+        ("seed", "1e3", 1000),
+        ("keep_result", "on", True),
+        ("reproducible", "1", True),
+        ("reproducible", "no", False),
         ("negative_prompt", "True", "True"),
+        ("negative_prompt", "", ""),
     ],
 )
 async def test_what_python_writes_of_booleans_and_numbers_is_read(name: str, text: str, value: Any):
@@ -293,12 +300,27 @@ async def test_what_python_writes_of_booleans_and_numbers_is_read(name: str, tex
 
 
 @pytest.mark.parametrize(
-    ("name", "text"), [("keep_result", "yes"), ("strength", "."), ("strength", "1.5.5")]
+    ("name", "text"), [("keep_result", "maybe"), ("strength", "."), ("strength", "1.5.5")]
 )
 async def test_other_texts_are_refused_by_the_settings_name(name: str, text: str):
     form = await form_of(PICTURE, ("prompt", "x"), (name, text))
     with pytest.raises(InvalidRequest, match=f"SETTINGS.{name}"):
         parse_settings(json.dumps(form.settings).encode())
+
+
+@pytest.mark.parametrize("blank", ["", " ", "None", "null", "undefined"])
+async def test_a_field_that_was_left_blank_is_not_given(blank: str):
+    """Browsers and httpx send every field of a form."""
+    names = ("seed", "loras", "mask_mode", "cache", "reproducible", "model", "size", "n", "stream")
+    form = await form_of(PICTURE, ("prompt", "x"), *((name, blank) for name in names))
+    assert form == await form_of(PICTURE, ("prompt", "x"))
+    assert (await form_of(PICTURE, ("prompt", blank))).fields.prompt == blank
+
+
+@pytest.mark.parametrize("text", ["on", "True", "1", "yes"])
+async def test_openais_flags_are_read_as_settings_are(text: str):
+    form = await form_of(PICTURE, ("prompt", "x"), ("stream", text))
+    assert form.fields.stream
 
 
 CLICKS = {"points": [[10, 20, 1], [30.5, 40, 0]], "box": [1, 2, 30, 40]}

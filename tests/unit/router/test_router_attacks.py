@@ -191,22 +191,24 @@ async def test_a_header_too_long_for_workers_ejects_none():
 
 
 @pytest.mark.parametrize(
-    ("headers", "named"),
+    ("headers", "known"),
     [
-        ({"x-own": "é"}, "x-own"),
-        ({"x-own-bin": "AAAA"}, "x-own-bin"),
-        ({"traceparent": "é" + TRACE[1:]}, "traceparent"),
-        ({"traceparent": "00-" + "0" * 32 + TRACE[35:]}, "traceparent"),
-        ({"traceparent": "x" * 20_000}, "traceparent"),
-        ({"traceparent": TRACE + "-more"}, "traceparent"),
-        ({"traceparent": TRACE, "tracestate": "a=é"}, "tracestate"),
-        ({"traceparent": TRACE, "tracestate": "a" * 20_000}, "tracestate"),
+        ({"x-own": "é", "x-own-bin": "AAAA"}, {}),
+        ({"traceparent": "é" + TRACE[1:]}, {}),
+        ({"traceparent": "00-" + "0" * 32 + TRACE[35:]}, {}),
+        ({"traceparent": TRACE.upper()}, {}),
+        ({"traceparent": "x" * 20_000}, {}),
+        ({"traceparent": TRACE + "-more", "tracestate": "a=1"}, {}),
+        ({"traceparent": TRACE, "tracestate": "a=é"}, {"traceparent": TRACE}),
+        ({"traceparent": TRACE, "tracestate": "a" * 20_000}, {"traceparent": TRACE}),
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_headers_that_no_worker_can_be_given_are_refused(headers: Mapping[str, str], named: str):
-    with pytest.raises(InvalidRequest, match=f"^.INVALID_REQUEST. {named}: "):
-        known_headers(headers)
+def test_headers_that_no_worker_can_be_given_are_left_out(
+    headers: Mapping[str, str], known: dict[str, str]
+):
+    """They may be a proxy's, of which the client knows nothing."""
+    assert dict(known_headers(headers)) == known
 
 
 def test_the_headers_that_a_worker_is_given():
@@ -219,14 +221,18 @@ def test_the_headers_that_a_worker_is_given():
 @pytest.mark.parametrize(
     "headers", [{"x-own": "é"}, {"x-own-bin": "A"}, {"traceparent": "no"}], ids=str
 )
-async def test_such_headers_are_400(headers: dict[str, str]):
-    async with cluster() as (router, workers), aiohttp.ClientSession(url_of(router)) as session:
+async def test_an_edit_with_such_headers_is_served(headers: dict[str, str]):
+    async with cluster() as (router, _), aiohttp.ClientSession(url_of(router)) as session:
         body, edit_headers = http_parts(http_edit())
         async with session.post(
             "/v2/models/edit/infer", data=body, headers={**edit_headers, **headers}
         ) as answer:
-            assert answer.status == 400
-            assert next(iter(headers)) in (await answer.json())["error"]
+            assert answer.status == 200, await answer.text()
+
+
+async def test_a_length_that_is_no_number_is_refused():
+    async with cluster() as (router, workers), aiohttp.ClientSession(url_of(router)) as session:
+        body, edit_headers = http_parts(http_edit())
         for length in ("²", "9" * 5000):
             more = {**edit_headers, "Inference-Header-Content-Length": length}
             async with session.post("/v2/models/edit/infer", data=body, headers=more) as answer:

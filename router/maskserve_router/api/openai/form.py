@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, Protocol, TypeAlias, TypeVar
+from functools import cache
+from typing import Annotated, Any, Literal, Protocol, TypeAlias, TypeVar, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -68,6 +69,14 @@ _NESTED = re.compile(r"(\w{1,40})((?:\[\d{0,3}\]){2})")
 _CLICK_VALUES = 3
 """Values of each inner list if the form has no indices: all such lists are clicks."""
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+_MAY_BE_EMPTY = ("prompt", "negative_prompt")
+_NOTHING = ("", "null", "None", "undefined")
+"""An input that a browser's form leaves empty, and nothing as JavaScript and Python write it."""
+_BOOLEANS = {
+    **dict.fromkeys(("true", "t", "yes", "y", "on", "1"), True),
+    **dict.fromkeys(("false", "f", "no", "n", "off", "0"), False),
+}
+"""A checkbox sends `on`, Python `True`, and FastAPI takes all of these."""
 
 
 T = TypeVar("T")
@@ -230,6 +239,7 @@ async def read_form(
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "multipart/form-data":
         values, files = await parse(read_multipart, headers, body)
+        values = filled_in(values, Fields, EditSettings, texts=texts(values.get("model")) or ())
     elif kind == "application/json":
         values, files = await _fetch_pictures(await parse(_read_json, body), fetch)
     else:
@@ -279,6 +289,36 @@ async def read_form(
     )
     _check_form(form, source)
     return form
+
+
+def filled_in(
+    values: Mapping[str, Any], *tables: type[Table], texts: Collection[str] = ()
+) -> dict[str, Any]:
+    """Return the fields of a form that are given, without blanks around their values.
+
+    Args:
+        values: result of `read_multipart`.
+        tables: tables of the fields.
+        texts: text inputs of a workflow.
+    """
+    flags = frozenset[str]().union(*map(_flags, tables))
+    texts, filled = (*_MAY_BE_EMPTY, *texts), dict[str, Any]()
+    for name, value in values.items():
+        if isinstance(value, str) and name not in texts:
+            value = value.strip()
+            if value in _NOTHING:
+                continue
+            if name in flags:
+                value = _BOOLEANS.get(value.lower(), value)
+        filled[name] = value
+    return filled
+
+
+@cache
+def _flags(table: type[Table]) -> frozenset[str]:
+    """Return the boolean fields of a table."""
+    kinds = get_type_hints(table).items()
+    return frozenset(name for name, kind in kinds if kind in (bool, bool | None))
 
 
 def _check_varied(values: Mapping[str, Any], masks: Sequence[bytes]) -> None:
@@ -520,19 +560,18 @@ async def _fetch(name: str, item: Any, fetch: FetchPicture) -> bytes:
 def setting_of(name: str, value: Any) -> Any:
     """Return a setting's value.
 
-    Forms carry only text: JSON, or Python's form of a value (`True`, `.5`).
+    Forms carry only text: JSON, or Python's form of a value (`True`, `.5`, `20.0` for 20).
     """
     if not isinstance(value, str) or name in _TEXT_SETTINGS:
         return value
     try:
-        return msgspec.json.decode(value)
+        decoded = msgspec.json.decode(value)
     except (msgspec.MsgspecError, RecursionError, UnicodeEncodeError):
-        pass
-    if value.lower() in ("true", "false"):
-        return value.lower() == "true"
-    if _NUMBER.fullmatch(value):
-        return float(value)
-    return value  # its check reports the error
+        if value.lower() in ("true", "false"):
+            return value.lower() == "true"
+        decoded = float(value) if _NUMBER.fullmatch(value) else value  # its check reports the error
+    is_whole = isinstance(decoded, float) and decoded.is_integer()
+    return int(decoded) if is_whole else decoded
 
 
 def convert(values: Mapping[str, Any], table: type[T]) -> T:

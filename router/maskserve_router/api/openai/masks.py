@@ -17,7 +17,7 @@ from maskserve_router.api.front import Front
 from maskserve_router.api.http_answers import while_connected
 from maskserve_router.api.http_body import Bodies
 from maskserve_router.api.openai.answers import answering, json_answer, text_of_picture
-from maskserve_router.api.openai.form import convert, read_multipart, setting_of
+from maskserve_router.api.openai.form import convert, filled_in, read_multipart, setting_of
 from maskserve_router.fair_share import FairShare
 from maskserve_router.scheduling.mask_finder import MaskFinder
 
@@ -42,8 +42,9 @@ def mask_routes(
                 )
             if len(images) != 1:
                 raise InvalidRequest("image", f"is given {len(images)} times", "one file")
+            fields = filled_in(values, MaskFrom)
             source = convert(
-                {name: setting_of(name, value) for name, value in values.items()}, MaskFrom
+                {name: setting_of(name, value) for name, value in fields.items()}, MaskFrom
             )
             work = masks.find(images[0], source, client, "")
             found_mask = await while_connected(request, work)

@@ -18,7 +18,7 @@ from maskserve_common.reading import Table
 from maskserve_router.api.front import Front
 from maskserve_router.api.http_body import Bodies
 from maskserve_router.api.openai.answers import Handler, json_answer
-from maskserve_router.api.openai.form import convert, read_multipart
+from maskserve_router.api.openai.form import convert, filled_in, read_multipart
 from maskserve_router.fair_share import FairShare
 from maskserve_router.key_holder import KeyHolder
 from maskserve_router.messages.control_message import registration
@@ -45,7 +45,7 @@ class TemplateRoutes:
             images = files.pop("image", [])
             if len(images) != 1 or files:
                 raise InvalidRequest("image", f"is given {len(images)} times", "one file")
-            form_fields = convert(values, _Registration)
+            form_fields = convert(filled_in(values, _Registration), _Registration)
             operation = await parse(registration, images[0])
             if form_fields.shared:
                 operation["shared"] = True

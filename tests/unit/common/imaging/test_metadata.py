@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, IptcImagePlugin
 from PIL.PngImagePlugin import PngInfo
+from PIL.TiffImagePlugin import IFDRational, ImageFileDirectory_v2
 
 from maskserve_common.config import Config
 from maskserve_common.contracts.settings import EditSettings
@@ -92,6 +93,26 @@ def test_an_answer_says_what_its_source_says(form: str, output_format: str) -> N
         assert opened.info["Copyright"] == "(c) Jane"
         assert opened.info["Description"] == "a long one " * 40
         assert opened.info["Author"] == "J\u00e4ne"
+
+
+@pytest.mark.parametrize("order", ["<", ">"])
+@pytest.mark.parametrize(("unit", "resolution"), [(2, 300), (3, 118.11), (None, 300), (1, None)])
+def test_an_answer_says_what_a_tiff_says(
+    order: str, unit: int | None, resolution: float | None
+) -> None:
+    directory = ImageFileDirectory_v2(prefix=b"II" if order == "<" else b"MM")
+    directory[33_432], directory[315], directory[270] = "(c) Jane", "Jan", "a scene"
+    if unit is not None:
+        directory[296] = unit
+    directory[282] = directory[283] = IFDRational(resolution or 300)
+    prefix = {"big_tiff": False, "tiffinfo": directory}
+    opened = answer(encode(SCENE, "TIFF", **prefix), "png")
+    exif = opened.getexif()
+    assert (exif[33_432], exif[315], exif[270]) == ("(c) Jane", "Jan", "a scene")
+    if resolution is None:
+        assert "dpi" not in opened.info
+    else:
+        assert opened.info["dpi"] == pytest.approx((300, 300), abs=0.1)
 
 
 def test_an_answer_s_answer_says_it_once() -> None:
