@@ -83,10 +83,14 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.hypothesis_seed is None:
         config.option.hypothesis_seed = seed
     if products := config.getoption("--products"):
+        import torch
+
         from maskserve_engine.layers import onednn
 
-        # As on another processor; is_faster() asks the host once.
+        # As on another processor; is_faster() asks the host once. Without oneDNN, convolutions are
+        # MKL's products, too.
         onednn.is_faster = cache(lambda: products == "onednn")
+        torch.backends.mkldnn.enabled = products == "onednn"
 
 
 def pytest_report_header(config: pytest.Config) -> str:
