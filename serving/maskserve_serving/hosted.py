@@ -11,10 +11,10 @@ from typing import Any
 from maskserve_common.config import ConfigError
 from maskserve_common.files.stages import STAGES
 from maskserve_serving.errors import ServeError
-from maskserve_serving.files import checked, read_tables, with_values
+from maskserve_serving.files import checked, with_values
 from maskserve_serving.options import MODELS, SERVICES, ServeOptions
 from maskserve_serving.ports import Ports
-from maskserve_serving.source import node_path, with_node_folders
+from maskserve_serving.source import node_tables, with_node_folders
 from maskserve_serving.spec import Spec, with_controlnets
 from maskserve_workflows.node_folders import check_names, check_worker_names, node_folders
 from maskserve_workflows.nodes import NODE_FILES
@@ -94,8 +94,9 @@ def _stages(spec: Spec) -> dict[str, Any]:
 
 def _nodes(spec: Spec) -> dict[str, Any]:
     file = spec.options.nodes
-    tables = read_tables(file)
-    path = [*spec.options.node_folders, *node_path(file)]
+    assert file is not None, "only --nodes has a node server"
+    tables = node_tables(file)
+    path = [*spec.options.node_folders, *tables["nodes"]["path"]]
     tables = with_values(tables, "nodes", path=path)
     for problem in NODE_FILES.read(path):
         spec.options.report(problem)

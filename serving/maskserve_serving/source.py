@@ -125,9 +125,26 @@ def with_model_cache(tables: dict[str, Any], report: Callable[[str], None]) -> d
     return with_values(tables, "cache", enabled=False)
 
 
+def node_tables(file: Path) -> dict[str, Any]:
+    """Return the tables of a node server's configuration file, in which a relative path of
+    `[nodes]` begins at the file's folder.
+    """
+    tables, base = read_tables(file), file.absolute().parent
+    nodes = checked(tables).nodes
+
+    def located(name: str) -> str:
+        path = base / Path(name).expanduser()
+        return name if _HUB_ID.fullmatch(name) and not path.exists() else str(path)
+
+    files = {"verify_key_file": nodes.verify_key_file, **nodes.folders()}
+    paths = {key: located(name) for key, name in files.items() if name}
+    return with_values(tables, "nodes", **paths, path=[str(base / x) for x in nodes.path])
+
+
 def node_path(file: Path | None) -> list[str]:
     """Return the folders in `[nodes] path` of a node server's configuration file."""
-    return [str(Path(x).absolute()) for x in checked(read_tables(file)).nodes.path]
+    folders: list[str] = [] if file is None else node_tables(file)["nodes"]["path"]
+    return folders
 
 
 def with_node_folders(

@@ -24,6 +24,8 @@ from maskserve_serving import command, files, ports, runtime, shm_cleanup, trito
 from maskserve_serving.errors import ServeError
 from maskserve_serving.options import ServeOptions, default_cache_dir
 from maskserve_serving.source import (
+    node_path,
+    node_tables,
     resolve_model,
     with_model,
     with_model_cache,
@@ -324,6 +326,33 @@ def test_node_models_lie_in_folders_or_on_the_hub(tmp_path: Path) -> None:
     fetched.clear()
     with_node_folders(tables, {"other": "some/sam2"}, "n.toml", fetch)  # it has a form of its own
     assert fetched == all_files
+
+
+def test_paths_of_a_node_file_begin_at_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They began where the command ran, so that the demo's file served in the checkout only."""
+    models = tmp_path / "models"
+    (models / "some" / "sam").mkdir(parents=True)
+    file = models / "n.toml"
+    file.write_text(
+        '[nodes]\nfind = "../find"\nsegment = "some/sam"\nenlarge = "some/swin"\n'
+        + f'likeness = "{tmp_path}"\nverify_url = "http://there/v1"\nverify_key_file = "key"\n'
+        + 'path = ["added"]\n'
+    )
+    monkeypatch.chdir(tmp_path)
+    for name in (file, Path("models/n.toml")):
+        assert node_tables(name)["nodes"] == {
+            "find": str(models / "../find"),
+            "segment": str(models / "some/sam"),
+            "enlarge": "some/swin",
+            "likeness": str(tmp_path),
+            "verify_url": "http://there/v1",
+            "verify_key_file": str(models / "key"),
+            "path": [str(models / "added")],
+        }
+        assert node_path(name) == [str(models / "added")]
+    assert node_path(None) == []
 
 
 def test_a_model_without_a_cache_is_served_without_which_is_said(tmp_path: Path) -> None:
