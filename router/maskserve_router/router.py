@@ -298,8 +298,10 @@ def _jobs(
         no_jobs = NoJobs("are turned off here ([jobs] enabled)")
         return no_jobs, no_jobs.routes(front)
     try:
+        from maskserve_router.jobs.database import JobDatabase
         from maskserve_router.jobs.jobs import Jobs
         from maskserve_router.jobs.routes import job_routes
+        from maskserve_router.jobs.runner import JobServices
         from maskserve_router.jobs.webhooks import Webhooks
     except ModuleNotFoundError as error:
         if error.name not in _JOB_LIBRARIES:
@@ -310,7 +312,10 @@ def _jobs(
         log.warning("the router takes no jobs: they %s", lack)
         no_jobs = NoJobs(lack)
         return no_jobs, no_jobs.routes(front)
-    jobs = Jobs(config, images, keys, admission, fair_share, Webhooks(config.jobs), metrics)
+    database, webhooks = JobDatabase(config, fair_share), Webhooks(config.jobs)
+    jobs = Jobs(
+        JobServices(config, database, images, keys, admission, fair_share, webhooks, metrics)
+    )
     return jobs, job_routes(front, images, jobs)
 
 

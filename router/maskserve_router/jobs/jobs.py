@@ -15,20 +15,12 @@ from maskserve_common.contracts.settings import parse_settings
 from maskserve_common.errors import InvalidRequest
 from maskserve_common.shares import room
 from maskserve_router.api.openai.answers import NotFound
-from maskserve_router.api.openai.edits import ImageEdits
 from maskserve_router.api.openai.form import EditForm
-from maskserve_router.config import RouterConfig
-from maskserve_router.fair_share import FairShare
-from maskserve_router.jobs.database import JobDatabase
-from maskserve_router.jobs.runner import JobRunner, description
+from maskserve_router.jobs.runner import JobRunner, JobServices, description
 from maskserve_router.jobs.store import JobRecord, JobStore, OtherRequest, QuotaReached
-from maskserve_router.jobs.webhooks import Webhooks
 from maskserve_router.key_holder import Daily, KeyHolder
-from maskserve_router.keys import KeyRing
 from maskserve_router.messages.failures import RetryLater
 from maskserve_router.messages.job_states import CANCELLED, QUEUED
-from maskserve_router.metrics import Metrics
-from maskserve_router.scheduling.admission import Admission
 
 _SEED_BITS: Final = 32
 _LARGE: Final = 2**30
@@ -49,39 +41,13 @@ class Jobs:
     """The jobs of one router. Use it from the event loop only.
 
     Args:
-        config: configuration of the router.
-        edits: reads forms and answers them.
-        keys: finds the key holder of a job.
-        admission: counts bytes in memory.
-        fair_share: threads that encode and decode forms and query the database for clients.
-        webhooks: calls webhooks when jobs end.
-        metrics: counters of jobs.
+        services: the parts of the router that jobs use.
     """
 
-    def __init__(
-        self,
-        config: RouterConfig,
-        edits: ImageEdits,
-        keys: KeyRing,
-        admission: Admission,
-        fair_share: FairShare,
-        webhooks: Webhooks,
-        metrics: Metrics,
-    ) -> None:
-        self._config, self._edits, self._fair_share = config.jobs, edits, fair_share
-        self._webhooks, self._metrics = webhooks, metrics
-        self._database = JobDatabase(config, fair_share)
-        self._make_runner = partial(
-            JobRunner,
-            config=config,
-            database=self._database,
-            edits=edits,
-            keys=keys,
-            admission=admission,
-            fair_share=fair_share,
-            webhooks=webhooks,
-            metrics=metrics,
-        )
+    def __init__(self, services: JobServices) -> None:
+        self._services, self._config = services, services.config.jobs
+        self._database, self._edits = services.database, services.edits
+        self._fair_share, self._webhooks = services.fair_share, services.webhooks
         self.runner: JobRunner | None = None
         """Runs the jobs; None: the database is not open."""
 
@@ -92,7 +58,7 @@ class Jobs:
             ConfigError: the configured database cannot be opened.
         """
         if (store := await self._database.start()) is not None:
-            self.runner = self._make_runner(store)
+            self.runner = JobRunner(store, self._services)
 
     @property
     def state(self) -> str:
@@ -212,7 +178,7 @@ class Jobs:
             store.end, name, CANCELLED, time.time(), *self._config.retention, fence=None
         )
         if job.open and await self._database.query(client, cancel):
-            self._metrics.jobs.labels(CANCELLED).inc()
+            self._services.metrics.jobs.labels(CANCELLED).inc()
             runner.cancel(name)
             runner.wake()
             return await self.get(name, client)
@@ -222,7 +188,7 @@ class Jobs:
     async def _opened(self) -> JobRunner:
         store = await self._database.opened()
         if self.runner is None:
-            self.runner = self._make_runner(store)
+            self.runner = JobRunner(store, self._services)
         return self.runner
 
 

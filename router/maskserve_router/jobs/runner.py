@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 from sqlalchemy.exc import SQLAlchemyError
@@ -53,37 +53,31 @@ _MOST_RUNS: Final = 32
 T = TypeVar("T")
 
 
+class JobServices(NamedTuple):
+    """The parts of the router that jobs use."""
+
+    config: RouterConfig
+    database: JobDatabase
+    edits: ImageEdits
+    keys: KeyRing
+    admission: Admission
+    fair_share: FairShare
+    webhooks: Webhooks
+    metrics: Metrics
+
+
 class JobRunner:
     """Takes waiting jobs from the database and runs them. Use it from the event loop only.
 
     Args:
         store: the jobs.
-        config: configuration of the router.
-        database: the database of `store`.
-        edits: reads forms and answers them.
-        keys: finds the key holder of a job.
-        admission: counts bytes in memory.
-        fair_share: threads that decode forms.
-        webhooks: calls webhooks when jobs end.
-        metrics: counters of jobs.
+        services: the parts of the router that jobs use.
     """
 
-    def __init__(
-        self,
-        store: JobStore,
-        config: RouterConfig,
-        database: JobDatabase,
-        edits: ImageEdits,
-        keys: KeyRing,
-        admission: Admission,
-        fair_share: FairShare,
-        webhooks: Webhooks,
-        metrics: Metrics,
-    ) -> None:
-        self.store, self._config, self._database = store, config.jobs, database
-        self._edits, self._keys, self._admission = edits, keys, admission
-        self._fair_share, self._metrics = fair_share, metrics
-        self.webhooks = webhooks
+    def __init__(self, store: JobStore, services: JobServices) -> None:
+        config = services.config
+        self.store, self.services, self._config = store, services, config.jobs
+        self._database, self._metrics = services.database, services.metrics
         self.owner = f"{config.name[:24]}-{secrets.token_hex(8)}"
         """Name of this router in the database."""
         self._owners = Owners(self.owner, config.jobs.lease_s)
@@ -309,17 +303,17 @@ class JobRunner:
 
     async def _answer(self, job: JobRecord) -> msgspec.Raw:
         """Run a job's request and return its answer as JSON."""
-        client = self._keys.holder(job.scope)
+        client = self.services.keys.holder(job.scope)
         if client is None:
             raise InvalidRequest("key", "is not known any more")
         if job.runs > _MOST_RUNS:
             raise EngineFailed(f"{_MOST_RUNS} routers were lost while they ran it")
         with ExitStack() as exit_stack:
-            exit_stack.enter_context(self._admission.hold(client, job.bytes))
+            exit_stack.enter_context(self.services.admission.hold(client, job.bytes))
             raw = await self._database.run(self.store.form, job.id)
             if raw is None:
                 raise asyncio.CancelledError  # its client ended it first
-            form = await self._fair_share.run(client, len(raw), _form, raw)
+            form = await self.services.fair_share.run(client, len(raw), _form, raw)
             del raw
             progress, leased_job = _JobProgress(form.fields.n), self.runs.jobs[job.id]
 
@@ -330,14 +324,16 @@ class JobRunner:
 
             # A new id for each try: a worker may still run the try of a router that was killed.
             name = job.id if job.fence == 1 else f"{job.id}.{job.fence}"
-            return await self._edits.answer(client, form, job.bytes, name, keep_progress, job.id)
+            return await self.services.edits.answer(
+                client, form, job.bytes, name, keep_progress, job.id
+            )
 
     async def _call_webhook(self, job: JobRecord) -> None:
         """Call a job's webhook after its end."""
         assert job.webhook is not None
-        client = self._keys.holder(job.scope)
+        client = self.services.keys.holder(job.scope)
         event = {"type": f"job.{job.state}", "timestamp": job.ended, "data": description(job)}
-        is_delivered = client is not None and await self.webhooks.deliver(
+        is_delivered = client is not None and await self.services.webhooks.deliver(
             job.webhook, client.webhook_secret, job.id, event
         )
         self._metrics.webhooks.labels("taken" if is_delivered else "given_up").inc()

@@ -705,7 +705,8 @@ async def test_a_webhook_is_told_until_it_is_taken(tmp_path: Path) -> None:
         jobs_table: dict[str, Any] = {"webhook_hosts": [f"hooks.example:{host.port}"]}
         jobs_table["webhook_secret"] = SECRET
         async with jobs(tmp_path, jobs=jobs_table) as (router, _, client):
-            runner_of(router).webhooks = webhooks(host)
+            runner = runner_of(router)
+            runner.services = runner.services._replace(webhooks=webhooks(host))
             name = await client.give(form(webhook=f"https://hooks.example:{host.port}/done?x=1"))
             ended = await client.ended(name)
             await until("it is told", lambda: len(host.heads) == 3)
