@@ -408,9 +408,9 @@ def is_url(source: str) -> bool:
 
 
 class NodesConfig(Table, frozen=True):
-    """`[nodes]`: the models of workflow nodes, in the file of `maskserve serve --nodes`; `[model]
-    device` is their device. The name of each further model is a key, too, and its value a folder,
-    hub id or URL.
+    """`[nodes]`: the models of workflow nodes, in the file of `maskserve serve --nodes`, where
+    relative paths begin; `[model] device` is their device. The name of each further model is a key,
+    too, and its value a folder, hub id or URL.
     """
 
     path: tuple[str, ...] = ()
