@@ -185,7 +185,7 @@ class Router:
     async def __aenter__(self) -> Router:
         try:
             await self._jobs.start()
-            await self.pool.start()
+            await self.pool.all_polled()
             self._workflows.start()
             # Start gRPC first: a client that sees the router ready over HTTP may call over gRPC.
             await self.grpc.start()

@@ -8,6 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -26,7 +27,7 @@ from maskserve_router.messages.failures import Failure
 from maskserve_router.nodes.call_tries import CallTries
 from maskserve_router.nodes.kept_answers import AnswerKey, KeptAnswers
 from maskserve_router.nodes.node_messages import NodeAnswer, node_answer, node_request
-from maskserve_router.nodes.node_server import CALL_S, NodeServer
+from maskserve_router.nodes.node_server import CALL_S, NodeServer, runs
 from maskserve_router.workers.server_pool import ServerPool
 from maskserve_workflows.live_placement import LivePlacement
 from maskserve_workflows.node_types import NodeType
@@ -37,6 +38,8 @@ from maskserve_workflows.wire import PLACED, NodeTask, nbytes, pack_values, read
 log = logging.getLogger("maskserve.router")
 _RESOLVE_S = 5.0
 """Seconds between two name resolutions."""
+_POLL_S = 1.0
+"""Seconds between two polls of a server."""
 _PLACE_S = 5.0
 _AT_A_SERVER = 2
 """Calls of a model that are sent to each server at a time: one runs, the next waits."""
@@ -104,8 +107,6 @@ class NodePool(ServerPool[NodeServer]):
         """Triton model -> places for its calls."""
         self._numbers: dict[str, int] = {}
         """Address -> number in names for clients, including addresses that are gone."""
-        self._hosted: set[str] = set()
-        """Models that some server has reported."""
         self._seconds: dict[str, float] = {}
         """Node type -> mean seconds of its recent calls."""
         self._byte_s = 0.0
@@ -129,13 +130,14 @@ class NodePool(ServerPool[NodeServer]):
             await asyncio.sleep(self._place_s)
 
     async def place(self) -> None:
-        """Read what servers have loaded and tell them what to load."""
-        records = await self._all_records()
+        """Tell servers what to load, by what they have loaded and how busy they are."""
+        records = await self._records()
         changes = await asyncio.to_thread(self._placement.observe, records, time.monotonic())
         for address, models in changes.items():
             log.info("node server %s is assigned %s", address, ", ".join(sorted(models)) or "none")
             if (server := self.servers.get(address)) is not None:
-                await self._record(server, {PLACED: sorted(models)})
+                with suppress(Failure, ValueError):
+                    await self._ask(server, {PLACED: sorted(models)})
 
     async def close(self) -> None:
         """Close all connections. Calls under way end."""
@@ -154,7 +156,7 @@ class NodePool(ServerPool[NodeServer]):
 
         None: the server does not answer.
         """
-        records = await self._all_records()
+        records = await self._records()
         return {self._name(address, client): record for address, record in records.items()}
 
     async def check(self, nodes: Collection[str]) -> None:
@@ -166,39 +168,33 @@ class NodePool(ServerPool[NodeServer]):
         Raises:
             EngineFailed: all servers answer, and none of them runs one of the nodes.
         """
-        missing = [name for name in sorted(nodes) if NODE_TYPES[name].model not in self._hosted]
-        if not missing:
-            return
-        records = (await self._all_records()).values()
-        for record in filter(None, records):
-            self._hosted.update(model["name"] for model in record["models"])
-        for name in missing:
-            if all(records) and NODE_TYPES[name].model not in self._hosted:
-                raise EngineFailed(f"{name}: no node server runs {NODE_TYPES[name].model}")
+        for name in sorted(nodes):
+            model = NODE_TYPES[name].model
+            if await self._runs(model) is False:
+                raise EngineFailed(f"{name}: no node server runs {model}")
 
     async def serves(self, model: str) -> bool:
-        """Return whether a server that answers runs a model. It waits for no server that is known
-        to be silent.
+        """Return whether a server that answers runs a model.
 
         Raises:
-            EngineFailed: none that answers runs it, and others are silent.
+            EngineFailed: none that answers runs it, and others do not answer.
+        """
+        answer = await self._runs(model)
+        if answer is None:
+            raise EngineFailed(f"{model}: its node server does not answer; try again later")
+        return answer
+
+    async def _runs(self, model: str) -> bool | None:
+        """Return whether a server that answers runs a model; None: others do not answer.
+
+        It waits for no server once it has been polled.
         """
         await self._discovery.ready()
-        servers = self.servers.values()
-        waiting = {
-            asyncio.create_task(self._record(server)) for server in servers if not server.silent
-        }
-        try:
-            while waiting:
-                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                if any(_runs(model, task.result()) for task in done):
-                    return True
-        finally:
-            for task in waiting:
-                task.cancel()
-        if any(server.silent for server in servers):
-            raise EngineFailed(f"{model}: its node server does not answer; try again later")
-        return False
+        while not any(server.up and runs(model, server.record) for server in self.servers.values()):
+            if all(server.polled for server in self.servers.values()):
+                return False if all(server.up for server in self.servers.values()) else None
+            await self._polled.wait()
+        return True
 
     def seconds(self, node: str) -> float | None:
         """Return the mean seconds of recent calls of a node type; None: unknown."""
@@ -241,6 +237,7 @@ class NodePool(ServerPool[NodeServer]):
         return NodeServer(address)
 
     async def _finish(self, server: NodeServer) -> None:
+        self._polls[server].cancel()  # a connection that closes takes no new call
         await server.upstream.close(CALL_S)
 
     def _addresses_changed(self, new: Sequence[str], removed: Sequence[str]) -> None:
@@ -257,21 +254,24 @@ class NodePool(ServerPool[NodeServer]):
 
     # Records.
 
-    async def _all_records(self) -> dict[str, dict[str, Any] | None]:
-        await self._discovery.ready()
-        servers = list(self.servers.values())
-        records = await asyncio.gather(*map(self._record, servers))
-        return {server.address: record for server, record in zip(servers, records, strict=True)}
+    def _interval_s(self, server: NodeServer) -> float:
+        return _POLL_S
 
-    async def _record(
+    async def _ask(
         self, server: NodeServer, settings: Mapping[str, Any] = MappingProxyType({})
-    ) -> dict[str, Any] | None:
-        return await server.record(settings)
+    ) -> str:
+        await server.ask(settings)
+        return ""
+
+    async def _records(self) -> dict[str, dict[str, Any] | None]:
+        await self.all_polled()
+        servers = self.servers.values()
+        return {server.address: server.record if server.up else None for server in servers}
 
     async def _is_local(self, server: NodeServer) -> bool:
         """Return True if a server shares this host's folder of values."""
         if server.host is None:
-            await self._record(server)
+            await self.poll(server)
         return server.host == self._values.host
 
     # Calls.
@@ -353,12 +353,12 @@ class NodePool(ServerPool[NodeServer]):
     def _rank(
         self, model: str, message: _Message, server: NodeServer
     ) -> tuple[bool, float, float, bool, str]:
-        """Rank servers by predicted end, silent ones last; of equal ones those that take names come
-        first.
+        """Rank servers by predicted end, those that do not answer last; of equal ones those that
+        take names come first.
         """
         byte_s = self._byte_s if self._is_far(server) else 0.0
         score = (
-            server.silent,
+            not server.up,
             *self._placement.score(model, server.address, server.load_s, message.nbytes, byte_s),
         )
         return *score, server.host not in (None, self._values.host), server.address
@@ -383,9 +383,4 @@ class NodePool(ServerPool[NodeServer]):
 
 def hosts(model: str, records: Mapping[str, Any]) -> list[str]:
     """Return the addresses of the node servers that run a model."""
-    return [address for address, record in records.items() if _runs(model, record)]
-
-
-def _runs(model: str, record: Mapping[str, Any] | None) -> bool:
-    """Return whether a server's record lists a model; None: it does not answer."""
-    return record is not None and any(entry["name"] == model for entry in record["models"])
+    return [address for address, record in records.items() if runs(model, record)]

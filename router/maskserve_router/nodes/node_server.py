@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import grpc
-
-from maskserve_router.messages.failures import Failure
 from maskserve_router.nodes.node_messages import record_of, record_request
 from maskserve_router.workers.server_pool import Server
 from maskserve_router.workers.upstream import failures
@@ -30,31 +26,29 @@ class NodeServer(Server):
     host: str | None = None
     """Name of its host, whose values folder it shares; empty: it shares none; None: unknown, as no
     record came since its last failure."""
-    silent: bool = False
-    """True from a record that did not come in time until the next one that comes."""
+    record: dict[str, Any] | None = None
+    """Its last record (`NodeModels.record`)."""
     misfits: set[str] = field(default_factory=set)
     """Errors about nodes that it has in another version, each logged once."""
 
-    async def record(self, settings: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return its record (`NodeModels.record`); None: it does not answer.
+    async def ask(self, settings: Mapping[str, Any]) -> None:
+        """Take in its record.
 
         Args:
             settings: settings of the request, such as `PLACED`.
+
+        Raises:
+            Failure: it does not answer.
+            ValueError: it answers with something else.
         """
-        begin = time.monotonic()
-        try:
-            with failures():
-                answer = await self.upstream.infer(record_request(settings), _STATUS_S)
-            record = record_of(answer)
-        except (Failure, ValueError) as error:
-            late = isinstance(error, Failure) and error.status is grpc.StatusCode.DEADLINE_EXCEEDED
-            # A connection that is never made may end by a limit of gRPC's own.
-            if late or time.monotonic() - begin >= _STATUS_S:
-                self.silent = True
-            return None
-        self.silent = False
+        with failures():
+            answer = await self.upstream.infer(record_request(settings), _STATUS_S)
+        self.heard(record_of(answer))
+
+    def heard(self, record: dict[str, Any]) -> None:
+        """Take in a record."""
+        self.up, self.misses, self.record = True, 0, record
         self.host = record.get("values", {}).get("host", "")
-        return record
 
     async def call(self, request: bytes) -> bytes:
         """Return the answer to a call. Raises Failure: the call failed."""
@@ -70,3 +64,8 @@ class NodeServer(Server):
             yield
         finally:
             self.load_s -= seconds
+
+
+def runs(model: str, record: Mapping[str, Any] | None) -> bool:
+    """Return whether a server's record lists a model; None: it does not answer."""
+    return record is not None and any(entry["name"] == model for entry in record["models"])

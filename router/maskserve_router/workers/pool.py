@@ -39,23 +39,6 @@ class Pool(ServerPool[Worker]):
         self._index = TemplateIndex()
         self.roster = Roster(self._index)
         self._changed = changed
-        self._polls: dict[Worker, asyncio.Task[None]] = {}
-        """Worker -> polling task. A retired worker stays until its edits end, even if its address
-        is already a new worker's."""
-
-    async def start(self) -> None:
-        """Resolve the workers' names and poll each worker once."""
-        await self._discovery.ready()
-        await asyncio.gather(*(self._poll_once(worker) for worker in self.workers.values()))
-
-    async def close(self) -> None:
-        """Close all connections. Calls under way end."""
-        await self._discovery.close()
-        polls = list(self._polls.values())
-        for task in polls:
-            task.cancel()
-        await asyncio.gather(*polls, return_exceptions=True)
-        await super().close()
 
     async def reload(self, config: RouterConfig) -> None:
         """Apply the workers of a new configuration; removed workers finish their edits."""
@@ -91,10 +74,7 @@ class Pool(ServerPool[Worker]):
         self.roster.join(worker)
         return worker
 
-    def _add_server(self, address: str) -> Worker:
-        worker = self.join(address)
-        self._polls[worker] = asyncio.create_task(self._keep_polling(worker))
-        return worker
+    _add_server = join
 
     def _addresses_changed(self, new: Sequence[str], removed: Sequence[str]) -> None:
         for address in removed:
@@ -109,22 +89,11 @@ class Pool(ServerPool[Worker]):
             while worker.sent and time.monotonic() < end:
                 await asyncio.sleep(0.05)
         finally:
-            self._polls.pop(worker).cancel()
             message = f"[{EngineFailed.code}] the worker was removed from the configuration"
             worker.lost(Failure(grpc.StatusCode.UNAVAILABLE, message))
             self._index.leave(worker.number)
 
     # Polling.
-
-    async def _keep_polling(self, worker: Worker) -> None:
-        while True:
-            begin = time.monotonic()
-            try:
-                await self._poll_once(worker)
-            except Exception:
-                log.exception("asking worker %s for its status", worker.address)
-            now_s = time.monotonic()
-            await asyncio.sleep(max(begin + self._interval_s(worker) - now_s, 0.001))
 
     def _interval_s(self, worker: Worker) -> float:
         """Return the seconds between polls of a worker; the shortest after a missed answer."""
@@ -134,25 +103,21 @@ class Pool(ServerPool[Worker]):
         shared = len(self.workers) / config.polls_per_s
         return max(config.poll_interval_s, shared, worker.reading_s / _READING_SHARE)
 
-    async def _poll_once(self, worker: Worker) -> None:
-        try:
-            raw = await self._status_of(worker)
-            begin = time.perf_counter()
-            status = read_status(raw)
-        except (Failure, ValueError, IndexError) as error:
-            worker.misses += 1
-            why = error.details if isinstance(error, Failure) else str(error)
-        else:
-            was_ready = worker.ready
-            worker.heard(status, time.monotonic())
-            worker.reading_s = time.perf_counter() - begin
-            why = "its engine does not step"
-            if worker.ready and not was_ready:
-                log.info("worker %s serves %s", worker.address, status.model)
-            if worker.ready or was_ready:
-                self._changed()
-        if worker.misses >= self.config.workers.misses and worker.up:
-            self._mark_down(worker, why or "no answer")
+    def _most_misses(self) -> int:
+        return self.config.workers.misses
+
+    async def _ask(self, worker: Worker) -> str:
+        raw = await self._status_of(worker)
+        begin = time.perf_counter()
+        status = read_status(raw)
+        was_ready = worker.ready
+        worker.heard(status, time.monotonic())
+        worker.reading_s = time.perf_counter() - begin
+        if worker.ready and not was_ready:
+            log.info("worker %s serves %s", worker.address, status.model)
+        if worker.ready or was_ready:
+            self._changed()
+        return "its engine does not step"
 
     async def _status_of(self, worker: Worker) -> bytes:
         """Return a worker's record, with changes of its templates if the worker supports them."""
@@ -167,9 +132,9 @@ class Pool(ServerPool[Worker]):
                 worker.reports_all()
         return await worker.upstream.control(_STATUS, timeout)
 
-    def _mark_down(self, worker: Worker, why: str) -> None:
+    def _lose(self, worker: Worker, why: str) -> None:
         """Mark the worker as down and end the calls to it."""
-        log.warning("worker %s is down: %s", worker.address, why)
+        super()._lose(worker, why)
         message = f"[{EngineFailed.code}] the worker no longer answers"
         worker.lost(Failure(grpc.StatusCode.UNAVAILABLE, message))
         self._changed()

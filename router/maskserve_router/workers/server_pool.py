@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Generic, TypeVar
 
 from maskserve_router.dns import Discovery
+from maskserve_router.messages.failures import Failure
 from maskserve_router.workers.upstream import Upstream
 
 log = logging.getLogger("maskserve.router")
@@ -26,16 +28,25 @@ class Server:
     """Word for logs."""
     address: str
     upstream: Upstream = field(init=False)
+    up: bool = field(init=False, default=False)
+    """True while it answers polls."""
+    misses: int = field(init=False, default=0)
+    """Polls in a row that it has not answered."""
 
     def __post_init__(self) -> None:
         self.upstream = Upstream(self.address)
+
+    @property
+    def polled(self) -> bool:
+        """True once it has answered a poll or missed one."""
+        return self.up or self.misses > 0
 
 
 S = TypeVar("S", bound=Server)
 
 
 class ServerPool(ABC, Generic[S]):
-    """Holds a server for each address. Use it from the event loop only.
+    """Holds a server for each address, and polls it. Use it from the event loop only.
 
     Args:
         addresses: addresses as configured.
@@ -45,6 +56,11 @@ class ServerPool(ABC, Generic[S]):
     def __init__(self, addresses: Iterable[str], resolve_s: float) -> None:
         self.servers: dict[str, S] = {}
         self._discovery = Discovery(addresses, resolve_s, self._addresses_changed)
+        self._polls: dict[S, asyncio.Task[None]] = {}
+        """Server -> polling task. A removed server stays until its calls end, even if its address
+        is already a new server's."""
+        self._polled = asyncio.Event()
+        """Wakes those that wait for a poll; never set for longer."""
         self._retiring: set[asyncio.Task[None]] = set()
 
     @abstractmethod
@@ -52,22 +68,78 @@ class ServerPool(ABC, Generic[S]):
         """Return the server of a new address."""
 
     @abstractmethod
+    async def _ask(self, server: S) -> str:
+        """Ask a server for its record and take it in; return why the server is not well.
+
+        It sets `up` and resets `misses` if the server is well.
+
+        Raises:
+            Failure: the server does not answer.
+            ValueError: it answers with something else.
+        """
+
+    @abstractmethod
+    def _interval_s(self, server: S) -> float:
+        """Return the seconds between two polls of a server."""
+
+    def _most_misses(self) -> int:
+        """Return the misses in a row after which a server is down."""
+        return 1
+
+    @abstractmethod
     async def _finish(self, server: S) -> None:
         """Wait until the calls of a removed server have ended."""
+
+    async def all_polled(self) -> None:
+        """Wait until the names are resolved and each server has been polled."""
+        await self._discovery.ready()
+        while not all(server.polled for server in self.servers.values()):
+            await self._polled.wait()
 
     async def close(self) -> None:
         """Close all connections. Calls under way end."""
         await self._discovery.close()
-        for task in self._retiring:
+        tasks = [*self._polls.values(), *self._retiring]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._retiring, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         for server in self.servers.values():
             await server.upstream.close()
+
+    async def poll(self, server: S) -> None:
+        """Ask a server for its record now."""
+        try:
+            why = await self._ask(server)
+        except (Failure, ValueError, IndexError) as error:
+            server.misses += 1
+            why = error.details if isinstance(error, Failure) else str(error)
+        finally:
+            self._polled.set()
+            self._polled.clear()
+        if server.misses >= self._most_misses() and server.up:
+            self._lose(server, why or "no answer")
+
+    def _lose(self, server: S, why: str) -> None:
+        """Mark a server as down."""
+        log.warning("%s %s is down: %s", server.kind, server.address, why)
+        server.up = False
+
+    async def _keep_polling(self, server: S) -> None:
+        while True:
+            begin = time.monotonic()
+            try:
+                await self.poll(server)
+            except Exception:
+                server.misses += 1
+                log.exception("asking %s %s for its record", server.kind, server.address)
+            now_s = time.monotonic()
+            await asyncio.sleep(max(begin + self._interval_s(server) - now_s, 0.001))
 
     def _addresses_changed(self, new: Sequence[str], removed: Sequence[str]) -> None:
         for address in new:
             server = self.servers[address] = self._add_server(address)
             log.info("%s %s was added", server.kind, address)
+            self._polls[server] = asyncio.create_task(self._keep_polling(server))
         for address in removed:
             server = self.servers.pop(address)
             log.info("%s %s was removed", server.kind, address)
@@ -80,4 +152,5 @@ class ServerPool(ABC, Generic[S]):
         try:
             await self._finish(server)
         finally:
+            self._polls.pop(server).cancel()
             await server.upstream.close()

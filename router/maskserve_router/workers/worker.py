@@ -168,8 +168,6 @@ class Worker(Server):
     status: PolledStatus | None = None
     as_of: float = 0.0
     """When the record was written, on the router's clock."""
-    up: bool = False
-    misses: int = 0
     reading_s: float = 0.0
     """Seconds that parsing its last record took."""
     epochs: int = 0

@@ -86,7 +86,7 @@ async def _measure_polls(count: int, options: argparse.Namespace) -> dict[str, A
         tables = {"workers": {"addresses": addresses, "poll_timeout_s": 30.0}}
         pool = Pool(router_config_of(tables), lambda: None)
         begin = time.process_time()
-        await pool.start()
+        await pool.all_polled()
         first_s = time.process_time() - begin
         misses = _Misses(pool)
         await asyncio.sleep(1.0)

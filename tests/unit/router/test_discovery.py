@@ -59,6 +59,13 @@ class Pool(ServerPool[Server]):
     def _add_server(self, address: str) -> Server:
         return Server(address)
 
+    async def _ask(self, server: Server) -> str:
+        server.up = True
+        return ""
+
+    def _interval_s(self, server: Server) -> float:
+        return 60.0
+
     async def _finish(self, server: Server) -> None:
         self.finishing.append(server)
         await self.goes_on.wait()

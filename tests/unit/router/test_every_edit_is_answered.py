@@ -168,7 +168,7 @@ class Site:
         """As often as it takes for a silent one to count as down."""
         for _ in range(self.config.workers.misses):
             for worker in list(self.pool.workers.values()):
-                await self.pool._poll_once(worker)
+                await self.pool.poll(worker)
 
     async def want(self, number: int) -> None:
         """The first so many workers are those of the configuration."""
@@ -293,7 +293,7 @@ async def settle(site: Site, last: str) -> None:
 async def run(policy: str, order: str, script: list[tuple[Any, ...]], last: str) -> None:
     with patch("maskserve_router.workers.server_pool.Upstream", ScriptedUpstream):
         site = Site(policy, order)
-        await site.pool.start()
+        await site.pool.all_polled()
         try:
             await site.measure_once()
             for action in script:

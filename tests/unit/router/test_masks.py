@@ -153,15 +153,15 @@ async def test_a_node_s_refusal_names_the_setting() -> None:
 
 async def test_a_silent_server_costs_no_mask_a_wait() -> None:
     """Each request waited 5 s for the record of a server that had frozen."""
-    models = {"quiet:1": {"segment", "find"}, "there:1": {"find"}}
-    addresses: list[str] = []
+    models, silent = {"quiet:1": {"segment", "find"}, "there:1": {"find"}}, asyncio.Event()
 
     class Servers(NodePool):
-        async def _record(self, server: NodeServer, settings: Any = None) -> dict[str, Any] | None:
-            addresses.append(server.address)
+        async def _ask(self, server: NodeServer, settings: Any = None) -> str:
             if server.address == "quiet:1":
-                await asyncio.Event().wait()
-            return {"models": [{"name": name} for name in models[server.address]]}
+                await silent.wait()
+                raise Failure(grpc.StatusCode.DEADLINE_EXCEEDED, "")
+            server.heard({"models": [{"name": name} for name in models[server.address]]})
+            return ""
 
         async def _sent(self, server: NodeServer, request: bytes, kind: Any) -> bytes:
             answer = pb.ModelInferResponse()
@@ -173,29 +173,30 @@ async def test_a_silent_server_costs_no_mask_a_wait() -> None:
     pool = Servers(WorkflowFiles(nodes=tuple(models), kept_bytes=0), FairShare(1))
     masks = MaskFinder(partial(segment, pool), FairShare(1))
     async with asyncio.timeout(30):
-        for silent in (False, True):  # not known yet, and known
-            await pool.serves("find")
-            pool.servers["quiet:1"].silent = silent
-            await masks.find(b"picture", MaskFrom(text="the car"), CLIENT)
-        assert (await masks.find(b"b", MaskFrom(text="a"), CLIENT)).mask == b"there:1"
-        addresses.clear()
+        found = await masks.find(b"b", MaskFrom(text="a"), CLIENT)  # it has not been polled yet
+        assert found.mask == b"there:1"
+        silent.set()
+        found = await masks.find(b"picture", MaskFrom(text="the car"), CLIENT)
+        assert found.mask == b"there:1"
         with pytest.raises(EngineFailed, match="segment: its node server does not answer"):
             await masks.find(b"picture", MaskFrom(box=(0.0, 0.0, 9.0, 9.0)), CLIENT)
-    assert addresses == ["there:1"]
     await pool.close()
 
 
-async def test_a_record_that_does_not_come_makes_a_server_silent(
+async def test_a_server_without_a_record_is_polled_but_not_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(node_server, "_STATUS_S", 0.2)
     with socket.socket() as mute:  # takes connections and never says a word
         mute.bind(("127.0.0.1", 0))
         mute.listen()
-        server = NodeServer(f"127.0.0.1:{mute.getsockname()[1]}")
-        assert await server.record({}) is None
-        assert server.silent
-        await server.upstream.close()
+        address = f"127.0.0.1:{mute.getsockname()[1]}"
+        pool = NodePool(WorkflowFiles(nodes=(address,)), FairShare(1))
+        await pool.all_polled()
+        server = pool.servers[address]
+        assert not server.up
+        assert server.polled
+        await pool.close()
 
 
 async def test_an_edit_is_given_its_mask() -> None:

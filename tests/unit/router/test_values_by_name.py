@@ -75,9 +75,10 @@ class Served(NodePool):
         super().__init__(files, FairShare(1), values=values)
         self.far_values, self.calls = values, list[list[bytes]]()
 
-    async def _record(self, server: NodeServer, settings: Any = None) -> dict[str, Any]:
-        server.host = self._values.host if server.address == "here:1" else ""
-        return {}
+    async def _ask(self, server: NodeServer, settings: Any = None) -> str:
+        host = self._values.host if server.address == "here:1" else ""
+        server.heard({"models": [], "values": {"host": host}})
+        return ""
 
     async def _sent(self, server: NodeServer, request: bytes, kind: Any) -> bytes:
         message = pb.ModelInferRequest.FromString(request)
@@ -125,8 +126,9 @@ async def test_of_servers_that_have_nothing_to_do_one_of_this_host_is_asked(
     values: Values,
 ) -> None:
     files, pool = RunValues(values, "k1"), Served("far:1", "here:1", values=values, kept_bytes=0)
+    await pool.all_polled()
     servers = [(await inverted(pool, files)).server for _ in range(3)]
-    assert servers == ["nodes-0", "nodes-1", "nodes-1"]  # what far:1 is, is known once it is asked
+    assert servers == ["nodes-1"] * 3
     files.end()
     await pool.close()
 

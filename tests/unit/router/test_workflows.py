@@ -214,24 +214,26 @@ async def test_a_node_that_was_lost_alone_runs_again() -> None:
 
 async def test_a_run_of_which_a_node_runs_nowhere_is_refused_before_its_edits() -> None:
     """`outline` without a model that enlarges painted, and then threw it away."""
-    hosted, addresses = [{"name": "find"}, {"name": "pictures"}], []
+    hosted, down = [{"name": "find"}, {"name": "pictures"}], set[str]()
 
     class Pool(NodePool):
-        async def _record(self, server: NodeServer, settings: Any = None) -> dict[str, Any] | None:
-            addresses.append(server.address)
-            return None if server.address in down else {"models": hosted}
+        async def _ask(self, server: NodeServer, settings: Any = None) -> str:
+            if server.address in down:
+                raise Failure(grpc.StatusCode.UNAVAILABLE, "gone")
+            server.heard({"models": list(hosted)})
+            return ""
 
-    down: set[str] = set()
     pool, edits = Pool(WorkflowFiles(nodes=("a:1", "b:1")), FairShare(1)), Edits()
     with pytest.raises(EngineFailed, match="enlarge: no node server runs enlarge"):
         await run(pool, edits, request())  # type: ignore[arg-type]
     assert not edits.calls
     await pool.check({"shows", "best"})
-    assert len(addresses) == 2, "what was seen is not asked for again"
     down.add("b:1")
+    await pool.poll(pool.servers["b:1"])
     await pool.check({"enlarge"})  # it may be there
     down.clear()
     hosted.append({"name": "enlarge"})
+    await pool.poll(pool.servers["b:1"])
     await pool.check({"enlarge"})
     await pool.close()
 
@@ -483,10 +485,10 @@ async def test_calls_go_where_their_model_is_placed() -> None:
     placed: dict[str, list[str]] = {}
 
     class Pool(NodePool):
-        async def _record(self, server: NodeServer, settings: Any = None) -> dict[str, Any] | None:
+        async def _ask(self, server: NodeServer, settings: Any = None) -> str:
             address = server.address
             if address in dead:
-                return None
+                raise Failure(grpc.StatusCode.UNAVAILABLE, "gone")
             for name in (settings or {}).get("placed", ()):
                 placed.setdefault(address, []).append(name)
                 states[address][name] = "here"
@@ -494,7 +496,13 @@ async def test_calls_go_where_their_model_is_placed() -> None:
                 {"name": name, "state": state, "bytes": 9, "ended": ended[address], "seconds": 1.0}
                 for name, state in states[address].items()
             ]
-            return {"device_bytes": 18, "models": models}
+            server.heard({"device_bytes": 18, "models": models})
+            return ""
+
+        async def place(self) -> None:
+            for server in self.servers.values():
+                await self.poll(server)
+            await super().place()
 
         async def _sent(self, server: NodeServer, request: bytes, kind: Any) -> bytes:
             call_addresses.append(server.address)
@@ -546,8 +554,8 @@ class AnsweringPool(NodePool):
         super().__init__(WorkflowFiles(nodes=tuple(servers), kept_bytes=0), FairShare(1))
         self.words, self.status, self.calls = words, grpc.StatusCode[status], list[str]()
 
-    async def _record(self, server: NodeServer, settings: Any = None) -> None:
-        return None
+    async def _ask(self, server: NodeServer, settings: Any = None) -> str:
+        raise Failure(grpc.StatusCode.UNAVAILABLE, "it has no record")
 
     async def _sent(self, server: NodeServer, request: bytes, kind: Any) -> bytes:
         self.calls.append(server.address)
