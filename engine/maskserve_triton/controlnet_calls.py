@@ -9,7 +9,10 @@ from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_common.contracts import bytes_tensor
 from maskserve_common.errors import Overloaded
-from maskserve_triton.remote_model import NoAnswer, RemoteModel
+from maskserve_common.servers.failure import Failure, Status
+from maskserve_common.servers.upstream import Upstream, failures
+from maskserve_triton.loop_thread import LoopThread
+from maskserve_triton.tensor_io import relayed
 
 _MODEL = "controlnet"
 
@@ -18,11 +21,12 @@ class ControlNetCalls:
     """One connection; from any thread.
 
     Args:
+        loop: the loop of all calls of this process.
         url: HOST:PORT of the service.
     """
 
-    def __init__(self, url: str) -> None:
-        self._model = RemoteModel(url, _MODEL)
+    def __init__(self, loop: LoopThread, url: str) -> None:
+        self._loop, self._upstream = loop, loop.run(_connected(url))
 
     def call(self, op: dict[str, Any], arrays: bytes, limit_s: float) -> dict[str, Any]:
         """Call the service and return its answer.
@@ -41,13 +45,33 @@ class ControlNetCalls:
             request.inputs.add(name="ARRAYS", datatype="UINT8", shape=[len(arrays)])
             request.raw_input_contents.append(arrays)
         try:
-            response = self._model.call_decoupled(request, limit_s)
-        except NoAnswer as error:
+            response = self._loop.run(self._first(request.SerializeToString(), limit_s))
+        except Failure as failure:
+            if failure.coded:
+                raise relayed(failure.details, "") from None
             raise Overloaded(
-                f"the ControlNet service does not answer ({error.code.name}); try again later"
-            ) from error
+                f"the ControlNet service does not answer ({failure.status.name}); try again later"
+            ) from failure
         result: dict[str, Any] = json.loads(bytes(bytes_tensor.outputs(response)["RESULT"]))
         return result
 
     def close(self) -> None:
-        self._model.close()
+        self._loop.run(self._upstream.close())
+
+    async def _first(self, request: bytes, limit_s: float) -> Any:
+        """Return the first response of a stream. Raises Failure: there is none."""
+        call = self._upstream.stream(request, limit_s)
+        try:
+            with failures():
+                async for message in call:
+                    response = pb.ModelStreamInferResponse.FromString(message)
+                    if response.error_message:
+                        raise Failure(Status.UNKNOWN, response.error_message)
+                    return response.infer_response
+        finally:
+            call.cancel()
+        raise Failure(Status.UNAVAILABLE, "the stream has ended")
+
+
+async def _connected(url: str) -> Upstream:
+    return Upstream(url)

@@ -12,9 +12,9 @@ again, to another one if there is any (replicas.py): both stages are functions o
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -31,9 +31,10 @@ from maskserve_common.errors import EngineFailed, MaskserveError, Overloaded, gu
 from maskserve_common.files.stages import NO_ANSWER, PRIMING_PROMPT_FILE, StageOutages
 from maskserve_common.files.store import FileStore
 from maskserve_common.files.values import ENCODING, RUN
+from maskserve_common.servers.failure import Failure
 from maskserve_common.tracing import TRACEPARENT
 from maskserve_triton.answer import Answer, answer_all
-from maskserve_triton.remote_model import NoAnswer
+from maskserve_triton.loop_thread import LoopThread
 from maskserve_triton.replicas import NotServed, Replicas
 from maskserve_triton.stage_requests import NO_PIXELS, OTHER_STAGES, PRIMING_PROMPT, REVISION
 from maskserve_triton.tensor_io import Outputs, failed_event, view_array
@@ -49,12 +50,12 @@ _DTYPES: dict[str, type[np.generic]] = {"UINT8": np.uint8, "FP32": np.float32, "
 _PASSED_ON = (TRACEPARENT, RUN, ENCODING)
 """Parameters of a worker's request that the service gets."""
 NO_PARAMETERS: Mapping[str, Any] = MappingProxyType({})
-_THREADS = 16
+_AT_A_REPLICA = 16
 """Most requests at a replica at a time: twice as many as one `execute` takes."""
 
 
 class StageService:
-    """One stage at the replicas of a service; may be used from any thread.
+    """One stage at the replicas of a service.
 
     Args:
         config: configuration of the worker.
@@ -73,12 +74,12 @@ class StageService:
             _problem,
             partial(outages.mark, stage),
         )
-        self.watch, self.close = self._replicas.watch, self._replicas.close
+        self.start, self.close = self._replicas.all_polled, self._replicas.close
 
     def request(
         self, inputs: Outputs, request_parameters: Mapping[str, Any] = NO_PARAMETERS
-    ) -> Any:
-        """Return a request to the model.
+    ) -> bytes:
+        """Return an encoded request to the model.
 
         Args:
             inputs: arrays with their batch dimension.
@@ -95,10 +96,11 @@ class StageService:
             is_bytes = declared.dtype == "BYTES"
             raw = bytes_tensor.pack(value.reshape(-1)) if is_bytes else value.tobytes()
             infer_request.raw_input_contents.append(raw)
-        return infer_request
+        encoded: bytes = infer_request.SerializeToString()
+        return encoded
 
-    def call(self, request: Any, *, starts: bool = False) -> Outputs:
-        """Return the model's outputs, with their batch dimension. Blocks.
+    async def call(self, request: bytes, *, starts: bool = False) -> Outputs:
+        """Return the model's outputs, with their batch dimension.
 
         Args:
             request: a request that `request` has built.
@@ -110,8 +112,9 @@ class StageService:
                 EngineFailed, all serve other stages.
         """
         try:
-            return _outputs(self._replicas.call(request, self._limit_s, patiently=starts))
-        except NoAnswer:
+            answer = await self._replicas.call(request, self._limit_s, patiently=starts)
+            return _outputs(pb.ModelInferResponse.FromString(answer))
+        except Failure:
             raise Overloaded(NO_ANSWER) from None
         except NotServed as error:
             problem = next(iter(error.problems.values()))
@@ -135,14 +138,14 @@ class ForwardedStage(ABC):
     def __init__(self, api: Any, config: Config, revision: str) -> None:
         self._api = api
         self._service = StageService(config, self.stage, revision)
-        thread_count = _THREADS * len(config.stages.addresses)
-        self._pool = ThreadPoolExecutor(thread_count, f"{self.stage}-forward")
+        self._places = asyncio.Semaphore(_AT_A_REPLICA * len(config.stages.addresses))
+        self._loop = LoopThread(f"{self.stage}-forward")
         try:
+            self._loop.run(self._service.start())
             self._open(config)
         except MaskserveError as error:
             self.close()
             raise ConfigError(f"[stages] service: {error.message}") from None
-        self._service.watch()
 
     def execute(self, requests: list[Any]) -> None:
         """Forward requests; each is answered once the service has answered."""
@@ -150,8 +153,8 @@ class ForwardedStage(ABC):
 
     def close(self) -> None:
         """Stop; requests under way get an error."""
-        self._service.close()
-        self._pool.shutdown()
+        self._loop.run(self._service.close())
+        self._loop.close()
 
     @abstractmethod
     def _open(self, config: Config) -> None:
@@ -186,13 +189,17 @@ class ForwardedStage(ABC):
     ) -> None:
         infer_request = self._service.request(inputs, parameters(request))
 
-        def forward() -> None:
+        async def forward() -> None:
             try:
-                finish(self._service.call(infer_request))
+                async with self._places:
+                    outputs = await self._service.call(infer_request)
+                await asyncio.to_thread(finish, outputs)  # Triton may make it wait
+            except asyncio.CancelledError:
+                fail(Overloaded("the worker is stopping"))
             except Exception as error:
                 fail(guarded("", error))
 
-        self._pool.submit(forward)
+        self._loop.submit(forward())
 
 
 class ForwardedEncoder(ForwardedStage):
@@ -202,7 +209,7 @@ class ForwardedEncoder(ForwardedStage):
 
     def _open(self, config: Config) -> None:
         infer_request = self._service.request(batched({**_NO_EDIT, "REQUEST": PRIMING_PROMPT}))
-        prompt = self._service.call(infer_request, starts=True)["CONDITIONING"]
+        prompt = self._loop.run(self._service.call(infer_request, starts=True))["CONDITIONING"]
         FileStore(config.runtime_dir).write(PRIMING_PROMPT_FILE, prompt.tobytes())
 
     def _take(self, request: Any, answer: Answer) -> None:

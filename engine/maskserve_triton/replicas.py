@@ -1,35 +1,40 @@
 """A model that several Tritons serve.
 
-A request goes to the ready replica with the fewest requests under way; among equals, to the one
-that has waited longest for one. If a replica dies or falls silent, its requests go to another at
-once: the model is a function of its inputs, so every replica gives the same bytes.
+A request goes to the replica that answers and has the fewest requests under way; among equals, to
+the one that has waited longest for one. If a replica dies or falls silent, its requests go to
+another at once: the model is a function of its inputs, so every replica gives the same bytes.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
 
 import grpc
+import grpc.aio
+from tritonclient.grpc import service_pb2 as pb
 
-from maskserve_common.addresses import DNS, resolved
 from maskserve_common.contracts.status_record import State
-from maskserve_common.errors import MaskserveError, Overloaded
-from maskserve_triton.remote_model import NoAnswer, RemoteModel
+from maskserve_common.errors import MaskserveError
+from maskserve_common.servers.failure import Failure
+from maskserve_common.servers.pool import Server, ServerPool
+from maskserve_common.servers.upstream import failures
+from maskserve_triton.tensor_io import relayed
 
 log = logging.getLogger("maskserve")
 
 _RETRY_S = 0.1
-_PING_EVERY_S = 0.5
-_PING_TIMEOUT_S = 2.0
-_DEAF_S = 3.0
-"""Seconds without an answered ping after which a replica's requests go to another; a busy one
-misses a ping at most."""
-_RESOLVE_EVERY_S = 5.0
-_LOG_EVERY_S = 10.0
+_POLL_S = 0.5
+_POLL_TIMEOUT_S = 2.0
+_MISSES = 2
+"""Polls in a row after which a replica's requests go to another; a busy one misses one at most."""
+_RESOLVE_S = 5.0
+_LOG_S = 10.0
+_NO_MODEL = (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.UNIMPLEMENTED)
+"""Status codes of a server that has no such model."""
 
 
 class NotServed(Exception):
@@ -44,29 +49,23 @@ class NotServed(Exception):
         self.problems = problems
 
 
-class _Replica:
-    def __init__(self, address: str, name: str) -> None:
-        self.address, self.model = address, RemoteModel(address, name)
-        self.calls = 0
-        """Requests under way."""
-        self.turn = 0
-        """Number of its last request."""
-        self.problem = ""
-        """Why it gets no requests; empty: it serves the model."""
-        self.is_ready, self.is_lost = True, False
-        self.closing = threading.Event()
+@dataclass(slots=True, eq=False)
+class Replica(Server):
+    """A Triton that serves the model."""
 
-    @property
-    def state(self) -> State:
-        return "failed" if self.problem else "loading" if self.is_lost else "ready"
-
-    def close(self) -> None:
-        self.closing.set()
-        self.model.close()
+    kind = "replica"
+    calls: set[grpc.aio.UnaryUnaryCall[bytes, bytes]] = field(default_factory=set)
+    """Calls under way."""
+    turn: int = 0
+    """Number of its last request."""
+    problem: str = ""
+    """Why it gets no requests; empty: it serves the model."""
+    answered_at: float = field(default_factory=time.monotonic)
+    """Time of the last answered poll."""
 
 
-class Replicas:
-    """May be used from any thread.
+class Replicas(ServerPool[Replica]):
+    """Use it from one event loop only.
 
     Args:
         addresses: `host:port` or `dns:name:port` of the replicas.
@@ -85,175 +84,150 @@ class Replicas:
         problem_of: Callable[[MaskserveError], str],
         publish: Callable[[Mapping[str, State]], None],
     ) -> None:
+        super().__init__(addresses, _RESOLVE_S)
         self._configured, self._name, self._patience_s = addresses, name, patience_s
         self._problem_of, self._publish = problem_of, publish
-        self._replicas: list[_Replica] = []
+        self._published: Mapping[str, State] | None = None
         self._turn = 0
-        self._is_watching = False
-        self._threads: list[threading.Thread] = []
-        self._closing = threading.Event()
-        self._lock = threading.RLock()
-        self._resolve()
-        if any(address.startswith(DNS) for address in addresses):
-            self._start(self._follow)
 
-    def watch(self) -> None:
-        """Start to ping the replicas."""
-        with self._lock:
-            self._is_watching = True
-            for replica in self._replicas:
-                self._start(self._watch, replica)
-
-    def close(self) -> None:
-        """Close the connections; calls under way end with an error."""
-        self._closing.set()
-        with self._lock:
-            for replica in self._replicas:
-                replica.close()
-            threads = list(self._threads)
-        for thread in threads:
-            thread.join()
-
-    def call(self, request: Any, limit_s: float, *, patiently: bool = False) -> Any:
-        """Return the response of a replica. Blocks.
+    async def call(self, request: bytes, limit_s: float, *, patiently: bool = False) -> bytes:
+        """Return the response of a replica.
 
         Args:
-            request: a `ModelInferRequest`.
+            request: an encoded `ModelInferRequest`.
             limit_s: most seconds at one replica.
             patiently: whether to go on without limit while no replica answers.
 
         Raises:
             MaskserveError: the model's error.
-            NoAnswer: no replica answers any more.
+            Failure: no replica answers any more.
             NotServed: all replicas serve another model.
         """
-        tried: set[_Replica] = set()
-        failure = NoAnswer(grpc.StatusCode.UNAVAILABLE, "the name has no addresses")
-        begin, warned_at_s = 0.0, -_LOG_EVERY_S
-        while not self._closing.is_set():
-            replica = self._take(tried)
+        tried: set[Replica] = set()
+        failure = Failure(grpc.StatusCode.UNAVAILABLE, "the name has no addresses")
+        begin, warned_at_s = 0.0, -_LOG_S
+        while True:
+            replica = self._next(tried)
             if replica is None:  # each has been tried
                 now_s = time.monotonic()
                 begin = begin or now_s
                 self._check_served()
-                if not patiently and (self._are_lost() or now_s - begin > self._patience_s):
+                is_lost = "ready" not in self._states().values()
+                if not patiently and (is_lost or now_s - begin > self._patience_s):
                     raise failure
-                if patiently and now_s - warned_at_s > _LOG_EVERY_S:
+                if patiently and now_s - warned_at_s > _LOG_S:
                     warned_at_s = now_s
                     where = ", ".join(self._configured)
                     log.warning("waiting for the %s at %s: %s", self._name, where, failure)
                 tried.clear()
-                self._closing.wait(_RETRY_S)
+                await asyncio.sleep(_RETRY_S)
                 continue
+            tried.add(replica)
             try:
-                answer = replica.model.call(request, limit_s)
-                replica.is_ready = True
-                return answer
-            except NoAnswer as error:
-                if error.code is grpc.StatusCode.DEADLINE_EXCEEDED and not patiently:
+                return await self._answer(replica, request, limit_s)
+            except Failure as error:
+                if error.coded:
+                    model_error = relayed(error.details, "")
+                    if not (problem := self._problem_of(model_error)):
+                        raise model_error from None
+                    self._refuse(replica, problem)
+                    continue
+                if error.status is grpc.StatusCode.DEADLINE_EXCEEDED and not patiently:
                     raise
-                failure, replica.is_ready = error, False
-                if error.has_no_model:
+                failure, replica.up = error, False
+                if error.status in _NO_MODEL:
                     self._refuse(replica, f"has no {self._name} ({error.details})")
-            except MaskserveError as error:
-                if not (problem := self._problem_of(error)):
-                    raise
-                self._refuse(replica, problem)
-            finally:
-                with self._lock:
-                    replica.calls -= 1
-        raise Overloaded("the worker is stopping")
 
-    def _take(self, tried: set[_Replica]) -> _Replica | None:
-        """Return a replica for a request, now under way there; None: each has been tried."""
-        with self._lock:
-            untried = [r for r in self._replicas if r not in tried and not r.problem]
-            if not untried:
-                return None
-            replica = min(untried, key=lambda r: (not r.is_ready, r.calls, r.turn))
-            self._turn += 1
-            replica.turn = self._turn
-            replica.calls += 1
-        tried.add(replica)
+    def _next(self, tried: set[Replica]) -> Replica | None:
+        """Return the replica that gets a request next; None: each has been tried."""
+        untried = [r for r in self.servers.values() if r not in tried and not r.problem]
+        if not untried:
+            return None
+        replica = min(untried, key=lambda r: (not r.up, len(r.calls), r.turn))
+        self._turn += 1
+        replica.turn = self._turn
         return replica
+
+    async def _answer(self, replica: Replica, request: bytes, limit_s: float) -> bytes:
+        """Return the response of a replica. Raises Failure: there is none."""
+        call = replica.upstream.infer(request, limit_s)
+        replica.calls.add(call)
+        try:
+            with failures():
+                answer: bytes = await call
+            return answer
+        except asyncio.CancelledError:
+            if call in replica.calls:  # this task is cancelled, not the call
+                raise
+            raise Failure(grpc.StatusCode.UNAVAILABLE, "it does not answer") from None
+        finally:
+            replica.calls.discard(call)
 
     def _check_served(self) -> None:
         """Raises NotServed: all replicas serve another model."""
-        with self._lock:
-            problems = {r.address: r.problem for r in self._replicas if r.problem}
-            if problems and len(problems) == len(self._replicas):
-                raise NotServed(problems)
+        problems = {r.address: r.problem for r in self.servers.values() if r.problem}
+        if problems and len(problems) == len(self.servers):
+            raise NotServed(problems)
 
-    def _are_lost(self) -> bool:
-        with self._lock:
-            return all(replica.state != "ready" for replica in self._replicas)
-
-    def _refuse(self, replica: _Replica, problem: str) -> None:
+    def _refuse(self, replica: Replica, problem: str) -> None:
         """Send a replica no more requests until it has been away."""
         log.error("%s %s; it gets no requests", replica.address, problem)
-        with self._lock:
-            replica.problem = problem
+        replica.problem = problem
         self._publish_states()
+
+    def _states(self) -> dict[str, State]:
+        return {address: self._state(replica) for address, replica in self.servers.items()}
+
+    def _state(self, replica: Replica) -> State:
+        silent_s = time.monotonic() - replica.answered_at
+        return (
+            "failed" if replica.problem else "ready" if silent_s <= self._patience_s else "loading"
+        )
 
     def _publish_states(self) -> None:
-        with self._lock:
-            self._publish({replica.address: replica.state for replica in self._replicas})
+        if (states := self._states()) != self._published:
+            self._published = states
+            self._publish(states)
 
-    # The threads that watch.
+    # The pool.
 
-    def _start(self, target: Callable[..., None], *arguments: Any) -> None:
-        name = f"{self._name}-replicas"
-        thread = threading.Thread(target=target, args=arguments, name=name, daemon=True)
-        self._threads.append(thread)
-        thread.start()
+    def _add_server(self, address: str) -> Replica:
+        return Replica(address)
 
-    def _watch(self, replica: _Replica) -> None:
-        """Ping a replica until it is closed, so that its outage is noticed without calls, too."""
-        last_ready_s, was_ready = time.monotonic(), True
-        while not replica.closing.wait(_PING_EVERY_S):
-            is_ready = replica.model.is_ready(_PING_TIMEOUT_S)
-            if replica.closing.is_set():
-                return
-            now_s, state = time.monotonic(), replica.state
-            if is_ready != was_ready:
-                was_ready = is_ready
-                text = "is back" if is_ready else "does not answer"
-                log.warning("the %s at %s %s", self._name, replica.address, text)
-                # One that starts again may serve the model.
-                replica.problem = "" if is_ready else replica.problem
-            last_ready_s = now_s if is_ready else last_ready_s
-            replica.is_ready = is_ready
-            if now_s - last_ready_s > _DEAF_S and replica.calls and self._is_any_ready():
-                replica.model.reconnect()
-            replica.is_lost = now_s - last_ready_s > self._patience_s
-            if replica.state != state:
-                self._publish_states()
+    async def _finish(self, replica: Replica) -> None:
+        _end_calls(replica)
 
-    def _is_any_ready(self) -> bool:
-        with self._lock:
-            return any(replica.is_ready and not replica.problem for replica in self._replicas)
-
-    def _follow(self) -> None:
-        """Resolve the names again and again."""
-        while not self._closing.wait(_RESOLVE_EVERY_S):
-            self._resolve()
-
-    def _resolve(self) -> None:
-        """Connect to new addresses, and leave those that are no more."""
-        with self._lock:
-            known = {replica.address: replica for replica in self._replicas}
-        addresses = resolved(self._configured, known)
-        if addresses == tuple(known) and self._replicas:
-            return
-        with self._lock:
-            if self._closing.is_set():
-                return
-            self._replicas = [known.get(a) or _Replica(a, self._name) for a in addresses]
-            if self._is_watching:
-                for replica in self._replicas:
-                    if replica.address not in known:
-                        self._start(self._watch, replica)
-            for address, replica in known.items():
-                if address not in addresses:
-                    replica.close()
+    def _addresses_changed(self, new: Sequence[str], removed: Sequence[str]) -> None:
+        super()._addresses_changed(new, removed)
         self._publish_states()
+
+    def _interval_s(self, replica: Replica) -> float:
+        return _POLL_S
+
+    def _most_misses(self) -> int:
+        return _MISSES
+
+    async def poll(self, replica: Replica) -> None:
+        await super().poll(replica)
+        others_answer = any(r.up and not r.problem for r in self.servers.values())
+        if replica.misses >= _MISSES and others_answer:
+            _end_calls(replica)
+        self._publish_states()
+
+    async def _ask(self, replica: Replica) -> str:
+        request = pb.ModelReadyRequest(name=self._name).SerializeToString()
+        answer = await replica.upstream.call("ModelReady", request, _POLL_TIMEOUT_S)
+        if not pb.ModelReadyResponse.FromString(answer).ready:
+            replica.misses += 1
+            return f"its {self._name} is not ready"
+        if replica.misses:  # one that starts again may serve the model
+            replica.problem = ""
+        replica.up, replica.misses, replica.answered_at = True, 0, time.monotonic()
+        return ""
+
+
+def _end_calls(replica: Replica) -> None:
+    """End the calls under way at a replica, which then go to another one."""
+    calls, replica.calls = replica.calls, set()
+    for call in calls:
+        call.cancel()

@@ -20,6 +20,7 @@ from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
 from maskserve_serving.supervisor import Supervisor
 from maskserve_triton.controlnet_calls import ControlNetCalls
+from maskserve_triton.loop_thread import LoopThread
 from tests.fakes.control_nets import random_net
 from tests.fakes.pictures import encode, scene
 from tests.support.calls import Pixels, pixels
@@ -136,11 +137,12 @@ def test_a_service_for_each_device_shares_the_nets_and_one_that_dies_leaves_them
     with Supervisor(serve_options) as supervisor:
         two = Site(supervisor)
         assert np.abs(two.edit(control=True, nets=names) - expected).max() <= 1
-        loaded = []
+        loaded, loop = [], LoopThread("calls")
         for service in supervisor.services:
-            calls = ControlNetCalls(service.grpc_url)
+            calls = ControlNetCalls(loop, service.grpc_url)
             loaded.append(calls.call({"op": "health"}, b"", 10.0)["nets"])
             calls.close()
+        loop.close()
         assert loaded == [1, 1]
         pid = supervisor.services[1].pid
         assert pid is not None

@@ -31,6 +31,7 @@ from maskserve_serving.ports import free_base_port
 from maskserve_serving.supervisor import Supervisor
 from maskserve_studies.workflows.second_host import SecondHost, can_make_second_host, second_host
 from maskserve_triton.controlnet_calls import ControlNetCalls
+from maskserve_triton.loop_thread import LoopThread
 from maskserve_workflows.definition import Workflow, each
 from maskserve_workflows.nodes import best, edit, enlarge, outline, shows
 from maskserve_workflows.passes import compiled
@@ -402,13 +403,15 @@ def controlled_again(url: str) -> bytes:
 
 
 def nothing_is_left_of_rows(site: Site) -> None:
-    calls = ControlNetCalls(site.at(CONTROLS))
+    loop = LoopThread("calls")
+    calls = ControlNetCalls(loop, site.at(CONTROLS))
     eventually(
         "the service has let go of what is over",
         lambda: calls.call({"op": "health"}, b"", 5.0) == {"sessions": 1, "rows": 0, "nets": 1},
         timeout_s=WHOLE_S,  # a session whose denoiser has not heard of it stays for a minute
     )
     calls.close()
+    loop.close()
     assert not [*site.remote_host.memory.rglob("*.ask"), *site.remote_host.memory.rglob("*.answer")]
 
 

@@ -33,6 +33,7 @@ from maskserve_common.imaging.images import encode_image
 from maskserve_common.liveness import signed_in
 from maskserve_engine.families.specs import load_spec
 from maskserve_triton.controlnet_calls import ControlNetCalls
+from maskserve_triton.loop_thread import LoopThread
 from maskserve_triton.tensor_io import read_elements, tensor
 from maskserve_triton.together import batched
 from maskserve_triton.worker_model import WorkerModel
@@ -333,7 +334,8 @@ def test_a_denoisers_calls_reach_a_controlnet_service(
     )
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
-    calls = ControlNetCalls(f"127.0.0.1:{port}")
+    loop = LoopThread("calls")
+    calls = ControlNetCalls(loop, f"127.0.0.1:{port}")
     try:
         session = calls.call({"op": "attach", "dtype": "float32"}, b"", 30.0)["session"]
         assert calls.call({"op": "health"}, b"", 30.0)["sessions"] == 1
@@ -347,6 +349,7 @@ def test_a_denoisers_calls_reach_a_controlnet_service(
             calls.call({"op": "health"}, b"", 1.0)
     finally:
         calls.close()
+        loop.close()
         server.stop(0).wait()
 
 

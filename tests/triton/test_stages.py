@@ -4,11 +4,11 @@ fails, is killed, or is another. tests/unit/engine/stages/test_shared_stages.py 
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import re
 import socket
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -315,17 +315,17 @@ def test_a_worker_waits_for_its_service_to_start(
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     config = site.worker(service=f"127.0.0.1:{port}", service_timeout_s=0.1)
-    waits, tries = threading.Event.wait, []
+    sleep, tries = asyncio.sleep, []
 
-    def wait(event: threading.Event, timeout: float | None = None) -> bool:
+    async def sleep_or_start(seconds: float) -> None:
         """The service starts once it was asked in vain for longer than edits would wait."""
-        if timeout == replicas._RETRY_S:
-            tries.append(timeout)
+        if seconds == replicas._RETRY_S:
+            tries.append(seconds)
             if len(tries) == 5:
                 opened.enter_context(StageServer(api, site.new_stages(), port))
-        return waits(event, timeout)
+        await sleep(seconds)
 
-    monkeypatch.setattr(threading.Event, "wait", wait)
+    monkeypatch.setattr(asyncio, "sleep", sleep_or_start)
     encoder = site.open(ForwardedEncoder, config)
     assert len(tries) >= 5
     answer_to(encoder, to_encode(api))
@@ -450,7 +450,7 @@ def test_replicas_behind_a_name_are_found_anew(
         return [(None, None, None, "", (address, port)) for address in hosts]
 
     monkeypatch.setattr("socket.getaddrinfo", addresses_of)
-    monkeypatch.setattr(replicas, "_RESOLVE_EVERY_S", 0.01)
+    monkeypatch.setattr(replicas, "_RESOLVE_S", 0.01)
     config = site.worker(service=f"dns:stages:{port}")
     encoder, away = site.open(ForwardedEncoder, config), StageOutages(config)
     answer_to(encoder, to_encode(api))

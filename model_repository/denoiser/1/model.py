@@ -1,5 +1,6 @@
 """denoiser: the engine, which batches edits step by step on its own thread."""
 
+from functools import partial
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
@@ -22,11 +23,13 @@ class TritonPythonModel(WorkerModel):
         from maskserve_triton.denoiser import DenoiserFrontend
 
         hide_unused_libraries(config, text=False)
-        calls = None
+        calls = self._loop = None
         if config.controls.service:  # imports gRPC
             from maskserve_triton.controlnet_calls import ControlNetCalls
+            from maskserve_triton.loop_thread import LoopThread
 
-            calls = ControlNetCalls
+            self._loop = LoopThread("controlnet-calls")
+            calls = partial(ControlNetCalls, self._loop)
         self._engine = load_engine(config, calls=calls)
         self._engine.start()
         self._engine.warm_up()
@@ -43,5 +46,7 @@ class TritonPythonModel(WorkerModel):
     def close(self) -> None:
         self._metrics.close()
         self._engine.close(_CLOSE_GRACE_S)
+        if self._loop is not None:
+            self._loop.close()
         self._frontend.close()
         self._tracer.close()

@@ -22,14 +22,8 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from maskserve_common.errors import MaskserveError
-from maskserve_router.messages.failures import (
-    Failure,
-    guarded,
-    http_status,
-    let_go,
-    retry_after,
-    text_of,
-)
+from maskserve_common.servers.failure import Failure
+from maskserve_router.messages.failures import guarded, http_status, let_go, retry_after, text_of
 from maskserve_router.messages.json_values import values_of
 
 JSON = "application/json"

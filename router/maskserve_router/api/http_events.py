@@ -17,9 +17,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from maskserve_common.errors import EngineFailed, MaskserveError
+from maskserve_common.servers.failure import Failure
 from maskserve_router.api.half_close import HALF_CLOSED
 from maskserve_router.api.http_answers import WrittenAnswer, while_connected
-from maskserve_router.messages.failures import Failure
 
 _REFUSED_WITHIN_S = 0.5
 _COMMENT_S = 10.0

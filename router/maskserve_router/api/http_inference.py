@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from maskserve_common.contracts.tensors import Contract
 from maskserve_common.errors import InvalidRequest, MaskserveError
+from maskserve_common.servers.failure import Failure
 from maskserve_router.api.front import Front
 from maskserve_router.api.http_answers import (
     JSON,
@@ -33,7 +34,6 @@ from maskserve_router.fair_share import FairShare
 from maskserve_router.key_holder import KeyHolder
 from maskserve_router.messages.call_context import CallContext
 from maskserve_router.messages.edit_call import check_request
-from maskserve_router.messages.failures import Failure
 from maskserve_router.messages.model_answer import ModelAnswer
 from maskserve_router.messages.model_request import ModelRequest
 from maskserve_router.scheduling.admission import EditRoom

@@ -12,10 +12,11 @@ from tritonclient.grpc import service_pb2 as pb
 from maskserve_common.contracts.tensors import Contract
 from maskserve_common.errors import InvalidRequest
 from maskserve_common.routing import Edit, NoWorkerAvailable
+from maskserve_common.servers.failure import Failure
 from maskserve_router.api.statistics import client_statistics, sum_statistics
 from maskserve_router.key_holder import KeyHolder
 from maskserve_router.messages.edit_call import MODELS, PUBLIC, VERSIONS, UnknownModel
-from maskserve_router.messages.failures import Failure, NotSupported
+from maskserve_router.messages.failures import NotSupported
 from maskserve_router.workers.pool import Pool
 
 _TIMEOUT_S = 5.0

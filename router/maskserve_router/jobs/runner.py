@@ -23,6 +23,7 @@ from maskserve_common.errors import (
     Overloaded,
 )
 from maskserve_common.logs import about
+from maskserve_common.servers.failure import Failure
 from maskserve_common.shares import Shares, room
 from maskserve_router.api.openai.answers import error_body
 from maskserve_router.api.openai.edits import ImageEdits
@@ -35,7 +36,7 @@ from maskserve_router.jobs.pauses import Pauses
 from maskserve_router.jobs.store import RUN, TELL, JobRecord, JobStore, Lease, Stray, WaitingKey
 from maskserve_router.jobs.webhooks import Webhooks
 from maskserve_router.keys import KeyRing
-from maskserve_router.messages.failures import Failure, guarded, retry_after
+from maskserve_router.messages.failures import guarded, retry_after
 from maskserve_router.messages.job_states import FAILED, SUCCEEDED
 from maskserve_router.metrics import Metrics
 from maskserve_router.scheduling.admission import Admission

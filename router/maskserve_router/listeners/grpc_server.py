@@ -17,6 +17,8 @@ from tritonclient.grpc import service_pb2 as pb
 from maskserve_common import transport
 from maskserve_common.contracts.keys import NO_SCOPE
 from maskserve_common.errors import DeadlineExceeded, MaskserveError
+from maskserve_common.servers.failure import Failure
+from maskserve_common.servers.upstream import SERVICE
 from maskserve_router.api.front import Front
 from maskserve_router.api.server_calls import ServerCalls, operators_only, shared_memory_refused
 from maskserve_router.config import Grpc, RouterConfig
@@ -26,7 +28,6 @@ from maskserve_router.listeners.descriptors import connections
 from maskserve_router.listeners.open_calls import OpenCall, OpenCalls
 from maskserve_router.messages.call_context import CallContext
 from maskserve_router.messages.failures import (
-    Failure,
     NotSupported,
     grpc_status,
     guarded,
@@ -35,7 +36,6 @@ from maskserve_router.messages.failures import (
     text_of,
 )
 from maskserve_router.messages.model_request import ModelRequest
-from maskserve_router.workers.upstream import SERVICE
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 _Answers: TypeAlias = "asyncio.Queue[bytes | MaskserveError | None]"

@@ -1,11 +1,9 @@
-"""Errors as clients get them, and the conclusions from a worker's error."""
+"""Errors as clients get them."""
 
 from __future__ import annotations
 
-import enum
 import logging
 import math
-from dataclasses import dataclass
 
 import grpc
 
@@ -19,19 +17,14 @@ from maskserve_common.errors import (
     Overloaded,
     Refused,
     TemplateNotFound,
-    split_code,
 )
 from maskserve_common.logs import about
 from maskserve_common.routing import NoWorkerAvailable
+from maskserve_common.servers.failure import Failure
 from maskserve_router.messages.edit_call import UnknownModel
 
 log = logging.getLogger("maskserve.router")
 Status = grpc.StatusCode
-MOST_LOST = 2
-"""Servers that a call may lose before it is given up: the call itself may crash them."""
-_NEVER_BEGUN = ("failed to connect", "resolution failed", "Server is stopping", "Server not ready")
-"""UNAVAILABLE errors, from gRPC and Triton, of a server that did not take the call. Any other error
-without our code means a connection lost during the call."""
 
 
 class Unauthorized(InvalidRequest):
@@ -55,71 +48,7 @@ class RetryLater(Overloaded):
         self.retry_s = retry_s
 
 
-class Blame(enum.Enum):
-    """Who caused a failure, which decides whether a retry can help."""
-
-    REQUEST = "request"
-    """The client's request: no other worker would do better."""
-    REFUSED = "refused"
-    """The worker did not take the edit; others may."""
-    WORKER = "worker"
-    """The worker failed."""
-    UNKNOWN = "unknown"
-    """An error of Triton or of the network, without one of our codes. Another worker may do better.
-    The request may have caused it, so it does not count against the worker. A worker that is down
-    is noticed by its missing answers."""
-    CLIENT = "client"
-    """The client: it cancelled, or its deadline passed."""
-
-
-@dataclass(eq=False)
-class Failure(Exception):
-    """A worker's error, unchanged."""
-
-    status: grpc.StatusCode
-    details: str
-    message: bytes = b""
-    """In a stream: the message that carried it."""
-
-    @property
-    def coded(self) -> bool:
-        """True if the text begins with one of our codes, unlike errors of Triton or gRPC."""
-        return f"[{split_code(self.details)[0]}]" in self.details
-
-    @property
-    def code(self) -> str:
-        """The code from maskserve_common.errors; without one, the code for the gRPC status."""
-        if self.coded:
-            return split_code(self.details)[0]
-        return _CODES.get(self.status, EngineFailed.code)
-
-    @property
-    def untaken(self) -> bool:
-        """True if the server did not take the call: it is stopping, or nobody listens there."""
-        unavailable = self.status is Status.UNAVAILABLE
-        return unavailable and (self.coded or any(words in self.details for words in _NEVER_BEGUN))
-
-    @property
-    def blame(self) -> Blame:
-        match self.code:
-            case Overloaded.code | TemplateNotFound.code | AdapterNotFound.code if self.coded:
-                return Blame.REFUSED
-            case Cancelled.code | DeadlineExceeded.code:
-                return Blame.CLIENT
-            case InvalidRequest.code | TemplateNotFound.code | Refused.code:
-                return Blame.REQUEST
-        return Blame.WORKER if self.coded else Blame.UNKNOWN
-
-
 _UNTOLD = "the worker ended the request; why is in the router's log"
-_CODES = {
-    Status.INVALID_ARGUMENT: InvalidRequest.code,
-    Status.NOT_FOUND: TemplateNotFound.code,
-    Status.UNIMPLEMENTED: InvalidRequest.code,
-    Status.RESOURCE_EXHAUSTED: Overloaded.code,
-    Status.DEADLINE_EXCEEDED: DeadlineExceeded.code,
-    Status.CANCELLED: Cancelled.code,
-}
 _GRPC = {
     InvalidRequest.code: Status.INVALID_ARGUMENT,
     TemplateNotFound.code: Status.NOT_FOUND,

@@ -9,7 +9,7 @@ import time
 import grpc
 
 from maskserve_common.errors import EngineFailed, split_code
-from maskserve_router.messages.failures import MOST_LOST, Blame, Failure
+from maskserve_common.servers.failure import MOST_LOST, Blame, Failure
 from maskserve_router.nodes.node_server import NodeServer
 from maskserve_workflows.node_types import NodeType
 from maskserve_workflows.wire import NOT_HOSTED, OTHER_VERSION

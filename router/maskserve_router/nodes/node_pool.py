@@ -19,16 +19,16 @@ from msgspec import structs
 
 from maskserve_common.errors import EngineFailed, InvalidRequest
 from maskserve_common.files.values import NO_VALUES, Values
+from maskserve_common.servers.failure import Failure
+from maskserve_common.servers.pool import ServerPool
 from maskserve_common.shares import PATIENCE_S, urgency
 from maskserve_router.config import WorkflowFiles
 from maskserve_router.fair_share import FairPlaces, FairShare
 from maskserve_router.key_holder import KeyHolder
-from maskserve_router.messages.failures import Failure
 from maskserve_router.nodes.call_tries import CallTries
 from maskserve_router.nodes.kept_answers import AnswerKey, KeptAnswers
 from maskserve_router.nodes.node_messages import NodeAnswer, node_answer, node_request
 from maskserve_router.nodes.node_server import CALL_S, NodeServer, runs
-from maskserve_router.workers.server_pool import ServerPool
 from maskserve_workflows.live_placement import LivePlacement
 from maskserve_workflows.node_types import NodeType
 from maskserve_workflows.nodes import NODE_TYPES

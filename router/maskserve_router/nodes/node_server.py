@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from maskserve_common.servers.pool import Server
+from maskserve_common.servers.upstream import failures
 from maskserve_router.nodes.node_messages import record_of, record_request
-from maskserve_router.workers.server_pool import Server
-from maskserve_router.workers.upstream import failures
 
 CALL_S = 120.0
 """Most seconds of a call."""

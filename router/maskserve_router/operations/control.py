@@ -16,6 +16,7 @@ from maskserve_common.contracts.keys import NO_SCOPE, edit_of, name_of, scope_of
 from maskserve_common.contracts.operations import ADAPTER_WRITES, PATIENT, SCOPED
 from maskserve_common.errors import EngineFailed, InvalidRequest
 from maskserve_common.routing import Edit, NoWorkerAvailable
+from maskserve_common.servers.failure import Blame, Failure
 from maskserve_router.fair_share import FairShare
 from maskserve_router.key_holder import KeyHolder
 from maskserve_router.messages.client_call import request_id_of
@@ -25,7 +26,7 @@ from maskserve_router.messages.control_message import (
     image_size,
     read_operation,
 )
-from maskserve_router.messages.failures import Blame, Failure, NotSupported, Unauthorized
+from maskserve_router.messages.failures import NotSupported, Unauthorized
 from maskserve_router.messages.model_request import ModelRequest
 from maskserve_router.operations.replication_queue import MissedOperations, refused
 from maskserve_router.scheduling.admission import Admission

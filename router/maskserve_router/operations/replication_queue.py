@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from maskserve_common.errors import EngineFailed
+from maskserve_common.servers.failure import Blame, Failure
 from maskserve_common.shares import room
 from maskserve_router.messages.control_message import image_size
-from maskserve_router.messages.failures import Blame, Failure
 from maskserve_router.workers.pool import Pool
 from maskserve_router.workers.worker import Worker
 

@@ -12,9 +12,10 @@ from typing import Any, Generic, TypeVar
 from maskserve_common.contracts.due_times import OK
 from maskserve_common.errors import Cancelled, InvalidRequest, MaskserveError
 from maskserve_common.logs import about
+from maskserve_common.servers.failure import Failure
 from maskserve_router.key_holder import EditCounts
 from maskserve_router.messages.client_call import ClientCall
-from maskserve_router.messages.failures import Failure, guarded
+from maskserve_router.messages.failures import guarded
 from maskserve_router.workers.stream_buffer import Unread
 
 log = logging.getLogger("maskserve.router")

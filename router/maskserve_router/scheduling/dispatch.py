@@ -25,11 +25,11 @@ from maskserve_common.errors import (
 )
 from maskserve_common.files.values import NO_VALUES, Values
 from maskserve_common.routing import Edit, NoWorkerAvailable
+from maskserve_common.servers.failure import MOST_LOST, Blame, Failure
 from maskserve_router.config import RouterConfig
 from maskserve_router.fair_share import FairShare
 from maskserve_router.key_holder import KeyHolder
 from maskserve_router.messages.edit_call import EditCall, make_edit_call
-from maskserve_router.messages.failures import MOST_LOST, Blame, Failure
 from maskserve_router.messages.model_request import ModelRequest
 from maskserve_router.metrics import Metrics
 from maskserve_router.scheduling.admission import Admission, EditRoom

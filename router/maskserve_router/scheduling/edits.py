@@ -8,10 +8,10 @@ from typing import Any
 
 from maskserve_common.contracts.request import EditKind
 from maskserve_common.errors import MaskserveError
+from maskserve_common.servers.failure import Failure
 from maskserve_router.key_holder import KeyHolder
 from maskserve_router.messages.call_context import CallContext
 from maskserve_router.messages.edit_call import EditCall, make_edit_call
-from maskserve_router.messages.failures import Failure
 from maskserve_router.messages.forwarded_headers import foreign_id, known_headers
 from maskserve_router.messages.model_request import ModelRequest
 from maskserve_router.metrics import Metrics

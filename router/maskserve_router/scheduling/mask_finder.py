@@ -10,9 +10,9 @@ from msgspec import structs
 
 from maskserve_common.contracts.settings import MaskFrom, dump_settings, parse_settings
 from maskserve_common.errors import InvalidRequest, split_code
+from maskserve_common.servers.failure import Failure
 from maskserve_router.fair_share import FairShare
 from maskserve_router.key_holder import KeyHolder
-from maskserve_router.messages.failures import Failure
 from maskserve_router.messages.model_request import ModelRequest
 
 FIELD = "SETTINGS.mask_from"

@@ -6,7 +6,7 @@ from maskserve_common.contracts.settings import EditSettings
 from maskserve_common.errors import TemplateNotFound
 from maskserve_common.lru_cache import LruCache
 from maskserve_common.routing import Edit
-from maskserve_router.messages.failures import Failure
+from maskserve_common.servers.failure import Failure
 from maskserve_router.workers.pool import Pool
 from maskserve_router.workers.worker import Worker, WorkerEpoch
 

@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 import grpc
 
 from maskserve_common.errors import EngineFailed
+from maskserve_common.servers.failure import Failure
+from maskserve_common.servers.pool import ServerPool
 from maskserve_router.config import RouterConfig
 from maskserve_router.messages.control_message import control_request
-from maskserve_router.messages.failures import Failure
 from maskserve_router.workers.roster import Roster
-from maskserve_router.workers.server_pool import ServerPool
 from maskserve_router.workers.template_index import TemplateIndex
 from maskserve_router.workers.worker import Worker, read_status
 

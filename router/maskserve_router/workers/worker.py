@@ -20,11 +20,11 @@ from maskserve_common.contracts.status_record import (
 from maskserve_common.errors import MaskserveError
 from maskserve_common.listings import changes_of
 from maskserve_common.routing import Edit, WorkerView, predicted_seconds
+from maskserve_common.servers.failure import Failure
+from maskserve_common.servers.pool import Server
 from maskserve_router.config import RouterConfig
-from maskserve_router.messages.failures import Failure
 from maskserve_router.workers.answer_times import AnswerTimes
 from maskserve_router.workers.breaker import Breaker
-from maskserve_router.workers.server_pool import Server
 from maskserve_router.workers.template_index import TemplateIndex
 
 UNPRICED = Pricing(step=0.005, dense_row=0.1, cached_row=0.01, active_token=2e-5)

@@ -14,11 +14,11 @@ from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_common.contracts import bytes_tensor
 from maskserve_common.errors import EngineFailed, MaskserveError
+from maskserve_common.servers.failure import Failure
+from maskserve_common.servers.upstream import failures
 from maskserve_router.messages.edit_call import EditCall
-from maskserve_router.messages.failures import Failure
 from maskserve_router.messages.model_answer import ModelAnswer
 from maskserve_router.workers.stream_buffer import Message
-from maskserve_router.workers.upstream import failures
 from maskserve_router.workers.worker import Sent
 
 log = logging.getLogger("maskserve.router")

@@ -29,10 +29,11 @@ from maskserve_common.errors import (
     split_code,
 )
 from maskserve_common.routing import EncodingPlace
+from maskserve_common.servers.failure import Failure
 from maskserve_router.fair_share import FairShare
 from maskserve_router.messages.call_context import CallContext
 from maskserve_router.messages.client_call import ClientCall
-from maskserve_router.messages.failures import Failure, let_go
+from maskserve_router.messages.failures import let_go
 from maskserve_router.nodes.node_pool import NodePool
 from maskserve_router.scheduling.admission import Admission, EditRoom
 from maskserve_router.scheduling.edits import Edits

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from maskserve_router.dns import Discovery
-from maskserve_router.workers.server_pool import Server, ServerPool
-from maskserve_router.workers.upstream import Upstream
+from maskserve_common.servers.discovery import Discovery
+from maskserve_common.servers.pool import Server, ServerPool
+from maskserve_common.servers.upstream import Upstream
 
 
 async def test_a_reload_is_not_undone_by_a_resolution_under_way(

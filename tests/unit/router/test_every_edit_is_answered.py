@@ -20,11 +20,11 @@ from maskserve_common.contracts.pricing import Pricing
 from maskserve_common.contracts.status_record import RowStatus, Served, ValuesHeld
 from maskserve_common.errors import CODES, MaskserveError
 from maskserve_common.routing import POLICIES, Edit, assign, make_policy
+from maskserve_common.servers.failure import Failure
 from maskserve_router.config import router_config_of
 from maskserve_router.fair_share import FairShare
 from maskserve_router.key_holder import KeyHolder
 from maskserve_router.messages.edit_call import EditCall, make_edit_call, parse_request
-from maskserve_router.messages.failures import Failure
 from maskserve_router.metrics import Metrics
 from maskserve_router.scheduling.admission import Admission
 from maskserve_router.scheduling.dispatch import Dispatcher
@@ -291,7 +291,7 @@ async def settle(site: Site, last: str) -> None:
 
 
 async def run(policy: str, order: str, script: list[tuple[Any, ...]], last: str) -> None:
-    with patch("maskserve_router.workers.server_pool.Upstream", ScriptedUpstream):
+    with patch("maskserve_common.servers.pool.Upstream", ScriptedUpstream):
         site = Site(policy, order)
         await site.pool.all_polled()
         try:

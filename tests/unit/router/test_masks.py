@@ -21,11 +21,11 @@ from maskserve_common.contracts.settings import MaskFrom
 from maskserve_common.errors import EngineFailed, InvalidRequest
 from maskserve_common.imaging.images import decode_mask
 from maskserve_common.imaging.masks import selected_pixels
+from maskserve_common.servers.failure import Failure
 from maskserve_router.api.openai.masks import _text_of_mask
 from maskserve_router.config import WorkflowFiles
 from maskserve_router.fair_share import FairShare
 from maskserve_router.key_holder import KeyHolder
-from maskserve_router.messages.failures import Failure
 from maskserve_router.messages.model_request import ModelRequest
 from maskserve_router.nodes import node_server
 from maskserve_router.nodes.node_messages import NodeAnswer

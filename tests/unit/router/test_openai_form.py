@@ -16,6 +16,7 @@ from starlette.datastructures import Headers
 from maskserve_common.config import LimitsConfig
 from maskserve_common.contracts.settings import parse_settings
 from maskserve_common.errors import InvalidRequest
+from maskserve_common.servers.failure import Failure
 from maskserve_router.api.openai.answers import error_body
 from maskserve_router.api.openai.edits import _margins
 from maskserve_router.api.openai.form import EditForm, read_form
@@ -23,7 +24,6 @@ from maskserve_router.api.openai.image_urls import ImageUrls
 from maskserve_router.config import AdmissionBounds, ImageHosts
 from maskserve_router.fair_share import FairShare
 from maskserve_router.keys import KeyRing
-from maskserve_router.messages.failures import Failure
 from maskserve_router.metrics import Metrics
 from maskserve_router.scheduling.admission import Admission
 from tests.support.examples import examples

@@ -11,8 +11,8 @@ import pytest
 
 from maskserve_benchmarks.emulator.worker import RESULT_ID
 from maskserve_benchmarks.simulator.hardware import Hardware
+from maskserve_common.servers.failure import Failure
 from maskserve_router.key_holder import KeyHolder
-from maskserve_router.messages.failures import Failure
 from maskserve_router.messages.model_answer import ModelAnswer
 from maskserve_router.messages.model_request import ModelRequest
 from maskserve_router.operations.control import cluster_status

@@ -15,8 +15,8 @@ import pytest
 from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_common.errors import InvalidRequest
+from maskserve_common.servers.failure import Blame, Failure
 from maskserve_router.messages.edit_call import check_request
-from maskserve_router.messages.failures import Blame, Failure
 from maskserve_router.workers.worker import read_status
 from tests.support.router import FAST, calling, cluster, control_request, edit, http_edit, until
 from tests.support.router_requests import parsed

@@ -19,6 +19,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_common.config import ConfigError
 from maskserve_common.errors import InvalidRequest
+from maskserve_common.servers.failure import Blame, Failure
 from maskserve_router.api.kserve_http import (
     generate_request,
     generate_response,
@@ -38,7 +39,7 @@ from maskserve_router.key_holder import KeyHolder
 from maskserve_router.keys import KeyRing
 from maskserve_router.listeners.http_server import HttpServer
 from maskserve_router.messages.edit_call import check_request, make_edit_call, parse_request
-from maskserve_router.messages.failures import Blame, Failure, RetryLater, Status, Unauthorized
+from maskserve_router.messages.failures import RetryLater, Status, Unauthorized
 from maskserve_router.messages.json_values import values_of
 from maskserve_router.messages.model_answer import ModelAnswer
 from maskserve_router.messages.model_request import ModelRequest

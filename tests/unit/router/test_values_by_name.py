@@ -25,11 +25,11 @@ from maskserve_common.errors import TemplateNotFound
 from maskserve_common.files.values import ENCODING, MAKE, RUN, TAKE, Values
 from maskserve_common.imaging.images import encode_png, plain_picture
 from maskserve_common.routing import EncodingPlace
+from maskserve_common.servers.failure import Failure
 from maskserve_router.config import AdmissionBounds, RouterConfig, WorkflowFiles
 from maskserve_router.fair_share import IN_A_THREAD, FairShare
 from maskserve_router.key_holder import KeyHolder
 from maskserve_router.messages.edit_call import make_edit_call
-from maskserve_router.messages.failures import Failure
 from maskserve_router.messages.model_request import ModelRequest
 from maskserve_router.metrics import Metrics
 from maskserve_router.nodes.node_messages import NodeAnswer

@@ -21,11 +21,13 @@ from tritonclient.grpc import service_pb2 as pb
 from maskserve_common.config import LimitsConfig
 from maskserve_common.contracts import bytes_tensor
 from maskserve_common.errors import Cancelled, DeadlineExceeded, EngineFailed, InvalidRequest
+from maskserve_common.servers.failure import Failure
+from maskserve_common.servers.upstream import Upstream, failures
 from maskserve_router.config import AdmissionBounds, RouterConfig, WorkflowFiles
 from maskserve_router.fair_share import FairShare
 from maskserve_router.key_holder import KeyHolder
 from maskserve_router.messages.edit_call import MODELS, check_request
-from maskserve_router.messages.failures import Failure, RetryLater
+from maskserve_router.messages.failures import RetryLater
 from maskserve_router.messages.model_request import ModelRequest
 from maskserve_router.metrics import Metrics
 from maskserve_router.nodes import call_tries, node_pool
@@ -34,7 +36,6 @@ from maskserve_router.nodes.node_pool import NodePool
 from maskserve_router.nodes.node_server import NodeServer
 from maskserve_router.scheduling.admission import Admission
 from maskserve_router.scheduling.served_workflows import ServedWorkflows
-from maskserve_router.workers.upstream import Upstream, failures
 from maskserve_router.workflows import run_driver
 from maskserve_router.workflows import workflows as served_workflows
 from maskserve_router.workflows.run_driver import RunServices

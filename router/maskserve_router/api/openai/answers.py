@@ -17,10 +17,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from maskserve_common.errors import EngineFailed, InvalidRequest, MaskserveError, split_code
+from maskserve_common.servers.failure import Failure
 from maskserve_router.api.http_answers import JSON
 from maskserve_router.api.openai.form import EditForm, Fields
 from maskserve_router.messages.failures import (
-    Failure,
     Unauthorized,
     guarded,
     http_status,

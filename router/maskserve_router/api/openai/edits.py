@@ -33,6 +33,7 @@ from maskserve_common.imaging.picture_set import (
     check_images,
 )
 from maskserve_common.imaging.view import canvas_size
+from maskserve_common.servers.failure import Failure
 from maskserve_router.api.front import Front
 from maskserve_router.api.http_answers import JSON, WrittenAnswer, each_of, while_connected
 from maskserve_router.api.http_body import Bodies
@@ -64,7 +65,7 @@ from maskserve_router.api.outputs import Outputs, check_output
 from maskserve_router.fair_share import IN_A_THREAD, FairShare
 from maskserve_router.key_holder import KeyHolder
 from maskserve_router.messages.call_context import CallContext
-from maskserve_router.messages.failures import Failure, text_of
+from maskserve_router.messages.failures import text_of
 from maskserve_router.messages.model_answer import ModelAnswer
 from maskserve_router.messages.model_request import ModelRequest
 from maskserve_router.scheduling.admission import EditRoom

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Generic, TypeVar
 
-from maskserve_router.dns import Discovery
-from maskserve_router.messages.failures import Failure
-from maskserve_router.workers.upstream import Upstream
+from maskserve_common.servers.discovery import Discovery
+from maskserve_common.servers.failure import Failure
+from maskserve_common.servers.upstream import Upstream
 
-log = logging.getLogger("maskserve.router")
+log = logging.getLogger("maskserve")
 
 
 @dataclass(slots=True, eq=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 
 import grpc.aio
@@ -10,8 +10,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_common import transport
 from maskserve_common.contracts import bytes_tensor
-from maskserve_router.messages.failures import Failure
-from maskserve_router.messages.forwarded_headers import Metadata
+from maskserve_common.servers.failure import Failure
 
 SERVICE = "inference.GRPCInferenceService"
 
@@ -37,12 +36,12 @@ class Upstream:
         self._stream = self._channel.stream_stream(f"/{SERVICE}/ModelStreamInfer")
 
     def infer(
-        self, request: bytes, timeout: float | None = None, metadata: Metadata = ()
+        self, request: bytes, timeout: float | None = None, metadata: Sequence[tuple[str, str]] = ()
     ) -> grpc.aio.UnaryUnaryCall[bytes, bytes]:
         return self._infer(request, timeout=timeout, metadata=metadata)
 
     def stream(
-        self, request: bytes, timeout: float | None = None, metadata: Metadata = ()
+        self, request: bytes, timeout: float | None = None, metadata: Sequence[tuple[str, str]] = ()
     ) -> grpc.aio.StreamStreamCall[bytes, bytes]:
         """Start a stream of one request."""
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from maskserve_common.addresses import resolved
 
-log = logging.getLogger("maskserve.router")
+log = logging.getLogger("maskserve")
 
 
 class Discovery:
