@@ -1131,8 +1131,8 @@ MUTATIONS = (
     Mutation(
         "a silent replica keeps its requests",
         "engine/maskserve_triton/replicas.py",
-        "others_answer:\n            _end_calls(replica)",
-        "others_answer:\n            pass",
+        "replica.end_calls()\n        self._publish",
+        "pass\n        self._publish",
         f"{_STAGES}::test_a_replica_that_ends_loses_no_request",
     ),
     Mutation(

@@ -14,14 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import grpc
-import grpc.aio
 from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_common.contracts.status_record import State
 from maskserve_common.errors import MaskserveError
 from maskserve_common.servers.failure import Failure
 from maskserve_common.servers.pool import Server, ServerPool
-from maskserve_common.servers.upstream import failures
 from maskserve_triton.tensor_io import relayed
 
 log = logging.getLogger("maskserve")
@@ -54,8 +52,6 @@ class Replica(Server):
     """A Triton that serves the model."""
 
     kind = "replica"
-    calls: set[grpc.aio.UnaryUnaryCall[bytes, bytes]] = field(default_factory=set)
-    """Calls under way."""
     turn: int = 0
     """Number of its last request."""
     problem: str = ""
@@ -124,7 +120,7 @@ class Replicas(ServerPool[Replica]):
                 continue
             tried.add(replica)
             try:
-                return await self._answer(replica, request, limit_s)
+                return await replica.infer(request, limit_s)
             except Failure as error:
                 if error.coded:
                     model_error = relayed(error.details, "")
@@ -148,21 +144,6 @@ class Replicas(ServerPool[Replica]):
         replica.turn = self._turn
         return replica
 
-    async def _answer(self, replica: Replica, request: bytes, limit_s: float) -> bytes:
-        """Return the response of a replica. Raises Failure: there is none."""
-        call = replica.upstream.infer(request, limit_s)
-        replica.calls.add(call)
-        try:
-            with failures():
-                answer: bytes = await call
-            return answer
-        except asyncio.CancelledError:
-            if call in replica.calls:  # this task is cancelled, not the call
-                raise
-            raise Failure(grpc.StatusCode.UNAVAILABLE, "it does not answer") from None
-        finally:
-            replica.calls.discard(call)
-
     def _check_served(self) -> None:
         """Raises NotServed: all replicas serve another model."""
         problems = {r.address: r.problem for r in self.servers.values() if r.problem}
@@ -179,10 +160,10 @@ class Replicas(ServerPool[Replica]):
         return {address: self._state(replica) for address, replica in self.servers.items()}
 
     def _state(self, replica: Replica) -> State:
+        if replica.problem:
+            return "failed"
         silent_s = time.monotonic() - replica.answered_at
-        return (
-            "failed" if replica.problem else "ready" if silent_s <= self._patience_s else "loading"
-        )
+        return "ready" if silent_s <= self._patience_s else "loading"
 
     def _publish_states(self) -> None:
         if (states := self._states()) != self._published:
@@ -195,7 +176,7 @@ class Replicas(ServerPool[Replica]):
         return Replica(address)
 
     async def _finish(self, replica: Replica) -> None:
-        _end_calls(replica)
+        replica.end_calls()
 
     def _addresses_changed(self, new: Sequence[str], removed: Sequence[str]) -> None:
         super()._addresses_changed(new, removed)
@@ -211,7 +192,7 @@ class Replicas(ServerPool[Replica]):
         await super().poll(replica)
         others_answer = any(r.up and not r.problem for r in self.servers.values())
         if replica.misses >= _MISSES and others_answer:
-            _end_calls(replica)
+            replica.end_calls()
         self._publish_states()
 
     async def _ask(self, replica: Replica) -> str:
@@ -224,10 +205,3 @@ class Replicas(ServerPool[Replica]):
             replica.problem = ""
         replica.up, replica.misses, replica.answered_at = True, 0, time.monotonic()
         return ""
-
-
-def _end_calls(replica: Replica) -> None:
-    """End the calls under way at a replica, which then go to another one."""
-    calls, replica.calls = replica.calls, set()
-    for call in calls:
-        call.cancel()

@@ -10,9 +10,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Generic, TypeVar
 
+import grpc
+import grpc.aio
+
 from maskserve_common.servers.discovery import Discovery
 from maskserve_common.servers.failure import Failure
-from maskserve_common.servers.upstream import Upstream
+from maskserve_common.servers.upstream import Upstream, failures
 
 log = logging.getLogger("maskserve")
 
@@ -32,6 +35,8 @@ class Server:
     """True while it answers polls."""
     misses: int = field(init=False, default=0)
     """Polls in a row that it has not answered."""
+    calls: set[grpc.aio.UnaryUnaryCall[bytes, bytes]] = field(init=False, default_factory=set)
+    """Calls of `infer` under way."""
 
     def __post_init__(self) -> None:
         self.upstream = Upstream(self.address)
@@ -40,6 +45,27 @@ class Server:
     def polled(self) -> bool:
         """True once it has answered a poll or missed one."""
         return self.up or self.misses > 0
+
+    async def infer(self, request: bytes, limit_s: float) -> bytes:
+        """Return the answer to a request; raises Failure: there is none, or `end_calls` came."""
+        call = self.upstream.infer(request, limit_s)
+        self.calls.add(call)
+        try:
+            with failures():
+                answer: bytes = await call
+            return answer
+        except asyncio.CancelledError:
+            if call in self.calls:  # the caller was cancelled, not the call
+                raise
+            raise Failure(grpc.StatusCode.UNAVAILABLE, "it answers no more") from None
+        finally:
+            self.calls.discard(call)
+
+    def end_calls(self) -> None:
+        """End the calls of `infer` that are under way."""
+        calls, self.calls = self.calls, set()
+        for call in calls:
+            call.cancel()
 
 
 S = TypeVar("S", bound=Server)

@@ -40,6 +40,8 @@ _RESOLVE_S = 5.0
 """Seconds between two name resolutions."""
 _POLL_S = 1.0
 """Seconds between two polls of a server."""
+_LOST = 3
+"""Polls in a row that a server misses until its calls go to another one."""
 _PLACE_S = 5.0
 _AT_A_SERVER = 2
 """Calls of a model that are sent to each server at a time: one runs, the next waits."""
@@ -257,6 +259,11 @@ class NodePool(ServerPool[NodeServer]):
     def _interval_s(self, server: NodeServer) -> float:
         return _POLL_S
 
+    async def poll(self, server: NodeServer) -> None:
+        await super().poll(server)
+        if server.misses >= _LOST:
+            server.end_calls()
+
     async def _ask(
         self, server: NodeServer, settings: Mapping[str, Any] = MappingProxyType({})
     ) -> str:
@@ -375,7 +382,7 @@ class NodePool(ServerPool[NodeServer]):
         """Return the answer to one call, and learn its seconds."""
         price_s, begin = self._price_s(kind), time.monotonic()
         with server.busy(price_s):
-            answer = await server.call(request)
+            answer = await server.infer(request, CALL_S)
         taken_s = time.monotonic() - begin
         self._seconds[kind.name] = price_s + _REMEMBERED * (taken_s - price_s)
         return answer

@@ -50,12 +50,6 @@ class NodeServer(Server):
         self.up, self.misses, self.record = True, 0, record
         self.host = record.get("values", {}).get("host", "")
 
-    async def call(self, request: bytes) -> bytes:
-        """Return the answer to a call. Raises Failure: the call failed."""
-        with failures():
-            answer: bytes = await self.upstream.infer(request, CALL_S)
-        return answer
-
     @contextmanager
     def busy(self, seconds: float) -> Iterator[None]:
         """Count a call's predicted seconds as its load for the block."""

@@ -689,6 +689,45 @@ async def test_a_server_that_failed_a_call_is_not_asked_while_another_comes_back
     await pool.close()
 
 
+async def test_a_call_at_a_server_that_misses_polls_goes_to_another() -> None:
+    """A call at a frozen server waited until gRPC's pings had failed, for 50 s."""
+    with socket.socket() as mute:  # takes connections and never says a word
+        mute.bind(("127.0.0.1", 0))
+        mute.listen()
+        frozen, silent, sent = f"127.0.0.1:{mute.getsockname()[1]}", False, list[str]()
+
+        class Pool(NodePool):
+            async def _ask(self, server: NodeServer, settings: Any = None) -> str:
+                if silent and server.address == frozen:
+                    raise Failure(grpc.StatusCode.DEADLINE_EXCEEDED, "")
+                server.heard({"models": [{"name": "enlarge"}]})
+                return ""
+
+            async def _sent(self, server: NodeServer, request: bytes, kind: Any) -> bytes:
+                sent.append(server.address)
+                if server.address == frozen:
+                    return await super()._sent(server, request, kind)
+                return made_answer("picture")
+
+        files = WorkflowFiles(nodes=(frozen, "other:1"), kept_bytes=0)
+        pool = Pool(files, FairShare(1))
+        await pool.all_polled()
+        pool.servers["other:1"].load_s = 9.0
+        task = Task("enlarge-1", NodeCall("enlarge-1", "enlarge"), {"picture": b"p"})
+        call = asyncio.create_task(pool.call(task, CLIENT))
+        server = pool.servers[frozen]
+        await until("it is under way", lambda: server.calls)
+        silent = True
+        for _ in range(node_pool._LOST):
+            assert not call.done()
+            await pool.poll(server)
+        answer = await call
+        assert (answer.outputs, answer.tries, sent) == (
+            {"picture": b"made"}, 2, [frozen, "other:1"],
+        )  # fmt: skip
+        await pool.close()
+
+
 async def test_words_of_a_port_that_nobody_listens_at_are_known() -> None:
     with socket.socket() as bound_socket:
         bound_socket.bind(("127.0.0.1", 0))
