@@ -134,6 +134,7 @@ class ServerPool(ABC, Generic[S]):
 
     async def poll(self, server: S) -> None:
         """Ask a server for its record now."""
+        was_away = server.polled and not server.up
         try:
             why = await self._ask(server)
         except (Failure, ValueError, IndexError) as error:
@@ -144,6 +145,8 @@ class ServerPool(ABC, Generic[S]):
             self._polled.clear()
         if server.misses >= self._most_misses() and server.up:
             self._lose(server, why or "no answer")
+        elif was_away and server.up:
+            log.info("%s %s answers", server.kind, server.address)
 
     def _lose(self, server: S, why: str) -> None:
         """Mark a server as down."""
