@@ -52,6 +52,8 @@ class Replica(Server):
     """A Triton that serves the model."""
 
     kind = "replica"
+    up: bool = field(init=False, default=True)
+    """False once a call or polls have failed, until a poll is answered."""
     turn: int = 0
     """Number of its last request."""
     problem: str = ""

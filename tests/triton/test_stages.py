@@ -419,6 +419,7 @@ def test_a_replica_of_another_model_is_refused_and_the_others_go_on(
     api: FakeTriton, site: Site, opened: ExitStack, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkey = opened.enter_context(pytest.MonkeyPatch.context())
+    monkey.setattr(replicas, "_POLL_S", 60.0)  # a replica that misses two polls gets no requests
     foreign = site.new_server()
     monkey.setattr(foreign.models["encoder"], "_stage", Foreign(api))
     empty = opened.enter_context(StageServer(api, {}))
