@@ -173,11 +173,13 @@ async def test_a_silent_server_costs_no_mask_a_wait() -> None:
     pool = Servers(WorkflowFiles(nodes=tuple(models), kept_bytes=0), FairShare(1))
     masks = MaskFinder(partial(segment, pool), FairShare(1))
     async with asyncio.timeout(30):
-        found = await masks.find(b"b", MaskFrom(text="a"), CLIENT)  # it has not been polled yet
-        assert found.mask == b"there:1"
+        found_mask = await masks.find(
+            b"b", MaskFrom(text="a"), CLIENT
+        )  # it has not been polled yet
+        assert found_mask.mask == b"there:1"
         silent.set()
-        found = await masks.find(b"picture", MaskFrom(text="the car"), CLIENT)
-        assert found.mask == b"there:1"
+        found_mask = await masks.find(b"picture", MaskFrom(text="the car"), CLIENT)
+        assert found_mask.mask == b"there:1"
         with pytest.raises(EngineFailed, match="segment: its node server does not answer"):
             await masks.find(b"picture", MaskFrom(box=(0.0, 0.0, 9.0, 9.0)), CLIENT)
     await pool.close()
