@@ -153,8 +153,7 @@ class ForwardedStage(ABC):
 
     def close(self) -> None:
         """Stop; requests under way get an error."""
-        self._loop.run(self._service.close())
-        self._loop.close()
+        self._loop.close(self._service.close)
 
     @abstractmethod
     def _open(self, config: Config) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -31,9 +31,17 @@ class LoopThread:
         """Return the result of work. Blocks."""
         return self.submit(work).result()
 
-    def close(self) -> None:
-        """Cancel all work, wait until it has ended, and end the thread."""
+    def close(self, end: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
+        """Cancel all work, wait until it has ended, and end the thread, unless it has ended.
+
+        Args:
+            end: work to do last.
+        """
+        if self._loop.is_closed():
+            return
         self.run(_cancel_others())
+        if end is not None:
+            self.run(end())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
