@@ -48,10 +48,10 @@ class NotServed(Exception):
 
 
 @dataclass(slots=True, eq=False)
-class Replica(Server):
+class StageReplica(Server):
     """A Triton that serves the model."""
 
-    kind = "replica"
+    kind = "stage replica"
     up: bool = field(init=False, default=True)
     """False once a call or polls have failed, until a poll is answered."""
     turn: int = 0
@@ -62,7 +62,7 @@ class Replica(Server):
     """Time of the last answered poll."""
 
 
-class Replicas(ServerPool[Replica]):
+class Replicas(ServerPool[StageReplica]):
     """Use it from one event loop only.
 
     Args:
@@ -101,7 +101,7 @@ class Replicas(ServerPool[Replica]):
             Failure: no replica answers any more.
             NotServed: all replicas serve another model.
         """
-        tried: set[Replica] = set()
+        tried: set[StageReplica] = set()
         failure = Failure(grpc.StatusCode.UNAVAILABLE, "the name has no addresses")
         begin, warned_at_s = 0.0, -_LOG_S
         while True:
@@ -136,7 +136,7 @@ class Replicas(ServerPool[Replica]):
                 if error.status in _NO_MODEL:
                     self._refuse(replica, f"has no {self._name} ({error.details})")
 
-    def _next(self, tried: set[Replica]) -> Replica | None:
+    def _next(self, tried: set[StageReplica]) -> StageReplica | None:
         """Return the replica that gets a request next; None: each has been tried."""
         untried = [r for r in self.servers.values() if r not in tried and not r.problem]
         if not untried:
@@ -152,7 +152,7 @@ class Replicas(ServerPool[Replica]):
         if problems and len(problems) == len(self.servers):
             raise NotServed(problems)
 
-    def _refuse(self, replica: Replica, problem: str) -> None:
+    def _refuse(self, replica: StageReplica, problem: str) -> None:
         """Send a replica no more requests until it has been away."""
         log.error("%s %s; it gets no requests", replica.address, problem)
         replica.problem = problem
@@ -161,7 +161,7 @@ class Replicas(ServerPool[Replica]):
     def _states(self) -> dict[str, State]:
         return {address: self._state(replica) for address, replica in self.servers.items()}
 
-    def _state(self, replica: Replica) -> State:
+    def _state(self, replica: StageReplica) -> State:
         if replica.problem:
             return "failed"
         silent_s = time.monotonic() - replica.answered_at
@@ -174,30 +174,30 @@ class Replicas(ServerPool[Replica]):
 
     # The pool.
 
-    def _add_server(self, address: str) -> Replica:
-        return Replica(address)
+    def _add_server(self, address: str) -> StageReplica:
+        return StageReplica(address)
 
-    async def _finish(self, replica: Replica) -> None:
+    async def _finish(self, replica: StageReplica) -> None:
         replica.end_calls()
 
     def _addresses_changed(self, new: Sequence[str], removed: Sequence[str]) -> None:
         super()._addresses_changed(new, removed)
         self._publish_states()
 
-    def _interval_s(self, replica: Replica) -> float:
+    def _interval_s(self, replica: StageReplica) -> float:
         return _POLL_S
 
     def _most_misses(self) -> int:
         return _MISSES
 
-    async def poll(self, replica: Replica) -> None:
+    async def poll(self, replica: StageReplica) -> None:
         await super().poll(replica)
         others_answer = any(r.up and not r.problem for r in self.servers.values())
         if replica.misses >= _MISSES and others_answer:
             replica.end_calls()
         self._publish_states()
 
-    async def _ask(self, replica: Replica) -> str:
+    async def _ask(self, replica: StageReplica) -> str:
         request = pb.ModelReadyRequest(name=self._name).SerializeToString()
         answer = await replica.upstream.call("ModelReady", request, _POLL_TIMEOUT_S)
         if not pb.ModelReadyResponse.FromString(answer).ready:
