@@ -132,13 +132,13 @@ class EngineConfig(Table, frozen=True):
     """Rows of the running batch."""
     batching: Literal["continuous", "static"] = "continuous"
     """`continuous`: edits join the batch at any step. `static`, for comparison: none joins until
-    all have ended; not with `deadline` or `rounds`."""
+    all have ended; not with `deadline`, `rounds` or `together`."""
     devices: Literal[1, 2, 4, 8] = 1
     """Devices of this worker, each with the whole model."""
-    policy: Literal["spread", "deadline", "rounds", "cfg"] = "spread"
+    policy: Literal["spread", "deadline", "rounds", "together", "cfg"] = "spread"
     """Use of several devices. `spread`: a batch each. `deadline`: FLUX steps get as many as due
-    times need. `rounds`: the same, as in TetriServe. `cfg`: each of two computes one pass of
-    classifier-free guidance."""
+    times need. `rounds`: the same, as in TetriServe. `together`, for comparison: one edit after the
+    other on all. `cfg`: each of two computes one pass of classifier-free guidance."""
     round_steps: Annotated[int, Meta(ge=1, le=1000)] = 5
     """Steps of a round under `rounds`, of the slowest edit at its fastest degree."""
     costs: str = ""

@@ -78,19 +78,31 @@ _PRIME_LIMIT_S = 120.0
 Figures = dict[str, Any]
 
 
-def large_model(folder: Path) -> Path:
-    """Make a copy of the demo model's folder with a larger transformer of random weights."""
+def large_model(folder: Path, *, pictures: bool = False) -> Path:
+    """Make a copy of the demo model's folder with a larger transformer of random weights.
+
+    Args:
+        folder: where the copy goes.
+        pictures: whether it makes pictures of a text, as FLUX.1 dev; else it fills masks.
+    """
     from diffusers import FluxTransformer2DModel
 
     small = json.loads((DEMO_MODEL / "transformer" / "config.json").read_text(encoding="utf-8"))
     sizes = {name: value for name, value in small.items() if not name.startswith("_")}
+    if pictures:
+        sizes["in_channels"] = sizes["out_channels"]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = FluxTransformer2DModel(**{**sizes, "num_attention_heads": 16})
     folder.mkdir()
+    written = ("model_index.json", "maskserve.toml", ".maskserve-digests.json")
     for part in DEMO_MODEL.iterdir():
-        if part.name not in ("transformer", "maskserve.toml", ".maskserve-digests.json"):
+        if part.name not in ("transformer", *written):
             (folder / part.name).symlink_to(part.resolve())
+    index = (DEMO_MODEL / "model_index.json").read_text(encoding="utf-8")
+    if pictures:
+        index = index.replace("FluxFillPipeline", "FluxPipeline")
+    (folder / "model_index.json").write_text(index, encoding="utf-8")
     model.save_pretrained(folder / "transformer")
     tables = {
         "model": {"max_sequence_length": 16, "native_resolution": 256, "num_inference_steps": 8}

@@ -72,9 +72,16 @@ class Edit:
     settings: dict[str, Any]
     mask_ratio: float
     """White pixels over all pixels; 1 without a mask."""
+    control: tuple[bytes, ...] = ()
+    """PNG files for the ControlNets in `settings`."""
+
+    def elements(self) -> dict[str, tuple[bytes, ...]]:
+        """Return the elements of the fronts' input tensors by name."""
+        elements = {name: (value,) for name, value in self.tensors().items()}
+        return elements | ({"CONTROL": self.control} if self.control else {})
 
     def tensors(self) -> dict[str, bytes]:
-        """Return the fronts' input tensors by name."""
+        """Return the fronts' input tensors of one element by name."""
         settings = json.dumps(self.settings).encode()
         payloads = (self.image, self.mask, self.prompt.encode(), settings)
         return dict(zip(TENSORS, payloads, strict=True))
@@ -150,15 +157,19 @@ def draw_mask(size: int, ratio: float, rng: np.random.Generator) -> Mask:
 def write_edits(edits: list[Edit], path: Path) -> None:
     """Write the file for perf_analyzer's --input-data."""
     entries = [
-        {name: {"b64": pack(payload), "shape": [1]} for name, payload in edit.tensors().items()}
+        {
+            name: {"b64": pack(*payloads), "shape": [len(payloads)]}
+            for name, payloads in edit.elements().items()
+        }
         for edit in edits
     ]
     path.write_text(json.dumps({"data": entries}), encoding="utf-8")
 
 
-def pack(payload: bytes) -> str:
-    """Return one BYTES element in perf_analyzer's form."""
-    return base64.b64encode(_LENGTH.pack(len(payload)) + payload).decode()
+def pack(*payloads: bytes) -> str:
+    """Return BYTES elements in perf_analyzer's form."""
+    elements = [_LENGTH.pack(len(payload)) + payload for payload in payloads]
+    return base64.b64encode(b"".join(elements)).decode()
 
 
 def find_photos(assets: Path) -> list[Path]:

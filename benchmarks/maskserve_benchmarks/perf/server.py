@@ -84,7 +84,12 @@ class Server:
                 for edit in edits:
                     settings = edit.settings
                     client.edit(
-                        edit.image, edit.mask, edit.prompt, timeout=_EDIT_LIMIT_S, **settings
+                        edit.image,
+                        edit.mask,
+                        edit.prompt,
+                        control=edit.control,
+                        timeout=_EDIT_LIMIT_S,
+                        **settings,
                     )
             except MaskserveError as error:
                 raise PerfError(f"an edit to warm up {self.grpc} failed: {error}") from error

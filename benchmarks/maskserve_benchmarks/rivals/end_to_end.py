@@ -9,8 +9,9 @@ templates. Both sides are tuned first, by edits per second with 8 in flight: the
 delay, instances and threads, and the way in which maskserve shares the cores (`best_share`). Then
 the systems take turns in rounds: saturation (8 in flight), one edit alone, and Poisson arrivals at
 shares of the rival's rate. Closer studies follow (`one_model`): batch sizes, mask ratios, workers
-without a part, LoRAs. `pictures` is text to image of mixed sizes, beside diffusers' text-to-image
-pipeline. The command writes results.json, the plots and the page.
+without a part, LoRAs. `pictures` is text to image of mixed sizes, `adapters` text to image with as
+many ControlNets and LoRAs as Katz measured, both beside diffusers' text-to-image pipelines. The
+command writes results.json, the plots and the page.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from maskserve_benchmarks.perf.results import Stamps
 from maskserve_benchmarks.perf.tool import Tool, find_tool
 from maskserve_benchmarks.reports import write_json
 from maskserve_benchmarks.rivals import one_model
+from maskserve_benchmarks.rivals.adapters import LORAS, NETS, picture_unet, write_adapters
 from maskserve_benchmarks.rivals.measurement import (
     IN_FLIGHT,
     SLO,
@@ -52,6 +54,7 @@ from maskserve_benchmarks.rivals.measurement import (
     Bench,
     Figures,
     Plan,
+    Rivals,
     System,
     run_figures,
     systems,
@@ -79,7 +82,7 @@ BARS = {
 """Bars of the figures. The first five hold for measurements of the larger model, or of the demo
 model if the name ends in `_demo`; `unseen` and `primed` compare runs with the same number of steps.
 `pictures` are text to image of mixed sizes: at saturation, and P95 at the pipeline's own rate. The
-other bars hold for simulated figures."""
+other bars hold for simulated figures, and no bar for `adapters`."""
 
 
 _TURNS = 3
@@ -108,6 +111,10 @@ QUICK = {
         128, 24, 4, 3, (1.0,), 36, 60.0, tuple(TUNINGS[n] for n in (2, 4)), study_rounds=1,
         kind="generate", sizes=_SIZES,
     ),
+    "adapters": Plan(
+        128, 24, 4, 2, (1.0,), 36, 120.0, tuple(TUNINGS[n] for n in (2, 4)), kind="generate",
+        adapters=True,
+    ),
 }  # fmt: skip
 FULL = {
     "demo": Plan(
@@ -121,23 +128,23 @@ FULL = {
     "pictures": Plan(
         128, 48, 8, 3, (0.5, 0.8, 1.0), 72, 240.0, TUNINGS, kind="generate", sizes=_SIZES
     ),
+    "adapters": Plan(
+        128, 48, 8, 3, (0.5, 0.8, 1.0), 72, 240.0, TUNINGS, kind="generate", adapters=True
+    ),
 }  # fmt: skip
 
 
-def core_shares(store: Path) -> dict[str, one_model.Tables]:
+def core_shares(tables: one_model.Tables) -> dict[str, one_model.Tables]:
     """Return configurations of maskserve's worker, by the way in which it shares the cores.
 
     Args:
-        store: folder of LoRAs.
+        tables: what they have in common.
     """
     processes = max(n for n in (1, 2, 4, 8) if n <= cores())
     shares = {"one process with all cores": 1}
     if processes > 1:
         shares[f"a process per core (--devices-per-worker {processes})"] = processes
-    return {
-        share: {"engine": {"devices": devices}, "adapters": {"store": str(store)}}
-        for share, devices in shares.items()
-    }
+    return {share: {"engine": {"devices": devices}, **tables} for share, devices in shares.items()}
 
 
 def rates_of(benches: Mapping[str, Bench]) -> dict[str, float]:
@@ -167,11 +174,11 @@ def best_share(rates: Mapping[str, float]) -> str:
     return fastest if rates[fastest] > _CLEARLY * rates[default] else default
 
 
-def tune_rival(bench: Bench) -> tuple[Rival, list[Figures]]:
+def tune_rival(bench: Bench, rivals: Rivals) -> tuple[Rival, list[Figures]]:
     """Return the rival with most edits per second at saturation, and the figures of all."""
     results, tunings = [], bench.plan.tunings
     for tuning in tunings:
-        system = System(tuning.name, tuning.name, rival=variants()["whole", tuning.name])
+        system = System(tuning.name, tuning.name, rival=rivals["whole", tuning.name])
         with bench.serving(system):
             count = max(IN_FLIGHT, bench.plan.edits // 2)
             stamps = bench.run(system, Load("concurrency", IN_FLIGHT), count)
@@ -192,26 +199,35 @@ def tune_rival(bench: Bench) -> tuple[Rival, list[Figures]]:
 def measure_model(name: str, tool: Tool, folder: Path, plan: Plan) -> Figures:
     """Measure everything for one model."""
     small = {"demo": DEMO_MODEL, "pictures": DEMO_EDIT}
-    model = small[name] if name in small else large_model(folder / "model")
-    store = folder / "loras"
-    store.mkdir()
-    loras = write_loras(store) if plan.loras else []
-    rivals = list(variants().values())
-    rivals += [with_loras(item, store) for item in rivals if item.mode == "whole"]
+    make = picture_unet if plan.adapters else large_model
+    model = small[name] if name in small else make(folder / "model")
+    store, loras, rivals = folder / "loras", list[str](), variants()
+    tables = {"adapters": {"store": str(store)}}
+    if plan.adapters:
+        write_adapters(folder, NETS, LORAS)
+        tables["controls"] = {"folder": str(folder / "nets")}
+        rivals = variants(str(store), str(folder / "nets"))
+    else:
+        store.mkdir()
+        loras = write_loras(store) if plan.loras else []
+    served = list(rivals.values())
+    served += [with_loras(item, store) for item in served if item.mode == "whole"]
     with ExitStack() as running:
-        rivals_server = running.enter_context(rival_server(model, rivals, folder))
+        rivals_server = running.enter_context(rival_server(model, served, folder))
         say(f"{name}: maskserve, {IN_FLIGHT} in flight")
-        shares, benches = core_shares(store), dict[str, Bench]()
-        for number, (share, tables) in enumerate(shares.items()):
+        shares, benches = core_shares(tables), dict[str, Bench]()
+        for number, (share, shared_tables) in enumerate(shares.items()):
             own_folder = folder / f"maskserve{number}"
-            server = running.enter_context(one_model.worker(model, own_folder, tables))
+            server = running.enter_context(one_model.worker(model, own_folder, shared_tables))
             benches[share] = Bench(tool, server, rivals_server, plan, own_folder)
         own_rates = rates_of(benches)
         share_name = best_share(own_rates)
         bench = benches.pop(share_name)
         say(f"{name}: diffusers' pipeline, {IN_FLIGHT} in flight")
-        best, tuning = tune_rival(bench) if len(plan.tunings) > 1 else (plan.tunings[0], [])
-        all_systems = systems(best, name, plan.rings)
+        best, tuning = plan.tunings[0], list[Figures]()
+        if len(plan.tunings) > 1:
+            best, tuning = tune_rival(bench, rivals)
+        all_systems = systems(rivals, best, name, plan.rings)
         runs: dict[str, dict[str, list[Stamps]]] = {item.key: {} for item in all_systems}
         edits = bench.edits("production")
         judged, pictures = edits[: plan.judged], dict[str, list[Any]]()
@@ -262,7 +278,7 @@ def measure_model(name: str, tool: Tool, folder: Path, plan: Plan) -> Figures:
         "tuning": tuning,
         "own_tuning": own_rates,
         "slo_ms": round(slo_ms, 1),
-        **({} if plan.sizes else {"flop_limit": round(flop_limit(model, edits), 2)}),
+        **({"flop_limit": round(flop_limit(model, edits), 2)} if plan.kind == "inpaint" else {}),
         "studies": studies,
         "systems": {
             item.key: {
@@ -375,14 +391,14 @@ def _times(systems: Figures, kind: str, figure: str, other: str = "diffusers") -
 
 
 def _picture_figures(report: Mapping[str, Any]) -> dict[str, float]:
-    """Return the figures of text to image, if it was measured."""
-    if "pictures" not in report:
-        return {}
-    systems = report["pictures"]["systems"]
-    return {
-        "pictures_vs_diffusers": _times(systems, _SATURATED, "edits_per_s"),
-        "pictures_p95_vs_diffusers": _times(systems, "rate 1", "p95_ms"),
-    }
+    """Return the figures of text to image, as far as it was measured."""
+    figures = {}
+    for name in ("pictures", "adapters"):
+        if name in report:
+            systems = report[name]["systems"]
+            figures[f"{name}_vs_diffusers"] = _times(systems, _SATURATED, "edits_per_s")
+            figures[f"{name}_p95_vs_diffusers"] = _times(systems, "rate 1", "p95_ms")
+    return figures
 
 
 def _unseen_figures(model: Figures, name: str) -> dict[str, float]:

@@ -25,6 +25,7 @@ from maskserve_benchmarks.perf.results import Stamps
 from maskserve_benchmarks.perf.run import Measurement, measure
 from maskserve_benchmarks.perf.server import Server
 from maskserve_benchmarks.perf.tool import Tool
+from maskserve_benchmarks.rivals.adapters import with_adapters
 from maskserve_benchmarks.rivals.server import Rival, RivalServer
 from maskserve_benchmarks.triton_calls import decode
 from maskserve_common.contracts.request import EditKind
@@ -70,28 +71,37 @@ MODES = {
 """Modes of `pipeline_model` → key and label of their system."""
 
 
-def variants() -> dict[tuple[str, str], Rival]:
-    """Return each mode in each tuning, by their names."""
+Rivals = Mapping[tuple[str, str], Rival]
+"""Rivals by the names of their mode and their tuning."""
+
+
+def variants(loras: str = "", nets: str = "") -> dict[tuple[str, str], Rival]:
+    """Return each mode in each tuning, with these folders of LoRAs and ControlNets."""
     return {
         (mode, tuning.name): replace(
-            tuning, name=f"{mode}_{tuning.name}", mode=mode, threshold=THRESHOLD
+            tuning,
+            name=f"{mode}_{tuning.name}",
+            mode=mode,
+            threshold=THRESHOLD,
+            loras=loras,
+            nets=nets,
         )
         for mode in MODES
         for tuning in TUNINGS
     }
 
 
-def systems(tuning: Rival, model: str, rings: Sequence[int]) -> list[System]:
+def systems(rivals: Rivals, tuning: Rival, model: str, rings: Sequence[int]) -> list[System]:
     """Return the systems in the order of the paper's comparison. The larger model has random
     weights, which cannot show an acceptable threshold, so it runs without FirstBlockCache. Text to
     image has no mask, so there is one way to compute it.
     """
-    if model == "pictures":
+    if model in ("pictures", "adapters"):
         key, label = MODES["whole"]
-        rival = variants()["whole", tuning.name]
+        rival = rivals["whole", tuning.name]
         return [System(key, label, rival=rival), System("maskserve", "maskserve")]
     all_systems = [
-        System(key, label, rival=variants()[mode, tuning.name])
+        System(key, label, rival=rivals[mode, tuning.name])
         for mode, (key, label) in MODES.items()
         if model == "demo" or key != "first_block"
     ]
@@ -148,6 +158,8 @@ class Plan:
     """Kind of the edits; `generate` is text to image."""
     sizes: tuple[str, ...] = ()
     """Sizes of pictures without a source, which take turns; empty: all have `size`."""
+    adapters: bool = False
+    """Whether edits have ControlNets and LoRAs (`adapters`)."""
 
 
 class Bench:
@@ -198,6 +210,8 @@ class Bench:
         """Return the edits of a run, of four pictures."""
         options = InputOptions(self.plan.size, self.plan.edits, 4, mix, self.plan.kind)
         edits = make_edits(options, find_photos(CHECKOUT / "assets"))
+        if self.plan.adapters:
+            return with_adapters(edits, self.plan.size)
         return of_sizes(edits, self.plan.sizes)
 
     def unseen(self, run: int) -> list[Edit]:
@@ -248,16 +262,17 @@ class Bench:
 
     def pictures(self, system: System, edits: Sequence[Edit]) -> list[Any]:
         """Return the system's pictures of the edits, requested one after the other."""
-        shape = [1] if system.rival is None else [1, 1]
+        batch = [] if system.rival is None else [1]
         front, url = self._address(system)
         pictures = []
         with grpc_client.InferenceServerClient(url) as client:
             for edit in edits:
                 system_edit = replace(edit, settings={**system.settings, **edit.settings})
                 inputs = []
-                for name, value in system_edit.tensors().items():
+                for name, values in system_edit.elements().items():
+                    shape = [*batch, len(values)]
                     tensor = grpc_client.InferInput(name, shape, "BYTES")
-                    tensor.set_data_from_numpy(np.array([value], object).reshape(shape))
+                    tensor.set_data_from_numpy(np.array(values, object).reshape(shape))
                     inputs.append(tensor)
                 answer = client.infer(front, inputs).as_numpy("IMAGE")
                 pictures.append(decode(answer.reshape(-1)[0]))

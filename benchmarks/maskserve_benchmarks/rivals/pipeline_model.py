@@ -5,7 +5,8 @@ Triton passes on the waiting requests, up to the model's `max_batch_size`. Reque
 as one call of the pipeline, and the results of edits are pasted into their sources. Parameters of
 config.pbtxt:
 
-- `model`: folder; `threads`: of torch.
+- `model`: folder; `threads`: of torch; `loras`, `nets`: folders of LoRAs and ControlNets, which
+  all stay in memory.
 - `mode`: `whole` computes the whole picture; `first_block_cache` does so with diffusers'
   FirstBlockCache at `threshold`, with one decision for a batch; `crop` computes only a square round
   the mask, which editors call "only masked" or crop and stitch.
@@ -13,6 +14,7 @@ config.pbtxt:
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
 import time
@@ -35,6 +37,7 @@ a batch."""
 _MARGIN = 0.25
 """Margin around the mask's box, as a share of the box's longer side: the context that the model
 sees."""
+_OPTIONS = ("guidance_scale", "max_sequence_length")
 _OF_EDITS = {"Flux2KleinPipeline": "Flux2KleinInpaintPipeline"}
 """Pipelines of folders → those that take masks."""
 _OF_PICTURES = {"Flux2KleinInpaintPipeline": "Flux2KleinPipeline"}
@@ -54,6 +57,10 @@ class PipelineEdit(NamedTuple):
     """The computed part of the picture: left, upper, right, lower."""
     loras: tuple[tuple[str, float], ...]
     """Names and scales of the LoRAs."""
+    nets: tuple[str, ...] = ()
+    """Names of the ControlNets, for new pictures."""
+    control: tuple[Image.Image, ...] = ()
+    """Their pictures."""
 
     @property
     def computed_size(self) -> tuple[int, int]:
@@ -70,6 +77,7 @@ class Pipeline:
         mode: see the module's docstring.
         threshold: of FirstBlockCache.
         loras: files of LoRAs.
+        nets: folders of ControlNets.
         weights: a pipeline of the same folder, whose weights are shared; None: load them.
     """
 
@@ -79,6 +87,7 @@ class Pipeline:
         mode: str,
         threshold: float = 0.0,
         loras: Sequence[Path] = (),
+        nets: Sequence[Path] = (),
         weights: Pipeline | None = None,
     ) -> None:
         import diffusers
@@ -101,6 +110,9 @@ class Pipeline:
         self.loras = bool(loras)
         for file in loras:
             self.pipe.load_lora_weights(file, adapter_name=file.stem)
+        load_net = diffusers.ControlNetModel.from_pretrained
+        self._nets = {net.name: load_net(net, torch_dtype=dtype).to(self.device) for net in nets}
+        self._controlled: dict[tuple[str, ...], Any] = {}
         if mode == "first_block_cache":
             _add_cache(self.pipe.transformer, threshold)
 
@@ -115,12 +127,27 @@ class Pipeline:
         """The pipeline of the same parts that makes new pictures."""
         import diffusers
 
-        cls = getattr(diffusers, _OF_PICTURES[type(self.pipe).__name__])
-        pipe = cls.from_pipe(self.pipe, torch_dtype=self.pipe.dtype)
+        name = type(self.pipe).__name__
+        return self._of_parts(getattr(diffusers, _OF_PICTURES.get(name, name)))
+
+    def controlled_pipe(self, nets: tuple[str, ...]) -> Any:
+        """Return the pipeline of the same parts that makes new pictures by ControlNets."""
+        from diffusers import StableDiffusionControlNetPipeline
+
+        if nets not in self._controlled:
+            chosen = [self._nets[name] for name in nets]
+            net = chosen if len(chosen) > 1 else chosen[0]
+            self._controlled[nets] = self._of_parts(
+                StableDiffusionControlNetPipeline, controlnet=net
+            )
+        return self._controlled[nets]
+
+    def _of_parts(self, cls: Any, **parts: Any) -> Any:
+        pipe = cls.from_pipe(self.pipe, torch_dtype=self.pipe.dtype, **parts)
         pipe.set_progress_bar_config(disable=True)
         return pipe
 
-    def read(self, texts: Mapping[str, bytes]) -> PipelineEdit:
+    def read(self, texts: Mapping[str, bytes], control: Sequence[bytes] = ()) -> PipelineEdit:
         """Return an edit from the tensors of maskserve's `edit`."""
         settings = json.loads(texts["SETTINGS"])
         steps = settings.get("num_inference_steps") or self.defaults["num_inference_steps"]
@@ -133,18 +160,21 @@ class Pipeline:
             width, height = (int(side) for side in settings["size"].split("x"))
             box = (0, 0, width, height)
         loras = tuple([(lora["name"], lora["scale"]) for lora in settings.get("loras", ())])
-        prompt = texts["PROMPT"].decode()
-        return PipelineEdit(image, mask, prompt, int(settings["seed"]), steps, box, loras)
+        nets = tuple([net["name"] for net in settings.get("controls", ())])
+        pictures = tuple([Image.open(io.BytesIO(png)).convert("RGB") for png in control])
+        prompt, seed = texts["PROMPT"].decode(), int(settings["seed"])
+        return PipelineEdit(image, mask, prompt, seed, steps, box, loras, nets, pictures)
 
     def pictures(self, edits: Sequence[PipelineEdit]) -> list[tuple[bytes, dict[str, Any]]]:
-        """Return a PNG file for each edit, and how it was computed. Edits of one size and the same
-        LoRAs are one call of diffusers' pipeline.
+        """Return a PNG file for each edit, and how it was computed. Edits of one size, the same
+        LoRAs and the same ControlNets are one call of diffusers' pipeline.
         """
         groups: dict[Any, list[int]] = defaultdict(list)
         for number, edit in enumerate(edits):
-            groups[edit.computed_size, edit.image is None, edit.loras].append(number)
+            group = edit.computed_size, edit.image is None, edit.loras, edit.nets
+            groups[group].append(number)
         answers: list[Any] = [None] * len(edits)
-        for (size, _, loras), numbers in groups.items():
+        for (size, _, loras, _), numbers in groups.items():
             self._adapt(loras)
             for number, picture in zip(
                 numbers, self._run([edits[n] for n in numbers]), strict=True
@@ -169,20 +199,32 @@ class Pipeline:
             for edit in edits
             if edit.image is not None and edit.mask is not None
         ]
-        pipe, sources = self.pipe if cuts else self.picture_pipe, dict[str, Any]()
+        nets, sources = edits[0].nets, dict[str, Any]()
         if cuts:
+            pipe = self.pipe
             images, masks = map(list, zip(*cuts, strict=True))
             sources = {"image": images, "mask_image": masks, "strength": 1.0}
+        elif nets:
+            pipe = self.controlled_pipe(nets)
+            controls = [list(edit.control) for edit in edits]
+            sources = {"image": controls if len(nets) > 1 else [one for [one] in controls]}
+        else:
+            pipe = self.picture_pipe
         pictures = pipe(
             prompt=[edit.prompt for edit in edits],
             **sources,
             height=height,
             width=width,
             num_inference_steps=edits[0].steps,
-            max_sequence_length=self.defaults["max_sequence_length"],
+            **self._options(pipe),
             generator=[torch.Generator("cpu").manual_seed(edit.seed) for edit in edits],
         ).images
         return [_paste(edit, picture) for edit, picture in zip(edits, pictures, strict=True)]
+
+    def _options(self, pipe: Any) -> dict[str, Any]:
+        """Return the folder's defaults that the pipeline takes."""
+        parameters = inspect.signature(pipe.__call__).parameters.keys() & self.defaults.keys()
+        return {name: self.defaults[name] for name in _OPTIONS if name in parameters}
 
 
 class PipelineModel:
@@ -204,12 +246,13 @@ class PipelineModel:
             settings["mode"],
             float(settings["threshold"]),
             sorted(Path(settings["loras"]).glob("*.safetensors")) if settings["loras"] else (),
+            sorted(Path(settings["nets"]).iterdir()) if settings["nets"] else (),
         )
 
     def execute(self, requests: list[Any]) -> list[Any]:
         """Serve requests; the interface is that of Triton's Python backend."""
         begin = time.perf_counter()
-        edits = [self.pipeline.read(_texts(request, self.utils)) for request in requests]
+        edits = [self.pipeline.read(*_inputs(request, self.utils)) for request in requests]
         answers = self.pipeline.pictures(edits)
         # Answers leave together, so this is the working time of each.
         call_ms = 1e3 * (time.perf_counter() - begin)
@@ -247,12 +290,15 @@ def _paste(edit: PipelineEdit, picture: Image.Image) -> bytes:
     return file.getvalue()
 
 
-def _texts(request: Any, utils: Any) -> dict[str, bytes]:
+def _inputs(request: Any, utils: Any) -> tuple[dict[str, bytes], list[bytes]]:
+    """Return the tensors of one element, and the control pictures."""
     names = ("IMAGE", "MASK", "PROMPT", "SETTINGS")
-    return {
+    texts = {
         name: utils.get_input_tensor_by_name(request, name).as_numpy().reshape(-1)[0]
         for name in names
     }
+    control = utils.get_input_tensor_by_name(request, "CONTROL")
+    return texts, [] if control is None else control.as_numpy().reshape(-1).tolist()
 
 
 def _add_cache(transformer: Any, threshold: float) -> None:

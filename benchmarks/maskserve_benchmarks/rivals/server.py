@@ -50,12 +50,19 @@ class Rival:
     threshold: float = 0.0
     loras: str = ""
     """Folder of LoRAs to load at start; empty: none."""
+    nets: str = ""
+    """Folder of ControlNets to load at start; empty: none."""
 
     def config(self, model: Path) -> str:
         """Return its config.pbtxt."""
         inputs = "".join(
             f'input {{ name: "{name}" data_type: TYPE_STRING dims: [1] }}\n'
             for name in ("IMAGE", "MASK", "PROMPT", "SETTINGS")
+        )
+        # Requests with other numbers of pictures may share a batch.
+        inputs += (
+            'input { name: "CONTROL" data_type: TYPE_STRING dims: [-1] optional: true '
+            "allow_ragged_batch: true }\n"
         )
         outputs = "".join(
             f'output {{ name: "{name}" data_type: TYPE_STRING dims: [1] }}\n'
@@ -67,6 +74,7 @@ class Rival:
             "threads": self.threads,
             "threshold": self.threshold,
             "loras": self.loras,
+            "nets": self.nets,
         }
         parameters = "".join(
             f'parameters {{ key: "{key}" value: {{ string_value: "{value}" }} }}\n'

@@ -12,6 +12,7 @@ from maskserve_common.config import EngineConfig
 from maskserve_engine.families.specs import counted_work
 from maskserve_engine.scheduling.gangs.batching import Batching
 from maskserve_engine.scheduling.gangs.deadline import Deadline
+from maskserve_engine.scheduling.gangs.fixed import Fixed
 from maskserve_engine.scheduling.gangs.rounds import Rounds
 from maskserve_engine.scheduling.gangs.scheduler import GangScheduler
 from maskserve_engine.scheduling.gangs.work import GangPolicy
@@ -61,6 +62,10 @@ def _gangs(gangs: GangPolicy, engine: EngineConfig, rows: int, waiting: int) -> 
     return GangScheduler(Batching(gangs, rows), engine.devices, rows, waiting)
 
 
+def _together(engine: EngineConfig, rows: int, waiting: int, _: float) -> GangScheduler:
+    return GangScheduler(Fixed(engine.devices, engine.devices), engine.devices, rows, waiting)
+
+
 def _two_passes(devices: int, spec: ModelSpec) -> str | None:
     if devices != 2:
         return (
@@ -102,6 +107,7 @@ POLICIES = {
         gangs=True,
         problem=_heads,
     ),
+    "together": DevicePolicy(_together, gangs=True, problem=_heads),
     "cfg": DevicePolicy(
         lambda engine, *bounds: Pair(engine.devices, *bounds, static=is_static(engine)),
         deals=True,

@@ -24,11 +24,11 @@ import tomli_w
 import torch
 from numpy.typing import NDArray
 from PIL import Image
-from safetensors.torch import load_file, save_file
 
-from maskserve_benchmarks.checkout import CHECKOUT
+from maskserve_benchmarks.checkout import DEMO_UNET
 from maskserve_benchmarks.demo_model.scenes import draw_background, to_bytes
 from maskserve_benchmarks.reports import table
+from maskserve_benchmarks.rivals import adapters
 from maskserve_client.client import Client
 from maskserve_common.imaging.images import encode_png
 from maskserve_serving.options import ServeOptions
@@ -36,14 +36,13 @@ from maskserve_serving.ports import free_base_port
 from maskserve_serving.supervisor import Supervisor
 
 Pixels = NDArray[np.uint8]
-ASSETS: Final = CHECKOUT / "assets"
-MODEL: Final = ASSETS / "models" / "demo-unet"
+MODEL: Final = DEMO_UNET
 SIDE: Final = 256
 STEPS: Final = 20
 GUIDANCE: Final = 2.5
 PROMPT: Final = "a red star"
-NETS: Final = ("net-0", "net-1", "net-2")
-LORAS: Final = ("lora-0", "lora-1")
+NETS: Final = adapters.NETS[:3]
+LORAS: Final = adapters.LORAS[:2]
 
 
 class Case(NamedTuple):
@@ -80,28 +79,6 @@ def draw_inputs(seed: int, side: int) -> Inputs:
     mask[side // 4 : side // 2, side // 4 : 3 * side // 4] = 255
     controls = rng.integers(0, 2, (len(NETS), side, side, 1), np.uint8) * np.uint8(255)
     return Inputs(to_bytes(drawn), mask, tuple(np.repeat(one, 3, axis=2) for one in controls))
-
-
-def write_adapters(folder: Path) -> tuple[list[Path], list[Path]]:
-    """Write the nets and LoRAs: those of the demo, each with other weights. Return their paths."""
-    source = ASSETS / "controlnets" / "unet-outline"
-    weights = "diffusion_pytorch_model.safetensors"
-    nets, loras = [folder / "nets" / name for name in NETS], []
-    for number, net in enumerate(nets):
-        net.mkdir(parents=True)
-        (net / "config.json").write_bytes((source / "config.json").read_bytes())
-        _scaled(source / weights, net / weights, 1.0 + 0.01 * number)
-    (folder / "loras").mkdir()
-    for number, name in enumerate(LORAS):
-        loras.append(folder / "loras" / f"{name}.safetensors")
-        _scaled(
-            ASSETS / "adapters" / "unet-ninth-colour.safetensors", loras[-1], 1.0 - 0.5 * number
-        )
-    return nets, loras
-
-
-def _scaled(source: Path, target: Path, factor: float) -> None:
-    save_file({name: factor * tensor for name, tensor in load_file(source).items()}, target)
 
 
 class Diffusers:
@@ -183,7 +160,7 @@ def sides(seed: int, side: int, steps: int) -> Iterator[dict[str, Edit]]:
     inputs, threads = draw_inputs(seed, side), torch.get_num_threads()
     with tempfile.TemporaryDirectory() as directory, ExitStack() as running:
         folder = Path(directory)
-        nets, loras = write_adapters(folder)
+        nets, loras = adapters.write_adapters(folder, NETS, LORAS)
         config = folder / "worker.toml"
         model = {"native_resolution": side, "torch_threads": 1}
         config.write_text(tomli_w.dumps({"model": model}), encoding="utf-8")

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from maskserve_benchmarks.published_models import FLUX_DEV_FACTS
 from maskserve_common.config import ModelConfig
@@ -18,15 +19,9 @@ from maskserve_common.line_fit import Line
 from maskserve_engine.families.specs import counted_work
 from maskserve_engine.planning.degree_costs import DEGREES, ExchangeCosts, seconds_by_degree
 from maskserve_engine.planning.flops import ModelWork, RowTokens
-from maskserve_engine.scheduling.gangs.work import (
-    GangPlan,
-    GangPolicy,
-    Work,
-    choose_block,
-    devices_of,
-    seconds_together,
-)
-from maskserve_engine.scheduling.step_scheduler import Run, Ticket
+from maskserve_engine.scheduling.gangs.fixed import Fixed
+from maskserve_engine.scheduling.gangs.work import GangPolicy, Work, seconds_together
+from maskserve_engine.scheduling.step_scheduler import Ticket
 
 DUE = {256: 1.5, 512: 2.0, 1024: 3.0, 2048: 5.0}
 """Seconds until the due time, by side of the picture (TetriServe §6.1)."""
@@ -78,6 +73,25 @@ class Load:
     """Coefficient of variation of the gaps; 1 is Poisson."""
 
 
+def size_shares(mix: str) -> NDArray[np.float64]:
+    """Return the share of the edits of each of `SIZES` (TetriServe §6.1).
+
+    Args:
+        mix: one of MIXES, or the side of all pictures.
+    """
+    sides = np.array(SIZES)
+    latent = (sides / 16) ** 2
+    match mix:
+        case "uniform":
+            weight = np.ones(len(SIZES))
+        case "skewed":
+            weight = np.exp(latent / latent.max())
+        case side:
+            weight = (sides == int(side)).astype(float)
+    shares: NDArray[np.float64] = weight / weight.sum()
+    return shares
+
+
 def draw(
     load: Load, times: dict[int, tuple[float, ...]], seed: int, shared: float = 0.0
 ) -> list[Ticket]:
@@ -92,14 +106,6 @@ def draw(
     """
     arrivals, sizes = (np.random.default_rng(s) for s in np.random.SeedSequence(seed).spawn(2))
     sides = np.array(SIZES)
-    latent = (sides / 16) ** 2
-    match load.mix:
-        case "uniform":
-            weight = np.ones(len(SIZES))
-        case "skewed":
-            weight = np.exp(latent / latent.max())
-        case side:
-            weight = (sides == int(side)).astype(float)
     gap, shape = 60.0 / load.per_minute, load.cv**-2
     gaps = (
         arrivals.exponential(gap, load.edits)
@@ -107,7 +113,7 @@ def draw(
         else arrivals.gamma(shape, gap / shape, load.edits)
     )
     at = np.cumsum(gaps)
-    drawn = sizes.choice(sides, load.edits, p=weight / weight.sum())
+    drawn = sizes.choice(sides, load.edits, p=size_shares(load.mix))
     return [
         Ticket(
             f"{side}-{number}",
@@ -123,50 +129,29 @@ def draw(
     ]
 
 
-class Fixed:
-    """The policy of engines without such a scheduler: an edit keeps one degree from its first step
-    to its last, first come, first served.
+class FixedBySize(Fixed):
+    """`Fixed` with a degree for each size of pictures.
+
+    Args:
+        devices: number of devices of the worker.
+        degrees: degree of an edit, by side of the picture.
     """
 
-    def __init__(
-        self, devices: int, degree_of: dict[str, int] | int, *, late_last: bool = False
-    ) -> None:
-        """Make a policy.
+    def __init__(self, devices: int, degrees: dict[str, int]) -> None:
+        super().__init__(devices, devices)
+        self._degrees = degrees
 
-        Args:
-            devices: number of devices of the worker.
-            degree_of: degree of every edit, or degree by side of the picture.
-            late_last: let other edits go first if an edit can no longer be in time.
-        """
-        self.devices = devices
-        self.late_last = late_last
-        self.degree_of = degree_of
+    def degree_of(self, ticket: Ticket) -> int:
+        return self._degrees[ticket.request_id.split("-")[0]]
 
-    def decide(self, now: float, works: Sequence[Work]) -> GangPlan:
-        busy = 0
-        for work in works:
-            if work.until is not None:
-                busy |= work.gang
-        runs = []
-        for work in sorted(works, key=lambda w: (self._late(w, now), w.ticket.arrival)):
-            if work.until is None:
-                degree = self._degree(work.ticket)
-                block = choose_block(degree, self.devices, busy, 0)
-                if not block:
-                    break  # no edit overtakes another
-                busy |= block
-                runs.append(Run((work.ticket,), devices_of(block), work.remaining))
-        return GangPlan(tuple(runs))
 
-    def _late(self, work: Work, now: float) -> bool:
-        seconds = work.ticket.seconds[self._degree(work.ticket).bit_length() - 1]
+class LateLast(Fixed):
+    """`Fixed` that lets other edits go first if an edit can no longer be in time."""
+
+    def turn(self, work: Work, now: float) -> tuple[float, ...]:
+        seconds = work.ticket.seconds[self.degree.bit_length() - 1]
         due_time = math.inf if work.ticket.due is None else work.ticket.due
-        return self.late_last and now + work.remaining * seconds > due_time
-
-    def _degree(self, ticket: Ticket) -> int:
-        if isinstance(self.degree_of, int):
-            return self.degree_of
-        return self.degree_of[ticket.request_id.split("-")[0]]
+        return (now + work.remaining * seconds > due_time, *super().turn(work, now))
 
 
 @dataclass(slots=True)

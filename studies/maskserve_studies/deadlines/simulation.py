@@ -19,14 +19,16 @@ from maskserve_benchmarks.simulator.workload import draw as draw_masks
 from maskserve_engine.planning.degree_costs import DEGREES
 from maskserve_engine.scheduling.gangs.batching import Batching
 from maskserve_engine.scheduling.gangs.deadline import Deadline
+from maskserve_engine.scheduling.gangs.fixed import Fixed
 from maskserve_engine.scheduling.gangs.rounds import Rounds
 from maskserve_engine.scheduling.gangs.work import GangPolicy, Work
 from maskserve_engine.scheduling.step_scheduler import Ticket
 from maskserve_studies.deadlines.gangs import (
     MIXES,
     SIZES,
-    Fixed,
+    FixedBySize,
     GangCosts,
+    LateLast,
     Load,
     Outcome,
     best_degrees,
@@ -59,8 +61,8 @@ def policies(times: Times, devices: int = DEVICES) -> dict[str, Make]:
     """Return the policies by name. A round of `roundsN`: N of the slowest edit's fastest steps."""
     return {
         **{f"sp{k}": partial(Fixed, devices, k) for k in DEGREES if k <= devices},
-        "sp8_late_last": lambda: Fixed(devices, devices, late_last=True),
-        "per_resolution": lambda: Fixed(devices, best_degrees(times, STEPS)),
+        "sp8_late_last": lambda: LateLast(devices, devices),
+        "per_resolution": lambda: FixedBySize(devices, best_degrees(times, STEPS)),
         **{f"rounds{n}": partial(rounds, times, n, devices) for n in ROUND_STEPS},
         "deadline": lambda: Deadline(devices),
         "deadline_batched": lambda: Batching(Deadline(devices), MAX_ROWS),

@@ -2,18 +2,21 @@
 the simulator.
 
     python scripts/bench due_times --json docs/benchmarks/due_times.json
+    python scripts/bench due_times --mix uniform --json due_times-uniform.json
 
-The edits are dense edits of FLUX Fill of width 512 (random weights) in three sizes. They come by a
-Poisson process to a real Triton. A device is a process of one thread. First the worker is profiled
-(`profile_costs`): a step of each size on one device with both busy, and on two devices. Servers
-start with that profile (`[engine] costs`). Then the parts of an edit before and after its steps are
-measured.
+The edits are dense edits of FLUX Fill of width 512 (random weights) in three sizes. With `--mix`
+they are text to image by FLUX.1 of that width, in the sizes of TetriServe's mix divided by eight
+(32² to 256²), with due times in its proportions (§6.1) and times its scales: at 1.0 the largest
+picture is in time on both devices only. They come by a Poisson process to a real Triton. A device
+is a process of one thread. First the worker is profiled (`profile_costs`): a step of each size on
+one device with both busy, and on two devices. Servers start with that profile (`[engine] costs`).
+Then the parts of an edit before and after its steps are measured.
 
-In each round, at each load, the same arrivals go to three systems in turn. The first is a worker
-with the policy `deadline`. The second is a worker where each edit keeps one device (`spread`, a row
-per device). The third is the simulator (`shared_cores.py`) with the measured times. It has the
-schedulers of both servers, an encoder and a decoder that take edits one by one, and the machine's
-cores for all of them. It also simulates edits that keep two devices, which no server runs.
+In each round, at each load and scale, the same arrivals go to all systems in turn: workers with the
+policy `deadline` (with `--mix` also `rounds`), with one device for each edit (`fixed1`: `spread`, a
+row per device) and with both (`fixed2`: `together`, real with `--mix` only), and the simulator
+(`shared_cores.py`) with the measured times. It has the schedulers of the servers, an encoder and a
+decoder that take edits one by one, and the machine's cores for all of them.
 
 The speed of a shared machine changes by a third within minutes. So products of a step's size are
 timed around the profile and around each run, and the simulator's times scale with them.
@@ -29,12 +32,12 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tomli_w
@@ -49,30 +52,23 @@ from maskserve_benchmarks.simulator.workload import draw_gaps
 from maskserve_benchmarks.steps import profile_costs
 from maskserve_client import Client, MaskserveError
 from maskserve_common.config import EngineConfig, cores
-from maskserve_engine.scheduling.gangs.batching import Batching
-from maskserve_engine.scheduling.gangs.deadline import Deadline
-from maskserve_engine.scheduling.gangs.scheduler import GangScheduler
-from maskserve_engine.scheduling.spread import Spread
+from maskserve_common.contracts.request import EditKind
+from maskserve_engine.scheduling.policies import policy_of
 from maskserve_engine.scheduling.step_scheduler import SchedulingPolicy, Ticket
-from maskserve_studies.deadlines.gangs import Fixed
+from maskserve_studies.deadlines import gangs
 from maskserve_studies.due_times.shared_cores import Machine, StagedEdit
 
 Figures = dict[str, Any]
 DEVICES = 2
-STEPS = 16
-LOADS = (0.5, 0.8, 1.2)
-"""Loads, as a share of the rate that two devices reach when each edit keeps one device."""
-DUE = {64: 4.0, 96: 2.0, 128: None}
-"""Due times by the picture's side, as a multiple of the edit's steps on one device. The time
-outside the steps is added. None: halfway between the steps on one device and on both. The largest
-edits are then in time only on both devices, as TetriServe's are.
-"""
 _PRODUCTS = 400
 _BEFORE = ("preprocess", "encode", "prepare")
 CONFIGS: Mapping[str, dict[str, Any]] = {
     "deadline": {"devices": DEVICES, "policy": "deadline"},
+    "rounds": {"devices": DEVICES, "policy": "rounds", "round_steps": 2},
     "fixed1": {"devices": DEVICES, "policy": "spread", "max_rows": 1},
+    "fixed2": {"devices": DEVICES, "policy": "together"},
 }
+"""Configurations of servers by the policy's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,17 +91,106 @@ class Times:
         return Times((single_s * times, pair_s * times), *scaled)
 
 
+AllTimes = Mapping[int, Times]
+"""Times by the side of the picture."""
+
+
+class Point(NamedTuple):
+    """A load, as a share of the rate that two devices reach when each edit keeps one device, and a
+    factor of the due times.
+    """
+
+    load: float
+    scale: float = 1.0
+
+    @property
+    def name(self) -> str:
+        return str(self.load) if self.scale == 1.0 else f"{self.load}, due times x {self.scale}"
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """The edits of a measurement and the servers that take them."""
+
+    shares: Mapping[int, float]
+    """Shares of the edits by the picture's side."""
+    patience: Callable[[AllTimes], dict[int, float]]
+    """Returns the seconds per step within which an edit is in time, by side."""
+    steps: int
+    points: tuple[Point, ...]
+    servers: tuple[str, ...]
+    kind: EditKind = "inpaint"
+    prompts: int = 8
+    """Number of different edits of each size."""
+
+
+DUE = {64: 4.0, 96: 2.0, 128: None}
+"""Due times of masked edits by the picture's side, as a multiple of the edit's steps on one device.
+The time outside the steps is added. None: halfway between the steps on one device and on both. The
+largest edits are then in time only on both devices, as TetriServe's are.
+"""
+_SCALED = 8
+"""TetriServe's sides over ours."""
+_SCALES = (1.0, 1.5)
+
+
+def halfway(times: Times) -> float:
+    """Return seconds per step that both devices keep, and one does not."""
+    return statistics.mean(times.step)
+
+
+def masked_patience(times: AllTimes) -> dict[int, float]:
+    return {
+        side: halfway(of_side) if (multiple := DUE[side]) is None else multiple * of_side.step[0]
+        for side, of_side in times.items()
+    }
+
+
+def tetriserve_patience(times: AllTimes) -> dict[int, float]:
+    largest = max(gangs.SIZES)
+    unit = halfway(times[largest // _SCALED]) / gangs.DUE[largest]
+    return {side: unit * gangs.DUE[side * _SCALED] for side in times}
+
+
+MASKED = Problem(
+    dict.fromkeys(DUE, 1 / len(DUE)),
+    masked_patience,
+    steps=16,
+    points=(Point(0.5), Point(0.8), Point(1.2)),
+    servers=("deadline", "fixed1"),
+)
+
+
+def tetriserve(mix: str, scales: Sequence[float]) -> Problem:
+    """Return TetriServe's problem at small scale."""
+    shares = gangs.size_shares(mix)
+    return Problem(
+        {side // _SCALED: float(n) for side, n in zip(gangs.SIZES, shares, strict=True)},
+        tetriserve_patience,
+        steps=8,
+        points=tuple(Point(0.6, scale) for scale in scales),
+        servers=tuple(CONFIGS),
+        kind="generate",
+        prompts=3,
+    )
+
+
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--edits", type=int, default=30, help="of each load in each round")
+    parser.add_argument("--mix", choices=gangs.MIXES, help="text to image in TetriServe's sizes")
+    parser.add_argument(
+        "--scales", type=float, nargs="+", default=_SCALES, help="factors of --mix's due times"
+    )
+    parser.add_argument("--edits", type=int, default=30, help="of each point in each round")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, help="write all figures here")
     args = parser.parse_args(arguments)
-    if args.edits < len(DUE):
-        parser.error(f"--edits: accepted: {len(DUE)} or more")
+    least = len(gangs.SIZES if args.mix else DUE)
+    if args.edits < least:
+        parser.error(f"--edits: accepted: {least} or more")
     if args.rounds < 2:
         parser.error("--rounds: accepted: 2 or more, as they tell how far chance goes")
     return args
@@ -129,10 +214,15 @@ def product_s() -> float:
         return statistics.mean(pool.map(all_of, range(DEVICES)))
 
 
-def edits_by_side() -> dict[int, list[Edit]]:
+def edits_by_side(problem: Problem) -> dict[int, list[Edit]]:
     photos = find_photos(CHECKOUT / "assets")
-    settings = {"cache": "off", "num_inference_steps": STEPS}
-    return {side: make_edits(InputOptions(side, 8, 4, settings=settings), photos) for side in DUE}
+    settings = {"cache": "off", "num_inference_steps": problem.steps}
+    return {
+        side: make_edits(
+            InputOptions(side, problem.prompts, 4, kind=problem.kind, settings=settings), photos
+        )
+        for side in problem.shares
+    }
 
 
 def send(server: Server, edit: Edit, due_ms: int) -> tuple[float, dict[str, Any]]:
@@ -141,8 +231,8 @@ def send(server: Server, edit: Edit, due_ms: int) -> tuple[float, dict[str, Any]
     with Client(server.grpc) as client:
         try:
             result = client.edit(
-                edit.image,
-                edit.mask,
+                edit.image or None,
+                edit.mask or None,
                 edit.prompt,
                 **edit.settings,
                 deadline_ms=due_ms,
@@ -153,11 +243,11 @@ def send(server: Server, edit: Edit, due_ms: int) -> tuple[float, dict[str, Any]
     return time.perf_counter() - begin, result.meta
 
 
-def profile_steps(model: Path, file: Path) -> dict[int, Times]:
+def profile_steps(model: Path, file: Path, sides: Sequence[int]) -> dict[int, Times]:
     """Profile steps of each size at each degree with all devices busy. The profile goes
     to `file`.
     """
-    args = profile_costs.parse(["--devices", str(DEVICES), "--sides", *map(str, DUE)])
+    args = profile_costs.parse(["--devices", str(DEVICES), "--sides", *map(str, sides)])
     points, profile = profile_costs.profile_worker(args, model, args.sides)
     file.write_text(profile.text() + "\n", encoding="utf-8")
     # Mean steps, because the servers' edits also meet the machine's slow moments.
@@ -170,12 +260,12 @@ def profile_steps(model: Path, file: Path) -> dict[int, Times]:
             0.0,
             min(fixed, *(seconds[side, k] for k in (1, 2))),
         )
-        for side in DUE
+        for side in sides
     }
 
 
 def with_stages(
-    server: Server, times: Mapping[int, Times], edits: Mapping[int, Sequence[Edit]]
+    server: Server, times: AllTimes, edits: Mapping[int, Sequence[Edit]]
 ) -> dict[int, Times]:
     """The times with the parts of an edit before and after its steps. Edits run one at a time,
     and twice. The medians leave out the first run, which encodes the prompts.
@@ -198,16 +288,11 @@ def with_stages(
     return measured_times
 
 
-def patience(side: int, times: Times) -> float:
-    """Seconds per step within which an edit is in time."""
-    multiple = DUE[side]
-    return statistics.mean(times.step) if multiple is None else multiple * times.step[0]
-
-
-def sides(count: int, rng: np.random.Generator) -> list[int]:
-    """Picture sides in equal numbers, shuffled."""
-    all_sides = np.resize(np.array(sorted(DUE)), count)
-    return [int(side) for side in rng.permutation(all_sides)]
+def sides(count: int, shares: Mapping[int, float], rng: np.random.Generator) -> list[int]:
+    """Picture sides in the numbers of their shares, shuffled."""
+    at = np.searchsorted(np.cumsum(list(shares.values())), (np.arange(count) + 0.5) / count)
+    names = list(shares)
+    return [names[index] for index in rng.permutation(at)]
 
 
 def run_real(
@@ -224,12 +309,13 @@ def run_real(
             edit = edits[side][number % len(edits[side])]
             calls.append((side, pool.submit(send, server, edit, round(1e3 * due[side]))))
         met = [(side, call.result()[1].get("slo") == "met") for side, call in calls]
-    return shares(met)
+    return in_time(met)
 
 
 def simulate(
     policy: SchedulingPolicy,
-    times: Mapping[int, Times],
+    times: AllTimes,
+    steps: int,
     arrivals: Sequence[tuple[float, int]],
     due: Mapping[int, float],
     cores: float,
@@ -240,7 +326,7 @@ def simulate(
         side_times, tokens = times[side], (side // 16) ** 2
         ticket = Ticket(
             f"{side}-{number}",
-            STEPS,
+            steps,
             tokens,
             tokens,
             at,
@@ -250,7 +336,7 @@ def simulate(
         )
         edits.append(StagedEdit(ticket, side_times.before, side_times.after))
     answered = Machine(policy, DEVICES, cores).run(edits)
-    return shares(
+    return in_time(
         [
             (side, answered[f"{side}-{number}"] <= at + due[side])
             for number, (at, side) in enumerate(arrivals)
@@ -259,52 +345,57 @@ def simulate(
 
 
 def policies() -> dict[str, SchedulingPolicy]:
-    """The policies of the servers, and `fixed2`, which no server uses."""
-    engine = EngineConfig()
-    rows, waiting = engine.max_rows, engine.max_waiting
-    return {
-        "deadline": GangScheduler(Batching(Deadline(DEVICES), rows), DEVICES, rows, waiting),
-        "fixed1": Spread(DEVICES, 1, waiting, 0.0),
-        "fixed2": GangScheduler(Fixed(DEVICES, DEVICES), DEVICES, rows, waiting),
-    }
+    """The policies of the servers, by name."""
+    by_name = {}
+    for name, table in CONFIGS.items():
+        engine = EngineConfig(**table)
+        rows, waiting = engine.max_rows, engine.max_waiting
+        by_name[name] = policy_of(engine).make(engine, rows, waiting, 0.0)
+    return by_name
 
 
-def shares(outcomes: Sequence[tuple[int, bool]]) -> Figures:
+def in_time(outcomes: Sequence[tuple[int, bool]]) -> Figures:
+    """Shares of the edits in time: of all, and of each side of the pictures."""
+
     def share(flags: Sequence[bool]) -> float:
         return round(sum(flags) / max(1, len(flags)), 3)
 
     by_side = {
         str(side): share([is_met for edit_side, is_met in outcomes if edit_side == side])
-        for side in DUE
+        for side in sorted({side for side, _ in outcomes})
     }
     return {"sar": share([is_met for _, is_met in outcomes]), "by_side": by_side}
 
 
 def run(
+    problem: Problem,
     servers: Mapping[str, Server],
-    times: Mapping[int, Times],
+    times: AllTimes,
     product: float,
     args: argparse.Namespace,
 ) -> Figures:
     """Run all rounds.
 
     Args:
+        problem: the problem to measure.
         servers: by policy.
         times: of steps, as profiled.
         product: `product_s` at the time of the profile.
         args: of the command.
     """
-    edits = edits_by_side()
+    edits = edits_by_side(problem)
     times = with_stages(servers["deadline"], times, edits)
-    due_s = {side: t.before + t.after + STEPS * patience(side, t) for side, t in times.items()}
-    work = statistics.mean(STEPS * t.step[0] for t in times.values())
+    step_s = problem.patience(times)
+    work = sum(
+        share * problem.steps * times[side].step[0] for side, share in problem.shares.items()
+    )
     report: Figures = {
         "times": {
             str(side): {
                 "step_ms": [round(1e3 * s, 1) for s in t.step],
                 "before_ms": round(1e3 * t.before),
                 "after_ms": round(1e3 * t.after),
-                "due_ms": round(1e3 * due_s[side]),
+                "due_ms": round(1e3 * (t.before + t.after + problem.steps * step_s[side])),
             }
             for side, t in times.items()
         },
@@ -312,12 +403,15 @@ def run(
     }
     say(report["times"])
     for number in range(args.rounds):
-        for load in LOADS:
-            rng, rate = np.random.default_rng((args.seed, number)), load * DEVICES / work
+        for point in problem.points:
+            rng, rate = np.random.default_rng((args.seed, number)), point.load * DEVICES / work
             times_s = np.cumsum(draw_gaps(rate, args.edits, rng))
-            arrivals = [
-                (float(t), side) for t, side in zip(times_s, sides(args.edits, rng), strict=True)
-            ]
+            drawn = sides(args.edits, problem.shares, rng)
+            arrivals = [(float(t), side) for t, side in zip(times_s, drawn, strict=True)]
+            due_s = {
+                side: t.before + t.after + point.scale * problem.steps * step_s[side]
+                for side, t in times.items()
+            }
             turns = list(servers.items())[:: 1 if number % 2 else -1]
             real_shares, slowdowns = Figures(), Figures()
             for name, server in turns:
@@ -325,19 +419,18 @@ def run(
                 real_shares[name] = run_real(server, edits, arrivals, due_s)
                 products.append(product_s())
                 slowdowns[name] = round(statistics.mean(products) / product, 3)
-            slowdown_by_policy = {**slowdowns, "fixed2": statistics.mean(slowdowns.values())}
-            point: Figures = {
-                "load": load,
+            mean = statistics.mean(slowdowns.values())
+            figures: Figures = {
+                "load": point.load,
+                "scale": point.scale,
                 "per_minute": round(60 * rate, 1),
                 "slower": slowdowns,
                 "real": real_shares,
                 "simulated": {
                     name: simulate(
                         policy,
-                        {
-                            side: side_times.slower(slowdown_by_policy[name])
-                            for side, side_times in times.items()
-                        },
+                        {side: t.slower(slowdowns.get(name, mean)) for side, t in times.items()},
+                        problem.steps,
                         arrivals,
                         due_s,
                         cores(),
@@ -345,39 +438,36 @@ def run(
                     for name, policy in policies().items()
                 },
             }
-            report["rounds"].append(point)
-            say(point)
+            report["rounds"].append(figures)
+            say(figures)
     report["summary"] = summary(report["rounds"])
     say(report["summary"])
     return report
 
 
-def summary(points: Sequence[Figures]) -> Figures:
-    """For each load: the shares in time, and the distance between measured and simulated shares."""
-    by_load = {}
-    for load in LOADS:
-        of_load = [point for point in points if point["load"] == load]
+def summary(rounds: Sequence[Figures]) -> dict[str, Figures]:
+    """For each point: the shares in time, and how far measured and simulated ones are apart."""
+    by_point: dict[Point, list[Figures]] = {}
+    for figures in rounds:
+        by_point.setdefault(Point(figures["load"], figures["scale"]), []).append(figures)
+    return {point.name: _summary(of_point) for point, of_point in by_point.items()}
 
-        def all_of(kind: str, name: str, of_load: list[Figures] = of_load) -> list[float]:
-            return [point[kind][name]["sar"] for point in of_load]
 
-        figures: Figures = {
-            f"{kind} {name}": round(statistics.mean(all_of(kind, name)), 3)
-            for kind in ("real", "simulated")
-            for name in of_load[0][kind]
-        }
-        for name in CONFIGS:
-            pairs = zip(all_of("real", name), all_of("simulated", name), strict=True)
-            differences = [
-                100 * (measured_share - simulated_share)
-                for measured_share, simulated_share in pairs
-            ]
-            figures[f"apart {name}"] = round(statistics.mean(differences), 1)
-            figures[f"error {name}"] = round(
-                statistics.stdev(differences) / len(differences) ** 0.5, 1
-            )
-        by_load[str(load)] = figures
-    return by_load
+def _summary(rounds: Sequence[Figures]) -> Figures:
+    def all_of(kind: str, name: str) -> list[float]:
+        return [figures[kind][name]["sar"] for figures in rounds]
+
+    means: Figures = {
+        f"{kind} {name}": round(statistics.mean(all_of(kind, name)), 3)
+        for kind in ("real", "simulated")
+        for name in rounds[0][kind]
+    }
+    for name in rounds[0]["real"]:
+        pairs = zip(all_of("real", name), all_of("simulated", name), strict=True)
+        differences = [100 * (measured - simulated) for measured, simulated in pairs]
+        means[f"apart {name}"] = round(statistics.mean(differences), 1)
+        means[f"error {name}"] = round(statistics.stdev(differences) / len(differences) ** 0.5, 1)
+    return means
 
 
 def say(line: object) -> None:
@@ -386,26 +476,28 @@ def say(line: object) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
+    problem = tetriserve(args.mix, args.scales) if args.mix else MASKED
     stolen, begin = stolen_s(), time.perf_counter()
     with tempfile.TemporaryDirectory() as directory, ExitStack() as running:
         folder = Path(directory)
-        model = large_model(folder / "model")
+        model = large_model(folder / "model", pictures=problem.kind == "generate")
         products = [product_s()]
-        times = profile_steps(model, folder / "costs.json")
+        times = profile_steps(model, folder / "costs.json", list(problem.shares))
         products.append(product_s())
         servers = {}
-        for name, engine in CONFIGS.items():
-            config = folder / f"{name}.toml"
+        for name in problem.servers:
+            engine, config = CONFIGS[name], folder / f"{name}.toml"
             config.write_text(
                 tomli_w.dumps({"engine": {**engine, "costs": str(folder / "costs.json")}}),
                 encoding="utf-8",
             )
             logs = folder / f"logs-{name}"
             [servers[name]] = running.enter_context(own_workers(str(model), logs, 1, config))
-        report = run(servers, times, statistics.mean(products), args)
+        report = run(problem, servers, times, statistics.mean(products), args)
     seconds = time.perf_counter() - begin
     report["about"] = {
         "hardware": machine(),
+        "mix": args.mix,
         "edits": args.edits,
         "rounds": args.rounds,
         "seed": args.seed,

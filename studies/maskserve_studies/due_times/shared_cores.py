@@ -61,7 +61,7 @@ class Machine:
         Raises:
             RuntimeError: the policy left edits waiting forever.
         """
-        now_s, next_decision_s = 0.0, math.inf
+        now_s = 0.0
         arrivals = deque(sorted(edits, key=lambda edit: edit.ticket.arrival))
         encoding: deque[StagedEdit] = deque()
         decoding: deque[StagedEdit] = deque()
@@ -96,6 +96,7 @@ class Machine:
             if ended and not steps and not len(self._policy):
                 continue  # a stage may begin at once
             busy = frozenset(d for job in steps if job.step for d in job.step.devices)
+            next_decision_s = math.inf
             if len(busy) < self._devices and len(self._policy):
                 decision = self._policy.schedule(now_s, Devices(busy, frozenset()))
                 next_decision_s = decision.again if decision.again > now_s else math.inf

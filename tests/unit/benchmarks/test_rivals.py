@@ -9,18 +9,32 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from diffusers import Flux2KleinPipeline
+from diffusers import (
+    ControlNetModel,
+    Flux2KleinPipeline,
+    StableDiffusionControlNetPipeline,
+    StableDiffusionPipeline,
+)
 from PIL import Image
 
+from maskserve_benchmarks.adapter_calls import SERVICES, draw_numbers
 from maskserve_benchmarks.checkout import CHECKOUT, DEMO_EDIT
 from maskserve_benchmarks.perf.inputs import InputOptions, find_photos, make_edits
 from maskserve_benchmarks.perf.results import Stamps
+from maskserve_benchmarks.rivals.adapters import (
+    LORAS,
+    NETS,
+    picture_unet,
+    with_adapters,
+    write_adapters,
+)
 from maskserve_benchmarks.rivals.end_to_end import best_share, summary_of
 from maskserve_benchmarks.rivals.measurement import (
     TUNINGS,
     of_sizes,
     run_figures,
     systems,
+    variants,
     waited_ms,
     within,
 )
@@ -28,6 +42,7 @@ from maskserve_benchmarks.rivals.page import page, write_page
 from maskserve_benchmarks.rivals.pipeline_model import Pipeline, crop_box
 from maskserve_benchmarks.rivals.server import Rival
 from maskserve_benchmarks.triton_calls import decode
+from maskserve_common.imaging.images import encode_png
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -83,6 +98,66 @@ def test_new_pictures_are_those_of_the_text_to_image_pipeline_one_call_a_size() 
         assert difference.max() <= 1
 
 
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config`:UserWarning")
+def test_new_pictures_with_adapters_are_those_of_their_own_pipelines(tmp_path: Path) -> None:
+    """A call for each set of ControlNets and LoRAs, and LoRAs of one call leave nothing."""
+    nets, loras = write_adapters(tmp_path, NETS[:2], LORAS[:2])
+    model = picture_unet(tmp_path / "model")
+    pipeline = Pipeline(str(model), "whole", loras=loras, nets=nets)
+    settings = {"num_inference_steps": 1, "size": "64x64"}
+    [plain] = make_edits(
+        InputOptions(64, 1, 1, kind="generate", settings=settings), find_photos(CHECKOUT / "assets")
+    )
+    control = tuple(encode_png(np.full((64, 64, 3), 255 * n, np.uint8)) for n in range(2))
+    edits = [
+        replace(
+            plain,
+            control=control[:count],
+            settings={
+                **plain.settings,
+                "controls": [{"name": name} for name in NETS[:count]],
+                "loras": [{"name": name, "scale": 0.8} for name in names],
+            },
+        )
+        for count, names in ((2, LORAS[:2]), (1, ()), (0, LORAS[:1]))
+    ]
+    answers = pipeline.pictures([pipeline.read(edit.tensors(), edit.control) for edit in edits])
+    for edit, (picture, meta) in zip(edits, answers, strict=True):
+        names = [lora["name"] for lora in edit.settings["loras"]]
+        chosen = [ControlNetModel.from_pretrained(net) for net in nets[: len(edit.control)]]
+        cls = StableDiffusionControlNetPipeline if chosen else StableDiffusionPipeline
+        single = cls.from_pretrained(model, **({"controlnet": chosen} if chosen else {}))
+        for name in names:
+            single.load_lora_weights(tmp_path / "loras" / f"{name}.safetensors", adapter_name=name)
+        if names:
+            single.set_adapters(names, [0.8] * len(names))
+        images = {"image": [Image.fromarray(decode(png)) for png in edit.control]}
+        [expected] = single(
+            prompt=edit.prompt,
+            **(images if chosen else {}),
+            height=64,
+            width=64,
+            num_inference_steps=1,
+            guidance_scale=2.5,
+            generator=torch.Generator("cpu").manual_seed(edit.settings["seed"]),
+        ).images
+        assert np.abs(np.asarray(expected).astype(int) - decode(picture)).max() <= 1
+        assert meta["batch"] == 1
+
+
+def test_edits_have_adapters_in_the_numbers_that_katz_measured() -> None:
+    options = InputOptions(64, 48, 1, kind="generate")
+    edits = with_adapters(make_edits(options, find_photos(CHECKOUT / "assets")), 64)
+    for name, shares in (("controls", SERVICES[1].nets), ("loras", SERVICES[1].loras)):
+        numbers = [len(edit.settings.get(name, ())) for edit in edits]
+        for number, share in enumerate(shares):
+            assert numbers.count(number) == pytest.approx(48 * share, abs=1.0)
+        named = [entry["name"] for edit in edits for entry in edit.settings.get(name, ())]
+        assert named.count(f"{'net' if name == 'controls' else 'lora'}-0") > len(named) / 4
+    assert all(len(edit.control) == len(edit.settings.get("controls", ())) for edit in edits)
+    assert all(draw_numbers((0.0, 1.0), 5, np.random.default_rng(0)))
+
+
 @pytest.mark.parametrize(
     ("other", "runs"),
     [(1.4, "default"), (1.61, "default"), (1.67, "default"), (1.7, "other")],
@@ -123,9 +198,9 @@ def test_the_page_says_what_was_measured(tmp_path: Path) -> None:
         "minutes": 1.0,
         "stolen_share": 0.0,
     }
-    for model in ("bench", "demo", "pictures"):
+    for model in ("bench", "demo", "pictures", "adapters"):
         runs = {}
-        for number, system in enumerate(systems(TUNINGS[0], model, (0, 2))):
+        for number, system in enumerate(systems(variants(), TUNINGS[0], model, (0, 2))):
             took = 1000 // (number + 1)
             kinds = ("saturated production", "alone", "rate 1")
             stamps_by_kind = {kind: [stamps(took, took), stamps(2 * took, took)] for kind in kinds}
@@ -162,6 +237,7 @@ def test_the_page_says_what_was_measured(tmp_path: Path) -> None:
         "studies": {"one_size": {"diffusers": 7.25, "maskserve": 8.0}},
         "about": {**about, "command": "scripts/bench end_to_end --only pictures"},
     }
+    report["adapters"] |= {"studies": {}}  # type: ignore[operator]
     report["simulated"] = {
         "p95_vs_static": 0.4, "p95_vs_static_h200": 0.0,
         "p95_vs_strawman": 0.5, "p95_vs_least_requests": 0.2,
@@ -183,6 +259,7 @@ def test_the_page_says_what_was_measured(tmp_path: Path) -> None:
     times = report["summary"]["pictures_vs_diffusers"]  # type: ignore[index]
     assert times > 1.0
     assert f"{times:g} times the pictures per second at saturation" in text
+    assert "98 and 93 % have one or more" in text
     write_page(report, tmp_path)
     assert "| one edit at a time | 2.50 | 210 |" in text
     assert "3.00 times" in text

@@ -424,12 +424,13 @@ def rows_on(engine: Engine, process: RankProcess) -> bool:
 
 # Steps run as under any degree, above; tests/unit/core/worker holds how rounds choose.
 @pytest.mark.slow
-def test_rounds_give_the_edits_of_one_device(
-    one: Engine, tiny_fill: Path, encoder: Encoder
+@pytest.mark.parametrize("policy", ["rounds", "together"])
+def test_other_policies_give_the_edits_of_one_device(
+    one: Engine, tiny_fill: Path, encoder: Encoder, policy: Any
 ) -> None:
     """As configured: some are late, some due at no time; and with a rank that is lost."""
     config = config_for(tiny_fill, 2)
-    tables = structs.replace(config.engine, policy="rounds", round_steps=2)
+    tables = structs.replace(config.engine, policy=policy, round_steps=2)
     engine = started(structs.replace(config, engine=tables), encoder)
     try:
         jobs = [
@@ -462,7 +463,7 @@ def test_what_devices_do_not_go_with_is_refused_in_a_sentence(tiny_fill: Path) -
     check_devices(config, gpus=2)
 
 
-@pytest.mark.parametrize("policy", ["deadline", "rounds"])
+@pytest.mark.parametrize("policy", ["deadline", "rounds", "together"])
 def test_devices_above_the_models_heads_are_refused_in_a_sentence(
     tiny_fill: Path, policy: Any
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 from maskserve_common.errors import InvalidRequest, Overloaded
 from maskserve_engine.scheduling.gangs.batching import Batching
 from maskserve_engine.scheduling.gangs.deadline import Deadline
+from maskserve_engine.scheduling.gangs.fixed import Fixed
 from maskserve_engine.scheduling.gangs.rounds import Rounds
 from maskserve_engine.scheduling.gangs.scheduler import GangScheduler
 from maskserve_engine.scheduling.gangs.work import GangPolicy
@@ -63,6 +64,19 @@ def test_nobody_waits_for_a_device_that_is_lost(other_count: int) -> None:
     for now in (0.0, 1.0, 2.0):
         (run,) = scheduler.schedule(now, Devices(lost=frozenset({0}))).runs
         assert run.devices == (1,)
+
+
+def test_edits_of_one_degree_take_turns_and_fewer_devices_where_some_are_lost() -> None:
+    scheduler = GangScheduler(Fixed(4, 4), 4, 8, 8)
+    for name in "ab":
+        scheduler.submit(ticket(name, 2, arrival=float(name == "b")))
+    served = []
+    for now, lost in enumerate((frozenset[int](), frozenset({3}), frozenset({3}), frozenset({3}))):
+        (run,) = scheduler.schedule(float(now), Devices(lost=lost)).runs
+        served.append((run.rows[0].request_id, run.devices))
+        if now % 2:
+            scheduler.finish(run.rows[0].request_id)
+    assert served == [("a", (0, 1, 2, 3)), ("a", (0, 1)), ("b", (0, 1)), ("b", (0, 1))]
 
 
 def test_a_step_that_was_lost_does_not_count() -> None:
@@ -211,6 +225,7 @@ POLICIES = {
     "deadline": lambda: Deadline(2),
     "deadline batched": lambda: Batching(Deadline(2), 8),
     "rounds": lambda: Rounds(2, round_steps=5),
+    "together": lambda: Fixed(2, 2),
 }
 TWO = (0.15, 0.09)
 

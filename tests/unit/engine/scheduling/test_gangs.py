@@ -10,6 +10,7 @@ import pytest
 
 from maskserve_engine.planning.degree_costs import DEGREES
 from maskserve_engine.scheduling.gangs.deadline import Deadline
+from maskserve_engine.scheduling.gangs.fixed import Fixed
 from maskserve_engine.scheduling.gangs.rounds import Option, Rounds, knapsack
 from maskserve_engine.scheduling.gangs.work import (
     Work,
@@ -22,7 +23,6 @@ from maskserve_engine.scheduling.gangs.work import (
 from maskserve_engine.scheduling.step_scheduler import Ticket
 from maskserve_studies.deadlines.gangs import (
     SIZES,
-    Fixed,
     GangCosts,
     Load,
     draw,

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from maskserve_benchmarks.checkout import CHECKOUT
+from maskserve_engine.scheduling.gangs.fixed import Fixed
 from maskserve_studies.deadlines.gangs import (
     SIZES,
-    Fixed,
     GangCosts,
     Load,
     draw,

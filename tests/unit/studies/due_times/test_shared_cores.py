@@ -7,10 +7,11 @@ import pytest
 
 from maskserve_engine.scheduling.gangs.batching import Batching
 from maskserve_engine.scheduling.gangs.deadline import Deadline
+from maskserve_engine.scheduling.gangs.fixed import Fixed
 from maskserve_engine.scheduling.gangs.scheduler import GangScheduler
 from maskserve_engine.scheduling.gangs.work import GangPolicy
 from maskserve_engine.scheduling.step_scheduler import Ticket
-from maskserve_studies.deadlines.gangs import Fixed, simulate
+from maskserve_studies.deadlines.gangs import simulate
 from maskserve_studies.due_times.shared_cores import Machine, StagedEdit
 from tests.support.draws import fresh_rng
 
