@@ -6,7 +6,6 @@ All start with `--help`; their flags are read, as the benchmarks behind most tak
 from __future__ import annotations
 
 import argparse
-import ast
 import re
 import shlex
 import subprocess
@@ -36,7 +35,6 @@ TEXTS = sorted(
     if path.name != "CHANGELOG.md"
 )
 """CHANGELOG.md tells of commands that have left."""
-IDS = [str(path.relative_to(ROOT)) for path in TEXTS]
 CODE = re.compile(r"`([^`\n]+)`|^(?: {4}|\t)(.+)$|^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 WORDS = ("serve", "edit", "mask", "status", "cancel", "drain", "templates", "adapters", "jobs")
 COMMAND_WORDS = (*WORDS, "workflows", "web", "demo", "check")
@@ -65,6 +63,17 @@ def path_of(module: str) -> Path | None:
 
 
 @cache
+def flags_and_imports(module: str) -> tuple[frozenset[str], frozenset[str]]:
+    """Flags that a module of benchmarks or studies names, and what it imports; of others none."""
+    path = path_of(module)
+    if not path:
+        return frozenset(), frozenset()
+    source = path.read_text(encoding="utf-8")
+    imports = re.findall(r"^\s*from ([\w.]+) import", source, re.MULTILINE)
+    return frozenset(re.findall(r"[\"'](--[a-z][\w-]*)[\"']", source)), frozenset(imports)
+
+
+@cache
 def flags_of_bench(name: str) -> frozenset[str]:
     """Flags that a command of scripts/bench takes: those of its module, and of ours that it reads
     them from.
@@ -72,17 +81,11 @@ def flags_of_bench(name: str) -> frozenset[str]:
     flags, todo, visited = set[str](), [module_of(name)], set[str]()
     while todo:
         module = todo.pop()
-        path = path_of(module)
-        if module in visited or not path:
-            continue
-        visited.add(module)
-        source = path.read_text(encoding="utf-8")
-        flags |= set(re.findall(r"[\"'](--[a-z][\w-]*)[\"']", source))
-        todo += [
-            node.module
-            for node in ast.walk(ast.parse(source))
-            if isinstance(node, ast.ImportFrom) and node.module
-        ]
+        if module not in visited:
+            visited.add(module)
+            named, imports = flags_and_imports(module)
+            flags |= named
+            todo += imports
     return frozenset(flags)
 
 
@@ -100,51 +103,72 @@ def flags_of_parser(parser: argparse.ArgumentParser) -> set[str]:
     return flags.union(*(flags_of_parser(subparser) for subparser in parsers_of(parser).values()))
 
 
-@pytest.mark.parametrize("text", TEXTS, ids=IDS)
-def test_benchmarks_that_are_named_are_there_with_their_flags(text: Path) -> None:
+@cache
+def flags_of_command(name: str) -> set[str]:
+    """Flags of a subcommand of maskserve."""
+    return flags_of_parser(parsers_of(client_cli.parser())[name])
+
+
+def texts() -> Iterator[tuple[str, str]]:
+    """Path and content of each document."""
+    for path in TEXTS:
+        yield str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")
+
+
+def test_benchmarks_that_are_named_are_there_with_their_flags() -> None:
     """None is excused by a commit that had it: a figure whose command has left leaves, too."""
     wrong = []
-    content = text.read_text(encoding="utf-8")
-    for name in re.findall(r"scripts/bench ([a-z_]+)", content):
-        if name not in COMMANDS:
-            wrong.append(name)
-    for name, *words in commands_of(content, r"scripts/bench"):
-        if name in COMMANDS:
-            unknown = flags_of(words) - flags_of_bench(name)
-            wrong += [f"{name} {flag}" for flag in sorted(unknown)]
+    for path, content in texts():
+        for name in re.findall(r"scripts/bench ([a-z_]+)", content):
+            if name not in COMMANDS:
+                wrong.append((path, name))
+        for name, *words in commands_of(content, r"scripts/bench"):
+            if name in COMMANDS:
+                unknown = flags_of(words) - flags_of_bench(name)
+                wrong += [(path, f"{name} {flag}") for flag in sorted(unknown)]
     assert not wrong
 
 
-@pytest.mark.parametrize("text", TEXTS, ids=IDS)
-def test_targets_that_are_named_are_in_the_makefile(text: Path) -> None:
+def test_targets_that_are_named_are_in_the_makefile() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = set(re.findall(r"^([a-z][a-z-]*):", makefile, re.MULTILINE))
-    code = [match.group().strip("` \n") for match in CODE.finditer(text.read_text("utf-8"))]
-    calls = re.findall(r"^(?:[A-Z_]+=\S+ )*make ([a-z][a-z-]*)", "\n".join(code), re.MULTILINE)
-    assert [name for name in calls if name not in targets] == []
-
-
-@pytest.mark.parametrize("text", TEXTS, ids=IDS)
-def test_commands_of_maskserve_take_the_flags_that_are_named(text: Path) -> None:
-    subcommands, wrong = parsers_of(client_cli.parser()), list[str]()
-    for words in commands_of(text.read_text(encoding="utf-8"), "maskserve"):
-        if words and words[0] in COMMAND_WORDS:
-            unknown = flags_of(words) - flags_of_parser(subcommands[words[0]])
-            wrong += [f"{words[0]} {flag}" for flag in sorted(unknown)]
+    wrong = []
+    for path, content in texts():
+        code = "\n".join(match.group().strip("` \n") for match in CODE.finditer(content))
+        calls = re.findall(r"^(?:[A-Z_]+=\S+ )*make ([a-z][a-z-]*)", code, re.MULTILINE)
+        wrong += [(path, name) for name in calls if name not in targets]
     assert not wrong
 
 
-@pytest.mark.parametrize("text", TEXTS, ids=IDS)
-def test_commands_of_the_router_take_the_flags_that_are_named(text: Path) -> None:
+def test_commands_of_maskserve_take_the_flags_that_are_named() -> None:
+    wrong = []
+    for path, content in texts():
+        for words in commands_of(content, "maskserve"):
+            if words and words[0] in COMMAND_WORDS:
+                unknown = flags_of(words) - flags_of_command(words[0])
+                wrong += [(path, f"{words[0]} {flag}") for flag in sorted(unknown)]
+    assert not wrong
+
+
+def test_commands_of_the_router_take_the_flags_that_are_named() -> None:
     source = Path(router_cli.__file__).read_text(encoding="utf-8")
     known_flags = set(re.findall(r"\"(--[a-z][\w-]*)\"", source))
-    calls = commands_of(text.read_text(encoding="utf-8"), "maskserve-router")
-    assert not {flag for words in calls for flag in flags_of(words)} - known_flags
+    wrong = [
+        (path, flag)
+        for path, content in texts()
+        for words in commands_of(content, "maskserve-router")
+        for flag in flags_of(words) - known_flags
+    ]
+    assert not wrong
 
 
 STARTED = """
 import contextlib, io, os, sys
-from diffusers import FluxFillPipeline, StableDiffusionXLPipeline  # once, for all
+# What commands import of libraries and of the product, once, for all.
+import matplotlib, peft, scipy.optimize, skimage.metrics, tritonclient.grpc, tritonclient.http
+from diffusers import FluxFillPipeline, StableDiffusionXLPipeline
+from maskserve_engine.start import assembly
+from maskserve_serving import supervisor
 from maskserve_client import cli as client
 from maskserve_benchmarks import bench
 from maskserve_router import cli as router

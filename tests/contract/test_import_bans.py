@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parents[2]
 LIGHT = ("preprocess", "postprocess", "edit", "edit_stream", "control")
@@ -24,19 +23,22 @@ HEAVY = ("torch", "diffusers", "transformers", "scipy")
 PROBE = """
 import importlib.util, json, sys, types
 sys.modules["triton_python_backend_utils"] = types.ModuleType("triton_python_backend_utils")
-spec = importlib.util.spec_from_file_location("model", sys.argv[1])
-spec.loader.exec_module(importlib.util.module_from_spec(spec))
-for name in sys.argv[2:]:
-    importlib.import_module(name)
+for name in sys.argv[1:]:
+    if name.endswith(".py"):
+        spec = importlib.util.spec_from_file_location("model", name)
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    else:
+        importlib.import_module(name)
 print(json.dumps(sorted({name.partition(".")[0] for name in sys.modules})))
 """
 
 
-def imported(model: str, *later: str) -> set[str]:
-    """Top-level packages that loading a model's Python file brings in, and these modules then."""
-    [file] = ROOT.glob(f"*/{model}/1/model.py")
+def imported(models: Sequence[str], *later: str) -> set[str]:
+    """Top-level packages that loading models' Python files brings in, and these modules then."""
+    files = [str(file) for model in models for file in ROOT.glob(f"*/{model}/1/model.py")]
+    assert len(files) == len(models)
     result = subprocess.run(
-        [sys.executable, "-c", PROBE, str(file), *later],
+        [sys.executable, "-c", PROBE, *files, *later],
         capture_output=True,
         text=True,
         check=True,
@@ -45,28 +47,24 @@ def imported(model: str, *later: str) -> set[str]:
     return set(json.loads(result.stdout))
 
 
-@pytest.mark.parametrize("model", LIGHT)
-def test_light_models_stay_light(model: str) -> None:
-    packages = imported(model)
+def test_light_models_stay_light() -> None:
+    packages = imported(LIGHT)
     assert "maskserve_common" in packages
     assert packages.isdisjoint(HEAVY)
 
 
-@pytest.mark.parametrize("model", STAGES)
-def test_a_stage_that_only_sends_on_stays_light(model: str) -> None:
-    assert imported(model, *SENDING_ON).isdisjoint({*HEAVY, "PIL"})
+def test_a_stage_that_only_sends_on_stays_light() -> None:
+    assert imported(STAGES, *SENDING_ON).isdisjoint({*HEAVY, "PIL"})
 
 
-@pytest.mark.parametrize("model", ["denoiser", "controlnet", "nodes"])
-def test_others_import_the_libraries_as_they_open(model: str) -> None:
+def test_others_import_the_libraries_as_they_open() -> None:
     """When nothing looks for garbage."""
-    assert imported(model).isdisjoint(HEAVY)
+    assert imported(("denoiser", "controlnet", "nodes")).isdisjoint(HEAVY)
 
 
-@pytest.mark.parametrize(("model", "later"), [("denoiser", ENGINE), ("encoder", (OWN_STAGES,))])
-def test_others_import_diffusers_later(model: str, later: tuple[str, ...]) -> None:
+def test_others_import_diffusers_later() -> None:
     """Else diffusers has seen the libraries before they are hidden, and asks for them in vain."""
-    packages = imported(model, *later)
+    packages = imported(("denoiser", "encoder"), *ENGINE, OWN_STAGES)
     assert "torch" in packages
     assert "diffusers" not in packages
 

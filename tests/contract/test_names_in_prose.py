@@ -16,8 +16,6 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = (
     "engine/maskserve_common",
@@ -47,7 +45,7 @@ ALLOWED = {
 
 
 class Code:
-    """Names that the code defines, and all words in it."""
+    """Names that the code defines, all words in it, and the prose of the product."""
 
     def __init__(self) -> None:
         self.modules: dict[str, list[Path]] = defaultdict(list)
@@ -56,12 +54,16 @@ class Code:
         self.defines: dict[Path, set[str]] = {}
         self.classes: dict[str, list[ast.ClassDef]] = defaultdict(list)
         self.words = set(dir(builtins))
+        self.prose: dict[Path, list[tuple[int, str]]] = {}
         for folder in (*PACKAGES, *BESIDE):
             for path in sorted((ROOT / folder).rglob("*.py")):
                 self._add(path)
 
     def _add(self, path: Path) -> None:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        tree = ast.parse(text)
+        if str(path.relative_to(ROOT)).startswith(PACKAGES):
+            self.prose[path] = list(prose(text, tree))
         parts = path.relative_to(ROOT).with_suffix("").parts
         parts = parts[:-1] if parts[-1] == "__init__" else parts
         self.words.update(parts)
@@ -138,9 +140,9 @@ def _words(node: ast.AST) -> set[str]:
     return set()
 
 
-def prose(path: Path) -> Iterator[tuple[int, str]]:
-    text = path.read_text(encoding="utf-8")
-    for node in ast.walk(ast.parse(text)):
+def prose(text: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Docstrings and comments of a file, with their lines."""
+    for node in ast.walk(tree):
         if (
             isinstance(node, ast.Expr)
             and isinstance(node.value, ast.Constant)
@@ -157,12 +159,11 @@ def code() -> Code:
     return Code()
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_names_in_backticks_are_there(package: str) -> None:
+def test_names_in_backticks_are_there() -> None:
     unknown = [
         f"{path.relative_to(ROOT)}:{line}: {name}"
-        for path in sorted((ROOT / package).rglob("*.py"))
-        for line, text in prose(path)
+        for path, texts in code().prose.items()
+        for line, text in texts
         for name in re.findall(r"`([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)`", text)
         if not name.endswith(FILES) and name not in ALLOWED and not code().has(name)
     ]

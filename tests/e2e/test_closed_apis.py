@@ -10,7 +10,7 @@ import struct
 import subprocess
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -58,18 +58,36 @@ def as_nobody(*line: str) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run(line, user=user, capture_output=True, check=False)
 
 
-def sent(port: int, message: bytes) -> bytes:
-    """All that comes back within a second."""
+def sent(port: int, message: bytes, is_whole: Callable[[bytes], bool]) -> bytes:
+    """All that comes back, until it is a whole answer or ten seconds pass without more."""
     received = b""
     with socket.create_connection(("127.0.0.1", port), 5) as client:
         client.sendall(message)
-        client.settimeout(1)
+        client.settimeout(10)
         try:
-            while more := client.recv(2**16):
+            while not is_whole(received) and (more := client.recv(2**16)):
                 received += more
         except TimeoutError:
             pass
     return received
+
+
+def by_http(port: int, message: bytes) -> bytes:
+    def is_whole(received: bytes) -> bool:
+        head, end, body = received.partition(b"\r\n\r\n")
+        length = re.search(rb"content-length: *(\d+)", head, re.IGNORECASE)
+        return bool(end) and len(body) >= (int(length[1]) if length else 0)
+
+    return sent(port, message, is_whole)
+
+
+def by_grpc(port: int, message: bytes) -> bytes:
+    """Up to the trailers, which end the call's stream."""
+    return sent(
+        port,
+        message,
+        lambda back: any(kind == HEADERS and flags & 1 for kind, flags, _ in frames(back)),
+    )
 
 
 def http(call: str, header: bytes = b"") -> bytes:
@@ -114,28 +132,30 @@ def test_who_reads_the_command_line_opens_nothing(triton: tuple[int, ports.Ports
                 spelling + b": " + value + b"\r\n",
                 spelling + b":" + value + b"\r\n",
             ):
-                assert sent(listens.http, http(path, header)).startswith(b"HTTP/1.1 403")
+                assert by_http(listens.http, http(path, header)).startswith(b"HTTP/1.1 403")
             field = b"triton-grpc-protocol-" + spelling, value
-            answer = sent(listens.grpc, grpc(method, *field))
+            answer = by_grpc(listens.grpc, grpc(method, *field))
             assert not _answered(answer), answer
-        assert b"This protocol is restricted" in sent(listens.grpc, grpc(method))
+        assert b"This protocol is restricted" in by_grpc(listens.grpc, grpc(method))
 
 
 def test_what_is_open_is_answered(triton: tuple[int, ports.Ports]) -> None:
     """The bytes of the test above are calls that Triton takes."""
     _, listens = triton
-    assert sent(listens.http, http("GET /v2/health/live")).startswith(b"HTTP/1.1 200")
-    assert _answered(sent(listens.grpc, grpc("ServerLive")))
+    assert by_http(listens.http, http("GET /v2/health/live")).startswith(b"HTTP/1.1 200")
+    assert _answered(by_grpc(listens.grpc, grpc("ServerLive")))
+
+
+def frames(back: bytes) -> Iterator[tuple[int, int, int]]:
+    """Kind, flags and size of the whole frames of an HTTP/2 connection."""
+    while len(back) >= 9 and len(back) >= 9 + (size := int.from_bytes(back[:3], "big")):
+        yield back[3], back[4], size
+        back = back[9 + size :]
 
 
 def _answered(back: bytes) -> bool:
     """Whether an HTTP/2 connection carries a message."""
-    while len(back) >= 9:
-        size, kind = int.from_bytes(back[:3], "big"), back[3]
-        if kind == DATA and size:
-            return True
-        back = back[9 + size :]
-    return False
+    return any(kind == DATA and size for kind, _, size in frames(back))
 
 
 def test_a_page_that_a_browser_shows_drains_no_worker(worker: WorkerProcess) -> None:

@@ -8,8 +8,10 @@ import json
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +109,8 @@ def site(demo: Clone) -> Iterator[Site]:
         yield served
 
 
-def expected(folder: Path, seed: int, loras: Loras) -> Pixels:
+@cache
+def pipeline_of(folder: Path, loras: Loras) -> Any:
     from diffusers import FluxFillPipeline
 
     pipeline = FluxFillPipeline.from_pretrained(DEMO)
@@ -116,6 +119,11 @@ def expected(folder: Path, seed: int, loras: Loras) -> Pixels:
         pipeline.load_lora_weights(folder / f"{name}.safetensors", adapter_name=name)
     if loras:
         pipeline.set_adapters([name for name, _ in loras], [scale for _, scale in loras])
+    return pipeline
+
+
+def expected(folder: Path, seed: int, loras: Loras) -> Pixels:
+    pipeline = pipeline_of(folder, loras)
     settings = EditSettings(num_inference_steps=STEPS, guidance_scale=30.0)
     length = 16
     images = diffusers_edit(
@@ -259,6 +267,7 @@ def test_files_replaced_in_use_give_one_file_s_picture_or_a_sentence(site: Site)
     eventually("it is listed", lambda: _answers(lambda: site.grpc.edit(inputs["swapped"])))
     warm_image, _ = site.grpc.edit(inputs["warm"])
     over, pictures, errors = threading.Event(), dict[str, set[bytes]](), list[str]()
+    answers = Counter[str]()
 
     def ask(name: str) -> None:
         with closing(Grpc(site.grpc_url)) as grpc:
@@ -270,6 +279,7 @@ def test_files_replaced_in_use_give_one_file_s_picture_or_a_sentence(site: Site)
                     continue
                 [lora] = meta["loras"]
                 pictures.setdefault(f"{name} {lora['digest']}", set()).add(picture)
+                answers[lora["digest"]] += 1
 
     askers = [threading.Thread(target=ask, args=(n,)) for n in ("swapped", "swapped", "warm")]
     for item in askers:
@@ -286,8 +296,14 @@ def test_files_replaced_in_use_give_one_file_s_picture_or_a_sentence(site: Site)
                 file.flush()
                 time.sleep(0.3)
                 file.write(raw[len(raw) // 2 :])
+        digest = digests[turn % 2]
         turn += 1
-        time.sleep(8.0 if turn % 4 == 0 or turn % 4 == 1 else 0.7)  # some stay until they are found
+        if turn % 4 > 1:
+            time.sleep(0.7)
+            continue
+        count, stays_until = answers[digest], time.monotonic() + 8.0  # or until it is served
+        while answers[digest] == count and time.monotonic() < stays_until:
+            time.sleep(0.1)
     over.set()
     for item in askers:
         item.join()

@@ -55,10 +55,10 @@ def photograph(width: int, height: int) -> tuple[NDArray[np.uint8], NDArray[np.b
 
 @pytest.mark.timeout(300)
 @needs_browser
-def test_a_click_and_a_prompt_edit_12_megapixels_at_their_own_sharpness(
+def test_a_click_and_a_prompt_edit_a_large_photograph_at_its_own_sharpness(
     demo: Clone, tmp_path: Path
 ) -> None:
-    (width, height), url = (4000, 3000), f"http://127.0.0.1:{demo.router}"
+    (width, height), url = (2400, 1800), f"http://127.0.0.1:{demo.router}"
     grpc_url, place = f"127.0.0.1:{demo.router + 1}", tmp_path / "photo.jpg"
     photo, covers = photograph(width, height)
     Image.fromarray(photo).save(place, quality=90)
@@ -71,7 +71,7 @@ def test_a_click_and_a_prompt_edit_12_megapixels_at_their_own_sharpness(
         pick(page, width, height)
         page.locator("#editor .click").check()
         with page.expect_response(lambda answer: "component_server" in answer.url):
-            [click] = paint(page, [(1100, 900)])
+            [click] = paint(page, [(660, 540)])
         expect(page.locator("#editor .said")).to_contain_text(f"{width} × {height}")
         page.get_by_label("What to paint there").fill("a red star")
         with page.expect_request(is_edit) as request_info:
