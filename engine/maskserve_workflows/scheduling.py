@@ -163,9 +163,11 @@ def predicted(
 
 
 def _alike(nodes: Sequence[ReadyNode], places: Sequence[NodePlace]) -> bool:
-    """Return True if all places have all models, so that any place serves any node."""
+    """Return True if all places have all models and no node has inputs at one of them, so that any
+    place serves any node.
+    """
     required_models: frozenset[str] = frozenset().union(*(node.models for node in nodes))
-    return all(node.only is None for node in nodes) and all(
+    return all(node.only is None and not node.inputs for node in nodes) and all(
         required_models <= place.models for place in places
     )
 

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -80,6 +81,34 @@ def test_a_plan_is_refused_for_what_it_makes_late_and_not_for_what_is_late_anywa
     assert ends(first, lost, harmed) is None
     assert ends(first, harmed, lost) is None
     assert ends(new, calm) is None  # behind it: it would be late itself
+
+
+def test_a_model_that_a_node_loads_is_there_for_the_next():
+    """By hand: 5 s for the model, then 1 s each."""
+    nodes = [
+        ReadyNode(name, at, 99.0, 1.0, models=frozenset({"m"})) for at, name in ((0, "a"), (1, "b"))
+    ]
+    prices = Prices(load_s={"m": 5.0})
+    assert predicted(nodes, [NodePlace("one", 0.0)], prices, 0.0) == {"a": 6.0, "b": 7.0}
+    # Where it is loaded already, a free place without it is no better.
+    places = [NodePlace("one", 2.0, frozenset({"m"})), NodePlace("two", 0.0)]
+    assert predicted(nodes[:1], places, prices, 0.0) == {"a": 3.0}
+
+
+def test_a_node_runs_only_where_it_may():
+    node = ReadyNode("a", 0.0, 99.0, 1.0, only=frozenset({"late"}))
+    places = [NodePlace("free", 0.0), NodePlace("late", 7.0)]
+    assert predicted([node], places, Prices(), 0.0) == {"a": 8.0}
+    assert predicted([replace(node, only=frozenset({"none"}))], places, Prices(), 0.0) == {
+        "a": math.inf
+    }
+
+
+def test_inputs_are_fetched_from_other_places_alone():
+    node = ReadyNode("a", 0.0, 99.0, 1.0, inputs={"near": 30, "far": 10})
+    prices, near, far = Prices(byte_s=0.1), NodePlace("near", 0.0), NodePlace("far", 0.0)
+    assert [prices.score(node, place, 0.0) for place in (near, far)] == [2.0, 4.0]
+    assert predicted([node], [far, near], prices, 0.0) == {"a": 2.0}
 
 
 @given(sixteenths, sixteenths)

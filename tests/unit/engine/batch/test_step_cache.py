@@ -4,6 +4,7 @@ and the path of the tokens that it leaves out.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,6 +44,23 @@ def read(step_cache: StepCache, sigma: float) -> Any:
         change.parts[0].into(along)
         out = out + change.weight * along
     return out
+
+
+def test_which_steps_of_a_schedule_compute_all_tokens() -> None:
+    """Lookaheads one step after the first refresh step, and at the later ones but the last."""
+    plan = anchors().plan
+    plan = replace(plan, anchors=frozenset({0, 3, 6}))
+    assert (plan.computed_at, plan.dense) == ({0, 1, 3}, {0})
+    assert [plan.lookahead_at(step) for step in range(7)] == [None, 3, None, 6, None, None, None]
+    assert (plan.shares(8), plan.shares(8, 3)) == ((3 / 8, 1 / 8), (1 / 5, 0.0))
+
+
+def test_a_schedule_that_begins_later_ends_with_dense_steps() -> None:
+    plan = replace(anchors().plan, anchors=frozenset({0, 3, 6})).begun_at(4, 8, 2)
+    assert plan.anchors == {4, 7, 10, 11}
+    assert (plan.dense, plan.lookahead_steps) == ({4, 10, 11}, {5})
+    assert [plan.next_refresh(step) for step in (4, 7)] == [7, None]
+    assert plan.shares(12, 8) == (2 / 4, 2 / 4)
 
 
 def test_a_step_that_is_tried_again_leaves_what_it_left_first() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from maskserve_benchmarks.published_models import FLUX_DEV
 from maskserve_engine.families.flux.spec import flux_work
+from maskserve_engine.planning.flops import LoraFlops
 from maskserve_engine.planning.planner import PlanCache, plan, plan_totals
 from maskserve_engine.planning.two_stream import StepCosts, evaluate
 from tests.support.planning import flux_costs
@@ -55,6 +58,25 @@ def test_dense_rows_beside_are_another_plan() -> None:
     work = flux_work(FLUX_DEV, 128, 128)
     batch = work.totals([work.row_at(0.2, 512)])
     assert plan_totals(batch, {"host": 1.0}) != plan_totals(batch, {"host": 1.0}, batch)
+
+
+def test_rows_with_loras_are_another_plan() -> None:
+    work = flux_work(FLUX_DEV, 128, 128)
+    plain = work.totals([work.row_at(0.2, 512)])
+    added = LoraFlops.count([work], plain)
+    names = {
+        plan_totals(batch, {"host": 1.0}, dense)
+        for batch in (plain, replace(plain, added=added))
+        for dense in (None, replace(plain, added=added))
+    }
+    assert len(names) == 4
+
+
+def test_a_plan_for_one_step_is_another_than_for_steps_that_repeat() -> None:
+    cache, builder = PlanCache(), Builder(0.11)
+    for lead in (None, 0.0, 1.0, None):
+        cache.get("flux", totals(0.11), builder, lead)
+    assert builder.calls == 3
 
 
 def test_the_least_recently_used_goes_first() -> None:

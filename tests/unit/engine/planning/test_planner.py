@@ -91,6 +91,20 @@ def test_equals_brute_force_on_8_unequal_blocks(seed: int, lead: float | None) -
     check(costs, lead)
 
 
+@pytest.mark.parametrize(("lead", "latency"), [(None, 6.0), (0.0, 9.0), (3.0, 6.0)])
+def test_equals_brute_force_where_a_dense_block_precedes_one_that_projects(
+    lead: float | None, latency: float
+) -> None:
+    """The states of cached tokens are there then, so the bound of their loads does not hold."""
+    costs = StepCosts(
+        np.array([[6.0, 4.0, 1.0], [2.0, 0.0, 0.0], [6.0, 1.0, 1.0]]),
+        np.array([[5.0, 1.0], [5.0, 2.0], [8.0, 6.0]]),
+        np.array([0.0, 1.0, 0.0]),
+        head_start=4.0,
+    )
+    assert check(costs, lead).latency == latency
+
+
 @examples(60)
 @given(random_costs(most=7), leads, st.sampled_from([0.01, 0.1, 0.5]))
 def test_a_tolerance_is_kept(costs: StepCosts, lead: float | None, tolerance: float) -> None:
@@ -268,7 +282,9 @@ def test_no_plain_plan_and_no_plan_of_the_device_alone_is_faster_where_the_host_
     solution = plan(slow, lead=lead, tolerance=0.0)
     assert solution.host == slow.host([KINDS.index(kind) for kind in solution.kinds])
     assert solution.latency >= solution.host
-    alternatives = [plan(costs, lead=lead, tolerance=0.0).kinds, *((kind,) * n for kind in KINDS)]
+    launched = replace(costs, compute=np.maximum(costs.compute, launching))
+    searched = [plan(device, lead=lead, tolerance=0.0).kinds for device in (costs, launched)]
+    alternatives = [*searched, *((kind,) * n for kind in KINDS)]
     for kinds in alternatives:
         assert solution.latency <= evaluate(slow, kinds, lead=lead).latency
 

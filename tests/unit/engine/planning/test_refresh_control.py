@@ -15,12 +15,11 @@ from maskserve_engine.planning.refresh_control import (
 from tests.support.draws import fresh_rng
 
 
-@pytest.fixture
-def control() -> RefreshControl:
+@pytest.fixture(params=[FILL, INPAINT, REFERENCE], ids=["fill", "inpaint", "reference"])
+def control(request: pytest.FixtureRequest) -> RefreshControl:
     rng = fresh_rng()
     sigmas = np.sort(rng.uniform(0.01, 1.0, int(rng.integers(4, 51))))[::-1]
-    semantics = (FILL, INPAINT, REFERENCE)[rng.integers(3)]
-    return RefreshControl.of(float(rng.uniform(20, 60)), sigmas.tolist(), 1.5, semantics)
+    return RefreshControl.of(float(rng.uniform(20, 60)), sigmas.tolist(), 1.5, request.param)
 
 
 def remainders_of(control: RefreshControl, error: float) -> list[Remainder]:
@@ -48,6 +47,16 @@ def test_where_all_is_noisy_around_the_first_refresh_step_is_the_nearest() -> No
     for error in near.tolerance * np.geomspace(1e-3, 1e3, 20):
         reach = [min(c.after(0, 2, float(error)).refresh_steps, default=99) for c in (near, far)]
         assert reach[0] <= reach[1]
+
+
+def test_where_all_is_noisy_around_distances_grow_more_slowly() -> None:
+    """The error is the same in both: none."""
+    sigmas = np.linspace(1.0, 0.05, 28).tolist()
+    near, far = (
+        min(RefreshControl.of(44.0, sigmas, 1.5, takes).after(0, 2, 0.0).refresh_steps)
+        for takes in (INPAINT, REFERENCE)
+    )
+    assert near < far
 
 
 def test_in_few_steps_a_lower_promise_looks_ahead_to_the_last() -> None:
