@@ -541,7 +541,8 @@ def test_without_a_store_edits_with_loras_are_refused(
     engine.close(5.0)
 
 
-def test_devices_have_the_loras_of_their_rows(make: Callable[..., Site]) -> None:
+@pytest.mark.parametrize("loses", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_devices_have_the_loras_of_their_rows(make: Callable[..., Site], loses: bool) -> None:
     """Whichever steps them: with entries of their own, arriving late, behind a lost process."""
     site = make(devices=2)
     site.loader.let_come("warm", "cold")
@@ -566,6 +567,8 @@ def test_devices_have_the_loras_of_their_rows(make: Callable[..., Site]) -> None
     assert final.meta["cache"] == "hit"
     executor = site.engine.executor
     assert isinstance(executor, GangExecutor)
+    if not loses:
+        return
     lost = executor.ranks.processes[1]
     lost.kill()
     eventually("it is noticed", lambda: executor.ranks.processes[1] is not lost)

@@ -34,6 +34,7 @@ def test_parts_run_on_a_cpu(tmp_path: Path) -> None:
         fill=replace(command.TINY.fill, steps=(4,)),
         rivals={"a": ("as it is", "crop and stitch"), "b": ("as it is",), "c": ()},
         triton=False,
+        at_once=(1,),
         arrivals=3,
     )
     flags = ["--tiny", "--json", str(file), "--models", str(tmp_path / "models")]
@@ -216,6 +217,7 @@ def test_no_weights_travel_and_the_archive_is_bounded(
     assert report["archive"] == packed.stat().st_size <= bundle.MOST
     assert f"| site/pack | {report['items']['site/pack']} |" in capsys.readouterr().out
     monkeypatch.setattr(bundle, "MOST", 1000)
+    monkeypatch.setattr(bundle, "checkout_files", lambda: [Path("README.md")])
     with pytest.raises(bundle.BundleError, match=r"bytes, and 1000 may travel$"):
         bundle.write_bundle(tmp_path / "gpu", [wheel])
     assert not packed.exists()

@@ -168,6 +168,7 @@ def test_parts_are_asked_for_by_name(tmp_path: Path) -> None:
     assert not {"tests_passed", "steps", "served"} & report.keys()
 
 
+@pytest.mark.slow  # the test below lets parts fail that come first
 def test_a_part_that_fails_says_why_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 from maskserve_studies.photo_model import edits, scenes, words
 from maskserve_studies.photo_model.judge import psnr, recognise, rim_step
 from maskserve_studies.photo_model.sources import textures
+from tests.support.examples import number
 
 SIZE = (128, 128)
 
@@ -37,7 +38,7 @@ def test_an_unknown_kind_is_refused() -> None:
 @pytest.mark.parametrize("kind", ["object", "shape", "ground", "more"])
 def test_the_judge_knows_right_answers_and_no_word_in_an_empty_region(kind: str) -> None:
     grounds = textures()
-    for edit in edits.photo_edits(kind, 4, grounds, (256, 256)):
+    for edit in edits.photo_edits(kind, number(4, 1), grounds, (256, 256)):
         assert recognise(edit.target, edit.source, edit.mask, grounds) == edit.wish
         grey = np.where(edit.mask[..., None], np.uint8(128), edit.source)
         assert recognise(grey, edit.source, edit.mask, grounds) != edit.wish
