@@ -70,14 +70,13 @@ class ModelConfig(Table, frozen=True):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """`auto`: float32 on CPU, bfloat16 on CUDA."""
     weights: WeightForm = "bf16"
-    """Form of the denoiser's block weights. `bf16`: as in the folder, in `dtype`. Others need the
-    extra `quantised`: half a byte per weight (`nf4`) or one; `int8-dynamic` also multiplies in
-    int8."""
+    """Form of the denoiser's block weights. `bf16`: the folder's, in `dtype`. Others need the extra
+    `quantised`; `int8-dynamic` also multiplies in int8."""
     gguf: str = ""
-    """GGUF file that replaces the transformer of a FLUX folder. Needs the extra `quantised`;
-    excludes other `weights` and `fuse_loras`."""
+    """GGUF file that replaces the transformer of a FLUX folder (extra `quantised`); not with other
+    `weights` or `fuse_loras`."""
     t5_weights: Literal["bf16", "int8"] = "bf16"
-    """Form of a T5's weights: as in the folder, or a byte each, with the extra `quantised`."""
+    """Form of a T5's weights; `int8` needs the extra `quantised`."""
     t5_offload: bool = False
     """Keep a T5 in host memory and copy it layer by layer for each prompt. Not with int8."""
     fuse_loras: tuple[str, ...] = ()
@@ -91,8 +90,8 @@ class ModelConfig(Table, frozen=True):
     guidance_scale: Annotated[float, Meta(ge=0.0, le=1000.0)] = 0.0
     """Default guidance; 0: the diffusers pipeline's."""
     mask_ring: Annotated[int, Meta(ge=0, le=64)] = 1
-    """Default ring of cached edits, in tokens; at least two for FLUX Fill with a template in steps
-    that compute the text."""
+    """Default ring of cached edits, in tokens; at least two in steps of FLUX Fill that read a
+    template and compute the text."""
     outside_noise: Literal["auto", "template", "edit"] = "auto"
     """Noise outside the mask, for models that blend the source in. `template`: equal for all edits
     of a picture; `edit`: as in diffusers; `auto`: `edit` with `cache: off` or without a cache, else
@@ -117,8 +116,7 @@ class LimitsConfig(Table, frozen=True):
     max_template_bytes: Annotated[int, Meta(ge=0, le=2**50)] = 2**30
     """Encoded bytes of all registered images."""
     max_result_bytes: Annotated[int, Meta(ge=0, le=2**50)] = 2**29
-    """Encoded bytes of kept results (`keep_result`), shared with `[values] folder`; the least
-    recently used go."""
+    """Encoded bytes of kept results; the least recently used go."""
     result_expires_s: Annotated[float, Meta(ge=1, le=31 * 86400)] = 3600.0
     """Seconds after its last use when a kept result goes."""
     max_steps: Annotated[int, Meta(ge=1, le=1000)] = 200
@@ -140,9 +138,9 @@ class EngineConfig(Table, frozen=True):
     times need. `rounds`: the same, as in TetriServe. `together`, for comparison: one edit after the
     other on all. `cfg`: each of two computes one pass of classifier-free guidance."""
     round_steps: Annotated[int, Meta(ge=1, le=1000)] = 5
-    """Steps of a round under `rounds`, of the slowest edit at its fastest degree."""
+    """Steps of a round, of the slowest edit at its fastest degree."""
     costs: str = ""
-    """JSON file of `scripts/bench profile_costs` that prices steps; empty: estimates at first."""
+    """JSON file of `scripts/bench profile_costs`; empty: estimates at first."""
     max_waiting: Annotated[int, Meta(ge=1, le=10**6)] = 256
     """Edits that wait for a row; more are refused."""
     drain_grace_s: Annotated[float, Meta(ge=0, le=3600)] = 60.0
@@ -162,9 +160,8 @@ class EngineConfig(Table, frozen=True):
     """Record UNet steps as CUDA graphs, which together take as much memory as a step."""
     flux_cuda_graphs: bool = True
     """Record FLUX's T5, and steps of up to 2.3 dense rows' tokens (0.3 of `max_rows`), as CUDA
-    graphs; cached rows then compute up to an eighth more tokens. Not for edits that are
-    `reproducible` or have LoRAs, ControlNets or a `first_block_threshold`, nor with `placed_bytes`
-    or several `devices`."""
+    graphs; not for edits that are `reproducible` or have LoRAs, ControlNets or a
+    `first_block_threshold`, nor with `placed_bytes` or several `devices`."""
     front_threads: Annotated[int, Meta(ge=1, le=4096)] = 64
     """Edits that one front serves at once."""
 
@@ -184,8 +181,8 @@ class CacheConfig(Table, frozen=True):
     register_host: bool = True
     """Let a GPU read files of a host tier on a tmpfs where that is faster."""
     disk_dir: str = ""
-    """Folder of the disk tier; empty: none, or in the user's cache folder with `maskserve serve`
-    (`--entries DIR`: another; `''`: none)."""
+    """Folder of the disk tier; empty: none, or with `maskserve serve` that of `--entries`, by
+    default in the user's cache folder."""
     disk_bytes: Annotated[int, Meta(ge=0, le=2**53)] = 0
     """Bytes of the disk tier; 0: half of the free space."""
     remote_url: str = ""
@@ -214,12 +211,11 @@ class CacheConfig(Table, frozen=True):
     """Priming steps that share an anchor. 0: all for FLUX Fill, 7 for others."""
     dense_steps: Annotated[int, Meta(ge=-1, le=1000)] = -1
     """First steps of a cached edit that compute all tokens. -1: none for FLUX Fill and UNets; for
-    others one, if the edit has ten steps or more and a prompt or computed tokens along a whole
-    side."""
+    others one in many edits
+    (docs/decisions/templates.md#decision)."""
     own_anchors: Annotated[float, Meta(ge=-1.0, le=1.0)] = -1.0
     """Distance between refresh steps, as a share of the steps. -1: the model's; 0: edits without a
-    template run dense. FLUX base models, Kontext, FLUX.2 (not 9B-KV) and UNets refresh even with a
-    template, except for `cache: require` and `reproducible`."""
+    template run dense, and all models read templates (docs/models.md)."""
     fidelity: Annotated[float, Meta(ge=-1.0, le=100.0)] = -1.0
     """dB against dense edits that first edits keep by placing refresh steps by their errors, if
     `own_anchors` is -1 and the model has no share. -1: 40; 0: they run dense. Several devices: only
@@ -227,8 +223,8 @@ class CacheConfig(Table, frozen=True):
     own_format: Literal["auto", "model", "int8", "float8", "int4"] = "auto"
     """Storage format of the step cache. `auto`: int8 on a GPU, the model's on a CPU."""
     own_text: Literal["frozen", "computed"] = "frozen"
-    """Text, and for FLUX Fill and klein the ring, between refresh steps, also with a template of
-    `kv` entries. `frozen`: interpolated, with a fixed `plan`; `computed`: computed."""
+    """Text, and for FLUX Fill and klein the ring, in cached steps. `frozen`: interpolated, with a
+    fixed `plan`."""
     dense_above_ratio: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.9
     """Mask ratio from which a row runs dense, even with `cache: require`."""
     priming_share: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.25
@@ -255,18 +251,16 @@ class StagesConfig(Table, frozen=True):
     """`[stages]`: the encoder and the decoder."""
 
     service: Addresses = ""
-    """gRPC addresses of stage services (`maskserve serve --stages-device`), to which the other keys
-    then apply. Empty: own stages."""
+    """gRPC addresses of stage services, to which the other keys then apply. Empty: own stages."""
     service_timeout_s: Annotated[float, Meta(ge=0.1, le=50.0)] = 30.0
-    """Seconds without any service after which edits fail; the worker takes none until one is
-    back."""
+    """Seconds without any service after which edits fail."""
     prompt_bytes: Annotated[int, Meta(ge=0, le=2**40)] = 2**28
     """Bytes of kept prompt embeddings (FLUX.1's: 8 MB each). 0: none."""
     template_bytes: Annotated[int, Meta(ge=0, le=2**40)] = 2**29
     """Bytes of kept template encodings (FLUX.1 Fill at 1024 x 1024: 20 MB each). 0: none."""
     encode_halo: Annotated[int, Meta(ge=0, le=64)] = 2
-    """Latents encoded around the mask, if a Fill model's masked picture equals the template
-    elsewhere. 0: all, as for `reproducible` edits and `cache: off`."""
+    """Latents encoded around the mask of a Fill model's masked picture. 0: all, as for
+    `reproducible` edits and `cache: off`."""
     decode_halo: Annotated[int, Meta(ge=0, le=64)] = 4
     """Positions decoded around a cached edit's paste, at each level of the VAE. 0: all, as for
     dense and reproducible edits."""
@@ -276,8 +270,8 @@ class StagesConfig(Table, frozen=True):
     """Pass waiting pictures of one size, up to 1024 x 1024, through the VAE together, except
     `reproducible` edits. `auto`: on a GPU."""
     vae_tiles: Literal["auto", "on", "off"] = "auto"
-    """Let the VAE take pictures above its `sample_size` in tiles (diffusers' `enable_tiling`),
-    without halos. `auto`: if the model's native size is above 1536."""
+    """Let the VAE take pictures above its `sample_size` in tiles, without halos. `auto`: if the
+    model's native size is above 1536."""
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -303,8 +297,8 @@ class SloConfig(Table, frozen=True):
     seconds_2048: Annotated[float, Meta(gt=0.0, le=86400.0)] = 5.0
     """Larger than 1024 x 1024."""
     refuse_above: Annotated[float, Meta(ge=0.0, le=100.0)] = 1.5
-    """An edit that would be dropped at its `deadline_ms` is refused at once if its predicted time
-    exceeds the remaining time by this factor; 0: never."""
+    """An edit is refused at once if its predicted time exceeds its `deadline_ms` by this factor; 0:
+    never."""
 
     @property
     def times_ms(self) -> tuple[int, ...]:
@@ -321,15 +315,14 @@ class AdaptersConfig(Table, frozen=True):
     """`[adapters]`: the LoRAs that edits may name."""
 
     store: str = ""
-    """Folder or fsspec URL of NAME.safetensors, or folders NAME of diffusers or PEFT. Names have A
-    to Z, digits, '.', '_' and '-'. Empty: none."""
+    """Folder or fsspec URL of LoRAs (docs/api.md#loras-and-controlnets). Names have A to Z,
+    digits, '.', '_' and '-'. Empty: none."""
     rescan_s: Annotated[float, Meta(ge=0.05, le=86400.0)] = 10.0
     """Seconds between two listings of the store."""
     timeout_s: Annotated[float, Meta(ge=0.05, le=3600.0)] = 20.0
     """Seconds for one call of the store, or for the next 8 MiB of a file."""
     host_dir: str = ""
-    """Folder of ready files, on a tmpfs that the host's workers share; empty: in the runtime
-    folder."""
+    """Folder of ready files, on a tmpfs that workers share; empty: in the runtime folder."""
     host_bytes: Annotated[int, Meta(ge=2**10, le=2**50)] = 2**32
     """Bytes of that folder."""
     disk_dir: str = ""
@@ -337,15 +330,15 @@ class AdaptersConfig(Table, frozen=True):
     disk_bytes: Annotated[int, Meta(ge=2**10, le=2**53)] = 2**36
     """Bytes of that folder."""
     device_bytes: Annotated[int, Meta(ge=2**10, le=2**50)] = 2**31
-    """Most bytes of adapters on the device. A GPU reserves them; a CPU what the store's files take,
-    at most a quarter of the free memory."""
+    """Most bytes of LoRAs on the device. A GPU reserves them; a CPU what the files take, at most a
+    quarter of the free memory."""
     max_bytes: Annotated[int, Meta(ge=2**10, le=2**40)] = 2**30
     """Largest file of an adapter."""
     max_rank: Annotated[int, Meta(ge=1, le=4096)] = 256
     """Largest rank of an adapter."""
     profiles: str = ""
-    """JSON file: the sigma down to which an edit with `adapters: fast` may run without each
-    adapter; others are waited for."""
+    """JSON file of `scripts/bench profile_lora`: how long `adapters: fast` may run without each;
+    others are waited for."""
     entries: Literal["own", "base"] = "own"
     """Templates of edits with adapters: `own`, primed with the adapters; `base`, the model's."""
 
@@ -356,21 +349,17 @@ class ControlsConfig(Table, frozen=True):
     folder: str = ""
     """Folder with a diffusers folder NAME for each ControlNet. Empty: none."""
     device_bytes: Annotated[int, Meta(ge=2**10, le=2**50)] = 2**33
-    """Most bytes of ControlNets on the device. A GPU reserves them; a CPU what the folder takes, at
-    most a quarter of the free memory."""
+    """Most bytes of ControlNets on the device, as of LoRAs."""
     unequal_depths: Literal["each", "shallowest"] = "each"
     """FLUX ControlNets of different depths. `each`: a net's outputs go where they would go alone;
     `shallowest`: as in diffusers, which drops deeper outputs."""
     service: Addresses = ""
-    """gRPC addresses of ControlNet services (`maskserve serve --controlnet-device`), which run an
-    edit's nets beside each other; empty: they run beside the base. Residuals pass memory at a
-    loopback address, else TCP."""
+    """gRPC addresses of ControlNet services; empty: nets run beside the base."""
     service_timeout_s: Annotated[float, Meta(ge=0.1, le=600.0)] = 5.0
     """Seconds of silence after which a service's edits fail; less than `[engine]
     heartbeat_timeout_s`."""
     listen: str = ""
-    """HOST:PORT at which a service accepts other hosts (`maskserve serve --workers 0
-    --controlnet-device` sets it). Empty: none."""
+    """HOST:PORT at which a service accepts other hosts. Empty: none."""
     ipc_bytes: Annotated[int, Meta(ge=0, le=2**50)] = 0
     """Device bytes through which a GPU's service sends residuals to its host's GPUs (CUDA IPC;
     tested on one GPU only); 0: through host memory."""
@@ -446,14 +435,13 @@ class ValuesConfig(Table, frozen=True):
     """
 
     folder: str = ""
-    """Folder in memory that all of them on this host share, also for kept results. Empty: values
-    pass as bytes."""
+    """Folder in memory that they share, also for kept results. Empty: values pass as bytes."""
     max_bytes: Annotated[int, Meta(ge=0, le=2**50)] = 2 * 2**30
     """Most bytes of all values; keys share them."""
     least_bytes: Annotated[int, Meta(ge=1, le=2**40)] = 2**18
     """Smaller values pass as bytes."""
     expires_s: Annotated[float, Meta(ge=1, le=31 * 86400)] = 3600.0
-    """Seconds without a new value after which a run's values go: its router has died."""
+    """Seconds without a new value after which a run's values go."""
 
 
 class ProvenanceConfig(Table, frozen=True):
@@ -479,8 +467,7 @@ class SafetyConfig(Table, frozen=True):
     check: Annotated[
         str, Meta(pattern=r"\A(\S+:\w+)?\Z", description="FILE.py:FUNCTION or MODULE:FUNCTION")
     ] = ""
-    """Function of source, prompt and picture that returns the reason for a refusal, or None; empty:
-    none."""
+    """Function that returns the reason for a refusal, or None; empty: none."""
     model: Annotated[str, Meta(pattern=r"\A[\w.-]*\Z")] = ""
     """Model of the worker's Triton that decides the same; empty: none."""
     repository: str = ""

@@ -1,4 +1,4 @@
-"""Spans of this server inside the trace that Triton keeps of a request (docs/adr/0008-traces.md).
+"""Spans of this server inside the trace that Triton keeps of a request (docs/operate.md#traces).
 
 A front reads the trace context of its request (Triton's, or else the client's) and opens the span
 `pipeline` below it, which ends with the response. The models get that span as the request parameter

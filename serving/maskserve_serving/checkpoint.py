@@ -1,4 +1,4 @@
-"""Checkpoint files of `--model`, turned into folders in diffusers format (docs/adr/0087).
+"""Checkpoint files of `--model`, turned into folders in diffusers format (docs/models.md).
 
 A folder is made once for a file and what stands beside it, and found again at the next start. It is
 written aside and renamed, so it is whole or not there.

@@ -73,7 +73,7 @@ def command(
         arguments.append(f"--backend-directory={runtime.backends}")
     if closed := [api for api in CLOSED_APIS if api not in options.open_apis]:
         # Triton takes the header that opens these APIs only on its command line, where every user
-        # of the host can read it. It is therefore one that no request can contain (ADR 0070).
+        # of the host can read it. It is therefore one that no request can contain (docs/deploy.md).
         only = f"{','.join(closed)}:{NO_HEADER}={secrets.token_hex(16)}"
         arguments += [f"--http-restricted-api={only}", f"--grpc-restricted-protocol={only}"]
     return [str(runtime.binary), *arguments, *trace, *options.triton_args]

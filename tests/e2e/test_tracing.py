@@ -142,7 +142,7 @@ def test_an_edit_through_a_router_is_one_trace(
     worker: WorkerProcess, router: RouterSite, trace_collector: Collector, send: Any
 ) -> None:
     """The client's span is the parent of the router's, which is the parent of Triton's. Triton 2.51
-    overlooks the header of some gRPC calls (ADR 0008); ours must be there all the same.
+    overlooks the header of some gRPC calls; ours must be there all the same.
     """
     for overlooked in range(5):
         trace_id = f"{overlooked}{ ({over_grpc: '7', over_http: '8'}[send]) }" * 16

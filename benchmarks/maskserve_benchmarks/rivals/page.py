@@ -276,10 +276,7 @@ READING = """## Reading these numbers
 - **A CPU is bound by FLOPs**: batching gains little, and a mask gains what it saves in FLOPs. With
   these masks a cached step has {limit} of a dense one's where no ring is computed; maskserve
   reaches {of_limit:.0%} of that limit over its own dense rows.
-- **The larger model has random weights**: judge pictures by the demo model's table.
-- **Where we lose**: FirstBlockCache leaves whole steps out, and is faster than cached rows of a
-  model as small as the demo's; both together (`first_block_threshold`) are the fastest. Masks of
-  more than nine tenths run dense by rule."""
+- **The larger model has random weights**: judge pictures by the demo model's table."""
 
 
 def plot_throughput(report: Figures, path: Path) -> None:

@@ -173,8 +173,8 @@ class EditSettings(Table, frozen=True):
     num_inference_steps: Annotated[int, Meta(ge=1, le=1000)] | None = None
     """Steps of the full schedule; by default the model's."""
     guidance_scale: Guidance | None = None
-    """How closely the edit follows the prompt; by default the model's. Above 1 (Z-Image: 0), SDXL,
-    SD 2.1, SD 3.5, Chroma, LongCat-Image, klein's base models and Z-Image run twice per step."""
+    """How closely the edit follows the prompt; by default the model's. Above 1 (Z-Image: 0) models
+    without distilled guidance run twice per step."""
     true_cfg_scale: Annotated[float, Meta(ge=1, le=100)] | None = None
     """FLUX.1 (not Fill) and Qwen-Image: how strongly the edit avoids the negative prompt. Above 1
     the model runs twice per step."""
@@ -188,8 +188,8 @@ class EditSettings(Table, frozen=True):
     transparency, else `white`; `strength`: grey is the share of the steps, the last ones, that edit
     a pixel."""
     mask_from: MaskFrom | None = None
-    """Replaces MASK, at a router with a segmenter: `{"text": "the red car"}`, or clicks and a box,
-    `{"points": [[x, y, 1]], "box": [left, top, right, bottom]}`."""
+    """Replaces MASK (docs/api.md#masks-by-name-or-click): `{"text": "the red car"}`, or clicks and
+    a box, `{"points": [[x, y, 1]], "box": [left, top, right, bottom]}`."""
     mask_dilate: Pixels = 0
     """Pixels by which the mask grows, at the source's size."""
     mask_feather: Pixels = 0
@@ -203,14 +203,12 @@ class EditSettings(Table, frozen=True):
     crop_padding: Annotated[float, Meta(ge=0, le=4096)] = 0.25
     """Margin of that window: below 1 a share of the mask's longer side, from 1 on pixels."""
     size: PictureSize = "auto"
-    """The answer's size without MASK: multiples of the model's grid, at most its native area.
-    `auto`: what the model's pipeline chooses for IMAGE, or the model's native square."""
+    """The answer's size without MASK (docs/api.md#without-a-mask-and-without-a-picture)."""
     expand: Margins = (0, 0, 0, 0)
-    """Pixels by which the picture grows; the new area is edited. MASK has the source's size, or is
-    empty."""
+    """Pixels by which the picture grows; the new area is edited."""
     region: RegionMode = "off"
-    """`auto`: an edit without MASK finds the tokens that it changes, and between refresh steps
-    computes those alone (models of which this was measured)."""
+    """`auto`: an edit without MASK finds the tokens that it changes
+    (docs/api.md#without-a-mask-and-without-a-picture)."""
     first_block_threshold: Annotated[float, Meta(ge=0, le=10)] | None = None
     """FLUX: a step skips its other blocks if its first block's relative change is below this value
     (FirstBlockCache). 0: off; by default the model's."""
@@ -261,9 +259,9 @@ class EditSettings(Table, frozen=True):
     """FLUX, `elastic`: a late edit may skip steps, compute another ring, or refresh less often.
     Needs `reuse_floor`."""
     reuse_floor: Annotated[float, Meta(ge=0, le=100)] | None = None
-    """Without `elastic`, dB in the mask against a dense edit that refresh steps keep by measured
-    errors (with ControlNets it runs dense). With it, lowest quality of a late edit, measured on the
-    demo models."""
+    """dB in the mask against a dense edit that refresh steps keep by measured errors (with
+    ControlNets it runs dense); with `elastic`, lowest quality of a late edit, measured on the demo
+    models."""
     priority: Annotated[int, Meta(ge=PRIORITIES[0], le=PRIORITIES[1])] = 0
     """Order of a key's waiting edits: each unit counts as five seconds of waiting."""
     request_id: RequestId | None = None

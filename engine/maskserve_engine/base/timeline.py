@@ -1,4 +1,4 @@
-"""An edit's timeline through the engine, sent as spans when it ends (docs/adr/0008-traces.md)."""
+"""An edit's timeline through the engine, sent as spans when it ends (docs/operate.md#traces)."""
 
 from __future__ import annotations
 
