@@ -18,9 +18,9 @@ from maskserve_common.lru_cache import LruCache
 
 LIMITS = LimitsConfig()
 EXPIRES_S = 3600.0
-"""Seconds after its last use when a picture goes, here and at the server."""
+"""Seconds after its last use when a picture is removed, here and at the server."""
 _MOST_PICTURES = 64
-"""Most pictures of all users; beyond, the longest unused one goes."""
+"""Most pictures of all users; beyond, the least recently used one is removed."""
 _MOST_BYTES = 256 * 2**20
 """Most bytes of their files. Only files are kept: nothing is decoded here."""
 _TIDIED_EVERY_S = 60.0
@@ -56,10 +56,10 @@ class PagePictures:
 
     Args:
         folder: folder for the files.
-        most: most pictures; beyond, the longest unused one goes.
+        most: most pictures; beyond, the least recently used one is removed.
         most_bytes: most bytes of the files.
-        expires_s: seconds after its last use when a picture goes.
-        on_evict: called with the name of each picture that goes.
+        expires_s: seconds after its last use when a picture is removed.
+        on_evict: called with the name of each picture that is removed.
         now: a clock.
     """
 
@@ -73,15 +73,15 @@ class PagePictures:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._folder, self._on_evict = folder, on_evict
-        least = -(-most_bytes // most)  # so that at most `most` pictures fit
+        least_bytes = -(-most_bytes // most)  # counted for each, so that at most `most` fit
         self._pictures: LruCache[str, PagePicture] = LruCache(
             most_bytes,
-            lambda picture: max(picture.nbytes, least),
+            lambda picture: max(picture.nbytes, least_bytes),
             expires_s=expires_s,
             now=now,
-            on_evict=lambda name, picture: self._leaving.append(picture),
+            on_evict=lambda name, picture: self._removed.append(picture),
         )
-        self._leaving: list[PagePicture] = []
+        self._removed: list[PagePicture] = []
         self._lock = threading.Lock()
 
     def take(self, encoded: bytes) -> PagePicture:
@@ -136,10 +136,12 @@ class PagePictures:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the lock in the block; after it, report pictures that went."""
+        """Hold the lock in the block; then delete the files of pictures that it removed, and report
+        them.
+        """
         with self._lock:
             yield
-            evicted, self._leaving = self._leaving, []
+            evicted, self._removed = self._removed, []
             for picture in evicted:
                 picture.file.unlink(missing_ok=True)
         for picture in evicted:
@@ -159,6 +161,11 @@ def _suffix(encoded: bytes) -> str:
 
 
 def pictures_in(folder: str | None) -> list[Path]:
+    """Return the first 64 pictures of a folder; none without a folder.
+
+    Raises:
+        InvalidRequest: there is no such folder.
+    """
     if folder is None:
         return []
     if not Path(folder).is_dir():

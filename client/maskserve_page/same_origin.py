@@ -7,7 +7,7 @@ from typing import Any
 
 from maskserve_common.sites import foreign_site
 
-_FILES = "/gradio_api/upload"
+_UPLOADS = "/gradio_api/upload"
 """Gradio stores uploads at this path from anybody. The page does not use it: pictures come in calls
 that are counted."""
 
@@ -33,13 +33,15 @@ class SameOrigin:
             await self._app(scope, receive, send)
             return
         headers = {name.lower(): value for name, value in scope["headers"]}
-        words = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers.items()}
-        if foreign := foreign_site(words, self._names):
-            more = " (maskserve web --name NAME adds one)" if foreign.startswith("Host") else ""
-            refusal = f"{foreign}; the page answers its own origin alone{more}."
+        text_headers = {
+            name.decode("latin-1"): value.decode("latin-1") for name, value in headers.items()
+        }
+        if foreign := foreign_site(text_headers, self._names):
+            hint = " (maskserve web --name NAME adds one)" if foreign.startswith("Host") else ""
+            refusal = f"{foreign}; the page answers its own origin alone{hint}."
             await _refuse(scope, send, 403, refusal.encode("ascii", "replace"))
             return
-        if scope["path"].rstrip("/").endswith(_FILES):
+        if scope["path"].rstrip("/").endswith(_UPLOADS):
             await _refuse(scope, send, 404, b"Nothing is uploaded here.")
             return
         length = headers.get(b"content-length", b"0")
@@ -52,7 +54,7 @@ class SameOrigin:
             nonlocal remaining_bytes
             message = await receive()
             remaining_bytes -= len(message.get("body", b""))
-            # A body without a length that is too large: the application sees a disconnect.
+            # A body that grows beyond the bound looks like a disconnect to the application.
             return message if remaining_bytes >= 0 else {"type": "http.disconnect"}
 
         async def plain(message: Any) -> None:

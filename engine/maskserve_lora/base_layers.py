@@ -186,9 +186,9 @@ _TRANSFORMERS = tuple(
 )
 """All published names; a model has those whose layers it has."""
 _SWAPPED = ("norm_out.linear", "norm1_context.linear")
-"""How the names of layers end whose outputs may be scale and shift: their publishers have shift and
-scale. The second is one where it has no more outputs than these, as in Stable Diffusion 3.5's last
-block. (Diffusers exchanges them in FLUX.2's checkpoints, too, and forgets it in its LoRAs.)
+"""Name endings of layers whose outputs are scale and shift here, and shift and scale in published
+files. A `norm1_context.linear` is one only if it has no further outputs, as in Stable Diffusion
+3.5's last block. (Diffusers exchanges the two in FLUX.2's checkpoints, but not in its LoRAs.)
 """
 _RESNET = {
     "conv1": "in_layers.2",
@@ -211,7 +211,7 @@ _PACKED = ".quant_state.bitsandbytes__"
 """Suffix of the tensor that describes a 4-bit weight."""
 _CLIP = re.compile(r"(text_model\.)?encoder\.layers\.\d+\.self_attn\.q_proj")
 """A layer that CLIP's text models have, and no other text encoder of those served."""
-_ONCE = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "out_proj"}
+_OLD_NAMES = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "out_proj"}
 
 
 class NamedLayers(NamedTuple):
@@ -376,10 +376,10 @@ def _of_transformer(layers: Collection[str]) -> dict[str, tuple[str, ...]]:
 
 
 def _of_unet(layers: Collection[str]) -> dict[str, tuple[str, ...]]:
-    """Published names of a UNet's layers.
+    """Return a UNet's layers by their published names.
 
-    Its way down is numbered layer by layer, each with what attends behind it and each downsampler
-    by itself; on the way up an upsampler stands beside the last layer of its block.
+    `input_blocks` counts layers: a ResNet with the attention behind it is one, a downsampler is one
+    by itself. In `output_blocks` an upsampler belongs to the last layer of its block.
     """
     published_layers: dict[str, tuple[str, ...]] = {
         published: (layer_name,) for layer_name, published in _UNET.items() if layer_name in layers
@@ -415,7 +415,7 @@ def _of_unet(layers: Collection[str]) -> dict[str, tuple[str, ...]]:
 
 
 def _modern(part: str, module: str) -> str:
-    """Return a layer's name in today's spelling: it once was that of an attention processor."""
+    """Return a layer's name in today's spelling; older files name attention processors."""
     if part == "denoiser":
         module = re.sub(r"^sformer_blocks(?=[._])", "transformer_blocks", module)
         module = re.sub(r"\bto\.(?=[qkv]$)", "to_", module)
@@ -424,7 +424,7 @@ def _modern(part: str, module: str) -> str:
             module = f"{module}.0" if module.endswith(".to_out") else module
         return module
     module = module.removeprefix("text_model.").removeprefix("text_model_")
-    for old_name, new_name in _ONCE.items():
+    for old_name, new_name in _OLD_NAMES.items():
         module = re.sub(rf"(?<=self_attn.){old_name}$", new_name, module)
     return module
 
@@ -448,10 +448,9 @@ def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _gguf_shapes(file: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes of a GGUF file's linear layers, by the names that diffusers gives FLUX's.
+    """Return the shapes of a GGUF file's linear layers, by diffusers' names of FLUX's.
 
-    Where its publisher has one layer for several, all of them but a last, wider one have as many
-    outputs as inputs.
+    Where one published layer concatenates several, all but the last have as many outputs as inputs.
     """
     try:
         with file.open("rb") as opened:

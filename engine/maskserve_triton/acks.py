@@ -1,11 +1,11 @@
 """Acks: a front acknowledges each event to the denoiser, so that the denoiser may send the next.
 
-TRITON-2.51: the stub locks up for good if two responses of one call arrive in quick succession,
-both after the first. A thread that waits for responses wakes up with their lock and waits for
-Python's. The stub's thread with the second response waits for the former lock, and holds one of all
-calls. A thread that holds Python's lock and returns from a new call waits for the latter
-(docs/adr/0006-cancel-and-death.md). So if a call has several responses, the denoiser sends the next
-only after an ack of the last.
+TRITON-2.51: the stub deadlocks if two responses of one call arrive in quick succession, both after
+the first (docs/adr/0006-cancel-and-death.md). Three threads then wait in a circle. The one that
+waits for the call's responses has woken with their lock and waits for Python's. The stub's, with
+the second response, waits for the responses' lock and holds a lock of all calls. One that returns
+from a new call holds Python's lock and waits for that of all calls. So if a call has several
+responses, the denoiser sends the next only after an ack of the last.
 
 Acks are lines in a named pipe of the worker's runtime folder; each names a call by its key.
 """

@@ -28,7 +28,7 @@ def print_cards(options: ServeOptions) -> int:
         options.check_tables(tables)
         named = with_model(tables, options.model, _SHAPES, parts=options.checkpoint_parts)
         tables = with_model_cache(named, partial(print, file=sys.stderr))
-        tables = with_controlnets(options, with_values(tables, "model", **options.of_model))
+        tables = with_controlnets(options, with_values(tables, "model", **options.model_overrides))
         tables = with_stages(options, tables)
         checked(tables)
     except ServeError as error:

@@ -21,8 +21,9 @@ _CARRIED = (_PACKAGE / "model_repository").is_dir()
 _MODELS_ROOT = _PACKAGE if _CARRIED else _PACKAGE.parents[1]
 MODELS, ENSEMBLE = _MODELS_ROOT / "model_repository", _MODELS_ROOT / "ensemble"
 SERVICES = _MODELS_ROOT / "services"
-CONTROLNETS = "a folder with a subfolder for each ControlNet"
 """Triton's model repositories: the models, the ensemble that joins them, and the services."""
+CONTROLNETS = "a folder with a subfolder for each ControlNet"
+"""What `--controlnets` accepts, for messages."""
 CLOSED_APIS = ("shared-memory", "model-repository", "logging")
 """Parts of Triton's API that maskserve does not need, and that let a caller read or change the
 host's memory, models or logs. Published attack chains begin with them."""
@@ -51,9 +52,10 @@ def _flag(help: str, default: Any = MISSING, *, name: str = "", **more: Any) -> 
 
     Args:
         help: help text of the flag.
-        default: default of the field, and of the flag unless `more` names another.
+        default: default of the field, and of the flag.
         name: name of the flag; empty: the field's.
-        more: arguments of `add_argument`.
+        more: arguments of `add_argument`; and `by_hand`, which makes the flag's default where that
+            is not the field's.
     """
     return field(default=default, metadata={"flag": name, "help": help, **more})
 
@@ -389,8 +391,8 @@ class ServeOptions:
         return tuple(self.controlnet_device.split(",")) if self.controlnet_device else ()
 
     @property
-    def of_model(self) -> dict[str, Any]:
-        """Values to lay over `[model]`."""
+    def model_overrides(self) -> dict[str, Any]:
+        """Values that replace those of `[model]` in the configuration."""
         overrides: dict[str, Any] = {"weights": self.weights} if self.weights else {}
         if self.gguf:
             overrides["gguf"] = os.path.abspath(self.gguf)

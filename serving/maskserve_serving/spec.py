@@ -46,7 +46,7 @@ class Spec:
 
     def with_model(self, tables: dict[str, Any]) -> dict[str, Any]:
         """Return `tables` with the command line's model options over them."""
-        return with_values(tables, "model", **self.options.of_model)
+        return with_values(tables, "model", **self.options.model_overrides)
 
     def with_devices(self, tables: dict[str, Any]) -> dict[str, Any]:
         """Return `tables` with the command line's number of devices."""

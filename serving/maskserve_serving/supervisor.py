@@ -97,7 +97,7 @@ class Supervisor:
         """
         options = self.options
         options.check()
-        tables = with_values(read_tables(options.config), "model", **options.of_model)
+        tables = with_values(read_tables(options.config), "model", **options.model_overrides)
         options.check_tables(tables)
         if options.model:
             tables = with_model(tables, options.model, parts=options.checkpoint_parts)

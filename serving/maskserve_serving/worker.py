@@ -42,7 +42,7 @@ class WorkerProcess(Process):
         self._silence = Silence()
         self._processes = Processes(spec.files.runtime)
         self._probe = Probe(self.grpc_url, self.config.engine.stuck_timeout_s)
-        self._no_answer = Silence()
+        self._front_silence = Silence()
 
     # For any thread.
 
@@ -129,7 +129,7 @@ class WorkerProcess(Process):
         super().finish_start()
         close_regions(region_prefix(self.spec.ports.http))
         self._probe = Probe(self.grpc_url, self.config.engine.stuck_timeout_s)
-        self._no_answer = Silence()
+        self._front_silence = Silence()
         self._probe.start()
         return untrace(self.http_url) if self.config.trace.otlp_url else None
 
@@ -154,7 +154,7 @@ class WorkerProcess(Process):
         """Return why edits do not come through, in words; None: they do."""
         if self._probe.problem is not None:
             return self._probe.problem
-        silent_s = self._no_answer.silent_s(self._probe.rounds)
+        silent_s = self._front_silence.silent_s(self._probe.rounds)
         if silent_s > self.config.engine.stuck_timeout_s:
             return f"its {self._probe.last_front} has not answered for {silent_s:.1f} s"
         return None

@@ -61,13 +61,17 @@ class Recorder:
             names.append(str(answer["template_id"]))
         for case in self._cases(names):
             self._settle()
-            record[case.name] = {"inputs": _inputs_digest(case), **_refusable(self._edit, case)}
+            record[case.name] = {
+                "inputs": _inputs_digest(case),
+                **_answer_or_error(self._edit, case),
+            }
             self._say(f"{len(record):3} {case.name}")
         record["status after"] = self._status()
         record["templates"] = self._grpc.control("templates")
+        # The second `evict` is of a template that has left; there is no operation `reboot`.
         for op in ("pin", "unpin", "evict", "evict again", "reboot"):
             call = partial(self._grpc.control, template_id=names[0])
-            record[op] = _refusable(call, op.split()[0])
+            record[op] = _answer_or_error(call, op.split()[0])
         return record
 
     def close(self) -> None:
@@ -118,7 +122,8 @@ class Recorder:
             time.sleep(_SETTLE_S / 6)
 
 
-def _refusable(call: Callable[[Any], dict[str, Any]], argument: Any) -> dict[str, Any]:
+def _answer_or_error(call: Callable[[Any], dict[str, Any]], argument: Any) -> dict[str, Any]:
+    """Return what `call` returns, or the message of the error with which the worker refuses it."""
     try:
         return call(argument)
     except InferenceServerException as error:
@@ -133,7 +138,8 @@ def answer_digest(answer: Answer) -> dict[str, Any]:
     stable_meta = {k: v for k, v in meta.items() if k != "worker" and not k.endswith("_ms")}
     digest: dict[str, Any] = {"image": _sha(image), "meta": stable_meta}
     if image:
-        raw = image if image[:1] in b"\x89\xffR" else base64.b64decode(image)
+        is_file = image[:1] in b"\x89\xffR"  # first bytes of PNG, JPEG and WebP; else base64
+        raw = image if is_file else base64.b64decode(image)
         digest[PICTURE] = base64.b64encode(raw).decode()
         pixels = pixels_of(digest)
         digest["pixels"] = f"{pixels.shape} {_sha(pixels.tobytes())}"

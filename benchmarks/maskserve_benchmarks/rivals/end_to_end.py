@@ -217,11 +217,11 @@ def measure_model(name: str, tool: Tool, folder: Path, plan: Plan) -> Figures:
         say(f"{name}: maskserve, {IN_FLIGHT} in flight")
         shares, benches = core_shares(tables), dict[str, Bench]()
         for number, (share, shared_tables) in enumerate(shares.items()):
-            own_folder = folder / f"maskserve{number}"
-            server = running.enter_context(one_model.worker(model, own_folder, shared_tables))
-            benches[share] = Bench(tool, server, rivals_server, plan, own_folder)
-        own_rates = rates_of(benches)
-        share_name = best_share(own_rates)
+            server_folder = folder / f"maskserve{number}"
+            server = running.enter_context(one_model.worker(model, server_folder, shared_tables))
+            benches[share] = Bench(tool, server, rivals_server, plan, server_folder)
+        share_rates = rates_of(benches)
+        share_name = best_share(share_rates)
         bench = benches.pop(share_name)
         say(f"{name}: diffusers' pipeline, {IN_FLIGHT} in flight")
         best, tuning = plan.tunings[0], list[Figures]()
@@ -276,7 +276,7 @@ def measure_model(name: str, tool: Tool, folder: Path, plan: Plan) -> Figures:
         "edits_per_run": plan.edits,
         "rounds": plan.rounds,
         "tuning": tuning,
-        "own_tuning": own_rates,
+        "own_tuning": share_rates,
         "slo_ms": round(slo_ms, 1),
         **({"flop_limit": round(flop_limit(model, edits), 2)} if plan.kind == "inpaint" else {}),
         "studies": studies,

@@ -1,6 +1,8 @@
-"""Files that a worker's encoder and decoder leave in the runtime folder for its other models: the
-encoded empty prompt, which the denoiser primes with; and, for each stage that services run, the
-states of its replicas, in `replicas`. Without a ready one the worker takes no edits.
+"""Files by which a worker's encoder and decoder tell its other models something.
+
+They lie in the runtime folder: the encoded empty prompt, with which the denoiser primes, and in
+`replicas` the states of each stage's replicas, where services run the stages. If all replicas of a
+stage are away, the worker takes no edits.
 """
 
 from __future__ import annotations

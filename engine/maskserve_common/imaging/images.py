@@ -326,7 +326,7 @@ class Decoded:
     alpha: Pixels | None
     """uint8 [H, W], 255 opaque; None when the file has no transparency."""
     encoded: bytes | memoryview
-    """Return the file itself, decoded from base64, without bytes behind the picture."""
+    """The file itself, decoded from base64, without bytes behind the picture."""
     colour: Colour = SRGB
     """Colour space of `pixels`."""
     warnings: tuple[str, ...] = ()
@@ -462,9 +462,9 @@ def decode_raster(
         words = container.words if colours else {}
         plain, colour, warning = find_colour(image, words) if words else (image, SRGB, "")
         straight, alpha = split(plain, container)
-        fine = None
+        low_bytes = None
         if low and container.bit_depth == 16 and plain is image:  # its numbers are the file's
-            fine = _low_bytes(container)
+            low_bytes = _low_bytes(container)
     except InvalidRequest:
         raise
     except Exception:
@@ -474,9 +474,9 @@ def decode_raster(
     if turn is not None:
         straight = straight.transpose(turn)
         alpha = alpha.transpose(turn) if alpha is not None else None
-        fine = fine.transpose(turn) if fine is not None else None
+        low_bytes = low_bytes.transpose(turn) if low_bytes is not None else None
     warnings = tuple([f"{field}: {text}" for text in (container.warning, warning) if text])
-    return Raster(straight, alpha, encoded, colour, warnings, fine, container.metadata)
+    return Raster(straight, alpha, encoded, colour, warnings, low_bytes, container.metadata)
 
 
 def read_size(raw: bytes | memoryview, field: str, limits: LimitsConfig) -> Size:

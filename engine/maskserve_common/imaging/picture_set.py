@@ -1,4 +1,4 @@
-"""Checks of an edit's pictures beside one another, and of its answer, by their sizes alone."""
+"""Checks of an edit's pictures together, and of its answer's format, by their sizes alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from maskserve_common.imaging.images import MAX_OUTPUT_SIDE, Size, read_size
 
 
 def check_images(pictures: Sequence[bytes | memoryview], limits: LimitsConfig) -> None:
-    """Check what the pictures of IMAGE are together, by their headers, where there are several.
+    """Check that several pictures of IMAGE together stay within the limits, by their headers.
 
     Raises:
         InvalidRequest: they are too large, or one is no picture.

@@ -28,6 +28,7 @@ from maskserve_studies.block_plans.algorithm_1 import algorithm_1
 
 LINKS = {"PCIe 5 (50 GB/s)": 50.0, "PCIe 4 (25 GB/s)": 25.0, "NVMe (7 GB/s)": 7.0}
 BUDGET = 2e9
+"""Bytes that loads may run ahead."""
 
 
 @dataclass(frozen=True)
@@ -48,19 +49,28 @@ def cases() -> list[Case]:
     ]
 
 
-def costs_of(case: Case, mask: float, gbytes: float, fmt: str) -> StepCosts:
-    """One row's step without the fixed seconds of launching it."""
+def costs_of(case: Case, mask: float, link_gbytes: float, fmt: str) -> StepCosts:
+    """Return the costs of a step of one row, without the fixed seconds of launching it.
+
+    Args:
+        case: the model.
+        mask: mask ratio.
+        link_gbytes: gigabytes per second of the link.
+        fmt: storage format of the entries.
+    """
     work = case.work
     row = work.row_at(mask, case.text)
     inactive = tuple(n - a for n, a in zip(work.tokens, row.active, strict=True))
     loads = block_bytes(work, [inactive], FORMATS[fmt], copies=case.copies)
     compute = Line(0.0, estimate(H100).compute.per_unit)
-    model = CostModel("H100", compute, {"host": Line(0.0, 1e-9 / gbytes)}, "estimate")
+    model = CostModel("H100", compute, {"host": Line(0.0, 1e-9 / link_gbytes)}, "estimate")
     return step_costs(work, work.totals([row]), model, {"host": loads}, budget_bytes=BUDGET)
 
 
 def greedy(costs: StepCosts, kind: str) -> float:
-    """Steady seconds of the plan of FlashPS Algorithm 1 when its cached blocks run as `kind`."""
+    """Return the steady seconds of a step by FlashPS's Algorithm 1, whose cached blocks run as
+    `kind`.
+    """
     cached, load = (
         costs.compute[:, KINDS.index(kind)],
         costs.loads[:, ("project", "kv").index(kind)],
@@ -70,7 +80,7 @@ def greedy(costs: StepCosts, kind: str) -> float:
 
 
 def row_of(case: Case, mask: float, link: str, fmt: str) -> dict[str, Any]:
-    """Milliseconds per step of every way, and the number of blocks of each kind in the plan."""
+    """Return milliseconds per step by each way to choose kinds, and what the best plan chose."""
     costs = costs_of(case, mask, LINKS[link], fmt)
     n = len(costs.compute)
     best = plan(costs, tolerance=1e-4)

@@ -66,9 +66,9 @@ def _numpy(tensor: Tensor) -> Any:
 
 
 class FakeEvent:
-    """An event that the device passes when `FakeCuda.catch_up` is called, or when the thread that
-    drives the device waits for it; events are a millisecond apart. Before that only `query` returns
-    without waiting.
+    """An event. The device passes it when `FakeCuda.catch_up` is called, or when the thread that
+    drives the device waits for it; until then all methods but `query` wait. Events are a
+    millisecond apart.
     """
 
     def __init__(self, cuda: FakeCuda) -> None:
@@ -171,8 +171,8 @@ class FakeCuda:
         self._patches.append(patch.object(entry_store, "measure_rates", lambda *_, **__: rates))
         self._patches.append(patch.object(entry_store, "on_tmpfs", lambda folder: False))
         # Torch asks `is_available` whether it may first make a real tensor there.
-        none = not torch.cuda.is_available()
-        self._patches.append(patch.object(FakeTensorMode, "avoid_device_init", none))
+        has_no_gpu = not torch.cuda.is_available()
+        self._patches.append(patch.object(FakeTensorMode, "avoid_device_init", has_no_gpu))
 
     def catch_up(self) -> None:
         """Let the device finish everything requested so far."""

@@ -6,7 +6,7 @@ read one set of entries, primed without a prompt, in both passes. With `own prom
 entries primed with its own prompt: the difference is the cost of sharing. The naive rival reads the
 entries of another picture.
 
-    python scripts/bench eval_unet_quality --n 8 --json docs/benchmarks/unet-quality.json
+    python scripts/bench eval_unet_quality --n 8 --json docs/benchmarks/unet_quality.json
 
 --frontier compares kinds, formats, strides, rings and tiles.
 """
@@ -65,7 +65,7 @@ class Choice:
     own_prompts: bool = False
     """Whether each pass reads entries that were primed with its own prompt."""
     shift: int = 0
-    """Distance in edits to the edit whose entries are read; 0: the edit's own."""
+    """The entries are those of the edit so many places later; 0: the edit's own."""
     halo: int = 0
     """`[cache] conv_halo`."""
     dense: int = 0
@@ -134,6 +134,12 @@ class Rig:
         return tokens.cover_a_side or tokens.active / tokens.total >= limit
 
     def run(self, rows: Sequence[Any], kinds: Sequence[str]) -> list[NDArray[np.float32]]:
+        """Step rows to their ends, `BATCH` at a time, and return their latents.
+
+        Args:
+            rows: rows of equal numbers of steps.
+            kinds: kind of each block; empty: dense rows.
+        """
         for first in range(0, len(rows), BATCH):
             batch = list(rows[first : first + BATCH])
             while batch[0].step < batch[0].steps:

@@ -108,7 +108,7 @@ def test_defaults_are_filled_in_from_the_configuration() -> None:
 @pytest.mark.parametrize(
     ("configured", "embedded", "classifier_free"), [(0.0, 30.0, 7.5), (3.0, 3.0, 3.0)]
 )
-def test_guidance_that_nobody_names_is_what_the_models_kind_of_it_needs(
+def test_the_default_guidance_follows_the_models_kind_of_guidance(
     configured: float, embedded: float, classifier_free: float
 ) -> None:
     config = structs.replace(CONFIG, model=structs.replace(CONFIG.model, guidance_scale=configured))

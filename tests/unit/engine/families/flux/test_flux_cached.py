@@ -86,7 +86,7 @@ def outputs_of(
 def test_on_the_priming_inputs_any_mix_of_kinds_equals_dense(
     adapter: FluxAdapter, replay: Replay, encoder: Encoder, seed: int
 ) -> None:
-    """Entries in model dtype hold exactly what the inactive tokens would have been."""
+    """Entries in model dtype hold exactly what the cached tokens would have been."""
     mixes = itertools.product(KINDS, repeat=adapter.blocks)
     check_priming_inputs(replay, encoder, seed, mixes)
 
@@ -152,8 +152,8 @@ def test_stored_formats_stay_close_to_the_model_dtype(
 
 
 def test_a_context_is_read_as_it_was_primed(kontext: tuple[Encoder, Replay]) -> None:
-    """On the priming's inputs its entries are what it would be, in any mix of kinds; and with
-    another prompt they are not, though every token of the picture is active: it sees the text.
+    """On the inputs of the priming, cached rows equal dense ones in any mix of kinds. With another
+    prompt they do not, even if every token of the picture is computed: the context sees the text.
     """
     encoder, replay = kontext
     kinds = [(kind,) * replay.adapter.blocks for kind in KINDS]
