@@ -23,7 +23,7 @@ MODELS, ENSEMBLE = _MODELS_ROOT / "model_repository", _MODELS_ROOT / "ensemble"
 SERVICES = _MODELS_ROOT / "services"
 """Triton's model repositories: the models, the ensemble that joins them, and the services."""
 CONTROLNETS = "a folder with a subfolder for each ControlNet"
-"""What `--controlnets` accepts, for messages."""
+"""The folder that `--controlnets` accepts, for messages."""
 CLOSED_APIS = ("shared-memory", "model-repository", "logging")
 """Parts of Triton's API that maskserve does not need, and that let a caller read or change the
 host's memory, models or logs. Published attack chains begin with them."""
