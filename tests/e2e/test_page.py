@@ -308,6 +308,18 @@ def test_blocks_begin_in_one_line_and_no_button_wraps_alone(page: Page, width: i
     assert box("#editor .clear")["y"] == box("#editor .undo")["y"]
 
 
+def test_captions_are_dark_enough_to_read(page: Page) -> None:
+    """Opacities of nested elements multiply: the captions had .56, a contrast of 3.6."""
+    shares = page.locator(".caption, .head p, #editor .said").evaluate_all(
+        """elements => elements.map((element) => {
+        let share = 1;
+        for (let e = element; e; e = e.parentElement) share *= getComputedStyle(e).opacity;
+        return share; })"""
+    )
+    assert len(shares) >= 3
+    assert min(shares) >= 0.7
+
+
 def test_all_that_the_page_names_is_there(browser: Browser, address: str) -> None:
     page = browser.new_page()
     missing: list[str] = []
