@@ -22,8 +22,10 @@ UNSEEDED = re.compile(r"([\w.]+\.)?(default_rng|Random|SystemRandom|uuid4)|(np\.
 """Calls that draw by chance where they are given no seed."""
 BY_CHANCE = re.compile(r"os\.urandom|os\.getrandom|secrets\.\w+|torch\.seed|torch\.initial_seed")
 """Calls that draw by chance whatever they are given."""
+SEEDING = re.compile(r"([\w.]+\.)?(default_rng|Random|seed|manual_seed)")
+"""Calls that draw by the clock where a time is the seed."""
 DRAWING = re.compile(
-    r"\b(default_rng|Random|SystemRandom|uuid4)\(\)|seed\(|urandom|getrandom|secrets"
+    r"\b(default_rng|Random|SystemRandom|uuid4)\((\)|.*time\.)|seed\(|urandom|getrandom|secrets"
 )
 """Text of each file with such a call."""
 ALLOWED = {"tests/conftest.py": {"secrets.randbelow"}}
@@ -38,12 +40,20 @@ def unseeded_calls(tree: ast.AST) -> list[tuple[int, str]]:
         for call, name in names
         if BY_CHANCE.fullmatch(name)
         or (UNSEEDED.fullmatch(name) and not (call.args or call.keywords))
+        or (SEEDING.fullmatch(name) and "time." in ast.unparse(call))
     ]
 
 
 @pytest.mark.parametrize(
     "line",
-    ["np.random.default_rng()", "random.Random()", "torch.seed()", "os.urandom(4)", "uuid.uuid4()"],
+    [
+        "np.random.default_rng()",
+        "random.Random()",
+        "torch.seed()",
+        "os.urandom(4)",
+        "uuid.uuid4()",
+        "hypothesis.seed(time.time_ns())",
+    ],
 )
 def test_a_draw_without_a_seed_is_seen(line: str) -> None:
     assert unseeded_calls(ast.parse(f"x = {line}"))

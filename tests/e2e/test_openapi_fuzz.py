@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -46,7 +45,8 @@ CHECKS = (
     content_type_conformance,
     response_schema_conformance,
 )
-SLOWEST_S = 20.0
+HANG_S = 120.0
+"""What has not been answered by then, on a machine however busy, never will be."""
 EXAMPLES, SLOW_EXAMPLES = 8, 300
 """Number of examples of each operation and mode; the second is for slow runs."""
 
@@ -84,8 +84,6 @@ def test_nothing_breaks(
     )
     @given(case=operation.as_strategy(generation_mode=mode))
     def call(case: Any) -> None:
-        begin = time.monotonic()
-        case.call_and_validate(base_url=url, checks=CHECKS, timeout=30)
-        assert time.monotonic() - begin < SLOWEST_S
+        case.call_and_validate(base_url=url, checks=CHECKS, timeout=HANG_S)
 
     call()

@@ -4,7 +4,6 @@ plans.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,6 +37,7 @@ from maskserve_workflows.passes import PASSES, compiled
 from maskserve_workflows.plan import Each, NodeCall, Repeat, Step, WorkflowPlan
 from maskserve_workflows.ports import WorkflowError
 from maskserve_workflows.values import Areas, map_parts
+from tests.support.draws import fresh_seed
 
 DRAWN = 30
 """Number of plans of `drawn_plans`."""
@@ -260,7 +260,7 @@ def drawn_plans() -> list[WorkflowPlan]:
         max_examples=DRAWN, database=None, phases=[hypothesis.Phase.generate], deadline=None,
         suppress_health_check=list(hypothesis.HealthCheck),
     )  # fmt: skip
-    @hypothesis.seed(time.time_ns())
+    @hypothesis.seed(fresh_seed())
     @hypothesis.given(plans(deep=1, rounds=2, sized=True, masked=True))
     def draw(plan: WorkflowPlan) -> None:
         named = structs.replace(plan, name=f"drawn-{len(workflow_plans)}")

@@ -430,11 +430,11 @@ def test_a_silent_storage_costs_its_time_and_no_more(tmp_path: Path, folder: Pat
     with opened(tmp_path, shelf) as store:
         store.catalogue.scan()
         content = fetched_bytes(store, "here")
-        shelf._file_system = lambda: silent.wait(20) and Storage._file_system(shelf)  # type: ignore[assignment, method-assign, return-value]
+        shelf._file_system = lambda: silent.wait(200) and Storage._file_system(shelf)  # type: ignore[assignment, method-assign, return-value]
         begun = time.monotonic()
         with pytest.raises(Overloaded, match=r"SETTINGS.loras: adapter x .*no answer within 0.5 s"):
             fetched_bytes(store, "x")
-        assert time.monotonic() - begun < 10.0
+        assert time.monotonic() - begun < 100.0
         silent.set()
         assert fetched_bytes(store, "here") == content
         del shelf._file_system  # type: ignore[method-assign]

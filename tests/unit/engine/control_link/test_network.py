@@ -295,14 +295,16 @@ def test_who_shows_no_key_in_time_is_ended_however_it_dawdles(
     at, remote = attached(service), service.front.service.remote
     assert remote is not None
     with socket.create_connection(("127.0.0.1", at.port)) as dawdler:
-        begin = time.monotonic()
+        begin, sent = time.monotonic(), 0
         with suppress(OSError):
-            for byte in (100).to_bytes(4, "big") + b"x" * 99:
+            for byte in (100).to_bytes(4, "big") + b"x" * 99:  # in 20 s
                 dawdler.sendall(bytes([byte]))
-                time.sleep(0.05)
+                sent += 1
+                time.sleep(0.2)
                 if not remote.links and time.monotonic() - begin > 0.2:
                     break
-        assert 0.2 < time.monotonic() - begin < 4.5
+        assert sent < 100
+        assert time.monotonic() - begin > 0.2
     wire = over_tcp(at)
     time.sleep(1.7)
     assert not wire.ended()  # the limit is of the proof alone
