@@ -73,15 +73,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Settles the seed, before pytest-xdist hands options on and Hypothesis reads its own."""
+    """Settles the seed, before pytest-xdist hands options on."""
     seed = config.getoption("--seed")
     if seed == "fresh":
         seed = str(secrets.randbelow(2**31))
     if not (seed.isdecimal() and int(seed) < 2**31):
         raise pytest.UsageError(f"--seed takes a number from 0 to 2³¹ - 1, or `fresh`: {seed!r}")
     config.option.seed = os.environ[SEED_VARIABLE] = seed
-    if config.option.hypothesis_seed is None:
-        config.option.hypothesis_seed = seed
     if products := config.getoption("--products"):
         import torch
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.draws import drawing, fresh_random, fresh_rng, fresh_seed
@@ -89,11 +89,24 @@ def test_a_place_draws_the_same_again_and_each_draw_another() -> None:
         assert fresh_seed() != first[0]
 
 
-@given(number=st.integers(0, 10**9))
-def test_hypothesis_has_the_seed(number: int, request: pytest.FixtureRequest) -> None:
-    from hypothesis import core
+def test_hypothesis_draws_by_the_place_too() -> None:
+    """Not the same examples for each case of a test."""
 
-    assert core.global_force_seed == int(request.config.getoption("--hypothesis-seed"))
+    def examples(place: str) -> list[int]:
+        numbers: list[int] = []
+
+        @settings(max_examples=9)
+        @given(number=st.integers(0, 10**9))
+        def draw(number: int) -> None:
+            numbers.append(number)
+
+        with drawing(place):
+            draw()
+        return numbers
+
+    first = examples("a place")
+    assert examples("a place") == first
+    assert examples("another place") != first
 
 
 def drawn_by(*flags: str) -> tuple[str, str]:

@@ -2,8 +2,8 @@
 
 `--seed` sets it. pytest's header and each failed run print it. A draw depends on the seed, the
 test's name and the number of its earlier draws. So a test draws the same values alone and among all
-others. Draws in a fixture of wider scope depend on the fixture's name instead. Hypothesis and the
-global generators of Python, numpy and torch also have the seed (`tests/conftest.py`).
+others. Draws in a fixture of wider scope depend on the fixture's name instead. Hypothesis's
+examples and the global generators of Python, numpy and torch follow the same rule.
 
 A number in a test, such as `default_rng(3)`, is a chosen example and not a draw.
 """
@@ -57,7 +57,7 @@ def fresh_random(name: str = "") -> random.Random:
 def drawing(place: str) -> Iterator[None]:
     """Begin the draws of a test or fixture. At the end the outer draws continue.
 
-    The global generators of Python, numpy and, if imported, torch also get a seed.
+    Python, numpy and, if imported, torch and Hypothesis also get a seed.
 
     Args:
         place: the unique name of the test or fixture.
@@ -70,6 +70,8 @@ def drawing(place: str) -> Iterator[None]:
     np.random.seed(seed)
     if torch := sys.modules.get("torch"):
         torch.manual_seed(seed)
+    if core := sys.modules.get("hypothesis.core"):
+        core.global_force_seed = seed  # as --hypothesis-seed sets it, once for all tests
     try:
         yield
     finally:

@@ -215,8 +215,10 @@ def test_whatever_a_header_holds_it_is_read_or_refused(raw: bytes, base: BaseLay
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("part", range(50))  # Hypothesis keeps all that it has drawn for a test
+@pytest.mark.parametrize("part", range(8))  # Hypothesis keeps all that it has drawn for a test
 @given(raw=files())
 @settings(max_examples=2_000)
-def test_whatever_a_header_holds_for_ten_minutes(part: int, raw: bytes, base: BaseLayers) -> None:
+def test_whatever_many_headers_hold_they_are_read_or_refused(
+    part: int, raw: bytes, base: BaseLayers
+) -> None:
     look(raw, base)
