@@ -217,6 +217,7 @@ def test_each_score_is_the_prediction_or_a_bound_below_it(seed: int) -> None:
         for number, score, is_exact in zip(rows.tolist(), scores, exact, strict=True):
             predicted = predicted_seconds(request, views[number], now_s)
             if is_exact:
-                assert score == predicted
+                # A table adds up in another order.
+                assert score == pytest.approx(predicted, rel=1e-12)
             else:
                 assert score <= predicted * (1 + 1e-9)
