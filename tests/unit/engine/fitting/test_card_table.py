@@ -184,7 +184,8 @@ def test_the_command_prints_it_and_says_what_is_wrong(
     (bad / "text_encoder_2" / "config.json").write_text("[]")
     assert print_cards(ServeOptions(str(bad))) == 1
     out, err = capfd.readouterr()
-    assert err.startswith("maskserve serve: [model] path: cannot tell the shapes of ")
+    assert err.startswith("maskserve serve: [model] path: ")
+    assert err.endswith("/text_encoder_2/config.json is not a JSON object\n")
     assert print_cards(ServeOptions(str(tmp_path / "none"))) == 1
     assert "there is no folder" in capfd.readouterr().err
 
