@@ -1209,7 +1209,7 @@ MUTATIONS = (
         "engine/maskserve_engine/batch/step_cache.py",
         "len(self.dense.intersection(left)) / len(left),",
         "len(self.dense.intersection(left)) / steps,",
-        f"{_KEPT}::test_which_steps_of_a_schedule_compute_all_tokens",
+        f"{_KEPT}::test_a_schedule_that_begins_later_ends_with_dense_steps",
     ),
     Mutation(
         "errors of a step cache that is begun anew are lost",
