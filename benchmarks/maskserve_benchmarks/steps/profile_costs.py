@@ -132,7 +132,7 @@ class Worker:
         )
         executor = self._parts.engine.executor
         assert isinstance(executor, GangExecutor)
-        self.exchange = executor.exchange
+        self.exchange = executor.ranks.exchange
         self._by_processor = by_processor
         below = psutil.Process().children(recursive=True)
         self._ranks = [

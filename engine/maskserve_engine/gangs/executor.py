@@ -8,17 +8,12 @@ lost. Entries do not move: all ranks read the same files.
 from __future__ import annotations
 
 import logging
-import socket
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from typing import Any
-
-from torch import distributed
 
 from maskserve_common.contracts.keys import Anchor
 from maskserve_common.errors import EngineFailed
@@ -29,10 +24,10 @@ from maskserve_engine.batch.transfer import HostCopy
 from maskserve_engine.cache.store import Store
 from maskserve_engine.cache.tier import Note
 from maskserve_engine.families.adapter import Adapter
+from maskserve_engine.gangs.living_ranks import LivingRanks
 from maskserve_engine.gangs.messages import RankLostError, RowAfter, RowPlace, StepAnswer
 from maskserve_engine.gangs.processes import RankProcess, RankProcesses
 from maskserve_engine.layers.low_rank import Factors
-from maskserve_engine.planning.degree_costs import ExchangeCosts
 from maskserve_engine.requests.executor import (
     AnchoredRowSpec,
     CachedRowSpec,
@@ -52,27 +47,6 @@ from maskserve_engine.scheduling.step_scheduler import Devices
 _log = logging.getLogger(__name__)
 _LOSSES = 3
 """Ranks that a row may lose; at one more, the row counts as the cause."""
-_STARTS = 3
-"""Failed starts in a row that each rank may have while none is left."""
-_SILENT_S = 5.0
-"""Seconds after which a rank that does not answer between two steps counts as lost."""
-_AGAIN_S = 2.0
-"""Seconds after which a rank that failed to start is started again."""
-
-
-def _meeting_place() -> Any:
-    """Open the store at which gangs meet, on this host's loopback alone: torch's default listens on
-    every interface and accepts anything.
-    """
-    listening = socket.create_server(("127.0.0.1", 0))
-    port = listening.getsockname()[1]
-    return distributed.TCPStore(  # type: ignore[attr-defined]
-        "127.0.0.1",
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listening.detach(),
-    )
 
 
 @dataclass(eq=False, slots=True)
@@ -125,53 +99,28 @@ class GangExecutor:
         *,
         deals: bool = False,
     ) -> None:
-        self.ranks, self._adapter, self._post, self._deals = ranks, adapter, post, deals
-        self._store = store
-        self._living: dict[int, RankProcess] = {
-            rank_process.device: rank_process for rank_process in ranks.processes
-        }
+        self._adapter, self._store, self._deals = adapter, store, deals
         self.rows: dict[str, _Row] = {}
         self._running: list[_RunningStep] = []
         self._names = count()
-        self._adapters: dict[str, Mapping[str, Factors]] = {}
-        """Adapters that every rank has."""
-        self._nets: dict[str, NetFolder] = {}
-        """ControlNets that every rank has."""
         self._moves: list[tuple[str, float, float]] = []
-        self._starts: dict[int, int] = {}
-        """Starts of each lost rank since its loss."""
         self._idle = True
-        self._meeting = _meeting_place()
-        self.gangs: dict[tuple[RankProcess, ...], str] = {}
-
-        def on_lost(process: RankProcess) -> None:
-            self._post(partial(self._on_lost, process))
-
-        ranks.on_lost = on_lost
+        self.ranks = LivingRanks(ranks, post, most, self._forget)
         if store is not None:
             store.on_evict = self._evict
-        self._most = min(most, len(ranks.processes))
-        self.exchange = ExchangeCosts()
-        """Costs of exchanges between two ranks; measured once they have met."""
-        for met in self._meet():
-            self.exchange = met.result()
 
     @property
     def devices(self) -> Devices:
         busy = [process.device for step in self._running for process in step.gang]
-        lost = set(range(len(self.ranks.processes))).difference(self._living)
-        return Devices(frozenset(busy), frozenset(lost))
+        return Devices(frozenset(busy), self.ranks.lost)
 
     def load_lora(self, adapter: str, factors: Mapping[str, Factors]) -> int:
         nbytes = self._adapter.low_rank(factors).nbytes  # or it does not fit
-        self._adapters[adapter] = factors  # first: a rank that returns now has it from there
-        self._on_all("load_lora", adapter, factors)
+        self.ranks.load_lora(adapter, factors)
         return nbytes
 
     def drop(self, adapter: str) -> None:
-        self._adapters.pop(adapter, None)
-        for process in self._living.values():
-            process.call("drop", adapter)
+        self.ranks.drop(adapter)
 
     def attach(self, row: str, adapters: Sequence[tuple[str, float]]) -> None:
         gang_row = self.rows[row]
@@ -181,20 +130,10 @@ class GangExecutor:
 
     def load_net(self, net: str, folder: NetFolder) -> None:
         self._adapter.control_net(folder.shape())  # or it does not fit
-        self._nets[net] = folder  # first: a rank that returns now has it from there
-        answers = [process.call("load_net", net, folder) for process in list(self._living.values())]
-        try:
-            for answer in answers:
-                with suppress(RankLostError):
-                    answer.result()
-        except RuntimeError:
-            self.drop_net(net)
-            raise
+        self.ranks.load_net(net, folder)
 
     def drop_net(self, net: str) -> None:
-        self._nets.pop(net, None)
-        for process in list(self._living.values()):
-            process.call("drop_net", net)
+        self.ranks.drop_net(net)
 
     def read(self, row: str, key: str, anchors: Sequence[Anchor | None]) -> None:
         gang_row = self.rows[row]
@@ -245,7 +184,7 @@ class GangExecutor:
             for process, share in zip(gang, shares, strict=True)
         ]
         results = [
-            self._wait_for(process, call) for process, call in zip(gang, answers, strict=True)
+            self.ranks.wait_for(process, call) for process, call in zip(gang, answers, strict=True)
         ]
         if None in results:
             return {}  # nor will it take the step
@@ -289,8 +228,7 @@ class GangExecutor:
     def idle(self) -> None:
         if not self._idle:
             self._idle = True
-            for process in self._living.values():
-                process.call("idle")
+            self.ranks.call("idle")
 
     def take_moves(self) -> list[tuple[str, float, float]]:
         moves, self._moves = self._moves, []
@@ -299,22 +237,13 @@ class GangExecutor:
     def close(self) -> None:
         self.ranks.close()
 
-    def _on_all(self, verb: str, *arguments: object) -> None:
-        """Call a method of every rank and wait for the answers; may not be called from the engine's
-        thread.
-        """
-        answers = [process.call(verb, *arguments) for process in list(self._living.values())]
-        for answer in answers:
-            with suppress(RankLostError):
-                answer.result()
-
     # The course of a step.
 
     def _gang(self, rows: Sequence[_Row], devices: Sequence[int]) -> tuple[RankProcess, ...]:
         """Return the ranks that take a step of these rows: the first alone if the rows cannot be
         shared.
         """
-        gang = tuple([self._living[device] for device in devices])
+        gang = tuple([self.ranks[device] for device in devices])
         return gang if all(self._may_share(row, len(gang)) for row in rows) else gang[:1]
 
     def _may_share(self, row: _Row, count: int) -> bool:
@@ -375,9 +304,9 @@ class GangExecutor:
             rows=tuple(names.values()),
             reads=tuple([read._replace(row=names[read.row]) for read in step.step.reads]),
         )
-        gang = self._gang_name(step.gang)
+        gang = self.ranks.gang_name(step.gang)
         for process in step.gang:
-            self._when_done(
+            self.ranks.when_done(
                 process.call("step", rank_step, gang), partial(self._on_answer, step, process)
             )
 
@@ -386,7 +315,7 @@ class GangExecutor:
     ) -> None:
         error = answer.exception()
         if isinstance(error, RankLostError):
-            self._on_lost(process)
+            self.ranks.lose(process)
         step.answers[process] = answer.result() if error is None else Exception(str(error))
         if len(step.answers) < len(step.gang):
             return
@@ -441,8 +370,8 @@ class GangExecutor:
         rows = [(name, row) for name, row in zip(step.step.rows, step.rows, strict=True)
                 if self.rows.get(name) is row]  # fmt: skip
         if len(step.gang) > 1:
-            self._part(step.gang)
-            survivors = [rank for rank in step.gang if self._living.get(rank.device) is rank]
+            self.ranks.part(step.gang)
+            survivors = [rank for rank in step.gang if rank in self.ranks]
             if survivors and rows:
                 names, gang_rows = zip(*rows, strict=True)
                 reads = tuple([read for read in step.step.reads if read.row in names])
@@ -459,95 +388,10 @@ class GangExecutor:
         if failed:
             step.done(StepResult((), Span(0.0, 0.0), failed=failed))
 
-    def _wait_for(self, process: RankProcess, answer: Future[Any]) -> Any:
-        """Return an idle rank's answer; None: it failed or was lost. A rank silent for `_SILENT_S`
-        seconds is killed, since the engine's thread must not wait.
-        """
-        try:
-            return answer.result(_SILENT_S)
-        except TimeoutError:
-            _log.error("rank %d has been silent for %g s", process.device, _SILENT_S)
-            process.kill()
-        except (RankLostError, RuntimeError) as error:
-            _log.error("rank %d: %s", process.device, error)
-        return None
-
-    # Gangs.
-
-    def _meet(self) -> list[Future[ExchangeCosts]]:
-        """Let the gangs of living ranks meet that have not met; return their answers, those of
-        pairs last. All ranks get the calls in one order, so that no two wait for one another.
-        """
-        answers, count = [], self._most
-        while count > 1:
-            for first in range(0, len(self.ranks.processes), count):
-                living = [self._living.get(first + number) for number in range(count)]
-                gang = tuple([process for process in living if process is not None])
-                if len(gang) == count and gang not in self.gangs:
-                    answers += self._join(gang)
-            count //= 2
-        return answers
-
-    def _join(self, gang: tuple[RankProcess, ...]) -> list[Future[ExchangeCosts]]:
-        name = self.gangs[gang] = f"gang {next(self._names)}"
-        return [
-            process.call("join", name, number, len(gang), self._meeting.port)
-            for number, process in enumerate(gang)
-        ]
-
-    def _gang_name(self, gang: tuple[RankProcess, ...]) -> str:
-        """Return the gang's name among its ranks; empty for one rank."""
-        if len(gang) == 1:
-            return ""
-        if gang not in self.gangs:  # they have parted
-            self._join(gang)
-        return self.gangs[gang]
-
-    def _part(self, gang: tuple[RankProcess, ...]) -> None:
-        name = self.gangs.pop(gang, None)
-        for process in gang if name is not None else ():
-            process.call("leave", name)
-
-    # Starts and losses of ranks.
-
-    def _on_lost(self, process: RankProcess) -> None:
-        if self._living.get(process.device) is not process:
-            return  # it is known, or has never come
-        _log.error("rank %d has ended; it is started again", process.device)
-        del self._living[process.device]
+    def _forget(self, process: RankProcess) -> None:
+        """Forget which rows a lost rank has."""
         for row in self.rows.values():
             row.steps_in_rank.pop(process, None)
-        for gang in [gang for gang in self.gangs if process in gang]:
-            self._part(gang)
-        self._start(process.device)
-
-    def _start(self, device: int) -> None:
-        process = self.ranks.processes[device] = self.ranks.start(device)
-        self._when_done(process.hello, partial(self._on_rank_started, process))
-
-    def _on_rank_started(self, process: RankProcess, hello: Future[Any]) -> None:
-        device, error = process.device, hello.exception()
-        if error is None:
-            _log.info("rank %d is back", device)
-            self._starts.pop(device, None)
-            self._living[device] = process
-            for adapter, factors in list(self._adapters.items()):
-                process.call("load_lora", adapter, factors)
-            for net, folder in list(self._nets.items()):
-                process.call("load_net", net, folder)
-            self._meet()
-            return
-        self._starts[device] = self._starts.get(device, 0) + 1
-        _log.error("rank %d could not be started: %s", device, error)
-        if not self._living and min(self._starts.values()) >= _STARTS:
-            raise RuntimeError("no rank is left, and none can be started")
-        timer = threading.Timer(_AGAIN_S, self._post, (partial(self._start, device),))
-        timer.daemon = True
-        timer.start()
 
     def _evict(self, key: str) -> None:
-        for process in self._living.values():
-            process.call("evict", key)
-
-    def _when_done(self, future: Future[Any], command: Callable[[Future[Any]], None]) -> None:
-        future.add_done_callback(lambda done: self._post(partial(command, done)))
+        self.ranks.call("evict", key)

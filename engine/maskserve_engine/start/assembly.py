@@ -228,7 +228,7 @@ def assemble(
         file = config.engine.costs
         profiled = read_profile(file).exchange if file else None
         degrees = DegreeTimes(
-            adapter, costs, lambda: profiled or step_executor.exchange, config.engine.devices
+            adapter, costs, lambda: profiled or step_executor.ranks.exchange, config.engine.devices
         )
     prices = PriceList(
         config, adapter, costs, size.anchors, None if degrees is None else degrees.prices

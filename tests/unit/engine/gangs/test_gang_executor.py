@@ -25,7 +25,8 @@ from maskserve_engine.base.job import ControlInput, EditJob, FinalEvent, Preview
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.gangs.checks import check_devices
-from maskserve_engine.gangs.executor import GangExecutor, _meeting_place
+from maskserve_engine.gangs.executor import GangExecutor
+from maskserve_engine.gangs.living_ranks import meeting_place
 from maskserve_engine.gangs.messages import pack
 from maskserve_engine.gangs.processes import RankProcess
 from maskserve_engine.loop.engine import Engine
@@ -186,7 +187,7 @@ def assert_both_alone_and_together(engine: Engine) -> None:
     policy = engine.manager.scheduler
     if isinstance(policy, AnyDegreeScheduler):
         assert policy.draws.drawn == {(0,), (1,), (0, 1)}
-        assert 0.0 < ranks(engine).exchange.call_seconds < 1.0  # they have met, and measured it
+        assert 0.0 < ranks(engine).ranks.exchange.call_seconds < 1.0  # they have met, and measured it
 
 
 def test_cached_edits_read_on_both_devices_what_one_of_them_made(
@@ -244,7 +245,7 @@ def test_a_step_that_ranks_share_teaches_what_a_step_costs(
         samples.clear()
     assert counted[0] == 2 * counted[1]
     edit = RequestState.of(job(encoder, 3, "asked"), Sink(), two.adapter)
-    calls = 2 * two.adapter.blocks * ranks(two).exchange.call_seconds
+    calls = 2 * two.adapter.blocks * ranks(two).ranks.exchange.call_seconds
     assert calls < two.runner._overhead_shares([edit], 2) < 1.0
 
 
@@ -380,7 +381,7 @@ def test_ranks_that_are_out_of_step_say_so_and_none_waits(two: Engine, encoder: 
         return  # they form no gang
     both_back(two)
     gang = tuple(ranks(two).ranks.processes)
-    name = ranks(two).gangs[gang]
+    name = ranks(two).ranks.gangs[gang]
     answers = [
         process.call("step", StepInput(number, ()), name) for number, process in enumerate(gang)
     ]
@@ -584,7 +585,7 @@ def test_edits_of_unets_begin_anew_where_a_rank_is_lost(tiny_unets: dict[str, Pa
 
 
 def test_gangs_meet_on_the_loopback_alone() -> None:
-    store = _meeting_place()
+    store = meeting_place()
     listening = [
         place.laddr.ip
         for place in psutil.Process().net_connections("tcp")
