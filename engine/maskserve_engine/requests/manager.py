@@ -25,7 +25,6 @@ from maskserve_common.resources.residency import Resource
 from maskserve_common.status import RowStatus
 from maskserve_engine.base.job import EditJob, Failed, FinalEvent
 from maskserve_engine.base.mailbox import OutputThread
-from maskserve_engine.batch.step_cache import RefreshSchedule
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.requests.admission_checks import (
     TEMPLATE,
@@ -39,24 +38,16 @@ from maskserve_engine.requests.audits import Audits
 from maskserve_engine.requests.due_times import InTime
 from maskserve_engine.requests.edit_adapters import EditAdapters, LateRows
 from maskserve_engine.requests.edit_report import final_meta, timeline
+from maskserve_engine.requests.edit_rows import EditRows
 from maskserve_engine.requests.execution_policy import ExecutionPolicy
-from maskserve_engine.requests.executor import (
-    AnchoredRowSpec,
-    CachedRowSpec,
-    DenseRowSpec,
-    Executor,
-    RowReport,
-    RowStep,
-)
+from maskserve_engine.requests.executor import Executor, RowStep
 from maskserve_engine.requests.primings import Primings
 from maskserve_engine.requests.refresh_schedules import (
     RefreshSchedules,
-    step_cache_bytes,
-    step_cache_bytes_with_template,
 )
 from maskserve_engine.requests.regions import EditRegions
 from maskserve_engine.requests.request_table import RequestTable
-from maskserve_engine.requests.state import EntryReads, PrimingState, RequestState
+from maskserve_engine.requests.state import PrimingState, RequestState
 from maskserve_engine.requests.templates import DENSE
 from maskserve_engine.scheduling.step_scheduler import Run, Ticket
 
@@ -106,6 +97,9 @@ class RequestManager:
         policy = self.policy
         choose = None if policy is None else policy.choose_with_adapters
         self.late = LateRows(adapters, choose, executor, adapter)
+        self._rows = EditRows(
+            adapter, executor, table, adapters, self.late, in_time, self.schedules
+        )
         self.regions = EditRegions(
             self.schedules, config.cache.dense_above_ratio, adapter, executor, adapters
         )
@@ -200,7 +194,7 @@ class RequestManager:
     def finish(self, edit: RequestState) -> None:
         """Answer an edit whose row has taken its last step."""
         latents = self.executor.result(edit.request_id)
-        self._release(edit)
+        self._rows.release(edit)
         if edit.audit is not None:
             self._leave(edit)
             self.audits.compare(edit.audit, latents)
@@ -237,7 +231,7 @@ class RequestManager:
         """Answer an edit that cannot finish; release its row and entries."""
         edit = self.edits.pop(request_id, None)
         if edit is not None:
-            self._release(edit)
+            self._rows.release(edit)
             self.residency.leave(request_id)
             self._let_go(request_id)
             self.scheduler.cancel(request_id)
@@ -383,7 +377,7 @@ class RequestManager:
             return  # its row was parked
         try:
             edit.times.admitted = time.monotonic()
-            row_made = self._make_row(edit)
+            row_made = self._rows.make(edit)
             edit.running = True
             if edit.job.request.settings.insists and not row_made.complete:
                 self._go_back(edit)
@@ -396,69 +390,10 @@ class RequestManager:
         """Return an edit to the admission checks: its template was evicted while it queued, and it
         may not run without.
         """
-        self._release(edit)
+        self._rows.release(edit)
         edit.running, edit.reads, edit.loads = False, None, None
         edit.times.queued = edit.times.admitted = 0.0
         edit.plan = DENSE
         self.scheduler.cancel(edit.request_id)
         del self.edits[edit.request_id]
         self._resume(edit)
-
-    def _make_row(self, edit: RequestState) -> RowReport:
-        row_made = self._make_plain_row(edit)
-        if self.adapters.absent_loras(edit):
-            self.late.add(edit)
-        elif edit.loras.effective:
-            self.adapters.attach(edit.request_id, edit.loras.effective)
-        return row_made
-
-    def _make_plain_row(self, edit: RequestState) -> RowReport:
-        if edit.levels:
-            level = self.in_time.level(edit, self._batch_mates(edit), time.monotonic())
-            if level is not None:
-                edit.step_down(level, self.schedules.at_level(edit, level), self.adapter)
-        job, route = edit.job, edit.plan
-        if edit.plan.mode != "cached":
-            return self.executor.make(edit.request_id, DenseRowSpec(job, route.key))
-        if route.schedule is not None:
-            return self._make_anchored_row(edit, route.schedule)
-        seed, sure = job.request.template_noise_seed, job.request.settings.insists
-        nbytes = 0
-        if route.schedule_with_template is not None:
-            nbytes = step_cache_bytes_with_template(route.schedule_with_template, self.adapter, job)
-        spec = CachedRowSpec(
-            job, seed, route.key, route.anchors, sure, route.schedule_with_template, nbytes
-        )
-        row_made = self.executor.make(edit.request_id, spec)
-        edit.reads = EntryReads.of_template(route.key, route.anchors, row_made)
-        if row_made.schedule is not None:
-            edit.step_cache_bytes = nbytes
-        elif route.schedule_with_template is not None:
-            edit.go(replace(route, schedule_with_template=None), self.adapter)
-        return row_made
-
-    def _make_anchored_row(self, edit: RequestState, plan: RefreshSchedule) -> RowReport:
-        """Make a row with refresh steps; if there is no room for its step cache, make it dense."""
-        nbytes = step_cache_bytes(plan, self.adapter, edit.job)
-        spec = AnchoredRowSpec(edit.job, plan, nbytes, edit.plan.key)
-        row_made = self.executor.make(edit.request_id, spec)
-        if row_made.complete:
-            edit.reads = EntryReads.of_schedule(
-                edit.request_id, plan, self.adapter.sigmas(edit.job)
-            )
-            edit.step_cache_bytes = nbytes
-        else:
-            edit.plan = replace(DENSE, outcome="miss", key=edit.plan.key, dense_for="memory")
-        return row_made
-
-    def _batch_mates(self, edit: RequestState) -> list[RequestState]:
-        return [
-            running_edit
-            for running_edit in self.edits.values()
-            if running_edit.running and running_edit is not edit
-        ]
-
-    def _release(self, edit: RequestState) -> None:
-        loads = self.executor.release(edit.request_id)
-        if loads is not None:
-            edit.loads = loads

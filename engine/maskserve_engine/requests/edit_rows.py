@@ -1,0 +1,123 @@
+"""The rows of admitted edits, made as their execution plans say.
+
+Used by the engine thread only.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from maskserve_engine.batch.step_cache import RefreshSchedule
+from maskserve_engine.families.adapter import Adapter
+from maskserve_engine.requests.due_times import InTime
+from maskserve_engine.requests.edit_adapters import EditAdapters, LateRows
+from maskserve_engine.requests.executor import (
+    AnchoredRowSpec,
+    CachedRowSpec,
+    DenseRowSpec,
+    Executor,
+    RowReport,
+)
+from maskserve_engine.requests.refresh_schedules import (
+    RefreshSchedules,
+    step_cache_bytes,
+    step_cache_bytes_with_template,
+)
+from maskserve_engine.requests.request_table import RequestTable
+from maskserve_engine.requests.state import EntryReads, RequestState
+from maskserve_engine.requests.templates import DENSE
+
+
+class EditRows:
+    """Makes and releases rows of edits.
+
+    Args:
+        adapter: the model.
+        executor: holds the rows.
+        table: table of the edits.
+        adapters: the edits' LoRAs.
+        late: rows whose LoRAs come later.
+        in_time: chooses the reuse levels of edits that would be late.
+        schedules: decides refresh steps.
+    """
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        executor: Executor,
+        table: RequestTable,
+        adapters: EditAdapters,
+        late: LateRows,
+        in_time: InTime,
+        schedules: RefreshSchedules,
+    ) -> None:
+        self._adapter, self._executor, self._table = adapter, executor, table
+        self._adapters, self._late = adapters, late
+        self._in_time, self._schedules = in_time, schedules
+
+    def make(self, edit: RequestState) -> RowReport:
+        """Make the row of an edit that was admitted; raises whatever went wrong."""
+        if edit.levels:
+            level = self._in_time.level(edit, self._batch_mates(edit), time.monotonic())
+            if level is not None:
+                edit.step_down(level, self._schedules.at_level(edit, level), self._adapter)
+        report = self._of_plan(edit)
+        if self._adapters.absent_loras(edit):
+            self._late.add(edit)
+        elif edit.loras.effective:
+            self._adapters.attach(edit.request_id, edit.loras.effective)
+        return report
+
+    def _of_plan(self, edit: RequestState) -> RowReport:
+        """Make the row without its LoRAs."""
+        plan = edit.plan
+        if plan.mode != "cached":
+            return self._executor.make(edit.request_id, DenseRowSpec(edit.job, plan.key))
+        if plan.schedule is not None:
+            return self._with_refresh_steps(edit, plan.schedule)
+        return self._with_template(edit, plan.schedule_with_template)
+
+    def _with_template(self, edit: RequestState, schedule: RefreshSchedule | None) -> RowReport:
+        """Make a row that reads its template; if there is no room for its step cache, it has
+        none.
+        """
+        plan, job = edit.plan, edit.job
+        seed, sure = job.request.template_noise_seed, job.request.settings.insists
+        nbytes = 0
+        if schedule is not None:
+            nbytes = step_cache_bytes_with_template(schedule, self._adapter, job)
+        spec = CachedRowSpec(job, seed, plan.key, plan.anchors, sure, schedule, nbytes)
+        report = self._executor.make(edit.request_id, spec)
+        edit.reads = EntryReads.of_template(plan.key, plan.anchors, report)
+        if report.schedule is not None:
+            edit.step_cache_bytes = nbytes
+        elif schedule is not None:
+            edit.go(replace(plan, schedule_with_template=None), self._adapter)
+        return report
+
+    def _with_refresh_steps(self, edit: RequestState, schedule: RefreshSchedule) -> RowReport:
+        """Make a row with refresh steps; if there is no room for its step cache, make it dense."""
+        nbytes = step_cache_bytes(schedule, self._adapter, edit.job)
+        spec = AnchoredRowSpec(edit.job, schedule, nbytes, edit.plan.key)
+        report = self._executor.make(edit.request_id, spec)
+        if report.complete:
+            sigmas = self._adapter.sigmas(edit.job)
+            edit.reads = EntryReads.of_schedule(edit.request_id, schedule, sigmas)
+            edit.step_cache_bytes = nbytes
+        else:
+            edit.plan = replace(DENSE, outcome="miss", key=edit.plan.key, dense_for="memory")
+        return report
+
+    def _batch_mates(self, edit: RequestState) -> list[RequestState]:
+        return [
+            running_edit
+            for running_edit in self._table.edits.values()
+            if running_edit.running and running_edit is not edit
+        ]
+
+    def release(self, edit: RequestState) -> None:
+        """Release an edit's row, if it has one, and keep its loads."""
+        loads = self._executor.release(edit.request_id)
+        if loads is not None:
+            edit.loads = loads
