@@ -14,26 +14,17 @@ from torch import Tensor
 from maskserve_common.config import Config, ConfigError, outside_noise
 from maskserve_common.contracts.keys import Anchor, anchor_steps
 from maskserve_common.contracts.request import EditKind
-from maskserve_common.contracts.settings import acting
 from maskserve_engine.adapters.fuse import fuse_configured_loras
-from maskserve_engine.base.job import Conditioning, ControlInput, EditJob, TokenCounts
+from maskserve_engine.base.job import Conditioning, EditJob, TokenCounts
 from maskserve_engine.batch.graphs import Graphs
 from maskserve_engine.batch.step_cache import RefreshSchedule
 from maskserve_engine.batch.stepping import Stepping
 from maskserve_engine.batch.transfer import moved
-from maskserve_engine.control_link.opening import OpenedControl, Opening, OpeningMessage
-from maskserve_engine.control_link.served import ServedRow
-from maskserve_engine.families.control import NetBatch, OpenedRows, RowControl
+from maskserve_engine.families.control import RowControl
 from maskserve_engine.families.unet.batch import Row, UnetBatch
 from maskserve_engine.families.unet.conditioning import UnetInputs
-from maskserve_engine.families.unet.control import (
-    ServedPass,
-    UnetControlNet,
-    UnetNetRow,
-    UnetNets,
-    UnetServedControl,
-)
 from maskserve_engine.families.unet.forward import added_embedding, micro_conditioning
+from maskserve_engine.families.unet.opening import UnetControls
 from maskserve_engine.families.unet.preparation import UnetPreparation
 from maskserve_engine.families.unet.rows import (
     Guidance,
@@ -54,7 +45,7 @@ from maskserve_engine.stages.loader import device_of, module_bytes
 from maskserve_engine.stages.quantise import load_denoiser
 
 
-class UnetAdapter(Stepping[Row, UnetWeights], OpenedRows):
+class UnetAdapter(Stepping[Row, UnetWeights], UnetControls):
     """Steps rows of edits over one UNet2DConditionModel.
 
     Args:
@@ -305,69 +296,6 @@ class UnetAdapter(Stepping[Row, UnetWeights], OpenedRows):
             row.begin_anew()  # its lookahead was computed without them
         with torch.inference_mode():
             row.change_prompts(lambda prompt: self._changed(prompt, adapters))
-
-    def control_net(self, model: Any) -> UnetControlNet:
-        with torch.inference_mode():
-            return UnetControlNet.of(model, self.model, self.spec.latent_channels)
-
-    def controlled_by(self, row: Any, control: RowControl[Any]) -> None:
-        row.control = control
-
-    def opening(self, row: Any, job: EditJob) -> Opening | None:
-        acts = acting(job.controls, row.steps)
-        if not acts:
-            return None
-        with torch.inference_mode():
-            text, micro, pictures = self._net_inputs(row, job, acts)
-            arrays = {"texts": text}
-            arrays |= {f"micro.{i}": tensor for i, tensor in enumerate(micro)}
-            arrays |= {f"picture.{i}": tensor for i, tensor in enumerate(pictures)}
-            if row.inactive is not None:
-                active = row.inactive.active
-                arrays |= {f"active.{i}": torch.from_numpy(active[i]) for i in range(len(active))}
-            controls = tuple([OpenedControl.of(tensor) for tensor in acts])
-            timesteps = tuple(row.precomputed_timesteps)
-            facts = OpeningMessage(controls, timesteps, self._of_nets(row, job))
-            return Opening(facts, arrays)
-
-    def _of_nets(self, row: UnetRow, job: EditJob) -> RefreshSchedule:
-        """Return the schedule of the row's ControlNets. In a row without a template they compute
-        all tokens when the base does.
-        """
-        if row.plan is not None:
-            return replace(row.plan, anchors=frozenset())
-        return self.net_schedule(job, job.controls)
-
-    def serve_control(self, row: Any, served: ServedRow) -> None:
-        count = 1 if row.guidance is None else 2
-        row.control = UnetServedControl(
-            served, tuple([ServedPass(served, number) for number in range(count)])
-        )
-
-    def net_row(self, opening: Opening, nets: Mapping[str, Any]) -> UnetNetRow:
-        return UnetNetRow.of(opening, nets)
-
-    def net_batch(self) -> NetBatch:
-        return NetBatch(UnetNets())
-
-    def _net_inputs(
-        self, row: Any, job: EditJob, acts: Sequence[ControlInput]
-    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """Return a net's inputs for an edit, in host memory: the passes' texts, SDXL's
-        micro-conditioning, and the control pictures.
-        """
-        prompts = [job.conditioning]
-        if row.guidance is not None:
-            assert job.negative is not None, "guided rows have a negative prompt"
-            prompts.append(job.negative)
-        texts = [self._preparation.texts(item, job) for item in prompts]
-        text, *micro = [torch.stack(item) for item in zip(*texts, strict=True)]
-        return text, micro, [self._picture(item) for item in acts]
-
-    def _picture(self, control: ControlInput) -> Tensor:
-        """Return [1, 3, H, W] from 0 to 1."""
-        pixels = torch.from_numpy(control.picture).permute(2, 0, 1)[None]
-        return (pixels.float() / 255).to(self.dtype)
 
     def _inactive(self, job: EditJob, noise_seed: int) -> UnetInactive:
         _, height, width = job.moments.shape
