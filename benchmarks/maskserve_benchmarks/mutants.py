@@ -184,7 +184,7 @@ MUTATIONS = (
     Mutation(
         "residual corrections take no bytes",
         "engine/maskserve_engine/batch/step_cache.py",
-        "return self._refreshed.nbytes + self._corrections.nbytes",
+        "return self._refreshed.nbytes + self.correction.parts.nbytes",
         "return self._refreshed.nbytes",
         f"{_KEPT}::test_residual_corrections_are_counted_among_its_bytes",
     ),

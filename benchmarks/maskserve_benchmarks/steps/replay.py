@@ -55,10 +55,14 @@ class Replay:
         handles = [handle_by_id.get(id(entry)) for entry in entries]
         self._reads[id(row)] = _Reads(row, tuple(entries), handles)
 
+    def entries(self, row: EditRow) -> tuple[AnchorEntry | None, ...]:
+        """Return the entries that a row reads, one per step."""
+        return self._reads[id(row)].entries
+
     def follow(self, row: EditRow, other: EditRow) -> None:
         """Let `row` read the same entries as `other`, with its own tokens, if `other` reads any."""
         if id(other) in self._reads:
-            self.reads(row, self._reads[id(other)].entries)
+            self.reads(row, self.entries(other))
 
     def next_read(self, row: EditRow) -> Handle | None:
         """Return the entry that the row's next step reads."""

@@ -29,6 +29,7 @@ from maskserve_common.contracts.tiers import DEVICE, HOST
 from maskserve_engine.batch.cache_parts import CacheParts
 from maskserve_engine.batch.lookahead_errors import LookaheadErrors
 from maskserve_engine.batch.packing import RowInput
+from maskserve_engine.batch.residual_correction import ResidualCorrection
 from maskserve_engine.cache.entries import PARTS, Coded, encode
 from maskserve_engine.cache.host_cache import HostCache
 from maskserve_engine.cache.loader import Part
@@ -237,22 +238,6 @@ class _Refreshed:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Correction:
-    """A block's residual correction."""
-
-    parts: tuple[Coded, ...]
-    """[m, width] keys and values of the cached tokens in the row's last dense first step."""
-    difference: bool = False
-    """Whether they are the difference between these and the template's entry."""
-
-    def tensors(self) -> tuple[Coded, ...]:
-        return self.parts
-
-    def with_tensors(self, tensors: tuple[Coded, ...]) -> _Correction:
-        return replace(self, parts=tensors)
-
-
 class StepCache:
     """The step cache of one pass; captures its refresh steps (`packing.Capture`)."""
 
@@ -265,9 +250,9 @@ class StepCache:
         """Number of text tokens of a row with a template, whose text and ring are kept; None: the
         row has no template."""
         self._refreshed = CacheParts[_Refreshed]()
-        self._corrections = CacheParts[_Correction]()
-        self.out_of_memory = False
-        """Whether something of it was dropped for lack of memory."""
+        self.correction = ResidualCorrection(plan.format)
+        """Residual correction of the entries that a row with a template reads."""
+        self._is_out_of_memory = False
         self.errors = LookaheadErrors()
         """Errors of the lookaheads; those of a row are in the step cache of its first pass."""
         self._line = AnchorLine((), plan.power)
@@ -276,16 +261,10 @@ class StepCache:
         """Sigma of the refresh step to be captured next."""
         self._reads = False
         """Whether the step to be captured also reads this cache."""
-        self._first: tuple[int, float] = (0, 0.0)
-        """For a row with a template: number of cached tokens, which come last, in the step to be
-        captured, and the sigma of its last dense step."""
-        self._dtype = torch.float32
         self._has: Share = None
         self._share: Share = None
         self._lost: int | None = None
         """Step whose refresh step found no memory."""
-        self._uncorrected: int | None = None
-        """Dense first step that found no memory."""
 
     def whole(self, heads: Span | None = None, *, by_rank: bool = False) -> bool:
         """Return whether all blocks are cached for a rank with `heads`, for one with all heads
@@ -296,7 +275,12 @@ class StepCache:
 
     @property
     def nbytes(self) -> int:
-        return self._refreshed.nbytes + self._corrections.nbytes
+        return self._refreshed.nbytes + self.correction.parts.nbytes
+
+    @property
+    def out_of_memory(self) -> bool:
+        """Whether something of it was dropped for lack of memory."""
+        return self._is_out_of_memory or self.correction.out_of_memory
 
     def may_move(self, hosts: Callable[[], HostCache], *, on_host: bool = False) -> None:
         """Let the cache move to host memory.
@@ -305,7 +289,7 @@ class StepCache:
             hosts: makes a place there.
             on_host: whether it lies there from the start.
         """
-        for parts in (self._refreshed, self._corrections):
+        for parts in (self._refreshed, self.correction.parts):
             parts.host, parts.on_host = hosts(), on_host
 
     def take_place(self, before: StepCache) -> None:
@@ -313,10 +297,10 @@ class StepCache:
         before.release()
         for parts, parts_before in (
             (self._refreshed, before._refreshed),
-            (self._corrections, before._corrections),
+            (self.correction.parts, before.correction.parts),
         ):
             parts.host, parts.on_host = parts_before.host, parts_before.on_host
-        self.out_of_memory = before.out_of_memory
+        self._is_out_of_memory = before.out_of_memory
         self.errors = before.errors.begun_anew()
 
     def hosts(self, *, reads: bool = True) -> list[HostCache]:
@@ -325,7 +309,7 @@ class StepCache:
         Args:
             reads: whether it reads refresh steps; otherwise the residual correction alone.
         """
-        groups = ((self._refreshed, reads), (self._corrections, self.corrects_residuals))
+        groups = ((self._refreshed, reads), (self.correction.parts, len(self.correction) > 0))
         return [
             parts.host
             for parts, is_read in groups
@@ -340,7 +324,7 @@ class StepCache:
     @property
     def moved_bytes(self) -> int:
         """Bytes that steps have read from host memory."""
-        hosts = (self._refreshed.host, self._corrections.host)
+        hosts = (self._refreshed.host, self.correction.parts.host)
         return sum(host.moved for host in hosts if host is not None)
 
     def anchor(
@@ -387,40 +371,10 @@ class StepCache:
             reads: whether this is a lookahead, in a step that reads the cache.
         """
         if self.plan.corrects_residuals:
-            self._first = (cached_count, sigma) if cached_count else (0, self._first[1])
+            self.correction.begin(step, cached_count, sigma)
         self.anchor(step, sigma, 0, 0, reads=reads)
         self._words, self._cached_tokens = words, ring
         return self
-
-    def lifted(self, block: int, entry: KvSource, sigma: float) -> KvSource:
-        """Add the residual correction to a template's entry: entry + sigma / s0 · (dense - first).
-
-        `dense` are keys and values of the row's last dense first step, whose sigma is s0, and
-        `first` is the entry that the row reads first. The noisier the step, the larger the
-        correction.
-        """
-        name = (block, "kv")
-        if name not in self._corrections:
-            return entry
-        correction = self._corrections.get(name)
-        if not correction.difference:
-            if not self._corrections.put(name, lambda: self._lack(name, entry)):
-                self._lose_correction()
-                return entry
-            correction = self._corrections.get(name)
-        return replace(entry, changes=(Change(correction.parts, sigma / self._first[1]),))
-
-    def _lack(self, name: Part, entry: KvSource) -> _Correction:
-        dense = self._corrections.get(name).parts
-        return _Correction(tuple(map(self._less, dense, entry.coded_parts())), difference=True)
-
-    def _less(self, dense: Coded, entry: Coded) -> Coded:
-        decoded = torch.empty(
-            2, len(dense.data), dense.channels, dtype=self._dtype, device=dense.data.device
-        )
-        dense.into(decoded[0])
-        entry.into(decoded[1])
-        return encode(decoded[0] - decoded[1], self.plan.format)
 
     def sees(self, share: Share) -> None:
         self._share = share
@@ -437,30 +391,9 @@ class StepCache:
             values: tensor of the shape of `keys`.
         """
         kv = keys.flatten(1), values.flatten(1)
-        cached_count = self._first[0]
-        if cached_count:
-            self._dtype = keys.dtype
-            self._keep_dense(block, [tensor[-cached_count:] for tensor in kv])
+        self.correction.keep(block, kv)
         if not self.plan.corrects_residuals or self.text:
             self._keep(block, "kv", kv)
-
-    def _keep_dense(self, block: int, kv: Sequence[Tensor]) -> None:
-        """Keep [m, width] keys and values of the cached tokens in a dense first step."""
-
-        def encoded() -> _Correction:
-            return _Correction(tuple([encode(tensor, self.plan.format) for tensor in kv]))
-
-        if self._uncorrected == self._step:
-            return
-        if not self._corrections.put((block, "kv"), encoded):
-            self._uncorrected = self._step
-            self._lose_correction()
-
-    def _lose_correction(self) -> None:
-        """Drop the residual correction for lack of memory: steps read entries as they are."""
-        _log.warning("no memory for an edit's residual correction")
-        self.out_of_memory = True
-        self._corrections.clear()
 
     def _keep(self, block: int, part: str, tensors: Sequence[Tensor]) -> None:
         """Keep [tokens, width] tensors of a part of a block.
@@ -481,7 +414,7 @@ class StepCache:
     def release(self) -> None:
         """Drop the cache; its row has ended."""
         self._clear()
-        self._corrections.clear()
+        self.correction.clear()
 
     def _refresh(self, name: Part, tensors: Sequence[Tensor]) -> _Refreshed:
         """Return the next refresh step of a part."""
@@ -513,7 +446,7 @@ class StepCache:
         """Drop the cache for lack of memory: steps compute all tokens until a refresh step finds
         room. A lookahead's step still reads the cache until it is done.
         """
-        self._lost, self.out_of_memory = self._step, True
+        self._lost, self._is_out_of_memory = self._step, True
         if not self._reads:
             self._clear()
 
@@ -552,10 +485,6 @@ class StepCache:
     def standing(self, sigma: float) -> object:
         """Return an object that identifies the result of `source` at `sigma`."""
         return sigma if self.weight(sigma) else self._line
-
-    @property
-    def corrects_residuals(self) -> bool:
-        return len(self._corrections) > 0
 
     def source(self, block: int, sigma: float, part: str = "kv") -> KvSource:
         """Return a part of a block at `sigma`, for the tokens that the step does not compute."""

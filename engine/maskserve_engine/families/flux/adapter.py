@@ -34,6 +34,7 @@ from maskserve_engine.families.mmdit.control import (
     NetTokens,
     controlled,
 )
+from maskserve_engine.families.mmdit.inputs import all_tokens
 from maskserve_engine.families.mmdit.preparation import PATCH, Grid
 from maskserve_engine.families.mmdit.rows import FlowRow, Row
 from maskserve_engine.families.mmdit.weights import FluxWeights, places_of
@@ -81,7 +82,7 @@ class FluxBatch(FlowBatch[FluxWeights]):
     def _run_nets(self, nets: FluxNets) -> None:
         net_rows = []
         for row, control in self._controlled:
-            net_tokens = NetTokens(row.all_tokens(), row.computed, row.active)
+            net_tokens = NetTokens(all_tokens(row), row.computed, row.active)
             times = [step.timestep for step in row.walk(0)]
             net_rows.append(controlled(control, net_tokens, times, row.step))
             ahead = nets_lookahead(row, control.schedule)

@@ -34,6 +34,7 @@ from maskserve_engine.control_link.served import (
     new_batch,
     request_residuals,
 )
+from maskserve_engine.families.mmdit.inputs import all_tokens, lookahead_inputs, pass_inputs
 from maskserve_engine.families.mmdit.rows import FlowPrimingRow, FlowRow, PromptPass, Row
 from maskserve_engine.families.mmdit.schedule import Walk
 from maskserve_engine.families.mmdit.spans import References
@@ -129,7 +130,7 @@ class FlowBatch(ReusableBatch[Row, W]):
         foreseen = [
             (i, lookahead_input)
             for i, row in enumerate(rows)
-            for lookahead_input in _lookahead_inputs(row)
+            for lookahead_input in lookahead_inputs(row)
         ]
         self._lookahead_rows = tuple([i for i, _ in foreseen])
         """Row index of each lookahead pass; these are packed last."""
@@ -146,8 +147,9 @@ class FlowBatch(ReusableBatch[Row, W]):
             for i, row in enumerate(rows)
             if row.first_block is not None
         )
-        inputs = [row.model_input() for row in rows]
-        inputs += [rows[i].second_input() for i, _ in self._guided]
+        row_inputs = list(map(pass_inputs, rows))
+        inputs = [first for first, *_ in row_inputs]
+        inputs += [seconds[0] for _, *seconds in row_inputs if seconds]
         inputs += [lookahead_input for _, lookahead_input in foreseen]
         self.packed = Packed(inputs)
         self._stream = self.packed.layout.narrow.image_stream
@@ -397,10 +399,6 @@ class FlowBatch(ReusableBatch[Row, W]):
         return moved
 
 
-def _lookahead_inputs(row: Row) -> list[RowInput]:
-    return row.lookahead_inputs() if isinstance(row, FlowRow) else []
-
-
 def _frozen(rows: Sequence[Row]) -> tuple[bool, ...]:
     return tuple([isinstance(row, FlowRow) and row.frozen for row in rows])
 
@@ -499,7 +497,7 @@ def _residuals_request(row: FlowRow, served: ServedRow) -> RowRequest:
     """Return the latents of all tokens that a ControlNet service needs for a row's next step, and
     for its lookahead.
     """
-    tokens, foreseen = row.all_tokens().tokens[:, : row.channels], None
+    tokens, foreseen = all_tokens(row).tokens[:, : row.channels], None
     ahead = nets_lookahead(row, served.schedule)
     if ahead is not None:
         latents = ahead.tokens.tokens[:, : row.channels]
@@ -522,10 +520,10 @@ def nets_lookahead(row: FlowRow, schedule: RefreshSchedule) -> NetsLookahead | N
     If the row itself looks ahead, they do with it.
     """
     if row.lookahead is not None:
-        tokens = row.all_tokens(row.lookahead.step)
+        tokens = all_tokens(row, row.lookahead.step)
         computed = len(tokens.tokens) if row.image.refreshes else len(row.image.masked)
         return NetsLookahead(row.lookahead.step, tokens, computed)
     step = schedule.lookahead_at(row.step)
     if step is None or row.sampler.moved is None:
         return None
-    return NetsLookahead(step, row.all_tokens(step), 0)
+    return NetsLookahead(step, all_tokens(row, step), 0)

@@ -10,32 +10,27 @@ import torch
 from torch import Tensor
 
 from maskserve_common.contracts.keys import STILL, Anchor
-from maskserve_engine.batch.packing import CachedTokens, RowInput, RowResiduals
+from maskserve_engine.batch.packing import RowInput, RowResiduals
 from maskserve_engine.batch.skipping import FirstBlockCache
 from maskserve_engine.batch.step_cache import (
     Entry,
-    RefreshedTokens,
     RefreshSchedule,
     StepCache,
 )
 from maskserve_engine.batch.transfer import HostCopy
 from maskserve_engine.cache.entries import AnchorEntry, Recorder
 from maskserve_engine.cache.loader import Selection
-from maskserve_engine.cache.store import Handle
 from maskserve_engine.families.mmdit.preparation import (
     FlowTemplate,
-    model_inputs,
 )
-from maskserve_engine.families.mmdit.schedule import Schedule, Walk
+from maskserve_engine.families.mmdit.schedule import Move, Schedule, Walk
 from maskserve_engine.families.mmdit.spans import (
     ComputedSpans,
     FixedWords,
     ImageSpans,
     References,
-    TokenSpan,
 )
 from maskserve_engine.layers.low_rank import Adapters
-from maskserve_engine.layers.scatter_kv import KvSource
 
 
 @dataclass(slots=True)
@@ -59,52 +54,6 @@ class PromptPass:
     """In a row with a template it keeps text and ring, and the residual correction."""
     scale: float = 1.0
     """Scale of a negative prompt in true classifier-free guidance (diffusers)."""
-
-
-@dataclass(frozen=True, slots=True)
-class EntryTokens:
-    """`packing.CachedTokens` that a row reads from its template, at the row's present step."""
-
-    row: FlowRow
-    span: TokenSpan
-    step_cache: StepCache | None = None
-    """Step cache of the pass, if it adds a residual correction to the entries."""
-    lookahead: int | None = None
-    """Refresh step of a lookahead pass; None: the pass belongs to the row's next step."""
-
-    def __len__(self) -> int:
-        return len(self.span.cis)
-
-    @property
-    def cis(self) -> Tensor:
-        return self.span.cis
-
-    def tokens(self) -> Tensor:
-        assert not self.span.words, "of text tokens there are keys and values alone"
-        assert self.lookahead is None, "a lookahead pass reads only keys and values"
-        return self.span.latents.at(self.row.sigma)
-
-    def source(self, block: int, part: str = "kv") -> KvSource:
-        kv_source = KvSource(*self._handle.wait_whole(block, part))
-        if self.step_cache is None or part != "kv":
-            return kv_source
-        return self.step_cache.lifted(block, kv_source, self._sigma)
-
-    @property
-    def entry(self) -> object:
-        """A different object at each step if entries get a residual correction."""
-        lifted = self.step_cache is not None and self.step_cache.corrects_residuals
-        return self._sigma if lifted else self._handle
-
-    @property
-    def _sigma(self) -> float:
-        row = self.row
-        return row.schedule.walk[row.step if self.lookahead is None else self.lookahead].sigma
-
-    @property
-    def _handle(self) -> Handle:
-        assert isinstance(self.row.entry, Handle), "packed for a step that reads no entry"
-        return self.row.entry
 
 
 class Lookahead(NamedTuple):
@@ -134,6 +83,13 @@ class SamplerState:
     """[n, 4C] tensors of a multistep sampler."""
     next_memory: tuple[Tensor, ...] = ()
     """Memory after the step under way."""
+
+    def moved_by(self, move: Move, latents: Tensor, velocity: Tensor) -> Tensor:
+        """Return [n, 4C] latents after a multistep sampler's step, whose matrix is `move`."""
+        memory = self.memory or (torch.zeros_like(latents),) * (len(move) - 1)
+        moved, *memory_after = [_combined(row, (latents, *memory, velocity)) for row in move]
+        self.next_memory = tuple(memory_after)
+        return moved
 
 
 @dataclass(slots=True)
@@ -262,126 +218,20 @@ class FlowRow:
         arrived = step_cache.reaches >= self.walk_sigma()
         return plan.next_refresh(self.step) if arrived else None
 
-    def model_input(self) -> RowInput:
-        return self._pass_input(self.prompt)
-
-    def second_input(self) -> RowInput:
-        return self._pass_input(self.passes[1])
-
-    def lookahead_inputs(self) -> list[RowInput]:
-        """Return the inputs of the lookahead's passes; empty if the next step has no lookahead."""
-        step = self.lookahead_step
-        if step is None:
-            return []
-        return [self._lookahead_input(prompt, step) for prompt in self.passes]
-
-    def all_tokens(self, lookahead: int | None = None) -> RowInput:
-        """Return the input of all tokens, the masked ones first: at the next step, or as predicted
-        for the later step `lookahead`.
-        """
-        step = self.step if lookahead is None else lookahead
-        return self._input(replace(self.prompt, words=None), step, ComputedSpans())
-
-    def _pass_input(self, prompt: PromptPass) -> RowInput:
-        row_input = self._input(prompt, self.step, self.computes)
-        if prompt.cache is None or not self.fills_step_cache:
-            return row_input
-        return replace(row_input, capture=self._capture(prompt.cache, row_input, self.step))
-
-    def _lookahead_input(self, prompt: PromptPass, step: int) -> RowInput:
-        """Return the input of one lookahead pass at refresh step `step`."""
-        assert prompt.cache is not None, "both passes fill a step cache"
-        row_input = self._input(prompt, step, ComputedSpans(unmasked=self.image.refreshes))
-        row_input = replace(row_input, capture=self._capture(prompt.cache, row_input, step))
-        if self.residuals is None:
-            return row_input
-        return replace(row_input, residuals=self.residuals.for_lookahead)
-
-    def _capture(self, cache: StepCache, row_input: RowInput, step: int) -> StepCache:
-        """Return the step cache, prepared to capture the pass `row_input` at `step`."""
-        sigma, ahead = self.schedule.walk[step].sigma, step != self.step
-        if self.image.refreshes:
-            total = len(row_input.tokens)
-            return cache.anchor(self.step, sigma, len(self.image.masked), total, reads=ahead)
-        end = len(self.image.masked) + self.image.ring_tokens
-        cached_count = len(row_input.tokens) - end if self.entry is None else 0
-        ring = slice(len(self.image.masked), end)
-        return cache.begin_with_template(
-            self.step, len(row_input.text), ring, cached_count, sigma, reads=ahead
-        )
-
-    def _input(self, prompt: PromptPass, step: int, computed: ComputedSpans) -> RowInput:
-        """Return the input of one pass: masked tokens, and at their end the computed spans."""
-        masked, unmasked, spans = self.image.masked, self.image.unmasked, self.image.spans(computed)
-        sigma, change = self.schedule.sigmas[step], self._change_to(step)
-        first_word = 0 if unmasked is None or computed.unmasked else unmasked.words
-        text, text_cis = prompt.text[first_word:], prompt.cis[first_word:]
-        latents = masked.latents if step == self.step else self._moved_to(step)
-        tokens = [
-            model_inputs(latents, masked.condition, masked.context),
-            *[span.latents.at(sigma, change) for span in spans],
-        ]
-        cis = [masked.cis, *[span.cis[: len(span)] for span in spans]]
-        contexts = (masked.context, *[span.latents.context for span in spans])
-        words = prompt.words
-        fixed = () if self.references is None else self.references.whole
-        return RowInput(
-            tokens[0] if len(tokens) == 1 else torch.cat(tokens),
-            text if computed.text else text[:0],
-            prompt.pooled,
-            prompt.guidance,
-            torch.cat((text_cis, *cis) if computed.text else cis),
-            cached=self._cached(prompt.cache, text_cis, step, computed),
-            residuals=self.residuals,
-            context=self._context_tokens(computed),
-            still=sum(len(context) for context in contexts if context is not None),
-            timeless=prompt.timeless,
-            fixed=fixed if words is None else (*fixed, words),
-            back=None if words is None else words.back,
-            pads=prompt.pads,
-        )
-
-    def _cached(
-        self, cache: StepCache | None, text_cis: Tensor, step: int, computed: ComputedSpans
-    ) -> tuple[CachedTokens, ...]:
-        """Return the tokens of one pass that are not computed, by the cache that has them."""
-        unmasked = self.image.unmasked
-        if unmasked is None or computed.unmasked:
-            return ()
-        cached: list[CachedTokens] = []
-        if not computed.ring:
-            assert cache is not None, "without a step cache the ring is computed"
-            cis = [] if computed.text else [text_cis]
-            cis += [] if self.image.ring is None else [self.image.ring.cis]
-            cis += [unmasked.cis] if unmasked.refreshes else []
-            cached.append(RefreshedTokens(cache, self.walk_sigma, torch.cat(cis)))
-        if not unmasked.refreshes:
-            lifts = cache is not None and cache.plan.corrects_residuals
-            at = None if step == self.step else step
-            cached.append(EntryTokens(self, unmasked, cache if lifts else None, at))
-        return tuple(cached)
-
     def walk_sigma(self) -> float:
         return self.schedule.walk[self.step].sigma
 
-    def _context_tokens(self, computed: ComputedSpans) -> int:
-        """See `RowInput.context`."""
-        unmasked = self.image.unmasked
-        context = self.image.masked.context if unmasked is None else unmasked.latents.context
-        words = 0 if unmasked is None or computed.unmasked else unmasked.words
-        return 0 if context is None or words else len(context)
-
-    def _change_to(self, step: int) -> float:
+    def change_to(self, step: int) -> float:
         return sum(walk.change for walk in self.schedule.walk[self.step : step])
 
-    def _moved_to(self, step: int) -> Tensor:
+    def moved_to(self, step: int) -> Tensor:
         """Return [n, 4C] latents of the computed tokens at a later step, if the model's last answer
         holds until then.
         """
         moved = self.sampler.moved
         assert moved is not None, "no step was taken yet"
         last = self.schedule.walk[self.step - 1].change
-        latents = self.image.masked.latents + moved * (self._change_to(step) / last)
+        latents = self.image.masked.latents + moved * (self.change_to(step) / last)
         if self.image.masked.blend is None:
             return latents
         return self.image.masked.blend.apply(latents, self.schedule.sigmas[step], step, self.steps)
@@ -432,12 +282,7 @@ class FlowRow:
         """
         assert self.packed is not None
         row_velocity, latents = velocity[self.packed.place], self.image.masked.latents.float()
-        move = self.schedule.moves[self.step]
-        memory = self.sampler.memory or (torch.zeros_like(latents),) * (len(move) - 1)
-        moved, *memory_after = [
-            _combined(row, (latents, *memory, row_velocity.float())) for row in move
-        ]
-        self.sampler.next_memory = tuple(memory_after)
+        moved = self.sampler.moved_by(self.schedule.moves[self.step], latents, row_velocity.float())
         row_velocity.copy_(moved.sub_(latents).div_(self.schedule.walk[self.step].change))
 
     @property
@@ -498,7 +343,7 @@ class FlowRow:
         next_step = self.step + 1
         if self.sampler.moved is None or next_step >= self.steps:
             return None
-        latents = self._moved_to(next_step)
+        latents = self.moved_to(next_step)
         if self.image.unmasked is None:
             return latents
         unmasked_latents = self.image.unmasked.latents.at(self.schedule.sigmas[next_step])
@@ -525,8 +370,12 @@ class FlowRow:
         """
         self.image = self.image.narrowed(region)
         self.sampler = SamplerState()
+        self.begin_step_caches(plan)
+
+    def begin_step_caches(self, plan: RefreshSchedule | None) -> None:
+        """Give the passes new step caches; without a schedule they have none."""
         for prompt in self.passes:
-            prompt.cache = StepCache(plan)
+            prompt.cache = None if plan is None else StepCache(plan)
 
     def result(self) -> HostCopy:
         """Return [C, h, w] latents."""
@@ -608,9 +457,6 @@ class FlowPrimingRow:
     @property
     def steady(self) -> int:
         return 1
-
-    def second_input(self) -> RowInput:
-        raise AssertionError("priming takes one pass")
 
     def model_input(self) -> RowInput:
         references, prompt = self.references, self.prompt

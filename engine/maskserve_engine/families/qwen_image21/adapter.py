@@ -131,7 +131,7 @@ class QwenImage21Adapter(FluxAdapter):
         back = self._rotary(torch.tensor([[-count, 0, 0]]))[0]
         return FixedWords(prompt.embeds, self._spoken(count, 0, begin), visible, back)
 
-    def _references(self, job: EditJob, text: int) -> References | None:
+    def references(self, job: EditJob, text: int) -> References | None:
         grids, references = reference_grids(job, self.spec), None
         if not grids:
             return None

@@ -15,6 +15,7 @@ from maskserve_benchmarks.steps.step_rig import Bench
 from maskserve_engine.batch.forward import forward
 from maskserve_engine.batch.packing import Packed
 from maskserve_engine.families.flux.adapter import FluxBatch
+from maskserve_engine.families.mmdit.inputs import pass_inputs
 from maskserve_engine.families.unet.forward import PackedPasses, PassInput
 from maskserve_engine.families.unet.forward import forward as unet_forward
 from maskserve_engine.families.unet.weights import UnetWeights
@@ -81,7 +82,7 @@ def test_a_dense_row_equals_diffusers_with_controlnet_samples(bench: Bench) -> N
     model.context_embedder, model.pos_embed = torch.nn.Identity(), Embedded()
     try:
         [expected] = model(
-            hidden_states=Packed([row.model_input()]).tokens[None],
+            hidden_states=Packed(pass_inputs(row)[:1]).tokens[None],
             encoder_hidden_states=row.prompt.text[None],
             pooled_projections=row.prompt.pooled[None],
             timestep=torch.tensor([row.schedule.walk[0].timestep / 1000]),

@@ -107,7 +107,7 @@ def test_residual_corrections_are_counted_among_its_bytes() -> None:
     text = step_cache.nbytes - of_both
     assert text >= 0
     entry = KvSource(tuple(encode(keys(s)[ACTIVE:].flatten(1), "model") for s in (3, 4)), None, ())
-    lifted = step_cache.lifted(0, entry, 0.5)
+    lifted = step_cache.correction.added_to(0, entry, 0.5)
     assert step_cache.nbytes == of_both + text  # what was lacked takes the place of what was found
     assert [change.weight for change in lifted.changes] == [0.5]
 

@@ -18,6 +18,7 @@ from maskserve_engine.base.job import Conditioning, EditJob
 from maskserve_engine.batch.forward import forward as flux_forward
 from maskserve_engine.batch.packing import Packed
 from maskserve_engine.families.mmdit.blocks import FluxStep, embed, vectors
+from maskserve_engine.families.mmdit.inputs import pass_inputs
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.families.unet.forward import PackedPasses
 from maskserve_engine.families.unet.forward import forward as unet_forward
@@ -257,7 +258,7 @@ def answered(model: Model, row: Any, kinds: Sequence[str]) -> torch.Tensor:
     weights = model.adapter.weights  # type: ignore[attr-defined]
     with torch.inference_mode():
         if model.flux:
-            weights, packed = weights.with_adapters([row.adapters]), Packed([row.model_input()])
+            weights, packed = weights.with_adapters([row.adapters]), Packed(pass_inputs(row)[:1])
             timesteps = torch.tensor([[row.walk(row.step)[0].timestep]])
             [step] = vectors(weights, embed(weights, timesteps, packed.pooled, packed.guidance))
             return flux_forward(FluxStep(weights, step), packed, kinds)[None]
@@ -321,7 +322,7 @@ def test_inactive_tokens_are_the_template_s_whatever_loras_the_row_has(
         row.entry = replay.next_read(row)
         anchor, timestep = row.entry.anchor, model.adapter.sigmas(job)[step][1]
         if model.flux:
-            model_input, index = row.model_input(), row.image.unmasked.ids
+            model_input, index = pass_inputs(row)[0], row.image.unmasked.ids
             active, [template_tokens] = row.image.masked.ids, model_input.cached
             entered = torch.empty(counts.total, model_input.tokens.shape[1])
             entered[active], entered[index] = model_input.tokens, template_tokens.tokens()

@@ -19,6 +19,7 @@ from maskserve_engine.batch.packing import Packed
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.flux.adapter import FluxAdapter
 from maskserve_engine.families.mmdit.blocks import FluxStep, embed, vectors
+from maskserve_engine.families.mmdit.inputs import pass_inputs
 from maskserve_engine.families.mmdit.preparation import pack_latents
 from maskserve_engine.families.mmdit.rows import FlowPrimingRow, FlowRow
 from maskserve_engine.families.mmdit.schedule import Schedule, Walk
@@ -74,7 +75,7 @@ def outputs_of(
     adapter: FluxAdapter, rows: Sequence[FlowRow | FlowPrimingRow], kinds: Sequence[str]
 ) -> list[torch.Tensor]:
     """Answers of the model for the rows, which take no step."""
-    packed = Packed([row.model_input() for row in rows])
+    packed = Packed([pass_inputs(row)[0] for row in rows])
     timesteps = torch.tensor([row.walk(row.step)[0].timestep for row in rows])
     emb = embed(adapter.weights, timesteps[None], packed.pooled, packed.guidance)
     [step] = vectors(adapter.weights, emb)

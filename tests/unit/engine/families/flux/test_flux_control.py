@@ -23,6 +23,7 @@ from PIL import Image
 from maskserve_common.contracts.request import EditKind
 from maskserve_engine.base.job import ControlInput, EditJob
 from maskserve_engine.families.mmdit.control import FluxControlNet
+from maskserve_engine.families.mmdit.inputs import pass_inputs
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from tests.fakes.control_nets import CHANNELS, random_net
 from tests.fakes.jobs import (
@@ -213,7 +214,7 @@ def by_hand(model: Model, job: EditJob, net_of: dict[str, Any]) -> NDArray[np.fl
     row = model.adapter.dense_row(job)
     ready = model.adapter.prepare(job).prepared
     assert isinstance(model.adapter.model, FluxTransformer2DModel)
-    model_input = row.model_input()
+    model_input, *_ = pass_inputs(row)
     n, inputs = len(model_input.tokens), ready.inputs
     grid_h, grid_w = row.image.grid
     ids = torch.zeros(n, 3)

@@ -30,6 +30,7 @@ from maskserve_engine.families.mmdit.control import (
     NetTokens,
     controlled,
 )
+from maskserve_engine.families.mmdit.inputs import all_tokens
 from maskserve_engine.families.mmdit.rows import FlowRow
 from tests.fakes.control_nets import random_net
 from tests.fakes.jobs import encode_case, random_case, tolerance
@@ -100,7 +101,7 @@ def test_active_tokens_alone_are_told_what_all_of_them_are_at_the_same_step(
     control.residuals.clear()
     replay.step([row], ("kv",) * replay.adapter.blocks)  # its entry is here, and it was refreshed
     times = [step.timestep for step in row.walk(0)]
-    net_tokens = NetTokens(row.all_tokens(), row.computed, row.active)
+    net_tokens = NetTokens(all_tokens(row), row.computed, row.active)
     now = controlled(control, net_tokens, times, row.step)
     assert now.sparse
     with torch.inference_mode():
@@ -162,7 +163,7 @@ def test_a_refresh_step_is_computed_ahead_at_the_one_before(
     row.residuals.schedule = look_ahead(0, 3)
     tokens, times = replay.adapter.tokens(job), [step.timestep for step in row.walk(0)]
     run_until(replay, row, 1)
-    foreseen = NetTokens(row.all_tokens(3), tokens.total, row.active)
+    foreseen = NetTokens(all_tokens(row, 3), tokens.total, row.active)
     oracle = replace(row.residuals, residuals={})
     with torch.inference_mode():
         FluxNets().run([controlled(oracle, foreseen, times, 3)])

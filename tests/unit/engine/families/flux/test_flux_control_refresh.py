@@ -17,7 +17,8 @@ from maskserve_engine.base.job import ControlInput, EditJob
 from maskserve_engine.batch.step_cache import RefreshSchedule
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.flux.adapter import FluxAdapter
-from maskserve_engine.families.mmdit.rows import FlowRow
+from maskserve_engine.families.mmdit.inputs import lookahead_inputs
+from maskserve_engine.families.mmdit.rows import Row
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from tests.fakes.control_nets import random_net
 from tests.fakes.jobs import config_of, encode_case, random_case, tolerance
@@ -92,10 +93,9 @@ def test_it_is_the_pipeline_whose_nets_foresee(
     expected = computed(adapter, job, expected)
     latents = result(adapter, job, schedule)
     assert np.abs(latents - expected).max() <= tolerance(expected)
-    honest = FlowRow.lookahead_inputs
 
-    def without(self: FlowRow) -> Any:
-        return [replace(net_input, residuals=None) for net_input in honest(self)]
+    def without(row: Row) -> Any:
+        return [replace(row_input, residuals=None) for row_input in lookahead_inputs(row)]
 
-    monkeypatch.setattr(FlowRow, "lookahead_inputs", without)
+    monkeypatch.setattr("maskserve_engine.families.mmdit.batch.lookahead_inputs", without)
     assert np.abs(result(adapter, job, schedule) - expected).max() > 2 * tolerance(expected)

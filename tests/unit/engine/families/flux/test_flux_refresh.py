@@ -17,10 +17,12 @@ from torch import Tensor
 from maskserve_benchmarks.steps.replay import Replay, plan_of_kinds
 from maskserve_common.config import Config
 from maskserve_engine.base.job import EditJob
+from maskserve_engine.batch.packing import RowInput
 from maskserve_engine.batch.step_cache import RefreshSchedule, StepCacheReader
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.flux.adapter import FluxAdapter
-from maskserve_engine.families.mmdit.rows import FlowRow
+from maskserve_engine.families.mmdit.inputs import pass_inputs
+from maskserve_engine.families.mmdit.rows import FlowRow, Row
 from maskserve_engine.requests.refresh_schedules import (
     step_cache_bytes,
     step_cache_bytes_with_template,
@@ -147,7 +149,7 @@ def begun(
 ) -> FlowRow:
     """As `hit`, with a dense first step."""
     row = hit(replay, job, primed, schedule)
-    entries = replay._reads[id(row)].entries
+    entries = replay.entries(row)
     replay.reads(row, (None, *entries[1:]))
     return row
 
@@ -166,9 +168,23 @@ class Seen:
         self.blocks[block] = keys.flatten(1).clone(), values.flatten(1).clone()
 
 
+def watch(monkeypatch: pytest.MonkeyPatch, row: FlowRow, capture: Seen) -> None:
+    """Let `capture` see the row's next steps."""
+
+    def watched(other: Row) -> list[RowInput]:
+        first, *seconds = pass_inputs(other)
+        return [replace(first, capture=capture) if other is row else first, *seconds]
+
+    monkeypatch.setattr("maskserve_engine.families.mmdit.batch.pass_inputs", watched)
+
+
 @pytest.mark.parametrize(("text", "stride"), [(True, 3), (False, 1)])
 def test_a_dense_first_step_lifts_what_a_template_has(
-    adapter: FluxAdapter, encoder: Encoder, text: bool, stride: int
+    adapter: FluxAdapter,
+    encoder: Encoder,
+    text: bool,
+    stride: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where its first step has found more than the entry of the next one has, later steps read
     theirs with as much more, fading with the noise.
@@ -184,24 +200,19 @@ def test_a_dense_first_step_lifts_what_a_template_has(
         Seen(),
     )
 
-    class Watched(FlowRow):
-        __slots__ = ()
-
-        def model_input(self) -> Any:
-            return replace(FlowRow.model_input(self), capture=capture)
-
-    plain.__class__ = Watched
+    watch(monkeypatch, plain, capture)
     kinds = ("kv",) * adapter.blocks
     replay.step([plain], kinds)
     assert row.image.unmasked is not None
     count = len(row.image.unmasked.ids)
-    entries = replay._reads[id(row)].entries
+    entries = replay.entries(row)
     sigmas = [step.sigma for step in row.schedule.walk]
     while row.step < 6:
         row.frozen = row.keeps_text and row.step not in refresh_schedule.dense
         replay.step([row], kinds)
         row.entry = replay.next_read(row)
-        *_, template_tokens = row.model_input().cached
+        row_input, *_ = pass_inputs(row)
+        *_, template_tokens = row_input.cached
         for block in (0, adapter.blocks - 1):
             entry, first = entries[row.step], entries[1]
             source = template_tokens.source(block)
@@ -372,7 +383,7 @@ def test_a_ring_that_is_computed_at_each_step_is_one_that_is_not_left_out(
 
 @pytest.mark.parametrize("ring", [True, False])
 def test_what_is_foreseen_beside_a_template_is_what_a_row_has_that_is_there(
-    adapter: FluxAdapter, encoder: Encoder, ring: bool
+    adapter: FluxAdapter, encoder: Encoder, ring: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Keys and values of text and ring are those of a row that reads the template and lies, at the
     anchor's step, where its last answer leads.
@@ -405,13 +416,7 @@ def test_what_is_foreseen_beside_a_template_is_what_a_row_has_that_is_there(
     assert_equal(ids[order].numpy(), arrived.image.masked.ids.numpy())
     arrived.image.masked.latents, arrived.step = latents[order], 4
 
-    class Watched(FlowRow):
-        __slots__ = ()
-
-        def model_input(self) -> Any:
-            return replace(FlowRow.model_input(self), capture=capture)
-
-    arrived.__class__ = Watched
+    watch(monkeypatch, arrived, capture)
     replay.step([arrived], kinds)
     row.frozen = row.keeps_text
     replay.step([row], kinds)
@@ -451,7 +456,7 @@ def test_what_is_left_out_beside_a_template_lies_on_its_line(
     step_cache, words = row.step_cache, len(row.prompt.text)
     assert step_cache is not None
     row.frozen = True
-    model_input = row.model_input()
+    model_input, *_ = pass_inputs(row)
     assert not len(model_input.text)
     left_out, _ = model_input.cached
     source = left_out.source(0, "kv")
