@@ -240,7 +240,7 @@ class BaseLayers:
         denoiser: str = "transformer",
         fixed: Collection[str] = (),
     ) -> None:
-        self._shapes = shapes
+        self.shapes = shapes
         self.denoiser = denoiser
         self.fixed = frozenset(fixed)
         self._spellings = {part: _spellings(layers) for part, layers in shapes.items()}
@@ -291,13 +291,13 @@ class BaseLayers:
     @property
     def parts(self) -> frozenset[str]:
         """The parts of the model that have layers."""
-        return frozenset(self._shapes)
+        return frozenset(self.shapes)
 
     def _is_swapped(self, name: str, layers: Sequence[str]) -> bool:
         """Return whether the halves of a layer's outputs have been swapped since publication."""
         if "adaLN_modulation" not in name or not layers[0].endswith(_SWAPPED):
             return False
-        outputs, inputs, *_ = self._shapes["denoiser"][layers[0]]
+        outputs, inputs, *_ = self.shapes["denoiser"][layers[0]]
         return layers[0].endswith(_SWAPPED[0]) or outputs == 2 * inputs
 
     def named_layers(self, part: str, module: str) -> NamedLayers | None:
@@ -312,7 +312,7 @@ class BaseLayers:
 
     def shape(self, part: str, name: str) -> tuple[int, ...]:
         """[out, in], or [out, in, kh, kw], of the weight of the layer of this dotted name."""
-        return self._shapes[part][name]
+        return self.shapes[part][name]
 
     def check_layer(self, part: str, layers: NamedLayers, layer: Layer) -> None:
         """Refuse an update that does not fit its layers.
@@ -323,7 +323,7 @@ class BaseLayers:
         Raises:
             BadAdapter: naming the layer.
         """
-        first, *_ = shapes = [self._shapes[part][name] for name in layers.layers]
+        first, *_ = shapes = [self.shapes[part][name] for name in layers.layers]
         inputs, *kernel = (math.prod(first[1:]),) if layer.flat else first[1:]
         outputs, layer_names = sum(shape[0] for shape in shapes), " and ".join(layers.layers)[:80]
         if layer.inputs > inputs and layer.outputs == outputs:

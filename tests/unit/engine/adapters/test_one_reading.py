@@ -185,7 +185,7 @@ def test_a_folder_in_4_bits_has_the_layers_of_the_plain_one(served: Served, tmp_
         read(tmp_path / "x.safetensors", model_folder) for model_folder in (folder, served.folder)
     )
     assert result["denoiser"].keys() == expected["denoiser"].keys()
-    assert quantised._shapes["denoiser"] == plain._shapes["denoiser"]
+    assert quantised.shapes["denoiser"] == plain.shapes["denoiser"]
     adapter.low_rank(result["denoiser"])
 
 

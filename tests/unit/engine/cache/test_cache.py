@@ -122,7 +122,7 @@ def engine(tiny_fill: Path, encoder: Encoder) -> Any:
     assert_tables_agree(engine)
     engine.manager.scheduler.check_integrity()
     assert not engine.cache.priming
-    assert not engine.cache.store.memory._pins
+    assert not engine.cache.store.memory.pinned
 
 
 def settle(engine: Engine) -> None:

@@ -137,7 +137,7 @@ def test_a_remote_that_hangs_costs_no_edit_more_than_its_patience(
     close(first)
     far = engine_at(tiny_fill, encoder, tmp_path / "two", remote_url=hanging, remote_patience_s=1.0)
     dense = edit(far, job(encoder, 55, "c", cache="off"))
-    far.cache.store.locate(far.cache.key_of(one), far.cache._anchors(one))
+    far.cache.priming_state(one)
     assert far.cache.store.lower.network.settle(30.0)
     # By default an edit does not wait: what has not come is computed.
     now = edit(far, job(encoder, 55, "d", cache="auto", mask_ring=0))

@@ -118,7 +118,7 @@ def test_a_file_with_its_publishers_names_has_the_folders_layers(
     """Diffusers reads these names in files of FLUX.1's own width alone, so shapes are compared."""
     folder = BaseLayers.of_folder(tiny_fill)
     file = write_gguf(tiny_fill, tmp_path / "x.gguf", published=folder.published)
-    assert BaseLayers.of_folder(bare, str(file))._shapes == folder._shapes
+    assert BaseLayers.of_folder(bare, str(file)).shapes == folder.shapes
 
 
 def test_loras_are_for_the_files_layers(
@@ -132,8 +132,8 @@ def test_loras_are_for_the_files_layers(
     net = FluxTransformer2DModel.from_pretrained(tiny_fill / "transformer")
     base = BaseLayers.of_folder(bare, str(file))
     layers = {name for name, module in read.named_modules() if isinstance(module, torch.nn.Linear)}
-    assert base._shapes == {
-        **folder._shapes,
+    assert base.shapes == {
+        **folder.shapes,
         "denoiser": {name: folder.shape("denoiser", name) for name in layers},
     }
     write(tmp_path / "store" / "fits.safetensors", of_model(net, 3))

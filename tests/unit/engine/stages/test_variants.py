@@ -65,7 +65,7 @@ def test_a_folder_of_one_variant_alone_is_served(
     layers, same = BaseLayers.of_folder(folder), BaseLayers.of_folder(tiny_fill)
     assert layers is not None
     assert same is not None
-    assert layers._shapes == same._shapes
+    assert layers.shapes == same.shapes
     assert weight_bytes(config, "encoder") == weight_bytes(plain, "encoder")
 
 

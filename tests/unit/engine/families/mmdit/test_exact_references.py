@@ -4,6 +4,7 @@ and read by its dense and cached rows. Those of other models are not.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -55,7 +56,7 @@ def keys_at(adapter: Any, job: EditJob, step: int) -> Tensor:
         adapter.step([row], None)
         entry, count = row.references.entry, 0
     else:
-        batch, recorder = adapter._batches([row]), Recorder(
+        batch, recorder = adapter.batches([row]), Recorder(
             (frozenset({"kv"}),) * adapter.blocks, "model"
         )  # fmt: skip
         batch.packed.captures, batch.packed.primes = (recorder,), True
@@ -235,6 +236,7 @@ def test_rows_of_the_same_pictures_share_keys_and_values(
     for row, latents in zip(rows, expected, strict=True):
         assert_equal(row.result().array(), latents)
     assert first.references.entry is rows[1].references.entry is not rows[3].references.entry
+    shared = weakref.ref(first.references.shared)
     del rows, first, row
     adapter.release()
-    assert not adapter._shared_entries
+    assert shared() is None

@@ -143,7 +143,7 @@ def test_a_tile_is_the_mixed_map_computed_in_full(
         plain.step([priming_row], None)
     maps = [as_stored(map, format) for map in maps]
     row, slow, rival = (row_of(adapter, job, primed) for adapter in (tiles, plain, plain))
-    with mixed(plain.model, maps, plain._preparation.active(job).levels, halo):
+    with mixed(plain.model, maps, plain.prepare(job).prepared.active.levels, halo):
         expected = answer(plain, slow)
     at = (slice(None), *box_of(row))
     assert box_of(row) != (slice(0, 18), slice(0, 21))
