@@ -438,7 +438,8 @@ class State:
         if anew is None or any(anew):
             if self.cached and not self.wide:
                 self._place(index, "kv", kv, packing.slots, anew)
-            self._place_fixed(index, kv, packing, anew)
+            if self.sees_fixed:
+                self._place_fixed(index, kv, packing, anew)
         if self.room is None:
             packing.scatter_computed((k, v), kv)
         return kv
@@ -450,11 +451,8 @@ class State:
         packing: Packing,
         anew: Sequence[bool] | None = None,
     ) -> None:
-        if self.sees_fixed:
-            slots = packing.fixed_slots
-            self.asking.between(
-                partial(_place_fixed, index, keys_and_values, slots, anew), self.packed
-            )
+        slots = packing.fixed_slots
+        self.asking.between(partial(_place_fixed, index, keys_and_values, slots, anew), self.packed)
 
     def cached_keys(self, index: int) -> tuple[Tensor, Tensor]:
         """Return projected keys and values of the cached tokens, [M, heads, head_dim]."""
@@ -467,7 +465,8 @@ class State:
         if self.room is None:
             packing.scatter_computed((k, v), kv)
         packing.scatter_inactive(cached_kv, kv)
-        self._place_fixed(index, kv, packing)
+        if self.sees_fixed:
+            self._place_fixed(index, kv, packing)
         return kv
 
     def capture(self, index: int) -> CaptureKeys:

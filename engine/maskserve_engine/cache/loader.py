@@ -544,8 +544,15 @@ class Load:
 
     def __init__(self, entry: LoadSource, tier: str, selection: Selection | None) -> None:
         self.entry, self.tier, self.selection = entry, tier, selection
-        self.sizes = np.array([self._sizes(block) for block in range(len(entry.blocks))])
+        self.sizes = np.full((len(entry.blocks), len(PARTS)), np.inf)
         """[blocks, len(PARTS)] bytes to move; `inf` for parts that are not kept."""
+        for number, block in enumerate(entry.blocks):
+            tokens = None if selection is None else len(selection.of(number))
+            for part in block.parts:
+                self.sizes[number, PARTS.index(part)] = sum(
+                    coded.nbytes if tokens is None else coded.nbytes_of(tokens)
+                    for coded in self.parts(number, part)
+                )
         self.missing = self.sizes.copy()
         """[blocks, len(PARTS)] bytes that have not arrived yet."""
         self.moved = 0
@@ -592,17 +599,6 @@ class Load:
         begin, end, of = self.selection.heads
         cut: Any = [coded.columns(begin, end, of) for coded in coded_parts]
         return tuple(cut)
-
-    def _sizes(self, block: int) -> list[float]:
-        tokens = None if self.selection is None else len(self.selection.of(block))
-        sizes = dict.fromkeys(PARTS, np.inf)
-        for part in self.entry.blocks[block].parts:
-            coded_parts = self.parts(block, part)
-            if tokens is None:
-                sizes[part] = sum(coded.nbytes for coded in coded_parts)
-            else:
-                sizes[part] = sum(coded.nbytes_of(tokens) for coded in coded_parts)
-        return list(sizes.values())
 
 
 class Loader:

@@ -101,7 +101,7 @@ def swiglu(x: Tensor, out: Tensor | None = None) -> Tensor:
 
 def gelu_of(product: Linear, x: Tensor, rows: Sequence[Span] = ()) -> Tensor:
     """Return [N, out] GELU (tanh) of a product of `x` [N, in]."""
-    if isinstance(product, PlainLinear) and product.in_epilogue(x.device):
+    if x.is_cuda and isinstance(product, PlainLinear) and product.in_epilogue(x.device):
         assert product.bias is not None
         return torch._addmm_activation(product.bias, x, product.weight.t(), use_gelu=True)
     return gelu(product(x, rows))

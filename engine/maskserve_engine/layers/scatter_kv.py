@@ -111,10 +111,12 @@ def scatter_kv(sources: Sequence[KvSource | None], outs: Sequence[Tensor], slots
 
 
 def _decode(source: KvSource, number: int, out: Tensor) -> None:
-    coded_part = _take_ids(source.parts[number], source.ids)
+    coded_part = source.parts[number]
+    if source.ids is not None:
+        coded_part = coded_part.take(source.ids)
     added = [
-        (_take_ids(kv_change.parts[number], kv_change.ids), kv_change.weight)
-        for kv_change in source.changes
+        (term.parts[number] if term.ids is None else term.parts[number].take(term.ids), term.weight)
+        for term in source.changes
     ]
     if added and coded_part.format == added[0][0].format == "model":
         first, weight = added.pop(0)
@@ -125,10 +127,6 @@ def _decode(source: KvSource, number: int, out: Tensor) -> None:
         change = torch.empty_like(out)
         coded.into(change)
         out.add_(change, alpha=weight)
-
-
-def _take_ids(coded: Coded, ids: Tensor | None) -> Coded:
-    return coded if ids is None else coded.take(ids)
 
 
 @cache

@@ -35,7 +35,6 @@ from maskserve_engine.requests.executor import (
     RowLoads,
     RowReport,
     RowSpec,
-    RowStep,
     StepDone,
     StepInput,
     StepResult,
@@ -159,8 +158,7 @@ class LocalExecutor:
         entries = {read.row: self.rows[read.row].begin(read) for read in step.reads}
         for name in running:
             self.rows[name].read_references(self._adapter.blocks, step.number)
-        self._request(step, entries)
-        handles = [*entries.values(), *self._step_caches(step)]
+        handles = [*entries.values(), *self._request(step, entries)]
         earlier = [len(handle.stalls) for handle in handles]
         failed: dict[str, EngineFailed] = {}
         lost: list[str] = []
@@ -177,7 +175,14 @@ class LocalExecutor:
             self._step_alone(running, step, entries, failed)
         span = Span(begin, mark(self._adapter.device))
         return StepResult(
-            tuple([self._after_step(name, step, entries) for name in running]),
+            tuple(
+                [
+                    self.rows[name].after_step(
+                        name, read=name in entries, measured=name in step.measured
+                    )
+                    for name in running
+                ]
+            ),
             span,
             tuple([s for h, n in zip(handles, earlier, strict=True) for s in h.stalls[n:]]),
             tuple(lost),
@@ -226,14 +231,17 @@ class LocalExecutor:
         """Set a row to the state that another executor has computed."""
         self._adapter.follow(self.rows[row].row, carried, steps)
 
-    def _request(self, step: StepInput, entries: Mapping[str, Entry]) -> None:
-        """Load the parts that the plan reads, and behind them those of later steps."""
+    def _request(self, step: StepInput, entries: Mapping[str, Entry]) -> list[StepCacheEntry]:
+        """Load the parts that the plan reads, and behind them those of later steps. Return what the
+        step reads from step caches beside templates, whose loads begin, too.
+        """
         if step.plan is None or step.next_plan is None:
-            return
+            return []
         parts = parts_of(step.plan, step.maps)
         later = parts if step.next_plan is step.plan else parts_of(step.next_plan, step.maps)
         for entry in entries.values():
             entry.want(parts, step.number)
+        step_caches = []
         for row in entries:
             record = self.rows[row]
             assert record.reader is not None
@@ -241,14 +249,10 @@ class LocalExecutor:
             if ahead is not None:
                 entry, at = ahead
                 entry.want(later, step.number + at - record.row.step)
-
-    def _step_caches(self, step: StepInput) -> list[StepCacheEntry]:
-        """Load what the step reads from step caches beside templates, and return it."""
-        readers = [self.rows[read.row].step_caches for read in step.reads]
-        entries = [reader.entry for reader in readers if reader is not None]
-        step_caches = [entry for entry in entries if entry is not None]
-        for step_cache in step_caches:
-            step_cache.want((), step.number)
+            step_cache = None if record.step_caches is None else record.step_caches.entry
+            if step_cache is not None:
+                step_cache.want((), step.number)
+                step_caches.append(step_cache)
         return step_caches
 
     def _step_all(
@@ -291,10 +295,6 @@ class LocalExecutor:
         records = [self.rows[row] for row in running]
         lost_caches = sum([record.lose_step_caches() for record in records])
         return bool(lost_caches or sum([record.lose_references() for record in records]))
-
-    def _after_step(self, name: str, step: StepInput, entries: Mapping[str, Entry]) -> RowStep:
-        record, measured = self.rows[name], name in step.measured
-        return record.after_step(name, read=name in entries, measured=measured)
 
     def _step_alone(
         self,

@@ -75,7 +75,7 @@ class StepPlanner:
             fixed: take every block's entry whatever that costs (`reproducible`).
             ranks: ranks that share the rows' tokens; each loads its own heads.
         """
-        model = _of_rank(self.costs.model, ranks)
+        model = self.costs.model if ranks == 1 else _of_rank(self.costs.model, ranks)
         totals = Totals.sum_of(row.totals for row in rows)
         loads = {id(load): (load, row.stays) for row in rows for load in row.loads}.values()
         missing = _Bytes(work, [(load.tier, load.missing) for load, _ in loads])
@@ -125,8 +125,6 @@ def parts_of(plan: Plan, maps: Sequence[FeatureMap] = ()) -> list[Part]:
 
 
 def _of_rank(model: CostModel, ranks: int) -> CostModel:
-    if ranks == 1:
-        return model
     compute = replace(model.compute, per_unit=model.compute.per_unit / ranks)
     return replace(model, compute=compute)
 

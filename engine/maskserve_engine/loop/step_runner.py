@@ -111,9 +111,11 @@ class StepRunner:
         if not readers:
             return [], {}
         readers = [(e, reads) for e, reads in readers if not reads.is_dense(e.tally.done)]
-        whole_entries = _entries_loaded_whole(
-            [(reads, e.tally.done, e.work.mask_ratio) for e, reads in readers]
-        )
+        whole_entries = set[tuple[str, Anchor | None]]()
+        if len(readers) > 1:
+            whole_entries = _entries_loaded_whole(
+                [(reads, e.tally.done, e.work.mask_ratio) for e, reads in readers]
+            )
         row_reads = [
             Read(
                 edit.request_id,
