@@ -1220,8 +1220,8 @@ MUTATIONS = (
     ),
     Mutation(
         "a residual correction is as large at every step",
-        "engine/maskserve_engine/batch/step_cache.py",
-        "return replace(entry, changes=(Change(correction.parts, sigma / self._first[1]),))",
+        "engine/maskserve_engine/batch/residual_correction.py",
+        "return replace(entry, changes=(Change(correction.parts, sigma / self._sigma),))",
         "return replace(entry, changes=(Change(correction.parts, 1.0),))",
         f"{_KEPT}::test_residual_corrections_are_counted_among_its_bytes",
     ),

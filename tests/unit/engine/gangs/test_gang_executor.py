@@ -187,7 +187,7 @@ def assert_both_alone_and_together(engine: Engine) -> None:
     policy = engine.manager.scheduler
     if isinstance(policy, AnyDegreeScheduler):
         assert policy.draws.drawn == {(0,), (1,), (0, 1)}
-        assert 0.0 < ranks(engine).ranks.exchange.call_seconds < 1.0  # they have met, and measured it
+        assert 0.0 < ranks(engine).ranks.exchange.call_seconds < 1.0  # measured as they met
 
 
 def test_cached_edits_read_on_both_devices_what_one_of_them_made(
