@@ -46,7 +46,7 @@ CHECKS = (
     response_schema_conformance,
 )
 HANG_S = 120.0
-"""What has not been answered by then, on a machine however busy, never will be."""
+"""Seconds after which a request counts as hanging, on however busy a machine."""
 EXAMPLES, SLOW_EXAMPLES = 8, 300
 """Number of examples of each operation and mode; the second is for slow runs."""
 
