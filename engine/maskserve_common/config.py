@@ -218,8 +218,8 @@ class CacheConfig(Table, frozen=True):
     template run dense, and all models read templates (docs/models.md)."""
     fidelity: Annotated[float, Meta(ge=-1.0, le=100.0)] = -1.0
     """dB against dense edits that first edits keep by placing refresh steps by their errors, if
-    `own_anchors` is -1 and the model has no share. -1: 40; 0: they run dense. Several devices: only
-    with `spread`."""
+    `own_anchors` is -1 and the model has no share, or is FLUX.2 klein. -1: 40; 0: places are the
+    model's share, or all steps. Several devices: only with `spread`."""
     own_format: Literal["auto", "model", "int8", "float8", "int4"] = "auto"
     """Storage format of the step cache. `auto`: int8 on a GPU, the model's on a CPU."""
     own_text: Literal["frozen", "computed"] = "frozen"

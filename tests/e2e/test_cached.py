@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -96,3 +97,22 @@ def test_the_second_lookup_primes_and_a_later_one_hits(grpc: Grpc) -> None:
         cache_results.append(grpc.edit(inputs)[1]["cache"])
         time.sleep(0.05)
     assert cache_results[:2] == ["miss", "miss"]
+
+
+def test_an_edit_keeps_the_fidelity_that_it_asks_for(grpc: Grpc) -> None:
+    """With random weights lookaheads are always off: few dB need few refresh steps, and many dB
+    nearly all steps.
+    """
+
+    def promised(**settings: float | str) -> dict[str, Any]:
+        return grpc.edit(plain_edit(64, 64, num_inference_steps=20, **settings))[1]
+
+    dense = promised(cache="off")
+    low, high, whole = (promised(cache="auto", reuse_floor=floor) for floor in (1.0, 60.0, 100.0))
+    for floor, meta in ((1.0, low), (60.0, high)):
+        assert (meta["cache"], meta["reuse_floor"]) == ("own", floor)
+        errors = meta["refresh_errors"].values()
+        assert meta["refresh_error"] == pytest.approx(np.mean(list(errors)), abs=1e-5)
+        assert all(error > 0 for error in errors)
+    assert low["computed_tokens"] < high["computed_tokens"] < dense["computed_tokens"]
+    assert (whole["cache"], whole["computed_tokens"]) == ("miss", dense["computed_tokens"])

@@ -122,6 +122,8 @@ def with_template(levels: Iterable[ReuseLevel], times: float) -> tuple[ReuseLeve
 
 
 _LEAST_STEPS = 4
+_DENSE_DB = 100.0
+"""Promise that only an edit which computes all tokens keeps."""
 EXPECTED_STRIDE = 0.35
 """Stride that prices foresee for an edit whose errors place its refresh steps (docs/adr/0090)."""
 
@@ -142,8 +144,10 @@ class RefreshStrides(NamedTuple):
     def count_of(self, settings: EditSettings, steps: int) -> int:
         """Return the number of refresh steps of an edit of `steps` steps; 0: it has none."""
         by_error = self.by_error or settings.promise > 0
-        if by_error and (settings.controls or steps < self.least_steps):
-            return 0  # errors see neither nets nor what is lost in few first steps
+        # Errors see neither nets nor what is lost in few first steps.
+        blind = by_error and (settings.controls or steps < self.least_steps)
+        if blind or settings.promise >= _DENSE_DB:
+            return 0
         return refresh_count(steps, self.promised if settings.promise else self.plain)
 
 

@@ -260,8 +260,8 @@ class EditSettings(Table, frozen=True):
     Needs `reuse_floor`."""
     reuse_floor: Annotated[float, Meta(ge=0, le=100)] | None = None
     """dB in the mask against a dense edit that refresh steps keep by measured errors (with
-    ControlNets it runs dense); with `elastic`, lowest quality of a late edit, measured on the demo
-    models."""
+    ControlNets, or at 100, it runs dense); with `elastic`, lowest quality of a late edit, measured
+    on the demo models."""
     priority: Annotated[int, Meta(ge=PRIORITIES[0], le=PRIORITIES[1])] = 0
     """Order of a key's waiting edits: each unit counts as five seconds of waiting."""
     request_id: RequestId | None = None

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from maskserve_common.config import Config
-from maskserve_common.contracts.reuse_levels import ReuseLevel
+from maskserve_common.contracts.reuse_levels import ReuseLevel, refresh_count
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.step_cache import RefreshSchedule
 from maskserve_engine.families.adapter import Adapter, work_of
@@ -23,10 +23,10 @@ from maskserve_engine.requests.state import RequestState
 from maskserve_engine.requests.templates import ExecutionPlan
 from maskserve_engine.scheduling.policies import policy_of
 from maskserve_engine.spec.model_spec import (
+    known_stride,
     promised_fidelity,
     refresh_rule,
     refresh_strides,
-    refreshes_by_error,
 )
 from maskserve_engine.stages.loader import device_of
 
@@ -79,7 +79,8 @@ class RefreshSchedules:
             return (None,)  # the template has most of its text
         if self._shares_steps:
             return (None,)  # ranks that share a step would have to agree on their step caches
-        plan = None if refreshes_by_error(self._config, spec) else self._strided(job)
+        count = refresh_count(self._adapter.steps(job), known_stride(self._config, spec))
+        plan = self._with(job, count)
         lifts = dense_steps > 0 and spec.corrects_residuals
         lifting = (
             RefreshSchedule(frozenset(), self._rule.format, text=False, corrects_residuals=True)
@@ -142,7 +143,10 @@ class RefreshSchedules:
     def _strided(self, job: EditJob) -> RefreshSchedule | None:
         """Return the schedule by the worker's stride; None: the edit has no refresh steps."""
         strides = refresh_strides(self._config, self._spec)
-        count = strides.count_of(job.request.settings, self._adapter.steps(job))
+        return self._with(job, strides.count_of(job.request.settings, self._adapter.steps(job)))
+
+    def _with(self, job: EditJob, count: int) -> RefreshSchedule | None:
+        """Return a schedule with this many refresh steps; None: without any."""
         if not count:
             return None
         return RefreshSchedule.of(self._spec, self._rule, count, self._sigmas(job))

@@ -82,6 +82,9 @@ class RefreshSpec:
     """Share of an edit's steps between two refresh steps, unless `[cache] own_anchors` sets one; 0:
     edits have none unless it does. None: the family has no refresh steps.
     """
+    by_error: bool = False
+    """Whether first edits place them by their errors, though `stride` is known: errors keep more of
+    edits unlike those that it was fitted to."""
     growth: float = 1.0
     """Ratio of the distance between two refresh steps to that of the two before
     (`refresh_steps`).
@@ -319,11 +322,14 @@ def refresh_strides(config: Config, spec: ModelSpec) -> RefreshStrides:
 
 def refresh_stride(config: Config, spec: ModelSpec) -> float:
     """Return `RefreshStrides.plain` of a worker's edits."""
+    return EXPECTED_STRIDE if refreshes_by_error(config, spec) else known_stride(config, spec)
+
+
+def known_stride(config: Config, spec: ModelSpec) -> float:
+    """Return the stride between refresh steps that no error places; 0: edits have none."""
     if spec.refresh.stride is None:
         return 0.0
     configured = config.cache.own_anchors
-    if refreshes_by_error(config, spec):
-        return EXPECTED_STRIDE
     return configured if configured >= 0 else spec.refresh.stride
 
 
@@ -336,8 +342,9 @@ def refreshes_by_error(config: Config, spec: ModelSpec) -> bool:
 
 def promised_fidelity(config: Config, spec: ModelSpec, promise: float = 0.0) -> float:
     """Return the fidelity, in dB against dense edits, that an edit's errors keep as they place its
-    refresh steps; 0: they place none. So it is if places are configured or known for the model, and
-    the edit asks for none. Devices that share a step would have to agree on places.
+    refresh steps; 0: they place none. So it is if places are configured or, without
+    `RefreshSpec.by_error`, known for the model, and the edit asks for none. Devices that share a
+    step would have to agree on places.
     """
     engine, cache, refresh = config.engine, config.cache, spec.refresh
     is_alone = engine.devices == 1 or engine.policy == "spread"
@@ -345,7 +352,7 @@ def promised_fidelity(config: Config, spec: ModelSpec, promise: float = 0.0) -> 
         return 0.0
     if promise:
         return promise
-    if cache.own_anchors > 0 or refresh.stride:
+    if cache.own_anchors > 0 or (refresh.stride and not refresh.by_error):
         return 0.0
     return cache.fidelity if cache.fidelity >= 0 else _FIDELITY
 
@@ -405,11 +412,13 @@ def text_shares(config: Config, spec: ModelSpec, steps: int, *, shared: bool) ->
         shared: whether several devices may take a step together; rows that read a template then
             compute their text.
     """
-    anchors = refresh_count(steps, refresh_stride(config, spec))
-    if not anchors or not refresh_rule(config, spec).text:
+    if (
+        not refresh_count(steps, refresh_stride(config, spec))
+        or not refresh_rule(config, spec).text
+    ):
         return ALL_TEXT
-    computed = shared or refreshes_by_error(config, spec)
-    if computed or spec.encoder_picture is not None:  # the template has most of the text then
+    anchors = refresh_count(steps, known_stride(config, spec))
+    if shared or not anchors or spec.encoder_picture is not None:  # the template has most of it
         return TextShares(1.0, 0.0)
     return TextShares(anchors / steps, 0.0, (anchors - 1) / steps)
 

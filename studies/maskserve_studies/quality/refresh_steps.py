@@ -22,7 +22,7 @@ from maskserve_engine.batch.step_cache import AnchorLine, RefreshSchedule, StepC
 from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.planning.flops import RowTokens
 from maskserve_engine.planning.refresh_steps import refresh_steps
-from maskserve_engine.spec.model_spec import ModelSpec, refresh_stride
+from maskserve_engine.spec.model_spec import ModelSpec, known_stride
 from maskserve_studies.quality.choices import FLUX_STEPS, FLUX_TEXT, CacheChoice
 from maskserve_studies.quality.choices import flux as published_flux
 from maskserve_studies.quality.metrics import by_class, compare
@@ -69,7 +69,7 @@ class RefreshChoice:
 def served_choice(
     rig: Rig, job: EditJob, count: int = 0, *, lookahead: bool = True
 ) -> RefreshChoice:
-    """Return the choice that a worker makes for an edit.
+    """Return the choice that a worker makes for an edit where no error places its refresh steps.
 
     Args:
         rig: rig of the model.
@@ -78,7 +78,7 @@ def served_choice(
         lookahead: whether lookahead computes all refresh steps except the first.
     """
     spec, sigmas = rig.adapter.spec, [sigma for sigma, _ in rig.adapter.sigmas(job)]
-    count = count or refresh_count(len(sigmas), refresh_stride(Config(), spec))
+    count = count or refresh_count(len(sigmas), known_stride(Config(), spec))
     with_lookahead = lookahead and count > 1
     if with_lookahead:
         anchors = refresh_steps(count, sigmas, spec.refresh.evenly_over, spec.refresh.growth)

@@ -13,8 +13,9 @@ dB in the mask, for each fidelity that they promise:
 
 `rivals` ignore the errors; on some model each must miss a limit, where controlled edits miss none.
 `first` has the first refresh step alone; `once` one more, where controlled edits have it; `far` has
-that one twice as far; `late`, of models that see the picture round the mask as noisy as the rest,
-begins as others do; `held` keeps the values of the last refresh step, where others follow a line.
+that one twice as far; `fitted` has the places that are known for some models; `late`, of models
+that see the picture round the mask as noisy as the rest, begins as others do; `held` keeps the
+values of the last refresh step, where others follow a line.
 `line` is fitted through edits with two to five refresh steps at fixed places: dB over log10 of
 their mean error.
 """
@@ -22,6 +23,7 @@ their mean error.
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,8 +42,7 @@ from maskserve_benchmarks.timing import hardware
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.step_cache import RefreshSchedule, StepCacheReader
 from maskserve_engine.planning.refresh_control import RefreshControl
-from maskserve_studies.demo_model.edit_classes import CLASSES, edits_of
-from maskserve_studies.demo_model.reference_edits import NAMED_CLASSES, named_class
+from maskserve_studies.quality.classes import SCENES, Scenes, scene_classes
 from maskserve_studies.quality.metrics import VISIBLE_BELOW, compare
 from maskserve_studies.quality.refresh_steps import (
     flux_step_flops,
@@ -49,6 +50,7 @@ from maskserve_studies.quality.refresh_steps import (
     served_choice,
 )
 from maskserve_studies.quality.systems import BATCH, Picture, Rig
+from maskserve_studies.reuse.coarse import coarse_flops, coarse_refreshes
 from maskserve_studies.reuse.hits import hit_figures
 
 MODELS: dict[str, tuple[Path, int]] = {
@@ -59,7 +61,9 @@ MODELS: dict[str, tuple[Path, int]] = {
     "unet": (DEMO_UNET, 20),
 }
 FIDELITIES = (36.0, 40.0, 44.0, 48.0)
+RIVALS = ("once", "far", "first", "fitted", "late", "held")
 _RIVALS_AT = 40.0
+_MARGINS = (1, 2)
 _SHORT_DB = 3.0
 """dB below the promise from which an edit has broken it."""
 
@@ -119,17 +123,15 @@ class Trial:
         folder: folder of the model.
         steps: steps of each edit.
         n: edits of each class.
+        scenes: see `scene_classes`.
         true_cfg: see `Rig`.
     """
 
-    def __init__(self, folder: Path, steps: int, n: int, true_cfg: float = 0.0) -> None:
+    def __init__(
+        self, folder: Path, steps: int, n: int, scenes: Scenes = "drawn", true_cfg: float = 0.0
+    ) -> None:
         self.rig = rig = Rig(folder, steps, true_cfg=true_cfg)
-        named = rig.adapter.spec.semantics.reference
-        classes = (
-            {name: named_class(name, n) for name in NAMED_CLASSES}
-            if named
-            else {name: edits_of(name, n) for name in CLASSES}
-        )
+        classes = scene_classes(rig.adapter.spec, n, scenes)
         self.classes = [name for name, edits in classes.items() for _ in edits]
         self.edits = [edit for edits in classes.values() for edit in edits]
         self.jobs = rig.jobs(self.edits)
@@ -197,24 +199,39 @@ class Trial:
         steps, refreshes = self.rig.steps, len(plan.anchors)
         return (refreshes * whole + (steps - len(plan.dense)) * between) / (steps * whole)
 
-    def rivals(self) -> dict[str, dict[str, Any]]:
+    def coarse(self) -> dict[str, dict[str, Any]]:
+        """Return the figures of edits whose refresh steps compute fewer tokens far from the mask,
+        by the margin round it that is computed whole.
+        """
+        figures = dict[str, dict[str, Any]]()
+        for margin, first in itertools.product(_MARGINS, (False, True)):
+            with coarse_refreshes(margin, first=first):
+                one = self.figures(_RIVALS_AT)
+            flops = coarse_flops(
+                self.choice, self.rig.steps, one["refresh_steps"], margin, first=first
+            )
+            label = f"coarse {margin}" + (", first too" if first else "")
+            figures[label] = {**one, "flops": round(flops, 3)}
+        return figures
+
+    def rivals(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
         plan = self.schedule(_RIVALS_AT)
         assert plan.control is not None
         distances, first = np.array(plan.control.distances), sorted(plan.anchors)[1]
         twice = distances[0] - 2.0 * (distances[0] - distances[first])
         places = {"once": first, "far": int(np.abs(distances - twice).argmin()), "first": 0}
-        rivals = {
-            name: self.figures(
-                _RIVALS_AT, replace(plan, anchors=frozenset({0, place}), control=None)
-            )
-            for name, place in places.items()
-        }
+        anchors = {name: frozenset({0, place}) for name, place in places.items()}
+        if self.rig.adapter.spec.refresh.stride:
+            anchors["fitted"] = frozenset(served_choice(self.rig, self.jobs[0]).dense)
+        plans = {name: replace(plan, anchors=at, control=None) for name, at in anchors.items()}
         if self.rig.adapter.spec.semantics.noisy_around:
             late = RefreshControl(plan.control.tolerance, plan.control.distances)
-            anchors = late.begin().refresh_steps | {0}
-            rivals["late"] = self.figures(_RIVALS_AT, replace(plan, anchors=anchors, control=late))
-        with scaled_extrapolation(0.0):
-            rivals["held"] = self.figures(_RIVALS_AT)
+            begun = late.begin().refresh_steps | {0}
+            plans["late"] = replace(plan, anchors=begun, control=late)
+        rivals = {name: self.figures(_RIVALS_AT, plans[name]) for name in plans if name in names}
+        if "held" in names:
+            with scaled_extrapolation(0.0):
+                rivals["held"] = self.figures(_RIVALS_AT)
         return rivals
 
 
@@ -247,9 +264,12 @@ def main() -> int:
     add("--only", nargs="+", choices=(*MODELS, "base"), default=tuple(MODELS))
     add("--base", type=Path, help="folder of another model, as train_inpaint_model makes it")
     add("--n", type=int, default=16, help="edits of each class (default 16)")
+    add("--scenes", choices=SCENES, default="drawn", help="see eval_quality")
     add("--steps", type=int, help="steps of each edit (default 20, klein8 8, klein4 4)")
     add("--true-cfg", type=float, default=0.0, help="true_cfg_scale of the edits (default none)")
     add("--fidelity", type=float, nargs="+", default=FIDELITIES, help="dB that edits promise")
+    add("--rivals", nargs="*", choices=RIVALS, default=RIVALS)
+    add("--coarse", action="store_true", help="and refresh steps of fewer tokens (`coarse`)")
     add("--hits", action="store_true", help="edits that read a template instead (`hits`)")
     add("--json", type=Path)
     args = parser.parse_args()
@@ -266,9 +286,9 @@ def main() -> int:
         if name == "base" and args.base is None:
             raise SystemExit("--only base needs --base")
         folder, steps = (args.base, 20) if name == "base" else MODELS[name]
-        trial = Trial(folder, args.steps or steps, args.n, args.true_cfg)
+        trial = Trial(folder, args.steps or steps, args.n, args.scenes, args.true_cfg)
         promised = [trial.figures(fidelity) for fidelity in args.fidelity]
-        rivals = trial.rivals()
+        rivals = trial.rivals(args.rivals) | (trial.coarse() if args.coarse else {})
         for label, figures in (*zip(args.fidelity, promised, strict=True), *rivals.items()):
             print(name, label, "passes" if passes(figures) else "MISSES", figures, flush=True)
         models[name] = {"promised": promised, "rivals": rivals}

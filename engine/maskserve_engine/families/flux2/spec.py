@@ -92,6 +92,7 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelSpec:
         dense_steps=DenseSteps(prompt=1, side=1),
         refresh=RefreshSpec(
             stride=0.0 if semantics.exact or embedded else _REFRESH_STRIDE,
+            by_error=True,
             ring=0,
             over_template=not semantics.exact,
         ),

@@ -10,7 +10,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from maskserve_common.contracts.reuse_levels import LEVELS, Execution, levels_of, refresh_count
+from maskserve_common.contracts.reuse_levels import (
+    LEVELS,
+    Execution,
+    RefreshStrides,
+    levels_of,
+    refresh_count,
+)
 from maskserve_common.contracts.semantics import FILL, INPAINT, Semantics
 from maskserve_common.contracts.settings import EditSettings
 from maskserve_engine.families.flux.spec import REFRESH_STRIDES
@@ -130,3 +136,9 @@ def test_an_edit_with_a_ring_of_its_own_or_adapters_keeps_its_ring(options: dict
     assert names(**options) == [
         level.name for level in LEVELS[FILL, "cached"] if level.ring is None
     ]
+
+
+def test_only_an_edit_that_computes_all_tokens_keeps_100_db() -> None:
+    strides = RefreshStrides(0.35, 0.35, by_error=True, least_steps=0)
+    counts = [strides.count_of(EditSettings(reuse_floor=floor), 20) for floor in (99.0, 100.0)]
+    assert counts == [3, 0]

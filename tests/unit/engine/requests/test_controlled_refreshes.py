@@ -147,9 +147,14 @@ def test_errors_are_those_of_the_guided_answers(
     assert row.step_cache.errors.by_step() == {4: pytest.approx(expected, rel=1e-3)}
 
 
-@pytest.mark.parametrize("engine", [0.0], indirect=True)
-def test_without_a_fidelity_edits_are_dense(engine: Engine, encoder: Encoder) -> None:
-    edit_job = job(encoder, fresh_seed(), "dense", num_inference_steps=STEPS)
+@pytest.mark.parametrize(
+    ("engine", "floor"), [(0.0, None), (LOW, 100.0)], indirect=["engine"], ids=["none", "all"]
+)
+def test_without_a_fidelity_or_with_all_of_it_edits_are_dense(
+    engine: Engine, encoder: Encoder, floor: float | None
+) -> None:
+    settings = {"num_inference_steps": STEPS, "reuse_floor": floor}
+    edit_job = job(encoder, fresh_seed(), "dense", **settings)
     final = edit(engine, edit_job)
     assert final.meta["cache"] == "miss"
     np.testing.assert_array_equal(final.latents, result(engine.adapter, edit_job, None))

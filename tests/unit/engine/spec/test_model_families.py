@@ -27,6 +27,7 @@ from maskserve_engine.families.z_image import spec as z_image
 from maskserve_engine.spec.model_spec import (
     EditDefaults,
     promised_fidelity,
+    refresh_stride,
     refreshes_by_error,
     text_shares,
 )
@@ -123,10 +124,10 @@ def test_text_is_left_out_where_rows_leave_it_out(folder: str, template: float) 
 
 
 def test_first_edits_of_unmeasured_models_refresh_by_their_errors() -> None:
-    """Unless their places are known, or configured; others' do where an edit asks for it."""
+    """Klein's too. Others' do where an edit asks for it, and none where places are configured."""
     for folder in sorted((CHECKOUT / "assets" / "models").glob("*-shapes")):
         facts = load_spec(folder)
-        is_open = facts.refresh.stride == 0.0
+        is_open = facts.refresh.stride == 0.0 or facts.refresh.by_error
         for fidelity in (-1.0, 0.0, 33.0):
             config = Config(cache=CacheConfig(fidelity=fidelity))
             expected = fidelity if fidelity >= 0 else 40.0
@@ -138,6 +139,7 @@ def test_first_edits_of_unmeasured_models_refresh_by_their_errors() -> None:
             assert promised_fidelity(config, facts, 25.0) <= 100.0 * own_anchors
         together = Config(engine=EngineConfig(devices=2, policy="rounds"))
         assert promised_fidelity(together, facts, 25.0) == 0.0
+        assert refresh_stride(together, facts) == (facts.refresh.stride or 0.0)
 
 
 @pytest.mark.parametrize("key", ["entry_format", "own_format"])

@@ -1,11 +1,12 @@
-"""Limits and line of the study of controlled refresh steps."""
+"""Limits and line of the study of controlled refresh steps, and its coarse lookaheads."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from maskserve_studies.reuse.command import fitted, passes
+from maskserve_studies.reuse.coarse import coarse_refreshes
+from maskserve_studies.reuse.command import MODELS, Trial, fitted, passes
 from tests.support.draws import fresh_rng
 
 
@@ -25,3 +26,13 @@ def test_each_limit_can_be_missed() -> None:
     for missed in ({"mean": 39.9}, {"worst_class": 33.9}, {"under_30": 0.01}, {"kept": 0.94}):
         assert not passes({**figures, **missed})
     assert passes({**figures, "fidelity": 36.0, "mean": 36.5})
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_with_a_margin_as_wide_as_the_picture_refresh_steps_are_whole(first: bool) -> None:
+    trial = Trial(*MODELS["klein4"], 1)
+    whole = trial.figures(40.0)
+    with coarse_refreshes(16, first=first):
+        assert trial.figures(40.0)["mean"] == pytest.approx(whole["mean"], abs=0.1)
+    with coarse_refreshes(0, first=first):
+        assert trial.figures(40.0)["mean"] < whole["mean"]
