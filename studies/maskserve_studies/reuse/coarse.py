@@ -13,13 +13,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.nn.functional import max_pool2d
 
 from maskserve_engine.batch.packing import Capture, RowInput
-from maskserve_engine.families.mmdit.rows import FlowRow, PromptPass
+from maskserve_engine.families.mmdit import batch
+from maskserve_engine.families.mmdit.inputs import lookahead_inputs, pass_inputs
+from maskserve_engine.families.mmdit.rows import FlowRow, Row
 from maskserve_engine.planning.flops import RowTokens
 from maskserve_studies.quality.choices import FLUX_TEXT
 from maskserve_studies.quality.choices import flux as published_flux
@@ -47,7 +50,7 @@ class CoarseCapture:
         """Ignore hidden states."""
 
     def keys_values(self, block: int, keys: Tensor, values: Tensor) -> None:
-        pairs = torch.view_as_complex(keys.float().unflatten(-1, (-1, 2)).contiguous())
+        pairs = torch.view_as_complex(keys.float().reshape(*keys.shape[:-1], -1, 2))
         turned = torch.view_as_real(pairs[self.place] * self.turn[:, None]).flatten(-2)
         self.cache.keys_values(block, turned.to(keys.dtype), values[self.place])
 
@@ -106,20 +109,25 @@ def coarse_refreshes(margin: int, *, first: bool) -> Iterator[None]:
         margin: tokens round the mask that are all computed.
         first: whether the first refresh step has fewer tokens, too.
     """
-    lookahead, own = FlowRow._lookahead_input, FlowRow._pass_input
 
-    def coarse_lookahead(row: FlowRow, prompt: PromptPass, step: int) -> RowInput:
-        return coarse(row, lookahead(row, prompt, step), step, margin)
+    def coarse_lookahead_inputs(row: Row) -> list[RowInput]:
+        inputs = lookahead_inputs(row)
+        if not inputs:
+            return inputs
+        assert isinstance(row, FlowRow)
+        assert row.lookahead_step is not None
+        return [coarse(row, whole, row.lookahead_step, margin) for whole in inputs]
 
-    def coarse_pass(row: FlowRow, prompt: PromptPass) -> RowInput:
-        whole = own(row, prompt)
-        return coarse(row, whole, 0, margin) if first and row.step == 0 else whole
+    def coarse_pass_inputs(row: Row) -> list[RowInput]:
+        inputs = pass_inputs(row)
+        if not first or not isinstance(row, FlowRow) or row.step > 0:
+            return inputs
+        return [coarse(row, whole, 0, margin) for whole in inputs]
 
-    FlowRow._lookahead_input, FlowRow._pass_input = coarse_lookahead, coarse_pass  # type: ignore[method-assign]
-    try:
+    with patch.multiple(
+        batch, pass_inputs=coarse_pass_inputs, lookahead_inputs=coarse_lookahead_inputs
+    ):
         yield
-    finally:
-        FlowRow._lookahead_input, FlowRow._pass_input = lookahead, own  # type: ignore[method-assign]
 
 
 def coarse_flops(
