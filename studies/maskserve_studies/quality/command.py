@@ -55,16 +55,13 @@ from maskserve_benchmarks.timing import hardware
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.planning.flops import ModelWork
 from maskserve_engine.spec.model_spec import ModelSpec
-from maskserve_studies.demo_model.edit_classes import CLASSES, edits_of
+from maskserve_studies.demo_model.edit_classes import CLASSES
 from maskserve_studies.demo_model.evaluation import run_edits
-from maskserve_studies.demo_model.reference_edits import (
-    NAMED_CLASSES,
-    named_class,
-    package_photographs,
-)
+from maskserve_studies.demo_model.reference_edits import NAMED_CLASSES
 from maskserve_studies.quality.adapters import AdapterRig, adapter_edits, judge_adapter
 from maskserve_studies.quality.choices import CacheChoice, default, default_choices, frontier
 from maskserve_studies.quality.choices import published as published_work
+from maskserve_studies.quality.classes import SCENES, scene_classes
 from maskserve_studies.quality.metrics import Picture, by_class, compare, rim_errors
 from maskserve_studies.quality.published import missing, published
 from maskserve_studies.quality.refresh_steps import table as refresh_table
@@ -85,7 +82,7 @@ def parse() -> argparse.Namespace:
     add("--classes", nargs="+", choices=(*CLASSES, *NAMED_CLASSES), help="default: all")
     add(
         "--scenes",
-        choices=("drawn", "photographs", "bare"),
+        choices=SCENES,
         default="drawn",
         help="of a model that takes references: drawn as in its training, objects on "
         "photographs outside its training, or these photographs alone",
@@ -232,23 +229,16 @@ def flux_costs(choice: CacheChoice, work: ModelWork, skipped: float = 0.0) -> di
     }
 
 
-def scene_classes(spec: ModelSpec, args: argparse.Namespace) -> dict[str, list[Edit]]:
+def requested_classes(spec: ModelSpec, args: argparse.Namespace) -> dict[str, list[Edit]]:
     """Return the edits of the requested classes; without a request, of all classes that the model
     knows.
 
     Raises:
         SystemExit: the model does not have such scenes.
     """
-    unseen, bare = args.scenes != "drawn", args.scenes == "bare"
-    if spec.semantics.reference:
-        photographs = package_photographs() if unseen else ()
-        names = args.classes or NAMED_CLASSES
-        return {
-            name: named_class(name, args.n, (128, 128), photographs, bare=bare) for name in names
-        }
-    if unseen:
+    if args.scenes != "drawn" and not spec.semantics.reference:
         raise SystemExit("eval_quality: --scenes: of models that see the source as reference")
-    return {name: edits_of(name, args.n) for name in args.classes or CLASSES}
+    return scene_classes(spec, args.n, args.scenes, args.classes)
 
 
 def judge_adapters(args: argparse.Namespace) -> int:
@@ -284,7 +274,7 @@ def compare_refresh_schedules(folder: Path, args: argparse.Namespace) -> int:
             jobs.setdefault(str(edit.shape), []).append(controlled.with_control(job, control))
     else:
         rig = Rig(folder, args.steps)
-        classes = scene_classes(rig.adapter.spec, args)
+        classes = requested_classes(rig.adapter.spec, args)
         jobs = {name: rig.jobs(edits) for name, edits in classes.items()}
     rows = []
     for row in refresh_table(rig, classes, jobs, args.choices):
@@ -309,7 +299,7 @@ def main() -> int:
     if args.own:
         return compare_refresh_schedules(args.model, args)
     rig = Rig(args.model, args.steps, wordless=args.wordless)
-    classes = scene_classes(rig.adapter.spec, args)
+    classes = requested_classes(rig.adapter.spec, args)
     if args.frontier and rig.adapter.spec.semantics.reference:
         raise SystemExit("eval_quality: --frontier: not of models that see the source as reference")
     run = Run(rig, classes)
