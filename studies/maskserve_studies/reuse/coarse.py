@@ -87,14 +87,14 @@ def coarse(row: FlowRow, whole: RowInput, step: int, margin: int) -> RowInput:
 
     stands = torch.arange(len(cis))
     stands[text + groups] = (text + ones)[:, None]
-    kept = torch.zeros(len(cis), dtype=torch.bool)
-    kept[stands] = True
-    computed = (kept.cumsum(0) - 1)[stands]
-    context = int(kept[text + n + behind :].sum())
+    computed_places = torch.zeros(len(cis), dtype=torch.bool)
+    computed_places[stands] = True
+    computed = (computed_places.cumsum(0) - 1)[stands]
+    context = int(computed_places[text + n + behind :].sum())
     return replace(
         whole,
-        tokens=tokens[kept[text:]],
-        cis=cis[kept],
+        tokens=tokens[computed_places[text:]],
+        cis=cis[computed_places],
         context=context,
         still=context,
         capture=CoarseCapture(whole.capture, computed, whole.cis * cis[stands].conj()),
