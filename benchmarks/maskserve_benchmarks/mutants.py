@@ -563,7 +563,7 @@ MUTATIONS = (
     ),
     Mutation(
         "base models are led away by another scale",
-        f"{_FLOW}/adapter.py",
+        f"{_FLOW}/row_maker.py",
         "scale = settings.guidance_scale if cfg else settings.true_cfg_scale",
         "scale = 2.0 if cfg else settings.true_cfg_scale",
         f"{_DENSE}[klein-base]",
@@ -749,7 +749,7 @@ MUTATIONS = (
     ),
     Mutation(
         "entries of Qwen-Image-Edit are primed without words",
-        f"{_FLOW}/adapter.py",
+        f"{_FLOW}/row_maker.py",
         "if self.spec.encoder_picture and not self.spec.primed_by_prompt:",
         "if self.spec.encoder_picture:",
         f"{_QWEN_EDIT}::test_on_its_primings_inputs_a_cached_row_is_a_dense_one",
@@ -1135,8 +1135,8 @@ MUTATIONS = (
     Mutation(
         "a silent replica keeps its requests",
         "engine/maskserve_triton/replicas.py",
-        "replica.end_calls()\n        self._publish",
-        "pass\n        self._publish",
+        "if replica.misses >= _MISSES and others_answer:",
+        "if False:",
         f"{_STAGES}::test_a_replica_that_ends_loses_no_request",
     ),
     Mutation(

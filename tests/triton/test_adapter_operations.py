@@ -133,7 +133,7 @@ def test_an_edit_waits_in_the_front_for_the_text_encoders_part(
 ) -> None:
     """An encoder serves one edit after the other, so it must not wait for a storage."""
     base = BaseLayers.of_folder(DEMO)
-    name, (outputs, inputs) = next(iter(base._shapes["text_encoder"].items()))
+    name, (outputs, inputs) = next(iter(base.shapes["text_encoder"].items()))
     store = Path(served.adapters.store)
     write(store / "text.safetensors", lora({name: (inputs, outputs)}, prefix="text_encoder."))
     nan = lora({name: (inputs, outputs)}, prefix="text_encoder.")
