@@ -400,8 +400,8 @@ def test_a_replica_away_is_told_and_found_again(api: FakeTriton, site: Site) -> 
 
     assert states() == {site.server.url: "ready", other.url: "ready"}
     other.kill()
-    eventually("it is missed", lambda: states()[other.url] == "loading", 60)
-    assert (states()[site.server.url], away.names()) == ("ready", [])
+    missed = {site.server.url: "ready", other.url: "loading"}  # a busy machine can miss both once
+    eventually("it alone is missed", lambda: (states(), away.names()) == (missed, []), 60)
     answer_to(encoder, to_encode(api))
     with StageServer(api, site.new_stages(), other.port) as same:
         eventually("it is back", lambda: states()[other.url] == "ready", 60)
