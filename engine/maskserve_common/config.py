@@ -60,9 +60,9 @@ class ModelConfig(Table, frozen=True):
     revision: str = ""
     """Hub revision; empty: the default branch."""
     variant: Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_-]*\Z")] = ""
-    """Variant of the weight files, such as `fp16`, where a part has it."""
+    """Variant of the weight files, such as `fp16`, for parts that have it."""
     device: Device = "auto"
-    """Device of the denoiser; N counts the worker's own GPUs."""
+    """Device of the denoiser. N counts the GPUs that the worker sees."""
     encoder_device: Device = ""
     """Device of the VAE and text encoders; empty: the denoiser's."""
     decoder_device: Device = ""
@@ -70,8 +70,8 @@ class ModelConfig(Table, frozen=True):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """`auto`: float32 on CPU, bfloat16 on CUDA."""
     weights: WeightForm = "bf16"
-    """Form of the denoiser's block weights. `bf16`: the folder's, in `dtype`. Others need the extra
-    `quantised`; `int8-dynamic` also multiplies in int8."""
+    """Form of the denoiser's block weights. `bf16`: as in the folder, in `dtype`. All others need
+    the extra `quantised`; `int8-dynamic` also multiplies in int8."""
     gguf: str = ""
     """GGUF file that replaces the transformer of a FLUX folder (extra `quantised`); not with other
     `weights` or `fuse_loras`."""
@@ -82,7 +82,7 @@ class ModelConfig(Table, frozen=True):
     fuse_loras: tuple[str, ...] = ()
     """LoRAs added to the weights for every edit: FILE or FILE:SCALE."""
     native_resolution: Annotated[int, Meta(ge=0, le=8192)] = 0
-    """Side of the square that bounds the model's input area; 0: the model's."""
+    """Side of a square with the largest area that the model sees. 0: the model's own."""
     max_sequence_length: Annotated[int, Meta(ge=1, le=4096)] = 512
     """Text tokens of a T5 prompt."""
     num_inference_steps: Annotated[int, Meta(ge=0, le=1000)] = 0
@@ -90,14 +90,14 @@ class ModelConfig(Table, frozen=True):
     guidance_scale: Annotated[float, Meta(ge=0.0, le=1000.0)] = 0.0
     """Default guidance; 0: the diffusers pipeline's."""
     mask_ring: Annotated[int, Meta(ge=0, le=64)] = 1
-    """Default ring of cached edits, in tokens; at least two in steps of FLUX Fill that read a
-    template and compute the text."""
+    """Default `mask_ring` of edits; FLUX Fill has at least two in steps that read a template and
+    compute the text."""
     outside_noise: Literal["auto", "template", "edit"] = "auto"
-    """Noise outside the mask, for models that blend the source in. `template`: equal for all edits
-    of a picture; `edit`: as in diffusers; `auto`: `edit` with `cache: off` or without a cache, else
+    """Noise outside the mask, for models that blend the source in. `template`: one for all edits of
+    a picture. `edit`: as in diffusers. `auto`: `edit` without a cache or with `cache: off`, else
     `template`."""
     first_block_threshold: Annotated[float, Meta(ge=0.0, le=10.0)] = 0.0
-    """FLUX: default `first_block_threshold` of edits; 0: off."""
+    """FLUX: default `first_block_threshold` of edits."""
     torch_threads: Annotated[int, Meta(ge=0, le=1024)] = 0
     """Most CPU threads of the denoiser; 0: all."""
 
@@ -106,9 +106,9 @@ class LimitsConfig(Table, frozen=True):
     """`[limits]`: bounds on one request."""
 
     max_image_bytes: Annotated[int, Meta(ge=1024, le=2**31)] = 50 * 2**20
-    """Encoded bytes of an image, and of all of an edit."""
+    """Encoded bytes of an image, and of all images of an edit."""
     max_pixels: Annotated[int, Meta(ge=64, le=2**31)] = 50_000_000
-    """Decoded pixels of an image, and of all of an edit."""
+    """Decoded pixels of an image, and of all images of an edit."""
     max_side: Annotated[int, Meta(ge=8, le=65535)] = 16384
     """Longest side of an image."""
     max_prompt_chars: Annotated[int, Meta(ge=1, le=10**6)] = 32_000
@@ -116,9 +116,9 @@ class LimitsConfig(Table, frozen=True):
     max_template_bytes: Annotated[int, Meta(ge=0, le=2**50)] = 2**30
     """Encoded bytes of all registered images."""
     max_result_bytes: Annotated[int, Meta(ge=0, le=2**50)] = 2**29
-    """Encoded bytes of kept results; the least recently used go."""
+    """Encoded bytes of kept results; the least recently used are dropped."""
     result_expires_s: Annotated[float, Meta(ge=1, le=31 * 86400)] = 3600.0
-    """Seconds after its last use when a kept result goes."""
+    """Seconds for which an unused result is kept."""
     max_steps: Annotated[int, Meta(ge=1, le=1000)] = 200
     """Denoising steps of one edit."""
 
@@ -129,20 +129,22 @@ class EngineConfig(Table, frozen=True):
     max_rows: Annotated[int, Meta(ge=1, le=256)] = 8
     """Rows of the running batch."""
     batching: Literal["continuous", "static"] = "continuous"
-    """`continuous`: edits join the batch at any step. `static`, for comparison: none joins until
-    all have ended; not with `deadline`, `rounds` or `together`."""
+    """`continuous`: edits join the batch at any step. `static`, for comparison: they wait until all
+    others have ended; not with `policy` `deadline`, `rounds` or `together`."""
     devices: Literal[1, 2, 4, 8] = 1
-    """Devices of this worker, each with the whole model."""
+    """Devices of this worker. Each holds the whole model."""
     policy: Literal["spread", "deadline", "rounds", "together", "cfg"] = "spread"
-    """Use of several devices. `spread`: a batch each. `deadline`: FLUX steps get as many as due
-    times need. `rounds`: the same, as in TetriServe. `together`, for comparison: one edit after the
-    other on all. `cfg`: each of two computes one pass of classifier-free guidance."""
+    """Use of several devices. `spread`: each has a batch of its own. `deadline`: steps of
+    transformers get as many devices as due times need. `rounds`: the same, decided in rounds as in
+    TetriServe. `together`, for comparison: all devices work on one edit after the other. `cfg`: two
+    devices compute one pass of guidance each."""
     round_steps: Annotated[int, Meta(ge=1, le=1000)] = 5
-    """Steps of a round, of the slowest edit at its fastest degree."""
+    """Length of a round, in steps of the slowest edit on its fastest number of devices."""
     costs: str = ""
-    """JSON file of `scripts/bench profile_costs`; empty: estimates at first."""
+    """JSON file of `scripts/bench profile_costs` with the costs of steps; empty: the worker begins
+    with estimates."""
     max_waiting: Annotated[int, Meta(ge=1, le=10**6)] = 256
-    """Edits that wait for a row; more are refused."""
+    """Edits that may wait for a row; further ones are refused."""
     drain_grace_s: Annotated[float, Meta(ge=0, le=3600)] = 60.0
     """Seconds that accepted edits have to finish."""
     heartbeat_s: Annotated[float, Meta(ge=0.01, le=5)] = 0.1
@@ -150,20 +152,20 @@ class EngineConfig(Table, frozen=True):
     heartbeat_timeout_s: Annotated[float, Meta(ge=0.2, le=600)] = 10.0
     """Seconds of silence after which the engine counts as hung."""
     stuck_timeout_s: Annotated[float, Meta(ge=1, le=86400)] = 120.0
-    """Seconds without a finished edit, or a front's answer, after which a worker counts as stuck;
-    more than a picture takes to encode or decode."""
+    """Seconds without a finished edit, or without an answer of a front, after which a worker counts
+    as stuck. Encoding and decoding a picture must take less."""
     watch_interval_s: Annotated[float, Meta(ge=0.001, le=1)] = 0.02
-    """Seconds between a front's checks for a cancel; longer with longer steps."""
+    """Seconds between two checks of a front for a cancel; more if steps are long."""
     warm_up: bool = True
     """Run each model once before the worker is ready."""
     cuda_graphs: bool = True
-    """Record UNet steps as CUDA graphs, which together take as much memory as a step."""
+    """Record UNet steps as CUDA graphs. They take as much memory as one step."""
     flux_cuda_graphs: bool = True
-    """Record FLUX's T5, and steps of up to 2.3 dense rows' tokens (0.3 of `max_rows`), as CUDA
-    graphs; not for edits that are `reproducible` or have LoRAs, ControlNets or a
-    `first_block_threshold`, nor with `placed_bytes` or several `devices`."""
+    """Record FLUX's T5 and small steps (the tokens of up to 2.3 dense rows, and 0.3 of `max_rows`)
+    as CUDA graphs. Not recorded: edits that are `reproducible` or have LoRAs, ControlNets or a
+    `first_block_threshold`, and workers with `placed_bytes` or several `devices`."""
     front_threads: Annotated[int, Meta(ge=1, le=4096)] = 64
-    """Edits that one front serves at once."""
+    """Edits that one front serves at the same time."""
 
 
 class CacheConfig(Table, frozen=True):
@@ -172,14 +174,14 @@ class CacheConfig(Table, frozen=True):
     enabled: bool = True
     """Prime templates and serve cached rows."""
     budget_bytes: Annotated[int, Meta(ge=0, le=2**50)] = 0
-    """Bytes on the device for entries and loads. 0: 80 % (GPU) or a quarter (CPU) of what weights,
-    stages and the largest step leave."""
+    """Bytes on the device for entries and loads. 0: 80 % (GPU) or a quarter (CPU) of what is free
+    beside weights, stages and the largest step."""
     host_dir: str = ""
-    """Folder of the host tier, on a tmpfs that the host's workers share; empty: none."""
+    """Folder of the host tier, on a tmpfs; workers of the host share it. Empty: none."""
     host_bytes: Annotated[int, Meta(ge=0, le=2**50)] = 0
     """Bytes of the host tier; 0: half of the free space."""
     register_host: bool = True
-    """Let a GPU read files of a host tier on a tmpfs where that is faster."""
+    """Let a GPU read the host tier's files directly where that is faster."""
     disk_dir: str = ""
     """Folder of the disk tier; empty: none, or with `maskserve serve` that of `--entries`, by
     default in the user's cache folder."""
@@ -192,47 +194,49 @@ class CacheConfig(Table, frozen=True):
     remote_patience_s: Annotated[float, Meta(ge=0.01, le=3600.0)] = 10.0
     """Seconds that an edit waits for its template from the remote tier."""
     entry_kind: Literal["kv", "h", "both", "auto"] = "kv"
-    """Content of entries. `auto`: per block, what the planner would read from the host tier at a
-    mask ratio of 0.2."""
+    """Content of entries (docs/words.md). `auto`: for each block, what the planner would read
+    from the host tier at a mask ratio of 0.2."""
     cfg_entries: Literal["shared", "own"] = "shared"
-    """Entries under classifier-free guidance. `own`: the negative pass has its own."""
+    """Entries of the two passes of guidance. `shared`: both read the same; `own`: the negative pass
+    has its own."""
     plan: Literal["auto", "fixed"] = "auto"
     """`auto`: each step loads, projects or computes blocks, whichever is fastest; `fixed`: every
     block reads its entry."""
     conv_halo: Annotated[int, Meta(ge=0, le=64)] = 0
-    """UNets: positions around the mask's box, at each level, on which cached rows convolve; needs
-    `entry_kind` `kv`. 0: the whole picture; for rows with refresh steps, one position."""
+    """UNets: cached rows convolve the mask's box and so many positions around it, at each level;
+    needs `entry_kind` `kv`. 0: the whole picture, and for rows with refresh steps one position."""
     entry_format: EntryFormat = "int4"
     """Storage format of entries."""
     placed_bytes: Annotated[int, Meta(ge=-1, le=2**50)] = -1
     """FLUX: bytes of decoded keys and values that rows keep between steps. -1: 64 MiB on a GPU, 256
     MiB on a CPU."""
     stride: Annotated[int, Meta(ge=0, le=1000)] = 0
-    """Priming steps that share an anchor. 0: all for FLUX Fill, 7 for others."""
+    """Steps of the schedule that share an anchor. 0: all for FLUX Fill, 7 for others."""
     dense_steps: Annotated[int, Meta(ge=-1, le=1000)] = -1
-    """First steps of a cached edit that compute all tokens. -1: none for FLUX Fill and UNets; for
-    others one in many edits
-    (docs/decisions/templates.md#decision)."""
+    """Number of first steps of an edit with a template that compute all tokens. -1: none for FLUX
+    Fill and UNets, for others one in many edits (docs/decisions/templates.md#decision)."""
     own_anchors: Annotated[float, Meta(ge=-1.0, le=1.0)] = -1.0
-    """Distance between refresh steps, as a share of the steps. -1: the model's; 0: edits without a
-    template run dense, and all models read templates (docs/models.md)."""
+    """Distance between refresh steps, as a share of the steps. -1: as the model needs
+    (docs/models.md). 0: no refresh steps: all models read templates, and edits without one run
+    dense."""
     fidelity: Annotated[float, Meta(ge=-1.0, le=100.0)] = -1.0
-    """dB against dense edits that first edits keep by placing refresh steps by their errors, if
-    `own_anchors` is -1 and the model has no share, or is FLUX.2 klein. -1: 40; 0: places are the
-    model's share, or all steps. Several devices: only with `spread`."""
+    """Quality in dB, against dense edits, that edits keep where they place their refresh steps by
+    measured errors (docs/models.md, *by error*). They do so if `own_anchors` is -1; on several
+    devices only with `policy` `spread`. -1: 40. 0: off; models without a fixed distance then run
+    dense."""
     own_format: Literal["auto", "model", "int8", "float8", "int4"] = "auto"
     """Storage format of the step cache. `auto`: int8 on a GPU, the model's on a CPU."""
     own_text: Literal["frozen", "computed"] = "frozen"
-    """Text, and for FLUX Fill and klein the ring, in cached steps. `frozen`: interpolated, with a
-    fixed `plan`."""
+    """Text, and for FLUX Fill and klein the ring, in cached steps. `frozen`:
+    interpolate them, as other cached tokens; `plan` is then fixed. `computed`: compute them."""
     dense_above_ratio: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.9
-    """Mask ratio from which a row runs dense, even with `cache: require`."""
+    """Mask ratio from which an edit runs dense, even with `cache: require`."""
     priming_share: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.25
-    """Share of steps that priming may take from live rows."""
+    """Work of priming beside edits, as a share of the edits' work."""
     audit_share: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
     """Share of cached edits that an idle engine repeats densely and compares."""
     audit_limit: Annotated[float, Meta(ge=0.0, le=100.0)] = 0.25
-    """Relative difference beyond which such an edit's template runs dense from then on."""
+    """Relative difference of such an edit from which its template is no longer read."""
 
     def refresh_format_on(self, device: str) -> EntryFormat:
         """`own_format` of a worker on a device of this type."""
@@ -251,7 +255,8 @@ class StagesConfig(Table, frozen=True):
     """`[stages]`: the encoder and the decoder."""
 
     service: Addresses = ""
-    """gRPC addresses of stage services, to which the other keys then apply. Empty: own stages."""
+    """gRPC addresses of stage services; the other keys then apply to these. Empty: the worker has
+    its own stages."""
     service_timeout_s: Annotated[float, Meta(ge=0.1, le=50.0)] = 30.0
     """Seconds without any service after which edits fail."""
     prompt_bytes: Annotated[int, Meta(ge=0, le=2**40)] = 2**28
@@ -259,16 +264,16 @@ class StagesConfig(Table, frozen=True):
     template_bytes: Annotated[int, Meta(ge=0, le=2**40)] = 2**29
     """Bytes of kept template encodings (FLUX.1 Fill at 1024 x 1024: 20 MB each). 0: none."""
     encode_halo: Annotated[int, Meta(ge=0, le=64)] = 2
-    """Latents encoded around the mask of a Fill model's masked picture. 0: all, as for
-    `reproducible` edits and `cache: off`."""
+    """Fill models: latents around the mask that are encoded with it. 0: the whole masked picture,
+    as for `reproducible` edits and `cache: off`."""
     decode_halo: Annotated[int, Meta(ge=0, le=64)] = 4
-    """Positions decoded around a cached edit's paste, at each level of the VAE. 0: all, as for
-    dense and reproducible edits."""
+    """Positions around a cached edit's mask that are decoded with it, at each level of the VAE. 0:
+    the whole picture, as for dense and `reproducible` edits."""
     decode_bytes: Annotated[int, Meta(ge=0, le=2**40)] = 2**26
     """Bytes of template norms kept for `decode_halo` (FLUX.1's: 2 MB each)."""
     vae_batches: Literal["auto", "on", "off"] = "auto"
-    """Pass waiting pictures of one size, up to 1024 x 1024, through the VAE together, except
-    `reproducible` edits. `auto`: on a GPU."""
+    """Encode or decode waiting pictures of one size, up to 1024 x 1024, in one call, except
+    `reproducible` edits'. `auto`: on a GPU."""
     vae_tiles: Literal["auto", "on", "off"] = "auto"
     """Let the VAE take pictures above its `sample_size` in tiles, without halos. `auto`: if the
     model's native size is above 1536."""
@@ -287,7 +292,7 @@ class SloConfig(Table, frozen=True):
     """`[slo]`: due times of responses."""
 
     enabled: bool = False
-    """Give edits without `deadline_ms` a due time by size; they go on when late."""
+    """Give edits without `deadline_ms` a due time by their size. They are finished even if late."""
     seconds_256: Annotated[float, Meta(gt=0.0, le=86400.0)] = 1.5
     """Seconds from acceptance to response, up to 256 x 256 model pixels."""
     seconds_512: Annotated[float, Meta(gt=0.0, le=86400.0)] = 2.0
@@ -297,7 +302,7 @@ class SloConfig(Table, frozen=True):
     seconds_2048: Annotated[float, Meta(gt=0.0, le=86400.0)] = 5.0
     """Larger than 1024 x 1024."""
     refuse_above: Annotated[float, Meta(ge=0.0, le=100.0)] = 1.5
-    """An edit is refused at once if its predicted time exceeds its `deadline_ms` by this factor; 0:
+    """The worker refuses an edit whose predicted time exceeds its `deadline_ms` by this factor; 0:
     never."""
 
     @property
@@ -330,17 +335,18 @@ class AdaptersConfig(Table, frozen=True):
     disk_bytes: Annotated[int, Meta(ge=2**10, le=2**53)] = 2**36
     """Bytes of that folder."""
     device_bytes: Annotated[int, Meta(ge=2**10, le=2**50)] = 2**31
-    """Most bytes of LoRAs on the device. A GPU reserves them; a CPU what the files take, at most a
-    quarter of the free memory."""
+    """Most bytes of LoRAs on the device. A GPU reserves them all; a CPU as much as the files take,
+    at most a quarter of the free memory."""
     max_bytes: Annotated[int, Meta(ge=2**10, le=2**40)] = 2**30
     """Largest file of an adapter."""
     max_rank: Annotated[int, Meta(ge=1, le=4096)] = 256
     """Largest rank of an adapter."""
     profiles: str = ""
-    """JSON file of `scripts/bench profile_lora`: how long `adapters: fast` may run without each;
-    others are waited for."""
+    """JSON file of `scripts/bench profile_lora`: for how many steps `adapters: fast` may go without
+    each LoRA. Edits wait for LoRAs that it does not name."""
     entries: Literal["own", "base"] = "own"
-    """Templates of edits with adapters: `own`, primed with the adapters; `base`, the model's."""
+    """Entries of edits with adapters. `own`: primed with the adapters. `base`: those of the model
+    without them."""
 
 
 class ControlsConfig(Table, frozen=True):
@@ -349,20 +355,20 @@ class ControlsConfig(Table, frozen=True):
     folder: str = ""
     """Folder with a diffusers folder NAME for each ControlNet. Empty: none."""
     device_bytes: Annotated[int, Meta(ge=2**10, le=2**50)] = 2**33
-    """Most bytes of ControlNets on the device, as of LoRAs."""
+    """Most bytes of ControlNets on the device, reserved as for LoRAs."""
     unequal_depths: Literal["each", "shallowest"] = "each"
-    """FLUX ControlNets of different depths. `each`: a net's outputs go where they would go alone;
-    `shallowest`: as in diffusers, which drops deeper outputs."""
+    """FLUX ControlNets of different depths in one edit. `each`: each net acts as it would alone.
+    `shallowest`: as in diffusers, all are cut to the shallowest."""
     service: Addresses = ""
     """gRPC addresses of ControlNet services; empty: nets run beside the base."""
     service_timeout_s: Annotated[float, Meta(ge=0.1, le=600.0)] = 5.0
-    """Seconds of silence after which a service's edits fail; less than `[engine]
+    """Seconds of a service's silence after which its edits fail; less than `[engine]
     heartbeat_timeout_s`."""
     listen: str = ""
     """HOST:PORT at which a service accepts other hosts. Empty: none."""
     ipc_bytes: Annotated[int, Meta(ge=0, le=2**50)] = 0
-    """Device bytes through which a GPU's service sends residuals to its host's GPUs (CUDA IPC;
-    tested on one GPU only); 0: through host memory."""
+    """Device bytes through which a service on a GPU sends residuals to the host's GPUs (CUDA IPC;
+    tested on one GPU only). 0: it sends them through host memory."""
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -397,27 +403,27 @@ def is_url(source: str) -> bool:
 
 
 class NodesConfig(Table, frozen=True):
-    """`[nodes]`: the models of workflow nodes, in the file of `maskserve serve --nodes`, where
-    relative paths begin; `[model] device` is their device. The name of each further model is a key,
-    too, and its value a folder, hub id or URL.
+    """`[nodes]`: the models of workflow nodes, in the file of `maskserve serve --nodes`. Relative
+    paths begin at the file, and `[model] device` is the models' device. Any other key is the name
+    of a model; its value is a folder, hub id or URL.
     """
 
     path: tuple[str, ...] = ()
     """Folders of node files, after those of `--node-path`."""
     models: dict[str, str] = msgspec.field(default_factory=dict)
-    """Folder, hub id or URL of each model by name; names may stand in `[nodes]`, too."""
+    """The same as a table: folder, hub id or URL by name."""
     verify_url: Annotated[str, Meta(pattern=r"\A(https?://\S+)?\Z")] = ""
-    """URL, up to `/v1`, of an OpenAI-compatible vision server, for `agrees`."""
+    """URL, up to `/v1`, of an OpenAI-compatible vision server that answers `agrees`."""
     verify_model: str = ""
-    """Name of its model."""
+    """Name of that server's model."""
     verify_key_file: str = ""
-    """File with its API key; empty: none."""
+    """File with that server's API key; empty: none."""
     verify_timeout_s: Annotated[float, Meta(gt=0, le=600)] = 60.0
-    """Seconds of silence after which it counts as failed."""
+    """Seconds of that server's silence after which a call fails."""
     load: Literal["start", "use"] = "start"
     """When models are loaded: at the `start`, if `device_bytes` has room, or at first `use`."""
     device_bytes: Annotated[int, Meta(ge=0, le=2**50)] = 8 * 2**30
-    """Bytes of loaded weights; the least used idle model makes room."""
+    """Bytes of loaded weights. A further model replaces the idle one that is used least."""
 
     def source(self, key: str) -> str:
         """Folder, hub id or URL under a key; empty: none."""
@@ -430,18 +436,19 @@ class NodesConfig(Table, frozen=True):
 
 
 class ValuesConfig(Table, frozen=True):
-    """`[values]`: files of the host that pass pictures and masks between the nodes of a workflow;
-    for workers, node servers and the router.
+    """`[values]`: files through which a host's workers, node servers and router pass pictures and
+    masks of workflows.
     """
 
     folder: str = ""
-    """Folder in memory that they share, also for kept results. Empty: values pass as bytes."""
+    """Folder in memory that they share, for kept results, too. Empty: none; messages carry the
+    values."""
     max_bytes: Annotated[int, Meta(ge=0, le=2**50)] = 2 * 2**30
-    """Most bytes of all values; keys share them."""
+    """Most bytes of all values; keys share the room."""
     least_bytes: Annotated[int, Meta(ge=1, le=2**40)] = 2**18
-    """Smaller values pass as bytes."""
+    """Messages carry smaller values."""
     expires_s: Annotated[float, Meta(ge=1, le=31 * 86400)] = 3600.0
-    """Seconds without a new value after which a run's values go."""
+    """Seconds without a new value after which a run's values are deleted."""
 
 
 class ProvenanceConfig(Table, frozen=True):
@@ -458,7 +465,7 @@ class ProvenanceConfig(Table, frozen=True):
     timestamp_url: Annotated[str, Meta(pattern=r"\A(https?://\S+)?\Z")] = ""
     """Time-stamp authority (RFC 3161); empty: none."""
     timestamp_s: Annotated[float, Meta(gt=0, le=600)] = 10.0
-    """Seconds that it has to answer; later the response fails."""
+    """Seconds that the authority has to answer; otherwise the edit fails."""
 
 
 class SafetyConfig(Table, frozen=True):
@@ -469,7 +476,7 @@ class SafetyConfig(Table, frozen=True):
     ] = ""
     """Function that returns the reason for a refusal, or None; empty: none."""
     model: Annotated[str, Meta(pattern=r"\A[\w.-]*\Z")] = ""
-    """Model of the worker's Triton that decides the same; empty: none."""
+    """Model of the worker's Triton that decides instead of a function; empty: none."""
     repository: str = ""
     """Model repository with that model, for `maskserve serve`; empty: Triton has it."""
 
@@ -492,13 +499,13 @@ class TraceConfig(Table, frozen=True):
     otlp_url: Annotated[str, Meta(pattern=r"\A(https?://[^\s/]+/\S*)?\Z")] = ""
     """OTLP/HTTP address, such as http://collector:4318/v1/traces; empty: no spans."""
     rate: Annotated[int, Meta(ge=1, le=10**9)] = 1
-    """Trace one request in so many, and all with a trace context."""
+    """Trace one request in so many, and each that has a trace context."""
     timeout_s: Annotated[float, Meta(ge=0.1, le=60)] = 2.0
     """Seconds to send a batch of spans before it is lost."""
     interval_s: Annotated[float, Meta(ge=0.05, le=60)] = 1.0
     """Seconds between two batches."""
     queue: Annotated[int, Meta(ge=1, le=10**6)] = 4096
-    """Spans of a process that wait to be sent; more are lost."""
+    """Spans of a process that may wait to be sent; further ones are lost."""
 
 
 class ConfigError(ValueError):

@@ -192,10 +192,10 @@ def prime_first(plan: WorkflowPlan) -> tuple[WorkflowPlan, list[str]]:
 
 
 def side_by_side(plan: WorkflowPlan) -> tuple[WorkflowPlan, list[str]]:
-    """Let edits of one picture whose regions do not touch share it, and compose their results.
+    """Run the edits of an `each` side by side if their regions do not touch; compose the results.
 
-    Regions that touch are edited one after the other, and so are all regions if a round edits a
-    picture without a mask. Answers change: each edit sees the picture without the others' changes.
+    Edits of regions that touch still run one after the other. A loop that edits a picture without
+    a mask stays as it is. Answers change: an edit no longer sees the changes of the others.
     """
     notes: list[str] = []
 
@@ -213,7 +213,7 @@ def side_by_side(plan: WorkflowPlan) -> tuple[WorkflowPlan, list[str]]:
 
 
 def hoist_edits(plan: WorkflowPlan) -> tuple[WorkflowPlan, list[str]]:
-    """Load LoRAs that edits of later nodes name as the run begins."""
+    """Let a run load the LoRAs of its later edits when it begins."""
     first = {f"inputs.{workflow_input.name}" for workflow_input in plan.inputs}
     later = [step for step in edit_calls(plan.steps) if not set(references(step)) <= first]
     early = {lora["name"]: None for step in later for lora in step.settings.get("loras", ())}

@@ -59,14 +59,17 @@ class ReadyNode:
 
 
 def in_pieces(key: str, arrival: float, due: float, path_s: float, work_s: float) -> ReadyNode:
-    """Return the rest of a plan as one node.
+    """Return what remains of a plan as one node: equal calls that run at the same time.
+
+    There are as many calls as the path must hold for all work to fit: `work_s / path_s`, rounded
+    up. So scheduling sees how many devices the plan takes, and for how long.
 
     Args:
         key: key of the plan.
-        arrival: its arrival time.
-        due: its due time.
-        path_s: seconds of its remaining critical path.
-        work_s: seconds of all its remaining calls; as many run at once as fit into the path.
+        arrival: arrival time of the plan.
+        due: due time of the plan.
+        path_s: seconds of the longest chain of calls that remain.
+        work_s: seconds of all calls that remain.
     """
     pieces = max(1, math.ceil(work_s / path_s - 1e-6)) if path_s else 1
     piece_s = work_s / pieces

@@ -46,17 +46,17 @@ class Listen(Table, frozen=True):
     admin_port: Port = 8082
     """The operators' port; 0 takes a free one."""
     admin_names: tuple[str, ...] = ()
-    """Host names for the operators' port, beside addresses, names without a dot and the machine's
-    own; `.example.com`: all below it."""
+    """Further host names under which the operators' port answers; `.example.com`: all below it.
+    Addresses, names without a dot and the machine's name always work."""
     tls_cert: str = ""
-    """PEM file of the certificate chain; with `tls_key`, clients' ports use TLS. Changed files are
-    loaded within seconds."""
+    """PEM file of the certificate chain. With it and `tls_key`, clients' ports use TLS; changed
+    files are loaded within seconds."""
     tls_key: str = ""
     """PEM file of the certificate's key."""
 
 
 class Workers(Table, frozen=True):
-    """`[workers]`: the workers' addresses, and how they are polled."""
+    """`[workers]`: addresses of the workers, and how the router polls them."""
 
     addresses: tuple[str, ...] = ()
     """`host:port` of each worker's gRPC port; `dns:name:port`: every address of a name."""
@@ -75,18 +75,21 @@ class Workers(Table, frozen=True):
 
 
 class WorkflowFiles(Table, frozen=True):
-    """`[workflows]`: plans that are served as models, and the servers that run their nodes."""
+    """`[workflows]`: plans that the router serves as models, and the servers that run their
+    nodes.
+    """
 
     folder: str = ""
-    """Folder of plans of `maskserve workflows compile`, read at start. Empty: none."""
+    """Folder of compiled plans (`maskserve workflows compile`), read at start. Empty: none."""
     node_path: tuple[str, ...] = ()
     """Folders of node files."""
     nodes: tuple[str, ...] = ()
     """`host:port` of each node server's gRPC port, or `dns:name:port`."""
     kept_bytes: Annotated[int, Meta(ge=0, le=2**40)] = 64 * MIB
-    """Bytes of nodes' answers kept for equal calls of a key; keys share them. 0: none."""
+    """Bytes of kept node results, which answer equal calls of the same key; keys share the room. 0:
+    none."""
     kept_s: Seconds = 3600.0
-    """Seconds after its last use when a kept answer goes."""
+    """Seconds for which an unused result is kept."""
 
 
 class Routing(Table, frozen=True):
@@ -95,39 +98,39 @@ class Routing(Table, frozen=True):
     policy: str = "mask_aware"
     """`mask_aware`, `least_requests`, `least_tokens` or `round_robin`."""
     order: Literal["slack", "fcfs"] = "slack"
-    """Order of a key's waiting work. `slack`: first what must begin first to be in time (without a
-    due time: two minutes after arrival). `fcfs`: by arrival."""
+    """Order of a key's waiting edits and runs. `slack`: by the latest time to begin (without a due
+    time: to end two minutes after arrival). `fcfs`: by arrival."""
     default_model: str = ""
-    """Model for edits that name none; empty: that of over half of the workers."""
+    """Model of edits that name none. Empty: the one that over half of the workers serve."""
     remembered_images: Count = 65_536
-    """Images whose template is remembered, to find its worker."""
+    """Images whose template the router remembers, so that it finds the worker with the template."""
     decoding_threads: Annotated[int, Meta(ge=1, le=64)] = 2
-    """Threads that inflate and parse requests and decode masks."""
+    """Threads that decompress and parse requests and decode masks."""
 
 
 class AdmissionBounds(Table, frozen=True):
-    """`[admission]`: limits on edits and bytes under way; beyond, requests get a time to retry."""
+    """`[admission]`: limits on work in progress. Requests beyond them get a time to retry."""
 
     max_edits: Count = 512
-    """Edits without an answer, and as many `control` operations; a key may have as many as it
-    leaves free."""
+    """Unanswered edits, and as many `control` operations. A key may have as many as are then still
+    free."""
     max_bytes: Bytes = 640 * MIB
-    """Bytes of requests and answers under way; a key may have as many as it leaves free. With keys,
-    at least four times `[http] max_body_bytes`."""
+    """Bytes of requests and answers in memory. A key may have as many as are then still free. With
+    keys, at least four times `[http] max_body_bytes`."""
     waiting_per_worker: Annotated[int, Meta(ge=0, le=10**6)] = 8
-    """Edits that wait at a worker for a row; others wait in the router. 0: an edit is sent once a
-    row is free."""
+    """Edits that wait at a worker for a row; others wait in the router. 0: the router sends an edit
+    when a row is free."""
     aging_s: Seconds = 5.0
-    """Seconds of waiting that count as one step of priority."""
+    """Seconds of waiting that one step of priority is worth."""
     deadline_slack: Annotated[float, Meta(ge=1, le=100)] = 1.5
-    """An edit is refused at once if its predicted time exceeds `deadline_ms` by this factor."""
+    """The router refuses an edit whose predicted time exceeds its `deadline_ms` by this factor."""
 
 
 class Faults(Table, frozen=True):
     """`[faults]`: retries, and the handling of workers that fail."""
 
     retry_share: Share = 0.2
-    """Retries under way, as a share of the edits under way."""
+    """Most retries in progress, as a share of the edits in progress."""
     retry_floor: Annotated[int, Meta(ge=0, le=10**6)] = 16
     """Retries that are always allowed."""
     retry_wait_s: Annotated[float, Meta(ge=0, le=600)] = 5.0
@@ -135,15 +138,17 @@ class Faults(Table, frozen=True):
     failures_to_eject: Count = 5
     """Failed edits in a row before a worker is ejected."""
     eject_s: Seconds = 2.0
-    """Seconds of the first ejection, doubled each time. After each, one edit tries the worker."""
+    """Seconds of the first ejection; each further one is twice as long. After it one edit tries the
+    worker."""
     max_eject_s: Seconds = 60.0
     """Longest ejection of a worker."""
     max_ejected_share: Share = 0.5
-    """Share of the workers that may be ejected at a time."""
+    """Largest share of the workers that is ejected at a time."""
     unlisted_s: Seconds = 120.0
-    """Seconds after which an edit that its worker's records do not list goes to another."""
+    """Seconds after which an edit goes to another worker, if its worker's status does not list
+    it."""
     drain_grace_s: Seconds = 60.0
-    """Seconds that admitted edits have to finish at a stop."""
+    """Seconds that accepted edits have to finish at a stop."""
 
 
 class Http(Table, frozen=True):
@@ -158,19 +163,19 @@ class Http(Table, frozen=True):
     header_timeout_s: Seconds = 10.0
     """Seconds to send a request's headers."""
     min_bytes_per_s: Annotated[int, Meta(ge=0, le=10**9)] = 1024
-    """Least rate of a body; one that is ten seconds behind is refused."""
+    """Least rate of a body; one that falls ten seconds behind is refused."""
     keep_alive_s: Seconds = 620.0
-    """Seconds that an idle connection is kept, longer than load balancers do."""
+    """Seconds for which an idle connection is kept; load balancers must close theirs earlier."""
     max_connections: Count = 4096
-    """Most connections, and at most half of the descriptors. Beyond, the longest silent one of the
-    largest address is closed."""
+    """Most connections, and at most half of the file descriptors. Beyond, the address with most
+    connections loses the one that is silent for longest."""
     cors_origins: tuple[Annotated[str, Meta(pattern=ORIGIN, description=ORIGINS)], ...] = ()
     """Origins whose pages may call the clients' port, such as `https://app.example.com`; `*`: all.
     Cookies are not accepted."""
 
 
 class ImageHosts(Table, frozen=True):
-    """`[image_urls]`: pictures that requests of OpenAI's API give as https URLs."""
+    """`[image_urls]`: https URLs of pictures in requests of OpenAI's API."""
 
     hosts: tuple[Annotated[str, Meta(pattern=r"^[a-z0-9.-]+(:[0-9]+)?$")], ...] = ()
     """Hosts, `name` or `name:port`; empty: only data URLs."""
@@ -187,50 +192,50 @@ class OpenAIConfig(Table, frozen=True):
     aliases: dict[Annotated[str, Meta(min_length=1, max_length=256)], str] = msgspec.field(
         default_factory=dict
     )
-    """Names that clients have built in, such as `gpt-image-1`, each with a served model or
-    workflow."""
+    """Other names of served models and workflows: `gpt-image-1 = "demo"`, for clients that send a
+    fixed name."""
     url_bytes: Bytes = 256 * MIB
-    """Bytes of all pictures kept for `response_format: url`; keys share them."""
+    """Bytes of all pictures kept for `response_format: url`; keys share the room."""
     url_s: Seconds = 3600.0
-    """Seconds after its last use when such a picture goes."""
+    """Seconds for which an unused picture of these is kept."""
     public_url: Annotated[str, Meta(pattern=_URL, description="an http or https URL")] = ""
-    """Start of their URLs, such as `https://edits.example.com`; empty: as the client reached the
-    router."""
+    """Start of their URLs, such as `https://edits.example.com`. Empty: the address that the client
+    called."""
 
 
 class JobsConfig(Table, frozen=True):
-    """`[jobs]`: edits and workflows whose results are kept until they are fetched."""
+    """`[jobs]`: edits and workflows that run without a waiting client."""
 
     enabled: bool = True
-    """False: jobs are refused."""
+    """Accept jobs."""
     database: str = ""
     """SQLite file, or a URL such as `postgresql+psycopg://user:password@host/name` that routers may
     share. Empty: a file in `$XDG_STATE_HOME/maskserve`."""
     database_file: str = ""
     """File with the value of `database`, such as a mounted secret."""
     running: Annotated[int, Meta(ge=1, le=4096)] = 16
-    """Jobs that this router runs at a time; keys take turns."""
+    """Jobs that this router runs at the same time; keys take turns."""
     keep_s: Seconds = 86_400.0
     """Seconds that a finished job and its result are kept."""
     max_wait_s: Seconds = 86_400.0
     """Seconds after which a job that has not begun fails."""
     keep_jobs: Count = 10_000
-    """Finished jobs kept per key; a key may have as many unfinished ones."""
+    """Finished jobs kept for each key, and most unfinished jobs of a key."""
     max_bytes: Bytes = 4096 * MIB
-    """Bytes of all jobs: half for requests, half for results; a key may have as much as it leaves
-    free."""
+    """Bytes of all jobs: half for requests, half for results. A key may have as many as are then
+    still free."""
     lease_s: Annotated[float, Meta(ge=0.5, le=3600)] = 15.0
-    """Seconds of silence after which other routers take over a router's jobs."""
+    """Seconds of a router's silence after which other routers take over its jobs."""
     retries: Annotated[int, Meta(ge=0, le=100)] = 5
     """Restarts of a job after a server fault; pauses double, from two seconds."""
     webhook_hosts: tuple[Annotated[str, Meta(pattern=r"^[a-z0-9.-]+(:[0-9]+)?$")], ...] = ()
     """Hosts that webhooks may name, `name` or `name:port`; empty: none."""
     webhook_secret: str = ""
-    """Secret of webhooks without keys: `whsec_` and base64 of 24 to 64 bytes."""
+    """Secret that signs webhooks if there are no keys: `whsec_` and base64 of 24 to 64 bytes."""
     webhook_timeout_s: Seconds = 10.0
     """Seconds for one call of a webhook."""
     webhook_tries: Annotated[int, Meta(ge=1, le=100)] = 10
-    """Calls of a webhook until a 2xx answer; pauses double, up to five minutes."""
+    """Most calls of a webhook without a 2xx answer; pauses double, up to five minutes."""
 
     @property
     def byte_limit(self) -> int:
@@ -248,10 +253,11 @@ Prefix = Annotated[str, Meta(pattern=OUTPUT, description="a URL that ends with a
 
 
 class OutputUrls(Table, frozen=True):
-    """`[outputs]`: URLs to which `output_url` may write pictures, instead of the answer."""
+    """`[outputs]`: places to which `output_url` may write pictures."""
 
     urls: tuple[Prefix, ...] = ()
-    """Prefixes such as `s3://bucket/edits/` or `file:///srv/edits/`, if there are no keys."""
+    """Beginnings of allowed URLs, such as `s3://bucket/edits/` or `file:///srv/edits/`, if there
+    are no keys."""
     timeout_s: Seconds = 60.0
     """Seconds to write one picture."""
 
@@ -260,46 +266,48 @@ class Grpc(Table, frozen=True):
     """`[grpc]`: limits on calls and connections of the clients' gRPC port."""
 
     max_connections: Count = 4096
-    """Most connections, as far as descriptors allow; more are closed."""
+    """Most connections, as far as file descriptors allow; further ones are closed."""
     idle_s: Seconds = 60.0
     """Seconds after which a connection without a call is closed."""
     max_calls: Count = 1280
-    """Most open calls; a client may have as many as it leaves free. Beyond, the longest silent call
-    ends."""
+    """Most open calls. A client may have as many as are then still free. Beyond, the call that is
+    silent for longest ends."""
     silence_s: Seconds = 300.0
-    """Seconds of silence after which a call with nothing under way ends."""
+    """Seconds of silence after which a call ends, if none of its edits is in progress."""
     max_age_s: Annotated[float, Meta(ge=0, le=86_400)] = 0.0
-    """Seconds after which a connection takes no more calls, so that clients spread over routers. 0:
-    no limit."""
+    """Seconds after which a connection takes no further calls, so that clients spread over routers.
+    0: no limit."""
 
 
 class Key(Table, frozen=True):
-    """`[[keys]]`: an API key. Without any, every client is let in."""
+    """`[[keys]]`: an API key. Without keys, everybody is a client."""
 
     name: Annotated[str, Meta(min_length=1, max_length=64)]
     """Name of its holder, for logs and metrics."""
     sha256: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
     """SHA-256 of the key: `printf KEY | sha256sum`."""
     max_edits: Count = 64
-    """Most edits under way."""
+    """Most unanswered edits."""
     admin: bool = False
-    """It sees and ends all edits, templates and statistics."""
+    """Its holder sees all edits, templates and statistics, and may end or evict them
+    (docs/operate.md#keys)."""
     shares: bool = False
-    """Its templates are for every client."""
+    """All keys may use its templates."""
     private_prompts: bool = False
-    """Embeddings of its prompts are kept for it alone."""
+    """No other key reuses the embeddings of its prompts."""
     adapters: tuple[str, ...] = ()
-    """LoRAs that other keys do not see (`*` matches any characters)."""
+    """LoRAs that only this key and others that list them may use (`*` matches any characters)."""
     output_urls: tuple[Prefix, ...] = ()
-    """Prefixes of its `output_url`."""
+    """Beginnings of URLs that its `output_url` may have."""
     jobs_per_day: Annotated[int, Meta(ge=0, le=10**9)] = 0
-    """Jobs per UTC day; 0: any number."""
+    """Most jobs in a UTC day; 0: any number."""
     job_bytes_per_day: Annotated[int, Meta(ge=0, le=2**50)] = 0
-    """Bytes of these jobs' pictures; 0: any number."""
+    """Most bytes of these jobs' pictures; 0: any number."""
     job_megapixel_steps_per_day: Annotated[int, Meta(ge=0, le=10**12)] = 0
-    """Their megapixels, times their steps; 0: any number."""
+    """Most megapixels of these jobs, times their steps; 0: any number."""
     webhook_secret: str = ""
-    """Secret of its webhooks, as in `[jobs]`; empty: no webhooks."""
+    """Secret that signs its webhooks, in the form of `[jobs] webhook_secret`; empty: no
+    webhooks."""
 
 
 class RouterConfig(Table, frozen=True):

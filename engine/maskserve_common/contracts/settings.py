@@ -169,37 +169,38 @@ class EditSettings(Table, frozen=True):
     model: Name | None = None
     """Model of the edit; a router chooses a worker by it."""
     seed: Annotated[int, Meta(ge=0, le=MAX_SEED)] | None = None
-    """Seed of the edit's noise; by default drawn by the server, and in META."""
+    """Seed of the edit's noise. By default the server draws one; META has it."""
     num_inference_steps: Annotated[int, Meta(ge=1, le=1000)] | None = None
     """Steps of the full schedule; by default the model's."""
     guidance_scale: Guidance | None = None
-    """How closely the edit follows the prompt; by default the model's. Above 1 (Z-Image: 0) models
-    without distilled guidance run twice per step."""
+    """How closely the edit follows the prompt; by default the model's. Above 1 (Z-Image: 0), a step
+    of a model without distilled guidance runs the model twice."""
     true_cfg_scale: Annotated[float, Meta(ge=1, le=100)] | None = None
-    """FLUX.1 (not Fill) and Qwen-Image: how strongly the edit avoids the negative prompt. Above 1
-    the model runs twice per step."""
+    """FLUX.1 (not Fill) and Qwen-Image: how strongly the edit avoids the negative prompt. Above 1,
+    a step runs the model twice."""
     negative_prompt: Text | None = None
     """Things to avoid. FLUX Fill and FLUX.2 take none; FLUX.1 and Qwen-Image need `true_cfg_scale`
     with it."""
     strength: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    """Share of the schedule that the edit runs."""
+    """Share of the schedule that the edit runs, from its end: below 1 the source shows through."""
     mask_mode: MaskMode = "auto"
-    """`white`: white pixels are edited; `alpha`: transparent ones; `auto`: `alpha` if the mask has
-    transparency, else `white`; `strength`: grey is the share of the steps, the last ones, that edit
-    a pixel."""
+    """Which pixels are edited. `white`: white ones. `alpha`: transparent ones. `auto`: `alpha` if
+    the mask has transparency, else `white`. `strength`: grey is the share of the steps, the last
+    ones, that edit a pixel."""
     mask_from: MaskFrom | None = None
-    """Replaces MASK (docs/api.md#masks-by-name-or-click): `{"text": "the red car"}`, or clicks and
-    a box, `{"points": [[x, y, 1]], "box": [left, top, right, bottom]}`."""
+    """Find the mask, instead of MASK (docs/api.md#masks-by-name-or-click): `{"text": "the red
+    car"}`, or clicks and a box, `{"points": [[x, y, 1]], "box": [left, top, right, bottom]}`."""
     mask_dilate: Pixels = 0
-    """Pixels by which the mask grows, at the source's size."""
+    """Pixels of the source by which the mask grows."""
     mask_feather: Pixels = 0
     """Pixels outside the mask in which the edit fades into the source."""
     mask_ring: Annotated[int, Meta(ge=0, le=64)] | None = None
     """Tokens around the mask that a cached edit computes and does not paste; by default the
     model's."""
     crop_to_mask: CropMode = "auto"
-    """`on`: the model sees a window around the mask; `off`: the whole picture; `auto`: the window,
-    if the source exceeds the model's area and the window is under half of it."""
+    """`on`: the model sees a window around the mask. `off`: it sees the whole picture. `auto`: the
+    window, if the source is larger than the model's area and the window under half of the
+    source."""
     crop_padding: Annotated[float, Meta(ge=0, le=4096)] = 0.25
     """Margin of that window: below 1 a share of the mask's longer side, from 1 on pixels."""
     size: PictureSize = "auto"
@@ -207,65 +208,66 @@ class EditSettings(Table, frozen=True):
     expand: Margins = (0, 0, 0, 0)
     """Pixels by which the picture grows; the new area is edited."""
     region: RegionMode = "off"
-    """`auto`: an edit without MASK finds the tokens that it changes
+    """`auto`: an edit without MASK finds the tokens that it changes, and computes mostly these
     (docs/api.md#without-a-mask-and-without-a-picture)."""
     first_block_threshold: Annotated[float, Meta(ge=0, le=10)] | None = None
-    """FLUX: a step skips its other blocks if its first block's relative change is below this value
-    (FirstBlockCache). 0: off; by default the model's."""
+    """FLUX: a step skips all blocks but the first if the first one's contribution differs by less
+    than this share from that of the last full step (FirstBlockCache). 0: off; by default
+    `[model]`'s."""
     output_format: OutputFormat = "png"
     """Encoding of the edited picture."""
     output_quality: Annotated[int, Meta(ge=0, le=100)] | None = None
     """Quality of JPEG (default 95) and WebP (default lossless); not for PNG."""
     background: Background = "auto"
-    """For a transparent source. `auto`: transparent outside the mask, in PNG and WebP;
-    `transparent`: the same, and JPEG is refused; `opaque`: not transparent."""
+    """The answer to a transparent source. `auto`: transparent outside the mask, in PNG and WebP.
+    `transparent`: the same, and JPEG is refused. `opaque`: opaque."""
     output_encoding: OutputEncoding = "auto"
-    """`raw` bytes or `base64` text; `auto`: as MASK came."""
+    """`raw` bytes or `base64` text; `auto`: the encoding of MASK."""
     progress: bool = False
     """Send a progress event after every step (`edit_stream`)."""
     preview_every: Annotated[int, Meta(ge=0, le=1000)] = 0
     """Send a preview every so many steps; 0: none (`edit_stream`)."""
     cache: CacheMode = "auto"
-    """Where steps read cached tokens. `auto`: the template's activations, or own refresh steps;
-    `own`: only refresh steps; `off`: nowhere, for the diffusers pipeline's picture; `require`: the
-    edit waits for its template, or runs dense if META's `dense_for` says so."""
+    """Source of cached tokens. `auto`: from the template, or from refresh steps. `own`: only
+    from refresh steps. `off`: there are none, and the picture is diffusers'. `require`: from the
+    template, for which the edit waits; META's `dense_for` says if it ran dense nevertheless."""
     reproducible: bool = False
-    """Equal requests give equal pixels, bit for bit, at any load and on every worker of one kind.
+    """Equal requests give equal pixels, bit for bit, at any load and on all workers of one kind.
     The edit waits for its template, or fails."""
     loras: LoraSettings = ()
     """LoRAs of the edit: `name`, and `scale` (1 by default, -100 to 100)."""
     adapters: AdapterMode = "exact"
-    """`exact`: steps wait for LoRAs and ControlNets; `fast`: first steps may run without LoRAs, and
-    a ControlNet service may be asked one step ahead. A reproducible edit is exact."""
+    """`exact`: steps wait for LoRAs and ControlNets. `fast`: first steps may run without LoRAs, and
+    a ControlNet service computes one step ahead. `reproducible` edits are exact."""
     controls: ControlSettings = ()
     """ControlNets of the edit: `name`, `scale` (1 by default, -10 to 10), `start` and `end` (share
     of the steps, 0 to 1), `image` (index in CONTROL; by default its own) and `mode` (of union
     nets)."""
     private_prompt: bool = False
-    """Reuse the prompt's embeddings only for the same API key."""
+    """No other API key reuses the embeddings of this prompt."""
     template_id: TemplateId | None = None
     """A registered template or kept result, to edit instead of IMAGE."""
     reference_ids: tuple[TemplateId, ...] = ()
-    """Registered templates or kept results that the model sees behind IMAGE."""
+    """Registered templates or kept results that the model sees after IMAGE."""
     keep_result: bool = False
-    """Keep the result as a template (META's `result_template_id`) for `[limits] result_expires_s`
-    after its last use."""
+    """Keep the result as a template, named by META's `result_template_id`, until `[limits]
+    result_expires_s` after its last use."""
     deadline_ms: Annotated[int, Meta(ge=1, le=MAX_DEADLINE_MS)] | None = None
-    """Milliseconds after acceptance when the response is due."""
+    """Milliseconds after acceptance at which the response is due."""
     on_late: LateMode = "drop"
-    """`drop`: a late edit ends with an error, and is refused at once if it cannot be in time;
-    `finish`: it goes on."""
+    """Fate of a late edit. `drop`: it ends with an error, or is refused at once if it
+    cannot be in time. `finish`: it is finished."""
     reuse: ReuseMode = "exact"
-    """FLUX, `elastic`: a late edit may skip steps, compute another ring, or refresh less often.
-    Needs `reuse_floor`."""
+    """`elastic` (FLUX): an edit that would be late may skip steps, have another ring, or have fewer
+    refresh steps. Needs `reuse_floor`."""
     reuse_floor: Annotated[float, Meta(ge=0, le=100)] | None = None
-    """dB in the mask against a dense edit that refresh steps keep by measured errors (with
-    ControlNets, or at 100, it runs dense); with `elastic`, lowest quality of a late edit, measured
-    on the demo models."""
+    """Least quality in the mask, in dB against a dense edit, by which the edit places its refresh
+    steps from measured errors. At 100, or with ControlNets, it runs dense. With `elastic`: least
+    quality of an edit that would be late, as measured on the demo models."""
     priority: Annotated[int, Meta(ge=PRIORITIES[0], le=PRIORITIES[1])] = 0
-    """Order of a key's waiting edits: each unit counts as five seconds of waiting."""
+    """Order among a key's waiting edits. Each unit is worth five seconds of waiting."""
     request_id: RequestId | None = None
-    """Name of the edit, for a cancel and in logs; by default the server makes one."""
+    """Name of the edit, for cancels and in logs; by default the server makes one."""
 
     @property
     def answer_size(self) -> tuple[int, int] | None:

@@ -91,12 +91,12 @@ class ControlWork:
         return replace(self, flops=tuple(flops), schedule=plan, with_template=False)
 
     def at(self, step: int, *, cached: bool, foresaw: bool = False) -> float:
-        """Return the FLOPs of one step.
+        """Return the FLOPs of the nets in one step of a row.
 
         Args:
-            step: its number, from 0.
-            cached: whether the base reads cached tokens in it.
-            foresaw: whether the row computes a lookahead beside it.
+            step: number of the step, from 0.
+            cached: whether the base model reads cached tokens in this step.
+            foresaw: whether the row computes a lookahead in this step.
         """
         looks_ahead = foresaw or (
             self.with_template and cached and step in self.schedule.lookahead_steps

@@ -202,7 +202,7 @@ class RowStep(NamedTuple):
     computed_references: bool = False
     """Whether it computed its references before this step."""
     foresaw: bool = False
-    """Whether it computed a lookahead beside the step's tokens."""
+    """Whether the row computed a lookahead in this step."""
     refresh_error: float | None = None
     """Lookahead error at this step, if the row's next refresh step depends on it."""
     change: Floats | None = None

@@ -26,14 +26,14 @@ class _Answer(NamedTuple):
 class AnswerTimes:
     """Predicts the seconds from sending an edit to its answer:
 
-        slowdown · denoised + rest · tokens
+        slowdown · denoised_s + remainder_s · tokens
 
-    `denoised` is the predicted denoising, `tokens` the size of the picture. `slowdown` covers
-    delays while the edit runs: edits that are sent later, other programs on the machine.
-    `remainder_s` covers steps that workers do not price: transfer, reading, encoding, preparing,
-    decoding. Both are fitted to the last answers by least squares of the relative error. Large
-    errors count linearly (Huber 1964), because predictions before a worker has measured anything
-    are poor. Neither is below 0.
+    `denoised_s` is the predicted time of denoising, `tokens` the size of the picture. `slowdown`
+    covers what delays a running edit: later edits, other programs on the machine. `remainder_s`,
+    seconds per token, covers work that workers do not price: transfer, reading, encoding,
+    preparing, decoding. Both are at least 0. They are fitted to the last answers by least squares
+    of the relative error, in which large errors count linearly (Huber 1964): the first
+    predictions, before a worker has measured anything, are poor.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class AnswerTimes:
             self._fit()
 
     def predict(self, tokens: float, denoised_s: float) -> float:
-        """Return the seconds until an edit's answer; `denoised_s` as long as nothing is learned."""
+        """Return the seconds until an edit's answer: `denoised_s` before anything is learned."""
         return self.slowdown * denoised_s + self.remainder_s * tokens
 
     def _fit(self) -> None:
@@ -62,7 +62,9 @@ class AnswerTimes:
             ]
 
     def _fit_squares(self, weights: Sequence[float]) -> None:
-        """Solve slowdown · denoised + rest · tokens = answered by weighted least squares."""
+        """Fit slowdown · denoised + remainder_s · tokens to `answered`; each answer has a
+        weight.
+        """
         dd = tt = dt = da = ta = 0.0
         for weight, (denoised, tokens, answered) in zip(weights, self._last, strict=True):
             dd += weight * denoised * denoised
@@ -76,7 +78,7 @@ class AnswerTimes:
                 (tt * da - dt * ta) / common,
                 (dd * ta - dt * da) / common,
             )
-        else:  # edits all alike do not tell one from the other
+        else:  # equal edits cannot separate the two
             self.slowdown, self.remainder_s = 1.0, (ta - dt) / tt
         if self.remainder_s < 0.0:
             self.slowdown, self.remainder_s = da / dd, 0.0

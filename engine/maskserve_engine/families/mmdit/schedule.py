@@ -1,8 +1,8 @@
-"""A row's walk through the sigmas, and the sampler that defines it.
+"""Schedules of rows: sigma and timestep of each step, as the model's sampler sets them.
 
-A sampler is FlowMatchEulerDiscreteScheduler or a multistep one. Steps of the latter are matrices
-(`stages.linear_steps`): from the model's answer a row computes the velocity that takes its latents
-where the sampler takes them.
+The sampler is diffusers' Euler sampler (FlowMatchEulerDiscreteScheduler) or a multistep one. The
+step of a multistep sampler is a matrix (`stages.linear_steps`): from it a row computes the velocity
+that moves its latents as the sampler would.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from maskserve_engine.stages.loader import load_plain, sampler_name
 
 
 class Walk(NamedTuple):
-    """One step in plain numbers, each exactly a float32."""
+    """Numbers of one step; each has a float32's value."""
 
     timestep: float
-    """Model timestep, 0 to 1000."""
+    """Timestep that the model sees, 0 to 1000."""
     sigma: float
     change: float
-    """Change of sigma to the next step; negative."""
+    """Sigma of the next step less this one; negative."""
 
 
 Move = tuple[tuple[float, ...], ...]
-"""K rows of K + 1 factors: they map latents, memory and the model's answer to the next latents and
-memory."""
+"""Matrix of K rows and K + 1 columns. It takes the latents, K - 1 kept tensors and the model's
+answer to the next latents and kept tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
     sigmas: Tensor
-    """[n + 1] float32, the last one 0."""
+    """[steps + 1] float32; the last one is 0."""
     walk: tuple[Walk, ...]
     moves: tuple[Move, ...] = ()
-    """Matrix of each step of a multistep sampler; empty for Euler."""
+    """Matrix of each step, if the sampler is a multistep one; otherwise empty."""
 
     @property
     def steps(self) -> int:
@@ -57,11 +57,17 @@ _SERVED = (*_TAKES_SIGMAS, "DPMSolverMultistepScheduler")
 
 
 def load_sampler(config: Config, *, tells_sigmas: bool, shift: float | None = None) -> Any:
-    """Load the sampler of a model folder; a folder without one gets Euler with `shift`, if given.
+    """Load the sampler of a model folder.
+
+    Args:
+        config: the worker's configuration.
+        tells_sigmas: whether the pipeline passes sigmas to the sampler.
+        shift: schedule shift of the Euler sampler that a folder without a sampler gets; None: the
+            folder must have one.
 
     Raises:
-        ConfigError: the folder names a class that is not served. Its options would load, but
-            every edit would be stepped differently.
+        ConfigError: the sampler's class is not served. It could load the folder's options, but
+            would step all edits in another way.
     """
     import diffusers
 
@@ -82,8 +88,8 @@ def check_sampler(sampler: Any) -> None:
     """Refuse samplers whose steps this engine does not reproduce.
 
     Raises:
-        ConfigError: the class is not served, or its options draw noise, are not linear, or are
-            not for flow models.
+        ConfigError: the class is not served, or with these options it draws noise, is not linear,
+            or does not fit flow models.
     """
     name, config = type(sampler).__name__, sampler.config
     _check_name(name, _SERVED)
@@ -126,8 +132,8 @@ def _check_multistep(name: str, config: Mapping[str, Any]) -> None:
 
 
 Shift = Callable[[Mapping[str, Any], int, int], float | None]
-"""Computes the schedule's shift `mu` for larger pictures from the sampler's config, image tokens
-and number of steps; None: the pipeline only passes the number of steps."""
+"""(sampler's config, image tokens, steps) -> shift `mu` of the schedule, which grows with the
+picture. None: the pipeline passes no shift and no sigmas, only the number of steps."""
 
 
 def linear_shift(config: Mapping[str, Any], tokens: int, steps: int) -> float:
@@ -153,11 +159,11 @@ def make_schedule(
     Args:
         sampler: the model's sampler; several threads may use it.
         steps: num_inference_steps.
-        tokens: number of image tokens, which shift the schedule of most models.
-        strength: share of the steps that is run.
-        shift: shift of the family.
-        sigmas: `ModelSpec.sigmas`.
-        flow_sigmas: whether a sampler with `use_flow_sigmas` chooses its sigmas.
+        tokens: number of image tokens; the schedule of most models depends on it.
+        strength: share of the steps, the last ones, that an edit runs.
+        shift: function of the family that computes `mu`.
+        sigmas: `ModelSpec.sigmas`; empty: those of the pipeline.
+        flow_sigmas: whether a sampler with `use_flow_sigmas` chooses the sigmas itself.
     """
     assert not sigmas or len(sigmas) == steps, "other steps are refused of such models"
     mu, begin = shift(sampler.config, tokens, steps), steps - steps_run(steps, strength)
@@ -197,7 +203,7 @@ def _schedule(sampler: Any, begin: int, moves: tuple[Move, ...]) -> Schedule:
 def _multistep(
     sampler: Any, steps: int, mu: float | None, begin: int, sigmas: tuple[float, ...]
 ) -> Schedule:
-    """Return a multistep sampler's schedule. Cached: probing takes some milliseconds per step."""
+    """Return a multistep sampler's schedule. Cached, because probing takes milliseconds a step."""
     sampler = _with_timesteps(copy.deepcopy(sampler), steps, mu, sigmas)
     sampler.set_begin_index(begin)
     probe_sampler = copy.deepcopy(sampler)
