@@ -214,7 +214,7 @@ class CacheConfig(Table, frozen=True):
     """Steps of the schedule that share an anchor. 0: all for FLUX Fill, 7 for others."""
     dense_steps: Annotated[int, Meta(ge=-1, le=1000)] = -1
     """Number of first steps of an edit with a template that compute all tokens. -1: none for FLUX
-    Fill and UNets, for others one in many edits (docs/decisions/templates.md#decision)."""
+    Fill and UNets, none or one for others (docs/decisions/templates.md#decision)."""
     own_anchors: Annotated[float, Meta(ge=-1.0, le=1.0)] = -1.0
     """Distance between refresh steps, as a share of the steps. -1: as the model needs
     (docs/models.md). 0: no refresh steps: all models read templates, and edits without one run
@@ -227,8 +227,8 @@ class CacheConfig(Table, frozen=True):
     own_format: Literal["auto", "model", "int8", "float8", "int4"] = "auto"
     """Storage format of the step cache. `auto`: int8 on a GPU, the model's on a CPU."""
     own_text: Literal["frozen", "computed"] = "frozen"
-    """Text, and for FLUX Fill and klein the ring, in cached steps. `frozen`:
-    interpolate them, as other cached tokens; `plan` is then fixed. `computed`: compute them."""
+    """Text, and for FLUX Fill and klein the ring, in cached steps. `frozen`: interpolated, like
+    cached tokens; `plan` is then fixed. `computed`: computed in every step."""
     dense_above_ratio: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.9
     """Mask ratio from which an edit runs dense, even with `cache: require`."""
     priming_share: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.25
@@ -320,7 +320,7 @@ class AdaptersConfig(Table, frozen=True):
     """`[adapters]`: the LoRAs that edits may name."""
 
     store: str = ""
-    """Folder or fsspec URL of LoRAs (docs/api.md#loras-and-controlnets). Names have A to Z,
+    """Folder or fsspec URL of LoRAs (docs/api.md#loras-and-controlnets). Names have letters,
     digits, '.', '_' and '-'. Empty: none."""
     rescan_s: Annotated[float, Meta(ge=0.05, le=86400.0)] = 10.0
     """Seconds between two listings of the store."""
