@@ -1,4 +1,4 @@
-"""Every metric that a worker adds to Triton's own /metrics page (docs/operate.md)."""
+"""Every metric that a worker adds to Triton's own /metrics page (docs/operate.md#metrics)."""
 
 from __future__ import annotations
 

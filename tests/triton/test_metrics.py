@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,7 +34,6 @@ from tests.fakes.pb_utils import FakeTriton, Metric
 from tests.fakes.status import READY
 from tests.support.eventually import eventually
 
-ROOT = Path(__file__).parents[2]
 
 # What the record has for readers of its own, and the page has in another form.
 UNPUBLISHED = {
@@ -203,14 +201,10 @@ def test_every_counter_is_published_or_known_not_to_be() -> None:
     assert published - counted == {"observations_dropped_total"}
 
 
-def test_every_metric_is_documented_and_none_that_is_gone() -> None:
-    page = (ROOT / "docs" / "operate.md").read_text(encoding="utf-8")
-    text = page.partition("### A router")[0]  # a router's: tests/contract/test_dashboards.py
-    listed = re.findall(r"^- `maskserve_(\w+)(?:\{([\w, ]+)\})?`: ", text, re.MULTILINE)
-    table = {**ENGINE_METRICS, **FRONT_METRICS}
-    expected = {(name, ", ".join(spec.labels)) for name, spec in table.items()}
-    assert set(listed) == expected
-    assert len(listed) == len(expected)
+def test_every_metric_says_what_it_counts() -> None:
+    """Its HELP on the page of metrics is the only place that does."""
+    for name, spec in {**ENGINE_METRICS, **FRONT_METRICS}.items():
+        assert re.fullmatch(r"[A-Z].{10,}\.", spec.description), name
 
 
 def test_a_metrics_name_says_its_kind_as_documented() -> None:
