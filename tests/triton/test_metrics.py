@@ -34,7 +34,6 @@ from tests.fakes.pb_utils import FakeTriton, Metric
 from tests.fakes.status import READY
 from tests.support.eventually import eventually
 
-
 # What the record has for readers of its own, and the page has in another form.
 UNPUBLISHED = {
     "step_seconds_total",  # a histogram's sum
