@@ -441,12 +441,12 @@ class ValuesConfig(Table, frozen=True):
     """
 
     folder: str = ""
-    """Folder in memory that they share, for kept results, too. Empty: none; messages carry the
-    values."""
+    """Folder in memory that they share, for kept results, too. Empty: none; values travel in
+    messages."""
     max_bytes: Annotated[int, Meta(ge=0, le=2**50)] = 2 * 2**30
     """Most bytes of all values; keys share the room."""
     least_bytes: Annotated[int, Meta(ge=1, le=2**40)] = 2**18
-    """Messages carry smaller values."""
+    """Smaller values travel in messages."""
     expires_s: Annotated[float, Meta(ge=1, le=31 * 86400)] = 3600.0
     """Seconds without a new value after which a run's values are deleted."""
 
