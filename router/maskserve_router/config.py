@@ -112,11 +112,11 @@ class AdmissionBounds(Table, frozen=True):
     """`[admission]`: limits on work in progress. Requests beyond them get a time to retry."""
 
     max_edits: Count = 512
-    """Unanswered edits, and as many `control` operations. A key may have as many as are then still
-    free."""
+    """Unanswered edits, and as many `control` operations. One key alone may have half
+    (docs/adr/0042-shares.md)."""
     max_bytes: Bytes = 640 * MIB
-    """Bytes of requests and answers in memory. A key may have as many as are then still free. With
-    keys, at least four times `[http] max_body_bytes`."""
+    """Bytes of requests and answers in memory. One key alone may have half. With keys, at least
+    four times `[http] max_body_bytes`."""
     waiting_per_worker: Annotated[int, Meta(ge=0, le=10**6)] = 8
     """Edits that wait at a worker for a row; others wait in the router. 0: the router sends an edit
     when a row is free."""
@@ -222,8 +222,7 @@ class JobsConfig(Table, frozen=True):
     keep_jobs: Count = 10_000
     """Finished jobs kept for each key, and most unfinished jobs of a key."""
     max_bytes: Bytes = 4096 * MIB
-    """Bytes of all jobs: half for requests, half for results. A key may have as many as are then
-    still free."""
+    """Bytes of all jobs: half for requests, half for results. One key alone may have half."""
     lease_s: Annotated[float, Meta(ge=0.5, le=3600)] = 15.0
     """Seconds of a router's silence after which other routers take over its jobs."""
     retries: Annotated[int, Meta(ge=0, le=100)] = 5
@@ -270,8 +269,8 @@ class Grpc(Table, frozen=True):
     idle_s: Seconds = 60.0
     """Seconds after which a connection without a call is closed."""
     max_calls: Count = 1280
-    """Most open calls. A client may have as many as are then still free. Beyond, the call that is
-    silent for longest ends."""
+    """Most open calls. One client alone may have half. Beyond, the call that is silent for longest
+    ends."""
     silence_s: Seconds = 300.0
     """Seconds of silence after which a call ends, if none of its edits is in progress."""
     max_age_s: Annotated[float, Meta(ge=0, le=86_400)] = 0.0

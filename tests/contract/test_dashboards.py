@@ -146,7 +146,7 @@ def test_each_metric_is_shown_or_alerted_on(name: str) -> None:
 
 
 def test_metrics_that_the_page_names_exist_and_it_explains_every_label() -> None:
-    """What a metric counts stands on the servers' pages, as its HELP."""
+    """The servers' pages say what each metric counts, as its HELP."""
     page = (ROOT / "docs" / "operate.md").read_text(encoding="utf-8")
     section = page.partition("\n## Metrics\n")[2].partition("\n## ")[0]
     named = set(re.findall(r"`(maskserve_\w+)`", section))
@@ -155,8 +155,8 @@ def test_metrics_that_the_page_names_exist_and_it_explains_every_label() -> None
     table = section.partition("\n### Labels\n")[2]
     rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", table, re.MULTILINE)
     explained = {label for row in rows for label in re.findall(r"\w+", row)}
-    ours = {name: labels for name, labels in KNOWN.items() if name not in OF_PROMETHEUS}
-    assert explained == set().union(*ours.values()) - {"instance", "job", "le"}
+    labels = set().union(*(KNOWN[name] for name in KNOWN.keys() - OF_PROMETHEUS.keys()))
+    assert explained == labels - {"instance", "job", "le"}
 
 
 def test_what_a_router_counts_is_there_before_the_first_of_its_kind() -> None:
