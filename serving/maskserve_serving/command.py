@@ -147,9 +147,9 @@ def environment(
             [str(stub_programs(ignored_folders(), cache)), env.get("PATH", os.defpath)]
         ),
     )
-    # The Triton from pip needs no libraries of the host; an installed one may.
-    libraries = runtime.libraries or (without_cuda(env.pop("LD_LIBRARY_PATH", "")),)
-    if path := _joined(*libraries):
+    # Triton's own come first; the driver's and Python's may lie in the host's folders.
+    of_host = without_cuda(env.pop("LD_LIBRARY_PATH", ""))
+    if path := _joined(*runtime.libraries, of_host):
         env["LD_LIBRARY_PATH"] = path
     if gpus is not None:
         env["CUDA_VISIBLE_DEVICES"] = gpus

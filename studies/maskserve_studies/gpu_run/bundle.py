@@ -1,8 +1,9 @@
 """The archive that travels to a GPU machine without a network, and a list of its items.
 
-The machine has Python 3.12, torch for CUDA and transformers. It lacks Triton, a numpy that its
-Python stub reads, diffusers and clients of Triton: their wheels come from pip here. Weights do not
-travel (`random_model`).
+The machine has Python 3.12, torch for CUDA, transformers and pytest. It lacks Triton, a numpy that
+its Python stub reads, diffusers and clients of Triton: their wheels come from pip here. It may lack
+Python's shared library: the one of a Python 3.12 on this machine travels, if there is one. Weights
+do not travel (`random_model`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from maskserve_benchmarks.reports import table, write_json
 MOST = 60 * 2**20
 """Bytes of the archive."""
 PYTHON = "3.12"
+LIBRARY = f"libpython{PYTHON}.so.1.0"
+"""Python's shared library, which Triton's models need."""
 ARCHIVE = "gpu_run.tar.xz"
 _PLATFORMS = (*(f"manylinux_2_{n}_x86_64" for n in (35, 28, 27, 24, 17)), "manylinux2014_x86_64",
               "manylinux1_x86_64")  # fmt: skip
@@ -33,10 +36,13 @@ _PACKAGES = (
     # Clients of Triton, and what they import.
     "tritonclient", "geventhttpclient", "gevent", "greenlet", "zope.event", "zope.interface",
     "brotli", "certifi",
+    "pytest-asyncio",
 )  # fmt: skip
 _FOLDERS = ("benchmarks", "client", "engine", "ensemble", "model_repository", "router", "scripts",
             "serving", "services", "studies")  # fmt: skip
-_FILES = ("pyproject.toml", "LICENSE", "docs/benchmarks/kernels.json")
+_FILES = ("pyproject.toml", "LICENSE", "docs/benchmarks/kernels.json", "tests/__init__.py",
+          "tests/conftest.py")  # fmt: skip
+_TESTS = ("tests/gpu/", "tests/fakes/", "tests/support/")
 _PICTURES = ("assets/photos/", "assets/demo/")
 _LEFT_OUT = (
     "nvidia_pytriton.libs/libpython3-",
@@ -47,9 +53,12 @@ _LEFT_OUT = (
 """Parts of wheels that no worker uses, by their beginnings."""
 START = """\
 #!/bin/sh
-# Runs `scripts/bench gpu_run` with the packages of this archive, before those of the machine.
+# Runs `scripts/bench gpu_run` with the packages of this archive, before those of the machine, and
+# with its library of Python, if the machine has none.
 cd "$(dirname "$0")" || exit 1
 export PYTHONPATH=$PWD/site:{folders}
+python3 -c 'import ctypes; ctypes.CDLL("{library}")' 2>/dev/null ||
+    export LD_LIBRARY_PATH=$PWD/lib${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}
 exec python3 scripts/bench gpu_run "$@"
 """
 
@@ -71,7 +80,7 @@ def checkout_files() -> list[Path]:
 def _travels(name: str) -> bool:
     if name.startswith("assets/models/"):
         return not name.endswith(".safetensors")
-    if name.startswith(_PICTURES) or name in _FILES:
+    if name.startswith((*_PICTURES, *_TESTS)) or name in _FILES:
         return not name.startswith("assets/photos/held-out/")
     return name.split("/")[0] in _FOLDERS and not name.endswith(".safetensors")
 
@@ -124,6 +133,19 @@ def _is_kernel(name: str) -> bool:
     return name.startswith("torchao/") and name.endswith(".so")
 
 
+def python_library() -> Path | None:
+    """Return the shared library of a Python of that version on this machine; None: there is
+    none.
+    """
+    program = shutil.which(f"python{PYTHON}")
+    if program is None:
+        return None
+    code = "import sysconfig; print(sysconfig.get_config_var('LIBDIR'))"
+    printed = subprocess.run([program, "-c", code], capture_output=True, text=True, check=False)
+    library = Path(printed.stdout.strip(), LIBRARY)
+    return library if printed.returncode == 0 and library.is_file() else None
+
+
 def items_of(folder: Path) -> list[tuple[str, int]]:
     """Return the items of the unpacked archive and their bytes: packages, and parts of the
     checkout.
@@ -156,8 +178,12 @@ def write_bundle(folder: Path, wheels: Sequence[Path] | None = None) -> Path:
             wheels = download(requirements(), Path(scratch))
         unpack(wheels, tree / "site")
         folders = ":".join(f"$PWD/{name}" for name in package_folders())
-        (tree / "gpu_run.sh").write_text(START.format(folders=folders), encoding="utf-8")
+        start = START.format(folders=folders, library=LIBRARY)
+        (tree / "gpu_run.sh").write_text(start, encoding="utf-8")
         (tree / "gpu_run.sh").chmod(0o755)
+        if library := python_library():
+            (tree / "lib").mkdir()
+            shutil.copy(library, tree / "lib" / LIBRARY)
         for program in tree.glob("site/pytriton/tritonserver/**/*"):
             if program.is_file():
                 program.chmod(0o755)

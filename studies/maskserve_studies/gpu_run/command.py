@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 import tempfile
 import time
@@ -37,6 +38,8 @@ from maskserve_studies.gpu_run.run import Run
 RESULTS = CHECKOUT / "docs" / "benchmarks" / "gpu-whole-edits.json"
 MACHINE = RESULTS.with_name("gpu-machine.json")
 _SHM = Path("/dev/shm")
+MODELS_BYTES = 52 * 2**30
+"""Bytes of the models of a full run, and of what Triton's processes share."""
 _MODELS = DEMO_MODEL.parent
 _EDIT = _MODELS / "demo-edit"
 _LARGE = {"native_resolution": 1024, "max_sequence_length": 512}
@@ -73,7 +76,7 @@ def options() -> argparse.ArgumentParser:
     add("--tiny", action="store_true", help="on a CPU, with small models")
     add("--page", action="store_true", help="write the page from --json")
     add("--json", type=Path, help=f"results; default: {RESULTS.relative_to(CHECKOUT)}")
-    add("--models", type=Path, help="folder for models; default: in memory (/dev/shm)")
+    add("--models", type=Path, help="folder for models; default: in memory (/dev/shm) if they fit")
     add_options(parser)
     return parser
 
@@ -106,11 +109,7 @@ def main(argv: Sequence[str] | None = None, *, tiny: Plan = TINY) -> int:
         return measure_machine(args, file, device, _command(argv))
     plan = tiny if args.tiny else FULL
     with tempfile.TemporaryDirectory() as scratch:
-        models = args.models
-        if models is None:
-            models = (
-                _SHM / "maskserve-gpu-run" if not args.tiny and _SHM.is_dir() else Path(scratch)
-            )
+        models = args.models or _folder_for(0 if args.tiny else MODELS_BYTES, Path(scratch))
         for name in args.part or PARTS:
             run = Run(name, file, _about(argv, device), plan.limit_s)
             try:
@@ -119,6 +118,15 @@ def main(argv: Sequence[str] | None = None, *, tiny: Plan = TINY) -> int:
                 run.close()
     write_page(file)
     return 0
+
+
+def _folder_for(nbytes: int, scratch: Path) -> Path:
+    """Return a folder for models of so many bytes (0: small ones): in memory, where it has room,
+    and then later runs find it.
+    """
+    folder = _SHM / "maskserve-gpu-run"
+    has_room = _SHM.is_dir() and shutil.disk_usage(_SHM).free >= nbytes
+    return folder if nbytes and (folder.exists() or has_room) else scratch
 
 
 def _command(argv: Sequence[str] | None) -> str:

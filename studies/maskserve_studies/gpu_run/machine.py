@@ -1,21 +1,21 @@
 """Measurements of a machine with a GPU, in under 10 minutes: a JSON file and its page.
 
-The file is written anew after each part. A part that fails has a reason in place of its figures,
-and the other parts go on. The parts are:
+The file is written anew after each part. Each part has a limit (`LIMITS_S`), and all parts together
+have one. A part that fails or takes too long has a reason in place of its figures, and the next one
+begins. In this order the parts are:
 
-- whether tests/gpu pass;
-- the attention kernel in use;
-- the speed at which entries reach the device;
-- attention and the placing of entries by themselves;
+- the attention kernel in use, and the speed at which entries reach the device;
+- steps of SDXL, also of rows with refresh steps;
+- T5 and the VAE;
 - steps of FLUX.1-dev's size (random weights) as a worker takes them, also between refresh steps;
-- steps compared with the time of their FLOPs at the device's published peak, with rows of one mask
-  ratio and of several, with entries in int8 and in the default format;
-- the host's time to launch a step;
-- the memory of a step, compared with the memory table;
 - steps that load their entries at the same time;
 - diffusers' own transformer in turn: as it is, compiled, and in FP8;
-- steps of SDXL, also of rows with refresh steps;
-- T5 and the VAE.
+- steps compared with the time of their FLOPs at the device's published peak, with entries in int8
+  and in the default format;
+- attention and the placing of entries by themselves;
+- rows of several mask ratios, the host's time to launch a step, and the memory of a step, compared
+  with the memory table;
+- whether tests/gpu pass.
 
 A page with plots is written beside the JSON file. For a card that cannot hold the whole model, use
 fewer blocks: `--blocks 4 8`.
@@ -24,6 +24,7 @@ fewer blocks: `--blocks 4 8`.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import importlib.metadata
 import os
 import subprocess
@@ -70,6 +71,7 @@ from maskserve_studies.gpu_run.machine_parts import (
     time_rivals,
     time_stages,
 )
+from maskserve_studies.gpu_run.run import STUCK_S, StepTimeout, time_limit
 from maskserve_studies.kernels.live_bytes import peak_bytes
 
 BATCHES, RATIOS = (1, 4, 8), (0.05, 0.11, 0.2, 0.35)
@@ -83,7 +85,28 @@ STEPS = 28
 """Steps of an edit whose picture is new."""
 _UNRECORDED = 2
 """Steps of a batch before and with its recording."""
-_TESTS_S = 480
+LIMITS_S: Mapping[str, float] = {
+    "attention": 30,
+    "gb_per_s": 30,
+    "unet_steps": 75,
+    "unet_own": 75,
+    "stages": 60,
+    "model": 60,
+    "served": 120,
+    "loads": 90,
+    "rivals": 150,
+    "steps": 90,
+    "attention_ms": 30,
+    "placing": 30,
+    "mixed": 60,
+    "asked": 30,
+    "held": 30,
+    "tests_passed": 300,
+}
+"""Seconds of each part on a GPU, in the order in which they run."""
+WHOLE_S = 560.0
+"""Seconds of all parts on a GPU; what comes after them is not measured."""
+_ENDLESS_S = 1e6
 _BUFFER = 32 * 2**20
 _SENT, _WIDTH = 2**28, 3072
 """Bytes that the loader's measurement sends, and bytes of each of its tokens."""
@@ -114,15 +137,12 @@ def versions(device: torch.device) -> dict[str, str]:
 
 
 def run_tests(device: torch.device) -> bool:
-    """Whether tests/gpu pass there within the time limit."""
-    command = [sys.executable, "-m", "pytest", "-q", "-ra", str(CHECKOUT / "tests" / "gpu")]
+    """Return whether tests/gpu pass there."""
+    # Other packages of the machine may warn.
+    flags = "-q", "-ra", "-W", "ignore", "-p", "no:cacheprovider"
+    command = [sys.executable, "-m", "pytest", *flags, str(CHECKOUT / "tests" / "gpu")]
     env = {**os.environ, "MASKSERVE_GPU_TESTS": device.type}
-    limit_s = _TESTS_S if device.type == "cuda" else None  # a rehearsal may take its time
-    try:
-        return subprocess.run(command, cwd=CHECKOUT, env=env, timeout=limit_s).returncode == 0
-    except subprocess.TimeoutExpired:
-        print(f"tests/gpu took more than {limit_s} s", file=sys.stderr)
-        return False
+    return subprocess.run(command, cwd=CHECKOUT, env=env, check=False).returncode == 0
 
 
 def time_steps(bench: Bench, repeat: int) -> list[dict[str, Any]]:
@@ -365,7 +385,8 @@ def measure_machine(
         sent: bytes that the loader's measurement sends.
     """
     preset = args.preset or ("demo" if args.tiny else "flux-1024")
-    begin = time.monotonic()
+    begin, is_gpu = time.monotonic(), device.type == "cuda"
+    end = begin + (WHOLE_S if is_gpu else float("inf"))  # a rehearsal may take its time
     report: dict[str, Any] = {
         "command": command,
         "date": time.strftime("%Y-%m-%d"),
@@ -381,26 +402,31 @@ def measure_machine(
         part = file.with_name(file.name + ".part")
         write_json(report, part)
         part.replace(file)
-        write_page(report, file)
 
     def find(name: str, part: Callable[[], Any]) -> Any:
-        """The figures of a part. None if the part is not selected, or if it fails; then the reason
-        is saved.
+        """The figures of a part. None if the part is not selected, or if it fails or takes too
+        long; then the reason is saved.
         """
         if args.machine and name not in (*args.machine, "model"):
             return None
+        limit_s = min(LIMITS_S[name], end - time.monotonic()) if is_gpu else _ENDLESS_S
         try:
-            figures = part()
-        except Exception as error:  # libraries and drivers raise all kinds of errors
-            traceback.print_exc()
+            if limit_s <= 0:
+                raise StepTimeout(f"the {WHOLE_S:.0f} s of all parts were over")
+            with time_limit(limit_s):
+                figures = part()
+        except (Exception, StepTimeout) as error:  # libraries and drivers raise all kinds
+            if not isinstance(error, StepTimeout):
+                traceback.print_exc()
             figures, report["failed"][name] = None, in_words(error)
         else:
             report[name] = figures
+        print(f"{name}: {time.monotonic() - begin:.0f} s", flush=True)
         keep()
         return figures
 
     benches: list[Bench] = []
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = torch.bfloat16 if is_gpu else torch.float32
 
     def make_model() -> dict[str, Any]:
         blocks = None if args.blocks is None else tuple(args.blocks)
@@ -411,30 +437,36 @@ def measure_machine(
         weights = sum(p.nbytes for p in bench.model.parameters())
         return {"name": of, "weights": weights, "total": total, "free": free}
 
-    passed = find("tests_passed", lambda: tests(device))
+    if is_gpu:  # a call into a library may not return
+        faulthandler.dump_traceback_later(WHOLE_S + STUCK_S, exit=True)
     find("attention", lambda: attention_of(device, dtype))
     find("gb_per_s", lambda: load_gb_per_s(device, sent))
     torch.manual_seed(0)
-    batches, memory_steps = BATCHES[: 2 if device.type == "cuda" else 1], None
-    find("model", make_model)
-    while benches:  # frees its memory for the next model
-        bench = benches.pop()
-        find("attention_ms", partial(time_attention, bench, SERVED, RATIOS))
-        find("placing", partial(time_placing, bench, SERVED[-1:]))
-        find("served", partial(time_served_steps, bench, args.repeat))
-        find("steps", partial(steps, bench, args.repeat))
-        find("mixed", partial(time_mixed_steps, bench, args.repeat))
-        find("asked", partial(time_launches, bench))
-        memory_steps = find("held", partial(weigh_steps, bench))
-        find("loads", partial(time_loads, bench, batches))
-        find("rivals", partial(time_rivals, bench, batches, args.repeat, args.rivals))
-        del bench
-    unet = args.unet or ("sdxl-1024" if device.type == "cuda" else None)
+    batches, memory_steps = BATCHES[: 2 if is_gpu else 1], None
+    unet = args.unet or ("sdxl-1024" if is_gpu else None)
     if unet is not None:
         report["unet"] = unet
         find("unet_steps", lambda: time_mixed_steps(unet_bench(unet, dtype, device), 3))
         find("unet_own", lambda: time_refresh_steps(unet_bench(unet, dtype, device, steps=8)))
     find("stages", lambda: time_stages(device, dtype, demo=preset == "demo"))
+    find("model", make_model)
+    while benches:  # frees its memory for the tests
+        bench = benches.pop()
+        find("served", partial(time_served_steps, bench, args.repeat))
+        find("loads", partial(time_loads, bench, batches))
+        find("rivals", partial(time_rivals, bench, batches, args.repeat, args.rivals))
+        find("steps", partial(steps, bench, args.repeat))
+        find("attention_ms", partial(time_attention, bench, SERVED, RATIOS))
+        find("placing", partial(time_placing, bench, SERVED[-1:]))
+        find("mixed", partial(time_mixed_steps, bench, args.repeat))
+        find("asked", partial(time_launches, bench))
+        memory_steps = find("held", partial(weigh_steps, bench))
+        del bench
+    if is_gpu:
+        torch.cuda.empty_cache()
+    passed = find("tests_passed", lambda: tests(device))
+    faulthandler.cancel_dump_traceback_later()
+    write_page(report, file)
     over = [row for row in memory_steps or () if row["held"] > row["counted"]]
     failed = report["failed"]
     if "tests_passed" in report:

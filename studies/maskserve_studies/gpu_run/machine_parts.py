@@ -351,7 +351,7 @@ def answer_of(model: Any, inputs: Figures) -> torch.Tensor:
     return answer
 
 
-def in_words(error: Exception) -> str:
+def in_words(error: BaseException) -> str:
     """The first line of the error: some libraries print pages."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

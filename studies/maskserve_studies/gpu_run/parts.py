@@ -195,7 +195,8 @@ class Comparison:
             if rival is not None:
                 self.sides[f"diffusers, {name}"] = rival
         for name, way in self._ways(stack).items():
-            side = step(name, limit_s, partial(stack.enter_context, way))
+            way_s = max(limit_s, self.run.left_s() - limit_s)  # the other way has as much time
+            side = step(name, way_s, partial(stack.enter_context, way))
             if side is not None:
                 self.sides = {MASKSERVE: side, **self.sides}
                 break

@@ -17,13 +17,13 @@ from maskserve_benchmarks.reports import write_json
 from maskserve_studies.gpu_run.machine_parts import in_words
 
 Figures = dict[str, Any]
-_STUCK_S = 15.0
+STUCK_S = 15.0
 """Seconds after the limit of a part until its process ends, if a call into a library does not
 return."""
 
 
-class StepTimeout(Exception):
-    """A step took longer than its limit."""
+class StepTimeout(BaseException):
+    """A step took longer than its limit. No `except Exception` of what it runs keeps it."""
 
 
 @contextmanager
@@ -63,7 +63,7 @@ class Run:
         self.steps: dict[str, Figures] = {}
         self._part: Figures = {**about, "limit_s": limit_s, "steps": self.steps}
         self._report[name] = self._part
-        faulthandler.dump_traceback_later(limit_s + _STUCK_S, exit=True)
+        faulthandler.dump_traceback_later(limit_s + STUCK_S, exit=True)
 
     def left_s(self) -> float:
         return self._end - time.monotonic()
@@ -80,7 +80,7 @@ class Run:
                 raise StepTimeout(f"the part's {self._part['limit_s']:.0f} s were over")
             with time_limit(limit_s):
                 result = call()
-        except Exception as error:  # libraries and drivers raise all kinds of errors
+        except (Exception, StepTimeout) as error:  # libraries and drivers raise all kinds
             if not isinstance(error, StepTimeout):
                 traceback.print_exc()
             result, self.steps[name] = None, {"why": in_words(error)}

@@ -7,6 +7,7 @@ process. diffusers' pipeline runs in this process.
 from __future__ import annotations
 
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from maskserve_benchmarks.rivals.pipeline_model import Pipeline
 from maskserve_common.config_file import config_of
 from maskserve_engine.stages.quantise import quantise
 
+_LOG_LINES = 40
 Figures = dict[str, Any]
 Tables = Mapping[str, Mapping[str, Any]]
 RIVALS = {
@@ -129,8 +131,15 @@ class Rival:
 
 @contextmanager
 def through_triton(model: Path, folder: Path, tables: Tables) -> Iterator[Side]:
-    with worker_of(model, folder, tables=tables) as site:
-        yield TritonSide(site)
+    """Serve by a Triton worker while the context lasts; print the ends of its logs if it fails."""
+    try:
+        with worker_of(model, folder, tables=tables) as site:
+            yield TritonSide(site)
+    except BaseException:
+        for log in sorted(folder.rglob("*.log*")):
+            lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES:]
+            print("\n".join((f"{log.name}:", *lines)), file=sys.stderr, flush=True)
+        raise
 
 
 @contextmanager

@@ -579,7 +579,7 @@ def test_a_repository_without_the_model_that_checks_is_told(tmp_path: Path) -> N
 
 
 def test_the_command_line_is_hardened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LD_LIBRARY_PATH", "/host/cuda/lib64")
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/host/driver")
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # torch sets it for its process
     libraries = (Path("/t/lib"),)
@@ -601,7 +601,7 @@ def test_the_command_line_is_hardened(tmp_path: Path, monkeypatch: pytest.Monkey
     assert env["MASKSERVE_CONFIG"] == str(tmp_path / "config.toml")
     assert env["HF_HUB_OFFLINE"] == "1"
     assert env["CUDA_VISIBLE_DEVICES"] == "1"
-    assert env["LD_LIBRARY_PATH"] == "/t/lib"
+    assert env["LD_LIBRARY_PATH"] == "/t/lib:/host/driver"
     assert env["PATH"].split(os.pathsep)[0] == str(Path(sys.executable).parent)
     # torch makes the folder as it loads, where it may not be allowed to.
     assert "TORCHINDUCTOR_CACHE_DIR" not in env
@@ -640,19 +640,22 @@ def test_a_worker_sees_as_many_gpus_as_its_devices_count_up_to(
             command.gpus_of_worker(0, 1, per_worker=8, share=share)
 
 
-def test_an_installed_server_is_spared_the_hosts_cuda(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("libraries", [(), (Path("/t/lib"),)], ids=["installed", "from pip"])
+def test_a_server_is_spared_the_hosts_cuda_and_finds_its_driver(
+    libraries: tuple[Path, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver, cuda = tmp_path / "driver", tmp_path / "cuda"
     for folder, name in ((driver, "libcuda.so.1"), (cuda, "libcublas.so.12")):
         folder.mkdir()
         (folder / name).touch()
-    server = runtime.Runtime(Path("/t/bin/tritonserver"), None, (), "installed")
+    server = runtime.Runtime(Path("/t/bin/tritonserver"), None, libraries, "x")
+    of_server = list(map(str, libraries))
     monkeypatch.setenv("LD_LIBRARY_PATH", f"{cuda}:{driver}:/none")
     env = command.environment(server, tmp_path / "config.toml", None)
-    assert env["LD_LIBRARY_PATH"] == f"{driver}:/none"
+    assert env["LD_LIBRARY_PATH"] == ":".join([*of_server, str(driver), "/none"])
     monkeypatch.setenv("LD_LIBRARY_PATH", str(cuda))
-    assert "LD_LIBRARY_PATH" not in command.environment(server, tmp_path / "config.toml", None)
+    env = command.environment(server, tmp_path / "config.toml", None)
+    assert env.get("LD_LIBRARY_PATH", "") == ":".join(of_server)
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])

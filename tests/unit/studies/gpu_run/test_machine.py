@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import time
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -13,7 +15,7 @@ from maskserve_benchmarks.steps.step import rest_time
 from maskserve_benchmarks.steps.step_rig import Bench
 from maskserve_benchmarks.timing import Timer
 from maskserve_engine.cache.reserve import Reserve
-from maskserve_studies.gpu_run import command, machine, machine_parts
+from maskserve_studies.gpu_run import command, machine, machine_page, machine_parts
 from maskserve_studies.gpu_run.machine_page import write_page
 from maskserve_studies.gpu_run.machine_parts import (
     RIVALS,
@@ -25,6 +27,7 @@ from maskserve_studies.gpu_run.machine_parts import (
     time_placing,
     time_rivals,
 )
+from maskserve_studies.gpu_run.run import STUCK_S
 from maskserve_studies.kernels.fake_cuda import FakeCuda
 
 CPU = torch.device("cpu")
@@ -195,6 +198,32 @@ def test_a_part_that_fails_says_why_and_the_others_go_on(
     assert f"steps FAILED: {why}" in capfd.readouterr().out
 
 
+def test_a_part_that_takes_too_long_says_so_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if a library catches every error of what it calls."""
+
+    def caught(*_: object, **__: object) -> None:
+        with contextlib.suppress(Exception):
+            time.sleep(60)
+
+    monkeypatch.setattr(machine, "_ENDLESS_S", 1.0)
+    monkeypatch.setattr(machine, "load_gb_per_s", caught)
+    stages = {"tokens": 8, "side": 64, "t5_ms": 1.0, "encode_ms": 1.0, "decode_ms": 1.0}
+    monkeypatch.setattr(machine, "time_stages", lambda *_, **__: stages)
+    file = tmp_path / "run.json"
+    assert measured(file, "gb_per_s", "stages", "--tiny") == 1
+    report = json.loads(file.read_text(encoding="utf-8"))
+    assert report["failed"]["gb_per_s"] == "StepTimeout: it took more than 1 s"
+    assert report["stages"] == stages
+
+
+def test_every_part_has_a_limit_and_all_of_them_one_that_a_command_keeps() -> None:
+    assert machine.WHOLE_S + STUCK_S < 600
+    page_parts = {"unet", "model"} | set(machine_page._SECTIONS) | set(machine_page._FACTS)
+    assert page_parts - {"unet"} <= set(machine.LIMITS_S)
+
+
 def test_without_a_model_the_parts_that_need_none_are_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,7 +238,7 @@ def test_without_a_model_the_parts_that_need_none_are_measured(
     for name in ("Bench", "time_stages"):
         monkeypatch.setattr(machine, name, lambda *_, **__: fails())
     assert measured(file, "--tiny", tests=lambda device: True, sent=2**20) == 1
-    assert {"tests_passed", "attention", "gb_per_s"} <= saved_keys[0]
+    assert {"attention", "gb_per_s"} <= saved_keys[0]
     report = json.loads(file.read_text(encoding="utf-8"))
     assert report["failed"].keys() == {"model", "stages"}
     page = file.with_suffix(".md").read_text(encoding="utf-8")
