@@ -200,7 +200,7 @@ class Shapes:
                 continue
             work, weights = (
                 call_bytes(stage_config, stage, self.spec, "cuda", usable),
-                weight_bytes(stage_config, stage),
+                weight_bytes(stage_config, stage, self.spec),
             )
             stage_bytes.append(work + weights)
             is_resident = running and is_loaded(self.configured, stage)

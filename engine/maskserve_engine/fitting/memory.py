@@ -28,7 +28,7 @@ from maskserve_engine.spec.model_index import read_model_index
 from maskserve_engine.spec.model_spec import ModelSpec, refresh_rule, refresh_stride
 from maskserve_engine.stages.loader import device_of, dtype_of, shape_of
 from maskserve_engine.stages.quantise import bytes_as, gguf_bytes, largest_layer_bytes
-from maskserve_engine.stages.vae import in_tiles
+from maskserve_engine.stages.vae import in_tiles, vae_dtype
 from maskserve_engine.stages.vae_batches import shares_calls
 from maskserve_lora.lora_header import BadAdapter, header_of_file
 from maskserve_lora.storage import Storage, StorageFailed
@@ -119,7 +119,7 @@ def _stage_bytes(
         if config.stages.service or device_of(stage_config) != device:
             stage_bytes[stage] = 0
             continue
-        weights = weight_bytes(stage_config, stage)
+        weights = weight_bytes(stage_config, stage, spec)
         work = call_bytes(stage_config, stage, spec, device.type, total)
         stage_bytes[stage] = weights + work
         pending_bytes += work if is_loaded(config, stage) else weights + work
@@ -298,9 +298,9 @@ def still_values(work: ModelWork) -> float:
     return float(2 * work.still * work.widths.sum())
 
 
-def weight_bytes(config: Config, stage: Stage) -> int:
+def weight_bytes(config: Config, stage: Stage, spec: ModelSpec) -> int:
     """Return the bytes of the parts of the model folder that a stage loads, in the form in which it
-    loads them. They are read from the headers of files; without such files, or with a quantised T5,
+    runs them. They are read from the headers of files; without such files, or with a quantised T5,
     they follow from the classes. A T5 that is moved layer by layer counts its largest layer.
     """
     total, folder = 0, Path(config.model.path)
@@ -312,7 +312,8 @@ def weight_bytes(config: Config, stage: Stage) -> int:
         if t5 and config.model.t5_offload:
             total += largest_layer_bytes(shape_of(config, part))
         elif files and form == "bf16":
-            total += sum(map(_numbers, files)) * dtype_of(config).itemsize
+            dtype = vae_dtype(config, spec, stage) if part == "vae" else dtype_of(config)
+            total += sum(map(_numbers, files)) * dtype.itemsize
         elif (folder / part / "config.json").is_file():
             total += bytes_as(shape_of(config, part), form, whole=True)
     return total
@@ -356,7 +357,7 @@ def image_bytes(config: Config, stage: Stage, spec: ModelSpec) -> int:
         return 0
     last, previous = channels[0], channels[min(1, len(channels) - 1)]
     live_channels = 5 * last if stage == "encoder" else previous + max(2 * previous, 3 * last)
-    whole, itemsize = spec.native_resolution**2, dtype_of(config).itemsize
+    whole, itemsize = spec.native_resolution**2, vae_dtype(config, spec, stage).itemsize
     if not in_tiles(config, spec):
         return (live_channels + _PICTURE) * whole * itemsize
     tile = min(whole, spec.latents.tile**2)

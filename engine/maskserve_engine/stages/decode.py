@@ -43,10 +43,7 @@ class Decoder:
     def load(cls, spec: ModelSpec, config: Config) -> Decoder:
         """Load the VAE of a model folder. Raises ConfigError if it cannot be loaded."""
         limit_threads(config)
-        vae = load_vae(config, spec)
-        if vae.dtype == torch.float16 and vae.config.get("force_upcast"):
-            vae = vae.float()  # in half precision it overflows, as its folder says
-        return cls(vae, spec.latents)
+        return cls(load_vae(config, spec, "decoder"), spec.latents)
 
     def takes_pieces(self, size: tuple[int, int]) -> bool:
         """Return whether latents of this size [h, w] can be decoded in pieces. Tiles cannot,

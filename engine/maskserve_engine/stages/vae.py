@@ -7,23 +7,25 @@ diffusers' `enable_slicing`, which splits batches, is not used.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from maskserve_common.config import Config
+from maskserve_common.config import Config, Stage
+from maskserve_common.config_file import read_json
 from maskserve_engine.spec.latents import LatentSpace
 from maskserve_engine.spec.model_spec import ModelSpec
-from maskserve_engine.stages.loader import load_part
+from maskserve_engine.stages.loader import dtype_of, load_part
 
 _WHOLE = 1536
 """Native size up to which pictures are not tiled by default."""
 
 
-def load_vae(config: Config, spec: ModelSpec) -> Any:
-    """Load the VAE of the model folder. Raises ConfigError if it cannot be loaded."""
+def load_vae(config: Config, spec: ModelSpec, stage: Stage = "encoder") -> Any:
+    """Load the VAE of the model folder for a stage. Raises ConfigError if it cannot be loaded."""
     import diffusers  # a process first excludes libraries that it does not use
 
     vae = load_part(config, "vae", getattr(diffusers, spec.latents.vae))
@@ -31,7 +33,19 @@ def load_vae(config: Config, spec: ModelSpec) -> Any:
         vae.enable_tiling()
     if not spec.latents.frames:
         vae.to(memory_format=torch.channels_last)  # as oneDNN and tensor cores take their maps
-    return vae
+    dtype = vae_dtype(config, spec, stage)
+    return vae if vae.dtype == dtype else vae.to(dtype)
+
+
+def vae_dtype(config: Config, spec: ModelSpec, stage: Stage) -> torch.dtype:
+    """Return the dtype in which a stage runs the VAE: as in diffusers' pipelines float32 where in
+    half precision it overflows, as its folder says.
+    """
+    dtype, file = dtype_of(config), Path(config.model.path) / "vae" / "config.json"
+    overflows = spec.micro_conditioning if stage == "encoder" else dtype == torch.float16
+    if not overflows or spec.latents.vae != "AutoencoderKL":
+        return dtype
+    return torch.float32 if read_json(file).get("force_upcast", True) else dtype
 
 
 def moments_of(vae: Any, images: Tensor, space: LatentSpace) -> Tensor:

@@ -1,11 +1,12 @@
 """Estimate edits on common GPUs, by model, form of the weights and attention, and compare them with
 a server that computes all tokens. Nobody measured it.
 
-Counted: FLOPs, the bytes that kernels move, launches (as in `gpu_estimate`), and FLOPs of SDXL's
-VAE. Measured on an H200: T5 and FLUX's VAE, scaled by the peaks of other cards. Assumed: the data
-sheets' peaks and the shares of them that are reached, by card. Fewer tokens reach less, because the
-tiles of products do not divide them evenly (`tile_use`). The dense server takes the lesser of two
-times: a published time, or the time of our own dense kernels in the faster of bfloat16 and FP8.
+Counted: FLOPs, the bytes that kernels move, and launches (as in `gpu_estimate`). Measured on an
+H200: T5 and FLUX's VAE, scaled by the peaks of other cards; SDXL's VAE has the same layers.
+Assumed: the data sheets' peaks and the shares of them that are reached, by card. Fewer tokens reach
+less, because the tiles of products do not divide them evenly (`tile_use`). The dense server takes
+the lesser of two times: a published time, or the time of our own dense kernels in the faster of
+bfloat16 and FP8.
 
 The second table has FLUX.1 at 28, 8 and 4 steps beside crop and stitch, the dense server, and that
 server with FirstBlockCache.
@@ -22,11 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-import torch
-from diffusers import AutoencoderKL
-from torch.utils.flop_counter import FlopCounterMode
-
-from maskserve_benchmarks.published_models import FLUX_DEV, FLUX_VAE, SDXL
+from maskserve_benchmarks.published_models import FLUX_DEV, SDXL
 from maskserve_common.contracts.reuse_levels import refresh_count
 from maskserve_common.contracts.semantics import FILL
 from maskserve_engine.families.flux.spec import REFRESH_STRIDES as FLUX_STRIDES
@@ -63,8 +60,6 @@ class Card(NamedTuple):
     """FLOP/s in bfloat16."""
     fp8: float
     """FLOP/s in FP8. GeForce cards reach twice as much when they sum in float16."""
-    single: float
-    """FLOP/s in float32."""
     bytes_per_s: float
     """Bytes of its memory per second."""
     memory_gb: float
@@ -81,18 +76,18 @@ class Card(NamedTuple):
 
 _FP8_API = "aredden/flux-fp8-api, README at 138a97c, compiled"
 _DIFFUSERS = "huggingface.co/datasets/diffusers/benchmarks at 152f7ca, compiled"
-H100 = Card("H100 SXM", 989e12, 1979e12, 67e12, 3.35e12, 80, 132, 0.6, {"cuDNN": 0.65, "FA3": 0.7},
+H100 = Card("H100 SXM", 989e12, 1979e12, 3.35e12, 80, 132, 0.6, {"cuDNN": 0.65, "FA3": 0.7},
             Published(1e3 / 11.5, "fp8", _FP8_API))  # fmt: skip
-RTX_4090 = Card("RTX 4090", 165e12, 660e12, 82.6e12, 1.008e12, 24, 128, 0.55, {"FA2": 0.85},
+RTX_4090 = Card("RTX 4090", 165e12, 660e12, 1.008e12, 24, 128, 0.55, {"FA2": 0.85},
                 Published(1e3 / 3.51, "fp8", _FP8_API))  # fmt: skip
 CARDS = (
     H100,
     H100._replace(name="H200", bytes_per_s=4.8e12, memory_gb=141, published=None),
-    Card("B200", 2250e12, 4500e12, 80e12, 8e12, 180, 148, 0.6, {"FA4": 0.6}),
-    Card("L40S", 362e12, 733e12, 91.6e12, 0.864e12, 48, 142, 0.6, {"FA2": 0.5},
+    Card("B200", 2250e12, 4500e12, 8e12, 180, 148, 0.6, {"FA4": 0.6}),
+    Card("L40S", 362e12, 733e12, 0.864e12, 48, 142, 0.6, {"FA2": 0.5},
          Published(374.0, "bf16", _DIFFUSERS)),
     RTX_4090,
-    Card("RTX 5090", 209.5e12, 838e12, 104.8e12, 1.792e12, 32, 170, 0.55, {"FA2": 0.85}),
+    Card("RTX 5090", 209.5e12, 838e12, 1.792e12, 32, 170, 0.55, {"FA2": 0.85}),
 )  # fmt: skip
 TILES = (((128, 256), 1.0), ((128, 128), 0.9), ((64, 128), 0.75))
 """Tiles of a product's output that one multiprocessor computes at a time. Each has the speed that
@@ -288,29 +283,27 @@ T5_MS, ENCODE_MS, DECODE_MS = 24.0, 47.0, 85.0
 """Milliseconds on an H200 (docs/gpu.md)."""
 _ENCODES = 2
 """Pictures that the VAE encodes for an edit: the source and its masked picture."""
+_EXACT = 2.0
+"""Time of a convolution in float32, as a multiple of its time in bfloat16: cuDNN multiplies in
+TF32, at half the rate on all these cards, and moves twice the bytes."""
 
 
 def flux_stages_s(card: Card, area: float = 1.0) -> float:
     """Seconds of FLUX.1's T5 and VAE, with pictures of this share of 1024x1024 pixels."""
+    return _slower(card) * (T5_MS + area * (_ENCODES * ENCODE_MS + DECODE_MS)) / 1e3
+
+
+def sdxl_stages_s(card: Card) -> float:
+    """Seconds of SDXL's VAE, which encodes in float32 and decodes in bfloat16. Its text encoders
+    take almost none.
+    """
+    return _slower(card) * (_EXACT * _ENCODES * ENCODE_MS + DECODE_MS) / 1e3
+
+
+def _slower(card: Card) -> float:
+    """Time of a card's products, as a multiple of the H200's."""
     h200 = next(item for item in CARDS if item.name == "H200")
-    slower = h200.half * h200.products_reached / (card.half * card.products_reached)
-    return slower * (T5_MS + area * (_ENCODES * ENCODE_MS + DECODE_MS)) / 1e3
-
-
-def sdxl_stages_s(card: Card, vae: float) -> float:
-    """Seconds of SDXL's VAE of so many FLOPs, in float32. Its text encoders take almost none."""
-    return vae / (card.single * 0.5)
-
-
-def vae_flops() -> float:
-    """FLOPs of the VAE for an edit."""
-    with torch.device("meta"), torch.inference_mode():
-        vae = AutoencoderKL(**FLUX_VAE).eval()
-        with FlopCounterMode(display=False) as encode:
-            vae.encode(torch.zeros(1, 3, _SIDE, _SIDE))
-        with FlopCounterMode(display=False) as decode:
-            vae.decode(torch.zeros(1, 16, _SIDE // 8, _SIDE // 8))
-    return float(_ENCODES * encode.get_total_flops() + decode.get_total_flops())
+    return h200.half * h200.products_reached / (card.half * card.products_reached)
 
 
 CROP_SIDE = 512
@@ -400,7 +393,7 @@ def main() -> int:
     parser.add_argument("--bytes-reached", type=float, default=0.7, help="share of the peak")
     parser.add_argument("--launch-us", type=float, default=6.0, help="of the host, per kernel")
     args = parser.parse_args()
-    counted, vae = count_steps(), vae_flops()
+    counted = count_steps()
 
     def time_step(offer: Offer, ratio: float | None, between_refreshes: bool = False) -> float:
         key = offer.model, ratio, offer.form.name == "fp8", between_refreshes
@@ -410,13 +403,13 @@ def main() -> int:
         crop = flux_crop(counted["FLUX.1", None, offer.form.name == "fp8", False])
         return step_ms(offer.card, crop, offer.form, offer.attention, args)
 
-    _print_edits(time_step, vae)
+    _print_edits(time_step)
     print()
     _print_few_steps(time_step, time_crop)
     return 0
 
 
-def _print_edits(time_step: TimeStep, vae: float) -> None:
+def _print_edits(time_step: TimeStep) -> None:
     """Print all offers at the default steps."""
     masks = [ratio for ratio in RATIOS if ratio is not None]
     columns = ["card", "model", "weights", "attention", "dense ms"]
@@ -428,7 +421,7 @@ def _print_edits(time_step: TimeStep, vae: float) -> None:
     for offer in (item for card in CARDS for item in offers(card)):
         card, model, form, attention = offer
         steps = STEPS[model]
-        stages_s = sdxl_stages_s(card, vae) if model == "SDXL" else flux_stages_s(card)
+        stages_s = sdxl_stages_s(card) if model == "SDXL" else flux_stages_s(card)
         times = [edit_times(offer, m, steps, stages_s, time_step) for m in masks]
         edits = [times[0].dense, *(item.hit for item in times), *(item.first for item in times)]
         rival, rival_text = _rival(offer, time_step)

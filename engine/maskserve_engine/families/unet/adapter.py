@@ -41,8 +41,9 @@ from maskserve_engine.layers.low_rank import Adapters, Factors, LowRankSet, low_
 from maskserve_engine.planning.flops import ModelWork, Totals
 from maskserve_engine.planning.refresh_steps import REFRESH_RULE, RefreshRule
 from maskserve_engine.spec.model_spec import ModelSpec, refresh_rule
-from maskserve_engine.stages.loader import device_of, module_bytes
+from maskserve_engine.stages.loader import device_of, dtype_of, module_bytes
 from maskserve_engine.stages.quantise import load_denoiser
+from maskserve_engine.stages.vae import vae_dtype
 
 
 class UnetAdapter(Stepping[Row, UnetWeights], UnetControls):
@@ -113,14 +114,13 @@ class UnetAdapter(Stepping[Row, UnetWeights], UnetControls):
         Raises:
             ConfigError: a part is missing, unreadable or not served.
         """
-        from diffusers import AutoencoderKL, UNet2DConditionModel
+        from diffusers import UNet2DConditionModel
 
         if config.cache.conv_halo and config.cache.entry_kind != "kv":
             raise ConfigError(
                 f"[cache] conv_halo: {config.cache.conv_halo} goes with entry_kind kv, "
                 f"not {config.cache.entry_kind}"
             )
-        vae = AutoencoderKL.load_config(f"{config.model.path}/vae")
         return cls(
             spec,
             load_denoiser(
@@ -130,7 +130,7 @@ class UnetAdapter(Stepping[Row, UnetWeights], UnetControls):
                 partial(fuse_configured_loras, config, part="denoiser"),
             ),
             load_sampler(config, spec),
-            exact_vae=spec.micro_conditioning and bool(vae.get("force_upcast", True)),
+            exact_vae=vae_dtype(config, spec, "encoder") != dtype_of(config),
             cfg_entries=config.cache.cfg_entries == "own",
             halo=config.cache.conv_halo,
             outside_noise=outside_noise(config),

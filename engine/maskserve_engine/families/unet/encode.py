@@ -13,7 +13,6 @@ from maskserve_engine.base.job import Conditioning
 from maskserve_engine.families.encoder import Encoder, TextEncoder, to_numpy
 from maskserve_engine.spec.model_spec import ModelSpec
 from maskserve_engine.stages.cpu_threads import limit_threads
-from maskserve_engine.stages.loader import device_of
 from maskserve_engine.stages.vae import load_vae
 
 
@@ -30,8 +29,6 @@ class UnetEncoder(Encoder):
 
         limit_threads(config)
         vae = load_vae(config, spec)
-        if spec.micro_conditioning and vae.config.force_upcast:
-            vae = vae.to(device_of(config), torch.float32)
         encoders = [TextEncoder.load(config, CLIPTextModel)]
         if spec.micro_conditioning:
             encoders.append(TextEncoder.load(config, CLIPTextModelWithProjection, "_2"))

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -111,7 +111,7 @@ def test_what_is_loaded_already_is_not_taken_twice(tiny_fill: Path, tmp_path: Pa
     config = config_of(tiny_fill)
     assert after.encoder == before.encoder
     assert after.cache - before.cache == pytest.approx(
-        memory.weight_bytes(config, "encoder") / 4, abs=1
+        memory.weight_bytes(config, "encoder", load_spec(config.model.path)) / 4, abs=1
     )
 
 
@@ -219,9 +219,36 @@ def test_the_weights_are_those_that_are_loaded(tiny_fill: Path, dtype: str) -> N
     assert isinstance(encoder, FluxEncoder)
     parts = (encoder.vae, encoder.clip.model, encoder.t5.model)
     weights = sum(p.nbytes for part in parts for p in part.parameters())
-    assert memory.weight_bytes(config, "encoder") == pytest.approx(weights, rel=0.01)
+    assert memory.weight_bytes(config, "encoder", load_spec(config.model.path)) == pytest.approx(
+        weights, rel=0.01
+    )
     weights = sum(p.nbytes for p in decoder.vae.parameters())
-    assert memory.weight_bytes(config, "decoder") == pytest.approx(weights, rel=0.01)
+    assert memory.weight_bytes(config, "decoder", load_spec(config.model.path)) == pytest.approx(
+        weights, rel=0.01
+    )
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("variant", ["sdxl-base", "sd-base"])
+def test_a_vae_is_counted_in_the_dtype_in_which_it_runs(
+    tiny_unets: dict[str, Path], variant: str, dtype: str
+) -> None:
+    """In half precision SDXL's overflows when it encodes, and in float16 also when it decodes."""
+    config = config_of(tiny_unets[variant], model={"dtype": dtype})
+    exact = config_of(tiny_unets[variant], model={"dtype": "float32"})
+    facts, encoder = load_spec(tiny_unets[variant]), cast(Any, load_encoder(config))
+    stages: dict[memory.Stage, list[Any]] = {
+        "encoder": [encoder.vae, *(text.model for text in encoder.encoders)],
+        "decoder": [load_decoder(config).vae],
+    }
+    for stage, parts in stages.items():
+        weights = sum(p.nbytes for part in parts for p in part.parameters())
+        assert memory.weight_bytes(config, stage, facts) == pytest.approx(weights, rel=0.01)
+        ratio = memory.image_bytes(exact, stage, facts) / memory.image_bytes(config, stage, facts)
+        assert ratio == (1 if parts[0].dtype == torch.float32 else 2)
+    assert stages["encoder"][0].dtype == (
+        torch.float32 if variant == "sdxl-base" else getattr(torch, dtype)
+    )
 
 
 @pytest.mark.parametrize("build", [build_tiny_sd3, build_tiny_chroma])
@@ -232,7 +259,9 @@ def test_a_t5_is_counted_whichever_text_encoder_it_is(
     encoder = load_encoder(config)
     texts = [text_encoder.model for text_encoder in encoder.text_encoders.values()]
     total = sum(map(module_bytes, (encoder.vae, *texts)))
-    assert memory.weight_bytes(config, "encoder") == pytest.approx(total, rel=0.01)
+    assert memory.weight_bytes(config, "encoder", load_spec(config.model.path)) == pytest.approx(
+        total, rel=0.01
+    )
 
 
 def test_the_status_shows_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 from maskserve_benchmarks.checkout import CHECKOUT
 from maskserve_common.config import ConfigError
 from maskserve_engine.families.registry import load_adapter, load_encoder
+from maskserve_engine.families.specs import load_spec
 from maskserve_engine.fitting.memory import denoiser_bytes, weight_bytes
 from maskserve_engine.layers.linear import Linear, linear
 from maskserve_engine.stages.loader import module_bytes, shape_of
@@ -98,7 +99,9 @@ def test_t5_in_8_bits_is_the_librarys_own() -> None:
     )
     assert 0 < np.abs(embedding - folder).max() < 0.1 * np.abs(folder).max()
     total = sum(module_bytes(vae) for vae in (encoder.vae, encoder.clip.model, encoder.t5.model))
-    assert weight_bytes(config, "encoder") == pytest.approx(total, rel=1e-3)  # but for buffers
+    assert weight_bytes(config, "encoder", load_spec(config.model.path)) == pytest.approx(
+        total, rel=1e-3
+    )  # but for buffers
 
 
 def test_a_t5_that_comes_layer_by_layer_says_the_same() -> None:
@@ -110,12 +113,15 @@ def test_a_t5_that_comes_layer_by_layer_says_the_same() -> None:
         assert {parameter.device.type for parameter in encoder.t5.model.parameters()} == {"meta"}
         for name, numbers in expected.items():
             np.testing.assert_array_equal(result[name], numbers)
-    whole, parts = weight_bytes(config_of(DEMO), "encoder"), (encoder.vae, encoder.clip.model)
+    whole, parts = (
+        weight_bytes(config_of(DEMO), "encoder", load_spec(DEMO)),
+        (encoder.vae, encoder.clip.model),
+    )
     layers = [
         sum(parameter.nbytes for parameter in module.parameters(recurse=False))
         for module in reference.t5.model.modules()
     ]
-    counted = weight_bytes(config, "encoder")
+    counted = weight_bytes(config, "encoder", load_spec(config.model.path))
     assert counted == pytest.approx(sum(map(module_bytes, parts)) + max(layers), rel=1e-3)
     assert counted < whole
 

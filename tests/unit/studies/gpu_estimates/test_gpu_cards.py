@@ -17,6 +17,7 @@ from maskserve_studies.gpu_estimates.cards import (
     flux_crop,
     flux_stages_s,
     offers,
+    sdxl_stages_s,
     step_ms,
     tile_use,
 )
@@ -87,6 +88,8 @@ def test_stages_take_what_an_h200_took_and_more_on_slower_cards() -> None:
     by_name = {card.name: flux_stages_s(card) for card in CARDS}
     assert by_name["H200"] == pytest.approx(0.024 + 2 * 0.047 + 0.085)
     assert by_name["RTX 4090"] > by_name["L40S"] > by_name["H200"] > by_name["B200"]
+    for card in CARDS:  # without T5, and both pictures in float32 at half the rate
+        assert sdxl_stages_s(card) / by_name[card.name] == pytest.approx(0.273 / 0.203)
 
 
 def test_an_edit_of_few_steps_gains_less() -> None:
