@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -74,8 +75,8 @@ class Book:
     """Results of the honest clients; safe for threads."""
 
     seconds: list[float] = field(default_factory=list)
-    stages_ms: Counter[str] = field(default_factory=Counter)
-    """Sums over all edits: META's `timings_ms`, and the rest of the client's time."""
+    stages_ms: list[dict[str, float]] = field(default_factory=list)
+    """Of each edit META's `timings_ms`, and the rest of the client's time."""
     lost: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -90,12 +91,14 @@ class Book:
         """Add the time of one edit, by stage."""
         stages = {name: ms for name, ms in stages_ms.items() if name != "load_stall"}
         with self.lock:
-            self.stages_ms.update({**stages, "elsewhere": 1e3 * seconds - sum(stages.values())})
+            self.stages_ms.append({**stages, "elsewhere": 1e3 * seconds - sum(stages.values())})
 
-    def means(self) -> dict[str, int]:
-        """Return the mean milliseconds of an edit in each stage."""
-        edits = max(len(self.seconds), 1)
-        return {name: round(ms / edits) for name, ms in self.stages_ms.items()}
+    def means(self, slowest: float = 1.0) -> dict[str, int]:
+        """Return the mean milliseconds in each stage, of all edits or the slowest share of them."""
+        edits = sorted(self.stages_ms, key=lambda stages: -sum(stages.values()))
+        edits = edits[: math.ceil(slowest * len(edits))]
+        sums = sum(map(Counter, edits), Counter[str]())
+        return {name: round(ms / len(edits)) for name, ms in sums.items()}
 
     def p95(self) -> float:
         """Return P95 in seconds; 0 without edits."""
@@ -272,7 +275,11 @@ def hostile_soak(
         "drained": drained,
         "edits": {"alone": len(calm.seconds), "attacked": len(attacked.seconds)},
         "p95_s": {"alone": round(calm.p95(), 3), "attacked": round(attacked.p95(), 3)},
-        "stages_ms": {"alone": calm.means(), "attacked": attacked.means()},
+        "stages_ms": {
+            "alone": calm.means(),
+            "attacked": attacked.means(),
+            "slowest tenth": attacked.means(0.1),
+        },
         "cpu_s": cpu.seconds,
         "problems": [text for book in (warm, calm, attacked) for text in (*book.lost, *book.wrong)][
             :20

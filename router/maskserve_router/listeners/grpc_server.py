@@ -16,7 +16,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_common import transport
 from maskserve_common.contracts.keys import NO_SCOPE
-from maskserve_common.errors import DeadlineExceeded, MaskserveError
+from maskserve_common.errors import Cancelled, DeadlineExceeded, MaskserveError
 from maskserve_common.servers.failure import Failure
 from maskserve_common.servers.upstream import SERVICE
 from maskserve_router.api.front import Front
@@ -409,6 +409,7 @@ async def _write(context: Context, answer: Any) -> None:
     """Send a message.
 
     Raises:
+        Cancelled: the client is gone.
         DeadlineExceeded: the client does not read it.
     """
     size = len(answer) if isinstance(answer, bytes) else 0
@@ -416,6 +417,8 @@ async def _write(context: Context, answer: Any) -> None:
         await asyncio.wait_for(context.write(answer), _PATIENCE_S + size / _LEAST_PACE)
     except (TimeoutError, asyncio.TimeoutError):
         raise DeadlineExceeded("the client does not read its answers") from None
+    except grpc.aio.InternalError:  # what grpc raises where a call's connection has ended
+        raise Cancelled("the client is gone") from None
 
 
 def _refuse(context: Context, error: MaskserveError | Failure) -> None:

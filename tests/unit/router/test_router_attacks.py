@@ -28,7 +28,7 @@ from maskserve_common.config import LimitsConfig
 from maskserve_common.contracts import bytes_tensor
 from maskserve_common.contracts.settings import parse_settings
 from maskserve_common.contracts.status_record import Served
-from maskserve_common.errors import InvalidRequest
+from maskserve_common.errors import Cancelled, InvalidRequest
 from maskserve_common.logs import Repeats
 from maskserve_router.api import front, http_inference
 from maskserve_router.api.http_body import Bodies
@@ -659,6 +659,14 @@ async def test_who_does_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch):
             await until("nothing is held", lambda: router.admission.bytes == 0)
         await until("the connection is closed", lambda: not router.http.server_state.connections)
         writer.close()
+
+
+async def test_a_client_that_has_gone_is_no_error_of_the_router() -> None:
+    """So a write ends whose patience is over while the connection is lost."""
+    context = AsyncMock()
+    context.write.side_effect = grpc.aio.InternalError('Failed "execute_batch"')
+    with pytest.raises(Cancelled):
+        await grpc_server._write(context, b"answer")
 
 
 def test_progress_that_nobody_reads_is_forgotten_and_the_answer_is_not():
