@@ -76,7 +76,7 @@ class Book:
 
     seconds: list[float] = field(default_factory=list)
     stages_ms: list[dict[str, float]] = field(default_factory=list)
-    """Of each edit META's `timings_ms`, and the rest of the client's time."""
+    """META's `timings_ms` by edit, and the rest of the client's time."""
     lost: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
