@@ -402,6 +402,11 @@ def _add_model_options(edit: argparse.ArgumentParser) -> argparse._ArgumentGroup
         help="name of a LoRA on the server; the scale may be negative; may be repeated",
     )
     model.add_argument(
+        "--ip-adapter",
+        metavar="NAME[:SCALE]=FILE",
+        help="name of an IP-Adapter on the server, and the picture that speaks beside the prompt",
+    )
+    model.add_argument(
         "--control",
         action="append",
         metavar="NAME[:SCALE]=FILE",

@@ -81,7 +81,8 @@ class Client(Endpoint):
                 `strength` below 1.
             prompt: what to paint there.
             images: references, which the model sees beside the source or the template. Without
-                either, the first is the source.
+                either, the first is the source. With the setting `ip_adapter` the last is its
+                picture, and a picture without a source has this one alone.
             control: pictures of the same size for the ControlNets in the setting `controls`.
             timeout: seconds after which the edit is cancelled.
             settings: see maskserve_common.contracts.settings.EditSettings.

@@ -156,9 +156,12 @@ def settings_of(options: argparse.Namespace) -> dict[str, Any]:
         settings["loras"] = [_lora(text) for text in options.lora]
     if options.reference:
         settings["images"] = options.reference
+    if options.ip_adapter:
+        settings["ip_adapter"], picture = _named_picture("--ip-adapter", options.ip_adapter)
+        settings["images"] = [*(options.reference or ()), picture]
     if options.control:
         settings["controls"], settings["control"] = zip(
-            *map(_control, options.control), strict=True
+            *(_named_picture("--control", text) for text in options.control), strict=True
         )
     return settings
 
@@ -220,17 +223,17 @@ def _lora(text: str) -> dict[str, Any]:
         ) from None
 
 
-def _control(text: str) -> tuple[dict[str, Any], str]:
+def _named_picture(option: str, text: str) -> tuple[dict[str, Any], str]:
     """Return the setting and the file for NAME=FILE or NAME:SCALE=FILE."""
     scaled_name, equals, file = text.partition("=")
     name, colon, scale = scaled_name.partition(":")
     form = "NAME=FILE or NAME:SCALE=FILE, as outline:0.8=edges.png"
     if not equals or not file:
-        raise InvalidRequest("--control", f"{text!r} names no file", form)
+        raise InvalidRequest(option, f"{text!r} names no file", form)
     try:
         return ({"name": name, "scale": float(scale)} if colon else {"name": name}), file
     except ValueError:
-        raise InvalidRequest("--control", f"{scale!r} is not a number", form) from None
+        raise InvalidRequest(option, f"{scale!r} is not a number", form) from None
 
 
 def _follow(

@@ -104,7 +104,8 @@ def pictures(
 
     Args:
         image: the source; None with the setting `template_id`, or if `images` has it.
-        images: further pictures; without `image` and a template the first is the source.
+        images: further pictures; without `image` and a template the first is the source. The last
+            one is the IP-Adapter's, if the settings name one.
         settings: settings of the edit.
 
     Raises:
@@ -112,7 +113,8 @@ def pictures(
         OSError: a path cannot be read.
     """
     encoded = [image_bytes(further, f"images[{index}]") for index, further in enumerate(images)]
-    if image is None and encoded and settings.get("template_id") is None:
+    is_adapters = len(encoded) == 1 and settings.get("ip_adapter") is not None
+    if image is None and encoded and settings.get("template_id") is None and not is_adapters:
         return encoded
     return [image_bytes(image), *encoded]
 

@@ -402,6 +402,21 @@ def is_url(source: str) -> bool:
     return source.startswith(("http://", "https://"))
 
 
+class IpAdaptersConfig(Table, frozen=True):
+    """`[ip_adapters]`: the IP-Adapters that edits may name."""
+
+    folder: str = ""
+    """Folder with a file NAME.safetensors for each IP-Adapter. Empty: none."""
+    image_encoder: str = ""
+    """Folder of the CLIP image encoder that they share; empty: `image_encoder` in `folder`."""
+    device_bytes: Annotated[int, Meta(ge=2**10, le=2**50)] = 2**31
+    """Most bytes of IP-Adapters that the encoder keeps on its device, beside the image encoder."""
+
+    @property
+    def encoder_folder(self) -> Path:
+        return Path(self.image_encoder or Path(self.folder) / "image_encoder")
+
+
 class NodesConfig(Table, frozen=True):
     """`[nodes]`: the models of workflow nodes, in the file of `maskserve serve --nodes`. Relative
     paths begin at the file, and `[model] device` is the models' device. Any other key is the name
@@ -523,6 +538,7 @@ class Config(Table, frozen=True):
     slo: SloConfig = SloConfig()
     adapters: AdaptersConfig = AdaptersConfig()
     controls: ControlsConfig = ControlsConfig()
+    ip_adapters: IpAdaptersConfig = IpAdaptersConfig()
     nodes: NodesConfig = NodesConfig()
     values: ValuesConfig = ValuesConfig()
     provenance: ProvenanceConfig = ProvenanceConfig()

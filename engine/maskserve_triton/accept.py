@@ -27,6 +27,7 @@ from maskserve_common.contracts.settings import ControlSetting, EditSettings, Lo
 from maskserve_common.errors import InvalidRequest
 from maskserve_common.imaging.whole import check_answer_size
 from maskserve_engine.spec.control_nets import ControlNets
+from maskserve_engine.spec.ip_adapters import IpAdapters
 from maskserve_engine.spec.model_spec import ModelSpec
 from maskserve_lora.catalogue import Catalogue
 
@@ -43,6 +44,7 @@ def accept_edit(
     catalogue: Catalogue | None = None,
     nets: ControlNets | None = None,
     kind: EditKind = "inpaint",
+    ip_adapters: IpAdapters | None = None,
 ) -> AcceptedEdit:
     """Check an edit without its pictures, fill in the worker's defaults, and note the time.
 
@@ -54,10 +56,12 @@ def accept_edit(
         catalogue: catalogue of adapters; None: none are served.
         nets: ControlNets; None: none are served.
         kind: kind of the edit, by its pictures (`contracts.edit_kinds`).
+        ip_adapters: IP-Adapters; None: none are served.
 
     Raises:
         InvalidRequest: naming PROMPT, `SETTINGS.<key>`, or the picture that the model needs.
-        AdapterNotFound: naming `SETTINGS.loras[i].name` or `SETTINGS.controls[i].name`.
+        AdapterNotFound: naming `SETTINGS.loras[i].name`, `SETTINGS.controls[i].name` or
+            `SETTINGS.ip_adapter.name`.
         Overloaded: the adapters' storage does not answer.
     """
     check_settings(requested, spec, config)
@@ -75,6 +79,11 @@ def accept_edit(
     text = check_prompt(prompt, config)
     loras = _versions(requested.loras, catalogue) if requested.loras else ()
     controls = _resolved(requested.controls, nets) if requested.controls else ()
+    if requested.ip_adapter is not None:
+        if ip_adapters is None:
+            problem = "IP-Adapters are not served here"
+            raise InvalidRequest("SETTINGS.ip_adapter", problem, "no ip_adapter")
+        ip_adapters.find(requested.ip_adapter.name)
     settings = with_defaults(requested, spec, config)
     return AcceptedEdit(text, settings, time.time_ns(), kind, loras=loras, controls=controls)
 

@@ -35,6 +35,7 @@ from maskserve_common.files.values import ENCODING, MAKE, RUN
 from maskserve_common.observations import Observations
 from maskserve_common.tracing import TRACEPARENT, Tracer, make_tracer
 from maskserve_engine.spec.control_nets import ControlNets
+from maskserve_engine.spec.ip_adapters import IpAdapters
 from maskserve_engine.spec.model_spec import ModelSpec
 from maskserve_lora.store import AdapterStore
 from maskserve_triton.accept import accept_edit
@@ -91,7 +92,7 @@ class EditFront:
         self._metrics = MetricsThread(metrics)
         self._adapters = AdapterStore(config)
         self._adapters.start()
-        self._nets = ControlNets(config, spec)
+        self._nets, self._ip_adapters = ControlNets(config, spec), IpAdapters(config, spec)
         self._results = Results(api, config, spec)
         self._pool = ThreadPoolExecutor(config.engine.front_threads, f"{name}-pool")
         self._calls = Calls()
@@ -141,7 +142,14 @@ class EditFront:
         image = bool(images[0])
         request_log.kind = kind = edit_kind(bounded_request.settings, image=image, mask=mask)
         edit = accept_edit(
-            bounded_request.settings, prompt, self._spec, self._config, catalogue, self._nets, kind
+            bounded_request.settings,
+            prompt,
+            self._spec,
+            self._config,
+            catalogue,
+            self._nets,
+            kind,
+            self._ip_adapters,
         )
         after_token_s = self._after_steps.per_token_s
         edit = replace(edit, due_ms=bounded_request.due_ms, after_token_s=after_token_s)

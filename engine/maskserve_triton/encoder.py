@@ -25,12 +25,14 @@ from maskserve_common.config import Config
 from maskserve_common.contracts.keys import scope_of, template_id
 from maskserve_common.contracts.request import EditRequest
 from maskserve_common.lru_cache import LruCache
+from maskserve_engine.adapters.ip_adapter import IpAdapterEncoder
 from maskserve_engine.adapters.text_encoders import TextAdapters
 from maskserve_engine.base.job import Conditioning
 from maskserve_engine.cache.priming_prompt import PRIMING_PROMPT, write_priming_prompt
 from maskserve_engine.families.encoder import Encoder, TemplateEncoding
 from maskserve_engine.families.registry import load_encoder
 from maskserve_engine.fitting.memory import device_memory, encoded_at_once
+from maskserve_engine.spec.ip_adapters import KnownIpAdapter
 from maskserve_engine.stages.encoded import (
     NO_CONTROLS,
     NO_MOMENTS,
@@ -83,6 +85,15 @@ class ToEncode(NamedTuple):
         return list(dict.fromkeys(filter(None, names)))
 
     @property
+    def ip_picture(self) -> NDArray[np.uint8]:
+        """RGB [side, side, 3] of the IP-Adapter's picture, behind the references."""
+        named = self.edit.ip_picture
+        assert named is not None
+        assert self.references is not None, "REQUEST names a picture that did not come"
+        height, width = named.size
+        return self.references[-3 * height * width :].reshape(height, width, 3)
+
+    @property
     def pictures(self) -> list[NDArray[np.uint8]]:
         """RGB [h, w, 3] of the source and of the further references; none without a source."""
         pictures = [self.pixels] if self.pixels.size else []
@@ -112,6 +123,16 @@ class PromptKey(NamedTuple):
     """Scope of the API key with separately cached prompts; None: they are shared."""
     alone: bool = False
     """Whether it must be computed by itself: a `reproducible` edit's."""
+
+
+class PictureKey(NamedTuple):
+    """Everything that the arrays depend on which an IP-Adapter adds to an edit's prompts."""
+
+    file: KnownIpAdapter
+    picture: str
+    """Digest of the picture's pixels."""
+    owner: str | None
+    """As in `PromptKey`."""
 
 
 class _Prompts(NamedTuple):
@@ -179,6 +200,12 @@ class EditEncoder:
         self._adapters = TextAdapters(config, encoder.text_models)
         self._stages = stages = config.stages
         self._prompts: LruCache[PromptKey, Conditioning] = LruCache(stages.prompt_bytes, _nbytes)
+        self._ip_pictures: LruCache[PictureKey, tuple[Conditioning, Conditioning]] = LruCache(
+            stages.prompt_bytes, lambda arrays: sum(map(_nbytes, arrays))
+        )
+        self._ip_adapters = (
+            IpAdapterEncoder(config, encoder.spec) if config.ip_adapters.folder else None
+        )
         self._templates: LruCache[str, TemplateEncoding] = LruCache(
             stages.template_bytes,
             lambda encoding: encoding.nbytes,
@@ -256,11 +283,12 @@ class EditEncoder:
                 pictures = self._pictures(number, edit_input, whole)
                 controls = self._control_moments(edit_input.controls)
                 text = prompts[number]()
+                prompt, negative = self._with_picture(edit_input, text)
                 encoded = Encoded(
                     pictures.moments,
                     pictures.masked,
-                    text.prompt,
-                    text.negative,
+                    prompt,
+                    negative,
                     controls,
                     pictures.references,
                 )
@@ -399,6 +427,24 @@ class EditEncoder:
             encoded = self._encoder.as_negative(key.text, encoded)
         self._prompts.put(key, encoded)
         return encoded
+
+    def _with_picture(
+        self, request: ToEncode, text: _Prompts
+    ) -> tuple[Conditioning, Conditioning | None]:
+        """Return an edit's prompts, with the arrays that its IP-Adapter adds."""
+        edit = request.edit
+        setting, picture = edit.settings.ip_adapter, edit.ip_picture
+        if setting is None or picture is None or not setting.scale:
+            return text.prompt, text.negative
+        assert self._ip_adapters is not None, "the front refuses IP-Adapters"
+        owner = scope_of(edit.request_id) if edit.settings.private_prompt else None
+        key = PictureKey(self._ip_adapters.find(setting.name), picture.pixels_id, owner)
+        arrays = self._ip_pictures.get(key)
+        if arrays is None:
+            arrays = self._ip_adapters.encode(key.file, request.ip_picture)
+            self._ip_pictures.put(key, arrays)
+        negative = None if text.negative is None else text.negative | arrays[1]
+        return text.prompt | arrays[0], negative
 
     # Pictures
 

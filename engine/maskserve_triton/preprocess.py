@@ -54,6 +54,7 @@ from maskserve_common.imaging.provenance import has_manifest
 from maskserve_common.imaging.view import View, canvas_size, choose_view, grown
 from maskserve_common.imaging.whole import PictureFit, fit_of, middle, native_size
 from maskserve_engine.spec.encoder_picture import LONGEST
+from maskserve_engine.spec.ip_adapters import IpAdapters
 from maskserve_engine.spec.model_spec import ModelSpec
 from maskserve_triton.accept import accept_edit
 
@@ -139,7 +140,7 @@ def prepare_edit(
         lambda picture: _to_srgb(view.window.crop(picture.pixels), picture.colour, view.size),
         config,
     )
-    reference_pixels = _reference_pixels(references, spec, config)
+    further = _further_pictures(references, settings, spec, config)
     settings = _with_encoding(settings, mask or image)
     request = replace(
         _request(replace(accepted, settings=settings), source, source_id, pixels),
@@ -147,13 +148,14 @@ def prepare_edit(
         window=view.window if view.is_part else None,
         alpha=_keeps_alpha(settings, source, paste),
         edit_boxes=component_boxes(edit, spec.token_pixels),
-        references=_reference_records(reference_pixels),
+        references=further.records,
+        ip_picture=further.ip_record,
         warnings=(*source.warnings, *selection.warnings),
     )
     context = _paste_context(source, paste, request, config, decoded_pixels)
     request.timings_ms["preprocess"] = round((time.perf_counter() - start) * 1e3, 3)
     context = replace(context, request=request.to_json())
-    return PreparedEdit(pixels, edit, controls, _flat_pixels(reference_pixels), request, context)
+    return PreparedEdit(pixels, edit, controls, further.flat, request, context)
 
 
 def _paste_context(
@@ -190,23 +192,24 @@ def _prepare_whole(
     start, settings = time.perf_counter(), _with_encoding(accepted.settings, image)
     accepted = replace(accepted, settings=settings)
     native, multiple = spec.native_resolution, spec.size_multiple
-    size, reference_pixels = settings.answer_size, list[npt.NDArray[np.uint8]]()
+    size, further = settings.answer_size, _further_pictures(references, settings, spec, config)
     if accepted.kind == "generate":
         size = size or native_size(native, multiple)
         fit, canvas, pixels = PictureFit(size, size), size, np.zeros((0, 0, 3), np.uint8)
         request, context = _request_without_source(accepted, size), PostprocessContext()
+        request = replace(request, ip_picture=further.ip_record)
     else:
         source, source_id = _source(image, settings, config, find_template)
-        rule = spec.reference_size if references else spec.edit_size
+        rule = spec.reference_size if further.references else spec.edit_size
         chosen = fit_of(source.size, rule, native, multiple)
         fit = PictureFit(size, size) if size else chosen
         canvas, pixels = source.size, _fit_picture(source, fit)
         request = _request(accepted, source, source_id, pixels)
-        reference_pixels = _reference_pixels(references, spec, config)
         request = replace(
             request,
             source_size=fit.answer_size,
-            references=_reference_records(reference_pixels),
+            references=further.records,
+            ip_picture=further.ip_record,
             warnings=source.warnings,
         )
         context = _source_context(source, middle(pixels, fit.answer_size), config)
@@ -218,36 +221,70 @@ def _prepare_whole(
     request.timings_ms["preprocess"] = round((time.perf_counter() - start) * 1e3, 3)
     context = replace(context, request=request.to_json())
     mask = np.full(fit.size, 255, np.uint8)
-    return PreparedEdit(pixels, mask, controls, _flat_pixels(reference_pixels), request, context)
+    return PreparedEdit(pixels, mask, controls, further.flat, request, context)
 
 
-def _reference_pixels(
-    encoded: Sequence[bytes | memoryview], spec: ModelSpec, config: Config
-) -> list[npt.NDArray[np.uint8]]:
-    """Return references as the model sees them, in sRGB, RGB [h, w, 3] each.
+@dataclass(frozen=True, slots=True)
+class _FurtherPictures:
+    """Pictures behind the source, in sRGB, RGB [h, w, 3] each."""
+
+    references: list[npt.NDArray[np.uint8]]
+    """References as the model sees them."""
+    ip_picture: npt.NDArray[np.uint8] | None
+    """The IP-Adapter's picture as the image encoder sees it; None: there is none."""
+
+    @property
+    def records(self) -> tuple[Reference, ...]:
+        return tuple(map(_record, self.references))
+
+    @property
+    def ip_record(self) -> Reference | None:
+        return None if self.ip_picture is None else _record(self.ip_picture)
+
+    @property
+    def flat(self) -> npt.NDArray[np.uint8]:
+        """All pixels, the IP-Adapter's picture last."""
+        last = [] if self.ip_picture is None else [self.ip_picture]
+        flat = [pixels.reshape(-1) for pixels in (*self.references, *last)]
+        return np.concatenate([np.zeros(0, np.uint8), *flat])
+
+
+def _record(pixels: npt.NDArray[np.uint8]) -> Reference:
+    return Reference((len(pixels), pixels.shape[1]), template_id(pixels))
+
+
+def _further_pictures(
+    encoded: Sequence[bytes | memoryview],
+    settings: EditSettings,
+    spec: ModelSpec,
+    config: Config,
+) -> _FurtherPictures:
+    """Decode the pictures behind the source.
 
     Raises:
         InvalidRequest: naming the element of IMAGE.
     """
-    native, multiple, pictures = spec.native_resolution, spec.size_multiple, []
-    for index, raw in enumerate(encoded, start=1):
+    native, multiple, references = spec.native_resolution, spec.size_multiple, []
+    count = len(encoded) - (settings.ip_adapter is not None)
+    for index, raw in enumerate(encoded[:count], start=1):
         field = f"IMAGE[{index}]"
         picture = decode_image(raw, field, config.limits)
         fit = fit_of(picture.size, spec.reference_size, native, multiple)
         _check_shape(fit.size, spec, field)
-        pictures.append(_fit_picture(picture, fit))
-    return pictures
+        references.append(_fit_picture(picture, fit))
+    if count == len(encoded):
+        return _FurtherPictures(references, None)
+    picture = decode_image(encoded[-1], f"IMAGE[{len(encoded)}]", config.limits)
+    side = IpAdapters(config, spec).sizes.side
+    return _FurtherPictures(references, _square(picture, side))
 
 
-def _reference_records(pictures: Sequence[npt.NDArray[np.uint8]]) -> tuple[Reference, ...]:
-    return tuple(
-        [Reference((len(pixels), pixels.shape[1]), template_id(pixels)) for pixels in pictures]
-    )
-
-
-def _flat_pixels(pictures: Sequence[npt.NDArray[np.uint8]]) -> npt.NDArray[np.uint8]:
-    flat = [np.zeros(0, np.uint8), *(pixels.reshape(-1) for pixels in pictures)]
-    return np.concatenate(flat)
+def _square(picture: Decoded, side: int) -> npt.NDArray[np.uint8]:
+    """Return the middle square of a picture, [side, side, 3], as CLIPImageProcessor makes it."""
+    height, width = (int(side * length / min(picture.size)) for length in picture.size)
+    image = Image.fromarray(picture.pixels).resize((width, height), Image.Resampling.BICUBIC)
+    pixels = np.asarray(picture.colour.to_display(image))
+    return np.ascontiguousarray(middle(pixels, (side, side)))
 
 
 def _source_context(

@@ -287,7 +287,7 @@ def _klein_pipeline(folder: Path) -> Any:
     return pipeline
 
 
-def _unet_pipeline(folder: Path) -> Any:
+def unet_pipeline(folder: Path) -> Any:
     from diffusers import StableDiffusionInpaintPipeline, StableDiffusionXLInpaintPipeline
 
     if (folder / "text_encoder_2").exists():
@@ -619,7 +619,7 @@ _UNET = FamilyCase(
     "sd21-base",
     "sd",
     _plain,
-    _unet_pipeline,
+    unet_pipeline,
     plain={"guidance_scale": 1.0},
     guidance=partial(_scaled, low=7.5, high=7.5, negatives=("", "x", "a red star")),
     sections=_EDIT_NOISE,

@@ -77,17 +77,26 @@ def check_references(
     """Refuse pictures that a model does not take.
 
     Args:
-        pictures: elements of IMAGE: the source, or nothing for a template, then references.
+        pictures: elements of IMAGE: the source, or nothing for a template, then references. The
+            last picture is the IP-Adapter's, if the edit has one.
         settings: settings of the edit.
         most: most pictures that the model sees, with the source.
 
     Raises:
-        InvalidRequest: naming IMAGE or its element, or SETTINGS.reference_ids.
+        InvalidRequest: naming IMAGE or its element, or a setting.
     """
-    named = len(settings.reference_ids)
+    named, adapts = len(settings.reference_ids), settings.ip_adapter is not None
     if len(pictures) + named < 2:
+        if adapts:
+            raise InvalidRequest(
+                "SETTINGS.ip_adapter",
+                "is given, and no picture for it",
+                "a picture behind the source in IMAGE, or SETTINGS.reference_ids",
+            )
         return
-    if len(pictures) > 1 and not pictures[0] and settings.template_id is None:
+    most += adapts
+    is_alone = adapts and len(pictures) == 2 and not named
+    if len(pictures) > 1 and not pictures[0] and settings.template_id is None and not is_alone:
         raise InvalidRequest(
             "IMAGE[0]",
             "is empty, and further pictures follow",

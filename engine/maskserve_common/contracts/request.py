@@ -107,6 +107,8 @@ class EditRequest:
     source."""
     references: tuple[Reference, ...] = ()
     """Pictures that the model sees beside the source."""
+    ip_picture: Reference | None = None
+    """Picture of the IP-Adapter, behind the references; None: the edit has no IP-Adapter."""
     window: tuple[int, int, int, int] | None = None
     """Top, left, height and width of the part that the model sees; None: all."""
     alpha: bool = False

@@ -129,6 +129,15 @@ ControlSettings = Annotated[
 ]
 
 
+class IpAdapterSetting(Table, frozen=True):
+    """An IP-Adapter of an edit. It reads the last picture behind the source."""
+
+    name: AdapterName
+    """Name of the IP-Adapter; never a path or URL."""
+    scale: Annotated[float, Meta(ge=-10, le=10)] = 1.0
+    """Factor of what the picture adds to the prompt; 0 is none."""
+
+
 _CLICK = "[x, y, 1] on the thing, or [x, y, 0] outside of it"
 Click = Annotated[tuple[float, float, Literal[0, 1]], Meta(description=_CLICK)]
 
@@ -243,6 +252,9 @@ class EditSettings(Table, frozen=True):
     """ControlNets of the edit: `name`, `scale` (1 by default, -10 to 10), `start` and `end` (share
     of the steps, 0 to 1), `image` (index in CONTROL; by default its own) and `mode` (of union
     nets)."""
+    ip_adapter: IpAdapterSetting | None = None
+    """UNets: the IP-Adapter through which a further picture, the last one, speaks beside the
+    prompt: `name`, and `scale` (1 by default, -10 to 10)."""
     private_prompt: bool = False
     """No other API key reuses the embeddings of this prompt."""
     template_id: TemplateId | None = None
@@ -305,7 +317,7 @@ ENCODER_SETTINGS: Final = frozenset(
     {
         "model", "guidance_scale", "true_cfg_scale", "negative_prompt", "mask_mode", "mask_dilate",
         "mask_feather", "crop_to_mask", "crop_padding", "size", "expand", "reproducible", "loras",
-        "private_prompt", "template_id", "reference_ids",
+        "ip_adapter", "private_prompt", "template_id", "reference_ids",
     }
 )  # fmt: skip
 """Settings on which the outputs of the encoder depend."""

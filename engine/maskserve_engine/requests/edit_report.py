@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 from maskserve_common.contracts.keys import name_of
+from maskserve_common.contracts.settings import IpAdapterSetting
 from maskserve_engine.base.timeline import RequestTimeline
 from maskserve_engine.planning.refresh_control import fidelity_of
 from maskserve_engine.requests.state import ControlUse, LoraUse, RequestState
@@ -32,6 +33,7 @@ def final_meta(edit: RequestState, worker: str, model: str) -> dict[str, Any]:
         **_reuse(edit),
         **_loras(edit.loras, request.settings.adapters),
         **_controls(edit.controls),
+        **_ip_adapter(request.settings.ip_adapter),
         **({"dense_for": dense_for} if dense_for else {}),
         **_dense_steps(edit),
         **_region(edit),
@@ -109,6 +111,10 @@ def _loras(use: LoraUse, mode: str) -> dict[str, Any]:
         "loras_from_step": use.from_step,
         "loras_waited_ms": _ms(use.waited_s),
     }
+
+
+def _ip_adapter(setting: IpAdapterSetting | None) -> dict[str, Any]:
+    return {} if setting is None else {"ip_adapter": {"name": setting.name, "scale": setting.scale}}
 
 
 def _controls(use: ControlUse) -> dict[str, Any]:

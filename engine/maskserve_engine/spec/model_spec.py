@@ -135,6 +135,9 @@ class ModelSpec:
     """The transformer's or UNet's config.json, for FLOP counting."""
     control: ControlNetSpec | None
     """ControlNets that fit the model; None: it takes none."""
+    cross_layers: tuple[tuple[int, int], ...] = ()
+    """Number in an IP-Adapter's file and width of each cross attention, in the order they run;
+    empty: the model takes no IP-Adapters."""
     edit_kinds: frozenset[EditKind] = INPAINT_ONLY
     """Kinds of edits that pipelines of the model's family make with its weights."""
     refresh: RefreshSpec = RefreshSpec()

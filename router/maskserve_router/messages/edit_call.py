@@ -273,6 +273,7 @@ def make_edit_call(
             metadata=metadata,
         )
     settings = identified(parse_settings(raw), owner.scope)
+    adapts = settings.ip_adapter is not None  # the last picture is not among what the model sees
     private = settings.private_prompt or owner.private_prompts
     settings = structs.replace(settings, private_prompt=private)
     assert settings.request_id is not None
@@ -284,7 +285,7 @@ def make_edit_call(
         timeout=timeout,
         image=image,
         mask=mask,
-        references=references + len(settings.reference_ids),
+        references=max(0, references + len(settings.reference_ids) - adapts),
         prompted=prompted,
         size=size,
         metadata=metadata,

@@ -105,9 +105,24 @@ async def test_further_pictures_are_references_or_those_of_controls():
         ([], (b"one", (b"two", b"three"), ())),
         ([("template_id", "0" * 32)], (b"", (b"one", b"two", b"three"), ())),
         ([("controls[][name]", "a")], (b"one", (), (b"two", b"three"))),
+        ([("ip_adapter[name]", "a")], (b"one", (b"two", b"three"), ())),
+        (
+            [("ip_adapter[name]", "a"), ("controls[][name]", "a")],
+            (b"one", (b"three",), (b"two",)),
+        ),
     ):
         form = await form_of(*pictures, ("prompt", ""), *fields)
         assert (form.image, form.references, form.control) == expected
+
+
+async def test_a_generation_has_the_picture_of_its_ip_adapter_and_no_other():
+    headers = Headers({"content-type": f"multipart/form-data; boundary={BOUNDARY}"})
+    parts: list[Part] = [("prompt", "x"), ("ip_adapter[name]", "a"), ("image", b"one")]
+    form = await read_form(headers, body_of(parts), picture, now, source="none")
+    assert (form.image, form.references, form.kind) == (b"", (b"one",), "generate")
+    more = body_of([("image", b"two"), *parts])
+    with pytest.raises(InvalidRequest, match="image: is not a field of a generation"):
+        await read_form(headers, more, picture, now, source="none")
 
 
 async def test_json_carries_data_urls_and_nothing_is_fetched():

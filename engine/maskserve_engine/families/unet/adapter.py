@@ -25,6 +25,7 @@ from maskserve_engine.families.unet.batch import Row, UnetBatch
 from maskserve_engine.families.unet.conditioning import UnetInputs
 from maskserve_engine.families.unet.forward import added_embedding, micro_conditioning
 from maskserve_engine.families.unet.opening import UnetControls
+from maskserve_engine.families.unet.picture_tokens import picture_keys_of
 from maskserve_engine.families.unet.preparation import UnetPreparation
 from maskserve_engine.families.unet.rows import (
     Guidance,
@@ -318,13 +319,14 @@ class UnetAdapter(Stepping[Row, UnetWeights], UnetControls):
         if inputs.negative is not None:
             scale = job.request.settings.guidance_scale
             assert scale is not None, "preprocess fills in the model's default"
-            guidance = Guidance(self._prompt(inputs.negative), scale)
+            negative = self._prompt(inputs.negative)
+            guidance = Guidance(self._with_picture(negative, inputs.picture_keys[1], job), scale)
         schedule = self._preparation.schedule(job)
         return UnetRow(
             request_id=job.request.request_id,
             schedule=schedule,
             noise_levels=self._preparation.noise_levels,
-            prompt=self._prompt(inputs.texts),
+            prompt=self._with_picture(self._prompt(inputs.texts), inputs.picture_keys[0], job),
             guidance=guidance,
             state=schedule.state(inputs.start.latents),
             condition=inputs.start.condition,
@@ -342,6 +344,14 @@ class UnetAdapter(Stepping[Row, UnetWeights], UnetControls):
         if prompt.micro is None:
             return prompt
         return replace(prompt, added=added_embedding(self.model, prompt.micro, adapters))
+
+    def _with_picture(self, prompt: UnetPrompt, packed: Tensor | None, job: EditJob) -> UnetPrompt:
+        """Return the prompt with the keys and values of an IP-Adapter's picture, if it has one."""
+        setting = job.request.settings.ip_adapter
+        if packed is None or setting is None:
+            return prompt
+        widths = [width for _, width in self.spec.cross_layers]
+        return replace(prompt, picture=picture_keys_of(packed, widths, setting.scale))
 
     def _prompt(self, texts: tuple[Tensor, ...]) -> UnetPrompt:
         text, *micro_inputs = texts

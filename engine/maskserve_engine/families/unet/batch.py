@@ -192,7 +192,11 @@ class UnetBatch(ReusableBatch[Row, UnetWeights]):
 
     def _is_recorded(self, model: UnetWeights) -> bool:
         return model.graphs is not None and not any(
-            not isinstance(row, UnetRow) or row.adapters or row.control is not None or row.captures
+            not isinstance(row, UnetRow)
+            or row.adapters
+            or row.control is not None
+            or row.prompt.picture
+            or row.captures
             for row in self.rows
         )
 

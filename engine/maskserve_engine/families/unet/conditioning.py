@@ -107,6 +107,9 @@ class UnetInputs:
     texts: tuple[Tensor, ...]
     """The prompt's tensors as the model takes them; for SDXL also pooled text and sizes."""
     negative: tuple[Tensor, ...] | None
+    picture_keys: tuple[Tensor | None, Tensor | None] = (None, None)
+    """[tokens, W] of the IP-Adapter's picture, for either prompt (`UnetPreparation.picture_keys`);
+    None: there is none."""
 
 
 @dataclass(frozen=True, slots=True)

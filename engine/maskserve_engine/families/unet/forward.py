@@ -17,6 +17,7 @@ from maskserve_engine.batch.row_updates import ByPass
 from maskserve_engine.batch.transfer import moved
 from maskserve_engine.families.unet.canvas import Canvas, Site, Tiled, Whole
 from maskserve_engine.families.unet.levels import make_level
+from maskserve_engine.families.unet.picture_tokens import PictureKeys
 from maskserve_engine.families.unet.spec import level_sizes
 from maskserve_engine.families.unet.stack import InactivePassTokens, Stack, StackCapture, Text
 from maskserve_engine.families.unet.surroundings import Surroundings
@@ -44,6 +45,8 @@ class PassInput:
     residuals: Residuals | None = None
     """Residuals added to its feature maps."""
     number: int = 0
+    picture: PictureKeys = ()
+    """Keys and values of the IP-Adapter's picture."""
 
 
 class PackedPasses:
@@ -67,7 +70,10 @@ class PackedPasses:
         pass_residuals = tuple(pass_input.residuals for pass_input in passes)
         self.residuals = pass_residuals if any(pass_residuals) else ()
         """Residuals by pass; empty if no pass has any."""
-        self.text = Text([pass_input.text for pass_input in passes])
+        self.text = Text(
+            [pass_input.text for pass_input in passes],
+            [pass_input.picture for pass_input in passes],
+        )
         lengths = [len(pass_input.text) for pass_input in passes]
         added = [pass_input.added for pass_input in passes if pass_input.added is not None]
         self.added = torch.stack(added) if added else None
@@ -91,8 +97,8 @@ class PackedPasses:
 
     @property
     def plain(self) -> bool:
-        """Whether steps may be recorded: no pass has residuals."""
-        return not self.residuals
+        """Whether steps may be recorded: no pass has residuals, or an IP-Adapter's picture."""
+        return not self.residuals and not self.text.pictures
 
     def shapes(self, attends: Sequence[bool]) -> Hashable:
         """Return the key of all tensor shapes of a step, beside those of its input; `attends` says

@@ -2,8 +2,8 @@
 
 A lone row's passes compute a bucket's number of tokens, and those of several rows without tiles are
 padded together (`levels`). Tiles have sides from buckets, too; the tile's position and its
-surroundings are copied in. LoRAs, ControlNets, priming rows and projected
-blocks are not recorded.
+surroundings are copied in. LoRAs, ControlNets, IP-Adapters, priming rows and
+projected blocks are not recorded.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from maskserve_engine.adapters.ip_adapter import PICTURE_KEYS
 from maskserve_engine.base.job import Conditioning, EditJob
 from maskserve_engine.families.unet.conditioning import (
     UnetInputs,
@@ -62,7 +63,12 @@ class UnetPreparation:
         if isinstance(job.prepared, UnetPrepared):
             return job.prepared
         negative = None if job.negative is None else self.texts(job.negative, job)
-        inputs = UnetInputs(self._start(job), self.texts(job.conditioning, job), negative)
+        picture_keys = (
+            self.picture_keys(job.conditioning, job),
+            self.picture_keys(job.negative, job),
+        )
+        text = self.texts(job.conditioning, job)
+        inputs = UnetInputs(self._start(job), text, negative, picture_keys)
         return UnetPrepared(inputs, self.active(job), None)
 
     def inactive(self, job: EditJob, noise_seed: int, work: ModelWork, halves: int) -> UnetInactive:
@@ -113,6 +119,13 @@ class UnetPreparation:
             sizes = np.array([height, width, 0, 0, height, width], np.float32)
             texts += [conditioning["pooled"], sizes]
         return tuple([torch.from_numpy(array).to(self._dtype) for array in texts])
+
+    def picture_keys(self, conditioning: Conditioning | None, job: EditJob) -> Tensor | None:
+        """Return the keys and values of the IP-Adapter's picture (`ip_adapter.PICTURE_KEYS`) in the
+        model's dtype; None without one.
+        """
+        array = None if conditioning is None else conditioning.get(PICTURE_KEYS)
+        return None if array is None else torch.from_numpy(array).to(self._dtype)
 
     def _start(self, job: EditJob) -> UnetStart:
         generator = torch.Generator("cpu").manual_seed(job.request.seed)

@@ -21,6 +21,7 @@ from maskserve_engine.families.unet.conditioning import UnetBlend, UnetTemplate
 from maskserve_engine.families.unet.control import UnetNetInput, UnetServedControl
 from maskserve_engine.families.unet.extrapolation import Extrapolated, StepCacheSurroundings
 from maskserve_engine.families.unet.forward import PassInput
+from maskserve_engine.families.unet.picture_tokens import PictureKeys
 from maskserve_engine.families.unet.sampler import TRAINED_STEPS, NoiseLevels, UnetSchedule
 from maskserve_engine.families.unet.stack import StackCapture
 from maskserve_engine.families.unet.surroundings import Surroundings, TemplateSurroundings
@@ -38,6 +39,8 @@ class UnetPrompt:
     """[embedding width] of SDXL's micro-conditioning (`forward.added_embedding`)."""
     micro: Tensor | None = None
     """Input of that embedding (`forward.micro_conditioning`)."""
+    picture: PictureKeys = ()
+    """Keys and values of the IP-Adapter's picture; empty: there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +270,9 @@ class UnetRow:
         inactive = self.inactive
         if inactive is None or self.active is None:
             return [
-                PassInput(prompt.text, prompt.added, residuals=pass_residuals)
+                PassInput(
+                    prompt.text, prompt.added, residuals=pass_residuals, picture=prompt.picture
+                )
                 for prompt, pass_residuals in prompt_residuals
             ]
         return [
@@ -281,6 +286,7 @@ class UnetRow:
                 self.surroundings,
                 pass_residuals,
                 number,
+                prompt.picture,
             )
             for number, (prompt, pass_residuals) in enumerate(prompt_residuals)
         ]
@@ -402,7 +408,7 @@ class UnetLookahead:
             residuals = control.for_lookahead.passes
         prompt_residuals = zip(self.row.prompts, residuals, strict=False)
         return [
-            PassInput(prompt.text, prompt.added, residuals=pass_residuals)
+            PassInput(prompt.text, prompt.added, residuals=pass_residuals, picture=prompt.picture)
             for prompt, pass_residuals in prompt_residuals
         ]
 

@@ -463,6 +463,7 @@ def read(folder: Path, _: str, native_resolution: int) -> ModelSpec:
         true_cfg=False,
         denoiser=unet,
         control=CONTROL,
+        cross_layers=_cross_layers(unet),
         edit_kinds=ALL_KINDS if semantics is INPAINT else INPAINT_ONLY,
         refresh=RefreshSpec(
             stride=REFRESH_STRIDES[semantics],
@@ -477,6 +478,17 @@ def read(folder: Path, _: str, native_resolution: int) -> ModelSpec:
         zeros_for_empty_prompt=bool(index.get("force_zeros_for_empty_prompt", xl)),
         tokenizer_length=length,
     )
+
+
+def _cross_layers(config: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+    """Return `ModelSpec.cross_layers`. A file numbers all attentions as diffusers lists them: the
+    middle block's last, and in each block self-attention first.
+    """
+    blocks = unet_work(config, 8, 8, guidance=False).blocks
+    stages = [block.name.split(".")[0] for block in blocks]
+    listed = sorted(range(len(blocks)), key=lambda i: stages[i] == "mid_block")
+    numbers = {block: 2 * place + 1 for place, block in enumerate(listed)}
+    return tuple([(numbers[i], int(block.width)) for i, block in enumerate(blocks)])
 
 
 def recorded_rows(config: Config) -> int:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from maskserve_engine.batch.packing import Capture
 from maskserve_engine.families.unet.levels import Level, Sparse
+from maskserve_engine.families.unet.picture_tokens import PictureKeys, PictureTokens
 from maskserve_engine.families.unet.weights import BlockWeights, CrossAttention, StackWeights
 from maskserve_engine.layers.add_norm import add_norm
 from maskserve_engine.layers.attention import Segments, Span, attention, spans
@@ -82,7 +83,9 @@ class Text:
     These are the same at every step, so each block projects them once per batch.
     """
 
-    def __init__(self, states: Sequence[Tensor]) -> None:
+    def __init__(self, states: Sequence[Tensor], pictures: Sequence[PictureKeys] = ()) -> None:
+        """Pack prompts' [T, width], and beside them the IP-Adapters' pictures."""
+        self.pictures = PictureTokens(pictures)
         self.states = torch.cat(list(states))
         self.spans = spans([len(states_of_pass) for states_of_pass in states])
         self._projected: dict[int, Tensor] = {}
@@ -156,6 +159,7 @@ def transformer_block(
     to_text = block.attn2
     query = to_text.to_q(normed, passes).unflatten(1, (to_text.head_count, -1))
     mixed = attention(query, *text.keys_values(number, to_text), cross)
+    mixed = text.pictures.added(number, query, mixed, passes)
     tokens, normed = add_norm(tokens, to_text.to_out(mixed.flatten(1), passes), block.norm3)
 
     return tokens + block.down(geglu(block.up(normed, passes)), passes)

@@ -91,7 +91,7 @@ FetchPicture: TypeAlias = Callable[[str, str], Awaitable[bytes]]
 Quality = Literal["auto", "low", "medium", "standard", "high", "hd"]
 Source = Literal["required", "optional", "none", "varied"]
 """Whether a request has an image or a template to edit; `varied`: it has, and no prompt or mask."""
-NOT_VARIED = ("prompt", "mask", "mask_from", "expand", "anchor", "controls")
+NOT_VARIED = ("prompt", "mask", "mask_from", "expand", "anchor", "controls", "ip_adapter")
 """Fields of an edit that a variation has not."""
 Anchor = Literal[
     "center",
@@ -263,7 +263,9 @@ async def read_form(
     for name, value in workflow_texts.items():
         if not isinstance(value, str):
             raise InvalidRequest(name, "is not a text", "a text")
-    control, references = list[bytes](), list[bytes]()
+    control, references, ip_picture = list[bytes](), list[bytes](), list[bytes]()
+    if settings.get("ip_adapter") is not None:  # the last picture is the IP-Adapter's
+        images, ip_picture = images[:-1], images[-1:]
     if text_names is not None:  # further pictures are the workflow's
         images, control = images[:1], images[1:]
     else:
@@ -273,6 +275,7 @@ async def read_form(
             images, control = images[:source_count], images[source_count:]
         else:
             images, references = images[:source_count], images[source_count:]
+    references += ip_picture
     if source == "varied" and references:
         raise InvalidRequest("image", f"is given {1 + len(references)} times", "one image")
     if len(masks) > 1:
@@ -344,8 +347,9 @@ def _check_form(form: EditForm, source: Source) -> None:
             "image", "is missing", "a PNG, JPEG, WebP, AVIF, GIF or TIFF file, or template_id"
         )
     if source == "none":
+        adapts = form.settings.get("ip_adapter") is not None
         for name, is_present in (
-            ("image", bool(form.image or form.references)),
+            ("image", bool(form.image or form.references[adapts:])),
             ("mask", form.mask is not None),
             ("template_id", "template_id" in form.settings),
         ):

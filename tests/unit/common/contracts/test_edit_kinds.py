@@ -8,6 +8,7 @@ from itertools import product
 from typing import Any
 
 import pytest
+from msgspec import structs
 from msgspec.structs import fields
 
 from maskserve_common.config import Config, EngineConfig, LimitsConfig
@@ -19,7 +20,12 @@ from maskserve_common.contracts.edit_kinds import (
 )
 from maskserve_common.contracts.request import AcceptedEdit, EditKind
 from maskserve_common.contracts.semantics import INPAINT, REFERENCE
-from maskserve_common.contracts.settings import EditSettings, MaskFrom, parse_settings
+from maskserve_common.contracts.settings import (
+    EditSettings,
+    IpAdapterSetting,
+    MaskFrom,
+    parse_settings,
+)
 from maskserve_common.errors import InvalidRequest
 from maskserve_engine.planning.regions import RegionRule
 from maskserve_engine.spec.model_spec import ModelSpec
@@ -227,3 +233,36 @@ def test_an_empty_prompt_is_accepted_in_every_kind() -> None:
     for kind in ("inpaint", "edit", "generate"):
         edit = accept_edit(EditSettings(), b"", KONTEXT, Config(), kind=kind)  # type: ignore[arg-type]
         assert AcceptedEdit.from_json(edit.to_json()) == edit
+
+
+_ADAPTS = EditSettings(ip_adapter=IpAdapterSetting(name="style"))
+
+
+@pytest.mark.parametrize(
+    ("pictures", "settings"),
+    [
+        ([b"source", b"style"], _ADAPTS),
+        ([b"", b"style"], _ADAPTS),  # a picture without a source
+        ([b"", b"style"], structs.replace(_ADAPTS, template_id="0" * 32)),
+        ([b"source"], structs.replace(_ADAPTS, reference_ids=("0" * 32,))),
+    ],
+)
+def test_an_ip_adapter_has_one_picture_more_than_the_model_sees(
+    pictures: list[bytes], settings: EditSettings
+) -> None:
+    check_references(pictures, settings, 1)
+
+
+@pytest.mark.parametrize(
+    ("pictures", "message"),
+    [
+        ([b"source"], "SETTINGS.ip_adapter: is given, and no picture for it"),
+        ([b""], "SETTINGS.ip_adapter: is given, and no picture for it"),
+        ([b"source", b""], r"IMAGE\[1\]: is empty"),
+        ([b"source", b"a", b"b"], "IMAGE: has 3 pictures"),
+        ([b"", b"a", b"b"], r"IMAGE\[0\]: is empty"),
+    ],
+)
+def test_an_ip_adapter_without_its_picture_is_refused(pictures: list[bytes], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        check_references(pictures, _ADAPTS, 1)

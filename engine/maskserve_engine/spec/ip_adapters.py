@@ -1,0 +1,138 @@
+"""IP-Adapters that edits may name: a file for each, and the image encoder that they share.
+
+A file has a projection from the image encoder's output to tokens as wide as a prompt's
+(`image_proj.`), and two layers per cross attention that make keys and values of these tokens
+(`ip_adapter.N.to_k_ip`, `ip_adapter.N.to_v_ip`). Its header is checked when an edit names it; only
+the encoder reads its weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from maskserve_common.config import Config, ConfigError
+from maskserve_common.config_file import read_json
+from maskserve_common.contracts.keys import ADAPTER_NAME
+from maskserve_common.errors import AdapterNotFound, InvalidRequest
+from maskserve_common.files.safetensors_header import BadHeader, header_of
+from maskserve_engine.spec.model_spec import ModelSpec
+
+PROJECTION = "image_proj."
+LAYER = "ip_adapter.{}.to_{}_ip.weight"
+"""Name of a layer, by its number and `k` or `v`."""
+_SUFFIX = ".safetensors"
+_PLAIN_TOKENS = 4
+"""Tokens of the plain form, whose file does not say how many."""
+
+
+class ImageEncoderSizes(NamedTuple):
+    """Sizes of a CLIPVisionModelWithProjection."""
+
+    side: int
+    """Side of its square picture, in pixels."""
+    hidden: int
+    """Width of its hidden states, which the form `plus` reads."""
+    projected: int
+    """Width of its projected output, which the plain form reads."""
+
+
+class KnownIpAdapter(NamedTuple):
+    name: str
+    path: Path
+    version: tuple[int, int] = (0, 0)
+    """Bytes and modification time, which change when the file is replaced."""
+    problem: str = ""
+    """Reason why it is not served; empty: it is."""
+
+
+class IpAdapters:
+    """The IP-Adapters of `[ip_adapters] folder`; every look-up reads the disk."""
+
+    def __init__(self, config: Config, spec: ModelSpec) -> None:
+        self._config, self._spec = config.ip_adapters, spec
+        self._known: dict[str, KnownIpAdapter] = {}
+
+    @property
+    def sizes(self) -> ImageEncoderSizes:
+        """Sizes of the image encoder.
+
+        Raises:
+            ConfigError: its config.json is missing, or says none.
+        """
+        file = self._config.encoder_folder / "config.json"
+        values = read_json(file)
+        try:
+            names = "image_size", "hidden_size", "projection_dim"
+            return ImageEncoderSizes(*(int(values[name]) for name in names))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"[ip_adapters] image_encoder: {file}: {error!r}") from error
+
+    def find(self, name: str, field: str = "SETTINGS.ip_adapter.name") -> KnownIpAdapter:
+        """Return the IP-Adapter of this name.
+
+        Raises:
+            AdapterNotFound: there is none.
+            InvalidRequest: it is not served, or IP-Adapters are not.
+        """
+        if not self._config.folder:
+            raise InvalidRequest(field, "IP-Adapters are not served here", "no ip_adapter")
+        if not self._spec.cross_layers:
+            problem = "the served model takes no IP-Adapters"
+            raise InvalidRequest(field, problem, "no ip_adapter, or a UNet")
+        path = Path(self._config.folder) / f"{name}{_SUFFIX}"
+        try:
+            stat = path.stat() if ADAPTER_NAME.fullmatch(name) else None
+        except OSError:
+            stat = None
+        if stat is None:
+            raise AdapterNotFound(f"{field}: there is no IP-Adapter {name}")
+        version, known = (stat.st_size, stat.st_mtime_ns), self._known.get(name)
+        if known is None or known.version != version:
+            known = KnownIpAdapter(name, path, version, self._problem_of(path))
+            self._known[name] = known
+        if known.problem:
+            raise InvalidRequest(field, f"IP-Adapter {path.name} {known.problem}")
+        return known
+
+    def _problem_of(self, path: Path) -> str:
+        """Return why a file is not served; empty: it is."""
+        try:
+            tensors = header_of(path).tensors
+        except (BadHeader, OSError) as error:
+            return str(error)
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        text = int(self._spec.denoiser["cross_attention_dim"])
+        try:
+            expected = _projection_shapes(shapes, text, self.sizes)
+        except ConfigError as error:
+            return f"needs an image encoder: {error}"
+        expected |= {
+            LAYER.format(number, part): (width, text)
+            for number, width in self._spec.cross_layers
+            for part in "kv"
+        }
+        if not any(name.startswith(PROJECTION) for name in shapes):
+            return "is no IP-Adapter: it has no image_proj."
+        for name, shape in expected.items():
+            if name not in shapes:
+                return f"has no {name}, which the served model needs"
+            if shapes[name] != shape:
+                return f"is for another model: its {name} is {shapes[name]}, expected {shape}"
+        other = next((n for n in shapes if n not in expected and not n.startswith(PROJECTION)), "")
+        return f"has {other}, which the served model does not take" if other else ""
+
+
+def _projection_shapes(
+    shapes: Mapping[str, tuple[int, ...]], text: int, encoder: ImageEncoderSizes
+) -> dict[str, tuple[int, ...]]:
+    """Return the expected shapes of a file's projection, of the plain form or of `plus`, as far as
+    they follow from the prompt's width `text` and from the image encoder.
+    """
+    inner = shapes.get(f"{PROJECTION}latents", (0,))[-1]
+    if not inner:
+        plain = {"proj.weight": (_PLAIN_TOKENS * text, encoder.projected), "norm.weight": (text,)}
+        return {f"{PROJECTION}{name}": shape for name, shape in plain.items()}
+    plus = {"proj_in.weight": (inner, encoder.hidden), "proj_out.weight": (text, inner)}
+    return {f"{PROJECTION}{name}": shape for name, shape in plus.items()}

@@ -1,0 +1,272 @@
+"""UNet rows with IP-Adapters against diffusers' own pipelines, alone and in any mix."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec import structs
+from numpy.typing import NDArray
+from PIL import Image
+
+from maskserve_benchmarks.steps.replay import Replay
+from maskserve_common.contracts.request import EditKind
+from maskserve_common.contracts.settings import IpAdapterSetting
+from maskserve_engine.adapters import ip_adapter
+from maskserve_engine.base.job import EditJob
+from maskserve_engine.families.registry import load_adapter, load_encoder
+from maskserve_engine.families.unet import adapter as unet_adapter
+from maskserve_engine.families.unet.picture_tokens import picture_keys_of
+from maskserve_engine.spec.ip_adapters import IpAdapters
+from maskserve_triton.accept import accept_edit
+from maskserve_triton.encoder import EditEncoder, ToEncode
+from maskserve_triton.preprocess import prepare_edit
+from tests.fakes.ip_adapters import (
+    IpForm,
+    build_image_encoder,
+    build_ip_adapter,
+    load_into,
+)
+from tests.fakes.jobs import Case, config_of, tolerance, unet_case, without_mask
+from tests.fakes.pipelines import diffusers_edit, whole_picture
+from tests.fakes.tiny_unet import EACH_SORT
+from tests.support.cached_rows import (
+    Primed,
+    assert_equal,
+    check_all_active,
+    check_mixed_batch,
+    result,
+)
+from tests.support.draws import fresh_rng
+from tests.support.family_cases import unet_pipeline
+
+pytestmark = pytest.mark.spread("model")
+
+Pixels = NDArray[np.uint8]
+FORMS: tuple[IpForm, ...] = ("plain", "plus")
+
+
+def png(pixels: Pixels) -> bytes:
+    encoded = io.BytesIO()
+    Image.fromarray(pixels).save(encoded, "PNG")
+    return encoded.getvalue()
+
+
+class Model:
+    def __init__(self, folder: Path, ip_folder: Path) -> None:
+        self.folder, self.ip_folder = folder, ip_folder
+        sections = {
+            "model": {"outside_noise": "edit"},
+            "ip_adapters": {"folder": str(ip_folder)},
+            "stages": {"encode_halo": 0},
+        }
+        runtime = str(ip_folder / "runtime")
+        self.config = structs.replace(config_of(folder, **sections), runtime_dir=runtime)
+        self.adapter = load_adapter(self.config)
+        self.spec, self.replay = self.adapter.spec, Replay(self.adapter)
+        build_image_encoder(ip_folder / "image_encoder")
+        for form in FORMS:
+            build_ip_adapter(ip_folder / f"{form}.safetensors", self.spec, form)
+        self.encoder = load_encoder(self.config)
+        self.stage = EditEncoder(self.encoder, self.config)
+
+    def job(
+        self, case: Case, picture: Pixels | None = None, name: str = "plain", scale: float = 1.0
+    ) -> EditJob:
+        """Return an edit as preprocess and encoder make it; with a picture, an IP-Adapter's."""
+        setting = None if picture is None else IpAdapterSetting(name=name, scale=scale)
+        settings = structs.replace(
+            case.settings, ip_adapter=setting, seed=case.seed, crop_to_mask="off", request_id="r"
+        )
+        if case.kind != "inpaint":
+            settings = structs.replace(settings, mask_ring=None, crop_to_mask="auto")
+        if case.kind == "generate":
+            height, width = case.mask.shape
+            settings = structs.replace(settings, size=f"{width}x{height}", strength=1.0)
+        files, inpaints = IpAdapters(self.config, self.spec), case.kind == "inpaint"
+        prompt = case.prompt.encode()
+        accepted = accept_edit(
+            settings, prompt, self.spec, self.config, kind=case.kind, ip_adapters=files
+        )
+        ready = prepare_edit(
+            b"" if case.kind == "generate" else png(case.pixels),
+            png(case.mask) if inpaints else b"",
+            accepted,
+            self.spec,
+            self.config,
+            references=[] if picture is None else [png(picture)],
+        )
+        edit = ToEncode(ready.request, ready.pixels, ready.edit_mask, references=ready.references)
+        [encoded] = self.stage.encode_all([edit])
+        assert not isinstance(encoded, Exception), encoded
+        arrays, _ = encoded
+        return EditJob(
+            ready.request,
+            ready.edit_mask,
+            arrays.moments,
+            arrays.masked_moments,
+            arrays.conditioning,
+            arrays.negative,
+        )
+
+    def alone(self, job: EditJob) -> NDArray[np.float32]:
+        return result(self.replay, self.adapter.dense_row(job))
+
+    def oracle(self, case: Case, picture: Pixels, name: str, scale: float) -> NDArray[np.float32]:
+        """[C, h, w] of the pipeline of the edit's kind."""
+        import diffusers
+
+        pipeline: Any = unet_pipeline(self.folder)
+        if case.kind != "inpaint":
+            plain = type(pipeline).__name__.removesuffix("InpaintPipeline")
+            kind = "Img2ImgPipeline" if case.kind == "edit" else "Pipeline"
+            pipeline = getattr(diffusers, plain + kind).from_pipe(pipeline)
+        pipeline.set_progress_bar_config(disable=True)
+        load_into(pipeline, self.ip_folder / f"{name}.safetensors", scale)
+        images = {"ip_adapter_image": Image.fromarray(picture)}
+        if case.kind != "inpaint":
+            return np.asarray(whole_picture(pipeline, case, **images)[0].numpy())
+        args = case.pixels, case.mask, case.prompt, case.settings, case.seed
+        latents = diffusers_edit(pipeline, *args, output_type="latent", **images)
+        return np.asarray(latents[0].numpy())
+
+
+@pytest.fixture(scope="module", params=EACH_SORT)
+def model(
+    request: pytest.FixtureRequest,
+    tiny_unets: dict[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Model:
+    return Model(tiny_unets[request.param], tmp_path_factory.mktemp("ip"))
+
+
+@pytest.fixture(scope="module")
+def make_model(
+    tiny_unets: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Model]:
+    return lambda name: Model(tiny_unets[name], tmp_path_factory.mktemp("ip"))
+
+
+def edit(rng: np.random.Generator, **settings: Any) -> Case:
+    """A random edit whose mask is whole latents, as a base model's grows to."""
+    case = unet_case(rng, **settings)
+    mask = np.zeros_like(case.mask)
+    mask[8:24, 8:24] = 255
+    return replace(case, mask=mask)
+
+
+def picture_of(rng: np.random.Generator) -> Pixels:
+    """A picture of any shape, coarse enough to differ from others once it is small."""
+    cells = rng.integers(0, 256, (4, 4, 3), dtype=np.uint8)
+    width, height = (int(side) for side in rng.integers(33, 90, 2))
+    return np.asarray(Image.fromarray(cells).resize((width, height), Image.Resampling.NEAREST))
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("guidance", [1.0, 7.5])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_dense_row_equals_the_pipeline(model: Model, form: IpForm, guidance: float) -> None:
+    rng = fresh_rng()
+    case = edit(rng, num_inference_steps=5, strength=1.0, guidance_scale=guidance)
+    picture, scale = picture_of(rng), float(rng.uniform(0.4, 1.2))
+    expected = model.oracle(case, picture, form, scale)
+    latents = model.alone(model.job(case, picture, form, scale))
+    assert_equal(latents, expected)
+    for other in (
+        model.job(case),
+        model.job(case, picture_of(rng), form, scale),
+        model.job(case, picture, form, -scale),
+    ):
+        assert np.abs(model.alone(other) - expected).max() > 10 * tolerance(expected)
+
+
+@pytest.mark.parametrize("kind", ["edit", "generate"])
+@pytest.mark.parametrize("base", ["sd-base", pytest.param("sdxl-base", marks=pytest.mark.slow)])
+def test_a_row_without_a_mask_equals_the_pipeline(
+    make_model: Callable[[str], Model], base: str, kind: EditKind
+) -> None:
+    rng, model = fresh_rng(), make_model(base)
+    strength = 0.7 if kind == "edit" else 1.0
+    case = edit(rng, num_inference_steps=6, strength=strength, guidance_scale=7.5)
+    case, picture = without_mask(case, kind), picture_of(rng)
+    expected = model.oracle(case, picture, "plain", 0.8)
+    assert_equal(model.alone(model.job(case, picture, "plain", 0.8)), expected)
+
+
+@pytest.mark.parametrize("rival", ["scale ignored", "tokens beside the text"])
+def test_a_rival_differs_from_the_pipeline(
+    make_model: Callable[[str], Model], rival: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The comparison sees a scale that is ignored, and one attention over text and picture."""
+    rng, model = fresh_rng(), make_model("sd-base")
+    case = edit(rng, num_inference_steps=4, strength=1.0, guidance_scale=1.0)
+    picture = picture_of(rng)
+    expected = model.oracle(case, picture, "plain", 0.5)
+    if rival == "scale ignored":
+        monkeypatch.setattr(
+            unet_adapter,
+            "picture_keys_of",
+            lambda packed, widths, scale: picture_keys_of(packed, widths, 1.0),
+        )
+        job = model.job(case, picture, "plain", 0.5)
+    else:
+        tokens = lambda adapter, embeds: {"tokens": adapter.projection(embeds)[0].numpy()}  # noqa: E731
+        monkeypatch.setattr(ip_adapter, "_keys_of", tokens)
+        arrays = model.job(case, picture, "plain", 0.5).conditioning
+        text = np.concatenate([arrays["prompt_embeds"], 0.5 * arrays["tokens"]])
+        job = replace(model.job(case), conditioning={"prompt_embeds": text})
+    assert np.abs(model.alone(job) - expected).max() > 10 * tolerance(expected)
+
+
+def test_a_scale_of_0_is_as_without_bit_for_bit(model: Model) -> None:
+    rng = fresh_rng()
+    case = edit(rng, num_inference_steps=3, strength=1.0)
+    without = model.alone(model.job(case))
+    assert np.array_equal(model.alone(model.job(case, picture_of(rng), "plus", 0.0)), without)
+
+
+def test_a_cached_row_that_computes_all_tokens_equals_the_dense_row(model: Model) -> None:
+    rng = fresh_rng()
+    job = model.job(edit(rng, num_inference_steps=4, strength=1.0), picture_of(rng), "plus", 0.9)
+    check_all_active(model.replay, model.encoder, job, "dense", "project", "kv")
+
+
+@pytest.mark.parametrize("kind", ["project", "kv"])
+def test_rows_with_and_without_pictures_do_not_change_each_other(model: Model, kind: str) -> None:
+    rng = fresh_rng()
+    first = edit(rng, num_inference_steps=4, strength=1.0)
+    jobs = []
+    for number in range(6):
+        case = edit(rng, num_inference_steps=4, strength=1.0, guidance_scale=[1.0, 7.5][number % 2])
+        size = first.pixels.shape
+        case = replace(
+            case,
+            pixels=rng.integers(0, 256, size, dtype=np.uint8),
+            mask=first.mask,
+        )
+        form, picture = FORMS[number % 4 // 2], picture_of(rng) if number % 3 else None
+        jobs.append(model.job(case, picture, form, float(rng.uniform(0.3, 1.2))))
+    primed = [Primed(model.adapter, model.encoder, job) for job in jobs]
+    check_mixed_batch(model.replay, jobs, primed, kind)
+
+
+def test_a_picture_is_encoded_once(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = fresh_rng()
+    case, picture = edit(rng), picture_of(rng)
+    encoder = model.stage._ip_adapters
+    assert encoder is not None
+    encoded, real = list[str](), encoder.encode
+
+    def encode(file: Any, pixels: Pixels) -> Any:
+        encoded.append(file.name)
+        return real(file, pixels)
+
+    monkeypatch.setattr(encoder, "encode", encode)
+    for form in ("plain", "plain", "plus", "plain"):
+        model.job(case, picture, form)
+    assert encoded == ["plain", "plus"]

@@ -1,0 +1,119 @@
+"""Files of IP-Adapters that fit the served model are found; others are refused by name and key."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from msgspec import structs
+from safetensors.numpy import load_file, save_file
+
+from maskserve_common.config import Config, ConfigError
+from maskserve_common.contracts.settings import EditSettings, IpAdapterSetting, parse_settings
+from maskserve_common.errors import AdapterNotFound, InvalidRequest
+from maskserve_engine.adapters.ip_adapter import IpAdapterEncoder
+from maskserve_engine.families.specs import load_spec
+from maskserve_engine.spec.ip_adapters import IpAdapters
+from maskserve_triton.accept import accept_edit
+from tests.fakes.facts import FILL_FACTS
+from tests.fakes.ip_adapters import SIDE, build_image_encoder, build_ip_adapter
+from tests.fakes.jobs import config_of
+
+
+class Site:
+    def __init__(self, model: Path, folder: Path) -> None:
+        self.spec, self.folder = load_spec(str(model), 0), folder
+        self.config = config_of(model, ip_adapters={"folder": str(folder)})
+        build_image_encoder(folder / "image_encoder")
+        for form in ("plain", "plus"):
+            build_ip_adapter(folder / f"{form}.safetensors", self.spec, form)
+        self.files = IpAdapters(self.config, self.spec)
+
+    def changed(self, **arrays: tuple[int, ...] | None) -> str:
+        """Write the plain file with other shapes, or without tensors, and return its name."""
+        tensors = load_file(self.folder / "plain.safetensors")
+        for name, shape in arrays.items():
+            name = name.replace("__", ".")
+            if shape is None:
+                del tensors[name]
+            else:
+                tensors[name] = np.zeros(shape, np.float32)
+        save_file(tensors, self.folder / "changed.safetensors")
+        return "changed"
+
+
+@pytest.fixture
+def site(tiny_unets: dict[str, Path], tmp_path: Path) -> Site:
+    return Site(tiny_unets["sd-base"], tmp_path)
+
+
+def test_both_forms_are_found(site: Site) -> None:
+    assert [site.files.find(name).problem for name in ("plain", "plus")] == ["", ""]
+    assert site.files.sizes.side == SIDE
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"ip_adapter__1__to_k_ip__weight": None}, "has no ip_adapter.1.to_k_ip.weight"),
+        (
+            {"ip_adapter__3__to_v_ip__weight": (7, 32)},
+            r"its ip_adapter.3.to_v_ip.weight is \(7, 32",
+        ),
+        (
+            {"ip_adapter__1__to_k_ip__weight": (32, 64)},
+            r"is for another model: .* expected \(32, 32",
+        ),
+        ({"ip_adapter__99__to_k_ip__weight": (32, 32)}, "has ip_adapter.99.to_k_ip.weight, which"),
+        ({"image_proj__proj__weight": (128, 99)}, r"its image_proj.proj.weight is \(128, 99\)"),
+        ({"image_proj__proj__weight": None}, "has no image_proj.proj.weight"),
+    ],
+)
+def test_a_file_for_another_model_is_refused_by_its_key(
+    site: Site, arrays: dict[str, tuple[int, ...] | None], message: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=f"SETTINGS.ip_adapter.name: .*changed.*{message}"):
+        site.files.find(site.changed(**arrays))
+
+
+def test_a_file_that_is_cut_short_is_refused_and_served_once_it_is_whole(site: Site) -> None:
+    whole = (site.folder / "plain.safetensors").read_bytes()
+    file = site.folder / "short.safetensors"
+    for content in (b"", whole[:5], whole[:200], whole[:-1], struct.pack("<Q", 2**60) + b"{}"):
+        file.write_bytes(content)
+        with pytest.raises(InvalidRequest, match=r"IP-Adapter short\.safetensors "):
+            site.files.find("short")
+    file.write_bytes(whole)
+    assert site.files.find("short").name == "short"
+
+
+@pytest.mark.parametrize("name", ["other", "..", "image_encoder"])
+def test_an_unknown_name_is_not_found(site: Site, name: str) -> None:
+    with pytest.raises(AdapterNotFound, match=f"there is no IP-Adapter {name}"):
+        site.files.find(name)
+
+
+def test_a_worker_without_them_and_another_family_refuse_the_setting(site: Site) -> None:
+    settings = EditSettings(ip_adapter=IpAdapterSetting(name="plain"))
+    with pytest.raises(InvalidRequest, match="IP-Adapters are not served here"):
+        accept_edit(settings, b"", FILL_FACTS, Config())
+    with pytest.raises(InvalidRequest, match="IP-Adapters are not served here"):
+        IpAdapters(Config(), site.spec).find("plain")
+    with pytest.raises(InvalidRequest, match="the served model takes no IP-Adapters"):
+        IpAdapters(site.config, FILL_FACTS).find("plain")
+
+
+@pytest.mark.parametrize("scale", ["11", "-10.5", '"x"'])
+def test_a_scale_outside_is_refused(scale: str) -> None:
+    raw = f'{{"ip_adapter": {{"name": "x", "scale": {scale}}}}}'.encode()
+    with pytest.raises(InvalidRequest, match=r"SETTINGS\.ip_adapter\.scale: "):
+        parse_settings(raw)
+
+
+def test_a_folder_without_an_image_encoder_is_named(site: Site) -> None:
+    adapters = structs.replace(site.config.ip_adapters, image_encoder=str(site.folder / "none"))
+    config = structs.replace(site.config, ip_adapters=adapters)
+    with pytest.raises(ConfigError, match=r"\[ip_adapters\] image_encoder: cannot load .*none"):
+        IpAdapterEncoder(config, site.spec)
