@@ -15,7 +15,7 @@ from maskserve_engine.spec.model_spec import ModelSpec
 IpForm = Literal["plain", "plus"]
 SIDE, HIDDEN, PROJECTED = 32, 24, 16
 _INNER, _TOKENS, _DEPTH, _HEAD = 48, 5, 4, 64
-"""Of the form `plus`: width, tokens, layers, and width of a head, which is fixed."""
+"""Width, tokens and layers of the form `plus`, and width of a head, which is fixed."""
 
 
 def build_image_encoder(folder: Path, seed: int = 0) -> Path:
