@@ -1,9 +1,8 @@
 """IP-Adapters that edits may name: a file for each, and the image encoder that they share.
 
 A file has a projection from the image encoder's output to tokens as wide as a prompt's
-(`image_proj.`), and two layers per cross attention that make keys and values of these tokens
-(`ip_adapter.N.to_k_ip`, `ip_adapter.N.to_v_ip`). Its header is checked when an edit names it; only
-the encoder reads its weights.
+(`PROJECTION`), and two layers per cross attention that make keys and values of these tokens
+(`LAYER`). Its header is checked when an edit names it; only the encoder reads its weights.
 """
 
 from __future__ import annotations
