@@ -19,7 +19,6 @@ from tests.fakes.ip_adapters import build_image_encoder, build_ip_adapter, load_
 from tests.fakes.pictures import encode, scene
 from tests.fakes.pipelines import diffusers_edit
 from tests.support.calls import Pixels, pixels
-from tests.support.family_cases import unet_pipeline
 from tests.support.plain_triton import PlainWorker, plain_triton
 
 SIDE, STEPS = 64, 4
@@ -44,6 +43,8 @@ class Site:
             )  # fmt: skip
 
     def expected(self, seed: int, picture: Pixels, scale: float) -> Pixels:
+        from tests.support.family_cases import unet_pipeline
+
         pipeline = unet_pipeline(self.worker.model)
         pipeline.set_progress_bar_config(disable=True)
         load_into(pipeline, self.folder / "style.safetensors", scale)
