@@ -51,6 +51,8 @@ WORKER, NODES, CONTROLS = BASE + 1, BASE + 18, BASE + 25
 WHOLE_S, ANSWER_S = 240.0, 400.0
 ROOM = "8m"
 """Size of the memory in which values lie."""
+_OF_FOLDER = {".host", ".lock", ".new", ".open", ".owners", ".sums", "filled", "results"}
+"""Paths in the folder of values that stay."""
 MASK = np.zeros((SIDE, SIDE), np.uint8)
 MASK[8:40, 16:56] = 255
 
@@ -96,10 +98,10 @@ class Site:
             )
 
     def names(self) -> set[str]:
-        """Names of all files of values and of their owners; routers keep no answers, but could."""
-        known_names, could = {".lock", ".host", "filled", "results"}, ".open-unscoped-kept"
-        names = {path.name for path in self.values.iterdir()} - known_names
-        return {name for name in names if not name.startswith(could)}
+        """Paths of all values and of who uses them; routers keep no answers, but could."""
+        paths = {str(path.relative_to(self.values)) for path in self.values.rglob("*")}
+        could = (".open/unscoped-kept", "results/")
+        return {path for path in paths - _OF_FOLDER if not path.startswith(could)}
 
     def lose(self) -> int:
         """Remove all values that lie there now; how many."""
@@ -190,7 +192,7 @@ def site(
     nodes_there += ["--base-port", str(BASE + 10)]
     with contextlib.ExitStack() as stack:
         mounted(values, stack)
-        stack.callback(lambda: leftover_files.extend(values.glob(".open-*")))
+        stack.callback(lambda: leftover_files.extend(values.glob(".open/*")))
         stack.callback(other.end)
 
         def serve_there() -> None:
