@@ -30,7 +30,6 @@ import os
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -64,14 +63,13 @@ from maskserve_studies.gpu_run.machine_parts import (
     RIVALS,
     as_served,
     in_turn,
-    in_words,
     time_attention,
     time_loads,
     time_placing,
     time_rivals,
     time_stages,
 )
-from maskserve_studies.gpu_run.run import STUCK_S, StepTimeout, time_limit
+from maskserve_studies.gpu_run.run import STUCK_S, limited_call
 from maskserve_studies.kernels.live_bytes import peak_bytes
 
 BATCHES, RATIOS = (1, 4, 8), (0.05, 0.11, 0.2, 0.35)
@@ -410,15 +408,9 @@ def measure_machine(
         if args.machine and name not in (*args.machine, "model"):
             return None
         limit_s = min(LIMITS_S[name], end - time.monotonic()) if is_gpu else _ENDLESS_S
-        try:
-            if limit_s <= 0:
-                raise StepTimeout(f"the {WHOLE_S:.0f} s of all parts were over")
-            with time_limit(limit_s):
-                figures = part()
-        except (Exception, StepTimeout) as error:  # libraries and drivers raise all kinds
-            if not isinstance(error, StepTimeout):
-                traceback.print_exc()
-            figures, report["failed"][name] = None, in_words(error)
+        figures, why = limited_call(part, limit_s, f"the {WHOLE_S:.0f} s of all parts were over")
+        if why:
+            report["failed"][name] = why
         else:
             report[name] = figures
         print(f"{name}: {time.monotonic() - begin:.0f} s", flush=True)

@@ -44,6 +44,26 @@ def time_limit(seconds: float) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, left)
 
 
+def limited_call(call: Callable[[], Any], limit_s: float, over: str) -> tuple[Any, str]:
+    """Return a call's result and no reason; or None, and why it failed or took too long.
+
+    Args:
+        call: what is called.
+        limit_s: its limit.
+        over: the reason if no time is left.
+    """
+    try:
+        if limit_s <= 0:
+            raise StepTimeout(over)
+        with time_limit(limit_s):
+            return call(), ""
+    except StepTimeout as error:
+        return None, in_words(error)
+    except Exception as error:  # libraries and drivers raise all kinds
+        traceback.print_exc()
+        return None, in_words(error)
+
+
 class Run:
     """One part.
 
@@ -75,15 +95,11 @@ class Run:
         begin, limit_s = time.monotonic(), min(limit_s, self.left_s())
         self.steps[name] = {"why": "the run ended during this step"}
         self.keep()
-        try:
-            if limit_s <= 0:
-                raise StepTimeout(f"the part's {self._part['limit_s']:.0f} s were over")
-            with time_limit(limit_s):
-                result = call()
-        except (Exception, StepTimeout) as error:  # libraries and drivers raise all kinds
-            if not isinstance(error, StepTimeout):
-                traceback.print_exc()
-            result, self.steps[name] = None, {"why": in_words(error)}
+        result, why = limited_call(
+            call, limit_s, f"the part's {self._part['limit_s']:.0f} s were over"
+        )
+        if why:
+            self.steps[name] = {"why": why}
         else:
             is_figures = isinstance(result, dict | list)
             self.steps[name] = {"figures": result} if is_figures else {}
