@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+import ctypes
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -15,8 +17,9 @@ from torch.utils._pytree import tree_leaves
 
 from maskserve_benchmarks.steps.replay import Replay
 from maskserve_engine.base.job import EditJob
+from maskserve_engine.batch import row_updates
 from maskserve_engine.cache.loader import EntryLost
-from maskserve_engine.layers import attention
+from maskserve_engine.layers import attention, low_rank
 from maskserve_engine.layers.kernels import operation
 from tests.support.cached_rows import Primed, cached
 
@@ -111,6 +114,42 @@ def attend_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         return answer
 
     monkeypatch.setattr(attention, "varlen", varlen)
+
+
+@operation("add_updates_on_a_cpu", mutates_args=("out",))
+def add_updates_on_a_cpu(
+    out: Tensor, x: Tensor, tiles: Tensor, slices: Tensor, ends: Tensor, scales: Tensor, first: int
+) -> None:
+    """Add what the kernels of `shrink_expand` add, by the tables as they are when it runs."""
+    for row, begin, end in tiles.tolist():
+        for at in range(*ends[row : row + 2].tolist()):
+            down, up, ranks, stride, low, high = slices[at].tolist()
+            a = _at(down, x, (ranks, x.shape[1]), (x.shape[1], 1))
+            b = _at(up, x, (high - low, ranks), (stride, 1))
+            inside = slice(max(low, first), min(high, first + out.shape[1]))
+            added = x[begin:end] @ a.T @ b[inside.start - low : inside.stop - low].T
+            out[begin:end, inside.start - first : inside.stop - first] += scales[at] * added
+
+
+def _at(address: int, like: Tensor, shape: tuple[int, int], strides: tuple[int, int]) -> Tensor:
+    """Return the numbers of a matrix at an address."""
+    count = (shape[0] - 1) * strides[0] + shape[1]
+    memory = (ctypes.c_char * (count * like.element_size())).from_address(address)
+    return torch.frombuffer(memory, dtype=like.dtype).as_strided(shape, strides)
+
+
+@contextmanager
+def update_kernels_on_a_cpu() -> Iterator[None]:
+    """Let a CPU add LoRAs by tables, as a GPU does."""
+
+    def add(*tensors: Tensor, most: int, first: int = 0) -> None:
+        add_updates_on_a_cpu(*tensors, first)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (low_rank, row_updates):
+            patch.setattr(module, "has_kernels", lambda _: True)
+        patch.setattr(row_updates, "add_slices", add)
+        yield
 
 
 def finish_behind_a_lost_entry(

@@ -26,6 +26,7 @@ from maskserve_engine.batch.graphs import Inputs
 from maskserve_engine.batch.packing import Packed, Packing, PlacedKV, Stream, pack
 from maskserve_engine.batch.transfer import copy_tensors, mapped, moved
 from maskserve_engine.layers.scatter_kv import slots_of
+from maskserve_engine.layers.shrink_expand import TOKENS, tiles_of
 
 QUANTUM = 256
 """Streams and keys have a multiple of so many tokens."""
@@ -160,6 +161,16 @@ def padded_packing(
 
 
 def _moving(stream: Stream, passes: int) -> Stream:
-    """Let pads take the vectors of the last pass, and no row rely on equal lengths."""
-    row_of = stream.row_of.clamp(max=passes - 1)
-    return replace(stream, row_of=row_of, uniform=0, broadcasts=False)
+    """Let pads take the vectors of the last pass, and no row rely on equal lengths. As many tiles
+    are there whatever the rows' lengths are; those without tokens are the pads'.
+    """
+    tiles = tiles_of(stream.spans[:passes], range(passes))
+    unused = torch.tensor([[passes, 0, 0]])
+    most = stream.spans[-1][1] // TOKENS + passes
+    return replace(
+        stream,
+        row_of=stream.row_of.clamp(max=passes - 1),
+        uniform=0,
+        broadcasts=False,
+        tiles=torch.cat((tiles, unused.expand(most - len(tiles), -1))),
+    )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from copy import copy as copy_of
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, NamedTuple, Self, cast
 
 import numpy as np
@@ -11,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from maskserve_engine.batch.transfer import to_device
+from maskserve_engine.batch.packing import Packing, Stream
+from maskserve_engine.batch.transfer import copy_tensors, to_device
 from maskserve_engine.layers.attention import Span
 from maskserve_engine.layers.kernels import has_kernels
 from maskserve_engine.layers.linear import Linear, map_linears
@@ -22,22 +25,31 @@ from maskserve_engine.layers.low_rank import (
     low_rank,
     low_rank_conv,
 )
-from maskserve_engine.layers.shrink_expand import FIELDS, TOKENS, add_map_slices, add_slices
+from maskserve_engine.layers.shrink_expand import FIELDS, add_map_slices, add_slices, tiles_of
+
+LEAST_SLOTS = 4
+"""Slices of a LoRA of up to 16 ranks at a product of four layers."""
 
 
 class RowUpdates:
+    """The updates of a batch's rows at every place of the weights."""
+
     def __init__(self, rows: Sequence[Adapters], device: torch.device) -> None:
-        self._rows, self._tiles = rows, Tiles(device)
-        self._tables = tables(rows, device) if has_kernels(device) else None
+        self._rows = rows
+        self._tables = update_tables(rows, device) if has_kernels(device) else None
+        self._tiles: Tiles | MovingTiles = Tiles(device)
+
+    @property
+    def shapes(self) -> Hashable | None:
+        """Key of all shapes; None: the host composes the updates at each step."""
+        return None if self._tables is None else self._tables.shapes
 
     def linear(self, place: str, base: Linear) -> Linear:
         """Return the product at a place of the weights, with the rows' updates added."""
         if self._tables is None:
             return low_rank(place, base, self._rows)
-        table = self._tables.get(place)
-        if table is None:
-            return base
-        return FusedLowRank(base, table, tuple(range(len(self._rows))), self._tiles)
+        table = self._tables.at(place)
+        return base if table is None else FusedLowRank(base, table, table.rows, self._tiles)
 
     def conv(self, place: str, base: nn.Conv2d) -> LowRankConv | FusedLowRankConv | None:
         """Return the convolution at a place, with the passes' updates added; None: no pass
@@ -45,46 +57,120 @@ class RowUpdates:
         """
         if self._tables is None:
             return low_rank_conv(place, base, self._rows)
-        table = self._tables.get(place)
-        if table is None:
-            return None
-        return FusedLowRankConv(base, table, tuple(range(len(self._rows))), self._tiles)
+        table = self._tables.at(place)
+        return None if table is None else FusedLowRankConv(base, table, table.rows, self._tiles)
+
+    def copied(self, copy: Callable[[Tensor], Tensor], packing: Packing | None) -> RowUpdates:
+        """Return the updates on copied tables, which serve any rows' updates of these shapes
+        (`take`).
+
+        Args:
+            copy: copies a tensor.
+            packing: layout of a padded step; None: rows keep their lengths.
+        """
+        assert self._tables is not None, "grouped products are not recorded"
+        updates = copy_of(self)
+        updates._tables = self._tables.copied(copy)
+        if packing is not None:
+            streams = packing.text_stream, packing.image_stream, packing.row_stream
+            updates._tiles = MovingTiles(streams)
+        return updates
+
+    def take(self, other: RowUpdates) -> None:
+        """Copy other updates of the same shapes into these tables."""
+        copy_tensors(self._tables, other._tables)
 
 
 class UpdateTable(NamedTuple):
+    """Updates at one place."""
+
     slices: Tensor
-    """[S, FIELDS] int64 slices of all rows, concatenated."""
+    """[S, FIELDS] int64 slices of all rows, concatenated; unused ones follow."""
     scales: Tensor
+    """[S] float32."""
     ends: Tensor
-    """[R + 1] int64: 0, then the end of each row's slices."""
-    counts: tuple[int, ...]
+    """[R + 2] int64: 0, the end of each row's slices, and once more the last one."""
+    most: int
+    """Largest number of slices of a row."""
+    rows: tuple[int | None, ...]
+    """Number of each row; None: it has no update here."""
 
 
-def tables(rows: Sequence[Adapters], device: torch.device) -> dict[str, UpdateTable]:
-    """Return the updates by place, moved to the device in one transfer."""
-    places = {place for row in rows for updates, _ in row for place in updates.slices}
-    nothing = np.empty((0, FIELDS), np.int64), np.empty(0, np.float32)
-    host: list[Tensor] = []
-    counts: dict[str, tuple[int, ...]] = {}
-    for place in sorted(places):
-        slices, scales, lengths = [nothing[0]], [nothing[1]], []
-        for row in rows:
-            updates = [
-                (update.slices[place], scale) for update, scale in row if place in update.slices
-            ]
-            slices += [update for update, _ in updates]
-            scales += [np.full(len(update), scale, np.float32) for update, scale in updates]
-            lengths.append(sum(len(update) for update, _ in updates))
-        ends = np.cumsum([0, *lengths])
-        host += map(torch.from_numpy, (np.concatenate(slices), np.concatenate(scales), ends))
-        counts[place] = tuple(lengths)
-    device_tensors = iter(to_device(host, device))
-    return {
-        place: UpdateTable(
-            next(device_tensors), next(device_tensors), next(device_tensors), updates
-        )
-        for place, updates in counts.items()
-    }
+@dataclass(frozen=True, slots=True)
+class UpdateTables:
+    """Updates of R rows at P places. Behind the rows stands one without updates: the pads of a
+    padded step.
+    """
+
+    places: Mapping[str, int]
+    """Number of each place."""
+    slots: int
+    """Slices that each row may have at a place (`slots_for`)."""
+    counts: tuple[tuple[int, ...], ...]
+    """By place and row, the number of slices."""
+    slices: Tensor
+    """[P, R · slots, FIELDS] int64."""
+    scales: Tensor
+    """[P, R · slots] float32."""
+    ends: Tensor
+    """[P, R + 2] int64."""
+
+    @property
+    def shapes(self) -> Hashable:
+        return tuple(self.places), self.slots, self.ends.shape
+
+    def at(self, place: str) -> UpdateTable | None:
+        number = self.places.get(place)
+        if number is None:
+            return None
+        counts = self.counts[number]
+        rows = tuple([row if count else None for row, count in enumerate(counts)])
+        tensors = self.slices[number], self.scales[number], self.ends[number]
+        return UpdateTable(*tensors, max(counts), rows)
+
+    def copied(self, copy: Callable[[Tensor], Tensor]) -> UpdateTables:
+        """Return copied tables in which each row may have updates at each place."""
+        counts = tuple([(self.slots,) * len(of_place) for of_place in self.counts])
+        tensors = map(copy, (self.slices, self.scales, self.ends))
+        return UpdateTables(self.places, self.slots, counts, *tensors)
+
+
+def slots_for(slices: int) -> int:
+    """Return the next of few numbers of slices, so that one recorded step serves LoRAs of many
+    ranks; slots without a slice take next to no time.
+    """
+    slots = LEAST_SLOTS
+    while slots < slices:
+        slots *= 4
+    return slots
+
+
+def update_tables(rows: Sequence[Adapters], device: torch.device) -> UpdateTables:
+    """Return the rows' updates, moved to the device in one transfer."""
+    places = sorted({place for row in rows for updates, _ in row for place in updates.slices})
+    counts = tuple(
+        [
+            tuple([sum(len(updates.slices.get(place, ())) for updates, _ in row) for row in rows])
+            for place in places
+        ]
+    )
+    slots = slots_for(max(map(max, counts), default=0))
+    slices = np.zeros((len(places), len(rows) * slots, FIELDS), np.int64)
+    scales = np.zeros(slices.shape[:2], np.float32)
+    for place, of_slices, of_scales in zip(places, slices, scales, strict=True):
+        begin = 0
+        for updates, scale in chain.from_iterable(rows):
+            update = updates.slices.get(place)
+            if update is not None:
+                end = begin + len(update)
+                of_slices[begin:end], of_scales[begin:end] = update, scale
+                begin = end
+    ends = np.zeros((len(places), len(rows) + 2), np.int64)
+    ends[:, 1:-1] = np.cumsum(counts, axis=1)
+    ends[:, -1] = ends[:, -2]
+    tensors = to_device([*map(torch.from_numpy, (slices, scales, ends))], device)
+    numbers = {place: number for number, place in enumerate(places)}
+    return UpdateTables(numbers, slots, counts, *tensors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,17 +196,28 @@ class Tiles:
         key = tuple(spans), tuple(rows), length, copies
         tile_table = self._known.get(key)
         if tile_table is None:
-            tiles = [
-                (row, shift + first, shift + min(first + TOKENS, end))
+            copied_spans = [
+                (shift + begin, shift + end)
                 for shift in range(0, copies * length, length)
-                for row, (begin, end) in zip(rows, spans, strict=True)
-                if row is not None
-                for first in range(begin, end, TOKENS)
+                for begin, end in spans
             ]
-            host = torch.tensor(tiles, dtype=torch.int64).view(-1, 3)
-            [tile_table] = to_device([host], self.device)
+            [tile_table] = to_device([tiles_of(copied_spans, tuple(rows) * copies)], self.device)
             self._known[key] = tile_table
         return tile_table
+
+
+class MovingTiles(NamedTuple):
+    """Tiles of a padded step, whose rows move: a stream is known by the object of its spans, since
+    their values are those of the rows that it was recorded for.
+    """
+
+    streams: tuple[Stream, ...]
+
+    def of(self, spans: Sequence[Span], *_: object) -> Tensor:
+        """Return the tiles of all rows of a stream (`Tiles.of`)."""
+        [tiles] = [stream.tiles for stream in self.streams if stream.spans is spans]
+        assert tiles is not None, "streams of padded steps have tiles"
+        return tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +226,9 @@ class FusedLowRank:
 
     base: Linear
     table: UpdateTable
-    rows: tuple[int, ...]
-    """Row of the table, by packed row."""
-    tiles: Tiles
+    rows: tuple[int | None, ...]
+    """Row of the table, by packed row; None: it has no update."""
+    tiles: Tiles | MovingTiles
     first: int = 0
     """Column of the table's outputs where `base` begins."""
 
@@ -144,12 +241,10 @@ class FusedLowRank:
         if not length:
             return out
         flat, table = x.reshape(-1, x.shape[-1]), self.table
-        table_rows = [row if table.counts[row] else None for row in self.rows]
-        tiles = self.tiles.of(rows, table_rows, length, len(flat) // length)
+        tiles = self.tiles.of(rows, self.rows, length, len(flat) // length)
         if len(tiles):
-            target, most = out.view(-1, out.shape[-1]), max(table.counts)
-            device = table.slices, table.ends, table.scales
-            add_slices(target, flat, tiles, *device, most=most, first=self.first)
+            target, device = out.view(-1, out.shape[-1]), (table.slices, table.ends, table.scales)
+            add_slices(target, flat, tiles, *device, most=table.most, first=self.first)
         return out
 
     def columns(self, begin: int, end: int) -> FusedLowRank:
@@ -163,9 +258,9 @@ class FusedLowRank:
 class FusedLowRankConv:
     base: nn.Conv2d
     table: UpdateTable
-    rows: tuple[int, ...]
-    """Row of the table, by pass."""
-    tiles: Tiles
+    rows: tuple[int | None, ...]
+    """Row of the table, by pass; None: it has no update."""
+    tiles: Tiles | MovingTiles
 
     def __call__(self, x: Tensor) -> Tensor:
         out: Tensor = self.base(x)
@@ -179,23 +274,22 @@ class FusedLowRankConv:
     def take(self, passes: slice) -> FusedLowRankConv | None:
         """Return the convolution for some of the passes; None: they have no updates."""
         rows = self.rows[passes]
-        return replace(self, rows=rows) if any(self.table.counts[row] for row in rows) else None
+        return None if all(row is None for row in rows) else replace(self, rows=rows)
 
     def _added(self, out: Tensor, x: Tensor, padding: int) -> Tensor:
         table, places, passes = self.table, out[0, 0].numel(), len(out)
         spans = tuple([(n * places, (n + 1) * places) for n in range(passes)])
-        table_rows = [row if table.counts[row] else None for row in self.rows]
         add_map_slices(
             out,
             x,
-            self.tiles.of(spans, table_rows, passes * places, 1),
+            self.tiles.of(spans, self.rows, passes * places, 1),
             table.slices,
             table.ends,
             table.scales,
             side=self.base.kernel_size[0],
             stride=self.base.stride[0],
             padding=padding,
-            most=max(table.counts),
+            most=table.most,
         )
         return out
 
@@ -210,18 +304,27 @@ class RowWeights:
     """
 
     device: torch.device
-    by_row: bool
-    """Whether some products differ by row (`with_adapters`)."""
+    updates: RowUpdates | None
+    """Updates of rows whose products differ (`with_adapters`); None: those of no row do."""
 
     def with_adapters(self, rows: Sequence[Adapters]) -> Self:
-        if not any(rows):
-            return self
-        changed: Any = map_linears(self, RowUpdates(rows, self.device).linear)
-        return cast(Self, replace(changed, by_row=True, graphs=None))
+        return self._with(RowUpdates(rows, self.device)) if any(rows) else self
+
+    def copied(self, copy: Callable[[Tensor], Tensor], packing: Packing | None) -> Self:
+        """Return the weights with copied updates (`RowUpdates.copied`)."""
+        return self if self.updates is None else self._with(self.updates.copied(copy, packing))
+
+    def _with(self, updates: RowUpdates) -> Self:
+
+        def updated(place: str, linear: Linear) -> Linear:
+            return updates.linear(place, linear.base if isinstance(linear, ByRow) else linear)
+
+        changed: Any = map_linears(self, updated)
+        return cast(Self, replace(changed, updates=updates))
 
     def take(self, rows: Sequence[int]) -> Self:
 
         def updated(place: str, linear: Linear) -> Linear:
             return linear.take(rows) if isinstance(linear, ByRow) else linear
 
-        return map_linears(self, updated) if self.by_row else self
+        return self if self.updates is None else map_linears(self, updated)

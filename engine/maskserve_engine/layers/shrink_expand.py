@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from maskserve_engine.layers.attention import Span
 from maskserve_engine.layers.kernels import addresses, operation, stand_in
 
 RANKS = 16
@@ -65,6 +66,19 @@ def slices_of(updates: Mapping[str, tuple[Tensor, Sequence[Part]]]) -> dict[str,
     return slices
 
 
+def tiles_of(spans: Sequence[Span], rows: Sequence[int | None]) -> Tensor:
+    """Return [T, 3] int64 on the host: up to TOKENS tokens of one row each, as number in the table
+    of slices, first token and end; a row without number has none.
+    """
+    tiles = [
+        (row, first, min(first + TOKENS, end))
+        for row, (begin, end) in zip(rows, spans, strict=True)
+        if row is not None
+        for first in range(begin, end, TOKENS)
+    ]
+    return torch.tensor(tiles, dtype=torch.int64).view(-1, 3)
+
+
 def add_slices(
     out: Tensor,
     x: Tensor,
@@ -81,9 +95,9 @@ def add_slices(
     Args:
         out: [N, out], written to; the product's outputs from `first` on.
         x: [N, in].
-        tiles: [T, 3] int64, up to TOKENS tokens of one row each: row, first token, end.
+        tiles: [T, 3] int64 (`tiles_of`).
         slices: [S, FIELDS] int64 of all rows, concatenated.
-        ends: [R + 1] int64: 0, then the end of each row's slices.
+        ends: [R + 1 or more] int64: 0, then the end of each row's slices.
         scales: [S] float32.
         most: largest number of slices of a row.
         first: first output in `out`.

@@ -149,8 +149,8 @@ def expand_kernel(
     fields: tl.constexpr,
 ):
     """Grid: (tiles, blocks of outputs). Adds all slices of a row to its outputs, summed in float32;
-    `out` begins at output `first` of the product. A pass has `places` tokens; a tile belongs to one
-    pass.
+    outputs of a row without slices are not touched. `out` begins at output `first` of the product.
+    A pass has `places` tokens; a tile belongs to one pass.
     """
     tile, least = tl.program_id(0).to(tl.int64), tl.program_id(1) * block
     row = tl.load(tiles + tile * 3)
@@ -160,24 +160,25 @@ def expand_kernel(
     column = least + tl.arange(0, block)
     lows = low + (tile * tokens + number)[:, None] * most * ranks + rank[None, :]
     most_column = tl.minimum(least + block, outputs)  # what is beyond has not been shrunk
-    begin_slice = tl.load(ends + row)
-    added = tl.zeros((tokens, block), tl.float32)
-    for at in range(begin_slice, tl.load(ends + row + 1)):
-        slice_at = slices + at * fields
-        lowest, highest = tl.load(slice_at + 4) - first, tl.load(slice_at + 5) - first
-        if (highest > least) & (lowest < most_column):
-            up = tl.cast(tl.load(slice_at + 1), out.dtype)
-            inside = (column >= lowest) & (column < highest)
-            in_rank = rank < tl.load(slice_at + 2)
-            low_tile = tl.load(lows + (at - begin_slice) * ranks)
-            up_tile = tl.load(
-                up + (column - lowest)[None, :] * tl.load(slice_at + 3) + rank[:, None],
-                mask=inside[None, :] & in_rank[:, None],
-                other=0.0,
-            )
-            added += tl.load(scales + at) * tl.dot(low_tile, up_tile, input_precision="ieee")
-    token, of_pass = begin + number, begin // places
-    from_pass = out + of_pass * pass_stride + (token - of_pass * places) * place_stride
-    to = from_pass[:, None] + column[None, :] * output_stride
-    in_out = (token < end)[:, None] & (column < outputs)[None, :]
-    tl.store(to, tl.load(to, mask=in_out, other=0.0).to(tl.float32) + added, mask=in_out)
+    begin_slice, end_slice = tl.load(ends + row), tl.load(ends + row + 1)
+    if begin_slice < end_slice:
+        added = tl.zeros((tokens, block), tl.float32)
+        for at in range(begin_slice, end_slice):
+            slice_at = slices + at * fields
+            lowest, highest = tl.load(slice_at + 4) - first, tl.load(slice_at + 5) - first
+            if (highest > least) & (lowest < most_column):
+                up = tl.cast(tl.load(slice_at + 1), out.dtype)
+                inside = (column >= lowest) & (column < highest)
+                in_rank = rank < tl.load(slice_at + 2)
+                low_tile = tl.load(lows + (at - begin_slice) * ranks)
+                up_tile = tl.load(
+                    up + (column - lowest)[None, :] * tl.load(slice_at + 3) + rank[:, None],
+                    mask=inside[None, :] & in_rank[:, None],
+                    other=0.0,
+                )
+                added += tl.load(scales + at) * tl.dot(low_tile, up_tile, input_precision="ieee")
+        token, of_pass = begin + number, begin // places
+        from_pass = out + of_pass * pass_stride + (token - of_pass * places) * place_stride
+        to = from_pass[:, None] + column[None, :] * output_stride
+        in_out = (token < end)[:, None] & (column < outputs)[None, :]
+        tl.store(to, tl.load(to, mask=in_out, other=0.0).to(tl.float32) + added, mask=in_out)

@@ -18,7 +18,7 @@ import argparse
 import random
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -34,6 +34,7 @@ from maskserve_common.contracts.reuse_levels import refresh_count
 from maskserve_common.contracts.semantics import FILL, INPAINT
 from maskserve_engine.batch.graphs import AtOnce, GraphPiece, Graphs, Inputs
 from maskserve_engine.batch.padding import Sizes
+from maskserve_engine.batch.row_updates import slots_for
 from maskserve_engine.families.flux.spec import RECORDED_ROWS, REFRESH_STRIDES, flux_work
 from maskserve_engine.families.unet import spec as unet
 from maskserve_engine.families.unet.levels import together_length
@@ -41,6 +42,7 @@ from maskserve_engine.families.unet.spec import unet_work
 from maskserve_engine.families.unet.tokens import ActiveTokens
 from maskserve_engine.fitting.memory import peak_values
 from maskserve_engine.layers.attention import bucket
+from maskserve_engine.layers.shrink_expand import RANKS
 from maskserve_engine.planning.refresh_steps import lookahead_steps_of, refresh_steps
 
 IMAGE, TEXT, GRID, RING = 4096, 512, 64, 2
@@ -50,6 +52,10 @@ WIDTH, BLOCKS = 3072, (19, 38)
 SIDE, TOKEN, LEVELS, ATTENDS = 1024, 8, (16384, 4096, 1024), (1, 2)
 """SDXL's pixels of a side and of a token, tokens by level, and levels with attention."""
 SDXL_TEXT = 77
+LORAS, LORA_RANKS = 0.95, (4, 8, 16, 32, 64, 128)
+"""Share of edits that have a LoRA, and their ranks."""
+JOINED = 4
+"""Layers of the product of a single block, which most slices of a LoRA change."""
 EDITS = 400
 
 
@@ -70,6 +76,8 @@ class Row:
     """Computed tokens of each level of a UNet with attention."""
     tile: Hashable = ()
     """Sides of a UNet's tile at each level."""
+    slices: int = 0
+    """Slices of its LoRA at the product of most layers."""
 
 
 class _Piece:
@@ -96,9 +104,10 @@ class _Step:
 
     @property
     def common(self) -> bool:
-        if isinstance(self.shapes, UnetSizes):
-            return self.shapes.passes > 2 and not self.shapes.tiles
-        return isinstance(self.shapes, Sizes)
+        sizes = sizes_in(self.shapes)
+        if isinstance(sizes, UnetSizes):
+            return sizes.passes > 2 and not sizes.tiles
+        return isinstance(sizes, Sizes)
 
     def copied(self, inputs: Inputs) -> _Step:
         return _Step(self.shapes)
@@ -119,6 +128,14 @@ def rows_of(edits: int, rng: np.random.Generator) -> Iterator[Row]:
         inner, ringed = (min(IMAGE, round((side + 2 * ring) ** 2)) for ring in (0, RING))
         inner = bucket(inner, IMAGE)
         yield Row(inner, max(inner, ringed))
+
+
+def lora_rows(edits: int, rng: np.random.Generator) -> Iterator[Row]:
+    """Yield the same edits, most of them with a LoRA (Katz §3)."""
+    for row in rows_of(edits, rng):
+        if rng.random() < LORAS:
+            row.slices = JOINED * -(-int(rng.choice(LORA_RANKS)) // RANKS)
+        yield row
 
 
 def passes_of(row: Row, dense: frozenset[int], lookahead: frozenset[int], hit: bool) -> list[Pass]:
@@ -156,7 +173,9 @@ def flux_step(
     count, key = sum(one.text + one.image for one in passes), key_of(passes)
     if count > RECORDED_ROWS * (IMAGE + TEXT):
         return StepSizes(None)
-    return StepSizes(key, count, key.text + key.image - count if isinstance(key, Sizes) else 0)
+    pads = key.text + key.image - count if isinstance(key, Sizes) else 0
+    slices = max(row.slices for row in rows)
+    return StepSizes((key, slots_for(slices)) if slices else key, count, pads)
 
 
 def sdxl_rows(edits: int, rng: np.random.Generator) -> Iterator[Row]:
@@ -246,13 +265,18 @@ def simulate(
             row.step += 1
         rows = [row for row in rows if row.step < steps]
         rows += [row for row, _ in zip(waiting, range(clients - len(rows)), strict=False)]
-    recorded = [key for key, step in graphs._steps.items() if step is not None]
+    recorded = [sizes_in(key) for key, step in graphs._steps.items() if step is not None]
     return {
         "replayed": replayed / steps_run,
         "sizes": len(recorded),
         "pads": pads / max(1, tokens),
         "gib": recorded_bytes(recorded) / 2**30,
     }
+
+
+def sizes_in(key: Hashable) -> Hashable:
+    """Return the sizes of a key, which may have the slots of LoRAs beside them."""
+    return key[0] if isinstance(key, tuple) and isinstance(key[0], tuple) else key
 
 
 def recorded_bytes(keys: Sequence[Hashable]) -> int:
@@ -285,13 +309,15 @@ def recorded_bytes(keys: Sequence[Hashable]) -> int:
     return round(2 * (activations + placed + inputs))
 
 
+_FLUX = SimulatedModel(
+    rows_of,
+    flux_step,
+    ((1, 28), (4, 28), (4, 8), (8, 28), (8, 8)),
+    (REFRESH_STRIDES[FILL], 1.5, 1.0),
+)
 MODELS = {
-    "FLUX.1": SimulatedModel(
-        rows_of,
-        flux_step,
-        ((1, 28), (4, 28), (4, 8), (8, 28), (8, 8)),
-        (REFRESH_STRIDES[FILL], 1.5, 1.0),
-    ),
+    "FLUX.1": _FLUX,
+    "FLUX.1 with LoRAs": replace(_FLUX, rows=lora_rows),
     "SDXL": SimulatedModel(
         sdxl_rows,
         sdxl_step,

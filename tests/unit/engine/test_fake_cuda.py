@@ -20,6 +20,7 @@ from maskserve_benchmarks.steps.unet_rig import UNETS, UnetBench, build_unet
 from maskserve_common.observations import Observations
 from maskserve_engine.base.device_clock import Span, mark
 from maskserve_engine.base.job import EditJob
+from maskserve_engine.batch.graphs import Graphs
 from maskserve_engine.batch.skipping import FirstBlockCache
 from maskserve_engine.cache.loader import Copying
 from maskserve_engine.cache.reader import EntryReader
@@ -150,6 +151,34 @@ def test_a_recorded_flux_step_asks_for_two_launches_a_block(weights: str) -> Non
     assert launches(True, 2, (1, 1)) <= small + 1
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_recorded_step_with_loras_asks_for_as_many_launches_as_one_without(rows: int) -> None:
+    """Any LoRAs of its bucket of ranks replay it; the tables of others go in transfers that nobody
+    waits for.
+    """
+    plain, with_loras = (
+        steady_steps(Case("", MIXED[:rows], loras=loras, recorded=True), (1, 1))[1]
+        for loras in (0, rows)
+    )
+    assert with_loras.copies == []
+    assert with_loras.kernels["a graph"] == plain.kernels["a graph"] > 0
+    assert with_loras.launches == plain.launches
+    with FakeCuda() as cuda:
+        bench = fake_bench((1, 1), "int8")
+        recorder = Graphs.on(DEVICE, torch.bfloat16)
+        bench.weights = replace(bench.weights, graphs=recorder, placed_bytes=0)
+        bench.fill_entry("kv")
+        batch = [bench.row(ratio, seed) for seed, ratio in enumerate(MIXED[:rows])]
+        for ranks in (16, 16, 9):
+            for row in batch:
+                row.recorded, row.adapters = True, ((bench.lora(ranks), 0.8),)
+            for _ in range(3):
+                with cuda.watch() as log:
+                    bench.step(batch, "kv")
+                assert [copy for copy in log.copies if "waits" in copy] == []
+                assert ranks == 16 or log.kernels["a graph"] == plain.kernels["a graph"]
+
+
 def test_a_step_between_refresh_steps_copies_nothing_and_adds_a_kernel_a_block() -> None:
     """The one that places values is the one that places entries; one more adds their change."""
 
@@ -173,9 +202,8 @@ def test_a_step_between_refresh_steps_copies_nothing_and_adds_a_kernel_a_block()
 
 
 def test_flux_steps_of_other_kernels_are_not_recorded() -> None:
-    """These are steps with LoRAs, priming rows and projected blocks."""
+    """These are steps with priming rows and projected blocks."""
     for case in (
-        Case("", (0.1,), loras=1, recorded=True),
         Case("", (0.1,), primes=True, recorded=True),
         Case("", (0.1,), "project", recorded=True),
     ):

@@ -72,14 +72,20 @@ class FlowStep:
 
     @property
     def shapes(self) -> Hashable | None:
-        """A lone pass has the kernels of its own length, unless it is captured."""
+        """A lone pass has the kernels of its own length, unless it is captured. With LoRAs only
+        lone passes and padded ones are recorded.
+        """
         cached = self.packed.cached_cis is not None
-        sizes = self.sizes
-        if sizes is not None or self.packed.primes:
-            return sizes
-        if not cached:
-            return self.packed.shapes
-        return None if "project" in self.kinds else (self.packed.shapes, tuple(self.kinds))
+        sizes, updates = self.sizes, self.model.updates
+        shapes: Hashable | None = sizes
+        if sizes is None and not self.packed.primes:
+            shapes = self.packed.shapes
+            if cached:
+                shapes = None if "project" in self.kinds else (shapes, tuple(self.kinds))
+        if updates is None or shapes is None:
+            return shapes
+        fixed = sizes is not None or len(self.packed.rows) == 1
+        return (shapes, updates.shapes) if fixed and updates.shapes is not None else None
 
     @property
     def sizes(self) -> Sizes | None:
@@ -94,11 +100,11 @@ class FlowStep:
         return self.sizes is not None
 
     def copied(self, inputs: Inputs) -> FlowStep:
-        model, sizes = self.model.copied(inputs.copy), self.sizes
+        sizes, copy = self.sizes, inputs.copy
         if sizes is None:
-            return FlowStep(model, self.packed.copied(inputs.copy), self.kinds)
-        kinds = ("kv",) * model.block_count
-        step = FlowStep(model, PaddedRows.of(self.packed, sizes, inputs), kinds)
+            return FlowStep(self.model.copied(copy, None), self.packed.copied(copy), self.kinds)
+        packed, kinds = PaddedRows.of(self.packed, sizes, inputs), ("kv",) * self.model.block_count
+        step = FlowStep(self.model.copied(copy, packed.layout.narrow), packed, kinds)
         step.run(AtOnce())  # kernels of these sizes are chosen before one is recorded
         return step
 
@@ -107,6 +113,8 @@ class FlowStep:
         self.packed.tokens[: len(other.packed.tokens)].copy_(other.packed.tokens)
         if anew:
             self.packed.take(other.packed)
+            if self.model.updates is not None and other.model.updates is not None:
+                self.model.updates.take(other.model.updates)
 
     def run(self, asking: AtOnce) -> Tensor:
         return forward(self.model, self.packed, self.kinds, asking)

@@ -275,13 +275,14 @@ class FluxStep:
         self.block_count, self.two_streams = len(self.blocks), len(weights.double_blocks)
         self.alone, self.mode_blocks = 0, weights.mode_blocks
         self.placed_bytes, self.writes = weights.placed_bytes, weights.writes
+        self.updates = weights.updates
         self.gated = weights.gated
 
     def take(self, rows: Sequence[int]) -> Self:
         return type(self)(self.weights.take(rows), self.vectors.take(rows))
 
-    def copied(self, copy: Callable[[Tensor], Tensor]) -> Self:
-        return type(self)(self.weights, mapped(self.vectors, copy))
+    def copied(self, copy: Callable[[Tensor], Tensor], packing: Packing | None) -> Self:
+        return type(self)(self.weights.copied(copy, packing), mapped(self.vectors, copy))
 
     def follow(self, other: FluxStep) -> None:
         copy_tensors(self.vectors, other.vectors)

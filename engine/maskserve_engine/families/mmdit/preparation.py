@@ -370,10 +370,10 @@ class FlowPreparation:
         """
         if not self._buckets:
             return False
-        settings, loras = job.request.settings, job.request.used_loras
+        settings = job.request.settings
         assert settings.num_inference_steps is not None
         steps = steps_run(settings.num_inference_steps, settings.strength)
-        needs_eager = settings.reproducible or settings.first_block_threshold or loras
+        needs_eager = settings.reproducible or settings.first_block_threshold
         return not (needs_eager or acting(job.controls, steps))
 
     def schedule(self, job: EditJob) -> Schedule:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from maskserve_engine.batch.graphs import Graphs
-from maskserve_engine.batch.row_updates import RowWeights
+from maskserve_engine.batch.row_updates import RowUpdates, RowWeights
 from maskserve_engine.layers.fp8 import Fp8Linear
 from maskserve_engine.layers.linear import Linear, in_epilogues, linear
 from maskserve_engine.layers.low_rank import (
@@ -121,7 +121,7 @@ class FluxWeights(RowWeights):
     (`PlacedKV`)."""
     graphs: Graphs | None = None
     """Records the steps; None: steps are not recorded."""
-    by_row: bool = False
+    updates: RowUpdates | None = None
     context_x_embedder: Linear | None = None
     """None: `x_embedder` embeds the context, too."""
     shared: Shared | None = None

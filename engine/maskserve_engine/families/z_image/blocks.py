@@ -87,12 +87,13 @@ class ZImageStep:
         self.block_count, self.two_streams = len(self.blocks), 0
         self.alone, self.mode_blocks = len(weights.image_blocks), 0
         self.placed_bytes, self.writes = weights.placed_bytes, (False,) * self.block_count
+        self.updates = weights.updates
 
     def take(self, rows: Sequence[int]) -> ZImageStep:
         return ZImageStep(self.weights.take(rows), self.vectors.take(rows))
 
-    def copied(self, copy: Callable[[Tensor], Tensor]) -> ZImageStep:
-        return ZImageStep(self.weights, mapped(self.vectors, copy))
+    def copied(self, copy: Callable[[Tensor], Tensor], packing: Packing | None) -> ZImageStep:
+        return ZImageStep(self.weights.copied(copy, packing), mapped(self.vectors, copy))
 
     def follow(self, other: ZImageStep) -> None:
         copy_tensors(self.vectors, other.vectors)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from maskserve_engine.batch.graphs import Graphs
-from maskserve_engine.batch.row_updates import RowWeights
+from maskserve_engine.batch.row_updates import RowUpdates, RowWeights
 from maskserve_engine.families.mmdit.weights import TwoLayers, block_norms, places_in
 from maskserve_engine.layers.linear import Linear, linear
 from maskserve_engine.layers.low_rank import Place
@@ -63,8 +63,7 @@ class ZImageWeights(RowWeights):
     (`PlacedKV`)."""
     graphs: Graphs | None = None
     """None: steps are not recorded."""
-    by_row: bool = False
-    """Whether some products differ by row (`with_adapters`)."""
+    updates: RowUpdates | None = None
 
     @classmethod
     def of(cls, model: Any, placed_bytes: int = 0) -> ZImageWeights:

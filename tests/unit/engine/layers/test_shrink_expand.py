@@ -11,7 +11,8 @@ pytest.importorskip("triton")
 PROGRAM = """
 import sys
 import torch
-from maskserve_engine.batch.row_updates import FusedLowRank, Tiles, tables
+from maskserve_engine.batch.row_updates import FusedLowRank, MovingTiles, Tiles, update_tables
+from maskserve_engine.batch.padding import Sizes, padded_packing
 from maskserve_engine.layers.linear import PlainLinear
 from maskserve_engine.layers.low_rank import LowRankSet, Update, low_rank
 from maskserve_engine.layers.shrink_expand import Part, slices_of
@@ -24,6 +25,9 @@ host = torch.device("cpu")
 
 def normal(*shape):
     return torch.randn(*shape).to(dtype)
+
+def sizes(lengths):
+    return Sizes.of([0] * len(lengths), lengths, sum(lengths))
 
 def adapter(inner, outputs):
     # of some of three layers that are joined, each with ranks of its own
@@ -60,16 +64,28 @@ for _ in range(3):
     spans = [(end - length, end) for end, length in zip(ends, lengths)]
     base = PlainLinear(normal(3 * outputs, inner) / inner ** 0.5, normal(3 * outputs))
     plain = low_rank("place", base, rows)
-    fused = FusedLowRank(base, tables(rows, host)["place"], tuple(range(count)), Tiles(host))
 
-    x = normal(ends[-1], inner)
+    def fused_of(rows):
+        table = update_tables(rows, host).at("place")
+        return FusedLowRank(base, table, table.rows, Tiles(host))
+
+    fused, x = fused_of(rows), normal(ends[-1], inner)
     found, expected, unchanged = fused(x, spans), plain(x, spans), base(x)
     assert_close(found, expected)
+
+    # Behind these rows a padded step has pads; in its tables each row may have updates.
+    layout = padded_packing((0,) * count, tuple(lengths), (0,) * count, sizes(lengths), host)
+    stream, copied = layout.image_stream, update_tables(rows, host).copied(torch.clone)
+    moving = FusedLowRank(base, copied.at("place"), (), MovingTiles((stream,)))
+    pads = normal(len(stream.row_of) - len(x), inner)
+    padded, below = moving(torch.cat((x, pads)), stream.spans), base(torch.cat((x, pads)))
+    assert_close(padded[: len(x)], found)
+    assert torch.equal(padded[len(x) :], below[len(x) :])
     for row, (begin, end) in zip(rows, spans):
         if not row:
             assert torch.equal(found[begin:end], unchanged[begin:end])
         else:  # whatever is beside it
-            alone = FusedLowRank(base, tables([row], host)["place"], (0,), Tiles(host))
+            alone = fused_of([row])
             changes = alone(x[begin:end], [(0, end - begin)]) - base(x[begin:end])
             assert_close(found[begin:end], base(x[begin:end]) + changes)
 
@@ -99,7 +115,7 @@ MAPS = """
 import sys
 import torch
 from torch import nn
-from maskserve_engine.batch.row_updates import FusedLowRankConv, Tiles, tables
+from maskserve_engine.batch.row_updates import FusedLowRankConv, Tiles, update_tables
 from maskserve_engine.layers.low_rank import Factors, LowRankConv, Place, low_rank_conv
 from maskserve_engine.layers.low_rank import LowRankSet, low_rank_set
 from maskserve_engine.layers.shrink_expand import slices_of
@@ -138,8 +154,8 @@ for side, stride in ((3, 1), (3, 2), (1, 1)):
     if draw(0, 2):
         x = x.contiguous(memory_format=torch.channels_last)
     plain = low_rank_conv("place", base, passes)
-    table = tables(passes, host)["place"]
-    fused = FusedLowRankConv(base, table, tuple(range(count)), Tiles(host))
+    table = update_tables(passes, host).at("place")
+    fused = FusedLowRankConv(base, table, table.rows, Tiles(host))
     assert isinstance(plain, LowRankConv)
 
     found, unchanged = fused(x), base(x)

@@ -14,7 +14,6 @@ import torch
 
 from maskserve_benchmarks.steps.replay import Replay
 from maskserve_common.config import ConfigError
-from maskserve_common.contracts.request import Lora
 from maskserve_common.imaging.masks import active_tokens
 from maskserve_engine.base.job import ControlInput, EditJob
 from maskserve_engine.batch import forward
@@ -30,6 +29,7 @@ from maskserve_engine.families.mmdit.preparation import grid_of
 from maskserve_engine.families.registry import load_adapter
 from maskserve_engine.families.specs import load_spec, recorded_rows
 from maskserve_engine.layers.attention import bucket
+from maskserve_engine.layers.low_rank import Factors, LowRankSet
 from tests.fakes.jobs import config_of, encode_case, guided, random_case
 from tests.support import refresh_rows
 from tests.support.cached_rows import Primed, assert_equal, cached
@@ -39,6 +39,7 @@ from tests.support.replayed import (
     Replayed,
     attend_on_a_cpu,
     finish_behind_a_lost_entry,
+    update_kernels_on_a_cpu,
 )
 
 pytestmark = pytest.mark.spread("folder")
@@ -218,6 +219,61 @@ def test_steps_between_a_rows_own_anchors_are_recorded(
     assert graphs_of(recording)._capture is capture, "recording was turned off"
 
 
+def lora_of(adapter: FluxAdapter, rng: np.random.Generator, *, rank: int, of: str) -> LowRankSet:
+    """A random LoRA on the layers of the blocks whose names contain `of`."""
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.from_numpy(rng.standard_normal(shape, np.float32) / shape[1] ** 0.5)
+
+    return adapter.low_rank(
+        {
+            name: Factors(normal(rank, place.shape[1]), normal(place.shape[0], rank))
+            for name, place in adapter.places.items()
+            if "transformer_blocks" in name and of in name
+        }
+    )
+
+
+def test_steps_of_rows_with_loras_replay_whatever_loras_they_have(
+    folder: Path, encoder: Encoder
+) -> None:
+    """LoRAs of equal places and buckets of ranks share a recording, alone and beside rows without;
+    rows change their LoRAs between two steps. The oracle adds each row's updates by itself.
+    """
+    seed = fresh_seed()
+    rng, capture = np.random.default_rng(seed), Replayed()
+    plain, recording = adapter_of(folder, None), adapter_of(folder, capture, rows=16)
+    jobs = jobs_of(encoder, seed, 3)
+    primed, kinds = [Primed(plain, encoder, job, "kv") for job in jobs], ("kv",) * plain.blocks
+    with update_kernels_on_a_cpu():
+        loras = [lora_of(plain, rng, rank=rank, of="") for rank in (18, 5, 30, 4)]
+        attention_loras = [lora_of(plain, rng, rank=rank, of="attn") for rank in (7, 12)]
+
+    def run(adapter: FluxAdapter) -> list[Any]:
+        replay, latents = Replay(adapter), []
+        for known in (loras, [*loras[2:], *loras[:2]], [*attention_loras, *loras[:2]]):
+            for at in ([0], [1, 0], [2, 0, 1], [0]):
+                rows = [cached(replay, jobs[i], primed[i]) for i in at]
+                for step in range(STEPS):
+                    if step in (0, 3):  # of the second row the LoRA arrives late
+                        for number, row in enumerate(rows):
+                            if number != 1 or step:
+                                row.adapters = ((known[number], 0.3 + step / 5),) * (number < 2)
+                    replay.step(rows, kinds)
+                latents += [row.result().array() for row in rows]
+        return latents
+
+    expected = run(plain)
+    with update_kernels_on_a_cpu():
+        latents = run(recording)
+    for one, other in zip(latents, expected, strict=True):
+        assert_equal(one, other)
+    graphs = graphs_of(recording)
+    assert graphs._capture is capture, f"recording was turned off ({seed})"
+    with_loras = [key for key, step in graphs._steps.items() if step and isinstance(key[-1], tuple)]
+    assert 4 <= len(with_loras) <= 12, "LoRAs of the second round replay those of the first"
+
+
 def test_an_entry_that_is_lost_in_the_middle_harms_no_later_step(
     folder: Path, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -311,20 +367,17 @@ def test_a_bucket_is_filled_with_the_tokens_next_to_the_mask(
     [
         {"reproducible": True},
         {"first_block_threshold": 0.1},
-        {"loras": (Lora(name="a"),)},
         {"controls": (ControlInput("a", np.zeros((64, 64, 3), np.uint8)),)},
     ],
-    ids=["reproducible", "skipping", "lora", "control"],
+    ids=["reproducible", "skipping", "control"],
 )
 def test_an_edit_with_a_way_of_its_own_keeps_its_tokens_and_is_not_recorded(
     folder: Path, encoder: Encoder, features: dict[str, Any]
 ) -> None:
     capture = Replayed()
     adapter, plain = adapter_of(folder, capture), adapter_of(folder, None, buckets=False)
-    settings = {key: features[key] for key in features if key not in ("loras", "controls")}
+    settings = {key: features[key] for key in features if key != "controls"}
     job, neighbour = job_of(encoder, 17, **settings), job_of(encoder, 17)
-    if "loras" in features:
-        job = replace(job, request=replace(job.request, loras=features["loras"]))
     controlled = replace(job, controls=features.get("controls", ()))
     assert adapter.tokens(controlled) == plain.tokens(job)
     assert adapter.tokens(neighbour) != plain.tokens(neighbour)

@@ -90,6 +90,7 @@ class ToyStep:
     """[R]"""
     block_count, two_streams, alone, mode_blocks, placed_bytes = BLOCKS, 0, 0, 0, 0
     writes = (False,) * BLOCKS
+    updates = None
 
     def take(self, rows: Sequence[int]) -> ToyStep:
         return ToyStep(self.model, self.scale[list(rows)])
