@@ -1112,8 +1112,8 @@ MUTATIONS = (
     ),
     Mutation(
         "a router without the extra `workflows` ends with a trace",
-        "router/maskserve_router/router.py",
-        "if error.name not in _WORKFLOW_LIBRARIES:",
+        "router/maskserve_router/extras.py",
+        "if missing.startswith(_OWN):",
         "if True:",
         f"{_LIGHT}::test_without_the_extra_workflows_cannot_be_configured",
     ),

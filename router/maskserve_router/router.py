@@ -32,6 +32,7 @@ from maskserve_router.api.outputs import Outputs
 from maskserve_router.api.server_calls import ServerCalls
 from maskserve_router.api.workflow_routes import workflow_routes
 from maskserve_router.config import RouterConfig, check_change
+from maskserve_router.extras import ExtraMissing, extra
 from maskserve_router.fair_share import FairShare
 from maskserve_router.keys import KeyRing
 from maskserve_router.listeners.admin import Admin
@@ -61,10 +62,6 @@ _OPERATORS = 64
 """Connections of the operators' port; clients cannot use them up."""
 _LOCK_S = 0.1
 """Longest seconds that a process may hold the lock of the values folder while others wait."""
-_JOB_LIBRARIES = ("sqlalchemy", "tenacity")
-"""Libraries of the extra `jobs`."""
-_WORKFLOW_LIBRARIES = ("maskserve_workflows",)
-"""Packages of the extra `workflows`."""
 _POLL_S = 2.0
 """Seconds between two checks of the files of keys and certificates."""
 
@@ -298,19 +295,17 @@ def _jobs(
         no_jobs = NoJobs("are turned off here ([jobs] enabled)")
         return no_jobs, no_jobs.routes(front)
     try:
-        from maskserve_router.jobs.database import JobDatabase
-        from maskserve_router.jobs.jobs import Jobs
-        from maskserve_router.jobs.routes import job_routes
-        from maskserve_router.jobs.runner import JobServices
-        from maskserve_router.jobs.webhooks import Webhooks
-    except ModuleNotFoundError as error:
-        if error.name not in _JOB_LIBRARIES:
-            raise
-        lack = f"need the extra `jobs` (pip install -e '.[jobs]'): {error.name} is missing"
+        with extra("jobs", "[jobs]: jobs"):
+            from maskserve_router.jobs.database import JobDatabase
+            from maskserve_router.jobs.jobs import Jobs
+            from maskserve_router.jobs.routes import job_routes
+            from maskserve_router.jobs.runner import JobServices
+            from maskserve_router.jobs.webhooks import Webhooks
+    except ExtraMissing as missing:
         if config.jobs.database or config.jobs.database_file:
-            raise ConfigError(f"[jobs]: jobs {lack}") from None
-        log.warning("the router takes no jobs: they %s", lack)
-        no_jobs = NoJobs(lack)
+            raise
+        log.warning("the router takes no jobs: they %s", missing.lack)
+        no_jobs = NoJobs(missing.lack)
         return no_jobs, no_jobs.routes(front)
     database, webhooks = JobDatabase(config, fair_share), Webhooks(config.jobs)
     jobs = Jobs(
@@ -330,13 +325,6 @@ def _workflow_parts(
     files = config.workflows
     if not (files.folder or files.nodes or files.node_path):
         return None
-    try:
+    with extra("workflows", "[workflows]: workflows and node servers"):
         from maskserve_router.workflow_parts import WorkflowParts
-    except ModuleNotFoundError as error:
-        if error.name not in _WORKFLOW_LIBRARIES:
-            raise
-        raise ConfigError(
-            "[workflows]: workflows and node servers need the extra `workflows` "
-            f"(pip install -e '.[workflows]'): {error.name} is missing"
-        ) from None
     return WorkflowParts(config, fair_share, values)

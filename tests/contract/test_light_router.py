@@ -11,7 +11,7 @@ import pytest
 
 from maskserve_benchmarks.documents.module_index import code_lines
 
-_START = """
+_WITHOUT = """
 import json, os, sys
 class Missing:
     def find_spec(self, name, path=None, target=None):
@@ -19,6 +19,10 @@ class Missing:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 
 sys.meta_path.insert(0, Missing())
+"""
+_START = (
+    _WITHOUT
+    + """
 from maskserve_common.config import ConfigError
 from maskserve_router.config import router_config_of
 from maskserve_router.router import Router
@@ -33,6 +37,7 @@ files = {{name: vars(module).get("__file__") for name, module in sys.modules.ite
 print(json.dumps(files), flush=True)
 os._exit(0)  # a router that was not started logs as Python ends
 """
+)
 JOBS = ("sqlalchemy", "tenacity")
 WORKFLOWS = ("maskserve_workflows",)
 NO_JOBS = {"enabled": False}
@@ -48,18 +53,22 @@ def started(
     """The output of a process that builds a router of this configuration, and the files of its
     modules by name.
     """
-    script = _START.format(missing=missing, tables=tables)
+    run = _ran(_START.format(missing=missing, tables=tables), state)
+    run.check_returncode()
+    *output, modules = run.stdout.splitlines()
+    return "\n".join(output), json.loads(modules)
+
+
+def _ran(script: str, state: Path | None = None) -> subprocess.CompletedProcess[str]:
     environment = {"PYTHONPATH": ":".join(filter(None, sys.path)), "HOME": str(state or "/")}
-    run = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-c", script],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         env=environment,
-        check=True,
+        check=False,
     )
-    *output, modules = run.stdout.splitlines()
-    return "\n".join(output), json.loads(modules)
 
 
 def test_a_router_of_edits_imports_neither_jobs_nor_workflows() -> None:
