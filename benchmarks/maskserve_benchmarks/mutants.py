@@ -1133,6 +1133,13 @@ MUTATIONS = (
         f"{_STAGES}::test_requests_go_to_the_replica_with_the_fewest",
     ),
     Mutation(
+        "a request of a stage goes round its replicas until it is late",
+        "engine/maskserve_triton/replicas.py",
+        "elif not (tries.goes_on(error) or patiently):",
+        "elif False:",
+        f"{_STAGES}::test_a_request_that_ends_its_replicas_is_given_up",
+    ),
+    Mutation(
         "a silent replica keeps its requests",
         "engine/maskserve_triton/replicas.py",
         "if replica.misses >= _MISSES and others_answer:",
@@ -1164,8 +1171,8 @@ MUTATIONS = (
     Mutation(
         "a call that ends its servers goes to a third",
         "engine/maskserve_common/servers/failure.py",
-        "MOST_LOST = 2",
-        "MOST_LOST = 3",
+        "_MOST_LOST = 2",
+        "_MOST_LOST = 3",
         f"{_UNIT}/router/test_workflows.py::test_a_failure_without_a_word_is_tried_at_one_other",
     ),
     Mutation(

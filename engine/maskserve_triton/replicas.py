@@ -17,8 +17,8 @@ import grpc
 from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_common.contracts.status_record import State
-from maskserve_common.errors import MaskserveError
-from maskserve_common.servers.failure import Failure
+from maskserve_common.errors import EngineFailed, MaskserveError
+from maskserve_common.servers.failure import Failure, Tries
 from maskserve_common.servers.pool import Server, ServerPool
 from maskserve_triton.tensor_io import relayed
 
@@ -97,11 +97,11 @@ class Replicas(ServerPool[StageReplica]):
             patiently: whether to go on without limit while no replica answers.
 
         Raises:
-            MaskserveError: the model's error.
+            MaskserveError: the model's error, or EngineFailed: the request may end its servers.
             Failure: no replica answers any more.
             NotServed: all replicas serve another model.
         """
-        tried: set[StageReplica] = set()
+        tried, tries = set[StageReplica](), Tries()
         failure = Failure(grpc.StatusCode.UNAVAILABLE, "the name has no addresses")
         begin, warned_at_s = 0.0, -_LOG_S
         while True:
@@ -130,11 +130,12 @@ class Replicas(ServerPool[StageReplica]):
                         raise model_error from None
                     self._refuse(replica, problem)
                     continue
-                if error.status is grpc.StatusCode.DEADLINE_EXCEEDED and not patiently:
-                    raise
                 failure, replica.up = error, False
                 if error.status in _NO_MODEL:
                     self._refuse(replica, f"has no {self._name} ({error.details})")
+                elif not (tries.goes_on(error) or patiently):
+                    log.warning("%s failed a request: %s", replica.address, error.details)
+                    raise EngineFailed(f"the service of the {self._name} failed") from None
 
     def _next(self, tried: set[StageReplica]) -> StageReplica | None:
         """Return the replica that gets a request next; None: each has been tried."""

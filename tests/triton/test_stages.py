@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 from msgspec.structs import replace
@@ -22,9 +23,11 @@ from maskserve_common.config import Config, ConfigError, StagesConfig
 from maskserve_common.contracts.postprocess_context import NOTHING, PostprocessContext, request_in
 from maskserve_common.errors import EngineFailed, InvalidRequest
 from maskserve_common.files.stages import NO_ANSWER, PRIMING_PROMPT_FILE, StageOutages
+from maskserve_common.servers.failure import Failure
 from maskserve_common.tracing import make_tracer
 from maskserve_triton import replicas
 from maskserve_triton.forwarded_stages import ForwardedDecoder, ForwardedEncoder, ForwardedStage
+from maskserve_triton.replicas import StageReplica
 from maskserve_triton.stage_requests import NO_PIXELS, PRIMING_PROMPT, check_revision
 from maskserve_triton.tensor_io import Outputs, error_response, failed_event, read_bytes
 from maskserve_triton.together import Together, batched, view_item
@@ -388,6 +391,27 @@ def test_a_replica_that_ends_loses_no_request(api: FakeTriton, site: Site, how: 
         answer.pop("ENCODED", None)  # it says how many shared a call
     assert answers == expected
     assert StageOutages(config).names() == []
+
+
+def test_a_request_that_ends_its_replicas_is_given_up(
+    api: FakeTriton, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It went round all, again and again, until the service was given up."""
+    servers = [site.server, site.new_server(), site.new_server()]
+    names = ",".join(server.url for server in servers)
+    encoder = site.open(ForwardedEncoder, site.worker(service=names))
+    ended: list[str] = []
+
+    async def ends(replica: StageReplica, request: bytes, limit_s: float) -> bytes:
+        ended.append(replica.address)
+        raise Failure(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+
+    monkeypatch.setattr(StageReplica, "infer", ends)
+    request = to_encode(api)
+    encoder.execute([request])
+    error = request.sender.wait(20).error().message()
+    assert error == "[ENGINE_FAILED] the service of the encoder failed"
+    assert len(set(ended)) == len(ended) == 2
 
 
 def test_a_replica_away_is_told_and_found_again(api: FakeTriton, site: Site) -> None:

@@ -20,7 +20,7 @@ from maskserve_common.errors import (
 )
 
 Status = grpc.StatusCode
-MOST_LOST = 2
+_MOST_LOST = 2
 """Servers that a call may lose before it is given up: the call itself may crash them."""
 _NEVER_BEGUN = ("failed to connect", "resolution failed", "Server is stopping", "Server not ready")
 """UNAVAILABLE errors, from gRPC and Triton, of a server that did not take the call. Any other error
@@ -39,14 +39,14 @@ class Blame(enum.Enum):
     """Who caused a failure, which decides whether a retry can help."""
 
     REQUEST = "request"
-    """The client's request: no other worker would do better."""
+    """The client's request: no other server would do better."""
     REFUSED = "refused"
-    """The worker did not take the edit; others may."""
+    """The server did not take the call; others may."""
     WORKER = "worker"
-    """The worker failed."""
+    """The server failed."""
     UNKNOWN = "unknown"
-    """An error of Triton or of the network, without one of our codes. Another worker may do better.
-    The request may have caused it, so it does not count against the worker. A worker that is down
+    """An error of Triton or of the network, without one of our codes. Another server may do better.
+    The request may have caused it, so it does not count against the server. A server that is down
     is noticed by its missing answers."""
     CLIENT = "client"
     """The client: it cancelled, or its deadline passed."""
@@ -75,17 +75,43 @@ class Failure(Exception):
 
     @property
     def untaken(self) -> bool:
-        """True if the server did not take the call: it is stopping, or nobody listens there."""
+        """True if the server did not take the call and may take it later: it is full or stopping,
+        or nobody listens there.
+        """
+        if self.coded:
+            return self.code == Overloaded.code
         unavailable = self.status is Status.UNAVAILABLE
-        return unavailable and (self.coded or any(words in self.details for words in _NEVER_BEGUN))
+        return unavailable and any(words in self.details for words in _NEVER_BEGUN)
 
     @property
     def blame(self) -> Blame:
+        if self.untaken:
+            return Blame.REFUSED
         match self.code:
-            case Overloaded.code | TemplateNotFound.code | AdapterNotFound.code if self.coded:
+            case TemplateNotFound.code | AdapterNotFound.code if self.coded:
                 return Blame.REFUSED
             case Cancelled.code | DeadlineExceeded.code:
                 return Blame.CLIENT
             case InvalidRequest.code | TemplateNotFound.code | Refused.code:
                 return Blame.REQUEST
         return Blame.WORKER if self.coded else Blame.UNKNOWN
+
+    @property
+    def lost(self) -> bool:
+        """True if the server failed or was lost, perhaps by this call."""
+        return self.blame in (Blame.WORKER, Blame.UNKNOWN)
+
+
+class Tries:
+    """Counts the tries of one call, and decides whether another server gets it.
+
+    A server that did not take the call costs nothing. A call that lost a server gets one more.
+    """
+
+    def __init__(self) -> None:
+        self._lost = 0
+
+    def goes_on(self, failure: Failure) -> bool:
+        """Note a failed try, and return whether another server may do better."""
+        self._lost += failure.lost
+        return self._lost < _MOST_LOST if failure.lost else failure.blame is Blame.REFUSED

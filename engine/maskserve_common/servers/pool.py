@@ -7,14 +7,14 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Generic, TypeVar
 
 import grpc
 import grpc.aio
 
 from maskserve_common.servers.discovery import Discovery
-from maskserve_common.servers.failure import Failure
+from maskserve_common.servers.failure import Blame, Failure
 from maskserve_common.servers.upstream import Upstream, failures
 
 log = logging.getLogger("maskserve")
@@ -54,6 +54,10 @@ class Server:
             with failures():
                 answer: bytes = await call
             return answer
+        except Failure as failure:
+            if failure.blame is Blame.CLIENT and not failure.coded:  # `limit_s` is no client's
+                raise replace(failure, status=grpc.StatusCode.UNKNOWN) from None
+            raise
         except asyncio.CancelledError:
             if call in self.calls:  # the caller was cancelled, not the call
                 raise

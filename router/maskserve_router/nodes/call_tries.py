@@ -6,10 +6,8 @@ import asyncio
 import logging
 import time
 
-import grpc
-
 from maskserve_common.errors import EngineFailed, split_code
-from maskserve_common.servers.failure import MOST_LOST, Blame, Failure
+from maskserve_common.servers.failure import Blame, Failure, Status, Tries
 from maskserve_router.nodes.node_server import NodeServer
 from maskserve_workflows.node_types import NodeType
 from maskserve_workflows.wire import NOT_HOSTED, OTHER_VERSION
@@ -42,7 +40,7 @@ class CallTries:
         self.broken: set[NodeServer] = set()
         """Servers that failed the call and still answer: they are not tried again."""
         self._end, self._wait_s = time.monotonic() + _PATIENCE_S, _POLL_S
-        self._lost = 0
+        self._tries = Tries()
         self._failure: Failure | EngineFailed | None = None
         self._misfit = ""
         """Error of a server that has the node in another version."""
@@ -65,21 +63,24 @@ class CallTries:
         self.count = 2
         if failure.untaken:
             self.returning = True
-        elif not failure.coded:
-            name = self._kind.name
-            log.warning("%s failed a call of %s: %s", server.address, name, failure.details)
-            self._failure = EngineFailed(f"{name}: its node server failed the call")
-            self._lost += 1
-            if self._lost == MOST_LOST or failure.blame is Blame.REQUEST:
-                raise self._failure
-            if failure.status is grpc.StatusCode.UNAVAILABLE:
-                self.returning = True  # a server that replaces it may be able to run the call
-            else:
-                self.broken.add(server)
-        elif failure.blame is Blame.WORKER:
+        elif failure.coded:
+            if failure.blame is not Blame.WORKER:
+                raise failure
             self._failure = failure  # a load failed or there is no room on that server
         else:
-            raise failure
+            self._lost(server, failure)
+
+    def _lost(self, server: NodeServer, failure: Failure) -> None:
+        """Note that a server ended a call without a code; raises as `failed`."""
+        name = self._kind.name
+        log.warning("%s failed a call of %s: %s", server.address, name, failure.details)
+        self._failure = EngineFailed(f"{name}: its node server failed the call")
+        if not self._tries.goes_on(failure):
+            raise self._failure
+        if failure.status is Status.UNAVAILABLE:
+            self.returning = True  # a server that replaces it may be able to run the call
+        else:
+            self.broken.add(server)
 
     async def next_round(self) -> None:
         """Wait for the next round.

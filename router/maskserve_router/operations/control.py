@@ -16,7 +16,7 @@ from maskserve_common.contracts.keys import NO_SCOPE, edit_of, name_of, scope_of
 from maskserve_common.contracts.operations import ADAPTER_WRITES, PATIENT, SCOPED
 from maskserve_common.errors import EngineFailed, InvalidRequest
 from maskserve_common.routing import Edit, NoWorkerAvailable
-from maskserve_common.servers.failure import Blame, Failure
+from maskserve_common.servers.failure import Failure
 from maskserve_router.fair_share import FairShare
 from maskserve_router.key_holder import KeyHolder
 from maskserve_router.messages.client_call import request_id_of
@@ -199,8 +199,7 @@ class ClusterControl:
             else:
                 results[worker.address] = answer
         if not results:
-            faults = (Blame.WORKER, Blame.UNKNOWN)
-            raise min(failed.values(), key=lambda failure: failure.blame in faults)
+            raise min(failed.values(), key=lambda failure: not refused(failure))
         return results, failed
 
 

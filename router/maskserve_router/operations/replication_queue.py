@@ -37,7 +37,7 @@ class _Missed:
 
 def refused(failure: Failure) -> bool:
     """Return True if the worker rejected the operation and would reject it again."""
-    return failure.blame in (Blame.REQUEST, Blame.REFUSED)
+    return failure.blame in (Blame.REQUEST, Blame.REFUSED) and not failure.untaken
 
 
 class MissedOperations:

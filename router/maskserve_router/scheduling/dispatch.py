@@ -25,7 +25,7 @@ from maskserve_common.errors import (
 )
 from maskserve_common.files.values import NO_VALUES, Values
 from maskserve_common.routing import Edit, NoWorkerAvailable
-from maskserve_common.servers.failure import MOST_LOST, Blame, Failure
+from maskserve_common.servers.failure import Blame, Failure, Tries
 from maskserve_router.config import RouterConfig
 from maskserve_router.fair_share import FairShare
 from maskserve_router.key_holder import KeyHolder
@@ -195,7 +195,7 @@ class Dispatcher:
         avoid: frozenset[WorkerEpoch] = frozenset()
         non_home_workers = self.homes.workers_without(edit, call.settings)
         failure: Failure | None = None
-        lost = 0
+        tries = Tries()
         with ExitStack() as exit_stack:
             while True:
                 sent_edit = await self._place(call, edit, avoid | non_home_workers, failure)
@@ -216,12 +216,10 @@ class Dispatcher:
                 except Failure as error:
                     failure = error
                     avoid |= {epoch}
-                    is_lost = failure.blame in (Blame.WORKER, Blame.UNKNOWN)
-                    lost += is_lost
-                    if not self._may_retry(failure, avoid, lost):
+                    if not (tries.goes_on(failure) and self._may_retry(failure, avoid)):
                         raise
                     call.restarts += begun
-                    if is_lost:
+                    if failure.lost:
                         exit_stack.enter_context(self._budget.spend())
                     self._metrics.retries.labels(failure.blame.value).inc()
 
@@ -339,17 +337,12 @@ class Dispatcher:
             breaker.gave_up(name)
             self._pending.leave(sent)
 
-    def _may_retry(self, failure: Failure, avoid: frozenset[WorkerEpoch], lost: int) -> bool:
-        """Return whether to retry on another worker, which may also be one that is down now."""
-        workers = self._pool.workers.values()
-        has_alternative = any(worker.epoch not in avoid for worker in workers)
-        match failure.blame:
-            case Blame.REFUSED:
-                return has_alternative
-            case Blame.WORKER | Blame.UNKNOWN:
-                allowed = lost < MOST_LOST and self._budget.allows(len(self._calls))
-                return has_alternative and allowed
-        return False
+    def _may_retry(self, failure: Failure, avoid: frozenset[WorkerEpoch]) -> bool:
+        """Return whether there is another worker, which may also be one that is down now, and the
+        budget allows the retry.
+        """
+        has_alternative = any(w.epoch not in avoid for w in self._pool.workers.values())
+        return has_alternative and (not failure.lost or self._budget.allows(len(self._calls)))
 
     def _learn(
         self,

@@ -58,6 +58,19 @@ async def test_what_is_tried_again(status: grpc.StatusCode, text: str, tries: in
         assert sum(len(worker.requests) for worker in workers) == tries
 
 
+async def test_workers_that_did_not_take_an_edit_cost_no_retry():
+    """Two that had just ended, before their polls failed, failed it though a third was idle."""
+    faults = {"retry_floor": 0, "retry_share": 0.0}
+    running = cluster(models=("flux",) * 3, faults=faults)
+    async with running as (router, workers), calling(router) as call:
+        for worker in workers[:2]:
+            worker.fails, worker.status = 9, grpc.StatusCode.UNAVAILABLE
+            worker.text = "failed to connect to all addresses; last error: refused"
+        for _ in range(4):
+            await call(edit())
+        assert len(workers[2].requests) == 4
+
+
 def of_result() -> bytes:
     """An edit of a kept result."""
     return edit_request(b"", mask_of(100, SIDE), template_id=RESULT_ID)

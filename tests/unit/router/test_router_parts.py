@@ -243,6 +243,7 @@ def test_no_answers_make_a_prediction_negative(seed: int):
         (Status.UNAVAILABLE, "Connection reset by peer", Blame.UNKNOWN),
         (Status.INTERNAL, "Stub process 'edit_0_0' is not healthy.", Blame.UNKNOWN),
         (Status.INTERNAL, "[ENGINE_FAILED] a denoising step failed", Blame.WORKER),
+        (Status.UNAVAILABLE, "failed to connect to all addresses; last error: …", Blame.REFUSED),
         (Status.UNAVAILABLE, "in ensemble 'x', [OVERLOADED] draining", Blame.REFUSED),
         (Status.NOT_FOUND, "[TEMPLATE_NOT_FOUND] not here", Blame.REFUSED),
         (Status.NOT_FOUND, "[ADAPTER_NOT_FOUND] not here", Blame.REFUSED),

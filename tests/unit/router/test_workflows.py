@@ -618,7 +618,6 @@ _STUB_DIED = "Failed to process the request(s) for model 'nodes_0_0', message: S
         # The call may be what kills them: it is not sent round.
         ("INTERNAL", dict.fromkeys(("a:1", "b:1"), _STUB_DIED), ["a:1", "b:1"], "server failed"),
         ("UNKNOWN", {"a:1": "reset"}, ["a:1", "b:1"], ""),
-        ("DEADLINE_EXCEEDED", {"a:1": ""}, ["a:1", "b:1"], ""),
         ("INVALID_ARGUMENT", {"a:1": "unexpected shape"}, ["a:1"], "server failed"),
         ("INTERNAL", {"a:1": "[INVALID_REQUEST] picture: is none"}, ["a:1"], "is none"),
         # Nor where it may have ended the whole server: it went round all, again and again.
