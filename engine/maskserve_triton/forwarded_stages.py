@@ -54,73 +54,6 @@ _AT_A_REPLICA = 16
 """Most requests at a replica at a time: twice as many as one `execute` takes."""
 
 
-class StageService:
-    """One stage at the replicas of a service.
-
-    Args:
-        config: configuration of the worker.
-        stage: name of the model.
-        revision: digest of the stages that the worker needs.
-    """
-
-    def __init__(self, config: Config, stage: Stage, revision: str) -> None:
-        stages, outages = config.stages, StageOutages(config)
-        self._stage, self._revision = stage, revision
-        self._limit_s = config.engine.stuck_timeout_s
-        self._replicas = Replicas(
-            stages.addresses,
-            stage,
-            stages.service_timeout_s,
-            _problem,
-            partial(outages.mark, stage),
-        )
-        self.start, self.close = self._replicas.all_polled, self._replicas.close
-
-    def request(
-        self, inputs: Outputs, request_parameters: Mapping[str, Any] = NO_PARAMETERS
-    ) -> bytes:
-        """Return an encoded request to the model.
-
-        Args:
-            inputs: arrays with their batch dimension.
-            request_parameters: parameters of the worker's request.
-        """
-        infer_request = pb.ModelInferRequest(model_name=self._stage)
-        infer_request.parameters[REVISION].string_param = self._revision
-        for name in _PASSED_ON:
-            if value := request_parameters.get(name):
-                infer_request.parameters[name].string_param = str(value)
-        for declared in CONTRACTS[self._stage].inputs:
-            value = inputs[declared.name]
-            infer_request.inputs.add(name=declared.name, datatype=declared.dtype, shape=value.shape)
-            is_bytes = declared.dtype == "BYTES"
-            raw = bytes_tensor.pack(value.reshape(-1)) if is_bytes else value.tobytes()
-            infer_request.raw_input_contents.append(raw)
-        encoded: bytes = infer_request.SerializeToString()
-        return encoded
-
-    async def call(self, request: bytes, *, starts: bool = False) -> Outputs:
-        """Return the model's outputs, with their batch dimension.
-
-        Args:
-            request: a request that `request` has built.
-            starts: whether the worker starts: it waits until a service answers, and its operator
-                may read addresses.
-
-        Raises:
-            MaskserveError: the model's own error; or Overloaded, no service answers any more; or
-                EngineFailed, all serve other stages.
-        """
-        try:
-            answer = await self._replicas.call(request, self._limit_s, patiently=starts)
-            return _outputs(pb.ModelInferResponse.FromString(answer))
-        except Failure:
-            raise Overloaded(NO_ANSWER) from None
-        except NotServed as error:
-            problem = next(iter(error.problems.values()))
-            raise EngineFailed(str(error) if starts else f"the stage service {problem}") from None
-
-
 class ForwardedStage(ABC):
     """A model of a worker that forwards its requests.
 
@@ -136,12 +69,20 @@ class ForwardedStage(ABC):
     stage: ClassVar[Stage]
 
     def __init__(self, api: Any, config: Config, revision: str) -> None:
-        self._api = api
-        self._service = StageService(config, self.stage, revision)
-        self._places = asyncio.Semaphore(_AT_A_REPLICA * len(config.stages.addresses))
+        stages, outages = config.stages, StageOutages(config)
+        self._api, self._revision = api, revision
+        self._limit_s = config.engine.stuck_timeout_s
+        self._replicas = Replicas(
+            stages.addresses,
+            self.stage,
+            stages.service_timeout_s,
+            _problem,
+            partial(outages.mark, self.stage),
+        )
+        self._places = asyncio.Semaphore(_AT_A_REPLICA * len(stages.addresses))
         self._loop = LoopThread(f"{self.stage}-forward")
         try:
-            self._loop.run(self._service.start())
+            self._loop.run(self._replicas.all_polled())
             self._open(config)
         except MaskserveError as error:
             self.close()
@@ -153,7 +94,7 @@ class ForwardedStage(ABC):
 
     def close(self) -> None:
         """Stop; requests under way get an error."""
-        self._loop.close(self._service.close)
+        self._loop.close(self._replicas.close)
 
     @abstractmethod
     def _open(self, config: Config) -> None:
@@ -186,12 +127,12 @@ class ForwardedStage(ABC):
         finish: Callable[[Outputs], object],
         fail: Callable[[MaskserveError], object],
     ) -> None:
-        infer_request = self._service.request(inputs, parameters(request))
+        infer_request = self._request(inputs, parameters(request))
 
         async def forward() -> None:
             try:
                 async with self._places:
-                    outputs = await self._service.call(infer_request)
+                    outputs = await self._call(infer_request)
                 await asyncio.to_thread(finish, outputs)  # Triton may make it wait
             except asyncio.CancelledError:
                 fail(Overloaded("the worker is stopping"))
@@ -200,6 +141,50 @@ class ForwardedStage(ABC):
 
         self._loop.submit(forward())
 
+    def _request(
+        self, inputs: Outputs, request_parameters: Mapping[str, Any] = NO_PARAMETERS
+    ) -> bytes:
+        """Return an encoded request to the service's model.
+
+        Args:
+            inputs: arrays with their batch dimension.
+            request_parameters: parameters of the worker's request.
+        """
+        infer_request = pb.ModelInferRequest(model_name=self.stage)
+        infer_request.parameters[REVISION].string_param = self._revision
+        for name in _PASSED_ON:
+            if value := request_parameters.get(name):
+                infer_request.parameters[name].string_param = str(value)
+        for declared in CONTRACTS[self.stage].inputs:
+            value = inputs[declared.name]
+            infer_request.inputs.add(name=declared.name, datatype=declared.dtype, shape=value.shape)
+            is_bytes = declared.dtype == "BYTES"
+            raw = bytes_tensor.pack(value.reshape(-1)) if is_bytes else value.tobytes()
+            infer_request.raw_input_contents.append(raw)
+        encoded: bytes = infer_request.SerializeToString()
+        return encoded
+
+    async def _call(self, request: bytes, *, starts: bool = False) -> Outputs:
+        """Return the outputs of the service's model, with their batch dimension.
+
+        Args:
+            request: a request that `_request` has built.
+            starts: whether the worker starts: it waits until a service answers, and its operator
+                may read addresses.
+
+        Raises:
+            MaskserveError: the model's own error; or Overloaded, no service answers any more; or
+                EngineFailed, all serve other stages or the request may end them.
+        """
+        try:
+            answer = await self._replicas.call(request, self._limit_s, patiently=starts)
+            return _outputs(pb.ModelInferResponse.FromString(answer))
+        except Failure:
+            raise Overloaded(NO_ANSWER) from None
+        except NotServed as error:
+            problem = next(iter(error.problems.values()))
+            raise EngineFailed(str(error) if starts else f"the stage service {problem}") from None
+
 
 class ForwardedEncoder(ForwardedStage):
     """When it opens, it waits for the service and writes the priming prompt for the denoiser."""
@@ -207,8 +192,8 @@ class ForwardedEncoder(ForwardedStage):
     stage = "encoder"
 
     def _open(self, config: Config) -> None:
-        infer_request = self._service.request(batched({**_NO_EDIT, "REQUEST": PRIMING_PROMPT}))
-        prompt = self._loop.run(self._service.call(infer_request, starts=True))["CONDITIONING"]
+        infer_request = self._request(batched({**_NO_EDIT, "REQUEST": PRIMING_PROMPT}))
+        prompt = self._loop.run(self._call(infer_request, starts=True))["CONDITIONING"]
         FileStore(config.runtime_dir).write(PRIMING_PROMPT_FILE, prompt.tobytes())
 
     def _take(self, request: Any, answer: Answer) -> None:
