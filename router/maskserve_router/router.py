@@ -120,7 +120,7 @@ class Router:
         )
         bodies = Bodies(config.http, self.admission, turns)
         front = Front(keys, self.admission, turns, edits, control, workflows)
-        calls = ServerCalls(self.pool, workflows.models)
+        calls = ServerCalls(self.pool, workflows)
         listen = config.listen
         self.grpc = GrpcServer(
             config, front, calls, OpenCalls(config.grpc, self.metrics), self._certificates

@@ -78,16 +78,31 @@ def answering(handler: Handler) -> Handler:
     """Wrap a handler so that its errors become answers."""
 
     async def answer(request: Request) -> Response:
-        try:
-            return await handler(request)
-        except ClientDisconnect:
-            return Response(status_code=499)
-        except (MaskserveError, Failure) as error:
-            return error_response(error)
-        except Exception as error:
-            return error_response(guarded("", error))
+        return await answered(handler(request), error_response)
 
     return answer
+
+
+async def answered(
+    work: Awaitable[Response],
+    refuse: Callable[[MaskserveError | Failure], Response],
+    request_id: str = "",
+) -> Response:
+    """Return the answer of a handler, or that of its error.
+
+    Args:
+        work: the handler's work.
+        refuse: returns the answer of an error.
+        request_id: id for the log of an unexpected error.
+    """
+    try:
+        return await work
+    except ClientDisconnect:
+        return Response(status_code=499)
+    except (MaskserveError, Failure) as error:
+        return refuse(error)
+    except Exception as error:
+        return refuse(guarded(request_id, error))
 
 
 _PATH = ("not_found_error", "not_found")

@@ -20,7 +20,7 @@ from maskserve_router.messages.edit_call import MODELS, UnknownModel
 from maskserve_router.messages.failures import NotSupported
 from maskserve_router.messages.model_answer import ModelAnswer
 from maskserve_router.messages.model_request import ModelRequest
-from maskserve_router.messages.request_limits import check_json
+from maskserve_router.messages.request_limits import read_json
 
 _MOST_PARAMETERS = 64
 _FEW = Meta(max_length=_MOST_PARAMETERS)
@@ -85,7 +85,7 @@ def infer_request(
             "Inference-Header-Content-Length", f"is {split} of a body of {len(body)} bytes"
         )
     view = memoryview(body)
-    request = _parsed(view[:split])
+    request = read_json(view[:split], _read_request, "an inference request")
     head = pb.ModelInferRequest(model_name=model, model_version=version, id=request.id)
     contents: list[bytes | memoryview] = []
     _put_parameters(head, request.parameters, without=("binary_data_output",))
@@ -142,14 +142,7 @@ def infer_response(
         else:
             output["data"] = [_text(tensor.name, bytes_tensor.only(raw))]
         outputs.append(output)
-    values: dict[str, Any] = {
-        "model_name": head.model_name,
-        "model_version": head.model_version,
-        "outputs": outputs,
-    }
-    if head.id:
-        values["id"] = head.id
-    first = msgspec.json.encode(values)
+    first = msgspec.json.encode({**_named(head), "outputs": outputs})
     return [first, *tail], len(first) if tail else None
 
 
@@ -169,11 +162,7 @@ def generate_request(
     """
     if model not in models:
         raise UnknownModel(model, models=models)
-    check_json(body)
-    try:
-        values = _read_object(body)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise InvalidRequest("body", f"is not a JSON object ({error})") from None
+    values = read_json(body, _read_object, "a JSON object")
     message = ModelRequest(pb.ModelInferRequest(model_name=model, model_version=version))
     if isinstance(values.get("id"), str):
         message.head.id = values.pop("id")
@@ -192,23 +181,14 @@ def generate_request(
 
 def generate_response(response: ModelAnswer) -> bytes:
     """Return the JSON of one response of /generate; raises as `infer_response`."""
-    values: dict[str, Any] = {
-        "model_name": response.head.model_name,
-        "model_version": response.head.model_version,
-    }
-    if response.head.id:
-        values["id"] = response.head.id
-    for name, element in response.outputs().items():
-        values[name] = _text(name, element)
-    return msgspec.json.encode(values)
+    texts = {name: _text(name, element) for name, element in response.outputs().items()}
+    return msgspec.json.encode({**_named(response.head), **texts})
 
 
-def _parsed(head: memoryview) -> _Request:
-    check_json(head)
-    try:
-        return _read_request(head)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise InvalidRequest("body", f"is not an inference request: {error}") from None
+def _named(head: pb.ModelInferResponse) -> dict[str, str]:
+    """Return the model of a response, and the request's id if it has one."""
+    names = {"model_name": head.model_name, "model_version": head.model_version}
+    return {**names, "id": head.id} if head.id else names
 
 
 def _check_tensor(tensor: _Input) -> None:

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from typing import Final
 
 import grpc
 from tritonclient.grpc import service_pb2 as pb
 
-from maskserve_common.contracts.tensors import Contract
 from maskserve_common.errors import InvalidRequest
 from maskserve_common.routing import Edit, NoWorkerAvailable
 from maskserve_common.servers.failure import Failure
 from maskserve_router.api.statistics import client_statistics, sum_statistics
 from maskserve_router.key_holder import KeyHolder
-from maskserve_router.messages.edit_call import MODELS, PUBLIC, VERSIONS, UnknownModel
+from maskserve_router.messages.edit_call import PUBLIC, VERSIONS, UnknownModel
 from maskserve_router.messages.failures import NotSupported
+from maskserve_router.scheduling.served_workflows import ServedWorkflows
 from maskserve_router.workers.pool import Pool
 
 _TIMEOUT_S = 5.0
-_PLATFORM: Final = "maskserve_workflow"
 # Extensions that are local to a host or for operators.
 _UNSUPPORTED = ("shared_memory", "classification", "repository", "trace", "logging", "schedule")
 
@@ -28,15 +25,15 @@ _UNSUPPORTED = ("shared_memory", "classification", "repository", "trace", "loggi
 class ServerCalls:
     """Answers as one Triton server would, in messages."""
 
-    def __init__(self, pool: Pool, models: Mapping[str, Contract] = MODELS) -> None:
-        self._pool, self._models = pool, models
+    def __init__(self, pool: Pool, workflows: ServedWorkflows) -> None:
+        self._pool, self._workflows = pool, workflows
 
     def ready(self) -> bool:
         """Return True if a worker takes edits."""
         return bool(self._pool.ready())
 
     def model_ready(self, name: str, version: str) -> bool:
-        return name in self._models and version in VERSIONS and self.ready()
+        return name in self._workflows.models and version in VERSIONS and self.ready()
 
     async def server_metadata(self) -> pb.ServerMetadataResponse:
         """Return a worker's metadata without extensions that the router does not serve."""
@@ -49,15 +46,15 @@ class ServerCalls:
 
     async def model_metadata(self, name: str, version: str) -> pb.ModelMetadataResponse:
         self._known(name, version)
-        if name not in PUBLIC:
-            return _metadata(name, self._models[name])
+        if name in self._workflows.names:
+            return self._workflows.metadata(name)
         request = pb.ModelMetadataRequest(name=name, version=version)
         return pb.ModelMetadataResponse.FromString(await self._ask("ModelMetadata", request))
 
     async def model_config(self, name: str, version: str) -> pb.ModelConfigResponse:
         self._known(name, version)
-        if name not in PUBLIC:
-            return _config(name, self._models[name])
+        if name in self._workflows.names:
+            return self._workflows.config(name)
         request = pb.ModelConfigRequest(name=name, version=version)
         return pb.ModelConfigResponse.FromString(await self._ask("ModelConfig", request))
 
@@ -89,13 +86,13 @@ class ServerCalls:
         index = pb.RepositoryIndexResponse()
         state = "READY" if self.ready() else "UNAVAILABLE"
         if self.ready() or not ready:
-            for name in sorted(self._models):
+            for name in sorted(self._workflows.models):
                 index.models.add(name=name, version="1", state=state)
         return index
 
     def _known(self, name: str, version: str) -> None:
-        if name not in self._models:
-            raise UnknownModel(name, models=self._models)
+        if name not in (models := self._workflows.models):
+            raise UnknownModel(name, models=models)
         if version not in VERSIONS:
             raise UnknownModel(name, version)
 
@@ -116,30 +113,6 @@ class ServerCalls:
         if failure is not None:
             raise failure
         raise NoWorkerAvailable(Edit(1, 1, 1), [])
-
-
-def _metadata(name: str, contract: Contract) -> pb.ModelMetadataResponse:
-    response = pb.ModelMetadataResponse(name=name, versions=["1"], platform=_PLATFORM)
-    for tensors, among in (
-        (contract.inputs, response.inputs),
-        (contract.outputs, response.outputs),
-    ):
-        for tensor in tensors:
-            among.add(name=tensor.name, datatype=tensor.dtype, shape=tensor.dims)
-    return response
-
-
-def _config(name: str, contract: Contract) -> pb.ModelConfigResponse:
-    response = pb.ModelConfigResponse()
-    response.config.name, response.config.platform = name, _PLATFORM
-    for tensor in contract.inputs:
-        response.config.input.add(
-            name=tensor.name, data_type="TYPE_STRING", dims=tensor.dims, optional=tensor.optional
-        )
-    for tensor in contract.outputs:
-        response.config.output.add(name=tensor.name, data_type="TYPE_STRING", dims=tensor.dims)
-    response.config.model_transaction_policy.decoupled = contract.decoupled
-    return response
 
 
 def shared_memory_refused() -> NotSupported:

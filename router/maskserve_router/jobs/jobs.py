@@ -16,6 +16,7 @@ from maskserve_common.errors import InvalidRequest
 from maskserve_common.shares import room
 from maskserve_router.api.openai.answers import NotFound
 from maskserve_router.api.openai.form import EditForm
+from maskserve_router.jobs.job_pictures import check_pictures
 from maskserve_router.jobs.runner import JobRunner, JobServices, description
 from maskserve_router.jobs.store import JobRecord, JobStore, OtherRequest, QuotaReached
 from maskserve_router.key_holder import Daily, KeyHolder
@@ -97,7 +98,8 @@ class Jobs:
         if webhook is not None:
             self._webhooks.check(webhook, client.webhook_secret)
         runner = await self._opened()
-        await self._fair_share.run(client, _LARGE, self._edits.check_pictures, form)
+        check = partial(check_pictures, of_workflow=self._edits.is_workflow(form))
+        await self._fair_share.run(client, _LARGE, check, form, self._services.config.limits)
         pictures = sum(map(len, (form.image, form.mask or b"", *form.references, *form.control)))
         digest = await self._fair_share.run(client, pictures, _digest, form)
         seeded = form

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, aclosing
+from functools import partial
 from typing import Any, NoReturn, TypeAlias
 
 import grpc
@@ -40,19 +41,17 @@ from maskserve_router.messages.model_request import ModelRequest
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 _Answers: TypeAlias = "asyncio.Queue[bytes | MaskserveError | None]"
 """Messages of a stream, then None, or the error for which the router ended it."""
+_NO_REGIONS = tuple(
+    f"{memory}SharedMemory{call}"
+    for memory in ("System", "Cuda")
+    for call in ("Status", "Unregister")
+)
+"""Methods that are answered as by a server without regions of shared memory."""
 _OPEN = frozenset(
     (
         *(
             f"/{SERVICE}/{name}"
-            for name in (
-                "ServerLive",
-                "ServerReady",
-                "ModelReady",
-                "SystemSharedMemoryStatus",
-                "SystemSharedMemoryUnregister",
-                "CudaSharedMemoryStatus",
-                "CudaSharedMemoryUnregister",
-            )
+            for name in ("ServerLive", "ServerReady", "ModelReady", *_NO_REGIONS)
         ),
         "/grpc.health.v1.Health/Check",
     )
@@ -131,100 +130,56 @@ class GrpcServer:
         await self._server.stop(grace_s)
 
     def _handlers(self) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
-        calls = self._calls
-        unary = grpc.unary_unary_rpc_method_handler
+        calls, keyed = self._calls, self._keyed
 
-        async def live(_: pb.ServerLiveRequest) -> Message:
-            return pb.ServerLiveResponse(live=True)
-
-        async def ready(_: pb.ServerReadyRequest) -> Message:
-            return pb.ServerReadyResponse(ready=calls.ready())
-
-        async def model_ready(request: pb.ModelReadyRequest) -> Message:
-            return pb.ModelReadyResponse(ready=calls.model_ready(request.name, request.version))
-
-        async def server_metadata(_: pb.ServerMetadataRequest, _by: KeyHolder) -> Message:
-            return await calls.server_metadata()
-
-        async def model_metadata(request: pb.ModelMetadataRequest, _by: KeyHolder) -> Message:
-            return await calls.model_metadata(request.name, request.version)
-
-        async def model_config(request: pb.ModelConfigRequest, _by: KeyHolder) -> Message:
-            return await calls.model_config(request.name, request.version)
-
-        async def statistics(request: pb.ModelStatisticsRequest, client: KeyHolder) -> Message:
-            return await calls.statistics(request.name, request.version, client)
-
-        async def index(request: pb.RepositoryIndexRequest, _by: KeyHolder) -> Message:
+        async def index(request: pb.RepositoryIndexRequest, _: KeyHolder) -> Message:
             return calls.repository_index(ready=request.ready)
 
-        async def system_status(_: pb.SystemSharedMemoryStatusRequest) -> Message:
-            return pb.SystemSharedMemoryStatusResponse()
-
-        async def cuda_status(_: pb.CudaSharedMemoryStatusRequest) -> Message:
-            return pb.CudaSharedMemoryStatusResponse()
-
-        async def system_unregister(_: pb.SystemSharedMemoryUnregisterRequest) -> Message:
-            return pb.SystemSharedMemoryUnregisterResponse()
-
-        async def cuda_unregister(_: pb.CudaSharedMemoryUnregisterRequest) -> Message:
-            return pb.CudaSharedMemoryUnregisterResponse()
-
-        async def no_shared_memory(_: bytes) -> NoReturn:
-            raise shared_memory_refused()
-
-        async def operators(_: bytes) -> NoReturn:
-            raise operators_only("this call")
-
-        # For holders of a key, if there are keys.
-        keyed_calls: dict[
-            str, tuple[type[Message], Callable[[Any, KeyHolder], Awaitable[Message]]]
-        ] = {
-            "ServerMetadata": (pb.ServerMetadataRequest, server_metadata),
-            "ModelMetadata": (pb.ModelMetadataRequest, model_metadata),
-            "ModelConfig": (pb.ModelConfigRequest, model_config),
-            "ModelStatistics": (pb.ModelStatisticsRequest, statistics),
-            "RepositoryIndex": (pb.RepositoryIndexRequest, index),
-        }
-        # For everybody (`_OPEN`): health, and answers without information about clients.
-        open_calls: dict[str, tuple[type[Message], Callable[[Any], Awaitable[Message]]]] = {
-            "ServerLive": (pb.ServerLiveRequest, live),
-            "ServerReady": (pb.ServerReadyRequest, ready),
-            "ModelReady": (pb.ModelReadyRequest, model_ready),
-            "SystemSharedMemoryStatus": (pb.SystemSharedMemoryStatusRequest, system_status),
-            "SystemSharedMemoryUnregister": (
-                pb.SystemSharedMemoryUnregisterRequest,
-                system_unregister,
+        handlers = {
+            "ServerLive": _open(pb.ServerLiveRequest, lambda _: pb.ServerLiveResponse(live=True)),
+            "ServerReady": _open(
+                pb.ServerReadyRequest, lambda _: pb.ServerReadyResponse(ready=calls.ready())
             ),
-            "CudaSharedMemoryStatus": (pb.CudaSharedMemoryStatusRequest, cuda_status),
-            "CudaSharedMemoryUnregister": (pb.CudaSharedMemoryUnregisterRequest, cuda_unregister),
+            "ModelReady": _open(
+                pb.ModelReadyRequest,
+                lambda of: pb.ModelReadyResponse(ready=calls.model_ready(of.name, of.version)),
+            ),
+            "ServerMetadata": keyed(pb.ServerMetadataRequest, lambda *_: calls.server_metadata()),
+            "ModelMetadata": keyed(
+                pb.ModelMetadataRequest, lambda of, _: calls.model_metadata(of.name, of.version)
+            ),
+            "ModelConfig": keyed(
+                pb.ModelConfigRequest, lambda of, _: calls.model_config(of.name, of.version)
+            ),
+            "ModelStatistics": keyed(
+                pb.ModelStatisticsRequest,
+                lambda of, client: calls.statistics(of.name, of.version, client),
+            ),
+            "RepositoryIndex": keyed(pb.RepositoryIndexRequest, index),
+            "ModelInfer": grpc.stream_stream_rpc_method_handler(self._infer),
+            "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(self._stream),
         }
-
-        def handler(
-            kind: type[Message], answer: Callable[[Any, Context], Awaitable[Message]]
-        ) -> grpc.RpcMethodHandler[Any, Any]:
-            return unary(
-                answer,
-                request_deserializer=kind.FromString,
-                response_serializer=lambda message: message.SerializeToString(),
-            )
-
-        authenticate = self._front.client
-        handlers = {name: handler(kind, _answering(do)) for name, (kind, do) in open_calls.items()}
-        for name, (kind, reply) in keyed_calls.items():
-            handlers[name] = handler(kind, _answering_client(reply, authenticate))
+        handlers |= {name: _without_regions(name) for name in _NO_REGIONS}
         for name in ("SystemSharedMemoryRegister", "CudaSharedMemoryRegister"):
-            handlers[name] = unary(_answering(no_shared_memory))
+            handlers[name] = _refused(shared_memory_refused)
         for name in (
             "RepositoryModelLoad",
             "RepositoryModelUnload",
             "TraceSetting",
             "LogSettings",
         ):
-            handlers[name] = unary(_answering(operators))
-        handlers["ModelInfer"] = grpc.stream_stream_rpc_method_handler(self._infer)
-        handlers["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(self._stream)
+            handlers[name] = _refused(partial(operators_only, "this call"))
         return handlers
+
+    def _keyed(
+        self, kind: type[Message], answer: Callable[[Any, KeyHolder], Awaitable[Message]]
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        """Return the handler of a call that needs a key, if there are keys."""
+
+        async def handle(request: Any, context: Context) -> Message:
+            return await answer(request, self._front.client(_headers(context)))
+
+        return _unary(kind, handle)
 
     async def _infer(self, requests: OpenCall, context: Context) -> AsyncGenerator[bytes, None]:
         """Yield the one answer to a unary call; its memory is held until it is written."""
@@ -377,27 +332,38 @@ class _Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         return states(status=states.SERVING if self._calls.ready() else states.NOT_SERVING)
 
 
-def _answering(
-    do: Callable[[Any], Awaitable[Message]],
-) -> Callable[[Any, Context], Awaitable[Message]]:
-    """Return a handler that answers with the result of `do`."""
+def _unary(
+    kind: type[Message], handle: Callable[[Any, Context], Awaitable[Message]]
+) -> grpc.RpcMethodHandler[Any, Any]:
+    return grpc.unary_unary_rpc_method_handler(
+        handle,
+        request_deserializer=kind.FromString,
+        response_serializer=lambda message: message.SerializeToString(),
+    )
+
+
+def _open(kind: type[Message], answer: Callable[[Any], Message]) -> grpc.RpcMethodHandler[Any, Any]:
+    """Return the handler of a call of `_OPEN`."""
 
     async def handle(request: Any, _: Context) -> Message:
-        return await do(request)
+        return answer(request)
 
-    return handle
+    return _unary(kind, handle)
 
 
-def _answering_client(
-    do: Callable[[Any, KeyHolder], Awaitable[Message]],
-    identify: Callable[[Mapping[str, str]], KeyHolder],
-) -> Callable[[Any, Context], Awaitable[Message]]:
-    """Return such a handler for calls that need a key."""
+def _without_regions(name: str) -> grpc.RpcMethodHandler[Any, Any]:
+    """Return the handler of a method of `_NO_REGIONS`."""
+    response = getattr(pb, f"{name}Response")
+    return _open(getattr(pb, f"{name}Request"), lambda _: response())
 
-    async def handle(request: Any, context: Context) -> Message:
-        return await do(request, identify(_headers(context)))
 
-    return handle
+def _refused(error: Callable[[], MaskserveError]) -> grpc.RpcMethodHandler[Any, Any]:
+    """Return the handler of a call that always fails."""
+
+    async def handle(_: bytes, _context: Context) -> NoReturn:
+        raise error()
+
+    return grpc.unary_unary_rpc_method_handler(handle)
 
 
 def _headers(context: Context) -> dict[str, str]:

@@ -11,13 +11,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from maskserve_common.errors import InvalidRequest
 from maskserve_router.api.http_answers import JSON, Handler, answering, json_response, refused
 from maskserve_router.api.http_inference import HttpInference, model_of
 from maskserve_router.api.server_calls import ServerCalls, operators_only, shared_memory_refused
 from maskserve_router.key_holder import KeyHolder
 from maskserve_router.listeners.openapi import document
 from maskserve_router.messages.json_values import values_of
+from maskserve_router.messages.request_limits import read_json
 
 
 class HttpApp:
@@ -136,7 +136,8 @@ class HttpApp:
 
     async def _index(self, request: Request) -> Response:
         self._client(request)
-        index_request = _index_of(await self._inference.body(request))
+        body = await self._inference.body(request) or b"{}"
+        index_request = read_json(body, _read_index, "a JSON object", 'nothing, or {"ready": true}')
         models = self._calls.repository_index(ready=index_request.ready).models
         return Response(
             msgspec.json.encode([values_of(model) for model in models]), 200, None, JSON
@@ -161,13 +162,7 @@ class _Index(msgspec.Struct):
     ready: bool = False
 
 
-def _index_of(body: bytes) -> _Index:
-    try:
-        return msgspec.json.decode(body or b"{}", type=_Index)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
-        raise InvalidRequest(
-            "body", "is not a JSON object", 'nothing, or {"ready": true}'
-        ) from None
+_read_index = msgspec.json.Decoder(_Index).decode
 
 
 def _get(path: str, handler: Handler) -> Route:

@@ -18,6 +18,7 @@ from maskserve_router.messages.job_states import MOST_LISTED
 
 Json = dict[str, Any]
 _PICTURE = {"type": "string", "contentMediaType": "application/octet-stream", "format": "binary"}
+_FORM, _JSON = "multipart/form-data", "application/json"
 _ERROR_STATUSES = (400, 401, 404, 413, 429, 503, 504)
 """Error statuses that any call may have (docs/api.md#errors)."""
 _MODEL = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
@@ -69,7 +70,7 @@ def document() -> Json:
                     maskserve=_list({"type": "object"}),
                 ),
                 **_reachable((Fields, EditSettings)),
-                "ImageUrl": _strict(ImageUrl),
+                "ImageUrl": _strict(_properties(ImageUrl), *_properties(ImageUrl)),
             },
         },
     }
@@ -83,41 +84,41 @@ _DELETED: Json = {"type": "object", "properties": {"id": _TEXT, "object": _TEXT}
 
 def _openai() -> Json:
     edit = _pictures("Repaint the masked part of an image, or all of it", _edit_body("webhook"))
-    generation = _pictures(
-        "Make a picture from a text",
-        _body(_edit({"images": _list(_ref("ImageUrl"))}, ("webhook", "anchor", "input_fidelity"))),
+    urls, not_generated = (
+        {"images": _list(_ref("ImageUrl"))},
+        ("webhook", "anchor", "input_fidelity"),
     )
-    variation = _pictures("Vary an image, with a base model", _variation_body())
+    generation = _pictures("Make a picture from a text", _body({_JSON: _edit(urls, not_generated)}))
+    not_varied = ("webhook", *NOT_VARIED)
+    variation = _pictures(
+        "Vary an image, with a base model",
+        _body({_FORM: _edit({"image": _PICTURE}, not_varied), _JSON: _edit(urls, not_varied)}),
+    )
     models = _object(object=_TEXT, data=_list(_ref("Model")))
     return {
         "/v1/images/edits": {"post": edit},
         "/v1/images/generations": {"post": generation},
         "/v1/images/variations": {"post": variation},
         "/v1/images/files/{name}": {"parameters": [_FILE], "get": _file()},
-        "/v1/models": {
-            "get": _operation("List the models that workers serve now", models, "Error")
-        },
+        "/v1/models": {"get": _operation("List the models that workers serve now", models)},
         "/v1/models/{model}": {
             "parameters": [_MODEL],
-            "get": _operation("Get a model", _ref("Model"), "Error"),
+            "get": _operation("Get a model", _ref("Model")),
         },
     }
 
 
 def _pictures(summary: str, body: Json) -> Json:
     """Return an operation that answers with pictures, or with events."""
-    content = {
-        "application/json": {"schema": _ref("Images")},
-        "text/event-stream": {"schema": _TEXT},
-    }
     description = "The pictures, or server-sent events with `stream`"
-    responses = {"200": {"description": description, "content": content}}
+    schemas = {_JSON: _ref("Images"), "text/event-stream": _TEXT}
+    responses = {"200": {"description": description, "content": _content(schemas)}}
     return {"summary": summary, **body, "responses": {**responses, **_error_responses("Error")}}
 
 
 def _file() -> Json:
     types = ("image/png", "image/jpeg", "image/webp")
-    content = {media_type: {"schema": _PICTURE} for media_type in types}
+    content = _content(dict.fromkeys(types, _PICTURE))
     responses = {"200": {"description": "The picture", "content": content}}
     return {
         "summary": "Get a picture that an answer with `response_format: url` names",
@@ -138,10 +139,7 @@ def _jobs() -> Json:
         ],
         **_edit_body("stream", "partial_images"),
         "responses": {
-            "202": {
-                "description": "The new job",
-                "content": {"application/json": {"schema": _ref("Job")}},
-            },
+            "202": {"description": "The new job", "content": _content({_JSON: _ref("Job")})},
             **_error_responses("Error"),
             "501": {"description": "This router runs no jobs"},
         },
@@ -163,14 +161,14 @@ def _jobs() -> Json:
         },
         {"name": "after", "in": "query", "schema": _TEXT},
     ]
-    listing = {**_operation("List the jobs of the API key", listed, "Error"), "parameters": pages}
+    listing = {**_operation("List the jobs of the API key", listed), "parameters": pages}
     id_parameter = {"name": "id", "in": "path", "required": True, "schema": _TEXT}
     return {
         "/v1/jobs": {"post": add, "get": listing},
         "/v1/jobs/{id}": {
             "parameters": [id_parameter],
-            "get": _operation("Get the state, progress and result of a job", _ref("Job"), "Error"),
-            "delete": _operation("Cancel a job, or delete a job that has ended", _DELETED, "Error"),
+            "get": _operation("Get the state, progress and result of a job", _ref("Job")),
+            "delete": _operation("Cancel a job, or delete a job that has ended", _DELETED),
         },
     }
 
@@ -180,14 +178,8 @@ def _masks() -> Json:
     answer = _operation(
         "Find the mask of an object", _object(object=_TEXT, data=_list(mask_schema)), "Error"
     )
-    form = {
-        "type": "object",
-        "properties": {"image": _PICTURE, **_properties(MaskFrom)},
-        "required": ["image"],
-        "additionalProperties": False,
-    }
-    body = {"required": True, "content": {"multipart/form-data": {"schema": form}}}
-    return {"/v1/masks": {"post": {**answer, "requestBody": body}}}
+    form = _strict({"image": _PICTURE, **_properties(MaskFrom)}, "image")
+    return {"/v1/masks": {"post": answer | _body({_FORM: form})}}
 
 
 def _workflows() -> Json:
@@ -205,7 +197,7 @@ def _workflows() -> Json:
     )
     listed = _object(object={"const": "list"}, data=_list(workflow_schema))
     summary = "List the workflows and the servers that run their nodes"
-    return {"/v1/workflows": {"get": _operation(summary, listed, "Error")}}
+    return {"/v1/workflows": {"get": _operation(summary, listed)}}
 
 
 def _job() -> Json:
@@ -223,38 +215,17 @@ def _edit_body(*without: str) -> Json:
     """
     files = {"image": _PICTURE, "mask": _PICTURE}
     urls = {"images": _list(_ref("ImageUrl")), "mask": _ref("ImageUrl")}
-    content = {
-        "multipart/form-data": {"schema": _edit(files, without)},
-        "application/json": {"schema": _edit(urls, without)},
-    }
-    return {"requestBody": {"required": True, "content": content}}
-
-
-def _variation_body() -> Json:
-    """Return the request body of a variation, as a form or JSON."""
-    pictures: list[Json] = [{"image": _PICTURE}, {"images": _list(_ref("ImageUrl"))}]
-    schemas = [_edit(picture, ("webhook", *NOT_VARIED)) for picture in pictures]
-    for schema in schemas:
-        schema["required"] = []
-        schema["properties"] = {
-            name: field for name, field in schema["properties"].items() if name not in NOT_VARIED
-        }
-    names = ("multipart/form-data", "application/json")
-    content = {name: {"schema": schema} for name, schema in zip(names, schemas, strict=True)}
-    return {"requestBody": {"required": True, "content": content}}
+    return _body({_FORM: _edit(files, without), _JSON: _edit(urls, without)})
 
 
 def _edit(pictures: Json, without: Collection[str]) -> Json:
     """Return the fields of an edit: its pictures, OpenAI's fields, then settings."""
-    edit_fields, settings = _properties(Fields), _properties(EditSettings)
-    edit_fields = {name: schema for name, schema in edit_fields.items() if name not in without}
-    extensions = {name: settings[name] for name in sorted(EXTENSIONS)}
-    return {
-        "type": "object",
-        "properties": {**pictures, **edit_fields, **extensions},
-        "required": ["prompt"],
-        "additionalProperties": False,
-    }
+    settings = _properties(EditSettings)
+    fields = {**_properties(Fields), **{name: settings[name] for name in sorted(EXTENSIONS)}}
+    kept_fields = {name: schema for name, schema in fields.items() if name not in without}
+    return _strict(
+        {**pictures, **kept_fields}, *(name for name in ("prompt",) if name in kept_fields)
+    )
 
 
 def _picture() -> Json:
@@ -268,32 +239,23 @@ def _picture() -> Json:
 
 
 def _templates() -> Json:
-    form = {
-        "type": "object",
-        "properties": {
-            "image": _PICTURE,
-            "prime": {"type": "boolean", "default": True},
-            "shared": {"type": "boolean", "default": False},
-        },
-        "required": ["image"],
-        "additionalProperties": False,
+    flags = {
+        "prime": {"type": "boolean", "default": True},
+        "shared": {"type": "boolean", "default": False},
     }
-    register = _operation("Register a source image", _ref("Template"), "Error")
-    register["requestBody"] = {
-        "required": True,
-        "content": {"multipart/form-data": {"schema": form}},
-    }
+    form = _strict({"image": _PICTURE, **flags}, "image")
+    register = _operation("Register a source image", _ref("Template")) | _body({_FORM: form})
     listed = _object(object=_TEXT, data=_list(_ref("Template")))
     template_path = "/v1/templates/{template_id}"
     paths: Json = {
         "/v1/templates": {
             "post": register,
-            "get": _operation("List the templates of the API key", listed, "Error"),
+            "get": _operation("List the templates of the API key", listed),
         },
         template_path: {
             "parameters": [_TEMPLATE],
-            "get": _operation("Get a template", _ref("Template"), "Error"),
-            "delete": _operation("Delete a template and its entries", _ref("Template"), "Error"),
+            "get": _operation("Get a template", _ref("Template")),
+            "delete": _operation("Delete a template and its entries", _ref("Template")),
         },
     }
     for operation, summary in (
@@ -301,7 +263,7 @@ def _templates() -> Json:
         ("pin", "Protect the entries of a template from eviction"),
         ("unpin", "Allow the eviction of a template's entries again"),
     ):
-        answer = _operation(summary, _ref("Template"), "Error")
+        answer = _operation(summary, _ref("Template"))
         paths[f"{template_path}/{operation}"] = {"parameters": [_TEMPLATE], "post": answer}
     return paths
 
@@ -314,7 +276,7 @@ def _kserve() -> Json:
         "/v2": {"get": _operation("Get the server's metadata", {"type": "object"}, "KServeError")},
         "/v2/repository/index": {
             "post": _operation("List the models", _list({"type": "object"}), "KServeError")
-            | _body(_object(ready={"type": "boolean"}), required=False)
+            | _body({_JSON: _object(ready={"type": "boolean"})}, required=False)
         },
     }
     for path, summary in (
@@ -336,25 +298,25 @@ def _kserve() -> Json:
     }
     infer = _object(inputs=_list(tensor), id=_TEXT)
     infer["required"] = ["inputs"]
-    paths[base + "/infer"] = {
-        "parameters": [model_parameter],
-        "post": _operation("Run a model", {"type": "object"}, "KServeError") | _body(infer),
-    }
     generate = {"type": "object", "additionalProperties": _TEXT}
-    paths[base + "/generate"] = {
-        "parameters": [model_parameter],
-        "post": _operation(
-            "Run a model with inputs given by name", {"type": "object"}, "KServeError"
-        )
-        | _body(generate),
-    }
-    streamed = _operation(
-        "Run a model and stream its responses", _TEXT, "KServeError", "text/event-stream"
-    )
-    paths[base + "/generate_stream"] = {
-        "parameters": [model_parameter],
-        "post": streamed | _body(generate),
-    }
+    stream = "Run a model and stream its responses"
+    for path, schema, answer in (
+        ("/infer", infer, _operation("Run a model", {"type": "object"}, "KServeError")),
+        (
+            "/generate",
+            generate,
+            _operation("Run a model with inputs given by name", {"type": "object"}, "KServeError"),
+        ),
+        (
+            "/generate_stream",
+            generate,
+            _operation(stream, _TEXT, "KServeError", "text/event-stream"),
+        ),
+    ):
+        paths[base + path] = {
+            "parameters": [model_parameter],
+            "post": answer | _body({_JSON: schema}),
+        }
     return paths
 
 
@@ -378,24 +340,23 @@ def _health() -> Json:
     }
 
 
-def _operation(description: str, schema: Json, error: str, media: str = "application/json") -> Json:
-    return {
-        "summary": description,
-        "responses": {
-            "200": {"description": description, "content": {media: {"schema": schema}}},
-            **_error_responses(error),
-        },
-    }
+def _operation(description: str, schema: Json, error: str = "Error", media: str = _JSON) -> Json:
+    success = {"description": description, "content": _content({media: schema})}
+    return {"summary": description, "responses": {"200": success, **_error_responses(error)}}
 
 
 def _error_responses(error: str) -> Json:
-    content = {"application/json": {"schema": _ref(error)}}
+    content = _content({_JSON: _ref(error)})
     return {str(code): {"description": "The error", "content": content} for code in _ERROR_STATUSES}
 
 
-def _body(schema: Json, *, required: bool = True) -> Json:
-    content = {"application/json": {"schema": schema}}
-    return {"requestBody": {"required": required, "content": content}}
+def _body(schemas: Json, *, required: bool = True) -> Json:
+    """Return the request body with these schemas by media type."""
+    return {"requestBody": {"required": required, "content": _content(schemas)}}
+
+
+def _content(schemas: Json) -> Json:
+    return {media: {"schema": schema} for media, schema in schemas.items()}
 
 
 def _object(**properties: Json) -> Json:
@@ -416,10 +377,14 @@ def _reachable(tables: tuple[type, ...]) -> Json:
     return {name: schema for name, schema in schemas.items() if name not in _names(tables)}
 
 
-def _strict(table: type[msgspec.Struct]) -> Json:
-    """Return the schema of a table that allows no further keys."""
-    properties = dict(_properties(table))
-    return {**_object(**properties), "additionalProperties": False}
+def _strict(properties: Mapping[str, Json], *required: str) -> Json:
+    """Return the schema of an object that allows no further keys."""
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(required),
+        "additionalProperties": False,
+    }
 
 
 def _names(tables: tuple[type, ...]) -> set[str]:

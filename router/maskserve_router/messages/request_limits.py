@@ -8,10 +8,14 @@ and stops at the limit.
 from __future__ import annotations
 
 import string
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import msgspec
 
 from maskserve_common.errors import InvalidRequest
 
+T = TypeVar("T")
 _PART = 2**20
 """Bytes that are counted at a time, so that other threads can run in between."""
 _MOST_COMMAS = 65_536
@@ -50,6 +54,30 @@ def check_json(text: bytes | memoryview) -> None:
             raise InvalidRequest("body", f"has over {_MOST_COMMAS} values", "an inference request")
         if marks > _MOST_MARKS:
             raise InvalidRequest("body", "has millions of blanks or escapes", "JSON without them")
+
+
+def read_json(
+    text: bytes | memoryview,
+    decode: Callable[[bytes | memoryview], T],
+    description: str,
+    accepted: str = "",
+) -> T:
+    """Return what a JSON body holds.
+
+    Args:
+        text: the body.
+        decode: decodes it.
+        description: what it should be, for errors.
+        accepted: what is accepted, for errors.
+
+    Raises:
+        InvalidRequest: it is something else, or has more parts than any request needs.
+    """
+    check_json(text)
+    try:
+        return decode(text)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise InvalidRequest("body", f"is not {description} ({error})", accepted) from None
 
 
 def raw_contents(raw: bytes) -> list[tuple[int, int, int]]:

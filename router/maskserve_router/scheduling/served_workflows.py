@@ -28,6 +28,14 @@ class ServedWorkflows:
     async def close(self) -> None:
         """Close the connections to node servers."""
 
+    def metadata(self, name: str) -> pb.ModelMetadataResponse:
+        """Return the metadata of a workflow as a model."""
+        raise UnknownModel(name)
+
+    def config(self, name: str) -> pb.ModelConfigResponse:
+        """Return Triton's configuration of a workflow as a model."""
+        raise UnknownModel(name)
+
     def cancel(self, request_id: str) -> bool:
         """Cancel a run and all its nodes. Return False: none with this id is under way."""
         return False

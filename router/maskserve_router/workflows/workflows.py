@@ -32,6 +32,7 @@ from maskserve_router.scheduling.client_calls import ClientCalls, logged, messag
 from maskserve_router.scheduling.served_workflows import ServedWorkflows
 from maskserve_router.workers.autoscaling import servers_needed
 from maskserve_router.workers.worker import Worker
+from maskserve_router.workflows.model_messages import config_of, metadata_of
 from maskserve_router.workflows.run_driver import RunCall, RunDriver, RunServices
 from maskserve_router.workflows.run_times import RunTime
 from maskserve_router.workflows.run_values import RunValues
@@ -76,6 +77,12 @@ class Workflows(ServedWorkflows):
 
     async def close(self) -> None:
         await self._services.nodes.close()
+
+    def metadata(self, name: str) -> pb.ModelMetadataResponse:
+        return metadata_of(name, self.models[name])
+
+    def config(self, name: str) -> pb.ModelConfigResponse:
+        return config_of(name, self.models[name])
 
     def cancel(self, request_id: str) -> bool:
         return self._calls.cancel(request_id)

@@ -8,21 +8,21 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeAlias
 
 import msgspec
 import pybase64
 from PIL import Image, UnidentifiedImageError
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from maskserve_common.errors import EngineFailed, InvalidRequest, MaskserveError, split_code
 from maskserve_common.servers.failure import Failure
-from maskserve_router.api.http_answers import JSON
+from maskserve_router.api.http_answers import JSON, answered
 from maskserve_router.api.openai.form import EditForm, Fields
 from maskserve_router.messages.failures import (
     Unauthorized,
-    guarded,
     http_status,
     let_go,
     retry_after,
@@ -130,14 +130,8 @@ def answering(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
 
     async def answer(request: Request) -> Response:
         request_id = uuid.uuid4().hex
-        try:
-            response = await handler(request, request_id)
-        except ClientDisconnect:
-            return Response(status_code=499)
-        except (MaskserveError, Failure) as error:
-            response = error_answer(error, request_id)
-        except Exception as error:
-            response = error_answer(guarded(request_id, error), request_id)
+        refuse = partial(error_answer, request_id=request_id)
+        response = await answered(handler(request, request_id), refuse, request_id)
         if header_id := foreign_id(request.headers):
             response.headers["x-request-id"] = header_id
         return response

@@ -24,15 +24,7 @@ from maskserve_common.config import LimitsConfig
 from maskserve_common.contracts.request import steps_run
 from maskserve_common.contracts.settings import MAX_MARGIN, EditSettings, parse_settings
 from maskserve_common.errors import EngineFailed, InvalidRequest, MaskserveError, split_code
-from maskserve_common.imaging.images import Size, decode_mask, decode_raster, read_size
-from maskserve_common.imaging.masks import select
-from maskserve_common.imaging.picture_set import (
-    check_control_size,
-    check_controls,
-    check_format,
-    check_images,
-)
-from maskserve_common.imaging.view import canvas_size
+from maskserve_common.imaging.images import Size, decode_mask, read_size
 from maskserve_common.servers.failure import Failure
 from maskserve_router.api.front import Front
 from maskserve_router.api.http_answers import JSON, WrittenAnswer, each_of, while_connected
@@ -74,7 +66,7 @@ from maskserve_router.scheduling.edit_cost import answer_bytes
 _DRAWN_SEED_BITS = 32
 _OWNER = "maskserve"
 _MOST_STEPS = 1000
-_DECODED_PIXELS = 2**24
+DECODED_PIXELS = 2**24
 """Most pixels of a picture that the router decodes; each takes up to six bytes."""
 _MIB = 2**20
 _ROUTE = "openai"
@@ -307,57 +299,9 @@ class ImageEdits:
             problem = f"is {fields.n}, and their text may be {size // _MIB} MiB of {most // _MIB}"
             raise InvalidRequest("n", problem, "fewer pictures, jpeg, or output_url")
 
-    def check_pictures(self, form: EditForm) -> None:
-        """Check a job's pictures before it waits: refuse what every worker refuses.
-
-        Raises:
-            InvalidRequest: naming the picture.
-        """
-        pictures = {"IMAGE": form.image, "MASK": form.mask or b""}
-        pictures |= {f"IMAGE[{index}]": raw for index, raw in enumerate(form.references, start=1)}
-        pictures |= {f"CONTROL[{index}]": raw for index, raw in enumerate(form.control)}
-        sizes, decoded = dict[str, Size](), dict[str, Size]()
-        for name, raw in pictures.items():
-            if raw or name not in ("IMAGE", "MASK"):
-                height, width = sizes[name] = read_size(raw, name, self._limits)
-                if height * width <= _DECODED_PIXELS:
-                    decoded[name] = height, width
-                    if name != "MASK":
-                        decode_raster(raw, name, self._limits)
-        if form.fields.model in self._forms:
-            return
-        check_images((form.image, *form.references), self._limits)
-        settings = parse_settings(msgspec.json.encode(_settings_of(form)))
-        self._check_answer(form, settings, sizes)
-        if form.kind != "inpaint" or "mask_from" in form.settings:
-            return
-        mask, size = _mask_of(form), decoded.get("IMAGE" if form.image else "MASK")
-        if size is not None and (mask or any(settings.expand)):
-            select(mask, settings, self._limits, size)
-
-    def _check_answer(
-        self, form: EditForm, settings: EditSettings, sizes: Mapping[str, Size]
-    ) -> None:
-        """Check the answer's size, as far as it is known, and that control pictures have it.
-
-        Raises:
-            InvalidRequest: naming the setting or the picture.
-        """
-        source = sizes.get("IMAGE", sizes.get("MASK"))
-        canvas = None if source is None else canvas_size(source, settings.expand, self._limits)
-        answer = settings.answer_size or canvas
-        if answer is not None:
-            check_format(form.fields.output_format, answer)
-        places = [
-            index if control.image is None else control.image
-            for index, control in enumerate(settings.controls)
-        ]
-        control_sizes = [size for name, size in sizes.items() if name.startswith("CONTROL")]
-        controlled = answer if form.kind == "generate" else canvas
-        check_controls(len(control_sizes), places, controlled)
-        if controlled is not None:
-            for index, size in enumerate(control_sizes):
-                check_control_size(index, size, controlled)
+    def is_workflow(self, form: EditForm) -> bool:
+        """Return whether a form's model is a workflow."""
+        return form.fields.model in self._forms
 
     def work(self, form: EditForm) -> float:
         """Return the megapixels of a form's picture times the steps of all its edits.
@@ -365,7 +309,7 @@ class ImageEdits:
         Raises:
             InvalidRequest: the picture is not readable.
         """
-        if answer_size := parse_settings(msgspec.json.encode(_settings_of(form))).answer_size:
+        if answer_size := parse_settings(msgspec.json.encode(settings_of(form))).answer_size:
             height, width = answer_size
         elif form.image:
             height, width = read_size(form.image, "image", self._limits)
@@ -426,7 +370,7 @@ class ImageEdits:
         are too large for the router to decode count as opaque.
         """
         height, width = read_size(image, "image", self._limits)
-        if height * width > _DECODED_PIXELS:
+        if height * width > DECODED_PIXELS:
             return False
         alpha = decode_mask(image, "image", self._limits).alpha
         return alpha is not None and not alpha.all()
@@ -642,7 +586,7 @@ def _with_settings(message: ModelRequest, more: Mapping[str, Any]) -> ModelReque
     return copied
 
 
-def _settings_of(form: EditForm) -> dict[str, Any]:
+def settings_of(form: EditForm) -> dict[str, Any]:
     """Return a form's settings with its size, or with OpenAI's reading of masks unless they choose
     one.
     """
@@ -652,7 +596,7 @@ def _settings_of(form: EditForm) -> dict[str, Any]:
     return {**form.settings} if chosen else {"mask_mode": "alpha", **form.settings}
 
 
-def _mask_of(form: EditForm) -> bytes:
+def mask_of(form: EditForm) -> bytes:
     """Return MASK of a form; empty without one, and where the canvas grows."""
     if form.masks_itself and form.mask is None and not any(form.settings.get("expand") or ()):
         return form.image
@@ -668,10 +612,10 @@ def _edit_message(model: str, form: EditForm, more_settings: dict[str, Any]) -> 
         "output_format": form_fields.output_format,
         "output_quality": form_fields.output_compression,
     }
-    settings = _settings_of(form) | fields | more_settings | {"output_encoding": "raw"}
+    settings = settings_of(form) | fields | more_settings | {"output_encoding": "raw"}
     inputs: dict[str, Sequence[bytes]] = {
         "IMAGE": [form.image, *form.references],
-        "MASK": [_mask_of(form)],
+        "MASK": [mask_of(form)],
         "PROMPT": [form.fields.prompt.encode()],
         "SETTINGS": [msgspec.json.encode(settings)],
         **({"CONTROL": form.control} if form.control else {}),

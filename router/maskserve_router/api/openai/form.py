@@ -23,7 +23,7 @@ from maskserve_common.contracts.settings import Background, EditSettings
 from maskserve_common.errors import InvalidRequest
 from maskserve_common.reading import Misread, Table, nearest, read
 from maskserve_router.messages.model_request import ModelRequest
-from maskserve_router.messages.request_limits import check_json
+from maskserve_router.messages.request_limits import read_json
 
 PICTURE = "image"
 """Name of a workflow's output that becomes the answer's picture."""
@@ -79,7 +79,8 @@ _BOOLEANS = {
 """A checkbox sends `on`, Python `True`, and FastAPI takes all of these."""
 
 
-T = TypeVar("T")
+_read_object = msgspec.json.Decoder(dict[str, Any]).decode
+T = TypeVar("T", bound=Table)
 Parse: TypeAlias = Callable[..., Awaitable[Any]]
 """Calls a function with its arguments, in a thread if it takes long; see `FairShare.run`."""
 Texts: TypeAlias = Callable[[Any], Collection[str] | None]
@@ -241,7 +242,9 @@ async def read_form(
         values, files = await parse(read_multipart, headers, body)
         values = filled_in(values, Fields, EditSettings, texts=texts(values.get("model")) or ())
     elif kind == "application/json":
-        values, files = await _fetch_pictures(await parse(_read_json, body), fetch)
+        values, files = await _fetch_pictures(
+            await parse(read_json, body, _read_object, "a JSON object", "a JSON object"), fetch
+        )
     else:
         raise InvalidRequest(
             "Content-Type", f"is {kind[:60] or 'missing'}", "multipart/form-data, application/json"
@@ -292,6 +295,24 @@ async def read_form(
     )
     _check_form(form, source)
     return form
+
+
+def read_picture_form(headers: Headers, body: bytes, table: type[T]) -> tuple[bytes, T]:
+    """Read a multipart form of one file, `image`, and the fields of a table.
+
+    Raises:
+        InvalidRequest: naming the field.
+    """
+    values, files = read_multipart(headers, body)
+    images = files.pop("image", [])
+    if files:
+        raise InvalidRequest(next(iter(files))[:40], "is not a file field of this form", "image")
+    if len(images) != 1:
+        raise InvalidRequest("image", f"is given {len(images)} times", "one file")
+    fields = filled_in(values, table)
+    return images[0], convert(
+        {name: setting_of(name, value) for name, value in fields.items()}, table
+    )
 
 
 def filled_in(
@@ -521,14 +542,6 @@ class _MemoryParser(MultiPartParser):
     """Keeps files in memory, where the body already is and counts for its client."""
 
     spool_max_size = 2**62
-
-
-def _read_json(body: bytes) -> dict[str, Any]:
-    check_json(body)
-    try:
-        return msgspec.json.decode(body, type=dict[str, Any])
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
-        raise InvalidRequest("body", "is not a JSON object", "a JSON object") from None
 
 
 async def _fetch_pictures(

@@ -12,12 +12,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from maskserve_common.contracts.settings import MaskFrom
-from maskserve_common.errors import InvalidRequest
 from maskserve_router.api.front import Front
 from maskserve_router.api.http_answers import while_connected
 from maskserve_router.api.http_body import Bodies
 from maskserve_router.api.openai.answers import answering, json_answer, text_of_picture
-from maskserve_router.api.openai.form import convert, filled_in, read_multipart, setting_of
+from maskserve_router.api.openai.form import read_picture_form
 from maskserve_router.fair_share import FairShare
 from maskserve_router.scheduling.mask_finder import MaskFinder
 
@@ -33,20 +32,9 @@ def mask_routes(
         with ExitStack() as exit_stack:
             body = await bodies.read(request, client, exit_stack)
             parse = partial(fair_share.run, client, len(body))
-            values, files = await parse(read_multipart, request.headers, body)
+            image, source = await parse(read_picture_form, request.headers, body, MaskFrom)
             del body
-            images = files.pop("image", [])
-            if files:
-                raise InvalidRequest(
-                    next(iter(files))[:40], "is not a file field of this form", "image"
-                )
-            if len(images) != 1:
-                raise InvalidRequest("image", f"is given {len(images)} times", "one file")
-            fields = filled_in(values, MaskFrom)
-            source = convert(
-                {name: setting_of(name, value) for name, value in fields.items()}, MaskFrom
-            )
-            work = masks.find(images[0], source, client, "")
+            work = masks.find(image, source, client, "")
             found_mask = await while_connected(request, work)
             mask = await parse(_text_of_mask, found_mask.mask)
         data = [{"b64_json": mask, "score": found_mask.score}]

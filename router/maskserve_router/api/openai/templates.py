@@ -18,7 +18,7 @@ from maskserve_common.reading import Table
 from maskserve_router.api.front import Front
 from maskserve_router.api.http_body import Bodies
 from maskserve_router.api.openai.answers import Handler, json_answer
-from maskserve_router.api.openai.form import convert, filled_in, read_multipart
+from maskserve_router.api.openai.form import read_picture_form
 from maskserve_router.fair_share import FairShare
 from maskserve_router.key_holder import KeyHolder
 from maskserve_router.messages.control_message import registration
@@ -40,16 +40,12 @@ class TemplateRoutes:
         with ExitStack() as exit_stack:
             body = await self._bodies.read(request, client, exit_stack)
             parse = partial(self._fair_share.run, client, len(body))
-            values, files = await parse(read_multipart, request.headers, body)
+            image, fields = await parse(read_picture_form, request.headers, body, _Registration)
             del body
-            images = files.pop("image", [])
-            if len(images) != 1 or files:
-                raise InvalidRequest("image", f"is given {len(images)} times", "one file")
-            form_fields = convert(filled_in(values, _Registration), _Registration)
-            operation = await parse(registration, images[0])
-            if form_fields.shared:
+            operation = await parse(registration, image)
+            if fields.shared:
                 operation["shared"] = True
-            if not form_fields.prime:
+            if not fields.prime:
                 operation["prime"] = False
             result = await self._control.do(operation, client)
         return json_answer(
