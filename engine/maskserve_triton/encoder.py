@@ -203,9 +203,8 @@ class EditEncoder:
         self._ip_pictures: LruCache[PictureKey, tuple[Conditioning, Conditioning]] = LruCache(
             stages.prompt_bytes, lambda arrays: sum(map(_nbytes, arrays))
         )
-        self._ip_adapters = (
-            IpAdapterEncoder(config, encoder.spec) if config.ip_adapters.folder else None
-        )
+        served = config.ip_adapters.folder and encoder.spec.cross_layers
+        self._ip_adapters = IpAdapterEncoder(config, encoder.spec) if served else None
         self._templates: LruCache[str, TemplateEncoding] = LruCache(
             stages.template_bytes,
             lambda encoding: encoding.nbytes,

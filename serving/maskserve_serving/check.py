@@ -22,7 +22,16 @@ from maskserve_engine.checkpoints.request import Card, CheckpointRequest
 from maskserve_engine.families.licences import published_licence
 from maskserve_engine.families.specs import FAMILIES, load_spec
 from maskserve_engine.spec.control_nets import check_config
+from maskserve_engine.spec.ip_adapters import (
+    LAYER,
+    form_of,
+    image_encoder_of,
+    layer_numbers,
+    problem_of,
+    shapes_of,
+)
 from maskserve_engine.spec.model_index import read_model_index
+from maskserve_engine.spec.model_spec import ModelSpec
 from maskserve_lora.base_layers import BaseLayers
 from maskserve_lora.lora_header import BadAdapter, header_of_file
 from maskserve_lora.lora_plan import plan_of
@@ -50,10 +59,18 @@ _LAYERS = {
     r"(down|up|input|output)_blocks|mid(dle)?_block": "SDXL or SD 2.1",
 }
 """Parts of layers' names that only these models have."""
+_PROMPTS = {768: "SD 1.5", 1024: "SD 2.1", 2048: "SDXL"}
+"""Models by the width of their prompts."""
+_HALF = 2
+"""Bytes of a number in half precision."""
+_IMAGE_ENCODERS = "ViT-H 1.2 GiB, ViT-bigG 3.4 GiB"
+"""Published image encoders in half precision."""
 
 
 class Check(msgspec.Struct, kw_only=True):
-    """Everything that `maskserve check` says of a model, a file, an adapter or a ControlNet."""
+    """Everything that `maskserve check` says of a model, a file, an adapter, an IP-Adapter or a
+    ControlNet.
+    """
 
     name: str
     it: str
@@ -70,6 +87,7 @@ class Check(msgspec.Struct, kw_only=True):
     """Reason why it is not served."""
     adapters: str = ""
     controlnets: str = ""
+    ip_adapters: str = ""
     licence: str = ""
     notes: list[str] = []
     cards: list[Card] = []
@@ -84,9 +102,9 @@ def checked(model: str, parts: CheckpointParts) -> Check:
     """Return what a folder, a file or a hub id is.
 
     Args:
-        model: as `--model`, or an adapter or ControlNet.
-        parts: what stands beside a checkpoint file; its base is also the model of an adapter or a
-            ControlNet.
+        model: as `--model`, or an adapter, IP-Adapter or ControlNet.
+        parts: what stands beside a checkpoint file; its base is also the model of an adapter, an
+            IP-Adapter or a ControlNet.
     """
     path = Path(model).expanduser()
     check = Check(name=model, it="unknown")
@@ -131,9 +149,19 @@ def _describe(folder: Path, check: Check, words: str) -> None:
     parts += [name for name, value in index.items() if _is_clip(name, value)]
     check.adapters = f"LoRAs; they may change {', '.join(parts)}"
     check.controlnets = spec.control.net if spec.control else "none"
+    check.ip_adapters = _ip_adapters_of(spec)
     published = published_licence(spec.family, pipeline)
     check.licence = _of_readme(folder) or (
         f"{published} (its publisher's; the folder has none)" if published else ""
+    )
+
+
+def _ip_adapters_of(spec: ModelSpec) -> str:
+    if not spec.cross_layers:
+        return "none"
+    return (
+        f"plain and plus, in [ip_adapters] folder; a file's layers take "
+        f"{_size(_HALF * layer_numbers(spec))} beside the image encoder ({_IMAGE_ENCODERS})"
     )
 
 
@@ -142,10 +170,11 @@ def _is_clip(name: str, value: Any) -> bool:
 
 
 def _check_file(file: Path, parts: CheckpointParts, check: Check) -> None:
-    if kind_of(names_of(file)) == "adapter":
-        _check_adapter(file, parts, check)
+    kind = kind_of(names_of(file))
+    if kind in ("adapter", "IP-Adapter"):
+        (_check_adapter if kind == "adapter" else _check_ip_adapter)(file, parts, check)
         return
-    check.it, check.bytes = kind_of(names_of(file)), {"file": file.stat().st_size}
+    check.it, check.bytes = kind, {"file": file.stat().st_size}
     check.licence = _of_metadata(file)
     check_denoiser(file)
     is_hub = bool(parts.base) and not Path(parts.base).expanduser().is_dir()
@@ -203,6 +232,28 @@ def _models_of(names: Iterator[str]) -> str:
         for name in names
     } - {""}
     return f", by its names for {' or '.join(sorted(models))}" if len(models) == 1 else ""
+
+
+def _check_ip_adapter(file: Path, parts: CheckpointParts, check: Check) -> None:
+    shapes, check.bytes = shapes_of(file), {"file": file.stat().st_size}
+    check.licence, check.form = _of_metadata(file), _form(file)
+    encoder, layer = image_encoder_of(shapes), LAYER.format(1, "k")
+    text = shapes.get(layer, (0,))[-1]
+    models = f", by their width for {_PROMPTS[text]}" if text in _PROMPTS else ""
+    check.it = f"an IP-Adapter of the form {form_of(shapes)}, beside prompts{models}"
+    width = (
+        f"hidden states of width {encoder.hidden}"
+        if encoder.hidden
+        else f"an output of width {encoder.projected}"
+    )
+    check.ip_adapters = (
+        f"[ip_adapters] folder is {file.parent}, whose image_encoder is a "
+        f"CLIPVisionModelWithProjection with {width}"
+    )
+    if not parts.base:
+        check.notes = ["--base MODEL also checks that it fits this model"]
+    elif problem := problem_of(shapes, load_spec(resolve_model(parts.base, files=_SHAPES))):
+        check.problem = f"{file} {problem}"
 
 
 def _check_net(folder: Path, parts: CheckpointParts, check: Check) -> None:
@@ -282,9 +333,9 @@ def lines_of(check: Check) -> Iterator[tuple[str, str]]:
         yield "size", sizes
     if check.jobs:
         yield "jobs", ", ".join(check.jobs)
-    for key in ("adapters", "controlnets", "licence"):
+    for key in ("adapters", "controlnets", "ip_adapters", "licence"):
         if value := getattr(check, key):
-            yield key, value
+            yield key.replace("ip_adapters", "IP-Adapters"), value
     for card in check.cards:
         rows = f"{card.weights}: {card.rows} rows and {card.templates} templates"
         with_settings = f", with {card.settings}" if card.settings else ""

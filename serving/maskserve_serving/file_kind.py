@@ -12,10 +12,11 @@ from typing import Literal
 
 from maskserve_common.files.gguf_header import BadGguf, read_gguf
 from maskserve_common.files.safetensors_header import BadHeader, header_of
+from maskserve_engine.spec.ip_adapters import is_ip_adapter
 from maskserve_lora.lora_header import is_adapter
 from maskserve_serving.errors import ServeError
 
-Kind = Literal["checkpoint", "adapter", "ControlNet", "VAE", "text encoder"]
+Kind = Literal["checkpoint", "adapter", "IP-Adapter", "ControlNet", "VAE", "text encoder"]
 
 ENDS = (".safetensors", ".safetensors.index.json")
 _GGUF = ".gguf"
@@ -34,6 +35,8 @@ _DENOISER = re.compile(
 _USES = {
     "adapter": "an adapter; accepted: the model's folder, with --adapters and the folder of this "
     "file, or --fuse-lora {file}",
+    "IP-Adapter": "an IP-Adapter; accepted: the model's folder, with the folder of this file as "
+    "[ip_adapters] folder of the configuration",
     "ControlNet": "a ControlNet; accepted: the model's folder, with --controlnets and a folder of "
     "ControlNets in diffusers format",
     "VAE": "a VAE alone; accepted: a denoiser's file or folder, with --vae {file}",
@@ -44,6 +47,8 @@ _USES = {
 
 def kind_of(names: Collection[str]) -> Kind:
     """Return the kind of a file with tensors of these names; an unknown one is a checkpoint."""
+    if is_ip_adapter(names):
+        return "IP-Adapter"
     if is_adapter(names):
         return "adapter"
     if any(_CONTROL.match(name) for name in names):

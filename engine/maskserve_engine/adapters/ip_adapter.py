@@ -68,7 +68,7 @@ class IpAdapterEncoder:
         folder = config.ip_adapters.encoder_folder
         try:
             model: Any = CLIPVisionModelWithProjection.from_pretrained(
-                str(folder), local_files_only=True, dtype=self._dtype
+                str(folder), local_files_only=True, use_safetensors=True, dtype=self._dtype
             )
         except (OSError, ValueError, RuntimeError) as error:
             raise ConfigError(f"[ip_adapters] image_encoder: cannot load {folder}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from math import prod
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 from maskserve_common.config import Config, ConfigError, Stage, sharing_the_device
 from maskserve_common.config_file import read_json
 from maskserve_common.contracts.memory_table import MemoryTable
-from maskserve_common.files.safetensors_header import header_of
+from maskserve_common.files.safetensors_header import BadHeader, header_of
 from maskserve_common.files.weight_files import weight_files
 from maskserve_common.liveness import signed_in
 from maskserve_engine.adapters.lora_loader import estimated_bytes
@@ -300,8 +301,9 @@ def still_values(work: ModelWork) -> float:
 
 def weight_bytes(config: Config, stage: Stage, spec: ModelSpec) -> int:
     """Return the bytes of the parts of the model folder that a stage loads, in the form in which it
-    runs them. They are read from the headers of files; without such files, or with a quantised T5,
-    they follow from the classes. A T5 that is moved layer by layer counts its largest layer.
+    runs them; the encoder's with the image encoder of IP-Adapters. They are read from the headers
+    of files; without such files, or with a quantised T5, they follow from the classes. A T5 that is
+    moved layer by layer counts its largest layer.
     """
     total, folder = 0, Path(config.model.path)
     for part, class_names in read_model_index(folder).items():
@@ -316,7 +318,31 @@ def weight_bytes(config: Config, stage: Stage, spec: ModelSpec) -> int:
             total += sum(map(_numbers, files)) * dtype.itemsize
         elif (folder / part / "config.json").is_file():
             total += bytes_as(shape_of(config, part), form, whole=True)
-    return total
+    return total + (image_encoder_bytes(config, spec) if stage == "encoder" else 0)
+
+
+def image_encoder_bytes(config: Config, spec: ModelSpec) -> int:
+    """Return the bytes of the image encoder of IP-Adapters; 0: the worker serves none."""
+    if not (config.ip_adapters.folder and spec.cross_layers):
+        return 0
+    files = weight_files(config.ip_adapters.encoder_folder).files
+    return sum(map(_numbers, files)) * dtype_of(config).itemsize
+
+
+def ip_adapter_bytes(config: Config, spec: ModelSpec, device: str) -> int:
+    """Return the bytes to reserve for IP-Adapters on the encoder's device: their budget, on a CPU
+    at most what the files of the folder take.
+    """
+    settings = config.ip_adapters
+    if not (settings.folder and spec.cross_layers):
+        return 0
+    if device != "cpu":
+        return settings.device_bytes
+    files, total = Path(settings.folder).glob("*.safetensors"), 0
+    for file in files:
+        with suppress(BadHeader, OSError):
+            total += _numbers(file) * dtype_of(config).itemsize
+    return min(settings.device_bytes, total)
 
 
 def _files(config: Config, part: str) -> tuple[Path, ...]:
@@ -365,14 +391,14 @@ def image_bytes(config: Config, stage: Stage, spec: ModelSpec) -> int:
 
 
 def call_bytes(config: Config, stage: Stage, spec: ModelSpec, device: str, total: int) -> int:
-    """Return the bytes of a stage's calls beside its weights, at native size; `device` is the kind
-    of its device, which has `total` bytes.
+    """Return the bytes of a stage's calls beside its weights, at native size, with the IP-Adapters
+    that the encoder keeps; `device` is the kind of its device, which has `total` bytes.
     """
     if stage == "decoder":
         return image_bytes(config, stage, spec)
     recorded = recorded_t5_bytes(config, spec) if device == "cuda" else 0
-    pictures = encoded_at_once(config, spec, device, total)
-    return recorded + pictures * image_bytes(config, stage, spec)
+    pictures = encoded_at_once(config, spec, device, total) * image_bytes(config, stage, spec)
+    return recorded + pictures + ip_adapter_bytes(config, spec, device)
 
 
 def recorded_t5_bytes(config: Config, spec: ModelSpec) -> int:

@@ -7,7 +7,7 @@ A file has a projection from the image encoder's output to tokens as wide as a p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ LAYER = "ip_adapter.{}.to_{}_ip.weight"
 _SUFFIX = ".safetensors"
 _PLAIN_TOKENS = 4
 """Tokens of the plain form, whose file does not say how many."""
+Shape = tuple[int, ...]
 
 
 class ImageEncoderSizes(NamedTuple):
@@ -98,40 +99,89 @@ class IpAdapters:
     def _problem_of(self, path: Path) -> str:
         """Return why a file is not served; empty: it is."""
         try:
-            tensors = header_of(path).tensors
+            return problem_of(shapes_of(path), self._spec, self.sizes)
         except (BadHeader, OSError) as error:
             return str(error)
-        shapes = {name: tensor.shape for name, tensor in tensors.items()}
-        text = int(self._spec.denoiser["cross_attention_dim"])
-        try:
-            expected = _projection_shapes(shapes, text, self.sizes)
         except ConfigError as error:
             return f"needs an image encoder: {error}"
-        expected |= {
-            LAYER.format(number, part): (width, text)
-            for number, width in self._spec.cross_layers
-            for part in "kv"
-        }
-        if not any(name.startswith(PROJECTION) for name in shapes):
-            return "is no IP-Adapter: it has no image_proj."
-        for name, shape in expected.items():
-            if name not in shapes:
-                return f"has no {name}, which the served model needs"
-            if shapes[name] != shape:
-                return f"is for another model: its {name} is {shapes[name]}, expected {shape}"
-        other = next((n for n in shapes if n not in expected and not n.startswith(PROJECTION)), "")
-        return f"has {other}, which the served model does not take" if other else ""
+
+
+def is_ip_adapter(names: Iterable[str]) -> bool:
+    """Whether a file with tensors of these names is an IP-Adapter."""
+    return any(name.startswith(PROJECTION) for name in names)
+
+
+def shapes_of(file: Path) -> dict[str, Shape]:
+    """Return the shapes of a file's tensors, by its header.
+
+    Raises:
+        BadHeader: it is not a safetensors file, or cut short.
+        OSError: it cannot be read.
+    """
+    return {name: tensor.shape for name, tensor in header_of(file).tensors.items()}
+
+
+def problem_of(
+    shapes: Mapping[str, Shape], spec: ModelSpec, encoder: ImageEncoderSizes | None = None
+) -> str:
+    """Return why a file with tensors of these shapes is not served; empty: it is.
+
+    Args:
+        shapes: shapes of its tensors.
+        spec: spec of the model.
+        encoder: sizes of the image encoder; None: the one that the file is for.
+    """
+    if not spec.cross_layers:
+        return "does not go with the served model, which takes no IP-Adapters"
+    if not is_ip_adapter(shapes):
+        return f"is no IP-Adapter: it has no {PROJECTION}"
+    text = int(spec.denoiser["cross_attention_dim"])
+    expected = _projection_shapes(shapes, text, encoder or image_encoder_of(shapes))
+    expected |= {
+        LAYER.format(number, part): (width, text)
+        for number, width in spec.cross_layers
+        for part in "kv"
+    }
+    for name, shape in expected.items():
+        if name not in shapes:
+            return f"has no {name}, which the served model needs"
+        if shapes[name] != shape:
+            return f"is for another model: its {name} is {shapes[name]}, expected {shape}"
+    other = next((n for n in shapes if n not in expected and not n.startswith(PROJECTION)), "")
+    return f"has {other}, which the served model does not take" if other else ""
+
+
+def form_of(shapes: Mapping[str, Shape]) -> str:
+    """Return the form of a file's projection: `plain` or `plus`."""
+    return "plus" if f"{PROJECTION}latents" in shapes else "plain"
+
+
+def image_encoder_of(shapes: Mapping[str, Shape]) -> ImageEncoderSizes:
+    """Return the sizes of the image encoder that a file is for, as far as it says them; 0: it does
+    not.
+    """
+    hidden, projected = (
+        shapes.get(f"{PROJECTION}{name}.weight", (0,))[-1] for name in ("proj_in", "proj")
+    )
+    return ImageEncoderSizes(0, hidden, projected)
+
+
+def layer_numbers(spec: ModelSpec) -> int:
+    """Return how many numbers the keys' and values' layers of a file for this model have."""
+    return sum(2 * width for _, width in spec.cross_layers) * int(
+        spec.denoiser["cross_attention_dim"]
+    )
 
 
 def _projection_shapes(
-    shapes: Mapping[str, tuple[int, ...]], text: int, encoder: ImageEncoderSizes
-) -> dict[str, tuple[int, ...]]:
-    """Return the expected shapes of a file's projection, of the plain form or of `plus`, as far as
-    they follow from the prompt's width `text` and from the image encoder.
+    shapes: Mapping[str, Shape], text: int, encoder: ImageEncoderSizes
+) -> dict[str, Shape]:
+    """Return the expected shapes of a file's projection, as far as they follow from the prompt's
+    width `text` and from the image encoder.
     """
-    inner = shapes.get(f"{PROJECTION}latents", (0,))[-1]
-    if not inner:
+    if form_of(shapes) == "plain":
         plain = {"proj.weight": (_PLAIN_TOKENS * text, encoder.projected), "norm.weight": (text,)}
         return {f"{PROJECTION}{name}": shape for name, shape in plain.items()}
+    inner = shapes[f"{PROJECTION}latents"][-1]
     plus = {"proj_in.weight": (inner, encoder.hidden), "proj_out.weight": (text, inner)}
     return {f"{PROJECTION}{name}": shape for name, shape in plus.items()}

@@ -5,6 +5,7 @@ the same.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -17,7 +18,9 @@ from maskserve_engine.checkpoints.folder import make_folder
 from maskserve_engine.checkpoints.request import CheckpointRequest
 from maskserve_engine.families.licences import published_licence
 from maskserve_engine.families.specs import FAMILIES as SERVED
+from maskserve_engine.families.specs import load_spec
 from maskserve_engine.fitting.model_report import report
+from maskserve_engine.spec.ip_adapters import layer_numbers, shapes_of
 from maskserve_serving import check as module
 from maskserve_serving.check import checked
 from maskserve_serving.checkpoint import CheckpointParts
@@ -25,6 +28,7 @@ from maskserve_serving.errors import ServeError
 from maskserve_serving.source import with_model
 from tests.fakes.checkpoint_files import weights_of, write_checkpoint
 from tests.fakes.control_nets import made_nets
+from tests.fakes.ip_adapters import HIDDEN, PROJECTED, build_ip_adapter
 from tests.fakes.loras import OTHER_MODEL, lora, write
 from tests.fakes.tiny_families import FAMILIES
 
@@ -122,6 +126,30 @@ def test_adapters_and_control_nets(base: Path, tmp_path: Path) -> None:
     assert (
         "takes no ControlNets" in checked(str(tmp_path / "net"), CheckpointParts(str(base))).problem
     )
+
+
+@pytest.mark.usefixtures("in_process")
+def test_ip_adapters(base: Path, tiny_unets: dict[str, Path], tmp_path: Path) -> None:
+    unet = tiny_unets["sdxl-fill"]
+    assert checked(str(base), CheckpointParts()).ip_adapters == "none"
+    model = checked(str(unet), CheckpointParts())
+    assert model.ip_adapters.startswith("plain and plus, in [ip_adapters] folder; a file's layers")
+    spec = load_spec(str(unet), 0)
+    for form, width in (("plain", f"an output of width {PROJECTED}"), ("plus", f"{HIDDEN}")):
+        file = build_ip_adapter(tmp_path / f"{form}.safetensors", spec, form)
+        assert layer_numbers(spec) == sum(
+            math.prod(shape) for name, shape in shapes_of(file).items() if "_ip." in name
+        )
+        check = checked(str(file), CheckpointParts(str(unet)))
+        assert check.served
+        assert check.it.startswith(f"an IP-Adapter of the form {form}")
+        assert check.ip_adapters.endswith(width)
+        other = checked(str(file), CheckpointParts(str(base)))
+        assert "takes no IP-Adapters" in other.problem
+        other = checked(str(file), CheckpointParts(str(tiny_unets["sd-base"])))
+        assert "is for another model: its image_proj." in other.problem
+        with pytest.raises(ServeError, match=r"is an IP-Adapter; accepted: .*\[ip_adapters\]"):
+            with_model({}, str(file), parts=CheckpointParts(str(base)))
 
 
 def test_every_served_class_has_a_published_licence() -> None:

@@ -35,6 +35,7 @@ from maskserve_engine.fitting import memory
 from maskserve_engine.fitting.entry_store import estimated_costs, template_layout
 from maskserve_engine.planning.entry_bytes import FORMATS
 from maskserve_engine.planning.refresh_steps import step_cache_bytes
+from maskserve_engine.spec.ip_adapters import IpAdapters
 from maskserve_engine.spec.model_spec import one_scale
 from maskserve_engine.stages.loader import module_bytes
 from maskserve_engine.start.assembly import assemble
@@ -47,8 +48,10 @@ from maskserve_studies.kernels.kernel_counts import (
     make_rows,
 )
 from maskserve_studies.kernels.live_bytes import LiveBytes
+from maskserve_triton.encoder import EditEncoder
 from tests.fakes.control_nets import random_net
 from tests.fakes.facts import FILL_FACTS
+from tests.fakes.ip_adapters import build_image_encoder, build_ip_adapter
 from tests.fakes.jobs import config_of
 from tests.fakes.tiny_chroma import build_tiny_chroma
 from tests.fakes.tiny_sd3 import build_tiny_sd3
@@ -152,6 +155,29 @@ def test_a_cpu_reserves_no_more_than_the_files_of_a_folder(tiny_fill: Path, tmp_
     weights = sum(parameter.nbytes for parameter in net.parameters())
     assert weights < budget.controls < FREE // 10
     assert budget.cache > 0.9 * without.cache > budget.template
+
+
+def test_ip_adapters_are_counted_with_the_encoder(
+    tiny_fill: Path, tiny_unets: dict[str, Path], tmp_path: Path
+) -> None:
+    folder, unet = tmp_path / "ip", tiny_unets["sdxl-fill"]
+    build_image_encoder(folder / "image_encoder")
+    sections = {"ip_adapters": {"folder": str(folder), "device_bytes": 2**21}}
+    config = config_of(unet, **sections)
+    spec = load_spec(str(unet))
+    stage = EditEncoder(load_encoder(config), config)
+    weights = stage._ip_adapters._model.parameters()  # type: ignore[union-attr]
+    image_encoder = sum(weight.nbytes for weight in weights)
+    assert memory.image_encoder_bytes(config, spec) == image_encoder > 0
+    without = table(unet, tmp_path).encoder
+    assert table(unet, tmp_path, **sections).encoder - without == image_encoder
+    file = build_ip_adapter(folder / "plus.safetensors", spec, "plus")
+    known = IpAdapters(config, spec).find(file.stem)
+    loaded = stage._ip_adapters._load(known)  # type: ignore[union-attr]
+    assert table(unet, tmp_path, **sections).encoder - without == image_encoder + loaded.nbytes
+    assert memory.ip_adapter_bytes(config, spec, "cuda") == 2**21
+    other = table(tiny_fill, tmp_path, **sections)  # its model takes none
+    assert other.encoder == table(tiny_fill, tmp_path).encoder
 
 
 @pytest.mark.parametrize("store", ["memory://loras", "large"])
