@@ -19,6 +19,7 @@ from maskserve_common.contracts.request import (
     EditKind,
     Lora,
     ResolvedControl,
+    ResolvedIpAdapter,
     check_prompt,
     check_text,
     steps_run,
@@ -56,7 +57,7 @@ def accept_edit(
         catalogue: catalogue of adapters; None: none are served.
         nets: ControlNets; None: none are served.
         kind: kind of the edit, by its pictures (`contracts.edit_kinds`).
-        ip_adapters: IP-Adapters; None: none are served.
+        ip_adapters: IP-Adapters; None: those of the configuration.
 
     Raises:
         InvalidRequest: naming PROMPT, `SETTINGS.<key>`, or the picture that the model needs.
@@ -79,13 +80,20 @@ def accept_edit(
     text = check_prompt(prompt, config)
     loras = _versions(requested.loras, catalogue) if requested.loras else ()
     controls = _resolved(requested.controls, nets) if requested.controls else ()
+    ip_adapter = None
     if requested.ip_adapter is not None:
-        if ip_adapters is None:
-            problem = "IP-Adapters are not served here"
-            raise InvalidRequest("SETTINGS.ip_adapter", problem, "no ip_adapter")
-        ip_adapters.find(requested.ip_adapter.name)
-    settings = with_defaults(requested, spec, config)
-    return AcceptedEdit(text, settings, time.time_ns(), kind, loras=loras, controls=controls)
+        file = (ip_adapters or IpAdapters(config, spec)).find(requested.ip_adapter.name)
+        fields = asdict(requested.ip_adapter)
+        ip_adapter = ResolvedIpAdapter(**fields, side=file.side, content=file.content)
+    return AcceptedEdit(
+        text,
+        with_defaults(requested, spec, config),
+        time.time_ns(),
+        kind,
+        loras=loras,
+        controls=controls,
+        ip_adapter=ip_adapter,
+    )
 
 
 def check_settings(settings: EditSettings, spec: ModelSpec, config: Config) -> None:

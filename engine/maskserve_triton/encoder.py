@@ -432,12 +432,12 @@ class EditEncoder:
     ) -> tuple[Conditioning, Conditioning | None]:
         """Return an edit's prompts, with the arrays that its IP-Adapter adds."""
         edit = request.edit
-        setting, picture = edit.settings.ip_adapter, edit.ip_picture
-        if setting is None or picture is None or not setting.scale:
+        adapter, picture = edit.ip_adapter, edit.ip_picture
+        if adapter is None or picture is None or not adapter.scale:
             return text.prompt, text.negative
         assert self._ip_adapters is not None, "the front refuses IP-Adapters"
         owner = scope_of(edit.request_id) if edit.settings.private_prompt else None
-        key = PictureKey(self._ip_adapters.find(setting.name), picture.pixels_id, owner)
+        key = PictureKey(self._ip_adapters.find(adapter), picture.pixels_id, owner)
         arrays = self._ip_pictures.get(key)
         if arrays is None:
             arrays = self._ip_adapters.encode(key.file, request.ip_picture)

@@ -54,7 +54,6 @@ from maskserve_common.imaging.provenance import has_manifest
 from maskserve_common.imaging.view import View, canvas_size, choose_view, grown
 from maskserve_common.imaging.whole import PictureFit, fit_of, middle, native_size
 from maskserve_engine.spec.encoder_picture import LONGEST
-from maskserve_engine.spec.ip_adapters import IpAdapters
 from maskserve_engine.spec.model_spec import ModelSpec
 from maskserve_triton.accept import accept_edit
 
@@ -140,7 +139,7 @@ def prepare_edit(
         lambda picture: _to_srgb(view.window.crop(picture.pixels), picture.colour, view.size),
         config,
     )
-    further = _further_pictures(references, settings, spec, config)
+    further = _further_pictures(references, accepted, spec, config)
     settings = _with_encoding(settings, mask or image)
     request = replace(
         _request(replace(accepted, settings=settings), source, source_id, pixels),
@@ -192,7 +191,7 @@ def _prepare_whole(
     start, settings = time.perf_counter(), _with_encoding(accepted.settings, image)
     accepted = replace(accepted, settings=settings)
     native, multiple = spec.native_resolution, spec.size_multiple
-    size, further = settings.answer_size, _further_pictures(references, settings, spec, config)
+    size, further = settings.answer_size, _further_pictures(references, accepted, spec, config)
     if accepted.kind == "generate":
         size = size or native_size(native, multiple)
         fit, canvas, pixels = PictureFit(size, size), size, np.zeros((0, 0, 3), np.uint8)
@@ -255,7 +254,7 @@ def _record(pixels: npt.NDArray[np.uint8]) -> Reference:
 
 def _further_pictures(
     encoded: Sequence[bytes | memoryview],
-    settings: EditSettings,
+    accepted: AcceptedEdit,
     spec: ModelSpec,
     config: Config,
 ) -> _FurtherPictures:
@@ -265,18 +264,17 @@ def _further_pictures(
         InvalidRequest: naming the element of IMAGE.
     """
     native, multiple, references = spec.native_resolution, spec.size_multiple, []
-    count = len(encoded) - (settings.ip_adapter is not None)
+    count = len(encoded) - (accepted.ip_adapter is not None)
     for index, raw in enumerate(encoded[:count], start=1):
         field = f"IMAGE[{index}]"
         picture = decode_image(raw, field, config.limits)
         fit = fit_of(picture.size, spec.reference_size, native, multiple)
         _check_shape(fit.size, spec, field)
         references.append(_fit_picture(picture, fit))
-    if count == len(encoded):
+    if accepted.ip_adapter is None:
         return _FurtherPictures(references, None)
     picture = decode_image(encoded[-1], f"IMAGE[{len(encoded)}]", config.limits)
-    side = IpAdapters(config, spec).sizes.side
-    return _FurtherPictures(references, _square(picture, side))
+    return _FurtherPictures(references, _square(picture, accepted.ip_adapter.side))
 
 
 def _square(picture: Decoded, side: int) -> npt.NDArray[np.uint8]:
@@ -486,6 +484,7 @@ def _request_without_source(accepted: AcceptedEdit, size: Size) -> EditRequest:
         after_token_s=accepted.after_token_s,
         loras=accepted.loras,
         controls=accepted.controls,
+        ip_adapter=accepted.ip_adapter,
     )
 
 

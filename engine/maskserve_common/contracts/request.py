@@ -12,7 +12,12 @@ from typing import Literal, get_args
 import msgspec
 
 from maskserve_common.config import Config
-from maskserve_common.contracts.settings import ControlSetting, EditSettings, LoraSetting
+from maskserve_common.contracts.settings import (
+    ControlSetting,
+    EditSettings,
+    IpAdapterSetting,
+    LoraSetting,
+)
 from maskserve_common.errors import InvalidRequest
 
 EditKind = Literal["inpaint", "edit", "generate"]
@@ -45,6 +50,15 @@ class ResolvedControl(ControlSetting, frozen=True):
     """Which ControlNet of that name (`spec.control_nets.KnownControlNet.version`)."""
 
 
+class ResolvedIpAdapter(IpAdapterSetting, frozen=True):
+    """An edit's IP-Adapter, with the file that its name had when the edit was accepted."""
+
+    side: int = 0
+    """Side of the square picture that its image encoder sees, in pixels."""
+    content: str = ""
+    """Digest of its file, if a stage service reads its own copy; else empty."""
+
+
 @dataclass(frozen=True, slots=True)
 class AcceptedEdit:
     """An edit that a front passes to preprocess, beside the client's IMAGE and MASK."""
@@ -61,6 +75,7 @@ class AcceptedEdit:
     """Recent seconds from an edit's last step to its answer, per token of its picture."""
     loras: tuple[Lora, ...] = ()
     controls: tuple[ResolvedControl, ...] = ()
+    ip_adapter: ResolvedIpAdapter | None = None
 
     def to_json(self) -> bytes:
         return _encode(self)
@@ -102,6 +117,7 @@ class EditRequest:
     loras: tuple[Lora, ...] = ()
     controls: tuple[ResolvedControl, ...] = ()
     """ControlNets, each with its `image`."""
+    ip_adapter: ResolvedIpAdapter | None = None
     pixels_id: str = ""
     """Digest of the source's pixels at model resolution; entries are keyed on it. Empty without a
     source."""

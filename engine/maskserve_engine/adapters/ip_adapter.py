@@ -20,10 +20,17 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from maskserve_common.config import Config, ConfigError
-from maskserve_common.errors import InvalidRequest
+from maskserve_common.contracts.request import ResolvedIpAdapter
+from maskserve_common.errors import EngineFailed, InvalidRequest
 from maskserve_common.lru_cache import LruCache
 from maskserve_engine.base.job import Conditioning
-from maskserve_engine.spec.ip_adapters import LAYER, PROJECTION, IpAdapters, KnownIpAdapter
+from maskserve_engine.spec.ip_adapters import (
+    LAYER,
+    PROJECTION,
+    IpAdapters,
+    KnownIpAdapter,
+    content_of,
+)
 from maskserve_engine.spec.model_spec import ModelSpec
 from maskserve_engine.stages.loader import device_of, dtype_of, module_bytes
 
@@ -78,9 +85,17 @@ class IpAdapterEncoder:
             config.ip_adapters.device_bytes, lambda adapter: adapter.nbytes
         )
 
-    def find(self, name: str) -> KnownIpAdapter:
-        """Return the file of this name; raises as `IpAdapters.find`."""
-        return self._files.find(name)
+    def find(self, adapter: ResolvedIpAdapter) -> KnownIpAdapter:
+        """Return an edit's file.
+
+        Raises:
+            AdapterNotFound, InvalidRequest: as `IpAdapters.find`.
+            EngineFailed: the worker has another file of this name than this stage service.
+        """
+        file = self._files.find(adapter.name)
+        if adapter.content and adapter.content != content_of(file.path):
+            raise EngineFailed(f"the stage service has another IP-Adapter {adapter.name}")
+        return file
 
     @torch.inference_mode()
     def encode(

@@ -15,6 +15,7 @@ from maskserve_common.config import Config, ConfigError
 from maskserve_common.config_file import read_json
 from maskserve_common.contracts.keys import ADAPTER_NAME
 from maskserve_common.errors import AdapterNotFound, InvalidRequest
+from maskserve_common.files.digests import file_digest
 from maskserve_common.files.safetensors_header import BadHeader, header_of
 from maskserve_engine.spec.model_spec import ModelSpec
 
@@ -43,6 +44,10 @@ class KnownIpAdapter(NamedTuple):
     path: Path
     version: tuple[int, int] = (0, 0)
     """Bytes and modification time, which change when the file is replaced."""
+    side: int = 0
+    """Side of the image encoder's picture, in pixels."""
+    content: str = ""
+    """Digest of the file, if encoders of a stage service read copies of it; else empty."""
     problem: str = ""
     """Reason why it is not served; empty: it is."""
 
@@ -52,6 +57,7 @@ class IpAdapters:
 
     def __init__(self, config: Config, spec: ModelSpec) -> None:
         self._config, self._spec = config.ip_adapters, spec
+        self._has_copies = bool(config.stages.service)
         self._known: dict[str, KnownIpAdapter] = {}
 
     @property
@@ -90,20 +96,21 @@ class IpAdapters:
             raise AdapterNotFound(f"{field}: there is no IP-Adapter {name}")
         version, known = (stat.st_size, stat.st_mtime_ns), self._known.get(name)
         if known is None or known.version != version:
-            known = KnownIpAdapter(name, path, version, self._problem_of(path))
-            self._known[name] = known
+            known = self._known[name] = self._described(KnownIpAdapter(name, path, version))
         if known.problem:
             raise InvalidRequest(field, f"IP-Adapter {path.name} {known.problem}")
         return known
 
-    def _problem_of(self, path: Path) -> str:
-        """Return why a file is not served; empty: it is."""
+    def _described(self, plain: KnownIpAdapter) -> KnownIpAdapter:
         try:
-            return problem_of(shapes_of(path), self._spec, self.sizes)
+            sizes = self.sizes
+            problem = problem_of(shapes_of(plain.path), self._spec, sizes)
+            content = content_of(plain.path) if self._has_copies and not problem else ""
         except (BadHeader, OSError) as error:
-            return str(error)
+            return plain._replace(problem=str(error))
         except ConfigError as error:
-            return f"needs an image encoder: {error}"
+            return plain._replace(problem=f"needs an image encoder: {error}")
+        return plain._replace(side=sizes.side, content=content, problem=problem)
 
 
 def is_ip_adapter(names: Iterable[str]) -> bool:
@@ -119,6 +126,15 @@ def shapes_of(file: Path) -> dict[str, Shape]:
         OSError: it cannot be read.
     """
     return {name: tensor.shape for name, tensor in header_of(file).tensors.items()}
+
+
+def content_of(file: Path) -> str:
+    """Return the digest of a file's bytes; hosts with copies get the same one.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    return file_digest(file.parent, file.name)
 
 
 def problem_of(

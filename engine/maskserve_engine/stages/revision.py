@@ -20,11 +20,15 @@ _PARTS = ("transformer", "unet", "scheduler", *_STAGE_PARTS)
 
 def stages_revision(config: Config) -> str:
     """Return the revision of encoder and decoder; equal revisions give the same moments, embeddings
-    and pixels. A stage service compares it with that of its workers.
+    and pixels. A stage service compares it with that of its workers. An IP-Adapter's file may come
+    later, so edits name its digest themselves (`ResolvedIpAdapter.content`).
     """
     model = config.model
     pipeline = read_model_index(Path(model.path)).get("_class_name")
     form = f"{pipeline} {model.max_sequence_length} {' '.join(model.fuse_loras)} {model.variant}"
+    if config.ip_adapters.folder:
+        images = config.ip_adapters.encoder_folder.absolute()
+        form += f" {model_revision(images.parent, parts=(images.name,))}"
     return model_revision(model.path, form, _STAGE_PARTS)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import struct
 from pathlib import Path
 
@@ -11,15 +12,18 @@ from msgspec import structs
 from safetensors.numpy import load_file, save_file
 
 from maskserve_common.config import Config, ConfigError
+from maskserve_common.contracts.request import ResolvedIpAdapter
 from maskserve_common.contracts.settings import EditSettings, IpAdapterSetting, parse_settings
-from maskserve_common.errors import AdapterNotFound, InvalidRequest
+from maskserve_common.errors import AdapterNotFound, EngineFailed, InvalidRequest
 from maskserve_engine.adapters.ip_adapter import IpAdapterEncoder
 from maskserve_engine.families.specs import load_spec
 from maskserve_engine.spec.ip_adapters import IpAdapters
 from maskserve_triton.accept import accept_edit
+from maskserve_triton.preprocess import prepare_edit
 from tests.fakes.facts import FILL_FACTS
 from tests.fakes.ip_adapters import SIDE, build_image_encoder, build_ip_adapter
 from tests.fakes.jobs import config_of
+from tests.fakes.pictures import encode, scene
 
 
 class Site:
@@ -93,6 +97,35 @@ def test_a_file_that_is_cut_short_is_refused_and_served_once_it_is_whole(site: S
 def test_an_unknown_name_is_not_found(site: Site, name: str) -> None:
     with pytest.raises(AdapterNotFound, match=f"there is no IP-Adapter {name}"):
         site.files.find(name)
+
+
+def test_an_edits_picture_is_prepared_without_a_look_at_the_folder(site: Site) -> None:
+    settings = EditSettings(ip_adapter=IpAdapterSetting(name="plus", scale=0.5), request_id="r")
+    accepted = accept_edit(settings, b"", site.spec, site.config, ip_adapters=site.files)
+    assert accepted.ip_adapter == ResolvedIpAdapter(name="plus", scale=0.5, side=SIDE)
+    shutil.rmtree(site.folder)
+    source, mask = scene(64, 64), np.full((64, 64), 255, np.uint8)
+    ready = prepare_edit(
+        encode(source), encode(mask), accepted, site.spec, site.config, references=[encode(source)]
+    )
+    assert ready.request.ip_adapter == accepted.ip_adapter
+    assert ready.request.ip_picture is not None
+    assert ready.request.ip_picture.size == (SIDE, SIDE)
+
+
+def test_a_stage_service_with_another_file_of_the_name_says_so(site: Site) -> None:
+    """A worker without a service reads no file for a digest."""
+    assert site.files.find("plain").content == ""
+    stages = structs.replace(site.config.stages, service="localhost:1")
+    worker = IpAdapters(structs.replace(site.config, stages=stages), site.spec)
+    service = IpAdapterEncoder(site.config, site.spec)
+    content = worker.find("plain").content
+    edit = ResolvedIpAdapter(name="plain", content=content)
+    assert service.find(edit).name == "plain"
+    build_ip_adapter(site.folder / "plain.safetensors", site.spec, "plain", seed=1)
+    assert worker.find("plain").content not in ("", content)
+    with pytest.raises(EngineFailed, match="the stage service has another IP-Adapter plain"):
+        service.find(edit)
 
 
 def test_a_worker_without_them_and_another_family_refuse_the_setting(site: Site) -> None:

@@ -5,6 +5,7 @@ byte for byte. tests/triton/test_stages.py has what becomes of requests whose se
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,6 +24,7 @@ from maskserve_engine.stages.revision import stages_revision
 from maskserve_triton.forwarded_stages import ForwardedDecoder, ForwardedEncoder
 from maskserve_triton.stage_models import DecoderStage, EncoderStage
 from maskserve_triton.together import batched
+from tests.fakes.ip_adapters import build_image_encoder
 from tests.fakes.jobs import WORDS, Case, config_of, random_case
 from tests.fakes.pb_utils import FakeTriton, Request
 from tests.fakes.tiny_qwen_image import EDIT, build_tiny_qwen_image
@@ -144,3 +146,15 @@ def test_only_what_encoder_and_decoder_are_made_of_tells_stages_apart(
     longer = replace(config.model, max_sequence_length=config.model.max_sequence_length + 1)
     assert revision != stages_revision(replace(config, model=longer))
     assert revision != stages_revision(config_of(tiny_inpaint))
+
+
+def test_an_image_encoder_tells_stages_apart(tiny_fill: Path, tmp_path: Path) -> None:
+    revisions = {stages_revision(config_of(tiny_fill))}
+    for seed in range(2):
+        build_image_encoder(tmp_path / str(seed) / "image_encoder", seed)
+        copy = config_of(tiny_fill, ip_adapters={"folder": str(tmp_path / str(seed))})
+        revisions.add(stages_revision(copy))
+    assert len(revisions) == 3
+    shutil.copytree(tmp_path / "1", tmp_path / "copy")
+    copy = config_of(tiny_fill, ip_adapters={"folder": str(tmp_path / "copy")})
+    assert stages_revision(copy) in revisions
