@@ -18,7 +18,7 @@ from maskserve_benchmarks.steps.replay import Replay
 from maskserve_common.contracts.request import EditKind
 from maskserve_common.contracts.settings import IpAdapterSetting
 from maskserve_engine.adapters import ip_adapter
-from maskserve_engine.base.job import EditJob
+from maskserve_engine.base.job import ControlInput, EditJob
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.families.unet import adapter as unet_adapter
 from maskserve_engine.families.unet.picture_tokens import picture_keys_of
@@ -26,6 +26,7 @@ from maskserve_engine.spec.ip_adapters import IpAdapters
 from maskserve_triton.accept import accept_edit
 from maskserve_triton.encoder import EditEncoder, ToEncode
 from maskserve_triton.preprocess import prepare_edit
+from tests.fakes.control_nets import random_unet_net
 from tests.fakes.ip_adapters import (
     IpForm,
     build_image_encoder,
@@ -33,6 +34,7 @@ from tests.fakes.ip_adapters import (
     load_into,
 )
 from tests.fakes.jobs import Case, config_of, tolerance, unet_case, without_mask
+from tests.fakes.loras import of_model, write
 from tests.fakes.pipelines import diffusers_edit, whole_picture
 from tests.fakes.tiny_unet import EACH_SORT
 from tests.support.cached_rows import (
@@ -41,14 +43,17 @@ from tests.support.cached_rows import (
     check_all_active,
     check_mixed_batch,
     result,
+    run,
 )
 from tests.support.draws import fresh_rng
 from tests.support.family_cases import unet_pipeline
+from tests.support.lora_oracle import read
 
 pytestmark = pytest.mark.spread("model")
 
 Pixels = NDArray[np.uint8]
 FORMS: tuple[IpForm, ...] = ("plain", "plus")
+LORA = 0.7
 
 
 def png(pixels: Pixels) -> bytes:
@@ -116,6 +121,17 @@ class Model:
 
     def alone(self, job: EditJob) -> NDArray[np.float32]:
         return result(self.replay, self.adapter.dense_row(job))
+
+    def row(self, job: EditJob, lora: Path | None = None) -> Any:
+        """Return a dense row, with the job's ControlNets and a LoRA of scale `LORA`."""
+        row = self.adapter.dense_row(job)
+        if job.controls:
+            nets = {"net": self.adapter.control_net(random_unet_net(self.adapter.model, 1))}
+            self.adapter.control(row, job, nets)
+        if lora is not None:
+            factors = read(lora, self.folder)["denoiser"]
+            self.adapter.attach(row, job, ((self.adapter.low_rank(factors), LORA),))
+        return row
 
     def oracle(self, case: Case, picture: Pixels, name: str, scale: float) -> NDArray[np.float32]:
         """[C, h, w] of the pipeline of the edit's kind."""
@@ -196,6 +212,53 @@ def test_a_row_without_a_mask_equals_the_pipeline(
     case, picture = without_mask(case, kind), picture_of(rng)
     expected = model.oracle(case, picture, "plain", 0.8)
     assert_equal(model.alone(model.job(case, picture, "plain", 0.8)), expected)
+
+
+def test_a_picture_a_lora_and_a_controlnet_together_equal_the_pipeline(
+    model: Model, tmp_path: Path
+) -> None:
+    """Alone, and in a batch with edits that have none, or some, of them."""
+    import diffusers
+
+    rng, lora = fresh_rng(), tmp_path / "lora.safetensors"
+    case = edit(rng, num_inference_steps=4, strength=1.0, guidance_scale=5.0)
+    picture, hint = picture_of(rng), rng.integers(0, 256, case.pixels.shape, dtype=np.uint8)
+    plain = type(unet_pipeline(model.folder)).__name__.removesuffix("InpaintPipeline")
+    parts = {} if "XL" in plain else {"safety_checker": None}
+    pipeline: Any = getattr(diffusers, f"{plain}ControlNetInpaintPipeline").from_pretrained(
+        model.folder, controlnet=random_unet_net(model.adapter.model, 1), **parts
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    write(lora, of_model(pipeline.unet, 3, "unet.{}.lora_A.weight"))
+    pipeline.load_lora_weights(str(lora), adapter_name="x")
+    pipeline.set_adapters("x", LORA)
+    load_into(pipeline, model.ip_folder / "plus.safetensors", 0.7)
+    inputs = {
+        "control_image": Image.fromarray(hint),
+        "controlnet_conditioning_scale": 0.8,
+        "ip_adapter_image": Image.fromarray(picture),
+    }
+    args = case.pixels, case.mask, case.prompt, case.settings, case.seed
+    latents = diffusers_edit(pipeline, *args, output_type="latent", **inputs)
+    expected = np.asarray(latents[0].numpy())
+
+    controls = (ControlInput("net", hint, 0.8),)
+    plain_job, adapted = model.job(case), model.job(case, picture, "plus", 0.7)
+    jobs = [
+        (replace(adapted, controls=controls), lora),
+        (plain_job, None),
+        (adapted, None),
+        (replace(plain_job, controls=controls), None),
+        (plain_job, lora),
+    ]
+    alone = [result(model.replay, model.row(*job)) for job in jobs]
+    assert_equal(alone[0], expected)
+    for other in alone[1:]:
+        assert np.abs(other - expected).max() > 10 * tolerance(expected)
+    together = [model.row(*job) for job in jobs]
+    run(model.replay, together, "dense")
+    for row, one in zip(together, alone, strict=True):
+        assert_equal(row.result().array(), one)
 
 
 @pytest.mark.parametrize("rival", ["scale ignored", "tokens beside the text"])
