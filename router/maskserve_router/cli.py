@@ -9,9 +9,11 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from typing import Any
 
 from maskserve_common.config import NODE_PATH_HELP, ConfigError, node_path_folders
+from maskserve_common.garbage import without_garbage_collection
 from maskserve_common.logs import log_handler
 from maskserve_router.config import RouterConfig, load_router_config
 from maskserve_router.listeners.descriptors import raise_limit
@@ -46,7 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 async def _run(config: RouterConfig, options: argparse.Namespace) -> None:
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
-    async with Router(config, lambda: _config(options)) as router:
+    async with AsyncExitStack() as exit_stack:
+        with without_garbage_collection():  # a full collection would hold up all edits for 0.1 s
+            router = await exit_stack.enter_async_context(Router(config, lambda: _config(options)))
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stopping.set)
         reloads: set[asyncio.Task[None]] = set()
