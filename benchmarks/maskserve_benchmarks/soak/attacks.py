@@ -250,9 +250,12 @@ async def kept_results(target: Target) -> Iterable[str]:
     return await calls(target, [edit(keep_result=True, seed=i) for i in range(4)])
 
 
+WORKFLOW = "two_edits"
+"""Name of a workflow that the attacked server must have: edits, and no nodes of other servers."""
+
+
 async def runs_of_workflows(target: Target) -> Iterable[str]:
-    """Run workflows that make an edit and then request a node that nobody serves."""
-    message = pb.ModelInferRequest(model_name="variants")
+    message = pb.ModelInferRequest(model_name=WORKFLOW)
     image, mask = picture()
     settings = json.dumps({"num_inference_steps": 2}).encode()
     for name, value in (("IMAGE", image), ("MASK", mask), ("PROMPT", b"x"), ("SETTINGS", settings)):

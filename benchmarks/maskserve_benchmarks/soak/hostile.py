@@ -47,6 +47,10 @@ from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import STRIDE, free_base_port
 from maskserve_serving.stop_signals import StopSignals
 from maskserve_serving.supervisor import Supervisor
+from maskserve_workflows.definition import Workflow
+from maskserve_workflows.nodes import edit
+from maskserve_workflows.passes import compiled
+from maskserve_workflows.plan import dump_plan
 
 _HONEST = ("anna", "ben", "clara")
 _ATTACKERS = ("mallory", "mallory-2", "mallory-3", "mallory-4")
@@ -126,8 +130,8 @@ class HonestClient:
             if stop.wait(gap):
                 break
             pending_edits.append(self._pool.submit(self.edit, self._rng.randrange(_KINDS), book))
-        for edit in pending_edits:
-            edit.result()
+        for call in pending_edits:
+            call.result()
 
     def close(self) -> None:
         self._pool.shutdown()
@@ -291,6 +295,12 @@ def hostile_soak(
 def _serve_options(options: SoakOptions, router_config: Path, loras: Path) -> ServeOptions:
     """Return the options of the attacked server: a worker, a router and a ControlNet service."""
     base = free_base_port(2)
+    with Workflow(attacks.WORKFLOW, "An edit of an edit.") as flow:
+        mask, prompt = flow.mask("mask"), flow.text("prompt")
+        flow.gives(image=edit(edit(flow.picture("image"), mask, prompt), mask, prompt))
+    workflows = options.out / "workflows"
+    workflows.mkdir(exist_ok=True)
+    (workflows / f"{attacks.WORKFLOW}.json").write_bytes(dump_plan(compiled(flow.plan)))
     return ServeOptions(
         model=str(options.model),
         base_port=base,
@@ -301,7 +311,7 @@ def _serve_options(options: SoakOptions, router_config: Path, loras: Path) -> Se
         adapters=str(loras),
         controlnets=str(CHECKOUT / "assets" / "controlnets"),
         controlnet_device="cpu",
-        workflows=CHECKOUT / "assets" / "workflows",
+        workflows=workflows,
         log_dir=options.out / "logs",
         report=options.say,
     )
