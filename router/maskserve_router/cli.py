@@ -10,15 +10,18 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from maskserve_common.config import NODE_PATH_HELP, ConfigError, node_path_folders
 from maskserve_common.garbage import without_garbage_collection
 from maskserve_common.logs import log_handler
 from maskserve_router.config import RouterConfig, load_router_config
+from maskserve_router.extras import extra
 from maskserve_router.listeners.descriptors import raise_limit
 from maskserve_router.memory import keep_freed_memory
-from maskserve_router.router import Router
+
+if TYPE_CHECKING:
+    from maskserve_router.router import Router
 
 log = logging.getLogger("maskserve.router")
 
@@ -46,6 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 async def _run(config: RouterConfig, options: argparse.Namespace) -> None:
+    with extra("router", "routers"):
+        from maskserve_router.router import Router
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     async with AsyncExitStack() as exit_stack:

@@ -38,6 +38,18 @@ print(json.dumps(files), flush=True)
 os._exit(0)  # a router that was not started logs as Python ends
 """
 )
+_COMMAND = (
+    _WITHOUT
+    + """
+from maskserve_router.cli import main
+
+sys.exit(main({arguments}))
+"""
+)
+ROUTER = (
+    "fsspec", "grpc_health", "httptools", "httpx", "prometheus_client", "pybase64",
+    "python_multipart", "starlette", "uvicorn",
+)  # fmt: skip
 JOBS = ("sqlalchemy", "tenacity")
 WORKFLOWS = ("maskserve_workflows",)
 NO_JOBS = {"enabled": False}
@@ -110,3 +122,15 @@ def test_without_the_extra_a_database_cannot_be_configured(tmp_path: Path) -> No
     output, _ = started({"jobs": {"database": str(tmp_path / "jobs")}}, JOBS, tmp_path)
     assert output.startswith("[jobs]: jobs need the extra `jobs`")
     assert "sqlalchemy is missing" in output
+
+
+@pytest.mark.parametrize("missing", [ROUTER, ("uvicorn",)])
+def test_a_router_without_its_extra_ends_with_a_sentence(missing: tuple[str, ...]) -> None:
+    run = _ran(_COMMAND.format(missing=missing, arguments=["--worker", "127.0.0.1:9"]))
+    assert run.returncode == 2
+    assert run.stdout.startswith(
+        "maskserve-router: routers need the extra `router` (pip install -e '.[router]'): "
+    )
+    assert run.stdout.endswith(" is missing\n")
+    assert run.stdout.count("\n") == 1
+    assert _ran(_COMMAND.format(missing=ROUTER, arguments=["--help"])).returncode == 0
