@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-import grpc
 from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_common.errors import InvalidRequest
 from maskserve_common.routing import Edit, NoWorkerAvailable
-from maskserve_common.servers.failure import Failure
+from maskserve_common.servers.failure import Failure, Tries
 from maskserve_router.api.statistics import client_statistics, sum_statistics
 from maskserve_router.key_holder import KeyHolder
 from maskserve_router.messages.edit_call import PUBLIC, VERSIONS, UnknownModel
@@ -101,13 +100,14 @@ class ServerCalls:
         method: str,
         request: pb.ServerMetadataRequest | pb.ModelMetadataRequest | pb.ModelConfigRequest,
     ) -> bytes:
-        """Return the first worker's answer, or the next one's if it is unavailable."""
+        """Return the first worker's answer, or the next one's if it fails."""
         failure: Failure | None = None
+        tries = Tries()
         for worker in self._pool.up():
             try:
                 return await worker.upstream.call(method, request.SerializeToString(), _TIMEOUT_S)
             except Failure as error:
-                if error.status is not grpc.StatusCode.UNAVAILABLE:
+                if not tries.goes_on(error):
                     raise
                 failure = error
         if failure is not None:

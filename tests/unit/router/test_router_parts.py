@@ -8,6 +8,7 @@ import random
 import socket
 import struct
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -26,6 +27,7 @@ from maskserve_router.api.kserve_http import (
     infer_request,
     infer_response,
 )
+from maskserve_router.api.server_calls import ServerCalls
 from maskserve_router.api.statistics import sum_statistics
 from maskserve_router.config import (
     AdmissionBounds,
@@ -46,6 +48,7 @@ from maskserve_router.messages.model_request import ModelRequest
 from maskserve_router.metrics import Metrics
 from maskserve_router.scheduling.admission import Admission, NoRoomInMemory
 from maskserve_router.scheduling.retry_budget import RetryBudget
+from maskserve_router.scheduling.served_workflows import ServedWorkflows
 from maskserve_router.workers.answer_times import AnswerTimes
 from maskserve_router.workers.breaker import Breaker
 from maskserve_router.workers.predictions import Predictions
@@ -257,6 +260,41 @@ def test_no_answers_make_a_prediction_negative(seed: int):
 )
 def test_whose_failure_it_is(status: Status, details: str, blame: Blame):
     assert Failure(status, details).blame is blame
+
+
+class Answering:
+    """A worker whose calls fail with this, or answer with metadata."""
+
+    def __init__(self, failure: Failure | None) -> None:
+        self.upstream, self.failure, self.calls = self, failure, 0
+
+    async def call(self, method: str, request: bytes, timeout: float) -> bytes:
+        self.calls += 1
+        if self.failure is not None:
+            raise self.failure
+        return pb.ServerMetadataResponse(name="triton", extensions=["trace"]).SerializeToString()
+
+
+@pytest.mark.parametrize(
+    ("failures", "call_counts"),
+    [
+        ((Failure(Status.INTERNAL, "the stub has died"), None), [1, 1]),
+        ((Failure(Status.UNAVAILABLE, "failed to connect"),) * 3 + (None,), [1, 1, 1, 1]),
+        ((Failure(Status.UNAVAILABLE, "Socket closed"),) * 3, [1, 1, 0]),
+        ((Failure(Status.UNIMPLEMENTED, "no such call"), None), [1, 0]),
+    ],
+)
+async def test_metadata_come_from_another_worker_by_the_rule_of_edits(
+    failures: tuple[Failure | None, ...], call_counts: list[int]
+):
+    workers = [Answering(failure) for failure in failures]
+    calls = ServerCalls(SimpleNamespace(up=lambda: workers), ServedWorkflows())
+    if failures[-1] is None and call_counts[-1]:
+        assert (await calls.server_metadata()).name == "triton"
+    else:
+        with pytest.raises(Failure):
+            await calls.server_metadata()
+    assert [worker.calls for worker in workers] == call_counts
 
 
 def test_statistics_are_summed_by_model():
