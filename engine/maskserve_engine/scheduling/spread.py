@@ -84,10 +84,6 @@ class Spread:
     def reprice(self, ticket: Ticket) -> None:
         self._schedulers[self._device[ticket.request_id]].reprice(ticket)
 
-    def drain(self) -> None:
-        for scheduler in self._schedulers:
-            scheduler.drain()
-
     def schedule(self, now: float, devices: Devices = ALL_FREE) -> Decision:
         """Decide for each device alone, as soon as its step has ended."""
         self._lost = devices.lost

@@ -192,10 +192,6 @@ class SchedulingPolicy(Protocol):
         """
         ...
 
-    def drain(self) -> None:
-        """Refuse new tickets from now on; present ones continue."""
-        ...
-
     def schedule(self, now: float, devices: Devices = ALL_FREE) -> Decision:
         """Decide what runs until the next decision; the caller then runs it.
 
@@ -391,7 +387,6 @@ class StepScheduler:
         self.max_waiting = max_waiting
         self.priming_share = priming_share
         self._static = static
-        self.draining = False
         self._number = 0
         # Request id -> the ticket and its number, in order of submission.
         self._tickets: dict[str, tuple[int, Ticket]] = {}
@@ -425,11 +420,9 @@ class StepScheduler:
         """Queue `ticket`; it runs from a later `schedule` on.
 
         Raises:
-            Overloaded: draining, or the ticket's queue is full, or its key's share of it.
+            Overloaded: the ticket's queue is full, or its key's share of it.
             InvalidRequest: the scheduler has a ticket of this id.
         """
-        if self.draining:
-            raise Overloaded("the worker is draining; send the edit to another or try again later")
         if ticket.request_id in self._tickets:
             raise InvalidRequest(
                 "SETTINGS.request_id",
@@ -472,10 +465,6 @@ class StepScheduler:
         repriced = rows[ticket.request_id].repriced(ticket)
         number, _ = self._tickets[ticket.request_id]
         rows[ticket.request_id], self._tickets[ticket.request_id] = repriced, (number, repriced)
-
-    def drain(self) -> None:
-        """Refuse new tickets from now on; present ones continue."""
-        self.draining = True
 
     def schedule(self, now: float, devices: Devices = ALL_FREE) -> Decision:
         """Decide the next step: expire, admit, and choose the rows. The caller then runs them."""

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from maskserve_common.contracts.keys import name_of
-from maskserve_common.errors import InvalidRequest, Overloaded
+from maskserve_common.errors import InvalidRequest
 from maskserve_common.shares import KeyWork
 from maskserve_engine.scheduling.gangs.work import GangPolicy, Work, age_order, seconds_together
 from maskserve_engine.scheduling.step_scheduler import (
@@ -50,7 +50,6 @@ class GangScheduler:
     def __init__(self, policy: GangPolicy, devices: int, max_rows: int, max_waiting: int) -> None:
         self.policy = policy
         self._devices, self._max_works = devices, devices * max_rows
-        self._draining = False
         self._waiting = TicketQueue(max_waiting)
         self._works: dict[str, Work] = {}
         self._running: list[_RunningRun] = []
@@ -70,8 +69,6 @@ class GangScheduler:
 
     def submit(self, ticket: Ticket) -> None:
         name = ticket.request_id
-        if self._draining:
-            raise Overloaded("the worker is draining; send the edit to another or try again later")
         if name in self._works or name in self._waiting.turns:
             raise InvalidRequest(
                 "SETTINGS.request_id", f"{name_of(name)!r} is still being served", "a new id"
@@ -96,9 +93,6 @@ class GangScheduler:
         for active_run in self._running:
             rows = [work.ticket if row is before else row for row in active_run.run.rows]
             active_run.run = replace(active_run.run, rows=tuple(rows))
-
-    def drain(self) -> None:
-        self._draining = True
 
     def schedule(self, now: float, devices: Devices = ALL_FREE) -> Decision:
         """Account for steps that have ended, and decide for idle devices."""

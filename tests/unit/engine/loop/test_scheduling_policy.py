@@ -73,9 +73,6 @@ class OneByOne:
     def reprice(self, ticket: Ticket) -> None:
         """Prices decide nothing."""
 
-    def drain(self) -> None:
-        """Nothing is refused."""
-
     def schedule(self, now: float, devices: Devices = ALL_FREE) -> Decision:
         if not self._queue:
             return Decision((), (), ())

@@ -191,7 +191,7 @@ def test_a_deadline_of_an_ended_ticket_does_not_touch_a_later_one_of_the_same_id
     assert names(decision.running) == ["a"]
 
 
-def test_a_full_queue_and_draining_refuse_and_a_held_id_is_invalid():
+def test_a_full_queue_refuses_and_a_held_id_is_invalid():
     scheduler = StepScheduler(1, 2)
     scheduler.submit(ticket("a"))
     scheduler.submit(ticket("b"))
@@ -201,9 +201,6 @@ def test_a_full_queue_and_draining_refuse_and_a_held_id_is_invalid():
         scheduler.submit(ticket("a"))
     scheduler.submit(ticket("prime", background=True))  # a queue of its own
     scheduler.schedule(0.0)
-    scheduler.drain()
-    with pytest.raises(Overloaded, match="draining"):
-        scheduler.submit(ticket("d"))
     assert names(scheduler.waiting) == ["b", "prime"]
 
 
@@ -430,7 +427,6 @@ class Machine(RuleBasedStateMachine):
         self.scheduler = StepScheduler(rows, queue, share)
         self.now = 0.0
         self.number = 0
-        self.draining = False
         self.waiting: dict[str, Ticket] = {}
         self.running: dict[str, Ticket] = {}  # has a row
         self.ended: dict[str, int] = {}
@@ -462,7 +458,7 @@ class Machine(RuleBasedStateMachine):
             background=background,
         )
         same_class = [t for t in self.waiting.values() if t.background == background]
-        if self.draining or len(same_class) >= self.queue:
+        if len(same_class) >= self.queue:
             with pytest.raises(Overloaded):
                 self.scheduler.submit(new)
         else:
@@ -498,12 +494,6 @@ class Machine(RuleBasedStateMachine):
         self.running[name] = replace(before, active_tokens=active, cost=cost)
         # Only prices count.
         self.scheduler.reprice(replace(self.running[name], steps=99, arrival=9e9, deadline=None))
-
-    @rule()
-    def drain(self) -> None:
-        if self.number > 12:
-            self.scheduler.drain()
-            self.draining = True
 
     @rule(passed=st.floats(0.0, 5.0))
     def step(self, passed: float) -> None:
