@@ -8,11 +8,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from maskserve_common.contracts.keys import name_of
-from maskserve_common.errors import InvalidRequest
 from maskserve_common.resources.residency import Residency, Resource
 from maskserve_engine.requests.state import RequestState
-from maskserve_engine.scheduling.step_scheduler import SchedulingPolicy, Ticket
+from maskserve_engine.scheduling.step_scheduler import SchedulingPolicy, Ticket, id_in_use
 
 StepSeconds = Callable[[RequestState], tuple[tuple[float, ...], float]]
 """Returns an edit's seconds of a step by the number of devices, and the part of each that a step
@@ -77,8 +75,4 @@ class RequestTable:
 
     def _check_id(self, edit: RequestState) -> None:
         if edit.request_id in self.edits:
-            raise InvalidRequest(
-                "SETTINGS.request_id",
-                f"{name_of(edit.request_id)!r} is still being served",
-                "a new id",
-            )
+            raise id_in_use(edit.request_id)

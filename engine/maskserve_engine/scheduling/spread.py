@@ -6,8 +6,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-from maskserve_common.contracts.keys import name_of
-from maskserve_common.errors import InvalidRequest
 from maskserve_engine.scheduling.step_scheduler import (
     ALL_FREE,
     Decision,
@@ -15,6 +13,7 @@ from maskserve_engine.scheduling.step_scheduler import (
     Run,
     StepScheduler,
     Ticket,
+    id_in_use,
 )
 
 
@@ -64,10 +63,7 @@ class Spread:
 
     def submit(self, ticket: Ticket) -> None:
         if ticket.request_id in self._device:
-            name = name_of(ticket.request_id)
-            raise InvalidRequest(
-                "SETTINGS.request_id", f"{name!r} is still being served", "a new id"
-            )
+            raise id_in_use(ticket.request_id)
         device = min(self._left() or range(len(self._schedulers)), key=self._load)
         self._schedulers[device].submit(ticket)
         self._device[ticket.request_id] = device

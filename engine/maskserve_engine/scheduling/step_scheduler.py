@@ -140,6 +140,13 @@ class Devices(NamedTuple):
 ALL_FREE = Devices()
 
 
+def id_in_use(request_id: str) -> InvalidRequest:
+    """Return the error of an edit whose id another one has that has not ended."""
+    return InvalidRequest(
+        "SETTINGS.request_id", f"{name_of(request_id)!r} is still being served", "a new id"
+    )
+
+
 class SchedulingPolicy(Protocol):
     """Decides which rows run, on which devices and for how long, in the engine and in the
     simulator.
@@ -424,11 +431,7 @@ class StepScheduler:
             InvalidRequest: the scheduler has a ticket of this id.
         """
         if ticket.request_id in self._tickets:
-            raise InvalidRequest(
-                "SETTINGS.request_id",
-                f"{name_of(ticket.request_id)!r} is still being served",
-                "a new id",
-            )
+            raise id_in_use(ticket.request_id)
         self._queue_of(ticket).check_room(ticket)
         self.take(ticket)
 

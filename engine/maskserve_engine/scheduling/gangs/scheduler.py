@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from maskserve_common.contracts.keys import name_of
-from maskserve_common.errors import InvalidRequest
 from maskserve_common.shares import KeyWork
 from maskserve_engine.scheduling.gangs.work import GangPolicy, Work, age_order, seconds_together
 from maskserve_engine.scheduling.step_scheduler import (
@@ -16,6 +14,7 @@ from maskserve_engine.scheduling.step_scheduler import (
     Run,
     Ticket,
     TicketQueue,
+    id_in_use,
 )
 
 _UNKNOWN_S = 0.05
@@ -70,9 +69,7 @@ class GangScheduler:
     def submit(self, ticket: Ticket) -> None:
         name = ticket.request_id
         if name in self._works or name in self._waiting.turns:
-            raise InvalidRequest(
-                "SETTINGS.request_id", f"{name_of(name)!r} is still being served", "a new id"
-            )
+            raise id_in_use(name)
         self._waiting.check_room(ticket)
         self._waiting.add(replace(ticket, seconds=self._of_all_degrees(ticket.seconds)))
 
