@@ -276,7 +276,7 @@ class Engine:
         if idle:
             self.executor.idle()
             self.runner.times.book()
-        rests_s = self.manager.again - time.monotonic()  # what can begin has begun
+        rests_s = self.manager.next_decision - time.monotonic()  # what can begin has begun
         waits = idle or self.executor.devices != ALL_FREE or 0.0 < rests_s < math.inf
         if not waits and self.inbox.empty():
             return

@@ -115,7 +115,7 @@ class RequestManager:
         )
         self.refusal: MaskserveError | None = None
         """Reason why no edit is accepted any more; None: edits are."""
-        self.again = math.inf
+        self.next_decision = math.inf
         """time.monotonic() at which `schedule` has something to decide even if nothing happens
         until then.
         """
@@ -155,7 +155,7 @@ class RequestManager:
             )
         for ticket in decision.admitted:
             self._admit(ticket)
-        self.again = decision.again
+        self.next_decision = decision.next_decision
         return decision.runs
 
     def running(self, run: Run) -> list[RequestState | PrimingState]:

@@ -118,7 +118,7 @@ class Decision:
     """No row is in two runs. Admitted tickets need not be among their rows; parked rows are not."""
     expired: tuple[Ticket, ...]
     """Tickets past their deadline, waiting or running; they are already removed."""
-    again: float = math.inf
+    next_decision: float = math.inf
     """Time of the next decision, beside each new ticket and each end of a step."""
 
     @property

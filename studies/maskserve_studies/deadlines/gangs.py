@@ -232,7 +232,7 @@ def simulate(
                 del works[name]
         plan = policy.decide(now_s, list(works.values()))
         outcome.decisions += 1
-        next_decision_s = plan.again if plan.again > now_s else math.inf
+        next_decision_s = plan.next_decision if plan.next_decision > now_s else math.inf
         for run in plan.runs:
             gang = sum(1 << d for d in run.devices)
             if gang & used or gang >> devices:

@@ -99,7 +99,9 @@ class Machine:
             next_decision_s = math.inf
             if len(busy) < self._devices and len(self._policy):
                 decision = self._policy.schedule(now_s, Devices(busy, frozenset()))
-                next_decision_s = decision.again if decision.again > now_s else math.inf
+                next_decision_s = (
+                    decision.next_decision if decision.next_decision > now_s else math.inf
+                )
                 for run in decision.runs:
                     step_s = seconds_together(run.rows, len(run.devices))
                     steps.append(_Job(step_s, len(run.devices), run))

@@ -40,7 +40,7 @@ class Batching:
         if not waiting:
             return plan
         joined = [
-            _Joined(run, [by_id[ticket.request_id] for ticket in run.rows], now, plan.again)
+            _Joined(run, [by_id[ticket.request_id] for ticket in run.rows], now, plan.next_decision)
             for run in plan.runs
         ]
         latest = sorted(map(_latest, waiting))
@@ -78,11 +78,11 @@ class _Joined:
         run: run that the other policy has chosen.
         works: works of its rows.
         now: seconds of the caller's clock.
-        again: time at which the other policy decides again.
+        next_decision: time at which the other policy decides again.
     """
 
-    def __init__(self, run: Run, works: Sequence[Work], now: float, again: float) -> None:
-        self.run, self._now, self._again = run, now, again
+    def __init__(self, run: Run, works: Sequence[Work], now: float, next_decision: float) -> None:
+        self.run, self._now, self._next_decision = run, now, next_decision
         degree = len(run.devices)
         self.at = degree.bit_length() - 1
         """Index of its degree in `Ticket.seconds`."""
@@ -115,7 +115,7 @@ class _Joined:
             row_seconds + max(shared, ticket.shared),
         )
         current_end, joined_end = now_s + run.steps * current_s, now_s + run.steps * joined_s
-        if run.steps > 1 and (work.remaining < run.steps or joined_end > self._again):
+        if run.steps > 1 and (work.remaining < run.steps or joined_end > self._next_decision):
             return False
         if any(now_s + steps * joined_s > due_at for steps, due_at in self._in_time):
             return False

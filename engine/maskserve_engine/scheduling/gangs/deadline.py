@@ -62,28 +62,28 @@ class Deadline:
 
     def decide(self, now: float, works: Sequence[Work]) -> GangPlan:
         """Decide as `GangPolicy.decide` does; each run is of one step."""
-        books = _Timeline(now, works, self.devices)
-        if not books.idle or not any(work.until is None for work in works):
+        timeline = _Timeline(now, works, self.devices)
+        if not timeline.idle or not any(work.until is None for work in works):
             return GangPlan()
         first = self._aging.choose(now, works)
         if first is not None:
-            books.place(first, self._short(books, first), books.busy)
-            begun = books.begun(first)
+            timeline.place(first, self._short(timeline, first), timeline.busy)
+            begun = timeline.begun(first)
             self._aging.begun(now, first, begun.gang.bit_count())
             works = [begun if work is first else work for work in works]
         if len(works) <= _FEW:
-            choices, waits = self._listed(books, works)
+            choices, waits = self._listed(timeline, works)
             for work, degree in choices:
-                books.place(work, degree, books.busy)
+                timeline.place(work, degree, timeline.busy)
             if waits:
-                books.claimed = -1  # the list says when each device is needed
+                timeline.claimed = -1  # the list says when each device is needed
         else:
-            self._place_by_demand(books, works)
-        books.fill(sorted(works, key=_cheapest))
-        return GangPlan(tuple(books.runs))
+            self._place_by_demand(timeline, works)
+        timeline.fill(sorted(works, key=_cheapest))
+        return GangPlan(tuple(timeline.runs))
 
     def _place_by_demand(self, timeline: _Timeline, works: Sequence[Work]) -> None:
-        on_time, remaining = self._continued(timeline, works)
+        on_time, remaining = self._in_time(timeline, works)
         hopeful = {work.ticket.request_id for work, _ in on_time}
         best_effort = [
             (work, self._short(timeline, work)) for work in sorted(remaining, key=_cheapest)
@@ -156,7 +156,7 @@ class Deadline:
         points = frontier(timeline.seconds(work))
         return next((k for k, seconds in points if seconds <= self.longest_step), points[-1][0])
 
-    def _continued(
+    def _in_time(
         self, timeline: _Timeline, works: Sequence[Work]
     ) -> tuple[list[tuple[Work, int]], list[Work]]:
         """Return works that can all be in time, with the degree of their next step, the least slack

@@ -105,7 +105,7 @@ class Rounds:
     def decide(self, now: float, works: Sequence[Work]) -> GangPlan:
         """Decide as `GangPolicy.decide` does; nothing starts between two rounds."""
         if now < self._ends - 1e-9:
-            return GangPlan(again=self._ends)
+            return GangPlan(next_decision=self._ends)
         idle = [work for work in works if work.until is None]
         if not idle or any(work.until not in (None, math.inf) for work in works):
             # A step longer than a round is on its way: the round starts at its end.

@@ -26,7 +26,7 @@ _SOON_S = 1.0
 
 
 @dataclass(slots=True)
-class _RunningRun:
+class _ActiveRun:
     run: Run
     left: int
     """Steps that have not begun."""
@@ -51,7 +51,7 @@ class GangScheduler:
         self._devices, self._max_works = devices, devices * max_rows
         self._waiting = TicketQueue(max_waiting)
         self._works: dict[str, Work] = {}
-        self._running: list[_RunningRun] = []
+        self._running: list[_ActiveRun] = []
         self._used_by_key = KeyWork()
         """Device-seconds by key."""
 
@@ -93,7 +93,7 @@ class GangScheduler:
 
     def schedule(self, now: float, devices: Devices = ALL_FREE) -> Decision:
         """Account for steps that have ended, and decide for idle devices."""
-        going_on = self._book(now, devices)
+        continuing = self._book(now, devices)
         expired = [
             ticket
             for ticket in (*self.running, *self.waiting)
@@ -107,17 +107,17 @@ class GangScheduler:
             self._works[ticket.request_id] = Work(ticket, ticket.steps, ticket.arrival)
         runs = [
             self._begin(active_run, now)
-            for active_run in going_on
-            if self._is_delayed(active_run.run)
+            for active_run in continuing
+            if self._has_rows(active_run.run)
         ]
         self._let_keys_catch_up()
-        works = [*self._works.values(), *self._chosen_works(now, devices)]
+        works = [*self._works.values(), *self._foreign_works(now, devices)]
         plan = self.policy.decide(now, works)
         for run in plan.runs:
-            begun = _RunningRun(run, run.steps)
+            begun = _ActiveRun(run, run.steps)
             self._running.append(begun)
             runs.append(self._begin(begun, now))
-        return Decision(tuple(admitted), tuple(runs), tuple(expired), plan.again)
+        return Decision(tuple(admitted), tuple(runs), tuple(expired), plan.next_decision)
 
     def _let_keys_catch_up(self) -> None:
         """Mark the most urgent edit of the key that is furthest behind (`Work.first`)."""
@@ -154,51 +154,53 @@ class GangScheduler:
         step_times = seconds or (_UNKNOWN_S,)
         return step_times + step_times[-1:] * (self._devices.bit_length() - len(step_times))
 
-    def _is_delayed(self, run: Run) -> bool:
-        return any(self._waits_for_mates(ticket) for ticket in run.rows)
+    def _has_rows(self, run: Run) -> bool:
+        """Whether an edit of the run has not ended."""
+        return any(self._has(ticket) for ticket in run.rows)
 
-    def _waits_for_mates(self, ticket: Ticket) -> bool:
+    def _has(self, ticket: Ticket) -> bool:
+        """Whether the edit has not ended; another one may have its id by now."""
         work = self._works.get(ticket.request_id)
         return work is not None and work.ticket is ticket
 
-    def _book(self, now: float, devices: Devices) -> list[_RunningRun]:
+    def _book(self, now: float, devices: Devices) -> list[_ActiveRun]:
         """Account for steps that have ended; return the runs with steps left."""
         ended = [e for e in self._running if devices.busy.isdisjoint(e.run.devices)]
         continuing = []
         for active_run in ended:
             lost = not devices.lost.isdisjoint(active_run.run.devices)
             active_run.left = 0 if lost else active_run.left
-            for ticket in filter(self._waits_for_mates, active_run.run.rows):
+            for ticket in filter(self._has, active_run.run.rows):
                 work = self._works[ticket.request_id]
                 work.until, work.running_steps, work.idle_since = None, 0, now
                 if not lost:  # what has none left was finished by now
                     work.remaining = max(1, work.remaining - 1)
-            if active_run.left and self._is_delayed(active_run.run):
+            if active_run.left and self._has_rows(active_run.run):
                 continuing.append(active_run)
             else:
                 self._running.remove(active_run)
         return continuing
 
-    def _begin(self, running: _RunningRun, now: float) -> Run:
-        rows = tuple(filter(self._waits_for_mates, running.run.rows))
-        lasts = seconds_together(rows, len(running.run.devices))
+    def _begin(self, active_run: _ActiveRun, now: float) -> Run:
+        rows = tuple(filter(self._has, active_run.run.rows))
+        lasts = seconds_together(rows, len(active_run.run.devices))
         for ticket in rows:
             work = self._works[ticket.request_id]
-            work.gang, work.running_steps = _mask(running.run.devices), running.left
-            work.until = now + running.left * lasts
-            took = len(running.run.devices) * lasts / len(rows)
+            work.gang, work.running_steps = _mask(active_run.run.devices), active_run.left
+            work.until = now + active_run.left * lasts
+            took = len(active_run.run.devices) * lasts / len(rows)
             self._used_by_key.add(ticket.key, took)
-        running.left -= 1
-        return Run(rows, running.run.devices)
+        active_run.left -= 1
+        return Run(rows, active_run.run.devices)
 
-    def _chosen_works(self, now: float, devices: Devices) -> list[Work]:
+    def _foreign_works(self, now: float, devices: Devices) -> list[Work]:
         """Return works that stand for devices without an edit of ours; nothing waits for lost
         devices.
         """
         our_devices = {
             device
             for active_run in self._running
-            if self._is_delayed(active_run.run)
+            if self._has_rows(active_run.run)
             for device in active_run.run.devices
         }
         return [

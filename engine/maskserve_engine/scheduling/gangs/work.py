@@ -40,7 +40,7 @@ class GangPlan:
     """Runs that start now, on idle devices."""
 
     runs: tuple[Run, ...] = ()
-    again: float = math.inf
+    next_decision: float = math.inf
     """Time of the next decision, unless a new edit or the end of a run comes first."""
 
 
@@ -207,8 +207,8 @@ def devices_of(gang: int) -> tuple[int, ...]:
     return tuple(at for at in range(gang.bit_length()) if gang >> at & 1)
 
 
-def choose_block(degree: int, devices: int, busy_devices: int, last: int, busy: int = 0) -> int:
-    """Return a gang of `degree` without any of `busy_devices`; 0 if there is none.
+def choose_block(degree: int, devices: int, excluded: int, last: int, busy: int = 0) -> int:
+    """Return a gang of `degree` without any of the `excluded` devices; 0 if there is none.
 
     The edit keeps its last gang if possible, else one within or around it. Then idle devices
     precede `busy` ones, and gangs in a larger block that is already in use precede others, so that
@@ -216,13 +216,13 @@ def choose_block(degree: int, devices: int, busy_devices: int, last: int, busy: 
     """
     best, best_rank = 0, (-1, -1, -1)
     for block in blocks(degree, devices):
-        if block & busy_devices:
+        if block & excluded:
             continue
         if block == last and not block & busy:
             return block
         near = bool(block & last)
         around = _around(block, degree)
-        rank = (int(not block & busy), int(near), (around & busy_devices).bit_count())
+        rank = (int(not block & busy), int(near), (around & excluded).bit_count())
         if rank > best_rank:
             best, best_rank = block, rank
     return best

@@ -169,11 +169,11 @@ def test_every_edit_ends_once_whatever_happens(seed: int) -> None:
 def test_a_round_that_has_not_ended_is_asked_for_again() -> None:
     scheduler = GangScheduler(Rounds(4, 1.0), 4, 8, 8)
     scheduler.submit(ticket("a", 2))
-    assert scheduler.schedule(0.0).again == 1.0
+    assert scheduler.schedule(0.0).next_decision == 1.0
     scheduler.submit(ticket("b", 9))
     scheduler.finish("a")
     decision = scheduler.schedule(0.5)
-    assert (decision.runs, decision.again) == ((), 1.0)
+    assert (decision.runs, decision.next_decision) == ((), 1.0)
     assert scheduler.schedule(1.0).runs
 
 
@@ -215,7 +215,9 @@ class Stepping:
             self.scheduler.check_integrity()
             nexts = [when for when, _ in self._busy] + [t.arrival for t in self.arrivals[:1]]
             soonest = min([when for when in nexts if when > self.now + 1e-9], default=end)
-            self.now = min(max(soonest, self.now + 1e-6), max(decision.again, self.now + 1e-6))
+            self.now = min(
+                max(soonest, self.now + 1e-6), max(decision.next_decision, self.now + 1e-6)
+            )
 
 
 POLICIES = {

@@ -144,7 +144,7 @@ def test_a_round_places_nothing_between_its_ends() -> None:
     policy = Rounds(8, 1.0)
     first, second = (Work(Ticket(n, 9, 1, 1, 0.0, seconds=(0.3,) * 4), 9, 0.0) for n in "ab")
     plan = policy.decide(0.0, [first])
-    assert plan.again == 1.0
+    assert plan.next_decision == 1.0
     assert plan.runs[0].steps == 3
     assert policy.decide(0.5, [first, second]).runs == ()
     with pytest.raises(ValueError, match="no such round"):
@@ -170,8 +170,8 @@ def test_a_round_lasts_some_steps_of_the_slowest_edit_that_is_there() -> None:
         Work(Ticket(n, 50, 1, 1, 0.0, seconds=TIMES[side]), 50, 0.0)
         for n, side in (("small", 256), ("large", 1024))
     )
-    assert policy.decide(0.0, [small, large]).again == pytest.approx(4 * min(TIMES[1024]))
-    assert policy.decide(9.0, [small]).again == pytest.approx(9.0 + 4 * min(TIMES[256]))
+    assert policy.decide(0.0, [small, large]).next_decision == pytest.approx(4 * min(TIMES[1024]))
+    assert policy.decide(9.0, [small]).next_decision == pytest.approx(9.0 + 4 * min(TIMES[256]))
     with pytest.raises(ValueError, match="no such round"):
         Rounds(8, round_steps=0)
 
