@@ -37,7 +37,8 @@ class MemoryTier:
         self._rebuild, self._clock = rebuild, clock
         self._listing: dict[str, TierEntry] = {}
         self._entries: dict[tuple[str, Anchor], AnchorEntry] = {}
-        self._pinned_bytes = 0
+        self._entry_bytes = 0
+        """Bytes of the kept entries."""
         self._pins: set[str] = set()
         self._lent: Counter[int] = Counter()
         """Number of readers of an entry, by its id()."""
@@ -47,7 +48,7 @@ class MemoryTier:
 
     @property
     def nbytes(self) -> int:
-        return self._pinned_bytes + self.booked
+        return self._entry_bytes + self.booked
 
     @property
     def lent(self) -> int:
@@ -71,7 +72,7 @@ class MemoryTier:
             template.note, template.used = note, self._clock()
             template.anchors[entry.anchor] = entry.nbytes
             self._entries[key, entry.anchor] = entry
-            self._pinned_bytes += entry.nbytes
+            self._entry_bytes += entry.nbytes
             return True
 
     def get(self, key: str, anchor: Anchor) -> AnchorEntry | None:
@@ -147,10 +148,10 @@ class MemoryTier:
     def check_integrity(self) -> None:
         with self._lock:
             total = sum(template.nbytes for template in self._listing.values())
-            assert total == self._pinned_bytes, f"{self._pinned_bytes} booked, {total} held"
+            assert total == self._entry_bytes, f"{self._entry_bytes} booked, {total} held"
             entries = sum(entry.nbytes for entry in self._entries.values())
             assert entries == total, f"{total} in the books, {entries} in memory"
-            assert self._pinned_bytes <= self.budget_bytes, "over budget"
+            assert self._entry_bytes <= self.budget_bytes, "over budget"
             assert self.booked >= sum(entry.nbytes for entry in self._evicted.values())
             assert all(count > 0 for count in self._lent.values()), "a loan without a reader"
             assert set(self._evicted) <= set(self._lent), "an entry that nobody reads is held"
@@ -179,7 +180,7 @@ class MemoryTier:
 
     def _drop(self, key: str, anchor: Anchor) -> None:
         entry = self._entries.pop((key, anchor))
-        self._pinned_bytes -= entry.nbytes
+        self._entry_bytes -= entry.nbytes
         if self._lent.get(id(entry)):
             self._evicted[id(entry)] = entry
             self.booked += entry.nbytes

@@ -101,8 +101,9 @@ class TemplateSize:
 def template_size(
     work: ModelWork, kinds: Kinds, fmt: EntryFormat, anchors: int, side: int, halves: int = 1
 ) -> TemplateSize:
-    of_anchor, shared_bytes = stored_bytes(work, kinds, fmt, copies=halves), still_bytes(work, fmt)
-    return TemplateSize(side, anchors, int(of_anchor), int(shared_bytes))
+    anchor_bytes = stored_bytes(work, kinds, fmt, copies=halves)
+    fixed_bytes = still_bytes(work, fmt)
+    return TemplateSize(side, anchors, int(anchor_bytes), int(fixed_bytes))
 
 
 def folder_budget(configured: int, folder: str) -> int:

@@ -50,7 +50,7 @@ class Loras(ResourceCache[Lora]):
     ) -> None:
         super().__init__(LORAS, residency, loader, on_loaded, observations)
         self._loader, self._config = loader, config
-        self._pinned = Shares(config.adapters.device_bytes)
+        self._key_bytes = Shares(config.adapters.device_bytes)
         """Device bytes of the LoRAs that each key's edits use; a LoRA that several edits use counts
         once.
         """
@@ -108,8 +108,8 @@ class Loras(ResourceCache[Lora]):
             for resource, lora in items.items()
             if (key, resource) not in self._holders
         }
-        held_bytes, more = self._pinned.in_use(key), sum(sizes.values())
-        if key != NO_SCOPE and held_bytes and more > self._pinned.room(key):
+        held_bytes, more = self._key_bytes.in_use(key), sum(sizes.values())
+        if key != NO_SCOPE and held_bytes and more > self._key_bytes.room(key):
             raise Overloaded(
                 f"SETTINGS.loras: edits of this key hold LoRAs of {held_bytes} bytes, its share of "
                 "[adapters] device_bytes; try again later"
@@ -117,7 +117,7 @@ class Loras(ResourceCache[Lora]):
         for resource in items:
             edits, nbytes = self._holders.get((key, resource), (0, sizes.get(resource, 0)))
             if not edits:
-                self._pinned.book(key, nbytes)
+                self._key_bytes.book(key, nbytes)
             self._holders[key, resource] = edits + 1, nbytes
 
     def _release(self, owner: str, resource: Resource) -> None:
@@ -126,7 +126,7 @@ class Loras(ResourceCache[Lora]):
         if edits > 1:
             self._holders[key, resource] = edits - 1, nbytes
         else:
-            self._pinned.give_back(key, nbytes)
+            self._key_bytes.give_back(key, nbytes)
 
     def _on_host(self) -> tuple[AdapterFile, ...]:
         return self._loader.on_host()
