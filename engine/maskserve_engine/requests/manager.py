@@ -26,14 +26,7 @@ from maskserve_common.status import RowStatus
 from maskserve_engine.base.job import EditJob, Failed, FinalEvent
 from maskserve_engine.base.mailbox import OutputThread
 from maskserve_engine.families.adapter import Adapter
-from maskserve_engine.requests.admission_checks import (
-    TEMPLATE,
-    AdaptersLoaded,
-    AdmissionCheck,
-    DoneInTime,
-    PlanChosen,
-    TemplateReady,
-)
+from maskserve_engine.requests.admission_checks import TEMPLATE, AdmissionChecks
 from maskserve_engine.requests.audits import Audits
 from maskserve_engine.requests.due_times import InTime
 from maskserve_engine.requests.edit_adapters import EditAdapters, LateRows
@@ -103,15 +96,8 @@ class RequestManager:
         self.regions = EditRegions(
             self.schedules, config.cache.dense_above_ratio, adapter, executor, adapters
         )
-        self._checks: tuple[AdmissionCheck, ...] = (
-            AdaptersLoaded(adapters, table, config.engine.max_rows),
-            PlanChosen(policy, adapter),
-            DoneInTime(in_time, table),
-            *(
-                ()
-                if primings is None or policy is None
-                else (TemplateReady(primings, policy, adapter),)
-            ),
+        self._checks = AdmissionChecks(
+            adapter, table, adapters, config.engine.max_rows, in_time, primings, policy
         )
         self.refusal: MaskserveError | None = None
         """Reason why no edit is accepted any more; None: edits are."""
@@ -306,12 +292,11 @@ class RequestManager:
         Raises:
             MaskserveError: it is refused.
         """
-        for gate in self._checks:
-            lacking = gate.missing(edit)
-            if lacking:
-                self._table.wait(edit, lacking)
-                return
-        self._table.queue(edit)
+        missing = self._checks.missing(edit)
+        if missing:
+            self._table.wait(edit, missing)
+        else:
+            self._table.queue(edit)
 
     def _end_wait(self, edit: RequestState) -> None:
         edit.waiting = False

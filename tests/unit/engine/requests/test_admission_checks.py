@@ -9,8 +9,9 @@ import pytest
 
 from maskserve_common.errors import Overloaded
 from maskserve_common.resources.residency import Resource
-from maskserve_engine.requests.admission_checks import AdaptersLoaded, DoneInTime, PlanChosen
+from maskserve_engine.requests.admission_checks import AdmissionChecks
 from maskserve_engine.requests.primings import Primings
+from maskserve_engine.requests.templates import DENSE, ExecutionPlan
 
 NET, LORA = Resource("controlnet", "n"), Resource("lora", "l")
 
@@ -45,6 +46,26 @@ class Adapters:
         return ()
 
 
+class Edit:
+    """An edit with a number of plans chosen so far."""
+
+    deadline = 1.0
+
+    def __init__(self, starts: int = 1) -> None:
+        self.starts = starts
+
+    def go(self, plan: ExecutionPlan, adapter: Any) -> None:
+        self.plan = plan
+
+
+def checks(
+    adapters: Adapters, edits: dict[str, Any] | None = None, in_time: Any = None
+) -> AdmissionChecks:
+    """The checks of a worker without a cache, whose batch has two rows."""
+    table: Any = SimpleNamespace(edits=edits or {}, running=list, waiting=list)
+    return AdmissionChecks(cast(Any, None), table, cast(Any, adapters), 2, in_time, None, None)
+
+
 @pytest.mark.parametrize(
     ("nets", "loras", "fast", "late", "missing", "named"),
     [
@@ -61,25 +82,24 @@ def test_adapters_are_waited_for_together_and_fast_edits_go_without_loras(
 ) -> None:
     edits = {str(n): SimpleNamespace(loras=SimpleNamespace(late=n < late)) for n in range(3)}
     adapters = Adapters(nets, loras, fast)
-    check = AdaptersLoaded(cast(Any, adapters), cast(Any, SimpleNamespace(edits=edits)), 2)
-    edit: Any = object()
-    assert check.missing(edit) == missing
+    edit: Any = Edit()
+    assert checks(adapters, edits).missing(edit) == missing
     assert bool(adapters.named) == named
 
 
 def test_an_edit_whose_template_is_lost_again_and_again_is_refused() -> None:
-    edit: Any = SimpleNamespace(starts=5)
+    edit: Any = Edit(starts=5)
     with pytest.raises(Overloaded, match="lost 5 times"):
-        PlanChosen(None, cast(Any, None)).missing(edit)
+        checks(Adapters((), (), False)).missing(edit)
 
 
-@pytest.mark.parametrize(("starts", "is_checked"), [(1, True), (2, False)])
+@pytest.mark.parametrize(("starts", "is_checked"), [(0, True), (1, False)])
 def test_an_edit_is_judged_by_its_deadline_once(starts: int, is_checked: bool) -> None:
     judged: list[Any] = []
     in_time: Any = SimpleNamespace(check=lambda *args: judged.append(args))
-    request_table: Any = SimpleNamespace(running=list, waiting=list)
-    edit: Any = SimpleNamespace(starts=starts, deadline=1.0)
-    assert not DoneInTime(in_time, request_table).missing(edit)
+    edit: Any = Edit(starts)
+    assert not checks(Adapters((), (), False), in_time=in_time).missing(edit)
+    assert edit.plan is DENSE
     assert bool(judged) == is_checked
 
 
