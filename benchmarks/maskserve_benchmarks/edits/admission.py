@@ -24,6 +24,7 @@ from maskserve_common.config_file import config_of
 from maskserve_common.contracts.settings import CacheMode, EditSettings
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.cache.entries import AnchorEntry
+from maskserve_engine.cache.tier import Note
 from maskserve_engine.families.flux.adapter import FluxAdapter
 from maskserve_engine.loop.engine import Engine
 from maskserve_engine.requests.state import RequestState
@@ -97,13 +98,13 @@ def large_job(cache: CacheMode, seed: int) -> EditJob:
 
 def _prime(engine: Engine, job: EditJob) -> None:
     """Mark the job's template as primed; its entries are never read."""
-    priming = engine.cache.begin(job)
-    assert priming is not None
-    for anchor_count, anchor in enumerate(priming.anchors, 1):
-        assert engine.cache.store.put(
-            priming.key, AnchorEntry(anchor, ()), priming.note(anchor_count)
-        )
-    engine.cache.end(priming, complete=True)
+    cache, template_id = engine.cache, job.request.template_id
+    key, anchors = cache.key_of(job), cache.anchors(job)
+    cache.begin(key)
+    for anchor in anchors:
+        note = Note(template_id, len(anchors), 0.0)
+        assert cache.store.put(key, AnchorEntry(anchor, ()), note)
+    cache.end(key, template_id, complete=True)
 
 
 def _admit(engine: Engine, job: EditJob, kind: str, *, prepared: bool) -> dict[str, float]:

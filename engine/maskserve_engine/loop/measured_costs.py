@@ -16,8 +16,7 @@ from maskserve_common.line_fit import Line, fit
 from maskserve_common.observations import Observations
 from maskserve_engine.base.device_clock import Span
 from maskserve_engine.planning.cost_model import CostModel
-from maskserve_engine.requests.state import RequestState
-from maskserve_engine.requests.templates import Priming
+from maskserve_engine.requests.state import Priming, RequestState
 
 _WINDOW = 512
 _EVERY = 32

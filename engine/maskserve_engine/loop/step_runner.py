@@ -28,12 +28,12 @@ from maskserve_engine.requests.executor import (
     StepResult,
 )
 from maskserve_engine.requests.manager import RequestManager, overflowed
-from maskserve_engine.requests.state import EntryReads, PrimingState, RequestState
+from maskserve_engine.requests.state import EntryReads, Priming, RequestState
 from maskserve_engine.scheduling.policies import policy_of
 
 _log = logging.getLogger(__name__)
 
-Running = list[RequestState | PrimingState]
+Running = list[RequestState | Priming]
 
 
 class StepRunner:
@@ -231,9 +231,9 @@ class StepRunner:
                 len(result.rows),
                 tuple(
                     [
-                        edit.priming
+                        edit
                         for edit in running
-                        if isinstance(edit, PrimingState) and edit.request_id not in result.failed
+                        if isinstance(edit, Priming) and edit.request_id not in result.failed
                     ]
                 ),
                 self._host_seconds(work, planned) if running else 0.0,
@@ -284,8 +284,8 @@ class StepRunner:
                 reason = EngineFailed(f"a denoising step failed ({type(error).__name__})")
                 self._end(edit, reason)
 
-    def _end(self, edit: RequestState | PrimingState, error: EngineFailed) -> None:
-        if isinstance(edit, PrimingState):
+    def _end(self, edit: RequestState | Priming, error: EngineFailed) -> None:
+        if isinstance(edit, Priming):
             assert self.manager.primings is not None, "only primings have such rows"
             self.manager.primings.end(edit, complete=False, unfit=True)
         else:
@@ -293,17 +293,17 @@ class StepRunner:
 
     def _count(
         self,
-        edit: RequestState | PrimingState,
+        edit: RequestState | Priming,
         step: RowStep,
         rows: int,
         kinds: tuple[str, ...],
         span: Span,
     ) -> None:
         """Count a row's step; report progress to the client, or finish the row."""
-        if isinstance(edit, PrimingState):
+        if isinstance(edit, Priming):
             self.counters["priming_rows_total"] += 1
             assert self.manager.primings is not None, "only primings have such rows"
-            self.manager.primings.keep_anchor(edit, step)
+            self.manager.primings.keep_entry(edit, step)
             return
         work, cached = edit.work, step.read
         self.counters["skipped_rows_total"] += step.skipped > edit.tally.skipped
@@ -360,12 +360,11 @@ class StepRunner:
             return 0.0 if planned is None else planned.plan.host
         return launch * work.batch_launches(("dense",) * len(work.blocks))
 
-    def _work(self, first: RequestState | PrimingState) -> ModelWork:
+    def _work(self, first: RequestState | Priming) -> ModelWork:
         """Return the work at the first row's size: rows of a batch have the same size, or their
         blocks the same costs.
         """
-        job = first.priming.job if isinstance(first, PrimingState) else first.job
-        _, height, width = job.moments.shape
+        _, height, width = first.job.moments.shape
         return self.adapter.work(height, width)
 
 

@@ -188,7 +188,7 @@ class ExecutionPolicy:
         primes = not lookup.priming
         if primes and not lookup.may_prime:
             return None
-        anchors_left = len(lookup.anchors) if primes else self._primings.left(lookup.key)
+        anchors_left = len(lookup.anchors) if primes else self._primings.anchors_left(lookup.key)
         if anchors_left is None:
             return None
         route = ExecutionPlan(

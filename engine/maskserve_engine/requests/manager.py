@@ -40,7 +40,7 @@ from maskserve_engine.requests.refresh_schedules import (
 )
 from maskserve_engine.requests.regions import EditRegions
 from maskserve_engine.requests.request_table import RequestTable
-from maskserve_engine.requests.state import PrimingState, RequestState
+from maskserve_engine.requests.state import Priming, RequestState
 from maskserve_engine.requests.templates import DENSE
 from maskserve_engine.scheduling.step_scheduler import Run, Ticket
 
@@ -82,7 +82,7 @@ class RequestManager:
         self.schedules = RefreshSchedules(config, adapter)
         self._table = table
         self.edits, self.scheduler, self.residency = table.edits, table.scheduler, table.residency
-        self._priming = {} if primings is None else primings.states
+        self._priming = {} if primings is None else primings.active
         self.policy: ExecutionPolicy | None = None
         """Chooses the plans of edits; None: all edits run dense."""
         if primings is not None:
@@ -105,7 +105,7 @@ class RequestManager:
         """time.monotonic() at which `schedule` has something to decide even if nothing happens
         until then.
         """
-        self._listed: list[RequestState | PrimingState | None] = []
+        self._listed: list[RequestState | Priming | None] = []
         """All edits and primings, then None and the running ones, when `_waiting` was made."""
         self._waiting: tuple[RowStatus, ...] = ()
 
@@ -119,7 +119,7 @@ class RequestManager:
                 self._let_go(edit.request_id)
             self.output.send(edit.sink, Failed(guarded(edit.request_id, error)))
 
-    def holds(self, edit: RequestState | PrimingState) -> bool:
+    def holds(self, edit: RequestState | Priming) -> bool:
         registry = self.edits if isinstance(edit, RequestState) else self._priming
         return registry.get(edit.request_id) is edit
 
@@ -144,9 +144,9 @@ class RequestManager:
         self.next_decision = decision.next_decision
         return decision.runs
 
-    def running(self, run: Run) -> list[RequestState | PrimingState]:
+    def running(self, run: Run) -> list[RequestState | Priming]:
         """Return the edits and primings of a run that have a row now."""
-        requests: list[RequestState | PrimingState | None] = [
+        requests: list[RequestState | Priming | None] = [
             self.edits.get(t.request_id) or self._priming.get(t.request_id) for t in run.rows
         ]
         return [edit for edit in requests if edit is not None and edit.running]
@@ -275,7 +275,7 @@ class RequestManager:
         """Return the status of running and of waiting edits; the latter is the same object while
         the same edits wait.
         """
-        requests: dict[str, RequestState | PrimingState] = {**self.edits, **self._priming}
+        requests: dict[str, RequestState | Priming] = {**self.edits, **self._priming}
         running = [
             requests[t.request_id] for t in self.scheduler.running if t.request_id in requests
         ]

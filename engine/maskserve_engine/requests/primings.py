@@ -15,7 +15,7 @@ from maskserve_engine.base.job import EditJob
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.requests.edit_adapters import EditAdapters
 from maskserve_engine.requests.executor import Executor, PrimingRowSpec, RowStep
-from maskserve_engine.requests.state import PrimingState
+from maskserve_engine.requests.state import Priming
 from maskserve_engine.requests.templates import TemplateCache
 from maskserve_engine.scheduling.step_scheduler import SchedulingPolicy, Ticket
 
@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 class Primings:
-    """Tickets and rows of templates that are being primed.
+    """Queues templates to be primed, makes their rows, and stores what their steps record.
 
     Args:
         cache: cache of the templates.
@@ -43,7 +43,7 @@ class Primings:
         self._adapter, self.cache, self._executor = adapter, cache, executor
         self._adapters = adapters
         self._scheduler, self._ended = scheduler, ended
-        self.states: dict[str, PrimingState] = {}
+        self.active: dict[str, Priming] = {}
         """Primings by ticket id."""
 
     def begin(self, job: EditJob, *, urgent: bool, due: float | None = None) -> None:
@@ -57,97 +57,102 @@ class Primings:
         Raises:
             MaskserveError: a LoRA that is part of its entries' key cannot be loaded.
         """
-        row = f"prime:{self.cache.key_of(job)}"
+        key = self.cache.key_of(job)
+        row = _row_of(key)
         self._adapters.hold_for_entries(row, job)
-        priming = self.cache.begin(job)
-        if priming is None:
+        if self.cache.priming_prompt(job) is None:  # not known yet
             self._adapters.let_go(row)
             return
-        tokens = self._adapter.tokens(job).total
+        anchors, tokens = self.cache.anchors(job), self._adapter.tokens(job).total
         ticket = Ticket(
             request_id=row,
-            steps=len(priming.anchors),
+            steps=len(anchors),
             total_tokens=tokens,
             active_tokens=tokens,
             arrival=time.monotonic(),
             priority=job.request.settings.priority,
             background=not urgent,
             due=due,
-            batch_key=priming.key,  # alone: entries must not depend on other rows
+            batch_key=key,  # alone: entries must not depend on other rows
         )
+        self.cache.begin(key)
         try:
             self._scheduler.submit(ticket)
         except Overloaded:
-            self.cache.end(priming, complete=False)
+            self.cache.end(key, job.request.template_id, complete=False)
             self._adapters.let_go(row)
             return
         counted = self._adapter.counted(job).with_loras(self._adapters.works_of_entries(job))
-        state = PrimingState(priming, ticket, tokens, counted)
-        self.states[ticket.request_id] = state
+        self.active[row] = Priming(job, key, anchors, ticket, counted)
 
-    def left(self, key: str) -> int | None:
+    def anchors_left(self, key: str) -> int | None:
         """Return the number of a template's anchors not computed yet; None: it is primed in idle
         time, or not at all.
         """
-        state = self.states.get(f"prime:{key}")
-        if state is None or (state.ticket.background and self._scheduler.waiting):
+        priming = self.active.get(_row_of(key))
+        if priming is None or (priming.ticket.background and self._scheduler.waiting):
             return None
-        return state.ticket.steps - state.done
+        return priming.ticket.steps - priming.done
 
     def admit(self, row_id: str) -> None:
         """Make the priming's row, or end the priming on an error."""
-        state = self.states[row_id]
-        if state.running:
+        priming = self.active[row_id]
+        if priming.running:
             return  # it has its row already
-        prompt = self.cache.priming_prompt(state.priming.job)
+        job = priming.job
+        prompt = self.cache.priming_prompt(job)
         assert prompt is not None, "priming began without its prompt"
         try:
             self._executor.make(
                 row_id,
                 PrimingRowSpec(
-                    state.priming.job,
-                    state.priming.anchors,
+                    job,
+                    priming.anchors,
                     prompt,
-                    state.priming.noise_seed,
+                    job.request.template_noise_seed,
                     self.cache.kinds,
                     self.cache.config.entry_format,
-                    state.priming.key,
+                    priming.key,
                 ),
             )
-            job = state.priming.job
             if job.adapters:
                 self._adapters.attach(row_id, job.request.used_loras)
-            state.running = True
+            priming.running = True
         except Exception:
             _log.exception("the row of a priming could not be made", extra=about(row_id))
-            self.end(state, complete=False, unfit=True)
+            self.end(priming, complete=False, unfit=True)
 
-    def keep_anchor(self, state: PrimingState, step: RowStep) -> None:
+    def keep_entry(self, priming: Priming, step: RowStep) -> None:
         """Store the entry that the row's last step recorded."""
-        state.done = step.done
-        priming = state.priming
-        if not self._executor.keep_entry(step.row, priming.key, priming.note(step.done)):
-            self.end(state, complete=False, unfit=True)
-        elif step.done == state.ticket.steps:
-            self.end(state, complete=True)
+        priming.done = step.done
+        if not self._executor.keep_entry(step.row, priming.key, priming.note()):
+            self.end(priming, complete=False, unfit=True)
+        elif step.done == priming.ticket.steps:
+            self.end(priming, complete=True)
 
-    def end(self, state: PrimingState, *, complete: bool, unfit: bool = False) -> None:
+    def end(self, priming: Priming, *, complete: bool, unfit: bool = False) -> None:
         """End a priming: the template is in the store, or will not be (see `TemplateCache.end`).
 
         A priming ends once: an error in this method ends its row again, and by then the template
         may be in a new priming under the same id.
         """
-        if self.states.get(state.request_id) is not state:
+        row = priming.request_id
+        if self.active.get(row) is not priming:
             return
-        del self.states[state.request_id]
-        self._scheduler.cancel(state.request_id)
-        self._executor.release(state.request_id)
-        self._adapters.let_go(state.request_id)
+        del self.active[row]
+        self._scheduler.cancel(row)
+        self._executor.release(row)
+        self._adapters.let_go(row)
         try:
-            self.cache.end(state.priming, complete=complete, unfit=unfit)
+            self.cache.end(priming.key, priming.template_id, complete=complete, unfit=unfit)
         finally:  # edits that wait for the template are notified in any case
-            self._ended(state.priming.key)
+            self._ended(priming.key)
 
     def end_all(self) -> None:
-        for state in list(self.states.values()):
-            self.end(state, complete=False)
+        for priming in list(self.active.values()):
+            self.end(priming, complete=False)
+
+
+def _row_of(key: str) -> str:
+    """Return the id of the row that primes a template."""
+    return f"prime:{key}"

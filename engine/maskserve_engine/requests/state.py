@@ -19,13 +19,14 @@ from maskserve_common.contracts.settings import acting, shares
 from maskserve_common.contracts.status_record import Kind, RowStatus
 from maskserve_engine.base.job import EditJob, Sink
 from maskserve_engine.batch.step_cache import RefreshSchedule
+from maskserve_engine.cache.tier import Note
 from maskserve_engine.families.adapter import Adapter, work_of
 from maskserve_engine.planning.flops import ModelWork, Totals
 from maskserve_engine.planning.regions import Bools
 from maskserve_engine.requests.audits import Audit
 from maskserve_engine.requests.control_nets import ControlNetSource, ControlWork
 from maskserve_engine.requests.executor import RowLoads, RowReport, RowStep
-from maskserve_engine.requests.templates import DENSE, ExecutionMode, ExecutionPlan, Priming
+from maskserve_engine.requests.templates import DENSE, ExecutionMode, ExecutionPlan
 from maskserve_engine.scheduling.step_scheduler import Ticket
 from maskserve_engine.spec.model_spec import ModelSpec
 
@@ -673,37 +674,53 @@ class RequestState:
 
 
 @dataclass(slots=True, eq=False)
-class PrimingState:
-    """A template being primed in the batch: its ticket and the progress of its row."""
+class Priming:
+    """A template being primed: its ticket and the progress of its row."""
 
-    priming: Priming
+    job: EditJob
+    """Job of an edit, or of a registration, whose encodings are used."""
+    key: str
+    """Key of the template's entries."""
+    anchors: tuple[Anchor, ...]
+    """Anchor of each step."""
     ticket: Ticket
-    total_tokens: int
     counted: Totals
     """Sums of one step."""
     running: bool = False
     done: int = 0
+    """Steps taken."""
+    seconds: float = 0.0
+    """Seconds of its steps so far."""
 
     @property
     def request_id(self) -> str:
         return self.ticket.request_id
 
+    @property
+    def template_id(self) -> str:
+        return self.job.request.template_id
+
+    def note(self) -> Note:
+        """Return the note stored beside the entry of the step just taken."""
+        whole_s = self.seconds / self.done * len(self.anchors)
+        return Note(self.template_id, len(self.anchors), whole_s)
+
     def counted_in(self, step: RowStep) -> Totals | None:
         """Return the sums of the step just taken; None: it computed its references."""
-        is_still = self.priming.anchors[step.done - 1] == STILL
+        is_still = self.anchors[step.done - 1] == STILL
         return None if is_still or step.computed_references else self.counted
 
     @property
     def step_tokens(self) -> int:
         """Tokens that one of its steps computes: those of the whole template."""
-        return self.total_tokens
+        return self.ticket.total_tokens
 
     def status(self) -> RowStatus:
         return RowStatus(
             request_id=self.request_id,
             kind="prime",
-            active_tokens=self.total_tokens,
-            total_tokens=self.total_tokens,
+            active_tokens=self.step_tokens,
+            total_tokens=self.step_tokens,
             steps_left=self.ticket.steps - self.done,
-            template_id=self.priming.template_id,
+            template_id=self.template_id,
         )

@@ -27,7 +27,6 @@ from maskserve_engine.base.job import Conditioning, EditJob
 from maskserve_engine.batch.step_cache import RefreshSchedule
 from maskserve_engine.cache.priming_prompt import PRIMING_PROMPT
 from maskserve_engine.cache.store import Store
-from maskserve_engine.cache.tier import Note
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.planning.regions import RegionRule
 from maskserve_engine.spec.model_spec import anchor_stride, dense_steps
@@ -110,23 +109,6 @@ class CacheLookup:
     """Whether the edit sees a window of a picture that is registered, or of which earlier edits saw
     windows.
     """
-
-
-@dataclass(slots=True)
-class Priming:
-    key: str
-    template_id: str
-    anchors: tuple[Anchor, ...]
-    job: EditJob
-    """Job of an edit, or of a registration, whose encodings are used."""
-    noise_seed: int
-    seconds: float = 0.0
-    """Seconds of its steps so far."""
-
-    def note(self, done: int) -> Note:
-        """Return the note stored beside the `done`-th of its anchors."""
-        whole_s = self.seconds / done * len(self.anchors)
-        return Note(self.template_id, len(self.anchors), whole_s)
 
 
 class ReuseCounter:
@@ -283,7 +265,8 @@ class TemplateCache:
         """Hits by the tier of the template."""
         self.misses = self.refreshed = 0
         self.primed = self.unprimed = 0
-        self.priming: dict[str, Priming] = {}
+        self.priming: set[str] = set()
+        """Keys of the templates that are being primed."""
         self._reuse = ReuseCounter()
         self.pins = Pins(store)
         self._listed: tuple[int, dict[str, tuple[str, ...]]] = (-1, {})
@@ -315,6 +298,14 @@ class TemplateCache:
             entry_halves=self.adapter.entry_halves,
             adapters=job.adapters,
         )
+
+    def anchors(self, job: EditJob) -> tuple[Anchor, ...]:
+        """Return the anchors of a primed template of this size, in priming order."""
+        tokens, facts = self.adapter.tokens(job).total, self.adapter.spec
+        anchors = self.adapter.anchors(
+            tokens, self.default_steps, anchor_stride(self.config.stride, facts)
+        )
+        return (STILL, *anchors) if facts.semantics.exact else anchors
 
     def priming_prompt(self, job: EditJob) -> Conditioning | None:
         """Return the conditioning that primes the edit's template; None while it is not known."""
@@ -351,7 +342,7 @@ class TemplateCache:
         if not again:
             for name in dict.fromkeys((key, picture)):
                 self._reuse.add(name)
-        anchors, first = self._anchors(job), self._dense_first(job)
+        anchors, first = self.anchors(job), self._dense_first(job)
         priming, is_loading = key in self.priming, self.is_loading(key)
         return CacheLookup(
             key,
@@ -384,49 +375,39 @@ class TemplateCache:
         elif plan.outcome == "own":
             self.refreshed += 1
 
-    def begin(self, job: EditJob) -> Priming | None:
-        """Start priming the job's template; None while the priming prompt is unknown."""
-        if self.priming_prompt(job) is None:
-            return None
-        key = self.key_of(job)
-        priming = Priming(
-            key,
-            job.request.template_id,
-            self._anchors(job),
-            job,
-            job.request.template_noise_seed,
-        )
-        self.priming[key] = priming
+    def begin(self, key: str) -> None:
+        """Begin the priming of a template."""
+        self.priming.add(key)
         # A half-primed template serves no edit; its second half must not evict it.
         self.store.memory.pin(key, pinned=True)
-        return priming
 
     def priming_state(self, job: EditJob) -> str:
         """State of the job's template: `primed`, `priming` or `absent`."""
         key = self.key_of(job)
         if key in self.priming:
             return "priming"
-        return "absent" if self.store.locate(key, self._anchors(job)) is None else "primed"
+        return "absent" if self.store.locate(key, self.anchors(job)) is None else "primed"
 
-    def end(self, priming: Priming, *, complete: bool, unfit: bool = False) -> None:
-        """End a priming whose row is gone.
+    def end(self, key: str, template_id: str, *, complete: bool, unfit: bool = False) -> None:
+        """End the priming of a template, whose row is gone.
 
         Args:
-            priming: result of `begin`.
+            key: key of its entries.
+            template_id: the template.
             complete: whether all anchors were kept; otherwise its entries are evicted.
             unfit: whether it did not fit the budget or the device's memory; it is tried again when
                 the template has been used twice as often.
         """
-        self.priming.pop(priming.key, None)
-        self.store.memory.pin(priming.key, pinned=False)
+        self.priming.discard(key)
+        self.store.memory.pin(key, pinned=False)
         if unfit:
-            self._reuse.put_off(priming.key)
+            self._reuse.put_off(key)
         if complete:
             self.primed += 1
-            self.pins.primed(priming.template_id, priming.key)
+            self.pins.primed(template_id, key)
         else:
             self.unprimed += 1
-            self.store.evict(priming.key)
+            self.store.evict(key)
 
     def evict(self, template_id: str) -> int:
         """Evict a template's entries; return their bytes. Running rows keep the entries that they
@@ -503,14 +484,6 @@ class TemplateCache:
             prompt=job.request.prompt != PRIMING_PROMPT,
             side=self.adapter.tokens(job).cover_a_side,
         )
-
-    def _anchors(self, job: EditJob) -> tuple[Anchor, ...]:
-        """Return the anchors of a primed template of this size, in priming order."""
-        tokens, facts = self.adapter.tokens(job).total, self.adapter.spec
-        anchors = self.adapter.anchors(
-            tokens, self.default_steps, anchor_stride(self.config.stride, facts)
-        )
-        return (STILL, *anchors) if facts.semantics.exact else anchors
 
     def _nearest(
         self, anchors: tuple[Anchor, ...], job: EditJob, first: int

@@ -25,7 +25,7 @@ from maskserve_engine.families.unet.adapter import UnetAdapter
 from maskserve_engine.families.unet.rows import UnetRow
 from maskserve_engine.loop.local_executor import LocalExecutor
 from maskserve_engine.requests.executor import StepInput, StepResult
-from maskserve_engine.requests.state import PrimingState, RequestState
+from maskserve_engine.requests.state import Priming, RequestState
 from maskserve_engine.start.assembly import assemble
 from maskserve_studies.kernels.fake_cuda import DEVICE, FakeCuda, fake_weights
 from tests.fakes.jobs import config_of, guided
@@ -134,8 +134,8 @@ class Loop:
 
     def _running_ids(self) -> set[str]:
         manager = self.engine.manager
-        request_states: list[RequestState | PrimingState] = [*manager.edits.values()]
-        request_states += manager.primings.states.values()
+        request_states: list[RequestState | Priming] = [*manager.edits.values()]
+        request_states += manager.primings.active.values()
         return {edit.request_id for edit in request_states if edit.running}
 
     def close(self) -> None:

@@ -90,9 +90,11 @@ def test_each_step_reads_what_its_own_template_was_at_the_nearest_anchor(
     read: list[tuple[int, tuple[str, Anchor]]] = []
     adapter, store, step = engine.adapter, engine.cache.store, engine.adapter.step
     put = store.put
+    assert engine.manager.primings is not None
+    active = engine.manager.primings.active
 
     def putting(key: str, entry: AnchorEntry, note: Note) -> bool:
-        priming, entries = primings.setdefault(key, (engine.cache.priming[key], []))
+        priming, entries = primings.setdefault(key, (active[f"prime:{key}"], []))
         origins[id(entry)] = key, priming.anchors[len(entries)]
         entries.append(entry)
         return put(key, entry, note)
@@ -119,8 +121,8 @@ def test_each_step_reads_what_its_own_template_was_at_the_nearest_anchor(
         # And each entry is what its anchor gives by itself.
         for anchor, entry in zip(priming.anchors, entries, strict=True):
             row = adapter.priming_row(
-                edit_job, (anchor,), encoder.encode_prompt(""), priming.noise_seed,
-                engine.cache.kinds, "model",
+                edit_job, (anchor,), encoder.encode_prompt(""),
+                edit_job.request.template_noise_seed, engine.cache.kinds, "model",
             )  # fmt: skip
             step([row], None, [None])
             for block, lone in zip(entry.blocks, row.take_entry().blocks, strict=True):

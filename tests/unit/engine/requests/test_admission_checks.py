@@ -113,8 +113,10 @@ def test_a_priming_that_cannot_begin_holds_no_lora(prompt: bool) -> None:
     ended: list[Any] = []
     cache: Any = SimpleNamespace(
         key_of=lambda job: "k",
-        begin=lambda job: SimpleNamespace(key="k", anchors=(1,)) if prompt else None,
-        end=lambda priming, complete: ended.append(complete),
+        priming_prompt=lambda job: {} if prompt else None,
+        anchors=lambda job: (1,),
+        begin=lambda key: None,
+        end=lambda key, template_id, complete: ended.append(complete),
     )
     model: Any = SimpleNamespace(tokens=lambda job: SimpleNamespace(total=4))
     adapters = Adapters((), (), False)
@@ -127,8 +129,9 @@ def test_a_priming_that_cannot_begin_holds_no_lora(prompt: bool) -> None:
         lambda key: None,
     )
     settings = SimpleNamespace(priority=0)
-    job: Any = SimpleNamespace(request=SimpleNamespace(settings=settings), adapters="a")
+    request = SimpleNamespace(settings=settings, template_id="t")
+    job: Any = SimpleNamespace(request=request, adapters="a")
     primings.begin(job, urgent=False)
     assert not adapters.owners
-    assert not primings.states
+    assert not primings.active
     assert ended == [False] * prompt

@@ -18,6 +18,7 @@ from maskserve_common.contracts.request import ResolvedControl
 from maskserve_common.contracts.settings import EditSettings
 from maskserve_engine.base.job import ControlInput, EditJob
 from maskserve_engine.cache.entries import AnchorEntry
+from maskserve_engine.cache.tier import Note
 from maskserve_engine.families.registry import load_adapter
 from maskserve_engine.loop.engine import Engine
 from maskserve_engine.requests.control_nets import ControlWork
@@ -116,11 +117,13 @@ def prime(engine: Engine, edit_job: EditJob) -> None:
     """Have the job's template count as primed: its entries are never read."""
     if engine.cache.priming_state(edit_job) == "primed":
         return
-    priming = engine.cache.begin(edit_job)
-    assert priming is not None
-    for index, anchor in enumerate(priming.anchors, 1):
-        assert engine.cache.store.put(priming.key, AnchorEntry(anchor, ()), priming.note(index))
-    engine.cache.end(priming, complete=True)
+    cache, template_id = engine.cache, edit_job.request.template_id
+    key, anchors = cache.key_of(edit_job), cache.anchors(edit_job)
+    cache.begin(key)
+    for anchor in anchors:
+        note = Note(template_id, len(anchors), 0.0)
+        assert cache.store.put(key, AnchorEntry(anchor, ()), note)
+    cache.end(key, template_id, complete=True)
 
 
 class Nets:
