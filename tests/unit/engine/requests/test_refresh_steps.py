@@ -22,8 +22,9 @@ from maskserve_engine.cache.host_cache import HostMemory
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_encoder
 from maskserve_engine.loop.engine import Engine
+from maskserve_engine.requests.edit_work import EditWork
 from maskserve_engine.requests.refresh_schedules import RefreshSchedules
-from maskserve_engine.requests.state import EditWork, RequestState
+from maskserve_engine.requests.state import RequestState
 from maskserve_engine.requests.templates import ExecutionPlan
 from tests.fakes.jobs import config_of
 from tests.support.draws import fresh_seed
