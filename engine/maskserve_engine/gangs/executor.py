@@ -145,7 +145,7 @@ class GangExecutor:
     def refresh_at(self, row: str, schedule: RefreshSchedule) -> None:
         gang_row = self.rows[row]
         assert isinstance(gang_row.spec, AnchoredRowSpec)
-        gang_row.spec = replace(gang_row.spec, plan=schedule)
+        gang_row.spec = replace(gang_row.spec, schedule=schedule)
         for process in gang_row.steps_in_rank:
             process.call("refresh_at", gang_row.name, schedule)
 

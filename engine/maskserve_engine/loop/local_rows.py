@@ -218,7 +218,7 @@ class RowMaker:
         if isinstance(spec, AnchoredRowSpec):
             tier = self._reserve(record, spec.nbytes)
             if tier is not None:
-                record.row = adapter.anchored_row(job, spec.plan)
+                record.row = adapter.anchored_row(job, spec.schedule)
                 record.reader = self._step_cache_reader(record.row, tier)
         if record.row is None:
             record.row = adapter.dense_row(job)

@@ -22,7 +22,7 @@ from maskserve_engine.requests.templates import DENSE
 
 TEMPLATE = "template"
 """The kind of resource."""
-_STARTS_MOST = 5
+_MOST_PLANS = 5
 """Most plans chosen for one edit: its template may be evicted again before it has a row."""
 
 
@@ -83,17 +83,17 @@ class AdmissionChecks:
         return late_edits < self._most_without_loras
 
     def _choose_plan(self, edit: RequestState) -> None:
-        if edit.starts == _STARTS_MOST:
+        if edit.plans_chosen == _MOST_PLANS:
             raise Overloaded(
-                f"the edit's template was lost {edit.starts} times before the edit could begin "
+                f"the edit's template was lost {_MOST_PLANS} times before the edit could begin "
                 "(the cache may be too small for the templates in use); try again later"
             )
-        edit.go(DENSE if self._policy is None else self._policy.choose(edit), self._adapter)
-        edit.starts += 1
+        edit.set_plan(DENSE if self._policy is None else self._policy.choose(edit), self._adapter)
+        edit.plans_chosen += 1
 
     def _check_deadline(self, edit: RequestState) -> None:
         """Refuse an edit that would miss its deadline; each edit is checked once."""
-        if edit.starts == 1 and edit.deadline is not None:
+        if edit.plans_chosen == 1 and edit.deadline is not None:
             running, waiting = self._table.running(), self._table.waiting()
             self._in_time.check(edit, running, waiting, time.monotonic())
 
@@ -123,5 +123,5 @@ class AdmissionChecks:
                 "needs no template"
             )
         missed = replace(DENSE, outcome="miss", key=plan.key)
-        edit.go(self._policy.without_template(edit, missed), self._adapter)
+        edit.set_plan(self._policy.without_template(edit, missed), self._adapter)
         return ()

@@ -202,7 +202,7 @@ class LateRows:
         edit.loras.from_step, edit.loras.late = edit.tally.done, False
         self.leave(edit.request_id)
         self._adapters.attach(edit.request_id, edit.loras.effective)
-        edit.go(self._plan(edit), self._adapter)
+        edit.set_plan(self._plan(edit), self._adapter)
 
     def _plan(self, edit: RequestState) -> ExecutionPlan:
         """Return a plan that reads entries made with the row's LoRAs, if it reads entries and these

@@ -93,7 +93,7 @@ class EditRows:
         if report.schedule is not None:
             edit.step_cache_bytes = nbytes
         elif schedule is not None:
-            edit.go(replace(plan, schedule_with_template=None), self._adapter)
+            edit.set_plan(replace(plan, schedule_with_template=None), self._adapter)
         return report
 
     def _with_refresh_steps(self, edit: RequestState, schedule: RefreshSchedule) -> RowReport:

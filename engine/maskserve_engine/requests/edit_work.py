@@ -60,11 +60,11 @@ class ControlWork:
         flops = tuple([(_dense(work, counted), _active(work, counted)) for work in works])
         return cls(controls, flops, steps, schedule, works)
 
-    def with_schedule(self, plan: RefreshSchedule, between: Totals) -> ControlWork:
+    def with_schedule(self, schedule: RefreshSchedule, between: Totals) -> ControlWork:
         """Return the work of an edit with refresh steps that reads no template.
 
         Args:
-            plan: schedule of the refresh steps.
+            schedule: schedule of the refresh steps.
             between: sums of a step between them.
         """
         active = [_active(work, between) for work in self.works]
@@ -72,7 +72,7 @@ class ControlWork:
             (dense, cached_flops)
             for (dense, _), cached_flops in zip(self.flops, active, strict=True)
         ]
-        return replace(self, flops=tuple(flops), schedule=plan, with_template=False)
+        return replace(self, flops=tuple(flops), schedule=schedule, with_template=False)
 
     def at(self, step: int, *, cached: bool, foresaw: bool = False) -> float:
         """Return the FLOPs of the nets in one step of a row.
@@ -157,7 +157,7 @@ class EditWork:
     """Sums of a step between refresh steps; None: it has no refresh steps."""
     still_flops: float = 0.0
     """FLOPs of its references' keys and values, made once if its template has none."""
-    renewed: Totals | None = None
+    refresh: Totals | None = None
     """Sums of a refresh step of a row that reads a template; None: there is none."""
     inner_tokens: int = 0
     ring_tokens: int = 0
@@ -197,38 +197,38 @@ class EditWork:
 
     def with_schedule(
         self,
-        plan: RefreshSchedule,
+        schedule: RefreshSchedule,
         between: Totals,
-        renewed: Totals | None,
+        refresh: Totals | None,
         done: int = 0,
     ) -> EditWork:
         """Return the work of the edit with refresh steps: a cached step is the mean of all steps
         that are left.
 
         Args:
-            plan: schedule of its refresh steps.
+            schedule: schedule of its refresh steps.
             between: sums of a step between them, without LoRAs.
-            renewed: sums of a refresh step, without LoRAs, in a row that reads a template.
+            refresh: sums of a refresh step, without LoRAs, in a row that reads a template.
             done: steps taken, less than all.
         """
         plain, model = self.without_schedule(), self.model
-        kinds, (share, alone) = ("kv",) * len(model.blocks), plan.shares(self.steps, done)
+        kinds, (share, alone) = ("kv",) * len(model.blocks), schedule.shares(self.steps, done)
         between = replace(between, added=self.counted.added)
         cached_share = 1.0 - alone
         at_anchors, tokens = self.dense_flops, between.active[0]
-        if renewed is not None:
-            renewed = replace(renewed, added=self.counted.added)
-            at_anchors = model.batch_flops(renewed, kinds, None)
-            tokens = share * renewed.active[0] + cached_share * tokens
+        if refresh is not None:
+            refresh = replace(refresh, added=self.counted.added)
+            at_anchors = model.batch_flops(refresh, kinds, None)
+            tokens = share * refresh.active[0] + cached_share * tokens
         mean = share * at_anchors + cached_share * model.batch_flops(between, kinds, None)
         controls = plain.controls
-        if controls is not None and renewed is None:
-            controls = controls.with_schedule(plan, replace(between, added=None))
+        if controls is not None and refresh is None:
+            controls = controls.with_schedule(schedule, replace(between, added=None))
         return replace(
             plain,
             plain=plain,
             between=between,
-            renewed=renewed,
+            refresh=refresh,
             cached_flops=mean,
             cached_tokens=tokens,
             controls=controls,
@@ -253,15 +253,15 @@ class EditWork:
     @property
     def lookahead(self) -> LookaheadPasses:
         """The lookahead pass beside a step's own tokens."""
-        if self.renewed is None:
+        if self.refresh is None:
             return LookaheadPasses(self.counted, False, self.total_tokens)
-        return LookaheadPasses(self.renewed, True, self.renewed.active[0] / self.passes)
+        return LookaheadPasses(self.refresh, True, self.refresh.active[0] / self.passes)
 
     def reading(self, *, text: bool) -> Totals:
         """Return the sums of a step that reads cached tokens and computes its text, or leaves it
         out.
         """
-        return (self.renewed if text else self.between) or self.counted
+        return (self.refresh if text else self.between) or self.counted
 
     @property
     def mask_ratio(self) -> float:

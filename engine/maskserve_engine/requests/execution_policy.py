@@ -82,20 +82,20 @@ class ExecutionPolicy:
             dense = replace(DENSE, dense_for=dense_for, key=key)
             return dense if dense_for == "mask_ratio" else self.without_template(edit, dense)
         missed = replace(DENSE, outcome="miss", key=key)
-        without, no_template = None, settings.cache == "own" or settings.promise > 0
-        if no_template or self._adapter.spec.refresh.over_template:
+        without, never_reads = None, settings.cache == "own" or settings.promise > 0
+        if never_reads or self._adapter.spec.refresh.over_template:
             without = self.without_template(edit, missed)
-            nearer = without.schedule is not None or without.dense_for == "work"
-            if no_template or nearer:
+            can_refresh = without.schedule is not None or without.dense_for == "work"
+            if never_reads or can_refresh:
                 return without
-        sight = self._cache.look_up(job, key, again=edit.starts > 0)
-        cached = self._of_template(edit, sight, insists=settings.insists)
+        lookup = self._cache.look_up(job, key, again=edit.plans_chosen > 0)
+        cached = self._of_template(edit, lookup, insists=settings.insists)
         if cached is not None:
-            more = cached.mode == "dense" and not settings.insists
-            return self.without_template(edit, cached) if more else cached
+            saves_nothing = cached.mode == "dense" and not settings.insists
+            return self.without_template(edit, cached) if saves_nothing else cached
         without = without or self.without_template(edit, missed)
-        without = replace(without, prime=sight.worth_priming)
-        return self._after_priming(edit, sight, without) or without
+        without = replace(without, prime=lookup.worth_priming)
+        return self._after_priming(edit, lookup, without) or without
 
     def _region(self, job: EditJob) -> RegionRule | None:
         """Return how an edit without a mask finds its region; None: it does not ask for one, has
@@ -111,33 +111,33 @@ class ExecutionPolicy:
         """Return a plan with refresh steps, or `dense` if the edit can have none or if they are as
         much work.
         """
-        plan = self._schedules.of(edit.job)
-        if plan is None or not self._cache.keeps_kv:
+        schedule = self._schedules.of(edit.job)
+        if schedule is None or not self._cache.keeps_kv:
             return dense
-        dense_steps = len(plan.anchors)
+        dense_steps = len(schedule.anchors)
         refreshed = replace(
             dense,
             mode="cached",
             outcome="own",
-            schedule=plan,
+            schedule=schedule,
             dense_steps=dense_steps,
             dense_for="",
         )
         return self._least(edit, replace(dense, dense_for=dense.dense_for or "work"), refreshed)
 
-    def _least(self, edit: RequestState, *routes: ExecutionPlan) -> ExecutionPlan:
-        return min(routes, key=lambda route: edit.step_flops(route, self._adapter))
+    def _least(self, edit: RequestState, *plans: ExecutionPlan) -> ExecutionPlan:
+        return min(plans, key=lambda plan: edit.step_flops(plan, self._adapter))
 
     def choose_with_adapters(self, edit: RequestState) -> ExecutionPlan | None:
         """Return the plan of a cached edit whose LoRAs are ready now: it reads entries made with
         them. None: there are no such entries yet; their priming begins if it is worthwhile.
         """
         job = edit.job
-        sight = self._cache.look_up(job, self._cache.key_of(job))
-        route = self._of_template(edit, sight, insists=False)
-        if route is None and sight.worth_priming:
+        lookup = self._cache.look_up(job, self._cache.key_of(job))
+        plan = self._of_template(edit, lookup, insists=False)
+        if plan is None and lookup.worth_priming:
             self._primings.begin(job, urgent=False)
-        return None if route is None or route.mode == "dense" else route
+        return None if plan is None or plan.mode == "dense" else plan
 
     def _with_step_cache(self, edit: RequestState, chosen: ExecutionPlan) -> ExecutionPlan:
         """Return the plan of least work for a hit with a step cache; see
@@ -145,8 +145,9 @@ class ExecutionPolicy:
         """
         if not self._cache.keeps_kv:
             return chosen
-        plans = self._schedules.beside_template(edit.job, chosen.dense_steps)
-        return self._least(edit, *(replace(chosen, schedule_with_template=plan) for plan in plans))
+        schedules = self._schedules.beside_template(edit.job, chosen.dense_steps)
+        plans = (replace(chosen, schedule_with_template=schedule) for schedule in schedules)
+        return self._least(edit, *plans)
 
     def _of_template(
         self, edit: RequestState, lookup: CacheLookup, *, insists: bool
@@ -156,7 +157,7 @@ class ExecutionPolicy:
         """
         if not any(lookup.reads) or (lookup.tier is None and not insists):
             return None
-        route = ExecutionPlan(
+        plan = ExecutionPlan(
             "cached",
             "hit",
             lookup.key,
@@ -164,9 +165,9 @@ class ExecutionPolicy:
             lookup.tier or "",
             dense_steps=lookup.dense_steps,
         )
-        route = self._with_step_cache(edit, route)
+        plan = self._with_step_cache(edit, plan)
         dense = replace(DENSE, dense_for="work", key=lookup.key)
-        if self._least(edit, route, dense) is dense:
+        if self._least(edit, plan, dense) is dense:
             return dense
         if lookup.tier is None:
             return ExecutionPlan(
@@ -174,7 +175,7 @@ class ExecutionPolicy:
             )
         ready = self._cache.fetch(lookup)
         mode: ExecutionMode = "wait" if insists and not ready else "cached"
-        return replace(route, mode=mode, is_loading=not ready)
+        return replace(plan, mode=mode, is_loading=not ready)
 
     def _after_priming(
         self, edit: RequestState, lookup: CacheLookup, without: ExecutionPlan
@@ -183,7 +184,7 @@ class ExecutionPolicy:
         and in time with it; without a due time, if it sees a window of a known picture that is
         worth priming. None: waiting does not help, or priming is impossible.
         """
-        if edit.starts or edit.loras.absent or not any(lookup.reads):
+        if edit.plans_chosen or edit.loras.absent or not any(lookup.reads):
             return None
         primes = not lookup.priming
         if primes and not lookup.may_prime:
@@ -191,16 +192,16 @@ class ExecutionPolicy:
         anchors_left = len(lookup.anchors) if primes else self._primings.anchors_left(lookup.key)
         if anchors_left is None:
             return None
-        route = ExecutionPlan(
+        plan = ExecutionPlan(
             "wait", "hit", lookup.key, prime=primes, dense_steps=lookup.dense_steps
         )
         if lookup.is_known_picture and edit.make_ticket().due is None:
-            hit = replace(route, mode="cached", anchors=lookup.reads)
+            hit = replace(plan, mode="cached", anchors=lookup.reads)
             worth = self._pays(edit, without, self._with_step_cache(edit, hit), anchors_left)
-            return route if worth else None
+            return plan if worth else None
         running = self._table.running()
-        if self._in_time.gains_by_waiting(edit, without, route, anchors_left, running):
-            return route
+        if self._in_time.gains_by_waiting(edit, without, plan, anchors_left, running):
+            return plan
         return None
 
     def _pays(

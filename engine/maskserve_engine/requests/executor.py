@@ -75,7 +75,7 @@ class AnchoredRowSpec:
     """A row that reads its step cache between its refresh steps."""
 
     job: EditJob
-    plan: RefreshSchedule
+    schedule: RefreshSchedule
     nbytes: int
     """Bytes of its step cache."""
     key: str = ""

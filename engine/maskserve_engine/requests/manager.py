@@ -301,7 +301,7 @@ class RequestManager:
     def _end_wait(self, edit: RequestState) -> None:
         edit.waiting = False
         if edit.plan.mode != "wait":
-            self.adapters.waited(edit, time.monotonic() - edit.stopped)
+            self.adapters.waited(edit, time.monotonic() - edit.waiting_since)
 
     def _park(self, edit: RequestState) -> None:
         """Take a row out of the batch whose next step needs LoRAs that are not loaded."""

@@ -50,13 +50,13 @@ class RefreshSchedules:
         """
         settings = job.request.settings
         fidelity = promised_fidelity(self._config, self._spec, settings.promise)
-        plan = self._strided(job) if settings.may_anchor else None
-        if plan is None or not fidelity:
-            return plan
+        schedule = self._strided(job) if settings.may_anchor else None
+        if schedule is None or not fidelity:
+            return schedule
         semantics = self._spec.semantics
-        control = RefreshControl.of(fidelity, self._sigmas(job), plan.power, semantics)
+        control = RefreshControl.of(fidelity, self._sigmas(job), schedule.power, semantics)
         return replace(
-            plan,
+            schedule,
             anchors=control.begin().refresh_steps | {0},
             second_order=semantics.noisy_around,
             control=control,
@@ -80,18 +80,18 @@ class RefreshSchedules:
         if self._shares_steps:
             return (None,)  # ranks that share a step would have to agree on their step caches
         count = refresh_count(self._adapter.steps(job), known_stride(self._config, spec))
-        plan = self._with(job, count)
-        lifts = dense_steps > 0 and spec.corrects_residuals
-        lifting = (
+        schedule = self._with(job, count)
+        corrects = dense_steps > 0 and spec.corrects_residuals
+        correction = (
             RefreshSchedule(frozenset(), self._rule.format, text=False, corrects_residuals=True)
-            if lifts
+            if corrects
             else None
         )
-        if plan is None or not plan.text:
-            return (lifting,)
+        if schedule is None or not schedule.text:
+            return (correction,)
         if job.controls:  # the text refreshes with the nets
-            plan = RefreshSchedule.with_controls(spec, self._rule, self._sigmas(job))
-        return replace(plan, corrects_residuals=lifts), lifting
+            schedule = RefreshSchedule.with_controls(spec, self._rule, self._sigmas(job))
+        return replace(schedule, corrects_residuals=corrects), correction
 
     def of_region(self, job: EditJob, begin: int) -> RefreshSchedule:
         """Return the schedule of an edit that computes its region alone from step `begin` on, its
@@ -100,43 +100,43 @@ class RefreshSchedules:
         region, sigmas = self._spec.region, self._sigmas(job)[begin:]
         assert region is not None, "edits of this family find regions"
         rule = self._rule._replace(ring=False)
-        plan = RefreshSchedule.of(self._spec, rule, region.count(len(sigmas)), sigmas)
-        return plan.begun_at(begin, len(sigmas), region.last)
+        schedule = RefreshSchedule.of(self._spec, rule, region.count(len(sigmas)), sigmas)
+        return schedule.begun_at(begin, len(sigmas), region.last)
 
     def at_level(self, edit: RequestState, level: ReuseLevel) -> RefreshSchedule | None:
         """Return an edit's schedule at a reuse level; None: the level has no refresh steps."""
         if not level.anchors:
             return None
-        plan, sigmas = edit.plan.schedule, self._sigmas(edit.job)
-        assert plan is not None, "only an edit with refresh steps has such levels"
+        schedule, sigmas = edit.plan.schedule, self._sigmas(edit.job)
+        assert schedule is not None, "only an edit with refresh steps has such levels"
         anchors = RefreshSchedule.of(self._spec, self._rule, level.anchors, sigmas).anchors
-        return replace(plan, anchors=anchors)
+        return replace(schedule, anchors=anchors)
 
     def follow(self, edit: RequestState, step: RowStep) -> RefreshSchedule | None:
         """Record a step of a row with refresh steps. Return the schedule of the steps after it, and
         set plan and work by it, if its error places the next refresh step or if its step cache
         begins anew; None: neither.
         """
-        plan, reads, number = edit.plan.schedule, edit.reads, step.done - 1
-        if plan is None or plan.control is None or reads is None:
+        current, reads, number = edit.plan.schedule, edit.reads, step.done - 1
+        if current is None or current.control is None or reads is None:
             return None
         before, error = reads.refreshed_at, step.refresh_error
-        is_anew = not step.read and number not in plan.dense
+        is_anew = not step.read and number not in current.dense
         if error is not None or not step.read:
             reads.refreshed_at = number
         if step.done == edit.work.steps or (error is None and not is_anew):
             return None
         remainder = (
-            plan.control.begin(number)
+            current.control.begin(number)
             if error is None
-            else plan.control.after(before, number, error)
+            else current.control.after(before, number, error)
         )
-        schedule, chosen = _controlled(edit.plan, plan, number, remainder)
+        schedule, chosen = _controlled(edit.plan, current, number, remainder)
         dense_flops = edit.work.without_schedule().step_flops("dense")
         if edit.step_flops(chosen, self._adapter, step.done) > dense_flops:
-            dense_after = plan.control.dense_after(number)
-            schedule, chosen = _controlled(edit.plan, plan, number, dense_after)
-        edit.go(chosen, self._adapter)
+            dense_after = current.control.dense_after(number)
+            schedule, chosen = _controlled(edit.plan, current, number, dense_after)
+        edit.set_plan(chosen, self._adapter)
         reads.follow(schedule)
         return schedule
 
@@ -156,55 +156,57 @@ class RefreshSchedules:
 
 
 def _controlled(
-    execution: ExecutionPlan, plan: RefreshSchedule, step: int, remainder: Remainder
+    plan: ExecutionPlan, schedule: RefreshSchedule, step: int, remainder: Remainder
 ) -> tuple[RefreshSchedule, ExecutionPlan]:
     """Return schedule and execution plan with this remainder after refresh step `step`."""
-    schedule = plan.controlled(step, remainder)
+    schedule = schedule.controlled(step, remainder)
     dense_for = "error" if remainder.failed else ""
     count = len(schedule.anchors)
-    return schedule, replace(execution, schedule=schedule, dense_steps=count, dense_for=dense_for)
+    return schedule, replace(plan, schedule=schedule, dense_steps=count, dense_for=dense_for)
 
 
-def step_cache_bytes(plan: RefreshSchedule, adapter: Adapter, job: EditJob) -> int:
+def step_cache_bytes(schedule: RefreshSchedule, adapter: Adapter, job: EditJob) -> int:
     """Return the most bytes of an edit's step cache."""
-    work, counted = work_of(adapter, job), adapter.counted(job, plan)
+    work, counted = work_of(adapter, job), adapter.counted(job, schedule)
     texts = [per_text for per_text in (job.conditioning, job.negative) if per_text is not None]
     picture_tokens = adapter.spec.encoder_picture_tokens(
         *job.moments.shape[1:]
     )  # among the work's tokens
     per_text = [
         tuple(
-            n - active / len(texts) + (len(text["prompt_embeds"]) - picture_tokens) * plan.text
+            n - active / len(texts) + (len(text["prompt_embeds"]) - picture_tokens) * schedule.text
             for n, active in zip(work.tokens, counted.active, strict=True)
         )
         for text in texts
     ]
-    return _bytes(plan, adapter, job, per_text) + adapter.anchored_bytes(job)
+    return _bytes(schedule, adapter, job, per_text) + adapter.anchored_bytes(job)
 
 
-def step_cache_bytes_with_template(plan: RefreshSchedule, adapter: Adapter, job: EditJob) -> int:
+def step_cache_bytes_with_template(
+    schedule: RefreshSchedule, adapter: Adapter, job: EditJob
+) -> int:
     """Return the most bytes of the step cache of an edit that reads a template."""
     texts = [text for text in (job.conditioning, job.negative) if text is not None]
     tokens = adapter.tokens(job)
-    ring = plan.ring * tokens.ring
+    ring = schedule.ring * tokens.ring
     words = [(float(len(text["prompt_embeds"]) + ring),) for text in texts]
-    nbytes = _bytes(plan, adapter, job, words) if plan.text else 0
-    if plan.corrects_residuals:
+    nbytes = _bytes(schedule, adapter, job, words) if schedule.text else 0
+    if schedule.corrects_residuals:
         all_tokens, *_ = work_of(adapter, job).tokens
         cached_counts = [(float(all_tokens - tokens.active),)] * len(texts)
-        nbytes += _bytes(replace(plan, anchors=frozenset({0})), adapter, job, cached_counts)
+        nbytes += _bytes(replace(schedule, anchors=frozenset({0})), adapter, job, cached_counts)
     return nbytes
 
 
 def _bytes(
-    plan: RefreshSchedule,
+    schedule: RefreshSchedule,
     adapter: Adapter,
     job: EditJob,
     widths: Sequence[tuple[float, ...]],
 ) -> int:
     dtype = str(adapter.dtype).removeprefix("torch.")
-    fmt = FORMATS[dtype if plan.format == "model" else plan.format]
-    changes = min(len(plan.anchors) - 1, 1 + plan.second_order)
-    if plan.control is not None:  # its refresh steps may become more
-        changes = 1 + plan.second_order
+    fmt = FORMATS[dtype if schedule.format == "model" else schedule.format]
+    changes = min(len(schedule.anchors) - 1, 1 + schedule.second_order)
+    if schedule.control is not None:  # its refresh steps may become more
+        changes = 1 + schedule.second_order
     return planning.step_cache_bytes(work_of(adapter, job), widths, fmt, changes)

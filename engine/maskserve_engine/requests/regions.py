@@ -97,4 +97,4 @@ class EditRegions:
             schedule=schedule,
             dense_steps=len(edit.tally.dense) + len(schedule.anchors),
         )
-        edit.go(plan, adapter)
+        edit.set_plan(plan, adapter)

@@ -67,7 +67,7 @@ class RequestTable:
             self._check_id(edit)
         self.residency.wait(edit.request_id, resources)
         edit.waited = edit.waiting = True
-        edit.stopped = time.monotonic()
+        edit.waiting_since = time.monotonic()
         self.edits[edit.request_id] = edit
 
     def _of(self, tickets: Sequence[Ticket]) -> list[RequestState]:

@@ -98,7 +98,7 @@ class EntryReads:
         self._steps = Counter(self.anchors)
         self.reads_step_cache = False
         """Whether the row reads its own step cache, which its refresh steps fill."""
-        self.computes = frozenset[int]()
+        self.refreshes = frozenset[int]()
         """Steps that compute a refresh step's tokens."""
         self.lookahead_steps = frozenset[int]()
         """Steps that compute a lookahead beside their own tokens."""
@@ -111,32 +111,29 @@ class EntryReads:
 
     @classmethod
     def of_schedule(
-        cls, request_id: str, plan: RefreshSchedule, sigmas: Sequence[tuple[float, float]]
+        cls, request_id: str, schedule: RefreshSchedule, sigmas: Sequence[tuple[float, float]]
     ) -> EntryReads:
         """Return the reads of a row that uses its step cache at all but its dense steps."""
         reads = cls(f"own:{request_id}", [Anchor(*at) for at in sigmas], request_id.encode())
-        reads.reads_step_cache, reads.text = True, frozenset() if plan.text else None
-        reads.follow(plan)
+        reads.reads_step_cache, reads.text = True, frozenset() if schedule.text else None
+        reads.follow(schedule)
         return reads
 
-    def follow(self, plan: RefreshSchedule) -> None:
+    def follow(self, schedule: RefreshSchedule) -> None:
         """Read the step cache at all but the dense steps of a schedule."""
         self.anchors = tuple(
-            None if step in plan.dense else anchor for step, anchor in enumerate(self.anchors)
+            None if step in schedule.dense else anchor for step, anchor in enumerate(self.anchors)
         )
-        self.computes, self.lookahead_steps = plan.computed_at, plan.lookahead_steps
+        self.refreshes, self.lookahead_steps = schedule.computed_at, schedule.lookahead_steps
 
     @classmethod
     def of_template(
         cls, key: str, anchors: Sequence[Anchor | None], report: RowReport
     ) -> EntryReads:
         """Return the reads of a row that reads a template, with its step cache."""
-        reads, refresh_schedule = cls(key, anchors, report.selection), report.schedule
-        if refresh_schedule is not None and refresh_schedule.text:
-            reads.text, reads.lookahead_steps = (
-                refresh_schedule.dense,
-                refresh_schedule.lookahead_steps,
-            )
+        reads, schedule = cls(key, anchors, report.selection), report.schedule
+        if schedule is not None and schedule.text:
+            reads.text, reads.lookahead_steps = schedule.dense, schedule.lookahead_steps
         return reads
 
     def of_entries(self, key: str, anchors: Sequence[Anchor | None]) -> EntryReads:
@@ -151,7 +148,7 @@ class EntryReads:
 
     def anchor_due(self, step: int) -> bool:
         """Whether the step computes a refresh step's tokens."""
-        return step in self.computes
+        return step in self.refreshes
 
     def looks_ahead(self, step: int) -> bool:
         return step in self.lookahead_steps
@@ -232,7 +229,7 @@ class RequestState:
     """time.monotonic() at which its last step must have ended for that."""
     plan: ExecutionPlan = DENSE
     """Execution plan of the edit."""
-    left: EditWork | None = None
+    work_left: EditWork | None = None
     """Counted work whose cached step is the mean of the steps left, once its errors have placed
     refresh steps; None: they have not.
     """
@@ -245,13 +242,13 @@ class RequestState:
     seconds: tuple[float, ...] = ()
     """Seconds of a step by number of devices, as in its ticket; so is `shared`."""
     shared: float = 0.0
-    starts: int = 0
+    plans_chosen: int = 0
     """Number of plans chosen for it so far."""
     waited: bool = False
     """Whether it has waited for a resource."""
     waiting: bool = False
     """Whether it waits for a resource. It is not queued then, and a row that it has is parked."""
-    stopped: float = 0.0
+    waiting_since: float = 0.0
     """When it last began to wait; 0: never."""
     loras: LoraUse = field(default_factory=lambda: LoraUse())
     controls: ControlUse = field(default_factory=lambda: ControlUse())
@@ -301,7 +298,7 @@ class RequestState:
             MaskserveError: one of its ControlNets is no longer served.
         """
         request, now_s = job.request, time.monotonic()
-        heard = now_s + (request.accepted_ns - time.time_ns()) / 1e9
+        accepted_s = now_s + (request.accepted_ns - time.time_ns()) / 1e9
         limit_ms, due_ms = request.settings.deadline_ms, request.due_ms
         if due_ms is None:
             due_ms = due_by_size(times_ms, math.prod(request.model_size))
@@ -317,9 +314,9 @@ class RequestState:
             sink,
             work,
             EditTimes(now_s),
-            None if limit_ms is None else heard + limit_ms / 1e3,
+            None if limit_ms is None else accepted_s + limit_ms / 1e3,
             due_ms,
-            None if due_ms is None else heard + due_ms / 1e3 - after_s,
+            None if due_ms is None else accepted_s + due_ms / 1e3 - after_s,
             loras=loras,
             controls=controls,
         )
@@ -377,7 +374,7 @@ class RequestState:
     @property
     def flops(self) -> float:
         """Mean FLOPs of one of its steps alone."""
-        work = self.left or self.work
+        work = self.work_left or self.work
         return work.step_flops(self.plan.mode, self.plan.unread_share)
 
     @property
@@ -445,25 +442,24 @@ class RequestState:
         errors = {} if self.loads is None else self.loads.refresh_errors
         return sum(errors.values()) / len(errors) if errors else None
 
-    def go(self, plan: ExecutionPlan, adapter: Adapter) -> None:
+    def set_plan(self, plan: ExecutionPlan, adapter: Adapter) -> None:
         """Set the execution plan, and with it the work and the reuse levels."""
         self.plan, self.work, self.row_status = plan, self.work_of(plan, adapter), None
-        self.left = self.work_of(plan, adapter, self._priced_from) if self._priced_from else None
+        self.work_left = None
+        if self._priced_from:
+            self.work_left = self.work_of(plan, adapter, self._priced_from)
         self.levels = self._levels(adapter.spec)
 
-    def work_of(self, execution: ExecutionPlan, adapter: Adapter, done: int = 0) -> EditWork:
+    def work_of(self, plan: ExecutionPlan, adapter: Adapter, done: int = 0) -> EditWork:
         """Return the counted work of the edit with a plan, after `done` steps."""
-        plain, plan = (
-            self.work.without_schedule(),
-            execution.schedule or execution.schedule_with_template,
-        )
-        if plan is None or not plan.anchors:
+        plain, schedule = self.work.without_schedule(), plan.schedule or plan.schedule_with_template
+        if schedule is None or not schedule.anchors:
             return plain
-        between = adapter.counted(self.job, plan)
-        renewed = (
-            adapter.counted(self.job, plan, anchor=True) if execution.schedule is None else None
-        )
-        return plain.with_schedule(plan, between, renewed, done)
+        between = adapter.counted(self.job, schedule)
+        refresh = None
+        if plan.schedule is None:
+            refresh = adapter.counted(self.job, schedule, anchor=True)
+        return plain.with_schedule(schedule, between, refresh, done)
 
     def step_flops(self, plan: ExecutionPlan, adapter: Adapter, done: int = 0) -> float:
         """Return the mean FLOPs of one of its steps alone with a plan, after `done` steps; plans
@@ -472,11 +468,11 @@ class RequestState:
         return self.work_of(plan, adapter, done).step_flops(plan.mode, plan.unread_share)
 
     def _levels(self, spec: ModelSpec) -> tuple[ReuseLevel, ...]:
-        settings, refresh_schedule = self.job.request.settings, self.plan.schedule
-        if refresh_schedule is not None and refresh_schedule.control is not None:
+        settings, schedule = self.job.request.settings, self.plan.schedule
+        if schedule is not None and schedule.control is not None:
             return ()  # levels have places of their own
-        if refresh_schedule is not None:
-            return levels_of(settings, spec.skipping, "own", len(refresh_schedule.anchors))
+        if schedule is not None:
+            return levels_of(settings, spec.skipping, "own", len(schedule.anchors))
         if self.plan.mode != "cached":
             return levels_of(settings, spec.skipping, "dense")
         times = self.work.without_schedule().cached_flops / self.work.cached_flops
@@ -495,10 +491,10 @@ class RequestState:
         self.level = level
         if schedule is not None:
             plan = replace(self.plan, schedule=schedule, dense_steps=len(schedule.anchors))
-            self.go(plan, adapter)
+            self.set_plan(plan, adapter)
             return
         # A block that is skipped at a refresh step would leave nothing in the step cache.
-        self.go(replace(self.plan, schedule_with_template=None), adapter)
+        self.set_plan(replace(self.plan, schedule_with_template=None), adapter)
         request, threshold = self.job.request, level.first_block_threshold
         settings = structs.replace(request.settings, first_block_threshold=threshold)
         self.job = replace(self.job, request=replace(request, settings=settings))

@@ -282,16 +282,16 @@ class TemplateCache:
         return replace(self._template_key(job), pixels_id=picture, noise_seed=0).digest()
 
     def _template_key(self, job: EditJob) -> TemplateKey:
-        settings, facts = job.request.settings, self.adapter.spec
-        guidance = settings.guidance_scale if facts.guidance == "embedded" else None
+        settings, spec = job.request.settings, self.adapter.spec
+        guidance = settings.guidance_scale if spec.guidance == "embedded" else None
         length = len(job.conditioning["prompt_embeds"])
         return TemplateKey(
             model_revision=self.model_revision,
             pixels_id=job.request.pixels_id or job.request.template_id,
             noise_seed=job.request.template_noise_seed,
-            priming_prompt=job.request.prompt if facts.primed_by_prompt else PRIMING_PROMPT,
+            priming_prompt=job.request.prompt if spec.primed_by_prompt else PRIMING_PROMPT,
             guidance=guidance,
-            text_tokens=facts.key_text(length, self.adapter.tokens(job).total),
+            text_tokens=spec.key_text(length, self.adapter.tokens(job).total),
             dtype=self.dtype,
             entry_kind=self._kinds_text,
             entry_format=self.config.entry_format,
@@ -301,11 +301,11 @@ class TemplateCache:
 
     def anchors(self, job: EditJob) -> tuple[Anchor, ...]:
         """Return the anchors of a primed template of this size, in priming order."""
-        tokens, facts = self.adapter.tokens(job).total, self.adapter.spec
+        tokens, spec = self.adapter.tokens(job).total, self.adapter.spec
         anchors = self.adapter.anchors(
-            tokens, self.default_steps, anchor_stride(self.config.stride, facts)
+            tokens, self.default_steps, anchor_stride(self.config.stride, spec)
         )
-        return (STILL, *anchors) if facts.semantics.exact else anchors
+        return (STILL, *anchors) if spec.semantics.exact else anchors
 
     def priming_prompt(self, job: EditJob) -> Conditioning | None:
         """Return the conditioning that primes the edit's template; None while it is not known."""

@@ -51,10 +51,10 @@ class Edit:
 
     deadline = 1.0
 
-    def __init__(self, starts: int = 1) -> None:
-        self.starts = starts
+    def __init__(self, plans_chosen: int = 1) -> None:
+        self.plans_chosen = plans_chosen
 
-    def go(self, plan: ExecutionPlan, adapter: Any) -> None:
+    def set_plan(self, plan: ExecutionPlan, adapter: Any) -> None:
         self.plan = plan
 
 
@@ -88,16 +88,16 @@ def test_adapters_are_waited_for_together_and_fast_edits_go_without_loras(
 
 
 def test_an_edit_whose_template_is_lost_again_and_again_is_refused() -> None:
-    edit: Any = Edit(starts=5)
+    edit: Any = Edit(plans_chosen=5)
     with pytest.raises(Overloaded, match="lost 5 times"):
         checks(Adapters((), (), False)).missing(edit)
 
 
-@pytest.mark.parametrize(("starts", "is_checked"), [(0, True), (1, False)])
-def test_an_edit_is_judged_by_its_deadline_once(starts: int, is_checked: bool) -> None:
+@pytest.mark.parametrize(("plans_chosen", "is_checked"), [(0, True), (1, False)])
+def test_an_edit_is_judged_by_its_deadline_once(plans_chosen: int, is_checked: bool) -> None:
     judged: list[Any] = []
     in_time: Any = SimpleNamespace(check=lambda *args: judged.append(args))
-    edit: Any = Edit(starts)
+    edit: Any = Edit(plans_chosen)
     assert not checks(Adapters((), (), False), in_time=in_time).missing(edit)
     assert edit.plan is DENSE
     assert bool(judged) == is_checked

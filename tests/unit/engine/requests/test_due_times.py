@@ -387,7 +387,7 @@ def test_a_router_foretells_how_far_a_hit_steps_down_as_its_worker_does(
     edit_job = elastic(job(encoder, 9, "late", num_inference_steps=12, mask_ring=1), 30.0)
     state = RequestState.of(anchoring.prepared(edit_job), Sink(), adapter)
     schedule = RefreshSchedules(anchoring.config, adapter).beside_template(edit_job, 0)[0]
-    state.go(ExecutionPlan("cached", "hit", schedule_with_template=schedule), adapter)
+    state.set_plan(ExecutionPlan("cached", "hit", schedule_with_template=schedule), adapter)
     tokens = adapter.tokens(edit_job)
     levels = levels_of(edit_job.request.settings, facts.skipping, "cached")
     router_edit = Edit(

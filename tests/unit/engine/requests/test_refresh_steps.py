@@ -537,7 +537,7 @@ def test_a_router_prices_an_edit_with_refresh_steps_as_its_worker_counts_it(
     state = RequestState.of(engine.prepared(edit_job), Sink(), engine.adapter)
     refresh_schedule = RefreshSchedules(engine.config, engine.adapter).of(edit_job)
     assert refresh_schedule is not None
-    state.go(
+    state.set_plan(
         ExecutionPlan(
             "cached", "own", schedule=refresh_schedule, dense_steps=len(refresh_schedule.anchors)
         ),

@@ -51,10 +51,10 @@ def test_a_step_counts_as_what_it_computed_and_not_as_what_it_was_to_leave_out()
     """Beside a template the steps with text compute a ring of their own; without room for what
     others would read, a step that was to leave both out computes them.
     """
-    between, renewed = (replace(NOTHING, rows=rows) for rows in (1, 2))
+    between, refresh = (replace(NOTHING, rows=rows) for rows in (1, 2))
     plain = EditWork(16, 3, 4, NOTHING, MODEL)
-    work = replace(plain, between=between, renewed=renewed, plain=plain)
+    work = replace(plain, between=between, refresh=refresh, plain=plain)
     assert work.reading(text=False) is between
-    assert work.reading(text=True) is renewed
+    assert work.reading(text=True) is refresh
     assert work.without_schedule() is plain.without_schedule() is plain
     assert plain.reading(text=False) is plain.reading(text=True) is NOTHING
