@@ -12,7 +12,7 @@ from dataclasses import replace
 from maskserve_common.errors import EngineFailed, Overloaded
 from maskserve_common.resources.residency import Resource
 from maskserve_engine.families.adapter import Adapter
-from maskserve_engine.requests.due_times import InTime
+from maskserve_engine.requests.due_times import DueTimes
 from maskserve_engine.requests.edit_adapters import EditAdapters
 from maskserve_engine.requests.execution_policy import ExecutionPolicy
 from maskserve_engine.requests.primings import Primings
@@ -33,7 +33,7 @@ class AdmissionChecks:
     Args:
         adapters: LoRAs and ControlNets of the edits.
         most_without_loras: most edits that may begin without their LoRAs (`adapters: fast`).
-        in_time: predicts whether edits meet their deadlines.
+        due_times: predicts whether edits meet their deadlines.
         primings: primings of templates; None: all edits run dense, and there is no `policy`.
         policy: chooses the execution plans.
     """
@@ -44,11 +44,11 @@ class AdmissionChecks:
         table: RequestTable,
         adapters: EditAdapters,
         most_without_loras: int,
-        in_time: InTime,
+        due_times: DueTimes,
         primings: Primings | None,
         policy: ExecutionPolicy | None,
     ) -> None:
-        self._adapter, self._table, self._in_time = adapter, table, in_time
+        self._adapter, self._table, self._due_times = adapter, table, due_times
         self._adapters, self._most_without_loras = adapters, most_without_loras
         self._primings, self._policy = primings, policy
 
@@ -95,7 +95,7 @@ class AdmissionChecks:
         """Refuse an edit that would miss its deadline; each edit is checked once."""
         if edit.plans_chosen == 1 and edit.deadline is not None:
             running, waiting = self._table.running(), self._table.waiting()
-            self._in_time.check(edit, running, waiting, time.monotonic())
+            self._due_times.check(edit, running, waiting, time.monotonic())
 
     def _missing_template(self, edit: RequestState) -> Sequence[Resource]:
         """Begin the priming that the edit's plan asks for, and return its template if the plan

@@ -1,7 +1,7 @@
-"""Checks at its arrival that an edit can be done before its deadline.
+"""Whether edits meet their due times, as the worker's past steps predict.
 
-An edit that cannot is refused at once: its client learns it early, and no step is wasted. Edits
-that continue when they are late are never refused for that.
+An edit that cannot be done before its deadline is refused at its arrival: its client learns it
+early, and no step is wasted. Edits that continue when they are late are never refused for that.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from maskserve_engine.requests.templates import DENSE, ExecutionPlan
 from maskserve_engine.scheduling.policies import batches_of
 
 
-class InTime:
-    """Predicts from the worker's past steps whether edits are in time.
+class DueTimes:
+    """Predicts whether edits are in time, now, at a lower reuse level, or with their template.
 
     Args:
         prices: returns the cost of rows by past steps; None before it is known.

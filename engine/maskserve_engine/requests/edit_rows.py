@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from maskserve_engine.batch.step_cache import RefreshSchedule
 from maskserve_engine.families.adapter import Adapter
-from maskserve_engine.requests.due_times import InTime
+from maskserve_engine.requests.due_times import DueTimes
 from maskserve_engine.requests.edit_adapters import EditAdapters, LateRows
 from maskserve_engine.requests.executor import (
     AnchoredRowSpec,
@@ -38,7 +38,7 @@ class EditRows:
         table: table of the edits.
         adapters: the edits' LoRAs.
         late: rows whose LoRAs come later.
-        in_time: chooses the reuse levels of edits that would be late.
+        due_times: chooses the reuse levels of edits that would be late.
         schedules: decides refresh steps.
     """
 
@@ -49,17 +49,17 @@ class EditRows:
         table: RequestTable,
         adapters: EditAdapters,
         late: LateRows,
-        in_time: InTime,
+        due_times: DueTimes,
         schedules: RefreshSchedules,
     ) -> None:
         self._adapter, self._executor, self._table = adapter, executor, table
         self._adapters, self._late = adapters, late
-        self._in_time, self._schedules = in_time, schedules
+        self._due_times, self._schedules = due_times, schedules
 
     def make(self, edit: RequestState) -> RowReport:
         """Make the row of an edit that was admitted; raises whatever went wrong."""
         if edit.levels:
-            level = self._in_time.level(edit, self._batch_mates(edit), time.monotonic())
+            level = self._due_times.level(edit, self._batch_mates(edit), time.monotonic())
             if level is not None:
                 edit.step_down(level, self._schedules.at_level(edit, level), self._adapter)
         report = self._of_plan(edit)

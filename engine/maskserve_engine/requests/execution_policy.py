@@ -12,7 +12,7 @@ from maskserve_engine.base.job import EditJob
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.planning.regions import RegionRule
 from maskserve_engine.requests.audits import Audits
-from maskserve_engine.requests.due_times import InTime
+from maskserve_engine.requests.due_times import DueTimes
 from maskserve_engine.requests.primings import Primings
 from maskserve_engine.requests.refresh_schedules import RefreshSchedules
 from maskserve_engine.requests.request_table import RequestTable
@@ -32,7 +32,7 @@ class ExecutionPolicy:
     Args:
         primings: primings of templates.
         audits: drift of audited templates.
-        in_time: predicts when edits are done.
+        due_times: predicts when edits are done.
         table: table of the edits.
         schedules: decides refresh steps.
         adapter: the model.
@@ -42,14 +42,14 @@ class ExecutionPolicy:
         self,
         primings: Primings,
         audits: Audits,
-        in_time: InTime,
+        due_times: DueTimes,
         table: RequestTable,
         schedules: RefreshSchedules,
         adapter: Adapter,
     ) -> None:
         self._schedules, self._adapter = schedules, adapter
         self._cache, self._primings, self._audits = primings.cache, primings, audits
-        self._in_time, self._table = in_time, table
+        self._due_times, self._table = due_times, table
 
     def choose(self, edit: RequestState) -> ExecutionPlan:
         """Return the first of these plans that the edit may take:
@@ -200,7 +200,7 @@ class ExecutionPolicy:
             worth = self._pays(edit, without, self._with_step_cache(edit, hit), anchors_left)
             return plan if worth else None
         running = self._table.running()
-        if self._in_time.gains_by_waiting(edit, without, plan, anchors_left, running):
+        if self._due_times.gains_by_waiting(edit, without, plan, anchors_left, running):
             return plan
         return None
 

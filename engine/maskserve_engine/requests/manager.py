@@ -28,7 +28,7 @@ from maskserve_engine.base.mailbox import OutputThread
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.requests.admission_checks import TEMPLATE, AdmissionChecks
 from maskserve_engine.requests.audits import Audits
-from maskserve_engine.requests.due_times import InTime
+from maskserve_engine.requests.due_times import DueTimes
 from maskserve_engine.requests.edit_adapters import EditAdapters, LateRows
 from maskserve_engine.requests.edit_report import final_meta, timeline
 from maskserve_engine.requests.edit_rows import EditRows
@@ -58,7 +58,7 @@ def overflowed(step: int) -> EngineFailed:
 class RequestManager:
     """Holds every accepted edit and every template being primed, from acceptance to its end.
 
-    `adapters` are the edits' LoRAs and ControlNets, `in_time` refuses edits that would be late,
+    `adapters` are the edits' LoRAs and ControlNets, `due_times` refuses edits that would be late,
     `primings` is None where all edits run dense, and `observations` get the edits' refresh errors.
     """
 
@@ -71,12 +71,12 @@ class RequestManager:
         table: RequestTable,
         adapters: EditAdapters,
         audits: Audits,
-        in_time: InTime,
+        due_times: DueTimes,
         primings: Primings | None,
         observations: Observations,
     ) -> None:
         self.adapter, self.executor, self.output = adapter, executor, output
-        self.adapters, self.audits, self.in_time = adapters, audits, in_time
+        self.adapters, self.audits, self.due_times = adapters, audits, due_times
         self.primings, self._observations = primings, observations
         self._worker, self._model = config.worker, model_name(config)
         self.schedules = RefreshSchedules(config, adapter)
@@ -86,18 +86,20 @@ class RequestManager:
         self.policy: ExecutionPolicy | None = None
         """Chooses the plans of edits; None: all edits run dense."""
         if primings is not None:
-            self.policy = ExecutionPolicy(primings, audits, in_time, table, self.schedules, adapter)
+            self.policy = ExecutionPolicy(
+                primings, audits, due_times, table, self.schedules, adapter
+            )
         policy = self.policy
         choose = None if policy is None else policy.choose_with_adapters
         self.late = LateRows(adapters, choose, executor, adapter)
         self._rows = EditRows(
-            adapter, executor, table, adapters, self.late, in_time, self.schedules
+            adapter, executor, table, adapters, self.late, due_times, self.schedules
         )
         self.regions = EditRegions(
             self.schedules, config.cache.dense_above_ratio, adapter, executor, adapters
         )
         self._checks = AdmissionChecks(
-            adapter, table, adapters, config.engine.max_rows, in_time, primings, policy
+            adapter, table, adapters, config.engine.max_rows, due_times, primings, policy
         )
         self.refusal: MaskserveError | None = None
         """Reason why no edit is accepted any more; None: edits are."""

@@ -53,7 +53,7 @@ from maskserve_engine.loop.step_runner import StepRunner
 from maskserve_engine.planning.cost_profile import read_profile
 from maskserve_engine.requests.audits import Audits
 from maskserve_engine.requests.control_nets import ControlNetSource, EditControlNets
-from maskserve_engine.requests.due_times import InTime
+from maskserve_engine.requests.due_times import DueTimes
 from maskserve_engine.requests.edit_adapters import EditAdapters
 from maskserve_engine.requests.executor import Executor
 from maskserve_engine.requests.loras import Loras, LoraSource
@@ -262,7 +262,7 @@ def assemble(
         )
 
     request_table = RequestTable(scheduler, residency, degrees.of if degrees else costs.of)
-    in_time = InTime(config, prices.measured)
+    due_times = DueTimes(config, prices.measured)
     manager = RequestManager(
         config,
         adapter,
@@ -271,7 +271,7 @@ def assemble(
         request_table,
         adapters,
         audits,
-        in_time,
+        due_times,
         primings,
         observations,
     )

@@ -59,11 +59,11 @@ class Edit:
 
 
 def checks(
-    adapters: Adapters, edits: dict[str, Any] | None = None, in_time: Any = None
+    adapters: Adapters, edits: dict[str, Any] | None = None, due_times: Any = None
 ) -> AdmissionChecks:
     """The checks of a worker without a cache, whose batch has two rows."""
     table: Any = SimpleNamespace(edits=edits or {}, running=list, waiting=list)
-    return AdmissionChecks(cast(Any, None), table, cast(Any, adapters), 2, in_time, None, None)
+    return AdmissionChecks(cast(Any, None), table, cast(Any, adapters), 2, due_times, None, None)
 
 
 @pytest.mark.parametrize(
@@ -96,9 +96,9 @@ def test_an_edit_whose_template_is_lost_again_and_again_is_refused() -> None:
 @pytest.mark.parametrize(("plans_chosen", "is_checked"), [(0, True), (1, False)])
 def test_an_edit_is_judged_by_its_deadline_once(plans_chosen: int, is_checked: bool) -> None:
     judged: list[Any] = []
-    in_time: Any = SimpleNamespace(check=lambda *args: judged.append(args))
+    due_times: Any = SimpleNamespace(check=lambda *args: judged.append(args))
     edit: Any = Edit(plans_chosen)
-    assert not checks(Adapters((), (), False), in_time=in_time).missing(edit)
+    assert not checks(Adapters((), (), False), due_times=due_times).missing(edit)
     assert edit.plan is DENSE
     assert bool(judged) == is_checked
 

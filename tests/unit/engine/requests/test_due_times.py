@@ -25,7 +25,7 @@ from maskserve_engine.base.job import EditJob, Failed
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_encoder
 from maskserve_engine.loop.engine import Engine
-from maskserve_engine.requests.due_times import InTime
+from maskserve_engine.requests.due_times import DueTimes
 from maskserve_engine.requests.edit_work import EditWork
 from maskserve_engine.requests.refresh_schedules import RefreshSchedules
 from maskserve_engine.requests.state import RequestState
@@ -51,9 +51,9 @@ def engine(tiny_fill: Path, encoder: Encoder) -> Any:
     assert len(engine.manager.scheduler) == 0
 
 
-def judge_by(engine: Engine, in_time: InTime) -> None:
+def judge_by(engine: Engine, due_times: DueTimes) -> None:
     """Have edits judged so: all that ask hold the same object."""
-    vars(engine.manager.in_time).update(vars(in_time))
+    vars(engine.manager.due_times).update(vars(due_times))
 
 
 def due(edit_job: EditJob, **request: Any) -> EditJob:
@@ -176,7 +176,7 @@ def test_the_last_step_is_due_before_the_answer(engine: Engine, encoder: Encoder
 def test_what_can_never_be_in_time_is_refused_with_the_time_that_it_takes(
     engine: Engine, encoder: Encoder
 ) -> None:
-    judge_by(engine, InTime(engine.config, lambda: Pricing(1.0, 1.0, 1.0, 0.0)))
+    judge_by(engine, DueTimes(engine.config, lambda: Pricing(1.0, 1.0, 1.0, 0.0)))
     sink, soft = Sink(), Sink()
     edit_job = job(encoder, 4, "never", num_inference_steps=4, cache="off")
     engine.submit(dropped(edit_job, 1000), sink)
@@ -196,7 +196,7 @@ def test_what_cannot_be_in_time_now_is_refused_while_others_run(
     engine: Engine, encoder: Encoder
 ) -> None:
     # A batch of rows costs what each costs: 1 s for each of them in a step.
-    judge_by(engine, InTime(engine.config, lambda: Pricing(0.0, 1.0, 1.0, 0.0)))
+    judge_by(engine, DueTimes(engine.config, lambda: Pricing(0.0, 1.0, 1.0, 0.0)))
     sinks = [Sink() for _ in range(4)]
     refused, accepted = Sink(), Sink()
 
@@ -222,7 +222,7 @@ def test_what_cannot_be_in_time_now_is_refused_while_others_run(
 
 def active_alone(engine: Engine) -> None:
     """A dense row costs 1 s in a step, a cached one 0.1 s."""
-    judge_by(engine, InTime(engine.config, lambda: Pricing(0.0, 1.0, 0.1, 0.0)))
+    judge_by(engine, DueTimes(engine.config, lambda: Pricing(0.0, 1.0, 0.1, 0.0)))
 
 
 @pytest.mark.parametrize(
@@ -288,7 +288,7 @@ def test_an_elastic_edit_at_risk_leaves_steps_out_down_to_its_floor(
 ) -> None:
     options: dict[str, Any] = {"num_inference_steps": 16, "cache": "off"}
     plain = edit(engine, job(encoder, 6, "plain", **options))
-    judge_by(engine, InTime(engine.config, lambda: Pricing(0.0, 1.0, 1.0, 0.0)))
+    judge_by(engine, DueTimes(engine.config, lambda: Pricing(0.0, 1.0, 1.0, 0.0)))
     final = edit(engine, elastic(job(encoder, 6, "elastic", **options), floor, due_ms=ms))
     assert final.meta.get("reuse", {}).get("level") == level
     if level is None:
@@ -312,7 +312,7 @@ def test_a_cached_elastic_edit_has_the_ring_of_its_level(
     options: dict[str, Any] = {"num_inference_steps": 12, "cache": "require", "mask_ring": 1}
     one = small(job(encoder, 6, "primes", **options))
     assert edit(engine, one).meta["mask_ring"] == 1
-    judge_by(engine, InTime(engine.config, lambda: Pricing(0.0, 1.0, 1.0, 0.0)))
+    judge_by(engine, DueTimes(engine.config, lambda: Pricing(0.0, 1.0, 1.0, 0.0)))
     final = edit(engine, elastic(one, level.psnr, due_ms=1))
     assert final.meta["reuse"]["level"] == level.name
     ring = 1 if level.ring is None else level.ring
@@ -337,7 +337,7 @@ def anchoring(tiny_fill: Path, encoder: Encoder) -> Any:
 def test_an_elastic_edit_with_refresh_steps_has_fewer(
     anchoring: Engine, encoder: Encoder, level: ReuseLevel
 ) -> None:
-    judge_by(anchoring, InTime(anchoring.config, lambda: Pricing(0.0, 1.0, 1.0, 0.0)))
+    judge_by(anchoring, DueTimes(anchoring.config, lambda: Pricing(0.0, 1.0, 1.0, 0.0)))
     edit_job = job(encoder, 8, "late", num_inference_steps=12, cache="own")
     meta = edit(anchoring, elastic(edit_job, level.psnr, due_ms=1)).meta
     assert meta["reuse"] == {"level": level.name, "steps_skipped": 0, "psnr": level.psnr}
@@ -351,7 +351,7 @@ def test_a_hit_that_leaves_steps_out_computes_its_text(anchoring: Engine, encode
     """As the edit that asks for it: a block that is left out at an anchor leaves nothing there."""
     options: dict[str, Any] = {"num_inference_steps": 12, "cache": "require"}
     assert edit(anchoring, job(encoder, 9, "plain", **options)).meta["text_steps"] == 3
-    judge_by(anchoring, InTime(anchoring.config, lambda: Pricing(0.0, 1.0, 1.0, 0.0)))
+    judge_by(anchoring, DueTimes(anchoring.config, lambda: Pricing(0.0, 1.0, 1.0, 0.0)))
     [level] = [entry for entry in LEVELS[FILL, "cached"] if entry.name.endswith("ring1-skip0.1")]
     final = edit(anchoring, elastic(job(encoder, 9, "late", **options), level.psnr, due_ms=1))
     assert final.meta["reuse"]["level"] == level.name
@@ -375,7 +375,7 @@ def test_a_hit_steps_down_to_nothing_that_is_more_work_than_it_is(
     levels = LEVELS[FILL, "cached"]
     less = [level for level in levels if times * level.work < 0.99]
     assert 0 < len(less) < len([level for level in levels if level.work < 0.99])
-    judge_by(anchoring, InTime(anchoring.config, lambda: Pricing(0.0, 1000.0, 1000.0, 0.0)))
+    judge_by(anchoring, DueTimes(anchoring.config, lambda: Pricing(0.0, 1000.0, 1000.0, 0.0)))
     meta = edit(anchoring, elastic(job(encoder, 9, "late", **options), 0.0, due_ms=11_900_000)).meta
     assert meta["reuse"]["level"] == less[0].name
 
@@ -406,7 +406,7 @@ def test_an_edit_with_refresh_steps_does_not_wait_for_priming_that_is_later(
     anchoring: Engine, encoder: Encoder
 ) -> None:
     """Dense it would be late, and behind the priming in time; as it is it is in time now."""
-    judge_by(anchoring, InTime(anchoring.config, lambda: Pricing(0.0, 1.0, 0.1, 0.0)))
+    judge_by(anchoring, DueTimes(anchoring.config, lambda: Pricing(0.0, 1.0, 0.1, 0.0)))
     edit_job = due(job(encoder, 10, "first", num_inference_steps=20), due_ms=8000)
     assert edit(anchoring, edit_job).meta["cache"] == "own"
 
@@ -414,7 +414,7 @@ def test_an_edit_with_refresh_steps_does_not_wait_for_priming_that_is_later(
 def test_an_elastic_edit_is_refused_by_what_its_lowest_level_takes(
     engine: Engine, encoder: Encoder
 ) -> None:
-    judge_by(engine, InTime(engine.config, lambda: Pricing(0.0, 1.0, 1.0, 0.0)))
+    judge_by(engine, DueTimes(engine.config, lambda: Pricing(0.0, 1.0, 1.0, 0.0)))
     edit_job = job(encoder, 7, "tight", num_inference_steps=16, cache="off")
     for name, floor, refused in (("low", 0.0, False), ("high", 60.0, True)):
         sink = Sink()
@@ -430,6 +430,6 @@ def test_nothing_is_refused_by_an_estimate_or_where_it_is_switched_off(
 ) -> None:
     prices = Pricing(1.0, 1.0, 1.0, 0.0)
     off = structs.replace(engine.config, slo=SloConfig(refuse_above=0.0))
-    for in_time in (InTime(engine.config, lambda: None), InTime(off, lambda: prices)):
-        judge_by(engine, in_time)
+    for due_times in (DueTimes(engine.config, lambda: None), DueTimes(off, lambda: prices)):
+        judge_by(engine, due_times)
         assert edit(engine, dropped(job(encoder, 5, "taken", num_inference_steps=1), 3000)).meta
