@@ -33,7 +33,18 @@ from maskserve_engine.scheduling.policies import policy_of
 
 _log = logging.getLogger(__name__)
 
-Running = list[RequestState | Priming]
+Request = RequestState | Priming
+
+
+class StepRows:
+    """The rows of a step: those of edits, or that of a priming, whose entries must not depend on
+    other rows.
+    """
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self.requests = requests
+        self.edits = [request for request in requests if isinstance(request, RequestState)]
+        self.primings = [request for request in requests if isinstance(request, Priming)]
 
 
 class StepRunner:
@@ -65,7 +76,7 @@ class StepRunner:
         self.adapter, self.executor, self.manager = adapter, executor, manager
         self.planner, self.output, self.times = planner, output, times
         self.counters, self.observations = counters, observations
-        self._pair = policy_of(config.engine).deals
+        self._deals_passes = policy_of(config.engine).deals
         """Whether all devices take every step together, as one faster device would."""
         # Such entries have keys and values of some tokens, but no hidden states.
         keys_only = config.cache.conv_halo > 0 or adapter.spec.encoder_picture is not None
@@ -74,7 +85,7 @@ class StepRunner:
         self._numbers = count(1)
         self._batch_flops = BatchFlops()
 
-    def step(self, running: Running, devices: tuple[int, ...] = (0,)) -> None:
+    def step(self, running: Sequence[Request], devices: tuple[int, ...] = (0,)) -> None:
         """Queue one step of these rows. It returns when the device has done the steps before it, or
         all but the last of them (`StepTimes.keep_pace`): whoever comes or leaves meanwhile counts
         at the next one.
@@ -86,28 +97,28 @@ class StepRunner:
         Raises:
             RuntimeError: all rows have failed for several steps.
         """
-        running = _rows_of_step(running)
-        reads, loads = self._load(running, devices)
-        work = self._work(running[0])
-        planned = self._plan(running, len(devices), work, reads, loads)
-        step = self._input(running, devices, work, reads, planned)
+        rows = StepRows(_without_delayed(running))
+        reads, loads = self._load(rows.edits, devices)
+        work = self._work(rows)
+        planned = self._plan(rows, len(devices), work, reads, loads)
+        step = self._input(rows, devices, work, reads, planned)
+        self.counters["step_tokens_total"] += sum(row.step_tokens for row in rows.requests)
 
         def done(result: StepResult) -> None:
             # Edits that were cancelled during the step are already answered.
-            live_edits = [edit for edit in running if self.manager.holds(edit)]
-            self._record_waits(live_edits, result.control_waits)
-            self._record_time(live_edits, len(running), work, result, planned)
-            self._update(live_edits, result, self._dense if planned is None else planned.plan.kinds)
+            left = StepRows([row for row in rows.requests if self.manager.holds(row)])
+            self._record_waits(left.edits, result.control_waits)
+            self._record_time(left, len(rows.requests), work, result, planned)
+            self._update(left, result, self._dense if planned is None else planned.plan.kinds)
 
         self.executor.step(step, done)
         self.times.keep_pace()
 
     def _load(
-        self, running: Running, devices: tuple[int, ...]
+        self, edits: Sequence[RequestState], devices: tuple[int, ...]
     ) -> tuple[list[Read], Mapping[str, tuple[LoadState, ...]]]:
         """Start the loads of the entries that cached rows read in this step, if they are ready."""
-        cached = [(edit, edit.reads) for edit in running if isinstance(edit, RequestState)]
-        readers = [(edit, reads) for edit, reads in cached if reads is not None]
+        readers = [(edit, edit.reads) for edit in edits if edit.reads is not None]
         if not readers:
             return [], {}
         readers = [(e, reads) for e, reads in readers if not reads.is_dense(e.tally.done)]
@@ -130,7 +141,7 @@ class StepRunner:
 
     def _plan(
         self,
-        running: Running,
+        rows: StepRows,
         devices: int,
         work: ModelWork,
         reads: list[Read],
@@ -139,12 +150,12 @@ class StepRunner:
         """Plan how rows that read entries run on `devices` devices; None: no row reads any."""
         if not reads:
             return None
-        reading, dense_totals, fixed = [], list[Totals](), self._fixed
-        ranks = devices if devices > 1 and self._share_tokens(running) else 1
+        reading, dense_totals, fixed = [], [row.counted for row in rows.primings], self._fixed
+        ranks = devices if devices > 1 and self._share_tokens(rows.edits) else 1
         row_reads = {read.row: read for read in reads}
-        for edit in running:
+        for edit in rows.edits:
             read = row_reads.get(edit.request_id)
-            if read is None or not isinstance(edit, RequestState) or edit.reads is None:
+            if read is None or edit.reads is None:
                 dense_totals.append(edit.counted)
                 continue
             row_loads, stays = loads[read.row], edit.reads.stays(edit.tally.done)
@@ -166,24 +177,22 @@ class StepRunner:
 
     def _input(
         self,
-        running: Running,
+        rows: StepRows,
         devices: tuple[int, ...],
         work: ModelWork,
         reads: list[Read],
         planned: StepPlan | None,
     ) -> StepInput:
-        self.counters["step_tokens_total"] += sum(edit.step_tokens for edit in running)
-        rows = tuple([edit.request_id for edit in running])
+        names = tuple([row.request_id for row in rows.requests])
         number = next(self._numbers)
-        edits = [edit for edit in running if isinstance(edit, RequestState)]
         measures = self.manager.regions.measures
-        finding = [edit for edit in edits if edit.plan.region is not None]
+        finding = [edit for edit in rows.edits if edit.plan.region is not None]
         measured = tuple([edit.request_id for edit in finding if measures(edit)])
         if planned is None:
-            return StepInput(number, rows, devices, measured=measured)
+            return StepInput(number, names, devices, measured=measured)
         return StepInput(
             number,
-            rows,
+            names,
             devices,
             tuple(reads),
             work.maps,
@@ -192,16 +201,16 @@ class StepRunner:
             measured,
         )
 
-    def _record_waits(self, running: Running, waits: tuple[float, ...]) -> None:
+    def _record_waits(self, edits: Sequence[RequestState], waits: tuple[float, ...]) -> None:
         for seconds in waits:
             self.observations.add("controlnet_stall_seconds", seconds)
-        for edit in running:
-            if isinstance(edit, RequestState) and edit.controls.effective:
+        for edit in edits:
+            if edit.controls.effective:
                 edit.controls.stalled_s += sum(waits)
 
     def _record_time(
         self,
-        running: Running,
+        rows: StepRows,
         count: int,
         work: ModelWork,
         result: StepResult,
@@ -210,51 +219,47 @@ class StepRunner:
         """Record the time of a step.
 
         Args:
-            running: rows of the step that still run.
+            rows: rows of the step that still run.
             count: number of all its rows.
             work: work of the model at the rows' size.
             result: result of the step.
             planned: plan of the step; None: no row read an entry.
         """
-        ranks = 1 if self._pair else result.ranks
-        edits = [edit for edit in running if isinstance(edit, RequestState)]
+        ranks, edits = 1 if self._deals_passes else result.ranks, rows.edits
         # If ranks dealt the passes, FLOPs per rank are not known.
-        counted = len(running) == count and (ranks == 1 or self._share_tokens(running))
-        flops = self._flops(running, work, result, planned) if counted else None
-        beside_shares = self._overhead_shares(edits, ranks) if ranks > 1 and edits else 0.0
+        counted = len(rows.requests) == count and (ranks == 1 or self._share_tokens(edits))
+        flops = self._flops(rows.requests, work, result, planned) if counted else None
+        overhead_s = self._overhead_shares(edits, ranks) if ranks > 1 and edits else 0.0
         self.times.add(
             QueuedStep(
                 result.span,
                 result.stalls,
                 None if flops is None else flops / ranks,
-                None if planned is None else planned.plan.latency + beside_shares,
+                None if planned is None else planned.plan.latency + overhead_s,
                 len(result.rows),
-                tuple(
-                    [
-                        edit
-                        for edit in running
-                        if isinstance(edit, Priming) and edit.request_id not in result.failed
-                    ]
-                ),
-                self._host_seconds(work, planned) if running else 0.0,
-                beside_shares,
+                tuple([row for row in rows.primings if row.request_id not in result.failed]),
+                self._host_seconds(work, planned) if rows.requests else 0.0,
+                overhead_s,
             )
         )
 
-    def _share_tokens(self, running: Running) -> bool:
+    def _share_tokens(self, edits: Sequence[RequestState]) -> bool:
         """Whether devices share the step's tokens; otherwise they deal the rows' passes."""
-        edits = [edit for edit in running if isinstance(edit, RequestState)]
-        return not self._pair and all(edit.work.passes == 1 for edit in edits)
+        return not self._deals_passes and all(edit.work.passes == 1 for edit in edits)
 
     def _flops(
-        self, running: Running, work: ModelWork, result: StepResult, planned: StepPlan | None
+        self,
+        requests: Sequence[Request],
+        work: ModelWork,
+        result: StepResult,
+        planned: StepPlan | None,
     ) -> float | None:
         """Return the counted FLOPs of the step just taken; None: its rows did less (they failed or
         skipped blocks) or more (they computed their references).
         """
-        surviving = [edit for edit in running if edit.request_id not in result.failed]
+        surviving = [row for row in requests if row.request_id not in result.failed]
         rows = list(zip(surviving, result.rows, strict=True))
-        totals = [edit.counted_in(step) for edit, step in rows]
+        totals = [row.counted_in(step) for row, step in rows]
         counted = [one for one in totals if one is not None]
         if not counted or len(counted) < len(totals):
             return None
@@ -267,44 +272,35 @@ class StepRunner:
             () if planned is None else planned.plan.kinds,
         ) + sum(edit.control_flops(step) for edit, step in edits)
 
-    def _update(self, running: Running, result: StepResult, kinds: tuple[str, ...]) -> None:
+    def _update(self, rows: StepRows, result: StepResult, kinds: tuple[str, ...]) -> None:
+        """Count the step of each row, and end the rows that have failed; an error of one row does
+        not affect others.
+        """
         steps = {step.row: step for step in result.rows}
-        for edit in running:
-            error = result.failed.get(edit.request_id)
+        for row in rows.requests:
+            error = result.failed.get(row.request_id)
             if error is not None:
-                self._end(edit, error)
+                self.manager.fail(row, error)
                 continue
             try:
-                if isinstance(edit, RequestState) and edit.request_id in result.lost:
-                    assert edit.reads is not None, "only a row that reads entries can lose one"
-                    edit.reads.lose(edit.tally.done)
-                self._count(edit, steps[edit.request_id], len(steps), kinds, result.span)
+                step = steps[row.request_id]
+                if isinstance(row, Priming):
+                    self.counters["priming_rows_total"] += 1
+                    self.manager.keep_entry(row, step)
+                    continue
+                if row.request_id in result.lost:
+                    assert row.reads is not None, "only a row that reads entries can lose one"
+                    row.reads.lose(row.tally.done)
+                self._count(row, step, len(steps), kinds, result.span)
             except Exception as error:
-                _log.exception("the end of a step failed", extra=about(edit.request_id))
+                _log.exception("the end of a step failed", extra=about(row.request_id))
                 reason = EngineFailed(f"a denoising step failed ({type(error).__name__})")
-                self._end(edit, reason)
-
-    def _end(self, edit: RequestState | Priming, error: EngineFailed) -> None:
-        if isinstance(edit, Priming):
-            assert self.manager.primings is not None, "only primings have such rows"
-            self.manager.primings.end(edit, complete=False, unfit=True)
-        else:
-            self.manager.end(edit.request_id, error)
+                self.manager.fail(row, reason)
 
     def _count(
-        self,
-        edit: RequestState | Priming,
-        step: RowStep,
-        rows: int,
-        kinds: tuple[str, ...],
-        span: Span,
+        self, edit: RequestState, step: RowStep, rows: int, kinds: tuple[str, ...], span: Span
     ) -> None:
-        """Count a row's step; report progress to the client, or finish the row."""
-        if isinstance(edit, Priming):
-            self.counters["priming_rows_total"] += 1
-            assert self.manager.primings is not None, "only primings have such rows"
-            self.manager.primings.keep_entry(edit, step)
-            return
+        """Count an edit's step; report progress to the client, or finish the row."""
         work, cached = edit.work, step.read
         self.counters["skipped_rows_total"] += step.skipped > edit.tally.skipped
         if step.stale:
@@ -322,7 +318,7 @@ class StepRunner:
             self.manager.regions.follow(edit, step)
         self.counters["active_tokens_total"] += work.passes * computed
         if edit.overflowed is not None:
-            self._end(edit, overflowed(edit.overflowed))
+            self.manager.end(edit.request_id, overflowed(edit.overflowed))
         elif step.done == work.steps:
             if edit.audit is None:
                 self.counters["edits_total"] += 1
@@ -360,15 +356,15 @@ class StepRunner:
             return 0.0 if planned is None else planned.plan.host
         return launch * work.batch_launches(("dense",) * len(work.blocks))
 
-    def _work(self, first: RequestState | Priming) -> ModelWork:
+    def _work(self, rows: StepRows) -> ModelWork:
         """Return the work at the first row's size: rows of a batch have the same size, or their
         blocks the same costs.
         """
-        _, height, width = first.job.moments.shape
+        _, height, width = rows.requests[0].job.moments.shape
         return self.adapter.work(height, width)
 
 
-def _rows_of_step(running: Running) -> Running:
+def _without_delayed(running: Sequence[Request]) -> Sequence[Request]:
     """Return the rows that take this step. Some rows whose refresh step is due wait, so that the
     refresh steps of all rows spread evenly over steps; those that have waited longest go first.
     Waiting changes no picture, since no picture depends on its batch.
@@ -380,7 +376,7 @@ def _rows_of_step(running: Running) -> Running:
         if edit.reads is not None and edit.reads.reads_step_cache
     ]
     room = max(1, round(sum(edit.plan.dense_steps / edit.work.steps for edit, _ in refreshing)))
-    due_edits = [(edit, reads) for edit, reads in refreshing if reads.anchor_due(edit.tally.done)]
+    due_edits = [(edit, reads) for edit, reads in refreshing if reads.refreshes_at(edit.tally.done)]
     due_edits.sort(key=lambda due: -due[1].steps_delayed)
     for number, (_, reads) in enumerate(due_edits):
         reads.steps_delayed = 0 if number < room else reads.steps_delayed + 1

@@ -225,6 +225,19 @@ class RequestManager:
             self.scheduler.cancel(request_id)
             self.output.send(edit.sink, Failed(error, timeline(edit)))
 
+    def fail(self, request: RequestState | Priming, error: MaskserveError) -> None:
+        """End an edit or a priming whose row cannot go on."""
+        if isinstance(request, RequestState):
+            self.end(request.request_id, error)
+        else:
+            assert self.primings is not None, _ONLY_CACHED
+            self.primings.end(request, complete=False, unfit=True)
+
+    def keep_entry(self, priming: Priming, step: RowStep) -> None:
+        """Store the entry that a priming row's step recorded."""
+        assert self.primings is not None, _ONLY_CACHED
+        self.primings.keep_entry(priming, step)
+
     def end_all(self, error: MaskserveError) -> None:
         """End all edits with an error, and refuse later ones."""
         self.refusal = error

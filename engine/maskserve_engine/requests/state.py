@@ -146,7 +146,7 @@ class EntryReads:
         """Whether a step that reads only keys and values leaves the text out."""
         return self.text is not None and step not in self.text
 
-    def anchor_due(self, step: int) -> bool:
+    def refreshes_at(self, step: int) -> bool:
         """Whether the step computes a refresh step's tokens."""
         return step in self.refreshes
 
