@@ -121,7 +121,7 @@ class EntryReader:
             self.entry = None
             self.anchors = tuple(None if a == anchor else a for a in self.anchors)
 
-    def turn_over(self, key: str, anchors: Sequence[Anchor | None]) -> None:
+    def switch(self, key: str, anchors: Sequence[Anchor | None]) -> None:
         """Read the entries of another key from the next step on."""
         self.release()
         self.key, self.anchors = key, tuple(anchors)

@@ -119,8 +119,8 @@ class GangExecutor:
         self.ranks.load_lora(adapter, factors)
         return nbytes
 
-    def drop(self, adapter: str) -> None:
-        self.ranks.drop(adapter)
+    def drop_lora(self, adapter: str) -> None:
+        self.ranks.drop_lora(adapter)
 
     def attach(self, row: str, adapters: Sequence[tuple[str, float]]) -> None:
         gang_row = self.rows[row]
@@ -135,12 +135,12 @@ class GangExecutor:
     def drop_net(self, net: str) -> None:
         self.ranks.drop_net(net)
 
-    def read(self, row: str, key: str, anchors: Sequence[Anchor | None]) -> None:
+    def switch_entries(self, row: str, key: str, anchors: Sequence[Anchor | None]) -> None:
         gang_row = self.rows[row]
         assert isinstance(gang_row.spec, CachedRowSpec)
         gang_row.spec = replace(gang_row.spec, key=key, anchors=tuple(anchors))
         for process in gang_row.steps_in_rank:
-            process.call("read", gang_row.name, key, gang_row.spec.anchors)
+            process.call("switch_entries", gang_row.name, key, gang_row.spec.anchors)
 
     def refresh_at(self, row: str, schedule: RefreshSchedule) -> None:
         gang_row = self.rows[row]

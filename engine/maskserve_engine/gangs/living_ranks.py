@@ -118,9 +118,9 @@ class LivingRanks:
         self._adapters[adapter] = factors  # first: a rank that returns now has it from there
         _wait(self.call("load_lora", adapter, factors))
 
-    def drop(self, adapter: str) -> None:
+    def drop_lora(self, adapter: str) -> None:
         self._adapters.pop(adapter, None)
-        self.call("drop", adapter)
+        self.call("drop_lora", adapter)
 
     def load_net(self, net: str, folder: NetFolder) -> None:
         """Give every rank a ControlNet, and wait for it; not from the engine's thread."""

@@ -176,8 +176,8 @@ class Rank:
     def load_lora(self, adapter: str, factors: Mapping[str, Factors]) -> None:
         self._local.load_lora(adapter, factors)
 
-    def drop(self, adapter: str) -> None:
-        self._local.drop(adapter)
+    def drop_lora(self, adapter: str) -> None:
+        self._local.drop_lora(adapter)
 
     def load_net(self, net: str, folder: NetFolder) -> Future[None]:
         """Load a ControlNet; the future is done when it is on the device."""
@@ -191,12 +191,12 @@ class Rank:
     def attach(self, row: str, adapters: Sequence[tuple[str, float]]) -> None:
         self._change(row, lambda: self._local.attach(row, adapters))
 
-    def read(self, row: str, key: str, anchors: Sequence[Anchor | None]) -> None:
-        def open_and_read() -> None:
+    def switch_entries(self, row: str, key: str, anchors: Sequence[Anchor | None]) -> None:
+        def open_and_switch() -> None:
             self._open(key, anchors)
-            self._local.read(row, key, anchors)
+            self._local.switch_entries(row, key, anchors)
 
-        self._change(row, open_and_read)
+        self._change(row, open_and_switch)
 
     def refresh_at(self, row: str, schedule: RefreshSchedule) -> None:
         self._change(row, partial(self._local.refresh_at, row, schedule))

@@ -79,7 +79,7 @@ class LocalExecutor:
         self._adapters[adapter] = updates
         return updates.nbytes
 
-    def drop(self, adapter: str) -> None:
+    def drop_lora(self, adapter: str) -> None:
         self._adapters.pop(adapter, None)
 
     def attach(self, row: str, adapters: Sequence[tuple[str, float]]) -> None:
@@ -97,12 +97,12 @@ class LocalExecutor:
         if self._services is not None:
             self._services.drop(net)
 
-    def read(self, row: str, key: str, anchors: Sequence[Anchor | None]) -> None:
+    def switch_entries(self, row: str, key: str, anchors: Sequence[Anchor | None]) -> None:
         record = self.rows[row]
         assert isinstance(record.reader, EntryReader), "a row with refresh steps reads no entries"
-        record.reader.turn_over(key, anchors)
+        record.reader.switch(key, anchors)
         if record.references is not None:
-            record.references.turn_over(key, [STILL] * len(anchors))
+            record.references.switch(key, [STILL] * len(anchors))
 
     def refresh_at(self, row: str, schedule: RefreshSchedule) -> None:
         reader = self.rows[row].reader

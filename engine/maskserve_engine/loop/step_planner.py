@@ -31,7 +31,9 @@ _LATE = 1.02
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class PlannedRow:
+    """A row that reads an entry in a step, or its lookahead, as the step's plan depends on it."""
+
     totals: Totals
     """Sums of the row's step, as its cost depends on them."""
     loads: tuple[LoadState, ...]
@@ -60,7 +62,7 @@ class StepPlanner:
     def plan(
         self,
         work: ModelWork,
-        rows: Sequence[Reading],
+        rows: Sequence[PlannedRow],
         dense: Totals | None,
         *,
         fixed: bool = False,

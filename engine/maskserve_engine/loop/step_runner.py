@@ -17,7 +17,7 @@ from maskserve_engine.base.job import PreviewEvent, ProgressEvent
 from maskserve_engine.base.mailbox import OutputThread
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.loop.measured_costs import QueuedStep, StepTimes
-from maskserve_engine.loop.step_planner import Reading, StepPlan, StepPlanner
+from maskserve_engine.loop.step_planner import PlannedRow, StepPlan, StepPlanner
 from maskserve_engine.planning.flops import BatchFlops, ModelWork, Totals
 from maskserve_engine.requests.executor import (
     Executor,
@@ -150,7 +150,7 @@ class StepRunner:
         """Plan how rows that read entries run on `devices` devices; None: no row reads any."""
         if not reads:
             return None
-        reading, dense_totals, fixed = [], [row.counted for row in rows.primings], self._fixed
+        planned_rows, dense_totals, fixed = [], [row.counted for row in rows.primings], self._fixed
         ranks = devices if devices > 1 and self._share_tokens(rows.edits) else 1
         row_reads = {read.row: read for read in reads}
         for edit in rows.edits:
@@ -159,11 +159,11 @@ class StepRunner:
                 dense_totals.append(edit.counted)
                 continue
             row_loads, stays = loads[read.row], edit.reads.stays(edit.tally.done)
-            reading.append(Reading(edit.work.reading(text=read.text), row_loads, stays))
+            planned_rows.append(PlannedRow(edit.work.reading(text=read.text), row_loads, stays))
             if edit.reads.looks_ahead(edit.tally.done):
                 lookahead = edit.work.lookahead
                 if lookahead.reads:
-                    reading.append(Reading(lookahead.counted, row_loads, stays))
+                    planned_rows.append(PlannedRow(lookahead.counted, row_loads, stays))
                 else:
                     dense_totals.append(lookahead.counted)
             # Text and step caches have keys and values only. Whether a row reads them follows from
@@ -171,7 +171,7 @@ class StepRunner:
             only_keys = edit.reads.reads_step_cache or not read.text
             fixed = fixed or read.required or only_keys
         dense = Totals.sum_of(dense_totals) if dense_totals else None
-        planned = self.planner.plan(work, reading, dense, fixed=fixed, ranks=ranks)
+        planned = self.planner.plan(work, planned_rows, dense, fixed=fixed, ranks=ranks)
         self.counters[f"plans_total.{planned.choice}"] += 1
         return planned
 

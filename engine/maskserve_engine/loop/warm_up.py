@@ -21,7 +21,7 @@ from maskserve_engine.cache.entry_file import EntrySource
 from maskserve_engine.cache.sizing import Kinds
 from maskserve_engine.cache.store import Store
 from maskserve_engine.families.adapter import Adapter
-from maskserve_engine.loop.step_planner import Reading, StepPlanner, parts_of
+from maskserve_engine.loop.step_planner import PlannedRow, StepPlanner, parts_of
 from maskserve_engine.planning.flops import ModelWork
 from maskserve_engine.spec.model_spec import refresh_rule, refresh_stride
 from maskserve_engine.stages.loader import device_of, warm_up_side
@@ -120,7 +120,7 @@ def _cached_step(
             assert handle is not None, "a forced request is not refused"
             handles.append(handle)
         readings = [
-            Reading(adapter.counted(job), (handle.load,), stays=1)
+            PlannedRow(adapter.counted(job), (handle.load,), stays=1)
             for job, handle in zip(jobs, handles, strict=True)
         ]
         plan = planner.plan(work, readings, None, fixed=True).plan
@@ -157,7 +157,9 @@ def _refresh_steps(
             continue
         entries = [reader.turn_to(step) for reader in readers]
         readings = [
-            Reading(adapter.counted(job, schedule), () if entry is None else (entry.load,), stays=1)
+            PlannedRow(
+                adapter.counted(job, schedule), () if entry is None else (entry.load,), stays=1
+            )
             for job, entry in zip(jobs, entries, strict=True)
         ]
         plan = planner.plan(work, readings, None, fixed=True).plan

@@ -52,7 +52,7 @@ class EditAdapters:
             if resource_set is not None
         }
         """Loaded resources by kind."""
-        self._drop = {LORAS.name: executor.drop, CONTROL_NETS.name: executor.drop_net}
+        self._drop = {LORAS.name: executor.drop_lora, CONTROL_NETS.name: executor.drop_net}
         self._entries_with_loras = config.adapters.entries == "own"
 
     def absent_nets(self, edit: RequestState) -> tuple[Resource, ...]:
@@ -213,7 +213,7 @@ class LateRows:
         adapter_plan = self._choose(edit)
         if adapter_plan is None:
             return edit.plan  # it continues with the base model's entries
-        self._executor.read(edit.request_id, adapter_plan.key, adapter_plan.anchors)
+        self._executor.switch_entries(edit.request_id, adapter_plan.key, adapter_plan.anchors)
         assert edit.reads is not None
         edit.reads = edit.reads.of_entries(adapter_plan.key, adapter_plan.anchors)
         return replace(adapter_plan, schedule_with_template=edit.plan.schedule_with_template)

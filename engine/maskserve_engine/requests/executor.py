@@ -254,7 +254,7 @@ class Executor(Protocol):
         """
         ...
 
-    def drop(self, adapter: str) -> None:
+    def drop_lora(self, adapter: str) -> None:
         """Remove an adapter that no row has; an unknown one is ignored."""
         ...
 
@@ -280,7 +280,7 @@ class Executor(Protocol):
         """Remove a ControlNet that no row has; an unknown one is ignored."""
         ...
 
-    def read(self, row: str, key: str, anchors: Sequence[Anchor | None]) -> None:
+    def switch_entries(self, row: str, key: str, anchors: Sequence[Anchor | None]) -> None:
         """Make a cached row read other entries from its next step on; arguments as in
         `CachedRowSpec`.
         """

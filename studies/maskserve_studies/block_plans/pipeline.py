@@ -37,7 +37,7 @@ from maskserve_engine.cache.store import Store
 from maskserve_engine.cache.tier import Note
 from maskserve_engine.families.mmdit.rows import FlowRow
 from maskserve_engine.loop.measured_costs import MeasuredCosts
-from maskserve_engine.loop.step_planner import Reading, StepPlanner, parts_of
+from maskserve_engine.loop.step_planner import PlannedRow, StepPlanner, parts_of
 from maskserve_engine.planning.cost_model import CostModel
 from maskserve_engine.planning.flops import KINDS, RowTokens, Totals
 from maskserve_engine.planning.two_stream import StepCosts, evaluate, step_costs
@@ -166,7 +166,7 @@ class Pipeline:
         assert handle is not None
         self.row.entry = handle
         planned = self.planner.plan(
-            self.bench.work, [Reading(self.totals, (handle.load,), 1)], None
+            self.bench.work, [PlannedRow(self.totals, (handle.load,), 1)], None
         )
         handle.want(parts_of(planned.plan), n)
         ahead = reader.look_ahead(n)

@@ -12,7 +12,7 @@ from maskserve_engine.cache.entries import PARTS
 from maskserve_engine.cache.loader import Arrival, Load, Selection
 from maskserve_engine.families.flux.spec import flux_work
 from maskserve_engine.loop.measured_costs import MeasuredCosts
-from maskserve_engine.loop.step_planner import Reading, StepPlanner, parts_of
+from maskserve_engine.loop.step_planner import PlannedRow, StepPlanner, parts_of
 from maskserve_engine.planning.cost_model import CostModel
 from maskserve_engine.planning.flops import RowTokens
 from tests.fakes.entries import random_entry
@@ -43,8 +43,8 @@ def planner(seconds_per_byte: float) -> StepPlanner:
     return StepPlanner(MeasuredCosts(model))
 
 
-def reading(load: Load, stays: int = 1) -> Reading:
-    return Reading(WORK.totals([RowTokens((4.0,), 8.0)]), (load,), stays)
+def reading(load: Load, stays: int = 1) -> PlannedRow:
+    return PlannedRow(WORK.totals([RowTokens((4.0,), 8.0)]), (load,), stays)
 
 
 def test_what_is_there_is_taken() -> None:
