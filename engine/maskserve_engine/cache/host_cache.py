@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from maskserve_common.contracts.tiers import HOST
-from maskserve_engine.base.device_clock import Span, mark
+from maskserve_engine.base.device_clock import Span
 from maskserve_engine.cache.entries import PARTS, Coded
 from maskserve_engine.cache.loader import Load, Loader, Part, Travelling
 from maskserve_engine.planning.flops import Floats
@@ -185,14 +185,7 @@ class HostCache:
         window = [p for p in self._order[place : place + 1 + BLOCKS_AHEAD] if p not in self._new]
         self._loader.keep_only(self._load, window)
         self._loader.ask(self._load, window, self._step)
-        arrival = self._load.arrived.get(part)
-        if arrival is not None and arrival.ready():
-            return arrival.get()
-        device = self._loader.mover.device
-        begin = mark(device)
-        tensors = (arrival or self._loader.wait(self._load, part)).get()
-        self._stalls.append(Span(begin, mark(device)))
-        return tensors
+        return self._loader.read(self._load, part, self._stalls)
 
     def clear(self) -> None:
         """Drop all tensors."""

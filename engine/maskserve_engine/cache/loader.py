@@ -25,6 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from maskserve_engine.base.device_clock import Span, mark
 from maskserve_engine.cache.entries import PARTS, AnchorEntry, Coded
 from maskserve_engine.cache.entry_file import FileTensor, OpenFile, StoredCoded
 from maskserve_engine.cache.registered import Registered, Registrar
@@ -661,6 +662,26 @@ class Loader:
                     continue
                 self._changed.wait(_LOOK_S)
             return load.arrived[part]
+
+    def read(self, load: Load, part: Part, stalls: list[Span]) -> tuple[Coded, ...]:
+        """Return a part for later work of the current stream, and wait for it if it has not
+        arrived.
+
+        Args:
+            load: owner of the part.
+            part: part that was asked for.
+            stalls: receives the span of the wait.
+
+        Raises:
+            EntryLost: it will not arrive.
+        """
+        arrival = load.arrived.get(part)
+        if arrival is not None and arrival.ready():
+            return arrival.get()
+        begin = mark(self.mover.device)
+        tensors = (arrival or self.wait(load, part)).get()
+        stalls.append(Span(begin, mark(self.mover.device)))
+        return tensors
 
     def keep_only(self, load: Load, parts: Collection[Part]) -> None:
         """Drop the other parts of a load from the device; they can be asked for again."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from maskserve_common.contracts.keys import Anchor, entries_id
-from maskserve_engine.base.device_clock import Span, mark
+from maskserve_engine.base.device_clock import Span
 from maskserve_engine.cache.entries import AnchorEntry, Coded
 from maskserve_engine.cache.entry_file import EntrySource
 from maskserve_engine.cache.folder_tier import FolderTier
@@ -77,13 +77,7 @@ class Handle:
         Raises:
             EntryLost: as `wait`.
         """
-        arrival = self.load.arrived.get((block, part))
-        if arrival is not None and arrival.ready():
-            parts = arrival.get()
-        else:
-            begin = mark(self.loader.mover.device)
-            parts = (arrival or self.loader.wait(self.load, (block, part))).get()
-            self.stalls.append(Span(begin, mark(self.loader.mover.device)))
+        parts = self.loader.read(self.load, (block, part), self.stalls)
         if self.load.selection is not None:
             return parts, None
         return parts, self._selection.on(block, parts[0].data.device)
