@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Generic, TypeVar
 
 from maskserve_common.shares import EVERYBODY, Shares
@@ -51,6 +51,10 @@ class LruCache(Generic[K, V]):
 
     def __contains__(self, key: K) -> bool:
         return key in self._values
+
+    def __iter__(self) -> Iterator[K]:
+        """Yield the keys, the least recently used first."""
+        return iter(self._values)
 
     @property
     def nbytes(self) -> int:

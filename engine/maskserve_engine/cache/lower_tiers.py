@@ -11,10 +11,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TypeVar
 
 from maskserve_common.contracts.keys import Anchor
 from maskserve_common.contracts.tiers import HOST
+from maskserve_common.lru_cache import LruCache
 from maskserve_engine.cache.background import Background
 from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.cache.entry_file import EntrySource
@@ -31,9 +31,6 @@ _REMEMBERED = 1024
 """Most searches remembered of each kind; the oldest are forgotten."""
 _FILES = 2**16
 """Upper bound of open files."""
-
-_K = TypeVar("_K")
-_V = TypeVar("_V")
 
 
 class LowerTiers:
@@ -61,7 +58,6 @@ class LowerTiers:
         self.folders, self.remote, self.on_change = folders, remote, on_change
         self.tiers = (*folders, *((remote,) if remote else ()))
         self._patience_s = patience_s
-        self._most_open = _most_open_files()
         self._lock = threading.Lock()
         """Guards all attributes below except the two threads; `version` and `listed` may be read
         without it.
@@ -70,15 +66,15 @@ class LowerTiers:
         """Grows when `listed` changes."""
         self.listed: dict[str, Mapping[str, TierEntry]] = {tier.name: {} for tier in folders}
         """Templates of each tier in files, by key; at most a second old."""
-        self._open: dict[tuple[str, Anchor], EntrySource] = {}
-        """Open entries by key and anchor, the most recently used last."""
+        self._open: LruCache[tuple[str, Anchor], EntrySource] = LruCache(_most_open_files())
+        """Open entries by key and anchor."""
         self._busy: dict[str, int] = {}
         """Number of fetches and writes under way, by key."""
         self._awaited: set[str] = set()
         """Keys being fetched from the remote tier whose patience has not run out."""
-        self._lost: dict[tuple[str, Anchor], float] = {}
+        self._lost: LruCache[tuple[str, Anchor], float] = LruCache(_REMEMBERED)
         """Time at which no tier had each entry."""
-        self._probed: dict[str, tuple[float, frozenset[Anchor]]] = {}
+        self._probed: LruCache[str, tuple[float, frozenset[Anchor]]] = LruCache(_REMEMBERED)
         """Anchors that the remote tier has of each key, and the time of the query."""
         self._files = Background("entry files", self._look)
         self.network = Background("remote entries")
@@ -99,12 +95,12 @@ class LowerTiers:
         if self.remote is None:
             return None
         with self._lock:
-            probed_at, known_anchors = self._probed.get(key, (-_PROBE_S, frozenset()))
+            probed_at, known_anchors = self._probed.get(key) or (-_PROBE_S, frozenset())
             if missing <= known_anchors:
                 return self.remote.name
             if time.monotonic() - probed_at <= _PROBE_S:
                 return None
-            _remember(self._probed, key, (time.monotonic(), frozenset()))
+            self._probed.put(key, (time.monotonic(), frozenset()))
         self.network.submit(partial(self._probe, key))
         return None
 
@@ -116,15 +112,16 @@ class LowerTiers:
     def source(self, key: str, anchor: Anchor) -> EntrySource | None:
         """Return an open entry; None: it is not open."""
         with self._lock:
-            source = self._open.pop((key, anchor), None)
-            if source is None or source.entry.broken:
+            source = self._open.get((key, anchor))
+            if source is not None and source.entry.broken:
+                self._open.drop((key, anchor))
                 return None
-            self._open[key, anchor] = source
             return source
 
     def lost(self, key: str, anchor: Anchor) -> bool:
         with self._lock:
-            return time.monotonic() - self._lost.get((key, anchor), -_PROBE_S) <= _PROBE_S
+            lost_at = self._lost.get((key, anchor))
+            return lost_at is not None and time.monotonic() - lost_at <= _PROBE_S
 
     def fetch(self, key: str, anchors: Sequence[Anchor]) -> None:
         """Open entries, and copy them to a nearer tier if it has room; then call `on_change`."""
@@ -140,7 +137,7 @@ class LowerTiers:
         """
         if self.folders or self.remote:
             with self._lock:
-                self._lost.pop((key, entry.anchor), None)
+                self._lost.drop((key, entry.anchor))
                 self._busy[key] = self._busy.get(key, 0) + 1
             self._files.submit(partial(self._write, key, entry, note, to_host))
 
@@ -156,8 +153,8 @@ class LowerTiers:
         """Evict a template; return the bytes freed in files."""
         freed = sum(tier.evict(key) for tier in self.folders)
         with self._lock:
-            self._open = {name: source for name, source in self._open.items() if name[0] != key}
-            self._probed.pop(key, None)
+            self._close({name for name in self._open if name[0] == key})
+            self._probed.drop(key)
             self.listed = {
                 tier: {k: template for k, template in templates.items() if k != key}
                 for tier, templates in self.listed.items()
@@ -181,7 +178,7 @@ class LowerTiers:
         with self._lock:
             for anchor in sought:
                 if (key, anchor) not in self._open:
-                    _remember(self._lost, (key, anchor), time.monotonic())
+                    self._lost.put((key, anchor), time.monotonic())
             self._busy[key] -= 1
             if not self._busy[key]:
                 del self._busy[key]
@@ -214,7 +211,7 @@ class LowerTiers:
             awaited = key in self._awaited
             self._awaited.discard(key)
             if awaited and late:
-                _remember(self._probed, key, (time.monotonic(), frozenset()))
+                self._probed.put(key, (time.monotonic(), frozenset()))
         if awaited:
             self._end(key, anchors)
 
@@ -229,12 +226,7 @@ class LowerTiers:
                     entry, place = nearer.open(key, anchor) or entry, nearer
                     break
             with self._lock:
-                _remember(
-                    self._open,
-                    (key, anchor),
-                    EntrySource(entry, place.name, tier.name),
-                    self._most_open,
-                )
+                self._open.put((key, anchor), EntrySource(entry, place.name, tier.name))
             return
 
     def _download(self, key: str, anchors: Sequence[Anchor]) -> None:
@@ -249,11 +241,12 @@ class LowerTiers:
                 for tier in self.folders:
                     tier.put(key, entry, note)
                 with self._lock:
-                    self._open[key, anchor] = EntrySource(entry, HOST.name, self.remote.name)
+                    source = EntrySource(entry, HOST.name, self.remote.name)
+                    self._open.put((key, anchor), source)
             with self._lock:  # late entries can be found from now on
-                _, known_anchors = self._probed.get(key, (0.0, frozenset()))
+                _, known_anchors = self._probed.get(key) or (0.0, frozenset())
                 downloaded = {anchor for anchor in anchors if (key, anchor) in self._open}
-                _remember(self._probed, key, (time.monotonic(), known_anchors | downloaded))
+                self._probed.put(key, (time.monotonic(), known_anchors | downloaded))
         finally:
             self._settle(key, anchors)
 
@@ -261,7 +254,7 @@ class LowerTiers:
         assert self.remote is not None
         remote_anchors = self.remote.anchors(key)
         with self._lock:
-            _remember(self._probed, key, (time.monotonic(), remote_anchors))
+            self._probed.put(key, (time.monotonic(), remote_anchors))
 
     def _write(self, key: str, entry: AnchorEntry, note: Note, to_host: ToHost) -> None:
         try:
@@ -284,17 +277,11 @@ class LowerTiers:
             if templates != self.listed:
                 self.listed = templates
                 self.version += 1
-            self._open = {
-                name: source for name, source in self._open.items() if name[0] in present_keys
-            }
+            self._close({name for name in self._open if name[0] not in present_keys})
 
-
-def _remember(entries: dict[_K, _V], key: _K, value: _V, most: int = 0) -> None:
-    """Add a record as the newest, and forget the oldest beyond `most` records (0: _REMEMBERED)."""
-    entries.pop(key, None)
-    entries[key] = value
-    while len(entries) > (most or _REMEMBERED):
-        del entries[next(iter(entries))]
+    def _close(self, names: Iterable[tuple[str, Anchor]]) -> None:
+        for name in names:
+            self._open.drop(name)
 
 
 def _most_open_files() -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import math
 import random
-from collections import OrderedDict, deque
+from collections import deque
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from maskserve_common.config import CacheConfig
 from maskserve_common.contracts.settings import PRIORITIES
 from maskserve_common.logs import about
+from maskserve_common.lru_cache import LruCache
 from maskserve_common.observations import Observations
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.transfer import HostCopy
@@ -84,7 +85,7 @@ class Audits:
         self._waiting: deque[Audit] = deque(maxlen=_WAITING)
         self._compared: deque[tuple[Audit, HostCopy]] = deque()
         """Repeated audits whose latents are still being copied to the host."""
-        self._drifts: OrderedDict[str, _Drift] = OrderedDict()
+        self._drifts: LruCache[str, _Drift] = LruCache(_REMEMBERED)
         self._labels: set[str] = set()
         self.done = 0
         self.distrusted = 0
@@ -119,10 +120,8 @@ class Audits:
         drift = drift_of(audit.latents.array(), dense, audit.job.edit_mask)
         if not math.isfinite(drift):
             return drift  # the edit has overflowed; its client got an error
-        drift_record = self._drifts.setdefault(audit.key, _Drift())
-        self._drifts.move_to_end(audit.key)
-        if len(self._drifts) > _REMEMBERED:
-            self._drifts.popitem(last=False)
+        drift_record = self._drifts.get(audit.key) or _Drift()
+        self._drifts.put(audit.key, drift_record)
         if drift_record.largest <= self._limit < drift:
             self.distrusted += 1
             _log.warning(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
 
 from maskserve_common.contracts.keys import NO_SCOPE, scope_of
 from maskserve_common.contracts.request import EditRequest
+from maskserve_common.lru_cache import LruCache
 
 _REMEMBERED = 65_536
 _PRIMED_AT = 2
@@ -20,7 +20,7 @@ class KeyHistory:
     """Counts recent templates and prompts by API key; for one thread at a time."""
 
     def __init__(self) -> None:
-        self._done: OrderedDict[tuple[str, ...], int] = OrderedDict()
+        self._uses: LruCache[tuple[str, ...], int] = LruCache(_REMEMBERED)
 
     def new_of(self, edit: EditRequest) -> list[str]:
         """Record an edit, and return which of TEMPLATE, PROMPT and REFERENCES (already encoded) and
@@ -45,9 +45,7 @@ class KeyHistory:
         return new
 
     def _add(self, thing: tuple[str, ...]) -> int:
-        previous = self._done.get(thing, 0)
-        self._done[thing] = previous + 1
-        self._done.move_to_end(thing)
-        if len(self._done) > _REMEMBERED:
-            self._done.popitem(last=False)
+        """Count a use, and return the number of those before it."""
+        previous = self._uses.get(thing) or 0
+        self._uses.put(thing, previous + 1)
         return previous

@@ -6,7 +6,7 @@ ended.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -22,6 +22,7 @@ from maskserve_common.contracts.keys import (
     sharing,
 )
 from maskserve_common.errors import Overloaded
+from maskserve_common.lru_cache import LruCache
 from maskserve_common.shares import room
 from maskserve_engine.base.job import Conditioning, EditJob
 from maskserve_engine.batch.step_cache import RefreshSchedule
@@ -111,34 +112,41 @@ class CacheLookup:
     """
 
 
+@dataclass(slots=True)
+class _Reuse:
+    uses: int = 0
+    retry_at: int = 0
+    """Number of uses from which priming is tried again for a template that could not be primed."""
+
+
 class ReuseCounter:
     """Counts how often each recent template, and each picture of windows, was used, by key; this
     decides when templates are primed.
     """
 
     def __init__(self) -> None:
-        self._counts: OrderedDict[str, int] = OrderedDict()
-        self._retry_at: dict[str, int] = {}
-        """Count from which priming is tried again for a template that could not be primed."""
+        self._recent: LruCache[str, _Reuse] = LruCache(_REMEMBERED)
 
     def add(self, key: str) -> None:
         """Count a use of a template."""
-        self._counts[key] = self._counts.pop(key, 0) + 1
-        if len(self._counts) > _REMEMBERED:
-            forgotten, _ = self._counts.popitem(last=False)
-            self._retry_at.pop(forgotten, None)
+        reuse = self._recent.get(key) or _Reuse()
+        reuse.uses += 1
+        self._recent.put(key, reuse)
 
     def put_off(self, key: str) -> None:
         """Put off a template that could not be primed, until it has been used twice as often."""
-        if key in self._counts:  # otherwise no edit has used it yet
-            self._retry_at[key] = 2 * self._counts[key]
+        reuse = self._recent.get(key)
+        if reuse is not None:  # otherwise no edit has used it yet
+            reuse.retry_at = 2 * reuse.uses
 
     def may_prime(self, key: str) -> bool:
-        return self._counts.get(key, 0) >= self._retry_at.get(key, 0)
+        reuse = self._recent.get(key)
+        return reuse is None or reuse.uses >= reuse.retry_at
 
     def worth_priming(self, key: str) -> bool:
         """Whether it has been used often enough, and priming is not put off."""
-        return self.may_prime(key) and self._counts.get(key, 0) >= WORTH_PRIMING
+        reuse = self._recent.get(key)
+        return reuse is not None and reuse.uses >= max(WORTH_PRIMING, reuse.retry_at)
 
 
 class Pins:

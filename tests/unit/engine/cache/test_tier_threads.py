@@ -55,7 +55,9 @@ def test_evicting_and_reading_while_files_and_network_fetch(tmp_path: Path) -> N
         for turn in itertools.cycle(keys):
             if time.monotonic() > end:
                 break
-            store.lower._open.update(many)
+            with store.lower._lock:
+                for name, other_source in many.items():
+                    store.lower._open.put(name, other_source)
             for entry in entries:
                 store.put(turn, entry, NOTE)
             for key in keys:
