@@ -29,9 +29,9 @@ from maskserve_engine.gangs.messages import RankLostError, RowAfter, RowPlace, S
 from maskserve_engine.gangs.processes import RankProcess, RankProcesses
 from maskserve_engine.layers.low_rank import Factors
 from maskserve_engine.requests.executor import (
-    AnchoredRowSpec,
     CachedRowSpec,
     LoadState,
+    PlainRowSpec,
     PrimingRowSpec,
     Read,
     RegionSpec,
@@ -144,7 +144,7 @@ class GangExecutor:
 
     def refresh_at(self, row: str, schedule: RefreshSchedule) -> None:
         gang_row = self.rows[row]
-        assert isinstance(gang_row.spec, AnchoredRowSpec)
+        assert isinstance(gang_row.spec, PlainRowSpec)
         gang_row.spec = replace(gang_row.spec, schedule=schedule)
         for process in gang_row.steps_in_rank:
             process.call("refresh_at", gang_row.name, schedule)
@@ -257,7 +257,8 @@ class GangExecutor:
             return False
         if self._deals:
             return not settings.first_block_threshold
-        if isinstance(row.spec, AnchoredRowSpec) and row.spec.job.negative is not None:
+        refreshes = isinstance(row.spec, PlainRowSpec) and row.spec.schedule is not None
+        if refreshes and row.spec.job.negative is not None:
             return False  # the other rows of the step decide whether its passes are dealt
         return self._adapter.most_ranks(row.spec.job) >= count
 

@@ -27,11 +27,9 @@ from maskserve_engine.control_link.served import ServedRow
 from maskserve_engine.control_link.services import ControlServices
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.requests.executor import (
-    AnchoredRowSpec,
     CachedRowSpec,
-    DenseRowSpec,
     LoadState,
-    PrimingRowSpec,
+    PlainRowSpec,
     Read,
     RegionSpec,
     RowLoads,
@@ -207,24 +205,27 @@ class RowMaker:
 
     def _fill(self, record: RowRecord, spec: RowSpec) -> RowReport:
         """Make the row of a new record, and its readers."""
-        adapter, job, tier = self._adapter, spec.job, None
-        if isinstance(spec, PrimingRowSpec):
-            record.row = adapter.priming_row(
-                job, spec.anchors, spec.prompt, spec.noise_seed, spec.kinds, spec.format
-            )
-            return RowReport()
+        if isinstance(spec, PlainRowSpec):
+            return self._fill_plain(record, spec)
         if isinstance(spec, CachedRowSpec):
             return self._fill_cached(record, spec)
-        if isinstance(spec, AnchoredRowSpec):
+        record.row = self._adapter.priming_row(
+            spec.job, spec.anchors, spec.prompt, spec.noise_seed, spec.kinds, spec.format
+        )
+        return RowReport()
+
+    def _fill_plain(self, record: RowRecord, spec: PlainRowSpec) -> RowReport:
+        schedule, tier = spec.schedule, None
+        if schedule is not None:
             tier = self._reserve(record, spec.nbytes)
-            if tier is not None:
-                record.row = adapter.anchored_row(job, spec.schedule)
-                record.reader = self._step_cache_reader(record.row, tier)
-        if record.row is None:
-            record.row = adapter.dense_row(job)
+        if schedule is None or tier is None:
+            record.row = self._adapter.dense_row(spec.job)
+        else:
+            record.row = self._adapter.anchored_row(spec.job, schedule)
+            record.reader = self._step_cache_reader(record.row, tier)
         self._control(record, tier)
         self._read_references(record, spec.key)
-        return RowReport(complete=tier is not None or isinstance(spec, DenseRowSpec))
+        return RowReport(complete=schedule is None or tier is not None)
 
     def _fill_cached(self, record: RowRecord, spec: CachedRowSpec) -> RowReport:
         assert self._store is not None, NO_STORE

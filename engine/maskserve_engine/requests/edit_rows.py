@@ -13,10 +13,9 @@ from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.requests.due_times import DueTimes
 from maskserve_engine.requests.edit_adapters import EditAdapters, LateRows
 from maskserve_engine.requests.executor import (
-    AnchoredRowSpec,
     CachedRowSpec,
-    DenseRowSpec,
     Executor,
+    PlainRowSpec,
     RowReport,
 )
 from maskserve_engine.requests.refresh_schedules import (
@@ -73,7 +72,7 @@ class EditRows:
         """Make the row without its LoRAs."""
         plan = edit.plan
         if plan.mode != "cached":
-            return self._executor.make(edit.request_id, DenseRowSpec(edit.job, plan.key))
+            return self._executor.make(edit.request_id, PlainRowSpec(edit.job, plan.key))
         if plan.schedule is not None:
             return self._with_refresh_steps(edit, plan.schedule)
         return self._with_template(edit, plan.schedule_with_template)
@@ -99,7 +98,7 @@ class EditRows:
     def _with_refresh_steps(self, edit: RequestState, schedule: RefreshSchedule) -> RowReport:
         """Make a row with refresh steps; if there is no room for its step cache, make it dense."""
         nbytes = step_cache_bytes(schedule, self._adapter, edit.job)
-        spec = AnchoredRowSpec(edit.job, schedule, nbytes, edit.plan.key)
+        spec = PlainRowSpec(edit.job, edit.plan.key, schedule, nbytes)
         report = self._executor.make(edit.request_id, spec)
         if report.complete:
             sigmas = self._adapter.sigmas(edit.job)

@@ -27,14 +27,18 @@ from maskserve_engine.scheduling.step_scheduler import Devices
 
 
 @dataclass(frozen=True, slots=True)
-class DenseRowSpec:
-    """A row that computes all tokens."""
+class PlainRowSpec:
+    """A row without a template. With a schedule, only its refresh steps compute all tokens."""
 
     job: EditJob
     key: str = ""
     """Cache key of the template whose references the row may read, if these do not depend on the
     row (`STILL`).
     """
+    schedule: RefreshSchedule | None = None
+    """Schedule of its refresh steps; None: it has none."""
+    nbytes: int = 0
+    """Bytes of the step cache that its refresh steps fill."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,18 +75,6 @@ class PrimingRowSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class AnchoredRowSpec:
-    """A row that reads its step cache between its refresh steps."""
-
-    job: EditJob
-    schedule: RefreshSchedule
-    nbytes: int
-    """Bytes of its step cache."""
-    key: str = ""
-    """Cache key of the template whose references it may read."""
-
-
-@dataclass(frozen=True, slots=True)
 class RegionSpec:
     """The region that an edit without a mask goes on with."""
 
@@ -93,7 +85,7 @@ class RegionSpec:
     """Bytes of its step cache."""
 
 
-RowSpec = DenseRowSpec | AnchoredRowSpec | CachedRowSpec | PrimingRowSpec
+RowSpec = PlainRowSpec | CachedRowSpec | PrimingRowSpec
 
 
 class RowReport(NamedTuple):

@@ -26,7 +26,7 @@ from maskserve_engine.control_link.device_memory import LentBlock
 from maskserve_engine.control_link.transport import SocketMessages
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.loop.local_executor import LocalExecutor
-from maskserve_engine.requests.executor import DenseRowSpec, StepInput
+from maskserve_engine.requests.executor import PlainRowSpec, StepInput
 from tests.fakes.control_nets import random_net
 from tests.fakes.cuda_ipc import FakeIpc
 from tests.fakes.jobs import config_of, encode_case, random_case
@@ -80,7 +80,7 @@ class Site:
         for job in jobs:
             control = replace(job.controls[0], net=service.versions["one"])
             controlled_job = replace(job, controls=(control,))
-            executor.make(job.request.request_id, DenseRowSpec(controlled_job))
+            executor.make(job.request.request_id, PlainRowSpec(controlled_job))
         for number in range(STEPS):
             executor.step(StepInput(number + 1, ("a", "b")), results.append)
             assert not results[-1].failed
@@ -184,7 +184,7 @@ def test_nothing_is_read_of_a_service_that_has_ended(
     with site.service(AMPLE) as service:
         executor = LocalExecutor(site.adapter, None, service.denoiser(connect=to_device))
         control = replace(jobs[0].controls[0], net=service.versions["one"])
-        executor.make("a", DenseRowSpec(replace(jobs[0], controls=(control,))))
+        executor.make("a", PlainRowSpec(replace(jobs[0], controls=(control,))))
         results: list[Any] = []
         ask = SocketMessages.request
 
@@ -214,7 +214,7 @@ def test_places_of_a_session_that_ended_rest_for_a_while(
         whole = block_of(service).free()
         executor = LocalExecutor(site.adapter, None, service.denoiser(connect=to_device))
         control = replace(jobs[0].controls[0], net=service.versions["one"])
-        executor.make("a", DenseRowSpec(replace(jobs[0], controls=(control,))))
+        executor.make("a", PlainRowSpec(replace(jobs[0], controls=(control,))))
         executor.step(StepInput(1, ("a",)), [].append)
         free = block_of(service).free()
         assert free < whole

@@ -23,7 +23,7 @@ from maskserve_engine.control_link.services import ControlService, ControlServic
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.families.specs import load_spec
 from maskserve_engine.loop.local_executor import LocalExecutor
-from maskserve_engine.requests.executor import DenseRowSpec, StepInput, StepResult
+from maskserve_engine.requests.executor import PlainRowSpec, StepInput, StepResult
 from maskserve_engine.spec.control_nets import ControlNets, content_of
 from maskserve_studies.adapters.service_process import PipeCalls, service_process
 from tests.fakes.control_nets import random_net
@@ -150,7 +150,7 @@ def edit_and_kill(
     executor = LocalExecutor(site.adapter, None, services)
     names = [str(number) for number in range(len(jobs))]
     for name, job in zip(names, jobs, strict=True):
-        executor.make(name, DenseRowSpec(site.adapter.prepare(job)))
+        executor.make(name, PlainRowSpec(site.adapter.prepare(job)))
     victim, at = int(rng.integers(3)), int(rng.integers(0, 3 * len(jobs)))
     lost = {
         name
@@ -180,7 +180,7 @@ def edit_and_kill(
         if not services.holds(site.nets[name].version):
             site.load(services, name)
     for name, job in zip(names, jobs, strict=True):
-        executor.make(name, DenseRowSpec(site.adapter.prepare(job)))
+        executor.make(name, PlainRowSpec(site.adapter.prepare(job)))
         while not executor.is_done(name):
             assert not step(executor, name).failed
         assert executor.result(name).array().tobytes() == expected[int(name)]

@@ -32,7 +32,7 @@ from maskserve_engine.control_link.transport import (
 from maskserve_engine.control_service.service import ControlNetService
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.loop.local_executor import LocalExecutor
-from maskserve_engine.requests.executor import DenseRowSpec, StepInput, StepResult
+from maskserve_engine.requests.executor import PlainRowSpec, StepInput, StepResult
 from maskserve_engine.start.assembly import load_engine
 from tests.fakes.control_nets import random_net
 from tests.fakes.jobs import config_of, encode_case, random_case
@@ -112,7 +112,7 @@ def step(executor: LocalExecutor, *rows: str) -> StepResult:
 def executor_of(site: Site, services: ControlServices, jobs: Any) -> LocalExecutor:
     executor = LocalExecutor(site.adapter, None, services)
     for job in jobs:
-        executor.make(job.request.request_id, DenseRowSpec(job))
+        executor.make(job.request.request_id, PlainRowSpec(job))
     return executor
 
 
@@ -235,7 +235,7 @@ def test_a_session_is_shared_while_its_service_lives_and_anew_behind_another(
     service.load("one", version, again.contents["one"], 60.0)
     assert calls.ops == ["attach", "load"]
     assert service.holds(version)
-    executor.make("with", DenseRowSpec(jobs[0]))
+    executor.make("with", PlainRowSpec(jobs[0]))
     assert not step(executor, "with", "without").failed
     service.close()
     again.close()
@@ -255,7 +255,7 @@ def test_what_it_cannot_do_costs_the_row_and_not_the_session(site: Site, connect
     assert "not open" in str(result.failed["with"])
     assert service.holds(site.service.versions["one"])
     executor.release("with")
-    executor.make("with", DenseRowSpec(jobs[0]))
+    executor.make("with", PlainRowSpec(jobs[0]))
     assert not step(executor, "with").failed
 
 

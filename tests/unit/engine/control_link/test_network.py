@@ -43,7 +43,7 @@ from maskserve_engine.control_service.service import ControlNetService
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.families.specs import load_spec
 from maskserve_engine.loop.local_executor import LocalExecutor
-from maskserve_engine.requests.executor import DenseRowSpec, StepInput
+from maskserve_engine.requests.executor import PlainRowSpec, StepInput
 from maskserve_engine.spec.control_nets import ControlNets, content_of
 from tests.fakes.control_nets import random_net
 from tests.fakes.jobs import config_of, encode_case, random_case
@@ -186,7 +186,7 @@ def test_edits_are_the_same_bytes_by_either_way(
     for connect in (SocketMessages, over_tcp):
         executor = LocalExecutor(adapter, None, service.denoiser(connect=connect))
         for job in jobs:
-            executor.make(job.request.request_id, DenseRowSpec(job))
+            executor.make(job.request.request_id, PlainRowSpec(job))
         results: list[Any] = []
         for number in range(4):
             executor.step(StepInput(number + 1, ("a", "b")), results.append)

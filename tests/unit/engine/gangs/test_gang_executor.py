@@ -30,7 +30,7 @@ from maskserve_engine.gangs.living_ranks import meeting_place
 from maskserve_engine.gangs.messages import pack
 from maskserve_engine.gangs.processes import RankProcess
 from maskserve_engine.loop.engine import Engine
-from maskserve_engine.requests.executor import DenseRowSpec, StepInput
+from maskserve_engine.requests.executor import PlainRowSpec, StepInput
 from maskserve_engine.requests.state import RequestState
 from maskserve_engine.scheduling.step_scheduler import MakePolicy
 from maskserve_engine.spec.control_nets import ControlNets
@@ -495,7 +495,7 @@ def test_edits_of_unets_can_be_sent_to_a_rank(tiny_unets: dict[str, Path], name:
     edit_job = encode_case(encoder, unet_case(np.random.default_rng(4)), "edit")
     ready = adapter.prepare_template(adapter.prepare(edit_job), 5)
     rows = [adapter.dense_row(ready)]
-    document = pickle.loads(pack(DenseRowSpec(ready)))
+    document = pickle.loads(pack(PlainRowSpec(ready)))
     rows.append(adapter.dense_row(document.job))
     for row in rows:
         adapter.step([row], None)
