@@ -34,10 +34,10 @@ from maskserve_engine.base.job import (
 )
 from maskserve_engine.base.timeline import RequestTimeline, stages
 from maskserve_engine.loop.engine import Engine
-from maskserve_engine.requests.key_history import KeyHistory
 from maskserve_engine.stages.encoded import EncodeReport, unpack_conditioning, unpack_references
 from maskserve_triton.acks import ACKS, AckReceiver, FlowControl
 from maskserve_triton.answer import Answer, answer_all
+from maskserve_triton.key_history import KeyHistory
 from maskserve_triton.tensor_io import read_array, read_array_or_none, read_bytes
 
 T = TypeVar("T")

@@ -17,7 +17,7 @@ TIMINGS = (*STAGES, "load_stall")
 
 NEW = "new"
 """A field that stays inside the worker: what cannot be the doing of the edit's key
-(`requests.key_history`)."""
+(`maskserve_triton.key_history`)."""
 
 
 def event_meta(event: str, step: int, steps: int, request_id: str) -> bytes:

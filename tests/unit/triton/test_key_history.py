@@ -10,7 +10,7 @@ from msgspec import structs
 
 from maskserve_common.contracts.meta import as_told
 from maskserve_common.contracts.request import Reference
-from maskserve_engine.requests.key_history import KeyHistory
+from maskserve_triton.key_history import KeyHistory
 from tests.fakes.scripted_engine import EDIT
 
 HIT = {
