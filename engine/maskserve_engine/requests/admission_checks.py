@@ -16,8 +16,7 @@ from maskserve_engine.requests.due_times import DueTimes
 from maskserve_engine.requests.edit_adapters import EditAdapters
 from maskserve_engine.requests.execution_policy import ExecutionPolicy
 from maskserve_engine.requests.primings import Primings
-from maskserve_engine.requests.request_table import RequestTable
-from maskserve_engine.requests.state import RequestState
+from maskserve_engine.requests.state import RequestState, RequestTable
 from maskserve_engine.requests.templates import DENSE
 
 TEMPLATE = "template"

@@ -23,8 +23,7 @@ from maskserve_engine.requests.refresh_schedules import (
     step_cache_bytes,
     step_cache_bytes_with_template,
 )
-from maskserve_engine.requests.request_table import RequestTable
-from maskserve_engine.requests.state import EntryReads, RequestState
+from maskserve_engine.requests.state import EntryReads, RequestState, RequestTable
 from maskserve_engine.requests.templates import DENSE
 
 

@@ -15,8 +15,7 @@ from maskserve_engine.requests.audits import Audits
 from maskserve_engine.requests.due_times import DueTimes
 from maskserve_engine.requests.primings import Primings
 from maskserve_engine.requests.refresh_schedules import RefreshSchedules
-from maskserve_engine.requests.request_table import RequestTable
-from maskserve_engine.requests.state import RequestState
+from maskserve_engine.requests.state import RequestState, RequestTable
 from maskserve_engine.requests.templates import (
     DENSE,
     WORTH_PRIMING,

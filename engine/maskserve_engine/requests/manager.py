@@ -39,8 +39,7 @@ from maskserve_engine.requests.refresh_schedules import (
     RefreshSchedules,
 )
 from maskserve_engine.requests.regions import EditRegions
-from maskserve_engine.requests.request_table import RequestTable
-from maskserve_engine.requests.state import Priming, RequestState
+from maskserve_engine.requests.state import Priming, RequestState, RequestTable
 from maskserve_engine.requests.templates import DENSE
 from maskserve_engine.scheduling.step_scheduler import Run, Ticket
 

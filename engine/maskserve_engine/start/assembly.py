@@ -59,7 +59,7 @@ from maskserve_engine.requests.executor import Executor
 from maskserve_engine.requests.loras import Loras, LoraSource
 from maskserve_engine.requests.manager import RequestManager
 from maskserve_engine.requests.primings import Primings
-from maskserve_engine.requests.request_table import RequestTable
+from maskserve_engine.requests.state import RequestTable
 from maskserve_engine.requests.templates import TemplateCache
 from maskserve_engine.scheduling.policies import is_static, policy_of
 from maskserve_engine.scheduling.step_scheduler import MakePolicy, StepScheduler
