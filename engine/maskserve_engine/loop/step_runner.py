@@ -28,7 +28,7 @@ from maskserve_engine.requests.executor import (
     StepResult,
 )
 from maskserve_engine.requests.manager import RequestManager, overflowed
-from maskserve_engine.requests.state import EntryReads, Priming, RequestState
+from maskserve_engine.requests.state import Priming, ReadSchedule, RequestState
 from maskserve_engine.scheduling.policies import policy_of
 
 _log = logging.getLogger(__name__)
@@ -385,7 +385,7 @@ def _without_delayed(running: Sequence[Request]) -> Sequence[Request]:
 
 
 def _entries_loaded_whole(
-    rows: list[tuple[EntryReads, int, float]],
+    rows: list[tuple[ReadSchedule, int, float]],
 ) -> set[tuple[str, Anchor | None]]:
     """Return the entries that are cheaper to load whole, because rows together read more tokens of
     them than they have. `rows` has each row's reads, its step and its mask ratio.

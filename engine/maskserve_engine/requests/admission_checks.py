@@ -72,7 +72,7 @@ class AdmissionChecks:
         if nets or (loras and not self._may_begin_without_loras(edit)):
             return (*nets, *loras)
         if not loras:
-            self._adapters.name(edit)
+            self._adapters.use_loras(edit)
         return ()
 
     def _may_begin_without_loras(self, edit: RequestState) -> bool:

@@ -47,9 +47,7 @@ class EditAdapters:
         self._adapter, self._executor = adapter, executor
         self.loras, self.nets = loras, nets
         self._caches: dict[str, ResourceCache[Any]] = {
-            resource_set.kind.name: resource_set
-            for resource_set in (loras, nets)
-            if resource_set is not None
+            cache.kind.name: cache for cache in (loras, nets) if cache is not None
         }
         """Loaded resources by kind."""
         self._drop = {LORAS.name: executor.drop_lora, CONTROL_NETS.name: executor.drop_net}
@@ -95,7 +93,7 @@ class EditAdapters:
         edit.loras.without = min(step_counts)
         return edit.loras.without > 0
 
-    def name(self, edit: RequestState) -> None:
+    def use_loras(self, edit: RequestState) -> None:
         """Set the cache key and the work of an edit whose LoRAs are loaded: from now on it uses
         entries that were made with them.
         """
@@ -128,8 +126,8 @@ class EditAdapters:
 
     def let_go(self, owner: str) -> None:
         """Release the adapters of an edit or a priming, so that they can be evicted."""
-        for resource_set in self._caches.values():
-            resource_set.release(owner)
+        for cache in self._caches.values():
+            cache.release(owner)
 
     def arrived(self, kind: Kind, item: Loadable, loaded: Loaded) -> list[str]:
         """Account for a loaded resource; return the edits that wait for nothing more."""
@@ -198,7 +196,7 @@ class LateRows:
 
     def attach(self, edit: RequestState) -> None:
         """Give a running row its loaded LoRAs, and their entries, from its next step on."""
-        self._adapters.name(edit)
+        self._adapters.use_loras(edit)
         edit.loras.from_step, edit.loras.late = edit.tally.done, False
         self.leave(edit.request_id)
         self._adapters.attach(edit.request_id, edit.loras.effective)

@@ -23,7 +23,7 @@ from maskserve_engine.requests.refresh_schedules import (
     step_cache_bytes,
     step_cache_bytes_with_template,
 )
-from maskserve_engine.requests.state import EntryReads, RequestState, RequestTable
+from maskserve_engine.requests.state import ReadSchedule, RequestState, RequestTable
 from maskserve_engine.requests.templates import DENSE
 
 
@@ -87,7 +87,7 @@ class EditRows:
             nbytes = step_cache_bytes_with_template(schedule, self._adapter, job)
         spec = CachedRowSpec(job, seed, plan.key, plan.anchors, sure, schedule, nbytes)
         report = self._executor.make(edit.request_id, spec)
-        edit.reads = EntryReads.of_template(plan.key, plan.anchors, report)
+        edit.reads = ReadSchedule.of_template(plan.key, plan.anchors, report)
         if report.schedule is not None:
             edit.step_cache_bytes = nbytes
         elif schedule is not None:
@@ -101,7 +101,7 @@ class EditRows:
         report = self._executor.make(edit.request_id, spec)
         if report.complete:
             sigmas = self._adapter.sigmas(edit.job)
-            edit.reads = EntryReads.of_schedule(edit.request_id, schedule, sigmas)
+            edit.reads = ReadSchedule.of_schedule(edit.request_id, schedule, sigmas)
             edit.step_cache_bytes = nbytes
         else:
             edit.plan = replace(DENSE, outcome="miss", key=edit.plan.key, dense_for="memory")

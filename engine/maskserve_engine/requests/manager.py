@@ -114,10 +114,10 @@ class RequestManager:
         try:
             if self.refusal is not None:
                 raise self.refusal
-            self._start(edit)
+            self._queue_or_wait(edit)
         except Exception as error:
             if self.edits.get(edit.request_id) is None:  # no other edit has this id
-                self._let_go(edit.request_id)
+                self._release_adapters(edit.request_id)
             self.output.send(edit.sink, Failed(guarded(edit.request_id, error)))
 
     def holds(self, edit: RequestState | Priming) -> bool:
@@ -183,10 +183,10 @@ class RequestManager:
         latents = self.executor.result(edit.request_id)
         self._rows.release(edit)
         if edit.audit is not None:
-            self._leave(edit)
+            self._remove(edit)
             self.audits.compare(edit.audit, latents)
             return
-        self._leave(edit)
+        self._remove(edit)
 
         def final() -> FinalEvent | Failed:
             array = latents.array()  # waits for its steps
@@ -204,12 +204,12 @@ class RequestManager:
         if edit.plan.outcome == "hit" and not edit.tally.skipped and edit.loras.always:
             self.audits.offer(edit.plan.key, edit.job, latents)
 
-    def _leave(self, edit: RequestState) -> None:
+    def _remove(self, edit: RequestState) -> None:
         self.scheduler.finish(edit.request_id)
         self.edits.pop(edit.request_id)
-        self._let_go(edit.request_id)
+        self._release_adapters(edit.request_id)
 
-    def _let_go(self, request_id: str) -> None:
+    def _release_adapters(self, request_id: str) -> None:
         """Release the LoRAs and ControlNets of an edit that has ended."""
         self.late.leave(request_id)
         self.adapters.let_go(request_id)
@@ -220,7 +220,7 @@ class RequestManager:
         if edit is not None:
             self._rows.release(edit)
             self.residency.leave(request_id)
-            self._let_go(request_id)
+            self._release_adapters(request_id)
             self.scheduler.cancel(request_id)
             self.output.send(edit.sink, Failed(error, timeline(edit)))
 
@@ -300,7 +300,7 @@ class RequestManager:
             self._waiting = tuple(e.status() for name, e in requests.items() if name not in names)
         return tuple([edit.status() for edit in running]), self._waiting
 
-    def _start(self, edit: RequestState) -> None:
+    def _queue_or_wait(self, edit: RequestState) -> None:
         """Queue an edit, or let it wait for the resources that an admission check names.
 
         Raises:
@@ -347,7 +347,7 @@ class RequestManager:
         edit.audit = audit
         with suppress(MaskserveError):  # a LoRA is gone, or no more edits may wait
             if self.adapters.absent_nets(edit) or self.adapters.absent_loras(edit):
-                self._let_go(edit.request_id)
+                self._release_adapters(edit.request_id)
             else:
                 self._table.queue(edit)
 
@@ -357,9 +357,9 @@ class RequestManager:
         """
         tier, edit.waiting = edit.plan.tier, False
         try:
-            self._start(edit)
+            self._queue_or_wait(edit)
         except Exception as error:
-            self._let_go(edit.request_id)
+            self._release_adapters(edit.request_id)
             failed = Failed(guarded(edit.request_id, error), timeline(edit))
             self.output.send(edit.sink, failed)
         if tier and edit.plan.mode == "cached":
@@ -379,13 +379,13 @@ class RequestManager:
             row_made = self._rows.make(edit)
             edit.running = True
             if edit.job.request.settings.insists and not row_made.complete:
-                self._go_back(edit)
+                self._readmit(edit)
             elif self.primings is not None:
                 self.primings.cache.count(edit.plan)
         except Exception as error:
             self.end(ticket.request_id, guarded(ticket.request_id, error))
 
-    def _go_back(self, edit: RequestState) -> None:
+    def _readmit(self, edit: RequestState) -> None:
         """Return an edit to the admission checks: its template was evicted while it queued, and it
         may not run without.
         """

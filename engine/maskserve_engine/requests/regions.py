@@ -19,7 +19,7 @@ from maskserve_engine.requests.edit_adapters import EditAdapters
 from maskserve_engine.requests.edit_work import EditWork
 from maskserve_engine.requests.executor import Executor, RegionSpec, RowStep
 from maskserve_engine.requests.refresh_schedules import RefreshSchedules, step_cache_bytes
-from maskserve_engine.requests.state import EntryReads, RequestState
+from maskserve_engine.requests.state import ReadSchedule, RequestState
 
 
 class EditRegions:
@@ -87,8 +87,8 @@ class EditRegions:
         edit.job, edit.region = job, region
         edit.work, edit.step_cache_bytes = EditWork.of(job, adapter), nbytes
         if edit.loras.digests:
-            self._adapters.name(edit)
-        edit.reads = EntryReads.of_schedule(edit.request_id, schedule, adapter.sigmas(job))
+            self._adapters.use_loras(edit)
+        edit.reads = ReadSchedule.of_schedule(edit.request_id, schedule, adapter.sigmas(job))
         plan = replace(
             edit.plan,
             mode="cached",

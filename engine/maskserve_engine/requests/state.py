@@ -1,7 +1,4 @@
-"""The state of each accepted edit and of each template being primed, and the table of the edits.
-
-Used by the engine thread only.
-"""
+"""The state of each accepted edit and of each template being primed, and the table of the edits."""
 
 from __future__ import annotations
 
@@ -88,8 +85,8 @@ class StepTally:
         return dict(kinds)
 
 
-class EntryReads:
-    """The entries that a cached row reads, by step.
+class ReadSchedule:
+    """Reads of a cached row by step, and the steps that compute more than its computed tokens.
 
     Args:
         key: cache key of the template.
@@ -116,7 +113,7 @@ class EntryReads:
     @classmethod
     def of_schedule(
         cls, request_id: str, schedule: RefreshSchedule, sigmas: Sequence[tuple[float, float]]
-    ) -> EntryReads:
+    ) -> ReadSchedule:
         """Return the reads of a row that uses its step cache at all but its dense steps."""
         reads = cls(f"own:{request_id}", [Anchor(*at) for at in sigmas], request_id.encode())
         reads.reads_step_cache, reads.text = True, frozenset() if schedule.text else None
@@ -133,16 +130,16 @@ class EntryReads:
     @classmethod
     def of_template(
         cls, key: str, anchors: Sequence[Anchor | None], report: RowReport
-    ) -> EntryReads:
+    ) -> ReadSchedule:
         """Return the reads of a row that reads a template, with its step cache."""
         reads, schedule = cls(key, anchors, report.selection), report.schedule
         if schedule is not None and schedule.text:
             reads.text, reads.lookahead_steps = schedule.dense, schedule.lookahead_steps
         return reads
 
-    def of_entries(self, key: str, anchors: Sequence[Anchor | None]) -> EntryReads:
+    def of_entries(self, key: str, anchors: Sequence[Anchor | None]) -> ReadSchedule:
         """Return the reads of other entries with the same text and lookahead steps."""
-        reads = EntryReads(key, anchors, self.selection)
+        reads = ReadSchedule(key, anchors, self.selection)
         reads.text, reads.lookahead_steps = self.text, self.lookahead_steps
         return reads
 
@@ -257,7 +254,7 @@ class RequestState:
     loras: LoraUse = field(default_factory=lambda: LoraUse())
     controls: ControlUse = field(default_factory=lambda: ControlUse())
     running: bool = False
-    reads: EntryReads | None = None
+    reads: ReadSchedule | None = None
     """Reads of a cached row, from admission on."""
     loads: RowLoads | None = None
     """Loads of a cached row that has ended."""

@@ -33,7 +33,7 @@ class Adapters:
     def may_begin_without(self, edit: Any) -> bool:
         return self.fast
 
-    def name(self, edit: Any) -> None:
+    def use_loras(self, edit: Any) -> None:
         self.named.append(edit)
 
     def hold_for_entries(self, owner: str, job: Any) -> None:
