@@ -184,8 +184,6 @@ class LoraUse:
     """Digests of the files of loaded LoRAs."""
     nbytes: int = 0
     """Bytes of those files."""
-    requested_at: float = 0.0
-    """When they were first requested; 0: never."""
     waited_s: float = 0.0
 
     @property
