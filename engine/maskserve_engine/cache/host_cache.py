@@ -17,7 +17,7 @@ from torch import Tensor
 from maskserve_common.contracts.tiers import HOST
 from maskserve_engine.base.device_clock import Span
 from maskserve_engine.cache.entries import PARTS, Coded
-from maskserve_engine.cache.loader import Load, Loader, Part, Travelling
+from maskserve_engine.cache.loader import Load, Loader, Part, PartTensors
 from maskserve_engine.planning.flops import Floats
 
 BLOCKS_AHEAD = 2
@@ -80,7 +80,7 @@ class _HostLoad(Load):
         super().__init__(entry, HOST.name, None)
         self._copied = copied
 
-    def parts(self, block: int, part: str) -> Travelling:
+    def parts(self, block: int, part: str) -> PartTensors:
         if self._copied is not None:
             self._copied.synchronize()
         return super().parts(block, part)

@@ -31,6 +31,24 @@ from maskserve_engine.cache.entry_file import FileTensor, OpenFile, StoredCoded
 from maskserve_engine.cache.registered import Registered, Registrar
 from maskserve_engine.cache.reserve import ALIGN, Block
 
+Part = tuple[int, str]
+"""A block and one of PARTS."""
+PartTensors = tuple[Coded, ...] | tuple[StoredCoded, ...]
+"""The tensors of a part, in memory or in a file."""
+
+_LOOK_S = 0.2
+"""Seconds between two checks that the loader's thread is alive."""
+_ALIGNED = 16
+"""Bytes at whose multiples tensors of one copy begin, for the kernels that read them."""
+_RUNS = 4
+"""Copies in which an entry travels whose parts join: each asks for two calls of the host, and a
+step that waits for the entry begins with the first.
+"""
+_MOST_COPIES = 2
+"""Most direct copies under way at once: while one travels, the next is queued."""
+_IDS = 8
+"""Lists of ids that stay on the device: those of a few rows, at a few levels each."""
+
 
 class Selection:
     """Token ids per level of the model; blocks of one level read the same tokens.
@@ -80,10 +98,6 @@ class Selection:
         if (level, device) not in self._sent:
             self._sent[level, device] = torch.from_numpy(self.levels[level]).to(device)
         return self._sent[level, device]
-
-
-Travelling = tuple[Coded, ...] | tuple[StoredCoded, ...]
-"""The tensors of a part, in memory or in a file."""
 
 
 @dataclass(slots=True)
@@ -141,7 +155,7 @@ class Mover(Protocol):
         ...
 
     def move(
-        self, parts: Travelling, ids: NDArray[np.int64] | None, room: Block | None = None
+        self, parts: PartTensors, ids: NDArray[np.int64] | None, room: Block | None = None
     ) -> Arrival:
         """Move the tokens `ids` (None: all) of some tensors to the device, into `room` if given."""
         ...
@@ -152,11 +166,11 @@ class Mover(Protocol):
         """
         ...
 
-    def joins(self, part: Travelling, following: Travelling) -> bool:
+    def joins(self, part: PartTensors, following: PartTensors) -> bool:
         """Whether a part can travel in one copy with the part before it, all tokens of both."""
         ...
 
-    def copy_run(self, run: Sequence[Travelling], room: Block | None = None) -> list[Arrival]:
+    def copy_run(self, run: Sequence[PartTensors], room: Block | None = None) -> list[Arrival]:
         """Move parts that join (`joins`), in one copy."""
         ...
 
@@ -184,7 +198,7 @@ class HostMover:
     def close(self) -> None: ...
 
     def move(
-        self, parts: Travelling, ids: NDArray[np.int64] | None, room: Block | None = None
+        self, parts: PartTensors, ids: NDArray[np.int64] | None, room: Block | None = None
     ) -> Arrival:
         take = partial(gathered, ids=ids)
         return Arrival(tuple([coded.map(take) for coded in parts]))
@@ -192,10 +206,10 @@ class HostMover:
     def reads_whole(self, entry: LoadSource, selection: Selection) -> bool:
         return False
 
-    def joins(self, part: Travelling, following: Travelling) -> bool:
+    def joins(self, part: PartTensors, following: PartTensors) -> bool:
         return False
 
-    def copy_run(self, run: Sequence[Travelling], room: Block | None = None) -> list[Arrival]:
+    def copy_run(self, run: Sequence[PartTensors], room: Block | None = None) -> list[Arrival]:
         return [self.move(parts, None, room) for parts in run]
 
 
@@ -318,7 +332,7 @@ class CudaMover:
             self._registrar.close()
 
     def move(
-        self, parts: Travelling, ids: NDArray[np.int64] | None, room: Block | None = None
+        self, parts: PartTensors, ids: NDArray[np.int64] | None, room: Block | None = None
     ) -> Arrival:
         if ids is None and self.rates.direct > self.rates.gathered and _place_of(parts):
             [arrival] = self.copy_run([parts], room)
@@ -349,11 +363,11 @@ class CudaMover:
                     selected += coded.nbytes_of(tokens)
         return whole * self.rates.gathered < selected * self.rates.direct
 
-    def joins(self, part: Travelling, following: Travelling) -> bool:
+    def joins(self, part: PartTensors, following: PartTensors) -> bool:
         begin, middle = _place_of(part), _place_of(following)
         return begin is not None and middle is not None and begin.stop == middle.start
 
-    def copy_run(self, run: Sequence[Travelling], room: Block | None = None) -> list[Arrival]:
+    def copy_run(self, run: Sequence[PartTensors], room: Block | None = None) -> list[Arrival]:
         first, last = _place_of(run[0]), _place_of(run[-1])
         assert first is not None
         assert last is not None
@@ -469,7 +483,7 @@ def _registered(tensor: FileTensor) -> tuple[Registered, Tensor] | None:
     return None if file is None or memory is None else (file, memory)
 
 
-def _place_of(part: Travelling) -> slice | None:
+def _place_of(part: PartTensors) -> slice | None:
     """Return the bytes of a registered file that are a part, all of them and nothing else; None: it
     does not lie so, or a copy of it would not be aligned.
     """
@@ -497,23 +511,6 @@ def _widest(x: Tensor) -> Tensor:
     return x
 
 
-Part = tuple[int, str]
-"""A block and one of PARTS."""
-
-_LOOK_S = 0.2
-"""Seconds between two checks that the loader's thread is alive."""
-_ALIGNED = 16
-"""Bytes at whose multiples tensors of one copy begin, for the kernels that read them."""
-_RUNS = 4
-"""Copies in which an entry travels whose parts join: each asks for two calls of the host, and a
-step that waits for the entry begins with the first.
-"""
-_MOST_COPIES = 2
-"""Most direct copies under way at once: while one travels, the next is queued."""
-_IDS = 8
-"""Lists of ids that stay on the device: those of a few rows, at a few levels each."""
-
-
 class EntryLost(Exception):
     """A part of an entry will not arrive: its file is bad, or the loader has failed."""
 
@@ -522,9 +519,9 @@ class BlockSource(Protocol):
     """Tensors of a block by part, such as `entries.BlockEntry`."""
 
     @property
-    def parts(self) -> Mapping[str, Travelling]: ...
+    def parts(self) -> Mapping[str, PartTensors]: ...
 
-    def part(self, name: str) -> Travelling: ...
+    def part(self, name: str) -> PartTensors: ...
 
 
 class LoadSource(Protocol):
@@ -592,7 +589,7 @@ class Load:
         self.arrived.pop(part, None)
         self.missing[at] = self.sizes[at]
 
-    def parts(self, block: int, part: str) -> Travelling:
+    def parts(self, block: int, part: str) -> PartTensors:
         """Return the tensors to move for a part, with all tokens and the selected heads."""
         coded_parts = self.entry.blocks[block].part(part)
         if part != "kv" or self.selection is None or self.selection.heads is None:
@@ -632,15 +629,15 @@ class Loader:
         """
         with self._changed:
             new = [
-                (place, want)
-                for place, want in enumerate(parts)
-                if want not in load.arrived
-                and load.requested.get(want, step + 1) > step
-                and load.keeps(want)
+                (place, part)
+                for place, part in enumerate(parts)
+                if part not in load.arrived
+                and load.requested.get(part, step + 1) > step
+                and load.keeps(part)
             ]
-            for place, want in new:
-                load.requested[want] = step
-                heapq.heappush(self._tasks, (step, place, next(self._order), load, want))
+            for place, part in new:
+                load.requested[part] = step
+                heapq.heappush(self._tasks, (step, place, next(self._order), load, part))
             self._start()
             if new:  # else the loader would wake at every step, and take the interpreter from it
                 self._changed.notify_all()
@@ -724,27 +721,27 @@ class Loader:
                     self._changed.wait()
                 if self._closed:
                     return
-                step, *_, load, want = heapq.heappop(self._tasks)
-                run = self._run_of(load, want, step)
+                step, *_, load, part = heapq.heappop(self._tasks)
+                run = self._run_of(load, part, step)
                 self._moving = load
             if run and load.lost is None:
                 self._move(load, run)
             self._moving = None
             del load  # its memory is another's once nobody reads it
 
-    def _run_of(self, load: Load, want: Part, step: int) -> list[Part]:
-        """Return the parts that travel with `want` in one copy: those that the step reads next and
+    def _run_of(self, load: Load, part: Part, step: int) -> list[Part]:
+        """Return the parts that travel with a part in one copy: those that the step reads next and
         that join it, up to a share of the entry. Empty: it has arrived.
         """
-        if want in load.arrived:
+        if part in load.arrived:
             return []
-        run, blocks = [want], load.entry.blocks
+        run, blocks = [part], load.entry.blocks
         most = -(-int(np.isfinite(load.sizes).sum()) // _RUNS)
         while len(run) < most and load.selection is None and self._tasks:
             next_step, *_, next_load, following = self._tasks[0]
             if next_load is not load or next_step != step or following in load.arrived:
                 break
-            tensors = (blocks[block].part(part) for block, part in (run[-1], following))
+            tensors = (blocks[block].part(name) for block, name in (run[-1], following))
             if not self.mover.joins(*tensors):
                 break
             heapq.heappop(self._tasks)
@@ -755,13 +752,13 @@ class Loader:
         begin = time.perf_counter()
         try:
             if len(run) > 1:
-                parts = [load.parts(*want) for want in run]
+                parts = [load.parts(*part) for part in run]
                 arrivals = self.mover.copy_run(parts, load.memory)
             else:
-                [(block, part)] = run
+                [(block, name)] = run
                 ids = None if load.selection is None else load.selection.of(block)
                 room = () if load.memory is None else (load.memory,)
-                arrivals = [self.mover.move(load.parts(block, part), ids, *room)]
+                arrivals = [self.mover.move(load.parts(block, name), ids, *room)]
         except Exception as error:  # a device or a file may raise anything: readers get it
             with self._changed:
                 load.lost = error
@@ -770,8 +767,8 @@ class Loader:
         with self._changed:
             if load.lost is None:
                 size = 0.0
-                for want, arrival in zip(run, arrivals, strict=True):
-                    size += float(load.missing[want[0], PARTS.index(want[1])])
-                    load.arrive(want, arrival)
+                for part, arrival in zip(run, arrivals, strict=True):
+                    size += float(load.missing[part[0], PARTS.index(part[1])])
+                    load.arrive(part, arrival)
                 self._moves.append((load.tier, size, time.perf_counter() - begin))
             self._changed.notify_all()

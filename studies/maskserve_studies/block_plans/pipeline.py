@@ -29,7 +29,7 @@ from maskserve_benchmarks.steps.step_rig import PRESETS, Bench
 from maskserve_common.contracts.keys import Anchor
 from maskserve_common.line_fit import Line, fit
 from maskserve_engine.cache.entries import AnchorEntry
-from maskserve_engine.cache.loader import Arrival, HostMover, Loader, Selection, Travelling
+from maskserve_engine.cache.loader import Arrival, HostMover, Loader, PartTensors, Selection
 from maskserve_engine.cache.memory_tier import MemoryTier
 from maskserve_engine.cache.reader import EntryReader
 from maskserve_engine.cache.reserve import Block
@@ -61,7 +61,7 @@ class Throttled(HostMover):
         self.bytes_per_s = bytes_per_s
 
     def move(
-        self, parts: Travelling, ids: NDArray[np.int64] | None, room: Block | None = None
+        self, parts: PartTensors, ids: NDArray[np.int64] | None, room: Block | None = None
     ) -> Arrival:
         begin = time.perf_counter()
         arrival = super().move(parts, ids, room)

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from maskserve_engine.cache.entry_file import OpenFile
-from maskserve_engine.cache.loader import Arrival, CudaMover, HostMover, LinkRates, Travelling
+from maskserve_engine.cache.loader import Arrival, CudaMover, HostMover, LinkRates, PartTensors
 from maskserve_engine.cache.registered import Registrar
 from maskserve_engine.fitting import entry_store
 from maskserve_engine.fitting.entry_store import measure_rates
@@ -55,7 +55,7 @@ class Watched(HostMover):
         if not self.refuses:
             file.registered = Registrar(CPU, Runtime()).register(file.descriptor, file.nbytes)
 
-    def move(self, parts: Travelling, ids: NDArray[np.int64] | None) -> Arrival:
+    def move(self, parts: PartTensors, ids: NDArray[np.int64] | None) -> Arrival:
         arrival = super().move(parts, ids)
         self.moved.append(arrival.parts[0].data.nbytes)
         return arrival
