@@ -94,18 +94,21 @@ class _Samples:
         return True
 
     def line(self, before: Line) -> Line:
-        """Through the samples; if all are alike, the line so far, scaled.
+        """Return the line through the samples; if all are of about one x, the line so far, scaled.
 
-        Of samples that are alike in x the lower half counts: what else the machine does makes a
-        step longer, never shorter.
+        Only the faster half of the samples of about one x counts: what else the machine does makes
+        a step longer, never shorter.
+
+        Args:
+            before: the line so far.
         """
         x, seconds = np.array(self._samples).T
-        alike = np.round(np.log2(np.maximum(x, 1.0)) * 16)
-        fair = np.zeros(len(x), dtype=bool)
-        for bucket in np.unique(alike):
-            of_it = alike == bucket
-            fair |= of_it & (seconds <= np.median(seconds[of_it]))
-        x, seconds = x[fair], seconds[fair]
+        buckets = np.round(np.log2(np.maximum(x, 1.0)) * 16)
+        undisturbed = np.zeros(len(x), dtype=bool)
+        for bucket in np.unique(buckets):
+            in_bucket = buckets == bucket
+            undisturbed |= in_bucket & (seconds <= np.median(seconds[in_bucket]))
+        x, seconds = x[undisturbed], seconds[undisturbed]
         if x.std() > _VARIED * x.mean() and len(x) > 2:
             return fit(x.tolist(), seconds.tolist())
         scale = float(seconds.mean()) / max(before.seconds(float(x.mean())), 1e-12)

@@ -68,7 +68,7 @@ class StepPlanner:
         fixed: bool = False,
         ranks: int = 1,
     ) -> StepPlan:
-        """The plan of a step.
+        """Return the plan of a step, and the plan by which entries of later steps are loaded.
 
         Args:
             work: work of the model at the rows' size.
@@ -80,7 +80,7 @@ class StepPlanner:
         model = self.costs.model if ranks == 1 else _of_rank(self.costs.model, ranks)
         totals = Totals.sum_of(row.totals for row in rows)
         loads = {id(load): (load, row.stays) for row in rows for load in row.loads}.values()
-        missing = _Bytes(work, [(load.tier, load.missing) for load, _ in loads])
+        missing = _LoadBytes(work, [(load.tier, load.missing) for load, _ in loads])
 
         def present_costs() -> StepCosts:
             return missing.costs(totals, model, dense)
@@ -88,7 +88,7 @@ class StepPlanner:
         if fixed:
             step_plan = evaluate(present_costs(), missing.all_loaded(), lead=0.0)
             return StepPlan(step_plan, step_plan, "fixed")
-        whole = _Bytes(work, [(load.tier, load.sizes / stays) for load, stays in loads])
+        whole = _LoadBytes(work, [(load.tier, load.sizes / stays) for load, stays in loads])
         problem = (self.costs.sequence, work.tokens, whole.key, ranks)
         steady = self.plans.get(
             problem,
@@ -131,7 +131,7 @@ def _of_rank(model: CostModel, ranks: int) -> CostModel:
     return replace(model, compute=compute)
 
 
-class _Bytes:
+class _LoadBytes:
     """Bytes to load per tier, block and part, summed over the loads of a step."""
 
     def __init__(self, work: ModelWork, loads: Sequence[tuple[str, Floats]]) -> None:
