@@ -35,7 +35,7 @@ class EditRows:
         executor: holds the rows.
         table: table of the edits.
         adapters: the edits' LoRAs.
-        late: rows whose LoRAs come later.
+        late_rows: rows whose LoRAs come later.
         due_times: chooses the reuse levels of edits that would be late.
         schedules: decides refresh steps.
     """
@@ -46,12 +46,12 @@ class EditRows:
         executor: Executor,
         table: RequestTable,
         adapters: EditAdapters,
-        late: LateRows,
+        late_rows: LateRows,
         due_times: DueTimes,
         schedules: RefreshSchedules,
     ) -> None:
         self._adapter, self._executor, self._table = adapter, executor, table
-        self._adapters, self._late = adapters, late
+        self._adapters, self._late_rows = adapters, late_rows
         self._due_times, self._schedules = due_times, schedules
 
     def make(self, edit: RequestState) -> RowReport:
@@ -62,7 +62,7 @@ class EditRows:
                 edit.step_down(level, self._schedules.at_level(edit, level), self._adapter)
         report = self._of_plan(edit)
         if self._adapters.absent_loras(edit):
-            self._late.add(edit)
+            self._late_rows.add(edit)
         elif edit.loras.effective:
             self._adapters.attach(edit.request_id, edit.loras.effective)
         return report

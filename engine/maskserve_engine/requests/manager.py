@@ -90,9 +90,9 @@ class RequestManager:
             )
         policy = self.policy
         choose = None if policy is None else policy.choose_with_adapters
-        self.late = LateRows(adapters, choose, executor, adapter)
+        self.late_rows = LateRows(adapters, choose, executor, adapter)
         self._rows = EditRows(
-            adapter, executor, table, adapters, self.late, due_times, self.schedules
+            adapter, executor, table, adapters, self.late_rows, due_times, self.schedules
         )
         self.regions = EditRegions(
             self.schedules, config.cache.dense_above_ratio, adapter, executor, adapters
@@ -128,10 +128,10 @@ class RequestManager:
         """Decide the next step: answer expired edits, and make rows for admitted ones."""
         now_s = time.monotonic()
         self.audits.judge_arrived()
-        late = [r for r, e in self.edits.items() if e.waiting and e.late(now_s)]
-        for request_id in late:
+        expired = [r for r, e in self.edits.items() if e.waiting and e.has_expired(now_s)]
+        for request_id in expired:
             self.end(request_id, DeadlineExceeded("its deadline passed while the edit waited"))
-        for edit in self.late.overdue():
+        for edit in self.late_rows.overdue():
             self._park(edit)
         if not len(self.scheduler) and self.refusal is None:
             self._audit()
@@ -211,7 +211,7 @@ class RequestManager:
 
     def _release_adapters(self, request_id: str) -> None:
         """Release the LoRAs and ControlNets of an edit that has ended."""
-        self.late.leave(request_id)
+        self.late_rows.leave(request_id)
         self.adapters.let_go(request_id)
 
     def end(self, request_id: str, error: MaskserveError) -> None:
@@ -264,7 +264,7 @@ class RequestManager:
         """Resume the edits that waited for a LoRA or ControlNet, or answer them if its load has
         failed.
         """
-        late = self.late.waiting_for(item)
+        late = self.late_rows.waiting_for(item)
         if isinstance(outcome, MaskserveError):
             failed = self.adapters.failed(kind, item, outcome)
             for request_id in {edit.request_id for edit in late}.union(failed):
@@ -274,7 +274,7 @@ class RequestManager:
         for edit in late:
             try:
                 if not self.adapters.absent_loras(edit):
-                    self.late.attach(edit)
+                    self.late_rows.attach(edit)
             except Exception as error:
                 self.end(edit.request_id, guarded(edit.request_id, error))
         for request_id in ready:
@@ -319,7 +319,7 @@ class RequestManager:
 
     def _park(self, edit: RequestState) -> None:
         """Take a row out of the batch whose next step needs LoRAs that are not loaded."""
-        self.late.leave(edit.request_id)
+        self.late_rows.leave(edit.request_id)
         self.scheduler.cancel(edit.request_id)
         try:
             absent = self.adapters.absent_loras(edit)
@@ -332,7 +332,7 @@ class RequestManager:
 
     def _unpark(self, edit: RequestState) -> None:
         """Return a parked row to the scheduler, as the oldest, once its LoRAs are loaded."""
-        self.late.attach(edit)
+        self.late_rows.attach(edit)
         try:
             self.scheduler.submit(edit.make_ticket())
         except MaskserveError as error:
@@ -376,9 +376,9 @@ class RequestManager:
             return  # its row was parked
         try:
             edit.times.admitted = time.monotonic()
-            row_made = self._rows.make(edit)
+            report = self._rows.make(edit)
             edit.running = True
-            if edit.job.request.settings.insists and not row_made.complete:
+            if edit.job.request.settings.insists and not report.complete:
                 self._readmit(edit)
             elif self.primings is not None:
                 self.primings.cache.count(edit.plan)

@@ -381,7 +381,8 @@ class RequestState:
         """Mean tokens that one of its steps computes."""
         return self.work.tokens(self.plan.mode, *self._dense_shares)
 
-    def late(self, now: float) -> bool:
+    def has_expired(self, now: float) -> bool:
+        """Whether the edit is to be dropped at `now`, in time.monotonic() seconds."""
         return self.deadline is not None and self.deadline <= now
 
     def make_ticket(self) -> Ticket:

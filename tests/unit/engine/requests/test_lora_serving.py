@@ -177,7 +177,7 @@ class Site:
         eventually("all are answered", lambda: not manager.edits)
         assert manager.adapters.loras is not None
         assert not manager.adapters.loras._owners
-        assert not manager.late.rows
+        assert not manager.late_rows.rows
         assert not manager.residency._pins
         manager.residency.check_integrity()
         manager.scheduler.check_integrity()
