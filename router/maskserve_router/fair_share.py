@@ -33,10 +33,6 @@ _ENTRY_S = 0.05
 """Seconds booked for a message that waited before it was read, so that the key's next one waits."""
 _NICE = 5
 """Niceness of the threads for long work: the loop, and workers on this host, go first."""
-_STATEMENTS = 4
-"""Threads that query a database."""
-_CALL_S = 0.002
-"""Seconds of the loop for a call that queries a database, beside the statement itself."""
 _BYTES_PER_S = 400e6
 """Rate at which the loop copies: gRPC makes three copies of a received message, two of a sent
 one."""
@@ -133,7 +129,6 @@ class FairShare:
 
     def __init__(self, threads: int) -> None:
         self._work = LoopThreads(threads, "turns", _NICE)
-        self._statements = LoopThreads(_STATEMENTS, "statements")
         self._locked = ThreadPoolExecutor(1, "locked")
         self._used, self._used_at = KeyWork(), time.monotonic()
         self._last_read: dict[str, float] = {}
@@ -151,14 +146,14 @@ class FairShare:
             waited = True
             await asyncio.sleep(_STEP_S)
         if waited:
-            self._spent(key, _ENTRY_S)
+            self.spent(key, _ENTRY_S)
 
     def received(self, client: KeyHolder, size: int) -> None:
         """Book `size` received bytes of a client."""
-        self._spent(client.scope, size / _BYTES_PER_S)
+        self.spent(client.scope, size / _BYTES_PER_S)
 
     def _is_over_its_share(self, key: str) -> bool:
-        self._spent(key, 0.0)
+        self.spent(key, 0.0)
         if self._used.used(key) <= _MOST_S:
             return False
         late = self._used_at - 64 * _STEP_S
@@ -167,14 +162,14 @@ class FairShare:
         }
         return any(name != key for name in self._last_read)
 
-    def _spent(self, key: str, seconds: float) -> None:
+    def spent(self, key: str, seconds: float) -> None:
+        """Book seconds of this process for a key."""
         now_s = time.monotonic()
         self._used.add(key, seconds, (now_s - self._used_at) / _STEP_S)
         self._used_at = now_s
 
     def close(self) -> None:
-        for threads in (self._work, self._statements):
-            threads.close()
+        self._work.close()
         self._locked.shutdown(wait=False)
 
     async def run(self, client: KeyHolder, size: int, work: Callable[..., T], *arguments: Any) -> T:
@@ -188,16 +183,7 @@ class FairShare:
         """
         if size <= _SMALL:
             return work(*arguments)
-        return await self._run_in_threads(self._work, client, work, *arguments)
-
-    async def ask(self, client: KeyHolder, work: Callable[..., T], *arguments: Any) -> T:
-        """Return `work(*arguments)`, which queries a database for a client.
-
-        It may wait for the disk. A client with many calls waits behind its own.
-        """
-        await self.may_read(client)
-        self._spent(client.scope, _CALL_S)
-        return await self._run_in_threads(self._statements, client, work, *arguments)
+        return await self.run_in(self._work, client, work, *arguments)
 
     def later(self, work: Callable[..., object], *arguments: Any) -> None:
         """Run `work(*arguments)` later, in the one thread for work that may wait for a file lock.
@@ -210,10 +196,12 @@ class FairShare:
         """Return `work(*arguments)`, run in the thread of `later`."""
         return await asyncio.shield(asyncio.wrap_future(self._locked.submit(work, *arguments)))
 
-    async def _run_in_threads(
+    async def run_in(
         self, threads: LoopThreads, client: KeyHolder, work: Callable[..., T], *arguments: Any
     ) -> T:
-        """Return `work(*arguments)`; book its processor seconds, even if the client leaves."""
+        """Return `work(*arguments)`, run in one of these threads in the client's turn, and book its
+        processor seconds, even if the client leaves.
+        """
         loop = asyncio.get_running_loop()
 
         def timed() -> T:
@@ -222,6 +210,6 @@ class FairShare:
                 return work(*arguments)
             finally:
                 seconds = time.thread_time() - began
-                loop.call_soon_threadsafe(self._spent, client.scope, seconds)
+                loop.call_soon_threadsafe(self.spent, client.scope, seconds)
 
         return await threads.run(client.scope, timed)

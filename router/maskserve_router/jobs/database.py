@@ -16,12 +16,16 @@ from sqlalchemy.exc import SQLAlchemyError
 from maskserve_common.config import ConfigError
 from maskserve_common.files.store import make_private
 from maskserve_router.config import RouterConfig
-from maskserve_router.fair_share import FairShare
+from maskserve_router.fair_share import FairShare, LoopThreads
 from maskserve_router.jobs.store import JobStore, open_store
 from maskserve_router.key_holder import KeyHolder
 from maskserve_router.messages.failures import NotSupported, RetryLater
 
 log = logging.getLogger("maskserve.router")
+_STATEMENTS = 4
+"""Threads that query the database for clients."""
+_CALL_S = 0.002
+"""Seconds of the loop for a client's query, beside the statement itself."""
 T = TypeVar("T")
 
 
@@ -30,7 +34,7 @@ class JobDatabase:
 
     Args:
         config: configuration of the router.
-        fair_share: threads that query the database for clients.
+        fair_share: turns of the clients that query the database.
     """
 
     def __init__(self, config: RouterConfig, fair_share: FairShare) -> None:
@@ -39,6 +43,7 @@ class JobDatabase:
         self._store: JobStore | None = None
         # Statements wait for the disk. Two threads, so that a large picture delays no heartbeat.
         self._threads = ThreadPoolExecutor(2, "jobs")
+        self._statements = LoopThreads(_STATEMENTS, "statements")
         self.problem = ""
         """Error of the database while it does not work; empty: it works."""
 
@@ -90,9 +95,14 @@ class JobDatabase:
             return await self._open()
 
     async def query(self, client: KeyHolder, work: Callable[..., T], *arguments: Any) -> T:
-        """Query the store in the client's turn; raises RetryLater if the database fails."""
+        """Query the store in the client's turn; raises RetryLater if the database fails.
+
+        It may wait for the disk. A client with many calls waits behind its own.
+        """
+        await self._fair_share.may_read(client)
+        self._fair_share.spent(client.scope, _CALL_S)
         with _storage_errors():
-            return await self._fair_share.ask(client, work, *arguments)
+            return await self._fair_share.run_in(self._statements, client, work, *arguments)
 
     async def run(self, work: Callable[..., T], *arguments: Any) -> T:
         """Run a statement of the router's own in a thread; a cancel does not break it off."""
@@ -104,6 +114,7 @@ class JobDatabase:
             await self.run(self._store.close)
             self._store = None
         self._threads.shutdown(wait=False)
+        self._statements.close()
 
     async def _open(self) -> JobStore:
         store = await self.run(open_store, self._place)
