@@ -10,6 +10,8 @@ from collections.abc import (
     Callable,
     Coroutine,
     Iterable,
+    Mapping,
+    Sequence,
 )
 from contextlib import ExitStack, suppress
 from typing import Any, TypeAlias, TypeVar
@@ -25,6 +27,7 @@ from maskserve_common.errors import MaskserveError
 from maskserve_common.servers.failure import Failure
 from maskserve_router.messages.failures import guarded, http_status, let_go, retry_after, text_of
 from maskserve_router.messages.json_values import values_of
+from maskserve_router.scheduling.admission import EditRoom
 
 JSON = "application/json"
 T = TypeVar("T")
@@ -68,10 +71,32 @@ async def _small(parts: Parts) -> AsyncIterator[bytes | memoryview]:
             yield view[at : at + _WRITTEN_AT_A_TIME]
 
 
-async def each_of(parts: Iterable[bytes | memoryview]) -> Parts:
+async def _each_of(parts: Iterable[bytes | memoryview]) -> Parts:
     """Yield parts that are all in memory."""
     for part in parts:
         yield part
+
+
+def whole_answer(
+    parts: Sequence[bytes | memoryview],
+    room: EditRoom,
+    resources: ExitStack,
+    headers: Mapping[str, str],
+    kind: str = JSON,
+) -> Response:
+    """Return a complete answer; its room is given back when it is written.
+
+    Args:
+        parts: parts of its body.
+        room: its memory.
+        resources: closes the room.
+        headers: headers beside its length.
+        kind: its content type.
+    """
+    size = sum(map(len, parts))
+    room.becomes(size)
+    named = {**headers, "content-length": str(size)}
+    return WrittenAnswer(_each_of(parts), resources.pop_all(), headers=named, media_type=kind)
 
 
 def answering(handler: Handler) -> Handler:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import ExitStack, aclosing
 from functools import partial
 
@@ -16,10 +16,9 @@ from maskserve_common.servers.failure import Failure
 from maskserve_router.api.front import Front
 from maskserve_router.api.http_answers import (
     JSON,
-    WrittenAnswer,
-    each_of,
     error_json,
     while_connected,
+    whole_answer,
 )
 from maskserve_router.api.http_body import Bodies
 from maskserve_router.api.http_events import Event, event_stream
@@ -68,14 +67,14 @@ class HttpInference:
             )
             headers = {} if head is None else {_HEADER_LENGTH: str(head)}
             kind = JSON if head is None else "application/octet-stream"
-            return _written(parts, room, response_stack, headers, kind)
+            return whole_answer(parts, room, response_stack, headers, kind)
 
     async def generate(self, request: Request) -> Response:
         with ExitStack() as exit_stack, ExitStack() as response_stack:
             message, context = await self._generation(request, exit_stack)
             room = response_stack.enter_context(self._front.room(context.client))
             work = self._only_answer(message, context, room)
-            return _written([await while_connected(request, work)], room, response_stack, {}, JSON)
+            return whole_answer([await while_connected(request, work)], room, response_stack, {})
 
     async def generate_stream(self, request: Request) -> Response:
         with ExitStack() as exit_stack:
@@ -162,28 +161,6 @@ def _event(data: bytes) -> tuple[bytes, ...]:
 
 def _error_event(error: MaskserveError | Failure) -> bytes:
     return b"".join(_event(error_json(error)))
-
-
-def _written(
-    parts: Sequence[bytes | memoryview],
-    room: EditRoom,
-    written: ExitStack,
-    headers: Mapping[str, str],
-    kind: str,
-) -> Response:
-    """Return a complete answer; its room is given back when it is written.
-
-    Args:
-        parts: parts of its body.
-        room: its memory.
-        written: closes the room.
-        headers: headers beside its length.
-        kind: its content type.
-    """
-    size = sum(map(len, parts))
-    room.becomes(size)
-    headers = {**headers, "content-length": str(size)}
-    return WrittenAnswer(each_of(parts), written.pop_all(), headers=headers, media_type=kind)
 
 
 def _checked_infer(

@@ -27,7 +27,7 @@ from maskserve_common.errors import EngineFailed, InvalidRequest, MaskserveError
 from maskserve_common.imaging.images import Size, decode_mask, read_size
 from maskserve_common.servers.failure import Failure
 from maskserve_router.api.front import Front
-from maskserve_router.api.http_answers import JSON, WrittenAnswer, each_of, while_connected
+from maskserve_router.api.http_answers import JSON, WrittenAnswer, while_connected, whole_answer
 from maskserve_router.api.http_body import Bodies
 from maskserve_router.api.http_events import Event, event_stream
 from maskserve_router.api.openai.answers import (
@@ -157,12 +157,9 @@ class ImageEdits:
 
     def _whole(self, client: KeyHolder, body: msgspec.Raw, request_id: str) -> Response:
         """Return a complete answer with its length."""
-        text = memoryview(body)
         with ExitStack() as written:
-            written.enter_context(self._front.room(client)).becomes(len(text))
-            named = {"x-request-id": request_id, "content-length": str(len(text))}
-            parts = each_of([text])
-            return WrittenAnswer(parts, written.pop_all(), headers=named, media_type=JSON)
+            room = written.enter_context(self._front.room(client))
+            return whole_answer([memoryview(body)], room, written, {"x-request-id": request_id})
 
     async def read(
         self,
