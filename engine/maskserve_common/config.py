@@ -162,7 +162,7 @@ class EngineConfig(Table, frozen=True):
     """Record UNet steps as CUDA graphs. They take as much memory as one step."""
     flux_cuda_graphs: bool = True
     """Record FLUX's T5 and small steps (the tokens of up to 2.3 dense rows, and 0.3 of `max_rows`)
-    as CUDA graphs. Not recorded: edits that are `reproducible` or have ControlNets or a
+    as CUDA graphs. Not recorded: edits that are `reproducible` or have a
     `first_block_threshold`, and workers with `placed_bytes` or several `devices`. Edits with LoRAs
     need the package `triton`, too."""
     front_threads: Annotated[int, Meta(ge=1, le=4096)] = 64

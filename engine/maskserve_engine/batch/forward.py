@@ -336,17 +336,10 @@ class State:
         return attention(q, keys, values, visible.all_keys).flatten(1)
 
     def _add_residuals(self, index: int) -> None:
-        """Add the residuals of ControlNets to each row's first image tokens: the computed ones, in
-        any packing.
-        """
-        for row, residuals in self.packed.residuals.items():
-            added = residuals.after(index)
-            if added is not None:
-                if self.joined:
-                    begin = self.packing.row_stream.spans[row][0] + self.packing.text[row]
-                else:
-                    begin = self.packing.image_stream.spans[row][0]
-                self.image[begin : begin + len(added)] += added
+        self.image = self.asking.open(self.image)
+        wide = self.cached and self.wide
+        add = partial(_add_residuals, index, self.image, wide=wide, joined=self.joined)
+        self.asking.between(add, self.packed)
 
     def part(self, rows: Sequence[int]) -> State:
         """Return the state of some rows only, from the present block on."""
@@ -526,6 +519,21 @@ def _to_captures(
         if capture is not None:
             at = slice(begin if capture.text else begin + words, end)
             capture.keys_values(index, keys[at], values[at])
+
+
+def _add_residuals(index: int, image: Tensor, packed: Packed, *, wide: bool, joined: bool) -> None:
+    """Add the residuals of ControlNets after a block to each row's first image tokens: the computed
+    ones, in any packing.
+    """
+    packing = packed.layout.wide if wide else packed.layout.narrow
+    for row, residuals in packed.residuals.items():
+        added = None if residuals is None else residuals.after(index)
+        if added is not None:
+            if joined:
+                begin = packing.row_stream.spans[row][0] + packing.text[row]
+            else:
+                begin = packing.image_stream.spans[row][0]
+            image[begin : begin + len(added)].add_(added)
 
 
 def _exchange(index: int, kv: tuple[Tensor, Tensor], packed: Packed) -> None:

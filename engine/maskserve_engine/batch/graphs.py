@@ -49,6 +49,12 @@ class AtOnce:
         """
         return like.new_empty(shape)
 
+    def open(self, tensor: Tensor) -> Tensor:
+        """Return a tensor with this content that an action may change; valid until the next one of
+        the same shape is opened.
+        """
+        return tensor
+
 
 class GraphPiece(Protocol):
     def replay(self) -> None: ...
@@ -181,7 +187,7 @@ class _Recording(AtOnce):
         self._capture, self._all = capture, buffers
         self.pieces: list[GraphPiece] = []
         self.actions: list[Callable[[Any], None]] = []
-        self._buffers: dict[tuple[tuple[int, ...], torch.dtype], Tensor] = {}
+        self._buffers: dict[tuple[str, tuple[int, ...], torch.dtype], Tensor] = {}
 
     def between(self, action: Callable[[P], None], packed: P) -> None:
         self.pieces.append(self._capture.end())
@@ -192,7 +198,14 @@ class _Recording(AtOnce):
         """Return one buffer per shape for all blocks: the graph keeps the buffers that actions
         write to.
         """
-        name = shape, like.dtype
+        return self._buffer("empty", like, shape)
+
+    def open(self, tensor: Tensor) -> Tensor:
+        """Return a copy in one buffer per shape: a graph's own tensors would not be used again."""
+        return self._buffer("open", tensor, tuple(tensor.shape)).copy_(tensor)
+
+    def _buffer(self, use: str, like: Tensor, shape: tuple[int, ...]) -> Tensor:
+        name = use, shape, like.dtype
         if name not in self._buffers:
             self._buffers[name] = self._all.of(len(self._buffers), like, shape)
         return self._buffers[name]

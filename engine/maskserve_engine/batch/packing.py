@@ -623,7 +623,10 @@ class Packed:
         self.sees_fixed = any(row.fixed for row in rows)
         self.backs = tuple(row.back for row in rows for _ in row.fixed or (None,))
         self.captures = tuple(row.capture for row in rows)
-        self.residuals = {i: row.residuals for i, row in enumerate(rows) if row.residuals}
+        self.residuals: dict[int, Residuals | None] = {
+            i: row.residuals for i, row in enumerate(rows) if row.residuals
+        }
+        """Residuals of the rows that have any; None for those of a recorded step."""
         self.primes = any(capture is not None for capture in self.captures)
         self.placed_kv = PlacedKV()
         cached_cis = [cached.cis for cached in self.cached if cached is not None]
@@ -699,6 +702,7 @@ class Packed:
         """Return the same rows on copied tensors, without entries."""
         packed = copy(self)
         packed.cached, packed.placed_kv = (None,) * len(self.cached), PlacedKV()
+        packed.residuals = dict.fromkeys(self.residuals)
         packed.tokens, packed.text, packed.cis = map(clone, (self.tokens, self.text, self.cis))
         packed.cached_cis = None if self.cached_cis is None else clone(self.cached_cis)
         vars(packed).pop("wide_cis", None)  # made of the tensors before the copy

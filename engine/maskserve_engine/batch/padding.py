@@ -54,11 +54,11 @@ def padded(count: int, quantum: int = QUANTUM) -> int:
 
 def sizes_of(packed: Packed) -> Sizes | None:
     """Return the sizes to which rows are padded; None: they see what a padded step does not have,
-    fixed tokens, residuals or the context at time 0.
+    fixed tokens or the context at time 0.
     """
     narrow = packed.layout.narrow
     at_time_0 = narrow.modes is not None or any(narrow.context)
-    if at_time_0 or packed.sees_fixed or packed.residuals or any(row.pads for row in packed.rows):
+    if at_time_0 or packed.sees_fixed or any(row.pads for row in packed.rows):
         return None
     return Sizes.of(narrow.text, narrow.image, narrow.all_keys.k_spans[-1][1])
 
@@ -83,6 +83,7 @@ class PaddedRows(Packed):
         vars(rows).pop("wide_cis", None)  # made of the tensors before
         rows.rows, rows.cached = (), (None,) * len(packed.cached)
         rows.captures, rows.primes = (None,) * len(packed.captures), False
+        rows.residuals = dict.fromkeys(packed.residuals)
         rows.sizes, rows.placed_kv = sizes, PlacedKV()
         rows.tokens, rows.text = empty(packed.tokens, sizes.image), empty(packed.text, sizes.text)
         rows.cis = empty(packed.cis, sizes.text + sizes.image)

@@ -27,8 +27,8 @@ from maskserve_engine.layers.low_rank import (
 )
 from maskserve_engine.layers.shrink_expand import FIELDS, add_map_slices, add_slices, tiles_of
 
-LEAST_SLOTS = 4
-"""Slices of a LoRA of up to 16 ranks at a product of four layers."""
+LEAST_SLOTS = 32
+"""Slices of a LoRA of 128 ranks at a product of four layers."""
 
 
 class RowUpdates:

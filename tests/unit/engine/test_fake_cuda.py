@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import FluxTransformer2DModel
+from torch import Tensor
 
 from maskserve_benchmarks.published_models import SD21
 from maskserve_benchmarks.steps.replay import plan_of_kinds
@@ -177,6 +178,47 @@ def test_a_recorded_step_with_loras_asks_for_as_many_launches_as_one_without(row
                     bench.step(batch, "kv")
                 assert [copy for copy in log.copies if "waits" in copy] == []
                 assert ranks == 16 or log.kernels["a graph"] == plain.kernels["a graph"]
+
+
+@dataclass
+class Added:
+    """Residuals of a ControlNet that are there."""
+
+    residual: Tensor
+
+    @property
+    def for_lookahead(self) -> Added:
+        return self
+
+    def after(self, number: int) -> Tensor | None:
+        return None if number % 2 else self.residual
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_recorded_step_with_controlnets_asks_for_one_more_piece_a_block(rows: int) -> None:
+    """And for one addition wherever a row has a residual. A place without any costs the piece."""
+
+    def launches(blocks: tuple[int, int], *, controlled: bool) -> int:
+        with FakeCuda() as cuda:
+            bench = fake_bench(blocks, "int8")
+            recorder = Graphs.on(DEVICE, torch.bfloat16)
+            bench.weights = replace(bench.weights, graphs=recorder, placed_bytes=0)
+            bench.fill_entry("kv")
+            batch = [bench.row(ratio, seed) for seed, ratio in enumerate(MIXED[:rows])]
+            for row in batch:
+                row.recorded = True
+                if controlled:
+                    residual = torch.empty(row.computed, bench.weights.width, device=DEVICE)
+                    row.residuals = Added(residual.bfloat16())
+            for _ in range(4):
+                with cuda.watch() as log:
+                    bench.step(batch, "kv")
+        assert log.copies == []
+        return log.launches
+
+    for blocks in ((1, 1), (2, 2)):
+        plain, more = (launches(blocks, controlled=controlled) for controlled in (False, True))
+        assert more - plain == sum(blocks) + rows * sum(blocks) // 2
 
 
 def test_a_step_between_refresh_steps_copies_nothing_and_adds_a_kernel_a_block() -> None:

@@ -82,6 +82,8 @@ class FlowStep:
             shapes = self.packed.shapes
             if cached:
                 shapes = None if "project" in self.kinds else (shapes, tuple(self.kinds))
+        if shapes is not None and self.packed.residuals:
+            shapes = shapes, "residuals"
         if updates is None or shapes is None:
             return shapes
         fixed = sizes is not None or len(self.packed.rows) == 1
@@ -170,8 +172,7 @@ class FlowBatch(ReusableBatch[Row, W]):
         self._refreshing = tuple(
             [row for row in rows if isinstance(row, FlowRow) and row.step_cache is not None]
         )
-        needs_eager = self.packed.residuals or self.packed.sees_fixed
-        self._recorded = all(row.recorded for row in rows) and not needs_eager
+        self._recorded = all(row.recorded for row in rows) and not self.packed.sees_fixed
         extra_passes = [*(i for i, _ in self._guided), *self._lookahead_rows]
         self._packed_adapters = (*self._adapters, *(self._adapters[i] for i in extra_passes))
         self._weights: W | None = None

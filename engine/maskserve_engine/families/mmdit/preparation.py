@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from maskserve_common.contracts.request import EditKind, steps_run
+from maskserve_common.contracts.request import EditKind
 from maskserve_common.contracts.settings import acting
 from maskserve_common.imaging.masks import (
     TokenIds,
@@ -371,10 +371,7 @@ class FlowPreparation:
         if not self._buckets:
             return False
         settings = job.request.settings
-        assert settings.num_inference_steps is not None
-        steps = steps_run(settings.num_inference_steps, settings.strength)
-        needs_eager = settings.reproducible or settings.first_block_threshold
-        return not (needs_eager or acting(job.controls, steps))
+        return not (settings.reproducible or settings.first_block_threshold)
 
     def schedule(self, job: EditJob) -> Schedule:
         if isinstance(job.prepared, FlowPrepared):

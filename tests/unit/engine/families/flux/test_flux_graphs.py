@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,6 +31,7 @@ from maskserve_engine.families.registry import load_adapter
 from maskserve_engine.families.specs import load_spec, recorded_rows
 from maskserve_engine.layers.attention import bucket
 from maskserve_engine.layers.low_rank import Factors, LowRankSet
+from tests.fakes.control_nets import random_net
 from tests.fakes.jobs import config_of, encode_case, guided, random_case
 from tests.support import refresh_rows
 from tests.support.cached_rows import Primed, assert_equal, cached
@@ -45,6 +47,7 @@ from tests.support.replayed import (
 pytestmark = pytest.mark.spread("folder")
 
 STEPS = 6
+cast_any = partial(cast, Any)
 
 
 @pytest.fixture(scope="module", params=["fill", "inpaint", "reference"])
@@ -274,6 +277,52 @@ def test_steps_of_rows_with_loras_replay_whatever_loras_they_have(
     assert 4 <= len(with_loras) <= 12, "LoRAs of the second round replay those of the first"
 
 
+@pytest.mark.parametrize("text", [True, False])
+def test_residuals_of_controlnets_are_added_between_the_pieces(
+    folder: Path, encoder: Encoder, text: bool
+) -> None:
+    """Rows read templates, refresh and look ahead, alone and beside rows without nets; a net that
+    begins late adds nothing before.
+    """
+    seed = fresh_seed()
+    rng, capture = np.random.default_rng(seed), Replayed()
+    plain, recording = adapter_of(folder, None), adapter_of(folder, capture, rows=16)
+    net = random_net(21, 1, 2)
+    jobs = []
+    for number, job in enumerate(jobs_of(encoder, seed, 3)):
+        picture = rng.integers(0, 256, (*job.edit_mask.shape, 3), dtype=np.uint8)
+        moments = encoder.encode(picture, job.edit_mask, "").moments
+        control = ControlInput("net", picture, scale=0.8, moments=moments, start=0.3 * number)
+        jobs.append(replace(job, controls=(control,) * (number < 2)))
+    primed = Primed(plain, encoder, jobs[1], "kv")
+    latents = []
+    for adapter in (plain, recording):
+        nets, results = {"net": adapter.control_net(net)}, []
+        for at in ([0], [1, 0], [2, 0, 1], [0], [2, 1]):
+            replay, rows = refresh_rows.FirstEdits(adapter), []
+            for i in at:
+                if i == 1:
+                    row: Any = cached(replay, jobs[i], primed)
+                else:
+                    row = replay.first_edit(jobs[i], refresh_rows.plan(0, 3, text=text))
+                adapter.control(row, jobs[i], nets)
+                rows.append(row)
+            while rows[0].step < STEPS:
+                replay.step(rows, ("kv",) * adapter.blocks)
+            results += [row.result().array() for row in rows]
+        latents.append(results)
+    for one, other in zip(*latents, strict=True):
+        assert_equal(one, other)
+    graphs = graphs_of(recording)
+    assert graphs._capture is capture, f"recording was turned off ({seed})"
+    assert any(key[-1] == "residuals" for key, step in graphs._steps.items() if step)
+    buffers = {buffer.data_ptr() for buffer in graphs._memory.buffers._buffers.values()}
+    for recorded in filter(None, graphs._steps.values()):
+        for action in map(cast_any, recorded._actions):
+            if action.func is forward._add_residuals:
+                assert action.args[1].untyped_storage().data_ptr() in buffers
+
+
 def test_an_entry_that_is_lost_in_the_middle_harms_no_later_step(
     folder: Path, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -367,23 +416,17 @@ def test_a_bucket_is_filled_with_the_tokens_next_to_the_mask(
     [
         {"reproducible": True},
         {"first_block_threshold": 0.1},
-        {"controls": (ControlInput("a", np.zeros((64, 64, 3), np.uint8)),)},
     ],
-    ids=["reproducible", "skipping", "control"],
+    ids=["reproducible", "skipping"],
 )
 def test_an_edit_with_a_way_of_its_own_keeps_its_tokens_and_is_not_recorded(
     folder: Path, encoder: Encoder, features: dict[str, Any]
 ) -> None:
     capture = Replayed()
     adapter, plain = adapter_of(folder, capture), adapter_of(folder, None, buckets=False)
-    settings = {key: features[key] for key in features if key != "controls"}
-    job, neighbour = job_of(encoder, 17, **settings), job_of(encoder, 17)
-    controlled = replace(job, controls=features.get("controls", ()))
-    assert adapter.tokens(controlled) == plain.tokens(job)
+    job, neighbour = job_of(encoder, 17, **features), job_of(encoder, 17)
+    assert adapter.tokens(job) == plain.tokens(job)
     assert adapter.tokens(neighbour) != plain.tokens(neighbour)
-    assert not adapter._preparation.recorded(controlled)
-    if "controls" in features:
-        return  # its row needs a net
     assert not adapter.cached_row(job, 7).recorded
     primed = [Primed(plain, encoder, edit) for edit in (job, neighbour)]
     replay = Replay(adapter)
