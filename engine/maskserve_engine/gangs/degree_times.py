@@ -59,7 +59,7 @@ class DegreeTimes:
         pairs = zip(shares("dense", 1.0), shares("kv", 0.2), strict=True)
         return tuple([DegreePrice(dense, cached) for dense, cached in pairs])
 
-    def of(self, edit: RequestState) -> tuple[tuple[float, ...], float]:
+    def step_seconds(self, edit: RequestState) -> tuple[tuple[float, ...], float]:
         """Return the seconds of a step of the edit alone on 1, 2, 4 and 8 devices, up to the number
         that it may use, and the part of these seconds that does not depend on its rows.
 

@@ -166,7 +166,7 @@ class Engine:
             return self.ask(list)
         return self.ask(
             lambda: [
-                {**template, **self.audits.of(str(template["key"]))}
+                {**template, **self.audits.figures(str(template["key"]))}
                 for template in cache.templates()
             ]
         )

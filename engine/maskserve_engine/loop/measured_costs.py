@@ -44,9 +44,9 @@ class MeasuredCosts:
         self._steps = _Samples()
         self._moves: defaultdict[str, _Samples] = defaultdict(_Samples)
 
-    def of(self, edit: RequestState) -> tuple[tuple[float, ...], float]:
-        """Return the seconds of an edit's step on one device, and its fixed part
-        (`RequestTable`).
+    def step_seconds(self, edit: RequestState) -> tuple[tuple[float, ...], float]:
+        """Return the seconds of an edit's step on one device, and their part that does not depend
+        on the step's rows.
         """
         line = self.model.compute
         return (line.seconds(edit.flops),), line.fixed

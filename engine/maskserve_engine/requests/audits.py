@@ -47,7 +47,7 @@ class Audit:
     latents: HostCopy
     """[C, h, w] final latents of the cached row."""
 
-    def again(self) -> EditJob:
+    def dense_job(self) -> EditJob:
         """Return the edit with a new id, after all others and without a client."""
         settings = structs.replace(
             self.job.request.settings,
@@ -148,7 +148,7 @@ class Audits:
             else None
         )
 
-    def of(self, key: str) -> dict[str, float | int | bool]:
+    def figures(self, key: str) -> dict[str, float | int | bool]:
         """Return a template's audit figures, for people; empty before its first audit."""
         drift_record = self._drifts.get(key)
         if drift_record is None:

@@ -343,7 +343,7 @@ class RequestManager:
         audit = self.audits.next()
         if audit is None:
             return
-        edit = RequestState.of(audit.again(), lambda event: None, self.adapter)
+        edit = RequestState.of(audit.dense_job(), lambda event: None, self.adapter)
         edit.audit = audit
         with suppress(MaskserveError):  # a LoRA is gone, or no more edits may wait
             if self.adapters.absent_nets(edit) or self.adapters.absent_loras(edit):

@@ -261,7 +261,7 @@ def assemble(
             lambda key: manager.template_settled(key),
         )
 
-    request_table = RequestTable(scheduler, residency, degrees.of if degrees else costs.of)
+    request_table = RequestTable(scheduler, residency, (degrees or costs).step_seconds)
     due_times = DueTimes(config, prices.measured)
     manager = RequestManager(
         config,

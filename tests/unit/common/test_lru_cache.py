@@ -35,6 +35,7 @@ def test_it_does_what_a_list_in_order_of_use_does(
             while sum(1 + 3 * size for size in order) > budget:
                 order.pop(0)
         assert cache.nbytes == sum(1 + 3 * size for size in order) <= budget
+        assert list(cache) == order
         assert len(cache) == len(order)
 
 

@@ -154,7 +154,7 @@ def test_an_edit_that_is_made_again_for_its_drift_keeps_its_noise(tiny_inpaint: 
     encoder, adapter = load_encoder(config), load_adapter(config)
     job = encode_case(encoder, random_case(np.random.default_rng(7400), strength=1.0), "r")
     latents = HostCopy(torch.zeros(1))
-    again = Audit("key", job, latents).again()
+    again = Audit("key", job, latents).dense_job()
     first, second = (_blend(adapter.dense_row(edit)) for edit in (job, again))
     assert torch.equal(first.noise, second.noise)
 

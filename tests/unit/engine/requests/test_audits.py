@@ -108,7 +108,7 @@ def test_an_audit_has_a_name_that_no_client_may_have(engine: Engine, encoder: En
     """Else a client's edit of its name would be refused while the audit runs."""
     done = job(encoder, 3, "a", cache="require")
     edit(engine, done)
-    name = Audit("", done, HostCopy(torch.zeros(1))).again().request.request_id
+    name = Audit("", done, HostCopy(torch.zeros(1))).dense_job().request.request_id
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert(name, RequestId)
     assert edit(engine, job(encoder, 3, "audit:a", cache="off")).meta["request_id"] == "audit:a"
@@ -135,6 +135,6 @@ def test_the_tables_and_labels_are_bounded(tiny_fill: Path, encoder: Encoder) ->
         request = replace(one.request, template_id=f"{number:032x}"[::-1])
         audits.judge(Audit(str(number), replace(one, request=request), latents), latents.array())
         audits.offer(str(number), one, latents)
-    assert sum(bool(audits.of(str(number))) for number in range(5000)) == 4096
+    assert sum(bool(audits.figures(str(number))) for number in range(5000)) == 4096
     assert len({labels for _, _, labels in observations.take()}) == 65
     assert sum(audits.next() is not None for _ in range(20)) == 8
