@@ -26,7 +26,7 @@ class EntryReader:
         key: cache key of the template.
         anchors: anchor of each step of the row; None if no anchor is near enough.
         selection: cached tokens of the row.
-        sure: whether steps read their entries even if there is no room for them (`reproducible`).
+        force: whether steps read their entries even if there is no room for them (`reproducible`).
     """
 
     out_of_memory = False
@@ -39,7 +39,7 @@ class EntryReader:
         anchors: Sequence[Anchor | None],
         selection: Selection,
         *,
-        sure: bool = False,
+        force: bool = False,
     ) -> None:
         self.key, self.anchors = key, tuple(anchors)
         self._selections: dict[Heads | None, Selection] = {None: selection}
@@ -52,7 +52,7 @@ class EntryReader:
         self.next: Handle | None = None
         """Entry being loaded for a later step."""
         self._stalls: list[Span] = []
-        self._store, self._sure = store, sure
+        self._store, self._force = store, force
         self._sources: dict[Anchor, EntrySource] = {}
         self._hold_all()
 
@@ -88,7 +88,7 @@ class EntryReader:
             if self.next is not None and self.next.anchor == anchor:
                 self.entry, self.next = self.next, None
             else:
-                self.entry = self._request(anchor, whole=whole, force=self._sure)
+                self.entry = self._request(anchor, whole=whole, force=self._force)
         return self.entry
 
     def look_ahead(self, step: int) -> tuple[Handle, int] | None:

@@ -164,7 +164,7 @@ class Rank:
                 self._store.memory.pin(spec.key, pinned=True)
                 self._primed_s[row] = 0.0
             row_made = self._local.make(row, spec)
-            if isinstance(spec, CachedRowSpec) and spec.sure and not row_made.complete:
+            if isinstance(spec, CachedRowSpec) and spec.force and not row_made.complete:
                 raise EngineFailed("the template's cached activations were lost; send it again")
         except Exception as error:
             _log.exception("a row could not be made", extra=about(row))

@@ -236,21 +236,21 @@ class RowMaker:
         record.row = self._adapter.cached_row(spec.job, spec.noise_seed, schedule)
         self._control(record, tier)
         selection = record.row.selection
-        reader = EntryReader(self._store, spec.key, spec.anchors, selection, sure=spec.sure)
+        reader = EntryReader(self._store, spec.key, spec.anchors, selection, force=spec.force)
         record.reader = reader
         if tier is not None:
             record.step_caches = self._step_cache_reader(record.row, tier)
-        references_ready = self._read_references(record, spec.key, sure=spec.sure)
+        references_ready = self._read_references(record, spec.key, force=spec.force)
         return RowReport(reader.complete and references_ready, selection.digest, schedule)
 
-    def _read_references(self, record: RowRecord, key: str, *, sure: bool = False) -> bool:
+    def _read_references(self, record: RowRecord, key: str, *, force: bool = False) -> bool:
         """Let a new row read its references from a template, if its references see nothing of the
         row; return whether they can be read now. Otherwise the row makes its own.
 
         Args:
             record: the row.
             key: cache key of the template; empty: there is none.
-            sure: see `EntryReader`.
+            force: see `EntryReader`.
         """
         references = getattr(record.row, "references", None)
         if references is None or not key or self._store is None:
@@ -258,7 +258,7 @@ class RowMaker:
         if self._store.locate(key, [STILL]) is None:
             return False
         steps, tokens = record.row.steps, Selection([np.arange(len(references))])
-        reader = EntryReader(self._store, key, [STILL] * steps, tokens, sure=sure)
+        reader = EntryReader(self._store, key, [STILL] * steps, tokens, force=force)
         record.references = reader
         return reader.complete
 

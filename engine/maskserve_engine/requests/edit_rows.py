@@ -81,11 +81,11 @@ class EditRows:
         none.
         """
         plan, job = edit.plan, edit.job
-        seed, sure = job.request.template_noise_seed, job.request.settings.insists
+        seed, force = job.request.template_noise_seed, job.request.settings.insists
         nbytes = 0
         if schedule is not None:
             nbytes = step_cache_bytes_with_template(schedule, self._adapter, job)
-        spec = CachedRowSpec(job, seed, plan.key, plan.anchors, sure, schedule, nbytes)
+        spec = CachedRowSpec(job, seed, plan.key, plan.anchors, force, schedule, nbytes)
         report = self._executor.make(edit.request_id, spec)
         edit.reads = ReadSchedule.of_template(plan.key, plan.anchors, report)
         if report.schedule is not None:

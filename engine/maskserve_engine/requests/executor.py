@@ -52,7 +52,7 @@ class CachedRowSpec:
     """Cache key of the template."""
     anchors: tuple[Anchor | None, ...]
     """Anchor that each step reads; None: the step computes all tokens."""
-    sure: bool
+    force: bool
     """Whether steps read their entries even if there is no room for them."""
     schedule: RefreshSchedule | None = None
     """Schedule of its step cache beside the entries, if there is room; None: there is none."""
