@@ -104,8 +104,7 @@ class AdmissionChecks:
             return ()
         plan, waits = edit.plan, edit.plan.mode == "wait"
         if plan.prime:
-            due_at = edit.make_ticket().due if waits else None
-            self._primings.begin(edit.job, urgent=waits, due=due_at)
+            self._primings.begin(edit.job, urgent=waits, due=edit.due_at if waits else None)
         if not waits:
             return ()
         # The load may have ended on another thread, whose message is not read yet.

@@ -95,7 +95,7 @@ class DueTimes:
             running: edits that have a row beside it.
             now: time.monotonic().
         """
-        pricing, due_at = self._prices(), edit.make_ticket().due
+        pricing, due_at = self._prices(), edit.due_at
         if pricing is None or due_at is None:
             return None
         router_edit = _priced_edit(edit)
@@ -122,7 +122,7 @@ class DueTimes:
             anchors: number of anchors still to prime, a dense step each.
             running: edits that have a row beside it.
         """
-        pricing, due_at = self._prices(), edit.make_ticket().due
+        pricing, due_at = self._prices(), edit.due_at
         if pricing is None or due_at is None:
             return False
         immediate, left_s = _priced_edit(edit, without), due_at - time.monotonic()
@@ -179,5 +179,5 @@ def _priced_edit(edit: RequestState, plan: ExecutionPlan | None = None) -> Edit:
 
 def _order(edit: RequestState) -> tuple[int, float]:
     """Order edits that wait for a row as the scheduler does; the least comes first."""
-    due_at = edit.make_ticket().due
+    due_at = edit.due_at
     return -edit.job.request.settings.priority, math.inf if due_at is None else due_at

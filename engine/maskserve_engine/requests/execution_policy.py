@@ -194,7 +194,7 @@ class ExecutionPolicy:
         plan = ExecutionPlan(
             "wait", "hit", lookup.key, prime=primes, dense_steps=lookup.dense_steps
         )
-        if lookup.is_known_picture and edit.make_ticket().due is None:
+        if lookup.is_known_picture and edit.due_at is None:
             hit = replace(plan, mode="cached", anchors=lookup.reads)
             worth = self._pays(edit, without, self._with_step_cache(edit, hit), anchors_left)
             return plan if worth else None

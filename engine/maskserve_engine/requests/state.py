@@ -381,6 +381,13 @@ class RequestState:
         """Mean tokens that one of its steps computes."""
         return self.work.tokens(self.plan.mode, *self._dense_shares)
 
+    @property
+    def due_at(self) -> float | None:
+        """time.monotonic() at which its last step should have ended: its due time or, without one,
+        its deadline; None: it has neither.
+        """
+        return self.deadline if self.due is None else self.due
+
     def has_expired(self, now: float) -> bool:
         """Whether the edit is to be dropped at `now`, in time.monotonic() seconds."""
         return self.deadline is not None and self.deadline <= now
@@ -403,7 +410,7 @@ class RequestState:
             background=self.audit is not None,
             batch_key=(work.batch_key, self.request_id) if is_exclusive else work.batch_key,
             cost=self.flops,
-            due=self.deadline if self.due is None else self.due,
+            due=self.due_at,
             seconds=self.seconds,
             shared=self.shared,
             rows=1 + (len(self.job.references) + 1) // 2,
