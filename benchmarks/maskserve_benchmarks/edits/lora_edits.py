@@ -27,7 +27,7 @@ from maskserve_benchmarks.edits.direct import Direct, Edit
 from maskserve_common.config_file import config_of
 from maskserve_common.imaging.images import encode_png
 from maskserve_engine.base.job import EditJob
-from maskserve_engine.requests.edit_work import EditWork
+from maskserve_engine.requests.execution_plan import EditWork
 from maskserve_lora.lora_header import by_module
 
 LORAS, EDITS = 8, 16

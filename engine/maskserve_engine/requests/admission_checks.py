@@ -14,10 +14,10 @@ from maskserve_common.resources.residency import Resource
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.requests.due_times import DueTimes
 from maskserve_engine.requests.edit_adapters import EditAdapters
+from maskserve_engine.requests.execution_plan import DENSE
 from maskserve_engine.requests.execution_policy import ExecutionPolicy
 from maskserve_engine.requests.primings import Primings
 from maskserve_engine.requests.state import RequestState, RequestTable
-from maskserve_engine.requests.templates import DENSE
 
 TEMPLATE = "template"
 """The kind of resource."""

@@ -20,8 +20,8 @@ from maskserve_common.contracts.status_record import WorkerStatus
 from maskserve_common.contracts.tiers import DEVICE
 from maskserve_common.errors import DeadlineExceeded, Overloaded
 from maskserve_common.routing import Edit, WorkerView, predicted_seconds
+from maskserve_engine.requests.execution_plan import DENSE, ExecutionPlan
 from maskserve_engine.requests.state import RequestState
-from maskserve_engine.requests.templates import DENSE, ExecutionPlan
 from maskserve_engine.scheduling.policies import batches_of
 
 

@@ -22,10 +22,10 @@ from maskserve_engine.base.job import EditJob
 from maskserve_engine.families.adapter import Adapter, work_of
 from maskserve_engine.planning.flops import ModelWork
 from maskserve_engine.requests.control_nets import EditControlNets
+from maskserve_engine.requests.execution_plan import ExecutionPlan
 from maskserve_engine.requests.executor import Executor
 from maskserve_engine.requests.loras import Loras, adapters_id
 from maskserve_engine.requests.state import RequestState
-from maskserve_engine.requests.templates import ExecutionPlan
 
 
 class EditAdapters:

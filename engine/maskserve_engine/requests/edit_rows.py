@@ -12,6 +12,7 @@ from maskserve_engine.batch.step_cache import RefreshSchedule
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.requests.due_times import DueTimes
 from maskserve_engine.requests.edit_adapters import EditAdapters, LateRows
+from maskserve_engine.requests.execution_plan import DENSE
 from maskserve_engine.requests.executor import (
     CachedRowSpec,
     Executor,
@@ -24,7 +25,6 @@ from maskserve_engine.requests.refresh_schedules import (
     step_cache_bytes_with_template,
 )
 from maskserve_engine.requests.state import ReadSchedule, RequestState, RequestTable
-from maskserve_engine.requests.templates import DENSE
 
 
 class EditRows:

@@ -13,16 +13,11 @@ from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.planning.regions import RegionRule
 from maskserve_engine.requests.audits import Audits
 from maskserve_engine.requests.due_times import DueTimes
+from maskserve_engine.requests.execution_plan import DENSE, ExecutionMode, ExecutionPlan
 from maskserve_engine.requests.primings import Primings
 from maskserve_engine.requests.refresh_schedules import RefreshSchedules
 from maskserve_engine.requests.state import RequestState, RequestTable
-from maskserve_engine.requests.templates import (
-    DENSE,
-    WORTH_PRIMING,
-    CacheLookup,
-    ExecutionMode,
-    ExecutionPlan,
-)
+from maskserve_engine.requests.templates import WORTH_PRIMING, CacheLookup
 
 
 class ExecutionPolicy:

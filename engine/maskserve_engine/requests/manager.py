@@ -32,6 +32,7 @@ from maskserve_engine.requests.due_times import DueTimes
 from maskserve_engine.requests.edit_adapters import EditAdapters, LateRows
 from maskserve_engine.requests.edit_report import final_meta, timeline
 from maskserve_engine.requests.edit_rows import EditRows
+from maskserve_engine.requests.execution_plan import DENSE
 from maskserve_engine.requests.execution_policy import ExecutionPolicy
 from maskserve_engine.requests.executor import Executor, RowStep
 from maskserve_engine.requests.primings import Primings
@@ -40,7 +41,6 @@ from maskserve_engine.requests.refresh_schedules import (
 )
 from maskserve_engine.requests.regions import EditRegions
 from maskserve_engine.requests.state import Priming, RequestState, RequestTable
-from maskserve_engine.requests.templates import DENSE
 from maskserve_engine.scheduling.step_scheduler import Run, Ticket
 
 _ONLY_CACHED = "nothing of the kind comes about without a cache"

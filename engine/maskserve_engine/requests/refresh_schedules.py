@@ -18,9 +18,9 @@ from maskserve_engine.families.adapter import Adapter, work_of
 from maskserve_engine.planning import refresh_steps as planning
 from maskserve_engine.planning.entry_bytes import FORMATS
 from maskserve_engine.planning.refresh_control import RefreshControl, Remainder
+from maskserve_engine.requests.execution_plan import ExecutionPlan
 from maskserve_engine.requests.executor import RowStep
 from maskserve_engine.requests.state import RequestState
-from maskserve_engine.requests.templates import ExecutionPlan
 from maskserve_engine.scheduling.policies import policy_of
 from maskserve_engine.spec.model_spec import (
     known_stride,

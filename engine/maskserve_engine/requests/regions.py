@@ -16,7 +16,7 @@ import numpy as np
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.planning.regions import Bools
 from maskserve_engine.requests.edit_adapters import EditAdapters
-from maskserve_engine.requests.edit_work import EditWork
+from maskserve_engine.requests.execution_plan import EditWork
 from maskserve_engine.requests.executor import Executor, RegionSpec, RowStep
 from maskserve_engine.requests.refresh_schedules import RefreshSchedules, step_cache_bytes
 from maskserve_engine.requests.state import ReadSchedule, RequestState

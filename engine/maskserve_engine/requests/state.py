@@ -25,9 +25,8 @@ from maskserve_engine.planning.flops import Totals
 from maskserve_engine.planning.regions import Bools
 from maskserve_engine.requests.audits import Audit
 from maskserve_engine.requests.control_nets import ControlNetSource
-from maskserve_engine.requests.edit_work import ControlWork, EditWork
+from maskserve_engine.requests.execution_plan import DENSE, ControlWork, EditWork, ExecutionPlan
 from maskserve_engine.requests.executor import RowLoads, RowReport, RowStep
-from maskserve_engine.requests.templates import DENSE, ExecutionPlan
 from maskserve_engine.scheduling.step_scheduler import SchedulingPolicy, Ticket, id_in_use
 from maskserve_engine.spec.model_spec import ModelSpec
 

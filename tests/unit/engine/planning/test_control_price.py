@@ -21,7 +21,7 @@ from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.families.specs import control_work, counted_work, load_spec
 from maskserve_engine.planning.cost_model import CostModel
 from maskserve_engine.planning.entry_bytes import FORMATS
-from maskserve_engine.requests.edit_work import ControlWork
+from maskserve_engine.requests.execution_plan import ControlWork
 from maskserve_engine.spec.estimate import pricing_of
 from maskserve_engine.spec.model_spec import NetShares
 from tests.fakes.control_nets import random_net

@@ -10,8 +10,8 @@ import pytest
 from maskserve_common.errors import Overloaded
 from maskserve_common.resources.residency import Resource
 from maskserve_engine.requests.admission_checks import AdmissionChecks
+from maskserve_engine.requests.execution_plan import DENSE, ExecutionPlan
 from maskserve_engine.requests.primings import Primings
-from maskserve_engine.requests.templates import DENSE, ExecutionPlan
 
 NET, LORA = Resource("controlnet", "n"), Resource("lora", "l")
 

@@ -26,10 +26,9 @@ from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_encoder
 from maskserve_engine.loop.engine import Engine
 from maskserve_engine.requests.due_times import DueTimes
-from maskserve_engine.requests.edit_work import EditWork
+from maskserve_engine.requests.execution_plan import EditWork, ExecutionPlan
 from maskserve_engine.requests.refresh_schedules import RefreshSchedules
 from maskserve_engine.requests.state import RequestState
-from maskserve_engine.requests.templates import ExecutionPlan
 from maskserve_engine.scheduling.step_scheduler import StepScheduler, Ticket
 from maskserve_triton.after_steps import AfterSteps
 from maskserve_triton.call import bounded

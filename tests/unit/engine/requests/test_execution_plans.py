@@ -21,9 +21,8 @@ from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.cache.tier import Note
 from maskserve_engine.families.registry import load_adapter
 from maskserve_engine.loop.engine import Engine
-from maskserve_engine.requests.edit_work import ControlWork
+from maskserve_engine.requests.execution_plan import DENSE, ControlWork
 from maskserve_engine.requests.state import RequestState
-from maskserve_engine.requests.templates import DENSE
 from maskserve_engine.spec.model_spec import ModelSpec
 from maskserve_engine.start.assembly import assemble
 from tests.fakes import tiny_families

@@ -22,10 +22,9 @@ from maskserve_engine.cache.host_cache import HostMemory
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_encoder
 from maskserve_engine.loop.engine import Engine
-from maskserve_engine.requests.edit_work import EditWork
+from maskserve_engine.requests.execution_plan import EditWork, ExecutionPlan
 from maskserve_engine.requests.refresh_schedules import RefreshSchedules
 from maskserve_engine.requests.state import RequestState
-from maskserve_engine.requests.templates import ExecutionPlan
 from tests.fakes.jobs import config_of
 from tests.support.draws import fresh_seed
 from tests.support.engines import accept, edit, job, make_engine, priced_by_flops

@@ -11,9 +11,8 @@ import pytest
 
 from maskserve_engine.families.registry import load_encoder
 from maskserve_engine.planning.flops import Totals
-from maskserve_engine.requests.edit_work import EditWork
+from maskserve_engine.requests.execution_plan import EditWork, ExecutionMode, ExecutionPlan
 from maskserve_engine.requests.state import EditTimes, RequestState
-from maskserve_engine.requests.templates import ExecutionMode, ExecutionPlan
 from tests.fakes.jobs import config_of, encode_case, guided, random_case
 
 NOTHING = Totals(0, np.zeros((1, 6)), np.zeros((1, 6)), (0.0,), 0.0, (0.0,))

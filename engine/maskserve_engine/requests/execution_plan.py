@@ -1,11 +1,12 @@
-"""The counted work of an edit: that of the model, and that of its ControlNets."""
+"""The plan by which an edit runs, and its counted work: the model's and its ControlNets'."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
+from maskserve_common.contracts.keys import Anchor
 from maskserve_common.contracts.request import ResolvedControl
 from maskserve_common.contracts.settings import acting, scale_at
 from maskserve_engine.base.job import EditJob
@@ -13,9 +14,57 @@ from maskserve_engine.batch.step_cache import RefreshSchedule
 from maskserve_engine.families.adapter import Adapter, work_of
 from maskserve_engine.families.specs import control_work
 from maskserve_engine.planning.flops import ModelWork, Totals
+from maskserve_engine.planning.regions import RegionRule
 from maskserve_engine.requests.control_nets import ControlNetSource
-from maskserve_engine.requests.templates import ExecutionMode
 from maskserve_engine.spec.model_spec import ModelSpec
+
+ExecutionMode = Literal["dense", "cached", "wait"]
+"""How an edit runs: it computes all tokens, reads cached tokens, or waits for its template."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutionPlan:
+    mode: ExecutionMode
+    outcome: str
+    """Value of `cache` in META: `hit`, `own`, `miss` or `off`."""
+    key: str = ""
+    """Key of the template's entries; empty where the cache is not used."""
+    anchors: tuple[Anchor | None, ...] = ()
+    """Anchor that each step of a cached edit reads."""
+    tier: str = ""
+    """Tier of the template of a cached edit."""
+    prime: bool = False
+    """Whether to prime the template now."""
+    is_loading: bool = False
+    """Whether the template was being primed or fetched when the plan was chosen; an edit that waits
+    is notified of the end.
+    """
+    dense_for: str = ""
+    """Why the edit runs dense: its kind if it has no mask, `mask_ratio` or `mask_side` of its mask,
+    `references` beside its source, which entries have not seen, `work` if refresh steps or entries
+    would save none, `memory` if its step cache did not fit; empty without such a reason.
+    """
+    dense_steps: int = 0
+    """Number of steps of a cached edit that compute all tokens: its first ones, or its refresh
+    steps.
+    """
+    schedule: RefreshSchedule | None = None
+    """Schedule of the refresh steps of an edit without a template; None: it has none."""
+    schedule_with_template: RefreshSchedule | None = None
+    """Schedule of its step cache beside a template's entries; None: it has none."""
+    region: RegionRule | None = None
+    """How an edit without a mask finds its region; None: it computes all tokens."""
+
+    @property
+    def unread_share(self) -> float:
+        """Share of the steps of an edit with a template that read no entry: its first ones, and
+        those without an anchor near enough.
+        """
+        return self.anchors.count(None) / len(self.anchors) if self.anchors else 0.0
+
+
+DENSE = ExecutionPlan("dense", "off")
+"""The plan without the cache."""
 
 
 @dataclass(frozen=True, slots=True)
