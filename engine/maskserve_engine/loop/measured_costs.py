@@ -1,4 +1,5 @@
-"""Costs of steps and loads on this worker: first an estimate, then fitted to measurements.
+"""Costs of steps and loads on this worker, first an estimate, then fitted to measurements; and the
+prices of rows at these costs, for routers.
 
 A step's seconds are recorded when the device has done it. A step waits for the one before the last.
 """
@@ -8,15 +9,25 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
+from maskserve_common.config import Config
+from maskserve_common.contracts.pricing import DegreePrice, Pricing
 from maskserve_common.line_fit import Line, fit
 from maskserve_common.observations import Observations
 from maskserve_engine.base.device_clock import Span
+from maskserve_engine.families.adapter import Adapter
+from maskserve_engine.families.specs import control_work
+from maskserve_engine.fitting.entry_store import entry_format
 from maskserve_engine.planning.cost_model import CostModel
 from maskserve_engine.requests.state import Priming, RequestState
+from maskserve_engine.scheduling.policies import policy_of
+from maskserve_engine.spec.control_nets import ControlNets
+from maskserve_engine.spec.estimate import pricing_of
+from maskserve_engine.spec.model_spec import net_shares, refresh_rule, text_shares
 
 _WINDOW = 512
 _EVERY = 32
@@ -75,6 +86,65 @@ class MeasuredCosts:
                 line = samples.line(self.model.loads.get(tier, Line(0.0, 1e-10)))
                 self.model = replace(self.model, loads={**self.model.loads, tier: line})
                 self.sequence += 1
+
+
+class PriceList:
+    """Prices of rows of the model's native size.
+
+    Args:
+        costs: costs of this worker; prices follow them.
+        degrees: returns the gains of edits on several devices, given the text tokens of a prompt;
+            None: edits have one device.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        adapter: Adapter,
+        costs: MeasuredCosts,
+        anchors: int,
+        degrees: Callable[[int], tuple[DegreePrice, ...]] | None = None,
+    ) -> None:
+        self._costs, spec = costs, adapter.spec
+        self._degrees = degrees if policy_of(config.engine).gangs else None
+        self._text = spec.text_tokens(config.model.max_sequence_length)
+        nets = [net for net in ControlNets(config, spec).all() if not net.problem]
+        side = spec.native_resolution // spec.vae_scale_factor
+        work = adapter.work(side, side)
+        steps = spec.steps_default(config.model.num_inference_steps)
+        shared = policy_of(config.engine).shares_steps
+        self._priced = partial(
+            pricing_of,
+            work,
+            fmt=entry_format(config),
+            text=self._text,
+            anchors=anchors,
+            steps_per_anchor=steps / anchors,
+            halves=adapter.entry_halves,
+            controls={net.name: control_work(spec, net.config, side, side) for net in nets},
+            lora=work.typical_lora() if config.adapters.store else None,
+            net_shares=net_shares(config, spec, steps),
+            text_shares=text_shares(config, spec, steps, shared=shared),
+            leaves_ring=refresh_rule(config, spec).ring,
+        )
+        self._priced_at, self._pricing = costs.sequence, self._price()
+
+    @property
+    def pricing(self) -> Pricing:
+        """Prices at the worker's present costs."""
+        if self._priced_at != self._costs.sequence:
+            self._priced_at, self._pricing = self._costs.sequence, self._price()
+        return self._pricing
+
+    def _price(self) -> Pricing:
+        pricing = self._priced(self._costs.model)
+        if self._degrees is None:
+            return pricing
+        return replace(pricing, degrees=self._degrees(self._text))
+
+    def measured(self) -> Pricing | None:
+        """Prices at measured costs; None while costs are an estimate."""
+        return self.pricing if self._costs.model.source == "measured" else None
 
 
 class _Samples:

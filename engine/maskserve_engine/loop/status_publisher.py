@@ -1,100 +1,27 @@
-"""The engine's status record, which it publishes unasked (design §4). For routers it has the cost
-of rows on this worker: counted work, and the measured times of steps.
-"""
+"""The engine's status record, which it publishes unasked (design §4)."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from maskserve_common.config import Config, model_name
 from maskserve_common.contracts.memory_table import MemoryTable
-from maskserve_common.contracts.pricing import DegreePrice, Pricing
 from maskserve_common.contracts.status_record import NodeStatus, Served, State
 from maskserve_common.status import StatusWriter, WorkerStatus
-from maskserve_engine.families.adapter import Adapter
-from maskserve_engine.families.specs import control_work
-from maskserve_engine.fitting.entry_store import entry_format
-from maskserve_engine.loop.measured_costs import MeasuredCosts
+from maskserve_engine.loop.measured_costs import PriceList
 from maskserve_engine.loop.step_planner import CHOICES
 from maskserve_engine.planning.flops import KINDS
 from maskserve_engine.requests.manager import RequestManager
 from maskserve_engine.requests.templates import TemplateCache
-from maskserve_engine.scheduling.policies import batches_of, policy_of
-from maskserve_engine.spec.control_nets import ControlNets
-from maskserve_engine.spec.estimate import pricing_of
+from maskserve_engine.scheduling.policies import batches_of
 from maskserve_engine.spec.model_spec import (
     ModelSpec,
     dense_steps,
-    net_shares,
-    refresh_rule,
     refresh_strides,
-    text_shares,
 )
 
 _log = logging.getLogger(__name__)
-
-
-class PriceList:
-    """Prices of rows of the model's native size.
-
-    Args:
-        costs: costs of this worker; prices follow them.
-        degrees: returns the gains of edits on several devices, given the text tokens of a prompt;
-            None: edits have one device.
-    """
-
-    def __init__(
-        self,
-        config: Config,
-        adapter: Adapter,
-        costs: MeasuredCosts,
-        anchors: int,
-        degrees: Callable[[int], tuple[DegreePrice, ...]] | None = None,
-    ) -> None:
-        self._costs, spec = costs, adapter.spec
-        self._degrees = degrees if policy_of(config.engine).gangs else None
-        self._text = spec.text_tokens(config.model.max_sequence_length)
-        nets = [net for net in ControlNets(config, spec).all() if not net.problem]
-        side = spec.native_resolution // spec.vae_scale_factor
-        work = adapter.work(side, side)
-        steps = spec.steps_default(config.model.num_inference_steps)
-        shared = policy_of(config.engine).shares_steps
-        self._priced = partial(
-            pricing_of,
-            work,
-            fmt=entry_format(config),
-            text=self._text,
-            anchors=anchors,
-            steps_per_anchor=steps / anchors,
-            halves=adapter.entry_halves,
-            controls={net.name: control_work(spec, net.config, side, side) for net in nets},
-            lora=work.typical_lora() if config.adapters.store else None,
-            net_shares=net_shares(config, spec, steps),
-            text_shares=text_shares(config, spec, steps, shared=shared),
-            leaves_ring=refresh_rule(config, spec).ring,
-        )
-        self._priced_at, self._pricing = costs.sequence, self._price()
-
-    @property
-    def pricing(self) -> Pricing:
-        """Prices at the worker's present costs."""
-        if self._priced_at != self._costs.sequence:
-            self._priced_at, self._pricing = self._costs.sequence, self._price()
-        return self._pricing
-
-    def _price(self) -> Pricing:
-        pricing = self._priced(self._costs.model)
-        if self._degrees is None:
-            return pricing
-        return replace(pricing, degrees=self._degrees(self._text))
-
-    def measured(self) -> Pricing | None:
-        """Prices at measured costs; None while costs are an estimate."""
-        return self.pricing if self._costs.model.source == "measured" else None
 
 
 def new_counters() -> dict[str, float]:

@@ -46,8 +46,8 @@ from maskserve_engine.gangs.messages import DeviceDescription
 from maskserve_engine.gangs.processes import RankProcesses
 from maskserve_engine.loop.engine import Engine, Parts
 from maskserve_engine.loop.local_executor import LocalExecutor
-from maskserve_engine.loop.measured_costs import MeasuredCosts, StepTimes
-from maskserve_engine.loop.status_publisher import PriceList, StatusPublisher, new_counters
+from maskserve_engine.loop.measured_costs import MeasuredCosts, PriceList, StepTimes
+from maskserve_engine.loop.status_publisher import StatusPublisher, new_counters
 from maskserve_engine.loop.step_planner import StepPlanner
 from maskserve_engine.loop.step_runner import StepRunner
 from maskserve_engine.planning.cost_profile import read_profile

@@ -14,8 +14,7 @@ from maskserve_common.line_fit import Line
 from maskserve_engine.families.registry import load_adapter
 from maskserve_engine.fitting.entry_store import entry_format, estimated_costs
 from maskserve_engine.gangs.degree_times import DegreeTimes
-from maskserve_engine.loop.measured_costs import MeasuredCosts
-from maskserve_engine.loop.status_publisher import PriceList
+from maskserve_engine.loop.measured_costs import MeasuredCosts, PriceList
 from maskserve_engine.planning.degree_costs import ExchangeCosts, seconds_by_degree
 from maskserve_engine.planning.flops import RowTokens
 from maskserve_engine.spec.estimate import pricing_of
