@@ -63,10 +63,21 @@ class CacheLookup:
 
 
 @dataclass(slots=True)
-class _Reuse:
+class Reuse:
+    """How often a template was used."""
+
     uses: int = 0
     retry_at: int = 0
     """Number of uses from which priming is tried again for a template that could not be primed."""
+
+    @property
+    def may_prime(self) -> bool:
+        return self.uses >= self.retry_at
+
+    @property
+    def worth_priming(self) -> bool:
+        """Whether it has been used often enough, and priming is not put off."""
+        return self.uses >= max(WORTH_PRIMING, self.retry_at)
 
 
 class ReuseCounter:
@@ -75,11 +86,14 @@ class ReuseCounter:
     """
 
     def __init__(self) -> None:
-        self._recent: LruCache[str, _Reuse] = LruCache(_REMEMBERED)
+        self._recent: LruCache[str, Reuse] = LruCache(_REMEMBERED)
+
+    def of(self, key: str) -> Reuse:
+        return self._recent.get(key) or Reuse()
 
     def add(self, key: str) -> None:
         """Count a use of a template."""
-        reuse = self._recent.get(key) or _Reuse()
+        reuse = self.of(key)
         reuse.uses += 1
         self._recent.put(key, reuse)
 
@@ -88,15 +102,6 @@ class ReuseCounter:
         reuse = self._recent.get(key)
         if reuse is not None:  # otherwise no edit has used it yet
             reuse.retry_at = 2 * reuse.uses
-
-    def may_prime(self, key: str) -> bool:
-        reuse = self._recent.get(key)
-        return reuse is None or reuse.uses >= reuse.retry_at
-
-    def worth_priming(self, key: str) -> bool:
-        """Whether it has been used often enough, and priming is not put off."""
-        reuse = self._recent.get(key)
-        return reuse is not None and reuse.uses >= max(WORTH_PRIMING, reuse.retry_at)
 
 
 class Pins:
@@ -301,7 +306,7 @@ class TemplateCache:
             for name in dict.fromkeys((key, picture)):
                 self._reuse.add(name)
         anchors, first = self.anchors(job), self._dense_first(job)
-        priming, is_loading = key in self.priming, self.is_loading(key)
+        priming, is_loading, reuse = key in self.priming, self.is_loading(key), self._reuse.of(key)
         return CacheLookup(
             key,
             anchors,
@@ -310,9 +315,9 @@ class TemplateCache:
             None if priming else self.store.locate(key, anchors),
             priming,
             is_loading,
-            not is_loading and self._reuse.may_prime(key),
-            not is_loading and self._reuse.worth_priming(key),
-            picture != key and (named or self._reuse.worth_priming(picture)),
+            not is_loading and reuse.may_prime,
+            not is_loading and reuse.worth_priming,
+            picture != key and (named or self._reuse.of(picture).worth_priming),
         )
 
     def fetch(self, lookup: CacheLookup) -> bool:
