@@ -174,20 +174,17 @@ class LocalExecutor:
         if not whole:  # outside of `except`, whose error keeps the tensors of the failed step
             self._step_alone(running, step, entries, failed)
         span = Span(begin, mark(self._adapter.device))
+        row_steps = [
+            self.rows[name].after_step(name, read=name in entries, measured=name in step.measured)
+            for name in running
+        ]
         return StepResult(
-            tuple(
-                [
-                    self.rows[name].after_step(
-                        name, read=name in entries, measured=name in step.measured
-                    )
-                    for name in running
-                ]
-            ),
-            span,
-            tuple([s for h, n in zip(handles, earlier, strict=True) for s in h.stalls[n:]]),
-            tuple(lost),
-            failed,
-            () if self._services is None else tuple(self._services.take_waits()),
+            rows=tuple(row_steps),
+            span=span,
+            stalls=tuple([s for h, n in zip(handles, earlier, strict=True) for s in h.stalls[n:]]),
+            lost=tuple(lost),
+            failed=failed,
+            control_waits=() if self._services is None else tuple(self._services.take_waits()),
         )
 
     def result(self, row: str) -> HostCopy:

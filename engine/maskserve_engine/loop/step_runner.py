@@ -191,14 +191,14 @@ class StepRunner:
         if planned is None:
             return StepInput(number, names, devices, measured=measured)
         return StepInput(
-            number,
-            names,
-            devices,
-            tuple(reads),
-            work.maps,
-            planned.plan,
-            planned.next_plan,
-            measured,
+            number=number,
+            rows=names,
+            devices=devices,
+            reads=tuple(reads),
+            maps=work.maps,
+            plan=planned.plan,
+            next_plan=planned.next_plan,
+            measured=measured,
         )
 
     def _record_waits(self, edits: Sequence[RequestState], waits: tuple[float, ...]) -> None:
@@ -232,14 +232,16 @@ class StepRunner:
         overhead_s = self._overhead_shares(edits, ranks) if ranks > 1 and edits else 0.0
         self.times.add(
             QueuedStep(
-                result.span,
-                result.stalls,
-                None if flops is None else flops / ranks,
-                None if planned is None else planned.plan.latency + overhead_s,
-                len(result.rows),
-                tuple([row for row in rows.primings if row.request_id not in result.failed]),
-                self._host_seconds(work, planned) if rows.requests else 0.0,
-                overhead_s,
+                span=result.span,
+                stalls=result.stalls,
+                flops=None if flops is None else flops / ranks,
+                predicted=None if planned is None else planned.plan.latency + overhead_s,
+                rows=len(result.rows),
+                primings=tuple(
+                    [row for row in rows.primings if row.request_id not in result.failed]
+                ),
+                host=self._host_seconds(work, planned) if rows.requests else 0.0,
+                overhead_s=overhead_s,
             )
         )
 

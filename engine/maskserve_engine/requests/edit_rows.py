@@ -81,11 +81,18 @@ class EditRows:
         none.
         """
         plan, job = edit.plan, edit.job
-        seed, force = job.request.template_noise_seed, job.request.settings.insists
         nbytes = 0
         if schedule is not None:
             nbytes = step_cache_bytes_with_template(schedule, self._adapter, job)
-        spec = CachedRowSpec(job, seed, plan.key, plan.anchors, force, schedule, nbytes)
+        spec = CachedRowSpec(
+            job=job,
+            noise_seed=job.request.template_noise_seed,
+            key=plan.key,
+            anchors=plan.anchors,
+            force=job.request.settings.insists,
+            schedule=schedule,
+            nbytes=nbytes,
+        )
         report = self._executor.make(edit.request_id, spec)
         edit.reads = ReadSchedule.of_template(plan.key, plan.anchors, report)
         if report.schedule is not None:

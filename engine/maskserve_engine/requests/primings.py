@@ -106,13 +106,13 @@ class Primings:
             self._executor.make(
                 row_id,
                 PrimingRowSpec(
-                    job,
-                    priming.anchors,
-                    prompt,
-                    job.request.template_noise_seed,
-                    self.cache.kinds,
-                    self.cache.config.entry_format,
-                    priming.key,
+                    job=job,
+                    anchors=priming.anchors,
+                    prompt=prompt,
+                    noise_seed=job.request.template_noise_seed,
+                    kinds=self.cache.kinds,
+                    format=self.cache.config.entry_format,
+                    key=priming.key,
                 ),
             )
             if job.adapters:

@@ -308,13 +308,13 @@ class RequestState:
         controls = ControlUse(request.controls, acting(request.controls, work.steps))
         after_s = request.after_token_s * work.total_tokens
         return cls(
-            job,
-            sink,
-            work,
-            EditTimes(now_s),
-            None if limit_ms is None else accepted_s + limit_ms / 1e3,
-            due_ms,
-            None if due_ms is None else accepted_s + due_ms / 1e3 - after_s,
+            job=job,
+            sink=sink,
+            work=work,
+            times=EditTimes(now_s),
+            deadline=None if limit_ms is None else accepted_s + limit_ms / 1e3,
+            due_ms=due_ms,
+            due=None if due_ms is None else accepted_s + due_ms / 1e3 - after_s,
             loras=loras,
             controls=controls,
         )

@@ -308,16 +308,16 @@ class TemplateCache:
         anchors, first = self.anchors(job), self._dense_first(job)
         priming, is_loading, reuse = key in self.priming, self.is_loading(key), self._reuse.of(key)
         return CacheLookup(
-            key,
-            anchors,
-            self._nearest(anchors, job, first),
-            first,
-            None if priming else self.store.locate(key, anchors),
-            priming,
-            is_loading,
-            not is_loading and reuse.may_prime,
-            not is_loading and reuse.worth_priming,
-            picture != key and (named or self._reuse.of(picture).worth_priming),
+            key=key,
+            anchors=anchors,
+            reads=self._nearest(anchors, job, first),
+            dense_steps=first,
+            tier=None if priming else self.store.locate(key, anchors),
+            priming=priming,
+            is_loading=is_loading,
+            may_prime=not is_loading and reuse.may_prime,
+            worth_priming=not is_loading and reuse.worth_priming,
+            is_known_picture=picture != key and (named or self._reuse.of(picture).worth_priming),
         )
 
     def fetch(self, lookup: CacheLookup) -> bool:
