@@ -55,7 +55,7 @@ WORKFLOWS = ("maskserve_workflows",)
 NO_JOBS = {"enabled": False}
 JOBS_ROOM = "maskserve_router.jobs"
 WORKFLOW_ROOMS = ("maskserve_router.workflows", "maskserve_router.nodes")
-MOST_LINES = 13_900
+MOST_LINES = 14_000
 """Most code lines of ours, common packages included, that a router of edits imports."""
 
 
