@@ -203,7 +203,7 @@ class EditEncoder:
         self._ip_pictures: LruCache[PictureKey, tuple[Conditioning, Conditioning]] = LruCache(
             stages.prompt_bytes, lambda arrays: sum(map(_nbytes, arrays))
         )
-        served = config.ip_adapters.folder and encoder.spec.cross_layers
+        served = config.ip_adapters.folder and encoder.spec.ip_adapters
         self._ip_adapters = IpAdapterEncoder(config, encoder.spec) if served else None
         self._templates: LruCache[str, TemplateEncoding] = LruCache(
             stages.template_bytes,

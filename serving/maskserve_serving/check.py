@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +23,15 @@ from maskserve_engine.families.licences import published_licence
 from maskserve_engine.families.specs import FAMILIES, load_spec
 from maskserve_engine.spec.control_nets import check_config
 from maskserve_engine.spec.ip_adapters import (
-    LAYER,
+    LAYOUTS,
     form_of,
     image_encoder_of,
-    layer_numbers,
     problem_of,
     shapes_of,
+    text_width_of,
 )
 from maskserve_engine.spec.model_index import read_model_index
-from maskserve_engine.spec.model_spec import ModelSpec
+from maskserve_engine.spec.model_spec import IpLayout, ModelSpec
 from maskserve_lora.base_layers import BaseLayers
 from maskserve_lora.lora_header import BadAdapter, header_of_file
 from maskserve_lora.lora_plan import plan_of
@@ -59,11 +59,14 @@ _LAYERS = {
     r"(down|up|input|output)_blocks|mid(dle)?_block": "SDXL or SD 2.1",
 }
 """Parts of layers' names that only these models have."""
-_PROMPTS = {768: "SD 1.5", 1024: "SD 2.1", 2048: "SDXL"}
+_PROMPTS = {768: "SD 1.5", 1024: "SD 2.1", 2048: "SDXL", 4096: "FLUX.1"}
 """Models by the width of their prompts."""
 _HALF = 2
 """Bytes of a number in half precision."""
-_IMAGE_ENCODERS = "ViT-H 1.2 GiB, ViT-bigG 3.4 GiB"
+_IMAGE_ENCODERS: Mapping[IpLayout, str] = {
+    "h94": "ViT-H 1.2 GiB, ViT-bigG 3.4 GiB",
+    "xlabs": "ViT-L 0.6 GiB",
+}
 """Published image encoders in half precision."""
 
 
@@ -157,11 +160,13 @@ def _describe(folder: Path, check: Check, words: str) -> None:
 
 
 def _ip_adapters_of(spec: ModelSpec) -> str:
-    if not spec.cross_layers:
+    takes = spec.ip_adapters
+    if takes is None:
         return "none"
     return (
-        f"plain and plus, in [ip_adapters] folder; a file's layers take "
-        f"{_size(_HALF * layer_numbers(spec))} beside the image encoder ({_IMAGE_ENCODERS})"
+        f"{' and '.join(LAYOUTS[takes.layout].forms)}, in [ip_adapters] folder; a file's layers "
+        f"take {_size(_HALF * takes.numbers)} beside the image encoder "
+        f"({_IMAGE_ENCODERS[takes.layout]})"
     )
 
 
@@ -237,8 +242,7 @@ def _models_of(names: Iterator[str]) -> str:
 def _check_ip_adapter(file: Path, parts: CheckpointParts, check: Check) -> None:
     shapes, check.bytes = shapes_of(file), {"file": file.stat().st_size}
     check.licence, check.form = _of_metadata(file), _form(file)
-    encoder, layer = image_encoder_of(shapes), LAYER.format(1, "k")
-    text = shapes.get(layer, (0,))[-1]
+    encoder, text = image_encoder_of(shapes), text_width_of(shapes)
     models = f", by their width for {_PROMPTS[text]}" if text in _PROMPTS else ""
     check.it = f"an IP-Adapter of the form {form_of(shapes)}, beside prompts{models}"
     width = (

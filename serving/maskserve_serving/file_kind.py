@@ -12,7 +12,7 @@ from typing import Literal
 
 from maskserve_common.files.gguf_header import BadGguf, read_gguf
 from maskserve_common.files.safetensors_header import BadHeader, header_of
-from maskserve_engine.spec.ip_adapters import is_ip_adapter
+from maskserve_engine.spec.ip_adapters import layout_of
 from maskserve_lora.lora_header import is_adapter
 from maskserve_serving.errors import ServeError
 
@@ -47,7 +47,7 @@ _USES = {
 
 def kind_of(names: Collection[str]) -> Kind:
     """Return the kind of a file with tensors of these names; an unknown one is a checkpoint."""
-    if is_ip_adapter(names):
+    if layout_of(names) is not None:
         return "IP-Adapter"
     if is_adapter(names):
         return "adapter"

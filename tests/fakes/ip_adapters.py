@@ -1,4 +1,6 @@
-"""Tiny IP-Adapters with random weights, in the layout of h94's files, and their image encoder."""
+"""Tiny IP-Adapters with random weights, in the layout of h94's or XLabs' files, and their image
+encoder.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-from maskserve_engine.spec.ip_adapters import LAYER, PROJECTION
+from maskserve_engine.spec.ip_adapters import LAYOUTS
 from maskserve_engine.spec.model_spec import ModelSpec
 
 IpForm = Literal["plain", "plus"]
@@ -39,16 +41,19 @@ def build_image_encoder(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
-def build_ip_adapter(file: Path, spec: ModelSpec, form: IpForm, seed: int = 0) -> Path:
+def build_ip_adapter(file: Path, spec: ModelSpec, form: str, seed: int = 0) -> Path:
     """Write an IP-Adapter of a model to `file` and return it."""
-    rng, text = np.random.default_rng(seed), int(spec.denoiser["cross_attention_dim"])
+    takes = spec.ip_adapters
+    assert takes is not None
+    rng, layout, text = np.random.default_rng(seed), LAYOUTS[takes.layout], takes.text
     shapes = _plain(text) if form == "plain" else _plus(text)
-    shapes = {f"{PROJECTION}{name}": shape for name, shape in shapes.items()}
-    shapes |= {
-        LAYER.format(number, part): (width, text)
-        for number, width in spec.cross_layers
-        for part in "kv"
-    }
+    shapes = {f"{layout.projection}{name}": shape for name, shape in shapes.items()}
+    for number, width in takes.layers:
+        for part in "kv":
+            weight, bias = layout.names(number, part)
+            shapes[weight] = (width, text)
+            if layout.biased:
+                shapes[bias] = (width,)
     save_file({name: _random(rng, shape) for name, shape in shapes.items()}, file)
     return file
 
@@ -60,7 +65,11 @@ def load_into(pipeline: Any, file: Path, scale: float) -> None:
     size = {"shortest_edge": SIDE}, {"height": SIDE, "width": SIDE}
     processor = CLIPImageProcessorPil(size=size[0], crop_size=size[1])  # type: ignore[no-untyped-call]
     pipeline.register_modules(feature_extractor=processor)
-    pipeline.load_ip_adapter(str(file.parent), subfolder="", weight_name=file.name)
+    encoder: dict[str, Any] = {}
+    if hasattr(pipeline, "transformer"):
+        encoder["image_encoder_pretrained_model_name_or_path"] = str(file.parent / "image_encoder")
+        encoder["image_encoder_dtype"] = pipeline.dtype
+    pipeline.load_ip_adapter(str(file.parent), subfolder="", weight_name=file.name, **encoder)
     pipeline.set_ip_adapter_scale(scale)
 
 

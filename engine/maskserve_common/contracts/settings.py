@@ -253,8 +253,8 @@ class EditSettings(Table, frozen=True):
     of the steps, 0 to 1), `image` (index in CONTROL; by default its own) and `mode` (of union
     nets)."""
     ip_adapter: IpAdapterSetting | None = None
-    """UNets: the IP-Adapter through which a further picture, the last one, speaks beside the
-    prompt: `name`, and `scale` (1 by default, -10 to 10)."""
+    """SDXL, SD 2.1 and FLUX.1 but Fill: the IP-Adapter through which a further picture, the last
+    one, speaks beside the prompt: `name`, and `scale` (1 by default, -10 to 10)."""
     private_prompt: bool = False
     """No other API key reuses the embeddings of this prompt."""
     template_id: TemplateId | None = None

@@ -8,7 +8,7 @@ as keys and values only (FlashPS §3.1, Fig. 5 and 7).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol, Self, TypeVar
 
@@ -252,7 +252,8 @@ class State:
         self.image = self.packing.rows_from(text, image)
 
     def run(self, begin: int, end: int) -> None:
-        two_streams, residuals = self.model.two_streams, self.packed.residuals
+        two_streams = self.model.two_streams
+        residuals, pictures = self.packed.residuals, self.packed.pictures
         kinds = self.kinds if self.cached else ("dense",) * end
         for number in range(begin, end):
             if number and number == self.model.alone:
@@ -263,6 +264,7 @@ class State:
             goes_on = (
                 number + 1 < end
                 and not residuals
+                and not (pictures and number < two_streams)
                 and number + 1 not in (two_streams, self.model.alone)
                 and (kinds[number] == "dense") == (kinds[number + 1] == "dense")
             )
@@ -288,6 +290,7 @@ class State:
         pre = self.model.pre(number, *streams, self.packing, self.cis, ahead, self.room)
         qk, v, post_inputs = pre
         del pre, ahead
+        reads = list(self._reads(number, qk))
         attended = self.attend(qk, v, self.packing, fill, capture)
         self.room = None
         del qk, v  # the values may be a view of their whole product, seven widths of each token
@@ -303,7 +306,31 @@ class State:
             image_alone=image_only,
         )
         self.joined = self.joined and not image_only
+        for (begin, end), read in reads:
+            behind[1][begin:end] += read
         return behind[0], behind[1]
+
+    def _reads(self, number: int, qk: Tensor) -> Iterator[tuple[Span, Tensor]]:
+        """Yield the spans, in the image stream of a double block, of the rows with an IP-Adapter,
+        and what their tokens read of its picture, [n, width]. The picture has no position: queries
+        are turned back.
+
+        Args:
+            number: the block's number.
+            qk: [N, 2, heads, head_dim] queries and keys, rotated, in row order.
+        """
+        if number >= self.model.two_streams:
+            return
+        packing = self.packing
+
+        def query_of(row: int) -> Tensor:
+            begin, end = packing.row_stream.spans[row]
+            begin += packing.text[row]
+            query = rotate(qk[begin:end, :1].float(), self.cis[begin:end].conj(), qk.dtype)
+            return query[:, 0]
+
+        for row, read in self.packed.pictures.read(number, query_of):
+            yield packing.image_stream.spans[row], read.flatten(1)
 
     def attend(
         self,

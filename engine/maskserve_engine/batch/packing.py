@@ -30,6 +30,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from maskserve_engine.batch.picture_tokens import PictureKeys, PictureTokens
 from maskserve_engine.batch.transfer import moved, to_device
 from maskserve_engine.cache.store import Handle
 from maskserve_engine.layers.attention import Segments, Span, segments, spans, uniform
@@ -602,6 +603,8 @@ class RowInput:
     pads: int = 0
     """Number of the last text tokens that stand beside the image in image-only blocks
     (`forward.Transformer.alone`)."""
+    picture: PictureKeys = ()
+    """Keys and values of an IP-Adapter's picture, which the image tokens of double blocks read."""
 
     @property
     def alone(self) -> RowInput:
@@ -627,6 +630,7 @@ class Packed:
             i: row.residuals for i, row in enumerate(rows) if row.residuals
         }
         """Residuals of the rows that have any; None for those of a recorded step."""
+        self.pictures = PictureTokens([row.picture for row in rows])
         self.primes = any(capture is not None for capture in self.captures)
         self.placed_kv = PlacedKV()
         cached_cis = [cached.cis for cached in self.cached if cached is not None]

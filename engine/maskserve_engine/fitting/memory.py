@@ -323,7 +323,7 @@ def weight_bytes(config: Config, stage: Stage, spec: ModelSpec) -> int:
 
 def image_encoder_bytes(config: Config, spec: ModelSpec) -> int:
     """Return the bytes of the image encoder of IP-Adapters; 0: the worker serves none."""
-    if not (config.ip_adapters.folder and spec.cross_layers):
+    if not (config.ip_adapters.folder and spec.ip_adapters):
         return 0
     files = weight_files(config.ip_adapters.encoder_folder).files
     return sum(map(_numbers, files)) * dtype_of(config).itemsize
@@ -334,7 +334,7 @@ def ip_adapter_bytes(config: Config, spec: ModelSpec, device: str) -> int:
     at most what the files of the folder take.
     """
     settings = config.ip_adapters
-    if not (settings.folder and spec.cross_layers):
+    if not (settings.folder and spec.ip_adapters):
         return 0
     if device != "cpu":
         return settings.device_bytes

@@ -1,8 +1,8 @@
 """IP-Adapters that edits may name: a file for each, and the image encoder that they share.
 
-A file has a projection from the image encoder's output to tokens as wide as a prompt's
-(`PROJECTION`), and two layers per cross attention that make keys and values of these tokens
-(`LAYER`). Its header is checked when an edit names it; only the encoder reads its weights.
+A file has a projection from the image encoder's output to tokens as wide as a prompt's, and two
+layers per attention that make keys and values of these tokens (`FileLayout`). Its header is checked
+when an edit names it; only the encoder reads its weights.
 """
 
 from __future__ import annotations
@@ -17,14 +17,40 @@ from maskserve_common.contracts.keys import ADAPTER_NAME
 from maskserve_common.errors import AdapterNotFound, InvalidRequest
 from maskserve_common.files.digests import file_digest
 from maskserve_common.files.safetensors_header import BadHeader, header_of
-from maskserve_engine.spec.model_spec import ModelSpec
+from maskserve_engine.spec.model_spec import IpLayout, ModelSpec
 
-PROJECTION = "image_proj."
-LAYER = "ip_adapter.{}.to_{}_ip.weight"
-"""Name of a layer, by its number and `k` or `v`."""
 _SUFFIX = ".safetensors"
-_PLAIN_TOKENS = 4
-"""Tokens of the plain form, whose file does not say how many."""
+
+
+class FileLayout(NamedTuple):
+    """Names and forms of a publisher's files."""
+
+    projection: str
+    """Prefix of the names of the projection's tensors."""
+    layer: str
+    """Name of a layer, by its number and `k` or `v`."""
+    biased: bool
+    """Whether the layers have biases."""
+    token_counts: tuple[int, ...]
+    """Tokens that the plain form may have."""
+    forms: tuple[str, ...]
+
+    def names(self, number: int, part: str) -> tuple[str, str]:
+        """Return the names of a layer's weight and bias."""
+        layer = self.layer.format(number, part)
+        return f"{layer}.weight", f"{layer}.bias"
+
+
+LAYOUTS: Mapping[IpLayout, FileLayout] = {
+    "h94": FileLayout("image_proj.", "ip_adapter.{}.to_{}_ip", False, (4,), ("plain", "plus")),
+    "xlabs": FileLayout(
+        "ip_adapter_proj_model.",
+        "double_blocks.{}.processor.ip_adapter_double_stream_{}_proj",
+        True,
+        (4, 16),
+        ("plain",),
+    ),
+}
 Shape = tuple[int, ...]
 
 
@@ -84,9 +110,9 @@ class IpAdapters:
         """
         if not self._config.folder:
             raise InvalidRequest(field, "IP-Adapters are not served here", "no ip_adapter")
-        if not self._spec.cross_layers:
+        if self._spec.ip_adapters is None:
             problem = "the served model takes no IP-Adapters"
-            raise InvalidRequest(field, problem, "no ip_adapter, or a UNet")
+            raise InvalidRequest(field, problem, "no ip_adapter, or another model")
         path = Path(self._config.folder) / f"{name}{_SUFFIX}"
         try:
             stat = path.stat() if ADAPTER_NAME.fullmatch(name) else None
@@ -113,9 +139,13 @@ class IpAdapters:
         return plain._replace(side=sizes.side, content=content, problem=problem)
 
 
-def is_ip_adapter(names: Iterable[str]) -> bool:
-    """Whether a file with tensors of these names is an IP-Adapter."""
-    return any(name.startswith(PROJECTION) for name in names)
+def layout_of(names: Iterable[str]) -> FileLayout | None:
+    """Return the layout of an IP-Adapter with tensors of these names; None: it is none."""
+    names = tuple(names)
+    for layout in LAYOUTS.values():
+        if any(name.startswith(layout.projection) for name in names):
+            return layout
+    return None
 
 
 def shapes_of(file: Path) -> dict[str, Shape]:
@@ -147,57 +177,71 @@ def problem_of(
         spec: spec of the model.
         encoder: sizes of the image encoder; None: the one that the file is for.
     """
-    if not spec.cross_layers:
+    takes = spec.ip_adapters
+    if takes is None:
         return "does not go with the served model, which takes no IP-Adapters"
-    if not is_ip_adapter(shapes):
-        return f"is no IP-Adapter: it has no {PROJECTION}"
-    text = int(spec.denoiser["cross_attention_dim"])
-    expected = _projection_shapes(shapes, text, encoder or image_encoder_of(shapes))
-    expected |= {
-        LAYER.format(number, part): (width, text)
-        for number, width in spec.cross_layers
-        for part in "kv"
-    }
+    layout = LAYOUTS[takes.layout]
+    if layout_of(shapes) is not layout:
+        other = "" if layout_of(shapes) is None else " for this model"
+        return f"is no IP-Adapter{other}: it has no {layout.projection}"
+    if (form := form_of(shapes)) not in layout.forms:
+        return f"has the form {form}, which is not served for this model"
+    expected = _projection_shapes(shapes, layout, takes.text, encoder or image_encoder_of(shapes))
+    for number, width in takes.layers:
+        for part in "kv":
+            weight, bias = layout.names(number, part)
+            expected[weight] = (width, takes.text)
+            if layout.biased:
+                expected[bias] = (width,)
     for name, shape in expected.items():
         if name not in shapes:
             return f"has no {name}, which the served model needs"
         if shapes[name] != shape:
             return f"is for another model: its {name} is {shapes[name]}, expected {shape}"
-    other = next((n for n in shapes if n not in expected and not n.startswith(PROJECTION)), "")
+    further = (n for n in shapes if n not in expected and not n.startswith(layout.projection))
+    other = next(further, "")
     return f"has {other}, which the served model does not take" if other else ""
 
 
 def form_of(shapes: Mapping[str, Shape]) -> str:
     """Return the form of a file's projection: `plain` or `plus`."""
-    return "plus" if f"{PROJECTION}latents" in shapes else "plain"
+    plus = any(f"{layout.projection}latents" in shapes for layout in LAYOUTS.values())
+    return "plus" if plus else "plain"
 
 
 def image_encoder_of(shapes: Mapping[str, Shape]) -> ImageEncoderSizes:
     """Return the sizes of the image encoder that a file is for, as far as it says them; 0: it does
     not.
     """
+    layout = layout_of(shapes)
+    prefix = "" if layout is None else layout.projection
     hidden, projected = (
-        shapes.get(f"{PROJECTION}{name}.weight", (0,))[-1] for name in ("proj_in", "proj")
+        (shapes.get(f"{prefix}{name}.weight") or (0,))[-1] for name in ("proj_in", "proj")
     )
     return ImageEncoderSizes(0, hidden, projected)
 
 
-def layer_numbers(spec: ModelSpec) -> int:
-    """Return how many numbers the keys' and values' layers of a file for this model have."""
-    return sum(2 * width for _, width in spec.cross_layers) * int(
-        spec.denoiser["cross_attention_dim"]
-    )
+def text_width_of(shapes: Mapping[str, Shape]) -> int:
+    """Return the width of the prompts beside which a file's picture stands; 0: it does not say."""
+    layout = layout_of(shapes)
+    if layout is None:
+        return 0
+    layers = (shapes.get(layout.names(number, "k")[0]) for number in (0, 1))
+    return next((shape[-1] for shape in layers if shape), 0)
 
 
 def _projection_shapes(
-    shapes: Mapping[str, Shape], text: int, encoder: ImageEncoderSizes
+    shapes: Mapping[str, Shape], layout: FileLayout, text: int, encoder: ImageEncoderSizes
 ) -> dict[str, Shape]:
     """Return the expected shapes of a file's projection, as far as they follow from the prompt's
     width `text` and from the image encoder.
     """
     if form_of(shapes) == "plain":
-        plain = {"proj.weight": (_PLAIN_TOKENS * text, encoder.projected), "norm.weight": (text,)}
-        return {f"{PROJECTION}{name}": shape for name, shape in plain.items()}
-    inner = shapes[f"{PROJECTION}latents"][-1]
+        rows = (shapes.get(f"{layout.projection}proj.weight") or (0,))[0]
+        counts = layout.token_counts
+        tokens = rows // text if rows // text in counts else counts[0]
+        plain = {"proj.weight": (tokens * text, encoder.projected), "norm.weight": (text,)}
+        return {f"{layout.projection}{name}": shape for name, shape in plain.items()}
+    inner = (shapes[f"{layout.projection}latents"] or (0,))[-1]
     plus = {"proj_in.weight": (inner, encoder.hidden), "proj_out.weight": (text, inner)}
-    return {f"{PROJECTION}{name}": shape for name, shape in plus.items()}
+    return {f"{layout.projection}{name}": shape for name, shape in plus.items()}

@@ -74,6 +74,31 @@ class ControlNetSpec:
     """
 
 
+IpLayout = Literal["h94", "xlabs"]
+"""Publisher whose names and forms a file of an IP-Adapter has (`ip_adapters.LAYOUTS`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class IpAdapterSpec:
+    """IP-Adapters that fit a family's models."""
+
+    layout: IpLayout
+    text: int
+    """Width of the prompt's tokens, and so of the picture's."""
+    layers: tuple[tuple[int, int], ...]
+    """Number in a file and width of each attention that reads the picture, in the order they
+    run."""
+
+    @property
+    def widths(self) -> list[int]:
+        return [width for _, width in self.layers]
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers the weights of these layers of a file have."""
+        return 2 * sum(self.widths) * self.text
+
+
 @dataclass(frozen=True, slots=True)
 class RefreshSpec:
     """How edits of a family refresh (docs/decisions/refresh-steps.md)."""
@@ -135,9 +160,8 @@ class ModelSpec:
     """The transformer's or UNet's config.json, for FLOP counting."""
     control: ControlNetSpec | None
     """ControlNets that fit the model; None: it takes none."""
-    cross_layers: tuple[tuple[int, int], ...] = ()
-    """Number in an IP-Adapter's file and width of each cross attention, in the order they run;
-    empty: the model takes no IP-Adapters."""
+    ip_adapters: IpAdapterSpec | None = None
+    """IP-Adapters that fit the model; None: it takes none."""
     edit_kinds: frozenset[EditKind] = INPAINT_ONLY
     """Kinds of edits that pipelines of the model's family make with its weights."""
     refresh: RefreshSpec = RefreshSpec()

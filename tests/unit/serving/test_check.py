@@ -20,7 +20,7 @@ from maskserve_engine.families.licences import published_licence
 from maskserve_engine.families.specs import FAMILIES as SERVED
 from maskserve_engine.families.specs import load_spec
 from maskserve_engine.fitting.model_report import report
-from maskserve_engine.spec.ip_adapters import layer_numbers, shapes_of
+from maskserve_engine.spec.ip_adapters import shapes_of
 from maskserve_serving import check as module
 from maskserve_serving.check import checked
 from maskserve_serving.checkpoint import CheckpointParts
@@ -137,7 +137,8 @@ def test_ip_adapters(base: Path, tiny_unets: dict[str, Path], tmp_path: Path) ->
     spec = load_spec(str(unet), 0)
     for form, width in (("plain", f"an output of width {PROJECTED}"), ("plus", f"{HIDDEN}")):
         file = build_ip_adapter(tmp_path / f"{form}.safetensors", spec, form)
-        assert layer_numbers(spec) == sum(
+        assert spec.ip_adapters is not None
+        assert spec.ip_adapters.numbers == sum(
             math.prod(shape) for name, shape in shapes_of(file).items() if "_ip." in name
         )
         check = checked(str(file), CheckpointParts(str(unet)))
@@ -150,6 +151,15 @@ def test_ip_adapters(base: Path, tiny_unets: dict[str, Path], tmp_path: Path) ->
         assert "is for another model: its image_proj." in other.problem
         with pytest.raises(ServeError, match=r"is an IP-Adapter; accepted: .*\[ip_adapters\]"):
             with_model({}, str(file), parts=CheckpointParts(str(base)))
+
+
+def test_an_ip_adapter_of_flux(tiny_inpaint: Path, tiny_fill: Path, tmp_path: Path) -> None:
+    spec = load_spec(str(tiny_inpaint), 0)
+    file = build_ip_adapter(tmp_path / "flux.safetensors", spec, "plain")
+    check = checked(str(file), CheckpointParts(str(tiny_inpaint)))
+    assert check.served
+    assert check.it.startswith("an IP-Adapter of the form plain")
+    assert "takes no IP-Adapters" in checked(str(file), CheckpointParts(str(tiny_fill))).problem
 
 
 def test_every_served_class_has_a_published_licence() -> None:

@@ -22,6 +22,7 @@ from maskserve_engine.spec.model_spec import (
     ALL_STEPS,
     INPAINT_ONLY,
     EditDefaults,
+    IpAdapterSpec,
     ModelSpec,
     RefreshSpec,
     least_steps,
@@ -201,6 +202,7 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelSpec:
         true_cfg=semantics.blends,
         denoiser=transformer,
         control=_CONTROLS[semantics],
+        ip_adapters=None if semantics.masked_picture else _ip_adapters(transformer),
         edit_kinds=_KINDS[semantics],
         skips_steps=not semantics.reference,
         keeps_placed=True,
@@ -208,6 +210,12 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelSpec:
         recorded_t5="text_encoder_2",
         least_steps=least_steps(sampler),
     )
+
+
+def _ip_adapters(config: Mapping[str, Any]) -> IpAdapterSpec:
+    """Return the IP-Adapters of a FluxTransformer2DModel, whose double blocks read the picture."""
+    layers = tuple((number, mmdit.width_of(config)) for number in range(int(config["num_layers"])))
+    return IpAdapterSpec("xlabs", int(config["joint_attention_dim"]), layers)
 
 
 def recorded_rows(config: Config) -> float:

@@ -17,6 +17,7 @@ from maskserve_common.contracts.request import EditKind, steps_run
 from maskserve_engine.adapters.fuse import fuse_configured_loras
 from maskserve_engine.base.job import Conditioning, EditJob, TokenCounts
 from maskserve_engine.batch.graphs import Graphs
+from maskserve_engine.batch.picture_tokens import PICTURE_KEYS
 from maskserve_engine.batch.step_cache import RefreshSchedule
 from maskserve_engine.batch.stepping import Stepping
 from maskserve_engine.batch.transfer import moved
@@ -258,7 +259,7 @@ class FlowAdapter(Stepping[Row, W], FlowRowMaker, OpenedRows, Generic[W]):
         request = job.request
         if request.settings.first_block_threshold:
             return 1
-        if request.loras or job.controls:
+        if request.loras or job.controls or PICTURE_KEYS in job.conditioning:
             return 1 if job.negative is None else 2
         return self.weights.width // self.weights.head_dim
 

@@ -172,7 +172,8 @@ class FlowBatch(ReusableBatch[Row, W]):
         self._refreshing = tuple(
             [row for row in rows if isinstance(row, FlowRow) and row.step_cache is not None]
         )
-        self._recorded = all(row.recorded for row in rows) and not self.packed.sees_fixed
+        needs_eager = self.packed.sees_fixed or self.packed.pictures
+        self._recorded = all(row.recorded for row in rows) and not needs_eager
         extra_passes = [*(i for i, _ in self._guided), *self._lookahead_rows]
         self._packed_adapters = (*self._adapters, *(self._adapters[i] for i in extra_passes))
         self._weights: W | None = None

@@ -189,7 +189,13 @@ class FluxNetInput(NamedTuple):
         if len(self.text) > len(row.text):  # the mode stands where all text does
             cis = torch.cat((cis[:1], cis))
         return replace(
-            row, tokens=tokens, text=self.text, guidance=self.guidance, cis=cis, residuals=None
+            row,
+            tokens=tokens,
+            text=self.text,
+            guidance=self.guidance,
+            cis=cis,
+            residuals=None,
+            picture=(),
         )
 
 

@@ -83,6 +83,7 @@ def _input(row: FlowRow, prompt: PromptPass, step: int, computed: ComputedSpans)
         fixed=fixed if prompt.words is None else (*fixed, prompt.words),
         back=None if prompt.words is None else prompt.words.back,
         pads=prompt.pads,
+        picture=prompt.picture,
     )
 
 

@@ -26,6 +26,7 @@ from maskserve_common.imaging.masks import (
     widened,
 )
 from maskserve_engine.base.job import Conditioning, ControlInput, EditJob, TokenCounts
+from maskserve_engine.batch.picture_tokens import PICTURE_KEYS, packed_keys_of
 from maskserve_engine.cache.loader import Selection
 from maskserve_engine.families.mmdit.schedule import Schedule, Shift, linear_shift, make_schedule
 from maskserve_engine.layers.attention import bucket
@@ -195,6 +196,9 @@ class FlowPrompt:
     """[T, text width]."""
     pooled: Tensor | None
     """[pooled width]; None for families without it."""
+    picture: Tensor | None = None
+    """[tokens, W] of an IP-Adapter's picture (`picture_tokens.PICTURE_KEYS`); None: there is
+    none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,7 +375,8 @@ class FlowPreparation:
         if not self._buckets:
             return False
         settings = job.request.settings
-        return not (settings.reproducible or settings.first_block_threshold)
+        needs_eager = settings.reproducible or settings.first_block_threshold
+        return not (needs_eager or PICTURE_KEYS in job.conditioning)
 
     def schedule(self, job: EditJob) -> Schedule:
         if isinstance(job.prepared, FlowPrepared):
@@ -391,9 +396,11 @@ class FlowPreparation:
 
     def prompt(self, conditioning: Conditioning) -> FlowPrompt:
         embeds, pooled = torch.from_numpy(conditioning["prompt_embeds"]), conditioning.get("pooled")
-        if pooled is None:
-            return FlowPrompt(embeds.to(self._dtype), None)
-        return FlowPrompt(embeds.to(self._dtype), torch.from_numpy(pooled).to(self._dtype))
+        return FlowPrompt(
+            embeds.to(self._dtype),
+            None if pooled is None else torch.from_numpy(pooled).to(self._dtype),
+            packed_keys_of(conditioning, self._dtype),
+        )
 
     def _controls(
         self, job: EditJob, schedule: Schedule, generator: torch.Generator

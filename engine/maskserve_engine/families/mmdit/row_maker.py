@@ -14,6 +14,7 @@ from torch import Tensor
 
 from maskserve_common.contracts.keys import Anchor
 from maskserve_engine.base.job import Conditioning, EditJob
+from maskserve_engine.batch.picture_tokens import PictureKeys, picture_keys_of
 from maskserve_engine.batch.skipping import FirstBlockCache
 from maskserve_engine.batch.step_cache import RefreshSchedule
 from maskserve_engine.batch.transfer import moved
@@ -220,7 +221,16 @@ class FlowRowMaker(ABC):
             job.request.settings.guidance_scale if self.spec.guidance == "embedded" else None,
             self.pads(grid),
             self.timeless,
+            picture=self._picture(job, prompt.picture),
         )
+
+    def _picture(self, job: EditJob, packed: Tensor | None) -> PictureKeys:
+        """Return the keys and values of an IP-Adapter's picture, if the prompt has one."""
+        setting, takes = job.request.settings.ip_adapter, self.spec.ip_adapters
+        if packed is None or setting is None:
+            return ()
+        assert takes is not None, "the front refuses IP-Adapters"
+        return picture_keys_of(packed, takes.widths, setting.scale)
 
     def _image_positions(self, job: EditJob, text: int) -> Tensor:
         """Return the rotary factors of the image tokens, and of references that are packed with

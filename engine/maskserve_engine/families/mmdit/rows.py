@@ -11,6 +11,7 @@ from torch import Tensor
 
 from maskserve_common.contracts.keys import STILL, Anchor
 from maskserve_engine.batch.packing import RowInput, RowResiduals
+from maskserve_engine.batch.picture_tokens import PictureKeys
 from maskserve_engine.batch.skipping import FirstBlockCache
 from maskserve_engine.batch.step_cache import (
     Entry,
@@ -54,6 +55,8 @@ class PromptPass:
     """In a row with a template it keeps text and ring, and the residual correction."""
     scale: float = 1.0
     """Scale of a negative prompt in true classifier-free guidance (diffusers)."""
+    picture: PictureKeys = ()
+    """Keys and values of an IP-Adapter's picture; empty: there is none."""
 
 
 class Lookahead(NamedTuple):

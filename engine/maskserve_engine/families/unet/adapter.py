@@ -17,6 +17,7 @@ from maskserve_common.contracts.request import EditKind
 from maskserve_engine.adapters.fuse import fuse_configured_loras
 from maskserve_engine.base.job import Conditioning, EditJob, TokenCounts
 from maskserve_engine.batch.graphs import Graphs
+from maskserve_engine.batch.picture_tokens import picture_keys_of
 from maskserve_engine.batch.step_cache import RefreshSchedule
 from maskserve_engine.batch.stepping import Stepping
 from maskserve_engine.batch.transfer import moved
@@ -25,7 +26,6 @@ from maskserve_engine.families.unet.batch import Row, UnetBatch
 from maskserve_engine.families.unet.conditioning import UnetInputs
 from maskserve_engine.families.unet.forward import added_embedding, micro_conditioning
 from maskserve_engine.families.unet.opening import UnetControls
-from maskserve_engine.families.unet.picture_tokens import picture_keys_of
 from maskserve_engine.families.unet.preparation import UnetPreparation
 from maskserve_engine.families.unet.rows import (
     Guidance,
@@ -350,7 +350,8 @@ class UnetAdapter(Stepping[Row, UnetWeights], UnetControls):
         setting = job.request.settings.ip_adapter
         if packed is None or setting is None:
             return prompt
-        widths = [width for _, width in self.spec.cross_layers]
+        assert self.spec.ip_adapters is not None
+        widths = self.spec.ip_adapters.widths
         return replace(prompt, picture=picture_keys_of(packed, widths, setting.scale))
 
     def _prompt(self, texts: tuple[Tensor, ...]) -> UnetPrompt:

@@ -108,7 +108,7 @@ class UnetInputs:
     """The prompt's tensors as the model takes them; for SDXL also pooled text and sizes."""
     negative: tuple[Tensor, ...] | None
     picture_keys: tuple[Tensor | None, Tensor | None] = (None, None)
-    """[tokens, W] of the IP-Adapter's picture, for either prompt (`UnetPreparation.picture_keys`);
+    """[tokens, W] of the IP-Adapter's picture, for either prompt (`picture_tokens.PICTURE_KEYS`);
     None: there is none."""
 
 

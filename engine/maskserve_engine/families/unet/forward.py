@@ -13,11 +13,11 @@ from torch import Tensor
 
 from maskserve_engine.batch.graphs import AtOnce, Inputs
 from maskserve_engine.batch.packing import Residuals
+from maskserve_engine.batch.picture_tokens import PictureKeys
 from maskserve_engine.batch.row_updates import ByPass
 from maskserve_engine.batch.transfer import moved
 from maskserve_engine.families.unet.canvas import Canvas, Site, Tiled, Whole
 from maskserve_engine.families.unet.levels import make_level
-from maskserve_engine.families.unet.picture_tokens import PictureKeys
 from maskserve_engine.families.unet.spec import level_sizes
 from maskserve_engine.families.unet.stack import InactivePassTokens, Stack, StackCapture, Text
 from maskserve_engine.families.unet.surroundings import Surroundings

@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from maskserve_engine.adapters.ip_adapter import PICTURE_KEYS
 from maskserve_engine.base.job import Conditioning, EditJob
+from maskserve_engine.batch.picture_tokens import packed_keys_of
 from maskserve_engine.families.unet.conditioning import (
     UnetInputs,
     UnetStart,
@@ -64,8 +64,8 @@ class UnetPreparation:
             return job.prepared
         negative = None if job.negative is None else self.texts(job.negative, job)
         picture_keys = (
-            self.picture_keys(job.conditioning, job),
-            self.picture_keys(job.negative, job),
+            packed_keys_of(job.conditioning, self._dtype),
+            packed_keys_of(job.negative, self._dtype),
         )
         text = self.texts(job.conditioning, job)
         inputs = UnetInputs(self._start(job), text, negative, picture_keys)
@@ -119,13 +119,6 @@ class UnetPreparation:
             sizes = np.array([height, width, 0, 0, height, width], np.float32)
             texts += [conditioning["pooled"], sizes]
         return tuple([torch.from_numpy(array).to(self._dtype) for array in texts])
-
-    def picture_keys(self, conditioning: Conditioning | None, job: EditJob) -> Tensor | None:
-        """Return the keys and values of the IP-Adapter's picture (`ip_adapter.PICTURE_KEYS`) in the
-        model's dtype; None without one.
-        """
-        array = None if conditioning is None else conditioning.get(PICTURE_KEYS)
-        return None if array is None else torch.from_numpy(array).to(self._dtype)
 
     def _start(self, job: EditJob) -> UnetStart:
         generator = torch.Generator("cpu").manual_seed(job.request.seed)

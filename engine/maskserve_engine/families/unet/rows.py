@@ -10,6 +10,7 @@ from torch import Tensor
 
 from maskserve_common.contracts.keys import Anchor
 from maskserve_engine.batch.packing import Residuals
+from maskserve_engine.batch.picture_tokens import PictureKeys
 from maskserve_engine.batch.step_cache import Entry, RefreshSchedule
 from maskserve_engine.batch.transfer import HostCopy
 from maskserve_engine.cache.entries import AnchorEntry
@@ -21,7 +22,6 @@ from maskserve_engine.families.unet.conditioning import UnetBlend, UnetTemplate
 from maskserve_engine.families.unet.control import UnetNetInput, UnetServedControl
 from maskserve_engine.families.unet.extrapolation import Extrapolated, StepCacheSurroundings
 from maskserve_engine.families.unet.forward import PassInput
-from maskserve_engine.families.unet.picture_tokens import PictureKeys
 from maskserve_engine.families.unet.sampler import TRAINED_STEPS, NoiseLevels, UnetSchedule
 from maskserve_engine.families.unet.stack import StackCapture
 from maskserve_engine.families.unet.surroundings import Surroundings, TemplateSurroundings

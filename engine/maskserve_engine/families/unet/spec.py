@@ -24,6 +24,7 @@ from maskserve_engine.spec.model_spec import (
     INPAINT_ONLY,
     ControlNetSpec,
     EditDefaults,
+    IpAdapterSpec,
     ModelSpec,
     RefreshSpec,
     one_scale,
@@ -463,7 +464,7 @@ def read(folder: Path, _: str, native_resolution: int) -> ModelSpec:
         true_cfg=False,
         denoiser=unet,
         control=CONTROL,
-        cross_layers=_cross_layers(unet),
+        ip_adapters=IpAdapterSpec("h94", int(unet["cross_attention_dim"]), _cross_layers(unet)),
         edit_kinds=ALL_KINDS if semantics is INPAINT else INPAINT_ONLY,
         refresh=RefreshSpec(
             stride=REFRESH_STRIDES[semantics],
@@ -481,7 +482,7 @@ def read(folder: Path, _: str, native_resolution: int) -> ModelSpec:
 
 
 def _cross_layers(config: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
-    """Return `ModelSpec.cross_layers`. A file numbers all attentions as diffusers lists them: the
+    """Return `IpAdapterSpec.layers`. A file numbers all attentions as diffusers lists them: the
     middle block's last, and in each block self-attention first.
     """
     blocks = unet_work(config, 8, 8, guidance=False).blocks

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from maskserve_engine.batch.packing import Capture
+from maskserve_engine.batch.picture_tokens import PictureKeys, PictureTokens
 from maskserve_engine.families.unet.levels import Level, Sparse
-from maskserve_engine.families.unet.picture_tokens import PictureKeys, PictureTokens
 from maskserve_engine.families.unet.weights import BlockWeights, CrossAttention, StackWeights
 from maskserve_engine.layers.add_norm import add_norm
 from maskserve_engine.layers.attention import Segments, Span, attention, spans

@@ -16,12 +16,13 @@ from maskserve_common.contracts.request import ResolvedIpAdapter
 from maskserve_common.contracts.settings import EditSettings, IpAdapterSetting, parse_settings
 from maskserve_common.errors import AdapterNotFound, EngineFailed, InvalidRequest
 from maskserve_engine.adapters.ip_adapter import IpAdapterEncoder
+from maskserve_engine.batch.picture_tokens import PICTURE_KEYS
 from maskserve_engine.families.specs import load_spec
-from maskserve_engine.spec.ip_adapters import IpAdapters
+from maskserve_engine.spec.ip_adapters import LAYOUTS, IpAdapters
 from maskserve_triton.accept import accept_edit
 from maskserve_triton.preprocess import prepare_edit
 from tests.fakes.facts import FILL_FACTS
-from tests.fakes.ip_adapters import SIDE, build_image_encoder, build_ip_adapter
+from tests.fakes.ip_adapters import PROJECTED, SIDE, build_image_encoder, build_ip_adapter
 from tests.fakes.jobs import config_of
 from tests.fakes.pictures import encode, scene
 
@@ -31,7 +32,8 @@ class Site:
         self.spec, self.folder = load_spec(str(model), 0), folder
         self.config = config_of(model, ip_adapters={"folder": str(folder)})
         build_image_encoder(folder / "image_encoder")
-        for form in ("plain", "plus"):
+        assert self.spec.ip_adapters is not None
+        for form in LAYOUTS[self.spec.ip_adapters.layout].forms:
             build_ip_adapter(folder / f"{form}.safetensors", self.spec, form)
         self.files = IpAdapters(self.config, self.spec)
 
@@ -73,6 +75,8 @@ def test_both_forms_are_found(site: Site) -> None:
         ({"ip_adapter__99__to_k_ip__weight": (32, 32)}, "has ip_adapter.99.to_k_ip.weight, which"),
         ({"image_proj__proj__weight": (128, 99)}, r"its image_proj.proj.weight is \(128, 99\)"),
         ({"image_proj__proj__weight": None}, "has no image_proj.proj.weight"),
+        ({"image_proj__proj__weight": ()}, r"its image_proj.proj.weight is \(\)"),
+        ({"image_proj__latents": ()}, "has no image_proj.proj_in.weight"),
     ],
 )
 def test_a_file_for_another_model_is_refused_by_its_key(
@@ -80,6 +84,36 @@ def test_a_file_for_another_model_is_refused_by_its_key(
 ) -> None:
     with pytest.raises(InvalidRequest, match=f"SETTINGS.ip_adapter.name: .*changed.*{message}"):
         site.files.find(site.changed(**arrays))
+
+
+@pytest.fixture
+def flux(tiny_inpaint: Path, tmp_path: Path) -> Site:
+    return Site(tiny_inpaint, tmp_path / "flux")
+
+
+def test_unets_and_flux_refuse_each_others_files(site: Site, flux: Site) -> None:
+    assert flux.files.find("plain").problem == ""
+    for mine, other in ((site, flux), (flux, site)):
+        build_ip_adapter(mine.folder / "other.safetensors", other.spec, "plain")
+        with pytest.raises(InvalidRequest, match=r"no IP-Adapter for this model: it has no .*proj"):
+            mine.files.find("other")
+    name = "double_blocks__0__processor__ip_adapter_double_stream_k_proj__bias"
+    with pytest.raises(InvalidRequest, match=f"has no {name.replace('__', '.')}"):
+        flux.files.find(flux.changed(**{name: None}))
+
+
+def test_a_file_of_flux_may_have_16_tokens(flux: Site) -> None:
+    takes = flux.spec.ip_adapters
+    assert takes is not None
+    shapes = {"weight": (16 * takes.text, PROJECTED), "bias": (16 * takes.text,)}
+    changes = {f"ip_adapter_proj_model__proj__{part}": shape for part, shape in shapes.items()}
+    file = flux.files.find(flux.changed(**changes))
+    encoder = IpAdapterEncoder(flux.config, flux.spec)
+    [arrays, _] = encoder.encode(file, np.zeros((SIDE, SIDE, 3), np.uint8))
+    assert arrays[PICTURE_KEYS].shape == (16, 2 * sum(takes.widths))
+    bad = {"ip_adapter_proj_model__proj__weight": (8 * takes.text, PROJECTED)}
+    with pytest.raises(InvalidRequest, match="is for another model: its ip_adapter_proj_model"):
+        flux.files.find(flux.changed(**bad))
 
 
 def test_a_file_that_is_cut_short_is_refused_and_served_once_it_is_whole(site: Site) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,30 +9,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from msgspec import structs
 from numpy.typing import NDArray
 from PIL import Image
 
-from maskserve_benchmarks.steps.replay import Replay
 from maskserve_common.contracts.request import EditKind
-from maskserve_common.contracts.settings import IpAdapterSetting
 from maskserve_engine.adapters import ip_adapter
-from maskserve_engine.base.job import ControlInput, EditJob
-from maskserve_engine.families.registry import load_adapter, load_encoder
+from maskserve_engine.base.job import ControlInput
+from maskserve_engine.batch.picture_tokens import picture_keys_of
 from maskserve_engine.families.unet import adapter as unet_adapter
-from maskserve_engine.families.unet.picture_tokens import picture_keys_of
-from maskserve_engine.spec.ip_adapters import IpAdapters
-from maskserve_triton.accept import accept_edit
-from maskserve_triton.encoder import EditEncoder, ToEncode
-from maskserve_triton.preprocess import prepare_edit
 from tests.fakes.control_nets import random_unet_net
-from tests.fakes.ip_adapters import (
-    IpForm,
-    build_image_encoder,
-    build_ip_adapter,
-    load_into,
-)
-from tests.fakes.jobs import Case, config_of, tolerance, unet_case, without_mask
+from tests.fakes.ip_adapters import IpForm, load_into
+from tests.fakes.jobs import Case, tolerance, unet_case, without_mask
 from tests.fakes.loras import of_model, write
 from tests.fakes.pipelines import diffusers_edit, whole_picture
 from tests.fakes.tiny_unet import EACH_SORT
@@ -47,92 +33,14 @@ from tests.support.cached_rows import (
 )
 from tests.support.draws import fresh_rng
 from tests.support.family_cases import unet_pipeline
-from tests.support.lora_oracle import read
+from tests.support.ip_models import LORA, IpModel, Pixels, picture_of
 
 pytestmark = pytest.mark.spread("model")
 
-Pixels = NDArray[np.uint8]
 FORMS: tuple[IpForm, ...] = ("plain", "plus")
-LORA = 0.7
 
 
-def png(pixels: Pixels) -> bytes:
-    encoded = io.BytesIO()
-    Image.fromarray(pixels).save(encoded, "PNG")
-    return encoded.getvalue()
-
-
-class Model:
-    def __init__(self, folder: Path, ip_folder: Path) -> None:
-        self.folder, self.ip_folder = folder, ip_folder
-        sections = {
-            "model": {"outside_noise": "edit"},
-            "ip_adapters": {"folder": str(ip_folder)},
-            "stages": {"encode_halo": 0},
-        }
-        runtime = str(ip_folder / "runtime")
-        self.config = structs.replace(config_of(folder, **sections), runtime_dir=runtime)
-        self.adapter = load_adapter(self.config)
-        self.spec, self.replay = self.adapter.spec, Replay(self.adapter)
-        build_image_encoder(ip_folder / "image_encoder")
-        for form in FORMS:
-            build_ip_adapter(ip_folder / f"{form}.safetensors", self.spec, form)
-        self.encoder = load_encoder(self.config)
-        self.stage = EditEncoder(self.encoder, self.config)
-
-    def job(
-        self, case: Case, picture: Pixels | None = None, name: str = "plain", scale: float = 1.0
-    ) -> EditJob:
-        """Return an edit as preprocess and encoder make it; with a picture, an IP-Adapter's."""
-        setting = None if picture is None else IpAdapterSetting(name=name, scale=scale)
-        settings = structs.replace(
-            case.settings, ip_adapter=setting, seed=case.seed, crop_to_mask="off", request_id="r"
-        )
-        if case.kind != "inpaint":
-            settings = structs.replace(settings, mask_ring=None, crop_to_mask="auto")
-        if case.kind == "generate":
-            height, width = case.mask.shape
-            settings = structs.replace(settings, size=f"{width}x{height}", strength=1.0)
-        files, inpaints = IpAdapters(self.config, self.spec), case.kind == "inpaint"
-        prompt = case.prompt.encode()
-        accepted = accept_edit(
-            settings, prompt, self.spec, self.config, kind=case.kind, ip_adapters=files
-        )
-        ready = prepare_edit(
-            b"" if case.kind == "generate" else png(case.pixels),
-            png(case.mask) if inpaints else b"",
-            accepted,
-            self.spec,
-            self.config,
-            references=[] if picture is None else [png(picture)],
-        )
-        edit = ToEncode(ready.request, ready.pixels, ready.edit_mask, references=ready.references)
-        [encoded] = self.stage.encode_all([edit])
-        assert not isinstance(encoded, Exception), encoded
-        arrays, _ = encoded
-        return EditJob(
-            ready.request,
-            ready.edit_mask,
-            arrays.moments,
-            arrays.masked_moments,
-            arrays.conditioning,
-            arrays.negative,
-        )
-
-    def alone(self, job: EditJob) -> NDArray[np.float32]:
-        return result(self.replay, self.adapter.dense_row(job))
-
-    def row(self, job: EditJob, lora: Path | None = None) -> Any:
-        """Return a dense row, with the job's ControlNets and a LoRA of scale `LORA`."""
-        row = self.adapter.dense_row(job)
-        if job.controls:
-            nets = {"net": self.adapter.control_net(random_unet_net(self.adapter.model, 1))}
-            self.adapter.control(row, job, nets)
-        if lora is not None:
-            factors = read(lora, self.folder)["denoiser"]
-            self.adapter.attach(row, job, ((self.adapter.low_rank(factors), LORA),))
-        return row
-
+class Model(IpModel):
     def oracle(self, case: Case, picture: Pixels, name: str, scale: float) -> NDArray[np.float32]:
         """[C, h, w] of the pipeline of the edit's kind."""
         import diffusers
@@ -174,13 +82,6 @@ def edit(rng: np.random.Generator, **settings: Any) -> Case:
     mask = np.zeros_like(case.mask)
     mask[8:24, 8:24] = 255
     return replace(case, mask=mask)
-
-
-def picture_of(rng: np.random.Generator) -> Pixels:
-    """A picture of any shape, coarse enough to differ from others once it is small."""
-    cells = rng.integers(0, 256, (4, 4, 3), dtype=np.uint8)
-    width, height = (int(side) for side in rng.integers(33, 90, 2))
-    return np.asarray(Image.fromarray(cells).resize((width, height), Image.Resampling.NEAREST))
 
 
 @pytest.mark.each_value
@@ -251,11 +152,12 @@ def test_a_picture_a_lora_and_a_controlnet_together_equal_the_pipeline(
         (replace(plain_job, controls=controls), None),
         (plain_job, lora),
     ]
-    alone = [result(model.replay, model.row(*job)) for job in jobs]
+    nets = {"net": model.adapter.control_net(pipeline.controlnet)}
+    alone = [result(model.replay, model.row(*job, nets)) for job in jobs]
     assert_equal(alone[0], expected)
     for other in alone[1:]:
         assert np.abs(other - expected).max() > 10 * tolerance(expected)
-    together = [model.row(*job) for job in jobs]
+    together = [model.row(*job, nets) for job in jobs]
     run(model.replay, together, "dense")
     for row, one in zip(together, alone, strict=True):
         assert_equal(row.result().array(), one)
