@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import pairwise
+from itertools import groupby, pairwise
+from operator import itemgetter
 from typing import Any
 
 import pytest
@@ -121,7 +122,9 @@ def add_updates_on_a_cpu(
     out: Tensor, x: Tensor, tiles: Tensor, slices: Tensor, ends: Tensor, scales: Tensor, first: int
 ) -> None:
     """Add what the kernels of `shrink_expand` add, by the tables as they are when it runs."""
-    for row, begin, end in tiles.tolist():
+    for row, row_tiles in groupby(tiles.tolist(), key=itemgetter(0)):  # side by side
+        spans = [span for _, *span in row_tiles]
+        begin, end = spans[0][0], spans[-1][1]
         for at in range(*ends[row : row + 2].tolist()):
             down, up, ranks, stride, low, high = slices[at].tolist()
             a = _at(down, x, (ranks, x.shape[1]), (x.shape[1], 1))
@@ -138,6 +141,18 @@ def _at(address: int, like: Tensor, shape: tuple[int, int], strides: tuple[int, 
     return torch.frombuffer(memory, dtype=like.dtype).as_strided(shape, strides)
 
 
+def _add_map_updates(
+    out: Tensor, x: Tensor, *tables: Tensor, side: int, stride: int, padding: int, most: int
+) -> None:
+    """Add the updates of a convolution, as products of each position's square of the map."""
+    squares = F.unfold(x, side, 1, padding, stride)  # [P, in · side · side, places]
+    squares = squares.unflatten(1, (x.shape[1], -1)).transpose(1, 2).flatten(1, 2)
+    flat = squares.transpose(1, 2).flatten(0, 1).contiguous()
+    added = out.new_zeros(len(flat), out.shape[1])
+    add_updates_on_a_cpu(added, flat, *tables, 0)
+    out += added.unflatten(0, (len(out), -1)).transpose(1, 2).view_as(out)
+
+
 @contextmanager
 def update_kernels_on_a_cpu() -> Iterator[None]:
     """Let a CPU add LoRAs by tables, as a GPU does."""
@@ -149,6 +164,7 @@ def update_kernels_on_a_cpu() -> Iterator[None]:
         for module in (low_rank, row_updates):
             patch.setattr(module, "has_kernels", lambda _: True)
         patch.setattr(row_updates, "add_slices", add)
+        patch.setattr(row_updates, "add_map_slices", _add_map_updates)
         yield
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from maskserve_engine.batch.graphs import AtOnce
 from maskserve_engine.batch.packing import Capture, Modes, Packed, Packing, Stream
-from maskserve_engine.batch.row_updates import RowUpdates
+from maskserve_engine.batch.row_updates import MovingRows, RowUpdates
 from maskserve_engine.layers.attention import Span, attention
 from maskserve_engine.layers.qk_norm_rope import rotate
 from maskserve_engine.layers.scatter_kv import KvSlots, scatter_kv
@@ -68,7 +68,7 @@ class Transformer(Protocol):
         """The updates of the rows' LoRAs; None: no row has any."""
         ...
 
-    def copied(self, copy: Callable[[Tensor], Tensor], packing: Packing | None) -> Self:
+    def copied(self, copy: Callable[[Tensor], Tensor], moving: Sequence[MovingRows]) -> Self:
         """Return the model on copied tensors; arguments as in `RowUpdates.copied`."""
         ...
 

@@ -49,9 +49,9 @@ class AtOnce:
         """
         return like.new_empty(shape)
 
-    def open(self, tensor: Tensor) -> Tensor:
-        """Return a tensor with this content that an action may change; valid until the next one of
-        the same shape is opened.
+    def open(self, tensor: Tensor, slot: int = 0) -> Tensor:
+        """Return a tensor with this content that an action may read and change; valid until the
+        next one of the same shape and slot is opened.
         """
         return tensor
 
@@ -187,7 +187,7 @@ class _Recording(AtOnce):
         self._capture, self._all = capture, buffers
         self.pieces: list[GraphPiece] = []
         self.actions: list[Callable[[Any], None]] = []
-        self._buffers: dict[tuple[str, tuple[int, ...], torch.dtype], Tensor] = {}
+        self._buffers: dict[tuple[int | None, tuple[int, ...], torch.dtype], Tensor] = {}
 
     def between(self, action: Callable[[P], None], packed: P) -> None:
         self.pieces.append(self._capture.end())
@@ -198,14 +198,16 @@ class _Recording(AtOnce):
         """Return one buffer per shape for all blocks: the graph keeps the buffers that actions
         write to.
         """
-        return self._buffer("empty", like, shape)
+        return self._buffer(None, like, shape)
 
-    def open(self, tensor: Tensor) -> Tensor:
-        """Return a copy in one buffer per shape: a graph's own tensors would not be used again."""
-        return self._buffer("open", tensor, tuple(tensor.shape)).copy_(tensor)
+    def open(self, tensor: Tensor, slot: int = 0) -> Tensor:
+        """Return a copy in one buffer per slot and shape: memory of a graph's own tensor would not
+        be used again.
+        """
+        return self._buffer(slot, tensor, tuple(tensor.shape)).copy_(tensor)
 
-    def _buffer(self, use: str, like: Tensor, shape: tuple[int, ...]) -> Tensor:
-        name = use, shape, like.dtype
+    def _buffer(self, slot: int | None, like: Tensor, shape: tuple[int, ...]) -> Tensor:
+        name = slot, shape, like.dtype
         if name not in self._buffers:
             self._buffers[name] = self._all.of(len(self._buffers), like, shape)
         return self._buffers[name]

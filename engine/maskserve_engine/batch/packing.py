@@ -55,8 +55,8 @@ class Stream:
     """[N] like `row_of`, but R + r for the timeless tokens of row r, and in row order 2R + r for
     its text; None: there are no timeless tokens."""
     tiles: Tensor | None = None
-    """[T, 3] tiles of all rows but the pads for the kernels of LoRAs (`shrink_expand.tiles_of`); in
-    padded steps only."""
+    """[T, 3] tiles of all rows but the pads (`shrink_expand.padded_tiles`); in padded steps
+    only."""
 
     def wide(self, x: Tensor) -> Tensor:
         """Return `x` [N, D], or as [R, n, D] if vectors are broadcast."""

@@ -24,9 +24,10 @@ from torch import Tensor
 
 from maskserve_engine.batch.graphs import Inputs
 from maskserve_engine.batch.packing import Packed, Packing, PlacedKV, Stream, pack
+from maskserve_engine.batch.row_updates import MovingRows
 from maskserve_engine.batch.transfer import copy_tensors, mapped, moved
 from maskserve_engine.layers.scatter_kv import slots_of
-from maskserve_engine.layers.shrink_expand import TOKENS, tiles_of
+from maskserve_engine.layers.shrink_expand import padded_tiles
 
 QUANTUM = 256
 """Streams and keys have a multiple of so many tokens."""
@@ -95,6 +96,15 @@ class PaddedRows(Packed):
         rows.take(packed)
         return rows
 
+    @property
+    def moving(self) -> list[MovingRows]:
+        """The streams, for the updates of rows' LoRAs."""
+        narrow = self.layout.narrow
+        streams = narrow.text_stream, narrow.image_stream, narrow.row_stream
+        return [
+            MovingRows(stream.spans, stream.tiles) for stream in streams if stream.tiles is not None
+        ]
+
     def take(self, other: Packed) -> None:
         for to, source in ((self.text, other.text), (self.cis, other.cis)):
             to[: len(source)].copy_(source)
@@ -162,16 +172,11 @@ def padded_packing(
 
 
 def _moving(stream: Stream, passes: int) -> Stream:
-    """Let pads take the vectors of the last pass, and no row rely on equal lengths. As many tiles
-    are there whatever the rows' lengths are; those without tokens are the pads'.
-    """
-    tiles = tiles_of(stream.spans[:passes], range(passes))
-    unused = torch.tensor([[passes, 0, 0]])
-    most = stream.spans[-1][1] // TOKENS + passes
+    """Let pads take the vectors of the last pass, and no row rely on equal lengths."""
     return replace(
         stream,
         row_of=stream.row_of.clamp(max=passes - 1),
         uniform=0,
         broadcasts=False,
-        tiles=torch.cat((tiles, unused.expand(most - len(tiles), -1))),
+        tiles=padded_tiles(stream.spans[:passes], stream.spans[-1][1]),
     )

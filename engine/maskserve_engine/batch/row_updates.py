@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from maskserve_engine.batch.packing import Packing, Stream
 from maskserve_engine.batch.transfer import copy_tensors, to_device
 from maskserve_engine.layers.attention import Span
 from maskserve_engine.layers.kernels import has_kernels
@@ -37,7 +36,7 @@ class RowUpdates:
     def __init__(self, rows: Sequence[Adapters], device: torch.device) -> None:
         self._rows = rows
         self._tables = update_tables(rows, device) if has_kernels(device) else None
-        self._tiles: Tiles | MovingTiles = Tiles(device)
+        self._tiles = Tiles(device)
 
     @property
     def shapes(self) -> Hashable | None:
@@ -45,7 +44,8 @@ class RowUpdates:
         return None if self._tables is None else self._tables.shapes
 
     def linear(self, place: str, base: Linear) -> Linear:
-        """Return the product at a place of the weights, with the rows' updates added."""
+        """Return the product at a place of the weights, with these updates in place of others."""
+        base = base.base if isinstance(base, ByRow) else base
         if self._tables is None:
             return low_rank(place, base, self._rows)
         table = self._tables.at(place)
@@ -60,20 +60,18 @@ class RowUpdates:
         table = self._tables.at(place)
         return None if table is None else FusedLowRankConv(base, table, table.rows, self._tiles)
 
-    def copied(self, copy: Callable[[Tensor], Tensor], packing: Packing | None) -> RowUpdates:
+    def copied(self, copy: Callable[[Tensor], Tensor], moving: Sequence[MovingRows]) -> RowUpdates:
         """Return the updates on copied tables, which serve any rows' updates of these shapes
         (`take`).
 
         Args:
             copy: copies a tensor.
-            packing: layout of a padded step; None: rows keep their lengths.
+            moving: streams whose rows have other lengths in other steps of these shapes.
         """
         assert self._tables is not None, "grouped products are not recorded"
         updates = copy_of(self)
         updates._tables = self._tables.copied(copy)
-        if packing is not None:
-            streams = packing.text_stream, packing.image_stream, packing.row_stream
-            updates._tiles = MovingTiles(streams)
+        updates._tiles = replace(self._tiles, moving=tuple(moving))
         return updates
 
     def take(self, other: RowUpdates) -> None:
@@ -91,7 +89,7 @@ class UpdateTable(NamedTuple):
     ends: Tensor
     """[R + 2] int64: 0, the end of each row's slices, and once more the last one."""
     most: int
-    """Largest number of slices of a row."""
+    """Slots of a row, as in a recorded step: its kernels are compiled before."""
     rows: tuple[int | None, ...]
     """Number of each row; None: it has no update here."""
 
@@ -126,7 +124,7 @@ class UpdateTables:
         counts = self.counts[number]
         rows = tuple([row if count else None for row, count in enumerate(counts)])
         tensors = self.slices[number], self.scales[number], self.ends[number]
-        return UpdateTable(*tensors, max(counts), rows)
+        return UpdateTable(*tensors, self.slots, rows)
 
     def copied(self, copy: Callable[[Tensor], Tensor]) -> UpdateTables:
         """Return copied tables in which each row may have updates at each place."""
@@ -173,6 +171,16 @@ def update_tables(rows: Sequence[Adapters], device: torch.device) -> UpdateTable
     return UpdateTables(numbers, slots, counts, *tensors)
 
 
+class MovingRows(NamedTuple):
+    """A stream of a padded step, whose rows move: it is known by the object of its spans, since
+    their values are those of the rows that it was recorded for.
+    """
+
+    spans: Sequence[Span]
+    tiles: Tensor
+    """Tiles of all rows (`shrink_expand.padded_tiles`)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Tiles:
     """Tokens of each program: [T, 3] row of the table, first token, end. Kept with a batch, so that
@@ -180,6 +188,7 @@ class Tiles:
     """
 
     device: torch.device
+    moving: tuple[MovingRows, ...] = ()
     _known: dict[object, Tensor] = field(default_factory=dict)
 
     def of(
@@ -193,6 +202,9 @@ class Tiles:
             length: tokens of one copy.
             copies: number of copies, concatenated.
         """
+        for stream in self.moving:
+            if stream.spans is spans:
+                return stream.tiles
         key = tuple(spans), tuple(rows), length, copies
         tile_table = self._known.get(key)
         if tile_table is None:
@@ -206,20 +218,6 @@ class Tiles:
         return tile_table
 
 
-class MovingTiles(NamedTuple):
-    """Tiles of a padded step, whose rows move: a stream is known by the object of its spans, since
-    their values are those of the rows that it was recorded for.
-    """
-
-    streams: tuple[Stream, ...]
-
-    def of(self, spans: Sequence[Span], *_: object) -> Tensor:
-        """Return the tiles of all rows of a stream (`Tiles.of`)."""
-        [tiles] = [stream.tiles for stream in self.streams if stream.spans is spans]
-        assert tiles is not None, "streams of padded steps have tiles"
-        return tiles
-
-
 @dataclass(frozen=True, slots=True)
 class FusedLowRank:
     """`LowRank` as two kernels for all rows."""
@@ -228,7 +226,7 @@ class FusedLowRank:
     table: UpdateTable
     rows: tuple[int | None, ...]
     """Row of the table, by packed row; None: it has no update."""
-    tiles: Tiles | MovingTiles
+    tiles: Tiles
     first: int = 0
     """Column of the table's outputs where `base` begins."""
 
@@ -260,7 +258,7 @@ class FusedLowRankConv:
     table: UpdateTable
     rows: tuple[int | None, ...]
     """Row of the table, by pass; None: it has no update."""
-    tiles: Tiles | MovingTiles
+    tiles: Tiles
 
     def __call__(self, x: Tensor) -> Tensor:
         out: Tensor = self.base(x)
@@ -310,16 +308,12 @@ class RowWeights:
     def with_adapters(self, rows: Sequence[Adapters]) -> Self:
         return self._with(RowUpdates(rows, self.device)) if any(rows) else self
 
-    def copied(self, copy: Callable[[Tensor], Tensor], packing: Packing | None) -> Self:
+    def copied(self, copy: Callable[[Tensor], Tensor], moving: Sequence[MovingRows]) -> Self:
         """Return the weights with copied updates (`RowUpdates.copied`)."""
-        return self if self.updates is None else self._with(self.updates.copied(copy, packing))
+        return self if self.updates is None else self._with(self.updates.copied(copy, moving))
 
     def _with(self, updates: RowUpdates) -> Self:
-
-        def updated(place: str, linear: Linear) -> Linear:
-            return updates.linear(place, linear.base if isinstance(linear, ByRow) else linear)
-
-        changed: Any = map_linears(self, updated)
+        changed: Any = map_linears(self, updates.linear)
         return cast(Self, replace(changed, updates=updates))
 
     def take(self, rows: Sequence[int]) -> Self:

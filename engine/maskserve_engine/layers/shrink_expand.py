@@ -79,6 +79,15 @@ def tiles_of(spans: Sequence[Span], rows: Sequence[int | None]) -> Tensor:
     return torch.tensor(tiles, dtype=torch.int64).view(-1, 3)
 
 
+def padded_tiles(spans: Sequence[Span], length: int) -> Tensor:
+    """Return the tiles of all rows, as many as any such number of rows in a stream of this length
+    may have; unused ones have the number behind the rows' and no tokens.
+    """
+    rows = len(spans)
+    tiles, unused = tiles_of(spans, range(rows)), torch.tensor([[rows, 0, 0]])
+    return torch.cat((tiles, unused.expand(length // TOKENS + rows - len(tiles), -1)))
+
+
 def add_slices(
     out: Tensor,
     x: Tensor,

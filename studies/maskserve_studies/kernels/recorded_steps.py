@@ -3,7 +3,8 @@
 Clients send edits of 1024x1024 by FLUX.1 Fill or SDXL with masks of the production mix, each a new
 one as soon as the last is done. The engine's recorder (`batch.graphs`) and sizes (`batch.padding`,
 `unet.levels`) decide which steps are recorded; nothing is computed. *First edits* have refresh
-steps, *hits* read a template. A step replays if all its passes do: UNets' lookaheads never do.
+steps, *hits* read a template. A step replays if all its passes do; UNets' lookaheads are a step of
+their own.
 
     python scripts/bench recorded_steps --json docs/benchmarks/recorded-steps.json
 
@@ -106,7 +107,7 @@ class _Step:
     def common(self) -> bool:
         sizes = sizes_in(self.shapes)
         if isinstance(sizes, UnetSizes):
-            return sizes.passes > 2 and not sizes.tiles
+            return sizes.common
         return isinstance(sizes, Sizes)
 
     def copied(self, inputs: Inputs) -> _Step:
@@ -162,8 +163,8 @@ class StepSizes(NamedTuple):
     key: Hashable | None
     tokens: int = 0
     pads: int = 0
-    all_recorded: bool = True
-    """Whether no pass runs beside it, unrecorded."""
+    lookaheads: Hashable | None = None
+    """Key of its lookaheads; None: there are none."""
 
 
 def flux_step(
@@ -198,8 +199,9 @@ def sdxl_step(
     rows: Sequence[Row], dense: frozenset[int], lookahead: frozenset[int], hit: bool
 ) -> StepSizes:
     """Rows have two passes each: classifier-free guidance."""
-    if not hit and any(row.step in dense for row in rows):
-        return StepSizes(None)
+    refreshing = [] if hit else [row for row in rows if row.step in dense]
+    looking = [] if hit else [row for row in rows if row.step in lookahead]
+    rows = [row for row in rows if hit or row.step not in dense]
     tokens = [LEVELS[level] for level in ATTENDS]
     counts = [[2 * row.counts[i] for row in rows] for i in range(len(ATTENDS))]
     if hit and len(rows) > 1:
@@ -211,18 +213,30 @@ def sdxl_step(
     else:
         of_rows = [tuple(map(bucket, row.counts, tokens)) for row in rows]
         lengths = [2 * sum(of_level) for of_level in zip(*of_rows, strict=True)]
-        key = UnetSizes(2 * len(rows), tuple(of_rows), () if hit else tuple([r.tile for r in rows]))
-    count = sum(map(sum, counts))
-    looks = not hit and any(row.step in lookahead for row in rows)
-    return StepSizes(key, count, sum(lengths) - count, not looks)
+        tiles = () if hit else tuple([row.tile for row in rows])
+        key = UnetSizes(2 * len(rows), tuple(of_rows), tiles, 2 * len(refreshing))
+    count, whole = sum(map(sum, counts)), 2 * len(refreshing) * sum(tokens)
+    lookaheads = UnetSizes(0, refreshing=2 * len(looking)) if looking else None
+    return StepSizes(key, count + whole, sum(lengths) - count, lookaheads)
 
 
 class UnetSizes(NamedTuple):
     """Shapes by which a UNet's step is recorded, as `UnetStep.shapes` has them."""
 
-    passes: int
-    computed: Hashable
+    sparse: int
+    """Passes that compute some tokens."""
+    computed: Hashable = ()
     tiles: Hashable = ()
+    refreshing: int = 0
+    """Passes that compute all tokens."""
+
+    @property
+    def passes(self) -> int:
+        return self.sparse + self.refreshing
+
+    @property
+    def common(self) -> bool:
+        return not self.sparse or (self.sparse > 2 and not self.tiles)
 
 
 @dataclass(frozen=True)
@@ -256,9 +270,10 @@ def simulate(
         sizes = model.step(rows, dense, lookahead, hit)
         steps_run += 1
         if sizes.key is not None:
-            step = _Step(sizes.key)
-            graphs.answer(step)
-            replayed += sizes.all_recorded and not step.ran
+            both_steps = [_Step(key) for key in (sizes.key, sizes.lookaheads) if key is not None]
+            for step in both_steps:
+                graphs.answer(step)
+            replayed += not any(step.ran for step in both_steps)
             tokens += sizes.tokens
             pads += sizes.pads
         for row in rows:
@@ -283,13 +298,17 @@ def recorded_bytes(keys: Sequence[Hashable]) -> int:
     """Return the bytes that recorded steps hold in bfloat16 beside the weights."""
     if not keys:
         return 0
-    unet_passes = max((key.passes for key in keys if isinstance(key, UnetSizes)), default=0)
-    if unet_passes:
+    unet_sizes = [key for key in keys if isinstance(key, UnetSizes)]
+    if unet_sizes:
+        unet_passes = max(key.passes for key in unet_sizes)
         work = unet_work(SDXL, 2 * GRID, 2 * GRID, guidance=False, recorded=True)
         widths = {block.level: block.width for block in work.blocks}
         of_level = sum(work.tokens[level] * width for level, width in widths.items())
         placed = 2 * unet_passes * of_level
-        return round(2 * (peak_values(work, unet_passes, SDXL_TEXT) + placed))
+        maps = {(feature_map.level, feature_map.width) for feature_map in work.maps}
+        opened = 3 * of_level + sum(work.tokens[level] * width for level, width in maps)
+        opened *= max(key.refreshing for key in unet_sizes)
+        return round(2 * (peak_values(work, unet_passes, SDXL_TEXT) + placed + opened))
     sizes = [
         key if isinstance(key, Sizes) else Sizes(1, key.text, key.image, IMAGE + TEXT)
         for key in keys

@@ -23,6 +23,7 @@ from maskserve_engine.base.device_clock import Span, mark
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.graphs import Graphs
 from maskserve_engine.batch.skipping import FirstBlockCache
+from maskserve_engine.batch.step_cache import RefreshSchedule
 from maskserve_engine.cache.loader import Copying
 from maskserve_engine.cache.reader import EntryReader
 from maskserve_engine.families.flux.adapter import FluxAdapter
@@ -52,6 +53,7 @@ from maskserve_studies.kernels.kernel_counts import (
     unet_entry_change,
     unet_step,
 )
+from maskserve_studies.kernels.launch_log import Log
 from tests.fakes.jobs import config_of, encode_case, guided, random_case, unet_case
 from tests.fakes.tiny_unet import samplers
 
@@ -67,6 +69,10 @@ SMALL = {
     "layers_per_block": 1,
 }
 """A UNet with two levels of SD 2.1, for what is the same in each of its layers."""
+KEEPS = (
+    "captures.", "step_cache.", "entries.", "extrapolation.", "moments.", "latents.", "batch.",
+)  # fmt: skip
+"""Modules whose launches, at a refresh step, are a step cache's and the sampler's."""
 LAUNCHES_SMALL = 29
 """Launches of its step with a halo, for any number of rows."""
 ONE_OF_A_SORT = (
@@ -362,8 +368,14 @@ def test_a_row_that_turns_to_another_entry_reads_all_of_its_maps_by_one_kernel(
 def test_any_number_of_loras_adds_two_kernels_per_layer_of_a_unet(halo: int, small: str) -> None:
     """Convolutions too, of which the library would launch three for each pass with a LoRA."""
     ratios = MIXED[:1] if halo else MIXED[:2]
-    log, _ = unet_step(UnetCase("LoRAs", small, ratios, halo=halo, guided=True, loras=len(ratios)))
+    case = UnetCase("LoRAs", small, ratios, halo=halo, guided=True, recorded=False)
+    log, _ = unet_step(replace(case, loras=len(ratios)))
     assert log.copies == []
+    recorded, plain = (
+        unet_step(replace(case, loras=loras, recorded=True))[0] for loras in (len(ratios), 0)
+    )
+    assert recorded.copies == []
+    assert recorded.launches == plain.launches
     convolved, multiplied, expanded = (
         log.kernels[f"maskserve.{name}.default"] for name in ("shrink_map", "shrink", "expand")
     )
@@ -374,6 +386,36 @@ def test_any_number_of_loras_adds_two_kernels_per_layer_of_a_unet(halo: int, sma
     assert (convolved, multiplied) == (8 * 2 + 5 + 2 + 2, 4 * 6 + 4 * 2 + 8 + 2)
     assert expanded == convolved + multiplied
     assert log.kernels["convolution.default"] == convolved
+
+
+def test_a_recorded_refresh_step_of_a_unet_launches_what_step_caches_keep(small: str) -> None:
+    """Each row has keys and values, stacks' ends, and what lies round its tile."""
+
+    def refresh(ratios: Sequence[float], *, recorded: bool) -> Log:
+        with FakeCuda() as cuda:
+            model = fake_weights(build_unet(small, torch.bfloat16, torch.device("meta")))
+            bench = UnetBench(small, torch.bfloat16, DEVICE, "int8", 0, model, 9)
+            if recorded:
+                recorder = Graphs.on(DEVICE, torch.bfloat16)
+                bench.weights, bench.buckets = replace(bench.weights, graphs=recorder), True
+            schedule = RefreshSchedule(frozenset({0}), "int8", text=False)
+            rows = [
+                bench.row(ratio, seed, guided=True, schedule=schedule)
+                for seed, ratio in enumerate(ratios)
+            ]
+            for _ in range(4):
+                with cuda.watch() as log:
+                    bench.step(rows, "kv")
+        assert log.copies == []
+        return log
+
+    for ratios in (MIXED[:1], MIXED[:2]):
+        plain, pieces = (refresh(ratios, recorded=recorded) for recorded in (False, True))
+        kept_launches = sum(
+            count for place, count in plain.places.items() if place.startswith(KEEPS)
+        )
+        assert 0 < pieces.kernels["a graph"] < 40
+        assert pieces.launches <= kept_launches + pieces.kernels["a graph"] + 4  # inputs are copied
 
 
 def test_who_joins_and_leaves_is_never_waited_for() -> None:

@@ -104,9 +104,9 @@ class FlowStep:
     def copied(self, inputs: Inputs) -> FlowStep:
         sizes, copy = self.sizes, inputs.copy
         if sizes is None:
-            return FlowStep(self.model.copied(copy, None), self.packed.copied(copy), self.kinds)
+            return FlowStep(self.model.copied(copy, ()), self.packed.copied(copy), self.kinds)
         packed, kinds = PaddedRows.of(self.packed, sizes, inputs), ("kv",) * self.model.block_count
-        step = FlowStep(self.model.copied(copy, packed.layout.narrow), packed, kinds)
+        step = FlowStep(self.model.copied(copy, packed.moving), packed, kinds)
         step.run(AtOnce())  # kernels of these sizes are chosen before one is recorded
         return step
 

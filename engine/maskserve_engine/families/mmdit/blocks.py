@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from maskserve_engine.batch.packing import IMAGE, Packing, Stream
+from maskserve_engine.batch.row_updates import MovingRows
 from maskserve_engine.batch.transfer import copy_tensors, mapped, to_device
 from maskserve_engine.families.mmdit.weights import (
     ByMode,
@@ -281,8 +282,8 @@ class FluxStep:
     def take(self, rows: Sequence[int]) -> Self:
         return type(self)(self.weights.take(rows), self.vectors.take(rows))
 
-    def copied(self, copy: Callable[[Tensor], Tensor], packing: Packing | None) -> Self:
-        return type(self)(self.weights.copied(copy, packing), mapped(self.vectors, copy))
+    def copied(self, copy: Callable[[Tensor], Tensor], moving: Sequence[MovingRows]) -> Self:
+        return type(self)(self.weights.copied(copy, moving), mapped(self.vectors, copy))
 
     def follow(self, other: FluxStep) -> None:
         copy_tensors(self.vectors, other.vectors)

@@ -25,7 +25,7 @@ from maskserve_engine.families.unet.control import (
     UnetServedControl,
     controlled,
 )
-from maskserve_engine.families.unet.forward import PackedPasses, forward
+from maskserve_engine.families.unet.forward import Captures, PackedPasses, forward
 from maskserve_engine.families.unet.graphs import UnetStep
 from maskserve_engine.families.unet.latents import PackedLatents, extrapolated_latents
 from maskserve_engine.families.unet.rows import UnetLookahead, UnetPrimingRow, UnetRow
@@ -179,25 +179,24 @@ class UnetBatch(ReusableBatch[Row, UnetWeights]):
                 depth,
                 sample.device,
                 buckets=recorded,
-                together=recorded and len(self._order) > 1 and not tiled,
+                together=recorded and len(self._order) > 1 and not tiled and not self._captures(),
             )
         if self._weights is None:
             rows = zip(self._order, self._passes, strict=True)
             adapters = [row.adapters for row, count in rows for _ in range(count)]
             self._weights = model.with_adapters([adapters[i] for i in pass_numbers])
+        self._packed.show_to(self._captures())
         if self._is_recorded(model):
             assert model.graphs is not None
-            return model.graphs.answer(UnetStep(model, self._packed, sample, timesteps, kinds))
-        return forward(self._weights, self._packed, sample, timesteps, kinds, self._captures())
+            step = UnetStep(self._weights, self._packed, sample, timesteps, kinds)
+            return model.graphs.answer(step)
+        return forward(self._weights, self._packed, sample, timesteps, kinds)
 
     def _is_recorded(self, model: UnetWeights) -> bool:
-        return model.graphs is not None and not any(
-            not isinstance(row, UnetRow)
-            or row.adapters
-            or row.control is not None
-            or row.prompt.picture
-            or row.captures
-            for row in self.rows
+        return (
+            model.graphs is not None
+            and not any(isinstance(row, UnetPrimingRow) for row in self.rows)
+            and not any(pass_input.picture for pass_input in self._inputs)
         )
 
     def _run_nets(
@@ -256,9 +255,9 @@ class UnetBatch(ReusableBatch[Row, UnetWeights]):
             [self._by_step] = to_device([self._by_step], device)
         return self._by_step[self.rows[0].step - self._begin]
 
-    def _captures(self) -> list[tuple[int, int, StackCapture]]:
-        """Return (first pass, end of its passes, capture): for a priming row all passes together,
-        for a row at a refresh step each pass.
+    def _captures(self) -> Captures:
+        """Return the captures: of a priming row one for all passes, of a row at a refresh step one
+        for each pass.
         """
         captures: list[tuple[int, int, StackCapture]] = []
         pass_numbers = range(len(self._inputs)) if self._share is None else self._share.passes

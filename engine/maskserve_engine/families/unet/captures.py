@@ -10,10 +10,16 @@ from maskserve_engine.cache.entries import Recorder
 from maskserve_engine.cache.loader import Selection
 from maskserve_engine.families.unet.extrapolation import StepCacheSurroundings
 from maskserve_engine.families.unet.moments import Moments
+from maskserve_engine.families.unet.stack import Shown
+
+SHOWN_TO_STEP_CACHES: frozenset[Shown] = frozenset({"keys_values", "end"})
+_SHOWN_WITH_TILES: frozenset[Shown] = frozenset({"keys_values", "end", "map"})
 
 
 class UnetRecorder(Recorder):
     """Records a template's entries (`stack.StackCapture`)."""
+
+    parts: frozenset[Shown] = frozenset({"hidden", "keys_values", "end", "map"})
 
     def map(self, number: int, x: Tensor, groups: int) -> None:
         """Keep the map, if maps are kept, and the moments of its groups after storage."""
@@ -44,6 +50,7 @@ class UnetAnchors(StepCache):
         self.text = False  # text has its own attention, and its keys and values do not change
         self._number, self._selection, self._halves = number, selection, halves
         self._surroundings = surroundings
+        self.parts = SHOWN_TO_STEP_CACHES if surroundings is None else _SHOWN_WITH_TILES
 
     def at(self, step: int, sigma: float, *, reads: bool = False) -> UnetAnchors:
         """Prepare to capture a refresh step, and return itself; arguments as in

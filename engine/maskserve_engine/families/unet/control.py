@@ -30,6 +30,7 @@ from maskserve_engine.families.control import (
     PassResiduals,
     RowControl,
 )
+from maskserve_engine.families.unet.captures import SHOWN_TO_STEP_CACHES
 from maskserve_engine.families.unet.forward import (
     PackedPasses,
     PassInput,
@@ -140,6 +141,8 @@ def cached_ids_of(active: Mapping[int, Ids], size: Sequence[int]) -> list[Tensor
 class NetAnchors(StepCache):
     """Step cache of a pass in a net's stacks (`stack.StackCapture`)."""
 
+    parts = SHOWN_TO_STEP_CACHES  # convolutions run on the whole picture
+
     def __init__(
         self, plan: RefreshSchedule, cached_ids: Sequence[Tensor], levels: Sequence[int]
     ) -> None:
@@ -152,7 +155,7 @@ class NetAnchors(StepCache):
         self._keep(block, "end", (output,))
 
     def map(self, number: int, x: Tensor, groups: int) -> None:
-        """Ignore feature maps: convolutions run on the whole picture."""
+        """Ignore feature maps."""
 
     def _cached_of(self, block: int, x: Tensor) -> Tensor:
         return x.index_select(0, self._ids[self._levels[block]])
@@ -259,7 +262,8 @@ class UnetNets(Nets[UnetNetInput]):
                 (i, i + 1, step_cache) for i, step_cache in enumerate(anchors, start=first)
             ]
             first += len(request.net_input.passes)
-        maps = maps_of_net(net.weights, run.packed, sample, run.hints, timesteps, captures)
+        run.packed.show_to(captures)
+        maps = maps_of_net(net.weights, run.packed, sample, run.hints, timesteps)
         for request, anchors in zip(same, captures_by_row, strict=True):
             for step_cache in anchors:
                 step_cache.passed(request.row.timesteps[0])

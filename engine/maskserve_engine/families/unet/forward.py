@@ -14,15 +14,22 @@ from torch import Tensor
 from maskserve_engine.batch.graphs import AtOnce, Inputs
 from maskserve_engine.batch.packing import Residuals
 from maskserve_engine.batch.picture_tokens import PictureKeys
-from maskserve_engine.batch.row_updates import ByPass
+from maskserve_engine.batch.row_updates import ByPass, MovingRows
 from maskserve_engine.batch.transfer import moved
 from maskserve_engine.families.unet.canvas import Canvas, Site, Tiled, Whole
 from maskserve_engine.families.unet.levels import make_level
 from maskserve_engine.families.unet.spec import level_sizes
-from maskserve_engine.families.unet.stack import InactivePassTokens, Stack, StackCapture, Text
+from maskserve_engine.families.unet.stack import (
+    InactivePassTokens,
+    Shown,
+    Stack,
+    StackCapture,
+    Text,
+)
 from maskserve_engine.families.unet.surroundings import Surroundings
 from maskserve_engine.families.unet.tile import Ids
 from maskserve_engine.families.unet.weights import StackWeights, Stage, UnetWeights
+from maskserve_engine.layers.attention import Span
 from maskserve_engine.layers.linear import linear
 from maskserve_engine.layers.low_rank import Adapters, LowRank, low_rank
 from maskserve_engine.layers.scatter_kv import scatter_kv
@@ -69,7 +76,8 @@ class PackedPasses:
         self.rests = tuple(pass_input.cached for pass_input in passes)
         pass_residuals = tuple(pass_input.residuals for pass_input in passes)
         self.residuals = pass_residuals if any(pass_residuals) else ()
-        """Residuals by pass; empty if no pass has any."""
+        """Residuals by pass; empty if no pass has any. Those of a recorded step are None."""
+        self.show_to(())
         self.text = Text(
             [pass_input.text for pass_input in passes],
             [pass_input.picture for pass_input in passes],
@@ -95,23 +103,33 @@ class PackedPasses:
             levels.append(make_level(*level_inputs, buckets=buckets, together=together))
         self.levels = moved(tuple(levels), device)
 
+    def show_to(self, captures: Captures) -> None:
+        """Show what the next steps compute to these captures."""
+        self.captures = captures
+        self.captured_parts = frozenset(
+            [part for _, _, capture in captures for part in capture.parts]
+        )
+        """Methods of the captures that keep something."""
+
     @property
     def plain(self) -> bool:
-        """Whether steps may be recorded: no pass has residuals, or an IP-Adapter's picture."""
-        return not self.residuals and not self.text.pictures
+        """Whether steps may be recorded: no pass has an IP-Adapter's picture."""
+        return not self.text.pictures
 
     def shapes(self, attends: Sequence[bool]) -> Hashable:
-        """Return the key of all tensor shapes of a step, beside those of its input; `attends` says
-        of each level whether it has attention.
+        """Return the key of all tensor shapes of a step, beside those of its input, and of its
+        pieces; `attends` says of each level whether it has attention.
         """
         levels = zip(self.levels, attends, strict=True)
         computed = tuple([level.shapes for level, has_attention in levels if has_attention])
-        return computed, self.text.spans, tuple([canvas.shapes for canvas in self.canvases])
+        shapes = computed, self.text.spans, tuple([canvas.shapes for canvas in self.canvases])
+        return shapes, self.captured_parts, bool(self.residuals)
 
     def copied(self, inputs: Inputs) -> PackedPasses:
         """Return the same passes on copied tensors, without entries."""
         clone, copy_of = copy(self), inputs.copy
-        clone.rests = (None,) * len(self.rests)
+        clone.rests, clone.captures = (None,) * len(self.rests), ()
+        clone.residuals = (None,) * len(self.residuals)
         clone.text = self.text.copied(copy_of)
         clone.added = None if self.added is None else copy_of(self.added)
         clone.levels = tuple([level.copied(copy_of) for level in self.levels])
@@ -139,6 +157,16 @@ class PackedPasses:
         for canvas, source_canvas in zip(self.canvases, other.canvases, strict=True):
             canvas.turn_to(source_canvas, anew=anew)
 
+    @property
+    def moving(self) -> list[MovingRows]:
+        """The passes of levels where these are padded together, for the updates of their LoRAs."""
+        sparse_levels = [level.sparse for level in self.levels if level.sparse is not None]
+        return [
+            MovingRows(sparse.passes, sparse.tiles)
+            for sparse in sparse_levels
+            if sparse.tiles is not None
+        ]
+
     def place(self, level: int, number: int, part: str, outs: Sequence[Tensor]) -> None:
         sparse = self.levels[level].sparse
         assert sparse is not None
@@ -153,6 +181,37 @@ class PackedPasses:
             for cached_tokens, row_ids in zip(self.rests, token_ids, strict=True)
         ]
         scatter_kv(sources, outs, slots)
+
+    def show(self, part: Shown, block: int, x: Tensor, passes: Sequence[Span]) -> None:
+        """Show tokens to captures; arguments as of `stack.Show`."""
+        for first, behind, capture in self.captures:
+            tokens = x[passes[first][0] : passes[behind - 1][1]]
+            if part == "keys_values":
+                capture.keys_values(block, *tokens.unbind(1))
+            elif part == "hidden":
+                capture.hidden(block, tokens)
+            else:
+                capture.end(block, tokens)
+
+    def show_map(self, number: int, x: Tensor, groups: int) -> None:
+        """Show captures the feature map `number`, [p, C, h, w] of the first passes."""
+        for first, behind, capture in self.captures:
+            capture.map(number, x[first:behind], groups)
+
+    def add_residuals(self, number: int, level: int, x: Maps) -> None:
+        """Add the residuals of the place `number` to a feature map (`Residuals`)."""
+        for canvas, feature_map in zip(self.canvases, x, strict=True):
+            residuals = self.residuals[canvas.passes]
+            for pass_map, of in zip(feature_map, residuals, strict=True):
+                added = None if of is None else of.after(number)
+                if added is not None:
+                    pass_map += canvas.cut(level, added)
+
+
+Captures = Sequence[tuple[int, int, StackCapture]]
+"""First pass, end of its passes, and capture of each recorded row."""
+Maps = list[Tensor]
+"""One feature map: [p, C, h, w] of each canvas."""
 
 
 def _canvases(passes: Sequence[PassInput]) -> list[Canvas]:
@@ -197,7 +256,6 @@ def forward(
     sample: Tensor,
     timesteps: Tensor,
     kinds: Sequence[str] = (),
-    captures: Sequence[tuple[int, int, StackCapture]] = (),
     asking: AtOnce | None = None,
 ) -> Tensor:
     """Return the model's output for every pass.
@@ -209,14 +267,13 @@ def forward(
         timesteps: [P], float32.
         kinds: `dense`, `project` or `kv` per block in the order they run, for all cached
             passes; not read when there are none.
-        captures: (first pass, end of its passes, capture) of each recorded row.
         asking: launches or records the kernels; None: launch at once.
 
     Returns:
         [P, out_channels, h, w].
     """
     model = weights.model
-    walk = _Walk.begun(weights, packed, sample, timesteps, kinds, captures, asking or AtOnce())
+    walk = _Walk.begun(weights, packed, sample, timesteps, kinds, asking or AtOnce())
     *skips, x = walk.walk_down(weights, walk.enter(model.conv_in, sample))
     for stage, stacks in zip(model.up_blocks, weights.up_blocks, strict=True):
         for resnet, stack in _layers(stage, stacks):
@@ -232,7 +289,6 @@ def maps_of_net(
     sample: Tensor,
     hints: Tensor,
     timesteps: Tensor,
-    captures: Sequence[tuple[int, int, StackCapture]],
 ) -> list[Tensor]:
     """Return the feature maps of a ControlNet: a UNet's down blocks and middle block.
 
@@ -242,24 +298,19 @@ def maps_of_net(
         sample: [P, in_channels, h, w].
         hints: [P, C, h, w] embedded control pictures.
         timesteps: [P], float32.
-        captures: captures, as in `forward`.
 
     Returns:
         [P, C, h, w] each, in the order of the places to which they go
             (`batch.packing.Residuals`).
     """
     kinds = ("kv",) * weights.blocks
-    walk = _Walk.begun(weights, packed, sample, timesteps, kinds, captures, AtOnce())
+    walk = _Walk.begun(weights, packed, sample, timesteps, kinds, AtOnce())
     [entered] = walk.enter(weights.model.conv_in, sample)
     return [whole for [whole] in walk.walk_down(weights, [entered + hints])]
 
 
 def _layers(stage: Any, stacks: Stage) -> list[tuple[Any, StackWeights | None]]:
     return list(zip(stage.resnets, stacks or [None] * len(stage.resnets), strict=True))
-
-
-Maps = list[Tensor]
-"""One feature map: [p, C, h, w] of each canvas."""
 
 
 class _Walk:
@@ -269,14 +320,12 @@ class _Walk:
         self,
         packed: PackedPasses,
         kinds: Sequence[str],
-        captures: Sequence[tuple[int, int, StackCapture]],
         embedding: Tensor,
         groups: int,
         layers: Mapping[Any, Callable[..., Tensor]],
         asking: AtOnce,
     ) -> None:
-        self.packed, self.kinds, self.captures = packed, kinds, captures
-        self.canvases = packed.canvases
+        self.packed, self.kinds, self.canvases = packed, kinds, packed.canvases
         self.embedding, self.groups = embedding, groups
         self.layers, self.asking = layers, asking
         self.level = 0
@@ -291,7 +340,6 @@ class _Walk:
         sample: Tensor,
         timesteps: Tensor,
         kinds: Sequence[str],
-        captures: Sequence[tuple[int, int, StackCapture]],
         asking: AtOnce,
     ) -> _Walk:
         """Start before the first convolution; arguments as in `forward`."""
@@ -303,7 +351,7 @@ class _Walk:
         if packed.added is not None:
             embedding = embedding + packed.added
         groups = model.config.norm_num_groups
-        return cls(packed, kinds, captures, embedding, groups, weights.layers, asking)
+        return cls(packed, kinds, embedding, groups, weights.layers, asking)
 
     def walk_down(self, weights: UnetWeights, x: Maps) -> list[Maps]:
         """Return the skip connections (`joined`), then the middle block's output, from the maps
@@ -322,7 +370,7 @@ class _Walk:
         x = self.resnet(first, x)
         for stack, resnet in zip(weights.mid_block, later_resnets, strict=True):
             x = self.resnet(resnet, self.stack(stack, x))
-        return [*maps, self.with_residuals(len(maps), x)]
+        return [*maps, self.with_residuals(len(maps), x, slot=len(x))]
 
     def enter(self, conv: Any, sample: Tensor) -> Maps:
         return [c.enter(self._conv(conv, c), sample[c.passes]) for c in self.canvases]
@@ -355,9 +403,12 @@ class _Walk:
         def place(number: int, part: str, outs: Sequence[Tensor]) -> None:
             self.asking.between(lambda now: now.place(level, number, part, outs), packed)
 
-        run = Stack(
-            packed.levels[level], packed.text, self.captures, self.kinds, place, self.asking.empty
-        )
+        def show(part: Shown, block: int, x: Tensor, passes: Sequence[Span]) -> None:
+            if part in packed.captured_parts:
+                opened = self.asking.open(x)
+                self.asking.between(lambda now: now.show(part, block, opened, passes), packed)
+
+        run = Stack(packed.levels[level], packed.text, self.kinds, place, show, self.asking.empty)
         normed = (
             c.norm(site, weights.norm, feature_map)
             for c, feature_map in zip(self.canvases, x, strict=True)
@@ -391,24 +442,16 @@ class _Walk:
         ]
         return whole[0] if len(whole) == 1 else torch.cat(whole)
 
-    def with_residuals(self, number: int, x: Maps) -> Maps:
-        """Add the residuals of the place `number` to a feature map (`Residuals`)."""
+    def with_residuals(self, number: int, x: Maps, slot: int = 0) -> Maps:
+        """Add the residuals of the place `number` to a feature map, each canvas's in a slot from
+        `slot` on.
+        """
         if not self.packed.residuals:
             return x
-        return [
-            torch.stack(
-                [
-                    self._added(number, c, *map_and_residual)
-                    for map_and_residual in zip(feature_map, of, strict=True)
-                ]
-            )
-            for c, feature_map in zip(self.canvases, x, strict=True)
-            for of in (self.packed.residuals[c.passes],)
-        ]
-
-    def _added(self, number: int, canvas: Canvas, x: Tensor, of: Residuals | None) -> Tensor:
-        added = None if of is None else of.after(number)
-        return x if added is None else x + canvas.cut(self.level, added)
+        level = self.level
+        opened = [self.asking.open(feature_map, at) for at, feature_map in enumerate(x, slot)]
+        self.asking.between(lambda now: now.add_residuals(number, level, opened), self.packed)
+        return opened
 
     def joined(self, x: Maps, skips: list[Maps]) -> Maps:
         """Concatenate the last skip connection. ControlNets' residuals are read only here, because
@@ -445,9 +488,10 @@ class _Walk:
         """Count a feature map, and show it to captures."""
         site = Site(self.map, self.level)
         self.map += 1
-        for begin, end, capture in self.captures:
+        if "map" in self.packed.captured_parts:
             # Rows that compute all tokens have no tile: they are among the first canvas's.
-            capture.map(site.number, x[0][begin:end], self.groups)
+            opened, number, groups = self.asking.open(x[0]), site.number, self.groups
+            self.asking.between(lambda now: now.show_map(number, opened, groups), self.packed)
         return site
 
 

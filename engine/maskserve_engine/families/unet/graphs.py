@@ -2,8 +2,8 @@
 
 A lone row's passes compute a bucket's number of tokens, and those of several rows without tiles are
 padded together (`levels`). Tiles have sides from buckets, too; the tile's position and its
-surroundings are copied in. LoRAs, ControlNets, IP-Adapters, priming rows and
-projected blocks are not recorded.
+surroundings are copied in. Step caches keep a refresh step's values, and ControlNets' residuals are
+added, between two pieces. IP-Adapters, priming rows and projected blocks are not recorded.
 """
 
 from __future__ import annotations
@@ -33,22 +33,33 @@ class UnetStep:
     def shapes(self) -> Hashable | None:
         if not self.packed.plain or "project" in self.kinds:
             return None
+        updates = None if self.weights.updates is None else self.weights.updates.shapes
+        if self.weights.updates is not None and updates is None:
+            return None
         kinds = tuple(self.kinds) if any(self.packed.rests) else ()
         shapes = self.packed.shapes(self.weights.attends)
-        return shapes, tuple(self.sample.shape), kinds
+        return shapes, tuple(self.sample.shape), kinds, updates
 
     @property
     def common(self) -> bool:
-        return self.packed.together
+        """Steps whose passes compute all tokens have few shapes."""
+        return self.packed.together or not any(self.packed.rests)
 
     def copied(self, inputs: Inputs) -> UnetStep:
-        inputs_of = inputs.copy(self.sample), inputs.copy(self.timesteps)
-        return UnetStep(self.weights, self.packed.copied(inputs), *inputs_of, self.kinds)
+        packed = self.packed.copied(inputs)
+        weights = self.weights.copied(inputs.copy, packed.moving)
+        sample, timesteps = map(inputs.copy, (self.sample, self.timesteps))
+        step = UnetStep(weights, packed, sample, timesteps, self.kinds)
+        if weights.updates is not None:
+            step.run(AtOnce())  # tiles of the passes are made before the step is recorded
+        return step
 
     def take(self, other: UnetStep, *, anew: bool) -> None:
         self.sample.copy_(other.sample)
         self.timesteps.copy_(other.timesteps)
         if anew:
+            if self.weights.updates is not None and other.weights.updates is not None:
+                self.weights.updates.take(other.weights.updates)
             self.packed.take(other.packed)
         self.packed.turn_to(other.packed, anew=anew)
 

@@ -29,8 +29,9 @@ from torch import Tensor
 from maskserve_engine.batch.padding import padded
 from maskserve_engine.batch.transfer import copy_tensors, mapped
 from maskserve_engine.families.unet.tile import Ids
-from maskserve_engine.layers.attention import Segments, bucket, ends, spans, uniform
+from maskserve_engine.layers.attention import Segments, Span, bucket, ends, spans, uniform
 from maskserve_engine.layers.scatter_kv import KvSlots, slots_of
+from maskserve_engine.layers.shrink_expand import padded_tiles
 
 _QUANTA = 16
 """Lengths, up to all tokens of a large picture, to which passes are padded together."""
@@ -78,6 +79,11 @@ class Sparse:
     """Computed tokens attend to all tokens of their pass."""
     cross: Segments
     """Computed tokens attend to the text."""
+    passes: tuple[Span, ...]
+    """Span of each pass among the computed tokens."""
+    tiles: Tensor | None
+    """[T, 3] tiles of all passes for the kernels of LoRAs (`shrink_expand.tiles_of`), as many for
+    any passes of as many tokens; None: passes are not padded together."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +96,11 @@ class Level:
     tiled: bool
 
     @property
+    def passes(self) -> tuple[Span, ...]:
+        """Span of each pass among all tokens."""
+        return self.segments.q_spans
+
+    @property
     def shapes(self) -> Hashable:
         """Key of all tensor shapes, for the same passes of the same picture's size."""
         return (self.sparse or self).segments.q_spans
@@ -98,7 +109,7 @@ class Level:
         """Return the same level with a copy of what differs among levels of its shapes."""
         if self.sparse is None:
             return self
-        keys, computed, ends = mapped(_moving(self.sparse), copy)
+        keys, computed, ends, tiles = mapped(_moving(self.sparse), copy)
         sparse = self.sparse
         return replace(
             self,
@@ -108,6 +119,7 @@ class Level:
                 computed=replace(sparse.computed, core=computed),
                 segments=replace(sparse.segments, q_ends=ends[0], k_ends=ends[1]),
                 cross=replace(sparse.cross, q_ends=ends[2], k_ends=ends[3]),
+                tiles=tiles,
             ),
         )
 
@@ -118,11 +130,11 @@ class Level:
             copy_tensors(_moving(self.sparse), _moving(other.sparse))
 
 
-def _moving(sparse: Sparse) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+def _moving(sparse: Sparse) -> tuple[Tensor, Tensor, tuple[Tensor, ...], Tensor | None]:
     """Return the tensors that differ among levels of the same shapes."""
     segments, cross = sparse.segments, sparse.cross
     ends = segments.q_ends, segments.k_ends, cross.q_ends, cross.k_ends
-    return sparse.keys.core, sparse.computed.core, ends
+    return sparse.keys.core, sparse.computed.core, ends, sparse.tiles
 
 
 def make_level(
@@ -168,7 +180,9 @@ def make_level(
             )
         keys = _keys(counts, lengths, tokens)
         segments, cross = _segments(lengths, whole), _segments(lengths, text)
+        passes, moving_tiles = segments.q_spans, None
         if together:
+            moving_tiles = padded_tiles(passes, sum(lengths))
             segments, cross = (
                 replace(
                     rows,
@@ -179,7 +193,7 @@ def make_level(
                 )
                 for rows in (segments, cross)
             )
-        sparse = Sparse(keys, feature_tokens, cached_in_box, segments, cross)
+        sparse = Sparse(keys, feature_tokens, cached_in_box, segments, cross, passes, moving_tiles)
     tiled = any(ids is not None for ids in tiles)
     return Level(_segments(whole, whole), _segments(whole, text), sparse, tiled)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from functools import partial
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -23,9 +23,27 @@ from maskserve_engine.batch.picture_tokens import PictureKeys, PictureTokens
 from maskserve_engine.families.unet.levels import Level, Sparse
 from maskserve_engine.families.unet.weights import BlockWeights, CrossAttention, StackWeights
 from maskserve_engine.layers.add_norm import add_norm
-from maskserve_engine.layers.attention import Segments, Span, attention, spans
+from maskserve_engine.layers.attention import Span, attention, spans
 from maskserve_engine.layers.geglu import geglu
 from maskserve_engine.layers.scatter_kv import KvSource
+
+Shown = Literal["hidden", "keys_values", "end", "map"]
+"""A method of `StackCapture`."""
+
+
+class Show(Protocol):
+    """Shows tokens of all passes to the passes' captures."""
+
+    def __call__(self, part: Shown, block: int, x: Tensor, passes: Sequence[Span]) -> None:
+        """Show `x`: [n, width], or keys and values [n, 2, heads, head_dim].
+
+        Args:
+            part: the method that receives it.
+            block: number of the block in the UNet.
+            x: tokens packed at `passes`.
+            passes: span of each pass.
+        """
+        ...
 
 
 class PlaceInactive(Protocol):
@@ -64,6 +82,11 @@ class InactivePassTokens(Protocol):
 class StackCapture(Capture, Protocol):
     """Also receives the stacks' outputs, and the feature maps between stacks."""
 
+    @property
+    def parts(self) -> frozenset[Shown]:
+        """The methods that keep something."""
+        ...
+
     def end(self, block: int, output: Tensor, /) -> None:
         """Receive [tokens, width] after the stack that ends with `block`; only valid during the
         call.
@@ -94,14 +117,15 @@ class Text:
 
     def keys_values(self, number: int, attn: CrossAttention) -> tuple[Tensor, Tensor]:
         """Return [T, heads, head_dim] each, for block `number`."""
+        self._layers.setdefault(number, attn)
         if number not in self._projected:
-            self._layers[number] = attn
             self._projected[number] = self._project(number, self)
         keys, values = self._projected[number].unbind(1)
         return keys, values
 
     def copied(self, copy_of: Callable[[Tensor], Tensor]) -> Text:
         clone = copy(self)
+        clone._layers = {}  # those of a recorded step's own weights
         clone._projected = {
             number: copy_of(projected) for number, projected in self._projected.items()
         }
@@ -127,11 +151,10 @@ def transformer_block(
     block: BlockWeights,
     number: int,
     tokens: Tensor,
-    segments: Segments,
-    cross: Segments,
+    at: Level | Sparse,
     text: Text,
     fill: Fill | None,
-    see: Callable[[Tensor, Tensor], None] | None,
+    see: Callable[[Tensor], None],
 ) -> Tensor:
     """Run a BasicTransformerBlock over packed tokens.
 
@@ -139,26 +162,24 @@ def transformer_block(
         block: weights of the block.
         number: number of the block in the UNet.
         tokens: [n, width] computed tokens.
-        segments: segments of self-attention, with all keys.
-        cross: segments of cross-attention.
+        at: the passes' segments of self-attention, with all keys, and of cross-attention.
         text: prompts of the passes.
         fill: adds cached keys and values; None: all tokens are computed.
-        see: receives the computed keys and values.
+        see: receives the computed keys and values, [n, 2, heads, head_dim].
     """
-    passes, attn = segments.q_spans, block.attn1
+    passes, attn = at.passes, block.attn1
     qkv = _heads(attn.qkv(block.norm1(tokens), passes), 3, attn.head_count)
     query, keys, values = qkv.unbind(1)
-    if see is not None:
-        see(keys, values)
+    see(qkv[:, 1:])
     if fill is not None:
         keys, values = fill(block, qkv[:, 1:])
-    mixed = attention(query, keys, values, segments)
+    mixed = attention(query, keys, values, at.segments)
     del qkv, query, keys, values
     tokens, normed = add_norm(tokens, attn.to_out(mixed.flatten(1), passes), block.norm2)
 
     to_text = block.attn2
     query = to_text.to_q(normed, passes).unflatten(1, (to_text.head_count, -1))
-    mixed = attention(query, *text.keys_values(number, to_text), cross)
+    mixed = attention(query, *text.keys_values(number, to_text), at.cross)
     mixed = text.pictures.added(number, query, mixed, passes)
     tokens, normed = add_norm(tokens, to_text.to_out(mixed.flatten(1), passes), block.norm3)
 
@@ -175,14 +196,13 @@ class Stack:
         self,
         level: Level,
         text: Text,
-        captures: Sequence[tuple[int, int, StackCapture]],
         kinds: Sequence[str],
         place: PlaceInactive,
+        show: Show,
         empty: Empty,
     ) -> None:
-        self.level, self.text = level, text
-        self.captures, self.kinds = captures, kinds
-        self.place, self.empty = place, empty
+        self.level, self.text, self.kinds = level, text, kinds
+        self.place, self.show, self.empty = place, show, empty
         self.sparse: Sparse | None = None  # while cached tokens are left out
         self.left: Tensor | None = None  # cached tokens at the next block's input, if computed
 
@@ -230,11 +250,13 @@ class Stack:
         if self.level.sparse is not None:
             tokens = self._widen_or_narrow(number, tokens)
             fill = self._fill(number)
-        see = self._capture(number, tokens) if self.captures else None
         at = self.sparse or self.level
-        tokens = transformer_block(
-            block, number, tokens, at.segments, at.cross, self.text, fill, see
-        )
+        self.show("hidden", number, tokens, at.passes)
+
+        def see(keys_values: Tensor) -> None:
+            self.show("keys_values", number, keys_values, at.passes)
+
+        tokens = transformer_block(block, number, tokens, at, self.text, fill, see)
         self.left = None  # the cached tokens lag one block now
         return tokens
 
@@ -301,30 +323,8 @@ class Stack:
         keys_values = self.empty(computed, (2, keys.count, *computed.shape[2:]))
         return keys_values.index_copy_(1, keys.core, computed.transpose(0, 1))
 
-    def _capture(self, number: int, tokens: Tensor) -> Callable[[Tensor, Tensor], None]:
-        """Give recorded rows their hidden states; return the function that gives them keys and
-        values.
-        """
-        captures = self._captured_parts()
-        for capture, at in captures:
-            capture.hidden(number, tokens[at])
-
-        def see(keys: Tensor, values: Tensor) -> None:
-            for capture, at in captures:
-                capture.keys_values(number, keys[at], values[at])
-
-        return see
-
-    def _captured_parts(self) -> list[tuple[StackCapture, slice]]:
-        spans = (self.sparse or self.level).segments.q_spans
-        return [
-            (capture, slice(spans[first][0], spans[behind - 1][1]))
-            for first, behind, capture in self.captures
-        ]
-
     def _end(self, number: int, tokens: Tensor) -> Tensor:
-        for capture, at in self._captured_parts():
-            capture.end(number, tokens[at])
+        self.show("end", number, tokens, (self.sparse or self.level).passes)
         if self.sparse is None:
             return tokens
         return self._restored(number, "end", tokens)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from maskserve_engine.batch.graphs import Graphs
-from maskserve_engine.batch.row_updates import ByRow, RowUpdates
+from maskserve_engine.batch.row_updates import ByRow, MovingRows, RowUpdates
 from maskserve_engine.layers.linear import Linear, PlainLinear, linear, map_linears
 from maskserve_engine.layers.low_rank import (
     Adapters,
@@ -75,6 +75,8 @@ class UnetWeights:
     layers: Mapping[nn.Module, Callable[..., Tensor]] = field(default_factory=dict)
     """Replacements of the model's convolutions and timestep projections, for passes with LoRAs."""
     graphs: Graphs | None = None
+    updates: RowUpdates | None = None
+    """Updates of the passes' LoRAs; None: no pass has any."""
 
     @classmethod
     def of(cls, model: Any) -> UnetWeights:
@@ -103,10 +105,14 @@ class UnetWeights:
         return map_linears(self, change)
 
     def with_adapters(self, passes: Sequence[Adapters]) -> UnetWeights:
-        if not any(passes):
-            return self
+        return self._with(RowUpdates(passes, self.model.device)) if any(passes) else self
+
+    def copied(self, copy: Callable[[Tensor], Tensor], moving: Sequence[MovingRows]) -> UnetWeights:
+        """Return the weights with copied updates (`RowUpdates.copied`)."""
+        return self if self.updates is None else self._with(self.updates.copied(copy, moving))
+
+    def _with(self, updates: RowUpdates) -> UnetWeights:
         layers: dict[nn.Module, Callable[..., Tensor]] = {}
-        updates = RowUpdates(passes, self.model.device)
         for name, module in self.model.named_modules():
             if isinstance(module, nn.Conv2d):
                 conv = updates.conv(name, module)
@@ -117,7 +123,7 @@ class UnetWeights:
                 if isinstance(product, ByRow):
                     layers[module] = product
         changed = self.with_linears(updates.linear)
-        return replace(changed, layers=layers)
+        return replace(changed, layers=layers, updates=updates)
 
 
 def _stage(stage: Any) -> Stage:

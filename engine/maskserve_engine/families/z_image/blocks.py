@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from maskserve_engine.batch.packing import Packing, Stream
+from maskserve_engine.batch.row_updates import MovingRows
 from maskserve_engine.batch.transfer import copy_tensors, mapped, to_device
 from maskserve_engine.families.mmdit.blocks import clip
 from maskserve_engine.families.z_image.weights import ZImageBlock, ZImageWeights
@@ -92,8 +93,8 @@ class ZImageStep:
     def take(self, rows: Sequence[int]) -> ZImageStep:
         return ZImageStep(self.weights.take(rows), self.vectors.take(rows))
 
-    def copied(self, copy: Callable[[Tensor], Tensor], packing: Packing | None) -> ZImageStep:
-        return ZImageStep(self.weights.copied(copy, packing), mapped(self.vectors, copy))
+    def copied(self, copy: Callable[[Tensor], Tensor], moving: Sequence[MovingRows]) -> ZImageStep:
+        return ZImageStep(self.weights.copied(copy, moving), mapped(self.vectors, copy))
 
     def follow(self, other: ZImageStep) -> None:
         copy_tensors(self.vectors, other.vectors)

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 PROGRAM = """
 import sys
 import torch
-from maskserve_engine.batch.row_updates import FusedLowRank, MovingTiles, Tiles, update_tables
+from maskserve_engine.batch.row_updates import FusedLowRank, MovingRows, Tiles, update_tables
 from maskserve_engine.batch.padding import Sizes, padded_packing
 from maskserve_engine.layers.linear import PlainLinear
 from maskserve_engine.layers.low_rank import LowRankSet, Update, low_rank
@@ -76,7 +76,8 @@ for _ in range(3):
     # Behind these rows a padded step has pads; in its tables each row may have updates.
     layout = padded_packing((0,) * count, tuple(lengths), (0,) * count, sizes(lengths), host)
     stream, copied = layout.image_stream, update_tables(rows, host).copied(torch.clone)
-    moving = FusedLowRank(base, copied.at("place"), (), MovingTiles((stream,)))
+    tiles = Tiles(host, (MovingRows(stream.spans, stream.tiles),))
+    moving = FusedLowRank(base, copied.at("place"), (), tiles)
     pads = normal(len(stream.row_of) - len(x), inner)
     padded, below = moving(torch.cat((x, pads)), stream.spans), base(torch.cat((x, pads)))
     assert_close(padded[: len(x)], found)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from maskserve_benchmarks.steps.replay import Replay
-from maskserve_engine.base.job import EditJob
+from maskserve_engine.base.job import ControlInput, EditJob
 from maskserve_engine.batch.graphs import Graphs
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_adapter, load_encoder
@@ -21,6 +21,8 @@ from maskserve_engine.families.unet import graphs
 from maskserve_engine.families.unet.adapter import UnetAdapter
 from maskserve_engine.families.unet.rows import TemplateTokens
 from maskserve_engine.layers.attention import bucket
+from maskserve_engine.layers.low_rank import Factors, LowRankSet
+from tests.fakes.control_nets import random_unet_net
 from tests.fakes.jobs import config_of, encode_case, unet_case
 from tests.support.cached_rows import Primed, assert_equal, cached
 from tests.support.draws import fresh_seed
@@ -31,6 +33,7 @@ from tests.support.replayed import (
     Replayed,
     attend_on_a_cpu,
     finish_behind_a_lost_entry,
+    update_kernels_on_a_cpu,
 )
 
 pytestmark = pytest.mark.spread("folder")
@@ -150,10 +153,8 @@ def test_tiles_that_join_and_leave_have_the_latents_that_they_have_without(
 
 
 @pytest.mark.parametrize("folder", ["sd-fill"], indirect=True)
-def test_steps_between_own_anchors_are_recorded(folder: Path, encoder: Encoder) -> None:
-    """Beside a dense row; anchors, whose rows keep what they compute, are not. What lies round the
-    tile is another at each step.
-    """
+def test_refresh_steps_and_those_between_are_recorded(folder: Path, encoder: Encoder) -> None:
+    """Beside a dense row, and lookaheads. What lies round the tile is another at each step."""
     seed = fresh_seed()
     guided = {"guidance_scale": 7.5, "negative_prompt": "blue"}
     jobs = [job_of(encoder, seed, at=at, **guided) for at in range(3)]
@@ -169,6 +170,102 @@ def test_steps_between_own_anchors_are_recorded(folder: Path, encoder: Encoder) 
     for plain, recorded in zip(*latents, strict=True):
         assert_equal(recorded, plain)
     assert capture.recorded > 0, seed
+    assert recorded_keys(adapter, capture, lambda parts, residuals: "map" in parts)
+
+
+@pytest.mark.parametrize("folder", ["sd-fill"], indirect=True)
+def test_residuals_of_controlnets_are_added_between_the_pieces(
+    folder: Path, encoder: Encoder
+) -> None:
+    """Also to rows with tiles of equal shapes, at refresh steps and by lookaheads."""
+    seed = fresh_seed()
+    rng, guided = np.random.default_rng(seed), {"guidance_scale": 7.5}
+    plans, jobs = [plan(0, 3), None, plan(0, 2)], []
+    for at in range(3):
+        job = job_of(encoder, seed, at=at, **(guided if at < 2 else {}))
+        picture = rng.integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)
+        jobs.append(replace(job, controls=(ControlInput("net", picture, 0.8, 0.3 * (at > 1)),)))
+    capture, latents = Replayed(), []
+    for adapter in (adapter_of(folder, None), adapter_of(folder, capture)):
+        nets, results = {"net": adapter.control_net(random_unet_net(adapter.model, 1))}, []
+        for at in ([0], [0, 1, 2], [2, 0], [0, 1, 2]):
+            rows = [row_of(adapter, jobs[i], plans[i]) for i in at]
+            for i, row in zip(at, rows, strict=True):
+                adapter.control(row, jobs[i], nets)
+            run(adapter, rows, [plans[i] for i in at])
+            results += [row.result().array() for row in rows]
+        latents.append(results)
+    for plain, recorded in zip(*latents, strict=True):
+        assert_equal(recorded, plain)
+    assert recorded_keys(adapter, capture, lambda parts, residuals: residuals and not parts)
+    assert recorded_keys(adapter, capture, lambda parts, residuals: residuals and "map" in parts)
+
+
+def lora_of(adapter: UnetAdapter, rng: np.random.Generator, rank: int) -> LowRankSet:
+    """A random LoRA on layers of each sort."""
+
+    def normal(*shape: int) -> torch.Tensor:
+        values = rng.standard_normal(shape, np.float32)
+        return torch.from_numpy(values / np.prod(shape[1:]) ** 0.5)
+
+    return adapter.low_rank(
+        {
+            name: Factors(
+                normal(rank, *place.shape[1:]),
+                normal(place.shape[0], rank, *[1 for _ in place.shape[2:]]),
+            )
+            for name, place in adapter.places.items()
+            if name.startswith(("conv", "time_embedding", "mid_block"))
+        }
+    )
+
+
+def test_steps_of_rows_with_loras_replay_whatever_loras_they_have(
+    folder: Path, encoder: Encoder
+) -> None:
+    """Alone, and padded together with a row without. The oracle adds each pass's updates by
+    itself.
+    """
+    seed = fresh_seed()
+    rng, capture = np.random.default_rng(seed), Replayed()
+    plain, recording = adapter_of(folder, None), adapter_of(folder, capture)
+    guided = {"guidance_scale": 7.5, "negative_prompt": "blue"}
+    jobs = [job_of(encoder, seed + i, **(guided if i < 1 else {})) for i in range(3)]
+    templates, kinds = [Primed(plain, encoder, job) for job in jobs], ("kv",) * plain.blocks
+    with update_kernels_on_a_cpu():
+        loras = [lora_of(plain, rng, rank) for rank in (3, 17, 20, 5)]
+
+    def results(adapter: UnetAdapter) -> list[Any]:
+        latents = []
+        for known in (loras[:2], loras[2:]):
+            for at in ([0], [2, 0]):
+                replay = Replay(adapter)
+                rows: list[Any] = [cached(replay, jobs[i], templates[i]) for i in at]
+                rows[0].adapters = ((known[len(at) - 1], 0.4),)
+                for _ in range(2):
+                    replay.step(rows, kinds)
+                latents += [row.result().array() for row in rows]
+        return latents
+
+    expected = results(plain)
+    with update_kernels_on_a_cpu():
+        latents = results(recording)
+    for one, other in zip(latents, expected, strict=True):
+        assert_equal(one, other)
+    keys = recorded_keys(recording, capture, lambda parts, residuals: True)
+    assert all(key[-1] is not None for key in keys)
+    assert len(keys) == 2, "LoRAs of the second round replay those of the first"
+
+
+def recorded_keys(
+    adapter: UnetAdapter, capture: Replayed, chosen: Callable[[frozenset[str], bool], object]
+) -> list[Any]:
+    """Keys of recorded steps, `chosen` by the parts that captures receive and by residuals."""
+    recorder = adapter.stepped.graphs
+    assert isinstance(recorder, Graphs)
+    assert recorder._capture is capture, "recording was turned off"
+    keys: list[Any] = [key for key, step in recorder._steps.items() if step is not None]
+    return [key for key in keys if chosen(*key[0][1:])]
 
 
 def test_a_tile_elsewhere_is_stepped_by_the_pieces_of_another(
