@@ -277,6 +277,7 @@ def test_steps_of_rows_with_loras_replay_whatever_loras_they_have(
     assert 4 <= len(with_loras) <= 12, "LoRAs of the second round replay those of the first"
 
 
+@pytest.mark.parametrize("folder", ["fill", "inpaint"], indirect=True)  # Kontext takes no nets
 @pytest.mark.parametrize("text", [True, False])
 def test_residuals_of_controlnets_are_added_between_the_pieces(
     folder: Path, encoder: Encoder, text: bool
