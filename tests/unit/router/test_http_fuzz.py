@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import NamedTuple
@@ -259,8 +260,8 @@ async def listening() -> AsyncIterator[Listener]:
 
 
 def path_of(target: str) -> str:
-    """The path of a target in absolute form."""
-    return target.removeprefix("http://h")
+    """Return a target in absolute form, of any scheme, without its scheme and host."""
+    return re.sub(r"^[a-z]+://h(?=/|$)", "", target)
 
 
 async def test_java_gets_one_answer_to_its_body():
