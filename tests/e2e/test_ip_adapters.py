@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 from PIL import Image
 
 from maskserve_client.client import Client
@@ -24,12 +25,14 @@ from tests.support.plain_triton import PlainWorker, plain_triton
 SIDE, STEPS = 64, 4
 SOURCE, PICTURES = scene(SIDE, SIDE), [scene(48, 40, seed) for seed in (3, 4)]
 MASK = np.zeros((SIDE, SIDE), np.uint8)
-MASK[16:48, 8:40] = 255
+MASK[16:48, 16:48] = 255  # whole tokens of both models
+LENGTH = 16
+"""`max_sequence_length` of FLUX.1."""
 
 
 class Site:
-    def __init__(self, worker: PlainWorker, folder: Path) -> None:
-        self.worker, self.folder = worker, folder
+    def __init__(self, worker: PlainWorker, folder: Path, is_flux: bool) -> None:
+        self.worker, self.folder, self.is_flux = worker, folder, is_flux
 
     def edit(self, seed: int, picture: Pixels | None, scale: float = 1.0, **more: Any) -> Any:
         adapted: dict[str, Any] = {}
@@ -43,25 +46,39 @@ class Site:
             )  # fmt: skip
 
     def expected(self, seed: int, picture: Pixels, scale: float) -> Pixels:
+        from diffusers import FluxInpaintPipeline
+
         from tests.support.family_cases import unet_pipeline
 
-        pipeline = unet_pipeline(self.worker.model)
+        settings = EditSettings(num_inference_steps=STEPS, guidance_scale=5.0, negative_prompt="")
+        options: dict[str, Any] = {"ip_adapter_image": Image.fromarray(picture)}
+        if self.is_flux:
+            pipeline = FluxInpaintPipeline.from_pretrained(self.worker.model)
+            settings = structs.replace(settings, strength=1.0, negative_prompt=None)
+            options["max_sequence_length"] = LENGTH
+        else:
+            pipeline = unet_pipeline(self.worker.model)
         pipeline.set_progress_bar_config(disable=True)
         load_into(pipeline, self.folder / "style.safetensors", scale)
-        settings = EditSettings(num_inference_steps=STEPS, guidance_scale=5.0, negative_prompt="")
-        image = Image.fromarray(picture)
         args = SOURCE, MASK, "a red star", settings, seed
-        return np.asarray(diffusers_edit(pipeline, *args, ip_adapter_image=image)[0])
+        return np.asarray(diffusers_edit(pipeline, *args, **options)[0])
 
 
-@pytest.fixture(scope="module")
-def site(tiny_unets: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    model, folder = tiny_unets["sdxl-fill"], tmp_path_factory.mktemp("ip")
+@pytest.fixture(scope="module", params=["sdxl", "flux"])
+def site(
+    request: pytest.FixtureRequest,
+    tiny_unets: dict[str, Path],
+    tiny_flux: dict[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Site]:
+    is_flux, folder = request.param == "flux", tmp_path_factory.mktemp("ip")
+    model = tiny_flux["inpaint"] if is_flux else tiny_unets["sdxl-fill"]
     build_image_encoder(folder / "image_encoder")
     build_ip_adapter(folder / "style.safetensors", load_spec(str(model), 0), "plain")
-    tables = f'[ip_adapters]\nfolder = "{folder}"\n'
+    text = f"max_sequence_length = {LENGTH}\n" if is_flux else ""
+    tables = f'{text}[ip_adapters]\nfolder = "{folder}"\n'
     with plain_triton(model, tables, tmp_path_factory.mktemp("worker")) as worker:
-        yield Site(worker, folder)
+        yield Site(worker, folder, is_flux)
 
 
 def test_edits_with_and_without_pictures_in_one_batch_are_what_diffusers_makes(site: Site) -> None:
