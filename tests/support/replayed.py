@@ -5,8 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import groupby, pairwise
-from operator import itemgetter
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -122,9 +121,7 @@ def add_updates_on_a_cpu(
     out: Tensor, x: Tensor, tiles: Tensor, slices: Tensor, ends: Tensor, scales: Tensor, first: int
 ) -> None:
     """Add what the kernels of `shrink_expand` add, by the tables as they are when it runs."""
-    for row, row_tiles in groupby(tiles.tolist(), key=itemgetter(0)):  # side by side
-        spans = [span for _, *span in row_tiles]
-        begin, end = spans[0][0], spans[-1][1]
+    for row, begin, end in tiles.tolist():
         for at in range(*ends[row : row + 2].tolist()):
             down, up, ranks, stride, low, high = slices[at].tolist()
             a = _at(down, x, (ranks, x.shape[1]), (x.shape[1], 1))

@@ -63,7 +63,7 @@ class CacheLookup:
 
 
 @dataclass(slots=True)
-class Reuse:
+class TemplateUses:
     """How often a template was used."""
 
     uses: int = 0
@@ -86,10 +86,10 @@ class ReuseCounter:
     """
 
     def __init__(self) -> None:
-        self._recent: LruCache[str, Reuse] = LruCache(_REMEMBERED)
+        self._recent: LruCache[str, TemplateUses] = LruCache(_REMEMBERED)
 
-    def of(self, key: str) -> Reuse:
-        return self._recent.get(key) or Reuse()
+    def of(self, key: str) -> TemplateUses:
+        return self._recent.get(key) or TemplateUses()
 
     def add(self, key: str) -> None:
         """Count a use of a template."""
