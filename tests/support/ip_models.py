@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,16 @@ from PIL import Image
 
 from maskserve_benchmarks.steps.replay import Replay
 from maskserve_common.contracts.settings import IpAdapterSetting
-from maskserve_engine.base.job import EditJob
+from maskserve_engine.base.job import ControlInput, EditJob
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.spec.ip_adapters import LAYOUTS
 from maskserve_triton.accept import accept_edit
 from maskserve_triton.encoder import EditEncoder, ToEncode
 from maskserve_triton.preprocess import prepare_edit
 from tests.fakes.ip_adapters import build_image_encoder, build_ip_adapter
-from tests.fakes.jobs import Case, config_of
+from tests.fakes.jobs import Case, config_of, tolerance
 from tests.fakes.pictures import encode
-from tests.support.cached_rows import result
+from tests.support.cached_rows import assert_equal, result, run
 from tests.support.lora_oracle import read
 
 Pixels = NDArray[np.uint8]
@@ -98,6 +99,42 @@ class IpModel:
             factors = read(lora, self.folder)["denoiser"]
             self.adapter.attach(row, job, ((self.adapter.low_rank(factors), LORA),))
         return row
+
+    def check_together(
+        self,
+        adapted: EditJob,
+        plain: EditJob,
+        controls: tuple[ControlInput, ...],
+        lora: Path,
+        nets: Mapping[str, Any],
+        expected: NDArray[np.float32],
+    ) -> None:
+        """Check that an edit with an IP-Adapter, ControlNets and a LoRA is the expected one, that
+        edits without some of them are others, and that a batch of all of them changes none.
+
+        Args:
+            adapted: the edit with the IP-Adapter alone.
+            plain: the same edit without.
+            controls: its ControlNets.
+            lora: file of its LoRA.
+            nets: the ControlNets by name.
+            expected: [C, h, w] of the edit with all three.
+        """
+        jobs = [
+            (replace(adapted, controls=controls), lora),
+            (plain, None),
+            (adapted, None),
+            (replace(plain, controls=controls), None),
+            (plain, lora),
+        ]
+        alone = [result(self.replay, self.row(*job, nets)) for job in jobs]
+        assert_equal(alone[0], expected)
+        for other in alone[1:]:
+            assert np.abs(other - expected).max() > 10 * tolerance(expected)
+        together = [self.row(*job, nets) for job in jobs]
+        run(self.replay, together, "dense")
+        for row, one in zip(together, alone, strict=True):
+            assert_equal(row.result().array(), one)
 
 
 def picture_of(rng: np.random.Generator) -> Pixels:

@@ -44,7 +44,7 @@ def measure_admission(rounds: int) -> dict[str, dict[str, float]]:
     (making the row) are spent in the engine's thread.
     """
     engine = meta_engine()
-    _prime(engine, large_job("auto", 0))
+    prime(engine, large_job("auto", 0))
     cases = [(kind, prepared) for kind in _KINDS for prepared in (True, False)]
     timings: dict[tuple[str, bool], list[dict[str, float]]] = {case: [] for case in cases}
     for number in range(rounds + 1):
@@ -96,7 +96,7 @@ def large_job(cache: CacheMode, seed: int) -> EditJob:
     )
 
 
-def _prime(engine: Engine, job: EditJob) -> None:
+def prime(engine: Engine, job: EditJob) -> None:
     """Mark the job's template as primed; its entries are never read."""
     cache, template_id = engine.cache, job.request.template_id
     key, anchors = cache.key_of(job), cache.anchors(job)

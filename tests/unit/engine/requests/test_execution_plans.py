@@ -12,13 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from maskserve_benchmarks.edits import admission
 from maskserve_benchmarks.edits.direct import request_of
 from maskserve_common.config import Config
 from maskserve_common.contracts.request import ResolvedControl
 from maskserve_common.contracts.settings import EditSettings
 from maskserve_engine.base.job import ControlInput, EditJob
-from maskserve_engine.cache.entries import AnchorEntry
-from maskserve_engine.cache.tier import Note
 from maskserve_engine.families.registry import load_adapter
 from maskserve_engine.loop.engine import Engine
 from maskserve_engine.requests.execution_plan import DENSE, ControlWork
@@ -114,15 +113,8 @@ def job(
 
 def prime(engine: Engine, edit_job: EditJob) -> None:
     """Have the job's template count as primed: its entries are never read."""
-    if engine.cache.priming_state(edit_job) == "primed":
-        return
-    cache, template_id = engine.cache, edit_job.request.template_id
-    key, anchors = cache.key_of(edit_job), cache.anchors(edit_job)
-    cache.begin(key)
-    for anchor in anchors:
-        note = Note(template_id, len(anchors), 0.0)
-        assert cache.store.put(key, AnchorEntry(anchor, ()), note)
-    cache.end(key, template_id, complete=True)
+    if engine.cache.priming_state(edit_job) != "primed":
+        admission.prime(engine, edit_job)
 
 
 class Nets:

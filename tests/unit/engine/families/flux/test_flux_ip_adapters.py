@@ -30,7 +30,6 @@ from tests.support.cached_rows import (
     cached,
     check_all_active,
     check_mixed_batch,
-    result,
     run,
 )
 from tests.support.draws import fresh_rng
@@ -212,22 +211,8 @@ def test_a_picture_a_lora_and_a_controlnet_together_equal_the_pipeline(
     moments = inpaint.encoder.encode(hint, case.mask, "").moments
     controls = (ControlInput("net", hint, 0.8, moments=moments),)
     plain, adapted = inpaint.job(case), inpaint.job(case, picture, scale=0.7)
-    jobs = [
-        (replace(adapted, controls=controls), lora),
-        (plain, None),
-        (adapted, None),
-        (replace(plain, controls=controls), None),
-        (plain, lora),
-    ]
     nets = {"net": inpaint.adapter.control_net(net)}
-    alone = [result(inpaint.replay, inpaint.row(*job, nets)) for job in jobs]
-    assert_equal(alone[0], expected)
-    for other in alone[1:]:
-        assert np.abs(other - expected).max() > 10 * tolerance(expected)
-    together = [inpaint.row(*job, nets) for job in jobs]
-    run(inpaint.replay, together, "dense")
-    for row, one in zip(together, alone, strict=True):
-        assert_equal(row.result().array(), one)
+    inpaint.check_together(adapted, plain, controls, lora, nets, expected)
 
 
 def test_a_cached_row_that_computes_all_tokens_equals_the_dense_row(inpaint: Model) -> None:

@@ -28,8 +28,6 @@ from tests.support.cached_rows import (
     assert_equal,
     check_all_active,
     check_mixed_batch,
-    result,
-    run,
 )
 from tests.support.draws import fresh_rng
 from tests.support.family_cases import unet_pipeline
@@ -145,22 +143,8 @@ def test_a_picture_a_lora_and_a_controlnet_together_equal_the_pipeline(
 
     controls = (ControlInput("net", hint, 0.8),)
     plain_job, adapted = model.job(case), model.job(case, picture, "plus", 0.7)
-    jobs = [
-        (replace(adapted, controls=controls), lora),
-        (plain_job, None),
-        (adapted, None),
-        (replace(plain_job, controls=controls), None),
-        (plain_job, lora),
-    ]
     nets = {"net": model.adapter.control_net(pipeline.controlnet)}
-    alone = [result(model.replay, model.row(*job, nets)) for job in jobs]
-    assert_equal(alone[0], expected)
-    for other in alone[1:]:
-        assert np.abs(other - expected).max() > 10 * tolerance(expected)
-    together = [model.row(*job, nets) for job in jobs]
-    run(model.replay, together, "dense")
-    for row, one in zip(together, alone, strict=True):
-        assert_equal(row.result().array(), one)
+    model.check_together(adapted, plain_job, controls, lora, nets, expected)
 
 
 @pytest.mark.parametrize("rival", ["scale ignored", "tokens beside the text"])
