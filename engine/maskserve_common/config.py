@@ -73,12 +73,12 @@ class ModelConfig(Table, frozen=True):
     """Form of the denoiser's block weights. `bf16`: as in the folder, in `dtype`. All others need
     the extra `quantised`; `int8-dynamic` also multiplies in int8."""
     gguf: str = ""
-    """GGUF file that replaces the transformer of a FLUX folder (extra `quantised`); not with other
+    """GGUF file that replaces a FLUX folder's transformer (extra `quantised`); not with other
     `weights` or `fuse_loras`."""
     t5_weights: Literal["bf16", "int8"] = "bf16"
     """Form of a T5's weights; `int8` needs the extra `quantised`."""
     t5_offload: bool = False
-    """Keep a T5 in host memory and copy it layer by layer for each prompt. Not with int8."""
+    """Keep a T5 in host memory and copy it for each prompt. Not with int8."""
     fuse_loras: tuple[str, ...] = ()
     """LoRAs added to the weights for every edit: FILE or FILE:SCALE."""
     native_resolution: Annotated[int, Meta(ge=0, le=8192)] = 0
@@ -94,7 +94,7 @@ class ModelConfig(Table, frozen=True):
     compute the text."""
     outside_noise: Literal["auto", "template", "edit"] = "auto"
     """Noise outside the mask, for models that blend the source in. `template`: one for all edits of
-    a picture. `edit`: as in diffusers. `auto`: `edit` without a cache or with `cache: off`, else
+    a picture. `edit`: diffusers'. `auto`: `edit` without a cache or with `cache: off`, else
     `template`."""
     first_block_threshold: Annotated[float, Meta(ge=0.0, le=10.0)] = 0.0
     """FLUX: default `first_block_threshold` of edits."""
@@ -116,7 +116,7 @@ class LimitsConfig(Table, frozen=True):
     max_template_bytes: Annotated[int, Meta(ge=0, le=2**50)] = 2**30
     """Encoded bytes of all registered images."""
     max_result_bytes: Annotated[int, Meta(ge=0, le=2**50)] = 2**29
-    """Encoded bytes of kept results; the least recently used are dropped."""
+    """Encoded bytes of kept results; the least recently used leave."""
     result_expires_s: Annotated[float, Meta(ge=1, le=31 * 86400)] = 3600.0
     """Seconds for which an unused result is kept."""
     max_steps: Annotated[int, Meta(ge=1, le=1000)] = 200
@@ -129,20 +129,21 @@ class EngineConfig(Table, frozen=True):
     max_rows: Annotated[int, Meta(ge=1, le=256)] = 8
     """Rows of the running batch."""
     batching: Literal["continuous", "static"] = "continuous"
-    """`continuous`: edits join the batch at any step. `static`, for comparison: they wait until all
-    others have ended; not with `policy` `deadline`, `rounds` or `together`."""
+    """`continuous`: edits join the batch at any step. `static`: they wait until all others have
+    ended, for comparison; not with `policy` `deadline`, `rounds` or `together`."""
     devices: Literal[1, 2, 4, 8] = 1
     """Devices of this worker. Each holds the whole model."""
     policy: Literal["spread", "deadline", "rounds", "together", "cfg"] = "spread"
-    """Use of several devices. `spread`: each has a batch of its own. `deadline`: steps of
-    transformers get as many devices as due times need. `rounds`: the same, decided in rounds as in
-    TetriServe. `together`, for comparison: all devices work on one edit after the other. `cfg`: two
-    devices compute one pass of guidance each."""
+    """Use of several devices. `spread`: each has a batch of its own. `deadline`: transformers'
+    steps get as many devices as due times need. `cfg`: two devices compute one pass of guidance
+    each. For comparison, `rounds`: TetriServe's rounds; `together`: all devices work on one
+    edit."""
     round_steps: Annotated[int, Meta(ge=1, le=1000)] = 5
-    """Length of a round, in steps of the slowest edit on its fastest number of devices."""
+    """`rounds`: length of a round, in steps of the slowest edit on its fastest number of
+    devices."""
     costs: str = ""
-    """JSON file of `scripts/bench profile_costs` with the costs of steps; empty: the worker begins
-    with estimates."""
+    """JSON file of `scripts/bench profile_costs` with the costs of steps; empty: estimates at
+    first."""
     max_waiting: Annotated[int, Meta(ge=1, le=10**6)] = 256
     """Edits that may wait for a row; further ones are refused."""
     drain_grace_s: Annotated[float, Meta(ge=0, le=3600)] = 60.0
@@ -152,19 +153,19 @@ class EngineConfig(Table, frozen=True):
     heartbeat_timeout_s: Annotated[float, Meta(ge=0.2, le=600)] = 10.0
     """Seconds of silence after which the engine counts as hung."""
     stuck_timeout_s: Annotated[float, Meta(ge=1, le=86400)] = 120.0
-    """Seconds without a finished edit, or without an answer of a front, after which a worker counts
-    as stuck. Encoding and decoding a picture must take less."""
+    """Seconds without a finished edit, or without an answer of a front, after which a worker is
+    restarted. Encoding and decoding a picture must take less."""
     watch_interval_s: Annotated[float, Meta(ge=0.001, le=1)] = 0.02
-    """Seconds between two checks of a front for a cancel; more if steps are long."""
+    """Seconds between two checks for a cancel; more if steps are long."""
     warm_up: bool = True
     """Run each model once before the worker is ready."""
     cuda_graphs: bool = True
     """Record UNet steps as CUDA graphs. They take as much memory as one step."""
     flux_cuda_graphs: bool = True
     """Record FLUX's T5 and small steps (the tokens of up to 2.3 dense rows, and 0.3 of `max_rows`)
-    as CUDA graphs. Not recorded: edits that are `reproducible` or have a
-    `first_block_threshold`, and workers with `placed_bytes` or several `devices`. Edits with LoRAs
-    need the package `triton`, too."""
+    as CUDA graphs. Not recorded: edits that are `reproducible` or have a `first_block_threshold`,
+    and workers with `placed_bytes` or several `devices`. Edits with LoRAs need the package
+    `triton`."""
     front_threads: Annotated[int, Meta(ge=1, le=4096)] = 64
     """Edits that one front serves at the same time."""
 
@@ -175,21 +176,20 @@ class CacheConfig(Table, frozen=True):
     enabled: bool = True
     """Prime templates and serve cached rows."""
     budget_bytes: Annotated[int, Meta(ge=0, le=2**50)] = 0
-    """Bytes on the device for entries and loads. 0: 80 % (GPU) or a quarter (CPU) of what is free
-    beside weights, stages and the largest step."""
+    """Bytes on the device for entries and loads. 0: 80 % (GPU) or a quarter (CPU) of what weights,
+    stages and the largest step leave free."""
     host_dir: str = ""
-    """Folder of the host tier, on a tmpfs; workers of the host share it. Empty: none."""
+    """Folder of the host tier, on a tmpfs; workers of the host share it."""
     host_bytes: Annotated[int, Meta(ge=0, le=2**50)] = 0
     """Bytes of the host tier; 0: half of the free space."""
     register_host: bool = True
     """Let a GPU read the host tier's files directly where that is faster."""
     disk_dir: str = ""
-    """Folder of the disk tier; empty: none, or with `maskserve serve` that of `--entries`, by
-    default in the user's cache folder."""
+    """Folder of the disk tier; with `maskserve serve` by default that of `--entries`."""
     disk_bytes: Annotated[int, Meta(ge=0, le=2**53)] = 0
     """Bytes of the disk tier; 0: half of the free space."""
     remote_url: str = ""
-    """fsspec URL of the remote tier (s3://bucket/folder); empty: none."""
+    """fsspec URL of the remote tier (s3://bucket/folder)."""
     remote_bytes: Annotated[int, Meta(ge=0, le=2**60)] = 2**40
     """Bytes of the remote tier."""
     remote_patience_s: Annotated[float, Meta(ge=0.01, le=3600.0)] = 10.0
@@ -204,32 +204,31 @@ class CacheConfig(Table, frozen=True):
     """`auto`: each step loads, projects or computes blocks, whichever is fastest; `fixed`: every
     block reads its entry."""
     conv_halo: Annotated[int, Meta(ge=0, le=64)] = 0
-    """UNets: cached rows convolve the mask's box and so many positions around it, at each level;
-    needs `entry_kind` `kv`. 0: the whole picture, and for rows with refresh steps one position."""
+    """UNets: cached rows convolve the mask's box and so many positions around it; needs
+    `entry_kind` `kv`. 0: the whole picture, and for rows with refresh steps one position."""
     entry_format: EntryFormat = "int4"
     """Storage format of entries."""
     placed_bytes: Annotated[int, Meta(ge=-1, le=2**50)] = -1
-    """FLUX: bytes of decoded keys and values that rows keep between steps. -1: 64 MiB on a GPU, 256
-    MiB on a CPU."""
+    """FLUX: bytes of decoded keys and values kept between steps. -1: 64 MiB on a GPU, 256 MiB on a
+    CPU."""
     stride: Annotated[int, Meta(ge=0, le=1000)] = 0
     """Steps of the schedule that share an anchor. 0: all for FLUX Fill, 7 for others."""
     dense_steps: Annotated[int, Meta(ge=-1, le=1000)] = -1
-    """Number of first steps of an edit with a template that compute all tokens. -1: none for FLUX
-    Fill and UNets, none or one for others (docs/decisions/templates.md#decision)."""
+    """First steps of an edit with a template that compute all tokens. -1: none or one, by the model
+    (docs/decisions/templates.md#decision)."""
     own_anchors: Annotated[float, Meta(ge=-1.0, le=1.0)] = -1.0
     """Distance between refresh steps, as a share of the steps. -1: as the model needs
     (docs/models.md). 0: no refresh steps: all models read templates, and edits without one run
     dense."""
     fidelity: Annotated[float, Meta(ge=-1.0, le=100.0)] = -1.0
-    """Quality in dB, against dense edits, that edits keep where they place their refresh steps by
-    measured errors (docs/models.md, *by error*). They do so if `own_anchors` is -1; on several
-    devices only with `policy` `spread`. -1: 40. 0: off; models without a fixed distance then run
-    dense."""
+    """Quality in dB, against dense edits, of edits that place their refresh steps by measured
+    errors (docs/models.md, *by error*), if `own_anchors` is -1; on several devices only with
+    `policy` `spread`. -1: 40. 0: off; models without a fixed distance then run dense."""
     own_format: Literal["auto", "model", "int8", "float8", "int4"] = "auto"
     """Storage format of the step cache. `auto`: int8 on a GPU, the model's on a CPU."""
     own_text: Literal["frozen", "computed"] = "frozen"
-    """Text, and for FLUX Fill and klein the ring, in cached steps. `frozen`: interpolated, like
-    cached tokens; `plan` is then fixed. `computed`: computed in every step."""
+    """Text, and for FLUX Fill and klein the ring, in cached steps. `frozen`: interpolated; `plan`
+    is then fixed. `computed`: computed in every step."""
     dense_above_ratio: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.9
     """Mask ratio from which an edit runs dense, even with `cache: require`."""
     priming_share: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.25
@@ -268,16 +267,16 @@ class StagesConfig(Table, frozen=True):
     """Fill models: latents around the mask that are encoded with it. 0: the whole masked picture,
     as for `reproducible` edits and `cache: off`."""
     decode_halo: Annotated[int, Meta(ge=0, le=64)] = 4
-    """Positions around a cached edit's mask that are decoded with it, at each level of the VAE. 0:
-    the whole picture, as for dense and `reproducible` edits."""
+    """Positions around a cached edit's mask that are decoded with it. 0: the whole picture, as for
+    dense and `reproducible` edits."""
     decode_bytes: Annotated[int, Meta(ge=0, le=2**40)] = 2**26
     """Bytes of template norms kept for `decode_halo` (FLUX.1's: 2 MB each)."""
     vae_batches: Literal["auto", "on", "off"] = "auto"
     """Encode or decode waiting pictures of one size, up to 1024 x 1024, in one call, except
     `reproducible` edits'. `auto`: on a GPU."""
     vae_tiles: Literal["auto", "on", "off"] = "auto"
-    """Let the VAE take pictures above its `sample_size` in tiles, without halos. `auto`: if the
-    model's native size is above 1536."""
+    """Let the VAE take pictures above its `sample_size` in tiles. `auto`: if the model's native
+    size is above 1536."""
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -322,7 +321,7 @@ class AdaptersConfig(Table, frozen=True):
 
     store: str = ""
     """Folder or fsspec URL of LoRAs (docs/api.md#loras-and-controlnets). Names have letters,
-    digits, '.', '_' and '-'. Empty: none."""
+    digits, '.', '_' and '-'."""
     rescan_s: Annotated[float, Meta(ge=0.05, le=86400.0)] = 10.0
     """Seconds between two listings of the store."""
     timeout_s: Annotated[float, Meta(ge=0.05, le=3600.0)] = 20.0
@@ -332,19 +331,19 @@ class AdaptersConfig(Table, frozen=True):
     host_bytes: Annotated[int, Meta(ge=2**10, le=2**50)] = 2**32
     """Bytes of that folder."""
     disk_dir: str = ""
-    """Folder of a disk tier between store and host; empty: none."""
+    """Folder of a disk tier between store and host."""
     disk_bytes: Annotated[int, Meta(ge=2**10, le=2**53)] = 2**36
     """Bytes of that folder."""
     device_bytes: Annotated[int, Meta(ge=2**10, le=2**50)] = 2**31
-    """Most bytes of LoRAs on the device. A GPU reserves them all; a CPU as much as the files take,
-    at most a quarter of the free memory."""
+    """Most bytes of LoRAs on the device. A GPU reserves them all; a CPU what the files take, at
+    most a quarter of the free memory."""
     max_bytes: Annotated[int, Meta(ge=2**10, le=2**40)] = 2**30
     """Largest file of an adapter."""
     max_rank: Annotated[int, Meta(ge=1, le=4096)] = 256
     """Largest rank of an adapter."""
     profiles: str = ""
     """JSON file of `scripts/bench profile_lora`: for how many steps `adapters: fast` may go without
-    each LoRA. Edits wait for LoRAs that it does not name."""
+    each LoRA. Edits wait for all others."""
     entries: Literal["own", "base"] = "own"
     """Entries of edits with adapters. `own`: primed with the adapters. `base`: those of the model
     without them."""
@@ -354,22 +353,22 @@ class ControlsConfig(Table, frozen=True):
     """`[controls]`: the ControlNets that edits may name."""
 
     folder: str = ""
-    """Folder with a diffusers folder NAME for each ControlNet. Empty: none."""
+    """Folder with a diffusers folder NAME for each ControlNet."""
     device_bytes: Annotated[int, Meta(ge=2**10, le=2**50)] = 2**33
     """Most bytes of ControlNets on the device, reserved as for LoRAs."""
     unequal_depths: Literal["each", "shallowest"] = "each"
-    """FLUX ControlNets of different depths in one edit. `each`: each net acts as it would alone.
-    `shallowest`: as in diffusers, all are cut to the shallowest."""
+    """FLUX ControlNets of different depths in one edit. `each`: each acts as it would alone.
+    `shallowest`: as in diffusers."""
     service: Addresses = ""
     """gRPC addresses of ControlNet services; empty: nets run beside the base."""
     service_timeout_s: Annotated[float, Meta(ge=0.1, le=600.0)] = 5.0
     """Seconds of a service's silence after which its edits fail; less than `[engine]
     heartbeat_timeout_s`."""
     listen: str = ""
-    """HOST:PORT at which a service accepts other hosts. Empty: none."""
+    """HOST:PORT at which a service accepts other hosts."""
     ipc_bytes: Annotated[int, Meta(ge=0, le=2**50)] = 0
     """Device bytes through which a service on a GPU sends residuals to the host's GPUs (CUDA IPC;
-    tested on one GPU only). 0: it sends them through host memory."""
+    tested on one GPU only). 0: through host memory."""
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -407,11 +406,11 @@ class IpAdaptersConfig(Table, frozen=True):
     """`[ip_adapters]`: the IP-Adapters that edits may name."""
 
     folder: str = ""
-    """Folder with a file NAME.safetensors for each IP-Adapter. Empty: none."""
+    """Folder with a file NAME.safetensors for each IP-Adapter."""
     image_encoder: str = ""
     """Folder of the CLIP image encoder that they share; empty: `image_encoder` in `folder`."""
     device_bytes: Annotated[int, Meta(ge=2**10, le=2**50)] = 2**31
-    """Most bytes of IP-Adapters that the encoder keeps on its device, beside the image encoder."""
+    """Most bytes of IP-Adapters on the encoder's device, beside the image encoder."""
 
     @property
     def encoder_folder(self) -> Path:
@@ -433,7 +432,7 @@ class NodesConfig(Table, frozen=True):
     verify_model: str = ""
     """Name of that server's model."""
     verify_key_file: str = ""
-    """File with that server's API key; empty: none."""
+    """File with that server's API key."""
     verify_timeout_s: Annotated[float, Meta(gt=0, le=600)] = 60.0
     """Seconds of that server's silence after which a call fails."""
     load: Literal["start", "use"] = "start"
@@ -457,8 +456,7 @@ class ValuesConfig(Table, frozen=True):
     """
 
     folder: str = ""
-    """Folder in memory that they share, for kept results, too. Empty: none; values travel in
-    messages."""
+    """Folder in memory that they share, for kept results, too. Empty: values travel in messages."""
     max_bytes: Annotated[int, Meta(ge=0, le=2**50)] = 2 * 2**30
     """Most bytes of all values; keys share the room."""
     least_bytes: Annotated[int, Meta(ge=1, le=2**40)] = 2**18
@@ -473,13 +471,13 @@ class ProvenanceConfig(Table, frozen=True):
     mark: bool = True
     """Declare it in each response's XMP, as IPTC digital source type."""
     certificate: str = ""
-    """PEM file of the certificate chain for C2PA manifests, the signer's first; empty: none."""
+    """PEM file of the certificate chain for C2PA manifests, the signer's first."""
     private_key: str = ""
     """PEM file of the certificate's key."""
     algorithm: Literal["es256", "es384", "es512", "ps256", "ps384", "ps512", "ed25519"] = "es256"
     """Algorithm of the key."""
     timestamp_url: Annotated[str, Meta(pattern=r"\A(https?://\S+)?\Z")] = ""
-    """Time-stamp authority (RFC 3161); empty: none."""
+    """Time-stamp authority (RFC 3161)."""
     timestamp_s: Annotated[float, Meta(gt=0, le=600)] = 10.0
     """Seconds that the authority has to answer; otherwise the edit fails."""
 
@@ -490,9 +488,9 @@ class SafetyConfig(Table, frozen=True):
     check: Annotated[
         str, Meta(pattern=r"\A(\S+:\w+)?\Z", description="FILE.py:FUNCTION or MODULE:FUNCTION")
     ] = ""
-    """Function that returns the reason for a refusal, or None; empty: none."""
+    """Function that returns the reason for a refusal, or None."""
     model: Annotated[str, Meta(pattern=r"\A[\w.-]*\Z")] = ""
-    """Model of the worker's Triton that decides instead of a function; empty: none."""
+    """Model of the worker's Triton that decides instead of a function."""
     repository: str = ""
     """Model repository with that model, for `maskserve serve`; empty: Triton has it."""
 
@@ -513,7 +511,7 @@ class TraceConfig(Table, frozen=True):
     """`[trace]`: OpenTelemetry spans (docs/operate.md#traces)."""
 
     otlp_url: Annotated[str, Meta(pattern=r"\A(https?://[^\s/]+/\S*)?\Z")] = ""
-    """OTLP/HTTP address, such as http://collector:4318/v1/traces; empty: no spans."""
+    """OTLP/HTTP address, such as http://collector:4318/v1/traces."""
     rate: Annotated[int, Meta(ge=1, le=10**9)] = 1
     """Trace one request in so many, and each that has a trace context."""
     timeout_s: Annotated[float, Meta(ge=0.1, le=60)] = 2.0

@@ -46,8 +46,8 @@ class Listen(Table, frozen=True):
     admin_port: Port = 8082
     """The operators' port; 0 takes a free one."""
     admin_names: tuple[str, ...] = ()
-    """Further host names under which the operators' port answers; `.example.com`: all below it.
-    Addresses, names without a dot and the machine's name always work."""
+    """Further host names of the operators' port; `.example.com`: all below it. Addresses, names
+    without a dot and the machine's name always work."""
     tls_cert: str = ""
     """PEM file of the certificate chain. With it and `tls_key`, clients' ports use TLS; changed
     files are loaded within seconds."""
@@ -80,14 +80,13 @@ class WorkflowFiles(Table, frozen=True):
     """
 
     folder: str = ""
-    """Folder of compiled plans (`maskserve workflows compile`), read at start. Empty: none."""
+    """Folder of compiled plans (`maskserve workflows compile`), read at start."""
     node_path: tuple[str, ...] = ()
     """Folders of node files."""
     nodes: tuple[str, ...] = ()
     """`host:port` of each node server's gRPC port, or `dns:name:port`."""
     kept_bytes: Annotated[int, Meta(ge=0, le=2**40)] = 64 * MIB
-    """Bytes of kept node results, which answer equal calls of the same key; keys share the room. 0:
-    none."""
+    """Bytes of kept node results, which answer equal calls of the same key. 0: none."""
     kept_s: Seconds = 3600.0
     """Seconds for which an unused result is kept."""
 
@@ -98,14 +97,14 @@ class Routing(Table, frozen=True):
     policy: str = "mask_aware"
     """`mask_aware`, `least_requests`, `least_tokens` or `round_robin`."""
     order: Literal["slack", "fcfs"] = "slack"
-    """Order of a key's waiting edits and runs. `slack`: by the latest time to begin (without a due
-    time: to end two minutes after arrival). `fcfs`: by arrival."""
+    """Order of a key's waiting edits and runs. `slack`: by the latest time to begin; without a due
+    time, two minutes after arrival count as one. `fcfs`: by arrival."""
     default_model: str = ""
     """Model of edits that name none. Empty: the one that over half of the workers serve."""
     remembered_images: Count = 65_536
-    """Images whose template the router remembers, so that it finds the worker with the template."""
+    """Images whose template the router remembers, to find the worker that has it."""
     decoding_threads: Annotated[int, Meta(ge=1, le=64)] = 2
-    """Threads that decompress and parse requests and decode masks."""
+    """Threads that parse requests and decode masks."""
 
 
 class AdmissionBounds(Table, frozen=True):
@@ -118,8 +117,8 @@ class AdmissionBounds(Table, frozen=True):
     """Bytes of requests and answers in memory. One key alone may have half. With keys, at least
     four times `[http] max_body_bytes`."""
     waiting_per_worker: Annotated[int, Meta(ge=0, le=10**6)] = 8
-    """Edits that wait at a worker for a row; others wait in the router. 0: the router sends an edit
-    when a row is free."""
+    """Edits that wait at a worker for a row; others wait in the router. 0: an edit is sent when a
+    row is free."""
     aging_s: Seconds = 5.0
     """Seconds of waiting that one step of priority is worth."""
     deadline_slack: Annotated[float, Meta(ge=1, le=100)] = 1.5
@@ -138,8 +137,7 @@ class Faults(Table, frozen=True):
     failures_to_eject: Count = 5
     """Failed edits in a row before a worker is ejected."""
     eject_s: Seconds = 2.0
-    """Seconds of the first ejection; each further one is twice as long. After it one edit tries the
-    worker."""
+    """Seconds of the first ejection; each further one is twice as long."""
     max_eject_s: Seconds = 60.0
     """Longest ejection of a worker."""
     max_ejected_share: Share = 0.5
@@ -168,7 +166,7 @@ class Http(Table, frozen=True):
     """Seconds for which an idle connection is kept; load balancers must close theirs earlier."""
     max_connections: Count = 4096
     """Most connections, and at most half of the file descriptors. Beyond, the address with most
-    connections loses the one that is silent for longest."""
+    loses the one that is silent for longest."""
     cors_origins: tuple[Annotated[str, Meta(pattern=ORIGIN, description=ORIGINS)], ...] = ()
     """Origins whose pages may call the clients' port, such as `https://app.example.com`; `*`: all.
     Cookies are not accepted."""
@@ -228,7 +226,7 @@ class JobsConfig(Table, frozen=True):
     retries: Annotated[int, Meta(ge=0, le=100)] = 5
     """Restarts of a job after a server fault; pauses double, from two seconds."""
     webhook_hosts: tuple[Annotated[str, Meta(pattern=r"^[a-z0-9.-]+(:[0-9]+)?$")], ...] = ()
-    """Hosts that webhooks may name, `name` or `name:port`; empty: none."""
+    """Hosts that webhooks may name, `name` or `name:port`."""
     webhook_secret: str = ""
     """Secret that signs webhooks if there are no keys: `whsec_` and base64 of 24 to 64 bytes."""
     webhook_timeout_s: Seconds = 10.0
@@ -269,7 +267,7 @@ class Grpc(Table, frozen=True):
     idle_s: Seconds = 60.0
     """Seconds after which a connection without a call is closed."""
     max_calls: Count = 1280
-    """Most open calls. One client alone may have half. Beyond, the call that is silent for longest
+    """Most open calls. One client alone may have half. Beyond, the one that is silent for longest
     ends."""
     silence_s: Seconds = 300.0
     """Seconds of silence after which a call ends, if none of its edits is in progress."""

@@ -182,11 +182,11 @@ class EditSettings(Table, frozen=True):
     num_inference_steps: Annotated[int, Meta(ge=1, le=1000)] | None = None
     """Steps of the full schedule; by default the model's."""
     guidance_scale: Guidance | None = None
-    """How closely the edit follows the prompt; by default the model's. Above 1 (Z-Image: 0), a step
-    of a model without distilled guidance runs the model twice."""
+    """How closely the edit follows the prompt; by default the model's. Above 1 (Z-Image: 0), a
+    model without distilled guidance runs twice in each step."""
     true_cfg_scale: Annotated[float, Meta(ge=1, le=100)] | None = None
     """FLUX.1 (not Fill) and Qwen-Image: how strongly the edit avoids the negative prompt. Above 1,
-    a step runs the model twice."""
+    the model runs twice in each step."""
     negative_prompt: Text | None = None
     """Things to avoid. FLUX Fill and FLUX.2 take none; FLUX.1 and Qwen-Image need `true_cfg_scale`
     with it."""
@@ -237,9 +237,9 @@ class EditSettings(Table, frozen=True):
     preview_every: Annotated[int, Meta(ge=0, le=1000)] = 0
     """Send a preview every so many steps; 0: none (`edit_stream`)."""
     cache: CacheMode = "auto"
-    """Source of cached tokens. `auto`: from the template, or from refresh steps. `own`: only
-    from refresh steps. `off`: there are none, and the picture is diffusers'. `require`: from the
-    template, for which the edit waits; META's `dense_for` says if it ran dense nevertheless."""
+    """Source of cached tokens. `auto`: the template, or refresh steps. `own`: refresh steps. `off`:
+    none, and the picture is diffusers'. `require`: the template, for which the edit waits; META's
+    `dense_for` says if it ran dense nevertheless."""
     reproducible: bool = False
     """Equal requests give equal pixels, bit for bit, at any load and on all workers of one kind.
     The edit waits for its template, or fails."""
@@ -253,8 +253,8 @@ class EditSettings(Table, frozen=True):
     of the steps, 0 to 1), `image` (index in CONTROL; by default its own) and `mode` (of union
     nets)."""
     ip_adapter: IpAdapterSetting | None = None
-    """SDXL, SD 2.1 and FLUX.1 but Fill: the IP-Adapter through which a further picture, the last
-    one, speaks beside the prompt: `name`, and `scale` (1 by default, -10 to 10)."""
+    """SDXL, SD 2.1 and FLUX.1 (not Fill): the IP-Adapter that reads a further picture, the last
+    one: `name`, and `scale` (1 by default, -10 to 10)."""
     private_prompt: bool = False
     """No other API key reuses the embeddings of this prompt."""
     template_id: TemplateId | None = None
@@ -267,15 +267,15 @@ class EditSettings(Table, frozen=True):
     deadline_ms: Annotated[int, Meta(ge=1, le=MAX_DEADLINE_MS)] | None = None
     """Milliseconds after acceptance at which the response is due."""
     on_late: LateMode = "drop"
-    """Fate of a late edit. `drop`: it ends with an error, or is refused at once if it
-    cannot be in time. `finish`: it is finished."""
+    """`drop`: a late edit ends with an error, or is refused at once if it cannot be in time.
+    `finish`: it is finished."""
     reuse: ReuseMode = "exact"
     """`elastic` (FLUX): an edit that would be late may skip steps, have another ring, or have fewer
     refresh steps. Needs `reuse_floor`."""
     reuse_floor: Annotated[float, Meta(ge=0, le=100)] | None = None
     """Least quality in the mask, in dB against a dense edit, by which the edit places its refresh
-    steps from measured errors. At 100, or with ControlNets, it runs dense. With `elastic`: least
-    quality of an edit that would be late, as measured on the demo models."""
+    steps. At 100, or with ControlNets, it runs dense. With `elastic`: least quality of an edit that
+    would be late, as measured on the demo models."""
     priority: Annotated[int, Meta(ge=PRIORITIES[0], le=PRIORITIES[1])] = 0
     """Order among a key's waiting edits. Each unit is worth five seconds of waiting."""
     request_id: RequestId | None = None
