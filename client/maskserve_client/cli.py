@@ -404,7 +404,7 @@ def _add_model_options(edit: argparse.ArgumentParser) -> argparse._ArgumentGroup
     model.add_argument(
         "--ip-adapter",
         metavar="NAME[:SCALE]=FILE",
-        help="name of an IP-Adapter on the server, and the picture that speaks beside the prompt",
+        help="name of an IP-Adapter on the server, and the picture that it reads",
     )
     model.add_argument(
         "--control",

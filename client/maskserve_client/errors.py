@@ -63,7 +63,7 @@ def from_rpc(error: grpc.RpcError, url: str) -> MaskserveError:
         return from_text(text)
     if status is grpc.StatusCode.UNAVAILABLE:
         if _NO_GRPC.search(text):
-            return ServerUnavailable(f"{url} does not speak gRPC; the gRPC address is wanted")
+            return ServerUnavailable(f"{url} does not speak gRPC; give the gRPC address")
         return ServerUnavailable(f"{url}: {text}")
     if status is grpc.StatusCode.RESOURCE_EXHAUSTED:  # gRPC's own limit, before any of our code
         return Overloaded(f"{url}: {text}")

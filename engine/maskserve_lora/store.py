@@ -101,10 +101,10 @@ class AdapterStore:
             with self.host.write_lock(name, version, self._patience_s(name)):
                 return self.host.find(name, version) or self._fetched(name, version, field)
         except TimeoutError:
-            raise Overloaded(f"{field}: adapter {name} has been on its way for too long") from None
+            raise Overloaded(f"{field}: adapter {name} takes too long to fetch") from None
         except (StorageFailed, NoRoom) as error:
-            log.warning("adapter %s cannot be had: %s", name, error)
-            raise Overloaded(f"{field}: adapter {name} cannot be had now: {error}") from error
+            log.warning("adapter %s cannot be fetched: %s", name, error)
+            raise Overloaded(f"{field}: adapter {name} cannot be fetched now: {error}") from error
         except BadAdapter as error:
             raise InvalidRequest(field, f"adapter {name} {error}") from error
 
@@ -128,7 +128,7 @@ class AdapterStore:
                 copy.flush()
                 self._check(Path(copy.name))
         except (StorageFailed, OSError) as error:
-            raise Overloaded(f"{field}: adapter {adapter.name} cannot be had: {error}") from error
+            raise Overloaded(f"{field}: adapter {adapter.name} cannot be read: {error}") from error
         except BadAdapter as error:
             raise InvalidRequest(field, f"adapter {adapter.name} {error}") from error
         return digest.hexdigest()

@@ -225,7 +225,7 @@ def _control(
 ) -> ControlInput:
     """Return a control with its picture, of CONTROLS and CONTROL_MOMENTS."""
     if pictures is None or control.image is None:
-        raise EngineFailed("an edit with controls came without its control pictures")
+        raise EngineFailed("an edit with controls has no control pictures")
     encoded = None if moments is None or not len(moments) else moments[control.image]
     return ControlInput(
         net=control.version,

@@ -89,7 +89,7 @@ class ToEncode(NamedTuple):
         """RGB [side, side, 3] of the IP-Adapter's picture, behind the references."""
         named = self.edit.ip_picture
         assert named is not None
-        assert self.references is not None, "REQUEST names a picture that did not come"
+        assert self.references is not None, "REQUEST names a picture that is missing"
         height, width = named.size
         return self.references[-3 * height * width :].reshape(height, width, 3)
 
@@ -99,7 +99,7 @@ class ToEncode(NamedTuple):
         pictures = [self.pixels] if self.pixels.size else []
         begin = 0
         for height, width in self.edit.reference_sizes:
-            assert self.references is not None, "REQUEST names references that did not come"
+            assert self.references is not None, "REQUEST names references that are missing"
             end = begin + 3 * height * width
             pictures.append(self.references[begin:end].reshape(height, width, 3))
             begin = end

@@ -349,7 +349,7 @@ def _check_fits(needed: Sequence[NodeFolder], budget: int) -> None:
     nbytes = sum(folder.nbytes for folder in needed)
     if nbytes > budget:
         names = " and ".join(folder.name for folder in needed)
-        problem = f"nodes: model {names} has {nbytes} bytes, and all may have {budget}"
+        problem = f"nodes: model {names} has {nbytes} bytes, and there is room for {budget}"
         raise EngineFailed(f"{problem} ({NODE_MODELS.budget})")
 
 

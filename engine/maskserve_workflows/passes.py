@@ -65,7 +65,7 @@ def drop_dead(plan: WorkflowPlan) -> tuple[WorkflowPlan, list[str]]:
                 ref.partition(".")[2] for ref in needed if ref.partition(".")[0] == step.id
             }
             if not required_names:
-                notes.append(f"{step.id} is left out: nobody takes what it gives")
+                notes.append(f"{step.id} is left out: nothing uses its outputs")
                 continue
             if not isinstance(step, NodeCall):
                 outputs = {name: ref for name, ref in step.gives.items() if name in required_names}
@@ -102,7 +102,7 @@ def merge_equal(plan: WorkflowPlan) -> tuple[WorkflowPlan, list[str]]:
                     )
                     if fingerprint in seen_steps:
                         new[step.id] = seen_steps[fingerprint]
-                        notes.append(f"{step.id} is {seen_steps[fingerprint]}")
+                        notes.append(f"{step.id} is the same call as {seen_steps[fingerprint]}")
                         continue
                     seen_steps[fingerprint] = step.id
             else:
@@ -217,7 +217,7 @@ def hoist_edits(plan: WorkflowPlan) -> tuple[WorkflowPlan, list[str]]:
     first = {f"inputs.{workflow_input.name}" for workflow_input in plan.inputs}
     later = [step for step in edit_calls(plan.steps) if not set(references(step)) <= first]
     early = {lora["name"]: None for step in later for lora in step.settings.get("loras", ())}
-    notes = [f"{name} is brought as the run begins" for name in early]
+    notes = [f"LoRA {name} is loaded when the run begins" for name in early]
     return structs.replace(plan, early=tuple(early)), notes
 
 

@@ -247,7 +247,7 @@ def check_plan(plan: WorkflowPlan) -> None:
                 f"{INPUTS}.{workflow_input.name}: is given twice; accepted: each name once"
             )
         if workflow_input.name == "settings":
-            raise WorkflowError(f"{INPUTS}.settings: is there in any case; accepted: another name")
+            raise WorkflowError(f"{INPUTS}.settings: every workflow has it; accepted: another name")
         kinds[f"{INPUTS}.{workflow_input.name}"] = workflow_input.kind
     ids = [step.id for step in every_step(plan.steps)]
     if len(ids) > MOST_STEPS:
@@ -259,7 +259,7 @@ def check_plan(plan: WorkflowPlan) -> None:
     if not plan.outputs:
         raise WorkflowError(f"{plan.name}: gives nothing; accepted: at least one output")
     if "meta" in plan.outputs:
-        raise WorkflowError(f"{plan.name}.meta: is there in any case; accepted: another name")
+        raise WorkflowError(f"{plan.name}.meta: every workflow has it; accepted: another name")
     for name, ref in plan.outputs.items():
         kind = _kind(f"{plan.name}.{name}", ref, kinds, _sources(plan.steps))
         if kind not in (*INPUT_KINDS, "verdict"):

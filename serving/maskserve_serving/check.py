@@ -243,8 +243,8 @@ def _check_ip_adapter(file: Path, parts: CheckpointParts, check: Check) -> None:
     shapes, check.bytes = shapes_of(file), {"file": file.stat().st_size}
     check.licence, check.form = _of_metadata(file), _form(file)
     encoder, text = image_encoder_of(shapes), text_width_of(shapes)
-    models = f", by their width for {_PROMPTS[text]}" if text in _PROMPTS else ""
-    check.it = f"an IP-Adapter of the form {form_of(shapes)}, beside prompts{models}"
+    models = f", for {_PROMPTS[text]} by the width of its prompts" if text in _PROMPTS else ""
+    check.it = f"an IP-Adapter of the form {form_of(shapes)}{models}"
     width = (
         f"hidden states of width {encoder.hidden}"
         if encoder.hidden

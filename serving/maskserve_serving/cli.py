@@ -56,8 +56,8 @@ also what is missing, and the flag that names it. No weights are read, and no se
 """
 CHECK_EPILOG = """\
 exit codes:
-  0    it is served as it is named
-  2    it is not, or parts are missing; the last line says why
+  0    it can be served with these options
+  2    it cannot, or parts are missing; the last line says why
 
 example: maskserve check z_image_turbo_fp8.safetensors --base models/Z-Image-Turbo
 """

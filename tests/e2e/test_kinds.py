@@ -471,7 +471,7 @@ def test_a_model_that_repaints_masks_says_so(grpc: Grpc, name: str) -> None:
         ({"size": "100x64"}, "SETTINGS.size: is 100x64, off the model's grid"),
         ({"size": "256x256"}, "SETTINGS.size: is 256x256 = 65536 pixels; accepted: up to 16384"),
         ({"strength": 0.5}, "SETTINGS.strength: has no effect without IMAGE"),
-        ({"region": "auto"}, "SETTINGS.region: has no effect here"),
+        ({"region": "auto"}, "SETTINGS.region: has an effect only with IMAGE"),
         ({"mask_feather": 3}, "SETTINGS.mask_feather: has no effect without MASK"),
         ({"expand": [8, 0, 0, 0]}, "IMAGE: is missing, and SETTINGS.expand needs a source"),
     ],

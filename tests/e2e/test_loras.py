@@ -235,7 +235,7 @@ def test_a_file_that_is_replaced_is_another_adapter(site: Site) -> None:
 LISTING = ("[ADAPTER_NOT_FOUND]", "is still being listed")
 """In the messages of edits whose LoRA has just come."""
 SENTENCES = (
-    "has just been replaced", "cannot be had now", "is cut short", "is not a safetensors file",
+    "has just been replaced", "cannot be fetched now", "is cut short", "is not a safetensors file",
     "too short for a safetensors file", "is gone", "there is no adapter",
 )  # fmt: skip
 """In the messages of edits whose LoRA is being replaced, which end when it is listed again."""

@@ -187,7 +187,7 @@ def _no_effect(name: str) -> tuple[str, str]:
     if name == "size":
         return "has no effect with MASK", "auto: the answer has IMAGE's size"
     if name == "region":
-        return "has no effect here: it is of edits with IMAGE and without MASK", "off"
+        return "has an effect only with IMAGE and without MASK", "off"
     if name == "strength":
         return "has no effect without IMAGE", "1"
     if name in _OF_OTHER_KINDS["generate"]:
@@ -218,5 +218,5 @@ def _check_strength(strength: float, *, references: bool) -> None:
             )
     elif strength == 1:
         raise InvalidRequest(
-            "SETTINGS.strength", "is 1, where IMAGE has no effect without MASK", "below 1"
+            "SETTINGS.strength", "is 1, at which IMAGE has no effect without MASK", "below 1"
         )

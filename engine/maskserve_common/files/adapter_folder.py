@@ -98,7 +98,7 @@ class AdapterFolder:
                     digest.update(chunk)
                     written += len(chunk)
                 if written != nbytes:
-                    raise ValueError(f"{written} bytes came of {nbytes}")
+                    raise ValueError(f"{written} of {nbytes} bytes were received")
                 new.file.flush()
                 check(new.path)
                 name_of = f"{name}@{version}-{digest.hexdigest()}.safetensors"
@@ -140,8 +140,8 @@ class AdapterFolder:
         )
         if chosen is None:
             raise NoRoom(
-                f"{self.folder} has no room for {nbytes} bytes: of {self.budget_bytes}, the "
-                "rest is pinned or on its way in"
+                f"{self.folder} has no room for {nbytes} bytes: the rest of its "
+                f"{self.budget_bytes} bytes is pinned or being loaded"
             )
         for file in chosen:
             file.path.unlink(missing_ok=True)

@@ -281,7 +281,9 @@ class Values(NamedFiles):
         if not self._has_warned:
             self._has_warned = True
             why = error.message if isinstance(error, MaskserveError) else str(error) or _LOCKED
-            log.warning("values go as bytes where they find no room in their folder: %s", why)
+            log.warning(
+                "[values] folder: a value could not be written, and travels in a message: %s", why
+            )
 
 
 def parse(element: bytes | memoryview) -> tuple[str, int] | None:

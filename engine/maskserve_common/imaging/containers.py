@@ -418,7 +418,7 @@ def _webp_metadata(data: bytes) -> Mapping[bytes, bytes]:
 def _read_gif(data: bytes) -> Container:
     picture = first_picture(data)
     table = b"" if picture.clear is None else b"\xff" * picture.clear + b"\0"
-    warning = "is an animation; its first picture is taken" if picture.animated else ""
+    warning = "is an animation; its first picture is used" if picture.animated else ""
     return Container(
         "gif", picture.size, 1, picture.payload, colour_type=3, transparency=table, end=len(data),
         warning=warning,
@@ -430,7 +430,7 @@ def _read_tiff(data: bytes) -> Container:
     words = {PROFILE: page.profile} if page.profile else {}
     iptc = iptc_of(page.iptc) or page.iptc
     metadata = Metadata(upright(page.exif), xmp_of(page.xmp), iptc, dpi=page.dpi)
-    warning = "has several pages; the first is taken" if page.pages else ""
+    warning = "has several pages; the first is used" if page.pages else ""
     return Container(
         "tiff", page.size, page.orientation, page.payload, words=words, end=len(data),
         metadata=metadata, warning=warning,
@@ -447,7 +447,7 @@ def _read_boxes(data: bytes) -> Container:
     size, turned = picture.size, picture.orientation
     if picture.kind == "heic":
         size, turned = size[::-1] if turned >= 5 else size, 1
-    warning = "is an animation; its first picture is taken" if picture.sequence else ""
+    warning = "is an animation; its first picture is used" if picture.sequence else ""
     return Container(
         picture.kind,
         size,

@@ -218,7 +218,9 @@ class _Signed(Unsigned):
         try:
             result = results.get(timeout=self._config.timestamp_s)
         except queue.Empty:
-            problem = f"no time stamp came within {self._config.timestamp_s:g} s"
+            problem = (
+                f"the time-stamp authority did not answer within {self._config.timestamp_s:g} s"
+            )
             raise EngineFailed(f"the picture could not be signed: {problem}") from None
         if isinstance(result, Exception):
             raise result

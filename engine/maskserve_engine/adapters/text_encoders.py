@@ -85,7 +85,7 @@ class TextAdapters:
     def _read(self, lora: Lora) -> Parts:
         file = self._store.host.find(lora.name, lora.version)
         if file is None:
-            raise Overloaded(f"{_FIELD}: adapter {lora.name} had to give way; send the edit again")
+            raise Overloaded(f"{_FIELD}: adapter {lora.name} was evicted; send the edit again")
         if self._base is None:
             self._base = BaseLayers.of_folder(self._folder, self._gguf)
         parts = read_lora(file.path, self._base, self._folder, only=self._models)

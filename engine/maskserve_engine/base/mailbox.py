@@ -107,7 +107,7 @@ class OutputThread:
             except Exception:
                 if failed is None:
                     raise
-                _log.exception("a result did not come from the device")
+                _log.exception("a result could not be copied from the device")
                 return failed()
 
         self._queue.put((sink, event))

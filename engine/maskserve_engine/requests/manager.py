@@ -197,7 +197,9 @@ class RequestManager:
             return FinalEvent(array, final_meta(edit, self._worker, self._model), timeline(edit))
 
         def lost() -> Failed:
-            return Failed(EngineFailed("the result did not come from the device"), timeline(edit))
+            return Failed(
+                EngineFailed("the result could not be copied from the device"), timeline(edit)
+            )
 
         self.output.send_when_ready(edit.sink, final, lost)
         # Neither skipping nor steps without LoRAs are the template's fault.

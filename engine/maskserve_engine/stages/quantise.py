@@ -181,7 +181,7 @@ def _load_gguf(config: Config, name: str, cls: Any) -> Any:
     if model.weights != "bf16":
         raise ConfigError(f'[model] gguf: not with weights = "{model.weights}"; use "bf16"')
     if model.fuse_loras:
-        raise ConfigError("[model] gguf: not with fuse_loras; a LoRA of an edit can be had")
+        raise ConfigError("[model] gguf: not with fuse_loras; name the LoRA in each edit instead")
     import_library("gguf", "gguf", model.gguf)
     try:
         gguf_reader(_gguf_file(config))

@@ -141,7 +141,7 @@ def database_of(config: RouterConfig) -> tuple[str, str]:
     if jobs.database or jobs.database_file:
         return jobs.database, ""
     if not config.listen.http_port:
-        return "", "are not kept here: the router's port is drawn, and [jobs] database is empty"
+        return "", "are not kept here: the router's port is not fixed, and [jobs] database is empty"
     state = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
     return str(Path(state) / "maskserve" / f"jobs-{config.listen.http_port}.sqlite"), ""
 

@@ -262,7 +262,7 @@ class Worker(Server):
             if name in listed:
                 sent_edit.listed, sent_edit.listed_at = True, now
             elif now - sent_edit.listed_at > self.config.faults.unlisted_s:
-                message = "[ENGINE_FAILED] the worker does nothing about the edit"
+                message = "[ENGINE_FAILED] the worker has stopped working on the edit"
                 sent_edit.end(Failure(grpc.StatusCode.UNAVAILABLE, message))
         self._see_anew()
 

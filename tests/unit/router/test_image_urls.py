@@ -151,7 +151,7 @@ async def test_a_certificate_of_another_name_is_refused() -> None:
 async def test_a_host_that_is_silent_holds_nobody() -> None:
     async with serving() as host:
         host.silent = True
-        with pytest.raises(InvalidRequest, match=r"did not come within 0\.3 s"):
+        with pytest.raises(InvalidRequest, match=r"was not fetched within 0\.3 s"):
             await fetched(urls_of(host, 0.3), f"https://pictures.example:{host.port}/")
 
 

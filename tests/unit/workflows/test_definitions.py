@@ -173,8 +173,14 @@ ILL_TYPED: list[tuple[Define, str]] = [
     (lambda f: repeat(most=0), "repeat-1.most: is 0; accepted: 1 to 16"),
     (lambda f: f.gives(image="x"), "ill.image: is given a str; accepted: what a node or input"),
     (lambda f: f.gives(all=split(f.mask("m"))), "ill.all: split-1.regions is regions; accepted: a"),
-    (lambda f: f.text("settings"), "inputs.settings: is there in any case; accepted: another name"),
-    (lambda f: f.gives(meta=f.text("t")), "ill.meta: is there in any case; accepted: another name"),
+    (
+        lambda f: f.text("settings"),
+        "inputs.settings: every workflow has it; accepted: another name",
+    ),
+    (
+        lambda f: f.gives(meta=f.text("t")),
+        "ill.meta: every workflow has it; accepted: another name",
+    ),
     (lambda f: (f.mask("m"), f.text("m")), "inputs.m: is given twice; accepted: each name once"),
 ]
 

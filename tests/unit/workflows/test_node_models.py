@@ -174,7 +174,7 @@ def test_a_model_that_does_not_fit_is_refused_in_a_sentence(tmp_path: Path) -> N
     server = Server(tmp_path, device_bytes=99)
     server.call("find", "a")
     server.wait("a")
-    with pytest.raises(EngineFailed, match="model find has 100 bytes, and all may have 99"):
+    with pytest.raises(EngineFailed, match="model find has 100 bytes, and there is room for 99"):
         raise server.results["a"]
     assert server.loads == []
     server.models.close()
@@ -201,7 +201,9 @@ def test_what_a_model_needs_is_loaded_once_and_beside_it(tmp_path: Path) -> None
     small = Server(tmp_path, device_bytes=150, kinds=kinds)
     small.call("find", "a")
     small.wait("a")
-    with pytest.raises(EngineFailed, match="find and segment has 200 bytes, and all may have 15"):
+    with pytest.raises(
+        EngineFailed, match="find and segment has 200 bytes, and there is room for 15"
+    ):
         raise small.results["a"]
     assert small.loads == []
     small.models.close()

@@ -293,7 +293,8 @@ class ImageEdits:
         height, width = read_size(sized_image, "image", self._limits)
         size = fields.n * answer_bytes(height * width, settings)
         if size > (most := self._front.most_bytes(client)):
-            problem = f"is {fields.n}, and their text may be {size // _MIB} MiB of {most // _MIB}"
+            most_text = f"up to {size // _MIB} MiB as base64; a response may have {most // _MIB}"
+            problem = f"is {fields.n}, and the pictures take {most_text}"
             raise InvalidRequest("n", problem, "fewer pictures, jpeg, or output_url")
 
     def is_workflow(self, form: EditForm) -> bool:
@@ -666,7 +667,7 @@ def _in_form_words(form: EditForm, error: MaskserveError | Failure) -> Maskserve
         return InvalidRequest("mask", f"has {problem}", accepted)
     quality = form.fields.quality
     if quality != "auto" and "SETTINGS.num_inference_steps" in text_of(error):
-        too_many = f"is {quality}, and the model does not take as many steps"
+        too_many = f"is {quality}, which is more steps than the model takes"
         return InvalidRequest("quality", too_many, "auto")
     if isinstance(error, Failure):
         source = 0 if "template_id" in form.settings else 1

@@ -80,7 +80,7 @@ class ImageUrls:
             )
         except (TimeoutError, asyncio.TimeoutError):
             raise InvalidRequest(
-                field, f"did not come within {self._timeout_s:g} s", _ACCEPTED
+                field, f"was not fetched within {self._timeout_s:g} s", _ACCEPTED
             ) from None
         except (httpx.HTTPError, httpx.InvalidURL, OSError, UnicodeError):
             # The reason could tell the client about the router's network, so it is left out.

@@ -54,8 +54,8 @@ class PictureUrls:
         if len(picture) > self._most_bytes:
             raise InvalidRequest(
                 "response_format",
-                f"is url, and the picture has {len(picture)} bytes of {self._most_bytes} that are "
-                "kept",
+                f"is url, and the picture has {len(picture)} bytes; [openai] url_bytes is "
+                f"{self._most_bytes}",
                 "b64_json",
             )
         owner = hashlib.blake2b(scope.encode(), digest_size=6, key=self._secret)

@@ -178,7 +178,9 @@ def test_edits_without_a_mask_find_regions_where_that_was_measured() -> None:
             accept_edit(EditSettings(region="auto"), b"x", spec, config, kind="edit")
     other_kinds: tuple[EditKind, ...] = ("inpaint", "generate")
     for kind in other_kinds:
-        with pytest.raises(InvalidRequest, match=r"SETTINGS\.region: has no effect here"):
+        with pytest.raises(
+            InvalidRequest, match=r"SETTINGS\.region: has an effect only with IMAGE"
+        ):
             accept(kind, measured, region="auto")
 
 

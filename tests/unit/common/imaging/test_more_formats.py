@@ -124,7 +124,7 @@ def test_a_gif_is_its_first_picture_and_says_so(interlace: int) -> None:
     film = saved(first, "GIF", save_all=True, append_images=later, interlace=interlace)
     for encoded, warnings in (
         (single, ()),
-        (film, ("IMAGE: is an animation; its first picture is taken",)),
+        (film, ("IMAGE: is an animation; its first picture is used",)),
     ):
         decoded = decode_image(encoded, "IMAGE", LIMITS)
         np.testing.assert_array_equal(decoded.pixels, np.asarray(first.convert("RGB")))
@@ -143,7 +143,7 @@ def test_of_several_pictures_the_first_is_taken_and_the_answer_says_so(kind: str
     more = [Image.fromarray(scene(*SIZE)[::-1]) for _ in range(20)]
     encoded = saved(rgb(), kind, save_all=True, append_images=more)
     [warning] = decode_image(encoded, "IMAGE", LIMITS).warnings
-    assert "the first is taken" in warning or "its first picture is taken" in warning
+    assert "the first is used" in warning or "its first picture is used" in warning
 
 
 def test_a_heic_is_read_where_its_decoder_is(monkeypatch: pytest.MonkeyPatch) -> None:
