@@ -1,6 +1,5 @@
 """Count what edits cost at a model's native size, from the shapes of its folder: FLOPs of steps and
-of whole edits, and bytes of entries. docs/models.md has the table of edits. A folder needs no
-weights.
+of whole edits, and bytes of entries. docs/models.md has their ranges. A folder needs no weights.
 
     python scripts/bench model_counts
     python scripts/bench model_counts --model DIR --words 64 --passes 2
@@ -74,7 +73,7 @@ MODELS = {
     "LongCat-Image-Edit": _shapes("longcat-image-edit", passes=2),
     "Z-Image": _shapes("z-image", 64, 2),
 }
-"""Models by their names in docs/models.md."""
+"""Models by name."""
 
 
 @dataclass(frozen=True)
@@ -325,7 +324,7 @@ def bytes_table(models: dict[str, Counted]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--model", type=Path, help="a folder; default: those of docs/models.md")
+    parser.add_argument("--model", type=Path, help="a folder (default: eleven published models)")
     parser.add_argument("--words", type=int, default=512, help="text tokens of a prompt")
     parser.add_argument("--passes", type=int, default=1, help="of a step, 2 with guidance")
     args = parser.parse_args()
