@@ -34,6 +34,7 @@ COMMANDS = {
     # Files that are generated from the code, and a demonstration.
     "config_reference": "documents.configuration",
     "model_configs": "documents.model_configs",
+    "openapi": "documents.openapi",
     "dashboard": "documents.dashboard",
     "papers": "documents.papers",
     "check_install": "documents.install_check",

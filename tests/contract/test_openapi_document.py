@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -10,11 +11,12 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from maskserve_benchmarks.checkout import CHECKOUT
+from maskserve_benchmarks.documents.openapi import text
 from maskserve_common.contracts.settings import EditSettings
 from maskserve_router.api.openai.form import EXTENSIONS, Fields
-from maskserve_router.listeners.openapi import document
+from maskserve_router.listeners.http_app import OPENAPI
 
-DOCUMENT = document()
+DOCUMENT = json.loads(OPENAPI.read_bytes())
 OPERATORS = re.compile(r"/v2/(trace|logging|repository/models|\w*sharedmemory|.*/trace)|/versions/")
 """Paths of Triton that are refused, and the same once more with a version."""
 
@@ -30,6 +32,11 @@ def schemas(node: Any) -> list[Any]:
         for value in node:
             collected += schemas(value)
     return collected
+
+
+def test_the_document_is_that_of_the_code() -> None:
+    """`python scripts/bench openapi` writes it."""
+    assert OPENAPI.read_text(encoding="utf-8") == text()
 
 
 def test_every_schema_is_one() -> None:

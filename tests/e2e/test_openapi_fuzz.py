@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -20,8 +21,10 @@ from schemathesis.specs.openapi.checks import (
 
 from maskserve_benchmarks.checkout import CHECKOUT
 from maskserve_benchmarks.router_site import RouterSite
-from maskserve_router.listeners.openapi import document
+from maskserve_router.listeners.http_app import OPENAPI
 from maskserve_serving.worker import WorkerProcess
+
+DOCUMENT = json.loads(OPENAPI.read_bytes())
 
 
 def modes(methods: dict[str, Any], method: str) -> Iterator[GenerationMode]:
@@ -34,7 +37,7 @@ def modes(methods: dict[str, Any], method: str) -> Iterator[GenerationMode]:
 
 OPERATIONS = [
     pytest.param(path, method, mode, id=f"{method} {path} {mode.value}")
-    for path, methods in document()["paths"].items()
+    for path, methods in DOCUMENT["paths"].items()
     for method in methods
     if method != "parameters"
     for mode in modes(methods, method)
@@ -73,7 +76,7 @@ def examples(pytestconfig: pytest.Config) -> int:
 def test_nothing_breaks(
     site: RouterSite, path: str, method: str, mode: GenerationMode, examples: int
 ) -> None:
-    operation = schemathesis.openapi.from_dict(document())[path][method]
+    operation = schemathesis.openapi.from_dict(DOCUMENT)[path][method]
     url = f"http://{site.http_url}"
 
     @settings(

@@ -1,19 +1,26 @@
-"""The OpenAPI document of the router's HTTP interface, made from the types that handlers use."""
+"""Write the OpenAPI document of the router's HTTP interface from the types that handlers use.
+
+scripts/bench openapi            # after a change
+scripts/bench openapi --check    # exit code 1 if the file is stale
+"""
 
 from __future__ import annotations
 
 import importlib.metadata
+import json
+import sys
 from collections.abc import Collection, Mapping
-from functools import cache
 from typing import Any
 
 import msgspec
 
+from maskserve_benchmarks.documents.check_flag import check_only
 from maskserve_common.contracts.keys import TEMPLATE_ID
 from maskserve_common.contracts.settings import EditSettings, MaskFrom
 from maskserve_common.contracts.tensors import CONTRACTS, INPUT_KINDS
 from maskserve_common.reading import sentences
 from maskserve_router.api.openai.form import EXTENSIONS, NOT_VARIED, Fields, ImageUrl
+from maskserve_router.listeners.http_app import OPENAPI
 from maskserve_router.messages.job_states import MOST_LISTED
 
 Json = dict[str, Any]
@@ -31,7 +38,21 @@ _TEMPLATE = {
 }
 
 
-@cache
+def main() -> int:
+    is_stale = not OPENAPI.is_file() or OPENAPI.read_text(encoding="utf-8") != text()
+    if check_only(__doc__):
+        if is_stale:
+            print(f"{OPENAPI} is not what scripts/bench openapi writes", file=sys.stderr)
+        return int(is_stale)
+    OPENAPI.write_text(text(), encoding="utf-8")
+    return 0
+
+
+def text() -> str:
+    """Return the document as JSON with a line for each path."""
+    return json.dumps(document()).replace('}, "/', '},\n"/') + "\n"
+
+
 def document() -> Json:
     """Return the document at `/openapi.json`."""
     return {
