@@ -380,6 +380,9 @@ async def test_lists_of_an_object_may_say_their_places():
         ([("mask_from[text]", "a"), ("mask_from[text]", "b")], "mask_from.text"),
         ([("mask_from[text]", "a"), ("mask_from", '{"text": "b"}')], "mask_from"),
         ([("mask_from[box][]", "1"), ("mask_from[box]", "[1]")], "mask_from.box"),
+        ([("mask_from[box][]", "1"), ("mask_from[]", "2")], "mask_from"),
+        ([("expand[]", "0"), ("expand", "0")], "expand"),
+        ([("expand", "0"), ("expand[]", "0")], "expand"),
     ],
 )
 async def test_objects_that_contradict_themselves_are_refused(parts: list[Part], named: str):

@@ -59,13 +59,9 @@ _TEXT_SETTINGS = frozenset(
 """Settings that are always text; others are read as JSON."""
 _TEXT_LISTS = frozenset(("reference_ids",))
 """Settings that are lists of texts."""
-_CELL = re.compile(r"(\w{1,40})\[(\d{0,3})\]\[(\w{1,40})\]")
-"""Form field for a value in a list of objects: `loras[][name]`, `loras[0][name]`."""
-_MEMBER = re.compile(r"(\w{1,40})\[([A-Za-z_]\w{0,39})\]((?:\[\d{0,3}\]){0,2})")
-"""Form field for a value in an object: `mask_from[text]`, `mask_from[box][]`,
-`mask_from[points][][]`."""
-_NESTED = re.compile(r"(\w{1,40})((?:\[\d{0,3}\]){2})")
-"""Form field for a value in a list of lists: `points[][]`, `points[0][]`."""
+_BRACKETED = re.compile(r"(\w{1,40})((?:\[(?:\d{0,3}|[A-Za-z_]\w{0,39})\]){1,3})")
+"""Form field for a value in a list or an object: `expand[]`, `loras[][name]`, `loras[0][name]`,
+`points[][]`, `mask_from[text]`, `mask_from[points][0][]`."""
 _CLICK_VALUES = 3
 """Values of each inner list if the form has no indices: all such lists are clicks."""
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
@@ -424,9 +420,7 @@ async def _read_multipart(
         raise InvalidRequest("body", problem[:200], "a multipart form") from None
     values: dict[str, Any] = {}
     files: dict[str, list[bytes]] = {}
-    cells: dict[str, list[tuple[str, str, str]]] = {}
-    members: dict[str, dict[str, list[_Part]]] = {}
-    nested: dict[str, list[_Part]] = {}
+    parts: dict[str, list[_Part]] = {}
     try:
         for key, value in form.multi_items():
             name = key.removesuffix("[]")
@@ -434,78 +428,71 @@ async def _read_multipart(
                 content = await value.read()
                 if content or value.filename:  # otherwise an empty input of a browser's form
                     files.setdefault(name, []).append(content)
-            elif cell := _CELL.fullmatch(key):
-                cells.setdefault(cell[1], []).append((cell[2], cell[3], value))
-            elif member := _MEMBER.fullmatch(key):
-                parts = members.setdefault(member[1], {}).setdefault(member[2], [])
-                parts.append((_places(member[3]), value))
-            elif inner := _NESTED.fullmatch(key):
-                nested.setdefault(inner[1], []).append((_places(inner[2]), value))
             elif name in ("image", "mask"):
                 raise InvalidRequest(name, "is text", "a file part (with a filename)")
-            elif name != key:  # a list in the form of SDKs
-                element = value if name in _TEXT_LISTS else setting_of(name, value)
-                values.setdefault(name, []).append(element)
+            elif bracketed := _BRACKETED.fullmatch(key):
+                places = tuple(bracketed[2][1:-1].split("]["))
+                parts.setdefault(bracketed[1], []).append((places, value))
             elif name in values:
                 raise InvalidRequest(name[:40], "is given twice", "each field once")
             else:
                 values[name] = value
     finally:
         await form.close()
-    nested_values = [
-        *((name, _objects(name, parts)) for name, parts in cells.items()),
-        *((name, _object(name, parts)) for name, parts in members.items()),
-        *((name, _list(name, name, parts)) for name, parts in nested.items()),
-    ]
-    for name, value in nested_values:
+    for name, parts_of_name in parts.items():
         if name in values:
             raise InvalidRequest(name, "is given twice", "each field once")
-        values[name] = value
+        values[name] = _built(name, name, parts_of_name)
     return values, files
 
 
 _Part: TypeAlias = tuple[tuple[str, ...], str]
-"""The position of a value in lists (an index or an empty text for each level), and its text."""
+"""The place of a value, and its text. A place has a name for each object, and for each list an
+index or an empty text."""
 
 
-def _places(brackets: str) -> tuple[str, ...]:
-    """Return the indices of `[0][]`."""
-    return tuple(brackets[1:-1].split("][")) if brackets else ()
-
-
-def _object(name: str, members: Mapping[str, list[_Part]]) -> dict[str, Any]:
-    """Return the object that a form's values make."""
-    return {key: _list(f"{name}.{key}", key, parts) for key, parts in members.items()}
-
-
-def _list(field: str, key: str, parts: list[_Part]) -> Any:
-    """Return the value, list or list of lists that these parts make, in order.
+def _built(field: str, key: str, parts: list[_Part]) -> Any:
+    """Return the value, list, list of lists or object that these parts make.
 
     Args:
         field: field for errors.
         key: name of the setting.
-        parts: values of the same depth.
+        parts: values in the order of the form.
     """
-    if len({len(places) for places, _ in parts}) > 1 or (not parts[0][0] and len(parts) > 1):
+    are_names = [bool(places) and _is_name(places[0]) for places, _ in parts]
+    if all(are_names):
+        members: dict[str, list[_Part]] = {}
+        for (name, *rest), text in parts:
+            members.setdefault(name, []).append((tuple(rest), text))
+        return {name: _built(f"{field}.{name}", name, inner) for name, inner in members.items()}
+    depths = {len(places) for places, _ in parts}
+    if any(are_names) or len(depths) > 1 or (depths == {0} and len(parts) > 1):
         raise InvalidRequest(field, "is given twice", "each field once")
-    read = [(places, setting_of(key, text)) for places, text in parts]
-    depth = len(read[0][0])
-    if not depth:
-        return read[0][1]
-    if depth == 1:
-        return [value for _, value in sorted(read, key=_in_order)]
-    if any(places[0] for places, _ in read):
-        rows: dict[str, list[tuple[tuple[str, ...], Any]]] = {}
-        for places, value in sorted(read, key=_in_order):
-            rows.setdefault(places[0], []).append((places[1:], value))
-        return [[value for _, value in sorted(row, key=_in_order)] for row in rows.values()]
-    flat = [value for _, value in read]
-    if len(flat) % _CLICK_VALUES:
-        raise InvalidRequest(field, f"has {len(flat)} values", "three for each click: x, y, 1 or 0")
+    if depths == {0}:
+        return setting_of(key, parts[0][1])
+    if depths == {1}:
+        texts = [text for _, text in sorted(parts, key=_in_order)]
+        return texts if key in _TEXT_LISTS else [setting_of(key, text) for text in texts]
+    if depths == {2} and _is_name(parts[0][0][1]):
+        return _objects(field, [(places[0], places[1], text) for places, text in parts])
+    if any(places[0] for places, _ in parts):
+        rows: dict[str, list[_Part]] = {}
+        for places, text in sorted(parts, key=_in_order):
+            rows.setdefault(places[0], []).append((places[1:], text))
+        return [_built(field, key, row) for row in rows.values()]
+    if len(parts) % _CLICK_VALUES:
+        problem = f"has {len(parts)} values"
+        raise InvalidRequest(field, problem, "three for each click: x, y, 1 or 0")
+    flat = [setting_of(key, text) for _, text in parts]
     return [flat[at : at + _CLICK_VALUES] for at in range(0, len(flat), _CLICK_VALUES)]
 
 
-def _in_order(part: tuple[tuple[str, ...], Any]) -> int:
+def _is_name(place: str) -> bool:
+    """Whether a place is a member's name, not an index."""
+    return bool(place) and not place.isdigit()
+
+
+def _in_order(part: _Part) -> int:
     """Return the outermost index as a sort key; parts without one keep their order."""
     return int(part[0][0] or 0)
 
