@@ -28,7 +28,7 @@ from maskserve_lora.storage import Storage, StorageFailed, Stored
 
 log = logging.getLogger("maskserve")
 
-_FORMAT = 5
+_FORMAT = 6
 
 
 class KnownAdapter(msgspec.Struct, frozen=True):
@@ -54,6 +54,8 @@ class KnownAdapter(msgspec.Struct, frozen=True):
     config: str = ""
     """Path in the storage of PEFT's configuration; empty: there is none."""
     config_bytes: int = 0
+    hides: str = ""
+    """As in `Stored`."""
     header: str = ""
     """Digest of everything that the description depends on: files of equal digest have equal
     descriptions."""
@@ -171,7 +173,8 @@ class Catalogue:
         adapters = {
             name: known[name]
             for name, stored in files.items()
-            if name in known and known[name].version == stored.version
+            if name in known
+            and (known[name].version, known[name].hides) == (stored.version, stored.hides)
         }
         by_header = {
             known_adapter.header: known_adapter
@@ -205,6 +208,7 @@ class Catalogue:
             stored.nbytes,
             config=stored.config,
             config_bytes=stored.config_bytes,
+            hides=stored.hides,
         )
         try:
             if stored.problem:

@@ -111,12 +111,13 @@ def _description(
         for tier in ("host", "disk")
         if (digest := digests.get((adapter.name, adapter.version, tier)))
     }
+    hides = [f"hides {adapter.hides}, which has the same name; rename one"] if adapter.hides else []
     return {
         "name": adapter.name,
         "bytes": adapter.nbytes,
         "rank": adapter.rank,
         "parts": list(adapter.parts),
-        "notes": list(adapter.notes),
+        "notes": [*hides, *adapter.notes],
         "problem": adapter.problem,
         "version": adapter.version,
         "digest": next(iter(digest_by_tier.values()), ""),

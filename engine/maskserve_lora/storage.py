@@ -66,6 +66,8 @@ class Stored(NamedTuple):
     config_bytes: int = 0
     problem: str = ""
     """Reason, found in its name, why it is not served; else empty."""
+    hides: str = ""
+    """File of another folder that has the same name, and is therefore not served; empty: none."""
 
 
 class Storage:
@@ -88,7 +90,13 @@ class Storage:
         Raises:
             StorageFailed: they cannot be listed in time.
         """
-        return {stored.name: stored for stored in self._within("listing", self._list)}
+        files: dict[str, Stored] = {}
+        for stored in self._within("listing", self._list):
+            hidden, (_, root) = files.get(stored.name), self._file_system()
+            if hidden and hidden.path.rpartition("/")[0] != stored.path.rpartition("/")[0]:
+                stored = stored._replace(hides=hidden.path.removeprefix(root).strip("/"))
+            files[stored.name] = stored
+        return files
 
     def stat(self, path: str) -> Stored | None:
         """Return the present state of a file of `files`; None: the file is gone.

@@ -24,6 +24,7 @@ from maskserve_lora.base_layers import BaseLayers
 from maskserve_lora.catalogue import Catalogue
 from maskserve_lora.header_process import HeaderDescription
 from maskserve_lora.lora_header import BadAdapter
+from maskserve_lora.operations import AdapterOperations
 from maskserve_lora.storage import CHUNK_BYTES, Storage, StorageFailed
 from maskserve_lora.store import AdapterStore, describe_file
 from tests.fakes.loras import OTHER_MODEL, lora, write
@@ -137,6 +138,29 @@ def test_files_in_folders_are_named_after_both(tmp_path: Path, folder: Path) -> 
         assert set(store.catalogue.all()) == set(raw)
         for name, written in raw.items():
             assert fetched_bytes(store, name) == written
+
+
+def test_a_listing_tells_of_a_file_that_another_of_its_name_hides(
+    tmp_path: Path, folder: Path
+) -> None:
+    write(folder / "a--b.safetensors", lora(seed=1))
+    write(folder / "c.safetensors")
+    operations = AdapterOperations(config_of(tmp_path))
+
+    def notes() -> dict[str, list[str]]:
+        return {record["name"]: record["notes"] for record in operations.overview()["adapters"]}
+
+    plain = notes()
+    assert set(plain) == {"a--b", "c"}
+    raw = write(folder / "a" / "b.safetensors", lora(seed=2))
+    sentence = "hides a--b.safetensors, which has the same name; rename one"
+    assert notes() == {**plain, "a--b": [sentence, *plain["a--b"]]}
+    with opened(tmp_path) as store:
+        store.catalogue.scan(at_once=True)
+        assert fetched_bytes(store, "a--b") == raw
+    (folder / "a--b.safetensors").unlink()
+    assert notes() == plain
+    operations.close()
 
 
 def test_a_folder_is_checked_as_the_file_in_it(tmp_path: Path) -> None:
