@@ -11,6 +11,7 @@ from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.sequence_parallel import Exchange
 from maskserve_engine.batch.step_cache import RefreshSchedule
 from maskserve_engine.cache.entries import PARTS, AnchorEntry, Coded
+from maskserve_engine.cache.entry_file import EntrySource
 from maskserve_engine.cache.loader import Arrival, HostMover, Load, Loader, Selection
 from maskserve_engine.cache.store import Handle
 from maskserve_engine.families.adapter import Adapter, EditRow
@@ -88,7 +89,8 @@ def in_memory(entry: AnchorEntry, selection: Selection, *, whole: bool = False) 
                 ids = selection.on(block, coded[0].data.device)
                 row_parts = coded if whole else tuple(c.take(ids) for c in coded)
                 load.arrive((block, part), Arrival(row_parts))
-    return Handle(entry.anchor, load, Loader(HostMover()), selection, lambda: None)
+    source = EntrySource(entry, "device", "device")
+    return Handle(entry.anchor, load, source, Loader(HostMover()), selection, lambda: None)
 
 
 def plan_of_kinds(kinds: Sequence[str]) -> Plan:

@@ -16,7 +16,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -43,6 +43,10 @@ _FIELDS = ("hidden", "keys", "values", "end", "map")
 _ALIGN = 64
 _PIECE = 2**18
 """Bytes per read: small enough to stay in a core's own cache."""
+
+
+_Contents: TypeAlias = Mapping[str, tuple[torch.dtype, tuple[int, ...], Iterable[Any]]]
+"""Dtype, shape and bytes in pieces of each tensor, by name."""
 
 
 class BadEntry(ValueError):
@@ -103,29 +107,57 @@ def read_note(read: Callable[[int, int], bytes], nbytes: int) -> Note:
         raise BadEntry(f"no note: {error}") from error
 
 
+class _Head(NamedTuple):
+    """Header of an entry's file."""
+
+    anchor: Anchor
+    note: Note
+    blocks: int
+    format: str
+    tensors: dict[str, TensorPlace]
+    metadata: dict[str, str]
+
+    @classmethod
+    def read(cls, read: Callable[[int, int], bytes], nbytes: int) -> _Head:
+        """Read the header of a file; arguments as in `read_header`.
+
+        Raises:
+            BadEntry: the file is cut off, or not an entry.
+        """
+        try:
+            tensors, metadata, _ = read_header(read, nbytes)
+            layout, note = json.loads(metadata["layout"]), Note(**json.loads(metadata["note"]))
+            anchor, blocks = Anchor(*json.loads(metadata["anchor"])), int(layout["blocks"])
+            if unknown := {place.dtype for place in tensors.values()} - _DTYPES.keys():
+                raise ValueError(f"tensors of {', '.join(sorted(unknown))}")
+            return cls(anchor, note, blocks, layout["format"], tensors, metadata)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise BadEntry(f"cut off, or not an entry: {error}") from error
+
+    def check(self, contents: _Contents) -> None:
+        """Raise BadEntry if the checksum of the metadata and of these tensors differs."""
+        if _digest(contents, self.metadata) != self.metadata.get("digest"):
+            raise BadEntry("the checksum differs")
+
+
 def read_entry(buffer: Any) -> tuple[AnchorEntry, Note]:
     """Return the entry whose tensors lie in a writable buffer, without a copy; they keep it alive.
 
     Raises:
         BadEntry: the buffer is cut off or changed.
     """
+    view = memoryview(buffer)
+    head = _Head.read(lambda begin, end: bytes(view[begin:end]), len(view))
     try:
-        view = memoryview(buffer)
-        header = read_header(lambda begin, end: bytes(view[begin:end]), len(view))
-        metadata = header.metadata
-        layout = json.loads(metadata["layout"])
-        note, anchor = Note(**json.loads(metadata["note"])), Anchor(*json.loads(metadata["anchor"]))
-        tensors = {name: _tensor(buffer, place) for name, place in header.tensors.items()}
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise BadEntry(f"cut off, or not an entry: {error}") from error
-    contents = {name: (t.dtype, tuple(t.shape), [_bytes(t)]) for name, t in tensors.items()}
-    if _digest(contents, metadata) != metadata.get("digest"):
-        raise BadEntry("the checksum differs")
+        tensors = {name: _tensor(buffer, place) for name, place in head.tensors.items()}
+    except (ValueError, RuntimeError) as error:  # torch has no tensor without bytes in a buffer
+        raise BadEntry(f"not an entry: {error}") from error
+    head.check({name: (t.dtype, tuple(t.shape), [_bytes(t)]) for name, t in tensors.items()})
     blocks = tuple(
-        BlockEntry(**{field: _coded(tensors, n, field, layout["format"]) for field in _FIELDS})
-        for n in range(layout["blocks"])
+        BlockEntry(**{field: _coded(tensors, n, field, head.format) for field in _FIELDS})
+        for n in range(head.blocks)
     )
-    return AnchorEntry(anchor, blocks), note
+    return AnchorEntry(head.anchor, blocks), head.note
 
 
 class OpenFile:
@@ -344,25 +376,16 @@ def open_entry(path: str | os.PathLike[str]) -> tuple[StoredEntry, Note]:
         OSError: the medium failed.
     """
     file = OpenFile(path)
-    try:
-        header = read_header(
-            lambda begin, end: b"".join(map(bytes, file.pieces(begin, end))), file.nbytes
-        )
-        metadata = header.metadata
-        layout = json.loads(metadata["layout"])
-        note, anchor = Note(**json.loads(metadata["note"])), Anchor(*json.loads(metadata["anchor"]))
-        spans = {name: _span(file, place) for name, place in header.tensors.items()}
-        count = int(layout["blocks"])
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise BadEntry(f"cut off, or not an entry: {error}") from error
-    contents = {
-        name: (s.dtype, s.shape, file.pieces(s.offset, s.offset + s.nbytes))
-        for name, s in spans.items()
-    }
-    if _digest(contents, metadata) != metadata.get("digest"):
-        raise BadEntry("the checksum differs")
-    blocks = tuple(StoredBlock(_stored_parts(spans, n, layout["format"])) for n in range(count))
-    return StoredEntry(anchor, blocks, file), note
+    head = _Head.read(lambda begin, end: b"".join(map(bytes, file.pieces(begin, end))), file.nbytes)
+    spans = {name: _span(file, place) for name, place in head.tensors.items()}
+    head.check(
+        {
+            n: (s.dtype, s.shape, file.pieces(s.offset, s.offset + s.nbytes))
+            for n, s in spans.items()
+        }
+    )
+    blocks = tuple(StoredBlock(_stored_parts(spans, n, head.format)) for n in range(head.blocks))
+    return StoredEntry(head.anchor, blocks, file), head.note
 
 
 def _span(file: OpenFile, place: TensorPlace) -> FileTensor:
@@ -416,10 +439,7 @@ def _bytes(tensor: Tensor) -> Any:
     return tensor.contiguous().view(torch.uint8).numpy()
 
 
-def _digest(
-    contents: Mapping[str, tuple[torch.dtype, tuple[int, ...], Iterable[Any]]],
-    metadata: dict[str, str],
-) -> str:
+def _digest(contents: _Contents, metadata: dict[str, str]) -> str:
     """Return the XXH3 digest of the metadata and of each tensor's name, dtype, shape and bytes."""
     digest = xxhash.xxh3_128()
     for key in sorted(set(metadata) - {"digest"}):

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
@@ -34,6 +35,7 @@ class Handle:
 
     Args:
         load: load that the rows with the same tokens share.
+        source: source of the load.
         loader: loader of the entry.
         selection: tokens of the row.
         release: called once, when the row releases the handle.
@@ -43,11 +45,12 @@ class Handle:
         self,
         anchor: Anchor,
         load: Load,
+        source: EntrySource,
         loader: Loader,
         selection: Selection,
         release: Callable[[], None],
     ) -> None:
-        self.anchor, self.load = anchor, load
+        self.anchor, self.load, self.source = anchor, load, source
         self.stalls: list[Span] = []
         """Spans in which steps waited for a part."""
         self.loader, self._selection, self._release = loader, selection, release
@@ -211,7 +214,8 @@ class Store:
                 return None
             self._shared[name] = shared
         shared.users += 1
-        return Handle(anchor, shared.load, self.loader, selection, lambda: self._release(name))
+        load, origin, release = shared.load, shared.source, partial(self._release, name)
+        return Handle(anchor, load, origin, self.loader, selection, release)
 
     def hold(self, key: str, anchor: Anchor) -> EntrySource | None:
         """Keep an entry readable until `let_go`, even if it is evicted; None: it is not ready."""
@@ -231,9 +235,8 @@ class Store:
         """Return (tier, bytes) moved for the handle's load since the last call. For the first
         reader the tier is where the entry was found, for others where it lies now.
         """
-        load = handle.load
-        shared = next(candidate for candidate in self._shared.values() if candidate.load is load)
-        origin_tier, shared.source.found_in = shared.source.found_in, shared.source.tier
+        load, source = handle.load, handle.source
+        origin_tier, source.found_in = source.found_in, source.tier
         moved, load.moved = load.moved, 0
         self._travelled[origin_tier] += moved
         return origin_tier, moved
