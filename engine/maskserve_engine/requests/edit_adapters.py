@@ -60,14 +60,8 @@ class EditAdapters:
             MaskserveError: one of them cannot be loaded.
         """
         controls = edit.controls
-        if not controls.effective:
-            return ()
-        if self.nets is None:
-            raise InvalidRequest(
-                "SETTINGS.controls", "ControlNets are not served here", "no controls"
-            )
-        absent = self.nets.hold(edit.request_id, controls.effective)
-        if not absent:
+        absent = _absent(CONTROL_NETS, self.nets, edit, controls.effective)
+        if self.nets is not None and not absent:
             controls.digests = tuple([self.nets.digest(control) for control in controls.effective])
         return absent
 
@@ -77,11 +71,7 @@ class EditAdapters:
         Raises:
             MaskserveError: one of them cannot be loaded.
         """
-        if not edit.loras.effective:
-            return ()
-        if self.loras is None:
-            raise InvalidRequest("SETTINGS.loras", "adapters are not served here", "no loras")
-        return self.loras.hold(edit.request_id, edit.loras.effective)
+        return _absent(LORAS, self.loras, edit, edit.loras.effective)
 
     def may_begin_without(self, edit: RequestState) -> bool:
         """Whether its first steps may go without its LoRAs (`adapters: fast`)."""
@@ -157,6 +147,20 @@ class EditAdapters:
         work = work_of(self._adapter, job)
         loaded = map(self.loras.loaded, job.request.used_loras)
         return [work.lora_work(lora.layers) for lora in loaded]
+
+
+def _absent(
+    kind: Kind, cache: ResourceCache[Any] | None, edit: RequestState, items: Sequence[Loadable]
+) -> tuple[Resource, ...]:
+    """Hold an edit's adapters of a kind in `cache`, and return those that are not on the device;
+    they begin to load.
+    """
+    if not items:
+        return ()
+    if cache is None:
+        accepted = kind.setting.replace("SETTINGS.", "no ")
+        raise InvalidRequest(kind.setting, f"{kind.noun}s are not served here", accepted)
+    return cache.hold(edit.request_id, items)
 
 
 class LateRows:
