@@ -217,7 +217,7 @@ class State:
         self.model, self.kinds = model, kinds
         self.asking = asking or AtOnce()
         self.cached_cis, self.cached = packed.cached_cis, packed.cached_cis is not None
-        self.sees_fixed = packed.sees_fixed
+        self.sees_fixed, self.pictures = packed.sees_fixed, packed.pictures
         self.wide = not self.cached  # without cached rows both packings are the same
         self.packed: Packed
         self._lie_as(packed.alone if model.alone else packed)
@@ -253,7 +253,7 @@ class State:
 
     def run(self, begin: int, end: int) -> None:
         two_streams = self.model.two_streams
-        residuals, pictures = self.packed.residuals, self.packed.pictures
+        residuals = self.packed.residuals
         kinds = self.kinds if self.cached else ("dense",) * end
         for number in range(begin, end):
             if number and number == self.model.alone:
@@ -264,7 +264,7 @@ class State:
             goes_on = (
                 number + 1 < end
                 and not residuals
-                and not (pictures and number < two_streams)
+                and not (self.pictures is not None and number < two_streams)
                 and number + 1 not in (two_streams, self.model.alone)
                 and (kinds[number] == "dense") == (kinds[number + 1] == "dense")
             )
@@ -290,7 +290,7 @@ class State:
         pre = self.model.pre(number, *streams, self.packing, self.cis, ahead, self.room)
         qk, v, post_inputs = pre
         del pre, ahead
-        reads = list(self._reads(number, qk))
+        reads = [] if self.pictures is None else list(self._reads(number, qk))
         attended = self.attend(qk, v, self.packing, fill, capture)
         self.room = None
         del qk, v  # the values may be a view of their whole product, seven widths of each token
@@ -321,6 +321,7 @@ class State:
         """
         if number >= self.model.two_streams:
             return
+        assert self.pictures is not None, "asked for rows with pictures only"
         packing = self.packing
 
         def query_of(row: int) -> Tensor:
@@ -329,7 +330,7 @@ class State:
             query = rotate(qk[begin:end, :1].float(), self.cis[begin:end].conj(), qk.dtype)
             return query[:, 0]
 
-        for row, read in self.packed.pictures.read(number, query_of):
+        for row, read in self.pictures.read(number, query_of):
             yield packing.image_stream.spans[row], read.flatten(1)
 
     def attend(

@@ -630,7 +630,7 @@ class Packed:
             i: row.residuals for i, row in enumerate(rows) if row.residuals
         }
         """Residuals of the rows that have any; None for those of a recorded step."""
-        self.pictures = PictureTokens([row.picture for row in rows])
+        self.pictures = PictureTokens.of([row.picture for row in rows])
         self.primes = any(capture is not None for capture in self.captures)
         self.placed_kv = PlacedKV()
         cached_cis = [cached.cis for cached in self.cached if cached is not None]

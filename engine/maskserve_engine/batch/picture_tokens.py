@@ -52,8 +52,10 @@ class PictureTokens:
         self._rows: dict[tuple[int, ...], Segments] = {}
         """Segments by the number of each pass's queries."""
 
-    def __bool__(self) -> bool:
-        return bool(self._passes)
+    @classmethod
+    def of(cls, by_pass: Sequence[PictureKeys]) -> PictureTokens | None:
+        """Return the pictures of passes; None: no pass has one."""
+        return cls(by_pass) if any(by_pass) else None
 
     def read(self, number: int, query_of: Callable[[int], Tensor]) -> Iterator[tuple[int, Tensor]]:
         """Yield each pass with a picture, and what its queries read of it, [n, heads, head_dim].
@@ -62,8 +64,6 @@ class PictureTokens:
             number: number of the attention among those that read the picture.
             query_of: returns [n, heads, head_dim] queries of a pass.
         """
-        if not self:
-            return
         queries = [query_of(place) for place in self._passes]
         if number not in self._packed:
             self._packed[number] = torch.cat([keys[number] for keys in self._by_pass])
@@ -84,8 +84,6 @@ class PictureTokens:
             mixed: [n, heads, head_dim] attention to the text.
             passes: span of each pass among the computed tokens.
         """
-        if not self:
-            return mixed
         total = mixed.clone()
         for place, read in self.read(number, lambda place: query[slice(*passes[place])]):
             total[slice(*passes[place])] += read

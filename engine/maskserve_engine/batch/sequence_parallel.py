@@ -236,7 +236,7 @@ class RankShare:
             raise ValueError(f"{count} ranks cannot share {heads} heads: use {heads} at most")
         if whole.residuals:
             raise ValueError("rows with a ControlNet take their steps on one device")
-        if whole.pictures:
+        if whole.pictures is not None:
             raise ValueError("rows with an IP-Adapter take their steps on one device")
         if any(row.pads for row in whole.rows):
             raise ValueError("rows whose picture is padded take their steps on one device")

@@ -47,7 +47,15 @@ class ReusableBatch(ABC, Generic[R, M]):
     @classmethod
     def of(cls, rows: Sequence[R], last: Self | None) -> Self:
         """Return `last` if it still holds for these rows, else a new batch."""
-        return last if last is not None and last.holds(rows) else cls(rows)
+        if last is not None and last.holds(rows):
+            return last
+        batch = cls(rows)
+        if last is not None:
+            batch.follow(last)
+        return batch
+
+    def follow(self, last: Self) -> None:
+        """Take over what `last`, which is not stepped again, has computed for these rows."""
 
     def holds(self, rows: Sequence[R]) -> bool:
         """Return whether the batch was packed for exactly these rows and their next step."""

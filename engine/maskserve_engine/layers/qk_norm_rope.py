@@ -12,11 +12,6 @@ from maskserve_engine.layers.kernels import has_kernels, operation, stand_in
 from maskserve_engine.layers.modulation import EPS
 
 
-def norm_heads(x: Tensor, norms: Tensor, epsilon: float = EPS) -> Tensor:
-    """Normalise each head of `x` [N, P, heads, head_dim]; return float32, for `rotate`."""
-    return F.rms_norm(x, x.shape[-1:], None, epsilon) * norms
-
-
 def rotate(x: Tensor, cis: Tensor, dtype: torch.dtype) -> Tensor:
     """Apply rotary embedding to `x` [N, P, heads, head_dim]; `cis` as in `qk_norm_rope`."""
     pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
@@ -30,7 +25,7 @@ def qk_norm_rope(
     stream_of: Tensor | None = None,
     epsilon: float = EPS,
 ) -> None:
-    """Apply `norm_heads`, then `rotate`, in place.
+    """Normalise each head and apply rotary embedding (`rotate`), in place.
 
     Args:
         x: [N, P, heads, head_dim] queries and keys (P = 2), or keys (P = 1); written to.
@@ -43,7 +38,7 @@ def qk_norm_rope(
         fused(x, norms, cis, stream_of, epsilon)
         return
     stream_norms = norms if stream_of is None else norms.index_select(0, stream_of)
-    normed = norm_heads(x, stream_norms, epsilon)
+    normed = F.rms_norm(x, x.shape[-1:], None, epsilon) * stream_norms  # float32
     if x.dtype == torch.float32:
         pairs = *x.shape[:-1], x.shape[-1] // 2, 2  # each two numbers of a head as a complex one
         to = torch.view_as_complex(x.view(pairs))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
@@ -99,7 +100,9 @@ class StepRunner:
         """
         rows = StepRows(_without_delayed(running))
         reads, loads = self._load(rows.edits, devices)
-        work = self._work(rows)
+        # Rows of a batch have the same size, or their blocks the same costs.
+        _, height, width = rows.requests[0].job.moments.shape
+        work = self.adapter.work(height, width)
         planned = self._plan(rows, len(devices), work, reads, loads)
         step = self._input(rows, devices, work, reads, planned)
         self.counters["step_tokens_total"] += sum(row.step_tokens for row in rows.requests)
@@ -107,7 +110,8 @@ class StepRunner:
         def done(result: StepResult) -> None:
             # Edits that were cancelled during the step are already answered.
             left = StepRows([row for row in rows.requests if self.manager.holds(row)])
-            self._record_waits(left.edits, result.control_waits)
+            if result.control_waits:
+                self._record_waits(left.edits, result.control_waits)
             self._record_time(left, len(rows.requests), work, result, planned)
             self._update(left, result, self._dense if planned is None else planned.plan.kinds)
 
@@ -308,7 +312,8 @@ class StepRunner:
         if step.stale:
             edit.controls.stale_steps += 1
             self.counters["controlnet_stale_steps_total"] += 1
-        ran = edit.count_step(step, rows, kinds if cached else self._dense)
+        edit.times.first_step = edit.times.first_step or time.monotonic()
+        ran = edit.tally.add(step, rows, kinds if cached else self._dense)
         self.counters["cached_rows_total" if cached else "dense_rows_total"] += 1
         for kind, blocks in Counter(ran).items() if cached else ():
             self.counters[f"plan_blocks_total.{kind}"] += blocks
@@ -357,13 +362,6 @@ class StepRunner:
         if planned is not None or not launch:
             return 0.0 if planned is None else planned.plan.host
         return launch * work.batch_launches(("dense",) * len(work.blocks))
-
-    def _work(self, rows: StepRows) -> ModelWork:
-        """Return the work at the first row's size: rows of a batch have the same size, or their
-        blocks the same costs.
-        """
-        _, height, width = rows.requests[0].job.moments.shape
-        return self.adapter.work(height, width)
 
 
 def _without_delayed(running: Sequence[Request]) -> Sequence[Request]:

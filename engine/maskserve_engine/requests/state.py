@@ -415,11 +415,6 @@ class RequestState:
             rows=1 + (len(self.job.references) + 1) // 2,
         )
 
-    def count_step(self, step: RowStep, rows: int, kinds: tuple[str, ...]) -> tuple[str, ...]:
-        if not self.times.first_step:
-            self.times.first_step = time.monotonic()
-        return self.tally.add(step, rows, kinds)
-
     def status(self) -> RowStatus:
         """Return its status, with the steps left now; cached since its plan was chosen."""
         kind: Kind = "cached" if self.plan.mode == "cached" else "dense"

@@ -172,7 +172,7 @@ class FlowBatch(ReusableBatch[Row, W]):
         self._refreshing = tuple(
             [row for row in rows if isinstance(row, FlowRow) and row.step_cache is not None]
         )
-        needs_eager = self.packed.sees_fixed or self.packed.pictures
+        needs_eager = self.packed.sees_fixed or self.packed.pictures is not None
         self._recorded = all(row.recorded for row in rows) and not needs_eager
         extra_passes = [*(i for i, _ in self._guided), *self._lookahead_rows]
         self._packed_adapters = (*self._adapters, *(self._adapters[i] for i in extra_passes))
@@ -188,12 +188,8 @@ class FlowBatch(ReusableBatch[Row, W]):
         """Vectors of `precomputed` steps, including the present one."""
         self._lay_out()
 
-    @classmethod
-    def of(cls, rows: Sequence[Row], last: Self | None) -> Self:
-        batch = super().of(rows, last)
-        if last is not None and batch is not last:
-            batch.packed.placed_kv.follow(last.packed.placed_kv)
-        return batch
+    def follow(self, last: Self) -> None:
+        self.packed.placed_kv.follow(last.packed.placed_kv)
 
     @staticmethod
     def precomputed_steps(passes: int) -> int:

@@ -114,7 +114,7 @@ class PackedPasses:
     @property
     def plain(self) -> bool:
         """Whether steps may be recorded: no pass has an IP-Adapter's picture."""
-        return not self.text.pictures
+        return self.text.pictures is None
 
     def shapes(self, attends: Sequence[bool]) -> Hashable:
         """Return the key of all tensor shapes of a step, beside those of its input, and of its

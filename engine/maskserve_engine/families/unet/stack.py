@@ -108,7 +108,7 @@ class Text:
 
     def __init__(self, states: Sequence[Tensor], pictures: Sequence[PictureKeys] = ()) -> None:
         """Pack prompts' [T, width], and beside them the IP-Adapters' pictures."""
-        self.pictures = PictureTokens(pictures)
+        self.pictures = PictureTokens.of(pictures)
         self.states = torch.cat(list(states))
         self.spans = spans([len(states_of_pass) for states_of_pass in states])
         self._projected: dict[int, Tensor] = {}
@@ -180,7 +180,8 @@ def transformer_block(
     to_text = block.attn2
     query = to_text.to_q(normed, passes).unflatten(1, (to_text.head_count, -1))
     mixed = attention(query, *text.keys_values(number, to_text), at.cross)
-    mixed = text.pictures.added(number, query, mixed, passes)
+    if text.pictures is not None:
+        mixed = text.pictures.added(number, query, mixed, passes)
     tokens, normed = add_norm(tokens, to_text.to_out(mixed.flatten(1), passes), block.norm3)
 
     return tokens + block.down(geglu(block.up(normed, passes)), passes)

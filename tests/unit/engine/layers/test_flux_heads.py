@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from maskserve_engine.layers.qk_norm_rope import norm_heads, rotate
+from maskserve_engine.layers.qk_norm_rope import qk_norm_rope
 from tests.support.interpreted import run_interpreted
 
 PROGRAM = """
 import torch
-from maskserve_engine.layers.qk_norm_rope import fused, norm_heads, qk_norm_rope, rotate
+import torch.nn.functional as F
+from maskserve_engine.layers.qk_norm_rope import fused, qk_norm_rope, rotate
 
 for seed in range(12):
     torch.manual_seed(seed)
@@ -23,7 +24,8 @@ for seed in range(12):
     norms = torch.randn(*(() if streams is None else (3,)), parts, 1, head_dim)
     each = norms if streams is None else norms[streams]
     cis = torch.polar(torch.ones(tokens, head_dim // 2), torch.randn(tokens, head_dim // 2))
-    plain, beside = rotate(norm_heads(x, each), cis, dtype), wide[:, -7:].clone()
+    normed, beside = F.rms_norm(x, (head_dim,), None, 1e-6) * each, wide[:, -7:].clone()
+    plain = rotate(normed, cis, dtype)
     in_place = x.clone()
     qk_norm_rope(in_place, norms, cis, streams)
     assert torch.equal(in_place, plain)
@@ -44,7 +46,8 @@ def test_each_head_is_normed_and_turned_by_itself() -> None:
     x = torch.randn(5, 2, 3, 8)
     norms = torch.randn(2, 1, 8)
     angles = torch.randn(5, 4)
-    turned = rotate(norm_heads(x, norms), torch.polar(torch.ones(5, 4), angles), torch.float32)
+    turned = x.clone()
+    qk_norm_rope(turned, norms, torch.polar(torch.ones(5, 4), angles))
     one = x[3, 1, 2] / (x[3, 1, 2].square().mean() + 1e-6).sqrt() * norms[1, 0]
     for pair, angle in enumerate(angles[3]):
         a, b = one[2 * pair], one[2 * pair + 1]

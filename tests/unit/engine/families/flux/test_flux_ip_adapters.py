@@ -174,7 +174,8 @@ def _let_single_blocks_read(monkeypatch: pytest.MonkeyPatch) -> None:
             query = image[begin + words : end].unflatten(1, (state.model.weights.head_dim, -1))
             query = query.transpose(1, 2)
             last = state.model.two_streams - 1
-            for _, read in state.packed.pictures.read(last, lambda _: query):
+            pictures = state.packed.pictures
+            for _, read in () if pictures is None else pictures.read(last, lambda _: query):
                 image[begin + words : end] += read.flatten(1)
         return text, image
 
