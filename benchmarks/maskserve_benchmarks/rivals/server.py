@@ -20,6 +20,8 @@ from maskserve_serving.ports import Ports, free_base_port
 from maskserve_serving.runtime import find_runtime
 
 _START_S = 120.0
+_END_S = 60.0
+_POLL_S = 0.05
 _MODEL = """\
 import sys, triton_python_backend_utils as pb_utils
 
@@ -103,12 +105,30 @@ class RivalServer:
 
     @contextmanager
     def serving(self, rival: Rival) -> Iterator[None]:
-        """Make the rival take edits while the context lasts."""
+        """Make the rival take edits while the context lasts; its processes have ended after it.
+
+        Raises:
+            RuntimeError: they do not end.
+        """
         self._client.load_model(rival.name)
         try:
             yield
         finally:
             self._client.unload_model(rival.name)
+            self._wait_unloaded(rival.name)
+
+    def _wait_unloaded(self, name: str) -> None:
+        """Wait until a model's processes have ended. Triton answers an unload at once, and then
+        ends them one after the other: seconds of a core that the next system's run would lack.
+        """
+        end = time.monotonic() + _END_S
+        while any(
+            model.name == name and model.state == "UNLOADING"
+            for model in self._client.get_model_repository_index().models
+        ):
+            if time.monotonic() > end:
+                raise RuntimeError(f"the rivals' Triton does not unload {name}")
+            time.sleep(_POLL_S)
 
 
 @contextmanager

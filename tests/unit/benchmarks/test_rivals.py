@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -40,9 +41,48 @@ from maskserve_benchmarks.rivals.measurement import (
 )
 from maskserve_benchmarks.rivals.page import page, write_page
 from maskserve_benchmarks.rivals.pipeline_model import Pipeline, crop_box
-from maskserve_benchmarks.rivals.server import Rival
+from maskserve_benchmarks.rivals.server import Rival, RivalServer
 from maskserve_benchmarks.triton_calls import decode
 from maskserve_common.imaging.images import encode_png
+from maskserve_serving.ports import Ports
+
+
+class UnloadingTriton:
+    """Triton's client, for a server that answers an unload at once and ends the model's processes
+    after some looks at the index.
+    """
+
+    def __init__(self, looks: int = 3) -> None:
+        self.states, self._looks = {"other": "UNAVAILABLE"}, looks
+
+    def load_model(self, name: str) -> None:
+        self.states[name] = "READY"
+
+    def unload_model(self, name: str) -> None:
+        self.states[name] = "UNLOADING"
+
+    def get_model_repository_index(self) -> SimpleNamespace:
+        self._looks -= 1
+        if not self._looks:
+            self.states["rival"] = "UNAVAILABLE"
+        models = [SimpleNamespace(name=name, state=state) for name, state in self.states.items()]
+        return SimpleNamespace(models=models)
+
+
+def test_no_process_of_a_rival_runs_beside_the_next_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    triton = UnloadingTriton()
+    server_module = "maskserve_benchmarks.rivals.server"
+    monkeypatch.setattr(f"{server_module}.grpc_client.InferenceServerClient", lambda url: triton)
+    server = RivalServer(Ports(1, 2, 3))
+    with server.serving(Rival("rival", "whole")):
+        assert triton.states["rival"] == "READY"
+    assert triton.states["rival"] == "UNAVAILABLE"
+    monkeypatch.setattr(f"{server_module}._END_S", 0.1)
+    with (
+        pytest.raises(RuntimeError, match="does not unload rival"),
+        server.serving(Rival("rival", "whole")),
+    ):
+        pass
 
 
 @pytest.mark.parametrize("seed", range(20))
