@@ -29,7 +29,7 @@ from maskserve_common.contracts.status_record import LoadCost
 from maskserve_common.errors import EngineFailed, MaskserveError, Overloaded
 from maskserve_common.observations import Observations
 from maskserve_common.resources.loading import Kind, Loaded, ResourceLoader
-from maskserve_common.resources.residency import Residency, Resource
+from maskserve_common.resources.resource_states import Residency, Resource
 from maskserve_common.resources.resource_cache import ResourceCache
 from maskserve_workflows.node_files import open_model
 from maskserve_workflows.node_folders import NodeFolder, light_models, node_folders

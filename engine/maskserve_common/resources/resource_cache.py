@@ -19,7 +19,7 @@ from maskserve_common.observations import Observations
 from maskserve_common.resources.load_costs import LoadCosts
 from maskserve_common.resources.loading import Kind, Loaded, Source, W
 from maskserve_common.resources.popularity import Popularity
-from maskserve_common.resources.residency import Residency, Resource
+from maskserve_common.resources.resource_states import Residency, Resource
 
 
 class ResourceCache(ABC, Generic[W]):

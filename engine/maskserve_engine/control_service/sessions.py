@@ -24,7 +24,7 @@ from maskserve_common.contracts.request import ResolvedControl
 from maskserve_common.errors import EngineFailed, InvalidRequest, MaskserveError
 from maskserve_common.observations import Observations
 from maskserve_common.resources.loading import Done, Loaded
-from maskserve_common.resources.residency import Residency, Resource
+from maskserve_common.resources.resource_states import Residency, Resource
 from maskserve_engine.adapters.control_net_loader import (
     CONTROL_NETS,
     ControlNetLoader,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from maskserve_common.errors import EngineFailed, Overloaded
-from maskserve_common.resources.residency import Resource
+from maskserve_common.resources.resource_states import Resource
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.requests.due_times import DueTimes
 from maskserve_engine.requests.edit_adapters import EditAdapters

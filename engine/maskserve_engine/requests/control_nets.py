@@ -10,7 +10,7 @@ from maskserve_common.contracts.status_record import NodeStatus
 from maskserve_common.errors import MaskserveError
 from maskserve_common.observations import Observations
 from maskserve_common.resources.loading import Loaded, Source
-from maskserve_common.resources.residency import Residency, Resource
+from maskserve_common.resources.resource_states import Residency, Resource
 from maskserve_common.resources.resource_cache import ResourceCache
 from maskserve_engine.adapters.control_net_loader import CONTROL_NETS
 

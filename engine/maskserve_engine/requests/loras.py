@@ -19,7 +19,7 @@ from maskserve_common.errors import MaskserveError, Overloaded
 from maskserve_common.files.adapter_folder import AdapterFile
 from maskserve_common.observations import Observations
 from maskserve_common.resources.loading import Loaded, Source
-from maskserve_common.resources.residency import Residency, Resource
+from maskserve_common.resources.resource_states import Residency, Resource
 from maskserve_common.resources.resource_cache import ResourceCache
 from maskserve_common.shares import Shares
 from maskserve_engine.adapters.lora_loader import LORAS, estimated_bytes

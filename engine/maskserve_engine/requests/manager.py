@@ -21,7 +21,7 @@ from maskserve_common.errors import (
 )
 from maskserve_common.observations import Observations
 from maskserve_common.resources.loading import Kind, Loadable, Loaded
-from maskserve_common.resources.residency import Resource
+from maskserve_common.resources.resource_states import Resource
 from maskserve_common.status import RowStatus
 from maskserve_engine.base.job import EditJob, Failed, FinalEvent
 from maskserve_engine.base.mailbox import OutputThread

@@ -16,7 +16,7 @@ from maskserve_common.contracts.request import Lora, ResolvedControl
 from maskserve_common.contracts.reuse_levels import ReuseLevel, levels_of, with_template
 from maskserve_common.contracts.settings import acting, shares
 from maskserve_common.contracts.status_record import Kind, RowStatus
-from maskserve_common.resources.residency import Residency, Resource
+from maskserve_common.resources.resource_states import Residency, Resource
 from maskserve_engine.base.job import EditJob, Sink
 from maskserve_engine.batch.step_cache import RefreshSchedule
 from maskserve_engine.cache.tier import Note

@@ -15,7 +15,7 @@ from maskserve_common.config import Config
 from maskserve_common.errors import MaskserveError
 from maskserve_common.observations import Observations
 from maskserve_common.resources.loading import Kind, Loadable, Loaded
-from maskserve_common.resources.residency import Residency
+from maskserve_common.resources.resource_states import Residency
 from maskserve_engine.adapters.control_net_loader import CONTROL_NETS, ControlNetLoader
 from maskserve_engine.adapters.control_net_loader import Place as PlaceNet
 from maskserve_engine.adapters.fuse import served_form

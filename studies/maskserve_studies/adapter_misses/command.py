@@ -22,7 +22,7 @@ from maskserve_common.contracts.request import Lora
 from maskserve_common.errors import MaskserveError
 from maskserve_common.observations import Observations
 from maskserve_common.resources.loading import Loaded
-from maskserve_common.resources.residency import Residency, Resource
+from maskserve_common.resources.resource_states import Residency, Resource
 from maskserve_engine.adapters.lora_loader import LORAS
 from maskserve_engine.requests.loras import Loras
 

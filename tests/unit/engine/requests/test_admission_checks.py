@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from maskserve_common.errors import Overloaded
-from maskserve_common.resources.residency import Resource
+from maskserve_common.resources.resource_states import Resource
 from maskserve_engine.requests.admission_checks import AdmissionChecks
 from maskserve_engine.requests.execution_plan import DENSE, ExecutionPlan
 from maskserve_engine.requests.primings import Primings

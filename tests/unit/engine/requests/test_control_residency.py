@@ -13,7 +13,7 @@ from maskserve_common.contracts.status_record import AdapterStatus, WorkerStatus
 from maskserve_common.errors import EngineFailed, MaskserveError, Overloaded
 from maskserve_common.observations import Observations
 from maskserve_common.resources.loading import Loaded
-from maskserve_common.resources.residency import Residency, Resource
+from maskserve_common.resources.resource_states import Residency, Resource
 from maskserve_engine.adapters.control_net_loader import CONTROL_NETS
 from maskserve_engine.requests.control_nets import EditControlNets
 

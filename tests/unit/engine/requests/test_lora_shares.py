@@ -9,7 +9,7 @@ from maskserve_common.contracts.request import Lora
 from maskserve_common.errors import MaskserveError, Overloaded
 from maskserve_common.files.adapter_folder import AdapterFile
 from maskserve_common.observations import Observations
-from maskserve_common.resources.residency import Residency
+from maskserve_common.resources.resource_states import Residency
 from maskserve_engine.adapters.lora_loader import LORAS
 from maskserve_engine.requests.loras import Loras
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maskserve_common.errors import EngineFailed, Overloaded
-from maskserve_common.resources.residency import Residency, Resource
+from maskserve_common.resources.resource_states import Residency, Resource
 
 ONE, TWO, BIG = Resource("lora", "one"), Resource("lora", "two"), Resource("lora", "big")
 TEMPLATE = Resource("template", "t")
