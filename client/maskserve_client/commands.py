@@ -348,7 +348,7 @@ def _show_nodes(address: str, record: dict[str, Any] | None) -> None:
     if record is None:
         print(f"{address}: a node server, NOT ALIVE")
         return
-    loaded_bytes = sum(model["bytes"] for model in record["models"] if model["state"] == "here")
+    loaded_bytes = sum(model["bytes"] for model in record["models"] if model["state"] == "ready")
     room = record["device_bytes"] / 2**20
     print(f"{address}: a node server, {loaded_bytes / 2**20:.1f} of {room:.0f} MiB")
     for model in record["models"]:

@@ -32,11 +32,12 @@ _Telemetry: TypeAlias = Mapping[str, Mapping[str, Any]]
 """Telemetry of one server, by model."""
 
 
-class _Lying(NamedTuple):
+class _ReportedPlacement(NamedTuple):
     """Current placement, as the servers that answer report it."""
 
     telemetry: Mapping[str, _Telemetry]
-    rooms: Mapping[str, int]
+    device_bytes: Mapping[str, int]
+    """Bytes for models on each server."""
     placed: Placed
     """Models with weights on each server, or about to be loaded there."""
     busy: Mapping[str, float]
@@ -47,7 +48,7 @@ class LivePlacement:
     """Placement that follows the load. Any thread may call its methods, but for `observe`."""
 
     def __init__(self) -> None:
-        self._lying = _Lying({}, {}, {}, {})
+        self._reported = _ReportedPlacement({}, {}, {}, {})
         self._ended: dict[tuple[str, str], int] = {}
         """(server, model) -> number of ended calls at the last count."""
         self._counted_at = 0.0
@@ -70,33 +71,33 @@ class LivePlacement:
             server: name of the server.
             queue_s: seconds of work that the server still has.
             nbytes: bytes of the call's inputs.
-            byte_s: seconds to bring the server a byte of them.
+            byte_s: seconds that the server takes to receive a byte of them.
         """
-        models, rooms, placed, _ = self._lying
+        models, rooms, placed, _ = self._reported
         record = models.get(server, {}).get(model)
         if record is None or not _is_available(record, rooms[server]):
             return 3, queue_s + nbytes * byte_s
-        loaded = frozenset({model}) if record["state"] == "here" else frozenset()
+        loaded = frozenset({model}) if record["state"] == "ready" else frozenset()
         node = ReadyNode(
             model, 0.0, math.inf, record["seconds"], 0.0, frozenset({model}), {_ROUTER: nbytes}
         )
         prices = Prices({model: record.get("load_s", 0.0)}, byte_s)
         seconds = prices.score(node, NodePlace(server, queue_s, loaded), 0.0)
         free_bytes = rooms[server] - sum(models[server][name]["bytes"] for name in placed[server])
-        lies = not record["bytes"] or model in placed[server]
-        place = 0 if lies else 1 if record["bytes"] <= free_bytes else 2
+        is_placed = not record["bytes"] or model in placed[server]
+        place = 0 if is_placed else 1 if record["bytes"] <= free_bytes else 2
         return place, seconds
 
     def busy(self) -> Mapping[str, float]:
         """Return how many servers the calls of each model kept busy lately, over all routers."""
-        return self._lying.busy
+        return self._reported.busy
 
     def count_call(self, model: str, server: str) -> None:
         """Note that a call goes to a server and so loads its model; the next calls follow it."""
-        models, _, placed, _ = self._lying
+        models, _, placed, _ = self._reported
         if model in models.get(server, {}) and model not in placed[server]:
             placed = {**placed, server: placed[server] | {model}}
-            self._lying = self._lying._replace(placed=placed)
+            self._reported = self._reported._replace(placed=placed)
 
     def observe(
         self, records: Mapping[str, Record | None], now: float
@@ -117,21 +118,21 @@ class LivePlacement:
             name: frozenset(
                 model
                 for model, model_record in models.items()
-                if model_record["bytes"] and model_record["state"] in ("here", "coming")
+                if model_record["bytes"] and model_record["state"] in ("ready", "loading")
             )
             for name, models in model_records.items()
         }
         busy = self._count(model_records, now)
         loads = _loads(model_records, rooms, busy)
         placed = _better(loads, rooms, loaded, model_records)
-        self._lying = _Lying(model_records, rooms, placed, busy)
+        self._reported = _ReportedPlacement(model_records, rooms, placed, busy)
         return {name: names for name, names in placed.items() if names != loaded[name]}
 
     def _count(self, telemetry: Mapping[str, _Telemetry], now: float) -> dict[str, float]:
         """Return the number of servers that each model keeps busy."""
-        passed = now - self._counted_at if self._ended else 0.0
-        self._counted_at, decay = now, math.exp(-passed / _WINDOW_S)
-        self._observed_s = self._observed_s * decay + passed
+        elapsed_s = now - self._counted_at if self._ended else 0.0
+        self._counted_at, decay = now, math.exp(-elapsed_s / _WINDOW_S)
+        self._observed_s = self._observed_s * decay + elapsed_s
         self._busy = {name: seconds * decay for name, seconds in self._busy.items()}
         old_counts, self._ended = self._ended, {}
         for server, models in telemetry.items():

@@ -29,8 +29,8 @@ from maskserve_common.contracts.status_record import LoadCost
 from maskserve_common.errors import EngineFailed, MaskserveError, Overloaded
 from maskserve_common.observations import Observations
 from maskserve_common.resources.loading import Kind, Loaded, ResourceLoader
-from maskserve_common.resources.resource_states import Residency, Resource
 from maskserve_common.resources.resource_cache import ResourceCache
+from maskserve_common.resources.resource_states import Resource, ResourceStates
 from maskserve_workflows.node_files import open_model
 from maskserve_workflows.node_folders import NodeFolder, light_models, node_folders
 from maskserve_workflows.node_request import ModelSetup, NodeRequest, Nodes
@@ -47,7 +47,7 @@ NODE_MODELS: Final = Kind(
     "node",
     MappingProxyType({"storage": LoadCost(5.0, 1e-9)}),
 )
-_PRESENT: Final = ("here", "coming")
+_PRESENT: Final = ("ready", "loading")
 _TOGETHER: Final = 8
 _MOST_WAITING: Final = 10_000
 """Most calls that wait for a load; routers send no more than keep a server busy."""
@@ -142,10 +142,12 @@ class NodeModels:
         """Thread of callbacks that must not run with `_lock`."""
         self._lock = threading.Lock()
         self._budget = config.nodes.device_bytes
-        self._residency = Residency(_MOST_WAITING, {NODE_MODELS.name: self._budget}, self._evicted)
+        self._resource_states = ResourceStates(
+            _MOST_WAITING, {NODE_MODELS.name: self._budget}, self._evicted
+        )
         self._loader = NodeLoader(config, open_nodes)
         self._models = _ModelCache(
-            NODE_MODELS, self._residency, self._loader, self._on_loaded, Observations()
+            NODE_MODELS, self._resource_states, self._loader, self._on_loaded, Observations()
         )
         self._line: deque[NodeWork] = deque()
         self._waiting: dict[str, NodeWork] = {}
@@ -182,12 +184,14 @@ class NodeModels:
             }
             for folder in itertools.chain(*self._needed.values()):
                 resource = _resource(folder)
-                if resource not in kept_resources and not self._residency.pinned(resource):
-                    self._residency.drop(resource)
-            free_bytes = self._budget - self._residency.nbytes(NODE_MODELS.name)
+                if resource not in kept_resources and not self._resource_states.pinned(resource):
+                    self._resource_states.evict(resource)
+            free_bytes = self._budget - self._resource_states.nbytes(NODE_MODELS.name)
             queued_models = {work.model for work in self._line}
             for name, needed in requested.items():
-                missing = [x for x in needed if self._residency.state(_resource(x)) not in _PRESENT]
+                missing = [
+                    x for x in needed if self._resource_states.state(_resource(x)) not in _PRESENT
+                ]
                 nbytes = sum(folder.nbytes for folder in missing)
                 if missing and nbytes <= free_bytes and name not in queued_models:
                     free_bytes -= nbytes
@@ -206,7 +210,9 @@ class NodeModels:
             for name in (*self._light, *self._needed):
                 queue, needed = self._queues.get(name), self._needed.get(name, ())
                 folder, nbytes = next(iter(needed), None), sum(part.nbytes for part in needed)
-                state = "here" if folder is None else self._residency.state(_resource(folder))
+                state = (
+                    "ready" if folder is None else self._resource_states.state(_resource(folder))
+                )
                 records.append(
                     {
                         "name": name,
@@ -249,7 +255,7 @@ class NodeModels:
                 continue
             self._line.popleft()
             self._calls.add(work.id)
-            if self._residency.wait(work.id, missing):
+            if self._resource_states.wait(work.id, missing):
                 self._waiting[work.id] = work
             else:
                 self._enqueue(work)

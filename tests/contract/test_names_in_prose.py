@@ -173,14 +173,14 @@ def test_names_in_backticks_are_there() -> None:
 def test_what_is_gone_is_found() -> None:
     for known_name in (
         "maskserve_triton.edit_front",
-        "Residency.wait",
+        "ResourceStates.wait",
         "memory_table",
         "control_link.reuse.Reuse",
     ):
         assert code().has(known_name), known_name
     for removed_name in (
         "batch.residuals.Residuals",
-        "Residency.nothing_of_it",
+        "ResourceStates.nothing_of_it",
         "stack.Rest",
         "q_spanz",
     ):

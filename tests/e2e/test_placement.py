@@ -90,7 +90,7 @@ def node_states(address: str, **settings: Any) -> dict[str, str]:
         answer = client.infer("nodes", inputs)
     record = msgspec.json.decode(answer.as_numpy("RESULT")[0])
     loaded_bytes = sum(
-        model["bytes"] for model in record["models"] if model["state"] in ("here", "coming")
+        model["bytes"] for model in record["models"] if model["state"] in ("ready", "loading")
     )
     assert loaded_bytes <= record["device_bytes"]
     return {model["name"]: model["state"] for model in record["models"]}
@@ -110,7 +110,7 @@ class Site:
         return node_states(self.address(server))
 
     def lies(self, node: str, server: str) -> bool:
-        return self.states(server)[node] == "here"
+        return self.states(server)[node] == "ready"
 
     def lay(self, **lying: str) -> None:
         """Have a server have this model loaded, and others none."""
@@ -120,7 +120,7 @@ class Site:
 
             def lies(address: str = address, expected_nodes: set[str] = expected_nodes) -> bool:
                 states = node_states(address, placed=sorted(expected_nodes))
-                return {name for name in NODES if states[name] == "here"} == expected_nodes
+                return {name for name in NODES if states[name] == "ready"} == expected_nodes
 
             eventually(f"{server} has {expected_nodes}", lies, timeout_s=60)
 

@@ -316,7 +316,7 @@ def test_the_status_says_who_hosts_what(site: Site) -> None:
     [record] = status(site.url)["nodes"].values()
     models = {model["name"]: model for model in record["models"] if model["name"] != "segment"}
     assert {name: model["state"] for name, model in models.items()} == dict.fromkeys(
-        ("pictures", "find", "enlarge"), "here"
+        ("pictures", "find", "enlarge"), "ready"
     )
     assert models["find"]["bytes"] > 0
     assert models["enlarge"]["ended"] >= 1

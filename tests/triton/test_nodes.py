@@ -163,8 +163,8 @@ def test_who_asks_for_the_record_may_say_what_is_to_be_loaded(
         return str({model["name"]: model["state"] for model in record["models"]}["find"])
 
     assert state({}) == "absent"
-    assert state({PLACED: ["find"]}) in ("coming", "here")
-    eventually("it is there", lambda: state({}) == "here")
+    assert state({PLACED: ["find"]}) in ("loading", "ready")
+    eventually("it is there", lambda: state({}) == "ready")
     eventually("nothing needs it", lambda: state({PLACED: []}) == "absent")
     for wrong in ("find", [1]):
         error = ask_record({PLACED: wrong}).error()

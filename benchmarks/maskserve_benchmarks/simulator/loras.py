@@ -15,7 +15,7 @@ from maskserve_common.errors import MaskserveError
 from maskserve_common.files.adapter_folder import AdapterFile
 from maskserve_common.observations import Observations
 from maskserve_common.resources.loading import Loaded
-from maskserve_common.resources.resource_states import Residency
+from maskserve_common.resources.resource_states import ResourceStates
 from maskserve_common.routing.adapters import AdapterView
 from maskserve_engine.adapters.lora_loader import LORAS
 from maskserve_engine.requests.loras import Loras
@@ -49,9 +49,9 @@ class WorkerLoras:
         self._tiers, self._at = tiers, at
         self._source = _Source(self, tiers.host_slots)
         budget = {LORAS.name: tiers.slots * NBYTES}
-        residency = Residency(1, budget, lambda evicted: self._loras.dropped(evicted))
+        resource_states = ResourceStates(1, budget, lambda evicted: self._loras.dropped(evicted))
         config = Config(model=ModelConfig(dtype="bfloat16"))  # bytes = file size
-        self._loras = Loras(config, residency, self._source, lambda *_: None, Observations())
+        self._loras = Loras(config, resource_states, self._source, lambda *_: None, Observations())
         self._costs = LORAS.estimates
         """Costs that a worker reports before it has measured; every load takes exactly what routing
         expects."""

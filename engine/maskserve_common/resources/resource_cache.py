@@ -19,7 +19,7 @@ from maskserve_common.observations import Observations
 from maskserve_common.resources.load_costs import LoadCosts
 from maskserve_common.resources.loading import Kind, Loaded, Source, W
 from maskserve_common.resources.popularity import Popularity
-from maskserve_common.resources.resource_states import Residency, Resource
+from maskserve_common.resources.resource_states import Resource, ResourceStates
 
 
 class ResourceCache(ABC, Generic[W]):
@@ -27,7 +27,7 @@ class ResourceCache(ABC, Generic[W]):
 
     Args:
         kind: kind of the resources.
-        residency: states of all resources, with budgets and waiting edits.
+        resource_states: states of all resources, with budgets and waiting edits.
         source: loader of the files.
         on_loaded: hands a load's end to this object's thread, which calls `arrived` or `failed`.
         observations: observations of the worker.
@@ -36,14 +36,14 @@ class ResourceCache(ABC, Generic[W]):
     def __init__(
         self,
         kind: Kind,
-        residency: Residency,
+        resource_states: ResourceStates,
         source: Source[W],
         on_loaded: Callable[[W, Loaded | MaskserveError], None],
         observations: Observations,
     ) -> None:
-        self.kind, self._residency, self._source, self._on_loaded = (
+        self.kind, self._resource_states, self._source, self._on_loaded = (
             kind,
-            residency,
+            resource_states,
             source,
             on_loaded,
         )
@@ -72,7 +72,7 @@ class ResourceCache(ABC, Generic[W]):
             self._book(owner, resources)
             self._owners[owner] = tuple(resources)
             for resource in resources:
-                self._residency.pin(resource)
+                self._resource_states.pin(resource)
                 self._popularity.used(resource.name)
         try:
             for resource, item in resources.items():
@@ -80,12 +80,12 @@ class ResourceCache(ABC, Generic[W]):
         except MaskserveError:
             self.release(owner)
             raise
-        return tuple([item for item in resources if self._residency.state(item) != "here"])
+        return tuple([item for item in resources if self._resource_states.state(item) != "ready"])
 
     def release(self, owner: str) -> None:
         """Release the resources of an owner that has ended, or goes on without any."""
         for resource in self._owners.pop(owner, ()):
-            self._residency.unpin(resource)
+            self._resource_states.unpin(resource)
             self._release(owner, resource)
 
     def arrived(self, item: W, loaded: Loaded) -> list[str]:
@@ -95,14 +95,14 @@ class ResourceCache(ABC, Generic[W]):
         self.costs.add(loaded.source, loaded.file_bytes, loaded.seconds)
         self._loading.pop(item.version, None)
         self._loaded[item.version], self._listed = (item.name, loaded), None
-        return self._residency.arrived(self.resource(item))
+        return self._resource_states.arrived(self.resource(item))
 
     def failed(self, item: W, error: MaskserveError) -> list[str]:
         """Record that a load failed; return the edits that waited for it."""
         self.counters[f"{self.kind.metrics}_load_failures_total"] += 1
         self._loading.pop(item.version, None)
         self._listed = None
-        return self._residency.failed(self.resource(item), error)
+        return self._resource_states.failed(self.resource(item), error)
 
     def dropped(self, resource: Resource) -> None:
         """Record that a resource was evicted or lost."""
@@ -166,7 +166,7 @@ class ResourceCache(ABC, Generic[W]):
         return ()
 
     def _request(self, resource: Resource, item: W) -> None:
-        if self._residency.state(resource) in ("here", "coming"):
+        if self._resource_states.state(resource) in ("ready", "loading"):
             self._value(resource)
             return
         # It is needed now, so every resource without an owner may be evicted for it.
@@ -182,7 +182,7 @@ class ResourceCache(ABC, Generic[W]):
         it loads.
         """
         device_bytes, record_bytes = self._bytes(item)
-        if not self._residency.reserve(resource, device_bytes, worth):
+        if not self._resource_states.reserve(resource, device_bytes, worth):
             return False
         self._value(resource)
         self._loading[item.version], self._listed = (item.name, record_bytes), None
@@ -199,5 +199,5 @@ class ResourceCache(ABC, Generic[W]):
 
     def _value(self, resource: Resource) -> None:
         """Update the resource's score: uses per byte; the lowest is evicted first."""
-        worth = self._popularity.worth(resource.name, self._residency.nbytes_of(resource))
-        self._residency.touch(resource, worth)
+        worth = self._popularity.worth(resource.name, self._resource_states.nbytes_of(resource))
+        self._resource_states.touch(resource, worth)

@@ -1,14 +1,14 @@
 """States of resources that edits need, and the edits that wait for them.
 
-    absent ──reserve()──► coming (loading) ──arrived()──► here (ready)
+    absent ──reserve()──► loading ──arrived()──► ready
                              └────failed()────► failed
 
     absent and failed resources begin with reserve()
 
-`Residency` enforces the byte budget of a kind: a ready resource stays until one with a higher score
-takes its room. Kinds without a budget (templates, whose entries the store keeps) have only waiting
-edits here: `arrived` ends their wait, and the resource is absent again. Used by the engine thread
-only.
+`ResourceStates` enforces the byte budget of a kind: a ready resource stays until one with a higher
+score takes its room. Kinds without a budget (templates, whose entries the store keeps) have only
+waiting edits: `arrived` ends their wait, and the resource is absent again. Used by the engine
+thread only.
 """
 
 from __future__ import annotations
@@ -29,54 +29,57 @@ class Resource(NamedTuple):
     name: str
 
 
-Residence = Literal["absent", "coming", "here", "failed"]
+ResourceState = Literal["absent", "loading", "ready", "failed"]
 
 
 @dataclass(slots=True)
-class _Resident:
-    state: Residence
+class _Record:
+    state: ResourceState
     nbytes: int
     score: float
     error: MaskserveError | None = None
 
 
-class Residency:
+class ResourceStates:
     """Resources by name, and the edits that wait for sets of them.
 
     Args:
         most_waiting: most edits that may wait.
         budgets: bytes by kind; other kinds have no budget.
-        evict: called with each resource to evict.
+        on_evicted: called with each resource that is evicted.
     """
 
     def __init__(
         self,
         most_waiting: int,
         budgets: Mapping[str, int] | None = None,
-        evict: Callable[[Resource], None] = lambda resource: None,
+        on_evicted: Callable[[Resource], None] = lambda resource: None,
     ) -> None:
-        self._most, self._budgets, self._evict = most_waiting, dict(budgets or {}), evict
-        self._resident: dict[Resource, _Resident] = {}
+        self._most, self._budgets = most_waiting, dict(budgets or {})
+        self._on_evicted = on_evicted
+        self._records: dict[Resource, _Record] = {}
         self._pins: Counter[Resource] = Counter()
         self._missing: dict[str, set[Resource]] = {}
         """Request id → resources that it waits for, in order of arrival."""
 
-    def state(self, resource: Resource) -> Residence:
-        record = self._resident.get(resource)
+    def state(self, resource: Resource) -> ResourceState:
+        record = self._records.get(resource)
         return "absent" if record is None else record.state
 
     def error(self, resource: Resource) -> MaskserveError | None:
         """Return the error of a failed resource; None: it has not failed."""
-        record = self._resident.get(resource)
+        record = self._records.get(resource)
         return None if record is None else record.error
 
     def nbytes(self, kind: str) -> int:
         """Return the bytes of a kind's loaded and loading resources."""
-        return sum(h.nbytes for resource, h in self._resident.items() if resource.kind == kind)
+        return sum(
+            record.nbytes for resource, record in self._records.items() if resource.kind == kind
+        )
 
     def nbytes_of(self, resource: Resource) -> int:
         """Return the bytes that are reserved for a resource."""
-        record = self._resident.get(resource)
+        record = self._records.get(resource)
         return 0 if record is None else record.nbytes
 
     def reserve(self, resource: Resource, nbytes: int = 0, score: float = 0.0) -> bool:
@@ -85,23 +88,23 @@ class Residency:
         It evicts ready resources of the same kind, the lowest score first, but none with a higher
         score and none that is pinned.
         """
-        if self.state(resource) in ("coming", "here"):
+        if self.state(resource) in ("loading", "ready"):
             return True
         victims = self._victims(resource, nbytes, score)
         if victims is None:
             return False
         for victim in victims:
-            self.drop(victim)
-        self._resident[resource] = _Resident("coming", nbytes, score)
+            self.evict(victim)
+        self._records[resource] = _Record("loading", nbytes, score)
         return True
 
     def arrived(self, resource: Resource) -> list[str]:
         """Set a resource ready; return the edits that now wait for nothing, in order of arrival."""
         if resource.kind in self._budgets:
-            record = self._resident.setdefault(resource, _Resident("coming", 0, 0.0))
-            record.state, record.error = "here", None
+            record = self._records.setdefault(resource, _Record("loading", 0, 0.0))
+            record.state, record.error = "ready", None
         else:
-            self._resident.pop(resource, None)
+            self._records.pop(resource, None)
         ready = []
         for request_id, missing in self._missing.items():
             missing.discard(resource)
@@ -113,7 +116,7 @@ class Residency:
 
     def failed(self, resource: Resource, error: MaskserveError) -> list[str]:
         """Set a resource failed; return the edits that waited for it."""
-        self._resident[resource] = _Resident("failed", 0, 0.0, error)
+        self._records[resource] = _Record("failed", 0, 0.0, error)
         waiting = [name for name, missing in self._missing.items() if resource in missing]
         for request_id in waiting:
             del self._missing[request_id]
@@ -126,7 +129,7 @@ class Residency:
             MaskserveError: one of them has failed.
             Overloaded: too many edits wait, in all or of its key.
         """
-        missing = {item for item in resources if self.state(item) != "here"}
+        missing = {item for item in resources if self.state(item) != "ready"}
         for item in missing:
             error = self.error(item)
             if error is not None:
@@ -163,13 +166,13 @@ class Residency:
 
     def touch(self, resource: Resource, score: float) -> None:
         """Set the score of a loaded or loading resource."""
-        self._resident[resource].score = score
+        self._records[resource].score = score
 
-    def drop(self, resource: Resource) -> None:
+    def evict(self, resource: Resource) -> None:
         """Evict a resource, if it is ready."""
-        if self.state(resource) == "here":
-            del self._resident[resource]
-            self._evict(resource)
+        if self.state(resource) == "ready":
+            del self._records[resource]
+            self._on_evicted(resource)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if a budget is exceeded, or an edit waits for nothing."""
@@ -185,9 +188,9 @@ class Residency:
         over = self.nbytes(resource.kind) + nbytes - budget
         candidates = [
             (record.score, candidate)
-            for candidate, record in self._resident.items()
+            for candidate, record in self._records.items()
             if candidate.kind == resource.kind
-            and record.state == "here"
+            and record.state == "ready"
             and record.score <= score
             and candidate not in self._pins
         ]
@@ -196,5 +199,5 @@ class Residency:
             if over <= 0:
                 break
             victims.append(candidate)
-            over -= self._resident[candidate].nbytes
+            over -= self._records[candidate].nbytes
         return victims if over <= 0 else None

@@ -24,7 +24,7 @@ from maskserve_common.contracts.request import ResolvedControl
 from maskserve_common.errors import EngineFailed, InvalidRequest, MaskserveError
 from maskserve_common.observations import Observations
 from maskserve_common.resources.loading import Done, Loaded
-from maskserve_common.resources.resource_states import Residency, Resource
+from maskserve_common.resources.resource_states import Resource, ResourceStates
 from maskserve_engine.adapters.control_net_loader import (
     CONTROL_NETS,
     ControlNetLoader,
@@ -74,9 +74,7 @@ class DenoiserSession:
     """Secret of the session (`transport.Attached.key`)."""
     rows: dict[str, OpenRow] = field(default_factory=dict)
     versions: set[str] = field(default_factory=set)
-    """Contents (versions) of the ControlNets that the session uses; each is held
-    for its `_owner`.
-    """
+    """Versions of the ControlNets that the session uses."""
     batch: tuple[int, NetBatch] | None = None
     """Number of the last request's batch, and the state kept of it."""
     connected: bool = False
@@ -113,10 +111,12 @@ class DenoiserSessions:
         self._sessions: dict[str, DenoiserSession] = {}
         self.family_nets: dict[str, Any] = {}
         """ControlNets on the device, by version, in the family's form."""
-        self.residency = Residency(
+        self.resource_states = ResourceStates(
             _MOST_WAITING, {CONTROL_NETS.name: config.controls.device_bytes}, self._dropped
         )
-        self._nets = EditControlNets(self.residency, self._loader, self._on_loaded, Observations())
+        self._nets = EditControlNets(
+            self.resource_states, self._loader, self._on_loaded, Observations()
+        )
         self._waiting: dict[str, Done] = {}
         """Callbacks of pending loads, by ticket."""
         self._names = itertools.count()
@@ -163,7 +163,7 @@ class DenoiserSessions:
             resources = self._nets.hold(owner, [control])
             denoiser.versions.add(control.version)
             ticket = f"{owner} {next(self._names)}"
-            if self.residency.wait(ticket, resources):
+            if self.resource_states.wait(ticket, resources):
                 self._waiting[ticket] = done
                 return
             loaded = self._nets.loaded(control)

@@ -10,8 +10,8 @@ from maskserve_common.contracts.status_record import NodeStatus
 from maskserve_common.errors import MaskserveError
 from maskserve_common.observations import Observations
 from maskserve_common.resources.loading import Loaded, Source
-from maskserve_common.resources.resource_states import Residency, Resource
 from maskserve_common.resources.resource_cache import ResourceCache
+from maskserve_common.resources.resource_states import Resource, ResourceStates
 from maskserve_engine.adapters.control_net_loader import CONTROL_NETS
 
 
@@ -34,12 +34,12 @@ class EditControlNets(ResourceCache[ResolvedControl]):
 
     def __init__(
         self,
-        residency: Residency,
+        resource_states: ResourceStates,
         loader: ControlNetSource,
         on_loaded: Callable[[ResolvedControl, Loaded | MaskserveError], None],
         observations: Observations,
     ) -> None:
-        super().__init__(CONTROL_NETS, residency, loader, on_loaded, observations)
+        super().__init__(CONTROL_NETS, resource_states, loader, on_loaded, observations)
         self._loader = loader
         self._typical_bytes = loader.typical_bytes()
 
@@ -57,5 +57,5 @@ class EditControlNets(ResourceCache[ResolvedControl]):
 
     def _request(self, resource: Resource, item: ResolvedControl) -> None:
         if not self._loader.holds(item):  # the service that had it has ended
-            self._residency.drop(resource)
+            self._resource_states.evict(resource)
         super()._request(resource, item)

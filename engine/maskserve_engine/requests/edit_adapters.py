@@ -14,8 +14,8 @@ from maskserve_common.config import Config
 from maskserve_common.contracts.request import Lora
 from maskserve_common.errors import InvalidRequest, MaskserveError
 from maskserve_common.resources.loading import Kind, Loadable, Loaded
-from maskserve_common.resources.resource_states import Resource
 from maskserve_common.resources.resource_cache import ResourceCache
+from maskserve_common.resources.resource_states import Resource
 from maskserve_engine.adapters.control_net_loader import CONTROL_NETS
 from maskserve_engine.adapters.lora_loader import LORAS
 from maskserve_engine.base.job import EditJob

@@ -19,8 +19,8 @@ from maskserve_common.errors import MaskserveError, Overloaded
 from maskserve_common.files.adapter_folder import AdapterFile
 from maskserve_common.observations import Observations
 from maskserve_common.resources.loading import Loaded, Source
-from maskserve_common.resources.resource_states import Residency, Resource
 from maskserve_common.resources.resource_cache import ResourceCache
+from maskserve_common.resources.resource_states import Resource, ResourceStates
 from maskserve_common.shares import Shares
 from maskserve_engine.adapters.lora_loader import LORAS, estimated_bytes
 
@@ -43,12 +43,12 @@ class Loras(ResourceCache[Lora]):
     def __init__(
         self,
         config: Config,
-        residency: Residency,
+        resource_states: ResourceStates,
         loader: LoraSource,
         on_loaded: Callable[[Lora, Loaded | MaskserveError], None],
         observations: Observations,
     ) -> None:
-        super().__init__(LORAS, residency, loader, on_loaded, observations)
+        super().__init__(LORAS, resource_states, loader, on_loaded, observations)
         self._loader, self._config = loader, config
         self._key_bytes = Shares(config.adapters.device_bytes)
         """Device bytes of the LoRAs that each key's edits use; a LoRA that several edits use counts
@@ -104,7 +104,7 @@ class Loras(ResourceCache[Lora]):
         """
         key = scope_of(owner)
         sizes = {
-            resource: self._residency.nbytes_of(resource) or self._bytes(lora)[0]
+            resource: self._resource_states.nbytes_of(resource) or self._bytes(lora)[0]
             for resource, lora in items.items()
             if (key, resource) not in self._holders
         }

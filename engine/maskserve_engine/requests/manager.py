@@ -80,7 +80,11 @@ class RequestManager:
         self._worker, self._model = config.worker, model_name(config)
         self.schedules = RefreshSchedules(config, adapter)
         self._table = table
-        self.edits, self.scheduler, self.residency = table.edits, table.scheduler, table.residency
+        self.edits, self.scheduler, self.resource_states = (
+            table.edits,
+            table.scheduler,
+            table.resource_states,
+        )
         self._priming = {} if primings is None else primings.active
         self.policy: ExecutionPolicy | None = None
         """Chooses the plans of edits; None: all edits run dense."""
@@ -221,7 +225,7 @@ class RequestManager:
         edit = self.edits.pop(request_id, None)
         if edit is not None:
             self._rows.release(edit)
-            self.residency.leave(request_id)
+            self.resource_states.leave(request_id)
             self._release_adapters(request_id)
             self.scheduler.cancel(request_id)
             self.output.send(edit.sink, Failed(error, timeline(edit)))
@@ -259,7 +263,7 @@ class RequestManager:
         """Pass a template's edits through the admission checks again: it can be read now, or will
         not be.
         """
-        for request_id in self.residency.arrived(Resource(TEMPLATE, key)):
+        for request_id in self.resource_states.arrived(Resource(TEMPLATE, key)):
             self._resume(self.edits.pop(request_id))
 
     def adapter_loaded(self, kind: Kind, item: Loadable, outcome: Loaded | MaskserveError) -> None:

@@ -16,7 +16,7 @@ from maskserve_common.contracts.request import Lora, ResolvedControl
 from maskserve_common.contracts.reuse_levels import ReuseLevel, levels_of, with_template
 from maskserve_common.contracts.settings import acting, shares
 from maskserve_common.contracts.status_record import Kind, RowStatus
-from maskserve_common.resources.resource_states import Residency, Resource
+from maskserve_common.resources.resource_states import Resource, ResourceStates
 from maskserve_engine.base.job import EditJob, Sink
 from maskserve_engine.batch.step_cache import RefreshSchedule
 from maskserve_engine.cache.tier import Note
@@ -568,14 +568,17 @@ class RequestTable:
 
     Args:
         scheduler: queue of the edits that need a row.
-        residency: resources of the worker, and the edits that wait for them.
+        resource_states: resources of the worker, and the edits that wait for them.
         step_seconds: predicts an edit's seconds per step for its ticket.
     """
 
     def __init__(
-        self, scheduler: SchedulingPolicy, residency: Residency, step_seconds: StepSeconds
+        self,
+        scheduler: SchedulingPolicy,
+        resource_states: ResourceStates,
+        step_seconds: StepSeconds,
     ) -> None:
-        self.scheduler, self.residency = scheduler, residency
+        self.scheduler, self.resource_states = scheduler, resource_states
         self._step_seconds = step_seconds
         self.edits: dict[str, RequestState] = {}
 
@@ -610,7 +613,7 @@ class RequestTable:
         """
         if not edit.running:
             self._check_id(edit)
-        self.residency.wait(edit.request_id, resources)
+        self.resource_states.wait(edit.request_id, resources)
         edit.waited = edit.waiting = True
         edit.waiting_since = time.monotonic()
         self.edits[edit.request_id] = edit

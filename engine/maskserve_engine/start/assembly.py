@@ -15,7 +15,7 @@ from maskserve_common.config import Config
 from maskserve_common.errors import MaskserveError
 from maskserve_common.observations import Observations
 from maskserve_common.resources.loading import Kind, Loadable, Loaded
-from maskserve_common.resources.resource_states import Residency
+from maskserve_common.resources.resource_states import ResourceStates
 from maskserve_engine.adapters.control_net_loader import CONTROL_NETS, ControlNetLoader
 from maskserve_engine.adapters.control_net_loader import Place as PlaceNet
 from maskserve_engine.adapters.fuse import served_form
@@ -238,14 +238,16 @@ def assemble(
         LORAS.name: config.adapters.device_bytes,
         CONTROL_NETS.name: config.controls.device_bytes,
     }
-    residency = Residency(
+    resource_states = ResourceStates(
         config.engine.max_waiting, budgets, lambda resource: adapters.dropped(resource)
     )
     held_loras = held_nets = None
     if loras is not None:
-        held_loras = Loras(config, residency, loras, partial(on_loaded, LORAS), observations)
+        held_loras = Loras(config, resource_states, loras, partial(on_loaded, LORAS), observations)
     if nets is not None:
-        held_nets = EditControlNets(residency, nets, partial(on_loaded, CONTROL_NETS), observations)
+        held_nets = EditControlNets(
+            resource_states, nets, partial(on_loaded, CONTROL_NETS), observations
+        )
     adapters = EditAdapters(config, adapter, step_executor, held_loras, held_nets)
     scheduler = policy(
         config.engine.max_rows, config.engine.max_waiting, config.cache.priming_share
@@ -261,7 +263,7 @@ def assemble(
             lambda key: manager.template_settled(key),
         )
 
-    request_table = RequestTable(scheduler, residency, (degrees or costs).step_seconds)
+    request_table = RequestTable(scheduler, resource_states, (degrees or costs).step_seconds)
     due_times = DueTimes(config, prices.measured)
     manager = RequestManager(
         config,

@@ -3,10 +3,10 @@
 
 The paper gives two points for ControlNets: the first 5 of service A's 47 take 98 % of the calls,
 and the first 8 of service B's 94 take 95 %. It prints no such point for LoRAs, whose tail is
-longer. Calls are drawn independently by the Zipf law through each point. The production classes
-(`Loras`, `Residency`) hold as many adapters as the point names, all of one size. A load ends before
-the next call. The report also has the misses of least-recently-used eviction for the same calls,
-and the share of the calls beyond the first 5 or 8.
+longer. Calls are drawn independently by the Zipf law through each point. The product's cache
+(`Loras`, `ResourceStates`) holds as many adapters as the point names, all of one size. A load ends
+before the next call. The report also has the misses of least-recently-used eviction for the same
+calls, and the share of the calls beyond the first 5 or 8.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from maskserve_common.contracts.request import Lora
 from maskserve_common.errors import MaskserveError
 from maskserve_common.observations import Observations
 from maskserve_common.resources.loading import Loaded
-from maskserve_common.resources.resource_states import Residency, Resource
+from maskserve_common.resources.resource_states import Resource, ResourceStates
 from maskserve_engine.adapters.lora_loader import LORAS
 from maskserve_engine.requests.loras import Loras
 
@@ -35,22 +35,22 @@ def misses(service: Service, calls: Sequence[int]) -> tuple[float, float]:
     """The production classes' share of calls that wait for their adapter, and their loads per call.
     The share leaves out the first calls. The loads include those that no call has asked for yet.
     """
-    residency = Residency(
+    resource_states = ResourceStates(
         1, {LORAS.name: service.slots * NBYTES}, lambda evicted: loras.dropped(evicted)
     )
     loader = _ImmediateLoader()
     config = Config(model=ModelConfig(dtype="bfloat16"))  # so that a file's bytes are its size
-    loras = Loras(config, residency, loader, lambda lora, outcome: None, Observations())
+    loras = Loras(config, resource_states, loader, lambda lora, outcome: None, Observations())
     misses_counted = 0
     for number, adapter in enumerate(calls):
         lora = Lora(name=f"a{adapter}", version=f"v{adapter}")
-        is_loaded = residency.state(Resource(LORAS.name, lora.version)) == "here"
+        is_loaded = resource_states.state(Resource(LORAS.name, lora.version)) == "ready"
         loras.hold("edit", (lora,))
         loader.arrive(loras)
         loras.release("edit")
         loader.arrive(loras)
         misses_counted += not is_loaded and number >= WARM * len(calls)
-    residency.check_integrity()
+    resource_states.check_integrity()
     assert len(loras.names()) == service.slots
     return misses_counted / (len(calls) * (1 - WARM)), loader.loads / len(calls)
 

@@ -479,7 +479,7 @@ async def test_servers_behind_a_name_are_found_anew(monkeypatch: pytest.MonkeyPa
 async def test_calls_go_where_their_model_is_placed() -> None:
     """Two servers, as they tell of themselves; one is full of `find` and is relieved of it."""
     states = {
-        "a:1": {"find": "here", "enlarge": "here"},
+        "a:1": {"find": "ready", "enlarge": "ready"},
         "b:1": {"find": "absent", "enlarge": "absent"},
     }
     ended, call_addresses, dead = dict.fromkeys(states, 0), [], set[str]()
@@ -492,7 +492,7 @@ async def test_calls_go_where_their_model_is_placed() -> None:
                 raise Failure(grpc.StatusCode.UNAVAILABLE, "gone")
             for name in (settings or {}).get("placed", ()):
                 placed.setdefault(address, []).append(name)
-                states[address][name] = "here"
+                states[address][name] = "ready"
             models = [
                 {"name": name, "state": state, "bytes": 9, "ended": ended[address], "seconds": 1.0}
                 for name, state in states[address].items()

@@ -63,7 +63,7 @@ class Server:
         while self.under_way and self.under_way[0][0] <= now:
             self.ended[self.under_way.pop(0)[1]] += 1
         for name, nbytes in self.models.items():
-            state = "here" if name in self.ready else "failed" if name in self.broken else "absent"
+            state = "ready" if name in self.ready else "failed" if name in self.broken else "absent"
             model_record = {
                 "name": name,
                 "state": state,
@@ -284,7 +284,7 @@ def test_a_call_goes_to_who_would_be_done_first() -> None:
         name: s.record(0.0)
         for name, s in zip("xyz", (loaded_server, slow, loading_server), strict=True)
     }
-    records["z"]["models"][0]["state"] = "coming"
+    records["z"]["models"][0]["state"] = "loading"
     router = LivePlacement()
     assert router.observe(records, 0.0) == {}
     assert router.score("a", "x", 0.0) == (0, pytest.approx(0.1))

@@ -105,15 +105,15 @@ def test_models_are_loaded_at_first_use_one_at_a_time(tmp_path: Path) -> None:
     server.call("find", "a")
     server.call("enlarge", "b")
     eventually("one loads", lambda: server.loads == ["find"])
-    assert server.states()["find"] == ("coming", 1)
-    assert server.states()["enlarge"] == ("coming", 1)
+    assert server.states()["find"] == ("loading", 1)
+    assert server.states()["enlarge"] == ("loading", 1)
     server.may_load.set()
     server.may_run.set()
     server.wait("a", "b")
     assert (server.loads, server.results) == (
         ["find", "enlarge"], {"a": {"said": "a"}, "b": {"said": "b"}},
     )  # fmt: skip
-    eventually("none waits", lambda: set(server.states().values()) == {("here", 0)})
+    eventually("none waits", lambda: set(server.states().values()) == {("ready", 0)})
     server.models.close()
 
 
@@ -136,12 +136,12 @@ def test_what_has_to_go_drains_first(tmp_path: Path) -> None:
     server = Server(tmp_path, device_bytes=150)
     server.may_load.set()
     server.call("find", "a")
-    eventually("it is there", lambda: server.states()["find"] == ("here", 1))
+    eventually("it is there", lambda: server.states()["find"] == ("ready", 1))
     server.call("enlarge", "b")
     server.call("find", "c")
     assert server.states() == {
-        "pictures": ("here", 0),
-        "find": ("here", 2),
+        "pictures": ("ready", 0),
+        "find": ("ready", 2),
         "enlarge": ("absent", 1),
     }
     assert server.loads == ["find"]
@@ -213,18 +213,18 @@ def test_what_is_placed_is_loaded_and_what_nothing_needs_goes(tmp_path: Path) ->
     server = Server(tmp_path, device_bytes=150)
     server.may_load.set()
     server.models.place(["find", "boat"])
-    eventually("it is there", lambda: server.states()["find"] == ("here", 0))
+    eventually("it is there", lambda: server.states()["find"] == ("ready", 0))
     server.models.place(["find"])
     assert server.loads == ["find"]
     server.call("find", "a")
     server.models.place(["enlarge"])  # a call runs
-    assert server.states()["find"] == ("here", 1)
+    assert server.states()["find"] == ("ready", 1)
     assert server.states()["enlarge"] == ("absent", 0), "nothing waits for it"
     server.may_run.set()
     server.wait("a")
-    eventually("it has ended", lambda: server.states()["find"] == ("here", 0))
+    eventually("it has ended", lambda: server.states()["find"] == ("ready", 0))
     server.models.place(["enlarge"])
-    eventually("it is there", lambda: server.states()["enlarge"] == ("here", 0))
+    eventually("it is there", lambda: server.states()["enlarge"] == ("ready", 0))
     assert server.states()["find"] == ("absent", 0)
     server.models.place([])
     assert server.states()["enlarge"] == ("absent", 0)
@@ -240,10 +240,10 @@ def test_what_is_placed_is_loaded_with_what_it_needs(tmp_path: Path) -> None:
     server.may_load.set()
     guess = server.load_s()
     server.models.place(["enlarge", "find"])
-    eventually("one is there", lambda: server.states()["enlarge"] == ("here", 0))
+    eventually("one is there", lambda: server.states()["enlarge"] == ("ready", 0))
     assert server.loads == ["enlarge"], "there is no room for the other"
     server.models.place(["find"])
-    eventually("it is there", lambda: server.states()["find"] == ("here", 0))
+    eventually("it is there", lambda: server.states()["find"] == ("ready", 0))
     assert sorted(server.loads) == ["enlarge", "find", "segment"]
     records_by_name = {record["name"]: record for record in server.models.record()["models"]}
     assert {name: record["needs_bytes"] for name, record in records_by_name.items()} == {
@@ -251,7 +251,7 @@ def test_what_is_placed_is_loaded_with_what_it_needs(tmp_path: Path) -> None:
     }  # fmt: skip
     assert server.load_s() != guess, "it is measured"
     server.models.place(["find"])
-    assert server.states()["segment"] == ("here", 0), "`find` needs it"
+    assert server.states()["segment"] == ("ready", 0), "`find` needs it"
     server.models.close()
 
 

@@ -98,7 +98,7 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
     )
     yield Rig(service, cast(Source, service.sessions._loader))
     service.close()
-    service.sessions.residency.check_integrity()
+    service.sessions.resource_states.check_integrity()
 
 
 def test_all_who_ask_for_one_are_told_when_its_one_load_ends(rig: Rig) -> None:
@@ -199,5 +199,5 @@ def test_threads_that_load_and_evict_keep_the_counts(rig: Rig) -> None:
     thread.join()
     for name in list(rig.source.under_way):
         rig.source.arrive(name)
-    rig.service.sessions.residency.check_integrity()
+    rig.service.sessions.resource_states.check_integrity()
     assert sum(int(name[-1]) for name in rig.service.sessions.family_nets) <= ROOM

@@ -40,7 +40,7 @@ def engine(folder: Path, tmp_path: Path) -> Any:
     yield engine
     engine.close(5.0)
     engine.manager.scheduler.check_integrity()
-    engine.manager.residency.check_integrity()
+    engine.manager.resource_states.check_integrity()
 
 
 def seed() -> int:

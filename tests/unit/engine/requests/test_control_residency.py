@@ -13,7 +13,7 @@ from maskserve_common.contracts.status_record import AdapterStatus, WorkerStatus
 from maskserve_common.errors import EngineFailed, MaskserveError, Overloaded
 from maskserve_common.observations import Observations
 from maskserve_common.resources.loading import Loaded
-from maskserve_common.resources.resource_states import Residency, Resource
+from maskserve_common.resources.resource_states import Resource, ResourceStates
 from maskserve_engine.adapters.control_net_loader import CONTROL_NETS
 from maskserve_engine.requests.control_nets import EditControlNets
 
@@ -55,9 +55,11 @@ class Rig:
     def __init__(self, **sizes: int) -> None:
         self.folder = Folder(sizes)
         self.dropped: list[str] = []
-        self.residency = Residency(8, {CONTROL_NETS.name: ROOM}, self._drop)
+        self.resource_states = ResourceStates(8, {CONTROL_NETS.name: ROOM}, self._drop)
         self.observations = Observations()
-        self.nets = EditControlNets(self.residency, self.folder, lambda *_: None, self.observations)
+        self.nets = EditControlNets(
+            self.resource_states, self.folder, lambda *_: None, self.observations
+        )
 
     def _drop(self, resource: Resource) -> None:
         self.dropped.append(resource.name)
@@ -187,6 +189,10 @@ def test_counts_match_whatever_edits_ask_for() -> None:
             for net in rig.nets.listed():
                 if net.tier == "coming":  # it goes on although its edit was refused
                     rig.arrive(net.name)
-        rig.residency.check_integrity()
+        rig.resource_states.check_integrity()
         listed = rig.nets.listed()
-        assert sum(net.nbytes for net in listed) == rig.residency.nbytes(CONTROL_NETS.name) <= ROOM
+        assert (
+            sum(net.nbytes for net in listed)
+            == rig.resource_states.nbytes(CONTROL_NETS.name)
+            <= ROOM
+        )

@@ -178,8 +178,8 @@ class Site:
         assert manager.adapters.loras is not None
         assert not manager.adapters.loras._owners
         assert not manager.late_rows.rows
-        assert not manager.residency._pins
-        manager.residency.check_integrity()
+        assert not manager.resource_states._pins
+        manager.resource_states.check_integrity()
         manager.scheduler.check_integrity()
 
 
@@ -517,7 +517,7 @@ def test_what_is_booked_is_what_the_weights_take(make: Callable[..., Site]) -> N
     site.begin(site.job("x", 1, ("a", 1.0))).final()
     loras = site.engine.manager.adapters.loras
     assert loras is not None
-    assert site.engine.manager.residency.nbytes("lora") == loras.nbytes()
+    assert site.engine.manager.resource_states.nbytes("lora") == loras.nbytes()
 
 
 def test_a_scale_of_0_asks_for_nothing(make: Callable[..., Site]) -> None:

@@ -9,7 +9,7 @@ from maskserve_common.contracts.request import Lora
 from maskserve_common.errors import MaskserveError, Overloaded
 from maskserve_common.files.adapter_folder import AdapterFile
 from maskserve_common.observations import Observations
-from maskserve_common.resources.resource_states import Residency
+from maskserve_common.resources.resource_states import ResourceStates
 from maskserve_engine.adapters.lora_loader import LORAS
 from maskserve_engine.requests.loras import Loras
 
@@ -44,8 +44,8 @@ def loras_within(budget: int) -> Loras:
     config = Config(
         model=ModelConfig(dtype="bfloat16"), adapters=AdaptersConfig(device_bytes=budget)
     )
-    residency = Residency(64, {LORAS.name: budget})
-    return Loras(config, residency, Files(), lambda _, outcome: None, Observations())
+    resource_states = ResourceStates(64, {LORAS.name: budget})
+    return Loras(config, resource_states, Files(), lambda _, outcome: None, Observations())
 
 
 def test_edits_of_one_key_may_not_hold_all_of_the_device() -> None:
