@@ -178,10 +178,11 @@ def test_tables_of_simulated_results_are_those_of_the_run(page: str) -> None:
     assert [table for table in page_tables if table not in printed] == []
 
 
-def test_the_tables_of_keys_and_settings_are_those_of_the_code() -> None:
-    """Written by `python scripts/bench config_reference`."""
+@pytest.mark.parametrize("command", ["config_reference", "openapi"])
+def test_the_tables_of_keys_and_settings_are_those_of_the_code(command: str) -> None:
+    """Written by `python scripts/bench`."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["bench", "config_reference", "--check"])
+        patch.setattr(sys, "argv", ["bench", command, "--check"])
         assert bench.main() == 0
 
 
