@@ -293,7 +293,9 @@ class ImageEdits:
         height, width = read_size(sized_image, "image", self._limits)
         size = fields.n * answer_bytes(height * width, settings)
         if size > (most := self._front.most_bytes(client)):
-            most_text = f"up to {size // _MIB} MiB as base64; a response may have {most // _MIB}"
+            most_text = (
+                f"up to {size // _MIB} MiB as base64; a response may have {most // _MIB} MiB"
+            )
             problem = f"is {fields.n}, and the pictures take {most_text}"
             raise InvalidRequest("n", problem, "fewer pictures, jpeg, or output_url")
 
