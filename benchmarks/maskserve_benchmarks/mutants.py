@@ -305,6 +305,22 @@ MUTATIONS = (
         f"{_UNIT}/engine/scheduling/test_step_scheduler.py"
         "::test_priming_takes_its_turn_as_soon_as_it_is_paid_for",
     ),
+    Mutation(
+        "a key with small bursts gets ahead without a bound",
+        "engine/maskserve_engine/scheduling/step_scheduler.py",
+        "(received[key] > limit, bursts[key], received[key])",
+        "(bursts[key], received[key])",
+        f"{_UNIT}/engine/scheduling/test_key_shares.py"
+        "::test_pauses_between_small_edits_win_no_more_than_an_equal_part",
+    ),
+    Mutation(
+        "the work of a key's burst does not count",
+        "engine/maskserve_engine/scheduling/step_scheduler.py",
+        "(received[key] > limit, bursts[key], received[key])",
+        "(received[key] > limit, received[key])",
+        f"{_UNIT}/engine/scheduling/test_key_shares.py"
+        "::test_a_small_edit_does_not_wait_for_the_bursts_of_four_keys",
+    ),
     # Residuals: where they are stored, and who announces them
     Mutation(
         "a session of a service that has ended is used on",

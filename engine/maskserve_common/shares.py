@@ -18,6 +18,7 @@ keys share time and not places, their recent work decides (`KeyWork`).
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ from contextlib import contextmanager
 EVERYBODY = ""
 """Key of clients that are not distinguished (`contracts.keys.NO_SCOPE`)."""
 _REMEMBERED = 4096
-"""Idle keys whose last turn is remembered."""
+"""Idle keys whose last turn, or work, is remembered."""
 _MEMORY = 64
 """Steps after which about a third of a key's work still counts."""
 _HEAVY = 1e30
@@ -160,8 +161,8 @@ PATIENCE_S = 120.0
 
 class KeyWork:
     """Recent work of each key; the key with least lags. Keys that send requests only occasionally
-    are served before busy keys. Earlier work decays, so a busy key never waits long, and two busy
-    keys share equally.
+    are served before busy keys. Earlier work decays (`add`), or counts up to a bound (`catch_up`),
+    so a busy key never waits long, and two busy keys share equally.
     """
 
     def __init__(self) -> None:
@@ -170,13 +171,24 @@ class KeyWork:
         """Weight of work that is added now. It grows, so that earlier work counts less."""
 
     def add(self, key: str, work: float, steps: float = 1.0) -> None:
-        """Record the work that a key has received, `steps` after the previous key."""
+        """Record the work that a key has received, `steps` after the previous key; at 0 nothing
+        decays.
+        """
         self._weight *= (1 + 1 / _MEMORY) ** steps
         self._used[key] = self._used.get(key, 0.0) + work * self._weight
+        if len(self._used) > _REMEMBERED:
+            busiest = heapq.nlargest(_REMEMBERED // 2, self._used, key=self._used.__getitem__)
+            self._used = {key: self._used[key] for key in busiest}
         if self._weight > _HEAVY:
             scaled = ((key, total / self._weight) for key, total in self._used.items())
             self._used = {key: total for key, total in scaled if total > 1 / _HEAVY}
             self._weight = 1.0
+
+    def catch_up(self, keys: Iterable[str], most: float) -> None:
+        """Forget what each of these keys lags more than `most` behind the busiest of them."""
+        used = {key: self._used.get(key, 0.0) for key in keys}
+        floor = max(used.values()) - most * self._weight
+        self._used |= {key: max(work, floor) for key, work in used.items()}
 
     def used(self, key: str) -> float:
         """Return the decayed work that a key has received."""

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
@@ -75,6 +75,8 @@ class Ticket:
     """Scope of the client (`scope_of`)."""
     work: float = field(init=False, repr=False, compare=False)
     """Seconds that its row adds to a step; its tokens if seconds are unknown."""
+    seconds_alone: float = field(init=False, repr=False, compare=False)
+    """Seconds of one step alone; its tokens if seconds are unknown."""
 
     def __post_init__(self) -> None:
         fits = 0 <= self.active_tokens <= self.total_tokens
@@ -87,6 +89,7 @@ class Ticket:
         work = self.seconds[0] - self.shared if self.seconds else float(self.active_tokens)
         object.__setattr__(self, "key", scope_of(self.request_id))
         object.__setattr__(self, "work", work)
+        object.__setattr__(self, "seconds_alone", work + self.shared)
 
     def repriced(self, ticket: Ticket) -> Ticket:
         """Return this ticket with the tokens, cost and seconds of a step of another."""
@@ -221,8 +224,14 @@ priming may add.
 
 AGING_S = 5.0
 """Seconds of waiting that one step of priority is worth."""
-_FAR = 8
-"""Steps of work by which a key must lag before it steps alone."""
+_FAR = 2
+"""Steps of work by which a key's burst is far larger than another's."""
+_AHEAD = 32
+"""Steps of work by which one key may get ahead of another."""
+_PAUSE_S = 1.0
+"""Seconds without tickets after which a key's burst is over."""
+_BURSTS = 4096
+"""Bursts of keys without tickets that are remembered."""
 
 
 class TicketQueue:
@@ -300,65 +309,156 @@ class TicketQueue:
         return turns == self.turns and self._queue.check_integrity()
 
 
+@dataclass(slots=True)
+class _Burst:
+    """Work of a key since its last pause."""
+
+    received: float = 0.0
+    left: dict[str, float] = field(default_factory=dict)
+    """Request id -> work left of a ticket, also of one that waits."""
+    ended: float = -math.inf
+    """Time when its last ticket left."""
+
+    @property
+    def size(self) -> float:
+        """Its work, received and left."""
+        return self.received + sum(self.left.values())
+
+
 class FairSteps:
     """Gives each of n keys at least an nth of the speed that it would have alone, however many rows
-    the others have.
+    the others have. A key with little work does not wait for keys with much.
 
     A key may have any number of rows, and each makes the step longer for all. So if several keys
     have rows, no key adds more work to a step than the key with least work. The fixed cost of a
     step is shared: on a device on which more rows cost little, all of them fit. Rows of a key that
-    do not fit alternate. If rows of several keys cannot share a step, their batches alternate by
-    the work that each key received. A key that received little work recently has the step's time to
-    itself; others join if that costs nothing.
+    do not fit alternate. If rows of several keys cannot share a step, their batches alternate.
+
+    The next turn goes to the key with the smallest *burst*: the work that it has received since its
+    last pause, and that it has left; up to _AHEAD steps of it count. Keys with far larger bursts
+    leave it the step's time; they join if that costs nothing. But no key gets ahead of another by
+    more than _AHEAD steps in all: then the turn goes to the one that is behind. When a key comes,
+    what any key is behind by more than twice that is forgotten.
     """
 
     def __init__(self) -> None:
-        self._work = KeyWork()
+        self._received = KeyWork()
+        self._bursts: dict[str, _Burst] = {}
         self._stepped: dict[str, int] = {}
         """Request id -> number of its last step."""
         self._step = 0
+        self._ahead = 0.0
+        """Seconds of _AHEAD steps of the largest row."""
+        self._step_ends = -math.inf
+        """Time when the last step ends, as far as its seconds are known."""
 
-    def next(self, live: Sequence[Ticket]) -> str | None:
-        """Return the key that is served next; None: all rows belong to one key."""
+    def join(self, ticket: Ticket) -> None:
+        key = ticket.key
+        burst = self._bursts.setdefault(key, _Burst())
+        if not burst.left:
+            with_tickets = [name for name, other in self._bursts.items() if other.left]
+            self._received.catch_up([key, *with_tickets], 2 * self._ahead)
+            if ticket.arrival - burst.ended > _PAUSE_S:
+                burst.received = 0.0
+        burst.left[ticket.request_id] = ticket.steps * ticket.seconds_alone
+
+    def leave(self, ticket: Ticket) -> None:
+        burst = self._bursts[ticket.key]
+        del burst.left[ticket.request_id]
+        self._stepped.pop(ticket.request_id, None)
+        if not burst.left:
+            burst.ended = self._step_ends
+            if len(self._bursts) > _BURSTS:
+                self._bursts = {key: other for key, other in self._bursts.items() if other.left}
+
+    def reprice(self, before: Ticket, after: Ticket) -> None:
+        if before.seconds_alone:
+            change = after.seconds_alone / before.seconds_alone
+            self._bursts[after.key].left[after.request_id] *= change
+
+    def turns(self, live: Sequence[Ticket], now: float) -> dict[str, float]:
+        """Return the bursts of the keys that have rows, that of the next turn first; empty: all
+        rows belong to one key.
+
+        Args:
+            live: all rows.
+            now: seconds of the caller's clock.
+        """
+        self._step_ends = now
+        self._ahead = _AHEAD * max((t.seconds_alone for t in live), default=0.0) or self._ahead
         keys = dict.fromkeys(ticket.key for ticket in live)
-        return self._work.furthest_behind(keys) if len(keys) > 1 else None
+        if len(keys) < 2:
+            return {}
+        received = {key: self._received.used(key) for key in keys}
+        limit = min(received.values()) + self._ahead
+        bursts = {key: min(self._bursts[key].size, self._ahead) for key in keys}
+        order = sorted(keys, key=lambda key: (received[key] > limit, bursts[key], received[key]))
+        return {key: bursts[key] for key in order}
 
-    def rows(self, batch: Sequence[Ticket], live: Sequence[Ticket]) -> tuple[Ticket, ...]:
+    def rows(
+        self, batch: Sequence[Ticket], live: Sequence[Ticket], turns: Mapping[str, float]
+    ) -> tuple[Ticket, ...]:
         """Return the rows of a batch that step now.
 
         Args:
-            batch: rows that may share a step, at least one of the key that `next` names.
+            batch: rows that may share a step, at least one of the key whose turn is next.
             live: all rows.
+            turns: see `turns`.
         """
-        self._step += 1
-        work_by_key: dict[str, float] = {}
-        for ticket in live:
-            work_by_key[ticket.key] = work_by_key.get(ticket.key, 0.0) + ticket.work
         shared = max(ticket.shared for ticket in live)
-        if len(work_by_key) == 1:
-            self._stepped = {}
-            self._work.add(batch[0].key, sum(ticket.work for ticket in batch) + shared)
-            return tuple(batch)
-        first = self._work.furthest_behind(work_by_key)
-        steps_alone = self._work.lag(first, work_by_key) > _FAR * (work_by_key[first] + shared)
-        free = shared * (1 - 1 / len(work_by_key))
-        bound = min(work_by_key.values()) + free
-        granted_work: dict[str, float] = {}
-        chosen = set()
-        for ticket in sorted(batch, key=lambda ticket: self._stepped.get(ticket.request_id, 0)):
-            key, work = ticket.key, ticket.work
-            joins = key not in granted_work and (key == first or not steps_alone)
-            if joins or granted_work.get(key, 0.0) + work <= (
-                free if steps_alone and key != first else bound
-            ):
-                granted_work[key] = granted_work.get(key, 0.0) + work
-                chosen.add(ticket.request_id)
-        for key, work in granted_work.items():
-            self._work.add(key, work + shared / len(granted_work))
-        ids = {ticket.request_id for ticket in live}
-        self._stepped = {name: at for name, at in self._stepped.items() if name in ids}
-        self._stepped.update(dict.fromkeys(chosen, self._step))
-        return tuple(ticket for ticket in batch if ticket.request_id in chosen)
+        chosen = _allowed(self._by_last_step(batch), live, turns, shared) if turns else batch
+        self._step += 1
+        work_by_key = _work_by_key(chosen)
+        if all(ticket.seconds for ticket in chosen):
+            self._step_ends += shared + sum(work_by_key.values())
+        for ticket in chosen:
+            left = self._bursts[ticket.key].left
+            left[ticket.request_id] = max(0.0, left[ticket.request_id] - ticket.seconds_alone)
+            self._stepped[ticket.request_id] = self._step
+        for key, work in work_by_key.items():
+            seconds = work + shared / len(work_by_key)
+            self._received.add(key, seconds, steps=0)
+            self._bursts[key].received += seconds
+        ids = {ticket.request_id for ticket in chosen}
+        return tuple(ticket for ticket in batch if ticket.request_id in ids)
+
+    def check_integrity(self, tickets: Iterable[Ticket]) -> bool:
+        """Whether the work left is that of these tickets."""
+        names = {(ticket.key, ticket.request_id) for ticket in tickets}
+        return names == {(key, name) for key, burst in self._bursts.items() for name in burst.left}
+
+    def _by_last_step(self, batch: Sequence[Ticket]) -> list[Ticket]:
+        return sorted(batch, key=lambda ticket: self._stepped.get(ticket.request_id, 0))
+
+
+def _work_by_key(tickets: Sequence[Ticket]) -> dict[str, float]:
+    work_by_key: dict[str, float] = {}
+    for ticket in tickets:
+        work_by_key[ticket.key] = work_by_key.get(ticket.key, 0.0) + ticket.work
+    return work_by_key
+
+
+def _allowed(
+    batch: Sequence[Ticket], live: Sequence[Ticket], turns: Mapping[str, float], shared: float
+) -> list[Ticket]:
+    """Return the rows of a batch that fit into what each key may add to a step, earlier ones first.
+
+    `shared` is the fixed cost of the step.
+    """
+    live_work = _work_by_key(live)
+    first = next(iter(turns))
+    far = turns[first] + _FAR * (live_work[first] + shared)
+    free = shared * (1 - 1 / len(live_work))
+    bound = min(live_work.values()) + free
+    granted_work: dict[str, float] = {}
+    allowed = []
+    for ticket in batch:
+        key, joins = ticket.key, turns[ticket.key] <= far
+        work = granted_work.get(key, 0.0) + ticket.work
+        if (joins and key not in granted_work) or work <= (bound if joins else free):
+            granted_work[key] = work
+            allowed.append(ticket)
+    return allowed
 
 
 class StepScheduler:
@@ -441,6 +541,8 @@ class StepScheduler:
         self._queue_of(ticket).add(ticket)
         self._tickets[ticket.request_id] = (self._number, ticket)
         self._ids[self._number] = ticket.request_id
+        if not ticket.background:
+            self._fair_steps.join(ticket)
         if ticket.deadline is not None and ticket.deadline < math.inf:
             heapq.heappush(self._deadlines, (ticket.deadline, self._number))
 
@@ -467,6 +569,8 @@ class StepScheduler:
         rows = self._background if ticket.background else self._live
         repriced = rows[ticket.request_id].repriced(ticket)
         number, _ = self._tickets[ticket.request_id]
+        if not ticket.background:
+            self._fair_steps.reprice(rows[ticket.request_id], repriced)
         rows[ticket.request_id], self._tickets[ticket.request_id] = repriced, (number, repriced)
 
     def schedule(self, now: float, devices: Devices = ALL_FREE) -> Decision:
@@ -481,25 +585,26 @@ class StepScheduler:
             self._background_waiting, self._background, places - len(self._background)
         )
         live, background = self._choose_batch(
-            tuple(self._live.values()), tuple(self._background.values())[:places]
+            tuple(self._live.values()), tuple(self._background.values())[:places], now
         )
         self._update_credit(live, background)
         rows = (*live, *background)
         return Decision(admitted, (Run(rows),) if rows else (), expired)
 
     def _choose_batch(
-        self, live: tuple[Ticket, ...], background: tuple[Ticket, ...]
+        self, live: tuple[Ticket, ...], background: tuple[Ticket, ...], now: float
     ) -> tuple[tuple[Ticket, ...], tuple[Ticket, ...]]:
         """Choose rows that may share a step: of several batches the one that ran longest ago; if
         clients' keys compete, the batch of the next key, with no more rows than the keys' shares
         allow.
         """
-        turn_key = self._fair_steps.next(live)
+        turns = self._fair_steps.turns(live, now)
         keys = dict.fromkeys(ticket.batch_key for ticket in (*live, *background))
         self._step += 1
         self._last_batch = {key: self._last_batch.get(key, 0) for key in keys}
-        if turn_key is not None:
-            batch_keys = (t.batch_key for t in live if t.key == turn_key)
+        if turns:
+            first = next(iter(turns))
+            batch_keys = (ticket.batch_key for ticket in live if ticket.key == first)
             keys = dict.fromkeys(batch_keys)
         if not keys:
             return (), ()
@@ -507,7 +612,7 @@ class StepScheduler:
         self._last_batch[chosen] = self._step
         batch = tuple(ticket for ticket in live if ticket.batch_key == chosen)
         return (
-            self._fair_steps.rows(batch, live) if batch else (),
+            self._fair_steps.rows(batch, live, turns) if batch else (),
             tuple(ticket for ticket in background if ticket.batch_key == chosen),
         )
 
@@ -561,6 +666,8 @@ class StepScheduler:
         del self._ids[number]
         rows = self._background if ticket.background else self._live
         queue = self._queue_of(ticket)
+        if not ticket.background:
+            self._fair_steps.leave(ticket)
         if rows.pop(request_id, None) is None:
             queue.discard(request_id)
         else:
@@ -595,6 +702,9 @@ class StepScheduler:
                 if ticket.deadline is not None and ticket.deadline < math.inf
             ),
             "no debts": self._credit >= 0.0,
+            "work left is that of live tickets": self._fair_steps.check_integrity(
+                ticket for _, ticket in self._tickets.values() if not ticket.background
+            ),
         }
         broken = [name for name, holds in checks.items() if not holds]
         if broken:
