@@ -579,7 +579,7 @@ MUTATIONS = (
     ),
     Mutation(
         "base models are led away by another scale",
-        f"{_FLOW}/row_maker.py",
+        f"{_FLOW}/adapter.py",
         "scale = settings.guidance_scale if cfg else settings.true_cfg_scale",
         "scale = 2.0 if cfg else settings.true_cfg_scale",
         f"{_DENSE}[klein-base]",
@@ -600,7 +600,7 @@ MUTATIONS = (
     ),
     Mutation(
         "rows of a template make their own references",
-        "engine/maskserve_engine/loop/local_rows.py",
+        "engine/maskserve_engine/loop/local_executor.py",
         "references.entry = entry",
         "pass",
         f"{_EXACT}::test_a_template_has_its_references_once_and_all_its_rows_read_them",
@@ -765,7 +765,7 @@ MUTATIONS = (
     ),
     Mutation(
         "entries of Qwen-Image-Edit are primed without words",
-        f"{_FLOW}/row_maker.py",
+        f"{_FLOW}/adapter.py",
         "if self.spec.encoder_picture and not self.spec.primed_by_prompt:",
         "if self.spec.encoder_picture:",
         f"{_QWEN_EDIT}::test_on_its_primings_inputs_a_cached_row_is_a_dense_one",
@@ -960,7 +960,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a step cache beside a template keeps its host memory",
-        "engine/maskserve_engine/loop/local_rows.py",
+        "engine/maskserve_engine/loop/local_executor.py",
         "for one in (self.reader, self.step_caches, self.nets) if one is not None]",
         "for one in (self.reader, self.nets) if one is not None]",
         f"{_HOST_ROWS}::test_a_cache_beside_a_template_gives_the_same_picture_in_host_memory",

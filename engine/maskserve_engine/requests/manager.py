@@ -26,14 +26,13 @@ from maskserve_common.status import RowStatus
 from maskserve_engine.base.job import EditJob, Failed, FinalEvent
 from maskserve_engine.base.mailbox import OutputThread
 from maskserve_engine.families.adapter import Adapter
-from maskserve_engine.requests.admission_checks import TEMPLATE, AdmissionChecks
+from maskserve_engine.requests.admission import TEMPLATE, AdmissionChecks, ExecutionPolicy
 from maskserve_engine.requests.audits import Audits
 from maskserve_engine.requests.due_times import DueTimes
 from maskserve_engine.requests.edit_adapters import EditAdapters, LateRows
 from maskserve_engine.requests.edit_report import final_meta, timeline
 from maskserve_engine.requests.edit_rows import EditRows
 from maskserve_engine.requests.execution_plan import DENSE
-from maskserve_engine.requests.execution_policy import ExecutionPolicy
 from maskserve_engine.requests.executor import Executor, RowStep
 from maskserve_engine.requests.primings import Primings
 from maskserve_engine.requests.refresh_schedules import (

@@ -21,8 +21,7 @@ from torch.nn.functional import max_pool2d
 
 from maskserve_engine.batch.packing import Capture, RowInput
 from maskserve_engine.families.mmdit import batch
-from maskserve_engine.families.mmdit.inputs import lookahead_inputs, pass_inputs
-from maskserve_engine.families.mmdit.rows import FlowRow, Row
+from maskserve_engine.families.mmdit.rows import FlowRow, Row, lookahead_inputs, pass_inputs
 from maskserve_engine.planning.flops import RowTokens
 from maskserve_studies.quality.choices import FLUX_TEXT
 from maskserve_studies.quality.choices import flux as published_flux

@@ -33,8 +33,7 @@ from maskserve_engine.families.unet.conditioning import UnetBlend
 from maskserve_engine.families.unet.forward import PackedPasses
 from maskserve_engine.families.unet.latents import PackedLatents
 from maskserve_engine.families.unet.rows import Guidance
-from maskserve_engine.loop.local_executor import LocalExecutor
-from maskserve_engine.loop.local_rows import RowRecord
+from maskserve_engine.loop.local_executor import LocalExecutor, RowRecord
 from maskserve_engine.loop.measured_costs import MeasuredCosts, QueuedStep, StepTimes
 from maskserve_engine.loop.status_publisher import new_counters
 from maskserve_engine.planning.cost_model import H100, estimate

@@ -34,9 +34,8 @@ from maskserve_engine.families.mmdit.control import (
     NetTokens,
     controlled,
 )
-from maskserve_engine.families.mmdit.inputs import all_tokens
 from maskserve_engine.families.mmdit.preparation import PATCH, Grid
-from maskserve_engine.families.mmdit.rows import FlowRow, Row
+from maskserve_engine.families.mmdit.rows import FlowRow, Row, all_tokens
 from maskserve_engine.families.mmdit.weights import FluxWeights, places_of
 from maskserve_engine.layers.low_rank import Adapters, Place, low_rank
 from maskserve_engine.spec.family import FamilyModule

@@ -34,8 +34,15 @@ from maskserve_engine.control_link.served import (
     new_batch,
     request_residuals,
 )
-from maskserve_engine.families.mmdit.inputs import all_tokens, lookahead_inputs, pass_inputs
-from maskserve_engine.families.mmdit.rows import FlowPrimingRow, FlowRow, PromptPass, Row
+from maskserve_engine.families.mmdit.rows import (
+    FlowPrimingRow,
+    FlowRow,
+    PromptPass,
+    Row,
+    all_tokens,
+    lookahead_inputs,
+    pass_inputs,
+)
 from maskserve_engine.families.mmdit.schedule import Walk
 from maskserve_engine.families.mmdit.spans import References
 from maskserve_engine.layers.low_rank import Adapters

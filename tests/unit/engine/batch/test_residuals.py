@@ -15,7 +15,7 @@ from maskserve_benchmarks.steps.step_rig import Bench
 from maskserve_engine.batch.forward import forward
 from maskserve_engine.batch.packing import Packed
 from maskserve_engine.families.flux.adapter import FluxBatch
-from maskserve_engine.families.mmdit.inputs import pass_inputs
+from maskserve_engine.families.mmdit.rows import pass_inputs
 from maskserve_engine.families.unet.forward import PackedPasses, PassInput
 from maskserve_engine.families.unet.forward import forward as unet_forward
 from maskserve_engine.families.unet.weights import UnetWeights

@@ -18,7 +18,7 @@ from maskserve_engine.base.job import Conditioning, EditJob
 from maskserve_engine.batch.forward import forward as flux_forward
 from maskserve_engine.batch.packing import Packed
 from maskserve_engine.families.mmdit.blocks import FluxStep, embed, vectors
-from maskserve_engine.families.mmdit.inputs import pass_inputs
+from maskserve_engine.families.mmdit.rows import pass_inputs
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.families.unet.forward import PackedPasses
 from maskserve_engine.families.unet.forward import forward as unet_forward

@@ -19,9 +19,8 @@ from maskserve_engine.batch.packing import Packed
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.flux.adapter import FluxAdapter
 from maskserve_engine.families.mmdit.blocks import FluxStep, embed, vectors
-from maskserve_engine.families.mmdit.inputs import pass_inputs
 from maskserve_engine.families.mmdit.preparation import pack_latents
-from maskserve_engine.families.mmdit.rows import FlowPrimingRow, FlowRow
+from maskserve_engine.families.mmdit.rows import FlowPrimingRow, FlowRow, pass_inputs
 from maskserve_engine.families.mmdit.schedule import Schedule, Walk
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from tests.fakes.jobs import config_of, encode_case, guided, random_case, tolerance

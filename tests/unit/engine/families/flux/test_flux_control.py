@@ -23,7 +23,7 @@ from PIL import Image
 from maskserve_common.contracts.request import EditKind
 from maskserve_engine.base.job import ControlInput, EditJob
 from maskserve_engine.families.mmdit.control import FluxControlNet
-from maskserve_engine.families.mmdit.inputs import pass_inputs
+from maskserve_engine.families.mmdit.rows import pass_inputs
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from tests.fakes.control_nets import CHANNELS, random_net
 from tests.fakes.jobs import (

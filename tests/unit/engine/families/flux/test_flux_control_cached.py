@@ -30,8 +30,7 @@ from maskserve_engine.families.mmdit.control import (
     NetTokens,
     controlled,
 )
-from maskserve_engine.families.mmdit.inputs import all_tokens
-from maskserve_engine.families.mmdit.rows import FlowRow
+from maskserve_engine.families.mmdit.rows import FlowRow, all_tokens
 from tests.fakes.control_nets import random_net
 from tests.fakes.jobs import encode_case, random_case, tolerance
 from tests.support.cached_rows import KINDS, NOISE_SEED, Primed, assert_equal, cached, result, run

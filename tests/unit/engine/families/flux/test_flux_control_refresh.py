@@ -17,8 +17,7 @@ from maskserve_engine.base.job import ControlInput, EditJob
 from maskserve_engine.batch.step_cache import RefreshSchedule
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.flux.adapter import FluxAdapter
-from maskserve_engine.families.mmdit.inputs import lookahead_inputs
-from maskserve_engine.families.mmdit.rows import Row
+from maskserve_engine.families.mmdit.rows import Row, lookahead_inputs
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from tests.fakes.control_nets import random_net
 from tests.fakes.jobs import config_of, encode_case, random_case, tolerance

@@ -25,8 +25,8 @@ from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.flux.adapter import FluxAdapter
 from maskserve_engine.families.flux.spec import RECORDED_ROWS
 from maskserve_engine.families.mmdit import batch as flow_batch
-from maskserve_engine.families.mmdit.inputs import EntryTokens
 from maskserve_engine.families.mmdit.preparation import grid_of
+from maskserve_engine.families.mmdit.rows import EntryTokens
 from maskserve_engine.families.registry import load_adapter
 from maskserve_engine.families.specs import load_spec, recorded_rows
 from maskserve_engine.layers.attention import bucket

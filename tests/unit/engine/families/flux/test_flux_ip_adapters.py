@@ -17,7 +17,7 @@ from maskserve_common.contracts.request import EditKind
 from maskserve_engine.base.job import ControlInput
 from maskserve_engine.batch import forward
 from maskserve_engine.batch.picture_tokens import picture_keys_of
-from maskserve_engine.families.mmdit import row_maker
+from maskserve_engine.families.mmdit import adapter
 from tests.fakes.control_nets import random_net
 from tests.fakes.ip_adapters import load_into
 from tests.fakes.jobs import Case, guided, random_case, tolerance, without_mask
@@ -151,7 +151,7 @@ def test_a_rival_differs_from_the_pipeline(
     expected = inpaint.oracle(case, picture, 0.5)
     if rival == "scale ignored":
         monkeypatch.setattr(
-            row_maker,
+            adapter,
             "picture_keys_of",
             lambda packed, widths, scale: picture_keys_of(packed, widths, 1.0),
         )

@@ -21,8 +21,7 @@ from maskserve_engine.batch.packing import RowInput
 from maskserve_engine.batch.step_cache import RefreshSchedule, StepCacheReader
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.flux.adapter import FluxAdapter
-from maskserve_engine.families.mmdit.inputs import pass_inputs
-from maskserve_engine.families.mmdit.rows import FlowRow, Row
+from maskserve_engine.families.mmdit.rows import FlowRow, Row, pass_inputs
 from maskserve_engine.requests.refresh_schedules import (
     step_cache_bytes,
     step_cache_bytes_with_template,

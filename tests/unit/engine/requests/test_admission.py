@@ -9,7 +9,7 @@ import pytest
 
 from maskserve_common.errors import Overloaded
 from maskserve_common.resources.resource_states import Resource
-from maskserve_engine.requests.admission_checks import AdmissionChecks
+from maskserve_engine.requests.admission import AdmissionChecks
 from maskserve_engine.requests.execution_plan import DENSE, ExecutionPlan
 from maskserve_engine.requests.primings import Primings
 
