@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maskserve_common.shares import EVERYBODY, Full, Shares, urgency
+from maskserve_common.shares import EVERYBODY, Full, KeyWork, Shares, urgency
 
 
 @pytest.mark.parametrize(("keys", "share"), [(1, 50), (2, 33), (3, 25), (9, 10)])
@@ -64,3 +64,19 @@ def test_nobody_is_overtaken_for_ever(priority: int, arrival: float, due: float 
     edit_urgency = urgency(arrival, 0, aging, due, patience)
     late = arrival + patience + aging * priority + 1.0
     assert edit_urgency < urgency(late, priority, aging, due=late, patience_s=patience)
+
+
+def test_what_a_key_lags_beyond_a_bound_is_forgotten():
+    work = KeyWork()
+    for key, seconds in (("busy", 100.0), ("late", 5.0), ("near", 95.0)):
+        work.add(key, seconds, steps=0)
+    work.catch_up(["busy", "late", "near", "new"], 10.0)
+    assert [work.used(key) for key in ("busy", "late", "near", "new")] == [100.0, 90.0, 95.0, 90.0]
+
+
+def test_the_work_of_the_busiest_of_very_many_keys_is_remembered():
+    work = KeyWork()
+    for number in range(5000):
+        work.add(f"k{number}", float(number), steps=0)
+    assert work.used("k4999") == 4999.0
+    assert sum(work.used(f"k{number}") > 0 for number in range(5000)) <= 4096
