@@ -3,7 +3,9 @@
 from maskserve_workflows.definition import Workflow, each, repeat
 from maskserve_workflows.nodes import best, edit, shows
 
-with Workflow("variants", "The best of eight, and eight more while none will do.") as variants:
+with Workflow(
+    "variants", "Takes the best of eight edits; makes eight more while none passes."
+) as variants:
     image, mask, prompt = (
         variants.picture("image"),
         variants.mask("mask"),
