@@ -37,7 +37,7 @@ SLO = 2.0
 UNSEEN_STEPS = 20
 """Steps of edits with new pictures: with fewer steps a larger share would be dense."""
 WARM = 8
-"""Number of warm-up edits, with each picture twice: a template's second edit primes it."""
+"""Number of warm-up edits; edits with a mask come twice, as a template's second edit primes it."""
 THRESHOLD = 0.2
 """Threshold of FirstBlockCache: the fastest at which the judge still found all of the demo model's
 objects right (docs/benchmarks.md, frontier)."""
@@ -156,6 +156,8 @@ class Plan:
     """Number of rounds of the studies in which systems take turns."""
     kind: EditKind = "inpaint"
     """Kind of the edits; `generate` is text to image."""
+    steps: int = 0
+    """Steps of the edits; 0: the model folder's number."""
     sizes: tuple[str, ...] = ()
     """Sizes of pictures without a source, which take turns; empty: all have `size`."""
     adapters: bool = False
@@ -208,7 +210,10 @@ class Bench:
 
     def edits(self, mix: str) -> list[Edit]:
         """Return the edits of a run, of four pictures."""
-        options = InputOptions(self.plan.size, self.plan.edits, 4, mix, self.plan.kind)
+        settings = {"num_inference_steps": self.plan.steps} if self.plan.steps else {}
+        options = InputOptions(
+            self.plan.size, self.plan.edits, 4, mix, self.plan.kind, settings=settings
+        )
         edits = make_edits(options, find_photos(CHECKOUT / "assets"))
         if self.plan.adapters:
             return with_adapters(edits, self.plan.size)

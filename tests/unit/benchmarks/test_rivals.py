@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ from maskserve_benchmarks.rivals.adapters import (
     with_adapters,
     write_adapters,
 )
-from maskserve_benchmarks.rivals.end_to_end import best_share, summary_of
+from maskserve_benchmarks.rivals.end_to_end import QUICK, best_share, rates_of, summary_of
 from maskserve_benchmarks.rivals.measurement import (
     TUNINGS,
     of_sizes,
@@ -83,6 +84,35 @@ def test_no_process_of_a_rival_runs_beside_the_next_system(monkeypatch: pytest.M
         server.serving(Rival("rival", "whole")),
     ):
         pass
+
+
+class CountingBench:
+    """A bench of a worker with this rate, which counts its runs and the edits that warm it up."""
+
+    def __init__(self, name: str, rate: float) -> None:
+        self.plan, self.worker, self._rate = QUICK[name], self, rate
+        self.runs = self.warmed = 0
+
+    def edits(self, mix: str) -> list[str]:
+        return [mix] * self.plan.edits
+
+    def warm(self, edits: list[str]) -> None:
+        self.warmed = len(edits)
+
+    def saturated(self, *run: object) -> float:
+        self.runs += 1
+        return self._rate
+
+
+@pytest.mark.parametrize(
+    ("name", "rate", "runs", "warmed"), [("demo", 1.4, 3, 16), ("adapters", 1.6, 1, 8)]
+)
+def test_one_turn_decides_where_the_cores_share_is_beyond_doubt(
+    name: str, rate: float, runs: int, warmed: int
+) -> None:
+    benches: dict[str, Any] = {"slow": CountingBench(name, 1.0), "fast": CountingBench(name, rate)}
+    assert rates_of(benches) == {"slow": 1.0, "fast": rate}
+    assert [(bench.runs, bench.warmed) for bench in benches.values()] == [(runs, warmed)] * 2
 
 
 @pytest.mark.parametrize("seed", range(20))
