@@ -25,7 +25,7 @@ from maskserve_engine.requests.control_nets import EditControlNets
 from maskserve_engine.requests.execution_plan import ExecutionPlan
 from maskserve_engine.requests.executor import Executor
 from maskserve_engine.requests.loras import Loras, adapters_id
-from maskserve_engine.requests.state import RequestState
+from maskserve_engine.requests.state import AdapterUse, RequestState
 
 
 class EditAdapters:
@@ -130,12 +130,11 @@ class EditAdapters:
 
     def waited(self, edit: RequestState, seconds: float) -> None:
         """Record the seconds that an edit has waited for its adapters."""
-        if edit.loras.effective and self.loras is not None:
-            edit.loras.waited_s += seconds
-            self.loras.waited(seconds)
-        if edit.controls.effective and self.nets is not None:
-            edit.controls.waited_s += seconds
-            self.nets.waited(seconds)
+        uses: tuple[AdapterUse[Any], ...] = edit.loras, edit.controls
+        for use, cache in zip(uses, (self.loras, self.nets), strict=True):
+            if use.effective and cache is not None:
+                use.waited_s += seconds
+                cache.waited(seconds)
 
     def dropped(self, resource: Resource) -> None:
         self._caches[resource.kind].dropped(resource)

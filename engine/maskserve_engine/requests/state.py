@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Generic, TypeVar
 
 from msgspec import structs
 
@@ -167,27 +168,34 @@ class ReadSchedule:
         self.anchors = tuple(None if anchor == lost else anchor for anchor in self.anchors)
 
 
-@dataclass(slots=True)
-class LoraUse:
-    """Progress of an edit's LoRAs."""
+A = TypeVar("A")
 
-    effective: tuple[Lora, ...] = ()
-    """LoRAs that change anything."""
+
+@dataclass(slots=True)
+class AdapterUse(Generic[A]):
+    """Progress of an edit's adapters of one kind."""
+
+    effective: tuple[A, ...] = ()
+    """Adapters that change anything in any step."""
+    digests: tuple[str, ...] = ()
+    """Digests of the files of `effective`, once these are loaded."""
+    waited_s: float = 0.0
+
+    @property
+    def absent(self) -> bool:
+        return bool(self.effective) and not self.digests
+
+
+@dataclass(slots=True)
+class LoraUse(AdapterUse[Lora]):
     without: int = 0
     """Number of steps that the row may take before they are loaded."""
     late: bool = False
     """Whether the row runs before they are loaded."""
     from_step: int = 0
     """First step computed with them."""
-    digests: tuple[str, ...] = ()
-    """Digests of the files of loaded LoRAs."""
     nbytes: int = 0
-    """Bytes of those files."""
-    waited_s: float = 0.0
-
-    @property
-    def absent(self) -> bool:
-        return bool(self.effective) and not self.digests
+    """Bytes of the files of loaded LoRAs."""
 
     @property
     def always(self) -> bool:
@@ -196,13 +204,8 @@ class LoraUse:
 
 
 @dataclass(slots=True)
-class ControlUse:
+class ControlUse(AdapterUse[ResolvedControl]):
     requested: tuple[ResolvedControl, ...] = ()
-    effective: tuple[ResolvedControl, ...] = ()
-    """ControlNets that add something in any step."""
-    digests: tuple[str, ...] = ()
-    """Digests of the weights of `effective` nets that are loaded."""
-    waited_s: float = 0.0
     stalled_s: float = 0.0
     """Seconds that its steps have waited for a ControlNet service, for other rows
     of the batch too.
@@ -248,8 +251,8 @@ class RequestState:
     """Whether it waits for a resource. It is not queued then, and a row that it has is parked."""
     waiting_since: float = 0.0
     """When it last began to wait; 0: never."""
-    loras: LoraUse = field(default_factory=lambda: LoraUse())
-    controls: ControlUse = field(default_factory=lambda: ControlUse())
+    loras: LoraUse = field(default_factory=LoraUse)
+    controls: ControlUse = field(default_factory=ControlUse)
     running: bool = False
     reads: ReadSchedule | None = None
     """Reads of a cached row, from admission on."""
@@ -305,7 +308,8 @@ class RequestState:
             schedule = adapter.net_schedule(job, request.controls)
             counted = ControlWork.of(job, adapter.spec, work.counted, work.steps, nets, schedule)
             work = replace(work, controls=counted)
-        controls = ControlUse(request.controls, acting(request.controls, work.steps))
+        acting_controls = acting(request.controls, work.steps)
+        controls = ControlUse(acting_controls, requested=request.controls)
         after_s = request.after_token_s * work.total_tokens
         return cls(
             job=job,
