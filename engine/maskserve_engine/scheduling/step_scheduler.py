@@ -228,7 +228,7 @@ _FAR = 2
 """Steps of work by which a key's burst is far larger than another's."""
 _AHEAD = 32
 """Steps of work by which one key may get ahead of another."""
-_PAUSE_S = 1.0
+_PAUSE_S = 0.3
 """Seconds without tickets after which a key's burst is over."""
 _BURSTS = 4096
 """Bursts of keys without tickets that are remembered."""
