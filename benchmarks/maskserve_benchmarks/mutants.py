@@ -242,9 +242,9 @@ MUTATIONS = (
     ),
     Mutation(
         "what anchors leave bends less than three of them show",
-        "engine/maskserve_engine/batch/step_cache.py",
-        "bends.append(encode(missed.div_(1.0 + reach), plan.format))",
-        "bends.append(encode(missed.div_(2.0 + reach), plan.format))",
+        "engine/maskserve_engine/layers/keep_tokens.py",
+        "bends.append(encode(missed.div_(1.0 + reach), format))",
+        "bends.append(encode(missed.div_(2.0 + reach), format))",
         f"{_REFRESH}::test_it_is_the_pipeline_whose_other_tokens_are_foretold",
     ),
     Mutation(
@@ -1251,15 +1251,15 @@ MUTATIONS = (
     Mutation(
         "the second-order term is that of another parabola",
         "engine/maskserve_engine/batch/step_cache.py",
-        "(Change(cached_part.second_order, weight * (1.0 + weight)),)",
-        "(Change(cached_part.second_order, weight * weight),)",
+        "(Change(tokens.bends, weight * (1.0 + weight)),)",
+        "(Change(tokens.bends, weight * weight),)",
         f"{_REFRESH}::test_it_is_the_pipeline_whose_other_tokens_are_foretold",
     ),
     Mutation(
         "the second-order term takes no bytes",
         "engine/maskserve_engine/batch/step_cache.py",
-        "return self.parts + self.slopes + self.second_order",
-        "return self.parts + self.slopes",
+        "return tuple(chain(*self.tokens))",
+        "return tuple(chain(*self.tokens[:2]))",
         f"{_REFRESH}::test_what_is_booked_is_what_is_kept",
     ),
     Mutation(

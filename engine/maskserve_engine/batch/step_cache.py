@@ -19,6 +19,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import chain, islice
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -30,12 +31,13 @@ from maskserve_engine.batch.cache_parts import CacheParts
 from maskserve_engine.batch.lookahead_errors import LookaheadErrors
 from maskserve_engine.batch.packing import RowInput
 from maskserve_engine.batch.residual_correction import ResidualCorrection
-from maskserve_engine.cache.entries import PARTS, Coded, encode
+from maskserve_engine.cache.entries import PARTS, Coded
 from maskserve_engine.cache.host_cache import HostCache
 from maskserve_engine.cache.loader import Part
 from maskserve_engine.cache.reader import Heads
 from maskserve_engine.cache.store import Handle, Store
 from maskserve_engine.layers.attention import Span
+from maskserve_engine.layers.keep_tokens import KeptTokens, keep_tokens
 from maskserve_engine.layers.scatter_kv import Change, KvSource
 from maskserve_engine.planning.flops import Floats
 from maskserve_engine.planning.refresh_control import RefreshControl, Remainder
@@ -217,24 +219,17 @@ def _weight(sigmas: tuple[float, ...], power: float, sigma: float) -> float:
 class _Refreshed:
     step: int
     line: AnchorLine
-    parts: tuple[Coded, ...]
-    """[T + m, width] each; keys and values for `kv`."""
-    slopes: tuple[Coded, ...] = ()
-    """Change since the refresh step before; empty after the first."""
-    second_order: tuple[Coded, ...] = ()
-    """Second-order term, added `weight` · (1 + `weight`) times; empty before the third refresh
-    step."""
+    tokens: KeptTokens
+    """[T + m, width] each; keys and values for `kv`. The bends are added `weight` · (1 + `weight`)
+    times; there are none before the third refresh step."""
 
     def tensors(self) -> tuple[Coded, ...]:
-        return self.parts + self.slopes + self.second_order
+        return tuple(chain(*self.tokens))
 
     def with_tensors(self, tensors: tuple[Coded, ...]) -> _Refreshed:
-        slopes = len(self.parts) + len(self.slopes)
+        rest = iter(tensors)
         return replace(
-            self,
-            parts=tensors[: len(self.parts)],
-            slopes=tensors[len(self.parts) : slopes],
-            second_order=tensors[slopes:],
+            self, tokens=KeptTokens(*(tuple(islice(rest, len(of))) for of in self.tokens))
         )
 
 
@@ -245,7 +240,9 @@ class StepCache:
         self.plan = plan
         self.text = plan.text
         self._step = self._total = 0
-        self._cached_tokens = slice(0)
+        self._cached_tokens = slice(0, 0)
+        self._kept_ids: tuple[object, Tensor] | None = None
+        """Tokens that are kept, and what they follow from."""
         self._words: int | None = None
         """Number of text tokens of a row with a template, whose text and ring are kept; None: the
         row has no template."""
@@ -419,28 +416,16 @@ class StepCache:
     def _refresh(self, name: Part, tensors: Sequence[Tensor]) -> _Refreshed:
         """Return the next refresh step of a part."""
         last = self._refreshed.get(name) if name in self._refreshed else None
-        new = [self._cached_of(name[0], x) for x in tensors]
-        plan, slopes, bends = self.plan, [], []
-        line = AnchorLine((), plan.power) if last is None else last.line
-        if last is not None:
-            pairs = zip(last.parts, new, strict=True)
-            changes = [new_tensor - self._decoded(coded, new_tensor) for coded, new_tensor in pairs]
-            slopes = [encode(tensor, plan.format) for tensor in changes]
-            reach = line.weight(self._at)
-            bent = last.slopes if plan.second_order and reach > 0 else ()
-            for coded, change in zip(bent, changes, strict=False):
-                # Error of the line through the last two refresh steps at this one. (The exact
-                # parabola multiplies it by `reach`, which amplifies noise.)
-                missed = torch.sub(change, self._decoded(coded, change), alpha=reach)
-                bends.append(encode(missed.div_(1.0 + reach), plan.format))
-        parts = tuple([encode(tensor, plan.format) for tensor in new])
-        return _Refreshed(self._step, line.to(self._at), parts, tuple(slopes), tuple(bends))
-
-    @staticmethod
-    def _decoded(coded: Coded, like: Tensor) -> Tensor:
-        out = torch.empty_like(like)
-        coded.into(out)
-        return out
+        ids, format = self._cached_ids(name[0], tensors[0]), self.plan.format
+        if last is None:
+            line = AnchorLine((), self.plan.power).to(self._at)
+            return _Refreshed(self._step, line, keep_tokens(tensors, ids, format))
+        # Error of the line through the last two refresh steps at this one. (The exact parabola
+        # multiplies it by `reach`, which amplifies noise.)
+        reach = last.line.weight(self._at)
+        bends = self.plan.second_order and reach > 0 and len(last.tokens.slopes) > 0
+        tokens = keep_tokens(tensors, ids, format, last.tokens, reach if bends else None)
+        return _Refreshed(self._step, last.line.to(self._at), tokens)
 
     def _lose(self) -> None:
         """Drop the cache for lack of memory: steps compute all tokens until a refresh step finds
@@ -462,11 +447,17 @@ class StepCache:
         self._refreshed.clear()
         self._line = AnchorLine((), self.plan.power)
 
-    def _cached_of(self, block: int, x: Tensor) -> Tensor:
-        """Return [T + m, width] of the tokens that other steps do not compute."""
+    def _cached_ids(self, block: int, x: Tensor) -> Tensor:
+        """Return [T + m] tokens of `x`, [tokens, width], that other steps do not compute."""
         # In a row with a template, a dense block's `x` has the cached tokens after the ring.
         text = len(x) - self._total if self._words is None else self._words
-        return torch.cat((x[:text], x[text:][self._cached_tokens]))
+        image = self._cached_tokens
+        key = text, image.start, image.stop, x.device
+        if self._kept_ids is None or self._kept_ids[0] != key:
+            spans = (0, text), (text + image.start, text + image.stop)
+            ids = torch.cat([torch.arange(*span, device=x.device) for span in spans])
+            self._kept_ids = key, ids
+        return self._kept_ids[1]
 
     def passed(self, sigma: float) -> None:
         """Record that the refresh step at `sigma` is complete. Idempotent, for retried steps."""
@@ -489,14 +480,10 @@ class StepCache:
     def source(self, block: int, sigma: float, part: str = "kv") -> KvSource:
         """Return a part of a block at `sigma`, for the tokens that the step does not compute."""
         cached_part = self._refreshed.get((block, part))
-        weight = cached_part.line.weight(sigma)
-        along = (Change(cached_part.slopes, weight),) if weight else ()
-        across = (
-            (Change(cached_part.second_order, weight * (1.0 + weight)),)
-            if along and cached_part.second_order
-            else ()
-        )
-        return KvSource(cached_part.parts, None, along + across)
+        tokens, weight = cached_part.tokens, cached_part.line.weight(sigma)
+        along = (Change(tokens.slopes, weight),) if weight else ()
+        across = (Change(tokens.bends, weight * (1.0 + weight)),) if along and tokens.bends else ()
+        return KvSource(tokens.parts, None, along + across)
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,6 +66,6 @@ class UnetAnchors(StepCache):
         if self._surroundings is not None:
             self._surroundings.see(self._number, number, x[0], groups)
 
-    def _cached_of(self, block: int, x: Tensor) -> Tensor:
+    def _cached_ids(self, block: int, x: Tensor) -> Tensor:
         ids = self._selection.on(block, x.device)
-        return x.index_select(0, ids[: len(ids) // self._halves])
+        return ids[: len(ids) // self._halves]

@@ -157,8 +157,8 @@ class NetAnchors(StepCache):
     def map(self, number: int, x: Tensor, groups: int) -> None:
         """Ignore feature maps."""
 
-    def _cached_of(self, block: int, x: Tensor) -> Tensor:
-        return x.index_select(0, self._ids[self._levels[block]])
+    def _cached_ids(self, block: int, x: Tensor) -> Tensor:
+        return self._ids[self._levels[block]]
 
 
 class ServedPass(NamedTuple):

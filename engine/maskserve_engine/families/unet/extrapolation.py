@@ -12,6 +12,8 @@ from maskserve_engine.batch.step_cache import AnchorLine
 from maskserve_engine.families.unet.moments import Moments
 from maskserve_engine.families.unet.surroundings import Around, RingRead, RingRoom, Surroundings
 from maskserve_engine.families.unet.tile import Tile
+from maskserve_engine.layers.keep_ring import keep_ring
+from maskserve_engine.layers.kernels import has_kernels
 from maskserve_engine.planning.flops import FeatureMap
 
 
@@ -75,13 +77,27 @@ class StepCacheSurroundings(Surroundings):
         around = self._new.around.get(RingRead(map, feature_map.level, feature_map.strided))
         if around is None:
             return
-        place, x = self.tile[feature_map.level], x[None]
+        place = self.tile[feature_map.level]
         frame = place.frame(strided=feature_map.strided)
-        around.ring[number] = frame.region.cut(x).flatten(2).index_select(2, frame.ring)[0]
-        if around.outside is not None:
-            outside = Moments.of(x, groups) - Moments.of(place.box.cut(x), groups)
-            around.outside.mean[number] = outside.mean[0]
-            around.outside.variance[number] = outside.variance[0]
+        ring, outside = around.ring[number], around.outside
+        moments = [] if outside is None else [outside.mean[number], outside.variance[number]]
+        if has_kernels(x.device):
+            region, box = frame.region, place.box
+            keep_ring(
+                x,
+                frame.ring,
+                ring,
+                moments,
+                [region.top, region.left, region.shape[1]],
+                [box.top, box.bottom, box.left, box.right],
+                groups,
+            )
+            return
+        x = x[None]
+        ring.copy_(frame.region.cut(x).flatten(2).index_select(2, frame.ring)[0])
+        if moments:
+            new = Moments.of(x, groups) - Moments.of(place.box.cut(x), groups)
+            torch._foreach_copy_(moments, [new.mean[0], new.variance[0]])
 
     def passed(self, sigma: float) -> None:
         if self._new is None:  # another rank has computed its passes

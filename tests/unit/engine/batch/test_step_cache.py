@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from maskserve_engine.batch import step_cache as step_cache_module
 from maskserve_engine.batch.step_cache import RefreshSchedule, StepCache, StepCacheReader
 from maskserve_engine.cache.entries import encode
 from maskserve_engine.cache.host_cache import HostMemory
 from maskserve_engine.families.mmdit.spans import ExtrapolatedLatents
+from maskserve_engine.layers import keep_tokens
 from maskserve_engine.layers.scatter_kv import KvSource
 
 TOKENS, ACTIVE, HEADS, WIDTH = 5, 2, 2, 4
@@ -89,7 +89,7 @@ def test_an_anchor_without_memory_is_none_and_a_later_one_begins_anew(
     step_cache.passed(1.0)
     assert step_cache.whole()
     with monkeypatch.context() as patched:
-        patched.setattr(step_cache_module, "encode", full)
+        patched.setattr(keep_tokens, "encode", full)
         take(step_cache, 2, 0.5, 3)
     step_cache.passed(0.5)
     assert not step_cache.whole()

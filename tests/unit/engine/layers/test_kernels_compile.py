@@ -19,6 +19,8 @@ from maskserve_engine.layers import read_rings  # noqa: E402
 from maskserve_engine.layers.add_norm_kernel import add_norm_kernel  # noqa: E402
 from maskserve_engine.layers.fp8_kernels import quantise_kernel  # noqa: E402
 from maskserve_engine.layers.geglu_kernel import BLOCK, geglu_kernel  # noqa: E402
+from maskserve_engine.layers.keep_ring_kernel import INTEGERS, keep_ring_kernel  # noqa: E402
+from maskserve_engine.layers.keep_tokens_kernel import keep_tokens_kernel  # noqa: E402
 from maskserve_engine.layers.modulation_kernels import (  # noqa: E402
     add_gated_kernel,
     add_gated_modulate_kernel,
@@ -114,6 +116,23 @@ def test_reading_round_tiles(format: str, target: int) -> None:
     sizes |= {"positions": read_rings.POSITIONS, "block": read_rings.BLOCK}
     binary = machine_code(read_rings_kernel, types | {"halves": "i32"}, sizes, target)
     assert binary.startswith(b"\x7fELF")
+
+
+@pytest.mark.parametrize("target", [AMPERE, ADA, HOPPER, BLACKWELL])
+def test_keeping_what_a_refresh_step_computed(target: int) -> None:
+    types = dict.fromkeys(("first", "other"), "*bf16") | {"ids": "*i64", "data": "*i8"}
+    types |= dict.fromkeys(("last_a", "last_b", "slopes_a", "slopes_b"), "*i8")
+    scales = ("last_scales_a", "last_scales_b", "slopes_scales_a", "slopes_scales_b", "scales")
+    types |= dict.fromkeys(scales, "*fp32") | {"count": "i32", "stride": "i32", "reach": "fp32"}
+    for terms in (1, 2, 3):
+        sizes = {"width": 1280, "tokens": 64, "block": 32, "terms": terms}
+        assert machine_code(keep_tokens_kernel, types, sizes, target).startswith(b"\x7fELF")
+    types = dict.fromkeys(("x", "ring"), "*bf16") | {"at_ring": "*i64"}
+    types |= dict.fromkeys(("means", "variances"), "*fp32")
+    types |= dict.fromkeys(INTEGERS, "i32")
+    for norms in (False, True):
+        sizes = {"channels": 10, "positions": 128, "block": 16, "norms": norms}
+        assert machine_code(keep_ring_kernel, types, sizes, target).startswith(b"\x7fELF")
 
 
 @pytest.mark.parametrize(("dtype", "target"), [*HALF, *OTHERS, *REST])

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from maskserve_engine.batch import step_cache
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.mmdit.batch import FlowBatch
 from maskserve_engine.families.registry import load_adapter, load_encoder
+from maskserve_engine.layers import keep_tokens
 from maskserve_engine.loop.engine import Engine
 from maskserve_engine.planning.refresh_control import RefreshControl, tolerance_of
 from maskserve_engine.requests.refresh_schedules import RefreshSchedules
@@ -164,7 +164,7 @@ def test_a_step_cache_that_begins_anew_is_not_held_to_the_end(
     engine: Engine, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory ends until no refresh step is left."""
-    executor, encode, last = cast(Any, engine.executor), step_cache.encode, STEPS - 3
+    executor, encode, last = cast(Any, engine.executor), keep_tokens.encode, STEPS - 3
 
     def scarce(x: Any, format: str) -> Any:
         [record] = executor.rows.values()
@@ -172,7 +172,7 @@ def test_a_step_cache_that_begins_anew_is_not_held_to_the_end(
             raise torch.OutOfMemoryError("no memory for refresh steps")
         return encode(x, format)
 
-    monkeypatch.setattr(step_cache, "encode", scarce)
+    monkeypatch.setattr(keep_tokens, "encode", scarce)
     meta = edit(engine, job(encoder, fresh_seed(), "anew", num_inference_steps=STEPS)).meta
     assert meta["dense_for"] == "memory"
     assert meta["anchors"] == list(range(STEPS))

@@ -16,11 +16,11 @@ from maskserve_benchmarks.steps.replay import plan_of_kinds
 from maskserve_common.config import CacheConfig
 from maskserve_common.routing.view import Edit, WorkerView
 from maskserve_engine.base.job import ControlInput, EditJob
-from maskserve_engine.batch import step_cache as step_cache_module
 from maskserve_engine.cache import host_cache
 from maskserve_engine.cache.host_cache import HostMemory
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_encoder
+from maskserve_engine.layers import keep_tokens
 from maskserve_engine.loop.engine import Engine
 from maskserve_engine.requests.execution_plan import EditWork, ExecutionPlan
 from maskserve_engine.requests.refresh_schedules import RefreshSchedules
@@ -135,7 +135,7 @@ def test_without_memory_in_mid_edit_it_goes_on_dense_until_there_is_some(
     engine: Engine, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     executor: Any = engine.executor
-    encode, short = step_cache_module.encode, job(encoder, 11, "scarce", num_inference_steps=20)
+    encode, short = keep_tokens.encode, job(encoder, 11, "scarce", num_inference_steps=20)
     *begin, last = computed_at(engine, short)
 
     def scarce(x: Any, format: str) -> Any:
@@ -144,7 +144,7 @@ def test_without_memory_in_mid_edit_it_goes_on_dense_until_there_is_some(
             raise torch.OutOfMemoryError("no memory for anchors")
         return encode(x, format)
 
-    monkeypatch.setattr(step_cache_module, "encode", scarce)
+    monkeypatch.setattr(keep_tokens, "encode", scarce)
     meta = edit(engine, short).meta
     # A refresh step with lookahead, two that are retried, and the next one with lookahead.
     assert (meta["cache"], meta["anchors"]) == ("own", [*begin, *range(last, last + 4)])
@@ -202,7 +202,7 @@ def test_without_memory_in_mid_edit_its_cache_moves_to_host_memory(
 ) -> None:
     """Also in the middle of a refresh step, some of whose blocks have their tensors already."""
     expected = edit(engine, own_job(encoder, 13, "device", 20))
-    rows, executor, encode = host_rows(engine), cast(Any, engine.executor), step_cache_module.encode
+    rows, executor, encode = host_rows(engine), cast(Any, engine.executor), keep_tokens.encode
     at = expected.meta["anchors"][min(at_step, len(expected.meta["anchors"]) - 1)]
     calls = 0
 
@@ -214,7 +214,7 @@ def test_without_memory_in_mid_edit_its_cache_moves_to_host_memory(
             raise torch.OutOfMemoryError("no memory for anchors")
         return encode(x, format)
 
-    monkeypatch.setattr(step_cache_module, "encode", scarce)
+    monkeypatch.setattr(keep_tokens, "encode", scarce)
     moved = edit(engine, own_job(encoder, 13, "moved", 20))
     assert calls >= 3
     np.testing.assert_array_equal(moved.latents, expected.latents)
@@ -299,7 +299,7 @@ def scarce(engine: Engine, patch: pytest.MonkeyPatch, fails: Callable[[list[int]
     """Let the step cache of the row under way find no memory where `fails` says so, of the steps
     at which it has asked for some.
     """
-    executor, encode = cast(Any, engine.executor), step_cache_module.encode
+    executor, encode = cast(Any, engine.executor), keep_tokens.encode
     steps: list[int] = []
 
     def scarce_encode(x: Any, format: str) -> Any:
@@ -309,7 +309,7 @@ def scarce(engine: Engine, patch: pytest.MonkeyPatch, fails: Callable[[list[int]
             raise torch.OutOfMemoryError("no memory for a step cache")
         return encode(x, format)
 
-    patch.setattr(step_cache_module, "encode", scarce_encode)
+    patch.setattr(keep_tokens, "encode", scarce_encode)
 
 
 @pytest.mark.parametrize("call", [0, 3])
