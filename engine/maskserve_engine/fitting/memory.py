@@ -136,11 +136,23 @@ def step_bytes(config: Config, adapter: Adapter) -> int:
     rows, passes = config.engine.max_rows, 1 + spec.two_passes
     text = spec.text_tokens(config.model.max_sequence_length)
     work, recorded = adapter.work(side, side), min(passes * rows, _recorded(config, spec))
-    # Recorded steps keep their memory; others need theirs beside it.
-    values = [
-        peak_values(work, row_count, text) for row_count in (passes * rows, recorded) if row_count
-    ]
-    return int(sum(values) + rows * still_values(work)) * dtype_of(config).itemsize
+    values = peak_values(work, passes * rows, text) + rows * still_values(work)
+    if recorded:  # recorded steps keep their memory; others need theirs beside it
+        values += peak_values(work, recorded, text) + _opened_values(config, spec, work, recorded)
+    return int(values) * dtype_of(config).itemsize
+
+
+def _opened_values(config: Config, spec: ModelSpec, work: ModelWork, passes: float) -> float:
+    """Return the numbers that recorded steps of so many passes hold beside their own tensors: what
+    ControlNets' residuals are added to, and what a UNet's step caches keep, of one row.
+    """
+    if work.joint:  # image tokens by themselves, and behind the text
+        text = spec.text_tokens(config.model.max_sequence_length)
+        controlled = (2 * work.tokens[0] + text) * float(work.widths.max())
+        return passes * controlled if config.controls.folder else 0.0
+    if config.controls.folder:
+        return passes * work.opened_row
+    return (1 + spec.two_passes) * work.opened_row if refresh_stride(config, spec) else 0.0
 
 
 def _recorded(config: Config, spec: ModelSpec) -> float:

@@ -235,6 +235,9 @@ class ModelWork:
     """The same per text token."""
     peak_once: float = 0.0
     """The same of the whole batch, however many rows it has."""
+    opened_row: float = 0.0
+    """Numbers of one evaluation of a row, all tokens computed, in the buffers from which a recorded
+    step's captures read (UNets)."""
     carried_numbers: float = 0.0
     """ControlNets: numbers that one evaluation of a row carries from step to step, those read of
     the picture and the residuals.

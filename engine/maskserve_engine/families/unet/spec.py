@@ -8,6 +8,7 @@ which is where the load stream gets ahead.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -210,6 +211,16 @@ class _Walk:
         self.stack("mid_block.attentions.0", bottom, channels[-1], self.depths[-1])
         self.resnet("mid_block.resnets.1", bottom, channels[-1], channels[-1])
 
+    @property
+    def opened(self) -> float:
+        """Return the elements of one feature map of each shape, and of one stack's keys, values
+        and ends of each shape.
+        """
+        maps = {(feature_map.level, feature_map.width) for feature_map in self.maps}
+        stacks = {(block.level, block.width) for block in self.blocks}
+        shapes = [*maps, *(3 * [*stacks])]
+        return sum(self.areas[level] * width for level, width in shapes)
+
     def conv(self, name: str, level: int, inputs: int, outputs: int, side: int = 3) -> None:
         self.convolutions[level][name] = (inputs * side * side, outputs)
 
@@ -374,6 +385,7 @@ def unet_work(
         halo=halo,
         maps=tuple(walk.maps) if halo else (),
         peak_row=walk.peak,
+        opened_row=walk.opened,
         # Keys and values of the prompt, kept in every block for as long as the batch holds.
         peak_text=float(sum(2 * block.width for block in walk.blocks)),
     )
@@ -492,11 +504,9 @@ def _cross_layers(config: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
     return tuple([(numbers[i], int(block.width)) for i, block in enumerate(blocks)])
 
 
-def recorded_rows(config: Config) -> int:
-    """Return the number of dense rows whose tokens fit in a recorded step on GPUs; 0: steps are not
-    recorded.
-    """
-    return config.engine.max_rows if config.engine.cuda_graphs else 0
+def recorded_rows(config: Config) -> float:
+    """Return infinity, for steps of any number of passes are recorded on GPUs; 0: none is."""
+    return math.inf if config.engine.cuda_graphs else 0
 
 
 def count(config: Mapping[str, Any], picture: StepPicture) -> ModelWork:

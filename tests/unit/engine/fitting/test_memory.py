@@ -18,12 +18,13 @@ from transformers import T5Config, T5EncoderModel
 
 from maskserve_benchmarks.published_models import T5_XXL
 from maskserve_benchmarks.steps.step_rig import Bench
-from maskserve_benchmarks.steps.unet_rig import TEXT, UNETS, UnetBench
+from maskserve_benchmarks.steps.unet_rig import TEXT, UNETS, UnetBench, build_unet
 from maskserve_client import commands
 from maskserve_common.contracts.memory_table import MemoryTable
 from maskserve_common.liveness import sign_in
 from maskserve_engine.batch.graphs import MOST_RECORDED, Graphs
 from maskserve_engine.batch.skipping import FirstBlockCache
+from maskserve_engine.batch.step_cache import RefreshSchedule
 from maskserve_engine.families.control import RowControl
 from maskserve_engine.families.encoder import RECORDED_PROMPTS
 from maskserve_engine.families.flux.encode import FluxEncoder
@@ -39,7 +40,7 @@ from maskserve_engine.spec.ip_adapters import IpAdapters
 from maskserve_engine.spec.model_spec import one_scale
 from maskserve_engine.stages.loader import module_bytes
 from maskserve_engine.start.assembly import assemble
-from maskserve_studies.kernels.fake_cuda import DEVICE, FakeCuda
+from maskserve_studies.kernels.fake_cuda import DEVICE, FakeCuda, fake_weights
 from maskserve_studies.kernels.kernel_counts import (
     MIXED,
     Case,
@@ -386,6 +387,23 @@ def test_recorded_flux_steps_hold_no_more_than_a_rows_beside_the_others() -> Non
     assert of_mix > 0
     count = 2 * memory.peak_values(bench.work, rows, bench.text)
     assert live.peak + (MOST_RECORDED - tried) * of_mix <= 2 * count
+
+
+def test_the_buffers_of_a_recorded_refresh_step_of_a_unet_are_counted() -> None:
+    """Those that captures read between its pieces, of one row."""
+    with FakeCuda():
+        model = fake_weights(build_unet("sd21-768", torch.bfloat16, torch.device("meta")))
+        bench = UnetBench("sd21-768", torch.bfloat16, DEVICE, "int8", model=model, steps=9)
+        recorder = Graphs.on(DEVICE, torch.bfloat16)
+        assert recorder is not None
+        bench.weights, bench.buckets = replace(bench.weights, graphs=recorder), True
+        schedule = RefreshSchedule(frozenset({0}), "int8", text=False)
+        row = bench.row(0.11, 0, guided=True, schedule=schedule)
+        for _ in range(2):
+            bench.step([row], "kv")
+        buffer_bytes = sum(buffer.nbytes for buffer in recorder._memory.buffers._buffers.values())
+    counted = 2 * 2 * bench.work.opened_row
+    assert 0.9 * counted <= buffer_bytes <= counted
 
 
 def test_the_table_counts_recorded_flux_steps(
