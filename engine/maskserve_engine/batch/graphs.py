@@ -27,7 +27,7 @@ from torch import Tensor
 
 from maskserve_engine.layers.attention import missing_varlen
 
-MOST_RECORDED = 64
+MOST_RECORDED = 128
 """Number of recorded steps that are kept; the least recently used one goes first."""
 _TOLERANCE = 0.02
 """Largest accepted difference of a recorded step, as a share of the largest absolute answer."""
@@ -279,6 +279,11 @@ class Graphs:
         if device.type != "cuda" or missing_varlen(device, dtype) is not None:
             return None
         return cls(CudaCapture(device), rows)
+
+    @property
+    def records(self) -> bool:
+        """Whether steps are recorded; False after a recording failed."""
+        return self._capture is not None
 
     def answer(self, step: BatchStep) -> Tensor:
         """Return the model's answer. The first step of a shape runs unrecorded, which also

@@ -48,12 +48,12 @@ def spans(lengths: Sequence[int]) -> tuple[Span, ...]:
 
 
 @cache
-def bucket(count: int, most: int | None = None) -> int:
+def bucket(count: int, most: int | None = None, parts: int = 8) -> int:
     """Return the padded token count that is computed for `count` tokens: at most an eighth more
-    from 64 on, the next multiple of 8 below. There are eight buckets between a power of two and the
-    next. No bucket is larger than `most`.
+    from 64 on, the next multiple of 8 below. There are eight buckets, or `parts`, between a power
+    of two and the next. No bucket is larger than `most`.
     """
-    step = max(8, 1 << max(0, count.bit_length() - 4))
+    step = max(8, (1 << max(0, count.bit_length() - 1)) // parts)
     rounded = -(-count // step) * step
     return rounded if most is None else min(most, rounded)
 

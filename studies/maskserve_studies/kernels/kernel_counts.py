@@ -110,6 +110,8 @@ class UnetCase:
     """Number of rows with a LoRA of rank 16 on every layer, counted from the first."""
     between_refreshes: bool = False
     """Whether the step is one between the rows' refresh steps."""
+    refreshes: bool = False
+    """Whether it is a refresh step."""
 
 
 SDXL_GUIDED = UnetCase("SDXL, kv int8, 1 guided row", "sdxl-1024", (0.11,), guided=True)
@@ -129,6 +131,14 @@ UNET_CASES = (
     UnetCase(
         "SDXL, own int8, 1 guided row", "sdxl-1024", (0.11,), guided=True, between_refreshes=True
     ),
+    UnetCase(
+        "SDXL, own int8, 4 guided rows, mixed",
+        "sdxl-1024",
+        MIXED[:4],
+        guided=True,
+        between_refreshes=True,
+    ),
+    UnetCase("SDXL, refresh step, 1 guided row", "sdxl-1024", (0.11,), guided=True, refreshes=True),
     UnetCase("SDXL, dense, 1 row", "sdxl-1024", (None,)),
     UnetCase("SDXL, kv int8, 1 row", "sdxl-1024", (0.11,)),
 )
@@ -287,7 +297,7 @@ def _unet_rows(case: UnetCase) -> tuple[UnetBench, list[UnetRow]]:
     model = fake_weights(build_unet(case.preset, torch.bfloat16, torch.device("meta")))
     steps, plan = (
         (9, RefreshSchedule(frozenset({0}), case.format, text=False))
-        if case.between_refreshes
+        if case.between_refreshes or case.refreshes
         else (1, None)
     )
     bench = UnetBench(case.preset, torch.bfloat16, DEVICE, case.format, case.halo, model, steps)

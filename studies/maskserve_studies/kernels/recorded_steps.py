@@ -3,14 +3,15 @@
 Clients send edits of 1024x1024 by FLUX.1 Fill or SDXL with masks of the production mix, each a new
 one as soon as the last is done. The engine's recorder (`batch.graphs`) and sizes (`batch.padding`,
 `unet.levels`) decide which steps are recorded; nothing is computed. *First edits* have refresh
-steps, *hits* read a template. A step replays if all its passes do; UNets' lookaheads are a step of
-their own.
+steps, *hits* read a template. A step replays if all its passes do; UNets' lookaheads, and rows with
+tiles, are steps of their own.
 
     python scripts/bench recorded_steps --json docs/benchmarks/recorded-steps.json
 
 `replayed` is the share of steps that replay a graph, `sizes` the number of recorded steps, `pads`
-the share of computed tokens that are pads, and `GiB` what the recorded steps hold, which share
-their memory: the activations of the longest, and the largest keys and values and inputs.
+the share of computed tokens that are pads (SDXL: of the FLOPs, with those of tiles), and `GiB` what
+the recorded steps hold, which share their memory: the activations of the longest, and the largest
+keys and values and inputs.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import random
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,10 +41,12 @@ from maskserve_engine.families.flux.spec import RECORDED_ROWS, REFRESH_STRIDES, 
 from maskserve_engine.families.unet import spec as unet
 from maskserve_engine.families.unet.levels import together_length
 from maskserve_engine.families.unet.spec import unet_work
+from maskserve_engine.families.unet.tile import PARTS
 from maskserve_engine.families.unet.tokens import ActiveTokens
 from maskserve_engine.fitting.memory import peak_values
 from maskserve_engine.layers.attention import bucket
 from maskserve_engine.layers.shrink_expand import RANKS
+from maskserve_engine.planning.flops import RowTokens
 from maskserve_engine.planning.refresh_steps import lookahead_steps_of, refresh_steps
 
 IMAGE, TEXT, GRID, RING = 4096, 512, 64, 2
@@ -58,6 +61,10 @@ LORAS, LORA_RANKS = 0.95, (4, 8, 16, 32, 64, 128)
 JOINED = 4
 """Layers of the product of a single block, which most slices of a LoRA change."""
 EDITS = 400
+_WORK = unet_work(SDXL, 2 * GRID, 2 * GRID, guidance=False, halo=1, recorded=True)
+_WIDTHS = {block.level: block.width for block in _WORK.blocks}
+"""Widths of SDXL's blocks by level."""
+_NOTHING = RowTokens((), 0.0)
 
 
 class Pass(NamedTuple):
@@ -73,10 +80,12 @@ class Row:
     inner: int
     ringed: int
     step: int = 0
-    counts: tuple[int, ...] = ()
-    """Computed tokens of each level of a UNet with attention."""
+    exact: RowTokens = _NOTHING
+    """Tokens, and positions of the tile, that a pass of a UNet needs."""
+    padded: RowTokens = _NOTHING
+    """Those that it computes."""
     tile: Hashable = ()
-    """Sides of a UNet's tile at each level."""
+    """Sides of its tile at each level; empty: it has none."""
     slices: int = 0
     """Slices of its LoRA at the product of most layers."""
 
@@ -158,13 +167,13 @@ def key_of(passes: Sequence[Pass]) -> Hashable:
 
 
 class StepSizes(NamedTuple):
-    """A step's key, or None if it is not recorded, and its computed tokens and pads."""
+    """A step's work: computed tokens of FLUX, FLOPs of SDXL."""
 
-    key: Hashable | None
-    tokens: int = 0
-    pads: int = 0
-    lookaheads: Hashable | None = None
-    """Key of its lookaheads; None: there are none."""
+    keys: tuple[Hashable, ...]
+    """Shapes of the model calls in which it is recorded; empty: it is not."""
+    needed: float = 0.0
+    pads: float = 0.0
+    """Work beside what is needed."""
 
 
 def flux_step(
@@ -173,10 +182,10 @@ def flux_step(
     passes = [one for row in rows for one in passes_of(row, dense, lookahead, hit)]
     count, key = sum(one.text + one.image for one in passes), key_of(passes)
     if count > RECORDED_ROWS * (IMAGE + TEXT):
-        return StepSizes(None)
+        return StepSizes(())
     pads = key.text + key.image - count if isinstance(key, Sizes) else 0
     slices = max(row.slices for row in rows)
-    return StepSizes((key, slots_for(slices)) if slices else key, count, pads)
+    return StepSizes(((key, slots_for(slices)) if slices else key,), count, pads)
 
 
 def sdxl_rows(edits: int, rng: np.random.Generator) -> Iterator[Row]:
@@ -189,41 +198,62 @@ def sdxl_rows(edits: int, rng: np.random.Generator) -> Iterator[Row]:
         top, left = (int(rng.integers(0, SIDE - side + 1)) for side in (height, width))
         mask = np.zeros((SIDE, SIDE), np.uint8)
         mask[top : top + height, left : left + width] = 255
-        of = ActiveTokens.of(mask, TOKEN, len(LEVELS), ring=1, halo=0, buckets=True)
-        assert of.refresh_tile is not None
-        shapes = tuple([level.box.shape for level in of.refresh_tile])
-        yield Row(0, 0, counts=tuple([len(of.levels[i]) for i in ATTENDS]), tile=shapes)
+        exact, padded = (
+            ActiveTokens.of(mask, TOKEN, len(LEVELS), ring=1, halo=0, buckets=buckets)
+            for buckets in (False, True)
+        )
+        assert padded.refresh_tile is not None
+        tile = tuple([level.box.shape for level in padded.refresh_tile])
+        of_pass = padded.row(SDXL_TEXT, refreshes=True)
+        yield Row(0, 0, exact=exact.row(SDXL_TEXT, refreshes=True), padded=of_pass, tile=tile)
 
 
 def sdxl_step(
     rows: Sequence[Row], dense: frozenset[int], lookahead: frozenset[int], hit: bool
 ) -> StepSizes:
     """Rows have two passes each: classifier-free guidance."""
-    refreshing = [] if hit else [row for row in rows if row.step in dense]
-    looking = [] if hit else [row for row in rows if row.step in lookahead]
+    refreshing = 0 if hit else 2 * sum(row.step in dense for row in rows)
+    looking = 0 if hit else 2 * sum(row.step in lookahead for row in rows)
     rows = [row for row in rows if hit or row.step not in dense]
-    tokens = [LEVELS[level] for level in ATTENDS]
-    counts = [[2 * row.counts[i] for row in rows] for i in range(len(ATTENDS))]
+    exact, padded = [row.exact for row in rows], [row.padded for row in rows]
+    # Each row by itself that has a tile or fills step caches.
+    keys = [UnetSizes(refreshing=2)] if refreshing or looking else []
+    if hit:  # without tiles
+        exact, padded = ([replace(row, convolved=None) for row in of] for of in (exact, padded))
+    padded = [_bucketed(row, 8 if hit else PARTS) for row in padded]
     if hit and len(rows) > 1:
+        sums = [2 * sum(row.active[level] for row in exact) for level in ATTENDS]
         lengths = [
-            together_length(sum(of_level), most)
-            for of_level, most in zip(counts, tokens, strict=True)
+            together_length(int(count), LEVELS[level])
+            for level, count in zip(ATTENDS, sums, strict=True)
         ]
-        key: Hashable = UnetSizes(2 * len(rows), tuple(lengths))
+        keys.append(UnetSizes(2 * len(rows), tuple(lengths)))
+        longer = [1.0, *(most / count for most, count in zip(lengths, sums, strict=True))]
+        padded = [
+            replace(row, active=tuple([a * b for a, b in zip(row.active, longer, strict=True)]))
+            for row in exact
+        ]
     else:
-        of_rows = [tuple(map(bucket, row.counts, tokens)) for row in rows]
-        lengths = [2 * sum(of_level) for of_level in zip(*of_rows, strict=True)]
-        tiles = () if hit else tuple([row.tile for row in rows])
-        key = UnetSizes(2 * len(rows), tuple(of_rows), tiles, 2 * len(refreshing))
-    count, whole = sum(map(sum, counts)), 2 * len(refreshing) * sum(tokens)
-    lookaheads = UnetSizes(0, refreshing=2 * len(looking)) if looking else None
-    return StepSizes(key, count + whole, sum(lengths) - count, lookaheads)
+        keys += [
+            UnetSizes(2, pass_tokens.active[1:], () if hit else row.tile)
+            for row, pass_tokens in zip(rows, padded, strict=True)
+        ]
+    needed, computed = (
+        2 * _WORK.step_flops(of_rows) if of_rows else 0.0 for of_rows in (exact, padded)
+    )
+    whole = _WORK.step_flops([_WORK.row_at(1.0, SDXL_TEXT)], "dense")
+    return StepSizes(tuple(keys), needed + (refreshing + looking) * whole, computed - needed)
+
+
+def _bucketed(row: RowTokens, parts: int) -> RowTokens:
+    counts = zip(row.active, row.convolved or LEVELS, strict=True)
+    return replace(row, active=tuple([bucket(int(n), int(most), parts) for n, most in counts]))
 
 
 class UnetSizes(NamedTuple):
     """Shapes by which a UNet's step is recorded, as `UnetStep.shapes` has them."""
 
-    sparse: int
+    sparse: int = 0
     """Passes that compute some tokens."""
     computed: Hashable = ()
     tiles: Hashable = ()
@@ -236,7 +266,7 @@ class UnetSizes(NamedTuple):
 
     @property
     def common(self) -> bool:
-        return not self.sparse or (self.sparse > 2 and not self.tiles)
+        return not self.sparse or self.sparse > 2 or bool(self.tiles)
 
 
 @dataclass(frozen=True)
@@ -262,29 +292,29 @@ def simulate(
     dense = frozenset({0})
     lookahead = lookahead_steps_of(anchors) - dense
     graphs, waiting = Graphs(_Capture()), model.rows(EDITS, rng)
-    rows = [row for row, _ in zip(waiting, range(clients), strict=False)]
+    rows = list(islice(waiting, clients))
     for row in rows:
         row.step = drawn.randrange(steps)  # they came one after the other
-    steps_run = replayed = tokens = pads = 0
+    steps_run = replayed = 0
+    needed = pads = 0.0
     while rows:
         sizes = model.step(rows, dense, lookahead, hit)
         steps_run += 1
-        if sizes.key is not None:
-            both_steps = [_Step(key) for key in (sizes.key, sizes.lookaheads) if key is not None]
-            for step in both_steps:
-                graphs.answer(step)
-            replayed += not any(step.ran for step in both_steps)
-            tokens += sizes.tokens
-            pads += sizes.pads
+        calls = list(map(_Step, sizes.keys))
+        for call in calls:
+            graphs.answer(call)
+        replayed += bool(calls) and not any(call.ran for call in calls)
+        needed += sizes.needed
+        pads += sizes.pads
         for row in rows:
             row.step += 1
         rows = [row for row in rows if row.step < steps]
-        rows += [row for row, _ in zip(waiting, range(clients - len(rows)), strict=False)]
+        rows += islice(waiting, clients - len(rows))
     recorded = [sizes_in(key) for key, step in graphs._steps.items() if step is not None]
     return {
         "replayed": replayed / steps_run,
         "sizes": len(recorded),
-        "pads": pads / max(1, tokens),
+        "pads": pads / max(1.0, needed + pads),
         "gib": recorded_bytes(recorded) / 2**30,
     }
 
@@ -301,14 +331,10 @@ def recorded_bytes(keys: Sequence[Hashable]) -> int:
     unet_sizes = [key for key in keys if isinstance(key, UnetSizes)]
     if unet_sizes:
         unet_passes = max(key.passes for key in unet_sizes)
-        work = unet_work(SDXL, 2 * GRID, 2 * GRID, guidance=False, recorded=True)
-        widths = {block.level: block.width for block in work.blocks}
-        of_level = sum(work.tokens[level] * width for level, width in widths.items())
+        of_level = sum(LEVELS[level] * width for level, width in _WIDTHS.items())
         placed = 2 * unet_passes * of_level
-        maps = {(feature_map.level, feature_map.width) for feature_map in work.maps}
-        opened = 3 * of_level + sum(work.tokens[level] * width for level, width in maps)
-        opened *= max(key.refreshing for key in unet_sizes)
-        return round(2 * (peak_values(work, unet_passes, SDXL_TEXT) + placed + opened))
+        opened = _WORK.opened_row * max(key.refreshing for key in unet_sizes)
+        return round(2 * (peak_values(_WORK, unet_passes, SDXL_TEXT) + placed + opened))
     sizes = [
         key if isinstance(key, Sizes) else Sizes(1, key.text, key.image, IMAGE + TEXT)
         for key in keys

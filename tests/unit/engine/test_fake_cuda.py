@@ -69,11 +69,11 @@ SMALL = {
 }
 """A UNet with two levels of SD 2.1, for what is the same in each of its layers."""
 KEEPS = (
-    "captures.", "step_cache.", "entries.", "extrapolation.", "moments.", "latents.", "batch.",
+    "keep_tokens.", "extrapolation.", "moments.", "latents.", "batch.",
 )  # fmt: skip
 """Modules whose launches, at a refresh step, are a step cache's and the sampler's."""
-LAUNCHES_SMALL = 29
-"""Launches of its step with a halo, for any number of rows."""
+LAUNCHES_SMALL = 31
+"""Launches of its step with a halo; recorded, of each row's."""
 ONE_OF_A_SORT = (
     "kv int4, 4 rows, mixed",
     "kv int8, 3 rows beside a dense one",
@@ -302,16 +302,25 @@ def test_a_unet_step_copies_nothing_and_launches_no_more_than_the_table_says(
     assert log.launches <= COMMITTED[case.name]["step"]
 
 
-@pytest.mark.slow
-def test_tiles_cost_the_host_no_more_than_rows_without_them_but_a_few_launches() -> None:
-    """Aimed at: 700 launches for a guided row, 20 more for each further one, which has none."""
-    one, two = (
-        unet_step(UnetCase("tiles", "sdxl-1024", MIXED[:rows], halo=4, guided=True))[0]
-        for rows in (1, 2)
+@pytest.mark.parametrize(
+    ("halo", "between"), [(0, True), pytest.param(4, False, marks=pytest.mark.slow)]
+)
+def test_each_row_with_a_tile_replays_a_step_that_costs_the_host_little(
+    halo: int, between: bool
+) -> None:
+    """Four of them launch a fourth of what a step of all of them launches kernel by kernel."""
+    case = UnetCase(
+        "tiles", "sdxl-1024", MIXED[:4], halo=halo, guided=True, between_refreshes=between
     )
-    assert one.launches <= 250
-    assert two.launches == one.launches
-    assert one.copies == two.copies == []
+    one, two, four, plain = (
+        unet_step(replace(case, ratios=MIXED[:rows], recorded=recorded))[0]
+        for rows, recorded in ((1, True), (2, True), (4, True), (4, False))
+    )
+    assert one.launches <= 190
+    by_row = two.launches - one.launches
+    assert by_row <= 190
+    assert four.launches == two.launches + 2 * by_row <= plain.launches // 4
+    assert all(log.copies == [] for log in (one, two, four, plain))
 
 
 @pytest.mark.parametrize("blends", [False, True])
@@ -356,7 +365,7 @@ def test_a_row_that_turns_to_another_entry_reads_all_of_its_maps_by_one_kernel(
     case = UnetCase("tiles", small, MIXED[:2], halo=4, recorded=recorded)
     steady, with_change = unet_entry_change(case)
     assert steady.copies == []
-    assert steady.launches <= LAUNCHES_SMALL
+    assert steady.launches <= LAUNCHES_SMALL * (len(case.ratios) if recorded else 1)
     assert with_change.launches == steady.launches + 2
     assert with_change.kernels["maskserve.read_rings.default"] == 2
     assert len(with_change.copies) == 2
@@ -413,8 +422,22 @@ def test_a_recorded_refresh_step_of_a_unet_launches_what_step_caches_keep(small:
         kept_launches = sum(
             count for place, count in plain.places.items() if place.startswith(KEEPS)
         )
-        assert 0 < pieces.kernels["a graph"] < 40
-        assert pieces.launches <= kept_launches + pieces.kernels["a graph"] + 4  # inputs are copied
+        assert 0 < pieces.kernels["a graph"] < 40 * len(ratios)
+        copied = 8 * len(ratios)  # inputs
+        assert pieces.launches <= kept_launches + pieces.kernels["a graph"] + copied
+
+
+def test_a_refresh_step_of_sdxl_keeps_each_part_and_each_map_by_one_launch() -> None:
+    """Once for each pass. Plain operations launch 7,671."""
+    log, blocks = unet_step(UnetCase("", "sdxl-1024", (0.11,), guided=True, refreshes=True))
+    assert log.copies == []
+    ends, maps = 11, 48
+    stores = (
+        log.kernels["maskserve.keep_tokens.default"],
+        log.kernels["maskserve.keep_ring.default"],
+    )
+    assert stores == (2 * (blocks + ends), 2 * maps)
+    assert log.launches <= 2 * sum(stores)
 
 
 def test_who_joins_and_leaves_is_never_waited_for() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import groupby
+from typing import NamedTuple
 
 import torch
 
@@ -35,17 +37,27 @@ from maskserve_engine.families.unet.weights import UnetWeights
 Row = UnetRow | UnetPrimingRow | UnetLookahead
 
 
+class _Part(NamedTuple):
+    """Adjacent passes that the model answers in one call."""
+
+    passes: slice
+    packed: PackedPasses
+    weights: UnetWeights
+
+
 class UnetBatch(ReusableBatch[Row, UnetWeights]):
     def __init__(self, rows: Sequence[Row]) -> None:
         super().__init__(rows)
         row_passes = [row.passes() for row in rows]
         # Rows with a tile follow the others, which share every convolution.
-        order = sorted(range(len(rows)), key=lambda i: row_passes[i][0].surroundings is not None)
+        tiled = [passes[0].surroundings is not None for passes in row_passes]
+        order = sorted(range(len(rows)), key=lambda i: (tiled[i], _captured(rows[i])))
         self._order, row_passes = [rows[i] for i in order], [row_passes[i] for i in order]
         self._passes = [len(passes) for passes in row_passes]
         edits = [row for row in self._order if isinstance(row, UnetRow)]
         self._latents = PackedLatents(edits) if edits else None
-        self._packed: PackedPasses | None = None
+        self._parts: tuple[_Part, ...] = ()
+        """This rank's passes; empty until they are packed."""
         self._begin = rows[0].step
         timesteps = [row.precomputed_timesteps for row in self._order]
         steps, counts = min(map(len, timesteps)), torch.tensor(self._passes)
@@ -55,7 +67,6 @@ class UnetBatch(ReusableBatch[Row, UnetWeights]):
         """[steps, passes] timesteps from `_begin` on; moved to the device at the first step."""
         self._inputs = [pass_input for passes in row_passes for pass_input in passes]
         self._number = new_batch()
-        self._weights: UnetWeights | None = None
         self._share: PassShare | None = None
         """Share of this rank in the last step; None: one rank took it alone."""
         self._pass_numbers: torch.Tensor | None = None
@@ -112,7 +123,7 @@ class UnetBatch(ReusableBatch[Row, UnetWeights]):
 
     def _share_with(self, exchange: Exchange | None) -> None:
         """Switch to all passes, or to this rank's share of them."""
-        self._packed = self._weights = self._share = self._pass_numbers = None
+        self._parts, self._share, self._pass_numbers = (), None, None
         if exchange is None:
             self._begin_captures()
             return
@@ -167,34 +178,52 @@ class UnetBatch(ReusableBatch[Row, UnetWeights]):
         kinds: Sequence[str],
     ) -> torch.Tensor:
         """Return the model's answer to the passes of this rank, from [P, in_channels, h, w]."""
+        if not self._parts:
+            self._parts = tuple(self._packed(model, sample))
+        answers, captures = [], self._captures()
+        recorder = model.graphs if self._is_recorded(model) else None
+        for passes, packed, weights in self._parts:
+            part_captures = [of for of in captures if passes.start <= of[0] < passes.stop]
+            packed.show_to([(a - passes.start, b - passes.start, of) for a, b, of in part_captures])
+            inputs = weights, packed, sample[passes], timesteps[passes], kinds
+            answers.append(
+                forward(*inputs) if recorder is None else recorder.answer(UnetStep(*inputs))
+            )
+        return answers[0] if len(answers) == 1 else torch.cat(answers)
+
+    def _packed(self, model: UnetWeights, sample: torch.Tensor) -> Iterator[_Part]:
+        """Pack this rank's passes: in one part or, where steps are recorded, each row by itself
+        that has a tile, because the same mix of tiles seldom comes twice, or that fills step
+        caches, whose buffers are large.
+        """
         pass_numbers = range(len(self._inputs)) if self._share is None else self._share.passes
-        if self._packed is None:
-            depth = len(model.down_blocks)
-            height, width = sample.shape[2:]
-            recorded, passes = self._is_recorded(model), [self._inputs[i] for i in pass_numbers]
-            tiled = any(pass_input.surroundings is not None for pass_input in passes)
-            self._packed = PackedPasses(
-                passes,
-                (height, width),
-                depth,
+        recorded, end = self._is_recorded(model), 0
+        of_rows = zip(self._order, self._passes, strict=True)
+        rows = [row for row, count in of_rows for _ in range(count)]
+
+        def alone(number: int) -> int | None:
+            """Return a row's identity if it is by itself; None: it is with others."""
+            has_tile = self._inputs[number].surroundings is not None
+            return id(rows[number]) if recorded and (has_tile or _captured(rows[number])) else None
+
+        for _, group in groupby(pass_numbers, alone):
+            numbers = list(group)
+            passes = slice(end, end := end + len(numbers))
+            packed = PackedPasses(
+                [self._inputs[i] for i in numbers],
+                (sample.shape[2], sample.shape[3]),
+                len(model.down_blocks),
                 sample.device,
                 buckets=recorded,
-                together=recorded and len(self._order) > 1 and not tiled and not self._captures(),
+                together=recorded and len({id(rows[i]) for i in numbers}) > 1,
             )
-        if self._weights is None:
-            rows = zip(self._order, self._passes, strict=True)
-            adapters = [row.adapters for row, count in rows for _ in range(count)]
-            self._weights = model.with_adapters([adapters[i] for i in pass_numbers])
-        self._packed.show_to(self._captures())
-        if self._is_recorded(model):
-            assert model.graphs is not None
-            step = UnetStep(self._weights, self._packed, sample, timesteps, kinds)
-            return model.graphs.answer(step)
-        return forward(self._weights, self._packed, sample, timesteps, kinds)
+            weights = model.with_adapters([rows[i].adapters for i in numbers])
+            yield _Part(passes, packed, weights)
 
     def _is_recorded(self, model: UnetWeights) -> bool:
         return (
             model.graphs is not None
+            and model.graphs.records
             and not any(isinstance(row, UnetPrimingRow) for row in self.rows)
             and not any(pass_input.picture for pass_input in self._inputs)
         )
@@ -270,6 +299,11 @@ class UnetBatch(ReusableBatch[Row, UnetWeights]):
                     index = pass_numbers.index(number)
                     captures.append((index, index + 1, capture))
         return captures
+
+
+def _captured(row: Row) -> bool:
+    """Return whether an edit's row fills step caches in its next step."""
+    return not isinstance(row, UnetPrimingRow) and len(row.captures) > 0
 
 
 def nets_lookahead(row: UnetRow) -> UnetLookahead | None:

@@ -116,6 +116,10 @@ class PackedPasses:
         """Whether steps may be recorded: no pass has an IP-Adapter's picture."""
         return self.text.pictures is None
 
+    @property
+    def tiled(self) -> bool:
+        return any(isinstance(canvas, Tiled) for canvas in self.canvases)
+
     def shapes(self, attends: Sequence[bool]) -> Hashable:
         """Return the key of all tensor shapes of a step, beside those of its input, and of its
         pieces; `attends` says of each level whether it has attention.

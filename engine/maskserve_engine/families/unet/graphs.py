@@ -1,9 +1,10 @@
 """A UNet's recordable step (`batch.graphs`).
 
 A lone row's passes compute a bucket's number of tokens, and those of several rows without tiles are
-padded together (`levels`). Tiles have sides from buckets, too; the tile's position and its
-surroundings are copied in. Step caches keep a refresh step's values, and ControlNets' residuals are
-added, between two pieces. IP-Adapters, priming rows and projected blocks are not recorded.
+padded together (`levels`). Each row with a tile takes a step of its own: tiles have sides from
+buckets, too, and the tile's position and its surroundings are copied in. Step caches keep a refresh
+step's values, and ControlNets' residuals are added, between two pieces. IP-Adapters, priming rows
+and projected blocks are not recorded.
 """
 
 from __future__ import annotations
@@ -42,8 +43,10 @@ class UnetStep:
 
     @property
     def common(self) -> bool:
-        """Steps whose passes compute all tokens have few shapes."""
-        return self.packed.together or not any(self.packed.rests)
+        """A row's later steps have the shapes of its tile, and steps whose passes compute all
+        tokens have few.
+        """
+        return self.packed.together or self.packed.tiled or not any(self.packed.rests)
 
     def copied(self, inputs: Inputs) -> UnetStep:
         packed = self.packed.copied(inputs)

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from maskserve_engine.batch.padding import padded
 from maskserve_engine.batch.transfer import copy_tensors, mapped
-from maskserve_engine.families.unet.tile import Ids
+from maskserve_engine.families.unet.tile import PARTS, Ids
 from maskserve_engine.layers.attention import Segments, Span, bucket, ends, spans, uniform
 from maskserve_engine.layers.scatter_kv import KvSlots, slots_of
 from maskserve_engine.layers.shrink_expand import padded_tiles
@@ -163,7 +163,8 @@ def make_level(
         computed = [_marked(tokens, ids) for ids in active]
         counts = [int(computed_mask.sum()) for computed_mask in computed]
         box_counts = [tokens if ids is None else len(ids) for ids in tiles]
-        lengths = list(map(bucket, counts, box_counts)) if buckets else counts
+        parts = [8 if ids is None else PARTS for ids in tiles]
+        lengths = list(map(bucket, counts, box_counts, parts)) if buckets else counts
         if together:
             lengths = _padded_together(counts, tokens)
         feature_tokens = _partition(computed, lengths)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from maskserve_engine.batch.packing import Capture
 from maskserve_engine.batch.picture_tokens import PictureKeys, PictureTokens
+from maskserve_engine.batch.transfer import copy_tensors
 from maskserve_engine.families.unet.levels import Level, Sparse
 from maskserve_engine.families.unet.weights import BlockWeights, CrossAttention, StackWeights
 from maskserve_engine.layers.add_norm import add_norm
@@ -132,9 +133,13 @@ class Text:
         return clone
 
     def take(self, other: Text) -> None:
-        """Project other prompts of the same lengths into these tensors."""
-        for number, keys_values in self._projected.items():
-            keys_values.copy_(self._project(number, other))
+        """Copy the keys and values of other prompts of the same lengths, projected once."""
+        for number in self._projected:
+            if number not in other._projected:
+                other._projected[number] = self._project(number, other)
+        copy_tensors(
+            self._projected, {number: other._projected[number] for number in self._projected}
+        )
 
     def _project(self, number: int, of: Text) -> Tensor:
         attn = self._layers[number]
@@ -292,7 +297,10 @@ class Stack:
         """
         assert self.sparse is not None
         feature_tokens = self.sparse.computed
-        all_hidden = self.empty(core, (feature_tokens.count, core.shape[1]))
+        # With a tile these are fewer than the level's tokens. Recorded steps of all tiles take the
+        # same memory.
+        room = self.empty(core, (self.sparse.keys.count, core.shape[1]))
+        all_hidden = room[: feature_tokens.count]
         all_hidden.index_copy_(0, feature_tokens.core, core)
         self.place(number, part, (all_hidden,))
         return all_hidden

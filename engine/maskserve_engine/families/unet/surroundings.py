@@ -174,6 +174,8 @@ class TemplateSurroundings(Surroundings):
         """[maps · halves, 2 · groups] moments of all maps of the entry."""
         self._around: dict[RingRead, Around] = {}
         self._room: RingRoom | None = None
+        self._whole = False
+        """Whether `_room` has all surroundings in `_of`."""
 
     @property
     def entry(self) -> Handle:
@@ -201,10 +203,18 @@ class TemplateSurroundings(Surroundings):
 
     def read_all(self, room: RingRoom) -> bool:
         entry = self.entry
+        if self._of is not entry:
+            self._turn_to(entry, waits=True)
+        if self._room is None or not self._whole:
+            return False
+        room.rings.copy_(self._room.rings)
+        room.moments.copy_(self._room.moments)
+        return True
+
+    def _read_rings(self, entry: Handle, room: RingRoom) -> bool:
+        """Read all surroundings into `room` by one kernel; return False if there is none."""
         ((totals,), _) = entry.wait_whole(self._maps.stop, "map")
         device = totals.data.device
-        if not has_kernels(device):
-            return False
         maps = []
         for read, (to_ring, to_moments) in room.places.items():
             place = self.tile[read.level]
@@ -229,12 +239,14 @@ class TemplateSurroundings(Surroundings):
         read_rings(room.rings, room.moments, totals.data, table, halves, *formats)
         return True
 
-    def _turn_to(self, entry: Handle) -> None:
-        self._of, self._around = None, {}
+    def _turn_to(self, entry: Handle, *, waits: bool = False) -> None:
+        """Read another entry, at once if all of its maps are here; `waits`: when they are."""
+        self._of, self._around, self._whole = None, {}, False
         ((self._moments,), _) = entry.wait_whole(self._maps.stop, "map")
-        if has_kernels(self._moments.data.device) and self._is_loaded(entry):
+        if has_kernels(self._moments.data.device) and (waits or self._is_loaded(entry)):
             self._room = self._room or self.room()
-            if self.read_all(self._room):
+            self._whole = self._read_rings(entry, self._room)
+            if self._whole:
                 self._around = dict(self._room.around)
         self._of = entry
 

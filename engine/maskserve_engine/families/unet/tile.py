@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Ids = NDArray[np.int64]
+PARTS = 4
+"""Buckets of a tile's sides, and of its computed tokens, between a power of two and the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +179,7 @@ def tile_of(
         sizes: size of each level.
         halo: positions round the tokens' box; at least 1, so that upsampled positions lie in
             the coarser level's box.
-        buckets: whether sides are rounded up (by an eighth at most, or by 1), so that few
+        buckets: whether sides are rounded up (by a quarter at most, or by 1), so that few
             shapes are recorded.
     """
     boxes = [_box(active[level], size, halo) for level, size in enumerate(sizes)]
@@ -245,7 +247,7 @@ def _bucketed(boxes: Sequence[TileBox], sizes: Sequence[tuple[int, int]]) -> lis
 
 def _side(begin: int, end: int, most: int) -> tuple[int, int]:
     """Return a side rounded up to its bucket, inside the picture."""
-    step = max(2, 1 << max(0, (end - begin).bit_length() - 4))
+    step = max(2, (1 << (end - begin).bit_length() - 1) // PARTS)
     length = min(most, -(-(end - begin) // step) * step)
     begin = min(begin, most - length)
     return begin, begin + length
