@@ -21,6 +21,8 @@ _HEAD = (
     "[gpu.md](../gpu.md#a-quarter-of-an-hour-on-a-gpu) says how to run it.",
 )
 _NEVER = "It has not run on a GPU. There is no number until it has."
+_IN_JSON_ALONE = ("tflops", "weights_gb", "least_s")
+"""Figures from which others follow."""
 _NOTES = (
     "Weights are random, so pictures mean nothing, and FirstBlockCache skips as it happens to. "
     "*Of limit*: the least time of the steps by their FLOPs and the bytes of the weights, as a "
@@ -55,6 +57,7 @@ def _part(part: Mapping[str, Any]) -> list[str]:
         f"`{part['command']}`, {part['hardware']}, {part['date']}, torch {part['torch']}, "
         f"{part['seconds']:g} s."
     ]
+    lines += _in_short(part["steps"])
     missing = []
     for name, step in part["steps"].items():
         if "why" in step:
@@ -62,6 +65,19 @@ def _part(part: Mapping[str, Any]) -> list[str]:
         elif step.get("figures"):
             lines += ["", f"### {name[0].upper()}{name[1:]}", "", *_figures(step["figures"])]
     return [*lines, "", "### Not measured", "", *missing] if missing else lines
+
+
+def _in_short(steps: Mapping[str, Any]) -> list[str]:
+    """Return edits per second by case and side; nothing if no case was timed."""
+    figures = {name: step.get("figures") for name, step in steps.items()}
+    cases = {name: item for name, item in figures.items() if item and "times" in item}
+    sides = [side for item in cases.values() for side in item if side not in ("times", "cut")]
+    columns = list(dict.fromkeys(sides))
+    rows = [
+        [name, *(_cell(item.get(side, {}).get("edits_per_s", "")) for side in columns)]
+        for name, item in cases.items()
+    ]
+    return ["", "Edits per second:", "", table(("case", *columns), rows)] if rows else []
 
 
 def _figures(figures: Any) -> list[str]:
@@ -73,7 +89,8 @@ def _figures(figures: Any) -> list[str]:
     lines = [f"{name}: {_cell(item)}" for name, item in figures.items() if name not in rows]
     lines = [line for line in lines if not line.startswith("times: ")]
     if rows:
-        columns = list(dict.fromkeys(key for row in rows.values() for key in row))
+        keys = [key for row in rows.values() for key in row if key not in _IN_JSON_ALONE]
+        columns = list(dict.fromkeys(keys))
         cells = [
             [name, *(_cell(row.get(key, "")) for key in columns)] for name, row in rows.items()
         ]

@@ -64,6 +64,9 @@ def test_parts_run_on_a_cpu(tmp_path: Path) -> None:
     page = file.with_suffix(".md").read_text(encoding="utf-8")
     assert "It has not run on a GPU" in page
     assert "| maskserve, hit |" in page
+    rate = figures["diffusers, as it is"]["edits_per_s"]
+    assert f"| {rate:g} |" in page.split("### ")[0], "the rates of a part stand above its cases"
+    assert "tflops" not in page
 
 
 def test_the_plain_pipeline_stands_in_for_rivals_that_cannot_run(
@@ -100,8 +103,12 @@ def test_all_of_it_runs_on_a_cpu_through_triton(tmp_path: Path) -> None:
     assert command.main(["--tiny", "--json", str(file)]) == 0
     report = json.loads(file.read_text(encoding="utf-8"))
     for part in report.values():
-        assert "why" not in part["steps"]["start: maskserve through Triton"]
+        steps = part["steps"].items()
+        failed = [name for name, step in steps if "why" in step and "compiled" not in name]
+        assert failed == []  # a compiler may take all of its time
+        assert "start: maskserve through Triton" in part["steps"]
         assert part["seconds"] < part["limit_s"] + 20
+    assert sum(part["seconds"] for part in report.values()) < 300
 
 
 def test_without_a_gpu_only_the_tiny_run_begins(capsys: pytest.CaptureFixture[str]) -> None:
