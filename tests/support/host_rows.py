@@ -12,10 +12,10 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from maskserve_engine.batch import step_cache
 from maskserve_engine.batch.step_cache import NetStepCaches
 from maskserve_engine.cache.host_cache import HostMemory
 from maskserve_engine.cache.loader import EntryLost, HostMover, Loader
+from maskserve_engine.layers import keep_tokens
 
 Edit = Callable[[NetStepCaches | None], NDArray[np.float32]]
 """Latents of one edit whose ControlNets' step caches lie where the caches say."""
@@ -36,7 +36,7 @@ def check_net_caches(run: Edit, monkeypatch: pytest.MonkeyPatch, call: int) -> N
     there at the call of `encode` that finds no memory, and that without host memory the edit says
     that it found none.
     """
-    expected, encode = run(None), step_cache.encode
+    expected, encode = run(None), keep_tokens.encode
     with host_store() as store:
         caches = NetStepCaches(store, on_host=True)
         np.testing.assert_array_equal(run(caches), expected)
@@ -52,7 +52,7 @@ def check_net_caches(run: Edit, monkeypatch: pytest.MonkeyPatch, call: int) -> N
             raise torch.OutOfMemoryError("no memory for a step cache")
         return encode(x, format)
 
-    monkeypatch.setattr(step_cache, "encode", scarce)
+    monkeypatch.setattr(keep_tokens, "encode", scarce)
     with host_store() as store:
         caches = NetStepCaches(store, on_host=False)
         np.testing.assert_array_equal(run(caches), expected)

@@ -149,7 +149,10 @@ class Straight(StepCache):
     def keys_values(self, block: int, keys: Tensor, values: Tensor) -> None:
         super().keys_values(block, keys, values)
         by_sigma = self._by_sigma.setdefault(block, {})
-        by_sigma[self._at] = [self._cached_of(block, x.flatten(1)).clone() for x in (keys, values)]
+        by_sigma[self._at] = [
+            x.index_select(0, self._cached_ids(block, x))
+            for x in (keys.flatten(1), values.flatten(1))
+        ]
 
     def weight(self, sigma: float) -> float:
         last, before = self._ends(self._line.sigmas, sigma)
