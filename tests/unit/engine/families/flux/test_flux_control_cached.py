@@ -17,7 +17,6 @@ from maskserve_benchmarks.steps.replay import (
     refreshed_every,
 )
 from maskserve_engine.base.job import ControlInput, EditJob
-from maskserve_engine.batch import step_cache as own_anchors
 from maskserve_engine.batch.forward import State
 from maskserve_engine.batch.step_cache import NetStepCaches, RefreshSchedule, StepCacheReader
 from maskserve_engine.families.control import RowControl
@@ -31,6 +30,7 @@ from maskserve_engine.families.mmdit.control import (
     controlled,
 )
 from maskserve_engine.families.mmdit.rows import FlowRow, all_tokens
+from maskserve_engine.layers import keep_tokens
 from tests.fakes.control_nets import random_net
 from tests.fakes.jobs import encode_case, random_case, tolerance
 from tests.support.cached_rows import KINDS, NOISE_SEED, Primed, assert_equal, cached, result, run
@@ -392,7 +392,7 @@ def test_nets_are_refreshed_at_their_rows_anchors(
 def test_a_net_without_memory_for_an_anchor_computes_all_tokens_until_there_is_some(
     replay: Replay, encoder: Encoder, nets: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    computed, encode = list[int](), own_anchors.encode
+    computed, encode = list[int](), keep_tokens.encode
 
     class Scarce(FluxControlNet):
         def samples(self, packed: Any, at: Any) -> Any:
@@ -404,7 +404,7 @@ def test_a_net_without_memory_for_an_anchor_computes_all_tokens_until_there_is_s
                 return encode(x, format)
 
             with monkeypatch.context() as patched:
-                patched.setattr(own_anchors, "encode", without_room)
+                patched.setattr(keep_tokens, "encode", without_room)
                 yield from super().samples(packed, at)
 
     plain = nets["plain"]
