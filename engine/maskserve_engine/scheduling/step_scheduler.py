@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
@@ -224,8 +224,8 @@ priming may add.
 
 AGING_S = 5.0
 """Seconds of waiting that one step of priority is worth."""
-_FAR = 2
-"""Steps of work by which a key's burst is far larger than another's."""
+_FAR = 8
+"""Steps of work by which a key must lag before it steps alone."""
 _AHEAD = 32
 """Steps of work by which one key may get ahead of another."""
 _PAUSE_S = 0.3
@@ -335,14 +335,14 @@ class FairSteps:
     do not fit alternate. If rows of several keys cannot share a step, their batches alternate.
 
     The next turn goes to the key with the smallest *burst*: the work that it has received since its
-    last pause, and that it has left; up to _AHEAD steps of it count. Keys with far larger bursts
-    leave it the step's time; they join if that costs nothing. But no key gets ahead of another by
-    more than _AHEAD steps in all: then the turn goes to the one that is behind. When a key comes,
-    what any key is behind by more than twice that is forgotten.
+    last pause, and that it has left; up to _AHEAD steps of it count. But no key gets ahead of
+    another by more than _AHEAD steps in all: then the turn goes to the one that is behind. When a
+    key comes, what any key is behind by more than twice that is forgotten. A key that received
+    little work recently has its step's time to itself; others join if that costs nothing.
     """
 
     def __init__(self) -> None:
-        self._received = KeyWork()
+        self._received, self._recent = KeyWork(), KeyWork()
         self._bursts: dict[str, _Burst] = {}
         self._stepped: dict[str, int] = {}
         """Request id -> number of its last step."""
@@ -376,9 +376,8 @@ class FairSteps:
             change = after.seconds_alone / before.seconds_alone
             self._bursts[after.key].left[after.request_id] *= change
 
-    def turns(self, live: Sequence[Ticket], now: float) -> dict[str, float]:
-        """Return the bursts of the keys that have rows, that of the next turn first; empty: all
-        rows belong to one key.
+    def next(self, live: Sequence[Ticket], now: float) -> str | None:
+        """Return the key whose turn is next; None: all rows belong to one key.
 
         Args:
             live: all rows.
@@ -388,25 +387,24 @@ class FairSteps:
         self._ahead = _AHEAD * max((t.seconds_alone for t in live), default=0.0) or self._ahead
         keys = dict.fromkeys(ticket.key for ticket in live)
         if len(keys) < 2:
-            return {}
+            return None
         received = {key: self._received.used(key) for key in keys}
         limit = min(received.values()) + self._ahead
         bursts = {key: min(self._bursts[key].size, self._ahead) for key in keys}
-        order = sorted(keys, key=lambda key: (received[key] > limit, bursts[key], received[key]))
-        return {key: bursts[key] for key in order}
+        return min(keys, key=lambda key: (received[key] > limit, bursts[key], received[key]))
 
     def rows(
-        self, batch: Sequence[Ticket], live: Sequence[Ticket], turns: Mapping[str, float]
+        self, batch: Sequence[Ticket], live: Sequence[Ticket], first: str | None
     ) -> tuple[Ticket, ...]:
         """Return the rows of a batch that step now.
 
         Args:
-            batch: rows that may share a step, at least one of the key whose turn is next.
+            batch: rows that may share a step, at least one of the key `first`.
             live: all rows.
-            turns: see `turns`.
+            first: see `next`.
         """
         shared = max(ticket.shared for ticket in live)
-        chosen = _allowed(self._by_last_step(batch), live, turns, shared) if turns else batch
+        chosen = batch if first is None else self._allowed(batch, live, first)
         self._step += 1
         work_by_key = _work_by_key(chosen)
         if all(ticket.seconds for ticket in chosen):
@@ -418,6 +416,7 @@ class FairSteps:
         for key, work in work_by_key.items():
             seconds = work + shared / len(work_by_key)
             self._received.add(key, seconds, steps=0)
+            self._recent.add(key, seconds)
             self._bursts[key].received += seconds
         ids = {ticket.request_id for ticket in chosen}
         return tuple(ticket for ticket in batch if ticket.request_id in ids)
@@ -427,8 +426,24 @@ class FairSteps:
         names = {(ticket.key, ticket.request_id) for ticket in tickets}
         return names == {(key, name) for key, burst in self._bursts.items() for name in burst.left}
 
-    def _by_last_step(self, batch: Sequence[Ticket]) -> list[Ticket]:
-        return sorted(batch, key=lambda ticket: self._stepped.get(ticket.request_id, 0))
+    def _allowed(self, batch: Sequence[Ticket], live: Sequence[Ticket], first: str) -> list[Ticket]:
+        """Return the rows that fit into what each key may add to a step, those first that stepped
+        longest ago.
+        """
+        live_work, shared = _work_by_key(live), max(ticket.shared for ticket in live)
+        lag = self._recent.lag(first, live_work)
+        steps_alone = lag > _FAR * (live_work[first] + shared)
+        free = shared * (1 - 1 / len(live_work))
+        bound = min(live_work.values()) + free
+        granted_work: dict[str, float] = {}
+        allowed = []
+        for ticket in sorted(batch, key=lambda ticket: self._stepped.get(ticket.request_id, 0)):
+            key, joins = ticket.key, ticket.key == first or not steps_alone
+            work = granted_work.get(key, 0.0) + ticket.work
+            if (joins and key not in granted_work) or work <= (bound if joins else free):
+                granted_work[key] = work
+                allowed.append(ticket)
+        return allowed
 
 
 def _work_by_key(tickets: Sequence[Ticket]) -> dict[str, float]:
@@ -436,29 +451,6 @@ def _work_by_key(tickets: Sequence[Ticket]) -> dict[str, float]:
     for ticket in tickets:
         work_by_key[ticket.key] = work_by_key.get(ticket.key, 0.0) + ticket.work
     return work_by_key
-
-
-def _allowed(
-    batch: Sequence[Ticket], live: Sequence[Ticket], turns: Mapping[str, float], shared: float
-) -> list[Ticket]:
-    """Return the rows of a batch that fit into what each key may add to a step, earlier ones first.
-
-    `shared` is the fixed cost of the step.
-    """
-    live_work = _work_by_key(live)
-    first = next(iter(turns))
-    far = turns[first] + _FAR * (live_work[first] + shared)
-    free = shared * (1 - 1 / len(live_work))
-    bound = min(live_work.values()) + free
-    granted_work: dict[str, float] = {}
-    allowed = []
-    for ticket in batch:
-        key, joins = ticket.key, turns[ticket.key] <= far
-        work = granted_work.get(key, 0.0) + ticket.work
-        if (joins and key not in granted_work) or work <= (bound if joins else free):
-            granted_work[key] = work
-            allowed.append(ticket)
-    return allowed
 
 
 class StepScheduler:
@@ -598,12 +590,11 @@ class StepScheduler:
         clients' keys compete, the batch of the next key, with no more rows than the keys' shares
         allow.
         """
-        turns = self._fair_steps.turns(live, now)
+        first = self._fair_steps.next(live, now)
         keys = dict.fromkeys(ticket.batch_key for ticket in (*live, *background))
         self._step += 1
         self._last_batch = {key: self._last_batch.get(key, 0) for key in keys}
-        if turns:
-            first = next(iter(turns))
+        if first is not None:
             batch_keys = (ticket.batch_key for ticket in live if ticket.key == first)
             keys = dict.fromkeys(batch_keys)
         if not keys:
@@ -612,7 +603,7 @@ class StepScheduler:
         self._last_batch[chosen] = self._step
         batch = tuple(ticket for ticket in live if ticket.batch_key == chosen)
         return (
-            self._fair_steps.rows(batch, live, turns) if batch else (),
+            self._fair_steps.rows(batch, live, first) if batch else (),
             tuple(ticket for ticket in background if ticket.batch_key == chosen),
         )
 

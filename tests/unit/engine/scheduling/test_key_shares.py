@@ -132,14 +132,13 @@ AHEAD = 32
 """Steps of work by which a key may be ahead."""
 
 
-def slowest_beside_bursts(arrivals: list[tuple[int, float]], *, own_steps: bool) -> float:
-    """Return the most seconds of an edit of four steps while four keys send ten edits of two steps
-    each, two at a time, again and again. Between these bursts its key, and four guests, send edits
-    one at a time, so that its key has received more than theirs.
+def slowest_beside_bursts(arrivals: list[tuple[int, float]]) -> float:
+    """Return the most seconds of a reproducible edit of four steps while four keys send ten edits
+    of two steps each, two at a time, again and again. Between these bursts its key, and four
+    guests, send edits one at a time, so that its key has received more than theirs.
 
     Args:
         arrivals: for each of the edits, the number of a burst, and the seconds after its start.
-        own_steps: whether the edits share no step with others, as reproducible ones.
     """
     due = [(300.0 * burst + after, f"modest!{burst}", 4) for burst, after in arrivals]
     for began in (0.0, 300.0, 600.0, 900.0):
@@ -153,7 +152,7 @@ def slowest_beside_bursts(arrivals: list[tuple[int, float]], *, own_steps: bool)
             clock.now = max(clock.now, due[-1][0])
         while due and due[-1][0] <= clock.now:
             arrived_at, name, steps = due.pop()
-            own_key = name if own_steps and name.startswith("modest") else None
+            own_key = name if name.startswith("modest") else None
             clock.submit(replace(ticket(name, steps), batch_key=own_key))
             arrival_s[name] = arrived_at
         for row in clock.step():
@@ -174,20 +173,18 @@ def slowest_beside_bursts(arrivals: list[tuple[int, float]], *, own_steps: bool)
         st.tuples(st.integers(1, 3), st.floats(0.0, 60.0)),
         min_size=1,
         unique_by=lambda arrival: arrival[0],
-    ),
-    st.booleans(),
+    )
 )
 def test_a_small_edit_does_not_wait_for_the_bursts_of_four_keys(
-    arrivals: list[tuple[int, float]], own_steps: bool
+    arrivals: list[tuple[int, float]],
 ):
     """It waits until two steps of eight rows free a row; then it had each fifth step, or none."""
-    assert slowest_beside_bursts(arrivals, own_steps=own_steps) <= (2 * 8 + 4) * SLOW + 1e-6
+    assert slowest_beside_bursts(arrivals) <= (2 * 8 + 4) * SLOW + 1e-6
 
 
-@pytest.mark.parametrize("own_steps", [False, True])
-def test_turns_by_received_work_alone_let_it_wait(monkeypatch: pytest.MonkeyPatch, own_steps: bool):
+def test_turns_by_received_work_alone_let_it_wait(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(step_scheduler, "_AHEAD", 0.01)
-    assert slowest_beside_bursts([(1, 1.0)], own_steps=own_steps) > 30 * SLOW
+    assert slowest_beside_bursts([(1, 1.0)]) > 30 * SLOW
 
 
 def test_pauses_between_small_edits_win_no_more_than_an_equal_part():
