@@ -23,6 +23,8 @@ from maskserve_page.session import Session
 
 os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
 
+_NICE = 5
+"""Niceness of the page: where it shares a host with a worker, edits go first."""
 _POLL_S = 1.0
 _MOST_BODY = LIMITS.max_image_bytes * 4 // 3 + 2**20
 """Most bytes of a request: a picture as base64."""
@@ -50,6 +52,7 @@ def serve_page(
     from fastapi import FastAPI
 
     pictures = pictures_in(options.images)
+    os.nice(_NICE)
     with (
         connect() as client,
         tempfile.TemporaryDirectory(prefix="maskserve-page-") as folder,

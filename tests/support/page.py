@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import shutil
 import signal
 import socket
@@ -45,6 +46,8 @@ def served(server: str, pictures: Path, *more: str) -> Iterator[str]:
     page = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         eventually("the page answers", lambda: answers(port), 60)
+        niceness = os.getpriority(os.PRIO_PROCESS, page.pid)
+        assert niceness > os.getpriority(os.PRIO_PROCESS, 0), "edits go before the page"
         yield f"http://127.0.0.1:{port}"
     finally:
         page.send_signal(signal.SIGINT)
