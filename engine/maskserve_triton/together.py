@@ -82,14 +82,12 @@ class Together(Generic[T]):
             answer = error_response(api, guarded("", outputs))
         else:
             answer = response(api, batched(self._failed(request, outputs)))
+        end = time.time_ns()  # before the edit goes on elsewhere
         request.get_response_sender().send(answer, flags=api.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
-        if isinstance(outputs, Exception):
-            stage = Stage(self._name, begin, time.time_ns(), error=outputs)
-        elif self._output and not len(outputs[self._output]):
+        error = outputs if isinstance(outputs, Exception) else None
+        if not isinstance(outputs, Exception) and self._output and not len(outputs[self._output]):
             return
-        else:
-            stage = Stage(self._name, begin, time.time_ns())
-        self._tracer.record(parent_of(request), [stage])
+        self._tracer.record(parent_of(request), [Stage(self._name, begin, end, error=error)])
 
 
 def view_item(

@@ -30,6 +30,7 @@ from maskserve_triton.denoiser import DenoiserFrontend
 from maskserve_triton.edit_front import EditFront
 from maskserve_triton.picture_threads import PictureJob, PictureThreads
 from maskserve_triton.tensor_io import Outputs
+from maskserve_triton.together import Together
 from tests.fakes.facts import FILL_FACTS
 from tests.fakes.pb_utils import Call, FakeTriton, InferenceResponse, failure, reply
 from tests.fakes.scripted_engine import ScriptedEngine, tensors
@@ -219,6 +220,22 @@ def test_work_is_recorded_where_something_was_done(api: FakeTriton, spans: Spans
     span = spans.named("decode")
     assert below(span) == (TRACE, SPAN)
     assert before_ns <= span.start_time <= span.end_time <= time.time_ns()
+
+
+def test_a_stage_ends_before_its_answer_is_on_its_way(api: FakeTriton, spans: Spans) -> None:
+    """The thread may stand still after it has answered, while the edit goes on."""
+    request = api.request(parameters=json.dumps({"traceparent": PARENT}), PROMPT=b"a circle")
+    send, sent_at = request.sender.send, list[int]()
+
+    def send_slowly(*answer: Any, **flags: Any) -> None:
+        sent_at.append(time.time_ns())
+        send(*answer, **flags)
+        time.sleep(0.01)
+
+    request.sender.send = send_slowly  # type: ignore[method-assign]
+    answers: list[Outputs | Exception] = [{"EMBEDS": np.ones((2, 3), np.float32)}]
+    Together(api, spans.tracer, "encode", lambda _: None, lambda _: answers).execute([request])
+    assert spans.named("encode").end_time <= sent_at[0]
 
 
 def test_work_that_fails_is_recorded(api: FakeTriton, spans: Spans) -> None:

@@ -319,7 +319,7 @@ def test_each_row_with_a_tile_replays_a_step_that_costs_the_host_little(
     assert one.launches <= 190
     by_row = two.launches - one.launches
     assert by_row <= 190
-    assert four.launches == two.launches + 2 * by_row <= plain.launches // 4
+    assert four.launches <= two.launches + 2 * by_row <= plain.launches // 4
     assert all(log.copies == [] for log in (one, two, four, plain))
 
 
