@@ -50,7 +50,23 @@ def main() -> int:
 
 def text() -> str:
     """Return the document as JSON with a line for each path."""
-    return json.dumps(document()).replace('}, "/', '},\n"/') + "\n"
+    return json.dumps(_without_point(document())).replace('}, "/', '},\n"/') + "\n"
+
+
+def _without_point(value: Any) -> Any:
+    """Return a value with its whole numbers as integers.
+
+    Python keeps one union for types that are equal, so whether a bound is 0 or 0.0 depends on which
+    module was imported first.
+    """
+    match value:
+        case dict():
+            return {key: _without_point(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_without_point(item) for item in value]
+        case float() if value.is_integer():
+            return int(value)
+    return value
 
 
 def document() -> Json:
