@@ -92,8 +92,8 @@ def _by_kernel(
     )
     return KeptTokens(
         *(
-            tuple([Coded("int8", *of_part) for of_part in zip(of_term, of_scales, strict=True)])
-            for of_term, of_scales in zip(data, scales, strict=True)
+            tuple([Coded("int8", data[term, part], scales[term, part]) for part in range(parts)])
+            for term in range(terms)
         )
     )
 
@@ -114,22 +114,20 @@ def _keep_tokens(
 
     terms, parts, count, width = data.shape
     # The last refresh step's tokens, then its slopes; the kernel reads none that are missing.
-    stored, stored_scales = (
-        [[*of[at : at + parts], *[other] * parts][:parts] for at in (0, parts)]
-        for of, other in ((before, data), (before_scales, scales))
-    )
+    stored = [*before, *[data] * (2 * parts - len(before))]
+    stored_scales = [*before_scales, *[scales] * (2 * parts - len(before))]
     keep_tokens_kernel[(triton.cdiv(width, _BLOCK), parts)](
         tensors[0],
         tensors[-1],
         ids,
-        stored[0][0],
-        stored[0][-1],
-        stored_scales[0][0],
-        stored_scales[0][-1],
-        stored[1][0],
-        stored[1][-1],
-        stored_scales[1][0],
-        stored_scales[1][-1],
+        stored[0],
+        stored[parts - 1],
+        stored_scales[0],
+        stored_scales[parts - 1],
+        stored[parts],
+        stored[-1],
+        stored_scales[parts],
+        stored_scales[-1],
         data,
         scales,
         count,
