@@ -242,7 +242,7 @@ SENTENCES = (
 
 
 def _answer(ask: Any, passing: tuple[str, ...] = LISTING) -> Any:
-    """What `ask` returns; None while it fails with one of these messages."""
+    """Return the result of `ask`; None while it fails with one of these messages."""
     try:
         return ask()
     except InferenceServerException as error:
