@@ -8,7 +8,7 @@ from maskserve_common.contracts.due_times import OK, SLO_OUTCOMES, slo_outcome
 from maskserve_common.errors import CODES
 from maskserve_router.messages.job_states import ENDS as JOB_ENDS
 from maskserve_router.workers.predictions import Predictions
-from maskserve_router.workers.worker import Sent
+from maskserve_router.workers.worker import SentEdit
 
 _ROUTE = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 5e-3, 2e-2)
 _EDIT = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0)
@@ -117,7 +117,7 @@ class Metrics:
         for end in WEBHOOK_ENDS:
             self.webhooks.labels(end)
 
-    def answered(self, sent: Sent, seconds: float) -> None:
+    def record_answer(self, sent: SentEdit, seconds: float) -> None:
         """Count a worker's answer to an edit."""
         self.edit_seconds.observe(seconds)
         self.predicted.observe(seconds - sent.predicted.answered_s)

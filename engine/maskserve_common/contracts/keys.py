@@ -76,7 +76,7 @@ def scope_of(request_id: str) -> str:
     return request_id.rpartition("!")[0]
 
 
-def tried(request_id: str, number: int) -> str:
+def try_id(request_id: str, number: int) -> str:
     """The id of an edit's first, second … try."""
     return f"{request_id}~{number}" if number > 1 else request_id
 

@@ -112,7 +112,7 @@ class Front:
             return await self._control.infer(message, context.client)
         if message.head.model_name in self._workflows.names:
             answer = await self._workflows.infer(message, context)
-            room.becomes(len(answer))
+            room.resize(len(answer))
             return answer
         return await self._edits.infer(message, context, room)
 
@@ -130,7 +130,7 @@ class Front:
             run = self._workflows.stream(message, context)
             async with aclosing(run) as events:
                 async for event in events:
-                    room.becomes(event.ByteSize())
+                    room.resize(event.ByteSize())
                     yield await self._fair_share.run(context.client, room.size, _in_stream, event)
             return
         edit = self._edits.stream(message, context, room)

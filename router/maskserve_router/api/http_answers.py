@@ -25,18 +25,24 @@ from starlette.types import Receive, Scope, Send
 
 from maskserve_common.errors import MaskserveError
 from maskserve_common.servers.failure import Failure
-from maskserve_router.messages.failures import guarded, http_status, let_go, retry_after, text_of
+from maskserve_router.messages.failures import (
+    drop_tracebacks,
+    guarded,
+    http_status,
+    retry_after,
+    text_of,
+)
 from maskserve_router.messages.json_values import values_of
 from maskserve_router.scheduling.admission import EditRoom
 
 JSON = "application/json"
 T = TypeVar("T")
 Parts: TypeAlias = AsyncIterator[bytes | memoryview]
-_WRITTEN_AT_A_TIME = 256 * 1024
+_CHUNK_BYTES = 256 * 1024
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-class WrittenAnswer(StreamingResponse):
+class ChunkedResponse(StreamingResponse):
     """An answer that is written in pieces, without a copy of the rest.
 
     `resources` is closed when all is written or the client has left.
@@ -48,7 +54,7 @@ class WrittenAnswer(StreamingResponse):
     """
 
     def __init__(self, parts: Parts, resources: ExitStack, **more: Any) -> None:
-        super().__init__(_small(parts), **more)
+        super().__init__(_in_chunks(parts), **more)
         self._parts, self._resources = parts, resources
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -61,17 +67,17 @@ class WrittenAnswer(StreamingResponse):
             self._resources.close()
 
 
-async def _small(parts: Parts) -> AsyncIterator[bytes | memoryview]:
+async def _in_chunks(parts: Parts) -> AsyncIterator[bytes | memoryview]:
     async for part in parts:
-        if len(part) <= _WRITTEN_AT_A_TIME:
+        if len(part) <= _CHUNK_BYTES:
             yield part
             continue
         view = memoryview(part)
-        for at in range(0, len(view), _WRITTEN_AT_A_TIME):
-            yield view[at : at + _WRITTEN_AT_A_TIME]
+        for at in range(0, len(view), _CHUNK_BYTES):
+            yield view[at : at + _CHUNK_BYTES]
 
 
-async def _each_of(parts: Iterable[bytes | memoryview]) -> Parts:
+async def _iterate(parts: Iterable[bytes | memoryview]) -> Parts:
     """Yield parts that are all in memory."""
     for part in parts:
         yield part
@@ -94,30 +100,30 @@ def whole_answer(
         kind: its content type.
     """
     size = sum(map(len, parts))
-    room.becomes(size)
+    room.resize(size)
     named = {**headers, "content-length": str(size)}
-    return WrittenAnswer(_each_of(parts), resources.pop_all(), headers=named, media_type=kind)
+    return ChunkedResponse(_iterate(parts), resources.pop_all(), headers=named, media_type=kind)
 
 
-def answering(handler: Handler) -> Handler:
+def error_boundary(handler: Handler) -> Handler:
     """Wrap a handler so that its errors become answers."""
 
     async def answer(request: Request) -> Response:
-        return await answered(handler(request), error_response)
+        return await response_or_error(handler(request), error_response)
 
     return answer
 
 
-async def answered(
+async def response_or_error(
     work: Awaitable[Response],
-    refuse: Callable[[MaskserveError | Failure], Response],
+    on_error: Callable[[MaskserveError | Failure], Response],
     request_id: str = "",
 ) -> Response:
     """Return the answer of a handler, or that of its error.
 
     Args:
         work: the handler's work.
-        refuse: returns the answer of an error.
+        on_error: returns the answer of an error.
         request_id: id for the log of an unexpected error.
     """
     try:
@@ -125,22 +131,22 @@ async def answered(
     except ClientDisconnect:
         return Response(status_code=499)
     except (MaskserveError, Failure) as error:
-        return refuse(error)
+        return on_error(error)
     except Exception as error:
-        return refuse(guarded(request_id, error))
+        return on_error(guarded(request_id, error))
 
 
-_PATH = ("not_found_error", "not_found")
-_METHOD = ("invalid_request_error", "method_not_allowed")
+_UNKNOWN_PATH = ("not_found_error", "not_found")
+_WRONG_METHOD = ("invalid_request_error", "method_not_allowed")
 """OpenAI's error type and code for a missing path or method."""
 
 
-async def refused(request: Request, error: Exception) -> Response:
+async def http_exception_response(request: Request, error: Exception) -> Response:
     """Return Starlette's own errors as JSON: below `/v1` in OpenAI's form, else in KServe's."""
     assert isinstance(error, HTTPException)
     detail: Any = f"{error.detail}: {request.method} {request.url.path}"[:300]
     if request.url.path.startswith("/v1/"):
-        kind, code = _PATH if error.status_code == 404 else _METHOD
+        kind, code = _UNKNOWN_PATH if error.status_code == 404 else _WRONG_METHOD
         detail = {"message": detail, "type": kind, "param": None, "code": code}
     return Response(msgspec.json.encode({"error": detail}), error.status_code, error.headers, JSON)
 
@@ -152,7 +158,7 @@ def error_response(error: MaskserveError | Failure) -> Response:
 
 
 def error_json(error: MaskserveError | Failure) -> bytes:
-    let_go(error)
+    drop_tracebacks(error)
     return msgspec.json.encode({"error": text_of(error)})
 
 

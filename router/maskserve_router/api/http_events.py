@@ -19,7 +19,7 @@ from starlette.responses import Response
 from maskserve_common.errors import EngineFailed, MaskserveError
 from maskserve_common.servers.failure import Failure
 from maskserve_router.api.half_close import HALF_CLOSED
-from maskserve_router.api.http_answers import WrittenAnswer, while_connected
+from maskserve_router.api.http_answers import ChunkedResponse, while_connected
 
 _REFUSED_WITHIN_S = 0.5
 _COMMENT_S = 10.0
@@ -57,19 +57,19 @@ async def event_stream(
     """
     first = asyncio.ensure_future(anext(events))
     try:
-        await while_connected(request, _begun(first))
+        await while_connected(request, _wait_for_first(first))
     except BaseException:
         await _end(first, events)
         raise
-    return WrittenAnswer(
-        _written(first, events, error_event, request.scope.get("state", {})),
+    return ChunkedResponse(
+        _body_of(first, events, error_event, request.scope.get("state", {})),
         resources.pop_all(),
         headers={**_HEADERS, **(headers or {})},
         media_type="text/event-stream; charset=utf-8",
     )
 
 
-async def _begun(first: asyncio.Future[Event]) -> None:
+async def _wait_for_first(first: asyncio.Future[Event]) -> None:
     """Wait for the first event, but not for long; raises its error."""
     finished_tasks, _ = await asyncio.wait({first}, timeout=_REFUSED_WITHIN_S)
     if finished_tasks:
@@ -79,7 +79,7 @@ async def _begun(first: asyncio.Future[Event]) -> None:
             raise EngineFailed("the stream ended before the answer") from None
 
 
-async def _written(
+async def _body_of(
     next_event: asyncio.Future[Event],
     events: AsyncGenerator[Event, None],
     error_event: Callable[[MaskserveError | Failure], bytes],

@@ -142,7 +142,7 @@ def infer_response(
         else:
             output["data"] = [_text(tensor.name, bytes_tensor.only(raw))]
         outputs.append(output)
-    first = msgspec.json.encode({**_named(head), "outputs": outputs})
+    first = msgspec.json.encode({**_head_fields(head), "outputs": outputs})
     return [first, *tail], len(first) if tail else None
 
 
@@ -182,10 +182,10 @@ def generate_request(
 def generate_response(response: ModelAnswer) -> bytes:
     """Return the JSON of one response of /generate; raises as `infer_response`."""
     texts = {name: _text(name, element) for name, element in response.outputs().items()}
-    return msgspec.json.encode({**_named(response.head), **texts})
+    return msgspec.json.encode({**_head_fields(response.head), **texts})
 
 
-def _named(head: pb.ModelInferResponse) -> dict[str, str]:
+def _head_fields(head: pb.ModelInferResponse) -> dict[str, str]:
     """Return the model of a response, and the request's id if it has one."""
     names = {"model_name": head.model_name, "model_version": head.model_version}
     return {**names, "id": head.id} if head.id else names

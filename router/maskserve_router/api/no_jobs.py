@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.routing import Route
 
 from maskserve_router.api.front import Front
-from maskserve_router.api.openai.answers import answering
+from maskserve_router.api.openai.answers import error_boundary
 from maskserve_router.messages.failures import NotSupported
 
 
@@ -21,13 +21,13 @@ class NoJobs:
         self._reason = reason
 
     def routes(self, front: Front) -> list[Route]:
-        async def refused(request: Request, request_id: str) -> NoReturn:
+        async def refuse(request: Request, request_id: str) -> NoReturn:
             front.client(request.headers)
             raise NotSupported("jobs", self._reason)
 
         return [
-            Route("/v1/jobs", answering(refused), methods=["GET", "POST"]),
-            Route("/v1/jobs/{id}", answering(refused), methods=["GET", "DELETE"]),
+            Route("/v1/jobs", error_boundary(refuse), methods=["GET", "POST"]),
+            Route("/v1/jobs/{id}", error_boundary(refuse), methods=["GET", "DELETE"]),
         ]
 
     async def start(self) -> None:

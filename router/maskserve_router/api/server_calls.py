@@ -44,14 +44,14 @@ class ServerCalls:
         )
 
     async def model_metadata(self, name: str, version: str) -> pb.ModelMetadataResponse:
-        self._known(name, version)
+        self._check_model(name, version)
         if name in self._workflows.names:
             return self._workflows.metadata(name)
         request = pb.ModelMetadataRequest(name=name, version=version)
         return pb.ModelMetadataResponse.FromString(await self._ask("ModelMetadata", request))
 
     async def model_config(self, name: str, version: str) -> pb.ModelConfigResponse:
-        self._known(name, version)
+        self._check_model(name, version)
         if name in self._workflows.names:
             return self._workflows.config(name)
         request = pb.ModelConfigRequest(name=name, version=version)
@@ -67,7 +67,7 @@ class ServerCalls:
         if version not in VERSIONS:  # Triton answers 400 here and 404 elsewhere
             raise InvalidRequest("model_version", f"there is no version {version[:20]!r}", "1")
         if name:
-            self._known(name, version)
+            self._check_model(name, version)
         if not client.admin:
             return client_statistics(client, [name] if name else sorted(PUBLIC))
         request = pb.ModelStatisticsRequest(name=name, version=version).SerializeToString()
@@ -89,7 +89,7 @@ class ServerCalls:
                 index.models.add(name=name, version="1", state=state)
         return index
 
-    def _known(self, name: str, version: str) -> None:
+    def _check_model(self, name: str, version: str) -> None:
         if name not in (models := self._workflows.models):
             raise UnknownModel(name, models=models)
         if version not in VERSIONS:

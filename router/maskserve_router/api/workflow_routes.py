@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from maskserve_router.api.openai.answers import answering, json_answer
+from maskserve_router.api.openai.answers import error_boundary, json_answer
 from maskserve_router.key_holder import KeyHolder
 from maskserve_router.scheduling.served_workflows import ServedWorkflows
 
@@ -21,4 +21,4 @@ def workflow_routes(
     async def listed(request: Request, request_id: str) -> Response:
         return json_answer(await workflows.listed(identify(request.headers)), request_id)
 
-    return [Route("/v1/workflows", answering(listed), methods=["GET"])]
+    return [Route("/v1/workflows", error_boundary(listed), methods=["GET"])]

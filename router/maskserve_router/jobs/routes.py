@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 from maskserve_common.errors import InvalidRequest
 from maskserve_router.api.front import Front
-from maskserve_router.api.openai.answers import answering, json_answer
+from maskserve_router.api.openai.answers import error_boundary, json_answer
 from maskserve_router.api.openai.edits import ImageEdits
 from maskserve_router.jobs.jobs import Jobs
 from maskserve_router.jobs.runner import description
@@ -67,8 +67,8 @@ def job_routes(front: Front, edits: ImageEdits, jobs: Jobs) -> list[Route]:
 
     path = "/v1/jobs/{id}"
     return [
-        Route("/v1/jobs", answering(add), methods=["POST"]),
-        Route("/v1/jobs", answering(listed), methods=["GET"]),
-        Route(path, answering(one), methods=["GET"]),
-        Route(path, answering(end), methods=["DELETE"]),
+        Route("/v1/jobs", error_boundary(add), methods=["POST"]),
+        Route("/v1/jobs", error_boundary(listed), methods=["GET"]),
+        Route(path, error_boundary(one), methods=["GET"]),
+        Route(path, error_boundary(end), methods=["DELETE"]),
     ]

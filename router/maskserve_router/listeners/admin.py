@@ -59,18 +59,18 @@ class Admin:
     def app(self) -> Starlette:
         return Starlette(
             routes=[
-                Route("/metrics", self._page),
+                Route("/metrics", self._metrics_page),
                 Route("/healthz", self._live),
                 Route("/readyz", self._ready),
                 Route("/workers", self._workers),
                 Route("/workers/{address}/drain", self._drain, methods=["POST"]),
                 Route("/workers/{address}/resume", self._resume, methods=["POST"]),
-                Route("/reload", self._reloaded, methods=["POST"]),
+                Route("/reload", self._reload_configuration, methods=["POST"]),
             ],
-            middleware=[Middleware(_NoSites, self._names)],
+            middleware=[Middleware(_RefuseForeignSites, self._names)],
         )
 
-    async def _page(self, _: Request) -> Response:
+    async def _metrics_page(self, _: Request) -> Response:
         metrics, workers = self._metrics, self._pool.workers
         metrics.worker_up.clear()
         metrics.inflight.clear()
@@ -120,7 +120,7 @@ class Admin:
         self._pending.dispatch()
         return Response(b'{"draining":false}', media_type=_JSON)
 
-    async def _reloaded(self, _: Request) -> Response:
+    async def _reload_configuration(self, _: Request) -> Response:
         try:
             await self._reload()
         except ConfigError as error:
@@ -128,7 +128,7 @@ class Admin:
         return Response(msgspec.json.encode(sorted(self._pool.workers)), media_type=_JSON)
 
 
-class _NoSites:
+class _RefuseForeignSites:
     """Refuses requests that a browser makes for another site's page."""
 
     def __init__(self, app: ASGIApp, names: Sequence[str]) -> None:

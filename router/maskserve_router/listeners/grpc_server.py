@@ -30,9 +30,9 @@ from maskserve_router.listeners.open_calls import OpenCall, OpenCalls
 from maskserve_router.messages.call_context import CallContext
 from maskserve_router.messages.failures import (
     NotSupported,
+    drop_tracebacks,
     grpc_status,
     guarded,
-    let_go,
     retry_after,
     text_of,
 )
@@ -398,12 +398,12 @@ def _refuse(context: Context, error: MaskserveError | Failure) -> None:
         context.set_trailing_metadata((("retry-after", str(seconds)),))
     context.set_code(grpc_status(error))
     context.set_details(text_of(error))
-    let_go(error)
+    drop_tracebacks(error)
 
 
 def _stream_error(message: pb.ModelInferRequest, error: MaskserveError | Failure) -> bytes:
     """Return an error in the form of Triton's streams: as text, with the request's id."""
-    let_go(error)
+    drop_tracebacks(error)
     if isinstance(error, Failure) and error.message and error.coded:
         return error.message
     answer = pb.ModelStreamInferResponse(error_message=text_of(error))

@@ -12,7 +12,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from maskserve_router.api.http_answers import JSON, Handler, answering, json_response, refused
+from maskserve_router.api.http_answers import (
+    JSON,
+    Handler,
+    error_boundary,
+    http_exception_response,
+    json_response,
+)
 from maskserve_router.api.http_inference import HttpInference, model_of
 from maskserve_router.api.server_calls import ServerCalls, operators_only, shared_memory_refused
 from maskserve_router.key_holder import KeyHolder
@@ -86,7 +92,10 @@ class HttpApp:
             if route.methods is not None:
                 route.methods.discard("HEAD")
         routes += self._routes
-        app = Starlette(routes=routes, exception_handlers={404: refused, 405: refused})
+        app = Starlette(
+            routes=routes,
+            exception_handlers={404: http_exception_response, 405: http_exception_response},
+        )
         if self._origins:
             app.add_middleware(
                 CORSMiddleware,
@@ -169,12 +178,12 @@ _read_index = msgspec.json.Decoder(_Index).decode
 
 
 def _get(path: str, handler: Handler) -> Route:
-    return Route(path, answering(handler), methods=["GET"])
+    return Route(path, error_boundary(handler), methods=["GET"])
 
 
 def _post(path: str, handler: Handler) -> Route:
-    return Route(path, answering(handler), methods=["POST"])
+    return Route(path, error_boundary(handler), methods=["POST"])
 
 
 def _any(path: str, handler: Handler) -> Route:
-    return Route(path, answering(handler), methods=["GET", "POST"])
+    return Route(path, error_boundary(handler), methods=["GET", "POST"])

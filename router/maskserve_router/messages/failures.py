@@ -118,7 +118,7 @@ def retry_after(error: MaskserveError | Failure) -> int | None:
     return None
 
 
-def let_go(error: BaseException | None) -> None:
+def drop_tracebacks(error: BaseException | None) -> None:
     """Drop the tracebacks of an error that has been reported: they hold the objects of its call.
 
     A traceback often leads back to the error through a failed task. Large messages would stay in

@@ -28,7 +28,7 @@ from maskserve_router.messages.control_message import (
 )
 from maskserve_router.messages.failures import NotSupported, Unauthorized
 from maskserve_router.messages.model_request import ModelRequest
-from maskserve_router.operations.replication_queue import MissedOperations, refused
+from maskserve_router.operations.replication_queue import MissedOperations, is_refusal
 from maskserve_router.scheduling.admission import Admission
 from maskserve_router.scheduling.dispatch import Dispatcher
 from maskserve_router.scheduling.served_workflows import ServedWorkflows
@@ -159,8 +159,8 @@ class ClusterControl:
         """Run an operation on the workers that answer, and queue it for the others."""
         results, failed = await self._outcomes(operation, client)
         first = next(iter(results.values()))
-        answered = {*results, *(worker for worker, failure in failed.items() if refused(failure))}
-        missed_by = self._pool.workers.keys() - answered
+        refusals = [worker for worker, failure in failed.items() if is_refusal(failure)]
+        missed_by = self._pool.workers.keys() - {*results, *refusals}
         name = first.get("template_id", "")
         self._dispatcher.homes.forget(name)
         pending = self.missed.keep(operation, name, missed_by)
@@ -199,7 +199,7 @@ class ClusterControl:
             else:
                 results[worker.address] = answer
         if not results:
-            raise min(failed.values(), key=lambda failure: not refused(failure))
+            raise min(failed.values(), key=lambda failure: not is_refusal(failure))
         return results, failed
 
 

@@ -35,7 +35,7 @@ class _Missed:
     """Addresses of the workers to which it must still be sent."""
 
 
-def refused(failure: Failure) -> bool:
+def is_refusal(failure: Failure) -> bool:
     """Return True if the worker rejected the operation and would reject it again."""
     return failure.blame in (Blame.REQUEST, Blame.REFUSED) and not failure.untaken
 
@@ -141,7 +141,7 @@ class MissedOperations:
                 try:
                     await self._send(worker, entry.operation)
                 except (Failure, EngineFailed) as error:
-                    if not isinstance(error, Failure) or not refused(error):
+                    if not isinstance(error, Failure) or not is_refusal(error):
                         self._not_before[address] = time.monotonic() + _RETRY_S
                         return
                     name = entry.operation["op"]

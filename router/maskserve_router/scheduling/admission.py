@@ -43,7 +43,7 @@ class EditRoom:
         self._admission.take_bytes(self._client, size)
         self.size += size
 
-    def becomes(self, size: int) -> None:
+    def resize(self, size: int) -> None:
         """Set the size to the bytes that are in memory now, without a check."""
         self._admission.book_bytes(self._client, size - self.size)
         self.size = size
@@ -52,7 +52,7 @@ class EditRoom:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.becomes(0)
+        self.resize(0)
 
 
 class Admission:

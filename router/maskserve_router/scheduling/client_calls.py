@@ -16,7 +16,7 @@ from maskserve_common.servers.failure import Failure
 from maskserve_router.key_holder import EditCounts
 from maskserve_router.messages.client_call import ClientCall
 from maskserve_router.messages.failures import guarded
-from maskserve_router.workers.stream_buffer import Unread
+from maskserve_router.workers.stream_buffer import StreamBuffer
 
 log = logging.getLogger("maskserve.router")
 _LONGEST_ERROR = 300
@@ -56,9 +56,9 @@ class ClientCalls(Generic[C]):
 
 
 async def messages_of(
-    call: ClientCall, work: Coroutine[Any, Any, Any], unread: Unread
+    call: ClientCall, work: Coroutine[Any, Any, Any], buffer: StreamBuffer
 ) -> AsyncGenerator[bytes, None]:
-    """Do the work of a call and yield the messages that it puts into `unread`.
+    """Do the work of a call and yield the messages that it puts into `buffer`.
 
     When the generator ends or is closed, the work has ended.
 
@@ -67,11 +67,11 @@ async def messages_of(
         Exception: the work failed.
     """
     call.work = asyncio.create_task(work)
-    call.work.add_done_callback(unread.end)
+    call.work.add_done_callback(buffer.end)
     if call.cancelled:
         call.work.cancel()
     try:
-        async for message in unread:
+        async for message in buffer:
             yield message
         try:
             call.work.result()

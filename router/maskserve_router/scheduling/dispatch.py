@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from maskserve_common.contracts.due_times import OK, due_by_size
 from maskserve_common.contracts.edit_kinds import edit_kind
-from maskserve_common.contracts.keys import tried
+from maskserve_common.contracts.keys import try_id
 from maskserve_common.contracts.request import EditKind
 from maskserve_common.errors import (
     MaskserveError,
@@ -34,15 +34,15 @@ from maskserve_router.messages.model_request import ModelRequest
 from maskserve_router.metrics import Metrics
 from maskserve_router.scheduling.admission import Admission, EditRoom
 from maskserve_router.scheduling.client_calls import ClientCalls, messages_of
-from maskserve_router.scheduling.edit_cost import Measure, shown_share
+from maskserve_router.scheduling.edit_cost import EditCosts, references_factor
 from maskserve_router.scheduling.edit_forecast import EditForecast
 from maskserve_router.scheduling.model_choice import model_of
 from maskserve_router.scheduling.pending_queue import PendingQueue
 from maskserve_router.scheduling.result_homes import ResultHomes
 from maskserve_router.scheduling.retry_budget import RetryBudget
 from maskserve_router.workers.pool import Pool
-from maskserve_router.workers.stream_buffer import Unread
-from maskserve_router.workers.worker import Sent, Worker, WorkerEpoch
+from maskserve_router.workers.stream_buffer import StreamBuffer
+from maskserve_router.workers.worker import SentEdit, Worker, WorkerEpoch
 from maskserve_router.workers.worker_call import Send, result_of, streamed, template_of, unary
 
 _ENCODE_S = 60.0
@@ -65,7 +65,7 @@ class Dispatcher:
         self._config = config
         self._pool, self._pending, self._admission = pool, pending, admission
         self._metrics = metrics
-        self._measure = Measure(config, fair_share, values)
+        self._costs = EditCosts(config, fair_share, values)
         self._budget = RetryBudget(config.faults.retry_share, config.faults.retry_floor)
         self._forecast = EditForecast(pool, pending, config.admission.deadline_slack, metrics)
         self.homes = ResultHomes(pool, config.routing.remembered_images)
@@ -91,7 +91,7 @@ class Dispatcher:
             MaskserveError: its mask or settings cannot be used.
         """
         call = make_edit_call(message, message.size, client)
-        edit, _ = await self._measure_edit(call, kind)
+        edit, _ = await self._cost_of(call, kind)
         return self._forecast.alone_s(call, edit)
 
     async def encode(self, message: ModelRequest, client: KeyHolder) -> bytes:
@@ -108,7 +108,7 @@ class Dispatcher:
         """
         call = make_edit_call(message, message.size, client, timeout=_ENCODE_S)
         with self._admission.operation(client, message.size):
-            edit, _ = await self._measure_edit(call)
+            edit, _ = await self._cost_of(call)
             workers, now_s = self._pool.workers.values(), time.monotonic()
             elsewhere = {worker.number for worker in workers if worker.host != message.host}
             roster = self._pool.roster
@@ -117,7 +117,7 @@ class Dispatcher:
                 raise NoWorkerAvailable(edit, [worker.view(now_s) for worker in workers])
             worker = roster.worker(number)
             # A record lists no encoder, so none is missed in it; the call ends with its worker.
-            sent = Sent(
+            sent = SentEdit(
                 call.sent_as, replace(edit, steps=1), worker, now_s, worker.predict(edit, now_s),
                 listed_at=math.inf,
             )  # fmt: skip
@@ -159,23 +159,23 @@ class Dispatcher:
             exit_stack.enter_context(self._count_outcome(call))
             exit_stack.enter_context(self._calls.under_way(call))
             exit_stack.enter_context(self._admission.edit(call.owner))
-            edit, digest = await self._measure_edit(call)
+            edit, digest = await self._cost_of(call)
             await room.take(self._most_bytes(call))
             if self._config.routing.order != "fcfs":
                 edit = replace(edit, due=call.due)
             if edit.due < math.inf:
                 call.starts_by = edit.due - (self._forecast.alone_s(call, edit) or 0.0)
             self._forecast.check_deadline(call, edit)
-            unread = Unread()
-            work = self._attempts(call, edit, digest, send, unread)
-            async with aclosing(messages_of(call, work, unread)) as answers:
+            buffer = StreamBuffer()
+            work = self._attempts(call, edit, digest, send, buffer)
+            async with aclosing(messages_of(call, work, buffer)) as answers:
                 async for answer in answers:
-                    buffered_bytes = len(answer) + unread.size
+                    buffered_bytes = len(answer) + buffer.size
                     if call.answered:
                         call.drop_pictures()
-                        room.becomes(buffered_bytes)
+                        room.resize(buffered_bytes)
                     else:
-                        room.becomes(max(call.size + buffered_bytes, room.size))
+                        room.resize(max(call.size + buffered_bytes, room.size))
                     yield answer
 
     def _most_bytes(self, call: EditCall) -> int:
@@ -189,7 +189,7 @@ class Dispatcher:
         )
 
     async def _attempts(
-        self, call: EditCall, edit: Edit, digest: bytes, send: Send, unread: Unread
+        self, call: EditCall, edit: Edit, digest: bytes, send: Send, buffer: StreamBuffer
     ) -> None:
         """Run the edit on a worker, and after a failure on others if a retry may succeed."""
         avoid: frozenset[WorkerEpoch] = frozenset()
@@ -205,12 +205,12 @@ class Dispatcher:
                 begun = False
                 try:
                     with self._attempt(sent_edit):
-                        if sent_edit.ended_for is not None:
-                            raise sent_edit.ended_for
+                        if sent_edit.end_reason is not None:
+                            raise sent_edit.end_reason
                         answer = b""
                         async for message in send(sent_edit, call):
                             begun, answer = True, message.content
-                            unread.put(message)
+                            buffer.put(message)
                         self._learn(call, digest, answer, sent_edit.worker, send, failure)
                         return
                 except Failure as error:
@@ -225,7 +225,7 @@ class Dispatcher:
 
     async def _place(
         self, call: EditCall, edit: Edit, avoid: frozenset[WorkerEpoch], failure: Failure | None
-    ) -> Sent:
+    ) -> SentEdit:
         """Wait for a place for the edit.
 
         After a failure, wait up to `faults.retry_wait_s` until another worker takes edits, since
@@ -235,7 +235,7 @@ class Dispatcher:
             MaskserveError: as `PendingQueue.enter` does.
             Failure: the previous one, if no other worker takes edits in time.
         """
-        call.sent_as = tried(call.request_id, call.tries + 1)
+        call.sent_as = try_id(call.request_id, call.tries + 1)
         patience_s = 0.0 if failure is None else self._config.faults.retry_wait_s
         try:
             return await self._pending.enter(
@@ -278,9 +278,7 @@ class Dispatcher:
         by_size = self._pool.roster.some_due_by_size(time.monotonic())
         return -math.inf if by_size else None
 
-    async def _measure_edit(
-        self, call: EditCall, kind: EditKind | None = None
-    ) -> tuple[Edit, bytes]:
+    async def _cost_of(self, call: EditCall, kind: EditKind | None = None) -> tuple[Edit, bytes]:
         """Return the edit's cost and its image's digest; placeholders if no worker can take it.
 
         Args:
@@ -300,7 +298,7 @@ class Dispatcher:
         )
         if served is None:
             return Edit(call.settings.num_inference_steps or 1, 1, 1, model=model), b""
-        edit, digest, call.answer_bytes = await self._measure.edit(
+        edit, digest, call.answer_bytes = await self._costs.edit(
             call.owner,
             call.image,
             call.mask,
@@ -312,21 +310,21 @@ class Dispatcher:
         )
         edit = replace(edit, encoded=call.message.encoding)
         passes = 2 if call.settings.negative_prompt is not None else 1
-        tokens = edit.total_tokens / passes / shown_share(call.references)
+        tokens = edit.total_tokens / passes / references_factor(call.references)
         pixels = round(tokens) * served.token_pixels**2
         call.by_size_ms = due_by_size(served.due_ms, pixels)
         return edit, digest
 
     @contextmanager
-    def _attempt(self, sent: Sent) -> Iterator[None]:
+    def _attempt(self, sent: SentEdit) -> Iterator[None]:
         """Keep an edit in the worker's ledger for the block, and report its end to the breaker."""
         breaker, name = sent.worker.breaker, sent.request_id
         try:
             yield
             breaker.succeeded(name)
             seconds = time.monotonic() - sent.at
-            sent.worker.answered(sent, seconds)
-            self._metrics.answered(sent, seconds)
+            sent.worker.record_answer(sent, seconds)
+            self._metrics.record_answer(sent, seconds)
         except Failure as failure:
             if failure.blame is Blame.WORKER:
                 may_eject = self._pool.may_eject()
@@ -357,8 +355,8 @@ class Dispatcher:
         routed.
         """
         is_stream, settings = send is streamed, call.settings
-        if not self._measure.knows(digest):
-            self._measure.learn(digest, template_of(answer, streamed=is_stream))
+        if not self._costs.knows(digest):
+            self._costs.learn(digest, template_of(answer, streamed=is_stream))
         if settings is not None:
             result_id = result_of(answer, streamed=is_stream) if settings.keep_result else None
             self.homes.learn(settings, worker, result_id, failure)

@@ -69,7 +69,7 @@ def _levels(
     return {way: levels_of(settings, served.skipping, way, refresh_steps) for way in ways}
 
 
-class Measure:
+class EditCosts:
     """Computes the cost of edits. Use it from the event loop; masks are decoded in threads."""
 
     def __init__(
@@ -124,7 +124,7 @@ class Measure:
             self._tokens.put(key, tokens)
         active, total, side, inner, ring, pixels = tokens
         passes = 2 if settings.negative_prompt is not None else 1
-        factor = passes * shown_share(references)
+        factor = passes * references_factor(references)
         steps = steps_run(
             settings.num_inference_steps or served.num_inference_steps, settings.strength
         )
@@ -167,7 +167,7 @@ class Measure:
         return not digest or self._templates.get(digest) is not None
 
 
-def shown_share(references: int) -> float:
+def references_factor(references: int) -> float:
     """Return the tokens of an edit with references beside its source, as a multiple of those
     without: of pictures of one size. A model that sees references sees the source beside the
     picture that it makes.

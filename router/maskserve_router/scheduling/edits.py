@@ -50,7 +50,7 @@ class Edits:
 
     async def infer(self, message: ModelRequest, context: CallContext, room: EditRoom) -> bytes:
         """Return the answer to one edit; arguments and errors are those of `Front.infer`."""
-        await self._masks.filled_in(message, context.client)
+        await self._masks.fill_in_mask(message, context.client)
         call = _edit_call(message, context)
         with self._logged(call, context.route, foreign_id(context.headers)):
             return await self._dispatcher.infer(call, room)
@@ -59,7 +59,7 @@ class Edits:
         self, message: ModelRequest, context: CallContext, room: EditRoom
     ) -> AsyncGenerator[bytes, None]:
         """Yield the answers to one edit; arguments and errors are those of `Front.stream`."""
-        await self._masks.filled_in(message, context.client)
+        await self._masks.fill_in_mask(message, context.client)
         call = _edit_call(message, context)
         with self._logged(call, context.route, foreign_id(context.headers)):
             async with aclosing(self._dispatcher.stream(call, room)) as answers:

@@ -75,7 +75,7 @@ class MaskFinder:
             raise InvalidRequest(field, f"no segmenter that takes {selector} is served", "a mask")
         return found_mask
 
-    async def filled_in(self, message: ModelRequest, client: KeyHolder) -> None:
+    async def fill_in_mask(self, message: ModelRequest, client: KeyHolder) -> None:
         """Write the mask into an edit whose settings have `mask_from`.
 
         Args:

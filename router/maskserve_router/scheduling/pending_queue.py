@@ -21,7 +21,7 @@ from maskserve_common.fair_queue import FairQueue, Turn
 from maskserve_common.routing import Edit, NoWorkerAvailable, Policy
 from maskserve_common.shares import PATIENCE_S, urgency
 from maskserve_router.workers.pool import Pool
-from maskserve_router.workers.worker import Sent, Worker, WorkerEpoch
+from maskserve_router.workers.worker import SentEdit, Worker, WorkerEpoch
 
 
 @dataclass(slots=True, eq=False)
@@ -34,7 +34,7 @@ class WaitingEdit:
     """Workers that failed this edit and do not get it again."""
     may_wait: bool
     """True while the edit may wait even if no worker takes edits."""
-    place: asyncio.Future[Sent] = field(default_factory=asyncio.Future)
+    place: asyncio.Future[SentEdit] = field(default_factory=asyncio.Future)
 
     @property
     def stands_apart(self) -> bool:
@@ -79,7 +79,7 @@ class PendingQueue:
         avoid: frozenset[WorkerEpoch] = frozenset(),
         patience_s: float = 0.0,
         starts_by: float | None = None,
-    ) -> Sent:
+    ) -> SentEdit:
         """Wait for a place, and write the edit into the worker's ledger.
 
         Args:
@@ -147,7 +147,7 @@ class PendingQueue:
         line = waiting if waiting.stands_apart else None
         return self._queue.put(_key_of(waiting.request_id, edit), waiting, urgent, line)
 
-    def leave(self, sent: Sent) -> None:
+    def leave(self, sent: SentEdit) -> None:
         """Remove an edit from its worker's ledger, and give its place to the next edit."""
         sent.worker.remove(sent)
         self._queue.give_back(_key_of(sent.request_id, sent.edit))
@@ -189,11 +189,11 @@ class PendingQueue:
         table = self._pool.roster.table(time.monotonic())
         return not len(table.taking(edit)) and len(table.serving(edit)) > 0
 
-    def _send(self, waiting: WaitingEdit, edit: Edit) -> Sent:
+    def _send(self, waiting: WaitingEdit, edit: Edit) -> SentEdit:
         now_s = time.monotonic()
         worker = self._choose(edit, now_s, waiting.avoid)
         predicted = worker.predict(edit, now_s)
-        sent_edit = Sent(waiting.request_id, edit, worker, now_s, predicted, listed_at=now_s)
+        sent_edit = SentEdit(waiting.request_id, edit, worker, now_s, predicted, listed_at=now_s)
         worker.add(sent_edit)
         worker.breaker.sent(waiting.request_id)
         return sent_edit

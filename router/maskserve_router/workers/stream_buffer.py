@@ -21,7 +21,7 @@ class Message(NamedTuple):
     """True for progress and previews, which may be dropped if the client reads too slowly."""
 
 
-class Unread:
+class StreamBuffer:
     """Messages in order. An async iterator that ends after the last message."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Unread:
                 return True
         return False
 
-    def __aiter__(self) -> Unread:
+    def __aiter__(self) -> StreamBuffer:
         return self
 
     async def __anext__(self) -> bytes:

@@ -131,7 +131,7 @@ class Prediction(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Sent:
+class SentEdit:
     """An edit at a worker, from the choice of the worker until the answer."""
 
     request_id: str
@@ -146,12 +146,12 @@ class Sent:
     """When a record last listed it; before that, when it was sent."""
     cancel: Callable[[], object] | None = None
     """Ends the call to the worker."""
-    ended_for: MaskserveError | Failure | None = None
+    end_reason: MaskserveError | Failure | None = None
     """Reason for which the router ended the call."""
 
     def end(self, reason: MaskserveError | Failure) -> None:
         """End the call to the worker for this reason."""
-        self.ended_for = reason
+        self.end_reason = reason
         if self.cancel is not None:
             self.cancel()
 
@@ -172,7 +172,7 @@ class Worker(Server):
     """Seconds that parsing its last record took."""
     epochs: int = 0
     """Number of times that it was lost."""
-    sent: dict[str, Sent] = field(default_factory=dict)
+    sent: dict[str, SentEdit] = field(default_factory=dict)
     """The ledger: request id -> edit at this worker."""
     number: int = field(init=False)
     """Number of the worker in the index."""
@@ -345,16 +345,16 @@ class Worker(Server):
         )
         return self.times.predict(edit.total_tokens, denoised)
 
-    def add(self, sent: Sent) -> None:
+    def add(self, sent: SentEdit) -> None:
         """Write an edit into the ledger."""
         self.sent[sent.request_id] = sent
         self._see_anew()
 
-    def answered(self, sent: Sent, seconds: float) -> None:
+    def record_answer(self, sent: SentEdit, seconds: float) -> None:
         """Learn from an edit that was answered `seconds` after it was sent."""
         self.times.learn(sent.edit.total_tokens, sent.predicted.denoised_s, seconds)
 
-    def remove(self, sent: Sent) -> None:
+    def remove(self, sent: SentEdit) -> None:
         """Take an edit off the ledger: it is answered or given up."""
         if self.sent.pop(sent.request_id, None) is not None:
             self._answered.add(sent.request_id)

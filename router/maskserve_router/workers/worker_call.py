@@ -19,10 +19,10 @@ from maskserve_common.servers.upstream import failures
 from maskserve_router.messages.edit_call import EditCall
 from maskserve_router.messages.model_answer import ModelAnswer
 from maskserve_router.workers.stream_buffer import Message
-from maskserve_router.workers.worker import Sent
+from maskserve_router.workers.worker import SentEdit
 
 log = logging.getLogger("maskserve.router")
-Send: TypeAlias = Callable[[Sent, EditCall], AsyncIterator[Message]]
+Send: TypeAlias = Callable[[SentEdit, EditCall], AsyncIterator[Message]]
 
 
 class _Meta(msgspec.Struct):
@@ -36,7 +36,7 @@ class _Meta(msgspec.Struct):
 _read_meta = msgspec.json.Decoder(_Meta).decode
 
 
-async def unary(sent: Sent, call: EditCall) -> AsyncIterator[Message]:
+async def unary(sent: SentEdit, call: EditCall) -> AsyncIterator[Message]:
     """Send a unary request and yield its one answer."""
     under_way = sent.worker.upstream.infer(
         call.encoded(sent.worker.host), call.left(), call.metadata
@@ -61,13 +61,13 @@ def _check_whole(answer: ModelAnswer, call: EditCall) -> None:
         raise ValueError(f"has no {min(missing)}")
 
 
-def _not_an_answer(sent: Sent) -> Failure:
+def _not_an_answer(sent: SentEdit) -> Failure:
     log.warning("worker %s sent an unexpected answer to an edit", sent.worker.address)
     message = f"[{EngineFailed.code}] the worker answered with something else"
     return Failure(grpc.StatusCode.INTERNAL, message)
 
 
-async def streamed(sent: Sent, call: EditCall) -> AsyncIterator[Message]:
+async def streamed(sent: SentEdit, call: EditCall) -> AsyncIterator[Message]:
     """Send the one request of a stream and yield the worker's messages.
 
     After the final event, errors are ignored: the client has its answer and no second one follows.
@@ -95,7 +95,7 @@ async def streamed(sent: Sent, call: EditCall) -> AsyncIterator[Message]:
         )
 
 
-def _checked(message: bytes, sent: Sent, call: EditCall) -> tuple[Message, bool]:
+def _checked(message: bytes, sent: SentEdit, call: EditCall) -> tuple[Message, bool]:
     """Return a message of a stream as the client gets it, and whether it is the answer.
 
     Raises:
@@ -132,14 +132,14 @@ def _restarted(message: bytes, restarts: int) -> bytes:
 
 
 @contextmanager
-def _call_failures(sent: Sent) -> Iterator[None]:
+def _call_failures(sent: SentEdit) -> Iterator[None]:
     """Convert errors that end a call to a worker into Failure."""
     try:
         with failures():
             yield
     except asyncio.CancelledError:
-        if sent.ended_for is not None:
-            raise sent.ended_for from None
+        if sent.end_reason is not None:
+            raise sent.end_reason from None
         raise
 
 

@@ -33,11 +33,11 @@ from maskserve_common.servers.failure import Failure
 from maskserve_router.fair_share import FairShare
 from maskserve_router.messages.call_context import CallContext
 from maskserve_router.messages.client_call import ClientCall
-from maskserve_router.messages.failures import let_go
+from maskserve_router.messages.failures import drop_tracebacks
 from maskserve_router.nodes.node_pool import NodePool
 from maskserve_router.scheduling.admission import Admission, EditRoom
 from maskserve_router.scheduling.edits import Edits
-from maskserve_router.workers.stream_buffer import Message, Unread
+from maskserve_router.workers.stream_buffer import Message, StreamBuffer
 from maskserve_router.workflows.run_messages import (
     NodeResult,
     edit_answer,
@@ -124,7 +124,7 @@ class RunDriver:
     """Headers of the call."""
     reservation: ExitStack
     """Counts the bytes of its values until it is closed."""
-    events: Unread = field(default_factory=Unread)
+    events: StreamBuffer = field(default_factory=StreamBuffer)
     """Events for the client, encoded ModelInferResponses."""
 
     async def measure_inputs(self, inputs: Mapping[str, Any]) -> None:
@@ -260,7 +260,7 @@ class RunDriver:
                 self.services.times.learn_encoding(time.monotonic() - begin)
             except (MaskserveError, Failure) as error:
                 log.info("%s: the edits encode by themselves: %s", task.key, error)
-                let_go(error)
+                drop_tracebacks(error)
         report = {name: meta[name] for name in _EDIT_FIELDS if name in meta}
         report["seconds"] = round(time.monotonic() - begin, 4)
         return {"encoding": encoded}, report
@@ -362,7 +362,7 @@ class RunDriver:
     def _lost(self, task: Task, error: MaskserveError | Failure) -> None:
         """Make the node ready again, without an error for the client."""
         # Its traceback would keep the frame of `outputs`, and so all outputs, in memory.
-        let_go(error)
+        drop_tracebacks(error)
         self.time.machine.lost(task.key)
 
 

@@ -107,7 +107,7 @@ async def test_words_are_found_and_clicks_segmented() -> None:
 async def test_what_names_nothing_is_refused(mask_source: dict[str, Any], reason: str) -> None:
     message = request(mask_from=mask_source)
     with pytest.raises(InvalidRequest, match=rf"SETTINGS\.mask_from.*{reason}"):
-        await finder(Pool("segment")).filled_in(message, CLIENT)
+        await finder(Pool("segment")).fill_in_mask(message, CLIENT)
     assert inputs(message)["MASK"] == b""
 
 
@@ -203,7 +203,7 @@ async def test_a_server_without_a_record_is_polled_but_not_up(
 
 async def test_an_edit_is_given_its_mask() -> None:
     message = request(mask_from=PLACES, seed=3)
-    await finder(Pool("segment")).filled_in(message, CLIENT)
+    await finder(Pool("segment")).fill_in_mask(message, CLIENT)
     filled = inputs(message)
     assert filled["MASK"] == b"a mask"
     assert json.loads(filled["SETTINGS"]) == {"mask_mode": "white", "seed": 3}
@@ -214,9 +214,9 @@ async def test_other_edits_stay_as_they_are() -> None:
         encoded_before = message.encoded()
         if "mask_from" in inputs(message)["SETTINGS"].decode() and b"prompt" in encoded_before:
             with pytest.raises(InvalidRequest):  # as of any edit
-                await finder(Pool()).filled_in(message, CLIENT)
+                await finder(Pool()).fill_in_mask(message, CLIENT)
         else:
-            await finder(Pool()).filled_in(message, CLIENT)
+            await finder(Pool()).fill_in_mask(message, CLIENT)
         assert message.encoded() == encoded_before
 
 
@@ -230,7 +230,7 @@ async def test_other_edits_stay_as_they_are() -> None:
 )
 async def test_what_does_not_go_with_it_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
-        await finder(Pool("segment")).filled_in(request(**options, mask_from=PLACES), CLIENT)
+        await finder(Pool("segment")).fill_in_mask(request(**options, mask_from=PLACES), CLIENT)
 
 
 async def test_a_client_that_leaves_ends_the_call() -> None:

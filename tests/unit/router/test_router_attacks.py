@@ -50,7 +50,7 @@ from maskserve_router.router import Router
 from maskserve_router.scheduling.admission import Admission, EditRoom
 from maskserve_router.scheduling.edit_cost import MaskTokens, count_tokens
 from maskserve_router.scheduling.picture_rooms import PictureRooms
-from maskserve_router.workers.stream_buffer import Message, Unread
+from maskserve_router.workers.stream_buffer import Message, StreamBuffer
 from tests.support.router import (
     FAST,
     SIDE,
@@ -607,7 +607,7 @@ def test_lines_that_strangers_cause_are_limited(caplog: Any):
 
 
 @asynccontextmanager
-async def unread(router: Router, count: int, **settings: Any) -> AsyncIterator[Any]:
+async def buffer(router: Router, count: int, **settings: Any) -> AsyncIterator[Any]:
     """A stream with so many edits, whose answers nobody reads."""
     async with grpc.aio.insecure_channel(f"127.0.0.1:{router.grpc.port}") as channel:
         call = channel.stream_stream(STREAM)()
@@ -629,7 +629,7 @@ async def test_an_attempt_ends_at_the_workers_last_message(monkeypatch: pytest.M
         for worker in workers:
             worker._answer = bytes(8 * MIB)
             worker.progress = 40
-        async with unread(router, 12):
+        async with buffer(router, 12):
             await until("all are sent", lambda: sum(len(w.requests) for w in workers) == 12)
             await until("no worker holds one", lambda: at_workers(router) == 0)
             assert router.admission.edits > 0
@@ -653,7 +653,7 @@ async def test_who_does_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch):
             worker._answer = bytes(16 * MIB)
         _, writer = await asyncio.open_connection("127.0.0.1", router.http.port, limit=1024)
         writer.write(http_edit())
-        async with unread(router, 4):
+        async with buffer(router, 4):
             await until("all are sent", lambda: sum(len(w.requests) for w in workers) == 5)
             await until("they are given up", lambda: router.admission.edits == 0)
             await until("nothing is held", lambda: router.admission.bytes == 0)
@@ -670,25 +670,25 @@ async def test_a_client_that_has_gone_is_no_error_of_the_router() -> None:
 
 
 def test_progress_that_nobody_reads_is_forgotten_and_the_answer_is_not():
-    unread = Unread()
+    buffer = StreamBuffer()
     for number in range(200):
-        unread.put(Message(b"%d" % number, passing=True))
-    unread.put(Message(b"answer"))
+        buffer.put(Message(b"%d" % number, passing=True))
+    buffer.put(Message(b"answer"))
     for _ in range(100):
-        unread.put(Message(b"late", passing=True))
-    unread.put(Message(bytes(8 * MIB), passing=True))
-    unread.put(Message(b""))
-    unread.end()
-    contents = [message.content for message in unread._messages]
+        buffer.put(Message(b"late", passing=True))
+    buffer.put(Message(bytes(8 * MIB), passing=True))
+    buffer.put(Message(b""))
+    buffer.end()
+    contents = [message.content for message in buffer._messages]
     assert contents == [b"answer", b""]
-    assert unread.size == 6
+    assert buffer.size == 6
 
 
 async def test_a_client_that_reads_gets_every_event():
     async with cluster() as (router, workers):
         for worker in workers:
             worker.progress = 50
-        async with unread(router, 1) as call:
+        async with buffer(router, 1) as call:
             await call.done_writing()
             events = [pb.ModelStreamInferResponse.FromString(raw) async for raw in call]
         assert len(events) == 51

@@ -172,7 +172,7 @@ async def test_an_edits_room_is_taken_before_there_is_anything_and_given_back_at
             await other_room.take(41)
         assert admission.bytes == 60
         for arrived_bytes in (10, 120):  # what has come is counted, also beyond the budget
-            room.becomes(arrived_bytes)
+            room.resize(arrived_bytes)
             assert admission.bytes == arrived_bytes
     assert admission.bytes == 0
 

@@ -19,12 +19,12 @@ from starlette.responses import Response
 
 from maskserve_common.errors import EngineFailed, InvalidRequest, MaskserveError, split_code
 from maskserve_common.servers.failure import Failure
-from maskserve_router.api.http_answers import JSON, answered
+from maskserve_router.api.http_answers import JSON, response_or_error
 from maskserve_router.api.openai.form import EditForm, Fields
 from maskserve_router.messages.failures import (
     Unauthorized,
+    drop_tracebacks,
     http_status,
-    let_go,
     retry_after,
     text_of,
 )
@@ -93,7 +93,7 @@ def in_openais_words(text: str, sources: int = 1) -> str:
 
 def error_body(error: MaskserveError | Failure) -> dict[str, Any]:
     """Return OpenAI's error object; `param` is the field that the message names."""
-    let_go(error)
+    drop_tracebacks(error)
     code, text = split_code(text_of(error))
     text = in_openais_words(text)
     field = _FIELD.match(text)
@@ -121,7 +121,7 @@ def json_answer(
     return Response(msgspec.json.encode(body), status, named, JSON)
 
 
-def answering(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+def error_boundary(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
     """Wrap a handler so that it gets a request id and its errors have OpenAI's form.
 
     The id is made here. A client's or proxy's `x-request-id` is repeated in the answer and the log,
@@ -130,8 +130,8 @@ def answering(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
 
     async def answer(request: Request) -> Response:
         request_id = uuid.uuid4().hex
-        refuse = partial(error_answer, request_id=request_id)
-        response = await answered(handler(request, request_id), refuse, request_id)
+        on_error = partial(error_answer, request_id=request_id)
+        response = await response_or_error(handler(request, request_id), on_error, request_id)
         if header_id := foreign_id(request.headers):
             response.headers["x-request-id"] = header_id
         return response

@@ -27,7 +27,7 @@ from maskserve_common.errors import EngineFailed, InvalidRequest, MaskserveError
 from maskserve_common.imaging.images import Size, decode_mask, read_size
 from maskserve_common.servers.failure import Failure
 from maskserve_router.api.front import Front
-from maskserve_router.api.http_answers import JSON, WrittenAnswer, while_connected, whole_answer
+from maskserve_router.api.http_answers import JSON, ChunkedResponse, while_connected, whole_answer
 from maskserve_router.api.http_body import Bodies
 from maskserve_router.api.http_events import Event, event_stream
 from maskserve_router.api.openai.answers import (
@@ -148,7 +148,7 @@ class ImageEdits:
                 return self._whole(client, await while_connected(request, work), request_id)
             parts = _parts(form, self._pictures(call), place)
             first = await while_connected(request, _first_of(parts))
-            return WrittenAnswer(
+            return ChunkedResponse(
                 _with_first(first, parts),
                 exit_stack.pop_all(),
                 headers={"x-request-id": request_id},
@@ -238,7 +238,7 @@ class ImageEdits:
         with self._front.room(call.client) as room:
             async with aclosing(_parts(call.form, pictures, place)) as parts:
                 async for part in parts:
-                    room.becomes(room.size + len(part))
+                    room.resize(room.size + len(part))
                     body.write(part)
         return msgspec.Raw(body.getvalue())
 

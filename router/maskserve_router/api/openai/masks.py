@@ -15,7 +15,7 @@ from maskserve_common.contracts.settings import MaskFrom
 from maskserve_router.api.front import Front
 from maskserve_router.api.http_answers import while_connected
 from maskserve_router.api.http_body import Bodies
-from maskserve_router.api.openai.answers import answering, json_answer, text_of_picture
+from maskserve_router.api.openai.answers import error_boundary, json_answer, text_of_picture
 from maskserve_router.api.openai.form import read_picture_form
 from maskserve_router.fair_share import FairShare
 from maskserve_router.scheduling.mask_finder import MaskFinder
@@ -40,7 +40,7 @@ def mask_routes(
         data = [{"b64_json": mask, "score": found_mask.score}]
         return json_answer({"object": "list", "data": data}, request_id)
 
-    return [Route("/v1/masks", answering(find), methods=["POST"])]
+    return [Route("/v1/masks", error_boundary(find), methods=["POST"])]
 
 
 def _text_of_mask(mask: bytes) -> str:

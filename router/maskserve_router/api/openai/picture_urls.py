@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from maskserve_common.errors import InvalidRequest
 from maskserve_common.lru_cache import LruCache
-from maskserve_router.api.openai.answers import NotFound, answering
+from maskserve_router.api.openai.answers import NotFound, error_boundary
 from maskserve_router.config import OpenAIConfig
 
 PATH: Final = "/v1/images/files"
@@ -76,7 +76,7 @@ class PictureUrls:
 
     def route(self) -> Route:
         """Return the route at which pictures are fetched."""
-        return Route(f"{PATH}/{{name}}", answering(self._fetch), methods=["GET"])
+        return Route(f"{PATH}/{{name}}", error_boundary(self._fetch), methods=["GET"])
 
     async def _fetch(self, request: Request, request_id: str) -> Response:
         name = request.path_params["name"]
