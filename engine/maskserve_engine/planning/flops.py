@@ -66,7 +66,7 @@ class BlockWork:
     pair: float = 0.0
     cross: float = 0.0
     launches: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    """Kernels that it takes on CUDA, per kind; about as many for any number of rows."""
+    """Kernels that it takes on CUDA, per kind; about as many for any number of rows of a call."""
     layers: Layers = field(default_factory=dict, repr=False, compare=False)
     """Its linear layers, by name inside the block."""
 
@@ -188,6 +188,10 @@ class Totals:
     """Positions that all rows' convolutions compute when they run cached, per level."""
     added: LoraFlops | None = None
     """FLOPs that the rows' LoRAs add; None: there are none."""
+    alone: int = 0
+    """Calls of the model by rows that take one each."""
+    together: bool = True
+    """Whether the other rows, which share a call, are any."""
 
     def __add__(self, other: Totals) -> Totals:
         """Return the sums of both batches."""
@@ -200,6 +204,8 @@ class Totals:
             self.text + other.text,
             tuple(a + b for a, b in zip(self.convolved, other.convolved, strict=True)),
             reduce(add, added) if added else None,
+            self.alone + other.alone,
+            self.together or other.together,
         )
 
     def with_loras(self, loras: Sequence[ModelWork]) -> Totals:

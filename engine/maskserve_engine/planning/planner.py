@@ -332,6 +332,7 @@ def plan_totals(
     loras = sum(part.added.cached for part in (cached, dense) if part and part.added)
     return (
         float(cached.rows),
+        float(cached.alone),
         cached.text,
         *cached.active,
         *tier_tokens.values(),

@@ -143,8 +143,14 @@ def step_costs(
     # a slow tier's loads than of none, whatever mixture of tiers the rows lie on.
     seconds = float(loads[np.isfinite(loads[:, 1]), 1].sum())
     ahead = budget_bytes * seconds / size if size and seconds else math.inf
-    launching = work.launches * model.launch, work.fixed_launches * model.launch
-    return StepCosts(compute, loads, fixed_before, float(fixed[-1]), ends, ahead, *launching)
+    calls = totals.alone + totals.together
+    launching = calls * work.launches * model.launch
+    # Dense rows are in the call that the others share.
+    calls = totals.alone + (totals.together or dense is not None)
+    launching_fixed = calls * work.fixed_launches * model.launch
+    return StepCosts(
+        compute, loads, fixed_before, float(fixed[-1]), ends, ahead, launching, launching_fixed
+    )
 
 
 def _seconds(line: Line, moved: Floats) -> Floats:

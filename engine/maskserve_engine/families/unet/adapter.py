@@ -162,7 +162,11 @@ class UnetAdapter(Stepping[Row, UnetWeights], UnetControls):
             active.row(len(conditioning["prompt_embeds"]), refreshes=schedule is not None)
             for conditioning in passes
         ]
-        return self.work(height, width).totals(rows)
+        totals = self.work(height, width).totals(rows)
+        tiled = any(row.convolved is not None for row in rows)
+        if self.weights.graphs is None or not tiled:
+            return totals
+        return replace(totals, alone=1, together=False)  # it replays a recorded step of its own
 
     def batch_key(self, job: EditJob) -> Hashable:
         return job.moments.shape  # convolutions run on all positions of all rows at once

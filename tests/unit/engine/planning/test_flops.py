@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,12 @@ from diffusers import FluxTransformer2DModel, UNet2DConditionModel
 
 from maskserve_benchmarks.published_models import FLUX_DEV, SD21, SDXL
 from maskserve_benchmarks.step_counts import flop_limit
+from maskserve_common.line_fit import Line
 from maskserve_engine.families.flux.spec import flux_work
 from maskserve_engine.families.unet.spec import unet_work
-from maskserve_engine.planning.flops import KINDS, ModelWork, RowTokens
+from maskserve_engine.planning.cost_model import CostModel
+from maskserve_engine.planning.flops import KINDS, KV, ModelWork, RowTokens, Totals
+from maskserve_engine.planning.two_stream import step_costs
 from tests.support.flop_count import counted
 from tests.support.model_configs import SD21_INPAINT, TINY_FLUX, TINY_SD21, TINY_SDXL
 
@@ -190,6 +194,26 @@ def test_launches_of_flux_steps_that_are_recorded_are_counted_too(kind: str, cas
     work = flux_work(FLUX_DEV, 128, 128, recorded=True)
     launches = work.batch_launches((kind,) * len(work.blocks))
     assert launches == pytest.approx(table[f"{case}, 1 row, graphs"]["step"], rel=0.1)
+
+
+def test_rows_with_tiles_launch_a_recorded_step_each() -> None:
+    """Rows that share a call launch as many kernels as one, and no dense row is in their calls."""
+    table = json.loads(Path("docs/benchmarks/kernels.json").read_text(encoding="utf-8"))
+    work = unet_work(SDXL, 128, 128, guidance=False, halo=1, recorded=True)
+    model = CostModel("gpu", Line(0.0, 0.0), launch=1.0)
+    guided = work.totals([work.row_at(0.2, 77)] * 2)
+    alone = replace(guided, alone=1, together=False)
+
+    def launches(rows: list[Totals], dense: Totals | None = None) -> float:
+        costs = step_costs(work, Totals.sum_of(rows), model, {}, dense=dense)
+        return costs.host([KV] * len(work.blocks))
+
+    one = table["SDXL, own int8, 1 guided row"]["step"]
+    assert launches([alone]) == launches([guided] * 4) == pytest.approx(one, rel=0.1)
+    four = table["SDXL, own int8, 4 guided rows, mixed"]["step"]
+    assert launches([alone] * 4) == pytest.approx(four, rel=0.1)
+    assert launches([alone] * 4 + [guided] * 2) == launches([alone] * 5)
+    assert launches([alone] * 4, dense=guided) == launches([alone] * 4) + work.fixed_launches
 
 
 def test_launches_of_steps_that_are_not_recorded_are_counted_too() -> None:

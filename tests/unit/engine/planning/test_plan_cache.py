@@ -60,6 +60,12 @@ def test_dense_rows_beside_are_another_plan() -> None:
     assert plan_totals(batch, {"host": 1.0}) != plan_totals(batch, {"host": 1.0}, batch)
 
 
+def test_rows_that_take_a_call_each_are_another_plan() -> None:
+    work = flux_work(FLUX_DEV, 128, 128)
+    batch = work.totals([work.row_at(0.2, 512)])
+    assert plan_totals(batch, {}) != plan_totals(replace(batch, alone=1), {})
+
+
 def test_rows_with_loras_are_another_plan() -> None:
     work = flux_work(FLUX_DEV, 128, 128)
     plain = work.totals([work.row_at(0.2, 512)])
