@@ -70,22 +70,22 @@ def test_every_front_and_protocol(worker: WorkerProcess, grpc: Grpc, tmp_path: P
     assert "edit_stream (gRPC stream)" in ran.stdout
 
 
-@pytest.mark.parametrize("kind", ["edit", "generate"])
-def test_edits_without_a_mask_and_pictures_from_a_text(
-    klein_worker: WorkerProcess, tmp_path: Path, kind: str
+@pytest.mark.parametrize(("kind", "references"), [("edit", 1), ("generate", 0)])
+def test_edits_of_several_pictures_and_pictures_from_a_text(
+    klein_worker: WorkerProcess, tmp_path: Path, kind: str, references: int
 ) -> None:
     results = tmp_path / "perf.json"
     load = ["--front", "edit", "--protocol", "grpc", "--request-rate", f"{RATE:g}"]
     ran = subprocess.run(
         command(
             klein_worker, *load, "--requests", str(REQUESTS), "--kind", kind,
-            "--json", str(results), "--hardware", "here",
+            "--references", str(references), "--json", str(results), "--hardware", "here",
         ),
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stdout + ran.stderr
     report = json.loads(results.read_text(encoding="utf-8"))
-    assert (report["kind"], report["size"]) == (kind, 64)
+    assert (report["kind"], report["references"], report["size"]) == (kind, references, 64)
     (run,) = report["runs"]
     check(run)
 

@@ -14,6 +14,7 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 from maskserve_common.config import Config, sharing_the_device
+from maskserve_common.contracts.edit_kinds import edit_kind
 from maskserve_common.contracts.keys import template_id
 from maskserve_common.contracts.request import EditRequest
 from maskserve_common.contracts.settings import EditSettings, parse_settings
@@ -30,7 +31,7 @@ from maskserve_triton.postprocess import finish_edit
 from maskserve_triton.preprocess import PreparedEdit, prepare_edit
 
 Edit = tuple[bytes, bytes, str]
-"""Encoded image, encoded mask, prompt."""
+"""Encoded image, encoded mask, prompt. Image and mask are empty if there is none."""
 
 
 class Direct:
@@ -128,8 +129,9 @@ class Direct:
     def _prepare(self, edit: Edit, settings: dict[str, Any]) -> PreparedEdit:
         image, mask, prompt = edit
         edit_settings = parse_settings(json.dumps(settings).encode())
+        kind = edit_kind(edit_settings, image=bool(image), mask=bool(mask))
         accepted = accept_edit(
-            edit_settings, prompt.encode(), self.spec, self.config, self._catalogue
+            edit_settings, prompt.encode(), self.spec, self.config, self._catalogue, kind=kind
         )
         return prepare_edit(image, mask, accepted, self.spec, self.config)
 

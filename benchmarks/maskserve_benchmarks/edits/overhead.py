@@ -1,7 +1,8 @@
 """Measure the time that serving adds to an edit: Triton and the step loop against direct calls of
 the parts.
 
-Three measurements with the demo model, dense rows (`cache: off`), and one without:
+Three measurements with the demo model, dense rows (`cache: off`), and one without. With `--kind
+edit` or `generate` it is the first one alone, of such edits of the demo edit model.
 
 1. path: one edit through Triton (tritonclient, gRPC, `edit`), and codec, encoder, engine, decoder
    and codec called one after the other in this process. Both take turns; the result has their
@@ -38,7 +39,7 @@ import tomli_w
 import torch
 import tritonclient.grpc as triton_grpc
 
-from maskserve_benchmarks.checkout import DEMO_MODEL
+from maskserve_benchmarks.checkout import DEMO_EDIT, DEMO_MODEL
 from maskserve_benchmarks.demo_model.scenes import held_out_edits
 from maskserve_benchmarks.edits.admission import measure_admission
 from maskserve_benchmarks.edits.direct import Direct, Edit
@@ -48,6 +49,7 @@ from maskserve_benchmarks.timing import hardware
 from maskserve_benchmarks.triton_calls import Answer, Grpc, answer_of, tensors
 from maskserve_common.config import Config, cores
 from maskserve_common.config_file import config_of
+from maskserve_common.contracts.request import EDIT_KINDS, EditKind
 from maskserve_common.contracts.status_record import State
 from maskserve_common.imaging.images import encode_image
 from maskserve_engine.batch import forward as forward_module
@@ -62,12 +64,12 @@ from maskserve_serving.ports import free_base_port
 from maskserve_serving.supervisor import Supervisor
 
 
-def make_edits(count: int, side: int) -> list[Edit]:
-    """Return encoded held-out edits of `side` x `side` pixels."""
+def make_edits(count: int, side: int, kind: EditKind = "inpaint") -> list[Edit]:
+    """Return encoded held-out edits of `side` x `side` pixels, with the pictures of their kind."""
     return [
         (
-            encode_image(edit.source, "png"),
-            encode_image(edit.mask * np.uint8(255), "png"),
+            b"" if kind == "generate" else encode_image(edit.source, "png"),
+            encode_image(edit.mask * np.uint8(255), "png") if kind == "inpaint" else b"",
             edit.prompt,
         )
         for edit in held_out_edits(count, (side, side))
@@ -208,7 +210,8 @@ def flop_limit(config: Config, side: int, steps: int) -> dict[str, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--model", type=Path, default=DEMO_MODEL)
+    parser.add_argument("--kind", choices=EDIT_KINDS, default="inpaint", help="edits by pictures")
+    parser.add_argument("--model", type=Path, help="by default the demo model of the kind")
     parser.add_argument("--side", type=int, default=256, help="pixels of the square source")
     parser.add_argument("--steps", type=int, default=4, help="denoising steps of the path")
     parser.add_argument("--rounds", type=int, default=200)
@@ -219,6 +222,7 @@ def main() -> int:
     parser.add_argument("--admission", action="store_true", help="time nothing but admission")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    args.model = args.model or (DEMO_MODEL if args.kind == "inpaint" else DEMO_EDIT)
     if any(name not in os.environ for name in TUNING):
         # Both sides get the environment of a worker; processes read it only when they start.
         os.execve(sys.executable, sys.orig_argv, {**TUNING, **os.environ})
@@ -226,17 +230,20 @@ def main() -> int:
     report = about(hardware(torch.device("cpu")))
     if not args.admission:
         report |= measure_serving(tables, args)
-    report["admission"] = measure_admission(20)
-    print(json.dumps(report["admission"]), flush=True)
+    if args.kind == "inpaint":
+        report["admission"] = measure_admission(20)
+        print(json.dumps(report["admission"]), flush=True)
     write_json(report, args.json)
     return 0
 
 
 def measure_serving(tables: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    """Measure path, throughput and step of the worker that `tables` configure."""
-    config, edits = config_of(tables), make_edits(8, args.side)
+    """Measure path, throughput and step of the worker that `tables` configure; of edits without a
+    mask the path alone.
+    """
+    config, edits = config_of(tables), make_edits(8, args.side, args.kind)
     settings = {"num_inference_steps": args.steps, "cache": "off", "seed": 1}
-    report: dict[str, Any] = {"side": args.side, "steps": args.steps}
+    report: dict[str, Any] = {"kind": args.kind, "side": args.side, "steps": args.steps}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "config.toml").write_text(tomli_w.dumps(tables), encoding="utf-8")
@@ -257,6 +264,9 @@ def measure_serving(tables: dict[str, Any], args: argparse.Namespace) -> dict[st
             )
             print(json.dumps(report["path"]), flush=True)
             direct.engine.close(5.0)
+            if args.kind != "inpaint":
+                client.close()
+                return report
             report["throughput"] = measure_throughput(client, edits, settings, args.edits)
             print(json.dumps(report["throughput"]), flush=True)
             client.close()

@@ -111,6 +111,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     edits = parser.add_argument_group("edits")
     edits.add_argument("--kind", choices=EDIT_KINDS, default="inpaint", help="edits by pictures")
+    edits.add_argument("--references", type=int, default=0, help="further pictures of each edit")
     edits.add_argument("--strength", type=float, help="the setting `strength`")
     edits.add_argument("--size", type=int, default=128, help="sides of the pictures, pixels")
     edits.add_argument("--steps", type=int, default=8, help="denoising steps")
@@ -150,6 +151,7 @@ def run(options: argparse.Namespace) -> int:
             templates=options.templates,
             mix=options.mix,
             kind=options.kind,
+            references=options.references,
             seed=options.seed,
             settings=settings,
         ),
@@ -236,6 +238,7 @@ def describe(
         "tool": tool.version,
         "model": model or "unknown",
         "kind": options.kind,
+        "references": options.references,
         "size": options.size,
         "steps": options.steps,
         "cache": options.cache,

@@ -21,6 +21,7 @@ from maskserve_benchmarks.demo_model.palette import COLOURS, SHAPES
 from maskserve_benchmarks.demo_model.prompts import phrase
 from maskserve_benchmarks.perf.errors import PerfError
 from maskserve_benchmarks.simulator.workload import MIXES
+from maskserve_common.contracts.edit_kinds import MOST_PICTURES
 from maskserve_common.contracts.request import EDIT_KINDS, EditKind
 from maskserve_common.imaging.images import encode_image
 
@@ -45,6 +46,8 @@ class InputOptions:
     kind: EditKind = "inpaint"
     """Kind of the edits. Without a mask or picture, that tensor is empty, and the answers have the
     size of the pictures."""
+    references: int = 0
+    """Further pictures of each edit, which follow its source."""
     seed: int = 0
     settings: dict[str, Any] = field(default_factory=dict)
     """SETTINGS of every edit; each edit also gets its own `seed`."""
@@ -56,6 +59,10 @@ class InputOptions:
                 raise PerfError(f"--{name}: {value} is not from {low} to {high}")
         if self.kind not in EDIT_KINDS:
             raise PerfError(f"--kind: {self.kind!r} is not one of {', '.join(EDIT_KINDS)}")
+        most = 0 if self.kind == "generate" else MOST_PICTURES - 1
+        if not 0 <= self.references <= most:
+            problem = f"--references: {self.references} is not from 0 to {most}"
+            raise PerfError(f"{problem} with --kind {self.kind}")
         if self.mix not in MIXES:
             raise PerfError(f"--mix: {self.mix!r} is not one of {', '.join(MIXES)}")
 
@@ -74,14 +81,17 @@ class Edit:
     """White pixels over all pixels; 1 without a mask."""
     control: tuple[bytes, ...] = ()
     """PNG files for the ControlNets in `settings`."""
+    references: tuple[bytes, ...] = ()
+    """PNG files that follow the source."""
 
     def elements(self) -> dict[str, tuple[bytes, ...]]:
         """Return the elements of the fronts' input tensors by name."""
         elements = {name: (value,) for name, value in self.tensors().items()}
-        return elements | ({"CONTROL": self.control} if self.control else {})
+        several = {"IMAGE": (self.image, *self.references)}
+        return {**elements, **several, **({"CONTROL": self.control} if self.control else {})}
 
     def tensors(self) -> dict[str, bytes]:
-        """Return the fronts' input tensors of one element by name."""
+        """Return the fronts' input tensors by name, each with its first element."""
         settings = json.dumps(self.settings).encode()
         payloads = (self.image, self.mask, self.prompt.encode(), settings)
         return dict(zip(TENSORS, payloads, strict=True))
@@ -112,6 +122,7 @@ def make_edits(options: InputOptions, photos: list[Path]) -> list[Edit]:
     edits = []
     for number, ratio in enumerate(draw_ratios(options.mix, options.entries, masks)):
         mask = draw_mask(options.size, float(ratio), masks)
+        further = range(number + 1, number + 1 + options.references)
         edits.append(
             Edit(
                 image=b"" if options.kind == "generate" else pictures[number % len(pictures)],
@@ -119,6 +130,7 @@ def make_edits(options: InputOptions, photos: list[Path]) -> list[Edit]:
                 prompt=phrase(words, str(words.choice(list(COLOURS))), str(words.choice(SHAPES))),
                 settings={**settings, "seed": number},
                 mask_ratio=float(mask.mean()) if is_masked else 1.0,
+                references=tuple(pictures[at % len(pictures)] for at in further),
             )
         )
     return edits

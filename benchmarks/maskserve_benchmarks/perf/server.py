@@ -87,6 +87,7 @@ class Server:
                         edit.image,
                         edit.mask,
                         edit.prompt,
+                        images=edit.references,
                         control=edit.control,
                         timeout=_EDIT_LIMIT_S,
                         **settings,

@@ -69,6 +69,21 @@ def test_edits_without_a_mask_differ_in_nothing_else(kind: EditKind) -> None:
         InputOptions(kind="repaint")  # type: ignore[arg-type]
 
 
+def test_references_follow_the_source(tmp_path: Path) -> None:
+    """Edits share pictures, and nothing else of an edit depends on how many it has."""
+    options = InputOptions(size=64, entries=6, templates=3, kind="edit")
+    alone, edits = make_edits(options, PHOTOS), make_edits(replace(options, references=2), PHOTOS)
+    write_edits(edits, tmp_path / "edits.json")
+    data = json.loads((tmp_path / "edits.json").read_text(encoding="utf-8"))["data"]
+    for edit, single, entry in zip(edits, alone, data, strict=True):
+        assert replace(edit, references=()) == single
+        assert len({edit.image, *edit.references}) == 3
+        assert entry["IMAGE"] == {"b64": pack(edit.image, *edit.references), "shape": [3]}
+    for kind, most in (("edit", 9), ("generate", 0)):
+        with pytest.raises(PerfError, match=f"--references: {most + 1} is not from 0 to {most}"):
+            InputOptions(kind=kind, references=most + 1)  # type: ignore[arg-type]
+
+
 @given(st.binary(max_size=300))
 def test_a_payload_comes_back_and_its_length_is_in_front(payload: bytes) -> None:
     raw = b64decode(pack(payload))
