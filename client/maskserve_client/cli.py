@@ -25,6 +25,7 @@ from maskserve_common.contracts.settings import (
     CROP_MODES,
     LATE_MODES,
     MASK_MODES,
+    REGION_MODES,
     REUSE_MODES,
 )
 from maskserve_common.errors import (
@@ -340,6 +341,11 @@ def _add_edit_options(
         type=int,
         metavar="TOKENS",
         help="also compute this many tokens around the mask; they are not pasted",
+    )
+    files.add_argument(
+        "--region",
+        choices=REGION_MODES,
+        help="auto: without a mask, compute mostly the tokens that the edit changes",
     )
     model = _add_model_options(edit)
     model.add_argument(

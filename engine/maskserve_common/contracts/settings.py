@@ -29,6 +29,7 @@ CROP_MODES: tuple[CropMode, ...] = get_args(CropMode)
 BACKGROUNDS: tuple[Background, ...] = get_args(Background)
 LATE_MODES: tuple[LateMode, ...] = get_args(LateMode)
 REUSE_MODES: tuple[ReuseMode, ...] = get_args(ReuseMode)
+REGION_MODES: tuple[RegionMode, ...] = get_args(RegionMode)
 ADAPTER_MODES: tuple[AdapterMode, ...] = get_args(AdapterMode)
 
 MAX_SETTINGS_BYTES = 64 * 1024

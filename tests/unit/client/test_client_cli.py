@@ -126,9 +126,10 @@ def test_references_are_sent_behind_the_image(worker: FakeWorker, folder: Path) 
     worker.edit_kinds, worker.most_pictures = frozenset({"edit"}), 3
     image, other, out = (str(folder / name) for name in ("a.png", "m.png", "b.png"))
     command = ["edit", "--url", worker.url, "--image", image, "--prompt", "x", "--out", out]
-    words = ["--strength", "0.5", "--reference", other, "--reference", image]
+    words = ["--strength", "0.5", "--region", "off", "--reference", other, "--reference", image]
     assert main([*command, *words]) == 0
     [request] = worker.requests
+    assert json.loads(request["SETTINGS"]).items() >= {"strength": 0.5, "region": "off"}.items()
     sent = [request[name] for name in ("IMAGE", "IMAGE[1]", "IMAGE[2]")]
     assert sent == [Path(name).read_bytes() for name in (image, other, image)]
 
