@@ -13,6 +13,7 @@ again, to another one if there is any (replicas.py): both stages are functions o
 from __future__ import annotations
 
 import asyncio
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -27,19 +28,22 @@ from maskserve_common.contracts import bytes_tensor
 from maskserve_common.contracts.parameters import parameters
 from maskserve_common.contracts.postprocess_context import NOTHING, PostprocessContext, request_in
 from maskserve_common.contracts.tensors import CONTRACTS
-from maskserve_common.errors import EngineFailed, MaskserveError, Overloaded, guarded
-from maskserve_common.files.stages import NO_ANSWER, PRIMING_PROMPT_FILE, StageOutages
+from maskserve_common.errors import MaskserveError, Overloaded, guarded
+from maskserve_common.files.stages import PRIMING_PROMPT_FILE, StageOutages
 from maskserve_common.files.store import FileStore
 from maskserve_common.files.values import ENCODING, RUN
 from maskserve_common.servers.failure import Failure
 from maskserve_common.tracing import TRACEPARENT
 from maskserve_triton.answer import Answer, answer_all
 from maskserve_triton.loop_thread import LoopThread
-from maskserve_triton.replicas import NotServed, Replicas
-from maskserve_triton.stage_requests import NO_PIXELS, OTHER_STAGES, PRIMING_PROMPT, REVISION
-from maskserve_triton.tensor_io import Outputs, failed_event, view_array
+from maskserve_triton.replicas import Replicas
+from maskserve_triton.stage_requests import NO_PIXELS, PRIMING_PROMPT, REVISION
+from maskserve_triton.tensor_io import Outputs, failed_event, relayed, view_array
 from maskserve_triton.together import batched
 
+log = logging.getLogger("maskserve")
+_START_S = 1.0
+"""Seconds between two tries of a worker that starts before its service."""
 _NO_EDIT = {
     "PIXELS": NO_PIXELS,
     "REFERENCES": np.zeros(0, np.uint8),
@@ -76,7 +80,6 @@ class ForwardedStage(ABC):
             stages.addresses,
             self.stage,
             stages.service_timeout_s,
-            _problem,
             partial(outages.mark, self.stage),
         )
         self._places = asyncio.Semaphore(_AT_A_REPLICA * len(stages.addresses))
@@ -85,8 +88,9 @@ class ForwardedStage(ABC):
             self._loop.run(self._replicas.all_polled())
             self._open(config)
         except MaskserveError as error:
+            problems = [" ".join(item) for item in self._replicas.problems().items()]
             self.close()
-            raise ConfigError(f"[stages] service: {error.message}") from None
+            raise ConfigError(f"[stages] service: {'; '.join(problems) or error.message}") from None
 
     def execute(self, requests: list[Any]) -> None:
         """Forward requests; each is answered once the service has answered."""
@@ -164,26 +168,20 @@ class ForwardedStage(ABC):
         encoded: bytes = infer_request.SerializeToString()
         return encoded
 
-    async def _call(self, request: bytes, *, starts: bool = False) -> Outputs:
+    async def _call(self, request: bytes) -> Outputs:
         """Return the outputs of the service's model, with their batch dimension.
 
         Args:
             request: a request that `_request` has built.
-            starts: whether the worker starts: it waits until a service answers, and its operator
-                may read addresses.
 
         Raises:
-            MaskserveError: the model's own error; or Overloaded, no service answers any more; or
-                EngineFailed, all serve other stages or the request may end them.
+            MaskserveError: as `Replicas.call`.
         """
         try:
-            answer = await self._replicas.call(request, self._limit_s, patiently=starts)
-            return _outputs(pb.ModelInferResponse.FromString(answer))
-        except Failure:
-            raise Overloaded(NO_ANSWER) from None
-        except NotServed as error:
-            problem = next(iter(error.problems.values()))
-            raise EngineFailed(str(error) if starts else f"the stage service {problem}") from None
+            answer = await self._replicas.call(request, self._limit_s)
+        except Failure as failure:
+            raise relayed(failure.details, "") from None
+        return _outputs(pb.ModelInferResponse.FromString(answer))
 
 
 class ForwardedEncoder(ForwardedStage):
@@ -193,8 +191,18 @@ class ForwardedEncoder(ForwardedStage):
 
     def _open(self, config: Config) -> None:
         infer_request = self._request(batched({**_NO_EDIT, "REQUEST": PRIMING_PROMPT}))
-        prompt = self._loop.run(self._call(infer_request, starts=True))["CONDITIONING"]
+        outputs = self._loop.run(self._first(infer_request, config.stages.service))
+        prompt = outputs["CONDITIONING"]
         FileStore(config.runtime_dir).write(PRIMING_PROMPT_FILE, prompt.tobytes())
+
+    async def _first(self, request: bytes, addresses: str) -> Outputs:
+        """Return the outputs once a service answers."""
+        while True:
+            try:
+                return await self._call(request)
+            except Overloaded:
+                log.warning("waiting for the stage service at %s", addresses)
+                await asyncio.sleep(_START_S)
 
     def _take(self, request: Any, answer: Answer) -> None:
         self._forward(request, self._inputs(request), answer.finish, answer.fail)
@@ -228,11 +236,6 @@ class ForwardedDecoder(ForwardedStage):
             answer.finish(batched(outputs))
 
         self._forward(request, {**inputs, "CONTEXT": stripped_context[None]}, finish, fail)
-
-
-def _problem(error: MaskserveError) -> str:
-    """Return why a replica that answers with this error serves other stages; empty: it does not."""
-    return OTHER_STAGES if OTHER_STAGES in error.message else ""
 
 
 def _outputs(answer: Any) -> Outputs:

@@ -23,6 +23,7 @@ from maskserve_common.config import Config, ConfigError, StagesConfig
 from maskserve_common.contracts.postprocess_context import NOTHING, PostprocessContext, request_in
 from maskserve_common.errors import EngineFailed, InvalidRequest
 from maskserve_common.files.stages import NO_ANSWER, PRIMING_PROMPT_FILE, StageOutages
+from maskserve_common.servers import call_tries
 from maskserve_common.servers.failure import Failure
 from maskserve_common.tracing import make_tracer
 from maskserve_triton import replicas
@@ -322,7 +323,7 @@ def test_a_worker_waits_for_its_service_to_start(
 
     async def sleep_or_start(seconds: float) -> None:
         """The service starts once it was asked in vain for longer than edits would wait."""
-        if seconds == replicas._RETRY_S:
+        if call_tries._WAIT_S <= seconds <= call_tries._MOST_WAIT_S:
             tries.append(seconds)
             if len(tries) == 5:
                 opened.enter_context(StageServer(api, site.new_stages(), port))
@@ -410,7 +411,7 @@ def test_a_request_that_ends_its_replicas_is_given_up(
     request = to_encode(api)
     encoder.execute([request])
     error = request.sender.wait(20).error().message()
-    assert error == "[ENGINE_FAILED] the service of the encoder failed"
+    assert error == "[ENGINE_FAILED] encoder: its stage replica failed the call"
     assert len(set(ended)) == len(ended) == 2
 
 
@@ -456,8 +457,8 @@ def test_a_replica_of_another_model_is_refused_and_the_others_go_on(
         assert answer_to(encoder, request) == expected
     states = {node.name: node.state for node in StageOutages(config).services()}
     assert states == {foreign.url: "failed", empty.url: "failed", site.server.url: "ready"}
-    refusal = f"{foreign.url} has the encoder and decoder of another model"
-    assert [caplog.text.count(text) for text in (refusal, f"{empty.url} has no encoder")] == [1, 1]
+    problems = (f"{foreign.url} is left out: has the enc", f"{empty.url} is left out: has no enc")
+    assert [caplog.text.count(text) for text in problems] == [1, 1]
     with pytest.raises(ConfigError, match=rf"{foreign.url} has the .*; {empty.url} has no encoder"):
         site.open(ForwardedEncoder, site.worker(service=",".join(addresses[:2])))
 

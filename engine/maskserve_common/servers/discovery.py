@@ -31,6 +31,10 @@ class Discovery:
         self._first = asyncio.Event()
         self._following: asyncio.Task[None] | None = None
 
+    @property
+    def has_names(self) -> bool:
+        return bool(self._configured)
+
     async def ready(self) -> None:
         """Start to follow the names, once, and wait for their first resolution."""
         if self._following is None:

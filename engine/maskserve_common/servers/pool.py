@@ -35,6 +35,10 @@ class Server:
     """True while it answers polls."""
     misses: int = field(init=False, default=0)
     """Polls in a row that it has not answered."""
+    answered_at: float = field(init=False, default_factory=time.monotonic)
+    """Time of the last answered poll."""
+    problems: dict[str, str] = field(init=False, default_factory=dict)
+    """Why it gets no calls of these names, until it has been away."""
     calls: set[grpc.aio.UnaryUnaryCall[bytes, bytes]] = field(init=False, default_factory=set)
     """Calls of `infer` under way."""
 
@@ -45,6 +49,12 @@ class Server:
     def polled(self) -> bool:
         """True once it has answered a poll or missed one."""
         return self.up or self.misses > 0
+
+    def replied(self) -> None:
+        """Note that it is well by its answer to a poll."""
+        if self.misses:  # another one may have taken its place
+            self.problems.clear()
+        self.up, self.misses, self.answered_at = True, 0, time.monotonic()
 
     async def infer(self, request: bytes, limit_s: float) -> bytes:
         """Return the answer to a request; raises Failure: there is none, or `end_calls` came."""
@@ -93,6 +103,22 @@ class ServerPool(ABC, Generic[S]):
         """Wakes those that wait for a poll; never set for longer."""
         self._retiring: set[asyncio.Task[None]] = set()
 
+    @property
+    def known(self) -> bool:
+        """True if the configuration names servers."""
+        return self._discovery.has_names
+
+    def silent_s(self) -> float:
+        """Return the seconds for which no server has answered; 0 without servers."""
+        now_s = time.monotonic()
+        return min((now_s - server.answered_at for server in self.servers.values()), default=0.0)
+
+    def leave_out(self, server: S, name: str, why: str) -> None:
+        """Send a server no calls of a name until it has been away."""
+        if name not in server.problems:
+            log.warning("%s %s is left out: %s", server.kind, server.address, why)
+        server.problems[name] = why
+
     @abstractmethod
     def _add_server(self, address: str) -> S:
         """Return the server of a new address."""
@@ -101,7 +127,7 @@ class ServerPool(ABC, Generic[S]):
     async def _ask(self, server: S) -> str:
         """Ask a server for its record and take it in; return why the server is not well.
 
-        It sets `up` and resets `misses` if the server is well.
+        It calls `replied` if the server is well.
 
         Raises:
             Failure: the server does not answer.

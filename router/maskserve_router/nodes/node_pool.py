@@ -17,15 +17,15 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec import structs
 
-from maskserve_common.errors import EngineFailed, InvalidRequest
+from maskserve_common.errors import EngineFailed, InvalidRequest, split_code
 from maskserve_common.files.values import NO_VALUES, Values
+from maskserve_common.servers.call_tries import CallTries
 from maskserve_common.servers.failure import Failure
 from maskserve_common.servers.pool import ServerPool
 from maskserve_common.shares import PATIENCE_S, urgency
 from maskserve_router.config import WorkflowFiles
 from maskserve_router.fair_share import FairPlaces, FairShare
 from maskserve_router.key_holder import KeyHolder
-from maskserve_router.nodes.call_tries import CallTries
 from maskserve_router.nodes.kept_answers import AnswerKey, KeptAnswers
 from maskserve_router.nodes.node_messages import NodeAnswer, node_answer, node_request
 from maskserve_router.nodes.node_server import CALL_S, NodeServer, runs
@@ -33,7 +33,15 @@ from maskserve_workflows.live_placement import LivePlacement
 from maskserve_workflows.node_types import NodeType
 from maskserve_workflows.nodes import NODE_TYPES
 from maskserve_workflows.run import Task
-from maskserve_workflows.wire import PLACED, NodeTask, nbytes, pack_values, read_all
+from maskserve_workflows.wire import (
+    NOT_HOSTED,
+    OTHER_VERSION,
+    PLACED,
+    NodeTask,
+    nbytes,
+    pack_values,
+    read_all,
+)
 
 log = logging.getLogger("maskserve.router")
 _RESOLVE_S = 5.0
@@ -43,6 +51,10 @@ _POLL_S = 1.0
 _LOST = 3
 """Polls in a row that a server misses until its calls go to another one."""
 _PLACE_S = 5.0
+_PATIENCE_S = 120.0
+"""Seconds to wait for a lost server, which its supervisor restarts."""
+_UNKNOWN = ("unknown model", NOT_HOSTED)
+"""Errors of a server that does not run a node, from Triton or from the server's model."""
 _AT_A_SERVER = 2
 """Calls of a model that are sent to each server at a time: one runs, the next waits."""
 _LONG = 2**30
@@ -113,8 +125,6 @@ class NodePool(ServerPool[NodeServer]):
         """Node type -> mean seconds of its recent calls."""
         self._byte_s = 0.0
         """Mean seconds of a byte to or from servers of other hosts."""
-        self.known = bool(files.nodes)
-        """True if the configuration names node servers."""
         self._placement, self._place_s = LivePlacement(), place_s
         self._placing: asyncio.Task[None] | None = None
 
@@ -336,26 +346,32 @@ class NodePool(ServerPool[NodeServer]):
 
     async def _answer(self, message: _Message, kind: NodeType, client: KeyHolder) -> _Answered:
         """Return a server's answer; raises as `call`."""
-        tries = CallTries(kind)
-        while True:
-            tries.returning = self.known and not self.servers
-            candidates = set(self.servers.values()) - tries.broken
-            for server in sorted(candidates, key=partial(self._rank, kind.model, message)):
-                request = await self._request(message, server, client)
-                if self.servers.get(server.address) is not server:
-                    tries.returning = True
-                    continue
-                self._placement.count_call(kind.model, server.address)
-                try:
-                    begin = time.monotonic()
-                    raw = await self._sent(server, request, kind)
-                    return _Answered(raw, server, tries.count, time.monotonic() - begin)
-                except Failure as failure:
-                    if failure.code != InvalidRequest.code:
-                        server.host = None  # another server may take over the address
+        tries = CallTries(self, kind.name, _PATIENCE_S)
+        rank = partial(self._rank, kind.model, message)
+        while (server := await tries.next_server(rank)) is not None:
+            request = await self._request(message, server, client)
+            if self.servers.get(server.address) is not server:
+                tries.returning = True
+                continue
+            self._placement.count_call(kind.model, server.address)
+            try:
+                begin = time.monotonic()
+                raw = await self._sent(server, request, kind)
+                return _Answered(raw, server, tries.count, time.monotonic() - begin)
+            except Failure as failure:
+                if failure.code != InvalidRequest.code:
+                    server.host = None  # another server may take over the address
+                if OTHER_VERSION in failure.details:
+                    self.leave_out(server, kind.name, failure.details)
+                elif not any(words in failure.details for words in _UNKNOWN):
                     tries.failed(server, failure)
-            await tries.next_round()
-            await self._discovery.ready()
+        if tries.failure is not None:
+            raise tries.failure
+        for server in self.servers.values():
+            if kind.name in server.problems:
+                raise EngineFailed(split_code(server.problems[kind.name])[1])
+        capability = "can be reached" if tries.returning else f"runs {kind.model}"
+        raise EngineFailed(f"{kind.name}: no node server {capability}")
 
     def _rank(
         self, model: str, message: _Message, server: NodeServer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from maskserve_common.servers.pool import Server
@@ -28,8 +28,6 @@ class NodeServer(Server):
     record came since its last failure."""
     record: dict[str, Any] | None = None
     """Its last record (`NodeModels.record`)."""
-    misfits: set[str] = field(default_factory=set)
-    """Errors about nodes that it has in another version, each logged once."""
 
     async def ask(self, settings: Mapping[str, Any]) -> None:
         """Take in its record.
@@ -47,7 +45,8 @@ class NodeServer(Server):
 
     def heard(self, record: dict[str, Any]) -> None:
         """Take in a record."""
-        self.up, self.misses, self.record = True, 0, record
+        self.replied()
+        self.record = record
         self.host = record.get("values", {}).get("host", "")
 
     @contextmanager

@@ -251,7 +251,7 @@ class Worker(Server):
     def heard(self, status: PolledStatus, now: float) -> None:
         """Take in a status record, and end calls of edits that it has not listed for too long."""
         if status.alive:
-            self.misses, self.up = 0, True
+            self.replied()
         else:
             self.misses += 1
         self._take_templates(status)

@@ -21,6 +21,7 @@ from tritonclient.grpc import service_pb2 as pb
 from maskserve_common.config import LimitsConfig
 from maskserve_common.contracts import bytes_tensor
 from maskserve_common.errors import Cancelled, DeadlineExceeded, EngineFailed, InvalidRequest
+from maskserve_common.servers import call_tries
 from maskserve_common.servers.failure import Failure
 from maskserve_common.servers.upstream import Upstream, failures
 from maskserve_router.config import AdmissionBounds, RouterConfig, WorkflowFiles
@@ -30,7 +31,7 @@ from maskserve_router.messages.edit_call import MODELS, check_request
 from maskserve_router.messages.failures import RetryLater
 from maskserve_router.messages.model_request import ModelRequest
 from maskserve_router.metrics import Metrics
-from maskserve_router.nodes import call_tries, node_pool
+from maskserve_router.nodes import node_pool
 from maskserve_router.nodes.node_messages import NodeAnswer
 from maskserve_router.nodes.node_pool import NodePool
 from maskserve_router.nodes.node_server import NodeServer
@@ -659,8 +660,8 @@ async def test_a_server_that_was_lost_has_the_call_once_more(
     answers: list[str | None], patience_s: float, ends: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The only one, once it is back. Those that do not have the call do not count."""
-    monkeypatch.setattr(call_tries, "_POLL_S", 1e-4)
-    monkeypatch.setattr(call_tries, "_PATIENCE_S", patience_s)
+    monkeypatch.setattr(call_tries, "_WAIT_S", 1e-4)
+    monkeypatch.setattr(node_pool, "_PATIENCE_S", patience_s)
     words = iter(answers)
     pool = AnsweringPool(["a:1"], lambda _: next(words), "UNAVAILABLE")
     if ends:
@@ -675,7 +676,7 @@ async def test_a_server_that_was_lost_has_the_call_once_more(
 async def test_a_server_that_failed_a_call_is_not_asked_while_another_comes_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(call_tries, "_POLL_S", 1e-4)
+    monkeypatch.setattr(call_tries, "_WAIT_S", 1e-4)
     refusals = iter([_REFUSED, _REFUSED, None])
 
     def words(address: str) -> str | None:
