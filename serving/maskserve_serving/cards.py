@@ -14,7 +14,7 @@ from maskserve_serving.errors import ServeError
 from maskserve_serving.files import checked, read_tables, with_values
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.source import with_model, with_model_cache
-from maskserve_serving.spec import with_controlnets, with_stages
+from maskserve_serving.spec import with_services
 
 _SHAPES = ["*.json"]
 """Files of a hub model that contain its shapes."""
@@ -28,8 +28,7 @@ def print_cards(options: ServeOptions) -> int:
         options.check_tables(tables)
         named = with_model(tables, options.model, _SHAPES, parts=options.checkpoint_parts)
         tables = with_model_cache(named, partial(print, file=sys.stderr))
-        tables = with_controlnets(options, with_values(tables, "model", **options.model_overrides))
-        tables = with_stages(options, tables)
+        tables = with_services(options, with_values(tables, "model", **options.model_overrides))
         checked(tables)
     except ServeError as error:
         print(f"maskserve serve: {error}", file=sys.stderr)

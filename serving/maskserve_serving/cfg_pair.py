@@ -54,7 +54,7 @@ def with_pair(options: ServeOptions, tables: dict[str, Any]) -> dict[str, Any]:
     names = pair_of(options.cfg_devices)
     for flag, wrong in (
         ("--workers", options.workers != 1),
-        ("--controlnet-device", bool(options.controlnet_device)),
+        ("--service", bool(options.services_of("controlnet"))),
         ("--devices-per-worker", options.devices_per_worker not in (0, 2)),
     ):
         if wrong:

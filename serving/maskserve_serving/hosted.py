@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from maskserve_common.config import ConfigError
-from maskserve_common.files.stages import STAGES
 from maskserve_serving.errors import ServeError
 from maskserve_serving.files import checked, with_values
-from maskserve_serving.options import MODELS, SERVICES, ServeOptions
+from maskserve_serving.options import MODELS, SERVICES, ServeOptions, hosted_models
 from maskserve_serving.ports import Ports
 from maskserve_serving.source import node_tables, with_node_folders
-from maskserve_serving.spec import Spec, with_controlnets
+from maskserve_serving.spec import Spec, with_services
 from maskserve_workflows.node_folders import check_names, check_worker_names, node_folders
 from maskserve_workflows.nodes import NODE_FILES
 
@@ -43,15 +42,13 @@ class Hosted:
 def hosted_by(options: ServeOptions) -> list[Hosted]:
     """Return what a supervisor's services host; without workers or a router, for other hosts."""
     base, has_workers, services = options.base_port, bool(options.workers), list[Hosted]()
-    for index, device in enumerate(options.controlnet_devices):
-        name = f"controlnet-{index}" if len(options.controlnet_devices) > 1 else "controlnet"
-        ports, models = Ports.of_controlnet(base, index), ("controlnet",)
-        tables = partial(_controlnets, index)
-        services.append(Hosted(name, ports, models, (SERVICES,), tables, has_workers, device))
-    for index, device in enumerate(options.stages_devices):
-        name = f"stages-{index}" if len(options.stages_devices) > 1 else "stages"
-        ports = Ports.of_stages(base, index)
-        services.append(Hosted(name, ports, STAGES, (MODELS,), _stages, has_workers, device))
+    for index, service in enumerate(options.services):
+        models, device = hosted_models(service), service.partition("@")[2]
+        name = f"{'-'.join(models)}-{index}"
+        ports = Ports.of_service(base, index, steps="controlnet" in models)
+        folders = dict.fromkeys(SERVICES if model == "controlnet" else MODELS for model in models)
+        tables = partial(_models_of_workers, models, ports)
+        services.append(Hosted(name, ports, models, tuple(folders), tables, has_workers, device))
     if options.nodes is not None:
         ports = Ports.of_nodes(base)
         services.append(Hosted("nodes", ports, ("nodes",), (SERVICES,), _nodes, options.router))
@@ -66,28 +63,21 @@ def check_node_names(tables: dict[str, Any]) -> None:
         raise ServeError(str(error)) from None
 
 
-def _controlnets(index: int, spec: Spec) -> dict[str, Any]:
+def _models_of_workers(models: tuple[str, ...], ports: Ports, spec: Spec) -> dict[str, Any]:
     options = spec.options
-    tables = with_controlnets(options, spec.with_model(spec.tables))
-    try:
-        _ = checked(tables).controls.addresses
-    except ConfigError as error:
-        raise ServeError(str(error)) from None
-    link = Ports.of_controlnet(options.base_port, index).link
-    listen = "" if options.workers else f"{options.host}:{link}"
+    tables = with_services(options, spec.with_adapters(spec.with_model(spec.tables)))
+    if "controlnet" in models:
+        try:
+            _ = checked(tables).controls.addresses
+        except ConfigError as error:
+            raise ServeError(str(error)) from None
+        if not checked(tables).controls.folder:
+            raise ServeError("--service: there are no ControlNets to serve; give --controlnets DIR")
+    listen = f"{options.host}:{ports.link}" if ports.link and not options.workers else ""
     tables = with_values(tables, "controls", service="", listen=listen)
-    if not checked(tables).controls.folder:
-        raise ServeError(
-            "--controlnet-device: there are no ControlNets to serve; give --controlnets DIR"
-        )
-    return tables
-
-
-def _stages(spec: Spec) -> dict[str, Any]:
-    tables = spec.with_adapters(spec.with_model(spec.tables))
     tables = with_values(tables, "model", encoder_device="", decoder_device="")
     tables = with_values(tables, "safety", repository="")
-    if spec.options.router:
+    if options.router:
         tables = with_values(tables, "values", folder=str(spec.files.values))
     return with_values(tables, "stages", service="")
 

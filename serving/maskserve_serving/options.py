@@ -31,6 +31,8 @@ DEFAULT_ROUTER_PORT = 8080
 DEFAULT_BASE_PORT = 9000
 """First port of the workers. The client's default address is the first worker's gRPC port, one
 above."""
+_SERVICE = r"(encoder,decoder(,controlnet)?|controlnet)@(cpu|cuda(:\d+)?)"
+"""Form of `--service`."""
 
 
 def default_cache_dir() -> Path:
@@ -94,7 +96,7 @@ class ServeOptions:
     )
     workers: int = _flag(
         "number of workers, each a Triton server (default %(default)s); 0: run only the services "
-        "of --controlnet-device, --stages-device or --nodes, for workers and routers elsewhere",
+        "of --service or --nodes, for workers and routers elsewhere",
         1,
         type=int,
         metavar="N",
@@ -181,23 +183,18 @@ class ServeOptions:
         "",
         metavar="DIR",
     )
-    controlnet_device: str = _flag(
-        "run ControlNets on this device, in a separate server: cpu, cuda or cuda:N; several with "
-        "commas: a server for each, which run the ControlNets of an edit beside each other "
-        "(default: in each worker, before the base model's step)",
-        "",
-        metavar="D[,D]",
+    services: tuple[str, ...] = _flag(
+        "run models of the workers in a server beside them, on a device: cpu, cuda or cuda:N; "
+        "MODELS are encoder,decoder or controlnet, or all three; may be repeated: servers with the "
+        "same models divide their work (default: in each worker)",
+        (),
+        name="--service",
+        action="append",
+        metavar="MODELS@DEVICE",
+        by_hand=list,
     )
-    """Its ports are base + {3 steps of other hosts' workers, 4 HTTP, 5 gRPC, 6 metrics}; those of a
-    further server i are base + 10·i + {3, 7, 8, 9}."""
-    stages_device: str = _flag(
-        "encode and decode on this device, in a separate server for all workers: cpu, cuda or "
-        "cuda:N; several with commas: a server for each, among which requests are divided "
-        "(default: in each worker)",
-        "",
-        metavar="D[,D]",
-    )
-    """The ports of server i are base + 10·i + {14 HTTP, 15 gRPC, 16 metrics}."""
+    """The ports of server i are base + 10·i + {3 steps of other hosts' workers, 4 HTTP, 5 gRPC, 6
+    metrics}."""
     nodes: Path | None = _flag(
         "run nodes of workflows in a separate server; the [nodes] table of the configuration FILE "
         "names their models",
@@ -298,13 +295,12 @@ class ServeOptions:
 
     def check_flags(self) -> None:
         """Raises ServeError: the flags contradict one another."""
-        with_model = bool(self.stages_device or self.controlnet_device)
-        has_service = with_model or self.nodes is not None
+        has_service = bool(self.services) or self.nodes is not None
         if self.workers < 0 or not (self.workers or has_service):
             raise ServeError(f"--workers: {self.workers} is not at least 1")
         if not self.workers and self.router:
             raise ServeError("--workers: 0 runs only services; accepted: 0 without --router")
-        if not self.model and (self.workers or with_model):
+        if not self.model and (self.workers or self.services):
             raise ServeError("--model: is missing; name a folder in diffusers format, or a hub id")
         for flag, value in (("workflows", self.workflows), ("router-config", self.router_config)):
             if value is not None and not self.router:
@@ -316,11 +312,12 @@ class ServeOptions:
                 "--node-path: is an option of node servers and routers; accepted: together with "
                 "--nodes or --router"
             )
-        devices = [("stages-device", device) for device in self.stages_devices]
-        devices += [("controlnet-device", device) for device in self.controlnet_devices]
-        for flag, device in devices:
-            if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
-                raise ServeError(f"--{flag}: is {device!r}; accepted: cpu, cuda or cuda:N")
+        for service in self.services:
+            if not re.fullmatch(_SERVICE, service):
+                raise ServeError(
+                    f"--service: is {service!r}; accepted: encoder,decoder or controlnet, or all "
+                    "three with commas, then @cpu, @cuda or @cuda:N"
+                )
 
     @property
     def checkpoint_parts(self) -> CheckpointParts:
@@ -380,15 +377,9 @@ class ServeOptions:
         """Folders of `--node-path`."""
         return node_path_folders(self.node_path)
 
-    @property
-    def stages_devices(self) -> tuple[str, ...]:
-        """The device of each stage service."""
-        return tuple(self.stages_device.split(",")) if self.stages_device else ()
-
-    @property
-    def controlnet_devices(self) -> tuple[str, ...]:
-        """Devices of the ControlNet services, each of which has a server."""
-        return tuple(self.controlnet_device.split(",")) if self.controlnet_device else ()
+    def services_of(self, model: str) -> list[int]:
+        """Return which services host a model of the workers."""
+        return [n for n, service in enumerate(self.services) if model in hosted_models(service)]
 
     @property
     def model_overrides(self) -> dict[str, Any]:
@@ -399,6 +390,11 @@ class ServeOptions:
         if self.fuse_loras:
             overrides["fuse_loras"] = [os.path.abspath(lora) for lora in self.fuse_loras]
         return overrides
+
+
+def hosted_models(service: str) -> tuple[str, ...]:
+    """Return the models of MODELS@DEVICE."""
+    return tuple(service.partition("@")[0].split(","))
 
 
 def lora_file(lora: str) -> Path:

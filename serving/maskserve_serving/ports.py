@@ -29,24 +29,21 @@ class Ports:
         return cls(first, first + 1, first + 2)
 
     @classmethod
-    def of_controlnet(cls, base: int, index: int = 0) -> Ports:
-        """Return a ControlNet service's ports, from those reserved for the worker of this index.
-        After the first worker's, the stage services have the places that this service has there.
+    def of_service(cls, base: int, index: int = 0, *, steps: bool = False) -> Ports:
+        """Return a service's ports, from those reserved for the worker of this index.
+
+        Args:
+            base: the first port of all.
+            index: the service's number.
+            steps: whether it has ControlNets.
         """
         first = base + STRIDE * index
-        http = first + (7 if index else 4)
-        return cls(http, http + 1, http + 2, first + 3)
+        return cls(first + 4, first + 5, first + 6, first + 3 if steps else 0)
 
     @classmethod
     def of_nodes(cls, base: int) -> Ports:
         """Return the node server's ports, from those reserved for the first worker."""
         return cls(base + 7, base + 8, base + 9)
-
-    @classmethod
-    def of_stages(cls, base: int, index: int = 0) -> Ports:
-        """Return a stage service's ports, from those reserved for the second worker and later."""
-        first = base + STRIDE * (1 + index)
-        return cls(first + 4, first + 5, first + 6)
 
     def all(self) -> dict[str, int]:
         named = {"HTTP": self.http, "gRPC": self.grpc, "metrics": self.metrics}

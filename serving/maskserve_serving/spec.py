@@ -83,24 +83,18 @@ class Spec:
         """Return the CPU threads of a process that steps: configured, or a share of the cores."""
         configured: int = config.model.torch_threads
         options = self.options
-        services = len(options.controlnet_devices) + len(options.stages_devices)
-        return configured or max(1, cores() // (options.workers * config.engine.devices + services))
+        processes = options.workers * config.engine.devices + len(options.services)
+        return configured or max(1, cores() // processes)
 
 
-def with_controlnets(options: ServeOptions, tables: dict[str, Any]) -> dict[str, Any]:
-    """Return `tables` with the ControlNets' folder and the services that run them."""
-    overrides: dict[str, str] = {}
+def with_services(options: ServeOptions, tables: dict[str, Any]) -> dict[str, Any]:
+    """Return `tables` with the ControlNets' folder and the services that host the workers' models,
+    as far as the command line has them.
+    """
     if options.controlnets:
-        overrides["folder"] = str(Path(options.controlnets).absolute())
-    if devices := options.controlnet_devices:
-        ports = [Ports.of_controlnet(options.base_port, i) for i in range(len(devices))]
-        overrides["service"] = ",".join(f"127.0.0.1:{p.grpc}" for p in ports)
-    return with_values(tables, "controls", **overrides) if overrides else tables
-
-
-def with_stages(options: ServeOptions, tables: dict[str, Any]) -> dict[str, Any]:
-    """Return `tables` with the services that encode and decode, if the command line has any."""
-    ports = [Ports.of_stages(options.base_port, i) for i in range(len(options.stages_devices))]
-    if not ports:
-        return tables
-    return with_values(tables, "stages", service=",".join(f"127.0.0.1:{p.grpc}" for p in ports))
+        tables = with_values(tables, "controls", folder=str(Path(options.controlnets).absolute()))
+    for table, model in (("controls", "controlnet"), ("stages", "encoder")):
+        if services := options.services_of(model):
+            ports = [Ports.of_service(options.base_port, index).grpc for index in services]
+            tables = with_values(tables, table, service=",".join(f"127.0.0.1:{p}" for p in ports))
+    return tables

@@ -18,7 +18,7 @@ from maskserve_serving.probe import Probe
 from maskserve_serving.process import Process
 from maskserve_serving.runtime import Runtime
 from maskserve_serving.shm_cleanup import close_regions, region_prefix, remove_regions
-from maskserve_serving.spec import Spec, with_controlnets, with_stages
+from maskserve_serving.spec import Spec, with_services
 from maskserve_serving.supervisor_log import SupervisorLog
 from maskserve_serving.tracing import forwarded_headers, trace_arguments, untrace
 from maskserve_serving.triton_log import loaded_models
@@ -78,7 +78,7 @@ class WorkerProcess(Process):
             "templates_dir": str(spec.files.templates),
         }
         tables = spec.with_adapters(spec.with_entries(spec.with_log(spec.tables)))
-        tables = with_stages(options, with_controlnets(options, tables))
+        tables = with_services(options, tables)
         tables = spec.with_devices(spec.with_model(tables))
         tables = with_values(tables, "", worker=self.name, **folders)
         if options.router:

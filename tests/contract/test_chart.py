@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import subprocess
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -259,8 +260,8 @@ def test_services_run_what_serve_takes_and_are_found(helm: Path) -> None:
     add_arguments(parser)
     addresses = {}
     ports_of = {
-        "stages": Ports.of_stages,
-        "controls": Ports.of_controlnet,
+        "stages": Ports.of_service,
+        "controls": partial(Ports.of_service, steps=True),
         "nodes-find": Ports.of_nodes,
         "nodes-big": Ports.of_nodes,
     }

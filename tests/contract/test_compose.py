@@ -136,7 +136,7 @@ def test_a_router_finds_the_workers_and_is_found(name: str) -> None:
 
 def test_hosts_are_workers_two_stage_services_a_node_server_and_controlnets() -> None:
     edits, nodes = served("edits"), served("nodes")
-    assert (edits.workers, edits.stages_device, edits.nodes) == (2, "", None)
+    assert (edits.workers, edits.services, edits.nodes) == (2, (), None)
     assert (nodes.workers, nodes.host) == (0, "0.0.0.0")
     assert SERVICES["nodes"]["volumes"] == [f"./deploy/nodes.toml:{nodes.nodes}:ro"]
     ports = Ports.of_nodes(DEFAULT_BASE_PORT)
@@ -148,11 +148,11 @@ def test_hosts_are_workers_two_stage_services_a_node_server_and_controlnets() ->
     assert (stages.workers, stages.host, stages.model) == (0, "0.0.0.0", edits.model)
     assert SERVICES["stages"]["deploy"] == {"replicas": 2}
     assert aliases(SERVICES["stages"]) == ["stages"]
-    stage_ports = Ports.of_stages(DEFAULT_BASE_PORT)
+    stage_ports = Ports.of_service(DEFAULT_BASE_PORT)
     assert f":{stage_ports.http}/v2/health/ready" in SERVICES["stages"]["healthcheck"]["test"][-1]
     controls = served("controls")
     assert (controls.workers, controls.host, controls.model) == (0, "0.0.0.0", edits.model)
-    ports = Ports.of_controlnet(DEFAULT_BASE_PORT)
+    ports = Ports.of_service(DEFAULT_BASE_PORT)
     assert f":{ports.http}/v2/health/ready" in SERVICES["controls"]["healthcheck"]["test"][-1]
     assert SERVICES["controls"]["deploy"] == {"replicas": 2}
     assert aliases(SERVICES["controls"]) == ["controls"]

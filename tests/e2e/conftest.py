@@ -228,7 +228,7 @@ def pair(
         base_port=base,
         router=True,
         router_port=base + 20,
-        stages_device="cpu",
+        services=("encoder,decoder@cpu",),
         nodes=workflows / "nodes.toml",
         workflows=workflows,
         config=config,

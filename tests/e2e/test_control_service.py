@@ -94,7 +94,7 @@ def site(
     tiny_inpaint: Path, nets: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Site]:
     serve_options = options(
-        tiny_inpaint, nets, tmp_path_factory.mktemp("service-logs"), controlnet_device="cpu"
+        tiny_inpaint, nets, tmp_path_factory.mktemp("service-logs"), services=("controlnet@cpu",)
     )
     with Supervisor(serve_options) as supervisor:
         yield Site(supervisor)
@@ -132,7 +132,7 @@ def test_a_service_for_each_device_shares_the_nets_and_one_that_dies_leaves_them
     names = ("plain", "other")
     expected = site.edit(control=True, nets=names).astype(int)
     serve_options = options(
-        tiny_inpaint, nets, tmp_path_factory.mktemp("two-logs"), controlnet_device="cpu,cpu"
+        tiny_inpaint, nets, tmp_path_factory.mktemp("two-logs"), services=("controlnet@cpu",) * 2
     )
     with Supervisor(serve_options) as supervisor:
         two = Site(supervisor)

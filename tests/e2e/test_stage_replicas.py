@@ -36,7 +36,7 @@ MASK[16:48, 8:40] = 255
 def site(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervisor]:
     options = ServeOptions(
         model=str(model),
-        stages_device="cpu,cpu",
+        services=("encoder,decoder@cpu",) * 2,
         base_port=free_base_port(3),
         entries=None,
         log_dir=tmp_path_factory.mktemp("replicas"),

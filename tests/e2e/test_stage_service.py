@@ -58,7 +58,7 @@ def expected(site: Supervisor) -> list[Pixels]:
 
 
 def service_of(site: Supervisor) -> ServiceProcess:
-    return next(service for service in site.services if service.name == "stages")
+    return next(service for service in site.services if service.name == "encoder-decoder-0")
 
 
 def of_both(site: Supervisor) -> list[tuple[int, WorkerProcess]]:

@@ -186,7 +186,7 @@ def site(
     edits_there = ["--model", str(model), "--config", str(folder / "there.toml")]
     edits_there += ["--controlnets", str(folder / "nets-there"), *logs]
     worker_there = ["--name", "there", "--base-port", str(BASE), "--entries", "", *edits_there]
-    controls_there = ["--workers", "0", "--controlnet-device", "cpu", *edits_there]
+    controls_there = ["--workers", "0", "--service", "controlnet@cpu", *edits_there]
     controls_there += ["--base-port", str(BASE + 20)]
     nodes_there = ["--nodes", str(folder / "there-nodes.toml"), "--workers", "0", *logs]
     nodes_there += ["--base-port", str(BASE + 10)]

@@ -310,7 +310,7 @@ def _serve_options(options: SoakOptions, router_config: Path, loras: Path) -> Se
         config=write_config(options),
         adapters=str(loras),
         controlnets=str(CHECKOUT / "assets" / "controlnets"),
-        controlnet_device="cpu",
+        services=("controlnet@cpu",),
         workflows=workflows,
         log_dir=options.out / "logs",
         report=options.say,

@@ -57,8 +57,8 @@ class Case(NamedTuple):
 
 
 CASES: Final = (Case(0, 0), Case(1, 0), Case(3, 0), Case(0, 2), Case(3, 2))
-SERVERS: Final = {"beside": "", "one_service": "cpu", "three_services": "cpu,cpu,cpu"}
-"""Side -> devices of its ControlNet services; empty: nets run beside the base."""
+SERVERS: Final = {"beside": 0, "one_service": 1, "three_services": 3}
+"""Side -> number of its ControlNet services; 0: nets run beside the base."""
 DEFAULT: Final = "by_default"
 SIDES: Final = ("diffusers", *SERVERS, DEFAULT)
 Edit = Callable[[Case], Pixels]
@@ -168,20 +168,20 @@ def sides(seed: int, side: int, steps: int) -> Iterator[dict[str, Edit]]:
         running.callback(torch.set_num_threads, threads)
         settings = {"num_inference_steps": steps}
         edits: dict[str, Edit] = {"diffusers": Diffusers(nets, loras, inputs, steps).edit}
-        for name, devices in SERVERS.items():
+        for name, count in SERVERS.items():
             options = ServeOptions(
                 model=str(MODEL),
                 config=config,
                 adapters=str(folder / "loras"),
                 controlnets=str(folder / "nets"),
-                controlnet_device=devices,
+                services=("controlnet@cpu",) * count,
                 base_port=free_base_port(3),
                 log_dir=folder / f"logs-{name}",
                 entries=None,
             )
             url = running.enter_context(Supervisor(options)).workers[0].grpc_url
             edits[name] = partial(served_edit, url, inputs, settings | {"cache": "off"})
-            if not devices:
+            if not count:
                 edits[DEFAULT] = partial(served_edit, url, inputs, settings)
         yield edits
 

@@ -45,8 +45,8 @@ def stages_memory(model: Path) -> dict[str, float]:
     """The memory that sharing saves, as a share of one encoder's and one decoder's processes, and
     in MB.
     """
-    separate_bytes, worker_stage_bytes = _memory(model, "")
-    shared, _ = _memory(model, "cpu")
+    separate_bytes, worker_stage_bytes = _memory(model, 0)
+    shared, _ = _memory(model, 1)
     saved = separate_bytes - shared
     return {
         "stages_memory": round(saved / worker_stage_bytes, 3),
@@ -59,7 +59,7 @@ def stages_memory(model: Path) -> dict[str, float]:
 
 def stages_edits(model: Path, rounds: int) -> dict[str, Any]:
     """Edits per second with shared stages, over those with own stages; medians."""
-    with _serving(model, "") as separate, _serving(model, "cpu") as shared:
+    with _serving(model, 0) as separate, _serving(model, 1) as shared:
         sides = {"own": separate, "shared": shared}
         for side in sides.values():
             _edits_s(side, _AT_ONCE)
@@ -75,7 +75,7 @@ def replicas_edits(model: Path, rounds: int, count: int = _OF_A_ROUND) -> dict[s
     """Edits per second with two replicas of the stage service, over those with one; medians. Edits
     have one step, so the stages are the bottleneck, and only they are scaled.
     """
-    with _serving(model, "cpu") as one, _serving(model, "cpu,cpu") as two:
+    with _serving(model, 1) as one, _serving(model, 2) as two:
         sides = {"one": one, "two": two}
         for side in sides.values():
             _edits_s(side, _AT_ONCE, steps=1)
@@ -92,7 +92,7 @@ def replica_killed(model: Path, seed: int, count: int = _OF_A_ROUND) -> dict[str
     or other bytes than in a run without a kill.
     """
     rng = np.random.default_rng(seed)
-    with _serving(model, "cpu,cpu") as supervisor:
+    with _serving(model, 2) as supervisor:
         urls = [worker.grpc_url for worker in supervisor.workers]
 
         def edited(number: int) -> bytes | None:
@@ -138,12 +138,12 @@ def _edits_s(supervisor: Supervisor, count: int, **settings: Any) -> float:
 
 
 @contextmanager
-def _serving(model: Path, device: str) -> Iterator[Supervisor]:
+def _serving(model: Path, services: int) -> Iterator[Supervisor]:
     with tempfile.TemporaryDirectory() as directory:
         options = ServeOptions(
             model=str(model),
             workers=2,
-            stages_device=device,
+            services=("encoder,decoder@cpu",) * services,
             base_port=free_base_port(3),
             log_dir=Path(directory),
         )
@@ -151,9 +151,9 @@ def _serving(model: Path, device: str) -> Iterator[Supervisor]:
             yield supervisor
 
 
-def _memory(model: Path, device: str) -> tuple[int, int]:
+def _memory(model: Path, services: int) -> tuple[int, int]:
     """(bytes of all, bytes of one worker's encoder and decoder) after edits at both workers."""
-    with _serving(model, device) as supervisor:
+    with _serving(model, services) as supervisor:
         for worker in supervisor.workers:
             rng = np.random.default_rng(0)
             for _ in range(_EDITS):

@@ -133,10 +133,10 @@ def two_hosts_control(other: SecondHost, files_folder: Path, rounds: int) -> dic
         files_folder: folder for the files of both.
         rounds: of each side.
     """
-    service = f"{other.remote_address}:{Ports.of_controlnet(_CONTROLS_PORT).grpc}"
+    service = f"{other.remote_address}:{Ports.of_service(_CONTROLS_PORT).grpc}"
     for name, controls in (("one", ""), ("two", f'[controls]\nservice = "{service}"\n')):
         (files_folder / f"{name}.toml").write_text(f"[model]\ntorch_threads = 1\n{controls}")
-    nets = ["--controlnets", str(_CONTROLNETS), "--controlnet-device", "cpu"]
+    nets = ["--controlnets", str(_CONTROLNETS), "--service", "controlnet@cpu"]
     files = [
         "--config",
         str(files_folder / "one.toml"),
@@ -147,12 +147,12 @@ def two_hosts_control(other: SecondHost, files_folder: Path, rounds: int) -> dic
     other.serve([*served, *nets, *files], folder=files_folder)
     with ExitStack() as exit_stack:
         sides = {}
-        for name, device in (("one", "cpu"), ("two", "")):
+        for name, services in (("one", ("controlnet@cpu",)), ("two", ())):
             options = ServeOptions(
                 model=str(DEMO_MODEL),
                 config=files_folder / f"{name}.toml",
                 controlnets=str(_CONTROLNETS),
-                controlnet_device=device,
+                services=services,
                 base_port=free_base_port(),
                 log_dir=files_folder / f"logs-{name}",
             )

@@ -54,8 +54,8 @@ def test_what_a_pair_does_not_go_with_is_named(tiny_fill: Path, tmp_path: Path) 
     fill = {"model": {"path": str(tiny_fill)}}
     with pytest.raises(ServeError, match="leave --workers out"):
         with_pair(options(workers=2), fill)
-    with pytest.raises(ServeError, match="leave --controlnet-device out"):
-        with_pair(options(controlnet_device="cpu"), fill)
+    with pytest.raises(ServeError, match="leave --service out"):
+        with_pair(options(services=("controlnet@cpu",)), fill)
     for count in (1, 4, "auto"):
         with pytest.raises(ServeError, match="leave --devices-per-worker out"):
             with_pair(options(devices_per_worker=count), fill)

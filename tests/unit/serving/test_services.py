@@ -13,10 +13,10 @@ from maskserve_common.files.stages import STAGES
 from maskserve_serving.errors import ServeError
 from maskserve_serving.files import WorkerFiles, checked
 from maskserve_serving.hosted import check_node_names, hosted_by
-from maskserve_serving.options import ServeOptions
+from maskserve_serving.options import MODELS, SERVICES, ServeOptions
 from maskserve_serving.ports import Ports, check_distinct, free_base_port
 from maskserve_serving.service import ServiceProcess
-from maskserve_serving.spec import Spec, with_controlnets, with_stages
+from maskserve_serving.spec import Spec, with_services
 
 
 def spec(folder: Path, **fields: Any) -> Spec:
@@ -40,35 +40,43 @@ def test_keys_of_nodes_beside_a_model_are_checked() -> None:
 
 
 def test_workers_are_told_where_the_service_is(tmp_path: Path) -> None:
-    service_spec = spec(tmp_path, controlnets=str(tmp_path / "nets"), controlnet_device="cuda:1")
-    controls = checked(with_controlnets(service_spec.options, {})).controls
-    ports = Ports.of_controlnet(service_spec.options.base_port)
+    nets = str(tmp_path / "nets")
+    service_spec = spec(tmp_path, controlnets=nets, services=("controlnet@cuda:1",))
+    controls = checked(with_services(service_spec.options, {})).controls
+    ports = Ports.of_service(service_spec.options.base_port)
     assert controls.service == f"127.0.0.1:{ports.grpc}"
-    assert controls.folder == str(tmp_path / "nets")
+    assert controls.folder == nets
     worker = Ports.of_worker(service_spec.options.base_port, 0)
     assert not set(ports.all().values()) & set(worker.all().values())
-    assert with_controlnets(spec(tmp_path).options, {}) == {}
+    assert with_services(spec(tmp_path).options, {}) == {}
 
 
-def test_each_controlnet_device_has_a_service_with_ports_of_its_own(tmp_path: Path) -> None:
+def test_each_service_hosts_its_models_at_ports_of_its_own(tmp_path: Path) -> None:
+    """ControlNets on two devices, and beside encoder and decoder, which another has alone."""
     nets = tmp_path / "nets"
     nets.mkdir()
-    options = {"controlnets": str(nets), "controlnet_device": "cpu,cuda:1,cuda:1"}
-    options |= {"stages_device": "cpu,cpu", "workers": 4}
-    service_spec = spec(tmp_path, **options)
+    services = ("controlnet@cpu", "encoder,decoder,controlnet@cuda:1", "controlnet@cuda:1")
+    options: dict[str, Any] = {"controlnets": str(nets), "workers": 4}
+    service_spec = spec(tmp_path, **options, services=(*services, "encoder,decoder@cpu"))
     base, hosted = service_spec.options.base_port, hosted_by(service_spec.options)
-    controlnets = [item for item in hosted if item.models == ("controlnet",)]
-    names = ["controlnet-0", "controlnet-1", "controlnet-2"]
-    assert [item.name for item in controlnets] == names
-    assert [item.device for item in controlnets] == ["cpu", "cuda:1", "cuda:1"]
-    controls = checked(with_controlnets(service_spec.options, {})).controls
-    assert controls.addresses == tuple(f"127.0.0.1:{item.ports.grpc}" for item in controlnets)
+    names = ["controlnet-0", "encoder-decoder-controlnet-1", "controlnet-2", "encoder-decoder-3"]
+    assert [item.name for item in hosted] == names
+    assert [item.device for item in hosted] == ["cpu", "cuda:1", "cuda:1", "cpu"]
+    assert [item.repositories for item in hosted[1:]] == [
+        (MODELS, SERVICES),
+        (SERVICES,),
+        (MODELS,),
+    ]
+    config = checked(with_services(service_spec.options, {}))
+    grpc_urls = [f"127.0.0.1:{item.ports.grpc}" for item in hosted]
+    assert config.controls.addresses == tuple(grpc_urls[:3])
+    assert config.stages.addresses == (grpc_urls[1], grpc_urls[3])
     workers = [Ports.of_worker(base, index) for index in range(4)]
     servers = [*workers, Ports.of_nodes(base), *(item.ports for item in hosted)]
     ports = [port for server in servers for port in server.all().values()]
     assert len(ports) == len(set(ports))
-    assert service_spec.threads(checked({})) == max(1, cores() // (4 + 3 + 2))
-    alone = spec(tmp_path, **{**options, "workers": 0, "host": "0.0.0.0", "stages_device": ""})
+    assert service_spec.threads(checked({})) == max(1, cores() // (4 + 4))
+    alone = spec(tmp_path, **{**options, "workers": 0, "host": "0.0.0.0"}, services=services)
     base = alone.options.base_port
     listens = [checked(item.tables(alone)).controls.listen for item in hosted_by(alone.options)]
     assert listens == [f"0.0.0.0:{base + port}" for port in (3, 13, 23)]
@@ -76,34 +84,28 @@ def test_each_controlnet_device_has_a_service_with_ports_of_its_own(tmp_path: Pa
 
 def test_controlnet_services_do_not_go_with_shallowest_depths(tmp_path: Path) -> None:
     tables = {"controls": {"folder": str(tmp_path), "unequal_depths": "shallowest"}}
-    refused = replace(spec(tmp_path, controlnet_device="cpu,cpu"), tables=tables)
+    refused = replace(spec(tmp_path, services=("controlnet@cpu",) * 2), tables=tables)
     for item in hosted_by(refused.options):
         with pytest.raises(ServeError, match="unequal_depths"):
             item.tables(refused)
-    [one] = hosted_by(spec(tmp_path, controlnet_device="cpu").options)
-    assert one.tables(replace(spec(tmp_path, controlnet_device="cpu"), tables=tables))
+    [one] = hosted_by(spec(tmp_path, services=("controlnet@cpu",)).options)
+    assert one.tables(replace(spec(tmp_path, services=("controlnet@cpu",)), tables=tables))
 
 
 def test_cores_are_shared_with_the_service(tmp_path: Path) -> None:
-    plain_spec, shared = spec(tmp_path), spec(tmp_path, controlnet_device="cpu")
+    plain_spec, shared = spec(tmp_path), spec(tmp_path, services=("controlnet@cpu",))
     assert plain_spec.threads(checked({})) == cores()
     assert shared.threads(checked({})) == max(1, cores() // 2)
     assert shared.threads(checked({"model": {"torch_threads": 5}})) == 5
-    two_services_spec = spec(tmp_path, controlnet_device="cpu", stages_device="cpu")
+    two_services_spec = spec(tmp_path, services=("controlnet@cpu", "encoder,decoder@cpu"))
     assert two_services_spec.threads(checked({})) == max(1, cores() // 3)
 
 
 def test_workers_are_told_where_encoder_and_decoder_are(tmp_path: Path) -> None:
-    service_spec = spec(tmp_path, stages_device="cuda:1", adapters=str(tmp_path / "loras"))
-    base = service_spec.options.base_port
-    ports = Ports.of_stages(base)
-    assert (
-        checked(with_stages(service_spec.options, {})).stages.service == f"127.0.0.1:{ports.grpc}"
-    )
-    assert with_stages(spec(tmp_path).options, {}) == {}
-    used_ports = [Ports.of_worker(base, 0), Ports.of_worker(base, 1), Ports.of_controlnet(base)]
-    for other_ports in (*used_ports, Ports.of_nodes(base)):
-        assert not set(ports.all().values()) & set(other_ports.all().values())
+    service_spec = spec(tmp_path, services=("encoder,decoder@cuda:1",))
+    ports = Ports.of_service(service_spec.options.base_port)
+    config = checked(with_services(service_spec.options, {}))
+    assert (config.stages.service, config.controls.service) == (f"127.0.0.1:{ports.grpc}", "")
 
 
 def test_the_stage_service_has_the_workers_own_configuration_but_for_where_it_runs(
@@ -113,7 +115,9 @@ def test_the_stage_service_has_the_workers_own_configuration_but_for_where_it_ru
         "model": {"path": "m", "decoder_device": "cpu", "t5_weights": "int8"},
         "stages": {"encode_halo": 3, "service": "elsewhere:1"},
     }
-    service_spec = replace(spec(tmp_path, stages_device="cuda:1", adapters="loras"), tables=tables)
+    service_spec = replace(
+        spec(tmp_path, services=("encoder,decoder@cuda:1",), adapters="loras"), tables=tables
+    )
     process = service_of(service_spec)
     config = checked(process.tables())
     assert process.hosted.models == ("encoder", "decoder")
@@ -125,7 +129,7 @@ def test_the_stage_service_has_the_workers_own_configuration_but_for_where_it_ru
 
 
 def test_a_service_without_controlnets_is_refused_before_anything_runs(tmp_path: Path) -> None:
-    process = service_of(spec(tmp_path, controlnet_device="cpu"))
+    process = service_of(spec(tmp_path, services=("controlnet@cpu",)))
     with pytest.raises(ServeError, match="--controlnets DIR"):
         process.start()
     assert process.pid is None
@@ -135,11 +139,14 @@ def test_a_service_without_controlnets_is_refused_before_anything_runs(tmp_path:
     ("options", "message"),
     [
         ({"workers": 0}, "--workers: 0 is not at least 1"),
-        ({"workers": -1, "stages_device": "cpu"}, "--workers: -1 is not at least 1"),
-        ({"workers": 0, "stages_device": "cpu", "router": True}, "--workers: 0 runs only services"),
-        ({"model": "", "workers": 0, "controlnet_device": "cpu"}, "--model: is missing"),
+        ({"workers": -1, "services": ("encoder,decoder@cpu",)}, "--workers: -1 is not at least 1"),
+        (
+            {"workers": 0, "services": ("encoder,decoder@cpu",), "router": True},
+            "--workers: 0 runs only services",
+        ),
+        ({"model": "", "workers": 0, "services": ("controlnet@cpu",)}, "--model: is missing"),
         ({"model": ""}, "--model: is missing"),
-        ({"model": "", "workers": 0, "stages_device": "cpu"}, "--model: is missing"),
+        ({"model": "", "workers": 0, "services": ("encoder,decoder@cpu",)}, "--model: is missing"),
     ],
 )
 def test_flags_that_do_not_go_together_are_refused(options: dict[str, Any], message: str) -> None:
@@ -152,7 +159,9 @@ def test_services_alone_are_for_other_hosts(tmp_path: Path) -> None:
     nodes.touch()
     ServeOptions(workers=0, nodes=nodes).check()
     for workers, host in ((0, "0.0.0.0"), (2, "127.0.0.1")):
-        service_spec = spec(tmp_path, workers=workers, host="0.0.0.0", stages_device="cpu")
+        service_spec = spec(
+            tmp_path, workers=workers, host="0.0.0.0", services=("encoder,decoder@cpu",)
+        )
         service = service_of(service_spec)
         assert service._options.host == host
         assert service.grpc_url == f"127.0.0.1:{service.ports.grpc}"
@@ -168,7 +177,7 @@ def test_a_controlnet_service_listens_to_other_hosts_where_it_is_alone(tmp_path:
             workers=workers,
             host="0.0.0.0",
             controlnets=str(nets),
-            controlnet_device="cpu",
+            services=("controlnet@cpu",),
         )
         service_spec.options.check()
         service = service_of(service_spec)
@@ -187,31 +196,27 @@ def test_a_node_server_has_the_folder_of_values_of_its_router(tmp_path: Path) ->
     assert checked(service_of(plain_spec).tables()).values.folder == "/mine"
 
 
-def test_stages_have_a_service_for_each_device(tmp_path: Path) -> None:
+def test_ports_of_all_servers_differ(tmp_path: Path) -> None:
     nodes = tmp_path / "nodes.toml"
     nodes.touch()
-    several_spec = spec(
-        tmp_path, stages_device="cuda:1,cpu,cpu", controlnet_device="cpu", nodes=nodes, workers=4
-    )
+    services = ("encoder,decoder@cuda:1", "encoder,decoder@cpu", "controlnet@cpu")
+    several_spec = spec(tmp_path, services=services, nodes=nodes, workers=4)
     options = several_spec.options
     options.check_flags()
-    services = [ServiceProcess(several_spec, hosted) for hosted in hosted_by(options)]
-    names = ["controlnet", "stages-0", "stages-1", "stages-2", "nodes"]
-    assert [service.name for service in services] == names
-    stages = services[1:4]
-    devices = [checked(service.tables()).model.device for service in stages]
-    assert devices == ["cuda:1", "cpu", "cpu"]
-    addresses = checked(with_stages(options, {})).stages.addresses
-    assert addresses == tuple(service.grpc_url for service in stages)
-    assert several_spec.threads(checked({})) == max(1, cores() // (4 + 4))
-    ports = {service.name: service.ports for service in services}
+    processes = [ServiceProcess(several_spec, hosted) for hosted in hosted_by(options)]
+    names = ["encoder-decoder-0", "encoder-decoder-1", "controlnet-2", "nodes"]
+    assert [process.name for process in processes] == names
+    devices = [checked(process.tables()).model.device for process in processes[:2]]
+    assert devices == ["cuda:1", "cpu"]
+    assert several_spec.threads(checked({})) == max(1, cores() // (4 + 3))
+    ports = {process.name: process.ports for process in processes}
     ports |= {f"worker-{i}": Ports.of_worker(options.base_port, i) for i in range(4)}
     check_distinct(ports)
-    router = Ports(stages[2].ports.grpc, 1, 2)
-    with pytest.raises(ServeError, match=rf"port {router.http} \(HTTP\) of router is a port of st"):
+    router = Ports(processes[1].ports.grpc, 1, 2)
+    with pytest.raises(
+        ServeError, match=rf"port {router.http} \(HTTP\) of router is a port of enc"
+    ):
         check_distinct({**ports, "router": router})
-    with pytest.raises(ServeError, match="--stages-device: is ''; accepted: cpu, cuda or cuda:N"):
-        ServeOptions("m", stages_device="cpu,").check_flags()
 
 
 @pytest.mark.parametrize("table", ["stages", "controls"])

@@ -629,7 +629,7 @@ def test_a_worker_sees_as_many_gpus_as_its_devices_count_up_to(
 
     assert gpu_count() == gpu_count(device="cuda", encoder_device="cpu") == 1
     assert gpu_count(encoder_device="cuda:1", decoder_device="cuda") == 2
-    served = {"model": {"encoder_device": "cuda:1"}, "stages": {"service": "127.0.0.1:9015"}}
+    served = {"model": {"encoder_device": "cuda:1"}, "stages": {"service": "127.0.0.1:9005"}}
     assert gpus_required(config_of(served)) == 1
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,4,5")
     assert [command.gpus_of_worker(i, 2, per_worker=2) for i in range(2)] == ["0,1", "4,5"]
@@ -776,8 +776,11 @@ def test_a_client_s_install_says_what_serving_needs(
         ({"config": Path("nosuch")}, "--config: nosuch is not there; accepted: a file"),
         ({"gguf": "nosuch.gguf"}, "--gguf: nosuch.gguf is not there"),
         ({"fuse_loras": ("nosuch:0.5",)}, "--fuse-lora: nosuch is not there"),
-        ({"stages_device": "gpu"}, "--stages-device: is 'gpu'; accepted: cpu, cuda or cuda:N"),
-        ({"controlnet_device": "cuda:x"}, "--controlnet-device: is 'cuda:x'; accepted: cpu"),
+        (
+            {"services": ("controlnet@gpu",)},
+            "--service: is 'controlnet@gpu'; accepted: encoder,deco",
+        ),
+        ({"services": ("encoder@cpu",)}, "--service: is 'encoder@cpu'; accepted: encoder,decoder"),
     ],
 )
 def test_what_cannot_be_served_is_told_before_anything_starts(

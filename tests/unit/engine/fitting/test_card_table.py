@@ -173,7 +173,7 @@ def test_the_command_prints_it_and_says_what_is_wrong(
     tmp_path: Path, tiny_fill: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "nets").mkdir()
-    nets = {"controlnets": str(tmp_path / "nets"), "controlnet_device": "cuda:1"}
+    nets = {"controlnets": str(tmp_path / "nets"), "services": ("controlnet@cuda:1",)}
     assert print_cards(ServeOptions(str(tiny_fill), weights="nf4", **nets)) == 0
     out, err = capfd.readouterr()
     assert out.count("\n| 24 GB | ") >= 1
