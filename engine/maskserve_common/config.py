@@ -257,6 +257,8 @@ class StagesConfig(Table, frozen=True):
     service: Addresses = ""
     """gRPC addresses of stage services; the other keys then apply to these. Empty: the worker has
     its own stages."""
+    decoder_service: Addresses = ""
+    """gRPC addresses of the services with the decoder. Empty: those of `service` have it, too."""
     service_timeout_s: Annotated[float, Meta(ge=0.1, le=50.0)] = 30.0
     """Seconds without any service after which edits fail."""
     prompt_bytes: Annotated[int, Meta(ge=0, le=2**40)] = 2**28
@@ -278,13 +280,17 @@ class StagesConfig(Table, frozen=True):
     """Let the VAE take pictures above its `sample_size` in tiles. `auto`: if the model's native
     size is above 1536."""
 
-    @property
-    def addresses(self) -> tuple[str, ...]:
-        """Addresses of the stage services.
+    def addresses(self, stage: Stage) -> tuple[str, ...]:
+        """Addresses of a stage's services.
 
         Raises:
-            ConfigError: one is listed twice.
+            ConfigError: one is listed twice, or only the decoder has a service.
         """
+        if self.decoder_service and not self.service:
+            problem = "stands alone; accepted: together with service, which has the encoder"
+            raise ConfigError(f"[stages] decoder_service: {problem}")
+        if stage == "decoder" and self.decoder_service:
+            return _address_list("[stages] decoder_service", self.decoder_service)
         return _address_list("[stages] service", self.service)
 
 

@@ -42,13 +42,18 @@ from maskserve_triton.tensor_io import Outputs, failed_event, relayed, view_arra
 from maskserve_triton.together import batched
 
 log = logging.getLogger("maskserve")
-_START_S = 1.0
+_START_S = 2.0
 """Seconds between two tries of a worker that starts before its service."""
 _NO_EDIT = {
     "PIXELS": NO_PIXELS,
     "REFERENCES": np.zeros(0, np.uint8),
     "EDIT_MASK": np.zeros((0, 0), np.uint8),
     "CONTROLS": np.zeros((0, 0, 0, 3), np.uint8),
+}
+_NO_EVENT = {
+    "LATENTS": np.zeros((0, 0, 0), np.float32),
+    "META": b'{"event":"final","request_id":""}',
+    "CONTEXT": NOTHING,
 }
 _DTYPES: dict[str, type[np.generic]] = {"UINT8": np.uint8, "FP32": np.float32, "BYTES": np.object_}
 _PASSED_ON = (TRACEPARENT, RUN, ENCODING)
@@ -74,15 +79,16 @@ class ForwardedStage(ABC):
 
     def __init__(self, api: Any, config: Config, revision: str) -> None:
         stages, outages = config.stages, StageOutages(config)
+        addresses = stages.addresses(self.stage)
         self._api, self._revision = api, revision
         self._limit_s = config.engine.stuck_timeout_s
         self._replicas = Replicas(
-            stages.addresses,
+            addresses,
             self.stage,
             stages.service_timeout_s,
             partial(outages.mark, self.stage),
         )
-        self._places = asyncio.Semaphore(_AT_A_REPLICA * len(stages.addresses))
+        self._places = asyncio.Semaphore(_AT_A_REPLICA * len(addresses))
         self._loop = LoopThread(f"{self.stage}-forward")
         try:
             self._loop.run(self._replicas.all_polled())
@@ -102,7 +108,9 @@ class ForwardedStage(ABC):
 
     @abstractmethod
     def _open(self, config: Config) -> None:
-        """Check that the service has everything the stage needs, before the worker is ready."""
+        """Wait for the service, and check that it has everything the stage needs, before the worker
+        is ready.
+        """
 
     @abstractmethod
     def _take(self, request: Any, answer: Answer) -> None:
@@ -183,6 +191,15 @@ class ForwardedStage(ABC):
             raise relayed(failure.details, "") from None
         return _outputs(pb.ModelInferResponse.FromString(answer))
 
+    async def _first(self, request: bytes) -> Outputs:
+        """Return the outputs of `_call` once a service answers."""
+        while True:
+            try:
+                return await self._call(request)
+            except Overloaded:
+                log.warning("waiting for a server of the %s", self.stage)
+                await asyncio.sleep(_START_S)
+
 
 class ForwardedEncoder(ForwardedStage):
     """When it opens, it waits for the service and writes the priming prompt for the denoiser."""
@@ -191,18 +208,8 @@ class ForwardedEncoder(ForwardedStage):
 
     def _open(self, config: Config) -> None:
         infer_request = self._request(batched({**_NO_EDIT, "REQUEST": PRIMING_PROMPT}))
-        outputs = self._loop.run(self._first(infer_request, config.stages.service))
-        prompt = outputs["CONDITIONING"]
+        prompt = self._loop.run(self._first(infer_request))["CONDITIONING"]
         FileStore(config.runtime_dir).write(PRIMING_PROMPT_FILE, prompt.tobytes())
-
-    async def _first(self, request: bytes, addresses: str) -> Outputs:
-        """Return the outputs once a service answers."""
-        while True:
-            try:
-                return await self._call(request)
-            except Overloaded:
-                log.warning("waiting for the stage service at %s", addresses)
-                await asyncio.sleep(_START_S)
 
     def _take(self, request: Any, answer: Answer) -> None:
         self._forward(request, self._inputs(request), answer.finish, answer.fail)
@@ -216,7 +223,7 @@ class ForwardedDecoder(ForwardedStage):
     stage = "decoder"
 
     def _open(self, config: Config) -> None:
-        """Do nothing: the encoder has waited for the service."""
+        self._loop.run(self._first(self._request(batched(_NO_EVENT))))
 
     def _take(self, request: Any, answer: Answer) -> None:
         inputs = self._inputs(request)

@@ -79,7 +79,7 @@ def _models_of_workers(models: tuple[str, ...], ports: Ports, spec: Spec) -> dic
     tables = with_values(tables, "safety", repository="")
     if options.router:
         tables = with_values(tables, "values", folder=str(spec.files.values))
-    return with_values(tables, "stages", service="")
+    return with_values(tables, "stages", service="", decoder_service="")
 
 
 def _nodes(spec: Spec) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from maskserve_common.config import NODE_PATH_HELP, WEIGHT_FORMS, ConfigError, node_path_folders
 from maskserve_common.config_file import config_of
+from maskserve_common.files.stages import STAGES
 from maskserve_serving.checkpoint import CheckpointParts
 from maskserve_serving.errors import ServeError
 
@@ -31,8 +32,8 @@ DEFAULT_ROUTER_PORT = 8080
 DEFAULT_BASE_PORT = 9000
 """First port of the workers. The client's default address is the first worker's gRPC port, one
 above."""
-_SERVICE = r"(encoder,decoder(,controlnet)?|controlnet)@(cpu|cuda(:\d+)?)"
-"""Form of `--service`."""
+_HOSTED = (*STAGES, "controlnet")
+"""Models of the workers that a service may host."""
 
 
 def default_cache_dir() -> Path:
@@ -185,8 +186,8 @@ class ServeOptions:
     )
     services: tuple[str, ...] = _flag(
         "run models of the workers in a server beside them, on a device: cpu, cuda or cuda:N; "
-        "MODELS are encoder,decoder or controlnet, or all three; may be repeated: servers with the "
-        "same models divide their work (default: in each worker)",
+        "MODELS are encoder, decoder and controlnet, with commas; may be repeated: servers of a "
+        "model divide its work (default: in each worker)",
         (),
         name="--service",
         action="append",
@@ -313,11 +314,18 @@ class ServeOptions:
                 "--nodes or --router"
             )
         for service in self.services:
-            if not re.fullmatch(_SERVICE, service):
+            models, device = hosted_models(service), service.partition("@")[2]
+            is_known = set(models) <= set(_HOSTED) and len(set(models)) == len(models)
+            if not is_known or not re.fullmatch(r"cpu|cuda(:\d+)?", device):
                 raise ServeError(
-                    f"--service: is {service!r}; accepted: encoder,decoder or controlnet, or all "
-                    "three with commas, then @cpu, @cuda or @cuda:N"
+                    f"--service: is {service!r}; accepted: encoder, decoder and controlnet with "
+                    "commas, then @cpu, @cuda or @cuda:N"
                 )
+        missing = [stage for stage in STAGES if not self.services_of(stage)]
+        if self.workers and len(missing) == 1:
+            raise ServeError(
+                f"--service: no server has the {missing[0]}; accepted: servers for both stages"
+            )
 
     @property
     def checkpoint_parts(self) -> CheckpointParts:
@@ -345,7 +353,7 @@ class ServeOptions:
             check_path("[controls] folder", named("controls", "folder"), CONTROLNETS)
         try:
             config = config_of(tables)
-            _ = config.stages.addresses, config.controls.addresses
+            _ = [*map(config.stages.addresses, STAGES), config.controls.addresses]
         except ConfigError as error:
             raise ServeError(str(error)) from None
         check_path("[safety] repository", named("safety", "repository"), "a folder with a model")

@@ -93,8 +93,13 @@ def with_services(options: ServeOptions, tables: dict[str, Any]) -> dict[str, An
     """
     if options.controlnets:
         tables = with_values(tables, "controls", folder=str(Path(options.controlnets).absolute()))
-    for table, model in (("controls", "controlnet"), ("stages", "encoder")):
+    keys = (
+        ("controls", "service", "controlnet"),
+        ("stages", "service", "encoder"),
+        ("stages", "decoder_service", "decoder"),
+    )
+    for table, key, model in keys:
         if services := options.services_of(model):
             ports = [Ports.of_service(options.base_port, index).grpc for index in services]
-            tables = with_values(tables, table, service=",".join(f"127.0.0.1:{p}" for p in ports))
+            tables = with_values(tables, table, **{key: ",".join(f"127.0.0.1:{p}" for p in ports)})
     return tables

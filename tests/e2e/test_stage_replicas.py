@@ -1,5 +1,6 @@
-"""A worker whose encoder and decoder two Tritons run: while either is killed, no edit is lost, and
-all have the bytes of a run without a kill. tests/triton/test_stages.py has replicas in one process.
+"""A worker has three Tritons beside it, of which one runs encoder and decoder, and two one each:
+while one is killed, no edit is lost, and all have the bytes of a run without a kill.
+tests/triton/test_stages.py has replicas in one process.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ MASK[16:48, 8:40] = 255
 def site(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervisor]:
     options = ServeOptions(
         model=str(model),
-        services=("encoder,decoder@cpu",) * 2,
+        services=("encoder,decoder@cpu", "encoder@cpu", "decoder@cpu"),
         base_port=free_base_port(3),
         entries=None,
         log_dir=tmp_path_factory.mktemp("replicas"),
@@ -89,12 +90,13 @@ def test_no_edit_is_lost_while_a_replica_is_killed(
     number: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Server, encoder and decoder of each in turn, at a drawn moment."""
+    """Each server and its models in turn, at a drawn moment."""
     monkeypatch.setattr(site, "_backoff_s", [1.0])  # it grows where kills follow one another
-    service = site.services[number % 2]
+    service = site.services[number % 3]
     restarts, worker_restarts = service.restarts, site.workers[0].restarts
     running = dict(signed_in(service.config.runtime_dir))
-    pid = [service.pid, running["encoder"], running["decoder"]][number // 2 % 3]
+    pids = [service.pid, *(running[model] for model in service.hosted.models)]
+    pid = pids[number // 3 % len(pids)]
     assert pid is not None
     with ThreadPoolExecutor(1) as pool:
         pending = pool.submit(edits, site)
@@ -105,6 +107,6 @@ def test_no_edit_is_lost_while_a_replica_is_killed(
     eventually("it is started again", lambda: service.restarts > restarts, 600)
     eventually("it answers", service.ready, 600)
     eventually("none is missed", lambda: set(services(site).values()) == {"ready"}, 60)
-    names = {f"{stage} {item.grpc_url}" for item in site.services for stage in running}
+    names = {f"{model} {x.grpc_url}" for x in site.services for model in x.hosted.models}
     assert services(site).keys() == names
     assert site.workers[0].restarts == worker_restarts

@@ -70,7 +70,8 @@ def test_each_service_hosts_its_models_at_ports_of_its_own(tmp_path: Path) -> No
     config = checked(with_services(service_spec.options, {}))
     grpc_urls = [f"127.0.0.1:{item.ports.grpc}" for item in hosted]
     assert config.controls.addresses == tuple(grpc_urls[:3])
-    assert config.stages.addresses == (grpc_urls[1], grpc_urls[3])
+    assert config.stages.addresses("encoder") == (grpc_urls[1], grpc_urls[3])
+    assert config.stages.addresses("decoder") == (grpc_urls[1], grpc_urls[3])
     workers = [Ports.of_worker(base, index) for index in range(4)]
     servers = [*workers, Ports.of_nodes(base), *(item.ports for item in hosted)]
     ports = [port for server in servers for port in server.all().values()]
@@ -106,6 +107,24 @@ def test_workers_are_told_where_encoder_and_decoder_are(tmp_path: Path) -> None:
     ports = Ports.of_service(service_spec.options.base_port)
     config = checked(with_services(service_spec.options, {}))
     assert (config.stages.service, config.controls.service) == (f"127.0.0.1:{ports.grpc}", "")
+
+
+def test_the_decoder_alone_may_have_more_servers(tmp_path: Path) -> None:
+    services = ("encoder@cpu", "decoder@cpu", "decoder@cpu")
+    options = spec(tmp_path, services=services).options
+    options.check_flags()
+    hosted = hosted_by(options)
+    assert [item.name for item in hosted] == ["encoder-0", "decoder-1", "decoder-2"]
+    grpc_urls = [f"127.0.0.1:{item.ports.grpc}" for item in hosted]
+    stages = checked(with_services(options, {})).stages
+    assert stages.addresses("encoder") == tuple(grpc_urls[:1])
+    assert stages.addresses("decoder") == tuple(grpc_urls[1:])
+    with pytest.raises(ServeError, match="no server has the encoder; accepted: servers for both"):
+        replace(options, services=services[1:]).check_flags()
+    replace(options, services=services[1:], workers=0).check_flags()  # the encoder is elsewhere
+    tables = {"stages": {"decoder_service": "a:1"}}
+    with pytest.raises(ServeError, match=r"\[stages\] decoder_service: stands alone; accepted"):
+        options.check_tables(tables)
 
 
 def test_the_stage_service_has_the_workers_own_configuration_but_for_where_it_runs(

@@ -778,9 +778,9 @@ def test_a_client_s_install_says_what_serving_needs(
         ({"fuse_loras": ("nosuch:0.5",)}, "--fuse-lora: nosuch is not there"),
         (
             {"services": ("controlnet@gpu",)},
-            "--service: is 'controlnet@gpu'; accepted: encoder,deco",
+            "--service: is 'controlnet@gpu'; accepted: encoder, dec",
         ),
-        ({"services": ("encoder@cpu",)}, "--service: is 'encoder@cpu'; accepted: encoder,decoder"),
+        ({"services": ("find@cpu",)}, "--service: is 'find@cpu'; accepted: encoder, decoder"),
     ],
 )
 def test_what_cannot_be_served_is_told_before_anything_starts(
