@@ -1105,6 +1105,13 @@ MUTATIONS = (
         f"{_RUNS}::test_a_server_with_another_version_of_a_node_is_left_out",
     ),
     Mutation(
+        "a server with other weights of a model gets calls",
+        "router/maskserve_router/nodes/node_pool.py",
+        'if x.revision(model) in ("", known)]',
+        "]",
+        f"{_RUNS}::test_of_servers_with_two_revisions_of_a_model_those_of_the_first_get_calls",
+    ),
+    Mutation(
         "a server that failed a call is tried again",
         "engine/maskserve_common/servers/call_tries.py",
         "self._broken.add(server)",
@@ -1164,8 +1171,8 @@ MUTATIONS = (
     ),
     Mutation(
         "a replica of another model goes on to get requests",
-        "engine/maskserve_common/servers/call_tries.py",
-        "if self._name not in x.problems]",
+        "engine/maskserve_common/servers/pool.py",
+        "if name not in server.problems]",
         "]",
         f"{_STAGES}::test_a_replica_of_another_model_is_refused_and_the_others_go_on",
     ),

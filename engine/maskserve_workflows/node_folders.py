@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import NamedTuple
 
 from maskserve_common.config import ConfigError, NodesConfig, is_url
 from maskserve_common.config_file import read_json
+from maskserve_common.files.digests import file_digest
 from maskserve_common.reading import nearest
 from maskserve_workflows.node_types import NodeModel
 from maskserve_workflows.nodes import NODE_FILES
+
+
+def revision_of(model: NodeModel, source: str = "") -> str:
+    """Return a digest of a model's code and folder; models with equal ones give equal answers."""
+    digest, folder = hashlib.blake2b(Path(model.file).read_bytes(), digest_size=16), Path(source)
+    files = sorted(x.relative_to(folder) for x in folder.rglob("*") if x.is_file() and source)
+    for file in files:
+        if not any(part.startswith(".") for part in file.parts):  # notes of the hub, and digests
+            digest.update(f"{file}:{file_digest(folder, str(file))};".encode())
+    return digest.hexdigest()
 
 
 class NodeFolder(NamedTuple):

@@ -32,7 +32,12 @@ from maskserve_common.resources.loading import Kind, Loaded, ResourceLoader
 from maskserve_common.resources.resource_cache import ResourceCache
 from maskserve_common.resources.resource_states import Resource, ResourceStates
 from maskserve_workflows.node_files import open_model
-from maskserve_workflows.node_folders import NodeFolder, light_models, node_folders
+from maskserve_workflows.node_folders import (
+    NodeFolder,
+    light_models,
+    node_folders,
+    revision_of,
+)
 from maskserve_workflows.node_request import ModelSetup, NodeRequest, Nodes
 from maskserve_workflows.node_types import NodeModel
 from maskserve_workflows.nodes import NODE_FILES
@@ -136,8 +141,14 @@ class NodeModels:
         for problem in NODE_FILES.read(config.nodes.path):
             log.error("%s", problem)
         self._needed = node_folders(config.nodes)
-        self._light = _opened(light_models(config.nodes), config, open_nodes)
+        light = light_models(config.nodes)
+        self._light = _opened(light, config, open_nodes)
         """Runners without weights."""
+        self._revisions = {name: revision_of(model) for name, model in light.items()}
+        """Digests of the models by name, with those of the models that they need."""
+        for name, needed in self._needed.items():
+            parts = [revision_of(x.model, config.nodes.source(x.model.source)) for x in needed]
+            self._revisions[name] = " ".join(parts)
         self._ends = ThreadPoolExecutor(1, "ends")
         """Thread of callbacks that must not run with `_lock`."""
         self._lock = threading.Lock()
@@ -201,8 +212,8 @@ class NodeModels:
     def record(self) -> dict[str, Any]:
         """Return the record for routers and operators.
 
-        It has each model's state, bytes, the bytes with shared parts that its calls need, seconds
-        of a load, calls that wait or run, calls that ended, and recent seconds per call.
+        It has each model's state, revision, bytes, the bytes with shared parts that its calls need,
+        seconds of a load, calls that wait or run, calls that ended, and recent seconds per call.
         """
         with self._lock:
             waiting = [*self._line, *self._waiting.values()]
@@ -217,6 +228,7 @@ class NodeModels:
                     {
                         "name": name,
                         "state": state,
+                        "revision": self._revisions[name],
                         "bytes": folder.nbytes if folder else 0,
                         "needs_bytes": nbytes,
                         "load_s": round(load.seconds(nbytes), 4) if folder else 0.0,

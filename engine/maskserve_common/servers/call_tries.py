@@ -51,7 +51,7 @@ class CallTries(Generic[S]):
             rank: key by which the best server is the least.
         """
         while True:
-            able = [x for x in self._pool.servers.values() if self._name not in x.problems]
+            able = self._pool.able(self._name)
             skipped = set[S]() if self._broken.issuperset(able) else self._broken
             untried = [server for server in able if server not in self._tried | skipped]
             if untried:

@@ -113,6 +113,10 @@ class ServerPool(ABC, Generic[S]):
         now_s = time.monotonic()
         return min((now_s - server.answered_at for server in self.servers.values()), default=0.0)
 
+    def able(self, name: str) -> list[S]:
+        """Return the servers that get calls of a name."""
+        return [server for server in self.servers.values() if name not in server.problems]
+
     def leave_out(self, server: S, name: str, why: str) -> None:
         """Send a server no calls of a name until it has been away."""
         if name not in server.problems:

@@ -121,6 +121,8 @@ class NodePool(ServerPool[NodeServer]):
         """Triton model -> places for its calls."""
         self._numbers: dict[str, int] = {}
         """Address -> number in names for clients, including addresses that are gone."""
+        self._misfits = set[tuple[NodeServer, str]]()
+        """Servers that were logged as having another revision of a model."""
         self._seconds: dict[str, float] = {}
         """Node type -> mean seconds of its recent calls."""
         self._byte_s = 0.0
@@ -290,6 +292,20 @@ class NodePool(ServerPool[NodeServer]):
         if server.host is None:
             await self.poll(server)
         return server.host == self._values.host
+
+    def able(self, name: str) -> list[NodeServer]:
+        """Return the servers that get calls of a node. Where they have different revisions of its
+        model, those with that of the first server that answers.
+        """
+        model, servers = NODE_TYPES[name].model, super().able(name)
+        known = next((known for x in servers if x.up and (known := x.revision(model))), "")
+        able = [x for x in servers if x.revision(model) in ("", known)]
+        for server in servers if len(able) < len(servers) else ():
+            if server not in able and (server, model) not in self._misfits:
+                self._misfits.add((server, model))
+                problem = f"its model {model} is another than that of {able[0].address}"
+                log.warning("node server %s is left out: %s", server.address, problem)
+        return able
 
     # Calls.
 

@@ -43,6 +43,11 @@ class NodeServer(Server):
             answer = await self.upstream.infer(record_request(settings), _STATUS_S)
         self.heard(record_of(answer))
 
+    def revision(self, model: str) -> str:
+        """Return the revision of a model by the last record; empty: it is not known."""
+        models = self.record["models"] if self.record else ()
+        return next((str(x.get("revision", "")) for x in models if x["name"] == model), "")
+
     def heard(self, record: dict[str, Any]) -> None:
         """Take in a record."""
         self.replied()

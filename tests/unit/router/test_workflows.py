@@ -607,6 +607,32 @@ async def test_a_server_with_another_version_of_a_node_is_left_out(
     await pool.close()
 
 
+async def test_of_servers_with_two_revisions_of_a_model_those_of_the_first_get_calls(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Answers depended on which server had less to do."""
+    pool = AnsweringPool(["a:1", "b:1", "c:1"], lambda _: None)
+    revisions = {"a:1": "old", "b:1": "new", "c:1": "old"}
+
+    def heard(*addresses: str) -> None:
+        for address in addresses:
+            models = [{"name": "enlarge", "revision": revisions[address]}]
+            pool.servers[address].heard({"models": models})
+
+    await pool.all_polled()
+    heard("a:1", "b:1", "c:1")
+    pool.servers["a:1"].load_s = pool.servers["c:1"].load_s = 9.0
+    assert {(await pool.enlarged()).server for _ in range(4)} <= {"a:1", "c:1"}
+    left_out = "node server b:1 is left out: its model enlarge is another than that of a:1"
+    assert [record.getMessage() for record in caplog.records].count(left_out) == 1
+    pool.servers["a:1"].up = pool.servers["c:1"].up = False  # they are updated one by one
+    assert (await pool.enlarged()).server == "b:1"
+    revisions["a:1"] = "new"
+    heard("a:1")
+    assert {server.address for server in pool.able("enlarge")} == {"a:1", "b:1"}
+    await pool.close()
+
+
 SERVERS = ("a:1", "b:1", "c:1")
 _REFUSED = "failed to connect to all addresses; last error: UNKNOWN: connect: refused (111)"
 _STUB_DIED = "Failed to process the request(s) for model 'nodes_0_0', message: Stub process died"

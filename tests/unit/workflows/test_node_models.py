@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ import pytest
 from maskserve_common.config import ConfigError
 from maskserve_common.config_file import config_of
 from maskserve_common.errors import EngineFailed, InvalidRequest
+from maskserve_workflows.node_folders import revision_of
 from maskserve_workflows.node_models import NodeModels
 from maskserve_workflows.node_request import ModelSetup, NodeRequest, Nodes, one_by_one
 from maskserve_workflows.node_types import NodeModel
+from maskserve_workflows.nodes import NODE_FILES
 from tests.support.eventually import eventually
 
 KINDS = {"find": "clipseg", "enlarge": "swin2sr"}
@@ -207,6 +210,23 @@ def test_what_a_model_needs_is_loaded_once_and_beside_it(tmp_path: Path) -> None
         raise small.results["a"]
     assert small.loads == []
     small.models.close()
+
+
+def test_a_revision_tells_weights_and_code_apart(tmp_path: Path) -> None:
+    model = NODE_FILES.classes("find")[0]
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        write_folder(folder, "{}")
+    first, copy = (revision_of(model, str(folder)) for folder in folders)
+    assert first == copy == revision_of(model, str(folders[0])) != revision_of(model)
+    server = Server(tmp_path)
+    records = {record["name"]: record for record in server.models.record()["models"]}
+    assert records["find"]["revision"] != records["enlarge"]["revision"]
+    (folders[1] / "model.safetensors").write_bytes(bytes(99) + b"x")
+    assert revision_of(model, str(folders[1])) != first
+    code = tmp_path / "find.py"
+    code.write_text("other code")
+    assert revision_of(replace(model, file=str(code)), str(folders[0])) != first
 
 
 def test_what_is_placed_is_loaded_and_what_nothing_needs_goes(tmp_path: Path) -> None:
