@@ -1164,8 +1164,8 @@ MUTATIONS = (
     ),
     Mutation(
         "a silent replica keeps its requests",
-        "engine/maskserve_triton/replicas.py",
-        "if replica.misses >= _MISSES and others_answer:",
+        "engine/maskserve_common/servers/pool.py",
+        "if server.misses >= self._lost_misses and others_answer:",
         "if False:",
         f"{_STAGES}::test_a_replica_that_ends_loses_no_request",
     ),

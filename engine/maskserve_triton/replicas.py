@@ -24,8 +24,6 @@ from maskserve_triton.stage_requests import OTHER_STAGES
 
 _POLL_S = 0.5
 _POLL_TIMEOUT_S = 2.0
-_MISSES = 2
-"""Polls in a row after which a replica's requests go to another; a busy one misses one at most."""
 _RESOLVE_S = 5.0
 _NO_MODEL = (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.UNIMPLEMENTED)
 """Status codes of a server that has no such model."""
@@ -51,6 +49,8 @@ class Replicas(ServerPool[StageReplica]):
         patience_s: seconds of silence after which a replica is lost.
         publish: receives the state of each replica, by address, whenever one changes.
     """
+
+    _lost_misses = 2  # a busy one misses one at most
 
     def __init__(
         self,
@@ -137,13 +137,10 @@ class Replicas(ServerPool[StageReplica]):
         return _POLL_S
 
     def _most_misses(self) -> int:
-        return _MISSES
+        return self._lost_misses
 
     async def poll(self, replica: StageReplica) -> None:
         await super().poll(replica)
-        others_answer = any(r.up and not r.problems for r in self.servers.values())
-        if replica.misses >= _MISSES and others_answer:
-            replica.end_calls()
         self._publish_states()
 
     async def _ask(self, replica: StageReplica) -> str:

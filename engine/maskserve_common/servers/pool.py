@@ -86,12 +86,16 @@ S = TypeVar("S", bound=Server)
 
 
 class ServerPool(ABC, Generic[S]):
-    """Holds a server for each address, and polls it. Use it from the event loop only.
+    """Holds a server for each address, and polls it; ends the calls of `Server.infer` at one that
+    misses several polls while another answers. Use it from the event loop only.
 
     Args:
         addresses: addresses as configured.
         resolve_s: seconds between two resolutions of names.
     """
+
+    _lost_misses: ClassVar = 3
+    """Misses in a row after which a server's calls go to another."""
 
     def __init__(self, addresses: Iterable[str], resolve_s: float) -> None:
         self.servers: dict[str, S] = {}
@@ -181,6 +185,9 @@ class ServerPool(ABC, Generic[S]):
             self._lose(server, why or "no answer")
         elif was_away and server.up:
             log.info("%s %s answers", server.kind, server.address)
+        others_answer = any(x.up and not x.problems for x in self.servers.values())
+        if server.misses >= self._lost_misses and others_answer:
+            server.end_calls()
 
     def _lose(self, server: S, why: str) -> None:
         """Mark a server as down."""

@@ -48,8 +48,6 @@ _RESOLVE_S = 5.0
 """Seconds between two name resolutions."""
 _POLL_S = 1.0
 """Seconds between two polls of a server."""
-_LOST = 3
-"""Polls in a row that a server misses until its calls go to another one."""
 _PLACE_S = 5.0
 _PATIENCE_S = 120.0
 """Seconds to wait for a lost server, which its supervisor restarts."""
@@ -270,11 +268,6 @@ class NodePool(ServerPool[NodeServer]):
 
     def _interval_s(self, server: NodeServer) -> float:
         return _POLL_S
-
-    async def poll(self, server: NodeServer) -> None:
-        await super().poll(server)
-        if server.misses >= _LOST:
-            server.end_calls()
 
     async def _ask(
         self, server: NodeServer, settings: Mapping[str, Any] = MappingProxyType({})

@@ -744,7 +744,7 @@ async def test_a_call_at_a_server_that_misses_polls_goes_to_another() -> None:
         server = pool.servers[frozen]
         await until("it is under way", lambda: server.calls)
         silent = True
-        for _ in range(node_pool._LOST):
+        for _ in range(pool._lost_misses):
             assert not call.done()
             await pool.poll(server)
         answer = await call
