@@ -16,6 +16,7 @@ from typing import Any
 
 from maskserve_client import Client, Masks
 from maskserve_common.errors import InvalidRequest
+from maskserve_common.niceness import Niceness, give_way
 from maskserve_page.page import make_page
 from maskserve_page.pictures import LIMITS, PagePictures, pictures_in
 from maskserve_page.same_origin import SameOrigin
@@ -23,8 +24,6 @@ from maskserve_page.session import Session
 
 os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
 
-_NICE = 5
-"""Niceness of the page: where it shares a host with a worker, edits go first."""
 _POLL_S = 1.0
 _MOST_BODY = LIMITS.max_image_bytes * 4 // 3 + 2**20
 """Most bytes of a request: a picture as base64."""
@@ -52,7 +51,7 @@ def serve_page(
     from fastapi import FastAPI
 
     pictures = pictures_in(options.images)
-    os.nice(_NICE)
+    give_way(Niceness.PAGE)
     with (
         connect() as client,
         tempfile.TemporaryDirectory(prefix="maskserve-page-") as folder,

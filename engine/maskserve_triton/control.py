@@ -33,9 +33,10 @@ from maskserve_common.errors import (
 )
 from maskserve_common.files.stages import StageOutages
 from maskserve_common.files.values import Values
-from maskserve_common.imaging.images import decode_image
+from maskserve_common.imaging.images import Decoded, decode_image
 from maskserve_common.listings import TemplateListings
 from maskserve_common.liveness import silence_limit_s, unwell
+from maskserve_common.niceness import Niceness
 from maskserve_common.shares import Full
 from maskserve_common.status import StatusReader
 from maskserve_engine.families.specs import load_spec
@@ -57,9 +58,6 @@ _FILE_OPERATIONS = ("status", "drain")
 """Operations that call no other process."""
 _PATIENT_S = 60.0
 _THREADS, _CANCELS = 8, 4
-_NICE = 5
-"""Niceness of operations, which must not slow edits: registering a picture of 49 megapixels takes
-half a second of a processor."""
 _LOCKS = 64
 _MOST_WAITING = 256
 """Most operations that wait for a thread."""
@@ -86,7 +84,7 @@ class WorkerControl:
         """Locks for `put` and `evict` of a template, chosen by its id."""
         self._listings = TemplateListings()
         self._adapters = AdapterOperations(config)
-        self._threads = FairThreads(_THREADS, _MOST_WAITING, "control", _NICE)
+        self._threads = FairThreads(_THREADS, _MOST_WAITING, "control", Niceness.OPERATIONS)
         # Cancels come when a worker is slow, so they wait behind no other operation.
         self._cancels = FairThreads(_CANCELS, _MOST_WAITING, "control-cancels")
 
@@ -263,21 +261,24 @@ class WorkerControl:
         # A registered image is usually edited more than once, so it is primed now. It stays
         # registered if that fails.
         try:
-            primed = self._prime(name)
+            primed = self._prime(name, decoded)
         except (MaskserveError, ConfigError) as error:
             log.warning("template %s is registered but not primed: %s", name, error)
             primed = {"template_id": name, "state": "absent"}
         return {**size, **primed}
 
-    def _prime(self, name: str) -> dict[str, Any]:
+    def _prime(self, name: str, image: Decoded | None = None) -> dict[str, Any]:
+        """Prime a template. If it was registered just now, this is its image."""
         encoded = self._templates.get(name)
         if encoded is None:
             raise TemplateNotFound(f"OP.template_id: {name} is not registered here")
         if not self._config.cache.enabled:
             return {"template_id": name, "state": "absent"}
+        if image is None:
+            image = decode_image(encoded, "OP.image", self._config.limits)
         model = self._config.model
         spec = load_spec(model.path, model.native_resolution)
-        state = prime_template(self._api, encoded, spec, self._config)
+        state = prime_template(self._api, image, name, spec, self._config)
         return {"template_id": name, **state}
 
     def _pin(self, op: str, name: str, scope: str) -> dict[str, Any]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 
 from maskserve_common.fair_queue import FairQueue
+from maskserve_common.niceness import Niceness, give_way
 
 
 class FairThreads:
@@ -20,7 +20,7 @@ class FairThreads:
         most_waiting: most jobs that may wait, of which each key has a share, too. None: no limit,
             for callers that bound the jobs themselves.
         name: name of the threads.
-        nice: niceness of the threads, 0 to 19.
+        role: whom the threads give way to.
         short_jobs: whether jobs end by themselves soon. One key alone may then use all threads.
     """
 
@@ -29,12 +29,11 @@ class FairThreads:
         threads: int,
         most_waiting: int | None,
         name: str,
-        nice: int = 0,
+        role: Niceness = Niceness.EDITS,
         *,
         short_jobs: bool = False,
     ) -> None:
-        # On Linux a thread has a niceness of its own.
-        self._threads = ThreadPoolExecutor(threads, name, os.nice, (nice,))
+        self._threads = ThreadPoolExecutor(threads, name, give_way, (role,))
         self._lock = threading.Lock()
         self._queue: FairQueue[Callable[[], None]] = FairQueue(
             threads, sys.maxsize if most_waiting is None else most_waiting

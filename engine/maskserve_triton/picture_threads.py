@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from maskserve_common.errors import guarded
+from maskserve_common.niceness import Niceness
 from maskserve_common.tracing import Stage, Tracer, parent_of
 from maskserve_triton.answer import Answer, answer_all
 from maskserve_triton.fair_threads import FairThreads
@@ -24,8 +25,6 @@ LARGE_PIXELS = 2**21
 """More pixels make a picture a large one."""
 _THREADS = 2
 """Threads of each kind. A thread with a picture of 50 megapixels takes half a gigabyte."""
-_NICE = 10
-"""Niceness of the threads of large pictures: steps and small pictures go first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +59,9 @@ class PictureThreads:
     ) -> None:
         self._api, self._tracer, self._name, self._read = api, tracer, name, read
         self._small = FairThreads(_THREADS, None, name, short_jobs=True)
-        self._large = FairThreads(_THREADS, None, f"{name}-large", _NICE, short_jobs=True)
+        self._large = FairThreads(
+            _THREADS, None, f"{name}-large", Niceness.LARGE_PICTURES, short_jobs=True
+        )
 
     def execute(self, requests: list[Any]) -> None:
         """Take requests in."""

@@ -15,6 +15,7 @@ import numpy as np
 from maskserve_common.config import Config
 from maskserve_common.contracts.keys import NO_SCOPE, scope_of
 from maskserve_common.errors import EngineFailed
+from maskserve_common.imaging.images import Decoded
 from maskserve_engine.spec.model_spec import ModelSpec
 from maskserve_triton.acks import ACKS, AckSender
 from maskserve_triton.preprocess import PreparedTemplate, prepare_template
@@ -179,8 +180,17 @@ def _answer_of(call: Any, request_id: str) -> Any:
     return answer
 
 
-def prime_template(api: Any, encoded: bytes, spec: ModelSpec, config: Config) -> dict[str, Any]:
+def prime_template(
+    api: Any, source: Decoded, name: str, spec: ModelSpec, config: Config
+) -> dict[str, Any]:
     """Prime a registered image in the background. Blocks until the priming is queued.
+
+    Args:
+        api: triton_python_backend_utils.
+        source: the image.
+        name: its template id.
+        spec: the model's.
+        config: the worker's.
 
     Returns:
         The denoiser's answer: its `state`.
@@ -189,7 +199,7 @@ def prime_template(api: Any, encoded: bytes, spec: ModelSpec, config: Config) ->
         MaskserveError: the image cannot be used, or the error of encoder or denoiser.
         ConfigError: the configuration's defaults do not fit the model.
     """
-    prepared = prepare_template(encoded, spec, config)
+    prepared = prepare_template(source, name, spec, config)
     operation = {"op": "prime", "request": prepared.request.to_json().decode()}
     return ask_denoiser(api, operation, encode_template(api, prepared))
 

@@ -335,18 +335,25 @@ class PreparedTemplate:
     """REQUEST of an edit with the worker's default settings and an empty prompt."""
 
 
-def prepare_template(encoded: bytes, spec: ModelSpec, config: Config) -> PreparedTemplate:
+def prepare_template(
+    source: Decoded, name: str, spec: ModelSpec, config: Config
+) -> PreparedTemplate:
     """A registered image as its edits will see it, so that it can be primed ahead of them.
+
+    Args:
+        source: the image.
+        name: its template id.
+        spec: the model's.
+        config: the worker's.
 
     Raises:
         InvalidRequest: the image cannot be used.
     """
-    source = decode_image(encoded, "OP.image", config.limits)
     size = model_size(source.size, spec.native_resolution, spec.size_multiple)
     _check_shape(size, spec)
     pixels = _to_srgb(source.pixels, source.colour, size)
     accepted = accept_edit(EditSettings(), b"", spec, config)
-    request = _request(accepted, source, source.template_id, pixels)
+    request = _request(accepted, source, name, pixels)
     return PreparedTemplate(pixels, np.zeros(size, np.uint8), request)
 
 

@@ -15,6 +15,7 @@ from maskserve_common.errors import MaskserveError
 from maskserve_common.files.values import Values
 from maskserve_common.imaging.images import decode_image
 from maskserve_common.logs import about
+from maskserve_common.niceness import Niceness
 from maskserve_common.shares import Full
 from maskserve_engine.spec.model_spec import ModelSpec
 from maskserve_triton.fair_threads import FairThreads
@@ -25,7 +26,6 @@ log = logging.getLogger("maskserve")
 _MAX_QUEUED = 32
 """Most primings that wait. Further ones are dropped: their templates are primed when they are
 edited."""
-_NICE = 5
 
 
 class Results:
@@ -34,7 +34,7 @@ class Results:
     def __init__(self, api: Any, config: Config, spec: ModelSpec) -> None:
         self._api, self._config, self._spec = api, config, spec
         self._templates = templates_of(config, Values(config.values))
-        self._threads = FairThreads(1, _MAX_QUEUED, "results", _NICE)
+        self._threads = FairThreads(1, _MAX_QUEUED, "results", Niceness.OPERATIONS)
 
     def keep(self, image: bytes, request_id: str) -> str | None:
         """Keep an edit's picture, for the edit's client.
@@ -68,6 +68,7 @@ class Results:
         try:
             encoded = self._templates.get(name)
             if encoded is not None:
-                prime_template(self._api, encoded, self._spec, self._config)
+                decoded = decode_image(encoded, "IMAGE", self._config.limits)
+                prime_template(self._api, decoded, name, self._spec, self._config)
         except (MaskserveError, ConfigError, OSError) as error:
             log.warning("template %s, a result, is not primed: %s", name, error)

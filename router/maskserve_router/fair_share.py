@@ -9,7 +9,6 @@ much of the process is therefore not read from for a while: its data waits at th
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +17,7 @@ from typing import Any, TypeVar
 
 from maskserve_common.contracts.keys import NO_SCOPE
 from maskserve_common.fair_queue import FairQueue
+from maskserve_common.niceness import Niceness, give_way
 from maskserve_common.shares import KeyWork
 from maskserve_router.key_holder import KeyHolder
 
@@ -31,8 +31,6 @@ _MOST_S = 1.6
 """Processor seconds of the last 16 s up to which a key is read from at once: a tenth."""
 _ENTRY_S = 0.05
 """Seconds booked for a message that waited before it was read, so that the key's next one waits."""
-_NICE = 5
-"""Niceness of the threads for long work: the loop, and workers on this host, go first."""
 _BYTES_PER_S = 400e6
 """Rate at which the loop copies: gRPC makes three copies of a received message, two of a sent
 one."""
@@ -97,9 +95,8 @@ class FairPlaces:
 class LoopThreads:
     """Threads that keys take in turn, for work of the event loop. Use it from there only."""
 
-    def __init__(self, threads: int, name: str, nice: int = 0) -> None:
-        # On Linux a thread has a niceness of its own.
-        self._pool = ThreadPoolExecutor(threads, name, os.nice, (nice,))
+    def __init__(self, threads: int, name: str, role: Niceness = Niceness.EDITS) -> None:
+        self._pool = ThreadPoolExecutor(threads, name, give_way, (role,))
         self._places = FairPlaces(threads)
 
     async def run(self, key: str, work: Callable[..., T], *arguments: Any) -> T:
@@ -128,7 +125,7 @@ class FairShare:
     """
 
     def __init__(self, threads: int) -> None:
-        self._work = LoopThreads(threads, "turns", _NICE)
+        self._work = LoopThreads(threads, "turns", Niceness.READING)
         self._locked = ThreadPoolExecutor(1, "locked")
         self._used, self._used_at = KeyWork(), time.monotonic()
         self._last_read: dict[str, float] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -20,7 +21,9 @@ from maskserve_common.contracts.operations import OPERATIONS
 from maskserve_common.contracts.status_record import NodeStatus, WorkerStatus
 from maskserve_common.errors import EngineFailed
 from maskserve_common.files.stages import StageOutages
+from maskserve_common.imaging import images
 from maskserve_common.imaging.images import encode_image
+from maskserve_common.niceness import Niceness
 from maskserve_triton.admission import Gate
 from maskserve_triton.cancels import CancelListener, cancel_edit
 from maskserve_triton.control import WorkerControl
@@ -370,12 +373,21 @@ def test_an_image_of_every_mode_is_registered_as_it_came(
         assert stored.read() == out.getvalue()
 
 
-def test_a_registered_template_is_encoded_and_primed(
-    api: FakeTriton, config: Config, tiny_fill: Path
+def test_a_registered_template_is_decoded_once_encoded_and_primed(
+    api: FakeTriton, config: Config, tiny_fill: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from maskserve_common.config import ModelConfig
 
     requests: list[dict[str, Any]] = []
+    decoded: list[str] = []
+    niceness_values: list[int] = []
+
+    def decode(raw: bytes, field: str, *limits: Any, **options: Any) -> images.Raster:
+        decoded.append(field)
+        return decode_raster(raw, field, *limits, **options)
+
+    decode_raster = images.decode_raster
+    monkeypatch.setattr(images, "decode_raster", decode)
     encoded = {
         "MOMENTS": np.zeros((8, 16, 16), np.float32),
         "MASKED_MOMENTS": np.zeros((8, 16, 16), np.float32),
@@ -385,6 +397,7 @@ def test_a_registered_template_is_encoded_and_primed(
     def denoiser(call: Call) -> list[InferenceResponse]:
         requests.append(call.json("REQUEST"))
         requests[-1]["tensors"] = sorted(call.tensors)
+        niceness_values.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
         return [reply(META=b'{"state": "priming"}')]
 
     # It takes requests together, so its tensors have a batch dimension.
@@ -395,6 +408,7 @@ def test_a_registered_template_is_encoded_and_primed(
     text = base64.b64encode(encode_image(picture, "png")).decode()
     answer = ask(api, served, {"op": "register", "image": text})
     assert (answer["width"], answer["height"], answer["state"]) == (48, 40, "priming")
+    assert decoded == ["OP.image"]
     assert ask(api, served, {"op": "prime", "template_id": answer["template_id"]}) == {
         "template_id": answer["template_id"],
         "state": "priming",
@@ -402,6 +416,9 @@ def test_a_registered_template_is_encoded_and_primed(
     template = json.loads(requests[0]["request"])
     assert template["template_id"] == answer["template_id"]
     assert template["prompt"] == ""
+    assert decoded == ["OP.image"] * 2
+    process = os.getpriority(os.PRIO_PROCESS, os.getpid())
+    assert set(niceness_values) == {min(19, process + Niceness.OPERATIONS)}
     assert requests[0]["tensors"] == sorted([*encoded, "EDIT_MASK", "REQUEST"])
     served.close()
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from maskserve_common.errors import InvalidRequest
+from maskserve_common.niceness import Niceness
 from maskserve_common.tracing import Tracer
 from maskserve_triton.picture_threads import LARGE_PIXELS, PictureJob, PictureThreads
 from maskserve_triton.tensor_io import Outputs
@@ -72,7 +73,7 @@ def test_a_small_picture_does_not_wait_for_large_ones(desk: Desk) -> None:
     assert not any(request.sender.finished.is_set() for request in large)
     desk.permits.release(8)
     niceness = {int(request.sender.wait().text("META")) for request in large}
-    assert niceness == {min(19, int(small.text("META")) + 10)}
+    assert niceness == {min(19, int(small.text("META")) + Niceness.LARGE_PICTURES)}
 
 
 @pytest.mark.parametrize("pixels", [SMALL, LARGE])

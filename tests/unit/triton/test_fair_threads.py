@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from maskserve_common.niceness import Niceness
 from maskserve_common.shares import Full
 from maskserve_triton.fair_threads import FairThreads
 
@@ -15,18 +16,25 @@ def niceness() -> int:
     return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
 
-def test_threads_give_way_and_their_process_does_not():
-    threads, niceness_values, finished_event = (
-        FairThreads(1, 8, "nice", 5),
-        list[int](),
-        threading.Event(),
-    )
-    process_niceness = niceness()
-    threads.submit("any", lambda: (niceness_values.append(niceness()), finished_event.set()))  # type: ignore[arg-type, func-returns-value]
-    assert finished_event.wait(30)
+def test_threads_give_way_by_their_role_and_their_process_does_not():
+    """A job may end in a thread that then starts the next thread; that one would inherit."""
+    threads, process = FairThreads(2, 8, "nice", Niceness.READING, short_jobs=True), niceness()
+    values, barrier = list[int](), threading.Barrier(3, timeout=30)
+
+    def first() -> None:
+        values.append(niceness())
+        threads.submit("any", second)
+        barrier.wait()
+
+    def second() -> None:
+        values.append(niceness())
+        barrier.wait()
+
+    threads.submit("any", first)
+    barrier.wait()
     threads.close()
-    assert niceness_values == [min(19, process_niceness + 5)]
-    assert niceness() == process_niceness
+    assert values == [min(19, process + Niceness.READING)] * 2
+    assert niceness() == process
 
 
 def test_a_key_that_waits_with_many_jobs_leaves_threads_to_others():
