@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 from maskserve_client import commands
 from maskserve_client.address import DEFAULTS
@@ -118,7 +119,7 @@ def parser() -> argparse.ArgumentParser:
         _add_common(command)
     _add_templates(subcommands)
     _add_adapters(subcommands)
-    add_jobs(subcommands, _add_common, _add_edit_options)
+    add_jobs(subcommands, _add_common, partial(_add_edit_options, needs_source=False))
     add_workflows(subcommands, _add_common)
     _add_web(subcommands)
     demo = subcommands.add_parser(
@@ -204,9 +205,6 @@ def _add_edit(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     _add_common(edit)
     files, running = _add_edit_options(edit)
-    _add_size(
-        files, "without a mask, the size of the picture (auto: as the model's pipeline has it)"
-    )
     _add_answer_options(files, running)
     edit.set_defaults(run=commands.edit)
 
@@ -278,11 +276,11 @@ def _add_answer_options(files: argparse._ArgumentGroup, running: argparse._Argum
 
 
 def _add_edit_options(
-    edit: argparse.ArgumentParser,
+    edit: argparse.ArgumentParser, *, needs_source: bool = True
 ) -> tuple[argparse._ArgumentGroup, argparse._ArgumentGroup]:
     """Add an edit's options, for now or for a job; return the groups of pictures and of serving."""
     files = edit.add_argument_group("pictures")
-    source = files.add_mutually_exclusive_group(required=True)
+    source = files.add_mutually_exclusive_group(required=needs_source)
     source.add_argument(
         "--image", metavar="FILE", help="source image: PNG, JPEG, WebP, AVIF, GIF or TIFF"
     )
@@ -333,6 +331,9 @@ def _add_edit_options(
         "--expand",
         metavar="L,T,R,B",
         help="grow the image by this many pixels left, top, right, bottom; the new area is painted",
+    )
+    _add_size(
+        files, "without a mask, the size of the picture (auto: as the model's pipeline has it)"
     )
     _add_file_options(files)
     files.add_argument(

@@ -34,6 +34,8 @@ def add_jobs(
     add = actions.add_parser(
         "add",
         help="add a job for an edit and print its id",
+        description="Add a job for an edit and print its id. Without --image and --template-id it "
+        "makes an image from the prompt alone.",
         epilog="example: maskserve jobs add --url http://localhost:8080 --image a.png "
         '--mask m.png --prompt "a red star"',
     )

@@ -43,8 +43,9 @@ class EditJobs(RouterHttp):
         """Submit an edit as a job and return the job at once.
 
         Args:
-            image: the picture; None with the setting `template_id`.
-            mask: mask of the picture's size; None if a setting selects the edited part.
+            image: the picture; None with the setting `template_id`, or without a source.
+            mask: mask of the picture's size; None without a mask, or if a setting selects the
+                edited part.
             prompt: what to paint there.
             images: references, as in `Client.edit`.
             control: a picture for each of the setting `controls`; an edit with these has no

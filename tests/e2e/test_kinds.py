@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -247,6 +248,17 @@ def test_the_command_makes_a_picture(served: WorkerProcess, tmp_path: Any) -> No
     words = ["--prompt", PROMPT, "--size", "96x64", "--steps", "4", "--out", str(out)]
     assert main(["generate", "--url", served.grpc_url, *words]) == 0
     assert Image.open(out).size == (96, 64)
+
+
+def test_a_job_makes_a_picture(client: Client, site: RouterSite, tmp_path: Path) -> None:
+    words = ["--prompt", PROMPT, "--size", "96x64", "--steps", str(STEPS), "--seed", "5"]
+    out, url = tmp_path / "made.png", ["--url", site.http_url]
+    with redirect_stdout(io.StringIO()) as printed:
+        assert main(["jobs", "add", *url, *words]) == 0
+        name = printed.getvalue().strip()
+        assert main(["jobs", "get", name, *url, "--wait", "--out", str(out)]) == 0
+    expected_result = client.generate(PROMPT, "96x64", seed=5, num_inference_steps=STEPS)
+    assert np.array_equal(Image.open(out), expected_result.image)
 
 
 def test_comfyuis_nodes_give_the_same_pictures(served: WorkerProcess, client: Client) -> None:
