@@ -9,8 +9,8 @@ from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_common.contracts import bytes_tensor
 from maskserve_common.errors import Overloaded
-from maskserve_common.servers.failure import Failure, Status
-from maskserve_common.servers.upstream import Upstream, failures
+from maskserve_common.servers.failure import Failure
+from maskserve_common.servers.pool import Server
 from maskserve_triton.loop_thread import LoopThread
 from maskserve_triton.tensor_io import relayed
 
@@ -26,7 +26,7 @@ class ControlNetCalls:
     """
 
     def __init__(self, loop: LoopThread, url: str) -> None:
-        self._loop, self._upstream = loop, loop.run(_connected(url))
+        self._loop, self._server = loop, loop.run(_connected(url))
 
     def call(self, op: dict[str, Any], arrays: bytes, limit_s: float) -> dict[str, Any]:
         """Call the service and return its answer.
@@ -45,33 +45,20 @@ class ControlNetCalls:
             request.inputs.add(name="ARRAYS", datatype="UINT8", shape=[len(arrays)])
             request.raw_input_contents.append(arrays)
         try:
-            response = self._loop.run(self._first(request.SerializeToString(), limit_s))
+            answer = self._loop.run(self._server.infer(request.SerializeToString(), limit_s))
         except Failure as failure:
             if failure.coded:
                 raise relayed(failure.details, "") from None
             raise Overloaded(
                 f"the ControlNet service does not answer ({failure.status.name}); try again later"
             ) from failure
-        result: dict[str, Any] = json.loads(bytes(bytes_tensor.outputs(response)["RESULT"]))
+        outputs = bytes_tensor.outputs(pb.ModelInferResponse.FromString(answer))
+        result: dict[str, Any] = json.loads(bytes(outputs["RESULT"]))
         return result
 
     def close(self) -> None:
-        self._loop.run(self._upstream.close())
-
-    async def _first(self, request: bytes, limit_s: float) -> Any:
-        """Return the first response of a stream. Raises Failure: there is none."""
-        call = self._upstream.stream(request, limit_s)
-        try:
-            with failures():
-                async for message in call:
-                    response = pb.ModelStreamInferResponse.FromString(message)
-                    if response.error_message:
-                        raise Failure(Status.UNKNOWN, response.error_message)
-                    return response.infer_response
-        finally:
-            call.cancel()
-        raise Failure(Status.UNAVAILABLE, "the stream has ended")
+        self._loop.run(self._server.upstream.close())
 
 
-async def _connected(url: str) -> Upstream:
-    return Upstream(url)
+async def _connected(url: str) -> Server:
+    return Server(url)

@@ -303,23 +303,21 @@ def test_late_models_return_nothing_from_execute(
 
 
 class ControlNetServer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
-    """The model `controlnet` behind KServe's gRPC, as Triton streams it."""
+    """The model `controlnet` behind KServe's gRPC, as Triton calls it."""
 
     def __init__(self, api: FakeTriton, model: Any) -> None:
         self._api, self._model = api, model
 
-    def ModelStreamInfer(self, requests: Iterator[Any], context: Any) -> Iterator[Any]:  # noqa: N802
-        for request in requests:
-            [op] = (bytes(bytes_tensor.only(raw)) for raw in request.raw_input_contents)
-            op_request = self._api.request(OP=op)
-            self._model.execute([op_request])
-            response = op_request.sender.wait()
-            if response.has_error():
-                yield service_pb2.ModelStreamInferResponse(error_message=response.error().message())
-                continue
-            answer = service_pb2.ModelInferResponse(model_name=request.model_name)
-            bytes_tensor.add_output(answer, "RESULT", [response.text("RESULT")])
-            yield service_pb2.ModelStreamInferResponse(infer_response=answer)
+    def ModelInfer(self, request: Any, context: Any) -> Any:  # noqa: N802
+        [op] = (bytes(bytes_tensor.only(raw)) for raw in request.raw_input_contents)
+        op_request = self._api.request(OP=op)
+        self._model.execute([op_request])
+        response = op_request.sender.wait()
+        if response.has_error():
+            context.abort(grpc.StatusCode.INTERNAL, response.error().message())
+        answer = service_pb2.ModelInferResponse(model_name=request.model_name)
+        bytes_tensor.add_output(answer, "RESULT", [response.text("RESULT")])
+        return answer
 
 
 def test_a_denoisers_calls_reach_a_controlnet_service(

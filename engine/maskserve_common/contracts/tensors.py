@@ -190,12 +190,11 @@ CONTRACTS: dict[str, Contract] = {
 
 SERVICES: dict[str, Contract] = {
     "controlnet": Contract(
-        "ControlNets of the edits of several workers, in a server of their own. Decoupled: the "
-        "thread that has done what a request asks for answers it. The nets' residuals take "
-        "another way (maskserve_engine/control_link/transport.py).",
+        "ControlNets of the edits of several workers, in a server of their own. Default mode with "
+        "a late answer. The nets' residuals take another way "
+        "(maskserve_engine/control_link/transport.py).",
         (text("OP"), Tensor("ARRAYS", "UINT8", (-1,), optional=True)),
         (text("RESULT"),),
-        decoupled=True,
         on_device=True,
     ),
     "nodes": Contract(
