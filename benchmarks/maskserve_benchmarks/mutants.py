@@ -235,7 +235,7 @@ MUTATIONS = (
     Mutation(
         "a lookahead is computed before the error that places it is known",
         f"{_FLOW}/rows.py",
-        "if plan.control is not None and self.step in plan.anchors:",
+        "if schedule.control is not None and self.step in schedule.refresh_steps:",
         "if plan.control is not None and self.step < 0:",
         f"{_UNIT}/engine/requests/test_controlled_refreshes.py"
         "::test_its_errors_place_an_edits_refresh_steps",
@@ -264,8 +264,8 @@ MUTATIONS = (
     Mutation(
         "a line is booked for one anchor",
         "engine/maskserve_engine/requests/refresh_schedules.py",
-        "changes = min(len(schedule.anchors) - 1, 1 + schedule.second_order)",
-        "changes = min(len(schedule.anchors), 1 + schedule.second_order)",
+        "changes = min(len(schedule.refresh_steps) - 1, 1 + schedule.second_order)",
+        "changes = min(len(schedule.refresh_steps), 1 + schedule.second_order)",
         f"{_REFRESH}::test_what_is_booked_is_what_is_kept",
     ),
     Mutation(
@@ -472,8 +472,8 @@ MUTATIONS = (
     Mutation(
         "what is left out stays where it was",
         "engine/maskserve_engine/families/mmdit/rows.py",
-        "left_out.passed(walk.change, cache.weight(walk.sigma))",
-        "left_out.passed(0.0, 0.0)",
+        "left_out.move(walk.change, cache.weight(walk.sigma))",
+        "left_out.move(0.0, 0.0)",
         f"{_REFRESH}::test_it_is_the_pipeline_whose_other_tokens_are_foretold",
     ),
     # What a step adds from a ControlNet service
@@ -1216,22 +1216,22 @@ MUTATIONS = (
     Mutation(
         "dense steps at an edit's end are not known as such",
         "engine/maskserve_engine/batch/step_cache.py",
-        "return frozenset(sorted(self.anchors)[:1]) | self._at_end",
-        "return frozenset(sorted(self.anchors)[:1])",
+        "return frozenset(sorted(self.refresh_steps)[:1]) | self._at_end",
+        "return frozenset(sorted(self.refresh_steps)[:1])",
         f"{_UNIT}/engine/requests/test_controlled_refreshes.py::test_where_no_refresh_step_is_near_enough_the_rest_is_dense",
     ),
     Mutation(
         "a schedule that begins later looks ahead to its last steps",
         "engine/maskserve_engine/batch/step_cache.py",
-        "return replace(self, anchors=last_steps.union(places), dense_from=end)",
-        "return replace(self, anchors=last_steps.union(places))",
+        "return replace(self, refresh_steps=last_steps.union(places), dense_from=end)",
+        "return replace(self, refresh_steps=last_steps.union(places))",
         f"{_KEPT}::test_a_schedule_that_begins_later_ends_with_dense_steps",
     ),
     Mutation(
         "a schedule by errors forgets the refresh step at hand",
         "engine/maskserve_engine/batch/step_cache.py",
-        "so_far = {anchor for anchor in self.anchors if anchor <= step}",
-        "so_far = {anchor for anchor in self.anchors if anchor < step}",
+        "so_far = {refresh for refresh in self.refresh_steps if refresh <= step}",
+        "so_far = {refresh for refresh in self.refresh_steps if refresh < step}",
         f"{_UNIT}/engine/requests/test_controlled_refreshes.py::test_its_errors_place_an_edits_refresh_steps",
     ),
     Mutation(
@@ -1244,7 +1244,7 @@ MUTATIONS = (
     Mutation(
         "errors of a step cache that is begun anew are lost",
         "engine/maskserve_engine/batch/step_cache.py",
-        "self.errors = before.errors.begun_anew()",
+        "self.errors = before.errors.for_new_cache()",
         "self.errors = LookaheadErrors()",
         f"{_KEPT}::test_lookaheads_of_a_cache_that_is_begun_anew_are_forgotten_and_errors_are_kept",
     ),

@@ -258,7 +258,7 @@ def _check_skipping(settings: EditSettings, spec: ModelSpec) -> None:
 
 def _check_reuse(settings: EditSettings, spec: ModelSpec) -> None:
     if settings.reuse != "elastic":
-        if settings.promise and not settings.may_anchor:
+        if settings.promise and not settings.may_refresh:
             raise InvalidRequest(
                 "SETTINGS.reuse_floor",
                 "places an edit's refresh steps, and this edit can have none",

@@ -135,7 +135,7 @@ class LookaheadFlux:
     def __init__(
         self, pipeline: Any, adapter: FluxAdapter, job: EditJob, schedule: RefreshSchedule
     ) -> None:
-        self.row, self.schedule = adapter.anchored_row(job, schedule), schedule
+        self.row, self.schedule = adapter.refreshing_row(job, schedule), schedule
         self.state = State(schedule.power, second_order=schedule.second_order)
         self.sigmas = [timestep / 1000 for _, timestep in adapter.sigmas(job)]
         prepared: Any = adapter.prepare(job).prepared

@@ -40,7 +40,7 @@ def plan(
 
 
 def row_of(adapter: Adapter, job: EditJob, schedule: RefreshSchedule | None) -> Any:
-    return adapter.dense_row(job) if schedule is None else adapter.anchored_row(job, schedule)
+    return adapter.dense_row(job) if schedule is None else adapter.refreshing_row(job, schedule)
 
 
 def run(adapter: Adapter, rows: Sequence[Any], plans: Sequence[RefreshSchedule | None]) -> None:
@@ -53,7 +53,7 @@ def run(adapter: Adapter, rows: Sequence[Any], plans: Sequence[RefreshSchedule |
                 for row, schedule, reader in zip(rows, plans, readers, strict=True)
                 if row.step < row.steps]  # fmt: skip
         reads: Any = [None if schedule is None or row.step in schedule.dense
-                      else reader.turn_to(row.step) for row, schedule, reader in live]  # fmt: skip
+                      else reader.entry_at(row.step) for row, schedule, reader in live]  # fmt: skip
         adapter.step([row for row, _, _ in live], kinds if any(reads) else None, reads)
 
 
@@ -65,7 +65,7 @@ class FirstEdits(Replay):
         self._first: dict[int, tuple[Any, RefreshSchedule, StepCacheReader]] = {}
 
     def first_edit(self, job: EditJob, schedule: RefreshSchedule) -> Any:
-        row = self.adapter.anchored_row(job, schedule)
+        row = self.adapter.refreshing_row(job, schedule)
         reader = StepCacheReader(row, self.adapter.entry_blocks)
         self._first[id(row)] = row, schedule, reader
         return row
@@ -74,7 +74,7 @@ class FirstEdits(Replay):
         if id(row) not in self._first:
             return super().next_read(row)
         _, schedule, reader = self._first[id(row)]
-        return None if row.step in schedule.dense else reader.turn_to(row.step)
+        return None if row.step in schedule.dense else reader.entry_at(row.step)
 
 
 def result(adapter: Adapter, job: EditJob, schedule: RefreshSchedule | None) -> Any:
@@ -203,16 +203,16 @@ class StepwiseLatents(ExtrapolatedLatents):
         latents = self.latents + ahead * self._velocities[-1][1]
         return model_inputs(latents, self.condition, self.context)
 
-    def anchored(self, move: Tensor, change: float) -> None:
+    def record_refresh(self, move: Tensor, change: float) -> None:
         sigmas = self._row.schedule.sigmas[self._row.step :]
         self._velocities.append((self._row.walk_sigma(), move / float(sigmas[1] - sigmas[0])))
 
     def lookahead(self, velocity: Tensor) -> None:
-        step = self._row.step_cache.plan.next_refresh(self._row.step)
+        step = self._row.step_cache.schedule.next_refresh(self._row.step)
         self._velocities.append((float(self._row.schedule.sigmas[step]), velocity))
 
-    def passed(self, change: float, weight: float) -> None:
-        power, row = self._row.step_cache.plan.power, self._row
+    def move(self, change: float, weight: float) -> None:
+        power, row = self._row.step_cache.schedule.power, self._row
         (before, earlier), (last, later) = (self._velocities * 2)[-2:]
         places = [sigma**power for sigma in (before, last, row.walk_sigma())]
         share = (places[2] - places[0]) / (places[1] - places[0]) if before != last else 1.0
@@ -238,9 +238,9 @@ def check_dense_refresh_steps(adapter: Adapter, job: EditJob, *, text: bool = Tr
         off = np.abs(computed(adapter.spec, job, row.result().array()) - dense)
         assert 0 < off.max() < np.abs(dense).max()
         assert off.mean() < 0.2 * np.abs(dense).mean()
-        nbytes = sum(step_cache.nbytes for step_cache in row.anchors)
+        nbytes = sum(step_cache.nbytes for step_cache in row.step_caches)
         booked = step_cache_bytes(schedule, adapter, job)
-        assert 0 < nbytes == booked - adapter.anchored_bytes(job)
+        assert 0 < nbytes == booked - adapter.refreshing_row_bytes(job)
 
 
 def check_lines(adapter: Adapter, job: EditJob, *, text: bool = True) -> None:

@@ -109,11 +109,11 @@ class WithoutLookahead(RefreshSchedule):
 
     @property
     def dense(self) -> frozenset[int]:
-        return self.anchors
+        return self.refresh_steps
 
     @property
     def computed_at(self) -> frozenset[int]:
-        return self.anchors
+        return self.refresh_steps
 
     def next_refresh(self, step: int) -> int | None:
         return None

@@ -112,7 +112,7 @@ def measure_mixes(
     `count` steps each.
     """
     dense: list[Any] = [bench.row(None, i) for i in range(len(mixes[0]))]
-    make: Any = bench.anchored_row if kind == NO_TEXT else bench.row  # type: ignore[union-attr]
+    make: Any = bench.refreshing_row if kind == NO_TEXT else bench.row  # type: ignore[union-attr]
     cached: list[Any] = [[make(m, i) for i, m in enumerate(mix)] for mix in mixes]
     steps = [packed_steps(bench, count, partial(bench.step, dense, "kv"))]
     steps += [packed_steps(bench, count, cached_step(bench, rows, kind)) for rows in cached]

@@ -323,7 +323,7 @@ class Bench:
         )
         return row
 
-    def anchored_row(self, ratio: float, seed: int) -> FlowRow:
+    def refreshing_row(self, ratio: float, seed: int) -> FlowRow:
         """Return a row that has taken two refresh steps and the step after them."""
         row = self.row(ratio, seed)
         assert row.image.unmasked is not None
@@ -347,7 +347,7 @@ class Bench:
         )
         for step in (0, 2):
             self.refresh_step(row, step)
-        row.entry = StepCacheReader(row, self.blocks).turn_to(3)
+        row.entry = StepCacheReader(row, self.blocks).entry_at(3)
         self.between([row], 3)
         return row
 

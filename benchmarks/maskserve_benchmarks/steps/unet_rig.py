@@ -191,7 +191,7 @@ class UnetBench:
         steps.
         """
         for row in rows:
-            row.entry = StepCacheReader(row, self.blocks).turn_to(row.step)
+            row.entry = StepCacheReader(row, self.blocks).entry_at(row.step)
 
     def lora(self, rank: int) -> LowRankSet:
         """Return a random LoRA on every layer that a LoRA may change, including convolutions."""

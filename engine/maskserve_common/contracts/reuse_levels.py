@@ -33,7 +33,7 @@ class ReuseLevel(NamedTuple):
     """dB in the mask, against our dense edit; the mean over edits."""
     work: float
     """FLOPs, as a share of those of the same edit that computes its text in every step."""
-    anchors: int = 0
+    refresh_steps: int = 0
     """Refresh steps, evenly over the edit's steps; 0: as many as the edit has."""
 
 
@@ -55,10 +55,10 @@ _FILL_DENSE = (
     ReuseLevel("first_block_cache-0.3", None, 0.3, 28.71, 0.175),
 )
 _FILL_REFRESH = (
-    ReuseLevel("{0,8} foreseen, int8, ring left out", None, 0.0, 47.92, 0.821, anchors=2),
-    ReuseLevel("{0}, int8, ring left out", None, 0.0, 33.68, 0.642, anchors=1),
+    ReuseLevel("{0,8} foreseen, int8, ring left out", None, 0.0, 47.92, 0.821, refresh_steps=2),
+    ReuseLevel("{0}, int8, ring left out", None, 0.0, 33.68, 0.642, refresh_steps=1),
 )
-_INPAINT_REFRESH = (ReuseLevel("{0,3,9} foreseen, int8", None, 0.0, 41.35, 0.859, anchors=3),)
+_INPAINT_REFRESH = (ReuseLevel("{0,3,9} foreseen, int8", None, 0.0, 41.35, 0.859, refresh_steps=3),)
 _INPAINT = (
     ReuseLevel("kv-int4-stride3-ring1-skip0.1", None, 0.1, 29.89, 0.509),
     ReuseLevel("kv-int4-stride3-ring1-skip0.2", None, 0.2, 27.27, 0.304),
@@ -103,7 +103,7 @@ def levels_of(
         level
         for level in _BY_NAME.get((skipping, plan), ())
         if level.psnr >= floor
-        and (level.first_block_threshold > begin or 0 < level.anchors < refresh_steps)
+        and (level.first_block_threshold > begin or 0 < level.refresh_steps < refresh_steps)
         and (any_ring or level.ring is None)
     )
 
@@ -125,7 +125,7 @@ _LEAST_STEPS = 4
 _DENSE_DB = 100.0
 """Promise that only an edit which computes all tokens keeps."""
 EXPECTED_STRIDE = 0.35
-"""Stride that prices foresee for an edit whose errors place its refresh steps (docs/adr/0090)."""
+"""Stride that prices assume for an edit whose errors place its refresh steps (docs/adr/0090)."""
 
 
 class RefreshStrides(NamedTuple):

@@ -296,7 +296,7 @@ class EditSettings(Table, frozen=True):
         return self.deadline_ms if self.on_late == "drop" else None
 
     @property
-    def may_anchor(self) -> bool:
+    def may_refresh(self) -> bool:
         """Whether the edit may have refresh steps: it follows no fixed plan, and leaves out nothing
         else.
         """

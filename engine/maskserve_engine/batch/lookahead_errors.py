@@ -27,13 +27,13 @@ class LookaheadErrors:
         self._norms: dict[int, HostCopy] = {}
         """[2] norms of difference and answer, by refresh step."""
 
-    def begun_anew(self) -> LookaheadErrors:
+    def for_new_cache(self) -> LookaheadErrors:
         """Return the errors so far, for a step cache that begins anew."""
         errors = LookaheadErrors()
         errors._norms = dict(self._norms)
         return errors
 
-    def foresee(self, refresh_step: int, answer: Tensor) -> None:
+    def expect(self, refresh_step: int, answer: Tensor) -> None:
         """Keep a lookahead's answer for the computed tokens; `answer` may not change later."""
         self._ahead[refresh_step] = answer
 
@@ -42,7 +42,7 @@ class LookaheadErrors:
 
         Args:
             step: number of the row's step.
-            answer: the model's answer, of the shape that `foresee` got; it is only read.
+            answer: the model's answer, of the shape that `expect` got; it is only read.
         """
         ahead = self._ahead.pop(step, None)
         if ahead is not None:

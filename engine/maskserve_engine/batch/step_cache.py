@@ -62,7 +62,7 @@ class RefreshSchedule:
     first are computed ahead, at the refresh step before.
     """
 
-    anchors: frozenset[int]
+    refresh_steps: frozenset[int]
     """Refresh steps: they compute all tokens of a row without a template, or of a row's
     ControlNets. With a template they compute the text and the ring."""
     format: str
@@ -79,8 +79,9 @@ class RefreshSchedule:
     """Whether to use the parabola through the last three refresh steps; it counts less the longer
     the last interval is against the one before."""
     control: RefreshControl | None = None
-    """Places refresh steps by the errors of the row's lookaheads: later `anchors` are expected
-    ones, and a lookahead is computed one step after its refresh step. None: places are fixed."""
+    """Places refresh steps by the errors of the row's lookaheads: later `refresh_steps` are
+    expected ones, and a lookahead is computed one step after its refresh step. None: places are
+    fixed."""
     dense_from: int | None = None
     """Step from which the row computes all tokens: no lookahead is near enough, or there is no mask
     (docs/adr/0091). These steps are among the refresh steps. None: there is none."""
@@ -90,12 +91,12 @@ class RefreshSchedule:
         """Refresh steps whose steps compute all of their tokens: the first, and those at the end
         without lookahead.
         """
-        return frozenset(sorted(self.anchors)[:1]) | self._at_end
+        return frozenset(sorted(self.refresh_steps)[:1]) | self._at_end
 
     @property
     def _at_end(self) -> frozenset[int]:
         begin = self.dense_from
-        return frozenset(step for step in self.anchors if begin is not None and step >= begin)
+        return frozenset(step for step in self.refresh_steps if begin is not None and step >= begin)
 
     @property
     def lookahead_steps(self) -> frozenset[int]:
@@ -105,15 +106,17 @@ class RefreshSchedule:
     @property
     def computed_at(self) -> frozenset[int]:
         """Steps that compute a refresh step: their own, or a later one by lookahead."""
-        if not self.anchors:
-            return self.anchors
+        if not self.refresh_steps:
+            return self.refresh_steps
         at_end, delayed = self._at_end, self.control is not None
-        return lookahead_steps_of(self.anchors - at_end, delayed=delayed) | at_end
+        return lookahead_steps_of(self.refresh_steps - at_end, delayed=delayed) | at_end
 
     @property
-    def turns(self) -> frozenset[int]:
+    def repacking_steps(self) -> frozenset[int]:
         """Steps that pack other tokens than the step before, or may do so."""
-        after = {step + 1 for step in self.anchors} if self.control is not None else set[int]()
+        after = (
+            {step + 1 for step in self.refresh_steps} if self.control is not None else set[int]()
+        )
         return self.computed_at | after
 
     def shares(self, steps: int, done: int = 0) -> tuple[float, float]:
@@ -131,22 +134,22 @@ class RefreshSchedule:
         `begin` on, whose `last` steps compute all tokens.
         """
         end = begin + steps - last
-        places = {begin + anchor for anchor in self.anchors if begin + anchor < end}
+        places = {begin + step for step in self.refresh_steps if begin + step < end}
         last_steps = frozenset(range(end, begin + steps))
-        return replace(self, anchors=last_steps.union(places), dense_from=end)
+        return replace(self, refresh_steps=last_steps.union(places), dense_from=end)
 
     def controlled(self, step: int, remainder: Remainder) -> RefreshSchedule:
         """Return the schedule with this remainder after refresh step `step`."""
-        so_far = {anchor for anchor in self.anchors if anchor <= step}
+        so_far = {refresh for refresh in self.refresh_steps if refresh <= step}
         return replace(
-            self, anchors=remainder.refresh_steps | so_far, dense_from=remainder.dense_from
+            self, refresh_steps=remainder.refresh_steps | so_far, dense_from=remainder.dense_from
         )
 
     def next_refresh(self, step: int) -> int | None:
         """Return the first refresh step after `step` that is computed ahead; None: there is
         none.
         """
-        ahead = [anchor for anchor in self.anchors - self._at_end if anchor > step]
+        ahead = [refresh for refresh in self.refresh_steps - self._at_end if refresh > step]
         return min(ahead, default=None)
 
     def lookahead_at(self, step: int) -> int | None:
@@ -185,20 +188,20 @@ class RefreshSchedule:
         act = range(len(sigmas))[acting]
         count = count_with_controls(len(act), rule.stride)
         schedule = cls.of(spec, rule._replace(ring=False), count, sigmas[acting])
-        anchors = frozenset({act.start + anchor for anchor in schedule.anchors})
-        return replace(schedule, anchors=anchors)
+        placed = frozenset({act.start + step for step in schedule.refresh_steps})
+        return replace(schedule, refresh_steps=placed)
 
 
 @dataclass(frozen=True, slots=True)
-class AnchorLine:
+class RefreshLine:
     """Line through the last two refresh steps, over a power of sigma."""
 
     sigmas: tuple[float, ...]
     """Sigmas of the last two refresh steps, the later one last; fewer before the second."""
     power: float
 
-    def to(self, sigma: float) -> AnchorLine:
-        return AnchorLine((*self.sigmas[-1:], sigma), self.power)
+    def to(self, sigma: float) -> RefreshLine:
+        return RefreshLine((*self.sigmas[-1:], sigma), self.power)
 
     def weight(self, sigma: float) -> float:
         """Return the distance from the last refresh step to `sigma`, in intervals between the two:
@@ -218,7 +221,7 @@ def _weight(sigmas: tuple[float, ...], power: float, sigma: float) -> float:
 @dataclass(frozen=True, slots=True)
 class _Refreshed:
     step: int
-    line: AnchorLine
+    line: RefreshLine
     tokens: KeptTokens
     """[T + m, width] each; keys and values for `kv`. The bends are added `weight` · (1 + `weight`)
     times; there are none before the third refresh step."""
@@ -236,9 +239,9 @@ class _Refreshed:
 class StepCache:
     """The step cache of one pass; captures its refresh steps (`packing.Capture`)."""
 
-    def __init__(self, plan: RefreshSchedule) -> None:
-        self.plan = plan
-        self.text = plan.text
+    def __init__(self, schedule: RefreshSchedule) -> None:
+        self.schedule = schedule
+        self.text = schedule.text
         self._step = self._total = 0
         self._cached_tokens = slice(0, 0)
         self._kept_ids: tuple[object, Tensor] | None = None
@@ -247,12 +250,12 @@ class StepCache:
         """Number of text tokens of a row with a template, whose text and ring are kept; None: the
         row has no template."""
         self._refreshed = CacheParts[_Refreshed]()
-        self.correction = ResidualCorrection(plan.format)
+        self.correction = ResidualCorrection(schedule.format)
         """Residual correction of the entries that a row with a template reads."""
         self._is_out_of_memory = False
         self.errors = LookaheadErrors()
         """Errors of the lookaheads; those of a row are in the step cache of its first pass."""
-        self._line = AnchorLine((), plan.power)
+        self._line = RefreshLine((), schedule.power)
         """Line through the complete refresh steps."""
         self._at = 0.0
         """Sigma of the refresh step to be captured next."""
@@ -289,7 +292,7 @@ class StepCache:
         for parts in (self._refreshed, self.correction.parts):
             parts.host, parts.on_host = hosts(), on_host
 
-    def take_place(self, before: StepCache) -> None:
+    def take_place_of(self, before: StepCache) -> None:
         """Lie where another cache lay, which ends."""
         before.release()
         for parts, parts_before in (
@@ -298,7 +301,7 @@ class StepCache:
         ):
             parts.host, parts.on_host = parts_before.host, parts_before.on_host
         self._is_out_of_memory = before.out_of_memory
-        self.errors = before.errors.begun_anew()
+        self.errors = before.errors.for_new_cache()
 
     def hosts(self, *, reads: bool = True) -> list[HostCache]:
         """Return the places in host memory from which a step reads.
@@ -324,7 +327,7 @@ class StepCache:
         hosts = (self._refreshed.host, self.correction.parts.host)
         return sum(host.moved for host in hosts if host is not None)
 
-    def anchor(
+    def begin_refresh(
         self, step: int, sigma: float, computed: int, total: int, *, reads: bool = False
     ) -> StepCache:
         """Prepare to capture a refresh step, and return itself.
@@ -342,7 +345,7 @@ class StepCache:
         return self
 
     @property
-    def reaches(self) -> float:
+    def last_sigma(self) -> float:
         """Sigma of the last complete refresh step."""
         return self._line.sigmas[-1]
 
@@ -367,13 +370,13 @@ class StepCache:
             sigma: sigma of the step.
             reads: whether this is a lookahead, in a step that reads the cache.
         """
-        if self.plan.corrects_residuals:
+        if self.schedule.corrects_residuals:
             self.correction.begin(step, cached_count, sigma)
-        self.anchor(step, sigma, 0, 0, reads=reads)
+        self.begin_refresh(step, sigma, 0, 0, reads=reads)
         self._words, self._cached_tokens = words, ring
         return self
 
-    def sees(self, share: Share) -> None:
+    def set_share(self, share: Share) -> None:
         self._share = share
 
     def hidden(self, block: int, hidden: Tensor) -> None:
@@ -389,7 +392,7 @@ class StepCache:
         """
         kv = keys.flatten(1), values.flatten(1)
         self.correction.keep(block, kv)
-        if not self.plan.corrects_residuals or self.text:
+        if not self.schedule.corrects_residuals or self.text:
             self._keep(block, "kv", kv)
 
     def _keep(self, block: int, part: str, tensors: Sequence[Tensor]) -> None:
@@ -416,14 +419,14 @@ class StepCache:
     def _refresh(self, name: Part, tensors: Sequence[Tensor]) -> _Refreshed:
         """Return the next refresh step of a part."""
         last = self._refreshed.get(name) if name in self._refreshed else None
-        ids, format = self._cached_ids(name[0], tensors[0]), self.plan.format
+        ids, format = self._cached_ids(name[0], tensors[0]), self.schedule.format
         if last is None:
-            line = AnchorLine((), self.plan.power).to(self._at)
+            line = RefreshLine((), self.schedule.power).to(self._at)
             return _Refreshed(self._step, line, keep_tokens(tensors, ids, format))
         # Error of the line through the last two refresh steps at this one. (The exact parabola
         # multiplies it by `reach`, which amplifies noise.)
         reach = last.line.weight(self._at)
-        bends = self.plan.second_order and reach > 0 and len(last.tokens.slopes) > 0
+        bends = self.schedule.second_order and reach > 0 and len(last.tokens.slopes) > 0
         tokens = keep_tokens(tensors, ids, format, last.tokens, reach if bends else None)
         return _Refreshed(self._step, last.line.to(self._at), tokens)
 
@@ -445,7 +448,7 @@ class StepCache:
 
     def _clear(self) -> None:
         self._refreshed.clear()
-        self._line = AnchorLine((), self.plan.power)
+        self._line = RefreshLine((), self.schedule.power)
 
     def _cached_ids(self, block: int, x: Tensor) -> Tensor:
         """Return [T + m] tokens of `x`, [tokens, width], that other steps do not compute."""
@@ -459,7 +462,7 @@ class StepCache:
             self._kept_ids = key, ids
         return self._kept_ids[1]
 
-    def passed(self, sigma: float) -> None:
+    def complete_refresh(self, sigma: float) -> None:
         """Record that the refresh step at `sigma` is complete. Idempotent, for retried steps."""
         self._rotate()
         if self._lost == self._step:
@@ -469,11 +472,11 @@ class StepCache:
 
     def weight(self, sigma: float) -> float:
         """Return the position of `sigma` relative to the last two refresh steps
-        (`AnchorLine.weight`).
+        (`RefreshLine.weight`).
         """
         return self._line.weight(sigma)
 
-    def standing(self, sigma: float) -> object:
+    def identity_at(self, sigma: float) -> object:
         """Return an object that identifies the result of `source` at `sigma`."""
         return sigma if self.weight(sigma) else self._line
 
@@ -505,7 +508,7 @@ class RefreshedTokens:
     @property
     def entry(self) -> object:
         """A different object at each step where keys and values change along their line."""
-        return self.cache.standing(self.sigma())
+        return self.cache.identity_at(self.sigma())
 
     def source(self, block: int, part: str = "kv") -> KvSource:
         assert part == "kv", "a step cache has only keys and values"
@@ -531,9 +534,9 @@ def input_between_refreshes(
     return replace(row, text=row.text[:0], cis=computed, cached=(cached_tokens,))
 
 
-class AnchoredRow(Protocol):
+class RefreshingRow(Protocol):
     @property
-    def anchors(self) -> Sequence[StepCache]: ...
+    def step_caches(self) -> Sequence[StepCache]: ...
 
 
 @dataclass(slots=True)
@@ -651,17 +654,17 @@ class StepCacheReader(_RowCaches):
     """
 
     def __init__(
-        self, row: AnchoredRow, blocks: int, store: Store | None = None, *, on_host: bool = False
+        self, row: RefreshingRow, blocks: int, store: Store | None = None, *, on_host: bool = False
     ) -> None:
         super().__init__(store, on_host=on_host)
         self._row, self._blocks = row, blocks
-        self._caches = tuple(row.anchors)
+        self._caches = tuple(row.step_caches)
         for step_cache in self._caches:
             self._place(step_cache, blocks)
         self._on_device = StepCacheEntry(StepCacheLoad(self._sizes(()), DEVICE.name, ()), [])
         self.entry: StepCacheEntry | None = None
 
-    def turn_to(
+    def entry_at(
         self, step: int, *, heads: Heads | None = None, by_rank: bool = False
     ) -> StepCacheEntry | None:
         """Return the entry that `step` reads between refresh steps. None: the step has to compute
@@ -669,11 +672,13 @@ class StepCacheReader(_RowCaches):
         """
         self._follow_row()
         share = None if heads is None else heads[:2]
-        complete = [step_cache.whole(share, by_rank=by_rank) for step_cache in self._row.anchors]
+        complete = [
+            step_cache.whole(share, by_rank=by_rank) for step_cache in self._row.step_caches
+        ]
         self.entry = self._entry() or self._on_device if all(complete) else None
         return self.entry
 
-    def turn_beside(self, *, reads: bool) -> StepCacheEntry | None:
+    def entry_beside_template(self, *, reads: bool) -> StepCacheEntry | None:
         """Return what a step reads from host memory beside its template; None: nothing.
 
         Args:
@@ -687,11 +692,11 @@ class StepCacheReader(_RowCaches):
         """Let caches that the row has begun anew, after a LoRA came late or it moved here, lie
         where those before did.
         """
-        caches = tuple(self._row.anchors)
+        caches = tuple(self._row.step_caches)
         if caches == self._caches:
             return
         for before, step_cache in zip(self._caches, caches, strict=True):
-            step_cache.take_place(before)
+            step_cache.take_place_of(before)
         self._caches = caches
 
     def look_ahead(self, step: int) -> None:
@@ -701,13 +706,13 @@ class StepCacheReader(_RowCaches):
         """Return the lookahead error at a step just taken, if the row's next refresh step depends
         on it; None: it does not, or the step was none. Waits until the device has computed it.
         """
-        [first, *_] = self._row.anchors
-        return None if first.plan.control is None else first.errors.by_step().get(step)
+        [first, *_] = self._row.step_caches
+        return None if first.schedule.control is None else first.errors.by_step().get(step)
 
     def refresh_at(self, schedule: RefreshSchedule) -> None:
         """Follow another schedule from the next step on."""
-        for step_cache in self._row.anchors:
-            step_cache.plan = schedule
+        for step_cache in self._row.step_caches:
+            step_cache.schedule = schedule
 
     def lose(self) -> None:
         super().lose()
@@ -715,7 +720,9 @@ class StepCacheReader(_RowCaches):
 
     def _entry(self, *, reads: bool = True) -> StepCacheEntry | None:
         """Return what a step reads from host memory; None: nothing."""
-        hosts = tuple([host for cache in self._row.anchors for host in cache.hosts(reads=reads)])
+        hosts = tuple(
+            [host for cache in self._row.step_caches for host in cache.hosts(reads=reads)]
+        )
         if not hosts:
             return None
         return StepCacheEntry(StepCacheLoad(self._sizes(hosts), HOST.name, hosts), self._stalls)

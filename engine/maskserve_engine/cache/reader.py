@@ -66,7 +66,7 @@ class EntryReader:
         """Seconds that steps have waited for entries, of those already released."""
         return sum(stall.seconds() or 0.0 for stall in self._stalls)
 
-    def turn_to(
+    def entry_at(
         self, step: int, *, whole: bool = False, heads: Heads | None = None
     ) -> Handle | None:
         """Return the entry that `step` reads; None: the step computes all tokens.

@@ -15,7 +15,7 @@ from maskserve_common.contracts.request import EditKind
 from maskserve_common.contracts.settings import Ranged
 from maskserve_engine.base.job import Conditioning, EditJob, TokenCounts
 from maskserve_engine.batch.sequence_parallel import Exchange
-from maskserve_engine.batch.step_cache import AnchoredRow, Entry, NetStepCaches, RefreshSchedule
+from maskserve_engine.batch.step_cache import Entry, NetStepCaches, RefreshingRow, RefreshSchedule
 from maskserve_engine.batch.stepping import Row
 from maskserve_engine.batch.transfer import HostCopy
 from maskserve_engine.cache.entries import AnchorEntry
@@ -49,7 +49,7 @@ class EditRow(Row, Protocol):
         ...
 
 
-class AnchoredEditRow(EditRow, AnchoredRow, Protocol):
+class RefreshingEditRow(EditRow, RefreshingRow, Protocol):
     """An edit with refresh steps."""
 
 
@@ -89,14 +89,14 @@ class Adapter(Protocol):
         ...
 
     def counted(
-        self, job: EditJob, schedule: RefreshSchedule | None = None, *, anchor: bool = False
+        self, job: EditJob, schedule: RefreshSchedule | None = None, *, refresh: bool = False
     ) -> Totals:
         """Return the work of one step of this edit, in a batch of equal `batch_key`.
 
         Args:
             job: the edit.
             schedule: count a step between these refresh steps.
-            anchor: count a refresh step of a row with a template.
+            refresh: count a refresh step of a row with a template.
         """
         ...
 
@@ -151,13 +151,13 @@ class Adapter(Protocol):
         """
         ...
 
-    def anchored_row(self, job: EditJob, plan: RefreshSchedule) -> AnchoredEditRow:
+    def refreshing_row(self, job: EditJob, schedule: RefreshSchedule) -> RefreshingEditRow:
         """Return a row whose steps read the step cache that its refresh steps fill
         (`RefreshSpec.stride`).
         """
         ...
 
-    def anchored_bytes(self, job: EditJob) -> int:
+    def refreshing_row_bytes(self, job: EditJob) -> int:
         """Return the bytes that such a row holds beside the cached parts of blocks."""
         ...
 

@@ -161,7 +161,7 @@ class NetRequest(NamedTuple, Generic[I]):
         row, schedule, is_kept = self.row, self.row.control.schedule, self.last is not None
         is_due = schedule.lookahead_at(row.step) is not None
         if row.lookahead is not None:
-            return is_kept and (is_due or not schedule.anchors)
+            return is_kept and (is_due or not schedule.refresh_steps)
         if is_kept and is_due:
             return False
         follows = row.step + 1

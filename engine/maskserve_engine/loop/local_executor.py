@@ -356,26 +356,26 @@ class RowRecord:
         if self.reader is None:
             return ()  # without room it is a dense row
         if isinstance(self.reader, StepCacheReader):
-            entry = self.reader.turn_to(self.row.step, heads=heads, by_rank=by_rank)
+            entry = self.reader.entry_at(self.row.step, heads=heads, by_rank=by_rank)
         else:
-            entry = self.reader.turn_to(self.row.step, whole=read.whole, heads=heads)
+            entry = self.reader.entry_at(self.row.step, whole=read.whole, heads=heads)
         step_cache = (
             None
             if self.step_caches is None
-            else self.step_caches.turn_beside(reads=self._frozen(read))
+            else self.step_caches.entry_beside_template(reads=self._leaves_out_text(read))
         )
         if entry is None:
             return ()
         return (entry.load,) if step_cache is None else (entry.load, step_cache.load)
 
-    def _frozen(self, read: Read) -> bool:
-        return not read.text and bool(self.row.keeps_text)
+    def _leaves_out_text(self, read: Read) -> bool:
+        return not read.text and bool(self.row.has_cached_text)
 
     def begin(self, read: Read) -> Entry:
         """Prepare the row for a step that reads what was requested, and return its entry."""
         assert self.reader is not None, "what a step reads was found by `load`"
         assert self.reader.entry is not None, "what a step reads was found by `load`"
-        self.row.frozen = self._frozen(read)
+        self.row.leaves_out_text = self._leaves_out_text(read)
         return self.reader.entry
 
     def read_references(self, blocks: int, number: int) -> None:
@@ -385,7 +385,7 @@ class RowRecord:
             return
         references.computed = False
         reader = self.references
-        entry = None if reader is None else reader.turn_to(self.row.step, whole=True)
+        entry = None if reader is None else reader.entry_at(self.row.step, whole=True)
         if entry is not None:
             entry.want([(block, "kv") for block in range(blocks)], number)
             references.entry = entry
@@ -405,7 +405,7 @@ class RowRecord:
         lost = self.step_caches is not None and _is_lost(self.step_caches.entry)
         if self.step_caches is not None and lost:
             self.step_caches.lose()
-            self.row.frozen = False
+            self.row.leaves_out_text = False
         return lost or lost_nets
 
     def lose_references(self) -> bool:
@@ -434,10 +434,10 @@ class RowRecord:
             row.step,
             getattr(row, "skipped", 0),
             read,
-            text=not (read and row.frozen),
+            text=not (read and row.leaves_out_text),
             stale=self.served is not None and self.served.stale,
             computed_references=references is not None and references.computed,
-            foresaw=getattr(row, "lookahead", None) is not None,
+            looked_ahead=getattr(row, "lookahead", None) is not None,
             refresh_error=error,
             change=row.change().array() if measured else None,
         )
@@ -509,7 +509,7 @@ class RowMaker:
         if schedule is None or tier is None:
             record.row = self._adapter.dense_row(spec.job)
         else:
-            record.row = self._adapter.anchored_row(spec.job, schedule)
+            record.row = self._adapter.refreshing_row(spec.job, schedule)
             record.reader = self._step_cache_reader(record.row, tier)
         self._control(record, tier)
         self._read_references(record, spec.key)

@@ -270,7 +270,7 @@ class StepRunner:
         if not counted or len(counted) < len(totals):
             return None
         edits = [(edit, step) for edit, step in rows if isinstance(edit, RequestState)]
-        lookaheads = [edit.work.lookahead for edit, step in edits if step.foresaw]
+        lookaheads = [edit.work.lookahead for edit, step in edits if step.looked_ahead]
         return self._batch_flops.of(
             work,
             [*counted, *(lookahead.counted for lookahead in lookaheads)],

@@ -147,15 +147,15 @@ def _refresh_steps(
     sigmas = [sigma for sigma, _ in adapter.sigmas(jobs[0])]
     schedule = RefreshSchedule.of(adapter.spec, rule, 1, sigmas)
     schedule = replace(
-        schedule, anchors=frozenset(step for step in _REFRESHES if step < len(sigmas))
+        schedule, refresh_steps=frozenset(step for step in _REFRESHES if step < len(sigmas))
     )
-    rows = [adapter.anchored_row(job, schedule) for job in jobs]
+    rows = [adapter.refreshing_row(job, schedule) for job in jobs]
     readers = [StepCacheReader(row, adapter.entry_blocks) for row in rows]
     for step in range(min(len(sigmas), max(_REFRESHES) + 2)):
         if step in schedule.dense:
             adapter.step(rows, None)
             continue
-        entries = [reader.turn_to(step) for reader in readers]
+        entries = [reader.entry_at(step) for reader in readers]
         readings = [
             PlannedRow(
                 adapter.counted(job, schedule), () if entry is None else (entry.load,), stays=1

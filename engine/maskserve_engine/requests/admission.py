@@ -208,7 +208,7 @@ class ExecutionPolicy:
         too few steps, or leaves no room for refresh steps.
         """
         rule, settings = self._adapter.spec.region, job.request.settings
-        if rule is None or settings.region == "off" or not settings.may_anchor or job.controls:
+        if rule is None or settings.region == "off" or not settings.may_refresh or job.controls:
             return None
         is_long = self._adapter.steps(job) >= rule.after + 4
         return rule if is_long and self._cache.keeps_kv else None
@@ -220,7 +220,7 @@ class ExecutionPolicy:
         schedule = self._schedules.of(edit.job)
         if schedule is None or not self._cache.keeps_kv:
             return dense
-        dense_steps = len(schedule.anchors)
+        dense_steps = len(schedule.refresh_steps)
         refreshed = replace(
             dense,
             mode="cached",

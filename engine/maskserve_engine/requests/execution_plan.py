@@ -123,15 +123,15 @@ class ControlWork:
         ]
         return replace(self, flops=tuple(flops), schedule=schedule, with_template=False)
 
-    def at(self, step: int, *, cached: bool, foresaw: bool = False) -> float:
+    def at(self, step: int, *, cached: bool, looked_ahead: bool = False) -> float:
         """Return the FLOPs of the nets in one step of a row.
 
         Args:
             step: number of the step, from 0.
             cached: whether the base model reads cached tokens in this step.
-            foresaw: whether the row computes a lookahead in this step.
+            looked_ahead: whether the row computes a lookahead in this step.
         """
-        looks_ahead = foresaw or (
+        looks_ahead = looked_ahead or (
             self.with_template and cached and step in self.schedule.lookahead_steps
         )
         ahead = self.schedule.next_refresh(step) if looks_ahead else None
@@ -147,7 +147,7 @@ class ControlWork:
 
     def mean(self, *, cached: bool) -> float:
         ahead = self.schedule.lookahead_steps if cached and not self.with_template else ()
-        step_flops = (self.at(n, cached=cached, foresaw=n in ahead) for n in range(self.steps))
+        step_flops = (self.at(n, cached=cached, looked_ahead=n in ahead) for n in range(self.steps))
         return sum(step_flops) / self.steps
 
 

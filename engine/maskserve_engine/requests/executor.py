@@ -193,7 +193,7 @@ class RowStep(NamedTuple):
     """Whether it added a service's residuals requested one step ahead, for expected latents."""
     computed_references: bool = False
     """Whether it computed its references before this step."""
-    foresaw: bool = False
+    looked_ahead: bool = False
     """Whether the row computed a lookahead in this step."""
     refresh_error: float | None = None
     """Lookahead error at this step, if the row's next refresh step depends on it."""

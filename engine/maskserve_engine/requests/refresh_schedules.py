@@ -50,14 +50,14 @@ class RefreshSchedules:
         """
         settings = job.request.settings
         fidelity = promised_fidelity(self._config, self._spec, settings.promise)
-        schedule = self._strided(job) if settings.may_anchor else None
+        schedule = self._strided(job) if settings.may_refresh else None
         if schedule is None or not fidelity:
             return schedule
         semantics = self._spec.semantics
         control = RefreshControl.of(fidelity, self._sigmas(job), schedule.power, semantics)
         return replace(
             schedule,
-            anchors=control.begin().refresh_steps | {0},
+            refresh_steps=control.begin().refresh_steps | {0},
             second_order=semantics.noisy_around,
             control=control,
         )
@@ -105,12 +105,14 @@ class RefreshSchedules:
 
     def at_level(self, edit: RequestState, level: ReuseLevel) -> RefreshSchedule | None:
         """Return an edit's schedule at a reuse level; None: the level has no refresh steps."""
-        if not level.anchors:
+        if not level.refresh_steps:
             return None
         schedule, sigmas = edit.plan.schedule, self._sigmas(edit.job)
         assert schedule is not None, "only an edit with refresh steps has such levels"
-        anchors = RefreshSchedule.of(self._spec, self._rule, level.anchors, sigmas).anchors
-        return replace(schedule, anchors=anchors)
+        places = RefreshSchedule.of(
+            self._spec, self._rule, level.refresh_steps, sigmas
+        ).refresh_steps
+        return replace(schedule, refresh_steps=places)
 
     def follow(self, edit: RequestState, step: RowStep) -> RefreshSchedule | None:
         """Record a step of a row with refresh steps. Return the schedule of the steps after it, and
@@ -161,7 +163,7 @@ def _controlled(
     """Return schedule and execution plan with this remainder after refresh step `step`."""
     schedule = schedule.controlled(step, remainder)
     dense_for = "error" if remainder.failed else ""
-    count = len(schedule.anchors)
+    count = len(schedule.refresh_steps)
     return schedule, replace(plan, schedule=schedule, dense_steps=count, dense_for=dense_for)
 
 
@@ -179,7 +181,7 @@ def step_cache_bytes(schedule: RefreshSchedule, adapter: Adapter, job: EditJob) 
         )
         for text in texts
     ]
-    return _bytes(schedule, adapter, job, per_text) + adapter.anchored_bytes(job)
+    return _bytes(schedule, adapter, job, per_text) + adapter.refreshing_row_bytes(job)
 
 
 def step_cache_bytes_with_template(
@@ -194,7 +196,9 @@ def step_cache_bytes_with_template(
     if schedule.corrects_residuals:
         all_tokens, *_ = work_of(adapter, job).tokens
         cached_counts = [(float(all_tokens - tokens.active),)] * len(texts)
-        nbytes += _bytes(replace(schedule, anchors=frozenset({0})), adapter, job, cached_counts)
+        nbytes += _bytes(
+            replace(schedule, refresh_steps=frozenset({0})), adapter, job, cached_counts
+        )
     return nbytes
 
 
@@ -206,7 +210,7 @@ def _bytes(
 ) -> int:
     dtype = str(adapter.dtype).removeprefix("torch.")
     fmt = FORMATS[dtype if schedule.format == "model" else schedule.format]
-    changes = min(len(schedule.anchors) - 1, 1 + schedule.second_order)
+    changes = min(len(schedule.refresh_steps) - 1, 1 + schedule.second_order)
     if schedule.control is not None:  # its refresh steps may become more
         changes = 1 + schedule.second_order
     return planning.step_cache_bytes(work_of(adapter, job), widths, fmt, changes)

@@ -95,6 +95,6 @@ class EditRegions:
             outcome="own",
             dense_for="",
             schedule=schedule,
-            dense_steps=len(edit.tally.dense) + len(schedule.anchors),
+            dense_steps=len(edit.tally.dense) + len(schedule.refresh_steps),
         )
         edit.set_plan(plan, adapter)

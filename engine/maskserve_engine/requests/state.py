@@ -71,9 +71,9 @@ class StepTally:
         if step.skipped > self.skipped:
             self.skipped, kinds = step.skipped, kinds[:1]
         self.done = step.done
-        if not step.read or step.foresaw:
+        if not step.read or step.looked_ahead:
             self.dense.append(step.done - 1)
-        self.text += step.text or step.foresaw
+        self.text += step.text or step.looked_ahead
         self.rows_in_batches += rows
         self.plans[kinds] += 1
         return kinds
@@ -340,14 +340,14 @@ class RequestState:
         controls = self.work.controls
         if controls is None:
             return 0.0
-        return controls.at(step.done - 1, cached=step.read, foresaw=step.foresaw)
+        return controls.at(step.done - 1, cached=step.read, looked_ahead=step.looked_ahead)
 
     def computed_tokens(self, step: RowStep) -> int:
         """Return the tokens that one pass of the step just taken computed."""
         if not step.read:
             return self.work.total_tokens
         row_tokens = self.work.reading(text=step.text).active[0] / self.work.passes
-        return round(row_tokens + (self.work.lookahead.tokens if step.foresaw else 0.0))
+        return round(row_tokens + (self.work.lookahead.tokens if step.looked_ahead else 0.0))
 
     @property
     def _dense_shares(self) -> tuple[float, float]:
@@ -458,12 +458,12 @@ class RequestState:
     def work_of(self, plan: ExecutionPlan, adapter: Adapter, done: int = 0) -> EditWork:
         """Return the counted work of the edit with a plan, after `done` steps."""
         plain, schedule = self.work.without_schedule(), plan.schedule or plan.schedule_with_template
-        if schedule is None or not schedule.anchors:
+        if schedule is None or not schedule.refresh_steps:
             return plain
         between = adapter.counted(self.job, schedule)
         refresh = None
         if plan.schedule is None:
-            refresh = adapter.counted(self.job, schedule, anchor=True)
+            refresh = adapter.counted(self.job, schedule, refresh=True)
         return plain.with_schedule(schedule, between, refresh, done)
 
     def step_flops(self, plan: ExecutionPlan, adapter: Adapter, done: int = 0) -> float:
@@ -477,7 +477,7 @@ class RequestState:
         if schedule is not None and schedule.control is not None:
             return ()  # levels have places of their own
         if schedule is not None:
-            return levels_of(settings, spec.skipping, "own", len(schedule.anchors))
+            return levels_of(settings, spec.skipping, "own", len(schedule.refresh_steps))
         if self.plan.mode != "cached":
             return levels_of(settings, spec.skipping, "dense")
         times = self.work.without_schedule().cached_flops / self.work.cached_flops
@@ -495,7 +495,7 @@ class RequestState:
         """
         self.level = level
         if schedule is not None:
-            plan = replace(self.plan, schedule=schedule, dense_steps=len(schedule.anchors))
+            plan = replace(self.plan, schedule=schedule, dense_steps=len(schedule.refresh_steps))
             self.set_plan(plan, adapter)
             return
         # A block that is skipped at a refresh step would leave nothing in the step cache.

@@ -177,7 +177,7 @@ def references_factor(references: int) -> float:
 
 def _refresh_steps(settings: EditSettings, served: Served, steps: int, mask_ratio: float) -> int:
     """Return the number of refresh steps if the template is not at hand; 0: all steps are dense."""
-    if not settings.may_anchor or mask_ratio >= served.dense_above_ratio:
+    if not settings.may_refresh or mask_ratio >= served.dense_above_ratio:
         return 0
     return served.refresh_strides.count_of(settings, steps)
 

@@ -162,7 +162,7 @@ class Pipeline:
     def _by_planner(self, reader: EntryReader, n: int) -> float:
         """The engine's planner with its prefetch, as `StepRunner` uses them."""
         begin = time.perf_counter()
-        handle = reader.turn_to(n)
+        handle = reader.entry_at(n)
         assert handle is not None
         self.row.entry = handle
         planned = self.planner.plan(
@@ -186,7 +186,7 @@ class Pipeline:
 
     def _costs(self, reader: EntryReader, n: int) -> StepCosts:
         """Costs of a step, given the entries that have arrived."""
-        handle = reader.turn_to(n)
+        handle = reader.entry_at(n)
         assert handle is not None
         self.row.entry = handle
         missing = {handle.load.tier: handle.load.missing[:, :2]}

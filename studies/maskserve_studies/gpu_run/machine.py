@@ -185,7 +185,7 @@ def served_step(
     bench: Bench, served: Any, batch: int, kind: str, ratio: float, repeat: int
 ) -> dict[str, Any]:
     weights, is_between = bench.weights, kind == NO_TEXT
-    timer, make = Timer(bench.device), bench.anchored_row if is_between else bench.row
+    timer, make = Timer(bench.device), bench.refreshing_row if is_between else bench.row
     dense: list[Any] = [bench.row(None, n) for n in range(batch)]
     rows: list[Any] = [make(ratio, n) for n in range(batch)]
     for row in rows:

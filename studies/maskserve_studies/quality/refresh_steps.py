@@ -18,7 +18,7 @@ from maskserve_benchmarks.steps.replay import WithoutLookahead, plan_of_kinds
 from maskserve_common.config import Config
 from maskserve_common.contracts.reuse_levels import refresh_count
 from maskserve_engine.base.job import EditJob
-from maskserve_engine.batch.step_cache import AnchorLine, RefreshSchedule, StepCacheReader
+from maskserve_engine.batch.step_cache import RefreshLine, RefreshSchedule, StepCacheReader
 from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.planning.flops import RowTokens
 from maskserve_engine.planning.refresh_steps import refresh_steps
@@ -171,7 +171,7 @@ def edit_with_refreshes(
     for job in jobs:
         settings = structs.replace(job.request.settings, mask_ring=choice.ring)
         ringed = replace(job, request=replace(job.request, settings=settings))
-        rows.append(rig.adapter.anchored_row(ringed, plan))
+        rows.append(rig.adapter.refreshing_row(ringed, plan))
         rig.attach(rows[-1], ringed)
     kinds = plan_of_kinds(("kv",) * rig.adapter.blocks)
     with scaled_extrapolation(choice.reach):
@@ -180,7 +180,7 @@ def edit_with_refreshes(
             readers = [StepCacheReader(row, rig.adapter.entry_blocks) for row in batch]
             while batch[0].step < batch[0].steps:
                 step = batch[0].step
-                reads: Any = [None if step in plan.dense else r.turn_to(step) for r in readers]
+                reads: Any = [None if step in plan.dense else r.entry_at(step) for r in readers]
                 rig.adapter.step(batch, kinds if any(reads) else None, reads)
     return [rig.finish(edit, row.result().array()) for edit, row in zip(edits, rows, strict=True)]
 
@@ -202,7 +202,7 @@ def edit_from_template(
         batch = rows[first : first + BATCH]
         while batch[0].step < batch[0].steps:
             for row in batch:
-                row.frozen = (
+                row.leaves_out_text = (
                     schedule is not None and schedule.text and row.step not in schedule.dense
                 )
             rig.replay.step(batch, ("kv",) * rig.adapter.blocks)
@@ -263,9 +263,9 @@ def _power_behind(spec: ModelSpec) -> float:
 @contextmanager
 def scaled_extrapolation(times: float) -> Iterator[None]:
     """Scale all rows' extrapolation by `times` while the context lasts."""
-    original = AnchorLine.weight
-    AnchorLine.weight = lambda self, sigma: times * original(self, sigma)  # type: ignore[method-assign]
+    original = RefreshLine.weight
+    RefreshLine.weight = lambda self, sigma: times * original(self, sigma)  # type: ignore[method-assign]
     try:
         yield
     finally:
-        AnchorLine.weight = original  # type: ignore[method-assign]
+        RefreshLine.weight = original  # type: ignore[method-assign]

@@ -135,11 +135,11 @@ def speed(args: argparse.Namespace) -> dict[str, Any]:
     bench.weights = as_served(bench)
     bench.fill_entry("kv")
     timer = Timer(device, args.clock)
-    dense, rows = bench.row(None, 0), [bench.anchored_row(m, i) for i, m in enumerate(RATIOS)]
+    dense, rows = bench.row(None, 0), [bench.refreshing_row(m, i) for i, m in enumerate(RATIOS)]
     for row in rows:
         row.recorded = True
     # A row of its own, because `rows` stay between their refresh steps.
-    refresh_row, turns = bench.anchored_row(RATIOS[1], len(RATIOS)), count()
+    refresh_row, turns = bench.refreshing_row(RATIOS[1], len(RATIOS)), count()
     calls: list[Callable[[], object]] = [
         packed_steps(bench, 1, partial(bench.step, [dense], "kv")),
         lambda: bench.refresh_step(refresh_row, 2 * (next(turns) % 2)),

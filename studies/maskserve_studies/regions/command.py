@@ -144,16 +144,16 @@ class Trial:
             reads: list[Any] = []
             for i, row in enumerate(rows):
                 reader = readers[i]
-                plan = None if row.step_cache is None else row.step_cache.plan
+                plan = None if row.step_cache is None else row.step_cache.schedule
                 dense = reader is None or plan is None or step in plan.dense
-                reads.append(None if dense or reader is None else reader.turn_to(step))
+                reads.append(None if dense or reader is None else reader.entry_at(step))
                 whole[i] += dense or (plan is not None and step in plan.lookahead_steps)
                 between[i] += not dense
             adapter.step(rows, kinds if any(read is not None for read in reads) else None, reads)
             if step == steps - 1:
                 break
             for i, row in enumerate(rows):
-                plan = None if row.step_cache is None else row.step_cache.plan
+                plan = None if row.step_cache is None else row.step_cache.schedule
                 if plan is None and step + 1 == rule.after:
                     regions[i] = region = rule.region(row.change().array().reshape(self.grid))
                     if find is not None:

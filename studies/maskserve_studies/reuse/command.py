@@ -88,13 +88,13 @@ def controlled(
         for job in jobs[first : first + BATCH]:
             settings = structs.replace(job.request.settings, mask_ring=ring)
             ringed = replace(job, request=replace(job.request, settings=settings))
-            rows.append(rig.adapter.anchored_row(ringed, plan))
+            rows.append(rig.adapter.refreshing_row(ringed, plan))
             rig.attach(rows[-1], ringed)
         readers = [StepCacheReader(row, rig.adapter.entry_blocks) for row in rows]
         plans, refreshed_at = [plan] * len(rows), [0] * len(rows)
         for step in range(rig.steps):
             reads: Any = [
-                None if step in row_plan.dense else reader.turn_to(step)
+                None if step in row_plan.dense else reader.entry_at(step)
                 for row_plan, reader in zip(plans, readers, strict=True)
             ]
             rig.adapter.step(rows, kinds if any(reads) else None, reads)
@@ -143,7 +143,7 @@ class Trial:
         points = list[tuple[float, float]]()
         for count in range(2, 2 + max(1, min(4, self.rig.steps // 3))):
             anchors = frozenset(served_choice(self.rig, self.jobs[0], count).dense)
-            fixed = replace(self.schedule(_RIVALS_AT), anchors=anchors, control=None)
+            fixed = replace(self.schedule(_RIVALS_AT), refresh_steps=anchors, control=None)
             results, db = self._run(fixed)
             points += [
                 (float(np.mean(edit.errors)), float(value))
@@ -184,7 +184,9 @@ class Trial:
             "least": round(float(db.min()), 2),
             "under_30": round(float(np.mean(db < VISIBLE_BELOW)), 4),
             "kept": round(float(np.mean(db >= fidelity - _SHORT_DB)), 4),
-            "refresh_steps": round(float(np.mean([len(e.schedule.anchors) for e in results])), 2),
+            "refresh_steps": round(
+                float(np.mean([len(e.schedule.refresh_steps) for e in results])), 2
+            ),
             "flops": round(float(np.mean([self._flops(e.schedule) for e in results])), 3),
         }
 
@@ -196,7 +198,7 @@ class Trial:
 
     def _flops(self, plan: RefreshSchedule) -> float:
         whole, between = flux_step_flops(self.choice)
-        steps, refreshes = self.rig.steps, len(plan.anchors)
+        steps, refreshes = self.rig.steps, len(plan.refresh_steps)
         return (refreshes * whole + (steps - len(plan.dense)) * between) / (steps * whole)
 
     def coarse(self) -> dict[str, dict[str, Any]]:
@@ -217,17 +219,19 @@ class Trial:
     def rivals(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
         plan = self.schedule(_RIVALS_AT)
         assert plan.control is not None
-        distances, first = np.array(plan.control.distances), sorted(plan.anchors)[1]
+        distances, first = np.array(plan.control.distances), sorted(plan.refresh_steps)[1]
         twice = distances[0] - 2.0 * (distances[0] - distances[first])
         places = {"once": first, "far": int(np.abs(distances - twice).argmin()), "first": 0}
         anchors = {name: frozenset({0, place}) for name, place in places.items()}
         if self.rig.adapter.spec.refresh.stride:
             anchors["fitted"] = frozenset(served_choice(self.rig, self.jobs[0]).dense)
-        plans = {name: replace(plan, anchors=at, control=None) for name, at in anchors.items()}
+        plans = {
+            name: replace(plan, refresh_steps=at, control=None) for name, at in anchors.items()
+        }
         if self.rig.adapter.spec.semantics.noisy_around:
             late = RefreshControl(plan.control.tolerance, plan.control.distances)
             begun = late.begin().refresh_steps | {0}
-            plans["late"] = replace(plan, anchors=begun, control=late)
+            plans["late"] = replace(plan, refresh_steps=begun, control=late)
         rivals = {name: self.figures(_RIVALS_AT, plans[name]) for name in plans if name in names}
         if "held" in names:
             with scaled_extrapolation(0.0):

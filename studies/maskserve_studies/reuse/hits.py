@@ -118,7 +118,7 @@ def _run(
         for step in range(_STEPS):
             dense = [_dense_at(rig, jobs[i], rows[i]) for i in numbers if step in _PROBES]
             for row in batch:
-                row.frozen = step not in schedule.dense
+                row.leaves_out_text = step not in schedule.dense
             rig.replay.step(batch, ("kv",) * rig.adapter.blocks)
             if dense:
                 rig.replay.step(dense, ())

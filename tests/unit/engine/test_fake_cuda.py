@@ -233,7 +233,7 @@ def test_a_step_between_refresh_steps_copies_nothing_and_adds_a_kernel_a_block()
         with FakeCuda() as cuda:
             bench = fake_bench(blocks, "int8")
             bench.fill_entry("kv")
-            make = bench.anchored_row if with_anchors else bench.row
+            make = bench.refreshing_row if with_anchors else bench.row
             rows = [make(ratio, seed) for seed, ratio in enumerate(MIXED[:2])]
             for step in (3, 4):
                 with cuda.watch() as log:

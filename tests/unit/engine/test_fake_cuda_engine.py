@@ -71,7 +71,7 @@ class Watched(LocalExecutor):
         result = super().run(step, exchange)
         self._loop.spans.append(result.span)
         self._loop.primed = any(row.startswith("prime:") for row in step.rows)
-        self._loop.foresaw = any(row.foresaw for row in result.rows)
+        self._loop.looked_ahead = any(row.looked_ahead for row in result.rows)
         self._loop.ran = [
             (row_result.row, row_result.read, row_result.text) for row_result in result.rows
         ]
@@ -106,7 +106,7 @@ class Loop:
         """Rows of the last turn, and whether each read an entry and computed its text."""
         self.spans: list[Span] = []
         """Spans of all turns."""
-        self.foresaw = False
+        self.looked_ahead = False
         """Whether one of them computed an anchor ahead."""
         self.steady = 0
         """Turns in which nobody came or went."""
@@ -120,13 +120,16 @@ class Loop:
 
     def turn(self) -> None:
         """One turn of the engine, judged."""
-        before, running_before, foresaw = self.ran, self._running_ids(), self.foresaw
+        before, running_before, looked_ahead = self.ran, self._running_ids(), self.looked_ahead
         with self.cuda.watch() as log:
             self.engine.run_once()
         self.cuda.catch_up()
         assert [copy for copy in log.copies if "waits" in copy] == []
         changed = (
-            self.primed or self.foresaw or foresaw or not self._running_ids() <= running_before
+            self.primed
+            or self.looked_ahead
+            or looked_ahead
+            or not self._running_ids() <= running_before
         )
         if self.ran == before and not changed:
             assert [copy for copy in log.copies if "in transfer.__init__" not in copy] == []

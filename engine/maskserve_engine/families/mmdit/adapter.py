@@ -178,10 +178,10 @@ class FlowRowMaker(ABC):
             row.begin_step_caches(schedule)
             return row
 
-    def anchored_row(self, job: EditJob, plan: RefreshSchedule) -> FlowRow:
+    def refreshing_row(self, job: EditJob, schedule: RefreshSchedule) -> FlowRow:
         with torch.inference_mode():
             ready = self._preparation.prepared(job)
-            inner, ring, selection = self._preparation.split(job, leaves_ring=plan.ring)
+            inner, ring, selection = self._preparation.split(job, leaves_ring=schedule.ring)
             [ids] = selection.levels  # the step cache keeps all of its text
             ids = np.concatenate((ring, ids[: len(ids) - self._preparation.picture_words(job)]))
             active, index = map(torch.from_numpy, (inner, ids))
@@ -204,7 +204,7 @@ class FlowRowMaker(ABC):
             latents = ExtrapolatedLatents.begin(outside_start, clean, context, predicted=len(ring))
             row.image.masked.ids, row.image.masked.cis = active, image[active]
             row.image.unmasked = TokenSpan(index, image[index], latents, selection)
-            row.begin_step_caches(plan)
+            row.begin_step_caches(schedule)
             return row
 
     def priming_row(
@@ -463,9 +463,9 @@ class FlowAdapter(Stepping[Row, W], FlowRowMaker, OpenedRows, Generic[W]):
         return work.with_references(further, exact=self.spec.semantics.exact) if further else work
 
     def counted(
-        self, job: EditJob, schedule: RefreshSchedule | None = None, *, anchor: bool = False
+        self, job: EditJob, schedule: RefreshSchedule | None = None, *, refresh: bool = False
     ) -> Totals:
-        text, tokens = schedule is None or anchor or not schedule.text, self.tokens(job)
+        text, tokens = schedule is None or refresh or not schedule.text, self.tokens(job)
         prompts = [
             conditioning
             for conditioning in (job.conditioning, job.negative)
@@ -473,7 +473,7 @@ class FlowAdapter(Stepping[Row, W], FlowRowMaker, OpenedRows, Generic[W]):
         ]
         computed = tokens.active
         if schedule is not None and schedule.ring:
-            computed = tokens.inner + tokens.ring * anchor
+            computed = tokens.inner + tokens.ring * refresh
         active, grid = (float(computed),), grid_of(job)
         prompt_pictures = self._preparation.picture_words(job)  # the work has them as context
         lengths = [
@@ -521,7 +521,7 @@ class FlowAdapter(Stepping[Row, W], FlowRowMaker, OpenedRows, Generic[W]):
     def with_ring(self, job: EditJob, ring: int) -> EditJob:
         return self._preparation.with_ring(job, ring)
 
-    def anchored_bytes(self, job: EditJob) -> int:
+    def refreshing_row_bytes(self, job: EditJob) -> int:
         return 0
 
     def most_ranks(self, job: EditJob) -> int:
@@ -553,9 +553,9 @@ class FlowAdapter(Stepping[Row, W], FlowRowMaker, OpenedRows, Generic[W]):
             row.sampler = SamplerState(memory=memory)
             unmasked = None if row.image.unmasked is None else row.image.unmasked.latents
             if row.image.unmasked is not None and isinstance(unmasked, ExtrapolatedLatents):
-                row.image.unmasked.latents = unmasked.begun(*cached)
+                row.image.unmasked.latents = unmasked.restarted(*cached)
             if row.step_cache is not None:
-                row.begin_step_caches(row.step_cache.plan)  # those before belong to other steps
+                row.begin_step_caches(row.step_cache.schedule)  # those before belong to other steps
 
     def low_rank(self, factors: Mapping[str, Factors]) -> LowRankSet:
         with torch.inference_mode():
@@ -564,8 +564,8 @@ class FlowAdapter(Stepping[Row, W], FlowRowMaker, OpenedRows, Generic[W]):
     def attach(self, row: Any, job: EditJob, adapters: Adapters) -> None:
         changed_adapters, row.adapters = (*row.adapters, *adapters), adapters
         step_cache = row.step_cache if isinstance(row, FlowRow) else None
-        if step_cache is not None and step_cache.plan.anchors:
-            row.begin_step_caches(step_cache.plan)  # those before were computed without them
+        if step_cache is not None and step_cache.schedule.refresh_steps:
+            row.begin_step_caches(step_cache.schedule)  # those before were computed without them
         for references in () if row.references is None else row.references.all:
             references.reset()  # made without them
         changed = {place for adapter, _ in changed_adapters for place in adapter.updates}
@@ -600,7 +600,7 @@ class FlowAdapter(Stepping[Row, W], FlowRowMaker, OpenedRows, Generic[W]):
         all tokens when the base does.
         """
         if row.step_cache is not None and row.image.refreshes:
-            return replace(row.step_cache.plan, anchors=frozenset())
+            return replace(row.step_cache.schedule, refresh_steps=frozenset())
         return self.net_schedule(job, job.controls)
 
     def controlled_by(self, row: Any, control: RowControl[Any]) -> None:

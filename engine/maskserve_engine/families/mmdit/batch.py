@@ -140,16 +140,16 @@ class FlowBatch(ReusableBatch[Row, W]):
 
     def __init__(self, rows: Sequence[Row]) -> None:
         super().__init__(rows)
-        self._frozen = _frozen(rows)
+        self._texts_left_out = _texts_left_out(rows)
         self._guided = tuple((i, row.negative) for i, row in enumerate(rows) if row.negative)
         """Index and negative prompt of rows with a second pass; second passes are packed after all
         rows."""
-        foreseen = [
+        lookaheads = [
             (i, lookahead_input)
             for i, row in enumerate(rows)
             for lookahead_input in lookahead_inputs(row)
         ]
-        self._lookahead_rows = tuple([i for i, _ in foreseen])
+        self._lookahead_rows = tuple([i for i, _ in lookaheads])
         """Row index of each lookahead pass; these are packed last."""
         self.precomputed = self.precomputed_steps(len(rows) + len(self._guided))
         back = rows[0].step % self.precomputed if len(rows) == 1 else 0
@@ -167,7 +167,7 @@ class FlowBatch(ReusableBatch[Row, W]):
         row_inputs = list(map(pass_inputs, rows))
         inputs = [first for first, *_ in row_inputs]
         inputs += [seconds[0] for _, *seconds in row_inputs if seconds]
-        inputs += [lookahead_input for _, lookahead_input in foreseen]
+        inputs += [lookahead_input for _, lookahead_input in lookaheads]
         self.packed = Packed(inputs)
         self._stream = self.packed.layout.narrow.image_stream
         self._still = _still(self.packed)
@@ -206,7 +206,7 @@ class FlowBatch(ReusableBatch[Row, W]):
         return 1
 
     def holds(self, rows: Sequence[Row]) -> bool:
-        is_same = super().holds(rows) and self._frozen == _frozen(rows)
+        is_same = super().holds(rows) and self._texts_left_out == _texts_left_out(rows)
         return is_same and 0 <= rows[0].step - self._begin < self.steps
 
     def step(self, model: W, kinds: Sequence[str], exchange: Exchange | None = None) -> None:
@@ -316,7 +316,7 @@ class FlowBatch(ReusableBatch[Row, W]):
                 heads = self._share.heads[exchange.rank]
                 for row in self.rows:
                     if isinstance(row, FlowRow) and row.step_cache is not None:
-                        row.step_cache.sees(heads)
+                        row.step_cache.set_share(heads)
         return self._share
 
     def _lay_out(self) -> None:
@@ -380,8 +380,8 @@ class FlowBatch(ReusableBatch[Row, W]):
         for (i, negative), away in zip(self._guided, answers[rows:], strict=False):
             self.guide(answers[i], away, negative.scale)
             if i in ahead:
-                answer, foreseen = ahead[i]
-                self.guide(answer, foreseen, negative.scale)
+                answer, lookahead = ahead[i]
+                self.guide(answer, lookahead, negative.scale)
 
     @staticmethod
     def guide(positive: Tensor, negative: Tensor, scale: float) -> None:
@@ -412,8 +412,8 @@ class FlowBatch(ReusableBatch[Row, W]):
         return moved
 
 
-def _frozen(rows: Sequence[Row]) -> tuple[bool, ...]:
-    return tuple([isinstance(row, FlowRow) and row.frozen for row in rows])
+def _texts_left_out(rows: Sequence[Row]) -> tuple[bool, ...]:
+    return tuple([isinstance(row, FlowRow) and row.leaves_out_text for row in rows])
 
 
 class _Passes:
@@ -455,16 +455,16 @@ class _Passes:
                 sum(len(whole.rows[pass_number].cis) for pass_number in groups_by_pass[number])
             )
 
-        anchored = {
+        refreshing = {
             i: row for i, row in enumerate(rows) if isinstance(row, FlowRow) and row.image.refreshes
         }
-        stays = [anchored[i].request_id if i in anchored else None for i in range(len(rows))]
+        stays = [refreshing[i].request_id if i in refreshing else None for i in range(len(rows))]
         self._share = PassShare([list(map(cost, group)) for group in passes], stays, exchange)
         dealt = [groups_by_pass[number] for group in passes for number in group]
         self.passes = [pass_number for i in self._share.passes for pass_number in dealt[i]]
-        for i, row in anchored.items():
-            for number, step_cache in zip(passes[i], row.anchors, strict=True):
-                step_cache.sees("here" if number in self.passes else "elsewhere")
+        for i, row in refreshing.items():
+            for number, step_cache in zip(passes[i], row.step_caches, strict=True):
+                step_cache.set_share("here" if number in self.passes else "elsewhere")
         numbers = [pass_number for group in dealt for pass_number in group]
         self._answered = [numbers.index(i) for i in range(len(numbers))]
         """Position of the answer to each of the batch's passes."""
@@ -510,12 +510,12 @@ def _residuals_request(row: FlowRow, served: ServedRow) -> RowRequest:
     """Return the latents of all tokens that a ControlNet service needs for a row's next step, and
     for its lookahead.
     """
-    tokens, foreseen = all_tokens(row).tokens[:, : row.channels], None
+    tokens, lookahead = all_tokens(row).tokens[:, : row.channels], None
     ahead = nets_lookahead(row, served.schedule)
     if ahead is not None:
         latents = ahead.tokens.tokens[:, : row.channels]
-        foreseen = LookaheadRequest(ahead.step, latents, ahead.computed)
-    return RowRequest(served, row.step, tokens, row.computed, row.extrapolated_latents, foreseen)
+        lookahead = LookaheadRequest(ahead.step, latents, ahead.computed)
+    return RowRequest(served, row.step, tokens, row.computed, row.extrapolated_latents, lookahead)
 
 
 class NetsLookahead(NamedTuple):

@@ -223,7 +223,7 @@ class FluxNets(Nets[FluxNetInput]):
             )
         for request, row_input in zip(same, inputs, strict=True):
             if isinstance(row_input.capture, StepCache):
-                row_input.capture.passed(request.row.timesteps[0])
+                row_input.capture.complete_refresh(request.row.timesteps[0])
                 request.keep([row_input.capture])
 
     def _vectors_of(
@@ -288,7 +288,7 @@ def _net_input(request: NetRequest[FluxNetInput]) -> RowInput:
     else:
         [step_cache] = last.tokens
     at, reads = row.timesteps[0], row.lookahead is not None
-    step_cache.anchor(row.step, at, active, len(row_input.tokens), reads=reads)
+    step_cache.begin_refresh(row.step, at, active, len(row_input.tokens), reads=reads)
     return replace(row_input, capture=step_cache)
 
 

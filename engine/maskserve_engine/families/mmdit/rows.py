@@ -119,7 +119,7 @@ class FlowRow:
     adapters: Adapters = ()
     entry: Entry | None = None
     """Entry that the next step reads; None: it computes all tokens."""
-    frozen: bool = False
+    leaves_out_text: bool = False
     """Whether the next step of a row with a template leaves out text and ring."""
     step: int = 0
     sampler: SamplerState = field(default_factory=SamplerState)
@@ -164,8 +164,12 @@ class FlowRow:
             return 1  # it packs tokens that other steps do not compute
         if self.fills_step_cache or self.lookahead_step is not None:
             return 1  # the capture is prepared for that step
-        turns = frozenset[int]() if self.step_cache is None else self.step_cache.plan.turns
-        return min((turn for turn in turns if turn > self.step), default=self.steps) - self.step
+        repacked = (
+            frozenset[int]()
+            if self.step_cache is None
+            else self.step_cache.schedule.repacking_steps
+        )
+        return min((step for step in repacked if step > self.step), default=self.steps) - self.step
 
     @property
     def step_cache(self) -> StepCache | None:
@@ -181,13 +185,13 @@ class FlowRow:
         return self.passes[1] if len(self.passes) > 1 else None
 
     @property
-    def anchors(self) -> tuple[StepCache, ...]:
+    def step_caches(self) -> tuple[StepCache, ...]:
         return tuple([prompt.cache for prompt in self.passes if prompt.cache is not None])
 
     @property
-    def keeps_text(self) -> bool:
+    def has_cached_text(self) -> bool:
         """Whether its step caches can serve a step that does not compute the text."""
-        caches = self.anchors
+        caches = self.step_caches
         return self.image.refreshes or (bool(caches) and all(cache.whole() for cache in caches))
 
     @property
@@ -195,7 +199,7 @@ class FlowRow:
         """Whether the next step reads the step cache, in place of computing all tokens that only
         refresh steps compute.
         """
-        return self.entry is not None and (self.image.refreshes or self.frozen)
+        return self.entry is not None and (self.image.refreshes or self.leaves_out_text)
 
     @property
     def computes(self) -> ComputedSpans:
@@ -211,7 +215,7 @@ class FlowRow:
         cache = self.step_cache
         if cache is None or self.reads_step_cache:
             return False
-        corrects = cache.plan.corrects_residuals and self.entry is None
+        corrects = cache.schedule.corrects_residuals and self.entry is None
         return self.image.refreshes or cache.text or corrects
 
     @property
@@ -222,11 +226,11 @@ class FlowRow:
         step_cache = self.step_cache
         if step_cache is None or not self.reads_step_cache or self.sampler.moved is None:
             return None
-        plan = step_cache.plan
-        if plan.control is not None and self.step in plan.anchors:
+        schedule = step_cache.schedule
+        if schedule.control is not None and self.step in schedule.refresh_steps:
             return None  # the next place depends on this step's error
-        arrived = step_cache.reaches >= self.walk_sigma()
-        return plan.next_refresh(self.step) if arrived else None
+        arrived = step_cache.last_sigma >= self.walk_sigma()
+        return schedule.next_refresh(self.step) if arrived else None
 
     def walk_sigma(self) -> float:
         return self.schedule.walk[self.step].sigma
@@ -323,11 +327,11 @@ class FlowRow:
         """Update step caches, and move the tokens that the step left out."""
         walk, ahead = self.schedule.walk[self.step], packed.lookahead
         if ahead is not None:
-            self._passed(self.schedule.walk[ahead.step].sigma)
+            self._complete_refresh(self.schedule.walk[ahead.step].sigma)
             begin = ahead.place.start
-            cache.errors.foresee(ahead.step, moves[begin : begin + len(self.image.masked)])
+            cache.errors.expect(ahead.step, moves[begin : begin + len(self.image.masked)])
         elif not self.reads_step_cache and (cache.text or self.image.refreshes):
-            self._passed(walk.sigma)
+            self._complete_refresh(walk.sigma)
         left_out = self.image.left_out
         if left_out is None:
             return
@@ -335,16 +339,16 @@ class FlowRow:
         if not self.reads_step_cache:
             begin = packed.place.stop
             left_out.latents = packed.cached[:count]
-            left_out.anchored(moves[begin : begin + count], walk.change)
+            left_out.record_refresh(moves[begin : begin + count], walk.change)
             return
         if ahead is not None:
             begin = ahead.place.start + len(self.image.masked)
-            left_out.lookahead(moves[begin : begin + count])
-        left_out.passed(walk.change, cache.weight(walk.sigma))
+            left_out.record_lookahead(moves[begin : begin + count])
+        left_out.move(walk.change, cache.weight(walk.sigma))
 
-    def _passed(self, sigma: float) -> None:
-        for step_cache in self.anchors:
-            step_cache.passed(sigma)
+    def _complete_refresh(self, sigma: float) -> None:
+        for step_cache in self.step_caches:
+            step_cache.complete_refresh(sigma)
 
     def extrapolated_latents(self) -> Tensor | None:
         """Return [gh·gw, 4C] of all tokens after the next step, the computed ones first, if the
@@ -374,18 +378,18 @@ class FlowRow:
         """Return [N] changes of the image tokens (`ImageSpans.change`)."""
         return HostCopy(self.image.change(self._clean_estimate(), self.sigma))
 
-    def narrow(self, region: Tensor, plan: RefreshSchedule) -> None:
+    def narrow(self, region: Tensor, schedule: RefreshSchedule) -> None:
         """Compute these image tokens [n] alone between the refresh steps of a schedule, whose first
         one is the next step.
         """
         self.image = self.image.narrowed(region)
         self.sampler = SamplerState()
-        self.begin_step_caches(plan)
+        self.begin_step_caches(schedule)
 
-    def begin_step_caches(self, plan: RefreshSchedule | None) -> None:
+    def begin_step_caches(self, schedule: RefreshSchedule | None) -> None:
         """Give the passes new step caches; without a schedule they have none."""
         for prompt in self.passes:
-            prompt.cache = None if plan is None else StepCache(plan)
+            prompt.cache = None if schedule is None else StepCache(schedule)
 
     def result(self) -> HostCopy:
         """Return [C, h, w] latents."""
@@ -596,7 +600,7 @@ def _cached(
         cis += [unmasked.cis] if unmasked.refreshes else []
         cached.append(RefreshedTokens(cache, row.walk_sigma, torch.cat(cis)))
     if not unmasked.refreshes:
-        lifts = cache is not None and cache.plan.corrects_residuals
+        lifts = cache is not None and cache.schedule.corrects_residuals
         at = None if step == row.step else step
         cached.append(EntryTokens(row, unmasked, cache if lifts else None, at))
     return tuple(cached)
@@ -608,7 +612,7 @@ def _captured(row: FlowRow, prompt: PromptPass, row_input: RowInput, step: int) 
     assert cache is not None, "both passes fill a step cache"
     sigma, ahead, masked = row.schedule.walk[step].sigma, step != row.step, len(row.image.masked)
     if row.image.refreshes:
-        cache.anchor(row.step, sigma, masked, len(row_input.tokens), reads=ahead)
+        cache.begin_refresh(row.step, sigma, masked, len(row_input.tokens), reads=ahead)
     else:
         end = masked + row.image.ring_tokens
         cached_count = len(row_input.tokens) - end if row.entry is None else 0

@@ -241,16 +241,16 @@ class ExtrapolatedLatents:
             latents = latents + times * velocity
         return latents
 
-    def begun(self, latents: Tensor) -> ExtrapolatedLatents:
+    def restarted(self, latents: Tensor) -> ExtrapolatedLatents:
         """Return the same tokens with latents [m, 4C], before any refresh step."""
         return replace(self, latents=latents, velocity=(), times=(0.0, 0.0))
 
-    def anchored(self, move: Tensor, change: float) -> None:
+    def record_refresh(self, move: Tensor, change: float) -> None:
         """Record the velocity of a refresh step, from the `move` of the latents."""
         if self.blend is None:
             self.velocity, self.times = (move / change, *self.velocity[:1]), (0.0, 0.0)
 
-    def lookahead(self, velocity: Tensor) -> None:
+    def record_lookahead(self, velocity: Tensor) -> None:
         """Record the [m, 4C] velocity of a refresh step computed ahead, and keep the present
         latents.
         """
@@ -258,7 +258,7 @@ class ExtrapolatedLatents:
             self.latents, self.times = self.latents_now, (0.0, 0.0)
             self.velocity = (velocity, *self.velocity[:1])
 
-    def passed(self, change: float, weight: float) -> None:
+    def move(self, change: float, weight: float) -> None:
         """Move the tokens by the sigma `change` of a step between refresh steps."""
         last, previous = self.times
         self.times = (last + change * (1.0 + weight), previous - change * weight)

@@ -149,7 +149,7 @@ class UnetAdapter(Stepping[Row, UnetWeights], UnetControls):
         return TokenCounts(len(active.levels[0]), height * width, cover_a_side=side)
 
     def counted(
-        self, job: EditJob, schedule: RefreshSchedule | None = None, *, anchor: bool = False
+        self, job: EditJob, schedule: RefreshSchedule | None = None, *, refresh: bool = False
     ) -> Totals:
         _, height, width = job.moments.shape
         active = self._preparation.active(job)
@@ -219,7 +219,7 @@ class UnetAdapter(Stepping[Row, UnetWeights], UnetControls):
             ready = self._preparation.prepared(job)
             return self._row(job, ready.inputs, self._inactive(job, noise_seed))
 
-    def anchored_row(self, job: EditJob, plan: RefreshSchedule) -> UnetRow:
+    def refreshing_row(self, job: EditJob, schedule: RefreshSchedule) -> UnetRow:
         with torch.inference_mode():
             ready, seed = self._preparation.prepared(job), job.request.template_noise_seed
             inactive = replace(
@@ -227,9 +227,9 @@ class UnetAdapter(Stepping[Row, UnetWeights], UnetControls):
                 tile=ready.active.refresh_tile,
                 feature_maps=self._cached_maps,
             )
-            return self._row(job, ready.inputs, inactive, plan)
+            return self._row(job, ready.inputs, inactive, schedule)
 
-    def anchored_bytes(self, job: EditJob) -> int:
+    def refreshing_row_bytes(self, job: EditJob) -> int:
         """Return the bytes of the surroundings of its tile (as they are, their change, and at the
         next step) and of kept answers.
         """
@@ -297,7 +297,7 @@ class UnetAdapter(Stepping[Row, UnetWeights], UnetControls):
 
     def attach(self, row: Any, job: EditJob, adapters: Adapters) -> None:
         row.adapters = adapters
-        if isinstance(row, UnetRow) and row.plan is not None:
+        if isinstance(row, UnetRow) and row.refresh_schedule is not None:
             row.begin_anew()  # its lookahead was computed without them
         with torch.inference_mode():
             row.change_prompts(lambda prompt: self._changed(prompt, adapters))
@@ -312,7 +312,7 @@ class UnetAdapter(Stepping[Row, UnetWeights], UnetControls):
         job: EditJob,
         inputs: UnetInputs,
         inactive: UnetInactive | None = None,
-        plan: RefreshSchedule | None = None,
+        refresh_schedule: RefreshSchedule | None = None,
     ) -> UnetRow:
         levels = () if inactive is None else inactive.selection.levels
         level_indices = tuple(map(torch.from_numpy, levels))
@@ -336,7 +336,7 @@ class UnetAdapter(Stepping[Row, UnetWeights], UnetControls):
             condition=inputs.start.condition,
             blend=inputs.start.blend,
             inactive=inactive,
-            plan=plan,
+            refresh_schedule=refresh_schedule,
         )
 
     def prompt(self, conditioning: Conditioning, job: EditJob) -> UnetPrompt:

@@ -20,7 +20,7 @@ from maskserve_engine.control_link.served import (
     new_batch,
     request_residuals,
 )
-from maskserve_engine.families.unet.captures import UnetAnchors
+from maskserve_engine.families.unet.captures import UnetStepCache
 from maskserve_engine.families.unet.control import (
     UnetNets,
     UnetSample,
@@ -131,23 +131,27 @@ class UnetBatch(ReusableBatch[Row, UnetWeights]):
             raise ValueError("rows that record what they compute take their steps on one device")
         # Convolutions run on all positions, whatever the masks are, so all passes cost the same.
         costs = [[1.0] * count for count in self._passes]
-        stays = [row.request_id if anchors else None for row, _, anchors in self._anchors()]
+        stays = [
+            row.request_id if step_caches else None for row, _, step_caches in self._step_caches()
+        ]
         self._share = PassShare(costs, stays, exchange)
         self._begin_captures()
 
-    def _anchors(self) -> Iterator[tuple[Row, int, Sequence[UnetAnchors]]]:
+    def _step_caches(self) -> Iterator[tuple[Row, int, Sequence[UnetStepCache]]]:
         """Yield each row, the number of its first pass, and its step caches."""
         first = 0
         for row, count in zip(self._order, self._passes, strict=True):
-            yield row, first, () if isinstance(row, UnetPrimingRow) else row.anchors
+            yield row, first, () if isinstance(row, UnetPrimingRow) else row.step_caches
             first += count
 
     def _begin_captures(self) -> None:
         share = self._share
-        for _, first, anchors in self._anchors():
-            for number, step_cache in enumerate(anchors, start=first):
+        for _, first, step_caches in self._step_caches():
+            for number, step_cache in enumerate(step_caches, start=first):
                 is_elsewhere = share is not None and number not in share.passes
-                step_cache.sees(None if share is None else "elsewhere" if is_elsewhere else "here")
+                step_cache.set_share(
+                    None if share is None else "elsewhere" if is_elsewhere else "here"
+                )
 
     def _forward_share(
         self,
@@ -252,7 +256,7 @@ class UnetBatch(ReusableBatch[Row, UnetWeights]):
                 if lookahead is not None and lookahead_sample is not None:
                     all_tokens = adds * row_sample[0].numel()
                     lookahead_request = LookaheadRequest(
-                        lookahead.anchor, lookahead_sample, all_tokens
+                        lookahead.refresh_step, lookahead_sample, all_tokens
                     )
                 extrapolate = partial(extrapolated_latents, row)
                 service_requests.append(
@@ -272,7 +276,7 @@ class UnetBatch(ReusableBatch[Row, UnetWeights]):
                         timestep,
                         row.step,
                         row.steps,
-                        lookahead.anchor,
+                        lookahead.refresh_step,
                         adds=adds,
                     )
                 )
@@ -290,7 +294,7 @@ class UnetBatch(ReusableBatch[Row, UnetWeights]):
         """
         captures: list[tuple[int, int, StackCapture]] = []
         pass_numbers = range(len(self._inputs)) if self._share is None else self._share.passes
-        for (row, first, _), count in zip(self._anchors(), self._passes, strict=True):
+        for (row, first, _), count in zip(self._step_caches(), self._passes, strict=True):
             if isinstance(row, UnetPrimingRow):
                 captures.append((first, first + count, row.capture))
                 continue

@@ -31,7 +31,7 @@ class UnetRecorder(Recorder):
         self.moments(torch.cat((moments.mean, moments.variance), dim=1))
 
 
-class UnetAnchors(StepCache):
+class UnetStepCache(StepCache):
     """Step cache of one pass (`stack.StackCapture`).
 
     Cached tokens are kept as they leave a stack's last block. The stack adds them to its input map,
@@ -40,21 +40,21 @@ class UnetAnchors(StepCache):
 
     def __init__(
         self,
-        plan: RefreshSchedule,
+        schedule: RefreshSchedule,
         number: int,
         selection: Selection,
         halves: int,
         surroundings: StepCacheSurroundings | None,
     ) -> None:
-        super().__init__(plan)
+        super().__init__(schedule)
         self.text = False  # text has its own attention, and its keys and values do not change
         self._number, self._selection, self._halves = number, selection, halves
         self._surroundings = surroundings
         self.parts = SHOWN_TO_STEP_CACHES if surroundings is None else _SHOWN_WITH_TILES
 
-    def at(self, step: int, sigma: float, *, reads: bool = False) -> UnetAnchors:
+    def at(self, step: int, sigma: float, *, reads: bool = False) -> UnetStepCache:
         """Prepare to capture a refresh step, and return itself; arguments as in
-        `StepCache.anchor`.
+        `StepCache.begin_refresh`.
         """
         self._step, self._at, self._reads = step, sigma, reads
         return self

@@ -138,15 +138,15 @@ def cached_ids_of(active: Mapping[int, Ids], size: Sequence[int]) -> list[Tensor
     ]
 
 
-class NetAnchors(StepCache):
+class NetStepCache(StepCache):
     """Step cache of a pass in a net's stacks (`stack.StackCapture`)."""
 
     parts = SHOWN_TO_STEP_CACHES  # convolutions run on the whole picture
 
     def __init__(
-        self, plan: RefreshSchedule, cached_ids: Sequence[Tensor], levels: Sequence[int]
+        self, schedule: RefreshSchedule, cached_ids: Sequence[Tensor], levels: Sequence[int]
     ) -> None:
-        super().__init__(plan)
+        super().__init__(schedule)
         self.text = False  # a UNet's text has its own attention
         self._ids, self._levels = cached_ids, levels
         self.now = 0.0
@@ -203,7 +203,7 @@ class _CachedTokens:
 
     def source(self, block: int, part: str, positions: Tensor | None = None) -> KvSource:
         assert positions is None, "a net's passes have no tile"
-        step_cache: NetAnchors = self.control.residuals[self.number].tokens[self.half]
+        step_cache: NetStepCache = self.control.residuals[self.number].tokens[self.half]
         return step_cache.source(block, step_cache.now, part)
 
 
@@ -257,18 +257,18 @@ class UnetNets(Nets[UnetNetInput]):
         [timesteps] = to_device([timesteps], sample.device)
         captures_by_row = [_seeing(net, request) for request in same]
         first, captures = 0, []
-        for request, anchors in zip(same, captures_by_row, strict=True):
+        for request, step_caches in zip(same, captures_by_row, strict=True):
             captures += [
-                (i, i + 1, step_cache) for i, step_cache in enumerate(anchors, start=first)
+                (i, i + 1, step_cache) for i, step_cache in enumerate(step_caches, start=first)
             ]
             first += len(request.net_input.passes)
         run.packed.show_to(captures)
         maps = maps_of_net(net.weights, run.packed, sample, run.hints, timesteps)
-        for request, anchors in zip(same, captures_by_row, strict=True):
-            for step_cache in anchors:
-                step_cache.passed(request.row.timesteps[0])
-            if anchors:
-                request.keep(anchors)
+        for request, step_caches in zip(same, captures_by_row, strict=True):
+            for step_cache in step_caches:
+                step_cache.complete_refresh(request.row.timesteps[0])
+            if step_caches:
+                request.keep(step_caches)
         for number, (out, map) in enumerate(zip(net.outs, maps, strict=True)):
             yield (number,), [request.unbind() for request in out(map).split(counts)]
 
@@ -288,7 +288,7 @@ class UnetNets(Nets[UnetNetInput]):
         return self._runs[key]
 
 
-def _seeing(net: UnetControlNet, request: NetRequest[UnetNetInput]) -> Sequence[NetAnchors]:
+def _seeing(net: UnetControlNet, request: NetRequest[UnetNetInput]) -> Sequence[NetStepCache]:
     """Return the step caches that capture the net's passes of a row; empty if nothing is kept."""
     row, last = request.row, request.last
     if not request.keeps:
@@ -296,19 +296,19 @@ def _seeing(net: UnetControlNet, request: NetRequest[UnetNetInput]) -> Sequence[
             step_cache.now = row.timesteps[0]
             step_cache.begin_loads(row.step)
         return ()
-    anchors: Sequence[NetAnchors]
+    step_caches: Sequence[NetStepCache]
     if last is None:
         schedule, ids = row.control.schedule, request.net_input.cached_ids
-        anchors = [
-            row.control.place(NetAnchors(schedule, ids, net.levels), len(net.levels))
+        step_caches = [
+            row.control.place(NetStepCache(schedule, ids, net.levels), len(net.levels))
             for _ in request.net_input.passes
         ]
     else:
-        anchors = last.tokens
+        step_caches = last.tokens
     reads = row.lookahead is not None
-    for step_cache in anchors:
-        step_cache.anchor(row.step, row.timesteps[0], 0, 0, reads=reads)
-    return anchors
+    for step_cache in step_caches:
+        step_cache.begin_refresh(row.step, row.timesteps[0], 0, 0, reads=reads)
+    return step_caches
 
 
 def _net_inputs(request: NetRequest[UnetNetInput]) -> list[PassInput]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from maskserve_engine.batch.step_cache import AnchorLine
+from maskserve_engine.batch.step_cache import RefreshLine
 from maskserve_engine.families.unet.moments import Moments
 from maskserve_engine.families.unet.surroundings import Around, RingRead, RingRoom, Surroundings
 from maskserve_engine.families.unet.tile import Tile
@@ -21,11 +21,11 @@ class Extrapolated:
     """A tensor set at each refresh step, linear over sigma to `power` through the last two."""
 
     def __init__(self, power: float) -> None:
-        self._line = AnchorLine((), power)
+        self._line = RefreshLine((), power)
         self._last: Tensor | None = None
         self._change: Tensor | None = None
 
-    def passed(self, new: Tensor, sigma: float) -> None:
+    def set(self, new: Tensor, sigma: float) -> None:
         """Set the tensor of the refresh step at `sigma`, which is kept. A retried step is
         ignored.
         """
@@ -35,7 +35,7 @@ class Extrapolated:
         self._last, self._line = new, self._line.to(sigma)
 
     def at(self, sigma: float, out: Tensor | None = None) -> Tensor:
-        assert self._last is not None, "the first step is an anchor"
+        assert self._last is not None, "the first step is a refresh step"
         if self._change is not None:
             return torch.add(self._last, self._change, alpha=self._line.weight(sigma), out=out)
         return self._last if out is None else out.copy_(self._last)
@@ -99,11 +99,11 @@ class StepCacheSurroundings(Surroundings):
             new = Moments.of(x, groups) - Moments.of(place.box.cut(x), groups)
             torch._foreach_copy_(moments, [new.mean[0], new.variance[0]])
 
-    def passed(self, sigma: float) -> None:
+    def complete_refresh(self, sigma: float) -> None:
         if self._new is None:  # another rank has computed its passes
             return
-        self._rings.passed(self._new.rings, sigma)
-        self._moments.passed(self._new.moments, sigma)
+        self._rings.set(self._new.rings, sigma)
+        self._moments.set(self._new.moments, sigma)
         self._new = self._moment = None
 
     @property

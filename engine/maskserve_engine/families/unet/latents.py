@@ -159,7 +159,7 @@ class _Images(NamedTuple):
 
 def _template(row: UnetRow) -> _Images | None:
     """Return the image that the cached tokens of a row with a template are fixed to."""
-    cached = None if row.plan is not None else row.inactive
+    cached = None if row.refresh_schedule is not None else row.inactive
     return (
         None
         if cached is None

@@ -61,8 +61,8 @@ class UnetControls(OpenedRows):
         """Return the schedule of the row's ControlNets. In a row without a template they compute
         all tokens when the base does.
         """
-        if row.plan is not None:
-            return replace(row.plan, anchors=frozenset())
+        if row.refresh_schedule is not None:
+            return replace(row.refresh_schedule, refresh_steps=frozenset())
         return self.net_schedule(job, job.controls)
 
     def serve_control(self, row: Any, served: ServedRow) -> None:

@@ -17,7 +17,7 @@ from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.cache.loader import Selection
 from maskserve_engine.cache.store import Handle
 from maskserve_engine.families.control import RowControl
-from maskserve_engine.families.unet.captures import UnetAnchors, UnetRecorder
+from maskserve_engine.families.unet.captures import UnetRecorder, UnetStepCache
 from maskserve_engine.families.unet.conditioning import UnetBlend, UnetTemplate
 from maskserve_engine.families.unet.control import UnetNetInput, UnetServedControl
 from maskserve_engine.families.unet.extrapolation import Extrapolated, StepCacheSurroundings
@@ -114,7 +114,7 @@ class StepCacheTokens:
     """`stack.InactivePassTokens` of a pass between refresh steps."""
 
     row: UnetRow
-    cache: UnetAnchors
+    cache: UnetStepCache
 
     def source(self, block: int, part: str, positions: Tensor | None = None) -> KvSource:
         source = self.cache.source(block, self.row.sigma, part)
@@ -138,7 +138,7 @@ class UnetRow:
     """None: no ControlNet."""
     adapters: Adapters = ()
     inactive: UnetInactive | None = None
-    plan: RefreshSchedule | None = None
+    refresh_schedule: RefreshSchedule | None = None
     frozen: bool = False
     """See `FlowRow`; a UNet's text has the same keys and values at each step."""
     entry: Entry | None = None
@@ -147,7 +147,7 @@ class UnetRow:
     step: int = 0
     answer: Tensor | None = None
     """[C, h, w] guided answer of the model in the last step."""
-    anchors: tuple[UnetAnchors, ...] = field(init=False, default=())
+    step_caches: tuple[UnetStepCache, ...] = field(init=False, default=())
     """Step cache of each pass, if the row has a schedule."""
     extrapolated: Extrapolated | None = field(init=False, default=None)
     """[C, h, w] model answers at refresh steps, if other steps compute a tile only."""
@@ -158,8 +158,8 @@ class UnetRow:
     def __post_init__(self) -> None:
         if self.inactive is None:
             return
-        if self.plan is not None:
-            self._begin_step_caches(self.plan, self.inactive)
+        if self.refresh_schedule is not None:
+            self._begin_step_caches(self.refresh_schedule, self.inactive)
         elif self.inactive.tile is not None:
             self.surroundings = TemplateSurroundings(
                 self.inactive.tile,
@@ -171,20 +171,20 @@ class UnetRow:
 
     def begin_anew(self) -> None:
         """Forget all step caches: they belong to another rank, or to other LoRAs."""
-        if self.anchors and self.inactive is not None:
-            self._begin_step_caches(self.anchors[0].plan, self.inactive)
+        if self.step_caches and self.inactive is not None:
+            self._begin_step_caches(self.step_caches[0].schedule, self.inactive)
 
-    def _begin_step_caches(self, plan: RefreshSchedule, inactive: UnetInactive) -> None:
+    def _begin_step_caches(self, schedule: RefreshSchedule, inactive: UnetInactive) -> None:
         passes, around = 1 if self.guidance is None else 2, None
         if inactive.tile is not None:
             dtype = inactive.template.clean.dtype
             around = StepCacheSurroundings(
-                inactive.tile, inactive.feature_maps, passes, dtype, plan.power, self._now
+                inactive.tile, inactive.feature_maps, passes, dtype, schedule.power, self._now
             )
-            self.surroundings, self.extrapolated = around, Extrapolated(plan.power)
-        self.anchors = tuple(
+            self.surroundings, self.extrapolated = around, Extrapolated(schedule.power)
+        self.step_caches = tuple(
             [
-                UnetAnchors(plan, number, inactive.selection, inactive.halves, around)
+                UnetStepCache(schedule, number, inactive.selection, inactive.halves, around)
                 for number in range(passes)
             ]
         )
@@ -196,20 +196,20 @@ class UnetRow:
     def captures(self) -> list[StackCapture]:
         if self.entry is not None:
             return []
-        return [step_cache.at(self.step, self.sigma) for step_cache in self.anchors]
+        return [step_cache.at(self.step, self.sigma) for step_cache in self.step_caches]
 
     @property
     def lookahead_step(self) -> int | None:
         """Refresh step that the next step computes ahead: the first one after it, once the row has
         arrived at the last one in its step cache. None: there is none.
         """
-        if not self.anchors or self.entry is None:
+        if not self.step_caches or self.entry is None:
             return None
-        step_cache = self.anchors[0]
-        plan = step_cache.plan
-        if plan.control is not None and self.step in plan.anchors:
+        step_cache = self.step_caches[0]
+        schedule = step_cache.schedule
+        if schedule.control is not None and self.step in schedule.refresh_steps:
             return None  # the next place depends on this step's error
-        return plan.next_refresh(self.step) if step_cache.reaches >= self.sigma else None
+        return schedule.next_refresh(self.step) if step_cache.last_sigma >= self.sigma else None
 
     @property
     def steps(self) -> int:
@@ -280,8 +280,8 @@ class UnetRow:
                 prompt.text,
                 prompt.added,
                 self.active,
-                StepCacheTokens(self, self.anchors[number])
-                if self.anchors
+                StepCacheTokens(self, self.step_caches[number])
+                if self.step_caches
                 else TemplateTokens(self, min(number, inactive.halves - 1)),
                 self.surroundings,
                 pass_residuals,
@@ -294,19 +294,23 @@ class UnetRow:
     def advance(self, state: Tensor, model_input: Tensor, answer: Tensor) -> None:
         """Record a completed step; all tensors are kept. `answer` is guided."""
         self.state, self._input, self.answer = state, model_input, answer
-        if self.anchors and self.step in self.anchors[0].plan.anchors:
-            self.anchors[0].errors.arrive(self.step, self._computed(model_input, answer, self.step))
-        anchor = self.step if self.entry is None else self.lookahead
-        if anchor == self.step:
-            self.keep_surroundings(anchor, answer)
-        if anchor is not None:
-            for step_cache in self.anchors:
-                step_cache.passed(self.sigma_at(anchor))
+        if self.step_caches and self.step in self.step_caches[0].schedule.refresh_steps:
+            self.step_caches[0].errors.arrive(
+                self.step, self._computed(model_input, answer, self.step)
+            )
+        refresh_step = self.step if self.entry is None else self.lookahead
+        if refresh_step == self.step:
+            self.keep_surroundings(refresh_step, answer)
+        if refresh_step is not None:
+            for step_cache in self.step_caches:
+                step_cache.complete_refresh(self.sigma_at(refresh_step))
         self.step += 1
 
-    def foresee(self, anchor: int, model_input: Tensor, answer: Tensor) -> None:
+    def expect(self, refresh_step: int, model_input: Tensor, answer: Tensor) -> None:
         """Keep a lookahead's guided answer, to compare with the model's at the refresh step."""
-        self.anchors[0].errors.foresee(anchor, self._computed(model_input, answer, anchor))
+        self.step_caches[0].errors.expect(
+            refresh_step, self._computed(model_input, answer, refresh_step)
+        )
 
     def _computed(self, model_input: Tensor, answer: Tensor, step: int) -> Tensor:
         """Return [C, h, w] velocity of a step, with zeros outside of the computed tokens."""
@@ -314,13 +318,13 @@ class UnetRow:
         timestep = self.schedule.timesteps[step]
         return self.noise_levels.velocity(model_input, answer, timestep) * self.inactive.mask
 
-    def keep_surroundings(self, anchor: int, answer: Tensor) -> None:
+    def keep_surroundings(self, refresh_step: int, answer: Tensor) -> None:
         """Keep what a refresh step computed outside the tile: feature maps, and the guided
         `answer`; nothing without a tile.
         """
         if isinstance(self.surroundings, StepCacheSurroundings) and self.extrapolated is not None:
-            self.surroundings.passed(self.sigma_at(anchor))
-            self.extrapolated.passed(answer, self.sigma_at(anchor))
+            self.surroundings.complete_refresh(self.sigma_at(refresh_step))
+            self.extrapolated.set(answer, self.sigma_at(refresh_step))
 
     def latents_ahead(self, step: int) -> Tensor:
         """Return [C, h, w] the model's input at a later step, extrapolated by its last answer."""
@@ -329,7 +333,7 @@ class UnetRow:
         last = self._input.float(), self.answer.float(), self.schedule.timesteps[self.step - 1]
         levels, target_timestep = self.noise_levels, self.schedule.timesteps[step]
         latents = levels.mixed(levels.estimate(*last), levels.noise_in(*last), target_timestep)
-        if self.plan is None and self.inactive is not None:
+        if self.refresh_schedule is None and self.inactive is not None:
             template = self.inactive.template.latents_at(target_timestep)
             latents = torch.where(self.inactive.mask, latents, template.float())
         if (blend := self.blend) is not None:
@@ -371,7 +375,7 @@ class UnetLookahead:
     """A refresh step that an edit's next step computes ahead: all tokens at that step."""
 
     row: UnetRow
-    anchor: int
+    refresh_step: int
     request_id: str = field(init=False)
     adapters: Adapters = field(init=False)
     step: int = field(init=False)
@@ -385,8 +389,8 @@ class UnetLookahead:
         self.request_id, self.adapters, self.step = row.request_id, row.adapters, row.step
 
     @property
-    def anchors(self) -> tuple[UnetAnchors, ...]:
-        return self.row.anchors
+    def step_caches(self) -> tuple[UnetStepCache, ...]:
+        return self.row.step_caches
 
     @property
     def steps(self) -> int:
@@ -394,12 +398,12 @@ class UnetLookahead:
 
     @property
     def precomputed_timesteps(self) -> Sequence[float]:
-        return [self.row.schedule.timesteps[self.anchor]]
+        return [self.row.schedule.timesteps[self.refresh_step]]
 
     @property
     def captures(self) -> list[StackCapture]:
-        sigma = self.row.sigma_at(self.anchor)
-        return [step_cache.at(self.step, sigma, reads=True) for step_cache in self.anchors]
+        sigma = self.row.sigma_at(self.refresh_step)
+        return [step_cache.at(self.step, sigma, reads=True) for step_cache in self.step_caches]
 
     def passes(self) -> list[PassInput]:
         control = self.row.control
@@ -414,7 +418,7 @@ class UnetLookahead:
 
     def sample(self) -> Tensor:
         """Return [in_channels, h, w]."""
-        latents, condition = self.row.latents_ahead(self.anchor), self.row.condition
+        latents, condition = self.row.latents_ahead(self.refresh_step), self.row.condition
         self._latents = latents
         return latents if condition is None else torch.cat((latents, condition))
 
@@ -425,8 +429,8 @@ class UnetLookahead:
             [away] = negative_answers
             answer = away + guidance.scale * (answer.float() - away)
         assert self._latents is not None, "its sample made the answers"
-        self.row.keep_surroundings(self.anchor, answer)
-        self.row.foresee(self.anchor, self._latents, answer)
+        self.row.keep_surroundings(self.refresh_step, answer)
+        self.row.expect(self.refresh_step, self._latents, answer)
 
 
 @dataclass(slots=True)

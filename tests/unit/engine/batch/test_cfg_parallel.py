@@ -173,7 +173,7 @@ def check_anchors(model: Model, *, text: bool) -> None:
     """The step that the first rank takes alone."""
 
     def run(rank: Rank) -> tuple[list[Any], list[list[bool]]]:
-        rows = [rank.adapter.anchored_row(job, plan) for job in jobs]
+        rows = [rank.adapter.refreshing_row(job, plan) for job in jobs]
         readers = [StepCacheReader(row, rank.adapter.entry_blocks) for row in rows]
         read: list[list[bool]] = []
         for step in range(max(row.steps for row in rows)):
@@ -181,7 +181,7 @@ def check_anchors(model: Model, *, text: bool) -> None:
             anew = step in (forgets, forgets + 1)
             dealt = rank.all is not None
             entries = [
-                None if anew or step in plan.dense else reader.turn_to(step, by_rank=dealt)
+                None if anew or step in plan.dense else reader.entry_at(step, by_rank=dealt)
                 for _, reader in live
             ]
             read.append([entry is not None for entry in entries])
@@ -195,7 +195,7 @@ def check_anchors(model: Model, *, text: bool) -> None:
                 [row for row, _ in live], step_kinds, entries, None if is_match else rank.all
             )
             if dealt and not is_match and step < forgets:  # what is kept is in parts
-                assert not any(reader.turn_to(step) for _, reader in live)
+                assert not any(reader.entry_at(step) for _, reader in live)
         return [row.result().array() for row in rows], read
 
     [(expected, read)] = by_ranks(model.adapter, 1, run)

@@ -263,13 +263,13 @@ def test_step_caches_are_those_of_one_rank_that_forgets_as_often(model: Model, s
     anchors: list[bool] = []
 
     def alone(rank: Rank) -> Any:
-        row = rank.adapter.anchored_row(job, plan)
+        row = rank.adapter.refreshing_row(job, plan)
         reader = StepCacheReader(row, model.adapter.blocks)
         for step in range(14):
             if step and gangs[step] != gangs[step - 1]:
                 carried = mapped(rank.adapter.carried(row), torch.Tensor.clone)
                 rank.adapter.follow(row, carried, step)
-            entry = None if step in plan.dense else reader.turn_to(step)
+            entry = None if step in plan.dense else reader.entry_at(step)
             anchors.append(entry is None)
             rank.adapter.step([row], entry and kinds, [entry])
         return row.result().array()
@@ -280,13 +280,13 @@ def test_step_caches_are_those_of_one_rank_that_forgets_as_often(model: Model, s
     has: dict[int, bool] = {}
 
     def run(rank: Rank) -> Any:
-        row = rank.adapter.anchored_row(job, plan)
+        row = rank.adapter.refreshing_row(job, plan)
         reader = StepCacheReader(row, model.adapter.blocks)
         for step, gang in enumerate(gangs[:14]):
             entry = None
             if rank.rank in gang and step not in plan.dense:
                 share = share_of(HEADS, rank.rank - gang.start, len(gang))
-                entry = reader.turn_to(step, heads=(*share, HEADS) if len(gang) > 1 else None)
+                entry = reader.entry_at(step, heads=(*share, HEADS) if len(gang) > 1 else None)
             has[rank.rank] = entry is not None
             barrier.wait(20.0)
             reads = all(has[member] for member in gang)  # what one has to do without, all do

@@ -385,7 +385,7 @@ def test_a_reader_turns_from_anchor_to_anchor_and_lets_go_of_all(store: Store) -
     steps = [ANCHORS[0], ANCHORS[0], None, ANCHORS[1], ANCHORS[2]]
     reader = EntryReader(store, "k", steps, SOME)
     for step, anchor in enumerate(steps):
-        handle = reader.turn_to(step)
+        handle = reader.entry_at(step)
         assert (handle and handle.anchor) == anchor
         ahead = reader.look_ahead(step)
         if step < 3:
@@ -397,7 +397,7 @@ def test_a_reader_turns_from_anchor_to_anchor_and_lets_go_of_all(store: Store) -
 def test_evicting_while_a_row_reads_changes_nothing(store: Store) -> None:
     fill(store)
     reader = EntryReader(store, "k", [ANCHORS[0]], SOME)
-    handle = reader.turn_to(0)
+    handle = reader.entry_at(0)
     assert handle is not None
     store.evict("k")
     assert_reads(handle, SOME)

@@ -150,7 +150,7 @@ def test_rows_with_lookahead_are_the_same_bytes_with_a_service(model: Model, fas
     def run(service: ControlServices | None) -> list[Any]:
         rows: list[Any] = []
         for job, plan in zip(jobs, plans, strict=True):
-            rows.append(model.adapter.anchored_row(job, plan))
+            rows.append(model.adapter.refreshing_row(job, plan))
             if service is None:
                 model.adapter.control(rows[-1], job, model.nets)
             elif (opening := model.adapter.opening(rows[-1], job)) is not None:

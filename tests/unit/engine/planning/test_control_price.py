@@ -128,7 +128,7 @@ def test_an_edit_s_work_is_that_of_the_steps_in_which_its_nets_run(tiny_fill: Pa
         kinds = ("kv",) * len(net.blocks)
         between.append(net.batch_flops(adapter.counted(edit, plan), kinds, None))
         assert between[-1] < all_text  # a net leaves its text out, too
-    read = [edit_work.at(step, cached=step > 0, foresaw=step in (1, 5)) for step in range(10)]
+    read = [edit_work.at(step, cached=step > 0, looked_ahead=step in (1, 5)) for step in range(10)]
     steps = [0, 0, 0, whole[0], *[between[0]] * 6], [whole[1], *[between[1]] * 9]
     ahead = [(step in (1, 5)) * sum(whole) for step in range(10)]
     assert read == pytest.approx([sum(flops) for flops in zip(*steps, ahead, strict=True)])

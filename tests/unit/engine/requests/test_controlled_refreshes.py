@@ -54,9 +54,9 @@ def test_its_errors_place_an_edits_refresh_steps(engine: Engine, encoder: Encode
     schedule = schedule_by_errors(engine.config, engine.adapter, edit_job, final.meta)
     assert final.meta["cache"] == "own"
     assert final.meta["anchors"] == sorted(schedule.computed_at)
-    assert final.meta["dense_steps"] == len(schedule.anchors)
+    assert final.meta["dense_steps"] == len(schedule.refresh_steps)
     assert set(final.meta["refresh_errors"]) == {
-        str(step) for step in schedule.anchors - schedule.dense
+        str(step) for step in schedule.refresh_steps - schedule.dense
     }
     # As if the row had known the places from the start.
     expected = result(engine.adapter, edit_job, schedule)

@@ -340,7 +340,7 @@ def test_an_elastic_edit_with_refresh_steps_has_fewer(
     edit_job = job(encoder, 8, "late", num_inference_steps=12, cache="own")
     meta = edit(anchoring, elastic(edit_job, level.psnr, due_ms=1)).meta
     assert meta["reuse"] == {"level": level.name, "steps_skipped": 0, "psnr": level.psnr}
-    assert meta["dense_steps"] == level.anchors == len(meta["anchors"])
+    assert meta["dense_steps"] == level.refresh_steps == len(meta["anchors"])
     above = LEVELS[FILL, "own"][0].psnr + 1
     high_job = job(encoder, 8, "high", num_inference_steps=12, cache="own")
     assert edit(anchoring, elastic(high_job, above, due_ms=1)).meta["dense_steps"] == 3

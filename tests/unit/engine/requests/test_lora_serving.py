@@ -162,7 +162,7 @@ class Site:
                 self.oracle.attach(row, job, tuple(factors))
             reads = None
             if schedule is not None and row.step not in schedule.dense:
-                reads = StepCacheReader(row, self.oracle.blocks).turn_to(row.step)
+                reads = StepCacheReader(row, self.oracle.blocks).entry_at(row.step)
             self.oracle.step([row], reads and kinds, [reads])
         latents: np.ndarray = row.result().array()
         return latents

@@ -90,7 +90,7 @@ def test_meta_and_metrics_say_how_far_lookaheads_were_off(
     if cache == "own":
         schedule = RefreshSchedules(engine.config, engine.adapter).of(edit_job)
         assert schedule is not None
-        assert set(errors) == {str(step) for step in schedule.anchors - schedule.dense}
+        assert set(errors) == {str(step) for step in schedule.refresh_steps - schedule.dense}
     assert all(0 < error < 1 for error in errors.values())
     assert meta["refresh_error"] == pytest.approx(np.mean(list(errors.values())), abs=1e-5)
     [observed] = [v for name, v, _ in engine.observations.take() if name == "refresh_error"]
@@ -464,7 +464,7 @@ def test_rows_of_one_step_do_not_all_compute_their_anchors_in_it(
     ask = engine.ask(lambda: [accept(engine, e, s) for e, s in zip(jobs, sinks, strict=True)])
     ask.result(30)
     finals = [sink.final() for sink in sinks]
-    anchors = [sum(row.foresaw or not row.read for row in step) for step in steps]
+    anchors = [sum(row.looked_ahead or not row.read for row in step) for step in steps]
     assert (max(anchors), sum(anchors)) == (1, 8 * 3)
     for final, expected in zip(finals, latents, strict=True):
         assert final.meta["dense_steps"] == 3
@@ -538,7 +538,10 @@ def test_a_router_prices_an_edit_with_refresh_steps_as_its_worker_counts_it(
     assert refresh_schedule is not None
     state.set_plan(
         ExecutionPlan(
-            "cached", "own", schedule=refresh_schedule, dense_steps=len(refresh_schedule.anchors)
+            "cached",
+            "own",
+            schedule=refresh_schedule,
+            dense_steps=len(refresh_schedule.refresh_steps),
         ),
         engine.adapter,
     )
@@ -549,7 +552,7 @@ def test_a_router_prices_an_edit_with_refresh_steps_as_its_worker_counts_it(
         20,
         tokens.active,
         tokens.total,
-        refresh_steps=len(refresh_schedule.anchors),
+        refresh_steps=len(refresh_schedule.refresh_steps),
         inner_tokens=tokens.inner,
         ring_tokens=tokens.ring,
     )

@@ -80,7 +80,7 @@ def expected(engine: Engine, edit_job: EditJob, rule: RegionRule) -> tuple[Bools
     mask = np.kron(region, np.full((pixels, pixels), 255, np.uint8)).astype(np.uint8)
     masked = adapter.with_ring(replace(edit_job, edit_mask=mask, prepared=None), 0)
     schedule = RefreshSchedules(engine.config, adapter).of_region(masked, rule.after)
-    row = adapter.anchored_row(masked, schedule)
+    row = adapter.refreshing_row(masked, schedule)
     unmasked = row.image.unmasked
     outside = unmasked.ids[: len(unmasked.latents.clean)]
     adapter.follow(row, (dense.latents[row.image.masked.ids], (), dense.latents[outside]), AFTER)

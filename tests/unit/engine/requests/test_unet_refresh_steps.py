@@ -108,7 +108,7 @@ def test_what_is_booked_is_enough_and_without_room_it_is_dense(
     def watched(row: str) -> Any:
         record = executor.rows.get(row)
         if record is not None:
-            counts.append(sum(anchor.nbytes for anchor in record.row.anchors))
+            counts.append(sum(anchor.nbytes for anchor in record.row.step_caches))
         return release(row)
 
     executor.release = watched
@@ -168,6 +168,6 @@ def test_anchors_of_a_base_model_are_nearest_where_there_is_most_noise(
     plan = RefreshSchedules(config, adapter).of(base_job)
     assert plan is not None
     assert plan.second_order
-    gaps = [later - sooner for sooner, later in pairwise(sorted(plan.anchors))]
+    gaps = [later - sooner for sooner, later in pairwise(sorted(plan.refresh_steps))]
     assert gaps == sorted(gaps)
     assert gaps[-1] > 2 * gaps[0]

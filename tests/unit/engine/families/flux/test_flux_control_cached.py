@@ -219,7 +219,7 @@ def test_a_net_that_has_not_begun_is_not_asked_ahead(
     assert row.residuals.schedule.dense == {2}
     run_until(replay, row, 4)
     [step_cache] = row.residuals.residuals[0].tokens
-    assert step_cache.reaches == row.walk(0)[max(row.residuals.schedule.anchors)].timestep
+    assert step_cache.last_sigma == row.walk(0)[max(row.residuals.schedule.refresh_steps)].timestep
     assert row.residuals.residuals[0].step == 2
 
 
@@ -331,18 +331,21 @@ def test_a_template_primed_beside_a_row_with_control_has_its_own_entries(
 
 
 def anchored(replay: Replay, job: EditJob, nets: dict[str, Any], plan: RefreshSchedule) -> FlowRow:
-    row = replay.adapter.anchored_row(job, plan)
+    row = replay.adapter.refreshing_row(job, plan)
     replay.adapter.control(row, job, nets)
     return cast(FlowRow, row)
 
 
 def step_anchored(adapter: Any, rows: Sequence[FlowRow], anchors: frozenset[int]) -> None:
-    reads = [None if row.step in anchors else StepCacheReader(row, adapter.blocks).turn_to(row.step)
-             for row in rows]  # fmt: skip
+    readers = [StepCacheReader(row, adapter.blocks) for row in rows]
+    reads = [
+        None if row.step in anchors else reader.entry_at(row.step)
+        for row, reader in zip(rows, readers, strict=True)
+    ]
     adapter.step(rows, plan_of_kinds(("kv",) * adapter.blocks) if any(reads) else None, reads)
 
 
-def run_anchored(adapter: Any, rows: Sequence[FlowRow], anchors: frozenset[int]) -> None:
+def run_refreshing(adapter: Any, rows: Sequence[FlowRow], anchors: frozenset[int]) -> None:
     while rows[0].step < rows[0].steps:
         step_anchored(adapter, rows, anchors)
 
@@ -354,7 +357,7 @@ def test_with_own_anchors_at_each_step_it_is_dense(
     job = controlled_job(encoder, "e", "plain", "union")
     plan = WithoutLookahead(frozenset(range(5)), "model", text)
     row = anchored(replay, job, nets, plan)
-    run_anchored(replay.adapter, [row], plan.anchors)
+    run_refreshing(replay.adapter, [row], plan.refresh_steps)
     dense = replay.adapter.dense_row(job)
     replay.adapter.control(dense, job, nets)
     expected = result(replay, dense)
@@ -383,7 +386,7 @@ def test_nets_are_refreshed_at_their_rows_anchors(
     row = anchored(
         replay, job, {"plain": watched}, WithoutLookahead(frozenset({0, 2}), "int8", text)
     )
-    run_anchored(replay.adapter, [row], frozenset({0, 3}))  # the second one has been put off
+    run_refreshing(replay.adapter, [row], frozenset({0, 3}))  # the second one has been put off
     tokens = replay.adapter.tokens(job)
     all_tokens, between = [(True, tokens.total)], [(not text, tokens.active)]
     assert computed == [all_tokens, between, between, all_tokens, between]
@@ -411,7 +414,7 @@ def test_a_net_without_memory_for_an_anchor_computes_all_tokens_until_there_is_s
     scarce = Scarce(*(getattr(plain, field.name) for field in fields(plain)))
     job, plan = controlled_job(encoder, "e", "plain"), RefreshSchedule(frozenset({0}), "int8", True)
     row = anchored(replay, job, {"plain": scarce}, plan)
-    run_anchored(replay.adapter, [row], plan.anchors)
+    run_refreshing(replay.adapter, [row], plan.refresh_steps)
     tokens = replay.adapter.tokens(job)
     assert computed == [*[tokens.total] * 3, *[tokens.active] * 2]
 
@@ -424,8 +427,8 @@ def test_anchored_rows_with_nets_together_are_as_each_alone(
     jobs = [controlled_job(encoder, str(i), *names) for i, names in enumerate(texts)]
     alone, together = ([anchored(replay, job, nets, plan) for job in jobs] for _ in range(2))
     for row in alone:
-        run_anchored(replay.adapter, [row], plan.dense)
-    run_anchored(replay.adapter, together, plan.dense)
+        run_refreshing(replay.adapter, [row], plan.dense)
+    run_refreshing(replay.adapter, together, plan.dense)
     for row, other in zip(together, alone, strict=True):
         assert_equal(row.result().array(), other.result().array())
 
@@ -436,7 +439,7 @@ def test_a_later_control_sees_all_tokens_at_its_first_step(
     job = controlled_job(encoder, "e", "plain")
     job = replace(job, controls=(replace(job.controls[0], start=0.3),))
     row = anchored(replay, job, nets, WithoutLookahead(frozenset({0, 3}), "model", True))
-    run_anchored(replay.adapter, [row], frozenset({0, 3}))
+    run_refreshing(replay.adapter, [row], frozenset({0, 3}))
     assert isinstance(row.residuals, RowControl)
     assert row.residuals.residuals[0].step == 3
     assert np.isfinite(row.result().array()).all()

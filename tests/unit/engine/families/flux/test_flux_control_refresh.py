@@ -42,7 +42,7 @@ def encoder(tiny_inpaint: Path) -> Encoder:
 
 def result(adapter: FluxAdapter, job: EditJob, schedule: RefreshSchedule) -> Any:
     """[C, h, w] latents of what a row computes between its anchors."""
-    row: Any = adapter.anchored_row(job, schedule)
+    row: Any = adapter.refreshing_row(job, schedule)
     adapter.control(row, job, {"net": adapter.control_net(NET)})
     run(adapter, [row], [schedule])
     return computed(adapter, job, row.result().array())

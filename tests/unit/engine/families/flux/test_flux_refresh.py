@@ -139,7 +139,9 @@ def run_hits(replay: Replay, rows: Sequence[FlowRow]) -> None:
     """All steps of rows of as many steps; each leaves its text out where it may."""
     while rows[0].step < rows[0].steps:
         for row in rows:
-            row.frozen = row.keeps_text and row.step not in row.step_cache.plan.dense
+            row.leaves_out_text = (
+                row.has_cached_text and row.step not in row.step_cache.schedule.dense
+            )
         replay.step(rows, ("kv",) * replay.adapter.blocks)
 
 
@@ -207,7 +209,7 @@ def test_a_dense_first_step_lifts_what_a_template_has(
     entries = replay.entries(row)
     sigmas = [step.sigma for step in row.schedule.walk]
     while row.step < 6:
-        row.frozen = row.keeps_text and row.step not in refresh_schedule.dense
+        row.leaves_out_text = row.has_cached_text and row.step not in refresh_schedule.dense
         replay.step([row], kinds)
         row.entry = replay.next_read(row)
         row_input, *_ = pass_inputs(row)
@@ -241,7 +243,7 @@ def test_what_is_shown_of_a_row_on_its_way_has_the_source_outside_the_mask(
         plan_of_kinds(("kv",) * adapter.blocks),
     )
     while row.step < 4:
-        read: Any = None if row.step in schedule.dense else reader.turn_to(row.step)
+        read: Any = None if row.step in schedule.dense else reader.entry_at(row.step)
         adapter.step([row], kinds if read else None, [read])
     preview, source = row.estimate().array(), Posterior(
         job.moments, adapter.spec.latents, torch.float32
@@ -285,7 +287,7 @@ def test_what_is_booked_is_what_is_kept(adapter: FluxAdapter, encoder: Encoder) 
     ):
         row = row_of(adapter, job, schedule)
         run(adapter, [row], [schedule])
-        nbytes = sum(cache.nbytes for cache in row.anchors)
+        nbytes = sum(cache.nbytes for cache in row.step_caches)
         assert nbytes == step_cache_bytes(schedule, adapter, job), schedule
 
 
@@ -303,7 +305,7 @@ def test_what_is_booked_beside_a_template_is_what_is_kept(
     ):
         row = begun(replay, job, primed, schedule)
         run_hits(replay, [row])
-        nbytes = sum(cache.nbytes for cache in row.anchors)
+        nbytes = sum(cache.nbytes for cache in row.step_caches)
         assert nbytes == step_cache_bytes_with_template(schedule, adapter, job), schedule
 
 
@@ -417,7 +419,7 @@ def test_what_is_foreseen_beside_a_template_is_what_a_row_has_that_is_there(
 
     watch(monkeypatch, arrived, capture)
     replay.step([arrived], kinds)
-    row.frozen = row.keeps_text
+    row.leaves_out_text = row.has_cached_text
     replay.step([row], kinds)
     assert row.step_cache is not None
     words, active = len(row.prompt.text), len(row.latents)
@@ -443,8 +445,8 @@ def test_what_is_left_out_beside_a_template_lies_on_its_line(
         list[Any](),
     )
     while row.step < 4:
-        row.frozen = row.step not in (0, 2)
-        if row.image.ring is not None and not row.frozen:
+        row.leaves_out_text = row.step not in (0, 2)
+        if row.image.ring is not None and not row.leaves_out_text:
             latents.append(row.image.ring.latents.latents_now.clone())
         replay.step([row], ("kv",) * adapter.blocks)
         if row.step in (1, 3):
@@ -454,7 +456,7 @@ def test_what_is_left_out_beside_a_template_lies_on_its_line(
             snapshots.append(row.step_cache.source(0, row.walk_sigma()).parts[0].data.clone())
     step_cache, words = row.step_cache, len(row.prompt.text)
     assert step_cache is not None
-    row.frozen = True
+    row.leaves_out_text = True
     model_input, *_ = pass_inputs(row)
     assert not len(model_input.text)
     left_out, _ = model_input.cached

@@ -451,7 +451,7 @@ def test_cached_rows_with_and_without_control_do_not_change_one_another(
 
 
 def anchored(model: Model, job: EditJob, schedule: RefreshSchedule) -> Any:
-    row = model.adapter.anchored_row(job, schedule)
+    row = model.adapter.refreshing_row(job, schedule)
     model.adapter.control(row, job, model.nets)
     return row
 
@@ -521,12 +521,14 @@ def test_between_own_anchors_nets_compute_the_active_tokens_alone(served: Model)
         row, steps = anchored(served, jobs[number], schedule), []
         reader = StepCacheReader(row, served.adapter.entry_blocks)
         while row.step < row.steps:
-            entry: Any = None if row.step in schedule.anchors else reader.turn_to(row.step)
+            entry: Any = None if row.step in schedule.refresh_steps else reader.entry_at(row.step)
             kinds = plan_of_kinds(("kv",) * served.adapter.blocks) if entry else None
             served.adapter.step([row], kinds, [entry])
             steps.append(row.control.residuals[0].step if row.control else 0)
         if row.control:
-            last = [max(a for a in schedule.anchors if a <= step) for step in range(row.steps)]
+            last = [
+                max(a for a in schedule.refresh_steps if a <= step) for step in range(row.steps)
+            ]
             assert steps == last
         return row.result().array()
 

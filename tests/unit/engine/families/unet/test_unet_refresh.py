@@ -119,7 +119,7 @@ def test_it_is_the_pipeline_whose_others_are_foretold(
     mine = plan(0, 4, 6, second_order=bends)
     row = row_of(adapter, job, mine)
     run(adapter, [row], [mine])
-    latents, errors = row.result().array(), row.anchors[0].errors.by_step()
+    latents, errors = row.result().array(), row.step_caches[0].errors.by_step()
     assert_equal(computed(adapter.spec, job, latents), computed(adapter.spec, job, expected))
     assert set(errors) == {4, 6}
     assert errors == pytest.approx(oracle.errors, rel=1e-3)
@@ -137,9 +137,9 @@ def test_what_was_foreseen_without_an_adapter_is_forgotten_with_it(
     row = row_of(adapter, job, plan(0, 3))
     reader = StepCacheReader(row, adapter.entry_blocks)
     adapter.step([row], None, [None])
-    assert reader.turn_to(1) is not None
+    assert reader.entry_at(1) is not None
     adapter.attach(row, job, ())
-    assert reader.turn_to(1) is None
+    assert reader.entry_at(1) is None
 
 
 @pytest.mark.parametrize("format", ["int8", "int4"])
@@ -170,7 +170,7 @@ def test_what_is_counted_of_a_step_is_what_torch_counts(
     job, schedule, rows = make_job(encoder, 6, guidance_scale=guidance), plan(0), []
     once = counted(lambda: rows.append(row_of(adapter, job, schedule)))
     adapter.step(rows, None)
-    entry: Any = StepCacheReader(rows[0], adapter.entry_blocks).turn_to(1)
+    entry: Any = StepCacheReader(rows[0], adapter.entry_blocks).entry_at(1)
     kinds = ("kv",) * adapter.blocks
     flops = once + counted(lambda: adapter.step(rows, plan_of_kinds(kinds), [entry]))
     work = adapter.work(*job.moments.shape[1:])
@@ -185,6 +185,6 @@ def test_what_is_booked_is_what_is_held(
     job, schedule = make_job(encoder, 7, guidance_scale=7.5), replace(schedule, text=False)
     row = row_of(adapter, job, schedule)
     run(adapter, [row], [schedule])
-    total = sum(anchor.nbytes for anchor in row.anchors)
+    total = sum(anchor.nbytes for anchor in row.step_caches)
     booked = step_cache_bytes(schedule, adapter, job)
-    assert total < booked == total + adapter.anchored_bytes(job)
+    assert total < booked == total + adapter.refreshing_row_bytes(job)
