@@ -114,7 +114,6 @@ def test_each_decision_says_whether_it_is_in_force(page: Path) -> None:
 
 
 def test_decisions_that_code_cites_by_number_are_there() -> None:
-    """`docs/adr/README.md` lists the numbers whose decision another page holds."""
     cited = {
         number
         for folder in (*PLACES, "tests")
