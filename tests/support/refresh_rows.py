@@ -167,7 +167,7 @@ class Straight(StepCache):
         return KvSource(tuple([encode(tensor, "model") for tensor in line]), None, ())
 
     def _along(self, sigma: float) -> float:
-        return float(sigma**self.plan.power)
+        return float(sigma**self.schedule.power)
 
     def _ends(self, anchors: Iterable[float], sigma: float) -> tuple[float, float]:
         """Places of the later refresh step and of the one before it."""
@@ -207,7 +207,7 @@ class StepwiseLatents(ExtrapolatedLatents):
         sigmas = self._row.schedule.sigmas[self._row.step :]
         self._velocities.append((self._row.walk_sigma(), move / float(sigmas[1] - sigmas[0])))
 
-    def lookahead(self, velocity: Tensor) -> None:
+    def record_lookahead(self, velocity: Tensor) -> None:
         step = self._row.step_cache.schedule.next_refresh(self._row.step)
         self._velocities.append((float(self._row.schedule.sigmas[step]), velocity))
 

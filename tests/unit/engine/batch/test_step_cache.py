@@ -31,7 +31,7 @@ def anchors(**options: Any) -> StepCache:
 
 
 def take(step_cache: StepCache, step: int, sigma: float, seed: int) -> None:
-    step_cache.anchor(step, sigma, ACTIVE, TOKENS).keys_values(0, keys(seed), keys(seed + 1))
+    step_cache.begin_refresh(step, sigma, ACTIVE, TOKENS).keys_values(0, keys(seed), keys(seed + 1))
 
 
 def read(step_cache: StepCache, sigma: float) -> Any:
@@ -122,7 +122,7 @@ def test_tokens_left_out_go_on_by_the_velocity_that_anchors_foretell() -> None:
     expected, velocities = x[0] - 0.2 * x[1], [x[1]]
     for step in range(2, 9):
         if step in (2, 4, 7):
-            outside.lookahead(x[step])
+            outside.record_lookahead(x[step])
             velocities.append(x[step])
         change, weight = -0.1 * shares[step][0], shares[step][1] - 1.0
         outside.move(change, weight)
