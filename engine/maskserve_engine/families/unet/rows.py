@@ -139,7 +139,7 @@ class UnetRow:
     adapters: Adapters = ()
     inactive: UnetInactive | None = None
     refresh_schedule: RefreshSchedule | None = None
-    frozen: bool = False
+    leaves_out_text: bool = False
     """See `FlowRow`; a UNet's text has the same keys and values at each step."""
     entry: Entry | None = None
     """Entry that the next step reads; None: it computes all tokens."""
