@@ -88,7 +88,7 @@ class Adapter(Protocol):
         """
         ...
 
-    def counted(
+    def totals(
         self, job: EditJob, schedule: RefreshSchedule | None = None, *, refresh: bool = False
     ) -> Totals:
         """Return the work of one step of this edit, in a batch of equal `batch_key`.

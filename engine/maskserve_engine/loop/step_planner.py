@@ -35,7 +35,7 @@ class PlannedRow:
     """A row that reads an entry in a step, or its lookahead, as the step's plan depends on it."""
 
     totals: Totals
-    """Sums of the row's step, as its cost depends on them."""
+    """Totals of the row's step, on which its cost depends."""
     loads: tuple[LoadState, ...]
     """Loads of its entry, and of its step cache beside a template."""
     stays: int
@@ -73,7 +73,7 @@ class StepPlanner:
         Args:
             work: work of the model at the rows' size.
             rows: rows that read entries; at least one.
-            dense: sums over the rows that read none; None: there are no such rows.
+            dense: totals of the rows that read none; None: there are no such rows.
             fixed: take every block's entry whatever that costs (`reproducible`).
             ranks: ranks that share the rows' tokens; each loads its own heads.
         """

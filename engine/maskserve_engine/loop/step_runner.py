@@ -154,22 +154,22 @@ class StepRunner:
         """Plan how rows that read entries run on `devices` devices; None: no row reads any."""
         if not reads:
             return None
-        planned_rows, dense_totals, fixed = [], [row.counted for row in rows.primings], self._fixed
+        planned_rows, dense_totals, fixed = [], [row.totals for row in rows.primings], self._fixed
         ranks = devices if devices > 1 and self._share_tokens(rows.edits) else 1
         row_reads = {read.row: read for read in reads}
         for edit in rows.edits:
             read = row_reads.get(edit.request_id)
             if read is None or edit.reads is None:
-                dense_totals.append(edit.counted)
+                dense_totals.append(edit.totals)
                 continue
             row_loads, stays = loads[read.row], edit.reads.stays(edit.tally.done)
             planned_rows.append(PlannedRow(edit.work.reading(text=read.text), row_loads, stays))
             if edit.reads.looks_ahead(edit.tally.done):
                 lookahead = edit.work.lookahead
                 if lookahead.reads:
-                    planned_rows.append(PlannedRow(lookahead.counted, row_loads, stays))
+                    planned_rows.append(PlannedRow(lookahead.totals, row_loads, stays))
                 else:
-                    dense_totals.append(lookahead.counted)
+                    dense_totals.append(lookahead.totals)
             # Text and step caches have keys and values only. Whether a row reads them follows from
             # its own step, so that its picture does not depend on its batch.
             only_keys = edit.reads.reads_step_cache or not read.text
@@ -265,7 +265,7 @@ class StepRunner:
         """
         surviving = [row for row in requests if row.request_id not in result.failed]
         rows = list(zip(surviving, result.rows, strict=True))
-        totals = [row.counted_in(step) for row, step in rows]
+        totals = [row.totals_of(step) for row, step in rows]
         counted = [one for one in totals if one is not None]
         if not counted or len(counted) < len(totals):
             return None
@@ -273,7 +273,7 @@ class StepRunner:
         lookaheads = [edit.work.lookahead for edit, step in edits if step.looked_ahead]
         return self._batch_flops.of(
             work,
-            [*counted, *(lookahead.counted for lookahead in lookaheads)],
+            [*counted, *(lookahead.totals for lookahead in lookaheads)],
             [*(step.read for step in result.rows), *(lookahead.reads for lookahead in lookaheads)],
             () if planned is None else planned.plan.kinds,
         ) + sum(edit.control_flops(step) for edit, step in edits)

@@ -120,7 +120,7 @@ def _cached_step(
             assert handle is not None, "a forced request is not refused"
             handles.append(handle)
         readings = [
-            PlannedRow(adapter.counted(job), (handle.load,), stays=1)
+            PlannedRow(adapter.totals(job), (handle.load,), stays=1)
             for job, handle in zip(jobs, handles, strict=True)
         ]
         plan = planner.plan(work, readings, None, fixed=True).plan
@@ -158,7 +158,7 @@ def _refresh_steps(
         entries = [reader.entry_at(step) for reader in readers]
         readings = [
             PlannedRow(
-                adapter.counted(job, schedule), () if entry is None else (entry.load,), stays=1
+                adapter.totals(job, schedule), () if entry is None else (entry.load,), stays=1
             )
             for job, entry in zip(jobs, entries, strict=True)
         ]

@@ -86,7 +86,7 @@ class ControlWork:
         cls,
         job: EditJob,
         spec: ModelSpec,
-        counted: Totals,
+        totals: Totals,
         steps: int,
         nets: ControlNetSource,
         schedule: RefreshSchedule,
@@ -96,7 +96,7 @@ class ControlWork:
         Args:
             job: the edit.
             spec: spec of the model.
-            counted: sums of one step of the edit.
+            totals: totals of one step of the edit.
             steps: number of its steps.
             nets: source of the ControlNets' configurations.
             schedule: schedule of the nets beside a template (`Adapter.net_schedule`).
@@ -106,7 +106,7 @@ class ControlWork:
         """
         controls, size = acting(job.request.controls, steps), job.moments.shape[1:]
         works = tuple([control_work(spec, nets.config(control), *size) for control in controls])
-        flops = tuple([(_dense(work, counted), _active(work, counted)) for work in works])
+        flops = tuple([(_dense(work, totals), _active(work, totals)) for work in works])
         return cls(controls, flops, steps, schedule, works)
 
     def with_schedule(self, schedule: RefreshSchedule, between: Totals) -> ControlWork:
@@ -114,7 +114,7 @@ class ControlWork:
 
         Args:
             schedule: schedule of the refresh steps.
-            between: sums of a step between them.
+            between: totals of a step between them.
         """
         active = [_active(work, between) for work in self.works]
         flops = [
@@ -151,27 +151,27 @@ class ControlWork:
         return sum(step_flops) / self.steps
 
 
-def _dense(work: ModelWork, counted: Totals) -> float:
-    return work.batch_flops(None, (), _convolving_all(work, counted))
+def _dense(work: ModelWork, totals: Totals) -> float:
+    return work.batch_flops(None, (), _convolving_all(work, totals))
 
 
-def _active(work: ModelWork, counted: Totals) -> float:
+def _active(work: ModelWork, totals: Totals) -> float:
     kinds = ("kv",) * len(work.blocks)
-    return work.batch_flops(_convolving_all(work, counted), kinds, None)
+    return work.batch_flops(_convolving_all(work, totals), kinds, None)
 
 
-def _convolving_all(work: ModelWork, counted: Totals) -> Totals:
+def _convolving_all(work: ModelWork, totals: Totals) -> Totals:
     """Return the sums with all positions convolved: a net convolves the whole picture even if its
     base has a tile.
     """
-    convolved = tuple([float(counted.rows * tokens) for tokens in work.tokens])
-    return replace(counted, convolved=convolved)
+    convolved = tuple([float(totals.rows * tokens) for tokens in work.tokens])
+    return replace(totals, convolved=convolved)
 
 
 class LookaheadPasses(NamedTuple):
     """Passes that compute a lookahead."""
 
-    counted: Totals
+    totals: Totals
     reads: bool
     """Whether they read the row's template; otherwise they compute all tokens."""
     tokens: float
@@ -186,8 +186,8 @@ class EditWork:
     active_tokens: int
     """Computed tokens of one pass."""
     steps: int
-    counted: Totals
-    """Sums of one step."""
+    totals: Totals
+    """Totals of one step."""
     model: ModelWork
     """Work of the model at the edit's size."""
     batch_key: Hashable = None
@@ -203,11 +203,11 @@ class EditWork:
     controls: ControlWork | None = None
     """Work of its ControlNets; None: none acts, or they are not counted."""
     between: Totals | None = None
-    """Sums of a step between refresh steps; None: it has no refresh steps."""
+    """Totals of a step between refresh steps; None: it has no refresh steps."""
     still_flops: float = 0.0
     """FLOPs of its references' keys and values, made once if its template has none."""
     refresh: Totals | None = None
-    """Sums of a refresh step of a row that reads a template; None: there is none."""
+    """Totals of a refresh step of a row that reads a template; None: there is none."""
     inner_tokens: int = 0
     ring_tokens: int = 0
     """Ring tokens of one pass (`TokenCounts.ring`)."""
@@ -225,7 +225,7 @@ class EditWork:
             total_tokens=tokens.total,
             active_tokens=tokens.active,
             steps=adapter.steps(job),
-            counted=adapter.counted(job),
+            totals=adapter.totals(job),
             model=model,
             batch_key=adapter.batch_key(job),
             passes=1 if job.negative is None else 2,
@@ -236,12 +236,12 @@ class EditWork:
 
     def with_loras(self, loras: Sequence[ModelWork]) -> EditWork:
         """Return the work of the edit with LoRAs that add this work each."""
-        counted, model = self.counted.with_loras(loras), self.model
+        totals, model = self.totals.with_loras(loras), self.model
         return replace(
             self,
-            counted=counted,
-            dense_flops=model.batch_flops(None, (), counted) + self.still_flops / self.steps,
-            cached_flops=model.batch_flops(counted, ("kv",) * len(model.blocks), None),
+            totals=totals,
+            dense_flops=model.batch_flops(None, (), totals) + self.still_flops / self.steps,
+            cached_flops=model.batch_flops(totals, ("kv",) * len(model.blocks), None),
         )
 
     def with_schedule(
@@ -256,17 +256,17 @@ class EditWork:
 
         Args:
             schedule: schedule of its refresh steps.
-            between: sums of a step between them, without LoRAs.
-            refresh: sums of a refresh step, without LoRAs, in a row that reads a template.
+            between: totals of a step between them, without LoRAs.
+            refresh: totals of a refresh step, without LoRAs, in a row that reads a template.
             done: steps taken, less than all.
         """
         plain, model = self.without_schedule(), self.model
         kinds, (share, alone) = ("kv",) * len(model.blocks), schedule.shares(self.steps, done)
-        between = replace(between, added=self.counted.added)
+        between = replace(between, added=self.totals.added)
         cached_share = 1.0 - alone
         at_anchors, tokens = self.dense_flops, between.active[0]
         if refresh is not None:
-            refresh = replace(refresh, added=self.counted.added)
+            refresh = replace(refresh, added=self.totals.added)
             at_anchors = model.batch_flops(refresh, kinds, None)
             tokens = share * refresh.active[0] + cached_share * tokens
         mean = share * at_anchors + cached_share * model.batch_flops(between, kinds, None)
@@ -303,14 +303,14 @@ class EditWork:
     def lookahead(self) -> LookaheadPasses:
         """The lookahead pass beside a step's own tokens."""
         if self.refresh is None:
-            return LookaheadPasses(self.counted, False, self.total_tokens)
+            return LookaheadPasses(self.totals, False, self.total_tokens)
         return LookaheadPasses(self.refresh, True, self.refresh.active[0] / self.passes)
 
     def reading(self, *, text: bool) -> Totals:
-        """Return the sums of a step that reads cached tokens and computes its text, or leaves it
+        """Return the totals of a step that reads cached tokens and computes its text, or leaves it
         out.
         """
-        return (self.refresh if text else self.between) or self.counted
+        return (self.refresh if text else self.between) or self.totals
 
     @property
     def mask_ratio(self) -> float:

@@ -82,8 +82,8 @@ class Primings:
             self.cache.end(key, job.request.template_id, complete=False)
             self._adapters.let_go(row)
             return
-        counted = self._adapter.counted(job).with_loras(self._adapters.works_of_entries(job))
-        self.active[row] = Priming(job, key, anchors, ticket, counted)
+        totals = self._adapter.totals(job).with_loras(self._adapters.works_of_entries(job))
+        self.active[row] = Priming(job, key, anchors, ticket, totals)
 
     def anchors_left(self, key: str) -> int | None:
         """Return the number of a template's anchors not computed yet; None: it is primed in idle

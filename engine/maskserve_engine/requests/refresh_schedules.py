@@ -169,7 +169,7 @@ def _controlled(
 
 def step_cache_bytes(schedule: RefreshSchedule, adapter: Adapter, job: EditJob) -> int:
     """Return the most bytes of an edit's step cache."""
-    work, counted = work_of(adapter, job), adapter.counted(job, schedule)
+    work, totals = work_of(adapter, job), adapter.totals(job, schedule)
     texts = [per_text for per_text in (job.conditioning, job.negative) if per_text is not None]
     picture_tokens = adapter.spec.encoder_picture_tokens(
         *job.moments.shape[1:]
@@ -177,7 +177,7 @@ def step_cache_bytes(schedule: RefreshSchedule, adapter: Adapter, job: EditJob) 
     per_text = [
         tuple(
             n - active / len(texts) + (len(text["prompt_embeds"]) - picture_tokens) * schedule.text
-            for n, active in zip(work.tokens, counted.active, strict=True)
+            for n, active in zip(work.tokens, totals.active, strict=True)
         )
         for text in texts
     ]

@@ -306,8 +306,10 @@ class RequestState:
         loras, work = LoraUse(request.used_loras), EditWork.of(job, adapter)
         if nets is not None and request.controls:
             schedule = adapter.net_schedule(job, request.controls)
-            counted = ControlWork.of(job, adapter.spec, work.counted, work.steps, nets, schedule)
-            work = replace(work, controls=counted)
+            control_work = ControlWork.of(
+                job, adapter.spec, work.totals, work.steps, nets, schedule
+            )
+            work = replace(work, controls=control_work)
         acting_controls = acting(request.controls, work.steps)
         controls = ControlUse(acting_controls, requested=request.controls)
         after_s = request.after_token_s * work.total_tokens
@@ -324,16 +326,16 @@ class RequestState:
         )
 
     @property
-    def counted(self) -> Totals:
-        return self.work.counted
+    def totals(self) -> Totals:
+        return self.work.totals
 
-    def counted_in(self, step: RowStep) -> Totals | None:
-        """Return the sums of the step just taken. None: it did less than is counted (it skipped
+    def totals_of(self, step: RowStep) -> Totals | None:
+        """Return the totals of the step just taken. None: it did less than is counted (it skipped
         blocks), or more (it computed its references).
         """
         if step.computed_references or step.skipped > self.tally.skipped:
             return None
-        return self.work.reading(text=step.text) if step.read else self.work.counted
+        return self.work.reading(text=step.text) if step.read else self.work.totals
 
     def control_flops(self, step: RowStep) -> float:
         """Return the FLOPs of its ControlNets in the step just taken."""
@@ -460,10 +462,10 @@ class RequestState:
         plain, schedule = self.work.without_schedule(), plan.schedule or plan.schedule_with_template
         if schedule is None or not schedule.refresh_steps:
             return plain
-        between = adapter.counted(self.job, schedule)
+        between = adapter.totals(self.job, schedule)
         refresh = None
         if plan.schedule is None:
-            refresh = adapter.counted(self.job, schedule, refresh=True)
+            refresh = adapter.totals(self.job, schedule, refresh=True)
         return plain.with_schedule(schedule, between, refresh, done)
 
     def step_flops(self, plan: ExecutionPlan, adapter: Adapter, done: int = 0) -> float:
@@ -519,8 +521,8 @@ class Priming:
     anchors: tuple[Anchor, ...]
     """Anchor of each step."""
     ticket: Ticket
-    counted: Totals
-    """Sums of one step."""
+    totals: Totals
+    """Totals of one step."""
     running: bool = False
     done: int = 0
     """Steps taken."""
@@ -540,10 +542,10 @@ class Priming:
         whole_s = self.seconds / self.done * len(self.anchors)
         return Note(self.template_id, len(self.anchors), whole_s)
 
-    def counted_in(self, step: RowStep) -> Totals | None:
-        """Return the sums of the step just taken; None: it computed its references."""
+    def totals_of(self, step: RowStep) -> Totals | None:
+        """Return the totals of the step just taken; None: it computed its references."""
         is_still = self.anchors[step.done - 1] == STILL
-        return None if is_still or step.computed_references else self.counted
+        return None if is_still or step.computed_references else self.totals
 
     @property
     def step_tokens(self) -> int:

@@ -462,7 +462,7 @@ class FlowAdapter(Stepping[Row, W], FlowRowMaker, OpenedRows, Generic[W]):
         work = family_work(self.family, self.spec, height, width, recorded=recorded, kind=kind)
         return work.with_references(further, exact=self.spec.semantics.exact) if further else work
 
-    def counted(
+    def totals(
         self, job: EditJob, schedule: RefreshSchedule | None = None, *, refresh: bool = False
     ) -> Totals:
         text, tokens = schedule is None or refresh or not schedule.text, self.tokens(job)

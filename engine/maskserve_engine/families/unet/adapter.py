@@ -148,7 +148,7 @@ class UnetAdapter(Stepping[Row, UnetWeights], UnetControls):
         side = self.spec.dense_sides and active.cover_a_side
         return TokenCounts(len(active.levels[0]), height * width, cover_a_side=side)
 
-    def counted(
+    def totals(
         self, job: EditJob, schedule: RefreshSchedule | None = None, *, refresh: bool = False
     ) -> Totals:
         _, height, width = job.moments.shape

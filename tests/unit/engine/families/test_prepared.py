@@ -114,7 +114,7 @@ def test_a_prepared_jobs_mask_is_not_looked_at_again(
     adapter, _, plain = family
     ready = replace(prepared(adapter, plain), edit_mask=np.zeros((0, 0), np.uint8))
     assert adapter.tokens(ready) == adapter.tokens(plain)
-    counted, expected = adapter.counted(ready), adapter.counted(plain)
+    counted, expected = adapter.totals(ready), adapter.totals(plain)
     assert (counted.active, counted.convolved) == (expected.active, expected.convolved)
 
 
@@ -124,7 +124,7 @@ def test_a_registered_template_has_no_mask(family: tuple[Adapter, Encoder, EditJ
     plain = replace(edit, edit_mask=np.zeros_like(edit.edit_mask))
     ready, prompt = prepared(adapter, plain), encoder.encode_prompt("")
     assert adapter.tokens(ready).active == 0
-    assert adapter.counted(ready) is not None
+    assert adapter.totals(ready) is not None
     kinds = (frozenset({"kv"}),) * adapter.blocks
     anchors = adapter.anchors(adapter.tokens(plain).total, 4, 1)
     adapter.step([adapter.priming_row(ready, anchors, prompt, 7, kinds, "model")], None)

@@ -99,7 +99,7 @@ def test_an_edit_s_work_is_that_of_the_steps_in_which_its_nets_run(tiny_fill: Pa
         def config(self, control: ResolvedControl) -> dict[str, Any]:
             return dict(nets[control.version].config)
 
-    counted = adapter.counted(edit)
+    counted = adapter.totals(edit)
     schedule = RefreshSchedule(frozenset({0, 4, 8}), "int8", text=True)
     work = ControlWork.of(edit, adapter.spec, counted, 10, Nets(), schedule)  # type: ignore[arg-type]
     whole, part = [], []
@@ -122,11 +122,11 @@ def test_an_edit_s_work_is_that_of_the_steps_in_which_its_nets_run(tiny_fill: Pa
     # With refresh steps {0, 5, 8}: step 1 looks ahead to 5, before the first net begins to
     # act, and 8 at step 5.
     plan = RefreshSchedule(frozenset({0, 5, 8}), "int8", text=True)
-    edit_work, between = work.with_schedule(plan, adapter.counted(edit, plan)), []
+    edit_work, between = work.with_schedule(plan, adapter.totals(edit, plan)), []
     for name, all_text in zip(nets, part, strict=True):
         net = control_work(adapter.spec, nets[name].config, *edit.moments.shape[1:])
         kinds = ("kv",) * len(net.blocks)
-        between.append(net.batch_flops(adapter.counted(edit, plan), kinds, None))
+        between.append(net.batch_flops(adapter.totals(edit, plan), kinds, None))
         assert between[-1] < all_text  # a net leaves its text out, too
     read = [edit_work.at(step, cached=step > 0, looked_ahead=step in (1, 5)) for step in range(10)]
     steps = [0, 0, 0, whole[0], *[between[0]] * 6], [whole[1], *[between[1]] * 9]

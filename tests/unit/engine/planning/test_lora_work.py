@@ -142,7 +142,7 @@ def test_a_cached_step_adds_what_torch_counts(
         kinds = (kind,) * adapter.blocks
         return counted(lambda: replay.step(rows, kinds))
 
-    base, totals = adapter.work(*job.moments.shape[1:]), Totals.sum_of([adapter.counted(job)] * 2)
+    base, totals = adapter.work(*job.moments.shape[1:]), Totals.sum_of([adapter.totals(job)] * 2)
     layers = {name: factor.numbers for name, factor in factors.items()}
     lora = base.lora_work(layers)
     expected = base.batch_flops(totals.with_loras([lora]), (kind,) * adapter.blocks, None)

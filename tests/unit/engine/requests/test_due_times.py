@@ -368,7 +368,7 @@ def test_a_hit_steps_down_to_nothing_that_is_more_work_than_it_is(
     edit(anchoring, one)
     schedule = RefreshSchedules(anchoring.config, anchoring.adapter).beside_template(one, 0)[0]
     assert schedule is not None
-    counted = [anchoring.adapter.counted(one, schedule, refresh=flag) for flag in (False, True)]
+    counted = [anchoring.adapter.totals(one, schedule, refresh=flag) for flag in (False, True)]
     plain = EditWork.of(one, anchoring.adapter)
     times = plain.cached_flops / plain.with_schedule(schedule, counted[0], counted[1]).cached_flops
     levels = LEVELS[FILL, "cached"]

@@ -139,7 +139,7 @@ def controlled(engine: Engine, edit: RequestState, rng: np.random.Generator) -> 
     edit.job = replace(edit.job, request=request, controls=(ControlInput("net", pixels),))
     facts, steps, nets = engine.adapter.spec, edit.work.steps, Nets(engine.adapter.spec)
     schedule = engine.adapter.net_schedule(edit.job, (control,))
-    work = ControlWork.of(edit.job, facts, edit.work.counted, steps, nets, schedule)  # type: ignore[arg-type]
+    work = ControlWork.of(edit.job, facts, edit.work.totals, steps, nets, schedule)  # type: ignore[arg-type]
     edit.work = replace(edit.work, controls=work)
 
 

@@ -309,12 +309,12 @@ def test_what_a_lora_computes_is_counted_from_when_its_row_has_it(
     eventually("it is parked", lambda: site.waits("fast"))
     edit = site.engine.manager.edits["fast"]
     bare, adapter = edit.work, site.engine.adapter
-    assert (bare.counted.added, edit.status().adapter_bytes) == (None, 0)
+    assert (bare.totals.added, edit.status().adapter_bytes) == (None, 0)
     site.loader.let_come("a")
     sink.final()
     base = adapter.work(*edit.job.moments.shape[1:])
     layers = {path: factor.numbers for path, factor in site.loader.factors("a").items()}
-    added = base.lora_work(layers).batch_flops(None, (), bare.counted)
+    added = base.lora_work(layers).batch_flops(None, (), bare.totals)
     assert edit.work.dense_flops == pytest.approx(bare.dense_flops + added)
     assert edit.work.cached_flops > bare.cached_flops
     assert edit.work.step_flops("dense") == edit.work.dense_flops  # what its ticket says

@@ -512,7 +512,7 @@ def test_a_router_prices_what_a_hit_leaves_out_as_its_worker_counts_it(
     assert schedule is not None
     tokens = adapter.tokens(edit_job)
     between, at_anchors = (
-        adapter.counted(edit_job, schedule, refresh=flag) for flag in (False, True)
+        adapter.totals(edit_job, schedule, refresh=flag) for flag in (False, True)
     )
     counted = EditWork.of(edit_job, adapter).with_schedule(schedule, between, at_anchors)
     pricing = priced_by_flops(engine, edit_job, 20)

@@ -213,7 +213,7 @@ def test_what_is_counted_of_an_edit_is_what_torch_counts(
     """Both passes of guided steps, and the text that the tokenizer makes of any prompt."""
     job = make_job(encoder, 60, guidance_scale=guidance)
     job = replace(job, edit_mask=np.full_like(job.edit_mask, 255))
-    totals = adapter.counted(job)
+    totals = adapter.totals(job)
     assert (totals.rows, totals.text) == (passes, passes * TEXT_LENGTH)
     _, height, width = job.moments.shape
     priced = adapter.work(height, width).batch_flops(None, (), totals)

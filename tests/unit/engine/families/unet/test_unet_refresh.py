@@ -174,7 +174,7 @@ def test_what_is_counted_of_a_step_is_what_torch_counts(
     kinds = ("kv",) * adapter.blocks
     flops = once + counted(lambda: adapter.step(rows, plan_of_kinds(kinds), [entry]))
     work = adapter.work(*job.moments.shape[1:])
-    assert flops == work.batch_flops(adapter.counted(job, schedule), kinds, None)
+    assert flops == work.batch_flops(adapter.totals(job, schedule), kinds, None)
 
 
 @pytest.mark.parametrize("schedule", [plan(0, 2), plan(0, 3, 5, second_order=True)])

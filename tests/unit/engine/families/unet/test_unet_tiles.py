@@ -264,7 +264,7 @@ def test_what_is_counted_of_a_step_is_what_torch_counts(
     tiles, job = adapter_of(configured(folder, 1)), make_job(encoder, 36, guidance_scale=guidance)
     primed = Primed(tiles, encoder, job, "kv")
     _, height, width = job.moments.shape
-    priced = tiles.work(height, width).batch_flops(tiles.counted(job), ("kv",) * tiles.blocks, None)
+    priced = tiles.work(height, width).batch_flops(tiles.totals(job), ("kv",) * tiles.blocks, None)
     assert priced == counted(lambda: tiles.step([row_of(tiles, job, primed)], plan(tiles)))
 
 
