@@ -24,7 +24,7 @@ OPEN, DRAINING, STOPPED = "open", "draining", "stopped"
 _BYTES = 8
 
 
-class Gate:
+class AdmissionState:
     """The state, seen by anybody."""
 
     def __init__(self, runtime_dir: str | os.PathLike[str]) -> None:

@@ -107,7 +107,7 @@ class Calls:
 
 
 @dataclass(frozen=True, slots=True)
-class Bounded:
+class LimitedRequest:
     """A client's request with its limits, as a front takes it."""
 
     settings: EditSettings
@@ -118,7 +118,7 @@ class Bounded:
     """Milliseconds after which the client wants the answer."""
 
 
-def bounded(settings: EditSettings, request: Any, *, streaming: bool) -> Bounded:
+def limited_request(settings: EditSettings, request: Any, *, streaming: bool) -> LimitedRequest:
     """Return a client's settings as a front uses them: with an id, the nearer of both time limits,
     and without events that the client would not see.
 
@@ -139,4 +139,4 @@ def bounded(settings: EditSettings, request: Any, *, streaming: bool) -> Bounded
         preview_every=settings.preview_every if streaming else 0,
     )
     limits_ms = [ms for ms in (settings.deadline_ms, limit_ms) if ms is not None]
-    return Bounded(front_settings, limit_name, min(limits_ms, default=None))
+    return LimitedRequest(front_settings, limit_name, min(limits_ms, default=None))

@@ -42,7 +42,7 @@ from maskserve_common.status import StatusReader
 from maskserve_engine.families.specs import load_spec
 from maskserve_engine.spec.control_nets import ControlNets
 from maskserve_lora.operations import AdapterOperations
-from maskserve_triton.admission import OPEN, Gate
+from maskserve_triton.admission import OPEN, AdmissionState
 from maskserve_triton.answer import Answer, answer_all
 from maskserve_triton.cancels import cancel_edit
 from maskserve_triton.fair_threads import FairThreads
@@ -76,7 +76,7 @@ class WorkerControl:
         self._api = api
         self._config = config
         self._status = StatusReader(f"{config.runtime_dir}/status")
-        self._admission = Gate(config.runtime_dir)
+        self._admission = AdmissionState(config.runtime_dir)
         self._stages = StageOutages(config)
         self._values = Values(config.values)
         self._templates = templates_of(config, self._values)

@@ -25,7 +25,7 @@ from typing import Any
 
 from maskserve_common.config import Config
 from maskserve_common.contracts.edit_kinds import check_references, edit_kind
-from maskserve_common.contracts.meta import as_told, with_result, with_slack
+from maskserve_common.contracts.meta import meta_for_client, with_result, with_slack
 from maskserve_common.contracts.parameters import parameters
 from maskserve_common.contracts.settings import parse_settings
 from maskserve_common.contracts.tensors import PICTURES
@@ -40,10 +40,10 @@ from maskserve_engine.spec.model_spec import ModelSpec
 from maskserve_lora.store import AdapterStore
 from maskserve_triton.accept import accept_edit
 from maskserve_triton.acks import AckSender
-from maskserve_triton.admission import OPEN, Gate, InFlight
+from maskserve_triton.admission import OPEN, AdmissionState, InFlight
 from maskserve_triton.after_steps import AfterSteps
 from maskserve_triton.answer import Answer
-from maskserve_triton.call import Call, Calls, bounded
+from maskserve_triton.call import Call, Calls, limited_request
 from maskserve_triton.cancels import Withdrawals
 from maskserve_triton.metrics import FrontMetrics, MetricsThread
 from maskserve_triton.pipeline import Event, encode_edit, run_edit
@@ -83,7 +83,7 @@ class EditFront:
         self._spec = spec
         self._name = name
         self._streaming = streaming
-        self._admission = Gate(config.runtime_dir)
+        self._admission = AdmissionState(config.runtime_dir)
         self._in_flight = InFlight(config.runtime_dir, name)
         self._stages = StageOutages(config)
         self._tracer = tracer or make_tracer(config, name)
@@ -110,7 +110,7 @@ class EditFront:
             self._in_flight.enter()
             span = self._tracer.open("pipeline", request)
             request_log = RequestLog(self._name, self._observations, self._in_flight.leave, span)
-            answer = Answer(self._api, request.get_response_sender(), request_log.answered)
+            answer = Answer(self._api, request.get_response_sender(), request_log.record_end)
             try:
                 self._accept(request, answer, request_log)
             except Exception as error:
@@ -132,17 +132,17 @@ class EditFront:
             declared.name: read_elements(self._api, request, declared) for declared in PICTURES
         }
         prompt, settings = [read_bytes(self._api, request, name) for name in ("PROMPT", "SETTINGS")]
-        bounded_request = bounded(parse_settings(settings), request, streaming=self._streaming)
-        request_log.request_id = bounded_request.settings.request_id or ""
-        request_log.due = bounded_request.due_ms is not None or self._config.slo.enabled
+        limited = limited_request(parse_settings(settings), request, streaming=self._streaming)
+        request_log.request_id = limited.settings.request_id or ""
+        request_log.due = limited.due_ms is not None or self._config.slo.enabled
         catalogue = self._adapters.catalogue
         images = pictures["IMAGE"] = pictures["IMAGE"] or [b""]
         mask = any(pictures["MASK"])
-        check_references(images, bounded_request.settings, self._spec.most_pictures)
+        check_references(images, limited.settings, self._spec.most_pictures)
         image = bool(images[0])
-        request_log.kind = kind = edit_kind(bounded_request.settings, image=image, mask=mask)
+        request_log.kind = kind = edit_kind(limited.settings, image=image, mask=mask)
         edit = accept_edit(
-            bounded_request.settings,
+            limited.settings,
             prompt,
             self._spec,
             self._config,
@@ -152,7 +152,7 @@ class EditFront:
             self._ip_adapters,
         )
         after_token_s = self._after_steps.per_token_s
-        edit = replace(edit, due_ms=bounded_request.due_ms, after_token_s=after_token_s)
+        edit = replace(edit, due_ms=limited.due_ms, after_token_s=after_token_s)
         if self._admission.state() != OPEN:
             raise Overloaded("the worker is draining and takes no new edits")
         if self._stages.names():
@@ -165,7 +165,7 @@ class EditFront:
             self._adapters.begin(lora.name, lora.version)
         run, encoding = (str(parameters(request).get(name, "")) for name in (RUN, ENCODING))
         request_log.encodes = encoding == MAKE
-        limit_name, parent = bounded_request.limit_name, request_log.span.traceparent
+        limit_name, parent = limited.limit_name, request_log.span.traceparent
         call = Call(edit, pictures, answer, limit_name, parent, run, encoding)
         self._calls.add(call)
         self._watcher.wake()
@@ -211,15 +211,15 @@ class EditFront:
         settings, template_id = call.edit.settings, None
         if settings.keep_result:  # before the check, which also takes time
             template_id = self._results.keep(event.image, call.request_id)
-        meta = self._judged(call, request_log, event)
+        meta = self._with_slack(call, request_log, event)
         if settings.keep_result:
             meta = with_result(meta, template_id)
-        meta = as_told(meta, event.values, insists=settings.insists)
+        meta = meta_for_client(meta, event.values, insists=settings.insists)
         answered = call.answer.finish({"IMAGE": event.image, "META": meta})
         if template_id is not None and answered and settings.cache != "off":
             self._results.prime(template_id, call.request_id)
 
-    def _judged(self, call: Call, request_log: RequestLog, event: Event) -> bytes:
+    def _with_slack(self, call: Call, request_log: RequestLog, event: Event) -> bytes:
         """Add the outcome of the due time, if there is one, to META of the final event."""
         taken_s = time.monotonic() - call.accepted
         self._after_steps.learn(event.values, taken_s)

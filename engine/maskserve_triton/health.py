@@ -10,7 +10,7 @@ from maskserve_common.config import Config
 from maskserve_common.errors import EngineFailed, MaskserveError, Overloaded
 from maskserve_common.liveness import Processes, Silence, mean_step_s, silence_limit_s
 from maskserve_common.status import StatusReader
-from maskserve_triton.admission import STOPPED, Gate
+from maskserve_triton.admission import STOPPED, AdmissionState
 
 _PROCESSES_EVERY_S = 0.5
 
@@ -22,7 +22,7 @@ class Health:
         self._config = config
         self._clock = clock
         self._reader = StatusReader(f"{config.runtime_dir}/status")
-        self._admission = Gate(config.runtime_dir)
+        self._admission = AdmissionState(config.runtime_dir)
         self._silence = Silence(clock)
         self._processes = Processes(config.runtime_dir)
         self._next_processes = 0.0

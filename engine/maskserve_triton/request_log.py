@@ -58,7 +58,7 @@ class RequestLog:
         self.slack_s = 0.0
         """Seconds from the answer to the due time; negative: the answer was late."""
 
-    def answered(self, error: MaskserveError | None, outputs: dict[str, Any]) -> None:
+    def record_end(self, error: MaskserveError | None, outputs: dict[str, Any]) -> None:
         """Record the final answer, which has been sent: an error, or else `outputs`."""
         self._leave()
         taken_s = time.monotonic() - self._accepted

@@ -22,7 +22,7 @@ from maskserve_serving.spec import Spec, with_services
 from maskserve_serving.supervisor_log import SupervisorLog
 from maskserve_serving.tracing import forwarded_headers, trace_arguments, untrace
 from maskserve_serving.triton_log import loaded_models
-from maskserve_triton.admission import Gate
+from maskserve_triton.admission import AdmissionState
 
 # Triton still writes an answer to its socket after the last one has left a front.
 _LAST_ANSWER_S = 0.3
@@ -55,8 +55,8 @@ class WorkerProcess(Process):
         return f"http://{reachable(self.spec.options.host)}:{self.spec.ports.metrics}/metrics"
 
     @property
-    def admission(self) -> Gate:
-        return Gate(self.spec.files.runtime)
+    def admission(self) -> AdmissionState:
+        return AdmissionState(self.spec.files.runtime)
 
     # Start.
 

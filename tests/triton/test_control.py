@@ -24,7 +24,7 @@ from maskserve_common.files.stages import StageOutages
 from maskserve_common.imaging import images
 from maskserve_common.imaging.images import encode_image
 from maskserve_common.niceness import Niceness
-from maskserve_triton.admission import Gate
+from maskserve_triton.admission import AdmissionState
 from maskserve_triton.cancels import CancelListener, cancel_edit
 from maskserve_triton.control import WorkerControl
 from maskserve_triton.templates import StoredTemplates
@@ -70,7 +70,7 @@ def test_a_page_drains_nothing(
     control.execute([request])
     error = request.sender.wait().error()
     assert "Origin: is set, so a web page sends the request" in error.message()
-    assert Gate(config.runtime_dir).state() == "open"
+    assert AdmissionState(config.runtime_dir).state() == "open"
 
 
 def test_an_operation_given_up_is_not_done_later(
@@ -147,7 +147,7 @@ def test_status_needs_no_engine(
     assert status["alive"]
     assert status["in_flight"] == 0
     assert api.calls == []
-    Gate(config.runtime_dir).drain()
+    AdmissionState(config.runtime_dir).drain()
     drained = ask(api, control, {"op": "status"})
     assert drained["state"] == "draining"
     assert [node["state"] for node in drained["nodes"]] == ["draining", "loading"]
@@ -203,7 +203,7 @@ def test_drain_closes_the_admission(
     api: FakeTriton, config: Config, control: WorkerControl
 ) -> None:
     assert ask(api, control, {"op": "drain"}) == {"draining": True, "in_flight": 0}
-    assert Gate(config.runtime_dir).state() == "draining"
+    assert AdmissionState(config.runtime_dir).state() == "draining"
 
 
 def test_register_list_evict(api: FakeTriton, control: WorkerControl) -> None:

@@ -29,7 +29,7 @@ from maskserve_common.imaging.images import to_base64
 from maskserve_engine.spec.model_spec import ModelSpec
 from maskserve_triton import call as calls_module
 from maskserve_triton.acks import AckReceiver
-from maskserve_triton.admission import Gate
+from maskserve_triton.admission import AdmissionState
 from maskserve_triton.answer import Answer
 from maskserve_triton.call import Calls
 from maskserve_triton.cancels import Withdrawals, cancel_edit
@@ -75,7 +75,7 @@ def error_of(request: Request) -> tuple[str, int]:
 
 def becomes_idle(config: Config) -> bool:
     """Whether the count returns to zero: it does so just after the final answer is sent."""
-    admission = Gate(config.runtime_dir)
+    admission = AdmissionState(config.runtime_dir)
     end = time.monotonic() + 2
     while admission.in_flight() and time.monotonic() < end:
         time.sleep(0.001)
@@ -684,7 +684,7 @@ def test_no_edit_is_taken_while_the_stage_service_is_away(
 def test_draining_refuses_new_edits_and_finishes_old_ones(
     api: FakeTriton, config: Config, front: EditFront
 ) -> None:
-    go, admission = threading.Event(), Gate(config.runtime_dir)
+    go, admission = threading.Event(), AdmissionState(config.runtime_dir)
 
     def slow(call: Call) -> Iterator[InferenceResponse]:
         assert go.wait(60)
@@ -711,7 +711,7 @@ def test_past_the_grace_the_rest_is_refused(
     api.models["edit_pipeline"] = stuck
     request = edit(api)
     front.execute([request])
-    Gate(config.runtime_dir).stop()
+    AdmissionState(config.runtime_dir).stop()
     assert error_of(request)[0].startswith("[OVERLOADED] the worker is stopping")
     assert becomes_idle(config)
 
@@ -842,7 +842,7 @@ def test_a_probe_is_answered_beside_stuck_edits_and_is_none(
     request, probe_request = edit(api), probe(api)
     front.execute([request, probe_request])
     assert not probe_request.sender.wait().has_error()
-    assert Gate(config.runtime_dir).in_flight() == 1
+    assert AdmissionState(config.runtime_dir).in_flight() == 1
     assert len(api.calls_of("edit_pipeline")) <= 1
     stuck.release.set()
     request.sender.wait()
@@ -976,7 +976,7 @@ def test_a_refusal_is_a_miss_and_a_mistake_is_not(
     refused = edit(api, {"deadline_ms": 60_000, "seed": -1})
     front.execute([refused])
     error_of(refused)
-    Gate(config.runtime_dir).drain()
+    AdmissionState(config.runtime_dir).drain()
     drained = edit(api, {"deadline_ms": 60_000})
     front.execute([drained])
     error_of(drained)

@@ -61,7 +61,7 @@ def test_an_encoding_counts_as_no_edit(
 ) -> None:
     request_log.encodes = True
     with caplog.at_level(logging.INFO):
-        request_log.answered(None, {"META": json.dumps(META).encode()})
+        request_log.record_end(None, {"META": json.dumps(META).encode()})
     assert len(left) == 1
     assert not list(request_log._observations.take())
     assert not edit_lines(caplog)
@@ -72,7 +72,7 @@ def test_a_done_edit_says_what_was_done(
     request_log: RequestLog, left: list[None], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    request_log.answered(None, {"IMAGE": b"picture", "META": json.dumps(META).encode()})
+    request_log.record_end(None, {"IMAGE": b"picture", "META": json.dumps(META).encode()})
     [record] = edit_lines(caplog)
     assert (record.levelname, record.request_id) == ("INFO", "mine")
     fields = record.fields
@@ -113,7 +113,7 @@ def test_errors_have_their_outcome_and_level(
     outcome: str,
 ) -> None:
     caplog.set_level(logging.INFO)
-    request_log.answered(error, {})
+    request_log.record_end(error, {})
     [record] = edit_lines(caplog)
     assert record.levelname == level
     assert record.fields["error"] == error.message
@@ -130,7 +130,9 @@ class Traced(OpenSpan):
 
 def test_a_traced_edit_names_its_trace(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    RequestLog("edit", Observations(), lambda: None, Traced()).answered(Cancelled("withdrawn"), {})
+    RequestLog("edit", Observations(), lambda: None, Traced()).record_end(
+        Cancelled("withdrawn"), {}
+    )
     [record] = edit_lines(caplog)
     assert record.fields["trace_id"] == "a" * 32
 
@@ -139,7 +141,7 @@ def test_below_its_level_only_the_count_is_kept(
     request_log: RequestLog, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
-    request_log.answered(None, {"META": b"never read"})
+    request_log.record_end(None, {"META": b"never read"})
     assert edit_lines(caplog) == []
     assert len(list(request_log._observations.take())) == 3
 

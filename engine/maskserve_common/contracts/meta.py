@@ -128,7 +128,7 @@ def with_result(meta: bytes, template_id: str | None) -> bytes:
     return b'%b,"result_template_id":%b}' % (meta[:-1], named)
 
 
-def as_told(meta: bytes, values: Mapping[str, Any], *, insists: bool) -> bytes:
+def meta_for_client(meta: bytes, values: Mapping[str, Any], *, insists: bool) -> bytes:
     """Return META of a final event as its client gets it. Data that is cached because of another
     key's edits is reported as if this edit had made it; times stay as measured.
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec import structs
 
-from maskserve_common.contracts.meta import as_told
+from maskserve_common.contracts.meta import meta_for_client
 from maskserve_common.contracts.request import Reference
 from maskserve_triton.key_history import KeyHistory
 from tests.fakes.scripted_engine import EDIT
@@ -23,7 +23,9 @@ HIT = {
 
 def meta_of(new: list[str], *, insists: bool = False) -> dict[str, Any]:
     values = {**HIT, "new": new} if new else HIT
-    meta: dict[str, Any] = json.loads(as_told(json.dumps(values).encode(), values, insists=insists))
+    meta: dict[str, Any] = json.loads(
+        meta_for_client(json.dumps(values).encode(), values, insists=insists)
+    )
     return meta
 
 

@@ -30,7 +30,7 @@ from maskserve_engine.cache.tier import Note
 from maskserve_engine.stages.moments_folder import MomentsFolder
 from maskserve_lora.catalogue import Catalogue, _Page
 from maskserve_lora.storage import Storage
-from maskserve_triton.admission import Gate, InFlight
+from maskserve_triton.admission import AdmissionState, InFlight
 from maskserve_triton.templates import StoredTemplates
 
 ANCHOR = Anchor(1.0, 2.0, 3.0)
@@ -155,11 +155,11 @@ def _get_status(folder: Path) -> int | None:
 
 def _put_gate(folder: Path, number: int) -> None:
     with InFlight(folder, "edit"):
-        Gate(folder).drain() if number == 1 else Gate(folder).stop()
+        AdmissionState(folder).drain() if number == 1 else AdmissionState(folder).stop()
 
 
 def _get_gate(folder: Path) -> int | None:
-    return {"open": None, "draining": 1, "stopped": 2}[Gate(folder).state()]
+    return {"open": None, "draining": 1, "stopped": 2}[AdmissionState(folder).state()]
 
 
 def _put_picture(folder: Path, number: int) -> None:

@@ -31,7 +31,7 @@ from maskserve_engine.requests.refresh_schedules import RefreshSchedules
 from maskserve_engine.requests.state import RequestState
 from maskserve_engine.scheduling.step_scheduler import StepScheduler, Ticket
 from maskserve_triton.after_steps import AfterSteps
-from maskserve_triton.call import bounded
+from maskserve_triton.call import limited_request
 from tests.fakes.jobs import config_of
 from tests.support.engines import edit, job, make_engine, priced_by_flops
 from tests.support.sink import Sink
@@ -107,7 +107,9 @@ def test_on_late_leaves_the_timeout_of_a_request_as_it_is(
     expected_due: int | None,
 ) -> None:
     request = SimpleNamespace(timeout=lambda: 1000 * timeout_ms)
-    limits = bounded(EditSettings(deadline_ms=ms, on_late=on_late), request, streaming=False)
+    limits = limited_request(
+        EditSettings(deadline_ms=ms, on_late=on_late), request, streaming=False
+    )
     assert (limits.settings.deadline_ms, limits.limit_name, limits.due_ms) == (
         limit,
         name,

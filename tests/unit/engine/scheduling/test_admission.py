@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from maskserve_triton.admission import Gate, InFlight
+from maskserve_triton.admission import AdmissionState, InFlight
 
 
 def test_states_are_seen_by_others(tmp_path: Path) -> None:
-    gate, other = Gate(tmp_path), Gate(tmp_path)
+    gate, other = AdmissionState(tmp_path), AdmissionState(tmp_path)
     assert other.state() == "open"
     gate.drain()
     assert other.state() == "draining"
@@ -19,11 +19,11 @@ def test_states_are_seen_by_others(tmp_path: Path) -> None:
 
 def test_a_damaged_gate_counts_as_draining(tmp_path: Path) -> None:
     (tmp_path / "admission").write_text("")
-    assert Gate(tmp_path).state() == "draining"
+    assert AdmissionState(tmp_path).state() == "draining"
 
 
 def test_counts_add_up_over_fronts(tmp_path: Path) -> None:
-    admission = Gate(tmp_path)
+    admission = AdmissionState(tmp_path)
     assert admission.in_flight() == 0
     with InFlight(tmp_path, "edit") as edits, InFlight(tmp_path, "edit_stream") as streams:
         edits.enter()
@@ -36,9 +36,9 @@ def test_counts_add_up_over_fronts(tmp_path: Path) -> None:
 
 def test_a_front_that_starts_anew_counts_from_zero(tmp_path: Path) -> None:
     InFlight(tmp_path, "edit").enter()
-    assert Gate(tmp_path).in_flight() == 1
+    assert AdmissionState(tmp_path).in_flight() == 1
     InFlight(tmp_path, "edit")
-    assert Gate(tmp_path).in_flight() == 0
+    assert AdmissionState(tmp_path).in_flight() == 0
 
 
 def test_counting_from_many_threads(tmp_path: Path) -> None:
@@ -55,4 +55,4 @@ def test_counting_from_many_threads(tmp_path: Path) -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        assert edits.count == Gate(tmp_path).in_flight() == 8
+        assert edits.count == AdmissionState(tmp_path).in_flight() == 8
