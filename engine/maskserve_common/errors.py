@@ -111,11 +111,6 @@ def split_code(text: str) -> tuple[str, str]:
     return match.group(1), text[match.end() :]
 
 
-def has_code(text: str) -> bool:
-    """Whether an error text is one of ours."""
-    return _CODE.search(text) is not None
-
-
 def internal_error(request_id: str) -> MaskserveError:
     """Return the error that a client gets for an unexpected exception; the log has the rest."""
     return EngineFailed(f"internal error (request {request_id or 'unknown'})")

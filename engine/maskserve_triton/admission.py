@@ -3,8 +3,8 @@
 The fronts are separate processes, and so is the supervisor that stops the worker. They share files
 in the worker's runtime folder:
 
-    admission              absent: open;  "draining": new edits are refused;
-                      "stopped": accepted ones are answered with an error too
+    admission         absent: open; "draining": new edits are refused; "stopped": accepted ones are
+                      answered with an error, too
     fronts/<name>     edits in flight in one front, 8 bytes
 
 A front counts an edit before it reads the state, and a drain changes the state before it reads the
@@ -25,7 +25,7 @@ _BYTES = 8
 
 
 class AdmissionState:
-    """The state, seen by anybody."""
+    """Whether a worker takes edits; any process may read and set it."""
 
     def __init__(self, runtime_dir: str | os.PathLike[str]) -> None:
         self._file = Path(runtime_dir) / "admission"

@@ -27,9 +27,10 @@ from maskserve_common.config import Config
 from maskserve_common.contracts.edit_kinds import check_references, edit_kind
 from maskserve_common.contracts.meta import meta_for_client, with_result, with_slack
 from maskserve_common.contracts.parameters import parameters
+from maskserve_common.contracts.request import AcceptedEdit
 from maskserve_common.contracts.settings import parse_settings
 from maskserve_common.contracts.tensors import PICTURES
-from maskserve_common.errors import EngineFailed, Overloaded, guarded
+from maskserve_common.errors import EngineFailed, MaskserveError, Overloaded, guarded
 from maskserve_common.files.stages import NO_ANSWER, StageOutages
 from maskserve_common.files.values import ENCODING, MAKE, RUN
 from maskserve_common.observations import Observations
@@ -128,45 +129,61 @@ class EditFront:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _accept(self, request: Any, answer: Answer, request_log: RequestLog) -> None:
+        """Check a request and start its edit.
+
+        Raises:
+            MaskserveError: its settings or the number of its pictures are refused.
+        """
         pictures = {
             declared.name: read_elements(self._api, request, declared) for declared in PICTURES
         }
+        pictures["IMAGE"] = pictures["IMAGE"] or [b""]
+        edit, limit_name = self._check(request, pictures, request_log)
+        problem = self._unavailable()
+        if problem is not None:
+            answer.fail(problem)
+            return
+        run, encoding = (str(parameters(request).get(name, "")) for name in (RUN, ENCODING))
+        request_log.encodes = encoding == MAKE
+        parent = request_log.span.traceparent
+        self._start(Call(edit, pictures, answer, limit_name, parent, run, encoding), request_log)
+
+    def _check(
+        self, request: Any, pictures: dict[str, list[bytes]], request_log: RequestLog
+    ) -> tuple[AcceptedEdit, str]:
+        """Return the edit of a request, and the name of the limit on its time."""
         prompt, settings = [read_bytes(self._api, request, name) for name in ("PROMPT", "SETTINGS")]
         limited = limited_request(parse_settings(settings), request, streaming=self._streaming)
         request_log.request_id = limited.settings.request_id or ""
         request_log.due = limited.due_ms is not None or self._config.slo.enabled
-        catalogue = self._adapters.catalogue
-        images = pictures["IMAGE"] = pictures["IMAGE"] or [b""]
-        mask = any(pictures["MASK"])
+        images, mask = pictures["IMAGE"], any(pictures["MASK"])
         check_references(images, limited.settings, self._spec.most_pictures)
-        image = bool(images[0])
-        request_log.kind = kind = edit_kind(limited.settings, image=image, mask=mask)
+        request_log.kind = kind = edit_kind(limited.settings, image=bool(images[0]), mask=mask)
         edit = accept_edit(
             limited.settings,
             prompt,
             self._spec,
             self._config,
-            catalogue,
+            self._adapters.catalogue,
             self._nets,
             kind,
             self._ip_adapters,
         )
         after_token_s = self._after_steps.per_token_s
-        edit = replace(edit, due_ms=limited.due_ms, after_token_s=after_token_s)
+        return replace(edit, due_ms=limited.due_ms, after_token_s=after_token_s), limited.limit_name
+
+    def _unavailable(self) -> MaskserveError | None:
+        """Return why the worker takes no edit now; None: it takes edits."""
         if self._admission.state() != OPEN:
-            raise Overloaded("the worker is draining and takes no new edits")
+            return Overloaded("the worker is draining and takes no new edits")
         if self._stages.names():
-            raise Overloaded(NO_ANSWER)
-        problem = self._watcher.problem()
-        if problem is not None:
-            answer.fail(problem)
-            return
-        for lora in edit.loras:
+            return Overloaded(NO_ANSWER)
+        return self._watcher.problem()
+
+    def _start(self, call: Call, request_log: RequestLog) -> None:
+        """Watch an edit, begin to load its LoRAs, and let a thread of the pool run it."""
+        for lora in call.edit.loras:
             self._adapters.begin(lora.name, lora.version)
-        run, encoding = (str(parameters(request).get(name, "")) for name in (RUN, ENCODING))
-        request_log.encodes = encoding == MAKE
-        limit_name, parent = limited.limit_name, request_log.span.traceparent
-        call = Call(edit, pictures, answer, limit_name, parent, run, encoding)
         self._calls.add(call)
         self._watcher.wake()
         self._pool.submit(self._run, call, request_log)

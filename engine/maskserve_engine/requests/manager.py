@@ -35,14 +35,12 @@ from maskserve_engine.requests.edit_rows import EditRows
 from maskserve_engine.requests.execution_plan import DENSE
 from maskserve_engine.requests.executor import Executor, RowStep
 from maskserve_engine.requests.primings import Primings
-from maskserve_engine.requests.refresh_schedules import (
-    RefreshSchedules,
-)
+from maskserve_engine.requests.refresh_schedules import RefreshSchedules
 from maskserve_engine.requests.regions import EditRegions
 from maskserve_engine.requests.state import Priming, RequestState, RequestTable
 from maskserve_engine.scheduling.step_scheduler import Run, Ticket
 
-_ONLY_CACHED = "nothing of the kind comes about without a cache"
+_ONLY_CACHED = "without a cache there are no primings and no entries"
 
 
 def overflowed(step: int) -> EngineFailed:
@@ -79,11 +77,8 @@ class RequestManager:
         self._worker, self._model = config.worker, model_name(config)
         self.schedules = RefreshSchedules(config, adapter)
         self._table = table
-        self.edits, self.scheduler, self.resource_states = (
-            table.edits,
-            table.scheduler,
-            table.resource_states,
-        )
+        self.edits, self.scheduler = table.edits, table.scheduler
+        self.resource_states = table.resource_states
         self._priming = {} if primings is None else primings.active
         self.policy: ExecutionPolicy | None = None
         """Chooses the plans of edits; None: all edits run dense."""
