@@ -245,7 +245,7 @@ class RequestManager:
         if self.primings is not None:
             self.primings.end_all()
 
-    def arrived(self, key: str) -> None:
+    def entries_arrived(self, key: str) -> None:
         """Handle entries that file tiers have read or written. Edits that wait for a template keep
         waiting while more of it is being loaded.
         """

@@ -195,8 +195,8 @@ def assemble(
     if memory.left < 0:
         _log.warning("budgets exceed the device's memory: make [cache] budget_bytes smaller")
 
-    def arrived(key: str) -> None:
-        commands.put(lambda: manager.arrived(key))
+    def on_entries(key: str) -> None:
+        commands.put(lambda: manager.entries_arrived(key))
 
     def on_loaded(kind: Kind, item: Loadable, outcome: Loaded | MaskserveError) -> None:
         commands.put(lambda: manager.adapter_loaded(kind, item, outcome))
@@ -205,17 +205,10 @@ def assemble(
     if config.cache.enabled:
         local_cache_bytes = 0 if rank_device else memory.cache
         store = open_store(config, size, costs.model, local_cache_bytes, mover)
-        store.lower.on_change = arrived
-        runtime = Path(config.runtime_dir) if config.runtime_dir else None
-        cache = TemplateCache(
-            config,
-            adapter,
-            store,
-            kinds,
-            revision,
-            str(dtype_of(config)),
-            prompt or PromptFile(runtime).read,
-        )
+        store.lower.on_change = on_entries
+        read_prompt = prompt or _prompt_file(config).read
+        dtype = str(dtype_of(config))
+        cache = TemplateCache(config, adapter, store, kinds, revision, dtype, read_prompt)
     step_executor = executor(adapter, store)
     loras = lora_loader(config, step_executor.load_lora) if config.adapters.store else None
     nets = None
@@ -223,13 +216,7 @@ def assemble(
         nets = net_loader(config, adapter.spec, step_executor.load_net)
     output, observations, counters = OutputThread(), Observations(), new_counters()
     audits = Audits(config.cache, observations)
-    degrees = None
-    if isinstance(step_executor, GangExecutor):
-        file = config.engine.costs
-        profiled = read_profile(file).exchange if file else None
-        degrees = DegreeTimes(
-            adapter, costs, lambda: profiled or step_executor.ranks.exchange, config.engine.devices
-        )
+    degrees = _degree_times(config, adapter, costs, step_executor)
     prices = PriceList(
         config, adapter, costs, size.anchors, None if degrees is None else degrees.prices
     )
@@ -241,14 +228,14 @@ def assemble(
     resource_states = ResourceStates(
         config.engine.max_waiting, budgets, lambda resource: adapters.dropped(resource)
     )
-    held_loras = held_nets = None
+    edit_loras = edit_nets = None
     if loras is not None:
-        held_loras = Loras(config, resource_states, loras, partial(on_loaded, LORAS), observations)
+        edit_loras = Loras(config, resource_states, loras, partial(on_loaded, LORAS), observations)
     if nets is not None:
-        held_nets = EditControlNets(
+        edit_nets = EditControlNets(
             resource_states, nets, partial(on_loaded, CONTROL_NETS), observations
         )
-    adapters = EditAdapters(config, adapter, step_executor, held_loras, held_nets)
+    adapters = EditAdapters(config, adapter, step_executor, edit_loras, edit_nets)
     scheduler = policy(
         config.engine.max_rows, config.engine.max_waiting, config.cache.priming_share
     )
@@ -309,4 +296,22 @@ def assemble(
             lora_loader=loras,
             net_loader=nets,
         ),
+    )
+
+
+def _prompt_file(config: Config) -> PromptFile:
+    """Return the file of the priming prompt's embedding, which the encoder writes."""
+    return PromptFile(Path(config.runtime_dir) if config.runtime_dir else None)
+
+
+def _degree_times(
+    config: Config, adapter: Adapter, costs: MeasuredCosts, executor: Executor
+) -> DegreeTimes | None:
+    """Return the times of steps that several ranks share; None: this process has the rows."""
+    if not isinstance(executor, GangExecutor):
+        return None
+    file = config.engine.costs
+    profiled = read_profile(file).exchange if file else None
+    return DegreeTimes(
+        adapter, costs, lambda: profiled or executor.ranks.exchange, config.engine.devices
     )
