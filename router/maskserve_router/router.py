@@ -87,14 +87,14 @@ class Router:
             self.metrics.route_seconds.observe,
         )
         self.admission = Admission(config.admission, self.metrics)
-        self._fair_share = turns = FairShare(config.routing.decoding_threads)
+        self._fair_share = fair_share = FairShare(config.routing.decoding_threads)
         values = Values(config.values, _LOCK_S)
         self._dispatcher = Dispatcher(
-            config, self.pool, self.pending, self.admission, turns, self.metrics, values
+            config, self.pool, self.pending, self.admission, fair_share, self.metrics, values
         )
         self._tracing = Tracing(config)
-        parts = _workflow_parts(config, turns, values)
-        masks = MaskFinder(no_segmenter if parts is None else parts.segment, turns)
+        parts = _workflow_parts(config, fair_share, values)
+        masks = MaskFinder(no_segmenter if parts is None else parts.segment, fair_share)
         edits = Edits(self._dispatcher, masks, self.metrics, self._tracing)
         workflows, forms = ServedWorkflows(), dict[str, ModelForm]()
         if parts is not None:
@@ -106,7 +106,7 @@ class Router:
             self.pool,
             self._dispatcher,
             self.admission,
-            turns,
+            fair_share,
             self.metrics.predictions,
             workflows,
         )
@@ -118,57 +118,73 @@ class Router:
             config.outputs.urls,
             config.http.cors_origins,
         )
-        bodies = Bodies(config.http, self.admission, turns)
-        front = Front(keys, self.admission, turns, edits, control, workflows)
+        bodies = Bodies(config.http, self.admission, fair_share)
+        front = Front(keys, self.admission, fair_share, edits, control, workflows)
         calls = ServerCalls(self.pool, workflows)
-        listen = config.listen
         self.grpc = GrpcServer(
             config, front, calls, OpenCalls(config.grpc, self.metrics), self._certificates
         )
-        self._urls = urls = ImageUrls(config.image_urls, config.limits, self.admission, turns)
+        urls = ImageUrls(config.image_urls, config.limits, self.admission, fair_share)
+        self._urls = urls
         self._outputs = Outputs(config.outputs.timeout_s)
         picture_urls = PictureUrls(config.openai)
         models = ServedModels(self.pool, forms, config.openai.aliases)
         images = ImageEdits(
-            bodies, config.limits, front, turns, models, urls, self._outputs, picture_urls, forms
+            bodies,
+            config.limits,
+            front,
+            fair_share,
+            models,
+            urls,
+            self._outputs,
+            picture_urls,
+            forms,
         )
-        templates = TemplateRoutes(bodies, front, control, turns)
+        templates = TemplateRoutes(bodies, front, control, fair_share)
         self._jobs, job_routes = _jobs(
-            config, front, images, keys, self.admission, turns, self.metrics
+            config, front, images, keys, self.admission, fair_share, self.metrics
         )
-        inference = HttpInference(bodies, front, turns)
-        self.http = HttpServer(
-            HttpApp(
-                calls,
-                inference,
-                keys.client,
-                [
-                    *openai_routes(images, templates, picture_urls),
-                    *mask_routes(bodies, front, masks, turns),
-                    *job_routes,
-                    *workflow_routes(keys.client, workflows),
-                ],
-                config.http.cors_origins,
-                lambda: self._jobs.state,
-            ).app(),
-            config.http,
-            connections(config.http.max_connections),
+        routes = [
+            *openai_routes(images, templates, picture_urls),
+            *mask_routes(bodies, front, masks, fair_share),
+            *job_routes,
+            *workflow_routes(keys.client, workflows),
+        ]
+        inference = HttpInference(bodies, front, fair_share)
+        origins = config.http.cors_origins
+        app = HttpApp(calls, inference, keys.client, routes, origins, lambda: self._jobs.state)
+        self.http = self._clients_server(app)
+        self.admin = self._operators_server()
+        self._secrets = self._stamps()
+        self._watching: asyncio.Task[None] | None = None
+
+    def _clients_server(self, app: HttpApp) -> HttpServer:
+        """Return the listener of clients' HTTP calls."""
+        listen, http = self._config.listen, self._config.http
+        return HttpServer(
+            app.app(),
+            http,
+            connections(http.max_connections),
             self.metrics,
             listen.host,
             listen.http_port,
             self._certificates,
         )
+
+    def _operators_server(self) -> HttpServer:
+        """Return the listener of the operators' port."""
+        config, listen = self._config, self._config.listen
         admin = Admin(
             config.name,
             self.pool,
             self.pending,
             self.admission,
             self.metrics,
-            workflows,
+            self._workflows,
             self.reload,
             listen.admin_names,
         )
-        self.admin = HttpServer(
+        return HttpServer(
             admin.app(),
             config.http,
             _OPERATORS,
@@ -176,8 +192,6 @@ class Router:
             listen.admin_host,
             listen.admin_port,
         )
-        self._secrets = self._stamps()
-        self._watching: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Router:
         try:
