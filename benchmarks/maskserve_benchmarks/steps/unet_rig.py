@@ -171,7 +171,7 @@ class UnetBench:
             condition=None,
             blend=None,
             inactive=inactive,
-            plan=schedule,
+            refresh_schedule=schedule,
         )
         if inactive is not None and schedule is None:
             whole = self.device.type == "cuda"
