@@ -15,7 +15,7 @@ from typing import Any, Protocol, Self, TypeVar
 import torch
 from torch import Tensor
 
-from maskserve_engine.batch.graphs import AtOnce
+from maskserve_engine.batch.graphs import Launcher
 from maskserve_engine.batch.packing import Capture, Modes, Packed, Packing, Stream
 from maskserve_engine.batch.row_updates import MovingRows, RowUpdates
 from maskserve_engine.layers.attention import Span, attention
@@ -183,7 +183,7 @@ def forward(
     model: Transformer,
     packed: Packed,
     kinds: Sequence[str] = (),
-    asking: AtOnce | None = None,
+    launcher: Launcher | None = None,
 ) -> Tensor:
     """Return the model's output for the computed image tokens of every row.
 
@@ -193,12 +193,12 @@ def forward(
         kinds: `dense`, `project` or `kv` per block, for all cached rows of the step; not read
             when there are none. `project` and `dense` take the cached tokens' hidden states
             from the model's start or the dense block before them, else from an entry.
-        asking: launches or records the kernels; None: launch at once.
+        launcher: launches or records the kernels; None: launch at once.
 
     Returns:
         [N, out_channels] in the order of `packed.tokens`.
     """
-    state = State(model, packed, kinds, asking=asking)
+    state = State(model, packed, kinds, launcher=launcher)
     state.run(0, model.block_count)
     return model.last(state.computed_image(), state.stream)
 
@@ -212,15 +212,15 @@ class State:
         packed: Packed,
         kinds: Sequence[str],
         streams: tuple[Tensor, Tensor] | None = None,
-        asking: AtOnce | None = None,
+        launcher: Launcher | None = None,
     ) -> None:
         self.model, self.kinds = model, kinds
-        self.asking = asking or AtOnce()
+        self.launcher = launcher or Launcher()
         self.cached_cis, self.cached = packed.cached_cis, packed.cached_cis is not None
         self.sees_fixed, self.pictures = packed.sees_fixed, packed.pictures
         self.wide = not self.cached  # without cached rows both packings are the same
         self.packed: Packed
-        self._lie_as(packed.alone if model.alone else packed)
+        self._use_packing_of(packed.alone if model.alone else packed)
         self.whole = packed
         self.carried: tuple[int, Tensor] | None = None
         self.joined = False  # one stream in row order, no longer two
@@ -235,17 +235,17 @@ class State:
             model.embed(packed.tokens, self.stream),
         )
 
-    def _lie_as(self, packed: Packed) -> None:
+    def _use_packing_of(self, packed: Packed) -> None:
         self.packed, self.layout = packed, packed.layout
         widened = self.cached and self.wide
         self.packing: Packing = self.layout.wide if widened else self.layout.narrow
         self.cis = packed.wide_cis if widened else packed.cis
         self.entries = packed.entries
 
-    def _meet_text(self) -> None:
+    def _join_text(self) -> None:
         """Pack image and text together, after the blocks that see only image tokens."""
         pads, image = self.packing.split(self.image)
-        self._lie_as(self.whole)
+        self._use_packing_of(self.whole)
         text, places = self.packed.text, self.whole.pads
         if places is not None:
             text = text.index_copy(0, places, pads)
@@ -257,18 +257,18 @@ class State:
         kinds = self.kinds if self.cached else ("dense",) * end
         for number in range(begin, end):
             if number and number == self.model.alone:
-                self._meet_text()
+                self._join_text()
             if number >= two_streams and not self.joined:
                 self.join_streams()
             # Whether the next block receives this block's streams unchanged.
-            goes_on = (
+            continues = (
                 number + 1 < end
                 and not residuals
                 and not (self.pictures is not None and number < two_streams)
                 and number + 1 not in (two_streams, self.model.alone)
                 and (kinds[number] == "dense") == (kinds[number + 1] == "dense")
             )
-            self.text, self.image = self._block(number, continues=goes_on)
+            self.text, self.image = self._block(number, continues=continues)
             if residuals:
                 self._add_residuals(number)
 
@@ -290,7 +290,7 @@ class State:
         pre = self.model.pre(number, *streams, self.packing, self.cis, ahead, self.room)
         qk, v, post_inputs = pre
         del pre, ahead
-        reads = [] if self.pictures is None else list(self._reads(number, qk))
+        reads = [] if self.pictures is None else list(self._read_pictures(number, qk))
         attended = self.attend(qk, v, self.packing, fill, capture)
         self.room = None
         del qk, v  # the values may be a view of their whole product, seven widths of each token
@@ -310,7 +310,7 @@ class State:
             behind[1][begin:end] += read
         return behind[0], behind[1]
 
-    def _reads(self, number: int, qk: Tensor) -> Iterator[tuple[Span, Tensor]]:
+    def _read_pictures(self, number: int, qk: Tensor) -> Iterator[tuple[Span, Tensor]]:
         """Yield the spans, in the image stream of a double block, of the rows with an IP-Adapter,
         and what their tokens read of its picture, [n, width]. The picture has no position: queries
         are turned back.
@@ -364,10 +364,10 @@ class State:
         return attention(q, keys, values, visible.all_keys).flatten(1)
 
     def _add_residuals(self, index: int) -> None:
-        self.image = self.asking.open(self.image)
+        self.image = self.launcher.open(self.image)
         wide = self.cached and self.wide
         add = partial(_add_residuals, index, self.image, wide=wide, joined=self.joined)
-        self.asking.between(add, self.packed)
+        self.launcher.between(add, self.packed)
 
     def part(self, rows: Sequence[int]) -> State:
         """Return the state of some rows only, from the present block on."""
@@ -402,12 +402,12 @@ class State:
         assert self.cached_cis is not None
         count = len(self.cached_cis)
         if index == 0:
-            tokens = self.asking.empty(self.image, (count, self.packed.tokens.shape[1]))
-            self.asking.between(partial(_take_cached, tokens), self.packed)
+            tokens = self.launcher.empty(self.image, (count, self.packed.tokens.shape[1]))
+            self.launcher.between(partial(_take_cached, tokens), self.packed)
             return self.model.embed(tokens, self.layout.cached_stream)
         if self.carried is not None and self.carried[0] == index:
             return self.carried[1]
-        hidden = self.asking.empty(self.image, (count, self.image.shape[1]))
+        hidden = self.launcher.empty(self.image, (count, self.image.shape[1]))
         self._place(index, "h", (hidden,), self.layout.cached_slots)
         return hidden
 
@@ -417,12 +417,10 @@ class State:
         part: str,
         outs: Sequence[Tensor],
         slots: KvSlots,
-        anew: Sequence[bool] | None = None,
+        missing: Sequence[bool] | None = None,
     ) -> None:
-        """Write a part (`h` or `kv`) of each entry to its slots; `anew` as in `Packed.entries`,
-        None: all.
-        """
-        self.asking.between(partial(_place, index, part, outs, slots, anew), self.packed)
+        """Write a part (`h` or `kv`) of each entry that is `missing` to its slots; None: of all."""
+        self.launcher.between(partial(_place, index, part, outs, slots, missing), self.packed)
 
     def room_for(self) -> Tensor | None:
         """Allocate [keys, 3 · width] for a lone row: the block's products write where attention
@@ -434,7 +432,7 @@ class State:
         width, keys = self.image.shape[1], packing.all_keys.k_spans[-1][1]
         if 2 * keys * width * self.image.element_size() <= self._placed_bytes:
             return None
-        return self.asking.empty(self.image, (keys, 3 * width))
+        return self.launcher.empty(self.image, (keys, 3 * width))
 
     @property
     def _placed_bytes(self) -> int:
@@ -446,7 +444,7 @@ class State:
         """
         if self.room is None:
             count = packing.all_keys.k_spans[-1][1]
-            keys, values = self.asking.empty(k, (2, count, *k.shape[1:]))
+            keys, values = self.launcher.empty(k, (2, count, *k.shape[1:]))
             return keys, values
         _, keys, values = self.room.unflatten(1, (3, *k.shape[1:])).unbind(1)
         return keys, values
@@ -455,20 +453,20 @@ class State:
         if self.packed.padded:
             kv = self._all_keys(k, v, packing)
             packing.scatter_computed((k, v), kv)
-            self.asking.between(partial(_exchange, index, kv), self.packed)
+            self.launcher.between(partial(_exchange, index, kv), self.packed)
             return kv
         widened = self.cached and self.wide  # it reads other keys than narrow blocks do
         placed = self.packed.placed_kv
         cached_kv = None if widened else placed.of(index, self.entries)
-        kv, anew = cached_kv or (self._all_keys(k, v, packing), None)
+        kv, missing = cached_kv or (self._all_keys(k, v, packing), None)
         if cached_kv is None and self.room is None and not widened:
             spans = packing.slots.spans
-            anew = placed.keep(index, kv, self.entries, spans, self._placed_bytes)
-        if anew is None or any(anew):
+            missing = placed.keep(index, kv, self.entries, spans, self._placed_bytes)
+        if missing is None or any(missing):
             if self.cached and not self.wide:
-                self._place(index, "kv", kv, packing.slots, anew)
+                self._place(index, "kv", kv, packing.slots, missing)
             if self.sees_fixed:
-                self._place_fixed(index, kv, packing, anew)
+                self._place_fixed(index, kv, packing, missing)
         if self.room is None:
             packing.scatter_computed((k, v), kv)
         return kv
@@ -478,10 +476,12 @@ class State:
         index: int,
         keys_and_values: tuple[Tensor, Tensor],
         packing: Packing,
-        anew: Sequence[bool] | None = None,
+        missing: Sequence[bool] | None = None,
     ) -> None:
         slots = packing.fixed_slots
-        self.asking.between(partial(_place_fixed, index, keys_and_values, slots, anew), self.packed)
+        self.launcher.between(
+            partial(_place_fixed, index, keys_and_values, slots, missing), self.packed
+        )
 
     def cached_keys(self, index: int) -> tuple[Tensor, Tensor]:
         """Return projected keys and values of the cached tokens, [M, heads, head_dim]."""
@@ -584,10 +584,10 @@ def _place(
     part: str,
     outs: Sequence[Tensor],
     slots: KvSlots,
-    anew: Sequence[bool] | None,
+    missing: Sequence[bool] | None,
     packed: Packed,
 ) -> None:
-    row_parts = _chosen(packed.cached, anew)
+    row_parts = _chosen(packed.cached, missing)
     sources = [None if row_part is None else row_part.source(index, part) for row_part in row_parts]
     scatter_kv(sources, outs, slots)
 
@@ -596,11 +596,11 @@ def _place_fixed(
     index: int,
     outs: Sequence[Tensor],
     slots: KvSlots,
-    anew: Sequence[bool] | None,
+    missing: Sequence[bool] | None,
     packed: Packed,
 ) -> None:
     """Write keys and values of fixed tokens, turned to the row's own rotary position."""
-    fixed_tokens = _chosen(packed.fixed, anew and anew[len(packed.cached) :])
+    fixed_tokens = _chosen(packed.fixed, missing and missing[len(packed.cached) :])
     scatter_kv(
         [None if tokens is None else tokens.source(index) for tokens in fixed_tokens], outs, slots
     )
@@ -610,10 +610,10 @@ def _place_fixed(
             keys.copy_(rotate(keys.float(), back.expand(end - begin, -1), keys.dtype))
 
 
-def _chosen(tensors: Sequence[T | None], anew: Sequence[bool] | None) -> Sequence[T | None]:
-    if anew is None:
+def _chosen(tensors: Sequence[T | None], missing: Sequence[bool] | None) -> Sequence[T | None]:
+    if missing is None:
         return tensors
-    return [part if writes else None for part, writes in zip(tensors, anew, strict=False)]
+    return [part if writes else None for part, writes in zip(tensors, missing, strict=False)]
 
 
 def _take_cached(out: Tensor, packed: Packed) -> None:

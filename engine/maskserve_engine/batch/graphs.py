@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 P = TypeVar("P")
 
 
-class AtOnce:
+class Launcher:
     """Launches the kernels of a step at once; `_Recording` records them."""
 
     def between(self, action: Callable[[P], None], packed: P) -> None:
@@ -93,15 +93,16 @@ class BatchStep(Protocol):
         """Return the same step on copied tensors, which may lie in `inputs`, without entries."""
         ...
 
-    def take(self, other: Self, *, anew: bool) -> None:
-        """Copy the inputs of another step of equal shapes into this one's tensors.
+    def take(self, other: Self, *, all_inputs: bool) -> None:
+        """Copy the inputs of another step of equal shapes into this one's tensors; `all_inputs`:
+        also those that change with the packed rows only.
 
         Raises:
             EntryLost: an entry's load failed (`Handle.wait`).
         """
         ...
 
-    def run(self, asking: AtOnce) -> Tensor: ...
+    def run(self, launcher: Launcher) -> Tensor: ...
 
     def answer_of(self, recorded: Tensor) -> Tensor:
         """Return a copy of this step's part of a recorded step's answer, whose end may be pads."""
@@ -182,7 +183,7 @@ class _Buffers:
         return buffer[:count].view(shape)
 
 
-class _Recording(AtOnce):
+class _Recording(Launcher):
     def __init__(self, capture: GraphCapture, buffers: _Buffers) -> None:
         self._capture, self._all = capture, buffers
         self.pieces: list[GraphPiece] = []
@@ -214,21 +215,21 @@ class _Recording(AtOnce):
 
 
 class _Memory:
-    """Memory of all recorded steps, and the one whose inputs it holds."""
+    """Memory of all recorded steps, and the step whose inputs it holds."""
 
     def __init__(self) -> None:
         self.buffers, self.inputs = _Buffers(), Inputs()
-        self.holds: RecordedStep | None = None
+        self.holder: RecordedStep | None = None
 
 
 class RecordedStep:
     def __init__(self, capture: GraphCapture, memory: _Memory, step: BatchStep) -> None:
         self._memory, memory.inputs.used = memory, 0
         self._step: BatchStep = step.copied(memory.inputs)
-        self._shares = memory.inputs.used > 0
-        self._of = weakref.ref(step.packed)
-        if self._shares:
-            memory.holds = self
+        self._has_inputs = memory.inputs.used > 0
+        self._packed = weakref.ref(step.packed)
+        if self._has_inputs:
+            memory.holder = self
         recording = _Recording(capture, memory.buffers)
         with capture.session():
             capture.begin()
@@ -245,11 +246,11 @@ class RecordedStep:
         Raises:
             EntryLost: an entry's load failed; the next step is not affected.
         """
-        overwritten = self._shares and self._memory.holds is not self
-        self._step.take(step, anew=overwritten or self._of() is not step.packed)
-        self._of = weakref.ref(step.packed)
-        if self._shares:
-            self._memory.holds = self
+        overwritten = self._has_inputs and self._memory.holder is not self
+        self._step.take(step, all_inputs=overwritten or self._packed() is not step.packed)
+        self._packed = weakref.ref(step.packed)
+        if self._has_inputs:
+            self._memory.holder = self
         for piece, action in zip(self._pieces, self._actions, strict=False):
             piece.replay()
             action(step.packed)
@@ -291,12 +292,12 @@ class Graphs:
         """
         name = None if self._capture is None else step.shapes
         if name is None:
-            return step.run(AtOnce())
+            return step.run(Launcher())
         recorded = self._steps.get(name)
         if recorded is not None:
             self._steps.move_to_end(name)
             return recorded.take(step)
-        answer = step.run(AtOnce())
+        answer = step.run(Launcher())
         is_first = name not in self._steps
         if is_first:
             self._steps[name] = None

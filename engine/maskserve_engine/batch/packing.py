@@ -486,14 +486,14 @@ class PlacedKV:
             for entry, span in zip(previous.entries, previous.spans, strict=False)
             if isinstance(entry, Handle)
         }
-        anew = [True] * len(entries)
+        missing = [True] * len(entries)
         for number, (begin, end) in enumerate(spans):
             first, last = spans_by_id.get(id(entries[number]), (0, 0))
             if last - first == end - begin > 0:
                 for to, source in zip(keys_and_values, previous.keys_and_values, strict=True):
                     to[begin:end] = source[first:last]
-                anew[number] = False
-        return anew
+                missing[number] = False
+        return missing
 
 
 class Residuals(Protocol):

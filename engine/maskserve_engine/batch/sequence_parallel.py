@@ -358,9 +358,9 @@ class _SharedState(State):
         self.share, self._share_behind = share.alone if model.alone else share, share
         super().__init__(model, share.packed, kinds)
 
-    def _meet_text(self) -> None:
+    def _join_text(self) -> None:
         self.share = self._share_behind
-        super()._meet_text()
+        super()._join_text()
 
     @property
     def _of_all(self) -> Packing:

@@ -16,7 +16,7 @@ from torch import Tensor
 from maskserve_common.config import Config
 from maskserve_engine.adapters.fuse import fuse_configured_loras
 from maskserve_engine.base.job import Conditioning
-from maskserve_engine.batch.graphs import AtOnce, Graphs, Inputs
+from maskserve_engine.batch.graphs import Graphs, Inputs, Launcher
 from maskserve_engine.cache.priming_prompt import PRIMING_PROMPT
 from maskserve_engine.spec.model_spec import ModelSpec
 from maskserve_engine.stages.cpu_threads import limit_threads
@@ -61,10 +61,10 @@ class _TextCall:
     def copied(self, inputs: Inputs) -> _TextCall:
         return _TextCall(self.model, self.packed.clone())
 
-    def take(self, other: _TextCall, *, anew: bool) -> None:
+    def take(self, other: _TextCall, *, all_inputs: bool) -> None:
         self.packed.copy_(other.packed)
 
-    def run(self, asking: AtOnce) -> Tensor:
+    def run(self, launcher: Launcher) -> Tensor:
         states: Tensor = self.model(self.packed).last_hidden_state
         return states
 
@@ -118,7 +118,7 @@ class TextEncoder:
     def states(self, prompts: Sequence[str]) -> Tensor:
         """Return [prompts, length, width] of the last layer."""
         call = _TextCall(self.model, self._ids(prompts))
-        return call.run(AtOnce()) if self.graphs is None else self.graphs.answer(call)
+        return call.run(Launcher()) if self.graphs is None else self.graphs.answer(call)
 
     def recorded(self) -> Self:
         """Return the encoder with calls of `states` recorded on a CUDA device that holds its

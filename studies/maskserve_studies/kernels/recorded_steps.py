@@ -34,7 +34,7 @@ from maskserve_benchmarks.published_models import FLUX_DEV, SDXL
 from maskserve_benchmarks.reports import write_json
 from maskserve_common.contracts.reuse_levels import refresh_count
 from maskserve_common.contracts.semantics import FILL, INPAINT
-from maskserve_engine.batch.graphs import AtOnce, GraphPiece, Graphs, Inputs
+from maskserve_engine.batch.graphs import GraphPiece, Graphs, Inputs, Launcher
 from maskserve_engine.batch.padding import Sizes
 from maskserve_engine.batch.row_updates import slots_for
 from maskserve_engine.families.flux.spec import RECORDED_ROWS, REFRESH_STRIDES, flux_work
@@ -122,9 +122,9 @@ class _Step:
     def copied(self, inputs: Inputs) -> _Step:
         return _Step(self.shapes)
 
-    def take(self, other: _Step, *, anew: bool) -> None: ...
+    def take(self, other: _Step, *, all_inputs: bool) -> None: ...
 
-    def run(self, asking: AtOnce) -> Tensor:
+    def run(self, launcher: Launcher) -> Tensor:
         self.ran = True
         return torch.empty(0)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from maskserve_engine.batch.cfg_parallel import PassShare
 from maskserve_engine.batch.forward import Transformer, forward
-from maskserve_engine.batch.graphs import AtOnce, Graphs, Inputs
+from maskserve_engine.batch.graphs import Graphs, Inputs, Launcher
 from maskserve_engine.batch.packing import Packed, RowInput
 from maskserve_engine.batch.padding import PaddedRows, Sizes, sizes_of
 from maskserve_engine.batch.sequence_parallel import Exchange, RankShare, forward_shared
@@ -114,19 +114,19 @@ class FlowStep:
             return FlowStep(self.model.copied(copy, ()), self.packed.copied(copy), self.kinds)
         packed, kinds = PaddedRows.of(self.packed, sizes, inputs), ("kv",) * self.model.block_count
         step = FlowStep(self.model.copied(copy, packed.moving), packed, kinds)
-        step.run(AtOnce())  # kernels of these sizes are chosen before one is recorded
+        step.run(Launcher())  # kernels of these sizes are chosen before one is recorded
         return step
 
-    def take(self, other: FlowStep, *, anew: bool) -> None:
+    def take(self, other: FlowStep, *, all_inputs: bool) -> None:
         self.model.follow(other.model)
         self.packed.tokens[: len(other.packed.tokens)].copy_(other.packed.tokens)
-        if anew:
+        if all_inputs:
             self.packed.take(other.packed)
             if self.model.updates is not None and other.model.updates is not None:
                 self.model.updates.take(other.model.updates)
 
-    def run(self, asking: AtOnce) -> Tensor:
-        return forward(self.model, self.packed, self.kinds, asking)
+    def run(self, launcher: Launcher) -> Tensor:
+        return forward(self.model, self.packed, self.kinds, launcher)
 
     def answer_of(self, recorded: Tensor) -> Tensor:
         return recorded[: len(self.packed.tokens)].clone()

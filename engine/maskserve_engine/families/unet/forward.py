@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from maskserve_engine.batch.graphs import AtOnce, Inputs
+from maskserve_engine.batch.graphs import Inputs, Launcher
 from maskserve_engine.batch.packing import Residuals
 from maskserve_engine.batch.picture_tokens import PictureKeys
 from maskserve_engine.batch.row_updates import ByPass, MovingRows
@@ -260,7 +260,7 @@ def forward(
     sample: Tensor,
     timesteps: Tensor,
     kinds: Sequence[str] = (),
-    asking: AtOnce | None = None,
+    launcher: Launcher | None = None,
 ) -> Tensor:
     """Return the model's output for every pass.
 
@@ -271,13 +271,13 @@ def forward(
         timesteps: [P], float32.
         kinds: `dense`, `project` or `kv` per block in the order they run, for all cached
             passes; not read when there are none.
-        asking: launches or records the kernels; None: launch at once.
+        launcher: launches or records the kernels; None: launch at once.
 
     Returns:
         [P, out_channels, h, w].
     """
     model = weights.model
-    walk = _Walk.begun(weights, packed, sample, timesteps, kinds, asking or AtOnce())
+    walk = _Walk.begun(weights, packed, sample, timesteps, kinds, launcher or Launcher())
     *skips, x = walk.walk_down(weights, walk.enter(model.conv_in, sample))
     for stage, stacks in zip(model.up_blocks, weights.up_blocks, strict=True):
         for resnet, stack in _layers(stage, stacks):
@@ -308,7 +308,7 @@ def maps_of_net(
             (`batch.packing.Residuals`).
     """
     kinds = ("kv",) * weights.blocks
-    walk = _Walk.begun(weights, packed, sample, timesteps, kinds, AtOnce())
+    walk = _Walk.begun(weights, packed, sample, timesteps, kinds, Launcher())
     [entered] = walk.enter(weights.model.conv_in, sample)
     return [whole for [whole] in walk.walk_down(weights, [entered + hints])]
 
@@ -327,11 +327,11 @@ class _Walk:
         embedding: Tensor,
         groups: int,
         layers: Mapping[Any, Callable[..., Tensor]],
-        asking: AtOnce,
+        launcher: Launcher,
     ) -> None:
         self.packed, self.kinds, self.canvases = packed, kinds, packed.canvases
         self.embedding, self.groups = embedding, groups
-        self.layers, self.asking = layers, asking
+        self.layers, self.launcher = layers, launcher
         self.level = 0
         self.block = 0
         self.map = 0
@@ -344,7 +344,7 @@ class _Walk:
         sample: Tensor,
         timesteps: Tensor,
         kinds: Sequence[str],
-        asking: AtOnce,
+        launcher: Launcher,
     ) -> _Walk:
         """Start before the first convolution; arguments as in `forward`."""
         model = weights.model
@@ -355,7 +355,7 @@ class _Walk:
         if packed.added is not None:
             embedding = embedding + packed.added
         groups = model.config.norm_num_groups
-        return cls(packed, kinds, embedding, groups, weights.layers, asking)
+        return cls(packed, kinds, embedding, groups, weights.layers, launcher)
 
     def walk_down(self, weights: UnetWeights, x: Maps) -> list[Maps]:
         """Return the skip connections (`joined`), then the middle block's output, from the maps
@@ -405,14 +405,14 @@ class _Walk:
         packed, site, level = self.packed, self._site(x), self.level
 
         def place(number: int, part: str, outs: Sequence[Tensor]) -> None:
-            self.asking.between(lambda now: now.place(level, number, part, outs), packed)
+            self.launcher.between(lambda now: now.place(level, number, part, outs), packed)
 
         def show(part: Shown, block: int, x: Tensor, passes: Sequence[Span]) -> None:
             if part in packed.captured_parts:
-                opened = self.asking.open(x)
-                self.asking.between(lambda now: now.show(part, block, opened, passes), packed)
+                opened = self.launcher.open(x)
+                self.launcher.between(lambda now: now.show(part, block, opened, passes), packed)
 
-        run = Stack(packed.levels[level], packed.text, self.kinds, place, show, self.asking.empty)
+        run = Stack(packed.levels[level], packed.text, self.kinds, place, show, self.launcher.empty)
         normed = (
             c.norm(site, weights.norm, feature_map)
             for c, feature_map in zip(self.canvases, x, strict=True)
@@ -453,8 +453,8 @@ class _Walk:
         if not self.packed.residuals:
             return x
         level = self.level
-        opened = [self.asking.open(feature_map, at) for at, feature_map in enumerate(x, slot)]
-        self.asking.between(lambda now: now.add_residuals(number, level, opened), self.packed)
+        opened = [self.launcher.open(feature_map, at) for at, feature_map in enumerate(x, slot)]
+        self.launcher.between(lambda now: now.add_residuals(number, level, opened), self.packed)
         return opened
 
     def joined(self, x: Maps, skips: list[Maps]) -> Maps:
@@ -494,8 +494,8 @@ class _Walk:
         self.map += 1
         if "map" in self.packed.captured_parts:
             # Rows that compute all tokens have no tile: they are among the first canvas's.
-            opened, number, groups = self.asking.open(x[0]), site.number, self.groups
-            self.asking.between(lambda now: now.show_map(number, opened, groups), self.packed)
+            opened, number, groups = self.launcher.open(x[0]), site.number, self.groups
+            self.launcher.between(lambda now: now.show_map(number, opened, groups), self.packed)
         return site
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from maskserve_engine.batch.graphs import AtOnce, Inputs
+from maskserve_engine.batch.graphs import Inputs, Launcher
 from maskserve_engine.families.unet.forward import PackedPasses, forward
 from maskserve_engine.families.unet.weights import UnetWeights
 
@@ -54,21 +54,21 @@ class UnetStep:
         sample, timesteps = map(inputs.copy, (self.sample, self.timesteps))
         step = UnetStep(weights, packed, sample, timesteps, self.kinds)
         if weights.updates is not None:
-            step.run(AtOnce())  # tiles of the passes are made before the step is recorded
+            step.run(Launcher())  # tiles of the passes are made before the step is recorded
         return step
 
-    def take(self, other: UnetStep, *, anew: bool) -> None:
+    def take(self, other: UnetStep, *, all_inputs: bool) -> None:
         self.sample.copy_(other.sample)
         self.timesteps.copy_(other.timesteps)
-        if anew:
+        if all_inputs:
             if self.weights.updates is not None and other.weights.updates is not None:
                 self.weights.updates.take(other.weights.updates)
             self.packed.take(other.packed)
-        self.packed.turn_to(other.packed, anew=anew)
+        self.packed.turn_to(other.packed, anew=all_inputs)
 
-    def run(self, asking: AtOnce) -> Tensor:
+    def run(self, launcher: Launcher) -> Tensor:
         inputs = self.packed, self.sample, self.timesteps, self.kinds
-        return forward(self.weights, *inputs, asking=asking)
+        return forward(self.weights, *inputs, launcher=launcher)
 
     def answer_of(self, recorded: Tensor) -> Tensor:
         return recorded.clone()
