@@ -168,7 +168,7 @@ class FluxAdapter(FlowAdapter[FluxWeights]):
             facts = OpeningMessage(
                 tuple([OpenedControl.of(control) for control, _ in prepared.controls]),
                 tuple([step.timestep for step in row.walk(0)]),
-                self._of_nets(row, job),
+                self._nets_schedule(row, job),
                 row.active,
                 len(row.prompt.text),
                 job.request.settings.guidance_scale,

@@ -351,7 +351,7 @@ class FlowAdapter(Stepping[Row, W], FlowRowMaker, OpenedRows, Generic[W]):
     batches: ClassVar[type[FlowBatch[Any]]]
     text_places: ClassVar[tuple[str, ...]]
     """Prefixes of the weights' places that `text` reads."""
-    tells_sigmas: ClassVar[bool] = True
+    passes_sigmas: ClassVar[bool] = True
     """Whether the family's pipeline passes sigmas to its sampler (`shift`)."""
     flow_sigmas: ClassVar[frozenset[EditKind]] = frozenset()
     """Kinds of edits whose pipelines let a sampler with `use_flow_sigmas` choose its sigmas."""
@@ -419,7 +419,7 @@ class FlowAdapter(Stepping[Row, W], FlowRowMaker, OpenedRows, Generic[W]):
         return cls(
             spec,
             load_denoiser(config, "transformer", getattr(diffusers, cls.transformer), fuse_weights),
-            load_sampler(config, tells_sigmas=cls.tells_sigmas, shift=cls.sampler_shift),
+            load_sampler(config, passes_sigmas=cls.passes_sigmas, shift=cls.sampler_shift),
             placed_bytes=config.cache.placed_on(device_of(config).type),
             outside_noise=outside_noise(config),
             recorded_rows=cls.family.recorded_rows(config),
@@ -595,7 +595,7 @@ class FlowAdapter(Stepping[Row, W], FlowRowMaker, OpenedRows, Generic[W]):
     def net_batch(self) -> NetBatch:
         raise ValueError("this model takes no ControlNets")
 
-    def _of_nets(self, row: FlowRow, job: EditJob) -> RefreshSchedule:
+    def _nets_schedule(self, row: FlowRow, job: EditJob) -> RefreshSchedule:
         """Return the schedule of the row's ControlNets. In a row without a template they compute
         all tokens when the base does.
         """

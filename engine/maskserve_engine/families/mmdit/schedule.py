@@ -56,12 +56,12 @@ _TAKES_SIGMAS = (_EULER, "UniPCMultistepScheduler")
 _SERVED = (*_TAKES_SIGMAS, "DPMSolverMultistepScheduler")
 
 
-def load_sampler(config: Config, *, tells_sigmas: bool, shift: float | None = None) -> Any:
+def load_sampler(config: Config, *, passes_sigmas: bool, shift: float | None = None) -> Any:
     """Load the sampler of a model folder.
 
     Args:
         config: the worker's configuration.
-        tells_sigmas: whether the pipeline passes sigmas to the sampler.
+        passes_sigmas: whether the pipeline passes sigmas to the sampler.
         shift: schedule shift of the Euler sampler that a folder without a sampler gets; None: the
             folder must have one.
 
@@ -74,7 +74,7 @@ def load_sampler(config: Config, *, tells_sigmas: bool, shift: float | None = No
     if shift is not None and not (Path(config.model.path) / "scheduler").is_dir():
         return diffusers.FlowMatchEulerDiscreteScheduler(shift=shift)
     name = sampler_name(config)
-    _check_name(name, _TAKES_SIGMAS if tells_sigmas else _SERVED)
+    _check_name(name, _TAKES_SIGMAS if passes_sigmas else _SERVED)
     sampler = load_plain(config, "scheduler", getattr(diffusers, name))
     if sampler.config.get("shift_terminal") and config.model.num_inference_steps == 1:
         raise ConfigError(

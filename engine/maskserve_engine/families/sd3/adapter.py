@@ -169,7 +169,7 @@ class Sd3Adapter(FluxAdapter):
     transformer = "SD3Transformer2DModel"
     batches = Sd3Batch
     preparation = Sd3Preparation
-    tells_sigmas = False
+    passes_sigmas = False
 
     @staticmethod
     def shift(config: Mapping[str, Any], tokens: int, steps: int) -> None:
