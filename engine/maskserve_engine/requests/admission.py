@@ -195,13 +195,13 @@ class ExecutionPolicy:
             if never_reads or can_refresh:
                 return without
         lookup = self._cache.look_up(job, key, again=edit.plans_chosen > 0)
-        cached = self._of_template(edit, lookup, insists=settings.insists)
+        cached = self._plan_with_template(edit, lookup, insists=settings.insists)
         if cached is not None:
             saves_nothing = cached.mode == "dense" and not settings.insists
             return self.without_template(edit, cached) if saves_nothing else cached
         without = without or self.without_template(edit, missed)
         without = replace(without, prime=lookup.worth_priming)
-        return self._after_priming(edit, lookup, without) or without
+        return self._wait_for_priming(edit, lookup, without) or without
 
     def _region(self, job: EditJob) -> RegionRule | None:
         """Return how an edit without a mask finds its region; None: it does not ask for one, has
@@ -229,9 +229,11 @@ class ExecutionPolicy:
             dense_steps=dense_steps,
             dense_for="",
         )
-        return self._least(edit, replace(dense, dense_for=dense.dense_for or "work"), refreshed)
+        return self._least_work(
+            edit, replace(dense, dense_for=dense.dense_for or "work"), refreshed
+        )
 
-    def _least(self, edit: RequestState, *plans: ExecutionPlan) -> ExecutionPlan:
+    def _least_work(self, edit: RequestState, *plans: ExecutionPlan) -> ExecutionPlan:
         return min(plans, key=lambda plan: edit.step_flops(plan, self._adapter))
 
     def choose_with_adapters(self, edit: RequestState) -> ExecutionPlan | None:
@@ -240,12 +242,12 @@ class ExecutionPolicy:
         """
         job = edit.job
         lookup = self._cache.look_up(job, self._cache.key_of(job))
-        plan = self._of_template(edit, lookup, insists=False)
+        plan = self._plan_with_template(edit, lookup, insists=False)
         if plan is None and lookup.worth_priming:
             self._primings.begin(job, urgent=False)
         return None if plan is None or plan.mode == "dense" else plan
 
-    def _with_step_cache(self, edit: RequestState, chosen: ExecutionPlan) -> ExecutionPlan:
+    def _add_step_cache(self, edit: RequestState, chosen: ExecutionPlan) -> ExecutionPlan:
         """Return the plan of least work for a hit with a step cache; see
         `RefreshSchedules.beside_template`.
         """
@@ -253,9 +255,9 @@ class ExecutionPolicy:
             return chosen
         schedules = self._schedules.beside_template(edit.job, chosen.dense_steps)
         plans = (replace(chosen, schedule_with_template=schedule) for schedule in schedules)
-        return self._least(edit, *plans)
+        return self._least_work(edit, *plans)
 
-    def _of_template(
+    def _plan_with_template(
         self, edit: RequestState, lookup: CacheLookup, *, insists: bool
     ) -> ExecutionPlan | None:
         """Return a plan that reads the template's entries or, if the edit insists on them, waits
@@ -271,9 +273,9 @@ class ExecutionPolicy:
             lookup.tier or "",
             dense_steps=lookup.dense_steps,
         )
-        plan = self._with_step_cache(edit, plan)
+        plan = self._add_step_cache(edit, plan)
         dense = replace(DENSE, dense_for="work", key=lookup.key)
-        if self._least(edit, plan, dense) is dense:
+        if self._least_work(edit, plan, dense) is dense:
             return dense
         if lookup.tier is None:
             return ExecutionPlan(
@@ -283,7 +285,7 @@ class ExecutionPolicy:
         mode: ExecutionMode = "wait" if insists and not ready else "cached"
         return replace(plan, mode=mode, is_loading=not ready)
 
-    def _after_priming(
+    def _wait_for_priming(
         self, edit: RequestState, lookup: CacheLookup, without: ExecutionPlan
     ) -> ExecutionPlan | None:
         """Return a plan that waits for the template's priming, if the edit would be late otherwise
@@ -303,14 +305,16 @@ class ExecutionPolicy:
         )
         if lookup.is_known_picture and edit.due_at is None:
             hit = replace(plan, mode="cached", anchors=lookup.reads)
-            worth = self._pays(edit, without, self._with_step_cache(edit, hit), anchors_left)
+            worth = self._is_worth_priming(
+                edit, without, self._add_step_cache(edit, hit), anchors_left
+            )
             return plan if worth else None
         running = self._table.running()
         if self._due_times.gains_by_waiting(edit, without, plan, anchors_left, running):
             return plan
         return None
 
-    def _pays(
+    def _is_worth_priming(
         self, edit: RequestState, without: ExecutionPlan, hit: ExecutionPlan, anchors: int
     ) -> bool:
         """Whether `WORTH_PRIMING` edits such as this save more work than priming the anchors is."""

@@ -60,23 +60,25 @@ class EditRows:
             level = self._due_times.level(edit, self._batch_mates(edit), time.monotonic())
             if level is not None:
                 edit.step_down(level, self._schedules.at_level(edit, level), self._adapter)
-        report = self._of_plan(edit)
+        report = self._make_planned(edit)
         if self._adapters.absent_loras(edit):
             self._late_rows.add(edit)
         elif edit.loras.effective:
             self._adapters.attach(edit.request_id, edit.loras.effective)
         return report
 
-    def _of_plan(self, edit: RequestState) -> RowReport:
+    def _make_planned(self, edit: RequestState) -> RowReport:
         """Make the row without its LoRAs."""
         plan = edit.plan
         if plan.mode != "cached":
             return self._executor.make(edit.request_id, PlainRowSpec(edit.job, plan.key))
         if plan.schedule is not None:
-            return self._with_refresh_steps(edit, plan.schedule)
-        return self._with_template(edit, plan.schedule_with_template)
+            return self._make_with_refresh_steps(edit, plan.schedule)
+        return self._make_with_template(edit, plan.schedule_with_template)
 
-    def _with_template(self, edit: RequestState, schedule: RefreshSchedule | None) -> RowReport:
+    def _make_with_template(
+        self, edit: RequestState, schedule: RefreshSchedule | None
+    ) -> RowReport:
         """Make a row that reads its template; if there is no room for its step cache, it has
         none.
         """
@@ -101,7 +103,7 @@ class EditRows:
             edit.set_plan(replace(plan, schedule_with_template=None), self._adapter)
         return report
 
-    def _with_refresh_steps(self, edit: RequestState, schedule: RefreshSchedule) -> RowReport:
+    def _make_with_refresh_steps(self, edit: RequestState, schedule: RefreshSchedule) -> RowReport:
         """Make a row with refresh steps; if there is no room for its step cache, make it dense."""
         nbytes = step_cache_bytes(schedule, self._adapter, edit.job)
         spec = PlainRowSpec(edit.job, edit.plan.key, schedule, nbytes)

@@ -180,11 +180,10 @@ class RequestManager:
         """Answer an edit whose row has taken its last step."""
         latents = self.executor.result(edit.request_id)
         self._rows.release(edit)
+        self._remove(edit)
         if edit.audit is not None:
-            self._remove(edit)
             self.audits.compare(edit.audit, latents)
             return
-        self._remove(edit)
 
         def final() -> FinalEvent | Failed:
             array = latents.array()  # waits for its steps
