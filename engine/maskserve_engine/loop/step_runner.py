@@ -136,7 +136,7 @@ class StepRunner:
                 edit.request_id,
                 (reads.key, reads.anchors[edit.tally.done]) in whole_entries,
                 edit.job.request.settings.reproducible,
-                text=not reads.without_text(edit.tally.done),
+                text=not reads.leaves_out_text(edit.tally.done),
             )
             for edit, reads in readers
         ]
@@ -296,7 +296,7 @@ class StepRunner:
                     continue
                 if row.request_id in result.lost:
                     assert row.reads is not None, "only a row that reads entries can lose one"
-                    row.reads.lose(row.tally.done)
+                    row.reads.drop_entry(row.tally.done)
                 self._count(row, step, len(steps), kinds, result.span)
             except Exception as error:
                 _log.exception("the end of a step failed", extra=about(row.request_id))

@@ -80,8 +80,8 @@ class EditAdapters:
             return False
         sigmas = self._adapter.sigmas(edit.job)
         step_counts = [self.loras.steps_without(lora, sigmas) for lora in edit.loras.effective]
-        edit.loras.without = min(step_counts)
-        return edit.loras.without > 0
+        edit.loras.steps_without = min(step_counts)
+        return edit.loras.steps_without > 0
 
     def use_loras(self, edit: RequestState) -> None:
         """Set the cache key and the work of an edit whose LoRAs are loaded: from now on it uses
@@ -191,7 +191,7 @@ class LateRows:
 
     def overdue(self) -> list[RequestState]:
         """Return the rows whose next step needs their LoRAs."""
-        return [e for e in self.rows.values() if e.tally.done >= e.loras.without]
+        return [e for e in self.rows.values() if e.tally.done >= e.loras.steps_without]
 
     def waiting_for(self, item: Loadable) -> list[RequestState]:
         """Return the rows that wait for this LoRA."""

@@ -143,7 +143,7 @@ class ReadSchedule:
         reads.text, reads.lookahead_steps = self.text, self.lookahead_steps
         return reads
 
-    def without_text(self, step: int) -> bool:
+    def leaves_out_text(self, step: int) -> bool:
         """Whether a step that reads only keys and values leaves the text out."""
         return self.text is not None and step not in self.text
 
@@ -162,7 +162,7 @@ class ReadSchedule:
         """Return the number of the row's steps that read the same entry."""
         return self._steps[self.anchors[step]]
 
-    def lose(self, step: int) -> None:
+    def drop_entry(self, step: int) -> None:
         """Compute all tokens at steps that read this step's entry: it will not arrive."""
         lost = self.anchors[step]
         self.anchors = tuple(None if anchor == lost else anchor for anchor in self.anchors)
@@ -188,7 +188,7 @@ class AdapterUse(Generic[A]):
 
 @dataclass(slots=True)
 class LoraUse(AdapterUse[Lora]):
-    without: int = 0
+    steps_without: int = 0
     """Number of steps that the row may take before they are loaded."""
     late: bool = False
     """Whether the row runs before they are loaded."""
