@@ -200,7 +200,7 @@ class EditFront:
             call.answer.fail(guarded(call.request_id, error))
         finally:
             if call.sent:
-                self._traffic.ended()
+                self._traffic.record_end()
             self._calls.remove(call)
 
     def _relay(self, call: Call, request_log: RequestLog) -> None:
@@ -218,7 +218,7 @@ class EditFront:
         call.sent = True
         for event in run_edit(self._api, call.inputs(), stage_parameters, call.request_id, acks):
             call.heard = time.monotonic()
-            self._traffic.returned()
+            self._traffic.record_event()
             if event.kind == "final":
                 self._finish(call, request_log, event)
             elif self._streaming:

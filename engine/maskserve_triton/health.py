@@ -32,20 +32,20 @@ class Health:
         """Seconds for which the engine, and all that waits for a step, may be silent."""
         self.in_engine: frozenset[str] = frozenset()
         """Ids of the edits in the engine."""
-        self._unwell: str | None = None
+        self._unwell_process: str | None = None
         self._lock = threading.Lock()
 
     def problem(self) -> MaskserveError | None:
         """Why edits in flight must be answered with an error now; None if they may go on."""
         with self._lock:
-            return self._look()
+            return self._find_problem()
 
     def close(self) -> None:
         with self._lock:
             self._reader.close()
             self._processes.close()
 
-    def _look(self) -> MaskserveError | None:
+    def _find_problem(self) -> MaskserveError | None:
         if self._admission.state() == STOPPED:
             return Overloaded("the worker is stopping and its time to finish edits is over")
         status = self._reader.read()
@@ -60,11 +60,11 @@ class Health:
             return EngineFailed(f"the {hung}")
         if status.ended is not None:
             return EngineFailed(f"the {status.ended}")
-        return self._dead_or_stopped()
+        return self._process_problem()
 
-    def _dead_or_stopped(self) -> MaskserveError | None:
+    def _process_problem(self) -> MaskserveError | None:
         now_s = self._clock()
         if now_s >= self._next_processes:
             self._next_processes = now_s + _PROCESSES_EVERY_S
-            self._unwell = self._processes.unwell()
-        return None if self._unwell is None else EngineFailed(self._unwell)
+            self._unwell_process = self._processes.unwell()
+        return None if self._unwell_process is None else EngineFailed(self._unwell_process)

@@ -33,19 +33,19 @@ class Passage:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._silence = Silence(clock)
-        self._left = 0
+        self._exits = 0
 
-    def left(self) -> None:
-        """An edit has come through; for any thread."""
-        self._left += 1
+    def record_exit(self) -> None:
+        """Record that an edit has come through; for any thread."""
+        self._exits += 1
 
     def stuck_s(self, *, entered: bool) -> float:
         """Return the seconds since an edit last left while edits were inside; must be called again
         and again. `entered`: whether any edit is inside now.
         """
         if not entered:
-            self._left += 1
-        return self._silence.silent_s(self._left)
+            self._exits += 1
+        return self._silence.silent_s(self._exits)
 
 
 class Traffic:
@@ -54,18 +54,18 @@ class Traffic:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._requests, self._responses = Passage(clock), Passage(clock)
 
-    def arrived(self) -> None:
+    def record_arrival(self) -> None:
         """Record that the engine has a further edit."""
-        self._requests.left()
+        self._requests.record_exit()
 
-    def returned(self) -> None:
-        """An event has come back."""
-        self._responses.left()
+    def record_event(self) -> None:
+        """Record that an event has come back."""
+        self._responses.record_exit()
 
-    def ended(self) -> None:
+    def record_end(self) -> None:
         """Record that an edit has left the pipeline, from any part of it."""
-        self._requests.left()
-        self._responses.left()
+        self._requests.record_exit()
+        self._responses.record_exit()
 
     def stuck(
         self, calls: Collection[Call], in_engine: Collection[str], limit_s: float

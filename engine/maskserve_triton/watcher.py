@@ -122,7 +122,7 @@ class Watcher:
     def _look_at(self, call: Call, now: float) -> None:
         if call.request_id in self._health.in_engine:
             if not call.heard:
-                self._traffic.arrived()
+                self._traffic.record_arrival()
             call.heard = now
         if call.answer.cancelled():
             self._withdrawals.withdraw(call, Cancelled("the client cancelled the request"))

@@ -40,12 +40,12 @@ class Front:
         """The engine has it."""
         self.in_engine.add(call.request_id)
         call.heard = self.now
-        self.traffic.arrived()
+        self.traffic.record_arrival()
 
     def end(self, call: Call) -> None:
         self.in_engine.discard(call.request_id)
         self.calls.remove(call)
-        self.traffic.ended()
+        self.traffic.record_end()
 
     def passes(self, seconds: float, look_s: float = LOOK_S) -> str | None:
         """Look for so long; what is said in the end."""
