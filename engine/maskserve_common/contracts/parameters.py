@@ -7,7 +7,7 @@ from typing import Any
 
 
 def parameters(request: Any) -> dict[str, Any]:
-    """The parameters of a Triton request; none where a client's are no text."""
+    """Return the parameters of a Triton request; none if they are not JSON."""
     try:
         values: dict[str, Any] = json.loads(request.parameters() or "{}")
     except ValueError:
