@@ -224,7 +224,7 @@ class Router:
 
     def _workers_changed(self) -> None:
         self.pending.dispatch()
-        self._control.missed.send_missed()
+        self._control.replication_queue.send_missed()
 
     async def reload(self) -> None:
         """Apply the current configuration: workers, keys and certificates, all or nothing.
@@ -281,7 +281,7 @@ class Router:
         await self.admin.stop()
         await self._urls.close()
         self._outputs.close()
-        await self._control.missed.close()
+        await self._control.replication_queue.close()
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)

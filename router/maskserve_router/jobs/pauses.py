@@ -27,13 +27,13 @@ class Pauses:
         pause = self._pauses.get(scope)
         return pause is None or (now >= pause.until and pause.trying is None)
 
-    def began(self, scope: str, job: str) -> None:
-        """Note that a job of the key begins."""
+    def record_begin(self, scope: str, job: str) -> None:
+        """Record that a job of the key begins."""
         if (pause := self._pauses.get(scope)) is not None:
             pause.trying = job
 
-    def refused(self, scope: str, now: float, least_s: float) -> None:
-        """Note that a job found no room; the next tries after `least_s` or twice the last pause."""
+    def record_refusal(self, scope: str, now: float, least_s: float) -> None:
+        """Record a job that found no room; one tries after `least_s` or twice the last pause."""
         pause = self._pauses.get(scope)
         if pause is None:
             self._pauses[scope] = _Pause(now + least_s, least_s)
@@ -41,12 +41,12 @@ class Pauses:
             pause.seconds = max(min(2 * pause.seconds, _LONGEST_S), least_s)
             pause.until = now + pause.seconds
 
-    def ended(self, scope: str, job: str) -> None:
-        """Note that a job has ended; if it was the one that tried, another may try."""
+    def record_end(self, scope: str, job: str) -> None:
+        """Record that a job has ended; if it was the one that tried, another may try."""
         pause = self._pauses.get(scope)
         if pause is not None and pause.trying == job:
             pause.trying = None
 
-    def found_room(self, scope: str) -> None:
+    def lift(self, scope: str) -> None:
         """End the pause: a job of the key found room."""
         self._pauses.pop(scope, None)

@@ -166,7 +166,7 @@ class JobRunner:
             task = asyncio.create_task(work(job))
             running.jobs[job.id] = _LeasedJob(job.fence, task)
             if running is self.runs:
-                self._pauses.began(job.scope, job.id)
+                self._pauses.record_begin(job.scope, job.id)
             task.add_done_callback(partial(self._task_ended, running, job))
 
     def _may_start(self, running: RunningJobs, key: WaitingKey, results: int) -> bool:
@@ -184,7 +184,7 @@ class JobRunner:
             if leased_job is not None and leased_job.task is task:
                 del running.jobs[job.id]
             if running is self.runs:
-                self._pauses.ended(job.scope, job.id)
+                self._pauses.record_end(job.scope, job.id)
             if not task.cancelled() and (error := task.exception()) is not None:
                 log.error("job %s: %s", job.id, error_text(error), extra=about(job.id))
         finally:
@@ -255,7 +255,7 @@ class JobRunner:
         result, problem = b"", None
         try:
             result = bytes(await self._answer(job))
-            self._pauses.found_room(job.scope)
+            self._pauses.lift(job.scope)
         except Exception as error:
             if not isinstance(error, MaskserveError | Failure):
                 error = guarded(job.id, error)
@@ -276,7 +276,7 @@ class JobRunner:
         """Return the seconds until a job runs again after an error; None: it has failed."""
         if error.code == Overloaded.code:
             least_s = float(retry_after(error) or 1)
-            self._pauses.refused(job.scope, time.monotonic(), least_s)
+            self._pauses.record_refusal(job.scope, time.monotonic(), least_s)
             return least_s
         hopeless = job.tries >= self._config.retries or job.runs > _MOST_RUNS
         if error.code != EngineFailed.code or hopeless:
@@ -319,7 +319,7 @@ class JobRunner:
             progress, leased_job = _JobProgress(form.fields.n), self.runs.jobs[job.id]
 
             def keep_progress(number: int, meta: Mapping[str, Any]) -> None:
-                self._pauses.found_room(job.scope)
+                self._pauses.lift(job.scope)
                 if (changed := progress.update(number, meta)) is not None:
                     leased_job.progress = changed
 

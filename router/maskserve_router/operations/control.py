@@ -28,7 +28,7 @@ from maskserve_router.messages.control_message import (
 )
 from maskserve_router.messages.failures import NotSupported, Unauthorized
 from maskserve_router.messages.model_request import ModelRequest
-from maskserve_router.operations.replication_queue import MissedOperations, is_refusal
+from maskserve_router.operations.replication_queue import ReplicationQueue, is_refusal
 from maskserve_router.scheduling.admission import Admission
 from maskserve_router.scheduling.dispatch import Dispatcher
 from maskserve_router.scheduling.served_workflows import ServedWorkflows
@@ -59,7 +59,7 @@ class ClusterControl:
         self._workflows = workflows
         self._name, self._pool, self._dispatcher = name, pool, dispatcher
         self._admission, self._fair_share, self._predictions = admission, fair_share, predictions
-        self.missed = MissedOperations(pool, pool.config.workers.missed_bytes, _ask)
+        self.replication_queue = ReplicationQueue(pool, pool.config.workers.missed_bytes, _ask)
 
     async def infer(self, message: ModelRequest, client: KeyHolder) -> bytes:
         """Answer a request of the model `control`.
@@ -121,7 +121,7 @@ class ClusterControl:
             case "templates":
                 templates = merged_templates(await self._everywhere(operation, client))
                 for template in templates:
-                    template["pending"] = self.missed.pending(template["template_id"])
+                    template["pending"] = self.replication_queue.pending(template["template_id"])
                     if not client.admin:  # only admins see a template's owners
                         template["owners"] = []
                 return {"templates": templates}
@@ -163,7 +163,7 @@ class ClusterControl:
         missed_by = self._pool.workers.keys() - {*results, *refusals}
         name = first.get("template_id", "")
         self._dispatcher.homes.forget(name)
-        pending = self.missed.keep(operation, name, missed_by)
+        pending = self.replication_queue.keep(operation, name, missed_by)
         return {**first, "workers": sorted(results), "pending": pending}
 
     async def _everywhere(

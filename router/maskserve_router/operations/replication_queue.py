@@ -26,7 +26,7 @@ _RETRY_S = 5.0
 
 
 @dataclass(slots=True, eq=False)
-class _Missed:
+class _MissedOperation:
     operation: dict[str, Any]
     template_id: str
     size: int
@@ -40,7 +40,7 @@ def is_refusal(failure: Failure) -> bool:
     return failure.blame in (Blame.REQUEST, Blame.REFUSED) and not failure.untaken
 
 
-class MissedOperations:
+class ReplicationQueue:
     """Queues operations and sends them to workers that are back. Use it from the event loop only.
 
     Args:
@@ -51,7 +51,7 @@ class MissedOperations:
 
     def __init__(self, pool: Pool, max_bytes: int, send: Send) -> None:
         self._pool, self._max_bytes, self._send = pool, max_bytes, send
-        self._missed: list[_Missed] = []
+        self._missed: list[_MissedOperation] = []
         """Queued operations, in the order in which the other workers have run them."""
         self._sending: dict[str, asyncio.Task[None]] = {}
         """Address of a worker -> task that sends it operations."""
@@ -99,7 +99,7 @@ class MissedOperations:
             )
             log.warning(text, template_id, ", ".join(addresses))
             return []
-        self._missed.append(_Missed(operation, template_id, size, set(addresses)))
+        self._missed.append(_MissedOperation(operation, template_id, size, set(addresses)))
         return addresses
 
     def pending(self, template_id: str) -> list[str]:
@@ -117,7 +117,7 @@ class MissedOperations:
         for address in {address for entry in self._missed for address in entry.missed_by}:
             worker = self._pool.workers.get(address)
             if worker is None:
-                self._done(address, self._missed)  # no longer one of the workers
+                self._remove(address, self._missed)  # no longer one of the workers
             elif (
                 worker.ready
                 and address not in self._sending
@@ -146,12 +146,12 @@ class MissedOperations:
                         return
                     name = entry.operation["op"]
                     log.warning("worker %s: %s %s: %s", address, name, entry.template_id, error)
-                self._done(address, [entry])
+                self._remove(address, [entry])
             self._not_before.pop(address, None)
         finally:
             del self._sending[address]
 
-    def _done(self, address: str, done: list[_Missed]) -> None:
-        for entry in done:
+    def _remove(self, address: str, removed: list[_MissedOperation]) -> None:
+        for entry in removed:
             entry.missed_by.discard(address)
         self._missed = [entry for entry in self._missed if entry.missed_by]

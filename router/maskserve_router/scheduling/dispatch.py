@@ -321,18 +321,18 @@ class Dispatcher:
         breaker, name = sent.worker.breaker, sent.request_id
         try:
             yield
-            breaker.succeeded(name)
+            breaker.record_success(name)
             seconds = time.monotonic() - sent.at
             sent.worker.record_answer(sent, seconds)
             self._metrics.record_answer(sent, seconds)
         except Failure as failure:
             if failure.blame is Blame.WORKER:
                 may_eject = self._pool.may_eject()
-                if breaker.failed(name, time.monotonic(), may_eject=may_eject):
+                if breaker.record_failure(name, time.monotonic(), may_eject=may_eject):
                     self._metrics.ejections.labels(sent.worker.address).inc()
             raise
         finally:
-            breaker.gave_up(name)
+            breaker.record_unknown(name)
             self._pending.leave(sent)
 
     def _may_retry(self, failure: Failure, avoid: frozenset[WorkerEpoch]) -> bool:

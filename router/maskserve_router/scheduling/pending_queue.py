@@ -195,7 +195,7 @@ class PendingQueue:
         predicted = worker.predict(edit, now_s)
         sent_edit = SentEdit(waiting.request_id, edit, worker, now_s, predicted, listed_at=now_s)
         worker.add(sent_edit)
-        worker.breaker.sent(waiting.request_id)
+        worker.breaker.record_sent(waiting.request_id)
         return sent_edit
 
     def _choose(self, edit: Edit, now: float, avoid: frozenset[WorkerEpoch]) -> Worker:

@@ -27,19 +27,19 @@ class Breaker:
         """Return True if an edit may be sent now."""
         return not self.ejected or (now >= self._until and self._trial is None)
 
-    def sent(self, request_id: str) -> None:
-        """Note that an edit was sent; at an ejected worker it becomes the trial."""
+    def record_sent(self, request_id: str) -> None:
+        """Record that an edit was sent; at an ejected worker it becomes the trial."""
         if self.ejected:
             self._trial = request_id
 
-    def succeeded(self, request_id: str) -> None:
+    def record_success(self, request_id: str) -> None:
         """Close the breaker if the edit was the trial, and forget earlier failures."""
         self._failures = 0
         if self._trial == request_id:
             self._until, self._trial = 0.0, None
             self._ejections = 0
 
-    def failed(self, request_id: str, now: float, *, may_eject: bool) -> bool:
+    def record_failure(self, request_id: str, now: float, *, may_eject: bool) -> bool:
         """Count a failed edit.
 
         Args:
@@ -62,7 +62,7 @@ class Breaker:
         self._trial = None
         return True
 
-    def gave_up(self, request_id: str) -> None:
-        """Note that an edit ended without telling anything about the worker."""
+    def record_unknown(self, request_id: str) -> None:
+        """Record that an edit ended and told nothing about the worker."""
         if self._trial == request_id:
             self._trial = None

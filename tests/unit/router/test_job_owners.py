@@ -29,19 +29,19 @@ def test_time_without_a_look_does_not_count() -> None:
 def test_one_job_of_a_key_tries_whether_there_is_room() -> None:
     pauses = Pauses()
     assert pauses.may_begin("a", 0.0)
-    pauses.refused("a", 0.0, 1.0)
-    pauses.refused("a", 0.5, 1.0)  # begun together
+    pauses.record_refusal("a", 0.0, 1.0)
+    pauses.record_refusal("a", 0.5, 1.0)  # begun together
     assert not pauses.may_begin("a", 0.9)
     assert pauses.may_begin("b", 0.9)
     assert pauses.may_begin("a", 1.0)
-    pauses.began("a", "1")
+    pauses.record_begin("a", "1")
     assert not pauses.may_begin("a", 2.0)
-    pauses.refused("a", 2.0, 1.0)
-    pauses.ended("a", "1")
+    pauses.record_refusal("a", 2.0, 1.0)
+    pauses.record_end("a", "1")
     assert not pauses.may_begin("a", 3.9)
     assert pauses.may_begin("a", 4.0)
-    pauses.began("a", "2")
-    pauses.found_room("a")
+    pauses.record_begin("a", "2")
+    pauses.lift("a")
     assert pauses.may_begin("a", 4.0)
 
 
@@ -50,8 +50,8 @@ def test_pauses_grow_to_half_a_minute() -> None:
     while now_s < 3600:
         if pauses.may_begin("a", now_s):
             tries += 1
-            pauses.began("a", f"{tries}")
-            pauses.refused("a", now_s, 1.0)
-            pauses.ended("a", f"{tries}")
+            pauses.record_begin("a", f"{tries}")
+            pauses.record_refusal("a", now_s, 1.0)
+            pauses.record_end("a", f"{tries}")
         now_s += 1.0
     assert 110 < tries < 140

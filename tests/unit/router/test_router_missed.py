@@ -65,13 +65,13 @@ async def test_an_eviction_that_meets_a_registration_on_its_way_wins():
         await until("it is on its way", lambda: second.registering == 1)
         assert second.address in (await control(router, "evict", template_id=name))["pending"]
         second.holds_registrations.set()
-        await until("all is brought", lambda: not router._control.missed._missed)
+        await until("all is brought", lambda: not router._control.replication_queue._missed)
         assert not second.templates
 
 
 async def test_images_are_kept_within_a_bound_and_the_answer_says_which_are_not():
     async with cluster() as (router, (_, second)):
-        router._control.missed._max_bytes = 25
+        router._control.replication_queue._max_bytes = 25
         await _goes_down(router, second)
         assert (await control(router, "register", image=picture("a" * 7)))["pending"] == [
             second.address

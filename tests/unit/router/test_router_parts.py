@@ -58,7 +58,11 @@ FAULTS = Faults(failures_to_eject=3, eject_s=2.0, max_eject_s=5.0)
 
 
 def eject(breaker: Breaker, now: float, edits: str = "abc") -> None:
-    assert [breaker.failed(name, now, may_eject=True) for name in edits] == [False, False, True]
+    assert [breaker.record_failure(name, now, may_eject=True) for name in edits] == [
+        False,
+        False,
+        True,
+    ]
 
 
 def test_a_worker_that_fails_is_ejected_and_comes_back_by_one_edit():
@@ -66,11 +70,11 @@ def test_a_worker_that_fails_is_ejected_and_comes_back_by_one_edit():
     eject(breaker, 10.0)
     assert not breaker.allows(11.9)
     assert breaker.allows(12.0)
-    breaker.sent("trial")
+    breaker.record_sent("trial")
     assert not breaker.allows(12.0)  # one edit decides
-    breaker.succeeded("from before")
+    breaker.record_success("from before")
     assert breaker.ejected
-    breaker.succeeded("trial")
+    breaker.record_success("trial")
     assert breaker.allows(12.0)
     assert not breaker.ejected
 
@@ -83,33 +87,33 @@ def test_each_ejection_in_a_row_takes_longer_up_to_a_bound():
         assert not breaker.allows(now_s + wait - 0.1)
         now_s += wait
         assert breaker.allows(now_s)
-        breaker.sent("trial")
-        assert breaker.failed("trial", now_s, may_eject=True)
+        breaker.record_sent("trial")
+        assert breaker.record_failure("trial", now_s, may_eject=True)
 
 
 def test_failures_of_edits_from_before_do_not_lengthen_an_ejection():
     breaker = Breaker(FAULTS)
     eject(breaker, 0.0)
-    assert not breaker.failed("late", 1.9, may_eject=True)
+    assert not breaker.record_failure("late", 1.9, may_eject=True)
     assert breaker.allows(2.0)
 
 
 def test_a_success_in_between_starts_the_count_anew_and_the_cap_holds_ejection_back():
     breaker = Breaker(FAULTS)
     for name in "ab":
-        breaker.failed(name, 0.0, may_eject=True)
-    breaker.succeeded("c")
+        breaker.record_failure(name, 0.0, may_eject=True)
+    breaker.record_success("c")
     for name in "de":
-        assert not breaker.failed(name, 0.0, may_eject=True)
-    assert not breaker.failed("f", 0.0, may_eject=False)
+        assert not breaker.record_failure(name, 0.0, may_eject=True)
+    assert not breaker.record_failure("f", 0.0, may_eject=False)
     assert breaker.allows(0.0)
 
 
 def test_a_trial_whose_client_left_decides_nothing():
     breaker = Breaker(FAULTS)
     eject(breaker, 0.0)
-    breaker.sent("trial")
-    breaker.gave_up("trial")
+    breaker.record_sent("trial")
+    breaker.record_unknown("trial")
     assert breaker.allows(2.0)
     assert breaker.ejected
 
