@@ -15,7 +15,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_common.contracts.keys import scoped
 from maskserve_common.contracts.settings import dump_settings, parse_settings
-from maskserve_common.contracts.tensors import CONTRACTS, Contract
+from maskserve_common.contracts.tensors import CONTRACTS, Contract, Tensor
 from maskserve_common.errors import InvalidRequest
 from maskserve_common.reading import nearest
 from maskserve_router.key_holder import KeyHolder
@@ -161,10 +161,25 @@ def _check_tensors(message: ModelRequest, contract: Contract) -> None:
     """Raise InvalidRequest if the request's tensors are not those of the model. Add an empty
     element for an absent picture, as a worker reads it.
     """
-    head = message.head
     declared = {tensor.name: tensor for tensor in contract.inputs}
-    input_names = [tensor.name for tensor in head.inputs]
-    for tensor in head.inputs:
+    _check_inputs(message, declared)
+    _check_contents(message, declared)
+    given = {tensor.name for tensor in message.head.inputs}
+    for name, declaration in declared.items():
+        if declaration.dims == (1,) and name not in given:
+            message.add(name, [b""])
+    outputs = [tensor.name for tensor in contract.outputs]
+    for output in message.head.outputs:
+        if output.name not in outputs:
+            raise InvalidRequest(
+                "outputs", f"{output.name[:40]!r} is not an output of the model", ", ".join(outputs)
+            )
+
+
+def _check_inputs(message: ModelRequest, declared: Mapping[str, Tensor]) -> None:
+    """Raise InvalidRequest if an input's name, type or shape is not the model's."""
+    input_names = [tensor.name for tensor in message.head.inputs]
+    for tensor in message.head.inputs:
         declaration = declared.get(tensor.name)
         if declaration is None:
             raise InvalidRequest(
@@ -191,15 +206,22 @@ def _check_tensors(message: ModelRequest, contract: Contract) -> None:
     for name, declaration in declared.items():
         if not declaration.optional and name not in input_names:
             raise InvalidRequest(name, "is missing", ", ".join(declared))
-    if len(message.contents) != len(input_names):
+
+
+def _check_contents(message: ModelRequest, declared: Mapping[str, Tensor]) -> None:
+    """Raise InvalidRequest if the inputs' bytes are not elements in BYTES form, as many as their
+    shapes say.
+    """
+    inputs = message.head.inputs
+    if len(message.contents) != len(inputs):
         raise InvalidRequest(
             "raw_input_contents",
-            f"has {len(message.contents)} elements for {len(input_names)} inputs",
+            f"has {len(message.contents)} elements for {len(inputs)} inputs",
             "one per input",
         )
-    if any(tensor.HasField("contents") for tensor in head.inputs):
+    if any(tensor.HasField("contents") for tensor in inputs):
         raise InvalidRequest("inputs", "have both contents and raw_input_contents", "one of them")
-    for tensor in head.inputs:
+    for tensor in inputs:
         if declared[tensor.name].dims == (1,):
             try:
                 message.view(tensor.name)
@@ -215,15 +237,6 @@ def _check_tensors(message: ModelRequest, contract: Contract) -> None:
                 tensor.name,
                 f"is not {'one element' if size == 1 else f'{size} elements'} in BYTES form",
                 "for each, a length of 4 bytes, then the element",
-            )
-    for name, declaration in declared.items():
-        if declaration.dims == (1,) and name not in input_names:
-            message.add(name, [b""])
-    outputs = [tensor.name for tensor in contract.outputs]
-    for output in head.outputs:
-        if output.name not in outputs:
-            raise InvalidRequest(
-                "outputs", f"{output.name[:40]!r} is not an output of the model", ", ".join(outputs)
             )
 
 
