@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from PIL import Image
 
-from maskserve_client import EditResult, Final, Masks, Preview
+from maskserve_client import EditResult, Final, Masks, Preview, Progress
 from maskserve_common.contracts.request import EditKind
 from maskserve_common.contracts.settings import CACHE_MODES
 from maskserve_common.errors import Cancelled, InvalidRequest, MaskserveError
@@ -217,6 +217,14 @@ def _form(
                 chip.click(None, None, prompt, js=f"() => {json.dumps(words)}")
     if pictures:
         _gallery(gr, editor, session, pictures_on_disk, pictures)
+    seed, draw, steps, guidance, *others = _further_settings(gr, model)
+    kind.change(_words_of, kind, [prompt, run], show_progress="hidden")
+    more = [draw, steps, guidance, size, *others]
+    return _Form(kind, editor, prompt, references, run, stop, seed, more)
+
+
+def _further_settings(gr: Any, model: ServedModel) -> list[Any]:
+    """Return the components under *More*, in the order of the page."""
     with gr.Accordion("More", open=False):
         with gr.Row():
             seed = gr.Number(label="Seed", value=0, precision=0, minimum=0)
@@ -241,9 +249,7 @@ def _form(
                 list(CACHE_MODES), value="auto", label="Cache", elem_classes="of-masks"
             )
             loras = gr.Textbox(label="LoRAs", placeholder="hollow:0.8, other")
-    kind.change(_words_of, kind, [prompt, run], show_progress="hidden")
-    more = [draw, steps, guidance, size, strength, dilate, feather, cache, loras]
-    return _Form(kind, editor, prompt, references, run, stop, seed, more)
+    return [seed, draw, steps, guidance, strength, dilate, feather, cache, loras]
 
 
 def _words_of(kind: EditKind) -> tuple[Any, Any]:
@@ -337,14 +343,46 @@ def _edits(
             form.stop: gr.Button(visible=visibility[running]),
         }
 
-    def result_updates(result: EditResult, picture: PagePicture) -> dict[Any, Any]:
-        """Return the updates for a finished edit, other than its picture."""
+    def progress_updates(event: Progress | Preview) -> dict[Any, Any]:
+        """Return the updates for an edit under way."""
+        updates = {**buttons(running=True), outcome.status: texts.progress(event)}
+        if isinstance(event, Preview):
+            updates |= {outcome.live: texts.preview(event.image), outcome.preview: ""}
+        return updates
+
+    def picture_updates(shown: str, result: EditResult) -> dict[Any, Any]:
+        """Return the updates that show a finished picture. They come first, because the others take
+        time.
+        """
         return {
+            **buttons(running=False),
+            outcome.bar: gr.Row(visible=True),
+            outcome.status: texts.note("done", result.meta.get("warnings", ())),
+            outcome.live: "",
+            outcome.preview: shown,
+        }
+
+    def result_updates(result: EditResult, picture: PagePicture) -> dict[Any, Any]:
+        """Return the other updates for a finished edit."""
+        return {
+            **buttons(running=False),
+            outcome.bar: gr.Row(visible=True),
             outcome.details: texts.summary(result.meta),
             form.seed: result.seed,
             outcome.file: gr.DownloadButton(value=str(picture.file), interactive=True),
             outcome.go_on: gr.Button(interactive=True),
             outcome.last: picture.name,
+            request: _fresh_id(),
+        }
+
+    def error_updates(error: Exception) -> dict[Any, Any]:
+        """Return the updates for an edit that was stopped or failed."""
+        stopped = isinstance(error, Cancelled)
+        return {
+            **buttons(running=False),
+            outcome.status: texts.note("stopped") if stopped else texts.error_note(error),
+            outcome.live: "",
+            request: _fresh_id(),
         }
 
     def history(results: list[str]) -> dict[Any, Any]:
@@ -365,9 +403,7 @@ def _edits(
             settings = {**settings_of(kind, *setting_values), "request_id": name}
             if expand:
                 settings["expand"] = expand
-            running = buttons(running=True)
-            done = {**buttons(running=False), outcome.bar: gr.Row(visible=True)}
-            yield running
+            yield buttons(running=True)
             shown_at = 0.0
             edited = session.events(source, mask, text or "", settings, references)
             with closing(edited) as events:
@@ -375,42 +411,17 @@ def _edits(
                     if isinstance(event, Final):
                         picture = pictures_on_disk.take(event.result.encoded)
                         session.remember(picture, event.result)
-                        # The picture comes first, because the other updates take time.
-                        yield {
-                            **done,
-                            outcome.status: texts.note(
-                                "done", event.result.meta.get("warnings", ())
-                            ),
-                            outcome.live: "",
-                            outcome.preview: texts.comparison(source, picture, mask)
-                            if source and not expand
-                            else texts.picture(picture),
-                        }
+                        shown = texts.picture(picture)
+                        if source and not expand:
+                            shown = texts.comparison(source, picture, mask)
+                        yield picture_updates(shown, event.result)
                         results = [*results, picture.name][-_MOST_RESULTS:]
-                        yield {
-                            **done,
-                            **result_updates(event.result, picture),
-                            **history(results),
-                            request: _fresh_id(),
-                        }
+                        yield {**result_updates(event.result, picture), **history(results)}
                     elif time.monotonic() - shown_at >= _PREVIEW_S:
-                        values = {**running, outcome.status: texts.progress(event)}
-                        if isinstance(event, Preview):
-                            values |= {
-                                outcome.live: texts.preview(event.image),
-                                outcome.preview: "",
-                            }
-                        yield values
+                        yield progress_updates(event)
                         shown_at = time.monotonic()
         except (MaskserveError, OSError) as error:
-            stopped = isinstance(error, Cancelled)
-            status = texts.note("stopped") if stopped else texts.error_note(error)
-            yield {
-                **buttons(running=False),
-                outcome.status: status,
-                outcome.live: "",
-                request: _fresh_id(),
-            }
+            yield error_updates(error)
 
     triggers = [form.run.click, form.prompt.submit]
     # Only in the browser: a round trip to the server would delay the edit.
