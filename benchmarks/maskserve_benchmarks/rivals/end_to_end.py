@@ -234,48 +234,19 @@ def measure_model(name: str, tool: Tool, folder: Path, plan: Plan) -> Figures:
         if len(plan.tunings) > 1:
             best, tuning = tune_rival(bench, rivals)
         all_systems = systems(rivals, best, name, plan.rings)
-        runs: dict[str, dict[str, list[Stamps]]] = {item.key: {} for item in all_systems}
         edits = bench.edits("production")
-        judged, pictures = edits[: plan.judged], dict[str, list[Any]]()
-        for number in range(plan.rounds):
-            rate = 0.0
-            for system in all_systems:
-                with bench.serving(system):
-                    rate = take_turn(bench, system, runs[system.key], rate)
-                    if not number:
-                        pictures[system.key] = bench.pictures(system, judged)
-                saturated = runs[system.key]["saturated production"][-1].answered_per_s
-                say(f"  round {number + 1}: {system.label:30} {saturated:.2f} edits/s")
-        by_key = {system.key: system for system in all_systems}
-        whole, maskserve_system = by_key["diffusers"], by_key["maskserve"]
-        compared = [by_key[key] for key in ("diffusers", "dense", "maskserve") if key in by_key]
-        studies: Figures = {}
+        judged = edits[: plan.judged]
+        runs, pictures = run_rounds(bench, all_systems, judged)
         say(f"{name}: studies")
-        if plan.unseen:
-            say("  pictures never seen")
-            studies["unseen"] = one_model.unseen_pictures(bench, compared)
-        if plan.sizes:
-            say("  pictures of one size")
-            studies["one_size"] = one_model.one_size(bench, compared)
-        if plan.batches:
-            say("  batch sizes")
-            studies["batch_size"] = one_model.by_batch_size(bench, compared)
-        if plan.ratios:
-            say("  mask ratios")
-            studies["mask_ratio"] = one_model.by_mask_ratio(bench, compared)
-        if plan.ablation:
-            say("  parts left out")
-            studies["ablation"] = one_model.ablation(
-                bench, model, folder, shares[share_name], benches
-            )
-        if plan.routed:
-            say("  policies of routing")
-            studies["routing"] = one_model.by_policy(bench, model, folder)
-        if plan.loras:
-            say("  LoRAs")
-            assert whole.rival is not None
-            pipeline = replace(whole, rival=with_loras(whole.rival, store))
-            studies["loras"] = one_model.with_loras(bench, [pipeline, maskserve_system], loras)
+        studies = run_studies(
+            bench,
+            {item.key: item for item in all_systems},
+            model,
+            folder,
+            shares[share_name],
+            benches,
+            loras,
+        )
     slo_ms = SLO * statistics.median(s.latencies().mean for s in runs["diffusers"]["alone"])
     return {
         "pictures": ", ".join(plan.sizes) or f"{plan.size}x{plan.size}",
@@ -295,6 +266,74 @@ def measure_model(name: str, tool: Tool, folder: Path, plan: Plan) -> Figures:
             for item in all_systems
         },
     }
+
+
+def run_rounds(
+    bench: Bench, all_systems: list[System], judged: list[Any]
+) -> tuple[dict[str, dict[str, list[Stamps]]], dict[str, list[Any]]]:
+    """Run all rounds; return the runs of each system by kind, and its pictures of judged edits."""
+    runs: dict[str, dict[str, list[Stamps]]] = {item.key: {} for item in all_systems}
+    pictures = dict[str, list[Any]]()
+    for number in range(bench.plan.rounds):
+        rate = 0.0
+        for system in all_systems:
+            with bench.serving(system):
+                rate = take_turn(bench, system, runs[system.key], rate)
+                if not number:
+                    pictures[system.key] = bench.pictures(system, judged)
+            saturated = runs[system.key]["saturated production"][-1].answered_per_s
+            say(f"  round {number + 1}: {system.label:30} {saturated:.2f} edits/s")
+    return runs, pictures
+
+
+def run_studies(
+    bench: Bench,
+    by_key: dict[str, System],
+    model: Path,
+    folder: Path,
+    tables: one_model.Tables,
+    others: dict[str, Bench],
+    loras: list[str],
+) -> Figures:
+    """Run the studies of the bench's plan.
+
+    Args:
+        bench: bench of the fastest setting of maskserve.
+        by_key: all systems.
+        model: the model's folder.
+        folder: for files.
+        tables: configuration of the bench's maskserve.
+        others: benches of the other settings.
+        loras: names of the LoRAs.
+    """
+    plan = bench.plan
+    compared = [by_key[key] for key in ("diffusers", "dense", "maskserve") if key in by_key]
+    studies: Figures = {}
+    if plan.unseen:
+        say("  pictures never seen")
+        studies["unseen"] = one_model.unseen_pictures(bench, compared)
+    if plan.sizes:
+        say("  pictures of one size")
+        studies["one_size"] = one_model.one_size(bench, compared)
+    if plan.batches:
+        say("  batch sizes")
+        studies["batch_size"] = one_model.by_batch_size(bench, compared)
+    if plan.ratios:
+        say("  mask ratios")
+        studies["mask_ratio"] = one_model.by_mask_ratio(bench, compared)
+    if plan.ablation:
+        say("  parts left out")
+        studies["ablation"] = one_model.ablation(bench, model, folder, tables, others)
+    if plan.routed:
+        say("  policies of routing")
+        studies["routing"] = one_model.by_policy(bench, model, folder)
+    if plan.loras:
+        say("  LoRAs")
+        whole = by_key["diffusers"]
+        assert whole.rival is not None
+        pipeline = replace(whole, rival=with_loras(whole.rival, folder / "loras"))
+        studies["loras"] = one_model.with_loras(bench, [pipeline, by_key["maskserve"]], loras)
+    return studies
 
 
 def with_loras(rival: Rival, store: Path) -> Rival:
