@@ -235,6 +235,28 @@ def check_plan(plan: WorkflowPlan) -> None:
         raise WorkflowError(f"{plan.name}: is of version {plan.version}; accepted: {VERSION}")
     if plan.name in RESERVED:
         raise WorkflowError(f"{plan.name}: is the name of a model; accepted: any other")
+    kinds = _input_kinds(plan)
+    _check_ids(plan)
+    loops = _loops_of(plan.steps)
+    _check_steps(plan.steps, kinds, loops)
+    if not plan.outputs:
+        raise WorkflowError(f"{plan.name}: gives nothing; accepted: at least one output")
+    if "meta" in plan.outputs:
+        raise WorkflowError(f"{plan.name}.meta: every workflow has it; accepted: another name")
+    for name, ref in plan.outputs.items():
+        kind = _kind(f"{plan.name}.{name}", ref, kinds, loops)
+        if kind not in (*INPUT_KINDS, "verdict"):
+            raise WorkflowError(
+                f"{plan.name}.{name}: {ref} is {kind}; accepted: a picture, mask, text or verdict"
+            )
+
+
+def _input_kinds(plan: WorkflowPlan) -> dict[str, str]:
+    """Return the kinds of a plan's inputs, by reference.
+
+    Raises:
+        WorkflowError: naming an input that no client can send.
+    """
     kinds: dict[str, str] = {}
     for workflow_input in plan.inputs:
         if workflow_input.kind not in INPUT_KINDS:
@@ -249,47 +271,40 @@ def check_plan(plan: WorkflowPlan) -> None:
         if workflow_input.name == "settings":
             raise WorkflowError(f"{INPUTS}.settings: every workflow has it; accepted: another name")
         kinds[f"{INPUTS}.{workflow_input.name}"] = workflow_input.kind
+    return kinds
+
+
+def _check_ids(plan: WorkflowPlan) -> None:
     ids = [step.id for step in every_step(plan.steps)]
     if len(ids) > MOST_STEPS:
         raise WorkflowError(f"{plan.name}: has {len(ids)} steps; accepted: up to {MOST_STEPS}")
     for name in ids:
         if ids.count(name) > 1 or name == INPUTS:
             raise WorkflowError(f"{name}: names two steps; accepted: each name once")
-    _check_steps(plan.steps, kinds, _sources(plan.steps))
-    if not plan.outputs:
-        raise WorkflowError(f"{plan.name}: gives nothing; accepted: at least one output")
-    if "meta" in plan.outputs:
-        raise WorkflowError(f"{plan.name}.meta: every workflow has it; accepted: another name")
-    for name, ref in plan.outputs.items():
-        kind = _kind(f"{plan.name}.{name}", ref, kinds, _sources(plan.steps))
-        if kind not in (*INPUT_KINDS, "verdict"):
-            raise WorkflowError(
-                f"{plan.name}.{name}: {ref} is {kind}; accepted: a picture, mask, text or verdict"
-            )
 
 
-def _sources(steps: Sequence[Step], inside: str = "") -> dict[str, str]:
-    """Return for each step the loop that contains it."""
-    loop_by_step = {}
+def _loops_of(steps: Sequence[Step], inside: str = "") -> dict[str, str]:
+    """Return for each step the id of the loop that contains it, or "" for none."""
+    loops = {}
     for step in steps:
-        loop_by_step[step.id] = inside
+        loops[step.id] = inside
         if not isinstance(step, NodeCall):
-            loop_by_step |= _sources(step.body, step.id)
-    return loop_by_step
+            loops |= _loops_of(step.body, step.id)
+    return loops
 
 
-def _check_steps(steps: Sequence[Step], known: dict[str, str], sources: Mapping[str, str]) -> None:
+def _check_steps(steps: Sequence[Step], known: dict[str, str], loops: Mapping[str, str]) -> None:
     """Check steps that may refer to `known`, and add their outputs to it."""
     for step in steps:
         if isinstance(step, NodeCall):
-            _check_call(step, known, sources)
+            _check_call(step, known, loops)
             inner: dict[str, str] = {}
         else:
-            inner = _check_loop(step, known, sources)
+            inner = _check_loop(step, known, loops)
         known |= {f"{step.id}.{name}": kind for name, kind in kinds_of(step, inner).items()}
 
 
-def _check_call(step: NodeCall, known: Mapping[str, str], sources: Mapping[str, str]) -> None:
+def _check_call(step: NodeCall, known: Mapping[str, str], loops: Mapping[str, str]) -> None:
     kind = NODE_TYPES.get(step.node)
     if kind is None:
         raise WorkflowError(
@@ -313,7 +328,7 @@ def _check_call(step: NodeCall, known: Mapping[str, str], sources: Mapping[str, 
             if name not in kind.optional:
                 raise WorkflowError(f"{step.id}.{name}: is missing; accepted: a {expected_kind}")
             continue
-        _fits_input(f"{step.id}.{name}", step.inputs[name], expected_kind, known, sources)
+        _check_refs(f"{step.id}.{name}", step.inputs[name], expected_kind, known, loops)
     try:
         settings = kind.checked(step.settings)
     except Misread as error:
@@ -344,14 +359,14 @@ def _check_edit(call: NodeCall, settings: EditSettings) -> None:
 
 
 def _check_loop(
-    step: Each | Repeat, known: Mapping[str, str], sources: Mapping[str, str]
+    step: Each | Repeat, known: Mapping[str, str], loops: Mapping[str, str]
 ) -> dict[str, str]:
     """Check a loop's inputs and body; return the kinds of the body's values, by reference."""
     if isinstance(step, Each):
         if step.over is not None:
-            _fits(f"{step.id}.over", step.over, "regions", known, sources)
+            _check_kind(f"{step.id}.over", step.over, "regions", known, loops)
         if step.carry is not None:
-            _fits(f"{step.id}.carry", step.carry, "picture", known, sources)
+            _check_kind(f"{step.id}.carry", step.carry, "picture", known, loops)
         if (step.carry is None) != (step.carried is None):
             raise WorkflowError(
                 f"{step.id}.carried: stands alone; accepted: both carry and carried, or neither"
@@ -361,13 +376,13 @@ def _check_loop(
                 f"{step.id}.side_by_side: is for regions of one picture; accepted: over and carry"
             )
     inner = {**known, **round_kinds(step)}
-    _check_steps(step.body, inner, sources)
+    _check_steps(step.body, inner, loops)
     if isinstance(step, Repeat):
-        _fits(f"{step.id}.until", step.until, "verdict", inner, sources)
+        _check_kind(f"{step.id}.until", step.until, "verdict", inner, loops)
     elif step.carried is not None:
-        _fits(f"{step.id}.carried", step.carried, "picture", inner, sources)
+        _check_kind(f"{step.id}.carried", step.carried, "picture", inner, loops)
     for name, ref in step.gives.items():
-        kind = _kind(f"{step.id}.{name}", ref, inner, sources)
+        kind = _kind(f"{step.id}.{name}", ref, inner, loops)
         if isinstance(step, Each) and (kind not in MANY or name == "carried"):
             raise WorkflowError(
                 f"{step.id}.{name}: values of kind {kind} do not form a list; accepted: "
@@ -376,16 +391,16 @@ def _check_loop(
     return inner
 
 
-def _kind(where: str, ref: str, known: Mapping[str, str], sources: Mapping[str, str]) -> str:
+def _kind(where: str, ref: str, known: Mapping[str, str], loops: Mapping[str, str]) -> str:
     """Return the kind of a referenced value. Raises WorkflowError: the value does not exist."""
     if ref in known:
         return known[ref]
     owner = ref.partition(".")[0]
-    if sources.get(owner):
+    if loops.get(owner):
         raise WorkflowError(
-            f"{where}: takes {ref}, which is inside of {sources[owner]}; accepted: what that gives"
+            f"{where}: takes {ref}, which is inside of {loops[owner]}; accepted: what that gives"
         )
-    if owner in sources and not any(known_ref.startswith(f"{owner}.") for known_ref in known):
+    if owner in loops and not any(known_ref.startswith(f"{owner}.") for known_ref in known):
         raise WorkflowError(
             f"{where}: takes {ref}, which comes later or goes in a circle; accepted: what is "
             "before it"
@@ -396,10 +411,10 @@ def _kind(where: str, ref: str, known: Mapping[str, str], sources: Mapping[str, 
     )
 
 
-def _fits(
-    where: str, ref: str, port_kind: str, known: Mapping[str, str], sources: Mapping[str, str]
+def _check_kind(
+    where: str, ref: str, port_kind: str, known: Mapping[str, str], loops: Mapping[str, str]
 ) -> None:
-    kind = _kind(where, ref, known, sources)
+    kind = _kind(where, ref, known, loops)
     if kind != port_kind:
         fitting = [name for name, known_kind in known.items() if known_kind == port_kind]
         raise WorkflowError(
@@ -408,18 +423,18 @@ def _fits(
         )
 
 
-def _fits_input(
-    where: str, refs: Refs, port_kind: str, known: Mapping[str, str], sources: Mapping[str, str]
+def _check_refs(
+    where: str, refs: Refs, port_kind: str, known: Mapping[str, str], loops: Mapping[str, str]
 ) -> None:
     if isinstance(refs, str):
-        _fits(where, refs, port_kind, known, sources)
+        _check_kind(where, refs, port_kind, known, loops)
         return
     if port_kind not in ELEMENT:
         raise WorkflowError(f"{where}: takes a {port_kind}, and is given a list; accepted: one")
     if not refs:
         raise WorkflowError(f"{where}: is empty; accepted: at least one {ELEMENT[port_kind]}")
     for index, ref in enumerate(refs):
-        _fits(f"{where}[{index}]", ref, ELEMENT[port_kind], known, sources)
+        _check_kind(f"{where}[{index}]", ref, ELEMENT[port_kind], known, loops)
 
 
 def digest_of(plan: WorkflowPlan) -> str:

@@ -298,7 +298,7 @@ class Dispatcher:
         )
         if served is None:
             return Edit(call.settings.num_inference_steps or 1, 1, 1, model=model), b""
-        edit, digest, call.answer_bytes = await self._costs.edit(
+        edit, digest, call.answer_bytes = await self._costs.cost_of(
             call.owner,
             call.image,
             call.mask,

@@ -81,7 +81,7 @@ class EditCosts:
         self._templates: LruCache[bytes, str] = LruCache(config.routing.remembered_images)
         self._fair_share = fair_share
 
-    async def edit(
+    async def cost_of(
         self,
         client: KeyHolder,
         image: memoryview,

@@ -40,28 +40,34 @@ def write_random_model(
     folder.mkdir(parents=True, exist_ok=True)
     index = json.loads((shapes / "model_index.json").read_text(encoding="utf-8"))
     generator, sizes = torch.Generator(device).manual_seed(0), dict[str, float]()
-    for part, of in index.items():
-        if not isinstance(of, list) or of[0] is None or part.startswith("tokenizer"):
+    for part, class_path in index.items():
+        if (
+            not isinstance(class_path, list)
+            or class_path[0] is None
+            or part.startswith("tokenizer")
+        ):
             continue
         if part == "scheduler":
             shutil.copytree(shapes / part, folder / part, dirs_exist_ok=True)
             continue
         (folder / part).mkdir(exist_ok=True)
         shutil.copy(shapes / part / "config.json", folder / part / "config.json")
-        model = _drawn(_empty(of[0], of[1], folder / part), device, generator)
-        sizes[part] = round(_save(model, folder / part / _LIBRARY_FILE[of[0]]) / 2**30, 3)
+        model = _draw_weights(
+            _make_empty(class_path[0], class_path[1], folder / part), device, generator
+        )
+        sizes[part] = round(_save(model, folder / part / _LIBRARY_FILE[class_path[0]]) / 2**30, 3)
         del model
-    spoken = json.loads((words / "model_index.json").read_text(encoding="utf-8"))
-    for part, of in spoken.items():
+    words_index = json.loads((words / "model_index.json").read_text(encoding="utf-8"))
+    for part, class_path in words_index.items():
         if part.startswith("tokenizer"):
-            index[part] = of
+            index[part] = class_path
             shutil.copytree(words / part, folder / part, dirs_exist_ok=True)
     (folder / "model_index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
     (folder / _DONE).write_text(tomli_w.dumps({"model": settings}), encoding="utf-8")
     return sizes
 
 
-def _empty(library: str, name: str, folder: Path) -> Any:
+def _make_empty(library: str, name: str, folder: Path) -> Any:
     """Return the part without memory for its weights."""
     import diffusers
     import transformers
@@ -74,7 +80,7 @@ def _empty(library: str, name: str, folder: Path) -> Any:
 
 
 @torch.no_grad()
-def _drawn(model: Any, device: torch.device, generator: torch.Generator) -> Any:
+def _draw_weights(model: Any, device: torch.device, generator: torch.Generator) -> Any:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = model.to(dtype).to_empty(device=device)
     if isinstance(model, PreTrainedModel):
