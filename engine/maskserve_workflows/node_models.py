@@ -288,7 +288,7 @@ class NodeModels:
         self._ends.submit(work.done, error, 0.0)
 
     def _evicted(self, resource: Resource) -> None:
-        self._models.dropped(resource)
+        self._models.record_eviction(resource)
         for folder, *_ in self._needed.values():
             if folder.version == resource.name:
                 self._loader.opened.pop(folder.name, None)
@@ -304,10 +304,10 @@ class NodeModels:
         """Handle the end of a load, in the loader's thread."""
         with self._lock:
             if isinstance(outcome, Loaded):
-                for name in self._models.arrived(folder, outcome):
+                for name in self._models.record_arrival(folder, outcome):
                     self._enqueue(self._waiting.pop(name))
             else:
-                for name in self._models.failed(folder, outcome):
+                for name in self._models.record_failure(folder, outcome):
                     work = self._waiting.pop(name)
                     self._release(work)
                     self._end(work, outcome)

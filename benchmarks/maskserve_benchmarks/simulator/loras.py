@@ -49,7 +49,9 @@ class WorkerLoras:
         self._tiers, self._at = tiers, at
         self._source = _Source(self, tiers.host_slots)
         budget = {LORAS.name: tiers.slots * NBYTES}
-        resource_states = ResourceStates(1, budget, lambda evicted: self._loras.dropped(evicted))
+        resource_states = ResourceStates(
+            1, budget, lambda evicted: self._loras.record_eviction(evicted)
+        )
         config = Config(model=ModelConfig(dtype="bfloat16"))  # bytes = file size
         self._loras = Loras(config, resource_states, self._source, lambda *_: None, Observations())
         self._costs = LORAS.estimates
@@ -96,7 +98,7 @@ class WorkerLoras:
         seconds = self._costs[source].seconds(NBYTES)
         del self._arrivals[lora.name]
         self._source.keep(lora.name)
-        self._loras.arrived(lora, Loaded("", NBYTES, seconds, NBYTES, source))
+        self._loras.record_arrival(lora, Loaded("", NBYTES, seconds, NBYTES, source))
 
 
 class _Source:

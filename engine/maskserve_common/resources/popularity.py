@@ -24,7 +24,7 @@ class Popularity:
         """log2 of the uses, each worth 2^(when / half-life): fading divides all by the same, so
         what is stored never changes but by a use. The least recently used stands first."""
 
-    def used(self, name: str) -> None:
+    def record_use(self, name: str) -> None:
         self._uses += 1
         clock = self._uses / self._half_life
         old_score = self._scores.pop(name, -math.inf)

@@ -73,7 +73,7 @@ class ResourceCache(ABC, Generic[W]):
             self._owners[owner] = tuple(resources)
             for resource in resources:
                 self._resource_states.pin(resource)
-                self._popularity.used(resource.name)
+                self._popularity.record_use(resource.name)
         try:
             for resource, item in resources.items():
                 self._request(resource, item)
@@ -88,29 +88,29 @@ class ResourceCache(ABC, Generic[W]):
             self._resource_states.unpin(resource)
             self._release(owner, resource)
 
-    def arrived(self, item: W, loaded: Loaded) -> list[str]:
+    def record_arrival(self, item: W, loaded: Loaded) -> list[str]:
         """Record that a resource is ready; return the edits that wait for nothing more."""
         labels = (loaded.source,) if len(self.kind.estimates) > 1 else ()
         self._observations.add(f"{self.kind.metrics}_load_seconds", loaded.seconds, *labels)
         self.costs.add(loaded.source, loaded.file_bytes, loaded.seconds)
         self._loading.pop(item.version, None)
         self._loaded[item.version], self._listed = (item.name, loaded), None
-        return self._resource_states.arrived(self.resource(item))
+        return self._resource_states.record_arrival(self.resource(item))
 
-    def failed(self, item: W, error: MaskserveError) -> list[str]:
+    def record_failure(self, item: W, error: MaskserveError) -> list[str]:
         """Record that a load failed; return the edits that waited for it."""
         self.counters[f"{self.kind.metrics}_load_failures_total"] += 1
         self._loading.pop(item.version, None)
         self._listed = None
-        return self._resource_states.failed(self.resource(item), error)
+        return self._resource_states.record_failure(self.resource(item), error)
 
-    def dropped(self, resource: Resource) -> None:
+    def record_eviction(self, resource: Resource) -> None:
         """Record that a resource was evicted or lost."""
         self.counters[f"{self.kind.metrics}_evictions_total"] += 1
         self._loaded.pop(resource.name, None)
         self._listed = None
 
-    def waited(self, seconds: float) -> None:
+    def record_wait(self, seconds: float) -> None:
         """Record the seconds that an edit has waited for resources."""
         self._observations.add(f"{self.kind.metrics}_wait_seconds", seconds)
 

@@ -98,7 +98,7 @@ class ResourceStates:
         self._records[resource] = _Record("loading", nbytes, score)
         return True
 
-    def arrived(self, resource: Resource) -> list[str]:
+    def record_arrival(self, resource: Resource) -> list[str]:
         """Set a resource ready; return the edits that now wait for nothing, in order of arrival."""
         if resource.kind in self._budgets:
             record = self._records.setdefault(resource, _Record("loading", 0, 0.0))
@@ -114,7 +114,7 @@ class ResourceStates:
             del self._missing[request_id]
         return ready
 
-    def failed(self, resource: Resource, error: MaskserveError) -> list[str]:
+    def record_failure(self, resource: Resource, error: MaskserveError) -> list[str]:
         """Set a resource failed; return the edits that waited for it."""
         self._records[resource] = _Record("failed", 0, 0.0, error)
         waiting = [name for name, missing in self._missing.items() if resource in missing]

@@ -241,7 +241,7 @@ class Store:
         self._travelled[origin_tier] += moved
         return origin_tier, moved
 
-    def travelled_elsewhere(self, tier: str, nbytes: float) -> None:
+    def record_transfer_elsewhere(self, tier: str, nbytes: float) -> None:
         """Count bytes that another process moved to its device from this store's files."""
         self._travelled[tier] += int(nbytes)
 

@@ -286,10 +286,10 @@ class DenoiserSessions:
         """Account for a load that has ended; called in the loader's thread."""
         with self._lock:
             if isinstance(outcome, Loaded):
-                tickets = self._nets.arrived(control, outcome)
+                tickets = self._nets.record_arrival(control, outcome)
             else:
                 self.family_nets.pop(control.version, None)
-                tickets = self._nets.failed(control, outcome)
+                tickets = self._nets.record_failure(control, outcome)
                 for session in self._sessions.values():
                     if control.version in session.versions:
                         session.versions.discard(control.version)
@@ -300,7 +300,7 @@ class DenoiserSessions:
 
     def _dropped(self, resource: Resource) -> None:
         """Remove a ControlNet that was evicted to make room."""
-        self._nets.dropped(resource)
+        self._nets.record_eviction(resource)
         self.family_nets.pop(resource.name, None)
 
 

@@ -317,7 +317,7 @@ class OpenedRows(ABC):
         raise AssertionError("nothing was opened")
 
     @abstractmethod
-    def controlled_by(self, row: Any, control: RowControl[Any]) -> None:
+    def set_control(self, row: Any, control: RowControl[Any]) -> None:
         """Add the residuals of `control` to a row."""
 
     def control(
@@ -332,7 +332,7 @@ class OpenedRows(ABC):
             if opening is not None:
                 control = self.net_row(opening.on(self.device), nets).control
                 control.exact, control.caches = job.request.settings.reproducible, caches
-                self.controlled_by(row, control)
+                self.set_control(row, control)
 
 
 class NetStep(NamedTuple):

@@ -334,7 +334,7 @@ class GangExecutor:
             self._moves += item.moves
             if self._store is not None:
                 for tier, nbytes, _ in item.moves:
-                    self._store.travelled_elsewhere(tier, nbytes)
+                    self._store.record_transfer_elsewhere(tier, nbytes)
         for row in step.rows:
             outcome = answer.rows.get(row.name)
             if outcome is None:

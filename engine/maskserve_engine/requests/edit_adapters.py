@@ -119,25 +119,25 @@ class EditAdapters:
         for cache in self._caches.values():
             cache.release(owner)
 
-    def arrived(self, kind: Kind, item: Loadable, loaded: Loaded) -> list[str]:
+    def record_arrival(self, kind: Kind, item: Loadable, loaded: Loaded) -> list[str]:
         """Account for a loaded resource; return the edits that wait for nothing more."""
-        return self._caches[kind.name].arrived(item, loaded)
+        return self._caches[kind.name].record_arrival(item, loaded)
 
-    def failed(self, kind: Kind, item: Loadable, error: MaskserveError) -> list[str]:
+    def record_failure(self, kind: Kind, item: Loadable, error: MaskserveError) -> list[str]:
         """Account for a failed load; return the edits that waited for it."""
         self._drop[kind.name](item.version)
-        return self._caches[kind.name].failed(item, error)
+        return self._caches[kind.name].record_failure(item, error)
 
-    def waited(self, edit: RequestState, seconds: float) -> None:
+    def record_wait(self, edit: RequestState, seconds: float) -> None:
         """Record the seconds that an edit has waited for its adapters."""
         uses: tuple[AdapterUse[Any], ...] = edit.loras, edit.controls
         for use, cache in zip(uses, (self.loras, self.nets), strict=True):
             if use.effective and cache is not None:
                 use.waited_s += seconds
-                cache.waited(seconds)
+                cache.record_wait(seconds)
 
-    def dropped(self, resource: Resource) -> None:
-        self._caches[resource.kind].dropped(resource)
+    def record_eviction(self, resource: Resource) -> None:
+        self._caches[resource.kind].record_eviction(resource)
         self._drop[resource.kind](resource.name)
 
     def _works(self, job: EditJob) -> list[ModelWork]:

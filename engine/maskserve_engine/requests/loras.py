@@ -67,13 +67,13 @@ class Loras(ResourceCache[Lora]):
         if holds:
             self._reload_evicted()
 
-    def dropped(self, resource: Resource) -> None:
+    def record_eviction(self, resource: Resource) -> None:
         if resource.name in self._loaded:
             name, loaded = self._loaded[resource.name]
             self._evicted[resource.name] = name, loaded.file_bytes
             if len(self._evicted) > _MOST_EVICTED:
                 del self._evicted[next(iter(self._evicted))]
-        super().dropped(resource)
+        super().record_eviction(resource)
 
     def file_bytes(self, loras: Sequence[Lora]) -> int:
         return sum(self.loaded(lora).file_bytes for lora in loras)

@@ -256,7 +256,7 @@ class RequestManager:
         """Pass a template's edits through the admission checks again: it can be read now, or will
         not be.
         """
-        for request_id in self.resource_states.arrived(Resource(TEMPLATE, key)):
+        for request_id in self.resource_states.record_arrival(Resource(TEMPLATE, key)):
             self._resume(self.edits.pop(request_id))
 
     def adapter_loaded(self, kind: Kind, item: Loadable, outcome: Loaded | MaskserveError) -> None:
@@ -265,11 +265,11 @@ class RequestManager:
         """
         late = self.late_rows.waiting_for(item)
         if isinstance(outcome, MaskserveError):
-            failed = self.adapters.failed(kind, item, outcome)
+            failed = self.adapters.record_failure(kind, item, outcome)
             for request_id in {edit.request_id for edit in late}.union(failed):
                 self.end(request_id, outcome)
             return
-        ready = self.adapters.arrived(kind, item, outcome)
+        ready = self.adapters.record_arrival(kind, item, outcome)
         for edit in late:
             try:
                 if not self.adapters.absent_loras(edit):
@@ -314,7 +314,7 @@ class RequestManager:
     def _end_wait(self, edit: RequestState) -> None:
         edit.waiting = False
         if edit.plan.mode != "wait":
-            self.adapters.waited(edit, time.monotonic() - edit.waiting_since)
+            self.adapters.record_wait(edit, time.monotonic() - edit.waiting_since)
 
     def _park(self, edit: RequestState) -> None:
         """Take a row out of the batch whose next step needs LoRAs that are not loaded."""

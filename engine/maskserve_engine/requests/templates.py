@@ -137,10 +137,10 @@ class Pins:
         self._keys.setdefault(template_id, set())
         keys = self._store.keys_of(template_id)
         for key in keys:
-            self.primed(template_id, key)
+            self.record_priming(template_id, key)
         return bool(keys)
 
-    def primed(self, template_id: str, key: str) -> None:
+    def record_priming(self, template_id: str, key: str) -> None:
         """Pin complete entries if a template that has them is pinned and there is room."""
         for name in sharing(template_id, self._keys):
             if self._has_room(name, self._owners[name]):
@@ -367,7 +367,7 @@ class TemplateCache:
             self._reuse.put_off(key)
         if complete:
             self.primed += 1
-            self.pins.primed(template_id, key)
+            self.pins.record_priming(template_id, key)
         else:
             self.unprimed += 1
             self.store.evict(key)

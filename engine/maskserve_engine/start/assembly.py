@@ -226,7 +226,7 @@ def assemble(
         CONTROL_NETS.name: config.controls.device_bytes,
     }
     resource_states = ResourceStates(
-        config.engine.max_waiting, budgets, lambda resource: adapters.dropped(resource)
+        config.engine.max_waiting, budgets, lambda resource: adapters.record_eviction(resource)
     )
     edit_loras = edit_nets = None
     if loras is not None:

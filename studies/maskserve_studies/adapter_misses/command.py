@@ -36,7 +36,7 @@ def misses(service: Service, calls: Sequence[int]) -> tuple[float, float]:
     The share leaves out the first calls. The loads include those that no call has asked for yet.
     """
     resource_states = ResourceStates(
-        1, {LORAS.name: service.slots * NBYTES}, lambda evicted: loras.dropped(evicted)
+        1, {LORAS.name: service.slots * NBYTES}, lambda evicted: loras.record_eviction(evicted)
     )
     loader = _ImmediateLoader()
     config = Config(model=ModelConfig(dtype="bfloat16"))  # so that a file's bytes are its size
@@ -79,7 +79,7 @@ class _ImmediateLoader:
         while self._pending:
             self.loads += 1
             loaded = Loaded("", NBYTES, 0.0, NBYTES, "storage")
-            loras.arrived(self._pending.pop(), loaded)
+            loras.record_arrival(self._pending.pop(), loaded)
 
     def half_bytes(self, lora: Lora) -> int:
         return self.file_bytes(lora)

@@ -603,7 +603,7 @@ class FlowAdapter(Stepping[Row, W], FlowRowMaker, OpenedRows, Generic[W]):
             return replace(row.step_cache.schedule, refresh_steps=frozenset())
         return self.net_schedule(job, job.controls)
 
-    def controlled_by(self, row: Any, control: RowControl[Any]) -> None:
+    def set_control(self, row: Any, control: RowControl[Any]) -> None:
         row.residuals = control
 
     def serve_control(self, row: Any, served: ServedRow) -> None:

@@ -37,7 +37,7 @@ class UnetControls(OpenedRows):
         with torch.inference_mode():
             return UnetControlNet.of(model, self.model, self.spec.latent_channels)
 
-    def controlled_by(self, row: Any, control: RowControl[Any]) -> None:
+    def set_control(self, row: Any, control: RowControl[Any]) -> None:
         row.control = control
 
     def opening(self, row: Any, job: EditJob) -> Opening | None:

@@ -63,11 +63,11 @@ class Rig:
 
     def _drop(self, resource: Resource) -> None:
         self.dropped.append(resource.name)
-        self.nets.dropped(resource)
+        self.nets.record_eviction(resource)
 
     def arrive(self, name: str, seconds: float = 1.0) -> None:
         nbytes = self.folder.sizes[name]
-        self.nets.arrived(control(name), Loaded(f"sha of {name}", nbytes, seconds, nbytes))
+        self.nets.record_arrival(control(name), Loaded(f"sha of {name}", nbytes, seconds, nbytes))
 
     def edit(self, *names: str) -> tuple[str, ...]:
         """An edit from its begin to its end; what had to be brought."""
@@ -136,7 +136,7 @@ def test_records_list_what_is_here_and_what_is_coming_and_count_the_rest() -> No
     listed = rig.nets.listed()
     assert listed == (AdapterStatus("a", "coming", 6), AdapterStatus("b", "device", 4, "sha of b"))
     assert rig.nets.listed() is listed
-    rig.nets.failed(control("a"), EngineFailed("it is broken"))
+    rig.nets.record_failure(control("a"), EngineFailed("it is broken"))
     assert rig.nets.listed() == (AdapterStatus("b", "device", 4, "sha of b"),)
     rig.nets.release("one")
     rig.edit("c")

@@ -18,9 +18,9 @@ def test_an_edit_waits_until_all_that_it_needs_is_here() -> None:
     assert resource_states.reserve(ONE, 10)
     assert resource_states.wait("edit", [ONE, TEMPLATE])
     assert resource_states.wait("other", [TEMPLATE])
-    assert resource_states.arrived(TEMPLATE) == ["other"]
+    assert resource_states.record_arrival(TEMPLATE) == ["other"]
     assert resource_states.state(TEMPLATE) == "absent"  # the store keeps it, not this
-    assert resource_states.arrived(ONE) == ["edit"]
+    assert resource_states.record_arrival(ONE) == ["edit"]
     assert resource_states.state(ONE) == "ready"
     assert not resource_states.wait("late", [ONE])
     resource_states.check_integrity()
@@ -33,11 +33,11 @@ def test_what_fails_tells_those_who_wait_and_those_who_come() -> None:
     resource_states.wait("b", [ONE, TWO])
     resource_states.wait("c", [TWO])
     error = EngineFailed("adapter one could not be read")
-    assert resource_states.failed(ONE, error) == ["a", "b"]
+    assert resource_states.record_failure(ONE, error) == ["a", "b"]
     assert resource_states.nbytes("lora") == 0
     with pytest.raises(EngineFailed, match="adapter one"):
         resource_states.wait("d", [ONE])
-    assert resource_states.arrived(TWO) == ["c"]
+    assert resource_states.record_arrival(TWO) == ["c"]
     assert resource_states.reserve(ONE, 10)  # tried again
     assert resource_states.wait("d", [ONE])
 
@@ -49,7 +49,7 @@ def test_waiting_is_bounded_and_who_leaves_makes_room() -> None:
         resource_states.wait("b", [TEMPLATE])
     resource_states.leave("a")
     assert resource_states.wait("b", [TEMPLATE])
-    assert resource_states.arrived(TEMPLATE) == ["b"]
+    assert resource_states.record_arrival(TEMPLATE) == ["b"]
     resource_states.leave("b")
 
 
@@ -58,7 +58,7 @@ def test_the_least_valuable_goes_and_nothing_that_is_pinned() -> None:
     resource_states = ResourceStates(8, {"lora": 100}, resources.append)
     for key, score in ((ONE, 1.0), (TWO, 2.0)):
         resource_states.reserve(key, 40, score)
-        resource_states.arrived(key)
+        resource_states.record_arrival(key)
     assert not resource_states.reserve(BIG, 60, 0.5)  # worth less than what is here
     resource_states.pin(ONE)
     resource_states.pin(ONE)
@@ -81,7 +81,7 @@ def test_no_order_of_events_passes_the_budget(
     for name, nbytes, score, ends in events:
         resource = Resource("lora", str(name))
         if resource_states.state(resource) == "loading" and ends:
-            resource_states.arrived(resource)
+            resource_states.record_arrival(resource)
         elif not resource_states.reserve(resource, nbytes, float(score)):
             assert resource_states.state(resource) in ("absent", "failed")
         resource_states.check_integrity()

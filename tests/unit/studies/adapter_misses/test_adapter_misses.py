@@ -35,10 +35,10 @@ def test_what_was_popular_makes_room_for_what_is() -> None:
 def test_uses_fade_and_large_ones_are_worth_less() -> None:
     popular = Popularity(half_life=10)
     for name in ("a", "a", "b"):
-        popular.used(name)
+        popular.record_use(name)
     assert popular.worth("a", 1) > popular.worth("b", 1) > popular.worth("never", 1)
     assert popular.worth("a", 8) < popular.worth("b", 1)
     for _ in range(100):
-        popular.used("c")
-    popular.used("b")
+        popular.record_use("c")
+    popular.record_use("b")
     assert popular.worth("a", 1) < popular.worth("b", 1)  # two uses long ago, and one just now
