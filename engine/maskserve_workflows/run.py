@@ -1,9 +1,9 @@
-"""A run of a plan, as a state machine over ready, done and lost tasks.
+"""A run of a plan, as a state machine over tasks that are ready, running and complete.
 
     run = WorkflowRun(plan, {"image": …})
     while not run.ended:
         for task in run.ready(): …        # start them, in any way and order
-        run.done(task.key, outputs)       # or run.lost(task.key): it is ready again
+        run.complete(task.key, outputs)   # or run.retry(task.key): it is ready again
 
 It calls no node itself. The only values that it reads are regions, verdicts, and references to
 files (`NamedValue`). A task's key has its place in the plan and the numbers of its rounds. The
@@ -160,7 +160,7 @@ class WorkflowRun:
             self.tries[task.key] = self.tries.get(task.key, 0) + 1
         return tasks
 
-    def lost(self, key: str) -> None:
+    def retry(self, key: str) -> None:
         """Make a task whose call was lost ready again, once all of its inputs exist."""
         self._begin(self._running[key][0])
 
@@ -195,7 +195,7 @@ class WorkflowRun:
         for task in waiting.values():
             self._begin(task)
 
-    def done(self, key: str, outputs: Mapping[str, Any]) -> None:
+    def complete(self, key: str, outputs: Mapping[str, Any]) -> None:
         """Record the outputs of a task, and make the tasks that waited for them ready.
 
         Raises:

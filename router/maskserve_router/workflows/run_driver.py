@@ -159,7 +159,7 @@ class RunDriver:
                     # In the order of their start, so that of several errors always the same one is
                     # reported.
                     for node_call in [call for call in under_way if call in finished_calls]:
-                        self._ended(under_way.pop(node_call), node_call)
+                        self._take_result(under_way.pop(node_call), node_call)
                     self.values.free(self.time.machine.needed())
             return outputs
         except WorkflowError as error:
@@ -326,7 +326,7 @@ class RunDriver:
             return None
         return self.values.read(outputs)
 
-    def _ended(self, task: Task, call: asyncio.Task[NodeResult]) -> None:
+    def _take_result(self, task: Task, call: asyncio.Task[NodeResult]) -> None:
         tries = self.time.machine.tries[task.key]
         try:
             outputs, call_report = call.result()
@@ -334,13 +334,13 @@ class RunDriver:
             # An edit has already been tried on another worker (`Dispatcher`).
             if is_edit(task.call) or tries == _TRIES:
                 raise
-            self._lost(task, error)
+            self._retry(task, error)
             return
         except (TemplateNotFound, InvalidRequest, Failure) as error:
             if error.code == TemplateNotFound.code and named_in(list(task.inputs.values())):
                 if tries == _TRIES:
                     raise EngineFailed(f"{task.key}: its inputs were lost on every try") from None
-                self._lost(task, error)
+                self._retry(task, error)
                 return
             if error.code == DeadlineExceeded.code:
                 raise DeadlineExceeded(f"{task.key} was not done in time") from None
@@ -349,21 +349,25 @@ class RunDriver:
             text = error.details if isinstance(error, Failure) else str(error)
             raise InvalidRequest(task.key, split_code(text)[1]) from None
         total_tries = call_report.pop("tries", 1) + tries - 1
-        report = {"key": task.key, "node": task.call.node, "tries": total_tries, **call_report}
+        self._add_report(
+            {"key": task.key, "node": task.call.node, "tries": total_tries, **call_report}
+        )
+        self.values.register(outputs)
+        self.time.machine.complete(task.key, outputs)
+
+    def _add_report(self, report: dict[str, Any]) -> None:
         reports = self.call.reports
         # A node that runs again replaces its report.
-        reports[:] = [old for old in reports if old["key"] != task.key]
+        reports[:] = [old for old in reports if old["key"] != report["key"]]
         reports.append(report)
         if self.call.settings.progress:
             self._report({"event": "node", **report})
-        self.values.register(outputs)
-        self.time.machine.done(task.key, outputs)
 
-    def _lost(self, task: Task, error: MaskserveError | Failure) -> None:
+    def _retry(self, task: Task, error: MaskserveError | Failure) -> None:
         """Make the node ready again, without an error for the client."""
         # Its traceback would keep the frame of `outputs`, and so all outputs, in memory.
         drop_tracebacks(error)
-        self.time.machine.lost(task.key)
+        self.time.machine.retry(task.key)
 
 
 def _edits_of_inputs(plan: WorkflowPlan) -> list[NodeCall]:

@@ -191,7 +191,7 @@ class Cluster:
                     calls[asyncio.create_task(coroutine)] = task
                 finished_calls, _ = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
                 for call in finished_calls:
-                    machine.done(calls.pop(call).key, call.result())
+                    machine.complete(calls.pop(call).key, call.result())
         finally:
             for call in calls:
                 call.cancel()

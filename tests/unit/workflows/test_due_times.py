@@ -49,14 +49,14 @@ def drive(run, begun, price):
         if not ends:
             return now_s, total
         now_s, _, task = heapq.heappop(ends)
-        run.done(task.key, answer(task))
+        run.complete(task.key, answer(task))
 
 
 def longest_behind(run, other_runs, task):
     """The run without the task as far as it goes, for nothing; then the task, and all the rest."""
     run_copy = copy.deepcopy(run)
     drive(run_copy, other_runs, lambda call: 0.0)
-    run_copy.done(task.key, answer(task))
+    run_copy.complete(task.key, answer(task))
     return drive(run_copy, [], price)[0]
 
 
@@ -87,6 +87,6 @@ def test_a_node_is_due_as_long_before_its_plan_as_what_lies_behind_it_takes(plan
             outputs = {
                 "regions": Areas(("m",) * count, tuple(rng.randrange(2) for _ in range(count)))
             }
-        run.done(task.key, outputs)
+        run.complete(task.key, outputs)
         ended.add(task.key)
     assert run.remaining_s(price) == (0.0, 0.0)

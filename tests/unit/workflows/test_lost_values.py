@@ -94,7 +94,7 @@ def test_what_nothing_reads_any_more_may_go_and_nothing_else(plan: Any, seed: in
     while not run.ended:
         waiting += run.ready()
         task = waiting.pop(rng.randrange(len(waiting)))
-        run.done(task.key, folder.called(task))
+        run.complete(task.key, folder.called(task))
         folder.files &= {value.reference for value in named_in(list(run.needed()))}
     output_references = {value.reference for value in named_in(list(run.outputs.values()))}
     assert folder.files == output_references
@@ -120,9 +120,9 @@ def test_a_run_whose_values_are_lost_gives_what_it_would_have_given(
                 losses -= 1
                 folder.files.discard(rng.choice(sorted(folder.files)))
             if all(map(folder.holds, named_in(list(task.inputs.values())))):
-                run.done(task.key, folder.called(task))
+                run.complete(task.key, folder.called(task))
             else:
-                run.lost(task.key)
+                run.retry(task.key)
         lost_values = [v for v in named_in(list(run.outputs.values())) if not folder.holds(v)]
         if not lost_values:
             break
@@ -171,21 +171,21 @@ def test_the_fewest_calls_bring_lost_values_back(plan: Any, seed: int) -> None:
     waiting, ends = run.ready(), rng.randrange(1, 10)
     while waiting and len(run._answered) < ends:
         task = waiting.pop(rng.randrange(len(waiting)))
-        run.done(task.key, folder.called(task))
+        run.complete(task.key, folder.called(task))
         waiting += run.ready()
     calls_before, makers = dict(run._answered), list(run._maker)
     folder.files -= {name for name in sorted(folder.files) if rng.random() < 0.5}
     lost_values = [value for value in makers if not folder.holds(value)]
     if waiting:
         needed_values = named_in(list(waiting[0].inputs.values()))
-        run.lost(waiting[0].key)
+        run.retry(waiting[0].key)
     else:
         needed_values = [value for value in makers if rng.random() < 0.3]
         run.rerun_sources_of([value for value in needed_values if value in lost_values])
     ended, queue = list[str](), [task for task in run.ready() if task.key in calls_before]
     while queue:
         task = queue.pop(rng.randrange(len(queue)))
-        run.done(task.key, folder.called(task))
+        run.complete(task.key, folder.called(task))
         ended.append(task.key)
         queue += [ready_task for ready_task in run.ready() if ready_task.key in calls_before]
     assert len(ended) == len(set(ended)) == fewest(calls_before, lost_values, needed_values)
@@ -198,13 +198,13 @@ def test_what_gives_something_else_when_it_is_made_again_ends_the_run() -> None:
         flow.gives(image=edit(picture, invert(flow.mask("mask")), "a star"))
     run = WorkflowRun(compiled(flow.plan), INPUTS, lambda value: value.data is not None)
     first, second = sorted(run.ready(), key=lambda task: task.call.node)
-    run.done(first.key, {"mask": NamedValue(b"m")})
-    run.done(second.key, {"picture": NamedValue(b"p")})
+    run.complete(first.key, {"mask": NamedValue(b"m")})
+    run.complete(second.key, {"picture": NamedValue(b"p")})
     [painted] = run.ready()
-    run.lost(painted.key)
+    run.retry(painted.key)
     ready_keys = {task.key for task in run.ready()}
     assert ready_keys == {first.key, second.key}
-    run.done(first.key, {"mask": b"it goes as bytes now"})
+    run.complete(first.key, {"mask": b"it goes as bytes now"})
     assert not run.ready()
     with pytest.raises(EngineFailed, match="gave 1 values, and now 2"):
-        run.done(second.key, {"picture": (b"p", b"q")})
+        run.complete(second.key, {"picture": (b"p", b"q")})

@@ -48,10 +48,10 @@ def run_in_any_order(plan, inputs, rng, lose=0.0):
         assert waiting, "the run stands still"
         task = waiting.pop(rng.randrange(len(waiting)))
         if rng.random() < lose:
-            run.lost(task.key)
+            run.retry(task.key)
             continue
         calls.append(task.key)
-        run.done(task.key, node(task.key, task.call, task.inputs))
+        run.complete(task.key, node(task.key, task.call, task.inputs))
     assert not waiting
     return run.outputs, calls, run.tries
 
@@ -90,8 +90,8 @@ def test_a_lost_task_alone_runs_again():
     run = WorkflowRun(flow.plan, INPUTS)
     first = {task.key: task for task in run.ready()}
     assert set(first) == {"edit-1", "enlarge-1"}
-    run.done("enlarge-1", {"picture": "large"})
-    run.lost("edit-1")
+    run.complete("enlarge-1", {"picture": "large"})
+    run.retry("edit-1")
     assert run.ready() == [first["edit-1"]]
     assert run.tries == {"edit-1": 2, "enlarge-1": 1}
 
@@ -104,21 +104,21 @@ def test_regions_that_stay_apart_are_painted_at_once_and_composed():
         flow.gives(image=iteration.carried)
     run = WorkflowRun(compiled(flow.plan), {"image": "image", "mask": "mask"})
     (task,) = run.ready()
-    run.done(task.key, {"regions": Areas(("a", "b", "c"), (0, 0, 1))})
+    run.complete(task.key, {"regions": Areas(("a", "b", "c"), (0, 0, 1))})
     ready_tasks = run.ready()
     assert [task.key for task in ready_tasks] == ["each-1[0]/edit-1", "each-1[1]/edit-1"]
     assert {task.inputs["image"] for task in ready_tasks} == {"image"}
     for task in ready_tasks:
-        run.done(task.key, {"picture": f"made {task.inputs['mask']}"})
+        run.complete(task.key, {"picture": f"made {task.inputs['mask']}"})
     (composed,) = run.ready()
     assert composed.inputs["parts"] == ("made a", "made b")
-    run.done(composed.key, {"picture": "both"})
+    run.complete(composed.key, {"picture": "both"})
     (last,) = run.ready()
     assert (last.inputs["image"], last.inputs["mask"]) == ("both", "c")
     one_by_one = compiled(flow.plan, set(PASSES) - {"beside"})
     run = WorkflowRun(one_by_one, {"image": "image", "mask": "mask"})
     run.ready()
-    run.done("split-1", {"regions": Areas(("a", "b", "c"), (0, 0, 1))})
+    run.complete("split-1", {"regions": Areas(("a", "b", "c"), (0, 0, 1))})
     assert len(run.ready()) == 1
 
 
@@ -132,7 +132,7 @@ def test_rounds_that_edit_whole_pictures_run_one_after_the_other():
         flow.gives(image=iteration.carried)
     run = WorkflowRun(compiled(flow.plan), {"image": "image", "mask": "mask"})
     run.ready()
-    run.done("split-1", {"regions": Areas(("a", "b"), (0, 0))})
+    run.complete("split-1", {"regions": Areas(("a", "b"), (0, 0))})
     assert [task.key for task in run.ready()] == ["each-1[0]/edit-1"]
 
 
@@ -143,11 +143,11 @@ def test_no_region_leaves_the_picture_and_too_many_are_an_error():
             iteration.carried = edit(iteration.picture, iteration.mask, "a")
         flow.gives(image=iteration.carried)
     run = WorkflowRun(flow.plan, {"image": "image", "mask": "mask"})
-    run.done("split-1", {"regions": Areas((), ())})
+    run.complete("split-1", {"regions": Areas((), ())})
     assert run.outputs == {"image": "image"}
     run = WorkflowRun(flow.plan, {"image": "image", "mask": "mask"})
     with pytest.raises(WorkflowError, match="each-1: 3 regions are too many; accepted: up to 2"):
-        run.done("split-1", {"regions": Areas.of_masks(["a", "b", "c"])})
+        run.complete("split-1", {"regions": Areas.of_masks(["a", "b", "c"])})
 
 
 def test_a_verifier_that_never_agrees_gives_the_best_answer():
@@ -161,8 +161,8 @@ def test_a_verifier_that_never_agrees_gives_the_best_answer():
         flow.gives(image=painted, verdict=best_verdict)
     run = WorkflowRun(flow.plan, {"image": "image", "mask": "mask"})
     for number, score in enumerate((0.2, 0.6, 0.4)):
-        run.done(f"repeat-1[{number}]/edit-1", {"picture": f"picture {number}"})
-        run.done(f"repeat-1[{number}]/shows-1", {"verdict": Judgement(score, False)})
+        run.complete(f"repeat-1[{number}]/edit-1", {"picture": f"picture {number}"})
+        run.complete(f"repeat-1[{number}]/shows-1", {"verdict": Judgement(score, False)})
     assert run.outputs == {"image": "picture 1", "verdict": Judgement(0.6, False)}
 
 
