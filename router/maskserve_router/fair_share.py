@@ -143,14 +143,14 @@ class FairShare:
             waited = True
             await asyncio.sleep(_STEP_S)
         if waited:
-            self.spent(key, _ENTRY_S)
+            self.book(key, _ENTRY_S)
 
-    def received(self, client: KeyHolder, size: int) -> None:
+    def book_bytes(self, client: KeyHolder, size: int) -> None:
         """Book `size` received bytes of a client."""
-        self.spent(client.scope, size / _BYTES_PER_S)
+        self.book(client.scope, size / _BYTES_PER_S)
 
     def _is_over_its_share(self, key: str) -> bool:
-        self.spent(key, 0.0)
+        self.book(key, 0.0)
         if self._used.used(key) <= _MOST_S:
             return False
         late = self._used_at - 64 * _STEP_S
@@ -159,7 +159,7 @@ class FairShare:
         }
         return any(name != key for name in self._last_read)
 
-    def spent(self, key: str, seconds: float) -> None:
+    def book(self, key: str, seconds: float) -> None:
         """Book seconds of this process for a key."""
         now_s = time.monotonic()
         self._used.add(key, seconds, (now_s - self._used_at) / _STEP_S)

@@ -95,7 +95,7 @@ class Host:
         self.priming.add(template)
         return True
 
-    def primed(self, template: str) -> None:
+    def end_priming(self, template: str) -> None:
         self.priming.discard(template)
         self.missed.discard(template)
         self.keep(template, self.memory, self.disk)

@@ -131,10 +131,10 @@ class Worker:
         prepared = max(arrived, now + (0.0 if inline else self.scenario.pre_seconds))
         if self.host is not None and edit.cache:
             if not cached or refresh_steps:
-                self._missed(edit.template_id, now)
+                self._record_miss(edit.template_id, now)
             elif fetch:
                 arrives = self.host.fetch(edit.template_id, now)
-                self._at(arrives, self._fetched, edit.template_id)
+                self._at(arrives, self._end_fetch, edit.template_id)
                 prepared = max(prepared, arrives)
             else:
                 self.host.use(edit.template_id)
@@ -154,11 +154,11 @@ class Worker:
         row = bare.row(edit)._replace(tokens=bare.row(as_it_is).tokens)
         return row, bare.price(edit)[2], hit
 
-    def _fetched(self, now: float, template: object) -> None:
+    def _end_fetch(self, now: float, template: object) -> None:
         assert self.host is not None
         self.host.end_fetch(str(template))
 
-    def _missed(self, template: str, now: float) -> None:
+    def _record_miss(self, template: str, now: float) -> None:
         self.misses += 1
         assert self.host is not None
         if self.host.should_prime(template):
@@ -228,7 +228,7 @@ class Worker:
             self.intervals[-1] = (self.intervals[-1][0], now + seconds)
         else:
             self.intervals.append((now, now + seconds))
-        self._at(now + seconds, self._stepped, None)
+        self._at(now + seconds, self._end_step, None)
 
     def _seconds(self, runs: tuple[Run, ...]) -> float:
         """Return the seconds of all runs. Runs on the same devices follow one another."""
@@ -285,23 +285,23 @@ class Worker:
             seconds += self.hardware.lora_seconds(nbytes, ticket.active_tokens, cached=cached)
         return seconds
 
-    def _stepped(self, now: float, _: object) -> None:
+    def _end_step(self, now: float, _: object) -> None:
         assert self._stepping is not None
         runs, self._stepping = self._stepping, None
         for run in runs:
             for _ in range(run.steps):
-                self._run_stepped(self._left(run, 0), now)
+                self._end_run_step(self._left(run, 0), now)
         if self._finished and not len(self.scheduler):
             for job in self._finished:
                 self._finish(job, now)
             self._finished = []
         self._begin(now)
 
-    def _run_stepped(self, rows: tuple[Ticket, ...], now: float) -> None:
+    def _end_run_step(self, rows: tuple[Ticket, ...], now: float) -> None:
         self.steps += 1
         for ticket in rows:
             if ticket.background:
-                self._prime_stepped(ticket.request_id)
+                self._end_prime_step(ticket.request_id)
                 continue
             job = self._assigned[ticket.request_id]
             job.left -= 1
@@ -315,7 +315,7 @@ class Worker:
                 else:
                     self._finish(job, now)
 
-    def _prime_stepped(self, name: str) -> None:
+    def _end_prime_step(self, name: str) -> None:
         prime = self._primes[name]
         prime.left -= 1
         self.prime_steps += 1
@@ -324,7 +324,7 @@ class Worker:
             del self._primes[name]
             self.primed += 1
             assert self.host is not None
-            self.host.primed(prime.template)
+            self.host.end_priming(prime.template)
 
     def _finish(self, job: Job, now: float) -> None:
         post = self.scenario.post_seconds

@@ -66,7 +66,7 @@ class Front:
             InvalidRequest: as `parse_request`.
             RetryLater: too many bytes are under way.
         """
-        self._fair_share.received(client, len(raw))
+        self._fair_share.book_bytes(client, len(raw))
         resources.enter_context(self._admission.hold(client, len(raw)))
         return await self._fair_share.run(client, len(raw), parse_request, raw, self.models)
 

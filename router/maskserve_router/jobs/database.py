@@ -100,7 +100,7 @@ class JobDatabase:
         It may wait for the disk. A client with many calls waits behind its own.
         """
         await self._fair_share.may_read(client)
-        self._fair_share.spent(client.scope, _CALL_S)
+        self._fair_share.book(client.scope, _CALL_S)
         with _storage_errors():
             return await self._fair_share.run_in(self._statements, client, work, *arguments)
 

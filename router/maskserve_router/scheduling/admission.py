@@ -92,7 +92,7 @@ class Admission:
             yield
         finally:
             self._edits.give_back(client.scope)
-            self._ended(time.monotonic())
+            self._record_end(time.monotonic())
 
     @contextmanager
     def operation(self, client: KeyHolder, size: int) -> Iterator[None]:
@@ -173,7 +173,7 @@ class Admission:
                 refuse("key", f"key {client.name} has its share: {client_total} {kind}")
             refuse(reason, f"{shares.total} {kind} already")
 
-    def _ended(self, now: float) -> None:
+    def _record_end(self, now: float) -> None:
         gap = min(now - self._ended_at, 60.0) if self._ended_at else 0.0
         self._gap_s += _NEWEST_WEIGHT * (gap - self._gap_s)
         self._ended_at = now

@@ -99,7 +99,7 @@ async def test_a_key_that_uses_much_of_the_router_is_read_from_at_its_pace(
         read, end = 0, now_s + until
         while now_s < end:
             await paced.may_read(greedy)
-            paced.received(greedy, 40 * MIB)
+            paced.book_bytes(greedy, 40 * MIB)
             read += 1
             await sleep(seconds)
         return read
