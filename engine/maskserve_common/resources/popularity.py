@@ -34,5 +34,5 @@ class Popularity:
             self._scores.popitem(last=False)
 
     def worth(self, name: str, nbytes: int) -> float:
-        """Compares with that of others now, and is not to be kept beyond."""
+        """Return the worth of keeping it; only worths of one moment can be compared."""
         return self._scores.get(name, -math.inf) - math.log2(max(nbytes, 1))

@@ -73,31 +73,31 @@ class Selection:
         for ids in self.levels:
             digest.update(len(ids).to_bytes(8, "little"))
             digest.update(ids.tobytes())
-        self._sent: dict[tuple[int, torch.device], Tensor] = {}
+        self._device_ids: dict[tuple[int, torch.device], Tensor] = {}
         self.digest = digest.digest()
         """Digest of the ids: equal for rows of one mask, which share what is loaded."""
 
     def of_heads(self, begin: int, end: int, of: int) -> Selection:
         """Return the same tokens with keys and values of heads `begin` to `end` of `of` only."""
         cut = Selection(self.levels, self._of_block, (begin, end, of))
-        cut._sent = self._sent
+        cut._device_ids = self._device_ids
         return cut
 
     def of(self, block: int) -> NDArray[np.int64]:
         """[n] ids that `block` reads."""
         return self.levels[self._of_block[block] if self._of_block else 0]
 
-    def sent(self, levels: Sequence[Tensor]) -> None:
+    def keep_ids(self, levels: Sequence[Tensor]) -> None:
         """Keep the device copies of the ids per level, so that `on` need not wait."""
         for level, ids in enumerate(levels):
-            self._sent[level, ids.device] = ids
+            self._device_ids[level, ids.device] = ids
 
     def on(self, block: int, device: torch.device) -> Tensor:
         """Return `of(block)` as a tensor on the device, and keep it."""
         level = self._of_block[block] if self._of_block else 0
-        if (level, device) not in self._sent:
-            self._sent[level, device] = torch.from_numpy(self.levels[level]).to(device)
-        return self._sent[level, device]
+        if (level, device) not in self._device_ids:
+            self._device_ids[level, device] = torch.from_numpy(self.levels[level]).to(device)
+        return self._device_ids[level, device]
 
 
 @dataclass(slots=True)
@@ -340,7 +340,8 @@ class CudaMover:
         with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
             arrived = tuple(
                 coded.map(
-                    lambda t: self._travel(t, ids, room), lambda t: self._travel(t, None, room)
+                    lambda t: self._move_tensor(t, ids, room),
+                    lambda t: self._move_tensor(t, None, room),
                 )
                 for coded in parts
             )
@@ -384,7 +385,7 @@ class CudaMover:
             else:
                 arrived = room.empty((nbytes,), torch.uint8)
             arrived.copy_(memory[first.start : last.stop], non_blocking=True)
-            event = self._copied(file)
+            event = self._record_copy(file)
 
         def view_of(tensor: FileTensor) -> Tensor:
             begin = tensor.offset - first.start
@@ -401,15 +402,15 @@ class CudaMover:
         while len(self._copies) >= _MOST_COPIES:
             self._copies.popleft().synchronize()
 
-    def _copied(self, file: Registered) -> torch.cuda.Event:
+    def _record_copy(self, file: Registered) -> torch.cuda.Event:
         """Return an event behind a copy from the file, which ends no sooner."""
         event = torch.cuda.Event()
         event.record(self.stream)
-        file.copied(event)
+        file.record_copy(event)
         self._copies.append(event)
         return event
 
-    def _travel(
+    def _move_tensor(
         self, source: Tensor | FileTensor, ids: NDArray[np.int64] | None, room: Block | None
     ) -> Tensor:
         shape = (len(source) if ids is None else len(ids), *source.shape[1:])
@@ -421,10 +422,10 @@ class CudaMover:
         if isinstance(source, Tensor) and ids is None and source.is_pinned():
             arrived.copy_(source, non_blocking=True)
         elif not (isinstance(source, FileTensor) and count and self._direct(source, ids, arrived)):
-            self._gathered(source, ids, arrived)
+            self._gather(source, ids, arrived)
         return arrived
 
-    def _gathered(
+    def _gather(
         self, source: Tensor | FileTensor, ids: NDArray[np.int64] | None, arrived: Tensor
     ) -> None:
         count = len(arrived)
@@ -456,7 +457,7 @@ class CudaMover:
         plain = device_ids is None and source.cut is None
         to = out if plain else torch.empty(whole.nbytes, dtype=torch.uint8, device=self.device)
         to.copy_(memory[whole.offset : whole.offset + whole.nbytes], non_blocking=True)
-        self._copied(file)
+        self._record_copy(file)
         if not plain:
             tokens, out = to.view(len(whole), -1), out.view(len(arrived), -1)
             tokens = tokens[:, first : first + out.shape[1]]
@@ -471,7 +472,7 @@ class CudaMover:
             if host_ids is ids:
                 return device_ids
         device_ids = torch.empty(len(ids), dtype=torch.int64, device=self.device)
-        self._gathered(torch.from_numpy(ids), None, device_ids)
+        self._gather(torch.from_numpy(ids), None, device_ids)
         self._ids.append((ids, device_ids))
         return device_ids
 

@@ -58,7 +58,7 @@ class Registered:
         """[bytes] uint8, for copies to the device alone; None once the registrar is closed."""
         return self._mapping.memory
 
-    def copied(self, event: Passing) -> None:
+    def record_copy(self, event: Passing) -> None:
         """Note that the device reads the file until `event` passes; events pass in call order."""
         self._mapping.last = event
 

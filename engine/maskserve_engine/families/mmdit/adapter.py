@@ -165,7 +165,7 @@ class FlowRowMaker(ABC):
                 index,
             )
             inputs, around, clean, template, active, ring, index = moved(host_tensors, self.device)
-            selection.sent([index])
+            selection.keep_ids([index])
             row = self._row(job, inputs)
             image, picture_tokens = row.image.masked.cis, self._preparation.picture_words(job)
             template = self._filled(template)

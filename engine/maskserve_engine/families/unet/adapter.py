@@ -318,7 +318,7 @@ class UnetAdapter(Stepping[Row, UnetWeights], UnetControls):
         level_indices = tuple(map(torch.from_numpy, levels))
         inputs, inactive, level_indices = moved((inputs, inactive, level_indices), self.device)
         if inactive is not None:
-            inactive.selection.sent(level_indices)
+            inactive.selection.keep_ids(level_indices)
         guidance = None
         if inputs.negative is not None:
             scale = job.request.settings.guidance_scale

@@ -68,8 +68,8 @@ def test_it_stays_registered_until_the_last_copy_is_done(
     files = [file_of(tmp_path / name, b"x" * 5000) for name in "ab"]
     slow, quick = [registered(registrar, file) for file in files]
     on_its_way = Passed(passed=False)
-    slow.copied(Passed())
-    slow.copied(on_its_way)
+    slow.record_copy(Passed())
+    slow.record_copy(on_its_way)
     content = slow.memory
     del slow, quick
     gc.collect()
@@ -162,7 +162,7 @@ def test_many_threads_that_open_and_drop_leave_nothing(tmp_path: Path) -> None:
             mine = registrations.pop(number, None)
             if mine is None:
                 registrations[number] = registered(registrar, files[number])
-                registrations[number].copied(Passed())
+                registrations[number].record_copy(Passed())
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
     for thread in threads:
