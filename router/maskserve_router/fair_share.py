@@ -207,6 +207,6 @@ class FairShare:
                 return work(*arguments)
             finally:
                 seconds = time.thread_time() - began
-                loop.call_soon_threadsafe(self.spent, client.scope, seconds)
+                loop.call_soon_threadsafe(self.book, client.scope, seconds)
 
         return await threads.run(client.scope, timed)
