@@ -217,9 +217,9 @@ def _form(
                 chip.click(None, None, prompt, js=f"() => {json.dumps(words)}")
     if pictures:
         _gallery(gr, editor, session, pictures_on_disk, pictures)
-    seed, draw, steps, guidance, *others = _further_settings(gr, model)
+    seed, draw, steps, guidance, *after_size = _further_settings(gr, model)
     kind.change(_words_of, kind, [prompt, run], show_progress="hidden")
-    more = [draw, steps, guidance, size, *others]
+    more = [draw, steps, guidance, size, *after_size]
     return _Form(kind, editor, prompt, references, run, stop, seed, more)
 
 
@@ -350,7 +350,7 @@ def _edits(
             updates |= {outcome.live: texts.preview(event.image), outcome.preview: ""}
         return updates
 
-    def picture_updates(shown: str, result: EditResult) -> dict[Any, Any]:
+    def picture_updates(html: str, result: EditResult) -> dict[Any, Any]:
         """Return the updates that show a finished picture. They come first, because the others take
         time.
         """
@@ -359,7 +359,7 @@ def _edits(
             outcome.bar: gr.Row(visible=True),
             outcome.status: texts.note("done", result.meta.get("warnings", ())),
             outcome.live: "",
-            outcome.preview: shown,
+            outcome.preview: html,
         }
 
     def result_updates(result: EditResult, picture: PagePicture) -> dict[Any, Any]:
@@ -411,10 +411,10 @@ def _edits(
                     if isinstance(event, Final):
                         picture = pictures_on_disk.take(event.result.encoded)
                         session.remember(picture, event.result)
-                        shown = texts.picture(picture)
+                        html = texts.picture(picture)
                         if source and not expand:
-                            shown = texts.comparison(source, picture, mask)
-                        yield picture_updates(shown, event.result)
+                            html = texts.comparison(source, picture, mask)
+                        yield picture_updates(html, event.result)
                         results = [*results, picture.name][-_MOST_RESULTS:]
                         yield {**result_updates(event.result, picture), **history(results)}
                     elif time.monotonic() - shown_at >= _PREVIEW_S:

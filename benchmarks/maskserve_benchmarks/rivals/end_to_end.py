@@ -292,7 +292,7 @@ def run_studies(
     model: Path,
     folder: Path,
     tables: one_model.Tables,
-    others: dict[str, Bench],
+    other_benches: dict[str, Bench],
     loras: list[str],
 ) -> Figures:
     """Run the studies of the bench's plan.
@@ -303,7 +303,7 @@ def run_studies(
         model: the model's folder.
         folder: for files.
         tables: configuration of the bench's maskserve.
-        others: benches of the other settings.
+        other_benches: benches of the other settings.
         loras: names of the LoRAs.
     """
     plan = bench.plan
@@ -323,7 +323,7 @@ def run_studies(
         studies["mask_ratio"] = one_model.by_mask_ratio(bench, compared)
     if plan.ablation:
         say("  parts left out")
-        studies["ablation"] = one_model.ablation(bench, model, folder, tables, others)
+        studies["ablation"] = one_model.ablation(bench, model, folder, tables, other_benches)
     if plan.routed:
         say("  policies of routing")
         studies["routing"] = one_model.by_policy(bench, model, folder)

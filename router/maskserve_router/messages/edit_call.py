@@ -164,9 +164,9 @@ def _check_tensors(message: ModelRequest, contract: Contract) -> None:
     declared = {tensor.name: tensor for tensor in contract.inputs}
     _check_inputs(message, declared)
     _check_contents(message, declared)
-    given = {tensor.name for tensor in message.head.inputs}
+    input_names = {tensor.name for tensor in message.head.inputs}
     for name, declaration in declared.items():
-        if declaration.dims == (1,) and name not in given:
+        if declaration.dims == (1,) and name not in input_names:
             message.add(name, [b""])
     outputs = [tensor.name for tensor in contract.outputs]
     for output in message.head.outputs:
