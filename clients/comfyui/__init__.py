@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import PureWindowsPath
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,8 +21,9 @@ from maskserve_client import Client, Final, Progress
 try:  # inside of ComfyUI
     from comfy.model_management import throw_exception_if_processing_interrupted
     from comfy.utils import ProgressBar
+    from folder_paths import get_filename_list
 except ImportError:
-    ProgressBar = None
+    ProgressBar = get_filename_list = None
 
 _MOST_SEEDS = 2**53
 _AT_A_TIME = 16
@@ -32,7 +34,9 @@ _SEED = (
 )
 _URL = ("STRING", {"default": "localhost:8081", "tooltip": "HOST:PORT of gRPC"})
 _ABOUT_SETTINGS = "settings of an edit as JSON, such as num_inference_steps or loras"
+_LORAS = "MASKSERVE_LORAS"
 _OPTIONAL = {
+    "loras": (_LORAS,),
     "settings": ("STRING", {"default": "{}", "multiline": True, "tooltip": _ABOUT_SETTINGS}),
     "key": ("STRING", {"default": "", "tooltip": "API key of the router"}),
 }
@@ -73,6 +77,7 @@ class MaskserveEdit:
         mask: torch.Tensor | None = None,
         settings: str = "{}",
         key: str = "",
+        loras: Sequence[dict[str, Any]] = (),
         **references: torch.Tensor | None,
     ) -> tuple[torch.Tensor]:
         """Edit the pictures of a batch at the same time, so that their steps share the server's
@@ -87,6 +92,7 @@ class MaskserveEdit:
                 strength` in proportion. None: all of the picture.
             settings: further settings, as JSON.
             key: API key of the router.
+            loras: LoRAs beside those of the settings (`MaskserveLora`).
             references: pictures that the model sees beside each edited one, a batch for an input.
         """
         pictures = _levels(image)
@@ -94,13 +100,13 @@ class MaskserveEdit:
         further = [picture for batch in batches if batch is not None for picture in _levels(batch)]
         if mask is None:
             edits = [_Edit(picture, None, further) for picture in pictures]
-            return _made(url, key, edits, prompt, {"seed": seed, **json.loads(settings)})
+            return _made(url, key, edits, prompt, _settings(settings, loras, seed=seed))
         masks = _levels(mask)
         edits = [
             _Edit(picture, masks[min(number, len(masks) - 1)], further)
             for number, picture in enumerate(pictures)
         ]
-        of_masks = {"seed": seed, "mask_mode": "white", **json.loads(settings)}
+        of_masks = _settings(settings, loras, seed=seed, mask_mode="white")
         return _made(url, key, edits, prompt, of_masks)
 
 
@@ -135,6 +141,7 @@ class MaskserveGenerate:
         url: str,
         settings: str = "{}",
         key: str = "",
+        loras: Sequence[dict[str, Any]] = (),
     ) -> tuple[torch.Tensor]:
         """Make pictures at the same time.
 
@@ -146,10 +153,44 @@ class MaskserveGenerate:
             url: gRPC address of a worker or router.
             settings: further settings, as JSON.
             key: API key of the router.
+            loras: LoRAs beside those of the settings (`MaskserveLora`).
         """
         edits = [_Edit(None, None)] * pictures
-        shared = {"seed": seed, "size": size, **json.loads(settings)}
+        shared = _settings(settings, loras, seed=seed, size=size)
         return _made(url, key, edits, prompt, shared)
+
+
+class MaskserveLora:
+    """Chooses one of ComfyUI's LoRA files for maskserve's nodes. The server reads it from the same
+    folder (`maskserve serve --adapters models/loras`). Several stand one behind the other.
+    """
+
+    CATEGORY = "maskserve"
+    DESCRIPTION = __doc__
+    FUNCTION = "chosen"
+    RETURN_TYPES = (_LORAS,)
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802
+        files = [] if get_filename_list is None else get_filename_list("loras")
+        scale = {"default": 1.0, "min": -4.0, "max": 4.0, "step": 0.05}
+        return {
+            "required": {"file": (files,), "scale": ("FLOAT", scale)},
+            "optional": {"loras": (_LORAS,)},
+        }
+
+    def chosen(
+        self, file: str, scale: float, loras: Sequence[dict[str, Any]] = ()
+    ) -> tuple[tuple[dict[str, Any], ...]]:
+        """Return the LoRAs with one more.
+
+        Args:
+            file: its path in ComfyUI's folder, which the server calls `A--B` for A/B.safetensors.
+            scale: its strength.
+            loras: those before it.
+        """
+        path = PureWindowsPath(file)  # ComfyUI joins folders as its system does
+        return ((*loras, {"name": "--".join((*path.parts[:-1], path.stem)), "scale": scale}),)
 
 
 class _Edit(NamedTuple):
@@ -163,6 +204,12 @@ class _Edit(NamedTuple):
 def _levels(values: torch.Tensor) -> npt.NDArray[np.uint8]:
     """Return values from 0 to 1 as levels from 0 to 255."""
     return (values.cpu().numpy() * 255).round().clip(0, 255).astype(np.uint8)
+
+
+def _settings(text: str, loras: Sequence[dict[str, Any]], **defaults: Any) -> dict[str, Any]:
+    """Return settings over their defaults, with further LoRAs behind their own."""
+    settings = {**defaults, **json.loads(text)}
+    return {**settings, "loras": [*settings.get("loras", ()), *loras]} if loras else settings
 
 
 def _made(
@@ -200,8 +247,13 @@ def _made(
     return (torch.from_numpy(made.astype(np.float32) / 255),)
 
 
-NODE_CLASS_MAPPINGS = {"MaskserveEdit": MaskserveEdit, "MaskserveGenerate": MaskserveGenerate}
+NODE_CLASS_MAPPINGS = {
+    "MaskserveEdit": MaskserveEdit,
+    "MaskserveGenerate": MaskserveGenerate,
+    "MaskserveLora": MaskserveLora,
+}
 NODE_DISPLAY_NAME_MAPPINGS = {
     "MaskserveEdit": "maskserve: edit",
     "MaskserveGenerate": "maskserve: generate",
+    "MaskserveLora": "maskserve: LoRA",
 }

@@ -287,13 +287,14 @@ def test_comfyuis_nodes_give_the_same_pictures(served: WorkerProcess, client: Cl
         node = pack.NODE_CLASS_MAPPINGS[name]
         input_types = {**node.INPUT_TYPES()["required"], **node.INPUT_TYPES()["optional"]}
         node_inputs = {**shared, **inputs, "seed": 5}
-        left_out = {"mask", "references", "references_2", "references_3"}
+        left_out = {"mask", "loras", "references", "references_2", "references_3"}
         assert node_inputs.keys() | left_out == input_types.keys() | left_out
         (images,) = getattr(node(), node.FUNCTION)(**node_inputs)
         assert node.RETURN_TYPES == ("IMAGE",)
         levels = (images * 255).round().to(torch.uint8).numpy()
         assert np.array_equal(levels, np.stack([result.image for result in expected_results]))
-    assert pack.NODE_DISPLAY_NAME_MAPPINGS.keys() == {name for name, _, _ in calls}
+    made = {"MaskserveLora", *(name for name, _, _ in calls)}
+    assert pack.NODE_DISPLAY_NAME_MAPPINGS.keys() == pack.NODE_CLASS_MAPPINGS.keys() == made
 
 
 def test_pictures_may_be_left_out_of_a_request(served: WorkerProcess) -> None:
