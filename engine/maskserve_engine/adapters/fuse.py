@@ -8,16 +8,15 @@ has the original weights bit for bit.
 from __future__ import annotations
 
 import logging
-import math
-import os
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
-from maskserve_common.config import Config, ConfigError
+from maskserve_common.config import Config
 from maskserve_engine.adapters.lora_file import LayerChange, changes_of
+from maskserve_engine.spec.fused_loras import fuse_error, fused_loras
 from maskserve_engine.stages.loader import device_of
 from maskserve_engine.stages.quantise import form_in_words
 from maskserve_lora.base_layers import BaseLayers
@@ -25,22 +24,6 @@ from maskserve_lora.lora_header import BadAdapter
 from maskserve_lora.store import describe_file
 
 _log = logging.getLogger(__name__)
-
-
-class FusedLora(NamedTuple):
-    """One of `[model] fuse_loras`."""
-
-    path: Path
-    scale: float
-
-
-def fused_loras(config: Config) -> tuple[FusedLora, ...]:
-    """Return the configured LoRAs, given as FILE or FILE:SCALE.
-
-    Raises:
-        ConfigError: a scale is not a number.
-    """
-    return tuple([_parse(text) for text in config.model.fuse_loras])
 
 
 def served_form(config: Config) -> str:
@@ -79,7 +62,7 @@ def fuse_configured_loras(config: Config, model: nn.Module, part: str) -> nn.Mod
                 weight.copy_(_new_weight(weight.float(), change, scale))
                 count += 1
         except BadAdapter as error:
-            raise _config_error(path, str(error)) from error
+            raise fuse_error(path, str(error)) from error
         if count:
             _log.info("%s x %g is fused into %d layers of %s", path.name, scale, count, part)
     return model
@@ -101,26 +84,13 @@ def _new_weight(weight: torch.Tensor, change: LayerChange, scale: float) -> torc
     return torch.lerp(weight, (rows * (magnitude / lengths)).view_as(weight), scale)
 
 
-def _parse(text: str) -> FusedLora:
-    path, colon, scale = text.rpartition(":")
-    if not colon or os.sep in scale:
-        return FusedLora(Path(text), 1.0)
-    try:
-        value = float(scale)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise _config_error(Path(path), f"{scale!r} is not a scale; use FILE or FILE:SCALE")
-    return FusedLora(Path(path), value)
-
-
 def _description(path: Path, config: Config) -> dict[str, Any]:
     try:
         return describe_file(path, config.model.path, fused=True)
     except OSError as error:
-        raise _config_error(path, f"cannot be read: {error.strerror}") from error
+        raise fuse_error(path, f"cannot be read: {error.strerror}") from error
     except BadAdapter as error:
-        raise _config_error(path, str(error)) from error
+        raise fuse_error(path, str(error)) from error
 
 
 def _layer(model: nn.Module, name: str) -> nn.Linear | nn.Conv2d:
@@ -135,7 +105,3 @@ def _layer(model: nn.Module, name: str) -> nn.Linear | nn.Conv2d:
         if isinstance(module, nn.Linear | nn.Conv2d):
             return module
     raise BadAdapter(f"changes {name}, which is not a layer of the model")
-
-
-def _config_error(path: Path, why: str) -> ConfigError:
-    return ConfigError(f"[model] fuse_loras: {path} {why}")

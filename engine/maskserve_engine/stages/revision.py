@@ -9,6 +9,7 @@ import xxhash
 
 from maskserve_common.config import Config
 from maskserve_common.files.digests import file_digest
+from maskserve_engine.spec.fused_loras import FusedLora, fused_loras
 from maskserve_engine.spec.model_index import read_model_index
 
 _STAGE_PARTS = (
@@ -25,11 +26,25 @@ def stages_revision(config: Config) -> str:
     """
     model = config.model
     pipeline = read_model_index(Path(model.path)).get("_class_name")
-    form = f"{pipeline} {model.max_sequence_length} {' '.join(model.fuse_loras)} {model.variant}"
+    fused = " ".join(_content(lora) for lora in fused_loras(config))
+    form = f"{pipeline} {model.max_sequence_length} {fused} {model.variant}"
     if config.ip_adapters.folder:
         images = config.ip_adapters.encoder_folder.absolute()
         form += f" {model_revision(images.parent, parts=(images.name,))}"
     return model_revision(model.path, form, _STAGE_PARTS)
+
+
+def _content(lora: FusedLora) -> str:
+    """Return the digest and scale of a fused LoRA; only its name if it cannot be read, which the
+    part that fuses it says.
+    """
+    path, scale = lora.path.absolute(), lora.scale
+    try:
+        if path.is_dir():
+            return f"{model_revision(path.parent, parts=(path.name,))} {scale!r}"
+        return f"{file_digest(path.parent, path.name)} {scale!r}"
+    except OSError:
+        return str(path)
 
 
 def model_revision(folder: str | Path, form: str = "", parts: Sequence[str] = _PARTS) -> str:

@@ -11,9 +11,10 @@ import torch
 from diffusers import DiffusionPipeline
 
 from maskserve_common.config import Config, ConfigError
-from maskserve_engine.adapters.fuse import fused_loras, served_form
+from maskserve_engine.adapters.fuse import served_form
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.families.specs import load_spec
+from maskserve_engine.spec.fused_loras import fused_loras
 from tests.fakes.jobs import config_of, encode_case, random_case, tolerance
 from tests.fakes.loras import lora, write
 from tests.fakes.pipelines import diffusers_latents

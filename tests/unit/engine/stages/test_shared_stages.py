@@ -24,6 +24,7 @@ from maskserve_engine.stages.revision import stages_revision
 from maskserve_triton.forwarded_stages import ForwardedDecoder, ForwardedEncoder
 from maskserve_triton.stage_models import DecoderStage, EncoderStage
 from maskserve_triton.together import batched
+from tests.fakes import loras
 from tests.fakes.ip_adapters import build_image_encoder
 from tests.fakes.jobs import WORDS, Case, config_of, random_case
 from tests.fakes.pb_utils import FakeTriton, Request
@@ -146,6 +147,22 @@ def test_only_what_encoder_and_decoder_are_made_of_tells_stages_apart(
     longer = replace(config.model, max_sequence_length=config.model.max_sequence_length + 1)
     assert revision != stages_revision(replace(config, model=longer))
     assert revision != stages_revision(config_of(tiny_inpaint))
+
+
+def test_the_bytes_of_a_fused_lora_tell_stages_apart(tiny_fill: Path, tmp_path: Path) -> None:
+    """Hosts have copies at paths of their own, and files of one name may differ."""
+
+    def revision(path: Path, scale: float) -> str:
+        return stages_revision(config_of(tiny_fill, model={"fuse_loras": [f"{path}:{scale}"]}))
+
+    file, copy = tmp_path / "a.safetensors", tmp_path / "copy.safetensors"
+    for path in (file, copy):
+        loras.write(path, loras.lora(seed=0))
+    first = revision(file, 0.5)
+    assert first == revision(copy, 0.5)
+    assert first != revision(file, 0.7)
+    loras.write(file, loras.lora(seed=1))
+    assert first not in (revision(file, 0.5), stages_revision(config_of(tiny_fill)))
 
 
 def test_an_image_encoder_tells_stages_apart(tiny_fill: Path, tmp_path: Path) -> None:
