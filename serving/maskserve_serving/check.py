@@ -24,8 +24,10 @@ from maskserve_engine.families.specs import FAMILIES, load_spec
 from maskserve_engine.spec.control_nets import check_config
 from maskserve_engine.spec.ip_adapters import (
     LAYOUTS,
+    accepted_forms,
     form_of,
     image_encoder_of,
+    layout_of,
     problem_of,
     shapes_of,
     text_width_of,
@@ -244,7 +246,11 @@ def _check_ip_adapter(file: Path, parts: CheckpointParts, check: Check) -> None:
     check.licence, check.form = _of_metadata(file), _form(file)
     encoder, text = image_encoder_of(shapes), text_width_of(shapes)
     models = f", for {_PROMPTS[text]} by the width of its prompts" if text in _PROMPTS else ""
-    check.it = f"an IP-Adapter of the form {form_of(shapes)}{models}"
+    form, layout = form_of(shapes), layout_of(shapes)
+    check.it = f"an IP-Adapter of the form {form}{models}"
+    if layout is not None and form not in layout.forms:
+        check.problem = f"{file} has the form {form}, which is not served; {accepted_forms(layout)}"
+        return
     width = (
         f"hidden states of width {encoder.hidden}"
         if encoder.hidden

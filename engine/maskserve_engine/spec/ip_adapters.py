@@ -51,6 +51,12 @@ LAYOUTS: Mapping[IpLayout, FileLayout] = {
         ("plain",),
     ),
 }
+_OTHER_FORMS = {
+    "perceiver_resampler.proj_in.weight": "FaceID plus",
+    "proj.3.weight": "full face",
+    "proj.0.weight": "FaceID",
+}
+"""Forms that no model is served with, by a tensor of the projection."""
 Shape = tuple[int, ...]
 
 
@@ -185,7 +191,7 @@ def problem_of(
         other = "" if layout_of(shapes) is None else " for this model"
         return f"is no IP-Adapter{other}: it has no {layout.projection}"
     if (form := form_of(shapes)) not in layout.forms:
-        return f"has the form {form}, which is not served for this model"
+        return f"has the form {form}, which is not served for this model; {accepted_forms(layout)}"
     expected = _projection_shapes(shapes, layout, takes.text, encoder or image_encoder_of(shapes))
     for number, width in takes.layers:
         for part in "kv":
@@ -204,9 +210,15 @@ def problem_of(
 
 
 def form_of(shapes: Mapping[str, Shape]) -> str:
-    """Return the form of a file's projection: `plain` or `plus`."""
-    plus = any(f"{layout.projection}latents" in shapes for layout in LAYOUTS.values())
-    return "plus" if plus else "plain"
+    """Return the form of a file's projection: `plain`, `plus` or one that is not served."""
+    layout = layout_of(shapes)
+    prefix = "" if layout is None else layout.projection
+    forms = {"latents": "plus", **_OTHER_FORMS}
+    return next((form for name, form in forms.items() if f"{prefix}{name}" in shapes), "plain")
+
+
+def accepted_forms(layout: FileLayout) -> str:
+    return f"served: {' and '.join(layout.forms)}"
 
 
 def image_encoder_of(shapes: Mapping[str, Shape]) -> ImageEncoderSizes:

@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import save_file
 
 from maskserve_client.cli import main
@@ -160,6 +161,9 @@ def test_an_ip_adapter_of_flux(tiny_inpaint: Path, tiny_fill: Path, tmp_path: Pa
     assert check.served
     assert check.it.startswith("an IP-Adapter of the form plain")
     assert "takes no IP-Adapters" in checked(str(file), CheckpointParts(str(tiny_fill))).problem
+    save_file({"image_proj.proj.0.weight": torch.ones(2, 2)}, tmp_path / "face.safetensors")
+    face = checked(str(tmp_path / "face.safetensors"), CheckpointParts())
+    assert face.problem.endswith("has the form FaceID, which is not served; served: plain and plus")
 
 
 def test_every_served_class_has_a_published_licence() -> None:

@@ -86,6 +86,24 @@ def test_a_file_for_another_model_is_refused_by_its_key(
         site.files.find(site.changed(**arrays))
 
 
+FACES = {
+    "FaceID": ("proj.0.weight", "proj.2.weight"),
+    "FaceID plus": ("proj.0.weight", "perceiver_resampler.proj_in.weight"),
+    "full face": ("proj.0.weight", "proj.3.weight"),
+}
+
+
+@pytest.mark.parametrize("form", FACES)
+def test_a_form_for_faces_is_refused_by_its_name(site: Site, form: str) -> None:
+    tensors = load_file(site.folder / "plain.safetensors")
+    del tensors["image_proj.proj.weight"]
+    tensors |= {f"image_proj.{name}": np.zeros((4, 4), np.float32) for name in FACES[form]}
+    save_file(tensors, site.folder / "face.safetensors")
+    sentence = f"face.safetensors has the form {form}, which is not served .*; served: plain and"
+    with pytest.raises(InvalidRequest, match=sentence):
+        site.files.find("face")
+
+
 @pytest.fixture
 def flux(tiny_inpaint: Path, tmp_path: Path) -> Site:
     return Site(tiny_inpaint, tmp_path / "flux")
