@@ -6,7 +6,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from diffusers import ControlNetModel, FluxControlNetModel
+    from diffusers import ControlNetModel, FluxControlNetModel, QwenImageControlNetModel
 
 CHANNELS = 16
 """Channels of a token of latents."""
@@ -48,6 +48,31 @@ def made_nets() -> dict[str, FluxControlNetModel]:
         "union": random_net(12, 1, 1, num_mode=3),
         "other": random_net(13, 1, 1, attention_head_dim=8, axes_dims_rope=(2, 2, 4)),
     }
+
+
+def random_qwen_net(seed: int, layers: int, **overrides: Any) -> QwenImageControlNetModel:
+    """A random ControlNet of the tiny Qwen-Image's size; none of its additions is zero."""
+    import torch
+    from diffusers import QwenImageControlNetModel
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        net = QwenImageControlNetModel(
+            **{
+                "in_channels": CHANNELS,
+                "num_layers": layers,
+                "attention_head_dim": 16,
+                "num_attention_heads": 2,
+                "joint_attention_dim": 16,
+                "axes_dims_rope": (4, 6, 6),
+                **overrides,
+            }
+        ).eval()
+        for name, weight in net.named_parameters():
+            if name.startswith("controlnet"):
+                torch.nn.init.normal_(weight, std=0.3)
+        torch.nn.init.uniform_(net.txt_norm.weight, 2.0, 6.0)
+    return net
 
 
 def random_unet_net(unet: Any, seed: int, **overrides: Any) -> ControlNetModel:

@@ -9,11 +9,12 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from safetensors.numpy import load_file
 
 from tests.fakes import loras
-from tests.fakes.control_nets import random_net, random_unet_net
+from tests.fakes.control_nets import random_net, random_qwen_net, random_unet_net
 from tests.fakes.tiny_chroma import build_tiny_chroma
 from tests.fakes.tiny_flux2 import build_tiny_flux2, build_tiny_flux2_dev
 from tests.fakes.tiny_flux3 import build_tiny_flux3
@@ -55,8 +56,12 @@ FAMILIES: dict[str, Callable[[Path], Path]] = {
 
 DENSE = ("sd3-medium",)
 """Models that are served without a cache."""
-WITH_NETS = ("flux-fill", "flux-base")
-"""Models other than UNets that take ControlNets."""
+WITH_NETS: dict[str, Callable[[], Any]] = {
+    "flux-fill": partial(random_net, 1, 1, 1),
+    "flux-base": partial(random_net, 1, 1, 1),
+    "qwen-image": partial(random_qwen_net, 1, 2),
+}
+"""A net of each model that takes ControlNets, apart from UNets."""
 
 
 def build_all(folder: Path) -> None:
@@ -86,7 +91,7 @@ def build_all(folder: Path) -> None:
             base = UNet2DConditionModel.from_pretrained(model / "unet")
             random_unet_net(base, 1).save_pretrained(net)
         elif name in WITH_NETS:
-            random_net(1, 1, 1).save_pretrained(net)
+            WITH_NETS[name]().save_pretrained(net)
 
 
 if __name__ == "__main__":

@@ -127,6 +127,9 @@ def check_config(config: dict[str, Any], spec: ModelSpec) -> None:
             raise ValueError(
                 f"is for another model: its {key} is {config[key]}, the served model's {base[key]}"
             )
+    for key in control_spec.without:
+        if config.get(key):
+            raise ValueError(f"has {key} = {config[key]}, and nets with it are not served")
 
 
 def _plain(value: Any) -> Any:

@@ -6,6 +6,7 @@ A family gives a table of its linear layers (`count` in its module); all else fo
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from maskserve_engine.planning.flops import BlockWork, FixedWork, ModelWork
@@ -23,7 +24,10 @@ CONTROL = ControlNetSpec(
         "pooled_projection_dim",
         "axes_dims_rope",
     ),
+    without=("conditioning_embedding_channels",),
 )
+_OUT_LAUNCHES = 1.0
+"""Kernels of the layer after a block of a ControlNet."""
 PRECOMPUTED_STEPS = 8
 """Steps for which a FLUX batch has its shifts, scales and gates computed at once, at least."""
 VECTORS_AT_ONCE = 32
@@ -168,3 +172,27 @@ class TransformerLayers(NamedTuple):
             peak_once=(VECTORS_AT_ONCE - PRECOMPUTED_STEPS) * vectors,
             heads=int(config["num_attention_heads"]),
         )
+
+
+def control_work(base: ModelWork, config: Mapping[str, Any]) -> ModelWork:
+    """Return the work of a ControlNet with such blocks beside its base. A union net's mode token is
+    not counted.
+
+    Args:
+        base: work of a whole model of the net's sizes.
+        config: the net's config.json.
+    """
+    width, [embed] = base.blocks[0].width, base.before
+    blocks = []
+    for block in base.blocks:
+        dense, project, cached = (n + _OUT_LAUNCHES for n in block.launches)
+        token = block.token + 2.0 * width * width
+        blocks.append(replace(block, token=token, launches=(dense, project, cached)))
+    hint = 2.0 * int(config["in_channels"]) * width
+    return replace(
+        base,
+        blocks=tuple(blocks),
+        before=(replace(embed, token=embed.token + hint),),
+        after=FixedWork(),
+        carried_numbers=float(base.tokens[0] * width * (1 + len(blocks))),
+    )

@@ -68,6 +68,8 @@ class ControlNetSpec:
     """Whether they take the VAE's latents of a control picture; otherwise its pixels."""
     equal: tuple[str, ...]
     """Keys of config.json that must have the same values as the model's own."""
+    without: tuple[str, ...] = ()
+    """Keys of config.json that must be absent, null or 0: nets with further inputs."""
     stride: float = REFRESH_RULE.stride
     """Share of an edit's steps between two refresh steps beside a template, unless `[cache]
     own_anchors` sets another.

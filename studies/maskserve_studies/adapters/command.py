@@ -231,7 +231,7 @@ def _net(weights: FluxWeights, bench: Bench) -> FluxControlNet:
         *spread(singles, BASE_BLOCKS[0], BASE_BLOCKS[1]),
     )
     return FluxControlNet(
-        net_weights, hint, (out,) * len(places), None, channels, BASE_BLOCKS, places
+        net_weights, hint, (out,) * len(places), None, None, channels, BASE_BLOCKS, places
     )
 
 

@@ -155,7 +155,10 @@ class FluxAdapter(FlowAdapter[FluxWeights]):
 
     def control_net(self, model: Any) -> FluxControlNet:
         with torch.inference_mode():
-            return FluxControlNet.of(model, self.model, self.spec.latent_channels * PATCH**2)
+            takes, channels = self.spec.control, self.spec.latent_channels * PATCH**2
+            assert takes is not None, "nets of other models are refused"
+            weights = self.weights_of(model, 0, None)
+            return FluxControlNet.of(model, weights, self.model, channels, takes)
 
     def opening(self, row: Any, job: EditJob) -> Opening | None:
         prepared = self._preparation.prepared(job)
@@ -180,10 +183,11 @@ class FluxAdapter(FlowAdapter[FluxWeights]):
             pictures = [x if ids is None else x[ids] for _, x in prepared.controls]
             arrays = {
                 "embeds": prepared.inputs.prompt.embeds,
-                "pooled": row.prompt.pooled,
                 "cis": torch.view_as_real(cis),
                 **{f"picture.{i}": picture for i, picture in enumerate(pictures)},
             }
+            if row.prompt.pooled is not None:
+                arrays["pooled"] = row.prompt.pooled
             return Opening(facts, arrays)
 
     def net_row(self, opening: Opening, nets: Mapping[str, Any]) -> FluxNetRow:

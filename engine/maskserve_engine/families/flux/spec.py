@@ -12,7 +12,7 @@ from typing import Any
 from maskserve_common.config import Config
 from maskserve_common.config_file import read_json
 from maskserve_common.contracts.semantics import FILL, INPAINT, REFERENCE, DenseSteps
-from maskserve_engine.planning.flops import FixedWork, ModelWork
+from maskserve_engine.planning.flops import ModelWork
 from maskserve_engine.planning.layer_table import Layers, Shape
 from maskserve_engine.spec import mmdit
 from maskserve_engine.spec.family import StepPicture
@@ -82,7 +82,6 @@ RECORDED_ROWS = 2.3
 _RECORDED_SHARE = 0.3
 """Share of a worker's rows whose tokens the longest recorded step has at most."""
 _RECORDED_LAUNCHES_OUTSIDE = 18.0
-_OUT_LAUNCHES = 1.0
 
 
 def blocks_of(config: Mapping[str, Any]) -> dict[str, mmdit.BlockLayers]:
@@ -144,24 +143,9 @@ def flux_work(
 
 def control_work(config: dict[str, Any], height: int, width: int) -> ModelWork:
     """Return the work of a FluxControlNetModel beside its base, from the net's config.json and a
-    size in latents. A union net's mode token is not counted.
+    size in latents.
     """
-    base = flux_work(config, height, width)
-    h = base.blocks[0].width
-    blocks = []
-    for block in base.blocks:
-        dense, project, cached = (n + _OUT_LAUNCHES for n in block.launches)
-        token = block.token + 2.0 * h * h
-        blocks.append(replace(block, token=token, launches=(dense, project, cached)))
-    [embed] = base.before
-    hint = 2.0 * int(config["in_channels"]) * h
-    return replace(
-        base,
-        blocks=tuple(blocks),
-        before=(replace(embed, token=embed.token + hint),),
-        after=FixedWork(),
-        carried_numbers=float(base.tokens[0] * h * (1 + len(blocks))),
-    )
+    return mmdit.control_work(flux_work(config, height, width), config)
 
 
 def read(folder: Path, pipeline: str, native_resolution: int) -> ModelSpec:

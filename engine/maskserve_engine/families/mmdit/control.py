@@ -1,9 +1,9 @@
-"""FluxControlNetModels over the packed rows that have control, beside FLUX.
+"""ControlNets of FLUX.1 and Qwen-Image over the packed rows that have control, beside the base.
 
-A net is a shorter FLUX whose block outputs, each through a linear layer, are added to the base's
-hidden states. It runs on the same packed blocks as the base (`batch.forward`). Between refresh
-steps the cached tokens and the text enter as keys and values from the net's own step cache
-(`batch.step_cache`).
+A net is a shorter model of its base's kind. Its block outputs, each through a linear layer, are
+added to the base's hidden states. It runs on the same packed blocks as the base (`batch.forward`).
+Between refresh steps the cached tokens and the text enter as keys and values from the net's own
+step cache (`batch.step_cache`).
 """
 
 from __future__ import annotations
@@ -33,12 +33,16 @@ from maskserve_engine.families.mmdit.blocks import (
 )
 from maskserve_engine.families.mmdit.weights import FluxWeights
 from maskserve_engine.layers.linear import Linear, linear
-from maskserve_engine.spec.mmdit import CONTROL
+from maskserve_engine.spec.model_spec import ControlNetSpec
+
+_STACKS = "transformer_blocks", "single_transformer_blocks"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FluxControlNet:
-    """A FluxControlNetModel's weights, for a base with so many blocks."""
+    """The weights of a FluxControlNetModel or a QwenImageControlNetModel, for a base with so many
+    blocks.
+    """
 
     weights: FluxWeights
     hint_embedder: Linear
@@ -47,6 +51,8 @@ class FluxControlNet:
     """The output layer after each block."""
     modes: Tensor | None
     """[modes, width] of a union net: a text token that names the kind of control picture."""
+    text_norm: Any
+    """Module through which the prompt's states go first; None: there is none."""
     channels: int
     base: tuple[int, int]
     """Numbers of the base's double and single blocks."""
@@ -55,30 +61,45 @@ class FluxControlNet:
     shallower: dict[tuple[int, int], FluxControlNet] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, model: Any, base: Any, channels: int) -> FluxControlNet:
-        """Build a net for its base. Raises ValueError if the net does not fit the base."""
-        if model.input_hint_block is not None:
-            raise ValueError("it takes pixels (conditioning_embedding_channels), not VAE latents")
+    def of(
+        cls, model: Any, weights: FluxWeights, base: Any, channels: int, takes: ControlNetSpec
+    ) -> FluxControlNet:
+        """Build a net for its base.
+
+        Args:
+            model: diffusers' net.
+            weights: its weights.
+            base: diffusers' model that it stands beside.
+            channels: channels of a token of latents.
+            takes: nets that the base takes.
+
+        Raises:
+            ValueError: the net does not fit the base.
+        """
         net_config, of_base = model.config, {**base.config, "in_channels": channels}
-        for name in ("in_channels", *CONTROL.equal):
+        for name in takes.without:
+            if net_config[name]:
+                raise ValueError(
+                    f"it has {name} = {net_config[name]}, and nets with it are not served"
+                )
+        for name in ("in_channels", *takes.equal):
             if list(np.ravel(net_config[name])) != list(np.ravel(of_base[name])):
                 raise ValueError(
                     f"its {name} is {net_config[name]}, that of the model {of_base[name]}"
                 )
-        of_blocks = len(base.transformer_blocks), len(base.single_transformer_blocks)
-        weights = FluxWeights.of(model)
+        doubles, singles = (len(getattr(base, stack, ())) for stack in _STACKS)
+        depth = len(weights.double_blocks), len(weights.single_blocks)
         with torch.no_grad():
-            outs = [*model.controlnet_blocks, *model.controlnet_single_blocks]
+            outs = [*model.controlnet_blocks, *getattr(model, "controlnet_single_blocks", ())]
             return cls(
                 weights,
                 linear(model.controlnet_x_embedder),
                 tuple([linear(out_layer) for out_layer in outs]),
-                model.controlnet_mode_embedder.weight if model.union else None,
+                model.controlnet_mode_embedder.weight if getattr(model, "union", False) else None,
+                getattr(model, "txt_norm", None),
                 channels,
-                of_blocks,
-                _places(
-                    weights, of_blocks, (len(weights.double_blocks), len(weights.single_blocks))
-                ),
+                (doubles, singles),
+                _places(weights, (doubles, singles), depth),
             )
 
     @property
@@ -171,7 +192,8 @@ class FluxNetInput(NamedTuple):
         guidance_scale: float | None,
     ) -> FluxNetInput:
         """Compute a net's constant inputs for an edit."""
-        text = net.weights.context_embedder(embeds, ((0, len(embeds)),))
+        states = embeds if net.text_norm is None else net.text_norm(embeds)
+        text = net.weights.context_embedder(states, ((0, len(states)),))
         if net.modes is not None:
             assert control.mode is not None, (
                 "a union net's control comes with its mode (validation)"
@@ -350,7 +372,7 @@ class FluxNetRow:
         none = arrays["embeds"].new_empty(0, 0)
         text = arrays["embeds"].new_empty(facts.text, 0)
         cis = torch.view_as_complex(arrays["cis"])
-        base = RowInput(none, text, arrays["pooled"], None, cis)
+        base = RowInput(none, text, arrays.get("pooled"), None, cis)
         control = RowControl(tuple(inputs), facts.schedule)
         return cls(control, base, cis, facts.timesteps, facts.active)
 

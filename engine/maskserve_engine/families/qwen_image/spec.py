@@ -8,7 +8,6 @@ from typing import Any
 
 from maskserve_common.config_file import read_json
 from maskserve_common.contracts.semantics import INPAINT, REFERENCE, SAMPLED_REFERENCE, DenseSteps
-from maskserve_engine.families.flux import spec as flux
 from maskserve_engine.planning.flops import ModelWork
 from maskserve_engine.planning.layer_table import Layers
 from maskserve_engine.spec import mmdit
@@ -18,6 +17,7 @@ from maskserve_engine.spec.latents import latent_space
 from maskserve_engine.spec.model_spec import (
     ALL_KINDS,
     SOURCE_KINDS,
+    ControlNetSpec,
     EditDefaults,
     ModelSpec,
     RefreshSpec,
@@ -47,7 +47,12 @@ _PATCH = 2
 _MOST_PICTURES = 3
 """References that -2509 and -2511 are trained on, by their cards."""
 
-control_work = flux.control_work
+CONTROL = ControlNetSpec(
+    net="QwenImageControlNetModel",
+    latents=True,
+    equal=("num_attention_heads", "attention_head_dim", "joint_attention_dim", "axes_dims_rope"),
+    without=("extra_condition_channels",),
+)
 recorded_rows = no_recorded_rows
 
 
@@ -77,7 +82,7 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelSpec:
         refresh=RefreshSpec(stride=0.0),
         true_cfg=True,
         denoiser=read_json(folder / "transformer" / "config.json"),
-        control=None,
+        control=None if semantics.reference else CONTROL,
         edit_kinds=SOURCE_KINDS if semantics.reference else ALL_KINDS,
         keeps_placed=True,
         padded_to=1,
@@ -103,3 +108,10 @@ def count(config: Mapping[str, Any], picture: StepPicture) -> ModelWork:
     }
     model = mmdit.TransformerLayers(blocks, before, mmdit.last_layers(config))
     return model.work("qwen_image", config, picture)
+
+
+def control_work(config: dict[str, Any], height: int, width: int) -> ModelWork:
+    """Return the work of a QwenImageControlNetModel beside its base, from the net's config.json and
+    a size in latents.
+    """
+    return mmdit.control_work(count(config, StepPicture(height, width)), config)

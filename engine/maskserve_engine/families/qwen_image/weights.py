@@ -20,7 +20,10 @@ from maskserve_engine.layers.low_rank import Place
 
 
 def weights_of(model: Any, **more: Any) -> FluxWeights:
-    """Build from a QwenImageTransformer2DModel; `more` are further fields of FluxWeights."""
+    """Build from a QwenImageTransformer2DModel or a QwenImageControlNetModel; `more` are further
+    fields of FluxWeights.
+    """
+    whole = hasattr(model, "proj_out")
     with torch.no_grad():
         return FluxWeights(
             linear(model.img_in),
@@ -28,8 +31,8 @@ def weights_of(model: Any, **more: Any) -> FluxWeights:
             linear(model.txt_in),
             tuple(_double(block) for block in model.transformer_blocks),
             (),
-            linear(model.norm_out.linear),
-            linear(model.proj_out),
+            linear(model.norm_out.linear) if whole else None,
+            linear(model.proj_out) if whole else None,
             model.config.attention_head_dim,
             model.device,
             model.dtype,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import shutil
@@ -55,7 +56,11 @@ def nets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of two ControlNets, of which one does not fit."""
     folder = tmp_path_factory.mktemp("nets")
     random_net(1, 1, 1).save_pretrained(folder / "net")
-    random_net(2, 1, 1, conditioning_embedding_channels=8).save_pretrained(folder / "of-pixels")
+    random_net(2, 1, 1).save_pretrained(folder / "unsaid")
+    config = folder / "unsaid" / "config.json"  # diffusers' default is another model's
+    values = json.loads(config.read_text("utf-8"))
+    del values["axes_dims_rope"]
+    config.write_text(json.dumps(values), "utf-8")
     return folder
 
 
@@ -176,9 +181,9 @@ def test_edits_with_control_equal_those_of_one_device(
 
 def test_a_net_that_does_not_fit_is_refused_in_a_sentence(two: Engine, encoder: Encoder) -> None:
     sink = Sink()
-    two.submit(with_control(two, encoder, job(encoder, 2, "unfit"), "of-pixels"), sink)
+    two.submit(with_control(two, encoder, job(encoder, 2, "unfit"), "unsaid"), sink)
     assert str(sink.error()).endswith(
-        "ControlNet of-pixels: it takes pixels (conditioning_embedding_channels), not VAE latents"
+        "ControlNet unsaid: its axes_dims_rope is [16, 56, 56], that of the model [4, 6, 6]"
     )
     assert len(run(two, [with_control(two, encoder, job(encoder, 2, "fit", cache="off"))])) == 1
 

@@ -11,7 +11,9 @@ from diffusers import ControlNetModel, FluxControlNetModel
 
 from maskserve_benchmarks.published_models import FLUX_DEV, SD21, SDXL
 from maskserve_engine.families.flux import spec as flux
+from maskserve_engine.families.qwen_image import spec as qwen_image
 from maskserve_engine.families.unet import spec as unet
+from tests.fakes.control_nets import CHANNELS, random_qwen_net
 from tests.support.flop_count import counted
 from tests.support.model_configs import TINY_FLUX, TINY_SD21, TINY_SDXL
 
@@ -54,6 +56,24 @@ def test_a_flux_net_is_what_torch_counts(
     assert work.step_flops([work.row_at(1.0, text)], "dense") == flops
     assert work.step_flops([work.row_at(1.0, text)], "kv") == flops
     assert work.step_flops([work.row_at(0.1, text)], "kv") < 0.7 * flops
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_a_net_of_qwen_image_is_what_torch_counts(blocks: int) -> None:
+    net, tokens, side, text = random_qwen_net(0, blocks), 16, 8, 7
+    flops = counted(
+        lambda: net(
+            hidden_states=torch.zeros(1, tokens, CHANNELS),
+            controlnet_cond=torch.zeros(1, tokens, CHANNELS),
+            encoder_hidden_states=torch.zeros(1, text, net.config["joint_attention_dim"]),
+            encoder_hidden_states_mask=torch.ones(1, text),
+            timestep=torch.ones(1),
+            img_shapes=[[(1, side // 2, side // 2)]],
+        )
+    )
+    work = qwen_image.control_work(dict(net.config), side, side)
+    assert work.step_flops([work.row_at(1.0, text)], "dense") == flops
+    assert work.step_flops([work.row_at(1.0, text)], "kv") == flops
 
 
 UNUSED = (
