@@ -293,8 +293,8 @@ def test_comfyuis_nodes_give_the_same_pictures(served: WorkerProcess, client: Cl
         assert node.RETURN_TYPES == ("IMAGE",)
         levels = (images * 255).round().to(torch.uint8).numpy()
         assert np.array_equal(levels, np.stack([result.image for result in expected_results]))
-    made = {"MaskserveLora", *(name for name, _, _ in calls)}
-    assert pack.NODE_DISPLAY_NAME_MAPPINGS.keys() == pack.NODE_CLASS_MAPPINGS.keys() == made
+    node_names = {"MaskserveLora", *(name for name, _, _ in calls)}
+    assert pack.NODE_DISPLAY_NAME_MAPPINGS.keys() == pack.NODE_CLASS_MAPPINGS.keys() == node_names
 
 
 def test_pictures_may_be_left_out_of_a_request(served: WorkerProcess) -> None:

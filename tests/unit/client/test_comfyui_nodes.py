@@ -40,7 +40,7 @@ def test_files_become_the_loras_of_an_edit(pack: Any, monkeypatch: pytest.Monkey
         (loras,) = node.chosen(file, 0.5 * number, loras)
     assert loras == tuple({"name": name, "scale": 0.5 * n} for n, name in enumerate(NAMES))
     calls = list[dict[str, Any]]()
-    monkeypatch.setattr(pack, "_made", lambda *given: calls.append(given[-1]))
+    monkeypatch.setattr(pack, "_made", lambda *arguments: calls.append(arguments[-1]))
     picture, settings = torch.zeros(1, 8, 8, 3), '{"loras": [{"name": "own"}], "seed": 2}'
     pack.MaskserveEdit().edit(picture, "a star", 1, "", settings=settings, loras=loras)
     pack.MaskserveEdit().edit(picture, "a star", 1, "", picture[..., 0], loras=loras)
