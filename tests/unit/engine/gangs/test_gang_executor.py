@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import shutil
 import signal
 import time
@@ -182,8 +183,9 @@ def test_edits_with_control_equal_those_of_one_device(
 def test_a_net_that_does_not_fit_is_refused_in_a_sentence(two: Engine, encoder: Encoder) -> None:
     sink = Sink()
     two.submit(with_control(two, encoder, job(encoder, 2, "unfit"), "unsaid"), sink)
-    assert str(sink.error()).endswith(
-        "ControlNet unsaid: its axes_dims_rope is [16, 56, 56], that of the model [4, 6, 6]"
+    assert re.search(
+        r"ControlNet unsaid: its axes_dims_rope is .16, 56, 56., that of the model .4, 6, 6.$",
+        str(sink.error()),
     )
     assert len(run(two, [with_control(two, encoder, job(encoder, 2, "fit", cache="off"))])) == 1
 
