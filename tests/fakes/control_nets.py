@@ -71,7 +71,7 @@ def random_qwen_net(seed: int, layers: int, **overrides: Any) -> QwenImageContro
         for name, weight in net.named_parameters():
             if name.startswith("controlnet"):
                 torch.nn.init.normal_(weight, std=0.3)
-        torch.nn.init.uniform_(net.txt_norm.weight, 2.0, 6.0)
+        torch.nn.init.normal_(net.txt_norm.weight, std=3.0)
     return net
 
 
