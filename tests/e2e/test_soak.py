@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
+import psutil
 import pytest
 
+from maskserve_benchmarks.checkout import CHECKOUT
 from maskserve_benchmarks.soak.run import MIX, Report, SoakOptions, soak, summary
 
 
@@ -45,3 +50,28 @@ def test_three_minutes_at_capacity(model: Path, tmp_path: Path) -> None:
     assert report.ends.keys() == {visit.__name__ for visit in MIX}
     assert report.samples[-1].counters["cache_evictions_total.device"] > 0
     assert all(bar.judged for bar in report.bars if bar.name.startswith(("handles", "threads")))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_hostile_soak_that_is_ended_leaves_nothing_running(
+    model: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    """As a shell starts it in the background, so that all its children would ignore SIGINT."""
+    command = [sys.executable, str(CHECKOUT / "scripts" / "bench"), "soak", "--hostile"]
+    command += ["--minutes", "10", "--model", str(model), "--out", str(tmp_path)]
+    command += ["--attacks", "a_withdrawn_key"]
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        soak = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    assert soak.stdout is not None
+    with soak:
+        assert "honest clients alone\n" in iter(soak.stdout.readline, "")
+        started = psutil.Process(soak.pid).children(recursive=True)
+        assert any("web" in process.cmdline() for process in started)
+        soak.send_signal(number)
+        assert soak.wait(60) == (2 if number == signal.SIGTERM else -number)
+    assert psutil.wait_procs(started, timeout=30)[1] == []

@@ -11,9 +11,11 @@ import base64
 import gzip
 import io
 import json
+import multiprocessing
 import os
 import random
 import socket
+import threading
 import time
 import urllib.request
 import zlib
@@ -102,12 +104,21 @@ def main(
     their own machines, so this process runs at low priority.
     """
     os.nice(19)
+    threading.Thread(target=_end_with_soak, daemon=True).start()
     payloads = (_zipped(159 * _MIB), _huge_mask(), _many_values(), _large_registration(), _noise())
     _corner()
     assert all((*payloads, _many_chunks()))
     ready.set()
     go.wait()
     asyncio.run(run(target, time.time() + seconds, report, names))
+
+
+def _end_with_soak() -> None:
+    """End this process when the soak's ends, even if that is killed."""
+    soak = multiprocessing.parent_process()
+    assert soak is not None
+    soak.join()
+    os._exit(1)
 
 
 # Contents of requests

@@ -24,7 +24,8 @@ exit code is 3.
 
 The folder gets samples.jsonl, summary.json, soak.png, config.toml and the worker's log. The exit
 code is 0 if every bar holds, 1 if one is missed, 2 if the worker does not start. Ctrl-C ends the
-load early, and the samples so far are judged; before the worker is ready it stops the worker.
+load early, and the samples so far are judged; before the worker is ready it stops the worker. A
+hostile soak that is interrupted stops what it started and judges nothing (exit code 2).
 """
 
 from __future__ import annotations

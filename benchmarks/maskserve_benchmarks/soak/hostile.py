@@ -16,7 +16,6 @@ import multiprocessing
 import os
 import random
 import re
-import signal
 import statistics
 import subprocess
 import sys
@@ -43,6 +42,8 @@ from maskserve_benchmarks.soak.run import SoakOptions, write_config
 from maskserve_benchmarks.soak.visitor import Unexpected, check
 from maskserve_benchmarks.triton_calls import Grpc
 from maskserve_engine.families.specs import load_spec
+from maskserve_serving import launch
+from maskserve_serving.errors import ServeError
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import STRIDE, free_base_port
 from maskserve_serving.stop_signals import StopSignals
@@ -60,6 +61,7 @@ _CALM_SHARE = 0.125
 _EVERY_S = 6.0
 """Mean time between two edits of one client."""
 _ANSWER_S = 120.0
+_PAGE_ENDS_S = 10.0
 _STEPS = 4
 _KINDS = 4
 """Number of edits that each client repeats; the picture of the first is named as a template."""
@@ -192,7 +194,7 @@ def hostile_soak(
         names: names of the attacks; empty: all.
 
     Raises:
-        ServeError: the server does not start.
+        ServeError: the server does not start, or `stop` was set: half a run has no verdict.
     """
     options.out.mkdir(parents=True, exist_ok=True)
     config = options.out / "router.toml"
@@ -200,7 +202,11 @@ def hostile_soak(
     loras = (options.out / "loras").absolute()
     loras.mkdir(parents=True, exist_ok=True)
     attacks.damage_lora(loras, 0)
-    with Supervisor(_serve_options(options, config, loras)) as supervisor, ExitStack() as stack:
+    with ExitStack() as stack:
+        supervisor = Supervisor(_serve_options(options, config, loras))
+        supervisor.start(until=stop.is_set)
+        stack.callback(supervisor.stop)
+        _check(stop)
         worker, router, (service,) = supervisor.workers[0], supervisor.router, supervisor.services
         assert router is not None
         page_port = free_base_port(1)
@@ -233,23 +239,28 @@ def hostile_soak(
         arguments = (target, seconds, report, names, ready, go)
         attacker = processes.Process(target=attacks.main, args=arguments, daemon=True)
         attacker.start()
+        stack.callback(attacker.kill)
         ready.wait(_ANSWER_S)
+        _check(stop)
         options.say("honest clients alone")
         calm, attacked = Book(), Book()
         pids = {"router": router.pid, "worker": worker.pid, "attackers": attacker.pid}
         cpu = CpuTime(pids)
         _edit_for(_CALM_SHARE * seconds, clients, stop, calm)
+        _check(stop)
         cpu.book("alone")
         _write_keys(config, (*_HONEST, *_ATTACKERS, _PAGE))
         _get(router.ports.metrics, "/reload", post=True)
         options.say("the attacks begin")
         go.set()
         _edit_for(seconds, clients, stop, attacked)
+        _check(stop)
         cpu.book("attacked")
         attacker.join(90.0)
         attacker.kill()
         options.say("honest clients alone again")
         _edit_for(_CALM_SHARE * seconds, clients, stop, calm)
+        _check(stop)
         clients[0].edit(_CONTROLLED, warm)
         for path in _readable_by_others(worker.spec.files.runtime):
             warm.add(wrong=f"others may read {path}")
@@ -290,6 +301,11 @@ def hostile_soak(
         ],
         "attacks": attack_counts,
     }
+
+
+def _check(stop: StopSignals | threading.Event) -> None:
+    if stop.is_set():
+        raise ServeError("stopped before its end: there is no verdict")
 
 
 def _serve_options(options: SoakOptions, router_config: Path, loras: Path) -> ServeOptions:
@@ -472,9 +488,10 @@ def _write_keys(path: Path, names: Sequence[str]) -> None:
 
 @contextmanager
 def _page(url: str, port: int, log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Run `maskserve web` at this port."""
+    """Run `maskserve web` at this port. It ends with this process, whatever ends that."""
     program = Path(sys.executable).with_name("maskserve")
-    command = [str(program), "web", "--url", url, "--port", str(port)]
+    command = [sys.executable, launch.__file__, str(os.getpid()), str(program), "web"]
+    command += ["--url", url, "--port", str(port)]
     environment = {**os.environ, "MASKSERVE_KEY": secret(_PAGE)}
     with (
         log.open("wb") as output,
@@ -483,7 +500,11 @@ def _page(url: str, port: int, log: Path) -> Iterator[subprocess.Popen[bytes]]:
         try:
             yield page
         finally:
-            page.send_signal(signal.SIGINT)
+            # Not SIGINT: what a shell starts in the background ignores it, as do its children.
+            page.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                page.wait(_PAGE_ENDS_S)
+            page.kill()
 
 
 def _socket_in(folder: Path) -> Path:
