@@ -16,7 +16,7 @@ from typing import NamedTuple
 from maskserve_common.contracts.semantics import Semantics
 
 _ORDER = 2.3
-_FIRST = 0.4
+_FIRST = 0.2
 """Place of the first lookahead's refresh step, as a share of the whole distance."""
 _FEW_STEPS, _FEW_FIDELITY = 8, 40.0
 """Most steps of an edit with references, and most dB of its promise, with which the first lookahead

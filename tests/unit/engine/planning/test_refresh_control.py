@@ -68,7 +68,7 @@ def test_in_few_steps_a_lower_promise_looks_ahead_to_the_last() -> None:
         for fidelity, takes in ((40.0, REFERENCE), (44.0, REFERENCE), (40.0, FILL))
     )
     assert few.begin().refresh_steps == {steps - 1}
-    assert (higher.first, fill.first) == (0.4, 0.4)
+    assert (higher.first, fill.first) == (0.2, 0.2)
 
 
 @pytest.mark.parametrize("scale", [0.01, 0.3, 1.0, 3.0, 100.0])

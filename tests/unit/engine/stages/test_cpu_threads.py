@@ -19,7 +19,7 @@ _COUNT = """
 import os, threading
 import torch
 from maskserve_common.config_file import config_of
-from maskserve_engine.spec import registry
+from maskserve_engine.families import specs
 from maskserve_engine.stages.unused_libraries import hide_unused_libraries
 from maskserve_engine.start.assembly import load_engine
 from maskserve_engine.loop.engine import Engine
@@ -29,7 +29,7 @@ def native():
     return len(os.listdir("/proc/self/task")) - threading.active_count()
 
 torch.set_num_threads({threads})
-registry._FILLS = {fills}
+specs._FILLS = {fills}
 config = config_of({{"model": {{"path": str(DEMO_MODEL), "torch_threads": {configured}}}}})
 hide_unused_libraries(config, text=False)
 before = native()
