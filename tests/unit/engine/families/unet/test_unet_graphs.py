@@ -163,7 +163,7 @@ def test_a_row_with_a_tile_replays_the_same_step_beside_any_others(
     adapter = adapter_of(folder, capture, 1)
     kinds = ("kv",) * adapter.blocks
     jobs = [job_of(encoder, seed + i, **guided) for i in range(3)]
-    assert [(row.alone, row.together) for row in map(adapter.counted, jobs)] == [(1, False)] * 3
+    assert [(row.alone, row.together) for row in map(adapter.totals, jobs)] == [(1, False)] * 3
     templates, replay = [Primed(adapter, encoder, job) for job in jobs], Replay(adapter)
     walk = graphs.forward
 
