@@ -1174,7 +1174,8 @@ MUTATIONS = (
         "engine/maskserve_common/servers/pool.py",
         "if name not in server.problems]",
         "]",
-        f"{_STAGES}::test_a_replica_of_another_model_is_refused_and_the_others_go_on",
+        f"{_UNIT}/common/servers/test_call_tries.py"
+        "::test_a_server_is_left_out_of_one_name_until_it_has_been_away",
     ),
     Mutation(
         "a replica of another model fails requests",
