@@ -288,10 +288,11 @@ class NodePool(ServerPool[NodeServer]):
 
     def able(self, name: str) -> list[NodeServer]:
         """Return the servers that get calls of a node. Where they have different revisions of its
-        model, those with that of the first server that answers.
+        model, those with that of the first server that answers, or of the first if none does.
         """
         model, servers = NODE_TYPES[name].model, super().able(name)
-        known = next((known for x in servers if x.up and (known := x.revision(model))), "")
+        by_state = sorted(servers, key=lambda server: not server.up)
+        known = next((known for server in by_state if (known := server.revision(model))), "")
         able = [x for x in servers if x.revision(model) in ("", known)]
         for server in servers if len(able) < len(servers) else ():
             if server not in able and (server, model) not in self._misfits:

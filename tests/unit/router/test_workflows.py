@@ -630,6 +630,8 @@ async def test_of_servers_with_two_revisions_of_a_model_those_of_the_first_get_c
     revisions["a:1"] = "new"
     heard("a:1")
     assert {server.address for server in pool.able("enlarge")} == {"a:1", "b:1"}
+    pool.servers["a:1"].up = pool.servers["b:1"].up = False  # a call may wait for any of them
+    assert (await pool.enlarged()).server == "b:1"
     await pool.close()
 
 
