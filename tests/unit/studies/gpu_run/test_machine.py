@@ -98,6 +98,9 @@ def test_on_a_device_that_computes_nothing_every_part_is_asked_for(
     with FakeCuda() as cuda:
         monkeypatch.setattr(torch.cuda, "synchronize", lambda _=None: cuda.catch_up())
         monkeypatch.setattr(machine, "time_loads", lambda *_: [])
+        # Fake operations take this machine's time, not a GPU's.
+        monkeypatch.setattr(machine, "LIMITS_S", dict.fromkeys(machine.LIMITS_S, 900.0))
+        monkeypatch.setattr(machine, "WHOLE_S", 900.0)
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _=None: 0)
         monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _=None: 0)
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _=None: None)
