@@ -77,7 +77,8 @@ class EditDecoder:
 
     def __init__(self, decoder: Decoder, spec: ModelSpec, config: Config) -> None:
         self._decoder, self._spec, self._stages = decoder, spec, config.stages
-        self._shares_calls = shares_calls(config.stages, decoder.vae.device.type)
+        self._device = decoder.vae.device.type
+        self._shares_calls = shares_calls(config.stages, self._device)
         self._moments = MomentsFolder(config.runtime_dir)
         self._sums: LruCache[str, CellSums] = LruCache(
             config.stages.decode_bytes, lambda sums: sums.nbytes
@@ -161,7 +162,7 @@ class EditDecoder:
             halo=self._stages.decode_halo,
             spread=patch * ring + patch - 1,
         )
-        if pieces.share >= _WHOLE_FROM:
+        if not pieces.pay(_WHOLE_FROM, self._spec.latents.pixels, self._device):
             return None
         # To decode all of a picture that may never come again gains nothing.
         template = self._template(edit.pixels_id, make=event.cache == "hit")

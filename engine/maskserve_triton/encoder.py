@@ -189,7 +189,8 @@ class EditEncoder:
         self._run_encodings = run_encodings
         self._encoder, self._model = encoder, config.model
         device = encoder.vae.device
-        self._shares_calls = shares_calls(config.stages, device.type)
+        self._device = device.type
+        self._shares_calls = shares_calls(config.stages, self._device)
         self._most_pixels = FULL
         if self._shares_calls:
             total, _ = device_memory(device)
@@ -526,7 +527,7 @@ class EditEncoder:
         boxes = [PixelBox(*box).shrunk(factor) for box in edit.edit_boxes]
         _, height, width = template.moments.shape
         pieces = self._encoder.pieces(boxes, (height, width), halo)
-        return pieces if pieces.share < _WHOLE_FROM else None
+        return pieces if pieces.pay(_WHOLE_FROM, factor, self._device) else None
 
     def _control_moments(self, controls: NDArray[np.uint8] | None) -> NDArray[np.float32]:
         """Encode control pictures, [pictures, 2C, h, w], for ControlNets that read latents."""

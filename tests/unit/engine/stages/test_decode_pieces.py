@@ -71,6 +71,18 @@ def test_planned_pieces_cover_what_is_wanted_and_count_nothing_twice(seed: int) 
     )
 
 
+def test_a_gpu_decodes_small_pictures_as_a_whole() -> None:
+    """There the host starts a piece's operations more slowly than the device runs all of them."""
+    box = PixelBox(0, 0, 16, 16)
+    small, large = (
+        plan_pieces([box], (side, side), halos=(4,) * 4, spread=1) for side in (64, 128)
+    )
+    wide = plan_pieces([PixelBox(0, 0, 90, 90)], (128, 128), halos=(4,) * 4, spread=1)
+    pays = [[of.pay(0.7, 8, device) for of in (small, large, wide)] for device in ("cpu", "cuda")]
+    assert pays == [[True, True, True], [False, True, False]]
+    assert not large.pay(large.share, 8, "cpu")
+
+
 @pytest.mark.parametrize("model", ["fill", "sd-base", "sdxl-fill"])
 def test_with_the_norms_of_the_edit_itself_pieces_are_its_whole_decode(
     model: str, tiny_fill: Path, tiny_unets: dict[str, Path]
