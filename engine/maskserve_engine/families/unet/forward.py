@@ -129,25 +129,33 @@ class PackedPasses:
         shapes = computed, self.text.spans, tuple([canvas.shapes for canvas in self.canvases])
         return shapes, self.captured_parts, bool(self.residuals)
 
-    def copied(self, inputs: Inputs) -> PackedPasses:
-        """Return the same passes on copied tensors, without entries."""
+    def copied(self, inputs: Inputs, attends: Sequence[bool]) -> PackedPasses:
+        """Return the same passes on copied tensors, without entries; `attends` as in `shapes`."""
         clone, copy_of = copy(self), inputs.copy
         clone.rests, clone.captures = (None,) * len(self.rests), ()
         clone.residuals = (None,) * len(self.residuals)
         clone.text = self.text.copied(copy_of)
         clone.added = None if self.added is None else copy_of(self.added)
-        clone.levels = tuple([level.copied(copy_of) for level in self.levels])
+        clone.levels = tuple(
+            [
+                level.copied(copy_of) if has_attention else level
+                for level, has_attention in zip(self.levels, attends, strict=True)
+            ]
+        )
         clone.canvases = [canvas.copied(inputs) for canvas in self.canvases]
         return clone
 
-    def take(self, other: PackedPasses) -> None:
-        """Copy the inputs of other passes of the same shapes into these tensors."""
+    def take(self, other: PackedPasses, attends: Sequence[bool]) -> None:
+        """Copy the inputs of other passes of the same shapes into these tensors. Levels without
+        attention are not read, and may have other numbers of tokens.
+        """
         self.text.take(other.text)
         if self.added is not None:
             assert other.added is not None
             self.added.copy_(other.added)
-        for own_level, level in zip(self.levels, other.levels, strict=True):
-            own_level.take(level)
+        for own_level, level, has_attention in zip(self.levels, other.levels, attends, strict=True):
+            if has_attention:
+                own_level.take(level)
         for canvas, source_canvas in zip(self.canvases, other.canvases, strict=True):
             canvas.take(source_canvas)
 

@@ -49,7 +49,7 @@ class UnetStep:
         return self.packed.together or self.packed.tiled or not any(self.packed.rests)
 
     def copied(self, inputs: Inputs) -> UnetStep:
-        packed = self.packed.copied(inputs)
+        packed = self.packed.copied(inputs, self.weights.attends)
         weights = self.weights.copied(inputs.copy, packed.moving)
         sample, timesteps = map(inputs.copy, (self.sample, self.timesteps))
         step = UnetStep(weights, packed, sample, timesteps, self.kinds)
@@ -63,7 +63,7 @@ class UnetStep:
         if all_inputs:
             if self.weights.updates is not None and other.weights.updates is not None:
                 self.weights.updates.take(other.weights.updates)
-            self.packed.take(other.packed)
+            self.packed.take(other.packed, self.weights.attends)
         self.packed.turn_to(other.packed, anew=all_inputs)
 
     def run(self, launcher: Launcher) -> Tensor:

@@ -336,6 +336,34 @@ def test_a_tile_elsewhere_is_stepped_by_the_pieces_of_another(
     assert tiles[0] != tiles[1]
 
 
+@pytest.mark.parametrize("folder", ["sdxl-base"], indirect=True)
+def test_a_recorded_step_serves_any_number_of_tokens_at_the_finest_level(
+    folder: Path, encoder: Encoder
+) -> None:
+    """That level has no attention, so its number is none of the step's shapes."""
+    capture = Replayed()
+    adapter, plain = adapter_of(folder, capture, 1), adapter_of(folder, None, 1)
+    assert adapter.weights.attends[:2] == (False, True)
+    kinds = ("kv",) * plain.blocks
+    replay, expected = Replay(adapter), Replay(plain)
+    latent = np.ones((4, 4), np.uint8)
+    places = [0, 2, 4, 7]  # one in each token of the next level, up to the same edges
+    few, all_of_them = np.zeros((24, 24), np.uint8), np.zeros((24, 24), np.uint8)
+    few[np.ix_(places, places)] = 255
+    all_of_them[:8, :8] = 255
+    recorded = []
+    for mask in (few, all_of_them, few):
+        job = replace(job_of(encoder, 4), edit_mask=np.kron(mask, latent))
+        template = Primed(plain, encoder, job)
+        row, other = cached(replay, job, template), cached(expected, job, template)
+        while row.step < row.steps:
+            replay.step([row], kinds)
+            expected.step([other], kinds)
+        assert_equal(row.result().array(), other.result().array())
+        recorded.append(capture.recorded)
+    assert recorded[0] == recorded[-1] > 0
+
+
 @pytest.mark.parametrize(
     ("folder", "mixed"),
     [
