@@ -154,6 +154,11 @@ def cudnn_is_sooner(device: torch.device) -> bool:
     return uses_flash and major in _CUDNN and torch.backends.cudnn.is_available()
 
 
+def plans_lengths(device: torch.device) -> bool:
+    """Return whether a lone row's attention is planned for each new pair of lengths."""
+    return device.type == "cuda" and cudnn_is_sooner(device)
+
+
 @cache
 def missing_varlen(device: torch.device, dtype: torch.dtype) -> str | None:
     """Return why the variable-length kernel cannot be used; None if it can. Logged once."""

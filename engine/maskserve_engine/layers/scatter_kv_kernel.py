@@ -80,7 +80,7 @@ def _decoded(
     return x.to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("count",))
 def scatter_kv_kernel(
     first,
     other,

@@ -149,6 +149,17 @@ def add_map_slices(
     torch.ops.maskserve.expand(places, low, tiles, slices, ends, scales, 0)
 
 
+def compile_kernels(device: torch.device, dtype: torch.dtype) -> None:
+    """Compile the kernels of `add_slices`, which the first edit with a LoRA would wait for."""
+    x = torch.zeros(TOKENS, 8 * RANKS, dtype=dtype, device=device)
+    # A tile without tokens, of a row without slices.
+    tiles, slices, ends = (
+        torch.zeros(shape, dtype=torch.int64, device=device)
+        for shape in ((1, 3), (1, FIELDS), (2,))
+    )
+    add_slices(x.clone(), x, tiles, slices, ends, torch.zeros(1, device=device), most=1)
+
+
 @operation("shrink")
 def _shrink(
     x: Tensor, tiles: Tensor, slices: Tensor, ends: Tensor, first: int, outputs: int, most: int

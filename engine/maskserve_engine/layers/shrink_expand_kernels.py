@@ -8,8 +8,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+TABLES = ("tiles", "slices", "ends", "scales")
+"""Tables that are read number by number, wherever they lie."""
 
-@triton.jit
+
+# One compiled kernel serves LoRAs of any rank.
+@triton.jit(do_not_specialize=("most",), do_not_specialize_on_alignment=TABLES)
 def shrink_kernel(
     x,
     low,
@@ -60,7 +64,11 @@ def shrink_kernel(
             tl.store(to + rank[None, :], low_sums.to(low.dtype.element_ty))
 
 
-@triton.jit
+OF_MAPS = ("row_stride", "height", "width", "places", "out_width", "stride", "padding", "most")
+
+
+# And one maps of any size, by convolutions of any stride.
+@triton.jit(do_not_specialize=OF_MAPS, do_not_specialize_on_alignment=(*TABLES, "channel_stride"))
 def shrink_map_kernel(
     x,
     low,
@@ -128,7 +136,10 @@ def shrink_map_kernel(
         tl.store(to + rank[None, :], low_sums.to(low.dtype.element_ty))
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=("places", "most"),
+    do_not_specialize_on_alignment=(*TABLES, "output_stride"),
+)
 def expand_kernel(
     out,
     low,

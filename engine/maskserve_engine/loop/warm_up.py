@@ -4,8 +4,9 @@ memory and imports modules, so that the first edits need not wait for these.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -21,13 +22,22 @@ from maskserve_engine.cache.entry_file import EntrySource
 from maskserve_engine.cache.sizing import Kinds
 from maskserve_engine.cache.store import Store
 from maskserve_engine.families.adapter import Adapter
+from maskserve_engine.layers.attention import bucket, plans_lengths
+from maskserve_engine.layers.kernels import has_kernels
+from maskserve_engine.layers.shrink_expand import compile_kernels
 from maskserve_engine.loop.step_planner import PlannedRow, StepPlanner, parts_of
 from maskserve_engine.planning.flops import ModelWork
 from maskserve_engine.spec.model_spec import refresh_rule, refresh_stride
 from maskserve_engine.stages.loader import device_of, warm_up_side
 
-_REFRESHES = (0, 2, 3)
-"""Refresh steps of a warm-up: the last of them has a line and a parabola through the others."""
+_REFRESHES = (0, 3, 5, 7)
+"""Refresh steps of a warm-up. Before the last one, steps have read one, two and three terms of
+their step caches, each with a lookahead and without.
+"""
+_USUAL = (1 / 32, 1 / 2)
+"""Least and largest mask ratio whose lengths are planned. Larger edits take much longer than the
+40 ms of a plan.
+"""
 
 
 def warm_up(
@@ -37,7 +47,9 @@ def warm_up(
 
     A GPU chooses and compiles kernels by shape, so there it takes dense and cached steps with 1, 2,
     4, … and `max_rows` rows, and the first steps of edits with refresh steps. The longest steps go
-    first, so that recorded ones share their memory. No results are kept.
+    first, so that recorded ones share their memory. If a transformer plans a lone row's attention
+    for its length, rows of all usual lengths follow, and last the kernels of LoRAs. No results are
+    kept.
     """
     counts = row_counts(config)[::-1]
     jobs = [_blank_job(config, adapter, number) for number in range(counts[0])]
@@ -50,9 +62,18 @@ def warm_up(
         entry = _prime(config, adapter, jobs[0], kinds)
         for count in counts:
             _cached_step(adapter, jobs[:count], entry, store, planner, work)
-    if device_of(config).type == "cuda" and refresh_stride(config, adapter.spec):
+    refreshes = device_of(config).type == "cuda" and refresh_stride(config, adapter.spec)
+    if refreshes:
         for count in counts:
             _refresh_steps(config, adapter, jobs[:count], planner, work)
+    if work.joint and plans_lengths(adapter.device):  # UNets' shapes depend on the mask's form, too
+        for job in _jobs_of_all_lengths(config, adapter):
+            if cache is not None:
+                _cached_step(adapter, [job], entry, store, planner, work)
+            if refreshes:
+                _refresh_steps(config, adapter, [job], planner, work, refreshes=_REFRESHES[:1])
+    if config.adapters.store and has_kernels(adapter.device):
+        compile_kernels(adapter.device, adapter.dtype)
     adapter.release()
 
 
@@ -139,19 +160,21 @@ def _refresh_steps(
     jobs: Sequence[EditJob],
     planner: StepPlanner,
     work: ModelWork,
+    *,
+    refreshes: Sequence[int] = _REFRESHES,
 ) -> None:
-    """Take steps of edits with refresh steps as far as each sort: a refresh step, lookaheads, and
-    steps that read one, two and three terms of their step caches.
+    """Take steps of edits with refresh steps, up to the last of these; if there is one, it and the
+    step behind it.
     """
     rule = refresh_rule(config, adapter.spec, device_of(config).type)
     sigmas = [sigma for sigma, _ in adapter.sigmas(jobs[0])]
     schedule = RefreshSchedule.of(adapter.spec, rule, 1, sigmas)
     schedule = replace(
-        schedule, refresh_steps=frozenset(step for step in _REFRESHES if step < len(sigmas))
+        schedule, refresh_steps=frozenset(step for step in refreshes if step < len(sigmas))
     )
     rows = [adapter.refreshing_row(job, schedule) for job in jobs]
     readers = [StepCacheReader(row, adapter.entry_blocks) for row in rows]
-    for step in range(min(len(sigmas), max(_REFRESHES) + 2)):
+    for step in range(min(len(sigmas), max(2, max(refreshes)))):
         if step in schedule.dense:
             adapter.step(rows, None)
             continue
@@ -168,12 +191,37 @@ def _refresh_steps(
         reader.release()
 
 
-def _blank_job(config: Config, adapter: Adapter, number: int) -> EditJob:
-    """Return an edit of a corner of an empty picture; `number` is part of its id."""
+def _jobs_of_all_lengths(config: Config, adapter: Adapter) -> Iterator[EditJob]:
+    """Yield edits whose computed tokens, in a square or nearly, fall into each bucket of usual
+    masks.
+    """
+    tokens = adapter.tokens(_blank_job(config, adapter, 0)).total
+    side, (least, most) = math.isqrt(tokens), (int(share * tokens) for share in _USUAL)
+    for length in sorted({bucket(count, tokens) for count in range(least, most + 1)}):
+        rows = min(side, math.isqrt(length))
+        yield _blank_job(config, adapter, 0, (rows / side, length // rows / side))
+
+
+def _blank_job(
+    config: Config, adapter: Adapter, number: int, box: tuple[float, float] | None = None
+) -> EditJob:
+    """Return an edit of a corner of an empty picture.
+
+    Args:
+        config: configuration of the worker.
+        adapter: adapter of the model.
+        number: part of its id.
+        box: shares of the picture's height and width that are computed; None: a quarter each is
+            edited, with a ring round it.
+    """
     spec, model = adapter.spec, config.model
-    side = warm_up_side(config, spec)
+    side, ring = warm_up_side(config, spec), model.mask_ring
+    if box is None:
+        box = 0.25, 0.25
+    else:
+        ring = 0
     mask = np.zeros((side, side), np.uint8)
-    mask[: side // 4, : side // 4] = 255
+    mask[: round(side * box[0]), : round(side * box[1])] = 255
     latents = side // spec.vae_scale_factor
     moments = np.zeros((2 * spec.latent_channels, latents, latents), np.float32)
     words = spec.text_tokens(model.max_sequence_length)
@@ -181,7 +229,7 @@ def _blank_job(config: Config, adapter: Adapter, number: int) -> EditJob:
     settings = EditSettings(
         num_inference_steps=spec.steps_default(model.num_inference_steps),
         guidance_scale=spec.guidance_default(model.guidance_scale),
-        mask_ring=model.mask_ring,
+        mask_ring=ring,
     )
     request = EditRequest(
         request_id=f"warm-up-{number}",
