@@ -1144,7 +1144,7 @@ MUTATIONS = (
     Mutation(
         "a lost request of a stage is not sent again",
         "engine/maskserve_triton/replicas.py",
-        "tries.failed(replica, failure)",
+        "tries.record_failure(replica, failure)",
         "raise",
         f"{_STAGES}::test_a_replica_that_ends_loses_no_request[killed]",
     ),

@@ -36,7 +36,7 @@ class Call:
     accepted: float = field(default_factory=time.monotonic)
     sent: bool = False
     """Whether it is in the pipeline; until then it waits for a thread."""
-    heard: float = 0.0
+    last_event: float = 0.0
     """Time at which the engine last reported it or an event of it came; 0: never."""
     withdrawn: bool = False
     """Whether the client has gone, so that the row is to be freed."""

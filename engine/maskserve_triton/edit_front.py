@@ -217,7 +217,7 @@ class EditFront:
         acks = AckSender(self._config.runtime_dir) if more else None
         call.sent = True
         for event in run_edit(self._api, call.inputs(), stage_parameters, call.request_id, acks):
-            call.heard = time.monotonic()
+            call.last_event = time.monotonic()
             self._traffic.record_event()
             if event.kind == "final":
                 self._finish(call, request_log, event)

@@ -88,7 +88,7 @@ class Replicas(ServerPool[StageReplica]):
                     self._publish_states()
                     continue
                 replica.up &= failure.coded
-                tries.failed(replica, failure)
+                tries.record_failure(replica, failure)
         for problem in self.problems().values():
             raise EngineFailed(f"the stage service {problem}")
         if tries.returning or tries.failure is None:
@@ -149,7 +149,7 @@ class Replicas(ServerPool[StageReplica]):
         if not pb.ModelReadyResponse.FromString(answer).ready:
             replica.misses += 1
             return f"its {self._name} is not ready"
-        replica.replied()
+        replica.record_answer()
         return ""
 
 

@@ -77,11 +77,11 @@ class Traffic:
             in_engine: ids of the edits in the engine.
             limit_s: seconds after which a call counts as stuck.
         """
-        is_inbound = any(call.sent and not call.heard for call in calls)
+        is_inbound = any(call.sent and not call.last_event for call in calls)
         # One alone may be lost by itself (the watcher says so to its client); more of them follow
         # where all are.
         is_outbound = any(
-            call.heard and not call.answer.done and call.request_id not in in_engine
+            call.last_event and not call.answer.done and call.request_id not in in_engine
             for call in calls
         )
         inbound_s = self._requests.stuck_s(entered=is_inbound)

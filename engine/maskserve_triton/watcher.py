@@ -121,16 +121,16 @@ class Watcher:
 
     def _look_at(self, call: Call, now: float) -> None:
         if call.request_id in self._health.in_engine:
-            if not call.heard:
+            if not call.last_event:
                 self._traffic.record_arrival()
-            call.heard = now
+            call.last_event = now
         if call.answer.cancelled():
             self._withdrawals.withdraw(call, Cancelled("the client cancelled the request"))
         elif call.too_late(now) and not call.answer.done:
             limit = call.edit.settings.deadline_ms
             late = f"{call.limit_name}: {limit} ms passed before the edit was done"
             self._withdrawals.withdraw(call, DeadlineExceeded(late))
-        elif call.heard and now - call.heard > self._lost_s:
+        elif call.last_event and now - call.last_event > self._lost_s:
             # TRITON-2.51: an ensemble never ends in which a step fails while others are under way.
             call.answer.fail(EngineFailed("the edit was lost on its way back from the engine"))
 

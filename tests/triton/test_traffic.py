@@ -39,7 +39,7 @@ class Front:
     def hold(self, call: Call) -> None:
         """The engine has it."""
         self.in_engine.add(call.request_id)
-        call.heard = self.now
+        call.last_event = self.now
         self.traffic.record_arrival()
 
     def end(self, call: Call) -> None:

@@ -260,7 +260,7 @@ class WorkerView:
         tokens = total if plan.tokens is None else min(round(plan.tokens), total)
         return RowLoad(edit.steps, plan.compute, plan.load, tokens, edit.priority, edit.due)
 
-    def sent(self, edits: Iterable[Edit]) -> WorkerView:
+    def with_sent(self, edits: Iterable[Edit]) -> WorkerView:
         """Return a view with `edits` sent to the worker, behind its waiting edits."""
         sent_edits = tuple(edits)
         adapters, nets = self.adapters, self.controlnets

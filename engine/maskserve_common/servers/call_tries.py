@@ -75,7 +75,7 @@ class CallTries(Generic[S]):
         self._wait_s = min(2 * self._wait_s, _MOST_WAIT_S)
         return True
 
-    def failed(self, server: S, failure: Failure) -> None:
+    def record_failure(self, server: S, failure: Failure) -> None:
         """Note that a server failed the call.
 
         Raises:

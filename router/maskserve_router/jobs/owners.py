@@ -23,7 +23,7 @@ class Owners:
         self._beats: dict[str, tuple[int, float]] = {}
         """Owner -> its last heartbeat, and the value of `_watched_s` when that was new."""
 
-    def lost(self, beats: Mapping[str, int], now: float) -> list[tuple[str, int]]:
+    def find_lost(self, beats: Mapping[str, int], now: float) -> list[tuple[str, int]]:
         """Return the lost owners with their last heartbeats.
 
         Args:

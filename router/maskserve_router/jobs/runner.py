@@ -199,7 +199,7 @@ class JobRunner:
         while True:
             try:
                 await self._beat()
-                for owner, beat in self._owners.lost(
+                for owner, beat in self._owners.find_lost(
                     await self._database.run(self.store.beats), time.monotonic()
                 ):
                     await self._database.run(self.store.free, owner, beat)

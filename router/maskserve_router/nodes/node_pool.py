@@ -374,7 +374,7 @@ class NodePool(ServerPool[NodeServer]):
                 if OTHER_VERSION in failure.details:
                     self.leave_out(server, kind.name, failure.details)
                 elif not any(words in failure.details for words in _UNKNOWN):
-                    tries.failed(server, failure)
+                    tries.record_failure(server, failure)
         if tries.failure is not None:
             raise tries.failure
         for server in self.servers.values():

@@ -41,16 +41,16 @@ class NodeServer(Server):
         """
         with failures():
             answer = await self.upstream.infer(record_request(settings), _STATUS_S)
-        self.heard(record_of(answer))
+        self.take_record(record_of(answer))
 
     def revision(self, model: str) -> str:
         """Return the revision of a model by the last record; empty: it is not known."""
         models = self.record["models"] if self.record else ()
         return next((str(x.get("revision", "")) for x in models if x["name"] == model), "")
 
-    def heard(self, record: dict[str, Any]) -> None:
+    def take_record(self, record: dict[str, Any]) -> None:
         """Take in a record."""
-        self.replied()
+        self.record_answer()
         self.record = record
         self.host = record.get("values", {}).get("host", "")
 

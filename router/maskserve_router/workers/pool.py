@@ -90,7 +90,7 @@ class Pool(ServerPool[Worker]):
                 await asyncio.sleep(0.05)
         finally:
             message = f"[{EngineFailed.code}] the worker was removed from the configuration"
-            worker.lost(Failure(grpc.StatusCode.UNAVAILABLE, message))
+            worker.mark_down(Failure(grpc.StatusCode.UNAVAILABLE, message))
             self._index.leave(worker.number)
 
     # Polling.
@@ -111,7 +111,7 @@ class Pool(ServerPool[Worker]):
         begin = time.perf_counter()
         status = read_status(raw)
         was_ready = worker.ready
-        worker.heard(status, time.monotonic())
+        worker.take_status(status, time.monotonic())
         worker.reading_s = time.perf_counter() - begin
         if worker.ready and not was_ready:
             log.info("worker %s serves %s", worker.address, status.model)
@@ -136,5 +136,5 @@ class Pool(ServerPool[Worker]):
         """Mark the worker as down and end the calls to it."""
         super()._lose(worker, why)
         message = f"[{EngineFailed.code}] the worker no longer answers"
-        worker.lost(Failure(grpc.StatusCode.UNAVAILABLE, message))
+        worker.mark_down(Failure(grpc.StatusCode.UNAVAILABLE, message))
         self._changed()

@@ -240,7 +240,7 @@ class Worker(Server):
         self._view = None
         self._notify()
 
-    def lost(self, reason: Failure) -> None:
+    def mark_down(self, reason: Failure) -> None:
         """Mark the worker as down and end all calls to it."""
         self._notify()
         self.up, self.epochs = False, self.epochs + 1
@@ -248,10 +248,10 @@ class Worker(Server):
         for sent_edit in list(self.sent.values()):
             sent_edit.end(reason)
 
-    def heard(self, status: PolledStatus, now: float) -> None:
+    def take_status(self, status: PolledStatus, now: float) -> None:
         """Take in a status record, and end calls of edits that it has not listed for too long."""
         if status.alive:
-            self.replied()
+            self.record_answer()
         else:
             self.misses += 1
         self._take_templates(status)
@@ -335,7 +335,7 @@ class Worker(Server):
         """
         view = self.view(now)
         if queue:
-            view = view.sent(queue)
+            view = view.with_sent(queue)
         if alone:
             view = replace(view, running=(), waiting=())
         if primed:
@@ -366,7 +366,7 @@ class Worker(Server):
         An edit that a record has listed and no longer lists is past its last step.
         """
         if self._view is None:
-            self._view = self._base().sent(s.edit for s in self.sent.values() if not s.listed)
+            self._view = self._base().with_sent(s.edit for s in self.sent.values() if not s.listed)
         usable = self.ready and self.breaker.allows(now)
         return self._view if self._view.ready == usable else replace(self._view, ready=usable)
 

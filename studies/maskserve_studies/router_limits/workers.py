@@ -271,7 +271,7 @@ async def _measure_decisions(count: int, options: argparse.Namespace) -> dict[st
     for worker in workers:  # all workers are full
         assert worker.status is not None
         status = structs.replace(worker.status, waiting=worker.status.running[:1] * 99)
-        worker.heard(status, time.monotonic())
+        worker.take_status(status, time.monotonic())
     waiting = [
         asyncio.create_task(queue.enter(f"x{next(names)}", edit(), time.monotonic(), None))
         for _ in range(500)
@@ -281,7 +281,7 @@ async def _measure_decisions(count: int, options: argparse.Namespace) -> dict[st
     async def poll(_: Edit) -> None:
         worker = rng.choice(workers)
         assert worker.status is not None
-        worker.heard(worker.status, time.monotonic())
+        worker.take_status(worker.status, time.monotonic())
         queue.dispatch()
 
     poll_times = await _timed(poll, edit, options.edits)
@@ -303,7 +303,7 @@ async def _measure_decisions(count: int, options: argparse.Namespace) -> dict[st
 def _take_record(worker: Worker, templates: dict[str, list[str]], rng: random.Random) -> None:
     fields = msgspec.to_builtins(record(worker.number, rng, templates))
     fields |= {"age_s": 0.0, "alive": True, "in_flight": 0}
-    worker.heard(read_status(msgspec.json.encode(fields)), time.monotonic())
+    worker.take_status(read_status(msgspec.json.encode(fields)), time.monotonic())
 
 
 def _call(name: str, now: float) -> Any:

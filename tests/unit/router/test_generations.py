@@ -316,7 +316,7 @@ def test_urls_begin_as_the_operator_says_and_keys_share_the_room() -> None:
     scope = KeyRing((), 99).client({}).scope
 
     def keep(picture: bytes, output_format: str) -> str:
-        return urls.keep(*urls.named(scope, picture, output_format), "http://host:1/")
+        return urls.keep(*urls.name_and_copy(scope, picture, output_format), "http://host:1/")
 
     first = keep(b"a" * 60, "png")
     assert first.startswith(f"https://edits.example{PATH}/")

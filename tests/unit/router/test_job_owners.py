@@ -8,22 +8,22 @@ from maskserve_router.jobs.pauses import Pauses
 
 def test_a_router_without_a_beat_is_lost() -> None:
     owners = Owners("me", 4.0)
-    assert owners.lost({"me": 1, "x": 1, "y": 1}, 0.0) == []
+    assert owners.find_lost({"me": 1, "x": 1, "y": 1}, 0.0) == []
     for second in range(1, 4):
-        assert owners.lost({"me": 1, "x": 1, "y": second}, float(second)) == []
-    assert owners.lost({"me": 1, "x": 1, "y": 4}, 4.0) == [("x", 1)]
-    assert owners.lost({"me": 1, "y": 4}, 5.0) == []  # nor is this one ever lost to itself
+        assert owners.find_lost({"me": 1, "x": 1, "y": second}, float(second)) == []
+    assert owners.find_lost({"me": 1, "x": 1, "y": 4}, 4.0) == [("x", 1)]
+    assert owners.find_lost({"me": 1, "y": 4}, 5.0) == []  # nor is this one ever lost to itself
 
 
 def test_time_without_a_look_does_not_count() -> None:
     """While this router is stopped, or the database away, others cannot beat."""
     owners = Owners("me", 4.0)
-    owners.lost({"x": 1}, 0.0)
-    assert owners.lost({"x": 1}, 3600.0) == []
-    assert owners.lost({"x": 2}, 3601.0) == []
+    owners.find_lost({"x": 1}, 0.0)
+    assert owners.find_lost({"x": 1}, 3600.0) == []
+    assert owners.find_lost({"x": 2}, 3601.0) == []
     for second in range(3602, 3605):
-        assert owners.lost({"x": 2}, float(second)) == []
-    assert owners.lost({"x": 2}, 3605.0) == [("x", 2)]
+        assert owners.find_lost({"x": 2}, float(second)) == []
+    assert owners.find_lost({"x": 2}, 3605.0) == [("x", 2)]
 
 
 def test_one_job_of_a_key_tries_whether_there_is_room() -> None:

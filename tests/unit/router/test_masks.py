@@ -160,7 +160,7 @@ async def test_a_silent_server_costs_no_mask_a_wait() -> None:
             if server.address == "quiet:1":
                 await silent.wait()
                 raise Failure(grpc.StatusCode.DEADLINE_EXCEEDED, "")
-            server.heard({"models": [{"name": name} for name in models[server.address]]})
+            server.take_record({"models": [{"name": name} for name in models[server.address]]})
             return ""
 
         async def _sent(self, server: NodeServer, request: bytes, kind: Any) -> bytes:

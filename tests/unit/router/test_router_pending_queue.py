@@ -22,7 +22,7 @@ def full_pool(places: int) -> tuple[Pool, Worker]:
     config = router_config_of({"admission": {"waiting_per_worker": places}})
     pool = Pool(config, lambda: None)
     worker = pool.join("w:1")
-    worker.heard(PolledStatus("w", "m", "ready", max_rows=1, max_waiting=99), 0.0)
+    worker.take_status(PolledStatus("w", "m", "ready", max_rows=1, max_waiting=99), 0.0)
     return pool, worker
 
 
@@ -30,7 +30,7 @@ async def test_a_worker_takes_edits_once_all_its_nodes_are_ready() -> None:
     _, worker = full_pool(1)
     assert worker.ready
     node = NodeStatus("upscaler", "big", "loading")
-    worker.heard(PolledStatus("w", "m", "ready", 1, 99, nodes=(node,)), 0.0)
+    worker.take_status(PolledStatus("w", "m", "ready", 1, 99, nodes=(node,)), 0.0)
     assert not worker.ready
     node.state = "ready"
     assert worker.ready
@@ -190,7 +190,7 @@ async def test_an_edit_goes_where_its_picture_is_encoded_if_that_pays() -> None:
         status = PolledStatus("w", "m", "ready", max_rows=1, max_waiting=99)
         status.values = ValuesHeld(host=name)
         status.running = (RowStatus("other", "dense", 9, 9, 300),) * rows
-        pool.join(f"{name}:1").heard(status, now_s)
+        pool.join(f"{name}:1").take_status(status, now_s)
     queue = PendingQueue(pool, make_policy("mask_aware"), 5.0, lambda _: None)
     edit = Edit(4, 1, 9, model="m")
     busy, idle = (pool.workers[f"{name}:1"].predict(edit, now_s) for name in ("busy", "idle"))

@@ -75,7 +75,7 @@ async def test_changes_since_another_version_are_not_guessed_from() -> None:
     status = PolledStatus("w", "m", "ready", 1, 1)
 
     def hear(changes: TemplateChanges | None, **record: Any) -> Mapping[str, list[str]]:
-        worker.heard(structs.replace(status, template_changes=changes, **record), 0.0)
+        worker.take_status(structs.replace(status, template_changes=changes, **record), 0.0)
         return worker.index.of(worker.number)
 
     assert hear(TemplateChanges("a-1", "", {"host": ("x", "y")})) == {"host": ["x", "y"]}

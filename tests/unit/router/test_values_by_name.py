@@ -79,7 +79,7 @@ class Served(NodePool):
 
     async def _ask(self, server: NodeServer, settings: Any = None) -> str:
         host = self._values.host if server.address == "here:1" else ""
-        server.heard({"models": [], "values": {"host": host}})
+        server.take_record({"models": [], "values": {"host": host}})
         return ""
 
     async def _sent(self, server: NodeServer, request: bytes, kind: Any) -> bytes:

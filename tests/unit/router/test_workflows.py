@@ -222,7 +222,7 @@ async def test_a_run_of_which_a_node_runs_nowhere_is_refused_before_its_edits() 
         async def _ask(self, server: NodeServer, settings: Any = None) -> str:
             if server.address in down:
                 raise Failure(grpc.StatusCode.UNAVAILABLE, "gone")
-            server.heard({"models": list(hosted)})
+            server.take_record({"models": list(hosted)})
             return ""
 
     pool, edits = Pool(WorkflowFiles(nodes=("a:1", "b:1")), FairShare(1)), Edits()
@@ -498,7 +498,7 @@ async def test_calls_go_where_their_model_is_placed() -> None:
                 {"name": name, "state": state, "bytes": 9, "ended": ended[address], "seconds": 1.0}
                 for name, state in states[address].items()
             ]
-            server.heard({"device_bytes": 18, "models": models})
+            server.take_record({"device_bytes": 18, "models": models})
             return ""
 
         async def place(self) -> None:
@@ -617,7 +617,7 @@ async def test_of_servers_with_two_revisions_of_a_model_those_of_the_first_get_c
     def heard(*addresses: str) -> None:
         for address in addresses:
             models = [{"name": "enlarge", "revision": revisions[address]}]
-            pool.servers[address].heard({"models": models})
+            pool.servers[address].take_record({"models": models})
 
     await pool.all_polled()
     heard("a:1", "b:1", "c:1")
@@ -728,7 +728,7 @@ async def test_a_call_at_a_server_that_misses_polls_goes_to_another() -> None:
             async def _ask(self, server: NodeServer, settings: Any = None) -> str:
                 if silent and server.address == frozen:
                     raise Failure(grpc.StatusCode.DEADLINE_EXCEEDED, "")
-                server.heard({"models": [{"name": "enlarge"}]})
+                server.take_record({"models": [{"name": "enlarge"}]})
                 return ""
 
             async def _sent(self, server: NodeServer, request: bytes, kind: Any) -> bytes:

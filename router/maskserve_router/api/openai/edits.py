@@ -265,7 +265,7 @@ class ImageEdits:
                 name, content = await self._fair_share.run(
                     client,
                     len(picture),
-                    self._picture_urls.named,
+                    self._picture_urls.name_and_copy,
                     client.scope,
                     picture,
                     fields.output_format,

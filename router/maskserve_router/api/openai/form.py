@@ -236,7 +236,7 @@ async def read_form(
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "multipart/form-data":
         values, files = await parse(read_multipart, headers, body)
-        values = filled_in(values, Fields, EditSettings, texts=texts(values.get("model")) or ())
+        values = fields_of(values, Fields, EditSettings, texts=texts(values.get("model")) or ())
     elif kind == "application/json":
         values, files = await _fetch_pictures(
             await parse(read_json, body, _read_object, "a JSON object", "a JSON object"), fetch
@@ -305,13 +305,13 @@ def read_picture_form(headers: Headers, body: bytes, table: type[T]) -> tuple[by
         raise InvalidRequest(next(iter(files))[:40], "is not a file field of this form", "image")
     if len(images) != 1:
         raise InvalidRequest("image", f"is given {len(images)} times", "one file")
-    fields = filled_in(values, table)
+    fields = fields_of(values, table)
     return images[0], convert(
         {name: setting_of(name, value) for name, value in fields.items()}, table
     )
 
 
-def filled_in(
+def fields_of(
     values: Mapping[str, Any], *tables: type[Table], texts: Collection[str] = ()
 ) -> dict[str, Any]:
     """Return the fields of a form that are given, without blanks around their values.

@@ -38,7 +38,7 @@ class PictureUrls:
             config.url_bytes, len, _owner_of, config.url_s
         )
 
-    def named(
+    def name_and_copy(
         self, scope: str, picture: bytes | memoryview, output_format: str
     ) -> tuple[str, bytes]:
         """Return a picture's name and a copy of its file; takes a time that grows with the file.
@@ -66,7 +66,7 @@ class PictureUrls:
         """Keep a picture and return its URL.
 
         Args:
-            name: its name (`named`).
+            name: its name (`name_and_copy`).
             content: its file.
             origin: scheme and host by which the client reached the router; `[openai] public_url`
                 goes before it.

@@ -295,7 +295,7 @@ def test_an_unknown_policy_is_refused():
 
 def test_sent_edits_count_until_the_status_shows_them():
     view = worker("w", templates={"host": {"t"}})
-    loaded_view = view.sent([EDIT, replace(EDIT, template_id="elsewhere")])
+    loaded_view = view.with_sent([EDIT, replace(EDIT, template_id="elsewhere")])
     assert loaded_view.waiting == (row(20), RowLoad(20, 0.2, 0.0, FULL, 0))
     assert view.waiting == ()
     assert LeastTokens().choose(EDIT, [loaded_view, worker("x", running=(row(9),))], 0.0) == "x"
@@ -404,7 +404,7 @@ def test_a_record_says_where_loras_are() -> None:
     assert view.adapter_seconds(replace(EDIT, adapters=("x",))) == 0.0
     far = replace(EDIT, adapters=("far",))
     assert view.adapter_seconds(far) == pytest.approx(3.0)  # 1 s and 10 ns per byte
-    assert view.sent([far]).adapter_seconds(far) == pytest.approx(1.5)
+    assert view.with_sent([far]).adapter_seconds(far) == pytest.approx(1.5)
 
 
 def test_an_edit_goes_where_its_controlnets_are_as_records_say() -> None:
@@ -430,7 +430,7 @@ def test_an_edit_goes_where_its_controlnets_are_as_records_say() -> None:
     assert with_it.adapter_seconds(edit("outline")) == 0.0
     assert with_it.adapter_seconds(edit("depth")) == pytest.approx(1.0)  # half of 2 s
     assert with_it.adapter_seconds(edit("pose")) == pytest.approx(3.0)
-    assert with_it.sent([edit("pose")]).adapter_seconds(edit("pose")) == pytest.approx(1.5)
+    assert with_it.with_sent([edit("pose")]).adapter_seconds(edit("pose")) == pytest.approx(1.5)
     views = [replace(without, worker="a"), with_it]
     assert MaskAware().choose(EDIT, views, 0.0) == "a"
     assert MaskAware().choose(edit("outline"), views, 0.0) == "b"
@@ -516,10 +516,10 @@ def test_edits_that_wait_before_all_workers_are_dealt_to_whichever_has_a_place_f
     views = {"busy": busy, "idle": idle}
     for edit in waiting:
         chosen = MaskAware().choose(edit, list(views.values()), 0.0)
-        views[chosen] = views[chosen].sent([edit])
+        views[chosen] = views[chosen].with_sent([edit])
     exact = min(predicted_seconds(EDIT, view, 0.0) for view in views.values())
     dealt_s = min(
-        predicted_seconds(EDIT, view.sent(edits_by_worker[view.worker]), 0.0)
+        predicted_seconds(EDIT, view.with_sent(edits_by_worker[view.worker]), 0.0)
         for view in (busy, idle)
     )
     assert dealt_s == pytest.approx(exact, rel=0.15)
