@@ -149,7 +149,7 @@ class Replicas(ServerPool[StageReplica]):
         if not pb.ModelReadyResponse.FromString(answer).ready:
             replica.misses += 1
             return f"its {self._name} is not ready"
-        replica.record_answer()
+        replica.record_poll()
         return ""
 
 

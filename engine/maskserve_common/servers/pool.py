@@ -50,7 +50,7 @@ class Server:
         """True once it has answered a poll or missed one."""
         return self.up or self.misses > 0
 
-    def record_answer(self) -> None:
+    def record_poll(self) -> None:
         """Note that it is well by its answer to a poll."""
         if self.misses:  # another one may have taken its place
             self.problems.clear()
@@ -135,7 +135,7 @@ class ServerPool(ABC, Generic[S]):
     async def _ask(self, server: S) -> str:
         """Ask a server for its record and take it in; return why the server is not well.
 
-        It calls `record_answer` if the server is well.
+        It calls `record_poll` if the server is well.
 
         Raises:
             Failure: the server does not answer.

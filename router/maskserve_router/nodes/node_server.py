@@ -50,7 +50,7 @@ class NodeServer(Server):
 
     def take_record(self, record: dict[str, Any]) -> None:
         """Take in a record."""
-        self.record_answer()
+        self.record_poll()
         self.record = record
         self.host = record.get("values", {}).get("host", "")
 

@@ -251,7 +251,7 @@ class Worker(Server):
     def take_status(self, status: PolledStatus, now: float) -> None:
         """Take in a status record, and end calls of edits that it has not listed for too long."""
         if status.alive:
-            self.record_answer()
+            self.record_poll()
         else:
             self.misses += 1
         self._take_templates(status)

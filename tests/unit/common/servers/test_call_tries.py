@@ -111,10 +111,10 @@ async def test_a_server_is_left_out_of_one_name_until_it_has_been_away(
     assert [record.getMessage() for record in caplog.records] == [
         "server a is left out: is of another version"
     ]
-    server.record_answer()
+    server.record_poll()
     assert (await tried(pool, []))[0] == "b"
     assert await CallTries(pool, "find", 9.0).next_server(lambda x: x.address) is server
     server.misses += 1
-    server.record_answer()
+    server.record_poll()
     assert (await tried(pool, []))[0] == "a"
     await pool.close()

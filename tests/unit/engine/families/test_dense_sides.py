@@ -26,7 +26,7 @@ from maskserve_engine.spec.model_spec import refresh_strides
 from maskserve_router.config import RouterConfig
 from maskserve_router.fair_share import FairShare
 from maskserve_router.keys import KeyRing
-from maskserve_router.scheduling.edit_cost import Measure
+from maskserve_router.scheduling.edit_cost import EditCosts
 from tests.fakes.jobs import config_of, encode_case, random_case, unet_case
 from tests.fakes.pictures import encode
 from tests.support.draws import fresh_rng
@@ -117,11 +117,11 @@ def test_flux_caches_them(tiny_fill: Path) -> None:
 @pytest.mark.parametrize("name", masks())
 async def test_the_router_expects_the_same(name: str) -> None:
     turns = FairShare(1)
-    measure = Measure(RouterConfig(), turns)
+    costs = EditCosts(RouterConfig(), turns)
     mask, image = encode(masks()[name]), memoryview(b"")
     for sides in (True, False):
         served = Served(64, 8, 20, mask_ring=0, dense_sides=sides)
-        measured, *_ = await measure.edit(
+        measured, *_ = await costs.cost_of(
             ANYBODY, image, mask, EditSettings(), served, "m", prompted=False
         )
         assert measured.cache == (not (sides and name.startswith("side")))
@@ -153,7 +153,7 @@ async def test_the_router_knows_which_edits_have_anchors_of_their_own(
     strides = {"own_stride": 0.2, "promised_stride": 0.35}
     served = Served(64, 8, 20, own_over_template=first, **strides)
     mask = encode(masks()["corner"])
-    measured, *_ = await Measure(RouterConfig(), turns).edit(
+    measured, *_ = await EditCosts(RouterConfig(), turns).cost_of(
         ANYBODY, memoryview(b""), mask, EditSettings(**settings), served, "m", prompted=False
     )
     steps, over_template = counts
@@ -187,7 +187,7 @@ async def test_the_router_expects_the_plans_of_the_engine(
         edit_settings = structs.replace(job.request.settings, **changes)
         edit = replace(job, request=replace(job.request, settings=edit_settings))
         schedule = RefreshSchedules(config, adapter).of(edit)
-        measured, *_ = await Measure(RouterConfig(), turns).edit(
+        measured, *_ = await EditCosts(RouterConfig(), turns).cost_of(
             ANYBODY,
             memoryview(b""),
             encode(masks()["corner"]),

@@ -22,7 +22,7 @@ from maskserve_engine.spec.model_spec import dense_steps
 from maskserve_router.config import RouterConfig
 from maskserve_router.fair_share import FairShare
 from maskserve_router.keys import KeyRing
-from maskserve_router.scheduling.edit_cost import Measure
+from maskserve_router.scheduling.edit_cost import EditCosts
 from tests.fakes.jobs import config_of, encode_case, random_case
 from tests.fakes.pictures import encode
 from tests.support.draws import fresh_rng
@@ -105,10 +105,10 @@ def test_fill_needs_none(tiny_fill: Path) -> None:
 @pytest.mark.parametrize("mask", masks())
 async def test_the_router_expects_the_same(mask: str, prompted: bool) -> None:
     turns = FairShare(1)
-    measure, image = Measure(RouterConfig(), turns), memoryview(b"")
+    costs, image = EditCosts(RouterConfig(), turns), memoryview(b"")
     served = Served(64, 8, 20, mask_ring=0, dense_steps=NEEDED)
     encoded: Any = encode(masks()[mask])
-    measured, *_ = await measure.edit(
+    measured, *_ = await costs.cost_of(
         ANYBODY, image, encoded, EditSettings(), served, "m", prompted=prompted
     )
     assert measured.dense_steps == NEEDED.of(20, prompt=prompted, side=mask == "side")

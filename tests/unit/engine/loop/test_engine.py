@@ -117,7 +117,7 @@ def test_meta_says_what_was_done(engine: Engine, encoder: Encoder) -> None:
     ("part", "verb", "cache", "again"),
     [
         ("adapter", "prepare", "off", False),
-        ("adapter", "counted", "off", False),
+        ("adapter", "totals", "off", False),
         ("cache", "look_up", "auto", False),
         ("cache", "look_up", "require", True),
         ("adapter", "dense_row", "off", False),

@@ -261,7 +261,7 @@ def test_only_computed_tokens_read_the_picture(inpaint: Model) -> None:
     job = inpaint.job(edit(rng), picture_of(rng), scale=0.9)
     row = cached(inpaint.replay, job, Primed(inpaint.adapter, inpaint.encoder, job))
     counted = list[int]()
-    read = forward.State._reads
+    read = forward.State._read_pictures
 
     def reads(state: Any, number: int, qk: Tensor) -> Any:
         for span, answer in read(state, number, qk):
@@ -269,6 +269,6 @@ def test_only_computed_tokens_read_the_picture(inpaint: Model) -> None:
             yield span, answer
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(forward.State, "_reads", reads)
+        patch.setattr(forward.State, "_read_pictures", reads)
         run(inpaint.replay, [row], "kv")
     assert set(counted) == {inpaint.adapter.tokens(job).active}
