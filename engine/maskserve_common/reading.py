@@ -90,6 +90,22 @@ def sentences(table: type) -> dict[str, str]:
     return docs
 
 
+def without_point(value: Any) -> Any:
+    """Return the value with its whole numbers as integers.
+
+    Python keeps one annotated type for equal ones, so whether a bound in a schema is 0 or 0.0
+    depends on which module was imported first.
+    """
+    match value:
+        case dict():
+            return {key: without_point(item) for key, item in value.items()}
+        case list() | tuple():
+            return [without_point(item) for item in value]
+        case float() if value.is_integer():
+            return int(value)
+    return value
+
+
 def show(value: Any) -> str:
     """A value as it may be repeated in a message: short, on one line."""
     text = repr(value) if not isinstance(value, int) or abs(value) < 10**20 else "a huge integer"

@@ -39,7 +39,7 @@ from typing import (
 
 import msgspec
 
-from maskserve_common.reading import Misread, Table, read, require_known
+from maskserve_common.reading import Misread, Table, read, require_known, without_point
 from maskserve_workflows.ports import KINDS, Port, WorkflowError
 
 P = ParamSpec("P")
@@ -272,7 +272,7 @@ def _words(hint: Any) -> str:
 
 
 def _line(schema: Any) -> str:
-    return msgspec.json.encode(schema, order="sorted").decode()
+    return msgspec.json.encode(without_point(schema), order="sorted").decode()
 
 
 def _port(hint: Any) -> type[Port] | None:

@@ -18,7 +18,7 @@ from maskserve_benchmarks.documents.check_flag import check_only
 from maskserve_common.contracts.keys import TEMPLATE_ID
 from maskserve_common.contracts.settings import EditSettings, MaskFrom
 from maskserve_common.contracts.tensors import CONTRACTS, INPUT_KINDS
-from maskserve_common.reading import sentences
+from maskserve_common.reading import sentences, without_point
 from maskserve_router.api.openai.form import EXTENSIONS, NOT_VARIED, Fields, ImageUrl
 from maskserve_router.listeners.http_app import OPENAPI
 from maskserve_router.messages.job_states import MOST_LISTED
@@ -50,23 +50,7 @@ def main() -> int:
 
 def text() -> str:
     """Return the document as JSON with a line for each path."""
-    return json.dumps(_without_point(document())).replace('}, "/', '},\n"/') + "\n"
-
-
-def _without_point(value: Any) -> Any:
-    """Return a value with its whole numbers as integers.
-
-    Python keeps one union for types that are equal, so whether a bound is 0 or 0.0 depends on which
-    module was imported first.
-    """
-    match value:
-        case dict():
-            return {key: _without_point(item) for key, item in value.items()}
-        case list() | tuple():
-            return [_without_point(item) for item in value]
-        case float() if value.is_integer():
-            return int(value)
-    return value
+    return json.dumps(without_point(document())).replace('}, "/', '},\n"/') + "\n"
 
 
 def document() -> Json:

@@ -8,9 +8,10 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
+from msgspec import Meta
 
 from maskserve_common.config import Config, ConfigError
 from maskserve_common.config_file import config_of
@@ -63,6 +64,17 @@ def test_signatures_are_read_without_the_model(tmp_path: Path) -> None:
     line = text.splitlines().index("import math, nowhere") + 1
     with pytest.raises(WorkflowError, match=rf"turn.py:{line}: ModuleNotFoundError: .*'nowhere'"):
         open_model(model, ModelSetup("", Config()))
+
+
+def test_a_signature_does_not_depend_on_who_else_has_the_type(tmp_path: Path) -> None:
+    """Python keeps one annotated type for equal bounds: here that with 0.0 and 7.0."""
+    assert Annotated[float, Meta(ge=0.0, le=7.0)] is Annotated[float, Meta(ge=0, le=7)]
+    text = HEAD + "from typing import Annotated\nfrom msgspec import Meta\n" + TURN.replace(
+        "picture: Picture)", "picture: Picture, *, by: Annotated[float, Meta(ge=0, le=7)] = 1)"
+    )  # fmt: skip
+    files, problems = read(write(tmp_path, turn=text + TURNER))
+    assert problems == []
+    assert '"maximum":7,"minimum":0' in files.types["turn"].signature
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in BUILT_IN.glob("[a-z]*.py")))
