@@ -6,6 +6,8 @@ It is a client of a worker or router over gRPC, and holds keys and pictures only
 from __future__ import annotations
 
 import argparse
+import asyncio
+import logging
 import os
 import tempfile
 import time
@@ -77,6 +79,7 @@ def serve_page(
         # Not by Gradio's own parameter, which warns if the page is mounted at the root.
         page.favicon_path = str(Path(__file__).with_name("icon.svg"))
         print(f"the page is at http://{options.host}:{options.port}  (Ctrl-C ends it)", flush=True)
+        logging.getLogger("uvicorn.error").addFilter(_is_worth_logging)
         with page_pictures.tidy_regularly():
             uvicorn.run(
                 SameOrigin(app, _MOST_BODY, options.name),
@@ -85,6 +88,13 @@ def serve_page(
                 log_level="warning",
                 timeout_graceful_shutdown=3,
             )
+
+
+def _is_worth_logging(record: logging.LogRecord) -> bool:
+    """Whether a record is to be logged: no stack of a stream that an open tab listens to, which is
+    cut when the page ends.
+    """
+    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 
 
 def _await(session: Session, url: str) -> None:

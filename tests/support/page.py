@@ -68,10 +68,12 @@ def opened(browser: Browser, address: str) -> Iterator[Page]:
     elsewhere: list[str] = []
     local = (address, "data:", "blob:", "about:")
     page.on("request", lambda r: None if r.url.startswith(local) else elsewhere.append(r.url))
-    page.goto(address)
-    page.wait_for_selector("#editor .painter")
-    yield page
-    page.close()
+    try:
+        page.goto(address)
+        page.wait_for_selector("#editor .painter")
+        yield page
+    finally:
+        page.close()
     assert elsewhere == []
 
 
