@@ -207,7 +207,7 @@ async def test_a_variation_is_an_edit_of_a_base_model_without_a_prompt() -> None
             assert (status, message in body["error"]["message"]) == (400, True), body
         await make(workers[1], router, ("inpaint",))
         status, body = await vary()
-        assert "model: each that is served needs a prompt or a mask" in body["error"]["message"]
+        assert "model: every served model needs a prompt or a mask" in body["error"]["message"]
 
 
 _NO_EFFECT = "has no effect without MASK; accepted: no mask_dilate"

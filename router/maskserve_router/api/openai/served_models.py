@@ -81,7 +81,7 @@ class ServedModels:
         if name in self._workflows or (tellers and not able):
             problem = "needs a prompt or a mask to change a picture"
             if name is None:
-                raise InvalidRequest("model", f"each that is served {problem}", "/v1/images/edits")
+                raise InvalidRequest("model", f"every served model {problem}", "/v1/images/edits")
             raise InvalidRequest("model", f"{name} {problem}", "/v1/images/edits, or a base model")
         return max(sorted(set(able)), key=able.count, default=name)
 
