@@ -14,27 +14,33 @@ CHANNELS = 16
 
 def random_net(seed: int, doubles: int, singles: int, **overrides: Any) -> FluxControlNetModel:
     """A random ControlNet of the tiny models' size; none of its additions is zero."""
-    import torch
     from diffusers import FluxControlNetModel
+
+    sizes = {"num_single_layers": singles, "joint_attention_dim": 32, "pooled_projection_dim": 32}
+    return _random(FluxControlNetModel, seed, doubles, {**sizes, **overrides})
+
+
+def _random(kind: Any, seed: int, layers: int, sizes: dict[str, Any]) -> Any:
+    """A random ControlNet of a class, with these sizes beside the usual ones."""
+    import torch
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        net = FluxControlNetModel(
+        net = kind(
             **{
                 "in_channels": CHANNELS,
-                "num_layers": doubles,
-                "num_single_layers": singles,
+                "num_layers": layers,
                 "attention_head_dim": 16,
                 "num_attention_heads": 2,
-                "joint_attention_dim": 32,
-                "pooled_projection_dim": 32,
                 "axes_dims_rope": (4, 6, 6),
-                **overrides,
+                **sizes,
             }
         ).eval()
         for name, weight in net.named_parameters():
             if name.startswith("controlnet"):
                 torch.nn.init.normal_(weight, std=0.3)
+        if hasattr(net, "txt_norm"):
+            torch.nn.init.normal_(net.txt_norm.weight, std=3.0)
     return net
 
 
@@ -52,27 +58,9 @@ def made_nets() -> dict[str, FluxControlNetModel]:
 
 def random_qwen_net(seed: int, layers: int, **overrides: Any) -> QwenImageControlNetModel:
     """A random ControlNet of the tiny Qwen-Image's size; none of its additions is zero."""
-    import torch
     from diffusers import QwenImageControlNetModel
 
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        net = QwenImageControlNetModel(
-            **{
-                "in_channels": CHANNELS,
-                "num_layers": layers,
-                "attention_head_dim": 16,
-                "num_attention_heads": 2,
-                "joint_attention_dim": 16,
-                "axes_dims_rope": (4, 6, 6),
-                **overrides,
-            }
-        ).eval()
-        for name, weight in net.named_parameters():
-            if name.startswith("controlnet"):
-                torch.nn.init.normal_(weight, std=0.3)
-        torch.nn.init.normal_(net.txt_norm.weight, std=3.0)
-    return net
+    return _random(QwenImageControlNetModel, seed, layers, {"joint_attention_dim": 16, **overrides})
 
 
 def random_unet_net(unet: Any, seed: int, **overrides: Any) -> ControlNetModel:

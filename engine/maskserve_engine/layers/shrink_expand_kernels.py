@@ -64,11 +64,11 @@ def shrink_kernel(
             tl.store(to + rank[None, :], low_sums.to(low.dtype.element_ty))
 
 
-OF_MAPS = ("row_stride", "height", "width", "places", "out_width", "stride", "padding", "most")
+MAP_SIZES = ("row_stride", "height", "width", "places", "out_width", "stride", "padding", "most")
 
 
 # And one maps of any size, by convolutions of any stride.
-@triton.jit(do_not_specialize=OF_MAPS, do_not_specialize_on_alignment=(*TABLES, "channel_stride"))
+@triton.jit(do_not_specialize=MAP_SIZES, do_not_specialize_on_alignment=(*TABLES, "channel_stride"))
 def shrink_map_kernel(
     x,
     low,

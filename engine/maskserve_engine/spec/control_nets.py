@@ -21,7 +21,7 @@ from maskserve_common.errors import AdapterNotFound, InvalidRequest
 from maskserve_common.files.digests import file_digest
 from maskserve_common.files.safetensors_header import BadHeader, header_of
 from maskserve_common.files.weight_files import weight_files
-from maskserve_engine.spec.model_spec import ModelSpec
+from maskserve_engine.spec.model_spec import ControlNetSpec, ModelSpec
 
 _CONFIG = "config.json"
 
@@ -127,9 +127,16 @@ def check_config(config: dict[str, Any], spec: ModelSpec) -> None:
             raise ValueError(
                 f"is for another model: its {key} is {config[key]}, the served model's {base[key]}"
             )
-    for key in control_spec.without:
-        if config.get(key):
-            raise ValueError(f"has {key} = {config[key]}, and nets with it are not served")
+    if problem := further_input(config, control_spec):
+        raise ValueError(problem)
+
+
+def further_input(config: Mapping[str, Any], control_spec: ControlNetSpec) -> str:
+    """Return the sentence, whose subject is the net, about an input that is not served; empty: the
+    net has none.
+    """
+    key = next((key for key in control_spec.without if config.get(key)), None)
+    return f"has {key} = {config[key]}, and nets with it are not served" if key else ""
 
 
 def _plain(value: Any) -> Any:

@@ -155,10 +155,10 @@ class FluxAdapter(FlowAdapter[FluxWeights]):
 
     def control_net(self, model: Any) -> FluxControlNet:
         with torch.inference_mode():
-            takes, channels = self.spec.control, self.spec.latent_channels * PATCH**2
-            assert takes is not None, "nets of other models are refused"
+            control_spec, channels = self.spec.control, self.spec.latent_channels * PATCH**2
+            assert control_spec is not None, "nets of other models are refused"
             weights = self.weights_of(model, 0, None)
-            return FluxControlNet.of(model, weights, self.model, channels, takes)
+            return FluxControlNet.of(model, weights, self.model, channels, control_spec)
 
     def opening(self, row: Any, job: EditJob) -> Opening | None:
         prepared = self._preparation.prepared(job)

@@ -33,6 +33,7 @@ from maskserve_engine.families.mmdit.blocks import (
 )
 from maskserve_engine.families.mmdit.weights import FluxWeights
 from maskserve_engine.layers.linear import Linear, linear
+from maskserve_engine.spec.control_nets import further_input
 from maskserve_engine.spec.model_spec import ControlNetSpec
 
 _STACKS = "transformer_blocks", "single_transformer_blocks"
@@ -62,7 +63,12 @@ class FluxControlNet:
 
     @classmethod
     def of(
-        cls, model: Any, weights: FluxWeights, base: Any, channels: int, takes: ControlNetSpec
+        cls,
+        model: Any,
+        weights: FluxWeights,
+        base: Any,
+        channels: int,
+        control_spec: ControlNetSpec,
     ) -> FluxControlNet:
         """Build a net for its base.
 
@@ -71,18 +77,15 @@ class FluxControlNet:
             weights: its weights.
             base: diffusers' model that it stands beside.
             channels: channels of a token of latents.
-            takes: nets that the base takes.
+            control_spec: nets that the base takes.
 
         Raises:
             ValueError: the net does not fit the base.
         """
         net_config, of_base = model.config, {**base.config, "in_channels": channels}
-        for name in takes.without:
-            if net_config[name]:
-                raise ValueError(
-                    f"it has {name} = {net_config[name]}, and nets with it are not served"
-                )
-        for name in ("in_channels", *takes.equal):
+        if problem := further_input(net_config, control_spec):
+            raise ValueError(f"it {problem}")
+        for name in ("in_channels", *control_spec.equal):
             if list(np.ravel(net_config[name])) != list(np.ravel(of_base[name])):
                 raise ValueError(
                     f"its {name} is {net_config[name]}, that of the model {of_base[name]}"
