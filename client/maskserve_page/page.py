@@ -333,9 +333,10 @@ def _edits(
     def buttons(*, running: bool) -> dict[Any, Any]:
         """Show Stop in the place of Edit while an edit runs.
 
-        Each update of an edit has the buttons, and all that an update before it shows or hides:
-        Gradio sends only differences, and its page takes out of updates that it has not shown yet
-        what the next one lacks.
+        Edit returns in an event of its own, after the edit's: until an event has ended, Gradio
+        drops clicks that would start it again. So each update of an edit has Stop, and all that an
+        update before it shows or hides: Gradio sends only differences, and its page takes out of
+        updates that it has not shown yet what the next one lacks.
         """
         visibility = {True: True, False: "hidden"}
         return {
@@ -355,7 +356,7 @@ def _edits(
         time.
         """
         return {
-            **buttons(running=False),
+            **buttons(running=True),
             outcome.bar: gr.Row(visible=True),
             outcome.status: texts.note("done", result.meta.get("warnings", ())),
             outcome.live: "",
@@ -365,7 +366,7 @@ def _edits(
     def result_updates(result: EditResult, picture: PagePicture) -> dict[Any, Any]:
         """Return the other updates for a finished edit."""
         return {
-            **buttons(running=False),
+            **buttons(running=True),
             outcome.bar: gr.Row(visible=True),
             outcome.details: texts.summary(result.meta),
             form.seed: result.seed,
@@ -379,7 +380,7 @@ def _edits(
         """Return the updates for an edit that was stopped or failed."""
         stopped = isinstance(error, Cancelled)
         return {
-            **buttons(running=False),
+            **buttons(running=True),
             outcome.status: texts.note("stopped") if stopped else texts.error_note(error),
             outcome.live: "",
             request: _fresh_id(),
@@ -429,7 +430,8 @@ def _edits(
     edit_inputs = [form.editor, form.prompt, request, form.kind, form.references]
     edit_inputs += [outcome.results, form.seed, *form.more]
     changed = [request, form.run, form.stop, form.seed, *vars(outcome).values()]
-    gr.on(triggers, edit, edit_inputs, changed, show_progress="hidden")
+    edited = gr.on(triggers, edit, edit_inputs, changed, show_progress="hidden")
+    edited.then(lambda: buttons(running=False), None, [form.run, form.stop], show_progress="hidden")
     form.stop.click(session.stop, request, None, show_progress="hidden")
 
 
