@@ -6,6 +6,7 @@ import base64
 import json
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from maskserve_workflows.plan import dump_plan
 from maskserve_workflows.run import seed_of
 from tests.fakes.pictures import encode, scene
 from tests.support.calls import Pixels, pixels
-from tests.support.draws import fresh_seed
+from tests.support.draws import fresh_rng, fresh_seed
 from tests.support.one_worker import one_worker
 
 PROMPT, STEPS, LENGTH = "a red star", 3, 48
@@ -235,6 +236,22 @@ def test_references_are_named_as_a_template_is(
         client.edit(PICTURES[0], reference_ids=named[:1] * 10, **settings)
     with pytest.raises(InvalidRequest, match=r"SETTINGS\.reference_ids: needs a source"):
         client.generate(PROMPT, reference_ids=named, seed=5)
+
+
+def test_requests_at_once_have_a_reference_that_they_share_encoded_once(client: Client) -> None:
+    rng = fresh_rng()
+    style, *sources = (scene(64, 48, int(rng.integers(2**31))) for _ in range(6))
+
+    def edit_of(source: Pixels) -> dict[str, Any]:
+        result = client.edit(
+            source, prompt=PROMPT, images=[style], seed=1, num_inference_steps=STEPS
+        )
+        return dict(result.meta["encoded"])
+
+    with ThreadPoolExecutor(len(sources)) as pool:
+        encoded = list(pool.map(edit_of, sources))
+    assert [report["template"] for report in encoded] == ["made"] * len(sources)
+    assert sorted(report["references"] for report in encoded) == ["kept"] * 4 + ["made"]
 
 
 def test_a_workflow_has_references_and_encodes_a_shared_one_once(
