@@ -1,4 +1,6 @@
-"""Two workers of a host: variants of a picture in one run have it encoded once."""
+"""Variants of a picture in one run have it encoded once, by the plan: with two workers of a host,
+and with a worker whose encoder runs in two servers.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +24,11 @@ from tests.support.eventually import eventually
 
 pytestmark = pytest.mark.slow
 VARIANTS = 5
+SITES: dict[str, dict[str, Any]] = {
+    "workers": {"workers": 2},
+    "encoders": {"services": ("encoder,decoder@cpu", "encoder@cpu")},
+}
+"""Two encoders each, of which each has some of the variants."""
 
 
 def plan_file(folder: Path, name: str, passes: set[str]) -> None:
@@ -31,8 +38,10 @@ def plan_file(folder: Path, name: str, passes: set[str]) -> None:
     (folder / f"{name}.json").write_bytes(dump_plan(compiled(flow.plan, passes)))
 
 
-@pytest.fixture(scope="module")
-def url(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+@pytest.fixture(scope="module", params=list(SITES))
+def url(
+    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("encodings")
     plan_file(folder, "once", set(PASSES) - {"prime"})
     plan_file(folder, "naive", set(PASSES) - {"prime", "encode"})
@@ -43,16 +52,16 @@ def url(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         '[values]\nleast_bytes = 1\n[routing]\npolicy = "round_robin"\n'  # both get edits
     )
     options = ServeOptions(
-        model=str(model), workers=2, base_port=base, router=True, router_port=base + 20,
-        workflows=folder, config=config, router_config=router_config,
-        log_dir=folder / "logs", report=print,
+        model=str(model), base_port=base, router=True, router_port=base + 20, workflows=folder,
+        config=config, router_config=router_config, log_dir=folder / "logs", report=print,
+        **SITES[request.param],
     )  # fmt: skip
     with Supervisor(options) as running:
         assert running.router is not None
         yield running.router.grpc_url
 
 
-def test_two_workers_encode_a_picture_of_five_variants_once(url: str) -> None:
+def test_variants_of_a_picture_have_it_encoded_once(url: str) -> None:
     rng = fresh_rng()
 
     def run(name: str, image: bytes) -> tuple[dict[str, bytes], list[dict[str, Any]]]:
@@ -61,24 +70,24 @@ def test_two_workers_encode_a_picture_of_five_variants_once(url: str) -> None:
             outputs, meta = client.run_workflow(name, {"image": image, "mask": mask}, **settings)
         return outputs, meta["nodes"]
 
-    def reports(nodes: list[dict[str, Any]], node: str) -> list[dict[str, Any]]:
-        return [report for report in nodes if report["node"] == node]
+    def origins(nodes: list[dict[str, Any]], node: str) -> list[str]:
+        return sorted(x["encoded"]["template"] for x in nodes if x["node"] == node)
+
+    def workers(nodes: list[dict[str, Any]]) -> set[str]:
+        return {report["worker"] for report in nodes if report["node"] == "edit"}
 
     mask = encode(blob_mask(64, 64))
     pictures = [encode(scene(64, 64, int(rng.integers(2**31)))) for _ in range(2)]
     with Client(url) as client:
 
-        def both_serve() -> bool:
+        def all_serve() -> bool:
             return all(worker["up"] for worker in client.control("status")["workers"].values())
 
-        eventually("both serve", both_serve, timeout_s=240)
-    _, nodes = run("naive", pictures[0])
-    by_worker = {report["worker"] for report in reports(nodes, "edit")}
-    encoders = [x["worker"] for x in reports(nodes, "edit") if x["encoded"]["template"] == "made"]
-    assert len(by_worker) == 2
-    assert sorted(encoders) == sorted(by_worker), "each worker encodes for itself"
-    outputs, nodes = run("once", pictures[1])
-    assert {report["worker"] for report in reports(nodes, "edit")} == by_worker
-    assert [x["encoded"]["template"] for x in reports(nodes, "encode")] == ["made"]
-    assert {x["encoded"]["template"] for x in reports(nodes, "edit")} == {"kept"}
+        eventually("all serve", all_serve, timeout_s=240)
+    _, naive = run("naive", pictures[0])
+    assert origins(naive, "edit").count("made") == 2, "each encoder encodes for itself"
+    outputs, once = run("once", pictures[1])
+    assert origins(once, "encode") == ["made"]
+    assert origins(once, "edit") == ["kept"] * VARIANTS
+    assert workers(once) == workers(naive)
     assert run("naive", pictures[1])[0] == outputs
