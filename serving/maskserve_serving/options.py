@@ -118,6 +118,12 @@ class ServeOptions:
         metavar="A,B",
     )
     share_gpus: bool = _flag("allow more workers than there are GPUs", False, action="store_true")
+    mps: bool = _flag(
+        "let the processes of each worker compute on its GPU at the same time, by NVIDIA's "
+        "Multi-Process Service, instead of in turns",
+        False,
+        action="store_true",
+    )
     name: str = _flag(
         "name worker i NAME-i in responses, metrics and logs; hosts behind one router need "
         "different names (default $MASKSERVE_NAME or worker)",

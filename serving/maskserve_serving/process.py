@@ -21,6 +21,31 @@ from maskserve_serving.supervisor_log import SupervisorLog
 from maskserve_serving.triton_log import TritonLog, failure, refusal
 
 
+def spawn(
+    command: Sequence[str], env: Mapping[str, str], run_dir: Path, output: int
+) -> subprocess.Popen[bytes]:
+    """Run a command that ends when the thread that calls this does.
+
+    Args:
+        command: program and arguments.
+        env: its environment.
+        run_dir: folder of the supervisor, by which the process is found if that is killed.
+        output: PIPE or DEVNULL of `subprocess`.
+    """
+    launcher = str(Path(__file__).with_name("launch.py"))
+    return subprocess.Popen(
+        [sys.executable, launcher, str(os.getpid()), *command],
+        env={**env, RUN_DIR: str(run_dir)},
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        # A group of its own: Ctrl-C at the terminal reaches only the supervisor, and its own child
+        # processes can be ended together with it. No session of its own: Linux weighs sessions
+        # alike, so the router's niced threads would not give way to a worker's steps.
+        process_group=0,
+    )
+
+
 class Process(ABC):
     """One server. All methods belong to one thread, except those marked for any thread.
 
@@ -93,18 +118,7 @@ class Process(ABC):
 
     def launch(self, command: Sequence[str], env: Mapping[str, str]) -> None:
         """Run a command that ends when this process does."""
-        launcher = str(Path(__file__).with_name("launch.py"))
-        self._process = subprocess.Popen(
-            [sys.executable, launcher, str(os.getpid()), *command],
-            env={**env, RUN_DIR: str(self._run_dir)},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            # A group of its own: Ctrl-C at the terminal reaches only the supervisor, and its own
-            # child processes can be ended together with it. No session of its own: Linux weighs
-            # sessions alike, so the router's niced threads would not give way to a worker's steps.
-            process_group=0,
-        )
+        self._process = spawn(command, env, self._run_dir, subprocess.PIPE)
         assert self._process.stdout is not None
         self._log = TritonLog(self.output, self._process.stdout, self.report)
         self._started = time.monotonic()

@@ -7,7 +7,7 @@ from typing import Any
 
 from maskserve_common.config import Config
 from maskserve_common.liveness import Processes, signed_in
-from maskserve_serving.command import command, environment
+from maskserve_serving.command import command
 from maskserve_serving.files import WorkerFiles, checked, with_values
 from maskserve_serving.hosted import Hosted
 from maskserve_serving.ports import check_free, reachable
@@ -77,12 +77,10 @@ class ServiceProcess(Process):
         self._processes.close()
         self._processes = Processes(self._files.runtime)
         self.log.open(self.config)
-        cache, runtime = self._options.cache_dir.absolute(), self._spec.runtime
+        runtime, models = self._spec.runtime, self.hosted.models
         self.launch(
-            command(
-                self._options, self.config, runtime, self.ports, prefix, models=self.hosted.models
-            ),
-            environment(runtime, self._files.config, None, cache),
+            command(self._options, self.config, runtime, self.ports, prefix, models=models),
+            self._spec.environment(self._files.config),
         )
 
     def progress(self) -> str:

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from maskserve_common.config import Config, cores
+from maskserve_serving.command import environment
 from maskserve_serving.files import WorkerFiles, with_values
+from maskserve_serving.mps import Mps
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import Ports
 from maskserve_serving.runtime import Runtime
@@ -23,6 +25,7 @@ class Spec:
     tables: dict[str, Any]
     """Configuration tables with the model's local path."""
     files: WorkerFiles
+    mps: Mps | None = None
 
     @property
     def name(self) -> str:
@@ -36,6 +39,16 @@ class Spec:
     def log(self) -> Path:
         """Triton's own log, with the output of processes before they read their configuration."""
         return self.options.log_dir / f"{self.name}.log"
+
+    def environment(self, config: Path, gpus: str | None = None) -> dict[str, str]:
+        """Return the environment of a worker, or of a service beside it.
+
+        Args:
+            config: its configuration file.
+            gpus: CUDA_VISIBLE_DEVICES; None keeps the host's.
+        """
+        variables = environment(self.runtime, config, gpus, self.options.cache_dir.absolute())
+        return variables if self.mps is None else {**variables, **self.mps.client_variables()}
 
     def with_log(self, tables: dict[str, Any]) -> dict[str, Any]:
         """Return `tables` with a file for the worker's JSON lines, unless they configure one."""

@@ -25,6 +25,7 @@ from maskserve_serving.files import (
     with_values,
 )
 from maskserve_serving.hosted import check_node_names, hosted_by
+from maskserve_serving.mps import check_mps
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import check_distinct
 from maskserve_serving.process import Process
@@ -99,6 +100,8 @@ class Supervisor:
         options.check()
         tables = with_values(read_tables(options.config), "model", **options.model_overrides)
         options.check_tables(tables)
+        if options.mps:
+            check_mps()
         if options.model:
             tables = with_model(tables, options.model, parts=options.checkpoint_parts)
             tables = with_model_cache(tables, options.report)
@@ -298,6 +301,9 @@ class Supervisor:
             self._looking_away.wait()
 
     def _end_thread(self) -> None:
+        for spec in self._specs[:1]:  # all have the same service, and this thread has started it
+            if spec.mps is not None:
+                spec.mps.stop()
         self._stopped.set()
         if self._thread is not None:
             self._thread.join()

@@ -10,8 +10,9 @@ from maskserve_common.config import Config, gpus_required
 from maskserve_common.liveness import Processes, Silence, signed_in, signed_in_for_s
 from maskserve_common.status import StatusReader
 from maskserve_serving.cfg_pair import gpus_of_pair
-from maskserve_serving.command import command, environment, gpus_of_worker
+from maskserve_serving.command import command, gpus_of_worker
 from maskserve_serving.files import checked, with_values, worker_files
+from maskserve_serving.mps import Mps
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import check_free, reachable
 from maskserve_serving.probe import Probe
@@ -102,12 +103,7 @@ class WorkerProcess(Process):
         self.log.open(self.config)
         self.launch(
             command(spec.options, self.config, spec.runtime, spec.ports, prefix, trace),
-            environment(
-                spec.runtime,
-                spec.files.config,
-                gpus,
-                options.cache_dir.absolute(),
-            ),
+            spec.environment(spec.files.config, gpus),
         )
 
     def progress(self) -> str:
@@ -211,6 +207,8 @@ def specs_of(options: ServeOptions, runtime: Runtime, tables: dict[str, Any]) ->
     """Return one spec per worker; without workers, one for the services."""
     options = replace(options, log_dir=options.log_dir.resolve())
     files = worker_files(options.base_port, max(1, options.workers))
+    mps = Mps(files[0].root.parent, options.log_dir) if options.mps else None
     return [
-        Spec(i, options, runtime, tables, private_files) for i, private_files in enumerate(files)
+        Spec(i, options, runtime, tables, private_files, mps)
+        for i, private_files in enumerate(files)
     ]

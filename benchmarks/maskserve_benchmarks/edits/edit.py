@@ -191,9 +191,11 @@ def worker_of(
     stages: dict[str, int] | None = None,
     processes: int = 1,
     tables: Mapping[str, Mapping[str, Any]] | None = None,
+    *,
+    mps: bool = False,
 ) -> Iterator[Site]:
-    """Run a worker of a model while the context lasts; its steps use `processes` processes, and
-    `tables` are further tables of its configuration.
+    """Run a worker of a model while the context lasts; its steps use `processes` processes,
+    `tables` are further tables of its configuration, and `mps` is the option of `maskserve serve`.
     """
     folder.mkdir()
     config = folder / "config.toml"
@@ -205,6 +207,7 @@ def worker_of(
         base_port=free_base_port(),
         config=config,
         devices_per_worker=processes,
+        mps=mps,
         log_dir=folder / "logs",
         report=lambda line: None,
     )

@@ -4,7 +4,8 @@
   crop.
 - `b`: the same in FP8, beside the pipeline compiled, and in FP8 and compiled; then Poisson arrivals
   beside static batches.
-- `c`: batch sizes, loads beside recorded steps, SDXL's recorded steps, and klein 4B.
+- `c`: batch sizes, loads beside recorded steps, SDXL's recorded steps, and klein 4B, with
+  `maskserve serve --mps` too.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ from maskserve_studies.gpu_run.sides import (
 
 PLAIN = "as it is"
 MASKSERVE, FIRST, HIT = "maskserve", "maskserve, first edit", "maskserve, hit"
+MPS = "maskserve, hit with --mps"
 OF_PARTS = {
     "a": ("as it is", "crop and stitch", "FirstBlockCache"),
     "b": ("compiled", "fp8, compiled"),
@@ -58,8 +60,6 @@ OF_PARTS = {
 }
 _BUSY = 0.8
 """Rate of Poisson arrivals, as a share of the static batches' edits per second."""
-_ROOM = 40_000_000_000
-"""Bytes of `[cache] budget_bytes` on a GPU that the rivals share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +137,11 @@ def part_c(run: Run, plan: Plan, device: torch.device, folder: Path) -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
     with ExitStack() as stack:
-        comparison = Comparison(run, plan, plan.klein, folder / "klein", "bf16", device)
+        room = 20_000_000_000  # two workers
+        comparison = Comparison(run, plan, plan.klein, folder / "klein", "bf16", device, room)
         comparison.start(stack, plan.rivals["c"])
+        if device.type == "cuda" and plan.triton:
+            comparison.start_mps(stack)
         for at_once in plan.at_once:
             comparison.time(at_once)
 
@@ -160,13 +163,21 @@ class Comparison:
         folder: folder of its random weights, which are written if it is not there.
         form: form of maskserve's weights.
         device: the device.
+        room: bytes of `[cache] budget_bytes` of each worker on a GPU, which the sides share.
     """
 
     def __init__(
-        self, run: Run, plan: Plan, source: Source, folder: Path, form: str, device: torch.device
+        self,
+        run: Run,
+        plan: Plan,
+        source: Source,
+        folder: Path,
+        form: str,
+        device: torch.device,
+        room: int = 40_000_000_000,
     ) -> None:
         self.run, self.plan, self.source = run, plan, source
-        self.folder, self.form, self.device = folder, form, device
+        self.folder, self.form, self.device, self.room = folder, form, device, room
         self.sides: dict[str, Side] = {}
         size = source.settings["native_resolution"]
         count = max(plan.arrivals, *plan.at_once)
@@ -207,11 +218,26 @@ class Comparison:
         if plain is not None and not any(isinstance(x, Rival) for x in self.sides.values()):
             self.sides[f"diffusers, {PLAIN}"] = plain
 
-    def _ways(self, stack: ExitStack) -> dict[str, Any]:
-        """Return the ways to serve, the preferred one first."""
+    def start_mps(self, stack: ExitStack) -> None:
+        """Start a worker more, whose processes share the GPU by NVIDIA's service."""
+        files = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        way = through_triton(self.folder, files / "w", self._tables(), mps=True)
+        side = self.run.step(f"start: {MPS}", self.plan.start_s, partial(stack.enter_context, way))
+        if side is not None and self.run.step(
+            f"before: {MPS}", self.plan.start_s, partial(self._warm, side)
+        ):
+            self.sides[MPS] = side
+
+    def _tables(self) -> dict[str, Any]:
+        """Return the configuration of maskserve's workers."""
         tables: dict[str, Any] = {"model": {"weights": self.form}}
         if self.device.type == "cuda":
-            tables["cache"] = {"budget_bytes": _ROOM}
+            tables["cache"] = {"budget_bytes": self.room}
+        return tables
+
+    def _ways(self, stack: ExitStack) -> dict[str, Any]:
+        """Return the ways to serve, the preferred one first."""
+        tables = self._tables()
         files = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         ways = {
             "start: maskserve through Triton": through_triton(self.folder, files / "w", tables),

@@ -130,10 +130,12 @@ class Rival:
 
 
 @contextmanager
-def through_triton(model: Path, folder: Path, tables: Tables) -> Iterator[Side]:
+def through_triton(
+    model: Path, folder: Path, tables: Tables, *, mps: bool = False
+) -> Iterator[Side]:
     """Serve by a Triton worker while the context lasts; print the ends of its logs if it fails."""
     try:
-        with worker_of(model, folder, tables=tables) as site:
+        with worker_of(model, folder, tables=tables, mps=mps) as site:
             yield TritonSide(site)
     except BaseException:
         for log in sorted(folder.rglob("*.log*")):
