@@ -80,7 +80,7 @@ def test_a_family_is_found_by_its_folder(monkeypatch: pytest.MonkeyPatch, tmp_pa
         PIPELINES=("DummyPipeline",),
         SETTINGS=("cache.stride",),
         read=lambda folder, pipeline, native: facts,
-        recorded_rows=lambda config: int(config.engine.heartbeat_s > 1),
+        recorded_rows=lambda spec, config: int(config.engine.heartbeat_s > 1),
         count=lambda config, picture: types.SimpleNamespace(
             blocks=(), size=(picture.height, picture.width, picture.recorded)
         ),

@@ -109,6 +109,8 @@ class FamilyCase:
     """Whether all that such steps read lies on the lines of one `StepCache` a pass."""
     ranks: Sequence[str] = ("tokens",)
     """How two ranks divide a step: `tokens` of each pass, or whole `passes`."""
+    recorded: bool = True
+    """Whether steps may be CUDA graphs, and are compared here with those that are not."""
     rank_tokens: int = 1
     """The number of a picture's tokens is a multiple of it, where ranks share tokens."""
     slow: bool = False
@@ -531,6 +533,7 @@ _FLUX = FamilyCase(
     int8=None,
     lora_oracle=False,
     ranks=(),  # tests/unit/engine/batch/test_sequence_parallel.py, also of other numbers
+    recorded=False,  # flux/test_flux_graphs.py, with LoRAs and ControlNets
 )
 _KLEIN = FamilyCase(
     "klein",
@@ -632,6 +635,7 @@ _UNET = FamilyCase(
     refresh_text=False,
     lines=False,  # maps and ends of stacks, too: unet/test_unet_refresh.py
     ranks=(),  # tests/unit/engine/batch/test_cfg_parallel.py
+    recorded=False,  # unet/test_unet_graphs.py
 )
 
 CASES: Mapping[str, FamilyCase] = {
@@ -689,6 +693,7 @@ CASES: Mapping[str, FamilyCase] = {
             refresh_text=None,
             lines=False,
             ranks=(),  # a rank's second attention has not the tokens of the other: test_sd3.py
+            recorded=False,  # that attention has each picture's own length
         ),
         _KLEIN,
         replace(
@@ -702,6 +707,7 @@ CASES: Mapping[str, FamilyCase] = {
             name="klein-kv",
             oracle=_klein_kv,
             references=_SEVERAL,
+            recorded=False,  # rows see references that no step computes
             all_tokens=KINDS,
             wholes=_wholes(
                 "Flux2KleinKVPipeline", "Flux2KleinKVPipeline", _of_vae, max_sequence_length=48
@@ -741,6 +747,7 @@ CASES: Mapping[str, FamilyCase] = {
             all_tokens=_KV,
             lora_forms=(_PEFT,),
             refresh_text=False,
+            recorded=False,  # rows see words that no step computes
         ),
         FamilyCase(
             "z-image",

@@ -453,7 +453,8 @@ class State:
         if self.packed.padded:
             kv = self._all_keys(k, v, packing)
             packing.scatter_computed((k, v), kv)
-            self.launcher.between(partial(_exchange, index, kv), self.packed)
+            alone = self.packed is not self.whole
+            self.launcher.between(partial(_exchange, index, kv, alone=alone), self.packed)
             return kv
         widened = self.cached and self.wide  # it reads other keys than narrow blocks do
         placed = self.packed.placed_kv
@@ -564,12 +565,16 @@ def _add_residuals(index: int, image: Tensor, packed: Packed, *, wide: bool, joi
             image[begin : begin + len(added)].add_(added)
 
 
-def _exchange(index: int, kv: tuple[Tensor, Tensor], packed: Packed) -> None:
+def _exchange(
+    index: int, kv: tuple[Tensor, Tensor], packed: Packed, *, alone: bool = False
+) -> None:
     """Let captures read a block's computed keys and values, and place the cached ones: of the rows
-    that a padded step is run for, wherever they lie.
+    that a padded step is run for, wherever they lie; `alone`: as image-only blocks see them.
     """
     if packed.padded:
         return  # no rows: its kernels are being chosen
+    if alone:
+        packed = packed.alone
     narrow = packed.layout.narrow
     if packed.primes:
         begins = [begin for begin, _ in narrow.all_keys.k_spans]

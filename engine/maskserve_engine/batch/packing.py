@@ -710,6 +710,8 @@ class Packed:
         packed.tokens, packed.text, packed.cis = map(clone, (self.tokens, self.text, self.cis))
         packed.cached_cis = None if self.cached_cis is None else clone(self.cached_cis)
         vars(packed).pop("wide_cis", None)  # made of the tensors before the copy
+        if "alone" in vars(packed):
+            packed.alone = self.alone.copied(clone)
         return packed
 
     def take(self, other: Packed) -> None:
@@ -719,6 +721,8 @@ class Packed:
         if self.cached_cis is not None:
             assert other.cached_cis is not None
             self.cached_cis.copy_(other.cached_cis)
+        if "alone" in vars(self):
+            self.alone.take(other.alone)
 
     @cached_property
     def wide_cis(self) -> Tensor:

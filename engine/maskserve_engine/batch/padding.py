@@ -73,8 +73,10 @@ class PaddedRows(Packed):
     sizes: Sizes
 
     @classmethod
-    def of(cls, packed: Packed, sizes: Sizes, inputs: Inputs) -> Self:
-        """Return the tensors, in the memory of `inputs`, with these rows."""
+    def of(cls, packed: Packed, sizes: Sizes, inputs: Inputs, *, alone: bool = False) -> Self:
+        """Return the tensors, in the memory of `inputs`, with these rows; `alone`: also as
+        image-only blocks see them.
+        """
 
         def empty(like: Tensor, count: int) -> Tensor:
             return inputs.empty(like, (count, *like.shape[1:]))
@@ -82,6 +84,10 @@ class PaddedRows(Packed):
         rows = cls.__new__(cls)
         vars(rows).update(vars(packed))
         vars(rows).pop("wide_cis", None)  # made of the tensors before
+        vars(rows).pop("alone", None)
+        if alone:
+            rows.alone = cls.of(packed.alone, sizes._replace(text=0), inputs)
+        rows.pads = None
         rows.rows, rows.cached = (), (None,) * len(packed.cached)
         rows.captures, rows.primes = (None,) * len(packed.captures), False
         rows.residuals = dict.fromkeys(packed.residuals)
@@ -108,6 +114,8 @@ class PaddedRows(Packed):
     def take(self, other: Packed) -> None:
         for to, source in ((self.text, other.text), (self.cis, other.cis)):
             to[: len(source)].copy_(source)
+        if "alone" in vars(self):
+            self.alone.take(other.alone)
         copy_tensors(self.layout.narrow, _padded(other.layout.narrow, self.sizes))
 
 

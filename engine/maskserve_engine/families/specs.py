@@ -100,7 +100,7 @@ def recorded_rows(spec: ModelSpec, config: Config) -> float:
     """Return the number of dense rows whose tokens fit in a recorded step on GPUs; 0: steps are not
     recorded.
     """
-    return FAMILIES[spec.family].recorded_rows(config)
+    return FAMILIES[spec.family].recorded_rows(spec, config)
 
 
 def load_spec(folder: str | Path, native_resolution: int = 0) -> ModelSpec:

@@ -417,7 +417,7 @@ def recorded_t5_bytes(config: Config, spec: ModelSpec) -> int:
     """Return the bytes that a recorded T5 keeps; 0: it is not recorded. Four tensors of each width
     are alive at once beside the position bias, or three of the bias while it is computed.
     """
-    if not (spec.recorded_t5 and config.engine.flux_cuda_graphs) or config.model.t5_offload:
+    if not (spec.recorded_t5 and config.engine.cuda_graphs) or config.model.t5_offload:
         return 0
     shape = read_json(Path(config.model.path) / spec.recorded_t5 / "config.json")
     length = config.model.max_sequence_length

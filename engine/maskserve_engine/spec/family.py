@@ -43,7 +43,7 @@ class FamilyModule(Protocol):
     def SETTINGS(self) -> Collection[str]:  # noqa: N802
         """Keys of the configuration, as `model.gguf`, that only models of such families have."""
 
-    def recorded_rows(self, config: Config, /) -> float:
+    def recorded_rows(self, spec: ModelSpec, config: Config, /) -> float:
         """Return the most dense rows whose tokens a step may have that is recorded as a CUDA graph,
         on GPUs; 0: none is recorded.
         """

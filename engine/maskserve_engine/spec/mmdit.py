@@ -9,10 +9,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from maskserve_common.config import Config
 from maskserve_engine.planning.flops import BlockWork, FixedWork, ModelWork
 from maskserve_engine.planning.layer_table import Layers, Shape, layer_flops
 from maskserve_engine.spec.family import StepPicture
-from maskserve_engine.spec.model_spec import ControlNetSpec
+from maskserve_engine.spec.model_spec import ControlNetSpec, ModelSpec
 
 CONTROL = ControlNetSpec(
     net="FluxControlNetModel",
@@ -26,6 +27,13 @@ CONTROL = ControlNetSpec(
     ),
     without=("conditioning_embedding_channels",),
 )
+RECORDED_ROWS = 2.3
+"""Dense rows whose tokens the longest recorded step has; longer ones keep a device busy."""
+_RECORDED_SHARE = 0.3
+"""Share of a worker's rows whose tokens the longest recorded step has at most."""
+_RECORDED_LAUNCHES, _RECORDED_LAUNCHES_OUTSIDE = 2.0, 18.0
+"""Kernels of a recorded step: of a cached block one that places entries, and the piece of a graph
+after it; and those outside the blocks."""
 _OUT_LAUNCHES = 1.0
 """Kernels of the layer after a block of a ControlNet."""
 PRECOMPUTED_STEPS = 8
@@ -102,6 +110,17 @@ def stack(name: str, blocks: int, block: BlockLayers) -> dict[str, BlockLayers]:
     return {f"{name}.{number}": block for number in range(blocks)}
 
 
+def recorded_rows(spec: ModelSpec, config: Config) -> float:
+    """Return the number of dense rows whose tokens fit in a recorded step on GPUs; 0: steps are not
+    recorded. Workers of few rows, on cards with little memory, record shorter ones. Rows that see
+    exact references are not recorded.
+    """
+    is_single_device = config.engine.devices == 1 and config.cache.placed_bytes <= 0
+    if spec.semantics.exact or not (config.engine.cuda_graphs and is_single_device):
+        return 0
+    return min(RECORDED_ROWS, max(1.0, _RECORDED_SHARE * config.engine.max_rows))
+
+
 class TransformerLayers(NamedTuple):
     """The layers of a transformer whose blocks attend to text and image together."""
 
@@ -144,6 +163,14 @@ class TransformerLayers(NamedTuple):
         ends = sum(inputs for inputs, _ in self.before["token"].values())
         ends += sum(outputs for _, outputs in self.after["token"].values())
         vectors = self.vectors * width
+        launches = {name: block.launches for name, block in self.blocks.items()}
+        outside = self.launches
+        if picture.recorded:  # but for projected blocks
+            launches = {
+                name: (0.0, project, _RECORDED_LAUNCHES)
+                for name, (_, project, _) in launches.items()
+            }
+            outside = _RECORDED_LAUNCHES_OUTSIDE
         return ModelWork(
             family=family,
             blocks=tuple(
@@ -153,7 +180,7 @@ class TransformerLayers(NamedTuple):
                     level=0,
                     width=width,
                     pair=4.0 * width * block.attentions,
-                    launches=block.launches,
+                    launches=launches[name],
                     layers=block.layers,
                     **layer_flops(block.layers),
                 )
@@ -164,7 +191,7 @@ class TransformerLayers(NamedTuple):
             still=still,
             joint=True,
             before=(FixedWork.of(self.before),),
-            after=FixedWork.of(self.after, launches=self.launches),
+            after=FixedWork.of(self.after, launches=outside),
             restore_ends=False,
             # Tensors of a block, the model's input and output, and all blocks' vectors.
             peak_row=tokens * (peak_token + ends) + PRECOMPUTED_STEPS * vectors,

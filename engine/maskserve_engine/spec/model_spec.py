@@ -334,11 +334,6 @@ def least_steps(sampler: Mapping[str, Any]) -> int:
     return 2 if sampler.get("shift_terminal") else 1
 
 
-def no_recorded_rows(config: Config) -> int:
-    """Return 0, for families whose steps are not CUDA graphs (`FamilyModule.recorded_rows`)."""
-    return 0
-
-
 def refresh_strides(config: Config, spec: ModelSpec) -> RefreshStrides:
     """Return the strides of a worker's edits."""
     return RefreshStrides(

@@ -33,10 +33,10 @@ from maskserve_engine.cache.memory_tier import MemoryTier
 from maskserve_engine.cache.registered import Registrar
 from maskserve_engine.cache.store import Handle, Store
 from maskserve_engine.cache.tier import Note
-from maskserve_engine.families.flux.spec import RECORDED_ROWS
 from maskserve_engine.fitting.entry_store import open_reserve
 from maskserve_engine.layers.attention import bucket, missing_varlen, segments, varlen
 from maskserve_engine.layers.scatter_kv import Change, KvSource, scatter_kv, slots_of
+from maskserve_engine.spec.mmdit import RECORDED_ROWS
 from maskserve_engine.stages.quantise import quantise
 
 RATIO = 0.11

@@ -37,7 +37,7 @@ from maskserve_common.contracts.semantics import FILL, INPAINT
 from maskserve_engine.batch.graphs import GraphPiece, Graphs, Inputs, Launcher
 from maskserve_engine.batch.padding import Sizes
 from maskserve_engine.batch.row_updates import slots_for
-from maskserve_engine.families.flux.spec import RECORDED_ROWS, REFRESH_STRIDES, flux_work
+from maskserve_engine.families.flux.spec import REFRESH_STRIDES, flux_work
 from maskserve_engine.families.unet import spec as unet
 from maskserve_engine.families.unet.levels import together_length
 from maskserve_engine.families.unet.spec import unet_work
@@ -48,6 +48,7 @@ from maskserve_engine.layers.attention import bucket
 from maskserve_engine.layers.shrink_expand import RANKS
 from maskserve_engine.planning.flops import RowTokens
 from maskserve_engine.planning.refresh_steps import lookahead_steps_of, refresh_steps
+from maskserve_engine.spec.mmdit import RECORDED_ROWS
 
 IMAGE, TEXT, GRID, RING = 4096, 512, 64, 2
 """Tokens of a picture and of a prompt, tokens of a side, and the cached ring's width."""

@@ -20,7 +20,7 @@ import torch
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.families.encoder import Encoder
-from maskserve_engine.families.flux.adapter import FluxAdapter
+from maskserve_engine.families.mmdit.adapter import FlowAdapter
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.layers.shrink_expand import compile_kernels
 from maskserve_engine.loop import warm_up as warm_up_module
@@ -30,6 +30,7 @@ from maskserve_engine.start.assembly import assemble
 from maskserve_studies.kernels.fake_cuda import DEVICE, FakeCuda, fake_weights
 from maskserve_studies.kernels.kernel_counts import MIXED, fake_bench
 from tests.fakes.jobs import config_of, encode_case, random_case
+from tests.fakes.tiny_families import FAMILIES
 from tests.support.draws import fresh_rng
 from tests.support.first_calls import FirstCalls
 from tests.support.sink import Sink
@@ -51,9 +52,9 @@ def engine_on(folder: Path, real: Adapter, encoder: Encoder) -> Iterator[Engine]
     """An engine on the fake device of the context, with recorded steps of a real adapter's
     model.
     """
-    assert isinstance(real, FluxAdapter)
+    assert isinstance(real, FlowAdapter)
     model, rule = fake_weights(real.model.to("meta")), real._refresh_rule
-    adapter = FluxAdapter(real.spec, model, real.sampler, recorded_rows=2.3, refresh_rule=rule)
+    adapter = type(real)(real.spec, model, real.sampler, recorded_rows=2.3, refresh_rule=rule)
     config = config_of(
         folder,
         model={"device": str(DEVICE), "dtype": "bfloat16"},
@@ -122,8 +123,9 @@ def brief(call: Hashable) -> str:
     return f"{name} {[part for part in parts if is_plan(call) or 'constexpr' in part]}"
 
 
-def test_a_first_edit_compiles_and_plans_nothing(tiny_fill: Path) -> None:
-    assert list(map(brief, first_calls(tiny_fill))) == []
+@pytest.mark.parametrize("name", ["flux-fill", "klein"])
+def test_a_first_edit_compiles_and_plans_nothing(name: str, tmp_path: Path) -> None:
+    assert list(map(brief, first_calls(FAMILIES[name](tmp_path / name)))) == []
 
 
 @pytest.mark.parametrize("ranks", [(16,), (4, 40)])

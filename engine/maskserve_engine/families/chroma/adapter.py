@@ -60,6 +60,8 @@ class ChromaWeights(FluxWeights):
 
 
 class ChromaBatch(FluxBatch):
+    text_varies = True
+
     def vectors(self, weights: FluxWeights, steps: slice) -> tuple[Vectors, ...]:
         assert isinstance(weights, ChromaWeights)
         assert weights.approximator is not None

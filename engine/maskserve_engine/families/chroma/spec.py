@@ -19,7 +19,6 @@ from maskserve_engine.spec.model_spec import (
     ModelSpec,
     RefreshSpec,
     least_steps,
-    no_recorded_rows,
     one_scale,
 )
 
@@ -36,7 +35,7 @@ _STRIDE = 7
 _PATCH = 2
 
 control_work = flux.control_work
-recorded_rows = no_recorded_rows
+recorded_rows = mmdit.recorded_rows
 
 
 def read(folder: Path, pipeline: str, native_resolution: int) -> ModelSpec:

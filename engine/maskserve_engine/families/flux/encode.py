@@ -32,7 +32,7 @@ class FluxEncoder(Encoder):
         vae, clip = load_vae(config, spec), TextEncoder.load(config, CLIPTextModel)
         length = config.model.max_sequence_length
         t5 = TextEncoder.load(config, T5EncoderModel, "_2", length, load=load_t5)
-        return cls(spec, vae, clip, t5.recorded() if config.engine.flux_cuda_graphs else t5)
+        return cls(spec, vae, clip, t5.recorded() if config.engine.cuda_graphs else t5)
 
     @property
     def text_encoders(self) -> dict[str, TextEncoder]:

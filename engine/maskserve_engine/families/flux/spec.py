@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from maskserve_common.config import Config
 from maskserve_common.config_file import read_json
 from maskserve_common.contracts.semantics import FILL, INPAINT, REFERENCE, DenseSteps
 from maskserve_engine.planning.flops import ModelWork
@@ -40,13 +39,13 @@ PIPELINES = {
     "FluxKontextPipeline": REFERENCE,
 }
 """Served semantics by the class in model_index.json."""
+recorded_rows = mmdit.recorded_rows
 NAME = "FLUX models"
 SETTINGS = (
     "model.first_block_threshold",
     "model.t5_weights",
     "model.t5_offload",
     "model.gguf",
-    "engine.flux_cuda_graphs",
     "controls.unequal_depths",
 )
 DEFAULTS = {
@@ -76,12 +75,6 @@ _KINDS = {FILL: INPAINT_ONLY, INPAINT: ALL_KINDS, REFERENCE: ALL_KINDS}
 _CONTROLS = {FILL: CONTROL, INPAINT: replace(CONTROL, stride=0.35), REFERENCE: None}
 """Where the picture round the mask is noised like the rest, its keys and values change less the
 less noise there is."""
-
-RECORDED_ROWS = 2.3
-"""Dense rows whose tokens the longest recorded step has; longer ones keep a device busy."""
-_RECORDED_SHARE = 0.3
-"""Share of a worker's rows whose tokens the longest recorded step has at most."""
-_RECORDED_LAUNCHES_OUTSIDE = 18.0
 
 
 def blocks_of(config: Mapping[str, Any]) -> dict[str, mmdit.BlockLayers]:
@@ -115,15 +108,7 @@ def embedders_of(config: Mapping[str, Any]) -> dict[str, dict[str, Shape]]:
 
 def count(config: Mapping[str, Any], picture: StepPicture) -> ModelWork:
     """Return the work of a FluxTransformer2DModel."""
-    h, blocks, outside = mmdit.width_of(config), blocks_of(config), mmdit.LAUNCHES_OUTSIDE
-    if picture.recorded:
-        # A kernel that places entries, and the piece of a graph after it. Projected blocks are not
-        # recorded.
-        blocks = {
-            name: block._replace(launches=(0.0, block.launches[1], 2.0))
-            for name, block in blocks.items()
-        }
-        outside = _RECORDED_LAUNCHES_OUTSIDE
+    h, blocks = mmdit.width_of(config), blocks_of(config)
     inputs = {"timestep": 256, "text": int(config["pooled_projection_dim"])}
     if config.get("guidance_embeds"):
         inputs["guidance"] = 256
@@ -131,7 +116,7 @@ def count(config: Mapping[str, Any], picture: StepPicture) -> ModelWork:
     for name, width in inputs.items():
         row |= mmdit.embedder(f"time_text_embed.{name}_embedder", width, h)
     before, after = {"row": row, **embedders_of(config)}, mmdit.last_layers(config)
-    return mmdit.TransformerLayers(blocks, before, after, outside).work("flux", config, picture)
+    return mmdit.TransformerLayers(blocks, before, after).work("flux", config, picture)
 
 
 def flux_work(
@@ -200,13 +185,3 @@ def _ip_adapters(config: Mapping[str, Any]) -> IpAdapterSpec:
     """Return the IP-Adapters of a FluxTransformer2DModel, whose double blocks read the picture."""
     layers = tuple((number, mmdit.width_of(config)) for number in range(int(config["num_layers"])))
     return IpAdapterSpec("xlabs", int(config["joint_attention_dim"]), layers)
-
-
-def recorded_rows(config: Config) -> float:
-    """Return the number of dense rows whose tokens fit in a recorded step on GPUs; 0: steps are not
-    recorded. Workers of few rows, on cards with little memory, record shorter ones.
-    """
-    is_single_device = config.engine.devices == 1 and config.cache.placed_bytes <= 0
-    if not (config.engine.flux_cuda_graphs and is_single_device):
-        return 0
-    return min(RECORDED_ROWS, max(1.0, _RECORDED_SHARE * config.engine.max_rows))

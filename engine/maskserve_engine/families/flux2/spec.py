@@ -24,7 +24,6 @@ from maskserve_engine.spec.model_spec import (
     ModelSpec,
     RefreshSpec,
     least_steps,
-    no_recorded_rows,
 )
 
 PIPELINES = {
@@ -61,7 +60,7 @@ _KEYS = "attn.to_kv"
 """The part of `attn.to_qkv_mlp_proj` that makes keys and values. No LoRA has it by itself."""
 
 control_work = flux.control_work
-recorded_rows = no_recorded_rows
+recorded_rows = mmdit.recorded_rows
 
 
 def read(folder: Path, pipeline: str, native_resolution: int) -> ModelSpec:

@@ -21,6 +21,8 @@ from maskserve_engine.spec.family import FamilyModule
 
 
 class Flux3Batch(FluxBatch):
+    text_varies = True
+
     def vectors(self, weights: FluxWeights, steps: slice) -> tuple[Vectors, ...]:
         assert isinstance(weights, Flux3Weights)
         return weights.vectors(self.timesteps[steps], self.targets[steps])

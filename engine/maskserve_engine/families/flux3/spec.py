@@ -20,7 +20,6 @@ from maskserve_engine.spec.model_spec import (
     ModelSpec,
     RefreshSpec,
     check_served,
-    no_recorded_rows,
 )
 
 _DISTILLED = "Flux3DistilledModularPipeline"
@@ -36,7 +35,7 @@ _MOST_PICTURES = 10
 """References as of FLUX.2 klein; its pipeline names no number."""
 
 control_work = flux.control_work
-recorded_rows = no_recorded_rows
+recorded_rows = mmdit.recorded_rows
 
 
 def read(folder: Path, pipeline: str, native_resolution: int) -> ModelSpec:

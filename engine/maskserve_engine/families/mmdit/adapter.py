@@ -340,7 +340,7 @@ class FlowAdapter(Stepping[Row, W], FlowRowMaker, OpenedRows, Generic[W]):
         placed_bytes: `[cache] placed_bytes`.
         outside_noise: `[model] outside_noise`.
         recorded_rows: number of dense rows whose tokens the longest recorded step has (`[engine]
-            flux_cuda_graphs`); keys and values are then placed again at each step. 0: no step is
+            cuda_graphs`); keys and values are then placed again at each step. 0: no step is
             recorded.
         refresh_rule: how rows fill their step caches.
     """
@@ -422,7 +422,7 @@ class FlowAdapter(Stepping[Row, W], FlowRowMaker, OpenedRows, Generic[W]):
             load_sampler(config, passes_sigmas=cls.passes_sigmas, shift=cls.sampler_shift),
             placed_bytes=config.cache.placed_on(device_of(config).type),
             outside_noise=outside_noise(config),
-            recorded_rows=cls.family.recorded_rows(config),
+            recorded_rows=cls.family.recorded_rows(spec, config),
             refresh_rule=refresh_rule(config, spec, device_of(config).type),
         )
 

@@ -12,7 +12,7 @@ from abc import abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -76,17 +76,21 @@ class FlowStep:
     model: Transformer
     packed: Packed
     kinds: Sequence[str]
+    pads_lone: bool = False
+    """Whether a lone pass is padded, too: prompts of other lengths would be other shapes."""
 
     @property
     def shapes(self) -> Hashable | None:
-        """A lone pass has the kernels of its own length, unless it is captured. With LoRAs only
-        lone passes and padded ones are recorded.
+        """A lone pass has the kernels of its own length, unless it is captured or `pads_lone`. With
+        LoRAs only lone passes and padded ones are recorded.
         """
         cached = self.packed.cached_cis is not None
         sizes, updates = self.sizes, self.model.updates
         shapes: Hashable | None = sizes
         if sizes is None and not self.packed.primes:
             shapes = self.packed.shapes
+            if self.model.alone:
+                shapes = shapes, self.packed.alone.shapes
             if cached:
                 shapes = None if "project" in self.kinds else (shapes, tuple(self.kinds))
         if shapes is not None and self.packed.residuals:
@@ -102,7 +106,7 @@ class FlowStep:
         packed = self.packed
         loads = packed.cached_cis is None or set(self.kinds) == {"kv"}
         several = len(packed.rows) > 1 or packed.primes
-        return sizes_of(packed) if loads and several else None
+        return sizes_of(packed) if loads and (several or self.pads_lone) else None
 
     @property
     def common(self) -> bool:
@@ -112,8 +116,9 @@ class FlowStep:
         sizes, copy = self.sizes, inputs.copy
         if sizes is None:
             return FlowStep(self.model.copied(copy, ()), self.packed.copied(copy), self.kinds)
-        packed, kinds = PaddedRows.of(self.packed, sizes, inputs), ("kv",) * self.model.block_count
-        step = FlowStep(self.model.copied(copy, packed.moving), packed, kinds)
+        packed = PaddedRows.of(self.packed, sizes, inputs, alone=self.model.alone > 0)
+        model, kinds = self.model.copied(copy, packed.moving), ("kv",) * self.model.block_count
+        step = FlowStep(model, packed, kinds)
         step.run(Launcher())  # kernels of these sizes are chosen before one is recorded
         return step
 
@@ -137,6 +142,9 @@ W = TypeVar("W", bound=FlowWeights)
 
 class FlowBatch(ReusableBatch[Row, W]):
     """Rows and their packed inputs. A row belongs to the batch that packed it last."""
+
+    text_varies: ClassVar[bool] = False
+    """Whether a prompt's length is that of its words."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         super().__init__(rows)
@@ -225,7 +233,8 @@ class FlowBatch(ReusableBatch[Row, W]):
         elif self._skippers:
             velocity = forward_skipping(model_step, self.packed, kinds, self._skippers)
         elif self._recorded and weights.graphs is not None and self._fits(weights.graphs):
-            velocity = weights.graphs.answer(FlowStep(model_step, self.packed, kinds))
+            step = FlowStep(model_step, self.packed, kinds, self.text_varies)
+            velocity = weights.graphs.answer(step)
         else:
             velocity = forward(model_step, self.packed, kinds)
         if self._guided:

@@ -19,6 +19,8 @@ from maskserve_engine.spec.family import FamilyModule
 
 
 class QwenImageBatch(FluxBatch):
+    text_varies = True
+
     @staticmethod
     def guide(positive: Tensor, negative: Tensor, scale: float) -> None:
         """Guide, then scale each token's answer to the length of its first pass's."""

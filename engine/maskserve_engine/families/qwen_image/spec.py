@@ -22,7 +22,6 @@ from maskserve_engine.spec.model_spec import (
     ModelSpec,
     RefreshSpec,
     least_steps,
-    no_recorded_rows,
 )
 
 PIPELINES = {
@@ -53,7 +52,7 @@ CONTROL = ControlNetSpec(
     equal=("num_attention_heads", "attention_head_dim", "joint_attention_dim", "axes_dims_rope"),
     without=("extra_condition_channels",),
 )
-recorded_rows = no_recorded_rows
+recorded_rows = mmdit.recorded_rows
 
 
 def read(folder: Path, pipeline: str, native_resolution: int) -> ModelSpec:

@@ -26,7 +26,6 @@ from maskserve_engine.spec.model_spec import (
     RefreshSpec,
     check_served,
     least_steps,
-    no_recorded_rows,
 )
 
 PIPELINES = {"QwenImage21Pipeline": EXACT_REFERENCE}
@@ -42,7 +41,7 @@ _MOST_PICTURES = 10
 """Its pipeline names no number."""
 
 control_work = flux.control_work
-recorded_rows = no_recorded_rows
+recorded_rows = mmdit.recorded_rows
 
 
 def read(folder: Path, pipeline: str, native_resolution: int) -> ModelSpec:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from maskserve_common.config import Config
 from maskserve_common.config_file import read_json
 from maskserve_common.contracts.semantics import INPAINT, DenseSteps
 from maskserve_engine.families.flux import spec as flux
@@ -22,7 +23,6 @@ from maskserve_engine.spec.model_spec import (
     RefreshSpec,
     check_served,
     least_steps,
-    no_recorded_rows,
     one_scale,
 )
 
@@ -43,7 +43,13 @@ _CLIP = 77
 _SECOND = "dual_attention_layers"
 
 control_work = flux.control_work
-recorded_rows = no_recorded_rows
+
+
+def recorded_rows(spec: ModelSpec, config: Config) -> float:
+    """Return `mmdit.recorded_rows`; 0 for medium, whose second attention has each picture's own
+    length.
+    """
+    return 0 if spec.denoiser.get(_SECOND) else mmdit.recorded_rows(spec, config)
 
 
 def read(folder: Path, pipeline: str, native_resolution: int) -> ModelSpec:

@@ -135,7 +135,7 @@ class UnetAdapter(Stepping[Row, UnetWeights], UnetControls):
             cfg_entries=config.cache.cfg_entries == "own",
             halo=config.cache.conv_halo,
             outside_noise=outside_noise(config),
-            graphs=recorded_rows(config) > 0,
+            graphs=recorded_rows(spec, config) > 0,
             refresh_rule=refresh_rule(config, spec, device_of(config).type),
         )
 

@@ -504,7 +504,7 @@ def _cross_layers(config: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
     return tuple([(numbers[i], int(block.width)) for i, block in enumerate(blocks)])
 
 
-def recorded_rows(config: Config) -> float:
+def recorded_rows(spec: ModelSpec, config: Config) -> float:
     """Return infinity, for steps of any number of passes are recorded on GPUs; 0: none is."""
     return math.inf if config.engine.cuda_graphs else 0
 

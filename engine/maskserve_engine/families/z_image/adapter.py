@@ -34,6 +34,8 @@ _ZERO = torch.zeros(1, dtype=torch.int64)
 
 
 class ZImageBatch(FlowBatch[ZImageWeights]):
+    text_varies = True
+
     @staticmethod
     def precomputed_steps(passes: int) -> int:
         return precomputed_steps(passes)

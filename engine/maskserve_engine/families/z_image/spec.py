@@ -20,7 +20,6 @@ from maskserve_engine.spec.model_spec import (
     ModelSpec,
     RefreshSpec,
     least_steps,
-    no_recorded_rows,
     one_scale,
 )
 
@@ -50,7 +49,7 @@ _LAUNCHES, _LAUNCHES_OUTSIDE = (16.8, 26.8, 20.8), 14.6
 """Kernels of a block and outside, counted on a device without memory."""
 
 control_work = flux.control_work
-recorded_rows = no_recorded_rows
+recorded_rows = mmdit.recorded_rows
 
 
 def pads_of(tokens: int) -> int:

@@ -6,9 +6,11 @@ family's own folder.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -16,9 +18,12 @@ import torch
 
 from maskserve_benchmarks.steps.replay import Replay
 from maskserve_engine.base.job import EditJob
+from maskserve_engine.batch.graphs import Graphs
 from maskserve_engine.batch.transfer import mapped
 from maskserve_engine.families.adapter import EditRow
 from maskserve_engine.families.registry import load_adapter
+from maskserve_engine.families.specs import recorded_rows
+from maskserve_engine.layers.low_rank import Factors, LowRankSet
 from tests.fakes.loras import of_model, write
 from tests.support import cached_rows, refresh_rows
 from tests.support.cached_rows import Primed, assert_equal, result
@@ -26,6 +31,7 @@ from tests.support.family_cases import CASES, FamilyCase, FamilyModel
 from tests.support.lora_oracle import read
 from tests.support.ranks import check_ranks
 from tests.support.refresh_rows import FirstEdits
+from tests.support.replayed import Replayed, attend_on_a_cpu, update_kernels_on_a_cpu
 
 pytestmark = pytest.mark.spread("model", sort=lambda case: case.sort)
 
@@ -121,6 +127,70 @@ def test_kinds_of_edits_change_nothing_of_one_another(model: FamilyModel) -> Non
     cached_rows.run(replay, together, "kv")
     for row, expected in zip(together, alone, strict=True):
         assert_equal(row.result().array(), expected)
+
+
+@for_each(lambda case: case.recorded)
+def test_recorded_steps_are_those_that_are_not(
+    model: FamilyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dense edit, hits, first edits, some with LoRAs, and an edit without a mask join and leave.
+    In the second round most steps were recorded in the first.
+    """
+    attend_on_a_cpu(monkeypatch)
+    capture, case = Replayed(), model.case
+    config = model.config_with(cache={"placed_bytes": 0})
+    plain, recording = (cast(Any, load_adapter(config)) for _ in range(2))
+    for adapter in (plain, recording):
+        adapter._preparation._buckets = True
+    recording.stepped = replace(recording.weights, graphs=Graphs(capture, rows=16))
+    jobs = [model.job(seed, num_inference_steps=4, strength=1.0) for seed in EDITS[:5]]
+    wholes = [model.job(5, kind, num_inference_steps=4) for kind in case.wholes]
+    with update_kernels_on_a_cpu():
+        loras = [_random_lora(plain, seed, rank) for seed, rank in ((1, 5), (2, 18))]
+
+    def run(adapter: Any) -> list[Any]:
+        replay = FirstEdits(adapter)
+        rows: list[Any] = [adapter.dense_row(job) for job in jobs[:1] + wholes]
+        if case.kinds:
+            rows += [cached_rows.cached(replay, jobs[seed], model.primed(seed)) for seed in (1, 2)]
+        if case.refresh_text is not None:
+            schedule = refresh_rows.plan(0, 2, text=case.refresh_text)
+            rows += [replay.first_edit(job, schedule) for job in jobs[3:]]
+        for row, lora in zip(rows[1::2], loras, strict=False):
+            row.adapters = ((lora, 0.5),)
+        kinds, begun = ("kv",) * adapter.blocks, list[EditRow]()
+        for row in reversed(rows):
+            begun.append(row)
+            replay.step([row for row in begun if row.step < row.steps], kinds)
+        cached_rows.run(replay, rows, "kv")
+        return [row.result().array() for row in rows]
+
+    expected = run(plain)
+    for _ in range(2):
+        with update_kernels_on_a_cpu():
+            recorded = run(recording)
+        for latents, plain_latents in zip(recorded, expected, strict=True):
+            assert_equal(latents, plain_latents)
+    assert capture.recorded > 0
+    assert recording.stepped.graphs.records, "recording was turned off"
+    assert recorded_rows(model.adapter.spec, config)
+
+
+def _random_lora(adapter: Any, seed: int, rank: int) -> LowRankSet:
+    """A LoRA on all layers of the blocks."""
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.from_numpy(rng.standard_normal(shape, np.float32) / shape[1] ** 0.5)
+
+    low_rank: LowRankSet = adapter.low_rank(
+        {
+            name: Factors(normal(rank, place.shape[1]), normal(place.shape[0], rank))
+            for name, place in adapter.places.items()
+            if re.search(r"(blocks|layers)\.\d+\.", name)
+        }
+    )
+    return low_rank
 
 
 @for_each(lambda case: case.all_tokens)

@@ -36,7 +36,7 @@ def test_it_counts_what_the_memory_table_counts(tiny_fill: Path, dtype: str) -> 
         tiny_fill,
         model={"dtype": dtype},
         cache={"placed_bytes": 2**26},
-        engine={"flux_cuda_graphs": False},
+        engine={"cuda_graphs": False},
         stages={"vae_batches": "off"},
     )
     shapes, adapter = Shapes(config), load_adapter(config)

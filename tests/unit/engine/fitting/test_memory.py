@@ -415,7 +415,7 @@ def test_the_table_counts_recorded_flux_steps(
     monkeypatch.setattr(memory, "_name", str)
     steps = []
     for on in (False, True):
-        config = config_of(tiny_fill, engine={"flux_cuda_graphs": on})
+        config = config_of(tiny_fill, engine={"cuda_graphs": on})
         _, size = template_layout(config, adapter, estimated_costs(config))
         memory_table = memory.memory_table(config, adapter, size, (2 * FREE, FREE))
         steps.append(memory_table.step - size.anchor_bytes)
@@ -503,7 +503,7 @@ def test_a_recorded_t5_keeps_no_more_than_was_counted(length: int, tmp_path: Pat
     counted = memory.recorded_t5_bytes(config, facts)
     assert 0.95 * counted <= max(peaks) <= counted
     for unrecorded in ({"model": {**model, "t5_offload": True}},
-                       {"model": model, "engine": {"flux_cuda_graphs": False}}):  # fmt: skip
+                       {"model": model, "engine": {"cuda_graphs": False}}):  # fmt: skip
         assert memory.recorded_t5_bytes(config_of(tmp_path, **unrecorded), facts) == 0
 
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from maskserve_benchmarks.steps.replay import Replay
-from maskserve_common.config import ConfigError
 from maskserve_common.imaging.masks import active_tokens
 from maskserve_engine.base.job import ControlInput, EditJob
 from maskserve_engine.batch import forward
@@ -23,7 +22,6 @@ from maskserve_engine.batch.packing import Packed
 from maskserve_engine.batch.padding import QUANTUM, PaddedRows, Sizes
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.flux.adapter import FluxAdapter
-from maskserve_engine.families.flux.spec import RECORDED_ROWS
 from maskserve_engine.families.mmdit import batch as flow_batch
 from maskserve_engine.families.mmdit.preparation import grid_of
 from maskserve_engine.families.mmdit.rows import EntryTokens
@@ -31,6 +29,7 @@ from maskserve_engine.families.registry import load_adapter
 from maskserve_engine.families.specs import load_spec, recorded_rows
 from maskserve_engine.layers.attention import bucket
 from maskserve_engine.layers.low_rank import Factors, LowRankSet
+from maskserve_engine.spec.mmdit import RECORDED_ROWS
 from tests.fakes.control_nets import random_net
 from tests.fakes.jobs import config_of, encode_case, guided, random_case
 from tests.support import refresh_rows
@@ -442,7 +441,7 @@ def test_an_edit_with_a_way_of_its_own_keeps_its_tokens_and_is_not_recorded(
 
 def test_where_steps_are_not_recorded_nothing_changes(folder: Path, encoder: Encoder) -> None:
     """On a CPU, setting or not."""
-    adapter = load_adapter(config_of(folder, engine={"flux_cuda_graphs": True}))
+    adapter = load_adapter(config_of(folder, engine={"cuda_graphs": True}))
     plain = load_adapter(config_of(folder))
     assert isinstance(adapter, FluxAdapter)
     assert adapter.weights.graphs is None
@@ -452,7 +451,7 @@ def test_where_steps_are_not_recorded_nothing_changes(folder: Path, encoder: Enc
 
 
 def test_recorded_steps_are_of_workers_with_one_device_that_keep_nothing_placed(
-    tiny_fill: Path, tiny_unets: dict[str, Path]
+    tiny_fill: Path,
 ) -> None:
     facts = load_spec(tiny_fill)
 
@@ -461,10 +460,8 @@ def test_recorded_steps_are_of_workers_with_one_device_that_keep_nothing_placed(
 
     assert rows() == rows(cache={"placed_bytes": 0}) == RECORDED_ROWS
     assert rows(cache={"placed_bytes": 7}) == rows(engine={"devices": 2}) == 0
-    off: dict[str, Any] = {"flux_cuda_graphs": False}
+    off: dict[str, Any] = {"cuda_graphs": False}
     assert rows(engine=off) == 0
-    with pytest.raises(ConfigError, match=r"\[engine\] flux_cuda_graphs: a setting of FLUX"):
-        load_adapter(config_of(tiny_unets["sd-fill"], engine=off))
 
 
 def test_steps_of_more_tokens_than_a_dense_row_has_are_not_recorded(
