@@ -119,9 +119,13 @@ def objects_of(text: str) -> list[list[str]]:
     return [list(words) for words in re.findall(r"\ba (\w+) (\w+)(?: at the (\w+))?", text)]
 
 
-def check_changed(before: Path, after: Path, caption: str, change: str) -> None:
-    """Two pictures have the caption's objects; in the second one has become another."""
-    objects, [[colour, shape, _]] = objects_of(caption), objects_of(change)
+def check_changed(
+    before: Path, after: Path, objects: list[list[str]], change: str
+) -> list[list[str]]:
+    """The first picture has the objects; in the second one has become another. Return those of the
+    second.
+    """
+    [[colour, shape, _]] = objects_of(change)
     changed = [
         [colour, shape, side] if f"the {old} {form}" in change else [old, form, side]
         for old, form, side in objects
@@ -131,17 +135,20 @@ def check_changed(before: Path, after: Path, caption: str, change: str) -> None:
         picture = pixels_of(path)
         assert all(shows(picture, *words, side or None) for *words, side in right), path
         assert not all(shows(picture, *words, side or None) for *words, side in wrong), path
+    return changed
 
 
-def test_the_four_jobs_show_what_their_prompts_name(demo: Clone) -> None:
+def test_the_jobs_show_what_their_prompts_name(demo: Clone) -> None:
     with serving_jobs(demo.folder) as running:
         ran = running.shell(f"export MASKSERVE_URL=localhost:{running.router}\n{JOBS}")
     assert ran.returncode == 0, ran.stdout + ran.stderr
     folder, inputs = demo.folder, ROOT / "assets/demo/demo-edit"
     texts = re.findall(r'(?:--prompt |prompt=|change=)"([^"]*)"', JOBS)
-    caption, instruction, masked, scene, change = texts
-    check_changed(folder / "picture.png", folder / "instructed.png", caption, instruction)
-    check_changed(folder / "scene-made.png", folder / "scene.png", scene, change)
+    caption, instruction, back, masked, scene, change = texts
+    source_path, instructed_path = folder / "picture.png", folder / "instructed.png"
+    objects = check_changed(source_path, instructed_path, objects_of(caption), instruction)
+    check_changed(instructed_path, folder / "referred.png", objects, back)
+    check_changed(folder / "scene-made.png", folder / "scene.png", objects_of(scene), change)
     source, edited = pixels_of(inputs / "source.png"), pixels_of(folder / "edited.png")
     mask = pixels_of(inputs / "mask.png")[..., 0] > 127
     [[colour, shape, _]] = objects_of(masked)

@@ -27,7 +27,7 @@ def blocks(document: str) -> list[Block]:
 
 
 SERVE_JOBS, SERVE = [code for _, code in blocks("README.md") if "maskserve serve" in code]
-"""The servers of the README's four jobs and of all other examples."""
+"""The servers of the README's jobs and of all other examples."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def serving_clone(folder: Path, devices: int = 1) -> Iterator[Clone]:
 
 @contextmanager
 def serving_jobs(folder: Path) -> Iterator[Clone]:
-    """The server of the README's four jobs on free ports, in a clone's folder."""
+    """The server of the README's jobs on free ports, in a clone's folder."""
     with _served(folder, SERVE_JOBS) as clone:
         yield clone
 

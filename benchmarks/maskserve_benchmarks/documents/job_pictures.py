@@ -1,4 +1,4 @@
-"""Run the README's four jobs, and show their pictures side by side.
+"""Run the README's jobs, and show their pictures side by side.
 
     python scripts/bench job_pictures
 
@@ -23,7 +23,7 @@ _GAP, _LINE = 8, 22
 
 
 def readme_jobs() -> str:
-    """Return the README's commands of the four jobs."""
+    """Return the README's commands of the jobs."""
     text = (CHECKOUT / "README.md").read_text("utf-8")
     blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
     [jobs] = [block for block in blocks if "maskserve generate" in block]
@@ -35,6 +35,7 @@ def sheet(folder: Path) -> Image.Image:
     jobs = {
         "text to image": [_opened(folder / "picture.png")],
         "by instruction": [_opened(folder / "instructed.png")],
+        "two pictures": [_opened(folder / "referred.png")],
         "under a mask": [_shaded(), _opened(folder / "edited.png")],
         "workflow": [_opened(folder / name) for name in ("scene-made.png", "scene.png")],
     }

@@ -1,4 +1,4 @@
-"""The README's picture of its four jobs."""
+"""The README's picture of its jobs."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ def test_the_sheet_has_every_picture_that_the_commands_write(tmp_path: Path) -> 
     colours = {
         "picture.png": (200, 0, 0),
         "instructed.png": (0, 200, 0),
+        "referred.png": (200, 0, 200),
         "edited.png": (0, 0, 200),
         "scene-made.png": (200, 200, 0),
         "scene.png": (0, 200, 200),
