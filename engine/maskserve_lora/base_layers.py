@@ -324,8 +324,16 @@ class BaseLayers:
             BadAdapter: naming the layer.
         """
         first, *_ = shapes = [self.shapes[part][name] for name in layers.layers]
-        inputs, *kernel = (math.prod(first[1:]),) if layer.flat else first[1:]
+        flat = layer.flat or layer.turn is not None
+        inputs, *kernel = (math.prod(first[1:]),) if flat else first[1:]
         outputs, layer_names = sum(shape[0] for shape in shapes), " and ".join(layers.layers)[:80]
+        if layer.turn is not None:
+            if not layer.turn.fits(outputs, inputs):
+                raise BadAdapter(
+                    f"is for another model: {layer_names} takes {inputs} numbers to {outputs} in "
+                    f"the served one's {part}, and the adapter turns {layer.turn}"
+                )
+            return
         if layer.inputs > inputs and layer.outputs == outputs:
             raise BadAdapter(
                 f"widens the inputs of {layer_names} from {inputs} to {layer.inputs}, which is "

@@ -7,8 +7,9 @@ Files are safetensors only: other formats may run code when they are read.
     module.lora_mid.weight a core, [rank, rank, k, k], with A of [rank, in, 1, 1] (Tucker)
     module.alpha           scalar: the update is B A · alpha / rank; without it B A
 
-LoKr's and LoHa's matrices (`products`) take the places of A and B. With `dora_scale`, or PEFT's
-`lora_magnitude_vector`, [out], the layer's rows get these lengths after the update (DoRA).
+LoKr's and LoHa's matrices (`products`) take the places of A and B, and so do an OFT's (`turns`).
+With `dora_scale`, or PEFT's `lora_magnitude_vector`, [out], the layer's rows get these lengths
+after the update (DoRA).
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ from maskserve_common.files.safetensors_header import (
     reader_of,
     short,
 )
-from maskserve_lora.products import ROLES, Kind, product_of
+from maskserve_lora.products import ROLES as PRODUCT_ROLES
+from maskserve_lora.products import Kind, product_of
+from maskserve_lora.turns import COLUMNS, RESCALE, Rotation, turn_of
+from maskserve_lora.turns import ROLES as TURN_ROLES
 
 PEFT_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 """Files that PEFT's `save_pretrained` writes into a folder; only the second has alphas."""
@@ -43,6 +47,8 @@ MAX_CONFIG_BYTES = 2**20
 MAX_TENSORS = 2**14
 PARTS = ("denoiser", "text_encoder", "text_encoder_2")
 
+ROLES: Mapping[str, Kind] = {**PRODUCT_ROLES, **dict.fromkeys(TURN_ROLES, "OFT")}
+"""Names of the matrices of updates that are no LoRA, behind their layer's, and their kind."""
 _EXPONENTS = {
     "F8_E4M3": ("u1", 0x7F),  # has no infinity, and one NaN of either sign
     "F8_E5M2": ("u1", 0x7C),
@@ -65,20 +71,17 @@ _OTHER_TENSORS = {
     "differences of weights": (".diff",),
 }
 """Name endings of tensors of other kinds."""
+_ONE_TRAINER = (".scaled_oft", ".clipped_oft", ".cans_oft", ".dora_log_multiplier")
+"""Marks of OneTrainer's other forms of an OFT; `.oft_r` was PEFT's until 0.15."""
 # Other kinds of adapters, by parts of their tensors' names, or after $ by their ends.
 _OTHER_KINDS = {
     "LoKr with a core in its first side": (".lokr_t1",),
-    "OFT": (".oft_",),
+    "OFT of another form": (".oft_r", ".oft_embedding", ".boft_", *_ONE_TRAINER),
     "GLoRA": ("$.a1.weight", "$.a2.weight", "$.b1.weight", "$.b2.weight"),
     "IA3": ("$.on_input",),
     "new weights": ("$.set_weight",),
     "LoRA with norms": ("$.w_norm", "$.b_norm"),
 }
-_INSTEAD = {
-    "OFT": "it turns the model's own weights; merge it into them (PEFT's merge_and_unload) and "
-    "serve that model",
-}
-"""The way to use adapters of a kind that is not served."""
 _PREFIXES = (
     (
         "text_encoder_2",
@@ -102,6 +105,7 @@ _PREFIXES = (
             "lora_transformer_",
             "lora_unet__",
             "lora_unet_",
+            "oft_unet_",
             "lycoris_",
         ),
     ),
@@ -152,7 +156,7 @@ class Names(NamedTuple):
     core: str = ""
     """Between down and up, the places of a convolution's kernel; empty: down has them."""
     matrices: tuple[tuple[str, str], ...] = ()
-    """Names by role (`products.ROLES`) of LoKr's or LoHa's matrices, in place of down and up."""
+    """Names by role (`ROLES`) of the matrices of a LoKr, LoHa or OFT, in place of down and up."""
 
     @property
     def tensors(self) -> tuple[str, ...]:
@@ -160,6 +164,11 @@ class Names(NamedTuple):
         factors = (self.down, self.core, self.up)
         names = (*dict(self.matrices).values(), *factors, self.alpha, self.magnitude)
         return tuple(name for name in names if name)
+
+    @property
+    def of_peft(self) -> bool:
+        """Whether they have the prefix of PEFT's files."""
+        return self.tensors[0].startswith("base_model.model.")
 
     @property
     def kind(self) -> Kind:
@@ -179,6 +188,8 @@ class Layer(NamedTuple):
     """Whether `inputs` are those of a convolution, times the places of its kernel."""
     inner_rank: int = 0
     """Rank by which an alpha is divided, if it is another; -1: no alpha counts."""
+    turn: Rotation | None = None
+    """Shape of an OFT; its rank is the side of its blocks, inputs and outputs are 0."""
 
     @property
     def alpha_rank(self) -> int:
@@ -187,7 +198,9 @@ class Layer(NamedTuple):
 
 def is_adapter(tensors: Iterable[str]) -> bool:
     """Whether tensors of these names are a LoRA, or an adapter of another kind."""
-    return any(_parts_of(name)[1] not in ("", "alpha") or _other_kind(name) for name in tensors)
+    return any(
+        _parts_of(name)[1] not in ("", "alpha", RESCALE) or _other_kind(name) for name in tensors
+    )
 
 
 def read_tensors(read: Callable[[int, int], bytes], nbytes: int) -> Header:
@@ -219,7 +232,8 @@ def read_header(
         max_bytes: largest file that is served.
         max_rank: largest rank of a layer that is served.
         config: PEFT's adapter_config.json, where one lies beside the file.
-        fused: whether it is fused into the weights: then it may be a DoRA, which depends on them.
+        fused: whether it is fused into the weights: then it may be a DoRA or an OFT, which depend
+            on them.
 
     Raises:
         BadAdapter: it cannot be served.
@@ -236,6 +250,11 @@ def read_header(
     layers = {}
     for (part, module), names in named.items():
         layer = _layer(module, names, tensors)
+        if (names.magnitude or layer.turn) and not fused:
+            raise BadAdapter(
+                f"is {'an OFT' if layer.turn else 'a DoRA'} ({short(module)}), which depends on "
+                "the model's own weights; accepted: --fuse-lora, for all edits of a worker"
+            )
         if layer.rank > max_rank:
             raise BadAdapter(
                 f"has rank {layer.rank} in {short(module)}; at most {max_rank} served, and any if "
@@ -247,19 +266,14 @@ def read_header(
                     f"holds {short(name)} in {tensors[name].dtype}; served: {', '.join(_EXPONENTS)}"
                 )
         if names.magnitude:
-            _check_magnitude(module, layer, tensors[names.magnitude].shape, fused=fused)
+            _check_magnitude(module, layer, tensors[names.magnitude].shape)
         if names.alpha and math.prod(tensors[names.alpha].shape) != 1:
             raise BadAdapter(f"holds an alpha for {short(module)} that is not a single number")
         layers[part, module] = layer
     return LoraHeader(layers, named, other_tensors, tensors, nbytes, metadata)
 
 
-def _check_magnitude(module: str, layer: Layer, shape: tuple[int, ...], *, fused: bool) -> None:
-    if not fused:
-        raise BadAdapter(
-            f"is a DoRA ({short(module)}), which depends on the model's own weights; accepted: "
-            "--fuse-lora, for all edits of a worker"
-        )
+def _check_magnitude(module: str, layer: Layer, shape: tuple[int, ...]) -> None:
     if math.prod(shape) != layer.outputs or shape[0] != layer.outputs:
         raise BadAdapter(
             f"has a magnitude of shape {list(shape)} in {short(module)}; expected: one number for "
@@ -327,7 +341,8 @@ def by_module(tensors: Iterable[str]) -> tuple[dict[tuple[str, str], Names], dic
         previous = names_by_module.get(module, Names())
         if role in ROLES:
             if previous.matrices and previous.kind != ROLES[role]:
-                raise BadAdapter(f"is both LoKr and LoHa in {short(module)}")
+                kinds = " and ".join(sorted((previous.kind, ROLES[role])))
+                raise BadAdapter(f"is both {kinds} in {short(module)}")
             changes: dict[str, Any] = {"matrices": (*previous.matrices, (role, name))}
         else:
             changes = {role: name}
@@ -342,7 +357,7 @@ def by_module(tensors: Iterable[str]) -> tuple[dict[tuple[str, str], Names], dic
             other_tensors[names.alpha] = "an alpha without matrices"
             del names_by_module[module]
         elif names.matrices:
-            raise BadAdapter(f"has matrices of a LoRA and of a {names.kind} in {short(module)}")
+            raise BadAdapter(f"is both LoRA and {names.kind} in {short(module)}")
         elif not names.down or not names.up:
             missing = "up" if names.down else "down"
             raise BadAdapter(f"is not whole: {short(module)} has no {missing} matrix")
@@ -359,9 +374,9 @@ def _parts_of(name: str) -> tuple[str, str]:
     update.
     """
     stem = name.removesuffix(".weight")
-    owner, _, end = stem.rpartition(".")
-    if end in ROLES and owner:
-        return owner, end
+    for role in ROLES:
+        if stem.endswith(f".{role}"):
+            return stem[: -len(role) - 1], role
     for role, ends in _ENDS.items():
         for end in ends:
             if stem.endswith(end) and len(stem) > len(end):
@@ -431,8 +446,7 @@ def _refuse_other_kinds(tensors: Iterable[str]) -> None:
         if last in ("scale", "weight", "bias") and "norm" in module.rpartition(".")[2]:
             kind = "LoRA with norms"
         if kind:
-            instead = f"; {_INSTEAD[kind]}" if kind in _INSTEAD else ""
-            raise BadAdapter(f"is of a kind that is not served: {kind} ({short(name)}){instead}")
+            raise BadAdapter(f"is of a kind that is not served: {kind} ({short(name)})")
 
 
 def _other_kind(name: str) -> str:
@@ -448,6 +462,11 @@ def _layer(module: str, names: Names, tensors: Mapping[str, TensorPlace]) -> Lay
     if names.matrices:
         shapes = {role: tensors[name].shape for role, name in names.matrices}
         try:
+            if names.kind == "OFT":
+                turn = turn_of(shapes)
+                if names.magnitude or (COLUMNS in shapes and names.alpha):
+                    raise ValueError("has an OFT together with a DoRA or an alpha")
+                return Layer(turn.side, 0, 0, (), turn=turn)
             product = product_of(names.kind, shapes)
         except ValueError as error:
             raise BadAdapter(f"{error} in {short(module)}") from error

@@ -7,7 +7,7 @@ if their meaning is plain.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ from maskserve_lora.lora_header import (
     check_values,
     header_of_file,
 )
+from maskserve_lora.turns import PeftKeys, Rotation
 
 _DIFFUSERS_KEY = "lora_adapter_metadata"
 _OTHER_WEIGHTS = ("pissa", "olora", "corda", "loftq")
@@ -56,9 +57,13 @@ class LayerUpdate(NamedTuple):
     """Input features of the layer, or of flat factors all numbers that an output sees. A may have
     fewer columns: the others are 0."""
     kernel: tuple[int, ...] = ()
-    """[in, kh, kw] of a convolution whose factors are flat."""
+    """[in, kh, kw] of a convolution whose factors are flat, or which an OFT turns."""
     inner_rank: int = 0
     """As in `lora_header.Layer`."""
+    turn: Rotation | None = None
+    """Shape of an OFT in the file, which a single update need not cover."""
+    peft: PeftKeys = PeftKeys()
+    """Keys of PEFT's configuration of an OFT."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,8 +243,31 @@ def _updates(
         inner = tuple(base.shape(part, name)[1:])
         if layer.flat:
             inputs = math.prod(inner)
-        kernel = inner if layer.flat and len(inner) > 1 else ()
-        yield LayerUpdate(part, name, names, scale, rows, inputs, kernel, layer.inner_rank)
+        flat = layer.flat or layer.turn is not None
+        kernel = inner if flat and len(inner) > 1 else ()
+        if layer.turn is not None and layer.turn.of_rows:
+            rows = rows or ((0, outputs),)
+            _check_rows(module, layer.turn, rows)
+        yield LayerUpdate(
+            part,
+            name,
+            names,
+            scale,
+            rows,
+            inputs,
+            kernel,
+            layer.inner_rank,
+            layer.turn,
+            alphas.peft,
+        )
+
+
+def _check_rows(module: str, turn: Rotation, rows: Iterable[tuple[int, int]]) -> None:
+    try:
+        for begin, end in rows:
+            turn.within(begin, end)
+    except ValueError as error:
+        raise BadAdapter(f"{error} in {short(module)}") from error
 
 
 class _Alphas:
@@ -256,9 +284,10 @@ class _Alphas:
         self._by_part = _decoded(metadata.get(_DIFFUSERS_KEY, ""))
         self._config = _decoded(metadata.get(CONFIG_KEY, ""))
         kind = self._config.get("peft_type", "LORA")
+        self.peft = _peft_keys(self._config) if kind == "OFT" else PeftKeys()
         if kind in ("LOKR", "LOHA"):
             self._config = _as_lora(self._config)
-        elif kind != "LORA":
+        elif kind not in ("LORA", "OFT"):
             raise BadAdapter(f"is of a kind that is not served: {short(str(kind))}")
         dora = any(names.magnitude for names in header.names.values())
         for prefix in ("transformer.", "unet.", "text_encoder.", "text_encoder_2."):
@@ -268,7 +297,11 @@ class _Alphas:
         self._known: dict[str, _Patterns] = {}
         if self._config or self._by_part:
             return
-        bare = [key for key, names in header.names.items() if not names.alpha]
+        bare = [
+            key
+            for key, names in header.names.items()
+            if not names.alpha and not header.layers[key].turn
+        ]
         for key in ("lora_alpha", "ss_network_alpha"):
             text = metadata.get(key, "").removesuffix(".0")
             if bare and text not in ("", "None", "null", str(header.rank)):
@@ -276,10 +309,15 @@ class _Alphas:
                     f"is taken at alpha = rank, as its tensors say: {key} in its metadata is "
                     f"{short(metadata[key])} and tells how it was trained"
                 )
-        if any(header.names[key].tensors[0].startswith("base_model.model.") for key in bare):
+        if any(header.names[key].of_peft for key in bare):
             self.notes.append(
                 f"is taken at alpha = rank: it is PEFT's file without its {CONFIG_FILE}, which "
                 "says its alpha"
+            )
+        if any(names.of_peft and names.kind == "OFT" for names in header.names.values()):
+            self.notes.append(
+                f"is taken with PEFT's own settings: it is PEFT's file without its {CONFIG_FILE}, "
+                "which says how its blocks become turns"
             )
 
     def scale(self, part: str, module: str, rank: int, *, of_module: bool) -> float | None:
@@ -323,6 +361,18 @@ class _Alphas:
         if (patterns := self._known.get(prefix)) is None:
             patterns = self._known[prefix] = _Patterns(values.get(f"{prefix}alpha_pattern") or {})
         return patterns
+
+
+def _peft_keys(config: Mapping[str, Any]) -> PeftKeys:
+    """Return the keys of PEFT's configuration of an OFT.
+
+    Raises:
+        BadAdapter: one has another form.
+    """
+    try:
+        return msgspec.convert(config, PeftKeys)
+    except msgspec.ValidationError as error:
+        raise BadAdapter(f"has metadata about its OFT of another form: {error}") from error
 
 
 def _as_lora(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import math
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
-Kind = Literal["LoRA", "LoKr", "LoHa"]
+Kind = Literal["LoRA", "LoKr", "LoHa", "OFT"]
 
 ROLES: Mapping[str, Kind] = {
     **{f"lokr_w{side}{end}": "LoKr" for side in (1, 2) for end in ("", "_a", "_b")},

@@ -241,14 +241,13 @@ def describe_file(
         path: a LoRA file, or PEFT's or diffusers' folder of one.
         model: folder of its model; None: the fit is not checked.
         gguf: file whose weights replace the model's transformer; empty: none.
-        fused: whether it is fused into the weights: a DoRA or any rank is then served.
+        fused: whether it is fused into the weights: a DoRA, an OFT or any rank is then served.
 
     Raises:
         BadAdapter: it would not be served.
         OSError: it cannot be read.
     """
-    if path.is_dir():
-        path = _file_in(path)
+    path = adapter_file(path)
     in_folder = path.name in FOLDER_FILES
     name = path.resolve().parent.name if in_folder else path.name
     if name.lower().endswith(SUFFIX):
@@ -271,18 +270,20 @@ def describe_file(
     }
 
 
-def _file_in(folder: Path) -> Path:
-    """Return the adapter in a folder.
+def adapter_file(path: Path) -> Path:
+    """Return the file of an adapter that is given as a file, or as PEFT's or diffusers' folder.
 
     Raises:
-        BadAdapter: there is none, or several.
+        BadAdapter: the folder has none, or several.
     """
+    if not path.is_dir():
+        return path
     for name in FOLDER_FILES:
-        if (folder / name).is_file():
-            return folder / name
-    file_names = sorted(path.name for path in folder.iterdir() if path.suffix.lower() == SUFFIX)
+        if (path / name).is_file():
+            return path / name
+    file_names = sorted(file.name for file in path.iterdir() if file.suffix.lower() == SUFFIX)
     if len(file_names) == 1:
-        return folder / file_names[0]
+        return path / file_names[0]
     if not file_names:
         raise BadAdapter(f"is a folder without {' or '.join(FOLDER_FILES)}")
     listed_names = ", ".join(file_names[:3]) + (

@@ -16,12 +16,13 @@ from torch import nn
 
 from maskserve_common.config import Config
 from maskserve_engine.adapters.lora_file import LayerChange, changes_of
+from maskserve_engine.adapters.turned import Turned
 from maskserve_engine.spec.fused_loras import fuse_error, fused_loras
 from maskserve_engine.stages.loader import device_of
 from maskserve_engine.stages.quantise import form_in_words
 from maskserve_lora.base_layers import BaseLayers
 from maskserve_lora.lora_header import BadAdapter
-from maskserve_lora.store import describe_file
+from maskserve_lora.store import adapter_file, describe_file
 
 _log = logging.getLogger(__name__)
 
@@ -57,7 +58,8 @@ def fuse_configured_loras(config: Config, model: nn.Module, part: str) -> nn.Mod
         try:
             base, model_path = BaseLayers.of_folder(config.model.path), config.model.path
             count = 0
-            for change in changes_of(path, base, model_path, (part,), fused=True):
+            file = adapter_file(path)
+            for change in changes_of(file, base, model_path, (part,), fused=True):
                 weight = _layer(model, change.layer).weight
                 weight.copy_(_new_weight(weight.float(), change, scale))
                 count += 1
@@ -71,10 +73,13 @@ def fuse_configured_loras(config: Config, model: nn.Module, part: str) -> nn.Mod
 def _new_weight(weight: torch.Tensor, change: LayerChange, scale: float) -> torch.Tensor:
     """Return a layer's new weight in float32.
 
-    A DoRA is fused by its scale's share of the way from the weight to DoRA's at scale 1, as LyCORIS
-    and ComfyUI do: (1 - s) W + s m (W + B A) / |W + B A|, with the length of each row.
+    A DoRA or an OFT is fused by its scale's share of the way from the weight to its own at scale 1,
+    as LyCORIS and ComfyUI do with a DoRA: (1 - s) W + s m (W + B A) / |W + B A|, with the length of
+    each row.
     """
-    down, up = change.factors
+    if isinstance(change.update, Turned):
+        return torch.lerp(weight, change.update.applied(weight), scale)
+    down, up = change.update
     update = (up.flatten(1) @ down.flatten(1)).view_as(weight).to(weight.device)
     if change.magnitude is None:
         return weight + scale * update

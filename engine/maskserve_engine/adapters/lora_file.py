@@ -1,6 +1,7 @@
 """A LoRA file as low-rank updates of the served model's layers, in any tool's format.
 
-LoKr's and LoHa's products are low-rank updates, too (`maskserve_lora.products`).
+LoKr's and LoHa's products are low-rank updates, too (`maskserve_lora.products`). An OFT is none; it
+is only fused.
 
 The header determines the layers (`maskserve_lora.lora_plan`); this module reads the numbers.
 """
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from maskserve_common.files.safetensors_header import short
+from maskserve_engine.adapters.turned import Turned, turned_of
 from maskserve_engine.layers.low_rank import Factors
 from maskserve_lora.base_layers import BaseLayers
 from maskserve_lora.lora_header import PARTS, BadAdapter, header_of_file
@@ -35,7 +37,7 @@ class LayerChange(NamedTuple):
 
     part: str
     layer: str
-    factors: Factors
+    update: Factors | Turned
     magnitude: Tensor | None = None
     """[out], the lengths of the layer's rows after the update; None: they follow from it."""
 
@@ -62,6 +64,7 @@ def read_lora(
     """
     parts: Parts = {}
     for part, layer, factors, _ in changes_of(path, base, model, only):
+        assert isinstance(factors, Factors), "an OFT is refused unless it is fused"
         parts.setdefault(part, {})[layer] = Factors(*(tensor.to(dtype) for tensor in factors))
     return parts
 
@@ -81,7 +84,7 @@ def changes_of(
         base: layers of the served model.
         model: folder of the model, for the log.
         only: parts to read.
-        fused: whether the updates are fused, so that a DoRA is served.
+        fused: whether the updates are fused, so that a DoRA or an OFT is served.
 
     Raises:
         BadAdapter: it cannot be served.
@@ -103,6 +106,9 @@ def changes_of(
 def _change(update: LayerUpdate, read: Callable[[str], Tensor]) -> LayerChange:
     """Return the update of a layer, with the scale in B."""
     names, scale = update.names, update.scale
+    if update.turn is not None:
+        turned = turned_of(update, update.turn, read)
+        return LayerChange(update.part, update.layer, turned)
     if names.matrices:
         matrices = {role: read(name).float().flatten(1) for role, name in names.matrices}
         down, up = (_lokr if names.kind == "LoKr" else _loha)(matrices)

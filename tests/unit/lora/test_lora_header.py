@@ -90,8 +90,8 @@ def _with(**more: Any) -> Arrays:
 BAD: dict[str, tuple[Callable[[], Arrays], str]] = {
     "DoRA": (lambda: _with(lora_magnitude_vector=(WIDTH,)), "DoRA"),
     "kohya's DoRA": (lambda: _with(dora_scale=(WIDTH, 1)), "DoRA"),
-    "LoKr and LoRA": (lambda: _with(lokr_w1=(4, 4)), "of a LoRA and of a LoKr"),
-    "LoHa and LoRA": (lambda: _with(hada_w1_a=(4, 4)), "of a LoRA and of a LoHa"),
+    "LoKr and LoRA": (lambda: _with(lokr_w1=(4, 4)), "is both LoRA and LoKr"),
+    "LoHa and LoRA": (lambda: _with(hada_w1_a=(4, 4)), "is both LoRA and LoHa"),
     "LoCon's middle": (lambda: _with(lora_mid__weight=(4, 4)), "has a core that does not fit"),
     "new weights": (lambda: _with(set_weight=(WIDTH, WIDTH)), "new weights"),
     "no up": (lambda: _without("to_q.lora_B.weight"), "no up matrix"),

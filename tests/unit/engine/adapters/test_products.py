@@ -189,7 +189,7 @@ BAD: dict[str, tuple[dict[str, tuple[int, ...]], str]] = {
         {"hada_w1_a": (32, 2), "hada_w1_b": (2, 48), "hada_w2_a": (32, 2), "hada_w2_b": (2, 40)},
         "W2 of",
     ),
-    "two kinds": ({"lokr_w1": (4, 6), "hada_w1_a": (8, 8)}, "both LoKr and LoHa"),
+    "two kinds": ({"lokr_w1": (4, 6), "hada_w1_a": (8, 8)}, "both LoHa and LoKr"),
     "a core alone": ({"lokr_t2": (2, 2, 3, 3)}, "is not whole: it has no lokr_w1"),
     "a core of another rank": (
         {"lokr_w1": (4, 6), "lokr_w2_a": (2, 8), "lokr_w2_b": (2, 8), "lokr_t2": (3, 2, 1, 1)},
@@ -205,8 +205,6 @@ BAD: dict[str, tuple[dict[str, tuple[int, ...]], str]] = {
         },
         "has a core that does not fit",
     ),
-    "OFT": ({"oft_blocks": (2, 4, 4)}, "OFT .*; it turns the model's own weights; merge it"),
-    "PEFT's OFT": ({"oft_R.weight": (2, 6)}, "OFT .* merge it into them"),
     "a rank beyond the bound": (
         {"hada_w1_a": (32, 5), "hada_w1_b": (5, 48), "hada_w2_a": (32, 5), "hada_w2_b": (5, 48)},
         r"has rank 25 in a_to_q; at most 24 served, and any if it is fused",
