@@ -300,14 +300,26 @@ def main(argv: list[str]) -> int:
     return run_request(argv, run)
 
 
-def run_request(argv: list[str], run: Callable[[CheckpointRequest], None]) -> int:
-    """Run a command whose first argument names the file of a request. Return its exit status; an
-    error of the configuration is one sentence.
+def run_request(
+    argv: list[str],
+    run: Callable[[CheckpointRequest], None],
+    needs_text: Callable[[CheckpointRequest], bool] = lambda request: True,
+) -> int:
+    """Run a command.
+
+    Args:
+        argv: its arguments, of which the first names the file of a request.
+        run: the command.
+        needs_text: whether a request needs the classes of text encoders.
+
+    Returns:
+        Its exit status; an error of the configuration is one sentence.
     """
     warnings.simplefilter("ignore")
     request = msgspec.json.decode(Path(argv[1]).read_bytes(), type=CheckpointRequest)
-    hide_unused_libraries(config_of({"model": {"gguf": request.file}}))
+    gguf = request.file if request.file.endswith(GGUF_END) else ""
     try:
+        hide_unused_libraries(config_of({"model": {"gguf": gguf}}), text=needs_text(request))
         run(request)
     except ConfigError as error:
         print(f"maskserve serve: {str(error).removeprefix('[model] path: ')}", file=sys.stderr)

@@ -13,6 +13,8 @@ from __future__ import annotations
 import sys
 import tempfile
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import msgspec
 
@@ -21,6 +23,7 @@ from maskserve_engine.checkpoints.folder import describe, make_folder, run_reque
 from maskserve_engine.checkpoints.request import Card, CheckpointRequest, ModelReport
 from maskserve_engine.families.specs import load_spec
 from maskserve_engine.fitting.card_table import Shapes, best_fits
+from maskserve_engine.spec.model_index import read_model_index
 
 
 def report(request: CheckpointRequest) -> ModelReport:
@@ -45,9 +48,37 @@ def _cards(folder: str) -> tuple[Card, ...]:
     return best_fits(Shapes(config_of({"model": {"path": folder}, "cache": cache})))
 
 
+def _needs_text(request: CheckpointRequest) -> bool:
+    """Return whether a text encoder's size follows from its class, which takes seconds to import,
+    and not from its files.
+    """
+    folder = Path(request.base)
+    if request.file:
+        return bool(request.base)
+    return any(
+        name.startswith("text_encoder") and not any((folder / name).glob("*.safetensors"))
+        for name in read_model_index(folder)
+    )
+
+
+def _leave_out_compiler() -> None:
+    """Leave out torch's compiler, which torch imports for two seconds to mark the functions that
+    know the shapes of results. Nothing is compiled here.
+    """
+    stub: Any = ModuleType("torch._dynamo")
+    stub.disable = lambda function, *_, **__: function
+    sys.modules.setdefault(stub.__name__, stub)
+
+
 def main(argv: list[str]) -> int:
     """Print the report of a request as JSON."""
-    return run_request(argv, lambda request: print(msgspec.json.encode(report(request)).decode()))
+
+    def run(request: CheckpointRequest) -> None:
+        if not _needs_text(request):
+            _leave_out_compiler()
+        print(msgspec.json.encode(report(request)).decode())
+
+    return run_request(argv, run, _needs_text)
 
 
 if __name__ == "__main__":

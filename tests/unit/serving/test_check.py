@@ -7,8 +7,11 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -20,6 +23,7 @@ from maskserve_engine.checkpoints.request import CheckpointRequest
 from maskserve_engine.families.licences import published_licence
 from maskserve_engine.families.specs import FAMILIES as SERVED
 from maskserve_engine.families.specs import load_spec
+from maskserve_engine.families.unserved import UNSERVED
 from maskserve_engine.fitting.model_report import report
 from maskserve_engine.spec.ip_adapters import shapes_of
 from maskserve_serving import check as module
@@ -55,6 +59,19 @@ def test_a_folder_is_checked_by_the_command(base: Path, capsys: pytest.CaptureFi
     assert [card["gigabytes"] for card in values["cards"]] == [16, 24, 40, 48, 80]
     assert values["cards"][0]["rows"] > 0
     assert values["licence"].startswith("Apache 2.0")
+
+
+def test_a_folder_with_weights_is_reported_without_slow_imports(base: Path, tmp_path: Path) -> None:
+    request = tmp_path / "request.json"
+    request.write_bytes(msgspec.json.encode(CheckpointRequest("", str(base))))
+    code = """
+import sys
+from maskserve_engine.fitting.model_report import main
+assert main(sys.argv) == 0
+assert sys.modules["transformers"] is None
+assert "torch._dynamo.convert_frame" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code, str(request)], check=True)
 
 
 @pytest.mark.usefixtures("in_process")
@@ -95,6 +112,16 @@ def test_a_checkpoint_says_what_is_missing_and_which_flag_names_it(
     assert whole.served
     assert whole.jobs == ["inpaint", "edit", "generate"]
     assert len(whole.cards) == 5
+
+
+@pytest.mark.parametrize("pipeline", UNSERVED)
+def test_a_model_that_is_not_served_says_why_as_serve_does(tmp_path: Path, pipeline: str) -> None:
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": pipeline}))
+    check = checked(str(tmp_path), CheckpointParts())
+    with pytest.raises(ServeError) as refusal:
+        with_model({}, str(tmp_path))
+    assert str(refusal.value) == check.problem
+    assert check.problem.endswith(UNSERVED[pipeline])
 
 
 def test_a_part_of_a_model_names_its_flag_as_serve_does(base: Path, tmp_path: Path) -> None:
