@@ -67,6 +67,7 @@ _DENSE = f"{_CONTRACT}::test_dense_rows_of_any_mix_are_the_pipelines"
 _WHOLE = f"{_CONTRACT}::test_whole_edits_and_generations_of_any_mix_are_the_pipelines"
 _KLEIN = f"{_UNIT}/engine/families/flux2/test_flux2.py"
 _QWEN = f"{_UNIT}/engine/families/qwen_image/test_qwen_image.py"
+_NETS = f"{_UNIT}/engine/families/mmdit/test_flow_control.py"
 _QWEN_EDIT = f"{_UNIT}/engine/families/qwen_image/test_qwen_edit.py"
 _QWEN21 = "engine/maskserve_engine/families/qwen_image21/adapter.py"
 _OF_QWEN21 = f"{_UNIT}/engine/families/qwen_image21/test_qwen_image21.py"
@@ -741,6 +742,34 @@ MUTATIONS = (
         "return clip(add_gated(x, gate, attention_out)[0])",
         "return x",
         f"{_DENSE}[sd3-medium]",
+    ),
+    Mutation(
+        "Stable Diffusion 3.5's nets add to the last block, too",
+        "engine/maskserve_engine/families/sd3/adapter.py",
+        "for number in range(of - 1 if count else 0):",
+        "for number in range(of if count else 0):",
+        f"{_NETS}::test_outputs_lie_where_diffusers_adds_them",
+    ),
+    Mutation(
+        "Stable Diffusion 3.5's nets see the VAE's shift, whatever they were trained with",
+        "engine/maskserve_engine/families/sd3/adapter.py",
+        "hint = PlainLinear(hint.weight, hint.bias + unshifted)",
+        "pass",
+        f"{_NETS}::test_a_row_without_a_mask_equals_the_pipeline",
+    ),
+    Mutation(
+        "nets see the pooled prompt, whatever they were trained with",
+        f"{_FLOW}/control.py",
+        "if pooled is not None and not self.pooled:",
+        "if False:",
+        f"{_NETS}::test_a_row_without_a_mask_equals_the_pipeline",
+    ),
+    Mutation(
+        "both passes add what nets make of the prompt",
+        f"{_FLOW}/adapter.py",
+        "return row.passes if control_spec.guided else row.passes[:1]",
+        "return row.passes[:1]",
+        f"{_NETS}::test_a_row_without_a_mask_equals_the_pipeline",
     ),
     Mutation(
         "Qwen-Image's guided answers are as long as they come out",

@@ -6,7 +6,12 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from diffusers import ControlNetModel, FluxControlNetModel, QwenImageControlNetModel
+    from diffusers import (
+        ControlNetModel,
+        FluxControlNetModel,
+        QwenImageControlNetModel,
+        SD3ControlNetModel,
+    )
 
 CHANNELS = 16
 """Channels of a token of latents."""
@@ -16,7 +21,12 @@ def random_net(seed: int, doubles: int, singles: int, **overrides: Any) -> FluxC
     """A random ControlNet of the tiny models' size; none of its additions is zero."""
     from diffusers import FluxControlNetModel
 
-    sizes = {"num_single_layers": singles, "joint_attention_dim": 32, "pooled_projection_dim": 32}
+    sizes = {
+        "num_single_layers": singles,
+        "joint_attention_dim": 32,
+        "pooled_projection_dim": 32,
+        "axes_dims_rope": (4, 6, 6),
+    }
     return _random(FluxControlNetModel, seed, doubles, {**sizes, **overrides})
 
 
@@ -32,12 +42,11 @@ def _random(kind: Any, seed: int, layers: int, sizes: dict[str, Any]) -> Any:
                 "num_layers": layers,
                 "attention_head_dim": 16,
                 "num_attention_heads": 2,
-                "axes_dims_rope": (4, 6, 6),
                 **sizes,
             }
         ).eval()
         for name, weight in net.named_parameters():
-            if name.startswith("controlnet"):
+            if name.startswith(("controlnet", "pos_embed_input")):
                 torch.nn.init.normal_(weight, std=0.3)
         if hasattr(net, "txt_norm"):
             torch.nn.init.normal_(net.txt_norm.weight, std=3.0)
@@ -60,7 +69,32 @@ def random_qwen_net(seed: int, layers: int, **overrides: Any) -> QwenImageContro
     """A random ControlNet of the tiny Qwen-Image's size; none of its additions is zero."""
     from diffusers import QwenImageControlNetModel
 
-    return _random(QwenImageControlNetModel, seed, layers, {"joint_attention_dim": 16, **overrides})
+    sizes = {"joint_attention_dim": 16, "axes_dims_rope": (4, 6, 6)}
+    return _random(QwenImageControlNetModel, seed, layers, {**sizes, **overrides})
+
+
+PICTURE_ONLY = {
+    "joint_attention_dim": None,
+    "caption_projection_dim": 48,
+    "use_pos_embed": False,
+    "pos_embed_type": None,
+    "force_zeros_for_pooled_projection": False,
+}
+"""Configuration of Stability AI's nets, which do not read the prompt."""
+
+
+def random_sd3_net(seed: int, layers: int, **overrides: Any) -> SD3ControlNetModel:
+    """A random ControlNet of the tiny Stable Diffusion 3.5's size; no addition is zero."""
+    from diffusers import SD3ControlNetModel
+
+    sizes = {
+        "sample_size": 16,
+        "joint_attention_dim": 32,
+        "caption_projection_dim": 32,
+        "pooled_projection_dim": 16,
+        "pos_embed_max_size": 16,
+    }
+    return _random(SD3ControlNetModel, seed, layers, {**sizes, **overrides})
 
 
 def random_unet_net(unet: Any, seed: int, **overrides: Any) -> ControlNetModel:

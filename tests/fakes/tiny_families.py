@@ -14,7 +14,12 @@ from typing import Any
 from safetensors.numpy import load_file
 
 from tests.fakes import loras
-from tests.fakes.control_nets import random_net, random_qwen_net, random_unet_net
+from tests.fakes.control_nets import (
+    random_net,
+    random_qwen_net,
+    random_sd3_net,
+    random_unet_net,
+)
 from tests.fakes.tiny_chroma import build_tiny_chroma
 from tests.fakes.tiny_flux2 import build_tiny_flux2, build_tiny_flux2_dev
 from tests.fakes.tiny_flux3 import build_tiny_flux3
@@ -60,6 +65,8 @@ WITH_NETS: dict[str, Callable[[], Any]] = {
     "flux-fill": partial(random_net, 1, 1, 1),
     "flux-base": partial(random_net, 1, 1, 1),
     "qwen-image": partial(random_qwen_net, 1, 2),
+    "sd3-large": partial(random_sd3_net, 1, 2),
+    "sd3-medium": partial(random_sd3_net, 1, 2),
 }
 """A net of each model that takes ControlNets, apart from UNets."""
 

@@ -511,11 +511,18 @@ class Residuals(Protocol):
         ...
 
 
-class RowResiduals(Residuals, Protocol):
-    """Residuals of a row that may compute lookahead passes."""
+class RowResiduals(Protocol):
+    """Residuals of a row's passes. Passes that have none of their own add those of the last one
+    that has.
+    """
 
     @property
-    def for_lookahead(self) -> Residuals: ...
+    def passes(self) -> Sequence[Residuals]: ...
+
+    @property
+    def for_lookahead(self) -> RowResiduals:
+        """Residuals of the passes that look ahead."""
+        ...
 
 
 class TokenCache(Protocol):

@@ -24,6 +24,7 @@ from maskserve_common.contracts.settings import Ranged, scale_at
 from maskserve_engine.base.job import ControlInput, EditJob
 from maskserve_engine.batch.step_cache import NetStepCaches, RefreshSchedule, StepCache
 from maskserve_engine.control_link.opening import Opening
+from maskserve_engine.control_link.served import LookaheadResiduals, ServedRow
 from maskserve_engine.planning.refresh_steps import RefreshRule
 from maskserve_engine.spec.model_spec import ModelSpec
 
@@ -54,6 +55,39 @@ class PassResiduals:
         return self.added.get(number)
 
 
+class ServedPass(NamedTuple):
+    """Residuals of one pass of a row whose nets run in a service."""
+
+    served: ServedRow | LookaheadResiduals
+    number: int
+
+    def after(self, number: int) -> Tensor | None:
+        added = self.served.after(number)
+        return None if added is None else added[self.number]
+
+
+@dataclass(slots=True, eq=False)
+class ServedControl:
+    """Stands for `RowControl` in a row whose nets run in a service."""
+
+    served: ServedRow
+    passes: tuple[ServedPass, ...]
+
+    @classmethod
+    def of(cls, served: ServedRow, passes: int) -> ServedControl:
+        return cls(served, tuple([ServedPass(served, number) for number in range(passes)]))
+
+    @property
+    def schedule(self) -> RefreshSchedule:
+        return self.served.schedule
+
+    @property
+    def for_lookahead(self) -> ServedControl:
+        ahead = self.served.for_lookahead
+        passes = [ServedPass(ahead, served_pass.number) for served_pass in self.passes]
+        return ServedControl(self.served, tuple(passes))
+
+
 @dataclass(slots=True, eq=False)
 class RowControl(Generic[I]):
     """The ControlNets of one row, and their residuals for its next step."""
@@ -65,8 +99,7 @@ class RowControl(Generic[I]):
     exact: bool = False
     """Whether the caches must not be recomputed at another step (`reproducible`)."""
     passes: tuple[PassResiduals, ...] = field(default_factory=lambda: (PassResiduals(),))
-    """Residuals of the prompt's pass, then of the negative prompt's if one model call computes
-    both."""
+    """Residuals of the prompt's pass, then of the negative prompt's if the nets run with it."""
     residuals: dict[int, NetResiduals] = field(default_factory=dict)
     caches: NetStepCaches | None = None
     """Receives the nets' step caches, which may then lie in host memory; None: they stay on the
@@ -92,10 +125,6 @@ class RowControl(Generic[I]):
             *(() if self._lookahead is None else self._lookahead.passes),
         ):
             residuals.added.clear()
-
-    def after(self, number: int) -> Tensor | None:
-        [residuals] = self.passes
-        return residuals.after(number)
 
     @property
     def missed(self) -> bool:
@@ -185,9 +214,6 @@ class Nets(ABC, Generic[I]):
 
     in_parts: ClassVar[bool]
     """Whether the base can use complete residuals while later blocks of a net run."""
-    stacked: ClassVar[bool]
-    """Whether a service sends a row's passes as one tensor [passes, ...]; otherwise a row has one
-    pass."""
 
     @abstractmethod
     def outputs(self, net: Any, same: Sequence[NetRequest[I]]) -> Iterator[NetOutput]:
@@ -354,6 +380,7 @@ class Residual(NamedTuple):
     last: int
     """The tensor is added at each place of the base from `first` to `last`."""
     added: Tensor
+    """[passes, ...]"""
 
 
 Send = Callable[[Sequence[Residual]], None]
@@ -402,10 +429,6 @@ class NetBatch:
             if following == place + 1 and first[following] is first[place]:
                 continue
             samples = [residual_pass.added[place] for residual_pass in control.passes]
-            yield Residual(
-                number,
-                places[begin],
-                place,
-                torch.stack(samples) if self._nets.stacked else samples[0],
-            )
+            added = samples[0][None] if len(samples) == 1 else torch.stack(samples)
+            yield Residual(number, places[begin], place, added)
             begin = i + 1

@@ -121,9 +121,11 @@ def check_config(config: dict[str, Any], spec: ModelSpec) -> None:
         raise ValueError(
             f"is a {config.get('_class_name')}; the served model takes {control_spec.net}"
         )
-    base = {**spec.denoiser, "in_channels": spec.latent_channels * spec.patch**2}
+    channels = spec.latent_channels * (spec.patch**2 if control_spec.patched else 1)
+    base = {**spec.denoiser, "in_channels": channels}
     for key in ("in_channels", *control_spec.equal):
-        if key in config and key in base and _plain(config[key]) != _plain(base[key]):
+        is_said = config.get(key) is not None and key in base
+        if is_said and _plain(config[key]) != _plain(base[key]):
             raise ValueError(
                 f"is for another model: its {key} is {config[key]}, the served model's {base[key]}"
             )

@@ -201,13 +201,13 @@ class TransformerLayers(NamedTuple):
         )
 
 
-def control_work(base: ModelWork, config: Mapping[str, Any]) -> ModelWork:
+def control_work(base: ModelWork, channels: int) -> ModelWork:
     """Return the work of a ControlNet with such blocks beside its base. A union net's mode token is
     not counted.
 
     Args:
         base: work of a whole model of the net's sizes.
-        config: the net's config.json.
+        channels: numbers of a control picture's token.
     """
     width, [embed] = base.blocks[0].width, base.before
     blocks = []
@@ -215,7 +215,7 @@ def control_work(base: ModelWork, config: Mapping[str, Any]) -> ModelWork:
         dense, project, cached = (n + _OUT_LAUNCHES for n in block.launches)
         token = block.token + 2.0 * width * width
         blocks.append(replace(block, token=token, launches=(dense, project, cached)))
-    hint = 2.0 * int(config["in_channels"]) * width
+    hint = 2.0 * channels * width
     return replace(
         base,
         blocks=tuple(blocks),

@@ -67,9 +67,15 @@ class ControlNetSpec:
     latents: bool
     """Whether they take the VAE's latents of a control picture; otherwise its pixels."""
     equal: tuple[str, ...]
-    """Keys of config.json that must have the same values as the model's own."""
+    """Keys of config.json that must have the same values as the model's own, unless they are null:
+    the net lacks the input of which the key is a size."""
     without: tuple[str, ...] = ()
     """Keys of config.json that must be absent, null or 0: nets with further inputs."""
+    patched: bool = True
+    """Whether `in_channels` of config.json counts a patch of latents, otherwise one latent."""
+    guided: bool = False
+    """Whether nets also run with the negative prompt; otherwise its pass adds what they make of the
+    prompt."""
     stride: float = REFRESH_RULE.stride
     """Share of an edit's steps between two refresh steps beside a template, unless `[cache]
     own_anchors` sets another.

@@ -75,7 +75,12 @@ from maskserve_engine.base.job import ControlInput
 from maskserve_engine.families.control import RowControl
 from maskserve_engine.families.flux.spec import flux_work
 from maskserve_engine.families.mmdit.blocks import LEAST_PRECOMPUTED_STEPS
-from maskserve_engine.families.mmdit.control import FluxControlNet, FluxNetInput, spread
+from maskserve_engine.families.mmdit.control import (
+    FluxControlNet,
+    FluxNetInput,
+    NetPrompt,
+    spread_in_runs,
+)
 from maskserve_engine.families.mmdit.weights import FluxWeights
 from maskserve_engine.families.unet.spec import control_work, unet_work
 from maskserve_engine.layers.linear import linear
@@ -140,7 +145,8 @@ def control_step(args: argparse.Namespace) -> dict[str, Any]:
         with torch.inference_mode():
             hint = net.hint_embedder(row.latents.new_ones(tokens, net.channels), ((0, tokens),))
         control = ControlInput("net", np.zeros((0, 0, 3), np.uint8))
-        net_input = FluxNetInput(control, net, hint, row.prompt.text, row.prompt.guidance)
+        prompts = (NetPrompt(row.prompt.text, row.prompt.pooled),)
+        net_input = FluxNetInput(control, net, hint, prompts, row.prompt.guidance)
         row.residuals = RowControl((net_input,), refreshed_every(interval, refresh))
     plain_ms, control_ms, dense_ms = _in_turn(bench, (plain, control_row, dense), refresh, args)
     tiny = [_control_count(bench.config, BASE_BLOCKS, NET_BLOCKS, 32, n) for n in (refresh, 1)]
@@ -227,8 +233,8 @@ def _net(weights: FluxWeights, bench: Bench) -> FluxControlNet:
     net_weights = replace(weights, last_vectors=None, proj_out=None)
     doubles, singles = NET_BLOCKS
     places = (
-        *spread(doubles, 0, BASE_BLOCKS[0]),
-        *spread(singles, BASE_BLOCKS[0], BASE_BLOCKS[1]),
+        *spread_in_runs(doubles, 0, BASE_BLOCKS[0]),
+        *spread_in_runs(singles, BASE_BLOCKS[0], BASE_BLOCKS[1]),
     )
     return FluxControlNet(
         net_weights, hint, (out,) * len(places), None, None, channels, BASE_BLOCKS, places

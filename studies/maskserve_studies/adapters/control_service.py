@@ -23,14 +23,12 @@ from maskserve_benchmarks.timing import Timer
 from maskserve_engine.base.job import ControlInput
 from maskserve_engine.control_link.opening import OpenedControl, Opening, OpeningMessage
 from maskserve_engine.control_link.services import ControlService, ControlServices
-from maskserve_engine.families.control import NetBatch, RowControl
+from maskserve_engine.families.control import NetBatch, RowControl, ServedControl
 from maskserve_engine.families.unet.control import (
-    ServedPass,
     UnetControlNet,
     UnetNetInput,
     UnetNetRow,
     UnetNets,
-    UnetServedControl,
 )
 from maskserve_engine.families.unet.spec import control_work, unet_work
 from maskserve_studies.adapters.service_process import PATIENCE_S, alone_on, service_process
@@ -130,7 +128,7 @@ def _timed(bench: UnetBench, services: ControlServices, timer: Timer, repeat: in
     timesteps = tuple(served_row.precomputed_timesteps)
     message = OpeningMessage((OpenedControl.of(control),), timesteps, plan)
     row = services.open(Opening(message, arrays))
-    served_row.control = UnetServedControl(row, (ServedPass(row, 0),))
+    served_row.control = ServedControl.of(row, 1)
     rows = plain, in_process_row, served_row
     for bench_row in rows:
         bench.step([bench_row], "dense")

@@ -192,6 +192,10 @@ class Added:
     residual: Tensor
 
     @property
+    def passes(self) -> tuple[Added]:
+        return (self,)
+
+    @property
     def for_lookahead(self) -> Added:
         return self
 

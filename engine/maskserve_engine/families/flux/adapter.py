@@ -124,6 +124,7 @@ class FluxAdapter(FlowAdapter[FluxWeights]):
 
     def text(self, embeds: Tensor, grid: tuple[int, int], adapters: Adapters = ()) -> Tensor:
         embedder = self.weights.context_embedder
+        assert embedder is not None, "ControlNets alone may lack it"
         if adapters:
             embedder = low_rank(_CONTEXT, embedder, (adapters,))
         return embedder(embeds, ((0, len(embeds)),))
@@ -182,12 +183,15 @@ class FluxAdapter(FlowAdapter[FluxWeights]):
                 ids = torch.cat((row.image.masked.ids, row.image.unmasked.ids)).cpu()
             pictures = [x if ids is None else x[ids] for _, x in prepared.controls]
             arrays = {
-                "embeds": prepared.inputs.prompt.embeds,
                 "cis": torch.view_as_real(cis),
                 **{f"picture.{i}": picture for i, picture in enumerate(pictures)},
             }
-            if row.prompt.pooled is not None:
-                arrays["pooled"] = row.prompt.pooled
+            prompts = prepared.inputs.prompt, prepared.inputs.negative
+            for i, prompt in enumerate(prompts[: len(self._net_passes(row))]):
+                assert prompt is not None, "a second pass has a negative prompt"
+                arrays[f"embeds.{i}"] = prompt.embeds
+                if prompt.pooled is not None:
+                    arrays[f"pooled.{i}"] = prompt.pooled
             return Opening(facts, arrays)
 
     def net_row(self, opening: Opening, nets: Mapping[str, Any]) -> FluxNetRow:

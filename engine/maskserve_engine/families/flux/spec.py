@@ -130,7 +130,7 @@ def control_work(config: dict[str, Any], height: int, width: int) -> ModelWork:
     """Return the work of a FluxControlNetModel beside its base, from the net's config.json and a
     size in latents.
     """
-    return mmdit.control_work(flux_work(config, height, width), config)
+    return mmdit.control_work(flux_work(config, height, width), int(config["in_channels"]))
 
 
 def read(folder: Path, pipeline: str, native_resolution: int) -> ModelSpec:

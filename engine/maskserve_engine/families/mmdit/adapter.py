@@ -29,7 +29,13 @@ from maskserve_engine.batch.transfer import moved
 from maskserve_engine.control_link.opening import Opening
 from maskserve_engine.control_link.served import ServedRow
 from maskserve_engine.families.adapter import work_of
-from maskserve_engine.families.control import NetBatch, NetRow, OpenedRows, RowControl
+from maskserve_engine.families.control import (
+    NetBatch,
+    NetRow,
+    OpenedRows,
+    RowControl,
+    ServedControl,
+)
 from maskserve_engine.families.mmdit.batch import FlowBatch, FlowWeights
 from maskserve_engine.families.mmdit.preparation import (
     FlowInputs,
@@ -607,4 +613,10 @@ class FlowAdapter(Stepping[Row, W], FlowRowMaker, OpenedRows, Generic[W]):
         row.residuals = control
 
     def serve_control(self, row: Any, served: ServedRow) -> None:
-        row.residuals = served
+        row.residuals = ServedControl.of(served, len(self._net_passes(row)))
+
+    def _net_passes(self, row: FlowRow) -> tuple[PromptPass, ...]:
+        """Return the passes with whose prompts the row's ControlNets run."""
+        control_spec = self.spec.control
+        assert control_spec is not None, "this model takes no ControlNets"
+        return row.passes if control_spec.guided else row.passes[:1]

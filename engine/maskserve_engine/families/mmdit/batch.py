@@ -34,6 +34,7 @@ from maskserve_engine.control_link.served import (
     new_batch,
     request_residuals,
 )
+from maskserve_engine.families.control import ServedControl
 from maskserve_engine.families.mmdit.rows import (
     FlowPrimingRow,
     FlowRow,
@@ -194,9 +195,9 @@ class FlowBatch(ReusableBatch[Row, W]):
         self._weights: W | None = None
         self._share: RankShare | _Passes | None = None
         self._served = tuple(
-            (row, row.residuals)
+            (row, row.residuals.served)
             for row in rows
-            if isinstance(row, FlowRow) and isinstance(row.residuals, ServedRow)
+            if isinstance(row, FlowRow) and isinstance(row.residuals, ServedControl)
         )
         self._number = new_batch() if self._served else 0
         self._vectors: Sequence[Any] = ()

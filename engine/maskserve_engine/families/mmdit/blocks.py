@@ -167,7 +167,9 @@ def vectors(weights: FluxWeights, emb: Tensor) -> tuple[Vectors, ...]:
         singles = [steps(shared.single)] * len(weights.single_blocks)
     else:
         doubles = [
-            (steps(block.image.vectors), steps(block.text.vectors))
+            (image := steps(block.image.vectors), image)
+            if block.text is block.image  # a net without text
+            else (steps(block.image.vectors), steps(block.text.vectors))
             for block in weights.double_blocks
         ]
         singles = [steps(block.vectors) for block in weights.single_blocks]
@@ -314,8 +316,9 @@ class FluxStep:
                 Modulated.of(block.image.qkv, packing.image_stream, image, block_vectors[0]),
             )
             qkv = self._qkv_of_streams(number, block, streams, packing, room)
-            qk, v = split(qkv, block.norms.shape[-1])
-            qk_norm_rope(qk, block.norms, cis, packing.stream_of)
+            qk, v = split(qkv, self.weights.head_dim)
+            if block.norms is not None:
+                qk_norm_rope(qk, block.norms, cis, packing.stream_of)
             return qk, v, tuple((stream.x, stream.vectors) for stream in streams)
         vectors = self.vectors.single[number - self.two_streams]
         row: Modulated = carried or Modulated.of(block.qkv_up, packing.row_stream, image, vectors)
@@ -473,6 +476,7 @@ class FluxStep:
         block, width = self.blocks[number], hidden.shape[1]
         shift, scale = stream.spread(self.vectors.of(number)[:, : 2 * width], 2)
         if isinstance(block, Double):
+            assert block.norms is not None, "a ControlNet projects no cached tokens"
             qkv, norms = block.image.qkv, block.norms[1]
         elif isinstance(block.qkv_up, ByMode):  # blocks by mode let nothing read the context
             qkv, norms = block.qkv_up.parts[IMAGE], block.norms[IMAGE]

@@ -1,4 +1,5 @@
-"""ControlNets of FLUX.1 and Qwen-Image over the packed rows that have control, beside the base.
+"""ControlNets of FLUX.1, Qwen-Image and Stable Diffusion 3.5 beside the base, over the packed rows
+that have control.
 
 A net is a shorter model of its base's kind. Its block outputs, each through a linear layer, are
 added to the base's hidden states. It runs on the same packed blocks as the base (`batch.forward`).
@@ -8,10 +9,11 @@ step cache (`batch.step_cache`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, islice
 from math import ceil
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -23,7 +25,14 @@ from maskserve_engine.batch.packing import Packed, RowInput
 from maskserve_engine.batch.step_cache import StepCache, input_between_refreshes
 from maskserve_engine.batch.transfer import to_device
 from maskserve_engine.control_link.opening import Opening
-from maskserve_engine.families.control import Controlled, NetOutput, NetRequest, Nets, RowControl
+from maskserve_engine.families.control import (
+    Controlled,
+    NetOutput,
+    NetRequest,
+    Nets,
+    PassResiduals,
+    RowControl,
+)
 from maskserve_engine.families.mmdit.blocks import (
     LEAST_PRECOMPUTED_STEPS,
     FluxStep,
@@ -31,23 +40,46 @@ from maskserve_engine.families.mmdit.blocks import (
     embed,
     vectors,
 )
+from maskserve_engine.families.mmdit.preparation import PATCH
 from maskserve_engine.families.mmdit.weights import FluxWeights
+from maskserve_engine.layers.attention import Span
 from maskserve_engine.layers.linear import Linear, linear
 from maskserve_engine.spec.control_nets import further_input
 from maskserve_engine.spec.model_spec import ControlNetSpec
 
 _STACKS = "transformer_blocks", "single_transformer_blocks"
 
+Spread = Callable[[int, int, int], list[tuple[int, ...]]]
+"""Returns the base's blocks that receive each of so many outputs, from the number of outputs, the
+first block and the number of blocks that may receive them."""
+
+
+class HintEmbedder(Protocol):
+    def __call__(self, picture: Tensor, rows: Sequence[Span], /) -> Tensor:
+        """Return [N, width] of a control picture's tokens [N, in]; the same at every step."""
+        ...
+
+
+def spread_in_runs(count: int, first: int, of: int) -> list[tuple[int, ...]]:
+    """Return the base's blocks that receive each of `count` outputs, as in diffusers' FLUX.1 and
+    Qwen-Image: runs of equal length over the `of` blocks from `first` on.
+    """
+    if not count:
+        return []
+    stride = ceil(of / count)
+    return [
+        tuple(range(first + i * stride, first + min((i + 1) * stride, of))) for i in range(count)
+    ]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FluxControlNet:
-    """The weights of a FluxControlNetModel or a QwenImageControlNetModel, for a base with so many
-    blocks.
+    """The weights of diffusers' FluxControlNetModel or another net with such blocks, for a base
+    with so many blocks.
     """
 
     weights: FluxWeights
-    hint_embedder: Linear
-    """Embeds the control picture's tokens: [N, width] from [N, in_channels]."""
+    hint_embedder: HintEmbedder
     outs: tuple[Linear, ...]
     """The output layer after each block."""
     modes: Tensor | None
@@ -59,6 +91,12 @@ class FluxControlNet:
     """Numbers of the base's double and single blocks."""
     places: tuple[tuple[int, ...], ...]
     """For each block of the net, the base's blocks after which its output is added."""
+    spread: Spread = spread_in_runs
+    """Finds the places."""
+    at_step: Callable[[FluxWeights, Vectors], FluxStep] = FluxStep
+    """Makes its blocks at one step."""
+    pooled: bool = True
+    """Whether it sees the pooled prompt; otherwise zeros."""
     shallower: dict[tuple[int, int], FluxControlNet] = field(default_factory=dict)
 
     @classmethod
@@ -69,6 +107,9 @@ class FluxControlNet:
         base: Any,
         channels: int,
         control_spec: ControlNetSpec,
+        hint_embedder: HintEmbedder | None = None,
+        spread: Spread = spread_in_runs,
+        **more: Any,
     ) -> FluxControlNet:
         """Build a net for its base.
 
@@ -78,14 +119,20 @@ class FluxControlNet:
             base: diffusers' model that it stands beside.
             channels: channels of a token of latents.
             control_spec: nets that the base takes.
+            hint_embedder: embeds the control picture; None: the net's `controlnet_x_embedder`.
+            spread: finds the places of its outputs.
+            more: further fields.
 
         Raises:
             ValueError: the net does not fit the base.
         """
-        net_config, of_base = model.config, {**base.config, "in_channels": channels}
+        numbers = channels if control_spec.patched else channels // PATCH**2
+        net_config, of_base = model.config, {**base.config, "in_channels": numbers}
         if problem := further_input(net_config, control_spec):
             raise ValueError(f"it {problem}")
         for name in ("in_channels", *control_spec.equal):
+            if net_config[name] is None:
+                continue
             if list(np.ravel(net_config[name])) != list(np.ravel(of_base[name])):
                 raise ValueError(
                     f"its {name} is {net_config[name]}, that of the model {of_base[name]}"
@@ -96,13 +143,15 @@ class FluxControlNet:
             outs = [*model.controlnet_blocks, *getattr(model, "controlnet_single_blocks", ())]
             return cls(
                 weights,
-                linear(model.controlnet_x_embedder),
+                hint_embedder or linear(model.controlnet_x_embedder),
                 tuple([linear(out_layer) for out_layer in outs]),
                 model.controlnet_mode_embedder.weight if getattr(model, "union", False) else None,
                 getattr(model, "txt_norm", None),
                 channels,
                 (doubles, singles),
-                _places(weights, (doubles, singles), depth),
+                _places(spread, (doubles, singles), depth, depth),
+                spread,
+                **more,
             )
 
     @property
@@ -117,9 +166,23 @@ class FluxControlNet:
         if depth == self.depth:
             return self
         if depth not in self.shallower:
-            places = _places(self.weights, self.base, depth)
+            places = _places(self.spread, self.base, depth, self.depth)
             self.shallower[depth] = replace(self, places=places, shallower={})
         return self.shallower[depth]
+
+    def prompt(self, embeds: Tensor, pooled: Tensor | None, mode: int | None) -> NetPrompt:
+        """Return a prompt as the net takes it, from its states [T, in] and its pooled vector."""
+        embedder = self.weights.context_embedder
+        if pooled is not None and not self.pooled:
+            pooled = torch.zeros_like(pooled)
+        if embedder is None:
+            return NetPrompt(embeds.new_empty(0, self.weights.width), pooled)
+        states = embeds if self.text_norm is None else self.text_norm(embeds)
+        text = embedder(states, ((0, len(states)),))
+        if self.modes is not None:
+            assert mode is not None, "a union net's control comes with its mode (validation)"
+            text = torch.cat((self.modes[mode][None], text))
+        return NetPrompt(text, pooled)
 
     def samples(self, packed: Packed, at: Vectors) -> Iterator[list[Tensor]]:
         """Yield per block, for each row, [n, width] outputs of the computed tokens.
@@ -133,19 +196,20 @@ class FluxControlNet:
         latents, hints = packed.tokens.split((self.channels, weights.width), dim=1)
         image = weights.x_embedder(latents.contiguous(), stream.spans) + hints
         kinds = ("kv",) * len(self.outs)
-        state = State(FluxStep(weights, at), packed, kinds, (packed.text, image))
+        state = State(self.at_step(weights, at), packed, kinds, (packed.text, image))
         for number, out in enumerate(self.outs):
             state.run(number, number + 1)
             yield list(out(state.computed_image(), stream.spans).split(stream.lengths))
 
 
 def _places(
-    weights: FluxWeights, base: tuple[int, int], depth: tuple[int, int]
+    spread: Spread, base: tuple[int, int], depth: tuple[int, int], whole: tuple[int, int]
 ) -> tuple[tuple[int, ...], ...]:
-    blocks, block_places = (weights.double_blocks, weights.single_blocks), list[tuple[int, ...]]()
-    for stack_blocks, first, count, of in zip(blocks, (0, base[0]), depth, base, strict=True):
+    """Return the places of the first `depth` double and single blocks of `whole`."""
+    block_places = list[tuple[int, ...]]()
+    for first, count, of, blocks in zip((0, base[0]), depth, base, whole, strict=True):
         placed = spread(count, first, of)
-        block_places += [*placed, *[()] * (len(stack_blocks) - len(placed))]
+        block_places += [*placed, *[()] * (blocks - len(placed))]
     return tuple(block_places)
 
 
@@ -162,16 +226,13 @@ def _shallowest(counts: Sequence[int]) -> int:
     return min(filter(None, counts)) if counts[0] else 0
 
 
-def spread(count: int, first: int, of: int) -> list[tuple[int, ...]]:
-    """Return the base's blocks that receive each of `count` outputs, as in diffusers: runs of equal
-    length over the `of` blocks from `first` on.
-    """
-    if not count:
-        return []
-    stride = ceil(of / count)
-    return [
-        tuple(range(first + i * stride, first + min((i + 1) * stride, of))) for i in range(count)
-    ]
+class NetPrompt(NamedTuple):
+    """A prompt as a net takes it."""
+
+    text: Tensor
+    """[T, width] from the net's context_embedder; in a union net the mode's token comes first. Nets
+    that do not read it have none."""
+    pooled: Tensor | None
 
 
 class FluxNetInput(NamedTuple):
@@ -181,8 +242,8 @@ class FluxNetInput(NamedTuple):
     net: FluxControlNet
     hint: Tensor
     """[N, width] tokens of the embedded picture, in the row's order: computed tokens first."""
-    text: Tensor
-    """[T, width] from the net's context_embedder; in a union net the mode's token comes first."""
+    prompts: tuple[NetPrompt, ...]
+    """The prompt and, if the net runs with it, the negative prompt, of as many tokens."""
     guidance: float | None
 
     @classmethod
@@ -191,43 +252,42 @@ class FluxNetInput(NamedTuple):
         control: ControlInput,
         net: FluxControlNet,
         picture: Tensor,
-        embeds: Tensor,
+        prompts: Sequence[tuple[Tensor, Tensor | None]],
         guidance_scale: float | None,
     ) -> FluxNetInput:
-        """Compute a net's constant inputs for an edit."""
-        states = embeds if net.text_norm is None else net.text_norm(embeds)
-        text = net.weights.context_embedder(states, ((0, len(states)),))
-        if net.modes is not None:
-            assert control.mode is not None, (
-                "a union net's control comes with its mode (validation)"
-            )
-            text = torch.cat((net.modes[control.mode][None], text))
+        """Compute a net's constant inputs for an edit, from states and pooled vector of prompts."""
         guided = net.weights.time_text_embed.guidance_embedder is not None
         hint = net.hint_embedder(picture, ((0, len(picture)),))
-        return cls(control, net, hint, text, guidance_scale if guided else None)
+        net_prompts = [net.prompt(*prompt, control.mode) for prompt in prompts]
+        return cls(control, net, hint, tuple(net_prompts), guidance_scale if guided else None)
 
-    def of(self, row: RowInput) -> RowInput:
-        """Return the net's input for these tokens of a row."""
+    def passes(self, row: RowInput) -> list[RowInput]:
+        """Return the net's inputs for these tokens of a row, one for each prompt."""
         hint = self.hint[: len(row.tokens)]
         tokens = torch.cat((row.tokens[:, : self.net.channels], hint), dim=1)
-        cis = row.cis
-        if len(self.text) > len(row.text):  # the mode stands where all text does
+        cis, text = row.cis, len(self.prompts[0].text)
+        if text > len(row.text):  # the mode stands where all text does
             cis = torch.cat((cis[:1], cis))
-        return replace(
-            row,
-            tokens=tokens,
-            text=self.text,
-            guidance=self.guidance,
-            cis=cis,
-            residuals=None,
-            picture=(),
-        )
+        elif not text:
+            cis = cis[len(row.text) :]
+        return [
+            replace(
+                row,
+                tokens=tokens,
+                text=prompt.text,
+                pooled=prompt.pooled,
+                guidance=self.guidance,
+                cis=cis,
+                picture=(),
+            )
+            for prompt in self.prompts
+        ]
 
 
 class FluxNets(Nets[FluxNetInput]):
     """Nets over rows whose base takes a `RowInput`."""
 
-    in_parts, stacked = True, False
+    in_parts = True
 
     def __init__(self) -> None:
         self._vectors: dict[tuple[object, ...], tuple[int, tuple[Vectors, ...]]] = {}
@@ -237,19 +297,24 @@ class FluxNets(Nets[FluxNetInput]):
     def outputs(
         self, net: FluxControlNet, same: Sequence[NetRequest[FluxNetInput]]
     ) -> Iterator[NetOutput]:
-        inputs = [_net_input(request) for request in same]
-        packed = Packed(inputs)
+        inputs = [_net_inputs(request) for request in same]
+        packed = Packed(list(chain.from_iterable(inputs)))
         samples = net.samples(packed, self._vectors_of(net, same, packed))
-        for places, by_row in zip(net.places, samples, strict=True):
-            active = zip(same, by_row, strict=True)
+        for places, by_pass in zip(net.places, samples, strict=True):
+            parts = iter(by_pass)
             yield (
                 places,
-                [[sample[: request.row.base_input.computed]] for request, sample in active],
+                [
+                    [sample[: request.row.base_input.computed] for sample in islice(parts, count)]
+                    for request, count in zip(same, map(len, inputs), strict=True)
+                ],
             )
-        for request, row_input in zip(same, inputs, strict=True):
-            if isinstance(row_input.capture, StepCache):
-                row_input.capture.complete_refresh(request.row.timesteps[0])
-                request.keep([row_input.capture])
+        for request, passes in zip(same, inputs, strict=True):
+            captures = [row.capture for row in passes if isinstance(row.capture, StepCache)]
+            for step_cache in captures:
+                step_cache.complete_refresh(request.row.timesteps[0])
+            if captures:
+                request.keep(captures)
 
     def _vectors_of(
         self, net: FluxControlNet, same: Sequence[NetRequest[FluxNetInput]], packed: Packed
@@ -269,8 +334,12 @@ class FluxNets(Nets[FluxNetInput]):
                 LEAST_PRECOMPUTED_STEPS,
                 *(len(before) + len(request.row.timesteps) for request in same),
             )
-            by_row = [[*before, *request.row.timesteps][:ahead] for request in same]
-            [timesteps] = to_device([torch.tensor(by_row).T.contiguous()], packed.tokens.device)
+            by_pass = [
+                [*before, *request.row.timesteps][:ahead]
+                for request in same
+                for _ in request.net_input.prompts
+            ]
+            [timesteps] = to_device([torch.tensor(by_pass).T.contiguous()], packed.tokens.device)
             emb = embed(net.weights, timesteps, packed.pooled, packed.guidance)
             begin, step_vectors = step - len(before), vectors(net.weights, emb)
             self._vectors[key] = begin, step_vectors
@@ -288,33 +357,39 @@ class NetTokens(NamedTuple):
     """Number of them that are computed between refresh steps; 0: the row has none."""
 
 
-def _net_input(request: NetRequest[FluxNetInput]) -> RowInput:
-    """Return the net's input: the computed tokens between refresh steps, else all of them, with a
+def _net_inputs(request: NetRequest[FluxNetInput]) -> list[RowInput]:
+    """Return the net's passes: of the computed tokens between refresh steps, else of all, with a
     `StepCache` as capture if the others are to be kept.
     """
     row, (net_tokens, computed, active) = request.row, request.row.base_input
     if request.cached is not None:
         cis, cached_cis = net_tokens.cis.tensor_split((len(net_tokens.text) + computed,))
-        computed_input = request.net_input.of(
+        passes = request.net_input.passes(
             replace(net_tokens, tokens=net_tokens.tokens[:computed], cis=cis)
         )
-        [previous_cache] = request.cached
-        previous_cache.begin_loads(row.step)
-        return input_between_refreshes(
-            computed_input, cached_cis, previous_cache, lambda: row.timesteps[0]
-        )
-    row_input = request.net_input.of(net_tokens)
+        for previous_cache in request.cached:
+            previous_cache.begin_loads(row.step)
+        return [
+            input_between_refreshes(row_input, cached_cis, previous, lambda: row.timesteps[0])
+            for row_input, previous in zip(passes, request.cached, strict=True)
+        ]
+    passes = request.net_input.passes(net_tokens)
     if not request.keeps:
-        return row_input
-    last = request.last
+        return passes
+    last, blocks = request.last, len(request.net_input.net.outs)
+    step_caches: Sequence[StepCache]
     if last is None:
-        blocks = len(request.net_input.net.outs)
-        step_cache = row.control.place(StepCache(row.control.schedule), blocks)
+        schedule = row.control.schedule
+        step_caches = [row.control.place(StepCache(schedule), blocks) for _ in passes]
     else:
-        [step_cache] = last.tokens
+        step_caches = last.tokens
     at, reads = row.timesteps[0], row.lookahead is not None
-    step_cache.begin_refresh(row.step, at, active, len(row_input.tokens), reads=reads)
-    return replace(row_input, capture=step_cache)
+    for step_cache in step_caches:
+        step_cache.begin_refresh(row.step, at, active, len(net_tokens.tokens), reads=reads)
+    return [
+        replace(row_input, capture=step_cache)
+        for row_input, step_cache in zip(passes, step_caches, strict=True)
+    ]
 
 
 def controlled(
@@ -366,17 +441,21 @@ class FluxNetRow:
         if facts.shallowest:
             depth = common_depth([net.depth for net in row_nets])
             row_nets = [net.as_shallow_as(depth) for net in row_nets]
+        prompts = [
+            (arrays[f"embeds.{i}"], arrays.get(f"pooled.{i}"))
+            for i in range(sum(name.startswith("embeds.") for name in arrays))
+        ]
         inputs = [
             FluxNetInput.encode(
-                opened.input, row_nets[i], arrays[f"picture.{i}"], arrays["embeds"], facts.guidance
+                opened.input, row_nets[i], arrays[f"picture.{i}"], prompts, facts.guidance
             )
             for i, opened in enumerate(facts.controls)
         ]
-        none = arrays["embeds"].new_empty(0, 0)
-        text = arrays["embeds"].new_empty(facts.text, 0)
+        none, text = (prompts[0][0].new_empty(count, 0) for count in (0, facts.text))
         cis = torch.view_as_complex(arrays["cis"])
-        base = RowInput(none, text, arrays.get("pooled"), None, cis)
-        control = RowControl(tuple(inputs), facts.schedule)
+        base = RowInput(none, text, None, None, cis)
+        passes = tuple([PassResiduals() for _ in prompts])
+        control = RowControl(tuple(inputs), facts.schedule, passes=passes)
         return cls(control, base, cis, facts.timesteps, facts.active)
 
     def at(

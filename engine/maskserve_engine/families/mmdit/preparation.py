@@ -285,7 +285,7 @@ class FlowPrepared:
     """All tokens; set for edits whose rows may read or make entries."""
     tokens: EditTokens
     controls: tuple[tuple[ControlInput, Tensor], ...] = ()
-    """Active controls, each with its picture's latents as tokens [N, 4C]."""
+    """Active controls, each with its picture's tokens (`FlowPreparation.control_tokens`)."""
 
 
 class FlowPreparation:
@@ -407,11 +407,15 @@ class FlowPreparation:
     ) -> tuple[tuple[ControlInput, Tensor], ...]:
         control_inputs = []
         for control in acting(job.controls, schedule.steps):
-            assert control.moments is not None, "FLUX's control pictures come encoded"
-            control_inputs.append(
-                (control, pack_latents(self._posterior(control.moments).sample(generator)))
-            )
+            assert control.moments is not None, "control pictures come encoded"
+            control_inputs.append((control, self.control_tokens(control.moments, job, generator)))
         return tuple(control_inputs)
+
+    def control_tokens(
+        self, moments: NDArray[np.float32], job: EditJob, generator: torch.Generator
+    ) -> Tensor:
+        """Return [N, in] tokens of a control picture as nets take them."""
+        return pack_latents(self._posterior(moments).sample(generator))
 
     def start(self, job: EditJob, schedule: Schedule, generator: torch.Generator) -> FlowStart:
         """Draw all other random numbers of the edit, on the CPU, in the pipeline's order. Families

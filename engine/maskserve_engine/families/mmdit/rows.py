@@ -522,6 +522,7 @@ def pass_inputs(row: Row) -> list[RowInput]:
         return [row.model_input()]
     computed = row.computes
     inputs = [_input(row, prompt, row.step, computed) for prompt in row.passes]
+    inputs = _adding(row.residuals, inputs)
     if not row.fills_step_cache:
         return inputs
     passes = zip(row.passes, inputs, strict=True)
@@ -537,10 +538,18 @@ def lookahead_inputs(row: Row) -> list[RowInput]:
     inputs = [
         _captured(row, prompt, _input(row, prompt, step, computed), step) for prompt in row.passes
     ]
-    if row.residuals is None:
+    return _adding(None if row.residuals is None else row.residuals.for_lookahead, inputs)
+
+
+def _adding(residuals: RowResiduals | None, inputs: list[RowInput]) -> list[RowInput]:
+    """Let a row's passes add the residuals of its ControlNets."""
+    if residuals is None:
         return inputs
-    residuals = row.residuals.for_lookahead
-    return [replace(row_input, residuals=residuals) for row_input in inputs]
+    last = len(residuals.passes) - 1
+    return [
+        replace(row_input, residuals=residuals.passes[min(number, last)])
+        for number, row_input in enumerate(inputs)
+    ]
 
 
 def all_tokens(row: FlowRow, lookahead: int | None = None) -> RowInput:
@@ -574,7 +583,6 @@ def _input(row: FlowRow, prompt: PromptPass, step: int, computed: ComputedSpans)
         prompt.guidance,
         torch.cat((text_cis, *cis) if computed.text else cis),
         cached=_cached(row, prompt.cache, text_cis, step, computed),
-        residuals=row.residuals,
         context=0 if context is None or words else len(context),
         still=sum(len(tokens) for tokens in contexts if tokens is not None),
         timeless=prompt.timeless,

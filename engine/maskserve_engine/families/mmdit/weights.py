@@ -71,8 +71,9 @@ class StreamWeights(NamedTuple):
 class Double(NamedTuple):
     image: StreamWeights
     text: StreamWeights
-    norms: Tensor
-    """[2, 2, 1, head_dim] of text and image, queries and keys, float32."""
+    norms: Tensor | None
+    """[2, 2, 1, head_dim] of text and image, queries and keys, float32. None: queries and keys are
+    neither normalised nor rotated."""
 
 
 class ByMode(NamedTuple):
@@ -105,8 +106,9 @@ Form = Literal["plain", "epilogues", "fp8"]
 class FluxWeights(RowWeights):
     x_embedder: Linear
     time_text_embed: TimeTextEmbed
-    context_embedder: Linear
-    """Embeds the prompt's states; its output is the same at every step, so rows keep it."""
+    context_embedder: Linear | None
+    """Embeds the prompt's states; its output is the same at every step, so rows keep it. None for a
+    ControlNet that does not read the prompt."""
     double_blocks: tuple[Double, ...]
     single_blocks: tuple[Single, ...]
     last_vectors: Linear | None
@@ -188,15 +190,27 @@ def block_norms(*norms: Any) -> Tensor:
     return torch.stack([norm.weight for norm in norms])[:, None].float()
 
 
-def double_of(block: Any) -> Double:
+def image_stream_of(block: Any) -> StreamWeights:
     attn = block.attn
-    image = StreamWeights(
+    return StreamWeights(
         _vectors(block.norm1),
         linear(attn.to_q, attn.to_k, attn.to_v),
         linear(attn.to_out[0]),
         linear(block.ff.net[0].proj),
         linear(block.ff.net[2]),
     )
+
+
+def joint_norms(attn: Any) -> Tensor | None:
+    """Return the norms of an attention of text and image (`Double.norms`)."""
+    if attn.norm_q is None:
+        return None
+    norms = block_norms(attn.norm_added_q, attn.norm_added_k), block_norms(attn.norm_q, attn.norm_k)
+    return torch.stack(norms)
+
+
+def double_of(block: Any) -> Double:
+    attn = block.attn
     text = StreamWeights(
         _vectors(block.norm1_context),
         linear(attn.add_q_proj, attn.add_k_proj, attn.add_v_proj),
@@ -204,8 +218,7 @@ def double_of(block: Any) -> Double:
         linear(block.ff_context.net[0].proj),
         linear(block.ff_context.net[2]),
     )
-    norms = block_norms(attn.norm_added_q, attn.norm_added_k), block_norms(attn.norm_q, attn.norm_k)
-    return Double(image, text, torch.stack(norms))
+    return Double(image_stream_of(block), text, joint_norms(attn))
 
 
 def _single(block: Any) -> Single:

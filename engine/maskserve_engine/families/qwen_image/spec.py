@@ -113,4 +113,5 @@ def control_work(config: dict[str, Any], height: int, width: int) -> ModelWork:
     """Return the work of a QwenImageControlNetModel beside its base, from the net's config.json and
     a size in latents.
     """
-    return mmdit.control_work(count(config, StepPicture(height, width)), config)
+    work = count(config, StepPicture(height, width))
+    return mmdit.control_work(work, int(config["in_channels"]))

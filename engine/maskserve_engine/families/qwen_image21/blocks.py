@@ -60,6 +60,7 @@ def fixed_words_entry(weights: QwenImage21Weights, words: FixedWords) -> AnchorE
         product: Any = block.image.qkv
         normed = modulate(x, shared[0], shared[1], isinstance(product, Fp8Linear))
         qk, v = split(product(normed, rows), weights.head_dim)
+        assert block.norms is not None, "the model normalises queries and keys"
         qk_norm_rope(qk, block.norms[1], words.cis)
         q, k = qk.unbind(1)
         block_entries.append(

@@ -43,6 +43,7 @@ class QwenImage21Weights(FluxWeights):
         rows: tuple[Span, ...] = ((0, len(states)),)
         wide = states.float()
         normed = F.rms_norm(wide, wide.shape[-1:], self.text_norm, self.text_epsilon)
+        assert self.context_embedder is not None, "the model reads a prompt"
         return self.text_out(gelu(self.context_embedder(normed.to(states.dtype), rows)), rows)
 
 

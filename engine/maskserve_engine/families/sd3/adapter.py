@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
-from typing import Any, ClassVar
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any, ClassVar, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from maskserve_common.config import Config
 from maskserve_common.errors import InvalidRequest
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.graphs import Graphs
@@ -17,22 +21,34 @@ from maskserve_engine.batch.packing import Packing, Stream
 from maskserve_engine.batch.transfer import moved
 from maskserve_engine.families.flux.adapter import FluxAdapter, FluxBatch
 from maskserve_engine.families.mmdit.blocks import FluxStep, Vectors, clip, split, stream_post
+from maskserve_engine.families.mmdit.control import FluxControlNet
 from maskserve_engine.families.mmdit.preparation import (
+    PATCH,
     FlowPreparation,
     FlowStart,
     FlowTemplate,
     Grid,
     grid_of,
+    pack_latents,
 )
 from maskserve_engine.families.mmdit.schedule import Schedule
 from maskserve_engine.families.mmdit.weights import FluxWeights
 from maskserve_engine.families.sd3 import spec as sd3
-from maskserve_engine.families.sd3.weights import Sd3Weights, Second, places_of, weights_of
-from maskserve_engine.layers.attention import Segments, attention, segments
+from maskserve_engine.families.sd3.weights import (
+    Sd3Weights,
+    Second,
+    load_embedding,
+    patches_of,
+    places_of,
+    weights_of,
+)
+from maskserve_engine.layers.attention import Segments, Span, attention, segments
+from maskserve_engine.layers.linear import Linear, PlainLinear
 from maskserve_engine.layers.low_rank import Place
 from maskserve_engine.layers.modulation import Vector, add_gated, modulate
 from maskserve_engine.layers.qk_norm_rope import qk_norm_rope
 from maskserve_engine.spec.family import FamilyModule
+from maskserve_engine.spec.model_spec import ModelSpec
 
 _PATCH = 4
 """Latents per token."""
@@ -50,10 +66,8 @@ class Sd3Step(FluxStep):
         """Embed tokens and add their positions, which the last two channels hold
         (`Sd3Preparation`).
         """
-        places = self._sd3_weights.places
-        row, column = (tokens[:, -2:].long() + len(places) // 2).unbind(1)
-        x = self.weights.x_embedder(tokens[:, :-2], stream.spans)
-        return (x + places[row, column]).to(x.dtype)
+        weights = self._sd3_weights
+        return placed(weights.x_embedder, weights.places, tokens, stream.spans)
 
     def pre(
         self,
@@ -83,7 +97,8 @@ class Sd3Step(FluxStep):
     ) -> Tensor:
         stream, (shift, scale, gate) = packing.image_stream, vectors
         qk, v = split(second.qkv(modulate(x, shift, scale), stream.spans), self.weights.head_dim)
-        qk_norm_rope(qk, second.norms, cis[: len(qk)])
+        if second.norms is not None:
+            qk_norm_rope(qk, second.norms, cis[: len(qk)])
         q, k = qk.unbind(1)
         attention_out = attention(q, k, v, _alone(tuple(stream.lengths), x.device))
         attention_out = second.out(attention_out.flatten(1), stream.spans)
@@ -101,21 +116,41 @@ class Sd3Step(FluxStep):
         continues: bool,
         image_alone: bool,
     ) -> tuple[Tensor, Tensor, Any]:
-        if number + 1 < self.block_count:
+        block = self.weights.double_blocks[number]
+        if block.text.out is not None:
             return super().post(
                 number, text, image, attended, carried, packing,
                 continues=continues, image_alone=image_alone,
             )  # fmt: skip
         _, (x, vectors) = carried
         _, attended = packing.split(attended)
-        image_weights, rows = self.weights.double_blocks[number].image, packing.image_stream.spans
-        x, _ = stream_post(image_weights, x, attended, vectors, rows=rows)
+        rows = packing.image_stream.spans
+        x, _ = stream_post(block.image, x, attended, vectors, rows=rows)
         return text, clip(x).view_as(image), None
 
     def last(self, image: Tensor, stream: Any) -> Tensor:
         """Apply the last layers. The model orders a patch's values by channel, not by pixel."""
         patches = super().last(image, stream).unflatten(1, (_PATCH, -1))
         return patches.transpose(1, 2).flatten(1)
+
+
+def placed(embedder: Linear, places: Tensor, tokens: Tensor, rows: Sequence[Span]) -> Tensor:
+    """Embed tokens [N, in + 2] and add their positions, the last two channels, from `places` [side,
+    side, width].
+    """
+    row, column = (tokens[:, -2:].long() + len(places) // 2).unbind(1)
+    x = embedder(tokens[:, :-2], rows)
+    return (x + places[row, column]).to(x.dtype)
+
+
+def spread_evenly(count: int, first: int, of: int) -> list[tuple[int, ...]]:
+    """Return the base's blocks that receive each of `count` outputs, as in diffusers: all but the
+    last of the `of` blocks from `first` on.
+    """
+    placed: list[list[int]] = [[] for _ in range(count)]
+    for number in range(of - 1 if count else 0):
+        placed[int(number / (of / count))].append(first + number)
+    return [tuple(numbers) for numbers in placed]
 
 
 @lru_cache(maxsize=16)
@@ -149,6 +184,15 @@ class Sd3Preparation(FlowPreparation):
             else replace(flow_template, condition=self._places(job))
         )
 
+    def control_tokens(
+        self, moments: NDArray[np.float32], job: EditJob, _: torch.Generator
+    ) -> Tensor:
+        """Return [N, 4C + 2] tokens of a control picture. The pipeline draws them without the
+        edit's generator; here they are the mean.
+        """
+        picture = pack_latents(self._posterior(moments).mode())
+        return torch.cat((picture, self._places(job)), dim=1)
+
     def _places(self, job: EditJob) -> Tensor:
         """Return [n, 2] positions.
 
@@ -170,13 +214,59 @@ class Sd3Adapter(FluxAdapter):
     batches = Sd3Batch
     preparation = Sd3Preparation
     passes_sigmas = False
+    weight_folder = Path(), ""
+    """Folder of the model's weights, and their variant."""
 
     @staticmethod
     def shift(config: Mapping[str, Any], tokens: int, steps: int) -> None:
         """Return None: the pipeline leaves the schedule to its sampler."""
 
+    @classmethod
+    def load(cls, spec: ModelSpec, config: Config) -> Self:
+        adapter = super().load(spec, config)
+        adapter.weight_folder = Path(config.model.path, "transformer"), config.model.variant
+        return adapter
+
     def weights_of(self, model: Any, placed_bytes: int, graphs: Graphs | None) -> FluxWeights:
-        return weights_of(model, placed_bytes=placed_bytes, graphs=graphs)
+        return weights_of(model, model.pos_embed, placed_bytes=placed_bytes, graphs=graphs)
+
+    def control_net(self, model: Any) -> FluxControlNet:
+        """Build a net. As in diffusers, one with `force_zeros_for_pooled_projection` sees control
+        pictures without the VAE's shift, and no pooled prompt; one without `pos_embed` uses the
+        base's.
+        """
+        with torch.inference_mode():
+            control_spec, latents = self.spec.control, self.spec.latents
+            assert control_spec is not None, "nets of other models are refused"
+            embed, config = model.pos_embed or self._embedding(model), model.config
+            if embed.pos_embed is None:
+                raise ValueError(
+                    "its pos_embed_type is null, and nets without positions are refused"
+                )
+            weights = weights_of(model, embed)
+            hint = patches_of(model.pos_embed_input)
+            if config.force_zeros_for_pooled_projection:
+                assert hint.bias is not None, "a PatchEmbed has a bias"
+                unshifted = hint.weight.sum(1) * (latents.shift[0] * latents.scale[0])
+                hint = PlainLinear(hint.weight, hint.bias + unshifted)
+            return FluxControlNet.of(
+                model,
+                weights,
+                self.model,
+                self.spec.latent_channels * PATCH**2,
+                control_spec,
+                partial(placed, hint, weights.places),
+                spread_evenly,
+                at_step=Sd3Step,
+                pooled=not config.force_zeros_for_pooled_projection,
+            )
+
+    def _embedding(self, net: Any) -> Any:
+        """Return the base's PatchEmbed; a service, whose base has no weights, reads it."""
+        embed = self.model.pos_embed
+        if self.device.type != "meta" or net.device.type == "meta":
+            return embed
+        return load_embedding(embed, *self.weight_folder).to(net.device, net.dtype)
 
     @staticmethod
     def places_of(model: Any) -> Mapping[str, Place]:

@@ -11,13 +11,13 @@ from typing import Any
 from maskserve_common.config import Config
 from maskserve_common.config_file import read_json
 from maskserve_common.contracts.semantics import INPAINT, DenseSteps
-from maskserve_engine.families.flux import spec as flux
 from maskserve_engine.planning.flops import ModelWork
 from maskserve_engine.planning.layer_table import Layers, Shape
 from maskserve_engine.spec import mmdit
 from maskserve_engine.spec.family import StepPicture
 from maskserve_engine.spec.model_spec import (
     ALL_KINDS,
+    ControlNetSpec,
     EditDefaults,
     ModelSpec,
     RefreshSpec,
@@ -42,7 +42,21 @@ _CLIP = 77
 """Tokens of the CLIPs, which precede the T5's."""
 _SECOND = "dual_attention_layers"
 
-control_work = flux.control_work
+CONTROL = ControlNetSpec(
+    net="SD3ControlNetModel",
+    latents=True,
+    patched=False,
+    guided=True,
+    equal=(
+        "patch_size",
+        "num_attention_heads",
+        "attention_head_dim",
+        "joint_attention_dim",
+        "pooled_projection_dim",
+        "pos_embed_max_size",
+    ),
+    without=("extra_conditioning_channels",),
+)
 
 
 def recorded_rows(spec: ModelSpec, config: Config) -> float:
@@ -81,7 +95,7 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelSpec:
         refresh=RefreshSpec(stride=None if transformer.get(_SECOND) else 0.0),
         true_cfg=False,
         denoiser=transformer,
-        control=None,
+        control=CONTROL,
         edit_kinds=ALL_KINDS,
         keeps_placed=True,
         padded_to=1,
@@ -96,6 +110,43 @@ def count(config: Mapping[str, Any], picture: StepPicture) -> ModelWork:
     """Return the work of an SD3Transformer2DModel: FLUX.1's double blocks, some with a second
     attention, of the picture, which is counted as if it saw the text. The last one drops its text.
     """
+    h, blocks = mmdit.width_of(config), _blocks(config)
+    last = f"transformer_blocks.{len(blocks) - 1}"
+    layers = blocks[last].layers
+    blocks[last] = blocks[last]._replace(
+        layers={
+            **layers,
+            "row": {**layers["row"], "norm1_context.linear": (h, 2 * h)},
+            "text": mmdit.attention(h, mmdit.TEXT[:-1]),
+        }
+    )
+    model = mmdit.TransformerLayers(blocks, _before(config), mmdit.last_layers(config))
+    return model.work("sd3", config, picture)
+
+
+def control_work(config: Mapping[str, Any], height: int, width: int) -> ModelWork:
+    """Return the work of an SD3ControlNetModel beside its base, from the net's config.json and a
+    size in latents. One that does not read the prompt is counted as if it attended to it.
+    """
+    blocks, before = _blocks(config), _before(config)
+    if config.get("joint_attention_dim") is None:
+        before = {**before, "text": {}}
+        blocks = {
+            name: block._replace(layers={**block.layers, "row": _of_row(block), "text": {}})
+            for name, block in blocks.items()
+        }
+    model = mmdit.TransformerLayers(blocks, before, mmdit.last_layers(config))
+    work = model.work("sd3", config, StepPicture(height, width))
+    return mmdit.control_work(work, int(config["in_channels"]) * _PATCH**2)
+
+
+def _of_row(block: mmdit.BlockLayers) -> dict[str, Shape]:
+    """Return a block's layers for each row, without those of the text."""
+    return {name: shape for name, shape in block.layers["row"].items() if "context" not in name}
+
+
+def _blocks(config: Mapping[str, Any]) -> dict[str, mmdit.BlockLayers]:
+    """Return blocks that all keep their text."""
     h, number = mmdit.width_of(config), int(config["num_layers"])
     row: dict[str, Shape] = {"norm1.linear": (h, 6 * h), "norm1_context.linear": (h, 6 * h)}
     token = mmdit.attention(h, mmdit.IMAGE) | mmdit.feed_forward("ff", h)
@@ -108,21 +159,14 @@ def count(config: Mapping[str, Any], picture: StepPicture) -> ModelWork:
         second = mmdit.attention(h, mmdit.IMAGE, "attn2")
         two = {**layers, "row": {**row, "norm1.linear": (h, 9 * h)}, "token": token | second}
         blocks[f"transformer_blocks.{dual}"] = mmdit.BlockLayers(two, attentions=2)
-    last = f"transformer_blocks.{number - 1}"
-    layers = blocks[last].layers
-    blocks[last] = blocks[last]._replace(
-        layers={
-            **layers,
-            "row": {**layers["row"], "norm1_context.linear": (h, 2 * h)},
-            "text": mmdit.attention(h, mmdit.TEXT[:-1]),
-        }
-    )
-    pooled = int(config["pooled_projection_dim"])
-    before: Layers = {
+    return blocks
+
+
+def _before(config: Mapping[str, Any]) -> Layers:
+    h, pooled = mmdit.width_of(config), int(config["pooled_projection_dim"])
+    return {
         "row": mmdit.embedder("time_text_embed.timestep_embedder", 256, h)
         | mmdit.embedder("time_text_embed.text_embedder", pooled, h),
         "token": {"pos_embed.proj": (int(config["in_channels"]) * _PATCH**2, h)},
-        "text": {"context_embedder": (int(config["joint_attention_dim"]), h)},
+        "text": {"context_embedder": (int(config["joint_attention_dim"] or 0), h)},
     }
-    model = mmdit.TransformerLayers(blocks, before, mmdit.last_layers(config))
-    return model.work("sd3", config, picture)

@@ -1,4 +1,4 @@
-"""The weights of an SD3Transformer2DModel, in the form of FLUX.1's blocks.
+"""The weights of an SD3Transformer2DModel or an SD3ControlNetModel, in the form of FLUX.1's blocks.
 
 Differences from FLUX.1: some blocks have a second attention, the last one drops its text after
 attention, and a token's position is added to it once.
@@ -6,12 +6,16 @@ attention, and a token's position is added to it once.
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
+from maskserve_common.files.weight_files import weight_files
 from maskserve_engine.families.mmdit.weights import (
     JOINT_ATTENTION,
     OF_DOUBLE,
@@ -21,19 +25,23 @@ from maskserve_engine.families.mmdit.weights import (
     StreamWeights,
     block_norms,
     double_of,
+    image_stream_of,
+    joint_norms,
     places_in,
     time_text_of,
 )
 from maskserve_engine.layers.linear import JoinedLinear, Linear, PlainLinear, linear
 from maskserve_engine.layers.low_rank import Place
 
+_EMBED = "pos_embed."
+
 
 class Second(NamedTuple):
     """A block's second attention, of the picture only."""
 
     qkv: Linear
-    norms: Tensor
-    """[2, 1, head_dim] of queries and keys, float32."""
+    norms: Tensor | None
+    """[2, 1, head_dim] of queries and keys, float32; None: they are not normalised."""
     out: Linear
 
 
@@ -46,26 +54,60 @@ class Sd3Weights(FluxWeights):
     use its middle."""
 
 
-def weights_of(model: Any, **more: Any) -> Sd3Weights:
-    """Build from an SD3Transformer2DModel; `more` are further fields of FluxWeights."""
-    blocks, embed = model.transformer_blocks, model.pos_embed
-    side = embed.pos_embed_max_size
+def weights_of(model: Any, embed: Any, **more: Any) -> Sd3Weights:
+    """Build from diffusers' model.
+
+    Args:
+        model: an SD3Transformer2DModel or an SD3ControlNetModel.
+        embed: its PatchEmbed, or its base's.
+        more: further fields of FluxWeights.
+    """
+    blocks, whole, side = (
+        model.transformer_blocks,
+        hasattr(model, "proj_out"),
+        embed.pos_embed_max_size,
+    )
     with torch.no_grad():
         return Sd3Weights(
-            PlainLinear(embed.proj.weight.flatten(1), embed.proj.bias),
+            patches_of(embed),
             time_text_of(model.time_text_embed)._replace(clock=None),
-            linear(model.context_embedder),
-            tuple(_last(block) if block.context_pre_only else double_of(block) for block in blocks),
+            None if model.context_embedder is None else linear(model.context_embedder),
+            tuple(map(_double, blocks)),
             (),
-            linear(model.norm_out.linear),
-            linear(model.proj_out),
+            linear(model.norm_out.linear) if whole else None,
+            linear(model.proj_out) if whole else None,
             model.config.attention_head_dim,
             model.device,
             model.dtype,
-            seconds=tuple(_second(block.attn2) for block in blocks),
+            seconds=tuple(_second(getattr(block, "attn2", None)) for block in blocks),
             places=embed.pos_embed.view(side, side, -1),
             **more,
         )
+
+
+def patches_of(embed: Any) -> PlainLinear:
+    """Return the product of a PatchEmbed's convolution with the tokens of a picture."""
+    return PlainLinear(embed.proj.weight.flatten(1), embed.proj.bias)
+
+
+def load_embedding(embed: Any, folder: Path, variant: str) -> Any:
+    """Return an SD3Transformer2DModel's PatchEmbed with the weights of its folder, in host memory;
+    `embed` has its shapes.
+    """
+    module, tensors = deepcopy(embed).to_empty(device="cpu"), dict[str, Tensor]()
+    for file in weight_files(folder, variant).files:
+        with safe_open(file, "pt") as opened:
+            names = [name for name in opened.keys() if name.startswith(_EMBED)]  # noqa: SIM118
+            tensors |= {name.removeprefix(_EMBED): opened.get_tensor(name) for name in names}
+    module.load_state_dict(tensors)
+    return module
+
+
+def _double(block: Any) -> Double:
+    if not hasattr(block, "norm1_context"):  # of a ControlNet that does not read the prompt
+        image = image_stream_of(block)
+        return Double(image, image, None)
+    return _last(block) if block.context_pre_only else double_of(block)
 
 
 def _last(block: Any) -> Double:
@@ -79,21 +121,13 @@ def _last(block: Any) -> Double:
         None,
         None,
     )
-    image = StreamWeights(
-        linear(block.norm1.linear),
-        linear(attn.to_q, attn.to_k, attn.to_v),
-        linear(attn.to_out[0]),
-        linear(block.ff.net[0].proj),
-        linear(block.ff.net[2]),
-    )
-    norms = block_norms(attn.norm_added_q, attn.norm_added_k), block_norms(attn.norm_q, attn.norm_k)
-    return Double(image, text, torch.stack(norms))
+    return Double(image_stream_of(block), text, joint_norms(attn))
 
 
 def _second(attn: Any) -> Second | None:
     if attn is None:
         return None
-    norms = block_norms(attn.norm_q, attn.norm_k)
+    norms = None if attn.norm_q is None else block_norms(attn.norm_q, attn.norm_k)
     return Second(linear(attn.to_q, attn.to_k, attn.to_v), norms, linear(attn.to_out[0]))
 
 

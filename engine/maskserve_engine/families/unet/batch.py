@@ -20,13 +20,9 @@ from maskserve_engine.control_link.served import (
     new_batch,
     request_residuals,
 )
+from maskserve_engine.families.control import ServedControl
 from maskserve_engine.families.unet.captures import UnetStepCache
-from maskserve_engine.families.unet.control import (
-    UnetNets,
-    UnetSample,
-    UnetServedControl,
-    controlled,
-)
+from maskserve_engine.families.unet.control import UnetNets, UnetSample, controlled
 from maskserve_engine.families.unet.forward import Captures, PackedPasses, forward
 from maskserve_engine.families.unet.graphs import UnetStep
 from maskserve_engine.families.unet.latents import PackedLatents, extrapolated_latents
@@ -250,7 +246,7 @@ class UnetBatch(ReusableBatch[Row, UnetWeights]):
             adds = id(row) in lookahead_by_row
             lookahead = lookahead_by_row.get(id(row)) or nets_lookahead(row)
             lookahead_sample = None if lookahead is None else lookahead.sample()[: len(row_sample)]
-            if isinstance(control, UnetServedControl):
+            if isinstance(control, ServedControl):
                 count = row_sample[0].numel() if row.active is None else len(row.active[0])
                 lookahead_request = None
                 if lookahead is not None and lookahead_sample is not None:

@@ -21,7 +21,6 @@ from maskserve_engine.base.job import ControlInput
 from maskserve_engine.batch.step_cache import RefreshSchedule, StepCache
 from maskserve_engine.batch.transfer import to_device
 from maskserve_engine.control_link.opening import Opening
-from maskserve_engine.control_link.served import LookaheadResiduals, ServedRow
 from maskserve_engine.families.control import (
     Controlled,
     NetOutput,
@@ -161,36 +160,6 @@ class NetStepCache(StepCache):
         return self._ids[self._levels[block]]
 
 
-class ServedPass(NamedTuple):
-    """Residuals of one pass of a row whose nets run in a service."""
-
-    served: ServedRow | LookaheadResiduals
-    number: int
-
-    def after(self, number: int) -> Tensor | None:
-        added = self.served.after(number)
-        return None if added is None else added[self.number]
-
-
-@dataclass(slots=True, eq=False)
-class UnetServedControl:
-    """Stands for `RowControl` in a row whose nets run in a service."""
-
-    served: ServedRow
-    passes: tuple[ServedPass, ...]
-
-    @property
-    def schedule(self) -> RefreshSchedule:
-        return self.served.schedule
-
-    @property
-    def for_lookahead(self) -> UnetServedControl:
-        passes = [
-            ServedPass(self.served.for_lookahead, served_pass.number) for served_pass in self.passes
-        ]
-        return UnetServedControl(self.served, tuple(passes))
-
-
 @dataclass(frozen=True, slots=True)
 class _CachedTokens:
     """`stack.InactivePassTokens` of one pass in one net, from its present step cache."""
@@ -238,7 +207,7 @@ class _Run(NamedTuple):
 class UnetNets(Nets[UnetNetInput]):
     """Nets over rows of one latent shape, whose base takes a `UnetSample`."""
 
-    in_parts, stacked = False, True
+    in_parts = False
 
     def __init__(self) -> None:
         self._runs: dict[tuple[int, ...], _Run] = {}

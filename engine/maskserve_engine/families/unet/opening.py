@@ -14,14 +14,8 @@ from maskserve_engine.base.job import ControlInput, EditJob
 from maskserve_engine.batch.step_cache import RefreshSchedule
 from maskserve_engine.control_link.opening import OpenedControl, Opening, OpeningMessage
 from maskserve_engine.control_link.served import ServedRow
-from maskserve_engine.families.control import NetBatch, OpenedRows, RowControl
-from maskserve_engine.families.unet.control import (
-    ServedPass,
-    UnetControlNet,
-    UnetNetRow,
-    UnetNets,
-    UnetServedControl,
-)
+from maskserve_engine.families.control import NetBatch, OpenedRows, RowControl, ServedControl
+from maskserve_engine.families.unet.control import UnetControlNet, UnetNetRow, UnetNets
 from maskserve_engine.families.unet.preparation import UnetPreparation
 from maskserve_engine.families.unet.rows import UnetRow
 
@@ -66,10 +60,7 @@ class UnetControls(OpenedRows):
         return self.net_schedule(job, job.controls)
 
     def serve_control(self, row: Any, served: ServedRow) -> None:
-        count = 1 if row.guidance is None else 2
-        row.control = UnetServedControl(
-            served, tuple([ServedPass(served, number) for number in range(count)])
-        )
+        row.control = ServedControl.of(served, 1 if row.guidance is None else 2)
 
     def net_row(self, opening: Opening, nets: Mapping[str, Any]) -> UnetNetRow:
         return UnetNetRow.of(opening, nets)

@@ -16,10 +16,10 @@ from maskserve_engine.batch.transfer import HostCopy
 from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.cache.loader import Selection
 from maskserve_engine.cache.store import Handle
-from maskserve_engine.families.control import RowControl
+from maskserve_engine.families.control import RowControl, ServedControl
 from maskserve_engine.families.unet.captures import UnetRecorder, UnetStepCache
 from maskserve_engine.families.unet.conditioning import UnetBlend, UnetTemplate
-from maskserve_engine.families.unet.control import UnetNetInput, UnetServedControl
+from maskserve_engine.families.unet.control import UnetNetInput
 from maskserve_engine.families.unet.extrapolation import Extrapolated, StepCacheSurroundings
 from maskserve_engine.families.unet.forward import PassInput
 from maskserve_engine.families.unet.sampler import TRAINED_STEPS, NoiseLevels, UnetSchedule
@@ -134,7 +134,7 @@ class UnetRow:
     tokens nothing reads them."""
     condition: Tensor | None
     blend: UnetBlend | None
-    control: RowControl[UnetNetInput] | UnetServedControl | None = None
+    control: RowControl[UnetNetInput] | ServedControl | None = None
     """None: no ControlNet."""
     adapters: Adapters = ()
     inactive: UnetInactive | None = None

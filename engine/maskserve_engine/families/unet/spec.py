@@ -47,6 +47,7 @@ DEFAULTS = EditDefaults(num_inference_steps=50, guidance_scale=7.5)
 CONTROL = ControlNetSpec(
     net="ControlNetModel",
     latents=False,
+    guided=True,
     equal=(
         "block_out_channels",
         "layers_per_block",

@@ -31,6 +31,10 @@ class FixedResiduals:
     def __init__(self, by_number: Mapping[int, Tensor]) -> None:
         self.by_number = by_number
 
+    @property
+    def passes(self) -> tuple[FixedResiduals]:
+        return (self,)
+
     def after(self, number: int) -> Tensor | None:
         return self.by_number.get(number)
 

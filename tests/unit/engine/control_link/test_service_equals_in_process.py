@@ -15,8 +15,14 @@ from maskserve_benchmarks.steps.replay import Replay
 from maskserve_engine.base.job import ControlInput, EditJob
 from maskserve_engine.control_link.services import ControlServices
 from maskserve_engine.families.registry import load_adapter, load_encoder
-from tests.fakes.control_nets import random_net, random_unet_net
+from tests.fakes.control_nets import (
+    PICTURE_ONLY,
+    random_net,
+    random_sd3_net,
+    random_unet_net,
+)
 from tests.fakes.jobs import config_of, encode_case, random_case, unet_case
+from tests.fakes.tiny_sd3 import build_tiny_sd3
 from tests.support import refresh_rows
 from tests.support.cached_rows import Primed, cached
 from tests.support.control_service import Service
@@ -37,7 +43,7 @@ class Model:
         if nets is None:
             base = self.adapter.model  # type: ignore[attr-defined]
             nets = {"one": random_unet_net(base, 1), "two": random_unet_net(base, 2)}
-        self.flux = self.adapter.spec.family == "flux"
+        self.flux = self.adapter.spec.family != "unet"
         self.service = Service(model, folder, nets)
         self.replay = Replay(self.adapter)
         # Read from the folder, too: how weights lie in memory decides how CPUs round.
@@ -53,7 +59,11 @@ class Model:
         first = (random_case if self.flux else unet_case)(rng)
         mask = first.mask.copy()
         mask[8:24, 8:24] = 255
-        guidance = {} if self.flux else {"guidance_scale": float(rng.choice([1.0, 7.5]))}
+        guided = self.adapter.spec.guidance == "cfg"
+        scale = float(rng.choice([1.0, 7.5])) if guided else None
+        guidance: dict[str, Any] = {} if scale is None else {"guidance_scale": scale}
+        if self.flux and scale == 7.5:
+            guidance["negative_prompt"] = "x"
         jobs = []
         for number, names in enumerate(MIX):
             count = int(rng.integers(4, 7)) if steps is None else steps
@@ -104,7 +114,7 @@ class Model:
         return results
 
 
-@pytest.fixture(scope="module", params=["fill", "inpaint", "sd-base", "sdxl-base"])
+@pytest.fixture(scope="module", params=["fill", "inpaint", "sd3", "sd-base", "sdxl-base"])
 def model(
     request: pytest.FixtureRequest,
     tiny_fill: Path,
@@ -112,13 +122,14 @@ def model(
     tiny_unets: dict[str, Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Model]:
-    folder = {"fill": tiny_fill, "inpaint": tiny_inpaint, **tiny_unets}[request.param]
-    flux = {"one": random_net(1, 1, 1), "two": random_net(2, 1, 2, guidance_embeds=True)}
-    shared_model = Model(
-        folder,
-        tmp_path_factory.mktemp("service"),
-        flux if request.param in ("fill", "inpaint") else None,
-    )
+    folders = {"fill": tiny_fill, "inpaint": tiny_inpaint, **tiny_unets}
+    nets: dict[str, Any] | None = None
+    if request.param == "sd3":  # the service reads the base's positions for a net that lacks them
+        folders["sd3"] = build_tiny_sd3(tmp_path_factory.mktemp("sd3") / "model")
+        nets = {"one": random_sd3_net(1, 2), "two": random_sd3_net(2, 2, **PICTURE_ONLY)}
+    elif request.param in ("fill", "inpaint"):
+        nets = {"one": random_net(1, 1, 1), "two": random_net(2, 1, 2, guidance_embeds=True)}
+    shared_model = Model(folders[request.param], tmp_path_factory.mktemp("service"), nets)
     yield shared_model
     shared_model.service.close()
 

@@ -216,7 +216,7 @@ def test_bytes_are_those_of_one_service_and_of_none(
         services.close()
     services = model.denoiser(model.services)
     rows = model.rows(jobs[:1], services)
-    control = rows[0].residuals if model.flux else rows[0].control.served
+    control = (rows[0].residuals if model.flux else rows[0].control).served
     assert len({row.link for row in control.link_rows}) == 3
     monkeypatch.setattr(served_rows._Sum, "of", last_first())
     alone = model.run(model.rows(jobs[:1], None))
@@ -246,7 +246,7 @@ def flux(tiny_inpaint: Path, tmp_path: Path) -> Iterator[Model]:
 
 
 def link_rows(row: Any) -> tuple[LinkRow, ...]:
-    rows: tuple[LinkRow, ...] = row.residuals.link_rows
+    rows: tuple[LinkRow, ...] = row.residuals.served.link_rows
     return rows
 
 

@@ -43,7 +43,7 @@ class DrawnInput(NamedTuple):
 
 
 class DrawnNets(Nets[DrawnInput]):
-    in_parts, stacked = True, False
+    in_parts = True
 
     def outputs(self, net: DrawnNet, same: Sequence[NetRequest[DrawnInput]]) -> Iterator[NetOutput]:
         for block, places in enumerate(net.places):

@@ -12,8 +12,14 @@ from diffusers import ControlNetModel, FluxControlNetModel
 from maskserve_benchmarks.published_models import FLUX_DEV, SD21, SDXL
 from maskserve_engine.families.flux import spec as flux
 from maskserve_engine.families.qwen_image import spec as qwen_image
+from maskserve_engine.families.sd3 import spec as sd3
 from maskserve_engine.families.unet import spec as unet
-from tests.fakes.control_nets import CHANNELS, random_qwen_net
+from tests.fakes.control_nets import (
+    CHANNELS,
+    PICTURE_ONLY,
+    random_qwen_net,
+    random_sd3_net,
+)
 from tests.support.flop_count import counted
 from tests.support.model_configs import TINY_FLUX, TINY_SD21, TINY_SDXL
 
@@ -72,6 +78,21 @@ def test_a_net_of_qwen_image_is_what_torch_counts(blocks: int) -> None:
         )
     )
     work = qwen_image.control_work(dict(net.config), side, side)
+    assert work.step_flops([work.row_at(1.0, text)], "dense") == flops
+    assert work.step_flops([work.row_at(1.0, text)], "kv") == flops
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+@pytest.mark.parametrize("reads_text", [False, True])
+def test_a_net_of_stable_diffusion_3_is_what_torch_counts(blocks: int, reads_text: bool) -> None:
+    """One that reads the prompt may have a second attention, counted as if it saw it, too."""
+    side, text = 8, 7 * reads_text
+    more = {} if reads_text else {**PICTURE_ONLY, "use_pos_embed": True, "pos_embed_type": "sincos"}
+    net = random_sd3_net(0, blocks, **more)
+    latents = torch.zeros(1, CHANNELS, side, side)
+    embeds = torch.zeros(1, text, 32) if reads_text else None
+    flops = counted(lambda: net(latents, latents, 1.0, embeds, torch.zeros(1, 16), torch.ones(1)))
+    work = sd3.control_work(dict(net.config), side, side)
     assert work.step_flops([work.row_at(1.0, text)], "dense") == flops
     assert work.step_flops([work.row_at(1.0, text)], "kv") == flops
 
