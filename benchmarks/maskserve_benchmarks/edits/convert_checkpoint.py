@@ -1,15 +1,18 @@
-"""Time and peak memory of the conversion of a random Z-Image checkpoint file:
+"""Time and peak memory of the conversion of a random Z-Image checkpoint file, and the time in which
+a worker loads the converted folder, beside that of reading its bytes:
 
     scripts/bench convert_checkpoint --gib 2 --form fp8
 
 It writes the file and its base folder in a temporary folder, and converts it as `maskserve serve
---model FILE` does. Peak memory is that of the process that converts, with its libraries.
+--model FILE` does. Peak memory is that of the process that converts, with its libraries. Before it
+loads the folder, and before it reads the same files, it drops them from the page cache.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -22,12 +25,17 @@ import msgspec
 import torch
 
 from maskserve_benchmarks.machine import machine
+from maskserve_common.config_file import config_of
 from maskserve_engine.checkpoints.folder import write_tensors
 from maskserve_engine.checkpoints.recorded import RecordedTensor
 from maskserve_engine.checkpoints.request import CheckpointRequest
+from maskserve_engine.stages.loader import load_part
 
 _CLASS = "ZImageTransformer2DModel"
 _DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+_PIECE = 2**24
+"""Bytes of one call that reads a file."""
+_PAGE = 4096
 _JOINED = {".attention.to_q.": ("qkv",), ".attention.to_k.": (), ".attention.to_v.": ()}
 
 
@@ -73,6 +81,38 @@ def _random(shape: torch.Tensor) -> torch.Tensor:
     return torch.randn(shape.shape, dtype=torch.bfloat16).to(shape.dtype)
 
 
+def cold_load_s(folder: Path) -> float:
+    """Return the seconds in which a worker on a CPU has a folder's denoiser in memory."""
+    from diffusers import ZImageTransformer2DModel
+
+    _drop(folder)
+    config = config_of({"model": {"path": str(folder), "device": "cpu", "dtype": "bfloat16"}})
+    began = time.perf_counter()
+    model = load_part(config, "transformer", ZImageTransformer2DModel)
+    for tensor in model.parameters():  # mapped files are read when they are touched
+        tensor.flatten()[:: _PAGE // tensor.itemsize].sum()
+    return time.perf_counter() - began
+
+
+def cold_read_s(folder: Path) -> float:
+    """Return the seconds in which a folder's weights are read from the disk."""
+    _drop(folder)
+    began = time.perf_counter()
+    for file in folder.rglob("*.safetensors"):
+        with file.open("rb", buffering=0) as opened:
+            while opened.read(_PIECE):
+                pass
+    return time.perf_counter() - began
+
+
+def _drop(folder: Path) -> None:
+    """Drop a folder's weights from the page cache."""
+    for file in folder.rglob("*.safetensors"):
+        with file.open("rb") as opened:
+            os.fsync(opened.fileno())
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gib", type=float, default=2.0, help="size of the file")
@@ -87,10 +127,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         began = time.perf_counter()
         subprocess.run([*command, str(folder / "request.json")], check=True)
         seconds = time.perf_counter() - began
-    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+        peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+        loads, reads = (cold(folder / "out") for cold in (cold_load_s, cold_read_s))
     print(
         f"{options.form}, {size / 2**30:.2f} GiB: {seconds:.1f} s, peak memory "
-        f"{peak / 2**30:.2f} GiB ({peak / size:.2f} of the file); {machine()}"
+        f"{peak / 2**30:.2f} GiB ({peak / size:.2f} of the file); the folder is loaded in "
+        f"{loads:.1f} s, {loads / reads:.2f} times as long as its bytes are read; {machine()}"
     )
     return 0
 
