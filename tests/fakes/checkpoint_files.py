@@ -113,13 +113,14 @@ def denoiser_of(folder: Path) -> Path:
 
 def write_gguf_checkpoint(model: str, folder: Path, file: Path, forms: Sequence[str]) -> Path:
     """Write the denoiser of a tiny model folder as GGUF, its matrices in these forms by turns. As
-    ComfyUI-GGUF does, tensors of a UNet are cut in rows of 256 numbers.
+    ComfyUI-GGUF does, tensors of a UNet, and those of five sides, are cut in rows of 256 numbers.
     """
     import gguf
 
     writer, denoiser = gguf.GGUFWriter(file, "a model"), denoiser_of(folder)
     for number, (name, tensor) in enumerate(LAYOUTS[model](weights_of(denoiser)).items()):
-        if denoiser.name == "unet" and tensor.dim() > 1 and tensor.numel() % 256 == 0:
+        least = 1 if denoiser.name == "unet" else 4
+        if tensor.dim() > least and tensor.numel() % 256 == 0:
             writer.add_array(f"comfy.gguf.orig_shape.{name}", tuple(tensor.shape))
             tensor = tensor.reshape(-1, 256)
         form = forms[number % len(forms)]

@@ -361,6 +361,7 @@ LAYOUTS: dict[str, Layout] = {
     "flux2-dev": flux2,
     "flux3-klein": flux3,
     "flux3-base": flux3,
+    "joyimage-edit": dict,
     "qwen-image": dict,
     "qwen-image-edit": dict,
     "qwen-image-21": qwen_image21,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -294,6 +295,83 @@ def longcat_edit(pipeline: Any, case: Case) -> Any:
         if edits:
             return qwen_whole_picture(pipeline, replace(case, kind="edit"), **options)
         return whole_picture(pipeline, replace(case, kind="generate"), **options)
+
+
+def joyimage_pipeline(folder: Path) -> Any:
+    """The pipeline of a JoyImage-Edit folder, which reads pictures of any size, and of their
+    posterior the mode; published it draws from it, and not by its generator.
+    """
+    from diffusers import JoyImageEditPipeline
+    from transformers import AutoTokenizer, Qwen2VLImageProcessorPil, Qwen3VLProcessor
+
+    from maskserve_engine.families.qwen_image.encode import picture_processor
+
+    processor = picture_processor(
+        Qwen3VLProcessor,
+        Qwen2VLImageProcessorPil.from_pretrained(folder / "processor"),
+        AutoTokenizer.from_pretrained(folder / "tokenizer"),
+    )
+    pipeline: Any = JoyImageEditPipeline.from_pretrained(folder, processor=processor)
+    encode = pipeline.vae.encode
+
+    def encode_to_mode(images: torch.Tensor) -> Any:
+        posterior = encode(images).latent_dist
+        return SimpleNamespace(latent_dist=SimpleNamespace(sample=posterior.mode))
+
+    pipeline.vae.encode = encode_to_mode
+    pipeline.vae_image_processor.get_default_height_width = lambda image, *size: size
+    return pipeline
+
+
+def joyimage_edit(pipeline: Any, case: Case) -> Any:
+    """[C, h, w] latents of a JoyImage-Edit pipeline, which has neither mask nor strength. With a
+    mask it begins with the noised source, and its sampler's steps are blended, as in
+    QwenImageEditInpaintPipeline.
+    """
+    import torch
+    import torch.nn.functional as F
+
+    settings, steps, sampler = case.settings, case.settings.num_inference_steps, pipeline.scheduler
+    assert steps is not None
+    generator = torch.Generator("cpu").manual_seed(case.seed)
+
+    def edited(**options: Any) -> Any:
+        [latents] = pipeline(
+            image=Image.fromarray(case.pixels),
+            prompt=case.prompt,
+            height=case.mask.shape[0],
+            width=case.mask.shape[1],
+            num_inference_steps=steps,
+            guidance_scale=settings.guidance_scale,
+            negative_prompt=settings.negative_prompt,
+            generator=generator,
+            output_type="latent",
+            **options,
+        ).images
+        return latents.numpy()
+
+    if case.kind == "edit":
+        return edited()
+    pixels = torch.from_numpy(case.pixels).permute(2, 0, 1)[None, :, None] / 127.5 - 1.0
+    with torch.no_grad():
+        mode = pipeline.vae.encode(pixels).latent_dist.sample()
+    clean = pipeline.normalize_latents(mode)[:, None]
+    noise = torch.randn(clean.shape, generator=generator)
+    mask = torch.from_numpy(case.mask > 127).float()[None, None]
+    mask = F.interpolate(mask, size=clean.shape[-2:])[:, :, None, None]
+    begin = steps - steps_run(steps, settings.strength)
+    sampler.set_timesteps(steps)
+    start = sampler.sigmas[begin] * noise + (1 - sampler.sigmas[begin]) * clean
+
+    def timesteps_of(*inputs: Any) -> Any:
+        sampler.set_timesteps(steps)
+        sampler.set_begin_index(begin)
+        return sampler.timesteps[begin:], steps - begin
+
+    module = importlib.import_module(type(pipeline).__module__)
+    with pytest.MonkeyPatch.context() as patched, _blended_steps(sampler, clean, noise, mask):
+        patched.setattr(module, "retrieve_timesteps", timesteps_of)
+        return edited(latents=start)
 
 
 def qwen_edit_pipeline(folder: Path) -> Any:

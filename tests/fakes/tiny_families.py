@@ -23,6 +23,7 @@ from tests.fakes.control_nets import (
 from tests.fakes.tiny_chroma import build_tiny_chroma
 from tests.fakes.tiny_flux2 import build_tiny_flux2, build_tiny_flux2_dev
 from tests.fakes.tiny_flux3 import build_tiny_flux3
+from tests.fakes.tiny_joyimage import build_tiny_joyimage
 from tests.fakes.tiny_longcat import build_tiny_longcat
 from tests.fakes.tiny_model import build_tiny_model
 from tests.fakes.tiny_qwen_image import EDIT, PLUS, PLUS_2511, build_tiny_qwen_image
@@ -41,6 +42,7 @@ FAMILIES: dict[str, Callable[[Path], Path]] = {
     "flux2-dev": build_tiny_flux2_dev,
     "flux3-klein": build_tiny_flux3,
     "flux3-base": partial(build_tiny_flux3, distilled=False),
+    "joyimage-edit": build_tiny_joyimage,
     "longcat-image": build_tiny_longcat,
     "longcat-image-edit": partial(build_tiny_longcat, edits=True),
     "chroma": build_tiny_chroma,

@@ -39,6 +39,8 @@ from tests.fakes.pipelines import (
     diffusers_latents,
     flux3_edit,
     flux3_whole_picture,
+    joyimage_edit,
+    joyimage_pipeline,
     longcat_edit,
     longcat_pipeline,
     qwen_edit,
@@ -47,7 +49,7 @@ from tests.fakes.pipelines import (
     whole_picture,
 )
 from tests.fakes.tiny_families import FAMILIES
-from tests.fakes.tiny_longcat import LENGTH
+from tests.fakes.tiny_longcat import LENGTH  # tiny_joyimage's, too
 from tests.support.cached_rows import KINDS, Primed
 
 Latents = NDArray[np.float32]
@@ -480,6 +482,11 @@ def _longcat_whole(model: FamilyModel, edit: Case) -> Latents:
     return _tokens(model, edit, run(model.pipeline, edit, enable_prompt_rewrite=False))
 
 
+def _joyimage(model: FamilyModel, edit: Case) -> Latents:
+    latents: Latents = joyimage_edit(model.pipeline, edit)
+    return latents
+
+
 def _qwen_whole(model: FamilyModel, edit: Case) -> Latents:
     pipeline = model.pipeline
     if hasattr(pipeline, "mask_processor"):
@@ -667,6 +674,23 @@ CASES: Mapping[str, FamilyCase] = {
             kinds=_KV,
             all_tokens=(),  # of shown tokens there are keys and values alone: test_qwen_edit.py
             no_anchor=False,
+            ranks=("tokens", "passes"),
+        ),
+        FamilyCase(
+            "joyimage-edit",
+            "joyimage-edit",
+            _joyimage,
+            joyimage_pipeline,
+            {"edit": _joyimage},
+            img2img=False,
+            plain={"guidance_scale": 1.0},
+            guidance=_CFG,
+            sections=_text(LENGTH),
+            long=18,
+            kinds=_KV,
+            all_tokens=(),  # of shown tokens there are keys and values alone: test_qwen_edit.py
+            no_anchor=False,
+            lora_oracle=False,  # diffusers has none that loads them
             ranks=("tokens", "passes"),
         ),
         FamilyCase(

@@ -46,13 +46,14 @@ _CLASSES = {
     ),
 }  # fmt: skip
 """Classes of denoisers that are served, with diffusers' names of their checkpoints."""
-_SD3, _QWEN_IMAGE, _UNET, _FLUX, _LONGCAT = (
+_SD3, _QWEN_IMAGE, _UNET, _FLUX, _LONGCAT, _JOYIMAGE = (
     "SD3Transformer2DModel", "QwenImageTransformer2DModel", "UNet2DConditionModel",
-    "FluxTransformer2DModel", "LongCatImageTransformer2DModel",
+    "FluxTransformer2DModel", "LongCatImageTransformer2DModel", "JoyImageEditTransformer3DModel",
 )  # fmt: skip
 _KEYS = {
     _SD3: "joint_blocks.0.x_block.attn.qkv.weight",
     _QWEN_IMAGE: "transformer_blocks.0.img_mod.1.weight",
+    _JOYIMAGE: "double_blocks.0.img_mod.modulate_table",
 }
 """A tensor that identifies each class that diffusers infers from sizes, or not at all."""
 _UNET_KEYS = ("input_blocks.0.0.weight", "time_embed.0.weight")
@@ -132,7 +133,7 @@ def denoiser_class(denoiser: Mapping[str, torch.Tensor]) -> tuple[str, str]:
 
 
 def _served_classes() -> str:
-    return ", ".join([*_CLASSES, _QWEN_IMAGE, _LONGCAT])
+    return ", ".join([*_CLASSES, _QWEN_IMAGE, _LONGCAT, _JOYIMAGE])
 
 
 def converted_denoiser(

@@ -34,6 +34,7 @@ LICENCES = MappingProxyType(
 _BY_FAMILY = MappingProxyType(
     {
         "chroma": _APACHE,
+        "joyimage": _APACHE,
         "longcat": _APACHE,
         "qwen_image": _APACHE,
         "z_image": _APACHE,

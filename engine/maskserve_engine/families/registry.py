@@ -65,6 +65,13 @@ def _flux3() -> FamilyLoaders:
     return FamilyLoaders(Flux3Encoder.load, Flux3Adapter.load, Decoder.load)
 
 
+def _joyimage() -> FamilyLoaders:
+    from maskserve_engine.families.joyimage.adapter import JoyImageAdapter
+    from maskserve_engine.families.joyimage.encode import JoyImageEncoder
+
+    return FamilyLoaders(JoyImageEncoder.load, JoyImageAdapter.load, Decoder.load)
+
+
 def _longcat() -> FamilyLoaders:
     from maskserve_engine.families.longcat.adapter import LongCatAdapter, LongCatEditAdapter
     from maskserve_engine.families.longcat.encode import LongCatEditEncoder, LongCatEncoder
@@ -124,6 +131,7 @@ FAMILIES: dict[str, Callable[[], FamilyLoaders]] = {
     "flux": _flux,
     "flux2": _flux2,
     "flux3": _flux3,
+    "joyimage": _joyimage,
     "longcat": _longcat,
     "qwen_image": _qwen_image,
     "qwen_image21": _qwen_image21,

@@ -13,6 +13,7 @@ from maskserve_engine.families.chroma import spec as chroma
 from maskserve_engine.families.flux import spec as flux
 from maskserve_engine.families.flux2 import spec as flux2
 from maskserve_engine.families.flux3 import spec as flux3
+from maskserve_engine.families.joyimage import spec as joyimage
 from maskserve_engine.families.longcat import spec as longcat
 from maskserve_engine.families.qwen_image import spec as qwen_image
 from maskserve_engine.families.qwen_image21 import spec as qwen_image21
@@ -30,6 +31,7 @@ FAMILIES: dict[str, FamilyModule] = {
     "flux": flux,
     "flux2": flux2,
     "flux3": flux3,
+    "joyimage": joyimage,
     "longcat": longcat,
     "qwen_image": qwen_image,
     "qwen_image21": qwen_image21,

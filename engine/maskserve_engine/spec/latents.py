@@ -94,6 +94,13 @@ def _qwen_image21(vae: Mapping[str, Any]) -> LatentSpace:
     )
 
 
+def _wan(vae: Mapping[str, Any]) -> LatentSpace:
+    """Read Wan's VAE, which is Qwen-Image's; one of other layers (Wan 2.2) is refused."""
+    if vae.get("patch_size") or vae.get("is_residual"):
+        raise ConfigError("[model] path: vae: patch_size, is_residual: not served; use Wan 2.1's")
+    return replace(_qwen_image(vae), vae="AutoencoderKLWan")
+
+
 _STATISTICS = ("bn.running_mean", "bn.running_var")
 """Weights of a VAE that hold the statistics of a batch norm over patches of latents."""
 
@@ -143,6 +150,7 @@ VAES: dict[str, Callable[[Mapping[str, Any]], LatentSpace]] = {
     "AutoencoderKLQwenImage": _qwen_image,
     "AutoencoderKLQwenImage21": _qwen_image21,
     "AutoencoderKLFlux2": _flux2,
+    "AutoencoderKLWan": _wan,
 }
 """Readers of a config.json, by the VAE's class."""
 

@@ -49,6 +49,7 @@ def mark(**values: object) -> torch.Tensor:
 
 CLASSES = {
     "z": "ZImageTransformer2DModel",
+    "joyimage": "JoyImageEditTransformer3DModel",
     "klein": "Flux2Transformer2DModel",
     "flux2": "Flux2Transformer2DModel",
     "flux3": "Flux3Transformer2DModel",

@@ -31,6 +31,7 @@ ROWS = {
     "Qwen-Image-Edit": ("qwen-image-edit",),
     "Qwen-Image-Edit-2509, -2511": ("qwen-image-edit-2509", "qwen-image-edit-2511"),
     "Qwen-Image-2.1": ("qwen-image-21",),
+    "JoyImage-Edit": ("joyimage-edit",),
     "LongCat-Image": ("longcat-image",),
     "LongCat-Image-Edit, Turbo": ("longcat-image-edit",),
     "Z-Image, Turbo": ("z-image",),

@@ -34,8 +34,9 @@ MODELS = Path(__file__).parents[4] / "assets/models"
 SHAPES = sorted(path.name for path in MODELS.iterdir() if (path / "model_index.json").exists())
 """Folders of models; weights are not read."""
 FAMILIES = (
-    *SHAPES, "chroma", "flux-base", "flux3-klein", "flux3-base", "klein-base", "longcat-image",
-    "longcat-image-edit", "sd3-large", "sdxl-fill", "z-image-turbo",
+    *SHAPES, "chroma", "flux-base", "flux3-klein", "flux3-base", "klein-base",
+    "joyimage-edit", "longcat-image", "longcat-image-edit", "sd3-large", "sdxl-fill",
+    "z-image-turbo",
 )  # fmt: skip
 """Those, and tiny ones of the families and variants that have none there."""
 STEPS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 15, 20, 28, 37, 50)

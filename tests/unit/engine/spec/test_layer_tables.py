@@ -114,6 +114,11 @@ CASES = {
          "timestep_channels": 40, "flow_map": True},
         once=("mode_blocks.image_cond", "x_embedders.image_cond"),
     ),
+    "joyimage": Case(
+        "joyimage", "JoyImageEditTransformer3DModel",
+        {"in_channels": 3, "hidden_size": 32, "num_attention_heads": 2, "text_dim": 24,
+         "num_layers": 2, "rope_dim_list": [4, 6, 6]},
+    ),  # without inputs: its positions are never on the device of shapes
     "longcat": Case(
         "longcat", "LongCatImageTransformer2DModel",
         {**_SIZES, "in_channels": 12, "num_layers": 2, "num_single_layers": 3,
@@ -182,7 +187,7 @@ def test_the_table_has_every_layer_of_the_model(case: Case) -> None:
     expected = {
         name: layer.weight.numel() * case.vectors.get(name.split(".")[0], 1)
         for name, layer in model.named_modules()
-        if isinstance(layer, nn.Linear | nn.Conv2d) and not name.startswith(case.once)
+        if isinstance(layer, nn.Linear | nn.Conv2d | nn.Conv3d) and not name.startswith(case.once)
     }
     assert table_of(work) == expected
 

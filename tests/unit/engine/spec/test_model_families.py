@@ -18,6 +18,7 @@ from maskserve_benchmarks.checkout import CHECKOUT
 from maskserve_common.config import CacheConfig, Config, ConfigError, EngineConfig
 from maskserve_common.contracts.semantics import FILL, INPAINT
 from maskserve_engine.families.flux import spec as flux
+from maskserve_engine.families.joyimage import spec as joyimage
 from maskserve_engine.families.longcat import spec as longcat
 from maskserve_engine.families.registry import FAMILIES as ENGINE_FAMILIES
 from maskserve_engine.families.specs import FAMILIES, check_widths, load_spec
@@ -48,6 +49,7 @@ def defaults_of(pipeline: str) -> EditDefaults:
         ("StableDiffusionInpaintPipeline", unet.DEFAULTS),
         ("StableDiffusionXLInpaintPipeline", unet.DEFAULTS),
         ("ZImageInpaintPipeline", z_image.DEFAULTS),
+        ("JoyImageEditPipeline", joyimage.DEFAULTS),
         ("LongCatImagePipeline", longcat.DEFAULTS),
         ("LongCatImageEditPipeline", longcat.DEFAULTS),
     ],

@@ -30,7 +30,9 @@ from tests.support.family_cases import FamilyModel
 
 KV = ("kv",)
 MODELS = ["qwen-image-edit", "qwen-image-edit-2509", "qwen-image-edit-2511"]
-of_all_models = pytest.mark.parametrize("model", [*MODELS, "longcat-image-edit"], indirect=True)
+of_all_models = pytest.mark.parametrize(
+    "model", [*MODELS, "longcat-image-edit", "joyimage-edit"], indirect=True
+)
 
 
 @pytest.fixture(params=MODELS)

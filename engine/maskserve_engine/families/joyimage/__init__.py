@@ -1,0 +1,1 @@
+"""JoyImage-Edit. Its blocks are FLUX.1's double ones."""
