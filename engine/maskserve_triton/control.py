@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import groupby
 from typing import Any
 
@@ -33,7 +36,7 @@ from maskserve_common.errors import (
 )
 from maskserve_common.files.stages import StageOutages
 from maskserve_common.files.values import Values
-from maskserve_common.imaging.images import Decoded, decode_image
+from maskserve_common.imaging.images import Decoded, decode_image, read_size
 from maskserve_common.listings import TemplateListings
 from maskserve_common.liveness import silence_limit_s, unwell
 from maskserve_common.niceness import Niceness
@@ -46,6 +49,7 @@ from maskserve_triton.admission import OPEN, AdmissionState
 from maskserve_triton.answer import Answer, answer_all
 from maskserve_triton.cancels import cancel_edit
 from maskserve_triton.fair_threads import FairThreads
+from maskserve_triton.picture_threads import LARGE_PIXELS
 from maskserve_triton.pipeline import ask_denoiser, prime_template
 from maskserve_triton.templates import templates_of
 from maskserve_triton.tensor_io import read_bytes
@@ -58,6 +62,8 @@ _FILE_OPERATIONS = ("status", "drain")
 """Operations that call no other process."""
 _PATIENT_S = 60.0
 _THREADS, _CANCELS = 8, 4
+_LARGE = 2
+"""Large pictures that are decoded at a time; one of 50 megapixels takes half a gigabyte."""
 _LOCKS = 64
 _MOST_WAITING = 256
 """Most operations that wait for a thread."""
@@ -82,6 +88,7 @@ class WorkerControl:
         self._templates = templates_of(config, self._values)
         self._template_locks = [threading.Lock() for _ in range(_LOCKS)]
         """Locks for `put` and `evict` of a template, chosen by its id."""
+        self._large = threading.Semaphore(_LARGE)
         self._listings = TemplateListings()
         self._adapters = AdapterOperations(config)
         self._threads = FairThreads(_THREADS, _MOST_WAITING, "control", Niceness.OPERATIONS)
@@ -247,25 +254,24 @@ class WorkerControl:
         ]
 
     def _register(self, operation: dict[str, Any]) -> dict[str, Any]:
-        image = operation["image"].encode("utf-8", "replace")
-        decoded = decode_image(image, "OP.image", self._config.limits)
-        name = decoded.template_id
-        scope, shared = operation.get("scope", NO_SCOPE), operation.get("shared", False)
-        owners = [*([scope] if scope else ()), *([SHARED] if shared else ())]
-        with self._template_locks[int(name[:2], 16) % _LOCKS]:
-            self._templates.put(name, bytes(decoded.encoded), owners)
-        height, width = decoded.size
-        size = {"width": width, "height": height}
-        if not operation.get("prime", True):
-            return {**size, "template_id": name, "state": "absent"}
-        # A registered image is usually edited more than once, so it is primed now. It stays
-        # registered if that fails.
-        try:
-            primed = self._prime(name, decoded)
-        except (MaskserveError, ConfigError) as error:
-            log.warning("template %s is registered but not primed: %s", name, error)
-            primed = {"template_id": name, "state": "absent"}
-        return {**size, **primed}
+        with self._decoded(operation["image"].encode("utf-8", "replace")) as image:
+            name = image.template_id
+            scope, shared = operation.get("scope", NO_SCOPE), operation.get("shared", False)
+            owners = [*([scope] if scope else ()), *([SHARED] if shared else ())]
+            with self._template_locks[int(name[:2], 16) % _LOCKS]:
+                self._templates.put(name, bytes(image.encoded), owners)
+            height, width = image.size
+            size = {"width": width, "height": height}
+            if not operation.get("prime", True):
+                return {**size, "template_id": name, "state": "absent"}
+            # A registered image is usually edited more than once, so it is primed now. It stays
+            # registered if that fails.
+            try:
+                primed = self._prime(name, image)
+            except (MaskserveError, ConfigError) as error:
+                log.warning("template %s is registered but not primed: %s", name, error)
+                primed = {"template_id": name, "state": "absent"}
+            return {**size, **primed}
 
     def _prime(self, name: str, image: Decoded | None = None) -> dict[str, Any]:
         """Prime a template. If it was registered just now, this is its image."""
@@ -275,11 +281,20 @@ class WorkerControl:
         if not self._config.cache.enabled:
             return {"template_id": name, "state": "absent"}
         if image is None:
-            image = decode_image(encoded, "OP.image", self._config.limits)
+            with self._decoded(encoded) as decoded:
+                return self._prime(name, decoded)
         model = self._config.model
         spec = load_spec(model.path, model.native_resolution)
         state = prime_template(self._api, image, name, spec, self._config)
         return {"template_id": name, **state}
+
+    @contextmanager
+    def _decoded(self, encoded: bytes) -> Iterator[Decoded]:
+        """Decode a picture for the block; a large one waits until few others are in memory."""
+        limits = self._config.limits
+        is_large = math.prod(read_size(encoded, "OP.image", limits)) > LARGE_PIXELS
+        with self._large if is_large else nullcontext():
+            yield decode_image(encoded, "OP.image", limits)
 
     def _pin(self, op: str, name: str, scope: str) -> dict[str, Any]:
         """Protect a template's present and later entries from eviction (`pin`), or end that

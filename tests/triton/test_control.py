@@ -16,6 +16,7 @@ import pytest
 from msgspec import structs
 from PIL import Image
 
+import maskserve_triton.control as control_module
 from maskserve_common.config import Config, StagesConfig, templates_folder
 from maskserve_common.contracts.operations import OPERATIONS
 from maskserve_common.contracts.status_record import NodeStatus, WorkerStatus
@@ -421,6 +422,40 @@ def test_a_registered_template_is_decoded_once_encoded_and_primed(
     assert set(niceness_values) == {min(19, process + Niceness.OPERATIONS)}
     assert requests[0]["tensors"] == sorted([*encoded, "EDIT_MASK", "REQUEST"])
     served.close()
+
+
+def test_two_large_pictures_are_in_memory_at_a_time(
+    api: FakeTriton, control: WorkerControl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight of 50 megapixels took four gigabytes."""
+    go, lock, sizes = threading.Event(), threading.Lock(), list[int]()
+    decode_image, side = images.decode_image, 1500
+
+    def decode(raw: bytes, field: str, limits: Any) -> images.Decoded:
+        decoded = decode_image(raw, field, limits)
+        with lock:
+            sizes.append(len(decoded.pixels))
+        if len(decoded.pixels) == side:
+            assert go.wait(30)
+        return decoded
+
+    monkeypatch.setattr(control_module, "decode_image", decode)
+
+    def registration(side: int, value: int) -> Request:
+        pixels = np.full((side, side, 3), value, np.uint8)
+        text = base64.b64encode(encode_image(pixels, "png")).decode()
+        operation = {"op": "register", "image": text, "prime": False, "scope": f"key{value}"}
+        return api.request(OP=json.dumps(operation).encode())
+
+    large = [registration(side, value) for value in range(4)]
+    control.execute(large)
+    eventually("two are decoded", lambda: len(sizes) == 2)
+    small = registration(64, 9)
+    control.execute([small])
+    assert small.sender.wait().error() is None
+    assert sizes == [side, side, 64]
+    go.set()
+    assert [request.sender.wait().error() for request in large] == [None] * 4
 
 
 @pytest.mark.parametrize("op", ["pin", "unpin", "prime"])
