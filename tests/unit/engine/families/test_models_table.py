@@ -110,6 +110,7 @@ def test_a_row_says_what_the_spec_does(name: str, tmp_path: Path) -> None:
             kinds = [kind for kind in ("edit", "generate") if kind in spec.edit_kinds]
             takes = ["ControlNets"] * bool(spec.control) + ["IP-Adapters"] * bool(spec.ip_adapters)
             assert row["without a mask"] == (", ".join(kinds) or "none")
+            assert row["pictures"] == str(spec.most_pictures)
             assert row["adapters"] == (", ".join(takes) or "none")
             assert row["source"] == source_of(spec)
             assert str(spec.defaults.num_inference_steps) in re.findall(r"\d+", row["steps"])
