@@ -210,7 +210,7 @@ def test_a_rank_that_is_lost_between_anchors_makes_the_next_step_one(site: Site)
     )
     assert planned < set(meta["anchors"])
     further = set(meta["anchors"]) - planned
-    assert 1 <= len(further) <= 3, meta
+    assert 1 <= len(further) <= 4, meta  # two where it is lost, two where it is back in time
     assert meta["dense_steps"] == len(meta["anchors"])
     site.all_back()
     site.two.cache.check_integrity()
