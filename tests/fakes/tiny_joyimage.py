@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.fakes.tiny_flux2 import chat_tokenizer
 from tests.fakes.tiny_model import CONFIG, LATENT_CHANNELS
-from tests.fakes.tiny_qwen_image import SPOKEN, VISION
+from tests.fakes.tiny_qwen_image import SPOKEN, VAE, VISION
 from tests.fakes.tiny_qwen_image21 import TEXT, qwen3_pictures, tiny_qwen3_vl
 
 LENGTH = 96
@@ -32,17 +32,7 @@ def build_tiny_joyimage(folder: Path) -> Path:
         torch.manual_seed(0)
         pipeline = JoyImageEditPipeline(
             scheduler=FlowMatchEulerDiscreteScheduler(shift=4.0),
-            vae=AutoencoderKLWan(
-                base_dim=8,
-                z_dim=LATENT_CHANNELS,
-                dim_mult=[1, 1, 1],
-                num_res_blocks=1,
-                temperal_downsample=[False, False],
-                latents_mean=[0.3, -0.2, 0.1, 0.7],
-                latents_std=[1.5, 0.5, 2.0, 1.2],
-                scale_factor_temporal=1,
-                scale_factor_spatial=4,
-            ),
+            vae=AutoencoderKLWan(**VAE, scale_factor_temporal=1, scale_factor_spatial=4),
             text_encoder=tiny_qwen3_vl(tokenizer),
             tokenizer=tokenizer,
             processor=picture_processor(Qwen3VLProcessor, qwen3_pictures(), tokenizer),

@@ -26,6 +26,16 @@ SPOKEN_OF_EDITS = (
 """The text before every prompt of edit models: 64 tokens."""
 VISION = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 EDIT, PLUS, PLUS_2511 = "QwenImageEditPipeline", "QwenImageEditPlusPipeline", "2511"
+VAE: dict[str, Any] = {
+    "base_dim": 8,
+    "z_dim": LATENT_CHANNELS,
+    "dim_mult": [1, 1, 1],
+    "num_res_blocks": 1,
+    "temperal_downsample": [False, False],
+    "latents_mean": [0.3, -0.2, 0.1, 0.7],
+    "latents_std": [1.5, 0.5, 2.0, 1.2],
+}
+"""Configuration of the VAE, which is Wan's, too."""
 
 
 def build_tiny_qwen_image(folder: Path, edits: str = "") -> Path:
@@ -46,15 +56,7 @@ def build_tiny_qwen_image(folder: Path, edits: str = "") -> Path:
             scheduler=FlowMatchEulerDiscreteScheduler(
                 use_dynamic_shifting=True, shift_terminal=0.02, max_shift=0.9
             ),
-            vae=AutoencoderKLQwenImage(
-                base_dim=8,
-                z_dim=LATENT_CHANNELS,
-                dim_mult=[1, 1, 1],
-                num_res_blocks=1,
-                temperal_downsample=[False, False],
-                latents_mean=[0.3, -0.2, 0.1, 0.7],
-                latents_std=[1.5, 0.5, 2.0, 1.2],
-            ),
+            vae=AutoencoderKLQwenImage(**VAE),
             text_encoder=tiny_qwen_vl(tokenizer),
             tokenizer=tokenizer,
             transformer=QwenImageTransformer2DModel(

@@ -16,7 +16,7 @@ from torch import nn
 
 from maskserve_common.config import Config
 from maskserve_engine.adapters.lora_file import LayerChange, changes_of
-from maskserve_engine.adapters.turned import Turned
+from maskserve_engine.adapters.oft import OftUpdate
 from maskserve_engine.spec.fused_loras import fuse_error, fused_loras
 from maskserve_engine.stages.loader import device_of
 from maskserve_engine.stages.quantise import form_in_words
@@ -77,7 +77,7 @@ def _new_weight(weight: torch.Tensor, change: LayerChange, scale: float) -> torc
     as LyCORIS and ComfyUI do with a DoRA: (1 - s) W + s m (W + B A) / |W + B A|, with the length of
     each row.
     """
-    if isinstance(change.update, Turned):
+    if isinstance(change.update, OftUpdate):
         return torch.lerp(weight, change.update.applied(weight), scale)
     down, up = change.update
     update = (up.flatten(1) @ down.flatten(1)).view_as(weight).to(weight.device)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from maskserve_common.files.safetensors_header import short
-from maskserve_engine.adapters.turned import Turned, turned_of
+from maskserve_engine.adapters.oft import OftUpdate, oft_update_of
 from maskserve_engine.layers.low_rank import Factors
 from maskserve_lora.base_layers import BaseLayers
 from maskserve_lora.lora_header import PARTS, BadAdapter, header_of_file
@@ -37,7 +37,7 @@ class LayerChange(NamedTuple):
 
     part: str
     layer: str
-    update: Factors | Turned
+    update: Factors | OftUpdate
     magnitude: Tensor | None = None
     """[out], the lengths of the layer's rows after the update; None: they follow from it."""
 
@@ -107,8 +107,8 @@ def _change(update: LayerUpdate, read: Callable[[str], Tensor]) -> LayerChange:
     """Return the update of a layer, with the scale in B."""
     names, scale = update.names, update.scale
     if update.turn is not None:
-        turned = turned_of(update, update.turn, read)
-        return LayerChange(update.part, update.layer, turned)
+        oft_update = oft_update_of(update, update.turn, read)
+        return LayerChange(update.part, update.layer, oft_update)
     if names.matrices:
         matrices = {role: read(name).float().flatten(1) for role, name in names.matrices}
         down, up = (_lokr if names.kind == "LoKr" else _loha)(matrices)

@@ -11,14 +11,13 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from maskserve_engine.adapters.fuse import fuse_configured_loras
 from maskserve_engine.adapters.lora_file import read_lora
 from maskserve_lora.base_layers import BaseLayers
 from maskserve_lora.lora_header import BadAdapter, Layer, header_of_file
 from maskserve_lora.lora_plan import check_file
-from tests.fakes.jobs import config_of
 from tests.fakes.loras import Arrays, write
 from tests.support.draws import fresh_rng
+from tests.support.fused import LAYERS, assert_near, check_fused
 from tests.support.lora_oracle import deltas
 
 LINEAR, CONV = (32, 48), (16, 24, 3, 3)
@@ -39,11 +38,6 @@ def file_of(folder: Path, tensors: Arrays) -> Path:
 
 def changes(file: Path, base: BaseLayers = BASE) -> dict[str, Tensor]:
     return deltas(read_lora(file, base, "a model"))
-
-
-def assert_near(actual: Tensor, expected: Tensor) -> None:
-    assert actual.shape == expected.shape
-    assert float((actual - expected).abs().max()) <= 1e-5 * float(expected.abs().max())
 
 
 @pytest.mark.parametrize("layer", SIDES)
@@ -139,30 +133,13 @@ def test_a_lora_with_a_core_is_tucker_s_product(tmp_path: Path) -> None:
 @pytest.mark.parametrize("scale", [1.0, 0.4])
 def test_a_dora_is_fused_by_peft_s_formula(tmp_path: Path, scale: float, tiny_fill: Path) -> None:
     import peft
-    from diffusers import FluxTransformer2DModel
 
-    def model() -> Any:
-        return FluxTransformer2DModel.from_pretrained(tiny_fill / "transformer")
-
-    layers = ["transformer_blocks.0.attn.to_q", "single_transformer_blocks.0.proj_out"]
-    plain = model()
-    weights = {name: plain.get_submodule(name).weight.detach().clone() for name in layers}
-    tuned: Any = peft.get_peft_model(
-        model(), peft.LoraConfig(r=3, lora_alpha=2, target_modules=layers, use_dora=True)
-    )
-    for name, parameter in tuned.named_parameters():
+    def draw(name: str, parameter: Tensor) -> None:
         if "lora_" in name:
             nn.init.uniform_(parameter, 0.1, 0.5)
-    tuned.save_pretrained(str(tmp_path / "dora"))
-    file = tmp_path / "dora" / "adapter_model.safetensors"
-    merged = tuned.merge_and_unload()
-    config = config_of(tiny_fill, model={"fuse_loras": [f"{file}:{scale}"]})
-    changed = fuse_configured_loras(config, plain.requires_grad_(False), "denoiser")
-    for name in layers:
-        expected = torch.lerp(weights[name], merged.get_submodule(name).weight.detach(), scale)
-        assert_near(changed.get_submodule(name).weight.detach().double(), expected.double())
-    with pytest.raises(BadAdapter, match=r"is a DoRA .* accepted: --fuse-lora"):
-        header_of_file(file)
+
+    peft_config = peft.LoraConfig(r=3, lora_alpha=2, target_modules=LAYERS, use_dora=True)
+    check_fused(tiny_fill, tmp_path / "dora", peft_config, draw, scale, "a DoRA")
 
 
 def test_half_precision_bytes_of_products_are_counted(tmp_path: Path) -> None:

@@ -11,16 +11,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from maskserve_engine.adapters.fuse import fuse_configured_loras
 from maskserve_engine.adapters.lora_file import changes_of
-from maskserve_engine.adapters.turned import Turned
+from maskserve_engine.adapters.oft import OftUpdate
 from maskserve_lora.base_layers import BaseLayers
-from maskserve_lora.lora_header import BadAdapter, header_of_file
+from maskserve_lora.lora_header import BadAdapter
 from maskserve_lora.lora_plan import check_file
 from maskserve_lora.store import describe_file
-from tests.fakes.jobs import config_of
 from tests.fakes.loras import Arrays, write
 from tests.support.draws import fresh_rng
+from tests.support.fused import LAYERS, assert_near, check_fused
 
 LINEAR, CONV = (32, 48), (16, 24, 3, 3)
 """Weights of two layers, [out, in] and [out, in, kh, kw]."""
@@ -44,15 +43,9 @@ def turned(file: Path, base: BaseLayers, weights: dict[str, Tensor]) -> dict[str
     """Return the new weights of the layers that a file turns."""
     result = {}
     for change in changes_of(file, base, "a model", fused=True):
-        assert isinstance(change.update, Turned)
+        assert isinstance(change.update, OftUpdate)
         result[change.layer] = change.update.applied(weights[change.layer].float())
     return result
-
-
-def assert_near(actual: Tensor, expected: Tensor) -> None:
-    assert actual.shape == expected.shape
-    bound = 1e-5 * float(expected.abs().max())
-    assert float((actual - expected).abs().max()) <= bound
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -94,30 +87,13 @@ def test_an_oft_is_fused_by_its_scale_s_share(
     tmp_path: Path, scale: float, tiny_fill: Path
 ) -> None:
     import peft
-    from diffusers import FluxTransformer2DModel
 
-    def model() -> Any:
-        return FluxTransformer2DModel.from_pretrained(tiny_fill / "transformer")
-
-    layers = ["transformer_blocks.0.attn.to_q", "single_transformer_blocks.0.proj_out"]
-    plain = model()
-    weights = {name: plain.get_submodule(name).weight.detach().clone() for name in layers}
-    tuned: Any = peft.get_peft_model(
-        model(), peft.OFTConfig(oft_block_size=4, target_modules=layers)
-    )
-    for name, parameter in tuned.named_parameters():
+    def draw(name: str, parameter: Tensor) -> None:
         if "oft_R" in name:
             nn.init.normal_(parameter, std=0.2)
-    tuned.save_pretrained(str(tmp_path / "oft"))
-    file = tmp_path / "oft" / "adapter_model.safetensors"
-    merged = tuned.merge_and_unload()
-    config = config_of(tiny_fill, model={"fuse_loras": [f"{tmp_path / 'oft'}:{scale}"]})
-    changed = fuse_configured_loras(config, plain.requires_grad_(False), "denoiser")
-    for name in layers:
-        expected = torch.lerp(weights[name], merged.get_submodule(name).weight.detach(), scale)
-        assert_near(changed.get_submodule(name).weight.detach().double(), expected.double())
-    with pytest.raises(BadAdapter, match=r"is an OFT .* accepted: --fuse-lora"):
-        header_of_file(file)
+
+    peft_config = peft.OFTConfig(oft_block_size=4, target_modules=LAYERS)
+    check_fused(tiny_fill, tmp_path / "oft", peft_config, draw, scale, "an OFT", names_file=False)
 
 
 def by_formula(blocks: np.ndarray[Any, Any], weight: Tensor, bound: float) -> Tensor:

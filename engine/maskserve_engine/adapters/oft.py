@@ -15,7 +15,7 @@ from maskserve_lora.lora_plan import LayerUpdate
 from maskserve_lora.turns import COLUMNS, RESCALE, PeftKeys, Rotation
 
 
-class Turned(NamedTuple):
+class OftUpdate(NamedTuple):
     """An OFT of one layer, in float32."""
 
     blocks: Tensor
@@ -37,7 +37,7 @@ class Turned(NamedTuple):
         return rows * self.lengths.to(weight.device).view(-1, *[1] * (weight.dim() - 1))
 
 
-def turned_of(update: LayerUpdate, turn: Rotation, read: Callable[[str], Tensor]) -> Turned:
+def oft_update_of(update: LayerUpdate, turn: Rotation, read: Callable[[str], Tensor]) -> OftUpdate:
     """Read an OFT of a layer.
 
     Args:
@@ -69,7 +69,7 @@ def turned_of(update: LayerUpdate, turn: Rotation, read: Callable[[str], Tensor]
             turns = turns.mT
     if not bool(turns.isfinite().all()):
         raise BadAdapter(f"has numbers for {short(update.layer)} that are too large for a turn")
-    return Turned(turns.mT, turn.of_rows, lengths)
+    return OftUpdate(turns.mT, turn.of_rows, lengths)
 
 
 def _of_rows(numbers: Tensor, bound: float) -> Tensor:
