@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from maskserve_engine.base.job import EditJob
+from maskserve_engine.batch.graphs import Graphs
 from maskserve_engine.control_link.opening import Opening
 from maskserve_engine.families.mmdit.control import spread_in_runs
 from maskserve_engine.families.mmdit.rows import pass_inputs
@@ -25,6 +26,7 @@ from tests.support.cached_rows import KINDS, Primed, assert_equal, cached, resul
 from tests.support.draws import fresh_rng
 from tests.support.family_cases import FamilyModel
 from tests.support.net_rows import NetCase, NetModel
+from tests.support.replayed import Replayed, attend_on_a_cpu
 
 _SD3 = "StableDiffusion3ControlNetPipeline"
 _NORMED = {"qk_norm": "rms_norm", "force_zeros_for_pooled_projection": False}
@@ -340,6 +342,46 @@ def test_a_mixed_batch_is_as_each_row_alone(model: NetModel) -> None:
     run(model.replay, together[2:], kind)
     for row, latents in zip(together, expected, strict=True):
         assert_equal(row.result().array(), latents)
+
+
+@WITH_CACHE
+def test_recorded_steps_add_the_residuals_of_every_pass(
+    model: NetModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hits with nets, guided and not, alone and beside a dense row without any. In the second round
+    most steps were recorded in the first.
+    """
+    attend_on_a_cpu(monkeypatch)
+    rng, adapter, capture = fresh_rng(), model.adapter, Replayed()
+    monkeypatch.setattr(adapter._preparation, "_buckets", True)
+    edits = [model.edit(rng, **settings) for settings in (model.guided(rng), {}, model.guided(rng))]
+    jobs = [
+        model.job(rng, edit, *nets)
+        for edit, nets in zip(edits, (("plain",), ("deep",), ()), strict=True)
+    ]
+    primed = [Primed(adapter, model.plain.encoder, job) for job in jobs[:2]]
+
+    def latents() -> list[NDArray[np.float32]]:
+        arrays = []
+        for chosen in ([0], [0, 1, 2], [2, 1]):
+            rows: list[Any] = [
+                cached(model.replay, jobs[i], primed[i]) if i < 2 else adapter.dense_row(jobs[i])
+                for i in chosen
+            ]
+            rows = [model.controlled(row, jobs[i], 2) for i, row in zip(chosen, rows, strict=True)]
+            run(model.replay, rows, "kv")
+            arrays += [row.result().array() for row in rows]
+        return arrays
+
+    expected = latents()
+    graphs = Graphs(capture, rows=16)
+    recording = replace(adapter.weights, graphs=graphs, placed_bytes=0)
+    monkeypatch.setattr(adapter, "stepped", recording)
+    for _ in range(2):
+        for actual, plain in zip(latents(), expected, strict=True):
+            assert_equal(actual, plain)
+    assert graphs.records, "recording was turned off"
+    assert any("residuals" in str(key) for key, step in graphs._steps.items() if step)
 
 
 @EACH
