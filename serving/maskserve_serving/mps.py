@@ -31,10 +31,13 @@ class Mps:
     Args:
         run_dir: the supervisor's folder, by which the service is found if the supervisor is killed.
         log_dir: folder of the service's own logs.
+
+    Raises:
+        ServeError: the program is missing.
     """
 
     def __init__(self, run_dir: Path, log_dir: Path) -> None:
-        self._run_dir = run_dir
+        self._run_dir, self._program = run_dir, _program()
         self._variables = {
             "CUDA_MPS_PIPE_DIRECTORY": str(run_dir / "mps"),
             "CUDA_MPS_LOG_DIRECTORY": str(log_dir.absolute() / "mps"),
@@ -57,7 +60,7 @@ class Mps:
         shutil.rmtree(self._variables["CUDA_MPS_PIPE_DIRECTORY"], ignore_errors=True)
         for folder in self._variables.values():
             Path(folder).mkdir(parents=True, exist_ok=True)
-        command, env = [_program(), "-f"], self._environment()
+        command, env = [self._program, "-f"], self._environment()
         self._daemon = spawn(command, env, self._run_dir, subprocess.DEVNULL)
         end = time.monotonic() + _START_S
         while not self._answers("get_server_list"):
@@ -84,7 +87,7 @@ class Mps:
         """Return True if the daemon obeys a command."""
         try:
             answer = subprocess.run(
-                [_program()],
+                [self._program],
                 input=command.encode(),
                 env=self._environment(),
                 capture_output=True,

@@ -301,7 +301,7 @@ class Supervisor:
             self._looking_away.wait()
 
     def _end_thread(self) -> None:
-        for spec in self._specs[:1]:  # all have the same service, and this thread has started it
+        for spec in self._specs[:1]:  # all share one service, which cannot outlive the thread
             if spec.mps is not None:
                 spec.mps.stop()
         self._stopped.set()

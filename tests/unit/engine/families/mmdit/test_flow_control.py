@@ -363,12 +363,12 @@ def test_recorded_steps_add_the_residuals_of_every_pass(
 
     def latents() -> list[NDArray[np.float32]]:
         arrays = []
-        for chosen in ([0], [0, 1, 2], [2, 1]):
+        for batch in ([0], [0, 1, 2], [2, 1]):
             rows: list[Any] = [
                 cached(model.replay, jobs[i], primed[i]) if i < 2 else adapter.dense_row(jobs[i])
-                for i in chosen
+                for i in batch
             ]
-            rows = [model.controlled(row, jobs[i], 2) for i, row in zip(chosen, rows, strict=True)]
+            rows = [model.controlled(row, jobs[i], 2) for i, row in zip(batch, rows, strict=True)]
             run(model.replay, rows, "kv")
             arrays += [row.result().array() for row in rows]
         return arrays
