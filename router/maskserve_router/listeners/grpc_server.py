@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import ExitStack, aclosing
 from functools import partial
 from typing import Any, NoReturn, TypeAlias
@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeAlias
 import grpc
 import grpc.aio
 from google.protobuf.message import Message
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_common import transport
@@ -29,7 +29,6 @@ from maskserve_router.listeners.descriptors import connections
 from maskserve_router.listeners.open_calls import OpenCall, OpenCalls
 from maskserve_router.messages.call_context import CallContext
 from maskserve_router.messages.failures import (
-    NotSupported,
     drop_tracebacks,
     grpc_status,
     guarded,
@@ -47,16 +46,9 @@ _NO_REGIONS = tuple(
     for call in ("Status", "Unregister")
 )
 """Methods that are answered as by a server without regions of shared memory."""
-_OPEN = frozenset(
-    (
-        *(
-            f"/{SERVICE}/{name}"
-            for name in ("ServerLive", "ServerReady", "ModelReady", *_NO_REGIONS)
-        ),
-        "/grpc.health.v1.Health/Check",
-    )
-)
+_OPEN = frozenset(("ServerLive", "ServerReady", "ModelReady", *_NO_REGIONS, "Check"))
 """Methods that need no key."""
+_HEALTH = "grpc.health.v1.Health"
 _PATIENCE_S = 30.0
 _LEAST_PACE = 16 * 1024
 """Bytes per second at which a client must read a message, after `_PATIENCE_S`."""
@@ -98,12 +90,14 @@ class GrpcServer:
                 # A compressed message is inflated before its size can be checked.
                 ("grpc.compression_enabled_algorithms_bitset", 1),
             ),
-            interceptors=(_Gate(front, open_calls),),
         )
+        gate = _Gate(front, open_calls)
         self._server.add_generic_rpc_handlers(
-            (grpc.method_handlers_generic_handler(SERVICE, self._handlers()),)
+            (
+                gate.service(SERVICE, self._handlers()),
+                gate.service(_HEALTH, {"Check": _health_check(calls)}),
+            )
         )
-        health_pb2_grpc.add_HealthServicer_to_server(_Health(calls), self._server)
         self._address = f"{config.listen.host}:{config.listen.grpc_port}"
         self._certificates = certificates
         self.port = config.listen.grpc_port
@@ -193,8 +187,13 @@ class GrpcServer:
                 yield await self._front.infer(message, call_context, room)
 
     async def _stream(self, requests: OpenCall, context: Context) -> AsyncGenerator[bytes, None]:
+        try:
+            first = await anext(requests)
+        except StopAsyncIteration:
+            return
         answers: _Answers = asyncio.Queue(maxsize=1)
-        reader = asyncio.create_task(self._serve_all(requests, context, answers))
+        reader = asyncio.create_task(self._serve_all(first, requests, context, answers))
+        del first  # the reader frees it
         try:
             while (answer := await answers.get()) is not None:
                 if isinstance(answer, MaskserveError):
@@ -205,8 +204,12 @@ class GrpcServer:
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
 
-    async def _serve_all(self, requests: OpenCall, context: Context, answers: _Answers) -> None:
-        """Serve each request of the stream in a task, until the client ends the stream."""
+    async def _serve_all(
+        self, raw: bytes, requests: OpenCall, context: Context, answers: _Answers
+    ) -> None:
+        """Serve `raw` and each further request of the stream in a task, until the client ends the
+        stream.
+        """
         places = asyncio.Semaphore(_PER_STREAM)
         tasks: set[asyncio.Task[None]] = set()
 
@@ -223,11 +226,13 @@ class GrpcServer:
 
         ended_for: MaskserveError | None = None
         try:
-            async for raw in requests:
+            while True:
                 await places.acquire()
                 task = asyncio.create_task(serve(raw))
                 tasks.add(task)
                 task.add_done_callback(done)
+                raw = await anext(requests)
+        except StopAsyncIteration:  # the client sends no more
             await asyncio.gather(*tasks)
         except MaskserveError as error:
             ended_for = error
@@ -258,54 +263,59 @@ class GrpcServer:
             exit_stack.close()
 
 
-class _Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+class _Gate:
     """Admits calls at their beginning, by key and the client's share, and messages by the key's
     turn.
 
     A unary call is served as a stream of one message. The wait for its message is therefore counted
-    here, so a client that never sends it holds no more than its share.
+    here, so a client that never sends it holds no more than its share. Until that message a call
+    has one task: clients may open hundreds of calls in one moment, and all others wait meanwhile.
     """
 
     def __init__(self, front: Front, open_calls: OpenCalls) -> None:
         self._front, self._open_calls = front, open_calls
 
-    async def intercept_service(
+    def service(
+        self, name: str, handlers: Mapping[str, grpc.RpcMethodHandler[Any, Any]]
+    ) -> grpc.GenericRpcHandler[Any, Any]:
+        """Return the handler of a service whose calls pass the gate."""
+        gated = {
+            method: grpc.stream_stream_rpc_method_handler(
+                partial(self._serve, handler, method in _OPEN),
+                handler.request_deserializer,
+                handler.response_serializer,
+            )
+            for method, handler in handlers.items()
+        }
+        return grpc.method_handlers_generic_handler(name, gated)
+
+    async def _serve(
         self,
-        continuation: Callable[[Any], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any]:
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            return None
-        is_open = handler_call_details.method in _OPEN
+        handler: grpc.RpcMethodHandler[Any, Any],
+        is_open: bool,
+        _: AsyncIterator[Any],
+        context: Context,
+    ) -> None:
+        async def read() -> Any:
+            if not is_open:
+                await self._front.may_read(_headers(context))
+            return await context.read()
 
-        async def serve(_: AsyncIterator[Any], context: Context) -> None:
-            async def read() -> Any:
-                if not is_open:
-                    await self._front.may_read(_headers(context))
-                return await context.read()
-
-            try:
-                client = self._client(context, is_open)
-                with self._open_calls.enter(client, read) as call:
-                    if handler.stream_stream is not None:
-                        async with aclosing(handler.stream_stream(call, context)) as answers:
-                            async for answer in answers:
-                                await _write(context, answer)
-                    elif handler.unary_unary is not None:
-                        first = await call.only()
-                        with call.working():
-                            await _write(context, await handler.unary_unary(first, context))
-                    else:
-                        raise NotSupported("call", "is not served")
-            except (MaskserveError, Failure) as error:
-                _refuse(context, error)
-            except Exception as error:
-                _refuse(context, guarded("", error))
-
-        return grpc.stream_stream_rpc_method_handler(
-            serve, handler.request_deserializer, handler.response_serializer
-        )
+        try:
+            client = self._client(context, is_open)
+            with self._open_calls.enter(client, read) as call:
+                if handler.stream_stream is not None:
+                    async with aclosing(handler.stream_stream(call, context)) as answers:
+                        async for answer in answers:
+                            await _write(context, answer)
+                else:
+                    first = await call.only()
+                    with call.working():
+                        await _write(context, await handler.unary_unary(first, context))
+        except (MaskserveError, Failure) as error:
+            _refuse(context, error)
+        except Exception as error:
+            _refuse(context, guarded("", error))
 
     def _client(self, context: Context, is_open: bool) -> str:
         """Return the client of a call: its key, or its address if no key is needed.
@@ -319,17 +329,14 @@ class _Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         return f"key {client.name}"
 
 
-class _Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """grpc.health.v1: serving while a worker takes edits."""
+def _health_check(calls: ServerCalls) -> grpc.RpcMethodHandler[Any, Any]:
+    """Return the handler of grpc.health.v1: serving while a worker takes edits."""
 
-    def __init__(self, calls: ServerCalls) -> None:
-        self._calls = calls
-
-    async def Check(  # noqa: N802
-        self, request: health_pb2.HealthCheckRequest, context: Context
-    ) -> health_pb2.HealthCheckResponse:
+    def answer(_: Message) -> Message:
         states = health_pb2.HealthCheckResponse
-        return states(status=states.SERVING if self._calls.ready() else states.NOT_SERVING)
+        return states(status=states.SERVING if calls.ready() else states.NOT_SERVING)
+
+    return _open(health_pb2.HealthCheckRequest, answer)
 
 
 def _unary(

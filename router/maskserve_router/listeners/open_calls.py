@@ -27,24 +27,25 @@ class OpenCall:
     def __init__(self, read: Read, places: Places) -> None:
         self._read, self._places = read, places
         self._working = 0
-        self._reading: asyncio.Future[Any] | None = None
+        self._reader: asyncio.Task[Any] | None = None
+        """The task that waits for the next message."""
         self._ended_for: MaskserveError | None = None
 
     def __aiter__(self) -> OpenCall:
         return self
 
     async def __anext__(self) -> Any:
-        if self._ended_for is not None:
-            raise self._ended_for
-        self._reading = asyncio.ensure_future(self._read())
+        self._raise_if_ended()
+        self._reader = reader = asyncio.current_task()
         try:
-            message = await self._reading
+            message = await self._read()
         except asyncio.CancelledError:
-            if self._ended_for is not None:
-                raise self._ended_for from None
+            if reader is not None and self._ended_for is not None:
+                reader.uncancel()
+            self._raise_if_ended()
             raise
         finally:
-            self._reading = None  # frees the message, which only the reader keeps
+            self._reader = None
         if message is grpc.aio.EOF:
             raise StopAsyncIteration
         return message
@@ -73,11 +74,15 @@ class OpenCall:
             if not self._working:
                 self._places.mark(self, silent=True)
 
+    def _raise_if_ended(self) -> None:
+        if self._ended_for is not None:
+            raise self._ended_for from None
+
     def end(self, reason: MaskserveError) -> None:
         """Let the iterator raise `reason`."""
         self._ended_for = reason
-        if self._reading is not None:
-            self._reading.cancel()
+        if self._reader is not None:
+            self._reader.cancel()
 
 
 class OpenCalls(Places):
