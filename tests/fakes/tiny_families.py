@@ -1,5 +1,5 @@
 """A tiny folder of every pipeline that is served: `python -m tests.fakes.tiny_families F` writes
-all, each with a LoRA and, if its family takes them, a ControlNet, for
+all, or those that are named, each with a LoRA and, if its family takes them, a ControlNet, for
 `scripts/bench every_edit --models F/models/* --adapters F/adapters --controlnets F/controlnets`.
 """
 
@@ -73,14 +73,17 @@ WITH_NETS: dict[str, Callable[[], Any]] = {
 """A net of each model that takes ControlNets, apart from UNets."""
 
 
-def build_all(folder: Path) -> None:
-    """Write all folders for pictures of 128 pixels a side, with enough tokens for masks of many
-    sizes.
+def build_with_adapters(folder: Path, *names: str) -> None:
+    """Write folders for pictures of 128 pixels a side, with enough tokens for masks of many sizes.
+
+    Args:
+        folder: gets `models`, `adapters` and `controlnets`, each with a folder for a name.
+        names: keys of `FAMILIES`; none: all.
     """
     from diffusers import UNet2DConditionModel
 
-    for name, build in FAMILIES.items():
-        model = build(folder / "models" / name)
+    for name in names or FAMILIES:
+        model = FAMILIES[name](folder / "models" / name)
         file = model / "maskserve.toml"
         text = file.read_text("utf-8").replace("[model]\n", "[model]\nnative_resolution = 128\n")
         text += "\n[cache]\nenabled = false\n" if name in DENSE else ""
@@ -91,7 +94,7 @@ def build_all(folder: Path) -> None:
         queries = {
             layer.removesuffix(".weight"): tensor.shape[::-1]
             for layer, tensor in tensors.items()
-            if layer.endswith("to_q.weight")
+            if layer.endswith(("to_q.weight", "attn_qkv.weight"))
         }
         lora = loras.lora(queries, prefix=f"{denoiser}.", seed=0)
         loras.write(folder / "adapters" / name / "queries.safetensors", lora)
@@ -104,4 +107,4 @@ def build_all(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    build_all(Path(sys.argv[1]))
+    build_with_adapters(Path(sys.argv[1]), *sys.argv[2:])

@@ -1,16 +1,18 @@
 """Send edits of every mask size and number of steps through a real Triton. Each edit must end with
-a picture, or with an error that names the cause.
+a picture that is its source outside the mask, or with an error that names a field. The worker must
+stay up and log no error.
 
 Each picture is new to the worker: the first edit has no template. The same edit then runs with
 `cache: require` and with `cache: off`. For every third mask size all three run again with each
 LoRA, each ControlNet and each of `--settings`. Larger pictures are edited whole and in a window
-round the mask. Several edits run at a time. The exit code is 1 if an answer is the server's fault.
+round the mask. Several edits run at a time. The exit code is 1 if anything is the server's fault.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import tempfile
 import time
 from collections import Counter
@@ -43,6 +45,8 @@ steps."""
 CROPS = ("off", "on")
 FURTHER = {"reuse_floor": 30.0}
 _TIMEOUT_S = 600.0
+_FIELD = re.compile(r"[A-Z]+[\w.\[\]]*: ")
+"""How the message of a refusal begins."""
 
 
 class EditCase(NamedTuple):
@@ -68,6 +72,7 @@ class CaseResult(NamedTuple):
     outcome: str
     """META's `cache` and `dense_for`, or the error's code."""
     sentence: str = ""
+    """Why there is no picture, or what is wrong with it."""
     fault: bool = False
     """Whether the server was at fault."""
 
@@ -94,20 +99,22 @@ def main() -> int:
     args = parser.parse_args()
     models: dict[str, dict[str, Any]] = {}
     for folder in args.models:
-        began, ends, stopped = time.monotonic(), list[CaseResult](), ""
-        try:
-            ends += edits(folder, args)
-        except ServeError as error:
-            stopped = str(error)
-        models[folder.name] = summary(ends, stopped, time.monotonic() - began)
+        began, ends, errors = time.monotonic(), list[CaseResult](), list[str]()
+        with tempfile.TemporaryDirectory() as logs:
+            try:
+                ends += edits(folder, args, Path(logs))
+            except ServeError as error:
+                errors.append(str(error))
+            errors += logged_errors(Path(logs))
+        models[folder.name] = summary(ends, errors, time.monotonic() - began)
         _print(folder.name, models[folder.name])
         if args.json:
             args.json.write_text(json.dumps(models, indent=1) + "\n", encoding="utf-8")
     return int(any(model["faults"] for model in models.values()))
 
 
-def summary(ends: list[CaseResult], stopped: str, seconds: float) -> dict[str, Any]:
-    """Return a model's results as plain data. `stopped` says why the model could not be served."""
+def summary(ends: list[CaseResult], errors: list[str], seconds: float) -> dict[str, Any]:
+    """Return a model's results as plain data. `errors` are the worker's own, of no one edit."""
     return {
         "edits": len(ends),
         "seconds": round(seconds, 1),
@@ -117,7 +124,7 @@ def summary(ends: list[CaseResult], stopped: str, seconds: float) -> dict[str, A
         ),
         "refused": dict(Counter(end.sentence for end in ends if end.sentence and not end.fault)),
         "faults": [
-            *([[stopped]] if stopped else ()),
+            *([error] for error in errors),
             *([*end.case, end.sentence] for end in ends if end.fault),
         ],
     }
@@ -150,17 +157,22 @@ def _below(folder: Path | None, name: str) -> Path | None:
     return folder / name if folder and (folder / name).is_dir() else None
 
 
-def edits(folder: Path, args: argparse.Namespace) -> Iterator[CaseResult]:
-    """Serve a model and edit drawn pictures of it."""
+def edits(folder: Path, args: argparse.Namespace, logs: Path) -> Iterator[CaseResult]:
+    """Serve a model and edit drawn pictures of it.
+
+    Raises:
+        ServeError: the worker does not start, or not all edits found the same one.
+    """
     rng = np.random.default_rng(args.seed)
     loras, nets = (_below(path, folder.name) for path in (args.adapters, args.controlnets))
     further = [*map(json.dumps, args.settings), *_named(loras, "loras"), *_named(nets, "controls")]
-    with tempfile.TemporaryDirectory() as logs, ThreadPoolExecutor(args.together) as threads:
-        options = ServeOptions(
-            model=str(folder), base_port=free_base_port(), log_dir=Path(logs), name=folder.name,
-            adapters=str(loras or ""), controlnets=str(nets or ""),
-        )  # fmt: skip
-        with Supervisor(options) as site, Client(site.workers[0].grpc_url) as client:
+    options = ServeOptions(
+        model=str(folder), base_port=free_base_port(), log_dir=logs, name=folder.name,
+        adapters=str(loras or ""), controlnets=str(nets or ""),
+    )  # fmt: skip
+    with ThreadPoolExecutor(args.together) as threads, Supervisor(options) as site:
+        [worker] = site.workers
+        with Client(worker.grpc_url) as client:
 
             def ends(picture_cases: tuple[EditCase, ...], source: Image.Image) -> list[CaseResult]:
                 return [_edit(client, source, case) for case in picture_cases]
@@ -171,6 +183,8 @@ def edits(folder: Path, args: argparse.Namespace) -> Iterator[CaseResult]:
             ]
             for picture_cases in threads.map(ends, *zip(*pictures, strict=True)):
                 yield from picture_cases
+        if worker.restarts or not worker.ready():
+            raise ServeError(f"the worker has been started {worker.restarts + 1} times")
 
 
 def _edit(client: Client, source: Image.Image, case: EditCase) -> CaseResult:
@@ -189,10 +203,27 @@ def _edit(client: Client, source: Image.Image, case: EditCase) -> CaseResult:
             **further,
         )
     except MaskserveError as error:
-        refused = isinstance(error, InvalidRequest)
+        refused = isinstance(error, InvalidRequest) and _FIELD.match(error.message)
         return CaseResult(case, error.code, str(error), fault=not refused)
-    meta = result.meta
-    return CaseResult(case, " ".join((meta["cache"], meta.get("dense_for", ""))).strip())
+    meta, wrong = result.meta, difference_of(result.image, source, mask)
+    outcome = " ".join((meta["cache"], meta.get("dense_for", ""))).strip()
+    return CaseResult(case, outcome, wrong, fault=bool(wrong))
+
+
+def difference_of(picture: Image.Image, source: Image.Image, mask: Image.Image) -> str:
+    """Say how an edited picture differs from its source where it must not; empty: nowhere."""
+    if picture.size != source.size:
+        return f"the picture has {picture.size} pixels, its source {source.size}"
+    differs = np.asarray(picture.convert("RGB")) != np.asarray(source)
+    count = int((differs.any(axis=2) & (np.asarray(mask) == 0)).sum())
+    return f"{count} pixels outside the mask are not the source's" if count else ""
+
+
+def logged_errors(logs: Path) -> list[str]:
+    """Return the lines of servers' logs that hold an error or begin an exception's trace."""
+    lines = (line for log in sorted(logs.iterdir()) for line in log.read_text("utf-8").splitlines())
+    marks = '"level": "ERROR"', '"level": "CRITICAL"', '"exc": '
+    return [line for line in lines if line.startswith("Traceback") or any(map(line.count, marks))]
 
 
 def mask_of(case: EditCase) -> NDArray[np.uint8]:
