@@ -118,38 +118,15 @@ class Router:
             config.outputs.urls,
             config.http.cors_origins,
         )
-        bodies = Bodies(config.http, self.admission, fair_share)
         front = Front(keys, self.admission, fair_share, edits, control, workflows)
         calls = ServerCalls(self.pool, workflows)
         self.grpc = GrpcServer(
             config, front, calls, OpenCalls(config.grpc, self.metrics), self._certificates
         )
-        urls = ImageUrls(config.image_urls, config.limits, self.admission, fair_share)
-        self._urls = urls
+        self._urls = ImageUrls(config.image_urls, config.limits, self.admission, fair_share)
         self._outputs = Outputs(config.outputs.timeout_s)
-        picture_urls = PictureUrls(config.openai)
-        models = ServedModels(self.pool, forms, config.openai.aliases)
-        images = ImageEdits(
-            bodies,
-            config.limits,
-            front,
-            fair_share,
-            models,
-            urls,
-            self._outputs,
-            picture_urls,
-            forms,
-        )
-        templates = TemplateRoutes(bodies, front, control, fair_share)
-        self._jobs, job_routes = _jobs(
-            config, front, images, keys, self.admission, fair_share, self.metrics
-        )
-        routes = [
-            *openai_routes(images, templates, picture_urls),
-            *mask_routes(bodies, front, masks, fair_share),
-            *job_routes,
-            *workflow_routes(keys.client, workflows),
-        ]
+        bodies = Bodies(config.http, self.admission, fair_share)
+        self._jobs, routes = self._openai(front, bodies, masks, forms)
         inference = HttpInference(bodies, front, fair_share)
         origins = config.http.cors_origins
         app = HttpApp(calls, inference, keys.client, routes, origins, lambda: self._jobs.state)
@@ -157,6 +134,34 @@ class Router:
         self.admin = self._operators_server()
         self._secrets = self._stamps()
         self._watching: asyncio.Task[None] | None = None
+
+    def _openai(
+        self, front: Front, bodies: Bodies, masks: MaskFinder, forms: dict[str, ModelForm]
+    ) -> tuple[Jobs | NoJobs, list[Route]]:
+        """Return the jobs, and the HTTP routes beside those of KServe."""
+        config, fair_share = self._config, self._fair_share
+        picture_urls = PictureUrls(config.openai)
+        images = ImageEdits(
+            bodies,
+            config.limits,
+            front,
+            fair_share,
+            ServedModels(self.pool, forms, config.openai.aliases),
+            self._urls,
+            self._outputs,
+            picture_urls,
+            forms,
+        )
+        templates = TemplateRoutes(bodies, front, self._control, fair_share)
+        jobs, job_routes = _jobs(
+            config, front, images, self._keys, self.admission, fair_share, self.metrics
+        )
+        return jobs, [
+            *openai_routes(images, templates, picture_urls),
+            *mask_routes(bodies, front, masks, fair_share),
+            *job_routes,
+            *workflow_routes(self._keys.client, self._workflows),
+        ]
 
     def _clients_server(self, app: HttpApp) -> HttpServer:
         """Return the listener of clients' HTTP calls."""

@@ -202,6 +202,8 @@ def hostile_soak(
     loras = (options.out / "loras").absolute()
     loras.mkdir(parents=True, exist_ok=True)
     attacks.damage_lora(loras, 0)
+    warm, calm, attacked = Book(), Book(), Book()
+    seconds = 60 * options.minutes
     with ExitStack() as stack:
         supervisor = Supervisor(_serve_options(options, config, loras))
         supervisor.start(until=stop.is_set)
@@ -215,52 +217,32 @@ def hostile_soak(
         album = Album(options.seed, native, warm=1)
         firsts: dict[int, Pixels] = {}
         clients = [HonestClient(name, router.grpc_url, album, firsts) for name in _HONEST]
-        warm = Book()
         for kind in (*range(_KINDS), _CONTROLLED):
             clients[0].edit(kind, warm)  # primes its template
-        target = attacks.Target(
-            router.ports.http,
-            router.ports.grpc,
-            worker.spec.ports.http,
-            worker.spec.ports.grpc,
-            secret(_ATTACKERS[0]),
-            secret(_WITHDRAWN),
-            page_port,
-            loras,
-            _socket_in(Path(service.config.runtime_dir)),
-            album.hot[0].image,
-            clients[0].template_id,
-            tuple(map(secret, _ATTACKERS[1:])),
-        )
         peak, page_peak = Peak(lambda: router.pid), Peak(lambda: page.pid)
-        seconds = 60 * options.minutes
-        report, processes = options.out / "attacks.json", multiprocessing.get_context("spawn")
-        ready, go = processes.Event(), processes.Event()
-        arguments = (target, seconds, report, names, ready, go)
-        attacker = processes.Process(target=attacks.main, args=arguments, daemon=True)
-        attacker.start()
+        target = _target(supervisor, page_port, loras, album, clients[0].template_id)
+        attacker = Attacker(target, seconds, options.out / "attacks.json", names)
         stack.callback(attacker.kill)
-        ready.wait(_ANSWER_S)
         _check(stop)
-        options.say("honest clients alone")
-        calm, attacked = Book(), Book()
         pids = {"router": router.pid, "worker": worker.pid, "attackers": attacker.pid}
         cpu = CpuTime(pids)
+
+        options.say("honest clients alone")
         _edit_for(_CALM_SHARE * seconds, clients, stop, calm)
         _check(stop)
         cpu.book("alone")
         _write_keys(config, (*_HONEST, *_ATTACKERS, _PAGE))
         _get(router.ports.metrics, "/reload", post=True)
         options.say("the attacks begin")
-        go.set()
+        attacker.begin()
         _edit_for(seconds, clients, stop, attacked)
         _check(stop)
         cpu.book("attacked")
-        attacker.join(90.0)
-        attacker.kill()
+        attacker.end()
         options.say("honest clients alone again")
         _edit_for(_CALM_SHARE * seconds, clients, stop, calm)
         _check(stop)
+
         clients[0].edit(_CONTROLLED, warm)
         for path in _readable_by_others(worker.spec.files.runtime):
             warm.add(wrong=f"others may read {path}")
@@ -269,7 +251,7 @@ def hostile_soak(
             client.close()
         restarts = sum(process.restarts for process in (worker, router, service))
         drained = supervisor.stop()
-    attack_counts = json.loads(report.read_text()) if report.exists() else {}
+    attack_counts = attacker.counts()
     summary = {
         **_edit_summary(warm, calm, attacked),
         "router_mib": peak.stop(),
@@ -281,6 +263,7 @@ def hostile_soak(
         "others_cpu_share": max(cpu.others_share.values()),
         "ejections": _ejections(metrics),
     }
+    problems = [text for book in (warm, calm, attacked) for text in (*book.lost, *book.wrong)]
     return {
         "model": options.model.name,
         "minutes": options.minutes,
@@ -288,6 +271,81 @@ def hostile_soak(
         "passed": passed(summary),
         "verdict": verdict(summary),
         "drained": drained,
+        **_times(calm, attacked),
+        "cpu_s": cpu.seconds,
+        "problems": problems[:20],
+        "attacks": attack_counts,
+    }
+
+
+class Attacker:
+    """The process of the attacks; it is ready once this is made.
+
+    Args:
+        target: what it attacks.
+        seconds: length of the attacks.
+        report: JSON file of its counts.
+        names: names of the attacks; empty: all.
+    """
+
+    def __init__(
+        self, target: attacks.Target, seconds: float, report: Path, names: Sequence[str]
+    ) -> None:
+        processes = multiprocessing.get_context("spawn")
+        self._report, self._go, ready = report, processes.Event(), processes.Event()
+        arguments = (target, seconds, report, names, ready, self._go)
+        self._process = processes.Process(target=attacks.main, args=arguments, daemon=True)
+        self._process.start()
+        ready.wait(_ANSWER_S)
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid
+
+    def begin(self) -> None:
+        """Let the attacks begin."""
+        self._go.set()
+
+    def end(self) -> None:
+        """Wait for the counts of the attacks; kill what does not end."""
+        self._process.join(90.0)
+        self.kill()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def counts(self) -> dict[str, dict[str, int]]:
+        """Return the requests of each attack by their end; empty: the process wrote none."""
+        if not self._report.exists():
+            return {}
+        counts: dict[str, dict[str, int]] = json.loads(self._report.read_text())
+        return counts
+
+
+def _target(
+    supervisor: Supervisor, page_port: int, loras: Path, album: Album, template_id: str
+) -> attacks.Target:
+    worker, router, (service,) = supervisor.workers[0], supervisor.router, supervisor.services
+    assert router is not None
+    return attacks.Target(
+        router.ports.http,
+        router.ports.grpc,
+        worker.spec.ports.http,
+        worker.spec.ports.grpc,
+        secret(_ATTACKERS[0]),
+        secret(_WITHDRAWN),
+        page_port,
+        loras,
+        _socket_in(Path(service.config.runtime_dir)),
+        album.hot[0].image,
+        template_id,
+        tuple(map(secret, _ATTACKERS[1:])),
+    )
+
+
+def _times(calm: Book, attacked: Book) -> dict[str, Any]:
+    """Return numbers and times of honest edits, alone and under attack."""
+    return {
         "edits": {"alone": len(calm.seconds), "attacked": len(attacked.seconds)},
         "p95_s": {"alone": round(calm.p95(), 3), "attacked": round(attacked.p95(), 3)},
         "stages_ms": {
@@ -295,11 +353,6 @@ def hostile_soak(
             "attacked": attacked.means(),
             "slowest tenth": attacked.means(0.1),
         },
-        "cpu_s": cpu.seconds,
-        "problems": [text for book in (warm, calm, attacked) for text in (*book.lost, *book.wrong)][
-            :20
-        ],
-        "attacks": attack_counts,
     }
 
 

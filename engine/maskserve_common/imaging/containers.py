@@ -48,14 +48,13 @@ _FILL_BYTES = re.compile(rb"\xff+")
 # What ends a scan: neither a stuffed byte, nor a restart, nor fill.
 _MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")
 _BARE_MARKERS = (0x01, 0xD8)
-"""Without a length."""
+"""Markers without a length."""
 _XMP_ORIENTATION = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
 _PNG_XMP, _PNG_EXIF = b"XML:com.adobe.xmp", b"Raw profile type exif"
 _PNG_PROFILE, _PNG_IPTC = b"Raw profile type ", (b"Raw profile type iptc", b"Raw profile type 8bim")
 """Keywords of text chunks. Profiles are hexadecimal; that of EXIF is older than eXIf."""
 _JPEG_XMP = b"http://ns.adobe.com/xap/1.0/\0"
 _MOST_TEXT_BYTES = 2**20
-"""Markers without a length."""
 
 _FOREIGN = (
     (b"II+\x00", "a BigTIFF"),
@@ -146,6 +145,50 @@ def _foreign(encoded: bytes) -> str:
     return "is not an image"
 
 
+@dataclass(slots=True)
+class _PngChunks:
+    """The parts of a PNG that are read. Of chunks that may be deflated, one of each name is kept,
+    however many there are.
+    """
+
+    payload: list[bytes] = field(default_factory=lambda: [PNG_SIGNATURE])
+    """The signature and whole chunks that the decoder reads: IHDR, PLTE, IDAT and IEND."""
+    colours: dict[bytes, bytes] = field(default_factory=dict)
+    """Bodies by name."""
+    profiles: dict[bytes, tuple[bytes, bytes]] = field(default_factory=dict)
+    """Chunk name, and the bytes behind the keyword, of XMP, EXIF and IPTC in text chunks, by
+    keyword.
+    """
+    texts: list[tuple[bytes, bytes, bytes]] = field(default_factory=list)
+    """Name, keyword and the bytes behind it of all other text chunks."""
+    exif: bytes = b""
+    transparency: bytes = b""
+    dpi: tuple[float, float] | None = None
+    end: int = 0
+    """Bytes of the file that belong to the picture."""
+
+    def keep(self, name: bytes, body: bytes, *, before_pixels: bool) -> None:
+        """Keep a chunk that the decoder does not read, if it is known."""
+        if name == b"tRNS":
+            self.transparency = body
+        elif name == b"eXIf":
+            self.exif = body
+        elif name in (b"tEXt", b"zTXt", b"iTXt"):
+            keyword, _, text = body.partition(b"\0")
+            if keyword in (_PNG_XMP, _PNG_EXIF, *_PNG_IPTC):
+                self.profiles[keyword] = name, text[:_MOST_TEXT_BYTES]
+            elif 0 < len(keyword) < 80 and not keyword.startswith(_PNG_PROFILE):
+                self.texts.append((name, keyword, text))
+        elif name == b"pHYs":
+            self.dpi = dpi_of_phys(body)
+        elif name in CHUNKS and before_pixels:
+            self.colours.setdefault(name, body)
+
+    def profile(self, keyword: bytes) -> bytes:
+        """Return the inflated text of a keyword; empty: there is none."""
+        return _text(*self.profiles[keyword]) if keyword in self.profiles else b""
+
+
 def _read_png(data: bytes) -> Container:
     """Keep IHDR, PLTE, IDAT and IEND; note tRNS, the orientation in eXIf, and colours."""
     if data[8:16] != b"\0\0\0\x0dIHDR" or len(data) < 33:
@@ -155,15 +198,37 @@ def _read_png(data: bytes) -> Container:
     )
     if deflate or filtering or interlace > 1:
         raise BadContainer("is a damaged PNG")
-    # Of chunks that may be deflated one of each name is inflated, however many there are.
-    kept_chunks, colour_chunks, texts = (
-        [PNG_SIGNATURE],
-        dict[bytes, bytes](),
-        dict[bytes, tuple[bytes, bytes]](),
+    chunks = _read_png_chunks(data)
+    xmp = chunks.profile(_PNG_XMP)
+    exif = tiff_of(chunks.exif or _from_hex(chunks.profile(_PNG_EXIF)))
+    profiles = (_from_hex(chunks.profile(keyword)) for keyword in _PNG_IPTC)
+    iptc = next((iptc_of(profile) or profile for profile in profiles if profile), b"")
+    metadata = Metadata(
+        upright(exif),
+        xmp_of(xmp),
+        iptc if len(iptc) < MOST_BYTES - 64 else b"",
+        _plain_texts(chunks.texts),
+        chunks.dpi,
     )
-    exif, transparency, pixels = b"", b"", False
-    text_chunks, dpi = list[tuple[bytes, bytes, bytes]](), None
-    at = 8
+    words = dict[bytes, bytes]()
+    for name, body in chunks.colours.items():
+        words |= _colour_chunk(name, body)
+    return Container(
+        "png",
+        (height, width),
+        _orientation(exif, xmp),
+        b"".join(chunks.payload),
+        depth,
+        colour,
+        chunks.transparency,
+        words,
+        chunks.end,
+        metadata,
+    )
+
+
+def _read_png_chunks(data: bytes) -> _PngChunks:
+    chunks, has_pixels, at = _PngChunks(), False, 8
     for number in range(_MAX_PARTS):
         if at + 12 > len(data):
             raise BadContainer("is a truncated PNG")
@@ -175,57 +240,19 @@ def _read_png(data: bytes) -> Container:
             # The decoder takes the last one, so a value read from the first could be wrong.
             raise BadContainer("is a damaged PNG")
         if name in (b"IHDR", b"PLTE", b"IDAT", b"IEND"):
-            kept_chunks.append(data[at:end])
-            pixels = pixels or name == b"IDAT"
-        elif name == b"tRNS":
-            transparency = data[at + 8 : end - 4]
-        elif name == b"eXIf":
-            exif = data[at + 8 : end - 4]
-        elif name in (b"tEXt", b"zTXt", b"iTXt"):
-            keyword, _, text = data[at + 8 : end - 4].partition(b"\0")
-            if keyword in (_PNG_XMP, _PNG_EXIF, *_PNG_IPTC):
-                texts[keyword] = name, text[:_MOST_TEXT_BYTES]
-            elif 0 < len(keyword) < 80 and not keyword.startswith(_PNG_PROFILE):
-                text_chunks.append((name, keyword, text))
-        elif name == b"pHYs":
-            dpi = dpi_of_phys(data[at + 8 : end - 4])
-        elif name in CHUNKS and not pixels:
-            colour_chunks.setdefault(name, data[at + 8 : end - 4])
+            chunks.payload.append(data[at:end])
+            has_pixels = has_pixels or name == b"IDAT"
+        else:
+            chunks.keep(name, data[at + 8 : end - 4], before_pixels=not has_pixels)
+        chunks.end = end
         if name == b"IEND":
-            break
+            return chunks
         at = end
-    else:
-        if not pixels or name == b"IDAT":
-            raise BadContainer(f"is a PNG of more than {_MAX_PARTS} chunks")
-        kept_chunks.append(_IEND)  # the picture is whole: what follows is its animation
-        end = len(data)
-    payload = b"".join(kept_chunks)
-    xmp, old = (_text(*texts[item]) if item in texts else b"" for item in (_PNG_XMP, _PNG_EXIF))
-    exif = tiff_of(exif or _from_hex(old))
-    profiles = (_from_hex(_text(*texts[item])) for item in _PNG_IPTC if item in texts)
-    iptc = next((iptc_of(item) or item for item in profiles if item), b"")
-    metadata = Metadata(
-        upright(exif),
-        xmp_of(xmp),
-        iptc if len(iptc) < MOST_BYTES - 64 else b"",
-        _plain_texts(text_chunks),
-        dpi,
-    )
-    words = dict[bytes, bytes]()
-    for name, body in colour_chunks.items():
-        words |= _colour_chunk(name, body)
-    return Container(
-        "png",
-        (height, width),
-        _orientation(exif, xmp),
-        payload,
-        depth,
-        colour,
-        transparency,
-        words,
-        end,
-        metadata,
-    )
+    if not has_pixels or name == b"IDAT":
+        raise BadContainer(f"is a PNG of more than {_MAX_PARTS} chunks")
+    chunks.payload.append(_IEND)  # the picture is whole: what follows is its animation
+    chunks.end = len(data)
+    return chunks
 
 
 def _plain_texts(texts: Sequence[tuple[bytes, bytes, bytes]]) -> tuple[tuple[bytes, bytes], ...]:

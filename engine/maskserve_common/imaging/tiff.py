@@ -53,6 +53,64 @@ class FirstPage(NamedTuple):
     """Whether further pages follow."""
 
 
+class _Directory:
+    """The first directory, of the tags that this module reads.
+
+    Args:
+        order: byte order, as `struct` writes it.
+        entries: 12 bytes of the directory, and the value, by tag. The value is empty if it is
+            longer than the tag's bound.
+        has_next: whether another directory follows.
+    """
+
+    def __init__(
+        self, order: str, entries: Mapping[int, tuple[bytes, bytes]], *, has_next: bool
+    ) -> None:
+        self.order, self.entries, self.has_next = order, entries, has_next
+        self.kinds = {
+            tag: struct.unpack_from(order + "2xH", entry)[0] for tag, (entry, _) in entries.items()
+        }
+
+    def numbers(self, tag: int) -> tuple[int, ...]:
+        """Return the integers of a tag; empty: there is none.
+
+        Raises:
+            ValueError: they are no integers, or too many.
+        """
+        if tag not in self.entries:
+            return ()
+        kind, value = self.kinds[tag], self.value(tag)
+        if kind not in _KINDS or not value:
+            raise ValueError("a damaged TIFF")
+        return struct.unpack(f"{self.order}{len(value) // _SIZES[kind]}{_KINDS[kind]}", value)
+
+    def number(self, tag: int, default: int) -> int:
+        return max(self.numbers(tag), default=default)
+
+    def value(self, tag: int) -> bytes:
+        return self.entries[tag][1] if tag in self.entries else b""
+
+    def texts(self) -> dict[int, bytes]:
+        """Return the texts that are not empty, by tag in order."""
+        tags = sorted(_TEXTS & self.entries.keys())
+        return {
+            tag: value for tag in tags if self.kinds[tag] == _ASCII and (value := self.value(tag))
+        }
+
+    def dpi(self) -> tuple[float, float] | None:
+        """Return pixels per inch, across and down; None if they are missing or implausible."""
+        resolution = self._per_inch(_ACROSS), self._per_inch(_DOWN)
+        return resolution if 1 <= min(resolution) <= max(resolution) < _MOST_DPI else None
+
+    def _per_inch(self, tag: int) -> float:
+        """Return a resolution; 0: there is none."""
+        if self.kinds.get(tag) != _RATIONAL or len(self.value(tag)) != _SIZES[_RATIONAL]:
+            return 0.0
+        above, below = struct.unpack(self.order + "II", self.value(tag))
+        unit = self.numbers(_UNIT) if self.kinds.get(_UNIT) in _KINDS else ()
+        return (above / below if below else 0.0) * _PER_INCH.get(max(unit, default=2), 0.0)
+
+
 def first_page(data: bytes, most_profile: int, most_metadata: int) -> FirstPage:
     """Read the first directory.
 
@@ -64,6 +122,23 @@ def first_page(data: bytes, most_profile: int, most_metadata: int) -> FirstPage:
     Raises:
         ValueError: the file is cut short or damaged, or of an unsupported kind; continues "is ".
     """
+    directory = _read_directory(data, most_profile, most_metadata)
+    size = _checked_size(directory)
+    turned, texts = directory.number(_ORIENTATION, 1), directory.texts()
+    return FirstPage(
+        size,
+        _payload(data, directory),
+        turned if 1 <= turned <= 8 else 1,
+        directory.value(_PROFILE),
+        _exif(data[:4], directory.order, texts) if texts else b"",
+        directory.value(_XMP),
+        directory.value(_IPTC),
+        directory.dpi(),
+        directory.has_next,
+    )
+
+
+def _read_directory(data: bytes, most_profile: int, most_metadata: int) -> _Directory:
     order = "<" if data[:2] == b"II" else ">"
     if len(data) < 8:
         raise ValueError("a truncated TIFF")
@@ -76,8 +151,9 @@ def first_page(data: bytes, most_profile: int, most_metadata: int) -> FirstPage:
         raise ValueError(f"a TIFF of more than {_MOST_TAGS} tags")
     if end + 4 > len(data):
         raise ValueError("a truncated TIFF")
+    most_bytes = {_PROFILE: most_profile, **dict.fromkeys((_XMP, _IPTC, *_TEXTS), most_metadata)}
     entries: dict[int, tuple[bytes, bytes]] = {}
-    needed = 0
+    needed_bytes = 0
     for begin in range(at + 2, end, 12):
         tag, kind, many, place = struct.unpack_from(order + "HHII", data, begin)
         nbytes = _SIZES.get(kind, 0) * many
@@ -88,25 +164,21 @@ def first_page(data: bytes, most_profile: int, most_metadata: int) -> FirstPage:
             if tag in _KEPT:
                 continue
             raise ValueError("a truncated TIFF")
-        needed += nbytes if tag in _NEEDED else 0
-        most = most_profile if tag == _PROFILE else most_metadata
-        most = most if tag in (_PROFILE, _XMP, _IPTC, *_TEXTS) else 64
-        value = data[where : where + nbytes] if nbytes <= most else b""
+        needed_bytes += nbytes if tag in _NEEDED else 0
+        value = data[where : where + nbytes] if nbytes <= most_bytes.get(tag, 64) else b""
         entries.setdefault(tag, (data[begin : begin + 12], value))
-    if needed > len(data):
+    if needed_bytes > len(data):
         raise ValueError("a damaged TIFF")
+    return _Directory(order, entries, has_next=any(data[end : end + 4]))
 
-    def number(tag: int, default: int) -> int:
-        return max(numbers(tag), default=default)
 
-    def numbers(tag: int) -> tuple[int, ...]:
-        if tag not in entries:
-            return ()
-        (kind,), raw_value = struct.unpack_from(order + "2xH", entries[tag][0]), entries[tag][1]
-        if kind not in _KINDS or not raw_value:
-            raise ValueError("a damaged TIFF")
-        return struct.unpack(f"{order}{len(raw_value) // _SIZES[kind]}{_KINDS[kind]}", raw_value)
+def _checked_size(directory: _Directory) -> tuple[int, int]:
+    """Return (height, width).
 
+    Raises:
+        ValueError: the decoder would not read the pixels, or would take too much memory.
+    """
+    number, numbers = directory.number, directory.numbers
     width, height = number(_WIDTH, 0), number(_HEIGHT, 0)
     across, down = number(_TILE_WIDTH, 0), number(_TILE_HEIGHT, 0)
     if not width or not height:
@@ -120,34 +192,17 @@ def first_page(data: bytes, most_profile: int, most_metadata: int) -> FirstPage:
         raise ValueError("a TIFF of numbers that are no integers of up to 8 or of 16 bits")
     if bits == {16} and number(_PHOTOMETRIC, 1) == 0:
         raise ValueError("a TIFF of 16 bits in which 0 is white")
+    return height, width
+
+
+def _payload(data: bytes, directory: _Directory) -> bytes:
+    """Return the file with a directory of the needed tags alone, behind its other bytes."""
+    order, entries = directory.order, directory.entries
     tags = [entries[tag][0] for tag in sorted(entries) if tag in _NEEDED]
-    directory = struct.pack(order + "H", len(tags)) + b"".join(tags) + bytes(4)
     gap = bytes(len(data) % 2)  # a directory begins at an even place
     head = data[:4] + struct.pack(order + "I", len(data) + len(gap))
-    metadata = {tag: entries[tag][1] if tag in entries else b"" for tag in (_PROFILE, _XMP, _IPTC)}
-    turned = number(_ORIENTATION, 1)
-    kinds = {tag: struct.unpack_from(order + "2xH", entries[tag][0])[0] for tag in entries}
-    texts = {
-        tag: entries[tag][1]
-        for tag in sorted(_TEXTS & entries.keys())
-        if kinds[tag] == _ASCII and entries[tag][1]
-    }
-
-    def dpi(tag: int) -> float:
-        """Return a resolution; 0: there is none."""
-        if kinds.get(tag) != _RATIONAL or len(entries[tag][1]) != _SIZES[_RATIONAL]:
-            return 0.0
-        above, below = struct.unpack(order + "II", entries[tag][1])
-        unit = numbers(_UNIT) if kinds.get(_UNIT) in _KINDS else ()
-        return (above / below if below else 0.0) * _PER_INCH.get(max(unit, default=2), 0.0)
-
-    resolution = dpi(_ACROSS), dpi(_DOWN)
-    is_plausible = 1 <= min(resolution) <= max(resolution) < _MOST_DPI
-    return FirstPage(
-        (height, width), head + data[8:] + gap + directory, turned if 1 <= turned <= 8 else 1,
-        metadata[_PROFILE], _exif(data[:4], order, texts) if texts else b"", metadata[_XMP],
-        metadata[_IPTC], resolution if is_plausible else None, any(data[end : end + 4]),
-    )  # fmt: skip
+    written_directory = struct.pack(order + "H", len(tags)) + b"".join(tags) + bytes(4)
+    return head + data[8:] + gap + written_directory
 
 
 def _exif(head: bytes, order: str, texts: Mapping[int, bytes]) -> bytes:

@@ -189,71 +189,69 @@ class _Search:
             `None` if no plan's value is below `below`.
         """
         weight = best_weight(self.sorts, self.fixed, offset - lead)
+        compute_weight = 1 - weight
         ceiling = below * (1 - _ROUNDING)
         weighted = self._remaining_costs(weight, offset)
         if weighted[0][1] - weight * lead >= ceiling:
             return None
-        fast = self._remaining_costs(0.0, offset)
-        slow = self._remaining_costs(1.0, offset)
-        compute_weight = 1 - weight
+        compute_alone = self._remaining_costs(0.0, offset)
+        loads_alone = self._remaining_costs(1.0, offset)
+        # States are (loads' clock F, computation's clock t, state before, kind of the block), by
+        # whether the cached tokens' hidden states are present. This loop takes most of the time of
+        # a plan, so it calls nothing, and the three kinds are written out.
         present: list[Any] = [(-lead, 0.0, None, 0)]
         absent: list[Any] = []
         for n, item in enumerate(self.items):
             fixed, h, kv, dense, project, cached, block = item
-            (rest_a, rest_p), (fast_a, fast_p), (slow_a, slow_p) = (
-                weighted[n + 1],
-                fast[n + 1],
-                slow[n + 1],
-            )
-            max_a, max_p = ceiling - rest_a, ceiling - rest_p
-            t_a, t_p, f_a, f_p = (
-                ceiling - fast_a,
-                ceiling - fast_p,
-                ceiling - slow_a,
-                ceiling - slow_p,
-            )
-            next_p: list[Any] = []
-            next_a: list[Any] = []
+            # What each clock, and their weighted sum, may be at most behind this block.
+            rest_absent, rest_present = weighted[n + 1]
+            most_sum_absent, most_sum_present = ceiling - rest_absent, ceiling - rest_present
+            rest_absent, rest_present = compute_alone[n + 1]
+            most_t_absent, most_t_present = ceiling - rest_absent, ceiling - rest_present
+            rest_absent, rest_present = loads_alone[n + 1]
+            most_f_absent, most_f_present = ceiling - rest_absent, ceiling - rest_present
+            next_present: list[Any] = []
+            next_absent: list[Any] = []
             for states, load_h in ((present, 0.0), (absent, h)):
                 for state in states:
                     f, t = state[0], state[1]
                     t += fixed
-                    x = t - head_start
-                    if f < x:
-                        f = x
+                    earliest = t - head_start  # loads run ahead by no more
+                    if f < earliest:
+                        f = earliest
                     ready = f + load_h
                     start = ready if ready > t else t
                     end = start + dense
-                    x = end - head_start
-                    loads_done = ready if ready > x else x
+                    earliest = end - head_start
+                    loads_done = ready if ready > earliest else earliest
                     if (
-                        weight * loads_done + compute_weight * end < max_p
-                        and end < t_p
-                        and loads_done < f_p
+                        weight * loads_done + compute_weight * end < most_sum_present
+                        and end < most_t_present
+                        and loads_done < most_f_present
                     ):
-                        next_p.append((loads_done, end, state, 0))
+                        next_present.append((loads_done, end, state, 0))
                     if block < 0:
                         continue
                     end = start + project
-                    x = end - head_start
-                    loads_done = ready if ready > x else x
+                    earliest = end - head_start
+                    loads_done = ready if ready > earliest else earliest
                     if (
-                        weight * loads_done + compute_weight * end < max_a
-                        and end < t_a
-                        and loads_done < f_a
+                        weight * loads_done + compute_weight * end < most_sum_absent
+                        and end < most_t_absent
+                        and loads_done < most_f_absent
                     ):
-                        next_a.append((loads_done, end, state, 1))
+                        next_absent.append((loads_done, end, state, 1))
                     ready = f + kv
                     end = (ready if ready > t else t) + cached
-                    x = end - head_start
-                    loads_done = ready if ready > x else x
+                    earliest = end - head_start
+                    loads_done = ready if ready > earliest else earliest
                     if (
-                        weight * loads_done + compute_weight * end < max_a
-                        and end < t_a
-                        and loads_done < f_a
+                        weight * loads_done + compute_weight * end < most_sum_absent
+                        and end < most_t_absent
+                        and loads_done < most_f_absent
                     ):
-                        next_a.append((loads_done, end, state, 2))
-            present, absent = _front(next_p), _front(next_a)
+                        next_absent.append((loads_done, end, state, 2))
+            present, absent = _front(next_present), _front(next_absent)
         return self._finish([*present, *absent], offset, head_start, ceiling)
 
     def _finish(

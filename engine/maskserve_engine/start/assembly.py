@@ -221,21 +221,9 @@ def assemble(
         config, adapter, costs, size.anchors, None if degrees is None else degrees.prices
     )
 
-    budgets = {
-        LORAS.name: config.adapters.device_bytes,
-        CONTROL_NETS.name: config.controls.device_bytes,
-    }
-    resource_states = ResourceStates(
-        config.engine.max_waiting, budgets, lambda resource: adapters.record_eviction(resource)
+    adapters, resource_states = _edit_adapters(
+        config, adapter, step_executor, loras, nets, on_loaded, observations
     )
-    edit_loras = edit_nets = None
-    if loras is not None:
-        edit_loras = Loras(config, resource_states, loras, partial(on_loaded, LORAS), observations)
-    if nets is not None:
-        edit_nets = EditControlNets(
-            resource_states, nets, partial(on_loaded, CONTROL_NETS), observations
-        )
-    adapters = EditAdapters(config, adapter, step_executor, edit_loras, edit_nets)
     scheduler = policy(
         config.engine.max_rows, config.engine.max_waiting, config.cache.priming_share
     )
@@ -297,6 +285,32 @@ def assemble(
             net_loader=nets,
         ),
     )
+
+
+def _edit_adapters(
+    config: Config,
+    adapter: Adapter,
+    executor: Executor,
+    loras: LoraSource | None,
+    nets: ControlNetSource | None,
+    on_loaded: Callable[[Kind, Loadable, Loaded | MaskserveError], None],
+    observations: Observations,
+) -> tuple[EditAdapters, ResourceStates]:
+    """Return the LoRAs and ControlNets of edits, and the states of those on the device."""
+    budgets = {
+        LORAS.name: config.adapters.device_bytes,
+        CONTROL_NETS.name: config.controls.device_bytes,
+    }
+    states = ResourceStates(
+        config.engine.max_waiting, budgets, lambda resource: adapters.record_eviction(resource)
+    )
+    edit_loras = edit_nets = None
+    if loras is not None:
+        edit_loras = Loras(config, states, loras, partial(on_loaded, LORAS), observations)
+    if nets is not None:
+        edit_nets = EditControlNets(states, nets, partial(on_loaded, CONTROL_NETS), observations)
+    adapters = EditAdapters(config, adapter, executor, edit_loras, edit_nets)
+    return adapters, states
 
 
 def _prompt_file(config: Config) -> PromptFile:

@@ -9,6 +9,7 @@ from asyncio import Protocol, Transport
 from asyncio.events import TimerHandle
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import ClassVar
 
 import uvicorn
 from starlette.applications import Starlette
@@ -39,154 +40,159 @@ _MAX_PIPELINED = 32
 """Most requests that wait behind one under way; few clients pipeline any."""
 
 
-def bounded_protocol(bounds: Http, places: Places) -> type[Protocol]:
-    """Return uvicorn's protocol with limits on a connection (ADR 0013).
+class BoundedProtocol(HalfClose):
+    """uvicorn's protocol with limits on a connection (ADR 0013).
 
     It ends a connection with slow or long headers, long trailers, a body of too many chunks, or too
     many pipelined bytes or requests. Each connection has a place and is silent between requests.
+    uvicorn makes one object per connection; `bounded_protocol` gives a listener's class its limits.
     """
 
-    class BoundedProtocol(HalfClose):
-        _timer: TimerHandle | None = None
-        _head_bytes = 0
-        """Bytes of the request line, headers and trailers of the present message."""
-        _unparsed_bytes = 0
-        """Bytes since the parser last completed a part: it keeps incomplete ones."""
-        _pipelined_bytes = 0
-        """Bytes received since a request came while another is under way."""
-        _chunks = 0
-        _unread: TimerHandle | None = None
+    bounds: ClassVar[Http]
+    places: ClassVar[Places]
+    _timer: TimerHandle | None = None
+    _head_bytes = 0
+    """Bytes of the request line, headers and trailers of the present message."""
+    _unparsed_bytes = 0
+    """Bytes since the parser last completed a part: it keeps incomplete ones."""
+    _pipelined_bytes = 0
+    """Bytes received since a request came while another is under way."""
+    _chunks = 0
+    _unread: TimerHandle | None = None
 
-        def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
-            super().connection_made(transport)
-            self.parser = OfferlessParser(self)  # type: ignore[assignment]
+    def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.parser = OfferlessParser(self)  # type: ignore[assignment]
+        self._expect_headers()
+        try:
+            self.places.take(self, self.client[0] if self.client else "")
+        except RetryLater as reason:
+            self.end(reason)
+
+    def end(self, reason: MaskserveError) -> None:
+        """End the connection: others need its place."""
+        self.transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.places.leave(self)
+        self._on_headers()
+        super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.cycle.response_complete:
+            self.places.mark(self, silent=True)
+
+    def data_received(self, data: bytes) -> None:
+        if self._timer is None and self.timeout_keep_alive_task is not None:
             self._expect_headers()
-            try:
-                places.take(self, self.client[0] if self.client else "")
-            except RetryLater as reason:
-                self.end(reason)
+        self._unparsed_bytes += len(data)
+        self._pipelined_bytes = self._pipelined_bytes + len(data) if self.pipeline else 0
+        super().data_received(data)
+        if self.transport.is_closing():
+            return
+        if self._unparsed_bytes > self.bounds.max_header_bytes:
+            self.send_400_response("The headers are too long.")
+        elif self._pipelined_bytes > self.bounds.max_header_bytes:
+            self.transport.close()
 
-        def end(self, reason: MaskserveError) -> None:
-            """End the connection: others need its place."""
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._unread is None:
+            self._watch_unread()
+
+    def _watch_unread(self) -> None:
+        """Check repeatedly that the client reads, until little is left to write."""
+        unsent_bytes = self.transport.get_write_buffer_size()
+        self._unread = self.loop.call_later(_PATIENCE_S, self._look_at_unread, unsent_bytes)
+
+    def _look_at_unread(self, before: int) -> None:
+        self._unread = None
+        if self.transport.is_closing() or not self.flow.write_paused:
+            return
+        if self.transport.get_write_buffer_size() >= before:
             self.transport.abort()
+        else:
+            self._watch_unread()
 
-        def connection_lost(self, exc: Exception | None) -> None:
-            places.leave(self)
-            self._on_headers()
-            super().connection_lost(exc)
+    def on_message_begin(self) -> None:
+        self._head_bytes = 0
+        if len(self.pipeline) >= _MAX_PIPELINED:
+            self.transport.abort()
+            raise ValueError("too many requests wait behind one")  # the parser stops
+        super().on_message_begin()
 
-        def on_response_complete(self) -> None:
-            super().on_response_complete()
-            if self.cycle.response_complete:
-                places.mark(self, silent=True)
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
 
-        def data_received(self, data: bytes) -> None:
-            if self._timer is None and self.timeout_keep_alive_task is not None:
-                self._expect_headers()
-            self._unparsed_bytes += len(data)
-            self._pipelined_bytes = self._pipelined_bytes + len(data) if self.pipeline else 0
-            super().data_received(data)
-            if self.transport.is_closing():
-                return
-            if self._unparsed_bytes > bounds.max_header_bytes:
-                self.send_400_response("The headers are too long.")
-            elif self._pipelined_bytes > bounds.max_header_bytes:
-                self.transport.close()
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(len(name) + len(value) + len(": \r\n"))
+        super().on_header(name, value)
 
-        def pause_writing(self) -> None:
-            super().pause_writing()
-            if self._unread is None:
-                self._watch_unread()
+    def _count(self, size: int) -> None:
+        self._unparsed_bytes = 0
+        self._head_bytes += size
+        if self._head_bytes > self.bounds.max_header_bytes:
+            raise ValueError("too long")  # the parser stops, and uvicorn answers 400
 
-        def _watch_unread(self) -> None:
-            """Check repeatedly that the client reads, until little is left to write."""
-            unsent_bytes = self.transport.get_write_buffer_size()
-            self._unread = self.loop.call_later(_PATIENCE_S, self._look_at_unread, unsent_bytes)
+    def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
+        self._check_head()
+        self._on_headers()
+        self.places.mark(self, silent=False)
+        self._chunks = 0
+        super().on_headers_complete()
 
-        def _look_at_unread(self, before: int) -> None:
-            self._unread = None
-            if self.transport.is_closing() or not self.flow.write_paused:
-                return
-            if self.transport.get_write_buffer_size() >= before:
-                self.transport.abort()
-            else:
-                self._watch_unread()
+    def _check_head(self) -> None:
+        """Refuse heads that the parser accepts but other servers read differently.
 
-        def on_message_begin(self) -> None:
-            self._head_bytes = 0
-            if len(self.pipeline) >= _MAX_PIPELINED:
-                self.transport.abort()
-                raise ValueError("too many requests wait behind one")  # the parser stops
-            super().on_message_begin()
+        Raises ValueError, so that the parser stops (RFC 9112, sections 2.3, 3.2 and 6.1).
+        """
+        version = self.parser.get_http_version()
+        values: dict[bytes, list[bytes]] = {b"host": [], b"transfer-encoding": []}
+        for name, value in self.headers:
+            if name in values:
+                values[name].append(value.strip().lower())
+        hosts, codings = values.values()
+        if version not in ("1.0", "1.1"):
+            raise ValueError(f"HTTP/{version}")
+        if len(hosts) > 1 or (not hosts and version == "1.1"):
+            raise ValueError("not one Host")
+        if codings not in ([], [b"chunked"]) or (codings and version == "1.0"):
+            raise ValueError("another Transfer-Encoding than chunked")
 
-        def on_url(self, url: bytes) -> None:
-            self._count(len(url))
-            super().on_url(url)
+    def on_message_complete(self) -> None:
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
 
-        def on_header(self, name: bytes, value: bytes) -> None:
-            self._count(len(name) + len(value) + len(": \r\n"))
-            super().on_header(name, value)
-
-        def _count(self, size: int) -> None:
-            self._unparsed_bytes = 0
-            self._head_bytes += size
-            if self._head_bytes > bounds.max_header_bytes:
-                raise ValueError("too long")  # the parser stops, and uvicorn answers 400
-
-        def on_headers_complete(self) -> None:
-            if self.parser.should_upgrade():
-                return
-            self._check_head()
-            self._on_headers()
-            places.mark(self, silent=False)
-            self._chunks = 0
-            super().on_headers_complete()
-
-        def _check_head(self) -> None:
-            """Refuse heads that the parser accepts but other servers read differently.
-
-            Raises ValueError, so that the parser stops (RFC 9112, sections 2.3, 3.2 and 6.1).
-            """
-            version = self.parser.get_http_version()
-            values: dict[bytes, list[bytes]] = {b"host": [], b"transfer-encoding": []}
-            for name, value in self.headers:
-                if name in values:
-                    values[name].append(value.strip().lower())
-            hosts, codings = values.values()
-            if version not in ("1.0", "1.1"):
-                raise ValueError(f"HTTP/{version}")
-            if len(hosts) > 1 or (not hosts and version == "1.1"):
-                raise ValueError("not one Host")
-            if codings not in ([], [b"chunked"]) or (codings and version == "1.0"):
-                raise ValueError("another Transfer-Encoding than chunked")
-
-        def on_message_complete(self) -> None:
-            if not self.parser.should_upgrade():
-                super().on_message_complete()
-
-        def on_body(self, body: bytes) -> None:
-            self._unparsed_bytes = 0
-            self._chunks += 1
-            if self._chunks > bounds.max_chunks:
-                if not self.transport.is_closing():
-                    self.send_400_response("The body has too many chunks.")
-                return
-            super().on_body(body)
-
-        def _expect_headers(self) -> None:
-            self._timer = self.loop.call_later(bounds.header_timeout_s, self._too_slow)
-
-        def _on_headers(self) -> None:
-            if self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
-
-        def _too_slow(self) -> None:
-            self._timer = None
+    def on_body(self, body: bytes) -> None:
+        self._unparsed_bytes = 0
+        self._chunks += 1
+        if self._chunks > self.bounds.max_chunks:
             if not self.transport.is_closing():
-                self.transport.close()
+                self.send_400_response("The body has too many chunks.")
+            return
+        super().on_body(body)
 
-    return BoundedProtocol
+    def _expect_headers(self) -> None:
+        self._timer = self.loop.call_later(self.bounds.header_timeout_s, self._too_slow)
+
+    def _on_headers(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _too_slow(self) -> None:
+        self._timer = None
+        if not self.transport.is_closing():
+            self.transport.close()
+
+
+def bounded_protocol(bounds: Http, places: Places) -> type[Protocol]:
+    """Return the protocol of one listener."""
+    return type("ListenerProtocol", (BoundedProtocol,), {"bounds": bounds, "places": places})
 
 
 class HttpServer(uvicorn.Server):

@@ -111,18 +111,9 @@ class EditCosts:
         """
         image = memoryview(self._values.read(image, client.scope))
         digest = image_digest(image)
-        drawn_on = b"" if mask else digest  # without a mask, the image gives the size
-        key = await self._fair_share.run(
-            client, len(mask), _mask_key, mask, drawn_on, settings, served
+        active, total, side, inner, ring, pixels = await self._tokens_of(
+            client, image, mask, digest, settings, served
         )
-        tokens = self._tokens.get(key)
-        if tokens is None:
-            drawn = self._values.read(mask, client.scope)
-            tokens = await self._fair_share.run(
-                client, _LONG, _count, image, drawn, settings, served, self._limits
-            )
-            self._tokens.put(key, tokens)
-        active, total, side, inner, ring, pixels = tokens
         passes = 2 if settings.negative_prompt is not None else 1
         factor = passes * references_factor(references)
         steps = steps_run(
@@ -156,6 +147,29 @@ class EditCosts:
             dense_levels=levels["dense"],
         )
         return edit, digest, answer_bytes(pixels, settings)
+
+    async def _tokens_of(
+        self,
+        client: KeyHolder,
+        image: memoryview,
+        mask: bytes,
+        digest: bytes,
+        settings: EditSettings,
+        served: Served,
+    ) -> MaskTokens:
+        """Return the tokens of an edit, counted once for each mask."""
+        drawn_on = b"" if mask else digest  # without a mask, the image gives the size
+        key = await self._fair_share.run(
+            client, len(mask), _mask_key, mask, drawn_on, settings, served
+        )
+        tokens = self._tokens.get(key)
+        if tokens is None:
+            drawn = self._values.read(mask, client.scope)
+            tokens = await self._fair_share.run(
+                client, _LONG, _count, image, drawn, settings, served, self._limits
+            )
+            self._tokens.put(key, tokens)
+        return tokens
 
     def learn(self, digest: bytes, template_id: str) -> None:
         """Remember the template id that an answer gave for an image."""

@@ -403,6 +403,7 @@ def run(
     }
     say(report["times"])
     for number in range(args.rounds):
+        turns = list(servers.items())[:: 1 if number % 2 else -1]
         for point in problem.points:
             rng, rate = np.random.default_rng((args.seed, number)), point.load * DEVICES / work
             times_s = np.cumsum(draw_gaps(rate, args.edits, rng))
@@ -412,37 +413,49 @@ def run(
                 side: t.before + t.after + point.scale * problem.steps * step_s[side]
                 for side, t in times.items()
             }
-            turns = list(servers.items())[:: 1 if number % 2 else -1]
             real_shares, slowdowns = Figures(), Figures()
             for name, server in turns:
                 products = [product_s()]
                 real_shares[name] = run_real(server, edits, arrivals, due_s)
                 products.append(product_s())
                 slowdowns[name] = round(statistics.mean(products) / product, 3)
-            mean = statistics.mean(slowdowns.values())
             figures: Figures = {
                 "load": point.load,
                 "scale": point.scale,
                 "per_minute": round(60 * rate, 1),
                 "slower": slowdowns,
                 "real": real_shares,
-                "simulated": {
-                    name: simulate(
-                        policy,
-                        {side: t.slower(slowdowns.get(name, mean)) for side, t in times.items()},
-                        problem.steps,
-                        arrivals,
-                        due_s,
-                        cores(),
-                    )
-                    for name, policy in policies().items()
-                },
+                "simulated": simulated(times, slowdowns, problem.steps, arrivals, due_s),
             }
             report["rounds"].append(figures)
             say(figures)
     report["summary"] = summary(report["rounds"])
     say(report["summary"])
     return report
+
+
+def simulated(
+    times: AllTimes,
+    slowdowns: Mapping[str, float],
+    steps: int,
+    arrivals: Sequence[tuple[float, int]],
+    due_s: Mapping[int, float],
+) -> Figures:
+    """Return the shares in time by policy, in virtual time. A policy's steps are as much slower as
+    its server was; those of a policy without a server, as much as servers were on average.
+    """
+    mean = statistics.mean(slowdowns.values())
+    return {
+        name: simulate(
+            policy,
+            {side: t.slower(slowdowns.get(name, mean)) for side, t in times.items()},
+            steps,
+            arrivals,
+            due_s,
+            cores(),
+        )
+        for name, policy in policies().items()
+    }
 
 
 def summary(rounds: Sequence[Figures]) -> dict[str, Figures]:

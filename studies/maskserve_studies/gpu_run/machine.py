@@ -30,7 +30,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -382,43 +382,97 @@ def measure_machine(
         steps: times plain steps.
         sent: bytes that the loader's measurement sends.
     """
+    is_gpu, dtype = device.type == "cuda", _dtype_on(device)
     preset = args.preset or ("demo" if args.tiny else "flux-1024")
-    begin, is_gpu = time.monotonic(), device.type == "cuda"
-    end = begin + (WHOLE_S if is_gpu else float("inf"))  # a rehearsal may take its time
-    report: dict[str, Any] = {
-        "command": command,
-        "date": time.strftime("%Y-%m-%d"),
-        "hardware": hardware(device),
-        "torch": torch.__version__,
-        "versions": versions(device),
-        "failed": {},
-    }
+    parts = _Parts(file, device, command, args.machine)
+    if is_gpu:  # a call into a library may not return
+        faulthandler.dump_traceback_later(WHOLE_S + STUCK_S, exit=True)
+    parts.measure("attention", lambda: attention_of(device, dtype))
+    parts.measure("gb_per_s", lambda: load_gb_per_s(device, sent))
+    torch.manual_seed(0)
+    unet = args.unet or ("sdxl-1024" if is_gpu else None)
+    if unet is not None:
+        parts.report["unet"] = unet
+        make_bench = partial(unet_bench, unet, dtype, device)
+        parts.measure("unet_steps", lambda: time_mixed_steps(make_bench(), 3))
+        parts.measure("unet_own", lambda: time_refresh_steps(make_bench(steps=8)))
+    parts.measure("stages", lambda: time_stages(device, dtype, demo=preset == "demo"))
+    memory_steps = _measure_flux(parts, preset, args, steps)
+    if is_gpu:
+        torch.cuda.empty_cache()
+    passed = parts.measure("tests_passed", lambda: tests(device))
+    faulthandler.cancel_dump_traceback_later()
+    write_page(parts.report, file)
+    over = [row for row in memory_steps if row["held"] > row["counted"]]
+    failed = parts.report["failed"]
+    if "tests_passed" in parts.report:
+        print(f"tests {'passed' if passed else 'FAILED'}")
+    print(f"{len(over)} steps held more than counted")
+    for name, why in failed.items():
+        print(f"{name} FAILED: {why}")
+    return 0 if passed is not False and not over and not failed else 1
 
-    def keep() -> None:
-        """Save the figures found so far, so that a later failure does not lose them."""
-        report["seconds"] = round(time.monotonic() - begin, 1)
-        part = file.with_name(file.name + ".part")
-        write_json(report, part)
-        part.replace(file)
 
-    def find(name: str, part: Callable[[], Any]) -> Any:
-        """The figures of a part. None if the part is not selected, or if it fails or takes too
+class _Parts:
+    """The report of a run, to which each part adds its figures, or why it has none.
+
+    Args:
+        file: JSON file of the report, which is written after each part.
+        device: the device; only a GPU's parts have limits: a rehearsal may take its time.
+        command: the command line, for the report.
+        selected: names of the parts to measure; none: all.
+    """
+
+    def __init__(
+        self, file: Path, device: torch.device, command: str, selected: Sequence[str]
+    ) -> None:
+        self.device = device
+        self._file, self._selected, self._begin = file, selected, time.monotonic()
+        self.report: dict[str, Any] = {
+            "command": command,
+            "date": time.strftime("%Y-%m-%d"),
+            "hardware": hardware(device),
+            "torch": torch.__version__,
+            "versions": versions(device),
+            "failed": {},
+        }
+
+    def measure(self, name: str, part: Callable[[], Any]) -> Any:
+        """Return the figures of a part. None: the part is not selected, or it fails or takes too
         long; then the reason is saved.
         """
-        if args.machine and name not in (*args.machine, "model"):
+        if self._selected and name not in (*self._selected, "model"):
             return None
-        limit_s = min(LIMITS_S[name], end - time.monotonic()) if is_gpu else _ENDLESS_S
+        limit_s = _ENDLESS_S
+        if self.device.type == "cuda":
+            limit_s = min(LIMITS_S[name], self._begin + WHOLE_S - time.monotonic())
         figures, why = limited_call(part, limit_s, f"the {WHOLE_S:.0f} s of all parts were over")
         if why:
-            report["failed"][name] = why
+            self.report["failed"][name] = why
         else:
-            report[name] = figures
-        print(f"{name}: {time.monotonic() - begin:.0f} s", flush=True)
-        keep()
+            self.report[name] = figures
+        print(f"{name}: {time.monotonic() - self._begin:.0f} s", flush=True)
+        self._save()
         return figures
 
+    def _save(self) -> None:
+        """Save the figures found so far, so that a later failure does not lose them."""
+        self.report["seconds"] = round(time.monotonic() - self._begin, 1)
+        part = self._file.with_name(self._file.name + ".part")
+        write_json(self.report, part)
+        part.replace(self._file)
+
+
+def _measure_flux(
+    parts: _Parts,
+    preset: str,
+    args: argparse.Namespace,
+    steps: Callable[[Bench, int], list[dict[str, Any]]],
+) -> list[dict[str, Any]]:
+    """Measure the parts of a FLUX transformer, and free it; return the figures of `weigh_steps`."""
+    device, dtype = parts.device, _dtype_on(parts.device)
+    batches = BATCHES[: 2 if device.type == "cuda" else 1]
     benches: list[Bench] = []
-    dtype = torch.bfloat16 if is_gpu else torch.float32
 
     def make_model() -> dict[str, Any]:
         blocks = None if args.blocks is None else tuple(args.blocks)
@@ -429,41 +483,20 @@ def measure_machine(
         weights = sum(p.nbytes for p in bench.model.parameters())
         return {"name": of, "weights": weights, "total": total, "free": free}
 
-    if is_gpu:  # a call into a library may not return
-        faulthandler.dump_traceback_later(WHOLE_S + STUCK_S, exit=True)
-    find("attention", lambda: attention_of(device, dtype))
-    find("gb_per_s", lambda: load_gb_per_s(device, sent))
-    torch.manual_seed(0)
-    batches, memory_steps = BATCHES[: 2 if is_gpu else 1], None
-    unet = args.unet or ("sdxl-1024" if is_gpu else None)
-    if unet is not None:
-        report["unet"] = unet
-        find("unet_steps", lambda: time_mixed_steps(unet_bench(unet, dtype, device), 3))
-        find("unet_own", lambda: time_refresh_steps(unet_bench(unet, dtype, device, steps=8)))
-    find("stages", lambda: time_stages(device, dtype, demo=preset == "demo"))
-    find("model", make_model)
-    while benches:  # frees its memory for the tests
-        bench = benches.pop()
-        find("served", partial(time_served_steps, bench, args.repeat))
-        find("loads", partial(time_loads, bench, batches))
-        find("rivals", partial(time_rivals, bench, batches, args.repeat, args.rivals))
-        find("steps", partial(steps, bench, args.repeat))
-        find("attention_ms", partial(time_attention, bench, SERVED, RATIOS))
-        find("placing", partial(time_placing, bench, SERVED[-1:]))
-        find("mixed", partial(time_mixed_steps, bench, args.repeat))
-        find("asked", partial(time_launches, bench))
-        memory_steps = find("held", partial(weigh_steps, bench))
-        del bench
-    if is_gpu:
-        torch.cuda.empty_cache()
-    passed = find("tests_passed", lambda: tests(device))
-    faulthandler.cancel_dump_traceback_later()
-    write_page(report, file)
-    over = [row for row in memory_steps or () if row["held"] > row["counted"]]
-    failed = report["failed"]
-    if "tests_passed" in report:
-        print(f"tests {'passed' if passed else 'FAILED'}")
-    print(f"{len(over)} steps held more than counted")
-    for name, why in failed.items():
-        print(f"{name} FAILED: {why}")
-    return 0 if passed is not False and not over and not failed else 1
+    parts.measure("model", make_model)
+    if not benches:
+        return []
+    bench = benches.pop()
+    parts.measure("served", partial(time_served_steps, bench, args.repeat))
+    parts.measure("loads", partial(time_loads, bench, batches))
+    parts.measure("rivals", partial(time_rivals, bench, batches, args.repeat, args.rivals))
+    parts.measure("steps", partial(steps, bench, args.repeat))
+    parts.measure("attention_ms", partial(time_attention, bench, SERVED, RATIOS))
+    parts.measure("placing", partial(time_placing, bench, SERVED[-1:]))
+    parts.measure("mixed", partial(time_mixed_steps, bench, args.repeat))
+    parts.measure("asked", partial(time_launches, bench))
+    return parts.measure("held", partial(weigh_steps, bench)) or []
+
+
+def _dtype_on(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32

@@ -16,7 +16,7 @@ from typing import Any
 
 from maskserve_common.config import Config, ConfigError
 from maskserve_common.config_file import read_json
-from maskserve_common.contracts.semantics import FILL, INPAINT
+from maskserve_common.contracts.semantics import FILL, INPAINT, Semantics
 from maskserve_engine.planning.flops import BlockWork, FeatureMap, FixedWork, ModelWork
 from maskserve_engine.planning.layer_table import Layers, Shape, Shapes, layer_flops
 from maskserve_engine.spec.family import StepPicture
@@ -434,36 +434,9 @@ def read(folder: Path, _: str, native_resolution: int) -> ModelSpec:
         check_unet(unet)
     except (ValueError, KeyError) as error:
         raise ConfigError(f"[model] path: unet/config.json: {error}") from error
-    xl = unet.get("addition_embed_type") == "text_time"
-    scale, channels = latents.pixels, latents.channels
-    semantics = {channels: INPAINT, 2 * channels + 1: FILL}.get(int(unet["in_channels"]))
-    if semantics is None or int(unet["out_channels"]) != channels:
-        raise ConfigError(
-            f"[model] path: the UNet takes {unet['in_channels']} channels and gives "
-            f"{unet['out_channels']}; with a VAE of {channels} served: {channels} (base) or "
-            f"{2 * channels + 1} (inpainting) to {channels}"
-        )
-    parts = ["scheduler", "text_encoder", "tokenizer"]
-    if xl:
-        parts += ["text_encoder_2", "tokenizer_2"]
-    for part in parts:
-        if not (folder / part).is_dir():
-            raise ConfigError(f"[model] path: {folder} has no folder {part!r}")
-    encoders = [part for part in parts if part.startswith("text_encoder")]
-    text_width = sum(
-        int(read_json(folder / part / "config.json")["hidden_size"]) for part in encoders
-    )
-    if text_width != unet["cross_attention_dim"]:
-        raise ConfigError(
-            f"[model] path: the UNet takes text {unet['cross_attention_dim']} wide and "
-            f"{' and '.join(encoders)} give {text_width}"
-        )
-    length = read_json(folder / "tokenizer" / "tokenizer_config.json").get("model_max_length")
-    if not isinstance(length, int) or not 1 <= length <= 4096:
-        raise ConfigError(
-            f"[model] path: tokenizer/tokenizer_config.json: model_max_length: {length!r} is not "
-            "a number of tokens; served: 1 to 4096"
-        )
+    semantics, scale = _semantics(unet, latents.channels), latents.pixels
+    is_xl = unet.get("addition_embed_type") == "text_time"
+    length = _tokenizer_length(folder, unet, is_xl=is_xl)
     return ModelSpec(
         family="unet",
         semantics=semantics,
@@ -489,9 +462,55 @@ def read(folder: Path, _: str, native_resolution: int) -> ModelSpec:
         ),
         dense_sides=True,
         strength_rounds_up=False,
-        zeros_for_empty_prompt=bool(index.get("force_zeros_for_empty_prompt", xl)),
+        zeros_for_empty_prompt=bool(index.get("force_zeros_for_empty_prompt", is_xl)),
         tokenizer_length=length,
     )
+
+
+def _semantics(unet: Mapping[str, Any], channels: int) -> Semantics:
+    """Return how a UNet takes source and mask, with a VAE of so many channels.
+
+    Raises:
+        ConfigError: it takes or gives other channels.
+    """
+    semantics = {channels: INPAINT, 2 * channels + 1: FILL}.get(int(unet["in_channels"]))
+    if semantics is None or int(unet["out_channels"]) != channels:
+        raise ConfigError(
+            f"[model] path: the UNet takes {unet['in_channels']} channels and gives "
+            f"{unet['out_channels']}; with a VAE of {channels} served: {channels} (base) or "
+            f"{2 * channels + 1} (inpainting) to {channels}"
+        )
+    return semantics
+
+
+def _tokenizer_length(folder: Path, unet: Mapping[str, Any], *, is_xl: bool) -> int:
+    """Check the parts beside the UNet; return the number of tokens of a prompt.
+
+    Raises:
+        ConfigError: a part is missing, or does not fit.
+    """
+    parts = ["scheduler", "text_encoder", "tokenizer"]
+    if is_xl:
+        parts += ["text_encoder_2", "tokenizer_2"]
+    for part in parts:
+        if not (folder / part).is_dir():
+            raise ConfigError(f"[model] path: {folder} has no folder {part!r}")
+    encoders = [part for part in parts if part.startswith("text_encoder")]
+    text_width = sum(
+        int(read_json(folder / part / "config.json")["hidden_size"]) for part in encoders
+    )
+    if text_width != unet["cross_attention_dim"]:
+        raise ConfigError(
+            f"[model] path: the UNet takes text {unet['cross_attention_dim']} wide and "
+            f"{' and '.join(encoders)} give {text_width}"
+        )
+    length = read_json(folder / "tokenizer" / "tokenizer_config.json").get("model_max_length")
+    if not isinstance(length, int) or not 1 <= length <= 4096:
+        raise ConfigError(
+            f"[model] path: tokenizer/tokenizer_config.json: model_max_length: {length!r} is not "
+            "a number of tokens; served: 1 to 4096"
+        )
+    return length
 
 
 def _cross_layers(config: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:

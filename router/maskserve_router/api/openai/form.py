@@ -233,18 +233,7 @@ async def read_form(
         InvalidRequest: naming the field.
         RetryLater: too many bytes are under way.
     """
-    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind == "multipart/form-data":
-        values, files = await parse(read_multipart, headers, body)
-        values = fields_of(values, Fields, EditSettings, texts=texts(values.get("model")) or ())
-    elif kind == "application/json":
-        values, files = await _fetch_pictures(
-            await parse(read_json, body, _read_object, "a JSON object", "a JSON object"), fetch
-        )
-    else:
-        raise InvalidRequest(
-            "Content-Type", f"is {kind[:60] or 'missing'}", "multipart/form-data, application/json"
-        )
+    values, files = await _read_body(headers, body, fetch, parse, texts)
     images = files.pop("image", [])
     masks = files.pop("mask", [])
     if files:
@@ -262,26 +251,16 @@ async def read_form(
     for name, value in workflow_texts.items():
         if not isinstance(value, str):
             raise InvalidRequest(name, "is not a text", "a text")
-    control, references, ip_picture = list[bytes](), list[bytes](), list[bytes]()
-    if settings.get("ip_adapter") is not None:  # the last picture is the IP-Adapter's
-        images, ip_picture = images[:-1], images[-1:]
-    if text_names is not None:  # further pictures are the workflow's
-        images, control = images[:1], images[1:]
-    else:
-        source_count = 0 if "template_id" in settings else 1
-        if "controls" in settings:  # further pictures are those of its controls
-            source_count *= source != "none"
-            images, control = images[:source_count], images[source_count:]
-        else:
-            images, references = images[:source_count], images[source_count:]
-    references += ip_picture
+    image, references, control = _divided(
+        images, settings, source, is_workflow=text_names is not None
+    )
     if source == "varied" and references:
         raise InvalidRequest("image", f"is given {1 + len(references)} times", "one image")
     if len(masks) > 1:
         raise InvalidRequest("mask", f"is given {len(masks)} times", "one mask")
     form = EditForm(
         convert(values, Fields),
-        images[0] if images else b"",
+        image,
         masks[0] if masks else None,
         settings,
         tuple(control),
@@ -291,6 +270,50 @@ async def read_form(
     )
     _check_form(form, source)
     return form
+
+
+async def _read_body(
+    headers: Headers, body: bytes, fetch: FetchPicture, parse: Parse, texts: Texts
+) -> tuple[dict[str, Any], dict[str, list[bytes]]]:
+    """Return the values and files of a multipart form or a JSON object; `read_form` says the
+    arguments.
+
+    Raises:
+        InvalidRequest: naming the field.
+        RetryLater: too many bytes are under way.
+    """
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind == "multipart/form-data":
+        values, files = await parse(read_multipart, headers, body)
+        texts_of_model = texts(values.get("model")) or ()
+        return fields_of(values, Fields, EditSettings, texts=texts_of_model), files
+    if kind == "application/json":
+        table = await parse(read_json, body, _read_object, "a JSON object", "a JSON object")
+        return await _fetch_pictures(table, fetch)
+    raise InvalidRequest(
+        "Content-Type", f"is {kind[:60] or 'missing'}", "multipart/form-data, application/json"
+    )
+
+
+def _divided(
+    images: list[bytes], settings: Mapping[str, Any], source: Source, *, is_workflow: bool
+) -> tuple[bytes, list[bytes], list[bytes]]:
+    """Divide a form's images by their use.
+
+    Returns:
+        The source, empty if there is none; references, with the IP-Adapter's picture last; and
+        control pictures, or the further pictures of a workflow.
+    """
+    ip_picture = list[bytes]()
+    if settings.get("ip_adapter") is not None:
+        images, ip_picture = images[:-1], images[-1:]
+    has_controls = "controls" in settings
+    has_image = "template_id" not in settings and not (has_controls and source == "none")
+    sources = 1 if is_workflow or has_image else 0
+    image, further = b"".join(images[:sources]), images[sources:]
+    if is_workflow or has_controls:
+        return image, ip_picture, further
+    return image, further + ip_picture, []
 
 
 def read_picture_form(headers: Headers, body: bytes, table: type[T]) -> tuple[bytes, T]:
