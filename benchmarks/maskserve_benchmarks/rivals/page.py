@@ -137,10 +137,6 @@ def _products(report: Figures) -> list[str]:
 
 
 def _model(title: str, model: Figures) -> list[str]:
-    kinds = [kind for kind in model["systems"]["diffusers"] if kind.startswith("rate ")]
-    unseen, one_size = (model["studies"].get(study, {}) for study in ("unseen", "one_size"))
-    second = f"pictures never seen, {UNSEEN_STEPS} steps" if unseen else ""
-    second = "all of one size" if one_size else second
     lines = [
         f"## {title}",
         "",
@@ -148,11 +144,26 @@ def _model(title: str, model: Figures) -> list[str]:
         f"{_rounds(model['rounds'])}.",
         *([_written(model["about"])] if "about" in model else []),
         "",
+        *_saturated(model),
+    ]
+    for kind in model["systems"]["diffusers"]:
+        if kind.startswith("rate "):
+            lines += _paced(model["systems"], kind)
+    return [*lines, "", *_tuning(model), ""]
+
+
+def _saturated(model: Figures) -> list[str]:
+    """Return the table of edits per second with 8 in flight, and what it implies."""
+    systems = model["systems"]
+    unseen, one_size = (model["studies"].get(study, {}) for study in ("unseen", "one_size"))
+    second_rates = one_size or unseen
+    second = f"pictures never seen, {UNSEEN_STEPS} steps" if unseen else ""
+    second = "all of one size" if one_size else second
+    lines = [
         f"| system | edits/s, 8 in flight (rounds) | {second} | alone ms | like it |",
         "|---|---|---|---|---|",
     ]
-    second_rates = one_size or unseen
-    for key, system in model["systems"].items():
+    for key, system in systems.items():
         full, like = system["saturated production"], system["likeness"]
         low, high = full["spread"]
         lines.append(
@@ -169,50 +180,54 @@ def _model(title: str, model: Figures) -> list[str]:
             f"edits; primed, at as many steps, {unseen['primed'] / pipeline_rate:.2f} times as "
             f"many ({unseen['primed']:.2f} edits/s).",
         ]
-    if "saturated public" in model["systems"]["diffusers"]:
+    if "saturated public" in systems["diffusers"]:
         public_rates = (
-            f"{s['label']} {s['saturated public']['edits_per_s']:.2f}"
-            for s in model["systems"].values()
+            f"{s['label']} {s['saturated public']['edits_per_s']:.2f}" for s in systems.values()
         )
         lines += [
             "",
             f"With the public distribution (mean ratio 0.19), edits/s: {', '.join(public_rates)}.",
         ]
-    for kind in kinds:
-        paced_run = model["systems"]["diffusers"][kind]
-        lines += [
-            "",
-            f"Poisson arrivals at {float(kind.split()[1]):g} of the pipeline's edits per second "
-            f"({paced_run['sent_per_s']:.2f}/s):",
-            "",
-            "| system | mean ms | P50 | P95 | P99 | waits | good |",
-            "|---|---|---|---|---|---|---|",
-        ]
-        for system in model["systems"].values():
-            if kind not in system:
-                continue
+    return lines
+
+
+def _paced(systems: Figures, kind: str) -> list[str]:
+    """Return the table of latencies at one rate of arrivals."""
+    lines = [
+        "",
+        f"Poisson arrivals at {float(kind.split()[1]):g} of the pipeline's edits per second "
+        f"({systems['diffusers'][kind]['sent_per_s']:.2f}/s):",
+        "",
+        "| system | mean ms | P50 | P95 | P99 | waits | good |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for system in systems.values():
+        if kind in system:
             run = system[kind]
             times = " | ".join(f"{run[name + '_ms']:.0f}" for name in _TIMES)
             lines.append(f"| {system['label']} | {times} | {run['good_share']:.0%} |")
-    lines += [
-        "",
-        "Ways to share the cores, edits/s with 8 in flight, medians of three turns; the first, "
-        "the default, runs unless another has over 5 % more:",
+    return lines
+
+
+def _tuning(model: Figures) -> list[str]:
+    """Return how both sides share the cores."""
+    ways = ", ".join(f"{way} {rate:.2f}" for way, rate in model["own_tuning"].items())
+    lines = [
+        f"Ways of maskserve to share the cores, edits/s with 8 in flight: {ways}. The first, the "
+        "default, runs unless another has over 5 % more.",
         "",
     ]
-    lines += [f"- {way}: {rate:.2f}" for way, rate in model["own_tuning"].items()]
     if not model["tuning"]:
-        lines += ["", "The pipeline ran as two instances of one thread, in batches of up to 4."]
-        return [*lines, ""]
-    lines += ["", "How the pipeline was tuned, edits/s with 8 in flight:", ""]
-    lines += ["| batch | delay ms | instances | threads each | edits/s |", "|---|---|---|---|---|"]
-    for tuning in model["tuning"]:
-        lines.append(
-            f"| {tuning['batch']} | {tuning['delay_ms']} | {tuning['instances']} | "
-            f"{tuning['threads']} | "
-            f"{tuning['edits_per_s']:.2f} |"
-        )
-    return [*lines, ""]
+        return [
+            *lines,
+            "The pipeline ran as two instances of one thread, in batches of up to 4.",
+        ]
+    settings = "; ".join(
+        f"batches of {tuning['batch']}, {tuning['delay_ms']} ms of delay, {tuning['instances']} x "
+        f"{tuning['threads']} threads {tuning['edits_per_s']:.2f}"
+        for tuning in model["tuning"]
+    )
+    return [*lines, f"Settings of the pipeline that were tried, edits/s: {settings}."]
 
 
 def _studies(report: Figures) -> list[str]:

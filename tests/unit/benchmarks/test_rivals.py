@@ -323,7 +323,7 @@ def test_the_page_says_what_was_measured(tmp_path: Path) -> None:
     assert "5.50 times as many" in text
     assert report["summary"]["unseen_vs_diffusers"] == 3.0  # type: ignore[index]
     assert "| 1210 |" in text  # waits: 1250 ms on average without the 40 of the call
-    assert "- a process per core: 5.00" in text
+    assert "a process per core 5.00" in text
     assert "Written by `scripts/bench end_to_end --only pictures`" in text
     assert re.search(r"diffusers' pipeline \|[^|]*\| 7.25 \|", text)
     times = report["summary"]["pictures_vs_diffusers"]  # type: ignore[index]
