@@ -87,10 +87,10 @@ FLUX_VAE: dict[str, Any] = {
 }
 """vae/config.json of FLUX.1: the keys that differ from the class's default."""
 
-FLUX_FILL_FACTS = load_spec(_shapes("flux1-fill"))
+FLUX_FILL_SPEC = load_spec(_shapes("flux1-fill"))
 """Model spec of FLUX.1-Fill-dev, as a worker loads it from a folder."""
 
-FLUX_DEV_FACTS = replace(
+FLUX_DEV_SPEC = replace(
     flux.read(_shapes("flux1-fill"), "FluxInpaintPipeline", 0), denoiser=FLUX_DEV
 )
 """Model spec of FLUX.1-dev."""
@@ -127,8 +127,8 @@ SD21: dict[str, Any] = {
 }
 """unet/config.json of Stable Diffusion 2.1."""
 
-SDXL_FACTS = load_spec(_shapes("sdxl"))
+SDXL_SPEC = load_spec(_shapes("sdxl"))
 """Model spec of SDXL base."""
 
-SD21_FACTS = load_spec(_shapes("sd21"))
+SD21_SPEC = load_spec(_shapes("sd21"))
 """Model spec of Stable Diffusion 2.1."""

@@ -132,7 +132,7 @@ class LoraHeader:
 
     @property
     def rank(self) -> int:
-        """The largest of its layers'."""
+        """The largest rank of its layers."""
         return max(layer.rank for layer in self.layers.values())
 
     @property
@@ -187,7 +187,7 @@ class Layer(NamedTuple):
     flat: bool = False
     """Whether `inputs` are those of a convolution, times the places of its kernel."""
     inner_rank: int = 0
-    """Rank by which an alpha is divided, if it is another; -1: no alpha counts."""
+    """Rank by which an alpha is divided; 0: by `rank`; -1: no alpha counts."""
     turn: Rotation | None = None
     """Shape of an OFT; its rank is the side of its blocks, inputs and outputs are 0."""
 
@@ -204,7 +204,7 @@ def is_adapter(tensors: Iterable[str]) -> bool:
 
 
 def read_tensors(read: Callable[[int, int], bytes], nbytes: int) -> Header:
-    """`safetensors_header.read_header`.
+    """Read the header of a safetensors file (`safetensors_header.read_header`).
 
     Raises:
         BadAdapter: it is not a safetensors file, or cut short.
@@ -325,8 +325,11 @@ def with_config(header: Header, config: bytes) -> bytes:
 
 
 def by_module(tensors: Iterable[str]) -> tuple[dict[tuple[str, str], Names], dict[str, str]]:
-    """The tensors of each module that a LoRA file changes, by part and the module's name there; and
-    those that are no matrices of an update, with what each is.
+    """Divide a LoRA file's tensors by the module that they change.
+
+    Returns:
+        Names of an update's tensors, by part and the module's name there; and kinds of the tensors
+        that are no matrices of an update, by name.
 
     Raises:
         BadAdapter: there are no matrices, or one of a pair is missing.
@@ -384,7 +387,7 @@ def _parts_of(name: str) -> tuple[str, str]:
     module, _, last = stem.rpartition(".")
     if last in ("down", "up") and module.endswith(("_lora1", "_lora2")):  # x-flux: image and text
         return module, last
-    if stem is not name and module.endswith((".lora_A", ".lora_B")):  # PEFT's, with its own name
+    if stem != name and module.endswith((".lora_A", ".lora_B")):  # PEFT's, with its own name
         return module[: -len(".lora_A")], "down" if module.endswith("A") else "up"
     return name, ""
 
@@ -427,13 +430,13 @@ def check_values(
         if place.dtype not in _EXPONENTS:
             continue  # an alpha in integers
         word, exponent = _EXPONENTS[place.dtype]
-        words = np.frombuffer(data[place.begin : place.end], word)  # they may lie askew
+        words = np.frombuffer(data[place.begin : place.end], word)  # not aligned
         if bool(((words & exponent) == exponent).any()):
             raise BadAdapter(f"holds NaN or infinity in {short(name)}")
     for name in zeros:
         place = tensors[name]
         raw: npt.NDArray[Any] = data[place.begin : place.end]
-        if place.dtype in _EXPONENTS:  # but for the sign
+        if place.dtype in _EXPONENTS:  # without the sign: -0 is zero, too
             raw = np.frombuffer(raw, _EXPONENTS[place.dtype][0]) << 1
         if bool(raw.any()):
             raise BadAdapter(f"holds {short(name)}, which is not served unless it is all zero")

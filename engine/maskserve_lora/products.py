@@ -59,7 +59,8 @@ def product_of(kind: Kind, shapes: Mapping[str, tuple[int, ...]]) -> Product:
     """
     stem = "lokr" if kind == "LoKr" else "hada"
     first, second = (_side(f"{stem}_w{side}", shapes) for side in (1, 2))
-    inner = 0 if second.whole and first.whole else second.rank if not second.whole else first.rank
+    factored = [side for side in (second, first) if not side.whole]
+    inner_rank = factored[0].rank if factored else 0
     rank = first.rank * second.rank
     if kind == "LoHa":
         if first[:2] != second[:2]:
@@ -67,7 +68,7 @@ def product_of(kind: Kind, shapes: Mapping[str, tuple[int, ...]]) -> Product:
         outputs, inputs = first[:2]
     else:
         outputs, inputs = first.rows * second.rows, first.columns * second.columns
-    return Product(outputs, inputs, min(rank, outputs, inputs), inner)
+    return Product(outputs, inputs, min(rank, outputs, inputs), inner_rank)
 
 
 def core_of(name: str) -> str:

@@ -175,7 +175,7 @@ class AdapterStore:
     def _from_disk(self, on_disk: AdapterFile) -> AdapterFile | None:
         """Copy a file from the disk to memory; None: it is damaged, and dropped."""
 
-        def same(path: Path) -> None:
+        def check_digest(path: Path) -> None:
             digest = hashlib.sha256()
             for piece in _pieces(path):
                 digest.update(piece)
@@ -184,7 +184,7 @@ class AdapterStore:
 
         try:
             return self.host.write(
-                on_disk.name, on_disk.version, on_disk.nbytes, _pieces(on_disk.path), same
+                on_disk.name, on_disk.version, on_disk.nbytes, _pieces(on_disk.path), check_digest
             )
         except (ValueError, FileNotFoundError) as error:
             log.warning("%s is dropped: %s", on_disk.path, error)
@@ -293,7 +293,7 @@ def adapter_file(path: Path) -> Path:
 
 
 def _local_digest(path: Path) -> str:
-    """The sha256 that a file will have on a host (`Storage.whole`)."""
+    """Return the sha256 that a file will have on a host (`Storage.whole`)."""
     digest, config = hashlib.sha256(), config_of(path)
     with path.open("rb") as opened:
         if config:

@@ -35,11 +35,11 @@ from maskserve_common.files.values import ENCODING, RUN
 from maskserve_common.servers.failure import Failure
 from maskserve_common.tracing import TRACEPARENT
 from maskserve_triton.answer import Answer, answer_all
+from maskserve_triton.batched_requests import batched
 from maskserve_triton.loop_thread import LoopThread
 from maskserve_triton.replicas import Replicas
 from maskserve_triton.stage_requests import NO_PIXELS, PRIMING_PROMPT, REVISION
 from maskserve_triton.tensor_io import Outputs, failed_event, relayed, view_array
-from maskserve_triton.together import batched
 
 log = logging.getLogger("maskserve")
 _START_S = 2.0

@@ -18,9 +18,9 @@ from maskserve_common.errors import EngineFailed
 from maskserve_common.imaging.images import Decoded
 from maskserve_engine.spec.model_spec import ModelSpec
 from maskserve_triton.acks import ACKS, AckSender
+from maskserve_triton.batched_requests import batched
 from maskserve_triton.preprocess import PreparedTemplate, prepare_template
 from maskserve_triton.tensor_io import named_tensors, output, relayed, tensor
-from maskserve_triton.together import batched
 
 _CACHED_PARTS = ("prompt", "template", "references")
 """Parts of an encoding that may be cached."""

@@ -28,12 +28,12 @@ from maskserve_engine.stages.encoded import (
 )
 from maskserve_engine.stages.revision import stages_revision
 from maskserve_engine.stages.unused_libraries import hide_unused_libraries
+from maskserve_triton.batched_requests import BatchedRequests, view_item
 from maskserve_triton.decoder import EditDecoder, ToDecode
 from maskserve_triton.encoder import EditEncoder, ToEncode
 from maskserve_triton.run_encodings import RunEncodings
 from maskserve_triton.stage_requests import NO_PIXELS, PRIMING_PROMPT, check_revision
 from maskserve_triton.tensor_io import Outputs, failed_event, read_bytes
-from maskserve_triton.together import Together, view_item
 
 
 class EncoderStage:
@@ -50,7 +50,7 @@ class EncoderStage:
         self._revision = cache(lambda: stages_revision(config))
         encodings = RunEncodings(Values(config.values), self._revision)
         self._encoder = EditEncoder.load(sharing_the_device(config, "encoder"), encodings)
-        self._requests = Together(api, self._tracer, "encode", self._read, self._encode)
+        self._requests = BatchedRequests(api, self._tracer, "encode", self._read, self._encode)
 
     def execute(self, requests: list[Any]) -> None:
         self._requests.execute(requests)
@@ -120,7 +120,7 @@ class DecoderStage:
         self._decoder = EditDecoder(load_decoder(config), spec, config)
         self._tracer = make_tracer(config, "decoder")
         self._revision = cache(lambda: stages_revision(config))
-        self._requests = Together(
+        self._requests = BatchedRequests(
             api, self._tracer, "decode", self._read, self._decode, self._failed, output="PIXELS"
         )
 

@@ -78,8 +78,8 @@ class Traffic:
             limit_s: seconds after which a call counts as stuck.
         """
         is_inbound = any(call.sent and not call.last_event for call in calls)
-        # One alone may be lost by itself (the watcher says so to its client); more of them follow
-        # where all are.
+        # A single lost edit is no stuck pipeline: edits behind it leave, and the watcher answers
+        # its client.
         is_outbound = any(
             call.last_event and not call.answer.done and call.request_id not in in_engine
             for call in calls

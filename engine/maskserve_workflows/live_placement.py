@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from maskserve_common.contracts.status_record import BUSY_SHARE
-from maskserve_workflows.placement import ModelLoad, Placed, filled, placements, sustained
+from maskserve_workflows.placement import ModelLoad, Placement, filled, placements, sustained
 from maskserve_workflows.scheduling import NodePlace, Prices, ReadyNode
 
 _ENOUGH: Final = 1.0 / BUSY_SHARE
@@ -38,7 +38,7 @@ class _ReportedPlacement(NamedTuple):
     telemetry: Mapping[str, _Telemetry]
     device_bytes: Mapping[str, int]
     """Bytes for models on each server."""
-    placed: Placed
+    placed: Placement
     """Models with weights on each server, or about to be loaded there."""
     busy: Mapping[str, float]
     """Number of servers that the calls of each model keep busy."""
@@ -179,15 +179,15 @@ def _needed(telemetry: Mapping[str, Any]) -> int:
 def _better(
     loads: Sequence[ModelLoad],
     rooms: Mapping[str, int],
-    current: Placed,
+    current: Placement,
     telemetry: Mapping[str, _Telemetry],
-) -> Placed:
+) -> Placement:
     """Return a placement that is worth its loads, or the current one."""
     current_score = sustained(loads, current)
     if len(current) < 2 or current_score >= _ENOUGH:
         return current
 
-    def worth(placed: Placed) -> float:
+    def worth(placed: Placement) -> float:
         """Return `sustained`, reduced by the share of the window that loads take."""
         load_s: float = sum(
             telemetry[server][model].get("load_s", 0.0)
@@ -199,7 +199,7 @@ def _better(
     for models in (loads, [model_load for model_load in loads if model_load.load]):
         names = {model_load.name for model_load in models}
         present = {server: model_names & names for server, model_names in current.items()}
-        best: Placed = filled(models, rooms, present)
+        best: Placement = filled(models, rooms, present)
         if worth(best) < _ENOUGH:
             best = max([best, *placements(models, rooms, present)], key=worth)
         if worth(best) >= _GAIN * current_score:

@@ -53,7 +53,8 @@ NODE_MODELS: Final = Kind(
     MappingProxyType({"storage": LoadCost(5.0, 1e-9)}),
 )
 _PRESENT: Final = ("ready", "loading")
-_TOGETHER: Final = 8
+_MOST_TOGETHER: Final = 8
+"""Most calls that a model runs at once."""
 _MOST_WAITING: Final = 10_000
 """Most calls that wait for a load; routers send no more than keep a server busy."""
 _REMEMBERED: Final = 0.2
@@ -161,6 +162,7 @@ class NodeModels:
             NODE_MODELS, self._resource_states, self._loader, self._on_loaded, Observations()
         )
         self._line: deque[NodeWork] = deque()
+        """Calls whose models have no room yet, in order of arrival."""
         self._waiting: dict[str, NodeWork] = {}
         """Calls that wait for a load, by id."""
         self._calls: set[str] = set()
@@ -169,7 +171,7 @@ class NodeModels:
         self._ids = itertools.count()
         if config.nodes.load == "start":
             for name in self._needed:
-                self._submit(name, None, _unheard)
+                self._submit(name, None, _ignore)
 
     def close(self) -> None:
         self._loader.close()
@@ -206,7 +208,7 @@ class NodeModels:
                 nbytes = sum(folder.nbytes for folder in missing)
                 if missing and nbytes <= free_bytes and name not in queued_models:
                     free_bytes -= nbytes
-                    self._line.append(NodeWork(name, None, _unheard, str(next(self._ids))))
+                    self._line.append(NodeWork(name, None, _ignore, str(next(self._ids))))
             self._advance()
 
     def record(self) -> dict[str, Any]:
@@ -317,7 +319,7 @@ class NodeModels:
         """Run the model's waiting calls, a few at a time, in the model's thread."""
         with self._lock:
             queue = self._queues[model]
-            works = queue.calls[:_TOGETHER]
+            works = queue.calls[:_MOST_TOGETHER]
             nodes = self._light.get(model) or self._loader.opened[model]
         requests = [work.request for work in works if work.request is not None]
         begin = time.perf_counter()
@@ -354,7 +356,7 @@ def _opened(
     return opened
 
 
-def _unheard(outputs: dict[str, Any] | Exception, seconds: float) -> None:
+def _ignore(outputs: dict[str, Any] | Exception, seconds: float) -> None:
     """Ignore the outcome: nobody waits for it."""
 
 
@@ -371,12 +373,12 @@ def _check_fits(needed: Sequence[NodeFolder], budget: int) -> None:
         raise EngineFailed(f"{problem} ({NODE_MODELS.budget})")
 
 
-def _run_all(nodes: Nodes, request: Sequence[NodeRequest]) -> Iterable[dict[str, Any] | Exception]:
+def _run_all(nodes: Nodes, requests: Sequence[NodeRequest]) -> Iterable[dict[str, Any] | Exception]:
     """Yield the outcome of each call, and an exception for each that the nodes leave unanswered."""
-    name, remaining = type(nodes).__name__, len(request)
+    name, remaining = type(nodes).__name__, len(requests)
     end: Exception = EngineFailed(f"nodes: run() of {name} left a call unanswered")
     try:
-        for outcome in nodes.run(request):
+        for outcome in nodes.run(requests):
             remaining -= 1
             yield outcome
     except Exception as error:

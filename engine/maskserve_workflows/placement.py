@@ -15,9 +15,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from types import MappingProxyType
 
-Placed = Mapping[str, frozenset[str]]
+Placement = Mapping[str, frozenset[str]]
 """Device → models."""
-_NONE_PLACED: Placed = MappingProxyType({})
+_NOTHING_PLACED: Placement = MappingProxyType({})
 _MOST_ROUNDS = 100
 """Most rounds in which the models' calls move to less busy devices."""
 _LEAST_MOVE = 1e-9
@@ -37,12 +37,12 @@ class ModelLoad:
     only: Set[str] | None = None
     """Devices that may have it; None: all."""
 
-    def may(self, device: str) -> bool:
+    def may_have(self, device: str) -> bool:
         """Return True if the device may have the model, given room."""
         return self.only is None or device in self.only
 
 
-def sustained(models: Sequence[ModelLoad], placed: Placed) -> float:
+def sustained(models: Sequence[ModelLoad], placed: Placement) -> float:
     """Return the factor by which all loads may grow until a device is full."""
     busy, _ = _busiest(models, placed)
     return 1.0 / busy if busy else math.inf
@@ -71,7 +71,7 @@ def place(models: Sequence[ModelLoad], rooms: Mapping[str, int]) -> dict[str, fr
 
 
 def placements(
-    models: Sequence[ModelLoad], rooms: Mapping[str, int], current: Placed = _NONE_PLACED
+    models: Sequence[ModelLoad], rooms: Mapping[str, int], current: Placement = _NOTHING_PLACED
 ) -> Iterator[dict[str, frozenset[str]]]:
     """Yield placements of all models, from several orders of the first copies.
 
@@ -101,7 +101,7 @@ def _by_load_of_a_byte(model: ModelLoad) -> float:
 
 
 def _one_copy_of_all(
-    models: Sequence[ModelLoad], rooms: Mapping[str, int], current: Placed, *, spread: bool
+    models: Sequence[ModelLoad], rooms: Mapping[str, int], current: Placement, *, spread: bool
 ) -> dict[str, frozenset[str]] | None:
     """Place each model on the device with most (or, without `spread`, least) room.
 
@@ -111,7 +111,7 @@ def _one_copy_of_all(
     sign = 1 if spread else -1
     for model in models:
         name = max(
-            (name for name in rooms if model.may(name) and model.nbytes <= free_bytes[name]),
+            (name for name in rooms if model.may_have(name) and model.nbytes <= free_bytes[name]),
             key=lambda name: (sign * free_bytes[name], model.name in current.get(name, ())),
             default=None,
         )
@@ -123,7 +123,7 @@ def _one_copy_of_all(
 
 
 def filled(
-    models: Sequence[ModelLoad], rooms: Mapping[str, int], placed: Placed
+    models: Sequence[ModelLoad], rooms: Mapping[str, int], placed: Placement
 ) -> dict[str, frozenset[str]]:
     """Return a placement whose free room is filled with copies.
 
@@ -146,7 +146,7 @@ def filled(
             names = filled_devices[name]
             if (
                 model.name not in names
-                and model.may(name)
+                and model.may_have(name)
                 and _size(by_name, names) + model.nbytes <= rooms[name]
             ):
                 filled_devices[name] = names | {model.name}
@@ -159,7 +159,7 @@ def _size(by_name: Mapping[str, ModelLoad], names: Iterable[str]) -> int:
     return sum(by_name[model].nbytes for model in names)
 
 
-def _busiest(models: Sequence[ModelLoad], placed: Placed) -> tuple[float, frozenset[str]]:
+def _busiest(models: Sequence[ModelLoad], placed: Placement) -> tuple[float, frozenset[str]]:
     """Return the part of its time that the busiest device is busy, and the models that it serves.
 
     In turn, each model divides its calls so that the least busy of its devices become equally busy.

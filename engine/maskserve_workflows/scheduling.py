@@ -1,9 +1,9 @@
 """The order of waiting nodes, the price of a place, and admission: data in, decisions out.
 
-    ORDERS        least slack first, or by arrival
-    Prices.score  the seconds until a node would be done at a place
-    admits        whether a new plan can be in time (§5.3)
-    predicted     when each plan would end
+    ORDERS          least slack first, or by arrival
+    Prices.score    the seconds until a node would be done at a place
+    admits          whether a new plan can be in time (§5.3)
+    predicted_ends  when each plan would end
 
 A node's *slack* is the time that its plan's due time leaves beside its own seconds and those of the
 nodes after it. Its score at a place is fetch + load + queue + run: the seconds to bring its inputs
@@ -122,8 +122,8 @@ def arrival_order(node: ReadyNode) -> tuple[float | str, ...]:
 ORDERS: Final[Mapping[str, Order]] = MappingProxyType({"slack": least_slack, "fcfs": arrival_order})
 
 
-def predicted(
-    left: Iterable[ReadyNode],
+def predicted_ends(
+    remaining: Iterable[ReadyNode],
     places: Sequence[NodePlace],
     prices: Prices,
     now: float,
@@ -132,16 +132,16 @@ def predicted(
     """Predict when plans end, by list scheduling of the rest of each.
 
     Args:
-        left: the rest of each plan as one node, with the seconds of its remaining critical path;
-            `at_once` of its calls run in parallel.
+        remaining: the rest of each plan as one node, with the seconds of its remaining critical
+            path; `at_once` of its calls run in parallel.
         places: the devices.
         prices: costs of loads.
         now: the present time.
         order: order in which plans are scheduled.
     """
-    nodes = sorted(left, key=order)
-    if _alike(nodes, places):
-        return _listed(nodes, [place.free_at for place in places], now)
+    nodes = sorted(remaining, key=order)
+    if _places_are_alike(nodes, places):
+        return _list_schedule(nodes, [place.free_at for place in places], now)
     ends: dict[str, float] = {}
     free = {place.name: max(place.free_at, now) for place in places}
     loaded = {place.name: place.models for place in places}
@@ -165,7 +165,7 @@ def predicted(
     return ends
 
 
-def _alike(nodes: Sequence[ReadyNode], places: Sequence[NodePlace]) -> bool:
+def _places_are_alike(nodes: Sequence[ReadyNode], places: Sequence[NodePlace]) -> bool:
     """Return True if all places have all models and no node has inputs at one of them, so that any
     place serves any node.
     """
@@ -175,7 +175,9 @@ def _alike(nodes: Sequence[ReadyNode], places: Sequence[NodePlace]) -> bool:
     )
 
 
-def _listed(nodes: Sequence[ReadyNode], free: Iterable[float], now: float) -> dict[str, float]:
+def _list_schedule(
+    nodes: Sequence[ReadyNode], free: Iterable[float], now: float
+) -> dict[str, float]:
     """Return when each node's plan would end, by list scheduling on equal places."""
     ends: dict[str, float] = {}
     heap = [max(at, now) for at in free]
@@ -201,14 +203,14 @@ def admits(
     """Return when a new plan would end, or None if it must not be admitted.
 
     It is admitted if it is in time and makes no plan late that was in time. Arguments are those of
-    `predicted`.
+    `predicted_ends`.
     """
-    ends = predicted([*admitted, new], places, prices, now, order)
+    ends = predicted_ends([*admitted, new], places, prices, now, order)
     if ends[new.key] > new.due + TOLERANCE_S:
         return None
     late = [node for node in admitted if ends[node.key] > node.due + TOLERANCE_S]
     if late:
-        ends_without = predicted(admitted, places, prices, now, order)
+        ends_without = predicted_ends(admitted, places, prices, now, order)
         if any(ends_without[node.key] <= node.due + TOLERANCE_S for node in late):
             return None
     return ends[new.key]

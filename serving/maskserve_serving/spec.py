@@ -64,7 +64,7 @@ class Spec:
     def with_devices(self, tables: dict[str, Any]) -> dict[str, Any]:
         """Return `tables` with the command line's number of devices."""
         devices = self.options.devices_per_worker
-        assert devices != "auto", "the supervisor has it tried"
+        assert devices != "auto", "the supervisor tries this before it starts a worker"
         return with_values(tables, "engine", devices=devices) if devices else tables
 
     def with_entries(self, tables: dict[str, Any]) -> dict[str, Any]:

@@ -31,8 +31,8 @@ from maskserve_engine.planning.cost_model import H100, estimate
 from maskserve_engine.scheduling import policies
 from maskserve_engine.scheduling.step_scheduler import StepScheduler, Ticket
 from maskserve_triton.preprocess import mask_for_model
-from tests.fakes.facts import FILL_FACTS
 from tests.fakes.jobs import config_of
+from tests.fakes.model_specs import FILL_SPEC
 
 REPO = Path(__file__).parents[2]
 PRODUCT = ("engine", "router", "client", "serving")
@@ -74,7 +74,7 @@ def test_a_name_stands_in_its_module_and_the_registry(name: str) -> None:
 
 
 def test_a_family_is_found_by_its_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    facts = replace(FILL_FACTS, family="dummy")
+    facts = replace(FILL_SPEC, family="dummy")
     dummy: Any = types.SimpleNamespace(
         NAME="dummies",
         PIPELINES=("DummyPipeline",),
@@ -99,7 +99,7 @@ def test_a_family_is_found_by_its_folder(monkeypatch: pytest.MonkeyPatch, tmp_pa
     other_config = structs.replace(Config(), cache=structs.replace(Config().cache, stride=3))
     registry.check_family(other_config, facts)
     with pytest.raises(ConfigError, match=r"\[cache\] stride: a setting of dummies; use 0"):
-        registry.check_family(other_config, FILL_FACTS)
+        registry.check_family(other_config, FILL_SPEC)
 
 
 def _unused(facts: Any, config: Config) -> Any:
@@ -156,7 +156,7 @@ def test_the_configuration_names_the_policies() -> None:
 
 @pytest.mark.parametrize("blends", [True, False])
 def test_what_a_model_takes_is_asked_of_its_attributes(blends: bool) -> None:
-    facts = replace(FILL_FACTS, semantics=Semantics("dummy", masked_picture=False, blends=blends))
+    facts = replace(FILL_SPEC, semantics=Semantics("dummy", masked_picture=False, blends=blends))
     mask = np.zeros((64, 64), np.uint8)
     mask[5, 5] = 255
     grown = facts.vae_scale_factor**2 if blends else 1

@@ -32,7 +32,7 @@ from maskserve_lora.operations import AdapterOperations
 from maskserve_triton.accept import accept_edit
 from maskserve_triton.postprocess import finish_edit
 from maskserve_triton.preprocess import PreparedEdit, prepare_edit
-from tests.fakes.facts import FILL_FACTS
+from tests.fakes.model_specs import FILL_SPEC
 
 PAINT = (220, 20, 60)
 CONFIG = Config(model=ModelConfig(path="demo", num_inference_steps=4), worker="fake-0")
@@ -53,7 +53,7 @@ class FakeWorker:
     """End streams without a final answer."""
     trailing_empty: bool = False
     """End streams by an empty message, as Triton does on request."""
-    edit_kinds: frozenset[EditKind] = FILL_FACTS.edit_kinds
+    edit_kinds: frozenset[EditKind] = FILL_SPEC.edit_kinds
     """Kinds of edits that its model has."""
     most_pictures: int = 1
     """Most pictures in IMAGE."""
@@ -144,7 +144,7 @@ class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
         inputs = _inputs(request)
         self.worker.requests.append({**inputs, "model_name": request.model_name.encode()})
         settings = parse_settings(inputs["SETTINGS"])
-        facts = replace(FILL_FACTS, edit_kinds=self.worker.edit_kinds)
+        facts = replace(FILL_SPEC, edit_kinds=self.worker.edit_kinds)
         kind = edit_kind(settings, image=bool(inputs["IMAGE"]), mask=bool(inputs["MASK"]))
         accepted = accept_edit(settings, inputs["PROMPT"], facts, CONFIG, kind=kind)
         references = _references(inputs)
@@ -177,8 +177,8 @@ class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
         yield self._final(edit, steps)
 
     def _final(self, edit: PreparedEdit, steps: int) -> dict[str, Any]:
-        total = edit.edit_mask.size // FILL_FACTS.token_pixels**2
-        active = active_tokens(edit.edit_mask, FILL_FACTS.token_pixels)
+        total = edit.edit_mask.size // FILL_SPEC.token_pixels**2
+        active = active_tokens(edit.edit_mask, FILL_SPEC.token_pixels)
         return {
             "event": "final",
             "warnings": edit.request.warnings,

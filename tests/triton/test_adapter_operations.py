@@ -16,8 +16,8 @@ from maskserve_common.config import Config
 from maskserve_lora.base_layers import BaseLayers
 from maskserve_triton.control import WorkerControl
 from maskserve_triton.edit_front import EditFront
-from tests.fakes.facts import FILL_FACTS
 from tests.fakes.loras import OTHER_MODEL, lora, write
+from tests.fakes.model_specs import FILL_SPEC
 from tests.fakes.pb_utils import Call, FakeTriton, InferenceResponse, failure, reply
 from tests.support.calls import plain_edit
 from tests.support.eventually import eventually
@@ -104,7 +104,7 @@ def test_a_store_that_is_gone_is_told(ask: Callable[..., Any], served: Config) -
 def test_a_front_has_an_edit_s_adapters_fetched_and_refuses_others(
     api: FakeTriton, served: Config
 ) -> None:
-    front = EditFront(api, served, FILL_FACTS, "edit", streaming=False)
+    front = EditFront(api, served, FILL_SPEC, "edit", streaming=False)
 
     api.models["edit_pipeline"] = lambda call: [failure("[ENGINE_FAILED] no pipeline here")]
 
@@ -140,7 +140,7 @@ def test_an_edit_waits_in_the_front_for_the_text_encoders_part(
     next(iter(nan.values()))[0, 0] = np.nan
     write(store / "nan.safetensors", nan)
     adapter_names: list[list[str]] = []
-    front = EditFront(api, served, FILL_FACTS, "edit", streaming=False)
+    front = EditFront(api, served, FILL_SPEC, "edit", streaming=False)
 
     def pipeline(call: Call) -> list[InferenceResponse]:
         adapter_names.append([adapter.name for adapter in front._adapters.host.files()])

@@ -26,10 +26,10 @@ from maskserve_common.imaging import images
 from maskserve_common.imaging.images import encode_image
 from maskserve_common.niceness import Niceness
 from maskserve_triton.admission import AdmissionState
+from maskserve_triton.batched_requests import batched
 from maskserve_triton.cancels import CancelListener, cancel_edit
 from maskserve_triton.control import WorkerControl
 from maskserve_triton.templates import StoredTemplates
-from maskserve_triton.together import batched
 from tests.fakes.pb_utils import Call, FakeTriton, InferenceResponse, Request, failure, reply
 from tests.support.eventually import eventually
 

@@ -36,7 +36,7 @@ from maskserve_triton.cancels import Withdrawals, cancel_edit
 from maskserve_triton.edit_front import EditFront
 from maskserve_triton.templates import templates_of
 from maskserve_triton.traffic import PROBE
-from tests.fakes.facts import FILL_FACTS
+from tests.fakes.model_specs import FILL_SPEC
 from tests.fakes.pb_utils import (
     Call,
     FakeTriton,
@@ -106,7 +106,7 @@ def stuck() -> Iterator[Stuck]:
 def fronts(api: FakeTriton, config: Config) -> Iterator[Callable[..., EditFront]]:
     all_fronts: list[EditFront] = []
 
-    def make(name: str = "edit", facts: ModelSpec = FILL_FACTS, **options: Any) -> EditFront:
+    def make(name: str = "edit", facts: ModelSpec = FILL_SPEC, **options: Any) -> EditFront:
         streaming = name == "edit_stream"
         all_fronts.append(EditFront(api, config, facts, name, streaming=streaming, **options))
         return all_fronts[-1]
@@ -207,7 +207,7 @@ def test_a_result_that_cannot_be_kept_costs_the_edit_nothing(
 ) -> None:
     limits = structs.replace(config.limits, max_result_bytes=10)
     small = structs.replace(config, limits=limits)
-    front = EditFront(api, small, FILL_FACTS, "edit", streaming=False)
+    front = EditFront(api, small, FILL_SPEC, "edit", streaming=False)
     api.models["edit_pipeline"] = answer_with(encode(scene(24, 40)))
     request = edit(api, {"keep_result": True})
     front.execute([request])
@@ -338,7 +338,7 @@ def test_the_pictures_that_came_decide_the_kind(
 ) -> None:
     """An absent picture is an empty one."""
     kinds = frozenset({"inpaint", "edit", "generate"})
-    facts = replace(FILL_FACTS, semantics=REFERENCE, edit_kinds=kinds)
+    facts = replace(FILL_SPEC, semantics=REFERENCE, edit_kinds=kinds)
     front = fronts(name, facts)
     api.models["edit_pipeline"] = final
     absent: dict[str, Any] = {}
@@ -602,7 +602,7 @@ def test_a_deadline_is_kept_by_the_front(api: FakeTriton, front: EditFront, stuc
 def test_a_silent_engine_is_noticed(api: FakeTriton, config: Config, stuck: Stuck) -> None:
     engine = structs.replace(config.engine, heartbeat_timeout_s=1.0)
     front = EditFront(
-        api, structs.replace(config, engine=engine), FILL_FACTS, "edit", streaming=False
+        api, structs.replace(config, engine=engine), FILL_SPEC, "edit", streaming=False
     )
     api.models["edit_pipeline"] = stuck  # and nobody writes the record any more
     request = edit(api)
@@ -666,7 +666,7 @@ def test_no_edit_is_taken_while_the_stage_service_is_away(
 ) -> None:
     served = structs.replace(config, stages=StagesConfig(service="127.0.0.1:1"))
     away = StageOutages(served)
-    front = EditFront(api, served, FILL_FACTS, "edit", streaming=False)
+    front = EditFront(api, served, FILL_SPEC, "edit", streaming=False)
     try:
         away.mark("encoder", {"127.0.0.1:1": "loading"})
         refused, accepted = edit(api), edit(api)
@@ -863,7 +863,7 @@ def test_edits_that_get_stuck_are_answered_and_probes_say_so(
     """Once they come through again the front takes edits again."""
     engine = structs.replace(config.engine, heartbeat_timeout_s=1.0, stuck_timeout_s=1.2)
     front = EditFront(
-        api, structs.replace(config, engine=engine), FILL_FACTS, "edit", streaming=False
+        api, structs.replace(config, engine=engine), FILL_SPEC, "edit", streaming=False
     )
     api.models["edit_pipeline"] = stuck
     request, early = edit(api), probe(api)

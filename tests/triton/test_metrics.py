@@ -29,7 +29,7 @@ from maskserve_triton.metric_table import (
     outcome_of,
 )
 from maskserve_triton.metrics import EngineMetrics, FrontMetrics, MetricsThread
-from tests.fakes.facts import FILL_FACTS
+from tests.fakes.model_specs import FILL_SPEC
 from tests.fakes.pb_utils import FakeTriton, Metric
 from tests.fakes.status import READY
 from tests.support.eventually import eventually
@@ -179,7 +179,7 @@ def test_outcomes(code: str, outcome: str) -> None:
 def engine_counters() -> set[str]:
     """Names of what an engine counts, those of its cache included."""
     adapter: Any = SimpleNamespace(
-        spec=FILL_FACTS,
+        spec=FILL_SPEC,
         anchors=lambda tokens, steps, stride: (Anchor(0.5, 500.0),),
         work=lambda height, width: flux_work(FLUX_DEV, height, width),
         blocks=57,

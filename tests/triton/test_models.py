@@ -32,10 +32,10 @@ from maskserve_common.errors import InvalidRequest, MaskserveError, Overloaded
 from maskserve_common.imaging.images import encode_image
 from maskserve_common.liveness import signed_in
 from maskserve_engine.families.specs import load_spec
+from maskserve_triton.batched_requests import batched
 from maskserve_triton.controlnet_calls import ControlNetCalls
 from maskserve_triton.loop_thread import LoopThread
 from maskserve_triton.tensor_io import read_elements, tensor
-from maskserve_triton.together import batched
 from maskserve_triton.worker_model import WorkerModel
 from tests.fakes.pb_utils import FakeTriton, InferenceResponse, Request
 from tests.support.certificates import write_signer

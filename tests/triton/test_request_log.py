@@ -23,7 +23,7 @@ from maskserve_common.observations import Observations
 from maskserve_common.tracing import OpenSpan
 from maskserve_triton.edit_front import EditFront
 from maskserve_triton.request_log import RequestLog
-from tests.fakes.facts import FILL_FACTS
+from tests.fakes.model_specs import FILL_SPEC
 from tests.fakes.pb_utils import Call, FakeTriton, InferenceResponse, Request, failure, reply
 
 META = {
@@ -175,7 +175,7 @@ def test_each_edit_of_a_front_has_one_line_with_its_id(
 
     api.models["edit_pipeline"] = pipeline
     api.models["denoiser"] = lambda call: [reply(META=b"{}")]
-    front = EditFront(api, config, FILL_FACTS, "edit", streaming=False)
+    front = EditFront(api, config, FILL_SPEC, "edit", streaming=False)
     requests = {
         name: edit(api, request_id=name) for name in ("done", "refused", "broken", "cancelled")
     }

@@ -27,11 +27,11 @@ from maskserve_common.servers import call_tries
 from maskserve_common.servers.failure import Failure
 from maskserve_common.tracing import make_tracer
 from maskserve_triton import replicas
+from maskserve_triton.batched_requests import BatchedRequests, batched, view_item
 from maskserve_triton.forwarded_stages import ForwardedDecoder, ForwardedEncoder, ForwardedStage
 from maskserve_triton.replicas import StageReplica
 from maskserve_triton.stage_requests import NO_PIXELS, PRIMING_PROMPT, check_revision
 from maskserve_triton.tensor_io import Outputs, error_response, failed_event, read_bytes
-from maskserve_triton.together import Together, batched, view_item
 from tests.fakes.pb_utils import FakeTriton, Request
 from tests.support.draws import fresh_rng
 from tests.support.eventually import eventually
@@ -46,7 +46,7 @@ class Encoder:
     def __init__(self, api: FakeTriton, config: Config) -> None:
         self._api = api
         tracer = make_tracer(config, "encoder")
-        self._requests = Together(api, tracer, "encode", self._read, self._encode)
+        self._requests = BatchedRequests(api, tracer, "encode", self._read, self._encode)
 
     def execute(self, requests: list[Any]) -> None:
         self._requests.execute(requests)
@@ -84,7 +84,7 @@ class Decoder:
         self._api = api
         self.contexts: list[int] = []
         tracer = make_tracer(config, "decoder")
-        self._requests = Together(
+        self._requests = BatchedRequests(
             api, tracer, "decode", self._read, self._decode, self._failed, output="PIXELS"
         )
 

@@ -26,12 +26,12 @@ from maskserve_common.errors import Cancelled, InvalidRequest
 from maskserve_common.tracing import Stage, Tracer, make_tracer, parent_of
 from maskserve_engine.base.job import Failed, FinalEvent
 from maskserve_engine.base.timeline import RequestTimeline, stages
+from maskserve_triton.batched_requests import BatchedRequests
 from maskserve_triton.denoiser import DenoiserFrontend
 from maskserve_triton.edit_front import EditFront
 from maskserve_triton.picture_threads import PictureJob, PictureThreads
 from maskserve_triton.tensor_io import Outputs
-from maskserve_triton.together import Together
-from tests.fakes.facts import FILL_FACTS
+from tests.fakes.model_specs import FILL_SPEC
 from tests.fakes.pb_utils import Call, FakeTriton, InferenceResponse, failure, reply
 from tests.fakes.scripted_engine import ScriptedEngine, tensors
 from tests.support.eventually import eventually
@@ -71,7 +71,7 @@ def spans() -> Spans:
 
 @pytest.fixture
 def front(api: FakeTriton, config: Config, beat: Any, spans: Spans) -> Iterator[EditFront]:
-    edit_front = EditFront(api, config, FILL_FACTS, "edit", streaming=False, tracer=spans.tracer)
+    edit_front = EditFront(api, config, FILL_SPEC, "edit", streaming=False, tracer=spans.tracer)
     yield edit_front
     edit_front.close()
 
@@ -234,7 +234,9 @@ def test_a_stage_ends_before_its_answer_is_on_its_way(api: FakeTriton, spans: Sp
 
     request.sender.send = send_slowly  # type: ignore[method-assign]
     answers: list[Outputs | Exception] = [{"EMBEDS": np.ones((2, 3), np.float32)}]
-    Together(api, spans.tracer, "encode", lambda _: None, lambda _: answers).execute([request])
+    BatchedRequests(api, spans.tracer, "encode", lambda _: None, lambda _: answers).execute(
+        [request]
+    )
     assert spans.named("encode").end_time <= sent_at[0]
 
 

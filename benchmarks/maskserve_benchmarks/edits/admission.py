@@ -19,7 +19,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel
 
 from maskserve_benchmarks.checkout import DEMO_MODEL
 from maskserve_benchmarks.edits.direct import request_of
-from maskserve_benchmarks.published_models import FLUX_DEV_SAMPLER, FLUX_FILL_FACTS
+from maskserve_benchmarks.published_models import FLUX_DEV_SAMPLER, FLUX_FILL_SPEC
 from maskserve_common.config_file import config_of
 from maskserve_common.contracts.settings import CacheMode, EditSettings
 from maskserve_engine.base.job import EditJob
@@ -31,7 +31,7 @@ from maskserve_engine.requests.state import RequestState
 from maskserve_engine.start.assembly import assemble
 
 _TEXT, _STEPS = 512, 28
-_SIDE = FLUX_FILL_FACTS.native_resolution
+_SIDE = FLUX_FILL_SPEC.native_resolution
 _MASKED = slice(_SIDE // 4, _SIDE // 4 + _SIDE // 3)
 """Rows and columns of the mask: a ninth of the picture."""
 _KINDS: dict[str, CacheMode] = {"dense": "off", "cached": "require"}
@@ -63,17 +63,17 @@ def measure_admission(rounds: int) -> dict[str, dict[str, float]]:
 def meta_engine() -> Engine:
     """Make an engine that is not started: the calling thread does the engine's work."""
     with torch.device("meta"):
-        model: Any = FluxTransformer2DModel.from_config(FLUX_FILL_FACTS.denoiser)
+        model: Any = FluxTransformer2DModel.from_config(FLUX_FILL_SPEC.denoiser)
     model = model.to(torch.bfloat16).eval().requires_grad_(False)
     sampler = FlowMatchEulerDiscreteScheduler.from_config(FLUX_DEV_SAMPLER)
-    adapter = FluxAdapter(FLUX_FILL_FACTS, model, sampler)
+    adapter = FluxAdapter(FLUX_FILL_SPEC, model, sampler)
     config = config_of({"model": {"path": str(DEMO_MODEL), "dtype": "bfloat16"}})
     return assemble(config, adapter, lambda: adapter.blank_prompt(_TEXT))
 
 
 def large_job(cache: CacheMode, seed: int) -> EditJob:
     rng = np.random.default_rng(seed)
-    spec = FLUX_FILL_FACTS
+    spec = FLUX_FILL_SPEC
     settings = EditSettings(
         num_inference_steps=_STEPS, guidance_scale=30.0, mask_ring=1, cache=cache
     )

@@ -106,7 +106,7 @@ class EmulatedWorker:
 
     async def start(self) -> None:
         await self._server.start()
-        self._loop = asyncio.create_task(self._step_on())
+        self._loop = asyncio.create_task(self._run_steps())
 
     async def stop(self) -> None:
         await self._server.stop(0)
@@ -119,7 +119,7 @@ class EmulatedWorker:
     async def _infer(self, raw: bytes, context: Context) -> bytes:
         message = pb.ModelInferRequest.FromString(raw)
         inputs = {
-            tensor.name: content[4:]
+            tensor.name: content[4:]  # behind the length of the one element
             for tensor, content in zip(message.inputs, message.raw_input_contents, strict=True)
         }
         if message.model_name == "control":
@@ -194,7 +194,7 @@ class EmulatedWorker:
         assert name is not None
         cached = hardware.cacheable(active)
         steps, computed = settings.num_inference_steps or _STEPS, active if cached else total
-        limit, due_time = (
+        deadline, due_time = (
             None if ms is None else now_s + ms / 1e3
             for ms in (settings.limit_ms, settings.deadline_ms)
         )
@@ -205,7 +205,7 @@ class EmulatedWorker:
             computed,
             now_s,
             settings.priority,
-            deadline=limit,
+            deadline=deadline,
             due=due_time if self._order == "slack" else math.inf,
         )
         row = RowStatus(
@@ -230,7 +230,7 @@ class EmulatedWorker:
 
     # Steps
 
-    async def _step_on(self) -> None:
+    async def _run_steps(self) -> None:
         """Step while there are rows to step.
 
         A step begins at the scheduled end of the step before, not when this process notices that

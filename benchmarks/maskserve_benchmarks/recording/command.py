@@ -10,8 +10,9 @@ and `ranks`, which has two devices.
     scripts/bench record_edits --compare before.json     # exit code 1 if anything differs
     scripts/bench record_edits --only unet --compare before.json
 
-`--url` names a worker of any version that has just started; it gets the edits of the worker that
-`--only` names, from Triton's own client.
+With `--url`, Triton's own client sends the edits of the worker that `--only` names to a running
+worker. It may have any version, and must have just started.
+
 A record is valid on one machine only: another CPU rounds floats differently, and so may another
 version of torch or Pillow.
 """

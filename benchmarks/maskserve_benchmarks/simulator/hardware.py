@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from maskserve_benchmarks.published_models import FLUX_FILL_FACTS, SD21_FACTS, SDXL_FACTS
+from maskserve_benchmarks.published_models import FLUX_FILL_SPEC, SD21_SPEC, SDXL_SPEC
 from maskserve_benchmarks.step_counts import tile_bytes
 from maskserve_common.config import CacheConfig, Config, ModelConfig
 from maskserve_common.contracts.keys import anchor_steps
@@ -39,7 +39,7 @@ from maskserve_engine.spec.model_spec import (
     text_shares,
 )
 
-MODELS = {"flux": FLUX_FILL_FACTS, "sdxl": SDXL_FACTS, "sd21": SD21_FACTS}
+MODELS = {"flux": FLUX_FILL_SPEC, "sdxl": SDXL_SPEC, "sd21": SD21_SPEC}
 """FLUX.1 Fill dev, SDXL base and Stable Diffusion 2.1, each at its native size."""
 DEVICES = {
     "h100": H100,

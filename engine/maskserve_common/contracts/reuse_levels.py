@@ -11,6 +11,7 @@ dB.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
@@ -78,7 +79,9 @@ LEVELS: dict[tuple[Semantics, Execution], tuple[ReuseLevel, ...]] = {
 """Levels by the model's inputs and by execution plan; the nearest to the unchanged edit first.
 Models without a measurement have none.
 """
-_BY_NAME = {(takes.name, way): levels for (takes, way), levels in LEVELS.items()}
+_BY_NAME = {
+    (semantics.name, execution): levels for (semantics, execution), levels in LEVELS.items()
+}
 
 
 def levels_of(
@@ -97,24 +100,24 @@ def levels_of(
     """
     if settings.reuse != "elastic":
         return ()
-    floor, begin = settings.reuse_floor or 0.0, settings.first_block_threshold or 0.0
-    any_ring = settings.mask_ring == RING and not settings.loras and not settings.controls
+    floor, own_threshold = settings.reuse_floor or 0.0, settings.first_block_threshold or 0.0
+    may_change_ring = settings.mask_ring == RING and not settings.loras and not settings.controls
     return tuple(
         level
         for level in _BY_NAME.get((skipping, plan), ())
         if level.psnr >= floor
-        and (level.first_block_threshold > begin or 0 < level.refresh_steps < refresh_steps)
-        and (any_ring or level.ring is None)
+        and (level.first_block_threshold > own_threshold or 0 < level.refresh_steps < refresh_steps)
+        and (may_change_ring or level.ring is None)
     )
 
 
 def with_template(levels: Iterable[ReuseLevel], times: float) -> tuple[ReuseLevel, ...]:
-    """Return levels of an edit that reads a template, as shares of its own work; without levels
-    that are more work.
+    """Return the levels of an edit that reads a template, with `work` as a share of this edit's;
+    levels that are more work are left out.
 
     Args:
-        levels: measured levels, beside an edit that computes text and ring in every step, as they
-            do.
+        levels: measured levels. Their `work` is a share of that of an edit that computes text and
+            ring in every step.
         times: work of such an edit, as a multiple of this edit's.
     """
     scaled = (level._replace(work=times * level.work) for level in levels)
@@ -144,9 +147,9 @@ class RefreshStrides(NamedTuple):
     def count_of(self, settings: EditSettings, steps: int) -> int:
         """Return the number of refresh steps of an edit of `steps` steps; 0: it has none."""
         by_error = self.by_error or settings.promise > 0
-        # Errors see neither nets nor what is lost in few first steps.
-        blind = by_error and (settings.controls or steps < self.least_steps)
-        if blind or settings.promise >= _DENSE_DB:
+        # Lookahead errors show neither what ControlNets change nor what the first steps lose.
+        unmeasured = by_error and (settings.controls or steps < self.least_steps)
+        if unmeasured or settings.promise >= _DENSE_DB:
             return 0
         return refresh_count(steps, self.promised if settings.promise else self.plain)
 
@@ -162,4 +165,5 @@ def refresh_count(steps: int, stride: float) -> int:
     """
     if not stride or steps < _LEAST_STEPS:
         return 0
-    return -(-steps // max(2 + steps % 2, round(stride * steps)))
+    distance = max(2 + steps % 2, round(stride * steps))  # 3 for odd: else it is over half
+    return math.ceil(steps / distance)

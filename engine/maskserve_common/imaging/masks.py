@@ -74,12 +74,12 @@ def grow(part: Bools, before: int, after: int, axis: int) -> Bools:
         extent = 0
         while extent < reach:
             shift = min(extent + 1, reach - extent)
-            grown = part.copy()
+            wider = part.copy()
             ahead, behind = [slice(None)] * 2, [slice(None)] * 2
             ahead[axis], behind[axis] = slice(shift, None), slice(None, -shift)
             target, source = (ahead, behind) if step > 0 else (behind, ahead)
-            grown[tuple(target)] |= part[tuple(source)]
-            part, extent = grown, extent + shift
+            wider[tuple(target)] |= part[tuple(source)]
+            part, extent = wider, extent + shift
     return part
 
 
@@ -301,11 +301,11 @@ def _fade(core: Bools, feather: int, cut: tuple[slice, ...]) -> Bytes2D:
     """
     before = feather // 2
     after = feather - before
-    grown = core
+    wider = core
     for axis in (0, 1):
-        grown = grow(grown, before, after, axis)
+        wider = grow(wider, before, after, axis)
     # Cut each axis at once: an image of one row has a border of up to a thousand rows.
-    columns = window_sum(grown, before, after, 0, np.uint16)[cut[0]]  # each up to feather + 1
+    columns = window_sum(wider, before, after, 0, np.uint16)[cut[0]]  # each up to feather + 1
     counts = window_sum(columns, before, after, 1, np.int32)[:, cut[1]]
     whole = (feather + 1) ** 2
     weights: Bytes2D = (counts.astype(np.float32) * (255.0 / whole) + 0.5).astype(np.uint8)

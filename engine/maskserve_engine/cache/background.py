@@ -25,9 +25,11 @@ class Background:
 
     @property
     def pending(self) -> int:
+        """Number of jobs that have not begun."""
         return self._jobs.qsize()
 
     def submit(self, job: Callable[[], object]) -> None:
+        """Run a job after those before it; the first one starts the thread."""
         with self._lock:
             if not self._started:
                 self._started = True
@@ -36,11 +38,12 @@ class Background:
 
     def settle(self, timeout_s: float) -> bool:
         """Wait until the jobs submitted so far are done; return False after `timeout_s`."""
-        done_event = threading.Event()
-        self.submit(done_event.set)
-        return done_event.wait(timeout_s)
+        done = threading.Event()
+        self.submit(done.set)
+        return done.wait(timeout_s)
 
     def close(self, timeout_s: float) -> None:
+        """End the thread after the submitted jobs; wait for it up to `timeout_s`."""
         if self._started:
             self._jobs.put(None)
             self._thread.join(timeout_s)

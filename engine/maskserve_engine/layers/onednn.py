@@ -22,8 +22,8 @@ LEAST_WORK = 1 << 23
 
 
 def may_pad(x: Tensor) -> bool:
-    """Return whether oneDNN may compute products of `x` […, in] with at least `LEAST_WORK`
-    multiply-adds.
+    """Return whether oneDNN computes a product of `x` […, in], if the product has at least
+    `LEAST_WORK` multiply-adds.
     """
     plain = x.device.type == "cpu" and x.dtype == torch.float32
     return plain and x.shape[:-1].numel() >= _LEAST_TOKENS and is_faster()
@@ -66,5 +66,5 @@ def vendor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
         lines = cpuinfo.read_text(encoding="utf-8").splitlines()
     except OSError:
         return ""
-    named = (line.partition(":") for line in lines)
-    return next((value.strip() for name, _, value in named if name.strip() == "vendor_id"), "")
+    fields = (line.partition(":") for line in lines)
+    return next((value.strip() for name, _, value in fields if name.strip() == "vendor_id"), "")

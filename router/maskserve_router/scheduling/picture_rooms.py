@@ -45,7 +45,7 @@ class PictureRooms:
         end = time.monotonic() + _PATIENCE_S
         while True:
             try:
-                await EditRoom.take(room, size)
+                await EditRoom.take(room, size)  # not `_PictureRoom.take`, which calls this
                 break
             except NoRoomInMemory:
                 if not number or time.monotonic() > end:

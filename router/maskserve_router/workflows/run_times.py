@@ -23,7 +23,7 @@ from maskserve_workflows.scheduling import (
     ReadyNode,
     admits,
     in_pieces,
-    predicted,
+    predicted_ends,
 )
 
 _NEWEST_WEIGHT = 0.2
@@ -147,7 +147,7 @@ class RunTimes:
                 f"{max(remaining_s, 0.0):.1f} s are too short for {run.plan.name}, "
                 f"which takes about {needed:.1f} s"
             )
-        ends = predicted([*admitted, new], places, Prices(), now_s, self._order)[new.key]
+        ends = predicted_ends([*admitted, new], places, Prices(), now_s, self._order)[new.key]
         raise RetryLater(
             f"{run.plan.name} would take about {ends - now_s:.1f} s while earlier runs go on, and "
             f"{remaining_s:.1f} s are left",

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from maskserve_benchmarks.published_models import FLUX_DEV_FACTS, SDXL_FACTS
+from maskserve_benchmarks.published_models import FLUX_DEV_SPEC, SDXL_SPEC
 from maskserve_common.line_fit import Line
 from maskserve_engine.families.specs import counted_work
 from maskserve_engine.planning.cost_model import CostModel
@@ -25,7 +25,7 @@ from maskserve_engine.planning.planner import TOLERANCE, plan
 from maskserve_engine.planning.two_stream import StepCosts, items_of, plan_of, step_costs
 
 _BATCHES = 120
-_MODELS = {"FLUX.1": (FLUX_DEV_FACTS, 512), "SDXL": (SDXL_FACTS, 77)}
+_MODELS = {"FLUX.1": (FLUX_DEV_SPEC, 512), "SDXL": (SDXL_SPEC, 77)}
 _FLOPS, _LINKS, _FORMATS = 989e12 / 2, (50e9, 25e9, 7e9), ("bfloat16", "int8")
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from maskserve_benchmarks.published_models import FLUX_DEV_FACTS
+from maskserve_benchmarks.published_models import FLUX_DEV_SPEC
 from maskserve_common.config import ModelConfig
 from maskserve_common.line_fit import Line
 from maskserve_engine.families.specs import counted_work
@@ -53,8 +53,8 @@ class GangCosts:
 
 def flux_row(side: int, ratio: float = 1.0) -> tuple[ModelWork, RowTokens]:
     """Return the work of FLUX.1 dev on a square picture, and a row of this mask ratio."""
-    work = counted_work(FLUX_DEV_FACTS, side // 8, side // 8, halo=0)
-    text = FLUX_DEV_FACTS.text_tokens(ModelConfig().max_sequence_length)
+    work = counted_work(FLUX_DEV_SPEC, side // 8, side // 8, halo=0)
+    text = FLUX_DEV_SPEC.text_tokens(ModelConfig().max_sequence_length)
     return work, work.row_at(ratio, text)
 
 

@@ -20,7 +20,7 @@ from maskserve_workflows.scheduling import (
     ReadyNode,
     admits,
     in_pieces,
-    predicted,
+    predicted_ends,
 )
 
 SETTLED = 1e-9
@@ -267,7 +267,7 @@ class PlanRun:
             for other_plan in self._under_way.values()
             for n in other_plan.ready
         ]
-        ends = predicted(waiting, self._places(), self._prices, now, self._order)
+        ends = predicted_ends(waiting, self._places(), self._prices, now, self._order)
         new = [n for n, since in plan.ready.items() if since == now]
         if any(ends[f"{plan.request.number}/{n}"] > plan.request.due + SETTLED for n in new):
             self._give_up(plan, now)

@@ -20,8 +20,8 @@ from maskserve_common.contracts.settings import (
 from maskserve_common.errors import AdapterNotFound, InvalidRequest
 from maskserve_lora.store import AdapterStore
 from maskserve_triton.accept import accept_edit
-from tests.fakes.facts import FILL_FACTS
 from tests.fakes.loras import OTHER_MODEL, lora, write
+from tests.fakes.model_specs import FILL_SPEC
 
 DEMO = Path(__file__).parents[3] / "assets" / "models" / "demo"
 
@@ -80,8 +80,8 @@ def test_other_forms_are_refused_by_name(value: Any, field: str) -> None:
 def test_reproducible_edits_are_exact() -> None:
     config = Config(model=ModelConfig(path="models/demo"))
     with pytest.raises(InvalidRequest, match=r"SETTINGS\.adapters"):
-        accept_edit(parsed(reproducible=True, adapters="fast"), b"", FILL_FACTS, config)
-    accept_edit(parsed(reproducible=True), b"", FILL_FACTS, config)
+        accept_edit(parsed(reproducible=True, adapters="fast"), b"", FILL_SPEC, config)
+    accept_edit(parsed(reproducible=True), b"", FILL_SPEC, config)
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_names_become_files_when_an_edit_is_accepted(store: AdapterStore) -> Non
 
     def accept(*names: str) -> AcceptedEdit:
         settings = parsed(loras=[{"name": name} for name in names])
-        return accept_edit(settings, b"", FILL_FACTS, config, catalogue)
+        return accept_edit(settings, b"", FILL_SPEC, config, catalogue)
 
     accepted = accept("good")
     assert accepted.loras == (Lora(name="good", version=catalogue.find("good").version),)
@@ -121,7 +121,7 @@ def test_what_is_left_out_of_a_file_goes_on_with_the_edit(
     write(tmp_path / "store" / "part.safetensors", tensors)
     store.catalogue.scan(at_once=True)
     settings = parsed(loras=[{"name": "part"}])
-    [part] = accept_edit(settings, b"", FILL_FACTS, store._config, store.catalogue).loras
+    [part] = accept_edit(settings, b"", FILL_SPEC, store._config, store.catalogue).loras
     [note] = part.notes
     assert "T5" in note
     assert not part.text, "no encoder waits for what is left out"
@@ -130,4 +130,4 @@ def test_what_is_left_out_of_a_file_goes_on_with_the_edit(
 def test_without_a_catalogue_loras_are_refused() -> None:
     config = Config(model=ModelConfig(path="models/demo"))
     with pytest.raises(InvalidRequest, match="not served here"):
-        accept_edit(parsed(loras=[{"name": "x"}]), b"", FILL_FACTS, config)
+        accept_edit(parsed(loras=[{"name": "x"}]), b"", FILL_SPEC, config)

@@ -14,13 +14,13 @@ from maskserve_common.imaging.masks import active_tokens
 from maskserve_router.scheduling.edit_cost import count_tokens
 from maskserve_triton.accept import accept_edit
 from maskserve_triton.preprocess import prepare_edit
-from tests.fakes.facts import FILL_FACTS
+from tests.fakes.model_specs import FILL_SPEC
 from tests.fakes.pictures import encode, scene
 from tests.support.draws import fresh_rng
 
 NATIVE, RING = 128, 1
-SERVED = Served(NATIVE, FILL_FACTS.token_pixels, 28, mask_ring=RING)
-FACTS = replace(FILL_FACTS, native_resolution=NATIVE)
+SERVED = Served(NATIVE, FILL_SPEC.token_pixels, 28, mask_ring=RING)
+FACTS = replace(FILL_SPEC, native_resolution=NATIVE)
 
 
 @pytest.mark.parametrize("mode", ["auto", "on"])

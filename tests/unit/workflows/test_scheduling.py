@@ -14,7 +14,7 @@ from maskserve_workflows.scheduling import (
     ReadyNode,
     admits,
     in_pieces,
-    predicted,
+    predicted_ends,
 )
 from tests.support.examples import examples
 
@@ -52,10 +52,10 @@ def test_slack_order_and_predicted_ends_are_those_of_brute_force(nodes, free, no
             last = max(last, busy[device])
         ends[node.key] = last + node.chain_s
     places = [NodePlace(str(n), at) for n, at in enumerate(free)]
-    assert predicted(nodes, places, Prices(), now) == ends
+    assert predicted_ends(nodes, places, Prices(), now) == ends
     if nodes:
         *admitted, new = nodes
-        ends_before = predicted(admitted, places, Prices(), now)
+        ends_before = predicted_ends(admitted, places, Prices(), now)
         harmed = any(ends_before[n.key] <= n.due < ends[n.key] for n in admitted)
         admitted_at = admits(new, admitted, places, Prices(), now)
         assert admitted_at == (None if harmed or ends[new.key] > new.due else ends[new.key])
@@ -89,17 +89,17 @@ def test_a_model_that_a_node_loads_is_there_for_the_next():
         ReadyNode(name, at, 99.0, 1.0, models=frozenset({"m"})) for at, name in ((0, "a"), (1, "b"))
     ]
     prices = Prices(load_s={"m": 5.0})
-    assert predicted(nodes, [NodePlace("one", 0.0)], prices, 0.0) == {"a": 6.0, "b": 7.0}
+    assert predicted_ends(nodes, [NodePlace("one", 0.0)], prices, 0.0) == {"a": 6.0, "b": 7.0}
     # Where it is loaded already, a free place without it is no better.
     places = [NodePlace("one", 2.0, frozenset({"m"})), NodePlace("two", 0.0)]
-    assert predicted(nodes[:1], places, prices, 0.0) == {"a": 3.0}
+    assert predicted_ends(nodes[:1], places, prices, 0.0) == {"a": 3.0}
 
 
 def test_a_node_runs_only_where_it_may():
     node = ReadyNode("a", 0.0, 99.0, 1.0, only=frozenset({"late"}))
     places = [NodePlace("free", 0.0), NodePlace("late", 7.0)]
-    assert predicted([node], places, Prices(), 0.0) == {"a": 8.0}
-    assert predicted([replace(node, only=frozenset({"none"}))], places, Prices(), 0.0) == {
+    assert predicted_ends([node], places, Prices(), 0.0) == {"a": 8.0}
+    assert predicted_ends([replace(node, only=frozenset({"none"}))], places, Prices(), 0.0) == {
         "a": math.inf
     }
 
@@ -108,7 +108,7 @@ def test_inputs_are_fetched_from_other_places_alone():
     node = ReadyNode("a", 0.0, 99.0, 1.0, inputs={"near": 30, "far": 10})
     prices, near, far = Prices(byte_s=0.1), NodePlace("near", 0.0), NodePlace("far", 0.0)
     assert [prices.score(node, place, 0.0) for place in (near, far)] == [2.0, 4.0]
-    assert predicted([node], [far, near], prices, 0.0) == {"a": 2.0}
+    assert predicted_ends([node], [far, near], prices, 0.0) == {"a": 2.0}
 
 
 @given(sixteenths, sixteenths)

@@ -80,9 +80,10 @@ class UnetWeights:
 
     @classmethod
     def of(cls, model: Any) -> UnetWeights:
+        """Join the layers of a UNet, or of a ControlNet, which has no up blocks."""
         with torch.no_grad():
-            stage_lists = (model.down_blocks, getattr(model, "up_blocks", ()))
-            down, up = (tuple(map(_stage, stages)) for stages in stage_lists)
+            down = tuple(map(_stage, model.down_blocks))
+            up = tuple(map(_stage, getattr(model, "up_blocks", ())))
             return cls(model, down, _stage(model.mid_block), up)
 
     @property
@@ -168,6 +169,7 @@ def _block(block: Any) -> BlockWeights:
 
 
 _OF_STACK = re.compile(r"(?P<stage>(?:down|up)_blocks\.\d+|mid_block)\.attentions\.(?P<rest>.*)")
+"""Names of layers in a stack."""
 _OF_BLOCK = {
     "attn1.to_q": ("attn1.qkv", 0),
     "attn1.to_k": ("attn1.qkv", 1),
@@ -184,6 +186,7 @@ _OF_MODEL = re.compile(
     r"conv_(in|out)|.*\.(conv1|conv2|conv_shortcut|time_emb_proj|(down|up)samplers\.0\.conv)"
     r"|(time|add)_embedding\.linear_[12]"
 )
+"""Names of layers outside the stacks that a LoRA may change."""
 
 
 def places_of(model: Any) -> dict[str, Place]:

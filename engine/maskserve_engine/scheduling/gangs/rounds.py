@@ -33,36 +33,30 @@ class Option:
 
 WAIT = 0
 """Index of the option of waiting, the first of each edit's."""
+_IMPOSSIBLE = -1
 
 
 def knapsack(groups: Sequence[Sequence[Option]], devices: int) -> list[int]:
     """Return the option of each edit with which most survive on `devices`, with the fewest devices
     (Algorithm 1, lines 13 to 22).
     """
-    least = -1
-    best = [0] + [least] * devices
-    chosen: list[list[int]] = []
+    # survivors[used]: most edits so far that survive if exactly `used` devices are used.
+    survivors = [0] + [_IMPOSSIBLE] * devices
+    picks_by_edit: list[list[int]] = []
     for options in groups:
-        following = [least] * (devices + 1)
-        picks = [WAIT] * (devices + 1)
-        for used_devices in range(devices + 1):
+        following, picks = [_IMPOSSIBLE] * (devices + 1), [WAIT] * (devices + 1)
+        for used in range(devices + 1):
             for index, option in enumerate(options):
-                previous_best = (
-                    best[used_devices - option.degree] if option.degree <= used_devices else least
-                )
-                if (
-                    previous_best > least
-                    and previous_best + option.survives > following[used_devices]
-                ):
-                    following[used_devices] = previous_best + option.survives
-                    picks[used_devices] = index
-        best = following
-        chosen.append(picks)
-    at = max(range(devices + 1), key=lambda c: (best[c], -c))
+                before = survivors[used - option.degree] if option.degree <= used else _IMPOSSIBLE
+                if before > _IMPOSSIBLE and before + option.survives > following[used]:
+                    following[used], picks[used] = before + option.survives, index
+        survivors = following
+        picks_by_edit.append(picks)
+    used = max(range(devices + 1), key=lambda used: (survivors[used], -used))
     plan = []
-    for options, picks in zip(reversed(groups), reversed(chosen), strict=True):
-        plan.append(picks[at])
-        at -= options[picks[at]].degree
+    for options, picks in zip(reversed(groups), reversed(picks_by_edit), strict=True):
+        plan.append(picks[used])
+        used -= options[picks[used]].degree
     return plan[::-1]
 
 
@@ -132,7 +126,7 @@ class _Round:
     """A round, as it starts."""
 
     now: float
-    lasts: float
+    length_s: float
     devices: int
     lost: int
     """Devices, as a bit mask."""
@@ -168,7 +162,7 @@ class _Round:
         )
         # It cannot be in time: it may have its fastest degree, and does not count as a survivor.
         shares = shares or (Share(frontier(seconds)[-1][0], work.remaining),)
-        slack_after, fastest = slack - self.lasts, min(seconds)
+        slack_after, fastest = slack - self.length_s, min(seconds)
         options = [Option(0, 0, work.remaining * fastest <= slack_after)]
         for share in shares:
             steps = min(share.steps, self._steps(work, share.degree))
@@ -185,7 +179,7 @@ class _Round:
         return options
 
     def _steps(self, work: Work, degree: int) -> int:
-        return int(self.lasts / work.ticket.seconds[degree.bit_length() - 1] + 1e-9)
+        return int(self.length_s / work.ticket.seconds[degree.bit_length() - 1] + 1e-9)
 
     def _fill(self, works: Sequence[Work], groups: list[list[Option]], degrees: list[int]) -> None:
         """Give remaining devices to works that need not run now, to late ones last."""

@@ -76,7 +76,7 @@ FluxImg2ImgPipeline."""
 Picture: TypeAlias = tuple[memoryview, dict[str, Any]]
 """A picture's file, uncopied, and its META."""
 OnProgress: TypeAlias = Callable[[int, Mapping[str, Any]], None]
-Place: TypeAlias = Callable[[int, memoryview], Awaitable[str]]
+PlacePicture: TypeAlias = Callable[[int, memoryview], Awaitable[str]]
 """Puts a picture, by its number, where a URL points, and returns the URL."""
 
 
@@ -142,10 +142,10 @@ class ImageEdits:
             call = FormCall(form, CallContext(client, size, headers, _ROUTE), request_id)
             if form.fields.stream:
                 return await self._stream(request, call, exit_stack)
-            place = self._placing(call, request_id, str(request.base_url))
+            place = self._picture_place(call, request_id, str(request.base_url))
             if request.scope["http_version"] == "1.0":  # HTTP/1.0 needs the length of a body
                 work = self._answer(call, place)
-                return self._whole(client, await while_connected(request, work), request_id)
+                return self._complete(client, await while_connected(request, work), request_id)
             parts = _parts(form, self._pictures(call), place)
             first = await while_connected(request, _first_of(parts))
             return ChunkedResponse(
@@ -155,7 +155,7 @@ class ImageEdits:
                 media_type=JSON,
             )
 
-    def _whole(self, client: KeyHolder, body: msgspec.Raw, request_id: str) -> Response:
+    def _complete(self, client: KeyHolder, body: msgspec.Raw, request_id: str) -> Response:
         """Return a complete answer with its length."""
         with ExitStack() as written:
             room = written.enter_context(self._front.room(client))
@@ -226,10 +226,10 @@ class ImageEdits:
         if form.fields.response_format == "url":
             raise InvalidRequest("response_format", "is url of a job", "b64_json, or output_url")
         call = FormCall(form, CallContext(client, size, {}, _ROUTE), request_id)
-        return await self._answer(call, self._placing(call, name), on_progress)
+        return await self._answer(call, self._picture_place(call, name), on_progress)
 
     async def _answer(
-        self, call: FormCall, place: Place | None, on_progress: OnProgress | None = None
+        self, call: FormCall, place: PlacePicture | None, on_progress: OnProgress | None = None
     ) -> msgspec.Raw:
         self._front.check_pictures(call.form.fields.n, call.client)
         if place is None:
@@ -242,7 +242,7 @@ class ImageEdits:
                     body.write(part)
         return msgspec.Raw(body.getvalue())
 
-    def _placing(self, call: FormCall, name: str, origin: str = "") -> Place | None:
+    def _picture_place(self, call: FormCall, name: str, origin: str = "") -> PlacePicture | None:
         """Return how pictures of a form are put where their URLs point; None: pictures go into the
         answer.
 
@@ -354,8 +354,8 @@ class ImageEdits:
             workflow.check(form)
             return form
         if form.kind == "edit" and form.image and not form.is_variation:
-            whole = self._models.makes("edit", model)
-            form = replace(form, masks_itself=not whole or self._is_transparent(form.image))
+            edits_whole = self._models.makes("edit", model)
+            form = replace(form, masks_itself=not edits_whole or self._is_transparent(form.image))
         if form.kind != "inpaint" or form.fields.size == "auto":
             return form
         size = form.fields.size
@@ -385,15 +385,15 @@ class ImageEdits:
         cancelled.
         """
         form, context = call.form, call.context
-        first = form.settings.get("seed")
-        first = secrets.randbits(_DRAWN_SEED_BITS) if first is None else first
+        first_seed = form.settings.get("seed")
+        first_seed = secrets.randbits(_DRAWN_SEED_BITS) if first_seed is None else first_seed
         model = "edit" if on_progress is None else "edit_stream"
         request = await self._message(call, model, {})
         rooms = self._front.rooms(call.client)
 
-        async def one(number: int, room: EditRoom) -> Picture:
+        async def make_picture(number: int, room: EditRoom) -> Picture:
             name = call.request_id if form.fields.n == 1 else f"{call.request_id}-{number}"
-            seed = first + number if isinstance(first, int) else first
+            seed = first_seed + number if isinstance(first_seed, int) else first_seed
             message = _with_settings(request, {"seed": seed, "request_id": name})
             if on_progress is None:
                 answer = ModelAnswer.parse(await self._front.infer(message, context, room))
@@ -410,17 +410,17 @@ class ImageEdits:
         results: dict[int, Picture] = {}
 
         async def make(number: int, room: EditRoom) -> None:
-            results[number] = await one(number, room)
+            results[number] = await make_picture(number, room)
 
         with ExitStack() as room_stack:
             numbered = [room_stack.enter_context(rooms.room(i)) for i in range(form.fields.n)]
             tasks = [asyncio.create_task(make(i, room)) for i, room in enumerate(numbered)]
             short = asyncio.create_task(rooms.short.wait())
-            whole = asyncio.gather(*tasks)
+            all_made = asyncio.gather(*tasks)
             try:
-                await asyncio.wait((whole, short), return_when=asyncio.FIRST_COMPLETED)
-                if whole.done():
-                    whole.result()
+                await asyncio.wait((all_made, short), return_when=asyncio.FIRST_COMPLETED)
+                if all_made.done():
+                    all_made.result()  # raises the first error
                 for number, room in enumerate(numbered):
                     with room:
                         await tasks[number]
@@ -430,7 +430,7 @@ class ImageEdits:
             finally:
                 for task in (*tasks, short):
                     task.cancel()
-                await asyncio.gather(*tasks, short, whole, return_exceptions=True)
+                await asyncio.gather(*tasks, short, all_made, return_exceptions=True)
 
     async def _stream(self, request: Request, call: FormCall, resources: ExitStack) -> Response:
         form = call.form
@@ -439,7 +439,7 @@ class ImageEdits:
             settings["preview_every"] = self._preview_every(form)
         message = await self._message(call, "edit_stream", settings)
         room = resources.enter_context(self._front.room(call.client))
-        events = self._sent(form, self._events(message, call.context, room))
+        events = self._openai_events(form, self._events(message, call.context, room))
 
         def failure_event(error: MaskserveError | Failure) -> bytes:
             return error_event(_in_form_words(form, error))
@@ -450,7 +450,7 @@ class ImageEdits:
         except (MaskserveError, Failure) as error:
             raise _in_form_words(form, error) from None
 
-    async def _sent(
+    async def _openai_events(
         self, form: EditForm, pictures: AsyncGenerator[Picture, None]
     ) -> AsyncGenerator[Event, None]:
         preview_count, last = 0, None
@@ -503,7 +503,7 @@ class ImageEdits:
 
 
 async def _parts(
-    form: EditForm, results: AsyncGenerator[Picture, None], place: Place | None
+    form: EditForm, results: AsyncGenerator[Picture, None], place: PlacePicture | None
 ) -> AsyncGenerator[bytes, None]:
     """Yield the answer's JSON in parts, picture by picture."""
     metas: list[Mapping[str, Any]] = []
@@ -520,31 +520,31 @@ async def _parts(
     yield images_end(metas)
 
 
-def _margins(fields: str, image: Size, anchor: str) -> list[int]:
+def _margins(size: str, image: Size, anchor: str) -> list[int]:
     """Return the pixels left, top, right and bottom by which an image grows to a size.
 
     Args:
-        fields: WIDTHxHEIGHT.
+        size: WIDTHxHEIGHT.
         image: (height, width) of the image.
         anchor: position of the image on the canvas.
 
     Raises:
-        InvalidRequest: `fields` is malformed, or smaller than the image.
+        InvalidRequest: `size` is malformed, or smaller than the image.
     """
     height, width = image
-    match = re.fullmatch(r"(\d{1,5})x(\d{1,5})", fields)
-    more = (int(match[2]) - height, int(match[1]) - width) if match else (-1, -1)
-    if min(more) < 0:
+    match = re.fullmatch(r"(\d{1,5})x(\d{1,5})", size)
+    growth = (int(match[2]) - height, int(match[1]) - width) if match else (-1, -1)
+    if min(growth) < 0:
         raise InvalidRequest(
-            "size", f"is {fields[:20]}", f"auto, {width}x{height}, or larger: the picture grows"
+            "size", f"is {size[:20]}", f"auto, {width}x{height}, or larger: the picture grows"
         )
     top, left = (
         0 if first in anchor else excess if last in anchor else excess // 2
-        for excess, first, last in zip(more, ("top", "left"), ("bottom", "right"), strict=True)
+        for excess, first, last in zip(growth, ("top", "left"), ("bottom", "right"), strict=True)
     )
-    margins = [left, top, more[1] - left, more[0] - top]
+    margins = [left, top, growth[1] - left, growth[0] - top]
     if max(margins) > MAX_MARGIN:
-        raise InvalidRequest("size", f"is {fields[:20]}", f"at most {MAX_MARGIN} more on each side")
+        raise InvalidRequest("size", f"is {size[:20]}", f"at most {MAX_MARGIN} more on each side")
     return margins
 
 
@@ -605,18 +605,18 @@ def mask_of(form: EditForm) -> bytes:
 
 def _edit_message(model: str, form: EditForm, more_settings: dict[str, Any]) -> ModelRequest:
     """Return the request to a worker; `more_settings` are settings that the router adds."""
-    form_fields = form.fields
-    fields = {
-        "model": form_fields.model,
-        "background": form_fields.background,
-        "output_format": form_fields.output_format,
-        "output_quality": form_fields.output_compression,
+    fields = form.fields
+    from_fields = {
+        "model": fields.model,
+        "background": fields.background,
+        "output_format": fields.output_format,
+        "output_quality": fields.output_compression,
     }
-    settings = settings_of(form) | fields | more_settings | {"output_encoding": "raw"}
+    settings = settings_of(form) | from_fields | more_settings | {"output_encoding": "raw"}
     inputs: dict[str, Sequence[bytes]] = {
         "IMAGE": [form.image, *form.references],
         "MASK": [mask_of(form)],
-        "PROMPT": [form.fields.prompt.encode()],
+        "PROMPT": [fields.prompt.encode()],
         "SETTINGS": [msgspec.json.encode(settings)],
         **({"CONTROL": form.control} if form.control else {}),
     }

@@ -21,8 +21,8 @@ from maskserve_triton.preprocess import PreparedEdit, prepare_edit
 from tests.fakes.corpus.case import Case, Damaged, Refused, Works
 from tests.fakes.corpus.collection import edit_cases, sample
 from tests.fakes.corpus.settings import KEYS, good_settings
-from tests.fakes.facts import FILL_FACTS
 from tests.fakes.hostile import good_inputs
+from tests.fakes.model_specs import FILL_SPEC
 from tests.fakes.pictures import as_pillow_reads
 
 CONFIG = Config(model=ModelConfig(path="models/demo"))
@@ -32,8 +32,8 @@ SAME_EVERY_TIME = settings(derandomize=True, deadline=None)
 
 def prepare(inputs: dict[str, bytes]) -> PreparedEdit:
     settings = parse_settings(inputs["SETTINGS"])
-    accepted = accept_edit(settings, inputs["PROMPT"], FILL_FACTS, CONFIG)
-    return prepare_edit(inputs["IMAGE"], inputs["MASK"], accepted, FILL_FACTS, CONFIG)
+    accepted = accept_edit(settings, inputs["PROMPT"], FILL_SPEC, CONFIG)
+    return prepare_edit(inputs["IMAGE"], inputs["MASK"], accepted, FILL_SPEC, CONFIG)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -30,10 +30,10 @@ from maskserve_common.errors import InvalidRequest
 from maskserve_engine.planning.regions import RegionRule
 from maskserve_engine.spec.model_spec import ModelSpec
 from maskserve_triton.accept import accept_edit
-from tests.fakes.facts import FILL_FACTS
+from tests.fakes.model_specs import FILL_SPEC
 
 EVERY: frozenset[EditKind] = frozenset({"inpaint", "edit", "generate"})
-BASE = replace(FILL_FACTS, semantics=INPAINT, edit_kinds=EVERY)
+BASE = replace(FILL_SPEC, semantics=INPAINT, edit_kinds=EVERY)
 """A base model, which sees no references."""
 KONTEXT = replace(BASE, semantics=REFERENCE)
 

@@ -21,7 +21,7 @@ from maskserve_common.contracts.semantics import FILL, INPAINT, Semantics
 from maskserve_common.contracts.settings import EditSettings
 from maskserve_engine.families.flux.spec import REFRESH_STRIDES
 from maskserve_engine.spec.model_spec import ModelSpec
-from tests.fakes.facts import FILL_FACTS
+from tests.fakes.model_specs import FILL_SPEC
 
 TABLES = Path(__file__).parents[4] / "docs" / "benchmarks"
 
@@ -104,7 +104,7 @@ def test_no_other_ring_and_no_thinned_context_saves_more_per_db() -> None:
 
 
 def facts(semantics: Semantics) -> ModelSpec:
-    return replace(FILL_FACTS, semantics=semantics)
+    return replace(FILL_SPEC, semantics=semantics)
 
 
 def names(

@@ -22,7 +22,7 @@ from maskserve_triton.accept import accept_edit
 from maskserve_triton.postprocess import finish_edit
 from maskserve_triton.preprocess import PreparedEdit, prepare_edit
 from tests.fakes.corpus.encoding import GREY, RGB, chunks_of, png, png_of
-from tests.fakes.facts import FILL_FACTS
+from tests.fakes.model_specs import FILL_SPEC
 from tests.fakes.pictures import blob_mask, encode, scene
 from tests.fakes.profiles import cmyk_profile, grey_profile, one_way_profile, rgb_profile
 
@@ -45,8 +45,8 @@ def cicp(primaries: int, curve: int, matrix: int = 0, full: int = 1) -> tuple[by
 
 
 def prepared(image: bytes, **settings: Any) -> PreparedEdit:
-    accepted = accept_edit(EditSettings(**settings), b"x", FILL_FACTS, Config())
-    return prepare_edit(image, MASK, accepted, FILL_FACTS, Config())
+    accepted = accept_edit(EditSettings(**settings), b"x", FILL_SPEC, Config())
+    return prepare_edit(image, MASK, accepted, FILL_SPEC, Config())
 
 
 def answer(image: bytes, **settings: Any) -> Image.Image:

@@ -17,7 +17,7 @@ from maskserve_common.imaging.images import NO_LIMITS, decode_image
 from maskserve_triton.accept import accept_edit
 from maskserve_triton.postprocess import finish_edit
 from maskserve_triton.preprocess import prepare_edit
-from tests.fakes.facts import FILL_FACTS
+from tests.fakes.model_specs import FILL_SPEC
 from tests.fakes.pictures import blob_mask, encode, scene
 from tests.support.draws import fresh_rng
 
@@ -48,8 +48,8 @@ def camera(orientation: int = 6, make: str = "A camera's") -> bytes:
 
 def answer(image: bytes, mask: bytes = UPRIGHT_MASK, **settings: Any) -> bytes:
     """The answer if the model returns its source."""
-    accepted = accept_edit(EditSettings(**settings), b"x", FILL_FACTS, Config())
-    prepared_edit = prepare_edit(image, mask, accepted, FILL_FACTS, Config())
+    accepted = accept_edit(EditSettings(**settings), b"x", FILL_SPEC, Config())
+    prepared_edit = prepare_edit(image, mask, accepted, FILL_SPEC, Config())
     return finish_edit(prepared_edit.pixels, prepared_edit.context)
 
 

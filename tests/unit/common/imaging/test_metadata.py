@@ -23,7 +23,7 @@ from maskserve_common.imaging.provenance import SOURCE_TYPE, edit_xmp
 from maskserve_triton.accept import accept_edit
 from maskserve_triton.postprocess import finish_edit
 from maskserve_triton.preprocess import prepare_edit
-from tests.fakes.facts import FILL_FACTS
+from tests.fakes.model_specs import FILL_SPEC
 from tests.fakes.pictures import blob_mask, encode, scene
 
 SIZE = (40, 56)
@@ -62,8 +62,8 @@ def source(form: str, **more: Any) -> bytes:
 def answer(image: bytes, output_format: str) -> Image.Image:
     """The answer if the model returns its source."""
     settings = EditSettings(output_format=output_format)  # type: ignore[arg-type]
-    accepted = accept_edit(settings, b"x", FILL_FACTS, Config())
-    prepared_edit = prepare_edit(image, MASK, accepted, FILL_FACTS, Config())
+    accepted = accept_edit(settings, b"x", FILL_SPEC, Config())
+    prepared_edit = prepare_edit(image, MASK, accepted, FILL_SPEC, Config())
     opened = Image.open(io.BytesIO(finish_edit(prepared_edit.pixels, prepared_edit.context)))
     opened.load()
     return opened

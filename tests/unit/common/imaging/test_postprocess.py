@@ -20,11 +20,11 @@ from maskserve_triton.accept import accept_edit
 from maskserve_triton.postprocess import finish_edit, source_and_weights
 from maskserve_triton.preprocess import DECODED_PIXELS, PreparedEdit, prepare_edit
 from tests.fakes.corpus.encoding import GREY, GREY_ALPHA, RGB, RGBA, png
-from tests.fakes.facts import FILL_FACTS
+from tests.fakes.model_specs import FILL_SPEC
 from tests.fakes.pictures import OddImage, blob_mask, encode, odd_images, scene
 from tests.support.draws import fresh_rng
 
-FACTS = replace(FILL_FACTS, native_resolution=64)
+FACTS = replace(FILL_SPEC, native_resolution=64)
 SIZES = [(64, 64), (45, 61), (61, 45), (1, 1), (3, 200), (200, 3), (97, 131), (64, 65)]
 
 

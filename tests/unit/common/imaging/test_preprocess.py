@@ -31,15 +31,15 @@ from maskserve_triton.postprocess import source_and_weights
 from maskserve_triton.preprocess import PreparedEdit, prepare_edit
 from maskserve_triton.templates import StoredTemplates
 from tests.fakes.corpus.settings import good_settings
-from tests.fakes.facts import FILL_FACTS
 from tests.fakes.hostile import SIZE, bad_images, good_inputs, hostile_cases
+from tests.fakes.model_specs import FILL_SPEC
 from tests.fakes.pictures import blob_mask, encode, odd_images, scene
 
 CONFIG = Config(model=ModelConfig(path="models/demo", num_inference_steps=20))
 
 
 def prepare(
-    facts: ModelSpec = FILL_FACTS,
+    facts: ModelSpec = FILL_SPEC,
     config: Config = CONFIG,
     templates: Any = None,
     decoded_pixels: int = preprocess.DECODED_PIXELS,
@@ -66,7 +66,7 @@ def settings(**values: Any) -> bytes:
 
 
 def test_a_picture_too_long_to_be_shown_is_refused() -> None:
-    facts = replace(FILL_FACTS, encoder_picture=EncoderPicture(28, 3136, 2**24))
+    facts = replace(FILL_SPEC, encoder_picture=EncoderPicture(28, 3136, 2**24))
     image = encode(np.zeros((8, 2000, 3), np.uint8))
     mask = encode(np.full((8, 2000), 255, np.uint8))
     with pytest.raises(InvalidRequest, match=r"IMAGE: is \d+x8 pixels to the model.*200 times"):
@@ -101,7 +101,7 @@ def test_what_was_accepted_is_read_back_as_it_was(options: dict[str, Any], promp
 def test_defaults_are_filled_in_from_the_configuration() -> None:
     filled = prepare(SETTINGS=b"").request.settings
     assert (filled.num_inference_steps, filled.guidance_scale) == (20, 30.0)
-    without = prepare(facts=replace(FILL_FACTS, guidance="none"), SETTINGS=b"{}")
+    without = prepare(facts=replace(FILL_SPEC, guidance="none"), SETTINGS=b"{}")
     assert without.request.settings.guidance_scale is None
 
 
@@ -113,8 +113,8 @@ def test_the_default_guidance_follows_the_models_kind_of_guidance(
 ) -> None:
     config = structs.replace(CONFIG, model=structs.replace(CONFIG.model, guidance_scale=configured))
     for guidance, scale in (("embedded", embedded), ("cfg", classifier_free)):
-        defaults = FILL_FACTS.defaults if guidance == "embedded" else unet.DEFAULTS
-        facts = replace(FILL_FACTS, guidance=guidance, defaults=defaults)
+        defaults = FILL_SPEC.defaults if guidance == "embedded" else unet.DEFAULTS
+        facts = replace(FILL_SPEC, guidance=guidance, defaults=defaults)
         assert prepare(facts, config, SETTINGS=b"").request.settings.guidance_scale == scale
 
 
@@ -243,7 +243,7 @@ def test_what_the_model_or_worker_cannot_do_is_refused(
 ) -> None:
     with pytest.raises(InvalidRequest) as caught:
         prepare(
-            replace(FILL_FACTS, **facts),
+            replace(FILL_SPEC, **facts),
             structs.replace(CONFIG, **config),
             SETTINGS=settings(**options),
         )
@@ -251,7 +251,7 @@ def test_what_the_model_or_worker_cannot_do_is_refused(
 
 
 def test_what_the_model_can_do_passes() -> None:
-    able = replace(FILL_FACTS, true_cfg=True)
+    able = replace(FILL_SPEC, true_cfg=True)
     edit_settings = settings(
         negative_prompt="blur", true_cfg_scale=2.0, guidance_scale=1, model="demo"
     )
@@ -265,14 +265,14 @@ def test_a_bad_control_picture_is_refused_as_a_bad_image_is(name: str) -> None:
     controls = (ResolvedControl(name="outline", image=0),)
     accepted = replace(
         accept_edit(
-            parse_settings(raw_inputs["SETTINGS"]), raw_inputs["PROMPT"], FILL_FACTS, CONFIG
+            parse_settings(raw_inputs["SETTINGS"]), raw_inputs["PROMPT"], FILL_SPEC, CONFIG
         ),
         controls=controls,
     )
     picture = bad_images()[name]
     with pytest.raises(InvalidRequest) as caught:
         prepare_edit(
-            raw_inputs["IMAGE"], raw_inputs["MASK"], accepted, FILL_FACTS, CONFIG, control=[picture]
+            raw_inputs["IMAGE"], raw_inputs["MASK"], accepted, FILL_SPEC, CONFIG, control=[picture]
         )
     assert caught.value.field == "CONTROL[0]"
     assert len(str(caught.value)) < 500
@@ -280,7 +280,7 @@ def test_a_bad_control_picture_is_refused_as_a_bad_image_is(name: str) -> None:
         raw_inputs["IMAGE"],
         raw_inputs["MASK"],
         accepted,
-        FILL_FACTS,
+        FILL_SPEC,
         CONFIG,
         control=[raw_inputs["IMAGE"]],
     )
@@ -288,7 +288,7 @@ def test_a_bad_control_picture_is_refused_as_a_bad_image_is(name: str) -> None:
 
 
 def test_control_pictures_are_seen_through_the_edit_s_window() -> None:
-    facts, mask = replace(FILL_FACTS, native_resolution=64), np.zeros((500, 700), np.uint8)
+    facts, mask = replace(FILL_SPEC, native_resolution=64), np.zeros((500, 700), np.uint8)
     mask[180:215, 333:371] = 255
     source, outlines = scene(500, 700, 1), scene(500, 700, 2)
     accepted = replace(
@@ -373,8 +373,8 @@ def test_inpaint_models_get_whole_latents_so_that_no_mask_vanishes() -> None:
     mask[13, 21] = 255
     picture = encode_image(np.stack([mask] * 3, axis=2), "png")
     source = encode_image(np.full((64, 64, 3), 90, np.uint8), "png")
-    for semantics, expected in ((FILL, 1), (INPAINT, FILL_FACTS.vae_scale_factor**2)):
-        facts = replace(FILL_FACTS, semantics=semantics, native_resolution=64)
+    for semantics, expected in ((FILL, 1), (INPAINT, FILL_SPEC.vae_scale_factor**2)):
+        facts = replace(FILL_SPEC, semantics=semantics, native_resolution=64)
         ready = prepare(facts, IMAGE=source, MASK=picture, SETTINGS=b"{}")
         assert (ready.edit_mask > 127).sum() == expected
         assert ready.edit_mask[13, 21] == 255
@@ -385,7 +385,7 @@ def test_grey_says_how_much_may_change(semantics: Any) -> None:
     grey = np.zeros((64, 64), np.uint8)
     grey[8:24, 8:24], grey[13, 21], grey[40, 40] = 60, 200, 1
     source = encode_image(np.full((64, 64, 3), 90, np.uint8), "png")
-    facts = replace(FILL_FACTS, semantics=semantics, native_resolution=64)
+    facts = replace(FILL_SPEC, semantics=semantics, native_resolution=64)
     edit_inputs = {"MASK": encode(grey), "SETTINGS": settings(mask_mode="strength")}
     ready = prepare(facts, IMAGE=source, **edit_inputs)
     side = facts.vae_scale_factor if semantics.blends else 1

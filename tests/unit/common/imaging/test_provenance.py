@@ -21,7 +21,7 @@ from maskserve_common.imaging.provenance import SOURCE_TYPE, Mark, make_mark
 from maskserve_triton.accept import accept_edit
 from maskserve_triton.postprocess import finish_edit
 from maskserve_triton.preprocess import prepare_edit
-from tests.fakes.facts import FILL_FACTS
+from tests.fakes.model_specs import FILL_SPEC
 from tests.fakes.pictures import encode, scene
 from tests.support.certificates import write_signer
 
@@ -46,9 +46,9 @@ def answer(
     config: Config | None = None,
 ) -> bytes:
     config = config or config_of()
-    accepted = accept_edit(EditSettings(output_format=output_format), b"x", FILL_FACTS, config)
+    accepted = accept_edit(EditSettings(output_format=output_format), b"x", FILL_SPEC, config)
     prepared_edit = prepare_edit(
-        source or encode(scene(40, 56)), encode(MASK), accepted, FILL_FACTS, config
+        source or encode(scene(40, 56)), encode(MASK), accepted, FILL_SPEC, config
     )
     return finish_edit(255 - prepared_edit.pixels, prepared_edit.context, mark)
 

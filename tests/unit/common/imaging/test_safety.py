@@ -15,15 +15,15 @@ from maskserve_common.imaging.safety import Check, load_check
 from maskserve_triton.accept import accept_edit
 from maskserve_triton.postprocess import finish_edit
 from maskserve_triton.preprocess import prepare_edit
-from tests.fakes.facts import FILL_FACTS
+from tests.fakes.model_specs import FILL_SPEC
 from tests.fakes.pictures import blob_mask, encode, scene
 
 SOURCE, MASK = scene(40, 56), blob_mask(40, 56)
 
 
 def answer(check: Check) -> bytes:
-    accepted = accept_edit(EditSettings(), b"a red star", FILL_FACTS, Config())
-    prepared_edit = prepare_edit(encode(SOURCE), encode(MASK), accepted, FILL_FACTS, Config())
+    accepted = accept_edit(EditSettings(), b"a red star", FILL_SPEC, Config())
+    prepared_edit = prepare_edit(encode(SOURCE), encode(MASK), accepted, FILL_SPEC, Config())
     return finish_edit(255 - prepared_edit.pixels, prepared_edit.context, check=check)
 
 

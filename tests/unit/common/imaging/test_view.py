@@ -17,7 +17,7 @@ from maskserve_common.contracts.settings import CropMode, EditSettings
 from maskserve_common.imaging.view import Window, choose_view, lattice_span, window_round
 from maskserve_triton.accept import accept_edit
 from maskserve_triton.preprocess import prepare_edit
-from tests.fakes.facts import FILL_FACTS
+from tests.fakes.model_specs import FILL_SPEC
 from tests.fakes.pictures import encode, scene
 from tests.support.draws import fresh_rng
 
@@ -146,7 +146,7 @@ def test_edits_near_one_another_share_their_window() -> None:
 def test_a_windows_pixels_are_those_of_diffusers(side: int) -> None:
     """Where its rule names the same region: a span of the lattice, and the model's aspect."""
     native, padding = 128, 16
-    facts = replace(FILL_FACTS, native_resolution=native)
+    facts = replace(FILL_SPEC, native_resolution=native)
     source, mask = scene(700, 900), np.zeros((700, 900), np.uint8)
     rows, columns = (side // 4, side // 4 + side), (side // 2, side // 2 + side)
     inner = tuple(slice(low + padding, high - padding) for low, high in (rows, columns))

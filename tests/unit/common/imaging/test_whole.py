@@ -33,14 +33,14 @@ from maskserve_engine.spec.model_spec import ModelSpec
 from maskserve_triton.accept import accept_edit
 from maskserve_triton.postprocess import finish_edit
 from maskserve_triton.preprocess import PreparedEdit, pixels_of, prepare_edit
-from tests.fakes.facts import FILL_FACTS
+from tests.fakes.model_specs import FILL_SPEC
 from tests.fakes.pictures import encode, scene
 from tests.fakes.profiles import rgb_profile
 from tests.support.certificates import write_signer
 from tests.support.draws import fresh_rng
 
 FACTS = replace(
-    FILL_FACTS,
+    FILL_SPEC,
     semantics=REFERENCE,
     native_resolution=64,
     edit_size="preferred",

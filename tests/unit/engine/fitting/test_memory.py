@@ -51,9 +51,9 @@ from maskserve_studies.kernels.kernel_counts import (
 from maskserve_studies.kernels.live_bytes import LiveBytes
 from maskserve_triton.encoder import EditEncoder
 from tests.fakes.control_nets import random_net
-from tests.fakes.facts import FILL_FACTS
 from tests.fakes.ip_adapters import build_image_encoder, build_ip_adapter
 from tests.fakes.jobs import config_of
+from tests.fakes.model_specs import FILL_SPEC
 from tests.fakes.tiny_chroma import build_tiny_chroma
 from tests.fakes.tiny_sd3 import build_tiny_sd3
 from tests.support.model_configs import TINY_SD21
@@ -480,7 +480,7 @@ def test_an_image_takes_no_more_than_was_counted(stage: memory.Stage, tmp_path: 
             else:
                 vae.decode(torch.empty(1, 16, 64, 64, dtype=torch.bfloat16))
     config = config_of(tmp_path, model={"dtype": "bfloat16"})
-    facts = replace(FILL_FACTS, native_resolution=512, latents=one_scale(tmp_path))
+    facts = replace(FILL_SPEC, native_resolution=512, latents=one_scale(tmp_path))
     counted = memory.image_bytes(config, stage, facts)
     assert 0.95 * counted <= live.peak <= counted
 
@@ -499,7 +499,7 @@ def test_a_recorded_t5_keeps_no_more_than_was_counted(length: int, tmp_path: Pat
             peaks.append(live.peak)
     model = {"dtype": "bfloat16", "max_sequence_length": length}
     config = config_of(tmp_path, model=model)
-    facts = replace(FILL_FACTS, recorded_t5="text_encoder_2")
+    facts = replace(FILL_SPEC, recorded_t5="text_encoder_2")
     counted = memory.recorded_t5_bytes(config, facts)
     assert 0.95 * counted <= max(peaks) <= counted
     for unrecorded in ({"model": {**model, "t5_offload": True}},

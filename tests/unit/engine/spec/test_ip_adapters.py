@@ -21,9 +21,9 @@ from maskserve_engine.families.specs import load_spec
 from maskserve_engine.spec.ip_adapters import LAYOUTS, IpAdapters
 from maskserve_triton.accept import accept_edit
 from maskserve_triton.preprocess import prepare_edit
-from tests.fakes.facts import FILL_FACTS
 from tests.fakes.ip_adapters import PROJECTED, SIDE, build_image_encoder, build_ip_adapter
 from tests.fakes.jobs import config_of
+from tests.fakes.model_specs import FILL_SPEC
 from tests.fakes.pictures import encode, scene
 
 
@@ -183,11 +183,11 @@ def test_a_stage_service_with_another_file_of_the_name_says_so(site: Site) -> No
 def test_a_worker_without_them_and_another_family_refuse_the_setting(site: Site) -> None:
     settings = EditSettings(ip_adapter=IpAdapterSetting(name="plain"))
     with pytest.raises(InvalidRequest, match="IP-Adapters are not served here"):
-        accept_edit(settings, b"", FILL_FACTS, Config())
+        accept_edit(settings, b"", FILL_SPEC, Config())
     with pytest.raises(InvalidRequest, match="IP-Adapters are not served here"):
         IpAdapters(Config(), site.spec).find("plain")
     with pytest.raises(InvalidRequest, match="the served model takes no IP-Adapters"):
-        IpAdapters(site.config, FILL_FACTS).find("plain")
+        IpAdapters(site.config, FILL_SPEC).find("plain")
 
 
 @pytest.mark.parametrize("scale", ["11", "-10.5", '"x"'])

@@ -22,8 +22,8 @@ from maskserve_engine.spec.model_spec import ModelSpec, one_scale
 from maskserve_engine.stages.decode import Decoder
 from maskserve_engine.stages.latents import Posterior, to_model, to_vae
 from maskserve_engine.stages.vae import is_tiled, load_vae
-from tests.fakes.facts import FILL_FACTS
 from tests.fakes.jobs import config_of
+from tests.fakes.model_specs import FILL_SPEC
 from tests.support.draws import fresh_rng
 
 pytestmark = pytest.mark.each_value
@@ -70,7 +70,7 @@ def served(vae: Any, folder: Path, **stages: Any) -> tuple[Any, ModelSpec]:
     """As a worker has it from its folder."""
     vae.save_pretrained(folder / "vae")
     space = latent_space(read_json(folder / "vae" / "config.json"))
-    facts = replace(FILL_FACTS, latents=space)
+    facts = replace(FILL_SPEC, latents=space)
     return load_vae(config_of(folder, stages=stages), facts), facts
 
 

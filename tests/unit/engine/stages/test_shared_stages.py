@@ -21,9 +21,9 @@ from maskserve_common.contracts.postprocess_context import PostprocessContext
 from maskserve_common.files.stages import PRIMING_PROMPT_FILE
 from maskserve_engine.families.specs import load_spec
 from maskserve_engine.stages.revision import stages_revision
+from maskserve_triton.batched_requests import batched
 from maskserve_triton.forwarded_stages import ForwardedDecoder, ForwardedEncoder
 from maskserve_triton.stage_models import DecoderStage, EncoderStage
-from maskserve_triton.together import batched
 from tests.fakes import loras
 from tests.fakes.ip_adapters import build_image_encoder
 from tests.fakes.jobs import WORDS, Case, config_of, random_case

@@ -26,12 +26,12 @@ from maskserve_engine.families.mmdit.adapter import FlowAdapter
 from maskserve_engine.families.mmdit.batch import FlowBatch
 from maskserve_engine.families.mmdit.preparation import Grid
 from maskserve_engine.stages.encoded import NO_MOMENTS
-from tests.fakes.facts import FILL_FACTS
+from tests.fakes.model_specs import FILL_SPEC
 from tests.support.cached_rows import assert_equal
 from tests.support.draws import fresh_rng
 
 WIDTH, HEADS, BLOCKS, TEXT_IN, SHIFT = 16, 2, 3, 6, 0.7
-FACTS = replace(FILL_FACTS, family="toy", semantics=INPAINT, guidance="none", true_cfg=True)
+FACTS = replace(FILL_SPEC, family="toy", semantics=INPAINT, guidance="none", true_cfg=True)
 CHANNELS = FACTS.latent_channels
 
 

@@ -21,7 +21,7 @@ from maskserve_triton.tensor_io import Outputs, error_response, response, view_a
 T = TypeVar("T")
 
 
-class Together(Generic[T]):
+class BatchedRequests(Generic[T]):
     """Answers requests of Triton.
 
     Args:

@@ -11,8 +11,8 @@ import pytest
 from maskserve_common.config import Config
 from maskserve_common.errors import InvalidRequest
 from maskserve_common.tracing import make_tracer
+from maskserve_triton.batched_requests import BatchedRequests, batched, view_item
 from maskserve_triton.tensor_io import Outputs, read_bytes
-from maskserve_triton.together import Together, batched, view_item
 from tests.fakes.pb_utils import FakeTriton, Request
 
 
@@ -41,9 +41,11 @@ def api() -> FakeTriton:
     return FakeTriton()
 
 
-def together(api: FakeTriton, config: Config, work: Any = summed, failed: Any = None) -> Together:
+def together(
+    api: FakeTriton, config: Config, work: Any = summed, failed: Any = None
+) -> BatchedRequests:
     tracer = make_tracer(config, "test")
-    return Together(api, tracer, "sum", lambda request: read(api, request), work, failed)
+    return BatchedRequests(api, tracer, "sum", lambda request: read(api, request), work, failed)
 
 
 def test_each_gets_its_own_in_a_batch_of_one(api: FakeTriton, config: Config) -> None:

@@ -7,7 +7,7 @@ from maskserve_engine.spec.latents import LatentSpace
 from maskserve_engine.spec.mmdit import CONTROL
 from maskserve_engine.spec.model_spec import ALL_STEPS, EditDefaults, ModelSpec
 
-FILL_FACTS = ModelSpec(
+FILL_SPEC = ModelSpec(
     family="flux",
     semantics=FILL,
     latents=LatentSpace(pixels=4, channels=4),
