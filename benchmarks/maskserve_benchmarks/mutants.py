@@ -1414,8 +1414,8 @@ MUTATIONS = (
     Mutation(
         "plans are cut by the bounds of others",
         "engine/maskserve_engine/planning/planner.py",
-        "max_a, max_p = ceiling - rest_a, ceiling - rest_p",
-        "max_a, max_p = ceiling - rest_p, ceiling - rest_a",
+        "most_sum_absent, most_sum_present = ceiling - rest_absent, ceiling - rest_present",
+        "most_sum_absent, most_sum_present = ceiling - rest_present, ceiling - rest_absent",
         f"{_PLANNER}::test_equals_brute_force_where_a_dense_block_precedes_one_that_projects",
     ),
     Mutation(
