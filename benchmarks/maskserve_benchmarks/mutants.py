@@ -751,6 +751,21 @@ MUTATIONS = (
         f"{_NETS}::test_outputs_lie_where_diffusers_adds_them",
     ),
     Mutation(
+        "Z-Image's nets do not change the text",
+        "engine/maskserve_engine/batch/forward.py",
+        "words = min(of_text, packing.text[row])",
+        "words = 0",
+        f"{_NETS}::test_a_row_without_a_mask_equals_the_pipeline",
+    ),
+    Mutation(
+        "a chain of Z-Image's blocks starts without the picture",
+        "engine/maskserve_engine/families/z_image/control.py",
+        "control = role.before(control, stream.spans) + picture",
+        "control = role.before(control, stream.spans)",
+        f"{_UNIT}/engine/families/z_image/test_z_image_control.py"
+        "::test_a_net_of_every_version_equals_diffusers",
+    ),
+    Mutation(
         "Stable Diffusion 3.5's nets see the VAE's shift, whatever they were trained with",
         "engine/maskserve_engine/families/sd3/adapter.py",
         "hint = PlainLinear(hint.weight, hint.bias + unshifted)",

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
         FluxControlNetModel,
         QwenImageControlNetModel,
         SD3ControlNetModel,
+        ZImageControlNetModel,
     )
 
 CHANNELS = 16
@@ -95,6 +96,30 @@ def random_sd3_net(seed: int, layers: int, **overrides: Any) -> SD3ControlNetMod
         "pos_embed_max_size": 16,
     }
     return _random(SD3ControlNetModel, seed, layers, {**sizes, **overrides})
+
+
+def random_z_image_net(seed: int, **overrides: Any) -> ZImageControlNetModel:
+    """A random ControlNet of the tiny Z-Image's size; none of its additions is zero. By default of
+    the first version: its control picture has blocks of its own before the text.
+    """
+    import torch
+    from diffusers import ZImageControlNetModel
+
+    sizes = {
+        "control_layers_places": (0, 1),
+        "control_in_dim": 4,
+        "dim": 64,
+        "n_refiner_layers": 1,
+        "n_heads": 4,
+        "n_kv_heads": 4,
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        net = ZImageControlNetModel(**{**sizes, **overrides}).eval()
+        for name, weight in net.named_parameters():
+            if "_proj." in name:
+                torch.nn.init.normal_(weight, std=0.3)
+    return net
 
 
 def random_unet_net(unet: Any, seed: int, **overrides: Any) -> ControlNetModel:

@@ -19,6 +19,7 @@ from tests.fakes.control_nets import (
     random_qwen_net,
     random_sd3_net,
     random_unet_net,
+    random_z_image_net,
 )
 from tests.fakes.tiny_chroma import build_tiny_chroma
 from tests.fakes.tiny_flux2 import build_tiny_flux2, build_tiny_flux2_dev
@@ -69,6 +70,7 @@ WITH_NETS: dict[str, Callable[[], Any]] = {
     "qwen-image": partial(random_qwen_net, 1, 2),
     "sd3-large": partial(random_sd3_net, 1, 2),
     "sd3-medium": partial(random_sd3_net, 1, 2),
+    "z-image": partial(random_z_image_net, 1),
 }
 """A net of each model that takes ControlNets, apart from UNets."""
 

@@ -35,6 +35,8 @@ class NetCase:
     """Name of diffusers' pipeline with ControlNets."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of the pipeline."""
+    spans: bool = True
+    """Whether the pipeline lets a net act in some steps only."""
 
 
 class NetModel:

@@ -552,16 +552,19 @@ def _to_captures(
 
 def _add_residuals(index: int, image: Tensor, packed: Packed, *, wide: bool, joined: bool) -> None:
     """Add the residuals of ControlNets after a block to each row's first image tokens: the computed
-    ones, in any packing.
+    ones, in any packing; and those of the text (`Residuals.after`) where there is any.
     """
     packing = packed.layout.wide if wide else packed.layout.narrow
     for row, residuals in packed.residuals.items():
         added = None if residuals is None else residuals.after(index)
         if added is not None:
+            of_text, words = max(0, len(added) - packed.layout.narrow.image[row]), 0
             if joined:
-                begin = packing.row_stream.spans[row][0] + packing.text[row]
+                words = min(of_text, packing.text[row])
+                begin = packing.row_stream.spans[row][0] + packing.text[row] - words
             else:
                 begin = packing.image_stream.spans[row][0]
+            added = added[of_text - words :]
             image[begin : begin + len(added)].add_(added)
 
 

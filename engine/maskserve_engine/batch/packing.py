@@ -503,7 +503,8 @@ class Residuals(Protocol):
         """Return the residual to add at a place of the model; None: nothing.
 
         FLUX: [n, width], added to the row's computed image tokens after block `number`, double
-        blocks first.
+        blocks first. Z-Image: [T + n, width], added to the text before them as well; if T is more
+        than the text has, the first ones are left out.
 
         UNets: [C, h, w], a map of the whole picture, added to skip connection `number` in the order
         these begin; the number after the last one stands for the middle block's output.

@@ -56,6 +56,8 @@ class OpeningMessage(msgspec.Struct, frozen=True):
     """FLUX: guidance_scale."""
     shallowest: bool = False
     """FLUX: whether all its ControlNets use the depth of the shallowest (`common_depth`)."""
+    pads: int = 0
+    """Z-Image: text tokens that stand beside the picture (`RowInput.pads`)."""
 
 
 @dataclass(frozen=True, slots=True)

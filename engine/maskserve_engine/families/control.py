@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from maskserve_common.contracts.settings import Ranged, scale_at
 from maskserve_engine.base.job import ControlInput, EditJob
@@ -380,7 +381,7 @@ class Residual(NamedTuple):
     last: int
     """The tensor is added at each place of the base from `first` to `last`."""
     added: Tensor
-    """[passes, ...]"""
+    """[passes, ...]; those of shorter texts begin with zeros (Z-Image)."""
 
 
 Send = Callable[[Sequence[Residual]], None]
@@ -429,6 +430,6 @@ class NetBatch:
             if following == place + 1 and first[following] is first[place]:
                 continue
             samples = [residual_pass.added[place] for residual_pass in control.passes]
-            added = samples[0][None] if len(samples) == 1 else torch.stack(samples)
+            added = pad_sequence(samples, batch_first=True, padding_side="left")
             yield Residual(number, places[begin], place, added)
             begin = i + 1

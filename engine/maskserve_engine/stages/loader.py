@@ -5,10 +5,13 @@ from __future__ import annotations
 import importlib
 import json
 import os
+from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 
 from maskserve_common.config import Config, ConfigError
 from maskserve_common.files.weight_files import weight_files
@@ -151,6 +154,32 @@ def shape_of(config: Config, name: str) -> torch.nn.Module:
         raise ConfigError(f"[model] path: cannot tell the shapes of {folder}: {error}") from error
     # Not by diffusers' own `to`: it warns of layers that are best kept in float32.
     return torch.nn.Module.to(model, dtype).eval().requires_grad_(False)
+
+
+def read_modules(
+    model: torch.nn.Module, names: Sequence[str], folder: Path, variant: str
+) -> dict[str, Any]:
+    """Return copies of some of a model's modules, by their names, with the weights of its folder,
+    in host memory; the model itself need have no weights.
+    """
+    tensors = dict[str, torch.Tensor]()
+    for file in weight_files(folder, variant).files:
+        with safe_open(file, "pt") as opened:
+            keys = [key for key in opened.keys() if key.startswith(_below(names))]  # noqa: SIM118
+            tensors |= {key: opened.get_tensor(key) for key in keys}
+    modules = dict[str, Any]()
+    for name in names:
+        module = deepcopy(model.get_submodule(name)).to_empty(device="cpu")
+        [below] = _below([name])
+        module.load_state_dict(
+            {key.removeprefix(below): x for key, x in tensors.items() if key.startswith(below)}
+        )
+        modules[name] = module
+    return modules
+
+
+def _below(names: Sequence[str]) -> tuple[str, ...]:
+    return tuple([f"{name}." for name in names])
 
 
 def module_bytes(model: torch.nn.Module) -> int:

@@ -1,7 +1,7 @@
-"""ControlNets of FLUX.1, Qwen-Image and Stable Diffusion 3.5 beside the base, over the packed rows
-that have control.
+"""ControlNets of flow-matching transformers beside the base, over the packed rows with control.
 
-A net is a shorter model of its base's kind. Its block outputs, each through a linear layer, are
+A net is a shorter model of its base's kind. Here are those of FLUX.1, Qwen-Image and Stable
+Diffusion 3.5, in `z_image.control` Z-Image's. Its block outputs, each through a linear layer, are
 added to the base's hidden states. It runs on the same packed blocks as the base (`batch.forward`).
 Between refresh steps the cached tokens and the text enter as keys and values from the net's own
 step cache (`batch.step_cache`).
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, islice
+from itertools import chain
 from math import ceil
 from typing import Any, NamedTuple, Protocol
 
@@ -72,6 +72,51 @@ def spread_in_runs(count: int, first: int, of: int) -> list[tuple[int, ...]]:
     ]
 
 
+class FlowNet(Protocol):
+    """A net, as its rows run it."""
+
+    @property
+    def channels(self) -> int:
+        """Channels of a token of latents."""
+        ...
+
+    @property
+    def blocks(self) -> int: ...
+
+    @property
+    def places(self) -> Sequence[Sequence[int]]:
+        """For each output, the base's blocks after which it is added."""
+        ...
+
+    @property
+    def guided(self) -> bool:
+        """Whether it takes the guidance scale."""
+        ...
+
+    @property
+    def hint_embedder(self) -> HintEmbedder: ...
+
+    def prompt(self, embeds: Tensor, pooled: Tensor | None, mode: int | None) -> NetPrompt:
+        """Return a prompt as the net takes it, from its states [T, in] and its pooled vector."""
+        ...
+
+    def vectors(self, timesteps: Tensor, packed: Packed) -> Sequence[Any]:
+        """Return the vectors of each step, from timesteps [S, R]."""
+        ...
+
+    def samples(self, packed: Packed, at: Any, scales: Sequence[float]) -> Iterator[list[Tensor]]:
+        """Yield each output, for each row, [n, width] of the computed tokens or, where the base
+        adds it to the text as well, [T + n, width].
+
+        Args:
+            packed: rows with `text` of the net's prompts, and `tokens` [n, channels + width]:
+                latents beside the embedded picture.
+            at: vectors of the step.
+            scales: scales of the rows' controls, for nets that need them inside.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class FluxControlNet:
     """The weights of diffusers' FluxControlNetModel or another net with such blocks, for a base
@@ -127,16 +172,7 @@ class FluxControlNet:
             ValueError: the net does not fit the base.
         """
         numbers = channels if control_spec.patched else channels // PATCH**2
-        net_config, of_base = model.config, {**base.config, "in_channels": numbers}
-        if problem := further_input(net_config, control_spec):
-            raise ValueError(f"it {problem}")
-        for name in ("in_channels", *control_spec.equal):
-            if net_config[name] is None:
-                continue
-            if list(np.ravel(net_config[name])) != list(np.ravel(of_base[name])):
-                raise ValueError(
-                    f"its {name} is {net_config[name]}, that of the model {of_base[name]}"
-                )
+        check_net(model.config, {**base.config, "in_channels": numbers}, control_spec)
         doubles, singles = (len(getattr(base, stack, ())) for stack in _STACKS)
         depth = len(weights.double_blocks), len(weights.single_blocks)
         with torch.no_grad():
@@ -170,8 +206,15 @@ class FluxControlNet:
             self.shallower[depth] = replace(self, places=places, shallower={})
         return self.shallower[depth]
 
+    @property
+    def blocks(self) -> int:
+        return len(self.outs)
+
+    @property
+    def guided(self) -> bool:
+        return self.weights.time_text_embed.guidance_embedder is not None
+
     def prompt(self, embeds: Tensor, pooled: Tensor | None, mode: int | None) -> NetPrompt:
-        """Return a prompt as the net takes it, from its states [T, in] and its pooled vector."""
         embedder = self.weights.context_embedder
         if pooled is not None and not self.pooled:
             pooled = torch.zeros_like(pooled)
@@ -184,14 +227,13 @@ class FluxControlNet:
             text = torch.cat((self.modes[mode][None], text))
         return NetPrompt(text, pooled)
 
-    def samples(self, packed: Packed, at: Vectors) -> Iterator[list[Tensor]]:
-        """Yield per block, for each row, [n, width] outputs of the computed tokens.
+    def vectors(self, timesteps: Tensor, packed: Packed) -> tuple[Vectors, ...]:
+        emb = embed(self.weights, timesteps, packed.pooled, packed.guidance)
+        return vectors(self.weights, emb)
 
-        Args:
-            packed: rows with `text` from the net's context_embedder, and `tokens` [n, channels
-                + width]: latents beside the embedded picture.
-            at: vectors of the step.
-        """
+    def samples(
+        self, packed: Packed, at: Vectors, scales: Sequence[float]
+    ) -> Iterator[list[Tensor]]:
         weights, stream = self.weights, packed.layout.narrow.image_stream
         latents, hints = packed.tokens.split((self.channels, weights.width), dim=1)
         image = weights.x_embedder(latents.contiguous(), stream.spans) + hints
@@ -200,6 +242,19 @@ class FluxControlNet:
         for number, out in enumerate(self.outs):
             state.run(number, number + 1)
             yield list(out(state.computed_image(), stream.spans).split(stream.lengths))
+
+
+def check_net(
+    net: Mapping[str, Any], base: Mapping[str, Any], control_spec: ControlNetSpec
+) -> None:
+    """Raise ValueError if a net's configuration does not fit that of its base."""
+    if problem := further_input(net, control_spec):
+        raise ValueError(f"it {problem}")
+    for name in ("in_channels", *control_spec.equal):
+        if net.get(name) is None:
+            continue
+        if list(np.ravel(net[name])) != list(np.ravel(base[name])):
+            raise ValueError(f"its {name} is {net[name]}, that of the model {base[name]}")
 
 
 def _places(
@@ -222,6 +277,13 @@ def common_depth(depths: Sequence[tuple[int, int]]) -> tuple[int, int]:
     return _shallowest(doubles), _shallowest(singles)
 
 
+def _equally_deep(nets: Sequence[FlowNet]) -> list[FlowNet]:
+    flux_nets = [net for net in nets if isinstance(net, FluxControlNet)]
+    assert len(flux_nets) == len(nets), "the setting is FLUX.1's"
+    depth = common_depth([net.depth for net in flux_nets])
+    return [net.as_shallow_as(depth) for net in flux_nets]
+
+
 def _shallowest(counts: Sequence[int]) -> int:
     return min(filter(None, counts)) if counts[0] else 0
 
@@ -233,43 +295,44 @@ class NetPrompt(NamedTuple):
     """[T, width] from the net's context_embedder; in a union net the mode's token comes first. Nets
     that do not read it have none."""
     pooled: Tensor | None
+    cis: Tensor | None = None
+    """[T, head_dim / 2] rotary factors of the text; None: those of the base's."""
 
 
 class FluxNetInput(NamedTuple):
     """One net's inputs for an edit, beside those of its base."""
 
     control: ControlInput
-    net: FluxControlNet
+    net: FlowNet
     hint: Tensor
     """[N, width] tokens of the embedded picture, in the row's order: computed tokens first."""
     prompts: tuple[NetPrompt, ...]
-    """The prompt and, if the net runs with it, the negative prompt, of as many tokens."""
+    """The prompt and, if the net runs with it, the negative prompt."""
     guidance: float | None
 
     @classmethod
     def encode(
         cls,
         control: ControlInput,
-        net: FluxControlNet,
+        net: FlowNet,
         picture: Tensor,
-        prompts: Sequence[tuple[Tensor, Tensor | None]],
+        prompts: Sequence[tuple[Tensor, Tensor | None, Tensor | None]],
         guidance_scale: float | None,
     ) -> FluxNetInput:
-        """Compute a net's constant inputs for an edit, from states and pooled vector of prompts."""
-        guided = net.weights.time_text_embed.guidance_embedder is not None
+        """Compute a net's constant inputs for an edit, from prompts: states, pooled vector, and
+        rotary factors if they are not the base's.
+        """
         hint = net.hint_embedder(picture, ((0, len(picture)),))
-        net_prompts = [net.prompt(*prompt, control.mode) for prompt in prompts]
-        return cls(control, net, hint, tuple(net_prompts), guidance_scale if guided else None)
+        net_prompts = [
+            net.prompt(embeds, pooled, control.mode)._replace(cis=cis)
+            for embeds, pooled, cis in prompts
+        ]
+        return cls(control, net, hint, tuple(net_prompts), guidance_scale if net.guided else None)
 
     def passes(self, row: RowInput) -> list[RowInput]:
         """Return the net's inputs for these tokens of a row, one for each prompt."""
         hint = self.hint[: len(row.tokens)]
         tokens = torch.cat((row.tokens[:, : self.net.channels], hint), dim=1)
-        cis, text = row.cis, len(self.prompts[0].text)
-        if text > len(row.text):  # the mode stands where all text does
-            cis = torch.cat((cis[:1], cis))
-        elif not text:
-            cis = cis[len(row.text) :]
         return [
             replace(
                 row,
@@ -277,11 +340,22 @@ class FluxNetInput(NamedTuple):
                 text=prompt.text,
                 pooled=prompt.pooled,
                 guidance=self.guidance,
-                cis=cis,
+                cis=_with_text(row, prompt),
                 picture=(),
             )
             for prompt in self.prompts
         ]
+
+
+def _with_text(row: RowInput, prompt: NetPrompt) -> Tensor:
+    """Return the rotary factors of a prompt's text and the row's image tokens."""
+    cis, text = row.cis, len(prompt.text)
+    if prompt.cis is not None or not text:
+        image = cis[len(row.text) :]
+        return image if prompt.cis is None else torch.cat((prompt.cis, image))
+    if text > len(row.text):  # the mode stands where all text does
+        return torch.cat((cis[:1], cis))
+    return cis
 
 
 class FluxNets(Nets[FluxNetInput]):
@@ -290,23 +364,26 @@ class FluxNets(Nets[FluxNetInput]):
     in_parts = True
 
     def __init__(self) -> None:
-        self._vectors: dict[tuple[object, ...], tuple[int, tuple[Vectors, ...]]] = {}
+        self._vectors: dict[tuple[object, ...], tuple[int, Sequence[Any]]] = {}
         """By net, inputs and lookaheads: the first row's step, and the vectors of that step and the
         next ones."""
 
     def outputs(
-        self, net: FluxControlNet, same: Sequence[NetRequest[FluxNetInput]]
+        self, net: FlowNet, same: Sequence[NetRequest[FluxNetInput]]
     ) -> Iterator[NetOutput]:
         inputs = [_net_inputs(request) for request in same]
         packed = Packed(list(chain.from_iterable(inputs)))
-        samples = net.samples(packed, self._vectors_of(net, same, packed))
+        scales = [
+            request.scale for request, passes in zip(same, inputs, strict=True) for _ in passes
+        ]
+        samples = net.samples(packed, self._vectors_of(net, same, packed), scales)
         for places, by_pass in zip(net.places, samples, strict=True):
             parts = iter(by_pass)
             yield (
                 places,
                 [
-                    [sample[: request.row.base_input.computed] for sample in islice(parts, count)]
-                    for request, count in zip(same, map(len, inputs), strict=True)
+                    [_computed(next(parts), request, row) for row in passes]
+                    for request, passes in zip(same, inputs, strict=True)
                 ],
             )
         for request, passes in zip(same, inputs, strict=True):
@@ -317,8 +394,8 @@ class FluxNets(Nets[FluxNetInput]):
                 request.keep(captures)
 
     def _vectors_of(
-        self, net: FluxControlNet, same: Sequence[NetRequest[FluxNetInput]], packed: Packed
-    ) -> Vectors:
+        self, net: FlowNet, same: Sequence[NetRequest[FluxNetInput]], packed: Packed
+    ) -> Any:
         """Return the step's vectors, computed for several steps at once. A lone row always gets the
         same groups of steps, because products of other shapes round differently.
         """
@@ -340,10 +417,14 @@ class FluxNets(Nets[FluxNetInput]):
                 for _ in request.net_input.prompts
             ]
             [timesteps] = to_device([torch.tensor(by_pass).T.contiguous()], packed.tokens.device)
-            emb = embed(net.weights, timesteps, packed.pooled, packed.guidance)
-            begin, step_vectors = step - len(before), vectors(net.weights, emb)
+            begin, step_vectors = step - len(before), net.vectors(timesteps, packed)
             self._vectors[key] = begin, step_vectors
         return step_vectors[step - begin]
+
+
+def _computed(sample: Tensor, request: NetRequest[FluxNetInput], row: RowInput) -> Tensor:
+    """Return a sample of a net's `row` without the tokens that the base does not compute."""
+    return sample[: len(sample) - len(row.tokens) + request.row.base_input.computed]
 
 
 class NetTokens(NamedTuple):
@@ -376,7 +457,7 @@ def _net_inputs(request: NetRequest[FluxNetInput]) -> list[RowInput]:
     passes = request.net_input.passes(net_tokens)
     if not request.keeps:
         return passes
-    last, blocks = request.last, len(request.net_input.net.outs)
+    last, blocks = request.last, request.net_input.net.blocks
     step_caches: Sequence[StepCache]
     if last is None:
         schedule = row.control.schedule
@@ -434,15 +515,16 @@ class FluxNetRow:
     active: int
 
     @classmethod
-    def of(cls, opening: Opening, nets: Mapping[str, FluxControlNet]) -> FluxNetRow:
-        """Build from `FluxAdapter.opening`, moved to the nets' device (`Opening.on`)."""
+    def of(cls, opening: Opening, nets: Mapping[str, FlowNet]) -> FluxNetRow:
+        """Build from `ControlledAdapter.opening`, moved to the nets' device (`Opening.on`)."""
         facts, arrays = opening.spec, opening.arrays
         row_nets = [nets[opened.net] for opened in facts.controls]
         if facts.shallowest:
-            depth = common_depth([net.depth for net in row_nets])
-            row_nets = [net.as_shallow_as(depth) for net in row_nets]
+            row_nets = _equally_deep(row_nets)
+        text_cis = [name for name in arrays if name.startswith("text_cis.")]
+        arrays = {**arrays, **{name: torch.view_as_complex(arrays[name]) for name in text_cis}}
         prompts = [
-            (arrays[f"embeds.{i}"], arrays.get(f"pooled.{i}"))
+            (arrays[f"embeds.{i}"], arrays.get(f"pooled.{i}"), arrays.get(f"text_cis.{i}"))
             for i in range(sum(name.startswith("embeds.") for name in arrays))
         ]
         inputs = [
@@ -453,7 +535,7 @@ class FluxNetRow:
         ]
         none, text = (prompts[0][0].new_empty(count, 0) for count in (0, facts.text))
         cis = torch.view_as_complex(arrays["cis"])
-        base = RowInput(none, text, None, None, cis)
+        base = RowInput(none, text, None, None, cis, pads=facts.pads)
         passes = tuple([PassResiduals() for _ in prompts])
         control = RowControl(tuple(inputs), facts.schedule, passes=passes)
         return cls(control, base, cis, facts.timesteps, facts.active)

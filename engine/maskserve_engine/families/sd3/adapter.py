@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from maskserve_common.config import Config
 from maskserve_common.errors import InvalidRequest
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.graphs import Graphs
@@ -37,7 +35,6 @@ from maskserve_engine.families.sd3 import spec as sd3
 from maskserve_engine.families.sd3.weights import (
     Sd3Weights,
     Second,
-    load_embedding,
     patches_of,
     places_of,
     weights_of,
@@ -48,10 +45,11 @@ from maskserve_engine.layers.low_rank import Place
 from maskserve_engine.layers.modulation import Vector, add_gated, modulate
 from maskserve_engine.layers.qk_norm_rope import qk_norm_rope
 from maskserve_engine.spec.family import FamilyModule
-from maskserve_engine.spec.model_spec import ModelSpec
+from maskserve_engine.stages.loader import read_modules
 
 _PATCH = 4
 """Latents per token."""
+_EMBED = "pos_embed"
 
 
 class Sd3Step(FluxStep):
@@ -214,18 +212,10 @@ class Sd3Adapter(FluxAdapter):
     batches = Sd3Batch
     preparation = Sd3Preparation
     passes_sigmas = False
-    weight_folder = Path(), ""
-    """Folder of the model's weights, and their variant."""
 
     @staticmethod
     def shift(config: Mapping[str, Any], tokens: int, steps: int) -> None:
         """Return None: the pipeline leaves the schedule to its sampler."""
-
-    @classmethod
-    def load(cls, spec: ModelSpec, config: Config) -> Self:
-        adapter = super().load(spec, config)
-        adapter.weight_folder = Path(config.model.path, "transformer"), config.model.variant
-        return adapter
 
     def weights_of(self, model: Any, placed_bytes: int, graphs: Graphs | None) -> FluxWeights:
         return weights_of(model, model.pos_embed, placed_bytes=placed_bytes, graphs=graphs)
@@ -266,7 +256,8 @@ class Sd3Adapter(FluxAdapter):
         embed = self.model.pos_embed
         if self.device.type != "meta" or net.device.type == "meta":
             return embed
-        return load_embedding(embed, *self.weight_folder).to(net.device, net.dtype)
+        read = read_modules(self.model, [_EMBED], *self.weight_folder)
+        return read[_EMBED].to(net.device, net.dtype)
 
     @staticmethod
     def places_of(model: Any) -> Mapping[str, Place]:

@@ -6,16 +6,12 @@ attention, and a token's position is added to it once.
 
 from __future__ import annotations
 
-from copy import deepcopy
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
-from maskserve_common.files.weight_files import weight_files
 from maskserve_engine.families.mmdit.weights import (
     JOINT_ATTENTION,
     OF_DOUBLE,
@@ -32,8 +28,6 @@ from maskserve_engine.families.mmdit.weights import (
 )
 from maskserve_engine.layers.linear import JoinedLinear, Linear, PlainLinear, linear
 from maskserve_engine.layers.low_rank import Place
-
-_EMBED = "pos_embed."
 
 
 class Second(NamedTuple):
@@ -88,19 +82,6 @@ def weights_of(model: Any, embed: Any, **more: Any) -> Sd3Weights:
 def patches_of(embed: Any) -> PlainLinear:
     """Return the product of a PatchEmbed's convolution with the tokens of a picture."""
     return PlainLinear(embed.proj.weight.flatten(1), embed.proj.bias)
-
-
-def load_embedding(embed: Any, folder: Path, variant: str) -> Any:
-    """Return an SD3Transformer2DModel's PatchEmbed with the weights of its folder, in host memory;
-    `embed` has its shapes.
-    """
-    module, tensors = deepcopy(embed).to_empty(device="cpu"), dict[str, Tensor]()
-    for file in weight_files(folder, variant).files:
-        with safe_open(file, "pt") as opened:
-            names = [name for name in opened.keys() if name.startswith(_EMBED)]  # noqa: SIM118
-            tensors |= {name.removeprefix(_EMBED): opened.get_tensor(name) for name in names}
-    module.load_state_dict(tensors)
-    return module
 
 
 def _double(block: Any) -> Double:

@@ -6,34 +6,40 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.graphs import Graphs
-from maskserve_engine.families.mmdit.adapter import FlowAdapter
-from maskserve_engine.families.mmdit.batch import FlowBatch
 from maskserve_engine.families.mmdit.blocks import precomputed_steps
+from maskserve_engine.families.mmdit.controlled import ControlledAdapter, ControlledBatch
 from maskserve_engine.families.mmdit.preparation import (
+    PATCH,
     FlowPreparation,
+    FlowPrompt,
     FlowStart,
     Grid,
     grid_of,
     latents_shape,
+    pack_latents,
 )
 from maskserve_engine.families.mmdit.schedule import Schedule
 from maskserve_engine.families.z_image import spec as z_image
 from maskserve_engine.families.z_image.blocks import ZImageStep, ZImageVectors, refined, vectors
+from maskserve_engine.families.z_image.control import ZImageControlNet
 from maskserve_engine.families.z_image.spec import PADDED_TO, pads_of
-from maskserve_engine.families.z_image.weights import ZImageWeights, places_of
+from maskserve_engine.families.z_image.weights import OPENING, ZImageWeights, places_of
 from maskserve_engine.layers.low_rank import Adapters, Place
 from maskserve_engine.spec.family import FamilyModule
 from maskserve_engine.stages.latents import draw
+from maskserve_engine.stages.loader import read_modules
 
 _ZERO = torch.zeros(1, dtype=torch.int64)
 
 
-class ZImageBatch(FlowBatch[ZImageWeights]):
+class ZImageBatch(ControlledBatch[ZImageWeights]):
     text_varies = True
 
     @staticmethod
@@ -69,8 +75,14 @@ class ZImagePreparation(FlowPreparation):
         dtype = torch.float32 if job.request.kind == "generate" else self._dtype
         return draw(latents_shape(job), generator, dtype)
 
+    def control_tokens(
+        self, moments: NDArray[np.float32], job: EditJob, _: torch.Generator
+    ) -> Tensor:
+        """Return [N, 4C] tokens of a control picture: of the mean, as the pipeline has it."""
+        return pack_latents(self._posterior(moments).mode())
 
-class ZImageAdapter(FlowAdapter[ZImageWeights]):
+
+class ZImageAdapter(ControlledAdapter[ZImageWeights]):
     """Steps rows of Z-Image edits over one ZImageTransformer2DModel.
 
     The model pads a prompt to a multiple of 32 tokens and puts the picture after it on the first
@@ -84,6 +96,8 @@ class ZImageAdapter(FlowAdapter[ZImageWeights]):
     batches = ZImageBatch
     preparation = ZImagePreparation
     text_places = ("context_embedder", "context_blocks.")
+    _read_weights: ZImageWeights | None = None
+    """See `_opening_weights`."""
 
     def weights_of(self, model: Any, placed_bytes: int, graphs: Graphs | None) -> ZImageWeights:
         return ZImageWeights.of(model, placed_bytes)
@@ -115,6 +129,33 @@ class ZImageAdapter(FlowAdapter[ZImageWeights]):
 
     def _rotary(self, places: Tensor) -> Tensor:
         return rotary(self.model, places, self.device)
+
+    def control_net(self, model: Any) -> ZImageControlNet:
+        with torch.inference_mode():
+            control_spec, channels = self.spec.control, self.spec.latent_channels * PATCH**2
+            assert control_spec is not None, "nets of other models are refused"
+            return ZImageControlNet.of(
+                model, self.model.config, self._opening_weights(model), channels, control_spec
+            )
+
+    def _opening_weights(self, net: Any) -> ZImageWeights:
+        """Return the base's weights up to its blocks of the picture; a service, whose base has no
+        weights, reads them.
+        """
+        if self.device.type != "meta" or net.device.type == "meta":
+            return self.weights
+        if self._read_weights is None:
+            parts = read_modules(self.model, OPENING, *self.weight_folder)
+            on_device = {name: part.to(net.device, net.dtype) for name, part in parts.items()}
+            self._read_weights = self.weights.with_opening(on_device)
+        return self._read_weights
+
+    def net_prompt(self, job: EditJob, prompt: FlowPrompt) -> dict[str, Tensor]:
+        """Return the prompt's tokens at the first block that sees them: they are the net's, too."""
+        grid = grid_of(job)
+        text = self.text(prompt.embeds, grid)
+        cis = self._positions(*grid, len(text), ())[: len(text)]
+        return {"embeds": text, "text_cis": torch.view_as_real(cis).clone()}
 
     def most_ranks(self, job: EditJob) -> int:
         """Limit ranks to passes if the picture is padded: pads are in the text, of which ranks have

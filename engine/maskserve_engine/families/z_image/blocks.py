@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -69,7 +70,7 @@ def vectors(weights: ZImageWeights, timesteps: Tensor) -> tuple[ZImageVectors, .
     )
 
 
-def _spread(stream: Stream, vectors: Tensor, parts: int) -> list[Tensor]:
+def spread_vectors(stream: Stream, vectors: Tensor, parts: int) -> list[Tensor]:
     """Split per-row vectors [R, parts · D] into tensors that broadcast with `Stream.wide`
     tokens.
     """
@@ -90,13 +91,19 @@ class ZImageStep:
         self.placed_bytes, self.writes = weights.placed_bytes, (False,) * self.block_count
         self.updates = weights.updates
 
-    def take(self, rows: Sequence[int]) -> ZImageStep:
-        return ZImageStep(self.weights.take(rows), self.vectors.take(rows))
+    def take(self, rows: Sequence[int]) -> Self:
+        return self._with(self.weights.take(rows), self.vectors.take(rows))
 
-    def copied(self, copy: Callable[[Tensor], Tensor], moving: Sequence[MovingRows]) -> ZImageStep:
-        return ZImageStep(self.weights.copied(copy, moving), mapped(self.vectors, copy))
+    def copied(self, copy: Callable[[Tensor], Tensor], moving: Sequence[MovingRows]) -> Self:
+        return self._with(self.weights.copied(copy, moving), mapped(self.vectors, copy))
 
-    def follow(self, other: ZImageStep) -> None:
+    def _with(self, weights: ZImageWeights, vectors: ZImageVectors) -> Self:
+        step = copy(self)
+        step.weights, step.vectors, step.blocks = weights, vectors, weights.blocks
+        step.updates = weights.updates
+        return step
+
+    def follow(self, other: Self) -> None:
         copy_tensors(self.vectors, other.vectors)
 
     def embed(self, tokens: Tensor, stream: Stream) -> Tensor:
@@ -115,7 +122,7 @@ class ZImageStep:
         room: Tensor | None,
     ) -> tuple[Tensor, Tensor, Any]:
         block, stream = self.blocks[number], packing.row_stream
-        scale, *later_vectors = _spread(stream, self.vectors.blocks[number], 4)
+        scale, *later_vectors = spread_vectors(stream, self.vectors.blocks[number], 4)
         qk, v = queries(self.weights, block, stream.wide(image), scale, cis, stream.spans)
         return qk, v, later_vectors
 
@@ -143,7 +150,7 @@ class ZImageStep:
         self, number: int, hidden: Tensor, stream: Stream, cis: Tensor
     ) -> tuple[Tensor, Tensor]:
         block, width, weights = self.blocks[number], hidden.shape[1], self.weights
-        scale, *_ = _spread(stream, self.vectors.blocks[number], 4)
+        scale, *_ = spread_vectors(stream, self.vectors.blocks[number], 4)
         normed = normed_by(block.norms[0], stream.wide(hidden), scale, weights.epsilon)
         keys_values = block.qkv.columns(width, 3 * width)(normed, stream.spans)
         k, v = (
@@ -154,7 +161,7 @@ class ZImageStep:
 
     def last(self, image: Tensor, stream: Stream) -> Tensor:
         """Apply the last layers, in float32 as the latents."""
-        [scale] = _spread(stream, self.vectors.last, 1)
+        [scale] = spread_vectors(stream, self.vectors.last, 1)
         normed = F.layer_norm(stream.wide(image), image.shape[-1:], eps=1e-6) * scale
         patch_values = self.weights.proj_out(normed.flatten(0, -2), stream.spans)
         patches = patch_values.unflatten(1, (_PATCH, -1)).transpose(1, 2)

@@ -9,13 +9,13 @@ from typing import Any
 from maskserve_common.config import ConfigError
 from maskserve_common.config_file import read_json
 from maskserve_common.contracts.semantics import INPAINT, DenseSteps
-from maskserve_engine.families.flux import spec as flux
 from maskserve_engine.planning.flops import ModelWork
 from maskserve_engine.planning.layer_table import Layers, Shapes
 from maskserve_engine.spec import mmdit
 from maskserve_engine.spec.family import StepPicture
 from maskserve_engine.spec.model_spec import (
     ALL_KINDS,
+    ControlNetSpec,
     EditDefaults,
     ModelSpec,
     RefreshSpec,
@@ -48,7 +48,12 @@ _SORT = f"{_PATCH}-1"
 _LAUNCHES, _LAUNCHES_OUTSIDE = (16.8, 26.8, 20.8), 14.6
 """Kernels of a block and outside, counted on a device without memory."""
 
-control_work = flux.control_work
+CONTROL = ControlNetSpec(
+    net="ZImageControlNetModel",
+    latents=True,
+    guided=True,
+    equal=("dim", "n_heads", "n_refiner_layers", "qk_norm"),
+)
 recorded_rows = mmdit.recorded_rows
 
 
@@ -94,7 +99,7 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelSpec:
         ),
         true_cfg=False,
         denoiser=as_flux(transformer),
-        control=None,
+        control=CONTROL,
         edit_kinds=ALL_KINDS,
         keeps_placed=True,
         padded_to=PADDED_TO,
@@ -110,6 +115,24 @@ def as_flux(transformer: Mapping[str, Any]) -> dict[str, Any]:
         "attention_head_dim": width // heads,
         "joint_attention_dim": int(transformer["cap_feat_dim"]),
     }
+
+
+def control_work(config: Mapping[str, Any], height: int, width: int) -> ModelWork:
+    """Return the work of a ZImageControlNetModel beside its base, from the net's config.json and a
+    size in latents: its blocks, and the base's that see the picture only.
+    """
+    layers, refiners = len(config["control_layers_places"]), int(config["n_refiner_layers"])
+    again = layers if config.get("add_control_noise_refiner") == "control_layers" else refiners
+    channels = int(config["control_in_dim"])
+    sizes = {
+        **config,
+        "n_layers": layers,
+        "n_refiner_layers": refiners + again,
+        "in_channels": channels,
+        "cap_feat_dim": 0,
+    }
+    work = count(as_flux(sizes), StepPicture(height, width))
+    return mmdit.control_work(work, channels * _PATCH**2)
 
 
 def count(config: Mapping[str, Any], picture: StepPicture) -> ModelWork:

@@ -4,7 +4,8 @@ own parameters become parts of the joined tensors.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -19,6 +20,13 @@ from maskserve_engine.layers.low_rank import Place
 
 _SORT = "2-1"
 """Key of the embedders and last layers for pictures: side and frames of a patch."""
+OPENING = (
+    f"all_x_embedder.{_SORT}",
+    "t_embedder.mlp",
+    "noise_refiner",
+    f"all_final_layer.{_SORT}.adaLN_modulation.1",
+)
+"""Modules that run before the text is seen, and the last vectors, which come with the first."""
 
 
 class ZImageBlock(NamedTuple):
@@ -71,7 +79,7 @@ class ZImageWeights(RowWeights):
         last, words, time = model.all_final_layer[_SORT], model.cap_embedder, model.t_embedder.mlp
         stacks = (model.context_refiner, model.noise_refiner, model.layers)
         with torch.no_grad():
-            context, image, joint = (tuple(_layer(block) for block in stack) for stack in stacks)
+            context, image, joint = (tuple(block_of(block) for block in stack) for stack in stacks)
             return cls(
                 linear(model.all_x_embedder[_SORT]),
                 TwoLayers(linear(time[0]), linear(time[2])),
@@ -92,6 +100,21 @@ class ZImageWeights(RowWeights):
                 placed_bytes,
             )
 
+    def with_opening(self, modules: Mapping[str, Any]) -> ZImageWeights:
+        """Return the weights with those that run before the text is seen from `OPENING`'s
+        modules.
+        """
+        embed, time, picture, last = (modules[name] for name in OPENING)
+        with torch.no_grad():
+            return replace(
+                self,
+                x_embedder=linear(embed),
+                time_embedder=TwoLayers(linear(time[0]), linear(time[2])),
+                image_blocks=tuple([block_of(block) for block in picture]),
+                last_vectors=linear(last),
+                device=embed.weight.device,
+            )
+
     @cached_property
     def blocks(self) -> tuple[ZImageBlock, ...]:
         return (*self.image_blocks, *self.joint_blocks)
@@ -101,7 +124,7 @@ class ZImageWeights(RowWeights):
         return self.x_embedder.out_features
 
 
-def _layer(block: Any) -> ZImageBlock:
+def block_of(block: Any) -> ZImageBlock:
     attn, ff = block.attention, block.feed_forward
     return ZImageBlock(
         linear(block.adaLN_modulation[0]) if block.modulation else None,

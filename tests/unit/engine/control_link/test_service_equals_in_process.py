@@ -20,9 +20,11 @@ from tests.fakes.control_nets import (
     random_net,
     random_sd3_net,
     random_unet_net,
+    random_z_image_net,
 )
 from tests.fakes.jobs import config_of, encode_case, random_case, unet_case
 from tests.fakes.tiny_sd3 import build_tiny_sd3
+from tests.fakes.tiny_z_image import build_tiny_z_image
 from tests.support import refresh_rows
 from tests.support.cached_rows import Primed, cached
 from tests.support.control_service import Service
@@ -114,7 +116,9 @@ class Model:
         return results
 
 
-@pytest.fixture(scope="module", params=["fill", "inpaint", "sd3", "sd-base", "sdxl-base"])
+@pytest.fixture(
+    scope="module", params=["fill", "inpaint", "sd3", "z-image", "sd-base", "sdxl-base"]
+)
 def model(
     request: pytest.FixtureRequest,
     tiny_fill: Path,
@@ -127,6 +131,12 @@ def model(
     if request.param == "sd3":  # the service reads the base's positions for a net that lacks them
         folders["sd3"] = build_tiny_sd3(tmp_path_factory.mktemp("sd3") / "model")
         nets = {"one": random_sd3_net(1, 2), "two": random_sd3_net(2, 2, **PICTURE_ONLY)}
+    elif request.param == "z-image":  # the service reads the base's blocks of the picture
+        folders["z-image"] = build_tiny_z_image(tmp_path_factory.mktemp("z-image") / "model")
+        refines = {
+            "add_control_noise_refiner": "control_layers", "control_refiner_layers_places": (0,),
+        }  # fmt: skip
+        nets = {"one": random_z_image_net(1), "two": random_z_image_net(2, **refines)}
     elif request.param in ("fill", "inpaint"):
         nets = {"one": random_net(1, 1, 1), "two": random_net(2, 1, 2, guidance_embeds=True)}
     shared_model = Model(folders[request.param], tmp_path_factory.mktemp("service"), nets)

@@ -14,11 +14,13 @@ from maskserve_engine.families.flux import spec as flux
 from maskserve_engine.families.qwen_image import spec as qwen_image
 from maskserve_engine.families.sd3 import spec as sd3
 from maskserve_engine.families.unet import spec as unet
+from maskserve_engine.families.z_image import spec as z_image
 from tests.fakes.control_nets import (
     CHANNELS,
     PICTURE_ONLY,
     random_qwen_net,
     random_sd3_net,
+    random_z_image_net,
 )
 from tests.support.flop_count import counted
 from tests.support.model_configs import TINY_FLUX, TINY_SD21, TINY_SDXL
@@ -95,6 +97,31 @@ def test_a_net_of_stable_diffusion_3_is_what_torch_counts(blocks: int, reads_tex
     work = sd3.control_work(dict(net.config), side, side)
     assert work.step_flops([work.row_at(1.0, text)], "dense") == flops
     assert work.step_flops([work.row_at(1.0, text)], "kv") == flops
+
+
+@pytest.mark.parametrize("kind", [None, "control_noise_refiner", "control_layers"])
+def test_a_net_of_z_image_is_about_what_torch_counts(kind: str | None) -> None:
+    """All its blocks are counted as if they saw the text, and the same layers as if they were
+    twice as many beside the picture.
+    """
+    from diffusers import ZImageTransformer2DModel
+
+    sizes = {"dim": 64, "n_heads": 4, "n_kv_heads": 4, "n_refiner_layers": 2}
+    base = ZImageTransformer2DModel(
+        in_channels=4, cap_feat_dim=16, n_layers=3, axes_dims=[4, 6, 6], **sizes
+    )
+    places = None if kind is None else (0, 1)
+    net = random_z_image_net(
+        0, add_control_noise_refiner=kind, control_refiner_layers_places=places, **sizes
+    )
+    net, side, words = type(net).from_transformer(net, base), 32, 32
+    latents = torch.zeros(4, 1, side, side)
+
+    base.rope_embedder = lambda ids: torch.ones(len(ids), 8, dtype=torch.complex64)
+    net.rope_embedder = base.rope_embedder
+    flops = counted(lambda: net([latents], torch.ones(1), [torch.zeros(words, 16)], [latents]))
+    work = z_image.control_work(dict(net.config), side, side)
+    assert work.step_flops([work.row_at(1.0, words)], "dense") == pytest.approx(flops, rel=0.1)
 
 
 UNUSED = (

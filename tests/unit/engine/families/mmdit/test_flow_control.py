@@ -1,5 +1,5 @@
-"""Rows of Qwen-Image and Stable Diffusion 3.5 with ControlNets against diffusers' own pipelines and
-classes, alone and in any mix.
+"""Rows of Qwen-Image, Stable Diffusion 3.5 and Z-Image with ControlNets against diffusers' own
+pipelines and classes, alone and in any mix.
 """
 
 from __future__ import annotations
@@ -20,7 +20,12 @@ from maskserve_engine.families.mmdit.control import spread_in_runs
 from maskserve_engine.families.mmdit.rows import pass_inputs
 from maskserve_engine.families.sd3.adapter import spread_evenly
 from maskserve_engine.spec.control_nets import check_config
-from tests.fakes.control_nets import PICTURE_ONLY, random_qwen_net, random_sd3_net
+from tests.fakes.control_nets import (
+    PICTURE_ONLY,
+    random_qwen_net,
+    random_sd3_net,
+    random_z_image_net,
+)
 from tests.fakes.jobs import Case, tolerance
 from tests.support.cached_rows import KINDS, Primed, assert_equal, cached, result, run
 from tests.support.draws import fresh_rng
@@ -54,9 +59,24 @@ CASES = {
             _SD3,
             {"max_sequence_length": 16},
         ),
+        NetCase(
+            "z-image",
+            {
+                "plain": random_z_image_net(1, control_layers_places=(0,)),
+                "deep": random_z_image_net(
+                    2,
+                    control_in_dim=9,
+                    add_control_noise_refiner="control_layers",
+                    control_refiner_layers_places=(0,),
+                ),
+            },
+            "ZImageControlNetPipeline",
+            {"max_sequence_length": 320},
+            spans=False,
+        ),
     )
 }
-WITH_CACHE = pytest.mark.parametrize("model", ["qwen-image", "sd3-large"], indirect=True)
+WITH_CACHE = pytest.mark.parametrize("model", ["qwen-image", "sd3-large", "z-image"], indirect=True)
 EACH = pytest.mark.parametrize("model", CASES, indirect=True)
 SD3 = pytest.mark.parametrize("model", ["sd3-large", "sd3-medium"], indirect=True)
 QWEN = pytest.mark.parametrize("model", ["qwen-image"], indirect=True)
@@ -94,6 +114,8 @@ def distance(model: NetModel, job: EditJob, expected: NDArray[np.float32], **cha
 def placed_by_the_other_rule(model: NetModel, name: str) -> tuple[tuple[int, ...], ...]:
     """A net's outputs at the blocks where the other family's pipeline adds them."""
     net = model.nets[name]
+    if model.case.model == "z-image":
+        return tuple((place - 1,) for (place,) in net.places)
     rule = spread_in_runs if net.spread is spread_evenly else spread_evenly
     return tuple(rule(net.depth[0], 0, net.base[0]))
 
@@ -104,7 +126,7 @@ def placed_by_the_other_rule(model: NetModel, name: str) -> tuple[tuple[int, ...
 def test_a_row_without_a_mask_equals_the_pipeline(model: NetModel, net: str, passes: int) -> None:
     rng = fresh_rng()
     case = model.edit(rng, "generate", **(model.guided(rng) if passes == 2 else {}))
-    span = {"start": 0.2, "end": 0.8} if rng.random() < 0.5 else {}
+    span = {"start": 0.2, "end": 0.8} if model.case.spans and rng.random() < 0.5 else {}
     job = model.job(rng, case, net, **span)
     [control] = job.controls
     expected = model.oracle(case, control)
@@ -146,6 +168,7 @@ _NET_INPUTS = (
     "hidden_states", "timestep", "img_shapes", "encoder_hidden_states",
     "encoder_hidden_states_mask",
 )  # fmt: skip
+_Z_IMAGE_INPUTS = "x", "t", "cap_feats"
 Adds = Callable[[dict[str, Any]], dict[str, Any]]
 """Returns further arguments of a call of the transformer."""
 
@@ -197,15 +220,34 @@ def adds_of_qwen(model: NetModel, job: EditJob) -> Adds:
     return adds
 
 
+def adds_of_z_image(model: NetModel, job: EditJob) -> Adds:
+    [control] = job.controls
+    base, vae = model.plain.pipeline.transformer, model.plain.pipeline.vae
+    net = model.case.nets[control.net]
+    net = type(net).from_transformer(net, base)
+    assert control.moments is not None
+    mean = torch.from_numpy(control.moments)[None].chunk(2, dim=1)[0]
+    picture = (mean[0] - vae.config.shift_factor) * vae.config.scaling_factor
+    further = picture.new_zeros(net.config.control_in_dim - len(picture), *picture.shape[1:])
+    context = torch.cat((picture, further))[:, None]
+
+    def adds(inputs: dict[str, Any]) -> dict[str, Any]:
+        x, time, words = inputs["x"], inputs["t"], inputs["cap_feats"]
+        return {"controlnet_block_samples": net(x, time, words, [context] * len(x), control.scale)}
+
+    return adds
+
+
 def masked_oracle(model: NetModel, case: Case, job: EditJob) -> NDArray[np.float32]:
     """The inpainting pipeline, of which each call of the transformer adds the net's residuals."""
     pipeline = model.plain.pipeline
     is_qwen = model.case.model == "qwen-image"
-    adds = (adds_of_qwen if is_qwen else adds_of_sd3)(model, job)
+    adds = _ADDS[model.case.model](model, job)
     forward, prepare_latents = pipeline.transformer.forward, pipeline.prepare_latents
 
-    def controlled(**inputs: Any) -> Any:
-        return forward(**inputs, **adds(inputs))
+    def controlled(*inputs: Any, **named: Any) -> Any:
+        named |= zip(_Z_IMAGE_INPUTS, inputs, strict=False)
+        return forward(**named, **adds(named))
 
     def prepared(*inputs: Any, **more: Any) -> Any:
         """Control pictures are drawn first."""
@@ -220,6 +262,14 @@ def masked_oracle(model: NetModel, case: Case, job: EditJob) -> NDArray[np.float
         if is_qwen:
             patched.setattr(pipeline, "prepare_latents", prepared)
         return model.plain.oracle(case)
+
+
+_ADDS = {
+    "qwen-image": adds_of_qwen,
+    "sd3-large": adds_of_sd3,
+    "sd3-medium": adds_of_sd3,
+    "z-image": adds_of_z_image,
+}
 
 
 def masked(case: Case, ratio: float) -> Case:
@@ -397,6 +447,7 @@ def test_a_service_gets_all_that_the_nets_read(model: NetModel, passes: int) -> 
     [net_input] = model.adapter.net_row(sent, model.nets).control.inputs
     [local_input] = model.dense(job).residuals.inputs
     assert torch.equal(net_input.hint, local_input.hint)
+    assert net_input.control.scale == local_input.control.scale
     for prompt, local in zip(net_input.prompts, local_input.prompts, strict=True):
         assert torch.equal(prompt.text, local.text)
         assert prompt.pooled is local.pooled or torch.equal(prompt.pooled, local.pooled)

@@ -262,8 +262,9 @@ def test_the_distilled_model_is_told_by_its_schedule(model: FamilyModel, tmp_pat
 
 
 def test_what_is_not_served_is_said_in_a_sentence(model: FamilyModel, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="takes no ControlNets"):
-        check_config({"_class_name": "ZImageControlNetModel"}, model.adapter.spec)
+    net = {"_class_name": "ZImageControlNetModel", "dim": 8}
+    with pytest.raises(ValueError, match="is for another model: its dim is 8"):
+        check_config(net, model.adapter.spec)
     folder = tmp_path / "omni"
     shutil.copytree(model.folder, folder)
     file = folder / "transformer" / "config.json"
