@@ -96,6 +96,8 @@ class ModelConfig(Table, frozen=True):
     """Noise outside the mask, for models that blend the source in. `template`: one for all edits of
     a picture. `edit`: diffusers'. `auto`: `edit` without a cache or with `cache: off`, else
     `template`."""
+    step_interval: Annotated[int, Meta(ge=1, le=8)] = 1
+    """Not UNets: default `step_interval` of edits."""
     first_block_threshold: Annotated[float, Meta(ge=0.0, le=10.0)] = 0.0
     """FLUX: default `first_block_threshold` of edits."""
     torch_threads: Annotated[int, Meta(ge=0, le=1024)] = 0

@@ -235,6 +235,8 @@ def _check_steps(settings: EditSettings, spec: ModelSpec, config: Config) -> Non
             f"is {steps}, and this model has a schedule of its own",
             f"{len(spec.sigmas)}",
         )
+    if (settings.step_interval or 1) > 1 and not spec.predicts_steps:
+        raise InvalidRequest("SETTINGS.step_interval", "is not a setting of this model", "1")
     if steps_run(steps, settings.strength, rounds_up=spec.strength_rounds_up) < 1:
         raise InvalidRequest(
             "SETTINGS.strength",
@@ -319,6 +321,7 @@ def with_defaults(settings: EditSettings, spec: ModelSpec, config: Config) -> Ed
         num_inference_steps=_steps(settings, spec, config),
         guidance_scale=guidance,
         mask_ring=config.model.mask_ring if settings.mask_ring is None else settings.mask_ring,
+        step_interval=settings.step_interval or config.model.step_interval,
         first_block_threshold=threshold,
         seed=secrets.randbits(_SEED_BITS) if settings.seed is None else settings.seed,
         request_id=settings.request_id or uuid.uuid4().hex,

@@ -78,8 +78,11 @@ def test_steps_are_skipped_where_that_is_asked_for(grpc: Grpc) -> None:
     steps = 4
     _, meta = grpc.edit(plain_edit(num_inference_steps=steps, first_block_threshold=10.0))
     assert (meta["steps"], meta["steps_skipped"]) == (steps, steps - 1)
-    _, meta = grpc.edit(plain_edit(num_inference_steps=steps))
-    assert meta["steps_skipped"] == 0
+    every_step, meta = grpc.edit(plain_edit(num_inference_steps=steps))
+    assert (meta["steps"], meta["steps_skipped"]) == (steps, 0)
+    picture, meta = grpc.edit(plain_edit(num_inference_steps=steps, step_interval=2))
+    assert meta["steps"] == 3
+    assert picture != every_step
 
 
 def test_a_stream_sends_progress_previews_and_the_answer(worker: WorkerProcess, grpc: Grpc) -> None:

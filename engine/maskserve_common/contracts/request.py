@@ -182,6 +182,19 @@ def steps_run(num_inference_steps: int, strength: float, *, rounds_up: bool = Tr
     return num_inference_steps - int(max(num_inference_steps - initial, 0))
 
 
+def model_steps(count: int, interval: int) -> tuple[int, ...]:
+    """Return the steps of a schedule in which the model runs, as in diffusers' TaylorSeer: the
+    first two, the fourth, and then one in `interval`. A line gives the answers of the others.
+
+    Args:
+        count: steps of the schedule.
+        interval: `EditSettings.step_interval`.
+    """
+    if interval == 1:
+        return tuple(range(count))
+    return tuple(step for step in range(count) if step < 2 or (step - 3) % interval == 0)
+
+
 def check_prompt(raw: bytes, config: Config) -> str:
     """The prompt's text. An empty prompt is allowed: it asks for whatever fits.
 

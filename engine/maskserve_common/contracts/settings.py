@@ -220,6 +220,9 @@ class EditSettings(Table, frozen=True):
     region: RegionMode = "off"
     """`auto`: an edit without MASK finds the tokens that it changes, and computes mostly these
     (docs/api.md#without-a-mask-and-without-a-picture)."""
+    step_interval: Annotated[int, Meta(ge=1, le=8)] | None = None
+    """Not UNets: after three steps the model runs in one step of this many. A line through its last
+    two answers gives the others (TaylorSeer). 1: it runs in all; by default `[model]`'s."""
     first_block_threshold: Annotated[float, Meta(ge=0, le=10)] | None = None
     """FLUX: a step skips all blocks but the first if the first one's contribution differs by less
     than this share from that of the last full step (FirstBlockCache). 0: off; by default

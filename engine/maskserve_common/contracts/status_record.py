@@ -79,6 +79,8 @@ class Served:
     """Whether a row that computes a whole side of the picture runs dense even on a hit."""
     dense_steps: DenseSteps = NO_DENSE_STEPS
     """First steps of a cached row that compute all tokens."""
+    step_interval: int = 1
+    """Default `step_interval`."""
     own_stride: float = 0.0
     """Share of its steps from one refresh step to the next, for an edit whose template is not
     ready; 0: all steps compute all tokens.

@@ -57,6 +57,8 @@ def check_family(config: Config, spec: ModelSpec) -> None:
         raise ConfigError(
             f"[model] num_inference_steps: this model has {len(spec.sigmas)} of its own; use 0"
         )
+    if config.model.step_interval > 1 and not spec.predicts_steps:
+        raise ConfigError("[model] step_interval: not a setting of this model; use 1")
     family_settings = FAMILIES[spec.family].SETTINGS
     foreign_settings = {
         name for family in FAMILIES.values() for name in family.SETTINGS

@@ -81,6 +81,7 @@ class StatusPublisher:
                 native_resolution=spec.native_resolution,
                 token_pixels=spec.token_pixels,
                 num_inference_steps=spec.steps_default(config.model.num_inference_steps),
+                step_interval=config.model.step_interval,
                 cache=config.cache.enabled,
                 dense_above_ratio=config.cache.dense_above_ratio,
                 mask_ring=config.model.mask_ring,

@@ -200,6 +200,8 @@ class ModelSpec:
     """How the pipeline chooses the size of each of several pictures."""
     mask_latents: int = 1
     """Latents along a side for which its pipeline samples the mask once, where it blends."""
+    predicts_steps: bool = True
+    """Whether `step_interval` is served."""
     skips_steps: bool = False
     """Whether `first_block_threshold` is served."""
     dense_sides: bool = False

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from msgspec import structs
 
 from maskserve_common.config import LimitsConfig
-from maskserve_common.contracts.request import steps_run
+from maskserve_common.contracts.request import model_steps, steps_run
 from maskserve_common.contracts.reuse_levels import (
     Execution,
     ReuseLevel,
@@ -116,9 +116,10 @@ class EditCosts:
         )
         passes = 2 if settings.negative_prompt is not None else 1
         factor = passes * references_factor(references)
-        steps = steps_run(
+        scheduled = steps_run(
             settings.num_inference_steps or served.num_inference_steps, settings.strength
         )
+        steps = len(model_steps(scheduled, settings.step_interval or served.step_interval))
         controls = shares(settings.controls, steps)
         adapters = tuple(lora.name for lora in settings.loras if lora.scale)
         refresh_steps = _refresh_steps(settings, served, steps, active / total)

@@ -106,6 +106,7 @@ def _check_status(status: PolledStatus) -> None:
         within("served.native_resolution", served.native_resolution, 1, 2**16)
         within("served.token_pixels", served.token_pixels, 1, served.native_resolution)
         within("served.num_inference_steps", served.num_inference_steps, 1, _MOST_STEPS)
+        within("served.step_interval", served.step_interval, 1, _MOST_STEPS)
         within("served.mask_ring", served.mask_ring, 0, 2**16)
         within("served.own_stride", served.own_stride, 0.0, 1.0)
         within("served.promised_stride", served.promised_stride, 0.0, 1.0)

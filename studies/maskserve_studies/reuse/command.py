@@ -52,6 +52,7 @@ from maskserve_studies.quality.refresh_steps import (
 from maskserve_studies.quality.systems import BATCH, Picture, Rig
 from maskserve_studies.reuse.coarse import coarse_flops, coarse_refreshes
 from maskserve_studies.reuse.hits import hit_figures
+from maskserve_studies.reuse.step_caches import INTERVALS, at_interval, hits, rivals
 
 MODELS: dict[str, tuple[Path, int]] = {
     "fill": (DEMO_MODEL, 20),
@@ -125,10 +126,17 @@ class Trial:
         n: edits of each class.
         scenes: see `scene_classes`.
         true_cfg: see `Rig`.
+        step_interval: setting of the edits that are compared with the dense ones.
     """
 
     def __init__(
-        self, folder: Path, steps: int, n: int, scenes: Scenes = "drawn", true_cfg: float = 0.0
+        self,
+        folder: Path,
+        steps: int,
+        n: int,
+        scenes: Scenes = "drawn",
+        true_cfg: float = 0.0,
+        step_interval: int = 1,
     ) -> None:
         self.rig = rig = Rig(folder, steps, true_cfg=true_cfg)
         classes = scene_classes(rig.adapter.spec, n, scenes)
@@ -137,6 +145,8 @@ class Trial:
         self.jobs = rig.jobs(self.edits)
         self.dense = rig.dense(self.edits, self.jobs)
         self.choice = served_choice(rig, self.jobs[0], 2)
+        self.jobs = [at_interval(job, step_interval) for job in self.jobs]
+        self._all_steps, rig.steps = steps, rig.adapter.steps(self.jobs[0])
 
     def points(self) -> list[tuple[float, float]]:
         """Return mean error and dB of edits with refresh steps at fixed places."""
@@ -199,7 +209,8 @@ class Trial:
     def _flops(self, plan: RefreshSchedule) -> float:
         whole, between = flux_step_flops(self.choice)
         steps, refreshes = self.rig.steps, len(plan.refresh_steps)
-        return (refreshes * whole + (steps - len(plan.dense)) * between) / (steps * whole)
+        computed = refreshes * whole + (steps - len(plan.dense)) * between
+        return computed / (self._all_steps * whole)
 
     def coarse(self) -> dict[str, dict[str, Any]]:
         """Return the figures of edits whose refresh steps compute fewer tokens far from the mask,
@@ -239,6 +250,20 @@ class Trial:
         return rivals
 
 
+def step_caches(folder: Path, steps: int, n: int, scenes: Scenes) -> dict[str, dict[str, Any]]:
+    """Return the figures of diffusers' caches of whole steps, and of ours by `step_interval`."""
+    figures = dict[str, dict[str, Any]]()
+    for interval in INTERVALS:
+        trial = Trial(folder, steps, n, scenes, step_interval=interval)
+        figures[f"refresh steps, step_interval {interval}"] = trial.figures(_RIVALS_AT)
+    if not trial.rig.adapter.spec.semantics.reference:
+        figures |= hits(folder, trial.edits, steps)
+    figures |= rivals(folder, trial.edits, steps)
+    for label, row in figures.items():
+        print(folder.name, label, row, flush=True)
+    return figures
+
+
 def passes(figures: dict[str, Any]) -> bool:
     """Whether figures are within the limits."""
     promise, least_mean, worst_class = figures["fidelity"], 40.0, 34.0
@@ -274,6 +299,7 @@ def main() -> int:
     add("--fidelity", type=float, nargs="+", default=FIDELITIES, help="dB that edits promise")
     add("--rivals", nargs="*", choices=RIVALS, default=RIVALS)
     add("--coarse", action="store_true", help="and refresh steps of fewer tokens (`coarse`)")
+    add("--step-caches", action="store_true", help="caches of whole steps instead (`step_caches`)")
     add("--hits", action="store_true", help="edits that read a template instead (`hits`)")
     add("--json", type=Path)
     args = parser.parse_args()
@@ -290,14 +316,20 @@ def main() -> int:
         if name == "base" and args.base is None:
             raise SystemExit("--only base needs --base")
         folder, steps = (args.base, 20) if name == "base" else MODELS[name]
-        trial = Trial(folder, args.steps or steps, args.n, args.scenes, args.true_cfg)
+        steps = args.steps or steps
+        if args.step_caches:
+            models[name] = step_caches(folder, steps, args.n, args.scenes)
+            continue
+        trial = Trial(folder, steps, args.n, args.scenes, args.true_cfg)
         promised = [trial.figures(fidelity) for fidelity in args.fidelity]
         rivals = trial.rivals(args.rivals) | (trial.coarse() if args.coarse else {})
         for label, figures in (*zip(args.fidelity, promised, strict=True), *rivals.items()):
             print(name, label, "passes" if passes(figures) else "MISSES", figures, flush=True)
         models[name] = {"promised": promised, "rivals": rivals}
         points += trial.points()
-    line = fitted(points)
-    print("line", line)
-    write_json({**about(hardware(torch.device("cpu"))), "line": line, "models": models}, args.json)
+    report = {**about(hardware(torch.device("cpu"))), "models": models}
+    if points:
+        report["line"] = fitted(points)
+        print("line", report["line"])
+    write_json(report, args.json)
     return 0

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from maskserve_common.config import Config, ConfigError, outside_noise
 from maskserve_common.contracts.keys import Anchor, anchor_steps, cover
-from maskserve_common.contracts.request import EditKind, steps_run
+from maskserve_common.contracts.request import EditKind, model_steps, steps_run
 from maskserve_engine.adapters.fuse import fuse_configured_loras
 from maskserve_engine.base.job import Conditioning, EditJob, TokenCounts
 from maskserve_engine.batch.graphs import Graphs
@@ -456,7 +456,8 @@ class FlowAdapter(Stepping[Row, W], FlowRowMaker, OpenedRows, Generic[W]):
     def steps(self, job: EditJob) -> int:
         settings = job.request.settings
         assert settings.num_inference_steps is not None
-        return steps_run(settings.num_inference_steps, settings.strength)
+        scheduled = steps_run(settings.num_inference_steps, settings.strength)
+        return len(model_steps(scheduled, settings.step_interval or 1))
 
     def tokens(self, job: EditJob) -> TokenCounts:
         return self._preparation.tokens(job).counts

@@ -28,7 +28,13 @@ from maskserve_common.imaging.masks import (
 from maskserve_engine.base.job import Conditioning, ControlInput, EditJob, TokenCounts
 from maskserve_engine.batch.picture_tokens import PICTURE_KEYS, packed_keys_of
 from maskserve_engine.cache.loader import Selection
-from maskserve_engine.families.mmdit.schedule import Schedule, Shift, linear_shift, make_schedule
+from maskserve_engine.families.mmdit.schedule import (
+    Schedule,
+    Shift,
+    at_model_steps,
+    linear_shift,
+    make_schedule,
+)
 from maskserve_engine.layers.attention import bucket
 from maskserve_engine.spec.model_spec import ModelSpec
 from maskserve_engine.stages.latents import (
@@ -384,7 +390,7 @@ class FlowPreparation:
         settings, (height, width) = job.request.settings, grid_of(job)
         steps, model_sigmas = settings.num_inference_steps, self._spec.sigmas
         assert steps is not None
-        return make_schedule(
+        schedule = make_schedule(
             self._sampler,
             steps,
             height * width,
@@ -393,6 +399,7 @@ class FlowPreparation:
             model_sigmas,
             flow_sigmas=job.request.kind in self._flow_sigmas,
         )
+        return at_model_steps(schedule, settings.step_interval or 1)
 
     def prompt(self, conditioning: Conditioning) -> FlowPrompt:
         embeds, pooled = torch.from_numpy(conditioning["prompt_embeds"]), conditioning.get("pooled")

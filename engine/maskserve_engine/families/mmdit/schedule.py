@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from maskserve_common.config import Config, ConfigError
-from maskserve_common.contracts.request import steps_run
+from maskserve_common.contracts.request import model_steps, steps_run
 from maskserve_engine.stages.linear_steps import matrices, probed
 from maskserve_engine.stages.loader import load_plain, sampler_name
 
@@ -173,6 +174,42 @@ def make_schedule(
         return _schedule(sampler, begin, ())
     listed_sigmas = () if chooses_sigmas else _pipeline_sigmas(steps, sigmas)
     return _multistep(sampler, steps, mu, begin, listed_sigmas)
+
+
+def at_model_steps(schedule: Schedule, interval: int) -> Schedule:
+    """Return the schedule of the steps in which the model runs (`model_steps`). Each of them also
+    takes the steps up to the next one, whose answers lie on a line through its own answer and the
+    one before, over the number of the step (TaylorSeer, arXiv 2503.06923, of first order).
+    """
+    count = schedule.steps
+    computed = model_steps(count, interval)
+    if len(computed) == count:
+        return schedule
+    ends = (*computed[1:], count)
+    euler = [((1.0, step.change),) for step in schedule.walk]
+    moves = [np.array(move) for move in schedule.moves or euler]
+    walk, joined, before = list[Walk](), list[Move](), None
+    for step, end in zip(computed, ends, strict=True):
+        slope = 0.0 if before is None else 1.0 / (step - before)
+        joined.append(_joined(moves[step:end], slope))
+        change = sum(at.change for at in schedule.walk[step:end])
+        walk.append(schedule.walk[step]._replace(change=change))
+        before = step
+    return Schedule(schedule.sigmas[[*computed, count]], tuple(walk), tuple(joined))
+
+
+def _joined(moves: Sequence[NDArray[np.float64]], slope: float) -> Move:
+    """Return the matrix of several steps, whose kept tensors are the sampler's and the model's last
+    answer. The steps' own matrices take answer + slope * n * (answer - last answer) at step n.
+    """
+    size = len(moves[0])
+    state = np.eye(size, size + 2)  # by columns: latents, kept tensors, last answer, answer
+    for n, move in enumerate(moves):
+        answer = np.zeros(size + 2)
+        answer[-2:] = -slope * n, 1.0 + slope * n
+        state = move @ np.vstack((state, answer))
+    kept_answer = np.eye(1, size + 2, size + 1)
+    return _tuples(np.vstack((state, kept_answer)).tolist())
 
 
 def _pipeline_sigmas(steps: int, sigmas: Sequence[float]) -> tuple[float, ...]:

@@ -461,6 +461,7 @@ def read(folder: Path, _: str, native_resolution: int) -> ModelSpec:
             over_template=True,
         ),
         dense_sides=True,
+        predicts_steps=False,
         strength_rounds_up=False,
         zeros_for_empty_prompt=bool(index.get("force_zeros_for_empty_prompt", is_xl)),
         tokenizer_length=length,

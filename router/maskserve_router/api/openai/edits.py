@@ -21,7 +21,7 @@ from starlette.responses import Response
 from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_common.config import LimitsConfig
-from maskserve_common.contracts.request import steps_run
+from maskserve_common.contracts.request import model_steps, steps_run
 from maskserve_common.contracts.settings import MAX_MARGIN, EditSettings, parse_settings
 from maskserve_common.errors import EngineFailed, InvalidRequest, MaskserveError, split_code
 from maskserve_common.imaging.images import Size, decode_mask, read_size
@@ -498,8 +498,9 @@ class ImageEdits:
             steps = min((served.num_inference_steps for served in served_models), default=1)
         steps = min(max(steps, 1), _MOST_STEPS)
         if isinstance(strength, int | float) and 0 < strength < 1:
-            return steps_run(steps, strength)
-        return steps
+            steps = steps_run(steps, strength)
+        interval = settings.get("step_interval")
+        return len(model_steps(steps, max(1, interval))) if isinstance(interval, int) else steps
 
 
 async def _parts(

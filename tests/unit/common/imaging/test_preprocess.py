@@ -226,6 +226,8 @@ def test_the_corpus_starts_from_a_request_that_works() -> None:
         ({"true_cfg": True}, {}, {"negative_prompt": "blur"}, "negative_prompt"),
         ({"true_cfg": True}, {}, {"negative_prompt": "", "true_cfg_scale": 1}, "negative_prompt"),
         ({"true_cfg": True}, {}, {"true_cfg_scale": 1.5}, "true_cfg_scale"),
+        ({"predicts_steps": False}, {}, {"step_interval": 2}, "step_interval"),
+        ({}, {}, {"step_interval": 0}, "step_interval"),
         ({"skips_steps": False}, {}, {"first_block_threshold": 0.1}, "first_block_threshold"),
         ({}, {}, {"first_block_threshold": 0.1, "reproducible": True}, "first_block_threshold"),
         ({"skips_steps": False}, {}, {"reuse": "elastic", "reuse_floor": 30.0}, "reuse"),

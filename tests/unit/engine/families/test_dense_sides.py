@@ -181,7 +181,7 @@ async def test_the_router_expects_the_plans_of_the_engine(
         error_steps=strides.least_steps,
     )
     job = encode_case(load_encoder(config), random_case(fresh_rng(), strength=1.0), "e")
-    every = ({}, {"reuse_floor": 8.0}, {"cache": "own"}, {"cache": "off"})
+    every = ({}, {"reuse_floor": 8.0}, {"cache": "own"}, {"cache": "off"}, {"step_interval": 3})
     for settings, steps in product(every, (20, 5)):
         changes = {"num_inference_steps": steps, **settings}
         edit_settings = structs.replace(job.request.settings, **changes)
@@ -196,6 +196,7 @@ async def test_the_router_expects_the_plans_of_the_engine(
             "m",
             prompted=False,
         )
+        assert measured.steps == adapter.steps(edit)
         assert (measured.refresh_steps > 0) == (schedule is not None)
-        assert measured.cache == (schedule is not None or not settings)
+        assert measured.cache == (schedule is not None or settings.keys() <= {"step_interval"})
     turns.close()
