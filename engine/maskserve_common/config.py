@@ -60,7 +60,7 @@ class ModelConfig(Table, frozen=True):
     revision: str = ""
     """Hub revision; empty: the default branch."""
     variant: Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_-]*\Z")] = ""
-    """Variant of the weight files, such as `fp16`, for parts that have it."""
+    """Variant of the weight files, such as `fp16`."""
     device: Device = "auto"
     """Device of the denoiser. N counts the GPUs that the worker sees."""
     encoder_device: Device = ""
@@ -78,11 +78,11 @@ class ModelConfig(Table, frozen=True):
     t5_weights: Literal["bf16", "int8"] = "bf16"
     """Form of a T5's weights; `int8` needs the extra `quantised`."""
     t5_offload: bool = False
-    """Keep a T5 in host memory and copy it for each prompt. Not with int8."""
+    """Keep a T5 in host memory and copy it for each prompt; not with int8."""
     fuse_loras: tuple[str, ...] = ()
     """LoRAs added to the weights for every edit: FILE or FILE:SCALE."""
     native_resolution: Annotated[int, Meta(ge=0, le=8192)] = 0
-    """Side of a square with the largest area that the model sees. 0: the model's own."""
+    """Side of the largest square that the model sees; 0: the model's own."""
     max_sequence_length: Annotated[int, Meta(ge=1, le=4096)] = 512
     """Text tokens of a T5 prompt."""
     num_inference_steps: Annotated[int, Meta(ge=0, le=1000)] = 0
@@ -118,7 +118,7 @@ class LimitsConfig(Table, frozen=True):
     max_template_bytes: Annotated[int, Meta(ge=0, le=2**50)] = 2**30
     """Encoded bytes of all registered images."""
     max_result_bytes: Annotated[int, Meta(ge=0, le=2**50)] = 2**29
-    """Encoded bytes of kept results; the least recently used leave."""
+    """Encoded bytes of kept results."""
     result_expires_s: Annotated[float, Meta(ge=1, le=31 * 86400)] = 3600.0
     """Seconds for which an unused result is kept."""
     max_steps: Annotated[int, Meta(ge=1, le=1000)] = 200
@@ -147,7 +147,7 @@ class EngineConfig(Table, frozen=True):
     """JSON file of `scripts/bench profile_costs` with the costs of steps; empty: estimates at
     first."""
     max_waiting: Annotated[int, Meta(ge=1, le=10**6)] = 256
-    """Edits that may wait for a row; further ones are refused."""
+    """Most edits that wait for a row."""
     drain_grace_s: Annotated[float, Meta(ge=0, le=3600)] = 60.0
     """Seconds that accepted edits have to finish."""
     heartbeat_s: Annotated[float, Meta(ge=0.01, le=5)] = 0.1
@@ -158,7 +158,7 @@ class EngineConfig(Table, frozen=True):
     """Seconds without a finished edit, or without an answer of a front, after which a worker is
     restarted. Encoding and decoding a picture must take less."""
     watch_interval_s: Annotated[float, Meta(ge=0.001, le=1)] = 0.02
-    """Seconds between two checks for a cancel; more if steps are long."""
+    """Seconds between two checks for a cancel."""
     warm_up: bool = True
     """Run each model once before the worker is ready."""
     cuda_graphs: bool = True
@@ -168,7 +168,7 @@ class EngineConfig(Table, frozen=True):
     of a transformer with `placed_bytes` or several `devices`. Edits with LoRAs need the package
     `triton`."""
     front_threads: Annotated[int, Meta(ge=1, le=4096)] = 64
-    """Edits that one front serves at the same time."""
+    """Edits that one front serves at a time."""
 
 
 class CacheConfig(Table, frozen=True):
@@ -177,14 +177,14 @@ class CacheConfig(Table, frozen=True):
     enabled: bool = True
     """Prime templates and serve cached rows."""
     budget_bytes: Annotated[int, Meta(ge=0, le=2**50)] = 0
-    """Bytes on the device for entries and loads. 0: 80 % (GPU) or a quarter (CPU) of what weights,
-    stages and the largest step leave free."""
+    """Device bytes for entries and loads. 0: 80 % (GPU) or a quarter (CPU) of what weights, stages
+    and the largest step leave."""
     host_dir: str = ""
     """Folder of the host tier, on a tmpfs; workers of the host share it."""
     host_bytes: Annotated[int, Meta(ge=0, le=2**50)] = 0
     """Bytes of the host tier; 0: half of the free space."""
     register_host: bool = True
-    """Let a GPU read the host tier's files directly where that is faster."""
+    """Let a GPU read the host tier's files directly."""
     disk_dir: str = ""
     """Folder of the disk tier; with `maskserve serve` by default that of `--entries`."""
     disk_bytes: Annotated[int, Meta(ge=0, le=2**53)] = 0
@@ -261,7 +261,7 @@ class StagesConfig(Table, frozen=True):
     decoder_service: Addresses = ""
     """gRPC addresses of the services with the decoder. Empty: those of `service` have it, too."""
     service_timeout_s: Annotated[float, Meta(ge=0.1, le=50.0)] = 30.0
-    """Seconds without any service after which edits fail."""
+    """Seconds without a service after which edits fail."""
     prompt_bytes: Annotated[int, Meta(ge=0, le=2**40)] = 2**28
     """Bytes of kept prompt embeddings (FLUX.1's: 8 MB each). 0: none."""
     template_bytes: Annotated[int, Meta(ge=0, le=2**40)] = 2**29
@@ -506,7 +506,7 @@ class LogConfig(Table, frozen=True):
     """`[log]`: logs of the worker's processes (docs/operate.md#logs)."""
 
     level: LogLevel = "INFO"
-    """Lines below this level are left out."""
+    """Least level of lines."""
     format: Literal["json", "text"] = "json"
     """`json`: an object per line; `text`: for people."""
     file: str = ""
@@ -522,11 +522,11 @@ class TraceConfig(Table, frozen=True):
     rate: Annotated[int, Meta(ge=1, le=10**9)] = 1
     """Trace one request in so many, and each that has a trace context."""
     timeout_s: Annotated[float, Meta(ge=0.1, le=60)] = 2.0
-    """Seconds to send a batch of spans before it is lost."""
+    """Seconds to send a batch of spans."""
     interval_s: Annotated[float, Meta(ge=0.05, le=60)] = 1.0
     """Seconds between two batches."""
     queue: Annotated[int, Meta(ge=1, le=10**6)] = 4096
-    """Spans of a process that may wait to be sent; further ones are lost."""
+    """Most spans of a process that wait to be sent."""
 
 
 class ConfigError(ValueError):
@@ -552,7 +552,7 @@ class Config(Table, frozen=True):
     log: LogConfig = LogConfig()
     trace: TraceConfig = TraceConfig()
     runtime_dir: str = ""
-    """Folder of the worker's status record, best in memory."""
+    """Folder of the status record, best in memory."""
     templates_dir: str = ""
     """Folder of registered images; empty: in the runtime folder."""
     worker: str = "worker-0"

@@ -80,7 +80,7 @@ class WorkflowFiles(Table, frozen=True):
     """
 
     folder: str = ""
-    """Folder of compiled plans (`maskserve workflows compile`), read at start."""
+    """Folder of compiled plans, read at start."""
     node_path: tuple[str, ...] = ()
     """Folders of node files."""
     nodes: tuple[str, ...] = ()
@@ -102,7 +102,7 @@ class Routing(Table, frozen=True):
     default_model: str = ""
     """Model of edits that name none. Empty: the one that over half of the workers serve."""
     remembered_images: Count = 65_536
-    """Images whose template the router remembers, to find the worker that has it."""
+    """Images whose template the router remembers."""
     decoding_threads: Annotated[int, Meta(ge=1, le=64)] = 2
     """Threads that parse requests and decode masks."""
 
@@ -139,7 +139,7 @@ class Faults(Table, frozen=True):
     eject_s: Seconds = 2.0
     """Seconds of the first ejection; each further one is twice as long."""
     max_eject_s: Seconds = 60.0
-    """Longest ejection of a worker."""
+    """Longest ejection."""
     max_ejected_share: Share = 0.5
     """Largest share of the workers that is ejected at a time."""
     unlisted_s: Seconds = 120.0
@@ -163,7 +163,7 @@ class Http(Table, frozen=True):
     min_bytes_per_s: Annotated[int, Meta(ge=0, le=10**9)] = 1024
     """Least rate of a body; one that falls ten seconds behind is refused."""
     keep_alive_s: Seconds = 620.0
-    """Seconds for which an idle connection is kept; load balancers must close theirs earlier."""
+    """Seconds of an idle connection; load balancers must close theirs earlier."""
     max_connections: Count = 4096
     """Most connections, and at most half of the file descriptors. Beyond, the address with most
     loses the one that is silent for longest."""
@@ -195,7 +195,7 @@ class OpenAIConfig(Table, frozen=True):
     url_bytes: Bytes = 256 * MIB
     """Bytes of all pictures kept for `response_format: url`; keys share the room."""
     url_s: Seconds = 3600.0
-    """Seconds for which an unused picture of these is kept."""
+    """Seconds for which an unused one is kept."""
     public_url: Annotated[str, Meta(pattern=_URL, description="an http or https URL")] = ""
     """Start of their URLs, such as `https://edits.example.com`. Empty: the address that the client
     called."""
@@ -212,11 +212,11 @@ class JobsConfig(Table, frozen=True):
     database_file: str = ""
     """File with the value of `database`, such as a mounted secret."""
     running: Annotated[int, Meta(ge=1, le=4096)] = 16
-    """Jobs that this router runs at the same time; keys take turns."""
+    """Jobs that this router runs at a time."""
     keep_s: Seconds = 86_400.0
-    """Seconds that a finished job and its result are kept."""
+    """Seconds for which an ended job is kept."""
     max_wait_s: Seconds = 86_400.0
-    """Seconds after which a job that has not begun fails."""
+    """Seconds in which a job must begin."""
     keep_jobs: Count = 10_000
     """Finished jobs kept for each key, and most unfinished jobs of a key."""
     max_bytes: Bytes = 4096 * MIB
@@ -295,7 +295,7 @@ class Key(Table, frozen=True):
     adapters: tuple[str, ...] = ()
     """LoRAs that only this key and others that list them may use (`*` matches any characters)."""
     output_urls: tuple[Prefix, ...] = ()
-    """Beginnings of URLs that its `output_url` may have."""
+    """Allowed beginnings of its `output_url`."""
     jobs_per_day: Annotated[int, Meta(ge=0, le=10**9)] = 0
     """Most jobs in a UTC day; 0: any number."""
     job_bytes_per_day: Annotated[int, Meta(ge=0, le=2**50)] = 0

@@ -281,9 +281,9 @@ class EditSettings(Table, frozen=True):
     steps. At 100, or with ControlNets, it runs dense. With `elastic`: least quality of an edit that
     would be late, as measured on the demo models."""
     priority: Annotated[int, Meta(ge=PRIORITIES[0], le=PRIORITIES[1])] = 0
-    """Order among a key's waiting edits. Each unit is worth five seconds of waiting."""
+    """Order among a key's waiting edits; each unit is worth five seconds."""
     request_id: RequestId | None = None
-    """Name of the edit, for cancels and in logs; by default the server makes one."""
+    """Name of the edit; by default the server makes one."""
 
     @property
     def answer_size(self) -> tuple[int, int] | None:
