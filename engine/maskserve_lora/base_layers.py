@@ -324,14 +324,14 @@ class BaseLayers:
             BadAdapter: naming the layer.
         """
         first, *_ = shapes = [self.shapes[part][name] for name in layers.layers]
-        flat = layer.flat or layer.turn is not None
+        flat = layer.flat or layer.rotation is not None
         inputs, *kernel = (math.prod(first[1:]),) if flat else first[1:]
         outputs, layer_names = sum(shape[0] for shape in shapes), " and ".join(layers.layers)[:80]
-        if layer.turn is not None:
-            if not layer.turn.fits(outputs, inputs):
+        if layer.rotation is not None:
+            if not layer.rotation.fits(outputs, inputs):
                 raise BadAdapter(
                     f"is for another model: {layer_names} takes {inputs} numbers to {outputs} in "
-                    f"the served one's {part}, and the adapter turns {layer.turn}"
+                    f"the served one's {part}, and the adapter rotates {layer.rotation}"
                 )
             return
         if layer.inputs > inputs and layer.outputs == outputs:

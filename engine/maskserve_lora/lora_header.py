@@ -7,7 +7,7 @@ Files are safetensors only: other formats may run code when they are read.
     module.lora_mid.weight a core, [rank, rank, k, k], with A of [rank, in, 1, 1] (Tucker)
     module.alpha           scalar: the update is B A · alpha / rank; without it B A
 
-LoKr's and LoHa's matrices (`products`) take the places of A and B, and so do an OFT's (`turns`).
+LoKr's and LoHa's matrices (`products`) take the places of A and B, as do an OFT's (`rotations`).
 With `dora_scale`, or PEFT's `lora_magnitude_vector`, [out], the layer's rows get these lengths
 after the update (DoRA).
 """
@@ -36,8 +36,8 @@ from maskserve_common.files.safetensors_header import (
 )
 from maskserve_lora.products import ROLES as PRODUCT_ROLES
 from maskserve_lora.products import Kind, product_of
-from maskserve_lora.turns import COLUMNS, RESCALE, Rotation, turn_of
-from maskserve_lora.turns import ROLES as TURN_ROLES
+from maskserve_lora.rotations import COLUMNS, RESCALE, Rotation, rotation_of
+from maskserve_lora.rotations import ROLES as ROTATION_ROLES
 
 PEFT_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 """Files that PEFT's `save_pretrained` writes into a folder; only the second has alphas."""
@@ -47,7 +47,7 @@ MAX_CONFIG_BYTES = 2**20
 MAX_TENSORS = 2**14
 PARTS = ("denoiser", "text_encoder", "text_encoder_2")
 
-ROLES: Mapping[str, Kind] = {**PRODUCT_ROLES, **dict.fromkeys(TURN_ROLES, "OFT")}
+ROLES: Mapping[str, Kind] = {**PRODUCT_ROLES, **dict.fromkeys(ROTATION_ROLES, "OFT")}
 """Names of the matrices of updates that are no LoRA, behind their layer's, and their kind."""
 _EXPONENTS = {
     "F8_E4M3": ("u1", 0x7F),  # has no infinity, and one NaN of either sign
@@ -188,7 +188,7 @@ class Layer(NamedTuple):
     """Whether `inputs` are those of a convolution, times the places of its kernel."""
     inner_rank: int = 0
     """Rank by which an alpha is divided; 0: by `rank`; -1: no alpha counts."""
-    turn: Rotation | None = None
+    rotation: Rotation | None = None
     """Shape of an OFT; its rank is the side of its blocks, inputs and outputs are 0."""
 
     @property
@@ -250,10 +250,10 @@ def read_header(
     layers = {}
     for (part, module), names in named.items():
         layer = _layer(module, names, tensors)
-        if (names.magnitude or layer.turn) and not fused:
+        if (names.magnitude or layer.rotation) and not fused:
             raise BadAdapter(
-                f"is {'an OFT' if layer.turn else 'a DoRA'} ({short(module)}), which depends on "
-                "the model's own weights; accepted: --fuse-lora, for all edits of a worker"
+                f"is {'an OFT' if layer.rotation else 'a DoRA'} ({short(module)}), which depends "
+                "on the model's own weights; accepted: --fuse-lora, for all edits of a worker"
             )
         if layer.rank > max_rank:
             raise BadAdapter(
@@ -466,10 +466,10 @@ def _layer(module: str, names: Names, tensors: Mapping[str, TensorPlace]) -> Lay
         shapes = {role: tensors[name].shape for role, name in names.matrices}
         try:
             if names.kind == "OFT":
-                turn = turn_of(shapes)
+                rotation = rotation_of(shapes)
                 if names.magnitude or (COLUMNS in shapes and names.alpha):
                     raise ValueError("has an OFT together with a DoRA or an alpha")
-                return Layer(turn.side, 0, 0, (), turn=turn)
+                return Layer(rotation.side, 0, 0, (), rotation=rotation)
             product = product_of(names.kind, shapes)
         except ValueError as error:
             raise BadAdapter(f"{error} in {short(module)}") from error

@@ -27,7 +27,7 @@ from maskserve_lora.lora_header import (
     check_values,
     header_of_file,
 )
-from maskserve_lora.turns import PeftKeys, Rotation
+from maskserve_lora.rotations import PeftKeys, Rotation
 
 _DIFFUSERS_KEY = "lora_adapter_metadata"
 _OTHER_WEIGHTS = ("pissa", "olora", "corda", "loftq")
@@ -57,10 +57,10 @@ class LayerUpdate(NamedTuple):
     """Input features of the layer, or of flat factors all numbers that an output sees. A may have
     fewer columns: the others are 0."""
     kernel: tuple[int, ...] = ()
-    """[in, kh, kw] of a convolution whose factors are flat, or which an OFT turns."""
+    """[in, kh, kw] of a convolution whose factors are flat, or which an OFT rotates."""
     inner_rank: int = 0
     """As in `lora_header.Layer`."""
-    turn: Rotation | None = None
+    rotation: Rotation | None = None
     """Shape of an OFT in the file, which a single update need not cover."""
     peft: PeftKeys = PeftKeys()
     """Keys of PEFT's configuration of an OFT."""
@@ -243,11 +243,11 @@ def _updates(
         inner = tuple(base.shape(part, name)[1:])
         if layer.flat:
             inputs = math.prod(inner)
-        flat = layer.flat or layer.turn is not None
+        flat = layer.flat or layer.rotation is not None
         kernel = inner if flat and len(inner) > 1 else ()
-        if layer.turn is not None and layer.turn.of_rows:
+        if layer.rotation is not None and layer.rotation.of_rows:
             rows = rows or ((0, outputs),)
-            _check_rows(module, layer.turn, rows)
+            _check_rows(module, layer.rotation, rows)
         yield LayerUpdate(
             part,
             name,
@@ -257,15 +257,15 @@ def _updates(
             inputs,
             kernel,
             layer.inner_rank,
-            layer.turn,
+            layer.rotation,
             alphas.peft,
         )
 
 
-def _check_rows(module: str, turn: Rotation, rows: Iterable[tuple[int, int]]) -> None:
+def _check_rows(module: str, rotation: Rotation, rows: Iterable[tuple[int, int]]) -> None:
     try:
         for begin, end in rows:
-            turn.within(begin, end)
+            rotation.within(begin, end)
     except ValueError as error:
         raise BadAdapter(f"{error} in {short(module)}") from error
 
@@ -300,7 +300,7 @@ class _Alphas:
         bare = [
             key
             for key, names in header.names.items()
-            if not names.alpha and not header.layers[key].turn
+            if not names.alpha and not header.layers[key].rotation
         ]
         for key in ("lora_alpha", "ss_network_alpha"):
             text = metadata.get(key, "").removesuffix(".0")
@@ -317,7 +317,7 @@ class _Alphas:
         if any(names.of_peft and names.kind == "OFT" for names in header.names.values()):
             self.notes.append(
                 f"is taken with PEFT's own settings: it is PEFT's file without its {CONFIG_FILE}, "
-                "which says how its blocks become turns"
+                "which says how its blocks become rotations"
             )
 
     def scale(self, part: str, module: str, rank: int, *, of_module: bool) -> float | None:

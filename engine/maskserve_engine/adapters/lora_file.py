@@ -106,8 +106,8 @@ def changes_of(
 def _change(update: LayerUpdate, read: Callable[[str], Tensor]) -> LayerChange:
     """Return the update of a layer, with the scale in B."""
     names, scale = update.names, update.scale
-    if update.turn is not None:
-        oft_update = oft_update_of(update, update.turn, read)
+    if update.rotation is not None:
+        oft_update = oft_update_of(update, update.rotation, read)
         return LayerChange(update.part, update.layer, oft_update)
     if names.matrices:
         matrices = {role: read(name).float().flatten(1) for role, name in names.matrices}

@@ -1,4 +1,4 @@
-"""OFT: a file's orthogonal blocks, and the weights that they turn (`maskserve_lora.turns`)."""
+"""OFT: a file's orthogonal blocks, and the weights they rotate (`maskserve_lora.rotations`)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor
 from maskserve_common.files.safetensors_header import short
 from maskserve_lora.lora_header import BadAdapter
 from maskserve_lora.lora_plan import LayerUpdate
-from maskserve_lora.turns import COLUMNS, RESCALE, PeftKeys, Rotation
+from maskserve_lora.rotations import COLUMNS, RESCALE, PeftKeys, Rotation
 
 
 class OftUpdate(NamedTuple):
     """An OFT of one layer, in float32."""
 
     blocks: Tensor
-    """[n, b, b] factors of the weight's rows, or of its columns, of which one may turn all."""
+    """[n, b, b] factors of the weight's rows, or of its columns, of which one may rotate all."""
     of_rows: bool
     lengths: Tensor | None = None
     """[out] factors of the rows; None: they keep their lengths."""
@@ -37,12 +37,14 @@ class OftUpdate(NamedTuple):
         return rows * self.lengths.to(weight.device).view(-1, *[1] * (weight.dim() - 1))
 
 
-def oft_update_of(update: LayerUpdate, turn: Rotation, read: Callable[[str], Tensor]) -> OftUpdate:
+def oft_update_of(
+    update: LayerUpdate, rotation: Rotation, read: Callable[[str], Tensor]
+) -> OftUpdate:
     """Read an OFT of a layer.
 
     Args:
         update: plan of the layer.
-        turn: shape of the OFT in the file.
+        rotation: shape of the OFT in the file.
         read: returns a tensor of the file.
 
     Raises:
@@ -50,26 +52,26 @@ def oft_update_of(update: LayerUpdate, turn: Rotation, read: Callable[[str], Ten
     """
     names = dict(update.names.matrices)
     lengths = None
-    if turn.of_rows:
+    if rotation.of_rows:
         alpha = float(read(update.names.alpha)) if update.names.alpha else 0.0
         if not math.isfinite(alpha):
             raise BadAdapter(f"has an alpha for {short(update.layer)} that is not a finite number")
         chosen = []
         for begin, end in update.rows:
-            blocks, which = turn.within(begin, end)
+            blocks, which = rotation.within(begin, end)
             bound = alpha * blocks.number * blocks.side
             chosen.append(_of_rows(read(names[blocks.role]).float(), bound)[which])
-        turns = torch.cat(chosen)
+        rotations = torch.cat(chosen)
         if RESCALE in names:
             all_lengths = read(names[RESCALE]).float().flatten()
             lengths = torch.cat([all_lengths[begin:end] for begin, end in update.rows])
     else:
-        turns = _of_columns(read(names[COLUMNS]).float(), turn.side, update.peft)
+        rotations = _of_columns(read(names[COLUMNS]).float(), rotation.side, update.peft)
         if update.kernel and not update.names.of_peft:  # OneTrainer's
-            turns = turns.mT
-    if not bool(turns.isfinite().all()):
-        raise BadAdapter(f"has numbers for {short(update.layer)} that are too large for a turn")
-    return OftUpdate(turns.mT, turn.of_rows, lengths)
+            rotations = rotations.mT
+    if not bool(rotations.isfinite().all()):
+        raise BadAdapter(f"has numbers for {short(update.layer)} that are too large for a rotation")
+    return OftUpdate(rotations.mT, rotation.of_rows, lengths)
 
 
 def _of_rows(numbers: Tensor, bound: float) -> Tensor:
@@ -97,14 +99,14 @@ def _of_columns(numbers: Tensor, side: int, peft: PeftKeys) -> Tensor:
     if not peft.use_cayley_neumann:
         return torch.linalg.solve(one + skew, one - skew, left=False)
     terms = peft.num_cayley_neumann_terms
-    turns = one.expand_as(skew).clone()
+    rotations = one.expand_as(skew).clone()
     if terms > 1:
-        turns += 2 * skew
+        rotations += 2 * skew
     if terms > 2:
         power = skew @ skew
-        turns += 2 * power
+        rotations += 2 * power
         for _ in range(3, terms - 1):
             power = power @ skew
-            turns += 2 * power
-        turns += power @ skew
-    return turns
+            rotations += 2 * power
+        rotations += power @ skew
+    return rotations

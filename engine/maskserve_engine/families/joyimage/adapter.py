@@ -4,9 +4,9 @@ of all blocks, and each block adds its own numbers to them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,10 +23,11 @@ from maskserve_engine.families.mmdit.weights import (
     FluxWeights,
     StreamWeights,
     TimeTextEmbed,
+    TwoLayers,
     block_norms,
     places_in,
-    two_layers,
 )
+from maskserve_engine.layers.attention import Span
 from maskserve_engine.layers.linear import Linear, PlainLinear, gelu, linear
 from maskserve_engine.layers.low_rank import Adapters, Place, low_rank
 from maskserve_engine.spec.family import FamilyModule
@@ -66,6 +67,25 @@ class JoyWeights(FluxWeights):
     """Per block, [6 · width] numbers added to the vectors of its image and text."""
 
 
+class Float32Linear(NamedTuple):
+    """A layer that stays in float32 in a model of half precision; its outputs have the dtype of its
+    inputs.
+    """
+
+    weight: Tensor
+    bias: Tensor
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[0]
+
+    def __call__(self, x: Tensor, rows: Sequence[Span] = ()) -> Tensor:
+        return F.linear(x.float(), self.weight, self.bias).to(x.dtype)
+
+    def columns(self, begin: int, end: int) -> Float32Linear:
+        return Float32Linear(self.weight[begin:end], self.bias[begin:end])
+
+
 class JoyStep(FluxStep):
     """A JoyImageEditTransformer3DModel at one step (`forward.Transformer`)."""
 
@@ -82,7 +102,7 @@ class JoyBatch(FluxBatch):
 
     def vectors(self, weights: FluxWeights, steps: slice) -> tuple[Vectors, ...]:
         assert isinstance(weights, JoyWeights)
-        emb = embed(weights, self.timesteps[steps], None, None)
+        emb = embed_times(weights, self.timesteps[steps])
         rows = [(row, row + 1) for row in range(emb.shape[1])]
         shared = weights.time_proj(emb, rows)
         for scale in _SCALES:
@@ -118,12 +138,11 @@ class JoyImageAdapter(FluxAdapter):
 
     def weights_of(self, model: Any, placed_bytes: int, graphs: Graphs | None) -> JoyWeights:
         embedder = model.condition_embedder
-        embedder.time_embedder.to(model.dtype)  # which diffusers loads in float32
         with torch.no_grad():
             return JoyWeights(
                 PlainLinear(model.img_in.weight.flatten(1), model.img_in.bias),
                 TimeTextEmbed(
-                    embedder.timesteps_proj, two_layers(embedder.time_embedder), None, None, None
+                    embedder.timesteps_proj, _time_layers(embedder.time_embedder), None, None, None
                 ),
                 linear(embedder.text_embedder.linear_2),
                 tuple(_double(block) for block in model.double_blocks),
@@ -166,6 +185,30 @@ class JoyImageAdapter(FluxAdapter):
             angles.append(torch.outer(ids[:, axis].float(), frequencies))
         whole = torch.cat(angles, dim=1).to(self.device)
         return torch.polar(torch.ones_like(whole), whole)
+
+
+def embed_times(weights: JoyWeights, timesteps: Tensor) -> Tensor:
+    """Return [S, R, width] embeddings after SiLU of timesteps [S, R]: as in diffusers, in float32
+    up to there. If rows have LoRAs on these layers, their input has the model's dtype.
+    """
+    embedder = weights.time_text_embed
+    assert embedder.timestep_embedder is not None, "the model knows the time"
+    if not all(isinstance(layer, Float32Linear) for layer in embedder.timestep_embedder):
+        return embed(weights, timesteps, None, None)
+    first, second = embedder.timestep_embedder
+    features = embedder.time_proj(timesteps.flatten()).unflatten(0, timesteps.shape)
+    return F.silu(second(F.silu(first(features))).to(weights.dtype))
+
+
+def _time_layers(embedder: Any) -> TwoLayers:
+    """Return the layers that embed the time, which diffusers loads in float32."""
+    layers = [
+        Float32Linear(layer.weight, layer.bias)
+        if layer.weight.dtype == torch.float32
+        else linear(layer)
+        for layer in (embedder.linear_1, embedder.linear_2)
+    ]
+    return TwoLayers(*layers)
 
 
 def _double(block: Any) -> Double:

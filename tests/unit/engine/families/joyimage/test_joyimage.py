@@ -8,11 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
 from PIL import Image
 
 from maskserve_common.config import ConfigError
 from maskserve_common.errors import InvalidRequest
+from maskserve_engine.families.joyimage.adapter import embed_times
+from maskserve_engine.families.registry import load_adapter
 from maskserve_engine.families.specs import load_spec
+from tests.fakes.jobs import config_of
 from tests.fakes.tiny_families import FAMILIES
 from tests.fakes.tiny_joyimage import LENGTH
 from tests.support.cached_rows import assert_equal
@@ -44,6 +49,29 @@ def test_a_prompt_has_the_counted_tokens(model: FamilyModel, prompt: str) -> Non
 def test_a_prompt_that_names_a_pictures_place_is_refused(model: FamilyModel) -> None:
     with pytest.raises(InvalidRequest, match="is where the model has a picture"):
         model.encoder.encode_prompt("a cat <|image_pad|>", [model.edit(0).pixels])
+
+
+def test_the_time_isembed_times_in_float32_as_in_diffusers(model: FamilyModel) -> None:
+    """In bfloat16; layers rounded to it give other vectors."""
+    from diffusers import JoyImageEditTransformer3DModel
+
+    denoiser = JoyImageEditTransformer3DModel.from_pretrained(
+        model.folder / "transformer", torch_dtype=torch.bfloat16
+    )
+    embedder: Any = denoiser.condition_embedder
+    assert embedder.time_embedder.linear_1.weight.dtype == torch.float32
+    loaded: Any = load_adapter(config_of(model.folder, model={"dtype": "bfloat16"}))
+    times = torch.rand(3, 2) * 1000
+    with torch.inference_mode():
+        words = torch.zeros(2, 1, embedder.text_embedder.linear_1.in_features)
+        expected = torch.stack([embedder(time, words.bfloat16())[0] for time in times])
+        actual = embed_times(loaded.weights, times)
+        embedder.time_embedder.to(torch.bfloat16)
+        rounded = torch.stack([embedder(time, words.bfloat16())[0] for time in times])
+    expected, rounded = (F.silu(x).float() for x in (expected, rounded))
+    apart = (actual.float() - expected).abs().max()
+    assert 4 * apart <= (rounded - expected).abs().max()
+    assert torch.equal(actual.float(), expected) or apart <= 2**-7 * expected.abs().max()
 
 
 OTHERS: dict[str, tuple[str, dict[str, Any], str]] = {

@@ -39,8 +39,8 @@ def file_of(folder: Path, tensors: Arrays) -> Path:
     return folder / "x.safetensors"
 
 
-def turned(file: Path, base: BaseLayers, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the new weights of the layers that a file turns."""
+def rotated(file: Path, base: BaseLayers, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the new weights of the layers that a file rotates."""
     result = {}
     for change in changes_of(file, base, "a model", fused=True):
         assert isinstance(change.update, OftUpdate)
@@ -78,7 +78,7 @@ def test_peft_s_files_mean_what_they_mean_to_peft(tmp_path: Path, name: str, lay
     expected = tuned.merge_and_unload().a[layer].weight.detach()
     assert name == "of one term" or not torch.equal(expected, weight)
     file = tmp_path / "adapter_model.safetensors"
-    [actual] = turned(file, UNET, {f"a.{layer}": weight}).values()
+    [actual] = rotated(file, UNET, {f"a.{layer}": weight}).values()
     assert_near(actual.double(), expected.double())
 
 
@@ -106,9 +106,9 @@ def by_formula(blocks: np.ndarray[Any, Any], weight: Tensor, bound: float) -> Te
     side, rows = skew.shape[1], weight.double().flatten(1).clone()
     for number, q in enumerate(skew):
         one = torch.eye(side, dtype=torch.float64)
-        turn = (one + q) @ (one - q).inverse()
-        turned_rows = slice(number * side, (number + 1) * side)
-        rows[turned_rows] = turn.T @ rows[turned_rows]
+        rotation = (one + q) @ (one - q).inverse()
+        rotated_rows = slice(number * side, (number + 1) * side)
+        rows[rotated_rows] = rotation.T @ rows[rotated_rows]
     return rows.view(weight.shape)
 
 
@@ -117,7 +117,7 @@ def by_formula(blocks: np.ndarray[Any, Any], weight: Tensor, bound: float) -> Te
 @pytest.mark.parametrize("alpha", [None, 0.0, 0.01, 100.0])
 @pytest.mark.parametrize("rescaled", [False, True])
 @pytest.mark.each_value
-def test_rows_are_turned_by_lycoris_formula(
+def test_rows_are_rotated_by_lycoris_formula(
     tmp_path: Path, rescaled: bool, alpha: float | None, prefix: str, layer: str
 ) -> None:
     """An alpha times the number of outputs bounds the norm; one of 0, or none, bounds nothing."""
@@ -131,14 +131,14 @@ def test_rows_are_turned_by_lycoris_formula(
     if rescaled:
         tensors[f"{name}.rescale"] = lengths
         expected = expected * torch.from_numpy(lengths)
-    [actual] = turned(file_of(tmp_path, tensors), UNET, {layer: weight}).values()
+    [actual] = rotated(file_of(tmp_path, tensors), UNET, {layer: weight}).values()
     assert_near(actual.double(), expected)
     if alpha == 0.01 and not rescaled:
         assert not torch.allclose(actual.double(), by_formula(blocks, weight, 0), atol=1e-3)
 
 
 @pytest.mark.parametrize("split", [False, True])
-def test_joined_layers_are_turned_each_by_its_blocks(tmp_path: Path, split: bool) -> None:
+def test_joined_layers_are_rotated_each_by_its_blocks(tmp_path: Path, split: bool) -> None:
     """LyCORIS bounds the blocks of a joined layer together; kohya has `split` them by layer."""
     weights = {f"{_ATTENTION}.to_{x}": torch.from_numpy(drawn(12, 12)) for x in "qkv"}
     blocks, name = drawn(9, 4, 4), "_double_blocks_0_img_attn_qkv"
@@ -147,7 +147,7 @@ def test_joined_layers_are_turned_each_by_its_blocks(tmp_path: Path, split: bool
         tensors = {f"oft_unet{name}.oft_blocks.{n}": blocks[3 * n : 3 * n + 3] for n in range(3)}
     [alpha] = [f"{key.partition('.')[0]}.alpha" for key in list(tensors)[:1]]
     tensors[alpha] = np.array(0.02, np.float32)
-    actual = turned(file_of(tmp_path, tensors), FLUX, weights)
+    actual = rotated(file_of(tmp_path, tensors), FLUX, weights)
     if split:
         parts = [
             by_formula(blocks[3 * n : 3 * n + 3], w, 0.02 * 12)
@@ -159,19 +159,19 @@ def test_joined_layers_are_turned_each_by_its_blocks(tmp_path: Path, split: bool
     assert_near(torch.cat([actual[name] for name in weights]).double(), expected)
 
 
-def test_halves_that_have_been_swapped_are_turned_where_they_are(tmp_path: Path) -> None:
+def test_halves_that_have_been_swapped_are_rotated_where_they_are(tmp_path: Path) -> None:
     weight, blocks = torch.from_numpy(drawn(24, 12)), drawn(6, 4, 4)
     name = "lycoris_final_layer_adaLN_modulation_1"
     published = torch.cat([weight[12:], weight[:12]])
     expected = by_formula(blocks, published, 0)
-    [actual] = turned(
+    [actual] = rotated(
         file_of(tmp_path, {f"{name}.oft_blocks": blocks}), FLUX, {"norm_out.linear": weight}
     ).values()
     assert_near(actual.double(), torch.cat([expected[12:], expected[:12]]))
 
 
 @pytest.mark.parametrize("layer", ["a.to_q", "a.conv"])
-def test_onetrainer_s_files_have_peft_s_turns_without_a_configuration(
+def test_onetrainer_s_files_have_peft_s_rotations_without_a_configuration(
     tmp_path: Path, layer: str
 ) -> None:
     """Its layers are W Rᵀ, its convolutions W R."""
@@ -179,22 +179,22 @@ def test_onetrainer_s_files_have_peft_s_turns_without_a_configuration(
     inputs = weight.flatten(1).shape[1]
     numbers = drawn(inputs // 8, 28) / 3
     file = file_of(tmp_path, {f"lora_unet_{layer.replace('.', '_')}.oft_R.weight": numbers})
-    turns = []
+    rotations = []
     for row in numbers:
         q = torch.zeros(8, 8, dtype=torch.float64)
         q[tuple(torch.triu_indices(8, 8, 1))] = torch.from_numpy(row).double()
         q = q - q.T
-        turns.append(torch.eye(8) + 2 * q + 2 * q @ q + 2 * q @ q @ q + q @ q @ q @ q)
-    whole = torch.block_diag(*turns)
+        rotations.append(torch.eye(8) + 2 * q + 2 * q @ q + 2 * q @ q @ q + q @ q @ q @ q)
+    whole = torch.block_diag(*rotations)
     expected = weight.double().flatten(1) @ (whole if weight.dim() == 4 else whole.T)
-    [actual] = turned(file, UNET, {layer: weight}).values()
+    [actual] = rotated(file, UNET, {layer: weight}).values()
     assert_near(actual.double(), expected.view(weight.shape))
 
 
 BAD: dict[str, tuple[dict[str, tuple[int, ...]], str]] = {
-    "other rows": ({"oft_blocks": (4, 4, 4)}, "is for another model: .* turns 16 rows"),
-    "other columns": ({"oft_R.weight": (2, 28)}, "is for another model: .* turns 16 columns"),
-    "one block that does not divide": ({"oft_R.weight": (1, 21)}, "turns 7 columns"),
+    "other rows": ({"oft_blocks": (4, 4, 4)}, "is for another model: .* rotates 16 rows"),
+    "other columns": ({"oft_R.weight": (2, 28)}, "is for another model: .* rotates 16 columns"),
+    "one block that does not divide": ({"oft_R.weight": (1, 21)}, "rotates 7 columns"),
     "no square": ({"oft_blocks": (4, 4, 8)}, r"oft_blocks in another form, \[4, 4, 8\]"),
     "empty": ({"oft_blocks": (0, 4, 4)}, "in another form"),
     "no triangle": ({"oft_R.weight": (2, 7)}, r"oft_R in another form, \[2, 7\]"),
@@ -247,12 +247,12 @@ def test_an_alpha_that_is_no_number_is_refused(tmp_path: Path, alpha: float) -> 
         check_file(file_of(tmp_path, tensors), UNET, fused=True)
 
 
-def test_numbers_that_make_no_turn_are_refused(tmp_path: Path) -> None:
+def test_numbers_that_make_no_rotation_are_refused(tmp_path: Path) -> None:
     tensors: Arrays = {"lora_unet_a_to_q.oft_R.weight": np.full((6, 28), 1e20, np.float32)}
     file = file_of(tmp_path, tensors)
     check_file(file, UNET, fused=True)
-    with pytest.raises(BadAdapter, match=r"numbers for a\.to_q that are too large for a turn"):
-        turned(file, UNET, {"a.to_q": torch.ones(LINEAR)})
+    with pytest.raises(BadAdapter, match=r"numbers for a\.to_q that are too large for a rotation"):
+        rotated(file, UNET, {"a.to_q": torch.ones(LINEAR)})
 
 
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {

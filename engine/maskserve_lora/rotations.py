@@ -1,12 +1,12 @@
-"""OFT: orthogonal blocks R that turn a layer's weight W, [out, in].
+"""OFT: orthogonal blocks R that rotate a layer's weight W, [out, in].
 
     rows      Rᵀ W    oft_blocks [n, b, b]        R = (I + Q) (I - Q)⁻¹, Q = X - Xᵀ
     columns   W Rᵀ    oft_R [n, b (b - 1) / 2]    numbers of Q above its diagonal; R by PEFT's keys
 
-LyCORIS (diag-oft) and kohya turn rows. Their alpha, times the layer's outputs, bounds the norm of
+LyCORIS (diag-oft) and kohya rotate rows. Their alpha, times the layer's outputs, bounds the norm of
 Q; `rescale` [out, 1] multiplies the rows then. Where a published layer of FLUX.1 joins several,
-kohya's files have `oft_blocks.0`, `.1`, … for each of these. PEFT and OneTrainer turn columns (for
-OneTrainer a convolution becomes W R); a single block may serve all of them (block_share).
+kohya's files have `oft_blocks.0`, `.1`, … for each of these. PEFT and OneTrainer rotate columns
+(for OneTrainer a convolution becomes W R); a single block may serve all of them (block_share).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Blocks(NamedTuple):
 
     role: str
     begin: int
-    """First row or column that they turn."""
+    """First row or column that they rotate."""
     number: int
     side: int
 
@@ -52,7 +52,7 @@ class Rotation(NamedTuple):
         return max(blocks.side for blocks in self.blocks)
 
     def fits(self, outputs: int, inputs: int) -> bool:
-        """Return whether it turns a layer of this shape; `inputs` may be flat."""
+        """Return whether it rotates a layer of this shape; `inputs` may be flat."""
         last = self.blocks[-1]
         if self.of_rows:
             return last.end == outputs
@@ -62,10 +62,10 @@ class Rotation(NamedTuple):
         return f"{self.blocks[-1].end} {'rows' if self.of_rows else 'columns'}"
 
     def within(self, begin: int, end: int) -> tuple[Blocks, slice]:
-        """Return the blocks that turn a range of rows, and which of them.
+        """Return the blocks that rotate a range of rows, and which of them.
 
         Raises:
-            ValueError: none turn just these; the text ends a sentence about the layer.
+            ValueError: none rotate just these; the text ends a sentence about the layer.
         """
         for blocks in self.blocks:
             first, last = begin - blocks.begin, end - blocks.begin
@@ -87,7 +87,7 @@ class PeftKeys(msgspec.Struct, frozen=True):
     eps: Annotated[float, Meta(ge=0.0)] = 6e-5
 
 
-def turn_of(shapes: Mapping[str, tuple[int, ...]]) -> Rotation:
+def rotation_of(shapes: Mapping[str, tuple[int, ...]]) -> Rotation:
     """Return the shape of an OFT from the shapes of its matrices, by their names in `ROLES`.
 
     Raises:
