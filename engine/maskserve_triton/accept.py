@@ -162,7 +162,9 @@ def _resolved(
         if not net.modes and control.mode is not None:
             raise InvalidRequest(f"{field}.mode", f"is not a setting of {control.name}", "no mode")
         picture = index if control.image is None else control.image
-        fields = {**asdict(control), "image": picture, "version": net.version}
+        fields = {
+            **asdict(control), "image": picture, "version": net.version, "fills": net.fills
+        }  # fmt: skip
         resolved_controls.append(ResolvedControl(**fields))
     return tuple(resolved_controls)
 

@@ -235,6 +235,7 @@ def _control(
         end=control.end,
         mode=control.mode,
         moments=encoded,
+        fills=control.fills,
     )
 
 

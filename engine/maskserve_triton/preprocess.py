@@ -38,6 +38,7 @@ from maskserve_common.imaging.images import (
     resize,
 )
 from maskserve_common.imaging.masks import (
+    UNSELECTED,
     component_boxes,
     edit_mask,
     paste_weights,
@@ -139,6 +140,7 @@ def prepare_edit(
         lambda picture: _to_srgb(view.window.crop(picture.pixels), picture.colour, view.size),
         config,
     )
+    _blacken(controls, accepted.controls, edit)
     further = _further_pictures(references, accepted, spec, config)
     settings = _with_encoding(settings, mask or image)
     request = replace(
@@ -214,6 +216,11 @@ def _prepare_whole(
         context = _source_context(source, middle(pixels, fit.answer_size), config)
     _check_shape(fit.size, spec)
     check_format(settings.output_format, fit.size)
+    filling = next((control for control in accepted.controls if control.fills), None)
+    if filling is not None:
+        raise InvalidRequest(
+            "MASK", f"is missing, and ControlNet {filling.name} fills it", "a mask"
+        )
     controls = _control_pictures(
         control, accepted.controls, canvas, lambda picture: _fit_picture(picture, fit), config
     )
@@ -400,6 +407,29 @@ def _control_pictures(
         check_control_size(index, decoded.size, size)
         pictures.append(fitted(decoded))
     return np.stack(pictures)
+
+
+def _blacken(
+    pictures: npt.NDArray[np.uint8],
+    controls: Sequence[ResolvedControl],
+    mask: npt.NDArray[np.uint8],
+) -> None:
+    """Make control pictures [pictures, h, w, 3] black inside the mask [h, w], for ControlNets that
+    fill it.
+
+    Raises:
+        InvalidRequest: such a picture is another ControlNet's, too.
+    """
+    filled = {_place(control) for control in controls if control.fills}
+    for index, control in enumerate(controls):
+        if not control.fills and _place(control) in filled:
+            raise InvalidRequest(
+                f"SETTINGS.controls[{index}].image",
+                "is the picture of a ControlNet that fills the mask, too",
+                "a picture of its own",
+            )
+    for place in filled:
+        pictures[place][mask > UNSELECTED] = 0
 
 
 def _place(control: ResolvedControl) -> int:

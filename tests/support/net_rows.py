@@ -45,7 +45,7 @@ class NetModel:
     def __init__(self, case: NetCase, plain: FamilyModel) -> None:
         self.case, self.plain = case, plain
         self.adapter, self.replay = plain.adapter, plain.replay
-        self._parts = {
+        self.parts = {
             name: plain.pipeline.components[name]
             for name in inspect.signature(self._pipeline_class.__init__).parameters
             if name in plain.pipeline.components
@@ -69,15 +69,23 @@ class NetModel:
         return self.plain.edit(seed, kind, **{**steps, **settings})
 
     def job(self, rng: np.random.Generator, case: Case, *names: str, **changes: Any) -> EditJob:
-        """With a random picture for each net."""
+        """With a random picture for each net, black where it fills the mask."""
         controls = []
         for name in names:
             picture = rng.integers(0, 256, case.pixels.shape, dtype=np.uint8)
+            if self.fills(name):
+                picture[case.mask > 127] = 0
             moments = self.plain.encoder.moments(picture)
             scale = float(rng.choice([0.4, 0.7, 1.3]))
-            control = ControlInput(name, picture, scale=scale, moments=moments)
+            control = ControlInput(
+                name, picture, scale=scale, moments=moments, fills=self.fills(name)
+            )
             controls.append(replace(control, **changes))
         return replace(self.plain.encoded(case), controls=tuple(controls))
+
+    def fills(self, name: str) -> bool:
+        control_spec = self.adapter.spec.control
+        return control_spec is not None and control_spec.fills(self.case.nets[name].config)
 
     def controlled(self, row: Any, job: EditJob, refresh: int = 1) -> Any:
         self.adapter.control(row, job, self.nets)
@@ -101,7 +109,7 @@ class NetModel:
 
     def oracle(self, case: Case, control: ControlInput) -> NDArray[np.float32]:
         """[C, h, w] of diffusers' pipeline without a mask."""
-        pipeline = self._pipeline_class(**self._parts, controlnet=self.case.nets[control.net])
+        pipeline = self._pipeline_class(**self.parts, controlnet=self.case.nets[control.net])
         pipeline.set_progress_bar_config(disable=True)
         with self.positions(control.net), encoded_to_the_mean():
             images = whole_picture(

@@ -48,6 +48,8 @@ class ResolvedControl(ControlSetting, frozen=True):
 
     version: str = ""
     """Which ControlNet of that name (`spec.control_nets.KnownControlNet.version`)."""
+    fills: bool = False
+    """Whether it fills the edit's mask."""
 
 
 class ResolvedIpAdapter(IpAdapterSetting, frozen=True):

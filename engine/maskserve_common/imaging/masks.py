@@ -28,6 +28,8 @@ from maskserve_common.imaging.view import Bools, bounding_box, canvas_size, grow
 
 Bytes2D: TypeAlias = npt.NDArray[np.uint8]
 
+UNSELECTED = 127
+"""Largest number of a mask's pixel outside it, where masks are rounded to 0 and 255."""
 MOST_BOXES = 16
 """Most boxes of one mask."""
 

@@ -34,6 +34,8 @@ class ControlInput:
     """Which kind of picture it is, for a union ControlNet."""
     moments: NDArray[np.float32] | None = None
     """[2C, h, w] VAE posterior of the picture: mean, log-variance; FLUX's nets are given it."""
+    fills: bool = False
+    """Whether the ControlNet fills the edit's mask: the picture is black there."""
 
     def scale_at(self, step: int, steps: int) -> float:
         """The scale of step `step` of `steps`; 0: adds nothing."""

@@ -24,6 +24,8 @@ from maskserve_common.files.weight_files import weight_files
 from maskserve_engine.spec.model_spec import ControlNetSpec, ModelSpec
 
 _CONFIG = "config.json"
+MASK_NUMBERS = 4
+"""Numbers of a token of a mask: one for each of its latents."""
 
 
 class KnownControlNet(NamedTuple):
@@ -41,6 +43,8 @@ class KnownControlNet(NamedTuple):
     """Kinds of control pictures among which an edit must choose; 0: it has no choice."""
     config: Mapping[str, Any] = MappingProxyType({})
     """Contents of its config.json."""
+    fills: bool = False
+    """Whether it fills the edit's mask."""
     problem: str = ""
     """Reason why it is not served; empty: it is."""
 
@@ -105,6 +109,7 @@ class ControlNets:
             numbers=numbers,
             modes=int(config.get("num_mode") or 0),
             config=config,
+            fills=self._spec.control is not None and self._spec.control.fills(config),
         )
 
 
@@ -138,6 +143,8 @@ def further_input(config: Mapping[str, Any], control_spec: ControlNetSpec) -> st
     net has none.
     """
     key = next((key for key in control_spec.without if config.get(key)), None)
+    if control_spec.fills(config) and config[control_spec.mask] != MASK_NUMBERS:
+        key = control_spec.mask
     return f"has {key} = {config[key]}, and nets with it are not served" if key else ""
 
 

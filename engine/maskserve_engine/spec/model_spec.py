@@ -71,6 +71,9 @@ class ControlNetSpec:
     the net lacks the input of which the key is a size."""
     without: tuple[str, ...] = ()
     """Keys of config.json that must be absent, null or 0: nets with further inputs."""
+    mask: str = ""
+    """Key of config.json that counts a token's numbers of a mask, in nets that fill one: they see
+    the control picture black there (`fills`). Empty: no such net is taken."""
     patched: bool = True
     """Whether `in_channels` of config.json counts a patch of latents, otherwise one latent."""
     guided: bool = False
@@ -80,6 +83,10 @@ class ControlNetSpec:
     """Share of an edit's steps between two refresh steps beside a template, unless `[cache]
     own_anchors` sets another.
     """
+
+    def fills(self, config: Mapping[str, Any]) -> bool:
+        """Return whether a net of this config.json fills a mask."""
+        return bool(self.mask and config.get(self.mask))
 
 
 IpLayout = Literal["h94", "xlabs"]

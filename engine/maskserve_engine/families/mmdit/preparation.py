@@ -19,6 +19,7 @@ from torch import Tensor
 from maskserve_common.contracts.request import EditKind
 from maskserve_common.contracts.settings import acting
 from maskserve_common.imaging.masks import (
+    UNSELECTED,
     TokenIds,
     active_tokens,
     cover_a_side,
@@ -294,6 +295,14 @@ class FlowPrepared:
     """Active controls, each with its picture's tokens (`FlowPreparation.control_tokens`)."""
 
 
+def _kept_tokens(job: EditJob, like: Tensor) -> Tensor:
+    """Return [N, 4] tokens of the latents outside an edit's mask (1), as ControlNets that fill it
+    see them.
+    """
+    outside = torch.from_numpy(job.edit_mask <= UNSELECTED).to(like.dtype)
+    return pack_latents(F.interpolate(outside[None, None], size=latents_shape(job)[1:])[0])
+
+
 class FlowPreparation:
     """Prepares jobs; thread-safe."""
 
@@ -415,7 +424,10 @@ class FlowPreparation:
         control_inputs = []
         for control in acting(job.controls, schedule.steps):
             assert control.moments is not None, "control pictures come encoded"
-            control_inputs.append((control, self.control_tokens(control.moments, job, generator)))
+            tokens = self.control_tokens(control.moments, job, generator)
+            if control.fills:
+                tokens = torch.cat((tokens, _kept_tokens(job, tokens)), dim=1)
+            control_inputs.append((control, tokens))
         return tuple(control_inputs)
 
     def control_tokens(

@@ -50,7 +50,7 @@ CONTROL = ControlNetSpec(
     net="QwenImageControlNetModel",
     latents=True,
     equal=("num_attention_heads", "attention_head_dim", "joint_attention_dim", "axes_dims_rope"),
-    without=("extra_condition_channels",),
+    mask="extra_condition_channels",
 )
 recorded_rows = mmdit.recorded_rows
 
@@ -114,4 +114,5 @@ def control_work(config: dict[str, Any], height: int, width: int) -> ModelWork:
     a size in latents.
     """
     work = count(config, StepPicture(height, width))
-    return mmdit.control_work(work, int(config["in_channels"]))
+    channels = int(config["in_channels"]) + int(config.get(CONTROL.mask) or 0)
+    return mmdit.control_work(work, channels)

@@ -24,7 +24,7 @@ from maskserve_common.errors import InvalidRequest, TemplateNotFound
 from maskserve_common.imaging.images import NO_LIMITS, decode_image, encode_image
 from maskserve_engine.families.unet import spec as unet
 from maskserve_engine.spec.encoder_picture import EncoderPicture
-from maskserve_engine.spec.model_spec import ModelSpec
+from maskserve_engine.spec.model_spec import ALL_KINDS, ModelSpec
 from maskserve_triton import preprocess
 from maskserve_triton.accept import accept_edit
 from maskserve_triton.postprocess import source_and_weights
@@ -287,6 +287,44 @@ def test_a_bad_control_picture_is_refused_as_a_bad_image_is(name: str) -> None:
         control=[raw_inputs["IMAGE"]],
     )
     np.testing.assert_array_equal(prepared_edit.controls[0], prepared_edit.pixels)
+
+
+def filling(mask: Any, *controls: ResolvedControl) -> Any:
+    """A prepared edit, or one without a mask, with a picture for each control's `image`."""
+    raw_inputs, edit_settings = good_inputs(), EditSettings()
+    facts = replace(FILL_SPEC, edit_kinds=ALL_KINDS)
+    accepted = accept_edit(edit_settings, raw_inputs["PROMPT"], facts, CONFIG)
+    if mask is None:
+        accepted = replace(accepted, kind="edit")
+    accepted, count = replace(accepted, controls=controls), len({c.image for c in controls})
+    pictures = [raw_inputs["IMAGE"]] * count
+    return prepare_edit(raw_inputs["IMAGE"], mask, accepted, facts, CONFIG, control=pictures)
+
+
+def test_a_net_that_fills_the_mask_sees_its_picture_black_there() -> None:
+    mask = good_inputs()["MASK"]
+    outline, fill = (
+        ResolvedControl(name=name, image=image, fills=name == "fill")
+        for image, name in enumerate(("outline", "fill"))
+    )
+    prepared_edit = filling(mask, outline, fill)
+    is_masked = prepared_edit.edit_mask > 127
+    assert is_masked.any()
+    assert not is_masked.all()
+    np.testing.assert_array_equal(prepared_edit.controls[0], prepared_edit.pixels)
+    assert not prepared_edit.controls[1][is_masked].any()
+    np.testing.assert_array_equal(
+        prepared_edit.controls[1][~is_masked], prepared_edit.pixels[~is_masked]
+    )
+
+
+def test_a_net_that_fills_the_mask_needs_one_and_a_picture_of_its_own() -> None:
+    fill = ResolvedControl(name="fill", image=0, fills=True)
+    with pytest.raises(InvalidRequest, match=r"MASK.* is missing, and ControlNet fill fills it"):
+        filling(None, fill)
+    mask, outline = good_inputs()["MASK"], ResolvedControl(name="outline", image=0)
+    with pytest.raises(InvalidRequest, match=r"controls\[1\]\.image: is the picture of a"):
+        filling(mask, fill, outline)
 
 
 def test_control_pictures_are_seen_through_the_edit_s_window() -> None:

@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from PIL import Image
 
-from maskserve_engine.base.job import EditJob
+from maskserve_engine.base.job import ControlInput, EditJob
 from maskserve_engine.batch.graphs import Graphs
 from maskserve_engine.control_link.opening import Opening
 from maskserve_engine.families.mmdit.control import spread_in_runs
+from maskserve_engine.families.mmdit.preparation import pack_latents
 from maskserve_engine.families.mmdit.rows import pass_inputs
 from maskserve_engine.families.sd3.adapter import spread_evenly
 from maskserve_engine.spec.control_nets import check_config
@@ -30,7 +32,7 @@ from tests.fakes.jobs import Case, tolerance
 from tests.support.cached_rows import KINDS, Primed, assert_equal, cached, result, run
 from tests.support.draws import fresh_rng
 from tests.support.family_cases import FamilyModel
-from tests.support.net_rows import NetCase, NetModel
+from tests.support.net_rows import NetCase, NetModel, encoded_to_the_mean
 from tests.support.replayed import Replayed, attend_on_a_cpu
 
 _SD3 = "StableDiffusion3ControlNetPipeline"
@@ -40,7 +42,11 @@ CASES = {
     for case in (
         NetCase(
             "qwen-image",
-            {"plain": random_qwen_net(1, 1), "deep": random_qwen_net(2, 2)},
+            {
+                "plain": random_qwen_net(1, 1),
+                "deep": random_qwen_net(2, 2),
+                "filling": random_qwen_net(3, 2, extra_condition_channels=4),
+            },
             "QwenImageControlNetPipeline",
             {"max_sequence_length": 320},
         ),
@@ -300,6 +306,46 @@ def test_a_masked_row_equals_the_inpainting_pipeline_with_the_net(
     expected = masked_oracle(model, case, job)
     assert_equal(result(model.replay, model.dense(job)), expected)
     assert distance(model, replace(job, controls=()), expected) > 10
+
+
+@QWEN
+def test_a_net_that_fills_the_mask_sees_what_its_pipeline_shows_it(model: NetModel) -> None:
+    """The picture, black inside the mask, and where the mask is not."""
+    from diffusers import QwenImageControlNetInpaintPipeline
+
+    rng = fresh_rng()
+    case = masked(model.edit(rng), 0.3)
+    picture = rng.integers(0, 256, case.pixels.shape, dtype=np.uint8)
+    pipeline: Any = QwenImageControlNetInpaintPipeline(
+        **model.parts, controlnet=model.case.nets["filling"]
+    )
+    height, width = case.mask.shape
+    with encoded_to_the_mean(), torch.inference_mode():
+        expected = pipeline.prepare_image_with_mask(
+            Image.fromarray(picture), Image.fromarray(case.mask), width, height, 1, 1,
+            torch.device("cpu"), torch.float32,
+        )  # fmt: skip
+        picture[case.mask > 127] = 0
+        moments = model.plain.encoder.moments(picture)
+        control = ControlInput("filling", picture, moments=moments, fills=True)
+        job = replace(model.plain.encoded(case), controls=(control,))
+        prepared: Any = model.adapter.prepare(job).prepared
+    [(_, tokens)] = prepared.controls
+    latents = pack_latents(model.adapter._preparation._posterior(moments).mode())
+    assert_equal(latents.numpy(), expected[0, :, :-4].numpy())
+    assert torch.equal(tokens[:, -4:], expected[0, :, -4:])
+    assert 0 < float(tokens[:, -4:].mean()) < 1
+
+
+@QWEN
+def test_a_masked_row_with_a_net_that_fills_the_mask_equals_the_classes(model: NetModel) -> None:
+    rng = fresh_rng()
+    case = masked(model.edit(rng), 0.3)
+    job = model.job(rng, case, "filling")
+    expected = masked_oracle(model, case, job)
+    assert_equal(result(model.replay, model.dense(job)), expected)
+    whole = replace(job, edit_mask=np.full_like(job.edit_mask, 255))
+    assert torch.all(model.adapter.prepare(whole).prepared.controls[0][1][:, -4:] == 0)
 
 
 def by_hand(model: NetModel, job: EditJob) -> NDArray[np.float32]:
