@@ -440,6 +440,12 @@ def _add_running_options(edit: argparse.ArgumentParser) -> argparse._ArgumentGro
         help="equal requests give equal pixels at any load",
     )
     running.add_argument(
+        "--step-interval",
+        type=int,
+        metavar="N",
+        help="run the model in one of N steps; a line through its last answers gives the others",
+    )
+    running.add_argument(
         "--first-block-threshold",
         type=float,
         metavar="X",
